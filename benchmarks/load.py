@@ -80,7 +80,7 @@ def write(folder: Path, layers: int, width: int) -> tuple[Path, Path]:
 
 def measure(config: str, folder: str, lora: str) -> dict[str, float]:
     """Load the expert in this process; return seconds, the expert's size, and the peak over it."""
-    distilled = lora_files.assign(lora_files.read_lora(lora), "high_noise") if lora else []
+    distilled = lora_files.assign_expert(lora_files.read_lora(lora), "high_noise") if lora else []
     checkpoint = shards.open_checkpoint(Path(folder))
     before, start = status("VmRSS"), time.perf_counter()
     expert = wan_load.load_expert(checkpoint, json.loads(Path(config).read_text()), torch.bfloat16, distilled)

@@ -11,13 +11,16 @@ from typing import Annotated, Any, NoReturn
 from pydantic import Field, TypeAdapter, ValidationError
 
 from rewardfl.config.schema import Number, Section, shown
-from rewardfl.files import escape_unencodable_output, printable
-from rewardfl.weights.shards import Refused
+from rewardfl.files import escape_control, escape_unencodable_output
+from rewardfl.weights.shards import InputError
 
 DONE, REFUSED, INTERRUPTED = 0, 2, 130  # exit codes; 130 is the shell's for Ctrl-C
+
 LONGEST_LINE = 2000  # characters of a message: names come from files
+
 # first words of the figures' names, which no judge may have
 NO_JUDGE = ("reward", "held_out", "rewards", "motion", "still", "canary", "consisid", "opens2v")
+
 Strength = Annotated[Number, Field(ge=-1000, le=1000)]  # of an adapter
 
 
@@ -46,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(REFUSED, one_line(f"error: {message.removeprefix('argument ')}") + "\n")
 
 
-def option(kind: Any) -> Callable[[str], Any]:
+def option_type(kind: Any) -> Callable[[str], Any]:
     """Return a reader of an option's text, for `type=`. kind: a type of the schema; `null` means None."""
     adapter: TypeAdapter = TypeAdapter(kind)
 
@@ -60,15 +63,15 @@ def option(kind: Any) -> Callable[[str], Any]:
     return read
 
 
-def first_problem(error: ValidationError) -> str:
+def format_first_problem(error: ValidationError) -> str:
     """Return the key of the first problem, if it has one, and the message."""
     problem = error.errors()[0]
     return f"{'.'.join(map(str, problem['loc']))} {problem['msg']}".strip()
 
 
-def setting(section: type[Section], key: str) -> Callable[[str], Any]:
+def setting_type(section: type[Section], key: str) -> Callable[[str], Any]:
     """Return a reader of an option with the type of a key of the configuration."""
-    return option(section.model_fields[key].rebuild_annotation())
+    return option_type(section.model_fields[key].rebuild_annotation())
 
 
 def run(module: str, args: argparse.Namespace) -> int:
@@ -82,11 +85,11 @@ def exit_code(work: Callable[[], int | None]) -> int:
         return work() or DONE
     except KeyboardInterrupt:
         code, line = INTERRUPTED, "interrupted"
-    except Refused as error:
+    except InputError as error:
         code, line = REFUSED, one_line(f"error: {error}")
     except _refusals() as error:
         code, line = REFUSED, f"error: {_message(error)}"
-    print(printable(line), file=sys.stderr)  # here `error` and its frames are gone, so a progress bar has ended
+    print(escape_control(line), file=sys.stderr)  # here `error` and its frames are gone, so a progress bar has ended
     return code
 
 
@@ -146,7 +149,7 @@ def parse_path_and_strength(text: str) -> tuple[str, float]:
 def parse_adapter(text: str) -> tuple[str, float]:
     """Return a checkpoint folder and the strength of its adapter, as --adapter names them."""
     path, strength = parse_path_and_strength(text)
-    return path, option(Strength)(str(strength))
+    return path, option_type(Strength)(str(strength))
 
 
 def one_line(text: str) -> str:
@@ -155,19 +158,19 @@ def one_line(text: str) -> str:
     return line + (" ..." if len(text) > LONGEST_LINE else "")
 
 
-def device(name: str | None) -> str:
-    """Return the device of this name; without one cuda where there is a GPU, else cpu. Raise Refused for no device."""
+def resolve_device(name: str | None) -> str:
+    """Return the device of this name; without one cuda where there is a GPU, else cpu. Raise InputError for no device."""
     import torch  # here: a copy of shards needs none
 
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
-        raise Refused(f"--device: {shown(name)} is no device of these tools; give cpu or cuda, or leave it out")
+        raise InputError(f"--device: {shown(name)} is no device of these tools; give cpu or cuda, or leave it out")
     parsed = torch.device(name)
     if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
-        raise Refused(f"--device: this torch sees no GPU {name}; give cpu, or leave it out")
+        raise InputError(f"--device: this torch sees no GPU {name}; give cpu, or leave it out")
     return name
 
 
-def gigabytes(nbytes: int) -> str:
+def format_bytes(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e3:.1f} kB"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 CONTROL = {"Cc", "Cs"}  # Unicode's categories of control characters and of halves that cannot be printed
+
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a model's file, for its digest
 
 
@@ -22,7 +23,7 @@ def escape_unencodable_output() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def printable(text: str) -> str:
+def escape_control(text: str) -> str:
     """Return the text with its control characters, except line breaks, as escapes: names in files may hold them."""
     return "".join(c.encode("unicode_escape").decode() if is_control(c) and c != "\n" else c for c in text)
 
@@ -114,7 +115,7 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def model_digest(files: Sequence[Path]) -> str:
+def digest_files(files: Sequence[Path]) -> str:
     """Return a digest of weights by the files' sizes and 4 MiB spread over each: to read 57 GB would take minutes.
 
     Two trainings differ in all of their weights, so no sample of them agrees. A folder means all files in it.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rewardfl.memory.sharding import full_tensor
 from rewardfl.weights import adapter_config
 from rewardfl.weights.lora_files import Lora, load_tensor
-from rewardfl.weights.shards import Refused
+from rewardfl.weights.shards import InputError
 
 POLICY = "default"  # the trained adapter's name in peft
 DISTILLED = "distilled"  # a distillation LoRA's: part of the base model
@@ -30,12 +30,12 @@ def target_modules(names: str, short_names: Mapping[str, str]) -> list[str]:
 
 
 def check_targets(targets: Sequence[str], linear_layers: Sequence[str], short_names: Mapping[str, str]) -> None:
-    """Raise Refused for a target (diffusers' name) that is neither a linear layer's name nor the end of one."""
+    """Raise InputError for a target (diffusers' name) that is neither a linear layer's name nor the end of one."""
     for target in targets:
         if not any(_matches(target, name) for name in linear_layers):
             examples = list(short_names.values()) or list(linear_layers)[:3]
             short = f"{', '.join(short_names)} or " if short_names else ""
-            raise Refused(
+            raise InputError(
                 f"lora.lora_target_modules: {target[:80]!r} matches no linear layer of the transformer; "
                 f"use {short}diffusers names such as {', '.join(examples)}"
             )
@@ -78,7 +78,7 @@ def inject(model: ModelMixin, rank: int, alpha: float, targets: list[str], seed:
     """Freeze `model` and add a trainable LoRA, in float32 for any dtype of the base; it changes nothing yet (B = 0).
 
     A bfloat16 LoRA would lose most updates: an Adam step of 2.5e-6 on a weight of 0.01 is below its rounding. It still
-    computes in the base's dtype, from one cast per forward pass: docs/results/lora_dtype.md. Raise Refused for a target
+    computes in the base's dtype, from one cast per forward pass: docs/results/lora_dtype.md. Raise InputError for a target
     that matches no module of the blocks.
     """
     modules = dict(model.named_modules())
@@ -103,19 +103,21 @@ def inject(model: ModelMixin, rank: int, alpha: float, targets: list[str], seed:
 def attach_frozen(model: ModelMixin, distilled: Lora) -> None:
     """Add a distillation LoRA to policy and reference; it is never trained or saved.
 
-    Raise Refused where it holds more than plain low-rank updates, or does not fit the model.
+    Raise InputError where it holds more than plain low-rank updates, or does not fit the model.
     """
     modules = dict(model.named_modules())
     for name, update in distilled.updates.items():
         if update.sources().keys() != {"down", "up"}:
-            raise Refused(
+            raise InputError(
                 f"{distilled.path}: {name} has more than a low-rank update (a bias, a difference or a DoRA magnitude); "
                 "set model.distill_lora_mode: fuse"
             )
     for name, update in distilled.updates.items():
         shape = (update.up.shape[0], *update.down.shape[1:])
         if name not in modules or tuple(modules[name].weight.shape) != shape:
-            raise Refused(f"{distilled.path}: {name} of shape {shape} is no layer of the model; it is for another one")
+            raise InputError(
+                f"{distilled.path}: {name} of shape {shape} is no layer of the model; it is for another one"
+            )
     ranks = {name: update.rank for name, update in distilled.updates.items()}
     alphas = {name: update.scale * update.rank for name, update in distilled.updates.items()}
     config = LoraConfig(
@@ -218,7 +220,7 @@ def _peft_state(adapter: Lora) -> dict[str, Tensor]:
 def read_adapter(path: Path) -> tuple[dict[str, Tensor], dict]:
     """Return weights by diffusers name, without the `transformer.` prefix, and the peft configuration saved with them.
 
-    Raise FileNotFoundError, and Refused for more than one rank and alpha.
+    Raise FileNotFoundError, and InputError for more than one rank and alpha.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no adapter at {path}")
@@ -227,7 +229,7 @@ def read_adapter(path: Path) -> tuple[dict[str, Tensor], dict]:
         config, _ = adapter_config.read_adapter_config(path, file.metadata(), "transformer", {})
         metadata = json.loads(file.metadata()[adapter_config.IN_FILE])
     if config.alphas or len(config.ranks) > 1 or config.use_rslora or config.use_dora or config.lora_bias:
-        raise Refused(f"{path} has more than one rank and alpha for all layers; merge it with tools/merge_lora.py")
+        raise InputError(f"{path} has more than one rank and alpha for all layers; merge it with tools/merge_lora.py")
     return state, {name.removeprefix("transformer."): value for name, value in metadata.items()}
 
 

@@ -3,6 +3,7 @@
 import argparse
 
 OPTION = "--trust-code"
+
 _allowed = False
 
 
@@ -25,12 +26,12 @@ def allow(permission: bool) -> None:
     _allowed = permission
 
 
-def arguments() -> list[str]:
+def permission_arguments() -> list[str]:
     """Return the arguments that give another process the permission of this one."""
     return [OPTION] if _allowed else []
 
 
-def refusal(name: str, source: str) -> str:
+def refusal_message(name: str, source: str) -> str:
     """Return why the reward `name` of a module or file `source` may not be loaded; "" where it may."""
     if _allowed or not source.endswith(".py") and source.partition(".")[0] == "rewardfl":
         return ""

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from rewardfl import lora
 from rewardfl.backbones.wan import variants
-from rewardfl.weights.shards import Refused
+from rewardfl.weights.shards import InputError
 
 pytestmark = pytest.mark.slow(60)
 
@@ -195,5 +195,5 @@ def test_targets_are_checked_by_the_layers_names():
     layers = ["blocks.0.attn1.to_q", "blocks.0.attn1.to_out.0", "blocks.0.ffn.net.2"]
     lora.check_targets(lora.target_modules("q,o,ffn.2,attn1.to_q", variants.LAYERS), layers, variants.LAYERS)
     for names in ("q,to_qq", "q,", "0.attn1", "attn1.to_out", "blocks.0.attn1.to_q_"):
-        with pytest.raises(Refused, match=f"lora.lora_target_modules: '{names.split(',')[-1]}'"):
+        with pytest.raises(InputError, match=f"lora.lora_target_modules: '{names.split(',')[-1]}'"):
             lora.check_targets(lora.target_modules(names, variants.LAYERS), layers, variants.LAYERS)

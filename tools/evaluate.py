@@ -42,7 +42,7 @@ Period = Annotated[int, Field(ge=2, le=1000)]  # in pixels
 
 def numbers(kind: Any) -> Callable[[str], list]:
     """Return a reader of a list such as 0.5,1. kind: the numbers' type in the schema."""
-    read = command_line.option(kind)
+    read = command_line.option_type(kind)
     return lambda text: [read(part) for part in text.split(",")]
 
 
@@ -74,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
         "of a second noise. They are decoded and brought to the real clip's size; without --run the first folder is "
         "what the others are compared with",
     )  # fmt: skip
-    count = command_line.option(schema.Batch)
+    count = command_line.option_type(schema.Batch)
     parser.add_argument("--seeds", type=count, default=2, help="noises per person or prompt (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="default: RUN/evaluation")
     parser.add_argument("--force", action="store_true", help="remove an evaluation of other settings from OUT")
@@ -109,7 +109,7 @@ def add_figures(parser: argparse.ArgumentParser) -> None:
         "--face-sizes", type=ascending, default=[40.0, 80.0], metavar="40,80",
         help="strata by the face's width in the real clip, in pixels; below the first it is too small to be scored",
     )  # fmt: skip
-    share = command_line.option(schema.Share)
+    share = command_line.option_type(schema.Share)
     figures.add_argument(
         "--threshold", type=share, default=0.4, help="of FaceSim: the share of frames above it (default: %(default)s)"
     )

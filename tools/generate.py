@@ -27,12 +27,12 @@ def main() -> int:
     parser.add_argument("--image", type=Path, help="the first frame, for models that take one")
     parser.add_argument("--prompt", required=True)
     parser.add_argument(
-        "--guidance", type=command_line.setting(schema.SampleConfig, "guidance_scale"), default=1.0,
+        "--guidance", type=command_line.setting_type(schema.SampleConfig, "guidance_scale"), default=1.0,
         help="classifier-free guidance: 3.5 (with --steps 40) for the official model, 1 (none, the default) for "
         "distilled ones",
     )  # fmt: skip
     parser.add_argument(
-        "--embedded-guidance", type=command_line.setting(schema.ModelConfig, "embedded_guidance"),
+        "--embedded-guidance", type=command_line.setting_type(schema.ModelConfig, "embedded_guidance"),
         help="as model.embedded_guidance, for FLUX.1-dev",
     )  # fmt: skip
     parser.add_argument("--negative-prompt", default="", help="what --guidance above 1 leads away from")
@@ -44,9 +44,9 @@ def main() -> int:
         help="checkpoint folder of a run, e.g. outputs/x/checkpoints/latest, or outputs/x/checkpoints/latest:0.8",
     )  # fmt: skip
     default = "default: %(default)s"
-    side, count = command_line.option(schema.Side), command_line.setting(schema.DataConfig, "num_frames")
-    steps, seed, rate = map(command_line.option, (schema.Denoising, schema.Seed, schema.FrameRate))
-    shift = command_line.setting(schema.SampleConfig, "shift")
+    side, count = command_line.option_type(schema.Side), command_line.setting_type(schema.DataConfig, "num_frames")
+    steps, seed, rate = map(command_line.option_type, (schema.Denoising, schema.Seed, schema.FrameRate))
+    shift = command_line.setting_type(schema.SampleConfig, "shift")
     parser.add_argument("--height", type=side, default=480, help=default)
     parser.add_argument("--width", type=side, default=832, help=default)
     parser.add_argument("--num-frames", type=count, default=81, help=default)

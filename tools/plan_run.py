@@ -46,7 +46,7 @@ def main() -> int:
     from rewardfl import backbones, config, data, machine
     from rewardfl.estimate.advice import Machine
     from rewardfl.estimate.report import TFLOPS, estimate
-    from rewardfl.files import printable
+    from rewardfl.files import escape_control
     from rewardfl.training import cli, plan, setup_model, setup_rewards, summary, workload
 
     try:
@@ -65,7 +65,7 @@ def main() -> int:
         overview = summary.overview(cfg, backbone, clips, steps, args.processes)
         planned = workload.make_workload(cfg, backbone, clips, steps, args.processes, args.sharding)
     except cli.REFUSALS as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
+        print(escape_control(f"error: {error}"), file=sys.stderr)
         return DOES_NOT
     print(f"model's shape from {backbone.described_by()}")
     print(f"data: {'not there yet' if clips is None else f'{clips} clips'}: {cfg.data.file_name}\n")

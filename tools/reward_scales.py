@@ -18,7 +18,7 @@ from rewardfl.config import schema
 def main() -> int:
     parser = command_line.Parser(__doc__)
     parser.add_argument("--config", required=True)
-    count = command_line.option(schema.Count)
+    count = command_line.option_type(schema.Count)
     parser.add_argument("--rows", type=count, default=4, help="clips, one noise each (default: %(default)s)")
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument(

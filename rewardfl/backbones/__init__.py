@@ -4,7 +4,7 @@ import importlib
 
 from rewardfl.backbones.protocol import Backbone, Source
 from rewardfl.config import did_you_mean
-from rewardfl.weights.shards import Refused
+from rewardfl.weights.shards import InputError
 
 WAN = "rewardfl.backbones.wan.backbone"
 MODULES = dict.fromkeys(("wan2_2", "wan2_2_t2v", "wan2_2_ti2v", "wan2_2_ti2v_text", "wan2_1_i2v", "wan2_1_t2v"), WAN)
@@ -18,7 +18,7 @@ MODULES |= {
 
 
 def open(name: str, source: Source) -> Backbone:
-    """Open a model by its files' headers. Raise Refused for a file that cannot be used."""
+    """Open a model by its files' headers. Raise InputError for a file that cannot be used."""
     return importlib.import_module(_module(name)).open(name, source)
 
 
@@ -30,5 +30,5 @@ def describe(name: str, source: Source) -> Backbone:
 def _module(name: str) -> str:
     if name not in MODULES:
         hint = did_you_mean(name, MODULES) or "; set it to one of them"
-        raise Refused(f"model.model_name must be {' or '.join(MODULES)}, got {name[:80]!r}{hint}")
+        raise InputError(f"model.model_name must be {' or '.join(MODULES)}, got {name[:80]!r}{hint}")
     return MODULES[name]

@@ -15,7 +15,7 @@ from diffusers import ModelMixin
 from torch import Tensor, nn
 
 from rewardfl import lora
-from rewardfl.weights.shards import Refused
+from rewardfl.weights.shards import InputError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of the frozen weights, by config word
 
@@ -46,7 +46,7 @@ class Schedule:
     def __post_init__(self):
         if not bool(self.sigmas.isfinite().all() and (self.sigmas.diff() < 0).all()):
             listed = ", ".join(f"{sigma:g}" for sigma in self.sigmas[:8].tolist())
-            raise Refused(
+            raise InputError(
                 f"sample.num_inference_steps: {len(self)} steps give this model the sigmas {listed}, which must be "
                 "finite and fall from step to step; take another number of steps, or another sample.shift"
             )
@@ -177,7 +177,7 @@ class OnMeta:
 class Backbone(Protocol):
     """A trainable model, opened by the headers of its files; only the methods that say so load weights.
 
-    Every `Refused` names the key of the configuration, the value and the way out.
+    Every `InputError` names the key of the configuration, the value and the way out.
     """
 
     @property
@@ -210,14 +210,14 @@ class Backbone(Protocol):
     def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:
         """Return the denoising steps of latents of this shape, by the stock scheduler's own arithmetic.
 
-        shift: of the sigmas; None for that of the model's scheduler. Raise Refused where that is unknown.
+        shift: of the sigmas; None for that of the model's scheduler. Raise InputError where that is unknown.
         """
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> Shape:
         """Return the shape of one sample's sampled latents."""
 
     def check_clips(self, height: int, width: int, num_frames: int, max_pixels: int | None = None) -> None:
-        """Raise Refused for clips of an unsupported size; with max_pixels, height and width are ignored."""
+        """Raise InputError for clips of an unsupported size; with max_pixels, height and width are ignored."""
 
     def differences(self, shift: float | None, guidance: float) -> list[str]:
         """Return a line for each setting of the run that differs from the checkpoint's."""

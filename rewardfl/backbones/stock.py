@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from rewardfl import lora
-from rewardfl.weights.shards import Refused
+from rewardfl.weights.shards import InputError
 
 LOCAL = {"local_files_only": True, "output_loading_info": True}  # for from_pretrained
 Model = TypeVar("Model", bound=nn.Module)
@@ -32,13 +32,13 @@ def pipeline_class(name: str) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file. Raise Refused where it is missing or not JSON."""
+    """Read a JSON file. Raise InputError where it is missing or not JSON."""
     if not path.is_file():
-        raise Refused(f"{path} is missing; the folder must have diffusers' layout")
+        raise InputError(f"{path} is missing; the folder must have diffusers' layout")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise Refused(f"{path} is not JSON: {error}") from None
+        raise InputError(f"{path} is not JSON: {error}") from None
 
 
 def cast(model: Model, dtype: torch.dtype) -> Model:
@@ -49,9 +49,9 @@ def cast(model: Model, dtype: torch.dtype) -> Model:
 
 
 def complete(path: Path, model: Model, report: Mapping[str, Sequence[str]]) -> Model:
-    """Return the model. Raise Refused where the library filled missing tensors with random numbers."""
+    """Return the model. Raise InputError where the library filled missing tensors with random numbers."""
     if missing := sorted(report["missing_keys"]):
-        raise Refused(f"{path} lacks {missing[0]} ({len(missing)} such tensors)")
+        raise InputError(f"{path} lacks {missing[0]} ({len(missing)} such tensors)")
     return model
 
 

@@ -21,7 +21,7 @@ import yaml
 from rewardfl import command_line, config, data
 from rewardfl.doctor import models
 from rewardfl.doctor.models import DIFFERS, NOT_DONE, OK, Case, Finding
-from rewardfl.files import atomic_write, printable
+from rewardfl.files import atomic_write, escape_control
 from rewardfl.rewards import FaceIdentityReward, build_terms, find_terms
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.training import cli, clip_scan, saving, setup_model, setup_rewards
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         case = open_case(args)
     except (*cli.REFUSALS, OSError) as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
+        print(escape_control(f"error: {error}"), file=sys.stderr)
         return 2
     findings: dict[str, Finding] = {}
     for name in (name for name in CHECKS if name in (args.only or CHECKS)):
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
             finding = Finding(NOT_DONE if isinstance(error, MACHINE) else DIFFERS, line)
         findings[name] = replace(finding, facts={**finding.facts, "seconds": time.perf_counter() - began})
         write_page(case, findings)
-        print(printable(f"{name}: {finding.status}: {finding.line}"), flush=True)
+        print(escape_control(f"{name}: {finding.status}: {finding.line}"), flush=True)
     print(f"page: {case.args.out}")
     return int(any(finding.status == DIFFERS for finding in findings.values()))
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 def open_case(args: argparse.Namespace) -> Case:
     """Open the case. Raise, before anything is written, the errors that training would raise."""
     cfg = config.load(args.config, args.overrides)
-    device = torch.device(command_line.device(args.device))
+    device = torch.device(command_line.resolve_device(args.device))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise config.ConfigError("--device: this torch sees no GPU; give cpu, or leave it out")
     if args.out.exists():
@@ -91,7 +91,7 @@ def write_page(case: Case, findings: Mapping[str, Finding]) -> None:
 
 def anonymise(text: str) -> str:
     """Return the line without the current folder, the user's home and the host; numbers with four digits."""
-    text = printable(text).replace("`", "´")
+    text = escape_control(text).replace("`", "´")
     for word, name in ((str(Path.cwd()), "."), (str(Path.home()), "~"), (platform.node(), "(host)")):
         text = re.sub(rf"(?<![\w-]){re.escape(word)}(?![\w-])", name, text) if len(word) > 1 else text
     return re.sub(r"\b\d+\.\d{5,}(e[-+]\d+)?\b", lambda number: f"{float(number[0]):.4g}", text)
@@ -150,7 +150,7 @@ def check_faces(case: Case) -> Finding:
 
 CHECKS: dict[str, Callable[[Case], Finding]] = {
     "environment": check_machine,
-    "weights": models.weights,
+    "weights": models.check_weights,
     "faces": check_faces,
-    "step": models.step,
+    "step": models.check_step,
 }

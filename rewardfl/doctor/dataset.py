@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from rewardfl import backbones, command_line, config, data
 from rewardfl.backbones.protocol import Backbone, Source
-from rewardfl.files import printable
+from rewardfl.files import escape_control
 from rewardfl.merging import output
 from rewardfl.rewards import face
 from rewardfl.rewards.face import pack as face_pack
@@ -48,7 +48,7 @@ class DatasetReport:
 
 def run(args: argparse.Namespace) -> int:
     """Inspect clips before training, and return the exit code."""
-    args.device = command_line.device(args.device)
+    args.device = command_line.resolve_device(args.device)
     cfg, backbone = resolve_settings(args)
     rows = data.load_metadata(cfg.data.file_name, "--data" if args.data else "data.file_name")
     sheet = sheet_file(args, rows, cfg.data.file_name) if args.sheet else None
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         if problem := plan.size_problem(cfg, backbone, report.row.size):
             report.problems.append(problem)
     warn_of_repeats(reports)
-    print(printable("\n".join([*listing(reports), *list_notes(rows, reports, cfg.data), *summary(reports)])))
+    print(escape_control("\n".join([*listing(reports), *list_notes(rows, reports, cfg.data), *summary(reports)])))
     if sheet:
         content = io.BytesIO()
         contact_sheet(reports).save(content, Image.registered_extensions()[args.sheet.suffix.lower()])
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sheet_file(args: argparse.Namespace, rows: Sequence[data.Row], table: str) -> output.File:
-    """Return the file of the contact sheet. Raise Refused where it may not be written, before any clip is read."""
+    """Return the file of the contact sheet. Raise InputError where it may not be written, before any clip is read."""
     if Image.registered_extensions().get(args.sheet.suffix.lower()) not in Image.SAVE:
         raise ValueError(f"--sheet {args.sheet}: no picture is called so; give NAME.png")
     inputs = [Path(table), *([Path(args.config)] if args.config else []), *([args.faces] if args.faces else [])]

@@ -25,11 +25,11 @@ from torch import Tensor
 import rewardfl
 from rewardfl import config, data, trust
 from rewardfl.backbones.protocol import Backbone, Experts
+from rewardfl.backbones.wan import files as wan_files
 from rewardfl.backbones.wan.backbone import Wan
-from rewardfl.backbones.wan.files import files
 from rewardfl.estimate.measure import measure
 from rewardfl.estimate.needs import RESERVE, flops, memory
-from rewardfl.files import printable
+from rewardfl.files import escape_control
 from rewardfl.memory import attention, offload
 from rewardfl.noise import draw_noise
 from rewardfl.training import clip_scan, workload
@@ -38,14 +38,18 @@ from rewardfl.training.timer import peak_memory_gb
 from rewardfl.weights import wan_names
 
 OK, DIFFERS, NOT_DONE = "ok", "differs", "could not be done"
+
 # Tolerated difference of velocities where we fuse a distillation, which diffusers' adapter adds to every product
 # instead. The tests' small network shows 4e-7 and 7e-3.
 FUSED = {torch.float32: 1e-4, torch.bfloat16: 0.03}
+
 LORA_LEAVES = (".lora_down.weight", ".lora_up.weight", ".lora_A.weight", ".lora_B.weight", ".alpha")
+
 ONE_UPDATE = [
     "train.max_steps=1", "run.sample_videos=0", "run.log_with=none", "run.resume_from_checkpoint=false",
     "run.resume_with_changes=[]", "run.keep_last=null",
 ]  # fmt: skip
+
 ONE_EPOCH = ["grpo.updates_per_epoch=1", "grpo.inner_epochs=1", "evaluation.eval_clips=null"]
 
 
@@ -70,7 +74,7 @@ class Finding:
 
 
 @torch.no_grad()
-def weights(case: Case) -> Finding:
+def check_weights(case: Case) -> Finding:
     """Compare each expert's velocity of the same noise with that of the weights as diffusers loads them.
 
     Return DIFFERS where it is not the same to the last bit, or does not repeat itself. We mostly fuse a distillation,
@@ -168,7 +172,7 @@ def not_comparable(backbone: Backbone) -> str:
     """Return the reason why diffusers cannot load all of the weights (a DoRA, changed norms); empty where it can."""
     if not isinstance(backbone, Wan):
         return "this is no Wan model"
-    loras, files = distillations(backbone).values(), files(backbone.layout)
+    loras, files = distillations(backbone).values(), wan_files.files(backbone.layout)
     if any(file.suffix != ".safetensors" for file in (*loras, *(f for name in backbone.experts for f in files[name]))):
         return "a file is no .safetensors"
     for path in loras:
@@ -185,7 +189,7 @@ def load_stock(backbone: Wan, name: str) -> ModelMixin:
     if layout.experts[name] == [layout.configs / part]:
         expert = WanTransformer3DModel.from_pretrained(layout.configs / part, torch_dtype=dtype, local_files_only=True)
     else:
-        tensors = {key: value for file in files(layout)[name] for key, value in load_file(file).items()}
+        tensors = {key: value for file in wan_files.files(layout)[name] for key, value in load_file(file).items()}
         expert = WanTransformer3DModel.from_single_file(
             tensors, config=str(layout.configs), subfolder=part, local_files_only=True
         )  # not torch_dtype, which would round the parts that from_pretrained keeps in float32
@@ -199,7 +203,7 @@ def load_stock(backbone: Wan, name: str) -> ModelMixin:
     return expert.eval().requires_grad_(False)
 
 
-def step(case: Case) -> Finding:
+def check_step(case: Case) -> Finding:
     """Measure the script's first update on these clips, for Flow-GRPO an epoch of the fewest groups.
 
     Return DIFFERS where the script fails, and where a GPU's peak is above the estimated need.
@@ -217,13 +221,13 @@ def step(case: Case) -> Finding:
             once = [*ONE_EPOCH, f"grpo.groups={batch // math.gcd(batch, case.cfg.grpo.group_size)}"]
         paths = [f"run.output_dir={json.dumps(str(folder))}", f"data.file_name={json.dumps(str(table))}"]
         overrides = [*case.args.overrides, *ONE_UPDATE, *once, *paths]
-        command = [sys.executable, str(script), "--config", case.args.config, *trust.arguments(), *overrides]
+        command = [sys.executable, str(script), "--config", case.args.config, *trust.permission_arguments(), *overrides]
         environment = os.environ | ({"ACCELERATE_USE_CPU": "true"} if case.device.type == "cpu" else {})
         with log.open("w") as output:
             code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
         if code:
             lines = [line for line in log.read_text(errors="replace").split("\n") if line.strip()] or ["no word"]
-            print(printable("\n".join(lines[-30:])), file=sys.stderr)
+            print(escape_control("\n".join(lines[-30:])), file=sys.stderr)
             return Finding(DIFFERS, f"{case.cfg.script} ended with {code}: {lines[-1]}")
         metrics = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
         cfg = config.load(case.args.config, overrides)

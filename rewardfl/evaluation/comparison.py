@@ -129,7 +129,7 @@ def read_report(folder: Path) -> dict:
     try:
         Report.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        problem = command_line.first_problem(error)
+        problem = command_line.format_first_problem(error)
         text = f"{path}: is no report of videos as evaluate.py writes it ({problem}); evaluate again"
         raise ValueError(text) from None
     return json.loads(path.read_bytes())

@@ -19,7 +19,7 @@ from rewardfl.noise import draw_noise
 
 def run(args: argparse.Namespace) -> int:
     """Generate and write one video; return the exit code."""
-    args.device = command_line.device(args.device)
+    args.device = command_line.resolve_device(args.device)
     paths = [args.image, args.model, args.tokenizer, args.distill_lora_high, args.distill_lora_low]
     inputs = tuple(Path(path) for path in (*paths, *(args.adapter or ())[:1]) if path)
     file = output.File(option="--out", path=args.out, tool="rewardfl generate", inputs=inputs)

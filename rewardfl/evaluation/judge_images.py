@@ -18,7 +18,7 @@ from rewardfl import config, data
 from rewardfl.backbones.protocol import Backbone
 from rewardfl.evaluation.arms import BASE, Arm, Sampler, batches, check_adapter, encode_inputs, load_model
 from rewardfl.evaluation.intervals import format_interval, interval
-from rewardfl.files import printable
+from rewardfl.files import escape_control
 from rewardfl.merging import output
 from rewardfl.rewards import RewardError, build_terms, find_terms
 from rewardfl.rewards.contract import NONFINITE
@@ -124,7 +124,7 @@ def load_image_rows(cfg: config.AnyConfig, backbone: Backbone, terms: Sequence[T
         problems += [(row.line, text) for text in texts]
     good, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
     for line in bad:
-        print(printable(f"skipped: {line}"))
+        print(escape_control(f"skipped: {line}"))
     return good
 
 

@@ -28,7 +28,7 @@ from rewardfl.evaluation.report.report_page import report_page
 from rewardfl.evaluation.report.table import format_report
 from rewardfl.evaluation.study import Study
 from rewardfl.evaluation.video_files import PEOPLE
-from rewardfl.files import atomic_write, model_digest, printable
+from rewardfl.files import atomic_write, digest_files, escape_control
 from rewardfl.merging import output
 from rewardfl.rewards.face.identity_kept import FEWEST
 from rewardfl.training import setup_model
@@ -45,7 +45,7 @@ REPORTS = ("report.json", "report.html", "grid.png", "curves.png", "front.png") 
 def run(args: argparse.Namespace) -> int:
     """Judge, report and draw; return the exit code."""
     with connected() as processes, ExitStack() as lock:
-        args.device = processes.own(command_line.device(args.device))
+        args.device = processes.own(command_line.resolve_device(args.device))
         return judge_all(args, processes, lock)
 
 
@@ -72,7 +72,7 @@ def judge_all(args: argparse.Namespace, processes: Processes, lock: ExitStack) -
     needs_model = enough_people or any(arm.videos is None for arm in arms)
     backbone, problem = open_backbone(cfg, arms) if needs_model else (None, "")
     if problem and processes.main:
-        print(printable(f"note: identity kept cannot be measured: {problem}"))
+        print(escape_control(f"note: identity kept cannot be measured: {problem}"))
     through_vae = enough_people and backbone is not None
     base = {} if backbone is None else digest_parts(backbone, arms)
     settings = make_settings(cfg, rows, arms, base, list_dependencies(judges, cfg, args.dino))
@@ -135,7 +135,7 @@ def digest_parts(backbone: Backbone, arms: Sequence[Arm]) -> dict[str, str]:
     """Return digests of the model's parts that the records depend on: only the VAE's where nothing is sampled."""
     if any(arm.videos is None for arm in arms):
         return digest_base_model(backbone)
-    return {"vae": model_digest(backbone.weight_files()["vae"])}
+    return {"vae": digest_files(backbone.weight_files()["vae"])}
 
 
 def load_rows(cfg: config.AnyConfig, args: argparse.Namespace, processes: Processes) -> list[data.Row]:
@@ -150,7 +150,7 @@ def load_rows(cfg: config.AnyConfig, args: argparse.Namespace, processes: Proces
     good, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
     if processes.main:
         for line in (*(f"note: {note}" for note in data.notes(rows)), *(f"skipped: {line}" for line in bad)):
-            print(printable(line))
+            print(escape_control(line))
     return good
 
 
@@ -158,15 +158,15 @@ def make_settings(
     cfg: config.AnyConfig, rows: Sequence[data.Row], arms: Sequence[Arm], base: dict[str, str], judges: dict[str, str]
 ) -> Settings:
     """Return all that the records depend on, as text that can be compared. base: digests of the model's parts."""
-    files = {row.id: model_digest([path for path in row.files.values() if path]) for row in rows}
+    files = {row.id: digest_files([path for path in row.files.values() if path]) for row in rows}
     return {
         "records": {"format": str(FORMAT)},
         "data": {"--data": cache.digest({"files": files})[:16]},
         "sampling": {key: value for key, value in config.flat(cfg).items() if key.startswith(SAMPLING)},
         "model": base,
         "judges": judges,
-        "adapters": {arm.name: model_digest([arm.adapter])[:16] for arm in arms if arm.adapter is not None},
-        "videos": {arm.name: model_digest([arm.videos])[:16] for arm in arms if arm.videos is not None},
+        "adapters": {arm.name: digest_files([arm.adapter])[:16] for arm in arms if arm.adapter is not None},
+        "videos": {arm.name: digest_files([arm.videos])[:16] for arm in arms if arm.videos is not None},
     }
 
 
@@ -183,7 +183,7 @@ def list_inputs(args: argparse.Namespace, arms: Sequence[Arm]) -> Iterator[Path]
 def take(folder: output.Folder, names: Sequence[str], settings: Settings, force: bool, lock: ExitStack) -> None:
     """Lock the folder and claim the names that are going to be written. force: remove an earlier evaluation.
 
-    Raise Refused for an existing file of another origin, and for records of other settings.
+    Raise InputError for an existing file of another origin, and for records of other settings.
     """
     folder.check([*names, *REPORTS, SETTINGS])
     lock.enter_context(folder.locked())

@@ -16,7 +16,7 @@ from rewardfl import config, data
 from rewardfl.evaluation import face_protocols as protocols
 from rewardfl.evaluation import subject_consistency
 from rewardfl.evaluation.vbench import dynamic_degree, motion_smoothness
-from rewardfl.files import model_digest
+from rewardfl.files import digest_files
 from rewardfl.rewards import RewardError, build_terms, face, find_terms
 from rewardfl.rewards.face.look import compare_look, cut_patches
 from rewardfl.rewards.face.pack import file_hashes
@@ -95,7 +95,7 @@ def list_dependencies(judges: Judges, cfg: config.AnyConfig, dino: str | None) -
         parts |= {f"{name}'s {file}": digest[:16] for file, digest in file_hashes(identity.files).items()}
     parts |= {term.key: str(term.reward.fingerprint()) for term in judges.terms}
     parts |= {f"protocol {name}": f"version {protocols.VERSION}" for name in judges.protocols}
-    parts |= {"--dino": model_digest([Path(dino)])[:16] if dino else "none"}
+    parts |= {"--dino": digest_files([Path(dino)])[:16] if dino else "none"}
     return parts | {"--periods": " ".join(map(str, judges.periods)), "reward.det_size": str(cfg.reward.det_size)}
 
 

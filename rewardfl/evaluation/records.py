@@ -25,7 +25,7 @@ from pydantic import BaseModel, FiniteFloat, TypeAdapter, ValidationError, model
 
 from rewardfl import command_line
 from rewardfl.files import atomic_write
-from rewardfl.weights.shards import Refused
+from rewardfl.weights.shards import InputError
 
 Record = dict[str, Any]
 
@@ -86,7 +86,7 @@ def record_file(out: Path, rank: int) -> Path:
 
 
 def read_records(out: Path) -> dict[Key, Record]:
-    """Return all records of the folder, without truncated lines. Raise Refused for a line that is no record."""
+    """Return all records of the folder, without truncated lines. Raise InputError for a line that is no record."""
     records = {}
     for path in _files(out):
         *lines, _ = path.read_bytes().split(b"\n")  # the last is empty or truncated
@@ -94,8 +94,8 @@ def read_records(out: Path) -> dict[Key, Record]:
             try:
                 Line.model_validate_json(line)
             except ValidationError as error:
-                problem = command_line.first_problem(error)
-                raise Refused(f"{path}: line {i} is no record ({problem}); {WAY_OUT}") from None
+                problem = command_line.format_first_problem(error)
+                raise InputError(f"{path}: line {i} is no record ({problem}); {WAY_OUT}") from None
             record = json.loads(line)
             records[record_key(record)] = record
     return records
@@ -132,18 +132,18 @@ def _files(out: Path) -> list[Path]:
 
 
 def merge_settings(out: Path, settings: Settings) -> Settings:
-    """Merge settings into the folder's; GROWING blocks may gain names. Raise Refused where another one differs."""
+    """Merge settings into the folder's; GROWING blocks may gain names. Raise InputError where another one differs."""
     path = out / SETTINGS
     old: Settings = {}
     if path.is_file():
         try:
             old = TypeAdapter(dict[str, dict[str, str]]).validate_json(path.read_bytes())
         except ValidationError:
-            raise Refused(f"{path} holds no settings of an evaluation; {WAY_OUT}") from None
+            raise InputError(f"{path} holds no settings of an evaluation; {WAY_OUT}") from None
         if problem := describe_difference(old, settings):
-            raise Refused(f"{out} holds records of other settings: {problem}; {WAY_OUT}")
+            raise InputError(f"{out} holds records of other settings: {problem}; {WAY_OUT}")
     elif _files(out):
-        raise Refused(f"{out} holds records, and no {SETTINGS} that says of what; {WAY_OUT}")
+        raise InputError(f"{out} holds records, and no {SETTINGS} that says of what; {WAY_OUT}")
     return {block: {**old.get(block, {}), **values} for block, values in settings.items()}
 
 

@@ -15,7 +15,7 @@ from rewardfl import config as configuration
 from rewardfl.backbones.protocol import Backbone
 from rewardfl.config import AnyConfig, RewardFlConfig
 from rewardfl.evaluation import arms, judge_images
-from rewardfl.files import printable
+from rewardfl.files import escape_control
 from rewardfl.rewards import build_terms
 from rewardfl.rewards.scoring import Reference, Term, score_safely
 from rewardfl.training import clip_scan, setup_model, setup_rewards
@@ -40,7 +40,7 @@ class RewardScale:
 
 def run(args: argparse.Namespace) -> int:
     """Sample, score and print; return the exit code."""
-    device = torch.device(command_line.device(args.device))
+    device = torch.device(command_line.resolve_device(args.device))
     cfg = configuration.load(args.config, args.overrides, RewardFlConfig)
     backbone = setup_model.open_model(cfg)
     terms = build_terms(setup_rewards.find_rewards(cfg, backbone), device)
@@ -71,7 +71,7 @@ def find_clips(
             if clip_references[0] is None:
                 raise data.DataError(f"{terms[0].reward.nothing_found} {row.reference}")
         except data.DataError as error:
-            print(printable(f"skipped: line {row.line}: {error}"))
+            print(escape_control(f"skipped: line {row.line}: {error}"))
             continue
         examples.append((row, example))
         references.append(clip_references)

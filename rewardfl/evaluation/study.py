@@ -24,7 +24,7 @@ from rewardfl.evaluation.arms import NEGATIVE, Arm, Job, Sampler, batches, encod
 from rewardfl.evaluation.judging import FACE, Judges, judge_real, judge_through_vae, judge_video
 from rewardfl.evaluation.processes import Processes
 from rewardfl.evaluation.records import REAL, VAE, WAY_OUT, Key, Record, Writer, join_records, read_records, record_key
-from rewardfl.files import printable
+from rewardfl.files import escape_control
 from rewardfl.training import clip_scan
 from rewardfl.training.shard import read_entry
 
@@ -92,7 +92,7 @@ class Study:
         good, bad = data.usable_rows(rows, broken, self.cfg.data.skip_bad_rows)
         if self.processes.main:
             for problem in (*bad, *(f"line {line}: {problem}" for line, problem in faceless)):
-                print(printable(f"skipped: {problem}"))
+                print(escape_control(f"skipped: {problem}"))
         hidden = {line for line, _ in faceless}
         if not (usable := [row for row in good if row.line not in hidden]):
             raise ValueError(f"--data: no clip of {self.cfg.data.file_name} shows a face")

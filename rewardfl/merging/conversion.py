@@ -16,23 +16,26 @@ from rewardfl.merging.output import Output
 from rewardfl.merging.writing import Part
 from rewardfl.weights import lora_files, merge, wan_names
 from rewardfl.weights.lora_files import Lora, Update, load_tensor
-from rewardfl.weights.shards import Refused
+from rewardfl.weights.shards import InputError
 
 TOOL = "rewardfl convert_lora 1"
+
 DOWN = (".lora_down.weight", ".lora_A.weight")
+
 UP = (".lora_up.weight", ".lora_B.weight")
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def run(args: argparse.Namespace) -> None:
-    """Convert a LoRA to other names. Raise Refused with nothing written."""
+    """Convert a LoRA to other names. Raise InputError with nothing written."""
     output = Output(path=args.out, report=args.json, force=args.force, tool=TOOL)
     loras = lora_files.read_lora(args.lora, args.alpha)
     output.check([args.lora, *(path for lora in loras for path in lora.files)])
     if output.is_file and len(loras) > 1:
-        raise Refused(f"{args.lora} holds both experts; give a folder as --out, it gets a file for each")
+        raise InputError(f"{args.lora} holds both experts; give a folder as --out, it gets a file for each")
     if not output.is_file and any(lora.expert is None and is_wan(lora) for lora in loras):
-        raise Refused(f"{args.lora} does not say which expert it is for; give a file as --out")
+        raise InputError(f"{args.lora} does not say which expert it is for; give a file as --out")
     report: dict[str, Any] = {"input": str(args.lora), "files": {}}
     for lora in loras:
         merge.check_finite(lora)
@@ -43,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
         report["files"][str(name)] = line
     states = []
     for lora in loras:
-        state, metadata, loss = converted(lora, args.to, DTYPES[args.dtype])
+        state, metadata, loss = convert(lora, args.to, DTYPES[args.dtype])
         states.append((lora, state, metadata))
         if args.dtype != "fp32" and loss.intended:
             line = f"{lora.path}: update kept {loss.share:.1%}, error {loss.relative_error:.2%} of it"
@@ -96,13 +99,13 @@ def file_name(args: argparse.Namespace, lora: Lora) -> str:
     return f"{'transformer_2' if lora.expert == 'low_noise' else 'transformer'}/{lora_files.WEIGHTS_NAME}"
 
 
-def converted(lora: Lora, to: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, str], MergeLoss]:
-    """Return the tensors in the names of `to`, the metadata and the loss. Raise Refused for parts `to` cannot hold."""
+def convert(lora: Lora, to: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, str], MergeLoss]:
+    """Return the tensors in the names of `to`, the metadata and the loss. Raise InputError for parts `to` cannot hold."""
     state: dict[str, Tensor] = {}
     for update in lora.updates.values():
         state |= comfy_tensors(update) if to == "comfy" and is_wan(lora) else diffusers_tensors(lora, update)
         if to == "comfy" and not is_wan(lora) and (update.magnitude is not None or update.biases()):
-            raise Refused(
+            raise InputError(
                 f"{lora.path}: {update.module} has a bias or a DoRA magnitude, which ComfyUI does not read under "
                 "diffusers' names; use --to diffusers, or merge it with tools/merge_lora.py"
             )
@@ -115,7 +118,7 @@ def converted(lora: Lora, to: str, dtype: torch.dtype) -> tuple[dict[str, Tensor
     rounded = {name: value.to(dtype).contiguous() for name, value in state.items()}
     for name, value in rounded.items():
         if not bool(torch.isfinite(value).all()):
-            raise Refused(f"{lora.path}: {name} does not fit into {dtype}; use --dtype fp32")
+            raise InputError(f"{lora.path}: {name} does not fit into {dtype}; use --dtype fp32")
     return rounded, metadata, measure_loss(state, rounded)
 
 
@@ -170,12 +173,12 @@ def diffusers_tensors(lora: Lora, update: Update) -> dict[str, Tensor]:
     name = f"transformer.{update.module}"
     way_out = f"{'use --to comfy, or ' if is_wan(lora) else ''}merge it with tools/merge_lora.py"
     if update.diff is not None or (update.diff_b is not None and update.down is None):
-        raise Refused(
+        raise InputError(
             f"{lora.path}: {update.module} is changed by a full difference, which diffusers' LoRA loader drops without "
             f"a word; {way_out}"
         )
     if not update.wd_on_output:
-        raise Refused(
+        raise InputError(
             f"{lora.path}: the DoRA magnitude of {update.module} is of the inputs, which peft does not know; {way_out}"
         )
     state = {
@@ -219,15 +222,15 @@ def make_parts(state: dict[str, Tensor]) -> list[Part]:
 
 
 def verify_conversion(before: list[Lora], after: list[Lora], dtype: torch.dtype) -> None:
-    """Raise Refused (the output is wrong) unless each update is there with the same product up to rounding."""
+    """Raise InputError (the output is wrong) unless each update is there with the same product up to rounding."""
     tolerance = 4 * torch.finfo(dtype).eps
     for old, new in zip(before, after, strict=True):
         if old.updates.keys() != new.updates.keys():
-            raise Refused(f"{new.path} has other modules than {old.path}")
+            raise InputError(f"{new.path} has other modules than {old.path}")
         for module, update in old.updates.items():
             for (kind, a), (new_kind, b) in zip(effects(update), effects(new.updates[module]), strict=True):
                 if kind != new_kind or float((a - b).norm()) > tolerance * float(a.norm()):
-                    raise Refused(f"{new.path}: {kind} of {module} is not that of {old.path}")
+                    raise InputError(f"{new.path}: {kind} of {module} is not that of {old.path}")
 
 
 def effects(update: Update) -> list[tuple[str, Tensor]]:

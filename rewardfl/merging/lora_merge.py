@@ -14,7 +14,7 @@ from rewardfl.merging import merge_tensors, writing
 from rewardfl.merging.output import MANIFEST, Output, check_space, nearest_existing
 from rewardfl.weights import image_names, lora_files, merge, shards
 from rewardfl.weights.lora_files import FLOAT32, Lora
-from rewardfl.weights.shards import Refused
+from rewardfl.weights.shards import InputError
 
 TOOL = "rewardfl merge_lora 1"
 EXPERTS = {"high": "high_noise", "low": "low_noise"}
@@ -41,13 +41,13 @@ class LoraOption:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Merge LoRAs into a checkpoint. Raise Refused with nothing written."""
+    """Merge LoRAs into a checkpoint. Raise InputError with nothing written."""
     output = Output(path=args.out, report=args.json, force=args.force, tool=TOOL)
     options = [read_loras(text, args.alpha) for text in args.lora]
     layouts = (layout for layout in LAYOUTS if all((args.base / folder).is_dir() for folder in layout.values()))
     layout = next(layouts, None)
     if layout and (args.rename != "keep" or output.is_file or args.expert):
-        raise Refused(
+        raise InputError(
             f"--base {args.base} is a pipeline: the output is a pipeline folder with the same names. For one expert as "
             f"a file or with other names give --base {args.base / list(layout.values())[-1]}"
         )
@@ -80,9 +80,9 @@ def open_bases(
     bases = {expert: shards.open_checkpoint(args.base / folder) for expert, folder in folders.items()}
     for base in bases.values():
         shards.check_unquantised(base)
-        if models := image_names.base_models(base):
+        if models := image_names.match_models(base):
             if args.expert or len(bases) > 1:
-                raise Refused(f"{base.path} is {' or '.join(models)}, which has no experts; leave --expert away")
+                raise InputError(f"{base.path} is {' or '.join(models)}, which has no experts; leave --expert away")
             return {None: base}, layout and {None: "transformer"}
     return bases, layout
 
@@ -94,21 +94,21 @@ def read_loras(text: str, alpha: float | None) -> LoraOption:
         path, expert = match[1], EXPERTS[match[2]]
     loras = lora_files.read_lora(path, alpha)
     if expert and lora_files.WAN not in loras[0].models:
-        raise Refused(f"--lora {text}: {' and '.join(loras[0].models)} have no experts; give --lora {path}")
-    loras = lora_files.assign(loras, expert)
+        raise InputError(f"--lora {text}: {' and '.join(loras[0].models)} have no experts; give --lora {path}")
+    loras = lora_files.assign_expert(loras, expert)
     for scale in {1.0} | {update.scale for lora in loras for update in lora.updates.values()}:
         if not FLOAT32.tiny <= abs(strength * scale) <= FLOAT32.max:
-            raise Refused(f"--lora {text}: strength {strength:g} times scale {scale:g} is 0 or infinite in float32")
+            raise InputError(f"--lora {text}: strength {strength:g} times scale {scale:g} is 0 or infinite in float32")
     return LoraOption(text=text, path=Path(path), strength=strength, loras=loras)
 
 
 def route(options: list[LoraOption], experts: list[str | None]) -> Routing:
-    """Assign LoRAs to the base's experts. Raise Refused where an expert is unknown, or a LoRA has none in the base."""
+    """Assign LoRAs to the base's experts. Raise InputError where an expert is unknown, or a LoRA has none in the base."""
     routed: Routing = {expert: [] for expert in experts}
     for option in options:
         targets = [match_expert(option.text, lora, experts, len(option.loras) == 1) for lora in option.loras]
         if routed.keys().isdisjoint(targets):
-            raise Refused(f"--lora {option.text} has nothing for the base")
+            raise InputError(f"--lora {option.text} has nothing for the base")
         for lora, expert in zip(option.loras, targets, strict=True):
             if expert in routed:
                 routed[expert].append((lora, option.strength))
@@ -120,16 +120,16 @@ def match_expert(text: str, lora: Lora, experts: list[str | None], alone: bool) 
     if lora.expert in experts and lora.expert is not None:
         return lora.expert
     if len(experts) == 2:
-        raise Refused(
+        raise InputError(
             f"--lora {text}: neither its keys nor a name such as ..._high_noise say which expert it is for; write "
             "PATH@high or PATH@low (before a :strength), or give it twice for both"
         )
     if not alone:
         if experts[0] is None:
-            raise Refused(f"--lora {text} holds both experts; say which one the base is: --expert high or low")
+            raise InputError(f"--lora {text} holds both experts; say which one the base is: --expert high or low")
         return lora.expert
     if None not in (lora.expert, experts[0]):
-        raise Refused(
+        raise InputError(
             f"--lora {text} is for the {lora.expert} expert, the base is {experts[0]}; if a name is wrong, write "
             "PATH@high or PATH@low, or --expert for the base"
         )
@@ -159,7 +159,7 @@ def describe(
         lines += [f"note: {note}" for note in plan.base.notes]
         lines.append(
             f"{expert or 'base'}: {len(plan.merged)} of {len(plan.base.tensors)} tensors change, "
-            f"{plan.naming} names, {command_line.gigabytes(sum(part.nbytes for part in plan.parts))}"
+            f"{plan.naming} names, {command_line.format_bytes(sum(part.nbytes for part in plan.parts))}"
         )
     lines += [f"{expert}: no LoRA for it, taken as it is" for expert, loras in routed.items() if not loras]
     return {"lines": lines, "record": record, "kept": {}}
@@ -196,7 +196,7 @@ def warn_of_loss(expert: str | None, loss: merge_tensors.MergeLoss, plan: merge_
 def other_files(base: Path, merged: set[str]) -> Iterator[tuple[Path, Path]]:
     """Yield a pipeline's files without the merged experts' weights, and their paths in the output.
 
-    Follow symbolic links, as in a hub cache. Raise Refused for devices and circles of links.
+    Follow symbolic links, as in a hub cache. Raise InputError for devices and circles of links.
     """
 
     def walk(source: Path, target: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, Path]]:
@@ -206,7 +206,7 @@ def other_files(base: Path, merged: set[str]) -> Iterator[tuple[Path, Path]]:
             for child in sorted(source.iterdir()):
                 yield from walk(child, target / child.name, (*above, source.resolve()))
         else:
-            raise Refused(f"{source} is neither a file nor a folder, or a link to a folder that holds it; remove it")
+            raise InputError(f"{source} is neither a file nor a folder, or a link to a folder that holds it; remove it")
 
     for child in sorted(base.iterdir()):
         if child.name not in (*merged, MANIFEST) and not child.name.startswith("."):
@@ -234,7 +234,7 @@ def write_merged(
     if args.dry_run:
         for expert, plan in plans.items():
             warn_of_loss(expert, merge_tensors.estimate_loss(plan), plan, report)
-        print(f"dry run: nothing written; {command_line.gigabytes(total)} would be")
+        print(f"dry run: nothing written; {command_line.format_bytes(total)} would be")
         output.write_report(report)
         return
     metadata = {"format": "pt", "rewardfl": TOOL}

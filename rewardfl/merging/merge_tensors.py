@@ -14,7 +14,7 @@ from rewardfl.merging.writing import Part, copy_entry
 from rewardfl.weights import merge, wan_names
 from rewardfl.weights.lora_files import TORCH_DTYPES, WAN, Lora, as_bytes
 from rewardfl.weights.merge import Updates
-from rewardfl.weights.shards import Checkpoint, Entry, Refused
+from rewardfl.weights.shards import Checkpoint, Entry, InputError
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}  # --dtype
 SAMPLE_ROWS = 64  # of each merged tensor, for the dry run's estimate and for verification
@@ -76,13 +76,13 @@ def plan_merge(base: Checkpoint, loras: Sequence[tuple[Lora, float]], dtype: str
     """Return the parts of the merged checkpoint.
 
     dtype: keep | fp32 | bf16 | fp16; names: keep | diffusers | original | comfy. bf16 and fp16 leave in float32 the
-    tensors that diffusers keeps there. Raise Refused where an update does not fit (rewardfl/weights/merge.py).
+    tensors that diffusers keeps there. Raise InputError where an update does not fit (rewardfl/weights/merge.py).
     """
     merged = merge.updates_by_tensor(base, loras)
     models, naming, commons = merge.match_names(base)
     is_wan = models == (WAN,)
     if not is_wan and names in ("original", "comfy"):
-        raise Refused(f"{base.path} is {' or '.join(models)}; --rename {names} knows the names of {WAN} alone")
+        raise InputError(f"{base.path} is {' or '.join(models)}; --rename {names} knows the names of {WAN} alone")
     loss = MergeLoss()
     parts = []
     for name, entry in base.tensors.items():
@@ -100,11 +100,11 @@ def plan_merge(base: Checkpoint, loras: Sequence[tuple[Lora, float]], dtype: str
 
 
 def to_bytes(values: Tensor, dtype: str, label: str) -> memoryview:
-    """Return the values rounded once to the stored dtype. Raise Refused when they do not fit into it."""
+    """Return the values rounded once to the stored dtype. Raise InputError when they do not fit into it."""
     rounded = values.to(TORCH_DTYPES[dtype])
     # a sum is finite only if all its terms are, and takes a tenth of the time of a test of each
     if not bool(rounded.sum(dtype=torch.float32).isfinite()) and not bool(torch.isfinite(rounded).all()):
-        raise Refused(f"{label} has values beyond what {dtype} can hold, or nan; use --dtype fp32 or bf16")
+        raise InputError(f"{label} has values beyond what {dtype} can hold, or nan; use --dtype fp32 or bf16")
     return as_bytes(rounded)
 
 
@@ -146,25 +146,25 @@ def estimate_loss(plan: Plan) -> MergeLoss:
 def verify_merge(plan: Plan, written: Checkpoint, progress: Callable[[int], object]) -> None:
     """Compare the output with base and LoRAs: copies byte by byte, merged tensors by rows computed again.
 
-    Raise Refused (the output is wrong) at the first difference beyond the rounding of the stored dtype.
+    Raise InputError (the output is wrong) at the first difference beyond the rounding of the stored dtype.
     """
     names = {part.name for part in plan.parts}
     if surplus := written.tensors.keys() ^ names:
-        raise Refused(f"{written.path} and the plan differ in tensor {sorted(surplus)[0]}")
+        raise InputError(f"{written.path} and the plan differ in tensor {sorted(surplus)[0]}")
     for (name, entry), part in zip(plan.base.tensors.items(), plan.parts, strict=True):
         output = written.tensors[part.name]
         if (output.dtype, output.shape) != (part.dtype, part.shape):
-            raise Refused(f"{written.path}: {part.name} is {output.dtype} {output.shape}")
+            raise InputError(f"{written.path}: {part.name} is {output.dtype} {output.shape}")
         if name in plan.merged:
             _verify_merged(entry, plan.merged[name], output)
         elif output.dtype == entry.dtype:
             if any(a != b for a, b in zip(entry.pieces(), output.pieces(), strict=True)):
-                raise Refused(f"{written.path}: {part.name} is not a copy of {entry.name} in {entry.file}")
+                raise InputError(f"{written.path}: {part.name} is not a copy of {entry.name} in {entry.file}")
         elif not all(
             torch.equal(_stored(merge.read_rows(entry, *rows), output.dtype), merge.read_rows(output, *rows))
             for rows in merge.row_blocks(entry)
         ):
-            raise Refused(f"{written.path}: {part.name} is not {entry.name} rounded to {output.dtype}")
+            raise InputError(f"{written.path}: {part.name} is not {entry.name} rounded to {output.dtype}")
         progress(part.nbytes)
 
 
@@ -176,4 +176,4 @@ def _verify_merged(entry: Entry, updates: Updates, output: Entry) -> None:
         spacing = torch.finfo(TORCH_DTYPES[output.dtype]).eps * merged.abs().clamp(min=1e-6)
         largest = float(((merge.read_rows(output, first, count) - merged).abs() - spacing).max())
         if largest > 1e-6:
-            raise Refused(f"{output.file}: {output.name} is not base + LoRA (off by {largest:.3g} beyond rounding)")
+            raise InputError(f"{output.file}: {output.name} is not base + LoRA (off by {largest:.3g} beyond rounding)")

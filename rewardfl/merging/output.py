@@ -31,7 +31,7 @@ from rewardfl.files import atomic_directory, atomic_write, fsync, sha256
 from rewardfl.merging import writing
 from rewardfl.merging.writing import Part, Progress
 from rewardfl.weights import shards
-from rewardfl.weights.shards import Refused
+from rewardfl.weights.shards import InputError
 
 MANIFEST = "rewardfl_manifest.json"  # in an output folder: the tool and its files
 LOCK = "rewardfl.lock"  # in an output folder that is filled bit by bit; the process that fills it holds the lock
@@ -43,10 +43,10 @@ WAY_OUT = "move it away, or give another name"
 
 
 def check_inputs(option: str, path: Path, inputs: Iterable[Path]) -> None:
-    """Raise Refused when the output is an input, holds one or is within one."""
+    """Raise InputError when the output is an input, holds one or is within one."""
     for source in inputs:
         if _holds(source, path) or _holds(path, source):
-            raise Refused(f"{option} {path} is, holds or lies in the input {source}; write to another place")
+            raise InputError(f"{option} {path} is, holds or lies in the input {source}; write to another place")
 
 
 def _holds(outer: Path, inner: Path) -> bool:
@@ -59,10 +59,10 @@ def _holds(outer: Path, inner: Path) -> bool:
 
 
 def _check_parent(option: str, path: Path) -> None:
-    """Raise Refused when the parent folder of `path` cannot be made or written."""
+    """Raise InputError when the parent folder of `path` cannot be made or written."""
     folder = nearest_existing(path.parent)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise Refused(f"{option} {path}: {folder} is no folder that can be written; give another place")
+        raise InputError(f"{option} {path}: {folder} is no folder that can be written; give another place")
 
 
 def nearest_existing(path: Path) -> Path:
@@ -72,11 +72,11 @@ def nearest_existing(path: Path) -> Path:
 
 
 def check_space(out: Path, nbytes: int) -> None:
-    """Raise Refused when the disk has no room for the output next to an earlier one."""
+    """Raise InputError when the disk has no room for the output next to an earlier one."""
     free = shutil.disk_usage(nearest_existing(out.parent)).free
     if nbytes > free:
-        sizes = f"{command_line.gigabytes(nbytes)}, the disk has {command_line.gigabytes(free)} free"
-        raise Refused(f"--out {out} needs {sizes}")
+        sizes = f"{command_line.format_bytes(nbytes)}, the disk has {command_line.format_bytes(free)} free"
+        raise InputError(f"--out {out} needs {sizes}")
 
 
 class Listing(BaseModel):
@@ -127,17 +127,17 @@ class File:
     inputs: tuple[Path, ...] = ()
 
     def check(self) -> None:
-        """Raise Refused unless the path is free or this tool's earlier output, and no input."""
+        """Raise InputError unless the path is free or this tool's earlier output, and no input."""
         path, name = self.path, f"{self.option} {self.path}"
         check_inputs(self.option, path, self.inputs)
         _check_parent(self.option, path)
         if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise Refused(f"{name} is a link, a folder or a device; give the name of a file")
+            raise InputError(f"{name} is a link, a folder or a device; give the name of a file")
         if path.exists() and not self._is_own():
-            raise Refused(f"{name} is not a file as this tool wrote it; {WAY_OUT}")
+            raise InputError(f"{name} is not a file as this tool wrote it; {WAY_OUT}")
 
     def write(self, content: bytes) -> None:
-        """Write the content with its proof. Raise Refused as `check` does, and for errors of the disk."""
+        """Write the content with its proof. Raise InputError as `check` does, and for errors of the disk."""
         self.check()
         if self.path.suffix == ".mp4":  # players pass over a box of type `free`
             content += struct.pack(">I4s", 8 + len(self._proof(b"")), b"free")
@@ -146,7 +146,9 @@ class File:
             atomic_write(self.path, content + self._proof(content))
         except OSError as error:
             words = error.strerror or error
-            raise Refused(f"{self.option} {self.path} cannot be written ({words}); write to another place") from error
+            raise InputError(
+                f"{self.option} {self.path} cannot be written ({words}); write to another place"
+            ) from error
 
     def _proof(self, content: bytes) -> bytes:
         """Return the last line, which readers of HTML, SVG, PDF, NPY and pictures ignore."""
@@ -156,7 +158,7 @@ class File:
         if self.path.suffix == ".safetensors":
             try:
                 return _same_tool(shards.read_header(self.path)[1].get("rewardfl", ""), self.tool)
-            except Refused:
+            except InputError:
                 return False
         content = _content(self.path, LARGEST)
         return content.endswith(self._proof(content[: -len(self._proof(b""))])) or bool(_listing(self.path, self.tool))
@@ -173,9 +175,9 @@ class Folder:
     tool: str
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise Refused when a file of the user's has one of these names below the folder."""
+        """Raise InputError when a file of the user's has one of these names below the folder."""
         if self.path.exists() and not self.path.is_dir():
-            raise Refused(f"--out {self.path} is no folder; give the name of a folder")
+            raise InputError(f"--out {self.path} is no folder; give the name of a folder")
         _check_parent("--out", self.path / MANIFEST)
         listed, folder = self.listed(), self.path.absolute()
         for name in names if folder.exists() else ():
@@ -183,20 +185,20 @@ class Folder:
             is_above = path.is_dir() and path != folder / name and self._is_inside(path.relative_to(folder))
             if not is_above and not self._is_own(name, listed):
                 problem = "it is not as this tool wrote it; move it away, or give another --out"
-                raise Refused(f"{path} is in the way: {problem}")
+                raise InputError(f"{path} is in the way: {problem}")
 
     def check_whole(self) -> None:
-        """Raise Refused unless the folder may be replaced: it is missing, or holds this tool's files alone."""
+        """Raise InputError unless the folder may be replaced: it is missing, or holds this tool's files alone."""
         if self.path.is_symlink():
-            raise Refused(f"--out {self.path} is a link to {os.readlink(self.path)}; give the place itself")
+            raise InputError(f"--out {self.path} is a link to {os.readlink(self.path)}; give the place itself")
         self.check(())
         if not self.path.exists():
             return
         listed = self.listed()
         if not listed:
-            raise Refused(f"--out {self.path} has no {MANIFEST} of this tool; {WAY_OUT}")
+            raise InputError(f"--out {self.path} has no {MANIFEST} of this tool; {WAY_OUT}")
         if foreign := next(self._foreign(self.path, listed), None):
-            raise Refused(f"{foreign} is not as {MANIFEST} lists it; {WAY_OUT}")
+            raise InputError(f"{foreign} is not as {MANIFEST} lists it; {WAY_OUT}")
 
     def _foreign(self, folder: Path, listed: Mapping[str, dict | None]) -> Iterator[Path]:
         """Yield files and folders that are not as listed, without the temporaries of killed runs."""
@@ -211,7 +213,7 @@ class Folder:
                 yield child
 
     def claim(self, names: Iterable[str]) -> None:
-        """List files before they are written. Raise Refused as `check` does."""
+        """List files before they are written. Raise InputError as `check` does."""
         names = list(names)
         self.check(names)
         self._store(self.listed() | dict.fromkeys(names))
@@ -240,25 +242,25 @@ class Folder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Make the folder and lock it. Raise Refused where another process holds the lock."""
+        """Make the folder and lock it. Raise InputError where another process holds the lock."""
         self.check(())
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / LOCK).open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise Refused(f"--out {self.path}: another process writes it; wait, or give another --out") from None
+                raise InputError(f"--out {self.path}: another process writes it; wait, or give another --out") from None
             except OSError:
                 pass  # a network disk that is mounted without locks
             yield
 
     def listed(self) -> dict[str, dict | None]:
-        """Return the files of the manifest, {name: size and hash}. Raise Refused for another tool's."""
+        """Return the files of the manifest, {name: size and hash}. Raise InputError for another tool's."""
         path = self.path / MANIFEST
         if not os.path.lexists(path):
             return {}
         if (listing := _listing(path, self.tool)) is None:
-            raise Refused(f"--out {self.path} is not an output of this tool, as {path} shows; give another --out")
+            raise InputError(f"--out {self.path} is not an output of this tool, as {path} shows; give another --out")
         return listing.files
 
     def _store(self, files: Mapping[str, dict | None]) -> None:
@@ -319,39 +321,39 @@ class Output:
         return self.path.suffix == ".safetensors"
 
     def check(self, inputs: Sequence[Path]) -> None:
-        """Raise Refused when the output or the report would harm an input, each other, or a file of the user's."""
+        """Raise InputError when the output or the report would harm an input, each other, or a file of the user's."""
         out = self.path
         if out.name in ("", ".."):
-            raise Refused(f"--out {out} has no name of its own; write the folder's name")
+            raise InputError(f"--out {out} has no name of its own; write the folder's name")
         check_inputs("--out", out, inputs)
         _check_parent("--out", out)
         self.check_replaceable()
         index = out.with_name(f"{out.name}.index.json")
         if self.is_file and index.exists():
-            raise Refused(f"{index} is in the way: loaders would take its shards and ignore {out.name}; delete it")
+            raise InputError(f"{index} is in the way: loaders would take its shards and ignore {out.name}; delete it")
         if self.report:
             File(option="--json", path=self.report, tool=self.tool, inputs=(*inputs, out)).check()
             if not self.report.parent.is_dir():
-                raise Refused(f"--json {self.report}: its folder is missing; make it, or write to another place")
+                raise InputError(f"--json {self.report}: its folder is missing; make it, or write to another place")
 
     def check_replaceable(self) -> None:
-        """Raise Refused unless the path is free or, with --force, this tool's earlier output."""
+        """Raise InputError unless the path is free or, with --force, this tool's earlier output."""
         path = self.path
         if path.exists() and not self.force:
-            raise Refused(f"--out {path} exists; give another name, or --force to replace what this tool wrote")
+            raise InputError(f"--out {path} exists; give another name, or --force to replace what this tool wrote")
         if self.is_file:
             File(option="--out", path=path, tool=self.tool).check()
         else:
             Folder(path, self.tool).check_whole()
         for stray, reason in () if path.exists() else find_strays(path):
             if stray.name.endswith("-old") and reason is None:
-                raise Refused(
+                raise InputError(
                     f"{stray} is the earlier --out {path}, which a killed run had moved aside; rename it to "
                     f"{path.name}, or delete it"
                 )
 
     def make_room(self, nbytes: int, dry_run: bool) -> None:
-        """Remove the temporaries of killed runs, print the others. Raise Refused where the disk has no room."""
+        """Remove the temporaries of killed runs, print the others. Raise InputError where the disk has no room."""
         for path in filter(None, (self.path, self.report)):
             for stray, reason in find_strays(path):
                 line = f"{'would remove' if dry_run else 'removed'} {stray}, which a killed run left"
@@ -364,7 +366,7 @@ class Output:
     def folder(self) -> Iterator[Path]:
         """Yield a folder to fill, which becomes the output, with a manifest, when the block ends without an exception.
 
-        Raise Refused when the path has meanwhile got content that may not be replaced.
+        Raise InputError when the path has meanwhile got content that may not be replaced.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_directory(self.path) as new:
@@ -374,7 +376,7 @@ class Output:
             self.check_replaceable()
 
     def write_file(self, parts: list[Part], metadata: Mapping[str, str], progress: Progress) -> None:
-        """Write a .safetensors file. Raise Refused when the path has meanwhile got a file that may not be replaced."""
+        """Write a .safetensors file. Raise InputError when the path has meanwhile got a file that may not be replaced."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         writing.write_file(self.path, parts, metadata, progress, self.check_replaceable)
 

@@ -7,13 +7,13 @@ from rewardfl.merging import writing
 from rewardfl.merging.output import Output
 from rewardfl.merging.writing import Part, copy_entry
 from rewardfl.weights import shards, wan_names
-from rewardfl.weights.shards import Checkpoint, Refused
+from rewardfl.weights.shards import Checkpoint, InputError
 
 TOOL = "rewardfl merge_shards 1"
 
 
 def run(args: argparse.Namespace) -> None:
-    """Merge the shards. Raise Refused with nothing written."""
+    """Merge the shards. Raise InputError with nothing written."""
     model = shards.open_checkpoint(args.input[0] if len(args.input) == 1 else args.input)
     output = Output(path=args.out, report=args.json, force=args.force, tool=TOOL)
     config = model.files[0].with_name("config.json")
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
         "notes": list(model.notes),
     }
     listing = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.items())
-    print(f"{len(model.files)} files, {len(parts)} tensors ({listing}), {command_line.gigabytes(total)}")
+    print(f"{len(model.files)} files, {len(parts)} tensors ({listing}), {command_line.format_bytes(total)}")
     for note in model.notes:
         print(command_line.one_line(f"note: {note}"))
     if args.dry_run:
@@ -56,11 +56,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def plan_parts(model: Checkpoint, dtype: str, rename: str) -> list[Part]:
-    """Return the tensors to write. Raise Refused for new names or dtypes of a model that is no Wan transformer."""
+    """Return the tensors to write. Raise InputError for new names or dtypes of a model that is no Wan transformer."""
     if dtype == "keep" and rename == "keep":
         return [copy_entry(entry) for entry in model.tensors.values()]
     if dtype == "keep":
-        _, commons = wan_names.naming(model)
+        _, commons = wan_names.detect_naming(model)
         names = {name: wan_names.output_name(commons[name], name, rename) for name in model.tensors}
         return [copy_entry(entry, names[name]) for name, entry in model.tensors.items()]
     from rewardfl.merging import merge_tensors
@@ -70,15 +70,15 @@ def plan_parts(model: Checkpoint, dtype: str, rename: str) -> list[Part]:
 
 
 def verify_shards(model: Checkpoint, parts: list[Part], written: Checkpoint, progress) -> None:
-    """Raise Refused (the output is wrong) unless it holds exactly the planned tensors with the planned bytes."""
+    """Raise InputError (the output is wrong) unless it holds exactly the planned tensors with the planned bytes."""
     if len(written.tensors) != len(parts):
-        raise Refused(f"{written.path} has {len(written.tensors)} tensors of {len(parts)}")
+        raise InputError(f"{written.path} has {len(written.tensors)} tensors of {len(parts)}")
     for part in parts:
         output = written.tensors.get(part.name)
         if output is None or (output.dtype, output.shape) != (part.dtype, part.shape):
-            raise Refused(f"{written.path}: {part.name} is missing or of another kind")
+            raise InputError(f"{written.path}: {part.name} is missing or of another kind")
         with output.file.open("rb") as file:
             file.seek(output.offset)
             if any(file.read(len(content)) != content for content in part.pieces()):
-                raise Refused(f"{written.path}: {part.name} differs from the input")
+                raise InputError(f"{written.path}: {part.name} differs from the input")
         progress(part.nbytes)

@@ -8,7 +8,7 @@ import sys
 import threading
 
 from rewardfl import command_line, rewards
-from rewardfl.files import printable
+from rewardfl.files import escape_control
 from rewardfl.reward_server.server import DRAIN_SECONDS, RewardServer, Service, check_host
 from rewardfl.rewards.remote.client import read_token
 
@@ -19,10 +19,10 @@ def run(args: argparse.Namespace) -> int:
     """Serving a reward: the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
-        args.device = command_line.device(args.device)
+        args.device = command_line.resolve_device(args.device)
         server = listen(args)
     except (ValueError, TypeError, RuntimeError, FileNotFoundError) as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
+        print(escape_control(f"error: {error}"), file=sys.stderr)
         return REFUSED
     except OSError as error:
         print(f"error: --host {args.host} --port {args.port}: {error}", file=sys.stderr)

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from rewardfl import data, trust
-from rewardfl.files import escape_unencodable_output, printable
+from rewardfl.files import escape_control, escape_unencodable_output
 from rewardfl.rewards import REWARDS, Reward, build, find_reward
 
 COLUMNS = ("name", "differentiable", "range", "weights", "licence")
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         print(table(score_files(reward, args.videos, rows, args.prompt, args.reference, args.device)))
     except ValueError as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
+        print(escape_control(f"error: {error}"), file=sys.stderr)
         return 2
     return 0
 

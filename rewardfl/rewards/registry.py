@@ -125,7 +125,7 @@ def find_reward(name: str) -> type[Reward]:
             f"{name!r} is not a reward{did_you_mean(name, REWARDS)}; choose from {choices}, or name a class of your "
             f"own as module:Class or {name if name.endswith('.py') else 'path/to/file.py'}:Class"
         )
-    if refusal := trust.refusal(name, place):
+    if refusal := trust.refusal_message(name, place):
         raise ValueError(refusal)
     module = _module_of_file(Path(place)) if place.endswith(".py") else _module(place)
     cls = vars(module).get(attribute)

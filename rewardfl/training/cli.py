@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from rewardfl import config as configuration
 from rewardfl import data, grpo
 from rewardfl.data.cache import CacheError
-from rewardfl.files import printable
+from rewardfl.files import escape_control
 from rewardfl.memory import attention
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.rewards.remote import RewardServerError
 from rewardfl.rewards.scoring import RewardError
 from rewardfl.training import checkpoint, invariants
 from rewardfl.training.launch import LaunchError
-from rewardfl.weights.shards import Refused
+from rewardfl.weights.shards import InputError
 
 # what is wrong with the input: one line for the user instead of a traceback
 REFUSALS = (
     configuration.ConfigError,
     data.DataError,
     checkpoint.CheckpointError,
-    Refused,
+    InputError,
     RewardError,
     RewardServerError,
     face_parity.FaceParityError,
@@ -47,8 +47,8 @@ def exit_codes() -> Iterator[Result]:
     try:
         yield result
     except REFUSALS as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
+        print(escape_control(f"error: {error}"), file=sys.stderr)
         result.exit_code = 2
     except invariants.InvariantError as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
+        print(escape_control(f"error: {error}"), file=sys.stderr)
         result.exit_code = error.exit_code

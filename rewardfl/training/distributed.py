@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rewardfl import machine
-from rewardfl.files import printable
+from rewardfl.files import escape_control
 from rewardfl.memory.sharding import full_tensor, shard_like
 from rewardfl.training.launch import make_accelerator
 from rewardfl.training.shard import Shard
@@ -73,7 +73,7 @@ class Distributed:
 
     def print(self, line: str) -> None:
         """Print a line, once on each machine."""
-        self.accelerator.print(printable(line))
+        self.accelerator.print(escape_control(line))
 
     def wait(self) -> None:
         """Wait until all processes have come here."""

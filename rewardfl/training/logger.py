@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from rewardfl import data
 from rewardfl.config import AnyConfig, ConfigError, flat
-from rewardfl.files import atomic_write, printable
+from rewardfl.files import atomic_write, escape_control
 from rewardfl.rewards.base import RewardError
 from rewardfl.training import checkpoint, metrics_file, run_folder
 from rewardfl.training.alarms import alarms, early_stop, score_for_best, suspects
@@ -42,7 +42,7 @@ class Log:
     def print(self, step: int, line: str) -> None:
         """Print a line about a step, once for all processes."""
         if self.job.main:
-            print(printable(f"step {step}: {line}"))
+            print(escape_control(f"step {step}: {line}"))
 
     def print_skipped(self, step: int, norm: float, ids: Sequence[str], finite: Tensor) -> None:
         """Print the responsible samples where the update was skipped. finite: (N,) bool, see alarms.suspects."""

@@ -5,23 +5,23 @@ from rewardfl.backbones.protocol import Adapter, Backbone
 from rewardfl.config import AnyConfig
 from rewardfl.training import plan
 from rewardfl.weights import lora_files, merge
-from rewardfl.weights.shards import Refused
+from rewardfl.weights.shards import InputError
 
 
 def read_initial_adapters(cfg: AnyConfig, backbone: Backbone) -> dict[str, lora_files.Lora]:
     """Read the headers of lora.init_from, and return {expert: the LoRA that its adapter starts from}; {} without.
 
-    Raise Refused where the experts, rank, alpha, layers or shapes differ from the run's.
+    Raise InputError where the experts, rank, alpha, layers or shapes differ from the run's.
     """
     if cfg.lora.init_from is None:
         return {}
     names, where = plan.trained_experts(cfg, backbone.experts), f"lora.init_from: {cfg.lora.init_from}"
     loras = lora_files.read_lora(cfg.lora.init_from)
     if len(loras) == len(names) == 1 and loras[0].expert is None:
-        loras = lora_files.assign(loras, names[0])
+        loras = lora_files.assign_expert(loras, names[0])
     if {adapter.expert for adapter in loras} != set(names):
         has = ", ".join(sorted(adapter.expert or "unknown" for adapter in loras))
-        raise Refused(
+        raise InputError(
             f"{where} is for {has}, model.trainable_models {cfg.model.trainable_models} for {', '.join(names)}; give "
             "an adapter of these experts"
         )
@@ -33,13 +33,15 @@ def read_initial_adapters(cfg: AnyConfig, backbone: Backbone) -> dict[str, lora_
 
 
 def _check_init(where: str, adapter: lora_files.Lora, rank: int, alpha: float, expected: dict[str, tuple]) -> None:
-    """Raise Refused unless the LoRA has this rank and alpha, and exactly the `expected` tensors, {name: shape}."""
+    """Raise InputError unless the LoRA has this rank and alpha, and exactly the `expected` tensors, {name: shape}."""
     shapes = {}
     for name, update in adapter.updates.items():
         if update.sources().keys() != {"down", "up"}:
-            raise Refused(f"{where}: {name} has more than a low-rank update; an adapter has no bias and no magnitude")
+            raise InputError(
+                f"{where}: {name} has more than a low-rank update; an adapter has no bias and no magnitude"
+            )
         if update.rank != rank or update.scale != alpha / rank:
-            raise Refused(
+            raise InputError(
                 f"{where} has rank {update.rank} and alpha {update.scale * update.rank:g} in {name}, this run "
                 f"lora.lora_rank {rank} and lora.lora_alpha {alpha:g}; set them to the same"
             )
@@ -47,7 +49,7 @@ def _check_init(where: str, adapter: lora_files.Lora, rank: int, alpha: float, e
         shapes[f"{name}.lora_B.{lora.POLICY}.weight"] = tuple(update.up.shape)
     if differing := sorted(shapes.items() ^ expected.items()):
         name, shape = differing[0]
-        raise Refused(
+        raise InputError(
             f"{where} has other layers, or other shapes, than lora.lora_target_modules gives in this model, for "
             f"instance {name} of shape {shape} in one of the two"
         )

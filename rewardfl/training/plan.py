@@ -10,7 +10,7 @@ from rewardfl import data, epoch_order, lora
 from rewardfl.backbones.protocol import Backbone, Schedule, Shape
 from rewardfl.config import AnyConfig, ConfigError, FlowGrpoConfig, RewardFlConfig
 from rewardfl.group_plan import Geometry
-from rewardfl.weights.shards import Refused
+from rewardfl.weights.shards import InputError
 from rewardfl.windows import Windows, draw_window
 
 EPOCHS = 100  # epochs to take windows from, where the run's length is not known
@@ -43,7 +43,7 @@ def size_problem(cfg: AnyConfig, backbone: Backbone, size: tuple[int, int] | Non
         return "height and width say a size, and so does data.max_pixels; empty the cells, or remove data.max_pixels"
     try:
         backbone.check_clips(size[0], size[1], cfg.data.num_frames)
-    except Refused as error:
+    except InputError as error:
         return str(error).replace("data.", "").replace("\n", "; ")  # columns have the settings' names
     return ""
 

@@ -9,7 +9,7 @@ from typing import Any
 from rewardfl.backbones.protocol import Backbone
 from rewardfl.config import AnyConfig, to_dict
 from rewardfl.data.cache import digest
-from rewardfl.files import model_digest
+from rewardfl.files import digest_files
 from rewardfl.rewards.scoring import Term
 from rewardfl.training import alarms, checkpoint
 from rewardfl.training.checkpoint import AFTER_EARLY_STOP, format_best
@@ -23,7 +23,7 @@ from rewardfl.training.state import ResumePoint, RunState
 
 def digest_base_model(backbone: Backbone) -> dict[str, str]:
     """Return {part of the base model: digest of its files}, the distillation included, and a digest of its settings."""
-    parts = {part: model_digest(files) for part, files in backbone.weight_files().items()}
+    parts = {part: digest_files(files) for part, files in backbone.weight_files().items()}
     return parts | {"settings": digest(backbone.settings())}
 
 
@@ -56,7 +56,7 @@ def resume(
     content = {
         "data.file_name": {sample.row.id: digest(sample.clip) for sample in samples},
         "evaluation.eval_clips": {sample.row.id: digest(sample.clip) for sample in held_out},
-        "lora.init_from": {expert: model_digest([adapter.path]) for expert, adapter in init.items()},
+        "lora.init_from": {expert: digest_files([adapter.path]) for expert, adapter in init.items()},
         **packs,
     }
     state, changes = _load_state(cfg, resume_point, content, batches or {})

@@ -11,7 +11,7 @@ from torch import Tensor
 from rewardfl import data, lora
 from rewardfl.backbones.protocol import Backbone
 from rewardfl.config import AnyConfig, to_dict
-from rewardfl.files import printable
+from rewardfl.files import escape_control
 from rewardfl.training import checkpoint, metrics_file, run_folder
 from rewardfl.training.checkpoint import AFTER_EARLY_STOP, format_best
 from rewardfl.training.clip_scan import load_sized_example
@@ -133,7 +133,7 @@ def sample_videos(
                     write_comparison(cfg, samples[row], video, path)
             except data.DataError as error:
                 why = f"its real clip cannot be shown: {error}"
-                print(printable(f"warning: step {step}: {path} is left out, since {why}"))
+                print(escape_control(f"warning: step {step}: {path} is left out, since {why}"))
     job.wait()
     written = [path for n in range(cfg.run.sample_videos) if (path := folder / f"{n:02d}.png").is_file()]
     if len(written) > 1 and job.main:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rewardfl.weights import wan_names
-from rewardfl.weights.shards import Refused, json_object, quoted
+from rewardfl.weights.shards import InputError, abbreviate, parse_json_object
 
 CONFIG_NAME = "adapter_config.json"  # peft's, next to its adapter_model.safetensors
 _PEFT = "base_model.model."  # prefix of peft's keys
@@ -54,7 +54,7 @@ class AdapterConfig:
     def unused_pattern(self, path: Path, called: Mapping[str, str]) -> str:
         """Return a note on a pattern that fits no module, which peft allows; empty without one.
 
-        called: {diffusers' name: the name in the file}. Raise Refused when the module is there by its other name: then
+        called: {diffusers' name: the name in the file}. Raise InputError when the module is there by its other name: then
         the file was renamed and the pattern was not.
         """
         fitting = {end for name in called.values() for end in _name_ends(name)}
@@ -65,11 +65,11 @@ class AdapterConfig:
         modules = {end: module for name, module in aliases.items() for end in _name_ends(name)}
         for pattern in unused:
             if pattern in modules:
-                raise Refused(
-                    f"{path}: alpha_pattern of {self.name} names {quoted(pattern)}, which the file calls "
+                raise InputError(
+                    f"{path}: alpha_pattern of {self.name} names {abbreviate(pattern)}, which the file calls "
                     f"{called[modules[pattern]]}; write the names of the file's keys into it"
                 )
-        return f"{path}: alpha_pattern names {quoted(unused[0])}, which the file lacks"
+        return f"{path}: alpha_pattern names {abbreviate(unused[0])}, which the file lacks"
 
 
 def read_adapter_config(
@@ -78,10 +78,10 @@ def read_adapter_config(
     """Return the configuration of the LoRA file at `path`, empty without one, and a note for the user.
 
     component: the part of a pipeline whose keys count in diffusers' metadata. ranks: {key of a factor: its rank}.
-    Raise Refused for a damaged configuration, and for a key or a value that changes what the tensors mean.
+    Raise InputError for a damaged configuration, and for a key or a value that changes what the tensors mean.
     """
     if IN_FILE in metadata:
-        stored = json_object(metadata[IN_FILE], f"{path}: {IN_FILE}")
+        stored = parse_json_object(metadata[IN_FILE], f"{path}: {IN_FILE}")
         prefix = f"{component}."
         config = {key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)}
         return _make_config(path, "the file's metadata", config or stored), None
@@ -89,12 +89,12 @@ def read_adapter_config(
     if not file.is_file():
         return AdapterConfig(), None
     if path.stem == "adapter_model":
-        return _make_config(path, CONFIG_NAME, json_object(file.read_bytes(), str(file))), None
+        return _make_config(path, CONFIG_NAME, parse_json_object(file.read_bytes(), str(file))), None
     if list(path.parent.glob("adapter_model.*")):
         return AdapterConfig(), f"{file} is not read: it belongs to the adapter_model file next to it"
     if not all(key.startswith(_PEFT) for key in ranks):
         return AdapterConfig(), f"{file} is not read: the keys of {path.name} are not peft's ({_PEFT}...)"
-    stored = json_object(file.read_bytes(), str(file))
+    stored = parse_json_object(file.read_bytes(), str(file))
     if not set(ranks.values()) <= (stated := _read_ranks(path, stored, CONFIG_NAME)):
         has = f"ranks {sorted(stated)}" if stated else "no rank"
         return AdapterConfig(), f"{file} is not read: it states {has}, {path.name} has {sorted(set(ranks.values()))}"
@@ -105,13 +105,13 @@ def _make_config(path: Path, name: str, config: Mapping[str, object]) -> Adapter
     for key, value in config.items():
         plain = value.lower() if isinstance(value, str) and key == "init_lora_weights" else value
         if value and key not in _HARMLESS | _READ and plain not in _ALLOWED.get(key, ()):
-            raise Refused(
-                f"{path}: {quoted(key)} of {name} is {quoted(value)}, which is not known to leave base + scale * up @ "
-                "down as it is; merge with the tool that trained it (peft: load it, then merge_and_unload)"
+            raise InputError(
+                f"{path}: {abbreviate(key)} of {name} is {abbreviate(value)}, which is not known to leave base + scale * up "
+                "@ down as it is; merge with the tool that trained it (peft: load it, then merge_and_unload)"
             )
     for flag in _FLAGS:
         if config.get(flag) not in (None, True, False):
-            raise Refused(f"{path}: {flag} of {name} is {quoted(config[flag])}, not true or false")
+            raise InputError(f"{path}: {flag} of {name} is {abbreviate(config[flag])}, not true or false")
     alpha = config.get("lora_alpha")
     return AdapterConfig(
         name=name,
@@ -125,35 +125,35 @@ def _make_config(path: Path, name: str, config: Mapping[str, object]) -> Adapter
 def _read_ranks(path: Path, config: Mapping[str, object], name: str) -> frozenset[float]:
     patterns = config.get("rank_pattern") or {}
     if not isinstance(patterns, dict):
-        raise Refused(f"{path}: rank_pattern of {name} is {quoted(patterns)}, not a JSON object")
+        raise InputError(f"{path}: rank_pattern of {name} is {abbreviate(patterns)}, not a JSON object")
     values = [value for value in (config.get("r"), *patterns.values()) if value is not None]
     return frozenset(_to_float(value, f"{path}: r or rank_pattern of {name}") for value in values)
 
 
 def _read_alphas(path: Path, config: Mapping[str, object], name: str) -> dict[str, float]:
-    """Return alpha_pattern. Raise Refused for regular expressions, which may take hours to match."""
+    """Return alpha_pattern. Raise InputError for regular expressions, which may take hours to match."""
     patterns, label = config.get("alpha_pattern") or {}, f"{path}: alpha_pattern of {name}"
     if not isinstance(patterns, dict):
-        raise Refused(f"{label} is {quoted(patterns)}, not a JSON object")
+        raise InputError(f"{label} is {abbreviate(patterns)}, not a JSON object")
     alphas: dict[str, float] = {}
     for key, value in patterns.items():
         if not re.fullmatch(_PATTERN, key):
-            raise Refused(
-                f"{label} has the key {quoted(key)}, which is no module's name, nor the end of one; regular "
+            raise InputError(
+                f"{label} has the key {abbreviate(key)}, which is no module's name, nor the end of one; regular "
                 "expressions of a file are not run. Write an entry for each module that it means"
             )
-        alphas.setdefault(key.replace("\\", "").removesuffix("$"), _to_float(value, f"{label}: {quoted(key)}"))
+        alphas.setdefault(key.replace("\\", "").removesuffix("$"), _to_float(value, f"{label}: {abbreviate(key)}"))
     return alphas
 
 
 def _to_float(value: object, label: str) -> float:
-    """Return a number of JSON as a float. Raise Refused, with the value's label, when it is anything else."""
+    """Return a number of JSON as a float. Raise InputError, with the value's label, when it is anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Refused(f"{label} is {quoted(value)}, not a number")
+        raise InputError(f"{label} is {abbreviate(value)}, not a number")
     try:
         return float(value)
     except OverflowError:
-        raise Refused(f"{label} has {len(str(value))} digits") from None
+        raise InputError(f"{label} has {len(str(value))} digits") from None
 
 
 def _name_ends(name: str) -> Iterator[str]:

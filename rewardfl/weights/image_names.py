@@ -9,10 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from rewardfl.weights.shards import Checkpoint, Refused
+from rewardfl.weights.shards import Checkpoint, InputError
 
 _ATTENTION = "to_q to_k to_v to_out.0 norm_q norm_k"
+
 _JOINT = f"{_ATTENTION} add_q_proj add_k_proj add_v_proj to_add_out norm_added_q norm_added_k"
+
 _FEED_FORWARD = "norm1.linear norm1_context.linear ff.net.0.proj ff.net.2 ff_context.net.0.proj ff_context.net.2"
 
 
@@ -21,7 +23,9 @@ def _under(prefix: str, names: str) -> set[str]:
 
 
 _SHARED = _under("transformer_blocks.N.attn", _JOINT) | {"norm_out.linear", "proj_out"}
+
 _SHARED |= _under("time_text_embed.timestep_embedder", "linear_1 linear_2")
+
 _POOLED = _under("time_text_embed.text_embedder", "linear_1 linear_2") | {"context_embedder"}
 
 # the modules with tensors in diffusers' transformers, N for the number of a block
@@ -46,12 +50,14 @@ MODULES = {
 
 # a layer in Black Forest Labs' code, or in a LoRA of XLabs
 _FLUX_ORIGINAL = r"((double|single)_blocks|time_in|vector_in|guidance_in|final_layer)[._].+|(img|txt)_in"
+
 _FLAT = {model: {name.replace(".", "_"): name for name in names} for model, names in MODULES.items()}
+
 ALL_ROWS = 21504  # assumed for a layer of unknown size: rows of FLUX.1's widest, which divides as all others do
 
 
 @dataclass(frozen=True)
-class Place:
+class ModuleSlice:
     """A module of diffusers, and its rows of a fused layer's outputs; without ranges it is the whole layer."""
 
     module: str
@@ -81,20 +87,20 @@ def _template(name: str) -> tuple[str, str]:
     return name, ""
 
 
-def places_of(name: str, rows: int) -> dict[str, tuple[Place, ...]]:
+def find_modules(name: str, rows: int) -> dict[str, tuple[ModuleSlice, ...]]:
     """Return {image model: its modules that a LoRA calls `name`}, without models that have none. rows: outputs."""
     template, number = _template(name)
-    places: dict[str, tuple[Place, ...]] = {}
+    places: dict[str, tuple[ModuleSlice, ...]] = {}
     for model, flat in _FLAT.items():
         if module := flat.get(template.replace(".", "_")):
-            places[model] = (Place(module.replace(".N.", f".{number}.")),)
+            places[model] = (ModuleSlice(module.replace(".N.", f".{number}.")),)
     if re.fullmatch(_FLUX_ORIGINAL, name) and (original := _flux_places(name, rows)):
         places["FLUX.1"] = original
     return places
 
 
 @cache
-def _flux_places(name: str, rows: int) -> tuple[Place, ...]:
+def _flux_places(name: str, rows: int) -> tuple[ModuleSlice, ...]:
     """Return the modules that diffusers' LoRA loader splits an original layer into; empty where rows are left over.
 
     The loader gets a LoRA of rank 1 whose rows hold their own numbers. So dropped and doubled rows are visible. Biases
@@ -121,7 +127,7 @@ def _flux_places(name: str, rows: int) -> tuple[Place, ...]:
     all_rows = list(range(rows))
     if sorted(number for part in numbers.values() for number in part) != all_rows:
         return ()
-    return tuple(Place(module, () if part == all_rows else _ranges(part)) for module, part in numbers.items())
+    return tuple(ModuleSlice(module, () if part == all_rows else _ranges(part)) for module, part in numbers.items())
 
 
 def _ranges(numbers: list[int]) -> tuple[range, ...]:
@@ -131,24 +137,24 @@ def _ranges(numbers: list[int]) -> tuple[range, ...]:
     return tuple(range(numbers[first], numbers[last - 1] + 1) for first, last in ends)
 
 
-def base_models(checkpoint: Checkpoint) -> tuple[str, ...]:
+def match_models(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the image models that have all of the checkpoint's tensors, by diffusers' names; empty for other models.
 
-    Raise Refused for FLUX.1 in its original names, for models that are recognised and not supported, and for single
+    Raise InputError for FLUX.1 in its original names, for models that are recognised and not supported, and for single
     tensors that the closest image model lacks.
     """
     modules = {name: _template(re.sub(r"\.(weight|bias)$", "", name))[0] for name in checkpoint.tensors}
     if models := tuple(model for model, names in MODULES.items() if names.issuperset(modules.values())):
         return models
     if any(re.search(r"(^|\.)(double|single)_blocks\.", name) for name in modules):
-        raise Refused(
+        raise InputError(
             f"{checkpoint.path} has the original names of FLUX.1, FLUX.2 or a model like them, with fused layers; "
             "merge into the folder in diffusers' layout (transformer/)"
         )
     if model := unsupported_model(modules):
-        raise Refused(f"{checkpoint.path} is {model}; only Wan, {', '.join(MODULES)} are merged")
+        raise InputError(f"{checkpoint.path} is {model}; only Wan, {', '.join(MODULES)} are merged")
     unknown = {model: [name for name in modules if modules[name] not in names] for model, names in MODULES.items()}
     model = min(unknown, key=lambda model: len(unknown[model]))
     if len(unknown[model]) < len(modules) / 2:
-        raise Refused(f"{checkpoint.path}: tensor {unknown[model][0]} has no place in {model}, whose names it has")
+        raise InputError(f"{checkpoint.path}: tensor {unknown[model][0]} has no place in {model}, whose names it has")
     return ()

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from rewardfl.weights import adapter_config, image_names, shards, wan_names
 from rewardfl.weights.adapter_config import AdapterConfig
-from rewardfl.weights.image_names import Place
-from rewardfl.weights.shards import Entry, Refused, quoted
+from rewardfl.weights.image_names import ModuleSlice
+from rewardfl.weights.shards import Entry, InputError, abbreviate
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"  # diffusers' name of a LoRA file
+
 TORCH_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32,
@@ -31,10 +32,12 @@ TORCH_DTYPES = {
 
 # prefixes of a module's name; two of them mean the low-noise expert
 _LOW_NOISE = ("pipe.dit2.", "transformer_2.")
+
 _CONTAINERS = (
     *_LOW_NOISE, "pipe.dit.", "transformer.", "base_model.model.", "model.diffusion_model.", "diffusion_model.",
     "lora_unet__", "lora_unet_", "lora_transformer_",
 )  # fmt: skip
+
 # the end of a key and the role of its tensor; an adapter's name may precede `.weight`
 _ROLES = [
     (r"\.(?:lora_A|lora_down|lora\.down|down)(?:\.[\w-]+)?\.weight", "down"),
@@ -47,13 +50,19 @@ _ROLES = [
     (r"\.dora_scale", "dora_scale"),
     (r"\.lora_magnitude_vector(?:\.[\w-]+)?(?:\.weight)?", "magnitude"),
 ]
+
 _FOREIGN = r"\.(?:lokr_|hada_|oft_|boft|lora_mid|set_weight|w_norm|b_norm|reshape_weight|on_input|vera_|lora_E)"
+
 _TEXT_ENCODER = r"(?:text_encoders?|text_encoder_\d|lora_te\d?)[._]"
+
 WAN = "Wan"
+
 _READ = f"LoRAs of {WAN}, {', '.join(image_names.MODULES)} are read"
 
 _LONGEST_KEY = 500  # characters; the longest key of a Wan module has about 90
+
 FLOAT32 = torch.finfo(torch.float32)  # a scale must fit into it
+
 # errors of torch.load on a damaged file: its readers of zip and pickle check little
 _DAMAGED = (
     pickle.UnpicklingError, zipfile.BadZipFile, struct.error, EOFError, RuntimeError, ValueError, LookupError,
@@ -61,15 +70,16 @@ _DAMAGED = (
 )  # fmt: skip
 
 Source = Entry | Tensor
+
 _Key = tuple[str, str, str | None]  # bare module name, role and expert of a LoRA's key
 
 
 def load_tensor(source: Source) -> Tensor:
-    """Load a tensor in float32 on the CPU. Raise Refused for a dtype that is not known."""
+    """Load a tensor in float32 on the CPU. Raise InputError for a dtype that is not known."""
     if isinstance(source, Tensor):
         return source.float()
     if source.dtype not in TORCH_DTYPES:
-        raise Refused(f"{source.file}: tensor {source.name} has dtype {source.dtype}; give the LoRA unquantised")
+        raise InputError(f"{source.file}: tensor {source.name} has dtype {source.dtype}; give the LoRA unquantised")
     return torch.frombuffer(source.read(), dtype=TORCH_DTYPES[source.dtype]).reshape(source.shape).float()
 
 
@@ -144,7 +154,7 @@ def _flat(table: Mapping[str, str]) -> dict[str, str]:
 _FLAT_BLOCK, _FLAT_TOP = _flat(wan_names.BLOCK), _flat(wan_names.TOP)
 
 
-def resolve(name: str) -> str | None:
+def resolve_name(name: str) -> str | None:
     """Return diffusers' name of a LoRA's module; the LoRA may use either naming, with dots or all underscores."""
     if wan_names.to_original(name) is not None:
         return name
@@ -189,7 +199,7 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
     """Read all LoRAs of a file or folder, one per expert, in the normal form.
 
     path: a .safetensors or torch file, a peft adapter folder, a folder with one LoRA file, or a checkpoint of
-    a training script. alpha: used where the file has none (default: the rank). Raise Refused for keys that no module
+    a training script. alpha: used where the file has none (default: the rank). Raise InputError for keys that no module
     of one of the models has, for text encoders, LoKr, LoHa and other methods. So too for missing halves, ranks that
     disagree and contradicting alphas.
     """
@@ -197,11 +207,11 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
     if path.is_dir():
         return [lora for file in _files_in(path) for lora in read_lora(file, alpha)]
     if not path.is_file():
-        raise Refused(f"no LoRA at {path}")
+        raise InputError(f"no LoRA at {path}")
     sources, metadata = _open(path)
     keys = {key: _parse(path, key) for key in sources}
     if not keys:
-        raise Refused(f"{path} holds no tensors")
+        raise InputError(f"{path} holds no tensors")
     rows = _count_rows(keys, sources)
     ranks = {key: sources[key].shape[0] for key, (_, role, _) in keys.items() if role == "down" and sources[key].shape}
     models, slices = _find_modules(path, keys, rows)
@@ -214,7 +224,7 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
         for part in slices[name]:
             roles = by_expert.setdefault(expert, {}).setdefault(part.module, {})
             if role in roles:
-                raise Refused(f"{path}: two keys give the {role} of {part.module}, the second is {key}")
+                raise InputError(f"{path}: two keys give the {role} of {part.module}, the second is {key}")
             roles[role] = _take_rows(path, key, role, sources[key], part, rows.get(name, 0))
             called[part.module] = name
     loras = []
@@ -236,14 +246,14 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
 
 
 def _parse(path: Path, key: str) -> _Key:
-    """Split a LoRA's key. Raise Refused for text encoders and for other methods than LoRA, DoRA and differences."""
+    """Split a LoRA's key. Raise InputError for text encoders and for other methods than LoRA, DoRA and differences."""
     if re.match(_TEXT_ENCODER, key):
-        raise Refused(
+        raise InputError(
             f"{path}: {key[:_LONGEST_KEY]} belongs to a text encoder; only LoRAs of the transformer are read, and a "
             "part that is skipped is lost silently. Merge it with diffusers (pipe.load_lora_weights, pipe.fuse_lora)"
         )
     if re.search(_FOREIGN, key) or key.startswith("lycoris_"):
-        raise Refused(
+        raise InputError(
             f"{path}: {key} belongs to LoKr, LoHa, OFT or another method; only LoRA, DoRA and full differences "
             "can be merged. Merge it with the tool that trained it"
         )
@@ -261,37 +271,39 @@ def _count_rows(keys: Mapping[str, _Key], sources: Mapping[str, Source]) -> dict
 
 def _find_modules(
     path: Path, keys: Mapping[str, _Key], rows: Mapping[str, int]
-) -> tuple[tuple[str, ...], dict[str, tuple[Place, ...]]]:
-    """Return (the models that have all of the names, {name: its modules in them}). Raise Refused where none has."""
+) -> tuple[tuple[str, ...], dict[str, tuple[ModuleSlice, ...]]]:
+    """Return (the models that have all of the names, {name: its modules in them}). Raise InputError where none has."""
     models: list[str] | None = None
-    slices: dict[str, dict[str, tuple[Place, ...]]] = {}
+    slices: dict[str, dict[str, tuple[ModuleSlice, ...]]] = {}
     for key, (name, role, expert) in keys.items():
         outputs = rows.get(name, image_names.ALL_ROWS)
-        slices[name] = image_names.places_of(name, outputs) if role and expert is None else {}
-        if role and (module := resolve(name)) is not None:
-            slices[name][WAN] = (Place(module),)
+        slices[name] = image_names.find_modules(name, outputs) if role and expert is None else {}
+        if role and (module := resolve_name(name)) is not None:
+            slices[name][WAN] = (ModuleSlice(module),)
         before, models = models, [model for model in models or slices[name] if model in slices[name]]
         if not models:
             if unsupported := image_names.unsupported_model(name for name, _, _ in keys.values()):
-                raise Refused(f"{path}: {key[:_LONGEST_KEY]} and others speak of {unsupported}; {_READ}")
+                raise InputError(f"{path}: {key[:_LONGEST_KEY]} and others speak of {unsupported}; {_READ}")
             owner = f"{' or '.join(before)}, whose names other keys have" if before else f"a transformer; {_READ}"
-            raise Refused(
-                f"{path}: {key[:_LONGEST_KEY]} (as {quoted(name)}, {outputs} rows) names no module of {owner}; nothing "
-                "was merged, because a key that is skipped is lost silently"
+            raise InputError(
+                f"{path}: {key[:_LONGEST_KEY]} (as {abbreviate(name)}, {outputs} rows) names no module of {owner}; "
+                "nothing was merged, because a key that is skipped is lost silently"
             )
     assert models
     if any(parts[model] != parts[models[0]] for parts in slices.values() for model in models):
-        raise Refused(f"{path} may be of {' or '.join(models)}, which call different layers so; write diffusers' names")
+        raise InputError(
+            f"{path} may be of {' or '.join(models)}, which call different layers so; write diffusers' names"
+        )
     return tuple(models), {name: parts[models[0]] for name, parts in slices.items()}
 
 
-def _take_rows(path: Path, key: str, role: str, source: Source, part: Place, rows: int) -> Source:
+def _take_rows(path: Path, key: str, role: str, source: Source, part: ModuleSlice, rows: int) -> Source:
     """Return the rows of a tensor that belong to a module, where the file fuses several layers into one."""
     if not part.rows or role in ("down", "alpha"):
         return source
     if source.shape[:1] != (rows,):
-        raise Refused(
-            f"{path}: {key} has shape {quoted(tuple(source.shape))}, but its layer has {rows} outputs, those of "
+        raise InputError(
+            f"{path}: {key} has shape {abbreviate(tuple(source.shape))}, but its layer has {rows} outputs, those of "
             f"{part.module} and others; give magnitudes and biases of the outputs"
         )
     if isinstance(source, Tensor) or len(part.rows) > 1:
@@ -310,12 +322,12 @@ def _files_in(folder: Path) -> list[Path]:
         if (folder / name).is_file():
             return [folder / name]
     if (folder / "checkpoints" / "latest").is_dir():
-        raise Refused(f"{folder} is a run; give one of its checkpoints, such as {folder / 'checkpoints' / 'latest'}")
+        raise InputError(f"{folder} is a run; give one of its checkpoints, such as {folder / 'checkpoints' / 'latest'}")
     files = sorted(folder.glob("*.safetensors"))
     if len(files) == 2 and {expert_in_path(file) for file in files} == {"high_noise", "low_noise"}:
         return files  # as Lightning and tools/convert_lora.py lay them out
     if len(files) != 1:
-        raise Refused(f"{folder} holds {len(files)} safetensors files; name the LoRA that you mean")
+        raise InputError(f"{folder} holds {len(files)} safetensors files; name the LoRA that you mean")
     return files
 
 
@@ -326,19 +338,21 @@ def _open(path: Path) -> tuple[dict[str, Source], dict[str, str]]:
     state = read_torch(path)
     for key, value in state.items():
         if value.layout != torch.strided or value.is_meta or value.dtype not in TORCH_DTYPES.values():
-            raise Refused(f"{path}: tensor {key} is {value.dtype}, {value.layout}; give the LoRA unquantised and dense")
+            raise InputError(
+                f"{path}: tensor {key} is {value.dtype}, {value.layout}; give the LoRA unquantised and dense"
+            )
     return {**state}, {}
 
 
 def read_torch(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a torch file by name, mapped. Raise Refused for a damaged file, and for other contents."""
+    """Read the tensors of a torch file by name, mapped. Raise InputError for a damaged file, and for other contents."""
     try:  # files from before torch 1.6 are no zip, and cannot be mapped
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except _DAMAGED as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise Refused(f"{path}, read as a torch file, is damaged or holds code, which is not run: {why}") from None
+        raise InputError(f"{path}, read as a torch file, is damaged or holds code, which is not run: {why}") from None
     if not isinstance(state, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()):
-        raise Refused(f"{path} is not a flat dictionary of tensors; give a state dict")
+        raise InputError(f"{path} is not a flat dictionary of tensors; give a state dict")
     return state
 
 
@@ -348,22 +362,22 @@ def _update(path: Path, module: str, roles: dict[str, Source], alphas: "_Alphas"
         ("down", "up"), ("up", "down"), ("up_bias", "up"), ("alpha", "up"), ("magnitude", "up"), ("dora_scale", "up"),
     ):  # fmt: skip
         if role in roles and partner not in roles:
-            raise Refused(f"{path}: {module} has {role} {shape[role]} but no {partner}; the file is incomplete")
+            raise InputError(f"{path}: {module} has {role} {shape[role]} but no {partner}; the file is incomplete")
     values = {role: source for role, source in roles.items() if role not in ("alpha", "dora_scale")}
     scale, wd_on_output = 1.0, True
     if "down" in roles:
         up, down = shape["up"], shape["down"]
         if min(len(up), len(down)) < 2 or up[1] != down[0] or not down[0]:
-            raise Refused(
+            raise InputError(
                 f"{path}: {module} has down {down} and up {up}; their ranks (rows of down, columns of up) must agree "
                 "and be at least 1"
             )
         if any(size != 1 for size in up[2:]):
-            raise Refused(f"{path}: up of {module} is {up}, not a 1x1 kernel")
+            raise InputError(f"{path}: up of {module} is {up}, not a 1x1 kernel")
         scale = alphas.scale(module, down[0], roles.get("alpha"))
         if "dora_scale" in roles:
             if "magnitude" in roles:
-                raise Refused(f"{path}: {module} has a dora_scale and a lora_magnitude_vector; remove one")
+                raise InputError(f"{path}: {module} has a dora_scale and a lora_magnitude_vector; remove one")
             values["magnitude"] = roles["dora_scale"]
             wd_on_output = _is_of_outputs(path, module, shape)
         elif "magnitude" in roles:
@@ -372,7 +386,7 @@ def _update(path: Path, module: str, roles: dict[str, Source], alphas: "_Alphas"
 
 
 def _is_of_outputs(path: Path, module: str, shape: dict[str, tuple[int, ...]]) -> bool:
-    """Return whether a dora_scale is of the outputs, not of the inputs. Raise Refused when its shape does not show it.
+    """Return whether a dora_scale is of the outputs, not of the inputs. Raise InputError when its shape does not show it.
 
     LyCORIS and OneTrainer keep the weight's number of dimensions, so a square layer is no riddle. wd_on_output=True
     gives (out, 1, ...), the norm over all inputs. wd_on_output=False gives (1, in, 1, ...), the norm over all outputs;
@@ -383,12 +397,12 @@ def _is_of_outputs(path: Path, module: str, shape: dict[str, tuple[int, ...]]) -
     rows, columns = (shape["up"][0], 1, *ones), (1, shape["down"][1], *ones)
     if scale not in (rows, columns):
         must = f"it must be {rows} (of the outputs) or {columns} (of the inputs)"
-        raise Refused(f"{path}: the dora_scale of {module} is {scale}; {must}")
+        raise InputError(f"{path}: the dora_scale of {module} is {scale}; {must}")
     return scale == rows
 
 
 def _check_peft_magnitude(path: Path, module: str, shape: dict[str, tuple[int, ...]]) -> None:
-    """Raise Refused unless a lora_magnitude_vector has one value per output: peft knows no other (DoraLinearLayer).
+    """Raise InputError unless a lora_magnitude_vector has one value per output: peft knows no other (DoraLinearLayer).
 
     It is (out,) for a linear layer and (1, out, 1, ...) for a convolution. A renamed dora_scale of LyCORIS may be
     (out, 1, ...). A linear layer's (1, n) may be a dora_scale of the inputs, and peft never writes it.
@@ -396,7 +410,7 @@ def _check_peft_magnitude(path: Path, module: str, shape: dict[str, tuple[int, .
     magnitude, out, ones = shape["magnitude"], shape["up"][0], (1,) * (len(shape["down"]) - 2)
     allowed = [(out,), (out, 1, *ones)] + ([(1, out, *ones)] if ones else [])
     if magnitude not in allowed:
-        raise Refused(
+        raise InputError(
             f"{path}: the lora_magnitude_vector of {module} is {magnitude}; peft's has one value for each of the {out} "
             f"outputs, {(1, out, *ones) if ones else (out,)}. Values of the inputs belong into a dora_scale of shape "
             f"{(1, shape['down'][1], *ones)}"
@@ -413,9 +427,9 @@ def _read_kohya(path: Path, metadata: dict[str, str]) -> tuple[float, float] | N
         try:
             values.append(float(text))
         except ValueError:
-            raise Refused(f"{path}: {key} is {quoted(text)}, not a number") from None
+            raise InputError(f"{path}: {key} is {abbreviate(text)}, not a number") from None
     if not values[1] > 0:
-        raise Refused(f"{path}: ss_network_dim is {quoted(texts['ss_network_dim'])}; a rank is at least 1")
+        raise InputError(f"{path}: ss_network_dim is {abbreviate(texts['ss_network_dim'])}; a rank is at least 1")
     return values[0], values[1]
 
 
@@ -432,10 +446,10 @@ class _Alphas:
 
     def scale(self, module: str, rank: int, key: Source | None) -> float:
         if key is not None and prod(key.shape) != 1:
-            raise Refused(f"{self.path}: .alpha of {module} has shape {tuple(key.shape)}; it must be one number")
+            raise InputError(f"{self.path}: .alpha of {module} has shape {tuple(key.shape)}; it must be one number")
         stored = self.config.stored_alpha(self.called[module])
         if self.config.ranks and rank not in self.config.ranks:
-            raise Refused(
+            raise InputError(
                 f"{self.path}: {module} has rank {rank}, {self.config.name} states {sorted(self.config.ranks)}; "
                 "they do not belong together"
             )
@@ -448,15 +462,15 @@ class _Alphas:
         }
         source, alpha = next((source, alpha) for source, alpha in alphas.items() if alpha is not None)
         if key is not None and stored not in (None, alpha):
-            raise Refused(
+            raise InputError(
                 f"{self.path}: {module} has .alpha {alpha:g}, {self.config.name} says lora_alpha {stored:g}; "
                 "remove the one that is wrong"
             )
         if self.fallback not in (None, alpha):
-            raise Refused(f"{self.path}: {source} say alpha {alpha:g} for {module}, --alpha says {self.fallback:g}")
+            raise InputError(f"{self.path}: {source} say alpha {alpha:g} for {module}, --alpha says {self.fallback:g}")
         scale = alpha / rank**0.5 if self.config.use_rslora else alpha / rank
         if not FLOAT32.tiny <= scale <= FLOAT32.max:
-            raise Refused(
+            raise InputError(
                 f"{self.path}: alpha of {module} is {alpha:g} (from {source}); it must be above 0 (which tools read as "
                 "rank or as nothing) and within float32: write the alpha that was trained with"
             )
@@ -464,24 +478,26 @@ class _Alphas:
         return scale
 
     def check_parts(self, updates: Mapping[str, Update]) -> None:
-        """Raise Refused where the configuration names DoRA or biases and their tensors are missing."""
+        """Raise InputError where the configuration names DoRA or biases and their tensors are missing."""
         low_rank = {name: update for name, update in updates.items() if update.down is not None}
         plain = [name for name, update in low_rank.items() if update.magnitude is None]
         if self.config.use_dora and plain:
             lack = f"says use_dora, but {plain[0]} has no magnitude; the file is incomplete"
-            raise Refused(f"{self.path}: {self.config.name} {lack}")
+            raise InputError(f"{self.path}: {self.config.name} {lack}")
         if self.config.lora_bias and all(update.up_bias is None for update in low_rank.values()):
-            raise Refused(f"{self.path}: {self.config.name} says lora_bias, but the file holds none; it is incomplete")
+            raise InputError(
+                f"{self.path}: {self.config.name} says lora_bias, but the file holds none; it is incomplete"
+            )
 
     def summary(self) -> str:
         return ", ".join(f"{source} ({count})" for source, count in self.used.items()) or "no low-rank updates"
 
 
-def assign(loras: list[Lora], expert: str | None) -> list[Lora]:
-    """Return the LoRAs with the user's expert, if one. Raise Refused where keys, or two files' names, mean another."""
+def assign_expert(loras: list[Lora], expert: str | None) -> list[Lora]:
+    """Return the LoRAs with the user's expert, if one. Raise InputError where keys, or two files' names, mean another."""
     if expert is None:
         return loras
     for lora in loras:
         if lora.expert not in (None, expert) and not (lora.expert_by_name and len(loras) == 1):
-            raise Refused(f"{lora.path} is for the {lora.expert} expert, not for {expert}")
+            raise InputError(f"{lora.path} is for the {lora.expert} expert, not for {expert}")
     return [replace(lora, expert=expert) for lora in loras]

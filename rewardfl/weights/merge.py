@@ -9,21 +9,22 @@ from torch import Tensor
 
 from rewardfl.weights import image_names, shards, wan_names
 from rewardfl.weights.lora_files import TORCH_DTYPES, WAN, Lora, Update, load_tensor
-from rewardfl.weights.shards import BLOCK_BYTES, Checkpoint, Entry, Refused
+from rewardfl.weights.shards import BLOCK_BYTES, Checkpoint, Entry, InputError
 
 # adds to rows in place; arguments: the rows, the base's rows, and the slice of the tensor that they are
 Term = Callable[[Tensor, Tensor, slice], Tensor]
+
 Updates = Sequence[tuple[Update, float]]  # of a tensor, with their strengths
 
 
 def check_finite(lora: Lora) -> float:
-    """Return the largest magnitude of `up`, `diff` and biases; 0 before training. Raise Refused for nan or infinity."""
+    """Return the largest magnitude of `up`, `diff` and biases; 0 before training. Raise InputError for nan or infinity."""
     largest = 0.0
     for update in lora.updates.values():
         for role, source in update.sources().items():
             values = load_tensor(source)
             if not bool(torch.isfinite(values).all()):
-                raise Refused(f"{lora.path}: {role} of {update.module} has values that are nan or infinite")
+                raise InputError(f"{lora.path}: {role} of {update.module} has values that are nan or infinite")
             if role not in ("down", "magnitude"):
                 largest = max(largest, float(values.abs().max()))
     return largest
@@ -43,41 +44,41 @@ def list_additions(update: Update, names: Collection[str]) -> dict[str, list[tup
 
 
 def check_fits(lora: Lora, update: Update, names: Mapping[str, Entry]) -> None:
-    """Raise Refused when the base lacks a tensor of the update, or has one of another shape."""
+    """Raise InputError when the base lacks a tensor of the update, or has one of another shape."""
     for target, additions in list_additions(update, names).items():
         if target not in names:
-            raise Refused(
+            raise InputError(
                 f"{lora.path}: the base has no {target} for the LoRA's {update.module}; it was trained on another "
                 "model (with more blocks, or as Wan2.1-I2V has image projections that Wan2.2 lacks)"
             )
         shape = names[target].shape
         if 0 in shape:
-            raise Refused(f"{names[target].file}: {names[target].name} is {shape}; there is nothing to merge into")
+            raise InputError(f"{names[target].file}: {names[target].name} is {shape}; there is nothing to merge into")
         for kind, added in additions:
             if added != shape:
-                raise Refused(f"{lora.path}: {kind} of {update.module} is {added}, the base's {target} is {shape}")
+                raise InputError(f"{lora.path}: {kind} of {update.module} is {added}, the base's {target} is {shape}")
 
 
 def match_names(base: Checkpoint) -> tuple[tuple[str, ...], str, dict[str, str]]:
     """Return (the models that the base may be, diffusers | original, {tensor: its diffusers name}).
 
-    Image models share names, so a fragment may fit several. Raise Refused when the names fit no model.
+    Image models share names, so a fragment may fit several. Raise InputError when the names fit no model.
     """
-    if models := image_names.base_models(base):
+    if models := image_names.match_models(base):
         return models, "diffusers", {name: name for name in base.tensors}
-    naming, commons = wan_names.naming(base)
+    naming, commons = wan_names.detect_naming(base)
     return (WAN,), naming, commons
 
 
 def updates_by_tensor(base: Checkpoint, loras: Sequence[tuple[Lora, float]]) -> Mapping[str, Updates]:
-    """Return {tensor of the base: its updates with their strengths}. Raise Refused where one does not fit."""
+    """Return {tensor of the base: its updates with their strengths}. Raise InputError where one does not fit."""
     shards.check_unquantised(base)
     models, _, commons = match_names(base)
     by_diffusers_name = {commons[name]: entry for name, entry in base.tensors.items()}
     merged: dict[str, list[tuple[Update, float]]] = {}
     for lora, strength in loras:
         if set(models).isdisjoint(lora.models):
-            raise Refused(
+            raise InputError(
                 f"{lora.path} has the names of {' or '.join(lora.models)}, the base {base.path} is "
                 f"{' or '.join(models)}; give the base that it was trained on"
             )
@@ -159,7 +160,7 @@ def column_norms(entry: Entry, up: Tensor, down: Tensor, scale: float) -> Tensor
     return squares.sqrt().float()
 
 
-def merged_tensor(entry: Entry, updates: Updates, dtype: torch.dtype) -> Tensor:
+def merge_tensor(entry: Entry, updates: Updates, dtype: torch.dtype) -> Tensor:
     """Return a whole tensor of the file with the updates added in float32, rounded once to `dtype`.
 
     Only a few rows are held next to it. torch aligns the new memory, and the last bit of matrix products depends on

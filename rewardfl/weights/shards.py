@@ -19,39 +19,44 @@ ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
     "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
+
 BLOCK_BYTES = 1 << 20  # of a file, read and written at a time
+
 QUANTISED_LEAVES = ("scale_weight", "scale_input", "weight_scale", "comfy_quant", "scaled_fp8")  # of scale tensors
+
 MAX_DIMENSIONS = 64  # as torch
+
 _SHORT = Repr()
+
 _SHORT.maxstring = _SHORT.maxother = 100
 
 
-class Refused(ValueError):
+class InputError(ValueError):
     """An input that a tool will not work on. The message names the input, the reason and the way out."""
 
 
-def quoted(value: object) -> str:
+def abbreviate(value: object) -> str:
     """Return a value from a file for a message, never longer than a line."""
     return _SHORT.repr(value)
 
 
-def json_object(text: str | bytes, what: str) -> dict:
-    """Return the JSON object in `text`. Raise Refused, naming `what`, for another value and for a key given twice."""
+def parse_json_object(text: str | bytes, what: str) -> dict:
+    """Return the JSON object in `text`. Raise InputError, naming `what`, for another value and for a key given twice."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         if len(values := dict(pairs)) != len(pairs):
             twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-            raise Refused(f"{what} names {quoted(twice)} twice; it was written by a broken tool")
+            raise InputError(f"{what} names {abbreviate(twice)} twice; it was written by a broken tool")
         return values
 
     try:
         value = json.loads(text, object_pairs_hook=unique)
-    except Refused:
+    except InputError:
         raise
     except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5000 digits, brackets without end
-        raise Refused(f"{what} is not JSON: {quoted(str(error))}") from None
+        raise InputError(f"{what} is not JSON: {abbreviate(str(error))}") from None
     if not isinstance(value, dict):
-        raise Refused(f"{what} is {quoted(value)}, not a JSON object")
+        raise InputError(f"{what} is {abbreviate(value)}, not a JSON object")
     return value
 
 
@@ -122,26 +127,28 @@ def is_safetensors(path: Path) -> bool:
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     """Return the tensors and the metadata of a safetensors file, from its header alone.
 
-    Raise Refused for a cut-off file, bytes that no tensor owns, a tensor named twice, and any other kind of file.
+    Raise InputError for a cut-off file, bytes that no tensor owns, a tensor named twice, and any other kind of file.
     """
     if not path.is_file():  # opening a FIFO would wait for a writer
-        raise Refused(f"{path} is not a file")
+        raise InputError(f"{path} is not a file")
     try:
         with safe_open(path, "np"):
             pass  # it checks the header, and that the tensors fill the file
     except SafetensorError as error:
-        why = quoted(str(error).removeprefix("Error while deserializing header: "))
+        why = abbreviate(str(error).removeprefix("Error while deserializing header: "))
         form = f"({path.stat().st_size} bytes) is cut off, damaged or not a safetensors file"
-        raise Refused(f"{path} {form}: {why}; get it again") from None
+        raise InputError(f"{path} {form}: {why}; get it again") from None
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = json_object(file.read(length), f"the header of {path}")
+        header = parse_json_object(file.read(length), f"the header of {path}")
     metadata = header.pop("__metadata__", None) or {}
     entries = {}
     for name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape = tensor["dtype"], tuple(tensor["shape"])
         if dtype not in ITEM_BYTES or len(shape) > MAX_DIMENSIONS:
-            raise Refused(f"{path}: tensor {quoted(name)} is {dtype} of shape {quoted(shape)}, which is not known here")
+            raise InputError(
+                f"{path}: tensor {abbreviate(name)} is {dtype} of shape {abbreviate(shape)}, which is not known here"
+            )
         offset = 8 + length + tensor["data_offsets"][0]
         entries[name] = Entry(name=name, dtype=dtype, shape=shape, file=path, offset=offset)
     return entries, metadata
@@ -150,13 +157,13 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 def open_checkpoint(source: Path | list[Path]) -> Checkpoint:
     """Open the model in a file, an index.json, a folder that holds either, or a list of shards, by checked headers.
 
-    Raise Refused for missing, cut-off or surplus shards, and a tensor in two shards or in none. So too for an index
+    Raise InputError for missing, cut-off or surplus shards, and a tensor in two shards or in none. So too for an index
     that does not fit its shards, a folder that holds more than one model, and a model without tensors.
     """
     if isinstance(source, list):
         checkpoint = _join(source[0].parent, source, {})
     elif not source.exists():
-        raise Refused(f"{source} does not exist")
+        raise InputError(f"{source} does not exist")
     elif source.is_dir():
         return open_checkpoint(_model_in(source))
     elif source.name.endswith(".index.json"):
@@ -164,7 +171,7 @@ def open_checkpoint(source: Path | list[Path]) -> Checkpoint:
     else:
         checkpoint = _join(source, [source], {})
     if not checkpoint.tensors:
-        raise Refused(f"{checkpoint.path} holds no tensors")
+        raise InputError(f"{checkpoint.path} holds no tensors")
     return checkpoint
 
 
@@ -172,37 +179,39 @@ def _model_in(folder: Path) -> Path | list[Path]:
     indices = sorted(folder.glob("*.safetensors.index.json"))
     files = sorted(folder.glob("*.safetensors"))
     if len(indices) > 1:
-        raise Refused(f"{folder} holds {len(indices)} index files ({indices[0].name}, {indices[1].name}); name one")
+        raise InputError(f"{folder} holds {len(indices)} index files ({indices[0].name}, {indices[1].name}); name one")
     if indices:
         listed = set(_read_index(indices[0])["weight_map"].values())
         stray = [file.name for file in files if file.name not in listed]
         if stray:
-            raise Refused(
+            raise InputError(
                 f"{folder} holds {indices[0].name} and {stray[0]}, which is not one of its shards; loaders take "
                 "the index. Name the file that you mean, or delete the other"
             )
         return indices[0]
     if not files:
-        raise Refused(f"{folder} holds no .safetensors file")
+        raise InputError(f"{folder} holds no .safetensors file")
     if len(files) == 1:
         return files[0]
     if all(re.search(r"-\d{5}-of-\d{5}\.safetensors$", file.name) for file in files):
         return files
-    raise Refused(f"{folder} holds {len(files)} safetensors files and no index.json; name the one that you mean")
+    raise InputError(f"{folder} holds {len(files)} safetensors files and no index.json; name the one that you mean")
 
 
 def _read_index(path: Path) -> dict:
-    """Return {"weight_map": {tensor: file next to the index}, ...}. Raise Refused for anything else."""
-    index = json_object(path.read_bytes(), str(path))
+    """Return {"weight_map": {tensor: file next to the index}, ...}. Raise InputError for anything else."""
+    index = parse_json_object(path.read_bytes(), str(path))
     if not isinstance(index.get("weight_map"), dict) or not index["weight_map"]:
-        raise Refused(f"{path} has no weight_map, or an empty one; it is not an index of shards")
+        raise InputError(f"{path} has no weight_map, or an empty one; it is not an index of shards")
     for tensor, name in index["weight_map"].items():
         is_name = isinstance(name, str) and re.fullmatch(r"[^/\\\0\ud800-\udfff]+\.safetensors", name)
         if not is_name or len(name.encode()) > 255:
-            raise Refused(f"{path}: weight_map puts {quoted(tensor)} into {quoted(name)}, which is no shard beside it")
+            raise InputError(
+                f"{path}: weight_map puts {abbreviate(tensor)} into {abbreviate(name)}, which is no shard beside it"
+            )
     metadata = index.get("metadata") or {}
     if not isinstance(metadata, dict) or type(metadata.get("total_size")) not in (int, float, type(None)):
-        raise Refused(f"{path}: metadata is {quoted(metadata)}; its total_size must be a number of bytes")
+        raise InputError(f"{path}: metadata is {abbreviate(metadata)}; its total_size must be a number of bytes")
     return index | {"metadata": metadata}
 
 
@@ -211,46 +220,48 @@ def _open_index(path: Path) -> Checkpoint:
     names = sorted(set(index["weight_map"].values()))
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
-        raise Refused(f"{path} names {missing[0]}, which is not there ({len(missing)} of {len(names)} shards missing)")
+        raise InputError(
+            f"{path} names {missing[0]}, which is not there ({len(missing)} of {len(names)} shards missing)"
+        )
     joined = _join(path, [path.parent / name for name in names], index["weight_map"])
     total = index["metadata"].get("total_size")
     if total in (None, joined.nbytes):
         return joined
     if total != sum(file.stat().st_size for file in joined.files):
-        sizes = f"says total_size {quoted(total)}, its shards hold {joined.nbytes} bytes of tensors"
-        raise Refused(f"{path} {sizes}; they do not belong together")
+        sizes = f"says total_size {abbreviate(total)}, its shards hold {joined.nbytes} bytes of tensors"
+        raise InputError(f"{path} {sizes}; they do not belong together")
     return replace(joined, notes=(f"{path.name}: total_size counts whole files, not tensors; read as meant",))
 
 
 def _join(path: Path, files: list[Path], weight_map: dict[str, str]) -> Checkpoint:
-    """Join the tensors of all shards. Raise Refused where they differ from a weight_map that is not empty."""
+    """Join the tensors of all shards. Raise InputError where they differ from a weight_map that is not empty."""
     tensors: dict[str, Entry] = {}
     metadata: dict[str, str] = {}
     _check_count(files)
     for file in files:
         if not file.is_file():
-            raise Refused(f"{file} does not exist")
+            raise InputError(f"{file} does not exist")
         entries, more = read_header(file)
         for name, entry in entries.items():
             if name in tensors:
-                raise Refused(f"tensor {name} is in {tensors[name].file} and in {file}; one of them does not belong")
+                raise InputError(f"tensor {name} is in {tensors[name].file} and in {file}; one of them does not belong")
             if weight_map and weight_map.get(name) != file.name:
-                raise Refused(f"tensor {name} is in {file}, but {path.name} says {weight_map.get(name, 'nothing')}")
+                raise InputError(f"tensor {name} is in {file}, but {path.name} says {weight_map.get(name, 'nothing')}")
             tensors[name] = entry
         metadata |= more
     if lost := [name for name in weight_map if name not in tensors]:
-        raise Refused(f"tensor {lost[0]} is in {path.name} but in none of its shards ({len(lost)} such)")
+        raise InputError(f"tensor {lost[0]} is in {path.name} but in none of its shards ({len(lost)} such)")
     return Checkpoint(path=path, tensors=tensors, files=tuple(files), metadata=metadata)
 
 
 def _check_count(files: list[Path]) -> None:
-    """Raise Refused unless all shards that count themselves are there, each once."""
+    """Raise InputError unless all shards that count themselves are there, each once."""
     if len({file.resolve() for file in files}) != len(files):
-        raise Refused("the same shard is given twice")
+        raise InputError("the same shard is given twice")
     numbers = [re.search(r"-(\d{5})-of-(\d{5})\.safetensors$", file.name) for file in files]
     for file, number in zip(files, numbers, strict=True):
         if number and int(number[2]) != len(files):
-            raise Refused(
+            raise InputError(
                 f"{file} is one of {int(number[2])} shards; {len(files)} are given: give their folder, index.json "
                 "or all of them"
             )
@@ -262,11 +273,11 @@ MERGING_QUANTISED = (
 
 
 def check_unquantised(base: Checkpoint, why: str = MERGING_QUANTISED) -> None:
-    """Raise Refused for fp8, int8 and other quantised checkpoints, by dtype or by their scale tensors.
+    """Raise InputError for fp8, int8 and other quantised checkpoints, by dtype or by their scale tensors.
 
     why: the rest of the message, with the way out.
     """
     for name, entry in base.tensors.items():
         leaf = name.rpartition(".")[2]
         if leaf in QUANTISED_LEAVES or entry.dtype not in ("F64", "F32", "F16", "BF16"):
-            raise Refused(f"{entry.file} is quantised (tensor {name}, {entry.dtype}): {why}")
+            raise InputError(f"{entry.file} is quantised (tensor {name}, {entry.dtype}): {why}")

@@ -6,7 +6,7 @@ or transpose, so files and LoRAs can be renamed exactly in both directions.
 
 import re
 
-from rewardfl.weights.shards import Checkpoint, Refused
+from rewardfl.weights.shards import Checkpoint, InputError
 
 # original module -> diffusers module, inside a block; the affine norm before cross-attention is norm3 and norm2
 BLOCK = {
@@ -18,6 +18,7 @@ BLOCK = {
     "cross_attn.v_img": "attn2.add_v_proj",
     "cross_attn.norm_k_img": "attn2.norm_added_k",
 }
+
 for _original, _diffusers in (("self_attn", "attn1"), ("cross_attn", "attn2")):
     for _a, _b in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0")):
         BLOCK[f"{_original}.{_a}"] = f"{_diffusers}.{_b}"
@@ -41,6 +42,7 @@ TOP = {
 }
 
 _BLOCK_BACK = {new: old for old, new in BLOCK.items()}
+
 _TOP_BACK = {new: old for old, new in TOP.items()}
 
 # prefixes of a tensor's name in files
@@ -73,8 +75,8 @@ def _rename(name: str, top: dict[str, str], block: dict[str, str]) -> str | None
     return head + table[module] + ("." + leaf if leaf else "")
 
 
-def naming(checkpoint: Checkpoint) -> tuple[str, dict[str, str]]:
-    """Return (diffusers | original, {tensor: its diffusers' name}). Raise Refused for other names than Wan's."""
+def detect_naming(checkpoint: Checkpoint) -> tuple[str, dict[str, str]]:
+    """Return (diffusers | original, {tensor: its diffusers' name}). Raise InputError for other names than Wan's."""
     names = list(checkpoint.tensors)
     prefix = next(prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in names))
     bare = {name: name.removeprefix(prefix) for name in names}
@@ -83,11 +85,11 @@ def naming(checkpoint: Checkpoint) -> tuple[str, dict[str, str]]:
         if not unknown:
             return kind, bare if kind == "diffusers" else {name: to_diffusers(stem) for name, stem in bare.items()}
         if len(unknown) < len(bare) / 2:
-            raise Refused(
+            raise InputError(
                 f"{checkpoint.path}: tensor {unknown[0]} has no place in a Wan transformer with {kind} names "
                 f"({len(unknown)} such of {len(bare)}); only Wan2.x I2V and T2V transformers are supported"
             )
-    raise Refused(f"{checkpoint.path}: tensors such as {names[0]} are not those of a Wan transformer")
+    raise InputError(f"{checkpoint.path}: tensors such as {names[0]} are not those of a Wan transformer")
 
 
 def output_name(common: str, name: str, rename: str) -> str:

@@ -137,17 +137,17 @@ def test_models_are_told_apart(tmp_path):
     (tmp_path / "shards").mkdir()
     file = tmp_path / "shards" / "weights"
     file.write_bytes(content)
-    first = files.model_digest([file])
-    assert files.model_digest([tmp_path / "shards"]) == first  # a folder is the files in it
+    first = files.digest_files([file])
+    assert files.digest_files([tmp_path / "shards"]) == first  # a folder is the files in it
     for place in (0, len(content) - 1):
         changed = bytearray(content)
         changed[place] ^= 1
         file.write_bytes(changed)
-        assert files.model_digest([file]) != first
+        assert files.digest_files([file]) != first
     file.write_bytes(content + b"x")
-    assert files.model_digest([file]) != first
+    assert files.digest_files([file]) != first
     file.write_bytes(content)
-    assert files.model_digest([file, file]) != first
+    assert files.digest_files([file, file]) != first
 
 
 def test_fill_computes_what_is_missing_once_and_loads_nothing_when_warm(tmp_path):

@@ -147,7 +147,7 @@ def test_one_expert_is_in_memory_at_a_time(monkeypatch, native_again):
         return real(expert, where, *rest)
 
     monkeypatch.setattr(models.offload, "move_expert", place)
-    assert models.weights(case).status == "ok" and most == [1, 1, 1, 1]
+    assert models.check_weights(case).status == "ok" and most == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_every_wan_model_is_compared(tmp_path, name):
     case = opened([f"model.model_name={name}", "model.trainable_models=dit", f"model.model_paths={tmp_path / 'model'}"])
     if VARIANTS[name].image == "none":
         case = dataclasses.replace(case, rows=[dataclasses.replace(case.rows[0], video=None)])
-    found = models.weights(case)
+    found = models.check_weights(case)
     assert found.status == "ok" and found.line == "compared with diffusers' loading"
     assert list(found.facts["experts"]) == list(case.backbone.experts)
 

@@ -21,10 +21,10 @@ from transformers import UMT5EncoderModel
 
 from rewardfl import backbones, config, lora, machine
 from rewardfl.backbones.protocol import Adapter, Experts, Source
+from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import meta
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.decoder import WanDecoder, parts_checkpointed
-from rewardfl.backbones.wan.files import find_configs, published
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.advice import KEYS, Machine, fits, options, recommend, with_options
@@ -366,7 +366,7 @@ def test_real_folder(pipe, tmp_path):
     assert {name: measure.nbytes([value]) for name, value in one.items()} == predicted.cached
     # the pipeline encodes what the VAE's quantising convolution then takes, which is left out here
     assert work == pytest.approx(predicted.image.forward + predicted.text.forward, rel=0.01)
-    assert find_configs(I2V, str(tmp_path)) == tmp_path
+    assert layouts.find_configs(I2V, str(tmp_path)) == tmp_path
 
 
 # ---- what the settings do ----
@@ -746,12 +746,12 @@ def test_what_cannot_work(monkeypatch, capsys, file, override, message):
 def test_source_of_original_files(monkeypatch, tmp_path):
     paths = tmp_path / "wan22_paths.json"
     paths.write_text("[]")
-    assert find_configs(I2V, str(paths)) == published(I2V)
+    assert layouts.find_configs(I2V, str(paths)) == layouts.published(I2V)
     own = ROOT / "assets" / "tiny_world" / "pipeline"
     for nothing in ("", None):  # as examples/wan22_paths.json has it: the published model's
         (own_paths := tmp_path / "empty.json").write_text(json.dumps({"configs": nothing}))
-        assert find_configs(I2V, str(own_paths)) == published(I2V)
+        assert layouts.find_configs(I2V, str(own_paths)) == layouts.published(I2V)
     paths.write_text(json.dumps({"configs": str(own)}))
-    assert find_configs(I2V, str(paths)) == own
+    assert layouts.find_configs(I2V, str(paths)) == own
     monkeypatch.chdir(own)  # no path is not the folder that the command is started in
-    assert find_configs(I2V, "") == published(I2V)
+    assert layouts.find_configs(I2V, "") == layouts.published(I2V)

@@ -26,7 +26,7 @@ from rewardfl.evaluation.report.table import format_report
 from rewardfl.evaluation.vbench import dynamic_degree, fastest_flow, motion_smoothness
 from rewardfl.rewards import face
 from rewardfl.rewards.pixels.video_motion import video_motion
-from rewardfl.weights.shards import Refused
+from rewardfl.weights.shards import InputError
 from rewardfl_tools import evaluate
 
 JUDGE = "held_out"
@@ -346,11 +346,11 @@ def test_records_of_other_settings_are_refused(tmp_path):
         ({"adapters": {"latest": "c"}}, "latest was a, and is c"),
         ({"judges": {"held_out": "1", "consisid": "1"}}, "consisid was not there"),
     ):
-        with pytest.raises(Refused, match=f"{said}.*--force"):
+        with pytest.raises(InputError, match=f"{said}.*--force"):
             merge_settings(tmp_path, settings | other)
     for damaged in ("3", "null", "{", '{"judges": 3}'):
         (tmp_path / SETTINGS).write_text(damaged)
-        with pytest.raises(Refused, match="settings.json holds no settings"):
+        with pytest.raises(InputError, match="settings.json holds no settings"):
             merge_settings(tmp_path, settings)
 
 

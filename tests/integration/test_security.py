@@ -129,7 +129,7 @@ def test_names_in_files_do_not_drive_the_terminal(monkeypatch, capsys, tmp_path)
 def test_what_is_printed(text, shown, capsys):
     """Line breaks and what people write stay."""
     Distributed.print(SimpleNamespace(accelerator=SimpleNamespace(print=print)), text)
-    assert capsys.readouterr().out == shown + "\n" and files.printable(shown) == shown
+    assert capsys.readouterr().out == shown + "\n" and files.escape_control(shown) == shown
 
 
 # Every command that makes rewards, with the options that it needs in front of a configuration's overrides

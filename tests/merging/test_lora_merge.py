@@ -103,7 +103,7 @@ def test_names_are_those_of_diffusers_converter():
             module = name.removesuffix(".weight").removesuffix(".bias")
             original = wan_names.to_original(module)
             for alias in (module, original, original.replace(".", "_")):
-                assert lora_files.resolve(alias) == module
+                assert lora_files.resolve_name(alias) == module
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -475,7 +475,7 @@ def test_a_lora_is_read_by_its_content(values, tmp_path, name):
     (lora,) = lora_files.read_lora(path)
     assert lora.updates.keys() == values.keys()
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(shards.Refused, match="cut off, damaged or not a safetensors file"):
+    with pytest.raises(shards.InputError, match="cut off, damaged or not a safetensors file"):
         lora_files.read_lora(path)
 
 
@@ -559,7 +559,7 @@ def test_verify_finds_what_is_wrong(world, values, tmp_path):
         content = bytearray(out.read_bytes())
         content[shards.read_header(out)[0][name].offset + 3] ^= 0x40
         out.write_bytes(content)
-        with pytest.raises(shards.Refused, match=message):
+        with pytest.raises(shards.InputError, match=message):
             merge_tensors.verify_merge(plan, shards.open_checkpoint(out), lambda count: None)
 
 

@@ -526,16 +526,16 @@ def test_a_file_is_replaced_where_it_is_as_the_tool_wrote_it(tmp_path, suffix):
     assert np.array_equal(read(path), read(tmp_path / f"plain.{suffix}"))
     whole = path.read_bytes()
     for other in (replace(file, tool="rewardfl b"), replace(file, inputs=(path,)), replace(file, inputs=(tmp_path,))):
-        with pytest.raises(shards.Refused, match=f"--out {path}"):
+        with pytest.raises(shards.InputError, match=f"--out {path}"):
             other.write(content)
     for edited in (content, whole + b"x", whole[:3] + b"x" + whole[3:], b""):
         path.write_bytes(edited)
-        with pytest.raises(shards.Refused, match="move it away"):
+        with pytest.raises(shards.InputError, match="move it away"):
             file.write(content)
         assert path.read_bytes() == edited
     shutil.rmtree(path.parent)
     path.parent.write_text("a file")
-    with pytest.raises(shards.Refused, match="is no folder"):
+    with pytest.raises(shards.InputError, match="is no folder"):
         file.write(content)
 
 
@@ -585,7 +585,7 @@ def test_what_is_no_longer_ours_is_in_the_way_and_stays(filled, change):
     change(filled.path / NAMES[1])
     (filled.path / "videos" / "holiday.mp4").write_text("mine")
     before = {path: path.read_bytes() for path in filled.path.parent.rglob("*") if path.is_file()}
-    with pytest.raises(shards.Refused, match="videos/base.* is in the way.*move it away, or give another --out"):
+    with pytest.raises(shards.InputError, match="videos/base.* is in the way.*move it away, or give another --out"):
         filled.claim(NAMES)
     assert before == {path: path.read_bytes() for path in filled.path.parent.rglob("*") if path.is_file()}
     filled.remove(filled.listed())
@@ -610,14 +610,14 @@ def test_a_manifest_cannot_give_away_what_lies_elsewhere(filled, name):
 @pytest.mark.parametrize("content", ['{"a": 1}', "x", '{"tool": "rewardfl merge_lora 1", "folders": [], "files": {}}'])
 def test_a_folder_of_something_else_is_refused(tmp_path, content):
     (tmp_path / output.MANIFEST).write_text(content)
-    with pytest.raises(shards.Refused, match="not an output of this tool"):
+    with pytest.raises(shards.InputError, match="not an output of this tool"):
         output.Folder(tmp_path, "rewardfl evaluate 1").claim(["x"])
     assert (tmp_path / output.MANIFEST).read_text() == content
 
 
 def test_one_process_fills_a_folder(tmp_path):
     folder = output.Folder(tmp_path / "out", "rewardfl evaluate 1")
-    with folder.locked(), pytest.raises(shards.Refused, match="another process"), folder.locked():
+    with folder.locked(), pytest.raises(shards.InputError, match="another process"), folder.locked():
         pass
     with folder.locked():
         pass

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from rewardfl import lora
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.weights import adapter_config, lora_files, merge, shards
-from rewardfl.weights.shards import Refused
+from rewardfl.weights.shards import InputError
 
 NAME = "blocks.0.attn1.to_q"
 
@@ -36,7 +36,7 @@ def ours(world, path):
     base = shards.open_checkpoint(world / "transformer_2")
     updates = merge.updates_by_tensor(base, [(one, 1.0) for one in lora_files.read_lora(path)])
     return {
-        name: merge.merged_tensor(entry, updates.get(name, []), torch.float32) for name, entry in base.tensors.items()
+        name: merge.merge_tensor(entry, updates.get(name, []), torch.float32) for name, entry in base.tensors.items()
     }
 
 
@@ -74,7 +74,7 @@ def test_an_adapter_is_merged_as_peft_does_or_refused(world, kind, tmp_path):
     model.save_pretrained(tmp_path / "low_noise")
     path = tmp_path / "low_noise" / "adapter_model.safetensors"
     if kind in REFUSED:
-        with pytest.raises(Refused, match="init_lora_weights|proj_out|bias"):
+        with pytest.raises(InputError, match="init_lora_weights|proj_out|bias"):
             lora_files.read_lora(path)
         return
     wanted = PeftModel.from_pretrained(load_base(world), path.parent).merge_and_unload().state_dict()
@@ -98,11 +98,11 @@ def test_what_may_change_the_tensors_meaning_is_refused_by_name(world, change, t
     """Next to peft's file, and in diffusers' metadata."""
     (key,) = change
     path = foreign(world, tmp_path / "low_noise", **change)
-    with pytest.raises(Refused, match="rank" if key == "r" else key):
+    with pytest.raises(InputError, match="rank" if key == "r" else key):
         lora_files.read_lora(path)
     config = {f"transformer.{key}": value for key, value in (LoraConfig(r=4, lora_alpha=2).to_dict() | change).items()}
     save_file(load_file(path), tmp_path / "one.safetensors", {"lora_adapter_metadata": json.dumps(config)})
-    with pytest.raises(Refused, match="rank" if key == "r" else key):
+    with pytest.raises(InputError, match="rank" if key == "r" else key):
         lora_files.read_lora(tmp_path / "one.safetensors")
 
 
@@ -138,7 +138,7 @@ def test_all_readers_refuse_alike(world, reader, tmp_path):
     state = {f"transformer.{NAME}.lora_{half}.weight": torch.ones(4, 4) for half in "AB"}
     metadata = {f"transformer.{key}": value for key, value in config.items()}
     save_file(state, path, {"lora_adapter_metadata": json.dumps(metadata)})
-    with pytest.raises(Refused, match="init_lora_weights"):
+    with pytest.raises(InputError, match="init_lora_weights"):
         if reader == "distillation":
             wan_load.read_distilled(("high_noise", "low_noise"), "", str(path))
         elif reader == "saved adapter":

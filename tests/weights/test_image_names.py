@@ -79,7 +79,7 @@ def in_original_names(base, names, form, alpha):
     """A LoRA of layers of FLUX.1 that are called by their original names, as `form` writes them."""
     state = {}
     for name in names:
-        modules = [place.module for place in image_names.places_of(name, image_names.ALL_ROWS)["FLUX.1"]]
+        modules = [place.module for place in image_names.find_modules(name, image_names.ALL_ROWS)["FLUX.1"]]
         shapes = [base[f"{module}.weight"].shape for module in modules]
         down, up = pair((sum(shape[0] for shape in shapes), shapes[0][1]), len(name))
         stem, (a, b) = form(name)
@@ -181,10 +181,10 @@ def test_modules_are_those_of_the_models():
             modules = {re.sub(r"\.(weight|bias)$", "", name) for name in names}
             seen |= {re.sub(r"(?<=blocks\.)\d+", "N", name) for name in modules}
             checkpoint = shards.Checkpoint(path=None, tensors=dict.fromkeys(names), files=(), metadata={})
-            assert image_names.base_models(checkpoint) == (model,)
+            assert image_names.match_models(checkpoint) == (model,)
             for name in modules:  # by both names, and back
                 for alias in (name, name.replace(".", "_")):
-                    assert image_names.places_of(alias, 8)[model] == (image_names.Place(name),)
+                    assert image_names.find_modules(alias, 8)[model] == (image_names.ModuleSlice(name),)
         assert seen == image_names.MODULES[model]
 
 
@@ -227,7 +227,7 @@ def test_what_a_converter_drops_or_mangles_is_refused(converted, tmp_path, monke
     monkeypatch.setattr(FluxLoraLoaderMixin, "lora_state_dict", lambda state: converted)
     save_file(halves("lora_unet_txt_in", 8) | halves("lora_unet_vector_in_in_layer", 8), tmp_path / "lora.safetensors")
     image_names._flux_places.cache_clear()
-    with pytest.raises(shards.Refused, match="names no module of"):
+    with pytest.raises(shards.InputError, match="names no module of"):
         lora_files.read_lora(tmp_path / "lora.safetensors")
     image_names._flux_places.cache_clear()
 

@@ -310,7 +310,7 @@ def test_alpha_pattern_with_original_names_and_unused_entries(model, tmp_path):
     config["alpha_pattern"] = {"attn1.to_q": 8.0}  # the file calls it self_attn.q
     renamed = tmp_path / "low.safetensors"
     save_file(load_file(path), renamed, {"lora_adapter_metadata": json.dumps(config)})
-    with pytest.raises(lora_files.Refused, match="attn1.to_q.*self_attn.q"):
+    with pytest.raises(lora_files.InputError, match="attn1.to_q.*self_attn.q"):
         lora_files.read_lora(renamed)
     out = tmp_path / "out.safetensors"
     assert "note: " + note in run_tool(convert_lora.main, "--lora", path, "--to", "comfy", "--out", out)

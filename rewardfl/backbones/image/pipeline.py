@@ -32,7 +32,7 @@ from rewardfl.backbones.protocol import (
     Source,
 )
 from rewardfl.weights import shards
-from rewardfl.weights.shards import Checkpoint, Refused
+from rewardfl.weights.shards import Checkpoint, InputError
 
 EXPERT = "transformer"  # the single network's name in the pipelines
 PATCH = 2  # latents on a side of one token
@@ -187,7 +187,7 @@ class ImageModel:
         elif longest and max_pixels > longest**2:  # of a square image
             problems.append(f"data.max_pixels must be at most {longest**2}, got {max_pixels}")
         if problems:
-            raise Refused("\n".join(problems))
+            raise InputError("\n".join(problems))
 
     def differences(self, shift: float | None, guidance: float) -> list[str]:
         config, lines = self.configs["scheduler"], []
@@ -356,7 +356,7 @@ class ImageModel:
 
     def _check_weights(self) -> None:
         if self.opened is None:
-            raise Refused("a described model has no weights to load")
+            raise InputError("a described model has no weights to load")
 
 
 @dataclass(frozen=True)
@@ -418,16 +418,16 @@ def _block_lists(model: nn.Module, block_classes: Sequence[str]) -> list[tuple[s
 
 
 def open(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
-    """Open a pipeline folder by its headers. Raise Refused unless the tensors are exactly this model's."""
+    """Open a pipeline folder by its headers. Raise InputError unless the tensors are exactly this model's."""
     model = describe(kind, name, source)
     if PUBLISHED in model.folder.parents:
-        raise Refused(
+        raise InputError(
             f"model.model_paths: {source.model_paths} has no weights; download {model.folder.name} into it, in "
             "diffusers' layout. Without weights there is the estimate of tools/plan_run.py"
         )
     parts = (EXPERT, "vae", *kind.encoders, *kind.tokenizers)
     if absent := [part for part in parts if not (model.folder / part).is_dir()]:
-        raise Refused(f"model.model_paths: {model.folder} has no {absent[0]} folder")
+        raise InputError(f"model.model_paths: {model.folder} has no {absent[0]} folder")
     checkpoint = shards.open_checkpoint(model.folder / EXPERT)
     shards.check_unquantised(
         checkpoint, "it cannot be trained on as it is; give the fp32, fp16 or bf16 files of the same model"
@@ -435,17 +435,19 @@ def open(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
     shapes = {name: tuple(value.shape) for name, value in model._empty().state_dict().items()}
     if differing := sorted(shapes.keys() ^ checkpoint.tensors.keys()):
         side = "lacks" if differing[0] in shapes else "has a surplus"
-        raise Refused(f"{checkpoint.path} {side} {differing[0]} ({len(differing)} names differ from its config.json)")
+        raise InputError(
+            f"{checkpoint.path} {side} {differing[0]} ({len(differing)} names differ from its config.json)"
+        )
     for name, shape in shapes.items():
         if checkpoint.tensors[name].shape != shape:
-            raise Refused(f"{checkpoint.path}: {name} is {checkpoint.tensors[name].shape}, the model's is {shape}")
+            raise InputError(f"{checkpoint.path}: {name} is {checkpoint.tensors[name].shape}, the model's is {shape}")
     for part in ("vae", *kind.encoders):
         shards.open_checkpoint(model.folder / part)
     return replace(model, opened=checkpoint)
 
 
 def describe(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
-    """Return the model of a folder's configurations, without weights. Raise Refused for another model's.
+    """Return the model of a folder's configurations, without weights. Raise InputError for another model's.
 
     For a missing path they are those of the published model that its last part names.
     """
@@ -458,13 +460,13 @@ def describe(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
     }
     for key, value in unsupported.items():
         if value not in ("", None):
-            raise Refused(f"{key}: {kind.published} takes none, got {value!r}; remove it")
+            raise InputError(f"{key}: {kind.published} takes none, got {value!r}; remove it")
     folder = _configurations(Path(source.model_paths))
     if not (folder / "model_index.json").is_file():
-        raise Refused(f"model.model_paths: {folder} is no diffusers pipeline folder (no model_index.json in it)")
+        raise InputError(f"model.model_paths: {folder} is no diffusers pipeline folder (no model_index.json in it)")
     pipeline = stock.read_json(folder / "model_index.json").get("_class_name")
     if pipeline != kind.pipeline:
-        raise Refused(
+        raise InputError(
             f"model.model_name: {name} is {kind.published}, a {kind.pipeline}, but {folder} (model.model_paths) is a "
             f"{pipeline}; set model.model_name to the model that it is"
         )
@@ -478,11 +480,11 @@ def describe(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
     _check_scheduler(folder, configs["scheduler"])
     takes_guidance, guidance = configs[EXPERT].get("guidance_embeds", False), source.embedded_guidance
     if takes_guidance and guidance is None:
-        raise Refused(
+        raise InputError(
             f"model.embedded_guidance: {folder} is told a guidance, and none is given; set it (published: 3.5)"
         )
     if not takes_guidance and guidance is not None:
-        raise Refused(f"model.embedded_guidance: {folder} is told none, got {guidance:g}; remove it")
+        raise InputError(f"model.embedded_guidance: {folder} is told none, got {guidance:g}; remove it")
     return ImageModel(kind=kind, folder=folder, configs=configs, dtype=DTYPES[source.dtype], guidance=guidance)
 
 
@@ -492,7 +494,7 @@ def _configurations(folder: Path) -> Path:
         return folder
     names = sorted(path.name for path in PUBLISHED.iterdir())
     if folder.name not in names:
-        raise Refused(
+        raise InputError(
             f"model.model_paths: there is no {folder}; without one the last part of the path must name a published "
             f"model: {', '.join(names)}"
         )
@@ -500,11 +502,13 @@ def _configurations(folder: Path) -> Path:
 
 
 def _check_scheduler(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise Refused unless a shift alone, which may depend on the size, gives the scheduler's sigmas."""
+    """Raise InputError unless a shift alone, which may depend on the size, gives the scheduler's sigmas."""
     path = folder / "scheduler" / "scheduler_config.json"
     if config.get("_class_name") != "FlowMatchEulerDiscreteScheduler":
-        raise Refused(f"{path}: {config.get('_class_name')} is no FlowMatchEulerDiscreteScheduler, which is understood")
+        raise InputError(
+            f"{path}: {config.get('_class_name')} is no FlowMatchEulerDiscreteScheduler, which is understood"
+        )
     sigmas = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas")
     for key in (*sigmas, "stochastic_sampling"):
         if config.get(key):
-            raise Refused(f"{path}: {key} is {config[key]!r}, which is not understood; this model's has none")
+            raise InputError(f"{path}: {key} is {config[key]!r}, which is not understood; this model's has none")

@@ -20,7 +20,7 @@ from rewardfl.backbones.wan import files, load, meta, model
 from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.backbones.wan.variants import VARIANTS, Variant
 from rewardfl.data import to_uint8
-from rewardfl.weights.shards import Refused
+from rewardfl.weights.shards import InputError
 
 if TYPE_CHECKING:  # its module makes transformers print a note on torchvision
     from diffusers import WanImageToVideoPipeline
@@ -78,7 +78,7 @@ class Wan:
     def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:
         """Return the schedule, which is the same for latents of every shape."""
         if shift is None:  # converted checkpoints state another one than their originals
-            raise Refused("sample.shift must be a number for this model, got null; Wan2.2's is 5")
+            raise InputError("sample.shift must be a number for this model, got null; Wan2.2's is 5")
         return model.schedule(steps, shift, self.experts, self.boundary)
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> Shape:
@@ -117,7 +117,7 @@ class Wan:
             if value > limit
         ]
         if problems:
-            raise Refused("\n".join(problems))
+            raise InputError("\n".join(problems))
 
     def differences(self, shift: float | None, guidance: float) -> list[str]:
         return files.config_mismatches(self.layout, self.boundary, shift)
@@ -256,7 +256,7 @@ def _neighbours(value: int, multiple: int, offset: int) -> str:
 
 
 def open(name: str, source: Source) -> Wan:
-    """Open a model by its files' headers, with its distillation. Raise Refused as in `files`."""
+    """Open a model by its files' headers, with its distillation. Raise InputError as in `files`."""
     variant = VARIANTS[name]
     layout = files.find_files(
         variant, source.model_paths, source.tokenizer_path, source.origin_paths, source.allow_download
@@ -276,7 +276,7 @@ def describe(name: str, source: Source) -> Wan:
 def _make_wan(layout: files.Layout, source: Source, load_parts: Load) -> Wan:
     vae, variant = files.read_config(layout, "vae"), layout.variant
     if source.embedded_guidance is not None:
-        raise Refused(
+        raise InputError(
             f"model.embedded_guidance: {variant.published} is told none, got {source.embedded_guidance:g}; remove it "
             "(sample.guidance_scale is what guides it)"
         )
@@ -284,7 +284,7 @@ def _make_wan(layout: files.Layout, source: Source, load_parts: Load) -> Wan:
     if len(variant.experts) > 1:
         boundary = files.boundary_ratio(layout.configs) if boundary is None else boundary
     elif boundary is not None:
-        raise Refused(
+        raise InputError(
             f"model.min_timestep_boundary: {variant.published} has one expert and no border, got {boundary:g}; "
             "remove it"
         )
@@ -303,4 +303,4 @@ def _make_wan(layout: files.Layout, source: Source, load_parts: Load) -> Wan:
 
 
 def _refuse_load(parts: Sequence[str]) -> "WanImageToVideoPipeline":
-    raise Refused(f"a described model has no weights to load ({', '.join(parts)})")
+    raise InputError(f"a described model has no weights to load ({', '.join(parts)})")

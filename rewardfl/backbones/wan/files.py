@@ -20,7 +20,7 @@ from rewardfl.backbones.stock import read_json
 from rewardfl.backbones.wan.model import empty_expert
 from rewardfl.backbones.wan.variants import VARIANTS, Variant, find_variant
 from rewardfl.weights import lora_files, merge, shards, wan_names
-from rewardfl.weights.shards import Checkpoint, Refused
+from rewardfl.weights.shards import Checkpoint, InputError
 
 # configurations of the published models, for files that come without any: pipeline folders without weights
 PUBLISHED = Path(__file__).parent / "published"
@@ -67,7 +67,7 @@ def find_configs(variant: Variant, model_paths: str) -> Path:
 def find_files(
     variant: Variant, model_paths: str, tokenizer_path: str = "", origin_paths: str = "", allow_download: bool = False
 ) -> Layout:
-    """Find the files of the configured model. Raise Refused, with the key and the way out, for missing ones.
+    """Find the files of the configured model. Raise InputError, with the key and the way out, for missing ones.
 
     model_paths: a diffusers folder, or a wan22_paths.json: an object with the variant's original_parts, or a list in
     their order. Each of its entries is a file, a folder of shards, an index.json or a list of shards, relative to the
@@ -79,7 +79,7 @@ def find_files(
     if path.suffix == ".json" and path.is_file():
         return _from_json(variant, path, tokenizer_path)
     if not (path / "model_index.json").is_file():
-        raise Refused(
+        raise InputError(
             f"model.model_paths: {model_paths} is neither a diffusers pipeline folder (no model_index.json in it) nor "
             "a wan22_paths.json with the original files"
         )
@@ -89,7 +89,7 @@ def find_files(
             continue
         # transformers would make an empty tokenizer of a missing folder
         if isinstance(kind, list) and kind[0] and not (path / name).is_dir():
-            raise Refused(f"model.model_paths: {path} has no {name} folder")
+            raise InputError(f"model.model_paths: {path} has no {name} folder")
     _check_index(variant, path, index)
     experts = {expert: [path / part] for expert, part in variant.parts.items()}
     tokenizer = _tokenizer(tokenizer_path, path / "tokenizer")
@@ -98,7 +98,7 @@ def find_files(
 
 
 def _check_index(variant: Variant, path: Path, index: Mapping[str, Any]) -> None:
-    """Raise Refused for a pipeline folder of another model."""
+    """Raise InputError for a pipeline folder of another model."""
     second = index.get("transformer_2")
     config = read_json(path / "transformer" / "config.json")
     kind = config.get("_class_name")
@@ -115,18 +115,18 @@ def _check_index(variant: Variant, path: Path, index: Mapping[str, Any]) -> None
         boundary_ratio(path)
 
 
-def _wrong_model(variant: Variant, path: Path, actual: str) -> Refused:
+def _wrong_model(variant: Variant, path: Path, actual: str) -> InputError:
     """Return the error for files of another model; actual: its published name, or a description."""
     names = {model.published: name for name, model in reversed(VARIANTS.items())}  # the first name of several
     configured = next(name for name, model in VARIANTS.items() if model is variant)
     way = f"set model.model_name: {names[actual]}" if actual in names else f"give the files of {variant.published}"
-    return Refused(
+    return InputError(
         f"model.model_name: {configured} is {variant.published}, but {path} (model.model_paths) is {actual}; {way}"
     )
 
 
 def _tokenizer(tokenizer_path: str, default: Path | None) -> Path:
-    """Return the tokenizer's folder. Raise Refused for a folder without one: transformers would make an empty one."""
+    """Return the tokenizer's folder. Raise InputError for a folder without one: transformers would make an empty one."""
     path = Path(tokenizer_path) if tokenizer_path else default
     if path is None:
         why = "is empty, and these original files come without a tokenizer"
@@ -134,7 +134,7 @@ def _tokenizer(tokenizer_path: str, default: Path | None) -> Path:
         why = f"{path} has no {' or '.join(TOKENIZER_FILES)}"
     else:
         return path
-    raise Refused(f"model.tokenizer_path: {why}; give the folder google/umt5-xxl that Wan-AI ships beside the model")
+    raise InputError(f"model.tokenizer_path: {why}; give the folder google/umt5-xxl that Wan-AI ships beside the model")
 
 
 def _from_json(variant: Variant, path: Path, tokenizer_path: str) -> Layout:
@@ -142,15 +142,15 @@ def _from_json(variant: Variant, path: Path, tokenizer_path: str) -> Layout:
     entries = read_json(path)
     if isinstance(entries, list):
         if len(entries) != len(keys):
-            raise Refused(f"{path} lists {len(entries)} parts; it must list {', '.join(keys)}, in this order")
+            raise InputError(f"{path} lists {len(entries)} parts; it must list {', '.join(keys)}, in this order")
         entries = dict(zip(keys, entries, strict=True))
     if not isinstance(entries, dict):
-        raise Refused(f"{path} must be an object with {', '.join(keys)}, or a list in their order")
+        raise InputError(f"{path} must be an object with {', '.join(keys)}, or a list in their order")
     unknown = sorted(entries.keys() - {*keys, "tokenizer", "configs"})
     entries = {key: value for key, value in entries.items() if value}
     missing = [key for key in keys if key not in entries]
     if unknown or missing:
-        raise Refused(
+        raise InputError(
             f"{path}: " + "; ".join([f"no {key}" for key in missing] + [f"unknown key {key!r}" for key in unknown])
             + f"; {variant.published} takes {', '.join(keys)} and optionally tokenizer, configs"
         )  # fmt: skip
@@ -158,9 +158,9 @@ def _from_json(variant: Variant, path: Path, tokenizer_path: str) -> Layout:
     for key, files in parts.items():
         absent = [file for file in files if not file.exists()]
         if absent:
-            raise Refused(f"{path}: {key}: {absent[0]} does not exist")
+            raise InputError(f"{path}: {key}: {absent[0]} does not exist")
         if len(files) != 1 and key not in keys[: len(variant.parts)]:
-            raise Refused(f"{path}: {key} must be one path, it lists {len(files)}")
+            raise InputError(f"{path}: {key} must be one path, it lists {len(files)}")
     (tokenizer,) = parts.get("tokenizer", [None])
     configs = parts["configs"][0] if "configs" in parts else published(variant)
     return _from_originals(variant, parts, configs, _tokenizer(tokenizer_path, tokenizer))
@@ -177,7 +177,7 @@ def _from_originals(variant: Variant, parts: Mapping[str, list[Path]], configs: 
 def _as_list(value: Any) -> list[str]:
     names = value if isinstance(value, list) else [value]
     if not all(isinstance(name, str) for name in names):
-        raise Refused(f"{value!r} in the list of model files must be a path, or a list of paths")
+        raise InputError(f"{value!r} in the list of model files must be a path, or a list of paths")
     return names
 
 
@@ -191,18 +191,18 @@ def _from_hub(variant: Variant, origin_paths: str, tokenizer_path: str, allow_do
         repository, _, pattern = item.partition(":")
         key = next((key for word, key in words.items() if word in pattern.lower()), None)
         if key is None or not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
-            raise Refused(
+            raise InputError(
                 f"model.model_id_with_origin_paths: {item!r} must be owner/repository:pattern with one of "
                 f"{', '.join(words)} in the pattern"
             )
         if key in parts:
-            raise Refused(f"model.model_id_with_origin_paths names {key} twice, the second is {item!r}")
+            raise InputError(f"model.model_id_with_origin_paths names {key} twice, the second is {item!r}")
         patterns = [pattern] if tokenizer_path or key != "text_encoder" else [pattern, "google/umt5-xxl/*"]
         parts[key] = sorted(_snapshot(repository, patterns, allow_download).glob(pattern))
         if not parts[key] or (len(parts[key]) > 1 and key not in expert_keys):
-            raise Refused(f"model.model_id_with_origin_paths: {item!r} matches {len(parts[key])} files")
+            raise InputError(f"model.model_id_with_origin_paths: {item!r} matches {len(parts[key])} files")
     if missing := [key for key in keys if key not in parts]:
-        raise Refused(f"model.model_id_with_origin_paths names no {', '.join(missing)}")
+        raise InputError(f"model.model_id_with_origin_paths names no {', '.join(missing)}")
     tokenizer = parts["text_encoder"][0].parent / "google" / "umt5-xxl"
     tokenizer = _tokenizer(tokenizer_path, tokenizer if tokenizer.is_dir() else None)
     return _from_originals(variant, parts, published(variant), tokenizer)
@@ -218,13 +218,13 @@ def _snapshot(repository: str, patterns: list[str], allow_download: bool) -> Pat
             if allow_download
             else "; set model.allow_download: true to fetch it (126 GB for Wan2.2-I2V-A14B), or give model.model_paths"
         )
-        raise Refused(f"model.model_id_with_origin_paths: {repository} is not in the local hub cache{why}") from None
+        raise InputError(f"model.model_id_with_origin_paths: {repository} is not in the local hub cache{why}") from None
 
 
 def open_files(layout: Layout) -> Layout:
     """Open all experts' files by their headers, unless they are open; check the other parts of a diffusers folder, too.
 
-    Raise Refused for damaged or incomplete shards, quantised files and other models of the family. Raise it also for
+    Raise InputError for damaged or incomplete shards, quantised files and other models of the family. Raise it also for
     missing, surplus or misshapen tensors, one file for two experts, and an expert with the other one's name.
     """
     if layout.opened is not None:
@@ -238,7 +238,7 @@ def open_files(layout: Layout) -> Layout:
         )
         expert_in_name = lora_files.expert_in_path(checkpoint.files[0].absolute())
         if len(layout.experts) > 1 and expert_in_name not in (None, expert):
-            raise Refused(
+            raise InputError(
                 f"{checkpoint.files[0]} is given as the {expert} expert, its name or folder says {expert_in_name}; "
                 "swap the two, or rename it"
             )
@@ -259,13 +259,13 @@ def _check_experts_differ(experts: list[Checkpoint]) -> None:
         # two trainings never agree in the bytes of the first block's modulation
         tables = [expert.tensors[_common_names(expert)["blocks.0.scale_shift_table"]] for expert in (high, low)]
         if shared or torch.equal(*(merge.read_rows(table, 0, 1) for table in tables)):
-            raise Refused(
+            raise InputError(
                 f"{high.path} and {low.path} are the same weights; Wan2.2 has a high-noise and a low-noise expert"
             )
 
 
 def _check_configs(layout: Layout) -> None:
-    """Raise Refused unless the networks' inputs are the variant's."""
+    """Raise InputError unless the networks' inputs are the variant's."""
     variant = layout.variant
     temporal = read_config(layout, "vae").get("scale_factor_temporal", 4)
     for part in variant.parts.values():
@@ -281,7 +281,7 @@ def _check_configs(layout: Layout) -> None:
 
 
 def _check_variant(variant: Variant, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
-    """Raise Refused for the files of another variant, and name that one."""
+    """Raise InputError for the files of another variant, and name that one."""
     names = _common_names(checkpoint)
     clip = any(name.startswith("condition_embedder.image_embedder") for name in names)
     if clip != variant.clip:
@@ -296,24 +296,24 @@ def _check_variant(variant: Variant, checkpoint: Checkpoint, config: Mapping[str
 
 
 def _common_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return {diffusers' name: the file's name} of all tensors. Raise Refused unless they are a Wan transformer's."""
-    return {common: name for name, common in wan_names.naming(checkpoint)[1].items()}
+    """Return {diffusers' name: the file's name} of all tensors. Raise InputError unless they are a Wan transformer's."""
+    return {common: name for name, common in wan_names.detect_naming(checkpoint)[1].items()}
 
 
 def sources(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, str]:
     """Return {name in the model: name in the files} of every tensor of an expert.
 
-    Raise Refused for missing and surplus tensors, and other shapes.
+    Raise InputError for missing and surplus tensors, and other shapes.
     """
     names, shapes = _common_names(checkpoint), _shapes(json.dumps(config))
     if missing := [name for name in shapes if name not in names]:
-        raise Refused(f"{checkpoint.path} lacks {missing[0]} ({len(missing)} of {len(shapes)} tensors missing)")
+        raise InputError(f"{checkpoint.path} lacks {missing[0]} ({len(missing)} of {len(shapes)} tensors missing)")
     for target, name in names.items():
         if target not in shapes:
-            raise Refused(f"{checkpoint.path}: {name} has no place in a model of {config['num_layers']} layers")
+            raise InputError(f"{checkpoint.path}: {name} has no place in a model of {config['num_layers']} layers")
         shape = checkpoint.tensors[name].shape
         if shape != shapes[target]:
-            raise Refused(f"{checkpoint.path}: {name} is {shape}, the model's is {shapes[target]}")
+            raise InputError(f"{checkpoint.path}: {name} is {shape}, the model's is {shapes[target]}")
     return names
 
 
@@ -364,5 +364,5 @@ def boundary_ratio(configs: Path) -> float:
     """Read the lowest sigma of the pipeline folder's high-noise expert from model_index.json."""
     index = read_json(configs / "model_index.json")
     if index.get("boundary_ratio") is None:
-        raise Refused(f"model.model_paths: {configs}/model_index.json has no boundary_ratio between its two experts")
+        raise InputError(f"model.model_paths: {configs}/model_index.json has no boundary_ratio between its two experts")
     return index["boundary_ratio"]

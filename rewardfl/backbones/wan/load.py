@@ -30,7 +30,7 @@ from rewardfl.backbones.wan.files import Layout, open_files, read_config, source
 from rewardfl.backbones.wan.model import empty_expert
 from rewardfl.weights import lora_files, merge, shards, wan_names
 from rewardfl.weights.lora_files import Lora
-from rewardfl.weights.shards import Checkpoint, Refused
+from rewardfl.weights.shards import Checkpoint, InputError
 
 if TYPE_CHECKING:
     from diffusers import WanImageToVideoPipeline
@@ -89,14 +89,14 @@ def load_expert(
 ) -> WanTransformer3DModel:
     """Load one expert from files of either naming, equal to diffusers' `from_pretrained(torch_dtype=dtype)`.
 
-    distilled: LoRAs added in float32 before the one rounding. Raise Refused as in `sources`, and for LoRAs that do not
+    distilled: LoRAs added in float32 before the one rounding. Raise InputError as in `sources`, and for LoRAs that do not
     fit.
     """
     merged = merge.updates_by_tensor(checkpoint, [(adapter, 1.0) for adapter in distilled])
     state = {}
     for target, name in sources(checkpoint, config).items():
         stored = torch.float32 if wan_names.stays_float32(target) else dtype
-        state[target] = merge.merged_tensor(checkpoint.tensors[name], merged.get(name, []), stored)
+        state[target] = merge.merge_tensor(checkpoint.tensors[name], merged.get(name, []), stored)
     model = empty_expert(config)
     model.load_state_dict(state, assign=True)
     return model
@@ -139,7 +139,7 @@ def _load_image_encoder(layout: Layout, dtype: torch.dtype) -> CLIPVisionModel:
 
 
 def _read_state(path: Path) -> dict[str, Tensor]:
-    """Map the tensors of a .safetensors or torch file. Raise Refused for damage, and a pickle of more than tensors."""
+    """Map the tensors of a .safetensors or torch file. Raise InputError for damage, and a pickle of more than tensors."""
     if path.suffix == ".safetensors":
         shards.read_header(path)
         return safetensors.torch.load_file(path)
@@ -147,17 +147,17 @@ def _read_state(path: Path) -> dict[str, Tensor]:
 
 
 def _fill(model: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype, path: Path) -> None:
-    """Fill a model on the meta device. Raise Refused where names or shapes differ. Tied weights count once."""
+    """Fill a model on the meta device. Raise InputError where names or shapes differ. Tied weights count once."""
     expected = dict(model.named_parameters())
     if differing := sorted(state.keys() ^ expected.keys()):
         side = "has no" if differing[0] in expected else "has a surplus"
-        raise Refused(
+        raise InputError(
             f"{path} is not the {type(model).__name__} that its config.json describes: it {side} {differing[0]} "
             f"({len(differing)} names differ)"
         )
     for name, value in state.items():
         if value.shape != expected[name].shape:
-            raise Refused(f"{path}: {name} is {tuple(value.shape)}, the model's is {tuple(expected[name].shape)}")
+            raise InputError(f"{path}: {name} is {tuple(value.shape)}, the model's is {tuple(expected[name].shape)}")
     # always a copy: mapped tensors are not aligned, and change with their file
     copies = {name: value.to(dtype, copy=True) for name, value in state.items()}
     model.load_state_dict(copies, strict=False, assign=True)
@@ -236,10 +236,10 @@ def image_encoder_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_distilled(experts: Sequence[str], first: str, second: str) -> list[Lora]:
-    """Read the distillation LoRAs at two paths (empty: none). Raise Refused unless they fit and are finite."""
+    """Read the distillation LoRAs at two paths (empty: none). Raise InputError unless they fit and are finite."""
     loras, crossed = [], 0
     if second and len(experts) == 1:
-        raise Refused(f"model.distill_lora_low {second}: this model has one expert, whose LoRA is distill_lora_high")
+        raise InputError(f"model.distill_lora_low {second}: this model has one expert, whose LoRA is distill_lora_high")
     for expert, path in zip(experts, (first, second), strict=False):
         if not path:
             continue
@@ -249,14 +249,14 @@ def read_distilled(experts: Sequence[str], first: str, second: str) -> list[Lora
         crossed += any(adapter.expert_by_name and adapter.expert != expert for adapter in adapters)
         if len(experts) == 1:  # then a file's name cannot mean another expert
             adapters = [replace(adapter, expert=None) for adapter in adapters]
-        loras += lora_files.assign(adapters, expert)
+        loras += lora_files.assign_expert(adapters, expert)
     if crossed == 2:
-        raise Refused(
+        raise InputError(
             f"model.distill_lora_high {first} and model.distill_lora_low {second} have each other's names; swap them, "
             "or rename the files"
         )
     if len(loras) == 2 and loras[0].expert != loras[1].expert and _same_lora(*loras):
-        raise Refused(
+        raise InputError(
             f"model.distill_lora_high {first} and model.distill_lora_low {second} are the same LoRA; each "
             "expert has its own"
         )

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import CLIPModel, CLIPTokenizer
 
-from rewardfl.files import model_digest
+from rewardfl.files import digest_files
 from rewardfl.rewards.frames import FrameReward
 from rewardfl.rewards.settings import Frames, Pooling
 
@@ -181,7 +181,7 @@ class PromptReward(FrameReward):
         super().__init__(frames, pooling, first_frame, chunk)
         self.image = ImageTower(model)
         self.text = TextTower(model, load_tokenizer(tokenizer_dir, model.config.text_config.vocab_size))
-        self.digest = model_digest([*files, Path(tokenizer_dir)])
+        self.digest = digest_files([*files, Path(tokenizer_dir)])
 
     compares_with = "nothing"  # but the prompt
 

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLModel
 
-from rewardfl.files import model_digest
+from rewardfl.files import digest_files
 from rewardfl.rewards.base import Reward
 from rewardfl.rewards.clip.network import TOKENIZER_FILES, UNREADABLE, some
-from rewardfl.weights.shards import json_object
+from rewardfl.weights.shards import parse_json_object
 
 MAX_RATIO = 200  # of a picture's edges, qwen-vl-utils
 
@@ -247,7 +247,7 @@ def read_config(folder: str | Path) -> Qwen2VLConfig:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} is no folder of a transformers model: it has no config.json")
-    kind = json_object(path.read_bytes(), str(path)).get("model_type")
+    kind = parse_json_object(path.read_bytes(), str(path)).get("model_type")
     if kind != "qwen2_vl":
         raise ValueError(f"{path} is of a model of type {kind!r}; a Qwen2-VL is needed, whose type is 'qwen2_vl'")
     return Qwen2VLConfig.from_pretrained(folder, local_files_only=True)
@@ -366,7 +366,7 @@ class JudgeFiles:
         """Identifies all that the tokens of a question depend on beside the prompt."""
         names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt")
         files = [Path(self.prompt_file), *(Path(self.model_dir) / name for name in names)]
-        return model_digest([path for path in files if path.is_file()])
+        return digest_files([path for path in files if path.is_file()])
 
 
 def load_judge(

@@ -20,7 +20,7 @@ from rewardfl.rewards.base import RewardOutput, by_sample
 from rewardfl.rewards.clip.network import normalise, unit_range
 from rewardfl.rewards.settings import ExistingPath
 from rewardfl.rewards.vlm.qwen2_vl import JudgeFiles, Question, QuestionReward, load_judge, shown_size
-from rewardfl.weights.shards import json_object
+from rewardfl.weights.shards import parse_json_object
 
 PARTS = ("vq", "mq", "ta")  # the order of the tokens and of the head's rows, train_reward.py:95
 
@@ -167,7 +167,7 @@ def read_trained(path: Path) -> Trained:
     """ValueError for a file that is not there, is no such file, or is of a model that is asked another question."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; KwaiVGI/VideoReward has it beside its folder checkpoint-*")
-    content = json_object(path.read_bytes(), str(path))
+    content = parse_json_object(path.read_bytes(), str(path))
     try:
         data, model, peft = (content[f"{name}_config"] for name in ("data", "model", "peft_lora"))
         rank, frames = int(peft["lora_r"]), data.get("num_frames")

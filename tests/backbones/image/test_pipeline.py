@@ -19,7 +19,7 @@ from rewardfl.estimate import measure
 from rewardfl.evaluation import judge_images
 from rewardfl.noise import draw_noise, noise_seed
 from rewardfl.training import setup_model
-from rewardfl.weights.shards import Refused
+from rewardfl.weights.shards import InputError
 from rewardfl_tools import evaluate, generate
 
 pytestmark = pytest.mark.slow(210)
@@ -368,9 +368,11 @@ def test_a_schedule_that_does_not_fall_is_refused():
     backbone = backbones.describe("qwen_image", Source(model_paths="Qwen-Image"))
     shape = backbone.latent_shape(512, 512, 1)
     assert len(backbone.schedule(2, None, shape)) == 2
-    with pytest.raises(Refused, match="^sample.num_inference_steps: 1 steps give this model the sigmas nan, 0, which"):
+    with pytest.raises(
+        InputError, match="^sample.num_inference_steps: 1 steps give this model the sigmas nan, 0, which"
+    ):
         backbone.schedule(1, None, shape)
     for sigmas in ([1.0, 0.5, 0.5, 0.0], [0.5, 1.0, 0.0], [float("inf"), 1.0, 0.0]):
         sigmas = torch.tensor(sigmas)
-        with pytest.raises(Refused, match="^sample.num_inference_steps: . steps"):
+        with pytest.raises(InputError, match="^sample.num_inference_steps: . steps"):
             Schedule(sigmas, 1000 * sigmas[:-1], ("one",) * (len(sigmas) - 1))

@@ -27,7 +27,7 @@ from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.files import find_files
 from rewardfl.backbones.wan.variants import TWO_EXPERTS
 from rewardfl.noise import draw_noise
-from rewardfl.weights.shards import Refused
+from rewardfl.weights.shards import InputError
 
 PROMPT = "a person with short dark hair, talking"
 
@@ -152,23 +152,23 @@ def test_check_clips(pipe):
     check(480, 832, 81)
     check(64, 48, 17)
     check(64, 64, 2, spatial=4, temporal=1)
-    with pytest.raises(Refused, match=r"^data.num_frames must be 4k\+1 for this VAE, got 80; try 77 or 81$"):
+    with pytest.raises(InputError, match=r"^data.num_frames must be 4k\+1 for this VAE, got 80; try 77 or 81$"):
         check(480, 832, 80)
-    with pytest.raises(Refused, match="got 3; try 5$"):
+    with pytest.raises(InputError, match="got 3; try 5$"):
         check(480, 832, 3)
     for temporal in (4, 2, 1):  # 1 is temporal * 0 + 1
-        with pytest.raises(Refused, match=f"^data.num_frames must be at least {temporal + 1}, got 1: .*videos"):
+        with pytest.raises(InputError, match=f"^data.num_frames must be at least {temporal + 1}, got 1: .*videos"):
             check(480, 832, 1, temporal=temporal)
-    with pytest.raises(Refused) as error:
+    with pytest.raises(InputError) as error:
         check(482, 8, 81)
     assert str(error.value).splitlines() == [
         "data.height must be a multiple of 16, got 482; try 480 or 496",
         "data.width must be a multiple of 16, got 8; try 16",
     ]
-    with pytest.raises(Refused, match="data.height must be a multiple of 32, got 720; try 704 or 736"):
+    with pytest.raises(InputError, match="data.height must be a multiple of 32, got 720; try 704 or 736"):
         check(720, 1280, 81, spatial=16)
     check(482, 8, 81, max_pixels=256)  # the sides are not used
-    with pytest.raises(Refused, match="^data.max_pixels gives .* of 16, this VAE takes multiples of 32"):
+    with pytest.raises(InputError, match="^data.max_pixels gives .* of 16, this VAE takes multiples of 32"):
         check(704, 1280, 81, spatial=16, max_pixels=256)
 
 
@@ -181,7 +181,7 @@ def test_clips_beyond_the_models_positions_are_refused(pipe):
         ((112, 96, 21), "data.height", 96), ((96, 112, 21), "data.width", 96), ((96, 96, 25), "data.num_frames", 21),
         ((96, 96, 21, 112 * 112), "data.max_pixels", 96 * 96),
     ):  # fmt: skip
-        with pytest.raises(Refused) as error:
+        with pytest.raises(InputError) as error:
             model.check_clips(*size)
         (line,) = str(error.value).splitlines()
         assert line.startswith(key) and f" {limit}," in line and "rope_max_seq_len" in line
@@ -203,5 +203,5 @@ def test_the_limit_is_read_from_the_configuration(tmp_path):
 
 
 def test_another_model_name_is_refused():
-    with pytest.raises(Refused, match="model.model_name must be wan2_2 or .*, got 'wan2_1', did you mean 'wan2_2'"):
+    with pytest.raises(InputError, match="model.model_name must be wan2_2 or .*, got 'wan2_1', did you mean 'wan2_2'"):
         backbones.describe("wan2_1", Source())

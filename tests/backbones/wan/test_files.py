@@ -13,7 +13,7 @@ from rewardfl import backbones, config, lora
 from rewardfl.backbones.image.pipeline import PUBLISHED
 from rewardfl.backbones.protocol import Source
 from rewardfl.training import plan, setup_model
-from rewardfl.weights.shards import Refused
+from rewardfl.weights.shards import InputError
 
 # What the published files hold. Halves of a size in bytes are of index files (16 bits a number) that the repository
 # lllyasviel/stable-diffusion-webui-forge keeps; the others are counts that public code states of models and headers.
@@ -97,20 +97,20 @@ def test_a_model_is_described_by_the_name_of_its_path(name, tmp_path):
     backbone = backbones.describe(name, source)
     assert backbone.described_by().startswith(f"{PUBLISHED / published} (published; ")
     assert backbone.latent_shape(512, 512, 1)[1:] == (1, 64, 64)
-    with pytest.raises(Refused, match=f"model.model_paths: .*{published} has no weights"):
+    with pytest.raises(InputError, match=f"model.model_paths: .*{published} has no weights"):
         backbones.open(name, source)
     (tmp_path / published).mkdir()  # a folder that is there speaks for itself
     for ask in (backbones.describe, backbones.open):
-        with pytest.raises(Refused, match="model.model_paths: .*no model_index.json"):
+        with pytest.raises(InputError, match="model.model_paths: .*no model_index.json"):
             ask(name, source)
 
 
 def test_a_path_that_leads_nowhere_and_names_nothing_is_refused(tmp_path):
     for ask in (backbones.describe, backbones.open):
-        with pytest.raises(Refused, match="model.model_paths: .*FLUX.1-def") as refused:
+        with pytest.raises(InputError, match="model.model_paths: .*FLUX.1-def") as refused:
             ask("flux", Source(str(tmp_path / "FLUX.1-def"), embedded_guidance=3.5))
         assert all(folder in str(refused.value) for folder, _ in HELD)
-    with pytest.raises(Refused, match="model.model_name: flux .*QwenImagePipeline"):
+    with pytest.raises(InputError, match="model.model_name: flux .*QwenImagePipeline"):
         backbones.describe("flux", Source(str(tmp_path / "Qwen-Image"), embedded_guidance=3.5))
 
 

@@ -34,7 +34,7 @@ from rewardfl.noise import draw_noise
 from rewardfl.training import setup_model
 from rewardfl.training.resume import digest_base_model
 from rewardfl.weights import shards
-from rewardfl.weights.shards import Refused
+from rewardfl.weights.shards import InputError
 from rewardfl_tools import generate
 
 pytestmark = pytest.mark.slow(100)
@@ -231,7 +231,7 @@ def test_hub_form(files, tmp_path, monkeypatch):
 
 def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(Refused, match="not in the local hub cache; set model.allow_download: true"):
+    with pytest.raises(InputError, match="not in the local hub cache; set model.allow_download: true"):
         files_module.find_files(I2V, "", origin_paths=HUB)
     asked = []
 
@@ -240,7 +240,7 @@ def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
         raise LocalEntryNotFoundError("no connection")
 
     monkeypatch.setattr(files_module, "snapshot_download", snapshot_download)
-    with pytest.raises(Refused, match="not in the local hub cache and could not be fetched: no connection"):
+    with pytest.raises(InputError, match="not in the local hub cache and could not be fetched: no connection"):
         files_module.find_files(I2V, "", origin_paths=HUB, allow_download=True)
     assert asked == [(wan_files.REPOSITORY, ["high_noise_model/diffusion_pytorch_model*.safetensors"], False)]
 
@@ -258,7 +258,7 @@ def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
 )
 def test_hub_form_refused(files, tmp_path, monkeypatch, paths, message):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(wan_files.write_hub_cache(files.original, tmp_path / "hub")))
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(InputError, match=message):
         files_module.find_files(I2V, "", origin_paths=paths)
 
 
@@ -348,25 +348,25 @@ def test_adapter_stays_float32_on_a_bfloat16_base(files, given, distilled):
 
 def test_distillations_that_do_not_fit_are_refused(files, given, tmp_path):
     high, low = files.loras["high_noise"], files.loras["low_noise"]
-    with pytest.raises(Refused, match="have each other's names; swap them"):
+    with pytest.raises(InputError, match="have each other's names; swap them"):
         wan_load.read_distilled(I2V.experts, low, high)
     (one,) = wan_load.read_distilled(I2V.experts, "", high)  # the key outranks the name of a file
     assert one.expert == "low_noise"
     neutral = [shutil.copy(high, tmp_path / f"{letter}.safetensors") for letter in "ab"]
-    with pytest.raises(Refused, match="are the same LoRA; each expert has its own"):
+    with pytest.raises(InputError, match="are the same LoRA; each expert has its own"):
         wan_load.read_distilled(I2V.experts, str(neutral[0]), str(neutral[1]))
     state = load_file(low)
     save_file({key: torch.full_like(value, torch.nan) for key, value in state.items()}, tmp_path / "low.safetensors")
-    with pytest.raises(Refused, match="nan or infinite|alpha of"):
+    with pytest.raises(InputError, match="nan or infinite|alpha of"):
         wan_load.read_distilled(I2V.experts, "", str(tmp_path / "low.safetensors"))
     values = {"blocks.0.attn1.to_q": (torch.ones(4, 20), torch.ones(20, 4), 4.0)}
     for mode in ("fuse", "adapter"):
         odd = str(wan_files.write_lightning(values, tmp_path / "high_noise.safetensors"))
-        with pytest.raises(Refused, match=r"to_q"):
+        with pytest.raises(InputError, match=r"to_q"):
             load(given(), torch.float32, distilled=wan_load.read_distilled(I2V.experts, odd, ""), distill_mode=mode)
     state["diffusion_model.blocks.0.norm3.diff_b"] = torch.zeros(24)
     save_file(state, tmp_path / "low.safetensors")
-    with pytest.raises(Refused, match="more than a low-rank update .* set model.distill_lora_mode: fuse"):
+    with pytest.raises(InputError, match="more than a low-rank update .* set model.distill_lora_mode: fuse"):
         odd = wan_load.read_distilled(I2V.experts, "", str(tmp_path / "low.safetensors"))
         load(given(), torch.float32, distilled=odd, distill_mode="adapter")
 
@@ -460,7 +460,7 @@ def test_a_damaged_or_other_folder_is_refused(files, tmp_path, damage):
     change, message = DAMAGED[damage]
     folder = shutil.copytree(files.fp32, tmp_path / "model")
     change(folder)
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(InputError, match=message):
         files_module.open_files(files_module.find_files(I2V, str(folder)))
 
 
@@ -480,7 +480,7 @@ def test_a_text_encoder_or_vae_without_a_tensor_is_refused(files, tmp_path):
         del state[gone]
         name = "model.safetensors" if part == "text_encoder" else "diffusion_pytorch_model.safetensors"
         save_file(state, folder / part / name, {"format": "pt"})
-        with pytest.raises(Refused, match=f"lacks {gone}"):
+        with pytest.raises(InputError, match=f"lacks {gone}"):
             load(folder, torch.float32)
         shutil.rmtree(folder / part)
         shutil.copytree(files.fp32 / part, folder / part)
@@ -494,7 +494,7 @@ def test_another_models_original_files_of_one_expert_are_refused(files, tmp_path
     given = wan_files.paths(files.original, configs)
     given = {key: str(value) for key, value in given.items() if not key.endswith("noise_model")}
     (tmp_path / "paths.json").write_text(json.dumps(given | {"transformer": str(files.original / "high_noise_model")}))
-    with pytest.raises(Refused, match=r"wan2_1_t2v is Wan2.1-T2V, but .* takes 36 channels, not 16 \(an image-to"):
+    with pytest.raises(InputError, match=r"wan2_1_t2v is Wan2.1-T2V, but .* takes 36 channels, not 16 \(an image-to"):
         files_module.open_files(files_module.find_files(VARIANTS["wan2_1_t2v"], str(tmp_path / "paths.json")))
 
 
@@ -542,14 +542,14 @@ def test_original_files_of_models_with_parts_of_their_own(tmp_path, name):
         assert torch.equal(pipe.encode_image(picture, "cpu"), stock.encode_image(picture, "cpu"))
         (tmp_path / "paths.json").write_text(json.dumps(json.loads(paths.read_text()) | {"image_encoder": ""}))
         with pytest.raises(
-            Refused, match="no image_encoder; Wan2.1-I2V-14B takes transformer, text_encoder, vae, image"
+            InputError, match="no image_encoder; Wan2.1-I2V-14B takes transformer, text_encoder, vae, image"
         ):
             files_module.find_files(VARIANTS[name], str(paths))
     else:
         state = torch.load(tmp_path / "Wan2.2_VAE.pth", weights_only=True)
         gone = "encoder.downsamples.0.downsamples.0.residual.2.weight"
         torch.save({key: value for key, value in state.items() if key != gone}, tmp_path / "Wan2.2_VAE.pth")
-        with pytest.raises(Refused, match="has no encoder.down_blocks.0.resnets.0.conv1.weight"):
+        with pytest.raises(InputError, match="has no encoder.down_blocks.0.resnets.0.conv1.weight"):
             wan_load.load_pipeline(files_module.find_files(VARIANTS[name], str(paths)), torch.float32)
 
 
@@ -637,7 +637,7 @@ def test_other_original_files_are_refused(files, given, tmp_path, case):
     change, message = ORIGINAL[case]
     changed = change(files, tmp_path)
     changed.pop("_", None)
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(InputError, match=message):
         files_module.open_files(files_module.find_files(I2V, given(**changed)))
 
 
@@ -651,7 +651,7 @@ def test_other_original_files_are_refused(files, given, tmp_path, case):
 )
 def test_a_broken_paths_file_is_refused(tmp_path, content, message):
     (tmp_path / "wan22_paths.json").write_text(content)
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(InputError, match=message):
         files_module.find_files(I2V, str(tmp_path / "wan22_paths.json"))
 
 
@@ -671,7 +671,7 @@ def test_bad_pickles_are_refused(files, given, tmp_path, part):
 
     def refused(content, message):
         torch.save(content, bad)
-        with pytest.raises(Refused, match=message):
+        with pytest.raises(InputError, match=message):
             load(given(**{part: str(bad)}), torch.float32)
 
     refused(state | {"extra": Malicious(tmp_path / "touched")}, "holds code, which is not run")
@@ -682,7 +682,7 @@ def test_bad_pickles_are_refused(files, given, tmp_path, part):
     refused([1], "is not a flat dictionary of tensors")
     torch.save(state, bad)
     cut(bad)
-    with pytest.raises(Refused, match="bad.pth, read as a torch file, is damaged"):
+    with pytest.raises(InputError, match="bad.pth, read as a torch file, is damaged"):
         load(given(**{part: str(bad)}), torch.float32)
 
 
@@ -716,7 +716,7 @@ def test_settings_unlike_the_checkpoints_are_told_with_both_numbers(files):
 
 def test_example_of_original_files():
     """Its keys are those that are taken; of its paths, the first is the first to be missed."""
-    with pytest.raises(Refused, match="high_noise_model: .*Wan2.2-I2V-A14B/high_noise_model does not exist"):
+    with pytest.raises(InputError, match="high_noise_model: .*Wan2.2-I2V-A14B/high_noise_model does not exist"):
         files_module.find_files(I2V, str(ROOT / "examples" / "wan22_paths.json"))
 
 
