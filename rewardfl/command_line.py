@@ -159,7 +159,10 @@ def one_line(text: str) -> str:
 
 
 def resolve_device(name: str | None) -> str:
-    """Return the device of this name; without one cuda where there is a GPU, else cpu. Raise InputError for no device."""
+    """Return the device of this name; without one cuda where there is a GPU, else cpu.
+
+    Raise InputError for no device.
+    """
     import torch  # here: a copy of shards needs none
 
     if name is None:

@@ -100,7 +100,10 @@ def file_name(args: argparse.Namespace, lora: Lora) -> str:
 
 
 def convert(lora: Lora, to: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, str], MergeLoss]:
-    """Return the tensors in the names of `to`, the metadata and the loss. Raise InputError for parts `to` cannot hold."""
+    """Return the tensors in the names of `to`, the metadata and the loss.
+
+    Raise InputError for parts `to` cannot hold.
+    """
     state: dict[str, Tensor] = {}
     for update in lora.updates.values():
         state |= comfy_tensors(update) if to == "comfy" and is_wan(lora) else diffusers_tensors(lora, update)

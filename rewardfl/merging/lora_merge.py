@@ -103,7 +103,10 @@ def read_loras(text: str, alpha: float | None) -> LoraOption:
 
 
 def route(options: list[LoraOption], experts: list[str | None]) -> Routing:
-    """Assign LoRAs to the base's experts. Raise InputError where an expert is unknown, or a LoRA has none in the base."""
+    """Assign LoRAs to the base's experts.
+
+    Raise InputError where an expert is unknown, or a LoRA has none in the base.
+    """
     routed: Routing = {expert: [] for expert in experts}
     for option in options:
         targets = [match_expert(option.text, lora, experts, len(option.loras) == 1) for lora in option.loras]

@@ -376,7 +376,10 @@ class Output:
             self.check_replaceable()
 
     def write_file(self, parts: list[Part], metadata: Mapping[str, str], progress: Progress) -> None:
-        """Write a .safetensors file. Raise InputError when the path has meanwhile got a file that may not be replaced."""
+        """Write a .safetensors file.
+
+        Raise InputError when the path has meanwhile got a file that may not be replaced.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         writing.write_file(self.path, parts, metadata, progress, self.check_replaceable)
 

@@ -54,7 +54,8 @@ class AdapterConfig:
     def unused_pattern(self, path: Path, called: Mapping[str, str]) -> str:
         """Return a note on a pattern that fits no module, which peft allows; empty without one.
 
-        called: {diffusers' name: the name in the file}. Raise InputError when the module is there by its other name: then
+        called: {diffusers' name: the name in the file}.
+        Raise InputError when the module is there by its other name: then
         the file was renamed and the pattern was not.
         """
         fitting = {end for name in called.values() for end in _name_ends(name)}
@@ -106,8 +107,8 @@ def _make_config(path: Path, name: str, config: Mapping[str, object]) -> Adapter
         plain = value.lower() if isinstance(value, str) and key == "init_lora_weights" else value
         if value and key not in _HARMLESS | _READ and plain not in _ALLOWED.get(key, ()):
             raise InputError(
-                f"{path}: {abbreviate(key)} of {name} is {abbreviate(value)}, which is not known to leave base + scale * up "
-                "@ down as it is; merge with the tool that trained it (peft: load it, then merge_and_unload)"
+                f"{path}: {abbreviate(key)} of {name} is {abbreviate(value)}, which is not known to leave base + "
+                "scale * up @ down as it is; merge with the tool that trained it (peft: load it, then merge_and_unload)"
             )
     for flag in _FLAGS:
         if config.get(flag) not in (None, True, False):

@@ -386,7 +386,9 @@ def _update(path: Path, module: str, roles: dict[str, Source], alphas: "_Alphas"
 
 
 def _is_of_outputs(path: Path, module: str, shape: dict[str, tuple[int, ...]]) -> bool:
-    """Return whether a dora_scale is of the outputs, not of the inputs. Raise InputError when its shape does not show it.
+    """Return whether a dora_scale is of the outputs, not of the inputs.
+
+    Raise InputError when its shape does not show it.
 
     LyCORIS and OneTrainer keep the weight's number of dimensions, so a square layer is no riddle. wd_on_output=True
     gives (out, 1, ...), the norm over all inputs. wd_on_output=False gives (1, in, 1, ...), the norm over all outputs;
@@ -494,7 +496,7 @@ class _Alphas:
 
 
 def assign_expert(loras: list[Lora], expert: str | None) -> list[Lora]:
-    """Return the LoRAs with the user's expert, if one. Raise InputError where keys, or two files' names, mean another."""
+    """Return the LoRAs with the user's expert, if one. Raise InputError where keys or file names mean another."""
     if expert is None:
         return loras
     for lora in loras:

@@ -18,7 +18,10 @@ Updates = Sequence[tuple[Update, float]]  # of a tensor, with their strengths
 
 
 def check_finite(lora: Lora) -> float:
-    """Return the largest magnitude of `up`, `diff` and biases; 0 before training. Raise InputError for nan or infinity."""
+    """Return the largest magnitude of `up`, `diff` and biases; 0 before training.
+
+    Raise InputError for nan or infinity.
+    """
     largest = 0.0
     for update in lora.updates.values():
         for role, source in update.sources().items():

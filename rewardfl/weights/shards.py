@@ -41,7 +41,10 @@ def abbreviate(value: object) -> str:
 
 
 def parse_json_object(text: str | bytes, what: str) -> dict:
-    """Return the JSON object in `text`. Raise InputError, naming `what`, for another value and for a key given twice."""
+    """Return the JSON object in `text`.
+
+    Raise InputError, naming `what`, for another value and for a key given twice.
+    """
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         if len(values := dict(pairs)) != len(pairs):

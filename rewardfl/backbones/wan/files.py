@@ -126,7 +126,10 @@ def _wrong_model(variant: Variant, path: Path, actual: str) -> InputError:
 
 
 def _tokenizer(tokenizer_path: str, default: Path | None) -> Path:
-    """Return the tokenizer's folder. Raise InputError for a folder without one: transformers would make an empty one."""
+    """Return the tokenizer's folder.
+
+    Raise InputError for a folder without one: transformers would make an empty one.
+    """
     path = Path(tokenizer_path) if tokenizer_path else default
     if path is None:
         why = "is empty, and these original files come without a tokenizer"
@@ -296,7 +299,7 @@ def _check_variant(variant: Variant, checkpoint: Checkpoint, config: Mapping[str
 
 
 def _common_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return {diffusers' name: the file's name} of all tensors. Raise InputError unless they are a Wan transformer's."""
+    """Return {diffusers' name: the file's name} of all tensors. Raise InputError unless a Wan transformer has them."""
     return {common: name for name, common in wan_names.detect_naming(checkpoint)[1].items()}
 
 

@@ -89,7 +89,8 @@ def load_expert(
 ) -> WanTransformer3DModel:
     """Load one expert from files of either naming, equal to diffusers' `from_pretrained(torch_dtype=dtype)`.
 
-    distilled: LoRAs added in float32 before the one rounding. Raise InputError as in `sources`, and for LoRAs that do not
+    distilled: LoRAs added in float32 before the one rounding.
+    Raise InputError as in `sources`, and for LoRAs that do not
     fit.
     """
     merged = merge.updates_by_tensor(checkpoint, [(adapter, 1.0) for adapter in distilled])
@@ -139,7 +140,7 @@ def _load_image_encoder(layout: Layout, dtype: torch.dtype) -> CLIPVisionModel:
 
 
 def _read_state(path: Path) -> dict[str, Tensor]:
-    """Map the tensors of a .safetensors or torch file. Raise InputError for damage, and a pickle of more than tensors."""
+    """Map the tensors of a .safetensors or torch file. Raise InputError for damage or code in a pickle."""
     if path.suffix == ".safetensors":
         shards.read_header(path)
         return safetensors.torch.load_file(path)
