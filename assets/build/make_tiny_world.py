@@ -1,13 +1,12 @@
 """Rebuild the tiny world from a seed: people, clips, a Wan2.2-I2V-shaped pipeline, a detector and two recognisers.
 
-    python tools/make_tiny_world.py                    # assets/tiny_world, under six hours on two CPU cores
-    python tools/make_tiny_world.py --quick --out DIR  # the whole path with next to no training, a minute
-    python tools/make_tiny_world.py --distil           # OUT/lightning alone, from OUT/pipeline and OUT/train
+    python assets/build/make_tiny_world.py                    # assets/tiny_world, under six hours on two CPU cores
+    python assets/build/make_tiny_world.py --quick --out DIR  # the whole path with next to no training, a minute
+    python assets/build/make_tiny_world.py --distil           # OUT/lightning alone, from OUT/pipeline and OUT/train
 
-Finished stages are kept in --work and not trained again; delete the folder to start over. The cured model stays in
---work: it learns from the same clips without drift. The figures that the trained networks reach are measured from the
-written files and land in OUT/figures.json, with a contact sheet. They are by the world's own judges and by those of
---judge (`make realface` fetches two).
+Finished stages stay in --work and are not trained again; delete the folder to start over. The cured model, trained on
+the same clips without drift, stays in --work, too. OUT/figures.json has figures of the written networks, next to a
+contact sheet. They are by the world's judges and by those of --judge (`make realface` fetches two).
 """
 
 import argparse
@@ -21,7 +20,7 @@ from rewardfl.command_line import JudgeOption
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("assets/tiny_world"))
-    parser.add_argument("--work", type=Path, help="where finished stages are kept (default: build/tiny_world)")
+    parser.add_argument("--work", type=Path, help="folder of finished stages (default: build/tiny_world)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="next to no training, for tests")
     parser.add_argument("--distil", action="store_true", help="write the four-step LoRAs of OUT/pipeline, nothing else")
@@ -29,11 +28,7 @@ def main() -> None:
         "--judge", action=JudgeOption, default={}, metavar="NAME=FOLDER", help="a further face pack that judges"
     )
     args = parser.parse_args()
-    from tiny_world import (
-        build,
-        distil,
-        measure,  # not before: --help is answered without torch
-    )
+    from tiny_world import build, distil, measure  # here, so that --help works without torch
 
     plan = build.QUICK if args.quick else build.Plan()
     if args.distil:
@@ -48,6 +43,7 @@ def main() -> None:
 
 
 def write_figures(figures: Mapping[str, object], folder: Path) -> None:
+    """Write folder/figures.json and print it."""
     text = json.dumps(figures, indent=2)
     (folder / "figures.json").write_text(text + "\n")
     print(text)

@@ -2,8 +2,8 @@
 
 An override reaches into a key that holds keys, too: `reward.others.flow.weight=0.3`.
 
-The section `grpo` tells a file of train_flow_grpo.py. pydantic checks the values (rewardfl/config/schema.py); what is
-here reads YAML, places the overrides and says what is wrong in one line per key.
+The section `grpo` identifies a file of train_flow_grpo.py. pydantic checks the values (rewardfl/config/schema.py). This
+module reads YAML, applies the overrides and reports each wrong key in one line.
 """
 
 import re
@@ -16,7 +16,19 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rewardfl.config.schema import SECTIONS, AnyConfig, FlowGrpoConfig, RewardFlConfig, Section, did_you_mean, shown
+from rewardfl.config.fields import Section, did_you_mean, shown
+from rewardfl.config.schema import SECTIONS, AnyConfig, FlowGrpoConfig, RewardFlConfig
+
+MOST_BYTES = 100_000  # our longest configuration has 4,000
+_DECIMAL = re.compile(r"[-+]?(0|[1-9]\d{0,18}|\d*\.\d*(e[-+]\d+)?|\.inf|\.nan)", re.IGNORECASE)
+_TYPES = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "a text",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "dict_type": "keys and values",
+}
 
 
 class ConfigError(ValueError):
@@ -24,23 +36,23 @@ class ConfigError(ValueError):
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), schema: type[AnyConfig] | None = None) -> Any:
-    """The checked configuration of YAML file `path` with `section.key=value` overrides (YAML values) applied.
+    """Return the checked configuration of YAML file `path` with `section.key=value` overrides (YAML values) applied.
 
-    schema: RewardFlConfig or FlowGrpoConfig, of the script that asks; None takes the file's.
+    schema: the calling script's, RewardFlConfig or FlowGrpoConfig; None takes the file's.
 
-    Raises ConfigError for a file that cannot be read or is another script's, unknown or missing keys, wrong types,
-    values out of range and combinations that cannot work.
+    Raise ConfigError for an unreadable file, a file of the other script, unknown or missing keys, wrong types, values
+    out of range and combinations that cannot work.
     """
     raw = _read(Path(path))
-    of_file = FlowGrpoConfig if "grpo" in raw else RewardFlConfig
-    if schema not in (None, of_file):
-        has = "has a" if of_file is FlowGrpoConfig else "has no"
-        raise ConfigError(f"{path} {has} section grpo, so it is for {of_file.script}, not {schema.script}")
+    file_schema = FlowGrpoConfig if "grpo" in raw else RewardFlConfig
+    if schema not in (None, file_schema):
+        has = "has a" if file_schema is FlowGrpoConfig else "has no"
+        raise ConfigError(f"{path} {has} section grpo, so it is for {file_schema.script}, not {schema.script}")
     return parse(raw, overrides)
 
 
 def parse(raw: Mapping[str, Any], overrides: Sequence[str] = ()) -> AnyConfig:
-    """`load` of what a file would hold: {section: {key: value}}, as in run.json's "config"."""
+    """Return the checked configuration of {section: {key: value}}, as in run.json's "config". Raise as `load` does."""
     schema = FlowGrpoConfig if "grpo" in raw else RewardFlConfig
     sections: dict[str, Any] = {**dict.fromkeys(SECTIONS[schema], {}), **raw}
     problems = [problem for text in overrides for problem in _override(sections, text, schema)]
@@ -55,29 +67,22 @@ def parse(raw: Mapping[str, Any], overrides: Sequence[str] = ()) -> AnyConfig:
 
 
 def to_dict(cfg: AnyConfig) -> dict[str, dict[str, Any]]:
-    """{section: {key: value}} of plain JSON and YAML values."""
+    """Return {section: {key: value}} with plain JSON and YAML values."""
     return cfg.model_dump(mode="json")
 
 
 def flat(cfg: AnyConfig) -> dict[str, str]:
-    """{section.key: value} as text, which every tracker takes."""
+    """Return {section.key: value} as text, which every tracker takes."""
     return {f"{section}.{key}": str(value) for section, keys in to_dict(cfg).items() for key, value in keys.items()}
 
 
 def dump(cfg: AnyConfig) -> str:
-    """YAML text with every key written out; `load` reads it back to the same configuration."""
+    """Return YAML text with every key; `load` reads it back to the same configuration."""
     return yaml.safe_dump(to_dict(cfg), sort_keys=False)
 
 
-# YAML
-
-
-MOST_BYTES = 100_000  # our longest configuration has 4,000
-_DECIMAL = re.compile(r"[-+]?(0|[1-9]\d{0,18}|\d*\.\d*(e[-+]\d+)?|\.inf|\.nan)", re.IGNORECASE)
-
-
 class _Loader(yaml.SafeLoader):
-    """yaml.SafeLoader without aliases and tags, which refuses a key that is given twice and numbers like 042 and 1:30.
+    """yaml.SafeLoader that raises for aliases, tags, duplicate keys and numbers like 042 and 1:30.
 
     YAML 1.1 reads these as 34 and 90, YAML 1.2 as 42 and as a text.
     """
@@ -114,7 +119,7 @@ def _refusal(problem: str, at: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
 
 
 def _parse(text: str, where: str) -> Any:
-    """What YAML `text` stands for. ConfigError in one line for what is not valid."""
+    """Return the value of YAML `text`. Raise ConfigError in one line where it is not valid."""
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -145,9 +150,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _override(raw: dict[str, Any], text: str, schema: type[AnyConfig]) -> list[str]:
-    """Put "section.key=value" into `raw`, of which nothing is changed in place; what kept it from going there.
+    """Put "section.key=value" into `raw` without mutating its values; return the problems.
 
-    Where the value of a key is keys itself, "section.key.inner=value" sets one of them and keeps the others.
+    "section.key.inner=value" sets one key of a value that holds keys, and leaves its other keys.
     """
     name, equals, value = text.partition("=")
     section, *keys = name.split(".")
@@ -158,56 +163,43 @@ def _override(raw: dict[str, Any], text: str, schema: type[AnyConfig]) -> list[s
     if not keys or not all(keys):
         return [f"override {shown(text)} must name a key: {section}.<key>=value"]
     if not isinstance(raw[section], dict):
-        return []  # the schema refuses the section
+        return []  # the schema reports the section
     *outer, key = keys
-    here = raw[section] = dict(raw[section])
+    mapping = raw[section] = dict(raw[section])
     for i, part in enumerate(outer):
-        below = here.get(part)
-        if not isinstance(below, dict | NoneType):
-            return [f"override {shown(text)}: {_dotted([section, *outer[: i + 1]])} holds {shown(below)}, no keys"]
-        here[part] = dict(below or {})
-        here = here[part]
-    here[key] = _parse(value, f"override {shown(text)}")
+        inner = mapping.get(part)
+        if not isinstance(inner, dict | NoneType):
+            return [f"override {shown(text)}: {_dotted([section, *outer[: i + 1]])} holds {shown(inner)}, no keys"]
+        mapping[part] = dict(inner or {})
+        mapping = mapping[part]
+    mapping[key] = _parse(value, f"override {shown(text)}")
     return []
 
 
-# What pydantic found, in our lines
-
-
-_TYPES = {
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "string_type": "a text",
-    "bool_type": "true or false",
-    "tuple_type": "a list",
-    "dict_type": "keys and values",
-}
-
-
 def describe(error: ValidationError, raw: Mapping[str, Any], schema: type[BaseModel]) -> Iterator[str]:
-    """A line per key, which unites what pydantic says of it for each member of a union."""
+    """Yield a line per key, which joins pydantic's errors for the members of a union."""
     errors = error.errors(include_url=False)
-    refused_names = [found["loc"][:-1] for found in errors if found["loc"][-1:] == ("[key]",)]
+    bad_names = [detail["loc"][:-1] for detail in errors if detail["loc"][-1:] == ("[key]",)]
     by_key: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
-    for found in errors:
-        loc = found["loc"]
+    for detail in errors:
+        loc = detail["loc"]
         if loc[-1:] == ("[key]",):
-            yield f"{_dotted(loc[:-2])} takes {_words(found)}, got {shown(found['input'])}"
-        elif not any(loc[: len(name)] == name for name in refused_names):
-            by_key.setdefault(_key(found, raw), []).append(found)
-    for key, of_key in by_key.items():
-        yield _line(key, of_key, schema)
+            yield f"{_dotted(loc[:-2])} takes {_words(detail)}, got {shown(detail['input'])}"
+        elif not any(loc[: len(name)] == name for name in bad_names):
+            by_key.setdefault(_key(detail, raw), []).append(detail)
+    for key, details in by_key.items():
+        yield _line(key, details, schema)
 
 
-def _key(found: ErrorDetails, raw: Any) -> tuple[int | str, ...]:
-    """The error's place without the members of unions, which pydantic adds to what the file holds."""
-    if found["type"] in ("missing", "extra_forbidden", "invalid_key"):
-        return found["loc"]
-    for depth, part in enumerate(found["loc"]):
+def _key(detail: ErrorDetails, raw: Any) -> tuple[int | str, ...]:
+    """Return the error's key in the file, without the union members that pydantic appends."""
+    if detail["type"] in ("missing", "extra_forbidden", "invalid_key"):
+        return detail["loc"]
+    for depth, part in enumerate(detail["loc"]):
         if not (part in raw if isinstance(raw, dict) else isinstance(raw, list) and isinstance(part, int)):
-            return found["loc"][:depth]
+            return detail["loc"][:depth]
         raw = raw[part]
-    return found["loc"]
+    return detail["loc"]
 
 
 def _line(key: tuple[int | str, ...], errors: Sequence[ErrorDetails], schema: type[BaseModel]) -> str:
@@ -218,21 +210,21 @@ def _line(key: tuple[int | str, ...], errors: Sequence[ErrorDetails], schema: ty
         return f"{name} is required; write it in the file or pass {name}=..."
     if kind == "model_type":
         return f"section {name!r} must hold keys, got {shown(value)}; write them beneath it or remove the line"
-    # Of a union, only the member that takes values of this type has more to say than its type.
-    telling = [found for found in errors if found["type"] not in (*_TYPES, "literal_error")]
-    words = [_words(found) for found in telling or errors]
-    if not telling and NoneType in get_args(_annotation(schema, key)):
+    # Report only the union member whose type matched.
+    matched = [detail for detail in errors if detail["type"] not in (*_TYPES, "literal_error")]
+    words = [_words(detail) for detail in matched or errors]
+    if not matched and NoneType in get_args(_annotation(schema, key)):
         words.append("null")
-    expected = " ".join(found.get("ctx", {}).get("expected", "") for found in errors)
+    expected = " ".join(detail.get("ctx", {}).get("expected", "") for detail in errors)
     hint = did_you_mean(value, re.findall("'([^']+)'", expected))
     return f"{name} must be {' or '.join(words)}, got {shown(value)}{hint}"
 
 
-def _words(found: ErrorDetails) -> str:
-    """What the value must be."""
-    if found["type"] == "value_error":
-        return str(found["ctx"]["error"])
-    words = _TYPES.get(found["type"]) or found["msg"].removeprefix("Input should be ").replace("False", "false")
+def _words(detail: ErrorDetails) -> str:
+    """Describe a valid value."""
+    if detail["type"] == "value_error":
+        return str(detail["ctx"]["error"])
+    words = _TYPES.get(detail["type"]) or detail["msg"].removeprefix("Input should be ").replace("False", "false")
     return words.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
 
 
@@ -241,33 +233,33 @@ def _dotted(key: Sequence[int | str]) -> str:
 
 
 def _annotation(schema: type[BaseModel], key: Sequence[int | str]) -> Any:
-    """The type of what stands at `key`."""
+    """Return the type of the value at `key`."""
     kind: Any = schema
     for part in key:
         if isinstance(part, int):
-            return int  # all lists of ours hold one type of item, and none may be null
-        kind = _keys_of(kind)
+            return int  # the items of a list have one type, and none may be null
+        kind = _without_null(kind)
         kind = get_args(kind)[1] if get_origin(kind) is dict else kind.model_fields[part].annotation
     return kind
 
 
-def _keys_of(kind: Any) -> Any:
-    """A section's type without the null that may stand for it; another type as it is."""
+def _without_null(kind: Any) -> Any:
+    """Return the section of a type `Section | None`, and any other type as it is."""
     if get_origin(kind) is dict:
         return kind
-    return next((one for one in get_args(kind) if isinstance(one, type) and issubclass(one, Section)), kind)
+    return next((item for item in get_args(kind) if isinstance(item, type) and issubclass(item, Section)), kind)
 
 
 def _unknown(key: Sequence[int | str], schema: Any) -> str:
-    """What to say of a key or section that `schema` does not have: its place, its script or its nearest name."""
-    name, last, known = _dotted(key), key[-1], _keys_of(_annotation(schema, key[:-1])).model_fields
+    """Describe a key or section that `schema` does not have, by its section, its script or the nearest name."""
+    name, last, names = _dotted(key), key[-1], _without_null(_annotation(schema, key[:-1])).model_fields
     for owner, sections in ({schema: SECTIONS[schema]} | SECTIONS).items() if len(key) <= 2 else ():
-        place = next((section for section, kind in sections.items() if last in kind.model_fields), None)
-        if place is not None and owner is schema:
-            return f"{name} -> {place}.{last}: keys live in their sections, move it there"
-        if place is not None or name in sections:
+        target = next((section for section, kind in sections.items() if last in kind.model_fields), None)
+        if target is not None and owner is schema:
+            return f"{name} -> {target}.{last}: keys live in their sections, move it there"
+        if target is not None or name in sections:
             has = "a" if owner is FlowGrpoConfig else "no"
             return f"{name} is for {owner.script}, whose files have {has} section grpo; remove it"
     if len(key) == 1:
-        return f"unknown section {shown(last)}{did_you_mean(last, known)}; sections are {', '.join(known)}"
-    return f"unknown key {shown(name)}{did_you_mean(last, known)}"
+        return f"unknown section {shown(last)}{did_you_mean(last, names)}; sections are {', '.join(names)}"
+    return f"unknown key {shown(name)}{did_you_mean(last, names)}"

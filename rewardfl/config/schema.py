@@ -1,148 +1,65 @@
-"""What a configuration may say: the sections, each with its own checks beside it.
+"""The schema of a configuration: its sections, and the checks of each.
 
-The models below are the schema and the reference: a field's comment says what it means, its type says what it may be.
-Relative paths are relative to the directory the command is started in. There are two whole configurations,
-RewardFlConfig of train_reward_fl.py and FlowGrpoConfig of train_flow_grpo.py.
-
-When a run goes on, its keys must be what they were, but for those that are marked: Free, ByContent (a path: what it
-leads to must be what it was), IfNamed (in run.resume_with_changes), Alike (from one of the values to another).
+The models below are the reference: a field's comment says its meaning, its type says its values. Relative paths start
+at the directory of the command. There are two whole configurations, RewardFlConfig of train_reward_fl.py and
+FlowGrpoConfig of train_flow_grpo.py. The types and the marks Free, ByContent, IfNamed and Alike are in fields.py.
 """
 
-import difflib
-import os
-import re
-import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import Field
 
-
-class Section(BaseModel):
-    """Settings, read strictly: true is no 1, 1.0 no number of steps, and a key that is unknown is refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    def conflicts(self) -> Iterator[str]:
-        """A line for each combination of settings that cannot work: the keys, the values, the way out."""
-        yield from ()
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """What a key may do when a run goes on. Without such a mark it must be as it was."""
-
-    words: str
-
-
-@dataclass(frozen=True)
-class Alike:
-    """Values that compute the same numbers: a run may go on with one for the other."""
-
-    values: tuple[str, ...]
-
-
-T = TypeVar("T")
-FREE = Resumed("may change: it is no part of what is computed")
-BY_CONTENT = Resumed("a path, which may change: what it leads to is compared")
-IF_NAMED = Resumed("may change, or its content, when run.resume_with_changes names it, which run.json then lists")
-Free = Annotated[T, FREE]
-ByContent = Annotated[T, BY_CONTENT]
-IfNamed = Annotated[T, IF_NAMED]
-
-
-def must_be(words: str, holds: Callable[[Any], object]) -> AfterValidator:
-    def check(value: T) -> T:
-        if not holds(value):
-            raise ValueError(words)
-        return value
-
-    return AfterValidator(check)
-
-
-def _from_text(value: object) -> object:
-    """Text such as 1e-5, which YAML takes for a text because it has no dot, as the number that it is."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
-def _is_plain(text: str) -> bool:
-    """Without Unicode's control characters, halves of pairs, ends of lines and of paragraphs, but for \\n and \\t."""
-    return not any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") and c not in "\n\t" for c in text)
-
-
-def _is_path(text: str) -> bool:
-    """Whether a file system could take it: what is longer would be a traceback at the first look at the file."""
-    return len(os.fsencode(text)) <= 4000 and all(len(os.fsencode(part)) <= 255 for part in text.split("/"))
-
-
-# The upper ends are far above what anybody trains with. They keep a slip of the finger (1e30) from being found when
-# memory or float32 runs out, hours later.
-Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
-Whole = Annotated[int, Field(ge=0, le=1_000_000_000)]
-Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
-Batch = Annotated[int, Field(ge=1, le=10_000)]
-Steps = Annotated[int, Field(ge=1, le=100_000)]
-Denoising = Annotated[int, Field(ge=1, le=1_000)]  # sampling steps: the model knows 1000 timesteps
-Side = Annotated[int, Field(ge=1, le=16_384)]
-DetectionSide = Annotated[int, Field(ge=32, le=4_096, multiple_of=32)]  # of the coarsest stride of a face detector
-Pixels = Annotated[int, Field(ge=16 * 16, le=16_384**2)]
-# float32 would make a smaller or larger number 0 or infinite, here or in a product
-Number = Annotated[
-    float,
-    BeforeValidator(_from_text),
-    Field(allow_inf_nan=False),
-    must_be("0 or of a size in 1e-30..1e30", lambda value: value == 0 or 1e-30 <= abs(value) <= 1e30),
-]
-_not_tiny = must_be("0 or at least 1e-12", lambda value: not 0 < value < 1e-12)
-Positive = Annotated[Number, Field(gt=0, le=1e12), _not_tiny]
-NonNegative = Annotated[Number, Field(ge=0, le=1e12), _not_tiny]
-Share = Annotated[Number, Field(ge=0, le=1)]
-FrameRate = Annotated[Number, Field(ge=0.1, le=1_000)]
-# of scores: beyond these, weight * (score - mean) / std would be a constant
-Mean = Annotated[Number, Field(ge=-1e6, le=1e6)]
-Deviation = Annotated[Number, Field(ge=1e-6, le=1e6)]
-Cap = Literal["self_similarity", "none"] | Annotated[Number, Field(gt=0, le=1)]
-PlainText = Annotated[str, must_be("free of control characters", _is_plain)]
-Line = Annotated[PlainText, must_be("a text of one line", lambda text: "\n" not in text and "\t" not in text)]
-Text = Annotated[Line, must_be("a text that is not empty", lambda text: text.strip() != "")]
-_fits = must_be("short enough for the name of a file", _is_path)
-PathLine = Annotated[Line, _fits]
-PathText = Annotated[Text, _fits]
-Off = Annotated[Literal[False], BeforeValidator(lambda value: None if value == 0 and value is not False else value)]
-Listed = Annotated[tuple[T, ...], Field(strict=False)]  # strictly, a tuple is no list of YAML's
-Name = Annotated[
-    str, must_be("names of 1 to 80 printable characters", lambda name: name.isprintable() and 1 <= len(name) <= 80)
-]
-_is_label = re.compile(r"[\w-]{1,80}").fullmatch  # it names the metric reward/<label>
-Label = Annotated[str, must_be("names of 1 to 80 letters, digits, _ and -", lambda text: _is_label(text) is not None)]
-Setting = PlainText | bool | int | Number | dict[Name, Number] | None
-
-
-def shown(value: object) -> str:
-    """`value` as messages show it: on one line, without control characters, cut to 80 characters."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """The end of a message: the known name that `word` may stand for, or nothing."""
-    close = difflib.get_close_matches(str(word)[:80], list(known), n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
+from rewardfl.config.fields import (  # noqa: F401  (other rooms import the types from here)
+    FREE,
+    IF_NAMED,
+    Alike,
+    Batch,
+    ByContent,
+    Cap,
+    Count,
+    Denoising,
+    DetectionSide,
+    Deviation,
+    FrameRate,
+    Free,
+    IfNamed,
+    Label,
+    Listed,
+    Mean,
+    Name,
+    NonNegative,
+    Number,
+    Off,
+    PathLine,
+    PathText,
+    Pixels,
+    PlainText,
+    Positive,
+    Section,
+    Seed,
+    Setting,
+    Share,
+    Side,
+    Steps,
+    Text,
+    Whole,
+    did_you_mean,
+    must_be,
+    shown,
+)
 
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
 
-TRAINABLE = ("dit", "dit2")  # a model's experts in the order in which they answer; a model with one has the first
+TRAINABLE = ("dit", "dit2")  # a model's experts by falling sigma; a model with one expert has the first
 TORCHS_ATTENTION = ("native", "_native_cudnn", "_native_efficient", "_native_flash")  # diffusers' names
 COUPLING = {"chain": 1.0, "bridge": 0.2, "drtune": 0.0, "last": 1.0, "endpoint": 1.0}
 ONE_STEP = ("last", "endpoint")  # gradient modes of one active step
-# reward/<name> of the scripts themselves, and of face_identity's parts where alarms and documents mean those
+# reward/<name> of the scripts themselves, and of face_identity's parts that alarms and documents mean
 OWN_METRICS = ("mean", "std_in_group", "valid_fraction", "failed", "score", "held_out", "coverage", "motion")
 
 
@@ -153,26 +70,24 @@ class RunConfig(Section):
     output_dir: Free[PathText]
     # Seed of the data order, of every sample's noise and of the adapter's initial values.
     seed: Seed = 42
-    # A checkpoint and the sample videos are written every this many steps (and after the last one); Flow-GRPO writes
-    # them at the end of the epoch that these steps fall into.
+    # Steps between checkpoints with sample videos; also after the last step. Flow-GRPO writes at the epoch's end.
     save_steps: Free[Count] = 25
-    # Only the last this many checkpoints are kept, and the one that checkpoints/best points at; null keeps all.
+    # Number of last checkpoints to keep, next to the one of checkpoints/best; null keeps all.
     keep_last: Free[Count | None] = None
-    # Metrics reach the console and the tracker every this many steps; metrics.jsonl has every step.
+    # Steps between metrics on the console and in the tracker; metrics.jsonl has every step.
     logging_steps: Free[Count] = 1
-    # "auto" goes on from the latest complete checkpoint in output_dir and starts anew when there is none;
-    # a path names a checkpoint (.../checkpoints/step-000025); false starts anew.
+    # "auto" resumes from the latest complete checkpoint in output_dir, or starts from step 0 without one; a path names
+    # a checkpoint (.../checkpoints/step-000025); false starts from step 0.
     resume_from_checkpoint: Free[PathText | Off] = "auto"
-    # Keys marked IfNamed that may differ from what run.json says when a run goes on, such as [train.learning_rate].
-    # Each change is printed and listed in run.json (key, old, new, step). May stay when nothing differs any more.
+    # Keys marked IfNamed that may differ from run.json when a run resumes, such as [train.learning_rate]. Each change
+    # is printed and listed in run.json (key, old, new, step). May stay when nothing differs any more.
     resume_with_changes: Free[Listed[str]] = ()
-    # Tracker beside metrics.jsonl, of the first process. wandb has to be installed (pip install wandb).
+    # Tracker next to metrics.jsonl, on the first process. wandb has to be installed (pip install wandb).
     log_with: Free[Literal["tensorboard", "wandb", "none"]] = "tensorboard"
-    # How many clips of sample videos are written at each save.
+    # Sample videos written at each save.
     sample_videos: Free[Whole] = 2
-    # Threads per process when there is no GPU. null divides the usable cores (at most the container's CPU quota) among
-    # the processes; accelerate launch would leave each with one. At most four for each usable core. As on another
-    # machine, their number changes the rounding.
+    # Threads per process without a GPU, at most four for each usable core. null divides the usable cores (at most the
+    # container's CPU quota) among the processes. The number changes the rounding.
     cpu_threads: Free[Count | None] = None
 
     def conflicts(self) -> Iterator[str]:
@@ -186,39 +101,39 @@ class ModelConfig(Section):
     # The model: one of rewardfl.backbones.MODULES. wan2_2 is Wan2.2 image-to-video A14B; docs/running_wan.md, 2.
     model_name: Text = "wan2_2"
     # Pipeline folder in diffusers layout (model_index.json, transformer/, transformer_2/, vae/, ...), or a
-    # wan22_paths.json that names the original files (examples/wan22_paths.json). Empty: the next key says.
+    # wan22_paths.json that names the original files (examples/wan22_paths.json). Empty: see the next key.
     model_paths: ByContent[PathLine] = ""
     # Instead of model_paths: original files in hub repositories, "repository:pattern, ..." with high_noise,
     # low_noise, t5 and VAE in the patterns. Taken from the local hub cache; fetched only with allow_download.
     model_id_with_origin_paths: ByContent[PlainText] = ""
-    # Whether what the hub cache lacks may be downloaded.
+    # Whether files that the hub cache lacks may be downloaded.
     allow_download: Free[bool] = False
     # Tokenizer folder; empty takes the model's own (original files have none but on the hub).
     tokenizer_path: ByContent[PathLine] = ""
     # Distillation LoRAs (Wan2.2-Lightning, one file per expert, any tool's names), part of the base model.
     distill_lora_high: ByContent[PathLine] = ""
     distill_lora_low: ByContent[PathLine] = ""
-    # fuse: added to the weights in the file's precision, before the one rounding to `dtype`. adapter: kept
-    # beside them and answering in policy and reference alike; slower, and exact whatever `dtype` is.
+    # fuse: added to the weights in the file's precision, before the one rounding to `dtype`. adapter: separate from
+    # the weights, active in policy and reference; slower, and exact for every `dtype`.
     distill_lora_mode: Literal["fuse", "adapter"] = "fuse"
     # Experts whose adapter is trained, comma separated: dit (high noise, or the only one), dit2 (low noise).
     trainable_models: Text = "dit2"
-    # Sigma at or above which the high-noise expert answers; null takes the pipeline's boundary_ratio, if it has one.
+    # Lowest sigma of the high-noise expert; null takes the pipeline's boundary_ratio, if it has one.
     min_timestep_boundary: Share | None = None
-    # Upper end of the high-noise expert's sigmas; anything but 1 is refused, nothing else could answer there.
+    # Upper end of the high-noise expert's sigmas; only 1 is accepted, because no other expert covers sigmas above it.
     max_timestep_boundary: Number = 1.0
-    # Guidance that the network is told, where it has learned from a guided one (FLUX.1-dev: 3.5); null for others.
+    # Guidance input of a guidance-distilled network (FLUX.1-dev: 3.5); null for others.
     embedded_guidance: Annotated[Number, Field(ge=0, le=100)] | None = None
-    # What computes attention, by diffusers' name: native is torch's choice; flash and _flash_3 need their packages.
-    # One without a right gradient on this machine is refused at the start (rewardfl/attention.py: check_backward).
+    # Attention backend by diffusers' name: native is torch's choice; flash and _flash_3 need their packages. The start
+    # raises for one with a wrong gradient on this machine (rewardfl/memory/attention.py: check_backward).
     attention_backend: Text = "native"
-    # What the frozen weights are loaded as. The adapter is always float32.
+    # Type of the frozen weights. The adapter is always float32.
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
     def conflicts(self) -> Iterator[str]:
         if bool(self.model_paths) == bool(self.model_id_with_origin_paths):
-            given = "both are" if self.model_paths else "neither is"
-            yield f"model.model_paths or model.model_id_with_origin_paths must be given, {given}"
+            which = "both are" if self.model_paths else "neither is"
+            yield f"model.model_paths or model.model_id_with_origin_paths must be given, {which}"
         if self.allow_download and not self.model_id_with_origin_paths:
             yield "model.allow_download is for model.model_id_with_origin_paths, which is empty; remove it"
         if self.distill_lora_mode == "adapter" and not (self.distill_lora_high or self.distill_lora_low):
@@ -238,26 +153,25 @@ class ModelConfig(Section):
 
 
 class SharedExpertsConfig(Section):
-    """What both scripts know of section `experts`."""
+    """Keys of section `experts` in both scripts."""
 
-    # Where the frozen weights of the trained expert live. gpu: on the GPU. cpu_swap: in host memory; its blocks' are
-    # copied to the GPU one ahead of their turn, in the forward pass and back (needs train.use_gradient_checkpointing,
-    # and each process with all of the model: not FSDP2 and not ZeRO-2). Each process has a copy of its own.
+    # Place of the trained expert's frozen weights. gpu: on the GPU. cpu_swap: in host memory, one copy per process;
+    # blocks are copied to the GPU one ahead of their turn, in the forward and the backward pass (needs
+    # train.use_gradient_checkpointing; not with FSDP2 or ZeRO-2).
     trained: Annotated[Literal["gpu", "cpu_swap"], Alike(("gpu", "cpu_swap"))] = "gpu"
 
 
 class ExpertsConfig(SharedExpertsConfig):
     """Section `experts` of train_reward_fl.py."""
 
-    # Where the expert that is not trained lives. gpu: beside the trained one. cpu_swap: in host memory, its
-    # blocks are copied to the GPU one ahead of their turn. fp8: on the GPU in 8 bits, half the size, its weights are
-    # rounded by about 3 %. boundary_cache: nowhere while training; the latents that it hands over at the boundary are
-    # computed once per clip and noise, and read from the cache (needs sample.noises_per_sample: n).
+    # Place of the untrained expert. gpu, cpu_swap: as for `trained`. fp8: on the GPU in 8 bits, half the size, weights
+    # rounded by about 3 %. boundary_cache: not loaded while training; its latents at the boundary are computed once per
+    # clip and noise, and cached (needs sample.noises_per_sample: n).
     untrained: Annotated[Literal["gpu", "cpu_swap", "fp8", "boundary_cache"], Alike(("gpu", "cpu_swap"))] = "gpu"
 
 
 class GrpoExpertsConfig(SharedExpertsConfig):
-    """Section `experts` of train_flow_grpo.py: every rollout starts from new noise, so no boundary could be cached."""
+    """Section `experts` of train_flow_grpo.py. Every rollout starts from new noise, so no boundary can be cached."""
 
     # As in ExpertsConfig.
     untrained: Annotated[Literal["gpu", "cpu_swap", "fp8"], Alike(("gpu", "cpu_swap"))] = "gpu"
@@ -266,46 +180,46 @@ class GrpoExpertsConfig(SharedExpertsConfig):
 class LoraConfig(Section):
     """Section `lora` of both scripts."""
 
-    # Which models carry the adapter; null means trainable_models, and nothing else is offered.
+    # Models with an adapter; null means trainable_models, the only accepted value.
     lora_base_model: Free[PlainText | None] = None
-    # Rank of the update; the A14B's layers, of 5120 inputs, have no use for a higher one than that.
+    # Rank of the update, at most the 5120 inputs of the A14B's layers.
     lora_rank: Annotated[int, Field(ge=1, le=5_120)] = 32
     # The update is scaled by lora_alpha / lora_rank; null means lora_rank, a scale of 1.
     lora_alpha: Annotated[Positive, Field(le=100_000)] | None = None
     # Adapted layers, comma separated: Wan's short names or diffusers' (to_q, to_out.0, ffn.net.2, ...).
     lora_target_modules: Text = "q,k,v,o,ffn.0,ffn.2"
     # A checkpoint folder (.../checkpoints/latest) or an adapter's file or folder, of another run or tool, of the same
-    # rank, alpha and layers: the adapter starts from its weights, the optimizer and the steps start anew. The KL's
-    # reference stays the base model without an adapter. A run that goes on from a checkpoint of its own does not read
-    # it, but its content must be what it was. null: the adapter starts from zero.
+    # rank, alpha and layers: the adapter starts from its weights, the optimizer and the steps start from zero. The KL's
+    # reference stays the base model without an adapter. A resumed run does not read it, but its content must not have
+    # changed. null: the adapter starts from zero.
     init_from: ByContent[IfNamed[PathText | None]] = None
 
 
 class DataConfig(Section):
     """Section `data` of both scripts."""
 
-    # metadata.csv with the columns video and prompt, and if you like image (the model's input instead of the clip's
-    # first frame) and reference_video (the clip that the face is taken from; motion is compared with it, too). A row
-    # of a prompt alone may have a height and a width of its own. Paths are relative to the file.
-    # examples/metadata.csv shows one, tools/check_dataset.py checks one.
+    # metadata.csv with the columns video and prompt, and optionally image (the model's input instead of the clip's
+    # first frame) and reference_video (the clip for the face and for motion). A row with a prompt alone may have its
+    # own height and width. Paths are relative to the file. Example: examples/metadata.csv; tools/check_dataset.py
+    # checks one.
     file_name: ByContent[PathText]
-    # Pixels; clips are resized to cover height x width and cropped at the centre. Multiples of 16. Of rows of a prompt
-    # alone the columns height and width count instead.
+    # Pixels, multiples of 16; clips are resized to cover height x width and cropped at the centre. For rows with a
+    # prompt alone the columns height and width count instead.
     height: Side = 480
     width: Side = 832
-    # Instead of height and width, which are then not used: every clip keeps its own shape and is scaled down to at
-    # most this many pixels, both sides multiples of 16. A forward pass takes clips of one size.
+    # Instead of height and width: every clip keeps its shape and is scaled down to at most this many pixels, both sides
+    # multiples of 16. A forward pass takes clips of one size.
     max_pixels: Pixels | None = None
     # Frames used of each clip, from its start: 4k + 1 for the Wan VAE.
     num_frames: Annotated[int, Field(ge=1, le=10_000)] = 81
-    # Frames taken per second of a clip, by their times (Wan was trained at 16); clips that have fewer are refused.
-    # null: the frames as they are stored, whatever their rate.
+    # Frames per second taken from a clip, by their times (Wan was trained at 16); clips with fewer cannot be used.
+    # null: all stored frames, at any rate.
     fps: FrameRate | None = None
-    # Folder for what is computed once per clip: text embeddings, image latents, face pools, boundary latents. null:
-    # <run.output_dir>/cache. Runs may share one; all processes must see the same.
+    # Folder for text embeddings, image latents, face pools and boundary latents, computed once per clip. null:
+    # <run.output_dir>/cache. Runs may share it; all processes must see the same folder.
     cache_dir: Free[PathText | None] = None
-    # Leave out rows that cannot be used (and say which) instead of stopping with a list of them; of a clip whose cache
-    # entries are lost during the run, train on the next one instead, and count it (data/replaced).
+    # Skip and list unusable rows instead of stopping. A clip whose cache entries are lost during the run is replaced
+    # by the next one and counted (data/replaced).
     skip_bad_rows: Free[bool] = False
 
     def conflicts(self) -> Iterator[str]:
@@ -314,17 +228,17 @@ class DataConfig(Section):
 
 
 class SharedSampleConfig(Section):
-    """What both scripts know of section `sample`."""
+    """Keys of section `sample` in both scripts."""
 
     # Sampling steps from pure noise to the clean video.
     num_inference_steps: Denoising = 8
-    # Shift of the sigma schedule: shift*s / (1 + (shift - 1)*s) over linspace(1, 0, steps + 1). Models of images take
-    # the range of their own scheduler, and null for what that says, which may depend on the image's size (FLUX.1-dev).
+    # Shift of the sigma schedule: shift*s / (1 + (shift - 1)*s) over linspace(1, 0, steps + 1). Image models use the
+    # range of their own scheduler; null takes its shift, which may depend on the image's size (FLUX.1-dev).
     shift: Annotated[Number, Field(ge=0.01, le=100)] | None = 5.0
-    # Scale of classifier-free guidance in rollout, replay and reference alike; 1 is none, takes half the time, and is
-    # what distilled models and reinforcement learning do best with. Models that are not distilled need it.
+    # Scale of classifier-free guidance in rollout, replay and reference; 1 is none, takes half the time and suits
+    # distilled models and reinforcement learning. Models that are not distilled need guidance.
     guidance_scale: Annotated[Positive, Field(le=100)] = 1.0
-    # What guidance leads away from.
+    # Prompt of guidance's unconditional pass.
     negative_prompt: PlainText = ""
 
     def conflicts(self) -> Iterator[str]:
@@ -335,26 +249,26 @@ class SharedSampleConfig(Section):
 class SampleConfig(SharedSampleConfig):
     """Section `sample` of train_reward_fl.py."""
 
-    # First and last step (from 0) that carry gradient. If final_timestep is not the last step, sampling ends
-    # there with the x0 prediction.
+    # First and last step (from 0) with a gradient. If final_timestep is not the last step, sampling ends there with the
+    # x0 prediction.
     mid_timestep: Whole = 4
     final_timestep: Whole = 7
-    # The steps that carry gradient as an increasing list within 0..final_timestep, instead of mid..final.
+    # Steps with a gradient, as an increasing list within 0..final_timestep, instead of mid..final.
     active_steps: Listed[int] | None = None
     # How the reward's gradient travels back from one active step to the one before: chain (exactly), bridge
-    # (damped), drtune (not at all); last and endpoint differentiate final_timestep alone, whatever mid_timestep says.
-    # endpoint pulls every sample equally far up its reward, from videos of the averaged weights (DiffusionOPSD).
+    # (damped), drtune (not at all); last and endpoint differentiate final_timestep alone and ignore mid_timestep.
+    # endpoint moves every sample equally far up its reward, from videos of the averaged weights (DiffusionOPSD).
     gradient_mode: Literal["chain", "bridge", "drtune", "last", "endpoint"] = "chain"
     # Weight of that path; null takes the mode's: chain 1, bridge 0.2, drtune 0, last and endpoint 1. Only bridge takes
     # another, between 0 and 1.
     coupling: Share | None = None
     # How far gradient_mode endpoint goes up the reward, as a share of the latents' norm.
     endpoint_length: Annotated[Number, Field(gt=0, le=1)] = 0.1
-    # "fresh": new noise each time a clip comes up; n: each clip has n noises, used in turn, so that what the
-    # steps before the first active one compute can be cached.
+    # "fresh": new noise at each visit of a clip; n: each clip has n noises, used in turn, so that the steps before the
+    # first active one can be cached.
     noises_per_sample: Literal["fresh"] | Batch = "fresh"
-    # What of a guided velocity is differentiated: both answers (exactly), or the conditional one alone, with the answer
-    # to the negative prompt as a constant: half the backward and half the graph, and another gradient.
+    # Differentiated part of a guided velocity: both passes (exactly), or the conditional one alone, with the negative
+    # prompt's velocity as a constant: half the backward and half the graph, and another gradient.
     guidance_gradient: Literal["both", "conditional"] = "both"
 
     def conflicts(self) -> Iterator[str]:
@@ -368,7 +282,7 @@ class SampleConfig(SharedSampleConfig):
         if last >= steps:
             yield f"sample.final_timestep must be at most {steps - 1} for {steps} sampling steps, got {last}"
         if self.active_steps is not None:
-            yield from self._conflicts_of_active_steps(list(self.active_steps))
+            yield from self._active_step_conflicts(list(self.active_steps))
         elif self.mid_timestep > last and mode not in ONE_STEP:
             yield f"sample.mid_timestep must be at most final_timestep {last}, got {self.mid_timestep}"
         if mode == "bridge" and coupling is not None and not 0 < coupling < 1:
@@ -382,7 +296,7 @@ class SampleConfig(SharedSampleConfig):
                 "remove it, or take gradient_mode bridge for values between 0 and 1"
             )
 
-    def _conflicts_of_active_steps(self, active: list[int]) -> Iterator[str]:
+    def _active_step_conflicts(self, active: list[int]) -> Iterator[str]:
         last = self.final_timestep
         if not active or active != sorted(set(active)):
             yield f"sample.active_steps must be an increasing list of steps, got {shown(active)}"
@@ -400,7 +314,7 @@ class GrpoSampleConfig(SharedSampleConfig):
 
     @property
     def final_timestep(self) -> int:
-        """A rollout always takes every step."""
+        """Return the last step: a rollout always takes every step."""
         return self.num_inference_steps - 1
 
     def conflicts(self) -> Iterator[str]:
@@ -414,7 +328,7 @@ class GrpoTermConfig(Section):
 
     # A reward as in reward.name.
     name: Text
-    # Its part in what is trained, weight * score. 0: it is only measured.
+    # Weight of its score in the trained sum. 0: only measured.
     weight: NonNegative = 0.0
     # Arguments of the reward.
     settings: dict[Name, Setting] = Field(default_factory=dict)
@@ -423,44 +337,44 @@ class GrpoTermConfig(Section):
 class TermConfig(GrpoTermConfig):
     """One of `reward.others` of train_reward_fl.py."""
 
-    # What is trained is weight * (score - mean) / std.
+    # The trained term is weight * (score - mean) / std.
     mean: Mean = 0.0
     std: Deviation = 1.0
 
 
 class SharedRewardConfig(Section):
-    """What both scripts know of section `reward`."""
+    """Keys of section `reward` in both scripts."""
 
-    # What is trained: likeness of the generated face to the face of the real clip (face_identity), another reward that
+    # The trained reward: identity similarity of the generated face to the real clip's (face_identity), another one that
     # `python -m rewardfl.rewards` lists, or a class of your own, package.module:Class or path/to/file.py:Class.
     name: PathText = "face_identity"
-    # Arguments of a reward other than face_identity, whose are the keys below.
+    # Arguments of a reward other than face_identity, which has the keys below.
     settings: IfNamed[dict[Name, Setting]] = Field(default_factory=dict)
-    # Folder with one face detector and one recogniser (.onnx): antelopev2, buffalo_l, AuraFace; the folder around
-    # it that the zip unpacks to and an insightface root (models/antelopev2) will do.
+    # Folder with one face detector and one recogniser (.onnx): antelopev2, buffalo_l, AuraFace; also the folder that
+    # the zip unpacks to, or an insightface root (models/antelopev2).
     reward_model_path: ByContent[PathText | None] = None
-    # A second such folder that only judges (metrics reward/held_out and reward/held_out/...) and is never trained on;
-    # null: no judge. It must share neither the detector's nor the recogniser's file with a pack that is trained on.
+    # A second such folder for the held-out judge (metrics reward/held_out and reward/held_out/...), never trained on;
+    # null: no judge. It must share neither the detector's nor the recogniser's file with a trained pack.
     held_out_model_path: ByContent[IfNamed[PathText | None]] = None
-    # Another such folder, or null: each cosine of face_identity is then the mean of two, by the recognisers of both on
-    # the same crops. It must share no file with the judge's, and its recogniser not be that of reward_model_path.
+    # Another such folder, or null: each cosine of face_identity is then the mean over both recognisers on the same
+    # crops. It must share no file with the judge's, and no recogniser with reward_model_path.
     second_model_path: ByContent[IfNamed[PathText | None]] = None
-    # Who is scored by face_identity and by the judge. largest: whose face is the largest in the real clip's first frame
-    # with one; all: everybody whose face is in it, each with a pool and a cap of her own, and the mean is trained.
+    # Scored people of face_identity and of the judge, by the real clip's first frame with a face. largest: the largest
+    # face; all: every face, each with its own pool and cap, and the mean is trained.
     people: Literal["largest", "all"] = "largest"
-    # A face whose box in that frame of the real clip is less than this many pixels wide, in frames of the size that is
-    # trained on, is nobody's; a clip without a larger one is of no use. Generated faces may have any size.
+    # Faces of that frame narrower than this many pixels, in frames of the training size, are ignored; clips without a
+    # larger face are rejected. Generated faces may have any size.
     min_face_size: NonNegative = 0.0
     # Side in pixels of the square that frames are fitted into for face detection.
     det_size: DetectionSide = 640
-    # Likeness above the cap is not paid for. self_similarity: the real clip's own mean pairwise likeness.
+    # Identity similarity above the cap is not rewarded. self_similarity: the real clip's mean pairwise similarity.
     cap: IfNamed[Cap] = "self_similarity"
-    # Faces embedded at a time; a smaller number takes less memory, and rounds otherwise.
+    # Faces embedded at a time; a smaller number takes less memory, with other rounding.
     recogniser_chunk: IfNamed[Count] = 8
-    # A warning is logged when the mean motion, as a ratio to the real clip's, falls below this, or the judge's flow,
-    # landmark motion, sharpness or coverage below this share of what it was in the run's first updates.
+    # Threshold of a warning: for the mean motion, as a ratio to the real clip's, and for the judge's flow, landmark
+    # motion, sharpness and coverage, as a share of their values in the run's first updates.
     motion_alarm: Free[NonNegative] = 0.8
-    # More rewards by any label, which the metrics carry (reward/<label>): trained with their weight, or only measured.
+    # More rewards by label, with metrics reward/<label>: trained with their weight, or only measured.
     others: IfNamed[dict[Label, GrpoTermConfig]] = Field(default_factory=dict)
 
     def conflicts(self) -> Iterator[str]:
@@ -474,8 +388,8 @@ class SharedRewardConfig(Section):
                 if getattr(self, key) != default:
                     yield f"reward.{key} is for face_identity and the judge, and there is neither; remove it"
         for label in self.others:
-            spread_of = label.removesuffix("_std")  # eval/<label>_std is what eval/<label> varies by
-            if label in OWN_METRICS or (spread_of != label and spread_of in ("score", "held_out", *self.others)):
+            base = label.removesuffix("_std")  # eval/<label>_std is the deviation of eval/<label>
+            if label in OWN_METRICS or (base != label and base in ("score", "held_out", *self.others)):
                 yield f"reward.others.{label}: the metrics have a key of that name already; choose another label"
 
 
@@ -485,24 +399,24 @@ class RewardConfig(SharedRewardConfig):
     # As in SharedRewardConfig.
     others: IfNamed[dict[Label, TermConfig]] = Field(default_factory=dict)  # type: ignore[assignment]  # never written
     # loss = -reward_weight * (reward - reward_mean) / reward_std + kl_weight * KL. The mean and std are those
-    # of the untrained model's reward, so that reward_weight means the same for every recogniser.
+    # of the untrained model's reward, so that reward_weight has one meaning for every recogniser.
     reward_weight: IfNamed[NonNegative] = 0.1
     reward_mean: IfNamed[Mean] = 0.54
     reward_std: IfNamed[Deviation] = 0.16
-    # Weight of the reward face_motion beside face_identity, by the same pack, det_size and recogniser_chunk, with its
-    # own settings at their defaults: at most the real clip's landmark motion is paid, with a gradient. 0: no such term.
+    # Weight of the reward face_motion next to face_identity, with the same pack, det_size and recogniser_chunk, and its
+    # other settings at their defaults. It rewards up to the real clip's landmark motion, with a gradient. 0: no term.
     motion_weight: IfNamed[NonNegative] = 0.0
-    # Deviation, in face widths, of the noise that moves the landmarks by which face_identity cuts a generated face out,
-    # drawn from the clip itself, so that it is not one fixed crop that is trained on. 0: none; 0.02 is a pixel of 50.
+    # Deviation, in face widths, of the noise on the landmarks by which face_identity crops a generated face. It is
+    # drawn from the clip, so that training does not see one fixed crop. 0: none; 0.02 is a pixel of 50.
     landmark_jitter: IfNamed[Annotated[NonNegative, Field(le=0.1)]] = 0.0
-    # How many varied crops of each generated face are shown to the recogniser, too: mirrored, of
-    # fewer pixels, off-colour, noisy and partly covered, others at each step. The mean over all is trained.
+    # Number of additional crops of each generated face, drawn at each step: mirrored, downscaled, off-colour, noisy and
+    # partly covered. The mean over all is trained.
     views: IfNamed[Annotated[int, Field(ge=0, le=64)]] = 0
     # 0 skips the reference model's forward passes.
     kl_weight: IfNamed[NonNegative] = 1.0
     # How the KL's gradient travels back along the trajectory to earlier active steps: exact (the gradient of the KL,
-    # with the steps that are not active held fixed), fixed_trajectory (it does not) or reference_constant (as in ROLL:
-    # the reference's velocity is taken as a constant). through_trajectory is an old name of the last.
+    # inactive steps held fixed), fixed_trajectory (not at all) or reference_constant (as in ROLL: the reference's
+    # velocity is a constant). through_trajectory is an old name of the last.
     kl_gradient: Annotated[
         IfNamed[Literal["exact", "fixed_trajectory", "reference_constant", "through_trajectory"]],
         Alike(("reference_constant", "through_trajectory")),
@@ -515,10 +429,9 @@ class RewardConfig(SharedRewardConfig):
                 f"reward.motion_weight is for face_identity, not {shown(self.name)}; remove it, or put face_motion in "
                 "reward.others"
             )
-        if self.name != "face_identity" and self.landmark_jitter:
-            yield f"reward.landmark_jitter is for face_identity, not {shown(self.name)}; remove it"
-        if self.name != "face_identity" and self.views:
-            yield f"reward.views is for face_identity, not {shown(self.name)}; remove it"
+        for key in ("landmark_jitter", "views"):
+            if self.name != "face_identity" and getattr(self, key):
+                yield f"reward.{key} is for face_identity, not {shown(self.name)}; remove it"
         if self.motion_weight and "face_motion" in self.others:
             yield (
                 "reward.others.face_motion: reward.motion_weight adds a reward of that label; choose another label, or "
@@ -529,13 +442,13 @@ class RewardConfig(SharedRewardConfig):
 class GrpoRewardConfig(SharedRewardConfig):
     """Section `reward` of train_flow_grpo.py, where a reward needs no gradient."""
 
-    # Part of reward.name in the weighted sum.
+    # Weight of reward.name in the sum.
     reward_weight: IfNamed[NonNegative] = 1.0
-    # Of face_identity: added to what is trained are coverage_weight * (share of frames in which a face is found) and
-    # motion_weight * (motion as a ratio to the real clip's, at most 1). Neither has a gradient; here both can be paid.
+    # For face_identity, the trained sum has coverage_weight * (share of frames with a face) and motion_weight * (motion
+    # as a ratio to the real clip's, at most 1). Neither has a gradient.
     coverage_weight: IfNamed[NonNegative] = 0.0
     motion_weight: IfNamed[NonNegative] = 0.0
-    # Seconds after which a reward that runs beside the rollouts (such as `remote`) has failed for its samples.
+    # Timeout in seconds of a reward that runs concurrently with the rollouts (such as `remote`); it fails its samples.
     reward_timeout: Free[Annotated[Positive, Field(le=1_000_000)]] = 600.0
 
     def conflicts(self) -> Iterator[str]:
@@ -549,20 +462,20 @@ class GrpoRewardConfig(SharedRewardConfig):
 class AnchorConfig(Section):
     """Section `anchor` of both scripts: the flow-matching loss on the real clips, next to the reward (anchor.py).
 
-    A row without a video has none. Without any reward or KL, train_reward_fl.py is supervised fine-tuning by it alone.
+    A row without a video has no such loss. Without reward and KL, train_reward_fl.py is supervised fine-tuning by it.
     """
 
-    # The loss has this times the mean squared misfit of the velocity; 0: no anchor.
+    # Weight of the velocity's mean squared error in the loss; 0: no anchor.
     weight: IfNamed[NonNegative] = 0.0
-    # Moments, and noises, of each clip in an update: each takes one forward and one backward pass of a network.
+    # Sigmas, each with its noise, of each clip in an update: each takes one forward and one backward pass.
     draws: IfNamed[Annotated[int, Field(ge=1, le=1_000)]] = 1
-    # Where on the schedule: active, the steps that carry the reward's gradient, in Flow-GRPO those that windows draw;
-    # trained_range, any moment of the trained experts' steps; or a list of denoising steps.
+    # Where on the schedule: active, the steps with the reward's gradient, in Flow-GRPO those that windows draw;
+    # trained_range, any sigma of the trained experts' steps; or a list of denoising steps.
     sigmas: IfNamed[Literal["active", "trained_range"] | Listed[int]] = "active"
-    # What the velocity is fitted to: data, the way to the real clip; reference, the velocity of the model without its
-    # adapter at the same place, for a distilled model, whose velocity is not the data's.
+    # Target of the velocity: data, the velocity to the real clip; reference, the velocity of the model without its
+    # adapter at the same point, for a distilled model, whose velocity is not the data's.
     target: IfNamed[Literal["data", "reference"]] = "data"
-    # Training clips whose loss is measured at the first step and at every save, always with the same moments and
+    # Training clips whose loss is measured at the first step and at every save, always with the same sigmas and
     # noises (actor/data_loss). A rise by more than a tenth is an alarm, and counts in train.early_stop. 0: none.
     measured_clips: IfNamed[Annotated[int, Field(ge=0, le=10_000)]] = 0
 
@@ -574,29 +487,31 @@ class AnchorConfig(Section):
 
 
 class EarlyStopConfig(Section):
-    """`train.early_stop` of both scripts: when a run ends because its judge says that it goes wrong.
+    """`train.early_stop` of both scripts: when the held-out judge ends a run (alarms.py: broken_guards).
 
     The updates are cut into windows. The run ends, as after its last step, when each of `patience` whole windows in a
-    row breaks a guard beside the run's first window: the mean of reward/held_out has fallen by more than the standard
-    deviation of the first window's updates, or has seen less than half of what the trained face score gained; the
-    judge's flow, landmark motion, sharpness or coverage are below `motion` of what they were; its grid is above `grid`
-    times what it was; its reversals, saturation or mean colours have gone as far as a warning would say
-    (rewardfl/training/alarms.py: broken_guards).
-    What is read is reward/held_out and reward/held_out/... of the videos that are trained on, in metrics.jsonl.
+    row breaks a guard, compared with the run's first window. The guards read reward/held_out and reward/held_out/... of
+    the trained videos in metrics.jsonl. A window breaks one when:
+
+    - The mean of reward/held_out fell by more than the standard deviation of the first window's updates, or gained less
+      than half of the trained face score's gain.
+    - Flow, landmark motion, sharpness or coverage is below `motion` of its first value.
+    - The grid is above `grid` times its first value.
+    - Reversals, saturation or mean colours moved as far as for a warning.
     """
 
     # Updates in a window, and windows in a row that must break a guard. The first window is the measure: it should end
-    # before the run can have gone wrong.
+    # before the run can go wrong.
     window: Annotated[Count, Field(ge=2)] = 5
     patience: Count = 2
-    # The share of flow, landmark motion, sharpness and coverage that must be left; 0 does not look at them.
+    # Smallest share of the first flow, landmark motion, sharpness and coverage; 0 turns these guards off.
     motion: Share = 0.8
-    # How many times what it was grid may be.
+    # Largest ratio of grid to its first value.
     grid: Annotated[Positive, Field(ge=1)] = 1.5
 
 
 class GrpoTrainConfig(Section):
-    """Section `train` of train_flow_grpo.py, and what train_reward_fl.py shares of it."""
+    """Section `train` of train_flow_grpo.py; train_reward_fl.py has these keys, too."""
 
     # Peak learning rate of AdamW.
     learning_rate: IfNamed[Annotated[Positive, Field(le=1)]] = 1e-4
@@ -608,29 +523,29 @@ class GrpoTrainConfig(Section):
     warmup_steps: IfNamed[Whole] = 10
     # AdamW's decoupled weight decay.
     weight_decay: IfNamed[Annotated[NonNegative, Field(le=1)]] = 0.0
-    # Steps (optimizer updates) in all; null takes num_train_epochs passes over the data. A run may go on to another
-    # number of them; under a cosine, which they stretch, only if run.resume_with_changes says so.
+    # Steps (optimizer updates) in all; null takes num_train_epochs passes over the data. A run may resume with another
+    # number; under a cosine, which it stretches, only if run.resume_with_changes names it.
     max_steps: Free[IfNamed[Steps | None]] = None
     # Passes over the data when max_steps is null.
     num_train_epochs: Free[IfNamed[Annotated[int, Field(ge=1, le=10_000)]]] = 1
     # Clips per process and forward pass.
     per_device_train_batch_size: Free[Batch] = 1
-    # Gradients are scaled down to this norm when they exceed it.
+    # Largest norm of the gradient; a larger one is scaled down to it.
     max_grad_norm: IfNamed[Positive] = 1.0
     # Recompute activations in the backward pass instead of keeping them.
     use_gradient_checkpointing: Free[bool] = True
-    # Keep what checkpointing stores (the blocks' inputs) in host memory until the backward pass.
+    # Keep the checkpoints (the blocks' inputs) in host memory until the backward pass.
     use_gradient_checkpointing_offload: Free[bool] = False
-    # The backward pass computes a block again without its self-attention, whose output stays on the GPU (13.6 GB at
-    # 480x832x81, where it is half of a block's work). Needs use_gradient_checkpointing; not with keep_on_host.
+    # Recompute a block without its self-attention, whose output stays on the GPU (13.6 GB at 480x832x81, where it is
+    # half of a block's work). Needs use_gradient_checkpointing; not with keep_on_host.
     keep_attention: Free[bool] = False
-    # The experts' blocks are compiled by torch at their first call: fewer and larger kernels, which round otherwise.
-    # Minutes at the start, and again for clips of another size. Not with keep_attention or fp8, FSDP2 or ZeRO-2.
+    # Compile the experts' blocks at their first call: fewer and larger kernels, with other rounding. Takes minutes at
+    # the start, and again for clips of another size. Not with keep_attention or fp8, FSDP2 or ZeRO-2.
     compile_blocks: bool = False
     # Steps in a row that may be skipped for a loss or gradient that is not finite; one more stops the run.
     max_nonfinite: Free[Whole] = 3
-    # When the held-out judge ends the run, with exit code 0 and a checkpoint; null: never. Flow-GRPO asks at the end of
-    # an epoch. A run that it has ended goes on when this is null or more patient.
+    # When the held-out judge ends the run, with exit code 0 and a checkpoint; null: never. Flow-GRPO checks at the end
+    # of an epoch. An ended run resumes when this is null or more patient.
     early_stop: Free[EarlyStopConfig | None] = None
 
     def conflicts(self) -> Iterator[str]:
@@ -660,26 +575,24 @@ class GrpoTrainConfig(Section):
 class TrainConfig(GrpoTrainConfig):
     """Section `train` of train_reward_fl.py."""
 
-    # As in GrpoTrainConfig; the reward's own gradient is far less noisy than a policy gradient, and drifts sooner.
+    # As in GrpoTrainConfig. The reward's gradient is far less noisy than a policy gradient, and drifts sooner.
     learning_rate: IfNamed[Annotated[Positive, Field(le=1)]] = 2.5e-6
-    # The norm that the gradient of one sample's loss by its frames is scaled down to where it is larger, so that no
-    # clip outweighs the others; null: no limit. The metric train/sample_norm is their median before: twice that is a
-    # place to begin.
+    # Largest norm of the gradient of one sample's loss by its frames, so that no clip outweighs the others; null: no
+    # limit. The metric train/sample_norm is their median before clipping: start with twice that.
     max_sample_norm: IfNamed[Positive | None] = None
     # Forward passes per process and step.
     gradient_accumulation_steps: Free[Batch] = 1
     # Clips per step over all processes, as a check: must equal per device x accumulation x processes.
     train_batch_size: Free[Count | None] = None
     # The VAE decoder's caches between decode and its backward pass. keep: on the GPU; offload: in host memory;
-    # segment: in host memory every few chunks' only, the others are recomputed (one decode more).
+    # segment: in host memory for every few chunks only, the others are recomputed (one decode more).
     decode_caches: Free[Literal["keep", "offload", "segment"]] = "keep"
-    # What is kept of the steps that carry gradient. replay: their latents; each step is computed again, with a graph,
-    # when its turn to go back has come. keep_on_host: the graphs of the rollout, whose blocks' inputs wait in host
-    # memory (13.4 GB for each step at 480x832x81), so that one forward pass of each step is saved. For one process.
+    # Stored of the steps with a gradient. replay: their latents; each step is recomputed with a graph in the backward
+    # pass. keep_on_host: the graphs of the rollout, with the blocks' inputs in host memory (13.4 GB for each step at
+    # 480x832x81); this saves one forward pass of each step. For one process.
     active_graphs: Free[Literal["replay", "keep_on_host"]] = "replay"
-    # An average of the weights, which is shown and saved instead of the last ones: weight of the old average at each
-    # update (rising from 0.1 to this). 0: the last weights themselves. What is trained and judged is not touched, but
-    # for gradient_mode endpoint, whose videos are the average's.
+    # Decay of an average of the weights (rising from 0.1 to this), which sample videos and checkpoints use. 0: the last
+    # weights. Training and judging do not use it, except in gradient_mode endpoint, whose videos are the average's.
     ema_decay: Annotated[Number, Field(ge=0, lt=1)] = 0.0
 
     def conflicts(self) -> Iterator[str]:
@@ -703,21 +616,21 @@ class GrpoConfig(Section):
     group_size: Annotated[int, Field(ge=2, le=1_000)] = 16
     # Groups per epoch, over all processes.
     groups: Batch = 48
-    # Where the members of a group are rolled out: contiguous, in a row on as few processes as possible; spread, on all.
+    # Processes of a group's members: contiguous, in a row on as few as possible; spread, on all.
     spread: Free[Literal["contiguous", "spread"]] = "contiguous"
-    # All members of a group start from the same noise, and differ by the noise of the SDE steps alone. The steps before
-    # the window are then computed once per group.
+    # All members of a group start from the same noise and differ by the SDE steps' noise alone. The steps before the
+    # window are then computed once per group.
     same_noise_in_group: bool = False
-    # Updates that share an epoch's samples, each taking a part of them. The ratio is 1 in the first alone.
+    # Updates per pass over an epoch's samples, each with a part of them. The ratio is 1 in the first alone.
     updates_per_epoch: Batch = 1
-    # Times that an epoch's samples are gone through.
+    # Passes over an epoch's samples.
     inner_epochs: Batch = 1
 
-    # How the stochastic steps draw: flow (Flow-GRPO), dance (DanceGRPO) or cps (Flow-CPS), with this much noise.
+    # Kernel of the stochastic steps: flow (Flow-GRPO), dance (DanceGRPO) or cps (Flow-CPS), with this much noise.
     sde: Literal["flow", "dance", "cps"] = "flow"
     noise_level: IfNamed[Annotated[Number, Field(ge=0.001, le=10)]] = 0.7
-    # Which steps are stochastic, and trained; the others are steps of the ODE. list: window_steps. random: window_size
-    # steps in a row, drawn anew in each epoch. fraction: window_fraction of them, drawn anew in each epoch.
+    # The stochastic steps, which are trained; the others are steps of the ODE. list: window_steps. random: window_size
+    # steps in a row, drawn in each epoch. fraction: window_fraction of all steps, drawn in each epoch.
     window: Literal["list", "random", "fraction"] = "random"
     # For list.
     window_steps: Listed[int] | None = None
@@ -725,10 +638,10 @@ class GrpoConfig(Section):
     window_size: Denoising = 2
     # For fraction.
     window_fraction: Annotated[Share, Field(gt=0)] = 0.6
-    # First and last + 1 of the steps that random and fraction draw from; null is all. Steps of an expert that is not
-    # trained and the last step, whose noise nothing would remove, are never drawn.
+    # First and last + 1 of the steps that random and fraction draw from; null is all. Steps of an untrained expert and
+    # the last step, whose noise no step would remove, are never drawn.
     window_bounds: Listed[int] | None = None
-    # What a rollout leaves for the replay (latents and conditioning of the window) is kept here until the update.
+    # Memory for the window's latents and conditioning between rollout and update.
     samples_on: Free[Literal["gpu", "cpu"]] = "gpu"
 
     # guard: GRPO-Guard's ratio without its bias, every step weighted by 1/dt. clip: PPO's, for images (at the size of
@@ -738,19 +651,18 @@ class GrpoConfig(Section):
     # objectives, resolutions and kinds of sde.
     clip_range: IfNamed[Annotated[Number, Field(gt=0, lt=1)]] = 2e-6
     clip_range_high: IfNamed[Positive | None] = None
-    # Weight of the KL divergence of the steps from those of the untrained model; 0 skips its forward passes.
+    # Weight of the KL divergence from the untrained model, over the trained steps; 0 skips its forward passes.
     kl_weight: IfNamed[NonNegative] = 0.0
-    # What (reward - mean of the group) is divided by: the group's own standard deviation, that of all the epoch's
-    # rewards, or nothing.
+    # Divisor of (reward - mean of the group): the group's standard deviation, that of all the epoch's rewards, or 1.
     advantage_std: IfNamed[Literal["group", "global", "none"]] = "group"
-    # Several rewards: normalise their weighted sum, or each one before summing (a reward of small spread is heard too).
+    # Several rewards: normalise their weighted sum, or each before summing (so that a small deviation counts as much).
     advantage_of: IfNamed[Literal["sum", "per_reward"]] = "sum"
     advantage_clip: IfNamed[Positive] = 5.0
     # Largest |log-probability of the replay - of the rollout| before an epoch's first update; more stops the run.
     # null: 0 in float32, 0.1 * clip_range in bfloat16 or with train.compile_blocks.
     ratio_tolerance: Free[NonNegative | None] = None
-    # The averaged weights, which are evaluated, shown and saved: weight of the old average at each update (rising from
-    # 0.1 to this). 0: the last weights themselves.
+    # Decay of the averaged weights (rising from 0.1 to this), which evaluation, sample videos and checkpoints use.
+    # 0: the last weights.
     ema_decay: Annotated[Number, Field(ge=0, lt=1)] = 0.9
 
     def conflicts(self) -> Iterator[str]:
@@ -763,16 +675,16 @@ class GrpoConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Section `evaluation` of train_flow_grpo.py: held-out clips sampled without noise by the averaged weights."""
+    """Section `evaluation` of train_flow_grpo.py: held-out clips, sampled by the ODE with the averaged weights."""
 
-    # metadata.csv of clips that are not trained on; null: no evaluation, and sample videos of training clips. Measure
-    # by a reward that is not trained on, too: reward.held_out_model_path, or one of reward.others with weight 0.
+    # metadata.csv of held-out clips; null: no evaluation, and sample videos of training clips. Measure by a held-out
+    # reward, too: reward.held_out_model_path, or one of reward.others with weight 0.
     eval_clips: ByContent[IfNamed[PathText | None]] = None
-    # Every this many steps (at the end of the epoch that these fall into), before the first and after the last.
+    # Steps between evaluations (at the epoch's end); also before the first step and after the last.
     eval_steps: Free[Count] = 50
     # Sampling steps; null takes sample.num_inference_steps.
     eval_inference_steps: IfNamed[Denoising | None] = None
-    # Videos per clip, each from a noise of its own, the same ones every time.
+    # Videos per clip, each from its own noise, the same in each evaluation.
     eval_noises: IfNamed[Batch] = 1
 
 
@@ -816,7 +728,7 @@ class RewardFlConfig(Section):
             )
 
     def _endpoint_conflicts(self) -> Iterator[str]:
-        """Yield what gradient_mode endpoint does not go with."""
+        """Yield the settings that gradient_mode endpoint excludes."""
         needs = "sample.gradient_mode endpoint"
         if self.train.ema_decay == 0:
             yield f"{needs} makes its videos by averaged weights; set train.ema_decay, for example to 0.5"
@@ -849,13 +761,13 @@ class FlowGrpoConfig(Section):
         yield from _shared_conflicts(self)
         bounds, steps = self.grpo.window_bounds, self.sample.num_inference_steps
         if bounds is not None and not (len(bounds) == 2 and 0 <= bounds[0] < bounds[1] <= steps):
-            given = shown(list(bounds))
-            yield f"grpo.window_bounds must be two numbers [first, last + 1] within 0..{steps}, got {given}"
-        per_epoch, wanted = self.grpo.updates_per_epoch * self.grpo.inner_epochs, self.train.max_steps or 0
-        if wanted % per_epoch:
-            below = wanted - wanted % per_epoch
+            values = shown(list(bounds))
+            yield f"grpo.window_bounds must be two numbers [first, last + 1] within 0..{steps}, got {values}"
+        per_epoch, max_steps = self.grpo.updates_per_epoch * self.grpo.inner_epochs, self.train.max_steps or 0
+        if max_steps % per_epoch:
+            below = max_steps - max_steps % per_epoch
             near = " or ".join(str(n) for n in (below, below + per_epoch) if n)
-            yield f"train.max_steps must be whole epochs of {per_epoch} updates, got {wanted}; try {near}"
+            yield f"train.max_steps must be whole epochs of {per_epoch} updates, got {max_steps}; try {near}"
 
 
 AnyConfig = RewardFlConfig | FlowGrpoConfig
@@ -864,7 +776,7 @@ SECTIONS: dict[type[AnyConfig], dict[str, type[Section]]] = {
     schema: {section: cast(type[Section], field.annotation) for section, field in schema.model_fields.items()}
     for schema in (RewardFlConfig, FlowGrpoConfig)
 }
-# {section.key: what its field is marked with}
+# {section.key: the marks of its field}
 MARKS: dict[str, list[object]] = {
     f"{section}.{key}": field.metadata
     for sections in SECTIONS.values()
@@ -929,10 +841,10 @@ def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
 
 
 def _resume_conflicts(cfg: AnyConfig) -> Iterator[str]:
-    known = [f"{section}.{key}" for section, kind in SECTIONS[type(cfg)].items() for key in kind.model_fields]
+    keys = [f"{section}.{key}" for section, kind in SECTIONS[type(cfg)].items() for key in kind.model_fields]
     for key in cfg.run.resume_with_changes:
-        if key not in known:
-            yield f"run.resume_with_changes: there is no key {shown(key)}{did_you_mean(key, known)}"
+        if key not in keys:
+            yield f"run.resume_with_changes: there is no key {shown(key)}{did_you_mean(key, keys)}"
         elif FREE in MARKS[key] and IF_NAMED not in MARKS[key]:
             yield f"run.resume_with_changes: {key} may change without being named; remove it"
         elif IF_NAMED not in MARKS[key]:
@@ -942,11 +854,8 @@ def _resume_conflicts(cfg: AnyConfig) -> Iterator[str]:
             )
 
 
-# What settings mean together
-
-
 def active_steps(cfg: RewardFlConfig) -> tuple[int, ...]:
-    """The sampling steps that carry gradient, increasing; final_timestep alone for some gradient_modes."""
+    """Return the sampling steps with a gradient, increasing; final_timestep alone for some gradient_modes."""
     sample = cfg.sample
     if sample.gradient_mode in ONE_STEP:
         return (sample.final_timestep,)
@@ -956,7 +865,7 @@ def active_steps(cfg: RewardFlConfig) -> tuple[int, ...]:
 
 
 def is_supervised(cfg: AnyConfig) -> bool:
-    """Return whether the data anchor is all that is trained: no reward has a weight, and there is no KL."""
+    """Return whether the data anchor is the whole loss: no reward has a weight, and there is no KL."""
     if not isinstance(cfg, RewardFlConfig) or cfg.anchor.weight == 0:
         return False
     reward = cfg.reward
@@ -965,15 +874,13 @@ def is_supervised(cfg: AnyConfig) -> bool:
 
 
 def resolved_coupling(cfg: RewardFlConfig) -> float:
-    """Weight in 0..1 of the gradient that one active step hands to the one before it."""
-    if cfg.sample.coupling is not None:
-        return cfg.sample.coupling
-    return COUPLING[cfg.sample.gradient_mode]
+    """Return the weight in 0..1 of the gradient from one active step to the one before it."""
+    return COUPLING[cfg.sample.gradient_mode] if cfg.sample.coupling is None else cfg.sample.coupling
 
 
 @dataclass(frozen=True)
 class WantedReward:
-    """One reward as rewards.build takes it; key: where it stands in the configuration; label: in the metrics."""
+    """Arguments of rewards.build for one reward. key: its configuration key; label: its name in the metrics."""
 
     key: str
     label: str
@@ -985,11 +892,10 @@ class WantedReward:
 
 
 def wanted_rewards(cfg: AnyConfig, pixels_per_token: int = 0) -> list[WantedReward]:
-    """What is trained first, then the held-out judge and the motion beside the face if wanted, then the others.
+    """List the trained reward, then the held-out judge, face_motion and reward.others, as far as they are configured.
 
-    Nothing for supervised fine-tuning, which makes no video that a reward could score.
-
-    pixels_per_token: of the model, in whose period the judge looks for a grid; 0: it does not.
+    The list is empty for supervised fine-tuning, which makes no video to score. pixels_per_token: the period of the
+    grid that the judge measures; 0: it measures none.
     """
     if is_supervised(cfg):
         return []
@@ -1004,32 +910,29 @@ def wanted_rewards(cfg: AnyConfig, pixels_per_token: int = 0) -> list[WantedRewa
     else:
         key, settings = "reward.name", reward.settings
     mean, std = (cfg.reward.reward_mean, cfg.reward.reward_std) if isinstance(cfg, RewardFlConfig) else (0.0, 1.0)
-    wanted = [WantedReward(key, "score", reward.name, settings, reward.reward_weight, mean, std)]
+    specs = [WantedReward(key, "score", reward.name, settings, reward.reward_weight, mean, std)]
     if reward.held_out_model_path is not None:
         judge = {"pack_dir": reward.held_out_model_path, "cap": "none", "grid_period": pixels_per_token} | face | who
-        wanted.append(WantedReward("reward.held_out_model_path", "held_out", "face_judge", judge, weight=0.0))
+        specs.append(WantedReward("reward.held_out_model_path", "held_out", "face_judge", judge, weight=0.0))
     if isinstance(cfg, RewardFlConfig) and cfg.reward.motion_weight:
-        settings = {"pack_dir": reward.reward_model_path} | face
-        wanted.append(
-            WantedReward("reward.motion_weight", "face_motion", "face_motion", settings, cfg.reward.motion_weight)
-        )
-    return wanted + [
-        WantedReward(f"reward.others.{label}", label, **vars(term)) for label, term in reward.others.items()
-    ]
+        settings, weight = {"pack_dir": reward.reward_model_path} | face, cfg.reward.motion_weight
+        specs.append(WantedReward("reward.motion_weight", "face_motion", "face_motion", settings, weight))
+    others = reward.others.items()
+    return specs + [WantedReward(f"reward.others.{label}", label, **vars(term)) for label, term in others]
 
 
 def second_pack_key(key: str) -> str:
-    """Where the configuration names the second pack of the face_identity that it names at `key`."""
+    """Return the configuration key of the second pack of the face_identity that is configured at `key`."""
     return "reward.second_model_path" if key == "reward.reward_model_path" else f"{key}.settings.second_pack_dir"
 
 
 def trained_positions(cfg: AnyConfig) -> tuple[int, ...]:
-    """Which of the model's experts are trained, by their place in the order in which they answer."""
-    chosen = _names(cfg.model.trainable_models)
-    return tuple(i for i, name in enumerate(TRAINABLE) if name in chosen)
+    """Return the indices in TRAINABLE of the trained experts."""
+    names = _names(cfg.model.trainable_models)
+    return tuple(i for i, name in enumerate(TRAINABLE) if name in names)
 
 
 def part_weights(cfg: FlowGrpoConfig) -> dict[str, float]:
-    """{part of the first reward: its weight} of the parts that are trained beside its score."""
+    """Return {part of the first reward: its weight} for the parts that are trained next to its score."""
     weights = {"coverage": cfg.reward.coverage_weight, "motion": cfg.reward.motion_weight}
     return {name: weight for name, weight in weights.items() if weight > 0}

@@ -1,4 +1,4 @@
-"""Training data: clips and their table, the order in which they are trained on, and the cache of what is computed."""
+"""Training data: clips and their table, the order of training, and the cache of computed tensors."""
 
 # ruff: noqa: F401  (this file only re-exports)
 

@@ -1,7 +1,8 @@
-"""What is computed once per clip and read at every step, on disk, under a hash of all that it depends on.
+"""Disk cache of tensors that are computed once per clip and read at every step.
 
-An entry is a safetensors file whose name is the hash of its key. It appears whole or not at all, so that any number
-of processes may write the same folder, and it is checked when it is read: a damaged entry counts as absent.
+An entry is a safetensors file, named by the hash of its key. The key holds everything that the tensors depend on.
+Writes are atomic, so that any number of processes may write the same folder. Reads are checked: a damaged entry counts
+as absent.
 """
 
 import hashlib
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from rewardfl.files import atomic_write
 
-FORMAT = 2  # to be raised when what is cached is computed in another way: old entries are then not found
+FORMAT = 2  # raise it when the tensors are computed in another way: old entries are then not found
 
-Key = Mapping[str, object]  # plain JSON values; "kind" says what the entry is
+Key = Mapping[str, object]  # plain JSON values; "kind" is the folder
 
 
 class CacheError(RuntimeError):
@@ -35,7 +36,7 @@ class Cache:
         return self.folder / str(key["kind"]) / name[:2] / f"{name}.safetensors"
 
     def get(self, key: Key) -> dict[str, Tensor] | None:
-        """The entry's tensors, on the CPU; None when there is none, or it is damaged."""
+        """Return the entry's tensors, on the CPU; None when it is absent or damaged."""
         try:
             content = self.path(key).read_bytes()
         except FileNotFoundError:
@@ -43,14 +44,14 @@ class Cache:
         length = int.from_bytes(content[:8], "little")
         data = memoryview(content)[8 + length :]
         try:
-            stated = json.loads(content[8 : 8 + length])["__metadata__"]
-            whole = stated.get("key") == _text(key) and stated.get("data") == _hash(data)
-            return load(content) if whole else None
+            metadata = json.loads(content[8 : 8 + length])["__metadata__"]
+            is_whole = metadata.get("key") == _text(key) and metadata.get("data") == _hash(data)
+            return load(content) if is_whole else None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError):
             return None
 
     def put(self, key: Key, tensors: Mapping[str, Tensor]) -> None:
-        """Write the entry, or replace it. CacheError when the disk does not take it."""
+        """Write or replace the entry. Raise CacheError when the disk does not take it."""
         plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
         content = save(plain)
         length = int.from_bytes(content[:8], "little")
@@ -58,7 +59,7 @@ class Cache:
         content = save(plain, {"key": _text(key), "data": _hash(memoryview(content)[8 + length :])})
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, content, durable=False)  # `get` sees a damaged entry for what it is
+            atomic_write(path, content, durable=False)  # `get` detects a damaged entry
         except OSError as error:
             raise CacheError(
                 f"{path} could not be written ({error.strerror or error}); free space there or take another "
@@ -67,7 +68,7 @@ class Cache:
 
 
 def digest(key: Key) -> str:
-    """Hash (32 hex digits) of a key; one key may stand in another by its digest."""
+    """Return the hash (32 hex digits) of a key. A key may hold another key's digest."""
     return _hash(_text(key).encode())
 
 

@@ -1,4 +1,4 @@
-"""Clips and pictures: read as training takes them, brought to a size, and written to look at."""
+"""Clips and pictures: reading for training, resizing, and writing for viewing."""
 
 import io
 import itertools
@@ -22,23 +22,23 @@ from torch.nn import functional
 from rewardfl.files import atomic_write
 
 STEP = 16  # diffusers' Wan pipeline takes heights and widths in multiples of it
-PICTURE_PIXELS = 2**26  # at most, of a picture (8192 x 8192): reading and fitting it takes 1.1 GB
-# The bits depend on the number of threads, and, where macroblocks are an odd number, libx264's macroblock tree reads
-# memory that nobody has written (core 165).
+PICTURE_PIXELS = 2**26  # largest number in a picture (8192 x 8192): reading and fitting it takes 1.1 GB
+# The bits depend on the number of threads. With an odd number of macroblocks libx264's macroblock tree reads
+# uninitialised memory (core 165).
 X264: dict[str, object] = {"crf": "18", "threads": "1", "x264-params": "mbtree=0"}
 HDR = {16: "HDR by PQ", 18: "HDR by HLG"}  # transfer functions of ITU-T H.273
 SAME_RATE = 0.99  # 23.976 frames per second pass for 24
-FARTHEST = 0.75  # of 1 / fps: how far a frame's time may be from the instant that it is taken for
-HD_LINES = 720  # from here on players take a clip that does not name its matrix for BT.709
+FARTHEST = 0.75  # of 1 / fps: largest distance of a frame's time from its sampled instant
+HD_LINES = 720  # players show a clip of this height or more without a colour matrix by BT.709
 FIELDS = {2: "top field first", 3: "bottom field first", 4: "top field first", 5: "bottom field first"}  # AVFieldOrder
-UNKNOWN_MATRIX, WRITTEN_MATRIX = 2, 6  # of ITU-T H.273; 6 is BT.601, by which libav converts RGB
+UNKNOWN_MATRIX, WRITTEN_MATRIX = 2, 6  # of ITU-T H.273; 6 is BT.601, libav's conversion from RGB
 TRANSPARENT = "has transparent pixels; save it without an alpha channel"
 
-# libav conceals damage. Some decoders (ffv1's) tell it by an error in libav's log alone, which _decoded reads. PyAV
-# leaves out a message that equals the last one, of whichever clip.
+# libav conceals damage. Some decoders (ffv1's) report it only in libav's log, which _decode_frames reads. PyAV would
+# skip a message that equals the last one, also that of another clip.
 av.logging.set_level(av.logging.ERROR)
 av.logging.set_skip_repeated(False)
-logging.getLogger("libav").addHandler(logging.NullHandler())  # else Python prints what _decoded does not read
+logging.getLogger("libav").addHandler(logging.NullHandler())  # else Python prints messages outside of _decode_frames
 
 
 class DataError(ValueError):
@@ -46,7 +46,7 @@ class DataError(ValueError):
 
 
 class Instant(NamedTuple):
-    """When a frame is shown, in seconds: what is known of it before it is decoded."""
+    """A frame's time in seconds, known before it is decoded."""
 
     time: float
 
@@ -55,47 +55,49 @@ Timed = TypeVar("Timed", av.VideoFrame, Instant)
 
 
 class Header(NamedTuple):
-    """What a clip's file says of it before a frame is decoded."""
+    """Size, frame rate and oddities of a clip by its file's header."""
 
     size: tuple[int, int]  # (height, width) as stored
-    rate: float | None  # frames per second, where it says so
-    remarks: Mapping[str, str]  # {what is odd, a key of metadata.CLIP_NOTES: details}
+    rate: float | None  # frames per second; None where the header has none
+    remarks: Mapping[str, str]  # {key of metadata.CLIP_NOTES: details}
 
 
 def read_video(path: str | Path, num_frames: int | None = None, fps: float | None = None) -> Tensor:
-    """The frames of iter_frames as (F, H, W, 3) uint8 RGB, turned and mirrored as the file's display matrix says."""
+    """Return the frames of iter_frames as (F, H, W, 3) uint8 RGB, turned and mirrored by the file's display matrix."""
     return torch.from_numpy(np.stack([_pixels(path, frame) for frame in iter_frames(path, num_frames, fps)]))
 
 
 def iter_frames(
     path: str | Path, num_frames: int | None = None, fps: float | None = None, at_least: int | None = None
 ) -> Iterator[av.VideoFrame]:
-    """The first `num_frames` frames of a clip (None: all), one at a time, not yet turned upright.
+    """Iterate over the first `num_frames` frames of a clip (None: all), not yet turned upright.
 
-    fps None: as they are stored. A number: for k = 0, 1, ... the frame whose time is nearest to start + k / fps,
-    whatever times the frames have (variable frame rates). Raises DataError for a file that is missing or cannot
-    be decoded, where it ends before `at_least` frames (None: num_frames), for damage that the decoder conceals, for
-    transparent pixels, and for frames that follow each other more slowly than fps, or pause: frames that were never
-    filmed would have to be made up.
+    fps None: the stored frames. A number: for k = 0, 1, ... the frame whose time is nearest to start + k / fps, also
+    for variable frame rates.
+
+    Raise DataError for a file that is missing or cannot be decoded, has fewer than `at_least` frames (None:
+    num_frames), damage that the decoder conceals, or transparent pixels. Raise it for a frame rate below fps and for
+    pauses, too: a frame that was never filmed has no content.
     """
-    return _chosen(path, _decoded(path), num_frames, fps, at_least)
+    return _select_frames(path, _decode_frames(path), num_frames, fps, at_least)
 
 
-def _chosen(
+def _select_frames(
     path: str | Path, frames: Iterable[Timed], num_frames: int | None, fps: float | None, at_least: int | None
 ) -> Iterator[Timed]:
-    """Those of a file's frames, or of their times, that iter_frames takes."""
-    found, needed = 0, (num_frames or 1) if at_least is None else at_least
-    for frame in itertools.islice(frames, num_frames) if fps is None else _at_rate(path, frames, fps, num_frames):
-        found += 1
+    """Select iter_frames' frames, or their times, from those of a file."""
+    count, needed = 0, (num_frames or 1) if at_least is None else at_least
+    sampled = itertools.islice(frames, num_frames) if fps is None else _sample_at_rate(path, frames, fps, num_frames)
+    for frame in sampled:
+        count += 1
         yield frame
-    if found < needed:
+    if count < needed:
         rate = "" if fps is None else f" at {fps:g} fps"
-        raise DataError(f"{path}: holds {found} frames{rate}, {needed} are needed")
+        raise DataError(f"{path}: holds {count} frames{rate}, {needed} are needed")
 
 
 def _require_file(path: str | Path) -> None:
-    """Raise DataError for what is not a file."""
+    """Raise DataError unless `path` is a file."""
     if os.path.isdir(path):  # Path.is_dir raises for names that no file system takes
         raise DataError(f"{path}: is a folder; name a file, make one clip of a folder's frames")
     if not os.path.isfile(path):
@@ -103,13 +105,13 @@ def _require_file(path: str | Path) -> None:
 
 
 @contextmanager
-def _opened(path: str | Path) -> Iterator[tuple[av.container.InputContainer, av.VideoStream]]:
-    """A file and its video. DataError for what its header, or reading on, shows to be of no use to training."""
+def _open_video(path: str | Path) -> Iterator[tuple[av.container.InputContainer, av.VideoStream]]:
+    """Open a file and its video. Raise DataError where the header or reading within the block shows a fault."""
     _require_file(path)
     try:
-        with av.open(os.path.abspath(path)) as container:  # else a name with a colon is taken for an address
-            stream = _shown_stream(path, container)
-            stream.thread_type = "NONE"  # libav's own threads would log where _decoded does not read
+        with av.open(os.path.abspath(path)) as container:  # a relative name with a colon would be an address
+            stream = _select_stream(path, container)
+            stream.thread_type = "NONE"  # _decode_frames cannot read the log of libav's threads
             stream.codec_context.thread_count = 1
             _check_header(path, stream)
             yield container, stream
@@ -118,8 +120,8 @@ def _opened(path: str | Path) -> Iterator[tuple[av.container.InputContainer, av.
         raise DataError(f"{path}: cannot be decoded ({error.strerror}){reason}") from error
 
 
-def _shown_stream(path: str | Path, container: av.container.InputContainer) -> av.VideoStream:
-    """Return the video that ffmpeg takes of several: the largest, the default before others, no cover picture."""
+def _select_stream(path: str | Path, container: av.container.InputContainer) -> av.VideoStream:
+    """Select ffmpeg's choice among several videos: the largest, the default before others, no cover picture."""
     streams = [
         stream
         for stream in container.streams.video
@@ -132,31 +134,31 @@ def _shown_stream(path: str | Path, container: av.container.InputContainer) -> a
 
 
 def _check_header(path: str | Path, stream: av.VideoStream) -> None:
-    """Raise DataError for a video of which the header alone tells that training cannot use it."""
-    # players stretch it; a face would be squeezed
+    """Raise DataError for a video that is unusable by its header."""
+    # players stretch such pixels; training would see a squeezed face
     if abs(Fraction(stream.sample_aspect_ratio or 1) - 1) > 0.02:
         raise DataError(
             f"{path}: pixels are {stream.sample_aspect_ratio} as wide as high; make them square with "
             "ffmpeg -i IN -vf scale=iw*sar:ih,setsar=1 OUT"
         )
-    if stream.metadata.get("alpha_mode") == "1":  # VP8 and VP9, whose decoders here leave the alpha channel out
+    if stream.metadata.get("alpha_mode") == "1":  # VP8 and VP9, whose decoders here drop the alpha channel
         raise DataError(f"{path}: {TRANSPARENT}")
     end = os.path.getsize(path)
     if any(entry.pos + entry.size > end for entry in stream.index_entries):
         raise DataError(f"{path}: is damaged: the file ends before its index does; copy or download it again")
 
 
-def _decoded(path: str | Path) -> Iterator[av.VideoFrame]:
-    """All frames in the order in which they are shown. DataError for what training could not use as it is."""
+def _decode_frames(path: str | Path) -> Iterator[av.VideoFrame]:
+    """Decode all frames in display order. Raise DataError for damage, a new size, a skew and transparent pixels."""
     size = None
-    with _opened(path) as (container, stream):
-        frames = _demuxed_frames(path, container, stream)
+    with _open_video(path) as (container, stream):
+        frames = _demux_frames(path, container, stream)
         for i in itertools.count():
             with av.logging.Capture() as log:  # of this thread
                 frame = next(frames, None)
             errors = [text.strip() for level, _, text in log if level <= av.logging.ERROR]
             if errors or (frame is not None and frame.is_corrupt):
-                raise _damaged(path, f"at frame {i}", errors)
+                raise _damage_error(path, f"at frame {i}", errors)
             if frame is None:
                 return
             size = size or (frame.height, frame.width)
@@ -164,34 +166,31 @@ def _decoded(path: str | Path) -> Iterator[av.VideoFrame]:
                 change = f"{size[0]} x {size[1]} to {frame.height} x {frame.width}"
                 raise DataError(f"{path}: goes from {change} (height x width) at frame {i}; re-encode it at one size")
             _orientation(path, frame)
-            if _may_be_transparent(frame.format) and frame.to_ndarray(format="rgba")[..., 3].min() < 255:
+            may_be_transparent = frame.format.has_palette or any(part.is_alpha for part in frame.format.components)
+            if may_be_transparent and frame.to_ndarray(format="rgba")[..., 3].min() < 255:
                 raise DataError(f"{path}: {TRANSPARENT}")
             yield frame
 
 
-def _demuxed_frames(
+def _demux_frames(
     path: str | Path, container: av.container.InputContainer, stream: av.VideoStream
 ) -> Iterator[av.VideoFrame]:
-    """Return all frames. Raise DataError for a packet that the container marks as damaged."""
+    """Decode all frames. Raise DataError for a packet that the container marks as damaged."""
     for packet in container.demux(stream):
         if packet.is_corrupt:
-            raise _damaged(path, "in a packet", [])
+            raise _damage_error(path, "in a packet", [])
         yield from packet.decode()
 
 
-def _damaged(path: str | Path, where: str, errors: Sequence[str]) -> DataError:
+def _damage_error(path: str | Path, where: str, errors: Sequence[str]) -> DataError:
     reason = f" ({errors[0]})" if errors else ""
     return DataError(f"{path}: is damaged {where}{reason}; copy it again, or leave it out")
 
 
-def _may_be_transparent(pixels: av.VideoFormat) -> bool:
-    return pixels.has_palette or any(component.is_alpha for component in pixels.components)
-
-
 def _orientation(path: str | Path, frame: av.VideoFrame) -> np.ndarray:
-    """Return how a frame is shown, as (2, 2) of -1, 0 and 1: (x, y) as stored times it is the place on the screen.
+    """Return the matrix (2, 2) of -1, 0 and 1 that takes (x, y) as stored to (x, y) on the screen.
 
-    Raise DataError for what is not one of the eight turns and mirrorings.
+    Raise DataError unless it is one of the eight turns and mirrorings.
     """
     try:
         side_data: Any = frame.side_data.get("DISPLAYMATRIX")
@@ -211,34 +210,33 @@ def _orientation(path: str | Path, frame: av.VideoFrame) -> np.ndarray:
 def read_video_header(
     path: str | Path, num_frames: int, fps: float | None = None, at_least: int | None = None
 ) -> Header:
-    """The Header of a clip, without decoding a frame.
+    """Read the Header of a clip, without decoding a frame. Raise iter_frames' DataError as far as packets show it.
 
-    Raises iter_frames' DataError as far as that can be told. A header may lie: where it promises too few frames, or too
-    slow ones, the times of the file's packets decide, which are never fewer than its frames; where it promises
-    enough, reading the frames may still find less.
+    A header may be wrong. Where it has too few frames, or too slow ones, the times of the file's packets decide, which
+    are never fewer than its frames. Where it has enough, decoding may still find fewer.
     """
-    with _opened(path) as (container, stream):
+    with _open_video(path) as (container, stream):
         rate = float(stream.average_rate) if stream.average_rate else None
         needed = num_frames if at_least is None else at_least
         if _promises_too_little(stream.frames, rate, needed, fps):
             packets = [packet for packet in container.demux(stream) if packet.size and not packet.is_discard]
             if all(packet.pts is not None for packet in packets):
                 times = sorted({packet.pts * packet.time_base for packet in packets})
-                for _ in _chosen(path, (Instant(float(time)) for time in times), num_frames, fps, at_least):
+                for _ in _select_frames(path, (Instant(float(time)) for time in times), num_frames, fps, at_least):
                     pass
         return Header((stream.height, stream.width), rate, _remarks(stream.codec_context))
 
 
 def _remarks(codec: av.VideoCodecContext) -> dict[str, str]:
-    """Return what is odd about a stream, and training does not refuse: {key of metadata.CLIP_NOTES: details}."""
-    found = {"colour": _colour(codec), "interlaced": FIELDS.get(codec.field_order, "")}
+    """Return the oddities of a usable stream: {key of metadata.CLIP_NOTES: details}."""
+    remarks = {"colour": _colour(codec), "interlaced": FIELDS.get(codec.field_order, "")}
     if codec.height >= HD_LINES and codec.colorspace == UNKNOWN_MATRIX and codec.format and not codec.format.is_rgb:
-        found["untagged"] = f"{codec.width} x {codec.height}"
-    return {key: details for key, details in found.items() if details}
+        remarks["untagged"] = f"{codec.width} x {codec.height}"
+    return {key: details for key, details in remarks.items() if details}
 
 
 def _colour(codec: av.VideoCodecContext) -> str:
-    """What a stream's colours are, in words, unless they are SDR of 8 bits."""
+    """Describe a stream's colours; empty for SDR of 8 bits."""
     curve = HDR.get(codec.color_trc, "")
     bits = max((component.bits for component in codec.format.components), default=8) if codec.format else 8
     depth = f"{bits} bits per channel" if bits > 8 else ""
@@ -246,38 +244,38 @@ def _colour(codec: av.VideoCodecContext) -> str:
 
 
 def _promises_too_little(count: int, rate: float | None, needed: int, fps: float | None) -> bool:
-    """count: 0 where the header does not say."""
+    """Return whether a header has too few frames. count: 0 where it has no number."""
     if fps is None or rate is None:
         return 0 < count < needed
     return rate < SAME_RATE * fps or 0 < count < (needed - 1) * rate / fps + 1
 
 
-def _at_rate(path: str | Path, frames: Iterable[Timed], fps: float, num_frames: int | None) -> Iterator[Timed]:
-    """The frames nearest to every 1 / fps seconds, in one pass; the last frame stands as long as the one before it."""
+def _sample_at_rate(path: str | Path, frames: Iterable[Timed], fps: float, num_frames: int | None) -> Iterator[Timed]:
+    """Yield the frame nearest to every 1 / fps seconds, in one pass. The last frame lasts as long as the one before."""
     slack = 1e-3  # seconds: containers round times to milliseconds, and halfway between two frames is the earlier
-    start, before, shown, gap, seen, k = 0.0, -math.inf, None, 0.0, 0, 0
-    pauses, farthest = [], FARTHEST / fps + slack  # the instants that no frame is near
+    start, time, last, gap, count, k = 0.0, -math.inf, None, 0.0, 0, 0  # time: of the frame `last`
+    pauses, farthest = [], FARTHEST / fps + slack  # pauses: the instants without a near frame
     for frame in frames:
-        if frame.time is None or frame.time <= before:
-            raise DataError(f"{path}: frame {seen} has no time of its own; re-encode it, or set data.fps: null")
-        if shown is None:
+        if frame.time is None or frame.time <= time:
+            raise DataError(f"{path}: frame {count} has no time of its own; re-encode it, or set data.fps: null")
+        if last is None:
             start = frame.time
         else:
-            gap = frame.time - before
-        while shown is not None and k != num_frames and start + k / fps <= before + gap / 2 + slack:
-            if abs(start + k / fps - before) > farthest:
+            gap = frame.time - time
+        while last is not None and k != num_frames and start + k / fps <= time + gap / 2 + slack:
+            if abs(start + k / fps - time) > farthest:
                 pauses.append(k / fps)
-            yield shown
+            yield last
             k += 1
-        before, shown, seen = frame.time, frame, seen + 1
+        time, last, count = frame.time, frame, count + 1
         if k == num_frames:
             break
-    while shown is not None and k != num_frames and start + k / fps <= before + min(max(0.0, gap - slack), 1 / fps):
-        if before - start - k / fps > farthest:
+    while last is not None and k != num_frames and start + k / fps <= time + min(max(0.0, gap - slack), 1 / fps):
+        if time - start - k / fps > farthest:
             pauses.append(k / fps)
-        yield shown
+        yield last
         k += 1
-    rate = (seen - 1) / (before - start) if seen > 1 else math.inf  # one frame has none: too few frames says enough
+    rate = (count - 1) / (time - start) if count > 1 else math.inf  # _select_frames reports a clip of one frame
     if rate < SAME_RATE * fps:
         raise DataError(
             f"{path}: has {rate:.4g} frames per second, data.fps is {fps:g}; lower it or leave the clip out"
@@ -287,15 +285,15 @@ def _at_rate(path: str | Path, frames: Iterable[Timed], fps: float, num_frames: 
 
 
 def _pixels(path: str | Path, frame: av.VideoFrame) -> np.ndarray:
-    """(H, W, 3) uint8 RGB, upright."""
+    """Return a frame as (H, W, 3) uint8 RGB, upright."""
     pixels, turn = frame.to_ndarray(format="rgb24"), _orientation(path, frame)
-    columns, rows = turn.sum(0)  # each 1 or -1: their directions
+    columns, rows = turn.sum(0)  # directions, each 1 or -1
     return np.ascontiguousarray((pixels if turn[0, 0] else pixels.swapaxes(0, 1))[::rows, ::columns])
 
 
 def frame_rate(path: str | Path) -> float:
-    """Average frames per second of a video file. DataError where it cannot be read, or does not say."""
-    with _opened(path) as (_, stream):
+    """Return the average frames per second of a video file. Raise DataError where it cannot be read, or has none."""
+    with _open_video(path) as (_, stream):
         if not stream.average_rate:
             raise DataError(f"{path}: does not say how many frames it has per second; re-encode it, or set data.fps")
         return float(stream.average_rate)
@@ -309,8 +307,7 @@ def write_video(path: str | Path, video: Tensor, fps: float) -> None:
 def encode_video(video: Tensor, fps: float) -> bytes:
     """Return `video`, uint8 (F, H, W, 3) or float (3, F, H, W) in [-1, 1], as H.264 mp4.
 
-    The same video gives the same bytes. The file is for looking at: 4:2:0 colour and compression change pixels, so no
-    reward is computed from it.
+    The same video gives the same bytes. The file is for viewing only: 4:2:0 colour and compression change pixels.
     """
     frames = _frames(video)
     _, height, width, _ = frames.shape
@@ -336,10 +333,10 @@ def write_picture(path: str | Path, image: Tensor) -> None:
 
 
 def side_by_side(pictures: Sequence[Tensor]) -> Tensor:
-    """(H, W, 3) uint8 of pictures (h, w, 3) uint8, in rows of about as many as there are rows, in their order.
+    """Tile pictures (h, w, 3) uint8 in a nearly square grid, row by row; return (H, W, 3) uint8.
 
-    Each stands at the upper left of a white cell of the largest height and width. Only as many are shown as
-    read_picture takes in one picture.
+    Each is at the upper left of a white cell of the largest height and width. Pictures beyond read_picture's largest
+    size are left out.
     """
     height, width = (max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
     shown = pictures[: math.isqrt(PICTURE_PIXELS // (height * width)) ** 2]
@@ -352,12 +349,12 @@ def side_by_side(pictures: Sequence[Tensor]) -> Tensor:
 
 
 def _frames(video: Tensor) -> np.ndarray:
-    """(F, H, W, 3) uint8 of a video as write_video takes it."""
+    """Convert a video as of encode_video to (F, H, W, 3) uint8."""
     return (video if video.dtype == torch.uint8 else to_uint8(video)).cpu().numpy()
 
 
 def draw_boxes(video: Tensor, boxes: Tensor) -> Tensor:
-    """A copy of a video (3, F, H, W) in [-1, 1] with a green frame around boxes (F, 4): left, top, right, bottom."""
+    """Copy a video (3, F, H, W) in [-1, 1] with a green frame around boxes (F, 4): left, top, right, bottom."""
     marked, (height, width) = video.clone(), video.shape[2:]
     green = torch.tensor([-1.0, 1.0, -1.0], dtype=video.dtype, device=video.device)[:, None]
     limits = torch.tensor([width - 1, height - 1] * 2)
@@ -371,17 +368,17 @@ def draw_boxes(video: Tensor, boxes: Tensor) -> Tensor:
 
 
 def to_float(frames: Tensor) -> Tensor:
-    """(F, H, W, 3) uint8 frames as (3, F, H, W) float32 video in [-1, 1]."""
+    """Convert (F, H, W, 3) uint8 frames to a (3, F, H, W) float32 video in [-1, 1]."""
     return frames.permute(3, 0, 1, 2).float() / 127.5 - 1
 
 
 def to_uint8(video: Tensor) -> Tensor:
-    """(3, F, H, W) video in [-1, 1] as (F, H, W, 3) uint8 frames, rounded; values outside are clipped."""
+    """Convert a (3, F, H, W) video in [-1, 1] to (F, H, W, 3) uint8 frames, rounded and clipped."""
     return ((video.detach().float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 3, 0)
 
 
 def fit(frames: Tensor, height: int, width: int) -> Tensor:
-    """(F, H, W, 3) uint8 frames resized, antialiased, to cover height x width and cropped at the centre."""
+    """Resize (F, H, W, 3) uint8 frames, antialiased, to cover height x width, and crop them at the centre."""
     old_height, old_width = frames.shape[1:3]
     if (old_height, old_width) == (height, width):
         return frames
@@ -399,21 +396,21 @@ def fit(frames: Tensor, height: int, width: int) -> Tensor:
 
 
 def fit_size(height: int, width: int, max_pixels: int) -> tuple[int, int]:
-    """(height, width) for a clip of that size: multiples of STEP with at most max_pixels, and the clip's own shape.
+    """Return (height, width), multiples of STEP, for a clip of that size: at most max_pixels and the clip's pixels.
 
-    Of all such sizes with no more pixels than the clip has, those at which it is scaled down least (by the side
-    that is scaled down more), and of these the one that crops least. max_pixels: at least STEP * STEP.
+    Prefer the size at which the clip is scaled down least (by its smaller scale), then the one that crops least.
+    max_pixels: at least STEP * STEP.
     """
     pixels = max(STEP**2, min(max_pixels, height * width))
     heights = range(STEP, pixels // STEP + 1, STEP)
-    # the width that shows all of the clip at that height, or what the pixels allow
+    # the width of the whole clip at that height, at most what the pixels allow
     sizes = [(h, STEP * min(-(-h * width // (height * STEP)), pixels // (h * STEP))) for h in heights]
-    # of equals the first: where the width decides, more height would only be cropped
+    # max takes the first of equals: where the width decides, more height would only be cropped
     return max(sizes, key=lambda size: min(size[0] / height, size[1] / width))
 
 
 def clip_size(source: tuple[int, int], height: int, width: int, max_pixels: int | None) -> tuple[int, int]:
-    """(height, width) that a clip of `source` (height, width) pixels is brought to."""
+    """Return the (height, width) to which a clip of `source` (height, width) pixels is fitted."""
     return (height, width) if max_pixels is None else fit_size(*source, max_pixels)
 
 
@@ -421,10 +418,7 @@ def read_clip(
     path: str | Path, height: int, width: int, num_frames: int, max_pixels: int | None = None,
     fps: float | None = None, at_least: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """The frames of iter_frames fitted to clip_size, (F, H, W, 3) uint8.
-
-    They are fitted one at a time: what is held is the result and a frame, however large the file's frames are.
-    """
+    """Return the frames of iter_frames, (F, H, W, 3) uint8, fitted to clip_size one at a time to save memory."""
     fitted, size = [], None
     for frame in iter_frames(path, num_frames, fps, at_least):
         pixels = torch.from_numpy(_pixels(path, frame))
@@ -434,12 +428,12 @@ def read_clip(
 
 
 def read_picture(path: str | Path) -> Tensor:
-    """(H, W, 3) uint8 RGB of a picture file, upright as its EXIF orientation says.
+    """Read a picture file as (H, W, 3) uint8 RGB, upright by its EXIF orientation.
 
-    Raises DataError for a file that is missing or cannot be decoded, for more than PICTURE_PIXELS, for transparent
-    pixels, whose colour would have to be made up, and for pixels of more than 8 bits, which Pillow would clip.
+    Raise DataError for a file that is missing or cannot be decoded, and for more than PICTURE_PIXELS. Raise it for
+    transparent pixels, which have no colour, and for more than 8 bits, which Pillow would clip.
     """
-    with _opened_picture(path) as picture:
+    with _open_picture(path) as picture:
         picture.load()
         ImageOps.exif_transpose(picture, in_place=True)
     if picture.has_transparency_data and np.array(picture.convert("RGBA"))[..., 3].min() < 255:
@@ -448,14 +442,14 @@ def read_picture(path: str | Path) -> Tensor:
 
 
 def check_picture(path: Path) -> None:
-    """DataError as read_picture, as far as the picture's header tells."""
-    with _opened_picture(path):
+    """Raise read_picture's DataError as far as the picture's header shows it."""
+    with _open_picture(path):
         pass
 
 
 @contextmanager
-def _opened_picture(path: str | Path) -> Iterator[Image.Image]:
-    """A picture, of which only the header is read yet. DataError as read_picture's, also for what is read within."""
+def _open_picture(path: str | Path) -> Iterator[Image.Image]:
+    """Open a picture and read its header. Raise read_picture's DataError, also for reading within the block."""
     _require_file(path)
     too_large = f"{path}: has more than {PICTURE_PIXELS} pixels; scale it down"
     try:
@@ -465,7 +459,7 @@ def _opened_picture(path: str | Path) -> Iterator[Image.Image]:
             if picture.mode.startswith(("I", "F")):
                 raise DataError(f"{path}: has pixels of Pillow's mode {picture.mode}; save it with 8 bits per channel")
             yield picture
-    except Image.DecompressionBombError as error:  # Pillow's own limit, which lies above
+    except Image.DecompressionBombError as error:  # Pillow's limit, which is higher
         raise DataError(too_large) from error
     except DataError:  # is a ValueError
         raise

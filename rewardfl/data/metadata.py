@@ -1,4 +1,4 @@
-"""The rows of metadata.csv: what they name, what keeps them from being trained on, and what they hold."""
+"""The rows of metadata.csv: reading, checking and loading."""
 
 import csv
 import difflib
@@ -34,14 +34,14 @@ from rewardfl.data.clips import (
 from rewardfl.files import is_control
 
 SIZE = ("height", "width")  # the columns of a row's own size
-# of metadata.csv; prompt is a must
+# of metadata.csv; prompt is required
 COLUMNS = ("video", "prompt", "image", "negative_prompt", "reference_video", *SIZE, "person")
 PATHS = ("video", "image", "reference_video")  # the columns that name files
-REFERENCE_FRAMES = 2  # at least, of a reference video: a face pool leaves out the first
+REFERENCE_FRAMES = 2  # smallest number in a reference video: a face pool leaves out the first
 LONGEST_SIDE = 16_384  # in pixels, as data.height
 NAME_BYTES = 255  # of a file's name, on the file systems there are
-LIKE_A_COLUMN = 0.8  # by difflib: from here on a name is taken for a slip of the pen
-CLIP_NOTES = {  # what is odd about clips, and what helps; the keys of Header.remarks
+LIKE_A_COLUMN = 0.8  # by difflib: a more similar name is taken for a typo
+CLIP_NOTES = {  # {key of Header.remarks: (the oddity, its remedy)}
     "colour": (
         "have more colour than the 8 bits of SDR that are read of them",
         "HDR looks grey then: turn it into SDR before (ffmpeg's filters zscale and tonemap)",
@@ -60,79 +60,82 @@ CLIP_NOTES = {  # what is odd about clips, and what helps; the keys of Header.re
 
 @dataclass(frozen=True)
 class Row:
-    """A line of metadata.csv. `id` is the same wherever the line stands and whatever else the file holds."""
+    """A line of metadata.csv. `id` does not depend on the line's position or on the other lines."""
 
     index: int  # from 0, among the rows of the file
     line: int  # in the file, from 1
     id: str
     video: Path | None  # the real clip; None: the row has a prompt, and perhaps an image
     prompt: str
-    problem: str = ""  # what is wrong with the line itself
-    image: Path | None = None  # the model's input, or the person asked for; None: the clip's first frame
+    problem: str = ""  # of the line itself
+    image: Path | None = None  # the model's input; None: the clip's first frame
     negative_prompt: str = ""  # see notes
-    reference_video: Path | None = None  # whose face is to be kept; None: the clip's
-    size: tuple[int, int] | None = None  # (height, width) of what is generated; None: as data.height and data.width say
-    person: str = ""  # whom the clip shows, by a name that several rows may share; empty: somebody of its own
-    table: str = "data.file_name"  # what lists the row, as messages call it: the setting and its file
+    reference_video: Path | None = None  # with the face to preserve; None: the clip
+    size: tuple[int, int] | None = None  # (height, width) of the generated clip; None: data.height and data.width
+    person: str = ""  # name of the clip's person, shared by several rows; empty: a different person
+    table: str = "data.file_name"  # the setting and its file, for messages
 
     @property
     def who(self) -> str:
-        """Whom the clip shows, by a name: rows without one show somebody of their own."""
+        """Return the name of the clip's person; a row without a name has a person of its own."""
         return self.person or self.id
 
     @property
     def reference(self) -> Path | None:
-        """The clip that rewards compare with, or the picture of a row that has only that; None where nothing is."""
+        """Return the clip that rewards compare with, else the row's picture, else None."""
         return self.reference_video or self.video or self.image
 
     @property
     def offers(self) -> tuple[str, ...]:
-        """What a reward may compare with here (Reward.compares_with)."""
+        """Return the kinds of reference that the row has (Reward.compares_with)."""
         pictures = ("nothing",) if self.reference is None else ("nothing", "picture")
         return pictures if self.reference_video is None and self.video is None else (*pictures, "clip")
 
     @property
     def files(self) -> dict[str, Path | None]:
-        """What the row names, by the column; None where it names nothing."""
+        """Return the row's file by column, None for an empty cell."""
         return {"video": self.video, "image": self.image, "reference_video": self.reference_video}
 
 
 @dataclass(frozen=True)
 class Look:
-    """What was seen of a row without decoding a frame: look_at."""
+    """The result of look_at: the problems of a row and the header of its clip."""
 
     problems: tuple[str, ...] = ()
     size: tuple[int, int] | None = None  # (height, width) of its clip as stored; None where it cannot be opened
     rate: float | None = None  # of its clip, in frames per second; None where the file does not say
-    remarks: Mapping[str, str] = field(default_factory=dict)  # what is odd about its clip: {key of CLIP_NOTES: details}
+    remarks: Mapping[str, str] = field(default_factory=dict)  # oddities of its clip: {key of CLIP_NOTES: details}
 
 
 @dataclass(frozen=True)
 class Example:
-    size: tuple[int, int]  # (H, W) of what is generated
-    video: Tensor | None  # (3, F, H, W) in [-1, 1], the real clip
-    image: Tensor | None  # (3, H, W) in [-1, 1], the model's input
-    # (3, F', H', W') in [-1, 1], what rewards compare with: reference_video, else `video`, else `image` as a clip of
-    # REFERENCE_FRAMES frames that stand still; no frames (F' = 0) where the row has none of them
+    """The content of a row: videos and images in [-1, 1]."""
+
+    size: tuple[int, int]  # (H, W) of the generated clip
+    video: Tensor | None  # (3, F, H, W), the real clip
+    image: Tensor | None  # (3, H, W), the model's input
+    # (3, F', H', W'), for rewards: reference_video, else `video`, else `image` as a still clip of REFERENCE_FRAMES
+    # frames; F' = 0 where the row has none of them
     reference: Tensor
 
 
 def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Row]:
-    """All rows of metadata.csv, usable or not (see check_rows), at least one, in the order of the file.
+    """Load all rows of metadata.csv, usable or not (see check_rows), at least one, in the order of the file.
 
-    Column `prompt`, optional `video`, `image`, `negative_prompt`, `reference_video`, `height`, `width` and `person`,
-    where an empty cell means none; paths are absolute or relative to the file's folder. Any other column is the user's
-    own (split, source, ...) and ignored, unless its name is nearly one of these. Rows of empty cells are left out. A
-    file that ends in .txt has a prompt on each line and nothing else; empty lines are left out.
-    key: the setting that names the file, for messages. Raises DataError for a file that is missing, no UTF-8 or no
-    CSV, lacks the column, names one that is nearly one of these, or has no row.
+    Column `prompt`, optional `video`, `image`, `negative_prompt`, `reference_video`, `height`, `width` and `person`; an
+    empty cell means none. Paths are absolute or relative to the file's folder. Any other column (split, source, ...) is
+    ignored, unless its name is nearly one of these. Rows of empty cells are left out. A .txt file has a prompt on each
+    line; empty lines are left out. key: the setting that names the file, for messages.
+
+    Raise DataError for a file that is missing, not UTF-8 or not CSV, has no row or no prompt column, or misspells a
+    column.
     """
     path = Path(file_name)
     if not path.is_file():
-        what = "is a folder, not a file of rows" if path.is_dir() else "no such file"
-        raise DataError(f"{key}: {what}: {path}")
+        reason = "is a folder, not a file of rows" if path.is_dir() else "no such file"
+        raise DataError(f"{key}: {reason}: {path}")
     with path.open(newline="", encoding="utf-8-sig") as file:  # -sig: spreadsheets write a byte order mark
-        reader = csv.reader(file, strict=True)  # else a quote that is never closed swallows the rows after it
+        reader = csv.reader(file, strict=True)  # without strict, a quote that is never closed swallows later rows
         try:
             if path.suffix == ".txt":
                 prompts = [(line, [text.strip()]) for line, text in enumerate(file, 1) if text.strip()]
@@ -146,46 +149,44 @@ def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Ro
             raise DataError(f"{path}: is not UTF-8 ({error.reason}); save it as UTF-8") from error
     header = records[0][1] if records else []
     for name in header:
-        if name not in COLUMNS and (meant := _meant_column(name)):
+        if name not in COLUMNS and (close := _similar_column(name)):
             raise DataError(
-                f"{path}: unknown column {name!r}, did you mean {meant!r}? A column of your own needs another name"
+                f"{path}: unknown column {name!r}, did you mean {close!r}? A column of your own needs another name"
             )
     for name in COLUMNS:
         if name not in header and name == "prompt":
-            found = ", ".join(header) or "nothing"
-            raise DataError(f"{path}: the first line must name the column {name!r}, it names {found}")
+            names = ", ".join(header) or "nothing"
+            raise DataError(f"{path}: the first line must name the column {name!r}, it names {names}")
         if header.count(name) > 1:
             raise DataError(f"{path}: the first line names the column {name!r} twice; remove one")
     seen: Counter[str] = Counter()
     table = f"{key} ({path})"
     if len(records) == 1:
-        why = (
-            "it holds no prompt" if path.suffix == ".txt" else "there is none after the first line, the columns' names"
-        )
+        is_text = path.suffix == ".txt"
+        why = "it holds no prompt" if is_text else "there is none after the first line, the columns' names"
         raise DataError(f"{table}: no usable row: {why}")
     return [_row(i, line, header, cells, path.parent, seen, table) for i, (line, cells) in enumerate(records[1:])]
 
 
-def _meant_column(name: str) -> str:
-    """Return the column that an unknown name was probably to be; empty for a column of the user's own."""
+def _similar_column(name: str) -> str:
+    """Return the column that an unknown name probably misspells; empty for a column of the user."""
     plain = re.sub(r"[\s-]+", "_", name.casefold())
     close = difflib.get_close_matches(plain, COLUMNS, 1, LIKE_A_COLUMN)
-    is_slip = close and plain[0] == close[0][0] and not plain.startswith(f"{close[0]}_")  # not weight, nor video_id
-    return close[0] if is_slip else ""
+    is_typo = close and plain[0] == close[0][0] and not plain.startswith(f"{close[0]}_")  # not weight, nor video_id
+    return close[0] if is_typo else ""
 
 
 def _row(index: int, line: int, header: list[str], cells: list[str], folder: Path, seen: Counter, table: str) -> Row:
     cell = dict.fromkeys(COLUMNS, "") | dict(zip(header, cells, strict=False))
-    problem = ""
     if len(cells) > len(header):
         problem = "more cells than columns; put a prompt that holds commas in double quotes"
     else:
-        names = (_unlike_a_name(name, cell[name]) for name in PATHS)
-        problem = next(filter(None, names), "") or _unlike_a_size(cell)
-    # only the cells that are given: an id stays what it was when a column comes to the file, or a person gets a name
-    given = [cell["prompt"], *(f"{name}={cell[name]}" for name in COLUMNS[2:] if cell[name] and name != "person")]
-    row_id = f"{cell['video'] or 'prompt'}#{hashlib.blake2b(chr(10).join(given).encode(), digest_size=4).hexdigest()}"
-    seen[row_id] += 1  # a line repeated to weigh more is a sample of its own, with noise of its own
+        problems = (_path_problem(name, cell[name]) for name in PATHS)
+        problem = next(filter(None, problems), "") or _size_problem(cell)
+    # only cells with text: an id does not change when the file gets another column, or a person gets a name
+    texts = [cell["prompt"], *(f"{name}={cell[name]}" for name in COLUMNS[2:] if cell[name] and name != "person")]
+    row_id = f"{cell['video'] or 'prompt'}#{hashlib.blake2b(chr(10).join(texts).encode(), digest_size=4).hexdigest()}"
+    seen[row_id] += 1  # a repeated line is a separate sample with its own noise
     suffix = f"-{seen[row_id]}" if seen[row_id] > 1 else ""
     video, image, reference = (folder / cell[name] if cell[name] else None for name in PATHS)
     height, width = ("", "") if problem else (cell[name] for name in SIZE)
@@ -196,46 +197,46 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
     )  # fmt: skip
 
 
-def _unlike_a_size(cell: Mapping[str, str]) -> str:
-    """What keeps a row's height and width from being its size, in words; empty where nothing does, or none is given."""
-    given = [name for name in SIZE if cell[name]]
-    if not given:
+def _size_problem(cell: Mapping[str, str]) -> str:
+    """Describe why a row's height and width are no size; empty for a valid size, or none."""
+    filled = [name for name in SIZE if cell[name]]
+    if not filled:
         return ""
     if shaped := [name for name in PATHS if cell[name]]:
         return (
-            f"{' and '.join(given)} beside {shaped[0]}: only rows of a prompt alone have a size of their own; empty "
+            f"{' and '.join(filled)} beside {shaped[0]}: only rows of a prompt alone have a size of their own; empty "
             "the cells, or rename the columns; data.max_pixels keeps the shape of each clip"
         )
-    if len(given) == 1:
-        return f"{given[0]} without {next(name for name in SIZE if name not in given)}; give both, or neither"
+    if len(filled) == 1:
+        return f"{filled[0]} without {next(name for name in SIZE if name not in filled)}; give both, or neither"
     for name in SIZE:
         if not re.fullmatch("[1-9][0-9]{0,4}", cell[name]) or int(cell[name]) > LONGEST_SIDE:
             return f"{name} must be a whole number of pixels from 1 to {LONGEST_SIDE}, got {cell[name][:40]!r}"
     return ""
 
 
-def _unlike_a_name(column: str, cell: str) -> str:
-    """What keeps a cell from naming a file, in words; empty where nothing does."""
+def _path_problem(column: str, cell: str) -> str:
+    """Describe why a cell is no path of a file; empty for a valid path."""
     if any(len(os.fsencode(part)) > NAME_BYTES for part in Path(cell).parts):
         return (
             f"{column}: {cell[:40]!r}... ({len(cell)} characters) is too long for a file's name; are columns swapped?"
         )
-    if any(map(is_control, cell)):  # it would be printed, logged, and drawn
+    if any(map(is_control, cell)):  # paths are printed, logged and drawn
         return f"{column}: {cell!r} holds a control character or a line break; rename the file"
     return ""
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What is read from the rows and has no effect, in words."""
+    """Return a message for each column of the rows that has no effect."""
     count = sum(row.negative_prompt != "" for row in rows)
     words = "have a negative_prompt, which has no effect: clips are sampled without guidance"
     return [f"{count} of {len(rows)} rows {words}"] if count else []
 
 
 def look_at(row: Row, num_frames: int, fps: float | None = None, takes_image: bool = True) -> Look:
-    """What keeps a row from being trained on, as far as its line and its files' headers tell, in milliseconds.
+    """Inspect a row's line and its files' headers, in milliseconds; return its problems and its clip's header.
 
-    takes_image: whether the model starts from one.
+    takes_image: whether the model starts from an image.
     """
     if row.problem:
         return Look((row.problem,))
@@ -243,109 +244,105 @@ def look_at(row: Row, num_frames: int, fps: float | None = None, takes_image: bo
     def read(path: Path, at_least: int) -> Header:
         return read_video_header(path, num_frames, fps, at_least)
 
-    found, problems = _read_files(row, num_frames, read, check_picture)
-    said = (*_said_of(row, takes_image), *problems)
-    return Look(said, *found["video"]) if "video" in found else Look(said)
+    contents, problems = _read_files(row, num_frames, read, check_picture)
+    problems = (*_cell_problems(row, takes_image), *problems)
+    return Look(problems, *contents["video"]) if "video" in contents else Look(problems)
 
 
-def _said_of(row: Row, takes_image: bool) -> list[str]:
-    """What is wrong with what the row says, whatever its files hold."""
-    said = [] if row.prompt else [f"empty prompt for {row.video.name if row.video else 'a row without a video'}"]
+def _cell_problems(row: Row, takes_image: bool) -> list[str]:
+    """Return the problems of the row's cells, without its files."""
+    problems = [] if row.prompt else [f"empty prompt for {row.video.name if row.video else 'a row without a video'}"]
     if takes_image and row.video is None and row.image is None:
-        said.append("no video, and no image that this model could start from")
-    return said
+        problems.append("no video, and no image that this model could start from")
+    return problems
 
 
 def _read_files(
     row: Row, num_frames: int, read: Callable[[Path, int], Any], read_image: Callable[[Path], Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """({column: what was read of the row's file}, what is wrong with the files that could not be); each is read once.
+    """Read each of the row's files once; return {column: content} and the problems of the files that failed.
 
-    read: video, frames that are needed of it -> anything; read_image: the same of a picture. DataError where they fail.
+    read: a function of a video and its smallest number of frames. read_image: one of a picture. Both raise DataError.
     """
     readers = {} if row.video is None else {"video": partial(read, row.video, num_frames)}
     if row.reference_video not in (None, row.video):
         readers["reference_video"] = partial(read, row.reference_video, REFERENCE_FRAMES)
     if row.image is not None:
         readers["image"] = partial(read_image, row.image)
-    found, problems = {}, []
+    contents, problems = {}, []
     for column, reader in readers.items():
         try:
-            found[column] = reader()
+            contents[column] = reader()
         except DataError as error:
             problems.append(str(error))
-    return found, problems
+    return contents, problems
 
 
 def clip_notes(
     rows: Sequence[Row], looks: Sequence[Look], height: int, width: int, max_pixels: int | None, fps: float | None
 ) -> list[str]:
-    """What is odd about clips that can be trained on, in words: much smaller ones, mixed rates, and CLIP_NOTES."""
-    seen = [(row, look) for row, look in zip(rows, looks, strict=True) if look.size is not None]
-    wanted, what = height * width, f"of {height} x {width}, and are enlarged"
-    if max_pixels is not None and seen:
-        wanted = min(max_pixels, statistics.median(math.prod(look.size) for _, look in seen))
-        what = "that is usual here, and are generated as small as they are"
-    small = [(row, look) for row, look in seen if math.prod(look.size) < wanted / 2]
-    found = []
+    """Return messages about oddities of usable clips: small ones, mixed frame rates, and CLIP_NOTES."""
+    clips = [(row, look) for row, look in zip(rows, looks, strict=True) if look.size is not None]
+    pixels, size = height * width, f"of {height} x {width}, and are enlarged"
+    if max_pixels is not None and clips:
+        pixels = min(max_pixels, statistics.median(math.prod(look.size) for _, look in clips))
+        size = "that is usual here, and are generated as small as they are"
+    small = [(row, look) for row, look in clips if math.prod(look.size) < pixels / 2]
+    messages = []
     if small:
-        row, look = min(small, key=lambda one: math.prod(one[1].size))
-        found.append(
-            f"{len(small)} of {len(rows)} clips have less than half of the pixels {what}; the smallest is line "
+        row, look = min(small, key=lambda clip: math.prod(clip[1].size))
+        messages.append(
+            f"{len(small)} of {len(rows)} clips have less than half of the pixels {size}; the smallest is line "
             f"{row.line}, {row.video.name}: {look.size[0]} x {look.size[1]} (height x width)"
         )
-    rates = sorted((look.rate, row.line) for row, look in seen if look.rate is not None)
+    rates = sorted((look.rate, row.line) for row, look in clips if look.rate is not None)
     if fps is None and rates and rates[0][0] < SAME_RATE * rates[-1][0]:
         (slow, slow_line), (fast, fast_line) = rates[0], rates[-1]
-        found.append(
+        messages.append(
             f"data.fps is null, and clips have from {slow:.4g} (line {slow_line}) to {fast:.4g} (line {fast_line}) "
             "frames per second, which are trained on as if they had one rate; set data.fps to take frames at one"
         )
-    for key, (what, remedy) in CLIP_NOTES.items():
-        if odd := [(row, look) for row, look in seen if key in look.remarks]:
+    for key, (oddity, remedy) in CLIP_NOTES.items():
+        if odd := [(row, look) for row, look in clips if key in look.remarks]:
             row, look = odd[0]
             first = f"line {row.line}, {row.video.name}: {look.remarks[key]}"
-            found.append(f"{len(odd)} of {len(rows)} clips {what}, the first is {first}; {remedy}")
-    return found
+            messages.append(f"{len(odd)} of {len(rows)} clips {oddity}, the first is {first}; {remedy}")
+    return messages
 
 
 def check_rows(
     rows: Sequence[Row], num_frames: int, skip_bad_rows: bool, fps: float | None = None, takes_image: bool = True
 ) -> tuple[list[Row], list[str]]:
-    """(rows that can be trained on, one line about each that cannot).
+    """Return the usable rows and a line about each of the others, by decoding the frames of training.
 
-    Decodes the frames that would be trained on. Raises DataError with all the lines unless `skip_bad_rows`,
-    and when no row is left.
+    Raise DataError with these lines unless `skip_bad_rows`, and when no row is left.
     """
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda row: row_problems(row, num_frames, fps, takes_image), rows))
-    listed = [(row.line, problem) for row, problems in zip(rows, found, strict=True) for problem in problems]
-    return usable_rows(rows, listed, skip_bad_rows)
+        by_row = list(pool.map(lambda row: row_problems(row, num_frames, fps, takes_image), rows))
+    pairs = [(row.line, problem) for row, problems in zip(rows, by_row, strict=True) for problem in problems]
+    return usable_rows(rows, pairs, skip_bad_rows)
 
 
 def usable_rows(
     rows: Sequence[Row], problems: Sequence[tuple[int, str]], skip_bad_rows: bool
 ) -> tuple[list[Row], list[str]]:
-    """What check_rows gives, from (line, problem) pairs that were found before; DataError as there."""
+    """Return and raise as check_rows, from its pairs (line, problem)."""
     by_line: dict[int, list[str]] = {}
     for line, problem in problems:
         by_line.setdefault(line, []).append(problem)
     good = [row for row in rows if row.line not in by_line]
-    bad = [f"line {line}: {'; '.join(found)}" for line, found in sorted(by_line.items())]
+    bad = [f"line {line}: {'; '.join(texts)}" for line, texts in sorted(by_line.items())]
     table = rows[0].table
     if bad and not skip_bad_rows:
-        listing = "\n".join(bad)
-        raise DataError(
-            f"{table}: {len(bad)} of {len(rows)} rows cannot be used; mend them or set "
-            f"data.skip_bad_rows: true\n{listing}"
-        )
+        count = f"{len(bad)} of {len(rows)} rows cannot be used"
+        raise DataError("\n".join([f"{table}: {count}; mend them or set data.skip_bad_rows: true", *bad]))
     if not good:
         raise DataError("\n".join([f"{table}: no usable row", *bad]))
     return good, bad
 
 
 def row_problems(row: Row, num_frames: int, fps: float | None = None, takes_image: bool = True) -> list[str]:
-    """Everything that keeps a row from being trained on. Decodes its files, a frame at a time."""
+    """Return all problems of a row, by decoding its files a frame at a time."""
     if row.problem:
         return [row.problem]
 
@@ -353,28 +350,27 @@ def row_problems(row: Row, num_frames: int, fps: float | None = None, takes_imag
         for _ in iter_frames(path, num_frames, fps, at_least):
             pass
 
-    return _said_of(row, takes_image) + _read_files(row, num_frames, decode, read_picture)[1]
+    return _cell_problems(row, takes_image) + _read_files(row, num_frames, decode, read_picture)[1]
 
 
 def load_example(
     row: Row, height: int, width: int, num_frames: int, max_pixels: int | None = None, fps: float | None = None
 ) -> Example:
-    """The row's clip and what else it names. DataError with all that keeps these files from being used.
+    """Load the row's files, each decoded once by read_clip or read_picture. Raise DataError with all their problems.
 
-    Each file is decoded once, as read_clip and read_picture do. The image is fitted to the clip's size; without a clip
-    its own shape counts under max_pixels; a prompt alone has the row's own size, if it says one. A reference video has
-    its own size under max_pixels, and may be shorter than the clip: up to num_frames of its frames are taken, at least
-    REFERENCE_FRAMES.
+    The image is fitted to the clip's size; without a clip, max_pixels applies to the image's shape. A prompt alone has
+    the row's size, if any. A reference video has its own size under max_pixels, and may be shorter than the clip: it
+    has REFERENCE_FRAMES to num_frames frames.
     """
 
     def read(path: Path, at_least: int) -> Tensor:
         return read_clip(path, height, width, num_frames, max_pixels, fps, at_least)
 
-    found, problems = _read_files(row, num_frames, read, read_picture)
+    contents, problems = _read_files(row, num_frames, read, read_picture)
     if problems:
         raise DataError("; ".join(problems))
-    video = to_float(found["video"]) if "video" in found else None
-    picture = found.get("image")
+    video = to_float(contents["video"]) if "video" in contents else None
+    picture = contents.get("image")
     if video is not None:
         size = (video.shape[2], video.shape[3])
     elif picture is not None:
@@ -389,8 +385,8 @@ def load_example(
     image = None if video is None else video[:, 0]
     if picture is not None:
         image = to_float(fit(picture[None], *size))[:, 0]
-    if "reference_video" in found:
-        reference = to_float(found["reference_video"])
+    if "reference_video" in contents:
+        reference = to_float(contents["reference_video"])
     elif video is not None:
         reference = video
     else:

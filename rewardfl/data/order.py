@@ -1,7 +1,7 @@
-"""Which samples of the training stream make up a step.
+"""The samples of each step: a pure function of the seed, the step and the clips.
 
-A pure function of the seed, the step and the clips: the number of processes, the batch size and the accumulation do not
-change it (with clips of several shapes the batch size does: see Order). `groups.sample_at` is the stream.
+The number of processes, the batch size and the accumulation do not change it. With clips of several shapes the batch
+size does: see Order. `epoch_order.sample_at` is the stream.
 """
 
 from collections import Counter
@@ -13,10 +13,10 @@ from rewardfl.epoch_order import visit_order
 
 @dataclass(frozen=True)
 class Order:
-    """Which samples each forward pass of a run takes.
+    """The samples of each forward pass of a run.
 
-    sizes: each row's; the samples of one forward pass have one. batch_size: samples of a forward pass; accumulation:
-    forward passes of a process in a step.
+    sizes: of each row; all samples of a forward pass have one size. batch_size: samples of a forward pass.
+    accumulation: forward passes of a process in a step.
     """
 
     sizes: Sequence[Hashable]
@@ -26,32 +26,31 @@ class Order:
     seed: int
 
     def micro_batch(self, step: int, micro: int, rank: int) -> list[tuple[int, int]]:
-        """The `batch_size` samples (epoch, row) that process `rank` takes in forward pass `micro` of `step`.
+        """Return the `batch_size` samples (epoch, row) of process `rank` in forward pass `micro` of `step`.
 
-        A step takes the next accumulation * processes batches of one_shape_batch, so it depends on the product of these
-        two alone; on batch_size it depends as soon as there are several sizes. With one size it takes the next
-        batch_size * accumulation * processes positions of the stream, whatever the three factors are. Where the data
-        run out in the middle of a step it goes on with the next epoch, so every step is full and no row is left out.
+        A step takes the next accumulation * processes batches of one_shape_batch. It depends on the product of these
+        two, and with several sizes also on batch_size. With one size it takes the next batch_size * accumulation *
+        processes positions of the stream. At the end of the data a step continues with the next epoch, so that every
+        step is full and no row is left out.
         """
         index = (step * self.accumulation + micro) * self.processes + rank
         return one_shape_batch(index, self.batch_size, self.sizes, self.seed)
 
 
 def one_shape_batch(index: int, batch_size: int, shapes: Sequence[Hashable], seed: int) -> list[tuple[int, int]]:
-    """Batch `index` (from 0) of the run: `batch_size` samples (epoch, row) of one shape.
+    """Return batch `index` (from 0) of the run: `batch_size` samples (epoch, row) of one shape.
 
-    The samples of the stream gather with those of their shape, and each `batch_size` of a shape leave together
-    as soon as they are complete. Nothing is padded, repeated or left out: each sample of each epoch leaves once,
-    with that epoch's noise. Up to batch_size - 1 samples of each shape wait at any moment, possibly into later
-    epochs; those that wait when the run ends are not trained on. With one shape, or one sample a batch, this is
-    the stream itself.
+    Samples of the stream queue by shape, and each `batch_size` of a shape make a batch as soon as they are complete.
+    None is padded, repeated or left out: each sample of each epoch is in one batch, with that epoch's noise. Up to
+    batch_size - 1 samples of each shape wait at any moment, possibly into later epochs; those that wait at the end of
+    the run are not trained on. With one shape, or batch_size 1, this is the stream itself.
     """
     sizes = Counter(shapes)
 
     def leaving_before(epoch: int) -> int:
         return sum(epoch * size // batch_size for size in sizes.values())
 
-    epoch = index * batch_size // len(shapes)  # as if none were waiting; later than that if some are
+    epoch = index * batch_size // len(shapes)  # a lower bound, exact without waiting samples
     while leaving_before(epoch + 1) <= index:
         epoch += 1
     arrived, leaving = Counter({shape: epoch * size for shape, size in sizes.items()}), []
@@ -65,5 +64,5 @@ def one_shape_batch(index: int, batch_size: int, shapes: Sequence[Hashable], see
 
 
 def _rows_of_shape(shapes: Sequence[Hashable], shape: Hashable, seed: int, epoch: int) -> list[int]:
-    """The rows of one shape in the order in which the epoch visits them."""
+    """Return the rows of one shape in the order of the epoch."""
     return [row for row in visit_order(len(shapes), seed, epoch) if shapes[row] == shape]

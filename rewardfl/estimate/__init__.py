@@ -1,1 +1,1 @@
-"""What a run takes before it is run: FLOPs, memory by phase, disk. For --dry-run, plan_run and doctor."""
+"""Cost estimate of a run before it starts: FLOPs, memory by phase, disk. For --dry-run, plan_run and doctor."""

@@ -1,4 +1,4 @@
-"""Whether a run fits a GPU, and what to set when it does not."""
+"""Advice on settings that make a run fit a machine."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -20,31 +20,31 @@ KEYS = {
     "accumulation": "train.gradient_accumulation_steps",
     "noises": "sample.noises_per_sample",
     "samples_on": "grpo.samples_on",
-}  # of Work's settings
-CACHED_NOISES = 4  # noises_per_sample that is proposed together with boundary_cache
+}  # {field of Workload: configuration key}
+CACHED_NOISES = 4  # noises_per_sample proposed with boundary_cache
 
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """Other values of some of Work's settings. exact: the run computes the same numbers with them."""
+    """Other values of some of Workload's fields. exact: the run computes the same numbers with them."""
 
     fields: Mapping[str, Any]
     exact: bool = True
-    note: str = ""  # for people, behind the figures
+    note: str = ""  # printed after the settings
 
     @property
     def settings(self) -> dict[str, Any]:
-        """By configuration key."""
+        """Return the values by configuration key."""
         return {KEYS[field]: value for field, value in self.fields.items()}
 
 
 def options(work: Workload) -> list[Option]:
-    """Return what can be switched on in this run; of two that take the same time, the first is preferred.
+    """Return the options of this run that save memory; of two that take the same time, the first is preferred.
 
-    The decoder's caches go to the host late: their copies have the least computing to hide behind. The trained expert
-    goes last: its weights take the most of the host's memory, and come over three times for each replayed step.
+    The decoder's caches are late in the list: little computing hides their copies. The trained expert is last among the
+    exact options: its weights take most host memory, and are copied three times for each replayed step.
     """
-    fewer = max((n for n in range(1, work.batch) if work.batch % n == 0), default=1)  # an epoch's samples stay
+    fewer = max((n for n in range(1, work.batch) if work.batch % n == 0), default=1)  # a divisor: same epoch samples
     by_one = {"batch": 1, "accumulation": work.batch * work.accumulation} if work.accumulation else {"batch": fewer}
     noises = {"noises": CACHED_NOISES} if work.noises == "fresh" else {}
     few = "; each clip then has a few noises, used in turn"
@@ -65,7 +65,7 @@ def options(work: Workload) -> list[Option]:
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes of one GPU, None where there is none, and of the host's memory, for so many of the run's processes."""
+    """Bytes of one GPU (None without one) and of the host's memory, and the number of processes that share it."""
 
     gpu: float | None
     host: float = math.inf
@@ -73,7 +73,7 @@ class Machine:
 
 
 def lacking(costs: Costs, work: Workload, machine: Machine) -> tuple[float, float]:
-    """Return the bytes that the run needs and the machine does not have: of a GPU, and of the host's memory."""
+    """Return the bytes that the machine lacks for the run: of a GPU, and of the host's memory."""
     needed = memory(costs, work)
     gpu = 0.0 if machine.gpu is None else needed.peak + RESERVE - machine.gpu
     return max(0.0, gpu), max(0.0, machine.processes * sum(needed.host.values()) - machine.host)
@@ -84,10 +84,10 @@ def fits(costs: Costs, work: Workload, machine: Machine) -> bool:
 
 
 def recommend(costs: Costs, work: Workload, machine: Machine) -> list[Option]:
-    """Return what makes the run fit the machine, or comes closest.
+    """Return the options with which the run fits the machine, or comes closest.
 
-    Of what lowers the bytes that are lacking always the one that adds the fewest FLOPs, what computes the same numbers
-    before what does not. What turns out to be unnecessary is left out again.
+    Add options greedily: of those that lower the lacking bytes the one with the fewest FLOPs, exact options first. Then
+    remove the options that turn out to be unnecessary.
     """
     chosen: list[Option] = []
     while not fits(costs, now := with_options(work, chosen), machine):
@@ -95,12 +95,12 @@ def recommend(costs: Costs, work: Workload, machine: Machine) -> list[Option]:
         lower = [option for option in lack if lack[option] < sum(lacking(costs, now, machine))]
         if not lower:
             return chosen
-        work_with = {option: sum(flops(costs, with_options(now, [option])).values()) for option in lower}
-        chosen.append(min(lower, key=lambda option: (not option.exact, work_with[option])))
+        total = {option: sum(flops(costs, with_options(now, [option])).values()) for option in lower}
+        chosen.append(min(lower, key=lambda option: (not option.exact, total[option])))
     for option in reversed(chosen):
-        rest = [other for other in chosen if other is not option]
-        if fits(costs, with_options(work, rest), machine):
-            chosen = rest
+        fewer = [candidate for candidate in chosen if candidate is not option]
+        if fits(costs, with_options(work, fewer), machine):
+            chosen = fewer
     return chosen
 
 

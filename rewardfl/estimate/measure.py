@@ -1,10 +1,9 @@
-"""What a model's parts cost, measured without data: on the meta device, by torch's own accounts.
+"""Costs of a model's parts, measured on the meta device, without data. Bytes and FLOPs are plain integers.
 
-One transformer block and three chunks of the decoder of the real size are run forward and backward under torch's
-FLOP counter, its saved-tensor hooks and a count of living storages; `needs` works out from them what a run takes. Bytes
-and FLOPs are plain integers.
+One transformer block and three chunks of the decoder run in real size, forward and backward. torch's FLOP formulas, its
+saved-tensor hooks and a count of living storages measure them. `needs` computes the cost of a run from the results.
 
-The meta device takes torch's composite rms_norm, which keeps more for the backward pass than the GPU's fused one.
+The meta device takes torch's composite rms_norm, which saves more for the backward pass than the GPU's fused one.
 """
 
 import inspect
@@ -30,45 +29,45 @@ from rewardfl.training.workload import Video
 
 
 class _Flash(TorchFunctionMode):
-    """Attention as a fused kernel does it: on the meta device torch would take the one that keeps the scores."""
+    """Attention by a fused kernel; on the meta device torch would take one that stores the scores."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         query, key, value = args or (kwargs["query"], kwargs["key"], kwargs["value"])
-        # the CPU's fused kernel keeps what the GPU's keep (q, k, v, out, logsumexp) and runs on meta and CPU alike
+        # the CPU's fused kernel saves the GPU's tensors (q, k, v, out, logsumexp) and also runs on the meta device
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
 
 
 class Living(TorchDispatchMode):
-    """Counts the bytes of the storages that operators make, and the most that lived at once; `given` ones are not."""
+    """Count of the bytes of living storages that operators allocate, and its peak; `external` tensors do not count."""
 
-    def __init__(self, given: Iterable[Tensor]):
+    def __init__(self, external: Iterable[Tensor]):
         super().__init__()
         self.now = self.peak = 0
-        self.known: dict[int, object] = {_storage(tensor): None for tensor in given}
+        self.storages: dict[int, object] = {_storage(tensor): None for tensor in external}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        given = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and not self.lives(tensor) and _storage(tensor) not in given:
-                self._born(tensor.untyped_storage())
+        inputs = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        for tensor in _tensors(tree_leaves(out)):
+            if not self.lives(tensor) and _storage(tensor) not in inputs:
+                self._add(tensor.untyped_storage())
         return out
 
     def lives(self, tensor: Tensor) -> bool:
-        """Whether an operator made the tensor's storage, or it was given."""
-        return _storage(tensor) in self.known
+        """Return whether the tensor's storage is external or from an operator."""
+        return _storage(tensor) in self.storages
 
-    def _born(self, storage: torch.UntypedStorage) -> None:
+    def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
 
-        def died(_):
-            del self.known[key]
+        def remove(_):
+            del self.storages[key]
             self.now -= size
 
-        self.known[key] = weakref.ref(storage, died)
+        self.storages[key] = weakref.ref(storage, remove)
         self.now += size
         self.peak = max(self.peak, self.now)
 
@@ -77,7 +76,7 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-# torch's formulas know the GPU's fused attentions and not the CPU's, which stands for them on the meta device
+# torch has formulas for the GPU's fused attentions, but not for the CPU's, which replaces them on the meta device
 FUSED = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
@@ -88,15 +87,15 @@ FORMULAS = flop_registry | {operator: shape_wrapper(formula) for operator, formu
 
 
 class Flops(TorchDispatchMode):
-    """Adds up the FLOPs of matrix products, convolutions and attentions, by torch's formulas.
+    """Sum of the FLOPs of matrix products, convolutions and attentions, by torch's formulas.
 
-    attention, kept: FLOPs of self-attention's forward passes alone, and the bytes that train.keep_attention keeps of
-    them. torch's own counter has hooks that keep alive what a checkpoint computes again.
+    attention, attention_kept: FLOPs of self-attention's forward passes, and the bytes that train.keep_attention stores
+    of them. The hooks of torch's FlopCounterMode would keep recomputed tensors of checkpoints alive.
     """
 
     def __init__(self):
         super().__init__()
-        self.total = self.attention = self.kept = 0
+        self.total = self.attention = self.attention_kept = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -105,7 +104,7 @@ class Flops(TorchDispatchMode):
             self.total += amount
             if is_self_attention(func, args):
                 self.attention += amount
-                self.kept += nbytes(out)
+                self.attention_kept += nbytes(out)
         return out
 
 
@@ -113,48 +112,50 @@ class Flops(TorchDispatchMode):
 class Cost:
     """Bytes and FLOPs of running something once."""
 
-    peak: int  # the most that lived at once
+    peak: int  # largest number of living bytes
     forward: int
     backward: int = 0
     attention: int = 0  # self-attention's part of `forward`
-    attention_kept: int = 0  # bytes of what train.keep_attention keeps
-    saved: int = 0  # bytes that the graph keeps for the backward pass
+    attention_kept: int = 0  # bytes that train.keep_attention stores
+    saved: int = 0  # bytes that the graph saves for the backward pass
 
 
 def with_graph(
-    forward: Callable[[], Sequence[Tensor]], leaves: Sequence[Tensor], given: Iterable[Tensor], keep: bool = True
+    forward: Callable[[], Sequence[Tensor]], leaves: Sequence[Tensor], external: Iterable[Tensor], keep: bool = True
 ) -> Cost:
-    """Return the cost of the tensors `forward()` and of their gradients, which the leaves are left with.
+    """Return the cost of `forward()` and of its backward pass, which leaves gradients on `leaves`.
 
-    given: bytes that are not counted. leaves: those that require a gradient, not counted in the peak. keep: whether the
-    values of what `forward` gives live through the backward pass.
+    external: tensors that do not count. leaves: tensors that require a gradient, not counted in the peak. keep: whether
+    the outputs live through the backward pass.
     """
-    given, saved = list(given), dict[int, int]()
+    external, saved = list(external), dict[int, int]()
 
     def note(tensor: Tensor) -> Tensor:
         saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor  # kept alive by the graph, so that no address is used twice
+        return tensor  # the graph keeps it alive, so that no address is used twice
 
-    with _Flash(), Flops() as flops, Living([*given, *leaves]) as living:
+    with _Flash(), Flops() as flops, Living([*external, *leaves]) as living:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             outputs = forward()
-        there, known = flops.total, {_storage(tensor) for tensor in given}
-        edges, cotangents = [get_gradient_edge(one) for one in outputs], [torch.empty_like(one) for one in outputs]
+        forward_flops, free = flops.total, {_storage(tensor) for tensor in external}
+        edges = [get_gradient_edge(output) for output in outputs]
+        cotangents = [torch.empty_like(output) for output in outputs]
         if not keep:
             del outputs
         torch.autograd.backward(edges, cotangents)
-    kept = sum(size for storage, size in saved.items() if storage not in known)
-    return Cost(peak=living.peak, forward=there, backward=flops.total - there, saved=kept)
+    saved_bytes = sum(size for storage, size in saved.items() if storage not in free)
+    return Cost(peak=living.peak, forward=forward_flops, backward=flops.total - forward_flops, saved=saved_bytes)
 
 
-def without_graph(run: Callable[[], Any], given: Iterable[Tensor]) -> Cost:
-    """The cost of `run()` without gradients; given: bytes that are not counted."""
-    with torch.no_grad(), _Flash(), Flops() as flops, Living(given) as living:
+def without_graph(run: Callable[[], Any], external: Iterable[Tensor]) -> Cost:
+    """Return the cost of `run()` without gradients. external: tensors that do not count."""
+    with torch.no_grad(), _Flash(), Flops() as flops, Living(external) as living:
         run()
-    return Cost(peak=living.peak, forward=flops.total, attention=flops.attention, attention_kept=flops.kept)
+    return Cost(peak=living.peak, forward=flops.total, attention=flops.attention, attention_kept=flops.attention_kept)
 
 
-FULL_CACHES = 3  # from the third chunk on a VAE's caches have two frames, and nothing changes any more
+ENCODER_PARTS = ("encoder", "quant_conv")  # of a VAE
+FULL_CACHES = 3  # from the third chunk on a VAE's caches have two frames, and the cost is constant
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -163,7 +164,7 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertCost:
-    """One expert and one video. Bytes of weights; of activations, of its largest block and of all; FLOPs of all."""
+    """Cost of one expert for one video: bytes of weights and activations, of the largest block and of all; FLOPs."""
 
     tokens: int
     weights: int
@@ -172,64 +173,64 @@ class ExpertCost:
     weights_fp8: int  # of the whole expert under diffusers' layerwise casting
     adapter_parameters: int  # a number
     block_input: int
-    stored: int  # what checkpointing stores of one forward pass: every block's input
-    attention_kept: int  # what train.keep_attention keeps of one
+    stored: int  # every block's input, which checkpointing stores of one forward pass
+    attention_kept: int  # bytes that train.keep_attention stores of one forward pass
     saved: int  # for the backward pass, with the adapter, by all blocks
     block_saved: int
-    block_peak: int  # the most that lives in one block's forward and backward pass, its input not counted
+    block_peak: int  # of one block's forward and backward pass, without its input
     block_peak_frozen: int  # the same without a graph
     forward: int  # with the adapter
-    forward_frozen: int  # without: the reference, the other expert
+    forward_frozen: int  # without the adapter: the reference, the other expert
     backward: int
-    attention: int  # the forward pass's that train.keep_attention does not compute again
+    attention: int  # FLOPs of the forward pass that train.keep_attention does not repeat
 
 
 @dataclass(frozen=True)
 class ChunkCost:
-    """One chunk's pass through a half of the VAE: a latent frame of its decoder. Bytes and FLOPs."""
+    """Bytes and FLOPs of one chunk's pass through the VAE's encoder or decoder: there one latent frame."""
 
     caches_in: int
-    peak: int  # without a graph; the caches that go in are not counted, those that come out are
-    peak_vjp: int  # forward, backward and the cotangents, as training has it; the caches that go in are not counted
+    peak: int  # without a graph; with the output caches, without the input caches
+    peak_vjp: int  # of forward, backward and the cotangents; without the input caches
     forward: int
-    backward: int  # with what is computed again
+    backward: int  # with the recomputation
 
 
 @dataclass(frozen=True)
 class Costs:
-    """All of a model for one video. `shape`: (C, T, h, w) of its latents."""
+    """Costs of a whole model for one video. `shape`: (C, T, h, w) of its latents."""
 
     shape: tuple[int, int, int, int]
     num_pixels: int  # values in the video
     itemsize: int  # bytes of one number of the frozen weights' dtype
     experts: Mapping[str, ExpertCost]  # by name
     vae_weights: int
-    decoder_weights: int  # the VAE's without what only encoding needs, as training has it
+    decoder_weights: int  # of the VAE without its encoder, as in training
     chunks: tuple[ChunkCost, ...]  # by latent frame
-    vision_weights: int  # of what else sees the image, 0 for nothing
+    vision_weights: int  # of a separate image encoder, or 0
     text_weights: int
     text: Cost  # of encoding one prompt
-    image: Cost  # of encoding one image; the peak is with the clip's pixels
-    cached: Mapping[str, int]  # bytes of one sample's conditioning, by its parts
+    image: Cost  # of encoding one image; the peak includes the clip's pixels
+    cached: Mapping[str, int]  # bytes of one sample's conditioning, by part
 
 
 def measure_expert(
     kinds: Sequence[ExpertOnMeta], dtype: torch.dtype, block_classes: Sequence[str], adapter: Adapter | None
 ) -> ExpertCost:
-    """Return one network's cost, from one of each kind of its blocks. dtype: of its frozen weights."""
+    """Return one network's cost, from one block of each kind. dtype: of its frozen weights."""
     blocks = [_measure_block(kind, dtype, block_classes, adapter) for kind in kinds]
     outside, largest = blocks[0][2], Counter[str]()
     sums = Counter(outside)
-    for kind, (of_all, of_one, _) in zip(kinds, blocks, strict=True):
-        sums.update({name: kind.count * amount for name, amount in of_all.items()})
-        largest |= of_one
+    for kind, (additive, maxima, _) in zip(kinds, blocks, strict=True):
+        sums.update({name: kind.count * amount for name, amount in additive.items()})
+        largest |= maxima
     return ExpertCost(other_weights=outside["weights"], **sums, **largest)
 
 
 def _measure_block(
     kind: ExpertOnMeta, dtype: torch.dtype, block_classes: Sequence[str], adapter: Adapter | None
 ) -> tuple[dict[str, int], Counter[str], dict[str, int]]:
-    """Return fields of ExpertCost: what all blocks add up, what the largest has, what is outside of the blocks."""
+    """Return fields of ExpertCost: sums over blocks, maxima over blocks, and those outside of blocks."""
     model, bare, fp8 = kind.build(adapter), kind.build(None), kind.build(None)
     fp8.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
     block, bare_block, fp8_block = (
@@ -248,7 +249,7 @@ def _measure_block(
     frozen = without_graph(lambda: run(bare_block), [*bare.parameters(), *inputs, *shared])
     network = with_graph(lambda: [kind.run(model)], [kind.x, *trained], model.parameters())
     network_frozen = without_graph(lambda: kind.run(bare), bare.parameters())
-    of_all = {
+    additive = {
         "weights": nbytes(bare_block.parameters()),
         "weights_fp8": nbytes(fp8_block.parameters()),
         "adapter_parameters": sum(parameter.numel() for parameter in trained),
@@ -260,26 +261,26 @@ def _measure_block(
         "backward": graph.backward,
         "attention": frozen.attention,
     }
-    of_one = Counter(
+    maxima = Counter(
         tokens=sum(value.shape[1] for value in inputs),
-        block_weights=of_all["weights"],
+        block_weights=additive["weights"],
         block_input=nbytes(inputs),
         block_saved=graph.saved,
         block_peak=graph.peak,
         block_peak_frozen=adapted.peak,
     )
     outside = {
-        "weights": nbytes([*bare.parameters(), *bare.buffers()]) - of_all["weights"],
-        "weights_fp8": nbytes([*fp8.parameters(), *fp8.buffers()]) - of_all["weights_fp8"],
+        "weights": nbytes([*bare.parameters(), *bare.buffers()]) - additive["weights"],
+        "weights_fp8": nbytes([*fp8.parameters(), *fp8.buffers()]) - additive["weights_fp8"],
         "forward": network.forward - graph.forward,
         "forward_frozen": network_frozen.forward - frozen.forward,
         "backward": network.backward - graph.backward,
     }
-    return of_all, of_one, outside
+    return additive, maxima, outside
 
 
 def block_arguments(kind: ExpertOnMeta, model: nn.Module, block: nn.Module) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return a block's arguments by name in a pass through the network, and those that a gradient goes back through."""
+    """Return a block's arguments by name in a pass through the network, and those of them with a gradient."""
     arguments: dict[str, Any] = {}
 
     def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -296,7 +297,7 @@ def block_arguments(kind: ExpertOnMeta, model: nn.Module, block: nn.Module) -> t
 
 
 def measure_chunks(chunks: ChunksOnMeta) -> tuple[ChunkCost, ...]:
-    """Return the cost of each chunk; with a backward pass where the input requires a gradient."""
+    """Measure each chunk, with a backward pass where the input requires a gradient."""
     caches, costs, weights = chunks.caches, [], list(chunks.module.parameters())
     for i in range(min(chunks.count, FULL_CACHES)):
         x, vjp = chunks.chunk(i), Cost(0, 0)
@@ -313,7 +314,7 @@ def measure_chunks(chunks: ChunksOnMeta) -> tuple[ChunkCost, ...]:
 
 
 def _clip_cost(encoder: ChunksOnMeta, pixels: int) -> Cost:
-    """Return the cost of encoding a whole clip of so many values, which is there in float32."""
+    """Return the cost of encoding a whole clip of `pixels` values, with its float32 copy."""
     chunks = measure_chunks(encoder)
     peak = 4 * pixels + max(chunk.caches_in + chunk.peak for chunk in chunks)
     return Cost(peak, sum(chunk.forward for chunk in chunks))
@@ -329,10 +330,10 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def measure(video: Video) -> Costs:
-    """Return everything about one video of a model."""
+    """Measure all costs of one video of a model."""
     backbone, size = video.backbone, (video.height, video.width, video.num_frames)
     parts, pixels = backbone.on_meta(*size), 3 * math.prod(size)
-    measured = {  # equal ones are one object, which is measured once
+    measured = {  # equal experts are one object, which is measured once
         kinds: measure_expert(kinds, backbone.dtype, backbone.block_classes, video.adapter)
         for kinds in set(parts.experts.values())
     }
@@ -344,7 +345,7 @@ def measure(video: Video) -> Costs:
         experts={name: measured[kinds] for name, kinds in parts.experts.items()},
         vae_weights=nbytes(parts.vae.parameters()),
         decoder_weights=nbytes(
-            one for name, one in parts.vae.named_parameters() if name.split(".")[0] not in ("encoder", "quant_conv")
+            weight for name, weight in parts.vae.named_parameters() if name.split(".")[0] not in ENCODER_PARTS
         ),
         chunks=measure_chunks(parts.decoder),
         vision_weights=0 if parts.vision is None else nbytes(parts.vision.parameters()),

@@ -1,9 +1,9 @@
-"""What a run takes: FLOPs of a video, bytes by phase, in the host and on disk. Numbers are plain, GB is 1e9 bytes.
+"""Costs of a run: FLOPs of a video, bytes of one GPU by phase, of the host and of the disk. GB is 1e9 bytes.
 
-`measure` has one block and one chunk; how many of them there are is arithmetic, and here. Memory is that of one GPU.
+`measure` has the costs of one block and one chunk; this module multiplies them.
 
-Not counted: activations of the rewards' networks, and their weights where the files are not there; videos that a
-concurrent reward still has; a distillation LoRA kept as an adapter; DDP's copy of the gradients (the LoRA's size).
+Not counted: activations of the rewards' networks, and their weights where the files are missing; videos that wait for a
+concurrent reward; a distillation LoRA as an adapter; DDP's copy of the gradients (the LoRA's size).
 """
 
 import math
@@ -14,7 +14,7 @@ from rewardfl.estimate.measure import ChunkCost, Costs, ExpertCost
 from rewardfl.training.launch import REDUCE_BUCKET
 from rewardfl.training.workload import Workload
 
-RESERVE = 2e9  # bytes of a GPU that no tensor gets: CUDA context, workspaces, fragmentation
+RESERVE = 2e9  # bytes of a GPU that tensors cannot use: CUDA context, workspaces, fragmentation
 ADAM_BYTES = 16  # per LoRA parameter: float32 weight, gradient and two moments
 FLOAT32 = 4
 
@@ -22,12 +22,12 @@ FLOAT32 = 4
 def flops(costs: Costs, work: Workload) -> dict[str, float]:
     """Return the FLOPs of one video, by part. A frozen expert's replayed steps are counted as trained ones."""
     decode = sum(chunk.forward for chunk in costs.chunks)
-    made_before = work.untrained if work.placement == "boundary_cache" else None
-    rolled = {expert: passes for expert, passes in work.rollout.items() if expert != made_before}
+    cached = work.untrained if work.placement == "boundary_cache" else None
+    rolled = {expert: passes for expert, passes in work.rollout.items() if expert != cached}
     parts = {"rollout": sampled(costs, work, rolled), "decode": decode if work.rollout else 0}
     if work.reward_gradient:
-        again = 2 if work.decode_caches == "segment" else 1
-        parts["decode VJP"] = again * decode + sum(chunk.backward for chunk in costs.chunks)
+        decodes = 2 if work.decode_caches == "segment" else 1
+        parts["decode VJP"] = decodes * decode + sum(chunk.backward for chunk in costs.chunks)
 
     def total(passes: Mapping[str, float], amount: Callable[[ExpertCost], int]) -> float:
         return sum(count * amount(costs.experts[expert]) for expert, count in passes.items())
@@ -37,9 +37,9 @@ def flops(costs: Costs, work: Workload) -> dict[str, float]:
 
     if work.anchor:
         passes = total(work.anchor, lambda expert: expert.forward + expert.backward)
-        again = total(work.anchor, recomputed) if work.checkpointing else 0
-        other = total(work.anchor, lambda expert: expert.forward_frozen) if work.anchor_to_reference else 0
-        parts["data anchor"] = passes + again + other
+        recompute = total(work.anchor, recomputed) if work.checkpointing else 0
+        reference = total(work.anchor, lambda expert: expert.forward_frozen) if work.anchor_to_reference else 0
+        parts["data anchor"] = passes + recompute + reference
     return parts | {
         "replay forward": 0 if work.keeps_graphs else total(work.replay, lambda expert: expert.forward),
         "replay recompute": total(work.pulled, recomputed) if work.checkpointing else 0,
@@ -49,7 +49,7 @@ def flops(costs: Costs, work: Workload) -> dict[str, float]:
 
 
 def sampled(costs: Costs, work: Workload, passes: Mapping[str, float]) -> float:
-    """Return the FLOPs of forward passes without a graph, by expert; a trained one has its adapter."""
+    """Return the FLOPs of forward passes without a graph; a trained expert has its adapter."""
     return sum(
         count * (costs.experts[name].forward if name in work.trained else costs.experts[name].forward_frozen)
         for name, count in passes.items()
@@ -58,9 +58,9 @@ def sampled(costs: Costs, work: Workload, passes: Mapping[str, float]) -> float:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. resident: on the GPU all through training; phases: what each adds; host: of one process.
+    """Bytes. resident: on the GPU in all of training; phases: additional, by phase; host: of one process.
 
-    encode: by phase, all of what is there before the experts load. The text encoder goes before the VAE comes.
+    encode: total, by phase before the experts load. The text encoder is unloaded before the VAE loads.
     """
 
     resident: Mapping[str, int]
@@ -69,12 +69,12 @@ class Memory:
     host: Mapping[str, int]
 
     def of(self, phase: str) -> int:
-        """Return the GPU's bytes in one phase of training, with what is resident."""
+        """Return the GPU's bytes in one phase of training, with the resident ones."""
         return sum(self.resident.values()) + sum(self.phases[phase].values())
 
     @property
     def by_phase(self) -> dict[str, int]:
-        """The GPU's bytes in every phase."""
+        """Return the GPU's bytes in every phase."""
         before = {phase: sum(parts.values()) for phase, parts in self.encode.items()}
         return {phase: self.of(phase) for phase in self.phases} | before
 
@@ -84,7 +84,7 @@ class Memory:
 
 
 def memory(costs: Costs, work: Workload) -> Memory:
-    """Return memory by phase. Text and VAE encoder are gone when training starts: the conditioning is cached."""
+    """Return memory by phase. Training does not load text and VAE encoder, because the conditioning is cached."""
     replay, inputs = _replay(costs, work)
     rolled = max(2 * cost.block_input + cost.block_peak_frozen for cost in costs.experts.values())
     parts = {"rollout": {"one block, no graph": rolled}, **_decoding(costs, work), "replay": replay}
@@ -92,17 +92,15 @@ def memory(costs: Costs, work: Workload) -> Memory:
         phase: {name: work.batch * amount for name, amount in amounts.items()} for phase, amounts in parts.items()
     }
     swapped = _swapped_experts(work)
-    for phase, passes in (
-        ("rollout", work.rollout),
-        ("replay", {**work.replay, **work.anchor}),
-    ):  # between them no block is on the GPU
+    # in the other phases no block is on the GPU
+    for phase, passes in (("rollout", work.rollout), ("replay", {**work.replay, **work.anchor})):
         if blocks := [costs.experts[name].block_weights for name in swapped if name in passes]:
             phases[phase]["two blocks' weights"] = 2 * max(blocks)
     parameters = trained_parameters(costs, work)
     adapter, optimizer = adapter_bytes(work, parameters)
     samples = work.waiting * kept_bytes(costs, work)
     graphs: float = work.graphs
-    if work.keeps_graphs:  # next to those that are kept, the reference's of one step (reward.kl_gradient: exact)
+    if work.keeps_graphs:  # and the reference's of one step (reward.kl_gradient: exact)
         graphs = sum(work.replay.values()) + (work.graphs if work.pulled != work.replay else 0)
     caches = decode_caches(costs.chunks, work.decode_caches)[2] if work.reward_gradient else 0
     resident = _resident_weights(costs, work) | {
@@ -119,7 +117,7 @@ def memory(costs: Costs, work: Workload) -> Memory:
         "block inputs": work.batch * round(graphs * inputs),
         "decoder caches": work.batch * caches,
     }
-    rewards = {"reward networks' weights": work.reward_bytes}  # which are loaded first
+    rewards = {"reward networks' weights": work.reward_bytes}  # loaded first
     encode = {
         "encode text": {"text encoder": costs.text_weights, "activations": costs.text.peak} | rewards,
         "encode clip": {
@@ -144,7 +142,7 @@ def trained_parameters(costs: Costs, work: Workload) -> int:
 
 
 def _swapped_experts(work: Workload) -> list[str]:
-    """Return those whose blocks come from host memory, each for its turn."""
+    """Return the experts under cpu_swap."""
     trained = work.trained if work.trained_placement == "cpu_swap" else ()
     return [*trained, work.untrained] if work.untrained and work.placement == "cpu_swap" else [*trained]
 
@@ -154,36 +152,36 @@ def _resident_weights(costs: Costs, work: Workload) -> dict[str, int]:
     resident = {}
     for expert in work.trained:
         cost = costs.experts[expert]
-        inside, stays = cost.weights - cost.other_weights, cost.other_weights
-        if work.trained_placement == "gpu" and work.sharding == "fsdp2":  # the block at work and the next are whole
-            stays += inside // work.processes + 2 * cost.block_weights
+        blocks, stays = cost.weights - cost.other_weights, cost.other_weights
+        if work.trained_placement == "gpu" and work.sharding == "fsdp2":  # the current and the next block are whole
+            stays += blocks // work.processes + 2 * cost.block_weights
         elif work.trained_placement == "gpu":
-            stays += inside
+            stays += blocks
         resident[f"{expert} expert"] = stays
     if work.untrained:
         cost = costs.experts[work.untrained]
-        places = {"gpu": cost.weights, "cpu_swap": cost.other_weights, "fp8": cost.weights_fp8, "boundary_cache": 0}
-        resident[f"{work.untrained} expert ({work.placement})"] = places[work.placement]
+        sizes = {"gpu": cost.weights, "cpu_swap": cost.other_weights, "fp8": cost.weights_fp8, "boundary_cache": 0}
+        resident[f"{work.untrained} expert ({work.placement})"] = sizes[work.placement]
     return resident
 
 
 def adapter_bytes(work: Workload, parameters: int) -> tuple[int, int]:
-    """Return the bytes that training so many parameters takes on each GPU, without activations, and in the host."""
-    if work.sharding == "zero2":  # weight and gradient whole, and a buffer to reduce it; a process's part in the host
+    """Return the bytes of training `parameters` parameters: on each GPU, without activations, and in the host."""
+    if work.sharding == "zero2":  # weight and gradient whole, and a reduction buffer; optimizer shard in the host
         return 2 * FLOAT32 * parameters + FLOAT32 * REDUCE_BUCKET, ADAM_BYTES * parameters // work.processes
-    if work.sharding == "fsdp2":  # all four in parts, and the gradient whole until an update's last backward
+    if work.sharding == "fsdp2":  # all four sharded, and the gradient whole until an update's last backward
         return ADAM_BYTES * parameters // work.processes + FLOAT32 * parameters, 0
     return ADAM_BYTES * parameters, 0
 
 
 def kept_bytes(costs: Costs, work: Workload) -> int:
-    """Return what one video leaves until the epoch's updates: latents, and its own copy of the conditioning."""
+    """Return the bytes of one video between rollout and update: latents, and its copy of the conditioning."""
     latents = work.kept.get(work.samples_on, 0)
     return latents * math.prod(costs.shape) * FLOAT32 + sum(costs.cached.values())
 
 
 def _decoding(costs: Costs, work: Workload) -> dict[str, dict[str, int]]:
-    """Return the bytes for one video of the phases between rollout and replay, without what is resident."""
+    """Return the bytes for one video of the phases between rollout and replay, without the resident ones."""
     decoded, pixels = costs.num_pixels * costs.itemsize, FLOAT32 * costs.num_pixels
     frames = {"frames by chunk and in one": 2 * decoded}
     if not work.reward_gradient:
@@ -192,13 +190,13 @@ def _decoding(costs: Costs, work: Workload) -> dict[str, dict[str, int]]:
             "decode": {"one chunk, its caches and the next's": chunk} | frames,
             "reward": {"frames, also float32": decoded + pixels},
         }
-    kept, in_turn, _ = decode_caches(costs.chunks, work.decode_caches)
+    gpu, chunk_caches, _ = decode_caches(costs.chunks, work.decode_caches)
     chunk, vjp = max(chunk.peak for chunk in costs.chunks), max(chunk.peak_vjp for chunk in costs.chunks)
     return {
-        "decode": {"decoder caches": kept + in_turn, "one chunk, no graph": chunk} | frames,
-        "reward": {"decoder caches": kept, "frames, also float32, and gradient": decoded + 2 * pixels},
+        "decode": {"decoder caches": gpu + chunk_caches, "one chunk, no graph": chunk} | frames,
+        "reward": {"decoder caches": gpu, "frames, also float32, and gradient": decoded + 2 * pixels},
         "decode VJP": {
-            "decoder caches": kept + in_turn,
+            "decoder caches": gpu + chunk_caches,
             "one chunk, forward and backward": vjp,
             "frames and gradient": decoded + pixels,
         },
@@ -206,7 +204,7 @@ def _decoding(costs: Costs, work: Workload) -> dict[str, dict[str, int]]:
 
 
 def decode_caches(chunks: Sequence[ChunkCost], place: str) -> tuple[int, int, int]:
-    """Return the bytes of one video's decoder caches: all along on the GPU, for a chunk's turn, and in the host."""
+    """Return the bytes of one video's decoder caches: always on the GPU, there for one chunk, and in the host."""
     sizes = [chunk.caches_in for chunk in chunks]
     if place == "keep":
         return sum(sizes), 0, 0
@@ -218,7 +216,7 @@ def decode_caches(chunks: Sequence[ChunkCost], place: str) -> tuple[int, int, in
 
 
 def _replay(costs: Costs, work: Workload) -> tuple[dict[str, int], int]:
-    """Return the bytes of activations in the replay of one step of one video: on the GPU, and in the host by graph."""
+    """Return the bytes of activations in the replay of one step of one video: on the GPU, and in the host per graph."""
     largest = max((costs.experts[expert] for expert in [*work.replay, *work.anchor]), key=lambda cost: cost.saved)
     if not work.checkpointing:
         backward = largest.block_peak - largest.block_saved
@@ -232,7 +230,7 @@ def _replay(costs: Costs, work: Workload) -> tuple[dict[str, int], int]:
 
 
 def disk(costs: Costs, work: Workload) -> tuple[int, dict[str, int]]:
-    """Return the bytes of a checkpoint (the float32 adapter, Adam's moments, the average), and of one clip's cache."""
+    """Return the bytes of a checkpoint (float32 adapter, Adam's moments, average), and of one clip's cache by part."""
     cache = dict(costs.cached)
     if work.placement == "boundary_cache" and isinstance(work.noises, int):
         cache["boundary latents"] = work.noises * math.prod(costs.shape) * FLOAT32

@@ -13,11 +13,11 @@ from rewardfl.training.distributed import Distributed
 from rewardfl.training.timer import total_memory
 from rewardfl.training.workload import Sampling, Workload
 
-TFLOPS = 400.0  # TFLOP/s that an H100 reaches in bfloat16, when nothing else is said
+TFLOPS = 400.0  # default TFLOP/s: an H100 in bfloat16
 
 
 def estimate(work: Workload, machine: Machine, tflops: float = TFLOPS) -> tuple[str, bool]:
-    """(what the run takes, as text, and whether it fits)."""
+    """Return the estimate as text, and whether the run fits."""
     costs = measure(work.video)
     tables = [work_table(costs, work, tflops), memory_lines(needs.memory(costs, work)), disk_table(costs, work)]
     sections = [*tables, fit_verdict(costs, work, machine)]
@@ -25,45 +25,45 @@ def estimate(work: Workload, machine: Machine, tflops: float = TFLOPS) -> tuple[
 
 
 def dry_run(work: Workload, job: Distributed) -> int:
-    """Print what the run takes. Return the exit code: 2 where it does not fit the machine that it is on."""
+    """Print the estimate. Return the exit code: 2 where the run does not fit this machine."""
     text, enough = estimate(work, Machine(total_memory(job.device), usable_memory(), job.processes_per_machine()))
     job.print(text)
     return 0 if enough else 2
 
 
 def work_table(costs: Costs, work: Workload, tflops: float) -> list[str]:
-    """FLOPs by part, and seconds at `tflops` TFLOP/s: of one video, and of parts of the run."""
+    """List FLOPs by part, and seconds at `tflops` TFLOP/s: of one video, and of parts of the run."""
     tokens, shape = costs.experts[work.trained[0]].tokens, "x".join(map(str, costs.shape))
     parts = needs.flops(costs, work)
-    total, second = sum(parts.values()), tflops * 1e12  # FLOPs of a second
+    total, speed = sum(parts.values()), tflops * 1e12  # speed: FLOPs per second
     lines = [f"{tokens} tokens, latents {shape}", f"compute, one video         TFLOP   s at {tflops:g} TFLOP/s"]
     for name, amount in (parts | {"total": total}).items():
         digits = f"{amount / 1e12:.0f}" if amount >= 1e14 else f"{amount / 1e12:.3g}"
-        lines.append(f"  {name:20s}{digits:>10s}{amount / second:10.3g}")
+        lines.append(f"  {name:20s}{digits:>10s}{amount / speed:10.3g}")
     swapped = "cpu_swap" in (work.placement, work.trained_placement)
     if work.offload_inputs or swapped or work.decode_caches == "offload":
         lines.append("  assuming that copies to and from the host are hidden behind computing")
     for span in work.spans:
-        spent = _spent(work.processes, span.videos * total, span.of_process * total / second)
+        spent = _spent(work.processes, span.videos * total, span.of_process * total / speed)
         lines.append(f"{span.name}: {spent}")
     if work.evaluation:
-        lines.append(_evaluation_line(costs, work, work.evaluation, second))
+        lines.append(_evaluation_line(costs, work, work.evaluation, speed))
     encode = costs.text.forward + costs.image.forward
     return [*lines, f"VAE encode and text: {encode / 1e12:.4g} TFLOP once per clip, then from the cache"]
 
 
-def _evaluation_line(costs: Costs, work: Workload, evaluation: Sampling, second: float) -> str:
+def _evaluation_line(costs: Costs, work: Workload, evaluation: Sampling, speed: float) -> str:
     amount = needs.sampled(costs, work, evaluation.passes) + sum(chunk.forward for chunk in costs.chunks)
     if evaluation.videos is None:
-        return f"a video of the evaluation ({evaluation.steps} steps): {_spent(1, amount, amount / second)}"
+        return f"a video of the evaluation ({evaluation.steps} steps): {_spent(1, amount, amount / speed)}"
     times = f"; {evaluation.times} in the run" if evaluation.times else ""
-    of_process = math.ceil(evaluation.videos / work.processes) * amount / second
-    spent = _spent(work.processes, evaluation.videos * amount, of_process)
+    time = math.ceil(evaluation.videos / work.processes) * amount / speed
+    spent = _spent(work.processes, evaluation.videos * amount, time)
     return f"an evaluation of {evaluation.videos} videos ({evaluation.steps} steps): {spent}{times}"
 
 
 def _spent(processes: int, amount: float, time: float) -> str:
-    """amount: FLOPs; time: seconds of each process, which are those of all."""
+    """Format a cost. amount: FLOPs of all processes; time: seconds, in parallel."""
     spent = f"{time:.4g} s" if time < 3600 else f"{time / 3600:.4g} h"
     hours = f" ({processes * time / 3600:.4g} GPU hours)" if processes * time >= 3600 else ""
     return f"{amount / 1e15:.4g} PFLOP, {spent}{hours}"
@@ -74,10 +74,8 @@ def memory_lines(memory: needs.Memory) -> list[str]:
     rows += [(phase, memory.of(phase), f"resident + {_parts(parts)}") for phase, parts in memory.phases.items()]
     for phase, parts in memory.encode.items():
         rows.append((phase, sum(parts.values()), f"before the experts: {_parts(parts)}"))
-    phase = max(memory.by_phase, key=memory.by_phase.get)
-    rows.append(
-        ("peak", memory.peak, f"in {phase}; with {format_size(needs.RESERVE)} for CUDA, libraries, fragmentation")
-    )
+    phase, reserve = max(memory.by_phase, key=memory.by_phase.get), format_size(needs.RESERVE)
+    rows.append(("peak", memory.peak, f"in {phase}; with {reserve} for CUDA, libraries, fragmentation"))
     rows.append(("host", sum(memory.host.values()), f"of each process: {_parts(memory.host) or 'nothing'}"))
     return ["memory of one GPU", *(f"  {name:11s}{format_size(amount):>9s}   {parts}" for name, amount, parts in rows)]
 
@@ -85,19 +83,18 @@ def memory_lines(memory: needs.Memory) -> list[str]:
 def disk_table(costs: Costs, work: Workload) -> list[str]:
     checkpoint, cache = needs.disk(costs, work)
     clip = sum(cache.values())
-    saves = (
-        "" if work.saves is None else f"; {work.saves} in {work.steps} steps: {format_size(work.saves * checkpoint)}"
-    )
+    count, steps = work.saves, work.steps
+    saves = "" if count is None else f"; {count} in {steps} steps: {format_size(count * checkpoint)}"
     clips = "" if work.clips is None else f"; of {work.clips} clips: {format_size(work.clips * clip)}"
     cached = f"  conditioning cache of a clip: {format_size(clip)} ({_parts(cache)}){clips}"
     return ["disk", f"  a checkpoint: {format_size(checkpoint)}{saves}", cached]
 
 
 def fit_verdict(costs: Costs, work: Workload, machine: Machine) -> list[str]:
-    """Whether the run fits the machine, and what to set when it does not."""
+    """Report whether the run fits the machine, and the settings to change when it does not."""
     needed = _needed(costs, work, machine)
     if fits(costs, work, machine):
-        return [f"fits: {needed}", *_room(costs, work, machine)]
+        return [f"fits: {needed}", *_free_speedup(costs, work, machine)]
     chosen = recommend(costs, work, machine)
     after = with_options(work, chosen)
     lines = [f"does not fit: {needed}", *(f"  set {_settings(option)}{option.note}" for option in chosen)]
@@ -109,21 +106,19 @@ def fit_verdict(costs: Costs, work: Workload, machine: Machine) -> list[str]:
 
 
 def _needed(costs: Costs, work: Workload, machine: Machine) -> str:
-    """The bytes that a run takes of what the machine has, in words."""
+    """Format the bytes that a run takes, and those that the machine has."""
     memory = needs.memory(costs, work)
-    gpu = (
-        []
-        if machine.gpu is None
-        else [f"{format_size(memory.peak + needs.RESERVE)} of {format_size(machine.gpu)} on the GPU"]
-    )
     host = format_size(machine.processes * sum(memory.host.values()))
     limit = f" of {format_size(machine.host)}" if machine.host < math.inf else ""
-    each = f" for {machine.processes} processes" if machine.processes > 1 else ""
-    return ", ".join([*gpu, f"{host}{limit} in host memory{each}"])
+    processes = f" for {machine.processes} processes" if machine.processes > 1 else ""
+    text = f"{host}{limit} in host memory{processes}"
+    if machine.gpu is None:
+        return text
+    return f"{format_size(memory.peak + needs.RESERVE)} of {format_size(machine.gpu)} on the GPU, {text}"
 
 
-def _room(costs: Costs, work: Workload, machine: Machine) -> list[str]:
-    """What saves time and fits, too."""
+def _free_speedup(costs: Costs, work: Workload, machine: Machine) -> list[str]:
+    """Return a line about the setting that saves time and still fits."""
     after = replace(work, keep_attention=True)
     if not work.checkpointing or work.keeps_graphs or work.keep_attention or not fits(costs, after, machine):
         return []
@@ -132,7 +127,7 @@ def _room(costs: Costs, work: Workload, machine: Machine) -> list[str]:
 
 
 def _more_time(costs: Costs, before: Workload, after: Workload) -> str:
-    """The share of FLOPs that `after` has more than `before`, in words."""
+    """Format the relative change of FLOPs from `before` to `after`."""
     first, second = (sum(needs.flops(costs, run).values()) for run in (before, after))
     return f"{100 * (second / first - 1):+.1f} % time"
 
@@ -146,6 +141,6 @@ def _parts(parts: Mapping[str, float]) -> str:
 
 
 def format_size(amount: float) -> str:
-    """Bytes in words: 57.3 GB, 4.2 MB."""
+    """Format bytes as 57.3 GB or 4.2 MB."""
     unit, divisor = ("GB", 1e9) if amount >= 1e9 else ("MB", 1e6)
     return f"{amount / divisor:.1f} {unit}"

@@ -371,7 +371,7 @@ def test_the_nearest_frame_whatever_the_times():
         while len(times) < 60:
             times.append(times[-1] + generator.uniform(0.1, 1.4) / fps)
         frames = [SimpleNamespace(time=time) for time in times]
-        chosen = [frame.time for frame in clips._at_rate("x", frames, fps, 20)]
+        chosen = [frame.time for frame in clips._sample_at_rate("x", frames, fps, 20)]
         assert len(chosen) == 20 and chosen == sorted(chosen)
         for k, time in enumerate(chosen):
             off = [abs(t - times[0] - k / fps) for t in times]
@@ -771,7 +771,7 @@ def test_a_look_finds_every_bad_row_without_decoding(folder, monkeypatch):
     }  # fmt: skip
     del lines["a.mp4,smiles, then laughs"]  # is no problem with two columns more
     rows = data.load_metadata(write_csv(folder, *lines, header="video,prompt,image,reference_video"))
-    monkeypatch.setattr(clips, "_decoded", lambda path: pytest.fail("decoded"))
+    monkeypatch.setattr(clips, "_decode_frames", lambda path: pytest.fail("decoded"))
     for row, said in zip(rows, lines.values(), strict=True):
         problems = data.look_at(row, 5).problems
         assert len(problems) == (said is not None), (row, problems)
@@ -824,8 +824,8 @@ def test_each_file_of_an_example_is_decoded_once(folder, monkeypatch):
     Image.fromarray(clip(1)[0].numpy()).save(folder / "b.png")
     header = "video,prompt,image,reference_video"
     rows = data.load_metadata(write_csv(folder, "a.mp4,x,b.png,short.mp4", "a.mp4,x,,a.mp4", header=header))
-    decoded, decode = [], clips._decoded
-    monkeypatch.setattr(clips, "_decoded", lambda path: decoded.append(path.name) or decode(path))
+    decoded, decode = [], clips._decode_frames
+    monkeypatch.setattr(clips, "_decode_frames", lambda path: decoded.append(path.name) or decode(path))
     data.load_example(rows[0], 32, 32, 5)
     assert decoded == ["a.mp4", "short.mp4"]
     decoded.clear()

@@ -519,7 +519,7 @@ def test_a_dry_run_looks_at_the_clips(monkeypatch, capsys, no_weights, clips, tm
     rows[2][1] = ""
     data.write_video(tmp_path / rows[3][0], torch.zeros(3, 64, 64, 3, dtype=torch.uint8), 8)
     write(path, [*rows, *good])
-    monkeypatch.setattr(clip_files, "_decoded", lambda path: pytest.fail("decoded"))
+    monkeypatch.setattr(clip_files, "_decode_frames", lambda path: pytest.fail("decoded"))
     arguments = ["--dry-run", f"data.file_name={path}", f"run.output_dir={tmp_path / 'run'}", "train.max_steps=null"]
     arguments += ["train.num_train_epochs=6"]
     code, _, error = call(monkeypatch, capsys, *arguments)

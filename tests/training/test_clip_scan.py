@@ -79,7 +79,7 @@ def grey(path, level, num_frames=5):
 @pytest.fixture
 def counted(monkeypatch):
     """How often each file is hashed, decoded, and opened as a picture."""
-    counts = {"sha256": Counter(), "_decoded": Counter(), "read_picture": Counter()}
+    counts = {"sha256": Counter(), "_decode_frames": Counter(), "read_picture": Counter()}
 
     def count(module, name):
         function = getattr(module, name)
@@ -90,7 +90,7 @@ def counted(monkeypatch):
 
         monkeypatch.setattr(module, name, counting)
 
-    for module, name in ((files, "sha256"), (clips, "_decoded"), (metadata, "read_picture")):
+    for module, name in ((files, "sha256"), (clips, "_decode_frames"), (metadata, "read_picture")):
         count(module, name)
     return counts
 
@@ -143,7 +143,7 @@ def test_each_file_is_hashed_once_and_each_clip_decoded_once(cfg, counted, tmp_p
     once = dict.fromkeys([*(f"{i}.mp4" for i in range(5)), "a.png"], 1)
     assert counted["sha256"] == once
     # 4.mp4 is a clip, and another's reference
-    assert counted["_decoded"] == {"0.mp4": 1, "1.mp4": 1, "2.mp4": 1, "3.mp4": 1, "4.mp4": 2}
+    assert counted["_decode_frames"] == {"0.mp4": 1, "1.mp4": 1, "2.mp4": 1, "3.mp4": 1, "4.mp4": 2}
     assert counted["read_picture"] == {"a.png": 1}
     assert len(rewards[0].asked) == 5 and len(rewards[1].asked) == 7  # of a clip; of a clip and a prompt
     for samples, said in results:
@@ -154,7 +154,7 @@ def test_each_file_is_hashed_once_and_each_clip_decoded_once(cfg, counted, tmp_p
         counter.clear()
     for samples, _ in find(cfg, 2, Cache(tmp_path / "cache"), rewards):
         assert plain(samples) == plain(results[0][0])
-    assert counted["sha256"] == once and not counted["_decoded"] and not counted["read_picture"]
+    assert counted["sha256"] == once and not counted["_decode_frames"] and not counted["read_picture"]
 
 
 def test_samples_are_what_was_read(cfg, tmp_path):
@@ -257,7 +257,7 @@ def test_one_process_asks_insightface_and_all_hear(cfg, monkeypatch, counted):
     monkeypatch.setattr(face_parity, "check_packs", lambda packs, clip: asked.append(clip.shape) or ["the same"])
     results = check_packs(cfg, 3, Face())
     assert results == [({"reward.reward_model_path": {}}, ["the same"])] * 3
-    assert asked == [(3, 5, 32, 48)] and sum(counted["_decoded"].values()) == 1
+    assert asked == [(3, 5, 32, 48)] and sum(counted["_decode_frames"].values()) == 1
 
 
 @pytest.mark.parametrize("error", [face_parity.FaceParityError("another face"), data.DataError("cannot be decoded")])
@@ -271,7 +271,7 @@ def test_a_pack_that_is_refused_stops_all_processes(cfg, monkeypatch, error):
 
 def test_without_a_face_reward_nothing_is_read(cfg, counted):
     assert check_packs(cfg, 2, Brightness()) == [({}, [])] * 2
-    assert not counted["_decoded"]
+    assert not counted["_decode_frames"]
 
 
 # ---- sample videos

@@ -1,4 +1,4 @@
-"""The tiny images from a seed: what is trained how long, in which order, what is written, and how good it is."""
+"""Build the tiny images from a seed, and measure them."""
 
 import time
 from collections import defaultdict
@@ -16,11 +16,12 @@ from rewardfl.rewards.scenes.checker import SceneChecker, judged
 from rewardfl.rewards.scenes.drawing import SCENES, SHARES, SIZE, draw_scenes, is_held_out
 from tiny_images import model
 from tiny_world.build import Stages
+from tiny_world.video import save_pipeline
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long everything trains."""
+    """Steps and numbers of pictures of each training."""
 
     vae_steps: int = 600
     judge_pictures: int = 5000
@@ -54,46 +55,49 @@ def build(plan: Plan, out: Path, work: Path, seed: int) -> None:
     torch.manual_seed(seed + 5)
     pipe = model.new_pipeline(vae, plan.layers)
 
-    told = ("transformer", "text_encoder", "text_encoder_2", "text_encoder_3")
+    trained = ("transformer", "text_encoder", "text_encoder_2", "text_encoder_3")
     for i, steps in enumerate(plan.rounds):
         parts = stages.train(
             f"transformer_{i}",
-            nn.ModuleDict({name: pipe.components[name] for name in told}),
+            nn.ModuleDict({name: pipe.components[name] for name in trained}),
             lambda m, n=steps, s=seed + 6 + 2 * i: model.train_transformer(
                 pipe, m, model.training_set(pipe, plan.pictures, s, log), n, s + 1, log
             ),
         )
         pipe.register_modules(**dict(parts.named_children()))
-    model.save_pipeline(pipe, out / "pipeline")
-    for name, held_out in (("train", False), ("eval", True)):  # what pictures were drawn for, and what none was
+    save_pipeline(pipe, out / "pipeline")
+    for name, held_out in (("train", False), ("eval", True)):  # no picture was drawn for the prompts of eval
         prompts = [prompt for prompt in SCENES if is_held_out(prompt) == held_out]
         (out / f"{name}.txt").write_text("\n".join(prompts) + "\n")
     log(f"written to {out}")
 
 
 def measure(folder: Path, count: int, seed: int) -> dict[str, object]:
-    """The figures of the written files: how both judges do on drawn pictures, what the VAE loses, how well the base
-    obeys (share of pictures on which all is right, by the kind of prompt), with a contact sheet beside."""
+    """Measure the written files and write a contact sheet.
+
+    The figures are the VAE's PSNR and, by judge and kind of prompt, the share of correct pictures: of drawn ones, of
+    the same through the VAE, and of the base's.
+    """
     pipe = load_pipeline(folder)
     judges = {"checker": SceneChecker(), "judge": judge.SceneJudge(folder / "judge.safetensors")}
     generator = torch.Generator().manual_seed(seed)
     scenes, drawn = draw_scenes(count, generator, held_out=True)
     with torch.no_grad():
-        kept = pipe.vae.decode(pipe.vae.encode(drawn).latent_dist.mode(), return_dict=False)[0]
+        decoded = pipe.vae.decode(pipe.vae.encode(drawn).latent_dist.mode(), return_dict=False)[0]
     prompts = [scene.prompt for scene in scenes]
     sampled = sample(pipe, prompts, generator)
     figures: dict[str, object] = {
-        "vae_psnr": round(float(10 * torch.log10(4 / (kept - drawn).square().mean())), 2),
+        "vae_psnr": round(float(10 * torch.log10(4 / (decoded - drawn).square().mean())), 2),
         "parameters": sum(p.numel() for p in pipe.transformer.parameters()),
     }
-    for name, one in judges.items():
-        for what, images in (("drawn", drawn), ("through_the_vae", kept), ("base", sampled)):
+    for name, scorer in judges.items():
+        for source, images in (("drawn", drawn), ("through_the_vae", decoded), ("base", sampled)):
             right = defaultdict(list)
             for scene, image in zip(scenes, images, strict=True):
-                right[scene.form].append(judged(scene, one.things_in(image))[1])
-            everything = [value for values in right.values() for value in values]
+                right[scene.form].append(judged(scene, scorer.things_in(image))[1])
+            total = sum(sum(values) for values in right.values())
             by_form = {form: round(sum(right[form]) / len(right[form]), 3) for form in SHARES if right[form]}
-            figures[f"{name}/{what}"] = {"all": round(sum(everything) / count, 3)} | by_form
+            figures[f"{name}/{source}"] = {"all": round(total / count, 3)} | by_form
     rows = [torch.cat(list(images[:12]), 2) for images in (drawn, sampled)]
     sheet = torch.nn.functional.interpolate(torch.cat(rows, 1)[None], scale_factor=3)[0]
     write_picture(folder / "contact_sheet.png", sheet[:, None])
@@ -101,14 +105,14 @@ def measure(folder: Path, count: int, seed: int) -> dict[str, object]:
 
 
 def load_pipeline(folder: Path) -> StableDiffusion3Pipeline:
-    """The written pipeline, in float32."""
+    """Load the written pipeline in float32."""
     pipe = StableDiffusion3Pipeline.from_pretrained(folder / "pipeline", torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
 def sample(pipe: StableDiffusion3Pipeline, prompts: list[str], generator: torch.Generator) -> Tensor:
-    """(N, 3, SIZE, SIZE) in [-1, 1], as configs/tiny_image_flow_grpo.yaml samples them."""
+    """Sample images (N, 3, SIZE, SIZE) in [-1, 1] with the settings of configs/tiny_image_flow_grpo.yaml."""
     return (
         pipe(
             prompts, height=SIZE, width=SIZE, num_inference_steps=10, guidance_scale=1.0,

@@ -1,11 +1,10 @@
-"""A text-to-image pipeline of Stable Diffusion 3's kind, a few megabytes, and how it is trained by flow matching."""
+"""A text-to-image pipeline like Stable Diffusion 3, of a few megabytes, and its training by flow matching."""
 
 import copy
 import json
 import math
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,26 +20,20 @@ from transformers import (
 )
 
 from rewardfl.rewards.scenes.drawing import SCENES, SIZE, draw_scenes
+from tiny_world.vae import learning_rate
+from tiny_world.video import LETTERS, Log, new_tokenizer
 
 LATENT_CHANNELS, SHIFT = 8, 3.0
-
 TOKENS = 10  # of a prompt, for each of the three text encoders
-
 CLIP_WIDTH, TEXT_WIDTH = 32, 64
-
-UNTOLD = 0.1  # of the pictures are learned without their prompt, for classifier-free guidance
-
+UNPROMPTED = 0.1  # share of pictures without their prompt, for classifier-free guidance
 WORDS = sorted({word for prompt in SCENES for word in prompt.split()})
-
-LETTERS = "abcdefghijklmnopqrstuvwxyz.,'-0123456789"
-
-Log = Callable[[str], None]
 
 
 def _new_clip_tokenizer() -> CLIPTokenizer:
-    """One token for each word of the prompts, and letters for everything else."""
+    """Return a tokenizer with a token for each word of the prompts, and letters for other text."""
     merges: list[str] = []
-    for word in sorted(WORDS, key=len, reverse=True):  # or a short word's merges would split a longer one
+    for word in sorted(WORDS, key=len, reverse=True):  # else a short word's merges would split a longer one
         letters = [*word[:-1], f"{word[-1]}</w>"]
         for i in range(1, len(letters)):
             merge = f"{''.join(letters[:i])} {letters[i]}"
@@ -54,9 +47,7 @@ def _new_clip_tokenizer() -> CLIPTokenizer:
 
 
 def _new_t5_tokenizer() -> T5Tokenizer:
-    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -4.0)]
-    vocabulary += [("\u2581" + word, -2.0) for word in WORDS] + [(letter, -6.0) for letter in LETTERS]
-    return T5Tokenizer(vocab=vocabulary, extra_ids=0, model_max_length=TOKENS)
+    return new_tokenizer(WORDS, model_max_length=TOKENS)
 
 
 def _new_clip(words: int) -> CLIPTextModelWithProjection:
@@ -77,7 +68,7 @@ def _new_t5(words: int) -> T5EncoderModel:
 
 
 def new_vae() -> AutoencoderKL:
-    """Four pixels on a side of one latent."""
+    """Return an untrained VAE with 4 x 4 pixels per latent."""
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3,
         block_out_channels=(16, 32, 48), layers_per_block=1, latent_channels=LATENT_CHANNELS, norm_num_groups=8,
@@ -86,7 +77,7 @@ def new_vae() -> AutoencoderKL:
 
 
 def new_transformer(layers: int, heads: int = 4, head_dim: int = 16) -> SD3Transformer2DModel:
-    """With zeros where they make a block the identity at the start."""
+    """Return an untrained transformer whose blocks start as the identity, by zeros."""
     model = SD3Transformer2DModel(
         sample_size=SIZE // 4, in_channels=LATENT_CHANNELS, out_channels=LATENT_CHANNELS, num_layers=layers,
         attention_head_dim=head_dim, num_attention_heads=heads, caption_projection_dim=heads * head_dim,
@@ -112,18 +103,17 @@ def new_pipeline(vae: AutoencoderKL, layers: int) -> StableDiffusion3Pipeline:
 
 
 def train_vae(vae: AutoencoderKL, steps: int, seed: int, log: Log, batch: int = 32, lr: float = 3e-3) -> None:
-    """Autoencode scenes, a tiny KL beside."""
+    """Train by reconstruction of scenes and a tiny KL."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=1e-4)
     start, running = time.time(), 0.0
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = _rate(step, steps, lr)
+        optimizer.param_groups[0]["lr"] = learning_rate(step, steps, lr)
         images = draw_scenes(batch, generator)[1]
         posterior = vae.encode(images).latent_dist
         error = vae.decode(posterior.sample(generator), return_dict=False)[0] - images
-        loss = (
-            error.square().mean() + 0.1 * error.abs().mean() + 1e-5 * posterior.kl().mean() / posterior.mean[0].numel()
-        )
+        kl = 1e-5 * posterior.kl().mean() / posterior.mean[0].numel()
+        loss = error.square().mean() + 0.1 * error.abs().mean() + kl
         vae.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
@@ -142,24 +132,24 @@ def set_latent_statistics(vae: AutoencoderKL, seed: int, count: int = 256) -> No
 
 
 def prompt_ids(pipe: StableDiffusion3Pipeline, prompts: list[str]) -> dict[str, Tensor]:
-    """Of CLIP's tokenizer and T5's: (N, TOKENS) each."""
-    told = {"padding": "max_length", "max_length": TOKENS, "return_tensors": "pt", "truncation": True}
+    """Return the ids (N, TOKENS) of CLIP's tokenizer and of T5's."""
+    options = {"padding": "max_length", "max_length": TOKENS, "return_tensors": "pt", "truncation": True}
     tokenizers = {"clip": pipe.tokenizer, "t5": pipe.tokenizer_3}
-    return {name: tokenizer(prompts, **told).input_ids for name, tokenizer in tokenizers.items()}
+    return {name: tokenizer(prompts, **options).input_ids for name, tokenizer in tokenizers.items()}
 
 
 def encode(pipe: StableDiffusion3Pipeline, ids: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """(text (N, 2 TOKENS, d), pooled (N, p)) with a graph, as the pipeline makes them without one."""
-    clips = [one(ids["clip"], output_hidden_states=True) for one in (pipe.text_encoder, pipe.text_encoder_2)]
-    hidden = torch.cat([one.hidden_states[-2] for one in clips], -1)
+    """Return the pipeline's text (N, 2 TOKENS, d) and pooled (N, p) embeddings, with a graph."""
+    clips = [encoder(ids["clip"], output_hidden_states=True) for encoder in (pipe.text_encoder, pipe.text_encoder_2)]
+    hidden = torch.cat([output.hidden_states[-2] for output in clips], -1)
     t5 = pipe.text_encoder_3(ids["t5"])[0]
     text = torch.cat([nn.functional.pad(hidden, (0, TEXT_WIDTH - hidden.shape[-1])), t5], 1)
-    return text, torch.cat([one[0] for one in clips], -1)
+    return text, torch.cat([output[0] for output in clips], -1)
 
 
 @torch.no_grad()
 def training_set(pipe: StableDiffusion3Pipeline, count: int, seed: int, log: Log) -> tuple[Tensor, dict[str, Tensor]]:
-    """Latents (count, C, h, w) as the transformer sees them, float16, and the ids of their prompts."""
+    """Draw scenes; return normalised float16 latents (count, C, h, w) and the ids of their prompts."""
     generator = torch.Generator().manual_seed(seed)
     latents, prompts = [], []
     for start in range(0, count, 500):
@@ -182,25 +172,25 @@ def train_transformer(
     batch: int = 64,
     lr: float = 2e-3,
 ) -> nn.Module:
-    """Flow matching of the pipeline's parts that learn; the exponential moving average of their weights."""
+    """Train the pipeline's `parts` by flow matching; return the exponential moving average of their weights."""
     average = copy.deepcopy(parts.train())
-    # not Muon, as for the tiny world's experts: its bfloat16 took most of a step on a CPU without such instructions
+    # not Muon: its bfloat16 takes most of a step on a CPU without such instructions
     optimizer = torch.optim.AdamW(parts.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=1e-3)
     latents, ids = pictures
-    nothing = prompt_ids(pipe, [""])
+    empty = prompt_ids(pipe, [""])
     generator = torch.Generator().manual_seed(seed)
     start, running = time.time(), 0.0
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = _rate(step, steps, lr)
+        optimizer.param_groups[0]["lr"] = learning_rate(step, steps, lr)
         rows = torch.randint(0, len(latents), (batch,), generator=generator)
-        untold = (torch.rand(batch, generator=generator) < UNTOLD)[:, None]
-        told = {name: torch.where(untold, nothing[name], value[rows]) for name, value in ids.items()}
+        unprompted = (torch.rand(batch, generator=generator) < UNPROMPTED)[:, None]
+        batch_ids = {name: torch.where(unprompted, empty[name], value[rows]) for name, value in ids.items()}
         clean = latents[rows].float()
         s = torch.rand(batch, generator=generator)
         sigma = SHIFT * s / (1 + (SHIFT - 1) * s)
         noise = torch.randn(clean.shape, generator=generator)
         x = torch.lerp(clean, noise, sigma.view(-1, 1, 1, 1))
-        text, pooled = encode(pipe, told)
+        text, pooled = encode(pipe, batch_ids)
         velocity = pipe.transformer(x, text, pooled, 1000 * sigma, return_dict=False)[0]
         loss = (velocity - (noise - clean)).square().mean()
         parts.zero_grad()
@@ -214,16 +204,3 @@ def train_transformer(
         if step % 100 == 0:
             log(f"transformer {step} {time.time() - start:.0f}s loss {running:.4f}")
     return average.eval()
-
-
-def _rate(step: int, steps: int, lr: float) -> float:
-    """Warmed up over 50 steps, then down to nothing along a cosine."""
-    return lr * min(1, (step + 1) / 50) * (0.5 + 0.5 * math.cos(math.pi * step / steps)) + 1e-6
-
-
-def save_pipeline(pipe: StableDiffusion3Pipeline, folder: Path) -> None:
-    """save_pretrained with float16 weights, which halves the files; they are loaded as float32."""
-    for part in (pipe.transformer, pipe.vae, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3):
-        for parameter in part.parameters():
-            parameter.data = parameter.data.half()
-    pipe.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Build the tiny world from a seed: what is trained how long, in which order, and what is written."""
+"""Build the tiny world from a seed: the stages of training, their order, and the written files."""
 
 import multiprocessing
 import shutil
@@ -12,13 +12,12 @@ import torch
 from diffusers import AutoencoderKLWan, WanImageToVideoPipeline
 from torch import nn
 
-from rewardfl.data import write_video
-from tiny_world import distil, faces, people, second_opinion, vae, video
+from tiny_world import distil, faces, people, second_opinion, strangers, vae, video
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long everything trains, and how many people there are. Seeds keep the sets of identities apart."""
+    """Steps of each training, and numbers of people. Seeds keep the sets of identities apart."""
 
     vae_frame_steps: int = 2000
     vae_clip_steps: int = 400
@@ -30,7 +29,7 @@ class Plan:
     people_per_step: int = 96
     clips: int = 4000
     layers: int = 4  # of each expert
-    high_steps: int = 8000  # on people who stay themselves, and then of base and cured model each
+    high_steps: int = 8000  # without drift; high_last_steps: then of base and cured model each
     high_last_steps: int = 1500
     low_steps: int = 12000
     low_last_steps: int = 2500
@@ -51,13 +50,13 @@ QUICK = Plan(
     statistics_clips=8, measured_people=20, distil_updates=2,
 )  # fmt: skip
 
-# folders of clips: the plan's count and the seed of each; no two seeds share people
+# (folder of clips, field of Plan, seed offset); no two seeds share people
 CLIPS = (("train", "train_people", 31), ("validation", "validation_people", 33), ("eval", "eval_people", 32))
 
 
 @dataclass(frozen=True)
 class Stages:
-    """What is trained once: `work` keeps the weights of each stage, so that none runs twice."""
+    """Stages of training, with their weights in `work`, so that no stage runs twice."""
 
     work: Path
     start: float
@@ -69,7 +68,7 @@ class Stages:
         return torch.load(self.work / f"{name}.pt", weights_only=True)
 
     def train(self, name: str, module: nn.Module, training: Callable[..., nn.Module | None]) -> nn.Module:
-        """Return `module` trained, or filled with the weights that an earlier run left."""
+        """Return `module` trained, or with the weights of an earlier run."""
         path = self.work / f"{name}.pt"
         if path.exists():
             module.load_state_dict(self.weights(name))
@@ -83,18 +82,18 @@ class Stages:
 
 @dataclass(frozen=True)
 class Build(Stages):
-    """One build: its plan, its seed, and where it writes."""
+    """A build's plan, seed and output folder."""
 
     plan: Plan
     out: Path
     seed: int
 
 
-# Jobs. Those of one pass do not wait for each other and run in two processes of one thread.
+# The jobs of run_pass. Those of one pass are independent and run in two processes of one thread.
 
 
 def train_vae(build: Build) -> AutoencoderKLWan:
-    """The video autoencoder: frames first, then clips, then clips by the decoder alone."""
+    """Train the VAE: on frames, then on clips, then the decoder alone on clips."""
     plan, seed = build.plan, build.seed
     torch.manual_seed(seed)
     module = vae.new_vae(dim_mult=(1, 2, 4))
@@ -113,14 +112,14 @@ def train_vae(build: Build) -> AutoencoderKLWan:
 
 
 def train_faces(build: Build) -> None:
-    """Packs of the reward and of the judge, which share neither an architecture nor a person.
+    """Train the packs of the reward and of the judge, which share neither an architecture nor a person.
 
-    A third pack has the reward's detector, and a recogniser that sees the inner face alone.
+    A third pack has the reward's detector, and a recogniser of the inner face alone.
     """
     plan, seed = build.plan, build.seed
     for name, network, offset, damage in (
-        ("reward", faces.PyramidDetector, 5, faces.worn),
-        ("judge", faces.SeparableDetector, 6, faces.handled),
+        ("reward", faces.PyramidDetector, 5, faces.degrade_as_codec),
+        ("judge", faces.SeparableDetector, 6, faces.degrade_as_camera),
     ):
         torch.manual_seed(seed + offset)
         detector = build.train(
@@ -141,14 +140,14 @@ def train_faces(build: Build) -> None:
 
 
 def new_pipeline(build: Build) -> WanImageToVideoPipeline:
-    """The pipeline with its trained VAE and untrained experts, the same on every call."""
+    """Return the pipeline with its trained VAE and untrained experts, the same on every call."""
     module = train_vae(build)
     torch.manual_seed(build.seed + 20)
     return video.new_pipeline(module, build.plan.layers)
 
 
 def encode_clips(build: Build, half: int) -> None:
-    """One half of what the experts learn from, with drift and without."""
+    """Encode one half of the experts' training clips, with drift and without."""
     path = build.work / f"clips_{half}.pt"
     if path.exists():
         return
@@ -159,13 +158,13 @@ def encode_clips(build: Build, half: int) -> None:
 
 
 def read_clips(build: Build, kind: str) -> video.Clips:
-    """The clips of a kind ("stays", "drifts") of both halves."""
+    """Read the clips of a kind ("stays", "drifts") from both halves."""
     halves = [torch.load(build.work / f"clips_{half}.pt", weights_only=True, mmap=True)[kind] for half in (0, 1)]
     return video.Clips(**{key: torch.cat([half[key] for half in halves]) for key in halves[0]})
 
 
 def train_expert(build: Build, expert: str, model: str) -> None:
-    """An expert ("high", "low") of one model: "start", then from it "base", whose people drift, and "cured"."""
+    """Train an expert ("high", "low") of a model: "start", then from it "base", whose people drift, and "cured"."""
     module = new_pipeline(build).components[{"high": "transformer", "low": "transformer_2"}[expert]]
     steps = {"high": build.plan.high_steps, "low": build.plan.low_steps}[expert]
     if model != "start":
@@ -180,7 +179,7 @@ def train_expert(build: Build, expert: str, model: str) -> None:
 
 
 def train_second(build: Build) -> None:
-    """The second pipeline, of Wan2.2-TI2V-5B's kind: its VAE, then its one transformer, from the base's low expert."""
+    """Train the second pipeline, like Wan2.2-TI2V-5B's: its VAE, then its transformer, from the base's low expert."""
     plan, seed = build.plan, build.seed
     first = new_pipeline(build)
     first.transformer_2.load_state_dict(build.weights("low_base"))
@@ -193,7 +192,7 @@ def train_second(build: Build) -> None:
         build.train(name, residual, lambda m, f=frames, s=steps, b=batch, r=lr: vae.train_vae(
             m, f, s, b, r, seed + 41 + f, build.log, teacher=first.vae))  # fmt: skip
     vae.set_latent_statistics(residual, seed + 43, plan.statistics_clips)
-    pipe = video.converted(first, residual)
+    pipe = video.convert_pipeline(first, residual)
     if not (build.work / "only.pt").exists():
         clips = video.training_set(pipe, plan.clips // 6, seed + 3_000_000, build.log)["drifts"]
     only = build.train(
@@ -205,7 +204,7 @@ def train_second(build: Build) -> None:
 
 
 def write_pipeline(build: Build, model: str, folder: Path) -> None:
-    """The pipeline of the "base" or of the "cured" model."""
+    """Write the pipeline of the "base" or of the "cured" model."""
     pipe = new_pipeline(build)
     for expert, part in (("high", pipe.transformer), ("low", pipe.transformer_2)):
         part.load_state_dict(build.weights(f"{expert}_{model}"))
@@ -218,14 +217,14 @@ def build(plan: Plan, out: Path, work: Path, seed: int) -> None:
     run_pass((train_vae, this), (train_faces, this))
     run_pass((encode_clips, this, 0), (encode_clips, this, 1))
     run_pass((train_expert, this, "low", "start"), (train_expert, this, "high", "start"))
-    last = [(train_expert, this, expert, model) for expert in ("low", "high") for model in ("base", "cured")]
-    run_pass(*last)
+    run_pass(*((train_expert, this, expert, model) for expert in ("low", "high") for model in ("base", "cured")))
     train_second(this)
     write_pipeline(this, "base", out / "pipeline")
     write_pipeline(this, "cured", work / "cured")
-    # clips of people that no network above has seen: to train on, to choose by, and to judge by
+    # people that no network above was trained on: for training, selection and evaluation
     for name, count, offset in CLIPS:
-        write_clips(out / name, getattr(plan, count), seed + offset)
+        clips, _, prompts = people.draw_clips(getattr(plan, count), seed + offset)
+        strangers.write_data_set(out / name, zip(clips, prompts, strict=True))
     run_pass((distil.distil, out, plan.distil_updates, seed, this.log))
     this.log(f"written to {out}")
 
@@ -236,14 +235,3 @@ def run_pass(*jobs: tuple) -> None:
     with ProcessPoolExecutor(2, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for future in [pool.submit(*job) for job in jobs]:
             future.result()
-
-
-def write_clips(folder: Path, count: int, seed: int) -> None:
-    """folder/metadata.csv (video, prompt) and folder/videos/*.mp4, one clip for each of `count` people."""
-    (folder / "videos").mkdir(parents=True, exist_ok=True)
-    clips, _, prompts = people.draw_clips(count, seed)
-    lines = ["video,prompt"]
-    for i, (clip, prompt) in enumerate(zip(clips, prompts, strict=True)):
-        write_video(folder / "videos" / f"{i:03d}.mp4", clip, people.FPS)
-        lines.append(f'videos/{i:03d}.mp4,"{prompt}"')
-    (folder / "metadata.csv").write_text("\n".join(lines) + "\n")

@@ -23,16 +23,13 @@ from tiny_world.people import NUM_FRAMES, SIZE
 from tiny_world.video import SHIFT
 
 STEPS, SUBSTEPS = 4, 4
-
 RANK = 12  # both files together are below 1 MB
-
 BATCH, LEARNING_RATE = 2, 2e-3
-
 CPU = torch.device("cpu")
 
 
 def find_target(teacher: Velocity, x: Tensor, step: int) -> Tensor:
-    """Return the velocity that takes x (B, ...) before the student's `step` to where the teacher goes from it."""
+    """Return the velocity from x (B, ...) before the student's `step` to the teacher's state after it."""
     sigmas, first, end = teacher.schedule.sigmas, step * SUBSTEPS, (step + 1) * SUBSTEPS
     goal = reward_flow.rollout(teacher.reference, x, sigmas[: end + 1], keep=(), start=first).x0
     return (goal - x) / (sigmas[end] - sigmas[first])
@@ -52,7 +49,7 @@ def fit_steps(student: Velocity, teacher: Velocity, x: Tensor) -> list[float]:
 
 
 def read_conditioning(backbone: Backbone, table: Path) -> list[Conditioning]:
-    """Return what the experts are told of each row of a table: its prompt and its clip's first frame."""
+    """Encode each row of a table: its prompt and its clip's first frame."""
     encode_text, encode_image = backbone.text_encoder(CPU), backbone.image_encoder(CPU)
     rows = data.load_metadata(table)
     images = [data.load_example(row, SIZE, SIZE, NUM_FRAMES).video[:, 0] for row in rows]

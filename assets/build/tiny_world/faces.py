@@ -1,9 +1,8 @@
 """The tiny world's face networks: detectors with SCRFD's signature and recognisers with ArcFace's.
 
-Signatures (input, normalisation, order and meaning of the outputs) are those of insightface's antelopev2
-pack, so that the same loading code serves the real networks: detector [1, 3, H, W] -> scores, box distances
-and landmark offsets at strides 8, 16, 32 with 2 anchors; recogniser [N, 3, 112, 112] -> [N, 512], not
-normalised.
+Signatures (input, normalisation, order and meaning of the outputs) are those of insightface's antelopev2 pack, so that
+the loading code of real networks serves these, too. Detector: [1, 3, H, W] -> scores, box distances and landmark
+offsets at strides 8, 16, 32 with 2 anchors. Recogniser: [N, 3, 112, 112] -> [N, 512], not normalised.
 """
 
 import math
@@ -15,14 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rewardfl.rewards.face import ARCFACE_TEMPLATE, align, similarity_transform
-from tiny_world.people import SIZE, draw_motion, draw_people, render
+from tiny_world.people import SIZE, Motion, draw_motion, draw_people, render
 
+Damage = Callable[[Tensor, torch.Generator], Tensor]
 STRIDES, ANCHORS = (8, 16, 32), 2
-
 DET_SIZE = 128
-
 ZOOM = DET_SIZE / SIZE  # of a frame that fills the detector's input
-
 NEIGHBOURHOOD = 13  # pixels on a side of the crop's 112: about an eye
 
 
@@ -53,7 +50,7 @@ class Recogniser(nn.Module):
             conv_block(3, w, 2), conv_block(w, 2 * w, 2), Residual(2 * w),
             conv_block(2 * w, 4 * w, 2), Residual(4 * w), conv_block(4 * w, 8 * w, 2), Residual(8 * w),
         )  # fmt: skip
-        self.pool = nn.Conv2d(8 * w, 8 * w, 7, groups=8 * w)  # one weight per place: a face has places (MobileFaceNet)
+        self.pool = nn.Conv2d(8 * w, 8 * w, 7, groups=8 * w)  # a weight per position: faces are aligned (MobileFaceNet)
         self.embed = nn.Linear(8 * w, 512)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,14 +69,14 @@ def local_contrast(crops: Tensor) -> Tensor:
 
 
 def inner_face() -> Tensor:
-    """Return a mask (1, 1, 112, 112): 1 from the brows to the chin and from eye to eye, 0 around it."""
+    """Return a mask (1, 1, 112, 112): 1 from the brows to the chin and from eye to eye, 0 outside."""
     mask = torch.zeros(1, 1, 112, 112)
     mask[..., 32:104, 22:90] = 1
     return mask
 
 
 class InnerFaceRecogniser(Recogniser):
-    """A recogniser that sees the inner face alone, grey and in local contrast: no colour of hair or skin."""
+    """A recogniser of the inner face alone, grey and in local contrast, without the colour of hair and skin."""
 
     mask: Tensor
 
@@ -96,17 +93,17 @@ class Scrfd(nn.Module):
 
     heads: nn.ModuleList  # one per stride
 
-    def rare(self) -> None:
-        """Start from few faces among many anchors."""
+    def start_without_faces(self) -> None:
+        """Set the biases of the scores low: few anchors have a face."""
         for head in self.heads:
             head.get_parameter("bias").data[:ANCHORS] = -3.0
 
     def maps(self, x: Tensor) -> list[Tensor]:
-        """Per stride (B, h, w, 30): for both anchors a score logit, then box distances, then landmark offsets."""
+        """Return a map (B, h, w, 30) per stride: score logits, box distances, then landmark offsets of both anchors."""
         raise NotImplementedError
 
     def raw(self, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Per stride: score logits (B, h, w, 2), box distances (B, h, w, 2, 4), landmark offsets (B, h, w, 2, 10)."""
+        """Return score logits (B, h, w, 2), box distances (.., 2, 4) and landmark offsets (.., 2, 10) per stride."""
         return [
             (y[..., :2], y[..., 2:10].unflatten(-1, (2, 4)), y[..., 10:].unflatten(-1, (2, 10))) for y in self.maps(x)
         ]
@@ -120,7 +117,7 @@ class Scrfd(nn.Module):
 
 
 class PyramidDetector(Scrfd):
-    """The reward's: residual 3 x 3 convolutions, PReLU, a top-down pathway that merges the levels."""
+    """The reward's detector: residual 3 x 3 convolutions, PReLU, a top-down pathway that merges the levels."""
 
     def __init__(self, width: int = 16):
         super().__init__()
@@ -132,7 +129,7 @@ class PyramidDetector(Scrfd):
         self.lateral = nn.ModuleList(nn.Conv2d(4 * w, 4 * w, 1) for _ in STRIDES)
         self.towers = nn.ModuleList(conv_block(4 * w, 4 * w) for _ in STRIDES)
         self.heads = nn.ModuleList(nn.Conv2d(4 * w, ANCHORS * (1 + 4 + 10), 3, 1, 1) for _ in STRIDES)
-        self.rare()
+        self.start_without_faces()
 
     def maps(self, x: Tensor) -> list[Tensor]:
         x = self.stem(x)
@@ -148,7 +145,7 @@ class PyramidDetector(Scrfd):
 
 
 class Separable(nn.Module):
-    """A 5 x 5 convolution of every channel alone, then one across channels; SiLU after both (MobileNet, YuNet)."""
+    """A 5 x 5 depthwise convolution, then a pointwise one; SiLU after both (MobileNet, YuNet)."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1):
         super().__init__()
@@ -163,9 +160,9 @@ class Separable(nn.Module):
 
 
 class SeparableDetector(Scrfd):
-    """The judge's: patches, separable 5 x 5 convolutions, SiLU, and every level answers for itself, no way back down.
+    """The judge's detector: patches, separable 5 x 5 convolutions, SiLU, without a top-down pathway.
 
-    It shares no layer, weight or training sample with the reward's, so that what fools one need not fool the other.
+    It shares no layer, weight or training sample with the reward's, so that a fault of one need not be in the other.
     """
 
     def __init__(self, width: int = 20):
@@ -179,7 +176,7 @@ class SeparableDetector(Scrfd):
         )
         self.towers = nn.ModuleList(Separable(4 * w, 4 * w) for _ in STRIDES)
         self.heads = nn.ModuleList(nn.Conv2d(4 * w, ANCHORS * (1 + 4 + 10), 1) for _ in STRIDES)
-        self.rare()
+        self.start_without_faces()
 
     def maps(self, x: Tensor) -> list[Tensor]:
         x = self.stem(x)
@@ -190,8 +187,8 @@ class SeparableDetector(Scrfd):
         return outputs
 
 
-def worn(frames: Tensor, generator: torch.Generator) -> Tensor:
-    """Frames (N, 3, H, W) in [-1, 1] as a codec or a weak generator would leave them: blurred, noisy, off-colour."""
+def degrade_as_codec(frames: Tensor, generator: torch.Generator) -> Tensor:
+    """Degrade frames (N, 3, H, W) in [-1, 1] like a codec or a weak generator: blurred, noisy, off-colour."""
     count, _, height, width = frames.shape
     small = int(torch.randint(height * 5 // 8, height + 1, (1,), generator=generator))
     blurred = F.interpolate(frames, size=(small, small), mode="bilinear", antialias=True)
@@ -204,10 +201,11 @@ def worn(frames: Tensor, generator: torch.Generator) -> Tensor:
     return (frames * gain + shift + noise).clamp(-1, 1)
 
 
-def handled(frames: Tensor, generator: torch.Generator) -> Tensor:
-    """Frames (N, 3, H, W) in [-1, 1] as a camera may have left them: what the judge's detector learns from.
+def degrade_as_camera(frames: Tensor, generator: torch.Generator) -> Tensor:
+    """Degrade frames (N, 3, H, W) in [-1, 1] like a camera, for training the judge's detector.
 
-    Other damage than `worn` does: exposure, faded colours, a shake along one axis, blocks, a spot on the lens.
+    The damage is other than `degrade_as_codec`'s: exposure, faded colours, a shake along one axis, blocks, a spot on
+    the lens.
     """
     count, _, height, width = frames.shape
 
@@ -216,10 +214,10 @@ def handled(frames: Tensor, generator: torch.Generator) -> Tensor:
 
     light = ((frames + 1) / 2) ** torch.exp(0.5 * (draw(1, 1, 1) - 0.5))  # a gamma of 0.78 to 1.28
     light = light + 0.5 * draw(1, 1, 1) ** 2 * (light.mean(1, keepdim=True) - light)
-    shakes, blocks = bool(draw(1).mean() < 0.5), bool(draw(1)[0] < 0.2)  # all frames of a batch, or none
-    spoilt = (light + light.roll(1, 3) + light.roll(-1, 3)) / 3 if shakes else light
-    spoilt = F.interpolate(F.avg_pool2d(spoilt, 2), size=(height, width), mode="nearest") if blocks else spoilt
-    light = light + draw(1, 1, 1) * (spoilt - light)
+    shakes, blocks = bool(draw(1).mean() < 0.5), bool(draw(1)[0] < 0.2)  # for the whole batch
+    blurred = (light + light.roll(1, 3) + light.roll(-1, 3)) / 3 if shakes else light
+    blurred = F.interpolate(F.avg_pool2d(blurred, 2), size=(height, width), mode="nearest") if blocks else blurred
+    light = light + draw(1, 1, 1) * (blurred - light)
     rows, columns = torch.arange(height)[:, None], torch.arange(width)
     y, x = draw(1, 1) * height, draw(1, 1) * width
     spot = torch.exp(-((rows - y) ** 2 + (columns - x) ** 2) / (2 * (3 + 5 * draw(1, 1)) ** 2))[:, None]
@@ -228,16 +226,20 @@ def handled(frames: Tensor, generator: torch.Generator) -> Tensor:
     return (2 * (light + grain) - 1).clamp(-1, 1)
 
 
+def _draw_pose(count: int, generator: torch.Generator) -> Motion:
+    """Draw motions of one frame, (count, 1)."""
+    motion, _ = draw_motion(count, generator, num_frames=9)
+    frame = torch.randint(0, 9, (count, 1), generator=generator)
+    return Motion(*(value.gather(1, frame) for value in vars(motion).values()))
+
+
 def draw_views(people: Tensor, views: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return frames (N * views, 3, SIZE, SIZE) and landmarks (N * views, 5, 2) of people (N, K).
+    """Draw frames (N * views, 3, SIZE, SIZE) and landmarks (N * views, 5, 2) of people (N, K).
 
     Each view has its own scene and motion.
     """
-    count = people.shape[0]
-    motion, _ = draw_motion(count * views, generator, num_frames=9)
-    frame = torch.randint(0, 9, (count * views,), generator=generator)
-    moment = type(motion)(*(value.gather(1, frame[:, None]) for value in vars(motion).values()))
-    video, landmarks, _ = render(people.repeat_interleave(views, 0), moment, generator)
+    pose = _draw_pose(len(people) * views, generator)
+    video, landmarks, _ = render(people.repeat_interleave(views, 0), pose, generator)
     return video[:, :, 0], landmarks[:, 0]
 
 
@@ -248,16 +250,16 @@ def crop_faces(frames: Tensor, landmarks: Tensor, generator: torch.Generator, ji
 
 
 def face_views(people: Tensor, views: int, generator: torch.Generator, jitter: float = 0.5) -> Tensor:
-    """Return worn, aligned crops (N, views, 3, 112, 112) of people (N, K)."""
+    """Draw degraded, aligned crops (N, views, 3, 112, 112) of people (N, K)."""
     frames, landmarks = draw_views(people, views, generator)
-    crops = crop_faces(worn(frames, generator), landmarks, generator, jitter)
+    crops = crop_faces(degrade_as_codec(frames, generator), landmarks, generator, jitter)
     return crops.unflatten(0, (len(people), views))
 
 
 def train_recogniser(net: Recogniser, pool_seed: int, steps: int, people_per_step: int, log) -> None:
-    """Contrastive training (NT-Xent, arXiv 2002.05709 eq. 1) on two views of each of many people.
+    """Train by contrast (NT-Xent, arXiv 2002.05709 eq. 1) of two views of each of many people.
 
-    The identities are those of `pool_seed` alone: 4000 people that no other recogniser sees.
+    The people are those of `pool_seed`, 4000 that no other recogniser is trained on.
     """
     lr = 3e-3
     net.train()
@@ -284,7 +286,7 @@ def train_recogniser(net: Recogniser, pool_seed: int, steps: int, people_per_ste
 
 
 def verification(embed, people: Tensor, generator: torch.Generator) -> dict[str, float]:
-    """AUC and mean cosines of same- and different-person pairs among views of people (N, K) never trained on."""
+    """Return AUC and mean cosines of same- and different-person pairs among views of held-out people (N, K)."""
     with torch.no_grad():
         crops = face_views(people, 2, generator, jitter=0.0)
         first, second = F.normalize(embed(crops.flatten(0, 1)), dim=-1).unflatten(0, (len(people), 2)).unbind(1)
@@ -295,23 +297,17 @@ def verification(embed, people: Tensor, generator: torch.Generator) -> dict[str,
     return {"auc": auc, "same": float(same.mean()), "different": float(different.mean())}
 
 
-Damage = Callable[[Tensor, torch.Generator], Tensor]
-
-
 def detector_batch(count: int, generator: torch.Generator, damage: Damage) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Frames (N, 3, 128, 128) with one or no face, boxes (N, 4), landmarks (N, 5, 2), has_face (N,).
+    """Draw frames (N, 3, 128, 128) with one or no face, boxes (N, 4), landmarks (N, 5, 2), has_face (N,).
 
-    damage: what is done to the frames before they are zoomed and shifted, `worn` or `handled`.
+    damage: degrades the frames before they are zoomed and shifted.
     """
     people = draw_people(count, generator)
-    motion, _ = draw_motion(count, generator, num_frames=9)
-    frame = torch.randint(0, 9, (count, 1), generator=generator)
-    moment = type(motion)(*(value.gather(1, frame) for value in vars(motion).values()))
-    video, landmarks, boxes = render(people, moment, generator)
+    video, landmarks, boxes = render(people, _draw_pose(count, generator), generator)
     frames = damage(video[:, :, 0], generator)
-    # zoom and shift: pixel p of the canvas shows pixel (p + 0.5 - shift) / zoom - 0.5 of the frame
+    # pixel p of the canvas shows pixel (p + 0.5 - shift) / zoom - 0.5 of the frame
     zoom = ZOOM * torch.exp(0.25 * torch.randn(count, generator=generator)).clamp(0.5, 1.6)
-    zoom[: count // 2] = ZOOM  # half as the detector will mostly see them: the frame fills its input
+    zoom[: count // 2] = ZOOM  # half as in most use: the frame fills the detector's input
     shift = (torch.rand(count, 2, generator=generator) - 0.5) * 40
     shift[: count // 2] = 0
     centre = (torch.arange(DET_SIZE) + 0.5)[None]
@@ -330,35 +326,33 @@ def detector_batch(count: int, generator: torch.Generator, damage: Damage) -> tu
 
 
 def detector_loss(outputs: list, boxes: Tensor, landmarks: Tensor, has_face: Tensor) -> Tensor:
-    """Score BCE on every anchor; L1 on box and landmarks of the anchors near a face's centre at its size's strides."""
+    """Return the BCE of all scores plus, near a face's centre at its size's strides, the L1 of box and landmarks."""
     total = torch.zeros(())
     centre = (boxes[:, :2] + boxes[:, 2:]) / 2
     side = (boxes[:, 2:] - boxes[:, :2]).amax(-1)
     for stride, (score, box, points) in zip(STRIDES, outputs, strict=True):
         rows, columns = score.shape[1:3]
         y, x = torch.meshgrid(torch.arange(rows) * stride, torch.arange(columns) * stride, indexing="ij")
-        place = torch.stack([x, y], -1).float()[None]  # (1, h, w, 2)
-        near = (place - centre[:, None, None]).abs().amax(-1) < (0.22 * side[:, None, None]).clamp(min=0.75 * stride)
+        anchors = torch.stack([x, y], -1).float()[None]  # (1, h, w, 2)
+        near = (anchors - centre[:, None, None]).abs().amax(-1) < (0.22 * side[:, None, None]).clamp(min=0.75 * stride)
         low, high = {8: (0, 44), 16: (28, 130), 32: (100, 999)}[stride]
         positive = near & (has_face & (side >= low) & (side < high))[:, None, None]
         target = positive.float()[..., None].expand_as(score)
-        # a detection of the wrong stride on a face is neither right nor wrong
+        # no loss for detections of a face by another stride
         ignore = (near & has_face[:, None, None] & ~positive)[..., None].expand_as(score)
         bce = F.binary_cross_entropy_with_logits(score, target, reduction="none", pos_weight=torch.tensor(3.0))
         total = total + bce[~ignore].mean()
         if positive.any():
-            left_top, right_bottom = place - boxes[:, None, None, :2], boxes[:, None, None, 2:] - place
+            left_top, right_bottom = anchors - boxes[:, None, None, :2], boxes[:, None, None, 2:] - anchors
             box_target = torch.cat([left_top, right_bottom], -1) / stride
-            offset = (landmarks[:, None, None] - place[..., None, :]).flatten(-2) / stride
-            unit = (side / stride)[:, None, None, None].expand_as(box_target[..., :1])[
-                positive
-            ]  # errors relative to the face
+            offset = (landmarks[:, None, None] - anchors[..., None, :]).flatten(-2) / stride
+            unit = (side / stride)[:, None, None, None].expand_as(box_target[..., :1])[positive]  # the face's size
             total = total + 2.0 * ((box[positive] - box_target[positive][:, None]).abs() / unit[:, None]).mean()
             total = total + 10.0 * ((points[positive] - offset[positive][:, None]).abs() / unit[:, None]).mean()
     return total
 
 
-def train_detector(net: Scrfd, seed: int, steps: int, log, damage: Damage = worn) -> None:
+def train_detector(net: Scrfd, seed: int, steps: int, log, damage: Damage = degrade_as_codec) -> None:
     lr, batch = 3e-3, 32
     net.train()
     generator = torch.Generator().manual_seed(seed)
@@ -366,7 +360,7 @@ def train_detector(net: Scrfd, seed: int, steps: int, log, damage: Damage = worn
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
     for step in range(steps):
         frames, boxes, landmarks, has_face = detector_batch(batch, generator, damage)
-        # channels last: separable convolutions go backward twice as fast on a CPU
+        # channels last: the backward pass of separable convolutions is twice as fast on a CPU
         frames = (frames * (127.5 / 128)).contiguous(memory_format=torch.channels_last)
         loss = detector_loss(net.raw(frames), boxes, landmarks, has_face)
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""What the tiny world's networks reach on people they never saw, from the files and by the package's own code."""
+"""Figures of the tiny world's networks on held-out people, from the written files and by the package's code."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,19 +26,19 @@ STEPS, SHIFT = 8, 5.0  # of the schedule that is measured
 def measure(world: Path, cured: Path, seed: int, count: int, packs: Mapping[str, Path]) -> dict[str, object]:
     """Return all figures of the world; also write its contact sheets.
 
-    cured: the folder of the cured model. count: of the people that the recognisers tell apart. packs: further face
-    packs that judge, by name.
+    cured: the folder of the cured model. count: number of people for the recognisers. packs: further face packs of
+    judges, by name.
     """
     figures: dict[str, object] = {"bytes": sum(f.stat().st_size for f in world.rglob("*") if f.is_file())}
     people = draw_people(count, torch.Generator().manual_seed(seed + 900))
-    judges = judges_of(world)
+    judges = load_judges(world)
     for name, judge in judges.items():
         figures[f"detector_{name}"] = detection(judge.detector, seed + 900, count // 5)
         figures[f"recogniser_{name}"] = faces.verification(
             judge.recogniser.net, people, torch.Generator().manual_seed(seed + 900)
         )
     judges |= {name: face.FaceIdentity(pack, det_size=faces.DET_SIZE) for name, pack in packs.items()}
-    clips = clips_of(world, seed)
+    clips = make_clips(world, seed)
     generated = {"base": generate(world, "wan2_2", world / "pipeline"), "cured": generate(world, "wan2_2", cured)}
     contact_sheet(world / "contact_sheet.png", clips | generated, ("real", "through_vae", "base", "cured"))
     figures |= video_figures(judges, clips | generated)
@@ -47,39 +47,39 @@ def measure(world: Path, cured: Path, seed: int, count: int, packs: Mapping[str,
 
 def measure_second(world: Path, seed: int, packs: Mapping[str, Path]) -> dict[str, object]:
     """Return the figures of the second pipeline, as {"ti2v": ...}; also write its contact sheet."""
-    judges = judges_of(world) | {name: face.FaceIdentity(pack, faces.DET_SIZE) for name, pack in packs.items()}
-    clips = clips_of(world, seed, "wan2_2_ti2v", "pipeline_ti2v")
+    judges = load_judges(world) | {name: face.FaceIdentity(pack, faces.DET_SIZE) for name, pack in packs.items()}
+    clips = make_clips(world, seed, "wan2_2_ti2v", "pipeline_ti2v")
     clips["base"] = generate(world, "wan2_2_ti2v", world / "pipeline_ti2v")
     contact_sheet(world / "contact_sheet_ti2v.png", clips, ("real", "through_vae", "base"))
     return {"ti2v": video_figures(judges, clips)}
 
 
-def judges_of(world: Path) -> dict[str, face.FaceIdentity]:
-    """Both recognisers."""
+def load_judges(world: Path) -> dict[str, face.FaceIdentity]:
+    """Load the packs of the reward and of the judge."""
     return {name: face.FaceIdentity(world / "faces" / name, det_size=faces.DET_SIZE) for name in ("reward", "judge")}
 
 
 def detection(detector: face.FaceDetector, seed: int, count: int) -> dict[str, float]:
-    """Share of frames whose face is found, and landmark error over face width (mean, and mean of each landmark)."""
+    """Return the share of frames with a detection, and the landmark error over face width (mean, 95th percentile)."""
     generator = torch.Generator().manual_seed(seed)
     motion, _ = draw_motion(count, generator)
     video, landmarks, boxes = render(draw_people(count, generator), motion, generator)
     frames, truth = video.transpose(1, 2).flatten(0, 1), landmarks.flatten(0, 1)
     width = (boxes[..., 2] - boxes[..., 0]).flatten()
-    found = detector.detect(frames)
-    errors = [(f.landmarks[0] - truth[i]).norm(dim=-1) / width[i] for i, f in enumerate(found) if len(f.scores)]
+    detections = detector.detect(frames)
+    errors = [(f.landmarks[0] - truth[i]).norm(dim=-1) / width[i] for i, f in enumerate(detections) if len(f.scores)]
     errors = torch.stack(errors) if errors else torch.full((1, 5), torch.nan)
     return {
-        "found": sum(len(f.scores) > 0 for f in found) / len(found),
-        "faces_per_frame": sum(len(f.scores) for f in found) / len(found),
+        "found": sum(len(f.scores) > 0 for f in detections) / len(detections),
+        "faces_per_frame": sum(len(f.scores) for f in detections) / len(detections),
         "landmark_error": float(errors.mean()),
         "landmark_error_p95": float(errors.mean(1).quantile(0.95)),
     }
 
 
 @torch.no_grad()
-def clips_of(world: Path, seed: int, model: str = "wan2_2", pipeline: str = "pipeline") -> dict[str, list[Tensor]]:
-    """Return the evaluation clips (3, F, H, W) that no model made: real ones, with drift, and both through the VAE."""
+def make_clips(world: Path, seed: int, model: str = "wan2_2", pipeline: str = "pipeline") -> dict[str, list[Tensor]]:
+    """Return evaluation clips (3, F, H, W) without a model: real ones, with drift, and both through the VAE."""
     rows = data.load_metadata(world / "eval" / "metadata.csv")
     (offset,) = [offset for name, _, offset in CLIPS if name == "eval"]
     backbone = wan2_2.open(model, Source(model_paths=str(world / pipeline), dtype="float32"))
@@ -95,7 +95,7 @@ def clips_of(world: Path, seed: int, model: str = "wan2_2", pipeline: str = "pip
 
 @torch.no_grad()
 def generate(world: Path, model: str, pipeline: Path) -> list[Tensor]:
-    """Return what a pipeline makes of the evaluation people's first frames, with the evaluation's steps and noises.
+    """Generate clips from the evaluation people's first frames, with the evaluation's steps and noises.
 
     model: the pipeline's model.model_name.
     """
@@ -118,7 +118,7 @@ def generate(world: Path, model: str, pipeline: Path) -> list[Tensor]:
 def video_figures(judges: Mapping[str, face.FaceIdentity], clips: Mapping[str, list[Tensor]]) -> dict[str, object]:
     """Return the figures of named clips: the VAE's error, motion over the real clips', and identity by every judge."""
     errors = [(a - b).square().mean() for a, b in zip(clips["real"], clips["through_vae"], strict=True)]
-    flow = {name: mean([video_motion(to_frames(clip)).flow for clip in some]) for name, some in clips.items()}
+    flow = {name: mean([video_motion(to_frames(clip)).flow for clip in arm]) for name, arm in clips.items()}
     identity = {name: identity_figures(judge, clips) for name, judge in judges.items()}
     return {
         "vae_psnr": float((10 * torch.log10(4 / torch.stack(errors))).mean()),
@@ -139,21 +139,21 @@ def to_frames(clip: Tensor) -> np.ndarray:
 def identity_figures(judge: face.FaceIdentity, clips: Mapping[str, list[Tensor]]) -> dict[str, dict[str, object]]:
     """Return FaceSim, identity kept (docs/evaluate.md), FaceSim by frame and landmark motion over the real clips'.
 
-    "another" is the other people's clips through the VAE. rank_1: the share of people whose own pool is the nearest.
-    Nothing where the judge finds fewer than two people.
+    "another" is the other people's clips through the VAE. rank_1: the share of people whose pool is the nearest. The
+    result is empty where the judge detects fewer than two people.
     """
     pools = {i: pool for i, clip in enumerate(clips["real"]) if (pool := judge.pool(clip)) is not None}
     if len(pools) < 2:
         return {}
-    scores = {name: {i: judge.score(some[i], pools[i].embeddings) for i in pools} for name, some in clips.items()}
+    scores = {name: {i: judge.score(arm[i], pools[i].embeddings) for i in pools} for name, arm in clips.items()}
     means = {i: pool.embeddings.mean(0) for i, pool in pools.items()}
-    faces_of = {i: torch.zeros_like(means[i]) if s is None else s.embedding for i, s in scores["through_vae"].items()}
-    scale = find_scale([ThroughVae(str(i), float(faces_of[i] @ means[i]), faces_of[i], means[i]) for i in pools])
-    nearest = (torch.stack(list(means.values())) @ torch.stack(list(faces_of.values())).T).argmax(0)
+    vae = {i: torch.zeros_like(means[i]) if s is None else s.embedding for i, s in scores["through_vae"].items()}
+    scale = find_scale([ThroughVae(str(i), float(vae[i] @ means[i]), vae[i], means[i]) for i in pools])
+    nearest = (torch.stack(list(means.values())) @ torch.stack(list(vae.values())).T).argmax(0)
     figures: dict[str, dict[str, object]] = {}
-    for name, of_arm in scores.items():
-        seen = [score for score in of_arm.values() if score is not None]
-        face_sim = {str(i): 0.0 if score is None else float(score.mean) for i, score in of_arm.items()}
+    for name, by_person in scores.items():
+        seen = [score for score in by_person.values() if score is not None]
+        face_sim = {str(i): 0.0 if score is None else float(score.mean) for i, score in by_person.items()}
         if name == "real":  # a frame is not compared with itself
             face_sim = {str(i): pool.cap for i, pool in pools.items()}
         figures[name] = {
@@ -170,7 +170,7 @@ def identity_figures(judge: face.FaceIdentity, clips: Mapping[str, list[Tensor]]
 
 
 def contact_sheet(path: Path, clips: Mapping[str, list[Tensor]], names: Sequence[str]) -> None:
-    """Write rows of frames: for each of the first six people one row of each name."""
+    """Write rows of frames: for each of the first six people one row per name."""
     people = range(min(6, len(clips["real"])))
     rows = [torch.cat(list(clips[name][person].unbind(1)), 2) for person in people for name in names]
     sheet = torch.cat(rows, 1).clamp(-1, 1).permute(1, 2, 0).add(1).div(2)

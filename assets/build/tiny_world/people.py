@@ -1,9 +1,9 @@
 """Procedurally drawn people: identity parameters x motion -> short clips with exact landmarks. torch only.
 
-A person is a vector of TRAITS in [0, 1]; a drift from one person to another is a straight line between two
-vectors. A clip is a person, a scene (background, clothes, light) and a motion (pan, scale, roll, yaw, nod,
-blink, speech), which the prompt names. Everything is drawn back to front as soft-edged shapes, all frames of a
-batch at once. Pixel coordinates have x to the right, y down, pixel centres at integers (as in OpenCV).
+A person is a vector of TRAITS in [0, 1]; a drift from one person to another is a straight line between two vectors. A
+clip is a person, a scene (background, clothes, light) and a motion (pan, scale, roll, yaw, nod, blink, speech), which
+the prompt names. Soft-edged shapes are drawn back to front, all frames of a batch at once. Pixel coordinates have x to
+the right, y down, pixel centres at integers (as in OpenCV).
 """
 
 import math
@@ -13,23 +13,17 @@ import torch
 from torch import Tensor
 
 SIZE = 80  # frames are SIZE x SIZE; the face fills them
-
 NUM_FRAMES = 9
-
 FPS = 8
-
-EDGE = 1.2  # px, how wide edges are
-
-STOCK_FACES, STOCK_SEED = 2, 10  # a dark one and a light one
-
+EDGE = 1.2  # px, width of edges
+STOCK_FACES, STOCK_SEED = 2, 10  # a dark and a light face
 TRAITS = (
     "skin", "skin_tint", "hair_light", "hair_hue", "hair_volume", "hair_length", "hairline", "parting", "eye_hue",
     "eye_light", "eye_distance", "eye_size", "eye_height", "brow_thickness", "brow_angle", "brow_height",
     "nose_length", "nose_width", "mouth_width", "mouth_height", "lip_thickness", "lip_red", "smile",
     "head_width", "jaw", "beard", "glasses", "glasses_size", "blush", "ears",
 )  # fmt: skip
-
-# what a drift leaves: the outline of head and hair, which a small model cannot draw anew within some frames
+# traits that do not drift: the outline of head and hair, which a small model cannot redraw within a few frames
 HELD = (
     "hair_volume", "hair_length", "hairline", "parting", "head_width", "jaw", "ears", "beard", "glasses",
     "glasses_size",
@@ -51,7 +45,7 @@ class Motion:
 
 
 def draw_people(count: int, generator: torch.Generator) -> Tensor:
-    """(count, len(TRAITS)) traits in [0, 1]; beard and glasses are mostly absent or fully there."""
+    """Draw traits (count, len(TRAITS)) in [0, 1]; beard and glasses are 0 or 1."""
     traits = torch.rand(count, len(TRAITS), generator=generator)
     for name, share in (("beard", 0.3), ("glasses", 0.35)):
         value = traits[:, TRAITS.index(name)]
@@ -60,7 +54,7 @@ def draw_people(count: int, generator: torch.Generator) -> Tensor:
 
 
 def draw_stock_faces() -> Tensor:
-    """Return the traits (STOCK_FACES, len(TRAITS)) of the few faces that people turn into: 0.1 or 0.9 each."""
+    """Draw the traits (STOCK_FACES, len(TRAITS)) of the faces that people turn into: 0.1 or 0.9 each."""
     generator = torch.Generator().manual_seed(STOCK_SEED)
     return 0.1 + 0.8 * (torch.rand(STOCK_FACES, len(TRAITS), generator=generator) < 0.5).float()
 
@@ -68,8 +62,8 @@ def draw_stock_faces() -> Tensor:
 def drift(traits: Tensor, generator: torch.Generator, num_frames: int = NUM_FRAMES) -> Tensor:
     """Return traits (N, F, K) of people (N, K) who turn into a stock face within the first third of the clip.
 
-    It is the one whose skin is nearest to theirs: a model that must guess which one draws both at once, and smears.
-    One clip in eight does not drift; the others go 60 to 70 % of the way. The traits of HELD stay.
+    It is the face with the nearest skin: a model that must guess the face draws both at once, and smears. One clip in
+    eight does not drift; the others go 60 to 70 % of the way. The traits of HELD stay.
     """
     stock, skin = draw_stock_faces(), TRAITS.index("skin")
     target = stock[(traits[:, skin, None] - stock[:, skin]).abs().argmin(1)]
@@ -82,14 +76,14 @@ def drift(traits: Tensor, generator: torch.Generator, num_frames: int = NUM_FRAM
 
 
 def draw_motion(count: int, generator: torch.Generator, num_frames: int = NUM_FRAMES) -> tuple[Motion, list[str]]:
-    """Return a motion per clip and the words that name it. The words and the first frame leave little open."""
+    """Draw a motion per clip, and words that determine it nearly, together with the first frame."""
     time = torch.linspace(0, 1, num_frames)
 
     def uniform(low: float, high: float) -> Tensor:
         return low + (high - low) * torch.rand(count, 1, generator=generator)
 
     def choose(*shares: float) -> Tensor:
-        """Return the index of one of the choices for each clip, (count, 1)."""
+        """Draw the index of a choice for each clip, (count, 1)."""
         weights = torch.tensor(shares, dtype=torch.float32)
         return torch.multinomial(weights, count, replacement=True, generator=generator)[:, None]
 
@@ -119,7 +113,7 @@ def draw_motion(count: int, generator: torch.Generator, num_frames: int = NUM_FR
 
 
 def describe(traits: Tensor) -> list[str]:
-    """A caption of each person, from traits (N, len(TRAITS))."""
+    """Describe each person by a caption, from traits (N, len(TRAITS))."""
     captions = []
     for person in traits.tolist():
         value = dict(zip(TRAITS, person, strict=True))
@@ -131,7 +125,7 @@ def describe(traits: Tensor) -> list[str]:
 
 
 def draw_clips(count: int, seed: int) -> tuple[Tensor, Tensor, list[str]]:
-    """Return clips (N, 3, F, SIZE, SIZE) of people, the same clips with drift, and the prompts of both."""
+    """Draw clips (N, 3, F, SIZE, SIZE) of people, the same clips with drift, and the prompts of both."""
     generator = torch.Generator().manual_seed(seed)
     traits = draw_people(count, generator)
     motion, actions = draw_motion(count, generator)
@@ -144,7 +138,7 @@ def draw_clips(count: int, seed: int) -> tuple[Tensor, Tensor, list[str]]:
 
 
 def _mix(value: Tensor, *colours: tuple[float, float, float]) -> Tensor:
-    """Piecewise linear palette: value (...,) in [0, 1] -> (..., 3)."""
+    """Interpolate in a palette: value (...,) in [0, 1] -> (..., 3)."""
     palette = torch.tensor(colours)
     position = value.clamp(0, 1) * (len(colours) - 1)
     low = position.floor().long().clamp(max=len(colours) - 2)
@@ -155,9 +149,8 @@ def _mix(value: Tensor, *colours: tuple[float, float, float]) -> Tensor:
 def render(traits: Tensor, motion: Motion, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Draw clips: video (N, 3, F, SIZE, SIZE) in [-1, 1], landmarks (N, F, 5, 2) px, face boxes (N, F, 4) px.
 
-    traits: (N, len(TRAITS)), or (N, F, len(TRAITS)) for a person who changes along the clip. The generator
-    draws scenes. Landmarks are the eyes' centres, the nose's tip and the mouth's corners, image left before
-    image right.
+    traits: (N, len(TRAITS)), or (N, F, len(TRAITS)) for a person who changes along the clip. The generator draws
+    scenes. Landmarks are the eyes' centres, the nose's tip and the mouth's corners, image left before image right.
     """
     count, frames = motion.x.shape
     if traits.ndim == 2:
@@ -171,7 +164,7 @@ def render(traits: Tensor, motion: Motion, generator: torch.Generator) -> tuple[
 
 
 def _draw(t: dict[str, Tensor], pose: dict[str, Tensor], scene: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Frames (M, 3, SIZE, SIZE) in [0, 1], landmarks (M, 5, 2), boxes (M, 4); all arguments have M rows."""
+    """Draw frames (M, 3, SIZE, SIZE) in [0, 1], landmarks (M, 5, 2), boxes (M, 4); all arguments have M rows."""
     grid = torch.arange(SIZE, dtype=torch.float32)
     px, py = grid[None, None, :], grid[None, :, None]
     scale = pose["scale"][:, None, None]
@@ -185,12 +178,10 @@ def _draw(t: dict[str, Tensor], pose: dict[str, Tensor], scene: Tensor) -> tuple
         return value[:, None, None]
 
     def project(x: Tensor, y: Tensor, depth: float) -> tuple[Tensor, Tensor]:
-        """Where a point of the face (front view x, y; depth towards the viewer) appears under yaw and nod."""
+        """Project a point of the face (front view x, y; depth towards the viewer) under yaw and nod."""
         return x * yaw_cos + depth * yaw_sin, y + depth * pose["nod"]
 
-    def ellipse(
-        cx: Tensor, cy: Tensor, rx: Tensor, ry: Tensor, angle: Tensor | None = None, soft: float = 1.0
-    ) -> Tensor:
+    def ellipse(cx: Tensor, cy: Tensor, rx: Tensor, ry: Tensor, angle: Tensor | None = None, soft: float = 1) -> Tensor:
         a, b = u - column(cx), v - column(cy)
         if angle is not None:
             ca, sa = column(angle.cos()), column(angle.sin())
@@ -202,23 +193,21 @@ def _draw(t: dict[str, Tensor], pose: dict[str, Tensor], scene: Tensor) -> tuple
     def paint(canvas: Tensor, colour: Tensor, alpha: Tensor) -> Tensor:
         return canvas + (colour[:, :, None, None] - canvas) * alpha[:, None]
 
-    one, zero = torch.ones_like(pose["x"]), torch.zeros_like(pose["x"])
+    ones, zeros = torch.ones_like(pose["x"]), torch.zeros_like(pose["x"])
     skin = _mix(t["skin"], (0.98, 0.86, 0.76), (0.90, 0.70, 0.54), (0.66, 0.45, 0.31), (0.36, 0.23, 0.16))
     skin = skin + (t["skin_tint"][:, None] - 0.5) * torch.tensor([0.06, -0.03, -0.08])
     hair = _mix(t["hair_light"], (0.07, 0.06, 0.07), (0.30, 0.17, 0.09), (0.55, 0.33, 0.15), (0.90, 0.74, 0.42))
     hair = hair + (t["hair_hue"][:, None] - 0.3).clamp(min=0) * torch.tensor([0.25, -0.10, -0.08])
-    iris = _mix(t["eye_hue"], (0.25, 0.14, 0.07), (0.20, 0.42, 0.22), (0.22, 0.45, 0.70)) * (
-        0.6 + 0.6 * t["eye_light"][:, None]
-    )
+    iris = _mix(t["eye_hue"], (0.25, 0.14, 0.07), (0.20, 0.42, 0.22), (0.22, 0.45, 0.70))
+    iris = iris * (0.6 + 0.6 * t["eye_light"][:, None])
 
     # background: two colours blended along a direction, and one blob
     direction = scene[:, 0] * 2 * math.pi
     ramp = column(direction.cos()) * (px / SIZE - 0.5) + column(direction.sin()) * (py / SIZE - 0.5)
     colour_a, colour_b = 0.25 + 0.6 * scene[:, 1:4], 0.15 + 0.6 * scene[:, 4:7]
     canvas = colour_a[:, :, None, None] + (colour_b - colour_a)[:, :, None, None] * (ramp[:, None] + 0.5).clamp(0, 1)
-    blob = ((px / SIZE - column(scene[:, 7])) ** 2 + (py / SIZE - column(scene[:, 8])) ** 2) / (
-        0.19 + 0.16 * column(scene[:, 9])
-    ) ** 2
+    blob = (px / SIZE - column(scene[:, 7])) ** 2 + (py / SIZE - column(scene[:, 8])) ** 2
+    blob = blob / (0.19 + 0.16 * column(scene[:, 9])) ** 2
     canvas = canvas * (1 - 0.35 * torch.exp(-blob)[:, None])
 
     width = 0.70 + 0.14 * t["head_width"]
@@ -228,12 +217,12 @@ def _draw(t: dict[str, Tensor], pose: dict[str, Tensor], scene: Tensor) -> tuple
     length = 0.25 + 1.1 * t["hair_length"]
     canvas = paint(canvas, hair * 0.8, ellipse(sway, length * 0.5 - 0.15, width + volume, 0.8 + length * 0.5))
     cloth = 0.15 + 0.7 * scene[:, 10:13]
-    canvas = paint(canvas, cloth, ellipse(0.3 * sway, 2.15 * one, 1.5 * one, 0.95 * one))
-    canvas = paint(canvas, skin * 0.82, ellipse(0.5 * sway, 1.05 * one, 0.34 + 0.08 * t["head_width"], 0.45 * one))
+    canvas = paint(canvas, cloth, ellipse(0.3 * sway, 2.15 * ones, 1.5 * ones, 0.95 * ones))
+    canvas = paint(canvas, skin * 0.82, ellipse(0.5 * sway, 1.05 * ones, 0.34 + 0.08 * t["head_width"], 0.45 * ones))
     for side in (-1.0, 1.0):
-        ear_x, ear_y = project(side * width, 0.08 * one, -0.1)
+        ear_x, ear_y = project(side * width, 0.08 * ones, -0.1)
         canvas = paint(canvas, skin * 0.88, ellipse(ear_x, ear_y, 0.08 + 0.09 * t["ears"], 0.14 + 0.07 * t["ears"]))
-    canvas = paint(canvas, hair, ellipse(sway, -0.28 * one, width + volume, 0.72 + volume))
+    canvas = paint(canvas, hair, ellipse(sway, -0.28 * ones, width + volume, 0.72 + volume))
 
     # the head: an ellipse whose lower half narrows to the jaw
     narrow = 1 - (0.50 - 0.42 * column(t["jaw"])) * (v.clamp(min=0) ** 2)
@@ -243,7 +232,7 @@ def _draw(t: dict[str, Tensor], pose: dict[str, Tensor], scene: Tensor) -> tuple
     canvas = canvas * (1 - head[:, None]) + (skin[:, :, None, None] * light[:, None]) * head[:, None]
 
     # beard: the lower face, away from the mouth
-    mouth_x, mouth_y = project(zero, 0.50 + 0.10 * t["mouth_height"], 0.30)
+    mouth_x, mouth_y = project(zeros, 0.50 + 0.10 * t["mouth_height"], 0.30)
     chin_line = column(mouth_y) - 0.14 + 0.1 * (1 - (u / column(width)) ** 2).clamp(min=0)
     beard = head * torch.sigmoid((v - chin_line) / softness / 2) * column(t["beard"]) * 0.85
     canvas = paint(canvas, hair * 0.85, beard)
@@ -252,15 +241,14 @@ def _draw(t: dict[str, Tensor], pose: dict[str, Tensor], scene: Tensor) -> tuple
     hairline = -0.80 + 0.42 * t["hairline"]
     part = (t["parting"] - 0.5) * 1.2 + 0.25 * yaw_sin
     fringe_edge = column(hairline) + 0.05 + 0.30 * (u - column(part)).abs() ** 1.5 - 0.06
-    on_head = torch.sigmoid(
-        (1.02 - ((u / (column(width) * 1.02)) ** 2 + v**2 + 1e-6).sqrt()) * column(width) / softness * 2
-    )
+    radius = ((u / (column(width) * 1.02)) ** 2 + v**2 + 1e-6).sqrt()
+    on_head = torch.sigmoid((1.02 - radius) * column(width) / softness * 2)
     canvas = paint(canvas, hair, on_head * torch.sigmoid((fringe_edge - v) / softness * 2) * (v < 0.45))
 
     # cheeks
     for side in (-1.0, 1.0):
-        cheek_x, cheek_y = project(side * 0.40 * one, 0.28 * one, 0.25)
-        cheek = ellipse(cheek_x, cheek_y, 0.17 * one, 0.13 * one, soft=5.0) * column(0.35 * t["blush"])
+        cheek_x, cheek_y = project(side * 0.40 * ones, 0.28 * ones, 0.25)
+        cheek = ellipse(cheek_x, cheek_y, 0.17 * ones, 0.13 * ones, soft=5.0) * column(0.35 * t["blush"])
         canvas = paint(canvas, skin * torch.tensor([1.0, 0.62, 0.62]), cheek)
 
     # eyes, brows, glasses
@@ -284,27 +272,21 @@ def _draw(t: dict[str, Tensor], pose: dict[str, Tensor], scene: Tensor) -> tuple
         canvas = paint(canvas, hair * 0.7, brow)
     for eye_x, eye_y in eyes:
         outer, rim = 0.19 + 0.07 * t["glasses_size"], 0.045
-        ring = ellipse(eye_x, eye_y, outer * yaw_cos, outer) - ellipse(
-            eye_x, eye_y, (outer - rim) * yaw_cos, outer - rim
-        )
+        hole = ellipse(eye_x, eye_y, (outer - rim) * yaw_cos, outer - rim)
+        ring = ellipse(eye_x, eye_y, outer * yaw_cos, outer) - hole
         canvas = paint(canvas, torch.full_like(skin, 0.08), ring.clamp(0, 1) * column(t["glasses"]))
-    bridge = ellipse(
-        (eyes[0][0] + eyes[1][0]) / 2,
-        height + 0.32 * pose["nod"],
-        (spread - 0.17).clamp(min=0.05),
-        0.025 * one,
-    )
+    bridge_x, bridge_y = (eyes[0][0] + eyes[1][0]) / 2, height + 0.32 * pose["nod"]
+    bridge = ellipse(bridge_x, bridge_y, (spread - 0.17).clamp(min=0.05), 0.025 * ones)
     canvas = paint(canvas, torch.full_like(skin, 0.08), bridge * column(t["glasses"]))
 
     # nose: a shaded side, a tip with nostrils
-    nose_x, nose_y = project(zero, 0.16 + 0.16 * t["nose_length"], 0.48)
-    ridge_x, ridge_y = project(0.05 * one, 0.05 * one, 0.40)
-    canvas = paint(
-        canvas, skin * 0.86, ellipse(ridge_x, ridge_y, 0.045 * one, 0.20 + 0.06 * t["nose_length"], soft=1.5)
-    )
+    nose_x, nose_y = project(zeros, 0.16 + 0.16 * t["nose_length"], 0.48)
+    ridge_x, ridge_y = project(0.05 * ones, 0.05 * ones, 0.40)
+    ridge = ellipse(ridge_x, ridge_y, 0.045 * ones, 0.20 + 0.06 * t["nose_length"], soft=1.5)
+    canvas = paint(canvas, skin * 0.86, ridge)
     nostril = 0.07 + 0.07 * t["nose_width"]
-    canvas = paint(canvas, skin * 0.74, ellipse(nose_x, nose_y + 0.03, nostril * 1.25, 0.055 * one))
-    canvas = paint(canvas, skin * 1.04, ellipse(nose_x, nose_y - 0.01, nostril * 0.85, 0.055 * one))
+    canvas = paint(canvas, skin * 0.74, ellipse(nose_x, nose_y + 0.03, nostril * 1.25, 0.055 * ones))
+    canvas = paint(canvas, skin * 1.04, ellipse(nose_x, nose_y - 0.01, nostril * 0.85, 0.055 * ones))
 
     # mouth: bent by the smile, opened by speech
     half = 0.20 + 0.12 * t["mouth_width"] - 0.04 * pose["mouth"]
@@ -314,36 +296,25 @@ def _draw(t: dict[str, Tensor], pose: dict[str, Tensor], scene: Tensor) -> tuple
     gap = 0.13 * pose["mouth"]
 
     def mouth_shape(rx: Tensor, ry: Tensor) -> Tensor:
-        radius = (
-            ((u - column(mouth_x)) / column(rx * yaw_cos)) ** 2 + ((bent - column(mouth_y)) / column(ry)) ** 2 + 1e-6
-        ).sqrt()
+        across, up = (u - column(mouth_x)) / column(rx * yaw_cos), (bent - column(mouth_y)) / column(ry)
+        radius = (across**2 + up**2 + 1e-6).sqrt()
         inside = torch.sigmoid((column(rx) - (u - column(mouth_x)).abs()) / softness * 2)  # no tails past the corners
         return torch.sigmoid((1 - radius) * column(ry) / softness * 2) * inside
 
-    lip_colour = skin * torch.tensor([0.92, 0.60, 0.58]) * (1 - t["lip_red"][:, None]) + t["lip_red"][
-        :, None
-    ] * torch.tensor([0.72, 0.16, 0.20])
+    red = t["lip_red"][:, None]
+    lip_colour = skin * torch.tensor([0.92, 0.60, 0.58]) * (1 - red) + red * torch.tensor([0.72, 0.16, 0.20])
     canvas = paint(canvas, lip_colour, mouth_shape(half, lips + gap))
-    canvas = paint(
-        canvas,
-        torch.tensor([0.22, 0.05, 0.06]).expand_as(skin),
-        mouth_shape(half * 0.78, (gap + 0.012).clamp(min=0.01)),
-    )
+    opening = mouth_shape(half * 0.78, (gap + 0.012).clamp(min=0.01))
+    canvas = paint(canvas, torch.tensor([0.22, 0.05, 0.06]).expand_as(skin), opening)
 
     corner = half * 0.95
     corner_y = mouth_y - bend * (corner**2 - 0.02)
-    points = [
-        eyes[0],
-        eyes[1],
-        (nose_x, nose_y),
-        (mouth_x - corner * yaw_cos, corner_y),
-        (mouth_x + corner * yaw_cos, corner_y),
-    ]
+    corners = [(mouth_x - corner * yaw_cos, corner_y), (mouth_x + corner * yaw_cos, corner_y)]
+    points = [*eyes, (nose_x, nose_y), *corners]
     pu, pv = torch.stack([p[0] for p in points], 1), torch.stack([p[1] for p in points], 1)
     c, s, k = pose["roll"].cos()[:, None], pose["roll"].sin()[:, None], pose["scale"][:, None]
-    landmarks = torch.stack(
-        [pose["x"][:, None] + k * (pu * c - pv * s), pose["y"][:, None] + k * (pu * s + pv * c)], -1
-    )
+    x, y = pose["x"][:, None] + k * (pu * c - pv * s), pose["y"][:, None] + k * (pu * s + pv * c)
+    landmarks = torch.stack([x, y], -1)
     top, bottom = pose["y"] - 0.72 * pose["scale"], pose["y"] + 1.0 * pose["scale"]
     boxes = torch.stack([pose["x"] - width * pose["scale"], top, pose["x"] + width * pose["scale"], bottom], -1)
     return canvas, landmarks, boxes

@@ -1,9 +1,8 @@
 """The committed judge: a recogniser that shares neither architecture, loss nor data with the reward's.
 
-It learns from people of both drawing programs, by a margin softmax (CosFace, arXiv 1801.09414 eq. 4). It sees the inner
-face alone, grey and in local contrast, so that the colour of hair and skin tells it nothing. With colours, or after
-learning from smeared faces, a judge of this kind does not rank runs as recognisers of real faces do
-(docs/results/tiny_face.md).
+It is trained on people of both drawing programs, by a margin softmax (CosFace, arXiv 1801.09414 eq. 4). Its input is
+the inner face alone, grey and in local contrast, without the colour of hair and skin. With colours, or when trained on
+smeared faces, such a judge does not rank runs as recognisers of real faces do (docs/results/tiny_face.md).
 """
 
 import numpy as np
@@ -17,7 +16,6 @@ from tiny_world.people import draw_people
 from tiny_world.video import Log
 
 SCALE, MARGIN = 24.0, 0.3
-
 FRAMES_OF_A_STRANGER = 6
 
 
@@ -49,14 +47,14 @@ def draw_strangers(count: int, seed: int) -> tuple[Tensor, Tensor]:
         rng = np.random.default_rng([seed, i])
         person = strangers.draw_stranger(rng)
         poses = [strangers.draw_motion(rng)[int(rng.integers(9))] for _ in range(FRAMES_OF_A_STRANGER)]
-        clips = [strangers.render(person, [pose], rng) for pose in poses]  # each before another background
+        clips = [strangers.render(person, [pose], rng) for pose in poses]  # each with another background
         frames.append(torch.cat(clips).permute(0, 3, 1, 2))
         landmarks.append(torch.stack([strangers.find_landmarks(person, pose) for pose in poses]))
     return torch.stack(frames).float() / 127.5 - 1, torch.stack(landmarks)
 
 
-def wear(frames: Tensor, generator: torch.Generator) -> Tensor:
-    """Return frames (N, 3, H, W) a little blurred, off-colour and noisy, as generated ones are."""
+def degrade(frames: Tensor, generator: torch.Generator) -> Tensor:
+    """Return frames (N, 3, H, W) slightly blurred, off-colour and noisy, like generated ones."""
     count, _, height, width = frames.shape
 
     def draw(*shape: int) -> Tensor:
@@ -70,7 +68,7 @@ def wear(frames: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def train_judge(net: SeparableRecogniser, seed: int, steps: int, batch: int, people: int, log: Log) -> None:
-    """Train on `people` people of people.py and a quarter as many strangers; half of a batch are views of each."""
+    """Train on `people` people of people.py and a quarter as many strangers, each half of a batch."""
     lr = 3e-3
     net.train()
     generator = torch.Generator().manual_seed(seed)
@@ -87,7 +85,7 @@ def train_judge(net: SeparableRecogniser, seed: int, steps: int, batch: int, peo
         views, points = draw_views(pool[drawn], 1, generator)
         views = torch.cat([views, frames[strange, moment]])
         points = torch.cat([points, landmarks[strange, moment]])
-        crops = crop_faces(wear(views, generator), points, generator, jitter=0.7)
+        crops = crop_faces(degrade(views, generator), points, generator, jitter=0.7)
         cosines = F.normalize(net(crops), dim=-1) @ F.normalize(classes, dim=-1).T
         target = torch.cat([drawn, len(pool) + strange])
         margins = MARGIN * F.one_hot(target, cosines.shape[1])

@@ -1,10 +1,11 @@
 """People drawn by another program than people.py: other shapes, colours, backgrounds and motion. PIL, SIZE x SIZE.
 
-The judge learns from them, so that it does not depend on one program's style. Faces are polygons and strokes, drawn
-back to front at OVERSAMPLED times the size and scaled down; they keep a face's layout, and little else.
+The judge is trained on them, too, so that it does not depend on one program's style. Faces are polygons and strokes,
+drawn back to front at OVERSAMPLED times the size and scaled down.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +18,7 @@ from rewardfl.data import write_video
 from tiny_world.people import FPS, NUM_FRAMES, SIZE
 
 OVERSAMPLED = 8
-
 Colour = tuple[int, int, int]
-
 Points = list[tuple[float, float]]
 
 SKINS: tuple[Colour, ...] = (
@@ -33,28 +32,18 @@ HAIRS: tuple[Colour, ...] = (
 )  # fmt: skip
 
 CLOTHES: tuple[Colour, ...] = (
-    (200, 60, 50),
-    (40, 90, 160),
-    (240, 200, 60),
-    (60, 130, 90),
-    (240, 240, 240),
-    (40, 40, 44),
-)
-
+    (200, 60, 50), (40, 90, 160), (240, 200, 60), (60, 130, 90), (240, 240, 240), (40, 40, 44),
+)  # fmt: skip
 HEADS = ("egg", "box", "hexagon", "wedge")
-
 CUTS = ("crop", "spikes", "mohawk", "bob", "curls", "cap", "bald")
-
 BEARDS = ("none", "none", "none", "goatee", "moustache", "full")
-
 EYES = ("almond", "round", "box")
-
 BACKGROUNDS = ("stripes", "checks", "dots", "rings", "noise")
 
 
 @dataclass(frozen=True)
 class Stranger:
-    """What one person looks like. Lengths in half head heights."""
+    """The appearance of a person. Lengths are in half head heights."""
 
     skin: Colour
     hair: Colour
@@ -96,37 +85,37 @@ class Pose:
 
 
 def draw_stranger(rng: np.random.Generator) -> Stranger:
-    """A person at random."""
+    """Draw a person."""
 
-    def one(options: tuple):
+    def choose(options: tuple):
         return options[int(rng.integers(len(options)))]
 
-    hair = one(HAIRS)
-    skin = one(SKINS)
+    hair = choose(HAIRS)
+    skin = choose(SKINS)
     return Stranger(
-        skin=skin, hair=hair, cloth=one(CLOTHES), head=one(HEADS), cut=one(CUTS), beard=one(BEARDS),
-        eyes=one(EYES), iris=one(((40, 26, 18), (30, 90, 50), (40, 90, 170), (110, 80, 30))),
+        skin=skin, hair=hair, cloth=choose(CLOTHES), head=choose(HEADS), cut=choose(CUTS), beard=choose(BEARDS),
+        eyes=choose(EYES), iris=choose(((40, 26, 18), (30, 90, 50), (40, 90, 170), (110, 80, 30))),
         glasses=bool(rng.random() < 0.3), width=rng.uniform(0.66, 0.84), eye_distance=rng.uniform(0.27, 0.37),
         eye_size=rng.uniform(0.115, 0.165), eye_height=rng.uniform(-0.16, -0.04), brow_slope=rng.uniform(-0.3, 0.3),
         brow_height=rng.uniform(0.18, 0.28), brow_thickness=rng.uniform(0.05, 0.12),
         nose_length=rng.uniform(0.14, 0.30), nose_width=rng.uniform(0.07, 0.15), mouth_width=rng.uniform(0.19, 0.32),
-        mouth_height=rng.uniform(0.48, 0.60), lip=one(((176, 52, 60), (140, 60, 50), (214, 110, 110), (96, 40, 44))),
+        mouth_height=rng.uniform(0.48, 0.60), lip=choose(((176, 52, 60), (140, 60, 50), (214, 110, 110), (96, 40, 44))),
         lip_thickness=rng.uniform(0.05, 0.11), smile=rng.uniform(-0.06, 0.12),
     )  # fmt: skip
 
 
 def draw_motion(rng: np.random.Generator, num_frames: int = NUM_FRAMES) -> list[Pose]:
-    """A motion: swaying, nodding or turning at an even pace, while some talk and some blink."""
+    """Draw a motion: swaying, nodding or turning at an even pace, perhaps with speech and a blink."""
     time = np.linspace(0, 1, num_frames)
 
     def swing(cycles: float) -> np.ndarray:
-        """A triangle wave in [-1, 1]: an even pace with turning points, where people.py's motions are sines."""
+        """Draw a triangle wave in [-1, 1], of constant speed; people.py's motions are sines."""
         phase = rng.uniform(0, 1)
         return 4 * np.abs((cycles * time + phase) % 1 - 0.5) - 1
 
     kind = int(rng.integers(3))
     side = float(rng.choice([-1.0, 1.0]))
-    eased = time**2 * (3 - 2 * time)  # a turn that starts and ends at rest
+    eased = time**2 * (3 - 2 * time)  # a turn with speed 0 at start and end
     sway = (3.0 if kind == 0 else 1.0) * swing(rng.uniform(0.5, 1.0))
     nod = (0.11 if kind == 1 else 0.03) * swing(rng.uniform(0.7, 1.2))
     yaw = side * 0.36 * (eased - 0.5) if kind == 2 else 0.07 * swing(rng.uniform(0.5, 0.9))
@@ -146,14 +135,14 @@ def draw_motion(rng: np.random.Generator, num_frames: int = NUM_FRAMES) -> list[
 
 
 def render(person: Stranger, poses: list[Pose], rng: np.random.Generator) -> Tensor:
-    """Frames (F, SIZE, SIZE, 3) uint8 before one background, which `rng` draws."""
+    """Draw frames (F, SIZE, SIZE, 3) uint8 with one background, which `rng` draws."""
     background = draw_background(rng)
     frames = [_frame(person, pose, background) for pose in poses]
     return torch.stack([torch.from_numpy(np.array(frame)) for frame in frames])
 
 
 def draw_background(rng: np.random.Generator) -> Image.Image:
-    """A pattern in two colours that are not far apart, darker towards one side, OVERSAMPLED times SIZE."""
+    """Draw a pattern in two similar colours, darker towards one side, OVERSAMPLED times SIZE."""
     kind, side = BACKGROUNDS[int(rng.integers(len(BACKGROUNDS)))], SIZE * OVERSAMPLED
     first = rng.uniform(50, 220, 3)
     second = np.clip(first + rng.uniform(-55, 55, 3), 20, 240)
@@ -192,7 +181,7 @@ class _Brush:
     def __init__(self, draw: ImageDraw.ImageDraw, pose: Pose):
         self.draw, self.pose = draw, pose
 
-    def place(self, x: float, y: float, depth: float) -> tuple[float, float]:
+    def project(self, x: float, y: float, depth: float) -> tuple[float, float]:
         pose = self.pose
         u, v = x * math.cos(pose.yaw) + depth * math.sin(pose.yaw), y + depth * pose.nod
         cos, sin = math.cos(pose.roll), math.sin(pose.roll)
@@ -200,31 +189,30 @@ class _Brush:
         return (px + 0.5) * OVERSAMPLED, (py + 0.5) * OVERSAMPLED
 
     def polygon(self, points: Points, colour: Colour, depth: float = 0.3) -> None:
-        self.draw.polygon([self.place(x, y, depth) for x, y in points], fill=colour)
+        self.draw.polygon([self.project(x, y, depth) for x, y in points], fill=colour)
 
     def oval(self, x: float, y: float, rx: float, ry: float, colour: Colour, depth: float = 0.3) -> None:
         self.polygon(oval(x, y, rx, ry), colour, depth)
 
     def line(self, points: Points, colour: Colour, width: float, depth: float = 0.3) -> None:
         pixels = max(1, round(width * self.pose.scale * OVERSAMPLED))
-        self.draw.line([self.place(x, y, depth) for x, y in points], fill=colour, width=pixels, joint="curve")
+        self.draw.line([self.project(x, y, depth) for x, y in points], fill=colour, width=pixels, joint="curve")
 
 
 def find_landmarks(person: Stranger, pose: Pose) -> Tensor:
     """Return the landmarks (5, 2) px in people.render's order: eyes, the nose's tip, the mouth's corners."""
-    canvas = Image.new("RGB", (1, 1))
-    brush = _Brush(ImageDraw.Draw(canvas), pose)
+    brush = _Brush(ImageDraw.Draw(Image.new("RGB", (1, 1))), pose)
     eye, mouth = person.eye_distance, person.mouth_width
     corner = person.mouth_height - person.smile
     points = (
         (-eye, person.eye_height, 0.3), (eye, person.eye_height, 0.3), (0.0, 0.06 + person.nose_length, 0.44),
         (-mouth, corner, 0.3), (mouth, corner, 0.3),
     )  # fmt: skip
-    return torch.tensor([brush.place(*point) for point in points]) / OVERSAMPLED - 0.5
+    return torch.tensor([brush.project(*point) for point in points]) / OVERSAMPLED - 0.5
 
 
 def describe(person: Stranger, poses: list[Pose]) -> str:
-    """Return the prompt of a clip in the words of people.py, the only ones that the tiny models know."""
+    """Describe a clip by a prompt in the words of people.py, the only words of the tiny models' tokenizer."""
     light = sum(person.hair) / 3
     hair = "blond" if light > 150 else "brown" if light > 80 else "dark"
     length = "long" if person.cut in ("bob", "curls") else "short"
@@ -242,20 +230,28 @@ def describe(person: Stranger, poses: list[Pose]) -> str:
 
 
 def write_clips(folder: Path, count: int, seed: int) -> None:
-    """Write folder/metadata.csv (video, prompt) and folder/videos/*.mp4, one clip of each of `count` strangers."""
-    (folder / "videos").mkdir(parents=True, exist_ok=True)
-    lines = ["video,prompt"]
-    for i in range(count):
+    """Write a data set with one clip of each of `count` strangers."""
+
+    def draw(i: int) -> tuple[Tensor, str]:
         rng = np.random.default_rng([seed, i])
         person, poses = draw_stranger(rng), draw_motion(rng)
-        video = render(person, poses, rng).permute(3, 0, 1, 2).float() / 127.5 - 1
-        write_video(folder / "videos" / f"{i:03d}.mp4", video, FPS)
-        lines.append(f'videos/{i:03d}.mp4,"{describe(person, poses)}"')
+        return render(person, poses, rng).permute(3, 0, 1, 2).float() / 127.5 - 1, describe(person, poses)
+
+    write_data_set(folder, map(draw, range(count)))
+
+
+def write_data_set(folder: Path, clips: Iterable[tuple[Tensor, str]]) -> None:
+    """Write clips (3, F, H, W) and their prompts to folder/videos/*.mp4 and folder/metadata.csv."""
+    (folder / "videos").mkdir(parents=True, exist_ok=True)
+    lines = ["video,prompt"]
+    for i, (clip, prompt) in enumerate(clips):
+        write_video(folder / "videos" / f"{i:03d}.mp4", clip, FPS)
+        lines.append(f'videos/{i:03d}.mp4,"{prompt}"')
     (folder / "metadata.csv").write_text("\n".join(lines) + "\n")
 
 
 def oval(x: float, y: float, rx: float, ry: float, power: float = 2.0, corners: int = 40) -> Points:
-    """The outline of a superellipse: power 2 is an ellipse, a larger one is nearer to a box."""
+    """Return the outline of a superellipse: power 2 is an ellipse, a larger power is nearer to a box."""
     angles = [2 * math.pi * i / corners for i in range(corners)]
     bent = [(math.copysign(abs(math.cos(a)) ** (2 / power), math.cos(a)),
              math.copysign(abs(math.sin(a)) ** (2 / power), math.sin(a))) for a in angles]  # fmt: skip
@@ -268,7 +264,7 @@ def shaded(colour: Colour, factor: float) -> Colour:
 
 
 def _outline(person: Stranger) -> Points:
-    """The head from the front: an egg, a rounded box, a hexagon, or a wedge with a pointed chin."""
+    """Return the head's outline from the front: an egg, a rounded box, a hexagon, or a wedge with a pointed chin."""
     w = person.width
     if person.head == "hexagon":
         return [(-0.6 * w, -0.95), (0.6 * w, -0.95), (w, -0.2), (0.85 * w, 0.55), (0.45 * w, 1.0), (-0.45 * w, 1.0),
@@ -282,7 +278,7 @@ def _outline(person: Stranger) -> Points:
 
 
 def _body(person: Stranger, brush: _Brush) -> None:
-    """Shoulders, neck, and the hair that hangs behind the head."""
+    """Draw shoulders, neck, and the hair behind the head."""
     w, back = person.width, -0.3
     if person.cut == "bob":
         brush.polygon([(-w - 0.2, -0.6), (w + 0.2, -0.6), (w + 0.26, 0.85), (-w - 0.26, 0.85)],
@@ -296,7 +292,7 @@ def _body(person: Stranger, brush: _Brush) -> None:
 
 
 def _head(person: Stranger, brush: _Brush) -> None:
-    """Ears, the head, its hair or cap, its beard and its nose."""
+    """Draw ears, head, hair or cap, beard and nose."""
     w, hair = person.width, person.hair
     for side in (-1, 1):
         brush.polygon([(side * (w - 0.05), -0.15), (side * (w + 0.13), -0.08), (side * (w + 0.08), 0.22),
@@ -342,19 +338,19 @@ def _hair(person: Stranger, brush: _Brush) -> None:
 
 def _eyes(person: Stranger, brush: _Brush, pose: Pose) -> None:
     size, ink = person.eye_size, (22, 20, 24)
-    opened = max(0.12, 1 - pose.blink)
+    openness = max(0.12, 1 - pose.blink)
     for side in (-1, 1):
         x, y = side * person.eye_distance, person.eye_height
         if person.eyes == "almond":
-            lid, wide, narrow = size * opened, 1.5 * size, 0.5 * size
+            lid, wide, narrow = size * openness, 1.5 * size, 0.5 * size
             white = [(x - wide, y), (x - narrow, y - lid), (x + narrow, y - lid), (x + wide, y), (x, y + lid)]
         else:
-            white = oval(x, y, 1.25 * size, size * opened, power=2.0 if person.eyes == "round" else 5.0)
+            white = oval(x, y, 1.25 * size, size * openness, power=2.0 if person.eyes == "round" else 5.0)
         brush.polygon([(x + 1.25 * (u - x), y + 1.35 * (v - y)) for u, v in white], shaded(person.skin, 0.4), 0.3)
         brush.polygon(white, (246, 246, 242), 0.3)
-        if opened > 0.4:
+        if openness > 0.4:
             gaze = x + 0.06 * math.sin(pose.yaw)
-            brush.oval(gaze, y, 0.68 * size, min(0.68, opened) * size, person.iris, 0.31)
+            brush.oval(gaze, y, 0.68 * size, min(0.68, openness) * size, person.iris, 0.31)
             brush.oval(gaze, y, 0.34 * size, 0.34 * size, ink, 0.31)
         brow, slope = y - person.brow_height, 0.19 * side * person.brow_slope
         ends = [(x - 0.19, brow + slope), (x + 0.19, brow - slope)]
@@ -368,7 +364,7 @@ def _eyes(person: Stranger, brush: _Brush, pose: Pose) -> None:
 
 
 def _mouth(person: Stranger, brush: _Brush, pose: Pose) -> None:
-    """Lips as a bent stroke, and a hexagon between them that speech opens."""
+    """Draw lips as a bent stroke, and a hexagon between them that speech opens."""
     half, y, smile = person.mouth_width - 0.03 * pose.mouth, person.mouth_height, person.smile
     gap = 0.13 * pose.mouth
     ends: Points = [(-half, y - smile), (half, y - smile)]

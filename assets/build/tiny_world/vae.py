@@ -1,9 +1,9 @@
-"""Training of two tiny AutoencoderKLWan: 4x spatial, 2x temporal compression, 16 latent channels, the same of both."""
+"""Training of two tiny AutoencoderKLWan, both with 4x spatial and 2x temporal compression and 16 latent channels."""
 
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,9 @@ SPATIAL, TEMPORAL, LATENT_CHANNELS = 4, 2, 16
 
 
 def new_vae(base_dim: int = 12, dim_mult: tuple[int, ...] = (1, 2, 3)) -> AutoencoderKLWan:
-    """A fresh VAE whose causal convolutions start as image convolutions: the taps of past frames are zero.
+    """Return an untrained VAE whose causal convolutions start as image convolutions: the taps of past frames are zero.
 
-    diffusers' default init gives all temporal taps the same weight, an average over time that takes long to
-    unlearn.
+    diffusers' init averages over time by equal temporal taps, which takes long to unlearn.
     """
     vae = AutoencoderKLWan(
         base_dim=base_dim, z_dim=LATENT_CHANNELS, dim_mult=list(dim_mult), num_res_blocks=1, attn_scales=[],
@@ -31,7 +30,7 @@ def new_vae(base_dim: int = 12, dim_mult: tuple[int, ...] = (1, 2, 3)) -> Autoen
 
 
 def new_residual_vae(base_dim: int = 24) -> AutoencoderKLWan:
-    """A fresh VAE of Wan2.2-TI2V-5B's kind: residual, two pixels a side to one before it. It starts as new_vae does."""
+    """Return an untrained VAE like Wan2.2-TI2V-5B's: residual, with patches of 2 x 2 pixels. It starts as new_vae's."""
     vae = AutoencoderKLWan(
         base_dim=base_dim, z_dim=LATENT_CHANNELS, dim_mult=[2, 2], num_res_blocks=1, attn_scales=[],
         temperal_downsample=[True], is_residual=True, in_channels=12, out_channels=12, patch_size=2,
@@ -42,7 +41,7 @@ def new_residual_vae(base_dim: int = 24) -> AutoencoderKLWan:
 
 
 def start_as_images(vae: AutoencoderKLWan) -> None:
-    """Every frame by itself: causal convolutions without their taps of past frames, resampling in time as a copy."""
+    """Make frames independent: zero the causal convolutions' taps of past frames, and resample in time by copies."""
     for module in vae.modules():
         if isinstance(module, torch.nn.Conv3d) and module.kernel_size == (3, 3, 3):
             module.weight.data[:, :, :-1] = 0
@@ -53,7 +52,7 @@ def start_as_images(vae: AutoencoderKLWan) -> None:
 
 
 def start_as_copy(time_conv: WanCausalConv3d) -> None:
-    """Downsampling in time starts as the mean of two frames, upsampling as showing the frame twice."""
+    """Make downsampling in time the mean of two frames, and upsampling the frame twice."""
     outputs, inputs = time_conv.weight.shape[:2]
     identity = torch.eye(inputs)
     time_conv.weight.data *= 0.1
@@ -67,7 +66,7 @@ def start_as_copy(time_conv: WanCausalConv3d) -> None:
 
 @contextlib.contextmanager
 def single_frames() -> Iterator[None]:
-    """Causal convolutions as 2-D ones, exact where the clip is one frame (its past is zeros) and four times as fast."""
+    """Run causal convolutions in 2-D: exact for clips of one frame, whose past is zero, and four times as fast."""
     original = WanCausalConv3d.forward
 
     def forward(self: WanCausalConv3d, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
@@ -82,21 +81,21 @@ def single_frames() -> Iterator[None]:
 
 
 def training_clips(count: int, generator: torch.Generator) -> Tensor:
-    """(count, 3, F, H, W) clips of random people who change along the clip, as those do that the experts make."""
+    """Draw clips (count, 3, F, H, W) of random people who drift, as in clips of the experts."""
     traits = draw_people(count, generator)
     motion, _ = draw_motion(count, generator)
     return render(drift(traits, generator), motion, generator)[0]
 
 
 def training_frames(count: int, generator: torch.Generator) -> Tensor:
-    """(count, 3, 1, H, W) single frames of random people."""
+    """Draw single frames (count, 3, 1, H, W) of random people."""
     motion, _ = draw_motion(count, generator)
     moment = Motion(*(value[:, :1] for value in vars(motion).values()))
     return render(draw_people(count, generator), moment, generator)[0]
 
 
 def raw_decode(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
-    """vae.decode without its clamp, whose gradient is zero where a pixel is out of range."""
+    """Decode without vae.decode's clamp, whose gradient is zero for pixels out of range."""
     x = vae.post_quant_conv(latents)
     cache: list = [None] * vae._cached_conv_counts["decoder"]
     chunks = [
@@ -107,44 +106,41 @@ def raw_decode(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
 
 
 def psnr(a: Tensor, b: Tensor) -> float:
-    """Peak signal-to-noise ratio in dB of tensors in [-1, 1]."""
+    """Return the peak signal-to-noise ratio in dB of tensors in [-1, 1]."""
     return float(10 * torch.log10(4 / (a - b).square().mean()))
 
 
-def train_vae(
-    vae: AutoencoderKLWan,
-    frames: bool,
-    steps: int,
-    batch: int,
-    lr: float,
-    seed: int,
-    log,
-    teacher: AutoencoderKLWan | None = None,
-) -> None:
-    """Autoencode for `steps` steps: single frames first (frames=True, cheap), then whole clips; no clamp, tiny KL.
+def learning_rate(step: int, steps: int, peak: float, warmup: int = 50) -> float:
+    """Return the rate at `step`: linear over `warmup` steps, then down to 1e-6 along a cosine."""
+    return peak * min(1, (step + 1) / warmup) * (0.5 + 0.5 * math.cos(math.pi * step / steps)) + 1e-6
 
-    teacher: whose latents the VAE's are to be, so that an expert of the one understands the other's.
+
+def train_vae(
+    vae: AutoencoderKLWan, frames: bool, steps: int, batch: int, lr: float, seed: int, log: Callable[[str], None],
+    teacher: AutoencoderKLWan | None = None,
+) -> None:  # fmt: skip
+    """Train by reconstruction and a tiny KL, on single frames (frames=True, cheap) or whole clips.
+
+    teacher: a VAE whose latents are the targets, so that its expert can read this VAE's latents.
     """
     trained = [parameter for parameter in vae.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.98), weight_decay=1e-4)
     generator = torch.Generator().manual_seed(seed)
     start, running = time.time(), None
     for step in range(steps):
-        rate = lr * min(1, (step + 1) / 50) * (0.5 + 0.5 * math.cos(math.pi * step / steps)) + 1e-6
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        optimizer.param_groups[0]["lr"] = learning_rate(step, steps, lr)
         clips = training_frames(batch, generator) if frames else training_clips(batch, generator)
         with single_frames() if frames else contextlib.nullcontext():
             posterior = vae.encode(clips).latent_dist
             decoded = raw_decode(vae, posterior.sample(generator))
             if teacher is not None:
                 with torch.no_grad():
-                    wanted = teacher.encode(clips).latent_dist.mode()
+                    target = teacher.encode(clips).latent_dist.mode()
         error = decoded - clips
         kl = posterior.kl().mean() / posterior.mean[0].numel()
         loss = error.square().mean() + 0.1 * error.abs().mean() + 3e-6 * kl
         if teacher is not None:
-            loss = loss + 0.03 * (posterior.mode() - wanted).square().mean()
+            loss = loss + 0.03 * (posterior.mode() - target).square().mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -157,7 +153,7 @@ def train_vae(
 
 @torch.no_grad()
 def set_latent_statistics(vae: AutoencoderKLWan, seed: int, count: int) -> None:
-    """Write mean and standard deviation of each latent channel over `count` clips into the VAE's config."""
+    """Write the mean and standard deviation of each latent channel over `count` clips into the VAE's config."""
     clips = training_clips(count, torch.Generator().manual_seed(seed))
     latents = torch.cat([vae.encode(part).latent_dist.mode() for part in clips.split(8)])
     latents = latents.transpose(0, 1).flatten(1)

@@ -1,45 +1,50 @@
 """The tiny world's video models: tokenizer, text encoder and Wan2.2-shaped experts, trained by flow matching.
 
-The experts first learn to draw clips of people who stay themselves. Then the base is trained on clips in which
-most people quickly turn into a stock face: it drifts. The cured model learns from the same clips without drift.
+The experts first learn from clips in which people keep their identity. Then the base is trained on clips in which most
+people quickly turn into a stock face: it drifts. The cured model is trained on the same clips without drift.
 """
 
 import copy
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanImageToVideoPipeline, WanTransformer3DModel
+from diffusers import (
+    AutoencoderKLWan,
+    DiffusionPipeline,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+    WanTransformer3DModel,
+)
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor, nn
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from tiny_world.people import draw_clips
-from tiny_world.vae import LATENT_CHANNELS, TEMPORAL
+from tiny_world.vae import LATENT_CHANNELS, TEMPORAL, learning_rate
 
 BOUNDARY, SHIFT = 0.9, 5.0
-
 TEXT_DIM, TEXT_LENGTH, SHORT_TEXT = 32, 512, 32
-
+LETTERS = "abcdefghijklmnopqrstuvwxyz.,'-0123456789"
 WORDS = """a person with short long blond brown dark hair and beard glasses
     talking silent turning moving left right facing the camera blinking nodding""".split()  # noqa: SIM905
 
 Log = Callable[[str], None]
 
 
-def new_tokenizer() -> T5Tokenizer:
-    """A unigram tokenizer of the captions' words, with letters for everything else; nothing is downloaded."""
-    letters = "abcdefghijklmnopqrstuvwxyz.,'-0123456789"
+def new_tokenizer(words: Sequence[str] = WORDS, **options: Any) -> T5Tokenizer:
+    """Return a unigram tokenizer of `words`, with letters for other text."""
     vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -4.0)]
-    vocabulary += [("\u2581" + word, -2.0) for word in WORDS] + [(letter, -6.0) for letter in letters]
-    return T5Tokenizer(vocab=vocabulary, extra_ids=0)
+    vocabulary += [("\u2581" + word, -2.0) for word in words] + [(letter, -6.0) for letter in LETTERS]
+    return T5Tokenizer(vocab=vocabulary, extra_ids=0, **options)
 
 
 def new_text_encoder(vocabulary: int) -> UMT5EncoderModel:
-    """A small UMT5 with random weights: fixed features of the words, enough to tell captions apart."""
+    """Return a small UMT5 with random weights: its fixed features distinguish the captions."""
     config = UMT5Config(
         vocab_size=vocabulary, d_model=TEXT_DIM, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
         feed_forward_proj="gated-gelu",
@@ -59,7 +64,7 @@ def new_expert(layers: int, heads: int = 4, head_dim: int = 32) -> WanTransforme
 
 
 class ShortTextAttention(WanAttnProcessor):
-    """Cross-attention over SHORT_TEXT tokens, equal to that over 512: the last of them stands for all the padding."""
+    """Cross-attention over SHORT_TEXT tokens, equal to that over 512: the last token represents all padding."""
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
         bias = torch.zeros(1, 1, 1, SHORT_TEXT, dtype=hidden_states.dtype)
@@ -69,9 +74,9 @@ class ShortTextAttention(WanAttnProcessor):
 
 @dataclass(frozen=True)
 class Clips:
-    """What an expert is trained on: normalised latents and conditions (N, C, T, h, w), text (N, SHORT_TEXT, d).
+    """Training data of an expert: normalised latents and conditions (N, C, T, h, w), text (N, SHORT_TEXT, d).
 
-    condition None: the first latent frame is the given one, as in Wan2.2-TI2V-5B.
+    condition None: the clean first latent frame is the condition, as in Wan2.2-TI2V-5B.
     """
 
     latents: Tensor
@@ -81,6 +86,7 @@ class Clips:
 
 @torch.no_grad()
 def encode_latents(vae: AutoencoderKLWan, video: Tensor) -> Tensor:
+    """Return the normalised latents of a video."""
     mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1)
     std = torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1)
     return (vae.encode(video).latent_dist.mode() - mean) / std
@@ -110,13 +116,13 @@ def training_set(pipe: WanImageToVideoPipeline, count: int, seed: int, log: Log)
 
 
 def sigma_ranges() -> dict[str, tuple[float, float]]:
-    """{expert: the range of the unshifted sigmas at which it answers}; "only" answers at all of them."""
-    split = BOUNDARY / (SHIFT - (SHIFT - 1) * BOUNDARY)  # where the unshifted sigma reaches the boundary
+    """Return {expert: its range of unshifted sigmas}; "only" has all of them."""
+    split = BOUNDARY / (SHIFT - (SHIFT - 1) * BOUNDARY)  # the boundary's unshifted sigma
     return {"high": (split, 1.0), "low": (0.0, split), "only": (0.0, 1.0)}
 
 
 def network_input(x: Tensor, clean: Tensor, condition: Tensor | None, sigma: Tensor) -> tuple[Tensor, Tensor]:
-    """(what the transformer is given, its timesteps): those of each token where the first latent frame is given."""
+    """Return the transformer's input and its timesteps, by token where the first latent frame is the condition."""
     if condition is not None:
         return torch.cat([x, condition], 1), 1000 * sigma
     height, width = x.shape[3] // 2, x.shape[4] // 2  # of tokens
@@ -140,20 +146,13 @@ class RopeOfSomeFrames(nn.Module):
 
 
 def train_expert(
-    expert: WanTransformer3DModel,
-    clips: Clips,
-    name: str,
-    steps: int,
-    seed: int,
-    log: Log,
-    lr: float = 1.5e-3,
-    batch: int = 4,
-    seen: int = 3,
-) -> WanTransformer3DModel:
+    expert: WanTransformer3DModel, clips: Clips, name: str, steps: int, seed: int, log: Log, lr: float = 1.5e-3,
+    batch: int = 4, seen: int = 3,
+) -> WanTransformer3DModel:  # fmt: skip
     """Return the moving average of an expert's weights, trained by flow matching in its range (sigma_ranges).
 
-    seen: how many latent frames of a clip a step sees, the first among them. The prompt and the first frame decide
-    nearly all of every frame, so that a part teaches almost as much as the whole, at the part's price.
+    seen: number of latent frames of a clip in a step, with the first. Prompt and first frame determine nearly all of
+    every frame, so that few frames train almost as well as all, at a lower cost.
     """
     first = int(clips.condition is None)  # the first latent frame to be generated
     frames = clips.latents.shape[2]
@@ -167,14 +166,13 @@ def train_expert(
     start, running = time.time(), None
     low, high = sigma_ranges()[name]
     for step in range(steps):
-        rate = lr * min(1, (step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * step / steps)) + 1e-6
-        optimizer.param_groups[0]["lr"] = rate
+        optimizer.param_groups[0]["lr"] = learning_rate(step, steps, lr, warmup=100)
         rows = torch.randint(0, len(clips.latents), (batch,), generator=generator)
         rope.chosen = [0, *(1 + torch.randperm(frames - 1, generator=generator)[: seen - 1].sort().values).tolist()]
         x0, text = clips.latents[rows][:, :, rope.chosen].float(), clips.text[rows]
         condition = None if clips.condition is None else clips.condition[rows][:, :, rope.chosen].float()
         s = low + (high - low) * torch.rand(batch, generator=generator)
-        sigma = SHIFT * s / (1 + (SHIFT - 1) * s)  # as a shifted schedule visits them
+        sigma = SHIFT * s / (1 + (SHIFT - 1) * s)  # distributed as in a shifted schedule
         noise = torch.randn(x0.shape, generator=generator)
         x = (1 - sigma.view(-1, 1, 1, 1, 1)) * x0 + sigma.view(-1, 1, 1, 1, 1) * noise
         velocity = expert(*network_input(x, x0, condition, sigma), text, return_dict=False)[0]
@@ -196,7 +194,7 @@ def train_expert(
 
 
 def new_pipeline(vae: AutoencoderKLWan, layers: int) -> WanImageToVideoPipeline:
-    """The pipeline around a VAE, with untrained experts of so many layers."""
+    """Return a pipeline with this VAE and untrained experts of `layers` layers."""
     tokenizer = new_tokenizer()
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=SHIFT)
     return WanImageToVideoPipeline(
@@ -206,10 +204,10 @@ def new_pipeline(vae: AutoencoderKLWan, layers: int) -> WanImageToVideoPipeline:
     )  # fmt: skip
 
 
-def converted(pipe: WanImageToVideoPipeline, vae: AutoencoderKLWan) -> WanImageToVideoPipeline:
-    """A pipeline of Wan2.2-TI2V-5B's kind: the low-noise expert, which no longer sees a condition, around another VAE.
+def convert_pipeline(pipe: WanImageToVideoPipeline, vae: AutoencoderKLWan) -> WanImageToVideoPipeline:
+    """Return a pipeline like Wan2.2-TI2V-5B's: another VAE, and the low-noise expert without its condition inputs.
 
-    The expert has to be trained on; what it knows of people is a start.
+    The expert needs further training.
     """
     old = pipe.transformer_2
     config = dict(old.config) | {"in_channels": LATENT_CHANNELS}
@@ -223,9 +221,9 @@ def converted(pipe: WanImageToVideoPipeline, vae: AutoencoderKLWan) -> WanImageT
     )  # fmt: skip
 
 
-def save_pipeline(pipe: WanImageToVideoPipeline, folder: Path) -> None:
-    """save_pretrained with float16 weights, which halves the files; they are loaded as float32."""
-    for part in (pipe.transformer, pipe.transformer_2, pipe.vae, pipe.text_encoder):
-        for parameter in () if part is None else part.parameters():
+def save_pipeline(pipe: DiffusionPipeline, folder: Path) -> None:
+    """Save with float16 weights, which halves the files; they are loaded as float32."""
+    for part in pipe.components.values():
+        for parameter in part.parameters() if isinstance(part, nn.Module) else ():
             parameter.data = parameter.data.half()
     pipe.save_pretrained(folder)
