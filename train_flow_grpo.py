@@ -266,12 +266,15 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
                     loss = torch.maximum(-advantage * ratio, -advantage * clipped_ratio).mean()
                     clipped = grpo.clip_mask(ratio, advantage, clip_low, clip_high)  # these have no gradient
-                    if cfg.grpo.objective == "guard":  # a step's gradient is proportional to |dt|
-                        loss = loss / abs(kernel.dt(i))
-                    kl = torch.zeros_like(log_prob)  # (B,)
-                    if reference_mean is not None:
-                        kl = flow.transition_kl(mean, reference_mean, transition.std)
-                        loss = loss + cfg.grpo.kl_weight * kl.mean()
+                    # guard: a step's gradient is proportional to |dt|
+                    loss = loss / (abs(kernel.dt(i)) if cfg.grpo.objective == "guard" else 1)
+                    has_kl = reference_mean is not None
+                    kl = (
+                        flow.transition_kl(mean, reference_mean, transition.std)
+                        if has_kl
+                        else torch.zeros_like(log_prob)
+                    )
+                    loss = loss + cfg.grpo.kl_weight * kl.mean()
                     job.backward(loss / per_process)
                 losses.append(loss.detach())
                 row = torch.tensor([member.row for member in rollout.members], device=job.device)
