@@ -51,8 +51,7 @@ from rewardfl.training.update_metrics import common_metrics, flow_grpo_metrics
 from rewardfl.training.workload import make_workload
 from rewardfl.windows import draw_window
 
-# what is logged of each sample and step of an update
-STATISTICS = ("advantage", "ratio", "clipped", "kl", "log_prob", "old_log_prob", "row")
+STATISTICS = ("advantage", "ratio", "clipped", "kl", "log_prob", "old_log_prob", "row")  # of each sample and step
 
 
 def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_folder: RunFolder) -> int:
@@ -266,14 +265,9 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
                     loss = torch.maximum(-advantage * ratio, -advantage * clipped_ratio).mean()
                     clipped = grpo.clip_mask(ratio, advantage, clip_low, clip_high)  # these have no gradient
-                    # guard: a step's gradient is proportional to |dt|
-                    loss = loss / (abs(kernel.dt(i)) if cfg.grpo.objective == "guard" else 1)
-                    has_kl = reference_mean is not None
-                    kl = (
-                        flow.transition_kl(mean, reference_mean, transition.std)
-                        if has_kl
-                        else torch.zeros_like(log_prob)
-                    )
+                    loss = loss / (abs(kernel.dt(i)) if cfg.grpo.objective == "guard" else 1)  # its gradient has |dt|
+                    no_kl = torch.zeros_like(log_prob)  # (B,)
+                    kl = flow.transition_kl(mean, reference_mean, transition.std) if cfg.grpo.kl_weight else no_kl
                     loss = loss + cfg.grpo.kl_weight * kl.mean()
                     job.backward(loss / per_process)
                 losses.append(loss.detach())
