@@ -126,7 +126,7 @@ def test_it_is_small():
 @pytest.mark.slow(30)
 @pytest.mark.long
 def test_the_tool_builds_it_from_a_seed(tmp_path):
-    run = zygote.run(["tools/make_tiny_images.py", "--quick", "--out", tmp_path / "images"], cwd=ROOT)
+    run = zygote.run(["assets/build/make_tiny_images.py", "--quick", "--out", tmp_path / "images"], cwd=ROOT)
     assert run.returncode == 0, run.stderr
     made = {path.relative_to(tmp_path / "images") for path in (tmp_path / "images").rglob("*") if path.is_file()}
     kept = {path.relative_to(IMAGES) for path in IMAGES.rglob("*") if path.is_file()}

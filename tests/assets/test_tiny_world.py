@@ -228,8 +228,8 @@ def test_a_stranger_stands_where_the_landmarks_say():
 
 @pytest.mark.long
 def test_quick_rebuild(tmp_path):
-    """Every stage of tools/make_tiny_world.py with next to no training."""
-    run = zygote.run(["tools/make_tiny_world.py", "--quick", "--out", tmp_path / "world"], cwd=ROOT)
+    """Every stage of make_tiny_world.py with next to no training."""
+    run = zygote.run(["assets/build/make_tiny_world.py", "--quick", "--out", tmp_path / "world"], cwd=ROOT)
     assert run.returncode == 0, run.stderr[-3000:]
     for file in (
         "figures.json",
