@@ -16,7 +16,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 # what tests start is this checkout's, whichever is installed
-os.environ["PYTHONPATH"] = os.pathsep.join(str(ROOT / folder) for folder in (".", "tests/support", "assets/build"))
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    str(ROOT / folder) for folder in (".", "tests", "tests/support", "assets/build")
+)
 os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when it is imported
 os.environ["OMP_NUM_THREADS"] = "1"  # the suite runs several workers
 

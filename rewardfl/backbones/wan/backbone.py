@@ -126,7 +126,7 @@ class Wan:
         return files.linear_layers(self.layout.opened[self.experts[-1]])
 
     def adapter_shapes(self, expert: str, adapter: Adapter) -> dict[str, tuple[int, ...]]:
-        config = files.read_config(self.layout, self.variant.parts[expert])
+        config = files.read_part_config(self.layout, self.variant.parts[expert])
         empty = model.new_expert(config, torch.float32, config["num_layers"], adapter)
         return {name: tuple(value.shape) for name, value in empty.named_parameters() if value.requires_grad}
 
@@ -136,7 +136,7 @@ class Wan:
         return files.files(self.layout) | {name: [Path(path)] for name, path in distilled.items() if path}
 
     def settings(self) -> dict[str, Any]:
-        parts = {part: files.read_config(self.layout, part) for part in (*self.variant.parts.values(), "vae")}
+        parts = {part: files.read_part_config(self.layout, part) for part in (*self.variant.parts.values(), "vae")}
         plain = {
             part: {key: value for key, value in config.items() if not key.startswith("_")}  # the version that wrote it
             for part, config in parts.items()
@@ -274,7 +274,7 @@ def describe(name: str, source: Source) -> Wan:
 
 
 def _make_wan(layout: files.Layout, source: Source, load_parts: Load) -> Wan:
-    vae, variant = files.read_config(layout, "vae"), layout.variant
+    vae, variant = files.read_part_config(layout, "vae"), layout.variant
     if source.embedded_guidance is not None:
         raise InputError(
             f"model.embedded_guidance: {variant.published} is told none, got {source.embedded_guidance:g}; remove it "
@@ -296,7 +296,9 @@ def _make_wan(layout: files.Layout, source: Source, load_parts: Load) -> Wan:
         spatial=vae.get("scale_factor_spatial", 8),
         temporal=vae.get("scale_factor_temporal", 4),
         channels=vae.get("z_dim", 16),
-        positions=min(files.read_config(layout, part).get("rope_max_seq_len", 1024) for part in variant.parts.values()),
+        positions=min(
+            files.read_part_config(layout, part).get("rope_max_seq_len", 1024) for part in variant.parts.values()
+        ),
         layout=layout,
         source=source,
     )

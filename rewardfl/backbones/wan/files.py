@@ -245,7 +245,7 @@ def open_files(layout: Layout) -> Layout:
                 f"{checkpoint.files[0]} is given as the {expert} expert, its name or folder says {expert_in_name}; "
                 "swap the two, or rename it"
             )
-        config = read_config(layout, layout.variant.parts[expert])
+        config = read_part_config(layout, layout.variant.parts[expert])
         _check_variant(layout.variant, checkpoint, config)
         sources(checkpoint, config)
         checkpoints[expert] = checkpoint
@@ -270,9 +270,9 @@ def _check_experts_differ(experts: list[Checkpoint]) -> None:
 def _check_configs(layout: Layout) -> None:
     """Raise InputError unless the networks' inputs are the variant's."""
     variant = layout.variant
-    temporal = read_config(layout, "vae").get("scale_factor_temporal", 4)
+    temporal = read_part_config(layout, "vae").get("scale_factor_temporal", 4)
     for part in variant.parts.values():
-        config = read_config(layout, part)
+        config = read_part_config(layout, part)
         expected, actual = variant.in_channels(config, temporal), config["in_channels"]
         if actual != expected:
             difference = f"in_channels {actual} (not {expected})"
@@ -333,7 +333,7 @@ def linear_layers(checkpoint: Checkpoint) -> list[str]:
     return [name.removesuffix(suffix) for name, w in weights.items() if name.endswith(suffix) and len(w.shape) == 2]
 
 
-def read_config(layout: Layout, part: str) -> dict[str, Any]:
+def read_part_config(layout: Layout, part: str) -> dict[str, Any]:
     """Read a part's config.json."""
     return read_json(layout.configs / part / "config.json")
 

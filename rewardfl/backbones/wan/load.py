@@ -26,7 +26,7 @@ from transformers import (
 
 from rewardfl import lora
 from rewardfl.backbones.stock import LOCAL, complete, pipeline_class, read_json
-from rewardfl.backbones.wan.files import Layout, open_files, read_config, sources
+from rewardfl.backbones.wan.files import Layout, open_files, read_part_config, sources
 from rewardfl.backbones.wan.model import empty_expert
 from rewardfl.weights import lora_files, merge, shards, wan_names
 from rewardfl.weights.lora_files import Lora
@@ -56,7 +56,7 @@ def load_pipeline(
     )
     for name in variant.parts.keys() & parts:
         loras = [adapter for adapter in distilled if adapter.expert == name]
-        config = read_config(layout, variant.parts[name])
+        config = read_part_config(layout, variant.parts[name])
         expert = load_expert(checkpoints[name], config, dtype, loras if distill_mode == "fuse" else ())
         for adapter in loras if distill_mode == "adapter" else ():
             lora.attach_frozen(expert, adapter)
@@ -108,7 +108,7 @@ def _load_vae(layout: Layout, dtype: torch.dtype) -> AutoencoderKLWan:
     if path.is_dir():
         return complete(path, *AutoencoderKLWan.from_pretrained(path, torch_dtype=dtype, **LOCAL))
     with torch.device("meta"):
-        model = AutoencoderKLWan.from_config(read_config(layout, "vae"))
+        model = AutoencoderKLWan.from_config(read_part_config(layout, "vae"))
     state = _read_state(path)
     _fill(model, state if "quant_conv.weight" in state else vae_state(state), dtype, path)
     return model

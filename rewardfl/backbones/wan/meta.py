@@ -26,11 +26,11 @@ def on_meta(layout: files.Layout, dtype: torch.dtype, shape: Shape, video: tuple
     """Return the model's parts. shape: (C, T, h, w) of the sampled latents; video: frames, height and width."""
     variant = layout.variant
     with torch.device("meta"):
-        vae = AutoencoderKLWan.from_config(files.read_config(layout, "vae"))
-        text = UMT5EncoderModel(UMT5Config(**files.read_config(layout, "text_encoder"))).to(dtype).eval()
+        vae = AutoencoderKLWan.from_config(files.read_part_config(layout, "vae"))
+        text = UMT5EncoderModel(UMT5Config(**files.read_part_config(layout, "text_encoder"))).to(dtype).eval()
         tokens = torch.empty(1, TEXT_LENGTH, dtype=torch.long)
     stock.cast(vae, dtype).requires_grad_(False)
-    configs = {name: files.read_config(layout, part) for name, part in variant.parts.items()}
+    configs = {name: files.read_part_config(layout, part) for name, part in variant.parts.items()}
     whole = (shape[0], shape[1] + (variant.image == "frame"), *shape[2:])  # with the conditioning's frame
     experts: dict[str, tuple[ExpertOnMeta, ...]] = {}
     for name, config in configs.items():
