@@ -1,4 +1,4 @@
-"""Serves a reward over HTTP: what tools/serve_reward.py runs. The wire format is at the top of wire.py."""
+"""A reward over HTTP, for tools/serve_reward.py. rewards/remote/wire.py describes the format."""
 
 import asyncio
 import hmac
@@ -30,97 +30,92 @@ from rewardfl.rewards.scoring import RewardResult, concat_results
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 256  # at a time, with and without a token; uvicorn answers the next ones with 503
-
+MAX_CONNECTIONS = 256  # at a time, with and without a token; uvicorn answers further ones with 503
 WAIT_SECONDS = 10  # for a place among the bodies in memory
-
-ASK_AGAIN = {"Retry-After": "1"}  # seconds; a client without a place has waited here already
-
+ASK_AGAIN = {"Retry-After": "1"}  # seconds, short since the client has waited WAIT_SECONDS
 BODY_SECONDS = 120  # for a body to arrive
+DRAIN_SECONDS = 60  # for running requests when the server stops
 
-DRAIN_SECONDS = 60  # for what is being scored when the server is told to stop
-
-# All that goes wrong in a reward, the device's memory (RuntimeError) included; it is the client's to know of.
+# Exceptions of rewards, the device's memory (RuntimeError) included, that the client gets as a message.
 REWARD_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
 
 
 class Service:
-    """A reward that answers requests, one at a time on its device, in micro-batches of `batch` clips.
+    """A reward that scores requests one at a time on its device, in micro-batches of `batch` clips.
 
-    reward: one of rewards.build, whose answers are checked. max_bytes: of a request's body. token: what /score asks
-    for, "" for nothing.
+    reward: of rewards.build, which checks its output. max_bytes: of a request's body. token: required for /score, ""
+    for none.
     """
 
     def __init__(self, reward: Reward, device: str | torch.device, batch: int, max_bytes: int, token: str = ""):
         self.reward, self.device = reward.to(device).eval(), torch.device(device)
         self.batch, self.max_bytes, self.token = batch, max_bytes, token
-        self._device_is_ours = threading.Lock()
+        self._device_lock = threading.Lock()
 
     def health(self) -> bytes:
-        """The JSON that GET /health answers."""
+        """Return the JSON of GET /health."""
         state = {"status": "ok", "reward": self.reward.name, "version": wire.VERSION}
         return json.dumps(state | {"max_bytes": self.max_bytes}).encode()
 
     def check(self, headers: Headers) -> None:
-        """HTTPException for a scoring request that is refused by its headers, before its body is read."""
-        given, wanted = headers.get("Authorization", ""), f"Bearer {self.token}"
-        # in a time that does not tell how much of it was right
-        if self.token and not hmac.compare_digest(given.encode(), wanted.encode()):
+        """Raise HTTPException for a scoring request with wrong headers, before its body is read."""
+        actual, expected = headers.get("Authorization", ""), f"Bearer {self.token}"
+        # in constant time, so that the time does not reveal the token
+        if self.token and not hmac.compare_digest(actual.encode(), expected.encode()):
             raise HTTPException(401, "this server wants its token: Authorization: Bearer <token>")
         if headers.get("Content-Type", "").partition(";")[0].strip().lower() != wire.CONTENT_TYPE:
             raise HTTPException(415, f"Content-Type must be {wire.CONTENT_TYPE}, got {headers.get('Content-Type')}")
-        self.check_size(int(headers.get("Content-Length", 0)))  # h11 refuses what is no whole number
+        self.check_size(int(headers.get("Content-Length", 0)))  # h11 has checked that it is a whole number
 
     def check_size(self, size: int) -> None:
         if size > self.max_bytes:
             raise HTTPException(413, f"a body of {size} bytes; this server takes at most {self.max_bytes} (--max-mb)")
 
     def score(self, body: bytes) -> tuple[bytes, int]:
-        """The answer to the body of POST /score, and the number of clips; HTTPException where there is none."""
+        """Return the answer to the body of POST /score, and the number of clips. Raise HTTPException for an error."""
         try:
             clips = wire.unpack_request(body)
         except wire.WireError as error:
             raise HTTPException(400, str(error)) from None
         try:
-            with self._device_is_ours:
-                outputs = [self._score(clips[i : i + self.batch]) for i in range(0, len(clips), self.batch)]
-            output = concat_results(outputs).output
+            with self._device_lock:
+                results = [self._score(clips[i : i + self.batch]) for i in range(0, len(clips), self.batch)]
+            output = concat_results(results).output
             return wire.pack_answer(output.score, output.valid, output.parts), len(clips)
         except REWARD_ERRORS as error:
             log.exception("reward %s failed", self.reward.name)
             sent = clips[0].reference is not None
             hint = "" if sent else "; the request held no real clips (the client's send_reference)"
-            said = f"reward {self.reward.name} failed: {type(error).__name__}: {error}{hint}"
-            raise HTTPException(500, said) from None
+            message = f"reward {self.reward.name} failed: {type(error).__name__}: {error}{hint}"
+            raise HTTPException(500, message) from None
 
     @torch.no_grad()
     def _score(self, clips: list[Clip]) -> RewardResult:
-        """What the reward says of one micro-batch, at rest."""
         references = [self._reference(clip) for clip in clips]
         output = self.reward(torch.stack([self._video(clip.frames) for clip in clips]), references)
         return RewardResult(output, torch.zeros(len(clips)).bool()).at_rest()
 
     def _reference(self, clip: Clip) -> dict[str, Tensor] | None:
-        """What the reward keeps of the clip's prompt, and of its real clip: of no frames where none was sent."""
-        no_frames = clip.frames[:0]
-        kept = self.reward.reference(self._video(no_frames if clip.reference is None else clip.reference), clip.prompt)
-        if kept is None and clip.reference is None:
+        """Return `Reward.reference` of the clip's prompt and real clip, of no frames where none was sent."""
+        frames = clip.frames[:0] if clip.reference is None else clip.reference
+        reference = self.reward.reference(self._video(frames), clip.prompt)
+        if reference is None and clip.reference is None:
             raise ValueError("it compares with the real clip")
-        return kept
+        return reference
 
     def _video(self, frames: Tensor) -> Tensor:
-        """(3, F, H, W) in [-1, 1] on the device."""
+        """Convert frames (F, H, W, 3) uint8 to (3, F, H, W) in [-1, 1] on the device."""
         return data.to_float(frames.to(self.device)).contiguous()
 
 
 def check_host(host: str, token: str) -> None:
-    """ValueError for an address that others can reach, unless there is a token."""
-    ours = host == "localhost"
-    with suppress(ValueError):  # another name: it may resolve to anything
-        ours = ours or ipaddress.ip_address(host).is_loopback
-    if not ours and not token:
+    """Raise ValueError for an address that other machines can reach, unless there is a token."""
+    local = host == "localhost"
+    with suppress(ValueError):  # another name: it may resolve to any address
+        local = local or ipaddress.ip_address(host).is_loopback
+    if not local and not token:
         raise ValueError(
             f"--host {host}: without a token the server listens on this machine only (127.0.0.1); name the environment "
             "variable that holds one with --token-env"
@@ -128,7 +123,7 @@ def check_host(host: str, token: str) -> None:
 
 
 class RewardServer:
-    """Listens at (host, port); port 0 takes a free one, see `address`. OSError for an address that cannot be had."""
+    """Listens at (host, port); port 0 takes a free one, see `address`. Raises OSError for an unavailable address."""
 
     def __init__(self, address: tuple[str, int], service: Service):
         check_host(address[0], service.token)
@@ -136,31 +131,23 @@ class RewardServer:
         self._places = asyncio.Semaphore(wire.PLACES)
         app = Starlette(
             routes=[Route("/health", self._health), Route("/score", self._score, methods=["POST"])],
-            exception_handlers={HTTPException: _refuse},  # type: ignore[dict-item]  # it is called with no other
+            exception_handlers={HTTPException: _refuse},  # type: ignore[dict-item]  # called with this type only
         )
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._socket = socket.create_server(address, family=family)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
-        config = uvicorn.Config(
-            app,
-            http="h11",
-            ws="none",
-            loop="asyncio",
-            lifespan="off",
-            server_header=False,
-            proxy_headers=False,  # or a client may choose the address that the log names
-            log_config=None,
-            limit_concurrency=MAX_CONNECTIONS,
-            timeout_graceful_shutdown=DRAIN_SECONDS,
-        )
-        self._uvicorn = uvicorn.Server(config)
+        self._uvicorn = uvicorn.Server(uvicorn.Config(
+            app, http="h11", ws="none", loop="asyncio", lifespan="off", server_header=False, log_config=None,
+            proxy_headers=False,  # otherwise a client may choose the address in the log
+            limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=DRAIN_SECONDS,
+        ))  # fmt: skip
 
     def run(self) -> None:
-        """Until `stop`, then until what is being scored is answered. In the main thread also until a signal."""
+        """Serve until `stop`, in the main thread also until a signal; then answer the running requests."""
         self._uvicorn.run(sockets=[self._socket])
 
     def stop(self) -> None:
-        """Take no more requests, answer those being scored, end `run`; from any thread."""
+        """End `run` from any thread: take no more requests and answer the running ones."""
         self._uvicorn.should_exit = True
 
     async def _health(self, request: Request) -> Response:
@@ -173,13 +160,13 @@ class RewardServer:
             body = await self._body(request)
             try:
                 answer, count = await run_in_threadpool(self.service.score, body)
-            except asyncio.CancelledError:  # by uvicorn, when it is told to stop and DRAIN_SECONDS are over
+            except asyncio.CancelledError:  # uvicorn cancels DRAIN_SECONDS after it begins to stop
                 raise HTTPException(503, "shutting down") from None
         log.info("%d clips, %.1f MB, %.2f s", count, len(body) / 1e6, time.monotonic() - start)
         return Response(answer, media_type=wire.CONTENT_TYPE)
 
     async def _body(self, request: Request) -> bytes:
-        """A request's body. HTTPException when it is too long, does not arrive in time or is cut off."""
+        """Read a request's body. Raise HTTPException when it is too long, does not arrive in time or is cut off."""
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
@@ -187,7 +174,7 @@ class RewardServer:
                     body += block
                     self.service.check_size(len(body))
         except TimeoutError:
-            # 503: the client is to try again
+            # 503: the client tries again
             raise HTTPException(503, f"the body came too slowly: {len(body)} bytes; send it again") from None
         except ClientDisconnect:
             raise HTTPException(400, f"the client went away after {len(body)} bytes") from None
@@ -195,7 +182,7 @@ class RewardServer:
 
     @asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:
-        """A place among the requests whose bodies are in memory; HTTPException when none comes free."""
+        """Hold a place among the requests with bodies in memory. Raise HTTPException when none becomes free."""
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 await self._places.acquire()
@@ -210,6 +197,6 @@ class RewardServer:
 
 
 async def _refuse(request: Request, error: HTTPException) -> Response:
-    # ascii: a client does not get to write lines of its own
+    # ascii: a client cannot write line breaks into the log
     log.info("%d %s", error.status_code, ascii(error.detail))
     return JSONResponse({"error": error.detail}, error.status_code, error.headers)

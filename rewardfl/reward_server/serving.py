@@ -1,4 +1,4 @@
-"""Serving a reward: the work of tools/serve_reward.py."""
+"""The command tools/serve_reward.py: check its arguments, build the reward, serve until a signal."""
 
 import argparse
 import logging
@@ -16,7 +16,7 @@ STOPPED, NO_ADDRESS, REFUSED = 0, 1, 2  # exit codes
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serving a reward: the exit code."""
+    """Serve a reward and return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
         args.device = command_line.resolve_device(args.device)
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def listen(args: argparse.Namespace) -> RewardServer:
-    """The server, bound to its address; ValueError, TypeError or RuntimeError for settings that cannot work."""
+    """Build the server, bound to its address. Raise ValueError, TypeError or RuntimeError for wrong settings."""
     if args.batch < 1:
         raise ValueError(f"--batch must be 1 or more, got {args.batch}")
     if not 1e-6 <= args.max_mb < math.inf:
@@ -49,11 +49,11 @@ def listen(args: argparse.Namespace) -> RewardServer:
 
 
 def serve(server: RewardServer) -> None:
-    """Until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    # a daemon: a reward that hangs does not keep the process alive
+    # a daemon thread: a reward that hangs does not keep the process alive
     running = threading.Thread(target=server.run, name="serve", daemon=True)
     running.start()
     host, port = server.address

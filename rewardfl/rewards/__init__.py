@@ -1,4 +1,4 @@
-"""Rewards: what a generated video is worth, by the name that the configuration gives it."""
+"""Rewards: scores of generated videos, by their name in the configuration."""
 
 # ruff: noqa: F401  (this file only re-exports)
 

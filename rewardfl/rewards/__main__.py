@@ -45,10 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         reward = build(args.reward, read_settings(args.settings), "--settings").to(args.device)
-        rows = (
-            {row.video.stem: row for row in data.load_metadata(args.metadata) if row.video} if args.metadata else None
-        )
-        print(table(score_files(reward, args.videos, rows, args.prompt, args.reference, args.device)))
+        print(table(score_files(reward, args)))
     except ValueError as error:
         print(escape_control(f"error: {error}"), file=sys.stderr)
         return 2
@@ -56,52 +53,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def list_rewards() -> str:
-    """All rewards of this project."""
+    """Return the table of this project's rewards."""
     words: dict[object, str] = {True: "yes", False: "no", "": "-"}
     rows = [{column: getattr(find_reward(name), column) for column in COLUMNS} for name in sorted(REWARDS)]
     return table([{column: words.get(value, str(value)) for column, value in row.items()} for row in rows])
 
 
 def read_settings(settings: Sequence[str]) -> dict[str, object]:
-    """["chunk=4", ...] as {"chunk": 4, ...}, values read as YAML, as in a config."""
-    read = {}
+    """Parse ["chunk=4", ...] to {"chunk": 4, ...}, values as YAML. Raise ValueError for a setting without "="."""
+    parsed = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:
             raise ValueError(f"--settings {setting!r}: write key=value")
-        read[key] = yaml.safe_load(value) if value else ""
-    return read
+        parsed[key] = yaml.safe_load(value) if value else ""
+    return parsed
 
 
 @torch.no_grad()
-def score_files(
-    reward: Reward,
-    videos: Sequence[str],
-    rows: dict[str, data.Row] | None,
-    prompt: str,
-    reference: str | None,
-    device: str,
-) -> list[dict[str, str]]:
-    """A table's rows: file, score (- for invalid) and parts of each video."""
-    found = []
-    for path in videos:
-        video = data.to_float(data.read_video(path)).to(device)
-        real = reference
-        if rows is not None:
+def score_files(reward: Reward, args: argparse.Namespace) -> list[dict[str, str]]:
+    """Score the videos of the command line; return table rows of file, score (- for invalid) and parts."""
+    rows = {row.video.stem: row for row in data.load_metadata(args.metadata) if row.video} if args.metadata else {}
+    results, prompt = [], args.prompt
+    for path in args.videos:
+        video = data.to_float(data.read_video(path)).to(args.device)
+        real = args.reference
+        if args.metadata:
             if Path(path).stem not in rows:
                 raise ValueError(f"{path}: no row of --metadata has a video of that name")
             row = rows[Path(path).stem]
-            prompt, real = row.prompt, reference or row.reference_video or row.video
-        clip = data.to_float(data.read_video(real)).to(device) if real else video
+            prompt, real = row.prompt, real or row.reference_video or row.video
+        clip = data.to_float(data.read_video(real)).to(args.device) if real else video
         output = reward(video[None], [reward.reference(clip, prompt)])
         score = f"{output.score.item():.4f}" if output.valid.item() else "-"
         parts = {name: f"{part.item():.4f}" for name, part in output.parts.items()}
-        found.append({"video": path, "score": score, **parts})
-    return found
+        results.append({"video": path, "score": score, **parts})
+    return results
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:
-    """Rows of the same keys as aligned columns below the keys."""
+    """Return rows of the same keys as aligned columns below the keys."""
     lines = [list(rows[0]), *([row[key] for key in rows[0]] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

@@ -1,11 +1,11 @@
-"""Rewards that need no gradient, and may fail: what one of them does to one sample costs that sample alone.
+"""Asynchronous scoring with rewards that need no gradient and may fail: a failure invalidates one sample.
 
-A reward is often the user's code or somebody's server. Whatever it raises, and whatever it does not answer in time,
-makes samples invalid and is counted; nothing waits for ever, and no other sample is lost.
+A reward is often the user's code or a remote server. A call that raises or exceeds its timeout makes its samples
+invalid and is counted. Nothing waits for ever, and no other sample is lost.
 
-Rewards that are `concurrent` are called beside the rollouts, `parallel` batches at a time, and as many batches more
-wait for their turn; the rollouts wait when there are more. So a process holds at most 2 * parallel + 1 batches of what
-`Reward.held` keeps of their videos, in CPU memory, whatever the reward does.
+`concurrent` rewards run in parallel with the rollouts: `parallel` batches at a time, and as many more in a queue. The
+rollouts wait while the queue is full. So a process keeps at most 2 * parallel + 1 batches of what `Reward.held`
+returns, in CPU memory.
 """
 
 import threading
@@ -24,19 +24,21 @@ from rewardfl.rewards.scoring import Reference, RewardResult, Term, failure, sco
 
 @dataclass(eq=False)
 class Call:
-    """A call of a concurrent reward. work: None once it is done, so that the videos go; began: when its turn came."""
+    """A call of a concurrent reward. work: None once it is done, to free the videos; started: None while it is queued.
+
+    outcome: the result, or the exception that ended it.
+    """
 
     work: Callable[[], RewardResult] | None
-    began: float | None = None
-    found: RewardResult | BaseException | None = None
+    started: float | None = None
+    outcome: RewardResult | BaseException | None = None
 
 
 class WorkerPool:
-    """Where the calls of a concurrent reward are made: `count` at a time, in the order in which they came.
+    """Threads that make the calls of a concurrent reward, `count` at a time, first in, first out.
 
-    timeout: seconds from the moment when a call's turn comes, after which it has failed. It keeps its place until it
-    ends, in a daemon thread, which does not keep the process from ending; when all places are held for so long, the
-    calls that wait for one have failed, too.
+    timeout: seconds from the start of a call after which it has failed. It occupies its thread until it ends, a daemon
+    thread, so that the process can exit. While calls past their timeout occupy all threads, the queued calls fail, too.
     """
 
     def __init__(self, count: int, timeout: float):
@@ -47,7 +49,7 @@ class WorkerPool:
         self._threads = 0
 
     def submit(self, work: Callable[[], RewardResult]) -> Call | None:
-        """The call, which waits for its turn; None where no place comes free. Waits while `count` others do."""
+        """Append a call to the queue, once fewer than `count` wait in it. Return None where all threads are overdue."""
         call = Call(work)
         with self._changed:
             while len(self._waiting) >= self.count:
@@ -60,16 +62,16 @@ class WorkerPool:
         return call
 
     def result(self, call: Call) -> RewardResult | None:
-        """What the call found; None when it is too late. Raises what is no Exception and ended it."""
+        """Return the call's result, or None after its timeout. Raise the exception that ended it."""
         with self._changed:
-            while call.found is None:
-                if not self._wait(self._until_all_are_overdue() if call.began is None else self._left(call)):
-                    if call.began is None:
+            while call.outcome is None:
+                if not self._wait(self._until_all_are_overdue() if call.started is None else self._left(call)):
+                    if call.started is None:
                         self._waiting.remove(call)
                     return None
-        if isinstance(call.found, BaseException):
-            raise call.found
-        return call.found
+        if isinstance(call.outcome, BaseException):
+            raise call.outcome
+        return call.outcome
 
     def _work(self) -> None:
         while True:
@@ -78,71 +80,71 @@ class WorkerPool:
                     self._threads -= 1
                     return
                 call = self._waiting.popleft()
-                call.began = time.monotonic()
+                call.started = time.monotonic()
                 self._running.add(call)
                 self._changed.notify_all()
             try:
-                found = call.work()
-            except BaseException as error:  # handed on to whoever waits
-                found = error
+                outcome = call.work()
+            except BaseException as error:  # `result` raises it in the thread that waits
+                outcome = error
             with self._changed:
-                call.found, call.work = found, None
+                call.outcome, call.work = outcome, None
                 self._running.remove(call)
                 self._changed.notify_all()
 
     def _wait(self, seconds: float | None) -> bool:
-        """Until something has changed, or the seconds are over; False where there are none left."""
+        """Wait for a change for at most `seconds`, None for no limit; return False without waiting for 0 or less."""
         if seconds is not None and seconds <= 0:
             return False
         self._changed.wait(seconds)
         return True
 
     def _left(self, call: Call) -> float:
-        return call.began + self.timeout - time.monotonic()
+        return call.started + self.timeout - time.monotonic()
 
     def _until_all_are_overdue(self) -> float | None:
-        """Seconds until every place is held by a call that is too late; None while one is free."""
+        """Return the seconds until all running calls are past their timeout; None while a thread is free."""
         return max(map(self._left, self._running)) if len(self._running) == self.count else None
 
 
 @dataclass(frozen=True)
 class Pending:
-    """Rewards of B samples, some of which may still be at work."""
+    """Rewards of B samples, some of them still being computed."""
 
-    judging: Sequence[RewardResult | Call | None]  # by term; None where no place came free
+    judging: Sequence[RewardResult | Call | None]  # by term; None where no call could start in time
     where: Sequence[WorkerPool | None]
     count: int
 
 
 def make_worker_pool(terms: Sequence[Term], timeout: float) -> list[WorkerPool | None]:
-    """Where the calls of each term are made; None for one that is not concurrent. timeout: see Places."""
+    """Return a worker pool for each concurrent term, None for the others. timeout: see WorkerPool."""
     return [WorkerPool(term.reward.parallel, timeout) if term.reward.concurrent else None for term in terms]
 
 
 def submit(
-    terms: Sequence[Term], video: Tensor, references: Sequence[Sequence[Reference]], where: Sequence[WorkerPool | None]
+    terms: Sequence[Term], video: Tensor, references: Sequence[Sequence[Reference]], pools: Sequence[WorkerPool | None]
 ) -> Pending:
-    """Judge videos (B, 3, F, H, W); references: what the rewards keep of the real clips, by sample and then by term.
+    """Submit videos (B, 3, F, H, W) to all rewards; references: `Reward.reference` of the clips, by sample and term.
 
-    The concurrent ones are called in `where`, their places, beside all that follows; this waits while too many others
-    wait for their turn. The others have answered when it returns.
+    Concurrent rewards are queued in their pools; this waits while a queue is full. The others are computed here.
     """
-    calls = [(term.reward, video, [each[i] for each in references]) for i, term in enumerate(terms)]
-    judging = [_submit_term(own, *call) if own else None for own, call in zip(where, calls, strict=True)]
-    for i, own in enumerate(where):
-        if own is None:
-            judging[i] = score_safely(*calls[i])
-    return Pending(judging, where, len(video))
+    calls = [(term.reward, video, [row[i] for row in references]) for i, term in enumerate(terms)]
+    # concurrent rewards first, so that they run while the others are computed
+    results = [_submit_term(pool, *call) if pool else None for pool, call in zip(pools, calls, strict=True)]
+    for i, pool in enumerate(pools):
+        if pool is None:
+            results[i] = score_safely(*calls[i])
+    return Pending(results, pools, len(video))
 
 
 def collect(pending: Pending) -> list[RewardResult]:
-    """Every term's verdict."""
-    found = []
-    for judging, own in zip(pending.judging, pending.where, strict=True):
-        if isinstance(judging, Call):
-            judging = own.result(judging)
-        found.append(judging or failure(pending.count, f"no answer within {own.timeout:g} s (reward.reward_timeout)"))
-    return found
+    """Wait for every term's result and return them."""
+    results = []
+    for result, pool in zip(pending.judging, pending.where, strict=True):
+        if isinstance(result, Call):
+            result = pool.result(result)
+        results.append(result or failure(pending.count, f"no answer within {pool.timeout:g} s (reward.reward_timeout)"))
+    return results
 
 
 @torch.no_grad()
@@ -150,25 +152,25 @@ def _submit_term(
     pool: WorkerPool, reward: Reward, video: Tensor, references: Sequence[Reference]
 ) -> RewardResult | Call | None:
     try:
-        kept = reward.held(video, references)
+        inputs = reward.held(video, references)
     except Exception as error:  # the user's code, as in score_safely
         return failure(len(video), f"{type(error).__name__}: {error}")
-    return pool.submit(partial(score_safely, reward, *kept))
+    return pool.submit(partial(score_safely, reward, *inputs))
 
 
 def stack_rewards(
-    terms: Sequence[Term], judged: Sequence[RewardResult], part_weights: Mapping[str, float]
+    terms: Sequence[Term], results: Sequence[RewardResult], part_weights: Mapping[str, float]
 ) -> tuple[Tensor, Tensor, list[float]]:
-    """(rewards (B, R), valid (B,) bool, weights (R,)): what is trained, by reward.
+    """Return (rewards (B, R), valid (B,) bool, weights (R,)) of the R rewards with a weight.
 
-    part_weights: of parts of the first term, each at most 1, which are trained beside it; not measured counts as 0.
-    A sample is valid when every reward that is trained has a score for it.
+    part_weights: of parts of the first term, each clamped to at most 1; a part that was not measured counts as 0.
+    A sample is valid when all terms with a weight have a score for it.
     """
-    trained = [(term, one) for term, one in zip(terms, judged, strict=True) if term.weight > 0]
-    columns = [one.output.score for _, one in trained]
-    valid = torch.stack([one.output.valid for _, one in trained]).all(0)
+    weighted = [(term, result.output) for term, result in zip(terms, results, strict=True) if term.weight > 0]
+    columns = [output.score for _, output in weighted]
+    valid = torch.stack([output.valid for _, output in weighted]).all(0)
     for name in part_weights:
-        part = judged[0].output.parts.get(name, torch.zeros(len(valid)))
+        part = results[0].output.parts.get(name, torch.zeros(len(valid)))
         columns.append(part.nan_to_num(0.0).clamp(max=1))
-    weights = [term.weight / term.std for term, _ in trained] + list(part_weights.values())
+    weights = [term.weight / term.std for term, _ in weighted] + list(part_weights.values())
     return torch.stack(columns, 1), valid, weights

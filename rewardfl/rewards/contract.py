@@ -1,4 +1,4 @@
-"""Holds a reward to its contract at every call: what a user's class returns decides what is trained."""
+"""The check, at every call, that a reward keeps the contract of RewardOutput."""
 
 import re
 from collections.abc import Mapping
@@ -10,25 +10,22 @@ from torch import Tensor
 from rewardfl.rewards.base import Reward, RewardError, RewardOutput
 
 NONFINITE = "nonfinite"  # the part that counts scores that were not finite
-
-PART_NAME = re.compile(r"[\w.-]+")  # it becomes a piece of a metric's key
+PART_NAME = re.compile(r"[\w.-]+")  # part names become pieces of metric keys
 
 
 class ContractError(RewardError):
-    """A reward gives something else than RewardOutput promises."""
+    """The output of a reward breaks the contract of RewardOutput."""
 
 
 def checked(reward: Reward) -> Reward:
-    """`reward` itself, whose calls (video, batch) from now on either keep what RewardOutput promises or raise.
+    """Return `reward` with hooks that check every call (video, batch) against the contract of RewardOutput.
 
-    ContractError, naming the class, for a score that is not (B,) floating point, a valid that is not (B,) bool, parts
-    that are not (B,) or change their names, and a score without gradient from a reward that says it is
-    differentiable. The names are those of the first call with a valid sample; a call without one may leave all parts
-    out, and they are then NaN.
+    A call raises ContractError unless score is (B,) floating point, valid (B,) bool and each part (B,). So does a
+    differentiable reward's score without gradient, and a change of the parts' names. The first call with a valid sample
+    fixes the names. A call without a valid sample may leave all parts out; they are then NaN.
 
-    A score that is not finite becomes an invalid sample; the part `nonfinite` is 1 for it and 0 for all others (a
-    class that has such a part itself, as one that asks a server has, counts those too). Invalid samples get score 0
-    and a gradient of zero, also where the reward's own would be NaN.
+    A score that is not finite makes its sample invalid and counts 1 in the part `nonfinite` (added to the reward's own
+    part of that name). Invalid samples get score 0 and a gradient of zero, even where the reward's gradient is NaN.
     """
     reward.register_forward_pre_hook(_watch)
     reward.register_forward_hook(partial(_check, {}))
@@ -39,12 +36,12 @@ def _watch(reward: Reward, args: tuple) -> tuple:
     video, batch = args
     if len(batch) != len(video):
         raise RewardError(f"{len(video)} videos need as many references, got {len(batch)}")
-    # an alias: its gradient is what this reward sends back, and may be mended without touching what others send
+    # a view: a hook on it changes this reward's gradient only, not that of other rewards of the same video
     return video.view_as(video), batch
 
 
-def _check(frozen: dict[str, tuple[str, ...]], reward: Reward, args: tuple, output: RewardOutput) -> RewardOutput:
-    """frozen: this reward's part names, once they are known, under "names"."""
+def _check(fixed: dict[str, tuple[str, ...]], reward: Reward, args: tuple, output: RewardOutput) -> RewardOutput:
+    """Check the output and clear invalid samples. fixed: the reward's part names under "names", {} before a call."""
     video, who, count = args[0], f"reward {type(reward).__qualname__}", len(args[0])
     if not isinstance(output, RewardOutput):
         raise ContractError(f"{who} must return a RewardOutput, it returned a {type(output).__name__}")
@@ -58,7 +55,7 @@ def _check(frozen: dict[str, tuple[str, ...]], reward: Reward, args: tuple, outp
         _check_shape(f"{who}: parts[{name!r}]", part, count)
         if not isinstance(name, str) or not PART_NAME.fullmatch(name):
             raise ContractError(f"{who}: parts[{name!r}] is no name for a metric: letters, digits, _ - and . are")
-    parts = _under_frozen_names(who, output, frozen)
+    parts = _with_fixed_part_names(who, output, fixed)
     wants_gradient = reward.differentiable and torch.is_grad_enabled() and video.requires_grad
     if wants_gradient and output.valid.any() and not output.score.requires_grad:
         raise ContractError(f"{who} says that it is differentiable, but its score has no gradient to the video")
@@ -71,26 +68,25 @@ def _check(frozen: dict[str, tuple[str, ...]], reward: Reward, args: tuple, outp
     counted = (output.valid & ~finite).float()
     if NONFINITE in parts:
         counted = counted + parts[NONFINITE].to(counted).nan_to_num()
-    score = output.score.masked_fill(~valid, 0)
-    return RewardOutput(score, valid, {**parts, NONFINITE: counted})
+    return RewardOutput(output.score.masked_fill(~valid, 0), valid, {**parts, NONFINITE: counted})
 
 
-def _under_frozen_names(who: str, output: RewardOutput, frozen: dict[str, tuple[str, ...]]) -> Mapping[str, Tensor]:
-    """The output's parts under the names of the first call, which this one may be."""
+def _with_fixed_part_names(who: str, output: RewardOutput, fixed: dict[str, tuple[str, ...]]) -> Mapping[str, Tensor]:
+    """Return the output's parts. The first call with parts fixes their names; raise ContractError for others."""
     if not output.parts and not output.valid.any():
-        return {name: output.score.detach().new_full(output.score.shape, torch.nan) for name in frozen.get("names", ())}
-    # setdefault: of a concurrent reward's first calls, which may be several at a time, one counts
-    names = frozen.setdefault("names", tuple(output.parts))
+        return {name: output.score.detach().new_full(output.score.shape, torch.nan) for name in fixed.get("names", ())}
+    # setdefault is atomic: the first calls of a concurrent reward may run at the same time
+    names = fixed.setdefault("names", tuple(output.parts))
     if set(names) != set(output.parts):
         now, first = ", ".join(output.parts) or "none", ", ".join(names) or "none"
         raise ContractError(f"{who} must name its parts alike at every call: they were {first}, and now are {now}")
     return output.parts
 
 
-def _check_shape(what: str, value: object, count: int) -> None:
+def _check_shape(label: str, value: object, count: int) -> None:
     if not isinstance(value, Tensor):
-        raise ContractError(f"{what} must be a tensor, it is a {type(value).__name__}")
+        raise ContractError(f"{label} must be a tensor, it is a {type(value).__name__}")
     if value.shape != (count,):
-        way_out = "; view(-1) makes that of it" if value.numel() == count else ""
+        hint = "; view(-1) makes that of it" if value.numel() == count else ""
         shape = tuple(value.shape)
-        raise ContractError(f"{what} must hold one value per video, shape ({count},), it has shape {shape}{way_out}")
+        raise ContractError(f"{label} must hold one value per video, shape ({count},), it has shape {shape}{hint}")

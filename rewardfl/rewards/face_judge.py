@@ -1,4 +1,4 @@
-"""The held-out judge: who is seen, how the clip moves and looks, by measures that nothing was trained against."""
+"""The held-out judge: identity, motion and look of a clip, by measures that no training used."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
@@ -20,27 +20,24 @@ from rewardfl.rewards.pixels.motion import MIN_CHANGE
 from rewardfl.rewards.pixels.video_motion import FARNEBACK, LONG_SIDE, VideoMotion, video_motion
 
 # A real clip with less gives no ratio, which would divide by noise: pixels per frame; levels of 255 squared; two levels
-# of 255, as far as the channels of a grey clip are apart after a video codec.
+# of 255, the difference of a grey clip's channels after a video codec.
 LEAST_FLOW, LEAST_SHARPNESS, LEAST_SATURATION = 0.05, 0.1, 2 / 255
-
 COLOURS = ("red", "green", "blue")
-
 MEASURED = ("flow", "face_flow", "pixel_change", "sharpness", "reversals", "grid", "saturation", *COLOURS, "look")
 
 
 class FaceJudge(FaceIdentityReward):
-    """`face_identity` without gradient, and beside it what the clip does by measures that nothing was trained against.
+    """`face_identity` without gradient, and the motion and look of the clip by measures that no training used.
 
-    Parts beside face_identity's: flow (mean optical flow of the frame), face_flow (within the face's box; the mean over
-    people), pixel_change and sharpness, each over the real clip's, NaN where that stands still; reversals, the
-    generated clip's minus the real clip's, in [-2, 2]: above 0 it trembles more. Of the canaries grid and saturation,
-    over the real clip's; red, green and blue, the mean of that colour minus the real clip's, in [-1, 1]. look, in
-    [-1, 1]: how much eyes and mouth look like the real clip's (face/look.py), the mean over people. They are
-    taken of the 8-bit frames, on the CPU, whether or not the generated clip shows a face. Their definitions:
-    rewards/video_motion.py and rewards/canaries.py.
+    It adds these parts, measured on the 8-bit frames on the CPU, also where the generated clip shows no face:
 
-    grid_period: pixels on a side of the generating model's tokens, in whose period a grid is looked for; with 0 grid is
-    not measured, NaN.
+    - over the real clip's, NaN where that is too small: flow, mean optical flow of the frame; face_flow, within the
+      face's box, mean over people; pixel_change; sharpness; saturation. Also grid, without that limit.
+    - minus the real clip's: reversals, in [-2, 2], above 0 for a clip that trembles more; red, green, blue, in [-1, 1].
+    - look, in [-1, 1]: similarity of eyes and mouth to the real clip's (face/look.py), mean over people.
+
+    pixels/video_motion.py and pixels/artifacts.py define them. grid_period: pixels on a side of the generating model's
+    tokens, the period of a grid; with 0, grid is NaN.
     """
 
     name = "face_judge"
@@ -65,19 +62,19 @@ class FaceJudge(FaceIdentityReward):
         return (*super().part_names, *MEASURED)
 
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
-        """face_identity's, with the real clip's eyes and mouths, the figures of its motion and of its canaries."""
+        """Return face_identity's reference, with the real clip's eyes and mouths, motion and artifacts."""
         pool = super().reference(video, prompt)
         if pool is None:
             return None
         frames = _frames(video)
-        figures = vars(video_motion(frames, pool["boxes"].numpy())) | self._canaries(frames)
-        of_all = [cut_patches(video.transpose(0, 1), landmarks) for landmarks in pool["landmarks"]]
-        patches = {f"look/{name}": torch.stack([of_one[name] for of_one in of_all]) for name in PATCHES}
+        figures = vars(video_motion(frames, pool["boxes"].numpy())) | self._artifacts(frames)
+        people = [cut_patches(video.transpose(0, 1), landmarks) for landmarks in pool["landmarks"]]
+        patches = {f"look/{name}": torch.stack([person[name] for person in people]) for name in PATCHES}
         return pool | patches | {name: torch.tensor(value) for name, value in figures.items()}
 
     def fingerprint(self) -> dict[str, object]:
-        """face_identity's, how flow is taken, where a grid is looked for, and what of a face is compared."""
-        look = {name: str(place) for name, place in PATCHES.items()}
+        """Return face_identity's fingerprint with the settings of flow, grid and look."""
+        look = {name: str(patch) for name, patch in PATCHES.items()}
         measures = {"flow": [*FARNEBACK, LONG_SIDE], "grid": [self.grid_period, GRAIN], "look": look}
         return super().fingerprint() | measures
 
@@ -89,24 +86,24 @@ class FaceJudge(FaceIdentityReward):
         self, video: Tensor, faces: Sequence[FaceScore | None], reference: Mapping[str, Tensor]
     ) -> dict[str, float]:
         frames, boxes = _frames(video), [face.boxes.numpy() for face in faces if face is not None]
-        made = video_motion(frames, np.stack(boxes) if boxes else None)
-        real = VideoMotion(**{name: float(reference[name]) for name in vars(made)})
-        colours = self._canaries(frames)
-        real_colours = {name: float(reference[name]) for name in colours}
+        motion = video_motion(frames, np.stack(boxes) if boxes else None)
+        real = VideoMotion(**{name: float(reference[name]) for name in vars(motion)})
+        artifacts = self._artifacts(frames)
+        real_artifacts = {name: float(reference[name]) for name in artifacts}
         return {
-            "flow": ratio(made.flow, real.flow, LEAST_FLOW),
-            "face_flow": ratio(made.face_flow, real.face_flow, LEAST_FLOW),
-            "pixel_change": ratio(made.pixel_change, real.pixel_change, MIN_CHANGE),
-            "sharpness": ratio(made.sharpness, real.sharpness, LEAST_SHARPNESS),
-            "reversals": made.reversals - real.reversals,
-            "grid": colours["grid"] / real_colours["grid"],
-            "saturation": ratio(colours["saturation"], real_colours["saturation"], LEAST_SATURATION),
-            **{name: colours[name] - real_colours[name] for name in COLOURS},
+            "flow": ratio(motion.flow, real.flow, LEAST_FLOW),
+            "face_flow": ratio(motion.face_flow, real.face_flow, LEAST_FLOW),
+            "pixel_change": ratio(motion.pixel_change, real.pixel_change, MIN_CHANGE),
+            "sharpness": ratio(motion.sharpness, real.sharpness, LEAST_SHARPNESS),
+            "reversals": motion.reversals - real.reversals,
+            "grid": artifacts["grid"] / real_artifacts["grid"],
+            "saturation": ratio(artifacts["saturation"], real_artifacts["saturation"], LEAST_SATURATION),
+            **{name: artifacts[name] - real_artifacts[name] for name in COLOURS},
             "look": self._look(video, faces, reference),
         }
 
     def _look(self, video: Tensor, faces: Sequence[FaceScore | None], reference: Mapping[str, Tensor]) -> float:
-        """The mean look of the people; 0 for one who is not found."""
+        """Return the mean look of the people; a person who is not found counts as 0."""
         values = []
         for k, face in enumerate(faces):
             real = {name: reference[f"look/{name}"][k] for name in PATCHES}
@@ -114,12 +111,13 @@ class FaceJudge(FaceIdentityReward):
             values.append(0.0 if patches is None else compare_look(patches, real))
         return sum(values) / len(values)
 
-    def _canaries(self, frames: np.ndarray) -> dict[str, float]:
-        """grid, saturation and the COLOURS of the frames."""
-        found = measure_artifacts(frames, [self.grid_period] if self.grid_period else [])
-        return {"grid": found.grid, "saturation": found.saturation, **dict(zip(COLOURS, found.colour, strict=True))}
+    def _artifacts(self, frames: np.ndarray) -> dict[str, float]:
+        """Return grid, saturation and the COLOURS of the frames."""
+        artifacts = measure_artifacts(frames, [self.grid_period] if self.grid_period else [])
+        colours = dict(zip(COLOURS, artifacts.colour, strict=True))
+        return {"grid": artifacts.grid, "saturation": artifacts.saturation} | colours
 
 
 def _frames(video: Tensor) -> np.ndarray:
-    """The 8-bit frames (F, H, W, 3) of a video (3, F, H, W) in [-1, 1], by one copy to the CPU."""
+    """Return the 8-bit frames (F, H, W, 3) of a video (3, F, H, W) in [-1, 1], by one copy to the CPU."""
     return data.to_uint8(video).contiguous().cpu().numpy()

@@ -1,4 +1,4 @@
-"""Rewards of single images as rewards of videos: which frames are scored, and what their scores come to."""
+"""Rewards of single images as rewards of videos: select frames, score them, pool their scores."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,21 +7,20 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rewardfl.config.schema import Count
-from rewardfl.rewards.base import Reward, RewardOutput, by_sample
+from rewardfl.rewards.base import Reference, Reward, RewardOutput, by_sample
 from rewardfl.rewards.settings import Frames, Pooling
 
 
 class FrameReward(Reward):
-    """Scores some frames of each video one by one and pools their scores.
+    """Base class that scores frames of each video one by one and pools their scores.
 
     frames: "all", "first_middle_last", or a number n of frames spread evenly over the clip (all if it has fewer).
-    pooling: "mean", "min", or "worst-k": the mean over the k lowest scores. first_frame: score frame 0 as well,
-    which in image-to-video is the given image; the only frame of a video of one always counts. chunk: frames that
-    are scored at a time; with a gradient only their pixels are kept and each chunk is run again in the backward,
-    so that a clip holds one chunk's graph.
+    pooling: "mean", "min", or "worst-k": the mean over the k lowest scores. first_frame: score frame 0 too, which is
+    the input image in image-to-video; a video's only frame is always scored. chunk: frames that are scored at a time;
+    the backward pass recomputes each chunk from its pixels, so that memory holds one chunk's graph.
 
-    Parts: frame_mean and frame_min over the frames that were scored, NaN for invalid samples. A sample is invalid
-    when its reference is None or one of its frames has no finite score.
+    Parts: frame_mean and frame_min over the scored frames, NaN for invalid samples. A sample is invalid when its
+    reference is None or the score of a frame is not finite.
     """
 
     def __init__(self, frames: Frames, pooling: Pooling, first_frame: bool, chunk: Count):
@@ -29,18 +28,17 @@ class FrameReward(Reward):
         self.frames, self.pooling, self.first_frame, self.chunk = frames, pooling, first_frame, chunk
 
     def score_frames(self, frames: Tensor, reference: Mapping[str, Tensor]) -> Tensor:
-        """(N,) scores of (N, 3, H, W) frames in [-1, 1] (values outside may occur), N at most `chunk`."""
+        """Return scores (N,) of frames (N, 3, H, W) in [-1, 1] (values outside may occur), N at most `chunk`."""
         raise NotImplementedError
 
-    def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
+    def forward(self, video: Tensor, batch: Sequence[Reference]) -> RewardOutput:
         graph = self.differentiable and torch.is_grad_enabled()
         with torch.autocast(video.device.type, enabled=False), torch.set_grad_enabled(graph):
             return by_sample(video, batch, self._sample, ("frame_mean", "frame_min"))
 
     def _sample(self, video: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
-        """Score, and mean and minimum over frames, of one clip (3, F, H, W)."""
-        chosen = chosen_frames(video.shape[1], self.frames, self.first_frame)
-        chunks = video[:, chosen].transpose(0, 1).split(self.chunk)
+        frames = chosen_frames(video.shape[1], self.frames, self.first_frame)
+        chunks = video[:, frames].transpose(0, 1).split(self.chunk)
         scores = torch.cat([
             checkpoint(self.score_frames, chunk, reference, use_reentrant=False, preserve_rng_state=False)
             for chunk in chunks
@@ -51,7 +49,7 @@ class FrameReward(Reward):
 
 
 def chosen_frames(count: int, frames: Frames, first_frame: bool) -> list[int]:
-    """The frames, of 0 .. count - 1, that FrameReward scores."""
+    """Return the indices, in 0 .. count - 1, of the frames that FrameReward scores."""
     start = 0 if first_frame or count == 1 else 1
     if frames == "all":
         return list(range(start, count))
@@ -63,7 +61,7 @@ def chosen_frames(count: int, frames: Frames, first_frame: bool) -> list[int]:
 
 
 def pool(scores: Tensor, pooling: str) -> Tensor:
-    """(N,) finite scores of frames -> the clip's ()."""
+    """Pool finite scores (N,) of frames to the clip's score ()."""
     if pooling == "mean":
         return scores.mean()
     if pooling == "min":

@@ -1,6 +1,6 @@
-"""What is logged of rewards, and under which keys.
+"""Metrics of rewards and their keys.
 
-A script keeps its own metrics in a record of its own; what a reward or a label is called cannot reach them.
+Scripts keep their own metrics in a separate record, which no name of a reward or a label can overwrite.
 """
 
 from collections import Counter
@@ -13,87 +13,85 @@ from rewardfl.rewards.base import RewardError
 from rewardfl.rewards.contract import NONFINITE
 from rewardfl.rewards.scoring import RewardResult, Term, concat_results
 
+Batches = Sequence[Sequence[RewardResult]]  # by batch, then by term
+
 
 def means(
-    terms: Sequence[Term],
-    judged: Sequence[Sequence[RewardResult]],
-    where: str,
-    taken: Collection[str],
-    score: str = "score",
+    terms: Sequence[Term], batches: Batches, where: str, taken: Collection[str], score: str = "score"
 ) -> dict[str, float]:
-    """Metrics of what all processes' rewards said, each the mean over the samples that have a value.
+    """Return the means over the samples of all batches and processes that have a value.
 
-    judged: of each batch, by term. where: `reward` or `eval`. The first term's score is <where>/<score>, another's
-    <where>/<label>. Parts are <where>/<label>/<part>, except the first term's: those are <where>/<part>, and
-    actor/face_score, unless that is the judge's key, one of the terms' or one of `taken`, the script's own.
+    where: `reward` or `eval`. The first term's score is <where>/<score>, another term's is <where>/<label>. Parts are
+    <where>/<label>/<part>. The first term's parts are <where>/<part>, and actor/face_score, unless that is the judge's
+    key, a term's key or one of `taken`, the script's own keys.
 
-    RewardError when two processes' parts of one reward have other names.
+    Raise RewardError when the parts of one reward have different names in two processes.
     """
-    of_all = [concat_results([each[i] for each in judged]) for i in range(len(terms))]
     names = [score, *(term.label for term in terms[1:])]
-    found = {f"{where}/{name}": _mean(_scores(one)) for name, one in zip(names, of_all, strict=True)}
-    taken = {*taken, *found, f"{where}/held_out"}
-    for i, (term, one) in enumerate(zip(terms, of_all, strict=True)):
-        _check_names(term, [each[i] for each in judged])
-        for name, part in one.output.parts.items():
+    columns = _concat_by_term(terms, batches)
+    metrics = {f"{where}/{name}": _scores(result).nanmean().item() for name, result in zip(names, columns, strict=True)}
+    taken = {*taken, *metrics, f"{where}/held_out"}
+    for i, (term, result) in enumerate(zip(terms, columns, strict=True)):
+        _check_names(term, [batch[i] for batch in batches])
+        for name, part in result.output.parts.items():
             key = f"{where}/{name}" if i == 0 else f"{where}/{term.label}/{name}"
             if key == "reward/face_score":
                 key = "actor/face_score"
-            found[f"{where}/{term.label}/{name}" if key in taken else key] = _mean(part)
-    return found
+            metrics[f"{where}/{term.label}/{name}" if key in taken else key] = part.nanmean().item()
+    return metrics
 
 
-def deviations(terms: Sequence[Term], judged: Sequence[Sequence[RewardResult]], where: str) -> dict[str, float]:
-    """<where>/<label>_std of each term's score, over the samples that have one."""
-    found = {}
-    for i, term in enumerate(terms):
-        scores = _scores(concat_results([each[i] for each in judged]))
-        found[f"{where}/{term.label}_std"] = float(scores[~scores.isnan()].std(correction=0))
-    return found
+def deviations(terms: Sequence[Term], batches: Batches, where: str) -> dict[str, float]:
+    """Return <where>/<label>_std, the deviation of each term's score over the valid samples."""
+    metrics = {}
+    for term, result in zip(terms, _concat_by_term(terms, batches), strict=True):
+        scores = _scores(result)
+        metrics[f"{where}/{term.label}_std"] = float(scores[~scores.isnan()].std(correction=0))
+    return metrics
 
 
-def failed_fraction(judged: Sequence[Sequence[RewardResult]]) -> float:
-    """The share of samples for which some reward raised or was too late, in 0..1."""
-    return float(torch.cat([torch.stack([one.failed for one in each]).any(0) for each in judged]).float().mean())
+def failed_fraction(batches: Batches) -> float:
+    """Return the fraction, in [0, 1], of samples for which a reward raised or timed out."""
+    failed = [torch.stack([result.failed for result in batch]).any(0) for batch in batches]
+    return float(torch.cat(failed).float().mean())
 
 
-def problems(terms: Sequence[Term], judged: Sequence[Sequence[RewardResult]]) -> dict[str, int]:
-    """What was said of samples for which a reward failed, each with their number and the reward's key before it."""
-    verdicts = [pair for each in judged for pair in zip(terms, each, strict=True)]
-    return dict(Counter(f"{term.key}: {problem}" for term, one in verdicts for problem in one.problems))
+def problems(terms: Sequence[Term], batches: Batches) -> dict[str, int]:
+    """Return the messages of failed samples, "<the reward's key>: <message>", with their counts."""
+    pairs = [pair for batch in batches for pair in zip(terms, batch, strict=True)]
+    return dict(Counter(f"{term.key}: {problem}" for term, result in pairs for problem in result.problems))
 
 
-def why_nothing_was_judged(terms: Sequence[Term], judged: Sequence[Sequence[RewardResult]]) -> str:
-    """Return one line on what the rewards that are trained on made of the samples; "" where one scored a sample."""
+def why_nothing_was_judged(terms: Sequence[Term], batches: Batches) -> str:
+    """Return one line on why no term with a weight scored a sample; "" where one did."""
     accounts = []
-    for i, term in enumerate(terms):
+    for term, result in zip(terms, _concat_by_term(terms, batches), strict=True):
         if term.weight > 0:
-            verdict = concat_results([each[i] for each in judged])
-            valid, failed = int(verdict.output.valid.sum()), int(verdict.failed.sum())
+            valid, failed = int(result.output.valid.sum()), int(result.failed.sum())
             if valid:
                 return ""
-            nonfinite = int(verdict.output.parts.get(NONFINITE, torch.zeros(1)).nan_to_num().sum())
-            first = f"; the first problem: {verdict.problems[0]}" if verdict.problems else ""
+            nonfinite = int(result.output.parts.get(NONFINITE, torch.zeros(1)).nan_to_num().sum())
+            first = f"; the first problem: {result.problems[0]}" if result.problems else ""
             accounts.append(
-                f"{term.key} ({type(term.reward).__qualname__}): {valid} of {len(verdict.failed)} samples valid, "
+                f"{term.key} ({type(term.reward).__qualname__}): {valid} of {len(result.failed)} samples valid, "
                 f"{failed} failed, {nonfinite} scores not finite{first}"
             )
     return "; ".join(accounts)
 
 
-def _scores(one: RewardResult) -> Tensor:
-    return one.output.score.where(one.output.valid, torch.nan)
+def _concat_by_term(terms: Sequence[Term], batches: Batches) -> list[RewardResult]:
+    return [concat_results([batch[i] for batch in batches]) for i in range(len(terms))]
 
 
-def _mean(values: Tensor) -> float:
-    return float(values.nanmean())
+def _scores(result: RewardResult) -> Tensor:
+    return result.output.score.where(result.output.valid, torch.nan)
 
 
-def _check_names(term: Term, judged: Sequence[RewardResult]) -> None:
-    found = {frozenset(one.output.parts) - {NONFINITE}: None for one in judged}
-    names = [", ".join(sorted(each)) for each in found if each]  # none at all: nothing could be scored there
-    if len(names) > 1:
+def _check_names(term: Term, results: Sequence[RewardResult]) -> None:
+    part_names = dict.fromkeys(frozenset(result.output.parts) - {NONFINITE} for result in results)
+    lists = [", ".join(sorted(names)) for names in part_names if names]  # a batch without valid samples has none
+    if len(lists) > 1:
         raise RewardError(
             f"{term.key}: reward {type(term.reward).__qualname__} must name its parts alike in all processes, they are "
-            f"{' in one and '.join(names[:2])} in another"
+            f"{' in one and '.join(lists[:2])} in another"
         )

@@ -1,4 +1,4 @@
-"""Rewards by their name in the config."""
+"""Rewards by their name in the configuration."""
 
 import importlib
 import importlib.util
@@ -17,7 +17,7 @@ from rewardfl.rewards.scoring import Term
 from rewardfl.rewards.settings import check_settings
 
 Chosen = tuple[WantedReward, type[Reward]]
-# name -> module and class within this package, imported when asked for: some take transformers, which loads slowly
+# name -> module and class in this package, imported on use: some import transformers, which is slow
 REWARDS: dict[str, str] = {
     "aesthetic": "clip.aesthetic:AestheticReward",
     "clip_score": "clip.clip_score:ClipScoreReward",
@@ -37,77 +37,77 @@ REWARDS: dict[str, str] = {
 
 
 def build(name: str, settings: Mapping[str, object], place: str = "settings") -> Reward:
-    """The reward called `name`, `settings` its constructor's arguments, every call of it checked (see checked).
+    """Build the reward called `name` (see find_reward) with `settings`; every call is checked (see checked).
 
-    name: as for find_reward. place: where the settings stand, for messages. Raises ValueError for an unknown name, a
-    class that is no reward or may not be loaded, and settings that are unknown, missing or of another type.
+    place: the key of the settings, for messages. Raise ValueError for an unknown name, a class that is no reward or may
+    not be loaded, and settings that are unknown, missing or of another type.
     """
     cls = find_reward(name)
     return checked(cls(**check_settings(cls, settings, place)))
 
 
-def find_terms(wanted: Sequence[WantedReward], here: bool = True) -> list[Chosen]:
-    """The rewards with their classes and checked settings, of which none is made yet.
+def find_terms(specs: Sequence[WantedReward], here: bool = True) -> list[Chosen]:
+    """Return the specs with checked settings, and their classes, without building a reward.
 
-    RewardError for an unknown one, for code that may not be loaded, and for settings that are wrong. here: whether
-    the files that settings name must exist, as for a run on this machine.
+    Raise RewardError for an unknown name, code that may not be loaded, and wrong settings. here: whether the files that
+    settings name must exist.
     """
-    found = []
-    for one in wanted:
+    chosen = []
+    for spec in specs:
         try:
-            cls = find_reward(one.name)
+            cls = find_reward(spec.name)
         except ValueError as error:
-            place = f"{one.key}.name" if one.key.startswith("reward.others.") else one.key
-            raise RewardError(f"{place}: {error}") from error
+            key = f"{spec.key}.name" if spec.key.startswith("reward.others.") else spec.key
+            raise RewardError(f"{key}: {error}") from error
         try:
-            settings = check_settings(cls, one.settings, _place_of_settings(one.key), here)
+            settings = check_settings(cls, spec.settings, _settings_key(spec.key), here)
         except ValueError as error:
             raise RewardError(str(error)) from error
-        found.append((replace(one, settings=settings), cls))
-    return found
+        chosen.append((replace(spec, settings=settings), cls))
+    return chosen
 
 
-def check_trainable(found: Sequence[Chosen]) -> None:
-    """RewardError when a reward that is to be trained on by its gradient has none, or no reward has a weight."""
-    for one, cls in found:
-        if one.weight > 0 and not cls.differentiable:
+def check_trainable(chosen: Sequence[Chosen]) -> None:
+    """Raise RewardError when a reward with a weight is not differentiable, or no reward has a weight."""
+    for spec, cls in chosen:
+        if spec.weight > 0 and not cls.differentiable:
             raise RewardError(
-                f"{one.key}: {one.name} has no gradient, as its class says (differentiable = False); measure it "
+                f"{spec.key}: {spec.name} has no gradient, as its class says (differentiable = False); measure it "
                 "(weight 0), train on it by policy gradient (train_flow_grpo.py), or, if its score does have one, set "
                 "differentiable = True in the class"
             )
-    if not any(one.weight > 0 for one, _ in found):
+    if not any(spec.weight > 0 for spec, _ in chosen):
         raise RewardError(
             "reward.reward_weight is 0, and so are the weights of reward.others: nothing is trained; for supervised "
             "fine-tuning set anchor.weight: 1 and reward.kl_weight: 0"
         )
 
 
-def build_terms(found: Sequence[Chosen], device: torch.device) -> list[Term]:
-    """The rewards, on the device. RewardError for settings or weights that do not fit one."""
+def build_terms(chosen: Sequence[Chosen], device: torch.device) -> list[Term]:
+    """Build the rewards on the device. Raise RewardError for settings or weights that a reward does not accept."""
     terms = []
-    for one, cls in found:
-        place = _place_of_settings(one.key)
+    for spec, cls in chosen:
+        key = _settings_key(spec.key)
         try:
-            reward = checked(cls(**one.settings)).to(device)
+            reward = checked(cls(**spec.settings)).to(device)
         except (OSError, ValueError) as error:
-            raise RewardError(f"{place}: {error}") from error
-        reward.place = place
-        terms.append(Term(one.key, one.label, reward, one.weight, one.mean, one.std))
+            raise RewardError(f"{key}: {error}") from error
+        reward.place = key
+        terms.append(Term(spec.key, spec.label, reward, spec.weight, spec.mean, spec.std))
     return terms
 
 
-def _place_of_settings(key: str) -> str:
-    """Where the configuration has the settings of the reward that it names at `key`."""
+def _settings_key(key: str) -> str:
+    """Return the configuration key of the settings of the reward that `key` names."""
     if key.startswith("reward.others."):
         return f"{key}.settings"
     return "reward.settings" if key == "reward.name" else key
 
 
 def find_reward(name: str) -> type[Reward]:
-    """The class of a reward in REWARDS, or a user's own: "module:Class", "path/to/file.py:Class".
+    """Return the class of a reward in REWARDS, or the user's "module:Class" or "path/to/file.py:Class".
 
-    Code outside this package is loaded only where the command line allows it (trust).
+    Raise ValueError for an unknown name, no subclass of Reward, and code that the command line does not trust.
     """
     if name in REWARDS:
         module, _, attribute = REWARDS[name].partition(":")
@@ -118,19 +118,19 @@ def find_reward(name: str) -> type[Reward]:
                 f"reward {name!r} cannot be imported ({error}); install what is missing (OpenCV needs the system's "
                 "libGL: apt-get install libgl1)"
             ) from error
-    place, colon, attribute = name.rpartition(":")
+    source, colon, attribute = name.rpartition(":")
     if not colon:
         choices = ", ".join(sorted(REWARDS))
         raise ValueError(
             f"{name!r} is not a reward{did_you_mean(name, REWARDS)}; choose from {choices}, or name a class of your "
             f"own as module:Class or {name if name.endswith('.py') else 'path/to/file.py'}:Class"
         )
-    if refusal := trust.refusal_message(name, place):
+    if refusal := trust.refusal_message(name, source):
         raise ValueError(refusal)
-    module = _module_of_file(Path(place)) if place.endswith(".py") else _module(place)
+    module = _import_file(Path(source)) if source.endswith(".py") else _import_module(source)
     cls = vars(module).get(attribute)
     if cls is None:
-        raise ValueError(f"{place} defines no {attribute!r}{did_you_mean(attribute, vars(module))}")
+        raise ValueError(f"{source} defines no {attribute!r}{did_you_mean(attribute, vars(module))}")
     if not isinstance(cls, type) or not issubclass(cls, Reward):
         raise ValueError(f"{name} must be a subclass of rewardfl.rewards.Reward, and it is none")
     if not cls.name:
@@ -138,21 +138,21 @@ def find_reward(name: str) -> type[Reward]:
     return cls
 
 
-def _module(name: str):
+def _import_module(name: str):
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and one that it imports is not
+            raise  # a module that it imports is missing
         raise ValueError(f"there is no module {name!r} to take a reward from; is its folder in PYTHONPATH?") from error
 
 
-def _module_of_file(path: Path):
+def _import_file(path: Path):
     if not path.is_file():
         raise ValueError(f"there is no file {path} to take a reward from; a relative path is seen from {Path.cwd()}")
     name = f"rewardfl_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module

@@ -1,20 +1,18 @@
-"""Several rewards at a time: a weighted sum to train on, and others that only measure."""
+"""Scoring with several rewards: terms of a weighted sum, and rewards of weight 0 that are only measured."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rewardfl.rewards.base import Reward, RewardError, RewardOutput, Unavailable
+from rewardfl.rewards.base import Reference, Reward, RewardError, RewardOutput, Unavailable
 from rewardfl.rewards.contract import ContractError
-
-Reference = Mapping[str, Tensor] | None
 
 
 @dataclass(frozen=True)
 class Term:
-    """weight * (score - mean) / std of one reward; weight 0 only measures. key: where the configuration names it."""
+    """One reward's weight * (score - mean) / std; weight 0 only measures. key: its key in the configuration."""
 
     key: str
     label: str
@@ -26,62 +24,61 @@ class Term:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """One reward of B samples. failed: (B,) bool, invalid because it raised or was too late; problems: of each, why."""
+    """One reward's output for B samples. failed: (B,) bool, it raised or timed out; problems: a message for each."""
 
     output: RewardOutput
     failed: Tensor
     problems: tuple[str, ...] = ()
 
     def at_rest(self) -> "RewardResult":
-        """The same in float32 on the CPU and without a graph, as what is logged."""
+        """Return the result in float32 on the CPU, detached, for the log."""
         parts = {name: part.detach().float().cpu() for name, part in self.output.parts.items()}
         output = RewardOutput(self.output.score.detach().float().cpu(), self.output.valid.cpu(), parts)
         return RewardResult(output, self.failed, self.problems)
 
 
 def check_reward(term: Term, video: Tensor, reference: Reference, count: int, with_gradient: bool) -> str:
-    """What the reward raises for a video (3, F, H, W), `count` times, in words, or nothing.
+    """Score `count` copies of a video (3, F, H, W); return the message of the reward's exception, "" for none.
 
-    RewardError where it breaks its contract.
+    Raise RewardError where it breaks its contract, since every later call would.
     """
     try:
         with torch.set_grad_enabled(with_gradient):
             term.reward(video.repeat(count, 1, 1, 1, 1).requires_grad_(with_gradient), [reference] * count)
-    except ContractError as error:  # no later call would keep it
+    except ContractError as error:
         raise RewardError(f"{term.key}: {error}") from error
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # the user's code may raise anything
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def score_terms(terms: Sequence[Term], video: Tensor, references: Sequence[Sequence[Reference]]) -> list[RewardResult]:
-    """Every term of videos (B, 3, F, H, W): with its gradient where it has a weight, else as `judge` has it.
+    """Score videos (B, 3, F, H, W) with every term; references: `Reward.reference` of the clips, by sample and term.
 
-    So one that only measures costs nothing but its own numbers when it raises; one that is trained on raises here.
-    references: what the rewards keep of the real clips, by sample and then by term.
+    A term with a weight keeps its gradient, and its exceptions are raised. A term without one is scored safely.
     """
-    judged = []
+    results = []
     for i, term in enumerate(terms):
-        batch = [reference[i] for reference in references]
+        batch = [row[i] for row in references]
         if term.weight == 0:
-            judged.append(score_safely(term.reward, video, batch))
+            results.append(score_safely(term.reward, video, batch))
             continue
         try:
-            judged.append(RewardResult(term.reward(video, batch), torch.zeros(len(video)).bool()))
+            results.append(RewardResult(term.reward(video, batch), torch.zeros(len(video)).bool()))
         except RewardError as error:
             raise RewardError(f"{term.key}: {error}") from error
-    return judged
+    return results
 
 
 @torch.no_grad()
 def score_safely(reward: Reward, video: Tensor, references: Sequence[Reference]) -> RewardResult:
-    """The reward's output, at rest. If it raises for a batch, its samples are tried one by one where that may help."""
+    """Return the reward's detached output on the CPU. If it raises for a batch, score the samples one by one."""
     count = len(video)
     try:
         output = reward(video, references)
     except Unavailable as error:
         return failure(count, f"{type(error).__name__}: {error}")
-    except Exception as error:  # whatever the user's code raises; what stops the process is no Exception
+    except Exception as error:  # the user's code may raise anything; KeyboardInterrupt and the like are no Exception
         if count == 1:
             return failure(1, f"{type(error).__name__}: {error}")
         return concat_results([score_safely(reward, video[i : i + 1], references[i : i + 1]) for i in range(count)])
@@ -89,21 +86,19 @@ def score_safely(reward: Reward, video: Tensor, references: Sequence[Reference])
 
 
 def failure(count: int, problem: str) -> RewardResult:
-    """What is known of `count` samples for which a reward has failed."""
+    """Return the result of `count` samples for which a reward failed."""
     output = RewardOutput(torch.zeros(count), torch.zeros(count).bool(), {})
     return RewardResult(output, torch.ones(count).bool(), (problem,) * count)
 
 
-def concat_results(judged: Sequence[RewardResult]) -> RewardResult:
-    """One reward of several batches, at rest, as one of all their samples; parts are NaN where a batch has none."""
-    names = dict.fromkeys(name for one in judged for name in one.output.parts)
-    nothing = [torch.full_like(one.output.score, torch.nan) for one in judged]
+def concat_results(results: Sequence[RewardResult]) -> RewardResult:
+    """Concatenate one reward's detached results of several batches; parts are NaN where a batch has none."""
+    outputs = [result.output for result in results]
     parts = {
-        name: torch.cat([one.output.parts.get(name, nan) for one, nan in zip(judged, nothing, strict=True)])
-        for name in names
+        name: torch.cat([output.parts.get(name, torch.full_like(output.score, torch.nan)) for output in outputs])
+        for name in dict.fromkeys(name for output in outputs for name in output.parts)
     }
-    output = RewardOutput(
-        torch.cat([one.output.score for one in judged]), torch.cat([one.output.valid for one in judged]), parts
-    )
-    failed = torch.cat([one.failed for one in judged])
-    return RewardResult(output, failed, tuple(problem for one in judged for problem in one.problems))
+    score, valid = torch.cat([output.score for output in outputs]), torch.cat([output.valid for output in outputs])
+    failed = torch.cat([result.failed for result in results])
+    problems = tuple(problem for result in results for problem in result.problems)
+    return RewardResult(RewardOutput(score, valid, parts), failed, problems)

@@ -1,6 +1,6 @@
 """Types of rewards' settings, and the check of a configuration's settings against a constructor's annotations.
 
-Settings are read as the configuration's sections are (rewardfl/config/schema.py): strictly, and 1e-2 is a number.
+Settings follow the rules of the configuration's sections (rewardfl/config/schema.py): strict types; 1e-2 is a number.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from rewardfl.config.schema import Count, Number, PathText, must_be
 
 
 def on_this_machine(check: Callable[[str], object]) -> AfterValidator:
-    """Apply `check`, which raises ValueError with what the value must be. A plan for another machine skips it."""
+    """Return a validator by `check`, whose ValueError completes "must be". A plan for another machine skips it."""
 
     def validate(value: str, info: ValidationInfo) -> str:
         if info.context == HERE:
@@ -44,50 +44,50 @@ Pooling = Annotated[str, must_be("mean, min or worst-k with a number k, as worst
 
 def types_of_settings(cls: type) -> dict[str, tuple[Any, bool]]:
     """Return {name: (type, whether it is required)} of the named arguments of a class's constructor."""
-    # nn.Module's own constructor takes *args and **kwargs, which are no settings
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     try:
         hints = get_type_hints(cls.__init__, include_extras=True)  # type: ignore[misc]  # of this very class
-    except NameError:  # names that only a type checker imports
+    except NameError:  # a type that is imported under TYPE_CHECKING only
         hints = {}
-    parameters = [one for one in inspect.signature(cls).parameters.values() if one.kind in named]
-    return {one.name: (_readable(hints.get(one.name, Any)), one.default is one.empty) for one in parameters}
+    return {
+        parameter.name: (_readable(hints.get(parameter.name, Any)), parameter.default is parameter.empty)
+        for parameter in inspect.signature(cls).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)  # no *args, **kwargs
+    }
 
 
 def check_settings(
     cls: type, settings: Mapping[str, object], place: str = "settings", here: bool = True
 ) -> dict[str, object]:
-    """Return the settings with the types of the class's constructor. ValueError with a line for each that is wrong.
+    """Convert settings to the types of the class's constructor. Raise ValueError with a line for each wrong setting.
 
-    place: where they stand, for messages. here: whether the files that they name must exist.
+    place: their key, for messages. here: whether the files that they name must exist.
     """
     types = types_of_settings(cls)
     takes = f"it takes {', '.join(types)}" if types else "it takes none"
     unknown = settings.keys() - types.keys()
     problems = [f"unknown key {shown(f'{place}.{key}')}{did_you_mean(key, types)}; {takes}" for key in sorted(unknown)]
-    problems += [
-        f"{place}.{key} is required; {takes}" for key, (_, needed) in types.items() if needed and key not in settings
-    ]
+    missing = [key for key, (_, required) in types.items() if required and key not in settings]
+    problems += [f"{place}.{key} is required; {takes}" for key in missing]
     fields: dict[str, Any] = {name: (kind, None) for name, (kind, _) in types.items()}
-    strictly = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False, protected_namespaces=())
-    model = create_model("Settings", __config__=strictly, **fields)
-    known = {key: value for key, value in settings.items() if key in types}
+    strict = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False, protected_namespaces=())
+    model = create_model("Settings", __config__=strict, **fields)
+    values = {key: value for key, value in settings.items() if key in types}
     try:
-        checked = model.model_validate(known, context=HERE if here else None)
+        checked = model.model_validate(values, context=HERE if here else None)
     except ValidationError as error:
-        problems += [f"{place}.{line}" for line in describe(error, known, model)]
+        problems += [f"{place}.{line}" for line in describe(error, values, model)]
     if problems:
         raise ValueError("\n".join(problems))
-    return {key: getattr(checked, key) for key in known}
+    return {key: getattr(checked, key) for key in values}
 
 
 def _readable(kind: Any) -> Any:
-    """The type as YAML can give it: a number is finite, a tuple comes as a list, a path as a text."""
+    """Return the type as read from YAML: finite numbers, lists for tuples, strings for paths."""
     origin = get_origin(kind) or kind
     if kind is float:
         return Number
     if origin in (Union, UnionType):
-        return Union[tuple(map(_readable, get_args(kind)))]  # noqa: UP007  (made of a tuple)
+        return Union[tuple(map(_readable, get_args(kind)))]  # noqa: UP007  (`|` takes no tuple)
     if isinstance(origin, type) and issubclass(origin, tuple | set | frozenset | Path | Enum):
         return Annotated[kind, Strict(False)]
     return kind

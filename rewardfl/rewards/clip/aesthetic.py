@@ -10,15 +10,14 @@ from rewardfl.rewards.clip.network import ImageTower, load_clip, load_weights, s
 from rewardfl.rewards.frames import FrameReward
 from rewardfl.rewards.settings import ExistingPath, Frames, Pooling
 
-# github.com/christophschuhmann/improved-aesthetic-predictor: linear layers without activations between them; the
-# numbers are their places in its nn.Sequential, whose others are dropouts, which do nothing outside of training.
+# github.com/christophschuhmann/improved-aesthetic-predictor: linear layers without activations between them. INDICES
+# are theirs in its nn.Sequential; the modules between them are dropouts, which do nothing outside of training.
 WIDTHS = (768, 1024, 128, 64, 16, 1)
-
-PLACES = (0, 2, 4, 6, 7)
+INDICES = (0, 2, 4, 6, 7)
 
 
 class AestheticReward(FrameReward):
-    """The mean rating, from 1 to 10, that a linear regression on CLIP ViT-L/14's unit image embedding expects.
+    """The mean rating, from 1 to 10, predicted by a linear regression on CLIP ViT-L/14's unit image embedding.
 
     model_dir: openai/clip-vit-large-patch14 in transformers' layout. head: sac+logos+ava1-l14-linearMSE.pth.
     Other settings: FrameReward.
@@ -54,22 +53,22 @@ class AestheticReward(FrameReward):
 
 
 def load_head(path: str | Path) -> nn.Sequential:
-    """The predictor's layers, frozen: (N, 768) unit embeddings -> (N, 1); ValueError for another or a broken file."""
+    """Load the predictor's frozen layers, unit embeddings (N, 768) to (N, 1); raise ValueError for another file."""
     state = load_weights(path)
-    wanted = {
-        f"layers.{place}.{part}": (after, before)[: 2 if part == "weight" else 1]
-        for place, before, after in zip(PLACES, WIDTHS, WIDTHS[1:], strict=False)
-        for part in ("weight", "bias")
+    layers = [nn.Linear(*pair) for pair in zip(WIDTHS, WIDTHS[1:], strict=False)]
+    expected = {
+        f"layers.{index}.{name}": tuple(value.shape)
+        for index, layer in zip(INDICES, layers, strict=True)
+        for name, value in layer.state_dict().items()
     }
-    named = state if isinstance(state, Mapping) else {}
-    found = {name: tuple(value.shape) for name, value in named.items() if isinstance(value, Tensor)}
-    if found != wanted:
-        different = dict(set(found.items()) ^ set(wanted.items()))
+    items = state.items() if isinstance(state, Mapping) else ()
+    shapes = {name: tuple(value.shape) for name, value in items if isinstance(value, Tensor)}
+    if shapes != expected:
+        different = dict(set(shapes.items()) ^ set(expected.items()))
         raise ValueError(
             f"{path} is not the head of the aesthetic predictor (layers of {', '.join(map(str, WIDTHS))} numbers): "
             f"it differs in {some(different)}"
         )
-    layers = nn.Sequential(*(nn.Linear(*pair) for pair in zip(WIDTHS, WIDTHS[1:], strict=False)))
-    for place, layer in zip(PLACES, layers, strict=True):
-        layer.load_state_dict({part: state[f"layers.{place}.{part}"].float() for part in ("weight", "bias")})
-    return layers.eval().requires_grad_(False)
+    for index, layer in zip(INDICES, layers, strict=True):
+        layer.load_state_dict({name: state[f"layers.{index}.{name}"].float() for name in ("weight", "bias")})
+    return nn.Sequential(*layers).eval().requires_grad_(False)

@@ -13,9 +13,9 @@ from rewardfl.rewards.settings import ExistingPath, Frames, Pooling
 class ClipScoreReward(PromptReward):
     """weight * max(cosine(frame, prompt), 0), section 3 of the paper, where w = 2.5 stretches it to about [0, 1].
 
-    weight: 100 gives per cent of the cosine, the scale of torchmetrics' clip_score. The paper's prefix "A photo
-    depicts" is not added. Below a cosine of 0 there is no gradient; natural pairs are at 0.1 to 0.35.
-    model_dir: any CLIP, tokenizer_dir: "" for the tokenizer within model_dir. Other settings: FrameReward.
+    weight: 100 is per cent of the cosine, the scale of torchmetrics' clip_score. The paper's prefix "A photo depicts"
+    is not added. Below a cosine of 0 there is no gradient; natural pairs have 0.1 to 0.35. model_dir: any CLIP.
+    tokenizer_dir: "" for the tokenizer in model_dir. Other settings: FrameReward.
     """
 
     name = "clip_score"

@@ -12,15 +12,13 @@ from rewardfl.config.schema import Count
 from rewardfl.rewards.clip.network import PromptReward, load_weights, normalise, some, unit_range
 from rewardfl.rewards.settings import ExistingPath, Frames, Pooling
 
-# open_clip's ViT-H-14: 1280 / head_width 80 in the image tower, 1024 / 64 in the text tower
-HEADS = 16
+HEADS = 16  # of open_clip's ViT-H-14: 1280 / head_width 80 in the image tower, 1024 / 64 in the text tower
 
-# open_clip's names -> transformers', below the two towers
+# open_clip's names -> transformers', within a block of either tower
 BLOCK = {
     "ln_1": "layer_norm1", "ln_2": "layer_norm2", "mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2",
     "attn.out_proj": "self_attn.out_proj",
 }  # fmt: skip
-
 OUTSIDE = {
     "visual.class_embedding": "vision_model.embeddings.class_embedding",
     "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
@@ -35,17 +33,15 @@ OUTSIDE = {
     "ln_final.bias": "text_model.final_layer_norm.bias",
     "logit_scale": "logit_scale",
 }
-
 TRANSPOSED = {"visual.proj": "visual_projection.weight", "text_projection": "text_projection.weight"}
 
 
 class Hpsv2Reward(PromptReward):
-    """cosine(frame, prompt) of a CLIP ViT-H/14 tuned on preferences, as hpsv2.score gives it, without logit_scale.
+    """cosine(frame, prompt) of a CLIP ViT-H/14 tuned on preferences, as hpsv2.score returns it, without logit_scale.
 
     checkpoint: HPS_v2.1_compressed.pt (or HPS_v2_compressed.pt) of xswu/HPSv2. tokenizer_dir: a folder with CLIP's
-    tokenizer, e.g. laion/CLIP-ViT-H-14-laion2B-s32B-b79K or openai/clip-vit-large-patch14. Unlike open_clip's it
-    does not mend broken Unicode or HTML entities in a prompt; plain prompts give the same tokens.
-    Other settings: FrameReward.
+    tokenizer, e.g. laion/CLIP-ViT-H-14-laion2B-s32B-b79K or openai/clip-vit-large-patch14. Plain prompts give the same
+    tokens as open_clip's tokenizer, which also fixes broken Unicode and HTML entities. Other settings: FrameReward.
     """
 
     name = "hpsv2"
@@ -73,11 +69,11 @@ class Hpsv2Reward(PromptReward):
 
 
 def letterbox(frames: Tensor, size: int) -> Tensor:
-    """(N, 3, H, W) frames in [-1, 1] -> (N, 3, size, size), HPSv2's own transform: the whole frame, not its centre.
+    """Resize whole frames (N, 3, H, W) in [-1, 1] to (N, 3, size, size) with black bars, HPSv2's transform.
 
-    Bicubic until the longer edge has `size` pixels, black on both sides of the shorter one, then CLIP's
-    normalisation; like it on floats, which may overshoot [0, 1]. With antialias, torchvision's default since 0.17;
-    the versions of HPSv2's time had none for tensors, and without it the gradient would miss most of the pixels.
+    Bicubic to a longer edge of `size` pixels, on floats that may overshoot [0, 1], then CLIP's normalisation. With
+    antialias, torchvision's default since 0.17. HPSv2's torchvision had none for tensors; without it the gradient would
+    miss most of the pixels.
     """
     scale = size / max(frames.shape[-2:])
     height, width = (round(edge * scale) for edge in frames.shape[-2:])
@@ -87,25 +83,25 @@ def letterbox(frames: Tensor, size: int) -> Tensor:
 
 
 def load_open_clip(path: str | Path) -> CLIPModel:
-    """A checkpoint of open_clip's ViT-H-14 as transformers' CLIPModel, float32; ValueError for any other file."""
+    """Load open_clip's ViT-H-14 as transformers' CLIPModel in float32; raise ValueError for any other file."""
     checkpoint = load_weights(path)
     if not isinstance(checkpoint, Mapping) or not isinstance(checkpoint.get("state_dict"), Mapping):
         raise ValueError(f"{path} holds no 'state_dict'; HPS_v2.1_compressed.pt of xswu/HPSv2 does")
     state = checkpoint["state_dict"]
-    missing = (OUTSIDE | TRANSPOSED).keys() - state.keys()
-    if missing:
+    if missing := (OUTSIDE | TRANSPOSED).keys() - state.keys():
         raise ValueError(f"{path} is no CLIP of open_clip: it lacks {some(missing)}")
     model = CLIPModel(open_clip_config(state)).float()  # the checkpoint may be in half precision
     converted = from_open_clip(state)
-    shapes = [{(name, value.shape) for name, value in one.items()} for one in (model.state_dict(), converted)]
-    if different := {name for name, _ in shapes[0] ^ shapes[1]}:
+    expected = {name: value.shape for name, value in model.state_dict().items()}
+    shapes = {name: value.shape for name, value in converted.items()}
+    if different := {name for name, _ in shapes.items() ^ expected.items()}:
         raise ValueError(f"{path} is no CLIP ViT-H-14 of open_clip: it does not fit in {some(different)}")
     model.load_state_dict(converted)
     return model
 
 
 def open_clip_config(state: Mapping[str, Tensor]) -> CLIPConfig:
-    """The shape of the CLIP that an open_clip state dict of two transformers belongs to."""
+    """Return the config of the CLIP of an open_clip state dict, from its tensors' shapes."""
     width, _, patch, _ = state["visual.conv1.weight"].shape
     side = round((state["visual.positional_embedding"].shape[0] - 1) ** 0.5)
     vocabulary, text_width = state["token_embedding.weight"].shape
@@ -134,7 +130,7 @@ def open_clip_config(state: Mapping[str, Tensor]) -> CLIPConfig:
 
 
 def from_open_clip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """open_clip's names and layouts -> transformers'; names that open_clip's CLIP does not have stay as they are."""
+    """Convert open_clip's names and layouts to transformers'; keep names that open_clip's CLIP does not have."""
     converted = {}
     for name, value in state.items():
         block = re.fullmatch(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+)[._](weight|bias)", name)
@@ -143,9 +139,9 @@ def from_open_clip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             continue
         visual, layer, module, part = block.groups()
         prefix = f"{'vision' if visual else 'text'}_model.encoder.layers.{layer}"
-        if module == "attn.in_proj":  # query, key and value in one
-            for one, third in zip("qkv", value.chunk(3), strict=True):
-                converted[f"{prefix}.self_attn.{one}_proj.{part}"] = third
+        if module == "attn.in_proj":  # query, key and value in one tensor
+            for letter, third in zip("qkv", value.chunk(3), strict=True):
+                converted[f"{prefix}.self_attn.{letter}_proj.{part}"] = third
         else:
             converted[f"{prefix}.{BLOCK.get(module, module)}.{part}"] = value
     return converted

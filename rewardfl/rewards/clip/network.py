@@ -1,7 +1,7 @@
-"""CLIP as rewards use it: pixels to unit embeddings with a gradient, prompts to unit embeddings without.
+"""CLIP for rewards: pixels to unit embeddings with a gradient, prompts to unit embeddings without.
 
-What the published scorers do to an image (PIL, bytes) is done here in torch on floats, so that the gradient reaches
-the frames; the scores agree to the rounding of PIL's bytes (tests/rewards/clip/test_clip_network.py measures it).
+The published scorers preprocess images with PIL on bytes. This does it in torch on floats, so that the gradient reaches
+the frames. The scores agree to the rounding of PIL's bytes (tests/test_rewards_clip.py measures it).
 """
 
 import json
@@ -23,12 +23,12 @@ from rewardfl.rewards.settings import Frames, Pooling
 # Of OpenAI's training images (github.com/openai/CLIP, clip.py); the LAION models and their fine-tunes keep them.
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
-# What reading a missing, truncated or foreign weights file raises in torch.load and from_pretrained.
+# Exceptions of torch.load and from_pretrained for a missing, truncated or foreign weights file.
 UNREADABLE = (OSError, EOFError, KeyError, RuntimeError, ValueError, SafetensorError, pickle.UnpicklingError)
 
 
 def load_weights(path: str | Path) -> Any:
-    """What torch.load takes from a file of tensors and plain values; ValueError for a missing, broken or other one."""
+    """Load a file of tensors and plain values with torch.load; raise ValueError for a missing, broken or other file."""
     if not Path(path).is_file():
         raise ValueError(f"there is no file {path}")
     try:
@@ -37,18 +37,15 @@ def load_weights(path: str | Path) -> Any:
         raise ValueError(f"{path} cannot be read as a {Path(path).suffix} file, fetch it again ({error})") from error
 
 
-# ---- pixels ----
-
-
 def unit_range(frames: Tensor) -> Tensor:
-    """Frames in [-1, 1] -> [0, 1]; values outside are clipped, as in every file, and get no gradient."""
+    """Map frames in [-1, 1] to [0, 1]; values outside are clipped, as in every file, and get no gradient."""
     return ((frames + 1) / 2).clamp(0, 1)
 
 
 def preprocess(frames: Tensor, size: int) -> Tensor:
-    """(N, 3, H, W) frames in [-1, 1] -> (N, 3, size, size), as transformers' CLIPImageProcessor does to bytes.
+    """Resize, crop and normalise frames (N, 3, H, W) in [-1, 1] to (N, 3, size, size), as CLIPImageProcessor on bytes.
 
-    Bicubic with antialias until the shorter edge has `size` pixels, the centre cut out, normalised by MEAN and STD.
+    Bicubic with antialias to a shorter edge of `size` pixels, centre crop, normalised by MEAN and STD.
     """
     height, width = frames.shape[-2:]
     short = min(height, width)
@@ -58,10 +55,10 @@ def preprocess(frames: Tensor, size: int) -> Tensor:
 
 
 def resize(images: Tensor, height: int, width: int) -> Tensor:
-    """(N, 3, H, W) in [0, 1] -> (N, 3, height, width) in [0, 1], as PIL resizes bytes: bicubic (a = -0.5), antialias.
+    """Resize images (N, 3, H, W) in [0, 1] to (N, 3, height, width) as PIL on bytes: bicubic (a = -0.5), antialias.
 
-    PIL does the rows first and clips after either pass, since bytes cannot overshoot. One pass over both axes that
-    is clipped at the end is up to six levels away from it on noise, this is at most one: PIL's rounding.
+    PIL resizes the rows first and clips after each pass, as here; the result differs by its rounding, at most one level
+    of 255. One pass over both axes, clipped at the end, differs by up to six levels on noise.
     """
     for shape in ((images.shape[-2], width), (height, width)):
         images = F.interpolate(images, shape, mode="bicubic", antialias=True).clamp(0, 1)
@@ -73,11 +70,8 @@ def normalise(images: Tensor) -> Tensor:
     return (images - mean) / std
 
 
-# ---- model ----
-
-
 def load_clip(folder: str | Path) -> CLIPModel:
-    """A CLIP from a transformers folder, in float32; ValueError when it is not there, not whole, or no CLIP."""
+    """Load a CLIP from a transformers folder in float32; raise ValueError for a missing, incomplete or other model."""
     folder = Path(folder)
     config = folder / "config.json"
     if not config.is_file():
@@ -89,21 +83,19 @@ def load_clip(folder: str | Path) -> CLIPModel:
     if kind != "clip":
         raise ValueError(f"{config} is of a model of type {kind!r}; a CLIP is needed, whose type is 'clip'")
     try:
-        model, found = CLIPModel.from_pretrained(
-            folder, local_files_only=True, dtype=torch.float32, output_loading_info=True
-        )
+        options = {"local_files_only": True, "dtype": torch.float32, "output_loading_info": True}
+        model, info = CLIPModel.from_pretrained(folder, **options)
     except UNREADABLE as error:
         raise ValueError(f"{folder}: the weights cannot be read, fetch them again ({error})") from error
-    if found["missing_keys"]:
-        raise ValueError(f"{folder}: the weights lack {some(found['missing_keys'])}; a whole CLIP is needed")
+    if info["missing_keys"]:
+        raise ValueError(f"{folder}: the weights lack {some(info['missing_keys'])}; a whole CLIP is needed")
     return model
 
 
 def load_tokenizer(folder: str | Path, vocabulary: int) -> CLIPTokenizer:
-    """CLIP's tokenizer from a folder; ValueError when it is not there or has not `vocabulary` tokens."""
+    """Load CLIP's tokenizer from a folder; raise ValueError where it is missing or has not `vocabulary` tokens."""
     folder = Path(folder)
-    # without these, transformers makes up a tokenizer of three tokens
-    if not any(all((folder / name).is_file() for name in names) for names in TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         raise ValueError(f"{folder} holds no CLIP tokenizer: neither tokenizer.json nor vocab.json with merges.txt")
     tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
     if len(tokenizer) != vocabulary:
@@ -111,17 +103,20 @@ def load_tokenizer(folder: str | Path, vocabulary: int) -> CLIPTokenizer:
     return tokenizer
 
 
-TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether the folder has a tokenizer's files; without them, transformers builds one of three tokens."""
+    files = (("tokenizer.json",), ("vocab.json", "merges.txt"))
+    return any(all((folder / name).is_file() for name in names) for names in files)
 
 
 def some(names: Iterable[str]) -> str:
-    """The first three of some names, in order, and how many more there are."""
+    """Return the first three names in order, and the number of the others."""
     names = sorted(names)
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 class ImageTower(nn.Module):
-    """The half of a CLIP that sees: frozen, (N, 3, H, W) frames in [-1, 1] -> (N, D) unit embeddings."""
+    """CLIP's image encoder, frozen: frames (N, 3, H, W) in [-1, 1] to unit embeddings (N, D)."""
 
     def __init__(self, model: CLIPModel):
         super().__init__()
@@ -133,12 +128,12 @@ class ImageTower(nn.Module):
         return self.embed(preprocess(frames.to(self.projection.weight), self.size))
 
     def embed(self, pixels: Tensor) -> Tensor:
-        """Unit embeddings of (N, 3, size, size) images that are already normalised."""
+        """Return unit embeddings (N, D) of normalised images (N, 3, size, size)."""
         return F.normalize(self.projection(self.model(pixels).pooler_output), dim=-1)
 
 
 class TextTower(nn.Module):
-    """The half of a CLIP that reads: frozen, a prompt -> its (D,) unit embedding."""
+    """CLIP's text encoder, frozen: a prompt to its unit embedding (D,)."""
 
     def __init__(self, model: CLIPModel, tokenizer: CLIPTokenizer):
         super().__init__()
@@ -149,23 +144,23 @@ class TextTower(nn.Module):
 
     @torch.no_grad()
     def forward(self, prompt: str) -> Tensor:
-        """A prompt of more tokens than the model takes (77) is cut off, its end-of-text token stays."""
+        """Embed a prompt; one of more tokens than the model's limit (77) is truncated before its end-of-text token."""
         tokens = self.tokenizer(prompt, truncation=True, max_length=self.limit, return_tensors="pt").input_ids
-        # One prompt needs no padding, and attention is causal: the last state is that of the end-of-text token. So it
-        # does not matter what a model's folder pads with (open_clip 0, others end-of-text) nor which eos_token_id
-        # its config gives: old ones say 2, for which transformers takes the highest token, others are wrong.
+        # One prompt needs no padding, and attention is causal: the last state is that of the end-of-text token.
+        # pooler_output would depend on the folder's padding token and eos_token_id, which is wrong in some configs.
         states = self.model(tokens.to(self.projection.weight.device)).last_hidden_state
         return F.normalize(self.projection(states[0, -1]), dim=-1)
 
 
 class PromptReward(FrameReward):
-    """How well frames fit the prompt: a function of the cosine between a CLIP's two embeddings.
+    """Base class of scores by the cosine between a CLIP's embeddings of frame and prompt.
 
     The reference is the prompt's embedding, so the text tower runs once per clip.
     """
 
     differentiable = True
     uses_prompt = True
+    compares_with = "nothing"  # but the prompt
 
     def __init__(
         self,
@@ -177,16 +172,14 @@ class PromptReward(FrameReward):
         first_frame: bool,
         chunk: int,
     ):
-        """files: what the embedding of a prompt depends on."""
+        """Load the towers. files: the weights that a prompt's embedding depends on, for the fingerprint."""
         super().__init__(frames, pooling, first_frame, chunk)
         self.image = ImageTower(model)
         self.text = TextTower(model, load_tokenizer(tokenizer_dir, model.config.text_config.vocab_size))
         self.digest = digest_files([*files, Path(tokenizer_dir)])
 
-    compares_with = "nothing"  # but the prompt
-
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor]:
-        """The prompt's unit embedding (D,) as `text`; ValueError without a prompt."""
+        """Return the prompt's unit embedding (D,) as `text`; raise ValueError without a prompt."""
         if not prompt:
             raise ValueError(f"reward {self.name!r} compares a clip with its prompt, and there is none")
         return {"text": self.text(prompt)}
@@ -199,9 +192,9 @@ class PromptReward(FrameReward):
         return self.from_cosine(embeddings @ reference["text"].to(embeddings))
 
     def embed(self, frames: Tensor) -> Tensor:
-        """(N, D) unit embeddings of (N, 3, H, W) frames in [-1, 1]."""
+        """Return unit embeddings (N, D) of frames (N, 3, H, W) in [-1, 1]."""
         return self.image(frames)
 
     def from_cosine(self, cosine: Tensor) -> Tensor:
-        """(N,) scores of (N,) cosines between frame and prompt."""
+        """Return scores (N,) for cosines (N,) between frame and prompt."""
         raise NotImplementedError

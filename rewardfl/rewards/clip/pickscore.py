@@ -13,10 +13,9 @@ from rewardfl.rewards.settings import ExistingPath, Frames, Pooling
 class PickScoreReward(PromptReward):
     """exp(logit_scale) * cosine(frame, prompt) / divisor: section 4 of the paper, a CLIP ViT-H/14 tuned on choices.
 
-    model_dir: yuvalkirstain/PickScore_v1. tokenizer_dir: a folder with CLIP's tokenizer, as the authors' code takes
-    that of laion/CLIP-ViT-H-14-laion2B-s32B-b79K; "" for one within model_dir. divisor: 26 gives Flow-GRPO's scale
-    (about 0.8), 1 the published one (about 20), in which a difference of d means odds of exp(d).
-    Other settings: FrameReward.
+    model_dir: yuvalkirstain/PickScore_v1. tokenizer_dir: a folder with CLIP's tokenizer, "" for model_dir; the authors
+    use that of laion/CLIP-ViT-H-14-laion2B-s32B-b79K. divisor: 26 is Flow-GRPO's scale (about 0.8), 1 the published
+    scale (about 20), where a difference of d means odds of exp(d). Other settings: FrameReward.
     """
 
     name = "pickscore"

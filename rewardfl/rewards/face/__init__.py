@@ -1,4 +1,4 @@
-"""The likeness of a face: detect, track, align, embed, and compare with the pool of a real clip."""
+"""Identity similarity of faces: detect, track, align, embed, and compare with the pool of a real clip."""
 
 # ruff: noqa: F401  (this file only re-exports)
 

@@ -1,4 +1,4 @@
-"""Where faces are in a frame, and crops of them at the recogniser's template, with gradient to the frames."""
+"""The faces of a frame, and their crops at the recogniser's template, with gradient to the frames."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ CROP_SIZE = 112
 
 @dataclass
 class Faces:
-    """The faces of one frame on the CPU, largest first; n may be 0."""
+    """The n >= 0 faces of one frame on the CPU, largest first."""
 
     boxes: Tensor  # (n, 4) left, top, right, bottom in frame pixels
     scores: Tensor  # (n,) in [0, 1]
@@ -23,14 +23,17 @@ class Faces:
 
 
 def frames_of(video: Tensor) -> Tensor:
-    """(3, F, H, W) of any float type -> (F, 3, H, W) float32; ValueError unless F >= 2."""
+    """Return the frames (F, 3, H, W) float32 of a video (3, F, H, W) of any float type.
+
+    Raise ValueError unless F >= 2.
+    """
     if video.ndim != 4 or video.shape[0] != 3 or video.shape[1] < 2:
         raise ValueError(f"a video is (3, F, H, W) with at least 2 frames, got {tuple(video.shape)}")
     return video.transpose(0, 1).float()
 
 
 def similarity_transform(landmarks: Tensor, template: Tensor) -> Tensor:
-    """(N, 2, 3) matrices [sR | t] that best map (N, 5, 2) landmarks onto a template (5, 2) or (N, 5, 2).
+    """Return the (N, 2, 3) matrices [sR | t] that best map (N, 5, 2) landmarks onto a template (5, 2) or (N, 5, 2).
 
     Least squares over rotation, uniform scale and translation, never a reflection. With centred points as
     complex numbers p, q the scaled rotation is sum(q conj(p)) / sum(|p|^2): Umeyama's solution in the plane.
@@ -46,7 +49,7 @@ def similarity_transform(landmarks: Tensor, template: Tensor) -> Tensor:
 
 
 def align(frames: Tensor, matrices: Tensor, size: int = CROP_SIZE) -> Tensor:
-    """(N, 3, size, size) crops of the (N, 3, H, W) frames under (N, 2, 3) frame-to-crop similarities.
+    """Return the (N, 3, size, size) crops of (N, 3, H, W) frames under (N, 2, 3) frame-to-crop similarities.
 
     Bilinear, black (-1) outside the frame, differentiable to the frames: cv2.warpAffine of the same matrices.
     """
@@ -54,9 +57,9 @@ def align(frames: Tensor, matrices: Tensor, size: int = CROP_SIZE) -> Tensor:
 
 
 def align_each(frames: Tensor, matrices: Tensor, size: int = CROP_SIZE) -> Tensor:
-    """(P * N, 3, size, size) crops as by `align`: P faces of each of the N frames, under (P, N, 2, 3) similarities.
+    """Return `align`'s crops (P * N, 3, size, size) of P faces in each of N frames, under (P, N, 2, 3) similarities.
 
-    The crops of a frame are one below the other to the operator, so that a graph keeps the frames once for all P.
+    The operator gets a frame's crops stacked vertically, so that a graph keeps the frames once for all P.
     """
     people, count = matrices.shape[:2]
     height, width = frames.shape[-2:]
@@ -68,7 +71,7 @@ def align_each(frames: Tensor, matrices: Tensor, size: int = CROP_SIZE) -> Tenso
     y, x = torch.meshgrid(pixel, pixel, indexing="ij")
     crop = torch.stack([x, y], -1).view(1, -1, 2) - matrices[:, None, :, 2]  # (P * N, size * size, 2)
     source = (crop @ inverse.mT).view(people, count, size, size, 2)  # frame pixels
-    # align_corners=True puts -1 and 1 on the centres of the outer pixels, which are W - 1 apart (not W)
+    # align_corners=True puts -1 and 1 on the centres of the outer pixels, W - 1 apart
     grid = 2 * source / torch.tensor([width - 1, height - 1], device=frames.device, dtype=frames.dtype) - 1
     grid = grid.transpose(0, 1).flatten(1, 2)  # (N, P * size, size, 2)
     # grid_sample pads with 0, which is grey in [-1, 1]

@@ -1,4 +1,4 @@
-"""The embedding of an aligned face, with gradient."""
+"""Embeddings of aligned faces, with gradient."""
 
 import functools
 from pathlib import Path
@@ -16,8 +16,8 @@ from rewardfl.rewards.face.pack import is_sface
 class FaceRecogniser(nn.Module):
     """ArcFace or SFace: crops (N, 3, 112, 112), RGB in [-1, 1] -> unit embeddings (N, D), with gradient to the crops.
 
-    `chunk` crops are embedded at a time; when a gradient is asked for, only their inputs are kept and each
-    chunk is run again in the backward, so that a clip holds one chunk's graph and not one per frame.
+    `chunk` crops are embedded at a time. The backward pass runs each chunk again, so that a clip holds one chunk's
+    graph.
     """
 
     def __init__(self, path: str | Path, chunk: int = 8):
@@ -29,10 +29,9 @@ class FaceRecogniser(nn.Module):
             raise ValueError(f"{path} takes {self.net.input_shape[2:]} pixels; a recogniser here takes 112 x 112")
         self.net.check_size(torch.Size([1, 3, CROP_SIZE, CROP_SIZE]))
         self.chunk = chunk
-        # insightface's rule (model_zoo/arcface_onnx.py): mxnet exports normalise inside, known by these names
-        first = self.net.first_nodes
-        subtracts = any(name.startswith(("Sub", "_minus")) for name in first)
-        multiplies = any(name.startswith(("Mul", "_mul")) for name in first)
+        # insightface's rule (model_zoo/arcface_onnx.py): mxnet exports normalise inside, and have these node names
+        subtracts = any(name.startswith(("Sub", "_minus")) for name in self.net.first_nodes)
+        multiplies = any(name.startswith(("Mul", "_mul")) for name in self.net.first_nodes)
         # OpenCV gives SFace levels of 0..255 (modules/objdetect/src/face_recognize.cpp: feature)
         self.wants_bytes = (subtracts and multiplies) or is_sface(path)
 

@@ -1,4 +1,4 @@
-"""Identity kept: FaceSim on a scale that means the same for every recogniser (docs/evaluate.md)."""
+"""Identity kept: FaceSim on a scale from another person (0) to the person through the VAE (1); docs/evaluate.md."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FEWEST = 8  # people that the scale takes: the lower end is a mean over the others
+FEWEST = 8  # people that the scale needs: its lower end is a mean over the other people
 
 
 @dataclass(frozen=True)
 class Scale:
     """The ends of a recogniser's scale, FaceSim by person.
 
-    another: of the other people's real clips through the VAE, 0 on the scale. through_vae: of the person's own, 1.
+    another: of the other people's real clips through the VAE, 0 on the scale. through_vae: of the person's, 1.
     """
 
     another: Mapping[str, float]
@@ -50,19 +50,16 @@ def find_scale(clips: Sequence[ThroughVae]) -> Scale | None:
     people: dict[str, list[ThroughVae]] = {}
     for clip in clips:
         people.setdefault(clip.person, []).append(clip)
-    faces = torch.stack([torch.stack([clip.face for clip in some]).mean(0) for some in people.values()])
-    pools = torch.stack([torch.stack([clip.pool for clip in some]).mean(0) for some in people.values()])
+    faces = torch.stack([torch.stack([clip.face for clip in group]).mean(0) for group in people.values()])
+    pools = torch.stack([torch.stack([clip.pool for clip in group]).mean(0) for group in people.values()])
     similarities = pools @ faces.T  # (people, people): of a row's pool and a column's clip
-    others = (similarities.sum(1) - similarities.diagonal()) / (len(people) - 1)
-    ceilings = [sum(clip.face_sim for clip in some) / len(some) for some in people.values()]
-    if torch.tensor(ceilings).mean() <= others.mean():
+    floors = (similarities.sum(1) - similarities.diagonal()) / (len(people) - 1)
+    ceilings = [sum(clip.face_sim for clip in group) / len(group) for group in people.values()]
+    if torch.tensor(ceilings).mean() <= floors.mean():
         return None
-    return Scale(dict(zip(people, others.tolist(), strict=True)), dict(zip(people, ceilings, strict=True)))
+    return Scale(dict(zip(people, floors.tolist(), strict=True)), dict(zip(people, ceilings, strict=True)))
 
 
 def why_no_scale(people: int, missing: str) -> str:
-    """Return why no recogniser can have a scale, empty where each may.
-
-    missing: why a real clip has not been through the VAE; empty where all have been, or can go.
-    """
+    """Return why no recogniser can have a scale, or "". missing: why a clip has not been through the VAE, or ""."""
     return missing if people >= FEWEST else f"it takes {FEWEST} people, and there are {people}"

@@ -1,7 +1,7 @@
-"""How much a face's eyes and mouth look like the real clip's. No network: pixels against pixels.
+"""Similarity of a face's eyes and mouth to the real clip's, computed from pixels without a network.
 
-Recognisers pass over smeared eyes that anybody sees. Frames are aligned by their landmarks, and each generated one is
-compared with the real frame that is nearest to it, so that a blink or a word at another time costs nothing.
+Recognisers ignore smeared eyes that people see. Frames are aligned by their landmarks. Each generated frame is compared
+with the nearest real frame, so that a blink or a word at another time costs nothing.
 """
 
 import torch
@@ -24,13 +24,10 @@ def cut_patches(frames: Tensor, landmarks: Tensor) -> dict[str, Tensor]:
 def compare_look(generated: dict[str, Tensor], real: dict[str, Tensor]) -> float:
     """Return the look of a clip, in [-1, 1]: 1 where eyes and mouth are a real frame's, 0 where they are unlike any.
 
-    The mean over the second half of the generated frames, of eyes and mouth, of each one's best `similarity`.
+    It is each patch's best `similarity` with a real frame, mean over the second half of the frames and both patches.
     """
-    values = []
-    for name, patches in generated.items():
-        table = similarity(patches[len(patches) // 2 :], real[name])
-        values.append(table.amax(1).mean())
-    return float(torch.stack(values).mean())
+    best = [similarity(patches[len(patches) // 2 :], real[name]).amax(1) for name, patches in generated.items()]
+    return float(torch.stack([values.mean() for values in best]).mean())
 
 
 def similarity(first: Tensor, second: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """An ONNX graph as a torch module, so that a published face recogniser can be differentiated to its pixels.
 
-Every node runs as one torch function, in graph order. Weights are buffers: they follow `.to(device, dtype)`
-and no optimizer ever sees them. Shapes and what is computed from them stay on the CPU, off the GPU's queue.
-Semantics: https://onnx.ai/onnx/operators/, checked against onnxruntime in tests/rewards/face/test_onnx_module.py.
+Every node runs as one torch function, in graph order. Weights are buffers: they follow `.to(device, dtype)`, and no
+optimizer gets them. Shapes and values computed from them stay on the CPU, off the GPU's queue.
+Semantics: https://onnx.ai/onnx/operators/, checked against onnxruntime in tests/test_onnx_module.py.
 """
 
 import math
@@ -32,12 +32,12 @@ _INTEGER_TYPES = _types("INT64", "INT32", "INT16", "INT8", "UINT8", "UINT16", "U
 
 
 def _pad_argument(begin: list[int], end: list[int]) -> list[int]:
-    """torch lists (begin, end) pairs from the last axis to the first; ONNX all begins, then all ends."""
+    """Return torch's padding: (begin, end) pairs from the last axis to the first."""
     return [pad for pair in reversed(list(zip(begin, end, strict=True))) for pad in pair]
 
 
 def _symmetric_padding(a: Attributes, x: Tensor, fill: float) -> tuple[Tensor, list[int]]:
-    """x and the padding left to the operator: torch takes one number per axis; unequal pads go here."""
+    """Return x, padded where begin and end differ, and the padding left to the operator, one number per axis."""
     spatial = x.ndim - 2
     pads = a.get("pads", [0] * 2 * spatial)
     begin, end = pads[:spatial], pads[spatial:]
@@ -61,20 +61,18 @@ def _max_pool(a: Attributes, x: Tensor) -> Tensor:
 def _average_pool(a: Attributes, x: Tensor) -> Tensor:
     padded, padding = _symmetric_padding(a, x, 0.0)
     ceil_mode, count_padding = bool(a.get("ceil_mode", 0)), bool(a.get("count_include_pad", 0))
-
-    def pool(values: Tensor) -> Tensor:
-        return F.avg_pool2d(values, a["kernel_shape"], a.get("strides", 1), padding, ceil_mode, count_padding)
-
+    window = (a["kernel_shape"], a.get("strides", 1), padding, ceil_mode, count_padding)
+    pooled = F.avg_pool2d(padded, *window)
     if padded is x or count_padding:
-        return pool(padded)
+        return pooled
     inside, _ = _symmetric_padding(a, torch.ones_like(x), 0.0)
-    return pool(padded) / pool(inside)  # both divide by the whole window
+    return pooled / F.avg_pool2d(inside, *window)  # both divide by the whole window
 
 
 def _batch_normalization(a: Attributes, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> Tensor:
     scale = weight / torch.sqrt(var + a.get("epsilon", 1e-5))
     shape = (-1, *[1] * (x.ndim - 2))
-    # one multiply-add with constants: unlike F.batch_norm it keeps no activation for the backward
+    # a multiply-add with constants: unlike F.batch_norm it keeps no activation for the backward pass
     return torch.addcmul((bias - mean * scale).view(shape), x, scale.view(shape))
 
 
@@ -100,7 +98,7 @@ def _clip(a: Attributes, x: Tensor, low: Tensor | None = None, high: Tensor | No
 
 
 def _setting(a: Attributes, name: str, operand: Tensor | None) -> list[int] | None:
-    """A list that older opsets pass as attribute `name`, newer ones as an operand; None without either."""
+    """Return a list that older opsets pass as attribute `name`, newer ones as an operand; None without either."""
     return a.get(name) if operand is None else operand.tolist()
 
 
@@ -108,16 +106,8 @@ def _reshape(a: Attributes, x: Tensor, shape: Tensor) -> Tensor:
     return x.reshape([x.shape[i] if size == 0 else size for i, size in enumerate(shape.tolist())])
 
 
-def _flatten(a: Attributes, x: Tensor) -> Tensor:
-    return x.reshape(math.prod(x.shape[: a.get("axis", 1)]), -1)
-
-
-def _transpose(a: Attributes, x: Tensor) -> Tensor:
-    return x.permute(a.get("perm", list(range(x.ndim))[::-1]))
-
-
 def _split(a: Attributes, x: Tensor, sizes: Tensor | None = None) -> Tensor:
-    """One part: `part` of the node's `parts` outputs, see `_steps`. Without sizes only the last may be smaller."""
+    """Return `part` of the node's `parts` outputs, see `_outputs`. Without sizes only the last may be smaller."""
     sizes = _setting(a, "split", sizes)
     axis = a.get("axis", 0)
     return x.split(-(-x.shape[axis] // a["parts"]) if sizes is None else sizes, axis)[a["part"]]
@@ -156,8 +146,7 @@ def _gather(a: Attributes, x: Tensor, indices: Tensor) -> Tensor:
 
 def _cast(a: Attributes, x: Tensor) -> Tensor:
     if a["to"] in _FLOAT_TYPES:
-        # between float types nothing happens: the module's own precision stays
-        return x if x.is_floating_point() else x.float()
+        return x if x.is_floating_point() else x.float()  # floats keep the module's precision
     return x.bool() if a["to"] == onnx.TensorProto.BOOL else x.long()
 
 
@@ -166,21 +155,17 @@ def _constant_of_shape(a: Attributes, shape: Tensor) -> Tensor:
     return value.expand(shape.tolist())
 
 
-def _expand(a: Attributes, x: Tensor, shape: Tensor) -> Tensor:
-    return x.expand(torch.broadcast_shapes(x.shape, shape.tolist()))
-
-
 def _pad(a: Attributes, x: Tensor, pads: Tensor | None = None, value: Tensor | None = None) -> Tensor:
     pads = _setting(a, "pads", pads)
     argument = _pad_argument(pads[: x.ndim], pads[x.ndim :])
-    while argument and argument[-2:] == [0, 0]:  # reflect and edge refuse to name the batch axis, even with 0
+    while argument and argument[-2:] == [0, 0]:  # reflect and edge refuse padding of the batch axis, even 0
         argument = argument[:-2]
     mode = {"constant": "constant", "reflect": "reflect", "edge": "replicate"}[a.get("mode", "constant")]
     fill = (a.get("value", 0.0) if value is None else value.item()) if mode == "constant" else None
     return F.pad(x, argument, mode, fill)
 
 
-# Where output sample i of an axis lies on the input axis of `size` samples, resized to `out` by `scale`.
+# The position of output sample i on the input axis of `size` samples, resized to `out` by `scale`.
 _POSITIONS = {
     "asymmetric": lambda i, size, out, scale: i / scale,
     "align_corners": lambda i, size, out, scale: i * (size - 1) / max(out - 1, 1),
@@ -189,7 +174,7 @@ _POSITIONS = {
     "tf_half_pixel_for_nn": lambda i, size, out, scale: (i + 0.5) / scale,
 }
 
-HALFWAY = 1e-6  # onnxruntime takes what is nearer than this to the middle of two pixels for the middle (1.31)
+HALFWAY = 1e-6  # onnxruntime 1.31 rounds a position closer than this to the middle of two pixels to the middle
 
 _NEAREST = {
     "round_prefer_floor": lambda position: torch.ceil(position - 0.5 - HALFWAY),
@@ -206,9 +191,9 @@ def _resize(
     scales: Tensor | list[float] | None = None,
     sizes: Tensor | None = None,
 ) -> Tensor:
-    """Axis by axis over the spatial axes, so that sizes frozen at export do not fix the batch.
+    """Resize the spatial axes one by one, so that sizes frozen at export do not fix the batch.
 
-    Sizes and positions are rounded to float32, as onnxruntime rounds them: 0.7 of 10 is 7, in float64 it would be 6.
+    Sizes and positions are rounded to float32 as by onnxruntime: 0.7 of 10 is 7, in float64 it would be 6.
     """
     positions = _POSITIONS[a.get("coordinate_transformation_mode", "half_pixel")]
     rounding = _NEAREST[a.get("nearest_mode", "round_prefer_floor")]
@@ -220,7 +205,7 @@ def _resize(
         outs = {axis: int(sizes[axis]) for axis in axes}
         scaling = {axis: float(np.float32(outs[axis]) / np.float32(x.shape[axis])) for axis in axes}
     if all(outs[axis] == x.shape[axis] for axis in axes):
-        return x  # also by a scale of 1.01, which would move pixels; along one axis of several it does
+        return x  # also for a scale of 1.01, which moves pixels where another axis changes its size
     for axis in axes:
         size, out, scale = x.shape[axis], outs[axis], scaling[axis]
         if scale == 1:
@@ -239,23 +224,19 @@ def _resize(
 
 
 def _upsample(a: Attributes, x: Tensor, scales: Tensor | None = None) -> Tensor:
-    """Resize as it was before opset 10: an operand of scales from opset 9, an attribute before."""
+    """Resize as before opset 10: scales are an operand in opset 9, an attribute before."""
     rules = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor", "mode": a.get("mode", "nearest")}
     return _resize(rules, x, None, a["scales"] if scales is None else scales)
 
 
 @dataclass(frozen=True)
 class Op:
-    """What runs the nodes of one operator.
-
-    Any attribute, or value of one, that is not honoured is refused at load time: an ignored one would be a wrong
-    number.
-    """
+    """The function of an operator and the attributes that it supports. Loading refuses all other attributes."""
 
     run: Callable[..., Tensor]  # takes the node's attributes and its operands, None for an operand left out
-    # attributes that `run` heeds, or may ignore without changing a result, and the values it can take; None for all
+    # attributes with an effect in `run`, or without one on the result, and their supported values; None for all
     honoured: Mapping[str, Collection | None] = field(default_factory=dict)
-    first_setting: float = math.inf  # from which operand on they are shapes, axes, bounds, read on the CPU
+    first_setting: float = math.inf  # index of the first operand that is a shape, axes or a bound, read on the CPU
 
 
 def _any(*names: str) -> dict[str, Collection | None]:
@@ -286,7 +267,7 @@ OPS: dict[str, Op] = {
     "Abs": Op(lambda a, x: x.abs()),
     "Add": Op(lambda a, x, y: x + y),
     "AveragePool": Op(_average_pool, _WINDOW | _any("ceil_mode", "count_include_pad") | {"dilations": ([1, 1],)}),
-    # spatial=0 (mxnet exports before opset 9) has statistics per pixel; onnxruntime refuses it too
+    # spatial=0 (mxnet exports before opset 9) has statistics per pixel; onnxruntime refuses it
     "BatchNormalization": Op(
         _batch_normalization, _any("epsilon", "momentum") | {"spatial": (1,), "training_mode": (0,)}
     ),
@@ -305,8 +286,8 @@ OPS: dict[str, Op] = {
     "Equal": Op(lambda a, x, y: x == y),
     "Erf": Op(lambda a, x: x.erf()),
     "Exp": Op(lambda a, x: x.exp()),
-    "Expand": Op(_expand, first_setting=1),
-    "Flatten": Op(_flatten, _any("axis")),
+    "Expand": Op(lambda a, x, shape: x.expand(torch.broadcast_shapes(x.shape, shape.tolist())), first_setting=1),
+    "Flatten": Op(lambda a, x: x.reshape(math.prod(x.shape[: a.get("axis", 1)]), -1), _any("axis")),
     "Floor": Op(lambda a, x: x.floor()),
     "Gather": Op(_gather, _any("axis")),
     "Gemm": Op(_gemm, _any("alpha", "beta", "transA", "transB")),
@@ -327,7 +308,7 @@ OPS: dict[str, Op] = {
     "Min": Op(lambda a, *parts: reduce(torch.minimum, parts)),
     "Mul": Op(lambda a, x, y: x * y),
     "Neg": Op(lambda a, x: -x),
-    "PRelu": Op(lambda a, x, slope: torch.where(x < 0, x * slope, x)),  # keeps a mask for the backward, not x
+    "PRelu": Op(lambda a, x, slope: torch.where(x < 0, x * slope, x)),  # keeps a mask for the backward pass, not x
     "Pad": Op(_pad, _any("pads", "value") | {"mode": ("constant", "reflect", "edge")}, 1),
     "Pow": Op(lambda a, x, y: x**y),
     "Reciprocal": Op(lambda a, x: x.reciprocal()),
@@ -338,7 +319,7 @@ OPS: dict[str, Op] = {
     "ReduceSum": _reduce(lambda x, axes, keep: x.sum(axes, keep)),
     "Relu": Op(lambda a, x: x.relu()),
     "Reshape": Op(_reshape, {"allowzero": (0,)}, 1),
-    # torch writes cubic_coeff_a whatever the mode
+    # torch exports cubic_coeff_a in every mode
     "Resize": Op(_resize, _RESIZE | _any("cubic_coeff_a", "extrapolation_value"), 1),
     "Shape": Op(lambda a, x: torch.tensor(x.shape)[a.get("start", 0) : a.get("end")], _any("start", "end")),
     "Sigmoid": Op(lambda a, x: x.sigmoid()),
@@ -350,23 +331,22 @@ OPS: dict[str, Op] = {
     "Squeeze": Op(_squeeze, _any("axes"), 1),
     "Sub": Op(lambda a, x, y: x - y),
     "Tanh": Op(lambda a, x: x.tanh()),
-    "Transpose": Op(_transpose, _any("perm")),
+    "Transpose": Op(lambda a, x: x.permute(a.get("perm", list(range(x.ndim))[::-1])), _any("perm")),
     "Unsqueeze": Op(_unsqueeze, _any("axes"), 1),
     "Upsample": Op(_upsample, _any("scales") | {"mode": _RESIZE["mode"]}, 1),
     "Where": Op(lambda a, condition, x, y: torch.where(condition, x, y)),
 }
 
-
-# No tensor of a graph may take more bytes than this for each image of the batch, nor may all that are held at a time
-# take more than four times as much. A detector at 4096 pixels takes 0.9e9, a recogniser 3e6; a few bytes of a file
-# (Expand, Pad, a Concat that doubles forty times) could ask for any number.
+# Bytes per image of the batch for one tensor of a graph; all tensors that are alive may take four times as many.
+# A detector at 4096 pixels takes 0.9e9, a recogniser 3e6. A small malicious file (Expand, Pad, a Concat that doubles
+# forty times) could allocate any number.
 LARGEST = 2**31
-# The same for what is computed without the image, of shapes and constants; a recogniser's largest weight takes 5e7.
+# The same for tensors computed from shapes and constants alone; a recogniser's largest weight takes 5e7.
 LARGEST_CONSTANT = 2**28
 
 
 def _tensor(proto: onnx.TensorProto) -> Tensor:
-    """A stored tensor: float types become float32, integers int64, so half-precision files run everywhere."""
+    """Return a stored tensor: float types as float32, integers as int64, so half-precision files run everywhere."""
     array = onnx.numpy_helper.to_array(proto)
     if proto.data_type in _FLOAT_TYPES:
         return torch.tensor(array.astype(np.float32))
@@ -385,7 +365,10 @@ def _op_name(node: onnx.NodeProto, opset: int) -> str:
 
 
 def _refusals(node: onnx.NodeProto, opset: int, used: set[str], true: set[str]) -> list[str]:
-    """What in this node cannot be run, in words; [] when it can. `used` and `true` name values of the graph."""
+    """Return the operator or attributes of this node that cannot be run; [] when it can.
+
+    used: names of values that any node or output reads. true: names of constants that are all True.
+    """
     op, a = _op_name(node, opset), _attributes(node)
     if op not in OPS:
         return [op]
@@ -403,12 +386,12 @@ def _refusals(node: onnx.NodeProto, opset: int, used: set[str], true: set[str]) 
         refused.append(f"Resize(opset {opset})")
     if op == "Pad" and len(node.input) > 3:
         refused.append("Pad(axes)")
-    single = [] if op == "Split" else node.output[1:]
-    return refused + [f"{op}(output {i})" for i, name in enumerate(single, 1) if name in used]
+    extra_outputs = [] if op == "Split" else node.output[1:]
+    return refused + [f"{op}(output {i})" for i, name in enumerate(extra_outputs, 1) if name in used]
 
 
 def _check_supported(graph: onnx.GraphProto, opset: int, path: str | Path) -> None:
-    """ValueError listing every operator and attribute of the graph that cannot be run, and how many nodes need it."""
+    """Raise ValueError listing every unsupported operator and attribute of the graph, and how many nodes need it."""
     used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
     tensors = {tensor.name: tensor for tensor in graph.initializer}
     tensors |= {n.output[0]: n.attribute[0].t for n in graph.node if n.op_type == "Constant"}
@@ -428,21 +411,21 @@ class _Step:
 
     op: str
     attributes: Attributes
-    operands: tuple[str, ...]  # names; "" for one that is left out
-    first_on_cpu: float  # from which operand on they stay on the CPU
+    operands: tuple[str, ...]  # names; "" for an operand left out
+    first_on_cpu: float  # index of the first operand that stays on the CPU
     output: str
-    dead: tuple[str, ...]  # values that no later step reads
+    dead: tuple[str, ...] = ()  # values that no later step reads
 
 
 def _bytes(value: Tensor) -> int:
-    """The bytes of a tensor that has all its values: an expanded one is written out by the next operator."""
+    """Return the bytes of a tensor once it is contiguous: the next operator writes an expanded tensor in full."""
     return value.numel() * value.element_size()
 
 
-def _shape_of(op: str, attributes: Attributes, operands: Sequence[Tensor | None], most: int) -> Tensor:
-    """What the operator would make, without data (on the meta device). Nothing of its size is allocated.
+def _meta_result(op: str, attributes: Attributes, operands: Sequence[Tensor | None], max_bytes: int) -> Tensor:
+    """Return the operator's result on the meta device, without allocating its data.
 
-    ValueError when that would take more than `most` bytes, or when the operator cannot be run on such operands.
+    Raise ValueError when it would take more than `max_bytes`, or when the operator cannot be run on such operands.
     """
     shadows = [x if x is None or i >= OPS[op].first_setting else x.to("meta") for i, x in enumerate(operands)]
     try:
@@ -450,8 +433,8 @@ def _shape_of(op: str, attributes: Attributes, operands: Sequence[Tensor | None]
         size = _bytes(result)
     except (RuntimeError, TypeError, ValueError, LookupError, OverflowError) as error:
         raise ValueError(str(error).splitlines()[0][:200] if str(error) else type(error).__name__) from error
-    if size > most:
-        raise ValueError(f"it would make a tensor of {size / 1e9:.3g} GB, of which {most / 1e9:.3g} are allowed")
+    if size > max_bytes:
+        raise ValueError(f"it would make a tensor of {size / 1e9:.3g} GB, of which {max_bytes / 1e9:.3g} are allowed")
     return result
 
 
@@ -460,16 +443,16 @@ class OnnxModule(nn.Module):
 
     A graph that was exported for a batch of 1 runs image by image, under vmap: as one batch to the operators.
 
-    Takes the one graph input; returns its output, or a tuple in graph order when there are several. Float
-    weights are float32 buffers; `.to(device, dtype)` moves them. There are no parameters, and train() and
-    eval() are the same. Results are within 1e-5 of onnxruntime's.
+    Takes the one graph input; returns its output, or a tuple in graph order when there are several. Float weights are
+    float32 buffers; `.to(device, dtype)` moves them. It has no parameters, and train() and eval() are the same.
+    Results are within 1e-5 of onnxruntime's.
 
-    Attributes: input_shape (None for dynamic axes), output_names, and first_nodes, the names of the first eight
-    nodes, by which insightface tells how a recogniser wants its input.
+    Attributes: input_shape (None for dynamic axes), output_names, and first_nodes, the names of the first eight nodes,
+    from which insightface infers a recogniser's input range.
 
-    Raises FileNotFoundError without a file; ValueError for a damaged file, several inputs, operators and
-    attributes that it does not run (all of them, with the number of their nodes), and for a graph that would take
-    memory without bound (see LARGEST): at once where the file says the size of its input, else with the first input.
+    Raises FileNotFoundError without a file. Raises ValueError for a damaged file, several inputs, unsupported operators
+    and attributes, and for a graph that takes more memory than LARGEST allows. Memory is checked when loading where the
+    file fixes the input's size, else at the first input.
     """
 
     def __init__(self, path: str | Path):
@@ -488,8 +471,8 @@ class OnnxModule(nn.Module):
         read = {(name, i >= step.first_on_cpu) for step in self._steps for i, name in enumerate(step.operands)}
         weights = {n for n, on_cpu in read if not on_cpu and n in constants and constants[n].is_floating_point()}
         self._cpu = {n: constants[n] for n, on_cpu in read if n in constants and (on_cpu or n not in weights)}
-        self._buffer_of = {name: f"weight_{i}" for i, name in enumerate(sorted(weights))}
-        for name, buffer in self._buffer_of.items():
+        self._buffer_names = {name: f"weight_{i}" for i, name in enumerate(sorted(weights))}
+        for name, buffer in self._buffer_names.items():
             self.register_buffer(buffer, constants[name])
         self._checked: set[tuple[torch.Size, torch.dtype]] = set()
         if None not in self.input_shape:
@@ -497,7 +480,7 @@ class OnnxModule(nn.Module):
 
     @torch.no_grad()
     def check_size(self, shape: torch.Size, dtype: torch.dtype = torch.float32) -> None:
-        """ValueError when the graph cannot be run on an input of this shape, or would take too much memory for it."""
+        """Raise ValueError when the graph cannot run on an input of this shape, or takes too much memory for it."""
         if (shape, dtype) in self._checked:
             return
         x = torch.empty(shape, dtype=dtype, device="meta")
@@ -506,17 +489,17 @@ class OnnxModule(nn.Module):
         for step in self._steps:
             try:
                 operands = self._operands(step, values, x)
-                # shapes, and what is computed of them, are needed to know what follows
+                # the shapes of later steps depend on the values of shapes
                 on_cpu = all(value is None or not value.is_meta for value in operands)
-                most = LARGEST_CONSTANT if on_cpu else LARGEST * images
-                made = _shape_of(step.op, step.attributes, operands, most)
-                values[step.output] = OPS[step.op].run(step.attributes, *operands) if on_cpu else made
+                max_bytes = LARGEST_CONSTANT if on_cpu else LARGEST * images
+                result = _meta_result(step.op, step.attributes, operands, max_bytes)
+                values[step.output] = OPS[step.op].run(step.attributes, *operands) if on_cpu else result
             except (KeyError, ValueError) as error:
                 why = f"nothing makes its operand {error}" if isinstance(error, KeyError) else error
                 raise ValueError(
                     f"{self._path}: {step.op} of {step.output!r} cannot be run on an input of {tuple(shape)}: {why}"
                 ) from error
-            held += _bytes(made)
+            held += _bytes(result)
             if held > 4 * LARGEST * images:
                 raise ValueError(
                     f"{self._path}: would hold {held / 1e9:.3g} GB at {step.op} of {step.output!r} for an input of "
@@ -546,14 +529,14 @@ class OnnxModule(nn.Module):
             return None
         if on_cpu:
             return values[name]
-        if name in self._buffer_of:
-            return self.get_buffer(self._buffer_of[name])
+        if name in self._buffer_names:
+            return self.get_buffer(self._buffer_names[name])
         value = values[name]
         return value.to(x.device, x.dtype if value.is_floating_point() else value.dtype)
 
 
 def _outputs(node: onnx.NodeProto) -> list[tuple[str, Attributes]]:
-    """Return the node's outputs that are run, each with the attributes that make it: of Split all, else the first."""
+    """Return the outputs to compute, each with its attributes: all of a Split, of other nodes the first."""
     attributes = _attributes(node)
     if node.op_type != "Split":
         return [(node.output[0], attributes)]
@@ -562,41 +545,41 @@ def _outputs(node: onnx.NodeProto) -> list[tuple[str, Attributes]]:
 
 
 def _compile(graph: onnx.GraphProto, opset: int, path: str | Path) -> tuple[list[_Step], dict[str, Tensor]]:
-    """The steps that depend on the input, and all constants by name; arithmetic on constants is done here.
+    """Return the steps that depend on the input, and all constants by name. Fold arithmetic on constants.
 
-    ValueError for a weight whose bytes do not fill its shape, and for arithmetic that fails or grows without bound.
+    Raise ValueError for a weight whose bytes do not fill its shape, and for arithmetic that fails or grows too large.
     """
     try:
         constants = {tensor.name: _tensor(tensor) for tensor in graph.initializer}
     except ValueError as error:
         raise ValueError(f"{path} holds a damaged tensor ({error}); fetch or export it again") from error
-    on_cpu: set[str] = set()  # results that are shapes, or computed from nothing but shapes and constants
+    on_cpu: set[str] = set()  # shapes, and results computed from shapes and constants alone
     steps, folded = [], 0
-    made_by = [(node, output, attributes) for node in graph.node for output, attributes in _outputs(node)]
-    for node, output, attributes in made_by:
+    outputs = [(node, output, attributes) for node in graph.node for output, attributes in _outputs(node)]
+    for node, output, attributes in outputs:
         op, named = _op_name(node, opset), [name for name in node.input if name]
         if all(name in constants for name in named):
             try:
                 operands = [constants[name] if name else None for name in node.input]
-                _shape_of(op, attributes, operands, LARGEST_CONSTANT)
-                made = constants[output] = OPS[op].run(attributes, *operands)
+                _meta_result(op, attributes, operands, LARGEST_CONSTANT)
+                constants[output] = OPS[op].run(attributes, *operands)
             except ValueError as error:
                 raise ValueError(f"{path}: {op} of {output!r} cannot be computed: {error}") from error
-            folded += _bytes(made)
+            folded += _bytes(constants[output])
             if folded > 4 * LARGEST:
                 raise ValueError(f"{path}: its arithmetic on constants takes more than {4 * LARGEST / 1e9:.3g} GB")
             continue
-        on_cpu_itself = op == "Shape" or all(name in on_cpu or name in constants for name in named)
-        if on_cpu_itself:
+        stays_on_cpu = op == "Shape" or all(name in on_cpu or name in constants for name in named)
+        if stays_on_cpu:
             on_cpu.add(output)
-        first_on_cpu = 0 if on_cpu_itself else OPS[op].first_setting
-        steps.append(_Step(op, attributes, tuple(node.input), first_on_cpu, output, ()))
+        first_on_cpu = 0 if stays_on_cpu else OPS[op].first_setting
+        steps.append(_Step(op, attributes, tuple(node.input), first_on_cpu, output))
 
-    # a value dies after the last step that names it, as operand or as its own unread output
+    # a value dies after the last step that names it as an operand or output
     last_use = {name: i for i, step in enumerate(steps) for name in (*step.operands, step.output)}
-    kept = {value.name for value in graph.output} | set(constants) | {""}
+    never_dead = {value.name for value in graph.output} | set(constants) | {""}
     dead: list[list[str]] = [[] for _ in steps]
     for name, i in last_use.items():
-        if name not in kept:
+        if name not in never_dead:
             dead[i].append(name)
     return [replace(step, dead=tuple(names)) for step, names in zip(steps, dead, strict=True)], constants

@@ -1,8 +1,8 @@
-"""A face pack as users have it: which file detects, which recognises, what they hash to, who may use them.
+"""Face packs: their detector and recogniser files, hashes and licences.
 
-Files are told apart by the inputs and outputs of their graphs, never by name: insightface's rule
-(model_zoo/model_zoo.py, ModelRouter). Its packs, antelopev2 and buffalo_l among them, and AuraFace all fit, and so does
-a folder of OpenCV's YuNet and SFace.
+A file's task follows from the inputs and outputs of its graph, never from its name: insightface's rule
+(model_zoo/model_zoo.py, ModelRouter). insightface's packs (antelopev2, buffalo_l and others), AuraFace, and a folder of
+OpenCV's YuNet and SFace all work.
 """
 
 import json
@@ -15,37 +15,36 @@ from rewardfl.rewards.face.onnx_file import graph_inputs, read_graph, value_shap
 from rewardfl.rewards.settings import PathSetting, on_this_machine
 
 TASKS = ("detector", "recogniser")
-MOST_NAMED = 4  # files, and outputs of a network, in a message
+MAX_LISTED = 4  # files, and outputs of a network, in a message
 OTHER_FORMATS = (".tflite", ".caffemodel", ".param", ".pb", ".pt", ".pth", ".mnn", ".task")
 
-# ~/.insightface / models / antelopev2 / antelopev2 / *.onnx: insightface's own zip nests the folder once more.
-_DEPTH = 3
+_DEPTH = 3  # ~/.insightface / models / antelopev2 / antelopev2 / *.onnx: insightface's zip nests its folder twice
 
 
 def pack_files(pack_dir: str | Path) -> tuple[Path, Path]:
-    """The detector's and the recogniser's file in a pack folder, or in the only pack that lies below it.
+    """Return the detector's and the recogniser's file in a pack folder, or in the only pack below it.
 
-    `pack_dir` is the folder of the .onnx files, the folder around it that an unpacked zip leaves, or an
-    insightface root (models/<pack>/). The files of other tasks (landmarks, gender and age) are passed over.
+    pack_dir: the folder of the .onnx files, the folder around it that an unpacked zip leaves, or an insightface root
+    (models/<pack>/). Files of other tasks (landmarks, gender and age) are ignored.
 
-    Raises FileNotFoundError naming the folder when it, or one of the two files, is missing; ValueError when
-    several packs or several files of one task could be meant, for a zip, or for a damaged file.
+    Raise FileNotFoundError when the folder or one of the two files is missing. Raise ValueError for several packs or
+    several files of one task, for a zip, or for a damaged file.
     """
     root = Path(pack_dir).expanduser()
     if root.is_file():
-        way_out = _unzip(root) if root.suffix == ".zip" else f"name the folder {root.parent}"
-        raise ValueError(f"{root} is a file; a face pack is a folder of .onnx files: {way_out}")
+        advice = _unzip(root) if root.suffix == ".zip" else f"name the folder {root.parent}"
+        raise ValueError(f"{root} is a file; a face pack is a folder of .onnx files: {advice}")
     if not root.is_dir():
         raise FileNotFoundError(
             f"no face pack at {root}: it is a folder of .onnx files, a detector and a recogniser{_zips(root)}"
         )
-    found = _search(root, _DEPTH)
-    packs = [folder for folder, files in found.items() if set(files.values()).issuperset(TASKS)]
+    folders = _search(root, _DEPTH)
+    packs = [folder for folder, files in folders.items() if set(files.values()).issuperset(TASKS)]
     if not packs:
-        raise FileNotFoundError(_nothing_usable(root, found))
+        raise FileNotFoundError(_nothing_usable(root, folders))
     if len(packs) > 1:
         raise ValueError(f"{root} holds several face packs; name one of {[str(pack) for pack in packs]}")
-    return _only(packs[0], found[packs[0]], "detector"), _only(packs[0], found[packs[0]], "recogniser")
+    return _only(packs[0], folders[packs[0]], "detector"), _only(packs[0], folders[packs[0]], "recogniser")
 
 
 def _check_pack(folder: str) -> None:
@@ -59,20 +58,20 @@ PackFolder = Annotated[PathSetting, on_this_machine(_check_pack)]
 
 
 def _search(folder: Path, depth: int) -> dict[Path, dict[Path, str]]:
-    """{folder: {.onnx file: task}} of this folder and those below; nothing below a folder that is a pack."""
+    """Return {folder: {.onnx file: task}} of this folder and those below. Skip the folders below a pack."""
     # macOS' zips hold a hidden ._glintr100.onnx for each file
     files = {file: _task(file) for file in sorted(folder.glob("*.onnx")) if not file.name.startswith(".")}
-    found = {folder: files} if files else {}
+    folders = {folder: files} if files else {}
     if set(files.values()).issuperset(TASKS):
         _refuse_manifest(folder)
     elif depth:
-        for below in sorted(path for path in folder.iterdir() if path.is_dir()):
-            found |= _search(below, depth - 1)
-    return found
+        for subfolder in sorted(path for path in folder.iterdir() if path.is_dir()):
+            folders |= _search(subfolder, depth - 1)
+    return folders
 
 
 def _task(path: Path) -> str:
-    """detector | recogniser | other, by insightface's rule on the graph's inputs and outputs."""
+    """Return detector, recogniser or other, by insightface's rule on the graph's inputs and outputs."""
     graph, _ = read_graph(path)
     if len(graph.output) >= 5:
         return "detector"
@@ -85,7 +84,7 @@ def _task(path: Path) -> str:
 
 
 def _only(folder: Path, files: dict[Path, str], task: str) -> Path:
-    candidates = [file for file, its_task in files.items() if its_task == task]
+    candidates = [file for file, file_task in files.items() if file_task == task]
     if len(candidates) > 1:
         raise ValueError(
             f"{folder} has {len(candidates)} {task}s: {[file.name for file in candidates]}; a pack has one "
@@ -94,41 +93,43 @@ def _only(folder: Path, files: dict[Path, str], task: str) -> Path:
     return candidates[0]
 
 
-def _nothing_usable(root: Path, found: dict[Path, dict[Path, str]]) -> str:
-    """Why no folder at or below root is a pack, in words."""
-    tasks = {str(file.relative_to(root)): task for files in found.values() for file, task in files.items()}
+def _nothing_usable(root: Path, folders: dict[Path, dict[Path, str]]) -> str:
+    """Return the message that no folder at or below root is a pack."""
+    tasks = {str(file.relative_to(root)): task for files in folders.values() for file, task in files.items()}
     missing = [task for task in TASKS if task not in tasks.values()]
     if not missing:
         used = [name for name, task in tasks.items() if task in TASKS]
         return f"{root} has no folder with both a detector and a recogniser: put these into one: {used}"
     return (
-        f"{root} has no {' and no '.join(missing)} among its .onnx files {list(tasks)}{_seen(root, found)}; a detector "
-        "has nine outputs (scrfd_10g_bnkps.onnx) or twelve (face_detection_yunet_2023mar.onnx), a recogniser one "
-        f"112 x 112 input and one output (glintr100.onnx){_zips(root)}"
+        f"{root} has no {' and no '.join(missing)} among its .onnx files {list(tasks)}{_describe_files(root, folders)};"
+        " a detector has nine outputs (scrfd_10g_bnkps.onnx) or twelve (face_detection_yunet_2023mar.onnx), a "
+        f"recogniser one 112 x 112 input and one output (glintr100.onnx){_zips(root)}"
     )
 
 
-def _seen(root: Path, folders: dict[Path, dict[Path, str]]) -> str:
-    """Return a clause for each network at or below root: what it is, and why it will not do."""
-    files = [file for folder in folders.values() for file in folder]
-    words = [f"{file.relative_to(root)} {describe_network(file)}" for file in files]
-    others = sorted(file for file in root.rglob("*") if file.suffix in OTHER_FORMATS)
-    words += [f"{file.relative_to(root)} is no .onnx file, and others are not read" for file in others[:MOST_NAMED]]
-    return "".join(f"; {clause}" for clause in words)
+def _describe_files(root: Path, folders: dict[Path, dict[Path, str]]) -> str:
+    """Return a clause for each network at or below root: its probable kind, and why it cannot be used."""
+    clauses = [f"{file.relative_to(root)} {describe_network(file)}" for files in folders.values() for file in files]
+    unread = sorted(file for file in root.rglob("*") if file.suffix in OTHER_FORMATS)
+    clauses += [f"{file.relative_to(root)} is no .onnx file, and others are not read" for file in unread[:MAX_LISTED]]
+    return "".join(f"; {clause}" for clause in clauses)
 
 
 def describe_network(path: Path) -> str:
-    """Return what an .onnx file takes, gives and so probably is, and why it is no detector that can be used."""
+    """Return the inputs, outputs and probable kind of an .onnx file, and why it is no usable detector."""
     graph, _ = read_graph(path)
     inputs, outputs = ([value_shape(value) for value in values] for values in (graph_inputs(graph), graph.output))
-    named = [" x ".join("?" if side is None else str(side) for side in shape) or "()" for shape in outputs[:MOST_NAMED]]
-    more = ", ..." if len(outputs) > MOST_NAMED else ""
-    taken = " and ".join(" x ".join("?" if side is None else str(side) for side in shape) for shape in inputs)
-    return f"(takes {taken}, gives {', '.join(named)}{more}) {_kind(inputs, outputs)}"
+    more = ", ..." if len(outputs) > MAX_LISTED else ""
+    gives = ", ".join(_describe_shape(shape) or "()" for shape in outputs[:MAX_LISTED]) + more
+    return f"(takes {' and '.join(map(_describe_shape, inputs))}, gives {gives}) {_kind(inputs, outputs)}"
+
+
+def _describe_shape(shape: list[int | None]) -> str:
+    return " x ".join("?" if side is None else str(side) for side in shape)
 
 
 def _kind(inputs: list[list[int | None]], outputs: list[list[int | None]]) -> str:
-    """Return what a network of these shapes probably is, in words."""
+    """Describe in words the probable kind of a network with these shapes."""
     side = inputs[0][-1] if inputs and inputs[0] else None
     flat = sorted(shape[-1] or 0 for shape in outputs if len(shape) in (2, 3))
     maps = sorted(shape[1] or 0 for shape in outputs if len(shape) == 4)
@@ -152,10 +153,9 @@ def _kind(inputs: list[list[int | None]], outputs: list[list[int | None]]) -> st
 
 
 def _zips(root: Path) -> str:
-    """How to unpack the zips in the folder and the one beside it that has its name; empty without any."""
-    beside = root.with_name(f"{root.name}.zip")
-    zips = sorted(root.glob("*.zip")) + [beside] * beside.is_file()
-    return "".join(f"; {_unzip(path)}" for path in zips)
+    """Return how to unpack the zips in the folder and <folder>.zip next to it; "" without any."""
+    sibling = root.with_name(f"{root.name}.zip")
+    return "".join(f"; {_unzip(path)}" for path in sorted(root.glob("*.zip")) + [sibling] * sibling.is_file())
 
 
 def _unzip(path: Path) -> str:
@@ -164,7 +164,7 @@ def _unzip(path: Path) -> str:
 
 
 def _refuse_manifest(folder: Path) -> None:
-    """ValueError for insightface 2's packages, whose manifest sets other pre-processing than the rule here."""
+    """Raise ValueError for insightface 2's packages, whose manifest sets unsupported pre-processing."""
     manifest = folder / "manifest.json"
     if manifest.is_file() and json.loads(manifest.read_text(encoding="utf-8")).get("manifest_version") == 2:
         raise ValueError(
@@ -173,22 +173,19 @@ def _refuse_manifest(folder: Path) -> None:
         )
 
 
-# ---- identity ----
+def shared_file(first_pack: str | Path, second_pack: str | Path) -> tuple[str, Path, Path] | None:
+    """Return (detector or recogniser, its file in each pack) where both packs have the same bytes, else None.
 
-
-def shared_file(one: str | Path, other: str | Path) -> tuple[str, Path, Path] | None:
-    """(detector | recogniser, its file in each pack) where two packs have the same bytes for a task; None else.
-
-    Raises as pack_files.
+    Raise the errors of `pack_files`.
     """
-    for task, mine, theirs in zip(TASKS, pack_files(one), pack_files(other), strict=True):
-        if mine.stat().st_size == theirs.stat().st_size and sha256(mine) == sha256(theirs):
-            return task, mine, theirs
+    for task, first, second in zip(TASKS, pack_files(first_pack), pack_files(second_pack), strict=True):
+        if first.stat().st_size == second.stat().st_size and sha256(first) == sha256(second):
+            return task, first, second
     return None
 
 
 def file_hashes(files: Iterable[Path]) -> dict[str, str]:
-    """{file name: sha256 of its bytes, hexadecimal}, for run.json: which weights gave the reward."""
+    """Return {file name: sha256 of its bytes, hexadecimal}; run.json records the reward's weights with it."""
     return {file.name: sha256(file) for file in files}
 
 
@@ -200,7 +197,7 @@ _YUNET = "OpenCV's model zoo, YuNet: MIT"
 _SFACE = "OpenCV's model zoo, SFace: Apache-2.0"
 
 _LICENCE_BY_HASH = {
-    # scrfd_10g_bnkps.onnx of antelopev2 and of AuraFace, det_10g.onnx of buffalo_l: one and the same file
+    # scrfd_10g_bnkps.onnx of antelopev2 and of AuraFace, det_10g.onnx of buffalo_l: the same file
     "5838f7fe053675b1c7a08b633df49e7af5495cee0493c7dcf6697200b85b5b91": _INSIGHTFACE,
     "5e4447f50245bbd7966bd6c0fa52938c61474a04ec7def48753668a9d8b4ea3a": _INSIGHTFACE,  # det_500m.onnx, buffalo_s
     "4ab1d6435d639628a6f3e5008dd4f929edf4c4124b1a7169e1048f9fef534cdf": _INSIGHTFACE,  # glintr100.onnx, antelopev2
@@ -213,14 +210,14 @@ _INSIGHTFACE_NAMES = ("scrfd_", "det_10g", "det_2.5g", "det_500m", "glintr100", 
 
 
 def is_sface(path: str | Path) -> bool:
-    """Whether the file is the published SFace, which its graph need not tell from an ArcFace."""
+    """Return whether the file is the published SFace; its graph may look like an ArcFace."""
     return sha256(Path(path)) in SFACE
 
 
 def describe_packs(packs: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Lines to be printed once about {the setting that names a pack: its `file_hashes`}: hashes and licences.
+    """Return lines with the hashes and licences of packs. packs: {setting of a pack: its `file_hashes`}.
 
-    A hash decides; a name alone only says what to check, for AuraFace's recogniser is named as antelopev2's.
+    The hash determines the licence. A name alone does not: AuraFace's recogniser has the name of antelopev2's.
     """
     lines = [f"{setting}: {name} sha256 {digest}" for setting, files in packs.items() for name, digest in files.items()]
     names = {digest: name for files in packs.values() for name, digest in files.items()}

@@ -1,4 +1,4 @@
-"""Does the generated clip show the person of the real one? Differentiable. After IPRO, arXiv 2510.14255."""
+"""Identity similarity of the generated clip to the real one, differentiable. After IPRO, arXiv 2510.14255."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,32 +20,31 @@ from rewardfl.rewards.pixels.artifacts import mean
 PARTS = ("face_score", "cap", "coverage", "motion_speed", "motion_nonrigid", "motion")
 NUMBERS = ("cap", "speed", "nonrigid", "coverage")  # of a FacePool
 MOST_VIEWS = 64
-MOST_JITTER = 0.1  # face widths: beyond it the crop is no face's any more
-PARTS_OF_ALL = ("people", "worst_person")  # beside these, where everybody is scored
+MOST_JITTER = 0.1  # face widths; beyond it the crop shows no face
+PARTS_OF_ALL = ("people", "worst_person")  # in addition with people="all"
 
 
 class FaceIdentityReward(Reward):
-    """R = mean over people of min(mean_j s_j, cap): s_j is the mean cosine of generated frame j >= 1 with her pool.
+    """R = mean over people of min(mean_j s_j, cap): s_j is the mean cosine of generated frame j >= 1 with their pool.
 
-    `people` is "largest", the one person whose face is the largest in the real clip's first frame with one, or "all" of
-    that frame, one to one with those of the generated clip (rewards/face/track.py); who is not found there scores 0.
-    A face whose box there is less than `min_face_size` pixels wide is nobody's; generated faces may have any size.
+    people: "largest" scores the largest face of the real clip's first frame with a face, "all" every face of that
+    frame. Generated faces are matched one to one (track.py); a person without a face scores 0. min_face_size: faces
+    with a narrower box there, in pixels, are ignored; generated faces may have any size.
 
-    `cap` is "self_similarity" (the real clip's own mean pairwise cosine: more likeness than the person has to
-    herself is not paid for), "none", or a number in (0, 1]. Above the cap the gradient is zero.
+    cap: "self_similarity" (the real clip's mean pairwise cosine), "none", or a number in (0, 1]. Above the cap the
+    gradient is zero: no one can be more similar to a person than that person.
 
-    `second_pack_dir`: a pack whose recogniser's cosines are averaged with the first's, detector and landmarks being
-    the first's. `landmark_jitter`: deviation, in face widths, of what the landmarks are moved by before a face of a
-    clip that is given a gradient is cut out, another at each visit. `views`: with a gradient, the score is the mean
-    over each crop and so many varied ones of it (vary.py); face_score stays that of the crop itself.
-
-    It has nine arguments because each is a setting of the configuration.
+    second_pack_dir: the cosines of this pack's recogniser are averaged with the first's, on the first's landmarks.
+    landmark_jitter, with a gradient: deviation, in face widths, of noise on the landmarks, new at each visit. views,
+    with a gradient: the score is the mean over each crop and this many varied crops (vary.py); face_score is not.
 
     Parts, means over people: face_score, the mean before the cap; cap (1 for "none"); coverage, the share of generated
     frames with a detection; motion_speed and motion_nonrigid, landmark motion over the real clip's, NaN where that
     hardly moves; motion, the smaller of the two. With "all" also people, their number, and worst_person, the smallest
-    of their face_scores. A sample is invalid when its real clip has no usable face, the generated clip shows nobody in
-    any frame, or the score is not finite.
+    face_score. A sample is invalid when its real clip has no usable face, the generated clip has none in any frame, or
+    the score is not finite.
+
+    The constructor has nine arguments because each is a setting of the configuration.
     """
 
     name = "face_identity"
@@ -82,10 +81,10 @@ class FaceIdentityReward(Reward):
         return PARTS if self.people == "largest" else PARTS + PARTS_OF_ALL
 
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
-        """The face pools of a real clip (3, F, H, W), fields of K people; None when no later frame shows any of them.
+        """Return the FacePools of a real clip (3, F, H, W) as tensors over K people; None when later frames show none.
 
-        embeddings (P, D) of all of them, one person after the other; owner (P,) whose each is; boxes (K, F, 4);
-        landmarks (K, F, 5, 2); the other fields of FacePool (K,).
+        embeddings (P, D): those of all people in turn. owner (P,): the person of each. boxes (K, F, 4), landmarks
+        (K, F, 5, 2), and the other fields (K,).
         """
         pools = self.identity.pools(video, self.people == "all", self.min_face_size)
         if not pools:
@@ -93,63 +92,56 @@ class FaceIdentityReward(Reward):
         owner = torch.cat([torch.full((len(pool.embeddings),), k) for k, pool in enumerate(pools)])
         numbers = {name: torch.tensor([getattr(pool, name) for pool in pools]) for name in NUMBERS}
         embeddings = torch.cat([pool.embeddings for pool in pools])
-        places = {name: torch.stack([getattr(pool, name) for pool in pools]) for name in ("boxes", "landmarks")}
-        return {"embeddings": embeddings, "owner": owner} | places | numbers
+        tracks = {name: torch.stack([getattr(pool, name) for pool in pools]) for name in ("boxes", "landmarks")}
+        return {"embeddings": embeddings, "owner": owner} | tracks | numbers
 
     def fingerprint(self) -> dict[str, object]:
-        """The networks, the size at which faces are looked for, and who is; the cap takes no part in the pools."""
-        return {
-            "name": self.name,
-            "weights": self._weights,
-            "det_size": self.identity.detector.det_size,
-            "people": self.people,
-            "min_face_size": self.min_face_size,
-        }
+        """Return what the pools depend on: networks, detection size and the choice of people, but not the cap."""
+        detection = {"det_size": self.identity.detector.det_size, "people": self.people}
+        return {"name": self.name, "weights": self._weights} | detection | {"min_face_size": self.min_face_size}
 
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         return by_sample(video, batch, self._sample, self.part_names)
 
     def _sample(self, video: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
-        """Score and what is known of the parts of one clip (3, F, H, W)."""
+        """Return score and measured parts of one clip (3, F, H, W)."""
         pools = [reference["embeddings"][reference["owner"] == k] for k in range(len(reference["cap"]))]
         trained = torch.is_grad_enabled() and video.requires_grad
         jitter, views = (self.landmark_jitter, self.views) if trained else (0.0, 0)
         faces = self.identity.scores(video, pools, jitter, views)
-        columns = [reference[name].tolist() for name in NUMBERS]
-        real = [dict(zip(NUMBERS, row, strict=True)) for row in zip(*columns, strict=True)]
-        of_all = 1.0 if self.cap == "none" else self.cap
-        caps = [one["cap"] if isinstance(of_all, str) else of_all for one in real]
+        real = [{name: reference[name][k].item() for name in NUMBERS} for k in range(len(pools))]
+        cap = 1.0 if self.cap == "none" else self.cap
+        caps = [person["cap"] if isinstance(cap, str) else cap for person in real]
         parts = {"cap": float(np.mean(caps)), "people": float(len(pools))}
         parts["coverage"] = float(np.mean([0.0 if face is None else face.coverage for face in faces]))
         parts |= self.measured(video, faces, reference)
-        paid = [no_score(video) if face is None else face.paid for face in faces]
-        if all(face is None for face in faces) or not all(score.isfinite() for score in paid):
+        scores = [no_score(video) if face is None else face.paid for face in faces]
+        if all(face is None for face in faces) or not all(score.isfinite() for score in scores):
             return None, parts
         parts |= _motion(faces, real)
-        of_each = [0.0 if face is None else face.mean.item() for face in faces]
-        parts |= {"face_score": float(np.mean(of_each)), "worst_person": min(of_each)}
-        return torch.stack([score.clamp(max=cap) for score, cap in zip(paid, caps, strict=True)]).mean(), parts
+        face_scores = [0.0 if face is None else face.mean.item() for face in faces]
+        parts |= {"face_score": float(np.mean(face_scores)), "worst_person": min(face_scores)}
+        return torch.stack([score.clamp(max=cap) for score, cap in zip(scores, caps, strict=True)]).mean(), parts
 
     def measured(
         self, video: Tensor, faces: Sequence[FaceScore | None], reference: Mapping[str, Tensor]
     ) -> dict[str, float]:
-        """More parts of one clip, of a subclass that has more `part_names`."""
+        """Return the parts of one clip that a subclass adds to `part_names`."""
         return {}
 
 
 def _motion(faces: Sequence[FaceScore | None], real: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The parts of landmark motion, means over the people for whom they could be measured."""
+    """Return the parts of landmark motion, means over the people for whom they could be measured."""
     rows = []
-    for face, one in zip(faces, real, strict=True):
-        speed = ratio(0.0 if face is None else face.speed, one["speed"], MIN_MOTION)
-        nonrigid = ratio(0.0 if face is None else face.nonrigid, one["nonrigid"], MIN_MOTION)
-        # fmin: a part that was not measured, NaN, leaves the other
-        rows.append((speed, nonrigid, float(np.fmin(speed, nonrigid))))
+    for face, person in zip(faces, real, strict=True):
+        speed = ratio(0.0 if face is None else face.speed, person["speed"], MIN_MOTION)
+        nonrigid = ratio(0.0 if face is None else face.nonrigid, person["nonrigid"], MIN_MOTION)
+        rows.append((speed, nonrigid, float(np.fmin(speed, nonrigid))))  # fmin ignores a NaN, which was not measured
     measured = [[value for value in column if not math.isnan(value)] for column in zip(*rows, strict=True)]
     names = ("motion_speed", "motion_nonrigid", "motion")
     return {name: mean(values) for name, values in zip(names, measured, strict=True)}
 
 
-def ratio(made: float, real: float, least: float) -> float:
-    """How a generated clip's figure compares with the real one's; NaN where that is below `least`, mere noise."""
-    return made / real if real >= least else math.nan
+def ratio(generated: float, real: float, least: float) -> float:
+    """Return generated / real; NaN where the real value is below `least`, which is noise."""
+    return generated / real if real >= least else math.nan

@@ -1,4 +1,4 @@
-"""Vary crops of faces at each step, so that a reward is paid for the person and not for one picture."""
+"""Random variations of face crops, so that a reward pays for the person and not for one picture."""
 
 import torch
 import torch.nn.functional as F
@@ -8,8 +8,8 @@ from torch import Tensor
 def vary_crops(crops: Tensor, generator: torch.Generator) -> Tensor:
     """Return crops (N, 3, H, W) in [-1, 1] as another camera might show them, with gradient.
 
-    Each is mirrored or not, of fewer pixels, nearer to grey, of other exposure and colour, noisy as 8-bit video is, and
-    has a rectangle covered. Everything is drawn from `generator`, on the CPU, for each crop on its own.
+    Flip, lower resolution, greyness, exposure, colour, noise and a covered rectangle are drawn for each crop from
+    `generator`, on the CPU.
     """
     count, _, height, width = crops.shape
 
@@ -28,12 +28,12 @@ def vary_crops(crops: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _covered(drawn: Tensor, height: int, width: int) -> Tensor:
-    """Return (N, 1, H, W) bool: a rectangle of up to 0.4 of each side. drawn: (N, 4) in [0, 1), its sizes and place."""
+    """Return (N, 1, H, W) bool: a rectangle of up to 0.4 of each side. drawn: (N, 4) in [0, 1), sizes and corner."""
     sides = 0.4 * drawn[:, :2]
     starts = drawn[:, 2:] * (1 - sides)
     inside = []
     for axis, size in enumerate((height, width)):
-        place = (torch.arange(size, device=drawn.device) + 0.5) / size
+        centre = (torch.arange(size, device=drawn.device) + 0.5) / size
         start = starts[:, axis, None]
-        inside.append((place >= start) & (place < start + sides[:, axis, None]))
+        inside.append((centre >= start) & (centre < start + sides[:, axis, None]))
     return (inside[0][:, :, None] & inside[1][:, None, :])[:, None]

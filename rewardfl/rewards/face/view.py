@@ -1,4 +1,4 @@
-"""Frames seen a little larger or smaller and aside, as a detector must not mind."""
+"""Small zooms and shifts of frames, to which a detector must be indifferent."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -12,13 +12,13 @@ from rewardfl.rewards.face.align import Faces
 
 @dataclass(frozen=True)
 class View:
-    """A frame's pixel q is seen at zoom * (q - centre) + centre + shift."""
+    """Moves a frame's pixel q to zoom * (q - centre) + centre + shift."""
 
     zoom: float
     shift: tuple[float, float]  # x, y in frame pixels
 
     def of(self, frames: Tensor) -> Tensor:
-        """(N, 3, H, W) frames as they are seen, with gradient: bilinear; outside of a frame its outer pixels go on."""
+        """Return (N, 3, H, W) frames through this view, with gradient: bilinear, the outer pixels repeated outside."""
         grids = []
         for size, shift in zip((frames.shape[-1], frames.shape[-2]), self.shift, strict=True):
             centre = (size - 1) / 2
@@ -30,7 +30,7 @@ class View:
         return F.grid_sample(frames, grid, mode="bilinear", padding_mode="border", align_corners=True)
 
     def undo(self, faces: Faces, frames: Tensor) -> Faces:
-        """Faces found in `of(frames)` at their places in the frames (N, 3, H, W)."""
+        """Return faces detected in `of(frames)` in the pixels of `frames` (N, 3, H, W)."""
         centre = torch.tensor([(frames.shape[-1] - 1) / 2, (frames.shape[-2] - 1) / 2])
         shift = torch.tensor(self.shift)
 
@@ -42,11 +42,11 @@ class View:
 
 
 def seed_of(video: Tensor, purpose: str = "") -> int:
-    """A seed for what is drawn for a clip (3, F, H, W), another one for another purpose.
+    """Return a seed for random draws on a clip (3, F, H, W); each purpose has its own.
 
-    It is of the clip's mean, to 1e-4: the same in a run that goes on, and, as float sums in another order differ by far
-    less, on other numbers of processes. It is another for another noise, and in the next step.
+    It depends on the clip's mean, to 1e-4, so that a resumed run and other numbers of processes draw the same: sums in
+    another order differ by far less. Another noise or step gives another seed.
     """
     mean = round(video.detach().double().mean().nan_to_num().item() * 1e4)
-    # alike means, unlike draws
+    # hashed: neighbouring means must not give related draws
     return int.from_bytes(hashlib.sha256(f"{mean}{purpose}".encode()).digest()[:7], "big")

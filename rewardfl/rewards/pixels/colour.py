@@ -1,4 +1,4 @@
-"""How much of a colour do the frames have? For tests and first runs: the simplest reward with a gradient."""
+"""The amount of a colour in the frames, the simplest reward with a gradient, for tests and first runs."""
 
 from collections.abc import Mapping
 
@@ -10,10 +10,9 @@ from rewardfl.rewards.settings import Frames, Pooling
 
 
 class ColourReward(FrameReward):
-    """Mean over pixels of red * R + green * G + blue * B, channels from 0 to 1; by default how red a frame is.
+    """Mean over pixels of red * R + green * G + blue * B, channels from 0 to 1; by default the redness of a frame.
 
-    Its gradient never ends: what it does to a video beyond [-1, 1] is the decoder's business. Other settings:
-    FrameReward.
+    The gradient is not limited to videos in [-1, 1]. Other settings: FrameReward.
     """
 
     name = "colour"

@@ -1,4 +1,4 @@
-"""How few bytes do the frames need as JPEG? DDPO's compressibility, Black et al. 2023, arXiv 2305.13301, section 5."""
+"""The JPEG size of the frames: DDPO's compressibility, Black et al. 2023, arXiv 2305.13301, section 5."""
 
 import io
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ from rewardfl.rewards.settings import Frames, Pooling
 
 
 class JpegSizeReward(FrameReward):
-    """Minus the kilobytes (1000 bytes) of a frame as JPEG, as in the authors' code, which saves in quality 95.
+    """Minus the kilobytes (1000 bytes) of a frame as JPEG; the authors' code saves in quality 95.
 
-    A black box for Flow-GRPO: any model can learn it, and whether it did can be seen. Other settings: FrameReward.
+    A reward without gradient for Flow-GRPO, which any model can learn visibly. Other settings: FrameReward.
     """
 
     name = "jpeg_size"
@@ -37,7 +37,7 @@ class JpegSizeReward(FrameReward):
 
     def score_frames(self, frames: Tensor, reference: Mapping[str, Tensor]) -> Tensor:
         levels = ((frames.float() + 1) * 127.5).round().clamp(0, 255)
-        sizes = torch.full((len(frames),), torch.nan)  # of a broken frame, which has no bytes either
+        sizes = torch.full((len(frames),), torch.nan)  # NaN for a frame that is not finite
         for i, frame in enumerate(levels):
             if frame.isfinite().all():
                 buffer = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Does the generated clip move as much as the real one? For any picture, no face needed; differentiable."""
+"""Amount of motion compared with the real clip, for any content, differentiable."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,16 +7,15 @@ from torch import Tensor
 
 from rewardfl.rewards.base import Reward, RewardOutput, by_sample
 
-# A real clip whose pixels change by less than half a level of 255 from frame to frame stands still: no ratio.
-MIN_CHANGE = 0.5 / 255
+MIN_CHANGE = 0.5 / 255  # a real clip whose pixels change by less than half a level of 255 per frame gives no ratio
 
 
 class MotionReward(Reward):
     """min(r, 1 / r) with r = mean |x_(t+1) - x_t| of the generated clip over that of the real one.
 
-    1 when both move equally, 0 for a still clip, and less than 1 again for one that moves more: trembling is not
-    paid for. It sees only how much pixels change, not what moves where: to be used beside another reward, against
-    freezing. Parts: motion_ratio, r; NaN for invalid samples, whose real clip stands still or has one frame.
+    1 when both move equally, 0 for a still clip, less than 1 for a clip that moves more, so that trembling does not
+    pay. It measures the amount of change, not what moves: use it next to another reward, against freezing. Parts:
+    motion_ratio, r; NaN for invalid samples, whose real clip stands still or has one frame.
     """
 
     name = "motion"
@@ -27,7 +26,7 @@ class MotionReward(Reward):
     nothing_found = "nothing moves in"
 
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
-        """The real clip's `motion`; None for one that stands still or has a single frame."""
+        """Return the real clip's `motion`; None for a still clip or a single frame."""
         motion = mean_change(video)
         return {"motion": motion} if motion >= MIN_CHANGE else None
 
@@ -35,21 +34,20 @@ class MotionReward(Reward):
         return by_sample(video, batch, self._sample, ("motion_ratio",))
 
     def _sample(self, video: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
-        """Score and ratio of one clip (3, F, H, W)."""
+        """Return score and ratio of one clip (3, F, H, W)."""
         ratio = mean_change(video) / reference["motion"].to(video)
-        return (alike(ratio), {"motion_ratio": ratio.item()}) if ratio.isfinite() else (None, {})
+        return (symmetric_ratio(ratio), {"motion_ratio": ratio.item()}) if ratio.isfinite() else (None, {})
 
 
-def alike(ratio: Tensor) -> Tensor:
-    """() min(r, 1 / r) of a () ratio r >= 0, in [0, 1], with its gradient."""
-    # the smaller one alone: the reciprocal of a still clip's ratio has no gradient worth having
-    return ratio if ratio <= 1 else 1 / ratio
+def symmetric_ratio(ratio: Tensor) -> Tensor:
+    """Return () min(r, 1 / r) of a () ratio r >= 0, in [0, 1], with gradient."""
+    return ratio if ratio <= 1 else 1 / ratio  # not torch.minimum: 1 / r of a still clip has an infinite gradient
 
 
 def mean_change(video: Tensor, where: Tensor | None = None) -> Tensor:
-    """() mean absolute change of a (3, F, H, W) video's pixels from frame to frame, in [0, 1]; NaN for one frame.
+    """Return the () mean absolute change of a (3, F, H, W) video's pixels per frame, in [0, 1]; NaN for one frame.
 
-    where: (F - 1, H, W) bool, the pixels of each step that count; NaN for none.
+    where: (F - 1, H, W) bool, the pixels of each step to average; NaN without any.
     """
     change = (video[:, 1:] - video[:, :-1]).abs()
     if where is None:

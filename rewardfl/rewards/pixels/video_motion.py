@@ -1,7 +1,7 @@
-"""How much a clip moves, how steadily, and how sharp it is: what can be measured of pixels without a network.
+"""Motion, steadiness and sharpness of a clip, measured from pixels without a network.
 
-Nothing here was ever trained or trained against. Frames are (F, H, W, 3) uint8, RGB; they are to be the generated
-ones, before a video codec smooths them. OpenCV and numpy on the CPU.
+No training uses these measures. Frames are (F, H, W, 3) uint8, RGB, as generated, before a video codec smooths them.
+OpenCV and numpy on the CPU.
 """
 
 import math
@@ -15,18 +15,15 @@ from rewardfl.rewards.pixels.artifacts import mean
 
 # cv2.calcOpticalFlowFarneback: pyramid scale, levels, window, iterations, poly_n, poly_sigma, flags
 FARNEBACK = (0.5, 3, 11, 5, 5, 1.1, 0)
-
-# Larger frames are shrunk to this many pixels on their long side: all that is measured here of 81 frames of 480 x 832
-# then takes 1.7 s of one core, where their flow alone took 17 s. It is given in pixels of the frame as it was.
+# For speed, flow is computed on frames shrunk to this many pixels on their long side, and given in pixels of the
+# original. All measures of 81 frames of 480 x 832 take 1.7 s of one core; unshrunk, flow alone took 17 s.
 LONG_SIDE = 256
-
-# Mean pixels per frame below which a flow field has no direction: Farneback's own noise.
-DIRECTED = 0.01
+DIRECTED = 0.01  # mean pixels per frame; below it a flow field is Farneback's noise and has no direction
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class VideoMotion:
-    """What `video_motion` finds in a clip; NaN where there is nothing to measure."""
+    """The motion and sharpness of a clip; NaN where there is nothing to measure."""
 
     flow: float  # mean magnitude of the optical flow, pixels per frame
     face_flow: float  # the same within the face's box of each pair's first frame; NaN without boxes
@@ -36,16 +33,16 @@ class VideoMotion:
 
 
 def video_motion(frames: np.ndarray, boxes: np.ndarray | None = None) -> VideoMotion:
-    """The figures of a clip (F, H, W, 3) uint8.
+    """Measure a clip (F, H, W, 3) uint8.
 
-    boxes: (F, 4) left, top, right, bottom of its face in pixels, or (K, F, 4) of K faces, of which the mean is taken.
+    boxes: (F, 4) left, top, right, bottom of its face in pixels, or (K, F, 4) of K faces, whose flows are averaged.
     """
     fields = flow_fields(frames)
     faces = np.reshape([] if boxes is None else boxes * _shrink(frames), (-1, len(frames), 4))
-    of_faces = [mean_flow_inside(fields, face) for face in faces]
+    face_flows = [mean_flow_inside(fields, face) for face in faces]
     return VideoMotion(
         flow=mean_flow(fields),
-        face_flow=mean([flow for flow in of_faces if not math.isnan(flow)]),
+        face_flow=mean([flow for flow in face_flows if not math.isnan(flow)]),
         pixel_change=pixel_change(frames),
         sharpness=sharpness(frames),
         reversals=reversals(fields),
@@ -53,9 +50,9 @@ def video_motion(frames: np.ndarray, boxes: np.ndarray | None = None) -> VideoMo
 
 
 def flow_fields(frames: np.ndarray) -> list[np.ndarray]:
-    """Farneback's flow from each frame to the next: F - 1 fields (h, w, 2) of (x, y) in pixels of `frames`.
+    """Return Farneback's flow from each frame to the next: F - 1 fields (h, w, 2) of (x, y) in pixels of `frames`.
 
-    h x w is the frame's size where that is at most LONG_SIDE, and the size that it was shrunk to where it is larger.
+    h x w is the frame's size, shrunk to LONG_SIDE if larger.
     """
     scale = _shrink(frames)
     size = (round(frames.shape[2] * scale), round(frames.shape[1] * scale))
@@ -67,14 +64,14 @@ def flow_fields(frames: np.ndarray) -> list[np.ndarray]:
 
 
 def mean_flow(fields: Sequence[np.ndarray]) -> float:
-    """Mean magnitude over places and pairs, pixels per frame; NaN for a clip of one frame."""
+    """Return the mean magnitude over pixels and fields, in pixels per frame; NaN for a clip of one frame."""
     return mean([float(np.linalg.norm(field, axis=-1).mean()) for field in fields])
 
 
 def mean_flow_inside(fields: Sequence[np.ndarray], boxes: np.ndarray) -> float:
-    """`mean_flow` over the places within the (F, 4) boxes, which are in the fields' own pixels.
+    """Return `mean_flow` within the (F, 4) boxes, which are in the pixels of the fields.
 
-    A pair takes its first frame's box. Boxes outside the frame are passed over; NaN when all are.
+    A field takes its first frame's box. Boxes outside the frame are skipped; NaN when all are.
     """
     means = []
     for field, (left, top, right, bottom) in zip(fields, boxes[: len(fields)], strict=True):
@@ -86,10 +83,10 @@ def mean_flow_inside(fields: Sequence[np.ndarray], boxes: np.ndarray) -> float:
 
 
 def reversals(fields: Sequence[np.ndarray]) -> float:
-    """Minus the cosine of each flow field with the next one, mean over the clip, in [-1, 1].
+    """Return minus the mean cosine of each flow field with the next one, in [-1, 1].
 
-    Near -1 what moves goes on as it does, near 1 it goes back and forth with every frame, as trembling does. Fields
-    without motion have no direction and are passed over; NaN when no two successive ones move.
+    Near -1 motion is steady, near 1 it changes direction in every frame, like trembling. Fields without motion are
+    skipped; NaN when no two successive fields move.
     """
     cosines = []
     for first, second in zip(fields[:-1], fields[1:], strict=True):
@@ -100,22 +97,21 @@ def reversals(fields: Sequence[np.ndarray]) -> float:
 
 
 def pixel_change(frames: np.ndarray) -> float:
-    """Mean absolute change of a pixel's channels from frame to frame, in [0, 1]; NaN for a clip of one frame."""
+    """Return the mean absolute change of a pixel's channels per frame, in [0, 1]; NaN for a clip of one frame."""
     pairs = zip(frames[:-1], frames[1:], strict=True)
     return mean([float(cv2.absdiff(first, second).mean()) / 255 for first, second in pairs])
 
 
 def sharpness(frames: np.ndarray) -> float:
-    """Variance of the Laplacian of the grey frames, levels of 255 squared; without the first frame, the given image.
+    """Return the variance of the Laplacian of the grey frames after the first, in levels of 255 squared.
 
-    The focus measure of Pech-Pacheco et al. (ICPR 2000). The mean gradient, the other usual one, hardly sees blur: an
-    edge from black to white has the same sum of gradients however wide it is. This one is quadratic in contrast, and
-    grain counts as detail. NaN for a clip of one frame.
+    The focus measure of Pech-Pacheco et al. (ICPR 2000). It is quadratic in contrast, and grain counts as detail. The
+    mean gradient hardly changes with blur: an edge has the same sum of gradients at any width. NaN for one frame.
     """
     grey = (cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY) for frame in frames[1:])
     return mean([float(cv2.Laplacian(frame, cv2.CV_32F).var()) for frame in grey])
 
 
 def _shrink(frames: np.ndarray) -> float:
-    """By what frames are scaled before their flow is taken: at most 1."""
+    """Return the scale, at most 1, of frames for their flow."""
     return min(1.0, LONG_SIDE / max(frames.shape[1:3]))

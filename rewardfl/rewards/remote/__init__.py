@@ -1,4 +1,4 @@
-"""A reward that another process computes: the client, and what it says to its server (wire)."""
+"""A reward that another process computes: the client and the wire format."""
 
 # ruff: noqa: F401  (this file only re-exports)
 

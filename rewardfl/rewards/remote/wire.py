@@ -1,4 +1,4 @@
-"""What a reward server and its clients say to each other: safetensors and JSON over HTTP, never pickle.
+"""The wire format of a reward server and its clients: safetensors and JSON over HTTP, never pickle.
 
     POST /score    body: safetensors (application/x-safetensors), at most as many bytes as the server allows
                    "video"          (B, F, H, W, 3) uint8, RGB: the clips to score, in [0, 255]
@@ -10,16 +10,15 @@
                    "part.<name>"    (B,) float32, any number of them, for the log; NaN where not measured
     GET /health
              200   JSON {"status": "ok", "reward": <name>, "version": 1, "max_bytes": <of a request's body>}
-    errors   JSON {"error": <what is wrong and what to do>} with status
+    errors   JSON {"error": <the problem and advice>} with status
              400 malformed, more than MAX_CLIPS clips or MAX_FRAMES frames, 401 no or a wrong token, 404 no such path,
              405 another method, 413 beyond max_bytes, 415 another content type, 500 the reward failed,
              503 busy (with Retry-After), shutting down or a body too slow: ask again
 
-A server holds a few bodies in memory, PLACES here, and lets the other requests wait; 503 with `Retry-After: <seconds>`
-tells a client that there was no place in time.
+A server holds PLACES bodies in memory and lets other requests wait; one that waited too long gets 503 with
+`Retry-After: <seconds>`. A server with a token requires `Authorization: Bearer <token>` on /score; /health is open.
 
-A server with a token wants `Authorization: Bearer <token>` on /score; /health is open. This file imports torch and
-safetensors alone: a server in an environment of its own can be built on a copy of it.
+This file imports only torch and safetensors, so that a server in another environment can use a copy of it.
 """
 
 import json
@@ -33,22 +32,23 @@ from safetensors.torch import save
 from torch import Tensor
 
 VERSION = 1
-PLACES = 4  # bodies that a server holds at a time: one is scored, the next ones arrive meanwhile
+PLACES = 4  # bodies that a server holds at a time: one is scored while the next ones arrive
 MAX_CLIPS = 256  # of one request
-MAX_FRAMES = 16_384  # of one request, those of the real clips counted too: a reward may take its time for each
+MAX_FRAMES = 16_384  # of one request, real clips included: a limit of the time that scoring takes
 CONTENT_TYPE = "application/x-safetensors"
-# The library takes headers of 100 MB, which cost gigabytes once parsed; ours hold a few names and the prompts.
+ENVELOPE_BYTES = 400  # of a request's body without its clips
+# The library accepts headers of 100 MB, which take gigabytes once parsed; ours hold a few names and the prompts.
 MAX_HEADER_BYTES = 1 << 22
 DTYPES = {"U8": torch.uint8, "BOOL": torch.bool, "F32": torch.float32}  # all that the format uses
 
 
 class WireError(ValueError):
-    """A body that is not what it should be; the message says what is wrong."""
+    """A body breaks the format; the message names the problem."""
 
 
 @dataclass(frozen=True)
 class Clip:
-    """What is sent of one sample. The clips of one request have frames of one shape."""
+    """One sample of a request. The frames of all clips of a request have one shape."""
 
     frames: Tensor  # (F, H, W, 3) uint8 RGB
     prompt: str
@@ -56,9 +56,9 @@ class Clip:
 
     @property
     def nbytes(self) -> int:
-        """At most so many bytes of a request's body."""
+        """Return an upper bound of the clip's bytes in a request's body."""
         pixels = self.frames.nbytes + (0 if self.reference is None else self.reference.nbytes)
-        # A control character takes 7 bytes once escaped in JSON that is a string in JSON; "reference.<i>" about 150.
+        # a control character takes 7 bytes, escaped in JSON within JSON; the header of "reference.<i>" about 150
         return pixels + 7 * len(self.prompt.encode()) + 200
 
     @property
@@ -66,11 +66,8 @@ class Clip:
         return len(self.frames) + (0 if self.reference is None else len(self.reference))
 
 
-ENVELOPE_BYTES = 400  # of a request's body beside its clips
-
-
 def pack_request(clips: Sequence[Clip]) -> bytes:
-    """The body of POST /score for one or more clips."""
+    """Return the body of POST /score for one or more clips."""
     tensors = {"video": torch.stack([clip.frames for clip in clips])}
     for i, clip in enumerate(clips):
         if clip.reference is not None:
@@ -80,7 +77,7 @@ def pack_request(clips: Sequence[Clip]) -> bytes:
 
 
 def unpack_request(body: bytes) -> list[Clip]:
-    """The clips of a request; WireError for anything that is not as the format says."""
+    """Return the clips of a request; raise WireError for a body that breaks the format."""
     tensors, metadata = _read(body)
     video = tensors.pop("video", None)
     if video is None or video.dtype != torch.uint8 or not _are_frames(video, 5):
@@ -101,16 +98,16 @@ def unpack_request(body: bytes) -> list[Clip]:
 
 
 def pack_answer(score: Tensor, valid: Tensor, parts: dict[str, Tensor]) -> bytes:
-    """The body of the answer: all tensors (B,)."""
+    """Return the body of the answer; all tensors are (B,)."""
     tensors = {"score": score.float(), "valid": valid.to(torch.uint8)}
     tensors |= {f"part.{name}": values.float() for name, values in parts.items()}
     return save({name: values.detach().cpu().contiguous() for name, values in tensors.items()})
 
 
 def unpack_answer(body: bytes, count: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """score (B,) float32, valid (B,) bool, parts of `count` clips; WireError for anything but that.
+    """Return score (B,) float32, valid (B,) bool and parts of `count` clips; raise WireError for another body.
 
-    A score that is not finite makes its clip invalid, and an invalid clip scores 0.
+    A score that is not finite makes its clip invalid. An invalid clip scores 0.
     """
     tensors, _ = _read(body)
     score = _values(tensors, "score", count, (torch.float32,))
@@ -124,12 +121,12 @@ def unpack_answer(body: bytes, count: int) -> tuple[Tensor, Tensor, dict[str, Te
 
 
 def _read(body: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of safetensors bytes, of the format's dtypes, and their metadata; WireError for anything else."""
+    """Return the tensors of safetensors bytes and their metadata; raise WireError for other bytes or dtypes."""
     size = int.from_bytes(body[:8], "little")
     if size > MAX_HEADER_BYTES:
         raise WireError(f"a safetensors header of {size} bytes; at most {MAX_HEADER_BYTES} are taken")
     try:
-        # checks offsets, shapes against bytes, and that the header is JSON of the right form
+        # it checks offsets, shapes against bytes, and the header's JSON
         entries = safetensors.deserialize(body)
     except safetensors.SafetensorError as error:
         raise WireError(f"not safetensors: {error}") from None
@@ -141,7 +138,7 @@ def _tensor(name: str, entry: dict) -> Tensor:
     if entry["dtype"] not in DTYPES:
         raise WireError(f"tensor {name!r} has dtype {entry['dtype']}; the format knows {', '.join(DTYPES)}")
     dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
-    if not entry["data"]:  # which torch.frombuffer refuses
+    if not entry["data"]:  # torch.frombuffer raises for an empty buffer
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(entry["data"], dtype=dtype).reshape(shape)
 
@@ -164,8 +161,8 @@ def _prompts(metadata: dict[str, str], count: int) -> list[str]:
 def _values(tensors: dict[str, Tensor], name: str, count: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
     values = tensors.get(name)
     if values is None or values.shape != (count,) or values.dtype not in dtypes:
-        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise WireError(f"tensor {name!r} must be ({count},) {wanted}, got {_describe(values)}")
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise WireError(f"tensor {name!r} must be ({count},) {names}, got {_describe(values)}")
     return values
 
 

@@ -1,6 +1,6 @@
-"""The held-out judge: a small network that has learned to find the objects, where the checker goes by rules.
+"""The held-out judge: a small network that detects the objects, in place of the checker's rules.
 
-Objects as points, Zhou et al. 2019, arXiv 1904.07850: one map of a middle's likelihood for each kind of object.
+Objects as Points, Zhou et al. 2019, arXiv 1904.07850: a heat map of object centres for each kind of object.
 """
 
 import math
@@ -20,14 +20,12 @@ from rewardfl.rewards.scenes.drawing import COLOURS, SHAPES, SIZE, Thing, draw_p
 
 Log = Callable[[str], None]
 KINDS = list(product(COLOURS, SHAPES))
-
-CELL = 2  # pixels on a side of one point of the maps
-
-SURE = 0.5  # from this likelihood on, there is an object
+CELL = 2  # pixels on a side of a cell of the maps
+SURE = 0.5  # minimum probability of an object
 
 
 class Finder(nn.Sequential):
-    """(B, 3, H, W) in [-1, 1] -> (B, kinds, H / CELL, W / CELL), the logit of a middle being here."""
+    """(B, 3, H, W) in [-1, 1] -> (B, kinds, H / CELL, W / CELL), the logit of an object's centre in the cell."""
 
     def __init__(self, width: int = 24):
         layers: list[nn.Module] = [nn.Conv2d(3, width, 5, stride=CELL, padding=2), nn.ReLU()]
@@ -37,11 +35,11 @@ class Finder(nn.Sequential):
         super().__init__(*layers)
         last = self[-1]
         assert isinstance(last, nn.Conv2d)
-        nn.init.constant_(last.bias, -4.0)  # nearly everywhere there is none
+        nn.init.constant_(last.bias, -4.0)  # nearly all cells have none
 
 
 class SceneJudge(SceneChecker):
-    """As SceneChecker, with objects found by a Finder. weights_file: its tensors, .safetensors."""
+    """SceneChecker with objects found by a Finder. weights_file: its tensors, .safetensors."""
 
     name = "scene_judge"
     weights = "assets/tiny_images/judge.safetensors"
@@ -52,23 +50,22 @@ class SceneJudge(SceneChecker):
         try:
             self.finder.load_state_dict(load_file(weights_file))
         except (OSError, SafetensorError, RuntimeError) as error:
-            raise ValueError(
-                f"reward 'scene_judge': weights_file {weights_file} is not the judge's: {error}"
-            ) from error
+            message = f"reward 'scene_judge': weights_file {weights_file} is not the judge's: {error}"
+            raise ValueError(message) from error
 
     @torch.no_grad()
     def things_in(self, image: Tensor) -> list[Thing]:
-        likely = self.finder(image[None].float()).sigmoid()
-        peaks = (likely == F.max_pool2d(likely, 3, 1, 1)) & (likely > SURE)
-        height, width = likely.shape[2:]
+        probability = self.finder(image[None].float()).sigmoid()
+        peaks = (probability == F.max_pool2d(probability, 3, 1, 1)) & (probability > SURE)
+        height, width = probability.shape[2:]
         return [
             Thing(KINDS[kind][0], KINDS[kind][1], (column + 0.5) / width, (row + 0.5) / height)
             for _, kind, row, column in peaks.nonzero().tolist()
         ]
 
 
-def _damaged(images: Tensor, generator: torch.Generator) -> Tensor:
-    """A little blurred, tinted and noisy, as generated pictures are."""
+def _augment(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Return images a little blurred, tinted and noisy, like generated pictures."""
     count = len(images)
     blurred = F.avg_pool2d(F.pad(images, (1, 1, 1, 1), mode="replicate"), 3, 1)
     images = torch.lerp(images, blurred, 0.7 * torch.rand(count, 1, 1, 1, generator=generator))
@@ -76,8 +73,8 @@ def _damaged(images: Tensor, generator: torch.Generator) -> Tensor:
     return images + tint + 0.06 * torch.randn(images.shape, generator=generator)
 
 
-def _wanted_maps(places: list[list[Thing]]) -> Tensor:
-    """(B, kinds, h, w): 1 in the cell of an object's middle, less around it."""
+def _target_maps(places: list[list[Thing]]) -> Tensor:
+    """Return (B, kinds, h, w): 1 in the cell of an object's centre, less around it."""
     side = SIZE // CELL
     grid = torch.arange(side) + 0.5
     maps = torch.zeros(len(places), len(KINDS), side, side)
@@ -93,23 +90,23 @@ def _wanted_maps(places: list[list[Thing]]) -> Tensor:
 def train_finder(
     finder: Finder, count: int, steps: int, seed: int, log: Log, batch: int = 32, lr: float = 4e-3
 ) -> None:
-    """By the paper's focal loss (equation 1), on `count` pictures of its own."""
+    """Train with the paper's focal loss (equation 1), on `count` pictures drawn with `seed`."""
     generator = torch.Generator().manual_seed(seed)
     _, places = draw_places(count, generator)
-    pictures, maps = torch.stack([draw_scene(things, generator) for things in places]), _wanted_maps(places)
+    pictures, maps = torch.stack([draw_scene(things, generator) for things in places]), _target_maps(places)
     optimizer = torch.optim.AdamW(finder.parameters(), lr=lr)
     start = time.time()
     for step in range(steps):
         rate = lr * min(1, (step + 1) / 30) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
         optimizer.param_groups[0]["lr"] = rate
         rows = torch.randint(0, count, (batch,), generator=generator)
-        wanted = maps[rows]
-        logits = finder(_damaged(pictures[rows], generator))
-        likely = logits.sigmoid()
-        there = wanted == 1
-        found = ((1 - likely) ** 2 * F.logsigmoid(logits))[there].sum()
-        absent = ((1 - wanted) ** 4 * likely**2 * F.logsigmoid(-logits))[~there].sum()
-        loss = -(found + absent) / there.sum()
+        target = maps[rows]
+        logits = finder(_augment(pictures[rows], generator))
+        probability = logits.sigmoid()
+        is_centre = target == 1
+        positive = ((1 - probability) ** 2 * F.logsigmoid(logits))[is_centre].sum()
+        negative = ((1 - target) ** 4 * probability**2 * F.logsigmoid(-logits))[~is_centre].sum()
+        loss = -(positive + negative) / is_centre.sum()
         finder.zero_grad()
         loss.backward()
         optimizer.step()

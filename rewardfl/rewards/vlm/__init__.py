@@ -1,1 +1,1 @@
-"""Rewards from vision language models, which answer a question about a video."""
+"""Rewards from vision language models with a question about a video."""

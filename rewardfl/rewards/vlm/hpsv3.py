@@ -1,6 +1,6 @@
 """Which of two images would people prefer for this prompt? HPSv3, Ma et al. 2025, arXiv 2508.03789.
 
-Facts of the published scorer are from its package hpsv3 1.0.0 (github.com/MizzenAI/HPSv3), by file and line.
+File and line numbers refer to its package hpsv3 1.0.0 (github.com/MizzenAI/HPSv3).
 """
 
 from collections.abc import Mapping
@@ -22,20 +22,19 @@ QUESTION = Question(
     answers=("<|Reward|>",),
 )
 
-PIXELS = 256 * 28 * 28  # of an image, at least and at most, inference.py:98
-
-WIDTHS = (1024, 16, 2)  # of the head's layers, qwen2vl_trainer.py:99; the last is mu and sigma
+PIXELS = 256 * 28 * 28  # of an image, minimum and maximum, inference.py:98
+WIDTHS = (1024, 16, 2)  # of the head's layers, qwen2vl_trainer.py:99; the last outputs mu and sigma
 
 
 class Hpsv3Reward(QuestionReward, FrameReward):
-    """mu, the mean of the preference that a Qwen2-VL-7B with a head of three layers gives a frame for its prompt.
+    """mu, the mean preference for a frame given its prompt, of a Qwen2-VL-7B with a head of three layers.
 
-    sigma, the head's other number, its doubt, is not used; the authors' score is mu too (inference.py:166).
+    The head's other output, sigma, is not used; the authors' score is mu, too (inference.py:166).
 
-    checkpoint: HPSv3.safetensors of MizzenAI/HPSv3. model_dir: Qwen/Qwen2-VL-7B-Instruct, of which config.json and the
-    tokenizer are used. prompt_file: hpsv3/dataset/data_collator_qwen.py of github.com/MizzenAI/HPSv3, whose question
-    is read from it. dtype: of the backbone, bfloat16 or float32; the head is float32 as published. Other settings:
-    FrameReward; four frames, one at a time, since each is a forward of seven billion parameters.
+    checkpoint: HPSv3.safetensors of MizzenAI/HPSv3. model_dir: config.json and tokenizer of Qwen/Qwen2-VL-7B-Instruct.
+    prompt_file: hpsv3/dataset/data_collator_qwen.py of github.com/MizzenAI/HPSv3, the source of the question. dtype: of
+    the backbone, bfloat16 or float32; the head is float32 as published. Other settings: FrameReward; by default four
+    frames, one at a time, since each is a forward pass of seven billion parameters.
     """
 
     name = "hpsv3"
@@ -57,7 +56,7 @@ class Hpsv3Reward(QuestionReward, FrameReward):
         dtype: Literal["bfloat16", "float32"] = "bfloat16",
     ):
         super().__init__(frames, pooling, first_frame, chunk)
-        files = JudgeFiles(model_dir, prompt_file, checkpoint)
+        files = JudgeFiles(model_dir=model_dir, prompt_file=prompt_file, weights=checkpoint)
         self.judge, self.head = load_judge(QUESTION, files, dtype, ranknet)
         self.digest = files.digest()
 
@@ -65,15 +64,15 @@ class Hpsv3Reward(QuestionReward, FrameReward):
         height, width = frames.shape[2:]
         size = shown_size(height, width, self.judge.factor, PIXELS, PIXELS)
         images = normalise(resize(unit_range(frames.to(next(self.head.parameters()))), *size))
-        depth = self.judge.vision.temporal_patch_size  # an image is shown as a video that stands still
+        depth = self.judge.vision.temporal_patch_size  # an image is input as a video of equal frames
         answers = self.judge(images.repeat_interleave(depth, 0), depth, reference["tokens"].to(frames.device))
         return self.head(answers[:, 0].to(images))[:, 0]
 
 
 def ranknet(width: int) -> nn.Sequential:
-    """The head, (..., width) hidden states -> (..., 2). The places are the names of its tensors in the file."""
+    """Build the head, hidden states (..., width) to (..., 2), with the published indices of its layers."""
     first, second, last = WIDTHS
-    # at place 2 the published one has a dropout, which does nothing outside of training
+    # Identity: the published head has a dropout there, which does nothing outside of training
     return nn.Sequential(
         nn.Linear(width, first), nn.ReLU(), nn.Identity(), nn.Linear(first, second), nn.ReLU(), nn.Linear(second, last)
     )

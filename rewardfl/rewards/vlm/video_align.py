@@ -1,6 +1,6 @@
-"""Is a clip good to look at, does it move well, does it show what was asked? VideoReward, Liu et al. 2025, 2501.13918.
+"""Is a clip good to look at, does it move well, does it show the prompt? VideoReward, Liu et al. 2025, 2501.13918.
 
-Facts of the published scorer are from github.com/KwaiVGI/VideoAlign at commit 219ab9d, by file and line.
+File and line numbers refer to github.com/KwaiVGI/VideoAlign at commit 219ab9d.
 """
 
 import re
@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from rewardfl.config.schema import NonNegative, Positive
-from rewardfl.rewards.base import RewardOutput, by_sample
+from rewardfl.rewards.base import Reference, RewardOutput, by_sample
 from rewardfl.rewards.clip.network import normalise, unit_range
 from rewardfl.rewards.settings import ExistingPath
 from rewardfl.rewards.vlm.qwen2_vl import JudgeFiles, Question, QuestionReward, load_judge, shown_size
@@ -33,25 +33,23 @@ QUESTION = Question(
 )
 
 FEWEST_PIXELS = 128 * 28 * 28  # of a frame, vision_process.py:31
-
-FEWEST_FRAMES, MOST_FRAMES = 4, 768  # that a number of frames a second comes to, vision_process.py:36
+FEWEST_FRAMES, MOST_FRAMES = 4, 768  # of a clip sampled at a frame rate, vision_process.py:36
 
 
 class VideoAlignReward(QuestionReward):
     """The weighted sum of visual quality (vq), motion quality (mq) and text alignment (ta), each normalised.
 
-    A Qwen2-VL-2B is asked about the clip's frames and reads, by a linear head, at three tokens of the question. vq and
-    mq do not depend on the prompt, which stands behind their tokens.
+    A linear head reads the hidden states of a Qwen2-VL-2B at three tokens of a question about the clip's frames. vq and
+    mq do not depend on the prompt, which comes after their tokens.
 
-    checkpoint_dir: KwaiVGI/VideoReward, with model_config.json and checkpoint-*/model.pth. model_dir:
-    Qwen/Qwen2-VL-2B-Instruct, of which config.json and the tokenizer are used. prompt_file: prompt_template.py of
-    github.com/KwaiVGI/VideoAlign, whose question is read from it. parts: the weight of each part, {vq: 1, mq: 1, ta: 1}
-    by default, their "Overall"; one that is not named has none. fps: at which the videos play, data.fps of a
-    configuration. frames: how many are shown, in place of the two a second of model_config.json. dtype: of the
-    backbone, bfloat16 or float32. checkpointing: a backward runs the network's blocks again, so that their inputs alone
-    are kept.
+    checkpoint_dir: KwaiVGI/VideoReward, with model_config.json and checkpoint-*/model.pth. model_dir: config.json and
+    tokenizer of Qwen/Qwen2-VL-2B-Instruct. prompt_file: prompt_template.py of github.com/KwaiVGI/VideoAlign, the source
+    of the question. parts: weight of each part, by default {vq: 1, mq: 1, ta: 1}, the authors' "Overall"; a missing
+    part has weight 0. fps: the videos' frame rate, data.fps of a configuration. frames: number of frames that the model
+    is given, instead of the two a second of model_config.json. dtype: of the backbone, bfloat16 or float32.
+    checkpointing: recompute the network's blocks in the backward pass, to save memory.
 
-    Parts: vq, mq, ta. A sample is invalid when one of its parts with a weight is not finite.
+    Parts: vq, mq, ta. A sample is invalid when a part with a weight is not finite.
     """
 
     name = "video_align"
@@ -60,8 +58,8 @@ class VideoAlignReward(QuestionReward):
     licence = "weights: Apache-2.0 (huggingface.co/KwaiVGI/VideoReward, Qwen2-VL-2B); question: MIT (VideoAlign)"
     range = "a part: deviations from the mean of its authors' data"
     chosen: Tensor  # (3,) weights of the parts
-    mean: Tensor  # (3,) of the authors' data, and
-    std: Tensor  # its deviation
+    mean: Tensor  # (3,) of the parts on the authors' data
+    std: Tensor  # (3,) their deviation
 
     def __init__(
         self,
@@ -78,7 +76,8 @@ class VideoAlignReward(QuestionReward):
         weights = weigh_parts(dict.fromkeys(PARTS, 1.0) if parts is None else parts)
         self.trained = read_trained(Path(checkpoint_dir) / "model_config.json")
         self.fps, self.frames = fps, frames if frames is not None else self.trained.frames
-        files = JudgeFiles(model_dir, prompt_file, newest_checkpoint(Path(checkpoint_dir)), self.trained.lora)
+        checkpoint = newest_checkpoint(Path(checkpoint_dir))
+        files = JudgeFiles(model_dir=model_dir, prompt_file=prompt_file, weights=checkpoint, lora=self.trained.lora)
         outputs = self.trained.outputs
         self.judge, self.head = load_judge(QUESTION, files, dtype, lambda width: nn.Linear(width, outputs, bias=False))
         if checkpointing:
@@ -87,34 +86,31 @@ class VideoAlignReward(QuestionReward):
             self.register_buffer(name, torch.tensor(values), persistent=False)
         self.digest = files.digest()
 
-    def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
+    def forward(self, video: Tensor, batch: Sequence[Reference]) -> RewardOutput:
         with torch.autocast(video.device.type, enabled=False):
             return by_sample(video, batch, self._sample, PARTS)
 
     def _sample(self, clip: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
         parts = self.score_parts(clip, reference["tokens"].to(clip.device))
         used = self.chosen > 0
-        known = dict(zip(PARTS, parts.tolist(), strict=True))
-        return (parts[used] @ self.chosen[used] if parts[used].isfinite().all() else None), known
+        score = parts[used] @ self.chosen[used] if parts[used].isfinite().all() else None
+        return score, dict(zip(PARTS, parts.tolist(), strict=True))
 
     def score_parts(self, clip: Tensor, tokens: Tensor) -> Tensor:
-        """(3,) normalised vq, mq and ta of one clip (3, F, H, W) in [-1, 1]."""
-        shown = shown_frames(clip.shape[1], self.fps, self.trained.fps, self.frames)
+        """Return normalised vq, mq and ta (3,) of one clip (3, F, H, W) in [-1, 1]."""
+        frames = shown_frames(clip.shape[1], self.fps, self.trained.fps, self.frames)
         height, width = clip.shape[2:]
         size = shown_size(height, width, self.judge.factor, FEWEST_PIXELS, self.trained.pixels)
-        pictures = unit_range(clip[:, shown].transpose(0, 1).to(self.head.weight))
-        # one pass over both axes, clipped at the end: torchvision's resize (vision_process.py:318) but for its rounding
-        pictures = F.interpolate(pictures, size, mode="bicubic", antialias=True).clamp(0, 1)
-        answers = self.judge(normalise(pictures), len(shown), tokens)[0].to(self.head.weight)
+        images = unit_range(clip[:, frames].transpose(0, 1).to(self.head.weight))
+        # one pass over both axes, clipped at the end: torchvision's resize (vision_process.py:318) without its rounding
+        images = F.interpolate(images, size, mode="bicubic", antialias=True).clamp(0, 1)
+        answers = self.judge(normalise(images), len(frames), tokens)[0].to(self.head.weight)
         # a row for each token, or one for all (trainer.py:165); the published head is in the backbone's dtype
         return ((answers * self.head.weight).sum(-1) - self.mean) / self.std
 
 
 def weigh_parts(parts: Mapping[Any, float]) -> list[float]:
-    """The weights of vq, mq and ta. ValueError for weights from which nothing could be learnt.
-
-    Says, as a warning, what is known of vq alone.
-    """
+    """Return the weights of vq, mq and ta. Raise ValueError where all are 0, warn where only vq has one."""
     weights = [float(parts.get(name, 0)) for name in PARTS]
     if not any(weights):
         raise ValueError(f"reward 'video_align': parts must be weights of which one is positive, got {parts!r}")
@@ -127,31 +123,26 @@ def weigh_parts(parts: Mapping[Any, float]) -> list[float]:
     return weights
 
 
-def shown_frames(count: int, fps: float, wanted_fps: float, frames: int | None) -> list[int]:
-    """Which frames of a clip of `count` the model is shown: an even number of them, from the first to the last.
+def shown_frames(count: int, fps: float, sample_fps: float, frames: int | None) -> list[int]:
+    """Return the indices of an even number of frames, from the first to the last of a clip of `count`.
 
-    frames: how many, rounded to even; None: wanted_fps of them a second, 4 to 768. At most as many as there are
-    (vision_process.py:129 and 202). ValueError for a clip of fewer than two.
+    frames: their number, rounded to even; None for sample_fps a second, 4 to 768. At most `count`
+    (vision_process.py:129 and 202). Raise ValueError for a clip of fewer than two.
     """
     if count < 2:
         raise ValueError(f"reward 'video_align' judges clips of at least 2 frames, this has {count}")
-    wanted = count / fps * wanted_fps if frames is None else frames
-    if frames is None:
-        wanted = min(max(wanted, FEWEST_FRAMES), MOST_FRAMES)
-    even = min(round(wanted / 2) * 2, count // 2 * 2)
+    number = min(max(count / fps * sample_fps, FEWEST_FRAMES), MOST_FRAMES) if frames is None else frames
+    even = min(round(number / 2) * 2, count // 2 * 2)
     return torch.linspace(0, count - 1, even).round().int().tolist()
 
 
-# ---- the authors' files ----
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What model_config.json says of a training.
+    """The training's settings in model_config.json.
 
-    fps: frames a second that are shown, or frames: their number, where it has one. pixels: of a frame, at most.
-    outputs: rows of the head. lora: rank and factor, None without. mean, std: of each part on the authors' data, 0 and
-    1 where the file has none, as inference.py:68 has it.
+    fps: frames a second that the model is given; frames: their number instead, or None. pixels: maximum of a frame.
+    outputs: rows of the head. lora: rank and factor, or None. mean, std: of each part on the authors' data, 0 and 1
+    where the file has none (inference.py:68).
     """
 
     fps: float
@@ -164,7 +155,7 @@ class Trained:
 
 
 def read_trained(path: Path) -> Trained:
-    """ValueError for a file that is not there, is no such file, or is of a model that is asked another question."""
+    """Read model_config.json. Raise ValueError for a missing or other file, or a model of another question."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; KwaiVGI/VideoReward has it beside its folder checkpoint-*")
     content = parse_json_object(path.read_bytes(), str(path))
@@ -188,20 +179,20 @@ def read_trained(path: Path) -> Trained:
         )
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ValueError(f"{path} lacks, or has in another form, what KwaiVGI/VideoReward has: {error!r}") from error
-    for key, value, wanted in (
+    for key, value, valid in (
         ("data_config.prompt_template_type", data.get("prompt_template_type"), "detailed_special"),
         ("data_config.sample_type", data.get("sample_type", "uniform"), "uniform"),
         ("model_config.use_special_tokens", model.get("use_special_tokens"), True),
     ):
-        if value != wanted:
-            raise ValueError(f"{path}: {key} is {value!r}; only a model that was trained with {wanted!r} is known here")
+        if value != valid:
+            raise ValueError(f"{path}: {key} is {value!r}; only a model that was trained with {valid!r} is known here")
     return trained
 
 
 def newest_checkpoint(folder: Path) -> Path:
-    """model.pth of the checkpoint-<step> with the highest step, which the authors' code takes (utils.py:166)."""
-    found = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in sorted(folder.glob("checkpoint-*"))]
-    steps = {int(match[1]): path for match, path in found if match}
+    """Return model.pth of the checkpoint-<step> with the highest step, as the authors' code does (utils.py:166)."""
+    folders = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in sorted(folder.glob("checkpoint-*"))]
+    steps = {int(match[1]): path for match, path in folders if match}
     if not steps:
         raise ValueError(f"{folder} has no folder checkpoint-<step>; KwaiVGI/VideoReward has")
     path = steps[max(steps)] / "model.pth"

@@ -28,7 +28,7 @@ from rewardfl import data, reward_server, rewards
 from rewardfl.reward_server import server
 from rewardfl.reward_server import serving as serving_module
 from rewardfl.reward_server.server import RewardServer, Service
-from rewardfl.rewards.remote import RemoteReward, RewardServerError, client, wire
+from rewardfl.rewards.remote import RemoteReward, RewardServerError, wire
 from rewardfl.rewards.remote.client import split
 from rewardfl.rewards.remote.wire import Clip, WireError
 from rewardfl.rewards.scoring import score_safely
@@ -463,8 +463,8 @@ ANSWER = (
 def test_the_bytes_on_the_wire_are_those_of_version_1(monkeypatch):
     """As recorded: old and new understand each other."""
     bodies = []
-    pack = client.pack_request
-    monkeypatch.setattr(client, "pack_request", lambda clips: bodies.append(pack(clips)) or bodies[-1])
+    pack = wire.pack_request
+    monkeypatch.setattr(wire, "pack_request", lambda clips: bodies.append(pack(clips)) or bodies[-1])
     with scripted((200, ANSWER)) as url:
         reward = remote(url, send_reference=True)
         video = torch.linspace(-1, 1, 6).reshape(1, 3, 2, 1, 1)
