@@ -194,15 +194,16 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                     job.all_reduce_max
                 ):  # nothing has changed since the last update: nothing is lost
                     break
-                with timer("step"), timer("rollout"):
+                with timer("step"):
                     conditioning, own = conditions.batch(samples, [m.row for m in members], cfg.data.skip_bad_rows)
                     conditioning = protocol.move_to(conditioning, job.device)
                     shape = (1, *conditions.latent_shape(samples[members[0].row]))
                     schedule = plan.make_schedule(cfg, backbone, shape[1:])
+                    kernel, keep_means = make_kernel(schedule), cfg.grpo.objective == "guard"
+                with timer("step"), timer("rollout"):
                     prefixes = roll_out_prefix(members, conditioning, schedule, window[0]) if is_new else prefixes
                     x = torch.cat([prefixes[member.start] for member in members])
                     noise = partial(group_plan.draw_step_noise, members, shape, job.device)
-                    kernel, keep_means = make_kernel(schedule), cfg.grpo.objective == "guard"
                     velocity = velocity_of(conditioning, schedule)
                     x0, stored = sde.rollout(velocity, x, kernel, window, noise, window[0], keep_means)
 

@@ -188,7 +188,7 @@ def new_expert(
     cfg: RewardFlConfig, backbone: Backbone, name: str, device: torch.device, checkpointed: Callable | None
 ) -> nn.Module:
     """Build an expert, placed as `experts` says. checkpointed: calls a trained expert's blocks; None: not trained."""
-    dims = files.read_config(backbone.layout, backbone.variant.parts[name])
+    dims = files.read_part_config(backbone.layout, backbone.variant.parts[name])
     expert: WanTransformer3DModel = wan.new_expert(dims, DTYPES[cfg.model.dtype], dims["num_layers"], None)
     where = cfg.experts.untrained if checkpointed is None else cfg.experts.trained
     home = torch.device("cpu") if where == "cpu_swap" else device
@@ -209,7 +209,7 @@ def new_expert(
 
 def new_decoder(cfg: RewardFlConfig, backbone: Backbone, device: torch.device) -> WanDecoder:
     with torch.device("meta"):
-        vae = AutoencoderKLWan.from_config(files.read_config(backbone.layout, "vae"))
+        vae = AutoencoderKLWan.from_config(files.read_part_config(backbone.layout, "vae"))
     vae.encoder = vae.quant_conv = None
     for parameter in vae.parameters():
         parameter.data = parameter.data.to(DTYPES[cfg.model.dtype])
