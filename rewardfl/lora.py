@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rewardfl.memory.sharding import full_tensor
 from rewardfl.weights import adapter_config
-from rewardfl.weights.lora_files import Lora, load_tensor
+from rewardfl.weights.lora_files import Lora, load_tensor, read_lora  # noqa: F401  (others read LoRAs from here)
 from rewardfl.weights.shards import InputError
 
 POLICY = "default"  # the trained adapter's name in peft
