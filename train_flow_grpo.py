@@ -78,7 +78,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
 
     # ---------------------------------------------------------------------------------- data, rewards, resume
     terms = build_terms(reward_specs, job.device)
-    pool = async_scoring.make_worker_pool(terms, cfg.reward.reward_timeout)
+    pool = async_scoring.make_worker_pools(terms, cfg.reward.reward_timeout)
     part_weights = configuration.part_weights(cfg)
     store = setup_data.open_cache(cfg)
     samples = setup_data.find_samples(cfg, rows.train, terms, store, job)
@@ -244,8 +244,8 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
             results = job.gather_lists(results)
             epoch_metrics |= {"epoch": epoch, "reward/failed": reward_metrics.failed_fraction(results)} | floor
             epoch_metrics |= reward_metrics.means(terms, results, "reward", {*epoch_metrics, "data/replaced"})
-            why = "" if valid.any() else reward_metrics.why_nothing_was_judged(terms, results)
-            for problem, count in reward_metrics.problems(terms, results).items():
+            why = "" if valid.any() else reward_metrics.explain_no_valid_sample(terms, results)
+            for problem, count in reward_metrics.count_problems(terms, results).items():
                 job.print(f"{problem} ({count} samples)")
             if why and step == state.step:  # a reward that has failed since the start is not waited for
                 raise RewardError(f"not one sample of the epoch could be judged; {why}")

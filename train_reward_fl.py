@@ -54,7 +54,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     """Train, and return the exit code: 2 for a dry run that does not fit the GPU, 128 + the number of a signal."""
     # ---------------------------------------------------------------------------------- plan: headers alone are read
     backbone = setup_model.open_model(cfg)
-    active, coupling = configuration.active_steps(cfg), configuration.resolved_coupling(cfg)
+    active, coupling = configuration.active_steps(cfg), configuration.resolve_coupling(cfg)
     plan.check_active_experts(cfg, backbone)
     reward_specs = setup_rewards.find_rewards(cfg, backbone)
     job = connect_processes(cfg)
@@ -234,11 +234,11 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
             with timer("invariants"):
                 learner.weights.check(done)
         progress.set_postfix(loss=f"{metrics['actor/loss']:.3f}", score=f"{metrics.get('reward/mean', math.nan):.3f}")
-        why = reward_metrics.why_nothing_was_judged(terms, results)
+        why = reward_metrics.explain_no_valid_sample(terms, results)
         log.count(norm, why)
         log.write(done, metrics | timer.metrics())
         log.print_skipped(done, norm, [samples[row].row.id for row in gathered["row"].tolist()], gathered["finite"])
-        log.print_problems(done, why, reward_metrics.problems(terms, results))
+        log.print_problems(done, why, reward_metrics.count_problems(terms, results))
         log.stop_if_stuck(done, why)
         if due:
             save(done, last)

@@ -252,7 +252,7 @@ def replay_update(update: Update, meter: Meter, keeps_graphs: bool) -> None:
     del decoded, grad_video
     with meter("replay"):
         reward_flow.replay(
-            velocity, trajectory, sigmas, update.active, grad_x0, config.resolved_coupling(cfg),
+            velocity, trajectory, sigmas, update.active, grad_x0, config.resolve_coupling(cfg),
             reference=velocity.reference, kl_weight=update.kl_weight, kl_gradient=cfg.reward.kl_gradient,
         )  # fmt: skip
 

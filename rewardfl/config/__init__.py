@@ -2,11 +2,11 @@
 
 # ruff: noqa: F401  (this file only re-exports)
 
-from rewardfl.config.fields import BY_CONTENT, FREE, IF_NAMED, Alike, Resumed, did_you_mean, shown
+from rewardfl.config.fields import BY_CONTENT, FREE, IF_NAMED, Equivalent, Resumed, did_you_mean, shown
 from rewardfl.config.load import ConfigError, describe, dump, flat, load, parse, to_dict
 from rewardfl.config.schema import (
     MARKS,
-    OWN_METRICS,
+    RESERVED_METRICS,
     SECTIONS,
     TRAINABLE,
     AnchorConfig,
@@ -17,12 +17,12 @@ from rewardfl.config.schema import (
     FlowGrpoConfig,
     GrpoTrainConfig,
     RewardFlConfig,
-    WantedReward,
+    RewardSpec,
     active_steps,
     is_supervised,
+    list_reward_specs,
     part_weights,
-    resolved_coupling,
+    resolve_coupling,
     second_pack_key,
     trained_positions,
-    wanted_rewards,
 )

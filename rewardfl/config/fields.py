@@ -1,7 +1,7 @@
 """Field types, validators and resume marks of the configuration, and the two helpers that its messages share.
 
 When a run resumes, each key must have its old value unless it is marked: Free, ByContent (a path, compared by its
-content), IfNamed (in run.resume_with_changes) or Alike (one of the values for another).
+content), IfNamed (in run.resume_with_changes) or Equivalent (one of the values for another).
 """
 
 import difflib
@@ -33,7 +33,7 @@ class Resumed:
 
 
 @dataclass(frozen=True)
-class Alike:
+class Equivalent:
     """Values that compute the same numbers: a run may resume with one for the other."""
 
     values: tuple[str, ...]

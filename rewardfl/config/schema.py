@@ -2,7 +2,7 @@
 
 The models below are the reference: a field's comment says its meaning, its type says its values. Relative paths start
 at the directory of the command. There are two whole configurations, RewardFlConfig of train_reward_fl.py and
-FlowGrpoConfig of train_flow_grpo.py. The types and the marks Free, ByContent, IfNamed and Alike are in fields.py.
+FlowGrpoConfig of train_flow_grpo.py. The types and the marks Free, ByContent, IfNamed and Equivalent are in fields.py.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,6 @@ from pydantic import Field
 from rewardfl.config.fields import (  # noqa: F401  (other rooms import the types from here)
     FREE,
     IF_NAMED,
-    Alike,
     Batch,
     ByContent,
     Cap,
@@ -22,6 +21,7 @@ from rewardfl.config.fields import (  # noqa: F401  (other rooms import the type
     Denoising,
     DetectionSide,
     Deviation,
+    Equivalent,
     FrameRate,
     Free,
     IfNamed,
@@ -60,7 +60,7 @@ TORCHS_ATTENTION = ("native", "_native_cudnn", "_native_efficient", "_native_fla
 COUPLING = {"chain": 1.0, "bridge": 0.2, "drtune": 0.0, "last": 1.0, "endpoint": 1.0}
 ONE_STEP = ("last", "endpoint")  # gradient modes of one active step
 # reward/<name> of the scripts themselves, and of face_identity's parts that alarms and documents mean
-OWN_METRICS = ("mean", "std_in_group", "valid_fraction", "failed", "score", "held_out", "coverage", "motion")
+RESERVED_METRICS = ("mean", "std_in_group", "valid_fraction", "failed", "score", "held_out", "coverage", "motion")
 
 
 class RunConfig(Section):
@@ -158,7 +158,7 @@ class SharedExpertsConfig(Section):
     # Place of the trained expert's frozen weights. gpu: on the GPU. cpu_swap: in host memory, one copy per process;
     # blocks are copied to the GPU one ahead of their turn, in the forward and the backward pass (needs
     # train.use_gradient_checkpointing; not with FSDP2 or ZeRO-2).
-    trained: Annotated[Literal["gpu", "cpu_swap"], Alike(("gpu", "cpu_swap"))] = "gpu"
+    trained: Annotated[Literal["gpu", "cpu_swap"], Equivalent(("gpu", "cpu_swap"))] = "gpu"
 
 
 class ExpertsConfig(SharedExpertsConfig):
@@ -167,14 +167,14 @@ class ExpertsConfig(SharedExpertsConfig):
     # Place of the untrained expert. gpu, cpu_swap: as for `trained`. fp8: on the GPU in 8 bits, half the size, weights
     # rounded by about 3 %. boundary_cache: not loaded while training; its latents at the boundary are computed once per
     # clip and noise, and cached (needs sample.noises_per_sample: n).
-    untrained: Annotated[Literal["gpu", "cpu_swap", "fp8", "boundary_cache"], Alike(("gpu", "cpu_swap"))] = "gpu"
+    untrained: Annotated[Literal["gpu", "cpu_swap", "fp8", "boundary_cache"], Equivalent(("gpu", "cpu_swap"))] = "gpu"
 
 
 class GrpoExpertsConfig(SharedExpertsConfig):
     """Section `experts` of train_flow_grpo.py. Every rollout starts from new noise, so no boundary can be cached."""
 
     # As in ExpertsConfig.
-    untrained: Annotated[Literal["gpu", "cpu_swap", "fp8"], Alike(("gpu", "cpu_swap"))] = "gpu"
+    untrained: Annotated[Literal["gpu", "cpu_swap", "fp8"], Equivalent(("gpu", "cpu_swap"))] = "gpu"
 
 
 class LoraConfig(Section):
@@ -389,7 +389,7 @@ class SharedRewardConfig(Section):
                     yield f"reward.{key} is for face_identity and the judge, and there is neither; remove it"
         for label in self.others:
             base = label.removesuffix("_std")  # eval/<label>_std is the deviation of eval/<label>
-            if label in OWN_METRICS or (base != label and base in ("score", "held_out", *self.others)):
+            if label in RESERVED_METRICS or (base != label and base in ("score", "held_out", *self.others)):
                 yield f"reward.others.{label}: the metrics have a key of that name already; choose another label"
 
 
@@ -419,7 +419,7 @@ class RewardConfig(SharedRewardConfig):
     # velocity is a constant). through_trajectory is an old name of the last.
     kl_gradient: Annotated[
         IfNamed[Literal["exact", "fixed_trajectory", "reference_constant", "through_trajectory"]],
-        Alike(("reference_constant", "through_trajectory")),
+        Equivalent(("reference_constant", "through_trajectory")),
     ] = "reference_constant"
 
     def conflicts(self) -> Iterator[str]:
@@ -517,7 +517,7 @@ class GrpoTrainConfig(Section):
     learning_rate: IfNamed[Annotated[Positive, Field(le=1)]] = 1e-4
     # After warmup: constant (both spellings), or cosine down to 0 at the last step.
     lr_scheduler_type: Annotated[
-        IfNamed[Literal["constant", "constant_with_warmup", "cosine"]], Alike(("constant", "constant_with_warmup"))
+        IfNamed[Literal["constant", "constant_with_warmup", "cosine"]], Equivalent(("constant", "constant_with_warmup"))
     ] = "constant"
     # Steps of linear warmup from 0; 0 is none.
     warmup_steps: IfNamed[Whole] = 10
@@ -873,13 +873,13 @@ def is_supervised(cfg: AnyConfig) -> bool:
     return reward.kl_weight == 0 and not any(weights)
 
 
-def resolved_coupling(cfg: RewardFlConfig) -> float:
+def resolve_coupling(cfg: RewardFlConfig) -> float:
     """Return the weight in 0..1 of the gradient from one active step to the one before it."""
     return COUPLING[cfg.sample.gradient_mode] if cfg.sample.coupling is None else cfg.sample.coupling
 
 
 @dataclass(frozen=True)
-class WantedReward:
+class RewardSpec:
     """Arguments of rewards.build for one reward. key: its configuration key; label: its name in the metrics."""
 
     key: str
@@ -891,7 +891,7 @@ class WantedReward:
     std: float = 1.0
 
 
-def wanted_rewards(cfg: AnyConfig, pixels_per_token: int = 0) -> list[WantedReward]:
+def list_reward_specs(cfg: AnyConfig, pixels_per_token: int = 0) -> list[RewardSpec]:
     """List the trained reward, then the held-out judge, face_motion and reward.others, as far as they are configured.
 
     The list is empty for supervised fine-tuning, which makes no video to score. pixels_per_token: the period of the
@@ -910,15 +910,15 @@ def wanted_rewards(cfg: AnyConfig, pixels_per_token: int = 0) -> list[WantedRewa
     else:
         key, settings = "reward.name", reward.settings
     mean, std = (cfg.reward.reward_mean, cfg.reward.reward_std) if isinstance(cfg, RewardFlConfig) else (0.0, 1.0)
-    specs = [WantedReward(key, "score", reward.name, settings, reward.reward_weight, mean, std)]
+    specs = [RewardSpec(key, "score", reward.name, settings, reward.reward_weight, mean, std)]
     if reward.held_out_model_path is not None:
         judge = {"pack_dir": reward.held_out_model_path, "cap": "none", "grid_period": pixels_per_token} | face | who
-        specs.append(WantedReward("reward.held_out_model_path", "held_out", "face_judge", judge, weight=0.0))
+        specs.append(RewardSpec("reward.held_out_model_path", "held_out", "face_judge", judge, weight=0.0))
     if isinstance(cfg, RewardFlConfig) and cfg.reward.motion_weight:
         settings, weight = {"pack_dir": reward.reward_model_path} | face, cfg.reward.motion_weight
-        specs.append(WantedReward("reward.motion_weight", "face_motion", "face_motion", settings, weight))
+        specs.append(RewardSpec("reward.motion_weight", "face_motion", "face_motion", settings, weight))
     others = reward.others.items()
-    return specs + [WantedReward(f"reward.others.{label}", label, **vars(term)) for label, term in others]
+    return specs + [RewardSpec(f"reward.others.{label}", label, **vars(term)) for label, term in others]
 
 
 def second_pack_key(key: str) -> str:

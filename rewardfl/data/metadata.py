@@ -98,8 +98,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Look:
-    """The result of look_at: the problems of a row and the header of its clip."""
+class HeaderInfo:
+    """The result of inspect_row: the problems of a row and the header of its clip."""
 
     problems: tuple[str, ...] = ()
     size: tuple[int, int] | None = None  # (height, width) of its clip as stored; None where it cannot be opened
@@ -233,20 +233,20 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return [f"{count} of {len(rows)} rows {words}"] if count else []
 
 
-def look_at(row: Row, num_frames: int, fps: float | None = None, takes_image: bool = True) -> Look:
+def inspect_row(row: Row, num_frames: int, fps: float | None = None, takes_image: bool = True) -> HeaderInfo:
     """Inspect a row's line and its files' headers, in milliseconds; return its problems and its clip's header.
 
     takes_image: whether the model starts from an image.
     """
     if row.problem:
-        return Look((row.problem,))
+        return HeaderInfo((row.problem,))
 
     def read(path: Path, at_least: int) -> Header:
         return read_video_header(path, num_frames, fps, at_least)
 
     contents, problems = _read_files(row, num_frames, read, check_picture)
     problems = (*_cell_problems(row, takes_image), *problems)
-    return Look(problems, *contents["video"]) if "video" in contents else Look(problems)
+    return HeaderInfo(problems, *contents["video"]) if "video" in contents else HeaderInfo(problems)
 
 
 def _cell_problems(row: Row, takes_image: bool) -> list[str]:
@@ -279,7 +279,7 @@ def _read_files(
 
 
 def clip_notes(
-    rows: Sequence[Row], looks: Sequence[Look], height: int, width: int, max_pixels: int | None, fps: float | None
+    rows: Sequence[Row], looks: Sequence[HeaderInfo], height: int, width: int, max_pixels: int | None, fps: float | None
 ) -> list[str]:
     """Return messages about oddities of usable clips: small ones, mixed frame rates, and CLIP_NOTES."""
     clips = [(row, look) for row, look in zip(rows, looks, strict=True) if look.size is not None]

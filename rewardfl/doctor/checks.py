@@ -22,7 +22,7 @@ from rewardfl import command_line, config, data
 from rewardfl.doctor import models
 from rewardfl.doctor.models import DIFFERS, NOT_DONE, OK, Case, Finding
 from rewardfl.files import atomic_write, escape_control
-from rewardfl.rewards import FaceIdentityReward, build_terms, find_terms
+from rewardfl.rewards import FaceIdentityReward, build_terms, resolve_rewards
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.training import cli, clip_scan, saving, setup_model, setup_rewards
 from rewardfl.training.resume import digest_base_model
@@ -127,8 +127,8 @@ def check_faces(case: Case) -> Finding:
 
     Return DIFFERS where a clip shows no face. Raise FaceParityError where insightface detects something else.
     """
-    specs = [spec for spec in config.wanted_rewards(case.cfg) if spec.name in ("face_identity", "face_judge")]
-    terms = {term.label: term.reward for term in build_terms(find_terms(specs), case.device)}
+    specs = [spec for spec in config.list_reward_specs(case.cfg) if spec.name in ("face_identity", "face_judge")]
+    terms = {term.label: term.reward for term in build_terms(resolve_rewards(specs), case.device)}
     packs = {label: reward.identity for label, reward in terms.items() if isinstance(reward, FaceIdentityReward)}
     rows = [row for row in case.rows if row.video is not None]
     if not packs or not rows:

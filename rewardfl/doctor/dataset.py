@@ -38,7 +38,7 @@ class DatasetReport:
     """The problems, warnings, sizes and thumbnails of a row; no size where its clip cannot be read."""
 
     row: data.Row
-    look: data.Look
+    header: data.HeaderInfo
     problems: list[str]
     warnings: list[str] = field(default_factory=list)
     source: tuple[int, int] | None = None  # (height, width) as stored
@@ -106,9 +106,9 @@ def inspect(
     row: data.Row, settings: config.DataConfig, detector: face.FaceDetector | None, device: str, takes_image: bool
 ) -> DatasetReport:
     """Return the row's report, without regard to other rows."""
-    look = data.look_at(row, settings.num_frames, settings.fps, takes_image)
+    header = data.inspect_row(row, settings.num_frames, settings.fps, takes_image)
     problems = data.row_problems(row, settings.num_frames, settings.fps, takes_image)
-    report = DatasetReport(row=row, look=look, problems=problems)
+    report = DatasetReport(row=row, header=header, problems=problems)
     if row.problem:
         return report
     # a clip that is too short or too slow can still be shown
@@ -225,7 +225,7 @@ def list_notes(rows: Sequence[data.Row], reports: Sequence[DatasetReport], setti
     """Return the notes that training prints on the rows, and on the usable clips."""
     usable = [report for report in reports if not report.problems]
     sizes = (settings.height, settings.width, settings.max_pixels, settings.fps)
-    clip_notes = data.clip_notes([report.row for report in usable], [report.look for report in usable], *sizes)
+    clip_notes = data.clip_notes([report.row for report in usable], [report.header for report in usable], *sizes)
     return [f"note: {note}" for note in [*data.notes(rows), *clip_notes]]
 
 

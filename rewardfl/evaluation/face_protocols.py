@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, Faces, align, frames_of, similarity_transform
+from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, Faces, align, similarity_transform, to_frames
 from rewardfl.rewards.face.detect import FaceDetector
 from rewardfl.rewards.face.embed import FaceRecogniser
 
@@ -61,7 +61,7 @@ def protocol_score(
     """Return FaceSim of a clip (3, F, H, W) in [-1, 1]. samples: of PROTOCOLS. reference: of the input image (D,)."""
     indices = compared_frames(video.shape[1], samples)
     once = sorted(set(indices))
-    faces = dict(zip(once, largest_faces(frames_of(video)[once], detector, recogniser), strict=True))
+    faces = dict(zip(once, largest_faces(to_frames(video)[once], detector, recogniser), strict=True))
     return face_sim(reference, [faces[i] for i in indices])
 
 

@@ -20,7 +20,7 @@ from rewardfl.evaluation.arms import BASE, Arm, Sampler, batches, check_adapter,
 from rewardfl.evaluation.intervals import format_interval, interval
 from rewardfl.files import escape_control
 from rewardfl.merging import output
-from rewardfl.rewards import RewardError, build_terms, find_terms
+from rewardfl.rewards import RewardError, build_terms, resolve_rewards
 from rewardfl.rewards.contract import NONFINITE
 from rewardfl.rewards.scoring import Reference, Term, score_safely
 from rewardfl.training import clip_scan, plan, setup_model, setup_rewards
@@ -46,7 +46,7 @@ def run(cfg: config.AnyConfig, arm: Arm, args: argparse.Namespace, folder: outpu
     names = [picture_file(row.index, seed) for row in rows for seed in range(args.seeds)] + ["report.json", "grid.png"]
     folder.claim(names)
     (out / "images").mkdir(exist_ok=True)
-    specs = find_terms(config.wanted_rewards(cfg))
+    specs = resolve_rewards(config.list_reward_specs(cfg))
     setup_rewards.check_frames(cfg, specs)
     terms = build_terms(specs, torch.device(args.device))
     pairs = evaluate_images(cfg, terms, arm, args)

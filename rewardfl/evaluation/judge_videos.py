@@ -145,7 +145,7 @@ def load_rows(cfg: config.AnyConfig, args: argparse.Namespace, processes: Proces
         raise ValueError(
             f"--data: line {missing[0]} of {args.data} names no video, and real clips are what is compared"
         )
-    headers = [data.look_at(row, cfg.data.num_frames, cfg.data.fps) for row in rows]
+    headers = [data.inspect_row(row, cfg.data.num_frames, cfg.data.fps) for row in rows]
     problems = [(row.line, text) for row, header in zip(rows, headers, strict=True) for text in header.problems]
     good, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
     if processes.main:

@@ -17,7 +17,7 @@ from rewardfl.evaluation import face_protocols as protocols
 from rewardfl.evaluation import subject_consistency
 from rewardfl.evaluation.vbench import dynamic_degree, motion_smoothness
 from rewardfl.files import digest_files
-from rewardfl.rewards import RewardError, build_terms, face, find_terms
+from rewardfl.rewards import RewardError, build_terms, face, resolve_rewards
 from rewardfl.rewards.face.look import compare_look, cut_patches
 from rewardfl.rewards.face.pack import file_hashes
 from rewardfl.rewards.pixels.artifacts import measure_artifacts
@@ -54,7 +54,7 @@ class Judges:
 
 def load_judges(cfg: config.AnyConfig, args: argparse.Namespace) -> Judges:
     """Load the judges. Raise ValueError without a recogniser, RewardError for a reward that cannot be built."""
-    specs = find_terms(measured_rewards(cfg))
+    specs = resolve_rewards(measured_rewards(cfg))
     setup_rewards.check_frames(cfg, specs)
     packs = {"reward": cfg.reward.reward_model_path, "held_out": cfg.reward.held_out_model_path, **args.judge}
     size = cfg.reward.det_size
@@ -73,18 +73,18 @@ def load_judges(cfg: config.AnyConfig, args: argparse.Namespace) -> Judges:
     )  # fmt: skip
 
 
-def measured_rewards(cfg: config.AnyConfig) -> list[config.WantedReward]:
+def measured_rewards(cfg: config.AnyConfig) -> list[config.RewardSpec]:
     """Return the rewards that are measured next to the faces: reward.others, and a trained reward that is no face.
 
     With reward.people: all add `everybody`: the mean identity similarity of all people by the pack that judges.
     """
-    specs = config.wanted_rewards(cfg)
+    specs = config.list_reward_specs(cfg)
     measured = [specs[0]] if cfg.reward.name != "face_identity" else []
     if cfg.reward.people == "all":
         pack = cfg.reward.held_out_model_path or cfg.reward.reward_model_path
         settings = {"pack_dir": pack, "cap": "none", "det_size": cfg.reward.det_size, "people": "all"}
         settings["min_face_size"] = cfg.reward.min_face_size
-        measured.append(config.WantedReward("reward.people", "everybody", "face_identity", settings, weight=0.0))
+        measured.append(config.RewardSpec("reward.people", "everybody", "face_identity", settings, weight=0.0))
     return measured + [spec for spec in specs if spec.key.startswith("reward.others.")]
 
 

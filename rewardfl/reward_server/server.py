@@ -128,7 +128,7 @@ class RewardServer:
     def __init__(self, address: tuple[str, int], service: Service):
         check_host(address[0], service.token)
         self.service = service
-        self._places = asyncio.Semaphore(wire.PLACES)
+        self._places = asyncio.Semaphore(wire.MAX_BODIES)
         app = Starlette(
             routes=[Route("/health", self._health), Route("/score", self._score, methods=["POST"])],
             exception_handlers={HTTPException: _refuse},  # type: ignore[dict-item]  # called with this type only

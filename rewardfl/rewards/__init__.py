@@ -4,4 +4,4 @@
 
 from rewardfl.rewards.base import Reward, RewardError, RewardOutput
 from rewardfl.rewards.face.reward import FaceIdentityReward
-from rewardfl.rewards.registry import REWARDS, build, build_terms, find_reward, find_terms
+from rewardfl.rewards.registry import REWARDS, build, build_terms, find_reward, resolve_rewards

@@ -116,7 +116,7 @@ class Pending:
     count: int
 
 
-def make_worker_pool(terms: Sequence[Term], timeout: float) -> list[WorkerPool | None]:
+def make_worker_pools(terms: Sequence[Term], timeout: float) -> list[WorkerPool | None]:
     """Return a worker pool for each concurrent term, None for the others. timeout: see WorkerPool."""
     return [WorkerPool(term.reward.parallel, timeout) if term.reward.concurrent else None for term in terms]
 

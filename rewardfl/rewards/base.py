@@ -78,12 +78,12 @@ class Reward(nn.Module):
         raise NotImplementedError
 
 
-def no_score(video: Tensor) -> Tensor:
+def invalid_score(video: Tensor) -> Tensor:
     """Return the score of an invalid sample: () float32 0 with a zero gradient to all of `video`."""
     return video[:0].sum().float()  # a sum over no pixels, since NaN * 0 is NaN
 
 
-def by_sample(
+def score_clips(
     video: Tensor,
     batch: Sequence[Reference],
     score_clip: Callable[[Tensor, Mapping[str, Tensor]], tuple[Tensor | None, dict[str, float]]],
@@ -96,7 +96,7 @@ def by_sample(
     """
     pairs = zip(video, batch, strict=True)
     results = [(None, {}) if reference is None else score_clip(clip, reference) for clip, reference in pairs]
-    scores = [no_score(clip) if score is None else score for clip, (score, _) in zip(video, results, strict=True)]
+    scores = [invalid_score(clip) if score is None else score for clip, (score, _) in zip(video, results, strict=True)]
     rows = torch.tensor([[parts.get(name, math.nan) for name in names] for _, parts in results], device=video.device)
     valid = torch.tensor([score is not None for score, _ in results], device=video.device)
     return RewardOutput(torch.stack(scores), valid, dict(zip(names, rows.unbind(1), strict=True)))

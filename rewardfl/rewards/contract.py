@@ -10,6 +10,7 @@ from torch import Tensor
 from rewardfl.rewards.base import Reward, RewardError, RewardOutput
 
 NONFINITE = "nonfinite"  # the part that counts scores that were not finite
+
 PART_NAME = re.compile(r"[\w.-]+")  # part names become pieces of metric keys
 
 
@@ -17,7 +18,7 @@ class ContractError(RewardError):
     """The output of a reward breaks the contract of RewardOutput."""
 
 
-def checked(reward: Reward) -> Reward:
+def attach_checks(reward: Reward) -> Reward:
     """Return `reward` with hooks that check every call (video, batch) against the contract of RewardOutput.
 
     A call raises ContractError unless score is (B,) floating point, valid (B,) bool and each part (B,). So does a

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rewardfl.config.schema import Count
-from rewardfl.rewards.base import Reference, Reward, RewardOutput, by_sample
+from rewardfl.rewards.base import Reference, Reward, RewardOutput, score_clips
 from rewardfl.rewards.settings import Frames, Pooling
 
 
@@ -34,10 +34,10 @@ class FrameReward(Reward):
     def forward(self, video: Tensor, batch: Sequence[Reference]) -> RewardOutput:
         graph = self.differentiable and torch.is_grad_enabled()
         with torch.autocast(video.device.type, enabled=False), torch.set_grad_enabled(graph):
-            return by_sample(video, batch, self._sample, ("frame_mean", "frame_min"))
+            return score_clips(video, batch, self._sample, ("frame_mean", "frame_min"))
 
     def _sample(self, video: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
-        frames = chosen_frames(video.shape[1], self.frames, self.first_frame)
+        frames = select_frames(video.shape[1], self.frames, self.first_frame)
         chunks = video[:, frames].transpose(0, 1).split(self.chunk)
         scores = torch.cat([
             checkpoint(self.score_frames, chunk, reference, use_reentrant=False, preserve_rng_state=False)
@@ -48,7 +48,7 @@ class FrameReward(Reward):
         return pool(scores, self.pooling), {"frame_mean": scores.mean().item(), "frame_min": scores.min().item()}
 
 
-def chosen_frames(count: int, frames: Frames, first_frame: bool) -> list[int]:
+def select_frames(count: int, frames: Frames, first_frame: bool) -> list[int]:
     """Return the indices, in 0 .. count - 1, of the frames that FrameReward scores."""
     start = 0 if first_frame or count == 1 else 1
     if frames == "all":

@@ -56,13 +56,13 @@ def failed_fraction(batches: Batches) -> float:
     return float(torch.cat(failed).float().mean())
 
 
-def problems(terms: Sequence[Term], batches: Batches) -> dict[str, int]:
+def count_problems(terms: Sequence[Term], batches: Batches) -> dict[str, int]:
     """Return the messages of failed samples, "<the reward's key>: <message>", with their counts."""
     pairs = [pair for batch in batches for pair in zip(terms, batch, strict=True)]
     return dict(Counter(f"{term.key}: {problem}" for term, result in pairs for problem in result.problems))
 
 
-def why_nothing_was_judged(terms: Sequence[Term], batches: Batches) -> str:
+def explain_no_valid_sample(terms: Sequence[Term], batches: Batches) -> str:
     """Return one line on why no term with a weight scored a sample; "" where one did."""
     accounts = []
     for term, result in zip(terms, _concat_by_term(terms, batches), strict=True):

@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 
 from rewardfl import trust
-from rewardfl.config import WantedReward, did_you_mean
+from rewardfl.config import RewardSpec, did_you_mean
 from rewardfl.rewards.base import Reward, RewardError
-from rewardfl.rewards.contract import checked
+from rewardfl.rewards.contract import attach_checks
 from rewardfl.rewards.scoring import Term
 from rewardfl.rewards.settings import check_settings
 
-Chosen = tuple[WantedReward, type[Reward]]
+ResolvedReward = tuple[RewardSpec, type[Reward]]
+
 # name -> module and class in this package, imported on use: some import transformers, which is slow
 REWARDS: dict[str, str] = {
     "aesthetic": "clip.aesthetic:AestheticReward",
@@ -43,10 +44,10 @@ def build(name: str, settings: Mapping[str, object], place: str = "settings") ->
     not be loaded, and settings that are unknown, missing or of another type.
     """
     cls = find_reward(name)
-    return checked(cls(**check_settings(cls, settings, place)))
+    return attach_checks(cls(**check_settings(cls, settings, place)))
 
 
-def find_terms(specs: Sequence[WantedReward], here: bool = True) -> list[Chosen]:
+def resolve_rewards(specs: Sequence[RewardSpec], here: bool = True) -> list[ResolvedReward]:
     """Return the specs with checked settings, and their classes, without building a reward.
 
     Raise RewardError for an unknown name, code that may not be loaded, and wrong settings. here: whether the files that
@@ -67,7 +68,7 @@ def find_terms(specs: Sequence[WantedReward], here: bool = True) -> list[Chosen]
     return chosen
 
 
-def check_trainable(chosen: Sequence[Chosen]) -> None:
+def check_trainable(chosen: Sequence[ResolvedReward]) -> None:
     """Raise RewardError when a reward with a weight is not differentiable, or no reward has a weight."""
     for spec, cls in chosen:
         if spec.weight > 0 and not cls.differentiable:
@@ -83,13 +84,13 @@ def check_trainable(chosen: Sequence[Chosen]) -> None:
         )
 
 
-def build_terms(chosen: Sequence[Chosen], device: torch.device) -> list[Term]:
+def build_terms(chosen: Sequence[ResolvedReward], device: torch.device) -> list[Term]:
     """Build the rewards on the device. Raise RewardError for settings or weights that a reward does not accept."""
     terms = []
     for spec, cls in chosen:
         key = _settings_key(spec.key)
         try:
-            reward = checked(cls(**spec.settings)).to(device)
+            reward = attach_checks(cls(**spec.settings)).to(device)
         except (OSError, ValueError) as error:
             raise RewardError(f"{key}: {error}") from error
         reward.place = key

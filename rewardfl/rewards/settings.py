@@ -42,7 +42,7 @@ _is_pooling = re.compile(r"mean|min|worst-[1-9]\d{0,8}").fullmatch
 Pooling = Annotated[str, must_be("mean, min or worst-k with a number k, as worst-4", lambda text: _is_pooling(text))]
 
 
-def types_of_settings(cls: type) -> dict[str, tuple[Any, bool]]:
+def setting_types(cls: type) -> dict[str, tuple[Any, bool]]:
     """Return {name: (type, whether it is required)} of the named arguments of a class's constructor."""
     try:
         hints = get_type_hints(cls.__init__, include_extras=True)  # type: ignore[misc]  # of this very class
@@ -62,7 +62,7 @@ def check_settings(
 
     place: their key, for messages. here: whether the files that they name must exist.
     """
-    types = types_of_settings(cls)
+    types = setting_types(cls)
     takes = f"it takes {', '.join(types)}" if types else "it takes none"
     unknown = settings.keys() - types.keys()
     problems = [f"unknown key {shown(f'{place}.{key}')}{did_you_mean(key, types)}; {takes}" for key in sorted(unknown)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accelerate.tracking import get_available_trackers
 
-from rewardfl.config import AnyConfig, ConfigError, RewardFlConfig, wanted_rewards
+from rewardfl.config import AnyConfig, ConfigError, RewardFlConfig, list_reward_specs
 from rewardfl.data import Row
 from rewardfl.files import sha256
 from rewardfl.rewards.face import pack as face_pack
@@ -140,7 +140,7 @@ def check_judge(cfg: AnyConfig) -> None:
         "reward.reward_model_path": cfg.reward.reward_model_path,
         "reward.second_model_path": cfg.reward.second_model_path,
     }
-    for term in wanted_rewards(cfg):
+    for term in list_reward_specs(cfg):
         packs = {key: value for key, value in term.settings.items() if key.endswith("pack_dir") and value}
         trained |= {f"{term.key}.settings.{key}": str(value) for key, value in packs.items() if term.weight > 0}
     for key, folder in trained.items():

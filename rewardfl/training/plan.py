@@ -145,7 +145,7 @@ def check_active_experts(cfg: RewardFlConfig, backbone: Backbone) -> None:
     A frozen expert's step only passes a gradient on to a trained expert's earlier step.
     """
     schedule, trained = make_schedule(cfg, backbone), trained_experts(cfg, backbone.experts)
-    active, coupling, experts = configuration.active_steps(cfg), configuration.resolved_coupling(cfg), schedule.experts
+    active, coupling, experts = configuration.active_steps(cfg), configuration.resolve_coupling(cfg), schedule.experts
     way_out = "sample.mid_timestep or sample.active_steps"
     if configuration.is_supervised(cfg):
         active, way_out = anchor_steps(cfg, schedule, trained), "anchor.sigmas (trained_range reaches every expert)"

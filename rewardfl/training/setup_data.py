@@ -37,7 +37,9 @@ def size_notes(cfg: AnyConfig, rows: Sequence[data.Row]) -> list[str]:
     ]
 
 
-def scan_rows(cfg: AnyConfig, job: Distributed, backbone: Backbone, rewards: Sequence[registry.Chosen] = ()) -> Rows:
+def scan_rows(
+    cfg: AnyConfig, job: Distributed, backbone: Backbone, rewards: Sequence[registry.ResolvedReward] = ()
+) -> Rows:
     """Read the headers of all clips, and check the columns that the rewards need. rewards: of find_rewards.
 
     Raise DataError that lists the unusable rows, unless data.skip_bad_rows, and where no row is left.
@@ -56,10 +58,10 @@ def _scan_table(
     rows: Sequence[data.Row],
     job: Distributed,
     backbone: Backbone,
-    rewards: Sequence[registry.Chosen] = (),
+    rewards: Sequence[registry.ResolvedReward] = (),
 ) -> tuple[list[data.Row], list[str]]:
     """Return (usable rows, messages)."""
-    look = partial(data.look_at, num_frames=cfg.data.num_frames, fps=cfg.data.fps, takes_image=backbone.takes_image)
+    look = partial(data.inspect_row, num_frames=cfg.data.num_frames, fps=cfg.data.fps, takes_image=backbone.takes_image)
     looks = map_shared(look, rows, job.shard, job.gather_lists, "headers")
     problems = [(row.line, problem) for row, look in zip(rows, looks, strict=True) for problem in look.problems]
     # the other classes' references depend on their settings: find_samples checks them

@@ -18,20 +18,20 @@ from rewardfl.training.distributed import Distributed
 from rewardfl.training.samples import Sample
 
 
-def find_rewards(cfg: AnyConfig, backbone: Backbone, here: bool = True) -> list[registry.Chosen]:
+def find_rewards(cfg: AnyConfig, backbone: Backbone, here: bool = True) -> list[registry.ResolvedReward]:
     """Find the rewards' classes, before anything is read or written. here: files in their settings must exist.
 
     Raise RewardError for a missing reward, wrong settings, or a trained one without a gradient. Raise ConfigError for
     one that needs longer clips.
     """
-    specs = registry.find_terms(configuration.wanted_rewards(cfg, backbone.pixels_per_token), here)
+    specs = registry.resolve_rewards(configuration.list_reward_specs(cfg, backbone.pixels_per_token), here)
     check_frames(cfg, specs)
     if isinstance(cfg, configuration.RewardFlConfig) and not configuration.is_supervised(cfg):
         registry.check_trainable(specs)
     return specs
 
 
-def check_frames(cfg: AnyConfig, found: Sequence[registry.Chosen]) -> None:
+def check_frames(cfg: AnyConfig, found: Sequence[registry.ResolvedReward]) -> None:
     """Raise ConfigError where a reward needs more frames than the clips have."""
     for spec, cls in found:
         if cfg.data.num_frames < cls.fewest_frames:

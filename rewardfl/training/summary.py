@@ -15,14 +15,19 @@ from rewardfl.windows import Windows
 
 
 def print_run_summary(
-    cfg: AnyConfig, backbone: Backbone, wanted: Sequence[registry.Chosen], rows: Rows, steps: int, job: Distributed
+    cfg: AnyConfig,
+    backbone: Backbone,
+    specs: Sequence[registry.ResolvedReward],
+    rows: Rows,
+    steps: int,
+    job: Distributed,
 ) -> None:
-    """Print notes, the configuration, the rewards, the arithmetic and the sigmas. wanted: of find_rewards."""
-    trained = [f"{spec.weight:g} x {spec.label} ({spec.name})" for spec, _ in wanted if spec.weight > 0]
+    """Print notes, the configuration, the rewards, the arithmetic and the sigmas. specs: of find_rewards."""
+    trained = [f"{spec.weight:g} x {spec.label} ({spec.name})" for spec, _ in specs if spec.weight > 0]
     if isinstance(cfg, configuration.FlowGrpoConfig):
         trained += [f"{weight:g} x {part}" for part, weight in configuration.part_weights(cfg).items()]
     trained += [f"{cfg.anchor.weight:g} x the data anchor"] if cfg.anchor.weight else []
-    measured = [f"{spec.label} ({spec.name})" for spec, _ in wanted if spec.weight == 0]
+    measured = [f"{spec.label} ({spec.name})" for spec, _ in specs if spec.weight == 0]
     rewards = f"trained on {' + '.join(trained)}; only measured: {', '.join(measured) or 'nothing'}"
     if configuration.is_supervised(cfg):
         rewards = "supervised fine-tuning: trained on the clips alone, without rollouts; no reward is computed"
@@ -66,7 +71,7 @@ def _batch_arithmetic(cfg: RewardFlConfig, clips: int | None, steps: int | None,
         f"batch: {train.per_device_train_batch_size} per process x {train.gradient_accumulation_steps} accumulation x "
         f"{processes} processes = {at_once} clips per step",
         f"gradient: {sample.gradient_mode} through steps {list(configuration.active_steps(cfg))}, coupling "
-        f"{configuration.resolved_coupling(cfg):g}, KL weight {cfg.reward.kl_weight:g} ({cfg.reward.kl_gradient})",
+        f"{configuration.resolve_coupling(cfg):g}, KL weight {cfg.reward.kl_weight:g} ({cfg.reward.kl_gradient})",
         f"untrained expert: {cfg.experts.untrained}; decoder caches: {train.decode_caches}",
     ]
     if configuration.is_supervised(cfg):

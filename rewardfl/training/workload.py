@@ -128,7 +128,7 @@ def _reward_fl(common: Workload, cfg: RewardFlConfig) -> Workload:
     experts = schedule.experts
     answers, replay = plan.forwards_per_velocity(cfg), Counter(experts[i] for i in active)
     both = answers == 2 and cfg.sample.guidance_gradient == "both"
-    coupled, kl = configuration.resolved_coupling(cfg) != 0, cfg.reward.kl_weight != 0
+    coupled, kl = configuration.resolve_coupling(cfg) != 0, cfg.reward.kl_weight != 0
     # steps that pass a gradient on have a second backward pass: through the reference, or of the reward alone
     is_separate = cfg.reward.kl_gradient in ("exact", "fixed_trajectory")
     twice = active[1:] if kl and coupled and is_separate else ()
@@ -232,7 +232,7 @@ def _evaluation(cfg: FlowGrpoConfig, backbone: Backbone, steps: int | None) -> S
 
 def _reward_bytes(cfg: AnyConfig) -> int:
     """Return the bytes of the weights on disk that the rewards' settings name, each path once."""
-    settings = [value for spec in configuration.wanted_rewards(cfg) for value in spec.settings.values()]
+    settings = [value for spec in configuration.list_reward_specs(cfg) for value in spec.settings.values()]
     total = 0
     for path in {Path(value) for value in settings if isinstance(value, str) and value and os.path.exists(value)}:
         files = [path] if path.is_file() else list(path.rglob("*"))

@@ -63,7 +63,7 @@ def test_the_score_does_not_depend_on_the_order_of_what_is_found():
     """A red circle is like both that are wanted, a green triangle like one: both pairs are there to be had."""
     scene = SCENES["a green circle and a red square"]
     found = [Thing("red", "circle"), Thing("green", "triangle")]
-    assert checker.judged(scene, found) == checker.judged(scene, found[::-1]) == (0.5, False)
+    assert checker.score_scene(scene, found) == checker.score_scene(scene, found[::-1]) == (0.5, False)
 
 
 def test_nothing_is_no_object():
@@ -115,7 +115,7 @@ def test_the_base_draws_what_the_figures_say():
     generator = torch.Generator().manual_seed(5)
     wanted, _ = drawing.draw_places(64, generator, held_out=True)
     images = build.sample(pipe, [scene.prompt for scene in wanted], generator)
-    right = [checker.judged(one, checker.find_things(image))[1] for one, image in zip(wanted, images, strict=True)]
+    right = [checker.score_scene(one, checker.find_things(image))[1] for one, image in zip(wanted, images, strict=True)]
     assert abs(sum(right) / 64 - FIGURES["checker/base"]["all"]) < 0.15  # two standard errors of the two shares
 
 

@@ -502,7 +502,7 @@ def test_active_steps(write):
     ],
 )
 def test_resolved_coupling(write, overrides, coupling):
-    assert config.resolved_coupling(load(write, *overrides)) == coupling
+    assert config.resolve_coupling(load(write, *overrides)) == coupling
 
 
 def test_trained_positions(write):
@@ -539,11 +539,13 @@ RESOLVED_BY = {
     "mid_timestep": "active_steps",
     "active_steps": "active_steps",
     "gradient_mode": "active_steps",
-    "coupling": "resolved_coupling",
+    "coupling": "resolve_coupling",
     "train_batch_size": "check_batch",
     **dict.fromkeys(("coverage_weight", "motion_weight"), "part_weights"),
-    **dict.fromkeys(("name", "settings", "others", "cap", "recogniser_chunk", "second_model_path"), "wanted_rewards"),
-    **dict.fromkeys(("reward_weight", "reward_mean", "reward_std"), "wanted_rewards"),
+    **dict.fromkeys(
+        ("name", "settings", "others", "cap", "recogniser_chunk", "second_model_path"), "list_reward_specs"
+    ),
+    **dict.fromkeys(("reward_weight", "reward_mean", "reward_std"), "list_reward_specs"),
 }
 # Fields that are only ever checked: one value is allowed.
 CHECKED_ONLY = {"model_name", "lora_base_model", "max_timestep_boundary"}

@@ -268,7 +268,7 @@ def test_transparent_clips_are_refused(tmp_path, name, codec, pixels, alpha):
 def test_an_alpha_channel_next_to_the_video_is_refused(tmp_path):
     """VP8's and VP9's, of which the decoder says nothing."""
     encode(tmp_path / "a.webm", ("libvpx-vp9", "yuva420p", torch.zeros(2, 48, 64, 4, dtype=torch.uint8), 0))
-    assert "has transparent pixels" in data.look_at(data.Row(0, 2, "a", tmp_path / "a.webm", "x"), 1).problems[0]
+    assert "has transparent pixels" in data.inspect_row(data.Row(0, 2, "a", tmp_path / "a.webm", "x"), 1).problems[0]
 
 
 def test_of_several_videos_the_one_that_ffmpeg_takes(tmp_path):
@@ -580,7 +580,7 @@ def test_pictures_that_are_too_large_are_not_decoded(tmp_path, side):
     with pytest.raises(DataError) as error:
         data.read_picture(path)
     assert str(error.value).startswith(f"{path}: has more than {8192**2} pixels")
-    assert str(error.value) in data.look_at(row, 5).problems
+    assert str(error.value) in data.inspect_row(row, 5).problems
     with pytest.raises(DataError, match="cannot be decoded as a picture"):  # allowed, and cut off
         data.read_picture(of_size(tmp_path / "b.png", 8192))
 
@@ -719,9 +719,9 @@ def test_rows_of_a_prompt_alone_and_of_a_picture(folder):
     rows = data.load_metadata(path)
     assert len({row.id for row in rows}) == 4 and all(row.video is None for row in rows)
     assert [row.offers for row in rows[2:]] == [("nothing",), ("nothing", "picture")]
-    assert [data.look_at(row, 5, takes_image=False).problems for row in rows] == [()] * 4
+    assert [data.inspect_row(row, 5, takes_image=False).problems for row in rows] == [()] * 4
     problem = "no video, and no image that this model could start from"
-    assert [data.look_at(row, 5).problems for row in rows] == [(problem,)] * 3 + [()]
+    assert [data.inspect_row(row, 5).problems for row in rows] == [(problem,)] * 3 + [()]
     assert data.row_problems(rows[0], 5) == [problem] and data.row_problems(rows[0], 5, takes_image=False) == []
     alone, picture = (data.load_example(row, 32, 48, 5) for row in (rows[0], rows[3]))
     assert alone.size == picture.size == (32, 48) and alone.video is picture.video is None
@@ -773,31 +773,31 @@ def test_a_look_finds_every_bad_row_without_decoding(folder, monkeypatch):
     rows = data.load_metadata(write_csv(folder, *lines, header="video,prompt,image,reference_video"))
     monkeypatch.setattr(clips, "_decode_frames", lambda path: pytest.fail("decoded"))
     for row, said in zip(rows, lines.values(), strict=True):
-        problems = data.look_at(row, 5).problems
+        problems = data.inspect_row(row, 5).problems
         assert len(problems) == (said is not None), (row, problems)
         assert said is None or said.format(folder=folder) in problems[0]
     (row, *_) = data.load_metadata(
         write_csv(folder, "short.mp4,,text.png,gone.mp4", header="video,prompt,image,reference_video")
     )
-    assert len(data.look_at(row, 5).problems) == 4  # all of a row's
+    assert len(data.inspect_row(row, 5).problems) == 4  # all of a row's
 
 
 @pytest.mark.parametrize("num_frames, fps", [(9, 16), (10, 16), (9, 30), (5, 8), (6, 8), (10, None), (9, None)])
 def test_a_look_says_what_reading_says(folder, monkeypatch, num_frames, fps):
     (row,) = data.load_metadata(write_csv(folder, "a.mp4,x"))
     read = data.row_problems(row, num_frames, fps)
-    assert list(data.look_at(row, num_frames, fps).problems) == read
+    assert list(data.inspect_row(row, num_frames, fps).problems) == read
     # a header that promises less than there is: the packets' times decide
     monkeypatch.setattr(clips, "_promises_too_little", lambda *_: True)
-    assert list(data.look_at(row, num_frames, fps).problems) == read
-    assert data.look_at(row, 1).size == (48, 64) and data.look_at(row, 1).rate == 16
+    assert list(data.inspect_row(row, num_frames, fps).problems) == read
+    assert data.inspect_row(row, 1).size == (48, 64) and data.inspect_row(row, 1).rate == 16
 
 
 def test_a_file_that_is_cut_off_is_found_by_its_index(folder):
     data.write_video(folder / "a.mp4", torch.randint(0, 255, (9, 48, 64, 3), dtype=torch.uint8), fps=16)
     cut_off(folder / "a.mp4", 0.5)
     (row,) = data.load_metadata(write_csv(folder, "a.mp4,x"))
-    (problem,) = data.look_at(row, 9).problems
+    (problem,) = data.inspect_row(row, 9).problems
     assert "a.mp4: is damaged: the file ends before its index does" in problem
     assert data.row_problems(row, 9) == [problem]
 
@@ -810,10 +810,10 @@ def test_a_cell_that_is_no_file_name(folder):
                   header="video,prompt,image,reference_video")
     )  # fmt: skip
     for row, column in zip(rows, ("video", "image", "reference_video"), strict=False):
-        (problem,) = data.look_at(row, 5).problems
+        (problem,) = data.inspect_row(row, 5).problems
         assert [problem] == data.row_problems(row, 5)
         assert problem.startswith(f"{column}: 'A person speaks.") and "380 characters" in problem and len(problem) < 150
-    assert not data.look_at(rows[3], 5).problems
+    assert not data.inspect_row(rows[3], 5).problems
     with pytest.raises(DataError, match="no such file"):
         data.read_video(folder / prompt)
     with pytest.raises(DataError, match="no such file"):
@@ -870,7 +870,7 @@ def test_what_is_odd_about_a_clip_is_noted(folder, settings, words):
     """HDR is read as SDR, interlaced frames as they are, and an unnamed matrix as BT.601: nothing else says it."""
     film(folder / "odd.mp4", clip(9, settings.pop("height", 48)), range(0, 90, 10), **settings)
     rows = data.load_metadata(write_csv(folder, "a.mp4,x", "odd.mp4,x"))
-    looks = [data.look_at(row, 5) for row in rows]
+    looks = [data.inspect_row(row, 5) for row in rows]
     assert not any(look.problems for look in looks)
     notes = data.clip_notes(rows, looks, 48, 64, None, 10)
     assert len(notes) == bool(words)

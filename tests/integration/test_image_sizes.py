@@ -14,7 +14,7 @@ from test_variants import folder_of as video_folder_of  # noqa: F401
 from rewardfl import backbones, config, data, lora, reward_flow, sde
 from rewardfl.backbones.image.flux import pack
 from rewardfl.backbones.protocol import Experts, Velocity
-from rewardfl.rewards import build_terms, find_terms
+from rewardfl.rewards import build_terms, resolve_rewards
 from rewardfl.training import batches, plan, setup_data, setup_model, workload
 from rewardfl.training import resume as resume_module
 from rewardfl.training.setup_processes import connect_processes
@@ -87,7 +87,7 @@ def opened(words):
     cfg = config.load(CONFIG, words)
     backbone, job = setup_model.open_model(cfg), connect_processes(cfg)
     store, rows = setup_data.open_cache(cfg), setup_data.scan_rows(cfg, job, backbone).train
-    terms = build_terms(find_terms(config.wanted_rewards(cfg)), job.device)
+    terms = build_terms(resolve_rewards(config.list_reward_specs(cfg)), job.device)
     samples = setup_data.find_samples(cfg, rows, terms, store, job)
     conditions = setup_data.make_conditions(cfg, backbone, resume_module.digest_base_model(backbone), store)
     setup_data.fill_conditions(cfg, conditions, samples, job)

@@ -14,8 +14,8 @@ from conftest import ROOT
 from runs import CONFIG, FAST, GRPO_FAST, adapter, call, call_grpo, environment, launch, launch_grpo, metrics
 
 from rewardfl import config, rewards
-from rewardfl.rewards import build_terms, find_terms
-from rewardfl.rewards.settings import types_of_settings
+from rewardfl.rewards import build_terms, resolve_rewards
+from rewardfl.rewards.settings import setting_types
 from rewardfl.training import setup_model
 
 pytestmark = pytest.mark.slow(190)
@@ -180,7 +180,7 @@ def test_labels_and_parts_leave_the_scripts_own_values_alone(tmp_path):
         (lines[name],) = metrics(tmp_path / name)
     plain = lines["plain"]
     assert {"actor/loss", "actor/kl_loss", "reward/mean", "reward/valid_fraction", "data/replaced"} <= plain.keys()
-    assert {key.removeprefix("reward/") for key in plain if "reward/" in key} <= {*config.OWN_METRICS, "nonfinite"}
+    assert {key.removeprefix("reward/") for key in plain if "reward/" in key} <= {*config.RESERVED_METRICS, "nonfinite"}
     for name, line in lines.items():
         assert {key: line[key] for key in plain} == plain, name
         assert all(
@@ -204,7 +204,7 @@ def test_the_documented_yaml_is_what_the_config_takes(tmp_path):
     for section in ("", "grpo: {}\n"):
         (tmp_path / "run.yaml").write_text(shared + section + block)
         cfg = config.load(tmp_path / "run.yaml")
-        first, judge = build_terms(find_terms(config.wanted_rewards(cfg)), torch.device("cpu"))
+        first, judge = build_terms(resolve_rewards(config.list_reward_specs(cfg)), torch.device("cpu"))
         assert first.reward.client.url == "http://127.0.0.1:8400" and not first.reward.send_reference
         assert judge.reward.client.url == "http://127.0.0.1:8401" and judge.reward.send_reference
         assert (first.reward.place, judge.reward.place) == ("reward.settings", "reward.others.judge.settings")
@@ -212,7 +212,7 @@ def test_the_documented_yaml_is_what_the_config_takes(tmp_path):
     settings = re.findall(
         r"^\| `(\w+)` \|", page[: page.index("## What goes wrong")].split("The settings:")[1], re.MULTILINE
     )
-    assert sorted(settings) == sorted(types_of_settings(rewards.find_reward("remote")))
+    assert sorted(settings) == sorted(setting_types(rewards.find_reward("remote")))
 
 
 def test_what_is_only_measured_may_fail(monkeypatch, capsys, tmp_path):
@@ -267,7 +267,7 @@ def test_flow_grpo_stops_at_an_epoch_that_no_reward_could_judge(monkeypatch, cap
     assert first["reward/failed"] == 0 and first["reward/mean"] == pytest.approx(first["reward/score"])
     assert abs(first["reward/mean"]) < 2
     own = {key.removeprefix("reward/") for key in first if key.startswith("reward/") and first[key] != 100}
-    assert own <= {*config.OWN_METRICS, "nonfinite"}  # no label can be one of these
+    assert own <= {*config.RESERVED_METRICS, "nonfinite"}  # no label can be one of these
     assert out.count("epoch 1: not one sample could be judged; ") == 1
 
 

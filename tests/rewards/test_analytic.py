@@ -9,7 +9,7 @@ from PIL import Image
 
 from rewardfl import rewards
 from rewardfl.data import to_uint8
-from rewardfl.rewards.frames import FrameReward, chosen_frames, pool
+from rewardfl.rewards.frames import FrameReward, pool, select_frames
 from rewardfl.rewards.pixels.motion import MIN_CHANGE, mean_change
 
 
@@ -24,14 +24,14 @@ VIDEO = random_video()
 
 
 def test_which_frames_are_scored():
-    assert chosen_frames(5, "all", False) == [1, 2, 3, 4]
-    assert chosen_frames(5, "all", True) == [0, 1, 2, 3, 4]
-    assert chosen_frames(81, "first_middle_last", False) == [1, 40, 80]
-    assert chosen_frames(2, "first_middle_last", False) == [1]
-    assert chosen_frames(81, 5, False) == [1, 21, 40, 60, 80]
-    assert chosen_frames(81, 1, False) == [40] and chosen_frames(81, 2, True) == [0, 80]
-    assert chosen_frames(4, 9, False) == [1, 2, 3]
-    assert chosen_frames(1, "all", False) == chosen_frames(1, 3, False) == [0]  # an image
+    assert select_frames(5, "all", False) == [1, 2, 3, 4]
+    assert select_frames(5, "all", True) == [0, 1, 2, 3, 4]
+    assert select_frames(81, "first_middle_last", False) == [1, 40, 80]
+    assert select_frames(2, "first_middle_last", False) == [1]
+    assert select_frames(81, 5, False) == [1, 21, 40, 60, 80]
+    assert select_frames(81, 1, False) == [40] and select_frames(81, 2, True) == [0, 80]
+    assert select_frames(4, 9, False) == [1, 2, 3]
+    assert select_frames(1, "all", False) == select_frames(1, 3, False) == [0]  # an image
 
 
 def test_what_their_scores_come_to():

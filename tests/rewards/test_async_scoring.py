@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rewardfl.rewards import Reward, RewardOutput, async_scoring
-from rewardfl.rewards.contract import checked
+from rewardfl.rewards.contract import attach_checks
 from rewardfl.rewards.scoring import Term
 
 VIDEO = torch.arange(4.0).view(4, 1, 1, 1, 1).expand(4, 3, 2, 2, 2)  # a video's score is its number
@@ -29,11 +29,11 @@ class Number(Reward):
 
 
 def term(reward, label="score", weight=1.0):
-    return Term(label, label, checked(reward), weight, 0.0, 1.0)
+    return Term(label, label, attach_checks(reward), weight, 0.0, 1.0)
 
 
 def judged(*terms, timeout=5.0):
-    where = async_scoring.make_worker_pool(terms, timeout)
+    where = async_scoring.make_worker_pools(terms, timeout)
     return async_scoring.collect(async_scoring.submit(terms, VIDEO, [[{} for _ in terms]] * 4, where))
 
 
@@ -96,7 +96,7 @@ def begun(terms, where):
 def test_concurrent_rewards_go_on_meanwhile_and_late_ones_have_failed():
     event = threading.Event()
     terms = [term(Waits(event)), term(Number(), "quick")]
-    pending = begun(terms, async_scoring.make_worker_pool(terms, 0.2))  # returns, although nobody has set the event
+    pending = begun(terms, async_scoring.make_worker_pools(terms, 0.2))  # returns, although nobody has set the event
     late, quick = async_scoring.collect(pending)
     assert late.failed.all() and not late.output.valid.any()
     assert late.problems == ("no answer within 0.2 s (reward.reward_timeout)",) * 4
@@ -110,7 +110,7 @@ def test_no_more_calls_at_a_time_than_places_and_no_more_wait():
     """Two are at work and two wait; who brings a fifth batch waits until one of them is done."""
     event, brought = threading.Event(), []
     terms = [term(Waits(event))]
-    where = async_scoring.make_worker_pool(terms, 60)
+    where = async_scoring.make_worker_pools(terms, 60)
 
     def bring():
         for _ in range(5):
@@ -142,7 +142,7 @@ def test_a_call_is_not_late_while_it_waits_for_its_turn(monkeypatch):
             return Number.forward(self, video, batch)
 
     terms = [term(OneAtATime(None))]
-    (places,) = where = async_scoring.make_worker_pool(terms, 60.0)
+    (places,) = where = async_scoring.make_worker_pools(terms, 60.0)
     first, second = begun(terms, where), begun(terms, where)
     for turn, pending in ((0.0, first), (50.0, second)):
         assert terms[0].reward.begun.acquire(timeout=30)
@@ -163,7 +163,7 @@ def test_calls_that_never_answer_hold_their_places_and_nothing_else(monkeypatch)
     """Two that hang are late, the two behind them never had a turn, and no more are taken in; one that ends is."""
     event = threading.Event()
     terms = [term(Waits(event))]
-    (places,) = where = async_scoring.make_worker_pool(terms, 0.05)
+    (places,) = where = async_scoring.make_worker_pools(terms, 0.05)
     pending = [begun(terms, where) for _ in range(6)]  # the last two wait until the first two are late
     assert [one.judging[0] is None for one in pending] == [False] * 4 + [True] * 2
     assert all(async_scoring.collect(one)[0].failed.all() for one in pending)

@@ -81,13 +81,13 @@ def test_what_failed_and_why_nothing_could_be_judged():
     terms = [term(), term("far", 0.0, "reward.others.far"), term("red", 0.5, "reward.others.red")]
     lost = said(0.0, 0.0, valid=[False, False], nonfinite=[1.0, 0.0])
     judged = [[lost, failure(2, "OSError: gone"), lost], [failure(1, "KeyError: x"), said(1.0), failure(1, "late")]]
-    assert metrics.problems(terms, judged) == {
+    assert metrics.count_problems(terms, judged) == {
         "reward.others.far: OSError: gone": 2, "reward.name: KeyError: x": 1, "reward.others.red: late": 1,
     }  # fmt: skip
     assert metrics.failed_fraction(judged) == 1 and metrics.failed_fraction([[lost, said(1.0, 1.0)]]) == 0
     judged_by_one = [*judged, [lost, lost, said(1.0, 0.0, valid=[True, False])]]
-    assert metrics.why_nothing_was_judged(terms, judged_by_one) == ""
-    why = metrics.why_nothing_was_judged(terms, judged)
+    assert metrics.explain_no_valid_sample(terms, judged_by_one) == ""
+    why = metrics.explain_no_valid_sample(terms, judged)
     assert (
         "reward.name (Reward): 0 of 3 samples valid, 1 failed, 1 scores not finite; the first problem: KeyError" in why
     )

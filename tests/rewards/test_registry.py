@@ -12,7 +12,7 @@ from conftest import ROOT
 
 from rewardfl import data, rewards
 from rewardfl.rewards import REWARDS, Reward, RewardError, RewardOutput, __main__, find_reward
-from rewardfl.rewards.contract import checked
+from rewardfl.rewards.contract import attach_checks
 from rewardfl.training import clip_scan
 
 VIDEO = 1.8 * torch.rand(2, 3, 4, 16, 16, generator=torch.Generator().manual_seed(0)) - 0.9
@@ -97,7 +97,7 @@ def reward_that_returns(make, says_differentiable=True):
         def forward(self, video, batch):
             return make(video)
 
-    return checked(Mine())
+    return attach_checks(Mine())
 
 
 def plain(video):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rewardfl import config
-from rewardfl.rewards import Reward, RewardError, RewardOutput, build_terms, find_terms, registry
+from rewardfl.rewards import Reward, RewardError, RewardOutput, build_terms, registry, resolve_rewards
 from rewardfl.rewards.scoring import Term, score_terms
 
 OWN = f"{__file__}:Brightness"  # a user's own class in a file
@@ -84,7 +84,7 @@ def test_what_cannot_be_trained_is_refused():
         differentiable = False
 
     def wanted(weight):
-        return config.WantedReward("reward.others.x", "x", "blind", {}, weight)
+        return config.RewardSpec("reward.others.x", "x", "blind", {}, weight)
 
     with pytest.raises(RewardError, match="reward.others.x: blind has no gradient.*measure it .weight 0."):
         registry.check_trainable([(wanted(0.1), Blind)])
@@ -101,13 +101,13 @@ def test_terms_of_a_configuration():
     }  # fmt: skip
     others = {"square": {"name": OWN, "weight": 2, "std": 4, "settings": {"power": 2}}}
     reward = {"name": OWN, "reward_weight": 0.3, "reward_mean": 0.2, "reward_std": 0.1, "others": others}
-    wanted = config.wanted_rewards(config.parse(base | {"reward": reward}))
-    built = build_terms(find_terms(wanted), torch.device("cpu"))
+    wanted = config.list_reward_specs(config.parse(base | {"reward": reward}))
+    built = build_terms(resolve_rewards(wanted), torch.device("cpu"))
     assert [(term.label, term.weight, term.mean, term.std, term.reward.power) for term in built] == [
         ("score", 0.3, 0.2, 0.1, 1), ("square", 2.0, 0.0, 4.0, 2),
     ]  # fmt: skip
     face = config.parse(base | {"reward": {"reward_model_path": "a", "held_out_model_path": "b", "cap": 0.5}})
-    own, judge = config.wanted_rewards(face)
+    own, judge = config.list_reward_specs(face)
     who = {"people": "largest", "min_face_size": 0}
     assert own.settings == {
         "pack_dir": "a", "cap": 0.5, "det_size": 640, "chunk": 8, "second_pack_dir": None, "landmark_jitter": 0,
@@ -117,7 +117,7 @@ def test_terms_of_a_configuration():
     assert judge.settings["pack_dir"] == "b" and judge.settings["cap"] == "none" and judge.weight == 0
     others["square"]["settings"] = {"powr": 2}
     with pytest.raises(RewardError, match=r"unknown key 'reward.others.square.settings.powr'"):
-        find_terms(config.wanted_rewards(config.parse(base | {"reward": reward})))
+        resolve_rewards(config.list_reward_specs(config.parse(base | {"reward": reward})))
     for change, message in [
         ({"name": "face_identity"}, "reward.reward_model_path is required for face_identity"),
         ({"name": "face_identity", "reward_model_path": "a", "settings": {"x": 1}}, "face_identity takes none"),
@@ -139,12 +139,12 @@ def test_motion_beside_the_face():
     face = {"reward_model_path": "a", "held_out_model_path": "b", "det_size": 128, "recogniser_chunk": 3}
 
     def wanted(**reward):
-        return config.wanted_rewards(config.parse(base | {"reward": face | reward}))
+        return config.list_reward_specs(config.parse(base | {"reward": face | reward}))
 
     assert [one.label for one in wanted(others={"red": red})] == ["score", "held_out", "red"]
     _, _, motion, _ = wanted(others={"red": red}, motion_weight=0.2)
     settings = {"pack_dir": "a", "det_size": 128, "chunk": 3}
-    assert motion == config.WantedReward("reward.motion_weight", "face_motion", "face_motion", settings, 0.2)
+    assert motion == config.RewardSpec("reward.motion_weight", "face_motion", "face_motion", settings, 0.2)
     assert len(wanted(others={"face_motion": red})) == 3
     for change, key in [
         ({"others": {"face_motion": red}}, "reward.others.face_motion"),
@@ -169,7 +169,7 @@ def test_labels_that_make_no_clean_key(label):
 
 @pytest.mark.parametrize("label", ["kl", "valid", "row", "finite", "replaced", "total", "cap", "std", "rot-grün_2"])
 def test_labels_that_are_nobody_elses(label):
-    (_, term) = config.wanted_rewards(config.parse(with_others(label)))
+    (_, term) = config.list_reward_specs(config.parse(with_others(label)))
     assert (term.label, term.key) == (label, f"reward.others.{label}")
 
 
@@ -188,7 +188,7 @@ def test_settings_of_faces_are_refused_where_nothing_reads_them():
     }  # fmt: skip
     settings = {"second_model_path": "c", "people": "all", "min_face_size": 30.0, "landmark_jitter": 0.02, "views": 2}
     face = {"reward_model_path": "a", "held_out_model_path": "b"}
-    own, judge = config.wanted_rewards(config.parse(base | {"reward": face | settings}))
+    own, judge = config.list_reward_specs(config.parse(base | {"reward": face | settings}))
     assert (own.settings["people"], own.settings["min_face_size"]) == ("all", 30)
     assert (judge.settings["people"], judge.settings["min_face_size"]) == ("all", 30)
     assert (own.settings["second_pack_dir"], own.settings["landmark_jitter"]) == ("c", 0.02)
@@ -196,7 +196,7 @@ def test_settings_of_faces_are_refused_where_nothing_reads_them():
         with pytest.raises(config.ConfigError, match=f"^reward.{key} "):
             config.parse(base | {"reward": {"name": "colour", key: value}})
     judged = config.parse(base | {"reward": {"name": "colour", "held_out_model_path": "b", "people": "all"}})
-    assert config.wanted_rewards(judged)[1].settings["people"] == "all"
+    assert config.list_reward_specs(judged)[1].settings["people"] == "all"
     for key, value in (("people", "both"), ("min_face_size", -1.0), ("landmark_jitter", 0.2)):
         with pytest.raises(config.ConfigError, match=f"^reward.{key} "):
             config.parse(base | {"reward": face | {key: value}})

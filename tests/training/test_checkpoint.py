@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import rewardfl
 from rewardfl import files
-from rewardfl.config import MARKS, SECTIONS, Alike, FlowGrpoConfig, Resumed, RewardFlConfig
+from rewardfl.config import MARKS, SECTIONS, Equivalent, FlowGrpoConfig, Resumed, RewardFlConfig
 from rewardfl.training import checkpoint
 from rewardfl.training.checkpoint import CheckpointError, WriteError
 from rewardfl.training.metrics_file import MetricsFile
@@ -434,7 +434,7 @@ def test_both_scripts_say_the_same_of_a_key():
     for name in SECTIONS[RewardFlConfig].keys() & SECTIONS[FlowGrpoConfig].keys():
         fields = [sections[name].model_fields for sections in SECTIONS.values()]
         for key in fields[0].keys() & fields[1].keys():
-            marks = [[mark for mark in of[key].metadata if isinstance(mark, Resumed | Alike)] for of in fields]
+            marks = [[mark for mark in of[key].metadata if isinstance(mark, Resumed | Equivalent)] for of in fields]
             assert marks[0] == marks[1], (name, key)
 
 

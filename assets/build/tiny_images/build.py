@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rewardfl.data import write_picture
 from rewardfl.rewards.scenes import judge
-from rewardfl.rewards.scenes.checker import SceneChecker, judged
+from rewardfl.rewards.scenes.checker import SceneChecker, score_scene
 from rewardfl.rewards.scenes.drawing import SCENES, SHARES, SIZE, draw_scenes, is_held_out
 from tiny_images import model
 from tiny_world.build import Stages
@@ -94,7 +94,7 @@ def measure(folder: Path, count: int, seed: int) -> dict[str, object]:
         for source, images in (("drawn", drawn), ("through_the_vae", decoded), ("base", sampled)):
             right = defaultdict(list)
             for scene, image in zip(scenes, images, strict=True):
-                right[scene.form].append(judged(scene, scorer.things_in(image))[1])
+                right[scene.form].append(score_scene(scene, scorer.things_in(image))[1])
             total = sum(sum(values) for values in right.values())
             by_form = {form: round(sum(right[form]) / len(right[form]), 3) for form in SHARES if right[form]}
             figures[f"{name}/{source}"] = {"all": round(total / count, 3)} | by_form

@@ -10,6 +10,7 @@ from torch import Tensor
 ARCFACE_TEMPLATE = torch.tensor(
     [[38.2946, 51.6963], [73.5318, 51.5014], [56.0252, 71.7366], [41.5493, 92.3655], [70.7299, 92.2041]]
 )
+
 CROP_SIZE = 112
 
 
@@ -22,7 +23,7 @@ class Faces:
     landmarks: Tensor  # (n, 5, 2) in frame pixels, in the template's order
 
 
-def frames_of(video: Tensor) -> Tensor:
+def to_frames(video: Tensor) -> Tensor:
     """Return the frames (F, 3, H, W) float32 of a video (3, F, H, W) of any float type.
 
     Raise ValueError unless F >= 2.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, Faces, align, align_each, frames_of, similarity_transform
+from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, Faces, align, align_each, similarity_transform, to_frames
 from rewardfl.rewards.face.detect import FaceDetector
 from rewardfl.rewards.face.embed import FaceRecogniser
 from rewardfl.rewards.face.pack import pack_files
@@ -27,7 +27,7 @@ from rewardfl.rewards.face.track import (
     landmark_motion,
 )
 from rewardfl.rewards.face.vary import vary_crops
-from rewardfl.rewards.face.view import seed_of
+from rewardfl.rewards.face.view import clip_seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class FaceIdentity(nn.Module):
         than `min_width` pixels there are left out, and so are people missing from all later frames.
         """
         with torch.autocast(video.device.type, enabled=False):
-            frames = frames_of(video)
+            frames = to_frames(video)
             faces = self.detector.detect(frames)
             start = first_frame(faces)
             if start is None:
@@ -123,7 +123,7 @@ class FaceIdentity(nn.Module):
         Frames in which the detector loses a face are cut at its last landmarks, so that hiding it costs score.
         """
         with torch.autocast(video.device.type, enabled=False):
-            frames = frames_of(video)
+            frames = to_frames(video)
             faces = self.detector.detect(frames)
             references = [pool.float().cpu() for pool in pools]
             tracks = follow_known(faces, references, self._embeddings(frames, faces))
@@ -133,12 +133,12 @@ class FaceIdentity(nn.Module):
             landmarks = torch.stack([track.landmarks[1:] for track in tracked])  # (people, F - 1, 5, 2)
             if jitter > 0:
                 widths = torch.stack([track.width[1:] for track in tracked])[..., None, None]
-                generator = torch.Generator().manual_seed(seed_of(video, "landmarks"))
+                generator = torch.Generator().manual_seed(clip_seed(video, "landmarks"))
                 landmarks = landmarks + jitter * widths * torch.randn(landmarks.shape, generator=generator)
             matrices = similarity_transform(landmarks.flatten(0, 1), ARCFACE_TEMPLATE)
             crops = align_each(frames[1:], matrices.unflatten(0, landmarks.shape[:2]))
             if views > 0:
-                generator = torch.Generator().manual_seed(seed_of(video, "views"))
+                generator = torch.Generator().manual_seed(clip_seed(video, "views"))
                 crops = torch.cat([crops, *(vary_crops(crops, generator) for _ in range(views))])
             embeddings = iter(self._recognise(crops).unflatten(0, (1 + views, len(tracked), -1)).unbind(1))
             return [

@@ -10,19 +10,26 @@ from torch import Tensor
 
 from rewardfl.config.schema import Count, DetectionSide, NonNegative
 from rewardfl.files import sha256
-from rewardfl.rewards.base import Reward, RewardOutput, by_sample
-from rewardfl.rewards.face.align import frames_of
+from rewardfl.rewards.base import Reward, RewardOutput, score_clips
+from rewardfl.rewards.face.align import to_frames
 from rewardfl.rewards.face.detect import STRIDES, FaceDetector
 from rewardfl.rewards.face.pack import PackFolder, pack_files
 from rewardfl.rewards.face.track import MIN_MOTION, Track, step_motion, step_reversals, track_largest
-from rewardfl.rewards.face.view import View, seed_of
+from rewardfl.rewards.face.view import View, clip_seed
 from rewardfl.rewards.pixels.motion import MIN_CHANGE, mean_change, symmetric_ratio
 
 # Half of the detector's finest stride to each side covers every position of a face between two of its cells.
 MAX_SHIFT = STRIDES[0] / 2  # detector pixels
+
 MAX_ZOOM = 0.03
+
 # A real clip that moves less gives no ratio.
-LEAST = {"speed": MIN_MOTION, "nonrigid": MIN_MOTION, "face_change": MIN_CHANGE, "background_change": MIN_CHANGE}
+MIN_REAL_MOTION = {
+    "speed": MIN_MOTION,
+    "nonrigid": MIN_MOTION,
+    "face_change": MIN_CHANGE,
+    "background_change": MIN_CHANGE,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +107,7 @@ class FaceMotionReward(Reward):
         A clip seen through a view is compared with the second column, the mean over `views`: on moved pixels landmarks
         tremble differently, which alone may raise the small non-rigid motion by half.
         """
-        all_views = (None, *views(self._max_shift(video)))
+        all_views = (None, *fixed_views(self._max_shift(video)))
         table: dict[str, list[list[Tensor]]] = {name: [] for name in NAMES[:-1]}
         for index in range(len(self.detectors)):
             plain, *viewed = [self._measure(video, index, view) for view in all_views]
@@ -116,7 +123,7 @@ class FaceMotionReward(Reward):
         return {"name": self.name, "weights": self._weights, "det_size": self.det_size}
 
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
-        return by_sample(video, batch, self._sample, NAMES)
+        return score_clips(video, batch, self._sample, NAMES)
 
     def _sample(self, video: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
         """Return score and measured parts of one clip (3, F, H, W); no score where no term could be measured."""
@@ -125,7 +132,8 @@ class FaceMotionReward(Reward):
         if motion is None:
             return None, {"lost": 1.0}
         real = {name: values[detector, 0 if view is None else 1].item() for name, values in reference.items()}
-        ratios = {name: getattr(motion, name) / real[name] for name, least in LEAST.items() if real[name] >= least}
+        moving = [name for name, least in MIN_REAL_MOTION.items() if real[name] >= least]
+        ratios = {name: getattr(motion, name) / real[name] for name in moving}
         ratios = {name: ratio for name, ratio in ratios.items() if ratio.isfinite()}
         excess = motion.reversals - real["reversals"]  # NaN where either is
         parts = {name: ratio.item() for name, ratio in ratios.items()}
@@ -151,7 +159,7 @@ class FaceMotionReward(Reward):
         """Measure the clip, with gradient where a term has a weight; None when no frame shows a face."""
         detector = cast(FaceDetector, self.detectors[index])
         with torch.autocast(video.device.type, enabled=False):
-            frames = frames_of(video)
+            frames = to_frames(video)
             with _gradient_if(self.term_weights["landmarks"] > 0):
                 track = track_largest(detector.trace(frames, self.chunk, view))
                 if track is None:
@@ -172,7 +180,7 @@ class FaceMotionReward(Reward):
         """Draw a detector and a view; return the first detector and no view without a gradient."""
         if not (torch.is_grad_enabled() and video.requires_grad):
             return 0, None
-        generator = torch.Generator().manual_seed(seed_of(video))
+        generator = torch.Generator().manual_seed(clip_seed(video))
         detector, *fractions = torch.rand(4, generator=generator, dtype=torch.float64).tolist()
         x, y, zoom = (2 * fraction - 1 for fraction in fractions)
         shift = self._max_shift(video)
@@ -184,7 +192,7 @@ class FaceMotionReward(Reward):
         return MAX_SHIFT * max(video.shape[-2:]) / self.det_size
 
 
-def views(max_shift: float) -> list[View]:
+def fixed_views(max_shift: float) -> list[View]:
     """Return four views, each shifted to another side by `max_shift` / 2 frame pixels, the mean of the drawn shifts."""
     signs = ((1, 1, 1), (-1, 1, -1), (1, -1, -1), (-1, -1, 1))
     return [View(1 + MAX_ZOOM * zoom / 2, (max_shift * x / 2, max_shift * y / 2)) for zoom, x, y in signs]

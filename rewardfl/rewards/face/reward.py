@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rewardfl.config.schema import Cap, Count, DetectionSide, NonNegative
 from rewardfl.files import sha256
-from rewardfl.rewards.base import Reward, RewardOutput, by_sample, no_score
+from rewardfl.rewards.base import Reward, RewardOutput, invalid_score, score_clips
 from rewardfl.rewards.face.identity import FaceIdentity, FaceScore
 from rewardfl.rewards.face.pack import PackFolder
 from rewardfl.rewards.face.track import MIN_MOTION
@@ -101,7 +101,7 @@ class FaceIdentityReward(Reward):
         return {"name": self.name, "weights": self._weights} | detection | {"min_face_size": self.min_face_size}
 
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
-        return by_sample(video, batch, self._sample, self.part_names)
+        return score_clips(video, batch, self._sample, self.part_names)
 
     def _sample(self, video: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
         """Return score and measured parts of one clip (3, F, H, W)."""
@@ -115,7 +115,7 @@ class FaceIdentityReward(Reward):
         parts = {"cap": float(np.mean(caps)), "people": float(len(pools))}
         parts["coverage"] = float(np.mean([0.0 if face is None else face.coverage for face in faces]))
         parts |= self.measured(video, faces, reference)
-        scores = [no_score(video) if face is None else face.paid for face in faces]
+        scores = [invalid_score(video) if face is None else face.paid for face in faces]
         if all(face is None for face in faces) or not all(score.isfinite() for score in scores):
             return None, parts
         parts |= _motion(faces, real)

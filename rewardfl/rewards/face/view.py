@@ -41,7 +41,7 @@ class View:
         return replace(faces, boxes=boxes, landmarks=back(faces.landmarks))
 
 
-def seed_of(video: Tensor, purpose: str = "") -> int:
+def clip_seed(video: Tensor, purpose: str = "") -> int:
     """Return a seed for random draws on a clip (3, F, H, W); each purpose has its own.
 
     It depends on the clip's mean, to 1e-4, so that a resumed run and other numbers of processes draw the same: sums in

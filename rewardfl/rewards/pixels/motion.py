@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rewardfl.rewards.base import Reward, RewardOutput, by_sample
+from rewardfl.rewards.base import Reward, RewardOutput, score_clips
 
 MIN_CHANGE = 0.5 / 255  # a real clip whose pixels change by less than half a level of 255 per frame gives no ratio
 
@@ -31,7 +31,7 @@ class MotionReward(Reward):
         return {"motion": motion} if motion >= MIN_CHANGE else None
 
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
-        return by_sample(video, batch, self._sample, ("motion_ratio",))
+        return score_clips(video, batch, self._sample, ("motion_ratio",))
 
     def _sample(self, video: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
         """Return score and ratio of one clip (3, F, H, W)."""

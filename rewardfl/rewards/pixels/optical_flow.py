@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rewardfl.config.schema import NonNegative, Number
-from rewardfl.rewards.base import Reward, RewardOutput, by_sample
+from rewardfl.rewards.base import Reward, RewardOutput, score_clips
 from rewardfl.rewards.pixels.motion import symmetric_ratio
 
 # Larger frames are shrunk to this many pixels on their long side: a flow of one level follows motions of about a pixel.
@@ -81,7 +81,7 @@ class OpticalFlowReward(Reward):
 
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         with torch.autocast(video.device.type, enabled=False):
-            return by_sample(video, batch, self._sample, ("ratio", "reversals"))
+            return score_clips(video, batch, self._sample, ("ratio", "reversals"))
 
     def _sample(self, video: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
         """Return score and parts of one clip (3, F, H, W); no score for pixels that are not finite."""

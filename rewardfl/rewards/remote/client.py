@@ -27,6 +27,7 @@ from rewardfl.rewards.remote.wire import Clip
 from rewardfl.rewards.settings import on_this_machine
 
 MAX_ANSWER_BYTES = 1 << 24  # an answer has a few numbers per clip; a server that sends more is no reward server
+
 FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0  # seconds before a retry
 
 
@@ -34,7 +35,7 @@ class RewardServerError(RuntimeError):
     """The reward server cannot be used; the message has the url, the problem and advice."""
 
 
-class ServerAwayError(RewardServerError, Unavailable):
+class ServerUnavailableError(RewardServerError, Unavailable):
     """The server is down, busy or does not answer in time."""
 
 
@@ -59,6 +60,7 @@ def _is_url(url: str) -> bool:
 
 
 Url = Annotated[str, must_be("like http://127.0.0.1:8400", _is_url)]
+
 TokenVariable = Annotated[str, on_this_machine(read_token)]
 
 
@@ -95,7 +97,7 @@ class RemoteReward(Reward):
         frames: Literal["all"] | Count = "all",
         send_reference: bool = False,
         max_bytes: Count = 400_000_000,
-        parallel: Count = wire.PLACES,
+        parallel: Count = wire.MAX_BODIES,
         wait: NonNegative = 600.0,
     ):
         super().__init__()
@@ -141,7 +143,7 @@ class RemoteReward(Reward):
         score, valid = torch.zeros(len(video)), torch.zeros(len(video), dtype=torch.bool)
         parts: dict[str, Tensor] = {}
         limit = min(self.max_bytes, self.client.max_bytes)
-        for group in split(clips, limit, self.place):
+        for group in split_requests(clips, limit, self.place):
             score[group], valid[group], group_parts = self.client.score([clips[i] for i in group])
             for name, values in group_parts.items():
                 parts.setdefault(name, torch.full((len(video),), math.nan))[group] = values
@@ -156,7 +158,7 @@ class RemoteReward(Reward):
         return data.to_uint8(video[:, :: self.stride]).cpu().contiguous()
 
 
-def split(clips: Mapping[int, Clip], limit: int, place: str) -> Iterator[list[int]]:
+def split_requests(clips: Mapping[int, Clip], limit: int, place: str) -> Iterator[list[int]]:
     """Group samples into requests of at most `limit` bytes, MAX_CLIPS clips and MAX_FRAMES frames (wire).
 
     Raise ValueError for a clip that exceeds `limit`. place: the key of the settings, for messages.
@@ -239,13 +241,13 @@ class Client:
                         self.sleep(_seconds(retry_after) * (0.5 + self.random.random()))
                         continue
                     message = f"{method} {path}: busy for {self.wait:g} s ({self.place}.wait): {problem}"
-                    raise self._error(message, ServerAwayError)
+                    raise self._error(message, ServerUnavailableError)
             failures += 1
             if failures > self.retries:
                 message = f"{method} {path} failed {failures} times ({self.place}.retries); the last time: {problem}"
                 # 500: the reward raised, maybe for one clip
-                raise self._error(message, RewardServerError if status == 500 else ServerAwayError)
-            self.sleep(delay(failures, self.random.random()))
+                raise self._error(message, RewardServerError if status == 500 else ServerUnavailableError)
+            self.sleep(retry_delay(failures, self.random.random()))
 
     async def _send(self, method: str, path: str, body: bytes) -> tuple[int, bytes, str | None]:
         """Return status, body and Retry-After of one answer. Raise TimeoutError where it is not complete in time."""
@@ -295,7 +297,7 @@ def _seconds(retry_after: str) -> float:
     return min(float(retry_after), LONGEST_DELAY) if re.fullmatch(r"\d{1,9}", retry_after) else FIRST_DELAY
 
 
-def delay(attempt: int, jitter: float) -> float:
+def retry_delay(attempt: int, jitter: float) -> float:
     """Return the seconds before retry `attempt` = 1, 2, ...: doubling, with jitter in [0, 1) to spread the clients."""
     return min(FIRST_DELAY * 2 ** (attempt - 1), LONGEST_DELAY) * (0.5 + jitter / 2)
 

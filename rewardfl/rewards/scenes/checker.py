@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from rewardfl.rewards import Reward, RewardOutput
-from rewardfl.rewards.base import by_sample
+from rewardfl.rewards.base import score_clips
 from rewardfl.rewards.scenes.drawing import COLOURS, SCENES, Scene, Thing, holds
 
 SMALLEST = 0.015  # of the picture's area; smaller patches are specks
+
 # share of its box that a shape fills, and the offset of its centre below the box's, in heights of the box
 LOOKS = {"triangle": (0.55, 0.12), "circle": (0.8, 0.0), "square": (1.0, 0.0)}
+
 NEAR = 0.35  # distance in RGB to a colour; a pixel with no colour this near is ground
 
 
@@ -44,13 +46,13 @@ class SceneChecker(Reward):
         return {"prompt": torch.tensor(list(prompt.encode()), dtype=torch.uint8)}
 
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
-        return by_sample(video.detach(), batch, self._judge, ("right",))
+        return score_clips(video.detach(), batch, self._judge, ("right",))
 
     def _judge(self, video: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
         if not video.isfinite().all():
             return None, {}
         scene = SCENES[bytes(reference["prompt"].tolist()).decode()]
-        score, right = judged(scene, self.things_in(video[:, 0]))
+        score, right = score_scene(scene, self.things_in(video[:, 0]))
         return video.new_tensor(score, dtype=torch.float32), {"right": float(right)}
 
     def things_in(self, image: Tensor) -> list[Thing]:
@@ -58,7 +60,7 @@ class SceneChecker(Reward):
         return find_things(image)
 
 
-def judged(scene: Scene, things: Sequence[Thing]) -> tuple[float, bool]:
+def score_scene(scene: Scene, things: Sequence[Thing]) -> tuple[float, bool]:
     """Return SceneChecker's score of these objects, and whether they match the scene exactly."""
     expected, shown = Counter(scene.objects), Counter(thing.kind for thing in things)
     size, points = max(expected.total(), shown.total()), float((expected & shown).total())

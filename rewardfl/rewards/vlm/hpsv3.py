@@ -12,7 +12,7 @@ from rewardfl.config.schema import Count
 from rewardfl.rewards.clip.network import normalise, resize, unit_range
 from rewardfl.rewards.frames import FrameReward
 from rewardfl.rewards.settings import ExistingPath, Frames, Pooling
-from rewardfl.rewards.vlm.qwen2_vl import JudgeFiles, Question, QuestionReward, load_judge, shown_size
+from rewardfl.rewards.vlm.qwen2_vl import JudgeFiles, Question, QuestionReward, input_size, load_judge
 
 QUESTION = Question(
     literals=("INSTRUCTION", "prompt_with_special_token"),
@@ -62,7 +62,7 @@ class Hpsv3Reward(QuestionReward, FrameReward):
 
     def score_frames(self, frames: Tensor, reference: Mapping[str, Tensor]) -> Tensor:
         height, width = frames.shape[2:]
-        size = shown_size(height, width, self.judge.factor, PIXELS, PIXELS)
+        size = input_size(height, width, self.judge.factor, PIXELS, PIXELS)
         images = normalise(resize(unit_range(frames.to(next(self.head.parameters()))), *size))
         depth = self.judge.vision.temporal_patch_size  # an image is input as a video of equal frames
         answers = self.judge(images.repeat_interleave(depth, 0), depth, reference["tokens"].to(frames.device))

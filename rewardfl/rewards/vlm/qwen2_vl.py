@@ -26,15 +26,17 @@ from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLModel
 
 from rewardfl.files import digest_files
 from rewardfl.rewards.base import Reward
-from rewardfl.rewards.clip.network import UNREADABLE, has_tokenizer, some
+from rewardfl.rewards.clip.network import UNREADABLE, abbreviate, has_tokenizer
 from rewardfl.weights.shards import parse_json_object
 
 MAX_RATIO = 200  # of an image's edges, qwen-vl-utils
+
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
 Head = TypeVar("Head", bound=nn.Module)
 
 
-def shown_size(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+def input_size(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
     """Return the height and width, multiples of `factor`, of the model's input: `min_pixels` to `max_pixels` pixels.
 
     qwen-vl-utils' smart_resize (VideoAlign vision_process.py:55). It rounds down when it shrinks, so that the result
@@ -95,7 +97,7 @@ def read_text(path: str | Path, question: Question) -> str:
             case ast.Assign(targets=[ast.Name(id=name), *_], value=ast.Constant(value=str(string))):
                 strings[name] = string
     if missing := [name for name in question.literals if name not in strings]:
-        raise ValueError(f"{path} has no string {some(missing)}; {question.source} has")
+        raise ValueError(f"{path} has no string {abbreviate(missing)}; {question.source} has")
     text = "".join(strings[name] for name in question.literals)
     if hashlib.sha256(text.encode()).hexdigest() != question.digest:
         raise ValueError(
@@ -122,7 +124,7 @@ def load_qwen_tokenizer(folder: str | Path, question: Question, config: Qwen2VLC
             "both must be Qwen2-VL's"
         )
     if twice := [answer for answer in question.answers if answer in added]:
-        raise ValueError(f"{folder}: the tokenizer knows {some(twice)} already; take the one of Qwen2-VL itself")
+        raise ValueError(f"{folder}: the tokenizer knows {abbreviate(twice)} already; take the one of Qwen2-VL itself")
     tokenizer.add_tokens(list(question.answers), special_tokens=True)
     return tokenizer
 
@@ -157,10 +159,11 @@ HALVES = {
     "model.language_model.": "language_model.", "model.visual.": "visual.", "visual.": "visual.",
     "model.": "language_model.",
 }  # fmt: skip
+
 LORA = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])\.default\.weight")
 
 
-def own_name(name: str) -> str:
+def to_model_name(name: str) -> str:
     """Return a tensor's name in Qwen2VLModel, without PEFT's affixes; rm_head and lm_head keep their names."""
     name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
     for prefix, half in HALVES.items():
@@ -169,7 +172,7 @@ def own_name(name: str) -> str:
     return name
 
 
-class Published:
+class PublishedWeights:
     """A scorer's weights under Qwen2VLModel's names: backbone, head, and a LoRA that `read` merges.
 
     lora: rank and factor of up @ down, None without LoRA. Raises ValueError for a LoRA that does not fit.
@@ -181,7 +184,7 @@ class Published:
         self.names: dict[str, str] = {}
         sides: dict[str, dict[str, str]] = {}
         for stored in file.shapes:
-            name = own_name(stored)
+            name = to_model_name(stored)
             if adapter := LORA.fullmatch(name):
                 sides.setdefault(f"{adapter['layer']}.weight", {})[adapter["side"]] = stored
             elif name in self.names:
@@ -217,7 +220,7 @@ class Published:
         expected = {f"rm_head.{name}": tuple(value.shape) for name, value in head.state_dict().items()}
         shapes = {name: self.shape(name) for name in self.names if name.startswith("rm_head.")}
         if different := {name for name, _ in shapes.items() ^ expected.items()}:
-            raise ValueError(f"{self.path} has not the head that this reward needs: it differs in {some(different)}")
+            raise ValueError(f"{self.path} lacks the head of this reward: it differs in {abbreviate(different)}")
         head.load_state_dict({name.removeprefix("rm_head."): self.read(name, torch.float32) for name in expected})
         head.eval().requires_grad_(False)
 
@@ -233,7 +236,7 @@ def read_config(folder: str | Path) -> Qwen2VLConfig:
     return Qwen2VLConfig.from_pretrained(folder, local_files_only=True)
 
 
-def load_backbone(config: Qwen2VLConfig, published: Published, dtype: torch.dtype) -> Qwen2VLModel:
+def load_backbone(config: Qwen2VLConfig, published: PublishedWeights, dtype: torch.dtype) -> Qwen2VLModel:
     """Load the model with the published weights, without its lm_head, which scorers do not use.
 
     Raise ValueError for other names or shapes, before a tensor is read.
@@ -242,7 +245,7 @@ def load_backbone(config: Qwen2VLConfig, published: Published, dtype: torch.dtyp
         shapes = {name: tuple(value.shape) for name, value in Qwen2VLModel(config).state_dict().items()}
     names = {name for name in published.names if not name.startswith(("rm_head.", "lm_head."))}
     if different := {name for name in names | shapes.keys() if published.shape(name) != shapes.get(name)}:
-        raise ValueError(f"{published.path} is no Qwen2-VL of this config.json: it differs in {some(different)}")
+        raise ValueError(f"{published.path} is no Qwen2-VL of this config.json: it differs in {abbreviate(different)}")
     state = {name: published.read(name, dtype) for name in shapes}
     return Qwen2VLModel.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
 
@@ -278,7 +281,9 @@ class Judge(nn.Module):
         Raise ValueError for a prompt with one of the tokenizer's special tokens.
         """
         if special := [token for token in self.tokenizer.get_added_vocab() if token in prompt]:
-            raise ValueError(f"the prompt {prompt!r} has {some(special)} in it, a sign that Qwen2-VL has for itself")
+            raise ValueError(
+                f"the prompt {prompt!r} has {abbreviate(special)} in it, which Qwen2-VL reserves for itself"
+            )
         # Qwen2-VL-Instruct's chat template for an image and a text, up to the start of the answer
         turns = (
             "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>"
@@ -349,7 +354,7 @@ def load_judge(
 
     Raise ValueError, naming the file, for a missing or other file; the largest is read last.
     """
-    published = Published(open_state(files.weights), files.lora)
+    published = PublishedWeights(open_state(files.weights), files.lora)
     text = read_text(files.prompt_file, question)
     config = read_config(files.model_dir)
     tokenizer = load_qwen_tokenizer(files.model_dir, question, config)

@@ -16,10 +16,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from rewardfl.config.schema import NonNegative, Positive
-from rewardfl.rewards.base import Reference, RewardOutput, by_sample
+from rewardfl.rewards.base import Reference, RewardOutput, score_clips
 from rewardfl.rewards.clip.network import normalise, unit_range
 from rewardfl.rewards.settings import ExistingPath
-from rewardfl.rewards.vlm.qwen2_vl import JudgeFiles, Question, QuestionReward, load_judge, shown_size
+from rewardfl.rewards.vlm.qwen2_vl import JudgeFiles, Question, QuestionReward, input_size, load_judge
 from rewardfl.weights.shards import parse_json_object
 
 PARTS = ("vq", "mq", "ta")  # the order of the tokens and of the head's rows, train_reward.py:95
@@ -32,7 +32,8 @@ QUESTION = Question(
     answers=("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>"),
 )
 
-FEWEST_PIXELS = 128 * 28 * 28  # of a frame, vision_process.py:31
+MIN_PIXELS = 128 * 28 * 28  # of a frame, vision_process.py:31
+
 FEWEST_FRAMES, MOST_FRAMES = 4, 768  # of a clip sampled at a frame rate, vision_process.py:36
 
 
@@ -74,7 +75,7 @@ class VideoAlignReward(QuestionReward):
     ):
         super().__init__()
         weights = weigh_parts(dict.fromkeys(PARTS, 1.0) if parts is None else parts)
-        self.trained = read_trained(Path(checkpoint_dir) / "model_config.json")
+        self.trained = read_training_config(Path(checkpoint_dir) / "model_config.json")
         self.fps, self.frames = fps, frames if frames is not None else self.trained.frames
         checkpoint = newest_checkpoint(Path(checkpoint_dir))
         files = JudgeFiles(model_dir=model_dir, prompt_file=prompt_file, weights=checkpoint, lora=self.trained.lora)
@@ -88,7 +89,7 @@ class VideoAlignReward(QuestionReward):
 
     def forward(self, video: Tensor, batch: Sequence[Reference]) -> RewardOutput:
         with torch.autocast(video.device.type, enabled=False):
-            return by_sample(video, batch, self._sample, PARTS)
+            return score_clips(video, batch, self._sample, PARTS)
 
     def _sample(self, clip: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
         parts = self.score_parts(clip, reference["tokens"].to(clip.device))
@@ -98,9 +99,9 @@ class VideoAlignReward(QuestionReward):
 
     def score_parts(self, clip: Tensor, tokens: Tensor) -> Tensor:
         """Return normalised vq, mq and ta (3,) of one clip (3, F, H, W) in [-1, 1]."""
-        frames = shown_frames(clip.shape[1], self.fps, self.trained.fps, self.frames)
+        frames = select_frames(clip.shape[1], self.fps, self.trained.fps, self.frames)
         height, width = clip.shape[2:]
-        size = shown_size(height, width, self.judge.factor, FEWEST_PIXELS, self.trained.pixels)
+        size = input_size(height, width, self.judge.factor, MIN_PIXELS, self.trained.pixels)
         images = unit_range(clip[:, frames].transpose(0, 1).to(self.head.weight))
         # one pass over both axes, clipped at the end: torchvision's resize (vision_process.py:318) without its rounding
         images = F.interpolate(images, size, mode="bicubic", antialias=True).clamp(0, 1)
@@ -123,7 +124,7 @@ def weigh_parts(parts: Mapping[Any, float]) -> list[float]:
     return weights
 
 
-def shown_frames(count: int, fps: float, sample_fps: float, frames: int | None) -> list[int]:
+def select_frames(count: int, fps: float, sample_fps: float, frames: int | None) -> list[int]:
     """Return the indices of an even number of frames, from the first to the last of a clip of `count`.
 
     frames: their number, rounded to even; None for sample_fps a second, 4 to 768. At most `count`
@@ -137,7 +138,7 @@ def shown_frames(count: int, fps: float, sample_fps: float, frames: int | None) 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class TrainingConfig:
     """The training's settings in model_config.json.
 
     fps: frames a second that the model is given; frames: their number instead, or None. pixels: maximum of a frame.
@@ -154,7 +155,7 @@ class Trained:
     std: tuple[float, ...]
 
 
-def read_trained(path: Path) -> Trained:
+def read_training_config(path: Path) -> TrainingConfig:
     """Read model_config.json. Raise ValueError for a missing or other file, or a model of another question."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; KwaiVGI/VideoReward has it beside its folder checkpoint-*")
@@ -168,7 +169,7 @@ def read_trained(path: Path) -> Trained:
             mean, std = (tuple(float(norm[f"{part.upper()}_{of}"]) for part in PARTS) for of in ("mean", "std"))
         if not all(value > 0 for value in std):
             raise ValueError(f"deviations must be positive, {std}")
-        trained = Trained(
+        trained = TrainingConfig(
             fps=float(data["fps"]),
             frames=None if frames is None else int(frames),
             pixels=int(data["max_frame_pixels"]),

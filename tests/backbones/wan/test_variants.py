@@ -12,7 +12,7 @@ from runs import CONFIG, FAST, WORLD, launch, launch_grpo, metrics
 
 from rewardfl import config, data, lora
 from rewardfl.backbones.wan.variants import VARIANTS
-from rewardfl.rewards import build_terms, find_terms
+from rewardfl.rewards import build_terms, resolve_rewards
 from rewardfl.training import setup_data, setup_model
 from rewardfl.training.setup_processes import connect_processes
 from rewardfl_tools import convert_lora, generate, merge_lora
@@ -101,7 +101,7 @@ def test_a_picture_says_who_is_asked_for(folder_of, tmp_path):
     cfg = config.load(CONFIG, [*FAST, *model(text, folder_of(text)), *table, *places])
     backbone, job = setup_model.open_model(cfg), connect_processes(cfg)
     assert not backbone.takes_image
-    terms = build_terms(find_terms(config.wanted_rewards(cfg)), job.device)
+    terms = build_terms(resolve_rewards(config.list_reward_specs(cfg)), job.device)
     rows = setup_data.scan_rows(cfg, job, backbone)
     (sample,) = setup_data.find_samples(cfg, rows.train, terms, setup_data.open_cache(cfg), job)
     face, judge = sample.references

@@ -375,7 +375,7 @@ def test_a_real_clip_that_hardly_moves_gives_no_ratio(magenta):
     parts = magenta(clip(MOVING, seed=1)[None], [drifting]).parts
     assert parts["nonrigid"].isnan().all() and parts["background_change"].isnan().all()
     assert parts["speed"].item() == pytest.approx(1)
-    little = {name: torch.full((1, 2), least / 2) for name, least in motion.LEAST.items()}
+    little = {name: torch.full((1, 2), least / 2) for name, least in motion.MIN_REAL_MOTION.items()}
     output = magenta(clip(MOVING, seed=1)[None], [drifting | little])
     assert not output.valid.any() and output.parts["speed"].isnan().all()
     output = magenta(still[None].requires_grad_(), [None])
@@ -438,7 +438,7 @@ def test_what_is_kept_of_a_real_clip(real, other_pack):
     assert all(value.shape == (1, 2) and not value.requires_grad for value in reference.values())
     frames = real.transpose(0, 1)
     assert reference["speed"][0, 0].item() == landmark_motion(track_largest(ours.detectors[0].detect(frames)))[0]
-    moved = [track_largest(ours.detectors[0].trace(frames, 8, view)) for view in motion.views(2.0)]
+    moved = [track_largest(ours.detectors[0].trace(frames, 8, view)) for view in motion.fixed_views(2.0)]
     assert reference["nonrigid"][0, 1].item() == pytest.approx(sum(landmark_motion(one)[1] for one in moved) / 4)
     assert 0.5 < reference["nonrigid"][0, 0] / reference["nonrigid"][0, 1] < 2
     fingerprint = ours.fingerprint()

@@ -29,7 +29,7 @@ from rewardfl.reward_server import server
 from rewardfl.reward_server import serving as serving_module
 from rewardfl.reward_server.server import RewardServer, Service
 from rewardfl.rewards.remote import RemoteReward, RewardServerError, wire
-from rewardfl.rewards.remote.client import split
+from rewardfl.rewards.remote.client import split_requests
 from rewardfl.rewards.remote.wire import Clip, WireError
 from rewardfl.rewards.scoring import score_safely
 from rewardfl_tools import serve_reward
@@ -232,7 +232,8 @@ def test_samples_are_tried_one_by_one_only_where_that_may_help():
     """A server that is down is so for each of them; a reward that raised may have done so for one."""
     reward = remote(f"http://127.0.0.1:{free_port()}", retries=3)
     one = score_safely(reward, VIDEO, [reward.reference(real, "") for real in REAL])
-    assert one.failed.all() and len(reward.waits) == 3 and "ServerAwayError: settings.url http" in one.problems[0]
+    assert one.failed.all() and len(reward.waits) == 3
+    assert "ServerUnavailableError: settings.url http" in one.problems[0]
     with serving(Likeness()) as url:
         reward = remote(url, retries=0)
         prompts = ["a", "b", "fails", "c", "d"]
@@ -492,7 +493,7 @@ def test_no_request_is_bigger_than_its_clips_say(prompt):
 def test_split(monkeypatch):
     def pieces(sizes, limit, frames=1):
         clips = {i: SimpleNamespace(nbytes=nbytes, frame_count=frames) for i, nbytes in sizes.items()}
-        return list(split(clips, limit, "p"))
+        return list(split_requests(clips, limit, "p"))
 
     room = wire.ENVELOPE_BYTES + 100
     assert pieces({0: 40, 2: 60, 3: 1, 5: 100, 6: 99}, room) == [[0, 2], [3], [5], [6]]
@@ -583,7 +584,7 @@ def test_errors_are_json_over_the_wire():
 
 def test_clients_that_leave_or_stall_do_not_hold_a_place(monkeypatch):
     monkeypatch.setattr(server, "BODY_SECONDS", 0.1)
-    monkeypatch.setattr(wire, "PLACES", 1)
+    monkeypatch.setattr(wire, "MAX_BODIES", 1)
     partial = f"{POST}Content-Length: 100\r\n\r\n".encode() + b"half"
     with serving(Likeness()) as url:
         with connect(url, partial):
@@ -608,7 +609,7 @@ def test_connections_are_counted(monkeypatch):
 def test_a_busy_server_is_asked_again(monkeypatch):
     """For `wait` seconds, which costs none of the tries."""
     monkeypatch.setattr(server, "WAIT_SECONDS", 0.05)
-    monkeypatch.setattr(wire, "PLACES", 1)
+    monkeypatch.setattr(wire, "MAX_BODIES", 1)
     scoring, release, scores = threading.Event(), threading.Event(), Service.score
 
     def score_later(service, body):

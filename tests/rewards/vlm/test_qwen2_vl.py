@@ -16,8 +16,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from rewardfl import rewards
 from rewardfl.rewards.vlm import hpsv3, video_align
-from rewardfl.rewards.vlm.qwen2_vl import own_name, shown_size
-from rewardfl.rewards.vlm.video_align import read_trained, shown_frames
+from rewardfl.rewards.vlm.qwen2_vl import input_size, to_model_name
+from rewardfl.rewards.vlm.video_align import read_training_config, select_frames
 
 PROMPT, OTHER = "the child, waving", "a {zebra}"
 PUBLISHED = 256 * 28 * 28  # pixels of a frame; most tests show a sixteenth of it
@@ -34,13 +34,13 @@ VIDEO = smooth_video(1, 5)
 @pytest.fixture(scope="module", autouse=True)
 def shrunk():
     """Small frames, and the digests of our own questions in place of the authors'."""
-    assert hpsv3.PIXELS == PUBLISHED and video_align.FEWEST_PIXELS == PUBLISHED / 2
+    assert hpsv3.PIXELS == PUBLISHED and video_align.MIN_PIXELS == PUBLISHED / 2
     texts = {video_align: vlm_files.VIDEO_QUESTION, hpsv3: "".join(vlm_files.FRAME_QUESTION)}
     with pytest.MonkeyPatch.context() as patch:
         for module, text in texts.items():
             patch.setattr(module, "QUESTION", replace(module.QUESTION, digest=vlm_files.digest(text)))
         patch.setattr(hpsv3, "PIXELS", vlm_files.PIXELS)
-        patch.setattr(video_align, "FEWEST_PIXELS", vlm_files.PIXELS // 2)
+        patch.setattr(video_align, "MIN_PIXELS", vlm_files.PIXELS // 2)
         yield
 
 
@@ -207,18 +207,18 @@ def test_hpsv3_reads_both_layouts_of_names(files, tmp_path):
         reward = build(files, "hpsv3", checkpoint=checkpoint, frames=1)
         scores.append(reward(VIDEO[None], [reward.reference(VIDEO, PROMPT)]).score)
     assert torch.equal(*scores)
-    assert own_name("base_model.model.visual.blocks.0.norm1.bias") == "visual.blocks.0.norm1.bias"
+    assert to_model_name("base_model.model.visual.blocks.0.norm1.bias") == "visual.blocks.0.norm1.bias"
 
 
 def test_shown_size_is_transformers():
     sizes = [(480, 832), (448, 448), (832, 480), (37, 1100), (64, 64), (1080, 1920), (30, 31), (704, 1280)]
     for fewest, most in ((PUBLISHED // 2, PUBLISHED), (PUBLISHED, PUBLISHED), (4 * 784, 64 * 784)):
         for height, width in sizes:
-            size = shown_size(height, width, 28, fewest, most)
+            size = input_size(height, width, 28, fewest, most)
             assert size == smart_resize(height, width, 28, fewest, most) and size[0] % 28 == size[1] % 28 == 0
-    assert shown_size(480, 832, 28, PUBLISHED, PUBLISHED) == (336, 588)
+    assert input_size(480, 832, 28, PUBLISHED, PUBLISHED) == (336, 588)
     with pytest.raises(ValueError, match="frames of 10 x 2010"):
-        shown_size(10, 2010, 28, 1, PUBLISHED)
+        input_size(10, 2010, 28, 1, PUBLISHED)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_shown_size_is_transformers():
     ],
 )
 def test_which_frames_are_shown(count, fps, frames, expected):
-    assert shown_frames(count, fps, 2.0, frames) == expected
+    assert select_frames(count, fps, 2.0, frames) == expected
     if frames is None:  # vision_process.py's smart_nframes and linspace, written anew
         wanted = min(max(count / fps * 2.0, 4), min(768, count) // 2 * 2)
         places = torch.linspace(0, count - 1, round(wanted / 2) * 2).round()
@@ -243,7 +243,7 @@ def test_which_frames_are_shown(count, fps, frames, expected):
 
 def test_a_clip_of_one_frame_has_no_motion_to_judge():
     with pytest.raises(ValueError, match="at least 2 frames, this has 1"):
-        shown_frames(1, 16, 2.0, None)
+        select_frames(1, 16, 2.0, None)
 
 
 # ---- gradients ----
@@ -347,7 +347,7 @@ def test_questions_depend_on_prompt_and_files(files, tmp_path, name):
     with pytest.raises(ValueError, match=f"reward '{name}' compares a clip with its prompt, and there is none"):
         reward.reference(VIDEO)
     for sign in (reward.judge.question.vision, reward.judge.question.answers[-1], "<|im_end|>"):
-        with pytest.raises(ValueError, match="in it, a sign that Qwen2-VL has for itself"):
+        with pytest.raises(ValueError, match="in it, which Qwen2-VL reserves for itself"):
             reward.reference(VIDEO, f"a {sign} dog")
     assert build(files, name).fingerprint() == reward.fingerprint()
     other = shutil.copy(settings(files, name)["prompt_file"], tmp_path / "other.py")
@@ -455,7 +455,7 @@ def test_shapes_are_looked_at_before_weights_are_read(files, monkeypatch):
         assert own.startswith("rm_head."), "a weight of the backbone was read"
         return torch.zeros(published.shape(own))
 
-    monkeypatch.setattr("rewardfl.rewards.vlm.qwen2_vl.Published.read", read)
+    monkeypatch.setattr("rewardfl.rewards.vlm.qwen2_vl.PublishedWeights.read", read)
     config = Qwen2VLConfig.from_pretrained(files / "qwen")
     config.text_config.num_hidden_layers = 1
     monkeypatch.setattr("rewardfl.rewards.vlm.qwen2_vl.read_config", lambda folder: config)
@@ -503,12 +503,12 @@ def test_the_lora_has_the_rank_and_factor_that_the_configuration_says(files, fol
     with pytest.raises(ValueError, match="does not fit .* none$"):
         build(files, "video_align", checkpoint_dir=folder)
     rank, alpha = vlm_files.RANK, vlm_files.ALPHA
-    assert read_trained(files / "video_align" / "model_config.json").lora == (rank, alpha / rank)
+    assert read_training_config(files / "video_align" / "model_config.json").lora == (rank, alpha / rank)
     edit(
         folder / "model_config.json",
         lambda c: c["peft_lora_config"].update(lora_enable=True, lora_r=4, use_rslora=True),
     )
-    assert read_trained(folder / "model_config.json").lora == (rank, alpha / rank**0.5)
+    assert read_training_config(folder / "model_config.json").lora == (rank, alpha / rank**0.5)
 
 
 def test_wrong_configurations_of_video_align_are_refused(folder):
@@ -527,14 +527,14 @@ def test_wrong_configurations_of_video_align_are_refused(folder):
         path.write_text(right)
         edit(path, change)
         with pytest.raises(ValueError, match=message):
-            read_trained(path)
+            read_training_config(path)
     path.write_text(right)
     edit(path, lambda c: c.pop("inference_config"))
-    trained = read_trained(path)
+    trained = read_training_config(path)
     assert trained.mean == (0, 0, 0) and trained.std == (1, 1, 1)
     path.write_text("[")
     with pytest.raises(ValueError, match="model_config.json is not JSON"):
-        read_trained(path)
+        read_training_config(path)
     path.unlink()
     with pytest.raises(ValueError, match="model_config.json is missing"):
-        read_trained(path)
+        read_training_config(path)
