@@ -25,7 +25,7 @@ if __name__ == "__main__":
     ARGUMENTS = parse_arguments(__doc__)  # before torch is imported: --help answers at once
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from rewardfl import config as configuration
@@ -92,7 +92,6 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
 
     # ---------------------------------------------------------------------------------- fill the cache
     conditions = setup_data.make_conditions(cfg, backbone, resume_point.base, store)
-    guidance = cfg.sample.guidance_scale
     negative = setup_data.fill_conditions(cfg, conditions, [*samples, *held_out], job)
     anchors = setup_data.make_anchors(cfg, backbone, conditions, samples, job)
 
@@ -110,8 +109,11 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     def plan_epoch(epoch: int, rank: int) -> list[list[group_plan.Member]]:
         return group_plan.plan(epoch, rank, geometry, [sample.row.id for sample in samples], cfg.run.seed)
 
-    def velocity_of(conditioning: Conditioning, schedule: Schedule) -> Velocity:
-        return Velocity(backbone, policy, protocol.move_to(conditioning, job.device), schedule, negative, guidance)
+    def get_velocity(network: nn.Module, conditioning: Conditioning, schedule: Schedule) -> Velocity:
+        return Velocity(
+            backbone=backbone, model=network, conditioning=protocol.move_to(conditioning, job.device),
+            schedule=schedule, negative=negative, guidance=cfg.sample.guidance_scale,
+        )  # fmt: skip
 
     def make_kernel(schedule: Schedule) -> sde.Kernel:
         return sde.Kernel(cfg.grpo.sde, cfg.grpo.noise_level, schedule.sigmas)
@@ -130,7 +132,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         first = list({member.start: i for i, member in enumerate(members)}.values())
         shape = (1, *conditions.latent_shape(samples[members[0].row]))
         x = torch.cat([draw_noise(shape, members[i].noise_seed, job.device) for i in first])
-        velocity = velocity_of(protocol.select_rows(conditioning, first), schedule)
+        velocity = get_velocity(policy, protocol.select_rows(conditioning, first), schedule)
         x = reward_flow.rollout(velocity, x, schedule.sigmas[: steps_before + 1], keep=()).x0
         return {members[i].start: x[n : n + 1] for n, i in enumerate(first)}
 
@@ -140,10 +142,9 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         shape, seed = conditions.latent_shape(clips[row]), noise_seed(cfg.run.seed, -1, clips[row].row.id, n)
         num_steps = cfg.evaluation.eval_inference_steps or cfg.sample.num_inference_steps
         schedule = backbone.schedule(num_steps, cfg.sample.shift, shape)
-        conditioning = protocol.move_to(conditioning, job.device)
-        velocity = Velocity(backbone, model, conditioning, schedule, negative, guidance)
+        velocity = get_velocity(model, conditioning, schedule)
         x0 = reward_flow.rollout(velocity, draw_noise((1, *shape), seed, job.device), schedule.sigmas, keep=()).x0
-        return row, decoder.decode(x0, conditioning)[0].float()
+        return row, decoder.decode(x0, protocol.move_to(conditioning, job.device))[0].float()
 
     def evaluate() -> dict[str, float]:
         """Return eval/*: the scores of the held-out clips under the averaged weights."""
@@ -167,7 +168,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         shape, seed = conditions.latent_shape(samples[row]), noise_seed(cfg.run.seed, 0, "floor")
         schedule = plan.make_schedule(cfg, backbone, shape)
         x, window = draw_noise((1, *shape), seed, job.device), draw_window(windows, 0, cfg.run.seed)
-        reads = sde.kl_floor(velocity_of(conditioning, schedule).reference, x, make_kernel(schedule), window)
+        reads = sde.kl_floor(get_velocity(policy, conditioning, schedule).reference, x, make_kernel(schedule), window)
         floor["policy/kl_floor"] = reads
         job.print(f"note: in bfloat16 this model's KL reads about {reads:.1e} from rounding alone")
 
@@ -190,9 +191,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
             rollouts, pending = [], []
             prefixes: dict[tuple[int, int], Tensor] = {}
             for members, is_new in zip(plans[job.rank], group_plan.needs_prefix(plans), strict=True):
-                if interruption.any_signal(
-                    job.all_reduce_max
-                ):  # nothing has changed since the last update: nothing is lost
+                if interruption.any_signal(job.all_reduce_max):  # nothing is lost: the update before was the last
                     break
                 with timer("step"):
                     conditioning, own = conditions.batch(samples, [m.row for m in members], cfg.data.skip_bad_rows)
@@ -204,7 +203,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                     prefixes = roll_out_prefix(members, conditioning, schedule, window[0]) if is_new else prefixes
                     x = torch.cat([prefixes[member.start] for member in members])
                     noise = partial(group_plan.draw_step_noise, members, shape, job.device)
-                    velocity = velocity_of(conditioning, schedule)
+                    velocity = get_velocity(policy, conditioning, schedule)
                     x0, stored = sde.rollout(velocity, x, kernel, window, noise, window[0], keep_means)
 
                 # 2. Decode and score. A slow reward runs while the next videos are rolled out.
@@ -215,8 +214,11 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                     pending.append(async_scoring.submit(terms, video, references, pool))
                 del video  # the updates do not need it
                 stored = {i: transition.to(rollouts_on) for i, transition in stored.items()}
-                conditioning = protocol.move_to(conditioning, rollouts_on)
-                rollouts.append(Rollout(members, own, conditioning, schedule, kernel, stored))
+                rollout = Rollout(
+                    members=members, is_requested=own, conditioning=protocol.move_to(conditioning, rollouts_on),
+                    schedule=schedule, kernel=kernel, steps=stored,
+                )  # fmt: skip
+                rollouts.append(rollout)
             if interruption.number:
                 break
 
@@ -258,7 +260,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         with timer("step"), timer("replay"), job.gradient_reduction():
             for (rollout, advantage), i in product(zip(rollouts[part], advantages[part], strict=True), window):
                 kernel, transition = rollout.kernel, rollout.steps[i].to(job.device)
-                velocity = velocity_of(rollout.conditioning, rollout.schedule)
+                velocity = get_velocity(policy, rollout.conditioning, rollout.schedule)
                 with job.accumulate(policy):
                     reference_mean = reference_mean_of(velocity, kernel, transition.x, i)  # no graph is alive yet
                     mean, log_prob = sde.score(velocity, transition, i, kernel)

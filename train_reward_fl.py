@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from rewardfl import config as configuration
-from rewardfl import data, reward_flow
+from rewardfl import reward_flow
 from rewardfl.backbones.protocol import Velocity
 from rewardfl.config import RewardFlConfig
 from rewardfl.memory import offload
@@ -59,9 +59,8 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     reward_specs = setup_rewards.find_rewards(cfg, backbone)
     job = connect_processes(cfg)
     accumulation, batch_size = cfg.train.gradient_accumulation_steps, cfg.train.per_device_train_batch_size
-    supervised = configuration.is_supervised(cfg)
-    replayed_steps = 0 if supervised else len(active)
-    job.backwards_per_update = accumulation * (replayed_steps + plan.anchor_draws(cfg))  # the last one reduces
+    supervised, guidance_gradient = configuration.is_supervised(cfg), cfg.sample.guidance_gradient
+    job.backwards_per_update = accumulation * plan.backwards_per_sample(cfg)  # the last one reduces
     per_process = accumulation * batch_size  # loss denominator of this process; processes are averaged
     global_batch = checks.check_batch(cfg, job.world)
     checks.check_graphs(cfg, job.world)
@@ -79,7 +78,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     store = setup_data.open_cache(cfg)
     samples = setup_data.find_samples(cfg, rows.train, terms, store, job)
     sizes = [sample.size for sample in samples]  # one forward pass takes clips of one size
-    order = data.Order(sizes, batch_size, accumulation, job.world, cfg.run.seed)
+    order = plan.make_order(cfg, sizes, job.world)
     batches = {"global_batch": global_batch, "one_shape_batch": batch_size if len(set(sizes)) > 1 else None}
     state = resume(cfg, resume_point, job, backbone, terms, samples, batches=batches)
     steps = plan.count_steps(cfg, len(samples), job.world)
@@ -106,31 +105,31 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
     kl: dict[str, Any] = {"kl_weight": cfg.reward.kl_weight / per_process, "kl_gradient": cfg.reward.kl_gradient}
     hooks: dict[str, Any] = {"backward": job.backward, "micro_batch": partial(job.accumulate, policy)}
 
-    def velocity_of(network: nn.Module, batch: Batch) -> Velocity:
-        guidance, both = cfg.sample.guidance_scale, cfg.sample.guidance_gradient == "both"
-        return Velocity(backbone, network, batch.conditioning, batch.schedule, negative, guidance, both)
+    def get_velocity(network: nn.Module, batch: Batch) -> Velocity:
+        return Velocity(
+            backbone=backbone, model=network, conditioning=batch.conditioning, schedule=batch.schedule,
+            negative=negative, guidance=cfg.sample.guidance_scale, away_gradient=guidance_gradient == "both",
+        )  # fmt: skip
 
     def generate(row: int) -> tuple[int, Tensor]:
         """Return (row, its video (3, F, H, W)) under the current weights, always from the same noise."""
         batch = builder.batch([(-1, row)])
-        velocity, sigmas = velocity_of(model, batch), batch.schedule.sigmas
+        velocity, sigmas = get_velocity(model, batch), batch.schedule.sigmas
         x0 = reward_flow.rollout(velocity, batch.x, sigmas, keep=(), start=batch.start_step).x0
         return batch.rows[0], decoder.decode(x0, batch.conditioning)[0]
 
     def save(done: int, last: bool) -> None:
         """Save a checkpoint and sample videos. All processes call it: each may hold parts of the weights."""
-        # score `best` over the steps since the last scheduled save, so that a resumed run agrees
-        since = (done - 1) // cfg.run.save_steps * cfg.run.save_steps
+        since = (done - 1) // cfg.run.save_steps * cfg.run.save_steps  # the last scheduled save: a resumed run agrees
         score = log.score_for_best(done, since, ["reward/held_out", "reward/mean"])
         content = saving.collect_state(job, learner, state, log, done) | batches
-        if average is not None:
-            content |= average_state(average, learner.parameters)
+        content |= average_state(average, learner.parameters)
         with averaged(average, learner.parameters):
             saving.save(cfg, job, backbone, learner, log, content, score, last)
             if not interruption.number:  # shutting down: skip the videos
                 log.show_samples(done, saving.sample_videos(cfg, samples, generate, job, done))
 
-    floor = measure_kl_floor(job, builder, partial(velocity_of, policy), active, cfg.reward.kl_weight, cfg.model.dtype)
+    floor = measure_kl_floor(job, builder, partial(get_velocity, policy), active, cfg.reward.kl_weight, cfg.model.dtype)
 
     # ---------------------------------------------------------------------------------- train
     interruption.listen()
@@ -144,7 +143,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                 with timer("encode"):
                     batch = builder.batch(order.micro_batch(step, micro, job.rank))
                     sigmas = batch.schedule.sigmas
-                    velocity = velocity_of(policy, batch)
+                    velocity = get_velocity(policy, batch)
 
                 # 0. The data anchor: the flow-matching loss on the real clips.
                 with timer("anchor"):

@@ -339,7 +339,9 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dic
         generator = torch.Generator(device).manual_seed(cfg.run.seed)
         return torch.randn(video.shape, generator=generator, device=device) / video.numel()
 
-    velocity = Velocity(backbone, model, size.conditioning, plan.make_schedule(cfg, backbone))
+    velocity = Velocity(
+        backbone=backbone, model=model, conditioning=size.conditioning, schedule=plan.make_schedule(cfg, backbone)
+    )
     update = Update(cfg=cfg, velocity=velocity, decoder=decoder, x=size.latents, cotangent=cotangent)
     updates, gradient = [], torch.empty(0)
     torch.cuda.empty_cache()  # do not count what building the networks left

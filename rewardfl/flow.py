@@ -76,7 +76,7 @@ def perturb(velocity: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int]
     return at
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Coefficients:
     """One transition: mean = x * x_t + velocity * v_t; std of the whole step; dt = sigma_next - sigma < 0."""
 
@@ -102,10 +102,12 @@ def coefficients(kind: str, sigma: Scalar, sigma_next: Scalar, noise_level: floa
     if noise_level < 0 or (kind == "cps" and noise_level > 1):
         raise ValueError(f"noise_level must be >= 0, and <= 1 for cps, got {noise_level:g} for {kind}")
     if kind == "ode" or noise_level == 0:
-        return Coefficients(1.0, dt, 0.0, dt)
+        return Coefficients(x=1.0, velocity=dt, std=0.0, dt=dt)
     if kind == "cps":  # (1 - sigma_next) x0^ + old x1^,  x0^ = x - sigma v,  x1^ = x + (1 - sigma) v
         old, std = (sigma_next * trig(noise_level * math.pi / 2) for trig in (math.cos, math.sin))
-        return Coefficients(1 - sigma_next + old, (1 - sigma) * old - sigma * (1 - sigma_next), std, dt)
+        return Coefficients(
+            x=1 - sigma_next + old, velocity=(1 - sigma) * old - sigma * (1 - sigma_next), std=std, dt=dt
+        )
     g2 = noise_level**2
     if kind == "flow":
         capped = min(sigma, sigma_cap)
@@ -113,7 +115,7 @@ def coefficients(kind: str, sigma: Scalar, sigma_next: Scalar, noise_level: floa
             raise ValueError("flow at sigma 1 needs a sigma_cap below 1, such as the schedule's second sigma")
         g2 *= sigma / (1 - capped)
     pull = g2 / (2 * sigma)  # of the score: g^2 / 2 * -score = pull * x1^
-    return Coefficients(1 + pull * dt, (1 + pull * (1 - sigma)) * dt, math.sqrt(-g2 * dt), dt)
+    return Coefficients(x=1 + pull * dt, velocity=(1 + pull * (1 - sigma)) * dt, std=math.sqrt(-g2 * dt), dt=dt)
 
 
 def transition(

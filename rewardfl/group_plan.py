@@ -28,7 +28,7 @@ class Member(NamedTuple):
         return self.row, self.noise_seed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Geometry:
     """The distribution of an epoch's rollouts over processes, forward passes and updates.
 

@@ -27,7 +27,7 @@ SMALLEST_GAIN = 1e-4
 Velocity = Callable[[Tensor, int], Tensor]  # (x (B, ...), denoising step) -> velocity (B, ...)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Trajectory:
     """x0: (B, ...) the end of a rollout; kept: x_i (B, ...) by step index i, for the requested steps.
 
@@ -82,7 +82,7 @@ def rollout(
         if i in keep:
             velocities[i] = v
         x = euler_step(x, v, sigmas[i], sigmas[i + 1])
-    return Trajectory(x, latents, graphs, velocities=velocities)
+    return Trajectory(x0=x, kept=latents, graphs=graphs, velocities=velocities)
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ NOT_LINEAR = (
 )  # fmt: skip
 
 
-@dataclass
+@dataclass(kw_only=True)
 class FlowMatchSDEOutput(BaseOutput):
     """prev_sample (B, ...): x_next, in the dtype of the step's sample. mean (B, ...) float32 and std: the transition's.
 
@@ -185,7 +185,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
             log_prob = flow.log_prob(kind, next_sample.float(), mean, std)
         if step_index is None:
             self._step_index = index + 1
-        output = FlowMatchSDEOutput(next_sample, mean, std, log_prob)
+        output = FlowMatchSDEOutput(prev_sample=next_sample, mean=mean, std=std, log_prob=log_prob)
         return output if return_dict else (next_sample, mean, std, log_prob)
 
     def _index(self, step_index: int | None) -> int:

@@ -34,7 +34,7 @@ class Kernel:
         return float(self.sigmas[step + 1] - self.sigmas[step])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """One stochastic step of B samples in the rollout, for its replay. All float32 but log_prob."""
 
@@ -46,7 +46,10 @@ class Step:
 
     def to(self, device: str | torch.device) -> "Step":
         mean = None if self.mean is None else self.mean.to(device)
-        return Step(self.x.to(device), self.x_next.to(device), mean, self.std, self.log_prob.to(device))
+        return Step(
+            x=self.x.to(device), x_next=self.x_next.to(device), mean=mean, std=self.std,
+            log_prob=self.log_prob.to(device),
+        )  # fmt: skip
 
 
 @torch.no_grad()
@@ -70,7 +73,10 @@ def rollout(
             continue
         mean, std = kernel.transition(velocity, x, i)
         x_next = flow.sample(mean, std, noise(i))
-        steps[i] = Step(x, x_next, mean if keep_means else None, std, flow.log_prob(kernel.kind, x_next, mean, std))
+        steps[i] = Step(
+            x=x, x_next=x_next, mean=mean if keep_means else None, std=std,
+            log_prob=flow.log_prob(kernel.kind, x_next, mean, std),
+        )  # fmt: skip
         x = x_next
     return x, steps
 

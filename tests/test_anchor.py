@@ -30,7 +30,7 @@ def draws_of(pipe, model, cond, x0, moments):
     drawn = []
     for n, moment in enumerate(moments):
         at = SCHEDULE.at(moment)
-        velocity = Velocity(backbone_of(pipe), model, cond, at)
+        velocity = Velocity(backbone=backbone_of(pipe), model=model, conditioning=cond, schedule=at)
         noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(n), dtype=x0.dtype)
         drawn.append(anchor.Draw(velocity=lambda x, v=velocity: v(x, 0), sigma=at.sigmas[0], noise=noise))
     return drawn
@@ -185,7 +185,7 @@ def test_rows_without_a_clip_have_no_anchor(tmp_path):
 
 def test_every_trained_expert_must_be_reached():
     """By the anchor's own steps where it is alone: steps 4 to 7 are the low-noise expert's."""
-    backbone = backbones.describe("wan2_2", Source("assets/tiny_world/pipeline"))
+    backbone = backbones.describe("wan2_2", Source(model_paths="assets/tiny_world/pipeline"))
 
     def check(*settings):
         plan.check_active_experts(config.load("tests/face.yaml", [*ALONE, *settings]), backbone)

@@ -236,7 +236,9 @@ def test_dt_is_the_float32_difference_of_float32_sigmas():
     dt = flow.coefficients("dance", sigma, after, 0.7, 0.9).dt
     assert dt == float(after - sigma) != float(after) - float(sigma)
     for kind in STOCHASTIC:  # the cps formula would round 0.3 - 0.9 differently
-        assert flow.coefficients(kind, 0.9, 0.3, 0.0, 0.9) == flow.Coefficients(1.0, 0.3 - 0.9, 0.0, 0.3 - 0.9)
+        assert flow.coefficients(kind, 0.9, 0.3, 0.0, 0.9) == flow.Coefficients(
+            x=1.0, velocity=0.3 - 0.9, std=0.0, dt=0.3 - 0.9
+        )
 
 
 @pytest.mark.parametrize("kind", ["flow", "dance"])

@@ -47,12 +47,14 @@ def test_every_geometry_that_divides_gives_every_position_once(spread):
     accepted = [geometry for geometry in GRID if divides(*geometry)]
     assert (len(GRID), len(accepted)) == (2592, 1105)
     for world, batch, group_size, count in accepted:
-        geometry = Geometry(group_size, count, world, batch, spread=spread)
+        geometry = Geometry(group_size=group_size, groups=count, world=world, batch=batch, spread=spread)
         everything = range(0, group_size * count, batch)  # where the forward passes start
         for updates in {1, 2, 3, geometry.forwards} if geometry.forwards < 32 else {1, 2}:
             if geometry.forwards % updates:
                 continue
-            geometry = Geometry(group_size, count, world, batch, updates, spread)
+            geometry = Geometry(
+                group_size=group_size, groups=count, world=world, batch=batch, updates=updates, spread=spread
+            )
             lists = [group_plan.positions(geometry, rank) for rank in range(world)]
             assert {len(forwards) for forwards in lists} == {geometry.forwards}
             assert {(len(at), at.step) for at in chained(lists)} == {(batch, 1)}

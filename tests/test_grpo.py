@@ -18,7 +18,7 @@ def epoch_of(
     world, epoch=0, group_size=4, count=6, sample_ids=("a", "b", "c", "d", "e", "f", "g"), spread="contiguous"
 ):
     """All members of an epoch, rank by rank."""
-    geometry = Geometry(group_size, count, world, spread=spread)
+    geometry = Geometry(group_size=group_size, groups=count, world=world, spread=spread)
     plans = [group_plan.plan(epoch, rank, geometry, sample_ids, seed=0) for rank in range(world)]
     return [member for forwards in plans for members in forwards for member in members]
 
@@ -196,7 +196,7 @@ def policy_loss(
 ):  # fmt: skip
     """(loss, what policy_statistics takes) of one step, as train_flow_grpo.py has it (test_train_flow_grpo.py)."""
     mean = log_prob[:, None] if mean is None else mean
-    step = sde.Step(mean, mean, old_mean, std, old_log_prob)
+    step = sde.Step(x=mean, x_next=mean, mean=old_mean, std=std, log_prob=old_log_prob)
     ratio = grpo.log_ratio(objective, log_prob, mean, step, "flow" if normalised else "cps").exp()
     loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip_low, 1 + clip_high)).mean()
     loss = loss / abs(dt) if objective == "guard" else loss
@@ -323,7 +323,7 @@ def test_clipped_by_sign_of_the_advantage():
 
 def test_log_ratio_refuses_what_cannot_be():
     one, x = torch.zeros(2), torch.zeros(2, 3)
-    step = sde.Step(x, x, x, 1.0, one)
+    step = sde.Step(x=x, x_next=x, mean=x, std=1.0, log_prob=one)
     with pytest.raises(ValueError, match="'ppo'"):
         grpo.log_ratio("ppo", one, x, step)
     with pytest.raises(ValueError, match=r"must be \(B,\).*, got \(2, 1\), \(2,\) and \(2, 3\)"):

@@ -47,7 +47,10 @@ def quadratic_reward(video):
 
 def autograd_gradients(pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, schedule):
     """The same loss through one big graph. Coupling c: a network input is c * x + (1 - c) * its constant copy."""
-    velocity, sigmas = Velocity(backbone_of(pipe), model, cond, schedule), schedule.sigmas
+    velocity, sigmas = (
+        Velocity(backbone=backbone_of(pipe), model=model, conditioning=cond, schedule=schedule),
+        schedule.sigmas,
+    )
     kl = 0.0
     for i in range(len(sigmas) - 1):
         if i in active:
@@ -77,7 +80,10 @@ def gradients(model):
 
 
 def replay_gradients(pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, schedule, with_graph=None):
-    velocity, sigmas = Velocity(backbone_of(pipe), model, cond, schedule), schedule.sigmas
+    velocity, sigmas = (
+        Velocity(backbone=backbone_of(pipe), model=model, conditioning=cond, schedule=schedule),
+        schedule.sigmas,
+    )
     trajectory = reward_flow.rollout(velocity, x, sigmas, active, with_graph=with_graph)
     assert set(trajectory.graphs) == (set() if with_graph is None else set(active))
     decoded = WanDecoder(pipe.vae).decode_with_caches(trajectory.x0)
@@ -138,7 +144,7 @@ def test_replay_equals_autograd(active, coupling, kl_weight, kl_gradient, dtype,
 def test_stopping_early_decodes_the_x0_prediction():
     pipe, model = lora_model(torch.float64)
     cond, x = conditioning(1, torch.float64, pipe)
-    velocity = Velocity(backbone_of(pipe), model, cond, SCHEDULE)
+    velocity = Velocity(backbone=backbone_of(pipe), model=model, conditioning=cond, schedule=SCHEDULE)
     shortened = SCHEDULE.until(4)
     assert shortened.sigmas.tolist() == SCHEDULE.sigmas[:5].tolist() + [0.0]
     assert shortened.experts == SCHEDULE.experts[:5] and torch.equal(shortened.timesteps, SCHEDULE.timesteps[:5])
@@ -157,7 +163,9 @@ def test_stopping_early_decodes_the_x0_prediction():
 @pytest.mark.parametrize("dtype,low,high", [(torch.bfloat16, 2e-5, 1e-3), (torch.float32, 0.0, 1e-8)])
 def test_the_floor_of_the_kl_is_what_a_tiny_update_reads(dtype, low, high):
     """Against the thing itself: an adapter whose true divergence is far below what bfloat16 reads of it."""
-    source = Source(str(ROOT / "assets" / "tiny_world" / "pipeline"), dtype={v: k for k, v in DTYPES.items()}[dtype])
+    source = Source(
+        model_paths=str(ROOT / "assets" / "tiny_world" / "pipeline"), dtype={v: k for k, v in DTYPES.items()}[dtype]
+    )
     backbone = backbones.open("wan2_2", source)
     pipe = backbone.load(["low_noise"])
     lora.inject(pipe.transformer_2, 4, 4.0, LAYERS, seed=0)
@@ -165,20 +173,20 @@ def test_the_floor_of_the_kl_is_what_a_tiny_update_reads(dtype, low, high):
     text, image, x = (torch.randn(s, generator=generator) for s in ((1, 8, 32), (1, 18, 2, 8, 8), (1, 16, 2, 8, 8)))
     schedule = backbone.schedule(8, 5.0, x.shape[1:])
     velocity = Velocity(
-        backbone,
-        Experts({"low_noise": pipe.transformer_2}),
-        {"text": text.to(dtype), "image": image},
-        schedule,
+        backbone=backbone,
+        model=Experts({"low_noise": pipe.transformer_2}),
+        conditioning={"text": text.to(dtype), "image": image},
+        schedule=schedule,
     )
     active = [5, 6]
     floor = reward_flow.kl_floor(velocity.reference, x, schedule.sigmas, active, start=4)
     assert low < floor < high or floor == low
     kernel = sde.Kernel("flow", 0.7, schedule.sigmas)
     low_noise = Velocity(
-        backbone,
-        Experts({"high_noise": pipe.transformer_2, "low_noise": pipe.transformer_2}),
-        {"text": text.to(dtype), "image": image},
-        schedule,
+        backbone=backbone,
+        model=Experts({"high_noise": pipe.transformer_2, "low_noise": pipe.transformer_2}),
+        conditioning={"text": text.to(dtype), "image": image},
+        schedule=schedule,
     )
     policy_floor = sde.kl_floor(low_noise.reference, x, kernel, active)
     if dtype == torch.float32:
@@ -273,7 +281,12 @@ def test_chain_against_finite_differences():
     def loss_at(offset):
         for n, d in direction.items():
             parameters[n].data += offset * d
-        x0 = reward_flow.rollout(Velocity(backbone_of(pipe), model, cond, SCHEDULE), x, SCHEDULE.sigmas, []).x0
+        x0 = reward_flow.rollout(
+            Velocity(backbone=backbone_of(pipe), model=model, conditioning=cond, schedule=SCHEDULE),
+            x,
+            SCHEDULE.sigmas,
+            [],
+        ).x0
         for n, d in direction.items():
             parameters[n].data -= offset * d
         return float(-quadratic_reward(WanDecoder(pipe.vae).decode(x0)).sum())
@@ -286,7 +299,10 @@ def endpoint_step(rewards, share=1.0):
     """A rollout by the policy, which then leaves it; grad_x0 of `rewards` (B,) times the smooth reward."""
     pipe, model = lora_model(torch.float64)
     cond, x = conditioning(3, torch.float64, pipe)
-    velocity, sigmas = Velocity(backbone_of(pipe), model, cond, SCHEDULE), SCHEDULE.sigmas.double()
+    velocity, sigmas = (
+        Velocity(backbone=backbone_of(pipe), model=model, conditioning=cond, schedule=SCHEDULE),
+        SCHEDULE.sigmas.double(),
+    )
     trajectory = reward_flow.rollout(velocity, x, sigmas, [5])
     for parameter in (p for p in model.parameters() if p.requires_grad):
         parameter.data *= 1.3
@@ -403,7 +419,7 @@ def test_a_graph_that_is_kept_leaves_little_on_the_device():
     pipe, model = lora_model(torch.float32)
     cond, _ = conditioning(1, torch.float32, pipe)
     cond, x = cond | {"image": torch.zeros(1, 18, 2, 64, 64)}, torch.randn(1, 16, 2, 64, 64)
-    velocity, sizes = Velocity(backbone_of(pipe), model, cond, SCHEDULE), []
+    velocity, sizes = Velocity(backbone=backbone_of(pipe), model=model, conditioning=cond, schedule=SCHEDULE), []
     for on_host in (None, InputsOnHost(torch.device("cpu"))):
         if on_host is not None:
             model.inside.low_noise.enable_gradient_checkpointing(on_host)
@@ -459,7 +475,10 @@ def test_zero_cotangent_still_calls_every_micro_batch():
     """An invalid sample: every rank takes the same collective calls, and only the KL moves the weights."""
     pipe, model = lora_model(torch.float32)
     cond, x = conditioning(1, torch.float32, pipe)
-    velocity, sigmas = Velocity(backbone_of(pipe), model, cond, SCHEDULE), SCHEDULE.sigmas
+    velocity, sigmas = (
+        Velocity(backbone=backbone_of(pipe), model=model, conditioning=cond, schedule=SCHEDULE),
+        SCHEDULE.sigmas,
+    )
     trajectory = reward_flow.rollout(velocity, x, sigmas, [3, 4, 5])
     calls = []
     reward_flow.replay(

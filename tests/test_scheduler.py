@@ -75,7 +75,10 @@ def test_the_pipelines_latents_replay_to_the_recorded_log_prob_exactly(pipe, kin
     final = sampled(pipe, scheduler)
     experts = experts_of(pipe)
     schedule = wan.schedule(4, 5.0, I2V.experts, pipe.config.boundary_ratio)
-    velocity = Velocity(backbone_of(pipe), experts, encode(pipe, PROMPT, picture()[1], FRAMES), schedule)
+    velocity = Velocity(
+        backbone=backbone_of(pipe), model=experts, conditioning=encode(pipe, PROMPT, picture()[1], FRAMES),
+        schedule=schedule,
+    )  # fmt: skip
     assert {schedule.experts[i] for i in (1, 2)} == {"high_noise", "low_noise"}
     latents = [sample for sample, _ in scheduler.records] + [final]
     for i, (sample, recorded) in enumerate(scheduler.records):

@@ -122,7 +122,7 @@ class Decoder(Protocol):
         """Return (d video / d latents)^T grad_video, (B, C, T, h, w)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Source:
     """The files of a model and its settings; the configuration's section `model` documents them."""
 
@@ -147,7 +147,7 @@ class ExpertOnMeta:
     streams: tuple[str, ...]  # a block's arguments with a gradient, which checkpointing keeps
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChunksOnMeta:
     """A module that runs chunk after chunk with caches between them, on the meta device."""
 
@@ -287,7 +287,7 @@ class Backbone(Protocol):
         """Add a checkpoint's adapters to plain experts, for inference. Raise FileNotFoundError without any."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Velocity:
     """The samplers' `velocity(x, step)` for one batch's conditioning. `model` is the prepared module.
 

@@ -878,7 +878,7 @@ def resolve_coupling(cfg: RewardFlConfig) -> float:
     return COUPLING[cfg.sample.gradient_mode] if cfg.sample.coupling is None else cfg.sample.coupling
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RewardSpec:
     """Arguments of rewards.build for one reward. key: its configuration key; label: its name in the metrics."""
 
@@ -910,15 +910,27 @@ def list_reward_specs(cfg: AnyConfig, pixels_per_token: int = 0) -> list[RewardS
     else:
         key, settings = "reward.name", reward.settings
     mean, std = (cfg.reward.reward_mean, cfg.reward.reward_std) if isinstance(cfg, RewardFlConfig) else (0.0, 1.0)
-    specs = [RewardSpec(key, "score", reward.name, settings, reward.reward_weight, mean, std)]
+    specs = [
+        RewardSpec(
+            key=key, label="score", name=reward.name, settings=settings, weight=reward.reward_weight, mean=mean, std=std
+        )
+    ]
     if reward.held_out_model_path is not None:
         judge = {"pack_dir": reward.held_out_model_path, "cap": "none", "grid_period": pixels_per_token} | face | who
-        specs.append(RewardSpec("reward.held_out_model_path", "held_out", "face_judge", judge, weight=0.0))
+        specs.append(
+            RewardSpec(
+                key="reward.held_out_model_path", label="held_out", name="face_judge", settings=judge, weight=0.0
+            )
+        )
     if isinstance(cfg, RewardFlConfig) and cfg.reward.motion_weight:
         settings, weight = {"pack_dir": reward.reward_model_path} | face, cfg.reward.motion_weight
-        specs.append(RewardSpec("reward.motion_weight", "face_motion", "face_motion", settings, weight))
+        specs.append(
+            RewardSpec(
+                key="reward.motion_weight", label="face_motion", name="face_motion", settings=settings, weight=weight
+            )
+        )
     others = reward.others.items()
-    return specs + [RewardSpec(f"reward.others.{label}", label, **vars(term)) for label, term in others]
+    return specs + [RewardSpec(key=f"reward.others.{label}", label=label, **vars(term)) for label, term in others]
 
 
 def second_pack_key(key: str) -> str:

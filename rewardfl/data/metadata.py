@@ -58,7 +58,7 @@ CLIP_NOTES = {  # {key of Header.remarks: (the oddity, its remedy)}
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """A line of metadata.csv. `id` does not depend on the line's position or on the other lines."""
 
@@ -97,7 +97,7 @@ class Row:
         return {"video": self.video, "image": self.image, "reference_video": self.reference_video}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HeaderInfo:
     """The result of inspect_row: the problems of a row and the header of its clip."""
 
@@ -107,7 +107,7 @@ class HeaderInfo:
     remarks: Mapping[str, str] = field(default_factory=dict)  # oddities of its clip: {key of CLIP_NOTES: details}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Example:
     """The content of a row: videos and images in [-1, 1]."""
 
@@ -192,8 +192,9 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
     height, width = ("", "") if problem else (cell[name] for name in SIZE)
     size = (int(height), int(width)) if height else None
     return Row(
-        index, line, row_id + suffix, video, cell["prompt"], problem, image, cell["negative_prompt"], reference, size,
-        cell["person"], table,
+        index=index, line=line, id=row_id + suffix, video=video, prompt=cell["prompt"], problem=problem, image=image,
+        negative_prompt=cell["negative_prompt"], reference_video=reference, size=size, person=cell["person"],
+        table=table,
     )  # fmt: skip
 
 
@@ -239,14 +240,15 @@ def inspect_row(row: Row, num_frames: int, fps: float | None = None, takes_image
     takes_image: whether the model starts from an image.
     """
     if row.problem:
-        return HeaderInfo((row.problem,))
+        return HeaderInfo(problems=(row.problem,))
 
     def read(path: Path, at_least: int) -> Header:
         return read_video_header(path, num_frames, fps, at_least)
 
     contents, problems = _read_files(row, num_frames, read, check_picture)
     problems = (*_cell_problems(row, takes_image), *problems)
-    return HeaderInfo(problems, *contents["video"]) if "video" in contents else HeaderInfo(problems)
+    size, rate, remarks = contents.get("video", (None, None, {}))
+    return HeaderInfo(problems=problems, size=size, rate=rate, remarks=remarks)
 
 
 def _cell_problems(row: Row, takes_image: bool) -> list[str]:
@@ -392,4 +394,4 @@ def load_example(
     else:
         frames = 0 if image is None else REFERENCE_FRAMES
         reference = (torch.zeros(3, *size) if image is None else image)[:, None].repeat(1, frames, 1, 1)
-    return Example(size, video, image, reference)
+    return Example(size=size, video=video, image=image, reference=reference)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rewardfl.epoch_order import visit_order
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Order:
     """The samples of each forward pass of a run.
 

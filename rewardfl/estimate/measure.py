@@ -108,7 +108,7 @@ class Flops(TorchDispatchMode):
         return out
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cost:
     """Bytes and FLOPs of running something once."""
 
@@ -185,7 +185,7 @@ class ExpertCost:
     attention: int  # FLOPs of the forward pass that train.keep_attention does not repeat
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChunkCost:
     """Bytes and FLOPs of one chunk's pass through the VAE's encoder or decoder: there one latent frame."""
 
@@ -196,7 +196,7 @@ class ChunkCost:
     backward: int  # with the recomputation
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Costs:
     """Costs of a whole model for one video. `shape`: (C, T, h, w) of its latents."""
 
@@ -300,14 +300,22 @@ def measure_chunks(chunks: ChunksOnMeta) -> tuple[ChunkCost, ...]:
     """Measure each chunk, with a backward pass where the input requires a gradient."""
     caches, costs, weights = chunks.caches, [], list(chunks.module.parameters())
     for i in range(min(chunks.count, FULL_CACHES)):
-        x, vjp = chunks.chunk(i), Cost(0, 0)
+        x, vjp = chunks.chunk(i), Cost(peak=0, forward=0)
         start = [c.detach().requires_grad_(x.requires_grad) if isinstance(c, Tensor) else c for c in caches]
         held, forward = _tensors(start), partial(_run_chunk, chunks, x, start, i == 0)
         frozen = without_graph(forward, [*weights, x, *held])
         if x.requires_grad:
             with chunks.checkpointed():
                 vjp = with_graph(forward, [x, *held], weights, keep=False)
-        costs.append(ChunkCost(nbytes(held), frozen.peak, vjp.peak, frozen.forward, vjp.backward))
+        costs.append(
+            ChunkCost(
+                caches_in=nbytes(held),
+                peak=frozen.peak,
+                peak_vjp=vjp.peak,
+                forward=frozen.forward,
+                backward=vjp.backward,
+            )  # fmt: skip
+        )
         with torch.no_grad():
             _, caches = chunks.run(x, caches, i == 0)
     return tuple(costs + costs[-1:] * (chunks.count - len(costs)))
@@ -317,7 +325,7 @@ def _clip_cost(encoder: ChunksOnMeta, pixels: int) -> Cost:
     """Return the cost of encoding a whole clip of `pixels` values, with its float32 copy."""
     chunks = measure_chunks(encoder)
     peak = 4 * pixels + max(chunk.caches_in + chunk.peak for chunk in chunks)
-    return Cost(peak, sum(chunk.forward for chunk in chunks))
+    return Cost(peak=peak, forward=sum(chunk.forward for chunk in chunks))
 
 
 def _run_chunk(chunks: ChunksOnMeta, x: Tensor, caches: Caches, first: bool) -> list[Tensor]:
@@ -351,6 +359,6 @@ def measure(video: Video) -> Costs:
         vision_weights=0 if parts.vision is None else nbytes(parts.vision.parameters()),
         text_weights=nbytes(text.parameters()),
         text=without_graph(parts.encode_text, [*text.parameters(), *text.buffers()]),
-        image=_clip_cost(parts.image_encoder, pixels) if parts.image_encoder else Cost(0, 0),
+        image=_clip_cost(parts.image_encoder, pixels) if parts.image_encoder else Cost(peak=0, forward=0),
         cached={name: nbytes([value]) for name, value in parts.conditioning.items()},
     )

@@ -56,7 +56,7 @@ def sampled(costs: Costs, work: Workload, passes: Mapping[str, float]) -> float:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes. resident: on the GPU in all of training; phases: additional, by phase; host: of one process.
 
@@ -130,7 +130,7 @@ def memory(costs: Costs, work: Workload) -> Memory:
     if not costs.image.peak:
         del encode["encode clip"]
     before = {phase: _without_zeros(parts) for phase, parts in encode.items()}
-    return Memory(_without_zeros(resident), phases, before, _without_zeros(host))
+    return Memory(resident=_without_zeros(resident), phases=phases, encode=before, host=_without_zeros(host))
 
 
 def _without_zeros(amounts: Mapping[str, int]) -> dict[str, int]:

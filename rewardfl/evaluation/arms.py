@@ -38,7 +38,7 @@ def run_config(run: Path, overrides: list[str]) -> config.AnyConfig:
     return config.parse(sections, overrides)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Arm:
     """One way to make every row's video. The name must be fit for a file's."""
 
@@ -63,10 +63,10 @@ def plan_arms(adapters: Sequence[tuple[Path, float]], steps: Sequence[int], usua
     arms = []
     for count in steps:
         tail = "" if count == usual else f"_{count}steps"
-        arms.append(Arm(BASE + tail, count))
+        arms.append(Arm(name=BASE + tail, steps=count))
         for adapter, strength in adapters:
             suffix = "" if strength == 1 else f"_x{strength:g}"
-            arms.append(Arm(f"{names[adapter]}{suffix}{tail}", count, adapter, strength))
+            arms.append(Arm(name=f"{names[adapter]}{suffix}{tail}", steps=count, adapter=adapter, strength=strength))
     return arms
 
 
@@ -102,7 +102,10 @@ class Sampler:
             schedule = self.backbone.schedule(arm.steps, self.cfg.sample.shift, shape)
         guidance = self.cfg.sample.guidance_scale
         negative = self.told(NEGATIVE) if guidance != 1 else None
-        velocity = Velocity(self.backbone, self.experts, conditioning, schedule, negative, guidance)
+        velocity = Velocity(
+            backbone=self.backbone, model=self.experts, conditioning=conditioning, schedule=schedule, negative=negative,
+            guidance=guidance,
+        )  # fmt: skip
         seeds = [noise_seed(seed, 0, row.id) for row, seed in batch]
         noise = torch.cat([draw_noise((1, *shape), seed, self.device) for seed in seeds])
         lora.set_strength(self.experts, arm.strength)

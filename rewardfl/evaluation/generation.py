@@ -96,7 +96,10 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
     shape = backbone.latent_shape(args.height, args.width, args.num_frames)
     noise = draw_noise((1, *shape), args.seed, device)
     schedule = backbone.schedule(args.steps, args.shift, shape)
-    velocity = Velocity(backbone, experts, conditioning, schedule, negative, args.guidance)
+    velocity = Velocity(
+        backbone=backbone, model=experts, conditioning=conditioning, schedule=schedule, negative=negative,
+        guidance=args.guidance,
+    )  # fmt: skip
     x0 = reward_flow.rollout(velocity, noise, schedule.sigmas, keep=()).x0
     return decoder.decode(x0, conditioning)[0].float().cpu()
 

@@ -26,10 +26,10 @@ def find_identity_scale(records: Sequence[Record], recogniser: str) -> IdentityS
     """Return the scale by records of real clips through the VAE; None where its mean length is not positive."""
     clips = [
         ThroughVae(
-            record["person"],
-            record["figures"][f"{recogniser}/face_sim"],
-            torch.tensor(record["embedding"][recogniser]),
-            torch.tensor(record["pool"][recogniser]),
+            person=record["person"],
+            face_sim=record["figures"][f"{recogniser}/face_sim"],
+            face=torch.tensor(record["embedding"][recogniser]),
+            pool=torch.tensor(record["pool"][recogniser]),
         )
         for record in records
     ]

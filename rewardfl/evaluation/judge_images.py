@@ -30,7 +30,7 @@ ARMS = ("before", "after")
 SHOWN, SIDE = 24, 96  # pairs in the grid, and the minimum height of a picture in it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pair:
     """One prompt and noise. made: uint8 (H, W, 3) by arm. scores: reward's label or label/part -> arm -> value."""
 
@@ -79,7 +79,7 @@ def evaluate_images(cfg: config.AnyConfig, terms: Sequence[Term], arm: Arm, args
         for key, (row, example) in examples.items()
     }
     sampler = load_sampler(cfg, backbone, examples, arm.adapter, args.experts, device)
-    arms = {"before": Arm(BASE, arm.steps), "after": arm}
+    arms = {"before": Arm(name=BASE, steps=arm.steps), "after": arm}
     jobs = [(row, seed) for seed in range(args.seeds) for row in rows]
     pairs = []
     for batch in tqdm(batches(jobs, sampler.sizes, args.batch), desc="evaluating"):
@@ -89,7 +89,7 @@ def evaluate_images(cfg: config.AnyConfig, terms: Sequence[Term], arm: Arm, args
         for i, (row, seed) in enumerate(batch):
             images = {name: data.to_uint8(pictures[name][i])[0].cpu() for name in ARMS}
             figures = {key: {name: float(scores[name][key][i]) for name in ARMS} for key in scores["before"]}
-            pairs.append(Pair(row, seed, images, figures))
+            pairs.append(Pair(row=row, seed=seed, made=images, scores=figures))
     return pairs
 
 

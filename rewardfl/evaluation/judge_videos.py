@@ -113,7 +113,7 @@ def make_arms(args: argparse.Namespace, cfg: config.AnyConfig) -> list[Arm]:
     names = unique_names(args.videos)
     if taken := {arm.name for arm in sampled} & set(names):
         raise ValueError(f"--videos: an adapter is called {min(taken)}, too; name the folder otherwise")
-    return [*sampled, *(Arm(name, videos=folder) for name, folder in zip(names, args.videos, strict=True))]
+    return [*sampled, *(Arm(name=name, videos=folder) for name, folder in zip(names, args.videos, strict=True))]
 
 
 def open_backbone(cfg: config.AnyConfig, arms: Sequence[Arm]) -> tuple[Backbone | None, str]:

@@ -84,7 +84,11 @@ def measured_rewards(cfg: config.AnyConfig) -> list[config.RewardSpec]:
         pack = cfg.reward.held_out_model_path or cfg.reward.reward_model_path
         settings = {"pack_dir": pack, "cap": "none", "det_size": cfg.reward.det_size, "people": "all"}
         settings["min_face_size"] = cfg.reward.min_face_size
-        measured.append(config.RewardSpec("reward.people", "everybody", "face_identity", settings, weight=0.0))
+        measured.append(
+            config.RewardSpec(
+                key="reward.people", label="everybody", name="face_identity", settings=settings, weight=0.0
+            )
+        )
     return measured + [spec for spec in specs if spec.key.startswith("reward.others.")]
 
 

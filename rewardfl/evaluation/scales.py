@@ -93,7 +93,7 @@ def collect_videos(
     """Sample the base model's video (3, F, H, W) of each clip, from the noise of training's first epoch."""
     by_row = {row.id: (row, example) for row, example in examples}
     sampler = judge_images.load_sampler(cfg, backbone, by_row, None, experts, device)
-    base = arms.Arm(arms.BASE, cfg.sample.num_inference_steps)
+    base = arms.Arm(name=arms.BASE, steps=cfg.sample.num_inference_steps)
     return [sampler.sample([(row, cfg.run.seed)], base)[0] for row, _ in tqdm(examples, desc="sampling")]
 
 

@@ -20,7 +20,7 @@ DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}  # --dtype
 SAMPLE_ROWS = 64  # of each merged tensor, for the dry run's estimate and for verification
 
 
-@dataclass
+@dataclass(kw_only=True)
 class MergeLoss:
     """The part of the intended update that the file holds, over sampled rows: <realised, intended> / |intended|^2."""
 

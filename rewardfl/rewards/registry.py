@@ -94,7 +94,9 @@ def build_terms(chosen: Sequence[ResolvedReward], device: torch.device) -> list[
         except (OSError, ValueError) as error:
             raise RewardError(f"{key}: {error}") from error
         reward.place = key
-        terms.append(Term(spec.key, spec.label, reward, spec.weight, spec.mean, spec.std))
+        terms.append(
+            Term(key=spec.key, label=spec.label, reward=reward, weight=spec.weight, mean=spec.mean, std=spec.std)
+        )
     return terms
 
 

@@ -10,7 +10,7 @@ from rewardfl.rewards.base import Reference, Reward, RewardError, RewardOutput, 
 from rewardfl.rewards.contract import ContractError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Term:
     """One reward's weight * (score - mean) / std; weight 0 only measures. key: its key in the configuration."""
 

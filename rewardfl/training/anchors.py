@@ -104,7 +104,7 @@ class Anchors:
         to_data: bool = False,
     ) -> Draw:
         """Return a draw at the one step of `at`. The velocity is the prompt's own, without guidance."""
-        velocity = Velocity(self.backbone, network, conditioning, at)
+        velocity = Velocity(backbone=self.backbone, model=network, conditioning=conditioning, schedule=at)
         reference = None
         if self.cfg.target == "reference" and not to_data:
             reference = partial(velocity.reference, step=0)

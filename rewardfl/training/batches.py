@@ -17,7 +17,7 @@ from rewardfl.training.samples import Batch, Sample
 from rewardfl.training.shard import Shard
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchBuilder:
     """Builds the batches of reward feedback learning: x is each clip's noise, or its cached boundary latents.
 

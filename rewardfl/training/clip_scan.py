@@ -148,5 +148,5 @@ def load_samples(
             usable = bool(entry.pop("usable"))
             reference = {name.removeprefix("reference."): value for name, value in entry.items()}
             references.append(reference if usable else None)
-        samples.append(Sample(row, keys[row.line], sizes[row.line], tuple(references)))
+        samples.append(Sample(row=row, clip=keys[row.line], size=sizes[row.line], references=tuple(references)))
     return samples

@@ -33,7 +33,7 @@ def read_or_substitute(samples: Sequence["Sample"], row: int, read_of: Callable[
     raise CacheError(f"no clip of the size of {samples[row].row.id} can be read from the cache any more")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Conditions:
     """Cached conditioning, clip latents and boundary latents (the first expert's output) of samples.
 
@@ -88,7 +88,7 @@ class Conditions:
                 sample, seed = item
                 schedule = schedules(self.latent_shape(sample))
                 conditioning = protocol.move_to(self.conditioning(sample), device)
-                velocity = Velocity(self.backbone, experts, conditioning, schedule)
+                velocity = Velocity(backbone=self.backbone, model=experts, conditioning=conditioning, schedule=schedule)
                 x = draw_noise((1, *self.latent_shape(sample)), seed, device)
                 return {"x": reward_flow.rollout(velocity, x, schedule.sigmas[: schedule.handover + 1], keep=()).x0}
 

@@ -52,7 +52,9 @@ def find_scales(
             pool = sample.references[i]["embeddings"]
             score = judge.identity.score(video, pool)
             face_sim, face = (0.0, torch.zeros_like(pool[0])) if score is None else (score.mean.item(), score.embedding)
-            through_vae.append((i, ThroughVae(sample.row.who, face_sim, face.cpu(), pool.mean(0).cpu())))
+            through_vae.append(
+                (i, ThroughVae(person=sample.row.who, face_sim=face_sim, face=face.cpu(), pool=pool.mean(0).cpu()))
+            )
     through_vae = job.gather_lists(through_vae)
     scales = {i: find_scale([clip for judge, clip in through_vae if judge == i]) for i in judges}
     return {i: scale for i, scale in scales.items() if scale is not None}

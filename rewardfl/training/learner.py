@@ -76,8 +76,10 @@ def make_average(decay: float, parameters: Sequence[nn.Parameter], resumed: RunS
     return average
 
 
-def average_state(average: Average, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
-    """Return the state to resume from where a checkpoint's adapter is an average. Collective."""
+def average_state(average: Average | None, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
+    """Return the state to resume from where a checkpoint's adapter is an average; {} for None. Collective."""
+    if average is None:
+        return {}
     shadows = {"shadow_params": sharding.gather_to_cpu(average.shadow_params)}
     return {"parameters": sharding.gather_to_cpu(parameters), "average": average.state_dict() | shadows}
 

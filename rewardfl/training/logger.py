@@ -24,7 +24,7 @@ from rewardfl.training.distributed import Distributed
 FRAMES_SHOWN = 4  # of each sample video, in trackers
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Log:
     """The log of a run. The main process writes; all of them count skipped updates."""
 

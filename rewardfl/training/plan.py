@@ -79,6 +79,15 @@ def count_steps(cfg: AnyConfig, clips: int | None, processes: int) -> int | None
     return epoch_order.total_steps(clips, train.train_batch_size or at_once, train.num_train_epochs)
 
 
+def make_order(cfg: RewardFlConfig, sizes: Sequence[tuple[int, int]], processes: int) -> data.Order:
+    """Build the order of training. sizes: (height, width) of each clip."""
+    train = cfg.train
+    return data.Order(
+        sizes=sizes, batch_size=train.per_device_train_batch_size, accumulation=train.gradient_accumulation_steps,
+        processes=processes, seed=cfg.run.seed,
+    )  # fmt: skip
+
+
 def updates_per_epoch(cfg: FlowGrpoConfig) -> int:
     return cfg.grpo.updates_per_epoch * cfg.grpo.inner_epochs
 
@@ -192,6 +201,11 @@ def anchor_steps(cfg: AnyConfig, schedule: Schedule, trained: Sequence[str]) -> 
 def anchor_draws(cfg: AnyConfig) -> int:
     """Return the backward passes that the data anchor adds to each forward pass of an update."""
     return cfg.anchor.draws if cfg.anchor.weight else 0
+
+
+def backwards_per_sample(cfg: RewardFlConfig) -> int:
+    """Return the backward passes of one sample: those of the replay, none if supervised, and the data anchor's."""
+    return anchor_draws(cfg) + (0 if configuration.is_supervised(cfg) else len(configuration.active_steps(cfg)))
 
 
 def check_sizes(cfg: FlowGrpoConfig, sizes: Sequence[tuple[int, int]]) -> None:

@@ -187,7 +187,7 @@ def _read_resume_point(path: Path, config: dict[str, dict], base_model: Mapping[
     step = checkpoint.Manifest.model_validate_json((path / checkpoint.MANIFEST).read_bytes()).step
     # changes after a lost checkpoint are in force from this one on
     earlier = [change | {"step": min(change["step"], step)} for change in earlier]
-    return ResumePoint(path, step, (*earlier, *({**change, "step": step} for change in changed)))
+    return ResumePoint(path=path, step=step, changes=(*earlier, *({**change, "step": step} for change in changed)))
 
 
 def _compare_run_json(

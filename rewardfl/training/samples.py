@@ -19,7 +19,7 @@ class Rows:
     messages: list[str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sample:
     """The record of one clip, without its frames."""
 
@@ -46,7 +46,7 @@ class Batch:
         return [group_plan.Member(row, group_id, 0, 0, 0) for group_id, row in enumerate(self.rows)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rollout:
     """One forward pass of Flow-GRPO's members, with the inputs that score it again."""
 

@@ -63,7 +63,10 @@ def open_log(cfg: AnyConfig, job: Distributed, folder: run_folder.RunFolder, res
 
     job.run_on_main(begin, checkpoint.CheckpointError)
     start_tracker(cfg, job, point.step)
-    return Log(cfg, job, folder, metrics, steps, resumed.state.get("skipped_in_a_row", 0))
+    return Log(
+        cfg=cfg, job=job, folder=folder, metrics=metrics, last_step=steps,
+        skipped_in_a_row=resumed.state.get("skipped_in_a_row", 0),
+    )  # fmt: skip
 
 
 def collect_state(job: Distributed, learner: Learner, resumed: RunState, log: Log, step: int) -> dict[str, Any]:

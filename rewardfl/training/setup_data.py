@@ -130,7 +130,10 @@ def make_conditions(cfg: AnyConfig, backbone: Backbone, base: Mapping[str, str],
     first = " ".join(base.get(part, part) for part in backbone.parts_of(backbone.experts[0]))
     # two models with one VAE condition differently on an image
     image = " ".join([cfg.model.model_name, *(base[part] for part in ("vae", "image_encoder") if part in base)])
-    return Conditions(store, backbone, base["text_encoder"], image, first, cfg.model.dtype, cfg.data.num_frames)
+    return Conditions(
+        store=store, backbone=backbone, text=base["text_encoder"], image=image, untrained=first, dtype=cfg.model.dtype,
+        num_frames=cfg.data.num_frames,
+    )  # fmt: skip
 
 
 def make_anchors(
@@ -167,7 +170,14 @@ def make_batch_builder(
     cached = cfg.experts.untrained == "boundary_cache"
     schedules, noises = partial(plan.make_schedule, cfg, backbone), cfg.sample.noises_per_sample
     builder = batches.BatchBuilder(
-        samples, conditions, schedules, cfg.run.seed, noises, cached, cfg.data.skip_bad_rows, job.device
+        samples=samples,
+        conditions=conditions,
+        schedules=schedules,
+        seed=cfg.run.seed,
+        noises=noises,
+        cached=cached,
+        skip=cfg.data.skip_bad_rows,
+        device=job.device,
     )
     if cached:
         builder.fill(cfg.run.sample_videos, job.shard)

@@ -8,7 +8,7 @@ from typing import Any
 from rewardfl.weights import lora_files
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ResumePoint:
     """The checkpoint that a run resumes from, if any."""
 

@@ -17,7 +17,7 @@ from rewardfl.training import checks, plan
 WEIGHTS = ({".safetensors"}, {".bin", ".pt", ".pth"}, {".onnx"})  # suffixes by format, in order of preference
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Video:
     """The model, size and adapter of a generated video."""
 
@@ -37,7 +37,7 @@ class Span:
     of_process: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sampling:
     """Evaluations: forward passes of one video by expert, steps, videos of each, and times in the run."""
 
@@ -102,8 +102,9 @@ def make_workload(
     checks.check_sharding(cfg, sharding)
     trained = plan.trained_experts(cfg, backbone.experts)
     adapter = Adapter(cfg.lora.lora_rank, tuple(plan.lora_targets(cfg, backbone)))
+    height, width = plan.largest_clip(cfg, backbone)
     common = Workload(
-        video=Video(backbone, *plan.largest_clip(cfg, backbone), cfg.data.num_frames, adapter),
+        video=Video(backbone=backbone, height=height, width=width, num_frames=cfg.data.num_frames, adapter=adapter),
         trained=trained,
         untrained=next((name for name in backbone.experts if name not in trained), None),
         steps=steps,
@@ -227,7 +228,9 @@ def _evaluation(cfg: FlowGrpoConfig, backbone: Backbone, steps: int | None) -> S
         videos = len(data.load_metadata(settings.eval_clips, "evaluation.eval_clips")) * settings.eval_noises
     passes = {expert: plan.forwards_per_velocity(cfg) * count for expert, count in Counter(experts).items()}
     due = epoch_order.count_due(settings.eval_steps, per_epoch, steps)
-    return Sampling(passes, num_steps, videos, None if due is None else 1 + due)  # one before the first epoch
+    return Sampling(
+        passes=passes, steps=num_steps, videos=videos, times=None if due is None else 1 + due
+    )  # one before the first epoch
 
 
 def _reward_bytes(cfg: AnyConfig) -> int:

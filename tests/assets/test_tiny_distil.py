@@ -71,7 +71,9 @@ def test_four_distilled_steps_are_nearer_to_the_teachers_many():
     conditioning = plain.collate(distil.read_conditioning(plain, WORLD / "validation" / "metadata.csv")[:4])
     shape, ends = plain.latent_shape(80, 80, 9), []
     for experts, steps in ((base, 32), (base, 4), (distilled, 4)):
-        velocity = Velocity(plain, experts, conditioning, plain.schedule(steps, 5.0, shape))
+        velocity = Velocity(
+            backbone=plain, model=experts, conditioning=conditioning, schedule=plain.schedule(steps, 5.0, shape)
+        )
         ends.append(reward_flow.rollout(velocity, draw_noise((4, *shape), 7), velocity.schedule.sigmas, ()).x0)
     before, after = (float((end - ends[0]).square().mean()) for end in ends[1:])
     assert after < 0.65 * before

@@ -37,7 +37,7 @@ def test_a_judge_finds_what_is_drawn(name):
 @pytest.mark.parametrize("name", ["checker", "judge"])
 def test_a_judge_knows_each_kind_of_mistake(name):
     """The picture of another prompt is worth what the two prompts have in common."""
-    red, blue = Thing("red", "circle", 0.25, 0.5), Thing("blue", "square", 0.75, 0.5)
+    red, blue = Thing(colour="red", shape="circle", x=0.25, y=0.5), Thing(colour="blue", shape="square", x=0.75, y=0.5)
     places = {
         "a red circle left of a blue square": 1.0,
         "a red circle and a blue square": 1.0,
@@ -62,7 +62,7 @@ def test_a_judge_knows_each_kind_of_mistake(name):
 def test_the_score_does_not_depend_on_the_order_of_what_is_found():
     """A red circle is like both that are wanted, a green triangle like one: both pairs are there to be had."""
     scene = SCENES["a green circle and a red square"]
-    found = [Thing("red", "circle"), Thing("green", "triangle")]
+    found = [Thing(colour="red", shape="circle"), Thing(colour="green", shape="triangle")]
     assert checker.score_scene(scene, found) == checker.score_scene(scene, found[::-1]) == (0.5, False)
 
 
@@ -101,7 +101,7 @@ def test_every_prompt_fits_the_text_encoders():
 
 def test_prompts_are_no_longer_than_the_tokenizers_allow():
     """Also in the estimate, which has no tokenizer but its configuration."""
-    backbone = backbones.open("sd3", Source(str(IMAGES / "pipeline"), dtype="float32"))
+    backbone = backbones.open("sd3", Source(model_paths=str(IMAGES / "pipeline"), dtype="float32"))
     told = backbone.text_encoder(torch.device("cpu"))("a red circle left of a blue square")
     assert told["text"].shape[1] == 2 * model.TOKENS
     wanted = backbone.on_meta(drawing.SIZE, drawing.SIZE, 1).conditioning

@@ -67,7 +67,7 @@ class Tenant:
     frame_given: bool = False  # the first latent frame is the image, and not sampled
 
     def open(self, dtype: str = "float32") -> Backbone:
-        return backbones.open(self.name, Source(str(self.folder), dtype=dtype))
+        return backbones.open(self.name, Source(model_paths=str(self.folder), dtype=dtype))
 
     def stock(self, dtype: torch.dtype = torch.float32):
         pipe = aligned(self.pipeline.from_pretrained(self.folder, torch_dtype=dtype))
@@ -132,7 +132,7 @@ class PackedTenant(ImageTenant):
     told: float | None = None
 
     def open(self, dtype: str = "float32") -> Backbone:
-        return backbones.open(self.name, Source(str(self.folder), dtype=dtype, embedded_guidance=self.told))
+        return backbones.open(self.name, Source(model_paths=str(self.folder), dtype=dtype, embedded_guidance=self.told))
 
     def stock(self, dtype: torch.dtype = torch.float32):
         pipe = self.pipeline.from_pretrained(self.folder, torch_dtype=dtype)
@@ -285,7 +285,10 @@ def negative_of(backbone, short=False):
 def velocity_of(backbone, experts, batch=1, guidance=1.0, short=False):
     negative = negative_of(backbone, short) if guidance != 1 else None
     given = conditioning_of(backbone, batch, short)
-    return Velocity(backbone, experts, given, schedule_of(backbone), negative, guidance)
+    return Velocity(
+        backbone=backbone, model=experts, conditioning=given, schedule=schedule_of(backbone), negative=negative,
+        guidance=guidance,
+    )  # fmt: skip
 
 
 def gradients(experts):
@@ -434,9 +437,9 @@ def test_replay_is_autograd_through_the_chain(backbone, guidance, differentiated
     for whole in (True, False):
         experts, _ = experts_of(backbone, adapted=True, dtype=torch.float64)
         if whole:
-            towards = Velocity(model, experts, told, schedule)
+            towards = Velocity(backbone=model, model=experts, conditioning=told, schedule=schedule)
             other = told | {name: value.expand(2, *value.shape[1:]) for name, value in negative.items()}
-            away = Velocity(model, experts, other, schedule)
+            away = Velocity(backbone=model, model=experts, conditioning=other, schedule=schedule)
 
             def guided(y, i, towards=towards, away=away):
                 v = towards(y, i)
@@ -456,7 +459,10 @@ def test_replay_is_autograd_through_the_chain(backbone, guidance, differentiated
                 y = y + (schedule.sigmas[i + 1] - schedule.sigmas[i]) * (v if i in active else v.detach())
             ((g * y).sum() + 0.3 * kl.sum()).backward()
         else:
-            velocity = Velocity(model, experts, told, schedule, None if guidance == 1 else negative, guidance, both)
+            velocity = Velocity(
+                backbone=model, model=experts, conditioning=told, schedule=schedule,
+                negative=None if guidance == 1 else negative, guidance=guidance, away_gradient=both,
+            )  # fmt: skip
             trajectory = reward_flow.rollout(velocity, x, schedule.sigmas, active)
             reward_flow.replay(
                 velocity, trajectory, schedule.sigmas, active, g, 1.0,
@@ -472,10 +478,15 @@ def test_a_guided_gradient_is_that_of_finite_differences(backbone, differentiate
     schedule, model, scale = schedule_of(backbone), backbone_at(backbone, torch.float64), 3.5
     experts, _ = experts_of(backbone, adapted=True, dtype=torch.float64)
     told, negative = conditioning_of(backbone, short=True), negative_of(backbone, short=True)
-    towards, away = (Velocity(model, experts, one, schedule) for one in (told, told | negative))
+    towards, away = (
+        Velocity(backbone=model, model=experts, conditioning=one, schedule=schedule) for one in (told, told | negative)
+    )
     x, draw = noise_of(backbone).double(), torch.Generator().manual_seed(5)
     g = torch.randn(x.shape, generator=draw, dtype=torch.float64)
-    velocity = Velocity(model, experts, told, schedule, negative, scale, differentiated == "both")
+    velocity = Velocity(
+        backbone=model, model=experts, conditioning=told, schedule=schedule, negative=negative, guidance=scale,
+        away_gradient=differentiated == "both",
+    )  # fmt: skip
     trajectory = reward_flow.rollout(velocity, x, schedule.sigmas, range(STEPS))
     reward_flow.replay(velocity, trajectory, schedule.sigmas, range(STEPS), g, 1.0)
     adapters = [parameter for parameter in experts.parameters() if parameter.grad is not None]

@@ -229,7 +229,7 @@ def test_damage_that_the_decoder_conceals_is_found(tmp_path, name, codec, pixels
         content[place] ^= 0x55
     (tmp_path / name).write_bytes(content)
     assert len(data.read_video(tmp_path / name, 1)) == 1  # what lies before it can be used
-    row = data.Row(0, 2, "a", tmp_path / name, "x")
+    row = data.Row(index=0, line=2, id="a", video=tmp_path / name, prompt="x")
     for _ in range(2):
         (problem,) = data.row_problems(row, 9)
         assert "damaged" in problem
@@ -268,7 +268,10 @@ def test_transparent_clips_are_refused(tmp_path, name, codec, pixels, alpha):
 def test_an_alpha_channel_next_to_the_video_is_refused(tmp_path):
     """VP8's and VP9's, of which the decoder says nothing."""
     encode(tmp_path / "a.webm", ("libvpx-vp9", "yuva420p", torch.zeros(2, 48, 64, 4, dtype=torch.uint8), 0))
-    assert "has transparent pixels" in data.inspect_row(data.Row(0, 2, "a", tmp_path / "a.webm", "x"), 1).problems[0]
+    assert (
+        "has transparent pixels"
+        in data.inspect_row(data.Row(index=0, line=2, id="a", video=tmp_path / "a.webm", prompt="x"), 1).problems[0]
+    )
 
 
 def test_of_several_videos_the_one_that_ffmpeg_takes(tmp_path):
@@ -576,7 +579,7 @@ def of_size(path, side):
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_pictures_that_are_too_large_are_not_decoded(tmp_path, side):
     path = of_size(tmp_path / "a.png", side)
-    row = data.Row(0, 2, "a", path, "x", image=path)
+    row = data.Row(index=0, line=2, id="a", video=path, prompt="x", image=path)
     with pytest.raises(DataError) as error:
         data.read_picture(path)
     assert str(error.value).startswith(f"{path}: has more than {8192**2} pixels")
@@ -839,8 +842,11 @@ def test_each_file_of_an_example_is_decoded_once(folder, monkeypatch):
 
 
 def looks(*sizes_and_rates):
-    rows = [data.Row(i, i + 2, str(i), Path(f"{i}.mp4"), "x") for i in range(len(sizes_and_rates))]
-    return rows, [data.Look((), size, rate) for size, rate in sizes_and_rates]
+    rows = [
+        data.Row(index=i, line=i + 2, id=str(i), video=Path(f"{i}.mp4"), prompt="x")
+        for i in range(len(sizes_and_rates))
+    ]
+    return rows, [data.HeaderInfo(size=size, rate=rate) for size, rate in sizes_and_rates]
 
 
 def test_notes_of_clips():
@@ -964,7 +970,7 @@ GEOMETRIES = [geometry for geometry in GEOMETRIES if math.prod(geometry) == 12]
 
 
 def micro_batch(step, micro, rank, *, num_rows, shapes=None, **geometry):
-    return data.Order(shapes or [0] * num_rows, **geometry).micro_batch(step, micro, rank)
+    return data.Order(sizes=shapes or [0] * num_rows, **geometry).micro_batch(step, micro, rank)
 
 
 def global_batch(step, batch_size, accumulation, processes, num_rows, seed=3):

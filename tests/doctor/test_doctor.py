@@ -62,7 +62,7 @@ def page(out):
 def opened(settings=(), rows=None, device=CPU, **args):
     """Return the case of a configuration of the tiny world."""
     cfg = config.load(CONFIG, [*SMALL, *settings])
-    backbone = backbones.open(cfg.model.model_name, Source(cfg.model.model_paths, dtype="float32"))
+    backbone = backbones.open(cfg.model.model_name, Source(model_paths=cfg.model.model_paths, dtype="float32"))
     rows = data.load_metadata(cfg.data.file_name)[:1] if rows is None else rows
     args = SimpleNamespace(config=CONFIG, overrides=[*SMALL, *settings], **args)
     return Case(args=args, cfg=cfg, backbone=backbone, rows=rows, device=device)

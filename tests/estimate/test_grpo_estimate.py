@@ -27,8 +27,8 @@ PIPELINE = ROOT / "assets/tiny_world/pipeline"
 SIX = ["grpo.groups=6", "grpo.same_noise_in_group=false", "grpo.window_bounds=null"]  # overrides of TINY
 PRESETS = ("flow_grpo", "flow_grpo_fast", "dance_grpo", "guard")
 PUBLISHED = backbones.describe("wan2_2", Source())
-TINY_MODEL = backbones.describe("wan2_2", Source(str(PIPELINE), dtype="float32"))
-VIDEO = workload.Video(PUBLISHED, 480, 832, 17, ADAPTER)
+TINY_MODEL = backbones.describe("wan2_2", Source(model_paths=str(PIPELINE), dtype="float32"))
+VIDEO = workload.Video(backbone=PUBLISHED, height=480, width=832, num_frames=17, adapter=ADAPTER)
 PLAIN = [
     *SIX, "grpo.group_size=4", "train.per_device_train_batch_size=1", "train.use_gradient_checkpointing=true",
     "evaluation.eval_clips=null", "reward.held_out_model_path=null", "reward.reward_model_path=nowhere",
@@ -109,7 +109,7 @@ def test_settings_change_the_work(published):
     ],
 )
 def test_members_of_one_start_share_the_steps_before_the_window(published, processes, batch, spread, clips, passes):
-    geometry = group_plan.Geometry(4, 6, processes, batch, spread=spread, same_noise=True)
+    geometry = group_plan.Geometry(group_size=4, groups=6, world=processes, batch=batch, spread=spread, same_noise=True)
     samples = 24 // processes
     after, apart = (samples, samples // batch), dataclasses.replace(geometry, same_noise=False)
     assert group_plan.rollout_counts(geometry, 8, (3, 4)) == [(clips, passes)] * 3 + [after] * 5
@@ -232,7 +232,8 @@ def test_run_of_a_configuration(monkeypatch):
     passes = {"low_noise": 2 * 2 * 2}  # of two steps, two inner epochs, guided
     adapter = Adapter(cfg.lora.lora_rank, ADAPTER.targets)
     assert run == workload.Workload(
-        video=workload.Video(TINY_MODEL, 80, 80, 9, adapter), trained=("low_noise",), untrained="high_noise",
+        video=workload.Video(backbone=TINY_MODEL, height=80, width=80, num_frames=9, adapter=adapter),
+        trained=("low_noise",), untrained="high_noise",
         rollout={"high_noise": 3, "low_noise": 9}, replay=passes, pulled=passes,
         reference=passes, graphs=2, averaged=True, waiting=12, kept={"gpu": 6, "cpu": 6},
         spans=(
@@ -240,7 +241,8 @@ def test_run_of_a_configuration(monkeypatch):
             workload.Span("one epoch of 48 samples", 48, 12),
             workload.Span("the run of 2 epochs, without its evaluations", 96, 24),
         ),
-        evaluation=workload.Sampling({"high_noise": 4, "low_noise": 4}, 4, 48, 3), steps=12, saves=1, clips=48,
+        evaluation=workload.Sampling(passes={"high_noise": 4, "low_noise": 4}, steps=4, videos=48, times=3),
+        steps=12, saves=1, clips=48,
         reward_bytes=sum(file.stat().st_size for pack in packs for file in pack.glob("*.onnx")),
         processes=4, sharding="fsdp2", placement="fp8", offload_inputs=True, batch=2, samples_on="cpu",
     )  # fmt: skip

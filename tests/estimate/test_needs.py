@@ -39,18 +39,26 @@ BLOCKS = ["WanTransformerBlock"]
 
 
 def described(path="", dtype="bfloat16"):
-    return backbones.describe("wan2_2", Source(str(path), dtype=dtype))
+    return backbones.describe("wan2_2", Source(model_paths=str(path), dtype=dtype))
 
 
 PUBLISHED = described()
 SIZES = {"480x832": (480, 832), "480x480": (480, 480)}
 SHORT_SIZES = ["480x832", pytest.param("480x480", marks=pytest.mark.long)]
 PIPELINE = ROOT / "assets" / "tiny_world" / "pipeline"
-TINY = Video(described(PIPELINE, "float32"), 64, 64, 9, Adapter(16, TARGETS))
+TINY = Video(backbone=described(PIPELINE, "float32"), height=64, width=64, num_frames=9, adapter=Adapter(16, TARGETS))
 BF16 = torch.bfloat16
+
+
+def at_size(size):
+    height, width = SIZES[size]
+    return Video(backbone=PUBLISHED, height=height, width=width, num_frames=81, adapter=ADAPTER)
+
+
 LAST_FOUR = {"low_noise": 4}  # of 8 steps, of which the low-noise expert has 5 at boundary 0.9
 RUN = Workload(
-    video=Video(PUBLISHED, 480, 832, 81, ADAPTER), trained=("low_noise",), untrained="high_noise",
+    video=at_size("480x832"),
+    trained=("low_noise",), untrained="high_noise",
     rollout={"high_noise": 3, "low_noise": 5}, replay=LAST_FOUR, pulled=LAST_FOUR, reference=LAST_FOUR,
     reward_gradient=True, cacheable=True, accumulation=1,
 )  # fmt: skip
@@ -67,7 +75,7 @@ def published():
 
     def get(size, adapter):
         if size not in measured:
-            measured[size] = measured_before(Video(PUBLISHED, *SIZES[size], 81, ADAPTER))
+            measured[size] = measured_before(at_size(size))
             measured[size, ADAPTER] = measured[size]
         if (size, adapter) not in measured:
             parts = PUBLISHED.on_meta(*SIZES[size], 81)
@@ -320,8 +328,10 @@ def test_real_variant(name, tmp_path):
     """Conditioning, latents, decoder and a network of each variant's folder, as they come out of the real code."""
     stock = random_variant(name)
     stock.save_pretrained(tmp_path)
-    source = Source(str(tmp_path), dtype="float32")
-    predicted = measure.measure(Video(backbones.describe(name, source), HEIGHT, WIDTH, FRAMES, None))
+    source = Source(model_paths=str(tmp_path), dtype="float32")
+    predicted = measure.measure(
+        Video(backbone=backbones.describe(name, source), height=HEIGHT, width=WIDTH, num_frames=FRAMES, adapter=None)
+    )
     backbone, cpu = backbones.open(name, source), torch.device("cpu")
     shape, schedule = backbone.latent_shape(HEIGHT, WIDTH, FRAMES), backbone.schedule(4, 5.0, None)
     assert predicted.shape == shape
@@ -345,7 +355,11 @@ def test_real_variant(name, tmp_path):
 def test_real_folder(pipe, tmp_path):
     """Decoder, caches and conditioning of a pipeline folder, as they come out of the real code."""
     pipe.save_pretrained(tmp_path)
-    predicted = measure.measure(Video(described(tmp_path, "float32"), HEIGHT, WIDTH, 4 * FRAMES + 1, None))
+    predicted = measure.measure(
+        Video(
+            backbone=described(tmp_path, "float32"), height=HEIGHT, width=WIDTH, num_frames=4 * FRAMES + 1, adapter=None
+        )
+    )
     torch.manual_seed(0)
     latents = torch.randn(1, *predicted.shape)
     decoded = WanDecoder(pipe.vae).decode_with_caches(latents)
@@ -700,7 +714,7 @@ def test_rewards_are_there_while_prompts_and_clips_are_encoded(tmp_path):
 
 def test_the_text_encoder_is_gone_before_the_vae_comes():
     """By its last reference, not by a collection of garbage."""
-    backbone = backbones.open("wan2_2", Source(str(PIPELINE), dtype="float32"))
+    backbone = backbones.open("wan2_2", Source(model_paths=str(PIPELINE), dtype="float32"))
 
     def encoders():
         return [one for one in gc.get_objects() if type(one) is UMT5EncoderModel]
@@ -722,7 +736,7 @@ def test_what_is_measured_is_what_the_configuration_says():
     adapter = Adapter(8, ("to_q", "ffn.net.0.proj"))
     for max_pixels, width in (("null", 832), (480 * 480, 480)):
         video = configured(*settings, f"data.max_pixels={max_pixels}").video
-        assert video == Video(PUBLISHED, 480, width, 49, adapter)
+        assert video == Video(backbone=PUBLISHED, height=480, width=width, num_frames=49, adapter=adapter)
 
 
 @pytest.mark.parametrize(

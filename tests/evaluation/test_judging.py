@@ -30,7 +30,7 @@ from rewardfl.weights.shards import InputError
 from rewardfl_tools import evaluate
 
 JUDGE = "held_out"
-ARMS = [Arm("base", 8), Arm("latest", 8, ROOT)]
+ARMS = [Arm(name="base", steps=8), Arm(name="latest", steps=8, adapter=ROOT)]
 FIGURES = {
     "face_sim": 0.5, "coverage": 1.0, "speed": 0.02, "nonrigid": 0.01, "flow": 1.0, "face_flow": 2.0,
     "pixel_change": 0.1, "sharpness": 50.0, "reversals": -0.8, "dynamic_degree": 0.0, "temporal_flickering": 0.9,
@@ -194,7 +194,12 @@ def test_a_reward_that_is_called_like_a_motion_has_no_ratio():
 
 
 def test_every_arm_is_compared_with_the_base_of_its_steps():
-    arms = [Arm("base", 8), Arm("latest", 8, ROOT), Arm("base_20steps", 20), Arm("latest_20steps", 20, ROOT)]
+    arms = [
+        Arm(name="base", steps=8),
+        Arm(name="latest", steps=8, adapter=ROOT),
+        Arm(name="base_20steps", steps=20),
+        Arm(name="latest_20steps", steps=20, adapter=ROOT),
+    ]
     values = (0.4, 0.5, 0.6, 0.9)
     records = [record("a", arm.name, face_sim=value) for arm, value in zip(arms, values, strict=True)]
     found = summary(*records, arms=arms)["arms"]
@@ -254,7 +259,10 @@ def test_the_real_clips_motion_is_taken_of_its_own_frames():
     )
     assert figures["still/motion_smoothness"] == motion_smoothness(frames)
     assert 10 < record["face_width"] < 64 and record["size"] == [64, 64]
-    nobody = data.Example((64, 64), torch.zeros(3, 9, 64, 64), torch.zeros(3, 64, 64), torch.zeros(3, 9, 64, 64))
+    nobody = data.Example(
+        size=(64, 64), video=torch.zeros(3, 9, 64, 64), image=torch.zeros(3, 64, 64),
+        reference=torch.zeros(3, 9, 64, 64),
+    )  # fmt: skip
     assert "no face was found" in judging.judge_real(judges, row, nobody, 16)
     black = judging.judge_video(judges, torch.full((3, 9, 64, 64), -1.0), kept, 16)
     assert black["figures"]["held_out/face_sim"] == 0 and black["curves"]["held_out"] == [0] * 8
@@ -264,7 +272,7 @@ def test_the_real_clips_motion_is_taken_of_its_own_frames():
 def test_table_and_pictures(tmp_path):
     records = [one for name in "ab" for seed in (0, 1) for one in pair(name, seed, 0.5, 0.6)]
     third = [record(name, "latest_x0.5", seed, face_sim=0.55) for name in "ab" for seed in (0, 1)]
-    arms = [*ARMS, Arm("latest_x0.5", 8, ROOT, 0.5)]
+    arms = [*ARMS, Arm(name="latest_x0.5", steps=8, adapter=ROOT, strength=0.5)]
     report = summary(*records, *third, arms=arms)
     text = format_report(report)
     (flow,) = [line for line in text.splitlines() if line.strip().startswith("flow")]
@@ -285,7 +293,7 @@ def test_table_and_pictures(tmp_path):
 
 
 def test_batches_hold_clips_of_one_size():
-    rows = [data.Row(i, i + 2, str(i), None, "a person") for i in range(5)]
+    rows = [data.Row(index=i, line=i + 2, id=str(i), video=None, prompt="a person") for i in range(5)]
     jobs = [(row, seed) for seed in (0, 1) for row in rows]
     assert batches(jobs, dict.fromkeys("01234", (64, 64)), 4) == [jobs[:4], jobs[4:8], jobs[8:]]
     sizes = {"0": (64, 64), "1": (64, 80), "2": (64, 64), "3": (64, 80), "4": (64, 64)}
@@ -307,7 +315,7 @@ def test_arms_are_named_by_what_tells_them_apart(tmp_path):
 
 
 def test_a_folder_of_videos_is_told_by_place_or_id(tmp_path):
-    rows = [data.Row(i, i + 2, f"clips/{i}.mp4#ab", None, "x") for i in range(3)]
+    rows = [data.Row(index=i, line=i + 2, id=f"clips/{i}.mp4#ab", video=None, prompt="x") for i in range(3)]
     for name in ("000.mp4", "1_seed1.mp4", "1.mp4", "clips_2.mp4_ab.mp4", "notes.mp4", "007.mp4"):
         (tmp_path / name).touch()
     found = video_files.find_videos(tmp_path, rows)
@@ -320,7 +328,7 @@ def test_a_folder_of_videos_is_told_by_place_or_id(tmp_path):
         video_files.find_videos(tmp_path, rows)
     (tmp_path / "002.mp4").unlink()
     with pytest.raises(ValueError, match="line 5"):
-        video_files.find_videos(tmp_path, [*rows, data.Row(3, 5, "3", None, "x")])
+        video_files.find_videos(tmp_path, [*rows, data.Row(index=3, line=5, id="3", video=None, prompt="x")])
 
 
 def test_records_survive_a_kill_in_the_middle_of_a_line(tmp_path):
@@ -433,7 +441,7 @@ def test_a_damaged_record_is_refused(tmp_path, change):
 
 @pytest.mark.parametrize("name", [".mp4", "0\n0.mp4", "_seed1.mp4"])
 def test_videos_of_odd_names_are_passed_over(tmp_path, name):
-    rows = [data.Row(0, 2, "a", None, "x")]
+    rows = [data.Row(index=0, line=2, id="a", video=None, prompt="x")]
     for file in (name, "000.mp4"):
         (tmp_path / file).touch()
     assert video_files.find_videos(tmp_path, rows) == {("a", 0): tmp_path / "000.mp4"}
@@ -442,8 +450,8 @@ def test_videos_of_odd_names_are_passed_over(tmp_path, name):
 def test_sampling_settings_leave_out_the_files():
     cfg = config.load(str(ROOT / "configs" / "tiny_face.yaml"))
     rows = data.load_metadata(ROOT / "assets" / "tiny_world" / "eval" / "metadata.csv")[:2]
-    settings = judge_videos.make_settings(cfg, rows, [Arm("x", 8)], None, {})
+    settings = judge_videos.make_settings(cfg, rows, [Arm(name="x", steps=8)], None, {})
     assert {"data.height", "sample.shift", "model.dtype"} <= settings["sampling"].keys()
     assert not any("file_name" in key or "paths" in key for key in settings["sampling"])
-    other = judge_videos.make_settings(cfg, rows[:1], [Arm("x", 8)], None, {})
+    other = judge_videos.make_settings(cfg, rows[:1], [Arm(name="x", steps=8)], None, {})
     assert describe_difference(settings, other).startswith("data: --data was")

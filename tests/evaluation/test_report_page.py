@@ -191,7 +191,7 @@ def test_front_against_every_pair():
 @pytest.fixture
 def evaluation(tmp_path):
     """A report of three people and three arms, and a folder of their videos, 3000 bytes each; b is the worst."""
-    arms = [*ARMS, Arm("latest_x0.5", 8, ROOT, 0.5)]
+    arms = [*ARMS, Arm(name="latest_x0.5", steps=8, adapter=ROOT, strength=0.5)]
     likeness = {"a": 0.7, "b": 0.4, "c": 0.6}
     records = [one for name, value in likeness.items() for one in pair(name, 0, 0.5, value, nonrigid=0.009)]
     records += [record(name, "latest_x0.5", face_sim=0.55) for name in likeness]

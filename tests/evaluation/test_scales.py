@@ -19,7 +19,7 @@ from rewardfl_tools import reward_scales
 
 
 def term(reward, label="score", weight=1.0, std=1.0):
-    return Term(f"reward.others.{label}", label, reward, weight, 0.0, std)
+    return Term(key=f"reward.others.{label}", label=label, reward=reward, weight=weight, mean=0.0, std=std)
 
 
 def videos(count, frames=5, size=8):

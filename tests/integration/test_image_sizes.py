@@ -103,12 +103,19 @@ def test_latents_of_each_size_are_the_stock_pipelines(folder_of, tmp_path):  # n
     assert [sample.size for sample in samples] == SIZES
     assert samples[0].clip != samples[1].clip and samples[0].row.id != samples[1].row.id
     starts = batches.BatchBuilder(
-        samples, conditions, partial(plan.make_schedule, cfg, backbone), 0, "fresh", False, False, torch.device("cpu")
+        samples=samples,
+        conditions=conditions,
+        schedules=partial(plan.make_schedule, cfg, backbone),
+        seed=0,
+        noises="fresh",
+        cached=False,
+        skip=False,
+        device=torch.device("cpu"),
     )
     model, pipe = Experts({"transformer": backbone.load_expert("transformer")}), random_flux()
     for row, (height, width) in enumerate(SIZES):
         batch = starts.batch([(0, row)])
-        velocity = Velocity(backbone, model, batch.conditioning, batch.schedule)
+        velocity = Velocity(backbone=backbone, model=model, conditioning=batch.conditioning, schedule=batch.schedule)
         ours = reward_flow.rollout(velocity, batch.x, batch.schedule.sigmas, keep=()).x0
         stock = pipe(
             prompt=PROMPTS[0], height=height, width=width, num_inference_steps=4, latents=pack(batch.x[:, :, 0]),

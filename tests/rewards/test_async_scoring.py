@@ -29,7 +29,7 @@ class Number(Reward):
 
 
 def term(reward, label="score", weight=1.0):
-    return Term(label, label, attach_checks(reward), weight, 0.0, 1.0)
+    return Term(key=label, label=label, reward=attach_checks(reward), weight=weight, mean=0.0, std=1.0)
 
 
 def judged(*terms, timeout=5.0):

@@ -11,7 +11,7 @@ from rewardfl.rewards.scoring import RewardResult, Term, failure
 
 
 def term(label="score", weight=1.0, key="reward.name", reward=None):
-    return Term(key, label, reward or Reward(), weight, 0.0, 1.0)
+    return Term(key=key, label=label, reward=reward or Reward(), weight=weight, mean=0.0, std=1.0)
 
 
 def said(*scores, valid=None, parts=None, **more):

@@ -50,7 +50,7 @@ def test_transformers_is_not_imported_for_those_that_do_without():
         ("rewardfl.nowhere:Mine", {}, "there is no module 'rewardfl.nowhere' to take a reward from"),
         ("nowhere:Mine", {}, "there is no module 'nowhere' to take a reward from; is its folder in PYTHONPATH?"),
         ("rewardfl.rewards.base:Rewards", {}, "rewardfl.rewards.base defines no 'Rewards', did you mean 'Reward'?"),
-        ("rewardfl.rewards.base:no_score", {}, "must be a subclass of rewardfl.rewards.Reward, and it is none"),
+        ("rewardfl.rewards.base:invalid_score", {}, "must be a subclass of rewardfl.rewards.Reward, and it is none"),
         ("rewardfl.rewards:RewardOutput", {}, "must be a subclass of rewardfl.rewards.Reward, and it is none"),
         ("rewardfl.rewards.base:Reward", {}, "must have a class attribute `name`"),
         (f"{EXAMPLE}:Contrast", {"aim": 1}, "unknown key 'settings.aim'; it takes target"),

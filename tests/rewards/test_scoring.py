@@ -33,9 +33,9 @@ def total(terms, judged):
 
 def terms():
     return [
-        Term("reward.name", "score", Brightness(), 0.5, 0.1, 2.0),
-        Term("reward.others.square", "square", Brightness(2), 3.0, 0.0, 1.0),
-        Term("reward.others.cube", "cube", Brightness(3), 0.0, 0.0, 1.0),
+        Term(key="reward.name", label="score", reward=Brightness(), weight=0.5, mean=0.1, std=2.0),
+        Term(key="reward.others.square", label="square", reward=Brightness(2), weight=3.0, mean=0.0, std=1.0),
+        Term(key="reward.others.cube", label="cube", reward=Brightness(3), weight=0.0, mean=0.0, std=1.0),
     ]
 
 
@@ -59,7 +59,10 @@ class Raises(Brightness):
 
 def test_a_reward_that_only_measures_costs_nothing_but_its_own_numbers():
     def of(weight):
-        return [terms()[0], Term("reward.others.far", "far", Raises(), weight, 0.0, 1.0)]
+        return [
+            terms()[0],
+            Term(key="reward.others.far", label="far", reward=Raises(), weight=weight, mean=0.0, std=1.0),
+        ]
 
     video = VIDEO.clone().requires_grad_()
     first, far = score_terms(of(0.0), video, [({}, {})] * 3)
@@ -84,7 +87,7 @@ def test_what_cannot_be_trained_is_refused():
         differentiable = False
 
     def wanted(weight):
-        return config.RewardSpec("reward.others.x", "x", "blind", {}, weight)
+        return config.RewardSpec(key="reward.others.x", label="x", name="blind", settings={}, weight=weight)
 
     with pytest.raises(RewardError, match="reward.others.x: blind has no gradient.*measure it .weight 0."):
         registry.check_trainable([(wanted(0.1), Blind)])
@@ -144,7 +147,9 @@ def test_motion_beside_the_face():
     assert [one.label for one in wanted(others={"red": red})] == ["score", "held_out", "red"]
     _, _, motion, _ = wanted(others={"red": red}, motion_weight=0.2)
     settings = {"pack_dir": "a", "det_size": 128, "chunk": 3}
-    assert motion == config.RewardSpec("reward.motion_weight", "face_motion", "face_motion", settings, 0.2)
+    assert motion == config.RewardSpec(
+        key="reward.motion_weight", label="face_motion", name="face_motion", settings=settings, weight=0.2
+    )
     assert len(wanted(others={"face_motion": red})) == 3
     for change, key in [
         ({"others": {"face_motion": red}}, "reward.others.face_motion"),

@@ -92,14 +92,14 @@ def residual_vae() -> AutoencoderKLWan:
 def backbone_of(pipe) -> Wan:
     """The model of a pipeline that is loaded."""
     return Wan(
-        I2V,
-        lambda parts: pipe,
-        pipe.config.boundary_ratio,
-        pipe.transformer_2.dtype,
-        pipe.vae_scale_factor_spatial,
-        pipe.vae_scale_factor_temporal,
-        pipe.vae.config.z_dim,
-        min(expert.config.rope_max_seq_len for expert in (pipe.transformer, pipe.transformer_2)),
+        variant=I2V,
+        load=lambda parts: pipe,
+        boundary=pipe.config.boundary_ratio,
+        dtype=pipe.transformer_2.dtype,
+        spatial=pipe.vae_scale_factor_spatial,
+        temporal=pipe.vae_scale_factor_temporal,
+        channels=pipe.vae.config.z_dim,
+        positions=min(expert.config.rope_max_seq_len for expert in (pipe.transformer, pipe.transformer_2)),
     )
 
 

@@ -62,7 +62,7 @@ def update(accumulation: int, batch: int, coupling: float, naive: bool) -> tuple
     for micro in range(accumulation):
         first = (micro * accelerator.num_processes + accelerator.process_index) * batch
         conditioning, x = batch_of(list(range(first, first + batch)), pipe)
-        velocity = Velocity(backbone_of(pipe), policy, conditioning, SCHEDULE)
+        velocity = Velocity(backbone=backbone_of(pipe), model=policy, conditioning=conditioning, schedule=SCHEDULE)
         trajectory = reward_flow.rollout(velocity, x, SCHEDULE.sigmas, active)
         decoded = WanDecoder(pipe.vae).decode_with_caches(trajectory.x0)
         video = decoded.video.requires_grad_()

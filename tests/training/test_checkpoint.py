@@ -455,7 +455,7 @@ def test_values_that_compute_the_same(tmp_path, key, old, new, goes_on):
     path = save(tmp_path, 1)
     other = whole_config(**{key: new})
     if goes_on:
-        assert opened(tmp_path, other) == ResumePoint(path, 1)
+        assert opened(tmp_path, other) == ResumePoint(path=path, step=1)
         return
     with pytest.raises(CheckpointError, match=key.replace("__", ".")):
         start(tmp_path, other)

@@ -188,7 +188,10 @@ def test_active_steps_that_do_not(active, trained, coupling, words):
 
 
 def rows(*names):
-    return [Row(i, i + 2, name, Path("clips") / f"{name}.mp4", f"a {name}") for i, name in enumerate(names)]
+    return [
+        Row(index=i, line=i + 2, id=name, video=Path("clips") / f"{name}.mp4", prompt=f"a {name}")
+        for i, name in enumerate(names)
+    ]
 
 
 def test_evaluated_clips_that_are_trained_on():

@@ -26,7 +26,9 @@ def opened(folder, name, first_step):
     start_tracker(cfg, job, first_step)
     run_folder = RunFolder()
     run_folder.take(folder)
-    return Log(cfg, job, run_folder, metrics_file.MetricsFile(folder / "metrics.jsonl"), 10)
+    return Log(
+        cfg=cfg, job=job, folder=run_folder, metrics=metrics_file.MetricsFile(folder / "metrics.jsonl"), last_step=10
+    )
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ def schedule_to(sigmas):
 def test_whatever_an_entry_depends_on_makes_it_another(tmp_path):
     for name in ("a.mp4", "b.mp4", "a.png"):
         (tmp_path / name).write_text(name)
-    row = data.Row(0, 2, "id", tmp_path / "a.mp4", "a person")
+    row = data.Row(index=0, line=2, id="id", video=tmp_path / "a.mp4", prompt="a person")
     size = {"height": 64, "width": 64, "num_frames": 9, "max_pixels": None, "fps": None}
     sigmas = torch.tensor([1.0, 0.95, 0.9])
 
@@ -138,8 +138,10 @@ def test_whatever_an_entry_depends_on_makes_it_another(tmp_path):
         row=row, size=size, text="t", image="v", untrained="h", dtype="float32", seed=1, sigmas=sigmas, by=judge
     ):  # fmt: skip
         clip = clip_scan.clip_key(row, hashes(row), size)
-        sample = Sample(row, clip, (64, 64), ())
-        conditions = Conditions(Cache(tmp_path), None, text, image, untrained, dtype, 9)
+        sample = Sample(row=row, clip=clip, size=(64, 64), references=())
+        conditions = Conditions(
+            store=Cache(tmp_path), backbone=None, text=text, image=image, untrained=untrained, dtype=dtype, num_frames=9
+        )
         return {
             "clip": cache.digest(clip),
             "face": cache.digest(clip_scan.reference_key(clip, by, row.prompt)),

@@ -73,7 +73,9 @@ def distil(world: Path, updates: int, seed: int, log: Callable[[str], None]) -> 
         rows = [epoch_order.sample_at(update * BATCH + i, len(conditioning), seed)[1] for i in range(BATCH)]
         x = draw_noise((BATCH, *shape), noise_seed(seed, update, "distil"))
         batch = backbone.collate([conditioning[row] for row in rows])
-        student, teacher = (Velocity(backbone, experts, batch, schedule) for schedule in schedules)
+        student, teacher = (
+            Velocity(backbone=backbone, model=experts, conditioning=batch, schedule=schedule) for schedule in schedules
+        )
         misfits = fit_steps(student, teacher, x)
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()

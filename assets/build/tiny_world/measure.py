@@ -110,7 +110,7 @@ def generate(world: Path, model: str, pipeline: Path) -> list[Tensor]:
         clip = data.load_example(row, SIZE, SIZE, NUM_FRAMES).video
         conditioning = encode_text(row.prompt) | encode_image(clip[:, 0], NUM_FRAMES)
         noise = draw_noise((1, *shape), noise_seed(0, 0, row.id))
-        velocity = Velocity(backbone, experts, conditioning, schedule)
+        velocity = Velocity(backbone=backbone, model=experts, conditioning=conditioning, schedule=schedule)
         clips.append(decoder.decode(reward_flow.rollout(velocity, noise, schedule.sigmas, keep=()).x0, conditioning)[0])
     return clips
 
@@ -148,7 +148,9 @@ def identity_figures(judge: face.FaceIdentity, clips: Mapping[str, list[Tensor]]
     scores = {name: {i: judge.score(arm[i], pools[i].embeddings) for i in pools} for name, arm in clips.items()}
     means = {i: pool.embeddings.mean(0) for i, pool in pools.items()}
     vae = {i: torch.zeros_like(means[i]) if s is None else s.embedding for i, s in scores["through_vae"].items()}
-    scale = find_scale([ThroughVae(str(i), float(vae[i] @ means[i]), vae[i], means[i]) for i in pools])
+    scale = find_scale(
+        [ThroughVae(person=str(i), face_sim=float(vae[i] @ means[i]), face=vae[i], pool=means[i]) for i in pools]
+    )
     nearest = (torch.stack(list(means.values())) @ torch.stack(list(vae.values())).T).argmax(0)
     figures: dict[str, dict[str, object]] = {}
     for name, by_person in scores.items():

@@ -237,7 +237,13 @@ class ImageModel:
         return OnMeta(
             experts={EXPERT: self._network_on_meta(latents, conditioning)},
             vae=vae,
-            decoder=ChunksOnMeta(vae, 1, lambda _: latents, lambda x, *_: (self.kind.decode(vae, x), []), []),
+            decoder=ChunksOnMeta(
+                module=vae,
+                count=1,
+                chunk=lambda _: latents,
+                run=lambda x, *_: (self.kind.decode(vae, x), []),
+                caches=[],
+            ),
             image_encoder=None,
             vision=None,
             text_encoder=nn.ModuleDict(encoders),

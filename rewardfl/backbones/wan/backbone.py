@@ -30,7 +30,7 @@ Load = Callable[[Sequence[str]], "WanImageToVideoPipeline"]  # parts -> a frozen
 PATCH = 2  # latents on a side of one token, of every published transformer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Wan:
     """The Backbone of Wan models.
 
@@ -269,7 +269,9 @@ def open(name: str, source: Source) -> Wan:
 
 def describe(name: str, source: Source) -> Wan:
     """Return the model of a folder of configurations, without weights."""
-    layout = files.Layout(VARIANTS[name], files.find_configs(VARIANTS[name], source.model_paths), {})
+    layout = files.Layout(
+        variant=VARIANTS[name], configs=files.find_configs(VARIANTS[name], source.model_paths), experts={}
+    )
     return _make_wan(layout, source, _refuse_load)
 
 

@@ -28,7 +28,7 @@ PUBLISHED = Path(__file__).parent / "published"
 TOKENIZER_FILES = ("tokenizer.json", "spiece.model")  # a tokenizer has either
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """The paths of a model's parts. `configs`: a folder with model_index.json, transformer/config.json, and so on.
 
@@ -93,8 +93,11 @@ def find_files(
     _check_index(variant, path, index)
     experts = {expert: [path / part] for expert, part in variant.parts.items()}
     tokenizer = _tokenizer(tokenizer_path, path / "tokenizer")
-    clip = (path / "image_encoder", path / "image_processor") if variant.clip else ()
-    return Layout(variant, path, experts, path / "text_encoder", path / "vae", tokenizer, *clip)
+    return Layout(
+        variant=variant, configs=path, experts=experts, text_encoder=path / "text_encoder", vae=path / "vae",
+        tokenizer=tokenizer, image_encoder=path / "image_encoder" if variant.clip else None,
+        image_processor=path / "image_processor" if variant.clip else None,
+    )  # fmt: skip
 
 
 def _check_index(variant: Variant, path: Path, index: Mapping[str, Any]) -> None:
@@ -173,8 +176,11 @@ def _from_originals(variant: Variant, parts: Mapping[str, list[Path]], configs: 
     """Make the layout of files by the variant's original_parts."""
     experts = {name: parts[key] for name, key in zip(variant.experts, variant.original_parts, strict=False)}
     (text_encoder,), (vae,) = parts["text_encoder"], parts["vae"]
-    clip = (parts["image_encoder"][0], configs / "image_processor") if variant.clip else ()
-    return Layout(variant, configs, experts, text_encoder, vae, tokenizer, *clip)
+    return Layout(
+        variant=variant, configs=configs, experts=experts, text_encoder=text_encoder, vae=vae, tokenizer=tokenizer,
+        image_encoder=parts["image_encoder"][0] if variant.clip else None,
+        image_processor=configs / "image_processor" if variant.clip else None,
+    )  # fmt: skip
 
 
 def _as_list(value: Any) -> list[str]:

@@ -91,7 +91,10 @@ def _decoder_on_meta(vae: AutoencoderKLWan, dtype: torch.dtype, shape: Shape) ->
         return meta(1, channels, 1, height, width, dtype=dtype, requires_grad=True)
 
     caches: Caches = [None] * vae._cached_conv_counts["decoder"]
-    return ChunksOnMeta(vae, frames, frame, run, caches, partial(parts_checkpointed, vae.decoder))
+    return ChunksOnMeta(
+        module=vae, count=frames, chunk=frame, run=run, caches=caches,
+        checkpointed=partial(parts_checkpointed, vae.decoder),
+    )  # fmt: skip
 
 
 def _encoder_on_meta(vae: AutoencoderKLWan, dtype: torch.dtype, video: tuple[int, int, int]) -> ChunksOnMeta:
@@ -106,4 +109,7 @@ def _encoder_on_meta(vae: AutoencoderKLWan, dtype: torch.dtype, video: tuple[int
     def chunk(i: int) -> Tensor:
         return meta(1, 3, factor if i else 1, height, width, dtype=dtype)
 
-    return ChunksOnMeta(vae, 1 + (frames - 1) // factor, chunk, run, [None] * vae._cached_conv_counts["encoder"])
+    return ChunksOnMeta(
+        module=vae, count=1 + (frames - 1) // factor, chunk=chunk, run=run,
+        caches=[None] * vae._cached_conv_counts["encoder"],
+    )  # fmt: skip

@@ -14,7 +14,7 @@ CLIP_LAYERS = {"k_img": "add_k_proj", "v_img": "add_v_proj"}  # attention to CLI
 TWO_EXPERTS = {"high_noise": "transformer", "low_noise": "transformer_2"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Variant:
     """One model, of any size.
 
@@ -52,12 +52,12 @@ class Variant:
 
 # by model.model_name
 VARIANTS = {
-    "wan2_2": Variant("Wan2.2-I2V-A14B", TWO_EXPERTS, "channels"),
-    "wan2_2_t2v": Variant("Wan2.2-T2V-A14B", TWO_EXPERTS),
-    "wan2_2_ti2v": Variant("Wan2.2-TI2V-5B", image="frame", token_times=True),
-    "wan2_2_ti2v_text": Variant("Wan2.2-TI2V-5B", token_times=True),  # the same model, told no image
-    "wan2_1_i2v": Variant("Wan2.1-I2V-14B", image="channels", clip=True),
-    "wan2_1_t2v": Variant("Wan2.1-T2V"),
+    "wan2_2": Variant(published="Wan2.2-I2V-A14B", parts=TWO_EXPERTS, image="channels"),
+    "wan2_2_t2v": Variant(published="Wan2.2-T2V-A14B", parts=TWO_EXPERTS),
+    "wan2_2_ti2v": Variant(published="Wan2.2-TI2V-5B", image="frame", token_times=True),
+    "wan2_2_ti2v_text": Variant(published="Wan2.2-TI2V-5B", token_times=True),  # the same model, told no image
+    "wan2_1_i2v": Variant(published="Wan2.1-I2V-14B", image="channels", clip=True),
+    "wan2_1_t2v": Variant(published="Wan2.1-T2V"),
 }
 
 

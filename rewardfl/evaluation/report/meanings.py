@@ -18,7 +18,7 @@ FROZEN_MOST = 0.1  # maximum share of frozen clips
 UP = math.inf
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Meaning:
     """A figure in words. ratio, change: healthy ranges of arm / base, arm - base. broken: meaning of a bad value."""
 
@@ -30,83 +30,83 @@ class Meaning:
 
 
 MEANINGS = {
-    "face/face_sim": Meaning("FaceSim", "Mean cosine of the frames after the first with the real clip's faces."),
+    "face/face_sim": Meaning(label="FaceSim", says="Mean cosine of the later frames with the real clip's faces."),
     "face/identity_kept": Meaning(
-        "identity kept",
-        "FaceSim on a scale from other people's real clips (0) to the person's own (1), both through the model's VAE.",
+        label="identity kept",
+        says="FaceSim from other people's real clips (0) to the person's own (1), both through the model's VAE.",
     ),
-    "face/coverage": Meaning("coverage", "Share of the frames in which the detector finds the face."),
-    "face/drift": Meaning("drift per frame", "Slope of FaceSim along the clip; below 0 the person is being lost."),
-    "face/worst_tenth": Meaning("worst tenth", "Mean FaceSim of the lowest tenth of the frames."),
-    "face/last_quarter": Meaning("last quarter", "Mean FaceSim of the last quarter of the frames."),
-    "face/above_threshold": Meaning("above the threshold", "Share of the frames whose FaceSim is above --threshold."),
-    "face/cap": Meaning("self-similarity", "Likeness of the real clip's frames to each other: the ceiling."),
+    "face/coverage": Meaning(label="coverage", says="Share of the frames in which a face is detected."),
+    "face/drift": Meaning(label="drift per frame", says="Slope of FaceSim along the clip; below 0 it drifts."),
+    "face/worst_tenth": Meaning(label="worst tenth", says="Mean FaceSim of the lowest tenth of the frames."),
+    "face/last_quarter": Meaning(label="last quarter", says="Mean FaceSim of the last quarter of the frames."),
+    "face/above_threshold": Meaning(label="above threshold", says="Share of frames with FaceSim above --threshold."),
+    "face/cap": Meaning(label="self-similarity", says="Similarity of the real clip's frames: the ceiling."),
     "face/speed": Meaning(
-        "landmark speed", "How fast the face's landmarks move, in face widths per frame.",
+        label="landmark speed", says="How fast the face's landmarks move, in face widths per frame.",
         ratio=(LANDMARKS_KEPT, UP), broken="the head stands still",
     ),
     "face/nonrigid": Meaning(
-        "non-rigid motion", "How much the landmarks move against each other: the expression.",
+        label="non-rigid motion", says="How much the landmarks move against each other: the expression.",
         ratio=(LANDMARKS_KEPT, UP), broken="the expression stands still",
     ),
     "look/face": Meaning(
-        "look of the face", "How much eyes and mouth look like the real clip's, pixel by pixel, from -1 to 1.",
+        label="look of the face", says="Correlation of eyes and mouth with the real clip's, from -1 to 1.",
         change=(-LOOK_GUARD, UP), broken="eyes or mouth are drawn worse",
     ),
     "motion/flow": Meaning(
-        "optical flow", "Mean flow over the whole frame, in pixels per frame; no network measures it.",
+        label="optical flow", says="Mean flow over the whole frame, in pixels per frame; no network measures it.",
         ratio=(FLOW_KEPT, UP), broken="the clip moves less",
     ),
     "motion/face_flow": Meaning(
-        "face flow", "Optical flow in the face's box alone.",
+        label="face flow", says="Optical flow in the face's box alone.",
         ratio=(FLOW_KEPT, UP), broken="the head is still before what moves around it",
     ),
     "motion/pixel_change": Meaning(
-        "pixel change", "Mean absolute change of a pixel from frame to frame.",
+        label="pixel change", says="Mean absolute change of a pixel from frame to frame.",
         ratio=PIXELS_KEPT, broken="above, the picture flickers; below, it stands still",
     ),
     "motion/sharpness": Meaning(
-        "sharpness", "Energy of the picture's finest detail.",
+        label="sharpness", says="Energy of the picture's finest detail.",
         ratio=(SHARPNESS_KEPT, UP), broken="the picture is blurred",
     ),
     "motion/reversals": Meaning(
-        "reversals", "How much successive flows point against each other: -1 goes on, 1 trembles.",
+        label="reversals", says="How much successive flows point against each other: -1 goes on, 1 trembles.",
         change=(-UP, REVERSALS_RISE), broken="the motion trembles",
     ),
     "motion/dynamic_degree": Meaning(
-        "dynamic degree (Farneback)", "Share of the clips that VBench's rule calls dynamic, by another flow."
+        label="dynamic degree (Farneback)", says="Share of the clips that VBench's rule calls dynamic, by another flow."
     ),
     "still/temporal_flickering": Meaning(
-        "temporal flickering", "VBench's: 1 - mean absolute change of a pixel. A still picture has 1."
+        label="temporal flickering", says="VBench's: 1 - mean absolute change of a pixel. A still picture has 1."
     ),
     "still/motion_smoothness": Meaning(
-        "motion smoothness (Farneback)",
-        "VBench's rule, by another flow: how well the frames beside it tell every second one. A still picture has 1.",
+        label="motion smoothness (Farneback)",
+        says="VBench's rule, by another flow: how well its neighbours predict a frame. A still picture has 1.",
     ),
     "still/subject_consistency": Meaning(
-        "subject consistency", "VBench's: likeness of the frames' DINO features. A still picture has 1."
+        label="subject consistency", says="VBench's: similarity of the frames' DINO features. A still picture has 1."
     ),
     "canary/grid": Meaning(
-        "grid energy", "Energy at the period of the VAE's and the patch's grid; 1 is a picture without one.",
+        label="grid energy", says="Energy at the period of the VAE's and the patch's grid; 1 is a picture without one.",
         ratio=(0.0, GRID_GUARD), broken="the model's tokens show",
     ),
     "canary/saturation": Meaning(
-        "saturation", "How strong the colours are.",
+        label="saturation", says="How strong the colours are.",
         ratio=(1 / SATURATION_GUARD, SATURATION_GUARD), broken="the colours have become stronger or weaker",
     ),
     **{
         f"canary/{colour}": Meaning(
-            f"mean {colour}", f"Mean of the {colour} channel, of 1.",
+            label=f"mean {colour}", says=f"Mean of the {colour} channel, of 1.",
             change=(-COLOUR_GUARD, COLOUR_GUARD), broken="the picture has taken on a tint",
         )
         for colour in ("red", "green", "blue")
     },
-    "consisid": Meaning("FaceSim-Arc as ConsisID", "The published protocol, its frame choice and faults included."),
-    "opens2v": Meaning("FaceSim-Arc as OpenS2V", "The published protocol, its frame choice and faults included."),
-    "colour_shift": Meaning("colour shift", "Distance of the clip's mean colour from the base's, in RGB of [0, 1]."),
+    "consisid": Meaning(label="FaceSim-Arc as ConsisID", says="The published protocol, faults and all."),
+    "opens2v": Meaning(label="FaceSim-Arc as OpenS2V", says="The published protocol, faults and all."),
+    "colour_shift": Meaning(label="colour shift", says="Distance of mean colours from the base's, in RGB of [0, 1]."),
     "frozen_share": Meaning(
-        "frozen clips",
-        f"Share of the clips with less than half of the base's non-rigid motion (healthy: {FROZEN_MOST:g} at most).",
+        label="frozen clips",
+        says=f"Share of clips with less than half of the base's non-rigid motion (healthy: at most {FROZEN_MOST:g}).",
     ),
 }  # fmt: skip
 
@@ -134,7 +134,7 @@ def meaning(name: str, judges: Sequence[str]) -> Meaning:
     if block in judges:
         return MEANINGS[f"face/{key}"]
     if block == "rewards":
-        return Meaning(key, f"Score of reward.others.{key}, on that reward's own scale.")
+        return Meaning(label=key, says=f"Score of reward.others.{key}, on that reward's own scale.")
     return MEANINGS.get(name) or MEANINGS[block]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from rewardfl.config.schema import Count
-from rewardfl.rewards.clip.network import ImageTower, abbreviate, load_clip, load_weights
+from rewardfl.rewards.clip.network import ImageTower, list_some, load_clip, load_weights
 from rewardfl.rewards.frames import FrameReward
 from rewardfl.rewards.settings import ExistingPath, Frames, Pooling
 
@@ -67,7 +67,7 @@ def load_head(path: str | Path) -> nn.Sequential:
         different = dict(set(shapes.items()) ^ set(expected.items()))
         raise ValueError(
             f"{path} is not the head of the aesthetic predictor (layers of {', '.join(map(str, WIDTHS))} numbers): "
-            f"it differs in {abbreviate(different)}"
+            f"it differs in {list_some(different)}"
         )
     for index, layer in zip(INDICES, layers, strict=True):
         layer.load_state_dict({name: state[f"layers.{index}.{name}"].float() for name in ("weight", "bias")})

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import CLIPConfig, CLIPModel
 
 from rewardfl.config.schema import Count
-from rewardfl.rewards.clip.network import PromptReward, abbreviate, load_weights, normalise, unit_range
+from rewardfl.rewards.clip.network import PromptReward, list_some, load_weights, normalise, unit_range
 from rewardfl.rewards.settings import ExistingPath, Frames, Pooling
 
 HEADS = 16  # of open_clip's ViT-H-14: 1280 / head_width 80 in the image tower, 1024 / 64 in the text tower
@@ -89,13 +89,13 @@ def load_open_clip(path: str | Path) -> CLIPModel:
         raise ValueError(f"{path} holds no 'state_dict'; HPS_v2.1_compressed.pt of xswu/HPSv2 does")
     state = checkpoint["state_dict"]
     if missing := (OUTSIDE | TRANSPOSED).keys() - state.keys():
-        raise ValueError(f"{path} is no CLIP of open_clip: it lacks {abbreviate(missing)}")
+        raise ValueError(f"{path} is no CLIP of open_clip: it lacks {list_some(missing)}")
     model = CLIPModel(open_clip_config(state)).float()  # the checkpoint may be in half precision
     converted = from_open_clip(state)
     expected = {name: value.shape for name, value in model.state_dict().items()}
     shapes = {name: value.shape for name, value in converted.items()}
     if different := {name for name, _ in shapes.items() ^ expected.items()}:
-        raise ValueError(f"{path} is no CLIP ViT-H-14 of open_clip: it does not fit in {abbreviate(different)}")
+        raise ValueError(f"{path} is no CLIP ViT-H-14 of open_clip: it does not fit in {list_some(different)}")
     model.load_state_dict(converted)
     return model
 

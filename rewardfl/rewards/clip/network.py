@@ -88,7 +88,7 @@ def load_clip(folder: str | Path) -> CLIPModel:
     except UNREADABLE as error:
         raise ValueError(f"{folder}: the weights cannot be read, fetch them again ({error})") from error
     if info["missing_keys"]:
-        raise ValueError(f"{folder}: the weights lack {abbreviate(info['missing_keys'])}; a whole CLIP is needed")
+        raise ValueError(f"{folder}: the weights lack {list_some(info['missing_keys'])}; a whole CLIP is needed")
     return model
 
 
@@ -109,7 +109,7 @@ def has_tokenizer(folder: Path) -> bool:
     return any(all((folder / name).is_file() for name in names) for names in files)
 
 
-def abbreviate(names: Iterable[str]) -> str:
+def list_some(names: Iterable[str]) -> str:
     """Return the first three names in order, and the number of the others."""
     names = sorted(names)
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -32,7 +32,7 @@ class Scale:
         return torch.tensor([self.through_vae[person] - self.another[person] for person in people])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ThroughVae:
     """A real clip through the VAE. face_sim: with the row's own pool; face, pool: mean embeddings (D,)."""
 

@@ -405,7 +405,7 @@ def _check_supported(graph: onnx.GraphProto, opset: int, path: str | Path) -> No
         raise ValueError(f"{path} needs what {__name__} does not run: {listing}; add it to OPS there")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Step:
     """One node, ready to run."""
 
@@ -573,7 +573,9 @@ def _compile(graph: onnx.GraphProto, opset: int, path: str | Path) -> tuple[list
         if stays_on_cpu:
             on_cpu.add(output)
         first_on_cpu = 0 if stays_on_cpu else OPS[op].first_setting
-        steps.append(_Step(op, attributes, tuple(node.input), first_on_cpu, output))
+        steps.append(
+            _Step(op=op, attributes=attributes, operands=tuple(node.input), first_on_cpu=first_on_cpu, output=output)
+        )
 
     # a value dies after the last step that names it as an operand or output
     last_use = {name: i for i, step in enumerate(steps) for name in (*step.operands, step.output)}

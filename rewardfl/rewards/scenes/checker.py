@@ -93,5 +93,5 @@ def find_things(image: Tensor) -> list[Thing]:
                 continue
             filled, low = area / (box_width * box_height), (y + 0.5 - top) / box_height - 0.5
             shape = min(LOOKS, key=lambda name: hypot(LOOKS[name][0] - filled, 2 * (LOOKS[name][1] - low)))
-            things.append(Thing(colour, shape, (x + 0.5) / width, (y + 0.5) / height))
+            things.append(Thing(colour=colour, shape=shape, x=(x + 0.5) / width, y=(y + 0.5) / height))
     return things

@@ -18,7 +18,7 @@ RADII = (0.125, 0.175)  # of the side
 SHARES = {"one": 0.1, "number": 0.25, "two": 0.15, "relation": 0.5}  # of the pictures drawn, by the kind of prompt
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Thing:
     """An object: its colour and shape, and its centre from (0, 0), top left, to (1, 1)."""
 
@@ -100,7 +100,10 @@ def place_things(scene: Scene, generator: torch.Generator) -> list[Thing]:
     kinds = [kind for kind, count in scene.objects.items() for _ in range(count)]
     low, high = RADII[1] + 0.02, 1 - (RADII[1] + 0.02)
     while True:
-        things = [Thing(*kind, _uniform(low, high, generator), _uniform(low, high, generator)) for kind in kinds]
+        things = [
+            Thing(colour=colour, shape=shape, x=_uniform(low, high, generator), y=_uniform(low, high, generator))
+            for colour, shape in kinds
+        ]
         if _is_valid(things, scene.relation):
             return things
 

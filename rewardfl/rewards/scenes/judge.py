@@ -59,7 +59,7 @@ class SceneJudge(SceneChecker):
         peaks = (probability == F.max_pool2d(probability, 3, 1, 1)) & (probability > SURE)
         height, width = probability.shape[2:]
         return [
-            Thing(KINDS[kind][0], KINDS[kind][1], (column + 0.5) / width, (row + 0.5) / height)
+            Thing(colour=KINDS[kind][0], shape=KINDS[kind][1], x=(column + 0.5) / width, y=(row + 0.5) / height)
             for _, kind, row, column in peaks.nonzero().tolist()
         ]
 

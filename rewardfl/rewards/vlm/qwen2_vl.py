@@ -26,7 +26,7 @@ from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLModel
 
 from rewardfl.files import digest_files
 from rewardfl.rewards.base import Reward
-from rewardfl.rewards.clip.network import UNREADABLE, abbreviate, has_tokenizer
+from rewardfl.rewards.clip.network import UNREADABLE, has_tokenizer, list_some
 from rewardfl.weights.shards import parse_json_object
 
 MAX_RATIO = 200  # of an image's edges, qwen-vl-utils
@@ -97,7 +97,7 @@ def read_text(path: str | Path, question: Question) -> str:
             case ast.Assign(targets=[ast.Name(id=name), *_], value=ast.Constant(value=str(string))):
                 strings[name] = string
     if missing := [name for name in question.literals if name not in strings]:
-        raise ValueError(f"{path} has no string {abbreviate(missing)}; {question.source} has")
+        raise ValueError(f"{path} has no string {list_some(missing)}; {question.source} has")
     text = "".join(strings[name] for name in question.literals)
     if hashlib.sha256(text.encode()).hexdigest() != question.digest:
         raise ValueError(
@@ -124,7 +124,7 @@ def load_qwen_tokenizer(folder: str | Path, question: Question, config: Qwen2VLC
             "both must be Qwen2-VL's"
         )
     if twice := [answer for answer in question.answers if answer in added]:
-        raise ValueError(f"{folder}: the tokenizer knows {abbreviate(twice)} already; take the one of Qwen2-VL itself")
+        raise ValueError(f"{folder}: the tokenizer knows {list_some(twice)} already; take the one of Qwen2-VL itself")
     tokenizer.add_tokens(list(question.answers), special_tokens=True)
     return tokenizer
 
@@ -220,7 +220,7 @@ class PublishedWeights:
         expected = {f"rm_head.{name}": tuple(value.shape) for name, value in head.state_dict().items()}
         shapes = {name: self.shape(name) for name in self.names if name.startswith("rm_head.")}
         if different := {name for name, _ in shapes.items() ^ expected.items()}:
-            raise ValueError(f"{self.path} lacks the head of this reward: it differs in {abbreviate(different)}")
+            raise ValueError(f"{self.path} lacks the head of this reward: it differs in {list_some(different)}")
         head.load_state_dict({name.removeprefix("rm_head."): self.read(name, torch.float32) for name in expected})
         head.eval().requires_grad_(False)
 
@@ -245,7 +245,7 @@ def load_backbone(config: Qwen2VLConfig, published: PublishedWeights, dtype: tor
         shapes = {name: tuple(value.shape) for name, value in Qwen2VLModel(config).state_dict().items()}
     names = {name for name in published.names if not name.startswith(("rm_head.", "lm_head."))}
     if different := {name for name in names | shapes.keys() if published.shape(name) != shapes.get(name)}:
-        raise ValueError(f"{published.path} is no Qwen2-VL of this config.json: it differs in {abbreviate(different)}")
+        raise ValueError(f"{published.path} is no Qwen2-VL of this config.json: it differs in {list_some(different)}")
     state = {name: published.read(name, dtype) for name in shapes}
     return Qwen2VLModel.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
 
@@ -282,7 +282,7 @@ class Judge(nn.Module):
         """
         if special := [token for token in self.tokenizer.get_added_vocab() if token in prompt]:
             raise ValueError(
-                f"the prompt {prompt!r} has {abbreviate(special)} in it, which Qwen2-VL reserves for itself"
+                f"the prompt {prompt!r} has {list_some(special)} in it, which Qwen2-VL reserves for itself"
             )
         # Qwen2-VL-Instruct's chat template for an image and a text, up to the start of the answer
         turns = (

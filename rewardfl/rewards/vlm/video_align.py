@@ -99,7 +99,7 @@ class VideoAlignReward(QuestionReward):
 
     def score_parts(self, clip: Tensor, tokens: Tensor) -> Tensor:
         """Return normalised vq, mq and ta (3,) of one clip (3, F, H, W) in [-1, 1]."""
-        frames = select_frames(clip.shape[1], self.fps, self.trained.fps, self.frames)
+        frames = sampled_frames(clip.shape[1], self.fps, self.trained.fps, self.frames)
         height, width = clip.shape[2:]
         size = input_size(height, width, self.judge.factor, MIN_PIXELS, self.trained.pixels)
         images = unit_range(clip[:, frames].transpose(0, 1).to(self.head.weight))
@@ -124,7 +124,7 @@ def weigh_parts(parts: Mapping[Any, float]) -> list[float]:
     return weights
 
 
-def select_frames(count: int, fps: float, sample_fps: float, frames: int | None) -> list[int]:
+def sampled_frames(count: int, fps: float, sample_fps: float, frames: int | None) -> list[int]:
     """Return the indices of an even number of frames, from the first to the last of a clip of `count`.
 
     frames: their number, rounded to even; None for sample_fps a second, 4 to 768. At most `count`

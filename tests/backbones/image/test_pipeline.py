@@ -102,7 +102,7 @@ def test_generate_is_the_stock_pipeline(folder_of, name, tmp_path, monkeypatch):
     words += [] if told is None else ["--embedded-guidance", told]
     run_tool(generate.main, *words, "--out", tmp_path / "new" / "ball.png")
     pipe, (given, guidance) = MODELS[name][0](), STOCK[name]
-    source = Source(str(folder), dtype="float32", embedded_guidance=told)
+    source = Source(model_paths=str(folder), dtype="float32", embedded_guidance=told)
     noise = draw_noise((1, *backbones.open(name, source).latent_shape(SIDE, 2 * SIDE, 1)), 5)[:, :, 0]
     stock = pipe(
         prompt=PROMPTS[0], height=SIDE, width=2 * SIDE, num_inference_steps=4, output_type="pt",
@@ -119,7 +119,7 @@ def test_generate_is_the_stock_pipeline(folder_of, name, tmp_path, monkeypatch):
 )
 def test_the_estimate_knows_every_kind_of_block(folder_of, name):
     """Weights, adapter and FLOPs of the real network, whose blocks differ."""
-    source = Source(str(folder_of(name) / "model"), dtype="float32", embedded_guidance=MODELS[name][1])
+    source = Source(model_paths=str(folder_of(name) / "model"), dtype="float32", embedded_guidance=MODELS[name][1])
     backbone = backbones.open(name, source)
     targets = (
         "to_q",
@@ -200,7 +200,7 @@ def test_what_does_not_fit_is_refused(folder_of, monkeypatch, capsys, override, 
 @pytest.mark.parametrize("name", TOKENS)
 def test_prompts_of_several_lengths_are_one_batch(folder_of, name):
     """What is padded is masked: each answer is that of its prompt alone."""
-    backbone = backbones.open(name, Source(str(folder_of(name) / "model"), dtype="float32"))
+    backbone = backbones.open(name, Source(model_paths=str(folder_of(name) / "model"), dtype="float32"))
     encode, model = backbone.text_encoder(torch.device("cpu")), backbone.load_expert("transformer")
     told = [encode(prompt) for prompt in ("a ball", PROMPTS[-1])]
     both = backbone.collate(told)
@@ -230,7 +230,9 @@ def test_a_shift_by_size_and_a_fixed_one(folder_of):
 
 @pytest.mark.parametrize("steps, side", [(4, 32), (28, 128), (50, 128), (4, 264), (50, 264)])  # above 4300 tokens
 def test_a_shift_by_size_and_steps_is_the_stock_pipelines(folder_of, steps, side):
-    backbone = backbones.open("flux2_klein", Source(str(folder_of("flux2_klein") / "model"), dtype="float32"))
+    backbone = backbones.open(
+        "flux2_klein", Source(model_paths=str(folder_of("flux2_klein") / "model"), dtype="float32")
+    )
     scheduler = random_flux2_klein().scheduler
     mu = compute_empirical_mu((side // 2) ** 2, steps)
     scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
@@ -239,7 +241,7 @@ def test_a_shift_by_size_and_steps_is_the_stock_pipelines(folder_of, steps, side
 
 def test_guidance_of_a_distilled_model_is_told(tmp_path):
     random_flux2_klein(distilled=True).save_pretrained(tmp_path)
-    backbone = backbones.describe("flux2_klein", Source(str(tmp_path)))
+    backbone = backbones.describe("flux2_klein", Source(model_paths=str(tmp_path)))
     assert backbone.differences(None, 1.0) == []
     (said,) = backbone.differences(None, 4.0)
     assert "sample.guidance_scale is 4" in said and "distilled" in said
@@ -263,7 +265,9 @@ def test_evaluate_says_what_became_of_the_pictures(folder_of, tmp_path, monkeypa
     assert report["figures"]["score"]["win_rate"]["mean"] == pytest.approx(sum(wins) / len(wins))
     pipe, pair = random_sd3(), pairs[1]
     (row,) = [row for row in data.load_metadata(folder / "prompts.csv") if row.line == pair["line"]]
-    latent = backbones.open("sd3", Source(str(folder / "model"), dtype="float32")).latent_shape(SIDE, SIDE, 1)
+    latent = backbones.open("sd3", Source(model_paths=str(folder / "model"), dtype="float32")).latent_shape(
+        SIDE, SIDE, 1
+    )
     noise = draw_noise((1, *latent), noise_seed(pair["seed"], 0, row.id))[:, :, 0]
     steps = json.loads((run_folder / "run.json").read_text())["config"]["sample"]["num_inference_steps"]
 
@@ -285,10 +289,10 @@ def test_evaluate_says_what_became_of_the_pictures(folder_of, tmp_path, monkeypa
 
 def test_win_rate_counts_a_tie_half_and_leaves_out_what_has_no_score():
     def pair(line, seed, before, after):
-        row = data.Row(line, line + 2, str(line), None, "a ball")
+        row = data.Row(index=line, line=line + 2, id=str(line), video=None, prompt="a ball")
         picture = torch.zeros(4, 4, 3, dtype=torch.uint8)
         scores = {"score": {"before": before, "after": after}}
-        return judge_images.Pair(row, seed, {"before": picture, "after": picture}, scores)
+        return judge_images.Pair(row=row, seed=seed, made={"before": picture, "after": picture}, scores=scores)
 
     pairs = [pair(0, 0, 1.0, 2.0), pair(0, 1, 1.0, 1.0), pair(1, 0, 3.0, 2.0), pair(1, 1, float("nan"), 2.0)]
     figures = judge_images.summarise_images(pairs, {"score": True})["figures"]["score"]

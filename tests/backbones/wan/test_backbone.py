@@ -51,14 +51,18 @@ def ours(pipe, steps, noise, negative=None, guidance=1.0):
     experts = experts_of(pipe)
     schedule = wan.schedule(steps, 5.0, I2V.experts, pipe.config.boundary_ratio)
     velocity = Velocity(
-        backbone_of(pipe), experts, encode(pipe, PROMPT, picture()[1], FRAMES), schedule, negative, guidance
-    )
+        backbone=backbone_of(pipe), model=experts, conditioning=encode(pipe, PROMPT, picture()[1], FRAMES),
+        schedule=schedule, negative=negative, guidance=guidance,
+    )  # fmt: skip
     return reward_flow.rollout(velocity, noise, schedule.sigmas, keep=()).x0
 
 
 def test_guidance_needs_a_negative_prompt(pipe):
     with pytest.raises(ValueError, match="guidance 3.5 needs the embedding of a negative prompt"):
-        Velocity(backbone_of(pipe), pipe.transformer, None, wan.schedule(4, 5.0, I2V.experts, 0.9), None, 3.5)
+        Velocity(
+            backbone=backbone_of(pipe), model=pipe.transformer, conditioning=None,
+            schedule=wan.schedule(4, 5.0, I2V.experts, 0.9), negative=None, guidance=3.5,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.5])
@@ -121,7 +125,12 @@ def test_the_network_takes_the_expert_that_the_schedule_names(pipe):
         for step in range(4):
             expert = pipe.components[TWO_EXPERTS[schedule.experts[step]]]
             expected = expert(inputs, schedule.timesteps[step, None], conditioning["text"], return_dict=False)[0]
-            assert torch.equal(Velocity(backbone_of(pipe), experts, conditioning, schedule)(noise, step), expected)
+            assert torch.equal(
+                Velocity(backbone=backbone_of(pipe), model=experts, conditioning=conditioning, schedule=schedule)(
+                    noise, step
+                ),
+                expected,
+            )
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.5])
@@ -132,7 +141,10 @@ def test_a_batch_is_the_pipelines_samples(pipe, guidance):
     shape = latent_shape(pipe, HEIGHT, WIDTH, FRAMES)
     noise = torch.cat([draw_noise(shape, seed) for _, _, seed in jobs])
     both = backbone_of(pipe).collate([encode(pipe, prompt, picture(seed)[1], FRAMES) for prompt, seed, _ in jobs])
-    velocity = Velocity(backbone_of(pipe), experts, both, schedule, {"text": encode_text(pipe, "glasses")}, guidance)
+    velocity = Velocity(
+        backbone=backbone_of(pipe), model=experts, conditioning=both, schedule=schedule,
+        negative={"text": encode_text(pipe, "glasses")}, guidance=guidance,
+    )  # fmt: skip
     actual = reward_flow.rollout(velocity, noise, schedule.sigmas, ()).x0
     for i, (prompt, seed, _) in enumerate(jobs):
         expected = stock(

@@ -93,7 +93,7 @@ def test_the_folders_are_whole():
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_described_by_the_name_of_its_path(name, tmp_path):
     published, told = MODELS[name]
-    source = Source(str(tmp_path / published), embedded_guidance=told)
+    source = Source(model_paths=str(tmp_path / published), embedded_guidance=told)
     backbone = backbones.describe(name, source)
     assert backbone.described_by().startswith(f"{PUBLISHED / published} (published; ")
     assert backbone.latent_shape(512, 512, 1)[1:] == (1, 64, 64)
@@ -108,10 +108,10 @@ def test_a_model_is_described_by_the_name_of_its_path(name, tmp_path):
 def test_a_path_that_leads_nowhere_and_names_nothing_is_refused(tmp_path):
     for ask in (backbones.describe, backbones.open):
         with pytest.raises(InputError, match="model.model_paths: .*FLUX.1-def") as refused:
-            ask("flux", Source(str(tmp_path / "FLUX.1-def"), embedded_guidance=3.5))
+            ask("flux", Source(model_paths=str(tmp_path / "FLUX.1-def"), embedded_guidance=3.5))
         assert all(folder in str(refused.value) for folder, _ in HELD)
     with pytest.raises(InputError, match="model.model_name: flux .*QwenImagePipeline"):
-        backbones.describe("flux", Source(str(tmp_path / "Qwen-Image"), embedded_guidance=3.5))
+        backbones.describe("flux", Source(model_paths=str(tmp_path / "Qwen-Image"), embedded_guidance=3.5))
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -200,7 +200,9 @@ def test_list_form(files, given, tmp_path, monkeypatch):
 
 def test_published_configurations_are_the_real_models():
     """By name and size; every figure is from the model's card and diffusers' conversion script."""
-    config = files_module.read_part_config(files_module.Layout(I2V, files_module.published(I2V), {}), "transformer_2")
+    config = files_module.read_part_config(
+        files_module.Layout(variant=I2V, configs=files_module.published(I2V), experts={}), "transformer_2"
+    )
     with torch.device("meta"):
         expert = WanTransformer3DModel.from_config(config)
         vae = AutoencoderKLWan.from_config(files_module.published(I2V) / "vae")

@@ -402,7 +402,7 @@ def test_gradients_are_those_of_finite_differences(monkeypatch, two, settings):
     reference, video = reward.reference(two), changed(two, 0.1)
     found = reward.identity.detector.detect(video.transpose(0, 1))
     monkeypatch.setattr(reward.identity.detector, "detect", lambda frames: found)
-    monkeypatch.setattr(identity, "seed_of", lambda video, purpose: 7)
+    monkeypatch.setattr(identity, "clip_seed", lambda video, purpose: 7)
     mine, difference = directional(reward, video, reference, 1e-3)
     assert abs(mine) > 1e-3 and mine == pytest.approx(difference, rel=0.03)
 

@@ -17,7 +17,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from rewardfl import rewards
 from rewardfl.rewards.vlm import hpsv3, video_align
 from rewardfl.rewards.vlm.qwen2_vl import input_size, to_model_name
-from rewardfl.rewards.vlm.video_align import read_training_config, select_frames
+from rewardfl.rewards.vlm.video_align import read_training_config, sampled_frames
 
 PROMPT, OTHER = "the child, waving", "a {zebra}"
 PUBLISHED = 256 * 28 * 28  # pixels of a frame; most tests show a sixteenth of it
@@ -234,7 +234,7 @@ def test_shown_size_is_transformers():
     ],
 )
 def test_which_frames_are_shown(count, fps, frames, expected):
-    assert select_frames(count, fps, 2.0, frames) == expected
+    assert sampled_frames(count, fps, 2.0, frames) == expected
     if frames is None:  # vision_process.py's smart_nframes and linspace, written anew
         wanted = min(max(count / fps * 2.0, 4), min(768, count) // 2 * 2)
         places = torch.linspace(0, count - 1, round(wanted / 2) * 2).round()
@@ -243,7 +243,7 @@ def test_which_frames_are_shown(count, fps, frames, expected):
 
 def test_a_clip_of_one_frame_has_no_motion_to_judge():
     with pytest.raises(ValueError, match="at least 2 frames, this has 1"):
-        select_frames(1, 16, 2.0, None)
+        sampled_frames(1, 16, 2.0, None)
 
 
 # ---- gradients ----
@@ -487,7 +487,7 @@ def test_wrong_checkpoints_of_video_align_are_refused(files, folder):
             r"LoRA of language_model.layers.1.mlp.up_proj.weight .* does not fit",
         ),
         (lambda: path.unlink(), "model.pth is missing; a checkpoint of an adapter"),
-        (lambda: shutil.rmtree(path.parent), r"is no Qwen2-VL|has not the head"),  # the step before it, an empty one
+        (lambda: shutil.rmtree(path.parent), r"is no Qwen2-VL|lacks the head"),  # the step before it, an empty one
         (lambda: shutil.rmtree(folder / "checkpoint-900"), "has no folder checkpoint-<step>"),
     ):
         write()
