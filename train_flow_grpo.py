@@ -38,18 +38,19 @@ from rewardfl.noise import draw_noise, noise_seed
 from rewardfl.optim import averaged
 from rewardfl.rewards import RewardError, async_scoring, build_terms
 from rewardfl.rewards import metrics as reward_metrics
-from rewardfl.training import cli, evaluation, plan, saving, setup_data, setup_model, setup_rewards, summary
+from rewardfl.training import cli, evaluation, saving, setup_data, setup_model, setup_rewards
 from rewardfl.training.checkpoint import checkpoint_dir
-from rewardfl.training.learner import average_state, make_average, make_learner, seed_generators
-from rewardfl.training.resume import is_finished, open_run, resume
+from rewardfl.training.learner import make_average, make_learner, seed_generators
+from rewardfl.training.plan import check_sizes, resolve
 from rewardfl.training.run_folder import RunFolder
 from rewardfl.training.samples import Rollout, Sample
 from rewardfl.training.setup_processes import connect_processes
+from rewardfl.training.setup_run import is_finished, open_log, open_run, resume
+from rewardfl.training.setup_summary import print_run_summary
+from rewardfl.training.setup_workload import make_workload
 from rewardfl.training.signals import Interruption
 from rewardfl.training.timer import Timer
 from rewardfl.training.update_metrics import common_metrics, flow_grpo_metrics
-from rewardfl.training.workload import make_workload
-from rewardfl.windows import draw_window
 
 STATISTICS = ("advantage", "ratio", "clipped", "kl", "log_prob", "old_log_prob", "row")  # of each sample and step
 
@@ -58,34 +59,28 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     """Train, and return the exit code: 2 for a dry run that does not fit the GPU, 128 + the number of a signal."""
     # ---------------------------------------------------------------------------------- plan: headers alone are read
     backbone = setup_model.open_model(cfg)
-    step_experts, trained_names = plan.make_schedule(cfg, backbone).experts, plan.trained_experts(cfg, backbone.experts)
-    windows = plan.make_windows(cfg, step_experts, trained_names)
-    reward_specs = setup_rewards.find_rewards(cfg, backbone)
-    window_size = len(draw_window(windows, 0, cfg.run.seed))  # the same in every epoch
     job = connect_processes(cfg)
-    geometry = plan.make_geometry(cfg, job.world)
-    per_update, per_epoch = geometry.forwards_per_update, plan.updates_per_epoch(cfg)
-    per_process = per_update * window_size  # loss denominator of this process; processes are averaged
-    job.backwards_per_update = per_process + per_update * plan.anchor_draws(cfg)  # the last one reduces
-    rows = setup_data.scan_rows(cfg, job, backbone, reward_specs)
-    steps = plan.count_steps(cfg, len(rows.train), job.world)
-    summary.print_run_summary(cfg, backbone, reward_specs, rows, steps, job)
+    plan = resolve(cfg, backbone, job.world)
+    geometry, per_update, per_epoch = plan.geometry, plan.geometry.forwards_per_update, plan.updates_per_epoch
+    job.backwards_per_update = plan.backwards_per_update  # the last one reduces
+    rows = setup_data.scan_rows(cfg, job, backbone, plan.rewards)
+    print_run_summary(cfg, plan, backbone, rows, job)
     resume_point = open_run(cfg, None if dry_run else run_folder, job, backbone)
     if dry_run:
         from rewardfl.estimate import report  # only a dry run needs it
 
-        return report.dry_run(make_workload(cfg, backbone, len(rows.train), steps, job.world, job.sharding), job)
+        return report.dry_run(make_workload(cfg, plan, backbone, rows.train, job.sharding), job)
 
     # ---------------------------------------------------------------------------------- data, rewards, resume
-    terms = build_terms(reward_specs, job.device)
+    terms = build_terms(plan.rewards, job.device)
     pool = async_scoring.make_worker_pools(terms, cfg.reward.reward_timeout)
     part_weights = configuration.part_weights(cfg)
     store = setup_data.open_cache(cfg)
     samples = setup_data.find_samples(cfg, rows.train, terms, store, job)
     held_out = setup_data.find_samples(cfg, rows.held_out, terms, store, job)
-    plan.check_sizes(cfg, [sample.size for sample in samples])
-    state = resume(cfg, resume_point, job, backbone, terms, samples, held_out)
-    steps = plan.count_steps(cfg, len(samples), job.world)
+    check_sizes(cfg, [sample.size for sample in samples])
+    state, restored = resume(cfg, plan, resume_point, job, terms, samples, held_out)
+    steps = plan.count_steps(len(samples))
     if is_finished(cfg, resume_point, steps, job):
         return 0
     setup_rewards.check_rewards(cfg, job, terms, samples)
@@ -93,17 +88,18 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     # ---------------------------------------------------------------------------------- fill the cache
     conditions = setup_data.make_conditions(cfg, backbone, resume_point.base, store)
     negative = setup_data.fill_conditions(cfg, conditions, [*samples, *held_out], job)
-    anchors = setup_data.make_anchors(cfg, backbone, conditions, samples, job)
+    anchors = setup_data.make_anchors(cfg, plan, backbone, conditions, samples, job)
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
     decoder = backbone.load_decoder(job.device)
-    scales = evaluation.find_scales(cfg, job, terms, conditions, decoder, held_out)
-    model, trained = setup_model.load_experts(cfg, backbone, job, conditions, samples)
-    setup_model.fill_adapters(model, trained, backbone, state)
-    learner = make_learner(cfg, job, backbone, model, trained, steps, state)
+    scales = evaluation.find_scales(cfg.data, job, terms, conditions, decoder, held_out)
+    model, trained = setup_model.load_experts(cfg, plan, backbone, job, conditions, samples)
+    setup_model.fill_adapters(model, trained, backbone, plan.init, resume_point, restored)
+    learner = make_learner(cfg.train, job, backbone, model, trained, steps, restored)
     policy, optimizer, scheduler, parameters = learner.policy, learner.optimizer, learner.scheduler, learner.parameters
-    average = make_average(cfg.grpo.ema_decay, parameters, state)
-    log = saving.open_log(cfg, job, run_folder, state, steps)
+    average = make_average(cfg.grpo.ema_decay, parameters, restored)
+    log = open_log(cfg, job, run_folder, state, restored, steps)
+    del restored  # up to four copies of the adapters
     rollouts_on = job.device if cfg.grpo.samples_on == "gpu" else torch.device("cpu")
 
     def plan_epoch(epoch: int, rank: int) -> list[list[group_plan.Member]]:
@@ -149,26 +145,29 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
     def evaluate() -> dict[str, float]:
         """Return eval/*: the scores of the held-out clips under the averaged weights."""
         with averaged(average, parameters):
-            return evaluation.evaluate(cfg, job, terms, pool, held_out, partial(sample_clean, held_out), scales)
+            return evaluation.evaluate(
+                cfg.evaluation.eval_noises, job, terms, pool, held_out, partial(sample_clean, held_out), scales
+            )
 
     def save(done: int, last: bool) -> None:
         """Save a checkpoint of the averaged weights, and sample videos. All processes call it."""
-        content = saving.collect_state(job, learner, state, log, done) | average_state(average, parameters)
+        content = saving.collect_state(job, learner, average, state, log, done)
         # `best` has the highest score among the checkpoints whose own weights were evaluated
         score = log.score_for_best(done, done - 1, ["eval/held_out", "eval/score"])
         with averaged(average, parameters):
-            saving.save(cfg, job, backbone, learner, log, content, score, last)
+            saving.save(cfg.run, job, backbone, learner, log, content, score, last)
             if not interruption.number:  # shutting down: skip the videos
                 shown = held_out or samples
-                log.show_samples(done, saving.sample_videos(cfg, shown, partial(sample_clean, shown), job, done))
+                generate = partial(sample_clean, shown)
+                log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, shown, generate, job, done))
 
     floor = {}
     if cfg.grpo.kl_weight != 0 and cfg.model.dtype == "bfloat16":
         row, conditioning = conditions.read_or_substitute(samples, 0, cfg.data.skip_bad_rows)
         shape, seed = conditions.latent_shape(samples[row]), noise_seed(cfg.run.seed, 0, "floor")
-        schedule = plan.make_schedule(cfg, backbone, shape)
-        x, window = draw_noise((1, *shape), seed, job.device), draw_window(windows, 0, cfg.run.seed)
-        reads = sde.kl_floor(get_velocity(policy, conditioning, schedule).reference, x, make_kernel(schedule), window)
+        schedule, x = plan.schedule(shape), draw_noise((1, *shape), seed, job.device)
+        reference = get_velocity(policy, conditioning, schedule).reference
+        reads = sde.kl_floor(reference, x, make_kernel(schedule), plan.window(0))
         floor["policy/kl_floor"] = reads
         job.print(f"note: in bfloat16 this model's KL reads about {reads:.1e} from rounding alone")
 
@@ -185,7 +184,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
         (epoch, update), timer = divmod(step, per_epoch), Timer(job.device)  # with the rollouts in the first update
         if update == 0:
             # 1. Roll out this process's videos. Only the window's steps are stochastic; they are stored.
-            window = draw_window(windows, epoch, cfg.run.seed)
+            window = plan.window(epoch)
             seed_generators(cfg.run.seed, step, job.rank)
             plans = [plan_epoch(epoch, rank) for rank in range(job.world)]
             rollouts, pending = [], []
@@ -197,7 +196,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                     conditioning, own = conditions.batch(samples, [m.row for m in members], cfg.data.skip_bad_rows)
                     conditioning = protocol.move_to(conditioning, job.device)
                     shape = (1, *conditions.latent_shape(samples[members[0].row]))
-                    schedule = plan.make_schedule(cfg, backbone, shape[1:])
+                    schedule = plan.schedule(shape[1:])
                     kernel, keep_means = make_kernel(schedule), cfg.grpo.objective == "guard"
                 with timer("step"), timer("rollout"):
                     prefixes = roll_out_prefix(members, conditioning, schedule, window[0]) if is_new else prefixes
@@ -272,7 +271,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                     no_kl = torch.zeros_like(log_prob)  # (B,)
                     kl = flow.transition_kl(mean, reference_mean, transition.std) if cfg.grpo.kl_weight else no_kl
                     loss = loss + cfg.grpo.kl_weight * kl.mean()
-                    job.backward(loss / per_process)
+                    job.backward(loss / (per_update * len(window)))
                 losses.append(loss.detach())
                 row = torch.tensor([member.row for member in rollout.members], device=job.device)
                 values = (advantage, ratio, clipped, kl, log_prob, transition.log_prob, row)
@@ -324,7 +323,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
             learner.weights.check(done)
             save(done, last=True)
         job.wait()
-    return saving.close_run(cfg, job, interruption, done, stopped)
+    return saving.close_run(cfg.run, job, interruption, done, stopped)
 
 
 def main(args: Namespace | None = None) -> int:

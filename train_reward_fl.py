@@ -16,8 +16,8 @@ import rewardfl  # noqa: F401, I001  before torch: it sets how OpenMP's threads 
 import math
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from rewardfl.training.arguments import parse_arguments
 
@@ -37,78 +37,87 @@ from rewardfl.optim import averaged
 from rewardfl.rewards import build_terms
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.scoring import score_terms
-from rewardfl.training import checks, cli, plan, saving, setup_data, setup_model, setup_rewards, summary
+from rewardfl.training import cli, saving, setup_data, setup_model, setup_rewards
 from rewardfl.training.batches import measure_kl_floor
-from rewardfl.training.learner import average_state, make_average, make_learner, seed_generators
-from rewardfl.training.resume import is_finished, open_run, resume
+from rewardfl.training.learner import make_average, make_learner, seed_generators
+from rewardfl.training.plan import make_order, resolve
 from rewardfl.training.run_folder import RunFolder
 from rewardfl.training.samples import Batch
 from rewardfl.training.setup_processes import connect_processes
+from rewardfl.training.setup_run import is_finished, open_log, open_run, resume
+from rewardfl.training.setup_summary import print_run_summary
+from rewardfl.training.setup_workload import make_workload
 from rewardfl.training.signals import Interruption
+from rewardfl.training.state import Batching
 from rewardfl.training.timer import Timer
 from rewardfl.training.update_metrics import common_metrics, reward_fl_metrics
-from rewardfl.training.workload import make_workload
 
 
 def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_folder: RunFolder) -> int:
     """Train, and return the exit code: 2 for a dry run that does not fit the GPU, 128 + the number of a signal."""
     # ---------------------------------------------------------------------------------- plan: headers alone are read
     backbone = setup_model.open_model(cfg)
-    active, coupling = configuration.active_steps(cfg), configuration.resolve_coupling(cfg)
-    plan.check_active_experts(cfg, backbone)
-    reward_specs = setup_rewards.find_rewards(cfg, backbone)
     job = connect_processes(cfg)
-    accumulation, batch_size = cfg.train.gradient_accumulation_steps, cfg.train.per_device_train_batch_size
-    supervised, guidance_gradient = configuration.is_supervised(cfg), cfg.sample.guidance_gradient
-    job.backwards_per_update = accumulation * plan.backwards_per_sample(cfg)  # the last one reduces
-    per_process = accumulation * batch_size  # loss denominator of this process; processes are averaged
-    global_batch = checks.check_batch(cfg, job.world)
-    checks.check_graphs(cfg, job.world)
-    rows = setup_data.scan_rows(cfg, job, backbone, reward_specs)
-    steps = plan.count_steps(cfg, len(rows.train), job.world)
-    summary.print_run_summary(cfg, backbone, reward_specs, rows, steps, job)
+    plan = resolve(cfg, backbone, job.world)
+    job.backwards_per_update = plan.backwards_per_update  # the last one reduces
+    rows = setup_data.scan_rows(cfg, job, backbone, plan.rewards)
+    print_run_summary(cfg, plan, backbone, rows, job)
     resume_point = open_run(cfg, None if dry_run else run_folder, job, backbone)
     if dry_run:
         from rewardfl.estimate import report  # only a dry run needs it
 
-        return report.dry_run(make_workload(cfg, backbone, len(rows.train), steps, job.world, job.sharding), job)
+        return report.dry_run(make_workload(cfg, plan, backbone, rows.train, job.sharding), job)
 
     # ---------------------------------------------------------------------------------- data, rewards, resume
-    terms = build_terms(reward_specs, job.device)
+    terms = build_terms(plan.rewards, job.device)
     store = setup_data.open_cache(cfg)
     samples = setup_data.find_samples(cfg, rows.train, terms, store, job)
-    sizes = [sample.size for sample in samples]  # one forward pass takes clips of one size
-    order = plan.make_order(cfg, sizes, job.world)
-    batches = {"global_batch": global_batch, "one_shape_batch": batch_size if len(set(sizes)) > 1 else None}
-    state = resume(cfg, resume_point, job, backbone, terms, samples, batches=batches)
-    steps = plan.count_steps(cfg, len(samples), job.world)
-    if is_finished(cfg, resume_point, steps, job):
+    order = make_order(cfg, [sample.size for sample in samples], job.world)
+    batching = Batching(plan.clips_at_once, order.shape_batch)
+    state, restored = resume(cfg, plan, resume_point, job, terms, samples, batching=batching)
+    if is_finished(cfg, resume_point, steps := plan.count_steps(len(samples)), job):
         return 0
     setup_rewards.check_rewards(cfg, job, terms, samples)
 
     # ---------------------------------------------------------------------------------- fill the cache
     conditions = setup_data.make_conditions(cfg, backbone, resume_point.base, store)
     negative = setup_data.fill_conditions(cfg, conditions, samples, job)
-    anchors = setup_data.make_anchors(cfg, backbone, conditions, samples, job)
-    builder = setup_data.make_batch_builder(cfg, backbone, conditions, samples, job)
+    anchors = setup_data.make_anchors(cfg, plan, backbone, conditions, samples, job)
+    builder = setup_data.make_batch_builder(cfg, plan, conditions, samples, job)
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
     decoder = backbone.load_decoder(job.device)
     with_graph = offload.InputsOnHost(job.device).whole_graph if cfg.train.active_graphs == "keep_on_host" else None
-    model, trained = setup_model.load_experts(cfg, backbone, job, conditions, samples)
-    setup_model.fill_adapters(model, trained, backbone, state)
-    learner = make_learner(cfg, job, backbone, model, trained, steps, state)
+    model, trained = setup_model.load_experts(cfg, plan, backbone, job, conditions, samples)
+    setup_model.fill_adapters(model, trained, backbone, plan.init, resume_point, restored)
+    learner = make_learner(cfg.train, job, backbone, model, trained, steps, restored)
     policy, optimizer, scheduler = learner.policy, learner.optimizer, learner.scheduler
-    average = make_average(cfg.train.ema_decay, learner.parameters, state) if cfg.train.ema_decay else None
+    micro_batch = partial(job.accumulate, policy)
+    average = make_average(cfg.train.ema_decay, learner.parameters, restored) if cfg.train.ema_decay else None
     ascent = cfg.sample.endpoint_length if cfg.sample.gradient_mode == "endpoint" else None  # length of the cotangent
-    log = saving.open_log(cfg, job, run_folder, state, steps)
-    kl: dict[str, Any] = {"kl_weight": cfg.reward.kl_weight / per_process, "kl_gradient": cfg.reward.kl_gradient}
-    hooks: dict[str, Any] = {"backward": job.backward, "micro_batch": partial(job.accumulate, policy)}
+    log = open_log(cfg, job, run_folder, state, restored, steps)
+    del restored  # up to three copies of the adapters
+    active, accumulation = plan.active, cfg.train.gradient_accumulation_steps
+    per_process = accumulation * cfg.train.per_device_train_batch_size  # loss denominator of this process
 
     def get_velocity(network: nn.Module, batch: Batch) -> Velocity:
         return Velocity(
             backbone=backbone, model=network, conditioning=batch.conditioning, schedule=batch.schedule,
-            negative=negative, guidance=cfg.sample.guidance_scale, away_gradient=guidance_gradient == "both",
+            negative=negative, guidance=cfg.sample.guidance_scale, away_gradient=cfg.sample.guidance_gradient == "both",
+        )  # fmt: skip
+
+    def replay(
+        velocity: Velocity, trajectory: reward_flow.Trajectory, sigmas: Tensor, active: Sequence[int], grad_x0: Tensor
+    ) -> reward_flow.Replayed:
+        """Accumulate the LoRA gradients of the active steps. The KL to the reference joins the reward here."""
+        if ascent:
+            return reward_flow.replay_endpoint(
+                velocity, trajectory, sigmas, grad_x0, ascent, 1 / per_process, job.backward, micro_batch
+            )
+        return reward_flow.replay(
+            velocity, trajectory, sigmas, active, grad_x0, plan.coupling, reference=velocity.reference,
+            kl_weight=cfg.reward.kl_weight / per_process, kl_gradient=cfg.reward.kl_gradient,
+            backward=job.backward, micro_batch=micro_batch,
         )  # fmt: skip
 
     def generate(row: int) -> tuple[int, Tensor]:
@@ -122,12 +131,11 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         """Save a checkpoint and sample videos. All processes call it: each may hold parts of the weights."""
         since = (done - 1) // cfg.run.save_steps * cfg.run.save_steps  # the last scheduled save: a resumed run agrees
         score = log.score_for_best(done, since, ["reward/held_out", "reward/mean"])
-        content = saving.collect_state(job, learner, state, log, done) | batches
-        content |= average_state(average, learner.parameters)
+        content = saving.collect_state(job, learner, average, state, log, done, batching)
         with averaged(average, learner.parameters):
-            saving.save(cfg, job, backbone, learner, log, content, score, last)
+            saving.save(cfg.run, job, backbone, learner, log, content, score, last)
             if not interruption.number:  # shutting down: skip the videos
-                log.show_samples(done, saving.sample_videos(cfg, samples, generate, job, done))
+                log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, samples, generate, job, done))
 
     floor = measure_kl_floor(job, builder, partial(get_velocity, policy), active, cfg.reward.kl_weight, cfg.model.dtype)
 
@@ -157,7 +165,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                     "finite": anchor_loss.isfinite(),
                 }
                 outcomes.append(outcome)
-                if supervised:
+                if plan.supervised:
                     continue
 
                 # 1. Noise -> latents. The latents before the active steps are kept, or these steps' graphs.
@@ -186,16 +194,9 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
                     grad_x0 = decoder.vjp(trajectory.x0, grad_video, decoded, batch.conditioning)
                 del decoded, grad_video  # up to 38 GB
 
-                # 4. Back through the active steps: one forward pass each, unless its graph was kept. The KL joins here.
+                # 4. Back through the active steps: one forward pass each, unless its graph was kept.
                 with timer("replay"):
-                    kl["reference"] = velocity.reference
-                    replayed = (
-                        reward_flow.replay_endpoint(
-                            velocity, trajectory, sigmas, grad_x0, ascent, 1 / per_process, **hooks
-                        )
-                        if ascent
-                        else reward_flow.replay(velocity, trajectory, sigmas, active, grad_x0, coupling, **kl, **hooks)
-                    )
+                    replayed = replay(velocity, trajectory, sigmas, active, grad_x0)
                 outcome["signal"] |= grad_x0.flatten(1).any(1) | (replayed.kl > 0)
                 outcome["finite"] &= (trajectory.x0 + grad_x0).flatten(1).isfinite().all(1) & replayed.kl.isfinite()
                 outcome |= {
@@ -221,7 +222,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
 
         # 6. Metrics, checks, checkpoint.
         metrics = anchors.metrics(gathered["anchor_loss"], gathered["has_clip"])
-        if not supervised:
+        if not plan.supervised:
             metrics = reward_fl_metrics(metrics, terms, results, gathered, active, cfg.reward.kl_weight)
         metrics |= common_metrics(job.device, done, norm, rate, gathered["replaced"], gathered["signal"]) | floor
         if done in (1, steps) or done % cfg.run.save_steps == 0:
@@ -243,7 +244,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
             save(done, last)
         if last:
             break
-    return saving.close_run(cfg, job, interruption, done, stopped)
+    return saving.close_run(cfg.run, job, interruption, done, stopped)
 
 
 def main(args: Namespace | None = None) -> int:

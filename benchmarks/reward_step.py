@@ -51,8 +51,10 @@ from rewardfl.estimate import needs
 from rewardfl.estimate.measure import Costs, Living
 from rewardfl.estimate.measure import measure as measure_costs
 from rewardfl.memory import offload, swap
-from rewardfl.training import plan, setup_model, workload
+from rewardfl.training import plan, setup_model
 from rewardfl.training.run_folder import git_commit, library_versions
+from rewardfl.training.setup_workload import make_workload
+from rewardfl.training.workload import Workload
 
 EXACT = ["sample.gradient_mode=chain", "sample.coupling=null", "reward.kl_gradient=reference_constant"]
 RESIDENT = [
@@ -303,9 +305,14 @@ class Size:
     conditioning: Conditioning
 
 
+def plan_work(cfg: RewardFlConfig, backbone: Backbone) -> Workload:
+    """Count the work of one process."""
+    return make_workload(cfg, plan.resolve(cfg, backbone, 1), backbone, None)
+
+
 def make_size(cfg: RewardFlConfig, backbone: Backbone, device: torch.device) -> Size:
     """Draw the latents and conditioning of a configuration's batch."""
-    work = workload.make_workload(cfg, backbone, None, None, 1)
+    work = plan_work(cfg, backbone)
     generator, video = torch.Generator(device).manual_seed(cfg.run.seed), work.video
     parts = backbone.on_meta(video.height, video.width, video.num_frames)
 
@@ -323,7 +330,7 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dic
     torch.cuda.empty_cache()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: man 5 proc
     device, backbone, counted = size.latents.device, size.backbone, Counted(size.latents.device)
-    work = replace(workload.make_workload(cfg, backbone, None, None, 1), reward_bytes=0)
+    work = replace(plan_work(cfg, backbone), reward_bytes=0)
     checkpointed = offload.checkpointing(device, cfg.train.use_gradient_checkpointing_offload, cfg.train.keep_attention)
     with counted:
         untrained = [work.untrained] if work.untrained else []
@@ -340,7 +347,10 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dic
         return torch.randn(video.shape, generator=generator, device=device) / video.numel()
 
     velocity = Velocity(
-        backbone=backbone, model=model, conditioning=size.conditioning, schedule=plan.make_schedule(cfg, backbone)
+        backbone=backbone,
+        model=model,
+        conditioning=size.conditioning,
+        schedule=plan.make_schedule(cfg.sample, backbone, size.latents.shape[1:]),
     )
     update = Update(cfg=cfg, velocity=velocity, decoder=decoder, x=size.latents, cotangent=cotangent)
     updates, gradient = [], torch.empty(0)
@@ -368,7 +378,7 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dic
     return figures, gradient
 
 
-def phase_rows(updates: Sequence[Meter], costs: Costs, work: workload.Workload) -> list[dict[str, Any]]:
+def phase_rows(updates: Sequence[Meter], costs: Costs, work: Workload) -> list[dict[str, Any]]:
     """Return a row for each phase, with the plan's numbers if it has that phase, and one for the whole update."""
     planned_flops, memory, table = needs.flops(costs, work), needs.memory(costs, work), []
     planned = set(updates[0].seconds) == set(PHASES)

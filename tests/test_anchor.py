@@ -188,7 +188,7 @@ def test_every_trained_expert_must_be_reached():
     backbone = backbones.describe("wan2_2", Source(model_paths="assets/tiny_world/pipeline"))
 
     def check(*settings):
-        plan.check_active_experts(config.load("tests/face.yaml", [*ALONE, *settings]), backbone)
+        plan.resolve(config.load("tests/face.yaml", [*ALONE, *settings]), backbone, 1)
 
     check("model.trainable_models=dit", "anchor.sigmas=trained_range")
     check("model.trainable_models=dit,dit2", "anchor.sigmas=[1, 5]")
@@ -218,7 +218,7 @@ def test_a_clip_whose_latents_are_lost_is_an_error_or_has_no_anchor(capsys):
     row = SimpleNamespace(id="0", video="a.mp4")
     conditions = SimpleNamespace(clip_latents=lost, latent_shape=lambda sample: (2, 1, 4, 4))
     known = {"steps": (4,), "seed": 1, "backbone": None, "samples": [SimpleNamespace(row=row)], "schedules": None}
-    known |= {"cfg": config.AnchorConfig(weight=1), "conditions": conditions, "device": torch.device("cpu")}
+    known |= {"settings": config.AnchorConfig(weight=1), "conditions": conditions, "device": torch.device("cpu")}
     with pytest.raises(CacheError):
         Anchors(**known, skip_lost=False).latents([0])
     latents, has_clip = Anchors(**known, skip_lost=True).latents([0])

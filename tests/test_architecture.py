@@ -147,7 +147,7 @@ def test_the_house_keeps_its_rules(sources):
         ("sde.py", "import diffusers", "sde: an algorithm imports diffusers"),
         ("config/schema.py", "from rewardfl.files import sha256", "config.schema: the configuration imports files"),
         ("lora.py", "import accelerate", "lora: accelerate is for training/"),
-        ("training/resume.py", "from rewardfl.estimate import needs", "training.resume: the estimate is for"),
+        ("training/setup_run.py", "from rewardfl.estimate import needs", "training.setup_run: the estimate is for"),
         ("data/clips.py", "from .order import micro_batch", "data.clips: a relative import"),
         ("files.py", "from rewardfl.rewards import base", "rewardfl: a circle among"),
         ("weights/shards.py", "from rewardfl.weights import merge", "weights: a circle among"),
@@ -232,7 +232,7 @@ def habits(sources):
     for file, text in sources.items():
         for node in nodes_of(text)[0].body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-                homes.setdefault(node.name, []).append(name_of(file))
+                homes.setdefault(node.name, {})[name_of(file)] = None  # overloads count once
         for node in nodes_of(text):
             if isinstance(node, ast.FunctionDef) and (name := f"{name_of(file)}.{node.name}") not in ODD:
                 lines, parameters = node.end_lineno - node.lineno + 1, [*node.args.args, *node.args.kwonlyargs]

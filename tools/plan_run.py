@@ -47,28 +47,24 @@ def main() -> int:
     from rewardfl.estimate.advice import Machine
     from rewardfl.estimate.report import TFLOPS, estimate
     from rewardfl.files import escape_control
-    from rewardfl.training import cli, plan, setup_model, setup_rewards, summary, workload
+    from rewardfl.training import cli, plan, setup_model, setup_summary, setup_workload
 
     try:
         cfg = config.load(args.config, args.overrides)
         rows = data.load_metadata(cfg.data.file_name) if Path(cfg.data.file_name).is_file() else None
         backbone = backbones.describe(cfg.model.model_name, setup_model.model_source(cfg))
         backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
-        setup_rewards.find_rewards(cfg, backbone, here=False)
+        run_plan = plan.resolve(cfg, backbone, args.processes, here=False)
         if rows is not None:
-            problems = [(row.line, text) for row in rows if (text := plan.size_problem(cfg, backbone, row.size))]
+            problems = [(row.line, text) for row in rows if (text := plan.size_problem(cfg.data, backbone, row.size))]
             rows, _ = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
-        clips = None if rows is None else len(rows)
-        if isinstance(cfg, config.RewardFlConfig):
-            plan.check_active_experts(cfg, backbone)
-        steps = plan.count_steps(cfg, clips, args.processes)
-        overview = summary.overview(cfg, backbone, clips, steps, args.processes)
-        planned = workload.make_workload(cfg, backbone, clips, steps, args.processes, args.sharding)
+        overview = setup_summary.overview(cfg, run_plan, backbone, rows)
+        planned = setup_workload.make_workload(cfg, run_plan, backbone, rows, args.sharding)
     except cli.REFUSALS as error:
         print(escape_control(f"error: {error}"), file=sys.stderr)
         return DOES_NOT
     print(f"model's shape from {backbone.described_by()}")
-    print(f"data: {'not there yet' if clips is None else f'{clips} clips'}: {cfg.data.file_name}\n")
+    print(f"data: {'not there yet' if rows is None else f'{len(rows)} clips'}: {cfg.data.file_name}\n")
     host = machine.usable_memory() if args.host_gb is None else args.host_gb * 1e9
     text, fits = estimate(planned, Machine(args.gpu_memory * 1e9, host, args.processes), args.tflops or TFLOPS)
     print(overview, text, sep="\n")

@@ -25,6 +25,11 @@ class Order:
     processes: int
     seed: int
 
+    @property
+    def shape_batch(self) -> int | None:
+        """Return batch_size where clips differ in size, since the order depends on it; None otherwise."""
+        return self.batch_size if len(set(self.sizes)) > 1 else None
+
     def micro_batch(self, step: int, micro: int, rank: int) -> list[tuple[int, int]]:
         """Return the `batch_size` samples (epoch, row) of process `rank` in forward pass `micro` of `step`.
 

@@ -24,9 +24,9 @@ from rewardfl.doctor.models import DIFFERS, NOT_DONE, OK, Case, Finding
 from rewardfl.files import atomic_write, escape_control
 from rewardfl.rewards import FaceIdentityReward, build_terms, resolve_rewards
 from rewardfl.rewards.face import parity as face_parity
-from rewardfl.training import cli, clip_scan, saving, setup_model, setup_rewards
-from rewardfl.training.resume import digest_base_model
+from rewardfl.training import cli, clip_scan, plan, setup_model, setup_run
 from rewardfl.training.run_folder import git_commit, library_versions
+from rewardfl.training.setup_run import digest_base_model
 
 SHOWN = (
     "model.model_name", "model.dtype", "model.attention_backend", "model.trainable_models", "experts.trained",
@@ -69,7 +69,7 @@ def open_case(args: argparse.Namespace) -> Case:
     if args.out.exists():
         raise config.ConfigError(f"--out: {args.out} is there; name a new file")
     backbone = setup_model.open_model(cfg)
-    setup_rewards.find_rewards(cfg, backbone)
+    plan.find_rewards(cfg, backbone)
     rows = data.load_metadata(cfg.data.file_name)[: args.clips]
     rows, _ = data.check_rows(rows, cfg.data.num_frames, cfg.data.skip_bad_rows, cfg.data.fps, backbone.takes_image)
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def check_machine(case: Case) -> Finding:
         "system": f"{platform.system()} {platform.machine()}, {psutil.cpu_count()} cores",
         "driver, CUDA of torch": [driver, torch.version.cuda],
         "onnxruntime providers": onnxruntime.get_available_providers(),
-        "versions": library_versions((*saving.VERSIONED, "insightface", "onnxruntime", "onnxruntime-gpu")),
+        "versions": library_versions((*setup_run.VERSIONED, "insightface", "onnxruntime", "onnxruntime-gpu")),
         "git commit": git_commit(Path(__file__).parent),
         "free disk, GB": shutil.disk_usage(case.args.out.parent).free / 1e9,
         "free and whole memory, GB": [host.available / 1e9, host.total / 1e9],
@@ -133,7 +133,7 @@ def check_faces(case: Case) -> Finding:
     rows = [row for row in case.rows if row.video is not None]
     if not packs or not rows:
         return Finding(NOT_DONE, "the configuration names no face pack" if rows else "no row names a video")
-    clips = {row.line: clip_scan.load_sized_example(case.cfg, row).reference.to(case.device) for row in rows}
+    clips = {row.line: clip_scan.load_sized_example(case.cfg.data, row).reference.to(case.device) for row in rows}
     lines = face_parity.check_packs(packs, next(iter(clips.values())))
     table: list[dict[str, Any]] = []
     for (label, identity), (number, clip) in itertools.product(packs.items(), clips.items()):

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     with ThreadPoolExecutor(4) as pool:
         reports = list(tqdm(pool.map(check, rows), total=len(rows), desc="checking", disable=None))
     for report in reports:
-        if problem := plan.size_problem(cfg, backbone, report.row.size):
+        if problem := plan.size_problem(cfg.data, backbone, report.row.size):
             report.problems.append(problem)
     warn_of_repeats(reports)
     print(escape_control("\n".join([*listing(reports), *list_notes(rows, reports, cfg.data), *summary(reports)])))

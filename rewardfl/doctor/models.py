@@ -33,7 +33,8 @@ from rewardfl.files import escape_control
 from rewardfl.memory import attention, offload
 from rewardfl.noise import draw_noise
 from rewardfl.training import clip_scan, workload
-from rewardfl.training.plan import make_schedule, trained_experts
+from rewardfl.training.plan import make_schedule, resolve, trained_experts
+from rewardfl.training.setup_workload import make_workload
 from rewardfl.training.timer import peak_memory_gb
 from rewardfl.weights import wan_names
 
@@ -98,11 +99,11 @@ def check_weights(case: Case) -> Finding:
 def make_velocity(case: Case) -> Callable[[str, ModelMixin], Tensor]:
     """Return a function for an expert's velocity of the first row's noise, at the first step of the expert."""
     cfg, backbone, row = case.cfg, case.backbone, case.rows[0]
-    example = clip_scan.load_sized_example(cfg, row)
+    example = clip_scan.load_sized_example(cfg.data, row)
     conditioning = dict(backbone.text_encoder(case.device)(row.prompt))
     conditioning |= backbone.image_encoder(case.device)(example.image, cfg.data.num_frames)
     shape = backbone.latent_shape(*example.size, cfg.data.num_frames)
-    schedule = make_schedule(cfg, backbone, shape)
+    schedule = make_schedule(cfg.sample, backbone, shape)
     noise = draw_noise((1, *shape), 0, case.device)
 
     def run_expert(name: str, expert: ModelMixin) -> Tensor:
@@ -231,7 +232,8 @@ def check_step(case: Case) -> Finding:
             return Finding(DIFFERS, f"{case.cfg.script} ended with {code}: {lines[-1]}")
         metrics = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
         cfg = config.load(case.args.config, overrides)
-    return plan_step(case, workload.make_workload(cfg, case.backbone, len(case.rows), 1, processes=1), metrics)
+    plan = resolve(cfg, case.backbone, 1)
+    return plan_step(case, make_workload(cfg, plan, case.backbone, case.rows), metrics)
 
 
 def write_table(rows: Sequence[data.Row], path: Path) -> None:

@@ -97,7 +97,7 @@ class Sampler:
         conditioning = self.backbone.collate([self.told(row.id) for row, _ in batch])
         shape = self.backbone.latent_shape(*self.sizes[batch[0][0].id], self.cfg.data.num_frames)
         if arm.steps == self.cfg.sample.num_inference_steps:
-            schedule = plan.make_schedule(self.cfg, self.backbone, shape)
+            schedule = plan.make_schedule(self.cfg.sample, self.backbone, shape)
         else:
             schedule = self.backbone.schedule(arm.steps, self.cfg.sample.shift, shape)
         guidance = self.cfg.sample.guidance_scale

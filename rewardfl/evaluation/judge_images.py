@@ -47,7 +47,7 @@ def run(cfg: config.AnyConfig, arm: Arm, args: argparse.Namespace, folder: outpu
     folder.claim(names)
     (out / "images").mkdir(exist_ok=True)
     specs = resolve_rewards(config.list_reward_specs(cfg))
-    setup_rewards.check_frames(cfg, specs)
+    plan.check_frames(cfg.data.num_frames, specs)
     terms = build_terms(specs, torch.device(args.device))
     pairs = evaluate_images(cfg, terms, arm, args)
     report = summarise_images(pairs, {term.label: term.weight > 0 for term in terms}) | {"command": sys.argv}
@@ -73,7 +73,7 @@ def evaluate_images(cfg: config.AnyConfig, terms: Sequence[Term], arm: Arm, args
     check_adapter(arm.adapter)
     backbone, device = setup_model.open_model(cfg), torch.device(args.device)
     rows = load_image_rows(cfg, backbone, terms)
-    examples = {row.id: (row, clip_scan.load_sized_example(cfg, row)) for row in rows}
+    examples = {row.id: (row, clip_scan.load_sized_example(cfg.data, row)) for row in rows}
     references = {
         key: [term.reward.reference(example.reference.to(device), row.prompt) for term in terms]
         for key, (row, example) in examples.items()
@@ -118,7 +118,7 @@ def load_image_rows(cfg: config.AnyConfig, backbone: Backbone, terms: Sequence[T
     takes, problems = backbone.takes_image, []
     for row in rows:
         texts = data.row_problems(row, cfg.data.num_frames, cfg.data.fps, takes)
-        texts += filter(None, [plan.size_problem(cfg, backbone, row.size)])
+        texts += filter(None, [plan.size_problem(cfg.data, backbone, row.size)])
         # each term separately, because a call with all of them checks only the trained ones
         texts += [text for term in terms for text in setup_rewards.missing_references(cfg, row, [term])]
         problems += [(row.line, text) for text in texts]

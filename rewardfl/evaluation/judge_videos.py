@@ -32,7 +32,7 @@ from rewardfl.files import atomic_write, digest_files, escape_control
 from rewardfl.merging import output
 from rewardfl.rewards.face.identity_kept import FEWEST
 from rewardfl.training import setup_model
-from rewardfl.training.resume import digest_base_model
+from rewardfl.training.setup_run import digest_base_model
 
 # keys of the configuration that decide how videos are sampled and clips are read, without paths: files have digests
 SAMPLING = ("data.height", "data.width", "data.num_frames", "data.max_pixels", "data.fps", "sample.", "model.dtype")

@@ -23,7 +23,7 @@ from rewardfl.rewards.face.pack import file_hashes
 from rewardfl.rewards.pixels.artifacts import measure_artifacts
 from rewardfl.rewards.pixels.video_motion import video_motion
 from rewardfl.rewards.scoring import Reference, Term, score_safely
-from rewardfl.training import setup_rewards
+from rewardfl.training import plan
 
 FACE = ("face_sim", "coverage", "speed", "nonrigid")  # the figures of a recogniser
 
@@ -55,7 +55,7 @@ class Judges:
 def load_judges(cfg: config.AnyConfig, args: argparse.Namespace) -> Judges:
     """Load the judges. Raise ValueError without a recogniser, RewardError for a reward that cannot be built."""
     specs = resolve_rewards(measured_rewards(cfg))
-    setup_rewards.check_frames(cfg, specs)
+    plan.check_frames(cfg.data.num_frames, specs)
     packs = {"reward": cfg.reward.reward_model_path, "held_out": cfg.reward.held_out_model_path, **args.judge}
     size = cfg.reward.det_size
     faces = {name: face.FaceIdentity(pack, size).to(args.device) for name, pack in packs.items() if pack is not None}

@@ -18,7 +18,7 @@ from rewardfl.evaluation import arms, judge_images
 from rewardfl.files import escape_control
 from rewardfl.rewards import build_terms
 from rewardfl.rewards.scoring import Reference, Term, score_safely
-from rewardfl.training import clip_scan, setup_model, setup_rewards
+from rewardfl.training import clip_scan, plan, setup_model, setup_rewards
 from rewardfl.training.timer import Timer
 
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     device = torch.device(command_line.resolve_device(args.device))
     cfg = configuration.load(args.config, args.overrides, RewardFlConfig)
     backbone = setup_model.open_model(cfg)
-    terms = build_terms(setup_rewards.find_rewards(cfg, backbone), device)
+    terms = build_terms(plan.find_rewards(cfg, backbone), device)
     examples, references = find_clips(cfg, terms, args.rows, device)
     videos = collect_videos(cfg, backbone, examples, args.experts, device)
     scales = measure_scales(terms, videos, references)
@@ -62,7 +62,7 @@ def find_clips(
         try:
             if problems := [row.problem] if row.problem else setup_rewards.missing_references(cfg, row, terms):
                 raise data.DataError("; ".join(problems))
-            example = clip_scan.load_sized_example(cfg, row)
+            example = clip_scan.load_sized_example(cfg.data, row)
             clip = example.reference.to(device)
             clip_references: list[Reference] = [
                 term.reward.reference(clip, row.prompt) if term.reward.compares_with in row.offers else None

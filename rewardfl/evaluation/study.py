@@ -100,7 +100,7 @@ class Study:
 
     def _read_real(self, row: data.Row) -> str:
         """Judge a row's real clip; return why it cannot be used, empty where it can."""
-        example = clip_scan.load_sized_example(self.cfg, row)
+        example = clip_scan.load_sized_example(self.cfg.data, row)
         fps = self.cfg.data.fps or data.frame_rate(row.video)
         real = judge_real(self.judges, row, example, fps)
         if isinstance(real, str):
@@ -131,7 +131,7 @@ class Study:
         encode_video, encode_image = backbone.video_encoder(device), backbone.image_encoder(device)
         decoder = backbone.load_decoder(device)
         for row in tqdm(missing, desc="through the VAE", disable=share.quiet):
-            example = clip_scan.load_sized_example(self.cfg, row)
+            example = clip_scan.load_sized_example(self.cfg.data, row)
             conditioning = encode_image(example.image, self.cfg.data.num_frames)
             video = decoder.decode(encode_video(example.video[None]), conditioning)[0].float()
             fps = self.cfg.data.fps or data.frame_rate(row.video)

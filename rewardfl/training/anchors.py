@@ -24,7 +24,7 @@ from rewardfl.training.samples import Batch, Rollout, Sample
 class Anchors:
     """The data anchor of a run. steps: the denoising steps that `anchor.sigmas` names (plan.anchor_steps)."""
 
-    cfg: AnchorConfig
+    settings: AnchorConfig
     steps: tuple[int, ...]
     seed: int
     backbone: Backbone
@@ -43,25 +43,29 @@ class Anchors:
         for lost latents, unless `skip_lost`.
         """
         members = batch.members
-        if self.cfg.weight == 0:
+        if self.settings.weight == 0:
             losses = torch.zeros(len(members), device=self.device)
             return losses, losses.bool()
         x0, has_clip = self.latents([member.row for member in members])
         conditioning = protocol.move_to(batch.conditioning, self.device)
-        whole_range = self.cfg.sigmas == "trained_range"
+        whole_range = self.settings.sigmas == "trained_range"
         draws = []
-        for n, moment in enumerate(anchor.draw_moments(self.cfg.draws, self.steps, whole_range, self.seed, update)):
+        for n, moment in enumerate(
+            anchor.draw_moments(self.settings.draws, self.steps, whole_range, self.seed, update)
+        ):
             names = [f"anchor/{self.samples[member.row].row.id}/{member.member}" for member in members]
             seeds = [noise_seed(self.seed, update, name, n) for name in names]
             draws.append(self._draw(policy, conditioning, batch.schedule.at(moment), seeds, x0))
-        weights, micro_batch = share * self.cfg.weight * has_clip, partial(job.accumulate, policy)
+        weights, micro_batch = share * self.settings.weight * has_clip, partial(job.accumulate, policy)
         losses = anchor.accumulate(draws, x0, weights, backward=job.backward, micro_batch=micro_batch)
         return losses, has_clip
 
     def metrics(self, losses: Tensor, has_clip: Tensor) -> dict[str, float]:
         """Return the anchor's part of actor/loss, and with an anchor actor/anchor_loss, the mean over the clips."""
-        anchored = {"actor/anchor_loss": float(losses.sum() / has_clip.sum().clamp(min=1))} if self.cfg.weight else {}
-        return {"actor/loss": self.cfg.weight * float(losses.mean())} | anchored
+        anchored = (
+            {"actor/anchor_loss": float(losses.sum() / has_clip.sum().clamp(min=1))} if self.settings.weight else {}
+        )
+        return {"actor/loss": self.settings.weight * float(losses.mean())} | anchored
 
     def latents(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return latents (B, C, T, h, w) of the rows' clips, 0 without a clip, and bool (B,) whether there is one."""
@@ -81,7 +85,7 @@ class Anchors:
         """
         clips = [row for row, sample in enumerate(self.samples) if sample.row.video is not None]
         losses = []
-        for row, in_shard in job.shard.padded(clips[: self.cfg.measured_clips]):
+        for row, in_shard in job.shard.padded(clips[: self.settings.measured_clips]):
             sample = self.samples[row]
             schedule = self.schedules(self.conditions.latent_shape(sample))
             x0, has_clip = self.latents([row])
@@ -106,7 +110,7 @@ class Anchors:
         """Return a draw at the one step of `at`. The velocity is the prompt's own, without guidance."""
         velocity = Velocity(backbone=self.backbone, model=network, conditioning=conditioning, schedule=at)
         reference = None
-        if self.cfg.target == "reference" and not to_data:
+        if self.settings.target == "reference" and not to_data:
             reference = partial(velocity.reference, step=0)
         noise = torch.cat([draw_noise((1, *x0.shape[1:]), seed, self.device) for seed in seeds])
         return Draw(velocity=partial(velocity, step=0), sigma=at.sigmas[0], noise=noise, reference=reference)

@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from pydantic import BaseModel, FiniteFloat, NonNegativeInt, ValidationError
 
-from rewardfl.config import AnyConfig
 from rewardfl.files import atomic_directory, sha256, temporary_path
 
 AFTER_EARLY_STOP = "to go on, set train.early_stop=null or raise its patience"
 
 
-def format_best(cfg: AnyConfig) -> str:
+def format_best(output_dir: str) -> str:
     """Describe in words which checkpoint checkpoints/best is."""
-    best = Path(cfg.run.output_dir) / "checkpoints" / "best"
+    best = Path(output_dir) / "checkpoints" / "best"
     return f"{best} is {best.resolve().name}" if best.exists() else f"no checkpoint became {best}"
 
 

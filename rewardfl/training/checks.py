@@ -3,21 +3,21 @@
 Each raises ConfigError, or returns what it looked up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from accelerate.tracking import get_available_trackers
 
-from rewardfl.config import AnyConfig, ConfigError, RewardFlConfig, list_reward_specs
+from rewardfl.config import ConfigError, RewardSpec
+from rewardfl.config.schema import GrpoTrainConfig, SharedExpertsConfig, SharedRewardConfig, TrainConfig
 from rewardfl.data import Row
 from rewardfl.files import sha256
 from rewardfl.rewards.face import pack as face_pack
 from rewardfl.rewards.face.detect import FaceDetector
 
 
-def check_batch(cfg: RewardFlConfig, num_processes: int) -> int:
+def check_batch(train: TrainConfig, num_processes: int) -> int:
     """Return the clips per step over all processes. Raise ConfigError where train_batch_size is another number."""
-    train = cfg.train
     per_device, accumulation = train.per_device_train_batch_size, train.gradient_accumulation_steps
     per_pass = per_device * num_processes
     global_batch, configured = per_pass * accumulation, train.train_batch_size
@@ -31,25 +31,25 @@ def check_batch(cfg: RewardFlConfig, num_processes: int) -> int:
     )
 
 
-def check_graphs(cfg: RewardFlConfig, num_processes: int) -> None:
+def check_graphs(train: TrainConfig, num_processes: int) -> None:
     """Raise ConfigError where several processes would keep the graphs of the rollout.
 
     DDP prepares a backward pass in the forward pass before it, and would see K of these before the first backward.
     """
-    if cfg.train.active_graphs == "keep_on_host" and num_processes > 1:
+    if train.active_graphs == "keep_on_host" and num_processes > 1:
         raise ConfigError(
             f"train.active_graphs keep_on_host is for one process, there are {num_processes}; set it to replay"
         )
 
 
-def check_sharding(cfg: AnyConfig, sharding: str) -> None:
+def check_sharding(experts: SharedExpertsConfig, train: GrpoTrainConfig, sharding: str) -> None:
     """Raise ConfigError where sharded weights (zero2, fsdp2) would be swapped to the host or compiled."""
-    if cfg.experts.trained == "cpu_swap" and sharding != "none":
+    if experts.trained == "cpu_swap" and sharding != "none":
         raise ConfigError(
             "experts.trained cpu_swap brings each process whole blocks from host memory, and "
             f"{sharding} puts them elsewhere; set experts.trained: gpu, or launch with configs/accelerate/ddp.yaml"
         )
-    if cfg.train.compile_blocks and sharding != "none":
+    if train.compile_blocks and sharding != "none":
         raise ConfigError(
             f"train.compile_blocks has not been tried with {sharding}; set it to false, or launch with "
             "configs/accelerate/ddp.yaml"
@@ -90,37 +90,27 @@ def check_held_out(rows: Sequence[Row], held_out: Sequence[Row]) -> list[str]:
     return [f"note: {shared} of {len(held_out)} rows of evaluation.eval_clips are trained on, too"] if shared else []
 
 
-def check_paths(cfg: AnyConfig) -> None:
-    """Raise ConfigError that names every missing path of the configuration, and every folder that is no face pack."""
-    paths = {
-        "data.file_name": cfg.data.file_name,
-        "model.model_paths": cfg.model.model_paths,
-        "model.distill_lora_high": cfg.model.distill_lora_high,
-        "model.distill_lora_low": cfg.model.distill_lora_low,
-        "model.tokenizer_path": cfg.model.tokenizer_path,
-        "lora.init_from": cfg.lora.init_from,
-    }
+def check_paths(paths: Mapping[str, str | None], reward: SharedRewardConfig) -> None:
+    """Raise ConfigError that names every missing path, {key: path}, and every folder of `reward` that is no pack."""
     problems = [
         f"{key}: no such file or folder: {path}" for key, path in paths.items() if path and not Path(path).exists()
     ]
     for key in ("reward_model_path", "held_out_model_path", "second_model_path"):
-        folder = getattr(cfg.reward, key)
+        folder = getattr(reward, key)
         try:
             if folder is not None:
                 detector, _ = face_pack.pack_files(folder)
                 if key != "second_model_path":  # only its recogniser is used
-                    FaceDetector(detector, cfg.reward.det_size)
+                    FaceDetector(detector, reward.det_size)
         except (OSError, ValueError) as error:
             problems.append(f"reward.{key}: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
-    check_second_recogniser(cfg)
-    check_judge(cfg)
 
 
-def check_second_recogniser(cfg: AnyConfig) -> None:
+def check_second_recogniser(reward: SharedRewardConfig) -> None:
     """Raise ConfigError when the second recogniser of face_identity is its first."""
-    first, second = cfg.reward.reward_model_path, cfg.reward.second_model_path
+    first, second = reward.reward_model_path, reward.second_model_path
     if first is None or second is None:
         return
     network, other = (face_pack.pack_files(folder)[1] for folder in (second, first))
@@ -131,16 +121,16 @@ def check_second_recogniser(cfg: AnyConfig) -> None:
         )
 
 
-def check_judge(cfg: AnyConfig) -> None:
+def check_judge(reward: SharedRewardConfig, specs: Sequence[RewardSpec]) -> None:
     """Raise ConfigError when the held-out judge shares a network's file with a pack that is trained on."""
-    judge = cfg.reward.held_out_model_path
+    judge = reward.held_out_model_path
     if judge is None:
         return
     trained = {
-        "reward.reward_model_path": cfg.reward.reward_model_path,
-        "reward.second_model_path": cfg.reward.second_model_path,
+        "reward.reward_model_path": reward.reward_model_path,
+        "reward.second_model_path": reward.second_model_path,
     }
-    for term in list_reward_specs(cfg):
+    for term in specs:
         packs = {key: value for key, value in term.settings.items() if key.endswith("pack_dir") and value}
         trained |= {f"{term.key}.settings.{key}": str(value) for key, value in packs.items() if term.weight > 0}
     for key, folder in trained.items():

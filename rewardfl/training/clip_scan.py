@@ -9,7 +9,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rewardfl import data, files
-from rewardfl.config import AnyConfig
+from rewardfl.config import DataConfig
 from rewardfl.data import cache
 from rewardfl.data.cache import Cache, Key
 from rewardfl.rewards import Reward
@@ -19,10 +19,10 @@ from rewardfl.training.shard import Gather, Shard, map_shared, read_entry
 Number = int | float | None
 
 
-def load_sized_example(cfg: AnyConfig, row: data.Row) -> data.Example:
+def load_sized_example(settings: DataConfig, row: data.Row) -> data.Example:
     """Read the row's clips at the configured size."""
-    size = (cfg.data.height, cfg.data.width, cfg.data.num_frames)
-    return data.load_example(row, *size, max_pixels=cfg.data.max_pixels, fps=cfg.data.fps)
+    size = (settings.height, settings.width, settings.num_frames)
+    return data.load_example(row, *size, max_pixels=settings.max_pixels, fps=settings.fps)
 
 
 def hash_files(rows: Sequence[data.Row], share: Shard, gather: Gather) -> tuple[dict[Path, str], dict[Path, str]]:

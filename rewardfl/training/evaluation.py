@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Decoder
-from rewardfl.config import AnyConfig, FlowGrpoConfig
+from rewardfl.config import DataConfig
 from rewardfl.rewards import FaceIdentityReward, async_scoring
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.face.identity_kept import Scale, ThroughVae, find_scale, why_no_scale
@@ -22,7 +22,7 @@ from rewardfl.training.samples import Sample
 
 @torch.no_grad()
 def find_scales(
-    cfg: AnyConfig,
+    settings: DataConfig,
     job: Distributed,
     terms: Sequence[Term],
     conditions: Conditions,
@@ -42,7 +42,7 @@ def find_scales(
     if reason := why_no_scale(len({sample.row.who for sample in clips}), missing):
         job.print(f"note: eval/* has no identity kept: {reason}")
         return {}
-    conditions.fill_latents(clips, lambda sample: load_sized_example(cfg, sample.row).video, job.device, job.shard)
+    conditions.fill_latents(clips, lambda sample: load_sized_example(settings, sample.row).video, job.device, job.shard)
     job.wait()
     through_vae = []
     for sample in job.shard.take(clips):
@@ -62,24 +62,24 @@ def find_scales(
 
 @torch.no_grad()
 def evaluate(
-    cfg: FlowGrpoConfig,
+    noises: int,
     job: Distributed,
     terms: Sequence[Term],
-    places: Sequence[async_scoring.WorkerPool | None],
+    pools: Sequence[async_scoring.WorkerPool | None],
     clips: Sequence[Sample],
     generate: Callable[[int, int], tuple[int, Tensor]],
     scales: Mapping[int, Scale],
 ) -> dict[str, float]:
-    """Return eval/*: the rewards' scores of videos of the clips. Each process scores its shard.
+    """Return eval/*: the rewards' scores of `noises` videos of each clip. Each process scores its shard.
 
     generate: (row, index of its noise) -> (row, its video (3, F, H, W)), called equally often on every process.
     scales: of `find_scales`.
     """
     outputs, people = [], []
-    for (row, n), in_shard in job.shard.padded(itertools.product(range(len(clips)), range(cfg.evaluation.eval_noises))):
+    for (row, n), in_shard in job.shard.padded(itertools.product(range(len(clips)), range(noises))):
         row, video = generate(row, n)
         if in_shard:
-            pending = async_scoring.submit(terms, video[None], [clips[row].references], places)
+            pending = async_scoring.submit(terms, video[None], [clips[row].references], pools)
             outputs.append(async_scoring.collect(pending))
             people.append(clips[row].row.who)
     outputs, people = job.gather_lists(outputs), job.gather_lists(people)

@@ -11,13 +11,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from rewardfl.backbones.protocol import Backbone, Experts
-from rewardfl.config import AnyConfig, GrpoTrainConfig
+from rewardfl.config import GrpoTrainConfig
 from rewardfl.memory import sharding
 from rewardfl.noise import noise_seed
 from rewardfl.optim import Average, learning_rate_factor
 from rewardfl.training import invariants
 from rewardfl.training.distributed import Distributed
-from rewardfl.training.state import RunState
+from rewardfl.training.state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +33,15 @@ class Learner:
 
 
 def make_learner(
-    cfg: AnyConfig,
+    train: GrpoTrainConfig,
     job: Distributed,
     backbone: Backbone,
     model: Experts,
     trained: Mapping[str, nn.Module],
     steps: int,
-    resumed: RunState,
+    restored: TrainState | None,
 ) -> Learner:
     """Build AdamW and its schedule over the loaded adapters, or restore them. steps: of the whole run."""
-    train = cfg.train
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=train.learning_rate, weight_decay=train.weight_decay)
     # a plain scheduler: accelerate's steps once per process
@@ -50,9 +49,9 @@ def make_learner(
     invariants.check_loaded(job.accelerator, model)
     policy, optimizer, parameters = job.prepare(model, optimizer, backbone.block_classes)
     watched = invariants.Weights(job.accelerator, model)
-    if resumed.state:
-        job.load_optimizer_state(optimizer, parameters, resumed.state.pop("optimizer"))
-        load_schedule(scheduler, resumed.state.pop("scheduler"), train)
+    if restored is not None:
+        job.load_optimizer_state(optimizer, parameters, restored.optimizer)
+        load_schedule(scheduler, restored.scheduler, train)
     return Learner(
         policy=policy, parameters=parameters, optimizer=optimizer, scheduler=scheduler, trained=trained, weights=watched
     )
@@ -67,21 +66,13 @@ def load_schedule(scheduler: LambdaLR, state: dict[str, Any], train: GrpoTrainCo
         group |= {"initial_lr": train.learning_rate, "lr": rate, "weight_decay": train.weight_decay}
 
 
-def make_average(decay: float, parameters: Sequence[nn.Parameter], resumed: RunState) -> Average:
+def make_average(decay: float, parameters: Sequence[nn.Parameter], restored: TrainState | None) -> Average:
     """Build the moving average of the parameters, and restore it when resuming. decay: after a warm-up from 0.1."""
     average = Average(parameters, decay=decay)
-    if resumed.state:
-        average.load_state_dict(resumed.state.pop("average"))
+    if restored is not None:
+        average.load_state_dict(restored.average)
         average.shadow_params = list(map(sharding.shard_like, average.shadow_params, parameters))
     return average
-
-
-def average_state(average: Average | None, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
-    """Return the state to resume from where a checkpoint's adapter is an average; {} for None. Collective."""
-    if average is None:
-        return {}
-    shadows = {"shadow_params": sharding.gather_to_cpu(average.shadow_params)}
-    return {"parameters": sharding.gather_to_cpu(parameters), "average": average.state_dict() | shadows}
 
 
 def seed_generators(seed: int, step: int, rank: int) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import uuid
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rewardfl import data
-from rewardfl.config import AnyConfig, ConfigError, flat
-from rewardfl.files import atomic_write, escape_control
+from rewardfl.config import EarlyStopConfig
+from rewardfl.files import escape_control
 from rewardfl.rewards.base import RewardError
 from rewardfl.training import checkpoint, metrics_file, run_folder
 from rewardfl.training.alarms import alarms, early_stop, score_for_best, suspects
@@ -28,7 +27,11 @@ FRAMES_SHOWN = 4  # of each sample video, in trackers
 class Log:
     """The log of a run. The main process writes; all of them count skipped updates."""
 
-    cfg: AnyConfig
+    output_dir: str
+    logging_steps: int
+    motion_alarm: float
+    early_stop_rule: EarlyStopConfig | None
+    max_nonfinite: int
     job: Distributed
     folder: run_folder.RunFolder
     metrics: metrics_file.MetricsFile
@@ -67,10 +70,10 @@ class Log:
         with checkpoint.warn_on_write_error(self.job.print, step, last=step == self.last_step):
             self.folder.check_present()
             self.metrics.append(step, metrics)
-        if step % self.cfg.run.logging_steps == 0:
+        if step % self.logging_steps == 0:
             with checkpoint.warn_on_write_error(self.job.print, step, last=False), self._tracking():
                 self.job.accelerator.log(metrics, step=step)
-        for warning in alarms(self.history, self.cfg.reward.motion_alarm):
+        for warning in alarms(self.history, self.motion_alarm):
             tqdm.write(f"step {step}: {warning}")
 
     def show_samples(self, step: int, folder: Path) -> None:
@@ -84,18 +87,18 @@ class Log:
                     tracker.log_images({f"samples/{path.stem}": frames[shown].numpy()}, step=step, **layout)
 
     def _tracking(self) -> AbstractContextManager[None]:
-        return checkpoint.as_write_error(Path(self.cfg.run.output_dir), "metrics.jsonl and samples/ have everything")
+        return checkpoint.as_write_error(Path(self.output_dir), "metrics.jsonl and samples/ have everything")
 
     def early_stop(self, step: int, metrics: Mapping[str, float]) -> str:
         """Return why train.early_stop ends the run; "" where it continues. Call it before `write`. Collective."""
-        rule = self.cfg.train.early_stop
+        rule = self.early_stop_rule
         if rule is None:
             return ""
         return self.job.run_on_main(lambda: early_stop([*self.history, {"step": step, **metrics}], **dict(rule)), ())
 
     def score_for_best(self, step: int, since: int, keys: Sequence[str]) -> float | None:
         """Return the score of checkpoints/best (alarms.score_for_best) by the limits of train.early_stop, if set."""
-        rule, limits = self.cfg.train.early_stop, dict[str, Any](motion=self.cfg.reward.motion_alarm)
+        rule, limits = self.early_stop_rule, dict[str, Any](motion=self.motion_alarm)
         if rule is not None:
             limits = {"window": rule.window, "motion": rule.motion, "grid": rule.grid}
         score, broken = score_for_best(self.history, since, keys, **limits)
@@ -113,33 +116,10 @@ class Log:
 
     def stop_if_stuck(self, step: int, why_nothing: str) -> None:
         """Raise RewardError or SystemExit after more than max_nonfinite updates in a row without effect."""
-        if self.skipped_in_a_row <= self.cfg.train.max_nonfinite:
+        if self.skipped_in_a_row <= self.max_nonfinite:
             return
         if why_nothing:
             raise RewardError(
                 f"stopped at step {step}: {self.skipped_in_a_row} updates in a row taught nothing; {why_nothing}"
             )
         raise SystemExit(f"stopped at step {step}: {self.skipped_in_a_row} updates in a row were not finite")
-
-
-def start_tracker(cfg: AnyConfig, job: Distributed, first_step: int) -> None:
-    """Start run.log_with's tracker on the main process. Raise ConfigError where it fails, as wandb without a key."""
-    folder = Path(cfg.run.output_dir)
-    errors: tuple[type[Exception], ...] = (OSError,)
-    settings: dict[str, Any] = {"purge_step": first_step + 1}
-    if cfg.run.log_with == "wandb" and job.main:
-        import wandb
-
-        errors, id_file = (OSError, wandb.Error), folder / "wandb_run_id"
-        if not (first_step and id_file.is_file()):
-            atomic_write(id_file, f"{uuid.uuid4().hex[:8]}\n")
-        run_id = id_file.read_text(encoding="utf-8").strip()
-        settings = {"name": folder.name, "dir": folder, "id": run_id, "resume": "allow"}
-
-    def start() -> None:
-        try:
-            job.accelerator.init_trackers("rewardfl", flat(cfg), {cfg.run.log_with: settings})
-        except errors as error:
-            raise ConfigError(f"run.log_with: {cfg.run.log_with} cannot start: {error}; set it to none") from error
-
-    job.run_on_main(start, ConfigError)

@@ -1,32 +1,35 @@
 """Read and check the LoRA that a run starts from (lora.init_from)."""
 
+from collections.abc import Sequence
+
 from rewardfl import lora
 from rewardfl.backbones.protocol import Adapter, Backbone
-from rewardfl.config import AnyConfig
-from rewardfl.training import plan
+from rewardfl.config.schema import LoraConfig
 from rewardfl.weights import lora_files, merge
 from rewardfl.weights.shards import InputError
 
 
-def read_initial_adapters(cfg: AnyConfig, backbone: Backbone) -> dict[str, lora_files.Lora]:
+def read_initial_adapters(
+    settings: LoraConfig, backbone: Backbone, names: Sequence[str], targets: Sequence[str]
+) -> dict[str, lora_files.Lora]:
     """Read the headers of lora.init_from, and return {expert: the LoRA that its adapter starts from}; {} without.
 
-    Raise InputError where the experts, rank, alpha, layers or shapes differ from the run's.
+    names: the trained experts. targets: the layers with an adapter. Raise InputError where the experts, rank, alpha,
+    layers or shapes differ from the run's.
     """
-    if cfg.lora.init_from is None:
+    if settings.init_from is None:
         return {}
-    names, where = plan.trained_experts(cfg, backbone.experts), f"lora.init_from: {cfg.lora.init_from}"
-    loras = lora_files.read_lora(cfg.lora.init_from)
+    where = f"lora.init_from: {settings.init_from}"
+    loras = lora_files.read_lora(settings.init_from)
     if len(loras) == len(names) == 1 and loras[0].expert is None:
         loras = lora_files.assign_expert(loras, names[0])
     if {adapter.expert for adapter in loras} != set(names):
         has = ", ".join(sorted(adapter.expert or "unknown" for adapter in loras))
         raise InputError(
-            f"{where} is for {has}, model.trainable_models {cfg.model.trainable_models} for {', '.join(names)}; give "
-            "an adapter of these experts"
+            f"{where} is for {has}, model.trainable_models for {', '.join(names)}; give an adapter of these experts"
         )
-    rank, alpha = cfg.lora.lora_rank, cfg.lora.lora_alpha or cfg.lora.lora_rank
-    layers = Adapter(rank, tuple(plan.lora_targets(cfg, backbone)))
+    rank, alpha = settings.lora_rank, settings.lora_alpha or settings.lora_rank
+    layers = Adapter(rank, tuple(targets))
     for adapter in loras:
         _check_init(where, adapter, rank, alpha, backbone.adapter_shapes(adapter.expert, layers))
     return {adapter.expert: adapter for adapter in loras}

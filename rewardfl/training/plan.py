@@ -1,58 +1,198 @@
-"""Resolve a configuration: schedule, trained experts, windows, group geometry, number of steps."""
+"""Resolve a configuration for its model and its number of processes: `resolve` returns the plan of the run."""
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, overload
 
 from rewardfl import config as configuration
 from rewardfl import data, epoch_order, lora
 from rewardfl.backbones.protocol import Backbone, Schedule, Shape
-from rewardfl.config import AnyConfig, ConfigError, FlowGrpoConfig, RewardFlConfig
+from rewardfl.config import AnyConfig, ConfigError, DataConfig, FlowGrpoConfig, RewardFlConfig
+from rewardfl.config.schema import GrpoSampleConfig, SampleConfig
 from rewardfl.group_plan import Geometry
+from rewardfl.rewards import registry
+from rewardfl.training import checks
+from rewardfl.training.lora_init import read_initial_adapters
+from rewardfl.weights import lora_files
 from rewardfl.weights.shards import InputError
 from rewardfl.windows import Windows, draw_window
 
 EPOCHS = 100  # epochs to take windows from, where the run's length is not known
 
 
-def largest_clip(cfg: AnyConfig, backbone: Backbone) -> tuple[int, int]:
-    """Return (height, width) of the largest clips: with max_pixels a square, which has the most tokens.
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What a run does, resolved from its configuration, its model and its number of processes."""
 
-    Otherwise it is the largest size of the usable rows, where the table exists and rows have sizes of their own.
+    processes: int
+    rewards: Sequence[registry.ResolvedReward]
+    schedule: Callable[[Shape], Schedule]  # the denoising steps for latents (C, T, h, w)
+    experts: tuple[str, ...]  # of each denoising step
+    trained: tuple[str, ...]  # experts that get an adapter
+    targets: tuple[str, ...]  # their layers that get one: diffusers' names, or ends of them
+    init: Mapping[str, lora_files.Lora]  # {expert: the LoRA that its adapter starts from}, of lora.init_from
+    active: tuple[int, ...]  # denoising steps with a gradient, increasing; for Flow-GRPO those of all windows
+    anchor_steps: tuple[int, ...]  # denoising steps of anchor.sigmas, increasing
+    forwards_per_velocity: int  # two with guidance
+    backwards_per_update: int  # of one process
+    max_steps: int | None  # train.max_steps
+    num_train_epochs: int  # visits of every clip, without max_steps
+    clips_at_once: int  # clips of an epoch's rollouts; for reward feedback learning of an update
+
+    def count_steps(self, clips: int) -> int:
+        """Count the updates of the run: max_steps, or num_train_epochs visits of every clip."""
+        if self.max_steps is not None:
+            return self.max_steps
+        epochs = epoch_order.total_steps(clips, self.clips_at_once, self.num_train_epochs)
+        return epochs * self.updates_per_epoch
+
+    @property
+    def updates_per_epoch(self) -> int:
+        """Return the updates that train on one set of rollouts."""
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardFlPlan(RunPlan):
+    """The plan of train_reward_fl.py."""
+
+    coupling: float  # weight of the gradient from one active step to the one before it
+    supervised: bool  # the data anchor is the whole loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowGrpoPlan(RunPlan):
+    """The plan of train_flow_grpo.py."""
+
+    windows: Windows
+    geometry: Geometry
+    inner_epochs: int
+    seed: int
+
+    @property
+    def updates_per_epoch(self) -> int:
+        """Return the updates that train on one set of rollouts."""
+        return self.geometry.updates * self.inner_epochs
+
+    def window(self, epoch: int) -> tuple[int, ...]:
+        """Return the stochastic steps of an epoch, increasing; their number is the same in all epochs."""
+        return draw_window(self.windows, epoch, self.seed)
+
+    def draw_windows(self, steps: int | None) -> list[tuple[int, ...]]:
+        """Return the window of each epoch of the run, or of the first EPOCHS where its length is not known."""
+        return [self.window(epoch) for epoch in range(EPOCHS if steps is None else steps // self.updates_per_epoch)]
+
+
+@overload
+def resolve(cfg: RewardFlConfig, backbone: Backbone, processes: int, *, here: bool = ...) -> RewardFlPlan: ...
+@overload
+def resolve(cfg: FlowGrpoConfig, backbone: Backbone, processes: int, *, here: bool = ...) -> FlowGrpoPlan: ...
+@overload
+def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = ...) -> RewardFlPlan | FlowGrpoPlan: ...
+
+
+def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = True) -> RewardFlPlan | FlowGrpoPlan:
+    """Resolve the configuration. Of files, only the header of lora.init_from is read.
+
+    here: the run's files must be on this machine. Raise ConfigError, RewardError or InputError for what cannot
+    train.
     """
-    table, usual = Path(cfg.data.file_name), (cfg.data.height, cfg.data.width)
-    if cfg.data.max_pixels is not None:
-        return data.clip_size((4096, 4096), *usual, cfg.data.max_pixels)
-    sizes = _row_sizes(table, table.stat().st_mtime_ns) if table.is_file() else frozenset()
-    usable = [size or usual for size in sizes if not size_problem(cfg, backbone, size)]
-    return max(usable, key=lambda size: (math.prod(size), size), default=usual)
+    shape = backbone.latent_shape(*largest_size(cfg.data, ()), cfg.data.num_frames)
+    schedule = make_schedule(cfg.sample, backbone, shape)
+    trained, targets = trained_experts(cfg, backbone.experts), tuple(lora_targets(cfg, backbone))
+    common: dict[str, Any] = {
+        "processes": processes,
+        "rewards": find_rewards(cfg, backbone, here=here),
+        "schedule": partial(make_schedule, cfg.sample, backbone),
+        "experts": schedule.experts,
+        "trained": trained,
+        "targets": targets,
+        "init": read_initial_adapters(cfg.lora, backbone, trained, targets) if here else {},
+        "anchor_steps": anchor_steps(cfg, schedule, trained),
+        "forwards_per_velocity": 2 if cfg.sample.guidance_scale != 1 else 1,
+        "max_steps": cfg.train.max_steps,
+        "num_train_epochs": cfg.train.num_train_epochs,
+    }
+    draws = cfg.anchor.draws if cfg.anchor.weight else 0
+    if isinstance(cfg, FlowGrpoConfig):
+        windows, geometry = make_windows(cfg, schedule.experts, trained), make_geometry(cfg, processes)
+        window_size = len(draw_window(windows, 0, cfg.run.seed))
+        return FlowGrpoPlan(
+            **common,
+            active=windows.drawable,
+            backwards_per_update=geometry.forwards_per_update * (window_size + draws),
+            clips_at_once=cfg.grpo.groups,
+            windows=windows,
+            geometry=geometry,
+            inner_epochs=cfg.grpo.inner_epochs,
+            seed=cfg.run.seed,
+        )
+    checks.check_graphs(cfg.train, processes)
+    check_active_experts(cfg, backbone, schedule)
+    active, supervised = configuration.active_steps(cfg), configuration.is_supervised(cfg)
+    replayed = 0 if supervised else len(active)
+    return RewardFlPlan(
+        **common,
+        active=active,
+        backwards_per_update=cfg.train.gradient_accumulation_steps * (replayed + draws),
+        clips_at_once=checks.check_batch(cfg.train, processes),
+        coupling=configuration.resolve_coupling(cfg),
+        supervised=supervised,
+    )
 
 
-@lru_cache(maxsize=4)
-def _row_sizes(table: Path, modified: int) -> frozenset[tuple[int, int] | None]:
-    """Return Row.size of all rows without a problem. modified: time of the file's change, a key of the cache."""
-    return frozenset(row.size for row in data.load_metadata(table) if not row.problem)
+def find_rewards(cfg: AnyConfig, backbone: Backbone, *, here: bool = True) -> list[registry.ResolvedReward]:
+    """Find the rewards' classes. here: files in their settings must exist.
+
+    Raise RewardError for a missing reward, wrong settings, or a trained one without a gradient. Raise ConfigError for
+    one that needs longer clips.
+    """
+    specs = registry.resolve_rewards(configuration.list_reward_specs(cfg, backbone.pixels_per_token), here)
+    check_frames(cfg.data.num_frames, specs)
+    if isinstance(cfg, RewardFlConfig) and not configuration.is_supervised(cfg):
+        registry.check_trainable(specs)
+    return specs
 
 
-def size_problem(cfg: AnyConfig, backbone: Backbone, size: tuple[int, int] | None) -> str:
+def check_frames(num_frames: int, rewards: Sequence[registry.ResolvedReward]) -> None:
+    """Raise ConfigError where a reward needs more frames than the clips have."""
+    for spec, cls in rewards:
+        if num_frames < cls.fewest_frames:
+            raise ConfigError(
+                f"{spec.key} judges at least {cls.fewest_frames} frames, and data.num_frames is {num_frames}; take a "
+                "reward that judges each picture (docs/rewards.md), or remove it"
+            )
+
+
+def largest_size(settings: DataConfig, sizes: Iterable[tuple[int, int] | None]) -> tuple[int, int]:
+    """Return (height, width) of the largest generated clips: with max_pixels a square, which has the most tokens.
+
+    sizes: rows' own height and width; None for a row of the usual size. Without rows it is the usual size.
+    """
+    usual = (settings.height, settings.width)
+    if settings.max_pixels is not None:
+        return data.clip_size((4096, 4096), *usual, settings.max_pixels)
+    return max((size or usual for size in sizes), key=lambda size: (math.prod(size), size), default=usual)
+
+
+def size_problem(settings: DataConfig, backbone: Backbone, size: tuple[int, int] | None) -> str:
     """Return why the model cannot make clips of a row's own (height, width); "" where it can."""
     if size is None:
         return ""
-    if cfg.data.max_pixels is not None:
+    if settings.max_pixels is not None:
         return "height and width say a size, and so does data.max_pixels; empty the cells, or remove data.max_pixels"
     try:
-        backbone.check_clips(size[0], size[1], cfg.data.num_frames)
+        backbone.check_clips(size[0], size[1], settings.num_frames)
     except InputError as error:
         return str(error).replace("data.", "").replace("\n", "; ")  # columns have the settings' names
     return ""
 
 
-def make_schedule(cfg: AnyConfig, backbone: Backbone, shape: Shape | None = None) -> Schedule:
-    """Return the run's denoising steps for latents of `shape`; None: of the largest clips."""
-    shape = backbone.latent_shape(*largest_clip(cfg, backbone), cfg.data.num_frames) if shape is None else shape
-    schedule = backbone.schedule(cfg.sample.num_inference_steps, cfg.sample.shift, shape)
-    return schedule.until(cfg.sample.final_timestep)
+def make_schedule(sample: SampleConfig | GrpoSampleConfig, backbone: Backbone, shape: Shape) -> Schedule:
+    """Return the run's denoising steps for latents of `shape` (C, T, h, w)."""
+    return backbone.schedule(sample.num_inference_steps, sample.shift, shape).until(sample.final_timestep)
 
 
 def trained_experts(cfg: AnyConfig, experts: Sequence[str]) -> tuple[str, ...]:
@@ -67,29 +207,13 @@ def trained_experts(cfg: AnyConfig, experts: Sequence[str]) -> tuple[str, ...]:
     return tuple(experts[i] for i in chosen)
 
 
-def count_steps(cfg: AnyConfig, clips: int | None, processes: int) -> int | None:
-    """Count the updates of the run: max_steps, or num_train_epochs visits of every clip. None where not known."""
-    if cfg.train.max_steps is not None or clips is None:
-        return cfg.train.max_steps
-    if isinstance(cfg, FlowGrpoConfig):
-        epochs = epoch_order.total_steps(clips, cfg.grpo.groups, cfg.train.num_train_epochs)
-        return epochs * updates_per_epoch(cfg)
-    train = cfg.train
-    at_once = processes * train.per_device_train_batch_size * train.gradient_accumulation_steps
-    return epoch_order.total_steps(clips, train.train_batch_size or at_once, train.num_train_epochs)
-
-
 def make_order(cfg: RewardFlConfig, sizes: Sequence[tuple[int, int]], processes: int) -> data.Order:
-    """Build the order of training. sizes: (height, width) of each clip."""
+    """Build the order of training. sizes: (height, width) of each clip; a forward pass takes clips of one size."""
     train = cfg.train
     return data.Order(
         sizes=sizes, batch_size=train.per_device_train_batch_size, accumulation=train.gradient_accumulation_steps,
         processes=processes, seed=cfg.run.seed,
     )  # fmt: skip
-
-
-def updates_per_epoch(cfg: FlowGrpoConfig) -> int:
-    return cfg.grpo.updates_per_epoch * cfg.grpo.inner_epochs
 
 
 def make_geometry(cfg: FlowGrpoConfig, processes: int) -> Geometry:
@@ -148,13 +272,13 @@ def lora_targets(cfg: AnyConfig, backbone: Backbone) -> list[str]:
     return lora.target_modules(cfg.lora.lora_target_modules, backbone.layer_names)
 
 
-def check_active_experts(cfg: RewardFlConfig, backbone: Backbone) -> None:
+def check_active_experts(cfg: RewardFlConfig, backbone: Backbone, schedule: Schedule) -> None:
     """Raise ConfigError where a trained expert has no active step, or an active step gives no gradient.
 
     A frozen expert's step only passes a gradient on to a trained expert's earlier step.
     """
-    schedule, trained = make_schedule(cfg, backbone), trained_experts(cfg, backbone.experts)
-    active, coupling, experts = configuration.active_steps(cfg), configuration.resolve_coupling(cfg), schedule.experts
+    trained, experts = trained_experts(cfg, backbone.experts), schedule.experts
+    active, coupling = configuration.active_steps(cfg), configuration.resolve_coupling(cfg)
     way_out = "sample.mid_timestep or sample.active_steps"
     if configuration.is_supervised(cfg):
         active, way_out = anchor_steps(cfg, schedule, trained), "anchor.sigmas (trained_range reaches every expert)"
@@ -198,16 +322,6 @@ def anchor_steps(cfg: AnyConfig, schedule: Schedule, trained: Sequence[str]) -> 
     return tuple(sigmas)
 
 
-def anchor_draws(cfg: AnyConfig) -> int:
-    """Return the backward passes that the data anchor adds to each forward pass of an update."""
-    return cfg.anchor.draws if cfg.anchor.weight else 0
-
-
-def backwards_per_sample(cfg: RewardFlConfig) -> int:
-    """Return the backward passes of one sample: those of the replay, none if supervised, and the data anchor's."""
-    return anchor_draws(cfg) + (0 if configuration.is_supervised(cfg) else len(configuration.active_steps(cfg)))
-
-
 def check_sizes(cfg: FlowGrpoConfig, sizes: Sequence[tuple[int, int]]) -> None:
     """Raise ConfigError where a forward pass would get videos of two sizes. sizes: of all clips."""
     if len(set(sizes)) > 1 and cfg.grpo.group_size % cfg.train.per_device_train_batch_size:
@@ -215,14 +329,3 @@ def check_sizes(cfg: FlowGrpoConfig, sizes: Sequence[tuple[int, int]]) -> None:
             "train.per_device_train_batch_size must divide grpo.group_size where clips differ in size: one forward "
             "pass takes videos of one size"
         )
-
-
-def forwards_per_velocity(cfg: AnyConfig) -> int:
-    """Return the forward passes of one velocity: two with guidance."""
-    return 2 if cfg.sample.guidance_scale != 1 else 1
-
-
-def draw_windows(cfg: FlowGrpoConfig, windows: Windows, steps: int | None) -> list[tuple[int, ...]]:
-    """Draw the window of each epoch of the run, or of the first EPOCHS where its length is not known."""
-    epochs = EPOCHS if steps is None else steps // updates_per_epoch(cfg)
-    return [draw_window(windows, epoch, cfg.run.seed) for epoch in range(epochs)]

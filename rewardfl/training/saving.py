@@ -1,6 +1,5 @@
-"""Write checkpoints, sample videos and run.json, and close a run."""
+"""Write checkpoints and sample videos, and close a run."""
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,83 +9,57 @@ from torch import Tensor
 
 from rewardfl import data, lora
 from rewardfl.backbones.protocol import Backbone
-from rewardfl.config import AnyConfig, to_dict
+from rewardfl.config import DataConfig
+from rewardfl.config.schema import RunConfig
 from rewardfl.files import escape_control
-from rewardfl.training import checkpoint, metrics_file, run_folder
+from rewardfl.memory import sharding
+from rewardfl.optim import Average
+from rewardfl.training import checkpoint
 from rewardfl.training.checkpoint import AFTER_EARLY_STOP, format_best
 from rewardfl.training.clip_scan import load_sized_example
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.learner import Learner
-from rewardfl.training.logger import Log, start_tracker
+from rewardfl.training.logger import Log
 from rewardfl.training.samples import Sample
 from rewardfl.training.signals import Interruption
-from rewardfl.training.state import RunState
-
-VERSIONED = (
-    "rewardfl", "torch", "accelerate", "diffusers", "transformers", "peft", "safetensors", "onnx", "numpy", "av",
-    "deepspeed",
-)  # fmt: skip
+from rewardfl.training.state import NO_BATCHING, Batching, RunState, TrainState
 
 PROMPT_FPS = 16  # frames per second of sample videos without a real clip
 
 
-def open_log(cfg: AnyConfig, job: Distributed, folder: run_folder.RunFolder, resumed: RunState, steps: int) -> Log:
-    """Write run.json, begin metrics.jsonl and the tracker, and return the log. steps: of the whole run."""
-    point, lines = resumed.resume_point, ""
-    if point.path is not None:
-        lines = checkpoint.load_metrics(point.path)
-        job.print(f"resuming from {point.path} at step {point.step}")
-    metrics = metrics_file.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl", lines)
-    for change in resumed.changes:
-        job.print(f"changed at step {change['step']}: {run_folder.describe_changes([change])}")
-    changed = {change["key"] for change in resumed.changes}
-    for key in cfg.run.resume_with_changes:
-        if key not in changed:
-            job.print(f"note: run.resume_with_changes names {key}, which has not changed")
-
-    def begin() -> None:
-        folder.check_present()
-        metrics.start()
-        packs = {key: files for key, files in resumed.content.items() if key.startswith("reward.")}
-        folder.write_run_json(
-            {
-                "config": to_dict(cfg),
-                "command": sys.argv,
-                "versions": run_folder.library_versions(VERSIONED),
-                "git_commit": run_folder.git_commit(Path(__file__).parent),
-                "face_packs": packs,
-                "base_model": point.base,
-                "init_from": resumed.content["lora.init_from"],
-                "changes": resumed.changes,
-            }
-        )
-
-    job.run_on_main(begin, checkpoint.CheckpointError)
-    start_tracker(cfg, job, point.step)
-    return Log(
-        cfg=cfg, job=job, folder=folder, metrics=metrics, last_step=steps,
-        skipped_in_a_row=resumed.state.get("skipped_in_a_row", 0),
-    )  # fmt: skip
-
-
-def collect_state(job: Distributed, learner: Learner, resumed: RunState, log: Log, step: int) -> dict[str, Any]:
-    """Collect the state to resume from after `step`, common to both scripts. Collective."""
-    return {
-        "step": step,
-        "skipped_in_a_row": log.skipped_in_a_row,
-        "content": {key: dict(files) for key, files in resumed.content.items()},
-        "scheduler": learner.scheduler.state_dict(),
-        "optimizer": job.optimizer_state(learner.optimizer, learner.parameters),
-    }
+def collect_state(
+    job: Distributed,
+    learner: Learner,
+    average: Average | None,
+    run: RunState,
+    log: Log,
+    step: int,
+    batching: Batching = NO_BATCHING,
+) -> TrainState:
+    """Collect the state to resume from after `step`. Collective."""
+    weights: dict[str, Any] = {}
+    if average is not None:
+        shadows = {"shadow_params": sharding.gather_to_cpu(average.shadow_params)}
+        weights["parameters"] = sharding.gather_to_cpu(learner.parameters)
+        weights["average"] = average.state_dict() | shadows
+    return TrainState(
+        step=step,
+        skipped_in_a_row=log.skipped_in_a_row,
+        content={key: dict(files) for key, files in run.content.items()},
+        scheduler=learner.scheduler.state_dict(),
+        optimizer=job.optimizer_state(learner.optimizer, learner.parameters),
+        **weights,
+        **batching._asdict(),
+    )
 
 
 def save(
-    cfg: AnyConfig,
+    settings: RunConfig,
     job: Distributed,
     backbone: Backbone,
     learner: Learner,
     log: Log,
-    state: dict[str, Any],
+    state: TrainState,
     score: float | None,
     last: bool,
 ) -> None:
@@ -102,19 +75,20 @@ def save(
             backbone.save_adapter(name, expert, folder, adapters[name])
 
     if job.main:
-        with checkpoint.warn_on_write_error(job.print, state["step"], last=last):
+        with checkpoint.warn_on_write_error(job.print, state.step, last=last):
             log.folder.check_present()
-            keep_last, lines = cfg.run.keep_last, log.metrics.text
-            checkpoint.save_checkpoint(cfg.run.output_dir, state["step"], write, state, score, keep_last, lines)
+            keep_last, lines = settings.keep_last, log.metrics.text
+            checkpoint.save_checkpoint(settings.output_dir, state.step, write, vars(state), score, keep_last, lines)
 
 
-def samples_dir(cfg: AnyConfig, step: int) -> Path:
-    return Path(cfg.run.output_dir) / "samples" / f"step-{step:06d}"
+def samples_dir(output_dir: str, step: int) -> Path:
+    return Path(output_dir) / "samples" / f"step-{step:06d}"
 
 
 @torch.no_grad()
 def sample_videos(
-    cfg: AnyConfig,
+    run: RunConfig,
+    clips: DataConfig,
     samples: Sequence[Sample],
     generate: Callable[[int], tuple[int, Tensor]],
     job: Distributed,
@@ -126,19 +100,19 @@ def sample_videos(
     equally often on every process; it may replace a row with lost inputs. A video that cannot be written, or its real
     clip not be read, is left out with a warning.
     """
-    folder = samples_dir(cfg, step)
-    for n, in_shard in job.shard.padded(range(min(cfg.run.sample_videos, len(samples)))):
+    folder = samples_dir(run.output_dir, step)
+    for n, in_shard in job.shard.padded(range(min(run.sample_videos, len(samples)))):
         row, video = generate(n)
         path = folder / f"{n:02d}.{'png' if video.shape[1] == 1 else 'mp4'}"
         if in_shard:
             try:
                 with checkpoint.warn_on_write_error(print, step, last=False):
-                    write_comparison(cfg, samples[row], video, path)
+                    write_comparison(clips, samples[row], video, path)
             except data.DataError as error:
                 why = f"its real clip cannot be shown: {error}"
                 print(escape_control(f"warning: step {step}: {path} is left out, since {why}"))
     job.wait()
-    written = [path for n in range(cfg.run.sample_videos) if (path := folder / f"{n:02d}.png").is_file()]
+    written = [path for n in range(run.sample_videos) if (path := folder / f"{n:02d}.png").is_file()]
     if len(written) > 1 and job.main:
         with checkpoint.warn_on_write_error(print, step, last=False):
             pictures = [data.read_picture(path) for path in written]
@@ -146,19 +120,19 @@ def sample_videos(
     return folder
 
 
-def write_comparison(cfg: AnyConfig, sample: Sample, video: Tensor, path: Path) -> None:
+def write_comparison(clips: DataConfig, sample: Sample, video: Tensor, path: Path) -> None:
     """Write the real clip, if any, next to the generated `video` (3, F, H, W). Raise WriteError or DataError."""
     if sample.row.video is None:
-        _write_video(path, video.float().cpu(), cfg.data.fps or PROMPT_FPS)
+        _write_video(path, video.float().cpu(), clips.fps or PROMPT_FPS)
         return
-    real = load_sized_example(cfg, sample.row).video
+    real = load_sized_example(clips, sample.row).video
     if real.shape != video.shape:
         sizes = " x ".join(map(str, real.shape[1:])), " x ".join(map(str, video.shape[1:]))
         raise data.DataError(f"{sample.row.video}: is {sizes[0]} (frames x height x width) now, it was {sizes[1]}")
     if sample.references and "boxes" in (sample.references[0] or {}) and sample.row.reference_video is None:
         for boxes in sample.references[0]["boxes"]:  # of the faces that the reward follows
             real = data.draw_boxes(real, boxes)
-    fps = cfg.data.fps or data.frame_rate(sample.row.video)
+    fps = clips.fps or data.frame_rate(sample.row.video)
     _write_video(path, torch.cat([real, video.float().cpu()], -1), fps)
 
 
@@ -171,15 +145,15 @@ def _write_video(path: Path, video: Tensor, fps: float) -> None:
             data.write_video(path, video, fps=fps)
 
 
-def close_run(cfg: AnyConfig, job: Distributed, interruption: Interruption, step: int, stopped: str) -> int:
+def close_run(run: RunConfig, job: Distributed, interruption: Interruption, step: int, stopped: str) -> int:
     """Close the tracker, print how the run ended, and return the exit code. stopped: why train.early_stop ended it."""
     job.accelerator.end_training()
     if interruption.number:
-        if cfg.run.sample_videos and step and not samples_dir(cfg, step).exists():
+        if run.sample_videos and step and not samples_dir(run.output_dir, step).exists():
             job.print(f"note: {interruption.name} came before the sample videos of step {step}, which are left out")
         job.print(f"{interruption.name}: stopped after step {step}; the same command goes on from there")
         return interruption.exit_code
     if stopped:
-        job.print(f"stopped at step {step}: {stopped}; {format_best(cfg)}; {AFTER_EARLY_STOP}")
-    job.print(f"done: {cfg.run.output_dir}/checkpoints/latest")
+        job.print(f"stopped at step {step}: {stopped}; {format_best(run.output_dir)}; {AFTER_EARLY_STOP}")
+    job.print(f"done: {run.output_dir}/checkpoints/latest")
     return 0

@@ -17,6 +17,7 @@ from rewardfl.training.anchors import Anchors
 from rewardfl.training.clip_scan import load_sized_example
 from rewardfl.training.conditions import Conditions
 from rewardfl.training.distributed import Distributed
+from rewardfl.training.plan import RunPlan
 from rewardfl.training.samples import Rows, Sample
 from rewardfl.training.setup_rewards import missing_columns, missing_references
 from rewardfl.training.shard import map_shared
@@ -40,7 +41,7 @@ def size_notes(cfg: AnyConfig, rows: Sequence[data.Row]) -> list[str]:
 def scan_rows(
     cfg: AnyConfig, job: Distributed, backbone: Backbone, rewards: Sequence[registry.ResolvedReward] = ()
 ) -> Rows:
-    """Read the headers of all clips, and check the columns that the rewards need. rewards: of find_rewards.
+    """Read the headers of all clips, and check the columns that the rewards need. rewards: of the plan.
 
     Raise DataError that lists the unusable rows, unless data.skip_bad_rows, and where no row is left.
     """
@@ -71,7 +72,7 @@ def _scan_table(
         if (reward.weight > 0 or i == 0) and isinstance(cls.compares_with, str)
     }
     problems += [(row.line, text) for row in rows if not row.problem for text in missing_columns(cfg, row, needs)]
-    bad_sizes = {size: plan.size_problem(cfg, backbone, size) for size in {row.size for row in rows}}
+    bad_sizes = {size: plan.size_problem(cfg.data, backbone, size) for size in {row.size for row in rows}}
     problems += [(row.line, bad_sizes[row.size]) for row in rows if bad_sizes[row.size]]
     good, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
     messages, table = [f"skipped: {line}" for line in bad], rows[0].table
@@ -116,7 +117,7 @@ def find_samples(
     bad_lines = {line for line, _ in problems}
     good = [row for row in rows if row.line not in bad_lines]
     keys = {row.line: clip_scan.clip_key(row, hashes, size) for row in good}
-    load = partial(load_sized_example, cfg)
+    load = partial(load_sized_example, cfg.data)
     scans = job.gather_lists(clip_scan.scan_clips(store, good, keys, load, rewards, job.device, job.shard))
     problems += [(scan.line, scan.problem) for scan in scans if scan.problem]
     rows, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
@@ -137,44 +138,47 @@ def make_conditions(cfg: AnyConfig, backbone: Backbone, base: Mapping[str, str],
 
 
 def make_anchors(
-    cfg: AnyConfig, backbone: Backbone, conditions: Conditions, samples: Sequence[Sample], job: Distributed
+    cfg: AnyConfig,
+    run_plan: RunPlan,
+    backbone: Backbone,
+    conditions: Conditions,
+    samples: Sequence[Sample],
+    job: Distributed,
 ) -> Anchors:
     """Build the run's data anchor, and cache the latents of the clips that it trains on or measures."""
-    trained = plan.trained_experts(cfg, backbone.experts)
     anchors = Anchors(
-        cfg=cfg.anchor,
-        steps=plan.anchor_steps(cfg, plan.make_schedule(cfg, backbone), trained),
+        settings=cfg.anchor,
+        steps=run_plan.anchor_steps,
         seed=cfg.run.seed,
         backbone=backbone,
         conditions=conditions,
         samples=samples,
-        schedules=partial(plan.make_schedule, cfg, backbone),
+        schedules=run_plan.schedule,
         skip_lost=cfg.data.skip_bad_rows,
         device=job.device,
     )
     clips = [sample for sample in samples if sample.row.video is not None]
     clips = clips if cfg.anchor.weight else clips[: cfg.anchor.measured_clips]
-    conditions.fill_latents(clips, lambda sample: load_sized_example(cfg, sample.row).video, job.device, job.shard)
+    conditions.fill_latents(clips, lambda sample: load_sized_example(cfg.data, sample.row).video, job.device, job.shard)
     job.wait()
     return anchors
 
 
 def make_batch_builder(
     cfg: configuration.RewardFlConfig,
-    backbone: Backbone,
+    run_plan: RunPlan,
     conditions: Conditions,
     samples: Sequence[Sample],
     job: Distributed,
 ) -> batches.BatchBuilder:
     """Build the builder of batches, and cache the boundary latents where experts.untrained is boundary_cache."""
     cached = cfg.experts.untrained == "boundary_cache"
-    schedules, noises = partial(plan.make_schedule, cfg, backbone), cfg.sample.noises_per_sample
     builder = batches.BatchBuilder(
         samples=samples,
         conditions=conditions,
-        schedules=schedules,
+        schedules=run_plan.schedule,
         seed=cfg.run.seed,
-        noises=noises,
+        noises=cfg.sample.noises_per_sample,
         cached=cached,
         skip=cfg.data.skip_bad_rows,
         device=job.device,

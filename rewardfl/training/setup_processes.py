@@ -11,7 +11,7 @@ def connect_processes(cfg: AnyConfig) -> Distributed:
     """Connect the run's processes. Raise LaunchError or ConfigError where they do not fit the configuration."""
     several = len(trained_positions(cfg)) > 1
     job = Distributed(cfg.train.max_grad_norm, several, cfg.run.cpu_threads, cfg.run.log_with, cfg.run.output_dir)
-    checks.check_sharding(cfg, job.sharding)
+    checks.check_sharding(cfg.experts, cfg.train, job.sharding)
     attention.check_backward(cfg.model.attention_backend, DTYPES[cfg.model.dtype], job.device)
     if cfg.train.compile_blocks:
         compiling.check_compiler(job.device)

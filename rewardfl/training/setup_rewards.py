@@ -1,4 +1,4 @@
-"""Find the rewards of a configuration and check each on a first clip before the model loads."""
+"""Check the rewards: the columns that they need, face packs, and each on a first clip before the model loads."""
 
 from collections.abc import Sequence
 
@@ -6,39 +6,15 @@ import torch
 
 from rewardfl import config as configuration
 from rewardfl import data
-from rewardfl.backbones.protocol import Backbone
 from rewardfl.config import AnyConfig
 from rewardfl.noise import draw_noise
-from rewardfl.rewards import FaceIdentityReward, registry
+from rewardfl.rewards import FaceIdentityReward
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.rewards.face.pack import describe_packs, file_hashes
 from rewardfl.rewards.scoring import RewardError, Term, check_reward
 from rewardfl.training.clip_scan import load_sized_example
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.samples import Sample
-
-
-def find_rewards(cfg: AnyConfig, backbone: Backbone, here: bool = True) -> list[registry.ResolvedReward]:
-    """Find the rewards' classes, before anything is read or written. here: files in their settings must exist.
-
-    Raise RewardError for a missing reward, wrong settings, or a trained one without a gradient. Raise ConfigError for
-    one that needs longer clips.
-    """
-    specs = registry.resolve_rewards(configuration.list_reward_specs(cfg, backbone.pixels_per_token), here)
-    check_frames(cfg, specs)
-    if isinstance(cfg, configuration.RewardFlConfig) and not configuration.is_supervised(cfg):
-        registry.check_trainable(specs)
-    return specs
-
-
-def check_frames(cfg: AnyConfig, found: Sequence[registry.ResolvedReward]) -> None:
-    """Raise ConfigError where a reward needs more frames than the clips have."""
-    for spec, cls in found:
-        if cfg.data.num_frames < cls.fewest_frames:
-            raise configuration.ConfigError(
-                f"{spec.key} judges at least {cls.fewest_frames} frames, and data.num_frames is {cfg.data.num_frames}; "
-                "take a reward that judges each picture (docs/rewards.md), or remove it"
-            )
 
 
 def missing_references(cfg: AnyConfig, row: data.Row, terms: Sequence[Term]) -> list[str]:
@@ -79,7 +55,7 @@ def check_face_packs(
         for key, identity in packs.items():
             if identity.second_file is not None:
                 hashes[configuration.second_pack_key(key)] = file_hashes([identity.second_file])
-        clip = load_sized_example(cfg, samples[0].row).reference.to(job.device)
+        clip = load_sized_example(cfg.data, samples[0].row).reference.to(job.device)
         return hashes, describe_packs(hashes) + face_parity.check_packs(packs, clip)
 
     return job.run_on_main(check, (face_parity.FaceParityError, data.DataError))
@@ -94,7 +70,7 @@ def check_rewards(cfg: AnyConfig, job: Distributed, terms: Sequence[Term], sampl
 
     def judge() -> list[str]:
         first = samples[0]
-        video = load_sized_example(cfg, first.row).video
+        video = load_sized_example(cfg.data, first.row).video
         if video is None:
             video = draw_noise((3, cfg.data.num_frames, *first.size), cfg.run.seed, torch.device("cpu")).clamp(-1, 1)
         by_gradient = isinstance(cfg, configuration.RewardFlConfig)

@@ -1,11 +1,11 @@
-"""Records of a resumed run: its checkpoint and the restored state."""
+"""Records of a resumed run: its checkpoint, its content and the restored state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rewardfl.weights import lora_files
+from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,20 +18,42 @@ class ResumePoint:
     base: Mapping[str, str] = field(default_factory=dict)  # {part of the base model: digest of its files}
 
 
+class Batching(NamedTuple):
+    """Numbers of clips that the order of training depends on. None for Flow-GRPO, whose groups fix the order."""
+
+    global_batch: int | None  # clips of an update
+    one_shape_batch: int | None  # clips of a forward pass, where clips differ in size
+
+
+NO_BATCHING = Batching(None, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """What a checkpoint restores next to its adapters. Tensors are whole, on the CPU."""
+
+    step: int  # updates done
+    skipped_in_a_row: int  # updates without effect before it
+    content: dict[str, dict[str, str]]  # of RunState
+    optimizer: dict[str, Any]
+    scheduler: dict[str, Any]
+    parameters: list[Tensor] | None = None  # where the checkpoint's adapters are an average of them
+    average: dict[str, Any] | None = None  # state of this average
+    global_batch: int | None = None  # of Batching
+    one_shape_batch: int | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """The content of a run, and the state of the checkpoint that it resumes from.
+    """The content of a run, which must not change when it resumes.
 
-    content: {key of the configuration: {file or row, in order: digest}}, which must not change in a run. changes: those
-    that run.resume_with_changes has allowed. state: {} for a new run; entries are popped as they are loaded, to save
-    memory.
+    content: {key of the configuration: {file or row, in order: digest}}. changes: those that run.resume_with_changes
+    has allowed.
     """
 
     resume_point: ResumePoint
     content: Mapping[str, Mapping[str, str]]
-    init: Mapping[str, lora_files.Lora]
     changes: list[dict[str, Any]]
-    state: dict[str, Any]
 
     @property
     def step(self) -> int:

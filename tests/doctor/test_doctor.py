@@ -287,7 +287,7 @@ def test_one_update_is_started_and_leaves_the_page_alone(monkeypatch, tmp_path, 
 def test_a_gpu_peak_above_the_estimate_differs(monkeypatch, peak, status):
     monkeypatch.setattr(models, "measure", measured_before)
     case = opened(device=torch.device("cuda"))
-    plan = models.workload.make_workload(case.cfg, case.backbone, 2, 1, 1)
+    plan = models.make_workload(case.cfg, models.resolve(case.cfg, case.backbone, 1), case.backbone, case.rows[:2])
     found = models.plan_step(case, plan, {"time/step": 2.0, "memory/peak_gb": peak})
     assert found.status == status and f"peak {peak:.2f} GB, estimated 0.07" in found.line
 

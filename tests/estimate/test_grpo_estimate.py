@@ -1,20 +1,21 @@
 """The estimate of train_flow_grpo.py: closed forms of its counts, on the published model's shape and the tiny world."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from conftest import ROOT, measured_before
 from pipelines import I2V, LAYERS
-from test_needs import tool
+from test_needs import planned, tool
 
 from rewardfl import backbones, config, epoch_order, flow, group_plan, sde
 from rewardfl.backbones.protocol import Adapter, Source
 from rewardfl.backbones.wan import model as wan
 from rewardfl.estimate import needs, report
 from rewardfl.estimate.advice import Machine, fits, options, recommend, with_options
-from rewardfl.training import plan, summary, workload
+from rewardfl.training import plan, setup_summary, workload
 from rewardfl.windows import draw_window
 
 pytestmark = pytest.mark.slow(150)
@@ -38,10 +39,10 @@ PLAIN = [
 
 def asked(*overrides, steps=None, clips=None, processes=1, windows=((3, 4), (4, 5))):
     """The work of the tiny configuration, six groups of four, as if of the published model; `windows` in turn."""
-    cfg = config.load(ROOT / TINY, [*PLAIN, *overrides])
+    cfg = config.load(ROOT / TINY, [*PLAIN, f"train.max_steps={steps or 'null'}", *overrides])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "draw_windows", lambda *_: list(windows))
-        found = workload.make_workload(cfg, TINY_MODEL, clips, steps, processes)
+        patch.setattr(plan.FlowGrpoPlan, "draw_windows", lambda *_: list(windows))
+        found = planned(cfg, TINY_MODEL, clips, processes)
     return dataclasses.replace(found, video=VIDEO)
 
 
@@ -227,7 +228,7 @@ def test_run_of_a_configuration(monkeypatch):
     ]  # fmt: skip
     packs = (ROOT / "assets/tiny_world/faces" / name for name in ("reward", "judge"))
     cfg = config.load(TINY, [*SIX, *settings])
-    run = workload.make_workload(cfg, TINY_MODEL, 48, 12, 4, "fsdp2")
+    run = planned(cfg, TINY_MODEL, 48, 4, "fsdp2")
     # guided; two members of a group on each process share the four steps before the window
     passes = {"low_noise": 2 * 2 * 2}  # of two steps, two inner epochs, guided
     adapter = Adapter(cfg.lora.lora_rank, ADAPTER.targets)
@@ -246,15 +247,16 @@ def test_run_of_a_configuration(monkeypatch):
         reward_bytes=sum(file.stat().st_size for pack in packs for file in pack.glob("*.onnx")),
         processes=4, sharding="fsdp2", placement="fp8", offload_inputs=True, batch=2, samples_on="cpu",
     )  # fmt: skip
-    cfg = config.load(TINY, [*SIX, "evaluation.eval_clips=null"])  # nothing is known of its length
-    drawn = workload.make_workload(cfg, TINY_MODEL, None, None, 1)
+    cfg = config.load(TINY, [*SIX, "evaluation.eval_clips=null", "train.max_steps=null"])  # its length is not known
+    drawn = planned(cfg, TINY_MODEL)
     assert drawn.evaluation is None and drawn.saves is None and len(drawn.spans) == 2
     assert drawn.replay == pytest.approx({"low_noise": 2})
     windows = plan.make_windows(cfg, EXPERTS, ["low_noise"])
     assert windows.drawable == (3, 4, 5, 6)
-    found = plan.draw_windows(cfg, windows, None)
+    run_plan = plan.resolve(cfg, TINY_MODEL, 1)
+    found = run_plan.draw_windows(None)
     assert set(found) == {(3, 4), (4, 5), (5, 6)} and len(found) == 100
-    assert found[:3] == plan.draw_windows(cfg, windows, 3) == [draw_window(windows, e, 42) for e in range(3)]
+    assert found[:3] == run_plan.draw_windows(3) == [draw_window(windows, e, 42) for e in range(3)]
     cfg = config.load(TINY, ["grpo.window_bounds=[4,6]"])
     assert plan.make_windows(cfg, EXPERTS, ["low_noise"]).drawable == (4, 5)
 
@@ -264,25 +266,26 @@ def test_the_expert_that_answers_at_a_tie_is_the_schedules():
     overrides = [*SIX, "sample.shift=3", "sample.num_inference_steps=4", "grpo.window=list", "grpo.window_steps=[1]"]
     cfg = config.load(ROOT / TINY, overrides)
     with pytest.raises(config.ConfigError, match="grpo.window: .*model.trainable_models"):
-        workload.make_workload(cfg, TINY_MODEL, 4, 2, 1)
+        plan.resolve(cfg, TINY_MODEL, 1)
 
 
 def test_total_steps():
     passes = ["train.max_steps=null", "train.num_train_epochs=2", "grpo.updates_per_epoch=3", "grpo.inner_epochs=2"]
     cfg = config.load(ROOT / TINY, [*SIX, *passes])
-    assert plan.count_steps(cfg, 20, 1) == 7 * 6  # 40 visits of clips by 6 groups at a time: 7 epochs
-    assert plan.count_steps(cfg, None, 1) is None
-    assert plan.count_steps(config.load(ROOT / TINY), None, 1) == 40
+    # 40 visits of clips by 6 groups at a time: 7 epochs
+    assert plan.resolve(cfg, TINY_MODEL, 1).count_steps(20) == 7 * 6
+    assert plan.resolve(config.load(ROOT / TINY), TINY_MODEL, 1).count_steps(20) == 40
 
 
-def overview(*overrides, clips=None, steps=None, processes=1):
+def overview(*overrides, clips=None, processes=1):
     cfg = config.load(ROOT / TINY, [*SIX, *overrides])
-    return summary.overview(cfg, TINY_MODEL, clips, steps, processes)
+    rows = None if clips is None else [SimpleNamespace(size=None)] * clips
+    return setup_summary.overview(cfg, plan.resolve(cfg, TINY_MODEL, processes), TINY_MODEL, rows)
 
 
 def test_overview():
     settings = ["grpo.updates_per_epoch=2", "grpo.inner_epochs=2", "sample.guidance_scale=2"]
-    text = overview(*settings, "train.per_device_train_batch_size=4", clips=48, steps=40, processes=3)
+    text = overview(*settings, "train.per_device_train_batch_size=4", clips=48, processes=3)
     assert "6 groups x 8 = 48 samples = 4 forwards x 4 batch x 3 processes\n" in text
     assert "per process 64 forwards without gradient: 4 batches x 8 steps x 2 (guidance)\n" in text
     assert "an update: 24 samples; per process 8 forwards with gradient: 2 batches x 2 window steps x 2" in text
@@ -292,7 +295,7 @@ def test_overview():
 
 
 def test_forwards_of_a_shared_start_are_a_mean_over_the_windows(monkeypatch):
-    monkeypatch.setattr(plan, "draw_windows", lambda *_: [(3, 4), (4, 5)])
+    monkeypatch.setattr(plan.FlowGrpoPlan, "draw_windows", lambda *_: [(3, 4), (4, 5)])
     settings = ["grpo.same_noise_in_group=true", "grpo.group_size=4", "train.per_device_train_batch_size=2"]
     # twelve batches; six groups; three or four steps once per group: 6 * 3.5 + 12 * 4.5
     assert "per process 75 forwards without gradient" in overview(*settings)
@@ -304,7 +307,7 @@ def test_forwards_of_a_shared_start_are_a_mean_over_the_windows(monkeypatch):
 def cells(step, *overrides):
     cfg = config.load(ROOT / TINY, [*SIX, "grpo.window_bounds=[3, 6]", *overrides])
     windows = plan.make_windows(cfg, EXPERTS, ["low_noise"])
-    return summary.sigma_table(cfg, SCHEDULE, windows.drawable)[1 + step].split()
+    return setup_summary.sigma_table(SCHEDULE, windows.drawable, cfg.grpo)[1 + step].split()
 
 
 def test_sigma_table():
@@ -324,7 +327,7 @@ def test_sigma_table():
     assert cells(3, "grpo.window=list", "grpo.window_steps=[3]", "grpo.window_bounds=null")[4] == "trained"
     assert cells(0, "grpo.noise_level=1.2")[5] == "1.2000"
     assert cells(0, "grpo.noise_level=1.2")[11:] == ["-"] * 3  # there is no such cps
-    face = summary.sigma_table(config.load(ROOT / "tests/face.yaml"), SCHEDULE, (4, 5, 6, 7))
+    face = setup_summary.sigma_table(SCHEDULE, (4, 5, 6, 7))
     assert face[3].split() == ["2", "0.9375", "937.500", "high_noise", "-"]
     assert [line.split()[4] for line in face[1:]] == ["-"] * 4 + ["replayed"] * 4
 

@@ -15,8 +15,7 @@ from rewardfl import backbones, config, data, lora, reward_flow, sde
 from rewardfl.backbones.image.flux import pack
 from rewardfl.backbones.protocol import Experts, Velocity
 from rewardfl.rewards import build_terms, resolve_rewards
-from rewardfl.training import batches, plan, setup_data, setup_model, workload
-from rewardfl.training import resume as resume_module
+from rewardfl.training import batches, plan, setup_data, setup_model, setup_run, setup_workload
 from rewardfl.training.setup_processes import connect_processes
 from rewardfl_tools import check_dataset, plan_run
 
@@ -89,7 +88,7 @@ def opened(words):
     store, rows = setup_data.open_cache(cfg), setup_data.scan_rows(cfg, job, backbone).train
     terms = build_terms(resolve_rewards(config.list_reward_specs(cfg)), job.device)
     samples = setup_data.find_samples(cfg, rows, terms, store, job)
-    conditions = setup_data.make_conditions(cfg, backbone, resume_module.digest_base_model(backbone), store)
+    conditions = setup_data.make_conditions(cfg, backbone, setup_run.digest_base_model(backbone), store)
     setup_data.fill_conditions(cfg, conditions, samples, job)
     return cfg, backbone, samples, conditions
 
@@ -105,7 +104,7 @@ def test_latents_of_each_size_are_the_stock_pipelines(folder_of, tmp_path):  # n
     starts = batches.BatchBuilder(
         samples=samples,
         conditions=conditions,
-        schedules=partial(plan.make_schedule, cfg, backbone),
+        schedules=partial(plan.make_schedule, cfg.sample, backbone),
         seed=0,
         noises="fresh",
         cached=False,
@@ -167,7 +166,7 @@ def test_a_size_that_cannot_be_is_refused_with_its_line(
 ):
     table = write(tmp_path / "sizes.csv", [f"a red ball{',' * columns.count(',')}", row], columns)
     words = [*settings("sd3", folder_of("sd3")), table, f"run.output_dir={tmp_path / 'run'}", "train.max_steps=1"]
-    monkeypatch.setattr(resume_module, "open_run", None)  # before anything loads or is written
+    monkeypatch.setattr(setup_run, "open_run", None)  # before anything loads or is written
     code, _, error = call(monkeypatch, capsys, *words)
     assert code == 2 and "1 of 2 rows cannot be used" in error and f"\nline 3: {said}" in error, error
     if MULTIPLE in said:
@@ -190,7 +189,10 @@ def test_the_estimate_is_of_the_largest(folder_of, tmp_path):  # noqa: F811
     def work_of(*more):
         cfg = config.load(CONFIG, [*words, *more])
         backbone = backbones.open("flux", setup_model.model_source(cfg))
-        return workload.make_workload(cfg, backbone, 4, 1, 1).video, plan.make_schedule(cfg, backbone).sigmas
+        run_plan, rows = plan.resolve(cfg, backbone, 1), data.load_metadata(cfg.data.file_name)
+        video = setup_workload.make_workload(cfg, run_plan, backbone, rows).video
+        shape = backbone.latent_shape(video.height, video.width, video.num_frames)
+        return video, run_plan.schedule(shape).sigmas
 
     video, sigmas = work_of(two_sizes(tmp_path))
     usual, expected = work_of(f"data.width={2 * SIDE}")

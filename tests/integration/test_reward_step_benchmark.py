@@ -10,7 +10,7 @@ from conftest import ROOT
 from benchmarks import reward_step
 from rewardfl import backbones, config
 from rewardfl.estimate import needs
-from rewardfl.training import plan, setup_model, workload
+from rewardfl.training import plan, setup_model
 
 CONFIG = str(ROOT / "tests" / "face.yaml")
 FAST = [
@@ -42,19 +42,18 @@ def test_modes_stand_side_by_side(monkeypatch, capsys, tmp_path):
     assert all(one["gradient_difference"] == 0 for one in found.values()), found
     cfg = config.load(CONFIG, [*FAST, *reward_step.RESIDENT])
     backbone = backbones.describe(cfg.model.model_name, setup_model.model_source(cfg))
-    costs = reward_step.measure_costs(workload.make_workload(cfg, backbone, None, None, 1).video)
+    costs = reward_step.measure_costs(reward_step.plan_work(cfg, backbone).video)
     peaks = {mode: one["rows"][-1]["peak"] for mode, one in found.items()}
     assert peaks["replay"] < 0.6 * peaks["full_graph"] and peaks["swap"] < peaks["replay"]
     # what comes into the device: the untrained expert's blocks at its steps, and the decoder's caches once
     expert, chunks = costs.experts["high_noise"], 2 * sum(chunk.caches_in for chunk in costs.chunks)
     blocks = expert.weights - expert.other_weights
-    schedule = plan.make_schedule(cfg, backbone)
-    passes = schedule.experts.count("high_noise")
+    passes = plan.resolve(cfg, backbone, 1).experts.count("high_noise")
     assert found["replay"]["copied_in"] == pytest.approx(passes * blocks + chunks, rel=0.02)
     assert found["replay"]["copied_out"] == pytest.approx(chunks, rel=0.02)
     for mode in ("replay", "keep_on_host", "swap"):
         more = [*FAST, *reward_step.MODES[mode]]
-        flops = needs.flops(costs, workload.make_workload(config.load(CONFIG, more), backbone, None, None, 1))
+        flops = needs.flops(costs, reward_step.plan_work(config.load(CONFIG, more), backbone))
         assert found[mode]["rows"][-1]["plan_flops"] == 2 * sum(flops.values())
         table = out.rsplit("| mode |")[1]
         printed = re.search(rf"^\| {mode} \| \S+ \| \S+ \| (\S+) \| (\S+) \|", table, re.M)

@@ -364,7 +364,7 @@ def test_a_run_starts_from_another_ones_adapter(straight, monkeypatch, capsys, t
         (["lora.lora_rank=8"], "has rank 4 and alpha 4 in blocks.0."),
         (["lora.lora_alpha=8"], "this run lora.lora_rank 4 and lora.lora_alpha 8"),
         (["lora.lora_target_modules=q,k,v"], "lora.lora_target_modules"),
-        (["model.trainable_models=dit,dit2", "sample.mid_timestep=0"], "is for low_noise, model.trainable_models dit,"),
+        (["model.trainable_models=dit,dit2", "sample.mid_timestep=0"], "is for low_noise, model.trainable_models for"),
         (["lora.init_from=nowhere"], "lora.init_from: no such file or folder: nowhere"),
         (["lora.init_from=RUN"], "RUN is a run; give one of its checkpoints"),
     ],

@@ -9,7 +9,7 @@ from rewardfl import backbones, config
 from rewardfl.backbones.protocol import Source
 from rewardfl.config import ConfigError
 from rewardfl.data import Row
-from rewardfl.training import checks, plan
+from rewardfl.training import checks, plan, setup_model
 
 REQUIRED = {
     "run": {"output_dir": "out"},
@@ -23,30 +23,39 @@ def load(*overrides):
     return config.parse(REQUIRED, overrides)
 
 
+def check_sharding(sharding, *overrides):
+    cfg = load(*overrides)
+    checks.check_sharding(cfg.experts, cfg.train, sharding)
+
+
+def check_judge(cfg):
+    checks.check_judge(cfg.reward, config.list_reward_specs(cfg))
+
+
 def test_check_batch():
     geometry = ["train.per_device_train_batch_size=2", "train.gradient_accumulation_steps=3"]
-    assert checks.check_batch(load(), 1) == 1
-    assert checks.check_batch(load(*geometry), 4) == 24
-    assert checks.check_batch(load(*geometry, "train.train_batch_size=24"), 4) == 24
+    assert checks.check_batch(load().train, 1) == 1
+    assert checks.check_batch(load(*geometry).train, 4) == 24
+    assert checks.check_batch(load(*geometry, "train.train_batch_size=24").train, 4) == 24
     message = (
         "train.train_batch_size is 20, but per_device_train_batch_size 2 x gradient_accumulation_steps 3 x "
         "4 processes = 24; gradient_accumulation_steps 2 gives 16, gradient_accumulation_steps 3 gives 24"
     )
     with pytest.raises(ConfigError, match=f"^{message}$"):
-        checks.check_batch(load(*geometry, "train.train_batch_size=20"), 4)
+        checks.check_batch(load(*geometry, "train.train_batch_size=20").train, 4)
     with pytest.raises(ConfigError, match="= 24; gradient_accumulation_steps 1 gives 8$"):
-        checks.check_batch(load(*geometry, "train.train_batch_size=3"), 4)
+        checks.check_batch(load(*geometry, "train.train_batch_size=3").train, 4)
 
 
 @pytest.mark.parametrize("setting", ["experts.trained=cpu_swap", "train.compile_blocks=true"])
 def test_what_waits_in_host_memory_is_not_shared_out(setting):
-    checks.check_sharding(load(setting), "none")
+    check_sharding("none", setting)
     for sharding in ("zero2", "fsdp2"):
         with pytest.raises(
             ConfigError, match=f"^{setting.partition('=')[0]} .*{sharding}.*configs/accelerate/ddp.yaml"
         ):
-            checks.check_sharding(load(setting), sharding)
-        checks.check_sharding(load(), sharding)
+            check_sharding(sharding, setting)
+        check_sharding(sharding)
 
 
 def test_check_paths(tmp_path):
@@ -61,7 +70,7 @@ def test_check_paths(tmp_path):
     ]
     cfg = load(*overrides)
     with pytest.raises(ConfigError) as error:
-        checks.check_paths(cfg)
+        setup_model.check_files(cfg)
     lines = str(error.value).splitlines()
     assert [line.split(":")[0] for line in lines] == [
         "data.file_name",
@@ -78,10 +87,10 @@ def test_check_paths(tmp_path):
     magenta_pack(pack / "antelopev2")
     for file in magenta_pack(judge / "models" / "buffalo_l").glob("*.onnx"):
         marked(file)
-    checks.check_paths(cfg)
+    setup_model.check_files(cfg)
     (pack / "antelopev2" / "rec.onnx").unlink()
     with pytest.raises(ConfigError, match=r"^reward.reward_model_path: .*pack has no recogniser among its .onnx files"):
-        checks.check_paths(cfg)
+        setup_model.check_files(cfg)
 
 
 @pytest.mark.parametrize("shared,task", [("det.onnx", "detector"), ("rec.onnx", "recogniser")])
@@ -101,32 +110,32 @@ def test_a_judge_that_shares_a_file_is_refused(tmp_path, shared, task):
     }  # fmt: skip
     for key, overrides in trained.items():
         with pytest.raises(ConfigError) as refused:
-            checks.check_judge(load(*overrides, held_out))
+            check_judge(load(*overrides, held_out))
         assert str(refused.value).startswith(f"reward.held_out_model_path: the {task} {judge / shared} ")
         assert all(
             words in str(refused.value) for words in (key, str(pack / shared), "det_500m.onnx", "w600k_r50.onnx")
         )
     measured = [one.replace("weight: 0.1", "weight: 0") for one in trained["reward.others.more.settings.pack_dir"]]
-    checks.check_judge(load(*measured, held_out))
+    check_judge(load(*measured, held_out))
     marked(judge / shared)
-    checks.check_judge(load(*trained["reward.reward_model_path"], held_out))
+    check_judge(load(*trained["reward.reward_model_path"], held_out))
 
 
 def test_a_second_recogniser_is_another_than_the_first_and_the_judges(tmp_path):
     pack, second, judge = (magenta_pack(tmp_path / name) for name in ("pack", "second", "judge"))
     both = [f"reward.reward_model_path={pack}", f"reward.second_model_path={second}"]
     with pytest.raises(ConfigError) as refused:
-        checks.check_second_recogniser(load(*both))
+        checks.check_second_recogniser(load(*both).reward)
     assert str(refused.value).startswith(f"reward.second_model_path: the recogniser {second / 'rec.onnx'} ")
     marked(second / "rec.onnx")
-    checks.check_second_recogniser(load(*both))
-    checks.check_second_recogniser(load(both[0]))
+    checks.check_second_recogniser(load(*both).reward)
+    checks.check_second_recogniser(load(both[0]).reward)
     for file in judge.glob("*.onnx"):
         marked(file)
     for task, file in (("recogniser", "rec.onnx"), ("detector", "det.onnx")):
         marked(second / file)  # as the judge's is: the same bytes
         with pytest.raises(ConfigError) as refused:
-            checks.check_judge(load(*both, f"reward.held_out_model_path={judge}"))
+            check_judge(load(*both, f"reward.held_out_model_path={judge}"))
         assert str(refused.value).startswith(f"reward.held_out_model_path: the {task} {judge / file} ")
         assert f"{second / file} of reward.second_model_path" in str(refused.value)
 
@@ -150,7 +159,7 @@ def check_active(active, trained, coupling):
         f"sample.gradient_mode={MODES[coupling]}",
         f"model.trainable_models={TRAINED[trained]}",
     ]
-    plan.check_active_experts(config.load(ROOT / "configs" / "wan22_face.yaml", settings), PUBLISHED)
+    plan.resolve(config.load(ROOT / "configs" / "wan22_face.yaml", settings), PUBLISHED, 1, here=False)
 
 
 HIGH, LOW, BOTH = ("high_noise",), ("low_noise",), ("high_noise", "low_noise")
@@ -213,6 +222,6 @@ def test_a_detector_that_does_not_take_det_size(tmp_path):
     (tmp_path / "m.csv").touch()
     paths = [f"model.model_paths={tmp_path}", f"data.file_name={tmp_path / 'm.csv'}"]
     paths += [f"reward.reward_model_path={magenta_pack(tmp_path / 'pack')}"]
-    checks.check_paths(load(*paths, "reward.det_size=64"))
+    setup_model.check_files(load(*paths, "reward.det_size=64"))
     with pytest.raises(ConfigError, match="^reward.reward_model_path: .* only takes .64, 64. pixels, det_size is 640"):
-        checks.check_paths(load(*paths))
+        setup_model.check_files(load(*paths))

@@ -11,8 +11,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rewardfl import config, data
 from rewardfl.config import ConfigError
 from rewardfl.training import checks, metrics_file
-from rewardfl.training.logger import Log, start_tracker
+from rewardfl.training.logger import Log
 from rewardfl.training.run_folder import RunFolder
+from rewardfl.training.setup_run import start_tracker
 
 
 def opened(folder, name, first_step):
@@ -27,7 +28,15 @@ def opened(folder, name, first_step):
     run_folder = RunFolder()
     run_folder.take(folder)
     return Log(
-        cfg=cfg, job=job, folder=run_folder, metrics=metrics_file.MetricsFile(folder / "metrics.jsonl"), last_step=10
+        output_dir=str(folder),
+        logging_steps=1,
+        motion_alarm=0.5,
+        early_stop_rule=None,
+        max_nonfinite=10,
+        job=job,
+        folder=run_folder,
+        metrics=metrics_file.MetricsFile(folder / "metrics.jsonl"),
+        last_step=10,
     )
 
 

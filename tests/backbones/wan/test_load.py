@@ -32,7 +32,7 @@ from rewardfl.backbones.wan import variants
 from rewardfl.backbones.wan.variants import TWO_EXPERTS, VARIANTS
 from rewardfl.noise import draw_noise
 from rewardfl.training import setup_model
-from rewardfl.training.resume import digest_base_model
+from rewardfl.training.setup_run import digest_base_model
 from rewardfl.weights import shards
 from rewardfl.weights.shards import InputError
 from rewardfl_tools import generate

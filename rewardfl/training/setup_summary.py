@@ -6,56 +6,59 @@ from statistics import fmean
 from rewardfl import config as configuration
 from rewardfl import flow, group_plan
 from rewardfl.backbones.protocol import Backbone, Schedule
-from rewardfl.config import AnyConfig, FlowGrpoConfig, RewardFlConfig
-from rewardfl.rewards import registry
-from rewardfl.training import plan
+from rewardfl.config import AnchorConfig, AnyConfig, FlowGrpoConfig, RewardFlConfig
+from rewardfl.config.schema import GrpoConfig
+from rewardfl.data import Row
 from rewardfl.training.distributed import Distributed
+from rewardfl.training.plan import FlowGrpoPlan, RewardFlPlan, largest_size
 from rewardfl.training.samples import Rows
-from rewardfl.windows import Windows
 
 
 def print_run_summary(
-    cfg: AnyConfig,
-    backbone: Backbone,
-    specs: Sequence[registry.ResolvedReward],
-    rows: Rows,
-    steps: int,
-    job: Distributed,
+    cfg: AnyConfig, plan: RewardFlPlan | FlowGrpoPlan, backbone: Backbone, rows: Rows, job: Distributed
 ) -> None:
-    """Print notes, the configuration, the rewards, the arithmetic and the sigmas. specs: of find_rewards."""
+    """Print notes, the configuration, the rewards, the arithmetic and the sigmas."""
+    specs, steps = plan.rewards, plan.count_steps(len(rows.train))
     trained = [f"{spec.weight:g} x {spec.label} ({spec.name})" for spec, _ in specs if spec.weight > 0]
     if isinstance(cfg, configuration.FlowGrpoConfig):
         trained += [f"{weight:g} x {part}" for part, weight in configuration.part_weights(cfg).items()]
     trained += [f"{cfg.anchor.weight:g} x the data anchor"] if cfg.anchor.weight else []
     measured = [f"{spec.label} ({spec.name})" for spec, _ in specs if spec.weight == 0]
     rewards = f"trained on {' + '.join(trained)}; only measured: {', '.join(measured) or 'nothing'}"
-    if configuration.is_supervised(cfg):
+    if isinstance(plan, RewardFlPlan) and plan.supervised:
         rewards = "supervised fine-tuning: trained on the clips alone, without rollouts; no reward is computed"
     notes = [f"note: {note}" for note in backbone.differences(cfg.sample.shift, cfg.sample.guidance_scale)]
     if isinstance(cfg, configuration.RewardFlConfig) and cfg.reward.kl_gradient == "through_trajectory":
         notes.append("note: reward.kl_gradient: through_trajectory is now reference_constant; the old name will go")
     if cfg.train.warmup_steps > steps:
         notes.append(f"note: train.warmup_steps {cfg.train.warmup_steps} do not end within the run's {steps} steps")
-    arithmetic = overview(cfg, backbone, len(rows.train), steps, job.world)
+    arithmetic = overview(cfg, plan, backbone, rows.train)
     for line in [*notes, *rows.messages, configuration.dump(cfg), rewards, arithmetic]:
         job.print(line)
 
 
-def overview(cfg: AnyConfig, backbone: Backbone, clips: int | None, steps: int | None, processes: int) -> str:
-    """Return the arithmetic of batches, steps and gradients, and the sigmas. clips, steps: None where not known."""
-    schedule = plan.make_schedule(cfg, backbone)
+def overview(cfg: AnyConfig, plan: RewardFlPlan | FlowGrpoPlan, backbone: Backbone, rows: Sequence[Row] | None) -> str:
+    """Return the arithmetic of batches, steps and gradients, and the sigmas of the largest clips.
+
+    rows: the clips to train on; None where they are not known.
+    """
+    size = largest_size(cfg.data, [row.size for row in rows or ()])
+    schedule = plan.schedule(backbone.latent_shape(*size, cfg.data.num_frames))
+    clips = None if rows is None else len(rows)
     if isinstance(cfg, FlowGrpoConfig):
-        windows = plan.make_windows(cfg, schedule.experts, plan.trained_experts(cfg, backbone.experts))
-        lines, trained = _group_arithmetic(cfg, len(schedule), windows, clips, steps, processes), windows.drawable
+        assert isinstance(plan, FlowGrpoPlan)
+        lines = _group_arithmetic(cfg.grpo, plan, clips)
+        table = sigma_table(schedule, plan.active, cfg.grpo)
     else:
-        lines, trained = _batch_arithmetic(cfg, clips, steps, processes), configuration.active_steps(cfg)
+        assert isinstance(plan, RewardFlPlan)
+        lines = _batch_arithmetic(cfg, plan, clips)
+        table = sigma_table(schedule, plan.active)
     if cfg.anchor.weight:
-        lines.append(_anchor_line(cfg, plan.anchor_steps(cfg, schedule, plan.trained_experts(cfg, backbone.experts))))
-    return "\n".join([*lines, "", *sigma_table(cfg, schedule, trained), ""])
+        lines.append(_anchor_line(cfg.anchor, plan.anchor_steps))
+    return "\n".join([*lines, "", *table, ""])
 
 
-def _anchor_line(cfg: AnyConfig, steps: Sequence[int]) -> str:
-    anchor = cfg.anchor
+def _anchor_line(anchor: AnchorConfig, steps: Sequence[int]) -> str:
     moments = "any moment of" if anchor.sigmas == "trained_range" else "in turn"
     target = "the velocity without the adapter" if anchor.target == "reference" else "the clips"
     return (
@@ -64,39 +67,38 @@ def _anchor_line(cfg: AnyConfig, steps: Sequence[int]) -> str:
     )
 
 
-def _batch_arithmetic(cfg: RewardFlConfig, clips: int | None, steps: int | None, processes: int) -> list[str]:
-    train, sample = cfg.train, cfg.sample
-    at_once = train.per_device_train_batch_size * train.gradient_accumulation_steps * processes
+def _batch_arithmetic(cfg: RewardFlConfig, plan: RewardFlPlan, clips: int | None) -> list[str]:
+    train, sample, at_once = cfg.train, cfg.sample, plan.clips_at_once
     lines = [
         f"batch: {train.per_device_train_batch_size} per process x {train.gradient_accumulation_steps} accumulation x "
-        f"{processes} processes = {at_once} clips per step",
-        f"gradient: {sample.gradient_mode} through steps {list(configuration.active_steps(cfg))}, coupling "
-        f"{configuration.resolve_coupling(cfg):g}, KL weight {cfg.reward.kl_weight:g} ({cfg.reward.kl_gradient})",
+        f"{plan.processes} processes = {at_once} clips per step",
+        f"gradient: {sample.gradient_mode} through steps {list(plan.active)}, coupling "
+        f"{plan.coupling:g}, KL weight {cfg.reward.kl_weight:g} ({cfg.reward.kl_gradient})",
         f"untrained expert: {cfg.experts.untrained}; decoder caches: {train.decode_caches}",
     ]
-    if configuration.is_supervised(cfg):
+    if plan.supervised:
         lines = lines[:1]
-    if plan.forwards_per_velocity(cfg) > 1:
+    if plan.forwards_per_velocity > 1:
         lines.append(f"guidance: {sample.guidance_scale:g}, gradient of {sample.guidance_gradient}")
-    if steps is None or clips is None:
+    if clips is None:
         return lines
+    steps = plan.count_steps(clips)
     visited = f"steps: {steps} = {steps * at_once} samples = {steps * at_once / clips:.2f} x {clips} rows"
     return [lines[0], visited, *lines[1:]]
 
 
-def _group_arithmetic(
-    cfg: FlowGrpoConfig, num_steps: int, windows: Windows, clips: int | None, steps: int | None, processes: int
-) -> list[str]:
-    grpo, geometry = cfg.grpo, plan.make_geometry(cfg, processes)
-    drawn = plan.draw_windows(cfg, windows, steps)
+def _group_arithmetic(grpo: GrpoConfig, plan: FlowGrpoPlan, clips: int | None) -> list[str]:
+    geometry, processes, num_steps = plan.geometry, plan.processes, len(plan.experts)
+    steps = plan.max_steps if clips is None else plan.count_steps(clips)
+    drawn = plan.draw_windows(steps)
     batches, widest = geometry.forwards_per_update, max(map(len, drawn))
     rolled = fmean(
         sum(passes for _, passes in group_plan.rollout_counts(geometry, num_steps, window)) for window in drawn
     )
-    velocity_passes, per_epoch = plan.forwards_per_velocity(cfg), plan.updates_per_epoch(cfg)
+    velocity_passes, per_epoch = plan.forwards_per_velocity, plan.updates_per_epoch
     guidance = f" x {velocity_passes} (guidance)" if velocity_passes > 1 else ""
     first = ", ".join(str(list(window)) for window in drawn[:3])
-    window = f"{list(windows.drawable)}"
+    window = f"{list(plan.active)}"
     if grpo.window != "list":
         window = f"{widest} of {window}, drawn in each epoch: {first}, ..."
     lines = [
@@ -117,7 +119,7 @@ def _group_arithmetic(
     return [*lines, f"the run: {steps} updates = {epochs} epochs = {groups} groups{visits}"]
 
 
-def sigma_table(cfg: AnyConfig, schedule: Schedule, trained: Sequence[int]) -> list[str]:
+def sigma_table(schedule: Schedule, trained: Sequence[int], grpo: GrpoConfig | None = None) -> list[str]:
     """Return a table by step: sigma, timestep, expert, and whether it is trained, or drawn in windows.
 
     Flow-GRPO adds for each kind of stochastic step at the configured noise level its std, gradient weight
@@ -125,9 +127,9 @@ def sigma_table(cfg: AnyConfig, schedule: Schedule, trained: Sequence[int]) -> l
     """
     kinds: Sequence[str] = ()
     role, word, level, trained_with = "gradient", "replayed", 0.0, ""
-    if isinstance(cfg, FlowGrpoConfig):
-        kinds, level, trained_with = ("flow", "dance", "cps"), cfg.grpo.noise_level, cfg.grpo.sde
-        role, word = "window ", "trained" if cfg.grpo.window == "list" else "drawn"
+    if grpo is not None:
+        kinds, level, trained_with = ("flow", "dance", "cps"), grpo.noise_level, grpo.sde
+        role, word = "window ", "trained" if grpo.window == "list" else "drawn"
     heads = "".join(f"{kind + ' std':>11s}{'weight':>8s}{'noise':>7s}" for kind in kinds)
     lines = [f"step   sigma   timestep  expert      {role}{heads}".rstrip()]
     sigmas = schedule.sigmas.tolist()

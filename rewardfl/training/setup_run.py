@@ -1,0 +1,196 @@
+"""Open a run folder, resume: compare the run's content with the checkpoint and load its state, open the log."""
+
+import json
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rewardfl.backbones.protocol import Backbone
+from rewardfl.config import AnyConfig, ConfigError, flat, to_dict
+from rewardfl.data.cache import digest
+from rewardfl.files import atomic_write, digest_files
+from rewardfl.rewards.scoring import Term
+from rewardfl.training import alarms, checkpoint, metrics_file, run_folder
+from rewardfl.training.checkpoint import AFTER_EARLY_STOP, format_best
+from rewardfl.training.distributed import Distributed
+from rewardfl.training.logger import Log
+from rewardfl.training.plan import RunPlan
+from rewardfl.training.run_folder import MAY_CHANGE_IF_NAMED, RunFolder, prepare_output_dir
+from rewardfl.training.samples import Sample
+from rewardfl.training.setup_rewards import check_face_packs
+from rewardfl.training.state import NO_BATCHING, Batching, ResumePoint, RunState, TrainState
+
+VERSIONED = (
+    "rewardfl", "torch", "accelerate", "diffusers", "transformers", "peft", "safetensors", "onnx", "numpy", "av",
+    "deepspeed",
+)  # fmt: skip
+
+
+def digest_base_model(backbone: Backbone) -> dict[str, str]:
+    """Return {part of the base model: digest of its files}, the distillation included, and a digest of its settings."""
+    parts = {part: digest_files(files) for part, files in backbone.weight_files().items()}
+    return parts | {"settings": digest(backbone.settings())}
+
+
+def open_run(cfg: AnyConfig, folder: RunFolder | None, job: Distributed, backbone: Backbone) -> ResumePoint:
+    """Lock the run folder (None in a dry run) on the main process, and return where to resume on all processes."""
+    base = digest_base_model(backbone)
+    take = partial(prepare_output_dir, folder, to_dict(cfg), base)
+    return replace(job.run_on_main(take, checkpoint.CheckpointError), base=base)
+
+
+def resume(
+    cfg: AnyConfig,
+    run_plan: RunPlan,
+    resume_point: ResumePoint,
+    job: Distributed,
+    terms: Sequence[Term],
+    samples: Sequence[Sample],
+    held_out: Sequence[Sample] = (),
+    batching: Batching = NO_BATCHING,
+) -> tuple[RunState, TrainState | None]:
+    """Check the face packs, and load the checkpoint's state; None for a new run.
+
+    Raise CheckpointError where the content of files, or the batching of reward feedback learning, has changed since.
+    """
+    packs, messages = check_face_packs(cfg, terms, samples, job)
+    for message in messages:
+        job.print(message)
+    content = {
+        "data.file_name": {sample.row.id: digest(sample.clip) for sample in samples},
+        "evaluation.eval_clips": {sample.row.id: digest(sample.clip) for sample in held_out},
+        "lora.init_from": {expert: digest_files([adapter.path]) for expert, adapter in run_plan.init.items()},
+        **packs,
+    }
+    restored, changes = _load_state(cfg, resume_point, content, batching)
+    return RunState(resume_point=resume_point, content=content, changes=changes), restored
+
+
+def is_finished(cfg: AnyConfig, resume_point: ResumePoint, steps: int, job: Distributed) -> bool:
+    """Tell, and print why, whether the run has all its `steps` already or train.early_stop has ended it."""
+
+    def ended() -> str:
+        history = map(json.loads, checkpoint.load_metrics(resume_point.path).splitlines())
+        return alarms.early_stop(list(history), **dict(rule))
+
+    rule = cfg.train.early_stop
+    why = "" if rule is None or resume_point.path is None else job.run_on_main(ended, checkpoint.CheckpointError)
+    if why:
+        best = format_best(cfg.run.output_dir)
+        job.print(f"nothing to train: {resume_point.path} is the last step's; {why}; {best}; {AFTER_EARLY_STOP}")
+        return True
+    if resume_point.step < steps:
+        return False
+    key = "train.num_train_epochs" if cfg.train.max_steps is None else "train.max_steps"
+    job.print(
+        f"nothing to train: {resume_point.step} steps are done already ({resume_point.path}), {key} asks for {steps} "
+        "in all; raise it to go on"
+    )
+    return True
+
+
+def _load_state(
+    cfg: AnyConfig, point: ResumePoint, content: Mapping[str, Mapping[str, str]], batching: Batching
+) -> tuple[TrainState | None, list[dict[str, Any]]]:
+    """Return (the checkpoint's state, all changes that were allowed); (None, []) for a new run."""
+    folder, changes = point.path, list(point.changes)
+    if folder is None:
+        return None, []
+    state = TrainState(**checkpoint.load_state(folder))
+    for key in sorted(state.content.keys() | content.keys()):
+        old, new = state.content.get(key, {}), content.get(key, {})
+        if list(old.items()) == list(new.items()):
+            continue
+        if key in cfg.run.resume_with_changes:
+            changes.append({"key": key, "old": digest(old), "new": digest(new), "step": point.step})
+            continue
+        names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+        listed = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+        words = f"{len(names)} gone, new or of other content ({listed})" if names else "in another order"
+        named = f", or accept this with run.resume_with_changes=[{key}]" if key in MAY_CHANGE_IF_NAMED else ""
+        raise checkpoint.CheckpointError(
+            f"{folder} was trained with something else in {key}: {words}; put it back{named}, or start a new run in "
+            f"another run.output_dir from its adapter: lora.init_from={folder}"
+        )
+    was, now = state.global_batch, batching.global_batch
+    if was != now:
+        raise checkpoint.CheckpointError(
+            f"{folder} was trained on {was} clips per update, train.per_device_train_batch_size x "
+            f"train.gradient_accumulation_steps x the processes now give {now}; they may change, their product may not"
+        )
+    was, now = state.one_shape_batch, batching.one_shape_batch
+    if was != now:
+        raise checkpoint.CheckpointError(
+            f"{folder} was trained on clips of several sizes with train.per_device_train_batch_size {was}, now {now}: "
+            "their order would change; set it back"
+        )
+    return state, changes
+
+
+def open_log(
+    cfg: AnyConfig, job: Distributed, folder: RunFolder, run: RunState, restored: TrainState | None, steps: int
+) -> Log:
+    """Write run.json, begin metrics.jsonl and the tracker, and return the log. steps: of the whole run."""
+    point, lines = run.resume_point, ""
+    if point.path is not None:
+        lines = checkpoint.load_metrics(point.path)
+        job.print(f"resuming from {point.path} at step {point.step}")
+    metrics = metrics_file.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl", lines)
+    for change in run.changes:
+        job.print(f"changed at step {change['step']}: {run_folder.describe_changes([change])}")
+    changed = {change["key"] for change in run.changes}
+    for key in cfg.run.resume_with_changes:
+        if key not in changed:
+            job.print(f"note: run.resume_with_changes names {key}, which has not changed")
+
+    def begin() -> None:
+        folder.check_present()
+        metrics.start()
+        packs = {key: files for key, files in run.content.items() if key.startswith("reward.")}
+        folder.write_run_json(
+            {
+                "config": to_dict(cfg),
+                "command": sys.argv,
+                "versions": run_folder.library_versions(VERSIONED),
+                "git_commit": run_folder.git_commit(Path(__file__).parent),
+                "face_packs": packs,
+                "base_model": point.base,
+                "init_from": run.content["lora.init_from"],
+                "changes": run.changes,
+            }
+        )
+
+    job.run_on_main(begin, checkpoint.CheckpointError)
+    start_tracker(cfg, job, point.step)
+    return Log(
+        output_dir=cfg.run.output_dir, logging_steps=cfg.run.logging_steps, motion_alarm=cfg.reward.motion_alarm,
+        early_stop_rule=cfg.train.early_stop, max_nonfinite=cfg.train.max_nonfinite, job=job, folder=folder,
+        metrics=metrics, last_step=steps, skipped_in_a_row=restored.skipped_in_a_row if restored else 0,
+    )  # fmt: skip
+
+
+def start_tracker(cfg: AnyConfig, job: Distributed, first_step: int) -> None:
+    """Start run.log_with's tracker on the main process. Raise ConfigError where it fails, as wandb without a key."""
+    folder = Path(cfg.run.output_dir)
+    errors: tuple[type[Exception], ...] = (OSError,)
+    settings: dict[str, Any] = {"purge_step": first_step + 1}
+    if cfg.run.log_with == "wandb" and job.main:
+        import wandb
+
+        errors, id_file = (OSError, wandb.Error), folder / "wandb_run_id"
+        if not (first_step and id_file.is_file()):
+            atomic_write(id_file, f"{uuid.uuid4().hex[:8]}\n")
+        run_id = id_file.read_text(encoding="utf-8").strip()
+        settings = {"name": folder.name, "dir": folder, "id": run_id, "resume": "allow"}
+
+    def start() -> None:
+        try:
+            job.accelerator.init_trackers("rewardfl", flat(cfg), {cfg.run.log_with: settings})
+        except errors as error:
+            raise ConfigError(f"run.log_with: {cfg.run.log_with} cannot start: {error}; set it to none") from error
+
+    job.run_on_main(start, ConfigError)

@@ -1,0 +1,173 @@
+"""Count a run's network passes, videos and saves from its configuration and plan, for the estimate."""
+
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+from rewardfl import config as configuration
+from rewardfl import data, epoch_order, group_plan
+from rewardfl.backbones.protocol import Adapter, Backbone
+from rewardfl.config import AnyConfig, FlowGrpoConfig, RewardFlConfig
+from rewardfl.training import checks
+from rewardfl.training.plan import FlowGrpoPlan, RewardFlPlan, RunPlan, largest_size
+from rewardfl.training.workload import Sampling, Span, Video, Workload
+
+WEIGHTS = ({".safetensors"}, {".bin", ".pt", ".pth"}, {".onnx"})  # suffixes by format, in order of preference
+
+
+def make_workload(
+    cfg: AnyConfig,
+    plan: RunPlan,
+    backbone: Backbone,
+    rows: Sequence[data.Row] | None,
+    sharding: str = "none",
+) -> Workload:
+    """Count the work of the run. rows: the clips to train on; None where they are not known.
+
+    Raise ConfigError where the sharding does not go with the configuration.
+    """
+    checks.check_sharding(cfg.experts, cfg.train, sharding)
+    adapter, trained = Adapter(cfg.lora.lora_rank, plan.targets), plan.trained
+    height, width = largest_size(cfg.data, [row.size for row in rows or ()])
+    steps = plan.max_steps if rows is None else plan.count_steps(len(rows))
+    common = Workload(
+        video=Video(backbone=backbone, height=height, width=width, num_frames=cfg.data.num_frames, adapter=adapter),
+        trained=trained,
+        untrained=next((name for name in backbone.experts if name not in trained), None),
+        steps=steps,
+        clips=None if rows is None else len(rows),
+        reward_bytes=_reward_bytes(cfg),
+        processes=plan.processes,
+        sharding=sharding,
+        trained_placement=cfg.experts.trained,
+        placement=cfg.experts.untrained,
+        checkpointing=cfg.train.use_gradient_checkpointing,
+        offload_inputs=cfg.train.use_gradient_checkpointing_offload,
+        keep_attention=cfg.train.keep_attention,
+        batch=cfg.train.per_device_train_batch_size,
+        anchor_to_reference=cfg.anchor.target == "reference",
+    )
+    if isinstance(cfg, FlowGrpoConfig):
+        assert isinstance(plan, FlowGrpoPlan)
+        return _flow_grpo(common, cfg, plan)
+    assert isinstance(plan, RewardFlPlan)
+    return _reward_fl(common, cfg, plan)
+
+
+def _reward_fl(common: Workload, cfg: RewardFlConfig, plan: RewardFlPlan) -> Workload:
+    experts, active = plan.experts, plan.active
+    answers, replay = plan.forwards_per_velocity, Counter(experts[i] for i in active)
+    both = answers == 2 and cfg.sample.guidance_gradient == "both"
+    coupled, kl = plan.coupling != 0, cfg.reward.kl_weight != 0
+    # steps that pass a gradient on have a second backward pass: through the reference, or of the reward alone
+    is_separate = cfg.reward.kl_gradient in ("exact", "fixed_trajectory")
+    twice = active[1:] if kl and coupled and is_separate else ()
+    clips_per_gpu = cfg.train.per_device_train_batch_size * cfg.train.gradient_accumulation_steps
+    common = replace(
+        common,
+        anchor=_anchor_passes(cfg, plan),
+        averaged=cfg.train.ema_decay > 0,
+        spans=(Span(f"one update of {clips_per_gpu} clips per GPU", clips_per_gpu, clips_per_gpu),),
+        saves=None if common.steps is None else math.ceil(common.steps / cfg.run.save_steps),
+        accumulation=cfg.train.gradient_accumulation_steps,
+    )
+    if plan.supervised:
+        return common
+    return replace(
+        common,
+        # and the velocity that replay takes as a constant
+        rollout=_times(answers, Counter(experts)) + (replay if answers == 2 and not both else Counter()),
+        replay=_times(1 + both, replay),
+        pulled=_times(1 + both, replay + Counter(experts[i] for i in twice)),
+        reference=_times(answers, replay) if kl else {},
+        graphs=1 + both,
+        reward_gradient=True,
+        # the steps before the boundary have no gradient
+        cacheable=common.untrained == experts[0] and experts[0] not in replay,
+        decode_caches=cfg.train.decode_caches,
+        keeps_graphs=cfg.train.active_graphs == "keep_on_host",
+        noises=cfg.sample.noises_per_sample,
+    )
+
+
+def _anchor_passes(cfg: AnyConfig, plan: RunPlan) -> dict[str, float]:
+    """Return the data anchor's draws for one sample of an update, by expert; means where the draws differ."""
+    if cfg.anchor.weight == 0:
+        return {}
+    counts = Counter(plan.experts[i] for i in plan.anchor_steps)
+    return {expert: cfg.anchor.draws * count / len(plan.anchor_steps) for expert, count in counts.items()}
+
+
+def _times(factor: int, passes: Mapping[str, float]) -> Counter[str]:
+    return Counter({expert: factor * count for expert, count in passes.items()})
+
+
+def _flow_grpo(common: Workload, cfg: FlowGrpoConfig, plan: FlowGrpoPlan) -> Workload:
+    grpo, experts, geometry, per_epoch = cfg.grpo, plan.experts, plan.geometry, plan.updates_per_epoch
+    drawn, answers = plan.draw_windows(common.steps), plan.forwards_per_velocity
+    samples, per_process = geometry.samples, geometry.samples // common.processes
+    counts = [group_plan.rollout_counts(geometry, len(experts), window) for window in drawn]
+    rollout, replay = dict.fromkeys(experts, 0.0), dict.fromkeys(common.trained, 0.0)
+    for i, expert in enumerate(experts):
+        rollout[expert] += answers * fmean(passes[i][0] for passes in counts) / per_process
+    for i in plan.active:
+        replay[experts[i]] += answers * grpo.inner_epochs * fmean(i in window for window in drawn)
+    means = max(map(len, drawn)) if grpo.objective == "guard" else 0
+    update = f"one update of {samples // geometry.updates} samples, with its share of the rollouts"
+    spans = [
+        Span(update, samples / per_epoch, per_process / per_epoch),
+        Span(f"one epoch of {samples} samples", samples, per_process),
+    ]
+    if common.steps is not None:
+        epochs = common.steps // per_epoch
+        run = f"the run of {epochs} epochs, without its evaluations"
+        spans.append(Span(run, epochs * samples, epochs * per_process))
+    return replace(
+        common,
+        rollout=rollout,
+        replay=replay,
+        pulled=replay,
+        anchor=_times(grpo.inner_epochs, _anchor_passes(cfg, plan)),
+        reference=replay if grpo.kl_weight != 0 else {},
+        graphs=answers,
+        averaged=True,
+        waiting=per_process,
+        # K steps in a row have K + 1 latents on the GPU, where two steps share one, and 2 K on the host
+        kept={
+            "gpu": means + max(len({*window, *(i + 1 for i in window)}) for window in drawn),
+            "cpu": means + 2 * max(map(len, drawn)),
+        },
+        spans=tuple(spans),
+        evaluation=_evaluation(cfg, plan, common.video, common.steps) if cfg.evaluation.eval_clips else None,
+        saves=epoch_order.count_due(cfg.run.save_steps, per_epoch, common.steps),
+        samples_on=grpo.samples_on,
+    )
+
+
+def _evaluation(cfg: FlowGrpoConfig, plan: FlowGrpoPlan, video: Video, steps: int | None) -> Sampling:
+    settings = cfg.evaluation
+    num_steps = settings.eval_inference_steps or cfg.sample.num_inference_steps
+    shape, videos = video.backbone.latent_shape(video.height, video.width, video.num_frames), None
+    experts = video.backbone.schedule(num_steps, cfg.sample.shift, shape).experts
+    if Path(settings.eval_clips).is_file():
+        videos = len(data.load_metadata(settings.eval_clips, "evaluation.eval_clips")) * settings.eval_noises
+    passes = {expert: plan.forwards_per_velocity * count for expert, count in Counter(experts).items()}
+    due = epoch_order.count_due(settings.eval_steps, plan.updates_per_epoch, steps)
+    return Sampling(
+        passes=passes, steps=num_steps, videos=videos, times=None if due is None else 1 + due
+    )  # one before the first epoch
+
+
+def _reward_bytes(cfg: AnyConfig) -> int:
+    """Return the bytes of the weights on disk that the rewards' settings name, each path once."""
+    settings = [value for spec in configuration.list_reward_specs(cfg) for value in spec.settings.values()]
+    total = 0
+    for path in {Path(value) for value in settings if isinstance(value, str) and value and os.path.exists(value)}:
+        files = [path] if path.is_file() else list(path.rglob("*"))
+        sizes = [sum(file.stat().st_size for file in files if file.suffix in suffixes) for suffixes in WEIGHTS]
+        total += next((size for size in sizes if size), 0)  # formats repeat the same weights
+    return total
