@@ -55,7 +55,7 @@ from rewardfl.training.update_metrics import common_metrics, flow_grpo_metrics
 STATISTICS = ("advantage", "ratio", "clipped", "kl", "log_prob", "old_log_prob", "row")  # of each sample and step
 
 
-def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_folder: RunFolder) -> int:
+def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder, *, dry_run: bool) -> int:
     """Train, and return the exit code: 2 for a dry run that does not fit the GPU, 128 + the number of a signal."""
     # ---------------------------------------------------------------------------------- plan: headers alone are read
     backbone = setup_model.open_model(cfg)
@@ -134,7 +134,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
 
     def sample_clean(clips: list[Sample], row: int, n: int = 0) -> tuple[int, Tensor]:
         """Return (row, its video (3, F, H, W) by the ODE) under the current weights; n: which of its noises."""
-        row, conditioning = conditions.read_or_substitute(clips, row, cfg.data.skip_bad_rows)
+        row, conditioning = conditions.read_or_substitute(clips, row, skip=cfg.data.skip_bad_rows)
         shape, seed = conditions.latent_shape(clips[row]), noise_seed(cfg.run.seed, -1, clips[row].row.id, n)
         num_steps = cfg.evaluation.eval_inference_steps or cfg.sample.num_inference_steps
         schedule = backbone.schedule(num_steps, cfg.sample.shift, shape)
@@ -149,13 +149,13 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                 cfg.evaluation.eval_noises, job, terms, pool, held_out, partial(sample_clean, held_out), scales
             )
 
-    def save(done: int, last: bool) -> None:
+    def save(done: int, *, last: bool) -> None:
         """Save a checkpoint of the averaged weights, and sample videos. All processes call it."""
         content = saving.collect_state(job, learner, average, state, log, done)
         # `best` has the highest score among the checkpoints whose own weights were evaluated
         score = log.score_for_best(done, done - 1, ["eval/held_out", "eval/score"])
         with averaged(average, parameters):
-            saving.save(cfg.run, job, backbone, learner, log, content, score, last)
+            saving.save(cfg.run, job, backbone, learner, log, content, score, last=last)
             if not interruption.number:  # shutting down: skip the videos
                 shown = held_out or samples
                 generate = partial(sample_clean, shown)
@@ -163,7 +163,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
 
     floor = {}
     if cfg.grpo.kl_weight != 0 and cfg.model.dtype == "bfloat16":
-        row, conditioning = conditions.read_or_substitute(samples, 0, cfg.data.skip_bad_rows)
+        row, conditioning = conditions.read_or_substitute(samples, 0, skip=cfg.data.skip_bad_rows)
         shape, seed = conditions.latent_shape(samples[row]), noise_seed(cfg.run.seed, 0, "floor")
         schedule, x = plan.schedule(shape), draw_noise((1, *shape), seed, job.device)
         reference = get_velocity(policy, conditioning, schedule).reference
@@ -193,7 +193,7 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                 if interruption.any_signal(job.all_reduce_max):  # nothing is lost: the update before was the last
                     break
                 with timer("step"):
-                    conditioning, own = conditions.batch(samples, [m.row for m in members], cfg.data.skip_bad_rows)
+                    conditioning, own = conditions.batch(samples, [m.row for m in members], skip=cfg.data.skip_bad_rows)
                     conditioning = protocol.move_to(conditioning, job.device)
                     shape = (1, *conditions.latent_shape(samples[members[0].row]))
                     schedule = plan.schedule(shape[1:])
@@ -268,8 +268,9 @@ def train(cfg: FlowGrpoConfig, dry_run: bool, interruption: Interruption, run_fo
                     loss = torch.maximum(-advantage * ratio, -advantage * clipped_ratio).mean()
                     clipped = grpo.clip_mask(ratio, advantage, clip_low, clip_high)  # these have no gradient
                     loss = loss / (abs(kernel.dt(i)) if cfg.grpo.objective == "guard" else 1)  # its gradient has |dt|
-                    no_kl = torch.zeros_like(log_prob)  # (B,)
-                    kl = flow.transition_kl(mean, reference_mean, transition.std) if cfg.grpo.kl_weight else no_kl
+                    kl = torch.zeros_like(log_prob)  # (B,)
+                    if reference_mean is not None:
+                        kl = flow.transition_kl(mean, reference_mean, transition.std)
                     loss = loss + cfg.grpo.kl_weight * kl.mean()
                     job.backward(loss / (per_update * len(window)))
                 losses.append(loss.detach())
@@ -331,7 +332,7 @@ def main(args: Namespace | None = None) -> int:
     args = args or parse_arguments(__doc__)
     with cli.exit_codes() as result, Interruption() as interruption, RunFolder() as run_folder:
         cfg = configuration.load(args.config, args.overrides, FlowGrpoConfig)
-        result.exit_code = train(cfg, args.dry_run, interruption, run_folder)
+        result.exit_code = train(cfg, interruption, run_folder, dry_run=args.dry_run)
     return result.exit_code
 
 

@@ -53,7 +53,7 @@ from rewardfl.training.timer import Timer
 from rewardfl.training.update_metrics import common_metrics, reward_fl_metrics
 
 
-def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_folder: RunFolder) -> int:
+def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder, *, dry_run: bool) -> int:
     """Train, and return the exit code: 2 for a dry run that does not fit the GPU, 128 + the number of a signal."""
     # ---------------------------------------------------------------------------------- plan: headers alone are read
     backbone = setup_model.open_model(cfg)
@@ -127,13 +127,13 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         x0 = reward_flow.rollout(velocity, batch.x, sigmas, keep=(), start=batch.start_step).x0
         return batch.rows[0], decoder.decode(x0, batch.conditioning)[0]
 
-    def save(done: int, last: bool) -> None:
+    def save(done: int, *, last: bool) -> None:
         """Save a checkpoint and sample videos. All processes call it: each may hold parts of the weights."""
         since = (done - 1) // cfg.run.save_steps * cfg.run.save_steps  # the last scheduled save: a resumed run agrees
         score = log.score_for_best(done, since, ["reward/held_out", "reward/mean"])
         content = saving.collect_state(job, learner, average, state, log, done, batching)
         with averaged(average, learner.parameters):
-            saving.save(cfg.run, job, backbone, learner, log, content, score, last)
+            saving.save(cfg.run, job, backbone, learner, log, content, score, last=last)
             if not interruption.number:  # shutting down: skip the videos
                 log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, samples, generate, job, done))
 
@@ -241,7 +241,7 @@ def train(cfg: RewardFlConfig, dry_run: bool, interruption: Interruption, run_fo
         log.print_problems(done, why, reward_metrics.count_problems(terms, results))
         log.stop_if_stuck(done, why)
         if due:
-            save(done, last)
+            save(done, last=last)
         if last:
             break
     return saving.close_run(cfg.run, job, interruption, done, stopped)
@@ -252,7 +252,7 @@ def main(args: Namespace | None = None) -> int:
     args = args or parse_arguments(__doc__)
     with cli.exit_codes() as result, Interruption() as interruption, RunFolder() as run_folder:
         cfg = configuration.load(args.config, args.overrides, RewardFlConfig)
-        result.exit_code = train(cfg, args.dry_run, interruption, run_folder)
+        result.exit_code = train(cfg, interruption, run_folder, dry_run=args.dry_run)
     return result.exit_code
 
 

@@ -123,7 +123,8 @@ def _parse(text: str, where: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
-        problem = " ".join(filter(None, (f"line {error.problem_mark.line + 1}:", error.context, error.problem)))
+        line = f"line {error.problem_mark.line + 1}:" if error.problem_mark else None
+        problem = " ".join(filter(None, (line, error.context, error.problem)))
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a control character, month 99, too deep
         problem = str(error)
     problem = " ".join(problem.split())[:250]

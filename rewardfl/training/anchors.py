@@ -105,6 +105,7 @@ class Anchors:
         at: Schedule,
         seeds: Sequence[int],
         x0: Tensor,
+        *,
         to_data: bool = False,
     ) -> Draw:
         """Return a draw at the one step of `at`. The velocity is the prompt's own, without guidance."""

@@ -36,7 +36,9 @@ class BatchBuilder:
 
     def batch(self, visits: Sequence[tuple[int, int]]) -> Batch:
         """Build the batch of (epoch, row); sample videos have epoch -1. Raise CacheError for a lost entry."""
-        taken = [read_or_substitute(self.samples, row, partial(self._read, epoch), self.skip) for epoch, row in visits]
+        taken = [
+            read_or_substitute(self.samples, row, partial(self._read, epoch), skip=self.skip) for epoch, row in visits
+        ]
         rows = [row for row, _ in taken]
         conditioning = self.conditions.backbone.collate([conditioning for _, (conditioning, _) in taken])
         schedule = self.schedules(self.conditions.latent_shape(self.samples[rows[0]]))

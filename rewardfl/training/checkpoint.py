@@ -48,7 +48,7 @@ def as_write_error(path: Path, kept: str) -> Iterator[None]:
 
 
 @contextmanager
-def warn_on_write_error(say: Callable[[str], None], step: int, last: bool) -> Iterator[None]:
+def warn_on_write_error(say: Callable[[str], None], step: int, *, last: bool) -> Iterator[None]:
     """Print a WriteError of the block with `say`; raise it with `last`, where no later save could replace this one."""
     try:
         yield

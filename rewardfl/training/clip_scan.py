@@ -13,10 +13,18 @@ from rewardfl.config import DataConfig
 from rewardfl.data import cache
 from rewardfl.data.cache import Cache, Key
 from rewardfl.rewards import Reward
+from rewardfl.rewards.base import Reference
 from rewardfl.training.samples import Sample
 from rewardfl.training.shard import Gather, Shard, map_shared, read_entry
 
 Number = int | float | None
+
+
+def load_video(settings: DataConfig, row: data.Row) -> Tensor:
+    """Read the row's clip (3, F, H, W) at the configured size. The row must name a video."""
+    video = load_sized_example(settings, row).video
+    assert video is not None, f"{row.id} has no video"
+    return video
 
 
 def load_sized_example(settings: DataConfig, row: data.Row) -> data.Example:
@@ -136,10 +144,10 @@ def load_samples(
     rewards: Sequence[Reward],
 ) -> list[Sample]:
     """Return the usable rows as samples, with the cached references. scans: of all processes."""
-    sizes = {scan.line: scan.size for scan in scans}
+    sizes = {scan.line: scan.size for scan in scans if scan.size is not None}
     samples = []
     for row in rows:
-        references: list[Mapping[str, Tensor] | None] = []
+        references: list[Reference] = []
         for reward in rewards:
             if reward.compares_with not in row.offers:
                 references.append(None)

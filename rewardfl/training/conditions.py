@@ -20,7 +20,9 @@ from rewardfl.training.shard import Shard, T, fill_missing, read_entry
 Schedules = Callable[[Shape], Schedule]  # the denoising steps by the shape of latents
 
 
-def read_or_substitute(samples: Sequence["Sample"], row: int, read_of: Callable[[int], T], skip: bool) -> tuple[int, T]:
+def read_or_substitute(
+    samples: Sequence["Sample"], row: int, read_of: Callable[[int], T], *, skip: bool
+) -> tuple[int, T]:
     """Return (row, read_of(row)). With `skip`, the next row of the same size replaces one with a CacheError."""
     after = [i % len(samples) for i in range(row + 1, row + len(samples))]
     for candidate in [row, *(i for i in after if samples[i].size == samples[row].size)]:
@@ -108,13 +110,13 @@ class Conditions:
         """Return the text and image conditioning of one sample, on the CPU."""
         return self.text_conditioning(sample.row.prompt) | read_entry(self.store, self._image_key(sample))
 
-    def read_or_substitute(self, samples: Sequence[Sample], row: int, skip: bool) -> tuple[int, Conditioning]:
+    def read_or_substitute(self, samples: Sequence[Sample], row: int, *, skip: bool) -> tuple[int, Conditioning]:
         """Return (row, its conditioning). With `skip`, another row replaces one that the cache lost."""
-        return read_or_substitute(samples, row, lambda i: self.conditioning(samples[i]), skip)
+        return read_or_substitute(samples, row, lambda i: self.conditioning(samples[i]), skip=skip)
 
-    def batch(self, samples: Sequence[Sample], rows: Sequence[int], skip: bool) -> tuple[Conditioning, Tensor]:
+    def batch(self, samples: Sequence[Sample], rows: Sequence[int], *, skip: bool) -> tuple[Conditioning, Tensor]:
         """Return (conditioning of a forward pass of the rows, (B,) bool: False where another clip replaces the row)."""
-        taken = [self.read_or_substitute(samples, row, skip) for row in rows]
+        taken = [self.read_or_substitute(samples, row, skip=skip) for row in rows]
         is_requested = [used == row for (used, _), row in zip(taken, rows, strict=True)]
         return self.backbone.collate([conditioning for _, conditioning in taken]), torch.tensor(is_requested)
 

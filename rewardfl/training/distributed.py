@@ -52,6 +52,7 @@ class Distributed:
     def __init__(
         self,
         max_grad_norm: float,
+        *,
         unused_parameters: bool = False,
         cpu_threads: int | None = None,
         log_with: str = "none",
@@ -63,7 +64,9 @@ class Distributed:
         through one of two trained experts do. cpu_threads: of each process on a CPU; None divides the cores.
         log_with, output_dir: the tracker and the run's folder.
         """
-        self.accelerator = make_accelerator(max_grad_norm, unused_parameters, log_with, output_dir)
+        self.accelerator = make_accelerator(
+            max_grad_norm, unused_parameters=unused_parameters, log_with=log_with, output_dir=output_dir
+        )
         self.device = self.accelerator.device
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         self.main = self.accelerator.is_main_process

@@ -14,7 +14,7 @@ from rewardfl.rewards import FaceIdentityReward, async_scoring
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.face.identity_kept import Scale, ThroughVae, find_scale, why_no_scale
 from rewardfl.rewards.scoring import Term, concat_results
-from rewardfl.training.clip_scan import load_sized_example
+from rewardfl.training.clip_scan import load_video
 from rewardfl.training.conditions import Conditions
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.samples import Sample
@@ -42,7 +42,7 @@ def find_scales(
     if reason := why_no_scale(len({sample.row.who for sample in clips}), missing):
         job.print(f"note: eval/* has no identity kept: {reason}")
         return {}
-    conditions.fill_latents(clips, lambda sample: load_sized_example(settings, sample.row).video, job.device, job.shard)
+    conditions.fill_latents(clips, lambda sample: load_video(settings, sample.row), job.device, job.shard)
     job.wait()
     through_vae = []
     for sample in job.shard.take(clips):

@@ -30,7 +30,7 @@ class LaunchError(ValueError):
 
 
 def make_accelerator(
-    max_grad_norm: float, unused_parameters: bool, log_with: str, output_dir: str | None
+    max_grad_norm: float, *, unused_parameters: bool, log_with: str, output_dir: str | None
 ) -> Accelerator:
     """Make the Accelerator of a training script (see distributed.Distributed).
 
@@ -38,8 +38,9 @@ def make_accelerator(
     `gradient_clipping` of "auto" would be 1.0, whatever max_norm `clip_grad_norm_` gets.
     """
     try:  # a request that accelerate ignores shows only in the parent's command line
-        launcher = psutil.Process().parent().cmdline()
-    except (psutil.Error, AttributeError):  # the parent is gone or not readable
+        parent = psutil.Process().parent()
+        launcher = parent.cmdline() if parent else []
+    except psutil.Error:  # the parent is not readable
         launcher = []
     check_environment(os.environ, launcher)
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"

@@ -23,23 +23,24 @@ def read_initial_adapters(
     loras = lora_files.read_lora(settings.init_from)
     if len(loras) == len(names) == 1 and loras[0].expert is None:
         loras = lora_files.assign_expert(loras, names[0])
-    if {adapter.expert for adapter in loras} != set(names):
+    by_expert = {adapter.expert: adapter for adapter in loras if adapter.expert is not None}
+    if by_expert.keys() != set(names):
         has = ", ".join(sorted(adapter.expert or "unknown" for adapter in loras))
         raise InputError(
             f"{where} is for {has}, model.trainable_models for {', '.join(names)}; give an adapter of these experts"
         )
     rank, alpha = settings.lora_rank, settings.lora_alpha or settings.lora_rank
     layers = Adapter(rank, tuple(targets))
-    for adapter in loras:
-        _check_init(where, adapter, rank, alpha, backbone.adapter_shapes(adapter.expert, layers))
-    return {adapter.expert: adapter for adapter in loras}
+    for expert, adapter in by_expert.items():
+        _check_init(where, adapter, rank, alpha, backbone.adapter_shapes(expert, layers))
+    return by_expert
 
 
 def _check_init(where: str, adapter: lora_files.Lora, rank: int, alpha: float, expected: dict[str, tuple]) -> None:
     """Raise InputError unless the LoRA has this rank and alpha, and exactly the `expected` tensors, {name: shape}."""
     shapes = {}
     for name, update in adapter.updates.items():
-        if update.sources().keys() != {"down", "up"}:
+        if update.down is None or update.up is None or len(update.sources()) > 2:
             raise InputError(
                 f"{where}: {name} has more than a low-rank update; an adapter has no bias and no magnitude"
             )

@@ -1,5 +1,6 @@
 """The folder of one run: its lock, run.json, and the configuration keys that may change on resume."""
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -36,16 +37,17 @@ class RunFolder:
     The lock is the kernel's on the file LOCK. The file's text names its owner, and has no meaning after the run.
     """
 
+    path: Path  # from `take` on
+    _lock: TextIO
+
     def __init__(self):
-        self.path: Path | None = None
-        self._lock: TextIO | None = None
+        self._files = contextlib.ExitStack()
 
     def __enter__(self) -> "RunFolder":
         return self
 
     def __exit__(self, *_exception) -> None:
-        if self._lock is not None:
-            self._lock.close()
+        self._files.close()
 
     def take(self, path: str | Path) -> None:
         """Create the folder and lock it. Raise CheckpointError where another process has it."""
@@ -55,12 +57,13 @@ class RunFolder:
             self._take_lock()
 
     def _take_lock(self) -> None:
-        self._lock = (self.path / LOCK).open("a+", encoding="utf-8", errors="replace")
+        lock = (self.path / LOCK).open("a+", encoding="utf-8", errors="replace")
+        self._lock = self._files.enter_context(lock)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._lock.seek(0)
-            owner = self._lock.read(200).strip() or "a process that is just starting"
+            lock.seek(0)
+            owner = lock.read(200).strip() or "a process that is just starting"
             raise CheckpointError(
                 f"run.output_dir {self.path} is in use by {owner}; wait for its end, stop it, or take another folder"
             ) from None
@@ -72,10 +75,10 @@ class RunFolder:
                 "second start of the same command out of it",
                 stacklevel=4,
             )
-        self._lock.truncate(0)
+        lock.truncate(0)
         started = datetime.fromtimestamp(psutil.Process().create_time()).isoformat(" ", "seconds")
-        self._lock.write(f"process {os.getpid()} on {platform.node()}, started {started}\n")
-        self._lock.flush()
+        lock.write(f"process {os.getpid()} on {platform.node()}, started {started}\n")
+        lock.flush()
 
     def write_run_json(self, record: Mapping[str, Any]) -> None:
         """Write run.json. A resumed run compares config, base_model and changes; the other keys are for people."""
@@ -123,7 +126,8 @@ def prepare_output_dir(
         run_folder.take(output_dir)
         _remove_strays(output_dir)
     is_path = resume not in (False, "auto")
-    point = _read_resume_point(find_checkpoint(output_dir, resume), config, base_model) if is_path else ResumePoint()
+    path = find_checkpoint(output_dir, resume) if is_path else None
+    point = ResumePoint() if path is None else _read_resume_point(path, config, base_model)
     metrics = output_dir / "metrics.jsonl"
     if not list_checkpoints(output_dir) and not (metrics.is_file() and metrics.stat().st_size > 0):
         return point
@@ -133,7 +137,7 @@ def prepare_output_dir(
             "it: run.resume_from_checkpoint=auto"
         )
     _compare_run_json(output_dir, config, base_model)
-    path = point.path if is_path else find_checkpoint(output_dir, resume)
+    path = path or find_checkpoint(output_dir, resume)
     if path is not None:
         _check_metrics(metrics, path)
     if is_path:

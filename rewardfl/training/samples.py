@@ -1,6 +1,5 @@
 """Records of training: a sample, a batch, the rollout of a Flow-GRPO group."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -8,6 +7,7 @@ from torch import Tensor
 from rewardfl import data, group_plan, sde
 from rewardfl.backbones.protocol import Conditioning, Schedule
 from rewardfl.data.cache import Key
+from rewardfl.rewards.base import Reference
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Sample:
     row: data.Row
     clip: Key  # identifies the clip as it was read
     size: tuple[int, int]  # height and width of the generated video
-    references: tuple[Mapping[str, Tensor], ...]  # of the real clip, by reward
+    references: tuple[Reference, ...]  # of the real clip, by reward
 
 
 @dataclass(frozen=True, kw_only=True)

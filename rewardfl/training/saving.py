@@ -16,7 +16,7 @@ from rewardfl.memory import sharding
 from rewardfl.optim import Average
 from rewardfl.training import checkpoint
 from rewardfl.training.checkpoint import AFTER_EARLY_STOP, format_best
-from rewardfl.training.clip_scan import load_sized_example
+from rewardfl.training.clip_scan import load_video
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.learner import Learner
 from rewardfl.training.logger import Log
@@ -61,6 +61,7 @@ def save(
     log: Log,
     state: TrainState,
     score: float | None,
+    *,
     last: bool,
 ) -> None:
     """Save a checkpoint of the adapters as they are now. Collective; the main process writes.
@@ -125,12 +126,13 @@ def write_comparison(clips: DataConfig, sample: Sample, video: Tensor, path: Pat
     if sample.row.video is None:
         _write_video(path, video.float().cpu(), clips.fps or PROMPT_FPS)
         return
-    real = load_sized_example(clips, sample.row).video
+    real = load_video(clips, sample.row)
     if real.shape != video.shape:
         sizes = " x ".join(map(str, real.shape[1:])), " x ".join(map(str, video.shape[1:]))
         raise data.DataError(f"{sample.row.video}: is {sizes[0]} (frames x height x width) now, it was {sizes[1]}")
-    if sample.references and "boxes" in (sample.references[0] or {}) and sample.row.reference_video is None:
-        for boxes in sample.references[0]["boxes"]:  # of the faces that the reward follows
+    reference = sample.references[0] if sample.references else None
+    if reference and "boxes" in reference and sample.row.reference_video is None:
+        for boxes in reference["boxes"]:  # of the faces that the reward follows
             real = data.draw_boxes(real, boxes)
     fps = clips.fps or data.frame_rate(sample.row.video)
     _write_video(path, torch.cat([real, video.float().cpu()], -1), fps)

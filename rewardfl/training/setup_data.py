@@ -14,7 +14,7 @@ from rewardfl.rewards import registry
 from rewardfl.rewards.scoring import Term
 from rewardfl.training import batches, checks, clip_scan, plan
 from rewardfl.training.anchors import Anchors
-from rewardfl.training.clip_scan import load_sized_example
+from rewardfl.training.clip_scan import load_sized_example, load_video
 from rewardfl.training.conditions import Conditions
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.plan import RunPlan
@@ -159,7 +159,7 @@ def make_anchors(
     )
     clips = [sample for sample in samples if sample.row.video is not None]
     clips = clips if cfg.anchor.weight else clips[: cfg.anchor.measured_clips]
-    conditions.fill_latents(clips, lambda sample: load_sized_example(cfg.data, sample.row).video, job.device, job.shard)
+    conditions.fill_latents(clips, lambda sample: load_video(cfg.data, sample.row), job.device, job.shard)
     job.wait()
     return anchors
 

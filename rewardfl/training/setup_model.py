@@ -90,7 +90,7 @@ def load_experts(
     if cfg.experts.untrained != "boundary_cache":
         probe = None
         if cfg.experts.untrained == "fp8":
-            row, conditioning = conditions.read_or_substitute(samples, 0, cfg.data.skip_bad_rows)
+            row, conditioning = conditions.read_or_substitute(samples, 0, skip=cfg.data.skip_bad_rows)
             shape = conditions.latent_shape(samples[row])
             noise = draw_noise((1, *shape), noise_seed(cfg.run.seed, 0, "8 bits"))
             schedule = run_plan.schedule(shape)
@@ -98,13 +98,19 @@ def load_experts(
                 backbone=backbone, schedule=schedule, noise=noise, conditioning=conditioning, device=job.device
             )
         for name in outside:
-            measures = probe is not None and job.main and name in probe.schedule.experts
+            place = partial(
+                offload.move_expert,
+                where=cfg.experts.untrained,
+                device=job.device,
+                block_classes=backbone.block_classes,
+            )
+            if probe is None or not job.main or name not in probe.schedule.experts:
+                experts[name] = place(load(name))
+                continue
             # loaded twice, since two experts at once would exceed the host's memory
-            exact = probe.exact(name, partial(load, name)) if measures else None
-            expert = offload.move_expert(load(name), cfg.experts.untrained, job.device, backbone.block_classes)
-            if exact is not None:
-                job.print(probe.note(name, expert, exact))
-            experts[name] = expert
+            exact = probe.exact(name, partial(load, name))
+            experts[name] = expert = place(load(name))
+            job.print(probe.note(name, expert, exact))
     trained: dict[str, nn.Module] = {}
     rank = cfg.lora.lora_rank
     for i, name in enumerate(run_plan.trained):

@@ -9,8 +9,13 @@ from rewardfl.training.distributed import Distributed
 
 def connect_processes(cfg: AnyConfig) -> Distributed:
     """Connect the run's processes. Raise LaunchError or ConfigError where they do not fit the configuration."""
-    several = len(trained_positions(cfg)) > 1
-    job = Distributed(cfg.train.max_grad_norm, several, cfg.run.cpu_threads, cfg.run.log_with, cfg.run.output_dir)
+    job = Distributed(
+        cfg.train.max_grad_norm,
+        unused_parameters=len(trained_positions(cfg)) > 1,
+        cpu_threads=cfg.run.cpu_threads,
+        log_with=cfg.run.log_with,
+        output_dir=cfg.run.output_dir,
+    )
     checks.check_sharding(cfg.experts, cfg.train, job.sharding)
     attention.check_backward(cfg.model.attention_backend, DTYPES[cfg.model.dtype], job.device)
     if cfg.train.compile_blocks:

@@ -73,16 +73,17 @@ def resume(
 def is_finished(cfg: AnyConfig, resume_point: ResumePoint, steps: int, job: Distributed) -> bool:
     """Tell, and print why, whether the run has all its `steps` already or train.early_stop has ended it."""
 
-    def ended() -> str:
-        history = map(json.loads, checkpoint.load_metrics(resume_point.path).splitlines())
-        return alarms.early_stop(list(history), **dict(rule))
+    rule, path = cfg.train.early_stop, resume_point.path
+    if rule is not None and path is not None:
 
-    rule = cfg.train.early_stop
-    why = "" if rule is None or resume_point.path is None else job.run_on_main(ended, checkpoint.CheckpointError)
-    if why:
-        best = format_best(cfg.run.output_dir)
-        job.print(f"nothing to train: {resume_point.path} is the last step's; {why}; {best}; {AFTER_EARLY_STOP}")
-        return True
+        def find_end() -> str:
+            history = map(json.loads, checkpoint.load_metrics(path).splitlines())
+            return alarms.early_stop(list(history), **dict(rule))
+
+        if why := job.run_on_main(find_end, checkpoint.CheckpointError):
+            best = format_best(cfg.run.output_dir)
+            job.print(f"nothing to train: {path} is the last step's; {why}; {best}; {AFTER_EARLY_STOP}")
+            return True
     if resume_point.step < steps:
         return False
     key = "train.num_train_epochs" if cfg.train.max_steps is None else "train.max_steps"

@@ -142,14 +142,16 @@ def _flow_grpo(common: Workload, cfg: FlowGrpoConfig, plan: FlowGrpoPlan) -> Wor
             "cpu": means + 2 * max(map(len, drawn)),
         },
         spans=tuple(spans),
-        evaluation=_evaluation(cfg, plan, common.video, common.steps) if cfg.evaluation.eval_clips else None,
+        evaluation=_evaluation(cfg, plan, common.video, common.steps),
         saves=epoch_order.count_due(cfg.run.save_steps, per_epoch, common.steps),
         samples_on=grpo.samples_on,
     )
 
 
-def _evaluation(cfg: FlowGrpoConfig, plan: FlowGrpoPlan, video: Video, steps: int | None) -> Sampling:
+def _evaluation(cfg: FlowGrpoConfig, plan: FlowGrpoPlan, video: Video, steps: int | None) -> Sampling | None:
     settings = cfg.evaluation
+    if settings.eval_clips is None:
+        return None
     num_steps = settings.eval_inference_steps or cfg.sample.num_inference_steps
     shape, videos = video.backbone.latent_shape(video.height, video.width, video.num_frames), None
     experts = video.backbone.schedule(num_steps, cfg.sample.shift, shape).experts
