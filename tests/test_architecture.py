@@ -253,6 +253,7 @@ def test_names_are_defined_once_and_functions_are_short(sources):
     ]
 
 
+@pytest.mark.check  # a change of the algorithm that a contributor tries may be longer
 @pytest.mark.parametrize("script, most", [("train_reward_fl.py", 260), ("train_flow_grpo.py", 340)])
 def test_a_script_stays_readable(script, most):
     assert len((ROOT / script).read_text().splitlines()) <= most

@@ -86,9 +86,9 @@ class RunConfig(Section):
     log_with: Free[Literal["tensorboard", "wandb", "none"]] = "tensorboard"
     # Sample videos written at each save.
     sample_videos: Free[Whole] = 2
-    # Threads per process without a GPU, at most four for each usable core. null divides the usable cores (at most the
-    # container's CPU quota) among the processes. The number changes the rounding.
-    cpu_threads: Free[Count | None] = None
+    # Threads per process without a GPU. null divides the usable cores (at most the container's CPU quota) among the
+    # processes. The number changes the rounding.
+    cpu_threads: Free[Annotated[Count, Field(le=1_024)] | None] = None
 
     def conflicts(self) -> Iterator[str]:
         if self.resume_with_changes and self.resume_from_checkpoint is False:

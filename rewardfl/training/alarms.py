@@ -144,10 +144,11 @@ def early_stop(history: Sequence[dict[str, float]], *, window: int, patience: in
     broken = [broken_guards(windows[0], steps, motion, grid) for steps in windows[-patience:]]
     if not all(broken):
         return ""
-    since, until = windows[-patience][0]["step"], windows[-1][-1]["step"]
+    measure = f"steps {windows[0][0]['step']} to {windows[0][-1]['step']}"
+    broke = f"steps {windows[-patience][0]['step']} to {windows[-1][-1]['step']}"
     return (
-        f"train.early_stop: beside steps {windows[0][0]['step']} to {windows[0][-1]['step']}, steps {since} to {until} "
-        f"break guards (window {window}, patience {patience}); in the last window {'; '.join(broken[-1])}"
+        f"train.early_stop: compared with {measure}, {broke} break guards (window {window}, patience {patience}); in the "
+        f"last window {'; '.join(broken[-1])}"
     )
 
 

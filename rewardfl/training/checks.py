@@ -65,15 +65,6 @@ def check_tracker(name: str) -> None:
         )
 
 
-def check_threads(cpu_threads: int | None, cores: int) -> None:
-    """Raise ConfigError for more than four threads per core: 100,000 crash torch."""
-    if cpu_threads is not None and cpu_threads > 4 * cores:
-        raise ConfigError(
-            f"run.cpu_threads must be at most {4 * cores} on this machine of {cores} cores, got {cpu_threads}; set it "
-            f"to {cores}, or to null"
-        )
-
-
 def check_held_out(rows: Sequence[Row], held_out: Sequence[Row]) -> list[str]:
     """Return a note on clips both trained on and evaluated. Raise ConfigError where none is held out."""
 

@@ -7,7 +7,7 @@ from functools import partial
 from diffusers import ModelMixin
 from torch import nn
 
-from rewardfl import backbones, lora, machine
+from rewardfl import backbones, lora
 from rewardfl.backbones.protocol import Backbone, Experts, Source
 from rewardfl.config import AnyConfig, list_reward_specs
 from rewardfl.memory import attention, compiling, offload
@@ -56,7 +56,6 @@ def check_files(cfg: AnyConfig) -> None:
 def open_model(cfg: AnyConfig) -> Backbone:
     """Open the model, and check its files by their headers and the configuration against them."""
     checks.check_tracker(cfg.run.log_with)
-    checks.check_threads(cfg.run.cpu_threads, machine.usable_cores())
     check_files(cfg)
     backbone = backbones.open(cfg.model.model_name, model_source(cfg))
     lora.check_targets(plan.lora_targets(cfg, backbone), backbone.linear_layers(), backbone.layer_names)

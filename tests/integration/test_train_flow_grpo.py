@@ -236,7 +236,7 @@ def test_a_run_that_its_judge_ends_is_finished(straight, monkeypatch, capsys, tm
     rule = "train.early_stop={window: 3, patience: 1, motion: 1, grid: 1}"  # any loss of motion; an epoch has 4 updates
     settings = [*common, f"run.output_dir={tmp_path}", "train.max_steps=12", rule]
     code, out, error = call_grpo(monkeypatch, capsys, *settings)
-    assert code == 0 and "stopped at step 8: train.early_stop: beside steps 1 to 3, steps 4 to 6 " in out, error
+    assert code == 0 and "stopped at step 8: train.early_stop: compared with steps 1 to 3, steps 4 to 6 " in out, error
     assert "no checkpoint became" in out  # by the same rule
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == list(range(9))

@@ -140,13 +140,6 @@ def test_a_second_recogniser_is_another_than_the_first_and_the_judges(tmp_path):
         assert f"{second / file} of reward.second_model_path" in str(refused.value)
 
 
-def test_check_threads():
-    checks.check_threads(None, 2)
-    checks.check_threads(8, 2)
-    with pytest.raises(ConfigError, match="run.cpu_threads must be at most 8 .* got 100000"):
-        checks.check_threads(100_000, 2)
-
-
 PUBLISHED = backbones.describe("wan2_2", Source())
 TRAINED = {("high_noise",): "dit", ("low_noise",): "dit2", ("high_noise", "low_noise"): "dit,dit2"}
 MODES = {1.0: "chain", 0.2: "bridge", 0.0: "drtune"}
