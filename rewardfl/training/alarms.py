@@ -147,8 +147,8 @@ def early_stop(history: Sequence[dict[str, float]], *, window: int, patience: in
     measure = f"steps {windows[0][0]['step']} to {windows[0][-1]['step']}"
     broke = f"steps {windows[-patience][0]['step']} to {windows[-1][-1]['step']}"
     return (
-        f"train.early_stop: compared with {measure}, {broke} break guards (window {window}, patience {patience}); in the "
-        f"last window {'; '.join(broken[-1])}"
+        f"train.early_stop: compared with {measure}, {broke} break guards (window {window}, patience {patience}); "
+        f"in the last window {'; '.join(broken[-1])}"
     )
 
 

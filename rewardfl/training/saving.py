@@ -49,7 +49,8 @@ def collect_state(
         scheduler=learner.scheduler.state_dict(),
         optimizer=job.optimizer_state(learner.optimizer, learner.parameters),
         **weights,
-        **batching._asdict(),
+        global_batch=batching.global_batch,
+        one_shape_batch=batching.one_shape_batch,
     )
 
 
