@@ -2,14 +2,12 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from face_nets import magenta_pack, marked
 
-from rewardfl import backbones, config
-from rewardfl.backbones.protocol import Source
+from rewardfl import config
 from rewardfl.config import ConfigError
 from rewardfl.data import Row
-from rewardfl.training import checks, plan, setup_model
+from rewardfl.training import checks, setup_model
 
 REQUIRED = {
     "run": {"output_dir": "out"},
@@ -138,55 +136,6 @@ def test_a_second_recogniser_is_another_than_the_first_and_the_judges(tmp_path):
             check_judge(load(*both, f"reward.held_out_model_path={judge}"))
         assert str(refused.value).startswith(f"reward.held_out_model_path: the {task} {judge / file} ")
         assert f"{second / file} of reward.second_model_path" in str(refused.value)
-
-
-PUBLISHED = backbones.describe("wan2_2", Source())
-TRAINED = {("high_noise",): "dit", ("low_noise",): "dit2", ("high_noise", "low_noise"): "dit,dit2"}
-MODES = {1.0: "chain", 0.2: "bridge", 0.0: "drtune"}
-
-
-def check_active(active, trained, coupling):
-    """Of eight steps, the first three of which are the high-noise expert's."""
-    settings = [
-        f"sample.active_steps={list(active)}",
-        f"sample.gradient_mode={MODES[coupling]}",
-        f"model.trainable_models={TRAINED[trained]}",
-    ]
-    plan.resolve(config.load(ROOT / "configs" / "wan22_face.yaml", settings), PUBLISHED, 1, here=False)
-
-
-HIGH, LOW, BOTH = ("high_noise",), ("low_noise",), ("high_noise", "low_noise")
-
-
-@pytest.mark.parametrize(
-    "active,trained,coupling",
-    [
-        ((4, 5, 6, 7), LOW, 1.0), ((2, 3), BOTH, 1.0), ((0, 3), BOTH, 0.0), ((2, 3), HIGH, 1.0), ((2, 5, 7), HIGH, 0.2),
-        ((0, 1), HIGH, 0.0), ((3,), LOW, 1.0),
-    ],
-)  # fmt: skip
-def test_active_steps_that_train(active, trained, coupling):
-    check_active(active, trained, coupling)
-
-
-@pytest.mark.parametrize(
-    "active,trained,coupling,words",
-    [
-        ((4, 7), HIGH, 1.0, ["model.trainable_models: dit answers at no active step", "train dit2"]),
-        ((4, 7), BOTH, 1.0, ["model.trainable_models: dit answers at no active step", "train dit2"]),
-        ((0, 1), LOW, 1.0, ["model.trainable_models: dit2 answers at no active step", "train dit"]),
-        # frozen steps before the first trained one: nobody takes the gradient that they hand on
-        ((2, 3, 4), LOW, 1.0, ["sample.mid_timestep", "[2] of [2, 3, 4]", "take [3, 4]"]),
-        ((0, 2, 7), LOW, 0.2, ["sample.active_steps", "[0, 2] of [0, 2, 7]", "take [7]"]),
-        # frozen steps that hand nothing on
-        ((2, 3, 4), HIGH, 0.0, ["[3, 4] of [2, 3, 4]", "take [2]"]),
-        ((1, 3), LOW, 0.0, ["[1] of [1, 3]", "take [3]"]),
-    ],
-)
-def test_active_steps_that_do_not(active, trained, coupling, words):
-    with pytest.raises(ConfigError) as refused:
-        check_active(active, trained, coupling)
-    assert all(word in str(refused.value) for word in words), str(refused.value)
 
 
 def rows(*names):
