@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, Unpack, get_args, get_origin, get_type_hints
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Strict, ValidationError, ValidationInfo, create_model
 
@@ -43,16 +43,23 @@ Pooling = Annotated[str, must_be("mean, min or worst-k with a number k, as worst
 
 
 def setting_types(cls: type) -> dict[str, tuple[Any, bool]]:
-    """Return {name: (type, whether it is required)} of the named arguments of a class's constructor."""
+    """Return {name: (type, whether it is required)} of the named arguments of a class's constructor.
+
+    The names of a TypedDict in **name: Unpack[TypedDict] are among them. Other *args and **kwargs are not.
+    """
     try:
         hints = get_type_hints(cls.__init__, include_extras=True)  # type: ignore[misc]  # of this very class
     except NameError:  # a type that is imported under TYPE_CHECKING only
         hints = {}
-    return {
-        parameter.name: (_readable(hints.get(parameter.name, Any)), parameter.default is parameter.empty)
-        for parameter in inspect.signature(cls).parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)  # no *args, **kwargs
-    }
+    types = {}
+    for parameter in inspect.signature(cls).parameters.values():
+        hint = hints.get(parameter.name, Any)
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            types[parameter.name] = (_readable(hint), parameter.default is parameter.empty)
+        elif get_origin(hint) is Unpack:
+            optional = get_type_hints(get_args(hint)[0], include_extras=True)
+            types |= {name: (_readable(kind), False) for name, kind in optional.items()}
+    return types
 
 
 def check_settings(

@@ -24,14 +24,14 @@ VIDEO = random_video()
 
 
 def test_which_frames_are_scored():
-    assert select_frames(5, "all", False) == [1, 2, 3, 4]
-    assert select_frames(5, "all", True) == [0, 1, 2, 3, 4]
-    assert select_frames(81, "first_middle_last", False) == [1, 40, 80]
-    assert select_frames(2, "first_middle_last", False) == [1]
-    assert select_frames(81, 5, False) == [1, 21, 40, 60, 80]
-    assert select_frames(81, 1, False) == [40] and select_frames(81, 2, True) == [0, 80]
-    assert select_frames(4, 9, False) == [1, 2, 3]
-    assert select_frames(1, "all", False) == select_frames(1, 3, False) == [0]  # an image
+    assert select_frames(5, "all", first_frame=False) == [1, 2, 3, 4]
+    assert select_frames(5, "all", first_frame=True) == [0, 1, 2, 3, 4]
+    assert select_frames(81, "first_middle_last", first_frame=False) == [1, 40, 80]
+    assert select_frames(2, "first_middle_last", first_frame=False) == [1]
+    assert select_frames(81, 5, first_frame=False) == [1, 21, 40, 60, 80]
+    assert select_frames(81, 1, first_frame=False) == [40] and select_frames(81, 2, first_frame=True) == [0, 80]
+    assert select_frames(4, 9, first_frame=False) == [1, 2, 3]
+    assert select_frames(1, "all", first_frame=False) == select_frames(1, 3, first_frame=False) == [0]  # an image
 
 
 def test_what_their_scores_come_to():
@@ -69,7 +69,7 @@ def test_chunks_change_nothing_but_the_memory():
     results = []
     for chunk in (1, 3, 8):
         sizes = []
-        output = Squares("all", "mean", False, chunk)(video, batch)
+        output = Squares("all", "mean", chunk=chunk)(video, batch)
         expected = {1: [1] * 8, 3: [3, 1] * 2, 8: [4, 4]}[chunk]
         assert sizes == expected
         (gradient,) = torch.autograd.grad(output.score.sum(), video)
@@ -82,7 +82,7 @@ def test_chunks_change_nothing_but_the_memory():
         assert (gradient[:, :, 0] == 0).all() and (gradient[:, :, 1:] != 0).all()
     sizes = []
     with torch.no_grad():
-        assert not Squares("all", "mean", False, 8)(video, batch).score.requires_grad
+        assert not Squares("all", "mean", chunk=8)(video, batch).score.requires_grad
 
 
 @pytest.mark.parametrize("name", ["colour", "jpeg_size"])

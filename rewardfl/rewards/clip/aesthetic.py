@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Unpack
 
 from torch import Tensor, nn
 
-from rewardfl.config.schema import Count
 from rewardfl.rewards.clip.network import ImageTower, list_some, load_clip, load_weights
-from rewardfl.rewards.frames import FrameReward
-from rewardfl.rewards.settings import ExistingPath, Frames, Pooling
+from rewardfl.rewards.frames import FrameReward, FrameSettings
+from rewardfl.rewards.settings import ExistingPath
 
 # github.com/christophschuhmann/improved-aesthetic-predictor: linear layers without activations between them. INDICES
 # are theirs in its nn.Sequential; the modules between them are dropouts, which do nothing outside of training.
@@ -29,16 +29,8 @@ class AestheticReward(FrameReward):
     licence = "CLIP: MIT; head: Apache-2.0 (github.com/christophschuhmann/improved-aesthetic-predictor)"
     range = "about 1 to 10"
 
-    def __init__(
-        self,
-        model_dir: ExistingPath,
-        head: ExistingPath,
-        frames: Frames = "all",
-        pooling: Pooling = "mean",
-        first_frame: bool = False,
-        chunk: Count = 8,
-    ):
-        super().__init__(frames, pooling, first_frame, chunk)
+    def __init__(self, model_dir: ExistingPath, head: ExistingPath, **frame_settings: Unpack[FrameSettings]):
+        super().__init__(**frame_settings)
         self.head = load_head(head)
         model = load_clip(model_dir)
         if model.config.projection_dim != WIDTHS[0]:

@@ -1,13 +1,14 @@
 """Does a frame show what the prompt says? CLIPScore, Hessel et al. 2021, arXiv 2104.08718."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Unpack
 
 from torch import Tensor
 
-from rewardfl.config.schema import Count, Positive
+from rewardfl.config.schema import Positive
 from rewardfl.rewards.clip.network import PromptReward, load_clip
-from rewardfl.rewards.settings import ExistingPath, Frames, Pooling
+from rewardfl.rewards.frames import FrameSettings
+from rewardfl.rewards.settings import ExistingPath
 
 
 class ClipScoreReward(PromptReward):
@@ -28,13 +29,10 @@ class ClipScoreReward(PromptReward):
         model_dir: ExistingPath,
         tokenizer_dir: ExistingPath | Literal[""] = "",
         weight: Positive = 100.0,
-        frames: Frames = "all",
-        pooling: Pooling = "mean",
-        first_frame: bool = False,
-        chunk: Count = 8,
+        **frame_settings: Unpack[FrameSettings],
     ):
         model = load_clip(model_dir)
-        super().__init__(model, tokenizer_dir or model_dir, [Path(model_dir)], frames, pooling, first_frame, chunk)
+        super().__init__(model, tokenizer_dir or model_dir, [Path(model_dir)], **frame_settings)
         self.weight = weight
 
     def from_cosine(self, cosine: Tensor) -> Tensor:

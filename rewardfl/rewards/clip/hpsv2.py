@@ -3,14 +3,15 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Unpack
 
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel
 
-from rewardfl.config.schema import Count
 from rewardfl.rewards.clip.network import PromptReward, list_some, load_weights, normalise, unit_range
-from rewardfl.rewards.settings import ExistingPath, Frames, Pooling
+from rewardfl.rewards.frames import FrameSettings
+from rewardfl.rewards.settings import ExistingPath
 
 HEADS = 16  # of open_clip's ViT-H-14: 1280 / head_width 80 in the image tower, 1024 / 64 in the text tower
 
@@ -49,17 +50,9 @@ class Hpsv2Reward(PromptReward):
     licence = "Apache-2.0 (github.com/tgxs002/HPSv2)"
     range = "[-1, 1], about 0.2 to 0.35"
 
-    def __init__(
-        self,
-        checkpoint: ExistingPath,
-        tokenizer_dir: ExistingPath,
-        frames: Frames = "all",
-        pooling: Pooling = "mean",
-        first_frame: bool = False,
-        chunk: Count = 8,
-    ):
+    def __init__(self, checkpoint: ExistingPath, tokenizer_dir: ExistingPath, **frame_settings: Unpack[FrameSettings]):
         model = load_open_clip(checkpoint)
-        super().__init__(model, tokenizer_dir, [Path(checkpoint)], frames, pooling, first_frame, chunk)
+        super().__init__(model, tokenizer_dir, [Path(checkpoint)], **frame_settings)
 
     def embed(self, frames: Tensor) -> Tensor:
         return self.image.embed(letterbox(frames.to(self.image.projection.weight), self.image.size))

@@ -8,7 +8,7 @@ import json
 import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import CLIPModel, CLIPTokenizer
 
 from rewardfl.files import digest_files
-from rewardfl.rewards.frames import FrameReward
-from rewardfl.rewards.settings import Frames, Pooling
+from rewardfl.rewards.frames import FrameReward, FrameSettings
 
 # Of OpenAI's training images (github.com/openai/CLIP, clip.py); the LAION models and their fine-tunes keep them.
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -167,13 +166,10 @@ class PromptReward(FrameReward):
         model: CLIPModel,
         tokenizer_dir: str | Path,
         files: list[Path],
-        frames: Frames,
-        pooling: Pooling,
-        first_frame: bool,
-        chunk: int,
+        **frame_settings: Unpack[FrameSettings],
     ):
         """Load the towers. files: the weights that a prompt's embedding depends on, for the fingerprint."""
-        super().__init__(frames, pooling, first_frame, chunk)
+        super().__init__(**frame_settings)
         self.image = ImageTower(model)
         self.text = TextTower(model, load_tokenizer(tokenizer_dir, model.config.text_config.vocab_size))
         self.digest = digest_files([*files, Path(tokenizer_dir)])

@@ -4,14 +4,13 @@ File and line numbers refer to its package hpsv3 1.0.0 (github.com/MizzenAI/HPSv
 """
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, Unpack
 
 from torch import Tensor, nn
 
-from rewardfl.config.schema import Count
 from rewardfl.rewards.clip.network import normalise, resize, unit_range
-from rewardfl.rewards.frames import FrameReward
-from rewardfl.rewards.settings import ExistingPath, Frames, Pooling
+from rewardfl.rewards.frames import FrameReward, FrameSettings
+from rewardfl.rewards.settings import ExistingPath
 from rewardfl.rewards.vlm.qwen2_vl import JudgeFiles, Question, QuestionReward, input_size, load_judge
 
 QUESTION = Question(
@@ -49,13 +48,10 @@ class Hpsv3Reward(QuestionReward, FrameReward):
         checkpoint: ExistingPath,
         model_dir: ExistingPath,
         prompt_file: ExistingPath,
-        frames: Frames = 4,
-        pooling: Pooling = "mean",
-        first_frame: bool = False,
-        chunk: Count = 1,
         dtype: Literal["bfloat16", "float32"] = "bfloat16",
+        **frame_settings: Unpack[FrameSettings],
     ):
-        super().__init__(frames, pooling, first_frame, chunk)
+        super().__init__(**FrameSettings(frames=4, chunk=1) | frame_settings)
         files = JudgeFiles(model_dir=model_dir, prompt_file=prompt_file, weights=checkpoint)
         self.judge, self.head = load_judge(QUESTION, files, dtype, ranknet)
         self.digest = files.digest()
