@@ -4,14 +4,14 @@ File and line numbers refer to its package hpsv3 1.0.0 (github.com/MizzenAI/HPSv
 """
 
 from collections.abc import Mapping
-from typing import Literal, Unpack
+from typing import Unpack
 
 from torch import Tensor, nn
 
 from rewardfl.rewards.clip.network import normalise, resize, unit_range
 from rewardfl.rewards.frames import FrameReward, FrameSettings
 from rewardfl.rewards.settings import ExistingPath
-from rewardfl.rewards.vlm.qwen2_vl import JudgeFiles, Question, QuestionReward, input_size, load_judge
+from rewardfl.rewards.vlm.qwen2_vl import Dtype, Question, QuestionReward, input_size, load_judge
 
 QUESTION = Question(
     literals=("INSTRUCTION", "prompt_with_special_token"),
@@ -48,13 +48,11 @@ class Hpsv3Reward(QuestionReward, FrameReward):
         checkpoint: ExistingPath,
         model_dir: ExistingPath,
         prompt_file: ExistingPath,
-        dtype: Literal["bfloat16", "float32"] = "bfloat16",
+        dtype: Dtype = "bfloat16",
         **frame_settings: Unpack[FrameSettings],
     ):
         super().__init__(**FrameSettings(frames=4, chunk=1) | frame_settings)
-        files = JudgeFiles(model_dir=model_dir, prompt_file=prompt_file, weights=checkpoint)
-        self.judge, self.head = load_judge(QUESTION, files, dtype, ranknet)
-        self.digest = files.digest()
+        self.judge, self.head = load_judge(QUESTION, model_dir, prompt_file, checkpoint, dtype, ranknet)
 
     def score_frames(self, frames: Tensor, reference: Mapping[str, Tensor]) -> Tensor:
         height, width = frames.shape[2:]
