@@ -1,6 +1,7 @@
 """Rewards that fail: what one of them does to a sample costs that sample alone."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -130,47 +131,38 @@ def test_no_more_calls_at_a_time_than_places_and_no_more_wait():
 
 def test_a_call_is_not_late_while_it_waits_for_its_turn(monkeypatch):
     """The second of one place is brought at 0 s, has its turn at 50 s, and is at work at 100 s; the timeout is 60 s."""
-    now, go = [0.0], threading.Semaphore(0)
+    now, left = [0.0], []
     monkeypatch.setattr(async_scoring.time, "monotonic", lambda: now[0])
-
-    class OneAtATime(Waits):
-        parallel = 1
-
-        def forward(self, video, batch):
-            self.begun.release()
-            assert go.acquire(timeout=30)
-            return Number.forward(self, video, batch)
-
-    terms = [term(OneAtATime(None))]
-    (places,) = where = async_scoring.make_worker_pools(terms, 60.0)
-    first, second = begun(terms, where), begun(terms, where)
-    for turn, pending in ((0.0, first), (50.0, second)):
-        assert terms[0].reward.begun.acquire(timeout=30)
+    pool = async_scoring.WorkerPool(1, 60.0)
+    begun, go = threading.Semaphore(0), threading.Semaphore(0)
+    first, second = (pool.submit(1, lambda: begun.release() or go.acquire(timeout=30)) for _ in range(2))
+    for turn, call in ((0.0, first), (50.0, second)):
+        assert begun.acquire(timeout=30) and call.since == turn
         now[0] = turn + 50.0
-        left, wait = [], places._wait
-
-        def watched(seconds, left=left, wait=wait):
-            left.append(seconds)
-            go.release()
-            return wait(seconds)
-
-        monkeypatch.setattr(places, "_wait", watched)
-        assert async_scoring.collect(pending)[0].output.valid.all() and left[0] == 10
-        monkeypatch.setattr(places, "_wait", wait)
+        result = call.result
+        monkeypatch.setattr(
+            call, "result", lambda *seconds, ends=result: left.append(seconds) or go.release() or ends()
+        )
+        assert call.wait() is True
+    assert left[0] == left[2] == (10,)
 
 
-def test_calls_that_never_answer_hold_their_places_and_nothing_else(monkeypatch):
+def test_calls_that_never_answer_hold_their_places_and_nothing_else():
     """Two that hang are late, the two behind them never had a turn, and no more are taken in; one that ends is."""
     event = threading.Event()
     terms = [term(Waits(event))]
-    (places,) = where = async_scoring.make_worker_pools(terms, 0.05)
-    pending = [begun(terms, where) for _ in range(6)]  # the last two wait until the first two are late
-    assert [one.judging[0] is None for one in pending] == [False] * 4 + [True] * 2
+    (pool,) = where = async_scoring.make_worker_pools(terms, 0.2)
+    pending = [begun(terms, where) for _ in range(4)]
+    start = time.monotonic()
+    pending += [begun(terms, where) for _ in range(5)]  # the first waits for a place, the others do not
+    assert 0.2 <= time.monotonic() - start < 0.8
     assert all(async_scoring.collect(one)[0].failed.all() for one in pending)
-    assert not places._waiting and len(places._running) == 2  # what waited in vain is not held any more
     event.set()
-    places.timeout = 60
+    pool.timeout = 60
+    while pool._queue.full():
+        time.sleep(0.01)
     assert async_scoring.collect(begun(terms, where))[0].output.valid.all()
+    assert len(terms[0].reward.batches) == 3, "what waited in vain is not scored later"
 
 
 def test_what_waits_is_on_the_cpu_and_as_small_as_the_reward_says():
