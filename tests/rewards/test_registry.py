@@ -133,44 +133,6 @@ def test_names_that_make_no_metric_are_refused(name):
         reward_that_returns(lambda v: RewardOutput(plain(v), YES, {name: torch.ones(2)}), False)(VIDEO, [{}, {}])
 
 
-def test_the_names_of_the_parts_are_those_of_the_first_call():
-    names = ["a", "b"]
-
-    def make(video):
-        valid = video[:, 0, 0, 0, 0] > -2
-        parts = {name: torch.ones(len(video)) for name in names}
-        return RewardOutput(plain(video), valid, parts if valid.any() else {})
-
-    reward = reward_that_returns(make, says_differentiable=False)
-    nothing = VIDEO.clone()
-    nothing[:, 0, 0, 0, 0] = -3
-    assert list(reward(nothing, [{}, {}]).parts) == ["nonfinite"]  # a call without a valid sample says nothing of them
-    assert list(reward(VIDEO, [{}, {}]).parts) == ["a", "b", "nonfinite"]
-    names[:] = ["b", "a"]
-    assert set(reward(VIDEO[:1], [{}]).parts) == {"a", "b", "nonfinite"}
-    out = reward(nothing, [{}, {}])
-    assert out.parts["a"].isnan().all() and out.parts["b"].isnan().all() and not out.parts["nonfinite"].any()
-    for names[:], now in ((["a"], "a"), (["a", "b", "c"], "a, b, c"), ([], "none")):
-        with pytest.raises(RewardError, match=rf"reward .*Mine must name its parts .*were a, b, and now are {now}$"):
-            reward(VIDEO, [{}, {}])
-
-
-def test_the_first_of_several_calls_at_a_time_counts():
-    """A call that began first and ends second has to keep to the names of the one that ended first."""
-    inner = []
-
-    def make(video):
-        inner.append(video)
-        if len(inner) == 1:
-            reward(VIDEO, [{}, {}])
-            return RewardOutput(plain(video), YES, {"late": torch.ones(2)})
-        return RewardOutput(plain(video), YES, {"early": torch.ones(2)})
-
-    reward = reward_that_returns(make, says_differentiable=False)
-    with pytest.raises(RewardError, match="they were early, and now are late"):
-        reward(VIDEO, [{}, {}])
-
-
 def test_a_part_called_nonfinite_is_counted_with_ours():
     """As a server's: it held its own reward to the contract."""
 
