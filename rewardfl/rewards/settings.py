@@ -6,12 +6,13 @@ Settings follow the rules of the configuration's sections (rewardfl/config/schem
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, Unpack, get_args, get_origin, get_type_hints
 
+import yaml
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Strict, ValidationError, ValidationInfo, create_model
 
 from rewardfl.config import describe, did_you_mean, shown
@@ -86,6 +87,20 @@ def check_settings(
     if problems:
         raise ValueError("\n".join(problems))
     return {key: getattr(checked, key) for key in values}
+
+
+def parse_settings(texts: Sequence[str]) -> dict[str, object]:
+    """Parse ["chunk=4", ...] to {"chunk": 4, ...}, values as YAML. Raise ValueError for other text."""
+    settings = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--settings {text!r}: write key=value")
+        try:
+            settings[key] = yaml.safe_load(value) if value else ""
+        except yaml.YAMLError as error:
+            raise ValueError(f"--settings {text!r}: the value is no YAML: {error}") from None
+    return settings
 
 
 def _readable(kind: Any) -> Any:

@@ -24,10 +24,9 @@ from conftest import ROOT
 from remote_rewards import Likeness
 from safetensors.torch import save
 
-from rewardfl import data, reward_server, rewards
+from rewardfl import command_line, data, reward_server, rewards
 from rewardfl.reward_server import server
-from rewardfl.reward_server import serving as serving_module
-from rewardfl.reward_server.server import RewardServer, Service
+from rewardfl.reward_server.server import RewardServer
 from rewardfl.rewards.remote import RemoteReward, RewardServerError, wire
 from rewardfl.rewards.remote.client import split_requests
 from rewardfl.rewards.remote.wire import Clip, WireError
@@ -55,7 +54,7 @@ VIDEO, REAL = videos(frames(5)), videos(frames(5, (5, 4, 6), seed=1))
 @contextmanager
 def serving(reward, batch=2, max_bytes=10 * MB, token=""):
     """The url of a server in a thread."""
-    serves = RewardServer(("127.0.0.1", 0), Service(reward, "cpu", batch, max_bytes, token))
+    serves = RewardServer(("127.0.0.1", 0), reward, "cpu", batch, max_bytes, token)
     thread = threading.Thread(target=serves.run)
     thread.start()
     try:
@@ -114,7 +113,7 @@ def remote(url, **settings):
     """A RemoteReward that notes its waits in `waits` instead of waiting."""
     reward = RemoteReward(**{"url": url, "timeout": 10, **settings})
     reward.waits = []
-    reward.client.sleep = reward.waits.append
+    reward.sleep = reward.waits.append
     return reward
 
 
@@ -170,11 +169,6 @@ def test_every_nth_frame_is_sent():
         assert_same(score(reward), at_home(VIDEO[:, :, ::3].contiguous(), real=REAL[:, :, ::3].contiguous()))
 
 
-def test_all_256_values_of_a_pixel_survive():
-    every = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 16, 1).expand(1, 16, 16, 3)
-    assert torch.equal(remote("http://127.0.0.1")._frames(data.to_float(every)), every)
-
-
 def test_what_a_waiting_call_holds_scores_the_same():
     """The frames that are sent, one byte a channel; a sample that is not finite is no sample any more."""
     video = VIDEO.clone()
@@ -221,9 +215,9 @@ def free_port():
 def test_down():
     reward = remote(f"http://127.0.0.1:{free_port()}", retries=3)
     state = random.getstate()
-    with pytest.raises(RewardServerError, match=r"GET /health failed 4 times.*start tools/serve_reward.py") as error:
+    with pytest.raises(RewardServerError, match=r"GET /health failed 4 times; the last time: ConnectError: ") as error:
         score(reward)
-    assert reward.client.url in str(error.value)
+    assert reward.url in str(error.value)
     assert [0.25 * 2**i <= wait <= 0.5 * 2**i for i, wait in enumerate(reward.waits)] == [True] * 3
     assert random.getstate() == state, "the training's random numbers"
 
@@ -241,25 +235,21 @@ def test_samples_are_tried_one_by_one_only_where_that_may_help():
     assert one.failed.tolist() == [False, False, True, False, False] and "no memory for that" in one.problems[0]
 
 
-def drip(handler, sent=b"x"):
-    with suppress(ConnectionError):
-        for _ in range(300):
-            handler.wfile.write(sent)
-            time.sleep(0.03)
-
-
 def drip_body(handler):
     handler.send_response(200)
     handler.send_header("Content-Length", "1000")
     handler.end_headers()
-    drip(handler)
+    with suppress(ConnectionError):
+        for _ in range(300):
+            handler.wfile.write(b"x")
+            time.sleep(0.03)
 
 
-@pytest.mark.parametrize("answer", [lambda _: time.sleep(9), drip, drip_body], ids=["silent", "its head", "its body"])
+@pytest.mark.parametrize("answer", [lambda _: time.sleep(9), drip_body], ids=["silent", "its body"])
 def test_a_server_that_is_slow_or_trickles_is_left_at_the_deadline(answer):
     with scripted(answer) as url:
         start = time.monotonic()
-        with pytest.raises(RewardServerError, match=r"no answer in 0.2 s: raise settings.timeout"):
+        with pytest.raises(RewardServerError, match=r"no answer in 0.2 s \(settings.timeout\)"):
             score(remote(url, timeout=0.2, retries=0), VIDEO[:1], PROMPTS[:1])
         assert time.monotonic() - start < 5
 
@@ -275,7 +265,7 @@ def other_protocol(handler):
     handler.wfile.write(b"SSH-2")
 
 
-@pytest.mark.parametrize("fault", [(500, b"{}"), (502, b"{}"), (503, b"{}"), cut_off, other_protocol])
+@pytest.mark.parametrize("fault", [(503, b"{}"), cut_off, other_protocol])
 def test_an_error_of_the_server_is_tried_again(fault):
     with scripted(fault, lambda handler: handler.connection.close(), (200, answer_of())) as url:
         reward = remote(url)
@@ -284,29 +274,29 @@ def test_an_error_of_the_server_is_tried_again(fault):
 
 
 def test_a_reward_that_fails_says_so():
-    likeness = Likeness()
-    with serving(likeness) as url:
+    with serving(Likeness()) as url:
         reward = remote(url, retries=1)
-        said = (
-            r"failed 2 times.*status 500: reward likeness failed: RuntimeError: no memory for that; the request held no"
-        )
+        said = r"failed 2 times.*status 500: reward likeness failed: RuntimeError: no memory for that; docs"
         with pytest.raises(RewardServerError, match=said):
             score(reward, VIDEO[:1], ["fails"])
-        with pytest.raises(RewardServerError, match="it compares with the real clip; .*the client's send_reference"):
-            score(reward, VIDEO[:1], ["needs the real clip"])
-        with pytest.raises(RewardServerError, match="no memory for that$|no memory for that; see"):
-            score(remote(url, retries=0, send_reference=True), VIDEO[:1], ["fails"])
         assert score(reward).valid.all(), "it goes on"
 
 
-@pytest.mark.parametrize("status", [302, 400, 404, 413, 415])
+def test_a_reward_that_compares_is_refused_a_request_without_real_clips():
+    with serving(rewards.build("motion", {})) as url:
+        with pytest.raises(RewardServerError, match="status 400: .* real clip; set the client's send_reference: true"):
+            score(remote(url))
+        assert score(remote(url, send_reference=True)).valid.all()
+
+
+@pytest.mark.parametrize("status", [302, 404])
 def test_a_refusal_is_not_tried_again(status):
     """What it says is one line of the message, without escapes."""
     refusal = json.dumps({"error": "no\n\x1b[31m" + "x" * 5000}).encode()
     elsewhere = {"Location": "http://127.0.0.1:1/"}
     with scripted(lambda handler: handler.reply(status, refusal, **elsewhere)) as url:
         reward = remote(url)
-        said = rf"settings.url {url}: POST /score: status {status}: no\?\?\[31mx{{5}}"
+        said = rf"settings.url {url}: POST /score: status {status}: no\\n\\x1b\[31mx{{5}}"
         with pytest.raises(RewardServerError, match=said) as error:
             score(reward, VIDEO[:1], PROMPTS[:1])
         assert not reward.waits and str(error.value).isprintable() and len(str(error.value)) < 1500
@@ -315,9 +305,9 @@ def test_a_refusal_is_not_tried_again(status):
 def test_unauthorised(monkeypatch):
     monkeypatch.setenv("MINE", "wrong-token")
     with serving(Likeness(), token="right-token") as url:
-        for settings, now in (({}, "not set"), ({"token_env": "MINE"}, "now MINE")):
+        for settings in ({}, {"token_env": "MINE"}):
             reward = remote(url, **settings)
-            with pytest.raises(RewardServerError, match=rf"status 401: .*set settings.token_env \({now}\)") as error:
+            with pytest.raises(RewardServerError, match="status 401: .*: the client.s token_env") as error:
                 score(reward)
             assert not reward.waits and "wrong-token" not in str(error.value)
         monkeypatch.setenv("MINE", "right-token")
@@ -341,31 +331,17 @@ def test_too_big_for_the_client_and_for_the_server_it_asked():
         assert score(remote(url, frames=4), VIDEO[:, :, :, :3]).valid.all()
 
 
-def test_too_big_for_the_server_is_read_off_its_answer_though_it_reads_no_body():
-    """15 MB do not fit the sockets' buffers: the client is still sending when it is refused."""
-    likeness = Likeness()
-    with serving(likeness, max_bytes=MB) as url:
-        reward = remote(url)
-        reward.client._max_bytes = 400 * MB  # as if a proxy between them had the limit
-        big = torch.zeros(1, 3, 5, 1000, 1000)
-        with pytest.raises(RewardServerError, match=r"status 413: .*takes at most 1000000 .*lower settings.max_bytes"):
-            score(reward, big, PROMPTS[:1])
-        assert not reward.waits and not likeness.batches
-
-
 # ---- a server that lies ----
 
 
 LIES = [
     (answer_of(score=(0.5,)), r"tensor 'score' must be \(2,\) float32, got \(1,\) float32"),
-    (answer_of(score=(1, 2)), "tensor 'score' has dtype I64"),
-    (save({"score": torch.zeros(2), "valid": torch.ones(2)}), "tensor 'valid' must be .* got .* float32"),
+    (answer_of(score=(1, 2)), r"tensor 'score' must be .*, got \(2,\) int64"),
     (save({"score": torch.zeros(2)}), "tensor 'valid' must be .* got none"),
     (answer_of(part_x=(0.0, 0.0, 0.0)), r"tensor 'part.x' must be \(2,\) float32, got \(3,\)"),
     (answer_of(other=(0.0, 0.0)), "unknown tensor 'other'"),
     (answer_of()[:-1], "not safetensors"),
     (b"<html>hello</html>", "a safetensors header of"),
-    (pickle.dumps([0.5, 0.25]), "a safetensors header of|not safetensors"),
 ]
 
 
@@ -373,7 +349,7 @@ LIES = [
 def test_lies(body, message):
     with scripted((200, body)) as url:
         reward = remote(url)
-        with pytest.raises(RewardServerError, match=f"settings.url {url}: the answer to 2 clips is wrong: .*{message}"):
+        with pytest.raises(RewardServerError, match=f"{url}: the answer to 2 clips breaks the format .*{message}"):
             score(reward, VIDEO[:2], PROMPTS[:2])
         assert not reward.waits
 
@@ -384,11 +360,7 @@ def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch):
         score(remote(url), VIDEO[:1], PROMPTS[:1])
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b"ok", b"[1]", b'{"version": 2, "max_bytes": 5}', b'{"version": 1}', b"[" * 100_000],
-    ids=["no JSON", "a list", "another version", "no limit", "deep"],
-)
+@pytest.mark.parametrize("body", [b"ok", b"[1]", b'{"version": 2, "max_bytes": 5}', b'{"version": 1}', b"[" * 100_000])
 def test_something_else_than_a_reward_server(body):
     said = "settings.url http.*: GET /health should answer JSON .*is that a reward server"
     with scripted(health=body) as url, pytest.raises(RewardServerError, match=said):
@@ -441,7 +413,7 @@ def test_https_is_spoken_and_certificates_are_checked(tmp_path):
         reward = remote(url, retries=0)
         with pytest.raises(RewardServerError, match="CERTIFICATE_VERIFY_FAILED"):
             score(reward, VIDEO[:2], PROMPTS[:2])
-        reward.client._tls.load_verify_locations(files["out"])
+        reward._tls.load_verify_locations(files["out"])
         assert score(reward, VIDEO[:2], PROMPTS[:2]).valid.all()
 
 
@@ -482,7 +454,7 @@ def clips_of(made, prompts=PROMPTS, references=(None,) * 5):
     return [Clip(*parts) for parts in zip(made, prompts, references, strict=True)]
 
 
-@pytest.mark.parametrize("prompt", ["", "\x01" * 500, '"\\' * 500, "他" * 500, "\U0001f600" * 500])
+@pytest.mark.parametrize("prompt", ["", "\x01" * 500, '"\\' * 500, "\U0001f600" * 500])
 def test_no_request_is_bigger_than_its_clips_say(prompt):
     clips = clips_of(frames(5, (1, 1, 1)), [prompt] * 5, frames(5, (1, 1, 1)))
     for count in (1, 5):
@@ -519,19 +491,17 @@ MALFORMED = [
     (pickle.dumps(["video"]), "not safetensors|header of"),
     ((1 << 40).to_bytes(8, "little") + b"{}", "a safetensors header of 1099511627776 bytes"),
     (header({"video": {"dtype": "U8", "shape": [2**40] * 5, "data_offsets": [0, 2]}}, b"12"), "not safetensors"),
-    (header({"video": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"1"), "dtype F4"),
-    (request_of() + b"x", "not safetensors"),
+    (header({"video": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"1"), "not safetensors: 'F4'"),
     (request_of({"clip": frames(2)}), "tensor 'video' must be .* got none"),
     (request_of({"video": frames(2).float()}), "'video' must be .* got .* float32"),
-    (request_of({"video": frames(2)[0]}), r"'video' must be .* got \(4, 6, 8, 3\)"),
     (request_of({"video": frames(2)[:0]}), "'video' must be .* without empty axes"),
     (request_of({"video": frames(2), "reference.2": frames(2)[0]}), "unknown tensor 'reference.2'"),
     (request_of({"video": frames(2), "reference.0": frames(2)}), r"'reference.0' must be \(F, H, W, 3\)"),
-    (save({"video": frames(2)}), "metadata lack the key 'request'"),
-    (save({"video": frames(2)}, {"request": "[" * 100_000}), "is not JSON"),
-    (request_of(request={"version": 2, "prompts": ["a", "b"]}), "must be an object with version 1"),
-    (request_of(request={"version": 1, "prompts": ["a"]}), "'prompts' .* must be 2 strings"),
-    (request_of(request={"version": 1, "prompts": ["a", 1]}), "'prompts' .* must be 2 strings"),
+    (save({"video": frames(2)}), "with version 1 and prompts, 2 strings, got nothing"),
+    (save({"video": frames(2)}, {"request": "[" * 100_000}), "must be JSON with version 1"),
+    (request_of(request={"version": 2, "prompts": ["a", "b"]}), "must be JSON with version 1"),
+    (request_of(request={"version": 1, "prompts": ["a"]}), "prompts, 2 strings, got"),
+    (request_of(request={"version": 1, "prompts": ["a", 1]}), "prompts, 2 strings, got"),
 ]
 
 
@@ -602,7 +572,7 @@ def test_connections_are_counted(monkeypatch):
         assert ask(url, "/health", method="GET").status_code == 503
         stack.close()
         reward = remote(url)
-        reward.client.sleep = time.sleep
+        reward.sleep = time.sleep
         assert score(reward).valid.all()
 
 
@@ -610,22 +580,22 @@ def test_a_busy_server_is_asked_again(monkeypatch):
     """For `wait` seconds, which costs none of the tries."""
     monkeypatch.setattr(server, "WAIT_SECONDS", 0.05)
     monkeypatch.setattr(wire, "MAX_BODIES", 1)
-    scoring, release, scores = threading.Event(), threading.Event(), Service.score
+    scoring, release, scores = threading.Event(), threading.Event(), RewardServer.score
 
-    def score_later(service, body):
+    def score_later(served, body):
         scoring.set()
         assert release.wait(30)
-        return scores(service, body)
+        return scores(served, body)
 
-    monkeypatch.setattr(Service, "score", score_later)
+    monkeypatch.setattr(RewardServer, "score", score_later)
     with serving(Likeness()) as url, ThreadPoolExecutor(1) as pool:
         first = pool.submit(score, remote(url), VIDEO[:1], PROMPTS[:1])
         assert scoring.wait(30)
-        said = r"busy for 0 s \(settings.wait\): status 503: busy: no place came free in 0.05 s"
+        said = "the last time: status 503: busy: no place came free in 0.05 s"
         with pytest.raises(RewardServerError, match=said):
             score(remote(url, wait=0), VIDEO[:1], PROMPTS[:1])
         second, waits = remote(url, retries=0), []
-        second.client.sleep = lambda seconds: waits.append(seconds) or release.set() or first.result()
+        second.sleep = lambda seconds: waits.append(seconds) or release.set() or first.result()
         assert score(second, VIDEO[:1], PROMPTS[:1]).valid.all()
         assert waits and all(0.5 <= wait <= 1.5 for wait in waits)
 
@@ -640,18 +610,16 @@ def pixels(count, frames=1):
     ("body", "status", "said"),
     [
         (pixels(150_000), 400, "150000 clips; at most 256"),
-        (pixels(1, 1_000_000), 400, "1000000 frames; at most 16384"),
         (pixels(256, 65), 400, "16640 frames; at most 16384"),
-        (bytes(11 * MB), 413, "this server takes at most 10000000 (--max-mb)"),
+        (bytes(11 * MB), 413, "this server takes at most 10000000 bytes (--max-mb)"),
     ],
-    ids=["clips", "frames", "frames of all clips", "bytes"],
+    ids=["clips", "frames of all clips", "bytes"],
 )
-@pytest.mark.parametrize("chunked", [False, True])
-def test_what_costs_too_much_is_refused_quickly(body, status, said, chunked):
+def test_what_costs_too_much_is_refused_quickly(body, status, said):
     likeness = Likeness()
     with serving(likeness) as url:
         start = time.monotonic()
-        answer = ask(url, content=iter([body]) if chunked else body)
+        answer = ask(url, content=body)
         assert answer.status_code == status and said in answer.json()["error"]
         assert time.monotonic() - start < 2 and not likeness.batches
 
@@ -670,7 +638,7 @@ def test_one_line_of_log_per_request_without_what_was_in_it(caplog):
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "some.host", ""])
 def test_only_this_machine_without_a_token(host):
     with pytest.raises(ValueError, match=f"--host {host}: without a token .* --token-env"):
-        RewardServer((host, 0), Service(Likeness(), "cpu", 1, MB))
+        server.check_host(host, "")
     for own in ("127.0.0.1", "127.0.0.2", "::1", "localhost"):
         server.check_host(own, "")
     server.check_host(host, "token")
@@ -696,36 +664,37 @@ def test_the_tool_refuses_what_cannot_work(monkeypatch, capsys):
         ("--settings", "gain=two"): "--settings.gain must be a number, got 'two'",
         ("--settings", "gains=2", "--host", "0.0.0.0"): "without a token",
         ("--token-env", "NO_TOKEN"): "--token-env must be the name of an environment variable that is set",
-        ("--batch", 0): "--batch must be 1 or more",
         ("--device", "abacus"): "abacus",
-        ("--port", 99999): "--port must be 0 (a free one) to 65535, got 99999",
-        ("--max-mb", "inf"): "--max-mb must be",
-        ("--max-mb", "nan"): "--max-mb must be",
+        ("--settings", "gain"): "--settings 'gain': write key=value",
+        ("--settings", "gain=["): "--settings 'gain=[': the value is no YAML",
     }
     for arguments, message in cases.items():
         code, error = tool(monkeypatch, capsys, "--trust-code", "--reward", OWN, *arguments)
-        assert code == serving_module.REFUSED and message in error, arguments
+        assert code == command_line.REFUSED and message in error, arguments
+    for arguments in (("--batch", "0"), ("--port", "99999"), ("--max-mb", "nan")):
+        with pytest.raises(SystemExit, match="2"):
+            tool(monkeypatch, capsys, "--reward", OWN, *arguments)
+        assert f"error: {arguments[0]}: must be " in capsys.readouterr().err
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         code, error = tool(monkeypatch, capsys, "--trust-code", "--reward", OWN, "--port", port)
-    assert code == serving_module.NO_ADDRESS and f"--port {port}" in error
+    assert code == server.NO_ADDRESS and f"--port {port}" in error
 
 
 @pytest.mark.parametrize("name", ["starlette.applications", "uvicorn"])
 def test_without_its_libraries_the_tool_says_what_to_install(monkeypatch, capsys, name):
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, server.__name__)
-    monkeypatch.delitem(sys.modules, serving_module.__name__)
-    monkeypatch.delattr(reward_server, "serving")
+    monkeypatch.delattr(reward_server, "server")
     code, error = tool(monkeypatch, capsys, "--reward", "colour")
-    assert code == serving_module.REFUSED and error.count("\n") == 1
+    assert code == command_line.REFUSED and error.count("\n") == 1
     assert name in error and "pip install" in error
 
 
 def test_a_reward_that_hangs_does_not_keep_the_server_from_stopping(monkeypatch):
     monkeypatch.setattr(server, "DRAIN_SECONDS", 1)
     hangs, scores = threading.Event(), threading.Event()
-    monkeypatch.setattr(Service, "score", lambda *_: scores.set() or hangs.wait(30))
+    monkeypatch.setattr(RewardServer, "score", lambda *_: scores.set() or hangs.wait(30))
     with ThreadPoolExecutor(1) as pool:
         with serving(Likeness()) as url:
             running = pool.submit(ask, url, content=b"xyz")
@@ -734,18 +703,6 @@ def test_a_reward_that_hangs_does_not_keep_the_server_from_stopping(monkeypatch)
         assert time.monotonic() - start < 5
         hangs.set()
         assert running.result().status_code == 503
-
-
-def test_settings_are_yaml():
-    assert [serve_reward.setting(text) for text in ("a=1", "b=x=y", "c=", "d=[1, no]")] == [
-        ("a", 1),
-        ("b", "x=y"),
-        ("c", None),
-        ("d", [1, False]),
-    ]
-    for text in ("a", "=1", "a=["):
-        with pytest.raises(serve_reward.argparse.ArgumentTypeError, match="no setting|no YAML"):
-            serve_reward.setting(text)
 
 
 @pytest.mark.long
@@ -768,5 +725,5 @@ def test_in_another_process(monkeypatch):
         output, log = process.communicate(timeout=10)
     finally:
         process.kill()
-    assert process.returncode == serving_module.STOPPED, log
+    assert process.returncode == command_line.DONE, log
     assert "Traceback" not in log and "s3cret" not in log and log.count("5 clips") == 2
