@@ -64,7 +64,7 @@ def setting_types(cls: type) -> dict[str, tuple[Any, bool]]:
 
 
 def check_settings(
-    cls: type, settings: Mapping[str, object], place: str = "settings", here: bool = True
+    cls: type, settings: Mapping[str, object], place: str = "settings", *, here: bool = True
 ) -> dict[str, object]:
     """Convert settings to the types of the class's constructor. Raise ValueError with a line for each wrong setting.
 
@@ -111,5 +111,5 @@ def _readable(kind: Any) -> Any:
     if origin in (Union, UnionType):
         return Union[tuple(map(_readable, get_args(kind)))]  # noqa: UP007  (`|` takes no tuple)
     if isinstance(origin, type) and issubclass(origin, tuple | set | frozenset | Path | Enum):
-        return Annotated[kind, Strict(False)]
+        return Annotated[kind, Strict(strict=False)]
     return kind

@@ -24,7 +24,7 @@ def find_rewards(cfg: AnyConfig, backbone: Backbone, here: bool = True) -> list[
     Raise RewardError for a missing reward, wrong settings, or a trained one without a gradient. Raise ConfigError for
     one that needs longer clips.
     """
-    specs = registry.resolve_rewards(configuration.list_reward_specs(cfg, backbone.pixels_per_token), here)
+    specs = registry.resolve_rewards(configuration.list_reward_specs(cfg, backbone.pixels_per_token), here=here)
     check_frames(cfg, specs)
     if isinstance(cfg, configuration.RewardFlConfig) and not configuration.is_supervised(cfg):
         registry.check_trainable(specs)
@@ -100,7 +100,9 @@ def check_rewards(cfg: AnyConfig, job: Distributed, terms: Sequence[Term], sampl
         by_gradient = isinstance(cfg, configuration.RewardFlConfig)
         count = min(2, cfg.train.per_device_train_batch_size)  # two detect a mean over the batch
         errors = {
-            term.key: check_reward(term, video.to(job.device), reference, count, by_gradient and term.weight > 0)
+            term.key: check_reward(
+                term, video.to(job.device), reference, count, with_gradient=by_gradient and term.weight > 0
+            )
             for term, reference in zip(terms, first.references, strict=True)
             if not term.reward.concurrent
         }

@@ -14,7 +14,7 @@ VIDEO = torch.arange(4.0).view(4, 1, 1, 1, 1).expand(4, 3, 2, 2, 2)  # a video's
 
 
 class Number(Reward):
-    def __init__(self, raises=(), nan=(), parts=True):
+    def __init__(self, raises=(), nan=(), *, parts=True):
         super().__init__()
         self.raises, self.nan, self.parts, self.batches = raises, nan, parts, []
 

@@ -85,7 +85,7 @@ def test_canaries_are_the_generated_clips_beside_the_real_ones(judge, pack):
         measure_artifacts(frames, [PERIOD]),
         measure_artifacts(data.to_uint8(REAL).contiguous().numpy(), [PERIOD]),
     )
-    assert red["red"] == pytest.approx(made.colour[0] - real.colour[0], abs=1e-6) and red["red"] > 0.05
+    assert red["red"] == pytest.approx(made.red - real.red, abs=1e-6) and red["red"] > 0.05
     assert [red["green"], red["blue"]] == pytest.approx([0, 0], abs=1e-6)
     assert red["saturation"] == pytest.approx(made.saturation / real.saturation)
     lines = torch.where(torch.arange(REAL.shape[-1]) % PERIOD == 0, 0.1, 0.0)

@@ -47,10 +47,8 @@ def test_transformers_is_not_imported_for_those_that_do_without():
         ("motion", {"chunk": 1}, "unknown key 'settings.chunk'; it takes none"),
         ("aesthetic", {"head": "x"}, "settings.model_dir is required; it takes model_dir, head, "),
         ("nowhere.py:Mine", {}, "there is no file nowhere.py to take a reward from"),
-        ("rewardfl.nowhere:Mine", {}, "there is no module 'rewardfl.nowhere' to take a reward from"),
-        ("nowhere:Mine", {}, "there is no module 'nowhere' to take a reward from; is its folder in PYTHONPATH?"),
+        ("nowhere:Mine", {}, "reward 'nowhere:Mine' cannot be imported (No module named 'nowhere'); .*PYTHONPATH"),
         ("rewardfl.rewards.base:Rewards", {}, "rewardfl.rewards.base defines no 'Rewards', did you mean 'Reward'?"),
-        ("rewardfl.rewards.base:invalid_score", {}, "must be a subclass of rewardfl.rewards.Reward, and it is none"),
         ("rewardfl.rewards:RewardOutput", {}, "must be a subclass of rewardfl.rewards.Reward, and it is none"),
         ("rewardfl.rewards.base:Reward", {}, "must have a class attribute `name`"),
         (f"{EXAMPLE}:Contrast", {"aim": 1}, "unknown key 'settings.aim'; it takes target"),
@@ -65,7 +63,7 @@ def test_a_module_that_fails_to_import_says_why(tmp_path, monkeypatch):
     (tmp_path / "needs_more.py").write_text("import not_installed_at_all\n")
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("needs_more:Mine", f"{tmp_path}/needs_more.py:Mine"):
-        with pytest.raises(ModuleNotFoundError, match="not_installed_at_all"):
+        with pytest.raises(ValueError, match="cannot be imported .No module named 'not_installed_at_all'"):
             rewards.build(name, {})
 
 
@@ -89,7 +87,7 @@ def test_the_example_is_a_reward(monkeypatch):
 # ---- what a reward may return ----
 
 
-def reward_that_returns(make, says_differentiable=True):
+def reward_that_returns(make, *, says_differentiable=True):
     class Mine(Reward):
         name = "mine"
         differentiable = says_differentiable
@@ -130,7 +128,7 @@ def test_outputs_of_the_wrong_kind_name_the_class(make, message):
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "line\n", 3])
 def test_names_that_make_no_metric_are_refused(name):
     with pytest.raises(RewardError, match=r"reward .*Mine: parts\[.*\] is no name for a metric"):
-        reward_that_returns(lambda v: RewardOutput(plain(v), YES, {name: torch.ones(2)}), False)(VIDEO, [{}, {}])
+        reward_that_returns(lambda v: RewardOutput(plain(v), YES, {name: torch.ones(2)}))(VIDEO, [{}, {}])
 
 
 def test_a_part_called_nonfinite_is_counted_with_ours():
@@ -140,7 +138,7 @@ def test_a_part_called_nonfinite_is_counted_with_ours():
         score = plain(video) * torch.tensor([1.0, math.nan])
         return RewardOutput(score, YES, {"nonfinite": torch.tensor([1.0, math.nan])})
 
-    assert reward_that_returns(make, False)(VIDEO, [{}, {}]).parts["nonfinite"].tolist() == [1, 1]
+    assert reward_that_returns(make, says_differentiable=False)(VIDEO, [{}, {}]).parts["nonfinite"].tolist() == [1, 1]
 
 
 def test_a_score_needs_no_gradient_where_none_is_wanted():

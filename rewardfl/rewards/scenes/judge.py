@@ -38,7 +38,7 @@ class SceneJudge(SceneChecker):
 
     def __init__(self, weights_file: str | Path):
         super().__init__()
-        self.finder = Finder().requires_grad_(False)
+        self.finder = Finder().requires_grad_(requires_grad=False)
         try:
             self.finder.load_state_dict(load_file(weights_file))
         except (OSError, SafetensorError, RuntimeError) as error:
