@@ -85,16 +85,6 @@ def test_chunks_change_nothing_but_the_memory():
         assert not Squares("all", "mean", chunk=8)(video, batch).score.requires_grad
 
 
-@pytest.mark.parametrize("name", ["colour", "jpeg_size"])
-def test_frames_that_cannot_be_scored_make_a_sample_invalid(name):
-    broken = VIDEO.clone()
-    broken[:, 2, 3, 3] = math.nan
-    reward = rewards.find_reward(name)()  # not held to its contract by rewards.checked, which would do the same
-    output = reward(torch.stack([VIDEO, broken, VIDEO]), [{}, {}, None])
-    assert output.valid.tolist() == [True, False, False] and output.score[1:].tolist() == [0, 0]
-    assert output.parts["frame_mean"].isnan().tolist() == [False, True, True]
-
-
 def test_invalid_samples_have_no_gradient_and_valid_ones_keep_theirs():
     broken = VIDEO.clone()
     broken[:, 2] = math.inf

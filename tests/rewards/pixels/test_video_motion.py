@@ -120,15 +120,6 @@ def test_smoothness_is_how_well_neighbours_tell_a_frame():
     assert trembling == pytest.approx(1 - change, abs=0.1 * change)
 
 
-def test_smoothness_asks_for_every_second_frame_alone():
-    """The odd frames, of which the last has no frame after it where their number is even."""
-    odd = STEADY[:5].copy()
-    odd[3] = 255 - odd[3]
-    assert motion_smoothness(odd) < motion_smoothness(STEADY[:5]) - 0.05
-    assert motion_smoothness(STEADY[:4]) == motion_smoothness(STEADY[:3])
-    assert np.isnan(motion_smoothness(STEADY[:2]))
-
-
 def test_large_frames_are_shrunk_and_measured_in_their_own_pixels():
     picture = cv2.resize(texture(160, 200), None, fx=4, fy=4, interpolation=cv2.INTER_CUBIC)
     clip = np.stack([picture[100:700, 100 + 10 * i : 900 + 10 * i] for i in range(3)])
