@@ -54,9 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def list_rewards() -> str:
     """Return the table of this project's rewards."""
-    words: dict[object, str] = {True: "yes", False: "no", "": "-"}
-    rows = [{column: getattr(find_reward(name), column) for column in COLUMNS} for name in sorted(REWARDS)]
-    return table([{column: words.get(value, str(value)) for column, value in row.items()} for row in rows])
+    words = {"True": "yes", "False": "no", "": "-"}
+    rows = [[str(getattr(find_reward(name), column)) for column in COLUMNS] for name in sorted(REWARDS)]
+    return table([dict(zip(COLUMNS, [words.get(text, text) for text in row], strict=True)) for row in rows])
 
 
 @torch.no_grad()

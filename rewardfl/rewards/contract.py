@@ -72,6 +72,5 @@ def _check_shape(label: str, value: object, count: int) -> None:
     if not isinstance(value, Tensor):
         raise ContractError(f"{label} must be a tensor, it is a {type(value).__name__}")
     if value.shape != (count,):
-        hint = "; view(-1) makes that of it" if value.numel() == count else ""
         shape = tuple(value.shape)
-        raise ContractError(f"{label} must hold one value per video, shape ({count},), it has shape {shape}{hint}")
+        raise ContractError(f"{label} must hold one value per video, shape ({count},), it has shape {shape}")

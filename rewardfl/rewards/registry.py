@@ -21,7 +21,7 @@ ResolvedReward = tuple[RewardSpec, type[Reward]]
 # name -> module and class in this package, imported on use: some import transformers, which is slow
 REWARDS: dict[str, str] = {
     "aesthetic": "clip.aesthetic:AestheticReward",
-    "clip_score": "clip.clip_score:ClipScoreReward",
+    "clip_score": "clip.cosine:ClipScoreReward",
     "colour": "pixels.colour:ColourReward",
     "face_identity": "face.reward:FaceIdentityReward",
     "face_judge": "face_judge:FaceJudge",
@@ -31,7 +31,7 @@ REWARDS: dict[str, str] = {
     "jpeg_size": "pixels.jpeg_size:JpegSizeReward",
     "motion": "pixels.motion:MotionReward",
     "optical_flow": "pixels.optical_flow:OpticalFlowReward",
-    "pickscore": "clip.pickscore:PickScoreReward",
+    "pickscore": "clip.cosine:PickScoreReward",
     "remote": "remote:RemoteReward",
     "video_align": "vlm.video_align:VideoAlignReward",
 }

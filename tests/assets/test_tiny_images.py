@@ -115,7 +115,10 @@ def test_the_base_draws_what_the_figures_say():
     generator = torch.Generator().manual_seed(5)
     wanted, _ = drawing.draw_places(64, generator, held_out=True)
     images = build.sample(pipe, [scene.prompt for scene in wanted], generator)
-    right = [checker.score_scene(one, checker.find_things(image))[1] for one, image in zip(wanted, images, strict=True)]
+    right = [
+        checker.score_scene(one, judges()["checker"].things_in(image))[1]
+        for one, image in zip(wanted, images, strict=True)
+    ]
     assert abs(sum(right) / 64 - FIGURES["checker/base"]["all"]) < 0.15  # two standard errors of the two shares
 
 

@@ -39,19 +39,14 @@ def test_what_their_scores_come_to():
     assert [pool(scores, pooling).item() for pooling in ("mean", "min", "worst-2", "worst-9")] == [3, 1, 1.5, 3]
 
 
-@pytest.mark.parametrize(
-    "setting, message",
-    [
+def test_bad_frame_settings_are_refused():
+    for setting, message in (
         ({"frames": "some"}, "settings.frames must be 'all' or 'first_middle_last' or a whole number, got 'some'"),
-        ({"frames": 0}, "settings.frames must be at least 1, got 0"),
-        ({"pooling": "max"}, "settings.pooling must be mean, min or worst-k with a number k, as worst-4, got 'max'"),
-        ({"pooling": "worst-0"}, "got 'worst-0'"),
+        ({"pooling": "worst-0"}, "settings.pooling must be mean, min or worst-k with a number k, .* got 'worst-0'"),
         ({"chunk": 0}, "settings.chunk must be at least 1, got 0"),
-    ],
-)
-def test_bad_frame_settings_are_refused(setting, message):
-    with pytest.raises(ValueError, match=message):
-        rewards.build("colour", setting)
+    ):
+        with pytest.raises(ValueError, match=message):
+            rewards.build("colour", setting)
 
 
 def test_chunks_change_nothing_but_the_memory():

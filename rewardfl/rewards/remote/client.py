@@ -203,7 +203,8 @@ class RemoteReward(Reward):
                 # 500: the reward raised, maybe for one clip
                 kind = RewardServerError if status == 500 else ServerUnavailableError
                 raise self._error(f"{method} {path} failed {failures} times; the last time: {problem}", kind)
-            self.sleep(_pause(failures, self.random.random()))
+            seconds = min(FIRST_DELAY * 2 ** (failures - 1), LONGEST_DELAY)
+            self.sleep(seconds * (0.5 + self.random.random() / 2))  # jitter spreads the clients
 
     async def _send(self, method: str, path: str, body: bytes) -> tuple[int, bytes, str]:
         """Return status, body and Retry-After, "" for none, of one answer. Raise TimeoutError for one not in time.
@@ -248,11 +249,6 @@ def split_requests(clips: Mapping[int, Clip], limit: int, place: str) -> Iterato
         group.append(sample)
     if group:
         yield group
-
-
-def _pause(attempt: int, jitter: float) -> float:
-    """Return the seconds before retry `attempt` = 1, 2, ...: doubling, with jitter in [0, 1) to spread the clients."""
-    return min(FIRST_DELAY * 2 ** (attempt - 1), LONGEST_DELAY) * (0.5 + jitter / 2)
 
 
 def _message(answer: bytes) -> str:

@@ -114,8 +114,23 @@ class SceneChecker(Reward):
         return video.new_tensor(score, dtype=torch.float32), {"right": float(right)}
 
     def things_in(self, image: Tensor) -> list[Thing]:
-        """Return the objects of a picture (3, H, W) in [-1, 1]."""
-        return find_things(image)
+        """Return the patches of a colour in a picture (3, H, W) in [-1, 1] as objects."""
+        pixels = ((image.float().clamp(-1, 1) + 1) / 2).permute(1, 2, 0).cpu()
+        colours = torch.tensor(list(COLOURS.values()))
+        distance = (pixels[:, :, None] - colours).norm(dim=-1)  # (H, W, colours)
+        nearest = torch.where(distance.min(-1).values < NEAR, distance.argmin(-1), -1)
+        height, width = nearest.shape
+        things = []
+        for i, colour in enumerate(COLOURS):
+            mask = (nearest == i).to(torch.uint8).numpy()
+            _, _, boxes, centres = cv2.connectedComponentsWithStats(mask, connectivity=4)
+            for (_, top, box_width, box_height, area), (x, y) in zip(boxes[1:], centres[1:], strict=True):
+                if area < SMALLEST * height * width:
+                    continue
+                filled, low = area / (box_width * box_height), (y + 0.5 - top) / box_height - 0.5
+                shape = min(LOOKS, key=lambda name: hypot(LOOKS[name][0] - filled, 2 * (LOOKS[name][1] - low)))
+                things.append(Thing(colour=colour, shape=shape, x=(x + 0.5) / width, y=(y + 0.5) / height))
+        return things
 
 
 def score_scene(scene: Scene, things: Sequence[Thing]) -> tuple[float, bool]:
@@ -133,23 +148,3 @@ def score_scene(scene: Scene, things: Sequence[Thing]) -> tuple[float, bool]:
         points += any(holds(scene.relation, a, b) for a in first for b in second)
         size += 1
     return points / size, points == size
-
-
-def find_things(image: Tensor) -> list[Thing]:
-    """Return the patches of a colour in a picture (3, H, W) in [-1, 1] as objects."""
-    pixels = ((image.float().clamp(-1, 1) + 1) / 2).permute(1, 2, 0).cpu()
-    colours = torch.tensor(list(COLOURS.values()))
-    distance = (pixels[:, :, None] - colours).norm(dim=-1)  # (H, W, colours)
-    nearest = torch.where(distance.min(-1).values < NEAR, distance.argmin(-1), -1)
-    height, width = nearest.shape
-    things = []
-    for i, colour in enumerate(COLOURS):
-        mask = (nearest == i).to(torch.uint8).numpy()
-        _, _, boxes, centres = cv2.connectedComponentsWithStats(mask, connectivity=4)
-        for (_, top, box_width, box_height, area), (x, y) in zip(boxes[1:], centres[1:], strict=True):
-            if area < SMALLEST * height * width:
-                continue
-            filled, low = area / (box_width * box_height), (y + 0.5 - top) / box_height - 0.5
-            shape = min(LOOKS, key=lambda name: hypot(LOOKS[name][0] - filled, 2 * (LOOKS[name][1] - low)))
-            things.append(Thing(colour=colour, shape=shape, x=(x + 0.5) / width, y=(y + 0.5) / height))
-    return things

@@ -22,7 +22,6 @@ QUESTION = Question(
 )
 
 PIXELS = 256 * 28 * 28  # of an image, minimum and maximum, inference.py:98
-WIDTHS = (1024, 16, 2)  # of the head's layers, qwen2vl_trainer.py:99; the last outputs mu and sigma
 
 
 class Hpsv3Reward(QuestionReward, FrameReward):
@@ -64,9 +63,8 @@ class Hpsv3Reward(QuestionReward, FrameReward):
 
 
 def ranknet(width: int) -> nn.Sequential:
-    """Build the head, hidden states (..., width) to (..., 2), with the published indices of its layers."""
-    first, second, last = WIDTHS
+    """Build the head, hidden states (..., width) to mu and sigma (..., 2), as qwen2vl_trainer.py:99."""
     # Identity: the published head has a dropout there, which does nothing outside of training
     return nn.Sequential(
-        nn.Linear(width, first), nn.ReLU(), nn.Identity(), nn.Linear(first, second), nn.ReLU(), nn.Linear(second, last)
+        nn.Linear(width, 1024), nn.ReLU(), nn.Identity(), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2)
     )

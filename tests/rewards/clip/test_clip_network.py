@@ -241,16 +241,15 @@ def test_wrong_clip_folders_are_refused(files, tmp_path):
     with pytest.raises(ValueError, match="nowhere is no folder of a transformers model: it has no config.json"):
         load_clip(tmp_path / "nowhere")
     folder = shutil.copytree(files / "clip", tmp_path / "clip")
-    vision = {name: value for name, value in load_file(folder / "model.safetensors").items() if "text" not in name}
+    state = load_file(files / "clip" / "model.safetensors")
+    vision = {name: value for name, value in state.items() if "text" not in name}
     config = json.loads((folder / "config.json").read_text())
     for spoil, message in (
         (lambda: truncate(folder / "model.safetensors"), "the weights cannot be read, fetch them again"),
-        (lambda: (folder / "model.safetensors").unlink(), "the weights cannot be read, fetch them again"),
         (
-            lambda: torch.save(vision, folder / "pytorch_model.bin"),
+            lambda: (folder / "model.safetensors").unlink() or torch.save(vision, folder / "pytorch_model.bin"),
             "weights lack text_model.embeddings.* more",
         ),
-        (lambda: truncate(folder / "pytorch_model.bin"), "the weights cannot be read, fetch them again"),
         (
             lambda: (folder / "config.json").write_text(json.dumps(config | {"model_type": "siglip"})),
             "is of a model of type 'siglip'; one of type 'clip' is needed",
@@ -276,7 +275,6 @@ def test_wrong_heads_are_refused(files, tmp_path):
     other = settings(files, "aesthetic") | {"head": path}
     for write, message in (
         (lambda: None, "head must be a file or folder that exists"),
-        (lambda: path.write_text("<html>"), "head.pth cannot be read as weights"),
         (lambda: torch.save(nn.Linear(2, 2), path), "head.pth cannot be read as weights"),  # code, not weights
         (lambda: torch.save(nn.Linear(2, 2).state_dict(), path), "head.pth is not the head .* it differs in 0.bias, "),
         (lambda: torch.save([1], path), "head.pth holds no tensors by name$"),
@@ -294,7 +292,6 @@ def test_wrong_hps_checkpoints_are_refused(files, tmp_path):
     last = "visual.transformer.resblocks.1.mlp.c_fc.weight"
     for content, message in (
         (state, "hps.pt holds no tensors by name under 'state_dict'"),
-        ({"state_dict": {key: value for key, value in state.items() if key != last}}, r"layers.1.mlp.fc1.weight$"),
         ({"state_dict": state | {"visual.extra": torch.ones(1)}}, "is not open_clip's ViT-H-14: .* visual.extra$"),
         ({"state_dict": state | {last: torch.ones(3, 3)}}, r"differs in vision_model.encoder.layers.1.mlp.fc1.weight"),
     ):
