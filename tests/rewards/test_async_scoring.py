@@ -69,35 +69,25 @@ def test_a_part_that_is_not_there_counts_as_nothing():
 
 
 class Waits(Number):
-    """Answers once its event is set; until then its calls are counted in `at_work`."""
+    """Answers once its event is set."""
 
     concurrent, parallel = True, 2
 
     def __init__(self, event):
         super().__init__()
-        self.event, self.at_work, self.most, self.lock = event, 0, 0, threading.Lock()
-        self.begun = threading.Semaphore(0)
+        self.event = event
 
     def forward(self, video, batch):
         assert not torch.is_grad_enabled()  # a thread starts with gradients on
-        with self.lock:
-            self.at_work += 1
-            self.most = max(self.most, self.at_work)
-        self.begun.release()
         assert self.event.wait(60)
-        with self.lock:
-            self.at_work -= 1
         return super().forward(video, batch)
-
-
-def begun(terms, where):
-    return async_scoring.submit(terms, VIDEO, [[{} for _ in terms]] * 4, where)
 
 
 def test_concurrent_rewards_go_on_meanwhile_and_late_ones_have_failed():
     event = threading.Event()
     terms = [term(Waits(event)), term(Number(), "quick")]
-    pending = begun(terms, async_scoring.make_worker_pools(terms, 0.2))  # returns, although nobody has set the event
+    pools = async_scoring.make_worker_pools(terms, 0.2)
+    pending = async_scoring.submit(terms, VIDEO, [[{}, {}]] * 4, pools)  # returns, although nobody has set the event
     late, quick = async_scoring.collect(pending)
     assert late.failed.all() and not late.output.valid.any()
     assert late.problems == ("no answer within 0.2 s (reward.reward_timeout)",) * 4
@@ -109,24 +99,21 @@ def test_concurrent_rewards_go_on_meanwhile_and_late_ones_have_failed():
 
 def test_no_more_calls_at_a_time_than_places_and_no_more_wait():
     """Two are at work and two wait; who brings a fifth batch waits until one of them is done."""
-    event, brought = threading.Event(), []
-    terms = [term(Waits(event))]
-    where = async_scoring.make_worker_pools(terms, 60)
+    pool, calls = async_scoring.WorkerPool(2, 60), []
+    go, begun = threading.Event(), threading.Semaphore(0)
 
     def bring():
         for _ in range(5):
-            brought.append(begun(terms, where))
+            calls.append(pool.submit(1, lambda: begun.release() or go.wait(30)))
 
     bringer = threading.Thread(target=bring, daemon=True)
     bringer.start()
-    for _ in range(2):
-        assert terms[0].reward.begun.acquire(timeout=30)
+    assert begun.acquire(timeout=30) and begun.acquire(timeout=30)
     bringer.join(0.2)
-    assert len(brought) == 4 and terms[0].reward.at_work == 2 and bringer.is_alive()
-    event.set()
+    assert len(calls) == 4 and bringer.is_alive() and not begun.acquire(timeout=0.1)
+    go.set()
     bringer.join(30)
-    assert [async_scoring.collect(pending)[0].output.valid.all() for pending in brought] == [True] * 5
-    assert terms[0].reward.most == 2
+    assert [call.wait() for call in calls] == [True] * 5
 
 
 def test_a_call_is_not_late_while_it_waits_for_its_turn(monkeypatch):
@@ -149,20 +136,17 @@ def test_a_call_is_not_late_while_it_waits_for_its_turn(monkeypatch):
 
 def test_calls_that_never_answer_hold_their_places_and_nothing_else():
     """Two that hang are late, the two behind them never had a turn, and no more are taken in; one that ends is."""
-    event = threading.Event()
-    terms = [term(Waits(event))]
-    (pool,) = where = async_scoring.make_worker_pools(terms, 0.2)
-    pending = [begun(terms, where) for _ in range(4)]
+    pool, hang, begun = async_scoring.WorkerPool(2, 0.2), threading.Event(), []
+    calls = [pool.submit(3, lambda: begun.append(1) or hang.wait(30)) for _ in range(4)]
     start = time.monotonic()
-    pending += [begun(terms, where) for _ in range(5)]  # the first waits for a place, the others do not
+    calls += [pool.submit(3, hang.wait) for _ in range(5)]  # the first waits for a place, the others do not
     assert 0.2 <= time.monotonic() - start < 0.8
-    assert all(async_scoring.collect(one)[0].failed.all() for one in pending)
-    event.set()
-    pool.timeout = 60
+    assert [call.wait().failed.tolist() for call in calls] == [[True] * 3] * 9
+    hang.set()
     while pool._queue.full():
         time.sleep(0.01)
-    assert async_scoring.collect(begun(terms, where))[0].output.valid.all()
-    assert len(terms[0].reward.batches) == 3, "what waited in vain is not scored later"
+    pool.timeout = 60
+    assert pool.submit(3, lambda: 5).wait() == 5 and len(begun) == 2, "what waited in vain is not scored later"
 
 
 def test_what_waits_is_on_the_cpu_and_as_small_as_the_reward_says():

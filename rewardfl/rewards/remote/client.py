@@ -8,12 +8,12 @@ import json
 import math
 import os
 import random
+import re
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 import httpx
 import torch
@@ -51,17 +51,9 @@ def read_token(variable: str) -> str:
     return token
 
 
-def _is_url(url: str) -> bool:
-    try:
-        address = urlsplit(url)
-        plain = all("!" <= character <= "~" for character in url) and not (address.query or address.fragment)
-        usable = plain and address.scheme in ("http", "https") and address.hostname and address.port != 0
-    except ValueError:  # the port is no number
-        return False
-    return bool(usable) and address.username is None
-
-
-Url = Annotated[str, must_be("like http://127.0.0.1:8400", _is_url)]
+# host, port and path, without user, query and fragment
+_is_url = re.compile(r"https?://(\[[\da-fA-F:]+\]|[\w.-]+)(:[1-9]\d{0,4})?(/[!\"$->@-~]*)?", re.ASCII).fullmatch
+Url = Annotated[str, must_be("like http://127.0.0.1:8400", lambda url: _is_url(url))]
 
 TokenVariable = Annotated[str, on_this_machine(read_token)]
 
