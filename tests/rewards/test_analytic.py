@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from PIL import Image
+from torch.autograd import gradcheck
 
 from rewardfl import rewards
 from rewardfl.data import to_uint8
@@ -151,10 +152,6 @@ def test_motion_needs_a_real_clip_that_moves():
 @pytest.mark.parametrize("name", ["colour", "motion"])
 def test_gradients_are_those_of_finite_differences(name):
     reward = rewards.build(name, {})
-    video = VIDEO[None].double().requires_grad_()
     reference = reward.reference(random_video(3).double())
-    (gradient,) = torch.autograd.grad(reward(video, [reference]).score.sum(), video)
-    direction = torch.randn(video.shape, generator=torch.Generator().manual_seed(5)).double()
-    with torch.no_grad():
-        up, down = (reward(video + sign * 1e-7 * direction, [reference]).score.item() for sign in (1, -1))
-    assert (up - down) / 2e-7 == pytest.approx((gradient * direction).sum().item(), rel=1e-5)
+    video = VIDEO[None].double().requires_grad_()
+    assert gradcheck(lambda x: reward(x, [reference]).score, video, eps=1e-6, atol=0, rtol=1e-5, fast_mode=True)

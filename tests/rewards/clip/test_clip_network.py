@@ -12,6 +12,7 @@ from clip_files import CONTEXT, SIZE
 from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
+from torch.autograd import gradcheck
 from transformers import CLIPModel, CLIPTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
@@ -166,14 +167,9 @@ def test_the_gradient_is_that_of_finite_differences(files, name):
     reward = rewards.build(name, settings(files, name) | {"chunk": 2, "pooling": "worst-2"}).double()
     video = (0.8 * VIDEO[None]).double().requires_grad_()  # clear of -1 and 1, where the clipping has a kink
     reference = reward.reference(video[0].detach(), PROMPT)
-    output = reward(video, [reference])
-    (gradient,) = torch.autograd.grad(output.score.sum(), video)
-    assert gradient.isfinite().all() and (gradient[:, :, 0] == 0).all() and gradient[:, :, 1:].abs().sum() > 0
-    direction = torch.randn(video.shape, generator=torch.Generator().manual_seed(5)).double()
-    step = 1e-5
-    with torch.no_grad():
-        up, down = (reward(video + sign * step * direction, [reference]).score.item() for sign in (1, -1))
-    assert (up - down) / (2 * step) == pytest.approx((gradient * direction).sum().item(), rel=1e-5)
+    (gradient,) = torch.autograd.grad(reward(video, [reference]).score.sum(), video)
+    assert (gradient[:, :, 0] == 0).all() and gradient[:, :, 1:].abs().sum() > 0
+    assert gradcheck(lambda x: reward(x, [reference]).score, video, eps=1e-5, atol=0, rtol=1e-5, fast_mode=True)
 
 
 def test_a_prompt_has_one_embedding_whatever_the_config_says(files, tmp_path):
