@@ -88,7 +88,8 @@ def evaluate_images(cfg: config.AnyConfig, terms: Sequence[Term], arm: Arm, args
         scores = {name: score_all(terms, pictures[name], batch_references) for name in ARMS}
         for i, (row, seed) in enumerate(batch):
             images = {name: data.to_uint8(pictures[name][i])[0].cpu() for name in ARMS}
-            figures = {key: {name: float(scores[name][key][i]) for name in ARMS} for key in scores["before"]}
+            both = [key for key in scores["before"] if key in scores["after"]]
+            figures = {key: {name: float(scores[name][key][i]) for name in ARMS} for key in both}
             pairs.append(Pair(row=row, seed=seed, made=images, scores=figures))
     return pairs
 

@@ -219,9 +219,7 @@ def _pixel_figures(frames: np.ndarray, boxes: np.ndarray | None, periods: Sequen
         "motion/dynamic_degree": float(dynamic_degree(frames, fps)),
         "still/temporal_flickering": 1 - motion.pixel_change,  # vbench/temporal_flickering.py
         "still/motion_smoothness": motion_smoothness(frames),
-        "canary/grid": artifacts.grid,
-        "canary/saturation": artifacts.saturation,
-        **{f"canary/{name}": value for name, value in zip(("red", "green", "blue"), artifacts.colour, strict=True)},
+        **{f"canary/{name}": value for name, value in vars(artifacts).items()},
     }
 
 

@@ -1,11 +1,13 @@
 """A reward over HTTP, for tools/serve_reward.py. rewards/remote/wire.py describes the format."""
 
+import argparse
 import asyncio
 import hmac
 import ipaddress
-import json
 import logging
+import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -22,11 +24,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from torch import Tensor
 
-from rewardfl import data
+from rewardfl import command_line, data, rewards
 from rewardfl.rewards.base import Reward
 from rewardfl.rewards.remote import wire
+from rewardfl.rewards.remote.client import read_token
 from rewardfl.rewards.remote.wire import Clip
 from rewardfl.rewards.scoring import RewardResult, concat_results
+from rewardfl.rewards.settings import parse_settings
 
 log = logging.getLogger(__name__)
 
@@ -36,99 +40,29 @@ ASK_AGAIN = {"Retry-After": "1"}  # seconds, short since the client has waited W
 BODY_SECONDS = 120  # for a body to arrive
 DRAIN_SECONDS = 60  # for running requests when the server stops
 
-# Exceptions of rewards, the device's memory (RuntimeError) included, that the client gets as a message.
-REWARD_ERRORS = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError,
-)  # fmt: skip
-
-
-class Service:
-    """A reward that scores requests one at a time on its device, in micro-batches of `batch` clips.
-
-    reward: of rewards.build, which checks its output. max_bytes: of a request's body. token: required for /score, ""
-    for none.
-    """
-
-    def __init__(self, reward: Reward, device: str | torch.device, batch: int, max_bytes: int, token: str = ""):
-        self.reward, self.device = reward.to(device).eval(), torch.device(device)
-        self.batch, self.max_bytes, self.token = batch, max_bytes, token
-        self._device_lock = threading.Lock()
-
-    def health(self) -> bytes:
-        """Return the JSON of GET /health."""
-        state = {"status": "ok", "reward": self.reward.name, "version": wire.VERSION}
-        return json.dumps(state | {"max_bytes": self.max_bytes}).encode()
-
-    def check(self, headers: Headers) -> None:
-        """Raise HTTPException for a scoring request with wrong headers, before its body is read."""
-        actual, expected = headers.get("Authorization", ""), f"Bearer {self.token}"
-        # in constant time, so that the time does not reveal the token
-        if self.token and not hmac.compare_digest(actual.encode(), expected.encode()):
-            raise HTTPException(401, "this server wants its token: Authorization: Bearer <token>")
-        if headers.get("Content-Type", "").partition(";")[0].strip().lower() != wire.CONTENT_TYPE:
-            raise HTTPException(415, f"Content-Type must be {wire.CONTENT_TYPE}, got {headers.get('Content-Type')}")
-        self.check_size(int(headers.get("Content-Length", 0)))  # h11 has checked that it is a whole number
-
-    def check_size(self, size: int) -> None:
-        if size > self.max_bytes:
-            raise HTTPException(413, f"a body of {size} bytes; this server takes at most {self.max_bytes} (--max-mb)")
-
-    def score(self, body: bytes) -> tuple[bytes, int]:
-        """Return the answer to the body of POST /score, and the number of clips. Raise HTTPException for an error."""
-        try:
-            clips = wire.unpack_request(body)
-        except wire.WireError as error:
-            raise HTTPException(400, str(error)) from None
-        try:
-            with self._device_lock:
-                results = [self._score(clips[i : i + self.batch]) for i in range(0, len(clips), self.batch)]
-            output = concat_results(results).output
-            return wire.pack_answer(output.score, output.valid, output.parts), len(clips)
-        except REWARD_ERRORS as error:
-            log.exception("reward %s failed", self.reward.name)
-            sent = clips[0].reference is not None
-            hint = "" if sent else "; the request held no real clips (the client's send_reference)"
-            message = f"reward {self.reward.name} failed: {type(error).__name__}: {error}{hint}"
-            raise HTTPException(500, message) from None
-
-    @torch.no_grad()
-    def _score(self, clips: list[Clip]) -> RewardResult:
-        references = [self._reference(clip) for clip in clips]
-        output = self.reward(torch.stack([self._video(clip.frames) for clip in clips]), references)
-        return RewardResult(output, torch.zeros(len(clips)).bool()).at_rest()
-
-    def _reference(self, clip: Clip) -> dict[str, Tensor] | None:
-        """Return `Reward.reference` of the clip's prompt and real clip, of no frames where none was sent."""
-        frames = clip.frames[:0] if clip.reference is None else clip.reference
-        reference = self.reward.reference(self._video(frames), clip.prompt)
-        if reference is None and clip.reference is None:
-            raise ValueError("it compares with the real clip")
-        return reference
-
-    def _video(self, frames: Tensor) -> Tensor:
-        """Convert frames (F, H, W, 3) uint8 to (3, F, H, W) in [-1, 1] on the device."""
-        return data.to_float(frames.to(self.device)).contiguous()
-
-
-def check_host(host: str, token: str) -> None:
-    """Raise ValueError for an address that other machines can reach, unless there is a token."""
-    local = host == "localhost"
-    with suppress(ValueError):  # another name: it may resolve to any address
-        local = local or ipaddress.ip_address(host).is_loopback
-    if not local and not token:
-        raise ValueError(
-            f"--host {host}: without a token the server listens on this machine only (127.0.0.1); name the environment "
-            "variable that holds one with --token-env"
-        )
+NO_ADDRESS = 1  # exit code
 
 
 class RewardServer:
-    """Listens at (host, port); port 0 takes a free one, see `address`. Raises OSError for an unavailable address."""
+    """A reward over HTTP at (host, port); port 0 takes a free one, see `address`.
 
-    def __init__(self, address: tuple[str, int], service: Service):
-        check_host(address[0], service.token)
-        self.service = service
-        self._places = asyncio.Semaphore(wire.MAX_BODIES)
+    It scores requests one at a time on the device, in micro-batches of `batch` clips. reward: of rewards.build, which
+    checks its output. max_bytes: of a request's body. token: required for /score, "" for none. Raises OSError for an
+    unavailable address.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        reward: Reward,
+        device: str | torch.device,
+        batch: int,
+        max_bytes: int,
+        token: str,
+    ):
+        self.reward, self.device = reward.to(device).eval(), device
+        self.batch, self.max_bytes, self.token = batch, max_bytes, token
+        self._device_lock, self._places = threading.Lock(), asyncio.Semaphore(wire.MAX_BODIES)
         app = Starlette(
             routes=[Route("/health", self._health), Route("/score", self._score, methods=["POST"])],
             exception_handlers={HTTPException: _refuse},  # type: ignore[dict-item]  # called with this type only
@@ -150,29 +84,71 @@ class RewardServer:
         """End `run` from any thread: take no more requests and answer the running ones."""
         self._uvicorn.should_exit = True
 
+    def score(self, body: bytes) -> tuple[bytes, int]:
+        """Return the answer to the body of POST /score, and the number of clips. Raise HTTPException for an error."""
+        try:
+            clips = wire.unpack_request(body)
+        except wire.WireError as error:
+            raise HTTPException(400, str(error)) from None
+        if self.reward.compares_with != "nothing" and clips[0].reference is None:
+            message = f"reward {self.reward.name} compares with the real clip; set the client's send_reference: true"
+            raise HTTPException(400, message)
+        try:
+            with self._device_lock:
+                results = [self._score_batch(clips[i : i + self.batch]) for i in range(0, len(clips), self.batch)]
+        except Exception as error:  # the reward may be the user's code
+            log.exception("reward %s failed", self.reward.name)
+            raise HTTPException(500, f"reward {self.reward.name} failed: {type(error).__name__}: {error}") from None
+        output = concat_results(results).output
+        return wire.pack_answer(output.score, output.valid, output.parts), len(clips)
+
+    @torch.no_grad()
+    def _score_batch(self, clips: list[Clip]) -> RewardResult:
+        reals = [clip.frames[:0] if clip.reference is None else clip.reference for clip in clips]
+        prompts = [clip.prompt for clip in clips]
+        references = [self.reward.reference(self._video(real), text) for real, text in zip(reals, prompts, strict=True)]
+        output = self.reward(torch.stack([self._video(clip.frames) for clip in clips]), references)
+        return RewardResult(output, torch.zeros(len(clips)).bool()).at_rest()
+
+    def _video(self, frames: Tensor) -> Tensor:
+        """Convert frames (F, H, W, 3) uint8 to (3, F, H, W) in [-1, 1] on the device."""
+        return data.to_float(frames.to(self.device)).contiguous()
+
     async def _health(self, request: Request) -> Response:
-        return Response(self.service.health(), media_type="application/json")
+        state = {"status": "ok", "reward": self.reward.name, "version": wire.VERSION, "max_bytes": self.max_bytes}
+        return JSONResponse(state)
 
     async def _score(self, request: Request) -> Response:
         start = time.monotonic()
-        self.service.check(request.headers)
+        self._check_headers(request.headers)
         async with self._place():
-            body = await self._body(request)
+            body = await self._read_body(request)
             try:
-                answer, count = await run_in_threadpool(self.service.score, body)
+                answer, count = await run_in_threadpool(self.score, body)
             except asyncio.CancelledError:  # uvicorn cancels DRAIN_SECONDS after it begins to stop
                 raise HTTPException(503, "shutting down") from None
         log.info("%d clips, %.1f MB, %.2f s", count, len(body) / 1e6, time.monotonic() - start)
         return Response(answer, media_type=wire.CONTENT_TYPE)
 
-    async def _body(self, request: Request) -> bytes:
+    def _check_headers(self, headers: Headers) -> None:
+        """Raise HTTPException for a wrong token or content type, before the body is read."""
+        actual, expected = headers.get("Authorization", ""), f"Bearer {self.token}"
+        # in constant time, so that the time does not reveal the token
+        if self.token and not hmac.compare_digest(actual.encode(), expected.encode()):
+            raise HTTPException(401, "this server wants its token (Authorization: Bearer ...): the client's token_env")
+        if headers.get("Content-Type", "").partition(";")[0].strip().lower() != wire.CONTENT_TYPE:
+            raise HTTPException(415, f"Content-Type must be {wire.CONTENT_TYPE}, got {headers.get('Content-Type')}")
+
+    async def _read_body(self, request: Request) -> bytes:
         """Read a request's body. Raise HTTPException when it is too long, does not arrive in time or is cut off."""
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for block in request.stream():
                     body += block
-                    self.service.check_size(len(body))
+                    if len(body) > self.max_bytes:
+                        message = f"this server takes at most {self.max_bytes} bytes (--max-mb); lower max_bytes"
+                        raise HTTPException(413, message)
         except TimeoutError:
             # 503: the client tries again
             raise HTTPException(503, f"the body came too slowly: {len(body)} bytes; send it again") from None
@@ -200,3 +176,44 @@ async def _refuse(request: Request, error: HTTPException) -> Response:
     # ascii: a client cannot write line breaks into the log
     log.info("%d %s", error.status_code, ascii(error.detail))
     return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+
+
+def check_host(host: str, token: str) -> None:
+    """Raise ValueError for an address that other machines can reach, unless there is a token."""
+    local = host == "localhost"
+    with suppress(ValueError):  # another name: it may resolve to any address
+        local = local or ipaddress.ip_address(host).is_loopback
+    if not local and not token:
+        raise ValueError(
+            f"--host {host}: without a token the server listens on this machine only (127.0.0.1); name the environment "
+            "variable that holds one with --token-env"
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve a reward until SIGTERM or SIGINT and return the exit code. Raise ValueError for wrong settings."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    try:
+        token = read_token(args.token_env) if args.token_env else ""
+    except ValueError as error:
+        raise ValueError(f"--token-env must be {error}") from None
+    check_host(args.host, token)  # before weights load
+    device = command_line.resolve_device(args.device)
+    reward = rewards.build(args.reward, parse_settings(args.settings), "--settings")
+    try:
+        server = RewardServer((args.host, args.port), reward, device, args.batch, int(args.max_mb * 1e6), token)
+    except OSError as error:
+        print(f"error: --host {args.host} --port {args.port}: {error}", file=sys.stderr)
+        return NO_ADDRESS
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    # a daemon thread: a reward that hangs does not keep the process alive
+    running = threading.Thread(target=server.run, name="serve", daemon=True)
+    running.start()
+    host, port = server.address
+    print(f"serving {reward.name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    stop.wait()
+    server.stop()
+    running.join(DRAIN_SECONDS + 5)
+    return command_line.DONE

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import yaml
 
 from rewardfl import data, trust
 from rewardfl.files import escape_control, escape_unencodable_output
 from rewardfl.rewards import REWARDS, Reward, build, find_reward
+from rewardfl.rewards.settings import parse_settings
 
 COLUMNS = ("name", "differentiable", "range", "weights", "licence")
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(list_rewards())
         return 0
     try:
-        reward = build(args.reward, read_settings(args.settings), "--settings").to(args.device)
+        reward = build(args.reward, parse_settings(args.settings), "--settings").to(args.device)
         print(table(score_files(reward, args)))
     except ValueError as error:
         print(escape_control(f"error: {error}"), file=sys.stderr)
@@ -54,20 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def list_rewards() -> str:
     """Return the table of this project's rewards."""
-    words: dict[object, str] = {True: "yes", False: "no", "": "-"}
-    rows = [{column: getattr(find_reward(name), column) for column in COLUMNS} for name in sorted(REWARDS)]
-    return table([{column: words.get(value, str(value)) for column, value in row.items()} for row in rows])
-
-
-def read_settings(settings: Sequence[str]) -> dict[str, object]:
-    """Parse ["chunk=4", ...] to {"chunk": 4, ...}, values as YAML. Raise ValueError for a setting without "="."""
-    parsed = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise ValueError(f"--settings {setting!r}: write key=value")
-        parsed[key] = yaml.safe_load(value) if value else ""
-    return parsed
+    words = {"True": "yes", "False": "no", "": "-"}
+    rows = [[str(getattr(find_reward(name), column)) for column in COLUMNS] for name in sorted(REWARDS)]
+    return table([dict(zip(COLUMNS, [words.get(text, text) for text in row], strict=True)) for row in rows])
 
 
 @torch.no_grad()

@@ -8,11 +8,13 @@ rollouts wait while the queue is full. So a process keeps at most 2 * parallel +
 returns, in CPU memory.
 """
 
+import math
+import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -21,99 +23,67 @@ from torch import Tensor
 from rewardfl.rewards.base import Reward
 from rewardfl.rewards.scoring import Reference, RewardResult, Term, failure, score_safely
 
-
-@dataclass(eq=False)
-class Call:
-    """A call of a concurrent reward. work: None once it is done, to free the videos; started: None while it is queued.
-
-    outcome: the result, or the exception that ended it.
-    """
-
-    work: Callable[[], RewardResult] | None
-    started: float | None = None
-    outcome: RewardResult | BaseException | None = None
+Work = Callable[[], RewardResult]
 
 
-class WorkerPool:
-    """Threads that make the calls of a concurrent reward, `count` at a time, first in, first out.
+class Call(Future[RewardResult]):
+    """A reward of `count` samples, done or not. timeout: see WorkerPool.
 
-    timeout: seconds from the start of a call after which it has failed. It occupies its thread until it ends, a daemon
-    thread, so that the process can exit. While calls past their timeout occupy all threads, the queued calls fail, too.
+    since: the time.monotonic() of its start; before that, of its queueing.
     """
 
     def __init__(self, count: int, timeout: float):
-        self.count, self.timeout = count, timeout
-        self._changed = threading.Condition()
-        self._waiting: deque[Call] = deque()
-        self._running: set[Call] = set()
-        self._threads = 0
+        super().__init__()
+        self.count, self.timeout, self.since = count, timeout, time.monotonic()
 
-    def submit(self, work: Callable[[], RewardResult]) -> Call | None:
-        """Append a call to the queue, once fewer than `count` wait in it. Return None where all threads are overdue."""
-        call = Call(work)
-        with self._changed:
-            while len(self._waiting) >= self.count:
-                if not self._wait(self._until_all_are_overdue()):
-                    return None
-            self._waiting.append(call)
-            if self._threads < self.count:
-                self._threads += 1
-                threading.Thread(target=self._work, daemon=True).start()
+    def wait(self) -> RewardResult:
+        """Return the result, a failure after the timeout. Raise the exception that ended the call."""
+        while not self.done():
+            left = self.since + self.timeout - time.monotonic()
+            if left <= 0:
+                self.cancel()
+                return failure(self.count, f"no answer within {self.timeout:g} s (reward.reward_timeout)")
+            with suppress(TimeoutError):
+                self.result(left)
+        return self.result()
+
+
+class WorkerPool:
+    """Daemon threads that make the calls of a concurrent reward, `count` at a time, first in, first out.
+
+    timeout: seconds from the start of a call after which it has failed. It occupies its thread until it ends. As the
+    queue has `count` places, a call starts before `timeout`, unless all threads are occupied by calls past theirs: then
+    the queued calls fail, too.
+    """
+
+    def __init__(self, count: int, timeout: float):
+        self.timeout = timeout
+        self._queue: queue.Queue[tuple[Call, Work]] = queue.Queue(count)
+        self._stuck = False  # did a call find no place in time, and has none ended since?
+        for _ in range(count):
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def submit(self, count: int, work: Work) -> Call:
+        """Append a call for `count` samples to the queue, once it has a place; the call fails without one in time."""
+        call = Call(count, self.timeout)
+        try:
+            self._queue.put((call, work), timeout=0 if self._stuck else self.timeout)
+            call.since = time.monotonic()
+        except queue.Full:
+            self._stuck, call.since = True, -math.inf
         return call
-
-    def result(self, call: Call) -> RewardResult | None:
-        """Return the call's result, or None after its timeout. Raise the exception that ended it."""
-        with self._changed:
-            while call.outcome is None:
-                if not self._wait(self._until_all_are_overdue() if call.started is None else self._left(call)):
-                    if call.started is None:
-                        self._waiting.remove(call)
-                    return None
-        if isinstance(call.outcome, BaseException):
-            raise call.outcome
-        return call.outcome
 
     def _work(self) -> None:
         while True:
-            with self._changed:
-                if not self._waiting:
-                    self._threads -= 1
-                    return
-                call = self._waiting.popleft()
-                call.started = time.monotonic()
-                self._running.add(call)
-                self._changed.notify_all()
-            try:
-                outcome = call.work()
-            except BaseException as error:  # `result` raises it in the thread that waits
-                outcome = error
-            with self._changed:
-                call.outcome, call.work = outcome, None
-                self._running.remove(call)
-                self._changed.notify_all()
-
-    def _wait(self, seconds: float | None) -> bool:
-        """Wait for a change for at most `seconds`, None for no limit; return False without waiting for 0 or less."""
-        if seconds is not None and seconds <= 0:
-            return False
-        self._changed.wait(seconds)
-        return True
-
-    def _left(self, call: Call) -> float:
-        return call.started + self.timeout - time.monotonic()
-
-    def _until_all_are_overdue(self) -> float | None:
-        """Return the seconds until all running calls are past their timeout; None while a thread is free."""
-        return max(map(self._left, self._running)) if len(self._running) == self.count else None
-
-
-@dataclass(frozen=True)
-class Pending:
-    """Rewards of B samples, some of them still being computed."""
-
-    judging: Sequence[RewardResult | Call | None]  # by term; None where no call could start in time
-    where: Sequence[WorkerPool | None]
-    count: int
+            call, work = self._queue.get()
+            if call.set_running_or_notify_cancel():
+                call.since = time.monotonic()
+                try:
+                    call.set_result(work())
+                except BaseException as error:  # `wait` raises it in the thread that waits
+                    call.set_exception(error)
+                self._stuck = False
+            del call, work  # the videos
 
 
 def make_worker_pools(terms: Sequence[Term], timeout: float) -> list[WorkerPool | None]:
@@ -123,39 +93,35 @@ def make_worker_pools(terms: Sequence[Term], timeout: float) -> list[WorkerPool 
 
 def submit(
     terms: Sequence[Term], video: Tensor, references: Sequence[Sequence[Reference]], pools: Sequence[WorkerPool | None]
-) -> Pending:
+) -> list[Call]:
     """Submit videos (B, 3, F, H, W) to all rewards; references: `Reward.reference` of the clips, by sample and term.
 
-    Concurrent rewards are queued in their pools; this waits while a queue is full. The others are computed here.
+    Concurrent rewards are queued in their pools; this waits while a queue is full. The others are computed here, after
+    them, so that both run at a time.
     """
-    calls = [(term.reward, video, [row[i] for row in references]) for i, term in enumerate(terms)]
-    # concurrent rewards first, so that they run while the others are computed
-    results = [_submit_term(pool, *call) if pool else None for pool, call in zip(pools, calls, strict=True)]
-    for i, pool in enumerate(pools):
-        if pool is None:
-            results[i] = score_safely(*calls[i])
-    return Pending(results, pools, len(video))
+    inputs = [(term.reward, video, [row[i] for row in references]) for i, term in enumerate(terms)]
+    queued = [_submit_term(pool, *each) if pool else None for pool, each in zip(pools, inputs, strict=True)]
+    return [call or _make_done(score_safely(*each)) for call, each in zip(queued, inputs, strict=True)]
 
 
-def collect(pending: Pending) -> list[RewardResult]:
+def collect(calls: Sequence[Call]) -> list[RewardResult]:
     """Wait for every term's result and return them."""
-    results = []
-    for result, pool in zip(pending.judging, pending.where, strict=True):
-        if isinstance(result, Call):
-            result = pool.result(result)
-        results.append(result or failure(pending.count, f"no answer within {pool.timeout:g} s (reward.reward_timeout)"))
-    return results
+    return [call.wait() for call in calls]
 
 
 @torch.no_grad()
-def _submit_term(
-    pool: WorkerPool, reward: Reward, video: Tensor, references: Sequence[Reference]
-) -> RewardResult | Call | None:
+def _submit_term(pool: WorkerPool, reward: Reward, video: Tensor, references: Sequence[Reference]) -> Call:
     try:
         inputs = reward.held(video, references)
     except Exception as error:  # the user's code, as in score_safely
-        return failure(len(video), f"{type(error).__name__}: {error}")
-    return pool.submit(partial(score_safely, reward, *inputs))
+        return _make_done(failure(len(video), f"{type(error).__name__}: {error}"))
+    return pool.submit(len(video), partial(score_safely, reward, *inputs))
+
+
+def _make_done(result: RewardResult) -> Call:
+    call = Call(len(result.failed), 0)
+    call.set_result(result)
+    return call
 
 
 def stack_rewards(

@@ -1,8 +1,6 @@
 """The check, at every call, that a reward keeps the contract of RewardOutput."""
 
 import re
-from collections.abc import Mapping
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,14 +20,13 @@ def attach_checks(reward: Reward) -> Reward:
     """Return `reward` with hooks that check every call (video, batch) against the contract of RewardOutput.
 
     A call raises ContractError unless score is (B,) floating point, valid (B,) bool and each part (B,). So does a
-    differentiable reward's score without gradient, and a change of the parts' names. The first call with a valid sample
-    fixes the names. A call without a valid sample may leave all parts out; they are then NaN.
+    differentiable reward's score without gradient.
 
     A score that is not finite makes its sample invalid and counts 1 in the part `nonfinite` (added to the reward's own
     part of that name). Invalid samples get score 0 and a gradient of zero, even where the reward's gradient is NaN.
     """
     reward.register_forward_pre_hook(_watch)
-    reward.register_forward_hook(partial(_check, {}))
+    reward.register_forward_hook(_check)
     return reward
 
 
@@ -41,8 +38,8 @@ def _watch(reward: Reward, args: tuple) -> tuple:
     return video.view_as(video), batch
 
 
-def _check(fixed: dict[str, tuple[str, ...]], reward: Reward, args: tuple, output: RewardOutput) -> RewardOutput:
-    """Check the output and clear invalid samples. fixed: the reward's part names under "names", {} before a call."""
+def _check(reward: Reward, args: tuple, output: RewardOutput) -> RewardOutput:
+    """Check the output and clear invalid samples."""
     video, who, count = args[0], f"reward {type(reward).__qualname__}", len(args[0])
     if not isinstance(output, RewardOutput):
         raise ContractError(f"{who} must return a RewardOutput, it returned a {type(output).__name__}")
@@ -56,7 +53,6 @@ def _check(fixed: dict[str, tuple[str, ...]], reward: Reward, args: tuple, outpu
         _check_shape(f"{who}: parts[{name!r}]", part, count)
         if not isinstance(name, str) or not PART_NAME.fullmatch(name):
             raise ContractError(f"{who}: parts[{name!r}] is no name for a metric: letters, digits, _ - and . are")
-    parts = _with_fixed_part_names(who, output, fixed)
     wants_gradient = reward.differentiable and torch.is_grad_enabled() and video.requires_grad
     if wants_gradient and output.valid.any() and not output.score.requires_grad:
         raise ContractError(f"{who} says that it is differentiable, but its score has no gradient to the video")
@@ -67,27 +63,14 @@ def _check(fixed: dict[str, tuple[str, ...]], reward: Reward, args: tuple, outpu
         rows = ~valid.to(video.device).view(-1, *[1] * (video.ndim - 1))
         video.register_hook(lambda gradient: gradient.masked_fill(rows, 0))
     counted = (output.valid & ~finite).float()
-    if NONFINITE in parts:
-        counted = counted + parts[NONFINITE].to(counted).nan_to_num()
-    return RewardOutput(output.score.masked_fill(~valid, 0), valid, {**parts, NONFINITE: counted})
-
-
-def _with_fixed_part_names(who: str, output: RewardOutput, fixed: dict[str, tuple[str, ...]]) -> Mapping[str, Tensor]:
-    """Return the output's parts. The first call with parts fixes their names; raise ContractError for others."""
-    if not output.parts and not output.valid.any():
-        return {name: output.score.detach().new_full(output.score.shape, torch.nan) for name in fixed.get("names", ())}
-    # setdefault is atomic: the first calls of a concurrent reward may run at the same time
-    names = fixed.setdefault("names", tuple(output.parts))
-    if set(names) != set(output.parts):
-        now, first = ", ".join(output.parts) or "none", ", ".join(names) or "none"
-        raise ContractError(f"{who} must name its parts alike at every call: they were {first}, and now are {now}")
-    return output.parts
+    if NONFINITE in output.parts:
+        counted = counted + output.parts[NONFINITE].to(counted).nan_to_num()
+    return RewardOutput(output.score.masked_fill(~valid, 0), valid, {**output.parts, NONFINITE: counted})
 
 
 def _check_shape(label: str, value: object, count: int) -> None:
     if not isinstance(value, Tensor):
         raise ContractError(f"{label} must be a tensor, it is a {type(value).__name__}")
     if value.shape != (count,):
-        hint = "; view(-1) makes that of it" if value.numel() == count else ""
         shape = tuple(value.shape)
-        raise ContractError(f"{label} must hold one value per video, shape ({count},), it has shape {shape}{hint}")
+        raise ContractError(f"{label} must hold one value per video, shape ({count},), it has shape {shape}")

@@ -17,13 +17,14 @@ from rewardfl.rewards.face.pack import PackFolder
 from rewardfl.rewards.face.reward import FaceIdentityReward, ratio
 from rewardfl.rewards.pixels.artifacts import GRAIN, measure_artifacts
 from rewardfl.rewards.pixels.motion import MIN_CHANGE
-from rewardfl.rewards.pixels.video_motion import FARNEBACK, LONG_SIDE, VideoMotion, video_motion
+from rewardfl.rewards.pixels.video_motion import FARNEBACK, LONG_SIDE, video_motion
 
-# A real clip with less gives no ratio, which would divide by noise: pixels per frame; levels of 255 squared; two levels
-# of 255, the difference of a grey clip's channels after a video codec.
-LEAST_FLOW, LEAST_SHARPNESS, LEAST_SATURATION = 0.05, 0.1, 2 / 255
-COLOURS = ("red", "green", "blue")
-MEASURED = ("flow", "face_flow", "pixel_change", "sharpness", "reversals", "grid", "saturation", *COLOURS, "look")
+# Figures over the real clip's. A real clip with less than this gives no ratio, which would divide by noise: pixels per
+# frame; share of 255; levels of 255 squared; two levels of 255, the difference of a grey clip's channels after a codec.
+LEAST = {
+    "flow": 0.05, "face_flow": 0.05, "pixel_change": MIN_CHANGE, "sharpness": 0.1, "saturation": 2 / 255, "grid": 0.0,
+}  # fmt: skip
+DIFFERENCES = ("reversals", "red", "green", "blue")  # figures minus the real clip's
 
 
 class FaceJudge(FaceIdentityReward):
@@ -59,15 +60,14 @@ class FaceJudge(FaceIdentityReward):
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        return (*super().part_names, *MEASURED)
+        return (*super().part_names, *LEAST, *DIFFERENCES, "look")
 
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
         """Return face_identity's reference, with the real clip's eyes and mouths, motion and artifacts."""
         pool = super().reference(video, prompt)
         if pool is None:
             return None
-        frames = _frames(video)
-        figures = vars(video_motion(frames, pool["boxes"].numpy())) | self._artifacts(frames)
+        figures = self._measure(video, pool["boxes"].numpy())
         people = [cut_patches(video.transpose(0, 1), landmarks) for landmarks in pool["landmarks"]]
         patches = {f"look/{name}": torch.stack([person[name] for person in people]) for name in PATCHES}
         return pool | patches | {name: torch.tensor(value) for name, value in figures.items()}
@@ -85,22 +85,12 @@ class FaceJudge(FaceIdentityReward):
     def measured(
         self, video: Tensor, faces: Sequence[FaceScore | None], reference: Mapping[str, Tensor]
     ) -> dict[str, float]:
-        frames, boxes = _frames(video), [face.boxes.numpy() for face in faces if face is not None]
-        motion = video_motion(frames, np.stack(boxes) if boxes else None)
-        real = VideoMotion(**{name: float(reference[name]) for name in vars(motion)})
-        artifacts = self._artifacts(frames)
-        real_artifacts = {name: float(reference[name]) for name in artifacts}
-        return {
-            "flow": ratio(motion.flow, real.flow, LEAST_FLOW),
-            "face_flow": ratio(motion.face_flow, real.face_flow, LEAST_FLOW),
-            "pixel_change": ratio(motion.pixel_change, real.pixel_change, MIN_CHANGE),
-            "sharpness": ratio(motion.sharpness, real.sharpness, LEAST_SHARPNESS),
-            "reversals": motion.reversals - real.reversals,
-            "grid": artifacts["grid"] / real_artifacts["grid"],
-            "saturation": ratio(artifacts["saturation"], real_artifacts["saturation"], LEAST_SATURATION),
-            **{name: artifacts[name] - real_artifacts[name] for name in COLOURS},
-            "look": self._look(video, faces, reference),
-        }
+        boxes = [face.boxes.numpy() for face in faces if face is not None]
+        figures = self._measure(video, np.stack(boxes) if boxes else None)
+        real = {name: float(reference[name]) for name in figures}
+        ratios = {name: ratio(figures[name], real[name], least) for name, least in LEAST.items()}
+        differences = {name: figures[name] - real[name] for name in DIFFERENCES}
+        return ratios | differences | {"look": self._look(video, faces, reference)}
 
     def _look(self, video: Tensor, faces: Sequence[FaceScore | None], reference: Mapping[str, Tensor]) -> float:
         """Return the mean look of the people; a person who is not found counts as 0."""
@@ -111,13 +101,8 @@ class FaceJudge(FaceIdentityReward):
             values.append(0.0 if patches is None else compare_look(patches, real))
         return sum(values) / len(values)
 
-    def _artifacts(self, frames: np.ndarray) -> dict[str, float]:
-        """Return grid, saturation and the COLOURS of the frames."""
-        artifacts = measure_artifacts(frames, [self.grid_period] if self.grid_period else [])
-        colours = dict(zip(COLOURS, artifacts.colour, strict=True))
-        return {"grid": artifacts.grid, "saturation": artifacts.saturation} | colours
-
-
-def _frames(video: Tensor) -> np.ndarray:
-    """Return the 8-bit frames (F, H, W, 3) of a video (3, F, H, W) in [-1, 1], by one copy to the CPU."""
-    return data.to_uint8(video).contiguous().cpu().numpy()
+    def _measure(self, video: Tensor, boxes: np.ndarray | None) -> dict[str, float]:
+        """Return the figures of motion and artifacts of the 8-bit frames of a video (3, F, H, W) in [-1, 1]."""
+        frames = data.to_uint8(video).contiguous().cpu().numpy()  # one copy to the CPU
+        periods = [self.grid_period] if self.grid_period else []
+        return vars(video_motion(frames, boxes)) | vars(measure_artifacts(frames, periods))

@@ -1,6 +1,7 @@
 """Rewards of single images as rewards of videos: select frames, score them, pool their scores."""
 
 from collections.abc import Mapping, Sequence
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -9,6 +10,15 @@ from torch.utils.checkpoint import checkpoint
 from rewardfl.config.schema import Count
 from rewardfl.rewards.base import Reference, Reward, RewardOutput, score_clips
 from rewardfl.rewards.settings import Frames, Pooling
+
+
+class FrameSettings(TypedDict, total=False):
+    """The settings of every FrameReward, which subclasses take as **frame_settings: Unpack[FrameSettings]."""
+
+    frames: Frames
+    pooling: Pooling
+    first_frame: bool
+    chunk: Count
 
 
 class FrameReward(Reward):
@@ -23,7 +33,9 @@ class FrameReward(Reward):
     reference is None or the score of a frame is not finite.
     """
 
-    def __init__(self, frames: Frames, pooling: Pooling, first_frame: bool, chunk: Count):
+    def __init__(
+        self, frames: Frames = "all", pooling: Pooling = "mean", *, first_frame: bool = False, chunk: Count = 8
+    ):
         super().__init__()
         self.frames, self.pooling, self.first_frame, self.chunk = frames, pooling, first_frame, chunk
 
@@ -37,7 +49,7 @@ class FrameReward(Reward):
             return score_clips(video, batch, self._sample, ("frame_mean", "frame_min"))
 
     def _sample(self, video: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
-        frames = select_frames(video.shape[1], self.frames, self.first_frame)
+        frames = select_frames(video.shape[1], self.frames, first_frame=self.first_frame)
         chunks = video[:, frames].transpose(0, 1).split(self.chunk)
         scores = torch.cat([
             checkpoint(self.score_frames, chunk, reference, use_reentrant=False, preserve_rng_state=False)
@@ -48,7 +60,7 @@ class FrameReward(Reward):
         return pool(scores, self.pooling), {"frame_mean": scores.mean().item(), "frame_min": scores.min().item()}
 
 
-def select_frames(count: int, frames: Frames, first_frame: bool) -> list[int]:
+def select_frames(count: int, frames: Frames, *, first_frame: bool) -> list[int]:
     """Return the indices, in 0 .. count - 1, of the frames that FrameReward scores."""
     start = 0 if first_frame or count == 1 else 1
     if frames == "all":

@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from rewardfl.rewards.base import RewardError
 from rewardfl.rewards.contract import NONFINITE
 from rewardfl.rewards.scoring import RewardResult, Term, concat_results
 
@@ -24,15 +23,12 @@ def means(
     where: `reward` or `eval`. The first term's score is <where>/<score>, another term's is <where>/<label>. Parts are
     <where>/<label>/<part>. The first term's parts are <where>/<part>, and actor/face_score, unless that is the judge's
     key, a term's key or one of `taken`, the script's own keys.
-
-    Raise RewardError when the parts of one reward have different names in two processes.
     """
     names = [score, *(term.label for term in terms[1:])]
     columns = _concat_by_term(terms, batches)
     metrics = {f"{where}/{name}": _scores(result).nanmean().item() for name, result in zip(names, columns, strict=True)}
     taken = {*taken, *metrics, f"{where}/held_out"}
     for i, (term, result) in enumerate(zip(terms, columns, strict=True)):
-        _check_names(term, [batch[i] for batch in batches])
         for name, part in result.output.parts.items():
             key = f"{where}/{name}" if i == 0 else f"{where}/{term.label}/{name}"
             if key == "reward/face_score":
@@ -85,13 +81,3 @@ def _concat_by_term(terms: Sequence[Term], batches: Batches) -> list[RewardResul
 
 def _scores(result: RewardResult) -> Tensor:
     return result.output.score.where(result.output.valid, torch.nan)
-
-
-def _check_names(term: Term, results: Sequence[RewardResult]) -> None:
-    part_names = dict.fromkeys(frozenset(result.output.parts) - {NONFINITE} for result in results)
-    lists = [", ".join(sorted(names)) for names in part_names if names]  # a batch without valid samples has none
-    if len(lists) > 1:
-        raise RewardError(
-            f"{term.key}: reward {type(term.reward).__qualname__} must name its parts alike in all processes, they are "
-            f"{' in one and '.join(lists[:2])} in another"
-        )

@@ -21,7 +21,7 @@ ResolvedReward = tuple[RewardSpec, type[Reward]]
 # name -> module and class in this package, imported on use: some import transformers, which is slow
 REWARDS: dict[str, str] = {
     "aesthetic": "clip.aesthetic:AestheticReward",
-    "clip_score": "clip.clip_score:ClipScoreReward",
+    "clip_score": "clip.cosine:ClipScoreReward",
     "colour": "pixels.colour:ColourReward",
     "face_identity": "face.reward:FaceIdentityReward",
     "face_judge": "face_judge:FaceJudge",
@@ -31,7 +31,7 @@ REWARDS: dict[str, str] = {
     "jpeg_size": "pixels.jpeg_size:JpegSizeReward",
     "motion": "pixels.motion:MotionReward",
     "optical_flow": "pixels.optical_flow:OpticalFlowReward",
-    "pickscore": "clip.pickscore:PickScoreReward",
+    "pickscore": "clip.cosine:PickScoreReward",
     "remote": "remote:RemoteReward",
     "video_align": "vlm.video_align:VideoAlignReward",
 }
@@ -47,7 +47,7 @@ def build(name: str, settings: Mapping[str, object], place: str = "settings") ->
     return attach_checks(cls(**check_settings(cls, settings, place)))
 
 
-def resolve_rewards(specs: Sequence[RewardSpec], here: bool = True) -> list[ResolvedReward]:
+def resolve_rewards(specs: Sequence[RewardSpec], *, here: bool = True) -> list[ResolvedReward]:
     """Return the specs with checked settings, and their classes, without building a reward.
 
     Raise RewardError for an unknown name, code that may not be loaded, and wrong settings. here: whether the files that
@@ -61,7 +61,7 @@ def resolve_rewards(specs: Sequence[RewardSpec], here: bool = True) -> list[Reso
             key = f"{spec.key}.name" if spec.key.startswith("reward.others.") else spec.key
             raise RewardError(f"{key}: {error}") from error
         try:
-            settings = check_settings(cls, spec.settings, _settings_key(spec.key), here)
+            settings = check_settings(cls, spec.settings, _settings_key(spec.key), here=here)
         except ValueError as error:
             raise RewardError(str(error)) from error
         chosen.append((replace(spec, settings=settings), cls))
@@ -112,25 +112,24 @@ def find_reward(name: str) -> type[Reward]:
 
     Raise ValueError for an unknown name, no subclass of Reward, and code that the command line does not trust.
     """
-    if name in REWARDS:
-        module, _, attribute = REWARDS[name].partition(":")
-        try:
-            return vars(importlib.import_module(f"rewardfl.rewards.{module}"))[attribute]
-        except ImportError as error:
-            raise ValueError(
-                f"reward {name!r} cannot be imported ({error}); install what is missing (OpenCV needs the system's "
-                "libGL: apt-get install libgl1)"
-            ) from error
     source, colon, attribute = name.rpartition(":")
-    if not colon:
+    if name in REWARDS:
+        source, _, attribute = f"rewardfl.rewards.{REWARDS[name]}".partition(":")
+    elif not colon:
         choices = ", ".join(sorted(REWARDS))
         raise ValueError(
             f"{name!r} is not a reward{did_you_mean(name, REWARDS)}; choose from {choices}, or name a class of your "
             f"own as module:Class or {name if name.endswith('.py') else 'path/to/file.py'}:Class"
         )
-    if refusal := trust.refusal_message(name, source):
+    elif refusal := trust.refusal_message(name, source):
         raise ValueError(refusal)
-    module = _import_file(Path(source)) if source.endswith(".py") else _import_module(source)
+    try:
+        module = _import_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+    except ImportError as error:
+        raise ValueError(
+            f"reward {name!r} cannot be imported ({error}); install what is missing (OpenCV needs the system's libGL: "
+            "apt-get install libgl1), or add the folder of your module to PYTHONPATH"
+        ) from error
     cls = vars(module).get(attribute)
     if cls is None:
         raise ValueError(f"{source} defines no {attribute!r}{did_you_mean(attribute, vars(module))}")
@@ -141,20 +140,12 @@ def find_reward(name: str) -> type[Reward]:
     return cls
 
 
-def _import_module(name: str):
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # a module that it imports is missing
-        raise ValueError(f"there is no module {name!r} to take a reward from; is its folder in PYTHONPATH?") from error
-
-
 def _import_file(path: Path):
     if not path.is_file():
         raise ValueError(f"there is no file {path} to take a reward from; a relative path is seen from {Path.cwd()}")
     name = f"rewardfl_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # as for every .py file
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)

@@ -37,7 +37,7 @@ class RewardResult:
         return RewardResult(output, self.failed, self.problems)
 
 
-def check_reward(term: Term, video: Tensor, reference: Reference, count: int, with_gradient: bool) -> str:
+def check_reward(term: Term, video: Tensor, reference: Reference, count: int, *, with_gradient: bool) -> str:
     """Score `count` copies of a video (3, F, H, W); return the message of the reward's exception, "" for none.
 
     Raise RewardError where it breaks its contract, since every later call would.

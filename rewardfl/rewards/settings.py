@@ -6,12 +6,13 @@ Settings follow the rules of the configuration's sections (rewardfl/config/schem
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, Unpack, get_args, get_origin, get_type_hints
 
+import yaml
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Strict, ValidationError, ValidationInfo, create_model
 
 from rewardfl.config import describe, did_you_mean, shown
@@ -43,20 +44,27 @@ Pooling = Annotated[str, must_be("mean, min or worst-k with a number k, as worst
 
 
 def setting_types(cls: type) -> dict[str, tuple[Any, bool]]:
-    """Return {name: (type, whether it is required)} of the named arguments of a class's constructor."""
+    """Return {name: (type, whether it is required)} of the named arguments of a class's constructor.
+
+    The names of a TypedDict in **name: Unpack[TypedDict] are among them. Other *args and **kwargs are not.
+    """
     try:
         hints = get_type_hints(cls.__init__, include_extras=True)  # type: ignore[misc]  # of this very class
     except NameError:  # a type that is imported under TYPE_CHECKING only
         hints = {}
-    return {
-        parameter.name: (_readable(hints.get(parameter.name, Any)), parameter.default is parameter.empty)
-        for parameter in inspect.signature(cls).parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)  # no *args, **kwargs
-    }
+    types = {}
+    for parameter in inspect.signature(cls).parameters.values():
+        hint = hints.get(parameter.name, Any)
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            types[parameter.name] = (_readable(hint), parameter.default is parameter.empty)
+        elif get_origin(hint) is Unpack:
+            optional = get_type_hints(get_args(hint)[0], include_extras=True)
+            types |= {name: (_readable(kind), False) for name, kind in optional.items()}
+    return types
 
 
 def check_settings(
-    cls: type, settings: Mapping[str, object], place: str = "settings", here: bool = True
+    cls: type, settings: Mapping[str, object], place: str = "settings", *, here: bool = True
 ) -> dict[str, object]:
     """Convert settings to the types of the class's constructor. Raise ValueError with a line for each wrong setting.
 
@@ -81,6 +89,20 @@ def check_settings(
     return {key: getattr(checked, key) for key in values}
 
 
+def parse_settings(texts: Sequence[str]) -> dict[str, object]:
+    """Parse ["chunk=4", ...] to {"chunk": 4, ...}, values as YAML. Raise ValueError for other text."""
+    settings = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--settings {text!r}: write key=value")
+        try:
+            settings[key] = yaml.safe_load(value) if value else ""
+        except yaml.YAMLError as error:
+            raise ValueError(f"--settings {text!r}: the value is no YAML: {error}") from None
+    return settings
+
+
 def _readable(kind: Any) -> Any:
     """Return the type as read from YAML: finite numbers, lists for tuples, strings for paths."""
     origin = get_origin(kind) or kind
@@ -89,5 +111,5 @@ def _readable(kind: Any) -> Any:
     if origin in (Union, UnionType):
         return Union[tuple(map(_readable, get_args(kind)))]  # noqa: UP007  (`|` takes no tuple)
     if isinstance(origin, type) and issubclass(origin, tuple | set | frozenset | Path | Enum):
-        return Annotated[kind, Strict(False)]
+        return Annotated[kind, Strict(strict=False)]
     return kind

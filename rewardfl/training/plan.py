@@ -149,7 +149,7 @@ def find_rewards(cfg: AnyConfig, backbone: Backbone, *, here: bool = True) -> li
     Raise RewardError for a missing reward, wrong settings, or a trained one without a gradient. Raise ConfigError for
     one that needs longer clips.
     """
-    specs = registry.resolve_rewards(configuration.list_reward_specs(cfg, backbone.pixels_per_token), here)
+    specs = registry.resolve_rewards(configuration.list_reward_specs(cfg, backbone.pixels_per_token), here=here)
     check_frames(cfg.data.num_frames, specs)
     if isinstance(cfg, RewardFlConfig) and not configuration.is_supervised(cfg):
         registry.check_trainable(specs)

@@ -76,7 +76,9 @@ def check_rewards(cfg: AnyConfig, job: Distributed, terms: Sequence[Term], sampl
         by_gradient = isinstance(cfg, configuration.RewardFlConfig)
         count = min(2, cfg.train.per_device_train_batch_size)  # two detect a mean over the batch
         errors = {
-            term.key: check_reward(term, video.to(job.device), reference, count, by_gradient and term.weight > 0)
+            term.key: check_reward(
+                term, video.to(job.device), reference, count, with_gradient=by_gradient and term.weight > 0
+            )
             for term, reference in zip(terms, first.references, strict=True)
             if not term.reward.concurrent
         }

@@ -9,9 +9,9 @@ from conftest import ROOT
 
 from rewardfl import backbones, rewards
 from rewardfl.backbones.protocol import Source
-from rewardfl.rewards.scenes import checker, drawing, judge
-from rewardfl.rewards.scenes.drawing import SCENES, Thing
-from tiny_images import build, model
+from rewardfl.rewards.scenes import checker, judge
+from rewardfl.rewards.scenes.checker import SCENES, Thing
+from tiny_images import build, drawing, model
 
 IMAGES = ROOT / "assets" / "tiny_images"
 FIGURES = json.loads((IMAGES / "figures.json").read_text())
@@ -87,7 +87,7 @@ def test_prompts_are_split_as_the_files_say():
     drawn = {scene.prompt for scene in drawing.draw_places(2000, torch.Generator().manual_seed(1))[0]}
     assert drawn <= {*train}
     for part in (train, held_out):
-        assert {SCENES[prompt].form for prompt in part} >= {"number", "two", "relation"}
+        assert {drawing.form(SCENES[prompt]) for prompt in part} >= {"number", "two", "relation"}
     words = {word for prompt in train for word in prompt.split()}
     assert {word for prompt in held_out for word in prompt.split()} <= words
 
@@ -115,7 +115,10 @@ def test_the_base_draws_what_the_figures_say():
     generator = torch.Generator().manual_seed(5)
     wanted, _ = drawing.draw_places(64, generator, held_out=True)
     images = build.sample(pipe, [scene.prompt for scene in wanted], generator)
-    right = [checker.score_scene(one, checker.find_things(image))[1] for one, image in zip(wanted, images, strict=True)]
+    right = [
+        checker.score_scene(one, judges()["checker"].things_in(image))[1]
+        for one, image in zip(wanted, images, strict=True)
+    ]
     assert abs(sum(right) / 64 - FIGURES["checker/base"]["all"]) < 0.15  # two standard errors of the two shares
 
 

@@ -205,8 +205,8 @@ def test_the_documented_yaml_is_what_the_config_takes(tmp_path):
         (tmp_path / "run.yaml").write_text(shared + section + block)
         cfg = config.load(tmp_path / "run.yaml")
         first, judge = build_terms(resolve_rewards(config.list_reward_specs(cfg)), torch.device("cpu"))
-        assert first.reward.client.url == "http://127.0.0.1:8400" and not first.reward.send_reference
-        assert judge.reward.client.url == "http://127.0.0.1:8401" and judge.reward.send_reference
+        assert first.reward.url == "http://127.0.0.1:8400" and not first.reward.send_reference
+        assert judge.reward.url == "http://127.0.0.1:8401" and judge.reward.send_reference
         assert (first.reward.place, judge.reward.place) == ("reward.settings", "reward.others.judge.settings")
     # every setting of the page's table is one of the reward's, and the other way round
     settings = re.findall(

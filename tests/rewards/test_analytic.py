@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from PIL import Image
+from torch.autograd import gradcheck
 
 from rewardfl import rewards
 from rewardfl.data import to_uint8
@@ -24,14 +25,14 @@ VIDEO = random_video()
 
 
 def test_which_frames_are_scored():
-    assert select_frames(5, "all", False) == [1, 2, 3, 4]
-    assert select_frames(5, "all", True) == [0, 1, 2, 3, 4]
-    assert select_frames(81, "first_middle_last", False) == [1, 40, 80]
-    assert select_frames(2, "first_middle_last", False) == [1]
-    assert select_frames(81, 5, False) == [1, 21, 40, 60, 80]
-    assert select_frames(81, 1, False) == [40] and select_frames(81, 2, True) == [0, 80]
-    assert select_frames(4, 9, False) == [1, 2, 3]
-    assert select_frames(1, "all", False) == select_frames(1, 3, False) == [0]  # an image
+    assert select_frames(5, "all", first_frame=False) == [1, 2, 3, 4]
+    assert select_frames(5, "all", first_frame=True) == [0, 1, 2, 3, 4]
+    assert select_frames(81, "first_middle_last", first_frame=False) == [1, 40, 80]
+    assert select_frames(2, "first_middle_last", first_frame=False) == [1]
+    assert select_frames(81, 5, first_frame=False) == [1, 21, 40, 60, 80]
+    assert select_frames(81, 1, first_frame=False) == [40] and select_frames(81, 2, first_frame=True) == [0, 80]
+    assert select_frames(4, 9, first_frame=False) == [1, 2, 3]
+    assert select_frames(1, "all", first_frame=False) == select_frames(1, 3, first_frame=False) == [0]  # an image
 
 
 def test_what_their_scores_come_to():
@@ -39,19 +40,14 @@ def test_what_their_scores_come_to():
     assert [pool(scores, pooling).item() for pooling in ("mean", "min", "worst-2", "worst-9")] == [3, 1, 1.5, 3]
 
 
-@pytest.mark.parametrize(
-    "setting, message",
-    [
+def test_bad_frame_settings_are_refused():
+    for setting, message in (
         ({"frames": "some"}, "settings.frames must be 'all' or 'first_middle_last' or a whole number, got 'some'"),
-        ({"frames": 0}, "settings.frames must be at least 1, got 0"),
-        ({"pooling": "max"}, "settings.pooling must be mean, min or worst-k with a number k, as worst-4, got 'max'"),
-        ({"pooling": "worst-0"}, "got 'worst-0'"),
+        ({"pooling": "worst-0"}, "settings.pooling must be mean, min or worst-k with a number k, .* got 'worst-0'"),
         ({"chunk": 0}, "settings.chunk must be at least 1, got 0"),
-    ],
-)
-def test_bad_frame_settings_are_refused(setting, message):
-    with pytest.raises(ValueError, match=message):
-        rewards.build("colour", setting)
+    ):
+        with pytest.raises(ValueError, match=message):
+            rewards.build("colour", setting)
 
 
 def test_chunks_change_nothing_but_the_memory():
@@ -69,7 +65,7 @@ def test_chunks_change_nothing_but_the_memory():
     results = []
     for chunk in (1, 3, 8):
         sizes = []
-        output = Squares("all", "mean", False, chunk)(video, batch)
+        output = Squares("all", "mean", chunk=chunk)(video, batch)
         expected = {1: [1] * 8, 3: [3, 1] * 2, 8: [4, 4]}[chunk]
         assert sizes == expected
         (gradient,) = torch.autograd.grad(output.score.sum(), video)
@@ -82,17 +78,7 @@ def test_chunks_change_nothing_but_the_memory():
         assert (gradient[:, :, 0] == 0).all() and (gradient[:, :, 1:] != 0).all()
     sizes = []
     with torch.no_grad():
-        assert not Squares("all", "mean", False, 8)(video, batch).score.requires_grad
-
-
-@pytest.mark.parametrize("name", ["colour", "jpeg_size"])
-def test_frames_that_cannot_be_scored_make_a_sample_invalid(name):
-    broken = VIDEO.clone()
-    broken[:, 2, 3, 3] = math.nan
-    reward = rewards.find_reward(name)()  # not held to its contract by rewards.checked, which would do the same
-    output = reward(torch.stack([VIDEO, broken, VIDEO]), [{}, {}, None])
-    assert output.valid.tolist() == [True, False, False] and output.score[1:].tolist() == [0, 0]
-    assert output.parts["frame_mean"].isnan().tolist() == [False, True, True]
+        assert not Squares("all", "mean", chunk=8)(video, batch).score.requires_grad
 
 
 def test_invalid_samples_have_no_gradient_and_valid_ones_keep_theirs():
@@ -166,10 +152,6 @@ def test_motion_needs_a_real_clip_that_moves():
 @pytest.mark.parametrize("name", ["colour", "motion"])
 def test_gradients_are_those_of_finite_differences(name):
     reward = rewards.build(name, {})
-    video = VIDEO[None].double().requires_grad_()
     reference = reward.reference(random_video(3).double())
-    (gradient,) = torch.autograd.grad(reward(video, [reference]).score.sum(), video)
-    direction = torch.randn(video.shape, generator=torch.Generator().manual_seed(5)).double()
-    with torch.no_grad():
-        up, down = (reward(video + sign * 1e-7 * direction, [reference]).score.item() for sign in (1, -1))
-    assert (up - down) / 2e-7 == pytest.approx((gradient * direction).sum().item(), rel=1e-5)
+    video = VIDEO[None].double().requires_grad_()
+    assert gradcheck(lambda x: reward(x, [reference]).score, video, eps=1e-6, atol=0, rtol=1e-5, fast_mode=True)

@@ -1,6 +1,7 @@
 """Rewards that fail: what one of them does to a sample costs that sample alone."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ VIDEO = torch.arange(4.0).view(4, 1, 1, 1, 1).expand(4, 3, 2, 2, 2)  # a video's
 
 
 class Number(Reward):
-    def __init__(self, raises=(), nan=(), parts=True):
+    def __init__(self, raises=(), nan=(), *, parts=True):
         super().__init__()
         self.raises, self.nan, self.parts, self.batches = raises, nan, parts, []
 
@@ -68,35 +69,25 @@ def test_a_part_that_is_not_there_counts_as_nothing():
 
 
 class Waits(Number):
-    """Answers once its event is set; until then its calls are counted in `at_work`."""
+    """Answers once its event is set."""
 
     concurrent, parallel = True, 2
 
     def __init__(self, event):
         super().__init__()
-        self.event, self.at_work, self.most, self.lock = event, 0, 0, threading.Lock()
-        self.begun = threading.Semaphore(0)
+        self.event = event
 
     def forward(self, video, batch):
         assert not torch.is_grad_enabled()  # a thread starts with gradients on
-        with self.lock:
-            self.at_work += 1
-            self.most = max(self.most, self.at_work)
-        self.begun.release()
         assert self.event.wait(60)
-        with self.lock:
-            self.at_work -= 1
         return super().forward(video, batch)
-
-
-def begun(terms, where):
-    return async_scoring.submit(terms, VIDEO, [[{} for _ in terms]] * 4, where)
 
 
 def test_concurrent_rewards_go_on_meanwhile_and_late_ones_have_failed():
     event = threading.Event()
     terms = [term(Waits(event)), term(Number(), "quick")]
-    pending = begun(terms, async_scoring.make_worker_pools(terms, 0.2))  # returns, although nobody has set the event
+    pools = async_scoring.make_worker_pools(terms, 0.2)
+    pending = async_scoring.submit(terms, VIDEO, [[{}, {}]] * 4, pools)  # returns, although nobody has set the event
     late, quick = async_scoring.collect(pending)
     assert late.failed.all() and not late.output.valid.any()
     assert late.problems == ("no answer within 0.2 s (reward.reward_timeout)",) * 4
@@ -108,69 +99,54 @@ def test_concurrent_rewards_go_on_meanwhile_and_late_ones_have_failed():
 
 def test_no_more_calls_at_a_time_than_places_and_no_more_wait():
     """Two are at work and two wait; who brings a fifth batch waits until one of them is done."""
-    event, brought = threading.Event(), []
-    terms = [term(Waits(event))]
-    where = async_scoring.make_worker_pools(terms, 60)
+    pool, calls = async_scoring.WorkerPool(2, 60), []
+    go, begun = threading.Event(), threading.Semaphore(0)
 
     def bring():
         for _ in range(5):
-            brought.append(begun(terms, where))
+            calls.append(pool.submit(1, lambda: begun.release() or go.wait(30)))
 
     bringer = threading.Thread(target=bring, daemon=True)
     bringer.start()
-    for _ in range(2):
-        assert terms[0].reward.begun.acquire(timeout=30)
+    assert begun.acquire(timeout=30) and begun.acquire(timeout=30)
     bringer.join(0.2)
-    assert len(brought) == 4 and terms[0].reward.at_work == 2 and bringer.is_alive()
-    event.set()
+    assert len(calls) == 4 and bringer.is_alive() and not begun.acquire(timeout=0.1)
+    go.set()
     bringer.join(30)
-    assert [async_scoring.collect(pending)[0].output.valid.all() for pending in brought] == [True] * 5
-    assert terms[0].reward.most == 2
+    assert [call.wait() for call in calls] == [True] * 5
 
 
 def test_a_call_is_not_late_while_it_waits_for_its_turn(monkeypatch):
     """The second of one place is brought at 0 s, has its turn at 50 s, and is at work at 100 s; the timeout is 60 s."""
-    now, go = [0.0], threading.Semaphore(0)
+    now, left = [0.0], []
     monkeypatch.setattr(async_scoring.time, "monotonic", lambda: now[0])
-
-    class OneAtATime(Waits):
-        parallel = 1
-
-        def forward(self, video, batch):
-            self.begun.release()
-            assert go.acquire(timeout=30)
-            return Number.forward(self, video, batch)
-
-    terms = [term(OneAtATime(None))]
-    (places,) = where = async_scoring.make_worker_pools(terms, 60.0)
-    first, second = begun(terms, where), begun(terms, where)
-    for turn, pending in ((0.0, first), (50.0, second)):
-        assert terms[0].reward.begun.acquire(timeout=30)
+    pool = async_scoring.WorkerPool(1, 60.0)
+    begun, go = threading.Semaphore(0), threading.Semaphore(0)
+    first, second = (pool.submit(1, lambda: begun.release() or go.acquire(timeout=30)) for _ in range(2))
+    for turn, call in ((0.0, first), (50.0, second)):
+        assert begun.acquire(timeout=30) and call.since == turn
         now[0] = turn + 50.0
-        left, wait = [], places._wait
-
-        def watched(seconds, left=left, wait=wait):
-            left.append(seconds)
-            go.release()
-            return wait(seconds)
-
-        monkeypatch.setattr(places, "_wait", watched)
-        assert async_scoring.collect(pending)[0].output.valid.all() and left[0] == 10
-        monkeypatch.setattr(places, "_wait", wait)
+        result = call.result
+        monkeypatch.setattr(
+            call, "result", lambda *seconds, ends=result: left.append(seconds) or go.release() or ends()
+        )
+        assert call.wait() is True
+    assert left[0] == left[2] == (10,)
 
 
-def test_calls_that_never_answer_hold_their_places_and_nothing_else(monkeypatch):
+def test_calls_that_never_answer_hold_their_places_and_nothing_else():
     """Two that hang are late, the two behind them never had a turn, and no more are taken in; one that ends is."""
-    event = threading.Event()
-    terms = [term(Waits(event))]
-    (places,) = where = async_scoring.make_worker_pools(terms, 0.05)
-    pending = [begun(terms, where) for _ in range(6)]  # the last two wait until the first two are late
-    assert [one.judging[0] is None for one in pending] == [False] * 4 + [True] * 2
-    assert all(async_scoring.collect(one)[0].failed.all() for one in pending)
-    assert not places._waiting and len(places._running) == 2  # what waited in vain is not held any more
-    event.set()
-    places.timeout = 60
-    assert async_scoring.collect(begun(terms, where))[0].output.valid.all()
+    pool, hang, begun = async_scoring.WorkerPool(2, 0.2), threading.Event(), []
+    calls = [pool.submit(3, lambda: begun.append(1) or hang.wait(30)) for _ in range(4)]
+    start = time.monotonic()
+    calls += [pool.submit(3, hang.wait) for _ in range(5)]  # the first waits for a place, the others do not
+    assert 0.2 <= time.monotonic() - start < 0.8
+    assert [call.wait().failed.tolist() for call in calls] == [[True] * 3] * 9
+    hang.set()
+    while pool._queue.full():
+        time.sleep(0.01)
+    pool.timeout = 60
+    assert pool.submit(3, lambda: 5).wait() == 5 and len(begun) == 2, "what waited in vain is not scored later"
 
 
 def test_what_waits_is_on_the_cpu_and_as_small_as_the_reward_says():

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from face_nets import SIZE, clip, magenta_pack
@@ -59,7 +58,7 @@ def test_its_cached_clips_are_its_own(judge, pack):
 def test_figures_are_of_the_8_bit_frames_over_the_real_clips(judge):
     found, valid = parts(judge, GENERATED, judge.reference(REAL))
     frames = [data.to_uint8(video).contiguous().numpy() for video in (GENERATED, REAL)]
-    made, real = (video_motion(np.stack(list(one))) for one in frames)
+    made, real = (video_motion(one) for one in frames)
     for name in ("flow", "pixel_change", "sharpness"):
         assert found[name] == pytest.approx(getattr(made, name) / getattr(real, name), rel=1e-5)
     assert found["reversals"] == pytest.approx(made.reversals - real.reversals, abs=1e-5)
@@ -80,12 +79,12 @@ def test_canaries_are_the_generated_clips_beside_the_real_ones(judge, pack):
     reference = judge.reference(REAL)
     film = torch.tensor([0.2, 0.0, 0.0]).view(3, 1, 1, 1)
     red, _ = parts(judge, (REAL + film).clamp(-1, 1), reference)
-    frames = np.stack(list(data.to_uint8((REAL + film).clamp(-1, 1)).contiguous().numpy()))
+    frames = data.to_uint8((REAL + film).clamp(-1, 1)).contiguous().numpy()
     made, real = (
         measure_artifacts(frames, [PERIOD]),
         measure_artifacts(data.to_uint8(REAL).contiguous().numpy(), [PERIOD]),
     )
-    assert red["red"] == pytest.approx(made.colour[0] - real.colour[0], abs=1e-6) and red["red"] > 0.05
+    assert red["red"] == pytest.approx(made.red - real.red, abs=1e-6) and red["red"] > 0.05
     assert [red["green"], red["blue"]] == pytest.approx([0, 0], abs=1e-6)
     assert red["saturation"] == pytest.approx(made.saturation / real.saturation)
     lines = torch.where(torch.arange(REAL.shape[-1]) % PERIOD == 0, 0.1, 0.0)
@@ -99,16 +98,6 @@ def test_canaries_are_the_generated_clips_beside_the_real_ones(judge, pack):
 def test_a_period_that_no_model_has_is_refused(pack, period):
     with pytest.raises(ValueError, match=f"grid_period .*{period}"):
         rewards.build("face_judge", {"pack_dir": pack, "grid_period": period})
-
-
-def test_a_frozen_clip_a_trembling_one_and_a_blurred_one(judge):
-    reference = judge.reference(REAL)
-    frozen, _ = parts(judge, REAL[:, :1].expand_as(REAL), reference)
-    assert frozen["flow"] < 0.05 and frozen["face_flow"] < 0.05 and frozen["pixel_change"] == 0
-    trembling, _ = parts(judge, torch.stack([REAL[:, 0], REAL[:, 2]] * 2, 1), reference)
-    assert trembling["reversals"] > 0.3 and trembling["flow"] > 1
-    small = torch.nn.functional.avg_pool3d(REAL, (1, 3, 3), stride=1, padding=(0, 1, 1), count_include_pad=False)
-    assert parts(judge, small, reference)[0]["sharpness"] < 0.8
 
 
 def test_a_real_clip_that_stands_still_gives_no_ratio(judge):

@@ -13,7 +13,6 @@ from conftest import ROOT
 from rewardfl import data, rewards
 from rewardfl.rewards import REWARDS, Reward, RewardError, RewardOutput, __main__, find_reward
 from rewardfl.rewards.contract import attach_checks
-from rewardfl.training import clip_scan
 
 VIDEO = 1.8 * torch.rand(2, 3, 4, 16, 16, generator=torch.Generator().manual_seed(0)) - 0.9
 pytestmark = pytest.mark.usefixtures("trusts_code")
@@ -47,10 +46,8 @@ def test_transformers_is_not_imported_for_those_that_do_without():
         ("motion", {"chunk": 1}, "unknown key 'settings.chunk'; it takes none"),
         ("aesthetic", {"head": "x"}, "settings.model_dir is required; it takes model_dir, head, "),
         ("nowhere.py:Mine", {}, "there is no file nowhere.py to take a reward from"),
-        ("rewardfl.nowhere:Mine", {}, "there is no module 'rewardfl.nowhere' to take a reward from"),
-        ("nowhere:Mine", {}, "there is no module 'nowhere' to take a reward from; is its folder in PYTHONPATH?"),
+        ("nowhere:Mine", {}, "reward 'nowhere:Mine' cannot be imported (No module named 'nowhere'); .*PYTHONPATH"),
         ("rewardfl.rewards.base:Rewards", {}, "rewardfl.rewards.base defines no 'Rewards', did you mean 'Reward'?"),
-        ("rewardfl.rewards.base:invalid_score", {}, "must be a subclass of rewardfl.rewards.Reward, and it is none"),
         ("rewardfl.rewards:RewardOutput", {}, "must be a subclass of rewardfl.rewards.Reward, and it is none"),
         ("rewardfl.rewards.base:Reward", {}, "must have a class attribute `name`"),
         (f"{EXAMPLE}:Contrast", {"aim": 1}, "unknown key 'settings.aim'; it takes target"),
@@ -65,7 +62,7 @@ def test_a_module_that_fails_to_import_says_why(tmp_path, monkeypatch):
     (tmp_path / "needs_more.py").write_text("import not_installed_at_all\n")
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("needs_more:Mine", f"{tmp_path}/needs_more.py:Mine"):
-        with pytest.raises(ModuleNotFoundError, match="not_installed_at_all"):
+        with pytest.raises(ValueError, match="cannot be imported .No module named 'not_installed_at_all'"):
             rewards.build(name, {})
 
 
@@ -89,7 +86,7 @@ def test_the_example_is_a_reward(monkeypatch):
 # ---- what a reward may return ----
 
 
-def reward_that_returns(make, says_differentiable=True):
+def reward_that_returns(make, *, says_differentiable=True):
     class Mine(Reward):
         name = "mine"
         differentiable = says_differentiable
@@ -130,45 +127,7 @@ def test_outputs_of_the_wrong_kind_name_the_class(make, message):
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "line\n", 3])
 def test_names_that_make_no_metric_are_refused(name):
     with pytest.raises(RewardError, match=r"reward .*Mine: parts\[.*\] is no name for a metric"):
-        reward_that_returns(lambda v: RewardOutput(plain(v), YES, {name: torch.ones(2)}), False)(VIDEO, [{}, {}])
-
-
-def test_the_names_of_the_parts_are_those_of_the_first_call():
-    names = ["a", "b"]
-
-    def make(video):
-        valid = video[:, 0, 0, 0, 0] > -2
-        parts = {name: torch.ones(len(video)) for name in names}
-        return RewardOutput(plain(video), valid, parts if valid.any() else {})
-
-    reward = reward_that_returns(make, says_differentiable=False)
-    nothing = VIDEO.clone()
-    nothing[:, 0, 0, 0, 0] = -3
-    assert list(reward(nothing, [{}, {}]).parts) == ["nonfinite"]  # a call without a valid sample says nothing of them
-    assert list(reward(VIDEO, [{}, {}]).parts) == ["a", "b", "nonfinite"]
-    names[:] = ["b", "a"]
-    assert set(reward(VIDEO[:1], [{}]).parts) == {"a", "b", "nonfinite"}
-    out = reward(nothing, [{}, {}])
-    assert out.parts["a"].isnan().all() and out.parts["b"].isnan().all() and not out.parts["nonfinite"].any()
-    for names[:], now in ((["a"], "a"), (["a", "b", "c"], "a, b, c"), ([], "none")):
-        with pytest.raises(RewardError, match=rf"reward .*Mine must name its parts .*were a, b, and now are {now}$"):
-            reward(VIDEO, [{}, {}])
-
-
-def test_the_first_of_several_calls_at_a_time_counts():
-    """A call that began first and ends second has to keep to the names of the one that ended first."""
-    inner = []
-
-    def make(video):
-        inner.append(video)
-        if len(inner) == 1:
-            reward(VIDEO, [{}, {}])
-            return RewardOutput(plain(video), YES, {"late": torch.ones(2)})
-        return RewardOutput(plain(video), YES, {"early": torch.ones(2)})
-
-    reward = reward_that_returns(make, says_differentiable=False)
-    with pytest.raises(RewardError, match="they were early, and now are late"):
-        reward(VIDEO, [{}, {}])
+        reward_that_returns(lambda v: RewardOutput(plain(v), YES, {name: torch.ones(2)}))(VIDEO, [{}, {}])
 
 
 def test_a_part_called_nonfinite_is_counted_with_ours():
@@ -178,7 +137,7 @@ def test_a_part_called_nonfinite_is_counted_with_ours():
         score = plain(video) * torch.tensor([1.0, math.nan])
         return RewardOutput(score, YES, {"nonfinite": torch.tensor([1.0, math.nan])})
 
-    assert reward_that_returns(make, False)(VIDEO, [{}, {}]).parts["nonfinite"].tolist() == [1, 1]
+    assert reward_that_returns(make, says_differentiable=False)(VIDEO, [{}, {}]).parts["nonfinite"].tolist() == [1, 1]
 
 
 def test_a_score_needs_no_gradient_where_none_is_wanted():
@@ -224,19 +183,6 @@ def test_invalid_samples_score_nothing_whatever_the_class_says():
     assert output.score[0] == 0 and output.parts["nonfinite"].tolist() == [0, 0]
     (gradient,) = torch.autograd.grad(output.score.sum(), video)
     assert (gradient[0] == 0).all() and (gradient[1] != 0).all()
-
-
-# ---- the cache key ----
-
-
-def test_the_prompt_is_part_of_the_key_of_rewards_that_use_it():
-    class Reads(Reward):
-        name, uses_prompt = "reads", True
-
-    clip = {"kind": "clip"}
-    assert clip_scan.reference_key(clip, Reads(), "a") != clip_scan.reference_key(clip, Reads(), "b")
-    plain_reward = rewards.build("motion", {})
-    assert clip_scan.reference_key(clip, plain_reward, "a") == clip_scan.reference_key(clip, plain_reward, "b")
 
 
 # ---- command line ----
@@ -312,6 +258,9 @@ def test_metadata_gives_prompt_and_real_clip(capsys, clips, monkeypatch):
     assert call(capsys, "score", "--reward", "r", "--metadata", table, made, clips / "still.mp4")[0] == 0
     assert call(capsys, "score", "--reward", "r", "--prompt", "a wave", made)[0] == 0
     assert asked == ["a child", "a stone", "a wave"]
+    other = made.rename(made.with_name("other.mp4"))
+    code, _, err = call(capsys, "score", "--reward", "r", "--metadata", table, other)
+    assert code == 2 and "other.mp4: no row of --metadata has a video of that name" in err
 
 
 @pytest.mark.parametrize(
@@ -326,20 +275,3 @@ def test_metadata_gives_prompt_and_real_clip(capsys, clips, monkeypatch):
 def test_mistakes_are_answered(capsys, arguments, message):
     code, _, err = call(capsys, "score", *arguments)
     assert code == 2 and message in err
-
-
-def test_a_video_without_a_row_is_named(capsys, clips):
-    data.write_video(clips / "made" / "other.mp4", torch.zeros(3, 2, 32, 32), fps=8)
-    code, _, err = call(
-        capsys, "score", "--reward", "motion", "--metadata", clips / "metadata.csv", clips / "made" / "other.mp4"
-    )
-    assert code == 2 and "other.mp4: no row of --metadata has a video of that name" in err
-
-
-def test_a_library_that_cannot_be_imported_is_named(monkeypatch):
-    """As OpenCV's where the system has no libGL."""
-    for name in ("cv2", "rewardfl.rewards.pixels.video_motion", "rewardfl.rewards.face_judge"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setitem(sys.modules, "cv2", None)
-    with pytest.raises(ValueError, match="reward 'face_judge' cannot be imported .*cv2.*libgl1"):
-        rewards.find_reward("face_judge")

@@ -8,6 +8,10 @@ from rewardfl.rewards import Reward, RewardError, RewardOutput, build_terms, reg
 from rewardfl.rewards.scoring import Term, score_terms
 
 OWN = f"{__file__}:Brightness"  # a user's own class in a file
+BASE = {
+    "run": {"output_dir": "out"}, "model": {"model_paths": "m"}, "lora": {}, "data": {"file_name": "d.csv"},
+    "sample": {}, "train": {},
+}  # fmt: skip
 VIDEO = torch.rand(3, 3, 2, 4, 4, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
 
@@ -98,18 +102,14 @@ def test_what_cannot_be_trained_is_refused():
 
 @pytest.mark.usefixtures("trusts_code")
 def test_terms_of_a_configuration():
-    base = {
-        "run": {"output_dir": "out"}, "model": {"model_paths": "m"}, "lora": {}, "data": {"file_name": "d.csv"},
-        "sample": {}, "train": {},
-    }  # fmt: skip
     others = {"square": {"name": OWN, "weight": 2, "std": 4, "settings": {"power": 2}}}
     reward = {"name": OWN, "reward_weight": 0.3, "reward_mean": 0.2, "reward_std": 0.1, "others": others}
-    wanted = config.list_reward_specs(config.parse(base | {"reward": reward}))
+    wanted = config.list_reward_specs(config.parse(BASE | {"reward": reward}))
     built = build_terms(resolve_rewards(wanted), torch.device("cpu"))
     assert [(term.label, term.weight, term.mean, term.std, term.reward.power) for term in built] == [
         ("score", 0.3, 0.2, 0.1, 1), ("square", 2.0, 0.0, 4.0, 2),
     ]  # fmt: skip
-    face = config.parse(base | {"reward": {"reward_model_path": "a", "held_out_model_path": "b", "cap": 0.5}})
+    face = config.parse(BASE | {"reward": {"reward_model_path": "a", "held_out_model_path": "b", "cap": 0.5}})
     own, judge = config.list_reward_specs(face)
     who = {"people": "largest", "min_face_size": 0}
     assert own.settings == {
@@ -120,7 +120,7 @@ def test_terms_of_a_configuration():
     assert judge.settings["pack_dir"] == "b" and judge.settings["cap"] == "none" and judge.weight == 0
     others["square"]["settings"] = {"powr": 2}
     with pytest.raises(RewardError, match=r"unknown key 'reward.others.square.settings.powr'"):
-        resolve_rewards(config.list_reward_specs(config.parse(base | {"reward": reward})))
+        resolve_rewards(config.list_reward_specs(config.parse(BASE | {"reward": reward})))
     for change, message in [
         ({"name": "face_identity"}, "reward.reward_model_path is required for face_identity"),
         ({"name": "face_identity", "reward_model_path": "a", "settings": {"x": 1}}, "face_identity takes none"),
@@ -129,20 +129,16 @@ def test_terms_of_a_configuration():
         ({"others": ["x"]}, "reward.others must be keys and values"),
     ]:
         with pytest.raises(config.ConfigError, match=message):
-            config.parse(base | {"reward": reward | change})
+            config.parse(BASE | {"reward": reward | change})
 
 
 def test_motion_beside_the_face():
     """motion_weight of reward feedback learning is a term of its own; 0 is none."""
-    base = {
-        "run": {"output_dir": "out"}, "model": {"model_paths": "m"}, "lora": {}, "data": {"file_name": "d.csv"},
-        "sample": {}, "train": {},
-    }  # fmt: skip
     red = {"name": "colour", "weight": 0.1}
     face = {"reward_model_path": "a", "held_out_model_path": "b", "det_size": 128, "recogniser_chunk": 3}
 
     def wanted(**reward):
-        return config.list_reward_specs(config.parse(base | {"reward": face | reward}))
+        return config.list_reward_specs(config.parse(BASE | {"reward": face | reward}))
 
     assert [one.label for one in wanted(others={"red": red})] == ["score", "held_out", "red"]
     _, _, motion, _ = wanted(others={"red": red}, motion_weight=0.2)
@@ -180,28 +176,21 @@ def test_labels_that_are_nobody_elses(label):
 
 def with_others(*labels):
     others = {label: {"name": "colour"} for label in labels}
-    return {
-        "run": {"output_dir": "out"}, "model": {"model_paths": "m"}, "lora": {}, "data": {"file_name": "d.csv"},
-        "sample": {}, "train": {}, "reward": {"name": "colour", "others": others},
-    }  # fmt: skip
+    return BASE | {"reward": {"name": "colour", "others": others}}
 
 
 def test_settings_of_faces_are_refused_where_nothing_reads_them():
-    base = {
-        "run": {"output_dir": "out"}, "model": {"model_paths": "m"}, "lora": {}, "data": {"file_name": "d.csv"},
-        "sample": {}, "train": {},
-    }  # fmt: skip
     settings = {"second_model_path": "c", "people": "all", "min_face_size": 30.0, "landmark_jitter": 0.02, "views": 2}
     face = {"reward_model_path": "a", "held_out_model_path": "b"}
-    own, judge = config.list_reward_specs(config.parse(base | {"reward": face | settings}))
+    own, judge = config.list_reward_specs(config.parse(BASE | {"reward": face | settings}))
     assert (own.settings["people"], own.settings["min_face_size"]) == ("all", 30)
     assert (judge.settings["people"], judge.settings["min_face_size"]) == ("all", 30)
     assert (own.settings["second_pack_dir"], own.settings["landmark_jitter"]) == ("c", 0.02)
     for key, value in settings.items():
         with pytest.raises(config.ConfigError, match=f"^reward.{key} "):
-            config.parse(base | {"reward": {"name": "colour", key: value}})
-    judged = config.parse(base | {"reward": {"name": "colour", "held_out_model_path": "b", "people": "all"}})
+            config.parse(BASE | {"reward": {"name": "colour", key: value}})
+    judged = config.parse(BASE | {"reward": {"name": "colour", "held_out_model_path": "b", "people": "all"}})
     assert config.list_reward_specs(judged)[1].settings["people"] == "all"
     for key, value in (("people", "both"), ("min_face_size", -1.0), ("landmark_jitter", 0.2)):
         with pytest.raises(config.ConfigError, match=f"^reward.{key} "):
-            config.parse(base | {"reward": face | {key: value}})
+            config.parse(BASE | {"reward": face | {key: value}})

@@ -71,6 +71,14 @@ def write_head(path, seed=0):
 # ---- open_clip ----
 
 WIDTH, TEXT_WIDTH, EMBEDDING, LAYERS, HEADS = 64, 48, 20, 2, 16
+BLOCKS = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "hidden_act": "gelu"}
+VISION = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "image_size": SIZE, "patch_size": PATCH}
+TEXT = {"hidden_size": TEXT_WIDTH, "intermediate_size": 4 * TEXT_WIDTH, "max_position_embeddings": CONTEXT}
+OPEN_CLIP = {
+    "projection_dim": EMBEDDING,
+    "vision_config": BLOCKS | VISION,
+    "text_config": BLOCKS | TEXT | {"vocab_size": len(vocabulary())},
+}
 
 
 def write_open_clip(path, seed=0):

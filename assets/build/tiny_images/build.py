@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from rewardfl.data import write_picture
 from rewardfl.rewards.scenes import judge
-from rewardfl.rewards.scenes.checker import SceneChecker, score_scene
-from rewardfl.rewards.scenes.drawing import SCENES, SHARES, SIZE, draw_scenes, is_held_out
+from rewardfl.rewards.scenes.checker import SCENES, SceneChecker, score_scene
 from tiny_images import model
+from tiny_images.drawing import SHARES, SIZE, draw_scenes, form, is_held_out
+from tiny_images.finder import train_finder
 from tiny_world.build import Stages
 from tiny_world.video import save_pipeline
 
@@ -47,7 +48,7 @@ def build(plan: Plan, out: Path, work: Path, seed: int) -> None:
 
     torch.manual_seed(seed + 3)
     finder = stages.train(
-        "judge", judge.Finder(), lambda m: judge.train_finder(m, plan.judge_pictures, plan.judge_steps, seed + 4, log)
+        "judge", judge.Finder(), lambda m: train_finder(m, plan.judge_pictures, plan.judge_steps, seed + 4, log)
     )
     out.mkdir(parents=True, exist_ok=True)
     save_file(finder.state_dict(), out / "judge.safetensors")
@@ -94,9 +95,9 @@ def measure(folder: Path, count: int, seed: int) -> dict[str, object]:
         for source, images in (("drawn", drawn), ("through_the_vae", decoded), ("base", sampled)):
             right = defaultdict(list)
             for scene, image in zip(scenes, images, strict=True):
-                right[scene.form].append(score_scene(scene, scorer.things_in(image))[1])
+                right[form(scene)].append(score_scene(scene, scorer.things_in(image))[1])
             total = sum(sum(values) for values in right.values())
-            by_form = {form: round(sum(right[form]) / len(right[form]), 3) for form in SHARES if right[form]}
+            by_form = {kind: round(sum(right[kind]) / len(right[kind]), 3) for kind in SHARES if right[kind]}
             figures[f"{name}/{source}"] = {"all": round(total / count, 3)} | by_form
     rows = [torch.cat(list(images[:12]), 2) for images in (drawn, sampled)]
     sheet = torch.nn.functional.interpolate(torch.cat(rows, 1)[None], scale_factor=3)[0]

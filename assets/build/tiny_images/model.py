@@ -19,7 +19,8 @@ from transformers import (
     T5Tokenizer,
 )
 
-from rewardfl.rewards.scenes.drawing import SCENES, SIZE, draw_scenes
+from rewardfl.rewards.scenes.checker import SCENES
+from tiny_images.drawing import SIZE, draw_scenes
 from tiny_world.vae import learning_rate
 from tiny_world.video import LETTERS, Log, new_tokenizer
 

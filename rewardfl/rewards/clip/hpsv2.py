@@ -3,16 +3,28 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Unpack
 
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel
 
-from rewardfl.config.schema import Count
-from rewardfl.rewards.clip.network import PromptReward, list_some, load_weights, normalise, unit_range
-from rewardfl.rewards.settings import ExistingPath, Frames, Pooling
+from rewardfl.rewards.clip.network import PromptReward, check_state, load_weights, normalise, unit_range
+from rewardfl.rewards.frames import FrameSettings
+from rewardfl.rewards.settings import ExistingPath
 
-HEADS = 16  # of open_clip's ViT-H-14: 1280 / head_width 80 in the image tower, 1024 / 64 in the text tower
+# open_clip's ViT-H-14. gelu is exact; OpenAI's models have quick_gelu, ViT-H-14 of LAION does not
+VIT_H_14 = {
+    "projection_dim": 1024,
+    "vision_config": {
+        "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16,
+        "hidden_act": "gelu", "image_size": 224, "patch_size": 14,
+    },
+    "text_config": {
+        "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "hidden_act": "gelu", "vocab_size": 49408, "max_position_embeddings": 77,
+    },
+}  # fmt: skip
 
 # open_clip's names -> transformers', within a block of either tower
 BLOCK = {
@@ -49,17 +61,9 @@ class Hpsv2Reward(PromptReward):
     licence = "Apache-2.0 (github.com/tgxs002/HPSv2)"
     range = "[-1, 1], about 0.2 to 0.35"
 
-    def __init__(
-        self,
-        checkpoint: ExistingPath,
-        tokenizer_dir: ExistingPath,
-        frames: Frames = "all",
-        pooling: Pooling = "mean",
-        first_frame: bool = False,
-        chunk: Count = 8,
-    ):
+    def __init__(self, checkpoint: ExistingPath, tokenizer_dir: ExistingPath, **frame_settings: Unpack[FrameSettings]):
         model = load_open_clip(checkpoint)
-        super().__init__(model, tokenizer_dir, [Path(checkpoint)], frames, pooling, first_frame, chunk)
+        super().__init__(model, tokenizer_dir, [Path(checkpoint)], **frame_settings)
 
     def embed(self, frames: Tensor) -> Tensor:
         return self.image.embed(letterbox(frames.to(self.image.projection.weight), self.image.size))
@@ -84,49 +88,11 @@ def letterbox(frames: Tensor, size: int) -> Tensor:
 
 def load_open_clip(path: str | Path) -> CLIPModel:
     """Load open_clip's ViT-H-14 as transformers' CLIPModel in float32; raise ValueError for any other file."""
-    checkpoint = load_weights(path)
-    if not isinstance(checkpoint, Mapping) or not isinstance(checkpoint.get("state_dict"), Mapping):
-        raise ValueError(f"{path} holds no 'state_dict'; HPS_v2.1_compressed.pt of xswu/HPSv2 does")
-    state = checkpoint["state_dict"]
-    if missing := (OUTSIDE | TRANSPOSED).keys() - state.keys():
-        raise ValueError(f"{path} is no CLIP of open_clip: it lacks {list_some(missing)}")
-    model = CLIPModel(open_clip_config(state)).float()  # the checkpoint may be in half precision
-    converted = from_open_clip(state)
-    expected = {name: value.shape for name, value in model.state_dict().items()}
-    shapes = {name: value.shape for name, value in converted.items()}
-    if different := {name for name, _ in shapes.items() ^ expected.items()}:
-        raise ValueError(f"{path} is no CLIP ViT-H-14 of open_clip: it does not fit in {list_some(different)}")
+    converted = from_open_clip(load_weights(path, "state_dict"))
+    model = CLIPModel(CLIPConfig(**VIT_H_14)).float()  # the checkpoint may be in half precision
+    check_state(path, "open_clip's ViT-H-14", converted, model.state_dict())
     model.load_state_dict(converted)
     return model
-
-
-def open_clip_config(state: Mapping[str, Tensor]) -> CLIPConfig:
-    """Return the config of the CLIP of an open_clip state dict, from its tensors' shapes."""
-    width, _, patch, _ = state["visual.conv1.weight"].shape
-    side = round((state["visual.positional_embedding"].shape[0] - 1) ** 0.5)
-    vocabulary, text_width = state["token_embedding.weight"].shape
-
-    def tower(prefix: str, hidden: int) -> dict[str, object]:
-        layers = {re.match(re.escape(prefix) + r"resblocks\.(\d+)\.", name) for name in state} - {None}
-        return {
-            "hidden_size": hidden,
-            "intermediate_size": state[f"{prefix}resblocks.0.mlp.c_fc.weight"].shape[0],
-            "num_hidden_layers": len({match[1] for match in layers}),
-            "num_attention_heads": HEADS,
-            "hidden_act": "gelu",  # exact; OpenAI's models have quick_gelu, ViT-H-14 of LAION does not
-        }
-
-    return CLIPConfig(
-        projection_dim=state["visual.proj"].shape[1],
-        vision_config=tower("visual.transformer.", width) | {"image_size": side * patch, "patch_size": patch},
-        text_config=tower("transformer.", text_width)
-        | {
-            "vocab_size": vocabulary,
-            "max_position_embeddings": state["positional_embedding"].shape[0],
-            "bos_token_id": vocabulary - 2,
-            "eos_token_id": vocabulary - 1,
-        },
-    )
 
 
 def from_open_clip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

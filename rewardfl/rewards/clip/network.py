@@ -4,21 +4,24 @@ The published scorers preprocess images with PIL on bytes. This does it in torch
 the frames. The scores agree to the rounding of PIL's bytes (tests/test_rewards_clip.py measures it).
 """
 
-import json
 import pickle
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, Unpack
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import CLIPModel, CLIPTokenizer
+from transformers import CLIPModel, CLIPTokenizer, PreTrainedTokenizerBase
 
 from rewardfl.files import digest_files
-from rewardfl.rewards.frames import FrameReward
-from rewardfl.rewards.settings import Frames, Pooling
+from rewardfl.rewards.frames import FrameReward, FrameSettings
+from rewardfl.weights.shards import parse_json_object
+
+Tokenizer = TypeVar("Tokenizer", bound=PreTrainedTokenizerBase)
 
 # Of OpenAI's training images (github.com/openai/CLIP, clip.py); the LAION models and their fine-tunes keep them.
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -27,14 +30,29 @@ MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.2757
 UNREADABLE = (OSError, EOFError, KeyError, RuntimeError, ValueError, SafetensorError, pickle.UnpicklingError)
 
 
-def load_weights(path: str | Path) -> Any:
-    """Load a file of tensors and plain values with torch.load; raise ValueError for a missing, broken or other file."""
-    if not Path(path).is_file():
-        raise ValueError(f"there is no file {path}")
+def load_weights(path: str | Path, key: str = "") -> dict[str, Tensor]:
+    """Load the tensors of a .safetensors file, or of one by torch.save; key: where the latter has them, "" for itself.
+
+    Raise ValueError for a missing, broken or other file.
+    """
+    path = Path(path)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except UNREADABLE as error:
-        raise ValueError(f"{path} cannot be read as a {Path(path).suffix} file, fetch it again ({error})") from error
+        raise ValueError(f"{path} cannot be read as weights, fetch it again ({error})") from error
+    state = content.get(key) if key and isinstance(content, Mapping) else content
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"{path} holds no tensors by name" + (f" under {key!r}" if key else ""))
+    return dict(state)
+
+
+def check_state(path: str | Path, what: str, state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raise ValueError where a file's tensors have other names or shapes than the `expected` ones of `what`."""
+    pairs = ({(name, value.shape) for name, value in tensors.items()} for tensors in (state, expected))
+    if different := {name for name, _ in set.symmetric_difference(*pairs)}:
+        raise ValueError(f"{path} is not {what}: it differs in {list_some(different)}")
 
 
 def unit_range(frames: Tensor) -> Tensor:
@@ -70,18 +88,19 @@ def normalise(images: Tensor) -> Tensor:
     return (images - mean) / std
 
 
-def load_clip(folder: str | Path) -> CLIPModel:
-    """Load a CLIP from a transformers folder in float32; raise ValueError for a missing, incomplete or other model."""
-    folder = Path(folder)
-    config = folder / "config.json"
+def check_model_type(folder: str | Path, model_type: str) -> None:
+    """Raise ValueError unless the folder has the config.json of a transformers model of this type."""
+    config = Path(folder) / "config.json"
     if not config.is_file():
         raise ValueError(f"{folder} is no folder of a transformers model: it has no config.json")
-    try:
-        kind = json.loads(config.read_text()).get("model_type")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{config} is no JSON ({error})") from error
-    if kind != "clip":
-        raise ValueError(f"{config} is of a model of type {kind!r}; a CLIP is needed, whose type is 'clip'")
+    actual = parse_json_object(config.read_bytes(), str(config)).get("model_type")
+    if actual != model_type:
+        raise ValueError(f"{config} is of a model of type {actual!r}; one of type {model_type!r} is needed")
+
+
+def load_clip(folder: str | Path) -> CLIPModel:
+    """Load a CLIP from a transformers folder in float32; raise ValueError for a missing, incomplete or other model."""
+    check_model_type(folder, "clip")
     try:
         options = {"local_files_only": True, "dtype": torch.float32, "output_loading_info": True}
         model, info = CLIPModel.from_pretrained(folder, **options)
@@ -92,21 +111,16 @@ def load_clip(folder: str | Path) -> CLIPModel:
     return model
 
 
-def load_tokenizer(folder: str | Path, vocabulary: int) -> CLIPTokenizer:
-    """Load CLIP's tokenizer from a folder; raise ValueError where it is missing or has not `vocabulary` tokens."""
-    folder = Path(folder)
-    if not has_tokenizer(folder):
-        raise ValueError(f"{folder} holds no CLIP tokenizer: neither tokenizer.json nor vocab.json with merges.txt")
-    tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
-    if len(tokenizer) != vocabulary:
-        raise ValueError(f"{folder} has a tokenizer of {len(tokenizer)} tokens, the model knows {vocabulary}")
-    return tokenizer
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Return whether the folder has a tokenizer's files; without them, transformers builds one of three tokens."""
+def load_tokenizer(kind: type[Tokenizer], folder: str | Path) -> Tokenizer:
+    """Load a tokenizer from a folder; raise ValueError where its files are missing or broken."""
     files = (("tokenizer.json",), ("vocab.json", "merges.txt"))
-    return any(all((folder / name).is_file() for name in names) for names in files)
+    # without them, transformers builds a tokenizer of three tokens
+    if not any(all((Path(folder) / name).is_file() for name in names) for names in files):
+        raise ValueError(f"{folder} holds no tokenizer: neither tokenizer.json nor vocab.json with merges.txt")
+    try:
+        return kind.from_pretrained(folder, local_files_only=True)
+    except UNREADABLE as error:
+        raise ValueError(f"{folder}: the tokenizer cannot be read, fetch it again ({error})") from error
 
 
 def list_some(names: Iterable[str]) -> str:
@@ -122,7 +136,7 @@ class ImageTower(nn.Module):
         super().__init__()
         self.model, self.projection = model.vision_model, model.visual_projection
         self.size = model.config.vision_config.image_size
-        self.eval().requires_grad_(False)
+        self.eval().requires_grad_(requires_grad=False)
 
     def forward(self, frames: Tensor) -> Tensor:
         return self.embed(preprocess(frames.to(self.projection.weight), self.size))
@@ -140,7 +154,7 @@ class TextTower(nn.Module):
         self.model, self.projection = model.text_model, model.text_projection
         self.limit = model.config.text_config.max_position_embeddings
         self.tokenizer = tokenizer
-        self.eval().requires_grad_(False)
+        self.eval().requires_grad_(requires_grad=False)
 
     @torch.no_grad()
     def forward(self, prompt: str) -> Tensor:
@@ -167,15 +181,15 @@ class PromptReward(FrameReward):
         model: CLIPModel,
         tokenizer_dir: str | Path,
         files: list[Path],
-        frames: Frames,
-        pooling: Pooling,
-        first_frame: bool,
-        chunk: int,
+        **frame_settings: Unpack[FrameSettings],
     ):
         """Load the towers. files: the weights that a prompt's embedding depends on, for the fingerprint."""
-        super().__init__(frames, pooling, first_frame, chunk)
+        super().__init__(**frame_settings)
         self.image = ImageTower(model)
-        self.text = TextTower(model, load_tokenizer(tokenizer_dir, model.config.text_config.vocab_size))
+        tokenizer, vocabulary = load_tokenizer(CLIPTokenizer, tokenizer_dir), model.config.text_config.vocab_size
+        if len(tokenizer) != vocabulary:
+            raise ValueError(f"{tokenizer_dir} has {len(tokenizer)} tokens, the model knows {vocabulary}")
+        self.text = TextTower(model, tokenizer)
         self.digest = digest_files([*files, Path(tokenizer_dir)])
 
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor]:

@@ -19,18 +19,21 @@ NEAREST = 2  # a Hann window spreads a periodic pattern over its frequency and o
 FEWEST = 2 * NEAREST  # frequencies from one harmonic to the next, needed to separate patterns
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Artifacts:
     """The artifacts of a clip; NaN where there is nothing to measure."""
 
     grid: float  # energy at the periods over that of the frequencies next to them: 1 without a grid
     saturation: float  # mean chroma, in [0, 1]
-    colour: tuple[float, float, float]  # mean red, green and blue, in [0, 1]
+    red: float  # mean, in [0, 1]; so are green and blue
+    green: float
+    blue: float
 
 
 def measure_artifacts(frames: np.ndarray, periods: Sequence[int]) -> Artifacts:
     """Measure a clip (F, H, W, 3) uint8. periods: in pixels, those of the VAE and of the transformer's patch."""
-    return Artifacts(grid=grid(frames, periods), saturation=saturation(frames), colour=colour(frames))
+    red, green, blue = (mean([float(frame[..., i].mean()) / 255 for frame in frames[1:]]) for i in range(3))
+    return Artifacts(grid=grid(frames, periods), saturation=saturation(frames), red=red, green=green, blue=blue)
 
 
 def grid(frames: np.ndarray, periods: Sequence[int]) -> float:
@@ -69,12 +72,6 @@ def saturation(frames: np.ndarray) -> float:
     """
     channels = (cv2.split(frame) for frame in frames[1:])
     return mean([float((cv2.max(cv2.max(r, g), b) - cv2.min(cv2.min(r, g), b)).mean()) / 255 for r, g, b in channels])
-
-
-def colour(frames: np.ndarray) -> tuple[float, float, float]:
-    """Return mean red, green and blue, in [0, 1]; NaN for a clip of one frame."""
-    red, green, blue = (mean([float(frame[..., i].mean()) / 255 for frame in frames[1:]]) for i in range(3))
-    return red, green, blue
 
 
 def _energy(lines: np.ndarray, band: int) -> np.ndarray:

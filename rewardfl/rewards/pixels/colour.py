@@ -1,12 +1,12 @@
 """The amount of a colour in the frames, the simplest reward with a gradient, for tests and first runs."""
 
 from collections.abc import Mapping
+from typing import Unpack
 
 from torch import Tensor
 
-from rewardfl.config.schema import Count, Number
-from rewardfl.rewards.frames import FrameReward
-from rewardfl.rewards.settings import Frames, Pooling
+from rewardfl.config.schema import Number
+from rewardfl.rewards.frames import FrameReward, FrameSettings
 
 
 class ColourReward(FrameReward):
@@ -21,16 +21,9 @@ class ColourReward(FrameReward):
     range = "[-1, 1] by default"
 
     def __init__(
-        self,
-        red: Number = 1.0,
-        green: Number = -0.5,
-        blue: Number = -0.5,
-        frames: Frames = "all",
-        pooling: Pooling = "mean",
-        first_frame: bool = False,
-        chunk: Count = 8,
+        self, red: Number = 1.0, green: Number = -0.5, blue: Number = -0.5, **frame_settings: Unpack[FrameSettings]
     ):
-        super().__init__(frames, pooling, first_frame, chunk)
+        super().__init__(**frame_settings)
         self.channels = (red, green, blue)
 
     def score_frames(self, frames: Tensor, reference: Mapping[str, Tensor]) -> Tensor:

@@ -2,16 +2,14 @@
 
 import io
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Unpack
 
 import torch
 from PIL import Image
 from pydantic import Field
 from torch import Tensor
 
-from rewardfl.config.schema import Count
-from rewardfl.rewards.frames import FrameReward
-from rewardfl.rewards.settings import Frames, Pooling
+from rewardfl.rewards.frames import FrameReward, FrameSettings
 
 
 class JpegSizeReward(FrameReward):
@@ -24,15 +22,8 @@ class JpegSizeReward(FrameReward):
     licence = "this project's"
     range = "below 0"
 
-    def __init__(
-        self,
-        quality: Annotated[int, Field(ge=1, le=95)] = 95,
-        frames: Frames = "all",
-        pooling: Pooling = "mean",
-        first_frame: bool = False,
-        chunk: Count = 8,
-    ):
-        super().__init__(frames, pooling, first_frame, chunk)
+    def __init__(self, quality: Annotated[int, Field(ge=1, le=95)] = 95, **frame_settings: Unpack[FrameSettings]):
+        super().__init__(**frame_settings)
         self.quality = quality
 
     def score_frames(self, frames: Tensor, reference: Mapping[str, Tensor]) -> Tensor:

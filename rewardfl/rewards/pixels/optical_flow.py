@@ -55,9 +55,7 @@ class OpticalFlowReward(Reward):
         if (wanted_flow is None) != (wanted_reversals is None):
             raise ValueError("wanted_flow and wanted_reversals stand for the real clip's together; give both or none")
         self.reversals = reversals
-        self.target: tuple[float, float] | None = None
-        if wanted_flow is not None and wanted_reversals is not None:
-            self.target = (wanted_flow, wanted_reversals)
+        self.target = None if wanted_flow is None or wanted_reversals is None else (wanted_flow, wanted_reversals)
 
     @property
     def compares_with(self) -> str:

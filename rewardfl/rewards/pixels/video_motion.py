@@ -60,7 +60,8 @@ def flow_fields(frames: np.ndarray) -> list[np.ndarray]:
     if scale < 1:
         grey = [cv2.resize(frame, size, interpolation=cv2.INTER_AREA) for frame in grey]
     pairs = zip(grey[:-1], grey[1:], strict=True)
-    return [cv2.calcOpticalFlowFarneback(first, second, None, *FARNEBACK) / scale for first, second in pairs]
+    flow = np.empty((*grey[0].shape, 2), np.float32)  # written by OpenCV for each pair
+    return [cv2.calcOpticalFlowFarneback(first, second, flow, *FARNEBACK) / scale for first, second in pairs]
 
 
 def mean_flow(fields: Sequence[np.ndarray]) -> float:

@@ -12,8 +12,8 @@ import re
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 import httpx
 import torch
@@ -29,6 +29,8 @@ from rewardfl.rewards.settings import on_this_machine
 MAX_ANSWER_BYTES = 1 << 24  # an answer has a few numbers per clip; a server that sends more is no reward server
 
 FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0  # seconds before a retry
+
+NO_SUCH_JSON = (ValueError, LookupError, TypeError, RecursionError)  # no JSON, or without the key
 
 
 class RewardServerError(RuntimeError):
@@ -49,17 +51,9 @@ def read_token(variable: str) -> str:
     return token
 
 
-def _is_url(url: str) -> bool:
-    try:
-        address = urlsplit(url)
-        plain = all("!" <= character <= "~" for character in url) and not (address.query or address.fragment)
-        usable = plain and address.scheme in ("http", "https") and address.hostname and address.port != 0
-    except ValueError:  # the port is no number
-        return False
-    return bool(usable) and address.username is None
-
-
-Url = Annotated[str, must_be("like http://127.0.0.1:8400", _is_url)]
+# host, port and path, without user, query and fragment
+_is_url = re.compile(r"https?://(\[[\da-fA-F:]+\]|[\w.-]+)(:[1-9]\d{0,4})?(/[!\"$->@-~]*)?", re.ASCII).fullmatch
+Url = Annotated[str, must_be("like http://127.0.0.1:8400", lambda url: _is_url(url))]
 
 TokenVariable = Annotated[str, on_this_machine(read_token)]
 
@@ -95,25 +89,21 @@ class RemoteReward(Reward):
         retries: Whole = 4,
         token_env: TokenVariable | Literal[""] = "",
         frames: Literal["all"] | Count = "all",
+        *,
         send_reference: bool = False,
         max_bytes: Count = 400_000_000,
         parallel: Count = wire.MAX_BODIES,
         wait: NonNegative = 600.0,
     ):
         super().__init__()
+        self.url, self.token = url.rstrip("/"), read_token(token_env) if token_env else ""
+        self.timeout, self.retries, self.wait = timeout, retries, wait
         self.stride = 1 if frames == "all" else frames
         self.send_reference = send_reference
         self.max_bytes, self.parallel = max_bytes, parallel
-        self.client = Client(url, timeout, retries, token_env, wait)
-
-    @property
-    def place(self) -> str:
-        """Return the configuration key of these settings, which the client's messages name."""
-        return self.client.place
-
-    @place.setter
-    def place(self, place: str) -> None:
-        self.client.place = place
+        self.sleep: Callable[[float], None] = time.sleep
+        self.random = random.Random()  # the global one belongs to the training, which resumes exactly
+        self._tls = ssl.create_default_context()  # the system's certificates
 
     @property
     def compares_with(self) -> str:
@@ -142,9 +132,8 @@ class RemoteReward(Reward):
         clips = {i: self._clip(frames[i], values) for i, values in enumerate(references) if values is not None}
         score, valid = torch.zeros(len(video)), torch.zeros(len(video), dtype=torch.bool)
         parts: dict[str, Tensor] = {}
-        limit = min(self.max_bytes, self.client.max_bytes)
-        for group in split_requests(clips, limit, self.place):
-            score[group], valid[group], group_parts = self.client.score([clips[i] for i in group])
+        for group in split_requests(clips, min(self.max_bytes, self.server_max_bytes), self.place):
+            score[group], valid[group], group_parts = self._score([clips[i] for i in group])
             for name, values in group_parts.items():
                 parts.setdefault(name, torch.full((len(video),), math.nan))[group] = values
         parts = {name: values.to(video.device) for name, values in parts.items()}
@@ -156,6 +145,80 @@ class RemoteReward(Reward):
 
     def _frames(self, video: Tensor) -> Tensor:
         return data.to_uint8(video[:, :: self.stride]).cpu().contiguous()
+
+    @cached_property
+    def server_max_bytes(self) -> int:
+        """Return the server's limit of a request's bytes, of one GET /health. Raise RewardServerError for no answer."""
+        answer = self._request("GET", "/health")
+        try:
+            health = json.loads(answer)
+            if health["version"] == wire.VERSION:
+                return health["max_bytes"]
+        except NO_SUCH_JSON:
+            pass
+        raise self._error(
+            f"GET /health should answer JSON with version {wire.VERSION} and max_bytes, got {answer[:80]!r}; "
+            "is that a reward server (tools/serve_reward.py) of the same release?"
+        )
+
+    def _score(self, clips: Sequence[Clip]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return score (B,) float32, valid (B,) bool and parts {name: (B,) float32}, or raise RewardServerError."""
+        answer = self._request("POST", "/score", wire.pack_request(clips))
+        try:
+            return wire.unpack_answer(answer, len(clips))
+        except wire.WireError as error:
+            raise self._error(f"the answer to {len(clips)} clips breaks the format (remote/wire.py): {error}") from None
+
+    def _request(self, method: str, path: str, body: bytes = b"") -> bytes:
+        """Send a request until its status is 200, and return the answer's body."""
+        failures, start = 0, time.monotonic()
+        while True:
+            status, retry_after = 0, ""
+            try:
+                status, answer, retry_after = asyncio.run(self._send(method, path, body))
+                problem = f"status {status}: {_message(answer)}"
+            except TimeoutError:
+                problem = f"no answer in {self.timeout:g} s ({self.place}.timeout)"
+            except httpx.TransportError as error:
+                problem = f"{type(error).__name__}: {error}"
+            if status == 200:
+                return answer
+            if 0 < status < 500:
+                raise self._error(f"{method} {path}: {problem}")
+            busy = status == 503 and retry_after != ""
+            if busy and time.monotonic() - start < self.wait:  # no failure
+                seconds = float(retry_after) if retry_after.isdecimal() else FIRST_DELAY  # else a date
+                self.sleep(min(seconds, LONGEST_DELAY) * (0.5 + self.random.random()))
+                continue
+            failures += 1
+            if busy or failures > self.retries:
+                # 500: the reward raised, maybe for one clip
+                kind = RewardServerError if status == 500 else ServerUnavailableError
+                raise self._error(f"{method} {path} failed {failures} times; the last time: {problem}", kind)
+            seconds = min(FIRST_DELAY * 2 ** (failures - 1), LONGEST_DELAY)
+            self.sleep(seconds * (0.5 + self.random.random() / 2))  # jitter spreads the clients
+
+    async def _send(self, method: str, path: str, body: bytes) -> tuple[int, bytes, str]:
+        """Return status, body and Retry-After, "" for none, of one answer. Raise TimeoutError for one not in time.
+
+        It ignores redirects and the environment's proxies: token and clips are sent to `url` only.
+        """
+        headers = {"Accept-Encoding": "identity"} | ({"Content-Type": wire.CONTENT_TYPE} if body else {})
+        headers |= {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        async with (
+            asyncio.timeout(self.timeout),  # for all bytes: httpx's own timeout restarts with every byte
+            httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=None) as client,
+            client.stream(method, self.url + path, headers=headers, content=body) as response,
+        ):
+            answer = b""
+            async for block in response.aiter_raw():
+                answer += block
+                if len(answer) > MAX_ANSWER_BYTES:
+                    raise self._error(f"an answer of more than {MAX_ANSWER_BYTES} bytes; is that a reward server?")
+            return response.status_code, answer, response.headers.get("Retry-After", "")
+
+    def _error(self, message: str, kind: type[RewardServerError] = RewardServerError) -> RewardServerError:
+        return kind(f"{self.place}.url {self.url}: {message}; docs/rewards_remote.md has causes")
 
 
 def split_requests(clips: Mapping[int, Clip], limit: int, place: str) -> Iterator[list[int]]:
@@ -180,139 +243,9 @@ def split_requests(clips: Mapping[int, Clip], limit: int, place: str) -> Iterato
         yield group
 
 
-class Client:
-    """Requests to one reward server, with retries.
-
-    It ignores redirects and the environment's proxies: token and clips are sent to `url` only.
-    """
-
-    def __init__(self, url: str, timeout: float, retries: int, token_env: str, wait: float):
-        self.url = url.rstrip("/")
-        self.timeout, self.retries, self.token_env, self.wait = timeout, retries, token_env, wait
-        self.token = read_token(token_env) if token_env else ""
-        self.place = "settings"  # in the configuration, for messages
-        self.sleep: Callable[[float], None] = time.sleep
-        self.random = random.Random()  # the global one belongs to the training, which resumes exactly
-        self._max_bytes = 0
-        self._tls = ssl.create_default_context()  # the system's certificates
-
-    @property
-    def max_bytes(self) -> int:
-        """Return the server's limit of a request's bytes, of one GET /health. Raise RewardServerError for no answer."""
-        if not self._max_bytes:
-            answer = self._request("GET", "/health", b"")
-            health = _json(answer)
-            if not isinstance(health, dict) or health.get("version") != wire.VERSION or "max_bytes" not in health:
-                raise self._error(
-                    f"GET /health should answer JSON with version {wire.VERSION} and max_bytes, got {answer[:80]!r}; "
-                    "is that a reward server (tools/serve_reward.py) of the same release?"
-                )
-            self._max_bytes = health["max_bytes"]
-        return self._max_bytes
-
-    def score(self, clips: Sequence[Clip]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return score (B,) float32, valid (B,) bool and parts {name: (B,) float32}, or raise RewardServerError."""
-        answer = self._request("POST", "/score", wire.pack_request(clips))
-        try:
-            return wire.unpack_answer(answer, len(clips))
-        except wire.WireError as error:
-            raise self._error(
-                f"the answer to {len(clips)} clips is wrong: {error}; the server breaks the format of "
-                "rewardfl/rewards/remote/wire.py"
-            ) from None
-
-    def _request(self, method: str, path: str, body: bytes) -> bytes:
-        """Send a request until its status is 200, and return the answer's body."""
-        failures, start = 0, time.monotonic()
-        while True:
-            status = None
-            try:
-                status, answer, retry_after = asyncio.run(self._send(method, path, body))
-            except (TimeoutError, httpx.TransportError) as error:
-                problem = self._describe(error)
-            else:
-                if status == 200:
-                    return answer
-                if status < 500:
-                    raise self._error(f"{method} {path}: {self._refusal(status, answer)}")
-                problem = f"status {status}: {_message(answer)}; see the server's log"
-                if status == 503 and retry_after is not None:  # busy, which is no failure
-                    if time.monotonic() - start < self.wait:
-                        self.sleep(_seconds(retry_after) * (0.5 + self.random.random()))
-                        continue
-                    message = f"{method} {path}: busy for {self.wait:g} s ({self.place}.wait): {problem}"
-                    raise self._error(message, ServerUnavailableError)
-            failures += 1
-            if failures > self.retries:
-                message = f"{method} {path} failed {failures} times ({self.place}.retries); the last time: {problem}"
-                # 500: the reward raised, maybe for one clip
-                raise self._error(message, RewardServerError if status == 500 else ServerUnavailableError)
-            self.sleep(retry_delay(failures, self.random.random()))
-
-    async def _send(self, method: str, path: str, body: bytes) -> tuple[int, bytes, str | None]:
-        """Return status, body and Retry-After of one answer. Raise TimeoutError where it is not complete in time."""
-        async with (
-            asyncio.timeout(self.timeout),  # for all bytes: httpx's own timeout restarts with every byte
-            httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=None) as client,
-            client.stream(method, self.url + path, headers=self._headers(body), content=body) as response,
-        ):
-            answer = b""
-            async for block in response.aiter_raw():
-                answer += block
-                if len(answer) > MAX_ANSWER_BYTES:
-                    raise self._error(f"an answer of more than {MAX_ANSWER_BYTES} bytes; is that a reward server?")
-            return response.status_code, answer, response.headers.get("Retry-After")
-
-    def _error(self, message: str, kind: type[RewardServerError] = RewardServerError) -> RewardServerError:
-        return kind(f"{self.place}.url {self.url}: {message}")
-
-    def _headers(self, body: bytes) -> dict[str, str]:
-        content_type = {"Content-Type": wire.CONTENT_TYPE} if body else {}
-        authorization = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        return {"Accept-Encoding": "identity"} | content_type | authorization
-
-    def _describe(self, error: TimeoutError | httpx.TransportError) -> str:
-        if isinstance(error, TimeoutError):
-            return (
-                f"no answer in {self.timeout:g} s: raise {self.place}.timeout, or send less at a time "
-                f"({self.place}.max_bytes, {self.place}.frames)"
-            )
-        if isinstance(error, httpx.ConnectError):
-            return f"no connection ({error}); start tools/serve_reward.py, or mend {self.place}.url"
-        return f"{type(error).__name__}: {error}; does tools/serve_reward.py run there? see its log"
-
-    def _refusal(self, status: int, answer: bytes) -> str:
-        message = f"status {status}: {_message(answer)}"
-        if status == 401:
-            now = f"now {self.token_env}" if self.token_env else "not set"
-            variable = "the environment variable that holds the server's token"
-            return f"{message}; set {self.place}.token_env ({now}) to {variable}"
-        if status == 413:
-            return f"{message}; lower {self.place}.max_bytes, or raise --max-mb of the server"
-        return f"{message}; is that a reward server (tools/serve_reward.py) of the same release?"
-
-
-def _seconds(retry_after: str) -> float:
-    """Return the seconds of a Retry-After header, FIRST_DELAY for a date."""
-    return min(float(retry_after), LONGEST_DELAY) if re.fullmatch(r"\d{1,9}", retry_after) else FIRST_DELAY
-
-
-def retry_delay(attempt: int, jitter: float) -> float:
-    """Return the seconds before retry `attempt` = 1, 2, ...: doubling, with jitter in [0, 1) to spread the clients."""
-    return min(FIRST_DELAY * 2 ** (attempt - 1), LONGEST_DELAY) * (0.5 + jitter / 2)
-
-
 def _message(answer: bytes) -> str:
     """Return the server's message as one line: the error of its JSON, else the start of its answer."""
-    content = _json(answer)
-    if not isinstance(content, dict) or "error" not in content:
-        return repr(answer[:80])
-    return "".join(character if character.isprintable() else "?" for character in str(content["error"])[:1000])
-
-
-def _json(answer: bytes) -> object:
-    """Parse an answer; return None where it is no JSON."""
     try:
-        return json.loads(answer)
-    except (ValueError, RecursionError):
-        return None
+        return repr(str(json.loads(answer)["error"])[:1000])[1:-1]
+    except NO_SUCH_JSON:
+        return repr(answer[:80])

@@ -6,7 +6,8 @@ connected patches of a colour, and the share of its box that a patch fills gives
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import permutations
+from dataclasses import dataclass
+from itertools import permutations, product
 from math import hypot
 
 import cv2
@@ -15,7 +16,13 @@ from torch import Tensor
 
 from rewardfl.rewards import Reward, RewardOutput
 from rewardfl.rewards.base import score_clips
-from rewardfl.rewards.scenes.drawing import COLOURS, SCENES, Scene, Thing, holds
+
+COLOURS = {"red": (0.85, 0.12, 0.12), "green": (0.1, 0.62, 0.2), "blue": (0.15, 0.25, 0.85), "yellow": (0.95, 0.8, 0.1)}
+SHAPES = ("circle", "square", "triangle")
+NUMBERS = {"a": 1, "two": 2, "three": 3}
+# of the first object to the second: the axis, and the sign of the difference of their coordinates
+RELATIONS = {"left of": ("x", -1), "right of": ("x", 1), "above": ("y", -1), "below": ("y", 1)}
+APART = 0.2  # of the side: minimum distance of two related objects along the relation's axis
 
 SMALLEST = 0.015  # of the picture's area; smaller patches are specks
 
@@ -23,6 +30,57 @@ SMALLEST = 0.015  # of the picture's area; smaller patches are specks
 LOOKS = {"triangle": (0.55, 0.12), "circle": (0.8, 0.0), "square": (1.0, 0.0)}
 
 NEAR = 0.35  # distance in RGB to a colour; a pixel with no colour this near is ground
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thing:
+    """An object: its colour and shape, and its centre from (0, 0), top left, to (1, 1)."""
+
+    colour: str
+    shape: str
+    x: float = 0.0
+    y: float = 0.0
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        return self.colour, self.shape
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The scene of a prompt: the number of objects of each kind, and the relation of the first to the second."""
+
+    prompt: str
+    objects: dict[tuple[str, str], int]
+    relation: str = ""
+
+
+def all_scenes() -> list[Scene]:
+    """Return every scene that has a prompt, in a fixed order."""
+    kinds = list(product(COLOURS, SHAPES))
+    pairs = list(permutations(kinds, 2))
+    scenes = [
+        Scene(f"{word} {colour} {shape}{'s' if count > 1 else ''}", {(colour, shape): count})
+        for (word, count), (colour, shape) in product(NUMBERS.items(), kinds)
+    ]
+    scenes += [Scene(f"a {' '.join(a)} and a {' '.join(b)}", {a: 1, b: 1}) for a, b in pairs]
+    scenes += [
+        Scene(f"a {' '.join(a)} {relation} a {' '.join(b)}", {a: 1, b: 1}, relation)
+        for (a, b), relation in product(pairs, RELATIONS)
+    ]
+    return scenes
+
+
+SCENES = {scene.prompt: scene for scene in all_scenes()}
+
+
+def holds(relation: str, first: Thing, second: Thing, apart: float = APART) -> bool:
+    """Return whether the relation holds: at least `apart` along its axis, and more than across it."""
+    axis, sign = RELATIONS[relation]
+    along, across = first.x - second.x, first.y - second.y
+    if axis == "y":
+        along, across = across, along
+    return sign * along >= apart and abs(along) > abs(across)
 
 
 class SceneChecker(Reward):
@@ -56,8 +114,23 @@ class SceneChecker(Reward):
         return video.new_tensor(score, dtype=torch.float32), {"right": float(right)}
 
     def things_in(self, image: Tensor) -> list[Thing]:
-        """Return the objects of a picture (3, H, W) in [-1, 1]."""
-        return find_things(image)
+        """Return the patches of a colour in a picture (3, H, W) in [-1, 1] as objects."""
+        pixels = ((image.float().clamp(-1, 1) + 1) / 2).permute(1, 2, 0).cpu()
+        colours = torch.tensor(list(COLOURS.values()))
+        distance = (pixels[:, :, None] - colours).norm(dim=-1)  # (H, W, colours)
+        nearest = torch.where(distance.min(-1).values < NEAR, distance.argmin(-1), -1)
+        height, width = nearest.shape
+        things = []
+        for i, colour in enumerate(COLOURS):
+            mask = (nearest == i).to(torch.uint8).numpy()
+            _, _, boxes, centres = cv2.connectedComponentsWithStats(mask, connectivity=4)
+            for (_, top, box_width, box_height, area), (x, y) in zip(boxes[1:], centres[1:], strict=True):
+                if area < SMALLEST * height * width:
+                    continue
+                filled, low = area / (box_width * box_height), (y + 0.5 - top) / box_height - 0.5
+                shape = min(LOOKS, key=lambda name: hypot(LOOKS[name][0] - filled, 2 * (LOOKS[name][1] - low)))
+                things.append(Thing(colour=colour, shape=shape, x=(x + 0.5) / width, y=(y + 0.5) / height))
+        return things
 
 
 def score_scene(scene: Scene, things: Sequence[Thing]) -> tuple[float, bool]:
@@ -75,23 +148,3 @@ def score_scene(scene: Scene, things: Sequence[Thing]) -> tuple[float, bool]:
         points += any(holds(scene.relation, a, b) for a in first for b in second)
         size += 1
     return points / size, points == size
-
-
-def find_things(image: Tensor) -> list[Thing]:
-    """Return the patches of a colour in a picture (3, H, W) in [-1, 1] as objects."""
-    pixels = ((image.float().clamp(-1, 1) + 1) / 2).permute(1, 2, 0).cpu()
-    colours = torch.tensor(list(COLOURS.values()))
-    distance = (pixels[:, :, None] - colours).norm(dim=-1)  # (H, W, colours)
-    nearest = torch.where(distance.min(-1).values < NEAR, distance.argmin(-1), -1)
-    height, width = nearest.shape
-    things = []
-    for i, colour in enumerate(COLOURS):
-        mask = (nearest == i).to(torch.uint8).numpy()
-        _, _, boxes, centres = cv2.connectedComponentsWithStats(mask, connectivity=4)
-        for (_, top, box_width, box_height, area), (x, y) in zip(boxes[1:], centres[1:], strict=True):
-            if area < SMALLEST * height * width:
-                continue
-            filled, low = area / (box_width * box_height), (y + 0.5 - top) / box_height - 0.5
-            shape = min(LOOKS, key=lambda name: hypot(LOOKS[name][0] - filled, 2 * (LOOKS[name][1] - low)))
-            things.append(Thing(colour=colour, shape=shape, x=(x + 0.5) / width, y=(y + 0.5) / height))
-    return things

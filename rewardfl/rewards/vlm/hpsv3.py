@@ -4,15 +4,14 @@ File and line numbers refer to its package hpsv3 1.0.0 (github.com/MizzenAI/HPSv
 """
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Unpack
 
 from torch import Tensor, nn
 
-from rewardfl.config.schema import Count
 from rewardfl.rewards.clip.network import normalise, resize, unit_range
-from rewardfl.rewards.frames import FrameReward
-from rewardfl.rewards.settings import ExistingPath, Frames, Pooling
-from rewardfl.rewards.vlm.qwen2_vl import JudgeFiles, Question, QuestionReward, input_size, load_judge
+from rewardfl.rewards.frames import FrameReward, FrameSettings
+from rewardfl.rewards.settings import ExistingPath
+from rewardfl.rewards.vlm.qwen2_vl import Dtype, Question, QuestionReward, input_size, load_judge
 
 QUESTION = Question(
     literals=("INSTRUCTION", "prompt_with_special_token"),
@@ -23,7 +22,6 @@ QUESTION = Question(
 )
 
 PIXELS = 256 * 28 * 28  # of an image, minimum and maximum, inference.py:98
-WIDTHS = (1024, 16, 2)  # of the head's layers, qwen2vl_trainer.py:99; the last outputs mu and sigma
 
 
 class Hpsv3Reward(QuestionReward, FrameReward):
@@ -49,16 +47,11 @@ class Hpsv3Reward(QuestionReward, FrameReward):
         checkpoint: ExistingPath,
         model_dir: ExistingPath,
         prompt_file: ExistingPath,
-        frames: Frames = 4,
-        pooling: Pooling = "mean",
-        first_frame: bool = False,
-        chunk: Count = 1,
-        dtype: Literal["bfloat16", "float32"] = "bfloat16",
+        dtype: Dtype = "bfloat16",
+        **frame_settings: Unpack[FrameSettings],
     ):
-        super().__init__(frames, pooling, first_frame, chunk)
-        files = JudgeFiles(model_dir=model_dir, prompt_file=prompt_file, weights=checkpoint)
-        self.judge, self.head = load_judge(QUESTION, files, dtype, ranknet)
-        self.digest = files.digest()
+        super().__init__(**FrameSettings(frames=4, chunk=1) | frame_settings)
+        self.judge, self.head = load_judge(QUESTION, model_dir, prompt_file, checkpoint, dtype, ranknet)
 
     def score_frames(self, frames: Tensor, reference: Mapping[str, Tensor]) -> Tensor:
         height, width = frames.shape[2:]
@@ -70,9 +63,8 @@ class Hpsv3Reward(QuestionReward, FrameReward):
 
 
 def ranknet(width: int) -> nn.Sequential:
-    """Build the head, hidden states (..., width) to (..., 2), with the published indices of its layers."""
-    first, second, last = WIDTHS
+    """Build the head, hidden states (..., width) to mu and sigma (..., 2), as qwen2vl_trainer.py:99."""
     # Identity: the published head has a dropout there, which does nothing outside of training
     return nn.Sequential(
-        nn.Linear(width, first), nn.ReLU(), nn.Identity(), nn.Linear(first, second), nn.ReLU(), nn.Linear(second, last)
+        nn.Linear(width, 1024), nn.ReLU(), nn.Identity(), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2)
     )

@@ -11,40 +11,33 @@ column. Both scorers were trained without that: they call the text model with em
 import ast
 import hashlib
 import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLModel
 
 from rewardfl.files import digest_files
 from rewardfl.rewards.base import Reward
-from rewardfl.rewards.clip.network import UNREADABLE, has_tokenizer, list_some
-from rewardfl.weights.shards import parse_json_object
+from rewardfl.rewards.clip.network import check_model_type, check_state, list_some, load_tokenizer, load_weights
 
-MAX_RATIO = 200  # of an image's edges, qwen-vl-utils
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+Dtype = Literal["bfloat16", "float32"]
 
 Head = TypeVar("Head", bound=nn.Module)
+Lora = tuple[int, float]  # rank, and factor of up @ down
 
 
 def input_size(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
     """Return the height and width, multiples of `factor`, of the model's input: `min_pixels` to `max_pixels` pixels.
 
     qwen-vl-utils' smart_resize (VideoAlign vision_process.py:55). It rounds down when it shrinks, so that the result
-    may have less than `min_pixels`. The order of the divisions is its own, since rounding follows. Raise ValueError for
-    an aspect ratio above 200.
+    may have less than `min_pixels`. The order of the divisions is its own, since rounding follows.
     """
-    if max(height, width) > MAX_RATIO * min(height, width):
-        raise ValueError(f"frames of {height} x {width} are longer than {MAX_RATIO} times their width; Qwen2-VL stops")
     tall, wide = (max(factor, round(edge / factor) * factor) for edge in (height, width))
     if tall * wide > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)
@@ -96,9 +89,7 @@ def read_text(path: str | Path, question: Question) -> str:
         match node:
             case ast.Assign(targets=[ast.Name(id=name), *_], value=ast.Constant(value=str(string))):
                 strings[name] = string
-    if missing := [name for name in question.literals if name not in strings]:
-        raise ValueError(f"{path} has no string {list_some(missing)}; {question.source} has")
-    text = "".join(strings[name] for name in question.literals)
+    text = "".join(strings.get(name, "") for name in question.literals)
     if hashlib.sha256(text.encode()).hexdigest() != question.digest:
         raise ValueError(
             f"{path}: {' + '.join(question.literals)} is another text than that of {question.source}, on which the "
@@ -109,49 +100,16 @@ def read_text(path: str | Path, question: Question) -> str:
 
 def load_qwen_tokenizer(folder: str | Path, question: Question, config: Qwen2VLConfig) -> Qwen2Tokenizer:
     """Load Qwen2-VL's tokenizer and append the answer tokens. Raise ValueError for a missing or other tokenizer."""
-    folder = Path(folder)
-    if not has_tokenizer(folder):
-        raise ValueError(f"{folder} holds no tokenizer: neither tokenizer.json nor vocab.json with merges.txt")
-    try:
-        tokenizer = Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
-    except UNREADABLE as error:
-        raise ValueError(f"{folder}: the tokenizer cannot be read, fetch it again ({error})") from error
+    tokenizer = load_tokenizer(Qwen2Tokenizer, folder)
     added = tokenizer.get_added_vocab()
     token = {"<|image_pad|>": config.image_token_id, "<|video_pad|>": config.video_token_id}[question.vision]
-    if question.vision not in added or added[question.vision] != token:
+    if added.get(question.vision) != token or added.keys() & question.answers:
         raise ValueError(
-            f"{folder}: the tokenizer has {question.vision} at {added.get(question.vision)}, config.json at {token}; "
-            "both must be Qwen2-VL's"
+            f"{folder}: the tokenizer is not Qwen2-VL's own: it must have {question.vision} at config.json's {token}, "
+            f"not {added.get(question.vision)}, and none of {', '.join(question.answers)}"
         )
-    if twice := [answer for answer in question.answers if answer in added]:
-        raise ValueError(f"{folder}: the tokenizer knows {list_some(twice)} already; take the one of Qwen2-VL itself")
     tokenizer.add_tokens(list(question.answers), special_tokens=True)
     return tokenizer
-
-
-@dataclass(frozen=True)
-class StateFile:
-    """The tensors of a file; their shapes are read first, each tensor on request."""
-
-    path: Path
-    shapes: Mapping[str, tuple[int, ...]]
-    read: Callable[[str], Tensor]
-
-
-def open_state(path: str | Path) -> StateFile:
-    """Open a .safetensors file or a state dict of torch.save. Raise ValueError, naming the file, for another file."""
-    path = Path(path)
-    try:
-        if path.suffix == ".safetensors":
-            file = safe_open(path, "pt")
-            names = list(file.keys())
-            return StateFile(path, {name: tuple(file.get_slice(name).get_shape()) for name in names}, file.get_tensor)
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except UNREADABLE as error:
-        raise ValueError(f"{path} cannot be read as weights, fetch it again ({error})") from error
-    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ValueError(f"{path} is no state dict: names with tensors")
-    return StateFile(path, {name: tuple(value.shape) for name, value in state.items()}, state.__getitem__)
 
 
 # transformers' prefixes of the model's halves, since 4.52 and before (VideoAlign issue 15) -> those of Qwen2VLModel
@@ -159,8 +117,6 @@ HALVES = {
     "model.language_model.": "language_model.", "model.visual.": "visual.", "visual.": "visual.",
     "model.": "language_model.",
 }  # fmt: skip
-
-LORA = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])\.default\.weight")
 
 
 def to_model_name(name: str) -> str:
@@ -172,108 +128,59 @@ def to_model_name(name: str) -> str:
     return name
 
 
-class PublishedWeights:
-    """A scorer's weights under Qwen2VLModel's names: backbone, head, and a LoRA that `read` merges.
+def load_published(
+    path: str | Path, lora: Lora | None, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return a scorer's tensors: the backbone's in `dtype` under Qwen2VLModel's names, and the head's in float32.
 
-    lora: rank and factor of up @ down, None without LoRA. Raises ValueError for a LoRA that does not fit.
+    A LoRA is merged in float32. The lm_head, which scorers do not use, is left out. Raise ValueError for another file
+    or a LoRA that does not fit.
     """
-
-    def __init__(self, file: StateFile, lora: tuple[int, float] | None = None):
-        self.file, self.path = file, file.path
-        self.rank, self.factor = lora or (0, 0.0)
-        self.names: dict[str, str] = {}
-        sides: dict[str, dict[str, str]] = {}
-        for stored in file.shapes:
-            name = to_model_name(stored)
-            if adapter := LORA.fullmatch(name):
-                sides.setdefault(f"{adapter['layer']}.weight", {})[adapter["side"]] = stored
-            elif name in self.names:
-                raise ValueError(f"{self.path} has one tensor under two names, {self.names[name]} and {stored}")
-            else:
-                self.names[name] = stored
-        # stored names of the two matrices: lora_A (rank, in) and lora_B (out, rank)
-        self.adapters = {name: self._adapter(name, pair) for name, pair in sides.items()}
-
-    def _adapter(self, name: str, pair: Mapping[str, str]) -> tuple[str, str]:
-        shapes, base = {side: self.file.shapes[stored] for side, stored in pair.items()}, self.shape(name)
-        if len(base) != 2 or shapes != {"A": (self.rank, base[1]), "B": (base[0], self.rank)}:
-            raise ValueError(
-                f"{self.path}: the LoRA of {name} ({shapes}) does not fit the layer's {base} with the rank that the "
-                f"configuration says, {self.rank or 'none'}"
-            )
-        return pair["A"], pair["B"]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape, () for a missing tensor."""
-        return self.file.shapes[self.names[name]] if name in self.names else ()
-
-    def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Read a copy of a tensor, with its LoRA merged in float32."""
-        value = self.file.read(self.names[name])
-        if name in self.adapters:
-            down, up = (self.file.read(stored).float() for stored in self.adapters[name])
-            value = value.float() + self.factor * (up @ down)
-        return value.to(dtype, copy=True)
-
-    def load_head(self, head: nn.Module) -> None:
-        """Load a head's weights, frozen, in float32. Raise ValueError when the file's have other shapes."""
-        expected = {f"rm_head.{name}": tuple(value.shape) for name, value in head.state_dict().items()}
-        shapes = {name: self.shape(name) for name in self.names if name.startswith("rm_head.")}
-        if different := {name for name, _ in shapes.items() ^ expected.items()}:
-            raise ValueError(f"{self.path} lacks the head of this reward: it differs in {list_some(different)}")
-        head.load_state_dict({name.removeprefix("rm_head."): self.read(name, torch.float32) for name in expected})
-        head.eval().requires_grad_(False)
-
-
-def read_config(folder: str | Path) -> Qwen2VLConfig:
-    """Read a folder's config.json. Raise ValueError when it is missing or of another model."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{folder} is no folder of a transformers model: it has no config.json")
-    kind = parse_json_object(path.read_bytes(), str(path)).get("model_type")
-    if kind != "qwen2_vl":
-        raise ValueError(f"{path} is of a model of type {kind!r}; a Qwen2-VL is needed, whose type is 'qwen2_vl'")
-    return Qwen2VLConfig.from_pretrained(folder, local_files_only=True)
-
-
-def load_backbone(config: Qwen2VLConfig, published: PublishedWeights, dtype: torch.dtype) -> Qwen2VLModel:
-    """Load the model with the published weights, without its lm_head, which scorers do not use.
-
-    Raise ValueError for other names or shapes, before a tensor is read.
-    """
-    with torch.device("meta"):
-        shapes = {name: tuple(value.shape) for name, value in Qwen2VLModel(config).state_dict().items()}
-    names = {name for name in published.names if not name.startswith(("rm_head.", "lm_head."))}
-    if different := {name for name in names | shapes.keys() if published.shape(name) != shapes.get(name)}:
-        raise ValueError(f"{published.path} is no Qwen2-VL of this config.json: it differs in {list_some(different)}")
-    state = {name: published.read(name, dtype) for name in shapes}
-    return Qwen2VLModel.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
+    stored = load_weights(path)
+    state = {to_model_name(name): value for name, value in stored.items()}
+    if len(state) < len(stored):
+        raise ValueError(f"{path} has one tensor under two names, as before transformers 4.52 and since")
+    rank, factor = lora or (0, 0.0)
+    for name in [name for name in state if name.endswith(".lora_A.default.weight")]:
+        layer = name.replace(".lora_A.default", "")
+        base, down, up = state.get(layer), state.pop(name), state.pop(name.replace("lora_A", "lora_B"), None)
+        if base is None or up is None or (*down.shape, *up.shape) != (rank, *reversed(base.shape), rank):
+            raise ValueError(f"{path}: the LoRA of {layer} does not fit the layer, or is not of rank {rank}")
+        state[layer] = (base.float() + factor * (up.float() @ down.float())).to(dtype)
+    head = {
+        name.removeprefix("rm_head."): value.float() for name, value in state.items() if name.startswith("rm_head.")
+    }
+    backbone = {name: value for name, value in state.items() if not name.startswith(("rm_head.", "lm_head."))}
+    return backbone, head
 
 
 class Judge(nn.Module):
-    """A frozen Qwen2-VL with its question about images, whose output are the hidden states at the answer tokens."""
+    """A frozen Qwen2-VL with its question about images, whose output are the hidden states at the answer tokens.
 
-    def __init__(self, model: Qwen2VLModel, tokenizer: Qwen2Tokenizer, text: str, question: Question):
+    digest: of the files that determine the question's tokens.
+    """
+
+    def __init__(self, model: Qwen2VLModel, tokenizer: Qwen2Tokenizer, text: str, question: Question, digest: str):
         super().__init__()
+        self.digest = digest
         self.model, self.tokenizer, self.text, self.question = model, tokenizer, text, question
         self.vision = model.config.vision_config
         self.answers = tokenizer.convert_tokens_to_ids(list(question.answers))
         self.placeholder = tokenizer.convert_tokens_to_ids(question.vision)
-        self.eval().requires_grad_(False)
+        self.eval().requires_grad_(requires_grad=False)
 
     @property
     def factor(self) -> int:
         """Return the divisor of an image's edges."""
         return self.vision.patch_size * self.vision.spatial_merge_size
 
-    def recompute(self) -> "Judge":
-        """Enable activation checkpointing of all blocks, and return the judge.
+    def recompute(self) -> None:
+        """Enable activation checkpointing of all blocks.
 
         transformers' own switch works in training mode only, and a frozen judge has none.
         """
         for block in (*self.model.visual.blocks, *self.model.language_model.layers):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-        return self
 
     def ask(self, prompt: str) -> Tensor:
         """Return the tokens (L,) of the question about a clip of this prompt, with one placeholder for the images.
@@ -313,13 +220,12 @@ class Judge(nn.Module):
 
 
 class QuestionReward(Reward):
-    """Base class of rewards by a `judge` and a prompt. digest: of the files that determine the question's tokens."""
+    """Base class of rewards by a `judge` and a prompt."""
 
     differentiable = True
     uses_prompt = True
     compares_with = "nothing"  # but the prompt
     judge: Judge
-    digest: str
 
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor]:
         """Return the question about a clip of this prompt as `tokens` (L,); raise ValueError without a prompt."""
@@ -328,37 +234,37 @@ class QuestionReward(Reward):
         return {"tokens": self.judge.ask(prompt)}
 
     def fingerprint(self) -> dict[str, object]:
-        return {"name": self.name, "question": self.digest}
-
-
-@dataclass(frozen=True, kw_only=True)
-class JudgeFiles:
-    """Paths of a scorer's files. model_dir: the Qwen2-VL with config.json and tokenizer. lora: see Published."""
-
-    model_dir: str | Path
-    prompt_file: str | Path
-    weights: str | Path
-    lora: tuple[int, float] | None = None
-
-    def digest(self) -> str:
-        """Return a digest of the files that determine a question's tokens."""
-        names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt")
-        files = [Path(self.prompt_file), *(Path(self.model_dir) / name for name in names)]
-        return digest_files([path for path in files if path.is_file()])
+        return {"name": self.name, "question": self.judge.digest}
 
 
 def load_judge(
-    question: Question, files: JudgeFiles, dtype: str, make_head: Callable[[int], Head]
+    question: Question,
+    model_dir: str | Path,
+    prompt_file: str | Path,
+    weights: str | Path,
+    dtype: Dtype,
+    make_head: Callable[[int], Head],
+    lora: Lora | None = None,
 ) -> tuple[Judge, Head]:
     """Load a scorer's model and head. make_head: width of the hidden states -> the head, without its weights.
 
-    Raise ValueError, naming the file, for a missing or other file; the largest is read last.
+    model_dir: the Qwen2-VL with config.json and tokenizer. Raise ValueError, naming the file, for a missing or other
+    file.
     """
-    published = PublishedWeights(open_state(files.weights), files.lora)
-    text = read_text(files.prompt_file, question)
-    config = read_config(files.model_dir)
-    tokenizer = load_qwen_tokenizer(files.model_dir, question, config)
-    head = make_head(config.text_config.hidden_size)
-    published.load_head(head)
+    text, number_type = read_text(prompt_file, question), getattr(torch, dtype)
+    check_model_type(model_dir, "qwen2_vl")
+    config = Qwen2VLConfig.from_pretrained(model_dir, local_files_only=True)
+    tokenizer = load_qwen_tokenizer(model_dir, question, config)
     config.text_config.vocab_size = len(tokenizer)  # the authors cut the embedding to it after adding their tokens
-    return Judge(load_backbone(config, published, DTYPES[dtype]), tokenizer, text, question), head
+    with torch.device("meta"):
+        expected = Qwen2VLModel(config).state_dict()
+    head = make_head(config.text_config.hidden_size)
+    state, head_state = load_published(weights, lora, number_type)
+    check_state(weights, "a scorer with this head", head_state, head.state_dict())
+    check_state(weights, "a Qwen2-VL of this config.json", state, expected)
+    head.load_state_dict(head_state)
+    state = {name: value.to(number_type, copy=True) for name, value in state.items()}
+    model = Qwen2VLModel.from_pretrained(None, config=config, state_dict=state, dtype=number_type)
+    names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt")
+    digest = digest_files([Path(prompt_file), *filter(Path.is_file, (Path(model_dir) / name for name in names))])
+    return Judge(model, tokenizer, text, question, digest), head.eval().requires_grad_(requires_grad=False)

@@ -3,24 +3,21 @@
 File and line numbers refer to github.com/KwaiVGI/VideoAlign at commit 219ab9d.
 """
 
-import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import AliasPath, BaseModel, Field, PositiveFloat, PositiveInt, ValidationError
 from torch import Tensor, nn
 
 from rewardfl.config.schema import NonNegative, Positive
 from rewardfl.rewards.base import Reference, RewardOutput, score_clips
 from rewardfl.rewards.clip.network import normalise, unit_range
 from rewardfl.rewards.settings import ExistingPath
-from rewardfl.rewards.vlm.qwen2_vl import JudgeFiles, Question, QuestionReward, input_size, load_judge
-from rewardfl.weights.shards import parse_json_object
+from rewardfl.rewards.vlm.qwen2_vl import Dtype, Lora, Question, QuestionReward, input_size, load_judge
 
 PARTS = ("vq", "mq", "ta")  # the order of the tokens and of the head's rows, train_reward.py:95
 
@@ -70,7 +67,8 @@ class VideoAlignReward(QuestionReward):
         parts: dict[Literal["vq", "mq", "ta"], NonNegative] | None = None,
         fps: Positive = 16.0,
         frames: Annotated[int, Field(ge=2, le=10_000)] | None = None,
-        dtype: Literal["bfloat16", "float32"] = "bfloat16",
+        dtype: Dtype = "bfloat16",
+        *,
         checkpointing: bool = True,
     ):
         super().__init__()
@@ -78,14 +76,16 @@ class VideoAlignReward(QuestionReward):
         self.trained = read_training_config(Path(checkpoint_dir) / "model_config.json")
         self.fps, self.frames = fps, frames if frames is not None else self.trained.frames
         checkpoint = newest_checkpoint(Path(checkpoint_dir))
-        files = JudgeFiles(model_dir=model_dir, prompt_file=prompt_file, weights=checkpoint, lora=self.trained.lora)
-        outputs = self.trained.outputs
-        self.judge, self.head = load_judge(QUESTION, files, dtype, lambda width: nn.Linear(width, outputs, bias=False))
+        self.judge, self.head = load_judge(
+            QUESTION, model_dir, prompt_file, checkpoint, dtype,
+            lambda width: nn.Linear(width, self.trained.outputs, bias=False), self.trained.lora,
+        )  # fmt: skip
         if checkpointing:
             self.judge.recompute()
-        for name, values in (("chosen", weights), ("mean", self.trained.mean), ("std", self.trained.std)):
-            self.register_buffer(name, torch.tensor(values), persistent=False)
-        self.digest = files.digest()
+        statistics = self.trained.inference_config
+        norm = torch.tensor(list(statistics.model_dump().values()) if statistics else [0.0] * 3 + [1.0] * 3)
+        for name, values in (("chosen", torch.tensor(weights)), ("mean", norm[:3]), ("std", norm[3:])):
+            self.register_buffer(name, values, persistent=False)
 
     def forward(self, video: Tensor, batch: Sequence[Reference]) -> RewardOutput:
         with torch.autocast(video.device.type, enabled=False):
@@ -137,69 +137,63 @@ def sampled_frames(count: int, fps: float, sample_fps: float, frames: int | None
     return torch.linspace(0, count - 1, even).round().int().tolist()
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
-    """The training's settings in model_config.json.
+def _key(section: str, name: str, default: Any = ...) -> Any:
+    """Return the field of a model that is this key of a section of the file."""
+    return Field(default, validation_alias=AliasPath(section, name))
+
+
+class Statistics(BaseModel):
+    """Mean and deviation of each part on the authors' data."""
+
+    VQ_mean: float
+    MQ_mean: float
+    TA_mean: float
+    VQ_std: PositiveFloat
+    MQ_std: PositiveFloat
+    TA_std: PositiveFloat
+
+
+class TrainingConfig(BaseModel):
+    """The settings in model_config.json of a model that was trained on this question.
 
     fps: frames a second that the model is given; frames: their number instead, or None. pixels: maximum of a frame.
-    outputs: rows of the head. lora: rank and factor, or None. mean, std: of each part on the authors' data, 0 and 1
-    where the file has none (inference.py:68).
+    outputs: rows of the head.
     """
 
-    fps: float
-    frames: int | None
-    pixels: int
-    outputs: int
-    lora: tuple[int, float] | None
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    fps: PositiveFloat = _key("data_config", "fps")
+    frames: int | None = _key("data_config", "num_frames", None)
+    pixels: int = _key("data_config", "max_frame_pixels")
+    template: Literal["detailed_special"] = _key("data_config", "prompt_template_type")
+    sampling: Literal["uniform"] = _key("data_config", "sample_type", "uniform")
+    outputs: int = _key("model_config", "output_dim")
+    special_tokens: Literal[True] = _key("model_config", "use_special_tokens")
+    lora_enable: bool = _key("peft_lora_config", "lora_enable")
+    lora_r: PositiveInt = _key("peft_lora_config", "lora_r")
+    lora_alpha: float = _key("peft_lora_config", "lora_alpha")
+    use_rslora: bool = _key("peft_lora_config", "use_rslora", default=False)
+    inference_config: Statistics | None = None  # None: the parts are not normalised (inference.py:68)
+
+    @property
+    def lora(self) -> Lora | None:
+        """Return the LoRA's rank and factor, None without a LoRA."""
+        factor = self.lora_alpha / (self.lora_r**0.5 if self.use_rslora else self.lora_r)
+        return (self.lora_r, factor) if self.lora_enable else None
 
 
 def read_training_config(path: Path) -> TrainingConfig:
     """Read model_config.json. Raise ValueError for a missing or other file, or a model of another question."""
-    if not path.is_file():
-        raise ValueError(f"{path} is missing; KwaiVGI/VideoReward has it beside its folder checkpoint-*")
-    content = parse_json_object(path.read_bytes(), str(path))
     try:
-        data, model, peft = (content[f"{name}_config"] for name in ("data", "model", "peft_lora"))
-        rank, frames = int(peft["lora_r"]), data.get("num_frames")
-        factor = float(peft["lora_alpha"]) / (rank**0.5 if peft.get("use_rslora") else rank)
-        mean, std = (0.0,) * len(PARTS), (1.0,) * len(PARTS)
-        if (norm := content.get("inference_config")) is not None:
-            mean, std = (tuple(float(norm[f"{part.upper()}_{of}"]) for part in PARTS) for of in ("mean", "std"))
-        if not all(value > 0 for value in std):
-            raise ValueError(f"deviations must be positive, {std}")
-        trained = TrainingConfig(
-            fps=float(data["fps"]),
-            frames=None if frames is None else int(frames),
-            pixels=int(data["max_frame_pixels"]),
-            outputs=int(model["output_dim"]),
-            lora=(rank, factor) if peft["lora_enable"] else None,
-            mean=mean,
-            std=std,
-        )
-    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ValueError(f"{path} lacks, or has in another form, what KwaiVGI/VideoReward has: {error!r}") from error
-    for key, value, valid in (
-        ("data_config.prompt_template_type", data.get("prompt_template_type"), "detailed_special"),
-        ("data_config.sample_type", data.get("sample_type", "uniform"), "uniform"),
-        ("model_config.use_special_tokens", model.get("use_special_tokens"), True),
-    ):
-        if value != valid:
-            raise ValueError(f"{path}: {key} is {value!r}; only a model that was trained with {valid!r} is known here")
-    return trained
+        return TrainingConfig.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error}); KwaiVGI/VideoReward has it beside checkpoint-*") from error
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise ValueError(f"{path} is not as KwaiVGI/VideoReward has it: {problems}") from error
 
 
 def newest_checkpoint(folder: Path) -> Path:
     """Return model.pth of the checkpoint-<step> with the highest step, as the authors' code does (utils.py:166)."""
-    folders = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in sorted(folder.glob("checkpoint-*"))]
-    steps = {int(match[1]): path for match, path in folders if match}
-    if not steps:
+    folders = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    if not folders:
         raise ValueError(f"{folder} has no folder checkpoint-<step>; KwaiVGI/VideoReward has")
-    path = steps[max(steps)] / "model.pth"
-    if not path.is_file():
-        raise ValueError(
-            f"{path} is missing; a checkpoint of an adapter (adapter_model.safetensors) is not read: save it whole, "
-            "VideoAlign's --save_full_model True"
-        )
-    return path
+    return max(folders, key=lambda path: int(path.name.removeprefix("checkpoint-"))) / "model.pth"

@@ -10,14 +10,17 @@ import pytest
 import torch
 from clip_files import CONTEXT, SIZE
 from PIL import Image
+from safetensors.torch import load_file
 from torch import nn
+from torch.autograd import gradcheck
 from transformers import CLIPModel, CLIPTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from rewardfl import rewards
 from rewardfl.data import to_uint8
-from rewardfl.rewards.clip.hpsv2 import letterbox, load_open_clip
-from rewardfl.rewards.clip.network import TextTower, load_clip, load_tokenizer, preprocess, resize
+from rewardfl.rewards.clip import hpsv2
+from rewardfl.rewards.clip.hpsv2 import load_open_clip
+from rewardfl.rewards.clip.network import TextTower, load_clip, load_tokenizer, preprocess
 
 PROMPT = "the dancer and the sea, the end."
 OTHER = "a zebra"
@@ -48,7 +51,9 @@ def files(tmp_path_factory):
     clip_files.write_head(folder / "head.pth")
     clip_files.write_open_clip(folder / "hps.pt")
     clip_files.write_tokenizer(folder / "tokenizer")
-    return folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hpsv2, "VIT_H_14", clip_files.OPEN_CLIP)
+        yield folder
 
 
 def settings(files, name):
@@ -157,26 +162,14 @@ def test_preprocessing_is_pils_but_for_its_rounding(shape):
     assert difference.max() < 1.01 / 255 / 0.26 and difference.mean() < 0.35 / 255 / 0.26
 
 
-def test_letterbox_shows_the_whole_frame():
-    frames = torch.ones(1, 3, 20, 80)
-    shown = letterbox(frames, 40)[0, 0] > 0
-    assert shown.shape == (40, 40) and shown[15:25].all() and not shown[:15].any() and not shown[25:].any()
-    assert resize(frames, 10, 40).shape == (1, 3, 10, 40)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gradient_is_that_of_finite_differences(files, name):
     reward = rewards.build(name, settings(files, name) | {"chunk": 2, "pooling": "worst-2"}).double()
     video = (0.8 * VIDEO[None]).double().requires_grad_()  # clear of -1 and 1, where the clipping has a kink
     reference = reward.reference(video[0].detach(), PROMPT)
-    output = reward(video, [reference])
-    (gradient,) = torch.autograd.grad(output.score.sum(), video)
-    assert gradient.isfinite().all() and (gradient[:, :, 0] == 0).all() and gradient[:, :, 1:].abs().sum() > 0
-    direction = torch.randn(video.shape, generator=torch.Generator().manual_seed(5)).double()
-    step = 1e-5
-    with torch.no_grad():
-        up, down = (reward(video + sign * step * direction, [reference]).score.item() for sign in (1, -1))
-    assert (up - down) / (2 * step) == pytest.approx((gradient * direction).sum().item(), rel=1e-5)
+    (gradient,) = torch.autograd.grad(reward(video, [reference]).score.sum(), video)
+    assert (gradient[:, :, 0] == 0).all() and gradient[:, :, 1:].abs().sum() > 0
+    assert gradcheck(lambda x: reward(x, [reference]).score, video, eps=1e-5, atol=0, rtol=1e-5, fast_mode=True)
 
 
 def test_a_prompt_has_one_embedding_whatever_the_config_says(files, tmp_path):
@@ -185,7 +178,7 @@ def test_a_prompt_has_one_embedding_whatever_the_config_says(files, tmp_path):
     for eos in (None, 2, 5):
         folder = clip_files.write_clip(tmp_path / f"eos-{eos}", eos_token_id=eos)
         model = load_clip(folder)
-        tokenizer = load_tokenizer(folder, len(clip_files.vocabulary()))
+        tokenizer = load_tokenizer(CLIPTokenizer, folder)
         for prompt in (PROMPT, OTHER, long):
             tokens = tokenizer(
                 prompt, padding="max_length", max_length=CONTEXT, truncation=True, return_tensors="pt"
@@ -196,21 +189,9 @@ def test_a_prompt_has_one_embedding_whatever_the_config_says(files, tmp_path):
             torch.testing.assert_close(TextTower(model, tokenizer)(prompt), expected, atol=1e-5, rtol=0)
 
 
-def test_the_text_tower_runs_for_references_only(built):
-    reward = built["clip_score"]
-    reference = reward.reference(VIDEO, PROMPT)
-    calls = []
-    hook = reward.text.register_forward_hook(lambda *_: calls.append(1))
-    reward(VIDEO[None], [reference])
-    assert not calls
-    reward.reference(VIDEO, PROMPT)
-    assert calls
-    hook.remove()
-    with pytest.raises(ValueError, match="reward 'clip_score' compares a clip with its prompt, and there is none"):
-        reward.reference(VIDEO)
-
-
 def test_scales_are_settings(files, built):
+    with pytest.raises(ValueError, match="reward 'clip_score' compares a clip with its prompt, and there is none"):
+        built["clip_score"].reference(VIDEO)
     reference = built["pickscore"].reference(VIDEO, PROMPT)
     plain = built["pickscore"](VIDEO[None], [reference]).score
     divided = rewards.build("pickscore", settings(files, "pickscore") | {"divisor": 26})
@@ -221,9 +202,6 @@ def test_scales_are_settings(files, built):
         papers(VIDEO[None], [reference]).score, built["clip_score"](VIDEO[None], [reference]).score / 40
     )
     torch.testing.assert_close(papers.from_cosine(torch.tensor([-0.2, 0.2])), torch.tensor([0.0, 0.5]))
-    for name, setting in (("pickscore", "divisor"), ("clip_score", "weight")):
-        with pytest.raises(ValueError, match=f"settings.{setting} must be greater than 0, got 0"):
-            rewards.build(name, settings(files, name) | {setting: 0})
 
 
 def test_models_are_frozen_and_identified(files, built, tmp_path):
@@ -248,37 +226,34 @@ def truncate(path):
 def test_wrong_clip_folders_are_refused(files, tmp_path):
     with pytest.raises(ValueError, match="nowhere is no folder of a transformers model: it has no config.json"):
         load_clip(tmp_path / "nowhere")
-    folder = tmp_path / "clip"
-    shutil.copytree(files / "clip", folder)
-    truncate(folder / "model.safetensors")
-    with pytest.raises(ValueError, match="the weights cannot be read, fetch them again"):
-        load_clip(folder)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="the weights cannot be read, fetch them again"):
-        load_clip(folder)
-    vision = CLIPModel.from_pretrained(files / "clip").state_dict()
-    torch.save({name: value for name, value in vision.items() if "text" not in name}, folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="the weights lack text_model.embeddings.position_embedding.weight, .* more"):
-        load_clip(folder)
-    torch.save(vision, folder / "pytorch_model.bin")
-    load_clip(folder)
-    truncate(folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="the weights cannot be read, fetch them again"):
-        load_clip(folder)
+    folder = shutil.copytree(files / "clip", tmp_path / "clip")
+    state = load_file(files / "clip" / "model.safetensors")
+    vision = {name: value for name, value in state.items() if "text" not in name}
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "siglip"}))
-    with pytest.raises(ValueError, match="is of a model of type 'siglip'; a CLIP is needed"):
-        load_clip(folder)
-    truncate(folder / "config.json")
-    with pytest.raises(ValueError, match="config.json is no JSON"):
-        load_clip(folder)
+    for spoil, message in (
+        (lambda: truncate(folder / "model.safetensors"), "the weights cannot be read, fetch them again"),
+        (
+            lambda: (folder / "model.safetensors").unlink() or torch.save(vision, folder / "pytorch_model.bin"),
+            "weights lack text_model.embeddings.* more",
+        ),
+        (
+            lambda: (folder / "config.json").write_text(json.dumps(config | {"model_type": "siglip"})),
+            "is of a model of type 'siglip'; one of type 'clip' is needed",
+        ),
+    ):
+        spoil()
+        with pytest.raises(ValueError, match=message):
+            load_clip(folder)
 
 
 def test_wrong_tokenizers_are_refused(files, tmp_path):
-    with pytest.raises(ValueError, match="holds no CLIP tokenizer: neither tokenizer.json nor vocab.json with merges"):
+    with pytest.raises(ValueError, match="holds no tokenizer: neither tokenizer.json nor vocab.json with merges"):
         rewards.build("hpsv2", settings(files, "hpsv2") | {"tokenizer_dir": tmp_path})
-    with pytest.raises(ValueError, match=r"has a tokenizer of 62 tokens, the model knows 49408"):
-        load_tokenizer(files / "tokenizer", 49408)
+    other = shutil.copytree(files / "tokenizer", tmp_path / "other")
+    words = json.loads((other / "vocab.json").read_text())
+    (other / "vocab.json").write_text(json.dumps(words | {"more": len(words)}))
+    with pytest.raises(ValueError, match="other has 63 tokens, the model knows 62"):
+        rewards.build("hpsv2", settings(files, "hpsv2") | {"tokenizer_dir": other})
 
 
 def test_wrong_heads_are_refused(files, tmp_path):
@@ -286,10 +261,9 @@ def test_wrong_heads_are_refused(files, tmp_path):
     other = settings(files, "aesthetic") | {"head": path}
     for write, message in (
         (lambda: None, "head must be a file or folder that exists"),
-        (lambda: path.write_text("<html>"), "head.pth cannot be read as a .pth file"),
-        (lambda: torch.save(nn.Linear(2, 2), path), "head.pth cannot be read as a .pth file"),  # code, not weights
-        (lambda: torch.save(nn.Linear(2, 2).state_dict(), path), "head.pth is not the head .* it differs in bias, "),
-        (lambda: torch.save([1], path), "head.pth is not the head"),
+        (lambda: torch.save(nn.Linear(2, 2), path), "head.pth cannot be read as weights"),  # code, not weights
+        (lambda: torch.save(nn.Linear(2, 2).state_dict(), path), "head.pth is not the head .* it differs in 0.bias, "),
+        (lambda: torch.save([1], path), "head.pth holds no tensors by name$"),
     ):
         write()
         with pytest.raises(ValueError, match=message):
@@ -302,24 +276,13 @@ def test_wrong_hps_checkpoints_are_refused(files, tmp_path):
     path = tmp_path / "hps.pt"
     state = torch.load(files / "hps.pt")["state_dict"]
     last = "visual.transformer.resblocks.1.mlp.c_fc.weight"
-    for write, message in (
-        (lambda: None, "there is no file .*hps.pt"),
-        (lambda: (shutil.copy(files / "hps.pt", path), truncate(path)), "hps.pt cannot be read as a .pt file"),
-        (lambda: torch.save(state, path), "hps.pt holds no 'state_dict'"),
-        (lambda: save(path, {"logit_scale": state["logit_scale"]}), "is no CLIP of open_clip: it lacks ln_final.bias"),
-        (
-            lambda: save(path, {key: value for key, value in state.items() if key != last}),
-            r"does not fit in vision_model.encoder.layers.1.mlp.fc1.weight$",
-        ),
-        (lambda: save(path, state | {"visual.extra": torch.ones(1)}), "does not fit in visual.extra$"),
-        (lambda: save(path, state | {last: torch.ones(3, 3)}), r"does not fit in vision_model.encoder.layers.1.mlp"),
+    for content, message in (
+        (state, "hps.pt holds no tensors by name under 'state_dict'"),
+        ({"state_dict": state | {"visual.extra": torch.ones(1)}}, "is not open_clip's ViT-H-14: .* visual.extra$"),
+        ({"state_dict": state | {last: torch.ones(3, 3)}}, r"differs in vision_model.encoder.layers.1.mlp.fc1.weight"),
     ):
-        write()
+        torch.save(content, path)
         with pytest.raises(ValueError, match=message):
             load_open_clip(path)
-    save(path, {key: value.half() for key, value in state.items()})
+    torch.save({"state_dict": {key: value.half() for key, value in state.items()}}, path)
     assert all(parameter.dtype == torch.float32 for parameter in load_open_clip(path).parameters())
-
-
-def save(path, state):
-    torch.save({"state_dict": state}, path)

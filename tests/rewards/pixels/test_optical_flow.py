@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
+from torch.autograd import gradcheck
 
 from rewardfl import data, rewards
 from rewardfl.rewards.pixels.optical_flow import LONG_SIDE, lucas_kanade, mean_length, mean_reversal
@@ -125,35 +126,10 @@ def test_a_wanted_motion_stands_for_the_real_clips():
 
 
 def test_the_gradient_is_that_of_finite_differences():
-    generator = torch.Generator().manual_seed(0)
     real = moved([(i, 0) for i in range(4)], 20, 24).double()
-    video = moved([(0, 0), (0, 0), (1, 0), (0, 1)], 20, 24, seed=1).double().requires_grad_()
+    video = moved([(0, 0), (0, 0), (1, 0), (0, 1)], 20, 24, seed=1).double()[None].requires_grad_()
     reward = rewards.find_reward("optical_flow")()
     reference = reward.reference(real)
-
-    def score(clip):
-        return reward(clip[None], [reference]).score[0]
-
-    output = reward(video[None], [reference])
-    assert output.parts["reversals"] > 0.1 and output.parts["ratio"] < 0.9  # both terms take part
-    (gradient,) = torch.autograd.grad(output.score[0], video)
-    for _ in range(4):
-        direction = torch.randn(video.shape, generator=generator, dtype=torch.float64)
-        step = 1e-5 * direction
-        slope = (score(video.detach() + step) - score(video.detach() - step)) / 2e-5
-        assert slope.item() == pytest.approx((gradient * direction).sum().item(), rel=1e-4)
-
-
-def test_it_raises_opencvs_flow():
-    """What climbs its gradient moves more by the flow that judges, and trembles no more."""
-    reward = rewards.build("optical_flow", {})
-    real = clips()[0]
-    reference = reward.reference(real)
-    slow = (0.3 * real + 0.7 * real[:, :1]).clone()
-    video = slow.clone().requires_grad_()
-    for _ in range(30):
-        (gradient,) = torch.autograd.grad(reward(video[None], [reference]).score.sum(), video)
-        video = (video + 0.02 * gradient / gradient.abs().max()).detach().requires_grad_()
-    before, after = (flow_fields(data.to_uint8(clip.detach()).numpy()) for clip in (slow, video))
-    assert mean_flow(after) > 1.1 * mean_flow(before)
-    assert reversals(after) < reversals(before) + 0.05
+    parts = reward(video, [reference]).parts
+    assert parts["reversals"] > 0.1 and parts["ratio"] < 0.9  # both terms take part
+    assert gradcheck(lambda x: reward(x, [reference]).score, video, eps=1e-5, atol=0, rtol=1e-5, fast_mode=True)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -24,10 +24,9 @@ from conftest import ROOT
 from remote_rewards import Likeness
 from safetensors.torch import save
 
-from rewardfl import data, reward_server, rewards
+from rewardfl import command_line, data, reward_server, rewards
 from rewardfl.reward_server import server
-from rewardfl.reward_server import serving as serving_module
-from rewardfl.reward_server.server import RewardServer, Service
+from rewardfl.reward_server.server import RewardServer
 from rewardfl.rewards.remote import RemoteReward, RewardServerError, wire
 from rewardfl.rewards.remote.client import split_requests
 from rewardfl.rewards.remote.wire import Clip, WireError
@@ -55,7 +54,7 @@ VIDEO, REAL = videos(frames(5)), videos(frames(5, (5, 4, 6), seed=1))
 @contextmanager
 def serving(reward, batch=2, max_bytes=10 * MB, token=""):
     """The url of a server in a thread."""
-    serves = RewardServer(("127.0.0.1", 0), Service(reward, "cpu", batch, max_bytes, token))
+    serves = RewardServer(("127.0.0.1", 0), reward, "cpu", batch, max_bytes, token)
     thread = threading.Thread(target=serves.run)
     thread.start()
     try:
@@ -114,7 +113,7 @@ def remote(url, **settings):
     """A RemoteReward that notes its waits in `waits` instead of waiting."""
     reward = RemoteReward(**{"url": url, "timeout": 10, **settings})
     reward.waits = []
-    reward.client.sleep = reward.waits.append
+    reward.sleep = reward.waits.append
     return reward
 
 
@@ -123,21 +122,15 @@ def score(reward, video=VIDEO, prompts=PROMPTS):
 
 
 def at_home(video=VIDEO, prompts=PROMPTS, real=REAL):
-    """What Likeness says without a server, clip by clip."""
+    """What Likeness says without a server."""
     reward = Likeness()
-    return [reward(video[i : i + 1], [reward.reference(real[i], prompts[i])]) for i in range(len(video))]
+    return reward(video, [reward.reference(*each) for each in zip(real, prompts, strict=True)])
 
 
 def assert_same(output, expected):
-    """Compare bit for bit; expected: outputs of one clip each. No score may be counted as not finite."""
-    assert output.valid.dtype == torch.bool and output.score.dtype == torch.float32
-    assert output.score.tolist() == [one.score.item() for one in expected]
-    assert output.valid.tolist() == [one.valid.item() for one in expected]
-    assert not output.parts.get("nonfinite", torch.zeros(1)).any()
-    for name in output.parts.keys() - {"nonfinite"}:
-        torch.testing.assert_close(
-            output.parts[name], torch.cat([one.parts[name] for one in expected]), rtol=0, atol=0, equal_nan=True
-        )
+    """Compare bit for bit. No score may be counted as not finite."""
+    assert not output.parts.pop("nonfinite", torch.zeros(1)).any()
+    torch.testing.assert_close(vars(output), vars(expected), rtol=0, atol=0, equal_nan=True)
 
 
 def answer_of(score=(0.5, 0.25), valid=(1, 1), **parts):
@@ -161,18 +154,6 @@ def test_scores_are_those_at_home_bit_for_bit(send_reference, max_bytes):
     assert output.parts["real"].isnan().all() != send_reference
     assert sum(likeness.batches) == 5 and max(likeness.batches) <= 2
     assert (len(likeness.batches) == 3) == (max_bytes > 2000)
-
-
-def test_every_nth_frame_is_sent():
-    with serving(Likeness()) as url:
-        reward = remote(url, frames=3, send_reference=True)
-        assert reward.reference(REAL[0])["frames"].shape == (2, 4, 6, 3)
-        assert_same(score(reward), at_home(VIDEO[:, :, ::3].contiguous(), real=REAL[:, :, ::3].contiguous()))
-
-
-def test_all_256_values_of_a_pixel_survive():
-    every = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 16, 1).expand(1, 16, 16, 3)
-    assert torch.equal(remote("http://127.0.0.1")._frames(data.to_float(every)), every)
 
 
 def test_what_a_waiting_call_holds_scores_the_same():
@@ -205,7 +186,7 @@ def test_invalid_samples_score_zero_and_the_others_as_if_alone():
         output = reward(dark, [None, *references[1:]])
     assert output.valid.tolist() == [False, False, False, True, False]
     assert output.score[~output.valid].tolist() == [0, 0, 0, 0]
-    assert output.score[3] == at_home(real=REAL[:, :, :0])[3].score[0]
+    assert output.score[3] == at_home(real=REAL[:, :, :0]).score[3]
     assert output.parts["mean"].isnan().tolist() == [True, True, True, False, True]
 
 
@@ -219,47 +200,33 @@ def free_port():
 
 
 def test_down():
+    """It is so for each sample, so they are not tried one by one."""
     reward = remote(f"http://127.0.0.1:{free_port()}", retries=3)
     state = random.getstate()
-    with pytest.raises(RewardServerError, match=r"GET /health failed 4 times.*start tools/serve_reward.py") as error:
-        score(reward)
-    assert reward.client.url in str(error.value)
+    result = score_safely(reward, VIDEO, [reward.reference(real, "") for real in REAL])
+    assert result.failed.all()
+    said = (
+        f"ServerUnavailableError: settings.url {reward.url}: GET /health failed 4 times; the last time: ConnectError: "
+    )
+    assert result.problems[0].startswith(said)
     assert [0.25 * 2**i <= wait <= 0.5 * 2**i for i, wait in enumerate(reward.waits)] == [True] * 3
     assert random.getstate() == state, "the training's random numbers"
-
-
-def test_samples_are_tried_one_by_one_only_where_that_may_help():
-    """A server that is down is so for each of them; a reward that raised may have done so for one."""
-    reward = remote(f"http://127.0.0.1:{free_port()}", retries=3)
-    one = score_safely(reward, VIDEO, [reward.reference(real, "") for real in REAL])
-    assert one.failed.all() and len(reward.waits) == 3
-    assert "ServerUnavailableError: settings.url http" in one.problems[0]
-    with serving(Likeness()) as url:
-        reward = remote(url, retries=0)
-        prompts = ["a", "b", "fails", "c", "d"]
-        one = score_safely(reward, VIDEO, [reward.reference(*each) for each in zip(REAL, prompts, strict=True)])
-    assert one.failed.tolist() == [False, False, True, False, False] and "no memory for that" in one.problems[0]
-
-
-def drip(handler, sent=b"x"):
-    with suppress(ConnectionError):
-        for _ in range(300):
-            handler.wfile.write(sent)
-            time.sleep(0.03)
 
 
 def drip_body(handler):
     handler.send_response(200)
     handler.send_header("Content-Length", "1000")
     handler.end_headers()
-    drip(handler)
+    with suppress(ConnectionError):
+        for _ in range(300):
+            handler.wfile.write(b"x")
+            time.sleep(0.03)
 
 
-@pytest.mark.parametrize("answer", [lambda _: time.sleep(9), drip, drip_body], ids=["silent", "its head", "its body"])
-def test_a_server_that_is_slow_or_trickles_is_left_at_the_deadline(answer):
-    with scripted(answer) as url:
+def test_a_server_that_trickles_is_left_at_the_deadline():
+    with scripted(drip_body) as url:
         start = time.monotonic()
-        with pytest.raises(RewardServerError, match=r"no answer in 0.2 s: raise settings.timeout"):
+        with pytest.raises(RewardServerError, match=r"no answer in 0.2 s \(settings.timeout\)"):
             score(remote(url, timeout=0.2, retries=0), VIDEO[:1], PROMPTS[:1])
         assert time.monotonic() - start < 5
 
@@ -275,7 +242,7 @@ def other_protocol(handler):
     handler.wfile.write(b"SSH-2")
 
 
-@pytest.mark.parametrize("fault", [(500, b"{}"), (502, b"{}"), (503, b"{}"), cut_off, other_protocol])
+@pytest.mark.parametrize("fault", [(503, b"{}"), cut_off, other_protocol])
 def test_an_error_of_the_server_is_tried_again(fault):
     with scripted(fault, lambda handler: handler.connection.close(), (200, answer_of())) as url:
         reward = remote(url)
@@ -283,30 +250,31 @@ def test_an_error_of_the_server_is_tried_again(fault):
         assert len(reward.waits) == 2
 
 
-def test_a_reward_that_fails_says_so():
-    likeness = Likeness()
-    with serving(likeness) as url:
+def test_a_reward_that_fails_may_do_so_for_one_sample():
+    said = "status 500: reward likeness failed: RuntimeError: no memory for that"
+    with serving(Likeness()) as url:
         reward = remote(url, retries=1)
-        said = (
-            r"failed 2 times.*status 500: reward likeness failed: RuntimeError: no memory for that; the request held no"
-        )
-        with pytest.raises(RewardServerError, match=said):
-            score(reward, VIDEO[:1], ["fails"])
-        with pytest.raises(RewardServerError, match="it compares with the real clip; .*the client's send_reference"):
-            score(reward, VIDEO[:1], ["needs the real clip"])
-        with pytest.raises(RewardServerError, match="no memory for that$|no memory for that; see"):
-            score(remote(url, retries=0, send_reference=True), VIDEO[:1], ["fails"])
-        assert score(reward).valid.all(), "it goes on"
+        references = [reward.reference(*each) for each in zip(REAL, ["a", "b", "fails", "c", "d"], strict=True)]
+        result = score_safely(reward, VIDEO, references)
+    assert result.failed.tolist() == [False, False, True, False, False]
+    assert "failed 2 times" in result.problems[0] and said in result.problems[0] and len(reward.waits) == 2
 
 
-@pytest.mark.parametrize("status", [302, 400, 404, 413, 415])
+def test_a_reward_that_compares_is_refused_a_request_without_real_clips():
+    with serving(rewards.build("motion", {})) as url:
+        with pytest.raises(RewardServerError, match="status 400: .* real clip; set the client's send_reference: true"):
+            score(remote(url))
+        assert score(remote(url, send_reference=True)).valid.all()
+
+
+@pytest.mark.parametrize("status", [302, 404])
 def test_a_refusal_is_not_tried_again(status):
     """What it says is one line of the message, without escapes."""
     refusal = json.dumps({"error": "no\n\x1b[31m" + "x" * 5000}).encode()
     elsewhere = {"Location": "http://127.0.0.1:1/"}
     with scripted(lambda handler: handler.reply(status, refusal, **elsewhere)) as url:
         reward = remote(url)
-        said = rf"settings.url {url}: POST /score: status {status}: no\?\?\[31mx{{5}}"
+        said = rf"settings.url {url}: POST /score: status {status}: no\\n\\x1b\[31mx{{5}}"
         with pytest.raises(RewardServerError, match=said) as error:
             score(reward, VIDEO[:1], PROMPTS[:1])
         assert not reward.waits and str(error.value).isprintable() and len(str(error.value)) < 1500
@@ -315,9 +283,9 @@ def test_a_refusal_is_not_tried_again(status):
 def test_unauthorised(monkeypatch):
     monkeypatch.setenv("MINE", "wrong-token")
     with serving(Likeness(), token="right-token") as url:
-        for settings, now in (({}, "not set"), ({"token_env": "MINE"}, "now MINE")):
+        for settings in ({}, {"token_env": "MINE"}):
             reward = remote(url, **settings)
-            with pytest.raises(RewardServerError, match=rf"status 401: .*set settings.token_env \({now}\)") as error:
+            with pytest.raises(RewardServerError, match="status 401: .*: the client.s token_env") as error:
                 score(reward)
             assert not reward.waits and "wrong-token" not in str(error.value)
         monkeypatch.setenv("MINE", "right-token")
@@ -341,31 +309,17 @@ def test_too_big_for_the_client_and_for_the_server_it_asked():
         assert score(remote(url, frames=4), VIDEO[:, :, :, :3]).valid.all()
 
 
-def test_too_big_for_the_server_is_read_off_its_answer_though_it_reads_no_body():
-    """15 MB do not fit the sockets' buffers: the client is still sending when it is refused."""
-    likeness = Likeness()
-    with serving(likeness, max_bytes=MB) as url:
-        reward = remote(url)
-        reward.client._max_bytes = 400 * MB  # as if a proxy between them had the limit
-        big = torch.zeros(1, 3, 5, 1000, 1000)
-        with pytest.raises(RewardServerError, match=r"status 413: .*takes at most 1000000 .*lower settings.max_bytes"):
-            score(reward, big, PROMPTS[:1])
-        assert not reward.waits and not likeness.batches
-
-
 # ---- a server that lies ----
 
 
 LIES = [
     (answer_of(score=(0.5,)), r"tensor 'score' must be \(2,\) float32, got \(1,\) float32"),
-    (answer_of(score=(1, 2)), "tensor 'score' has dtype I64"),
-    (save({"score": torch.zeros(2), "valid": torch.ones(2)}), "tensor 'valid' must be .* got .* float32"),
+    (answer_of(score=(1, 2)), r"tensor 'score' must be .*, got \(2,\) int64"),
     (save({"score": torch.zeros(2)}), "tensor 'valid' must be .* got none"),
     (answer_of(part_x=(0.0, 0.0, 0.0)), r"tensor 'part.x' must be \(2,\) float32, got \(3,\)"),
     (answer_of(other=(0.0, 0.0)), "unknown tensor 'other'"),
     (answer_of()[:-1], "not safetensors"),
     (b"<html>hello</html>", "a safetensors header of"),
-    (pickle.dumps([0.5, 0.25]), "a safetensors header of|not safetensors"),
 ]
 
 
@@ -373,7 +327,7 @@ LIES = [
 def test_lies(body, message):
     with scripted((200, body)) as url:
         reward = remote(url)
-        with pytest.raises(RewardServerError, match=f"settings.url {url}: the answer to 2 clips is wrong: .*{message}"):
+        with pytest.raises(RewardServerError, match=f"{url}: the answer to 2 clips breaks the format .*{message}"):
             score(reward, VIDEO[:2], PROMPTS[:2])
         assert not reward.waits
 
@@ -384,11 +338,7 @@ def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch):
         score(remote(url), VIDEO[:1], PROMPTS[:1])
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b"ok", b"[1]", b'{"version": 2, "max_bytes": 5}', b'{"version": 1}', b"[" * 100_000],
-    ids=["no JSON", "a list", "another version", "no limit", "deep"],
-)
+@pytest.mark.parametrize("body", [b"ok", b"[1]", b'{"version": 2, "max_bytes": 5}', b'{"version": 1}', b"[" * 100_000])
 def test_something_else_than_a_reward_server(body):
     said = "settings.url http.*: GET /health should answer JSON .*is that a reward server"
     with scripted(health=body) as url, pytest.raises(RewardServerError, match=said):
@@ -403,13 +353,8 @@ def test_something_else_than_a_reward_server(body):
     {
         "url": [None, "127.0.0.1:8400", "http://", "ftp://host", "http://host:port", "http://user:secret@host"]
         + ["http://host/?x=1", "http://host/a b"],
-        "timeout": [0, "1m", math.inf],
-        "retries": [-1, 1.5, True],
+        "timeout": [0, math.inf],
         "frames": [0, "some", 1.5],
-        "parallel": [0, 1.5],
-        "wait": [-1, None],
-        "max_bytes": [0, "1GB"],
-        "send_reference": ["no", 1],
         "token_env": [5, "NOT_SET"],
     }.items(),
 )
@@ -417,18 +362,6 @@ def test_settings_that_cannot_work(setting, values):
     for value in values:
         with pytest.raises(ValueError, match=rf"^settings.{setting} must be .*, got [^\n]*$"):
             rewards.build("remote", {"url": "http://127.0.0.1:8400", setting: value})
-
-
-def test_a_url_may_have_a_path():
-    asked = []
-
-    def note(handler):
-        asked.append(handler.path)
-        handler.reply(200, answer_of())
-
-    with scripted(note) as url:
-        score(remote(f"{url}/rewards/face/"), VIDEO[:2], PROMPTS[:2])
-    assert asked == ["/rewards/face/score"]
 
 
 def test_https_is_spoken_and_certificates_are_checked(tmp_path):
@@ -441,7 +374,7 @@ def test_https_is_spoken_and_certificates_are_checked(tmp_path):
         reward = remote(url, retries=0)
         with pytest.raises(RewardServerError, match="CERTIFICATE_VERIFY_FAILED"):
             score(reward, VIDEO[:2], PROMPTS[:2])
-        reward.client._tls.load_verify_locations(files["out"])
+        reward._tls.load_verify_locations(files["out"])
         assert score(reward, VIDEO[:2], PROMPTS[:2]).valid.all()
 
 
@@ -482,7 +415,7 @@ def clips_of(made, prompts=PROMPTS, references=(None,) * 5):
     return [Clip(*parts) for parts in zip(made, prompts, references, strict=True)]
 
 
-@pytest.mark.parametrize("prompt", ["", "\x01" * 500, '"\\' * 500, "他" * 500, "\U0001f600" * 500])
+@pytest.mark.parametrize("prompt", ["", "\x01" * 500, '"\\' * 500, "\U0001f600" * 500])
 def test_no_request_is_bigger_than_its_clips_say(prompt):
     clips = clips_of(frames(5, (1, 1, 1)), [prompt] * 5, frames(5, (1, 1, 1)))
     for count in (1, 5):
@@ -519,19 +452,19 @@ MALFORMED = [
     (pickle.dumps(["video"]), "not safetensors|header of"),
     ((1 << 40).to_bytes(8, "little") + b"{}", "a safetensors header of 1099511627776 bytes"),
     (header({"video": {"dtype": "U8", "shape": [2**40] * 5, "data_offsets": [0, 2]}}, b"12"), "not safetensors"),
-    (header({"video": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"1"), "dtype F4"),
-    (request_of() + b"x", "not safetensors"),
+    (header({"video": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"1"), "not safetensors: 'F4'"),
     (request_of({"clip": frames(2)}), "tensor 'video' must be .* got none"),
     (request_of({"video": frames(2).float()}), "'video' must be .* got .* float32"),
-    (request_of({"video": frames(2)[0]}), r"'video' must be .* got \(4, 6, 8, 3\)"),
     (request_of({"video": frames(2)[:0]}), "'video' must be .* without empty axes"),
     (request_of({"video": frames(2), "reference.2": frames(2)[0]}), "unknown tensor 'reference.2'"),
     (request_of({"video": frames(2), "reference.0": frames(2)}), r"'reference.0' must be \(F, H, W, 3\)"),
-    (save({"video": frames(2)}), "metadata lack the key 'request'"),
-    (save({"video": frames(2)}, {"request": "[" * 100_000}), "is not JSON"),
-    (request_of(request={"version": 2, "prompts": ["a", "b"]}), "must be an object with version 1"),
-    (request_of(request={"version": 1, "prompts": ["a"]}), "'prompts' .* must be 2 strings"),
-    (request_of(request={"version": 1, "prompts": ["a", 1]}), "'prompts' .* must be 2 strings"),
+    (save({"video": frames(2)}), "with version 1 and prompts, 2 strings, got nothing"),
+    (save({"video": frames(2)}, {"request": "[" * 100_000}), "must be JSON with version 1"),
+    (request_of(request={"version": 2, "prompts": ["a", "b"]}), "must be JSON with version 1"),
+    (request_of(request={"version": 1, "prompts": ["a"]}), "prompts, 2 strings, got"),
+    (request_of(request={"version": 1, "prompts": ["a", 1]}), "prompts, 2 strings, got"),
+    (request_of({"video": frames(257, (1, 1, 1))}), "257 clips; at most 256"),
+    (request_of({"video": frames(2, (8193, 1, 1))}), "16386 frames; at most 16384"),
 ]
 
 
@@ -594,66 +527,28 @@ def test_clients_that_leave_or_stall_do_not_hold_a_place(monkeypatch):
             assert stalled.recv(12) == b"HTTP/1.1 503", "which a client tries again"
 
 
-def test_connections_are_counted(monkeypatch):
-    monkeypatch.setattr(server, "MAX_CONNECTIONS", 3)
-    with serving(Likeness()) as url, ExitStack() as stack:
-        for _ in range(3):
-            stack.enter_context(connect(url))
-        assert ask(url, "/health", method="GET").status_code == 503
-        stack.close()
-        reward = remote(url)
-        reward.client.sleep = time.sleep
-        assert score(reward).valid.all()
-
-
 def test_a_busy_server_is_asked_again(monkeypatch):
     """For `wait` seconds, which costs none of the tries."""
     monkeypatch.setattr(server, "WAIT_SECONDS", 0.05)
     monkeypatch.setattr(wire, "MAX_BODIES", 1)
-    scoring, release, scores = threading.Event(), threading.Event(), Service.score
+    scoring, release, scores = threading.Event(), threading.Event(), RewardServer.score
 
-    def score_later(service, body):
+    def score_later(served, body):
         scoring.set()
         assert release.wait(30)
-        return scores(service, body)
+        return scores(served, body)
 
-    monkeypatch.setattr(Service, "score", score_later)
+    monkeypatch.setattr(RewardServer, "score", score_later)
     with serving(Likeness()) as url, ThreadPoolExecutor(1) as pool:
         first = pool.submit(score, remote(url), VIDEO[:1], PROMPTS[:1])
         assert scoring.wait(30)
-        said = r"busy for 0 s \(settings.wait\): status 503: busy: no place came free in 0.05 s"
+        said = "the last time: status 503: busy: no place came free in 0.05 s"
         with pytest.raises(RewardServerError, match=said):
             score(remote(url, wait=0), VIDEO[:1], PROMPTS[:1])
         second, waits = remote(url, retries=0), []
-        second.client.sleep = lambda seconds: waits.append(seconds) or release.set() or first.result()
+        second.sleep = lambda seconds: waits.append(seconds) or release.set() or first.result()
         assert score(second, VIDEO[:1], PROMPTS[:1]).valid.all()
         assert waits and all(0.5 <= wait <= 1.5 for wait in waits)
-
-
-def pixels(count, frames=1):
-    """A request of clips of one pixel."""
-    request = json.dumps({"version": 1, "prompts": [""] * count})
-    return save({"video": torch.zeros(count, frames, 1, 1, 3, dtype=torch.uint8)}, {"request": request})
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "said"),
-    [
-        (pixels(150_000), 400, "150000 clips; at most 256"),
-        (pixels(1, 1_000_000), 400, "1000000 frames; at most 16384"),
-        (pixels(256, 65), 400, "16640 frames; at most 16384"),
-        (bytes(11 * MB), 413, "this server takes at most 10000000 (--max-mb)"),
-    ],
-    ids=["clips", "frames", "frames of all clips", "bytes"],
-)
-@pytest.mark.parametrize("chunked", [False, True])
-def test_what_costs_too_much_is_refused_quickly(body, status, said, chunked):
-    likeness = Likeness()
-    with serving(likeness) as url:
-        start = time.monotonic()
-        answer = ask(url, content=iter([body]) if chunked else body)
-        assert answer.status_code == status and said in answer.json()["error"]
-        assert time.monotonic() - start < 2 and not likeness.batches
 
 
 def test_one_line_of_log_per_request_without_what_was_in_it(caplog):
@@ -670,7 +565,7 @@ def test_one_line_of_log_per_request_without_what_was_in_it(caplog):
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "some.host", ""])
 def test_only_this_machine_without_a_token(host):
     with pytest.raises(ValueError, match=f"--host {host}: without a token .* --token-env"):
-        RewardServer((host, 0), Service(Likeness(), "cpu", 1, MB))
+        server.check_host(host, "")
     for own in ("127.0.0.1", "127.0.0.2", "::1", "localhost"):
         server.check_host(own, "")
     server.check_host(host, "token")
@@ -696,36 +591,37 @@ def test_the_tool_refuses_what_cannot_work(monkeypatch, capsys):
         ("--settings", "gain=two"): "--settings.gain must be a number, got 'two'",
         ("--settings", "gains=2", "--host", "0.0.0.0"): "without a token",
         ("--token-env", "NO_TOKEN"): "--token-env must be the name of an environment variable that is set",
-        ("--batch", 0): "--batch must be 1 or more",
         ("--device", "abacus"): "abacus",
-        ("--port", 99999): "--port must be 0 (a free one) to 65535, got 99999",
-        ("--max-mb", "inf"): "--max-mb must be",
-        ("--max-mb", "nan"): "--max-mb must be",
+        ("--settings", "gain"): "--settings 'gain': write key=value",
+        ("--settings", "gain=["): "--settings 'gain=[': the value is no YAML",
     }
     for arguments, message in cases.items():
         code, error = tool(monkeypatch, capsys, "--trust-code", "--reward", OWN, *arguments)
-        assert code == serving_module.REFUSED and message in error, arguments
+        assert code == command_line.REFUSED and message in error, arguments
+    for arguments in (("--batch", "0"), ("--port", "99999"), ("--max-mb", "nan")):
+        with pytest.raises(SystemExit, match="2"):
+            tool(monkeypatch, capsys, "--reward", OWN, *arguments)
+        assert f"error: {arguments[0]}: must be " in capsys.readouterr().err
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         code, error = tool(monkeypatch, capsys, "--trust-code", "--reward", OWN, "--port", port)
-    assert code == serving_module.NO_ADDRESS and f"--port {port}" in error
+    assert code == server.NO_ADDRESS and f"--port {port}" in error
 
 
 @pytest.mark.parametrize("name", ["starlette.applications", "uvicorn"])
 def test_without_its_libraries_the_tool_says_what_to_install(monkeypatch, capsys, name):
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, server.__name__)
-    monkeypatch.delitem(sys.modules, serving_module.__name__)
-    monkeypatch.delattr(reward_server, "serving")
+    monkeypatch.delattr(reward_server, "server")
     code, error = tool(monkeypatch, capsys, "--reward", "colour")
-    assert code == serving_module.REFUSED and error.count("\n") == 1
+    assert code == command_line.REFUSED and error.count("\n") == 1
     assert name in error and "pip install" in error
 
 
 def test_a_reward_that_hangs_does_not_keep_the_server_from_stopping(monkeypatch):
     monkeypatch.setattr(server, "DRAIN_SECONDS", 1)
     hangs, scores = threading.Event(), threading.Event()
-    monkeypatch.setattr(Service, "score", lambda *_: scores.set() or hangs.wait(30))
+    monkeypatch.setattr(RewardServer, "score", lambda *_: scores.set() or hangs.wait(30))
     with ThreadPoolExecutor(1) as pool:
         with serving(Likeness()) as url:
             running = pool.submit(ask, url, content=b"xyz")
@@ -734,18 +630,6 @@ def test_a_reward_that_hangs_does_not_keep_the_server_from_stopping(monkeypatch)
         assert time.monotonic() - start < 5
         hangs.set()
         assert running.result().status_code == 503
-
-
-def test_settings_are_yaml():
-    assert [serve_reward.setting(text) for text in ("a=1", "b=x=y", "c=", "d=[1, no]")] == [
-        ("a", 1),
-        ("b", "x=y"),
-        ("c", None),
-        ("d", [1, False]),
-    ]
-    for text in ("a", "=1", "a=["):
-        with pytest.raises(serve_reward.argparse.ArgumentTypeError, match="no setting|no YAML"):
-            serve_reward.setting(text)
 
 
 @pytest.mark.long
@@ -768,5 +652,5 @@ def test_in_another_process(monkeypatch):
         output, log = process.communicate(timeout=10)
     finally:
         process.kill()
-    assert process.returncode == serving_module.STOPPED, log
+    assert process.returncode == command_line.DONE, log
     assert "Traceback" not in log and "s3cret" not in log and log.count("5 clips") == 2

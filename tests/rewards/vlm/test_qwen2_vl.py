@@ -1,6 +1,7 @@
 """VideoAlign and HPSv3 against transformers' own processor and model, PEFT's layers, and heads written here."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -11,12 +12,11 @@ import vlm_files
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_clip_network import pictures, smooth_video, truncate
-from transformers import Qwen2VLConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from rewardfl import rewards
 from rewardfl.rewards.vlm import hpsv3, video_align
-from rewardfl.rewards.vlm.qwen2_vl import input_size, to_model_name
+from rewardfl.rewards.vlm.qwen2_vl import input_size
 from rewardfl.rewards.vlm.video_align import read_training_config, sampled_frames
 
 PROMPT, OTHER = "the child, waving", "a {zebra}"
@@ -193,23 +193,6 @@ def test_hpsv3_is_the_published_one(written, shape, tolerance):
     assert (expected - published_mu(*scorer, video, OTHER)).abs().max() > 0.1
 
 
-def test_hpsv3_reads_both_layouts_of_names(files, tmp_path):
-    state = load_file(files / "HPSv3.safetensors")
-    new = {
-        name.replace("model.", "model.language_model.", 1): value for name, value in state.items() if "model." in name
-    }
-    new |= {f"model.{name}": value for name, value in state.items() if name.startswith("visual.")}
-    new |= {name: value for name, value in state.items() if name.startswith(("rm_head", "lm_head"))}
-    assert len(new) == len(state)
-    save_file(new, tmp_path / "new.safetensors")
-    scores = []
-    for checkpoint in (files / "HPSv3.safetensors", tmp_path / "new.safetensors"):
-        reward = build(files, "hpsv3", checkpoint=checkpoint, frames=1)
-        scores.append(reward(VIDEO[None], [reward.reference(VIDEO, PROMPT)]).score)
-    assert torch.equal(*scores)
-    assert to_model_name("base_model.model.visual.blocks.0.norm1.bias") == "visual.blocks.0.norm1.bias"
-
-
 def test_shown_size_is_transformers():
     sizes = [(480, 832), (448, 448), (832, 480), (37, 1100), (64, 64), (1080, 1920), (30, 31), (704, 1280)]
     for fewest, most in ((PUBLISHED // 2, PUBLISHED), (PUBLISHED, PUBLISHED), (4 * 784, 64 * 784)):
@@ -217,8 +200,6 @@ def test_shown_size_is_transformers():
             size = input_size(height, width, 28, fewest, most)
             assert size == smart_resize(height, width, 28, fewest, most) and size[0] % 28 == size[1] % 28 == 0
     assert input_size(480, 832, 28, PUBLISHED, PUBLISHED) == (336, 588)
-    with pytest.raises(ValueError, match="frames of 10 x 2010"):
-        input_size(10, 2010, 28, 1, PUBLISHED)
 
 
 @pytest.mark.parametrize(
@@ -235,10 +216,6 @@ def test_shown_size_is_transformers():
 )
 def test_which_frames_are_shown(count, fps, frames, expected):
     assert sampled_frames(count, fps, 2.0, frames) == expected
-    if frames is None:  # vision_process.py's smart_nframes and linspace, written anew
-        wanted = min(max(count / fps * 2.0, 4), min(768, count) // 2 * 2)
-        places = torch.linspace(0, count - 1, round(wanted / 2) * 2).round()
-        assert expected == [int(place) for place in places]
 
 
 def test_a_clip_of_one_frame_has_no_motion_to_judge():
@@ -299,16 +276,6 @@ def test_parts_are_weighed(files):
             video_align.weigh_parts(parts)
 
 
-def test_settings_that_cannot_work_are_refused(files):
-    for others, message in (
-        ({"fps": 0}, "settings.fps must be greater than 0, got 0"),
-        ({"frames": 1}, "settings.frames must be at least 2, got 1"),
-        ({"dtype": "float16"}, "settings.dtype must be 'bfloat16' or 'float32', got 'float16'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            build(files, "video_align", **others)
-
-
 @pytest.mark.parametrize("name", ["video_align", "hpsv3"])
 def test_bfloat16_is_the_default_and_scores_are_float32(files, name):
     exact = build(files, name)
@@ -323,16 +290,6 @@ def test_bfloat16_is_the_default_and_scores_are_float32(files, name):
     torch.testing.assert_close(output.score.detach(), expected.score, atol=0.2, rtol=0.05)
     (gradient,) = torch.autograd.grad(output.score.sum(), video)
     assert gradient.dtype == torch.float32 and gradient.abs().sum() > 0
-
-
-def test_a_sample_without_a_reference_is_invalid(files):
-    reward = build(files, "video_align")
-    output = reward(torch.stack([VIDEO, VIDEO]), [None, reward.reference(VIDEO, PROMPT)])
-    assert (
-        output.valid.tolist() == [False, True]
-        and output.score[0] == 0
-        and output.parts["vq"].isnan().tolist() == [True, False]
-    )
 
 
 # ---- the question ----
@@ -359,18 +316,13 @@ def test_questions_depend_on_prompt_and_files(files, tmp_path, name):
 @pytest.mark.parametrize("name", ["video_align", "hpsv3"])
 def test_other_questions_are_refused(files, tmp_path, name):
     path = tmp_path / "question.py"
-    first = {"video_align": video_align, "hpsv3": hpsv3}[name].QUESTION.literals[0]
-    for write, message in (
-        (lambda: None, "settings.prompt_file must be a file or folder that exists"),
-        (lambda: path.write_text("def ("), "question.py cannot be read as"),
-        (lambda: path.write_bytes(b"\xff\x00"), "question.py cannot be read as"),
-        (lambda: path.write_text("TEXT = 'a'"), f"question.py has no string .*{first}"),
-        (
-            lambda: path.write_text(settings(files, name)["prompt_file"].read_text().replace("\\nI", "\\ni")),
-            "is another text than that of",
-        ),
+    right = settings(files, name)["prompt_file"].read_text()
+    for text, message in (
+        ("def (", "question.py cannot be read as"),
+        ("TEXT = 'a'", "is another text than that of"),
+        (right.replace("\\nI", "\\ni"), "is another text than that of"),
     ):
-        write()
+        path.write_text(text)
         with pytest.raises(ValueError, match=message):
             build(files, name, prompt_file=path)
 
@@ -384,84 +336,39 @@ def edit(path, change):
     path.write_text(json.dumps(content))
 
 
-def test_other_base_models_are_refused(files, tmp_path):
-    with pytest.raises(ValueError, match=f"{tmp_path} is no folder of a transformers model: it has no config.json"):
-        build(files, "hpsv3", model_dir=tmp_path)
-    folder = tmp_path / "qwen"
+def test_other_base_models_are_refused(written, tmp_path):
+    files, (_, tokenizer), _ = written
+    folder, config = tmp_path / "qwen", tmp_path / "qwen" / "config.json"
     for spoil, message in (
         (lambda: (folder / "tokenizer.json").unlink(), "holds no tokenizer"),
         (lambda: truncate(folder / "tokenizer.json"), "the tokenizer cannot be read, fetch it again"),
-        (lambda: truncate(folder / "config.json"), "config.json is not JSON"),
+        (lambda: tokenizer.save_pretrained(folder), "not 264, and none of <|VQ_reward|>, <|MQ_reward|>"),  # has them
         (
-            lambda: edit(folder / "config.json", lambda c: c.update(model_type="qwen2_5_vl")),
-            "type 'qwen2_5_vl'; a Qwen2-VL",
+            lambda: edit(config, lambda c: c.update(model_type="qwen2_5_vl")),
+            "type 'qwen2_5_vl'; one of type",
         ),
-        (
-            lambda: edit(folder / "config.json", lambda c: c.update(image_token_id=3)),
-            "<|image_pad|> at 263, config.json at 3",
-        ),
-        (
-            lambda: edit(folder / "config.json", lambda c: c.update(num_hidden_layers=3)),
-            r"HPSv3.safetensors is no Qwen2-VL of this config.json: it differs in language_model.layers.2",
-        ),
-        (
-            lambda: edit(folder / "config.json", lambda c: c["vision_config"].update(mlp_ratio=3)),
-            "it differs in visual.blocks.0.mlp.fc1.bias, .* more",
-        ),
+        (lambda: edit(config, lambda c: c.update(video_token_id=3)), "<|video_pad|> at config.json's 3, not 264"),
+        (lambda: edit(config, lambda c: c.update(num_hidden_layers=3)), "it differs in language_model.layers.2"),
+        (lambda: edit(config, lambda c: c["vision_config"].update(mlp_ratio=3)), "in visual.blocks.0.mlp.fc1.bias, "),
     ):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(files / "qwen", folder)
         spoil()
-        with pytest.raises(ValueError, match=message.replace("|", r"\|")):
-            build(files, "hpsv3", model_dir=folder)
-
-
-def test_a_tokenizer_that_knows_the_answers_is_refused(written, tmp_path):
-    files, (_, tokenizer), _ = written
-    tokenizer.save_pretrained(shutil.copytree(files / "qwen", tmp_path / "qwen"))
-    with pytest.raises(ValueError, match=r"knows <\|MQ_reward\|>, .* already"):
-        build(files, "video_align", model_dir=tmp_path / "qwen")
+        with pytest.raises(ValueError, match=re.escape(message)):
+            build(files, "video_align", model_dir=folder)
 
 
 def test_wrong_hpsv3_files_are_refused(files, tmp_path):
     path = tmp_path / "HPSv3.safetensors"
     state = load_file(files / "HPSv3.safetensors")
-    for write, message in (
-        (lambda: None, "settings.checkpoint must be a file or folder that exists"),
-        (lambda: (shutil.copy(files / "HPSv3.safetensors", path), truncate(path)), "cannot be read as weights"),
-        (
-            lambda: save_file({k: v for k, v in state.items() if k != "rm_head.3.bias"}, path),
-            "differs in rm_head.3.bias$",
-        ),
-        (lambda: save_file(state | {"rm_head.5.weight": torch.ones(1, 16)}, path), "differs in rm_head.5.weight$"),
-        (lambda: save_file(state | {"rm_head.7.weight": torch.ones(1)}, path), "differs in rm_head.7.weight$"),
-        (
-            lambda: save_file(state | {"model.norm.weight": torch.ones(2)}, path),
-            "differs in language_model.norm.weight$",
-        ),
-        (
-            lambda: save_file(state | {"model.visual.merger.ln_q.bias": torch.ones(32)}, path),
-            "under two names, model.visual.merger.ln_q.bias and visual.merger.ln_q.bias|under two names, visual.",
-        ),
-        (lambda: save_file(state | {"extra": torch.ones(2)}, path), "differs in extra$"),
+    for changed, message in (
+        (state | {"rm_head.5.weight": torch.ones(1, 16)}, "head: it differs in 5.weight$"),
+        (state | {"model.norm.weight": torch.ones(2)}, "Qwen2-VL .* differs in language_model.norm.weight$"),
+        (state | {"model.visual.merger.ln_q.bias": torch.ones(32)}, "one tensor under two names"),
     ):
-        write()
+        save_file(changed, path)
         with pytest.raises(ValueError, match=message):
             build(files, "hpsv3", checkpoint=path)
-
-
-def test_shapes_are_looked_at_before_weights_are_read(files, monkeypatch):
-    def read(published, own, dtype):
-        assert own.startswith("rm_head."), "a weight of the backbone was read"
-        return torch.zeros(published.shape(own))
-
-    monkeypatch.setattr("rewardfl.rewards.vlm.qwen2_vl.PublishedWeights.read", read)
-    config = Qwen2VLConfig.from_pretrained(files / "qwen")
-    config.text_config.num_hidden_layers = 1
-    monkeypatch.setattr("rewardfl.rewards.vlm.qwen2_vl.read_config", lambda folder: config)
-    for name in ("video_align", "hpsv3"):
-        with pytest.raises(ValueError, match="it differs in language_model.layers.1"):
-            build(files, name)
 
 
 @pytest.fixture
@@ -473,21 +380,12 @@ def test_wrong_checkpoints_of_video_align_are_refused(files, folder):
     path = folder / "checkpoint-11352" / "model.pth"
     state = torch.load(path)
     layer = "base_model.model.model.layers.1.mlp.up_proj"
+    fit = r"LoRA of language_model.layers.1.mlp.up_proj.weight does not fit"
     for write, message in (
         (lambda: truncate(path), "model.pth cannot be read as weights"),
-        (lambda: torch.save([1], path), "model.pth is no state dict"),
-        (lambda: torch.save(torch.nn.Linear(2, 2), path), "model.pth cannot be read as weights"),  # code, not weights
-        (lambda: torch.save({k: v for k, v in state.items() if "rm_head" not in k}, path), "in rm_head.weight$"),
-        (
-            lambda: torch.save({k: v for k, v in state.items() if k != f"{layer}.lora_B.default.weight"}, path),
-            r"LoRA of language_model.layers.1.mlp.up_proj.weight .* does not fit",
-        ),
-        (
-            lambda: torch.save({k: v for k, v in state.items() if k != f"{layer}.base_layer.weight"}, path),
-            r"LoRA of language_model.layers.1.mlp.up_proj.weight .* does not fit",
-        ),
-        (lambda: path.unlink(), "model.pth is missing; a checkpoint of an adapter"),
-        (lambda: shutil.rmtree(path.parent), r"is no Qwen2-VL|lacks the head"),  # the step before it, an empty one
+        (lambda: torch.save({k: v for k, v in state.items() if k != f"{layer}.lora_B.default.weight"}, path), fit),
+        (lambda: torch.save({k: v for k, v in state.items() if k != f"{layer}.base_layer.weight"}, path), fit),
+        (lambda: shutil.rmtree(path.parent), "is not a scorer with this head"),  # the step before it, an empty one
         (lambda: shutil.rmtree(folder / "checkpoint-900"), "has no folder checkpoint-<step>"),
     ):
         write()
@@ -496,45 +394,32 @@ def test_wrong_checkpoints_of_video_align_are_refused(files, folder):
 
 
 def test_the_lora_has_the_rank_and_factor_that_the_configuration_says(files, folder):
-    edit(folder / "model_config.json", lambda c: c["peft_lora_config"].update(lora_r=8))
-    with pytest.raises(ValueError, match="does not fit .* 8$"):
-        build(files, "video_align", checkpoint_dir=folder)
-    edit(folder / "model_config.json", lambda c: c["peft_lora_config"].update(lora_enable=False))
-    with pytest.raises(ValueError, match="does not fit .* none$"):
-        build(files, "video_align", checkpoint_dir=folder)
+    path = folder / "model_config.json"
+    for change, rank in (({"lora_r": 8}, 8), ({"lora_enable": False}, 0)):
+        edit(path, lambda c, change=change: c["peft_lora_config"].update(change))
+        with pytest.raises(ValueError, match=f"does not fit .* rank {rank}$"):
+            build(files, "video_align", checkpoint_dir=folder)
     rank, alpha = vlm_files.RANK, vlm_files.ALPHA
     assert read_training_config(files / "video_align" / "model_config.json").lora == (rank, alpha / rank)
-    edit(
-        folder / "model_config.json",
-        lambda c: c["peft_lora_config"].update(lora_enable=True, lora_r=4, use_rslora=True),
-    )
-    assert read_training_config(folder / "model_config.json").lora == (rank, alpha / rank**0.5)
+    edit(path, lambda c: c["peft_lora_config"].update(lora_enable=True, lora_r=4, use_rslora=True))
+    assert read_training_config(path).lora == (rank, alpha / rank**0.5)
 
 
 def test_wrong_configurations_of_video_align_are_refused(folder):
     path = folder / "model_config.json"
     right = path.read_text()
     for change, message in (
-        (lambda c: c["data_config"].update(prompt_template_type="simple"), "prompt_template_type is 'simple'"),
-        (lambda c: c["data_config"].update(sample_type="multi_pts"), "sample_type is 'multi_pts'"),
-        (lambda c: c["model_config"].update(use_special_tokens=False), "use_special_tokens is False"),
-        (lambda c: c.pop("data_config"), "lacks, .*'data_config'"),
-        (lambda c: c["data_config"].update(fps="two"), "lacks, or has in another form"),
-        (lambda c: c["model_config"].pop("output_dim"), "lacks, .*'output_dim'"),
-        (lambda c: c["inference_config"].pop("MQ_std"), "lacks, .*'MQ_std'"),
-        (lambda c: c["inference_config"].update(MQ_std=0), "deviations must be positive"),
+        (lambda c: c["data_config"].update(prompt_template_type="simple"), "data_config.prompt_template_type: "),
+        (lambda c: c["data_config"].update(sample_type="multi_pts"), "sample_type: Input should be 'uniform'"),
+        (lambda c: c["model_config"].update(use_special_tokens=False), "use_special_tokens: Input should be True"),
+        (lambda c: c.pop("data_config"), "data_config.fps: Field required; "),
+        (lambda c: c["inference_config"].pop("MQ_std"), "inference_config.MQ_std: Field required"),
+        (lambda c: c["inference_config"].update(MQ_std=0), "MQ_std: Input should be greater than 0"),
     ):
         path.write_text(right)
         edit(path, change)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"model_config.json is not as KwaiVGI/VideoReward has it: .*{message}"):
             read_training_config(path)
-    path.write_text(right)
-    edit(path, lambda c: c.pop("inference_config"))
-    trained = read_training_config(path)
-    assert trained.mean == (0, 0, 0) and trained.std == (1, 1, 1)
-    path.write_text("[")
-    with pytest.raises(ValueError, match="model_config.json is not JSON"):
-        read_training_config(path)
     path.unlink()
-    with pytest.raises(ValueError, match="model_config.json is missing"):
+    with pytest.raises(ValueError, match="model_config.json cannot be read"):
         read_training_config(path)
