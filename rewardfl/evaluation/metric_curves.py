@@ -63,10 +63,10 @@ def select_keys(keys: Sequence[str] | None, available: set[str]) -> list[str]:
     return drawn
 
 
-def metric_points(lines: Lines, key: str) -> tuple[list[float], list[float]]:
-    """Return (steps, values) of the lines that have a value."""
-    valid = [line for line in lines if line.get(key) is not None]
-    return [line["step"] for line in valid], [line[key] for line in valid]
+def metric_points(lines: Lines, key: str) -> list[tuple[float, float]]:
+    """Return (step, value) of the lines that have a value."""
+    pairs = ((line["step"], line.get(key)) for line in lines)
+    return [(step, value) for step, value in pairs if step is not None and value is not None]
 
 
 def draw_metrics(curves: dict[str, Lines], keys: Sequence[str], kind: str) -> bytes:
@@ -82,9 +82,8 @@ def draw_metrics(curves: dict[str, Lines], keys: Sequence[str], kind: str) -> by
         axis.set_axis_off()
     for axis, key in zip(axes.flat, keys, strict=False):
         for name, lines in curves.items():
-            axis.plot(
-                *metric_points(lines, key), marker="." if len(metric_points(lines, key)[0]) < 20 else "", label=name
-            )
+            points = metric_points(lines, key)
+            axis.plot(*zip(*points, strict=True), marker="." if len(points) < 20 else "", label=name)
         axis.set_title(key)
         axis.set_xlabel("step")
     axes[0][0].legend()

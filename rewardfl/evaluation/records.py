@@ -37,6 +37,8 @@ REAL, VAE = "real", "vae"
 
 FORMAT = 3  # raise it when a figure is added or computed in another way: such records must not be compared
 
+TOOL = "rewardfl evaluate 1"  # in the manifest of the folder
+
 FILE, SETTINGS = "records.jsonl", "settings.json"
 
 GROWING = ("model", "adapters", "videos")  # blocks of the settings that may gain and lose names

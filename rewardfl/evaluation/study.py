@@ -14,31 +14,35 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import config, data
+from rewardfl import data
 from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Backbone, Conditioning
+from rewardfl.config import DataConfig
 from rewardfl.data import cache
 from rewardfl.data.cache import Cache
-from rewardfl.evaluation import video_files
-from rewardfl.evaluation.arms import NEGATIVE, Arm, Job, Sampler, batches, encode_inputs, load_model
-from rewardfl.evaluation.judging import FACE, Judges, judge_real, judge_through_vae, judge_video
+from rewardfl.evaluation.arms import NEGATIVE, Arm, Files, Job, Sampler, Sampling, batches, encode_inputs, load_model
+from rewardfl.evaluation.judging import FACE, Judges, NoFaceError, judge_real, judge_video, real_video
 from rewardfl.evaluation.processes import Processes
 from rewardfl.evaluation.records import REAL, VAE, WAY_OUT, Key, Record, Writer, join_records, read_records, record_key
 from rewardfl.files import escape_control
-from rewardfl.training import clip_scan
 from rewardfl.training.shard import read_entry
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A running evaluation. files: other tools' videos by arm and (row id, number of the noise)."""
+    """A running evaluation. files: other tools' videos by arm and (row id, number of the noise).
 
-    cfg: config.AnyConfig
+    args: of tools/evaluate.py; seeds, batch, device and experts count here.
+    """
+
+    args: argparse.Namespace
+    clips: DataConfig
+    sampling: Sampling
     out: Path
     arms: tuple[Arm, ...]
     judges: Judges
     processes: Processes
-    files: Mapping[str, Mapping[tuple[str, int], Path]]
+    files: Mapping[str, Files]
 
     @cached_property
     def records(self) -> dict[Key, Record]:
@@ -54,111 +58,117 @@ class Study:
         """References and conditioning by row, until the evaluation is done."""
         return Cache(self.out / "prepared")
 
-    def jobs(self, arm: Arm, rows: Sequence[data.Row], seeds: int) -> list[Job]:
+    def jobs(self, arm: Arm, rows: Sequence[data.Row]) -> list[Job]:
         """Return the videos of an arm: all noises of a sampled one, the existing files of another tool's."""
         if arm.videos is None:
-            return [(row, seed) for seed in range(seeds) for row in rows]
+            return [(row, seed) for seed in range(self.args.seeds) for row in rows]
         return [(row, seed) for row in rows for row_id, seed in sorted(self.files[arm.name]) if row_id == row.id]
 
     def lacks(self, arm: Arm, jobs: Sequence[Job]) -> list[Job]:
         """Return the jobs without a record."""
         return [(row, seed) for row, seed in jobs if (row.id, arm.name, seed) not in self.records]
 
-    def read_real(self, rows: Sequence[data.Row], seeds: int, through_vae: bool) -> list[data.Row]:
+    def load_example(self, row: data.Row) -> data.Example:
+        clips = self.clips
+        size = (clips.height, clips.width, clips.num_frames)
+        return data.load_example(row, *size, max_pixels=clips.max_pixels, fps=clips.fps)
+
+    def frame_rate(self, row: data.Row) -> float:
+        """Return the frames per second of the row's videos."""
+        assert row.video is not None  # judge_videos.load_rows refuses such a row
+        return self.clips.fps or data.frame_rate(row.video)
+
+    def read_real(self, rows: Sequence[data.Row], *, through_vae: bool) -> list[data.Row]:
         """Judge the real clips, one at a time, store the references of their rows, and return the rows with a face.
 
         through_vae: whether the clips are going to be judged through the VAE, too. Raise DataError for clips that
         cannot be read, unless data.skip_bad_rows: then print them.
         """
-        jobs = [(arm, self.jobs(arm, rows, seeds)) for arm in self.arms]
+        jobs = [(arm, self.jobs(arm, rows)) for arm in self.arms]
         # batches are sampled whole, so an arm that lacks one video needs all its rows
         needed = {row.id for arm, arm_jobs in jobs if self.lacks(arm, arm_jobs) for row, _ in arm_jobs}
         needed |= {row.id for row in rows if through_vae and (row.id, VAE, None) not in self.records}
         share = self.processes.share
-        todo = [
-            row
-            for row in share.take(rows)
-            if (row.id, REAL, None) not in self.records
-            or (row.id in needed and self.store.get(comparison_key(row)) is None)
-        ]
         broken, faceless = [], []
-        for row in tqdm(todo, desc="real clips", disable=share.quiet):
+        for row in tqdm(share.take(rows), desc="real clips", disable=share.quiet):
+            is_judged = (row.id, REAL, None) in self.records
+            if is_judged and (row.id not in needed or self.store.get(comparison_key(row)) is not None):
+                continue
             try:
-                if problem := self._read_real(row):
-                    faceless.append((row.line, problem))
+                self._read_real(row)
+            except NoFaceError as error:
+                faceless.append((row.line, str(error)))
             except data.DataError as error:
                 broken.append((row.line, str(error)))
         broken, faceless = self.processes.gather(broken), sorted(self.processes.gather(faceless))
-        good, bad = data.usable_rows(rows, broken, self.cfg.data.skip_bad_rows)
+        good, bad = data.usable_rows(rows, broken, self.clips.skip_bad_rows)
         if self.processes.main:
             for problem in (*bad, *(f"line {line}: {problem}" for line, problem in faceless)):
                 print(escape_control(f"skipped: {problem}"))
         hidden = {line for line, _ in faceless}
         if not (usable := [row for row in good if row.line not in hidden]):
-            raise ValueError(f"--data: no clip of {self.cfg.data.file_name} shows a face")
+            raise ValueError(f"--data: no clip of {self.clips.file_name} shows a face")
         return usable
 
-    def _read_real(self, row: data.Row) -> str:
-        """Judge a row's real clip; return why it cannot be used, empty where it can."""
-        example = clip_scan.load_sized_example(self.cfg, row)
-        fps = self.cfg.data.fps or data.frame_rate(row.video)
-        real = judge_real(self.judges, row, example, fps)
-        if isinstance(real, str):
-            return real
-        record, references = real
+    def _read_real(self, row: data.Row) -> None:
+        """Judge a row's real clip, unless it has a record, and store its references."""
+        example, fps = self.load_example(row), self.frame_rate(row)
+        record, references = judge_real(self.judges, row, example, fps)
+        assert example.image is not None  # a row with a clip has its first frame
         self.store.put(comparison_key(row), references | {"image": example.image})
         if (row.id, REAL, None) not in self.records:
-            self._write(row, REAL, None, example.video, fps)
-            source = {"arm": REAL, "seed": None, "steps": 0, "decoded": True, "file": str(video_file(row, REAL, None))}
-            self.writer.add(head(row) | source | record)
-        return ""
+            file = self._write_video(row, REAL, None, real_video(example), fps)
+            self._add(row, REAL, None, record | {"steps": 0, "decoded": True, "file": file})
 
-    def _write(self, row: data.Row, arm: str, seed: int | None, video: Tensor, fps: float) -> None:
-        """Write the video (3, F, H, W), and of a row's first one the strip for the grid."""
-        path = self.out / video_file(row, arm, seed)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        data.write_video(path, video, fps)
-        if not seed:
-            video_files.write_strip(video_files.strip_file(self.out, row.index, arm), video)
+    def _write_video(self, row: data.Row, arm: str, seed: int | None, video: Tensor, fps: float) -> str:
+        """Write the video (3, F, H, W) and return its file, relative to the evaluation's folder."""
+        file = video_file(row, arm, seed)
+        (self.out / file).parent.mkdir(parents=True, exist_ok=True)
+        data.write_video(self.out / file, video, fps)
+        return str(file)
+
+    def _add(self, row: data.Row, arm: str, seed: int | None, record: Record) -> None:
+        self.writer.add(head(row) | {"arm": arm, "seed": seed} | record)
 
     @torch.no_grad()
-    def judge_through_vae(self, backbone: Backbone, rows: Sequence[data.Row], device: torch.device) -> None:
+    def judge_through_vae(self, backbone: Backbone, rows: Sequence[data.Row]) -> None:
         """Judge the real clips after the model's VAE has encoded and decoded them: the upper end of identity kept."""
-        share = self.processes.share
+        share, device = self.processes.share, torch.device(self.args.device)
         missing = [row for row in share.take(rows) if (row.id, VAE, None) not in self.records]
         if not missing:
             return
         encode_video, encode_image = backbone.video_encoder(device), backbone.image_encoder(device)
         decoder = backbone.load_decoder(device)
         for row in tqdm(missing, desc="through the VAE", disable=share.quiet):
-            example = clip_scan.load_sized_example(self.cfg, row)
-            conditioning = encode_image(example.image, self.cfg.data.num_frames)
-            video = decoder.decode(encode_video(example.video[None]), conditioning)[0].float()
-            fps = self.cfg.data.fps or data.frame_rate(row.video)
-            self._write(row, VAE, None, video, fps)
-            record = judge_through_vae(self.judges, video, read_entry(self.store, comparison_key(row)), fps)
-            source = {"arm": VAE, "seed": None, "steps": 0, "decoded": False, "file": str(video_file(row, VAE, None))}
-            self.writer.add(head(row) | source | record)
+            example, fps = self.load_example(row), self.frame_rate(row)
+            conditioning = encode_image(example.image, self.clips.num_frames)
+            video = decoder.decode(encode_video(real_video(example)[None]), conditioning)[0].float()
+            file, references = (
+                self._write_video(row, VAE, None, video, fps),
+                read_entry(self.store, comparison_key(row)),
+            )
+            record = judge_video(self.judges, video, references, fps, keep_vectors=True)
+            self._add(row, VAE, None, record | {"steps": 0, "decoded": False, "file": file})
 
-    def sample(self, backbone: Backbone | None, rows: Sequence[data.Row], args: argparse.Namespace) -> None:
+    def sample(self, backbone: Backbone, rows: Sequence[data.Row]) -> None:
         """Sample and judge the videos without a record. Load the model once for each adapter, if at all."""
-        sampled = [(arm, self.jobs(arm, rows, args.seeds)) for arm in self.arms if arm.videos is None]
+        sampled = [(arm, self.jobs(arm, rows)) for arm in self.arms if arm.videos is None]
         waiting = [(arm, jobs) for arm, jobs in sampled if self.lacks(arm, jobs)]
         if not waiting:
             return
-        device, share = torch.device(args.device), self.processes.share
+        args, share, device = self.args, self.processes.share, torch.device(self.args.device)
         needed = sorted({row for _, jobs in waiting for row, _ in jobs}, key=lambda row: row.index)
         self._encode(backbone, needed, device)
         sizes = {row: tuple(record["size"]) for (row, arm, _), record in read_records(self.out).items() if arm == REAL}
-        adapters = list(dict.fromkeys(arm.adapter for arm, _ in waiting if arm.adapter is not None)) or [None]
+        adapters: list[Path | None] = list(dict.fromkeys(arm.adapter for arm, _ in waiting if arm.adapter)) or [None]
         tasks = [(arm, batch) for arm, jobs in waiting for batch in share.take(batches(jobs, sizes, args.batch))]
         total = len(waiting) * len(waiting[0][1])
         with tqdm(total=total, desc="evaluating", disable=share.quiet) as bar:
             for adapter in adapters:
                 model, decoder = load_model(backbone, adapter, args.experts, device)
                 sampler = Sampler(
-                    cfg=self.cfg, backbone=backbone, experts=model, decoder=decoder, told=self._conditioning,
-                    sizes=sizes, device=device,
+                    sampling=self.sampling, num_frames=self.clips.num_frames, backbone=backbone, experts=model,
+                    decoder=decoder, conditioning=self._conditioning, sizes=sizes, device=device,
                 )  # fmt: skip
                 for arm, batch in tasks:
                     if (arm.adapter or adapters[0]) == adapter:  # the first adapter's model samples the base
@@ -172,7 +182,7 @@ class Study:
         # take the share first: other processes write while this one looks
         if missing := [row for row in self.processes.share.take(rows) if self.store.get(prompt_key(row.id)) is None]:
             inputs = ((row, read_entry(self.store, comparison_key(row))["image"]) for row in missing)
-            for row_id, conditioning in encode_inputs(self.cfg, backbone, inputs, device):
+            for row_id, conditioning in encode_inputs(self.sampling, self.clips.num_frames, backbone, inputs, device):
                 self.store.put(prompt_key(row_id), conditioning)
         self.processes.wait()
 
@@ -187,33 +197,30 @@ class Study:
             return
         for (row, seed), video in zip(batch, sampler.sample(batch, arm), strict=True):
             if (row, seed) in missing:
-                fps = self.cfg.data.fps or data.frame_rate(row.video)
-                self._write(row, arm.name, seed, video, fps)
-                self._judge(row, arm, seed, video, fps, str(video_file(row, arm.name, seed)))
+                fps = self.frame_rate(row)
+                self._judge(row, arm, seed, video, fps, self._write_video(row, arm.name, seed, video, fps))
 
     def judge_files(self, rows: Sequence[data.Row]) -> None:
         """Judge other tools' videos at the real clip's size and number of frames, one at a time."""
         share = self.processes.share
         for arm in self.arms:
-            jobs = self.lacks(arm, self.jobs(arm, rows, 0)) if arm.videos is not None else []
+            jobs = self.lacks(arm, self.jobs(arm, rows)) if arm.videos is not None else []
             for row, seed in tqdm(share.take(jobs), desc=arm.name, disable=share.quiet):
-                self._judge_file(row, arm, seed)
+                path = self.files[arm.name][row.id, seed]
+                size = read_entry(self.store, comparison_key(row))["image"].shape[1:]
+                video = data.to_float(data.fit(self.read_file(path), *size)).to(self.judges.device)
+                self._judge(row, arm, seed, video, self.clips.fps or data.frame_rate(path), str(path.absolute()))
 
-    def _judge_file(self, row: data.Row, arm: Arm, seed: int) -> None:
-        path, cfg = self.files[arm.name][row.id, seed], self.cfg.data
-        frames = data.read_clip(path, cfg.height, cfg.width, cfg.num_frames, cfg.max_pixels, cfg.fps)
-        size = read_entry(self.store, comparison_key(row))["image"].shape[1:]
-        video = data.to_float(data.fit(frames, *size))
-        if not seed:
-            video_files.write_strip(video_files.strip_file(self.out, row.index, arm.name), video)
-        fps = cfg.fps or data.frame_rate(path)
-        self._judge(row, arm, seed, video.to(self.judges.device), fps, str(path.absolute()))
+    def read_file(self, path: Path) -> Tensor:
+        """Return the frames (F, H, W, 3) uint8 of another tool's video that are judged."""
+        clips = self.clips
+        return data.read_clip(path, clips.height, clips.width, clips.num_frames, clips.max_pixels, clips.fps)
 
     def _judge(self, row: data.Row, arm: Arm, seed: int, video: Tensor, fps: float, file: str) -> None:
         """Judge a video (3, F, H, W) in [-1, 1] and write its record."""
-        references = read_entry(self.store, comparison_key(row))
-        source = {"arm": arm.name, "seed": seed, "steps": arm.steps, "decoded": arm.videos is not None, "file": file}
-        self.writer.add(head(row) | source | judge_video(self.judges, video, references, fps))
+        record = judge_video(self.judges, video, read_entry(self.store, comparison_key(row)), fps)
+        source = {"steps": arm.steps, "decoded": arm.videos is not None, "file": file}
+        self._add(row, arm.name, seed, source | record)
 
     def join(self, rows: Sequence[data.Row]) -> list[Record]:
         """Join the records of all processes into one file, and return those of these rows, sorted.
@@ -225,21 +232,24 @@ class Study:
         names = {f"{judge}/{key}" for judge in self.judges.faces for key in FACE}
         for record in join_records(self.out):
             row, arm, seed = record_key(record)
-            if row not in by_id or (arm in files and (row, seed) not in files[arm]):
+            if row not in by_id:
                 continue
+            path = video_file(by_id[row], arm, seed)
+            if arm in files:
+                if seed is None or (row, seed) not in files[arm]:
+                    continue
+                path = files[arm][row, seed].absolute()
             if record["curves"].keys() != self.judges.faces.keys() or not names <= record["figures"].keys():
                 raise ValueError(f"{self.out}: a record of {row} lacks figures of the judges; {WAY_OUT}")
-            path = files[arm][row, seed].absolute() if arm in files else video_file(by_id[row], arm, seed)
             records.append(record | head(by_id[row]) | {"file": str(path)})
         return records
 
-    def names(self, rows: Sequence[data.Row], seeds: int) -> list[str]:
+    def names(self, rows: Sequence[data.Row]) -> list[str]:
         """Return all files that judging writes, relative to the evaluation's folder."""
-        jobs: list[tuple[str, data.Row, int | None]] = [(arm, row, None) for row in rows for arm in (REAL, VAE)]
-        jobs += [(arm.name, row, seed) for arm in self.arms for row, seed in self.jobs(arm, rows, seeds)]
-        videos = [str(video_file(row, arm, seed)) for arm, row, seed in jobs if arm not in self.files]
-        strips = [video_files.strip_file(Path(), row.index, arm) for arm, row, seed in jobs if not seed]
-        return [*videos, *map(str, strips), *self.prepared(rows)]
+        videos = [video_file(row, arm, None) for row in rows for arm in (REAL, VAE)]
+        sampled = [arm for arm in self.arms if arm.videos is None]
+        videos += [video_file(row, arm.name, seed) for arm in sampled for row, seed in self.jobs(arm, rows)]
+        return [*map(str, videos), *self.prepared(rows)]
 
     def prepared(self, rows: Sequence[data.Row]) -> list[str]:
         """Return the files of the store, which are removed at the end."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rewardfl.training.alarms import COLOUR_GUARD, GRID_GUARD, LOOK_GUARD, SATURATION_GUARD
 
@@ -135,7 +135,10 @@ def meaning(name: str, judges: Sequence[str]) -> Meaning:
         return MEANINGS[f"face/{key}"]
     if block == "rewards":
         return Meaning(label=key, says=f"Score of reward.others.{key}, on that reward's own scale.")
-    return MEANINGS.get(name) or MEANINGS[block]
+    if name in MEANINGS:
+        return MEANINGS[name]
+    protocol = MEANINGS[block]
+    return replace(protocol, label=f"{protocol.label}, {judge_words(key)}")
 
 
 def describe_unhealthy(change: Mapping | None, bounds: Meaning) -> str:
@@ -162,9 +165,10 @@ def round_mean(mean: float) -> float:
 
 def healthy(bounds: Meaning) -> str:
     """Format the healthy range as a remark in brackets; empty where there is none."""
-    if bounds.ratio is None and bounds.change is None:
+    limits = bounds.ratio or bounds.change
+    if limits is None:
         return ""
-    low, high = bounds.ratio or bounds.change
+    low, high = limits
     if high == UP:
         return f" (healthy: {low:g} of the base's and more)"
     if bounds.ratio:
