@@ -92,10 +92,8 @@ def judge_all(args: argparse.Namespace, processes: Processes, lock: ExitStack) -
     records = [str(record_file(Path(), rank)) for rank in range(processes.count)]  # these grow: no hash
     take = partial(take_folder, folder, [*names, *records], settings, force=args.force, lock=lock)
     processes.run_on_main(take, (ValueError, OSError))
-    rows = study.read_real(rows, through_vae=enough_people and backbone is not None)
+    rows = study.read_real(rows, backbone if enough_people else None)
     if backbone is not None:
-        if enough_people:
-            study.judge_through_vae(backbone, rows)
         study.sample(backbone, rows)
     study.judge_files(rows)
     processes.wait()

@@ -16,8 +16,7 @@ from rewardfl import data
 from rewardfl.config import RewardSpec
 from rewardfl.config.schema import SharedRewardConfig
 from rewardfl.evaluation import face_protocols as protocols
-from rewardfl.evaluation import subject_consistency
-from rewardfl.evaluation.vbench import dynamic_degree, motion_smoothness
+from rewardfl.evaluation.vbench import dynamic_degree, load_dino, motion_smoothness, subject_consistency
 from rewardfl.files import digest_files
 from rewardfl.rewards import RewardError, build_terms, face
 from rewardfl.rewards.face.look import compare_look, cut_patches
@@ -71,7 +70,7 @@ def load_judges(reward: SharedRewardConfig, rewards: Sequence[ResolvedReward], a
     if frames:
         detectors = {k: face.FaceDetector(f.files[0], protocols.DET_SIZE).to(args.device) for k, f in faces.items()}
     terms = build_terms(rewards, torch.device(args.device))
-    dino = subject_consistency.load_dino(args.dino, args.device) if args.dino else None
+    dino = load_dino(args.dino, args.device) if args.dino else None
     return Judges(
         faces=faces, protocols=frames, detectors=detectors, terms=terms, dino=dino, periods=args.periods,
         device=args.device,
@@ -192,7 +191,7 @@ def judge_video(
         figures["look/face"] = compare_look(patches, {name: references[f"look/{name}"] for name in patches})
     figures |= _pixel_figures(frames, None if main is None else main.boxes.numpy(), judges.periods, fps)
     if judges.dino is not None:
-        figures["still/subject_consistency"] = subject_consistency.subject_consistency(judges.dino, frames)
+        figures["still/subject_consistency"] = subject_consistency(judges.dino, frames)
     figures |= _protocol_figures(judges, video, references) | _reward_figures(judges.terms, video, references)
     # JSON has no NaN
     record["figures"] = {name: None if v is None or not math.isfinite(v) else float(v) for name, v in figures.items()}

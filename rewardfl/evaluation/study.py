@@ -5,7 +5,7 @@ command resumes. Several processes share the real clips and the batches.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -78,28 +78,40 @@ class Study:
         assert row.video is not None  # judge_videos.load_rows refuses such a row
         return self.clips.fps or data.frame_rate(row.video)
 
-    def read_real(self, rows: Sequence[data.Row], *, through_vae: bool) -> list[data.Row]:
-        """Judge the real clips, one at a time, store the references of their rows, and return the rows with a face.
+    @torch.no_grad()
+    def read_real(self, rows: Sequence[data.Row], vae: Backbone | None) -> list[data.Row]:
+        """Judge the real clips one at a time, store the references of their rows, and return the rows with a face.
 
-        through_vae: whether the clips are going to be judged through the VAE, too. Raise DataError for clips that
-        cannot be read, unless data.skip_bad_rows: then print them.
+        vae: judge them also after this model's VAE has encoded and decoded them, the upper end of identity kept. Raise
+        DataError for clips that cannot be read, unless data.skip_bad_rows: then print them.
         """
-        jobs = [(arm, self.jobs(arm, rows)) for arm in self.arms]
-        # batches are sampled whole, so an arm that lacks one video needs all its rows
-        needed = {row.id for arm, arm_jobs in jobs if self.lacks(arm, arm_jobs) for row, _ in arm_jobs}
-        needed |= {row.id for row in rows if through_vae and (row.id, VAE, None) not in self.records}
-        share = self.processes.share
-        broken, faceless = [], []
+        share, broken, faceless = self.processes.share, [], []
+        through_vae = None
+        # batches are sampled whole, so an arm that lacks one video needs the references of all its rows
+        waiting = [jobs for arm in self.arms if self.lacks(arm, jobs := self.jobs(arm, rows))]
+        needed = {row.id for jobs in waiting for row, _ in jobs}
         for row in tqdm(share.take(rows), desc="real clips", disable=share.quiet):
-            is_judged = (row.id, REAL, None) in self.records
-            if is_judged and (row.id not in needed or self.store.get(comparison_key(row)) is not None):
+            lacking = [arm for arm in (REAL, *([VAE] if vae else [])) if (row.id, arm, None) not in self.records]
+            if not lacking and (row.id not in needed or self.store.get(comparison_key(row)) is not None):
                 continue
             try:
-                self._read_real(row)
+                example, fps = self.load_example(row), self.frame_rate(row)
+                record, references = judge_real(self.judges, row, example, fps)
             except NoFaceError as error:
                 faceless.append((row.line, str(error)))
+                continue
             except data.DataError as error:
                 broken.append((row.line, str(error)))
+                continue
+            assert example.image is not None  # a row with a clip has its first frame
+            self.store.put(comparison_key(row), references | {"image": example.image})
+            if REAL in lacking:
+                self._add(row, Arm(name=REAL), None, real_video(example), fps, record)
+            if vae is not None and VAE in lacking:
+                through_vae = through_vae or self._load_vae(vae)
+                video = through_vae(example)
+                record = judge_video(self.judges, video, references, fps, keep_vectors=True)
+                self._add(row, Arm(name=VAE), None, video, fps, record)
         broken, faceless = self.processes.gather(broken), sorted(self.processes.gather(faceless))
         good, bad = data.usable_rows(rows, broken, self.clips.skip_bad_rows)
         if self.processes.main:
@@ -110,45 +122,38 @@ class Study:
             raise ValueError(f"--data: no clip of {self.clips.file_name} shows a face")
         return usable
 
-    def _read_real(self, row: data.Row) -> None:
-        """Judge a row's real clip, unless it has a record, and store its references."""
-        example, fps = self.load_example(row), self.frame_rate(row)
-        record, references = judge_real(self.judges, row, example, fps)
-        assert example.image is not None  # a row with a clip has its first frame
-        self.store.put(comparison_key(row), references | {"image": example.image})
-        if (row.id, REAL, None) not in self.records:
-            file = self._write_video(row, REAL, None, real_video(example), fps)
-            self._add(row, REAL, None, record | {"steps": 0, "decoded": True, "file": file})
-
-    def _write_video(self, row: data.Row, arm: str, seed: int | None, video: Tensor, fps: float) -> str:
-        """Write the video (3, F, H, W) and return its file, relative to the evaluation's folder."""
-        file = video_file(row, arm, seed)
-        (self.out / file).parent.mkdir(parents=True, exist_ok=True)
-        data.write_video(self.out / file, video, fps)
-        return str(file)
-
-    def _add(self, row: data.Row, arm: str, seed: int | None, record: Record) -> None:
-        self.writer.add(head(row) | {"arm": arm, "seed": seed} | record)
-
-    @torch.no_grad()
-    def judge_through_vae(self, backbone: Backbone, rows: Sequence[data.Row]) -> None:
-        """Judge the real clips after the model's VAE has encoded and decoded them: the upper end of identity kept."""
-        share, device = self.processes.share, torch.device(self.args.device)
-        missing = [row for row in share.take(rows) if (row.id, VAE, None) not in self.records]
-        if not missing:
-            return
+    def _load_vae(self, backbone: Backbone) -> Callable[[data.Example], Tensor]:
+        """Load the VAE and return a function that encodes and decodes a real clip."""
+        device = torch.device(self.args.device)
         encode_video, encode_image = backbone.video_encoder(device), backbone.image_encoder(device)
         decoder = backbone.load_decoder(device)
-        for row in tqdm(missing, desc="through the VAE", disable=share.quiet):
-            example, fps = self.load_example(row), self.frame_rate(row)
+
+        def through_vae(example: data.Example) -> Tensor:
             conditioning = encode_image(example.image, self.clips.num_frames)
-            video = decoder.decode(encode_video(real_video(example)[None]), conditioning)[0].float()
-            file, references = (
-                self._write_video(row, VAE, None, video, fps),
-                read_entry(self.store, comparison_key(row)),
-            )
-            record = judge_video(self.judges, video, references, fps, keep_vectors=True)
-            self._add(row, VAE, None, record | {"steps": 0, "decoded": False, "file": file})
+            return decoder.decode(encode_video(real_video(example)[None]), conditioning)[0].float()
+
+        return through_vae
+
+    def file(self, row: data.Row, arm: str, seed: int | None) -> Path:
+        """Return a video's file: relative to the evaluation's folder and named as --videos takes it, or absolute."""
+        if arm in self.files and seed is not None:
+            return self.files[arm][row.id, seed].absolute()
+        return Path("videos", arm, f"{row.index:03d}{'' if seed is None else f'_seed{seed}'}.mp4")
+
+    def _add(self, row: data.Row, arm: Arm, seed: int | None, video: Tensor, fps: float, record: Record) -> None:
+        """Write the record of a video (3, F, H, W), and the video unless it is another tool's."""
+        file, is_real = self.file(row, arm.name, seed), arm.name == REAL
+        if arm.videos is None:
+            (self.out / file).parent.mkdir(parents=True, exist_ok=True)
+            data.write_video(self.out / file, video, fps)
+        decoded = is_real or arm.videos is not None
+        source = {"arm": arm.name, "seed": seed, "steps": arm.steps, "decoded": decoded, "file": str(file)}
+        self.writer.add(head(row) | source | record)
+
+    def _judge(self, row: data.Row, arm: Arm, seed: int, video: Tensor, fps: float) -> None:
+        """Judge a video (3, F, H, W) in [-1, 1] and write its record."""
+        references = read_entry(self.store, comparison_key(row))
+        self._add(row, arm, seed, video, fps, judge_video(self.judges, video, references, fps))
 
     def sample(self, backbone: Backbone, rows: Sequence[data.Row]) -> None:
         """Sample and judge the videos without a record. Load the model once for each adapter, if at all."""
@@ -197,8 +202,7 @@ class Study:
             return
         for (row, seed), video in zip(batch, sampler.sample(batch, arm), strict=True):
             if (row, seed) in missing:
-                fps = self.frame_rate(row)
-                self._judge(row, arm, seed, video, fps, self._write_video(row, arm.name, seed, video, fps))
+                self._judge(row, arm, seed, video, self.frame_rate(row))
 
     def judge_files(self, rows: Sequence[data.Row]) -> None:
         """Judge other tools' videos at the real clip's size and number of frames, one at a time."""
@@ -209,18 +213,12 @@ class Study:
                 path = self.files[arm.name][row.id, seed]
                 size = read_entry(self.store, comparison_key(row))["image"].shape[1:]
                 video = data.to_float(data.fit(self.read_file(path), *size)).to(self.judges.device)
-                self._judge(row, arm, seed, video, self.clips.fps or data.frame_rate(path), str(path.absolute()))
+                self._judge(row, arm, seed, video, self.clips.fps or data.frame_rate(path))
 
     def read_file(self, path: Path) -> Tensor:
         """Return the frames (F, H, W, 3) uint8 of another tool's video that are judged."""
         clips = self.clips
         return data.read_clip(path, clips.height, clips.width, clips.num_frames, clips.max_pixels, clips.fps)
-
-    def _judge(self, row: data.Row, arm: Arm, seed: int, video: Tensor, fps: float, file: str) -> None:
-        """Judge a video (3, F, H, W) in [-1, 1] and write its record."""
-        record = judge_video(self.judges, video, read_entry(self.store, comparison_key(row)), fps)
-        source = {"steps": arm.steps, "decoded": arm.videos is not None, "file": file}
-        self._add(row, arm.name, seed, source | record)
 
     def join(self, rows: Sequence[data.Row]) -> list[Record]:
         """Join the records of all processes into one file, and return those of these rows, sorted.
@@ -232,23 +230,19 @@ class Study:
         names = {f"{judge}/{key}" for judge in self.judges.faces for key in FACE}
         for record in join_records(self.out):
             row, arm, seed = record_key(record)
-            if row not in by_id:
+            if row not in by_id or (arm in files and (seed is None or (row, seed) not in files[arm])):
                 continue
-            path = video_file(by_id[row], arm, seed)
-            if arm in files:
-                if seed is None or (row, seed) not in files[arm]:
-                    continue
-                path = files[arm][row, seed].absolute()
             if record["curves"].keys() != self.judges.faces.keys() or not names <= record["figures"].keys():
                 raise ValueError(f"{self.out}: a record of {row} lacks figures of the judges; {WAY_OUT}")
-            records.append(record | head(by_id[row]) | {"file": str(path)})
+            records.append(record | head(by_id[row]) | {"file": str(self.file(by_id[row], arm, seed))})
         return records
 
     def names(self, rows: Sequence[data.Row]) -> list[str]:
         """Return all files that judging writes, relative to the evaluation's folder."""
-        videos = [video_file(row, arm, None) for row in rows for arm in (REAL, VAE)]
-        sampled = [arm for arm in self.arms if arm.videos is None]
-        videos += [video_file(row, arm.name, seed) for arm in sampled for row, seed in self.jobs(arm, rows)]
+        videos = [self.file(row, arm, None) for row in rows for arm in (REAL, VAE)]
+        for arm in self.arms:
+            if arm.videos is None:
+                videos += [self.file(row, arm.name, seed) for row, seed in self.jobs(arm, rows)]
         return [*map(str, videos), *self.prepared(rows)]
 
     def prepared(self, rows: Sequence[data.Row]) -> list[str]:
@@ -262,14 +256,9 @@ def head(row: data.Row) -> dict:
     return {"row": row.id, "line": row.line, "index": row.index, "person": row.who}
 
 
-def video_file(row: data.Row, arm: str, seed: int | None) -> Path:
-    """Return the file of a video, relative to the evaluation's folder and named as --videos takes it."""
-    return Path("videos") / arm / (f"{row.index:03d}.mp4" if seed is None else f"{row.index:03d}_seed{seed}.mp4")
-
-
 def comparison_key(row: data.Row) -> cache.Key:
     return {"kind": "compared_with", "row": row.id}
 
 
 def prompt_key(row_id: str) -> cache.Key:
-    return {"kind": "told", "row": row_id}
+    return {"kind": "prompt", "row": row_id}

@@ -3,7 +3,7 @@
 import base64
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import matplotlib
@@ -99,20 +99,24 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     return sorted((i for i in valid if not beaten(i)), key=lambda i: clamped[i])
 
 
-@STYLE
 def curves_chart(title: str, curves: Sequence[Curve], labels: tuple[str, str] = ("frame", "FaceSim")) -> Chart:
     """Return a chart of curves for a page."""
-    figure = Figure(figsize=(5.6, 3.5), layout="constrained")
-    draw_curves(figure.subplots(), curves, labels)
-    return Chart(title, _data_uri(figure), [(curve.colour, curve.name) for curve in curves])
+    names = [(curve.colour, curve.name) for curve in curves]
+    return Chart(title, _data_uri(lambda axis: draw_curves(axis, curves, labels)), names)
+
+
+def front_chart(markers: Sequence[Marker], judge: str) -> Chart:
+    """Return a chart of gain against motion for a page."""
+    names = [*((marker.colour, marker.name) for marker in markers), (BASE, "base")]
+    return Chart("", _data_uri(lambda axis: draw_front(axis, markers, judge_words(judge))), names)
 
 
 @STYLE
-def front_chart(markers: Sequence[Marker], judge: str) -> Chart:
-    """Return a chart of gain against motion for a page."""
-    figure = Figure(figsize=(5.6, 3.5), layout="constrained")
-    draw_front(figure.subplots(), markers, judge_words(judge))
-    return Chart("", _data_uri(figure), [*((marker.colour, marker.name) for marker in markers), (BASE, "base")])
+def _data_uri(draw: Callable[[Axes], None]) -> str:
+    figure, file = Figure(figsize=(5.6, 3.5), layout="constrained"), io.BytesIO()
+    draw(figure.subplots())
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def draw_curves(axis: Axes, curves: Sequence[Curve], labels: tuple[str, str] = ("frame", "FaceSim")) -> None:
@@ -138,9 +142,3 @@ def draw_front(axis: Axes, markers: Sequence[Marker], judge: str) -> None:
         axis.vlines(gain, marker.motion["low"], marker.motion["high"], color=marker.colour)
     axis.plot(0, 1, "+", color=BASE, markersize=10)
     axis.set(xlabel=f"gain in FaceSim by {judge}", ylabel="non-rigid motion / base's")
-
-
-def _data_uri(figure: Figure) -> str:
-    file = io.BytesIO()
-    figure.savefig(file, format="svg", metadata={"Date": None})
-    return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()

@@ -146,16 +146,15 @@ def describe_unhealthy(change: Mapping | None, bounds: Meaning) -> str:
 
     change: from `figures.compare`. Its mean decides, and the border itself is healthy.
     """
-    change = change or {}
-    ranges = ("ratio", bounds.ratio, "of the base's"), ("difference", bounds.change, "from the base's")
-    for key, limits, words in ranges:
-        if limits is None or not change.get(key):
-            continue
-        low, high = limits
-        if not low <= round_mean(change[key]["mean"]) <= high:
-            mean = f"{change[key]['mean']:{'.3f' if key == 'ratio' else '+.3f'}} {words}"
-            return f"{bounds.label[0].upper()}{bounds.label[1:]} is {mean}{healthy(bounds)}: {bounds.broken}"
-    return ""
+    key = "ratio" if bounds.ratio else "difference"
+    limits = bounds.ratio or bounds.change
+    if limits is None or not change or not change.get(key):
+        return ""
+    mean = change[key]["mean"]
+    if limits[0] <= round_mean(mean) <= limits[1]:
+        return ""
+    text = f"{mean:.3f} of the base's" if bounds.ratio else f"{mean:+.3f} from the base's"
+    return f"{bounds.label[0].upper()}{bounds.label[1:]} is {text}{healthy(bounds)}: {bounds.broken}"
 
 
 def round_mean(mean: float) -> float:
@@ -169,8 +168,5 @@ def healthy(bounds: Meaning) -> str:
     if limits is None:
         return ""
     low, high = limits
-    if high == UP:
-        return f" (healthy: {low:g} of the base's and more)"
-    if bounds.ratio:
-        return f" (healthy: {low:g} to {high:g} of the base's)"
-    return f" (healthy: {high:+g} at most)" if low == -UP else f" (healthy: {low:+g} to {high:+g})"
+    words = f"{low:g} and more" if high == UP else f"{high:g} at most" if low == -UP else f"{low:g} to {high:g}"
+    return f" (healthy: {words}, {'of' if bounds.ratio else 'from'} the base's)"
