@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rewardfl.evaluation import metric_curves, records
-from rewardfl.evaluation.report import charts
-from rewardfl.evaluation.report.meanings import CANARIES, MEANINGS, MOVES, healthy, judge_words, main_judge
+from rewardfl.evaluation.report import pictures
 from rewardfl.evaluation.report.report_page import render
 from rewardfl.evaluation.report.tables import TableRow, figure_cell
-from rewardfl.evaluation.report.verdicts import verdict
+from rewardfl.evaluation.report.verdicts import CANARIES, MEANINGS, MOVES, healthy, judge_words, main_judge, verdict
 from rewardfl.files import sha256
 from rewardfl.merging import output
 
@@ -93,7 +92,9 @@ def comparison_page(evaluations: Sequence[Evaluated], problem: str) -> str:
     """Return the page. problem: how the evaluations differ, which the page shows first."""
     judge = main_judge(evaluations[0].report)
     columns = [MEANINGS[key] for key in (*COMPARED, *WHOLE)]
-    markers = [marker for run in evaluations for marker in charts.make_markers(run.report, f"{run.name}: ", run.colour)]
+    markers = [
+        marker for run in evaluations for marker in pictures.make_markers(run.report, f"{run.name}: ", run.colour)
+    ]
     runs = [
         {
             "name": run.name,
@@ -108,8 +109,8 @@ def comparison_page(evaluations: Sequence[Evaluated], problem: str) -> str:
         "problem": problem,
         "head": [("run: arm", ""), *((column.label, column.says + healthy(column)) for column in columns)],
         "rows": rows(evaluations),
-        "front": charts.front_chart(markers, judge),
-        "curves": [charts.curves_chart(f"By {judge_words(judge)}", curves(evaluations))],
+        "front": pictures.front_chart(markers, judge),
+        "curves": [pictures.curves_chart(f"By {judge_words(judge)}", curves(evaluations))],
         "training": [chart for key in TRAINING for chart in training(evaluations, key)],
         "runs": runs,
     }
@@ -130,21 +131,21 @@ def rows(evaluations: Sequence[Evaluated]) -> list[TableRow]:
     return rows
 
 
-def curves(evaluations: Sequence[Evaluated]) -> list[charts.Curve]:
+def curves(evaluations: Sequence[Evaluated]) -> list[pictures.Curve]:
     """Return every arm's curve by its main judge, a shared base once, and the real clips of the first evaluation."""
-    curves: list[charts.Curve] = []
+    curves: list[pictures.Curve] = []
     for run in evaluations:
         drawn = [curve.points for curve in curves]
-        run_curves = charts.arm_curves(run.report, main_judge(run.report), f"{run.name}: ", run.colour)
+        run_curves = pictures.arm_curves(run.report, main_judge(run.report), f"{run.name}: ", run.colour)
         arms = zip(run_curves, run.report["arms"], strict=True)
         curves += [curve for curve, arm in arms if arm["against"] or curve.points not in drawn]
-    return [*curves, charts.real_curve(evaluations[0].report, main_judge(evaluations[0].report))]
+    return [*curves, pictures.real_curve(evaluations[0].report, main_judge(evaluations[0].report))]
 
 
-def training(evaluations: Sequence[Evaluated], key: str) -> list[charts.Chart]:
+def training(evaluations: Sequence[Evaluated], key: str) -> list[pictures.Chart]:
     """Return a chart of a metric of all runs; nothing where no run has it. A run has its first adapter's colour."""
     lines = []
     for run in evaluations:
         if points := metric_curves.metric_points(run.metrics, key):
-            lines.append(charts.Curve(run.name, points, charts.arm_colour(run.colour + 1)))
-    return [charts.curves_chart(key, lines, ("step", key))] if lines else []
+            lines.append(pictures.Curve(run.name, points, pictures.arm_colour(run.colour + 1)))
+    return [pictures.curves_chart(key, lines, ("step", key))] if lines else []

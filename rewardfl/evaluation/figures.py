@@ -126,14 +126,13 @@ def find_scale(records: Sequence[Record], recogniser: str) -> Scale | None:
     return identity_kept.find_scale(clips)
 
 
-def place_on_scale(scale: Scale, face_sim: Mapping[str, float]) -> Interval:
-    """Return the place of FaceSim, by person, on the scale. A drawn person counts with its distance and its length."""
-    return ratio_interval(scale.distances(face_sim), scale.lengths(list(face_sim)))
+def place_on_scale(scale: Scale, face_sim: Mapping[str, float], base: Mapping[str, float] | None = None) -> Interval:
+    """Return the place of FaceSim, by person, on the scale; with a base of the same people how far that is from it.
 
-
-def move_on_scale(scale: Scale, after: Mapping[str, float], before: Mapping[str, float]) -> Interval:
-    """Return how far FaceSim moves on the scale. Both arguments hold the same people."""
-    return ratio_interval(scale.distances(after) - scale.distances(before), scale.lengths(list(after)))
+    The bootstrap draws a person's distance and length of the scale together.
+    """
+    distances = scale.distances(face_sim) - (0 if base is None else scale.distances(base))
+    return ratio_interval(distances, scale.lengths(list(face_sim)))
 
 
 def per_person(values: Values, clips: Iterable[ClipKey] | None = None) -> dict[str, float]:
@@ -155,22 +154,22 @@ def paired_means(values: Values, base: Values) -> tuple[Tensor, Tensor]:
     return by_person(values, clips), by_person(base, clips)
 
 
-def interval_or_none(values: Tensor) -> Interval | None:
-    """Return the interval of (n,) values; None for n = 0."""
-    return interval(values) if len(values) else None
+def mean_interval(values: Values) -> Interval | None:
+    """Return the mean over people with its interval; None for no clips."""
+    return interval(by_person(values)) if values else None
 
 
 def frozen_share(values: Values, base: Values) -> Interval | None:
     """Return the share of clips with less than FROZEN of the base's non-rigid motion, where the base moves."""
     clips = [clip for clip in values.keys() & base.keys() if base[clip] > 0]
-    return interval_or_none(by_person({clip: float(values[clip] < FROZEN * base[clip]) for clip in clips}))
+    return mean_interval({clip: float(values[clip] < FROZEN * base[clip]) for clip in clips})
 
 
 def colour_shift(table: Table, arm: str, base: str) -> Interval | None:
     """Return the distance of the mean colour from the base's, same person and noise, in RGB of [0, 1]."""
     pairs = [(table.values(arm, name), table.values(base, name)) for name in COLOURS]
     clips = set.intersection(*(set(values) for pair in pairs for values in pair))
-    return interval_or_none(by_person({clip: math.hypot(*(a[clip] - b[clip] for a, b in pairs)) for clip in clips}))
+    return mean_interval({clip: math.hypot(*(a[clip] - b[clip] for a, b in pairs)) for clip in clips})
 
 
 def compare(values: Values, base: Values, *, by_ratio: bool) -> dict | None:
@@ -188,8 +187,9 @@ def compare(values: Values, base: Values, *, by_ratio: bool) -> dict | None:
 def summarise(records: Sequence[Record], arms: Sequence[Arm], edges: Sequence[float], threshold: float) -> dict:
     """Return the report: means over people with 95 % bootstrap intervals.
 
-    arms: the first is `before`, the second `after`. Each is compared with the first of its step count. edges: ascending
-    widths of the face in the real clip, in pixels; faces below the first are not scored.
+    arms: the first is `before`, the second `after`. Each is compared with the first of its step count, another
+    tool's videos with the first of all. edges: ascending widths of the face in the real clip, in pixels; faces below
+    the first are not scored.
     """
     table = make_table(records, [arm.name for arm in arms], threshold)
     judges = list(next(iter(table.records[REAL].values()))["curves"])
@@ -212,7 +212,7 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], edges: Sequence[fl
     report["face_sizes"] = {name: len(members) for name, members in strata.items()}
     report["identity_scale"] = scale_report(table)
     report["real"] = own_figures(table, REAL, judges)
-    bases = {arm.steps: arm for arm in reversed(arms)}
+    bases = {arm.steps: arm for arm in reversed(arms)} | ({0: arms[0]} if arms[-1].videos else {})
     report["arms"] = [arm_report(table, arm, bases[arm.steps], judges, strata) for arm in arms]
     return report
 
@@ -220,7 +220,7 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], edges: Sequence[fl
 def own_figures(table: Table, arm: str, judges: Sequence[str]) -> dict:
     figures: dict[str, Interval | None] = {}
     for name in table.names(arm):
-        figures[name] = interval_or_none(by_person(table.values(arm, name)))
+        figures[name] = mean_interval(table.values(arm, name))
         judge, _, key = name.rpartition("/")
         if key == "face_sim" and judge in table.scales:
             people = per_person(table.values(arm, name))
@@ -259,7 +259,7 @@ def arm_report(table: Table, arm: Arm, base: Arm, judges: Sequence[str], strata:
             changes[name] = change = compare(after, before, by_ratio=by_ratio)
             if key == "face_sim" and block in table.scales and change:
                 both = [per_person(values, after.keys() & before.keys()) for values in (after, before)]
-                changes[f"{block}/identity_kept"] = change | {"difference": move_on_scale(table.scales[block], *both)}
+                changes[f"{block}/identity_kept"] = change | {"difference": place_on_scale(table.scales[block], *both)}
         summary["compared"] = changes
         nonrigid = [table.values(name, f"{judges[-1]}/nonrigid") for name in (arm.name, against)]
         summary |= {"frozen_share": frozen_share(*nonrigid), "colour_shift": colour_shift(table, arm.name, against)}
@@ -277,7 +277,7 @@ def stratum_report(table: Table, arm: str, base: str | None, judges: Sequence[st
         return {clip: value for clip, value in table.values(arm, name).items() if clip.person in people}
 
     names = [f"{judge}/{key}" for judge in judges for key in IN_STRATA]
-    figures = {name: interval_or_none(by_person(select(arm, name))) for name in names}
+    figures = {name: mean_interval(select(arm, name)) for name in names}
     if base is None:
         return {"people": len(people), "figures": figures}
     changes = {
@@ -325,17 +325,23 @@ def motion_report(table: Table, names: Mapping[str, str]) -> dict:
         clips = set.intersection(*map(set, values.values()))
         people = {which: by_person(arm_values, clips) for which, arm_values in values.items()}
         means = {which: float(person_means.mean()) if clips else None for which, person_means in people.items()}
-        if key in AMOUNTS:
-            for which, mean in means.items():
-                figures[which][key] = mean
-            figures["after_to_before"][key] = ratio_interval(people["after"], people["before"]) if clips else None
-        else:
-            figures[key] = means | {"after_minus_before": interval_or_none(people["after"] - people["before"])}
+        if key == "reversals":
+            change = interval(people["after"] - people["before"]) if clips else None
+            figures[key] = means | {"after_minus_before": change}
+            continue
+        for which, mean in means.items():
+            figures[which][key] = mean
+        figures["after_to_before"][key] = ratio_interval(people["after"], people["before"]) if clips else None
     return figures
 
 
 def per_clip(table: Table, arms: Sequence[Arm], judges: Sequence[str]) -> list[dict]:
     """Return every clip with its figures by arm and per frame; `before` and `after` are the first two arms."""
+
+    def shot(arm: str, clip: ClipKey) -> dict:
+        record = table.records[arm][clip]
+        return {"figures": table.figures[arm][clip]} | {key: record[key] for key in ("curves", "detected", "file")}
+
     lines = []
     names = dict(zip(("before", "after"), (arm.name for arm in arms), strict=False))
     for clip in table.figures[REAL]:
@@ -345,13 +351,7 @@ def per_clip(table: Table, arms: Sequence[Arm], judges: Sequence[str]) -> list[d
             line["motion"][which] = {key: figures.get(f"motion/{key}") for key in (*AMOUNTS, "reversals")}
             if which != "real":
                 line |= {f"{judge}/{which}": figures.get(f"{judge}/face_sim") for judge in judges}
-        line["real"] = clip_report(table, REAL, clip) | {"face_width": table.records[REAL][clip]["face_width"]}
-        line["arms"] = {arm.name: clip_report(table, arm.name, clip) for arm in arms if clip in table.figures[arm.name]}
+        line["real"] = shot(REAL, clip) | {"face_width": table.records[REAL][clip]["face_width"]}
+        line["arms"] = {arm.name: shot(arm.name, clip) for arm in arms if clip in table.figures[arm.name]}
         lines.append(line)
     return lines
-
-
-def clip_report(table: Table, arm: str, clip: ClipKey) -> dict:
-    """Return the figures and curves of one video, and its file as in its record."""
-    record = table.records[arm][clip]
-    return {"figures": table.figures[arm][clip]} | {key: record[key] for key in ("curves", "detected", "file")}

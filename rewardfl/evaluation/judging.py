@@ -197,11 +197,11 @@ def judge_video(
     record["figures"] = {name: None if v is None or not math.isfinite(v) else float(v) for name, v in figures.items()}
     if keep_vectors:
         pools = {name: references[f"pool/{name}"].mean(0) for name in judges.faces}
-        record["pool"] = {name: pool.tolist() for name, pool in pools.items()}
         record["embedding"] = {
             name: (torch.zeros_like(pools[name]) if score is None else score.embedding).tolist()
             for name, score in scores.items()
         }
+        record["pool"] = {name: pool.tolist() for name, pool in pools.items()}
     return record
 
 

@@ -12,10 +12,9 @@ import jinja2
 
 from rewardfl.evaluation.figures import FROZEN
 from rewardfl.evaluation.records import REAL
-from rewardfl.evaluation.report.charts import arm_curves, curves_chart, front_chart, make_markers, real_curve
-from rewardfl.evaluation.report.meanings import judge_words, main_judge
+from rewardfl.evaluation.report.pictures import arm_curves, curves_chart, front_chart, make_markers, real_curve
 from rewardfl.evaluation.report.tables import digits, make_tables
-from rewardfl.evaluation.report.verdicts import verdict
+from rewardfl.evaluation.report.verdicts import judge_words, main_judge, verdict
 
 PAGE = 40_000_000  # maximum bytes of a page, with its videos
 NOTES = 2000  # bytes reserved for the note on this limit

@@ -4,15 +4,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rewardfl.evaluation.intervals import Interval
-from rewardfl.evaluation.report.meanings import (
+from rewardfl.evaluation.report.verdicts import (
     FROZEN_MOST,
     describe_unhealthy,
+    frozen,
     healthy,
     judge_words,
     main_judge,
     meaning,
+    verdict,
 )
-from rewardfl.evaluation.report.verdicts import frozen, verdict
 
 
 @dataclass(frozen=True)
