@@ -92,9 +92,7 @@ def comparison_page(evaluations: Sequence[Evaluated], problem: str) -> str:
     """Return the page. problem: how the evaluations differ, which the page shows first."""
     judge = main_judge(evaluations[0].report)
     columns = [MEANINGS[key] for key in (*COMPARED, *WHOLE)]
-    markers = [
-        marker for run in evaluations for marker in pictures.make_markers(run.report, f"{run.name}: ", run.colour)
-    ]
+    markers = [pictures.make_markers(run.report, f"{run.name}: ", run.colour) for run in evaluations]
     runs = [
         {
             "name": run.name,
@@ -109,7 +107,7 @@ def comparison_page(evaluations: Sequence[Evaluated], problem: str) -> str:
         "problem": problem,
         "head": [("run: arm", ""), *((column.label, column.says + healthy(column)) for column in columns)],
         "rows": rows(evaluations),
-        "front": pictures.front_chart(markers, judge),
+        "front": pictures.front_chart(sum(markers, []), judge),
         "curves": [pictures.curves_chart(f"By {judge_words(judge)}", curves(evaluations))],
         "training": [chart for key in TRAINING for chart in training(evaluations, key)],
         "runs": runs,

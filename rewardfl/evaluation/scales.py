@@ -84,19 +84,21 @@ def measure_scales(
     terms: Sequence[Term], videos: Sequence[Tensor], references: Sequence[Sequence[Reference]]
 ) -> list[RewardScale]:
     """Score every video (3, F, H, W) by every reward, one at a time. references: by video and then by reward."""
-    first: list[Tensor | None] = []
-    scales = []
-    for i, term in enumerate(terms):
-        timer, rows = Timer(videos[0].device), []
-        for n, (video, video_references) in enumerate(zip(videos, references, strict=True)):
-            with timer("score"):
-                score, gradient = score_and_gradient(term, video, video_references[i])
-            if i == 0:
-                first.append(gradient)
+    timer, rows = Timer(videos[0].device), []
+    for video, video_references in zip(videos, references, strict=True):
+        first, row = None, []
+        for term, reference in zip(terms, video_references, strict=True):
+            with timer(term.label):
+                score, gradient = score_and_gradient(term, video, reference)
+            first = gradient if term is terms[0] else first
             norm = math.nan if gradient is None else float(gradient.double().norm())
-            rows.append((score, norm, cosine(gradient, first[n])))
-        scores, norms, cosines = torch.tensor(rows, dtype=torch.float64).unbind(1)
-        seconds = timer.seconds["score"] / len(videos)
+            row.append((score, norm, cosine(gradient, first)))
+        rows.append(row)
+    figures = torch.tensor(rows, dtype=torch.float64)  # (videos, terms, 3)
+    scales = []
+    for term, columns in zip(terms, figures.unbind(1), strict=True):
+        scores, norms, cosines = columns.unbind(1)
+        seconds = timer.seconds[term.label] / len(videos)
         scales.append(RewardScale(term=term, scores=scores, norms=norms, cosines=cosines, seconds=seconds))
     return scales
 
