@@ -106,13 +106,13 @@ def make_table(records: Sequence[Record], arms: Sequence[str], threshold: float)
     missing = "" if is_complete else "there is no model whose VAE the real clips could go through"
     no_scale = identity_kept.why_no_scale(len({clip.person for clip in clips}), missing)
     names = [] if no_scale else through_vae[0]["embedding"]
-    scales = {name: scale for name in names if (scale := find_scale(through_vae, name)) is not None}
+    scales = {name: scale for name in names if (scale := find_identity_scale(through_vae, name)) is not None}
     if names and not scales:
         no_scale = "real clips through the VAE are no more like their own people than like others"
     return Table(figures=figures, records=by_arm, scales=scales, no_scale=no_scale)
 
 
-def find_scale(records: Sequence[Record], recogniser: str) -> Scale | None:
+def find_identity_scale(records: Sequence[Record], recogniser: str) -> Scale | None:
     """Return the scale of identity kept by records of real clips through the VAE; None where it has no length."""
     clips = [
         ThroughVae(

@@ -83,7 +83,8 @@ def draw_metrics(curves: dict[str, Lines], keys: Sequence[str], kind: str) -> by
     for axis, key in zip(axes.flat, keys, strict=False):
         for name, lines in curves.items():
             points = metric_points(lines, key)
-            axis.plot(*zip(*points, strict=True), marker="." if len(points) < 20 else "", label=name)
+            columns = [[point[i] for point in points] for i in (0, 1)]
+            axis.plot(*columns, marker="." if len(points) < 20 else "", label=name)
         axis.set_title(key)
         axis.set_xlabel("step")
     axes[0][0].legend()

@@ -139,7 +139,7 @@ def all_files(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "rewardfl.lock"}
 
 
-@pytest.mark.parametrize("name", ["report.html", "settings.json", "videos/base/000_seed1.mp4", "grid.png", "strips"])
+@pytest.mark.parametrize("name", ["report.html", "settings.json", "videos/base/000_seed1.mp4", "grid.png"])
 def test_a_file_of_the_users_is_refused_with_and_without_force(run, tmp_path, monkeypatch, capsys, name):
     mine = tmp_path / "out" / name
     mine.parent.mkdir(parents=True)
@@ -152,7 +152,7 @@ def test_a_file_of_the_users_is_refused_with_and_without_force(run, tmp_path, mo
 
 def test_force_removes_what_the_evaluation_wrote(run, copied, monkeypatch, capsys):
     """And nothing else: neither clips next to its own, nor a video that was changed since."""
-    mine = [copied / name for name in ("videos/holiday.mp4", "strips/mine.txt", "prepared/thesis.txt", "notes.txt")]
+    mine = [copied / name for name in ("videos/holiday.mp4", "prepared/thesis.txt", "notes.txt")]
     mine += [copied / "videos" / "latest_x0" / "000_seed0.mp4"]
     for path in mine:
         path.parent.mkdir(exist_ok=True)
@@ -249,7 +249,7 @@ def test_videos_of_other_tools_need_no_model(run, straight, tmp_path, monkeypatc
     source = ["evaluate.py", "--config", CONFIG, "--data", run / "metadata.csv", "--device", "cpu"]
     said = call(monkeypatch, capsys, [*source, "--out", tmp_path, *videos, "--protocol", "consisid", *sizes])
     report, made = left(tmp_path)[0], left(straight)[0]
-    assert "decoded from mp4" in said and "consisid/held_out" in said
+    assert "decoded from mp4" in said and "FaceSim-Arc as ConsisID, the held-out judge" in said
     assert [arm["decoded"] for arm in report["arms"]] == [True, True] and report["clips"] == 4
     assert report["arms"][1]["against"] == report["arms"][0]["name"]
     mine, theirs = (one["arms"][0]["figures"]["held_out/face_sim"]["mean"] for one in (report, made))

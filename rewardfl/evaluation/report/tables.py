@@ -31,7 +31,7 @@ TableRow = tuple[Name, Sequence[Cell | str]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class FigureTable:
     """A table with two headings."""
 
     title: str
@@ -47,7 +47,7 @@ def digits(value: Interval, *, signed: bool = False) -> list[str]:
     return [f"{value[key]:{'+' if signed else ''}.{count}f}" for key in ("mean", "low", "high")]
 
 
-def make_tables(report: Mapping) -> list[Table]:
+def make_tables(report: Mapping) -> list[FigureTable]:
     """Return a table for each question; a row per figure, a column per arm, and the real clips last."""
     judges = list(report["real"]["per_frame"])
     names = list(dict.fromkeys(name for arm in report["arms"] for name in arm["figures"]))
@@ -68,7 +68,7 @@ def make_tables(report: Mapping) -> list[Table]:
         sections.append(("Published protocols and other rewards", "", rest))
     head = [(name, "") for name in ("figure", *(arm["name"] for arm in report["arms"]), "real clips")]
     tables = [
-        Table(title=title, subtitle=below, head=head, rows=[_figure_row(report, name) for name in rows])
+        FigureTable(title=title, subtitle=below, head=head, rows=[_figure_row(report, name) for name in rows])
         for title, below, rows in sections
     ]
     return [*tables, _strata(report)]
@@ -90,7 +90,7 @@ def figure_cell(arm: Mapping, name: str, judges: Sequence[str]) -> Cell:
     return Cell(arm["figures"].get(name), change or None, describe_unhealthy(change, meaning(name, judges)))
 
 
-def _strata(report: Mapping) -> Table:
+def _strata(report: Mapping) -> FigureTable:
     """Return the table of FaceSim by the width of the face."""
     name, (smallest, *_) = f"{main_judge(report)}/face_sim", report["face_sizes"]
     rows: list[TableRow] = []
@@ -101,7 +101,7 @@ def _strata(report: Mapping) -> Table:
             cells = [Cell(group["figures"][name], (group.get("compared") or {}).get(name)) for group in groups]
         rows.append(((f"{width}: {count} people", ""), cells))
     head = [(text, "") for text in ("face's width in the real clip", *(arm["name"] for arm in report["arms"]))]
-    return Table(title="FaceSim by the size of the face", head=head, rows=rows)
+    return FigureTable(title="FaceSim by the size of the face", head=head, rows=rows)
 
 
 def format_report(report: Mapping) -> str:
@@ -119,7 +119,7 @@ def format_report(report: Mapping) -> str:
     return "\n".join([*lines, "", *_identity_scale(report)])
 
 
-def _column(tables: Sequence[Table], index: int) -> Iterator[str]:
+def _column(tables: Sequence[FigureTable], index: int) -> Iterator[str]:
     for table in tables:
         texts = {name[0]: _format_cell(cells[index]) for name, cells in table.rows if index < len(cells)}
         if any(texts.values()):
