@@ -42,11 +42,11 @@ SHOWN, SIDE = 24, 96  # pairs in the grid, and the minimum height of a picture i
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One prompt and noise. made: uint8 (H, W, 3) by arm. scores: reward's label or label/part -> arm -> value."""
+    """One prompt and noise. picture: uint8 (H, 2 W, 3), of both arms. scores: label or label/part -> arm -> value."""
 
     row: data.Row
     seed: int
-    made: dict[str, Tensor]
+    picture: Tensor
     scores: dict[str, dict[str, float]]
 
 
@@ -82,8 +82,7 @@ def run(args: argparse.Namespace, arm: Arm, folder: output.Folder) -> int:
     pairs = sample_pairs(sampler, terms, arm, batches(jobs, sampler.sizes, args.batch), references)
     report = summarise_images(pairs, {term.label: term.weight > 0 for term in terms}) | {"command": sys.argv}
     for pair in pairs:
-        both = torch.cat([pair.made[name] for name in ARMS], 1)
-        data.write_picture(out / picture_file(pair.row.index, pair.seed), both[None])
+        data.write_picture(out / picture_file(pair.row.index, pair.seed), pair.picture[None])
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     draw_image_grid(pairs, out / "grid.png")
     folder.seal(names)
@@ -132,9 +131,9 @@ def sample_pairs(
         batch_references = [references[row.id] for row, _ in batch]
         scores = {name: score_all(terms, pictures[name], batch_references) for name in ARMS}
         for i, (row, seed) in enumerate(batch):
-            images = {name: data.to_uint8(pictures[name][i])[0].cpu() for name in ARMS}
+            picture = torch.cat([data.to_uint8(pictures[name][i])[0].cpu() for name in ARMS], 1)
             figures = {key: {name: float(scores[name][key][i]) for name in ARMS} for key in scores["before"]}
-            pairs.append(Pair(row=row, seed=seed, made=images, scores=figures))
+            pairs.append(Pair(row=row, seed=seed, picture=picture, scores=figures))
     return pairs
 
 
@@ -206,7 +205,7 @@ def draw_image_grid(pairs: Sequence[Pair], path: Path) -> None:
     first = sorted((pair for pair in pairs if pair.seed == 0), key=gain)
     cells = []
     for i in np.linspace(0, len(first) - 1, min(SHOWN, len(first))).round().astype(int):
-        both = Image.fromarray(torch.cat([first[i].made[arm] for arm in ARMS], 1).numpy())
+        both = Image.fromarray(first[i].picture.numpy())
         scale = max(1, round(SIDE / both.height))
         both = both.resize((scale * both.width, scale * both.height), Image.Resampling.NEAREST)
         cell = Image.new("RGB", (both.width + 8, both.height + 34), "white")

@@ -90,8 +90,7 @@ def judge_all(args: argparse.Namespace, processes: Processes, lock: ExitStack) -
     )  # fmt: skip
     names = study.names(rows)
     records = [str(record_file(Path(), rank)) for rank in range(processes.count)]  # these grow: no hash
-    take = partial(take_folder, folder, [*names, *records], settings, force=args.force, lock=lock)
-    processes.run_on_main(take, (ValueError, OSError))
+    processes.run_on_main(partial(take_folder, folder, [*names, *records], settings, force=args.force, lock=lock))
     rows = study.read_real(rows, backbone if enough_people else None)
     if backbone is not None:
         study.sample(backbone, rows)
@@ -198,8 +197,7 @@ def finish(study: Study, rows: Sequence[data.Row], settings: Settings) -> None:
     """Write the report and the pictures, and print the figures."""
     out, records = study.out, study.join(rows)
     report = summarise(records, study.arms, study.args.face_sizes, study.args.threshold)
-    plain = {block: dict(values) for block, values in settings.items()}
-    report |= {"command": sys.argv, "version": __version__, "settings": plain}
+    report |= {"command": sys.argv, "version": __version__, "settings": settings}
     atomic_write(out / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
     shown = [row.index for row in rows[:PEOPLE]]
     pictures = draw_pictures(report, out, [record for record in records if record["index"] in shown], study.read_file)

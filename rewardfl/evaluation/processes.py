@@ -42,18 +42,16 @@ class Processes:
         """Wait for all processes."""
         self.gather([])
 
-    def run_on_main(self, decide: Callable[[], T], refusals: tuple[type[Exception], ...]) -> T:
-        """Call `decide` on the main process and return its result, or raise its refusal, on all processes."""
-        results: list = []
+    def run_on_main(self, work: Callable[[], None]) -> None:
+        """Call `work` on the main process, and raise its refusal on all processes."""
+        errors: list[Exception] = []
         if self.main:
             try:
-                results = [(decide(), None)]
-            except refusals as error:
-                results = [(None, error)]
-        ((value, error),) = self.gather(results)
-        if error is not None:
+                work()
+            except (ValueError, OSError) as error:
+                errors = [error]
+        for error in self.gather(errors):
             raise error
-        return value
 
 
 @contextmanager

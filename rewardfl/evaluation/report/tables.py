@@ -27,7 +27,7 @@ class Cell:
 
 Name = tuple[str, str]  # of a row or column, with a line below; empty for none
 
-TableRow = tuple[Name, Sequence[Cell | str]]
+TableRow = tuple[Name, Sequence[Cell]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +95,9 @@ def _strata(report: Mapping) -> FigureTable:
     name, (smallest, *_) = f"{main_judge(report)}/face_sim", report["face_sizes"]
     rows: list[TableRow] = []
     for width, count in report["face_sizes"].items():
-        cells: list[Cell | str] = ["too small to be scored here" for _ in report["arms"]]
-        if width != smallest:
-            groups = [arm["strata"][width] for arm in report["arms"]]
-            cells = [Cell(group["figures"][name], (group.get("compared") or {}).get(name)) for group in groups]
-        rows.append(((f"{width}: {count} people", ""), cells))
+        groups = [arm["strata"].get(width, {}) for arm in report["arms"]]
+        cells = [Cell(group.get("figures", {}).get(name), group.get("compared", {}).get(name)) for group in groups]
+        rows.append(((f"{width}: {count} people", "too small to be scored here" if width == smallest else ""), cells))
     head = [(text, "") for text in ("face's width in the real clip", *(arm["name"] for arm in report["arms"]))]
     return FigureTable(title="FaceSim by the size of the face", head=head, rows=rows)
 
@@ -127,10 +125,10 @@ def _column(tables: Sequence[FigureTable], index: int) -> Iterator[str]:
             yield from (f"    {name:30s} {text}" for name, text in texts.items() if text)
 
 
-def _format_cell(cell: Cell | str) -> str:
+def _format_cell(cell: Cell) -> str:
     """Format a figure and what became of it; empty where there is nothing to measure."""
-    if isinstance(cell, str) or cell.figure is None:
-        return cell if isinstance(cell, str) else ""
+    if cell.figure is None:
+        return ""
     text = "{} [{}, {}]".format(*digits(cell.figure))
     if cell.change and "ratio" in cell.change:
         text += "   base x {} [{}, {}]".format(*digits(cell.change["ratio"]))
