@@ -57,12 +57,9 @@ class Judges:
 
 def load_judges(reward: SharedRewardConfig, rewards: Sequence[ResolvedReward], args: argparse.Namespace) -> Judges:
     """Load the judges. Raise ValueError without a recogniser, RewardError for a reward that cannot be built."""
-    packs = {"reward": reward.reward_model_path, "held_out": reward.held_out_model_path, **args.judge}
-    faces = {
-        name: face.FaceIdentity(pack, reward.det_size).to(args.device)
-        for name, pack in packs.items()
-        if pack is not None
-    }
+    packs, size = {"reward": reward.reward_model_path, "held_out": reward.held_out_model_path}, reward.det_size
+    named = [(name, pack) for name, pack in (packs | args.judge).items() if pack is not None]
+    faces = {name: face.FaceIdentity(pack, size).to(args.device) for name, pack in named}
     if not faces:
         raise ValueError("this tool judges faces, and the run has no face pack; name one: --judge NAME=FOLDER")
     frames = {name: protocols.PROTOCOLS[name] for name in args.protocol if name != "ours"}
