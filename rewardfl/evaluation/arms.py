@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ValidationError
@@ -27,6 +27,8 @@ NAMED = re.compile(r"(.+?)(?:_seed(\d+))?\.mp4")  # NAME.mp4 or NAME_seedN.mp4
 NEGATIVE = ""  # key of the negative prompt; no row has this id
 
 Sampling = SampleConfig | GrpoSampleConfig
+
+Placement = Literal["gpu", "cpu_swap"]  # of the experts, as `offload.move_expert` takes it
 
 Files = dict[tuple[str, int], Path]  # another tool's videos by row id and number of the noise
 
@@ -191,8 +193,10 @@ def check_adapter(folder: Path) -> None:
         raise FileNotFoundError(f"{folder}: holds no */{lora.WEIGHTS_NAME}; name a checkpoint with --adapter")
 
 
-def load_model(backbone: Backbone, adapter: Path | None, experts: str, device: torch.device) -> tuple[Experts, Decoder]:
-    """Load the model with the checkpoint's adapter, if any. experts: as `offload.move_expert` takes it."""
+def load_model(
+    backbone: Backbone, adapter: Path | None, experts: Placement, device: torch.device
+) -> tuple[Experts, Decoder]:
+    """Load the model with the checkpoint's adapter, if any."""
     decoder = backbone.load_decoder(device)
     loaded = {name: backbone.load_expert(name) for name in backbone.experts}
     if adapter is not None:

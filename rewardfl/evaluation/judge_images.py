@@ -20,6 +20,7 @@ from rewardfl.evaluation.arms import (
     BASE,
     Arm,
     Job,
+    Placement,
     Sampler,
     Sampling,
     batches,
@@ -103,10 +104,10 @@ def load_sampler(
     backbone: Backbone,
     examples: Mapping[str, tuple[data.Row, data.Example]],
     adapter: Path | None,
-    experts: str,
+    experts: Placement,
     device: torch.device,
 ) -> Sampler:
-    """Load the run's model with the checkpoint's adapter. examples: by row id. experts: as `offload.move_expert`."""
+    """Load the run's model with the checkpoint's adapter. examples: by row id."""
     inputs = ((row, example.image) for row, example in examples.values())
     conditioning = dict(encode_inputs(sampling, num_frames, backbone, inputs, device))
     sizes = {key: example.size for key, (_, example) in examples.items()}

@@ -44,7 +44,7 @@ REPORTS = ("report.json", "report.html", "grid.png", "curves.png", "front.png") 
 def run(args: argparse.Namespace) -> int:
     """Judge, report and draw; return the exit code."""
     with connected() as processes, ExitStack() as lock:
-        args.device = processes.own(command_line.resolve_device(args.device))
+        args.device = processes.local_device(command_line.resolve_device(args.device))
         return judge_all(args, processes, lock)
 
 

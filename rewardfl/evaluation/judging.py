@@ -51,7 +51,7 @@ class Judges:
 
     @property
     def main(self) -> str:
-        """The recogniser that decides: the last of --judge, else the held-out one, else the reward's."""
+        """Return the recogniser that decides: the last of --judge, else the held-out one, else the reward's."""
         return list(self.faces)[-1]
 
 

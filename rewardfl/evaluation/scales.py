@@ -33,7 +33,7 @@ class RewardScale:
 
     @property
     def pull(self) -> float:
-        """Mean norm of weight * gradient / std, the gradient in the loss."""
+        """Return the mean norm of weight * gradient / std, the gradient in the loss."""
         return self.term.weight * float(self.norms.nanmean()) / self.term.std
 
 

@@ -46,7 +46,7 @@ class Study:
 
     @cached_property
     def records(self) -> dict[Key, Record]:
-        """The records from when this process started, without its own later ones."""
+        """Return the records from when this process started, without its own later ones."""
         return read_records(self.out)
 
     @cached_property
@@ -55,7 +55,7 @@ class Study:
 
     @cached_property
     def store(self) -> Cache:
-        """References and conditioning by row, until the evaluation is done."""
+        """Return the store of references and conditioning by row, until the evaluation is done."""
         return Cache(self.out / "prepared")
 
     def jobs(self, arm: Arm, rows: Sequence[data.Row]) -> list[Job]:

@@ -78,7 +78,7 @@ def load_dino(folder: str, device: str) -> ViTModel:
         problem = f"is of a model {kind!r}" if path.is_file() else "is missing"
         raise ValueError(f"--dino: {path} {problem}; name a local folder of facebook/dino-vitb16")
     model = ViTModel.from_pretrained(folder, local_files_only=True, add_pooling_layer=False)
-    return model.eval().requires_grad_(False).to(device)
+    return model.eval().requires_grad_(requires_grad=False).to(device)
 
 
 def subject_consistency(model: ViTModel, frames: np.ndarray) -> float:

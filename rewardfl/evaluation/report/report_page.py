@@ -83,7 +83,7 @@ class Shot:
 
     @property
     def size(self) -> int:
-        """Bytes of its base64 text."""
+        """Return the bytes of its base64 text."""
         return 4 * -(-self.path.stat().st_size // 3) if self.exists else 0
 
     @property
@@ -92,7 +92,7 @@ class Shot:
 
     @property
     def link(self) -> str:
-        """URL relative to the page, absolute for a file elsewhere."""
+        """Return the URL, relative to the page, absolute for a file elsewhere."""
         file = self.record["file"]
         return self.path.as_uri() if Path(file).is_absolute() else quote(file)
 
