@@ -88,7 +88,7 @@ class Table:
 
 
 def make_table(records: Sequence[Record], arms: Sequence[str], threshold: float) -> Table:
-    """Make a table of the records of these arms, and of their real clips. threshold: for the share of frames above it."""
+    """Make a table of the records of these arms and of their real clips. threshold: of `above_threshold`."""
     by_arm: dict[str, dict[ClipKey, Record]] = {arm: {} for arm in arms}
     real = {record["row"]: record for record in records if record["arm"] == REAL}
     for record in records:

@@ -71,25 +71,21 @@ def metric_points(lines: Lines, key: str) -> list[tuple[float, float]]:
 
 def draw_metrics(curves: dict[str, Lines], keys: Sequence[str], kind: str) -> bytes:
     """Draw the picture. kind: png, svg or pdf."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     columns, rows = min(len(keys), COLUMNS), math.ceil(len(keys) / COLUMNS)
-    figure, axes = plt.subplots(rows, columns, figsize=(4.5 * columns, 3.5 * rows), squeeze=False)
+    figure = Figure(figsize=(4.5 * columns, 3.5 * rows), layout="tight")
+    axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat[len(keys) :]:
         axis.set_axis_off()
     for axis, key in zip(axes.flat, keys, strict=False):
         for name, lines in curves.items():
             points = metric_points(lines, key)
-            columns = [[point[i] for point in points] for i in (0, 1)]
-            axis.plot(*columns, marker="." if len(points) < 20 else "", label=name)
+            steps, values = ([point[i] for point in points] for i in (0, 1))
+            axis.plot(steps, values, marker="." if len(points) < 20 else "", label=name)
         axis.set_title(key)
         axis.set_xlabel("step")
     axes[0][0].legend()
-    figure.tight_layout()
     content = io.BytesIO()
     figure.savefig(content, format=kind, dpi=110)
-    plt.close(figure)
     return content.getvalue()

@@ -252,7 +252,7 @@ def test_agreement_with_the_text_is_a_column(run, straight, tmp_path, monkeypatc
     folder = clip_files.write_clip(tmp_path / "clip")
     others = f"reward.others={{text: {{name: clip_score, settings: {{model_dir: {folder}}}}}}}"
     made = straight / "videos" / "latest"
-    said = call(monkeypatch, capsys, [*source(run), *SIZES, "--out", tmp_path / "out", "--videos", made, others])
+    said = call(monkeypatch, capsys, [*source(run), *SIZES, others, "--out", tmp_path / "out", "--videos", made])
     (arm,) = left(tmp_path / "out")[0]["arms"]
     reward = rewards.build("clip_score", {"model_dir": folder})
     scores = []

@@ -3,7 +3,6 @@
 import base64
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -41,7 +40,7 @@ def report_page(report: Mapping, folder: Path, most: int = PAGE) -> str:
     """
     judges, judge = list(report["real"]["per_frame"]), main_judge(report)
     against = [arm for arm in report["arms"] if arm["against"]]
-    clips = [(clip, shots(report, clip, folder)) for clip in worst_first(report)]
+    clips = [(clip, list_shots(report, clip, folder)) for clip in worst_first(report)]
     values = {
         "report": report,
         "title": f"Evaluation of {', '.join(arm['name'] for arm in against) or 'one arm'}",
@@ -53,48 +52,22 @@ def report_page(report: Mapping, folder: Path, most: int = PAGE) -> str:
         ],
         "front": front_chart(make_markers(report), judge),
         "worst_by": judged_arm(report),
-        "judge": judge_words(judge),
+        "judge": judge,
+        "judge_words": judge_words(judge),
         "clips": clips,
         "command": shlex.join(report["command"]),
         "frozen": FROZEN,
     }
-    room = most - NOTES - len(render("report.html", values | {"inside": 0}).encode())
-    inside = 0
-    for _, clip_shots in clips:
-        room -= sum(shot.size for shot in clip_shots)
+    room, inside = most - NOTES - len(render("report.html", values | {"inside": 0}).encode()), 0
+    for _, shots in clips:
+        present = [shot for shot in shots if shot["source"]]
+        room -= sum(4 * -(-shot["path"].stat().st_size // 3) for shot in present)  # of base64
         if room < 0:
             break
+        for shot in present:
+            shot["source"] = "data:video/mp4;base64," + base64.b64encode(shot["path"].read_bytes()).decode()
         inside += 1
     return render("report.html", values | {"inside": inside})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shot:
-    """One video of a clip. name: its arm. judge: whose scores are shown. path: the file."""
-
-    name: str
-    record: Mapping
-    judge: str
-    path: Path
-
-    @property
-    def exists(self) -> bool:
-        return self.path.is_file()
-
-    @property
-    def size(self) -> int:
-        """Return the bytes of its base64 text."""
-        return 4 * -(-self.path.stat().st_size // 3) if self.exists else 0
-
-    @property
-    def data_uri(self) -> str:
-        return "data:video/mp4;base64," + base64.b64encode(self.path.read_bytes()).decode()
-
-    @property
-    def link(self) -> str:
-        """Return the URL, relative to the page, absolute for a file elsewhere."""
-        file = self.record["file"]
-        return self.path.as_uri() if Path(file).is_absolute() else quote(file)
 
 
 def worst_first(report: Mapping) -> list[Mapping]:
@@ -112,9 +85,12 @@ def judged_arm(report: Mapping) -> str:
     return next((arm["name"] for arm in report["arms"] if arm["against"]), report["arms"][0]["name"])
 
 
-def shots(report: Mapping, clip: Mapping, folder: Path) -> list[Shot]:
-    """Return the real clip and every arm's video of it."""
+def list_shots(report: Mapping, clip: Mapping, folder: Path) -> list[dict[str, Any]]:
+    """Return name, record, path and URL of the real clip and of every arm's video of it. The URL is "" for no file."""
     names = [arm["name"] for arm in report["arms"] if arm["name"] in clip["arms"]]
-    records = {REAL: clip["real"], **{name: clip["arms"][name] for name in names}}
-    judge = main_judge(report)
-    return [Shot(name=name, record=r, judge=judge, path=folder / r["file"]) for name, r in records.items()]
+    shots = []
+    for name, record in [(REAL, clip["real"]), *((name, clip["arms"][name]) for name in names)]:
+        path = folder / record["file"]
+        link = path.as_uri() if Path(record["file"]).is_absolute() else quote(record["file"])
+        shots.append({"name": name, "record": record, "path": path, "source": link if path.is_file() else ""})
+    return shots
