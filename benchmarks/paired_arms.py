@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rewardfl.evaluation.figures import Reading, Table, make_table, per_person
+from rewardfl.evaluation.figures import Table, make_table, per_person, place_on_scale
 from rewardfl.evaluation.intervals import Interval, interval, ratio_interval
 from rewardfl.evaluation.records import read_records
 
@@ -39,8 +39,8 @@ def lines(table: Table, first: list[str], second: list[str]) -> list[str]:
         name = f"{judge}/face_sim"
         people = list(per_person(table.values(first[0], name)))
         sides = [dict(zip(people, mean_of_arms(table, arms, name).tolist(), strict=True)) for arms in (first, second)]
-        places = [f"{scale.place(side)['mean']:.3f}" for side in sides]
-        rows.append(f"| identity kept ({judge}) | {' | '.join(places)} | {show(scale.change(*sides))} |")
+        places = [f"{place_on_scale(scale, side)['mean']:.3f}" for side in sides]
+        rows.append(f"| identity kept ({judge}) | {' | '.join(places)} | {show(place_on_scale(scale, *sides))} |")
     for name in SIGNED:
         a, b = (mean_of_arms(table, arms, name) for arms in (first, second))
         rows.append(f"| {name} | {a.mean():.3f} | {b.mean():.3f} | {show(interval(a - b))} |")
@@ -62,7 +62,7 @@ def main() -> None:
     records = list(read_records(args.evaluation).values())
     if missing := {*groups[0], *groups[1]} - {record["arm"] for record in records}:
         parser.error(f"{args.evaluation} has no arm {', '.join(sorted(missing))}; its videos/ has a folder of each")
-    print("\n".join(lines(make_table(records, [BASE, *groups[0], *groups[1]], Reading()), *groups)))
+    print("\n".join(lines(make_table(records, [BASE, *groups[0], *groups[1]], threshold=0.4), *groups)))
 
 
 if __name__ == "__main__":

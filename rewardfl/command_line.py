@@ -131,13 +131,11 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
 
 def parse_size(text: str) -> int:
     """Return the bytes of 5GB, 500MB, 1.5GB or a number."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)B?", text.strip().upper())
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB or 500MB")
-    nbytes = float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "G": 1e9}[match[2]]
-    if not 1 <= nbytes < 1e18:
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)\s*([KMG]?)B?", text.strip().upper())
+    nbytes = int(float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "G": 1e9}[match[2]]) if match else 0
+    if nbytes < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size of a file; write 5GB or 500MB")
-    return int(nbytes)
+    return nbytes
 
 
 def parse_path_and_strength(text: str) -> tuple[str, float]:
@@ -159,20 +157,14 @@ def one_line(text: str) -> str:
 
 
 def resolve_device(name: str | None) -> str:
-    """Return the device of this name; without one cuda where there is a GPU, else cpu.
-
-    Raise InputError for no device.
-    """
+    """Return the device of this name, by default cuda where there is a GPU, else cpu. Raise InputError for another."""
     import torch  # here: a copy of shards needs none
 
-    if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
-        raise InputError(f"--device: {shown(name)} is no device of these tools; give cpu or cuda, or leave it out")
-    parsed = torch.device(name)
-    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"--device: this torch sees no GPU {name}; give cpu, or leave it out")
-    return name
+    gpus = torch.cuda.device_count()
+    devices = ["cuda", *(f"cuda:{i}" for i in range(gpus)), "cpu"] if gpus else ["cpu"]
+    if name not in (None, *devices):
+        raise InputError(f"--device: this torch has no {shown(name)}; give {', '.join(devices)}, or leave it out")
+    return name or devices[0]
 
 
 def format_bytes(nbytes: int) -> str:

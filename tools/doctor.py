@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from rewardfl import command_line, trust
+from rewardfl.config import schema
 
 CHECKS = ("environment", "weights", "faces", "step")
 
@@ -26,13 +27,12 @@ def main() -> int:
     page = Path(time.strftime("outputs/doctor_%Y%m%d_%H%M%S.md"))
     parser.add_argument("--out", type=Path, default=page, help="a new file (default: outputs/doctor_TIME.md)")
     parser.add_argument("--only", choices=CHECKS, action="append", help="this check; may be given several times")
-    parser.add_argument("--clips", type=int, default=4, help="how many of the data's first rows (default: %(default)s)")
+    count = command_line.option_type(schema.Count)
+    parser.add_argument("--clips", type=count, default=4, help="how many of the data's first rows (default: 4)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one, else cpu")
     trust.add_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args()
-    if args.clips < 1:
-        parser.error("--clips must be at least 1")
     from rewardfl.doctor import checks  # here, so that --help and mistakes need no torch
 
     return checks.run(args)

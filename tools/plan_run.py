@@ -10,11 +10,11 @@ Exits with 0 when the run fits the memory of the GPU and of the host as it is se
 all. The host's memory is this machine's, or its container's limit, unless --host-gb names another's.
 """
 
-import math
 import sys
 from pathlib import Path
 
 from rewardfl import command_line, trust
+from rewardfl.config import schema
 
 FITS, DOES_NOT = 0, 2  # exit codes
 
@@ -22,12 +22,13 @@ FITS, DOES_NOT = 0, 2  # exit codes
 def main() -> int:
     parser = command_line.Parser(__doc__)
     parser.add_argument("--config", required=True)
-    parser.add_argument("--gpu-memory", type=float, default=80, metavar="GB", help="of one GPU, in 1e9 bytes")
+    positive, count = map(command_line.option_type, (schema.Positive, schema.Count))
+    parser.add_argument("--gpu-memory", type=positive, default=80.0, metavar="GB", help="of one GPU, in 1e9 bytes")
     parser.add_argument(
-        "--host-gb", type=float, metavar="GB", help="host memory for all processes together (default: this machine's)"
+        "--host-gb", type=positive, metavar="GB", help="host memory of all processes together (default: this machine's)"
     )
-    parser.add_argument("--tflops", type=float, help="TFLOP/s that the GPU reaches in practice (default: 400, an H100)")
-    parser.add_argument("--processes", type=int, default=1, help="GPUs of the run, one process each")
+    parser.add_argument("--tflops", type=positive, help="that the GPU reaches in practice (default: 400, an H100)")
+    parser.add_argument("--processes", type=count, default=1, help="GPUs of the run, one process each")
     shardings = ("none", "zero2", "fsdp2")
     parser.add_argument(
         "--sharding", choices=shardings, default="none", help="as zero2_offload.yaml or fsdp2.yaml spread the run"
@@ -35,13 +36,6 @@ def main() -> int:
     trust.add_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args()
-    if args.processes < 1:
-        parser.error("--processes must be at least 1")
-    numbers = {"--gpu-memory": args.gpu_memory, "--host-gb": args.host_gb, "--tflops": args.tflops}
-    for name, number in numbers.items():
-        if number is not None and not 0 < number < math.inf:
-            print(f"error: {name}: must be a number above 0, got {number:g}", file=sys.stderr)
-            return DOES_NOT
     # here, so that --help and mistakes in the arguments need no torch
     from rewardfl import backbones, config, data, machine
     from rewardfl.estimate.advice import Machine

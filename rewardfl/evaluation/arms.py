@@ -1,38 +1,59 @@
 """What an evaluation samples from the same noises: the base model, and adapters at strengths and step counts."""
 
+import argparse
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from rewardfl import config, data, lora, reward_flow
 from rewardfl.backbones.protocol import Backbone, Conditioning, Decoder, Experts, Velocity
+from rewardfl.config.schema import GrpoSampleConfig, SampleConfig
 from rewardfl.memory import offload
 from rewardfl.noise import draw_noise, noise_seed
-from rewardfl.training import plan
 
 BASE = "base"
 
 TAKEN = (BASE, "real", "vae")  # reserved names: no adapter's or tool's arm may have them
 
+NAMED = re.compile(r"(.+?)(?:_seed(\d+))?\.mp4")  # NAME.mp4 or NAME_seedN.mp4
+
 NEGATIVE = ""  # key of the negative prompt; no row has this id
+
+Sampling = SampleConfig | GrpoSampleConfig
+
+Placement = Literal["gpu", "cpu_swap"]  # of the experts, as `offload.move_expert` takes it
+
+Files = dict[tuple[str, int], Path]  # another tool's videos by row id and number of the noise
 
 Job = tuple[data.Row, int]  # a row of the table, and the number of the noise
 
 
-def run_config(run: Path, overrides: list[str]) -> config.AnyConfig:
-    """Return the configuration of a training run with overrides. Raise FileNotFoundError where there is no run."""
-    path = run / "run.json"
+class RunFile(BaseModel):
+    """The part of run.json that is read."""
+
+    config: dict[str, Any]
+
+
+def load_config(args: argparse.Namespace) -> config.AnyConfig:
+    """Return the configuration of --config, or of the training run --run, for the table --data.
+
+    Raise FileNotFoundError where there is no run, ValueError for a damaged one.
+    """
+    overrides = [*args.overrides, f"data.file_name={json.dumps(args.data)}"]
+    if args.config:
+        return config.load(args.config, overrides)
+    path = args.run / "run.json"
     if not path.is_file():
         raise FileNotFoundError(f"--run: {path} is missing; name the output_dir of a training run")
     try:
-        content = TypeAdapter(dict[str, Any]).validate_json(path.read_bytes())
-        sections = TypeAdapter(dict[str, Any]).validate_python(content.get("config"))
+        sections = RunFile.model_validate_json(path.read_bytes()).config
     except ValidationError:
         raise ValueError(f"--run: {path} is not as training writes it; name the output_dir of a training run") from None
     return config.parse(sections, overrides)
@@ -80,28 +101,65 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
     return [f"{i}_{name}" for i, name in enumerate(names)]
 
 
+def plain(row_id: str) -> str:
+    """Return a row's id with all characters replaced that a file name should not have."""
+    return re.sub(r"[^\w.-]", "_", row_id)
+
+
+def find_videos(folder: Path, rows: Sequence[data.Row]) -> Files:
+    """Return {(row id, number of the noise): file}. A file's name is the row's index in the table, from 0, or its id.
+
+    007.mp4, 7.mp4 and 007_seed0.mp4 are the first video of row 7, 007_seed1.mp4 the second. Ignore other files. Raise
+    ValueError where the folder is missing, has no video of a row, or two for one noise.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"--videos: {folder}: no such folder")
+    by_name = {plain(row.id): row.id for row in rows}
+    by_index = {row.index: row.id for row in rows}
+    files: Files = {}
+    for path in sorted(folder.glob("*.mp4")):
+        if (match := NAMED.fullmatch(path.name)) is None:
+            continue
+        name, seed = match.groups()
+        row_id = by_name.get(name) or (by_index.get(int(name)) if name.isdecimal() else None)
+        if row_id is None:
+            continue
+        key = (row_id, int(seed or 0))
+        if key in files:
+            raise ValueError(f"--videos: {path} and {files[key].name} are both noise {key[1]} of one row; remove one")
+        files[key] = path
+    with_video = {row_id for row_id, _ in files}
+    if missing := [row for row in rows if row.id not in with_video]:
+        row = missing[0]
+        raise ValueError(
+            f"--videos: {folder} has no video of {len(missing)} rows, the first is line {row.line}: name it "
+            f"{row.index:03d}.mp4 or {plain(row.id)}.mp4, with _seed1, _seed2 before .mp4 for further noises"
+        )
+    return files
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """A model with an adapter. told: conditioning by row id and by NEGATIVE. sizes: (H, W) by row id."""
+    """A model with an adapter. conditioning: by row id and by NEGATIVE. sizes: (H, W) by row id."""
 
-    cfg: config.AnyConfig
+    sampling: Sampling
+    num_frames: int
     backbone: Backbone
     experts: Experts
     decoder: Decoder
-    told: Callable[[str], Conditioning]
+    conditioning: Callable[[str], Conditioning]
     sizes: Mapping[str, tuple[int, int]]
     device: torch.device
 
     def sample(self, batch: Sequence[Job], arm: Arm) -> Tensor:
         """Sample jobs of one size by the ODE: (B, 3, F, H, W) in [-1, 1]. A job has the same noise in every arm."""
-        conditioning = self.backbone.collate([self.told(row.id) for row, _ in batch])
-        shape = self.backbone.latent_shape(*self.sizes[batch[0][0].id], self.cfg.data.num_frames)
-        if arm.steps == self.cfg.sample.num_inference_steps:
-            schedule = plan.make_schedule(self.cfg.sample, self.backbone, shape)
-        else:
-            schedule = self.backbone.schedule(arm.steps, self.cfg.sample.shift, shape)
-        guidance = self.cfg.sample.guidance_scale
-        negative = self.told(NEGATIVE) if guidance != 1 else None
+        conditioning = self.backbone.collate([self.conditioning(row.id) for row, _ in batch])
+        shape = self.backbone.latent_shape(*self.sizes[batch[0][0].id], self.num_frames)
+        schedule = self.backbone.schedule(arm.steps, self.sampling.shift, shape)
+        if arm.steps == self.sampling.num_inference_steps:
+            schedule = schedule.until(self.sampling.final_timestep)
+        guidance = self.sampling.guidance_scale
+        negative = self.conditioning(NEGATIVE) if guidance != 1 else None
         velocity = Velocity(
             backbone=self.backbone, model=self.experts, conditioning=conditioning, schedule=schedule, negative=negative,
             guidance=guidance,
@@ -115,14 +173,18 @@ class Sampler:
 
 
 def encode_inputs(
-    cfg: config.AnyConfig, backbone: Backbone, inputs: Iterable[tuple[data.Row, Tensor | None]], device: torch.device
+    sampling: Sampling,
+    num_frames: int,
+    backbone: Backbone,
+    inputs: Iterable[tuple[data.Row, Tensor | None]],
+    device: torch.device,
 ) -> Iterator[tuple[str, Conditioning]]:
     """Yield row id and conditioning of each row and image (3, H, W) in [-1, 1]; before them NEGATIVE where guided."""
     encode_text, encode_image = backbone.text_encoder(device), backbone.image_encoder(device)
-    if cfg.sample.guidance_scale != 1:
-        yield NEGATIVE, encode_text(cfg.sample.negative_prompt)
+    if sampling.guidance_scale != 1:
+        yield NEGATIVE, encode_text(sampling.negative_prompt)
     for row, image in inputs:
-        yield row.id, encode_text(row.prompt) | encode_image(image, cfg.data.num_frames)
+        yield row.id, encode_text(row.prompt) | encode_image(image, num_frames)
 
 
 def check_adapter(folder: Path) -> None:
@@ -131,8 +193,10 @@ def check_adapter(folder: Path) -> None:
         raise FileNotFoundError(f"{folder}: holds no */{lora.WEIGHTS_NAME}; name a checkpoint with --adapter")
 
 
-def load_model(backbone: Backbone, adapter: Path | None, experts: str, device: torch.device) -> tuple[Experts, Decoder]:
-    """Load the model with the checkpoint's adapter, if any. experts: as `offload.move_expert` takes it."""
+def load_model(
+    backbone: Backbone, adapter: Path | None, experts: Placement, device: torch.device
+) -> tuple[Experts, Decoder]:
+    """Load the model with the checkpoint's adapter, if any."""
     decoder = backbone.load_decoder(device)
     loaded = {name: backbone.load_expert(name) for name in backbone.experts}
     if adapter is not None:

@@ -6,77 +6,20 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import BaseModel, Field, FiniteFloat, ValidationError, model_validator
-
-from rewardfl import command_line
-from rewardfl.config.schema import shown
 from rewardfl.evaluation import metric_curves, records
-from rewardfl.evaluation.report import charts
-from rewardfl.evaluation.report.meanings import CANARIES, MEANINGS, MOVES, healthy, judge_words, main_judge
-from rewardfl.evaluation.report.report_page import figure_cell
-from rewardfl.evaluation.report.templates import TableRow, render
-from rewardfl.evaluation.report.verdicts import verdict
+from rewardfl.evaluation.report import pictures
+from rewardfl.evaluation.report.report_page import render
+from rewardfl.evaluation.report.tables import TableRow, figure_cell
+from rewardfl.evaluation.report.verdicts import CANARIES, MEANINGS, MOVES, healthy, judge_words, main_judge, verdict
+from rewardfl.files import sha256
 from rewardfl.merging import output
 
-ALIKE = ("records", "data", "sampling", "judges")  # blocks of the settings that must agree
+ALIKE = ("data", "sampling", "judges")  # blocks of the settings that must agree
 
 COMPARED, WHOLE = ("face/face_sim", "face/identity_kept", *MOVES, *CANARIES), ("colour_shift", "frozen_share")
 
 TRAINING = ("reward/held_out", "reward/held_out/flow", "grad_norm")
-
-
-class Interval(BaseModel):
-    mean: FiniteFloat
-    low: FiniteFloat
-    high: FiniteFloat
-
-
-class Change(BaseModel):
-    difference: Interval
-    people_with_more: FiniteFloat
-    ratio: Interval | None = None
-
-
-class Figures(BaseModel):
-    figures: dict[str, Interval | None]
-    per_frame: Annotated[dict[str, list[FiniteFloat]], Field(min_length=1)]  # by recogniser
-
-
-class ArmReport(Figures):
-    name: str
-    clips: int
-    decoded: bool
-    against: str | None
-    compared: dict[str, Change | None] = {}
-    frozen_share: Interval | None = None
-    colour_shift: Interval | None = None
-
-
-class Report(BaseModel):
-    """The part of a report.json that the page needs."""
-
-    people: int
-    version: str
-    command: list[str]
-    settings: dict[str, dict[str, str]]
-    real: Figures
-    arms: Annotated[list[ArmReport], Field(min_length=1)]
-
-    @model_validator(mode="after")
-    def _agrees(self) -> "Report":
-        """Raise ValueError where an arm lacks a judge, its base, or a figure against its base."""
-        judges, names = list(self.real.per_frame), [arm.name for arm in self.arms]
-        for arm in self.arms:
-            lacking = [judge for judge in judges if arm.against and f"{judge}/face_sim" not in arm.compared]
-            if lacking or list(arm.per_frame) != judges or arm.against not in (None, *names):
-                raise ValueError(f"arm {shown(arm.name)} lacks a base or a judge")
-            moves = [arm.compared.get(key.replace("face/", f"{judges[-1]}/")) for key in MOVES]
-            whole = not arm.against or {"frozen_share", "colour_shift"} <= arm.model_fields_set
-            if not whole or any(move and move.ratio is None for move in moves):
-                raise ValueError(f"arm {shown(arm.name)} lacks a figure against its base")
-        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,26 +67,24 @@ def report_file(folder: Path) -> Path:
 
 
 def read_report(folder: Path) -> dict:
-    """Read the report of an evaluation of videos. Raise ValueError for another one."""
+    """Read the report of an evaluation of videos. Raise ValueError unless this version wrote it as it is."""
     path = report_file(folder)
-    try:
-        Report.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        problem = command_line.format_first_problem(error)
-        text = f"{path}: is no report of videos as evaluate.py writes it ({problem}); evaluate again"
-        raise ValueError(text) from None
-    return json.loads(path.read_bytes())
+    entry = output.Folder(path.parent, records.TOOL).listed().get(path.name)
+    digest = sha256(path)
+    if not entry or entry.get("sha256", digest) != digest:
+        raise ValueError(f"{path}: is not as evaluate.py wrote it, by the manifest next to it; evaluate again")
+    report = json.loads(path.read_bytes())
+    if report.get("settings", {}).get("records") != {"format": str(records.FORMAT)}:
+        raise ValueError(f"{path}: is of images, or of another version of evaluate.py; evaluate again")
+    return report
 
 
 def describe_mismatch(evaluations: Sequence[Evaluated]) -> str:
     """Describe the first difference from the first evaluation in data, sampling or judges; empty where none is."""
-    first, *rest = evaluations
-    settings = {block: first.report["settings"].get(block, {}) for block in ALIKE}
-    for run in rest:
-        if problem := records.describe_difference(
-            settings, {block: run.report["settings"].get(block, {}) for block in ALIKE}
-        ):
-            return f"{run.name} cannot be compared with {first.name}: {problem}"
+    settings = [{block: run.report["settings"][block] for block in ALIKE} for run in evaluations]
+    for run, others in zip(evaluations, settings, strict=True):
+        if problem := records.describe_difference(settings[0], others):
+            return f"{run.name} cannot be compared with {evaluations[0].name}: {problem}"
     return ""
 
 
@@ -151,7 +92,7 @@ def comparison_page(evaluations: Sequence[Evaluated], problem: str) -> str:
     """Return the page. problem: how the evaluations differ, which the page shows first."""
     judge = main_judge(evaluations[0].report)
     columns = [MEANINGS[key] for key in (*COMPARED, *WHOLE)]
-    markers = [marker for run in evaluations for marker in charts.make_markers(run.report, f"{run.name}: ", run.colour)]
+    markers = [pictures.make_markers(run.report, f"{run.name}: ", run.colour) for run in evaluations]
     runs = [
         {
             "name": run.name,
@@ -166,8 +107,8 @@ def comparison_page(evaluations: Sequence[Evaluated], problem: str) -> str:
         "problem": problem,
         "head": [("run: arm", ""), *((column.label, column.says + healthy(column)) for column in columns)],
         "rows": rows(evaluations),
-        "front": charts.front_chart(markers, judge),
-        "curves": [charts.curves_chart(f"By {judge_words(judge)}", curves(evaluations))],
+        "front": pictures.front_chart(sum(markers, []), judge),
+        "curves": [pictures.curves_chart(f"By {judge_words(judge)}", curves(evaluations))],
         "training": [chart for key in TRAINING for chart in training(evaluations, key)],
         "runs": runs,
     }
@@ -176,7 +117,7 @@ def comparison_page(evaluations: Sequence[Evaluated], problem: str) -> str:
 
 def rows(evaluations: Sequence[Evaluated]) -> list[TableRow]:
     """Return a row for each arm that has a base, with a cell for each figure."""
-    rows = []
+    rows: list[TableRow] = []
     for run in evaluations:
         judge = main_judge(run.report)
         for arm in (arm for arm in run.report["arms"] if arm["against"]):
@@ -184,31 +125,25 @@ def rows(evaluations: Sequence[Evaluated]) -> list[TableRow]:
             cells = [replace(figure_cell(arm, name, [judge]), figure=None) for name in names]
             cells += [figure_cell(arm, name, [judge]) for name in WHOLE]
             people = f"{run.report['people']} people, {arm['clips']} clips"
-            rows.append(TableRow((f"{run.name}: {arm['name']}", people), cells))
+            rows.append(((f"{run.name}: {arm['name']}", people), cells))
     return rows
 
 
-def curves(evaluations: Sequence[Evaluated]) -> list[charts.Curve]:
+def curves(evaluations: Sequence[Evaluated]) -> list[pictures.Curve]:
     """Return every arm's curve by its main judge, a shared base once, and the real clips of the first evaluation."""
-    curves: list[charts.Curve] = []
+    curves: list[pictures.Curve] = []
     for run in evaluations:
         drawn = [curve.points for curve in curves]
-        run_curves = charts.arm_curves(run.report, main_judge(run.report), f"{run.name}: ", run.colour)
-        for curve, arm in zip(run_curves, run.report["arms"], strict=True):
-            if arm["against"] or curve.points not in drawn:
-                curves.append(curve)
-    return [*curves, charts.real_curve(evaluations[0].report, main_judge(evaluations[0].report))]
+        run_curves = pictures.arm_curves(run.report, main_judge(run.report), f"{run.name}: ", run.colour)
+        arms = zip(run_curves, run.report["arms"], strict=True)
+        curves += [curve for curve, arm in arms if arm["against"] or curve.points not in drawn]
+    return [*curves, pictures.real_curve(evaluations[0].report, main_judge(evaluations[0].report))]
 
 
-def training(evaluations: Sequence[Evaluated], key: str) -> list[charts.Chart]:
+def training(evaluations: Sequence[Evaluated], key: str) -> list[pictures.Chart]:
     """Return a chart of a metric of all runs; nothing where no run has it. A run has its first adapter's colour."""
-    lines = [
-        charts.Curve(
-            run.name,
-            list(zip(*metric_curves.metric_points(run.metrics, key), strict=True)),
-            charts.arm_colour(run.colour + 1),
-        )
-        for run in evaluations
-    ]
-    drawn = [line for line in lines if line.points]
-    return [charts.curves_chart(key, drawn, ("step", key))] if drawn else []
+    lines = []
+    for run in evaluations:
+        if points := metric_curves.metric_points(run.metrics, key):
+            lines.append(pictures.Curve(run.name, points, pictures.arm_colour(run.colour + 1)))
+    return [pictures.curves_chart(key, lines, ("step", key))] if lines else []

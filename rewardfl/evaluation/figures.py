@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from rewardfl.evaluation.arms import Arm
-from rewardfl.evaluation.identity_scale import IdentityScale, find_identity_scale
 from rewardfl.evaluation.intervals import Interval, interval, ratio_interval
 from rewardfl.evaluation.records import REAL, VAE, Record
-from rewardfl.rewards.face.identity_kept import why_no_scale
+from rewardfl.rewards.face import identity_kept
+from rewardfl.rewards.face.identity_kept import Scale, ThroughVae
 
 
 class ClipKey(NamedTuple):
@@ -44,48 +44,21 @@ FROZEN = 0.5  # a clip is frozen below this share of the base's non-rigid motion
 IN_STRATA = ("face_sim", "drift", "coverage", "nonrigid")
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Parameters of the figures.
-
-    edges: ascending widths of the face in the real clip, in pixels; faces below the first are not scored. threshold:
-    of FaceSim, for the share of frames above it.
-    """
-
-    edges: Sequence[float] = (40.0, 80.0)
-    threshold: float = 0.4
-
-
-def drift(curve: Sequence[float]) -> float:
-    """Return the least-squares slope of FaceSim over frames 1 .. F - 1, per frame; NaN for fewer than two."""
-    if len(curve) < 2:
-        return math.nan
-    time = np.arange(len(curve)) - (len(curve) - 1) / 2
-    return float(time @ np.asarray(curve) / (time @ time))
-
-
-def worst_tenth(curve: Sequence[float]) -> float:
-    """Return the mean of the lowest tenth of the frames, at least one."""
-    return float(np.sort(curve)[: max(1, len(curve) // 10)].mean())
-
-
-def share_above(curve: Sequence[float], threshold: float) -> float:
-    """Return the share of the frames above the threshold."""
-    return float((np.asarray(curve) > threshold).mean())
-
-
-def last_quarter(curve: Sequence[float]) -> float:
-    """Return the mean of the last quarter of the frames, at least one."""
-    return float(np.mean(curve[-max(1, len(curve) // 4) :]))
-
-
 def record_figures(record: Record, threshold: float) -> dict[str, float]:
-    """Return the figures of a record and of its curves, without missing ones."""
+    """Return the figures of a record and of its curves, without missing ones.
+
+    drift: the least-squares slope of FaceSim over frames 1 .. F - 1, per frame. worst_tenth, last_quarter: means of at
+    least one frame.
+    """
     figures = {name: value for name, value in record["figures"].items() if value is not None}
-    for judge, curve in record["curves"].items():
-        shapes = {"drift": drift(curve), "worst_tenth": worst_tenth(curve), "last_quarter": last_quarter(curve)}
-        shapes["above_threshold"] = share_above(curve, threshold)
-        figures |= {f"{judge}/{name}": value for name, value in shapes.items() if not math.isnan(value)}
+    for judge, points in record["curves"].items():
+        curve, count = np.asarray(points), len(points)
+        if count > 1:
+            time = np.arange(count) - (count - 1) / 2
+            figures[f"{judge}/drift"] = float(time @ curve / (time @ time))
+        figures[f"{judge}/worst_tenth"] = float(np.sort(curve)[: max(1, count // 10)].mean())
+        figures[f"{judge}/last_quarter"] = float(curve[-max(1, count // 4) :].mean())
+        figures[f"{judge}/above_threshold"] = float((curve > threshold).mean())
     return figures
 
 
@@ -98,13 +71,8 @@ class Table:
 
     figures: Mapping[str, Mapping[ClipKey, Mapping[str, float]]]
     records: Mapping[str, Mapping[ClipKey, Record]]
-    scales: Mapping[str, IdentityScale]
+    scales: Mapping[str, Scale]
     no_scale: str
-
-    @property
-    def widths(self) -> dict[str, float]:
-        """Mean width of each person's face in the real clips, in pixels."""
-        return per_person({clip: record["face_width"] for clip, record in self.records[REAL].items()})
 
     def values(self, arm: str, name: str) -> Values:
         return {clip: figures[name] for clip, figures in self.figures[arm].items() if name in figures}
@@ -119,8 +87,8 @@ class Table:
         return [round(float(value), 4) for value in np.mean(rows, 0)]
 
 
-def make_table(records: Sequence[Record], arms: Sequence[str], reading: Reading) -> Table:
-    """Tabulate the records of these arms, and of their real clips."""
+def make_table(records: Sequence[Record], arms: Sequence[str], threshold: float) -> Table:
+    """Make a table of the records of these arms and of their real clips. threshold: of `above_threshold`."""
     by_arm: dict[str, dict[ClipKey, Record]] = {arm: {} for arm in arms}
     real = {record["row"]: record for record in records if record["arm"] == REAL}
     for record in records:
@@ -129,19 +97,42 @@ def make_table(records: Sequence[Record], arms: Sequence[str], reading: Reading)
     clips = sorted({clip for arm_records in by_arm.values() for clip in arm_records})
     by_arm[REAL] = {clip: real[clip.row] for clip in clips}
     figures = {
-        arm: {clip: record_figures(record, reading.threshold) for clip, record in arm_records.items()}
+        arm: {clip: record_figures(record, threshold) for clip, record in arm_records.items()}
         for arm, arm_records in by_arm.items()
     }
     rows = {clip.row for clip in clips}
     through_vae = [record for record in records if record["arm"] == VAE and record["row"] in rows]
     is_complete = {record["row"] for record in through_vae} == rows
     missing = "" if is_complete else "there is no model whose VAE the real clips could go through"
-    no_scale = why_no_scale(len({clip.person for clip in clips}), missing)
+    no_scale = identity_kept.why_no_scale(len({clip.person for clip in clips}), missing)
     names = [] if no_scale else through_vae[0]["embedding"]
     scales = {name: scale for name in names if (scale := find_identity_scale(through_vae, name)) is not None}
     if names and not scales:
         no_scale = "real clips through the VAE are no more like their own people than like others"
     return Table(figures=figures, records=by_arm, scales=scales, no_scale=no_scale)
+
+
+def find_identity_scale(records: Sequence[Record], recogniser: str) -> Scale | None:
+    """Return the scale of identity kept by records of real clips through the VAE; None where it has no length."""
+    clips = [
+        ThroughVae(
+            person=record["person"],
+            face_sim=record["figures"][f"{recogniser}/face_sim"],
+            face=torch.tensor(record["embedding"][recogniser]),
+            pool=torch.tensor(record["pool"][recogniser]),
+        )
+        for record in records
+    ]
+    return identity_kept.find_scale(clips)
+
+
+def place_on_scale(scale: Scale, face_sim: Mapping[str, float], base: Mapping[str, float] | None = None) -> Interval:
+    """Return the place of FaceSim, by person, on the scale; with a base of the same people how far that is from it.
+
+    The bootstrap draws a person's distance and length of the scale together.
+    """
+    distances = scale.distances(face_sim) - (0 if base is None else scale.distances(base))
+    return ratio_interval(distances, scale.lengths(list(face_sim)))
 
 
 def per_person(values: Values, clips: Iterable[ClipKey] | None = None) -> dict[str, float]:
@@ -163,25 +154,25 @@ def paired_means(values: Values, base: Values) -> tuple[Tensor, Tensor]:
     return by_person(values, clips), by_person(base, clips)
 
 
-def interval_or_none(values: Tensor) -> Interval | None:
-    """Return the interval of (n,) values; None for n = 0."""
-    return interval(values) if len(values) else None
+def mean_interval(values: Values) -> Interval | None:
+    """Return the mean over people with its interval; None for no clips."""
+    return interval(by_person(values)) if values else None
 
 
 def frozen_share(values: Values, base: Values) -> Interval | None:
     """Return the share of clips with less than FROZEN of the base's non-rigid motion, where the base moves."""
     clips = [clip for clip in values.keys() & base.keys() if base[clip] > 0]
-    return interval_or_none(by_person({clip: float(values[clip] < FROZEN * base[clip]) for clip in clips}))
+    return mean_interval({clip: float(values[clip] < FROZEN * base[clip]) for clip in clips})
 
 
 def colour_shift(table: Table, arm: str, base: str) -> Interval | None:
     """Return the distance of the mean colour from the base's, same person and noise, in RGB of [0, 1]."""
     pairs = [(table.values(arm, name), table.values(base, name)) for name in COLOURS]
     clips = set.intersection(*(set(values) for pair in pairs for values in pair))
-    return interval_or_none(by_person({clip: math.hypot(*(a[clip] - b[clip] for a, b in pairs)) for clip in clips}))
+    return mean_interval({clip: math.hypot(*(a[clip] - b[clip] for a, b in pairs)) for clip in clips})
 
 
-def compare(values: Values, base: Values, by_ratio: bool) -> dict | None:
+def compare(values: Values, base: Values, *, by_ratio: bool) -> dict | None:
     """Return the difference from the base, the share of people with more, and the ratio; None without common clips."""
     left, right = paired_means(values, base)
     if not len(left):
@@ -193,32 +184,35 @@ def compare(values: Values, base: Values, by_ratio: bool) -> dict | None:
     return change
 
 
-def summarise(records: Sequence[Record], arms: Sequence[Arm], reading: Reading) -> dict:
+def summarise(records: Sequence[Record], arms: Sequence[Arm], edges: Sequence[float], threshold: float) -> dict:
     """Return the report: means over people with 95 % bootstrap intervals.
 
-    arms: the first is `before`, the second `after`. Each is compared with the first of its step count.
+    arms: the first is `before`, the second `after`. Each is compared with the first of its step count, another
+    tool's videos with the first of all. edges: ascending widths of the face in the real clip, in pixels; faces below
+    the first are not scored.
     """
-    table = make_table(records, [arm.name for arm in arms], reading)
+    table = make_table(records, [arm.name for arm in arms], threshold)
     judges = list(next(iter(table.records[REAL].values()))["curves"])
-    widths = table.widths
+    widths = per_person({clip: record["face_width"] for clip, record in table.records[REAL].items()})
     people = sorted(widths)
     report: dict = {"people": len(people), "clips": len(table.figures[arms[0].name])}
-    report |= {"reading": {"face_sizes": list(reading.edges), "threshold": reading.threshold}}
+    report |= {"reading": {"face_sizes": list(edges), "threshold": threshold}}
     report |= {"recognisers": {}, "motion": {}, "per_clip": per_clip(table, arms, judges)}
     if len(arms) > 1:
         report["compared"] = {"before": arms[0].name, "after": arms[1].name}
-        names = {"before": arms[0].name, "after": arms[1].name, "real": REAL}
+        names = report["compared"] | {"real": REAL}
         report["recognisers"] = {judge: recogniser_report(table, judge, names) for judge in judges}
         report["motion"] = motion_report(table, names)
-    first, *larger = reading.edges  # a face on an edge belongs to the middle
-    strata_index = {p: 0 if width < first else 1 + sum(width > edge for edge in larger) for p, width in widths.items()}
-    between = [f"{low:g}-{high:g} px" for low, high in itertools.pairwise(reading.edges)]
-    sizes = [f"< {first:g} px", *between, f"> {reading.edges[-1]:g} px"]
-    strata = {name: [p for p in people if strata_index[p] == i] for i, name in enumerate(sizes)}
+    first, *larger = edges  # a face on an edge belongs to the middle
+    between = [f"{low:g}-{high:g} px" for low, high in itertools.pairwise(edges)]
+    strata: dict[str, list[str]] = {name: [] for name in (f"< {first:g} px", *between, f"> {edges[-1]:g} px")}
+    for person in people:
+        index = 0 if widths[person] < first else 1 + sum(widths[person] > edge for edge in larger)
+        list(strata.values())[index].append(person)
     report["face_sizes"] = {name: len(members) for name, members in strata.items()}
     report["identity_scale"] = scale_report(table)
     report["real"] = own_figures(table, REAL, judges)
-    bases = {arm.steps: arm for arm in reversed(arms)}
+    bases = {arm.steps: arm for arm in reversed(arms)} | ({0: arms[0]} if arms[-1].videos else {})
     report["arms"] = [arm_report(table, arm, bases[arm.steps], judges, strata) for arm in arms]
     return report
 
@@ -226,10 +220,11 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], reading: Reading) 
 def own_figures(table: Table, arm: str, judges: Sequence[str]) -> dict:
     figures: dict[str, Interval | None] = {}
     for name in table.names(arm):
-        figures[name] = interval_or_none(by_person(table.values(arm, name)))
-        judge = name.removesuffix("/face_sim")
-        if judge in table.scales and name.endswith("/face_sim"):
-            figures[f"{judge}/identity_kept"] = table.scales[judge].place(per_person(table.values(arm, name)))
+        figures[name] = mean_interval(table.values(arm, name))
+        judge, _, key = name.rpartition("/")
+        if key == "face_sim" and judge in table.scales:
+            people = per_person(table.values(arm, name))
+            figures[f"{judge}/identity_kept"] = place_on_scale(table.scales[judge], people)
     return {"figures": figures, "per_frame": {judge: table.curve(arm, judge) for judge in judges}}
 
 
@@ -243,12 +238,6 @@ def scale_report(table: Table) -> dict:
         for judge, scale in table.scales.items()
     }
     return {"missing": table.no_scale, "recognisers": ends}
-
-
-def identity_change(scale: IdentityScale, after: Values, before: Values, face_sim: dict) -> dict:
-    """Return the change of identity kept on the clips that both arms have. face_sim: its change by `compare`."""
-    clips = after.keys() & before.keys()
-    return face_sim | {"difference": scale.change(per_person(after, clips), per_person(before, clips))}
 
 
 def arm_report(table: Table, arm: Arm, base: Arm, judges: Sequence[str], strata: Mapping[str, Sequence[str]]) -> dict:
@@ -266,10 +255,11 @@ def arm_report(table: Table, arm: Arm, base: Arm, judges: Sequence[str], strata:
         for name in table.names(arm.name):
             block, _, key = name.rpartition("/")
             by_ratio = block != "rewards" and key in RATIOS  # a reward's name and zero are arbitrary
-            values = table.values(arm.name, name), table.values(against, name)
-            changes[name] = compare(*values, by_ratio)
-            if key == "face_sim" and block in table.scales and changes[name]:
-                changes[f"{block}/identity_kept"] = identity_change(table.scales[block], *values, changes[name])
+            after, before = table.values(arm.name, name), table.values(against, name)
+            changes[name] = change = compare(after, before, by_ratio=by_ratio)
+            if key == "face_sim" and block in table.scales and change:
+                both = [per_person(values, after.keys() & before.keys()) for values in (after, before)]
+                changes[f"{block}/identity_kept"] = change | {"difference": place_on_scale(table.scales[block], *both)}
         summary["compared"] = changes
         nonrigid = [table.values(name, f"{judges[-1]}/nonrigid") for name in (arm.name, against)]
         summary |= {"frozen_share": frozen_share(*nonrigid), "colour_shift": colour_shift(table, arm.name, against)}
@@ -287,37 +277,34 @@ def stratum_report(table: Table, arm: str, base: str | None, judges: Sequence[st
         return {clip: value for clip, value in table.values(arm, name).items() if clip.person in people}
 
     names = [f"{judge}/{key}" for judge in judges for key in IN_STRATA]
-    summary: dict = {
-        "people": len(people),
-        "figures": {name: interval_or_none(by_person(select(arm, name))) for name in names},
+    figures = {name: mean_interval(select(arm, name)) for name in names}
+    if base is None:
+        return {"people": len(people), "figures": figures}
+    changes = {
+        name: compare(select(arm, name), select(base, name), by_ratio=name.endswith("nonrigid")) for name in names
     }
-    if base:
-        summary["compared"] = {
-            name: compare(select(arm, name), select(base, name), name.endswith("nonrigid")) for name in names
-        }
-    return summary
+    return {"people": len(people), "figures": figures, "compared": changes}
 
 
 def recogniser_report(table: Table, judge: str, names: Mapping[str, str]) -> dict:
     """Return a recogniser's figures. names: before | after | real -> arm."""
-    values = {
-        which: {key: table.values(arm, f"{judge}/{key}") for key in ("face_sim", "coverage", "last_quarter", *MOVES)}
-        for which, arm in names.items()
-    }
-    figures: dict = {"cap": float(by_person(table.values(names["real"], f"{judge}/cap")).mean())}
+
+    def values(which: str, key: str) -> Values:
+        return table.values(names[which], f"{judge}/{key}")
+
+    figures: dict = {"cap": float(by_person(values("real", "cap")).mean())}
     for which in ("before", "after"):
-        figures[which] = {key: interval(by_person(values[which][key])) for key in ("face_sim", "coverage", *MOVES)}
+        figures[which] = {key: interval(by_person(values(which, key))) for key in ("face_sim", "coverage", *MOVES)}
         figures[which]["per_frame"] = table.curve(names[which], judge)
-        figures[which]["last_quarter"] = float(np.mean(list(values[which]["last_quarter"].values())))
-    before, after = values["before"]["face_sim"], values["after"]["face_sim"]
-    both_means = paired_means(after, before)
-    rise = {key: value - 1 for key, value in ratio_interval(*both_means, -math.inf).items()}
+        figures[which]["last_quarter"] = float(np.mean(list(values(which, "last_quarter").values())))
+    after, before = paired_means(values("after", "face_sim"), values("before", "face_sim"))
     figures["gain"] = {
-        "absolute": interval(both_means[0] - both_means[1]), "relative": rise,
-        "people_improved": float((both_means[0] > both_means[1]).float().mean()),
-    }  # fmt: skip
+        "absolute": interval(after - before),
+        "relative": {key: value - 1 for key, value in ratio_interval(after, before, -math.inf).items()},
+        "people_improved": float((after > before).float().mean()),
+    }
     for to in ("before", "real"):
-        figures[f"motion_after_to_{to}"] = {key: motion_ratio(values["after"][key], values[to][key]) for key in MOVES}
+        figures[f"motion_after_to_{to}"] = {key: motion_ratio(values("after", key), values(to, key)) for key in MOVES}
     return figures
 
 
@@ -338,17 +325,23 @@ def motion_report(table: Table, names: Mapping[str, str]) -> dict:
         clips = set.intersection(*map(set, values.values()))
         people = {which: by_person(arm_values, clips) for which, arm_values in values.items()}
         means = {which: float(person_means.mean()) if clips else None for which, person_means in people.items()}
-        if key in AMOUNTS:
-            for which, mean in means.items():
-                figures[which][key] = mean
-            figures["after_to_before"][key] = ratio_interval(people["after"], people["before"]) if clips else None
-        else:
-            figures[key] = means | {"after_minus_before": interval_or_none(people["after"] - people["before"])}
+        if key == "reversals":
+            change = interval(people["after"] - people["before"]) if clips else None
+            figures[key] = means | {"after_minus_before": change}
+            continue
+        for which, mean in means.items():
+            figures[which][key] = mean
+        figures["after_to_before"][key] = ratio_interval(people["after"], people["before"]) if clips else None
     return figures
 
 
 def per_clip(table: Table, arms: Sequence[Arm], judges: Sequence[str]) -> list[dict]:
     """Return every clip with its figures by arm and per frame; `before` and `after` are the first two arms."""
+
+    def shot(arm: str, clip: ClipKey) -> dict:
+        record = table.records[arm][clip]
+        return {"figures": table.figures[arm][clip]} | {key: record[key] for key in ("curves", "detected", "file")}
+
     lines = []
     names = dict(zip(("before", "after"), (arm.name for arm in arms), strict=False))
     for clip in table.figures[REAL]:
@@ -358,13 +351,7 @@ def per_clip(table: Table, arms: Sequence[Arm], judges: Sequence[str]) -> list[d
             line["motion"][which] = {key: figures.get(f"motion/{key}") for key in (*AMOUNTS, "reversals")}
             if which != "real":
                 line |= {f"{judge}/{which}": figures.get(f"{judge}/face_sim") for judge in judges}
-        line["real"] = clip_report(table, REAL, clip) | {"face_width": table.records[REAL][clip]["face_width"]}
-        line["arms"] = {arm.name: clip_report(table, arm.name, clip) for arm in arms if clip in table.figures[arm.name]}
+        line["real"] = shot(REAL, clip) | {"face_width": table.records[REAL][clip]["face_width"]}
+        line["arms"] = {arm.name: shot(arm.name, clip) for arm in arms if clip in table.figures[arm.name]}
         lines.append(line)
     return lines
-
-
-def clip_report(table: Table, arm: str, clip: ClipKey) -> dict:
-    """Return the figures and curves of one video, and its file as in its record."""
-    record = table.records[arm][clip]
-    return {"figures": table.figures[arm][clip]} | {key: record[key] for key in ("curves", "detected", "file")}

@@ -23,31 +23,26 @@ def run(args: argparse.Namespace) -> int:
     paths = [args.image, args.model, args.tokenizer, args.distill_lora_high, args.distill_lora_low]
     inputs = tuple(Path(path) for path in (*paths, *(args.adapter or ())[:1]) if path)
     file = output.File(option="--out", path=args.out, tool="rewardfl generate", inputs=inputs)
-    check_out(file)
+    if args.out.suffix not in ("", ".mp4", ".npy", ".png"):
+        raise ValueError(
+            f"--out: {args.out}: give NAME.mp4, NAME.npy, for an image NAME.png, or for PNG files of all frames a "
+            "folder without a dot in its name"
+        )
+    if not args.out.suffix and os.path.lexists(args.out):
+        raise ValueError(f"--out: {args.out} is there already; name a new folder")
+    file.check()
     video = generate(args)
     if not video.isfinite().all():
         raise ValueError("the video is not finite, so it would be black; look for NaN in the model and the adapter")
     if args.out.suffix:
-        file.write(encode_prompt(video, args.out.suffix, args.fps))
+        file.write(encode(video, args.out.suffix, args.fps))
     else:
         write_pngs(args.out, video)
     print(args.out)
     return 0
 
 
-def check_out(file: output.File) -> None:
-    """Raise ValueError for an unknown suffix, a folder that exists, and a file that this tool did not write."""
-    if file.path.suffix not in ("", ".mp4", ".npy", ".png"):
-        raise ValueError(
-            f"--out: {file.path}: give NAME.mp4, NAME.npy, for an image NAME.png, or for PNG files of all frames a "
-            "folder without a dot in its name"
-        )
-    if not file.path.suffix and os.path.lexists(file.path):
-        raise ValueError(f"--out: {file.path} is there already; name a new folder")
-    file.check()
-
-
-def encode_prompt(video: torch.Tensor, suffix: str, fps: float) -> bytes:
+def encode(video: torch.Tensor, suffix: str, fps: float) -> bytes:
     """Encode a video (3, F, H, W) in [-1, 1] as .mp4, or losslessly as one .png or as .npy, uint8 (F, H, W, 3)."""
     if suffix == ".mp4":
         return data.encode_video(video, fps)
@@ -59,13 +54,13 @@ def encode_prompt(video: torch.Tensor, suffix: str, fps: float) -> bytes:
     return content.getvalue()
 
 
-def write_pngs(folder: str | Path, video: torch.Tensor) -> None:
+def write_pngs(folder: Path, video: torch.Tensor) -> None:
     """Write (3, F, H, W) in [-1, 1] as `folder`/0000.png, ...: all or none. Raise FileExistsError where it exists."""
-    if Path(folder).exists():
+    if folder.exists():
         raise FileExistsError(f"{folder} is there already")
     with atomic_directory(folder) as new:
-        for i, frame in enumerate(data.to_uint8(video).cpu().numpy()):
-            Image.fromarray(frame).save(new / f"{i:04d}.png")
+        for i, frame in enumerate(video.unbind(1)):
+            data.write_picture(new / f"{i:04d}.png", frame[:, None])
 
 
 @torch.no_grad()
@@ -85,7 +80,12 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
     if backbone.takes_image != (args.image is not None):
         needs = "needs one" if backbone.takes_image else "takes none; remove it"
         raise ValueError(f"--image: {args.model_name} {needs}")
-    image = read_image(args.image, args.height, args.width) if args.image else None
+    image = None
+    if args.image:
+        if not args.image.is_file():
+            raise FileNotFoundError(f"--image: no such file: {args.image}")
+        fitted = data.fit(data.read_picture(args.image)[None], args.height, args.width)  # resized to cover, cropped
+        image = data.to_float(fitted)[:, 0]
     encode_text = backbone.text_encoder(device)
     conditioning = encode_text(args.prompt) | backbone.image_encoder(device)(image, args.num_frames)
     negative = encode_text(args.negative_prompt) if args.guidance != 1 else None
@@ -102,10 +102,3 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
     )  # fmt: skip
     x0 = reward_flow.rollout(velocity, noise, schedule.sigmas, keep=()).x0
     return decoder.decode(x0, conditioning)[0].float().cpu()
-
-
-def read_image(path: Path, height: int, width: int) -> torch.Tensor:
-    """Read a picture as (3, height, width) in [-1, 1]: upright, resized to cover, cropped at the centre."""
-    if not path.is_file():
-        raise FileNotFoundError(f"--image: no such file: {path}")
-    return data.to_float(data.fit(data.read_picture(path)[None], height, width))[:, 0]

@@ -7,17 +7,13 @@ from torch import Tensor
 
 Interval = dict[str, float]  # mean, low, high: the ends of the 95 % interval
 
-NOTHING = "nothing to measure"
 RESAMPLES = 10_000
 LEAST = 1e-9  # smallest denominator of a ratio
 
 
-def format_interval(value: Interval | None, percent: bool = False) -> str:
-    """Format an interval as mean [low, high], or as signed percentages."""
-    if value is None:
-        return NOTHING
-    mean, low, high = (value[key] * (100 if percent else 1) for key in ("mean", "low", "high"))
-    return f"{mean:+.1f}% [{low:+.1f}, {high:+.1f}]" if percent else f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+def format_interval(value: Interval) -> str:
+    """Format an interval as mean [low, high]."""
+    return f"{value['mean']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
 
 
 @functools.lru_cache(maxsize=4)

@@ -16,7 +16,18 @@ from tqdm import tqdm
 
 from rewardfl import config, data
 from rewardfl.backbones.protocol import Backbone
-from rewardfl.evaluation.arms import BASE, Arm, Sampler, batches, check_adapter, encode_inputs, load_model
+from rewardfl.evaluation.arms import (
+    BASE,
+    Arm,
+    Job,
+    Placement,
+    Sampler,
+    Sampling,
+    batches,
+    encode_inputs,
+    load_config,
+    load_model,
+)
 from rewardfl.evaluation.intervals import format_interval, interval
 from rewardfl.files import escape_control
 from rewardfl.merging import output
@@ -32,28 +43,47 @@ SHOWN, SIDE = 24, 96  # pairs in the grid, and the minimum height of a picture i
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One prompt and noise. made: uint8 (H, W, 3) by arm. scores: reward's label or label/part -> arm -> value."""
+    """One prompt and noise. picture: uint8 (H, 2 W, 3), of both arms. scores: label or label/part -> arm -> value."""
 
     row: data.Row
     seed: int
-    made: dict[str, Tensor]
+    picture: Tensor
     scores: dict[str, dict[str, float]]
 
 
-def run(cfg: config.AnyConfig, arm: Arm, args: argparse.Namespace, folder: output.Folder) -> int:
+@torch.no_grad()
+def run(args: argparse.Namespace, arm: Arm, folder: output.Folder) -> int:
     """Score pictures before and after an adapter by the run's rewards; return the exit code."""
-    out, rows = folder.path, data.load_metadata(cfg.data.file_name, "--data")
+    cfg, out, device = load_config(args), folder.path, torch.device(args.device)
+    rows = data.load_metadata(cfg.data.file_name, "--data")
     names = [picture_file(row.index, seed) for row in rows for seed in range(args.seeds)] + ["report.json", "grid.png"]
     folder.claim(names)
     (out / "images").mkdir(exist_ok=True)
     specs = resolve_rewards(config.list_reward_specs(cfg))
     plan.check_frames(cfg.data.num_frames, specs)
-    terms = build_terms(specs, torch.device(args.device))
-    pairs = evaluate_images(cfg, terms, arm, args)
+    terms = build_terms(specs, device)
+    backbone = setup_model.open_model(cfg)
+    problems = []
+    for row in rows:
+        texts = data.row_problems(row, cfg.data.num_frames, cfg.data.fps, backbone.takes_image)
+        texts += filter(None, [plan.size_problem(cfg.data, backbone, row.size)])
+        # each term separately, because a call with all of them checks only the trained ones
+        texts += [text for term in terms for text in setup_rewards.missing_references(cfg, row, [term])]
+        problems += [(row.line, text) for text in texts]
+    rows, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
+    for line in bad:
+        print(escape_control(f"skipped: {line}"))
+    examples = {row.id: (row, clip_scan.load_sized_example(cfg.data, row)) for row in rows}
+    sampler = load_sampler(cfg.sample, cfg.data.num_frames, backbone, examples, arm.adapter, args.experts, device)
+    references = {
+        key: [term.reward.reference(example.reference.to(device), row.prompt) for term in terms]
+        for key, (row, example) in examples.items()
+    }
+    jobs = [(row, seed) for seed in range(args.seeds) for row in rows]
+    pairs = sample_pairs(sampler, terms, arm, batches(jobs, sampler.sizes, args.batch), references)
     report = summarise_images(pairs, {term.label: term.weight > 0 for term in terms}) | {"command": sys.argv}
     for pair in pairs:
-        both = torch.cat([pair.made[name] for name in ARMS], 1)
-        data.write_picture(out / picture_file(pair.row.index, pair.seed), both[None])
+        data.write_picture(out / picture_file(pair.row.index, pair.seed), pair.picture[None])
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     draw_image_grid(pairs, out / "grid.png")
     folder.seal(names)
@@ -68,65 +98,44 @@ def picture_file(index: int, seed: int) -> str:
 
 
 @torch.no_grad()
-def evaluate_images(cfg: config.AnyConfig, terms: Sequence[Term], arm: Arm, args: argparse.Namespace) -> list[Pair]:
-    """Sample and score every prompt and seed. Raise FileNotFoundError where there is no adapter."""
-    check_adapter(arm.adapter)
-    backbone, device = setup_model.open_model(cfg), torch.device(args.device)
-    rows = load_image_rows(cfg, backbone, terms)
-    examples = {row.id: (row, clip_scan.load_sized_example(cfg.data, row)) for row in rows}
-    references = {
-        key: [term.reward.reference(example.reference.to(device), row.prompt) for term in terms]
-        for key, (row, example) in examples.items()
-    }
-    sampler = load_sampler(cfg, backbone, examples, arm.adapter, args.experts, device)
-    arms = {"before": Arm(name=BASE, steps=arm.steps), "after": arm}
-    jobs = [(row, seed) for seed in range(args.seeds) for row in rows]
-    pairs = []
-    for batch in tqdm(batches(jobs, sampler.sizes, args.batch), desc="evaluating"):
+def load_sampler(
+    sampling: Sampling,
+    num_frames: int,
+    backbone: Backbone,
+    examples: Mapping[str, tuple[data.Row, data.Example]],
+    adapter: Path | None,
+    experts: Placement,
+    device: torch.device,
+) -> Sampler:
+    """Load the run's model with the checkpoint's adapter. examples: by row id."""
+    inputs = ((row, example.image) for row, example in examples.values())
+    conditioning = dict(encode_inputs(sampling, num_frames, backbone, inputs, device))
+    sizes = {key: example.size for key, (_, example) in examples.items()}
+    model, decoder = load_model(backbone, adapter, experts, device)
+    return Sampler(
+        sampling=sampling, num_frames=num_frames, backbone=backbone, experts=model, decoder=decoder,
+        conditioning=conditioning.__getitem__, sizes=sizes, device=device,
+    )  # fmt: skip
+
+
+def sample_pairs(
+    sampler: Sampler,
+    terms: Sequence[Term],
+    after: Arm,
+    batches: Sequence[Sequence[Job]],
+    references: Mapping[str, Sequence[Reference]],
+) -> list[Pair]:
+    """Sample the jobs before and after the adapter, and score them. references: by row id, one for each term."""
+    arms, pairs = {"before": Arm(name=BASE, steps=after.steps), "after": after}, []
+    for batch in tqdm(batches, desc="evaluating"):
         pictures = {name: sampler.sample(batch, arm) for name, arm in arms.items()}
         batch_references = [references[row.id] for row, _ in batch]
         scores = {name: score_all(terms, pictures[name], batch_references) for name in ARMS}
         for i, (row, seed) in enumerate(batch):
-            images = {name: data.to_uint8(pictures[name][i])[0].cpu() for name in ARMS}
-            both = [key for key in scores["before"] if key in scores["after"]]
-            figures = {key: {name: float(scores[name][key][i]) for name in ARMS} for key in both}
-            pairs.append(Pair(row=row, seed=seed, made=images, scores=figures))
+            picture = torch.cat([data.to_uint8(pictures[name][i])[0].cpu() for name in ARMS], 1)
+            figures = {key: {name: float(scores[name][key][i]) for name in ARMS} for key in scores["before"]}
+            pairs.append(Pair(row=row, seed=seed, picture=picture, scores=figures))
     return pairs
-
-
-def load_sampler(
-    cfg: config.AnyConfig,
-    backbone: Backbone,
-    examples: Mapping[str, tuple[data.Row, data.Example]],
-    adapter: Path | None,
-    experts: str,
-    device: torch.device,
-) -> Sampler:
-    """Load the run's model with the checkpoint's adapter. examples: by row id. experts: as `offload.move_expert`."""
-    inputs = ((row, example.image) for row, example in examples.values())
-    conditioning = dict(encode_inputs(cfg, backbone, inputs, device))
-    sizes = {key: example.size for key, (_, example) in examples.items()}
-    model, decoder = load_model(backbone, adapter, experts, device)
-    return Sampler(
-        cfg=cfg, backbone=backbone, experts=model, decoder=decoder, told=conditioning.__getitem__, sizes=sizes,
-        device=device,
-    )  # fmt: skip
-
-
-def load_image_rows(cfg: config.AnyConfig, backbone: Backbone, terms: Sequence[Term]) -> list[data.Row]:
-    """Return the rows that every reward can judge. Raise DataError for bad ones, unless data.skip_bad_rows."""
-    rows = data.load_metadata(cfg.data.file_name, "--data")
-    takes, problems = backbone.takes_image, []
-    for row in rows:
-        texts = data.row_problems(row, cfg.data.num_frames, cfg.data.fps, takes)
-        texts += filter(None, [plan.size_problem(cfg.data, backbone, row.size)])
-        # each term separately, because a call with all of them checks only the trained ones
-        texts += [text for term in terms for text in setup_rewards.missing_references(cfg, row, [term])]
-        problems += [(row.line, text) for text in texts]
-    good, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
-    for line in bad:
-        print(escape_control(f"skipped: {line}"))
-    return good
 
 
 def score_all(terms: Sequence[Term], pictures: Tensor, references: Sequence[Sequence[Reference]]) -> dict[str, Tensor]:
@@ -186,25 +195,24 @@ def format_table(report: dict) -> str:
     return "\n".join(lines)
 
 
-def draw_image_grid(pairs: Sequence[Pair], path: Path, columns: int = 3) -> None:
+def draw_image_grid(pairs: Sequence[Pair], path: Path) -> None:
     """Draw before | after of up to SHOWN prompts, from the greatest loss to the greatest gain of the first reward."""
     (name, *_) = pairs[0].scores
-    gains = [pair.scores[name]["after"] - pair.scores[name]["before"] for pair in pairs]
-    order = sorted(range(len(pairs)), key=lambda i: gains[i] if math.isfinite(gains[i]) else 0.0)
-    first = [pairs[i] for i in order if pairs[i].seed == 0]
-    chosen = [first[round(i)] for i in np.linspace(0, len(first) - 1, min(SHOWN, len(first)))]
-    height, width = (max(pair.made["before"].shape[axis] for pair in chosen) for axis in (0, 1))
-    scale = max(1, round(SIDE / height))
-    height, width = scale * height, scale * width
-    cell = (2 * width + 14, height + 34)
-    sheet = Image.new("RGB", (columns * cell[0], -(-len(chosen) // columns) * cell[1]), "white")
-    pen = ImageDraw.Draw(sheet)
-    for i, pair in enumerate(chosen):
-        left, top = i % columns * cell[0] + 4, i // columns * cell[1]
-        pen.text((left, top + 2), pair.row.prompt[: 2 * width // 6], fill="black")
-        for k, arm in enumerate(ARMS):
-            picture = Image.fromarray(pair.made[arm].numpy())
-            picture = picture.resize((scale * picture.width, scale * picture.height), Image.Resampling.NEAREST)
-            sheet.paste(picture, (left + k * (width + 2), top + 16))
-            pen.text((left + k * (width + 2), top + 17 + height), f"{arm} {pair.scores[name][arm]:.3g}", fill="black")
-    sheet.save(path)
+
+    def gain(pair: Pair) -> float:
+        value = pair.scores[name]["after"] - pair.scores[name]["before"]
+        return value if math.isfinite(value) else 0.0
+
+    first = sorted((pair for pair in pairs if pair.seed == 0), key=gain)
+    cells = []
+    for i in np.linspace(0, len(first) - 1, min(SHOWN, len(first))).round().astype(int):
+        both = Image.fromarray(first[i].picture.numpy())
+        scale = max(1, round(SIDE / both.height))
+        both = both.resize((scale * both.width, scale * both.height), Image.Resampling.NEAREST)
+        cell = Image.new("RGB", (both.width + 8, both.height + 34), "white")
+        cell.paste(both, (4, 16))
+        scores = ", ".join(f"{arm} {first[i].scores[name][arm]:.3g}" for arm in ARMS)
+        for top, text in ((2, first[i].row.prompt[: both.width // 6]), (17 + both.height, scores)):
+            ImageDraw.Draw(cell).text((4, top), text, fill="black")
+        cells.append(torch.from_numpy(np.array(cell)))
+    data.write_picture(path, data.side_by_side(cells)[None])

@@ -12,18 +12,19 @@ import torch
 from torch import Tensor
 from transformers import ViTModel
 
-from rewardfl import config, data
+from rewardfl import data
+from rewardfl.config import RewardSpec
+from rewardfl.config.schema import SharedRewardConfig
 from rewardfl.evaluation import face_protocols as protocols
-from rewardfl.evaluation import subject_consistency
-from rewardfl.evaluation.vbench import dynamic_degree, motion_smoothness
+from rewardfl.evaluation.vbench import dynamic_degree, load_dino, motion_smoothness, subject_consistency
 from rewardfl.files import digest_files
-from rewardfl.rewards import RewardError, build_terms, face, resolve_rewards
+from rewardfl.rewards import RewardError, build_terms, face
 from rewardfl.rewards.face.look import compare_look, cut_patches
 from rewardfl.rewards.face.pack import file_hashes
 from rewardfl.rewards.pixels.artifacts import measure_artifacts
 from rewardfl.rewards.pixels.video_motion import video_motion
+from rewardfl.rewards.registry import ResolvedReward
 from rewardfl.rewards.scoring import Reference, Term, score_safely
-from rewardfl.training import plan
 
 FACE = ("face_sim", "coverage", "speed", "nonrigid")  # the figures of a recogniser
 
@@ -31,7 +32,9 @@ References = dict[str, Tensor]  # references of a row; name/part for a judge wit
 
 Figures = dict[str, float | None]
 
-Scores = dict[str, face.FaceScore | None]  # by recogniser
+
+class NoFaceError(ValueError):
+    """A real clip shows no face, so its row cannot be judged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,67 +51,67 @@ class Judges:
 
     @property
     def main(self) -> str:
-        """The recogniser that decides: the last of --judge, else the held-out one, else the reward's."""
+        """Return the recogniser that decides: the last of --judge, else the held-out one, else the reward's."""
         return list(self.faces)[-1]
 
 
-def load_judges(cfg: config.AnyConfig, args: argparse.Namespace) -> Judges:
+def load_judges(reward: SharedRewardConfig, rewards: Sequence[ResolvedReward], args: argparse.Namespace) -> Judges:
     """Load the judges. Raise ValueError without a recogniser, RewardError for a reward that cannot be built."""
-    specs = resolve_rewards(measured_rewards(cfg))
-    plan.check_frames(cfg.data.num_frames, specs)
-    packs = {"reward": cfg.reward.reward_model_path, "held_out": cfg.reward.held_out_model_path, **args.judge}
-    size = cfg.reward.det_size
-    faces = {name: face.FaceIdentity(pack, size).to(args.device) for name, pack in packs.items() if pack is not None}
+    packs, size = {"reward": reward.reward_model_path, "held_out": reward.held_out_model_path}, reward.det_size
+    named = [(name, pack) for name, pack in (packs | args.judge).items() if pack is not None]
+    faces = {name: face.FaceIdentity(pack, size).to(args.device) for name, pack in named}
     if not faces:
         raise ValueError("this tool judges faces, and the run has no face pack; name one: --judge NAME=FOLDER")
     frames = {name: protocols.PROTOCOLS[name] for name in args.protocol if name != "ours"}
     detectors = {}
     if frames:
         detectors = {k: face.FaceDetector(f.files[0], protocols.DET_SIZE).to(args.device) for k, f in faces.items()}
-    terms = build_terms(specs, torch.device(args.device))
-    dino = subject_consistency.load_dino(args.dino, args.device) if args.dino else None
+    terms = build_terms(rewards, torch.device(args.device))
+    dino = load_dino(args.dino, args.device) if args.dino else None
     return Judges(
         faces=faces, protocols=frames, detectors=detectors, terms=terms, dino=dino, periods=args.periods,
         device=args.device,
     )  # fmt: skip
 
 
-def measured_rewards(cfg: config.AnyConfig) -> list[config.RewardSpec]:
+def measured_rewards(reward: SharedRewardConfig, specs: Sequence[RewardSpec]) -> list[RewardSpec]:
     """Return the rewards that are measured next to the faces: reward.others, and a trained reward that is no face.
 
-    With reward.people: all add `everybody`: the mean identity similarity of all people by the pack that judges.
+    specs: of the configuration. With reward.people: all add `everybody`: the mean identity similarity of all people by
+    the pack that judges.
     """
-    specs = config.list_reward_specs(cfg)
-    measured = [specs[0]] if cfg.reward.name != "face_identity" else []
-    if cfg.reward.people == "all":
-        pack = cfg.reward.held_out_model_path or cfg.reward.reward_model_path
-        settings = {"pack_dir": pack, "cap": "none", "det_size": cfg.reward.det_size, "people": "all"}
-        settings["min_face_size"] = cfg.reward.min_face_size
+    measured = list(specs[:1]) if reward.name != "face_identity" else []
+    if reward.people == "all":
+        settings = {
+            "pack_dir": reward.held_out_model_path or reward.reward_model_path, "cap": "none", "people": "all",
+            "det_size": reward.det_size, "min_face_size": reward.min_face_size,
+        }  # fmt: skip
         measured.append(
-            config.RewardSpec(
-                key="reward.people", label="everybody", name="face_identity", settings=settings, weight=0.0
-            )
+            RewardSpec(key="reward.people", label="everybody", name="face_identity", settings=settings, weight=0.0)
         )
     return measured + [spec for spec in specs if spec.key.startswith("reward.others.")]
 
 
-def list_dependencies(judges: Judges, cfg: config.AnyConfig, dino: str | None) -> dict[str, str]:
-    """Return all that the figures depend on, for `records.agree`: digests of networks, settings, versions."""
+def list_dependencies(judges: Judges, det_size: int, dino: str | None) -> dict[str, str]:
+    """Return all that the figures depend on: digests of networks, settings, versions."""
     parts: dict[str, str] = {}
     for name, identity in judges.faces.items():
         parts |= {f"{name}'s {file}": digest[:16] for file, digest in file_hashes(identity.files).items()}
     parts |= {term.key: str(term.reward.fingerprint()) for term in judges.terms}
     parts |= {f"protocol {name}": f"version {protocols.VERSION}" for name in judges.protocols}
     parts |= {"--dino": digest_files([Path(dino)])[:16] if dino else "none"}
-    return parts | {"--periods": " ".join(map(str, judges.periods)), "reward.det_size": str(cfg.reward.det_size)}
+    return parts | {"--periods": " ".join(map(str, judges.periods)), "reward.det_size": str(det_size)}
 
 
-def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float) -> tuple[dict, References] | str:
-    """Return a real clip's part of the record and the references of its row, or why neither exists."""
-    reference = example.reference.to(judges.device)
-    pools = {name: identity.pool(reference) for name, identity in judges.faces.items()}
-    if any(pool is None for pool in pools.values()):
-        return f"no face was found in {row.reference}"
+def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float) -> tuple[dict, References]:
+    """Return a real clip's part of the record and the references of its row. Raise NoFaceError for no face."""
+    video, reference = real_video(example).to(judges.device), example.reference.to(judges.device)
+    pools: dict[str, face.FacePool] = {}
+    for name, identity in judges.faces.items():
+        pool = identity.pool(reference)
+        if pool is None:
+            raise NoFaceError(f"no face was found in {row.reference}")
+        pools[name] = pool
     references: References = {f"pool/{name}": pool.embeddings for name, pool in pools.items()}
     references |= _input_faces(judges, example)
     patches = cut_patches(reference.transpose(0, 1), pools[judges.main].landmarks)
@@ -116,9 +119,9 @@ def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float)
     for term in judges.terms:
         parts = term.reward.reference(reference, row.prompt) if term.reward.compares_with in row.offers else None
         if parts is not None:
-            references |= {f"term/{term.label}": torch.tensor(True)}
+            references |= {f"term/{term.label}": torch.ones(1)}
             references |= {f"term/{term.label}/{name}": value for name, value in parts.items()}
-    record = judge_video(judges, example.video.to(judges.device), references, fps)
+    record = judge_video(judges, video, references, fps)
     record["figures"] |= {f"{name}/cap": pool.cap for name, pool in pools.items()}
     if example.reference is example.video:  # its own frames are in the pool
         for name, pool in pools.items():
@@ -127,6 +130,12 @@ def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float)
             record["figures"][f"{name}/face_sim"] = float(np.mean(curve))
     widths = pools[judges.main].boxes[:, 2] - pools[judges.main].boxes[:, 0]
     return record | {"size": list(example.size), "face_width": float(widths.median()), "fps": fps}, references
+
+
+def real_video(example: data.Example) -> Tensor:
+    """Return the real clip (3, F, H, W) of a row that has one."""
+    assert example.video is not None  # judge_videos.load_rows refuses rows without a clip
+    return example.video
 
 
 def without_itself(curve: Sequence[float], detected: Sequence[bool], pool: int) -> list[float]:
@@ -143,6 +152,7 @@ def _input_faces(judges: Judges, example: data.Example) -> References:
     """Return the input image's largest face by each recogniser that finds one, as the protocols detect it."""
     embeddings = {}
     for name, detector in judges.detectors.items():
+        assert example.image is not None  # a row with a clip has its first frame
         image = _rounded(example.image[:, None].to(judges.device)).transpose(0, 1)
         (embedding,) = protocols.largest_faces(image, detector, judges.faces[name].recogniser)
         if embedding is not None:
@@ -150,27 +160,27 @@ def _input_faces(judges: Judges, example: data.Example) -> References:
     return embeddings
 
 
-def judge_video(judges: Judges, video: Tensor, references: References, fps: float) -> dict:
+@torch.no_grad()
+def judge_video(
+    judges: Judges, video: Tensor, references: References, fps: float, *, keep_vectors: bool = False
+) -> dict:
     """Return figures, curves and detections (see `records`) of a clip (3, F, H, W) in [-1, 1] on the judges' device.
 
-    FaceSim, coverage and motion of a clip without any face are 0. Raise RewardError when a reward fails.
+    FaceSim, coverage and motion of a clip without any face are 0. keep_vectors: of a real clip through the VAE also
+    return two vectors by recogniser, whose product is FaceSim. embedding: mean embedding of the face in frames
+    1 .. F - 1, zeros where no face is found. pool: mean embedding of the row's pool. Raise RewardError when a reward
+    fails.
     """
-    return _make_record(judges, video, references, fps, _face_scores(judges, video, references))
-
-
-@torch.no_grad()
-def _face_scores(judges: Judges, video: Tensor, references: References) -> Scores:
-    """Return each recogniser's score of the clip against the row's pool, None where it finds no face."""
-    return {name: identity.score(video, references[f"pool/{name}"]) for name, identity in judges.faces.items()}
-
-
-@torch.no_grad()
-def _make_record(judges: Judges, video: Tensor, references: References, fps: float, scores: Scores) -> dict:
+    scores = {name: identity.score(video, references[f"pool/{name}"]) for name, identity in judges.faces.items()}
     frames = data.to_uint8(video).contiguous().cpu().numpy()
     figures: Figures = {}
+    record: dict = {"figures": {}, "curves": {}, "detected": {}}
     for name, score in scores.items():
         values = (0.0,) * 4 if score is None else (float(score.mean), score.coverage, score.speed, score.nonrigid)
         figures |= dict(zip((f"{name}/{key}" for key in FACE), values, strict=True))
+        curve = torch.zeros(len(frames) - 1) if score is None else score.per_frame
+        record["curves"][name] = [round(value, 6) for value in curve.tolist()]
+        record["detected"][name] = [False] * len(frames) if score is None else score.detected.tolist()
     main = scores[judges.main]
     figures["look/face"] = 0.0
     if main is not None:
@@ -178,37 +188,18 @@ def _make_record(judges: Judges, video: Tensor, references: References, fps: flo
         figures["look/face"] = compare_look(patches, {name: references[f"look/{name}"] for name in patches})
     figures |= _pixel_figures(frames, None if main is None else main.boxes.numpy(), judges.periods, fps)
     if judges.dino is not None:
-        figures["still/subject_consistency"] = subject_consistency.subject_consistency(judges.dino, frames)
+        figures["still/subject_consistency"] = subject_consistency(judges.dino, frames)
     figures |= _protocol_figures(judges, video, references) | _reward_figures(judges.terms, video, references)
-    count = len(frames)
-    return {
-        # JSON has no NaN
-        "figures": {name: None if v is None or not math.isfinite(v) else float(v) for name, v in figures.items()},
-        "curves": {
-            name: [0.0] * (count - 1) if score is None else [round(value, 6) for value in score.per_frame.tolist()]
+    # JSON has no NaN
+    record["figures"] = {name: None if v is None or not math.isfinite(v) else float(v) for name, v in figures.items()}
+    if keep_vectors:
+        pools = {name: references[f"pool/{name}"].mean(0) for name in judges.faces}
+        record["embedding"] = {
+            name: (torch.zeros_like(pools[name]) if score is None else score.embedding).tolist()
             for name, score in scores.items()
-        },
-        "detected": {
-            name: [False] * count if score is None else score.detected.tolist() for name, score in scores.items()
-        },
-    }
-
-
-def judge_through_vae(judges: Judges, video: Tensor, references: References, fps: float) -> dict:
-    """Return `judge_video` of a real clip that the VAE has encoded and decoded, and two vectors by recogniser.
-
-    embedding: mean embedding of the face in frames 1 .. F - 1, zeros where no face is found. pool: mean embedding of
-    the row's pool. Their product is the clip's FaceSim.
-    """
-    pools = {name: references[f"pool/{name}"].mean(0) for name in judges.faces}
-    scores = _face_scores(judges, video, references)
-    vectors = {
-        name: torch.zeros_like(pools[name]) if score is None else score.embedding for name, score in scores.items()
-    }
-    return _make_record(judges, video, references, fps, scores) | {
-        "embedding": {name: vector.tolist() for name, vector in vectors.items()},
-        "pool": {name: pool.tolist() for name, pool in pools.items()},
-    }
+        }
+        record["pool"] = {name: pool.tolist() for name, pool in pools.items()}
+    return record
 
 
 def _pixel_figures(frames: np.ndarray, boxes: np.ndarray | None, periods: Sequence[int], fps: float) -> Figures:

@@ -63,33 +63,29 @@ def select_keys(keys: Sequence[str] | None, available: set[str]) -> list[str]:
     return drawn
 
 
-def metric_points(lines: Lines, key: str) -> tuple[list[float], list[float]]:
-    """Return (steps, values) of the lines that have a value."""
-    valid = [line for line in lines if line.get(key) is not None]
-    return [line["step"] for line in valid], [line[key] for line in valid]
+def metric_points(lines: Lines, key: str) -> list[tuple[float, float]]:
+    """Return (step, value) of the lines that have a value."""
+    pairs = ((line["step"], line.get(key)) for line in lines)
+    return [(step, value) for step, value in pairs if step is not None and value is not None]
 
 
 def draw_metrics(curves: dict[str, Lines], keys: Sequence[str], kind: str) -> bytes:
     """Draw the picture. kind: png, svg or pdf."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     columns, rows = min(len(keys), COLUMNS), math.ceil(len(keys) / COLUMNS)
-    figure, axes = plt.subplots(rows, columns, figsize=(4.5 * columns, 3.5 * rows), squeeze=False)
+    figure = Figure(figsize=(4.5 * columns, 3.5 * rows), layout="tight")
+    axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat[len(keys) :]:
         axis.set_axis_off()
     for axis, key in zip(axes.flat, keys, strict=False):
         for name, lines in curves.items():
-            axis.plot(
-                *metric_points(lines, key), marker="." if len(metric_points(lines, key)[0]) < 20 else "", label=name
-            )
+            points = metric_points(lines, key)
+            steps, values = ([point[i] for point in points] for i in (0, 1))
+            axis.plot(steps, values, marker="." if len(points) < 20 else "", label=name)
         axis.set_title(key)
         axis.set_xlabel("step")
     axes[0][0].legend()
-    figure.tight_layout()
     content = io.BytesIO()
     figure.savefig(content, format=kind, dpi=110)
-    plt.close(figure)
     return content.getvalue()

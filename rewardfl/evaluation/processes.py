@@ -16,7 +16,7 @@ PATIENCE = timedelta(days=7)  # of a process for the slowest one; a launcher end
 
 
 class Processes:
-    """This process among all of them. All processes must call each method, except `own`."""
+    """This process among all of them. All processes must call each method, except `local_device`."""
 
     def __init__(self, rank: int, count: int):
         self.rank, self.count = rank, count
@@ -26,7 +26,7 @@ class Processes:
     def main(self) -> bool:
         return self.rank == 0
 
-    def own(self, device: str) -> str:
+    def local_device(self, device: str) -> str:
         """Return the device of this process: of `cuda`, the GPU with its number on the machine."""
         return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device == "cuda" else device
 
@@ -42,18 +42,16 @@ class Processes:
         """Wait for all processes."""
         self.gather([])
 
-    def run_on_main(self, decide: Callable[[], T], refusals: tuple[type[Exception], ...]) -> T:
-        """Call `decide` on the main process and return its result, or raise its refusal, on all processes."""
-        results: list = []
+    def run_on_main(self, work: Callable[[], None]) -> None:
+        """Call `work` on the main process, and raise its refusal on all processes."""
+        errors: list[Exception] = []
         if self.main:
             try:
-                results = [(decide(), None)]
-            except refusals as error:
-                results = [(None, error)]
-        ((value, error),) = self.gather(results)
-        if error is not None:
+                work()
+            except (ValueError, OSError) as error:
+                errors = [error]
+        for error in self.gather(errors):
             raise error
-        return value
 
 
 @contextmanager

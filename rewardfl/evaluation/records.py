@@ -37,6 +37,8 @@ REAL, VAE = "real", "vae"
 
 FORMAT = 3  # raise it when a figure is added or computed in another way: such records must not be compared
 
+TOOL = "rewardfl evaluate 1"  # in the manifest of the folder
+
 FILE, SETTINGS = "records.jsonl", "settings.json"
 
 GROWING = ("model", "adapters", "videos")  # blocks of the settings that may gain and lose names
@@ -64,14 +66,12 @@ class Line(BaseModel):
     @model_validator(mode="after")
     def _is_complete(self) -> "Line":
         """Raise ValueError for a generated video without a seed, and for a real clip without its own fields."""
-        real = self.arm == REAL
-        if (self.seed is None) != (self.arm in (REAL, VAE)) or (real and None in (self.size, self.face_width)):
-            raise ValueError("seed, size or face_width is missing")
-        if not self.curves or self.curves.keys() != self.detected.keys():
-            raise ValueError("curves and detected must hold the same recognisers")
-        faces, pools = ({name: len(v) for name, v in vectors.items()} for vectors in (self.embedding, self.pool))
-        if self.arm == VAE and (faces != pools or faces.keys() != self.curves.keys()):
-            raise ValueError("embedding and pool must hold a vector of one length for each recogniser")
+        needed = {REAL: {"size", "face_width"}, VAE: {"embedding", "pool"}}.get(self.arm, set())
+        if (self.seed is None) != bool(needed) or not needed <= self.model_fields_set:
+            raise ValueError("seed, size, face_width, embedding or pool is missing")
+        vectors = (self.embedding, self.pool) if self.arm == VAE else ()
+        if not self.curves or any(v.keys() != self.curves.keys() for v in (self.detected, *vectors)):
+            raise ValueError("it does not hold the same recognisers everywhere")
         return self
 
 
@@ -152,8 +152,6 @@ def describe_difference(old: Settings, new: Settings) -> str:
     for block in dict.fromkeys((*old, *new)):
         was, now = old.get(block, {}), new.get(block, {})
         for name in dict.fromkeys((*was, *now)):
-            if name in was and name in now and was[name] != now[name]:
-                return f"{block}: {name} was {was[name]}, and is {now[name]}"
-            if (name in was) != (name in now) and block not in GROWING:
+            if was.get(name) != now.get(name) and (block not in GROWING or (name in was and name in now)):
                 return f"{block}: {name} was {was.get(name, 'not there')}, and is {now.get(name, 'not there')}"
     return ""

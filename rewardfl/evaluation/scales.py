@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,7 @@ from tqdm import tqdm
 
 from rewardfl import command_line, data
 from rewardfl import config as configuration
-from rewardfl.backbones.protocol import Backbone
-from rewardfl.config import AnyConfig, RewardFlConfig
+from rewardfl.config import RewardFlConfig
 from rewardfl.evaluation import arms, judge_images
 from rewardfl.files import escape_control
 from rewardfl.rewards import build_terms
@@ -34,7 +33,7 @@ class RewardScale:
 
     @property
     def pull(self) -> float:
-        """Mean norm of weight * gradient / std, the gradient in the loss."""
+        """Return the mean norm of weight * gradient / std, the gradient in the loss."""
         return self.term.weight * float(self.norms.nanmean()) / self.term.std
 
 
@@ -44,76 +43,62 @@ def run(args: argparse.Namespace) -> int:
     cfg = configuration.load(args.config, args.overrides, RewardFlConfig)
     backbone = setup_model.open_model(cfg)
     terms = build_terms(plan.find_rewards(cfg, backbone), device)
-    examples, references = find_clips(cfg, terms, args.rows, device)
-    videos = collect_videos(cfg, backbone, examples, args.experts, device)
-    scales = measure_scales(terms, videos, references)
-    print(format_scales(scales))
-    print(f"\n{paste(cfg, scales)}", end="")
-    return 0
-
-
-def find_clips(
-    cfg: AnyConfig, terms: Sequence[Term], count: int, device: torch.device
-) -> tuple[list[tuple[data.Row, data.Example]], list[list[Reference]]]:
-    """Return `count` clips with a reference for the first reward, and all references. Raise DataError for no clip."""
-    examples: list[tuple[data.Row, data.Example]] = []
+    examples: dict[str, tuple[data.Row, data.Example]] = {}
     references: list[list[Reference]] = []
     for row in data.load_metadata(cfg.data.file_name):
         try:
             if problems := [row.problem] if row.problem else setup_rewards.missing_references(cfg, row, terms):
                 raise data.DataError("; ".join(problems))
             example = clip_scan.load_sized_example(cfg.data, row)
-            clip = example.reference.to(device)
-            clip_references: list[Reference] = [
-                term.reward.reference(clip, row.prompt) if term.reward.compares_with in row.offers else None
-                for term in terms
-            ]
-            if clip_references[0] is None:
-                raise data.DataError(f"{terms[0].reward.nothing_found} {row.reference}")
+            references.append(find_references(terms, row, example.reference.to(device)))
         except data.DataError as error:
             print(escape_control(f"skipped: line {row.line}: {error}"))
             continue
-        examples.append((row, example))
-        references.append(clip_references)
-        if len(examples) == count:
+        examples[row.id] = row, example
+        if len(examples) == args.rows:
             break
     if not examples:
         raise data.DataError(f"{cfg.data.file_name}: no clip can be used")
-    return examples, references
-
-
-@torch.no_grad()
-def collect_videos(
-    cfg: AnyConfig,
-    backbone: Backbone,
-    examples: Sequence[tuple[data.Row, data.Example]],
-    experts: str,
-    device: torch.device,
-) -> list[Tensor]:
-    """Sample the base model's video (3, F, H, W) of each clip, from the noise of training's first epoch."""
-    by_row = {row.id: (row, example) for row, example in examples}
-    sampler = judge_images.load_sampler(cfg, backbone, by_row, None, experts, device)
+    sampler = judge_images.load_sampler(cfg.sample, cfg.data.num_frames, backbone, examples, None, args.experts, device)
     base = arms.Arm(name=arms.BASE, steps=cfg.sample.num_inference_steps)
-    return [sampler.sample([(row, cfg.run.seed)], base)[0] for row, _ in tqdm(examples, desc="sampling")]
+    with torch.no_grad():  # the videos come from the noise of training's first epoch
+        rows = tqdm([row for row, _ in examples.values()], desc="sampling")
+        videos = [sampler.sample([(row, cfg.run.seed)], base)[0] for row in rows]
+    scales = measure_scales(terms, videos, references)
+    print(format_scales(scales))
+    print(f"\n{paste(configuration.to_dict(cfg)['reward']['others'], scales)}", end="")
+    return 0
+
+
+def find_references(terms: Sequence[Term], row: data.Row, clip: Tensor) -> list[Reference]:
+    """Return each reward's reference, of a clip (3, F, H, W). Raise DataError where the first one finds none."""
+    references: list[Reference] = [
+        term.reward.reference(clip, row.prompt) if term.reward.compares_with in row.offers else None for term in terms
+    ]
+    if references[0] is None:
+        raise data.DataError(f"{terms[0].reward.nothing_found} {row.reference}")
+    return references
 
 
 def measure_scales(
     terms: Sequence[Term], videos: Sequence[Tensor], references: Sequence[Sequence[Reference]]
 ) -> list[RewardScale]:
     """Score every video (3, F, H, W) by every reward, one at a time. references: by video and then by reward."""
-    first: list[Tensor | None] = []
-    scales = []
-    for i, term in enumerate(terms):
-        timer, rows = Timer(videos[0].device), []
-        for n, (video, video_references) in enumerate(zip(videos, references, strict=True)):
-            with timer("score"):
-                score, gradient = score_and_gradient(term, video, video_references[i])
-            if i == 0:
-                first.append(gradient)
+    timer, rows = Timer(videos[0].device), []
+    for video, video_references in zip(videos, references, strict=True):
+        first, row = None, []
+        for term, reference in zip(terms, video_references, strict=True):
+            with timer(term.label):
+                score, gradient = score_and_gradient(term, video, reference)
+            first = gradient if term is terms[0] else first
             norm = math.nan if gradient is None else float(gradient.double().norm())
-            rows.append((score, norm, cosine(gradient, first[n])))
-        scores, norms, cosines = torch.tensor(rows, dtype=torch.float64).unbind(1)
-        seconds = timer.seconds["score"] / len(videos)
+            row.append((score, norm, cosine(gradient, first)))
+        rows.append(row)
+    figures = torch.tensor(rows, dtype=torch.float64)  # (videos, terms, 3)
+    scales = []
+    for term, columns in zip(terms, figures.unbind(1), strict=True):
+        scores, norms, cosines = columns.unbind(1)
+        seconds = timer.seconds[term.label] / len(videos)
         scales.append(RewardScale(term=term, scores=scores, norms=norms, cosines=cosines, seconds=seconds))
     return scales
 
@@ -177,10 +162,12 @@ def format_number(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.3g}"
 
 
-def paste(cfg: AnyConfig, scales: Sequence[RewardScale]) -> str:
-    """Return the YAML of `reward` with which (score - mean) / std of every reward has mean 0 and std 1."""
+def paste(others: Mapping[str, dict], scales: Sequence[RewardScale]) -> str:
+    """Return the YAML of `reward` with which (score - mean) / std of every reward has mean 0 and std 1.
+
+    others: reward.others of the configuration.
+    """
     lines: dict = {}
-    others = configuration.to_dict(cfg)["reward"]["others"]
     for scale in scales:
         average, std = (float(f"{value:.3g}") for value in (float(scale.scores.nanmean()), deviation(scale.scores)))
         if not std > 0:

@@ -127,7 +127,7 @@ def test_the_same_frames_are_the_same_bytes(tmp_path):
 
 
 def test_lossless_files_hold_the_pixels(tmp_path):
-    (tmp_path / "a.npy").write_bytes(generation.encode_prompt(data.to_float(clip()), ".npy", 16))
+    (tmp_path / "a.npy").write_bytes(generation.encode(data.to_float(clip()), ".npy", 16))
     generation.write_pngs(tmp_path / "a", data.to_float(clip()))
     array = np.load(tmp_path / "a.npy")
     assert array.dtype == np.uint8 and np.array_equal(array, clip().numpy())

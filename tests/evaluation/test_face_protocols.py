@@ -85,17 +85,6 @@ def test_equals_the_published_procedure(people, name, count):
     assert found["hidden"] > 0.6  # the fault that is kept: hiding costs nothing
 
 
-def test_frames_are_chosen_from_the_first_to_the_last_and_rounded_down():
-    assert protocols.compared_frames(81, 16) == [int(i * 80 / 15) for i in range(16)]
-    assert protocols.compared_frames(3, 5) == [0, 0, 1, 1, 2]
-
-
-def test_cosines_are_cut_off_and_faceless_frames_left_out():
-    axis = torch.eye(3)
-    assert protocols.face_sim(axis[0], [axis[0], None, -axis[0], axis[1]]) == pytest.approx(1 / 3)
-    assert protocols.face_sim(axis[0], [None, None]) == 0
-
-
 def test_a_frame_without_a_face_is_looked_at_again_within_grey(people):
     """A detector that finds a face in larger frames alone: what it is shown, and what is then embedded."""
     landmarks = torch.tensor([[[30.0, 35.0], [50, 35], [40, 45], [32, 55], [48, 55]]])

@@ -4,10 +4,7 @@ import base64
 import gc
 import json
 import shutil
-import signal
-import subprocess
 import sys
-import time
 import weakref
 from pathlib import Path
 
@@ -36,9 +33,20 @@ def run(tmp_path_factory):
     return folder
 
 
+SAME = ("--strengths", "0,1", "--steps", "4,2")
+
+
 def words(run, out, *more):
     return ["evaluate.py", "--run", str(run / "run"), "--data", str(run / "metadata.csv"), "--seeds", "2",
             "--out", str(out), "--batch", "2", "--device", "cpu", *more]  # fmt: skip
+
+
+SIZES = [word for word in QUICK if word.startswith("data.") and "file_name" not in word]
+
+
+def source(folder):
+    """Arguments for another tool's videos of the folder's table."""
+    return ["evaluate.py", "--config", CONFIG, "--data", folder / "metadata.csv", "--device", "cpu"]
 
 
 def call(monkeypatch, capsys, arguments, expect=0):
@@ -62,7 +70,7 @@ def straight(run, tmp_path_factory):
     out = tmp_path_factory.mktemp("straight") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        patch.setattr(sys, "argv", words(run, out, "--strengths", "0,1", "--steps", "4,2"))
+        patch.setattr(sys, "argv", words(run, out, *SAME))
         assert evaluate.main() == 0
     return out
 
@@ -83,11 +91,8 @@ def test_arms_share_their_noises(straight):
     assert not (straight / "prepared").exists()
 
 
-@pytest.mark.parametrize(
-    "videos", [pytest.param(1, marks=pytest.mark.long), 3, pytest.param(9, marks=pytest.mark.long)]
-)
-def test_stopped_and_resumed_is_as_if_nothing_had_happened(run, straight, tmp_path, monkeypatch, capsys, videos):
-    add, count = Writer.add, []
+def test_stopped_and_resumed_is_as_if_nothing_had_happened(run, straight, tmp_path, monkeypatch, capsys):
+    add, count, videos = Writer.add, [], 3
 
     def stop(self, record):
         count.append(record)
@@ -95,7 +100,7 @@ def test_stopped_and_resumed_is_as_if_nothing_had_happened(run, straight, tmp_pa
             raise KeyboardInterrupt
         add(self, record)
 
-    arguments = words(run, tmp_path, "--strengths", "0,1", "--steps", "4,2")
+    arguments = words(run, tmp_path, *SAME)
     with monkeypatch.context() as patch:
         patch.setattr(Writer, "add", stop)
         assert call(patch, capsys, arguments, expect=130).endswith("\ninterrupted\n")
@@ -109,7 +114,7 @@ def test_what_is_known_is_not_sampled_again_and_others_are_refused(run, straight
     before = left(straight)
     with monkeypatch.context() as patch:
         patch.setattr(arms, "load_model", None)  # whoever asks for it fails
-        call(patch, capsys, words(run, straight, "--strengths", "0,1", "--steps", "4,2"))
+        call(patch, capsys, words(run, straight, *SAME))
         assert left(straight) == before
         said = call(patch, capsys, words(run, straight, "sample.shift=3"), expect=2)
         assert "sample.shift was 5.0, and is 3.0" in said and "--force" in said
@@ -124,9 +129,6 @@ def copied(straight, tmp_path):
     return shutil.copytree(straight, tmp_path / "out")
 
 
-SAME = ("--strengths", "0,1", "--steps", "4,2")
-
-
 def test_a_record_that_was_cut_off_is_made_again(run, straight, copied, monkeypatch, capsys):
     records = copied / "records.jsonl"
     records.write_bytes(records.read_bytes()[:-50])
@@ -139,7 +141,7 @@ def all_files(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "rewardfl.lock"}
 
 
-@pytest.mark.parametrize("name", ["report.html", "settings.json", "videos/base/000_seed1.mp4", "grid.png", "strips"])
+@pytest.mark.parametrize("name", ["report.html", "settings.json", "videos/base/000_seed1.mp4", "grid.png"])
 def test_a_file_of_the_users_is_refused_with_and_without_force(run, tmp_path, monkeypatch, capsys, name):
     mine = tmp_path / "out" / name
     mine.parent.mkdir(parents=True)
@@ -152,7 +154,7 @@ def test_a_file_of_the_users_is_refused_with_and_without_force(run, tmp_path, mo
 
 def test_force_removes_what_the_evaluation_wrote(run, copied, monkeypatch, capsys):
     """And nothing else: neither clips next to its own, nor a video that was changed since."""
-    mine = [copied / name for name in ("videos/holiday.mp4", "strips/mine.txt", "prepared/thesis.txt", "notes.txt")]
+    mine = [copied / name for name in ("videos/holiday.mp4", "prepared/thesis.txt", "notes.txt")]
     mine += [copied / "videos" / "latest_x0" / "000_seed0.mp4"]
     for path in mine:
         path.parent.mkdir(exist_ok=True)
@@ -161,12 +163,8 @@ def test_force_removes_what_the_evaluation_wrote(run, copied, monkeypatch, capsy
     call(monkeypatch, capsys, words(run, copied, "sample.shift=3", "--force"), expect=130)
     assert all(path.read_text() == "mine" for path in mine)
     files = {str(path.relative_to(copied)) for path in all_files(copied / "videos")}
-    assert files == {
-        "videos/holiday.mp4",
-        "videos/latest_x0/000_seed0.mp4",
-        "videos/real/000.mp4",
-        "videos/real/001.mp4",
-    }
+    real = {f"videos/real/{name}.mp4" for name in ("000", "001")}
+    assert files == {"videos/holiday.mp4", "videos/latest_x0/000_seed0.mp4"} | real
 
 
 def stop(*_):
@@ -210,46 +208,38 @@ def test_an_adapter_that_is_none_is_found_before_anything_is_judged(run, tmp_pat
 
 @pytest.mark.long
 def test_memory_does_not_grow_with_the_number_of_clips(run, tmp_path, monkeypatch, capsys):
-    """While a batch is sampled the one before it is alive at most; while a clip is read none of those before it."""
-    alive = {"sample": [], "example": []}
-    most = {"sample": 0, "example": 0}
-    sample, load = arms.Sampler.sample, data.load_example
+    """While a batch is sampled, or a clip is read, the one before it is alive at most."""
+    alive, most = {}, []
 
-    def count(kind, found):
-        gc.collect()
-        most[kind] = max(most[kind], sum(one() is not None for one in alive[kind]))
-        alive[kind].append(weakref.ref(found))
+    def watch(owner, name, video):
+        work, alive[name] = getattr(owner, name), []
 
-    def sampled(self, batch, arm):
-        found = sample(self, batch, arm)
-        count("sample", found)
-        return found
+        def watched(*arguments, **settings):
+            made = work(*arguments, **settings)
+            gc.collect()
+            most.append(sum(one() is not None for one in alive[name]))
+            alive[name].append(weakref.ref(video(made)))
+            return made
 
-    def loaded(*arguments, **settings):
-        found = load(*arguments, **settings)
-        count("example", found.video)
-        return found
+        monkeypatch.setattr(owner, name, watched)
 
-    monkeypatch.setattr(arms.Sampler, "sample", sampled)
-    monkeypatch.setattr(data, "load_example", loaded)
+    watch(arms.Sampler, "sample", lambda videos: videos)
+    watch(data, "load_example", lambda example: example.video)
     table(run / "metadata.csv", "eval", 4)
     try:
         call(monkeypatch, capsys, words(run, tmp_path, "--batch", "1", "--seeds", "1"))
     finally:
         table(run / "metadata.csv", "eval", 2)
-    assert len(alive["sample"]) == 8 and len(alive["example"]) == 4
-    assert most["sample"] <= 1 and most["example"] <= 1
+    assert len(alive["sample"]) == 8 and len(alive["load_example"]) == 4 and max(most) <= 1
 
 
 def test_videos_of_other_tools_need_no_model(run, straight, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(arms, "load_model", None)
     monkeypatch.setattr(protocols, "DET_SIZE", 128)  # the tiny world's detector was trained at
-    sizes = [word for word in QUICK if word.startswith("data.") and "file_name" not in word]
     videos = [word for name in ("base", "latest") for word in ("--videos", straight / "videos" / name)]
-    source = ["evaluate.py", "--config", CONFIG, "--data", run / "metadata.csv", "--device", "cpu"]
-    said = call(monkeypatch, capsys, [*source, "--out", tmp_path, *videos, "--protocol", "consisid", *sizes])
+    said = call(monkeypatch, capsys, [*source(run), *SIZES, "--out", tmp_path, *videos, "--protocol", "consisid"])
     report, made = left(tmp_path)[0], left(straight)[0]
-    assert "decoded from mp4" in said and "consisid/held_out" in said
+    assert "decoded from mp4" in said and "FaceSim-Arc as ConsisID, the held-out judge" in said
     assert [arm["decoded"] for arm in report["arms"]] == [True, True] and report["clips"] == 4
     assert report["arms"][1]["against"] == report["arms"][0]["name"]
     mine, theirs = (one["arms"][0]["figures"]["held_out/face_sim"]["mean"] for one in (report, made))
@@ -260,11 +250,9 @@ def test_videos_of_other_tools_need_no_model(run, straight, tmp_path, monkeypatc
 def test_agreement_with_the_text_is_a_column(run, straight, tmp_path, monkeypatch, capsys):
     """clip_score on the videos, each with the prompt of its row, as the reward itself scores what the files hold."""
     folder = clip_files.write_clip(tmp_path / "clip")
-    sizes = [word for word in QUICK if word.startswith("data.") and "file_name" not in word]
-    source = ["evaluate.py", "--config", CONFIG, "--data", run / "metadata.csv", "--device", "cpu"]
     others = f"reward.others={{text: {{name: clip_score, settings: {{model_dir: {folder}}}}}}}"
     made = straight / "videos" / "latest"
-    said = call(monkeypatch, capsys, [*source, "--out", tmp_path / "out", "--videos", made, *sizes, others])
+    said = call(monkeypatch, capsys, [*source(run), *SIZES, others, "--out", tmp_path / "out", "--videos", made])
     (arm,) = left(tmp_path / "out")[0]["arms"]
     reward = rewards.build("clip_score", {"model_dir": folder})
     scores = []
@@ -283,40 +271,17 @@ def test_everybody_is_a_column_where_everybody_is_trained(run, tmp_path, monkeyp
         (tmp_path / name).parent.mkdir(exist_ok=True)
         data.write_video(tmp_path / f"{name}.mp4", torch.cat(pair, 2), 8)
     (tmp_path / "metadata.csv").write_text("video,prompt\nreal.mp4,two people\n")
-    source = ["evaluate.py", "--config", CONFIG, "--data", tmp_path / "metadata.csv", "--device", "cpu"]
     videos = [word for name in ("both", "twice") for word in ("--videos", tmp_path / name)]
     settings = ["data.width=128", "reward.det_size=256", "reward.people=all"]
-    call(monkeypatch, capsys, [*source, "--out", tmp_path / "out", *videos, *settings])
+    call(monkeypatch, capsys, [*source(tmp_path), "--out", tmp_path / "out", *videos, *settings])
     both, twice = (arm["figures"]["rewards/everybody"]["mean"] for arm in left(tmp_path / "out")[0]["arms"])
     assert both > 0.7 and twice == pytest.approx(both / 2, abs=0.15)  # the other one is 0.2 alike
 
 
 @pytest.mark.long
-def test_killed_and_resumed_is_as_if_nothing_had_happened(run, straight, tmp_path):
-    """SIGKILL, when some of the videos are judged."""
-    arguments = [sys.executable, "tools/evaluate.py", *words(run, tmp_path, "--strengths", "0,1", "--steps", "4,2")[1:]]
-    records = tmp_path / "records.jsonl"
-    with subprocess.Popen(arguments, cwd=ROOT, env=environment()) as process:
-        while process.poll() is None and (not records.is_file() or records.read_text().count("\n") < 5):
-            time.sleep(0.02)
-        process.kill()
-    assert process.returncode == -signal.SIGKILL and not (tmp_path / "report.json").exists()
-    assert 5 <= records.read_text().count("\n") < 26
-    subprocess.run(arguments, cwd=ROOT, env=environment(), check=True)
-    assert left(tmp_path)[1:] == left(straight)[1:]
-    assert left(tmp_path)[0]["arms"] == left(straight)[0]["arms"]
-
-
-@pytest.mark.long
 def test_two_processes_are_as_one(run, straight, tmp_path):
-    start = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        "--",
-        "tools/evaluate.py",
-    ]  # torchrun has a --run-path
-    arguments = words(run, tmp_path, "--strengths", "0,1", "--steps", "4,2")[1:]
+    start = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--"]  # torchrun has a --run-path
+    arguments = ["tools/evaluate.py", *words(run, tmp_path, *SAME)[1:]]
     done = zygote.run([*start, *arguments], cwd=ROOT, env=environment())
     assert (tmp_path / "report.json").is_file(), done.stderr
     assert left(tmp_path)[1:] == left(straight)[1:]

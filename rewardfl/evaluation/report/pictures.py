@@ -1,53 +1,175 @@
-"""Pictures of an evaluation: FaceSim along the clip, gain against motion, and a grid of frames."""
+"""Charts for pages and files, FaceSim along the clip and gain against motion, and a grid of frames."""
 
-from collections.abc import Mapping, Sequence
+import base64
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
+from torch import Tensor
 
-from rewardfl.evaluation.arms import Arm
-from rewardfl.evaluation.records import REAL, Record
-from rewardfl.evaluation.report.charts import STYLE, arm_curves, draw_curves, draw_front, make_markers, real_curve
-from rewardfl.evaluation.report.meanings import judge_words, main_judge
-from rewardfl.evaluation.video_files import HEIGHT, pick_frames, strip_file
+from rewardfl import data
+from rewardfl.evaluation import records
+from rewardfl.evaluation.intervals import Interval
+from rewardfl.evaluation.records import Record
+from rewardfl.evaluation.report.verdicts import judge_words, main_judge
 
+PEOPLE, SHOWN, HEIGHT = 8, 4, 96  # rows of the grid, frames of each clip in it, and their height
 GAP, HEAD, FOOT = 10, 16, 14  # pixels between clips, above all, and below each row
+
+COLOURS = ("#0068b5", "#c75300", "#00805b", "#a83f83", "#8a6d00", "#1f8fbf", "#7b4fb5", "#8b4a2b")
+
+REAL, BASE = "#7f7f7f", "#000000"
+
+STYLE = matplotlib.rc_context(
+    {
+        "svg.hashsalt": "rewardfl",  # equal figures give equal bytes
+        "text.parse_math": False,  # names may hold a dollar sign
+        "axes.grid": True,
+        "grid.alpha": 0.3,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A named line of (x, y), by rising x."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    colour: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marker:
+    """A named point: an arm's gain in FaceSim and its motion over the base's."""
+
+    name: str
+    gain: Interval
+    motion: Interval
+    colour: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A picture of a page as a data URI, and the names of its colours."""
+
+    title: str
+    image: str
+    names: Sequence[tuple[str, str]]
+
+
+def arm_colour(number: int) -> str:
+    """Return the colour of the arm with this number."""
+    return COLOURS[number % len(COLOURS)]
+
+
+def arm_curves(report: Mapping, judge: str, before: str = "", first: int = 0) -> list[Curve]:
+    """Return FaceSim along the clip of every arm. before: prefix of the names. first: number of the first colour."""
+    return [
+        Curve(before + arm["name"], list(enumerate(arm["per_frame"][judge], 1)), arm_colour(i))
+        for i, arm in enumerate(report["arms"], first)
+    ]
+
+
+def real_curve(report: Mapping, judge: str) -> Curve:
+    """Return FaceSim along the clip of the real clips, by their own pools."""
+    return Curve("real clips", list(enumerate(report["real"]["per_frame"][judge], 1)), REAL)
+
+
+def make_markers(report: Mapping, before: str = "", first: int = 0) -> list[Marker]:
+    """Return gain and non-rigid motion, by the main judge, of every arm that has both."""
+    judge, markers = main_judge(report), []
+    for i, arm in enumerate(report["arms"], first):
+        gain, motion = ((arm.get("compared") or {}).get(f"{judge}/{key}") for key in ("face_sim", "nonrigid"))
+        if gain and motion:
+            ends = {"gain": gain["difference"], "motion": motion["ratio"]}
+            markers.append(Marker(name=before + arm["name"], colour=arm_colour(i), **ends))
+    return markers
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Return the indices of the Pareto front of (gain, motion), by rising gain.
+
+    Clamp motion at 1: more than before may be trembling. Leave out points with a NaN.
+    """
+    clamped = [(gain, min(motion, 1.0)) for gain, motion in points]
+    valid = [i for i, point in enumerate(clamped) if not any(map(math.isnan, point))]
+
+    def beaten(i: int) -> bool:
+        gain, motion = clamped[i]
+        return any(clamped[j] != clamped[i] and clamped[j][0] >= gain and clamped[j][1] >= motion for j in valid)
+
+    return sorted((i for i in valid if not beaten(i)), key=lambda i: clamped[i])
+
+
+def curves_chart(title: str, curves: Sequence[Curve], labels: tuple[str, str] = ("frame", "FaceSim")) -> Chart:
+    """Return a chart of curves for a page."""
+    names = [(curve.colour, curve.name) for curve in curves]
+    return Chart(title, _data_uri(lambda axis: draw_curves(axis, curves, labels)), names)
+
+
+def front_chart(markers: Sequence[Marker], judge: str) -> Chart:
+    """Return a chart of gain against motion for a page."""
+    names = [*((marker.colour, marker.name) for marker in markers), (BASE, "base")]
+    return Chart("", _data_uri(lambda axis: draw_front(axis, markers, judge_words(judge))), names)
 
 
 @STYLE
-def save_curves(report: dict, path: Path) -> None:
-    """Draw FaceSim along the clip of all arms and the real clips, by each recogniser; of two arms clip by clip."""
-    judges, pairs = list(report["real"]["per_frame"]), "compared" in report
-    count = len(judges) + pairs
-    figure = Figure(figsize=(5 * count, 4), layout="constrained")
-    axes = figure.subplots(1, count, squeeze=False)[0]
-    for axis, judge in zip(axes, judges, strict=False):
+def _data_uri(draw: Callable[[Axes], None]) -> str:
+    figure, file = Figure(figsize=(5.6, 3.5), layout="constrained"), io.BytesIO()
+    draw(figure.subplots())
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def draw_curves(axis: Axes, curves: Sequence[Curve], labels: tuple[str, str] = ("frame", "FaceSim")) -> None:
+    """Draw curves on one axis. Real clips are dashed, and the axis of FaceSim covers 0 to 1."""
+    for curve in curves:
+        style = "--" if curve.colour == REAL else "-"
+        marker = "o" if len(curve.points) < 20 else ""
+        axis.plot(*zip(*curve.points, strict=True), color=curve.colour, linestyle=style, marker=marker, markersize=3)
+    axis.set(xlabel=labels[0], ylabel=labels[1])
+    if labels[1] == "FaceSim":
+        low, high = axis.get_ylim()
+        axis.set_ylim(min(low, 0), max(high, 1))
+
+
+def draw_front(axis: Axes, markers: Sequence[Marker], judge: str) -> None:
+    """Draw markers with their intervals, a dashed line along the front, and a cross for the base."""
+    means = [(marker.gain["mean"], marker.motion["mean"]) for marker in markers]
+    best = [means[i] for i in pareto_front(means)]
+    axis.plot([gain for gain, _ in best], [motion for _, motion in best], color=REAL, linestyle="--")
+    for marker, (gain, motion) in zip(markers, means, strict=True):
+        axis.plot(gain, motion, "o", color=marker.colour)
+        axis.hlines(motion, marker.gain["low"], marker.gain["high"], color=marker.colour)
+        axis.vlines(gain, marker.motion["low"], marker.motion["high"], color=marker.colour)
+    axis.plot(0, 1, "+", color=BASE, markersize=10)
+    axis.set(xlabel=f"gain in FaceSim by {judge}", ylabel="non-rigid motion / base's")
+
+
+@STYLE
+def save_curves(report: Mapping, path: Path) -> None:
+    """Draw FaceSim along the clip of all arms and the real clips, by each recogniser."""
+    judges = list(report["real"]["per_frame"])
+    figure = Figure(figsize=(5 * len(judges), 4), layout="constrained")
+    axes = figure.subplots(1, len(judges), squeeze=False)[0]
+    for axis, judge in zip(axes, judges, strict=True):
         curves = [*arm_curves(report, judge), real_curve(report, judge)]
         draw_curves(axis, curves)
         axis.set_title(f"By {judge_words(judge)}")
         axis.legend(axis.lines, [curve.name for curve in curves], fontsize="small")
-    if pairs:
-        _draw_clips(report, judges, axes[-1])
     figure.savefig(path, dpi=110)
 
 
-def _draw_clips(report: dict, judges: Sequence[str], axis: Axes) -> None:
-    lowest = 0.0  # a cosine may be below 0
-    for judge, colour in zip(judges, ("tab:orange", "tab:green"), strict=False):
-        pairs = [(clip[f"{judge}/before"], clip[f"{judge}/after"]) for clip in report["per_clip"]]
-        before, after = zip(*(pair for pair in pairs if None not in pair), strict=True)
-        axis.scatter(before, after, s=12, color=colour, label=judge)
-        lowest = min([lowest, *before, *after])
-    axis.plot([-1, 1], [-1, 1], color="grey", linewidth=0.8)
-    names = report["compared"]
-    axis.set(title="every clip", xlabel=names["before"], ylabel=names["after"], xlim=(lowest, 1), ylim=(lowest, 1))
-    axis.legend()
-
-
 @STYLE
-def save_front(report: dict, path: Path) -> None:
+def save_front(report: Mapping, path: Path) -> None:
     """Draw gain in FaceSim against the face's own motion, both over the base's, by the main judge."""
     figure, markers = Figure(figsize=(7, 5), layout="constrained"), make_markers(report)
     axis = figure.subplots()
@@ -59,42 +181,47 @@ def save_front(report: dict, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def draw_grid(out: Path, rows: Sequence[int], arms: Sequence[Arm], records: Sequence[Record], judge: str) -> None:
-    """Draw out/grid.png: a row per clip, a column for the real clip and each arm, the judge's score below a frame."""
-    names = [REAL, *(arm.name for arm in arms)]
-    curves = {(record["index"], record["arm"]): record["curves"][judge] for record in records if not record["seed"]}
-    files = {(row, name): strip_file(out, row, name) for row in rows for name in names}
-    # another tool may lack a row's first video
-    strips = {key: Image.open(file).convert("RGB") for key, file in files.items() if file.is_file()}
-    width = max(strip.width for strip in strips.values()) + GAP
-    height = HEIGHT + FOOT
+def draw_grid(report: Mapping, out: Path, videos: Sequence[Record], read: Callable[[Path], Tensor]) -> None:
+    """Draw out/grid.png: a row per clip, a column for the real clip and each arm, the judge's score below a frame.
+
+    videos: records of the clips that are shown. read: returns the frames of another tool's video.
+    """
+    names = [records.REAL, *(arm["name"] for arm in report["arms"])]
+    rows = sorted({record["index"] for record in videos})
+    first = [record for record in videos if not record["seed"] and record["arm"] in names]
+    first = [record for record in first if (out / record["file"]).is_file()]
+    strips = [_draw_strip(record, main_judge(report), out, read) for record in first]
+    width, height = max(strip.width for strip in strips) + GAP, max(strip.height for strip in strips)
     sheet = Image.new("RGB", (len(names) * width, HEAD + len(rows) * height), "white")
-    pen = ImageDraw.Draw(sheet)
-    for c, name in enumerate(names):
-        pen.text((c * width + 4, 2), name, fill="black")
-        for r, row in enumerate(rows):
-            if strip := strips.get((row, name)):
-                left, top = c * width, HEAD + r * height
-                sheet.paste(strip, (left, top))
-                if name != REAL:
-                    _write_scores(pen, left, top + HEIGHT, strip.width, curves[(row, name)])
+    for i, name in enumerate(names):
+        ImageDraw.Draw(sheet).text((i * width + 4, 2), name, fill="black")
+    for record, strip in zip(first, strips, strict=True):
+        sheet.paste(strip, (names.index(record["arm"]) * width, HEAD + rows.index(record["index"]) * height))
     sheet.save(out / "grid.png")
 
 
-def _write_scores(pen: ImageDraw.ImageDraw, left: int, top: int, width: int, curve: Sequence[float]) -> None:
-    frames = pick_frames(len(curve) + 1)
-    for k, frame in enumerate(frames):
-        pen.text((left + k * width // len(frames) + 4, top), f"{curve[frame - 1]:.2f}", fill="black")
+def _draw_strip(record: Record, judge: str, out: Path, read: Callable[[Path], Tensor]) -> Image.Image:
+    """Draw frames of a video, evenly among those after the first, with the score below each."""
+    is_foreign, path = record["decoded"] and record["arm"] != records.REAL, out / record["file"]
+    frames = (read(path) if is_foreign else data.read_video(path)).numpy()
+    shown = np.linspace(1, len(frames) - 1, min(SHOWN, len(frames) - 1)).round().astype(int)
+    pictures = [ImageOps.contain(Image.fromarray(frames[i]), (4 * HEIGHT, HEIGHT)) for i in shown]
+    strip = Image.new("RGB", (sum(picture.width for picture in pictures), HEIGHT + FOOT), "white")
+    left = 0
+    for i, picture in zip(shown, pictures, strict=True):
+        strip.paste(picture, (left, 0))
+        if record["arm"] != records.REAL:
+            ImageDraw.Draw(strip).text((left + 4, HEIGHT), f"{record['curves'][judge][i - 1]:.2f}", fill="black")
+        left += picture.width
+    return strip
 
 
-def draw_pictures(
-    report: Mapping, out: Path, arms: Sequence[Arm], records: Sequence[Record], rows: Sequence[int]
-) -> list[Path]:
-    """Draw all pictures of an evaluation and return their files."""
+def draw_pictures(report: Mapping, out: Path, videos: Sequence[Record], read: Callable[[Path], Tensor]) -> list[Path]:
+    """Draw all pictures of an evaluation and return their files. videos, read: as `draw_grid` takes them."""
     pictures = [out / "grid.png", out / "curves.png"]
-    save_curves(dict(report), out / "curves.png")
-    draw_grid(out, rows, arms, records, list(report["real"]["per_frame"])[-1])
+    save_curves(report, out / "curves.png")
+    draw_grid(report, out, videos, read)
     if sum(arm["against"] is not None for arm in report["arms"]) > 1:
-        save_front(dict(report), out / "front.png")
+        save_front(report, out / "front.png")
         pictures.append(out / "front.png")
     return pictures

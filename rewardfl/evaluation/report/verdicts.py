@@ -1,23 +1,188 @@
-"""Verdict on an arm by rules: a sentence on identity, a sentence on motion, and warnings."""
+"""Figures in words, their healthy ranges, and the verdict on an arm by rules.
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+A verdict is a sentence on identity, a sentence on motion, and warnings.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from rewardfl.evaluation.intervals import format_interval
-from rewardfl.evaluation.report.meanings import (
-    CANARIES,
-    FROZEN_MOST,
-    MEANINGS,
-    MOVES,
-    describe_unhealthy,
-    judge_words,
-    main_judge,
-    meaning,
-    round_mean,
+from rewardfl.training.alarms import (
+    COLOUR_GUARD,
+    GAIN_GUARD,
+    GRID_GUARD,
+    LOOK_GUARD,
+    SATURATION_GUARD,
+    SHARE_GUARD,
 )
-from rewardfl.training.alarms import GAIN_GUARD, SHARE_GUARD
+
+# an arm over its base, and an arm minus its base: "Reading the figures" of docs/motion.md
+FLOW_KEPT, LANDMARKS_KEPT, SHARPNESS_KEPT = 0.95, 0.93, 0.95
+
+PIXELS_KEPT = (0.9, 1.1)
+
+REVERSALS_RISE = 0.02
+
+FROZEN_MOST = 0.1  # maximum share of frozen clips
 
 FEW = 8  # minimum number of people for a good interval
+
+UP = math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meaning:
+    """A figure in words. ratio, change: healthy ranges of arm / base, arm - base. broken: meaning of a bad value."""
+
+    label: str
+    says: str
+    ratio: tuple[float, float] | None = None
+    change: tuple[float, float] | None = None
+    broken: str = ""
+
+
+MEANINGS = {
+    "face/face_sim": Meaning(label="FaceSim", says="Mean cosine of the later frames with the real clip's faces."),
+    "face/identity_kept": Meaning(
+        label="identity kept",
+        says="FaceSim from other people's real clips (0) to the person's own (1), both through the model's VAE.",
+    ),
+    "face/coverage": Meaning(label="coverage", says="Share of the frames in which a face is detected."),
+    "face/drift": Meaning(label="drift per frame", says="Slope of FaceSim along the clip; below 0 it drifts."),
+    "face/worst_tenth": Meaning(label="worst tenth", says="Mean FaceSim of the lowest tenth of the frames."),
+    "face/last_quarter": Meaning(label="last quarter", says="Mean FaceSim of the last quarter of the frames."),
+    "face/above_threshold": Meaning(label="above threshold", says="Share of frames with FaceSim above --threshold."),
+    "face/cap": Meaning(label="self-similarity", says="Similarity of the real clip's frames: the ceiling."),
+    "face/speed": Meaning(
+        label="landmark speed", says="How fast the face's landmarks move, in face widths per frame.",
+        ratio=(LANDMARKS_KEPT, UP), broken="the head stands still",
+    ),
+    "face/nonrigid": Meaning(
+        label="non-rigid motion", says="How much the landmarks move against each other: the expression.",
+        ratio=(LANDMARKS_KEPT, UP), broken="the expression stands still",
+    ),
+    "look/face": Meaning(
+        label="look of the face", says="Correlation of eyes and mouth with the real clip's, from -1 to 1.",
+        change=(-LOOK_GUARD, UP), broken="eyes or mouth are drawn worse",
+    ),
+    "motion/flow": Meaning(
+        label="optical flow", says="Mean flow over the whole frame, in pixels per frame; no network measures it.",
+        ratio=(FLOW_KEPT, UP), broken="the clip moves less",
+    ),
+    "motion/face_flow": Meaning(
+        label="face flow", says="Optical flow in the face's box alone.",
+        ratio=(FLOW_KEPT, UP), broken="the head is still before what moves around it",
+    ),
+    "motion/pixel_change": Meaning(
+        label="pixel change", says="Mean absolute change of a pixel from frame to frame.",
+        ratio=PIXELS_KEPT, broken="above, the picture flickers; below, it stands still",
+    ),
+    "motion/sharpness": Meaning(
+        label="sharpness", says="Energy of the picture's finest detail.",
+        ratio=(SHARPNESS_KEPT, UP), broken="the picture is blurred",
+    ),
+    "motion/reversals": Meaning(
+        label="reversals", says="How much successive flows point against each other: -1 goes on, 1 trembles.",
+        change=(-UP, REVERSALS_RISE), broken="the motion trembles",
+    ),
+    "motion/dynamic_degree": Meaning(
+        label="dynamic degree (Farneback)", says="Share of the clips that VBench's rule calls dynamic, by another flow."
+    ),
+    "still/temporal_flickering": Meaning(
+        label="temporal flickering", says="VBench's: 1 - mean absolute change of a pixel. A still picture has 1."
+    ),
+    "still/motion_smoothness": Meaning(
+        label="motion smoothness (Farneback)",
+        says="VBench's rule, by another flow: how well its neighbours predict a frame. A still picture has 1.",
+    ),
+    "still/subject_consistency": Meaning(
+        label="subject consistency", says="VBench's: similarity of the frames' DINO features. A still picture has 1."
+    ),
+    "canary/grid": Meaning(
+        label="grid energy", says="Energy at the period of the VAE's and the patch's grid; 1 is a picture without one.",
+        ratio=(0.0, GRID_GUARD), broken="the model's tokens show",
+    ),
+    "canary/saturation": Meaning(
+        label="saturation", says="How strong the colours are.",
+        ratio=(1 / SATURATION_GUARD, SATURATION_GUARD), broken="the colours have become stronger or weaker",
+    ),
+    **{
+        f"canary/{colour}": Meaning(
+            label=f"mean {colour}", says=f"Mean of the {colour} channel, of 1.",
+            change=(-COLOUR_GUARD, COLOUR_GUARD), broken="the picture has taken on a tint",
+        )
+        for colour in ("red", "green", "blue")
+    },
+    "consisid": Meaning(label="FaceSim-Arc as ConsisID", says="The published protocol, faults and all."),
+    "opens2v": Meaning(label="FaceSim-Arc as OpenS2V", says="The published protocol, faults and all."),
+    "colour_shift": Meaning(label="colour shift", says="Distance of mean colours from the base's, in RGB of [0, 1]."),
+    "frozen_share": Meaning(
+        label="frozen clips",
+        says=f"Share of clips with less than half of the base's non-rigid motion (healthy: at most {FROZEN_MOST:g}).",
+    ),
+}  # fmt: skip
+
+MOVES = ("face/speed", "face/nonrigid", "motion/flow", "motion/face_flow")  # by which motion is judged
+
+CANARIES = (
+    "look/face", "motion/sharpness", "motion/reversals", "motion/pixel_change", "canary/grid", "canary/saturation",
+    "canary/red", "canary/green", "canary/blue",
+)  # fmt: skip
+
+
+def main_judge(report: Mapping) -> str:
+    """Return the recogniser that decides (`judging.Judges.main`)."""
+    return list(report["real"]["per_frame"])[-1]
+
+
+def judge_words(judge: str) -> str:
+    """Return a recogniser's name in texts. One of --judge has its own."""
+    return {"held_out": "the held-out judge", "reward": "the reward's own recogniser"}.get(judge, judge)
+
+
+def meaning(name: str, judges: Sequence[str]) -> Meaning:
+    """Return the meaning of a figure of a recogniser, a block or a protocol, or of a reward's score."""
+    block, _, key = name.partition("/")
+    if block in judges:
+        return MEANINGS[f"face/{key}"]
+    if block == "rewards":
+        return Meaning(label=key, says=f"Score of reward.others.{key}, on that reward's own scale.")
+    if name in MEANINGS:
+        return MEANINGS[name]
+    protocol = MEANINGS[block]
+    return replace(protocol, label=f"{protocol.label}, {judge_words(key)}")
+
+
+def describe_unhealthy(change: Mapping | None, bounds: Meaning) -> str:
+    """Describe a figure's change that is not healthy; empty where it is, or where there is no range.
+
+    change: from `figures.compare`. Its mean decides, and the border itself is healthy.
+    """
+    key = "ratio" if bounds.ratio else "difference"
+    limits = bounds.ratio or bounds.change
+    if limits is None or not change or not change.get(key):
+        return ""
+    mean = change[key]["mean"]
+    if limits[0] <= round_mean(mean) <= limits[1]:
+        return ""
+    text = f"{mean:.3f} of the base's" if bounds.ratio else f"{mean:+.3f} from the base's"
+    return f"{bounds.label[0].upper()}{bounds.label[1:]} is {text}{healthy(bounds)}: {bounds.broken}"
+
+
+def round_mean(mean: float) -> float:
+    """Round a float32 mean to its valid digits, so that 0.1 is not above 0.1."""
+    return round(mean, 6)
+
+
+def healthy(bounds: Meaning) -> str:
+    """Format the healthy range as a remark in brackets; empty where there is none."""
+    limits = bounds.ratio or bounds.change
+    if limits is None:
+        return ""
+    low, high = limits
+    words = f"{low:g} and more" if high == UP else f"{high:g} at most" if low == -UP else f"{low:g} to {high:g}"
+    return f" (healthy: {words}, {'of' if bounds.ratio else 'from'} the base's)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +207,7 @@ def verdict(report: Mapping, arm: Mapping) -> Verdict:
     """
     person, first = _person(report, arm)
     moves, second = _motion(report, arm, person)
-    sentences, warnings = (first + _look(arm), second), tuple(_warnings(report, arm))
-    return Verdict(person=person, moves=moves, sentences=sentences, warnings=warnings)
+    return Verdict(person=person, moves=moves, sentences=(first, second), warnings=tuple(_warnings(report, arm)))
 
 
 def _person(report: Mapping, arm: Mapping) -> tuple[int, str]:
@@ -52,24 +216,20 @@ def _person(report: Mapping, arm: Mapping) -> tuple[int, str]:
     if face_sim is None:
         return 0, f"{name} and {base} have no clip in common, so nothing can be said of the person."
     change = face_sim["difference"]
+    mean, low, high = (f"{change[key]:+.3f}" for key in ("mean", "low", "high"))
     by = (
-        f"FaceSim by {judge_words(judge)} changes by {change['mean']:+.3f} "
-        f"[{change['low']:+.3f}, {change['high']:+.3f}] "
-        f"(95 % interval over {report['people']} people), and rises for {face_sim['people_with_more']:.0%} of them"
+        f"FaceSim by {judge_words(judge)} changes by {mean} [{low}, {high}] (95 % interval over {report['people']} "
+        f"people), and rises for {face_sim['people_with_more']:.0%} of them"
     )
-    if change["low"] > 0:
-        return 1, f"{name} keeps the person more than {base}: {by}."
-    if change["high"] < 0:
-        return -1, f"{name} keeps the person less than {base}: {by}."
-    return 0, f"Whether {name} keeps the person more than {base} cannot be told: {by}; the interval holds 0."
-
-
-def _look(arm: Mapping) -> str:
-    look = arm["compared"].get("look/face")
-    if look is None:
-        return ""
-    change, share = format_interval(look["difference"]), look["people_with_more"]
-    return f" The look of eyes and mouth changes by {change}; it rises for {share:.0%} of the people."
+    end = "."
+    if look := arm["compared"].get("look/face"):
+        text, share = format_interval(look["difference"]), look["people_with_more"]
+        end = f". The look of eyes and mouth changes by {text}; it rises for {share:.0%} of the people."
+    if change["low"] <= 0 <= change["high"]:
+        begin = f"Whether {name} keeps the person more than {base} cannot be told"
+        return 0, f"{begin}: {by}; the interval holds 0{end}"
+    person = 1 if change["low"] > 0 else -1
+    return person, f"{name} keeps the person {'more' if person > 0 else 'less'} than {base}: {by}{end}"
 
 
 def _motion(report: Mapping, arm: Mapping, person: int) -> tuple[bool | None, str]:

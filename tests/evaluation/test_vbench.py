@@ -1,4 +1,4 @@
-"""VBench's subject consistency on a small random ViT, against its definition frame by frame."""
+"""VBench's subject consistency on a small random ViT, against its definition frame by frame; its dynamic degree."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import ViTConfig, ViTModel
 
-from rewardfl.evaluation.subject_consistency import class_tokens, load_dino, subject_consistency
+from rewardfl.evaluation.vbench import class_tokens, dynamic_degree, fastest_flow, load_dino, subject_consistency
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +43,22 @@ def test_other_networks_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip"}))
     with pytest.raises(ValueError, match="of a model 'clip'"):
         load_dino(str(tmp_path), "cpu")
+
+
+def shifting(pixels, frames=17, size=64):
+    """Noise that moves to the right by so many pixels a frame."""
+    noise = np.random.default_rng(0).integers(0, 255, (size // 4, frames * 8 + size // 4, 3), np.uint8)
+    large = np.kron(noise, np.ones((4, 4, 1), np.uint8))
+    return np.stack([large[:, round(i * pixels) : round(i * pixels) + size] for i in range(frames)])
+
+
+def test_dynamic_degree_is_vbenchs_rule():
+    """6 min(H, W) / 256 pixels are 1.5 here, in a quarter of the pairs of every second frame at 16 a second."""
+    assert dynamic_degree(shifting(2), 16) and not dynamic_degree(shifting(0), 16)
+    assert dynamic_degree(shifting(1), 16) and not dynamic_degree(shifting(1), 8)  # 2 pixels a pair, and 1
+    assert dynamic_degree(shifting(2), 8) and not dynamic_degree(shifting(2), 4)  # at 4 a second twice as far is asked
+    mixed = np.concatenate([shifting(2)[:3], np.repeat(shifting(2)[2:3], 14, 0)])
+    assert not dynamic_degree(mixed, 8)  # two of 17 frames' pairs, four are asked
+    field = np.zeros((10, 10, 2))
+    field[0, :5] = [3, 4]
+    assert fastest_flow(field) == 5 and fastest_flow(field, 0.1) == 2.5
