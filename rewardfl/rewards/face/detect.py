@@ -109,7 +109,7 @@ class FaceDetector(nn.Module):
         fixed = [size for size in self.net.input_shape[2:] if size is not None]
         if any(size != det_size for size in fixed):
             raise ValueError(f"{path} only takes {fixed} pixels, det_size is {det_size}; set det_size={fixed[0]}")
-        self.net.check_size(torch.Size([1, 3, det_size, det_size]))
+        self.net.check_size(1, 3, det_size, det_size)
         self.det_size = det_size
         self.threshold = self.family.threshold if threshold is None else threshold
 

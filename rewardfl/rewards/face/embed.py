@@ -27,7 +27,7 @@ class FaceRecogniser(nn.Module):
         self.net = OnnxModule(path)
         if self.net.input_shape[2:] != [CROP_SIZE, CROP_SIZE]:
             raise ValueError(f"{path} takes {self.net.input_shape[2:]} pixels; a recogniser here takes 112 x 112")
-        self.net.check_size(torch.Size([1, 3, CROP_SIZE, CROP_SIZE]))
+        self.net.check_size(1, 3, CROP_SIZE, CROP_SIZE)
         self.chunk = chunk
         # insightface's rule (model_zoo/arcface_onnx.py): mxnet exports normalise inside, and have these node names
         subtracts = any(name.startswith(("Sub", "_minus")) for name in self.net.first_nodes)

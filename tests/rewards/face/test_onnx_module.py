@@ -11,7 +11,7 @@ from face_nets import MiniArcFace, MiniSCRFD, export
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from rewardfl.rewards.face.onnx_module import OPS, OnnxModule, Op
+from rewardfl.rewards.face.onnx_module import OPS, OnnxModule
 
 # Different summation orders in float32, on outputs of order 1.
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
@@ -107,13 +107,6 @@ CASES = {
         [node("BatchNormalization", "x s b m v", epsilon=0.01)], dict(zip("sbmv", VECTOR, strict=True)), 13),
     "BatchNormalization default": (
         [node("BatchNormalization", "x s b m v")], dict(zip("sbmv", VECTOR * 1e-4, strict=True)), 13),
-    "InstanceNormalization": (
-        [node("InstanceNormalization", "x s b", epsilon=0.01)], dict(zip("sb", VECTOR, strict=False)), 13),
-    # torch writes a group normalisation so
-    "GroupNormalization": (
-        [node("Reshape", "x g", "r"), node("InstanceNormalization", "r one zero", "i"), node("Shape", "x", "s"),
-         node("Reshape", "i s", "n"), node("Mul", "n w", "m"), node("Add", "m w")],
-        {"g": ints(0, 1, -1), "one": f(1), "zero": f(0), "w": VECTOR[0].reshape(3, 1, 1)}, 11),
     "Gemm": ([FLATTEN, node("Gemm", "flat w b", alpha=0.5, beta=2.0)], {"w": FLAT, "b": VECTOR[:, 0]}, 13),
     "Gemm transposed": ([FLATTEN, node("Gemm", "flat w", transB=1)], {"w": FLAT.T.copy()}, 13),
     "Gemm left transposed": ([FLATTEN, node("Gemm", "flat w", transA=1)], {"w": FLAT[:2]}, 13),
@@ -138,8 +131,6 @@ CASES = {
     "Gather scalar": ([node("Gather", "x i", axis=2)], {"i": np.int64(1)}, 13),
     "Expand": ([node("ReduceMean", "x", "m", axes=[1]), node("Expand", "m s")], {"s": ints(1, 3, 1, 5)}, 13),
     "Pad": ([node("Pad", "x p v")], {"p": ints(0, 0, 1, 2, 0, 1, 0, 3), "v": np.float32(0.5)}, 13),
-    "Pad reflect": ([node("Pad", "x p", mode="reflect")], {"p": ints(0, 0, 1, 2, 0, 0, 2, 1)}, 13),
-    "Pad edge": ([node("Pad", "x p", mode="edge")], {"p": ints(0, 0, 1, 0, 0, 0, 0, 1)}, 13),
     "Pad attributes": ([node("Pad", pads=[0, 0, 1, 2, 0, 0, 0, 3], value=-1.0)], {}, 9),
     "ReduceMean": ([node("ReduceMean", axes=[2, 3], keepdims=0)], {}, 13),
     "ReduceMean all": ([node("ReduceMean")], {}, 13),
@@ -210,11 +201,10 @@ CASES = {
     **{
         f"Resize {mode} {rule} {rounding} {scale}": (
             [node("Resize", "x r s", mode=mode, coordinate_transformation_mode=rule, nearest_mode=rounding)],
-            {"r": f(), "s": f(1, 1, *scale)}, 11 if rule == "tf_half_pixel_for_nn" else 13)
+            {"r": f(), "s": f(1, 1, *scale)}, 13)
         for mode, rule, rounding in (
             ("nearest", "asymmetric", "floor"), ("nearest", "half_pixel", "round_prefer_floor"),
             ("nearest", "half_pixel", "round_prefer_ceil"), ("nearest", "asymmetric", "ceil"),
-            ("nearest", "tf_half_pixel_for_nn", "floor"),
             ("linear", "half_pixel", "floor"), ("linear", "pytorch_half_pixel", "floor"),
             ("linear", "align_corners", "floor"), ("linear", "asymmetric", "floor"))
         for scale in ((2.0, 2.0), (1.5, 0.6), (0.25, 0.2))
@@ -233,7 +223,7 @@ def test_op_equals_onnxruntime(case, tmp_path):
     assert_same(by_module(OnnxModule(path), x), by_onnxruntime(path, x))
 
 
-RULES = ("asymmetric", "align_corners", "half_pixel", "pytorch_half_pixel", "tf_half_pixel_for_nn")
+RULES = ("asymmetric", "align_corners", "half_pixel", "pytorch_half_pixel")
 ROUNDINGS = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
 
 
@@ -242,7 +232,7 @@ def test_fractional_scales_round_as_in_onnxruntime(mode, tmp_path):
     """Sizes and positions are float32 there: in float64, 7 of 10 by the scale 0.7 would be 6."""
     rng = np.random.default_rng(7)
     for i in range(120):
-        rule = RULES[i % (4 if mode == "linear" else 5)]
+        rule = RULES[i % 4]
         scales = [round(float(scale), 1 + i % 3) for scale in rng.uniform(0.2, 3.2, 2)]
         shape = (1, 2, int(rng.integers(3, 24)), int(rng.integers(3, 24)))
         if i % 2:
@@ -254,7 +244,7 @@ def test_fractional_scales_round_as_in_onnxruntime(mode, tmp_path):
         resize = node(
             "Resize", names, mode=mode, coordinate_transformation_mode=rule, nearest_mode=ROUNDINGS[i // 5 % 4]
         )
-        path = write(tmp_path / "r.onnx", [resize], given, 11 if rule == RULES[-1] else 13, shape)
+        path = write(tmp_path / "r.onnx", [resize], given, 13, shape)
         x = torch.from_numpy(rng.normal(size=shape).astype(np.float32))
         assert_same(by_module(OnnxModule(path), x), by_onnxruntime(path, x))
 
@@ -409,15 +399,14 @@ def test_dead_intermediates_are_freed(tmp_path, monkeypatch):
     module = OnnxModule(write(tmp_path / "chain.onnx", nodes))
     made, alive = [], []
 
-    def spy(attributes, x):
+    def spy(x):
         y = -x
         made.append(weakref.ref(y))
         alive.append(sum(ref() is not None for ref in made))
         return y
 
     x = torch.randn(1, 3, 6, 5)
-    module.check_size(x.shape)
-    monkeypatch.setitem(OPS, "Neg", Op(spy))
+    monkeypatch.setitem(OPS, "Neg", spy)
     with torch.no_grad():
         module(x)
     assert len(alive) == 21 and max(alive) == 2  # a node's operand and its result
@@ -451,10 +440,11 @@ def test_unsupported_ops_are_named_together_with_the_file(tmp_path):
     "nodes,message",
     [
         ([node("Conv", "x w", auto_pad="SAME_UPPER")], r"Conv\(auto_pad=SAME_UPPER\)"),
-        ([node("MaxPool", kernel_shape=[2])], r"MaxPool\(kernel_shape=\[2\]\)"),
+        ([node("AveragePool", kernel_shape=[2, 2], dilations=[2, 2])], r"AveragePool\(dilations=\[2, 2\]\)"),
         ([helper.make_node("MaxPool", ["x"], ["z", "y"], kernel_shape=[2, 2])], r"MaxPool\(output 1\)"),
         ([node("Reshape", "x w", allowzero=1)], r"Reshape\(allowzero=1\)"),
-        ([node("Pad", "x w w w")], r"Pad\(axes\)"),
+        ([node("Pad", "x w w w")], r"Pad \(too many positional arguments\)"),
+        ([node("Add", "x w", axis=1, broadcast=1)], r"Add\(axis=1\) .*Add\(broadcast=1\)"),
     ],
 )
 def test_unsupported_attributes_are_refused(nodes, message, tmp_path):
@@ -464,8 +454,14 @@ def test_unsupported_attributes_are_refused(nodes, message, tmp_path):
 
 def test_resize_of_old_opsets_is_refused(tmp_path):
     path = write(tmp_path / "odd.onnx", [node("Resize", "x s")], {"s": f(1, 1, 2, 2)}, opset=10)
-    with pytest.raises(ValueError, match=r"Resize\(opset 10\)"):
+    with pytest.raises(ValueError, match="Resize before opset 11"):
         OnnxModule(path)
+
+
+def test_a_graph_in_training_mode_is_refused(tmp_path):
+    path = write(tmp_path / "odd.onnx", [node("Dropout", "x r t")], {"r": np.float32(0.5), "t": np.array(True)})
+    with pytest.raises(ValueError, match=r"odd\.onnx .*exported in training mode"):
+        OnnxModule(path).check_size(1, 3, 6, 5)
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -507,76 +503,10 @@ def test_two_inputs_are_refused(tmp_path):
         OnnxModule(tmp_path / "two.onnx")
 
 
-HUGE = 2**19
-DOUBLED = [node("Concat", f"c{i} c{i}", f"c{i + 1}", axis=0) for i in range(40)]
-SUM = [node("ReduceMean", "big", "m"), node("Add", "x m")]  # of something big that the output depends on
-MANY = [f"e{i}" for i in range(40)]
-# name: (nodes, constants, outputs); what they would make takes terabytes, what makes them holds a few megabytes
-GROWING = {
-    "Concat doubling": ([node("Identity", "x", "c0"), *DOUBLED], {}, ["c40"]),
-    "shapes": ([node("Shape", "x", "c0"), *DOUBLED], {}, ["c40"]),
-    "constants": ([*DOUBLED, node("ReduceMean", "c40", "m"), node("Add", "x m")], {"c0": f(1, 2)}, ["y"]),
-    "Expand": ([node("ReduceMean", "x", "m"), node("Expand", "m s")], {"s": ints(2, HUGE, HUGE, 1)}, ["y"]),
-    "Expand overflow": ([node("ReduceMean", "x", "m"), node("Expand", "m s")], {"s": ints(2**40, 2**40, 1, 1)}, ["y"]),
-    "Add": (
-        [node("Add", "x a", "p"), node("Mul", "p b")],
-        {"a": np.zeros((HUGE, 1, 1, 1, 1), "f"), "b": np.zeros((HUGE, 1, 1, 1, 1, 1), "f")}, ["y"]),
-    "MatMul": (
-        [node("MatMul", "a b", "big"), *SUM], {"a": np.zeros((HUGE, 1), "f"), "b": np.zeros((1, HUGE), "f")}, ["y"]),
-    "ConstantOfShape": (
-        [node("ConstantOfShape", "s", "c"), node("Add", "c one", "big"), *SUM],
-        {"s": ints(HUGE, HUGE), "one": f(1)}, ["y"]),
-    "Slice": (
-        [node("ConstantOfShape", "s", "c"), node("Slice", "c a b", "big"), *SUM],
-        {"s": ints(2**38), "a": ints(0), "b": ints(2**38)}, ["y"]),
-    "Pad": ([node("Pad", "x p")], {"p": ints(0, 0, HUGE, HUGE, 0, 0, 0, 0)}, ["y"]),
-    "Conv pads": ([node("Conv", "x w", pads=[HUGE] * 4)], {"w": WEIGHT}, ["y"]),
-    "Gather": (
-        [node("Reshape", "x r", "v"), node("Gather", "v i", "g", axis=0), node("Gather", "g i", axis=1)],
-        {"r": ints(-1, 1), "i": np.zeros(HUGE, "int64")}, ["y"]),
-    "Resize": ([node("Resize", "x r s")], {"r": f(), "s": f(1, 1, HUGE, HUGE)}, ["y"]),
-    "Resize sizes": ([helper.make_node("Resize", ["x", "", "", "t"], ["y"])], {"t": ints(1, 3, 2**40, 1)}, ["y"]),
-    "Upsample": ([node("Upsample", "x s")], {"s": f(1, 1, HUGE, HUGE)}, ["y"]),
-    "many at a time": ([node("Expand", "x s", name) for name in MANY], {"s": ints(2**20, 1, 3, 6, 5)}, MANY),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", GROWING)
-def test_what_would_grow_without_bound_is_refused(case, tmp_path):
-    """Before anything of that size is made: this machine would not survive it."""
-    nodes, constants, outputs = GROWING[case]
-    opset = 9 if case == "Upsample" else 13
-    path = write(tmp_path / "huge.onnx", nodes, constants, opset, shape=(1, 3, 6, 5), outputs=outputs)
-    with pytest.raises(ValueError, match=r"huge\.onnx"):
-        OnnxModule(path)
-
-
-def test_what_grows_with_the_input_is_refused_when_it_comes(tmp_path):
-    path = write(tmp_path / "huge.onnx", [node("MatMul", "x x")], shape=("n", "c", "h", "w"))
-    module = OnnxModule(path)
-    assert module(torch.ones(1, 1, 3, 3)).shape == (1, 1, 3, 3)
-    far = torch.ones(1, 1, 1, 1).expand(1, 1, 2**15, 2**15)
-    with pytest.raises(ValueError, match=r"huge\.onnx.*MatMul"):
-        module(far)
-
-
-def test_the_bound_is_for_each_image_of_the_batch(tmp_path):
-    path = write(
-        tmp_path / "wide.onnx",
-        [
-            node("Expand", "x s"),
-        ],
-        {"s": ints(1, 3, 2**12, 2**12)},
-        shape=("n", 3, 1, 1),
-    )
-    module = OnnxModule(path)
-    assert module(torch.ones(64, 3, 1, 1)).shape[0] == 64  # a view: 13 GB if it were written out
-
-
 def test_a_graph_that_reads_what_nothing_makes_is_refused(tmp_path):
     for nodes in ([node("Add", "x z")], [node("Add", "x z", "y"), node("Neg", "y", "z")]):
-        with pytest.raises(ValueError, match=r"loop\.onnx.*'z'"):
-            OnnxModule(write(tmp_path / "loop.onnx", nodes, shape=(1, 3, 6, 5)))
+        with pytest.raises(ValueError, match=r"loop\.onnx cannot be run on an input of \(1, 3, 6, 5\): 'z'"):
+            OnnxModule(write(tmp_path / "loop.onnx", nodes)).check_size(1, 3, 6, 5)
 
 
 def test_weights_outside_the_folder_are_refused(tmp_path):
