@@ -2,12 +2,11 @@
 
 Frames are (N, 3, H, W), RGB in [-1, 1]. Pixel coordinates are OpenCV's: (x, y) from the top left, pixel centres at
 integers. Decoding and suppression are insightface's for SCRFD and OpenCV's for YuNet (FaceDetectorYN).
-tests/test_face.py and tests/test_face_yunet.py compare them with these libraries.
+tests/rewards/face/test_detect.py and test_yunet.py compare them with these libraries.
 """
 
-import functools
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,40 +16,27 @@ from torch.utils.checkpoint import checkpoint
 from rewardfl.rewards.face.align import Faces
 from rewardfl.rewards.face.onnx_module import OnnxModule
 from rewardfl.rewards.face.pack import describe_network
-from rewardfl.rewards.face.view import View
 
 STRIDES = (8, 16, 32)
 
 
-class Family(Protocol):
-    """The pre- and post-processing of a kind of detector, as published. All tensors may have leading dimensions."""
+class Scrfd:
+    """SCRFD, insightface/model_zoo/retinaface.py: boxes as distances of sides from the cell."""
 
-    anchors: int  # per cell
-    threshold: float  # of the score
-    nms_iou: float
-    last_pixel: int  # added to the difference of a box's corners for the length of its sides
+    anchors = 2  # per cell
+    threshold = 0.5  # of the score
+    nms_iou = 0.4
+    last_pixel = 1  # added to the difference of a box's corners for the length of its sides
 
     def preprocess(self, levels: Tensor) -> Tensor:
         """Return the network's input for RGB levels (B, 3, H, W) in 0..255."""
-        ...
+        return (levels - 127.5) / 128
 
     def read(self, outputs: list[Tensor], cells: Tensor, stride: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return scores (B, n, 1), box corners (B, n, 4) and landmarks (B, n, 10) in pixels of the input.
 
         outputs: those of this stride, (B, n, ...) each. cells: (n, 2), the top left corner of each anchor's cell.
         """
-        ...
-
-
-class Scrfd:
-    """SCRFD, insightface/model_zoo/retinaface.py: two anchors per cell, boxes as distances of sides from the cell."""
-
-    anchors, threshold, nms_iou, last_pixel = 2, 0.5, 0.4, 1
-
-    def preprocess(self, levels: Tensor) -> Tensor:
-        return (levels - 127.5) / 128
-
-    def read(self, outputs: list[Tensor], cells: Tensor, stride: int) -> tuple[Tensor, Tensor, Tensor]:
         scores, distances, offsets = outputs
         distances = distances * stride
         boxes = torch.cat([cells - distances[..., :2], cells + distances[..., 2:]], -1)
@@ -58,7 +44,7 @@ class Scrfd:
 
 
 class YuNet:
-    """OpenCV's FaceDetectorYN, modules/objdetect/src/face_detect.cpp: BGR, one anchor per cell, boxes by centre."""
+    """OpenCV's FaceDetectorYN, modules/objdetect/src/face_detect.cpp, as Scrfd: BGR, boxes by centre."""
 
     anchors, threshold, nms_iou, last_pixel = 1, 0.9, 0.3, 0
 
@@ -72,6 +58,7 @@ class YuNet:
         return scores, torch.cat([centres - half, centres + half], -1), cells.repeat(1, 5) + offsets * stride
 
 
+Family = Scrfd | YuNet  # the pre- and post-processing of a kind of detector, as published
 YUNET_OUTPUTS = [f"{kind}_{stride}" for kind in ("cls", "obj", "bbox", "kps") for stride in STRIDES]
 
 
@@ -88,6 +75,40 @@ def find_family(names: list[str], path: str | Path) -> tuple[Family, list[int]]:
         f"{path} has {len(names)} outputs; SCRFD with landmarks (bnkps) has 9, YuNet of 2023 has {len(YUNET_OUTPUTS)}, "
         f"{', '.join(YUNET_OUTPUTS)}; this file {describe_network(Path(path))}"
     )
+
+
+@dataclass(frozen=True)
+class View:
+    """A small zoom and shift, to which a detector must be indifferent.
+
+    It moves a frame's pixel q to zoom * (q - centre) + centre + shift.
+    """
+
+    zoom: float
+    shift: tuple[float, float]  # x, y in frame pixels
+
+    def of(self, frames: Tensor) -> Tensor:
+        """Return (N, 3, H, W) frames through this view, with gradient: bilinear, the outer pixels repeated outside."""
+        grids = []
+        for size, shift in zip((frames.shape[-1], frames.shape[-2]), self.shift, strict=True):
+            centre = (size - 1) / 2
+            pixel = torch.arange(size, device=frames.device, dtype=frames.dtype)
+            # align_corners=True puts -1 and 1 on the centres of the outer pixels, which are size - 1 apart
+            grids.append((pixel - centre - shift) / self.zoom / max(centre, 0.5))
+        y, x = torch.meshgrid(grids[1], grids[0], indexing="ij")
+        grid = torch.stack([x, y], -1).expand(len(frames), -1, -1, -1)
+        return F.grid_sample(frames, grid, mode="bilinear", padding_mode="border", align_corners=True)
+
+    def undo(self, faces: Faces, frames: Tensor) -> Faces:
+        """Return faces detected in `of(frames)` in the pixels of `frames` (N, 3, H, W)."""
+        centre = torch.tensor([(frames.shape[-1] - 1) / 2, (frames.shape[-2] - 1) / 2])
+        shift = torch.tensor(self.shift)
+
+        def back(points: Tensor) -> Tensor:
+            return (points - centre - shift) / self.zoom + centre
+
+        boxes = back(faces.boxes.view(-1, 2, 2)).view(-1, 4)
+        return replace(faces, boxes=boxes, landmarks=back(faces.landmarks))
 
 
 class FaceDetector(nn.Module):
@@ -116,8 +137,7 @@ class FaceDetector(nn.Module):
     @torch.no_grad()
     def detect(self, frames: Tensor) -> list[Faces]:
         """Return the N `Faces`, in frame pixels, of (N, 3, H, W) frames."""
-        chunks = (self.rows(chunk) for chunk in frames.split(self.CHUNK))
-        return [self._faces(frame_rows, scale) for rows, scale in chunks for frame_rows in rows]
+        return self.trace(frames, self.CHUNK)
 
     def trace(self, frames: Tensor, chunk: int, view: View | None = None) -> list[Faces]:
         """Return `detect`'s faces with gradient from the landmarks to the frames. Boxes and scores have no gradient.
@@ -125,10 +145,9 @@ class FaceDetector(nn.Module):
         `chunk` frames are detected at a time. The backward pass runs each chunk again, so that a clip holds one chunk's
         graph. view: applied to the frames before detection; the faces are in the pixels of `frames`.
         """
-        run = functools.partial(checkpoint, self.rows, use_reentrant=False, preserve_rng_state=False)
         faces = []
         for part in frames.split(chunk):
-            rows, scale = run(part, view)
+            rows, scale = checkpoint(self.rows, part, view, use_reentrant=False, preserve_rng_state=False)
             faces += [self._faces(frame_rows, scale) for frame_rows in rows]
         return faces if view is None else [view.undo(frame_faces, frames) for frame_faces in faces]
 

@@ -20,9 +20,8 @@ import numpy as np
 import onnx
 import torch
 import torch.nn.functional as F
+from google.protobuf.message import DecodeError
 from torch import Tensor, nn
-
-from rewardfl.rewards.face.onnx_file import graph_inputs, read_graph, value_shape
 
 Attributes = dict[str, Any]
 Numbers = list[int] | tuple[int, ...]
@@ -66,27 +65,18 @@ def _conv(
     bias: Tensor | None = None,
     *,
     pads: Numbers = (),
-    strides: Numbers | int = 1,
-    dilations: Numbers | int = 1,
-    group: int = 1,
-    kernel_shape: Numbers = (),  # the weight's
+    kernel_shape: Numbers = (),
+    **window: Any,
 ) -> Tensor:
     x, padding = _symmetric_padding(x, pads, 0.0)
-    return (F.conv1d, F.conv2d, F.conv3d)[x.ndim - 3](x, weight, bias, strides, padding, dilations, group)
+    return (F.conv1d, F.conv2d, F.conv3d)[x.ndim - 3](x, weight, bias, padding=padding, **window)
 
 
-def _max_pool(
-    x: Tensor,
-    *,
-    kernel_shape: Numbers,
-    pads: Numbers = (),
-    strides: Numbers | int = 1,  # torch's default is the kernel
-    dilations: Numbers | int = 1,
-    ceil_mode: int = 0,
-) -> Tensor:
+def _max_pool(x: Tensor, *, kernel_shape: Numbers, pads: Numbers = (), ceil_mode: int = 0, **window: Any) -> Tensor:
     x, padding = _symmetric_padding(x, pads, -torch.inf)
+    window = {"stride": 1} | window  # torch's default is the kernel
     pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[x.ndim - 3]
-    return pool(x, kernel_shape, strides, padding, dilations, bool(ceil_mode))
+    return pool(x, kernel_shape, padding=padding, ceil_mode=bool(ceil_mode), **window)
 
 
 def _average_pool(
@@ -94,18 +84,18 @@ def _average_pool(
     *,
     kernel_shape: Numbers,
     pads: Numbers = (),
-    strides: Numbers | int = 1,
     ceil_mode: int = 0,
     count_include_pad: int = 0,
+    **window: Any,
 ) -> Tensor:
     padded, padding = _symmetric_padding(x, pads, 0.0)
+    window = {"stride": 1, "padding": padding, "ceil_mode": bool(ceil_mode)} | window
+    window |= {"kernel_size": kernel_shape, "count_include_pad": bool(count_include_pad)}
     pool = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[x.ndim - 3]
-    window = (kernel_shape, strides, padding, bool(ceil_mode), bool(count_include_pad))
-    pooled = pool(padded, *window)
     if padded is x or count_include_pad:
-        return pooled
+        return pool(padded, **window)
     inside, _ = _symmetric_padding(torch.ones_like(x), pads, 0.0)
-    return pooled / pool(inside, *window)  # both divide by the whole window
+    return pool(padded, **window) / pool(inside, **window)  # both divide by the whole window
 
 
 def _batch_normalization(
@@ -117,41 +107,15 @@ def _batch_normalization(
     return torch.addcmul((bias - mean * scale).view(shape), x, scale.view(shape))
 
 
-def _gemm(
-    x: Tensor,
-    y: Tensor,
-    bias: Tensor | None = None,
-    *,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    transA: int = 0,
-    transB: int = 0,
-) -> Tensor:
-    product = alpha * ((x.mT if transA else x) @ (y.mT if transB else y))
-    return product if bias is None else product + beta * bias
-
-
 def _div(x: Tensor, y: Tensor) -> Tensor:
     is_float = x.is_floating_point() or y.is_floating_point()
     return torch.div(x, y, rounding_mode=None if is_float else "trunc")
-
-
-def _clip(x: Tensor, min: float | None = None, max: float | None = None) -> Tensor:
-    return x if min is None and max is None else x.clamp(min, max)
 
 
 def _dropout(x: Tensor, ratio: float | None = None, training_mode: bool | None = None) -> Tensor:
     if training_mode:
         raise ValueError("it was exported in training mode; export it after .eval()")
     return x
-
-
-def _reshape(x: Tensor, shape: Numbers) -> Tensor:
-    return x.reshape([x.shape[i] if size == 0 else size for i, size in enumerate(shape)])
-
-
-def _split(x: Tensor, split: Numbers | None = None, *, axis: int = 0, num_outputs: int) -> tuple[Tensor, ...]:
-    return x.split(list(split) if split else -(-x.shape[axis] // num_outputs), axis)  # only the last may be smaller
 
 
 def _unsqueeze(x: Tensor, axes: Numbers) -> Tensor:
@@ -173,29 +137,13 @@ def _slice(
 
 def _gather(x: Tensor, indices: Tensor, *, axis: int = 0) -> Tensor:
     axis = axis % x.ndim
-    picked = x[(slice(None),) * axis + (indices.flatten(),)]
+    picked = x[(slice(None),) * axis + (indices.flatten(),)]  # an index of one number would be waited for
     return picked.reshape((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]))
 
 
 def _cast(x: Tensor, *, to: int) -> Tensor:
     dtype = _DTYPES[to]
     return x if x.is_floating_point() and dtype.is_floating_point else x.to(dtype)
-
-
-def _constant(
-    *,
-    value: Tensor | None = None,
-    value_float: float | None = None,
-    value_floats: Sequence[float] | None = None,
-    value_int: int | None = None,
-    value_ints: Numbers | None = None,
-) -> Tensor:
-    values = (value, value_float, value_floats, value_int, value_ints)
-    return next(torch.as_tensor(value) for value in values if value is not None)
-
-
-def _constant_of_shape(shape: Numbers, *, value: Tensor | None = None) -> Tensor:
-    return (torch.zeros(1) if value is None else value).expand(shape)
 
 
 # The position of output sample i on the input axis of `size` samples, resized to `out` by `scale`.
@@ -256,11 +204,6 @@ def _resize(
     return x
 
 
-def _upsample(x: Tensor, scales: Sequence[float], *, mode: str = "nearest") -> Tensor:
-    """Resize as before opset 10."""
-    return _resize(x, None, scales, mode=mode, coordinate_transformation_mode="asymmetric", nearest_mode="floor")
-
-
 def _reduce(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def reduced(x: Tensor, axes: Numbers | None = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0) -> Tensor:
         if not axes and noop_with_empty_axes:
@@ -280,15 +223,17 @@ _NAMESAKES = (
     *("Reciprocal", "Relu", "Sigmoid", "Sqrt", "Sub", "Tanh", "Where"),
 )
 
+_ZERO = torch.zeros(1)
+
 OPS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     **{name: _plain(getattr(torch, name.lower())) for name in _NAMESAKES},
     "AveragePool": _average_pool,
     "BatchNormalization": _batch_normalization,
     "Cast": _cast,
-    "Clip": _clip,
+    "Clip": lambda x, min=None, max=None: x.clamp(min, max),
     "Concat": lambda *parts, axis: torch.cat(parts, axis),
-    "Constant": _constant,
-    "ConstantOfShape": _constant_of_shape,
+    "Constant": lambda **values: torch.as_tensor(*values.values()),  # one attribute: a tensor, a number or a list
+    "ConstantOfShape": lambda shape, value=_ZERO: value.expand(shape),
     "Conv": _conv,
     "Div": _div,
     "Dropout": _dropout,
@@ -296,7 +241,9 @@ OPS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "Expand": lambda x, shape: x.expand(torch.broadcast_shapes(x.shape, shape)),
     "Flatten": lambda x, axis=1: x.reshape(prod(x.shape[:axis]), -1),
     "Gather": _gather,
-    "Gemm": _gemm,
+    "Gemm": lambda x, y, bias=0.0, alpha=1.0, beta=1.0, transA=0, transB=0: (
+        alpha * ((x.mT if transA else x) @ (y.mT if transB else y)) + beta * bias
+    ),
     "GlobalAveragePool": lambda x: x.mean(tuple(range(2, x.ndim)), keepdim=True),
     "GreaterOrEqual": _plain(torch.greater_equal),
     "HardSigmoid": lambda x, alpha=0.2, beta=0.5: (alpha * x + beta).clamp(0, 1),
@@ -308,7 +255,7 @@ OPS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "MaxPool": _max_pool,
     "Min": lambda *parts: reduce(torch.minimum, parts),
     "PRelu": lambda x, slope: torch.where(x < 0, x * slope, x),  # keeps a mask for the backward pass, not x
-    "Pad": lambda x, pads, value=0.0, *, mode="constant": F.pad(
+    "Pad": lambda x, pads, value=None, *, mode="constant": F.pad(
         x, _pad_argument(pads[: x.ndim], pads[x.ndim :]), mode, value
     ),
     "ReduceL2": _reduce(torch.linalg.vector_norm),
@@ -316,23 +263,23 @@ OPS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "ReduceMean": _reduce(torch.mean),
     "ReduceMin": _reduce(torch.amin),
     "ReduceSum": _reduce(torch.sum),
-    "Reshape": _reshape,
+    "Reshape": lambda x, shape: x.reshape([x.shape[i] if size == 0 else size for i, size in enumerate(shape)]),
     "Resize": _resize,
     "Shape": lambda x, start=0, end=None: torch.tensor(x.shape)[start:end],
     "Slice": _slice,
     "Softmax": lambda x, axis=-1: x.softmax(axis),
     "Softmax before opset 13": lambda x, axis=1: x.flatten(axis).softmax(-1).view_as(x),
-    "Split": _split,
+    # without sizes only the last part may be smaller
+    "Split": lambda x, split=None, axis=0, num_outputs=1: x.split(split or -(-x.shape[axis] // num_outputs), axis),
     "Squeeze": lambda x, axes=None: x.squeeze() if axes is None else x.squeeze(tuple(axes)),
     "Transpose": lambda x, perm=None: x.permute(perm or list(range(x.ndim))[::-1]),
     "Unsqueeze": _unsqueeze,
-    "Upsample": _upsample,
 }
 
 # the first operand that is a setting: it is read on the CPU and passed as a number or a list
 _FIRST_SETTING = {"ConstantOfShape": 0} | dict.fromkeys(
     ("Clip", "Dropout", "Expand", "Pad", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", "Reshape",
-     "Resize", "Slice", "Split", "Squeeze", "Unsqueeze", "Upsample"), 1)  # fmt: skip
+     "Resize", "Slice", "Split", "Squeeze", "Unsqueeze"), 1)  # fmt: skip
 
 # Attributes that change nothing, and the value that changes nothing. BatchNormalization's spatial=0 (mxnet exports
 # before opset 9) has statistics per pixel; onnxruntime refuses it. Torch exports cubic_coeff_a in every mode.
@@ -348,8 +295,11 @@ _NEUTRAL: Attributes = {
     "training_mode": 0,
 }
 
+_TORCH_NAMES = {"strides": "stride", "dilations": "dilation", "group": "groups"}  # torch refuses what it does not know
+
 # the supported values of other attributes; all values where an attribute is not named
 _CHOICES: Mapping[str, Collection] = {
+    "auto_pad": ("NOTSET",),
     "coordinate_transformation_mode": _POSITIONS,
     "mode": ("nearest", "linear", "constant"),
     "nearest_mode": _NEAREST,
@@ -367,7 +317,7 @@ def _attributes(node: onnx.NodeProto) -> Attributes:
         elif isinstance(value, bytes):
             value = value.decode()
         if attribute.name not in _UNUSED and (attribute.name not in _NEUTRAL or value != _NEUTRAL[attribute.name]):
-            attributes[attribute.name] = value
+            attributes[_TORCH_NAMES.get(attribute.name, attribute.name)] = value
     return attributes
 
 
@@ -385,18 +335,46 @@ def _refusals(op: str, node: onnx.NodeProto, attributes: Attributes, used: Colle
     """
     if op not in OPS:
         return [op]
-    signature = inspect.signature(OPS[op])
-    refused = [
-        f"{op}({name}={str(value)[:40]})"
-        for name, value in attributes.items()
-        if name not in signature.parameters or (name in _CHOICES and value not in _CHOICES[name])
-    ]
+    choices = {name: value for name, value in attributes.items() if name in _CHOICES}
+    refused = [f"{op}({name}={value})" for name, value in choices.items() if value not in _CHOICES[name]]
     refused += [f"{op}(output {i})" for i, name in enumerate(node.output) if i and op != "Split" and name in used]
     try:
-        signature.bind(*node.input, **attributes)
+        inspect.signature(OPS[op]).bind(*node.input, **attributes)
     except TypeError as error:
-        refused = refused or [f"{op} ({error})"]
+        refused.append(f"{op} ({error})")
     return refused
+
+
+def read_graph(path: str | Path) -> tuple[onnx.GraphProto, int]:
+    """Return the graph of an ONNX file and its opset version.
+
+    Raise FileNotFoundError without such a file, ValueError unless it is a whole ONNX model.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no ONNX file at {path}")
+    try:
+        model = onnx.load(path)
+    except (DecodeError, onnx.checker.ValidationError) as error:  # the second: tensors in files outside the folder
+        raise ValueError(
+            f"{path} ({path.stat().st_size} bytes) is not a whole ONNX file: a download cut short, or a "
+            f"git-lfs pointer? Fetch it again ({error})"
+        ) from error
+    if not model.graph.output:
+        raise ValueError(f"{path} ({path.stat().st_size} bytes) holds no ONNX graph; fetch or export it again")
+    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 1)
+    return model.graph, opset
+
+
+def graph_inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
+    """Return the inputs that a caller feeds; older files list the weights among them."""
+    weights = {tensor.name for tensor in graph.initializer}
+    return [value for value in graph.input if value.name not in weights]
+
+
+def value_shape(value: onnx.ValueInfoProto) -> list[int | None]:
+    """Return the declared shape of a graph input or output, None for a dynamic axis."""
+    return [axis.dim_value or None for axis in value.type.tensor_type.shape.dim]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -453,9 +431,9 @@ class OnnxModule(nn.Module):
         # a value dies after the last step that names it as an operand or output
         last_use = {name: i for i, step in enumerate(self._steps) for name in (*step.operands, *step.outputs)}
         never_dead = {*self.output_names, *constants, ""}
-        self._dead = [
-            [n for n, last in last_use.items() if last == i and n not in never_dead] for i in range(len(self._steps))
-        ]
+        self._dead: list[list[str]] = [[] for _ in self._steps]
+        for name in last_use.keys() - never_dead:
+            self._dead[last_use[name]].append(name)
         on_cpu = {name for step in self._steps for name in step.operands[step.settings :]}
         moved = {name for step in self._steps for name in step.operands[: step.settings] if name in constants}
         weights = sorted(name for name in moved if constants[name].is_floating_point())
@@ -481,7 +459,7 @@ class OnnxModule(nn.Module):
         for step, dead in zip(self._steps, self._dead, strict=True):
             values |= step.run([self._operand(step, i, values, x) for i in range(len(step.operands))])
             for name in dead:
-                del values[name]
+                values.pop(name, None)  # an operator's second output is not computed
         outputs = tuple(values[name] for name in self.output_names)
         return outputs[0] if len(outputs) == 1 else outputs
 

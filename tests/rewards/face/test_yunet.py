@@ -108,7 +108,7 @@ def test_embeddings_are_those_of_opencv(published):
 def test_the_start_up_check_compares_with_opencv(published):
     identity = FaceIdentity(published, SIZE)
     parity = face_parity.check(identity, PICTURE[:, None])
-    assert str(parity).startswith("face parity with OpenCV: box 0.0") and parity.cosine_distance < 1e-3
+    assert parity.startswith("face parity with OpenCV: box 0.0")
     identity.recogniser.wants_bytes = False
     with pytest.raises(face_parity.FaceParityError, match="face parity with OpenCV"):
         face_parity.check(identity, PICTURE[:, None])
@@ -118,7 +118,7 @@ def test_another_recogniser_beside_it_is_insightfaces(pack):
     """Such as AuraFace's: where the hash is not SFace's, insightface's rule decides, and insightface is asked."""
     identity = FaceIdentity(pack, SIZE)
     assert not identity.recogniser.wants_bytes
-    assert face_parity.check(identity, PICTURE[:, None]).cosine_distance < 1e-3
+    assert "cosine distance" in face_parity.check(identity, PICTURE[:, None])
 
 
 def test_a_clip_is_scored_and_traced(published):
