@@ -70,8 +70,7 @@ class FaceRecogniser(nn.Module):
 
     def __init__(self, path: str | Path, chunk: int = 8):
         super().__init__()
-        if chunk < 1:
-            raise ValueError(f"chunk must be at least 1 face, got {chunk}")
+        self.file = Path(path)
         self.net = OnnxModule(path)
         if self.net.input_shape[2:] != [CROP_SIZE, CROP_SIZE]:
             raise ValueError(f"{path} takes {self.net.input_shape[2:]} pixels; a recogniser here takes 112 x 112")
@@ -94,7 +93,7 @@ class FaceIdentity(nn.Module):
     """Detector and recogniser of one insightface-style pack, frozen; scores videos (3, F, H, W) in [-1, 1].
 
     pack_dir: see pack.pack_files, which finds `files`, the detector's and the recogniser's. second_pack_dir: each
-    cosine is then the mean over the recognisers of both packs on the same crops.
+    cosine is then the mean over the recognisers of both packs, the other one being `second`, on the same crops.
 
     Everything is computed in float32, also under autocast. The detector gets no gradient. Frame 0 of a clip is the
     given image: it starts the tracks and is neither pooled nor scored. track.py matches faces across frames.
@@ -107,8 +106,7 @@ class FaceIdentity(nn.Module):
         self.files = pack_files(pack_dir)
         self.detector = FaceDetector(self.files[0], det_size)
         self.recogniser = FaceRecogniser(self.files[1], chunk)
-        self.second_file = None if second_pack_dir is None else pack_files(second_pack_dir)[1]
-        self.second = None if self.second_file is None else FaceRecogniser(self.second_file, chunk)
+        self.second = None if second_pack_dir is None else FaceRecogniser(pack_files(second_pack_dir)[1], chunk)
 
     def pool(self, video: Tensor) -> FacePool | None:
         """Return the pool of the largest face in a real clip's first frame with one; None if later frames lack it."""

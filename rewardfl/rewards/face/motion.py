@@ -145,9 +145,10 @@ class FaceMotionReward(Reward):
         """Return the motion of the clip, () each, with gradient where a term has a weight; NaN without a face."""
         detector = self.detectors[index]
         assert isinstance(detector, FaceDetector)
+        graph = torch.is_grad_enabled()
         with torch.autocast(video.device.type, enabled=False):
             frames = to_frames(video)
-            with _gradient_if(enabled=self.term_weights["landmarks"] > 0):
+            with torch.set_grad_enabled(graph and self.term_weights["landmarks"] > 0):
                 track = track_largest(detector.trace(frames, self.chunk, view))
                 if track is None:
                     return dict.fromkeys(NAMES, torch.tensor(math.nan)) | {"lost": torch.tensor(1.0)}
@@ -157,7 +158,7 @@ class FaceMotionReward(Reward):
             motion = {"speed": speed, "nonrigid": nonrigid, "reversals": reversals, "lost": lost}
             inside = _inside(track, frames)
             for name, mask in (("face_change", inside), ("background_change", ~inside)):
-                with _gradient_if(enabled=self.term_weights[name] > 0):
+                with torch.set_grad_enabled(graph and self.term_weights[name] > 0):
                     motion[name] = mean_change(frames.transpose(0, 1), mask)
             return motion
 
@@ -181,10 +182,6 @@ def fixed_views(max_shift: float) -> list[View]:
     """Return four views, each shifted to another side by `max_shift` / 2 frame pixels, the mean of the drawn shifts."""
     signs = ((1, 1, 1), (-1, 1, -1), (1, -1, -1), (-1, -1, 1))
     return [View(1 + MAX_ZOOM * zoom / 2, (max_shift * x / 2, max_shift * y / 2)) for zoom, x, y in signs]
-
-
-def _gradient_if(*, enabled: bool) -> torch.set_grad_enabled:
-    return torch.set_grad_enabled(enabled and torch.is_grad_enabled())
 
 
 def _inside(track: Track, frames: Tensor) -> Tensor:

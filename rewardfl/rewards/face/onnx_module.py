@@ -9,6 +9,7 @@ A function in OPS takes a node's operands, None for one left out, and its attrib
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -27,21 +28,14 @@ Attributes = dict[str, Any]
 Numbers = list[int] | tuple[int, ...]
 
 
-def _dtypes(dtype: torch.dtype, *names: str) -> dict[int, torch.dtype]:
-    return {onnx.TensorProto.DataType.Value(name): dtype for name in names}
-
-
-# What ONNX types become: floats follow the module's precision, so that half-precision files run everywhere.
-_DTYPES = (
-    _dtypes(torch.float32, "FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16")
-    | _dtypes(torch.int64, "INT64", "INT32", "INT16", "INT8", "UINT8", "UINT16", "UINT32", "UINT64")
-    | _dtypes(torch.bool, "BOOL")
-)
+def _dtype(data_type: int) -> torch.dtype:
+    """Return what an ONNX type becomes: floats follow the module's precision, so half precision runs everywhere."""
+    name = onnx.TensorProto.DataType.Name(data_type)
+    return torch.float32 if "FLOAT" in name or name == "DOUBLE" else torch.bool if name == "BOOL" else torch.int64
 
 
 def _tensor(proto: onnx.TensorProto) -> Tensor:
-    """Return a stored tensor."""
-    array, dtype = onnx.numpy_helper.to_array(proto), _DTYPES[proto.data_type]
+    array, dtype = onnx.numpy_helper.to_array(proto), _dtype(proto.data_type)
     return torch.tensor(array.astype(np.float32) if dtype.is_floating_point else array).to(dtype)
 
 
@@ -112,7 +106,7 @@ def _div(x: Tensor, y: Tensor) -> Tensor:
     return torch.div(x, y, rounding_mode=None if is_float else "trunc")
 
 
-def _dropout(x: Tensor, ratio: float | None = None, training_mode: bool | None = None) -> Tensor:
+def _dropout(x: Tensor, ratio: float | None = None, training_mode: int | None = None) -> Tensor:
     if training_mode:
         raise ValueError("it was exported in training mode; export it after .eval()")
     return x
@@ -142,7 +136,7 @@ def _gather(x: Tensor, indices: Tensor, *, axis: int = 0) -> Tensor:
 
 
 def _cast(x: Tensor, *, to: int) -> Tensor:
-    dtype = _DTYPES[to]
+    dtype = _dtype(to)
     return x if x.is_floating_point() and dtype.is_floating_point else x.to(dtype)
 
 
@@ -303,7 +297,6 @@ _CHOICES: Mapping[str, Collection] = {
     "coordinate_transformation_mode": _POSITIONS,
     "mode": ("nearest", "linear", "constant"),
     "nearest_mode": _NEAREST,
-    "to": _DTYPES,
 }
 
 
@@ -486,18 +479,18 @@ def _compile(graph: onnx.GraphProto, opset: int, path: str | Path) -> tuple[list
     except ValueError as error:
         raise ValueError(f"{path} holds a damaged tensor ({error}); fetch or export it again") from error
     used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
-    refused: dict[str, list[str]] = {}
+    refused: Counter[str] = Counter()
     on_cpu: set[str] = set()  # shapes, and results computed from shapes and constants alone
     steps = []
     for node in graph.node:
         op, attributes = _op_name(node, opset), _attributes(node)
         if refusals := _refusals(op, node, attributes, used):
-            for refusal in refusals:
-                refused.setdefault(refusal, []).append(node.name or node.output[0])  # names are optional in ONNX
+            refused.update(refusals)
             continue
         named = {name for name in node.input if name}
         stays_on_cpu = op == "Shape" or named <= on_cpu | constants.keys()
-        step = _Step(op=op, attributes=attributes, operands=node.input, outputs=node.output, on_cpu=stays_on_cpu)
+        names = {"operands": tuple(node.input), "outputs": tuple(node.output)}
+        step = _Step(op=op, attributes=attributes, on_cpu=stays_on_cpu, **names)
         if named <= constants.keys():
             constants |= step.run([constants[name] if name else None for name in node.input])
             continue
@@ -505,6 +498,6 @@ def _compile(graph: onnx.GraphProto, opset: int, path: str | Path) -> tuple[list
             on_cpu.update(node.output)
         steps.append(step)
     if refused:
-        listing = ", ".join(f"{refusal} x {len(nodes)} (from {nodes[0]})" for refusal, nodes in sorted(refused.items()))
+        listing = ", ".join(f"{refusal} x {count}" for refusal, count in sorted(refused.items()))
         raise ValueError(f"{path} needs what {__name__} does not run: {listing}; add it to OPS there")
     return steps, constants

@@ -16,8 +16,6 @@ from rewardfl.rewards.settings import PathSetting, on_this_machine
 
 Task = Literal["detector", "recogniser", "other"]
 TASKS: tuple[Task, ...] = ("detector", "recogniser")
-MAX_LISTED = 4  # outputs of a network in a message
-
 _DEPTH = 3  # ~/.insightface / models / antelopev2 / antelopev2 / *.onnx: insightface's zip nests its folder twice
 
 
@@ -83,17 +81,16 @@ def _only(folder: Path, files: dict[Path, Task], task: Task) -> Path:
 
 
 def _nothing_usable(root: Path, folders: dict[Path, dict[Path, Task]]) -> str:
-    """Return the message that no folder at or below root is a pack."""
+    """Return the message that no folder at or below root is a pack, and what is there."""
     tasks = {file: task for files in folders.values() for file, task in files.items()}
-    missing = [task for task in TASKS if task not in tasks.values()]
-    if not missing:
-        used = [str(file.relative_to(root)) for file, task in tasks.items() if task in TASKS]
-        return f"{root} has no folder with both a detector and a recogniser: put these into one: {used}"
-    files = "".join(f"; {file.relative_to(root)} {describe_network(file)}" for file in tasks) or "; there are none"
+    files = [
+        f"{file.relative_to(root)} {describe_network(file) if task == 'other' else f'is a {task}'}"
+        for file, task in tasks.items()
+    ]
     return (
-        f"{root} has no {' and no '.join(missing)} among its .onnx files{files}; a detector has nine outputs "
-        "(scrfd_10g_bnkps.onnx) or twelve (face_detection_yunet_2023mar.onnx), a recogniser one 112 x 112 input and "
-        "one output (glintr100.onnx); other formats and zips are not read"
+        f"{root} has no folder with a detector, which has nine outputs (scrfd_10g_bnkps.onnx) or twelve "
+        "(face_detection_yunet_2023mar.onnx), and a recogniser, which has one 112 x 112 input and one output "
+        f"(glintr100.onnx). Its .onnx files: {'; '.join(files) or 'none'}. Other formats and zips are not read"
     )
 
 
@@ -101,21 +98,20 @@ def describe_network(path: Path) -> str:
     """Return the inputs, outputs and probable kind of an .onnx file, and why it is no usable detector."""
     graph, _ = read_graph(path)
     inputs, outputs = ([value_shape(value) for value in values] for values in (graph_inputs(graph), graph.output))
-    more = ", ..." if len(outputs) > MAX_LISTED else ""
-    gives = ", ".join(_describe_shape(shape) or "()" for shape in outputs[:MAX_LISTED]) + more
-    return f"(takes {' and '.join(map(_describe_shape, inputs))}, gives {gives}) {_kind(inputs, outputs)}"
+    takes, gives = (", ".join(_describe_shape(shape) or "()" for shape in shapes) for shapes in (inputs, outputs))
+    return f"(takes {takes}, gives {gives}) {_kind(outputs)}"
 
 
 def _describe_shape(shape: list[int | None]) -> str:
     return " x ".join("?" if side is None else str(side) for side in shape)
 
 
-def _kind(inputs: list[list[int | None]], outputs: list[list[int | None]]) -> str:
-    """Describe in words the probable kind of a network with these shapes."""
+def _kind(outputs: list[list[int | None]]) -> str:
+    """Describe in words the probable kind of a network with outputs of these shapes."""
     flat = sorted(shape[-1] or 0 for shape in outputs if len(shape) in (2, 3))
     maps = sorted(shape[1] or 0 for shape in outputs if len(shape) == 4)
     if len(outputs) == 1 and len(outputs[0]) in (0, 2):
-        return "looks like a recogniser or attributes of a face that has been found"
+        return "looks like a network for landmarks or attributes of a face that has been found"
     if flat == [2, 4] and len(outputs[0]) == 3:
         return "looks like UltraFace (RFB, slim): boxes without the five landmarks by which a face is cut out"
     if flat == [1, 16]:
@@ -143,7 +139,7 @@ def shared_file(first_pack: str | Path, second_pack: str | Path) -> tuple[str, P
     Raise the errors of `pack_files`.
     """
     for task, first, second in zip(TASKS, pack_files(first_pack), pack_files(second_pack), strict=True):
-        if first.stat().st_size == second.stat().st_size and sha256(first) == sha256(second):
+        if sha256(first) == sha256(second):
             return task, first, second
     return None
 

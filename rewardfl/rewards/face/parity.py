@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -45,9 +44,8 @@ def check_packs(packs: Mapping[str, FaceIdentity], video: Tensor) -> list[str]:
 def check(identity: FaceIdentity, video: Tensor) -> str:
     """Compare detection, crop and embedding with insightface's, or OpenCV's for YuNet and SFace, on the same files.
 
-    Return a line with the differences: in frame pixels, levels of 0..255, and 1 - cosine of the embeddings, of two
-    recognisers the larger one. The line names the detector's library; a published SFace is compared with OpenCV's in
-    any case.
+    Return a line with the largest differences, in frame pixels and as 1 - cosine of two embeddings, and the name of the
+    detector's library. A published SFace is compared with OpenCV's in any case.
 
     The largest face in the first frame with a face is compared, of a (3, F, H, W) video in [-1, 1]. Our networks run on
     the video's device, the libraries on the CPU.
@@ -76,26 +74,18 @@ def check(identity: FaceIdentity, video: Tensor) -> str:
             f"{code} finds no face where rewardfl finds one (score {faces.scores[0]:.3f}, box "
             f"{[round(side) for side in box.tolist()]}) with {identity.files[0]}"
         )
-    differences = torch.cat([boxes - box, (landmarks - faces.landmarks[0]).flatten(1)], 1)
-    nearest = differences.abs().amax(1).argmin()
+    differences = torch.cat([boxes - box, (landmarks - faces.landmarks[0]).flatten(1)], 1).abs().amax(1)
+    difference, nearest = differences.min(0)
     crop = align(frame, similarity_transform(faces.landmarks[:1], ARCFACE_TEMPLATE))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # insightface calls a deprecated method of skimage
         library_crop = norm_crop(picture, landmarks[nearest].numpy())
-    crop_levels = (crop[0].flip(0).permute(1, 2, 0).cpu() + 1) * 127.5
-    recognisers = [(identity.recogniser, identity.files[1])]
-    if identity.second is not None and identity.second_file is not None:
-        recognisers.append((identity.second, identity.second_file))
-    distances = [_distance(recogniser, file, crop, library_crop, get_model) for recogniser, file in recognisers]
+    recognisers = [recogniser for recogniser in (identity.recogniser, identity.second) if recogniser is not None]
+    distances = [_distance(recogniser, crop, library_crop, get_model) for recogniser in recognisers]
     distance = torch.stack(distances).max().item()  # torch's max: Python's ignores a NaN
-    line = (
-        f"face parity with {code}: box {(boxes[nearest] - box).abs().max():.3f} px, "
-        f"landmarks {(landmarks[nearest] - faces.landmarks[0]).abs().max():.3f} px, "
-        f"crop {(crop_levels - torch.from_numpy(library_crop)).abs().mean():.2f} of 255, "
-        f"cosine distance {distance:.1e}"
-    )
+    line = f"face parity with {code}: box and landmarks {difference:.3f} px, cosine distance {distance:.1e}"
     if not distance <= MAX_COSINE_DISTANCE:  # also refuses NaN
-        files = [str(file) for file in (*identity.files, identity.second_file) if file is not None]
+        files = [str(identity.files[0]), *(str(recogniser.file) for recogniser in recognisers)]
         raise FaceParityError(f"{line}, where at most {MAX_COSINE_DISTANCE:g} is allowed, with {files}")
     return line
 
@@ -129,10 +119,9 @@ def _detect_by_opencv(identity: FaceIdentity, frame: Tensor) -> tuple[Tensor, Te
     return boxes / scale, rows[:, 4:14].view(-1, 5, 2) / scale
 
 
-def _distance(
-    recogniser: FaceRecogniser, file: Path, crop: Tensor, library_crop: np.ndarray, get_model: Callable
-) -> Tensor:
+def _distance(recogniser: FaceRecogniser, crop: Tensor, library_crop: np.ndarray, get_model: Callable) -> Tensor:
     """Return () 1 - cosine of our embedding of our crop (1, 3, 112, 112) and the library's of its crop."""
+    file = recogniser.file
     if is_sface(file):
         import cv2
 

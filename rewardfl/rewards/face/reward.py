@@ -73,7 +73,8 @@ class FaceIdentityReward(Reward):
         if min_face_size:
             self.nothing_found = f"no face at least {min_face_size:g} pixels wide (min_face_size) was found in"
         self.identity = FaceIdentity(pack_dir, det_size, chunk, second_pack_dir)
-        self._weights = [sha256(file) for file in (*self.identity.files, self.identity.second_file) if file]
+        second = self.identity.second
+        self._weights = [sha256(file) for file in (*self.identity.files, *([second.file] if second else []))]
 
     @property
     def part_names(self) -> tuple[str, ...]:

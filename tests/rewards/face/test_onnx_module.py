@@ -90,10 +90,6 @@ CASES = {
     "MaxPool default stride": ([node("MaxPool", kernel_shape=[2, 2])], {}, 13),
     "MaxPool unequal pads": ([node("MaxPool", kernel_shape=[2, 2], pads=[0, 0, 1, 1])], {}, 13),
     "MaxPool ceil": ([node("MaxPool", kernel_shape=[2, 2], strides=[2, 2], ceil_mode=1)], {}, 13),
-    "AveragePool ceil": ([node("AveragePool", kernel_shape=[2, 2], strides=[2, 2], ceil_mode=1)], {}, 13),
-    "AveragePool pads": ([node("AveragePool", kernel_shape=[3, 3], pads=[1, 1, 1, 1])], {}, 13),
-    "AveragePool counted pads": (
-        [node("AveragePool", kernel_shape=[3, 3], pads=[1, 0, 1, 2], count_include_pad=1)], {}, 13),
     **{
         f"AveragePool pads {pads} counted {counted} ceil {ceil}": (
             [node("AveragePool", kernel_shape=[3, 2], pads=pads, strides=[2, 2], count_include_pad=counted,
@@ -120,7 +116,6 @@ CASES = {
         [node("Unsqueeze", "x a", "u"), node("Squeeze", "u b")], {"a": ints(0, -1), "b": ints(5)}, 13),
     "Unsqueeze Squeeze attributes": (
         [node("Unsqueeze", "x", "u", axes=[1, 3]), node("Squeeze", "u", axes=[3])], {}, 11),
-    "Squeeze all": ([node("Unsqueeze", "x", "u", axes=[1]), node("Squeeze", "u")], {}, 11),
     "Concat": ([node("Neg", "x", "n"), node("Concat", "x n x", axis=1)], {}, 13),
     "Slice": (
         [node("Slice", "x s e a t")],
@@ -133,12 +128,9 @@ CASES = {
     "Pad": ([node("Pad", "x p v")], {"p": ints(0, 0, 1, 2, 0, 1, 0, 3), "v": np.float32(0.5)}, 13),
     "Pad attributes": ([node("Pad", pads=[0, 0, 1, 2, 0, 0, 0, 3], value=-1.0)], {}, 9),
     "ReduceMean": ([node("ReduceMean", axes=[2, 3], keepdims=0)], {}, 13),
-    "ReduceMean all": ([node("ReduceMean")], {}, 13),
-    "ReduceSum operand": ([node("ReduceSum", "x a", keepdims=0)], {"a": ints(1)}, 13),
     "ReduceSum attribute": ([node("ReduceSum", axes=[-1])], {}, 11),
     "ReduceL2": ([node("ReduceL2", axes=[1])], {}, 13),
     "ReduceMax": ([node("ReduceMax", axes=[1, -1], keepdims=0)], {}, 11),
-    "ReduceMax operand": ([node("ReduceMax", "x a")], {"a": ints(2)}, 18),
     "ReduceMin all": ([node("ReduceMin")], {}, 13),
     **{
         f"{op} {words} opset {opset}": ([node(op, "x a" if axes else "x", noop_with_empty_axes=noop)], axes, opset)
@@ -190,9 +182,6 @@ CASES = {
          helper.make_node("Resize", ["x", "", "", "t"], ["y"], coordinate_transformation_mode="asymmetric",
                           nearest_mode="floor")],
         {"two": f(1.5), "st": ints(2), "en": ints(4), "ze": ints(0)}, 13),
-    "Resize default": ([node("Resize", "x r s")], {"r": f(), "s": f(1, 1, 1.5, 2.5)}, 13),
-    "Resize sizes": (
-        [helper.make_node("Resize", ["x", "", "", "t"], ["y"], mode="linear")], {"t": ints(2, 3, 9, 4)}, 13),
     **{
         f"Resize {mode} {rule} {rounding} {scale}": (
             [node("Resize", "x r s", mode=mode, coordinate_transformation_mode=rule, nearest_mode=rounding)],
@@ -244,21 +233,6 @@ def test_fractional_scales_round_as_in_onnxruntime(mode, tmp_path):
         assert_same(by_module(OnnxModule(path), x), by_onnxruntime(path, x))
 
 
-@pytest.mark.parametrize(
-    "rule,rounding,size,scale",
-    [
-        ("asymmetric", "round_prefer_ceil", 14, 2.4),  # pixel 18 lies at 7.4999995, which is the middle
-        ("half_pixel", "round_prefer_floor", 14, 19 / 14),  # pixel 9 at 6.5000005
-        ("half_pixel", "floor", 5, 1.15),  # 5 pixels again, and the scale would move them
-    ],
-)
-def test_nearest_pixels_are_onnxruntimes(rule, rounding, size, scale, tmp_path):
-    resize = node("Resize", "x r s", coordinate_transformation_mode=rule, nearest_mode=rounding)
-    path = write(tmp_path / "r.onnx", [resize], {"r": f(), "s": f(1, 1, 1, scale)}, 13, (1, 1, 1, size))
-    x = torch.arange(size, dtype=torch.float32).view(1, 1, 1, size)
-    assert_same(by_module(OnnxModule(path), x), by_onnxruntime(path, x))
-
-
 def test_every_op_has_a_case():
     tested = {n.op_type for nodes, _, _ in CASES.values() for n in nodes} | {"Softmax before opset 13"}
     assert set(OPS) == tested
@@ -295,15 +269,7 @@ class Reshaper(nn.Module):
         return self.linear(small.view(x.size(0), -1)).view(x.size(0), 5, 1)
 
 
-class Folded(nn.Module):
-    """Shapes in which the batch is no axis of its own, so that a larger one fits none of them."""
-
-    def forward(self, x):
-        rows = x.reshape(18, 5).softmax(1).reshape(3, 6, 5) + torch.arange(90.0).view(3, 6, 5)
-        return rows.reshape(2, 45).sum(1), x.expand(1, 3, 6, 5).reshape(-1, 6).amax(1)
-
-
-@pytest.mark.parametrize("case", [name for name in CASES if name not in ("Gemm left transposed", "Resize sizes")])
+@pytest.mark.parametrize("case", [name for name in CASES if name not in ("Gemm left transposed",)])
 def test_an_op_exported_with_batch_1_runs_image_by_image(case, tmp_path):
     nodes, constants, opset = CASES[case]
     path = write(tmp_path / "op.onnx", nodes, constants, opset, shape=(1, 3, 6, 5))
@@ -326,7 +292,7 @@ def test_an_ops_gradient_is_that_of_finite_differences(case, tmp_path):
 
 @pytest.mark.parametrize(
     "net,size",
-    [(MiniArcFace(), (112, 112)), (MiniSCRFD(batched=True), (64, 64)), (Reshaper(), (12, 12)), (Folded(), (6, 5))],
+    [(MiniArcFace(), (112, 112)), (MiniSCRFD(batched=True), (64, 64)), (Reshaper(), (12, 12))],
 )
 def test_a_graph_exported_with_batch_1_runs_any_batch(net, size, tmp_path):
     module = OnnxModule(export(net, torch.randn(1, 3, *size), tmp_path / "n.onnx", opset=13))
@@ -335,14 +301,6 @@ def test_a_graph_exported_with_batch_1_runs_any_batch(net, size, tmp_path):
     singles = [by_module(module, frame[None]) for frame in x]
     for batch, *frames in zip(by_module(module, x), *singles, strict=True):
         torch.testing.assert_close(batch, torch.cat(frames), **TOLERANCE)
-
-
-def test_sizes_frozen_with_the_batch_resize_any_batch(tmp_path):
-    resize = helper.make_node("Resize", ["x", "", "", "s"], ["y"], mode="linear")
-    path = write(tmp_path / "r.onnx", [resize], {"s": ints(1, 3, 12, 10)}, shape=(1, 3, 6, 5))
-    x = torch.randn(4, 3, 6, 5)
-    (single,) = by_onnxruntime(path, x[2:3])
-    torch.testing.assert_close(OnnxModule(path)(x)[2:3], single, **TOLERANCE)
 
 
 def test_the_gradient_is_that_of_finite_differences(tmp_path):
@@ -407,14 +365,6 @@ def test_dead_intermediates_are_freed(tmp_path, monkeypatch):
     assert len(alive) == 21 and max(alive) == 2  # a node's operand and its result
 
 
-def test_describes_the_graph(tmp_path):
-    path = export(MiniSCRFD(), torch.randn(1, 3, 64, 64), tmp_path / "n.onnx", dynamic={"x": {2: "h", 3: "w"}})
-    module = OnnxModule(path)
-    assert module.input_shape == [1, 3, None, None]
-    assert len(module.output_names) == 9
-    assert module.first_nodes == [n.name for n in onnx.load(path).graph.node[:8]]
-
-
 def test_unsupported_ops_are_named_together_with_the_file(tmp_path):
     nodes = [
         node("Sin", "x", "a"),
@@ -426,7 +376,7 @@ def test_unsupported_ops_are_named_together_with_the_file(tmp_path):
     path = write(tmp_path / "odd.onnx", nodes, {"w": f(1.0), "r": f(), "s": f(1, 1, 2, 2)})
     with pytest.raises(
         ValueError,
-        match=r"odd\.onnx needs .*: LSTM x 1 .*, Resize\(mode=cubic\) x 1 .*, Sin x 2 \(from a\), com\.micro",
+        match=r"odd\.onnx needs .*: LSTM x 1, Resize\(mode=cubic\) x 1, Sin x 2, com\.micro",
     ):
         OnnxModule(path)
 
@@ -454,7 +404,7 @@ def test_resize_of_old_opsets_is_refused(tmp_path):
 
 
 def test_a_graph_in_training_mode_is_refused(tmp_path):
-    path = write(tmp_path / "odd.onnx", [node("Dropout", "x r t")], {"r": np.float32(0.5), "t": np.array(True)})
+    path = write(tmp_path / "odd.onnx", [node("Dropout", "x r t")], {"r": np.float32(0.5), "t": np.ones((), bool)})
     with pytest.raises(ValueError, match=r"odd\.onnx .*exported in training mode"):
         OnnxModule(path).check_size(1, 3, 6, 5)
 

@@ -1,6 +1,5 @@
 """Packs as users have them: which files are taken from which folders, what is refused, hashes and licences."""
 
-import hashlib
 import re
 
 import onnx
@@ -12,7 +11,7 @@ from onnx import TensorProto, helper
 
 from rewardfl.rewards.face import FaceDetector
 from rewardfl.rewards.face import pack as face_pack
-from rewardfl.rewards.face.pack import describe_packs, file_hashes, pack_files
+from rewardfl.rewards.face.pack import describe_packs, pack_files
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +68,13 @@ def test_home(write, tmp_path, monkeypatch):
 def test_what_is_no_pack(write, tmp_path):
     with pytest.raises(FileNotFoundError, match="no face pack at .*nowhere: it is a folder of .onnx files"):
         pack_files(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match="empty has no detector and no recogniser .*; there are none"):
+    nothing = "has no folder with a detector.* and a recogniser.*Its .onnx files: "
+    with pytest.raises(FileNotFoundError, match=f"empty {nothing}none"):
         pack_files(write("empty"))
-    with pytest.raises(FileNotFoundError, match="blind has no detector .*; ga.onnx .*; rec.onnx "):
+    with pytest.raises(FileNotFoundError, match=f"blind {nothing}ga.onnx .*has been found; rec.onnx is a rec"):
         pack_files(write("blind", rec="recogniser", ga="genderage"))
-    with pytest.raises(FileNotFoundError, match="stranger has no recogniser among"):
-        pack_files(write("stranger", det="detector"))
     write("apart/one", det="detector"), write("apart/two", rec="recogniser")
-    with pytest.raises(FileNotFoundError, match=r"put these into one: \['one/det.onnx', 'two/rec.onnx'\]"):
+    with pytest.raises(FileNotFoundError, match="one/det.onnx is a detector; two/rec.onnx is a recogniser"):
         pack_files(tmp_path / "apart")
     file = write("pack", det="detector", rec="recogniser") / "rec.onnx"
     with pytest.raises(FileNotFoundError, match="no face pack at .*rec.onnx: it is a folder .*; unpack a zip first"):
@@ -92,7 +90,7 @@ SEEN = {  # by file: side of its input, shapes of its outputs, what the message 
     "pnet.onnx": (12, [(1, 2, "h", "w"), (1, 4, "h", "w")], "one of MTCNN's three networks"),
     "rnet.onnx": (24, [("n", 4), ("n", 2)], "one of MTCNN's three networks"),
     "onet.onnx": (48, [("n", 4), ("n", 10), ("n", 2)], "one of MTCNN's three networks"),
-    "w600k_r50.onnx": (112, [("n", 512)], "a recogniser or attributes of a face that has been found"),
+    "2d106det.onnx": (192, [(1, 212)], "landmarks or attributes of a face that has been found"),
     "centerface.onnx": (32, [(1, 1, 8, 8), (1, 2, 8, 8), (1, 2, 8, 8), (1, 10, 8, 8)], "no layout that is read here"),
 }
 
@@ -109,8 +107,8 @@ def test_what_is_there_instead_of_a_detector_is_described(file, tmp_path):
     graph = helper.make_graph(nodes, "g", [named("x", (1, 3, side, side))], outputs)
     onnx.save(helper.make_model(graph), tmp_path / file)
     given = ", ".join(" x ".join("?" if isinstance(n, str) else str(n) for n in shape) for shape in shapes)
-    described = rf"; {file} \(takes 1 x 3 x {side} x {side}, gives {re.escape(given)}\) .*{words}"
-    with pytest.raises(FileNotFoundError, match=f"has no detector.*{described}"):
+    described = rf"{file} \(takes 1 x 3 x {side} x {side}, gives {re.escape(given)}\) .*{words}"
+    with pytest.raises(FileNotFoundError, match=f"has no folder with a detector.*{described}"):
         pack_files(tmp_path)
 
 
@@ -140,14 +138,6 @@ def test_packages_with_other_preprocessing_are_refused(write):
     (folder / "manifest.json").write_text('{"manifest_version": 2}')
     with pytest.raises(ValueError, match="pack is an insightface package with a manifest.json"):
         pack_files(folder)
-
-
-def test_hashes(write, parts):
-    files = pack_files(write("pack", det="detector", rec="recogniser"))
-    assert file_hashes(files) == {
-        "det.onnx": hashlib.sha256(parts["detector"]).hexdigest(),
-        "rec.onnx": hashlib.sha256(parts["recogniser"]).hexdigest(),
-    }
 
 
 def test_hashes_and_licences_are_said_once():
