@@ -22,13 +22,8 @@ MAX_SHIFT = STRIDES[0] / 2  # detector pixels
 MAX_ZOOM = 0.03
 
 # A real clip that moves less gives no ratio.
-MIN_REAL_MOTION = {
-    "speed": MIN_MOTION,
-    "nonrigid": MIN_MOTION,
-    "face_change": MIN_CHANGE,
-    "background_change": MIN_CHANGE,
-}
-
+MIN_REAL_MOTION = dict.fromkeys(("speed", "nonrigid"), MIN_MOTION)
+MIN_REAL_MOTION |= dict.fromkeys(("face_change", "background_change"), MIN_CHANGE)
 
 # Motion of a tracked face: of its landmarks (track.py), of pixels inside and outside its boxes (mean_change), and the
 # share of the frames after the first without it.

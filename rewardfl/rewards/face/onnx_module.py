@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import reduce
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -106,12 +106,6 @@ def _div(x: Tensor, y: Tensor) -> Tensor:
     return torch.div(x, y, rounding_mode=None if is_float else "trunc")
 
 
-def _dropout(x: Tensor, ratio: float | None = None, training_mode: int | None = None) -> Tensor:
-    if training_mode:
-        raise ValueError("it was exported in training mode; export it after .eval()")
-    return x
-
-
 def _unsqueeze(x: Tensor, axes: Numbers) -> Tensor:
     for axis in sorted(axis % (x.ndim + len(axes)) for axis in axes):
         x = x.unsqueeze(axis)
@@ -164,7 +158,7 @@ def _resize(
     scales: Sequence[float] | None = None,
     sizes: Numbers | None = None,
     *,
-    mode: str = "nearest",
+    mode: Literal["nearest", "linear"] = "nearest",
     coordinate_transformation_mode: str = "half_pixel",
     nearest_mode: str = "round_prefer_floor",
 ) -> Tensor:
@@ -230,7 +224,7 @@ OPS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "ConstantOfShape": lambda shape, value=_ZERO: value.expand(shape),
     "Conv": _conv,
     "Div": _div,
-    "Dropout": _dropout,
+    "Dropout": lambda x, ratio=None, training_mode=None: x,
     "Equal": _plain(torch.eq),
     "Expand": lambda x, shape: x.expand(torch.broadcast_shapes(x.shape, shape)),
     "Flatten": lambda x, axis=1: x.reshape(prod(x.shape[:axis]), -1),
@@ -278,16 +272,8 @@ _FIRST_SETTING = {"ConstantOfShape": 0} | dict.fromkeys(
 # Attributes that change nothing, and the value that changes nothing. BatchNormalization's spatial=0 (mxnet exports
 # before opset 9) has statistics per pixel; onnxruntime refuses it. Torch exports cubic_coeff_a in every mode.
 _UNUSED = ("cubic_coeff_a", "extrapolation_value", "momentum", "seed", "storage_order")
-_NEUTRAL: Attributes = {
-    "allowzero": 0,
-    "antialias": 0,
-    "auto_pad": "NOTSET",
-    "dilations": [1, 1],
-    "exclude_outside": 0,
-    "keep_aspect_ratio_policy": "stretch",
-    "spatial": 1,
-    "training_mode": 0,
-}
+_NEUTRAL: Attributes = dict.fromkeys(("allowzero", "antialias", "exclude_outside", "training_mode"), 0)
+_NEUTRAL |= {"auto_pad": "NOTSET", "dilations": [1, 1], "keep_aspect_ratio_policy": "stretch", "spatial": 1}
 
 _TORCH_NAMES = {"strides": "stride", "dilations": "dilation", "group": "groups"}  # torch refuses what it does not know
 
@@ -422,11 +408,8 @@ class OnnxModule(nn.Module):
         self._path = path
         self._steps, constants = _compile(graph, opset, path)
         # a value dies after the last step that names it as an operand or output
-        last_use = {name: i for i, step in enumerate(self._steps) for name in (*step.operands, *step.outputs)}
-        never_dead = {*self.output_names, *constants, ""}
-        self._dead: list[list[str]] = [[] for _ in self._steps]
-        for name in last_use.keys() - never_dead:
-            self._dead[last_use[name]].append(name)
+        self._last_use = {name: i for i, step in enumerate(self._steps) for name in (*step.operands, *step.outputs)}
+        self._last_use |= dict.fromkeys(self.output_names, len(self._steps))
         on_cpu = {name for step in self._steps for name in step.operands[step.settings :]}
         moved = {name for step in self._steps for name in step.operands[: step.settings] if name in constants}
         weights = sorted(name for name in moved if constants[name].is_floating_point())
@@ -449,10 +432,11 @@ class OnnxModule(nn.Module):
             outputs = torch.vmap(self)(x[:, None])
             return outputs.flatten(0, 1) if isinstance(outputs, Tensor) else tuple(y.flatten(0, 1) for y in outputs)
         values = {**self._constants, self.input_name: x}
-        for step, dead in zip(self._steps, self._dead, strict=True):
-            values |= step.run([self._operand(step, i, values, x) for i in range(len(step.operands))])
-            for name in dead:
-                values.pop(name, None)  # an operator's second output is not computed
+        for i, step in enumerate(self._steps):
+            values |= step.run([self._operand(step, k, values, x) for k in range(len(step.operands))])
+            for name in (*step.operands, *step.outputs):
+                if self._last_use[name] == i:
+                    values.pop(name, None)  # it may stand there twice, and a second output is not computed
         outputs = tuple(values[name] for name in self.output_names)
         return outputs[0] if len(outputs) == 1 else outputs
 

@@ -44,7 +44,14 @@ def pack_files(pack_dir: str | Path) -> tuple[Path, Path]:
     if len(packs) > 1:
         raise ValueError(f"{root} holds several face packs; name one of {[str(pack) for pack in packs]}")
     _refuse_manifest(packs[0])
-    return _only(packs[0], folders[packs[0]], "detector"), _only(packs[0], folders[packs[0]], "recogniser")
+    files = [[file for file, file_task in folders[packs[0]].items() if file_task == task] for task in TASKS]
+    for task, names in zip(TASKS, files, strict=True):
+        if len(names) > 1:
+            raise ValueError(
+                f"{packs[0]} has {len(names)} {task}s: {[file.name for file in names]}; a pack has one, so move the "
+                "others to a folder of their own"
+            )
+    return files[0][0], files[1][0]
 
 
 def _check_pack(folder: str) -> None:
@@ -68,16 +75,6 @@ def _task(path: Path) -> Task:
     height, width = shapes[0][2:]
     square = height is not None and height == width and height >= 112 and height % 16 == 0
     return "recogniser" if square and height != 192 else "other"
-
-
-def _only(folder: Path, files: dict[Path, Task], task: Task) -> Path:
-    candidates = [file for file, file_task in files.items() if file_task == task]
-    if len(candidates) > 1:
-        raise ValueError(
-            f"{folder} has {len(candidates)} {task}s: {[file.name for file in candidates]}; a pack has one, so move "
-            "the others to a folder of their own"
-        )
-    return candidates[0]
 
 
 def _nothing_usable(root: Path, folders: dict[Path, dict[Path, Task]]) -> str:
@@ -118,8 +115,6 @@ def _kind(outputs: list[list[int | None]]) -> str:
         return "looks like BlazeFace: six landmarks, which are others than the five by which a face is cut out"
     if (flat in ([2, 4], [2, 4, 10]) and len(outputs[0]) == 2) or maps == [2, 4]:
         return "looks like one of MTCNN's three networks, a cascade: each gives a part of the answer"
-    if len(outputs) == 6:
-        return "looks like SCRFD without landmarks: take the file whose name has bnkps in it"
     return "is of no layout that is read here"
 
 

@@ -353,17 +353,6 @@ def test_chunks_change_neither_embeddings_nor_gradient(arcface):
     assert (results[0][1].abs().sum((1, 2, 3)) > 0).all()
 
 
-def test_each_chunk_is_run_again_in_the_backward(arcface):
-    recogniser = FaceRecogniser(arcface, chunk=2)
-    sizes = []
-    recogniser.net.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
-    crops = torch.zeros(5, 3, 112, 112, requires_grad=True)
-    total = recogniser(crops).sum()
-    assert sizes == [2, 2, 1]
-    total.backward()
-    assert sorted(sizes) == [1, 1, 2, 2, 2, 2]
-
-
 def test_recognisers_of_another_size_are_refused(tmp_path):
     path = export(MiniArcFace(128), torch.randn(1, 3, 128, 128), tmp_path / "big.onnx")
     with pytest.raises(ValueError, match=r"big.onnx takes \[128, 128\] pixels"):

@@ -403,12 +403,6 @@ def test_resize_of_old_opsets_is_refused(tmp_path):
         OnnxModule(path)
 
 
-def test_a_graph_in_training_mode_is_refused(tmp_path):
-    path = write(tmp_path / "odd.onnx", [node("Dropout", "x r t")], {"r": np.float32(0.5), "t": np.ones((), bool)})
-    with pytest.raises(ValueError, match=r"odd\.onnx .*exported in training mode"):
-        OnnxModule(path).check_size(1, 3, 6, 5)
-
-
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="glintr100.onnx"):
         OnnxModule(tmp_path / "glintr100.onnx")

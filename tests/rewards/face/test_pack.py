@@ -9,7 +9,6 @@ from face_nets import MiniArcFace, export, magenta_pack
 from insightface.model_zoo import get_model
 from onnx import TensorProto, helper
 
-from rewardfl.rewards.face import FaceDetector
 from rewardfl.rewards.face import pack as face_pack
 from rewardfl.rewards.face.pack import describe_packs, pack_files
 
@@ -110,15 +109,6 @@ def test_what_is_there_instead_of_a_detector_is_described(file, tmp_path):
     described = rf"{file} \(takes 1 x 3 x {side} x {side}, gives {re.escape(given)}\) .*{words}"
     with pytest.raises(FileNotFoundError, match=f"has no folder with a detector.*{described}"):
         pack_files(tmp_path)
-
-
-def test_a_detector_without_landmarks_is_described(tmp_path):
-    outputs = [named(f"y{i}", (None, 1 + 3 * (i > 2))) for i in range(6)]
-    nodes = [helper.make_node("Identity", ["x"], [output.name]) for output in outputs]
-    graph = helper.make_graph(nodes, "g", [named("x", (1, 3, 64, 64))], outputs)
-    onnx.save(helper.make_model(graph), tmp_path / "scrfd_10g.onnx")
-    with pytest.raises(ValueError, match="has 6 outputs; .*SCRFD without landmarks: take the file .* bnkps"):
-        FaceDetector(tmp_path / "scrfd_10g.onnx", 64)
 
 
 def test_what_could_be_meant_twice(write, tmp_path):
