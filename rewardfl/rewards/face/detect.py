@@ -152,13 +152,23 @@ class FaceDetector(nn.Module):
         return faces if view is None else [view.undo(frame_faces, frames) for frame_faces in faces]
 
     def rows(self, frames: Tensor, view: View | None = None) -> tuple[Tensor, float]:
-        """Return `_decode`'s (N, n, 15) rows, with gradient in the landmarks alone, and `fit`'s scale."""
+        """Return (N, n, 15) rows of score, box and landmarks in detector pixels, and `fit`'s scale.
+
+        Only the landmarks have a gradient.
+        """
         x, scale = self.fit(frames if view is None else view.of(frames))
         # The published graphs take one frame, and their rows do not name a frame. vmap gives the graph batches of one
         # and the operators all frames as one batch.
         outputs = [output.flatten(1, -2) for output in torch.vmap(self.net)(x[:, None])]
         outputs = [outputs[i] for i in self._order]
-        return torch.cat([self._decode(outputs[i::3], stride) for i, stride in enumerate(STRIDES)], 1), scale
+        outputs = [output.detach() for output in outputs[:-3]] + outputs[-3:]
+        rows = []
+        for i, stride in enumerate(STRIDES):
+            cells = torch.arange(self.det_size // stride, device=x.device) * stride
+            grid = torch.meshgrid(cells, cells, indexing="xy")
+            corners = torch.stack(grid, -1).reshape(-1, 2).repeat_interleave(self.family.anchors, 0)  # (n, 2)
+            rows.append(torch.cat(self.family.read(outputs[i::3], corners, stride), -1))
+        return torch.cat(rows, 1), scale
 
     def fit(self, frames: Tensor) -> tuple[Tensor, float]:
         """Return the detector's input (N, 3, det_size, det_size), and its pixels per frame pixel.
@@ -177,15 +187,6 @@ class FaceDetector(nn.Module):
             smooth = F.interpolate(levels, fitted, mode="bilinear", align_corners=False)
             resized = resized + (smooth - smooth.detach())  # the difference is exactly 0: no value changes
         return self.family.preprocess(F.pad(resized, (0, side - fitted[1], 0, side - fitted[0]))), scale
-
-    def _decode(self, outputs: list[Tensor], stride: int) -> Tensor:
-        """Return (B, n, 15) rows of score, box and landmarks, in detector pixels, of a stride's (B, n, ...) outputs."""
-        *heads, offsets = outputs
-        heads = [output.detach() for output in heads]  # only the landmarks need a backward pass
-        cells = torch.arange(self.det_size // stride, device=offsets.device) * stride
-        y, x = torch.meshgrid(cells, cells, indexing="ij")
-        corners = torch.stack([x, y], -1).reshape(-1, 2).repeat_interleave(self.family.anchors, 0)  # (n, 2)
-        return torch.cat(self.family.read([*heads, offsets], corners, stride), -1)
 
     def _faces(self, rows: Tensor, scale: float) -> Faces:
         """Return the faces of one frame's (n, 15) rows after non-maximum suppression, in frame pixels."""

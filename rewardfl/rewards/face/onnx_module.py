@@ -330,8 +330,6 @@ def read_graph(path: str | Path) -> tuple[onnx.GraphProto, int]:
     Raise FileNotFoundError without such a file, ValueError unless it is a whole ONNX model.
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no ONNX file at {path}")
     try:
         model = onnx.load(path)
     except (DecodeError, onnx.checker.ValidationError) as error:  # the second: tensors in files outside the folder

@@ -78,7 +78,7 @@ def _task(path: Path) -> Task:
 
 
 def _nothing_usable(root: Path, folders: dict[Path, dict[Path, Task]]) -> str:
-    """Return the message that no folder at or below root is a pack, and what is there."""
+    """Return the message that no folder at or below root is a pack, with the files there."""
     tasks = {file: task for files in folders.values() for file, task in files.items()}
     files = [
         f"{file.relative_to(root)} {describe_network(file) if task == 'other' else f'is a {task}'}"

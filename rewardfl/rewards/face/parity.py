@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, Faces, align, similarity_transform
+from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, align, similarity_transform
 from rewardfl.rewards.face.detect import YuNet
 from rewardfl.rewards.face.identity import FaceIdentity, FaceRecogniser
 from rewardfl.rewards.face.pack import is_sface
@@ -59,10 +59,13 @@ def check(identity: FaceIdentity, video: Tensor) -> str:
         from insightface.utils.face_align import norm_crop
     except ImportError as error:
         return f"face parity with {code}: skipped, insightface cannot be imported ({error})"
-    first_face = _first_face(identity, video)
-    if first_face is None:
+    for frame in video.transpose(0, 1).split(1):
+        frame = ((frame.float().clamp(-1, 1) + 1) * 127.5).round() / 127.5 - 1  # 8 bits for both codes
+        (faces,) = identity.detector.detect(frame)
+        if len(faces.scores):
+            break
+    else:
         return f"face parity with {code}: skipped, no face was found in the clip"
-    frame, faces = first_face
     picture = _picture((frame + 1) * 127.5)
     if code == "OpenCV":
         boxes, landmarks = _detect_by_opencv(identity, frame)
@@ -130,13 +133,3 @@ def _distance(recogniser: FaceRecogniser, crop: Tensor, library_crop: np.ndarray
         expected = get_model(str(file), providers=["CPUExecutionProvider"]).get_feat(library_crop)[0]
     ours = recogniser(crop)[0].cpu().double()
     return 1 - torch.nn.functional.cosine_similarity(ours, torch.from_numpy(expected).double(), dim=0)
-
-
-def _first_face(identity: FaceIdentity, video: Tensor) -> tuple[Tensor, Faces] | None:
-    """Return the first frame (1, 3, H, W) with a face, rounded to 8 bits for both codes, and its faces."""
-    for frame in video.transpose(0, 1).split(1):
-        rounded = ((frame.float().clamp(-1, 1) + 1) * 127.5).round() / 127.5 - 1
-        (faces,) = identity.detector.detect(rounded)
-        if len(faces.scores):
-            return rounded, faces
-    return None

@@ -320,8 +320,6 @@ def test_embeddings_equal_insightface(arcface):
     embeddings = FaceRecogniser(arcface, chunk=2)(tensor(*crops))
     for crop, embedding in zip(crops, embeddings, strict=True):
         np.testing.assert_allclose(embedding, embedded_by_insightface(arcface, crop), atol=1e-5)
-    swapped = FaceRecogniser(arcface)(tensor(*(bgr(crop) for crop in crops)))
-    assert (swapped - embeddings).abs().max() > 0.02  # the channel order is seen
 
 
 @pytest.mark.parametrize("names,wants_bytes", [(("Sub0", "Mul0"), True), (("a", "b"), False), (("Sub0", "b"), False)])
