@@ -417,7 +417,6 @@ def test_varied_crops_are_pictures_of_the_same_face():
     crops = torch.rand(64, 3, 112, 112, generator=torch.Generator().manual_seed(1)) * 2 - 1
     varied = [vary_crops(crops, torch.Generator().manual_seed(seed)) for seed in (3, 3, 4)]
     assert torch.equal(varied[0], varied[1]) and not torch.equal(varied[0], varied[2])
-    assert varied[0].abs().max() <= 1
     colours = varied[0].flatten(2)
     covered = (colours == colours.mode(-1).values[..., None]).all(1).float().mean(1)
     assert 0.02 < covered.mean() < 0.08 and covered.max() < 0.16  # a fifth squared, on average

@@ -89,7 +89,6 @@ SEEN = {  # by file: side of its input, shapes of its outputs, what the message 
     "pnet.onnx": (12, [(1, 2, "h", "w"), (1, 4, "h", "w")], "one of MTCNN's three networks"),
     "onet.onnx": (48, [("n", 4), ("n", 10), ("n", 2)], "one of MTCNN's three networks"),
     "2d106det.onnx": (192, [(1, 212)], "landmarks or attributes of a face that has been found"),
-    "centerface.onnx": (32, [(1, 1, 8, 8), (1, 2, 8, 8), (1, 2, 8, 8), (1, 10, 8, 8)], "no layout that is read here"),
 }
 
 
