@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, Faces, align, similarity_transform, to_frames
 from rewardfl.rewards.face.detect import FaceDetector
-from rewardfl.rewards.face.embed import FaceRecogniser
+from rewardfl.rewards.face.identity import FaceRecogniser
 
 VERSION = 1  # raise it when a number is computed in another way
 DET_SIZE = 320

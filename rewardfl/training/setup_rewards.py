@@ -53,8 +53,8 @@ def check_face_packs(
     def check() -> tuple[dict[str, dict[str, str]], list[str]]:
         hashes = {key: file_hashes(identity.files) for key, identity in packs.items()}
         for key, identity in packs.items():
-            if identity.second_file is not None:
-                hashes[configuration.second_pack_key(key)] = file_hashes([identity.second_file])
+            if identity.second is not None:
+                hashes[configuration.second_pack_key(key)] = file_hashes([identity.second.file])
         clip = load_sized_example(cfg.data, samples[0].row).reference.to(job.device)
         return hashes, describe_packs(hashes) + face_parity.check_packs(packs, clip)
 

@@ -21,7 +21,7 @@ from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan.files import find_files
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.rewards import face
-from rewardfl.rewards.face.onnx_file import read_graph
+from rewardfl.rewards.face.onnx_module import read_graph
 from tiny_world import faces, measure, people, strangers, vae, video
 
 pytestmark = pytest.mark.slow(130)

@@ -543,7 +543,7 @@ def test_face_packs_are_compared_with_insightface(monkeypatch, capsys, tmp_path)
     _, out, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path / 'run'}")
     assert "reached the weights" in error
     for setting in PACKS:
-        assert out.count(f"reward.{setting}: face parity with insightface: box 0.0") == 1
+        assert out.count(f"reward.{setting}: face parity with insightface: box and landmarks 0.0") == 1
         assert out.count(f"reward.{setting}: ") == 3  # and two hashes
     files = [file for pack in ("reward", "judge") for file in (WORLD / "faces" / pack).glob("*.onnx")]
     digests = {hashlib.sha256(file.read_bytes()).hexdigest() for file in files}

@@ -28,7 +28,7 @@ from onnx import numpy_helper
 
 from rewardfl import data
 from rewardfl.rewards import face
-from rewardfl.rewards.face.embed import FaceRecogniser
+from rewardfl.rewards.face.identity import FaceRecogniser
 
 WORLD = Path(__file__).parents[2] / "assets" / "tiny_world"
 REGISTRY = "https://registry.npmjs.org"

@@ -19,7 +19,6 @@ import zygote
 import train_flow_grpo
 import train_reward_fl
 from rewardfl import lora
-from rewardfl.rewards.face import OnnxModule
 from rewardfl.rewards.face import parity as face_parity
 
 ROOT = Path(__file__).parents[2]
@@ -61,13 +60,7 @@ def parity_of(identity, _video):
     return files and (files, identity.detector.det_size, face_parity.MAX_COSINE_DISTANCE)
 
 
-def size_of(module, shape, dtype=None):
-    file = within_world(module._path)
-    return file and (file, shape, dtype)
-
-
 once(face_parity, "check", parity_of)
-once(OnnxModule, "check_size", size_of)
 
 
 def table(path, part, clips):

@@ -87,7 +87,7 @@ def test_check_paths(tmp_path):
         marked(file)
     setup_model.check_files(cfg)
     (pack / "antelopev2" / "rec.onnx").unlink()
-    with pytest.raises(ConfigError, match=r"^reward.reward_model_path: .*pack has no recogniser among its .onnx files"):
+    with pytest.raises(ConfigError, match=r"^reward.reward_model_path: .*pack has no folder with .* a recogniser"):
         setup_model.check_files(cfg)
 
 

@@ -222,7 +222,7 @@ class Face(FaceIdentityReward):
 
     def __init__(self):
         torch.nn.Module.__init__(self)
-        self.identity = SimpleNamespace(files=(), second_file=None)
+        self.identity = SimpleNamespace(files=(), second=None)
 
 
 def check_packs(cfg, processes, reward):
@@ -242,7 +242,7 @@ def test_a_second_recogniser_is_recorded_under_its_own_key(cfg, monkeypatch, tmp
         file.parent.mkdir()
         file.write_text(file.parent.name)
     reward = Face()
-    reward.identity = SimpleNamespace(files=(first,), second_file=second)
+    reward.identity = SimpleNamespace(files=(first,), second=SimpleNamespace(file=second))
     monkeypatch.setattr(face_parity, "check_packs", lambda packs, clip: [])
     ((hashes, said),) = check_packs(cfg, 1, reward)
     assert {key: list(files) for key, files in hashes.items()} == {

@@ -4,7 +4,6 @@
 
 from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, Faces, align, similarity_transform
 from rewardfl.rewards.face.detect import FaceDetector
-from rewardfl.rewards.face.embed import FaceRecogniser
-from rewardfl.rewards.face.identity import FaceIdentity, FacePool, FaceScore
+from rewardfl.rewards.face.identity import FaceIdentity, FacePool, FaceRecogniser, FaceScore
 from rewardfl.rewards.face.onnx_module import OnnxModule
 from rewardfl.rewards.face.track import landmark_motion, track_largest

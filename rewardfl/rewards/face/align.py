@@ -52,16 +52,11 @@ def similarity_transform(landmarks: Tensor, template: Tensor) -> Tensor:
 def align(frames: Tensor, matrices: Tensor, size: int = CROP_SIZE) -> Tensor:
     """Return the (N, 3, size, size) crops of (N, 3, H, W) frames under (N, 2, 3) frame-to-crop similarities.
 
+    Under the (P, N, 2, 3) similarities of P faces in each frame, return their crops (P * N, 3, size, size).
     Bilinear, black (-1) outside the frame, differentiable to the frames: cv2.warpAffine of the same matrices.
-    """
-    return align_each(frames, matrices[None], size)
-
-
-def align_each(frames: Tensor, matrices: Tensor, size: int = CROP_SIZE) -> Tensor:
-    """Return `align`'s crops (P * N, 3, size, size) of P faces in each of N frames, under (P, N, 2, 3) similarities.
-
     The operator gets a frame's crops stacked vertically, so that a graph keeps the frames once for all P.
     """
+    matrices = matrices.view(-1, len(frames), 2, 3)
     people, count = matrices.shape[:2]
     height, width = frames.shape[-2:]
     matrices = matrices.flatten(0, 1).to(frames)

@@ -2,12 +2,11 @@
 
 Frames are (N, 3, H, W), RGB in [-1, 1]. Pixel coordinates are OpenCV's: (x, y) from the top left, pixel centres at
 integers. Decoding and suppression are insightface's for SCRFD and OpenCV's for YuNet (FaceDetectorYN).
-tests/test_face.py and tests/test_face_yunet.py compare them with these libraries.
+tests/rewards/face/test_detect.py and test_yunet.py compare them with these libraries.
 """
 
-import functools
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,40 +16,27 @@ from torch.utils.checkpoint import checkpoint
 from rewardfl.rewards.face.align import Faces
 from rewardfl.rewards.face.onnx_module import OnnxModule
 from rewardfl.rewards.face.pack import describe_network
-from rewardfl.rewards.face.view import View
 
 STRIDES = (8, 16, 32)
 
 
-class Family(Protocol):
-    """The pre- and post-processing of a kind of detector, as published. All tensors may have leading dimensions."""
+class Scrfd:
+    """SCRFD, insightface/model_zoo/retinaface.py: boxes as distances of sides from the cell."""
 
-    anchors: int  # per cell
-    threshold: float  # of the score
-    nms_iou: float
-    last_pixel: int  # added to the difference of a box's corners for the length of its sides
+    anchors = 2  # per cell
+    threshold = 0.5  # of the score
+    nms_iou = 0.4
+    last_pixel = 1  # added to the difference of a box's corners for the length of its sides
 
     def preprocess(self, levels: Tensor) -> Tensor:
         """Return the network's input for RGB levels (B, 3, H, W) in 0..255."""
-        ...
+        return (levels - 127.5) / 128
 
     def read(self, outputs: list[Tensor], cells: Tensor, stride: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return scores (B, n, 1), box corners (B, n, 4) and landmarks (B, n, 10) in pixels of the input.
 
         outputs: those of this stride, (B, n, ...) each. cells: (n, 2), the top left corner of each anchor's cell.
         """
-        ...
-
-
-class Scrfd:
-    """SCRFD, insightface/model_zoo/retinaface.py: two anchors per cell, boxes as distances of sides from the cell."""
-
-    anchors, threshold, nms_iou, last_pixel = 2, 0.5, 0.4, 1
-
-    def preprocess(self, levels: Tensor) -> Tensor:
-        return (levels - 127.5) / 128
-
-    def read(self, outputs: list[Tensor], cells: Tensor, stride: int) -> tuple[Tensor, Tensor, Tensor]:
         scores, distances, offsets = outputs
         distances = distances * stride
         boxes = torch.cat([cells - distances[..., :2], cells + distances[..., 2:]], -1)
@@ -58,7 +44,7 @@ class Scrfd:
 
 
 class YuNet:
-    """OpenCV's FaceDetectorYN, modules/objdetect/src/face_detect.cpp: BGR, one anchor per cell, boxes by centre."""
+    """OpenCV's FaceDetectorYN, modules/objdetect/src/face_detect.cpp, as Scrfd: BGR, boxes by centre."""
 
     anchors, threshold, nms_iou, last_pixel = 1, 0.9, 0.3, 0
 
@@ -72,6 +58,7 @@ class YuNet:
         return scores, torch.cat([centres - half, centres + half], -1), cells.repeat(1, 5) + offsets * stride
 
 
+Family = Scrfd | YuNet  # the pre- and post-processing of a kind of detector, as published
 YUNET_OUTPUTS = [f"{kind}_{stride}" for kind in ("cls", "obj", "bbox", "kps") for stride in STRIDES]
 
 
@@ -88,6 +75,40 @@ def find_family(names: list[str], path: str | Path) -> tuple[Family, list[int]]:
         f"{path} has {len(names)} outputs; SCRFD with landmarks (bnkps) has 9, YuNet of 2023 has {len(YUNET_OUTPUTS)}, "
         f"{', '.join(YUNET_OUTPUTS)}; this file {describe_network(Path(path))}"
     )
+
+
+@dataclass(frozen=True)
+class View:
+    """A small zoom and shift, to which a detector must be indifferent.
+
+    It moves a frame's pixel q to zoom * (q - centre) + centre + shift.
+    """
+
+    zoom: float
+    shift: tuple[float, float]  # x, y in frame pixels
+
+    def of(self, frames: Tensor) -> Tensor:
+        """Return (N, 3, H, W) frames through this view, with gradient: bilinear, the outer pixels repeated outside."""
+        grids = []
+        for size, shift in zip((frames.shape[-1], frames.shape[-2]), self.shift, strict=True):
+            centre = (size - 1) / 2
+            pixel = torch.arange(size, device=frames.device, dtype=frames.dtype)
+            # align_corners=True puts -1 and 1 on the centres of the outer pixels, which are size - 1 apart
+            grids.append((pixel - centre - shift) / self.zoom / max(centre, 0.5))
+        y, x = torch.meshgrid(grids[1], grids[0], indexing="ij")
+        grid = torch.stack([x, y], -1).expand(len(frames), -1, -1, -1)
+        return F.grid_sample(frames, grid, mode="bilinear", padding_mode="border", align_corners=True)
+
+    def undo(self, faces: Faces, frames: Tensor) -> Faces:
+        """Return faces detected in `of(frames)` in the pixels of `frames` (N, 3, H, W)."""
+        centre = torch.tensor([(frames.shape[-1] - 1) / 2, (frames.shape[-2] - 1) / 2])
+        shift = torch.tensor(self.shift)
+
+        def back(points: Tensor) -> Tensor:
+            return (points - centre - shift) / self.zoom + centre
+
+        boxes = back(faces.boxes.view(-1, 2, 2)).view(-1, 4)
+        return replace(faces, boxes=boxes, landmarks=back(faces.landmarks))
 
 
 class FaceDetector(nn.Module):
@@ -109,15 +130,14 @@ class FaceDetector(nn.Module):
         fixed = [size for size in self.net.input_shape[2:] if size is not None]
         if any(size != det_size for size in fixed):
             raise ValueError(f"{path} only takes {fixed} pixels, det_size is {det_size}; set det_size={fixed[0]}")
-        self.net.check_size(torch.Size([1, 3, det_size, det_size]))
+        self.net.check_size(1, 3, det_size, det_size)
         self.det_size = det_size
         self.threshold = self.family.threshold if threshold is None else threshold
 
     @torch.no_grad()
     def detect(self, frames: Tensor) -> list[Faces]:
         """Return the N `Faces`, in frame pixels, of (N, 3, H, W) frames."""
-        chunks = (self.rows(chunk) for chunk in frames.split(self.CHUNK))
-        return [self._faces(frame_rows, scale) for rows, scale in chunks for frame_rows in rows]
+        return self.trace(frames, self.CHUNK)
 
     def trace(self, frames: Tensor, chunk: int, view: View | None = None) -> list[Faces]:
         """Return `detect`'s faces with gradient from the landmarks to the frames. Boxes and scores have no gradient.
@@ -125,21 +145,30 @@ class FaceDetector(nn.Module):
         `chunk` frames are detected at a time. The backward pass runs each chunk again, so that a clip holds one chunk's
         graph. view: applied to the frames before detection; the faces are in the pixels of `frames`.
         """
-        run = functools.partial(checkpoint, self.rows, use_reentrant=False, preserve_rng_state=False)
         faces = []
         for part in frames.split(chunk):
-            rows, scale = run(part, view)
+            rows, scale = checkpoint(self.rows, part, view, use_reentrant=False, preserve_rng_state=False)
             faces += [self._faces(frame_rows, scale) for frame_rows in rows]
         return faces if view is None else [view.undo(frame_faces, frames) for frame_faces in faces]
 
     def rows(self, frames: Tensor, view: View | None = None) -> tuple[Tensor, float]:
-        """Return `_decode`'s (N, n, 15) rows, with gradient in the landmarks alone, and `fit`'s scale."""
+        """Return (N, n, 15) rows of score, box and landmarks in detector pixels, and `fit`'s scale.
+
+        Only the landmarks have a gradient.
+        """
         x, scale = self.fit(frames if view is None else view.of(frames))
         # The published graphs take one frame, and their rows do not name a frame. vmap gives the graph batches of one
         # and the operators all frames as one batch.
         outputs = [output.flatten(1, -2) for output in torch.vmap(self.net)(x[:, None])]
         outputs = [outputs[i] for i in self._order]
-        return torch.cat([self._decode(outputs[i::3], stride) for i, stride in enumerate(STRIDES)], 1), scale
+        outputs = [output.detach() for output in outputs[:-3]] + outputs[-3:]
+        rows = []
+        for i, stride in enumerate(STRIDES):
+            cells = torch.arange(self.det_size // stride, device=x.device) * stride
+            grid = torch.meshgrid(cells, cells, indexing="xy")
+            corners = torch.stack(grid, -1).reshape(-1, 2).repeat_interleave(self.family.anchors, 0)  # (n, 2)
+            rows.append(torch.cat(self.family.read(outputs[i::3], corners, stride), -1))
+        return torch.cat(rows, 1), scale
 
     def fit(self, frames: Tensor) -> tuple[Tensor, float]:
         """Return the detector's input (N, 3, det_size, det_size), and its pixels per frame pixel.
@@ -158,15 +187,6 @@ class FaceDetector(nn.Module):
             smooth = F.interpolate(levels, fitted, mode="bilinear", align_corners=False)
             resized = resized + (smooth - smooth.detach())  # the difference is exactly 0: no value changes
         return self.family.preprocess(F.pad(resized, (0, side - fitted[1], 0, side - fitted[0]))), scale
-
-    def _decode(self, outputs: list[Tensor], stride: int) -> Tensor:
-        """Return (B, n, 15) rows of score, box and landmarks, in detector pixels, of a stride's (B, n, ...) outputs."""
-        *heads, offsets = outputs
-        heads = [output.detach() for output in heads]  # only the landmarks need a backward pass
-        cells = torch.arange(self.det_size // stride, device=offsets.device) * stride
-        y, x = torch.meshgrid(cells, cells, indexing="ij")
-        corners = torch.stack([x, y], -1).reshape(-1, 2).repeat_interleave(self.family.anchors, 0)  # (n, 2)
-        return torch.cat(self.family.read([*heads, offsets], corners, stride), -1)
 
     def _faces(self, rows: Tensor, scale: float) -> Faces:
         """Return the faces of one frame's (n, 15) rows after non-maximum suppression, in frame pixels."""

@@ -1,24 +1,26 @@
 """The people of a video: detect (no gradient) -> track -> align (gradient) -> embed (gradient) -> score.
 
 Template, normalisation, decoding and suppression are insightface's, so that scores compare with those published for
-its packs. tests/test_face.py compares every stage with insightface.
+its packs. tests/rewards/face/test_detect.py compares every stage with insightface.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, Faces, align, align_each, similarity_transform, to_frames
+from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, CROP_SIZE, Faces, align, similarity_transform, to_frames
 from rewardfl.rewards.face.detect import FaceDetector
-from rewardfl.rewards.face.embed import FaceRecogniser
-from rewardfl.rewards.face.pack import pack_files
+from rewardfl.rewards.face.onnx_module import OnnxModule
+from rewardfl.rewards.face.pack import is_sface, pack_files
 from rewardfl.rewards.face.track import (
-    Detection,
     Embeddings,
     Track,
     first_frame,
@@ -26,44 +28,72 @@ from rewardfl.rewards.face.track import (
     follow_known,
     landmark_motion,
 )
-from rewardfl.rewards.face.vary import vary_crops
-from rewardfl.rewards.face.view import clip_seed
+from rewardfl.rewards.face.vary import clip_seed, vary_crops
 
 
 @dataclass(frozen=True, kw_only=True)
-class FacePool:
-    """A person in a real clip: identity pool, self-similarity and motion."""
+class TrackedFace:
+    """Where a face was in a clip, and how it moved."""
 
-    embeddings: Tensor  # (P, D) unit float32, of the tracked face in every frame but the first
-    cap: float  # mean cosine between two different embeddings of the pool; 1.0 for a pool of one
+    detected: Tensor  # (F,) bool
+    coverage: float  # share of the frames after the first in which the face was detected
     speed: float  # landmark_motion
     nonrigid: float
-    coverage: float  # share of the frames after the first in which the face was detected
     boxes: Tensor  # (F, 4) where the face was tracked, in frame pixels
     landmarks: Tensor  # (F, 5, 2) of the tracked face, in frame pixels
 
 
 @dataclass(frozen=True, kw_only=True)
-class FaceScore:
+class FacePool(TrackedFace):
+    """A person in a real clip: identity pool, self-similarity and motion."""
+
+    embeddings: Tensor  # (P, D) unit float32, of the tracked face in every frame but the first
+    cap: float  # mean cosine between two different embeddings of the pool; 1.0 for a pool of one
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaceScore(TrackedFace):
     """Identity similarity of a generated clip to the person of a pool."""
 
     per_frame: Tensor  # (F - 1,) mean cosine with the pool of frames 1 .. F - 1, in [-1, 1], with gradient
     mean: Tensor  # () of per_frame, with gradient
     paid: Tensor  # () mean over per_frame and the varied views, with gradient
     embedding: Tensor  # (D,) mean of the unit embeddings of frames 1 .. F - 1, with gradient
-    detected: Tensor  # (F,) bool
-    speed: float  # landmark_motion
-    nonrigid: float
-    coverage: float  # share of frames 1 .. F - 1 in which the face was detected
-    boxes: Tensor  # (F, 4) where the face was tracked, in frame pixels
-    landmarks: Tensor  # (F, 5, 2) of the tracked face, in frame pixels
+
+
+class FaceRecogniser(nn.Module):
+    """ArcFace or SFace: crops (N, 3, 112, 112), RGB in [-1, 1] -> unit embeddings (N, D), with gradient to the crops.
+
+    `chunk` crops are embedded at a time. The backward pass runs each chunk again, so that a clip holds one chunk's
+    graph.
+    """
+
+    def __init__(self, path: str | Path, chunk: int = 8):
+        super().__init__()
+        self.file = Path(path)
+        self.net = OnnxModule(path)
+        if self.net.input_shape[2:] != [CROP_SIZE, CROP_SIZE]:
+            raise ValueError(f"{path} takes {self.net.input_shape[2:]} pixels; a recogniser here takes 112 x 112")
+        self.net.check_size(1, 3, CROP_SIZE, CROP_SIZE)
+        self.chunk = chunk
+        # insightface's rule (model_zoo/arcface_onnx.py): mxnet exports normalise inside, and have these node names
+        subtracts = any(name.startswith(("Sub", "_minus")) for name in self.net.first_nodes)
+        multiplies = any(name.startswith(("Mul", "_mul")) for name in self.net.first_nodes)
+        # OpenCV gives SFace levels of 0..255 (modules/objdetect/src/face_recognize.cpp: feature)
+        self.wants_bytes = (subtracts and multiplies) or is_sface(path)
+
+    def forward(self, crops: Tensor) -> Tensor:
+        x = (crops + 1) * 127.5 if self.wants_bytes else crops  # 0..255, or (0..255 - 127.5) / 127.5
+        chunks = x.split(self.chunk)
+        embeddings = [checkpoint(self.net, part, use_reentrant=False, preserve_rng_state=False) for part in chunks]
+        return F.normalize(torch.cat(embeddings).flatten(1))
 
 
 class FaceIdentity(nn.Module):
     """Detector and recogniser of one insightface-style pack, frozen; scores videos (3, F, H, W) in [-1, 1].
 
     pack_dir: see pack.pack_files, which finds `files`, the detector's and the recogniser's. second_pack_dir: each
-    cosine is then the mean over the recognisers of both packs on the same crops.
+    cosine is then the mean over the recognisers of both packs, the other one being `second`, on the same crops.
 
     Everything is computed in float32, also under autocast. The detector gets no gradient. Frame 0 of a clip is the
     given image: it starts the tracks and is neither pooled nor scored. track.py matches faces across frames.
@@ -76,15 +106,14 @@ class FaceIdentity(nn.Module):
         self.files = pack_files(pack_dir)
         self.detector = FaceDetector(self.files[0], det_size)
         self.recogniser = FaceRecogniser(self.files[1], chunk)
-        self.second_file = None if second_pack_dir is None else pack_files(second_pack_dir)[1]
-        self.second = None if self.second_file is None else FaceRecogniser(self.second_file, chunk)
+        self.second = None if second_pack_dir is None else FaceRecogniser(pack_files(second_pack_dir)[1], chunk)
 
     def pool(self, video: Tensor) -> FacePool | None:
         """Return the pool of the largest face in a real clip's first frame with one; None if later frames lack it."""
         return next(iter(self.pools(video)), None)
 
     @torch.no_grad()
-    def pools(self, video: Tensor, everybody: bool = False, min_width: float = 0.0) -> list[FacePool]:
+    def pools(self, video: Tensor, *, everybody: bool = False, min_width: float = 0.0) -> list[FacePool]:
         """Return the pools of the people of a real clip, largest face first.
 
         The people are the largest face, or with `everybody` all faces, of the first frame that has one. Faces narrower
@@ -99,7 +128,7 @@ class FaceIdentity(nn.Module):
             widths = faces[start].boxes[:, 2] - faces[start].boxes[:, 0]
             rows = (widths >= min_width).nonzero().flatten().tolist()
             rows = rows if everybody else [row for row in rows if row == 0]
-            tracks = follow_first(faces, rows, self._embeddings(frames, faces))
+            tracks = follow_first(faces, rows, partial(self._embeddings, frames, faces))
             return [self._pool(frames, track) for track in tracks if track.detected[1:].any()]
 
     def _pool(self, frames: Tensor, track: Track) -> FacePool:
@@ -126,7 +155,7 @@ class FaceIdentity(nn.Module):
             frames = to_frames(video)
             faces = self.detector.detect(frames)
             references = [pool.float().cpu() for pool in pools]
-            tracks = follow_known(faces, references, self._embeddings(frames, faces))
+            tracks = follow_known(faces, references, partial(self._embeddings, frames, faces))
             tracked = [track for track in tracks if track is not None]
             if not tracked:
                 return [None] * len(pools)
@@ -136,7 +165,7 @@ class FaceIdentity(nn.Module):
                 generator = torch.Generator().manual_seed(clip_seed(video, "landmarks"))
                 landmarks = landmarks + jitter * widths * torch.randn(landmarks.shape, generator=generator)
             matrices = similarity_transform(landmarks.flatten(0, 1), ARCFACE_TEMPLATE)
-            crops = align_each(frames[1:], matrices.unflatten(0, landmarks.shape[:2]))
+            crops = align(frames[1:], matrices.unflatten(0, landmarks.shape[:2]))
             if views > 0:
                 generator = torch.Generator().manual_seed(clip_seed(video, "views"))
                 crops = torch.cat([crops, *(vary_crops(crops, generator) for _ in range(views))])
@@ -146,19 +175,15 @@ class FaceIdentity(nn.Module):
                 for track, pool in zip(tracks, pools, strict=True)
             ]
 
+    @torch.no_grad()
     def _embeddings(self, frames: Tensor, faces: Sequence[Faces]) -> Embeddings:
-        """Return the embeddings of the frames' detections, without gradient: they match faces across frames."""
-
-        @torch.no_grad()
-        def embed(detections: Sequence[Detection]) -> Tensor:
-            embeddings = []
-            for i in range(0, len(detections), self.recogniser.chunk):  # indexing copies frames: a chunk at a time
-                chunk = detections[i : i + self.recogniser.chunk]
-                landmarks = torch.stack([faces[j].landmarks[row] for j, row in chunk])
-                embeddings.append(self._embed(frames[[j for j, _ in chunk]], landmarks).cpu())
-            return torch.cat(embeddings)
-
-        return Embeddings(embed)
+        """Return the embeddings of all detections, which match faces across frames; 0 for NaN."""
+        owners = torch.tensor([j for j, frame in enumerate(faces) for _ in frame.scores])
+        landmarks = torch.cat([frame.landmarks for frame in faces])
+        chunks = zip(owners.split(self.recogniser.chunk), landmarks.split(self.recogniser.chunk), strict=True)
+        # indexing copies frames: a chunk at a time
+        embeddings = torch.cat([self._embed(frames[j.to(frames.device)], points).cpu() for j, points in chunks])
+        return embeddings.nan_to_num().split([len(frame.scores) for frame in faces])
 
     def _embed(self, frames: Tensor, landmarks: Tensor) -> Tensor:
         return self._recognise(align(frames, similarity_transform(landmarks, ARCFACE_TEMPLATE)))
@@ -178,16 +203,15 @@ def _score(embeddings: Tensor, pool: Tensor, track: Track) -> FaceScore:
         mean=cosines[0].mean(),
         paid=cosines.mean(),
         embedding=embeddings[0].mean(0),
-        detected=track.detected,
         **_track_fields(track),
     )
 
 
 def _track_fields(track: Track) -> dict[str, Any]:
-    """Return the fields that FacePool and FaceScore share."""
+    """Return the fields of TrackedFace."""
     speed, nonrigid = landmark_motion(track)
     coverage = track.detected[1:].float().mean().item()
-    return dict(speed=speed, nonrigid=nonrigid, coverage=coverage, boxes=track.boxes, landmarks=track.landmarks)
+    return vars(track) | {"speed": speed, "nonrigid": nonrigid, "coverage": coverage}
 
 
 def self_similarity(embeddings: Tensor) -> float:

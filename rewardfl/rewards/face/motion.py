@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,10 +10,10 @@ from rewardfl.config.schema import Count, DetectionSide, NonNegative
 from rewardfl.files import sha256
 from rewardfl.rewards.base import Reward, RewardOutput, score_clips
 from rewardfl.rewards.face.align import to_frames
-from rewardfl.rewards.face.detect import STRIDES, FaceDetector
+from rewardfl.rewards.face.detect import STRIDES, FaceDetector, View
 from rewardfl.rewards.face.pack import PackFolder, pack_files
 from rewardfl.rewards.face.track import MIN_MOTION, Track, step_motion, step_reversals, track_largest
-from rewardfl.rewards.face.view import View, clip_seed
+from rewardfl.rewards.face.vary import clip_seed
 from rewardfl.rewards.pixels.motion import MIN_CHANGE, mean_change, symmetric_ratio
 
 # Half of the detector's finest stride to each side covers every position of a face between two of its cells.
@@ -24,27 +22,12 @@ MAX_SHIFT = STRIDES[0] / 2  # detector pixels
 MAX_ZOOM = 0.03
 
 # A real clip that moves less gives no ratio.
-MIN_REAL_MOTION = {
-    "speed": MIN_MOTION,
-    "nonrigid": MIN_MOTION,
-    "face_change": MIN_CHANGE,
-    "background_change": MIN_CHANGE,
-}
+MIN_REAL_MOTION = dict.fromkeys(("speed", "nonrigid"), MIN_MOTION)
+MIN_REAL_MOTION |= dict.fromkeys(("face_change", "background_change"), MIN_CHANGE)
 
-
-@dataclass(frozen=True, kw_only=True)
-class FaceMotion:
-    """Motion of a tracked face, () each; NaN where it could not be measured."""
-
-    speed: Tensor  # step_motion
-    nonrigid: Tensor
-    reversals: Tensor  # step_reversals
-    face_change: Tensor  # mean_change within the face's boxes
-    background_change: Tensor  # mean_change outside the boxes
-    lost: Tensor  # share of the frames after the first without the face
-
-
-NAMES = tuple(field.name for field in fields(FaceMotion))
+# Motion of a tracked face: of its landmarks (track.py), of pixels inside and outside its boxes (mean_change), and the
+# share of the frames after the first without it.
+NAMES = ("speed", "nonrigid", "reversals", "face_change", "background_change", "lost")
 
 
 class FaceMotionReward(Reward):
@@ -86,6 +69,7 @@ class FaceMotionReward(Reward):
         face_change: NonNegative = 0.0,
         background_change: NonNegative = 0.0,
         reversals: NonNegative = 0.5,
+        *,
         jitter: bool = True,
         second_pack_dir: PackFolder | None = None,
     ):
@@ -102,18 +86,17 @@ class FaceMotionReward(Reward):
 
     @torch.no_grad()
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
-        """Return the FaceMotion of a real clip (3, F, H, W), by name, each (detectors, 2); None when nothing moves.
+        """Return the motion of a real clip (3, F, H, W), by name, each (detectors, 2); None when nothing moves.
 
         A clip seen through a view is compared with the second column, the mean over `views`: on moved pixels landmarks
         tremble differently, which alone may raise the small non-rigid motion by half.
         """
         all_views = (None, *fixed_views(self._max_shift(video)))
-        table: dict[str, list[list[Tensor]]] = {name: [] for name in NAMES[:-1]}
+        table: dict[str, list[list[float]]] = {name: [] for name in NAMES[:-1]}
         for index in range(len(self.detectors)):
             plain, *viewed = [self._measure(video, index, view) for view in all_views]
             for name, rows in table.items():
-                mean = torch.stack([_value(motion, name) for motion in viewed]).nanmean()
-                rows.append([_value(plain, name), mean])
+                rows.append([plain[name].item(), torch.stack([motion[name] for motion in viewed]).nanmean().item()])
         reference = {name: torch.tensor(rows) for name, rows in table.items()}
         moves = (reference["speed"] >= MIN_MOTION) | (reference["face_change"] >= MIN_CHANGE)
         return reference if moves.any() else None
@@ -129,15 +112,13 @@ class FaceMotionReward(Reward):
         """Return score and measured parts of one clip (3, F, H, W); no score where no term could be measured."""
         detector, view = self._draw(video)
         motion = self._measure(video, detector, view)
-        if motion is None:
-            return None, {"lost": 1.0}
         real = {name: values[detector, 0 if view is None else 1].item() for name, values in reference.items()}
         moving = [name for name, least in MIN_REAL_MOTION.items() if real[name] >= least]
-        ratios = {name: getattr(motion, name) / real[name] for name in moving}
+        ratios = {name: motion[name] / real[name] for name in moving}
         ratios = {name: ratio for name, ratio in ratios.items() if ratio.isfinite()}
-        excess = motion.reversals - real["reversals"]  # NaN where either is
+        excess = motion["reversals"] - real["reversals"]  # NaN where either is
         parts = {name: ratio.item() for name, ratio in ratios.items()}
-        parts |= {"reversals": excess.item(), "lost": motion.lost.item()}
+        parts |= {"reversals": excess.item(), "lost": motion["lost"].item()}
         score = self._score(ratios, excess)
         return (None if score is None else score.to(video.device)), parts
 
@@ -155,26 +136,26 @@ class FaceMotionReward(Reward):
         weighted = [weight * terms[name].cpu() for name, weight in weights.items()]
         return torch.stack(weighted).sum() / sum(weights.values())
 
-    def _measure(self, video: Tensor, index: int, view: View | None) -> FaceMotion | None:
-        """Measure the clip, with gradient where a term has a weight; None when no frame shows a face."""
-        detector = cast(FaceDetector, self.detectors[index])
+    def _measure(self, video: Tensor, index: int, view: View | None) -> dict[str, Tensor]:
+        """Return the motion of the clip, () each, with gradient where a term has a weight; NaN without a face."""
+        detector = self.detectors[index]
+        assert isinstance(detector, FaceDetector)
+        graph = torch.is_grad_enabled()
         with torch.autocast(video.device.type, enabled=False):
             frames = to_frames(video)
-            with _gradient_if(self.term_weights["landmarks"] > 0):
+            with torch.set_grad_enabled(graph and self.term_weights["landmarks"] > 0):
                 track = track_largest(detector.trace(frames, self.chunk, view))
                 if track is None:
-                    return None
-                nan = torch.tensor(math.nan)
-                speed, nonrigid = step_motion(track) or (nan, nan)
+                    return dict.fromkeys(NAMES, torch.tensor(math.nan)) | {"lost": torch.tensor(1.0)}
+                speed, nonrigid = step_motion(track)
                 reversals = step_reversals(track)
-            inside = _inside(track, frames)
-            changes = {}
-            for name, mask in (("face_change", inside), ("background_change", ~inside)):
-                with _gradient_if(self.term_weights[name] > 0):
-                    changes[name] = mean_change(frames.transpose(0, 1), mask)
             lost = 1 - track.detected[1:].float().mean()
-            reversals = nan if reversals is None else reversals
-            return FaceMotion(speed=speed, nonrigid=nonrigid, reversals=reversals, lost=lost, **changes)
+            motion = {"speed": speed, "nonrigid": nonrigid, "reversals": reversals, "lost": lost}
+            inside = _inside(track, frames)
+            for name, mask in (("face_change", inside), ("background_change", ~inside)):
+                with torch.set_grad_enabled(graph and self.term_weights[name] > 0):
+                    motion[name] = mean_change(frames.transpose(0, 1), mask)
+            return motion
 
     def _draw(self, video: Tensor) -> tuple[int, View | None]:
         """Draw a detector and a view; return the first detector and no view without a gradient."""
@@ -196,14 +177,6 @@ def fixed_views(max_shift: float) -> list[View]:
     """Return four views, each shifted to another side by `max_shift` / 2 frame pixels, the mean of the drawn shifts."""
     signs = ((1, 1, 1), (-1, 1, -1), (1, -1, -1), (-1, -1, 1))
     return [View(1 + MAX_ZOOM * zoom / 2, (max_shift * x / 2, max_shift * y / 2)) for zoom, x, y in signs]
-
-
-def _gradient_if(enabled: bool) -> torch.set_grad_enabled:
-    return torch.set_grad_enabled(enabled and torch.is_grad_enabled())
-
-
-def _value(motion: FaceMotion | None, name: str) -> Tensor:
-    return torch.tensor(math.nan) if motion is None else getattr(motion, name).cpu()
 
 
 def _inside(track: Track, frames: Tensor) -> Tensor:

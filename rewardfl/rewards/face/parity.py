@@ -1,19 +1,15 @@
 """Comparison of our face networks with insightface's and OpenCV's code on the same files, once at start-up."""
 
-import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, Faces, align, similarity_transform
+from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, align, similarity_transform
 from rewardfl.rewards.face.detect import YuNet
-from rewardfl.rewards.face.embed import FaceRecogniser
-from rewardfl.rewards.face.identity import FaceIdentity
+from rewardfl.rewards.face.identity import FaceIdentity, FaceRecogniser
 from rewardfl.rewards.face.pack import is_sface
 
 MAX_COSINE_DISTANCE = 1e-3  # insightface rounds its crop to bytes: about 1e-5 on trained networks, 3e-4 on random ones
@@ -30,26 +26,6 @@ class FaceParityError(ValueError):
     """Our faces differ from those of a pack's published code, so that rewards would be wrong."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FaceParity:
-    """Difference from a pack's published code for the largest face of a frame; NaN where nothing was compared."""
-
-    code: str  # the detector's library; a published SFace is compared with OpenCV's in any case
-    box_error: float = math.nan  # largest difference of a side, in frame pixels
-    landmark_error: float = math.nan  # largest difference of a coordinate, in frame pixels
-    crop_error: float = math.nan  # mean absolute difference, in levels of 0..255
-    cosine_distance: float = math.nan  # 1 - cosine of the two embeddings; of two recognisers the larger one
-    skipped: str = ""  # why nothing was compared
-
-    def __str__(self) -> str:
-        if self.skipped:
-            return f"face parity with {self.code}: skipped, {self.skipped}"
-        return (
-            f"face parity with {self.code}: box {self.box_error:.3f} px, landmarks {self.landmark_error:.3f} px, crop "
-            f"{self.crop_error:.2f} of 255, cosine distance {self.cosine_distance:.1e}"
-        )
-
-
 def check_packs(packs: Mapping[str, FaceIdentity], video: Tensor) -> list[str]:
     """Return a line about each pack, compared on one clip. packs: {setting of a pack: its networks}.
 
@@ -60,16 +36,16 @@ def check_packs(packs: Mapping[str, FaceIdentity], video: Tensor) -> list[str]:
         try:
             lines.append(f"{setting}: {check(identity, video)}")
         except FaceParityError as error:
-            raise FaceParityError(
-                f"{setting}: {error}; training on it is refused, since its scores would mean nothing: please report "
-                "the pack with this line, and use another one meanwhile"
-            ) from error
+            raise FaceParityError(f"{setting}: {error}: its scores would mean nothing; use another pack") from error
     return lines
 
 
 @torch.no_grad()
-def check(identity: FaceIdentity, video: Tensor) -> FaceParity:
+def check(identity: FaceIdentity, video: Tensor) -> str:
     """Compare detection, crop and embedding with insightface's, or OpenCV's for YuNet and SFace, on the same files.
+
+    Return a line with the largest differences, in frame pixels and as 1 - cosine of two embeddings, and the name of the
+    detector's library. A published SFace is compared with OpenCV's in any case.
 
     The largest face in the first frame with a face is compared, of a (3, F, H, W) video in [-1, 1]. Our networks run on
     the video's device, the libraries on the CPU.
@@ -82,11 +58,14 @@ def check(identity: FaceIdentity, video: Tensor) -> FaceParity:
         from insightface.model_zoo import get_model
         from insightface.utils.face_align import norm_crop
     except ImportError as error:
-        return FaceParity(code=code, skipped=f"insightface cannot be imported ({error})")
-    first_face = _first_face(identity, video)
-    if first_face is None:
-        return FaceParity(code=code, skipped="no face was found in the clip")
-    frame, faces = first_face
+        return f"face parity with {code}: skipped, insightface cannot be imported ({error})"
+    for frame in video.transpose(0, 1).split(1):
+        frame = ((frame.float().clamp(-1, 1) + 1) * 127.5).round() / 127.5 - 1  # 8 bits for both codes
+        (faces,) = identity.detector.detect(frame)
+        if len(faces.scores):
+            break
+    else:
+        return f"face parity with {code}: skipped, no face was found in the clip"
     picture = _picture((frame + 1) * 127.5)
     if code == "OpenCV":
         boxes, landmarks = _detect_by_opencv(identity, frame)
@@ -98,28 +77,20 @@ def check(identity: FaceIdentity, video: Tensor) -> FaceParity:
             f"{code} finds no face where rewardfl finds one (score {faces.scores[0]:.3f}, box "
             f"{[round(side) for side in box.tolist()]}) with {identity.files[0]}"
         )
-    differences = torch.cat([boxes - box, (landmarks - faces.landmarks[0]).flatten(1)], 1)
-    nearest = differences.abs().amax(1).argmin()
+    differences = torch.cat([boxes - box, (landmarks - faces.landmarks[0]).flatten(1)], 1).abs().amax(1)
+    difference, nearest = differences.min(0)
     crop = align(frame, similarity_transform(faces.landmarks[:1], ARCFACE_TEMPLATE))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # insightface calls a deprecated method of skimage
         library_crop = norm_crop(picture, landmarks[nearest].numpy())
-    crop_levels = (crop[0].flip(0).permute(1, 2, 0).cpu() + 1) * 127.5
-    recognisers = [(identity.recogniser, identity.files[1])]
-    if identity.second is not None and identity.second_file is not None:
-        recognisers.append((identity.second, identity.second_file))
-    distances = [_distance(recogniser, file, crop, library_crop, get_model) for recogniser, file in recognisers]
-    result = FaceParity(
-        code=code,
-        box_error=(boxes[nearest] - box).abs().max().item(),
-        landmark_error=(landmarks[nearest] - faces.landmarks[0]).abs().max().item(),
-        crop_error=(crop_levels - torch.from_numpy(library_crop)).abs().mean().item(),
-        cosine_distance=torch.stack(distances).max().item(),  # torch's max: Python's ignores a NaN
-    )
-    if not result.cosine_distance <= MAX_COSINE_DISTANCE:  # also refuses NaN
-        files = [str(file) for file in (*identity.files, identity.second_file) if file is not None]
-        raise FaceParityError(f"{result}, where at most {MAX_COSINE_DISTANCE:g} is allowed, with {files}")
-    return result
+    recognisers = [recogniser for recogniser in (identity.recogniser, identity.second) if recogniser is not None]
+    distances = [_distance(recogniser, crop, library_crop, get_model) for recogniser in recognisers]
+    distance = torch.stack(distances).max().item()  # torch's max: Python's ignores a NaN
+    line = f"face parity with {code}: box and landmarks {difference:.3f} px, cosine distance {distance:.1e}"
+    if not distance <= MAX_COSINE_DISTANCE:  # also refuses NaN
+        files = [str(identity.files[0]), *(str(recogniser.file) for recogniser in recognisers)]
+        raise FaceParityError(f"{line}, where at most {MAX_COSINE_DISTANCE:g} is allowed, with {files}")
+    return line
 
 
 def _picture(levels: Tensor) -> np.ndarray:
@@ -151,10 +122,9 @@ def _detect_by_opencv(identity: FaceIdentity, frame: Tensor) -> tuple[Tensor, Te
     return boxes / scale, rows[:, 4:14].view(-1, 5, 2) / scale
 
 
-def _distance(
-    recogniser: FaceRecogniser, file: Path, crop: Tensor, library_crop: np.ndarray, get_model: Callable
-) -> Tensor:
+def _distance(recogniser: FaceRecogniser, crop: Tensor, library_crop: np.ndarray, get_model: Callable) -> Tensor:
     """Return () 1 - cosine of our embedding of our crop (1, 3, 112, 112) and the library's of its crop."""
+    file = recogniser.file
     if is_sface(file):
         import cv2
 
@@ -163,13 +133,3 @@ def _distance(
         expected = get_model(str(file), providers=["CPUExecutionProvider"]).get_feat(library_crop)[0]
     ours = recogniser(crop)[0].cpu().double()
     return 1 - torch.nn.functional.cosine_similarity(ours, torch.from_numpy(expected).double(), dim=0)
-
-
-def _first_face(identity: FaceIdentity, video: Tensor) -> tuple[Tensor, Faces] | None:
-    """Return the first frame (1, 3, H, W) with a face, rounded to 8 bits for both codes, and its faces."""
-    for frame in video.transpose(0, 1).split(1):
-        rounded = ((frame.float().clamp(-1, 1) + 1) * 127.5).round() / 127.5 - 1
-        (faces,) = identity.detector.detect(rounded)
-        if len(faces.scores):
-            return rounded, faces
-    return None

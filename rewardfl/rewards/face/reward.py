@@ -15,7 +15,6 @@ from rewardfl.rewards.base import Reward, RewardOutput, invalid_score, score_cli
 from rewardfl.rewards.face.identity import FaceIdentity, FaceScore
 from rewardfl.rewards.face.pack import PackFolder
 from rewardfl.rewards.face.track import MIN_MOTION
-from rewardfl.rewards.pixels.artifacts import mean
 
 PARTS = ("face_score", "cap", "coverage", "motion_speed", "motion_nonrigid", "motion")
 NUMBERS = ("cap", "speed", "nonrigid", "coverage")  # of a FacePool
@@ -74,7 +73,8 @@ class FaceIdentityReward(Reward):
         if min_face_size:
             self.nothing_found = f"no face at least {min_face_size:g} pixels wide (min_face_size) was found in"
         self.identity = FaceIdentity(pack_dir, det_size, chunk, second_pack_dir)
-        self._weights = [sha256(file) for file in (*self.identity.files, self.identity.second_file) if file]
+        second = self.identity.second
+        self._weights = [sha256(file) for file in (*self.identity.files, *([second.file] if second else []))]
 
     @property
     def part_names(self) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ class FaceIdentityReward(Reward):
         embeddings (P, D): those of all people in turn. owner (P,): the person of each. boxes (K, F, 4), landmarks
         (K, F, 5, 2), and the other fields (K,).
         """
-        pools = self.identity.pools(video, self.people == "all", self.min_face_size)
+        pools = self.identity.pools(video, everybody=self.people == "all", min_width=self.min_face_size)
         if not pools:
             return None
         owner = torch.cat([torch.full((len(pool.embeddings),), k) for k, pool in enumerate(pools)])
@@ -137,9 +137,8 @@ def _motion(faces: Sequence[FaceScore | None], real: Sequence[Mapping[str, float
         speed = ratio(0.0 if face is None else face.speed, person["speed"], MIN_MOTION)
         nonrigid = ratio(0.0 if face is None else face.nonrigid, person["nonrigid"], MIN_MOTION)
         rows.append((speed, nonrigid, float(np.fmin(speed, nonrigid))))  # fmin ignores a NaN, which was not measured
-    measured = [[value for value in column if not math.isnan(value)] for column in zip(*rows, strict=True)]
-    names = ("motion_speed", "motion_nonrigid", "motion")
-    return {name: mean(values) for name, values in zip(names, measured, strict=True)}
+    means = torch.tensor(rows, dtype=torch.float64).nanmean(0).tolist()
+    return dict(zip(("motion_speed", "motion_nonrigid", "motion"), means, strict=True))
 
 
 def ratio(generated: float, real: float, least: float) -> float:

@@ -18,7 +18,7 @@ MIN_STEP = 0.005
 # it for SFace (FaceRecognizerSF); different people are below it with ArcFace, too.
 SAME_PERSON = 0.363
 
-Detection = tuple[int, int]  # its frame, and its row among that frame's faces
+Embeddings = Sequence[Tensor]  # of the n detections of each frame, (n, D), unit, on the CPU, without a graph
 
 
 @dataclass
@@ -91,38 +91,25 @@ def _near(box: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
     return (distance <= width) & (widths <= 2 * width) & (width <= 2 * widths), distance
 
 
-class Embeddings:
-    """Computes the unit embeddings of a clip's detections, each once; 0 for NaN.
-
-    embed: n detections -> (n, D) on the CPU, without a graph.
-    """
-
-    def __init__(self, embed: Callable[[Sequence[Detection]], Tensor]):
-        self._embed = embed
-        self._cache: dict[Detection, Tensor] = {}
-
-    def __call__(self, detections: Sequence[Detection]) -> Tensor:
-        missing = [detection for detection in dict.fromkeys(detections) if detection not in self._cache]
-        if missing:
-            self._cache |= dict(zip(missing, self._embed(missing).nan_to_num(), strict=True))
-        return torch.stack([self._cache[detection] for detection in detections])
-
-
 @dataclass
 class _Trail:
-    """The detections of a face so far, and the embeddings of its person until it has any."""
+    """The detections of a face so far, row by frame, and the embeddings (p, D) of its person for when it has none."""
 
-    detections: list[Detection] = field(default_factory=list)
-    reference: Tensor | None = None  # (p, D)
+    rows: dict[int, int] = field(default_factory=dict)
+    reference: Tensor = field(default_factory=lambda: torch.zeros(1, 1))
 
-    def mean(self, embeddings: Embeddings) -> Tensor:
+    @property
+    def last(self) -> int:
+        """Return the frame of the last detection, -1 without any."""
+        return max(self.rows, default=-1)
+
+    def mean(self, vectors: Embeddings) -> Tensor:
         """Return (D,), whose product with a unit embedding is its mean cosine with the trail's embeddings."""
-        vectors = embeddings(self.detections) if self.detections else self.reference
-        assert vectors is not None
-        return vectors.mean(0)
+        seen = [vectors[j][row] for j, row in self.rows.items()]
+        return torch.stack(seen).mean(0) if seen else self.reference.mean(0)
 
 
-def follow_first(faces: Sequence[Faces], rows: Sequence[int], embed: Embeddings) -> list[Track]:
+def follow_first(faces: Sequence[Faces], rows: Sequence[int], embed: Callable[[], Embeddings]) -> list[Track]:
     """Track these rows of the first frame that has a face: the people of a real clip.
 
     - A clip without two faces in a frame is tracked by `track_largest`.
@@ -133,13 +120,18 @@ def follow_first(faces: Sequence[Faces], rows: Sequence[int], embed: Embeddings)
     The other faces of the clip are tracked too, until they are lost, so that their detections are taken.
     """
     start = first_frame(faces)
-    if start is None:
+    if start is None or not rows:
         return []
-    tracks = _follow(faces, start, [_Trail([(start, row)]) for row in rows], embed)
+    if len(rows) == 1 and _one_at_a_time(faces):
+        tracks = [track_largest(faces)]
+    else:
+        tracks = _follow(faces, start, [_Trail({start: row}) for row in rows], embed())
     return [track for track in tracks if track is not None]
 
 
-def follow_known(faces: Sequence[Faces], references: Sequence[Tensor], embed: Embeddings) -> list[Track | None]:
+def follow_known(
+    faces: Sequence[Faces], references: Sequence[Tensor], embed: Callable[[], Embeddings]
+) -> list[Track | None]:
     """Track people with `references`, (p, D) embeddings of each; None for a person who is not found.
 
     The faces of the first frame that has one are assigned one to one, with the largest sum of mean cosines, and then
@@ -149,93 +141,79 @@ def follow_known(faces: Sequence[Faces], references: Sequence[Tensor], embed: Em
     start = first_frame(faces)
     if start is None:
         return [None] * len(references)
-    trails = [_Trail(reference=reference) for reference in references]
-    rows = range(len(faces[start].scores))
-    if len(references) == len(rows) == 1:
-        trails[0].detections.append((start, 0))
-    else:
-        cosines = torch.stack([trail.mean(embed) for trail in trails]) @ embed([(start, row) for row in rows]).T
-        for person, row in zip(*linear_sum_assignment(cosines.numpy(), maximize=True), strict=True):
-            trails[person].detections.append((start, int(row)))
-    return _follow(faces, start, trails, embed)
-
-
-def _follow(faces: Sequence[Faces], start: int, people: list[_Trail], embed: Embeddings) -> list[Track | None]:
-    """Return the tracks of these trails, which begin in frame `start` or have not begun."""
-    if len(people) == 1 and all(len(frame.scores) <= 1 for frame in faces):
+    if len(references) == 1 and _one_at_a_time(faces):
         return [track_largest(faces)]
+    vectors = embed()
+    trails = [_Trail(reference=reference) for reference in references]
+    cosines = torch.stack([trail.mean(vectors) for trail in trails]) @ vectors[start].T
+    for person, row in zip(*linear_sum_assignment(cosines.numpy(), maximize=True), strict=True):
+        trails[person].rows[start] = int(row)
+    return _follow(faces, start, trails, vectors)
+
+
+def _one_at_a_time(faces: Sequence[Faces]) -> bool:
+    return all(len(frame.scores) <= 1 for frame in faces)
+
+
+def _follow(faces: Sequence[Faces], start: int, people: list[_Trail], vectors: Embeddings) -> list[Track | None]:
+    """Return the tracks of these trails, which begin in frame `start` or have not begun."""
     strangers = _strangers(start, faces[start], people)
     for j, frame in enumerate(faces[start + 1 :], start + 1):
         trails = people + strangers
-        matches = _match(trails, len(people), faces, j, embed)
-        for trail, row in zip(trails, matches, strict=True):
-            if row is not None:
-                trail.detections.append((j, row))
-        strangers = [trail for trail in strangers if trail.detections[-1][0] == j]
+        for trail, row in _match(trails, len(people), faces, j, vectors).items():
+            trails[trail].rows[j] = row
+        strangers = [trail for trail in strangers if trail.last == j]
         # while a person is missing, a new face may be that person, half hidden
-        if all(trail.detections and trail.detections[-1][0] == j for trail in people):
+        if all(trail.last == j for trail in people):
             strangers += _strangers(j, frame, trails)
-    rows = [dict(trail.detections) for trail in people]
-    return [_track(faces, [row_by_frame.get(j) for j in range(len(faces))]) for row_by_frame in rows]
+    return [_track(faces, [trail.rows.get(j) for j in range(len(faces))]) for trail in people]
 
 
 def _strangers(j: int, frame: Faces, trails: Sequence[_Trail]) -> list[_Trail]:
     """Start trails at the faces of frame j that no trail has."""
-    taken = {trail.detections[-1] for trail in trails if trail.detections}
-    return [_Trail([(j, row)]) for row in range(len(frame.scores)) if (j, row) not in taken]
+    taken = {trail.rows.get(j) for trail in trails}
+    return [_Trail({j: row}) for row in range(len(frame.scores)) if row not in taken]
 
 
 def _match(
-    trails: Sequence[_Trail], people: int, faces: Sequence[Faces], j: int, embed: Embeddings
-) -> list[int | None]:
+    trails: Sequence[_Trail], people: int, faces: Sequence[Faces], j: int, vectors: Embeddings
+) -> dict[int, int]:
     """Return the row of each trail in frame j; see follow_first. people: number of trails, the first, of people."""
     boxes = faces[j].boxes
-    matches: list[int | None] = [None] * len(trails)
     if len(boxes) == 0:
-        return matches
+        return {}
     near = torch.zeros(len(trails), len(boxes), dtype=torch.bool)
-    lost = torch.zeros(len(trails), dtype=torch.bool)
     for t, trail in enumerate(trails):
-        lost[t] = not trail.detections or trail.detections[-1][0] < j - 1
-        if trail.detections:
-            frame, row = trail.detections[-1]
-            near[t] = _near(faces[frame].boxes[row], boxes)[0]
+        if trail.rows:
+            near[t] = _near(faces[trail.last].boxes[trail.rows[trail.last]], boxes)[0]
+    lost = torch.tensor([trail.last < j - 1 for trail in trails])
     plain = (near.sum(1) == 1) & ~lost
     clear = near & plain[:, None] & (near.sum(0) == 1)
-    for t, row in clear.nonzero().tolist():
-        matches[t] = row
+    matches = dict(clear.nonzero().tolist())
     anywhere = lost & (torch.arange(len(trails)) < people)
+    cosines = torch.stack([trail.mean(vectors) for trail in trails]) @ vectors[j].T
     allowed = (near | anywhere[:, None]) & ~clear.any(1)[:, None] & ~clear.any(0)
-    open_trails, open_rows = allowed.any(1).nonzero().flatten(), allowed.any(0).nonzero().flatten()
-    if len(open_trails) == 0:
-        return matches
-    means = torch.stack([trails[t].mean(embed) for t in open_trails.tolist()])
-    cosines = means @ embed([(j, row) for row in open_rows.tolist()]).T
-    allowed = allowed[open_trails][:, open_rows] & ((cosines >= SAME_PERSON) | ~lost[open_trails][:, None])
+    allowed &= (cosines >= SAME_PERSON) | ~lost[:, None]
     # a face of the frame before takes a detection with a negative cosine rather than none
     gain = torch.where(allowed, cosines.clamp(min=0) + 1e-3, 0)
-    for t, row in zip(*linear_sum_assignment(gain.numpy(), maximize=True), strict=True):
-        if allowed[t, row]:
-            matches[int(open_trails[t])] = int(open_rows[row])
-    return matches
+    pairs = zip(*linear_sum_assignment(gain.numpy(), maximize=True), strict=True)
+    return matches | {int(t): int(row) for t, row in pairs if allowed[t, row]}
 
 
 def landmark_motion(track: Track) -> tuple[float, float]:
     """Return `step_motion` as numbers; (0.0, 0.0) without two consecutive detections."""
-    motion = step_motion(track)
-    return (motion[0].item(), motion[1].item()) if motion else (0.0, 0.0)
+    speed, nonrigid = step_motion(track)
+    return speed.nan_to_num().item(), nonrigid.nan_to_num().item()
 
 
-def step_motion(track: Track) -> tuple[Tensor, Tensor] | None:
+def step_motion(track: Track) -> tuple[Tensor, Tensor]:
     """Return (speed, nonrigid) per frame step, in face widths, with gradient to the landmarks; both ().
 
     speed: mean distance that a landmark moves. nonrigid: mean distance left after the best similarity fit of one
-    frame's landmarks onto the next one's: blinks, speech and turning, but not the drift of a frozen face. None without
-    two consecutive detections.
+    frame's landmarks onto the next one's: blinks, speech and turning, but not the drift of a frozen face. Both are NaN
+    without two consecutive detections.
     """
     pairs = track.detected[:-1] & track.detected[1:]
-    if not pairs.any():
-        return None
     before, after, width = track.landmarks[:-1][pairs], track.landmarks[1:][pairs], track.width[:-1][pairs]
     fit = similarity_transform(before, after)
     fitted = before @ fit[:, :, :2].mT + fit[:, None, :, 2]
@@ -244,15 +222,13 @@ def step_motion(track: Track) -> tuple[Tensor, Tensor] | None:
     return speed.mean(), nonrigid.mean()
 
 
-def step_reversals(track: Track) -> Tensor | None:
+def step_reversals(track: Track) -> Tensor:
     """Return the mean of max(0, -cosine) between a landmark's steps into and out of a frame, (), with gradient.
 
     0 for steady motion or none, 1 for a change of direction in every frame. Steps of less than MIN_STEP face widths
-    have no direction and count as 0. None without three consecutive detections.
+    have no direction and count as 0. NaN without three consecutive detections.
     """
     triples = track.detected[:-2] & track.detected[1:-1] & track.detected[2:]
-    if not triples.any():
-        return None
     steps = track.landmarks.diff(dim=0)  # (F - 1, 5, 2)
     into, out, width = steps[:-1][triples], steps[1:][triples], track.width[1:-1][triples]
     directed = (into.norm(dim=-1) >= MIN_STEP * width[:, None]) & (out.norm(dim=-1) >= MIN_STEP * width[:, None])

@@ -55,8 +55,6 @@ def test_a_real_frame_is_one_and_worse_eyes_are_less(clip):
         blurred = np.stack([cv2.GaussianBlur(picture, (width, width), 0) for picture in pictures])
         looks.append(compare_look(cut_patches(torch.from_numpy(blurred).permute(0, 3, 1, 2) * 2 - 1, landmarks), real))
     assert 1 > looks[0] > looks[1] > looks[2] > 0
-    flipped = cut_patches(frames.flip(2), landmarks)  # somebody upside down
-    assert compare_look(flipped, real) < 0.5
 
 
 def test_the_first_half_does_not_count(clip):

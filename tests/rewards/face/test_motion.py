@@ -15,9 +15,9 @@ from test_detect import moving as track_of
 from rewardfl import data, rewards
 from rewardfl.rewards.face import FaceDetector, detect, motion, track_largest
 from rewardfl.rewards.face.align import Faces
+from rewardfl.rewards.face.detect import View
 from rewardfl.rewards.face.motion import FaceMotionReward
-from rewardfl.rewards.face.track import landmark_motion, step_motion, step_reversals
-from rewardfl.rewards.face.view import View
+from rewardfl.rewards.face.track import landmark_motion, step_reversals
 
 PACK = ROOT / "assets" / "tiny_world" / "faces" / "reward"
 DETECTOR = PACK / "detector.onnx"
@@ -145,17 +145,6 @@ def test_the_backward_runs_every_chunk_again(detector, real, monkeypatch):
     assert len(calls) == 10
 
 
-def test_a_view_is_undone(detector, real):
-    frames = real.transpose(0, 1)
-    plain, aside = detector.trace(frames, 8), detector.trace(frames, 8, View(1.03, (1.9, -1.7)))
-    for one, other in zip(plain, aside, strict=True):
-        assert 0 < (one.landmarks[0] - other.landmarks[0]).abs().max() < 1
-        assert (one.boxes[0] - other.boxes[0]).abs().max() < 2
-    moved = detector.detect(View(1.03, (1.9, -1.7)).of(frames))
-    # a face right of the centre is moved by more than the shift
-    assert (moved[0].landmarks[0] - plain[0].landmarks[0])[:, 0].mean() > 1
-
-
 def test_a_view_is_exact_where_pixels_meet_pixels():
     frames = torch.rand(2, 3, 9, 11)
     torch.testing.assert_close(View(1.0, (2.0, -1.0)).of(frames)[:, :, :-1, 2:], frames[:, :, 1:, :-2])
@@ -186,32 +175,10 @@ def test_reversals():
     assert step_reversals(track_of(FACE, FACE + one, FACE)) == pytest.approx(1 / 5)  # one landmark of five
     small = 0.1 * right  # less than MIN_STEP of 50 pixels: the detector trembles by as much
     assert step_reversals(track_of(FACE, FACE + small, FACE)) == 0
-    assert step_reversals(track_of(FACE, FACE + right)) is None
-    assert step_reversals(track_of(FACE, FACE + right, FACE, FACE, detected=[True, True, False, True])) is None
+    assert step_reversals(track_of(FACE, FACE + right)).isnan()
+    assert step_reversals(track_of(FACE, FACE + right, FACE, FACE, detected=[True, True, False, True])).isnan()
     lost = step_reversals(track_of(FACE + up, FACE, FACE + right, FACE, detected=[False, True, True, True]))
     assert lost == pytest.approx(1)
-
-
-def test_steps_and_reversals_against_finite_differences():
-    torch.manual_seed(1)
-    x = FACE.double() + torch.randn(6, 5, 2, dtype=torch.float64) * 3
-
-    def numbers(x):
-        track = track_of(*x)
-        return torch.stack([*step_motion(track), step_reversals(track)])
-
-    for i in range(3):
-        leaf = x.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(numbers(leaf)[i], leaf)
-        assert_gradient(lambda x, i=i: numbers(x)[i], x, gradient)
-
-
-def test_one_definition_of_speed_and_residual():
-    torch.manual_seed(1)
-    track = track_of(*(FACE + torch.randn(6, 5, 2)), detected=[True, True, True, False, True, True])
-    assert landmark_motion(track) == tuple(value.item() for value in step_motion(track))
-    alone = track_of(FACE, FACE, detected=[True, False])
-    assert step_motion(alone) is None and landmark_motion(alone) == (0.0, 0.0)
 
 
 # ---- the reward ----
@@ -293,23 +260,6 @@ def test_the_score_in_numbers(real, slow):
     assert output.valid.all()
 
 
-def test_chunks_give_one_value_and_one_gradient(real, slow):
-    found = [score_and_gradient(reward(chunk=n), slow, reward().reference(real)) for n in (1, 4, 9)]
-    for score, gradient in found[1:]:
-        torch.testing.assert_close(score, found[0][0], atol=1e-5, rtol=1e-5)
-        assert (gradient - found[0][1]).norm() < 1e-3 * found[0][1].norm()
-
-
-def test_the_value_does_not_hang_on_the_gradient(real, slow):
-    ours = reward(face_change=0.5, reversals=0.5)
-    reference = ours.reference(real)
-    with_gradient = ours(slow[None].clone().requires_grad_(), [reference])
-    for output in (ours(slow[None], [reference]), torch.no_grad()(ours)(slow[None].requires_grad_(), [reference])):
-        assert torch.equal(output.score, with_gradient.score) and not output.score.requires_grad
-        torch.testing.assert_close(output.parts, with_gradient.parts, atol=0, rtol=0, equal_nan=True)
-    assert with_gradient.score.requires_grad
-
-
 def test_the_gradient_reaches_half_precision(real, slow):
     """A video in bfloat16, as under autocast: computed in float32."""
     ours = reward()
@@ -344,17 +294,6 @@ def test_a_clip_that_loses_the_face_is_invalid_and_finite(magenta):
         assert output.parts["lost"].tolist() == [1.0, 0.0]
 
 
-def test_a_frame_without_the_face_leaves_its_pairs_out(magenta):
-    places, mouth = [(2, 2), (3, 2), None, (3, 3), (3, 3)], [0.0, 0.2, 0.0, 0.2, 0.1]
-    reference = magenta.reference(clip([(2, 2), (3, 2), (3, 3), (4, 3), (4, 4)], mouth=[0.0, 0.2, 0.1, 0.3, 0.1]))
-    video = clip(places, mouth=mouth)
-    track = track_largest(magenta.detectors[0].detect(video.transpose(0, 1)))
-    assert track.detected.tolist() == [True, True, False, True, True]
-    parts = magenta(video[None], [reference]).parts
-    assert parts["lost"].item() == pytest.approx(1 / 4)
-    assert parts["speed"].item() == pytest.approx(landmark_motion(track)[0] / reference["speed"][0, 0].item())
-
-
 def test_a_clip_without_two_frames_of_the_face_is_judged_by_its_pixels(magenta):
     reference = magenta.reference(clip(MOVING, mouth=[0.0, 0.2, 0.1, 0.3]))
     video = clip([(2, 2), None, (3, 2), None])[None].requires_grad_()
@@ -387,16 +326,9 @@ def test_a_real_clip_that_hardly_moves_gives_no_ratio(magenta):
 
 def test_what_is_drawn_is_a_function_of_the_clip(real, slow, other_pack):
     ours = reward(jitter=True, second_pack_dir=other_pack)
-    reference = ours.reference(real)
-    assert reference["speed"].shape == (2, 2) and reference["speed"].unique().numel() == 4
-    video = slow.clone().requires_grad_()
-    which, view = ours._draw(video)
-    assert (which, view) == ours._draw(video + 1e-7)
-    assert view != ours._draw(video * 0.99)[1]
-    assert ours._draw(slow) == (0, None)
-    with torch.no_grad():
-        assert ours._draw(video) == (0, None)
-    state = torch.get_rng_state()
+    video, state = slow.clone().requires_grad_(), torch.get_rng_state()
+    assert ours._draw(video) == ours._draw(video + 1e-7) != ours._draw(video * 0.99)
+    assert ours._draw(slow) == (0, None)  # without a gradient
     drawn = [ours._draw((slow * (1 - i / 200)).requires_grad_()) for i in range(200)]
     assert torch.equal(torch.get_rng_state(), state)
     assert 70 < sum(which for which, _ in drawn) < 130

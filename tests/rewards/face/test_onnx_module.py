@@ -11,7 +11,7 @@ from face_nets import MiniArcFace, MiniSCRFD, export
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from rewardfl.rewards.face.onnx_module import OPS, OnnxModule, Op
+from rewardfl.rewards.face.onnx_module import OPS, OnnxModule
 
 # Different summation orders in float32, on outputs of order 1.
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
@@ -90,10 +90,6 @@ CASES = {
     "MaxPool default stride": ([node("MaxPool", kernel_shape=[2, 2])], {}, 13),
     "MaxPool unequal pads": ([node("MaxPool", kernel_shape=[2, 2], pads=[0, 0, 1, 1])], {}, 13),
     "MaxPool ceil": ([node("MaxPool", kernel_shape=[2, 2], strides=[2, 2], ceil_mode=1)], {}, 13),
-    "AveragePool ceil": ([node("AveragePool", kernel_shape=[2, 2], strides=[2, 2], ceil_mode=1)], {}, 13),
-    "AveragePool pads": ([node("AveragePool", kernel_shape=[3, 3], pads=[1, 1, 1, 1])], {}, 13),
-    "AveragePool counted pads": (
-        [node("AveragePool", kernel_shape=[3, 3], pads=[1, 0, 1, 2], count_include_pad=1)], {}, 13),
     **{
         f"AveragePool pads {pads} counted {counted} ceil {ceil}": (
             [node("AveragePool", kernel_shape=[3, 2], pads=pads, strides=[2, 2], count_include_pad=counted,
@@ -107,13 +103,6 @@ CASES = {
         [node("BatchNormalization", "x s b m v", epsilon=0.01)], dict(zip("sbmv", VECTOR, strict=True)), 13),
     "BatchNormalization default": (
         [node("BatchNormalization", "x s b m v")], dict(zip("sbmv", VECTOR * 1e-4, strict=True)), 13),
-    "InstanceNormalization": (
-        [node("InstanceNormalization", "x s b", epsilon=0.01)], dict(zip("sb", VECTOR, strict=False)), 13),
-    # torch writes a group normalisation so
-    "GroupNormalization": (
-        [node("Reshape", "x g", "r"), node("InstanceNormalization", "r one zero", "i"), node("Shape", "x", "s"),
-         node("Reshape", "i s", "n"), node("Mul", "n w", "m"), node("Add", "m w")],
-        {"g": ints(0, 1, -1), "one": f(1), "zero": f(0), "w": VECTOR[0].reshape(3, 1, 1)}, 11),
     "Gemm": ([FLATTEN, node("Gemm", "flat w b", alpha=0.5, beta=2.0)], {"w": FLAT, "b": VECTOR[:, 0]}, 13),
     "Gemm transposed": ([FLATTEN, node("Gemm", "flat w", transB=1)], {"w": FLAT.T.copy()}, 13),
     "Gemm left transposed": ([FLATTEN, node("Gemm", "flat w", transA=1)], {"w": FLAT[:2]}, 13),
@@ -127,7 +116,6 @@ CASES = {
         [node("Unsqueeze", "x a", "u"), node("Squeeze", "u b")], {"a": ints(0, -1), "b": ints(5)}, 13),
     "Unsqueeze Squeeze attributes": (
         [node("Unsqueeze", "x", "u", axes=[1, 3]), node("Squeeze", "u", axes=[3])], {}, 11),
-    "Squeeze all": ([node("Unsqueeze", "x", "u", axes=[1]), node("Squeeze", "u")], {}, 11),
     "Concat": ([node("Neg", "x", "n"), node("Concat", "x n x", axis=1)], {}, 13),
     "Slice": (
         [node("Slice", "x s e a t")],
@@ -138,16 +126,11 @@ CASES = {
     "Gather scalar": ([node("Gather", "x i", axis=2)], {"i": np.int64(1)}, 13),
     "Expand": ([node("ReduceMean", "x", "m", axes=[1]), node("Expand", "m s")], {"s": ints(1, 3, 1, 5)}, 13),
     "Pad": ([node("Pad", "x p v")], {"p": ints(0, 0, 1, 2, 0, 1, 0, 3), "v": np.float32(0.5)}, 13),
-    "Pad reflect": ([node("Pad", "x p", mode="reflect")], {"p": ints(0, 0, 1, 2, 0, 0, 2, 1)}, 13),
-    "Pad edge": ([node("Pad", "x p", mode="edge")], {"p": ints(0, 0, 1, 0, 0, 0, 0, 1)}, 13),
     "Pad attributes": ([node("Pad", pads=[0, 0, 1, 2, 0, 0, 0, 3], value=-1.0)], {}, 9),
     "ReduceMean": ([node("ReduceMean", axes=[2, 3], keepdims=0)], {}, 13),
-    "ReduceMean all": ([node("ReduceMean")], {}, 13),
-    "ReduceSum operand": ([node("ReduceSum", "x a", keepdims=0)], {"a": ints(1)}, 13),
     "ReduceSum attribute": ([node("ReduceSum", axes=[-1])], {}, 11),
     "ReduceL2": ([node("ReduceL2", axes=[1])], {}, 13),
     "ReduceMax": ([node("ReduceMax", axes=[1, -1], keepdims=0)], {}, 11),
-    "ReduceMax operand": ([node("ReduceMax", "x a")], {"a": ints(2)}, 18),
     "ReduceMin all": ([node("ReduceMin")], {}, 13),
     **{
         f"{op} {words} opset {opset}": ([node(op, "x a" if axes else "x", noop_with_empty_axes=noop)], axes, opset)
@@ -200,21 +183,12 @@ CASES = {
                           nearest_mode="floor")],
         {"two": f(1.5), "st": ints(2), "en": ints(4), "ze": ints(0)}, 13),
     **{
-        f"Upsample {mode}": ([node("Upsample", "x s", mode=mode)], {"s": f(1, 1, 2, 1.5)}, 9)
-        for mode in ("nearest", "linear")
-    },
-    "Upsample attribute": ([node("Upsample", scales=[1.0, 1.0, 1.5, 2.0])], {}, 7),
-    "Resize default": ([node("Resize", "x r s")], {"r": f(), "s": f(1, 1, 1.5, 2.5)}, 13),
-    "Resize sizes": (
-        [helper.make_node("Resize", ["x", "", "", "t"], ["y"], mode="linear")], {"t": ints(2, 3, 9, 4)}, 13),
-    **{
         f"Resize {mode} {rule} {rounding} {scale}": (
             [node("Resize", "x r s", mode=mode, coordinate_transformation_mode=rule, nearest_mode=rounding)],
-            {"r": f(), "s": f(1, 1, *scale)}, 11 if rule == "tf_half_pixel_for_nn" else 13)
+            {"r": f(), "s": f(1, 1, *scale)}, 13)
         for mode, rule, rounding in (
             ("nearest", "asymmetric", "floor"), ("nearest", "half_pixel", "round_prefer_floor"),
             ("nearest", "half_pixel", "round_prefer_ceil"), ("nearest", "asymmetric", "ceil"),
-            ("nearest", "tf_half_pixel_for_nn", "floor"),
             ("linear", "half_pixel", "floor"), ("linear", "pytorch_half_pixel", "floor"),
             ("linear", "align_corners", "floor"), ("linear", "asymmetric", "floor"))
         for scale in ((2.0, 2.0), (1.5, 0.6), (0.25, 0.2))
@@ -233,7 +207,7 @@ def test_op_equals_onnxruntime(case, tmp_path):
     assert_same(by_module(OnnxModule(path), x), by_onnxruntime(path, x))
 
 
-RULES = ("asymmetric", "align_corners", "half_pixel", "pytorch_half_pixel", "tf_half_pixel_for_nn")
+RULES = ("asymmetric", "align_corners", "half_pixel", "pytorch_half_pixel")
 ROUNDINGS = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
 
 
@@ -242,7 +216,7 @@ def test_fractional_scales_round_as_in_onnxruntime(mode, tmp_path):
     """Sizes and positions are float32 there: in float64, 7 of 10 by the scale 0.7 would be 6."""
     rng = np.random.default_rng(7)
     for i in range(120):
-        rule = RULES[i % (4 if mode == "linear" else 5)]
+        rule = RULES[i % 4]
         scales = [round(float(scale), 1 + i % 3) for scale in rng.uniform(0.2, 3.2, 2)]
         shape = (1, 2, int(rng.integers(3, 24)), int(rng.integers(3, 24)))
         if i % 2:
@@ -254,24 +228,9 @@ def test_fractional_scales_round_as_in_onnxruntime(mode, tmp_path):
         resize = node(
             "Resize", names, mode=mode, coordinate_transformation_mode=rule, nearest_mode=ROUNDINGS[i // 5 % 4]
         )
-        path = write(tmp_path / "r.onnx", [resize], given, 11 if rule == RULES[-1] else 13, shape)
+        path = write(tmp_path / "r.onnx", [resize], given, 13, shape)
         x = torch.from_numpy(rng.normal(size=shape).astype(np.float32))
         assert_same(by_module(OnnxModule(path), x), by_onnxruntime(path, x))
-
-
-@pytest.mark.parametrize(
-    "rule,rounding,size,scale",
-    [
-        ("asymmetric", "round_prefer_ceil", 14, 2.4),  # pixel 18 lies at 7.4999995, which is the middle
-        ("half_pixel", "round_prefer_floor", 14, 19 / 14),  # pixel 9 at 6.5000005
-        ("half_pixel", "floor", 5, 1.15),  # 5 pixels again, and the scale would move them
-    ],
-)
-def test_nearest_pixels_are_onnxruntimes(rule, rounding, size, scale, tmp_path):
-    resize = node("Resize", "x r s", coordinate_transformation_mode=rule, nearest_mode=rounding)
-    path = write(tmp_path / "r.onnx", [resize], {"r": f(), "s": f(1, 1, 1, scale)}, 13, (1, 1, 1, size))
-    x = torch.arange(size, dtype=torch.float32).view(1, 1, 1, size)
-    assert_same(by_module(OnnxModule(path), x), by_onnxruntime(path, x))
 
 
 def test_every_op_has_a_case():
@@ -310,15 +269,7 @@ class Reshaper(nn.Module):
         return self.linear(small.view(x.size(0), -1)).view(x.size(0), 5, 1)
 
 
-class Folded(nn.Module):
-    """Shapes in which the batch is no axis of its own, so that a larger one fits none of them."""
-
-    def forward(self, x):
-        rows = x.reshape(18, 5).softmax(1).reshape(3, 6, 5) + torch.arange(90.0).view(3, 6, 5)
-        return rows.reshape(2, 45).sum(1), x.expand(1, 3, 6, 5).reshape(-1, 6).amax(1)
-
-
-@pytest.mark.parametrize("case", [name for name in CASES if name not in ("Gemm left transposed", "Resize sizes")])
+@pytest.mark.parametrize("case", [name for name in CASES if name not in ("Gemm left transposed",)])
 def test_an_op_exported_with_batch_1_runs_image_by_image(case, tmp_path):
     nodes, constants, opset = CASES[case]
     path = write(tmp_path / "op.onnx", nodes, constants, opset, shape=(1, 3, 6, 5))
@@ -341,7 +292,7 @@ def test_an_ops_gradient_is_that_of_finite_differences(case, tmp_path):
 
 @pytest.mark.parametrize(
     "net,size",
-    [(MiniArcFace(), (112, 112)), (MiniSCRFD(batched=True), (64, 64)), (Reshaper(), (12, 12)), (Folded(), (6, 5))],
+    [(MiniArcFace(), (112, 112)), (MiniSCRFD(batched=True), (64, 64)), (Reshaper(), (12, 12))],
 )
 def test_a_graph_exported_with_batch_1_runs_any_batch(net, size, tmp_path):
     module = OnnxModule(export(net, torch.randn(1, 3, *size), tmp_path / "n.onnx", opset=13))
@@ -350,14 +301,6 @@ def test_a_graph_exported_with_batch_1_runs_any_batch(net, size, tmp_path):
     singles = [by_module(module, frame[None]) for frame in x]
     for batch, *frames in zip(by_module(module, x), *singles, strict=True):
         torch.testing.assert_close(batch, torch.cat(frames), **TOLERANCE)
-
-
-def test_sizes_frozen_with_the_batch_resize_any_batch(tmp_path):
-    resize = helper.make_node("Resize", ["x", "", "", "s"], ["y"], mode="linear")
-    path = write(tmp_path / "r.onnx", [resize], {"s": ints(1, 3, 12, 10)}, shape=(1, 3, 6, 5))
-    x = torch.randn(4, 3, 6, 5)
-    (single,) = by_onnxruntime(path, x[2:3])
-    torch.testing.assert_close(OnnxModule(path)(x)[2:3], single, **TOLERANCE)
 
 
 def test_the_gradient_is_that_of_finite_differences(tmp_path):
@@ -409,26 +352,17 @@ def test_dead_intermediates_are_freed(tmp_path, monkeypatch):
     module = OnnxModule(write(tmp_path / "chain.onnx", nodes))
     made, alive = [], []
 
-    def spy(attributes, x):
+    def spy(x):
         y = -x
         made.append(weakref.ref(y))
         alive.append(sum(ref() is not None for ref in made))
         return y
 
     x = torch.randn(1, 3, 6, 5)
-    module.check_size(x.shape)
-    monkeypatch.setitem(OPS, "Neg", Op(spy))
+    monkeypatch.setitem(OPS, "Neg", spy)
     with torch.no_grad():
         module(x)
     assert len(alive) == 21 and max(alive) == 2  # a node's operand and its result
-
-
-def test_describes_the_graph(tmp_path):
-    path = export(MiniSCRFD(), torch.randn(1, 3, 64, 64), tmp_path / "n.onnx", dynamic={"x": {2: "h", 3: "w"}})
-    module = OnnxModule(path)
-    assert module.input_shape == [1, 3, None, None]
-    assert len(module.output_names) == 9
-    assert module.first_nodes == [n.name for n in onnx.load(path).graph.node[:8]]
 
 
 def test_unsupported_ops_are_named_together_with_the_file(tmp_path):
@@ -442,7 +376,7 @@ def test_unsupported_ops_are_named_together_with_the_file(tmp_path):
     path = write(tmp_path / "odd.onnx", nodes, {"w": f(1.0), "r": f(), "s": f(1, 1, 2, 2)})
     with pytest.raises(
         ValueError,
-        match=r"odd\.onnx needs .*: LSTM x 1 .*, Resize\(mode=cubic\) x 1 .*, Sin x 2 \(from a\), com\.micro",
+        match=r"odd\.onnx needs .*: LSTM x 1, Resize\(mode=cubic\) x 1, Sin x 2, com\.micro",
     ):
         OnnxModule(path)
 
@@ -451,28 +385,27 @@ def test_unsupported_ops_are_named_together_with_the_file(tmp_path):
     "nodes,message",
     [
         ([node("Conv", "x w", auto_pad="SAME_UPPER")], r"Conv\(auto_pad=SAME_UPPER\)"),
-        ([node("MaxPool", kernel_shape=[2])], r"MaxPool\(kernel_shape=\[2\]\)"),
+        ([node("AveragePool", kernel_shape=[2, 2], dilations=[2, 2])], "'dilation'"),
         ([helper.make_node("MaxPool", ["x"], ["z", "y"], kernel_shape=[2, 2])], r"MaxPool\(output 1\)"),
-        ([node("Reshape", "x w", allowzero=1)], r"Reshape\(allowzero=1\)"),
-        ([node("Pad", "x w w w")], r"Pad\(axes\)"),
+        ([node("Reshape", "x w", allowzero=1)], r"Reshape \(got an unexpected keyword argument 'allowzero'\)"),
+        ([node("Pad", "x w w w")], r"Pad \(too many positional arguments\)"),
+        ([node("Add", "x w", axis=1, broadcast=1)], r"Add \(got an unexpected keyword argument 'axis'\)"),
     ],
 )
 def test_unsupported_attributes_are_refused(nodes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        OnnxModule(write(tmp_path / "odd.onnx", nodes, {"w": WEIGHT}))
+        OnnxModule(write(tmp_path / "odd.onnx", nodes, {"w": WEIGHT})).check_size(1, 3, 6, 5)
 
 
 def test_resize_of_old_opsets_is_refused(tmp_path):
     path = write(tmp_path / "odd.onnx", [node("Resize", "x s")], {"s": f(1, 1, 2, 2)}, opset=10)
-    with pytest.raises(ValueError, match=r"Resize\(opset 10\)"):
+    with pytest.raises(ValueError, match="Resize before opset 11"):
         OnnxModule(path)
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="glintr100.onnx"):
         OnnxModule(tmp_path / "glintr100.onnx")
-    with pytest.raises(FileNotFoundError):
-        OnnxModule(tmp_path)
 
 
 def test_damaged_files_are_named(tmp_path):
@@ -507,76 +440,10 @@ def test_two_inputs_are_refused(tmp_path):
         OnnxModule(tmp_path / "two.onnx")
 
 
-HUGE = 2**19
-DOUBLED = [node("Concat", f"c{i} c{i}", f"c{i + 1}", axis=0) for i in range(40)]
-SUM = [node("ReduceMean", "big", "m"), node("Add", "x m")]  # of something big that the output depends on
-MANY = [f"e{i}" for i in range(40)]
-# name: (nodes, constants, outputs); what they would make takes terabytes, what makes them holds a few megabytes
-GROWING = {
-    "Concat doubling": ([node("Identity", "x", "c0"), *DOUBLED], {}, ["c40"]),
-    "shapes": ([node("Shape", "x", "c0"), *DOUBLED], {}, ["c40"]),
-    "constants": ([*DOUBLED, node("ReduceMean", "c40", "m"), node("Add", "x m")], {"c0": f(1, 2)}, ["y"]),
-    "Expand": ([node("ReduceMean", "x", "m"), node("Expand", "m s")], {"s": ints(2, HUGE, HUGE, 1)}, ["y"]),
-    "Expand overflow": ([node("ReduceMean", "x", "m"), node("Expand", "m s")], {"s": ints(2**40, 2**40, 1, 1)}, ["y"]),
-    "Add": (
-        [node("Add", "x a", "p"), node("Mul", "p b")],
-        {"a": np.zeros((HUGE, 1, 1, 1, 1), "f"), "b": np.zeros((HUGE, 1, 1, 1, 1, 1), "f")}, ["y"]),
-    "MatMul": (
-        [node("MatMul", "a b", "big"), *SUM], {"a": np.zeros((HUGE, 1), "f"), "b": np.zeros((1, HUGE), "f")}, ["y"]),
-    "ConstantOfShape": (
-        [node("ConstantOfShape", "s", "c"), node("Add", "c one", "big"), *SUM],
-        {"s": ints(HUGE, HUGE), "one": f(1)}, ["y"]),
-    "Slice": (
-        [node("ConstantOfShape", "s", "c"), node("Slice", "c a b", "big"), *SUM],
-        {"s": ints(2**38), "a": ints(0), "b": ints(2**38)}, ["y"]),
-    "Pad": ([node("Pad", "x p")], {"p": ints(0, 0, HUGE, HUGE, 0, 0, 0, 0)}, ["y"]),
-    "Conv pads": ([node("Conv", "x w", pads=[HUGE] * 4)], {"w": WEIGHT}, ["y"]),
-    "Gather": (
-        [node("Reshape", "x r", "v"), node("Gather", "v i", "g", axis=0), node("Gather", "g i", axis=1)],
-        {"r": ints(-1, 1), "i": np.zeros(HUGE, "int64")}, ["y"]),
-    "Resize": ([node("Resize", "x r s")], {"r": f(), "s": f(1, 1, HUGE, HUGE)}, ["y"]),
-    "Resize sizes": ([helper.make_node("Resize", ["x", "", "", "t"], ["y"])], {"t": ints(1, 3, 2**40, 1)}, ["y"]),
-    "Upsample": ([node("Upsample", "x s")], {"s": f(1, 1, HUGE, HUGE)}, ["y"]),
-    "many at a time": ([node("Expand", "x s", name) for name in MANY], {"s": ints(2**20, 1, 3, 6, 5)}, MANY),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", GROWING)
-def test_what_would_grow_without_bound_is_refused(case, tmp_path):
-    """Before anything of that size is made: this machine would not survive it."""
-    nodes, constants, outputs = GROWING[case]
-    opset = 9 if case == "Upsample" else 13
-    path = write(tmp_path / "huge.onnx", nodes, constants, opset, shape=(1, 3, 6, 5), outputs=outputs)
-    with pytest.raises(ValueError, match=r"huge\.onnx"):
-        OnnxModule(path)
-
-
-def test_what_grows_with_the_input_is_refused_when_it_comes(tmp_path):
-    path = write(tmp_path / "huge.onnx", [node("MatMul", "x x")], shape=("n", "c", "h", "w"))
-    module = OnnxModule(path)
-    assert module(torch.ones(1, 1, 3, 3)).shape == (1, 1, 3, 3)
-    far = torch.ones(1, 1, 1, 1).expand(1, 1, 2**15, 2**15)
-    with pytest.raises(ValueError, match=r"huge\.onnx.*MatMul"):
-        module(far)
-
-
-def test_the_bound_is_for_each_image_of_the_batch(tmp_path):
-    path = write(
-        tmp_path / "wide.onnx",
-        [
-            node("Expand", "x s"),
-        ],
-        {"s": ints(1, 3, 2**12, 2**12)},
-        shape=("n", 3, 1, 1),
-    )
-    module = OnnxModule(path)
-    assert module(torch.ones(64, 3, 1, 1)).shape[0] == 64  # a view: 13 GB if it were written out
-
-
 def test_a_graph_that_reads_what_nothing_makes_is_refused(tmp_path):
     for nodes in ([node("Add", "x z")], [node("Add", "x z", "y"), node("Neg", "y", "z")]):
-        with pytest.raises(ValueError, match=r"loop\.onnx.*'z'"):
-            OnnxModule(write(tmp_path / "loop.onnx", nodes, shape=(1, 3, 6, 5)))
+        with pytest.raises(ValueError, match=r"loop\.onnx cannot be run on an input of \(1, 3, 6, 5\): 'z'"):
+            OnnxModule(write(tmp_path / "loop.onnx", nodes)).check_size(1, 3, 6, 5)
 
 
 def test_weights_outside_the_folder_are_refused(tmp_path):
