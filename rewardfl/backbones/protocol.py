@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from diffusers import ModelMixin
@@ -18,6 +18,7 @@ from rewardfl import lora
 from rewardfl.weights.shards import InputError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of the frozen weights, by config word
+DecodeCaches = Literal["keep", "offload", "segment"]  # train.decode_caches
 
 Conditioning = dict[str, Tensor]  # a batch's inputs to the networks, each (B, ...), under the backbone's names
 Shape = tuple[int, int, int, int]  # (channels, frames, height, width) of one sample's latents
@@ -78,13 +79,13 @@ class Experts(nn.Module):
     """All networks of a model as one module, so that a wrapper sees every trained parameter.
 
     A model with one network has one expert. outside: untrained experts, kept out of the module tree: DDP, DeepSpeed,
-    FSDP and `.to` leave them where offload.move_expert put them. An expert that no step uses may be None.
+    FSDP and `.to` leave them where offload.move_expert put them. An expert that no step uses may be absent.
     """
 
-    def __init__(self, experts: dict[str, nn.Module | None], outside: Sequence[str] = ()):
+    def __init__(self, experts: Mapping[str, nn.Module], outside: Sequence[str] = ()):
         super().__init__()
         self.inside = nn.ModuleDict({name: expert for name, expert in experts.items() if name not in outside})
-        self.outside = {name: experts[name] for name in outside}  # a plain dict: no submodules
+        self.outside = {name: experts[name] for name in outside if name in experts}  # a plain dict: no submodules
 
     def forward(self, name: str, **inputs: Tensor) -> Tensor:
         """Return the output of the expert `name`, one of diffusers' transformers, for its keyword arguments."""
@@ -113,8 +114,10 @@ class Decoder(Protocol):
     def decode(self, latents: Tensor, given: Conditioning | None = None) -> Tensor:
         """Return the video, without gradient."""
 
-    def decode_with_caches(self, latents: Tensor, caches: str = "keep", given: Conditioning | None = None) -> Decoded:
-        """Return the video and the state for a later `vjp`; caches: train.decode_caches."""
+    def decode_with_caches(
+        self, latents: Tensor, caches: DecodeCaches = "keep", given: Conditioning | None = None
+    ) -> Decoded:
+        """Return the video and the state for a later `vjp`."""
 
     def vjp(
         self, latents: Tensor, grad_video: Tensor, decoded: Decoded | None = None, given: Conditioning | None = None
@@ -132,8 +135,9 @@ class Source:
     allow_download: bool = False
     boundary: float | None = None  # the sigma between two experts; None: from the files
     embedded_guidance: float | None = None  # input of a guidance-distilled network
-    dtype: str = "bfloat16"
-    distilled: tuple[str, str, str] = ("", "", "fuse")  # LoRAs of the first and the second expert, and the mode
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    distilled: tuple[str, str] = ("", "")  # LoRAs of the first and the second expert
+    distill_mode: Literal["fuse", "adapter"] = "fuse"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -154,7 +158,7 @@ class ChunksOnMeta:
     module: nn.Module
     count: int
     chunk: Callable[[int], Tensor]  # the input of chunk i; all but the first have one shape
-    run: Callable[[Tensor, Caches, bool], tuple[Tensor, Caches]]  # input, caches, whether it is the first
+    run: Callable[[Tensor, Caches], tuple[Tensor, Caches]]
     caches: Caches  # before the first chunk
     # the context of `run` and its backward pass, checkpointed as in training
     checkpointed: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
@@ -228,7 +232,7 @@ class Backbone(Protocol):
     def adapter_shapes(self, expert: str, adapter: Adapter) -> dict[str, tuple[int, ...]]:
         """Return {parameter of the policy adapter: its shape} of an expert."""
 
-    def weight_files(self) -> dict[str, list[Path]]:
+    def weight_files(self) -> Mapping[str, list[Path]]:
         """Return the files of each part (text_encoder, vae, the experts, distillations), which identify the weights."""
 
     def settings(self) -> dict[str, Any]:
@@ -304,15 +308,13 @@ class Velocity:
     guidance: float = 1.0
     away_gradient: bool = True
 
-    def __post_init__(self) -> None:
-        if self.guidance != 1 and self.negative is None:
-            raise ValueError(f"guidance {self.guidance:g} needs the embedding of a negative prompt")
-
     def __call__(self, x: Tensor, step: int) -> Tensor:
         """Return the velocity at latents x (B, C, T, h, w) of the schedule's denoising step."""
         velocity = self.backbone.velocity(self.model, x, step, self.schedule, self.conditioning)
         if self.guidance == 1:
             return velocity
+        if self.negative is None:
+            raise ValueError(f"guidance {self.guidance:g} needs the embedding of a negative prompt")
         negative = {name: value.expand(len(x), *value.shape[1:]) for name, value in self.negative.items()}
         with torch.set_grad_enabled(self.away_gradient and torch.is_grad_enabled()):
             away = self.backbone.velocity(self.model, x, step, self.schedule, self.conditioning | negative)

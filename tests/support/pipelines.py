@@ -1,5 +1,7 @@
 """A Wan2.2-I2V-shaped pipeline with random weights, small enough to differentiate in float64."""
 
+from pathlib import Path
+
 import torch
 from diffusers import (
     AutoencoderKLWan,
@@ -92,15 +94,11 @@ def residual_vae() -> AutoencoderKLWan:
 def backbone_of(pipe) -> Wan:
     """The model of a pipeline that is loaded."""
     return Wan(
-        variant=I2V,
-        load=lambda parts: pipe,
-        boundary=pipe.config.boundary_ratio,
-        dtype=pipe.transformer_2.dtype,
-        spatial=pipe.vae_scale_factor_spatial,
-        temporal=pipe.vae_scale_factor_temporal,
-        channels=pipe.vae.config.z_dim,
+        variant=I2V, parts=I2V.parts, folder=Path(), files={}, lora_loader=WanLoraLoaderMixin, load=lambda parts: pipe,
+        boundary=pipe.config.boundary_ratio, dtype=pipe.transformer_2.dtype, spatial=pipe.vae_scale_factor_spatial,
+        temporal=pipe.vae_scale_factor_temporal, channels=pipe.vae.config.z_dim,
         positions=min(expert.config.rope_max_seq_len for expert in (pipe.transformer, pipe.transformer_2)),
-    )
+    )  # fmt: skip
 
 
 def latent_shape(pipe, height: int, width: int, num_frames: int) -> tuple[int, ...]:

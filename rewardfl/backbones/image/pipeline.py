@@ -24,6 +24,7 @@ from rewardfl.backbones.protocol import (
     Adapter,
     ChunksOnMeta,
     Conditioning,
+    DecodeCaches,
     Decoded,
     ExpertOnMeta,
     OnMeta,
@@ -32,7 +33,7 @@ from rewardfl.backbones.protocol import (
     Source,
 )
 from rewardfl.weights import shards
-from rewardfl.weights.shards import Checkpoint, InputError
+from rewardfl.weights.shards import InputError
 
 EXPERT = "transformer"  # the single network's name in the pipelines
 PATCH = 2  # latents on a side of one token
@@ -116,22 +117,17 @@ class ImageModelSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageModel:
+class ImageModel(stock.StockModel):
     """The Backbone of an image model. Its conditioning is its spec's.
 
-    folder: a pipeline as diffusers saves it. configs: by part, with the scheduler's and the tokenizers'. guidance: the
-    network's input, None for a network without it. opened: the network's tensors by the headers of its files, None for
-    a described model.
+    configs: by part, with the scheduler's and the tokenizers'. guidance: the network's input, None for a network
+    without it.
     """
 
     kind: ImageModelSpec
-    folder: Path
     configs: Configs
-    dtype: torch.dtype
     guidance: float | None
-    opened: Checkpoint | None = None
 
-    experts: ClassVar = (EXPERT,)
     takes_image: ClassVar = False
 
     @property
@@ -150,10 +146,6 @@ class ImageModel:
     def pixels_per_token(self) -> int:
         return self.spatial * self.kind.patch
 
-    def described_by(self) -> str:
-        published = PUBLISHED in self.folder.parents
-        return f"{self.folder}{' (published; no configurations in model.model_paths)' if published else ''}"
-
     def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:
         """Return the stock scheduler's steps, as in the stock pipeline; a given shift is the same at all sizes."""
         fixed = {} if shift is None else {"shift": shift, "use_dynamic_shifting": False}
@@ -170,22 +162,10 @@ class ImageModel:
         return (channels, num_frames, height // self.spatial, width // self.spatial)
 
     def check_clips(self, height: int, width: int, num_frames: int, max_pixels: int | None = None) -> None:
-        problems, multiple, longest = [], self.pixels_per_token, self.kind.longest_side(self.configs)
+        longest = self.kind.longest_side(self.configs)
+        problems = stock.size_problems(height, width, max_pixels, multiple=self.pixels_per_token, longest=longest)
         if num_frames != 1:
             problems.append(f"data.num_frames must be 1, got {num_frames}: {self.kind.published} makes images")
-        if max_pixels is None:
-            problems += [
-                f"data.{key} must be a multiple of {multiple}{f', at most {longest}' if longest else ''}, got {size}"
-                for key, size in {"height": height, "width": width}.items()
-                if size % multiple or (longest and size > longest)
-            ]
-        elif 16 % multiple:
-            problems.append(
-                f"data.max_pixels gives sides in multiples of 16, this model takes multiples of {multiple}; remove "
-                "max_pixels and set data.height and data.width"
-            )
-        elif longest and max_pixels > longest**2:  # of a square image
-            problems.append(f"data.max_pixels must be at most {longest**2}, got {max_pixels}")
         if problems:
             raise InputError("\n".join(problems))
 
@@ -200,24 +180,11 @@ class ImageModel:
             )
         return lines
 
-    def linear_layers(self) -> list[str]:
-        return [name for name, module in self._empty().named_modules() if isinstance(module, nn.Linear)]
-
-    def adapter_shapes(self, expert: str, adapter: Adapter) -> dict[str, tuple[int, ...]]:
-        model = self._empty()
-        lora.inject(model, adapter.rank, adapter.rank, list(adapter.targets), seed=0)
-        return {name: tuple(value.shape) for name, value in model.named_parameters() if value.requires_grad}
-
-    def weight_files(self) -> dict[str, list[Path]]:
-        network = [self.folder / EXPERT] if self.opened is None else list(self.opened.files)
-        encoders = [self.folder / part for part in (*self.kind.encoders, *self.kind.tokenizers)]
-        return {EXPERT: network, "text_encoder": encoders, "vae": [self.folder / "vae"]}
+    def empty_expert(self, expert: str) -> ModelMixin:
+        return stock.new_on_meta(self.kind.transformer, self.configs[expert])
 
     def settings(self) -> dict[str, Any]:
-        return {
-            part: {key: value for key, value in config.items() if not key.startswith("_")}  # the version that wrote it
-            for part, config in self.configs.items()
-        }
+        return stock.settings(self.configs)
 
     def parts_of(self, expert: str) -> list[str]:
         return [expert]
@@ -225,18 +192,17 @@ class ImageModel:
     def on_meta(self, height: int, width: int, num_frames: int) -> OnMeta:
         """Return the parts, with the decoder's whole graph; `vjp` checkpoints, but torch measures no recomputation."""
         shape = self.latent_shape(height, width, num_frames)
-        with torch.device("meta"):
-            vae = stock.cast(self.kind.vae.from_config(self.configs["vae"]), self.dtype).requires_grad_(False)
-            encoders = {
-                name: stock.cast(kind(kind.config_class(**self.configs[name])), self.dtype).eval()
-                for name, kind in self.kind.encoders.items()
-            }
+        vae = stock.cast(stock.new_on_meta(self.kind.vae, self.configs["vae"]), self.dtype)
+        encoders = {
+            name: stock.cast(stock.new_on_meta(kind, self.configs[name]), self.dtype).eval()
+            for name, kind in self.kind.encoders.items()
+        }
         with torch.no_grad():
             conditioning = self.kind.told_on_meta(self.configs, encoders)
         latents = torch.empty(1, *shape, dtype=self.dtype, device="meta", requires_grad=True)
         return OnMeta(
             experts={EXPERT: self._network_on_meta(latents, conditioning)},
-            vae=vae,
+            vae=vae.requires_grad_(requires_grad=False),
             decoder=ChunksOnMeta(
                 module=vae,
                 count=1,
@@ -261,7 +227,7 @@ class ImageModel:
             return self.kind.answer(model(**inputs, return_dict=False)[0], flat)
 
         indices: dict[tuple, list[int]] = {}
-        for name, blocks in _block_lists(self._empty(), self.block_classes):
+        for name, blocks in _block_lists(self.empty_expert(EXPERT), self.block_classes):
             for i, block in enumerate(blocks):
                 layout = tuple((key, value.shape) for key, value in block.named_parameters())
                 indices.setdefault((name, layout), []).append(i)
@@ -274,10 +240,10 @@ class ImageModel:
 
         Targets of the adapter that it lacks are left out.
         """
-        model = self._empty()
+        model = self.empty_expert(EXPERT)
         for list_name, blocks in _block_lists(model, self.block_classes):
             setattr(model, list_name, nn.ModuleList([blocks[index]] if list_name == name else []))
-        stock.cast(model, self.dtype).requires_grad_(False)
+        stock.cast(model, self.dtype).requires_grad_(requires_grad=False)
         layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         if adapter:
             targets = [target for target in adapter.targets if any(name.endswith(f".{target}") for name in layers)]
@@ -286,14 +252,12 @@ class ImageModel:
         return model
 
     def text_encoder(self, device: torch.device) -> Callable[[str], Conditioning]:
-        self._check_weights()
         parts: dict[str, Any] = {EXPERT: None, "vae": None}
         parts["scheduler"] = FlowMatchEulerDiscreteScheduler.from_config(dict(self.configs["scheduler"]))
         for name in self.kind.tokenizers:
             parts[name] = AutoTokenizer.from_pretrained(self.folder / name, local_files_only=True)
         for name, kind in self.kind.encoders.items():
-            path = self.folder / name
-            parts[name] = _frozen(stock.complete(path, *kind.from_pretrained(path, dtype=self.dtype, **stock.LOCAL)))
+            parts[name] = self._load(name, kind)
         pipe = stock.pipeline_class(self.kind.pipeline)(**parts).to(device)
 
         @torch.no_grad()
@@ -341,28 +305,9 @@ class ImageModel:
     def guide(self, velocity: Tensor, away: Tensor, scale: float) -> Tensor:
         return self.kind.guide(velocity, away, scale)
 
-    def save_adapter(self, name: str, expert: ModelMixin, folder: Path, state: dict[str, Tensor]) -> None:
-        stock.save_adapter(self.kind.mixin, expert, folder / name, state)
-
-    def load_adapter(self, name: str, expert: ModelMixin, folder: Path) -> None:
-        lora.load_adapter(expert, folder / name)
-
-    def attach_adapters(self, experts: Mapping[str, ModelMixin], checkpoint: Path) -> None:
-        stock.attach_adapters({EXPERT: EXPERT}, experts, checkpoint)
-
-    def _load(self, part: str, kind: type[ModelMixin]) -> Any:
-        self._check_weights()
-        path = self.folder / part
-        return _frozen(stock.complete(path, *kind.from_pretrained(path, torch_dtype=self.dtype, **stock.LOCAL)))
-
-    def _empty(self) -> ModelMixin:
-        """Return the network without memory."""
-        with torch.device("meta"):
-            return self.kind.transformer.from_config(dict(self.configs[EXPERT]))
-
-    def _check_weights(self) -> None:
-        if self.opened is None:
-            raise InputError("a described model has no weights to load")
+    def _load(self, part: str, kind: type[nn.Module]) -> Any:
+        model = stock.load_pretrained(kind, self.folder / part, self.dtype)
+        return model.requires_grad_(requires_grad=False).eval()
 
 
 @dataclass(frozen=True)
@@ -380,7 +325,9 @@ class ImageDecoder:
     def decode(self, latents: Tensor, given: Conditioning | None = None) -> Tensor:
         return self._image(latents)
 
-    def decode_with_caches(self, latents: Tensor, caches: str = "keep", given: Conditioning | None = None) -> Decoded:
+    def decode_with_caches(
+        self, latents: Tensor, caches: DecodeCaches = "keep", given: Conditioning | None = None
+    ) -> Decoded:
         """Return the image without caches, for any `caches`: it is one chunk."""
         return Decoded(self.decode(latents), {})
 
@@ -410,10 +357,6 @@ def prompt_tokens(configs: Configs, tokenizer: str, most: int) -> int:
     return min(most, configs.get(tokenizer, {}).get("model_max_length", most))
 
 
-def _frozen(model: Any) -> Any:
-    return model.requires_grad_(False).eval()
-
-
 def _block_lists(model: nn.Module, block_classes: Sequence[str]) -> list[tuple[str, nn.ModuleList]]:
     """Return the lists of blocks, by the network's names of them."""
     return [
@@ -438,18 +381,13 @@ def open(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
     shards.check_unquantised(
         checkpoint, "it cannot be trained on as it is; give the fp32, fp16 or bf16 files of the same model"
     )
-    shapes = {name: tuple(value.shape) for name, value in model._empty().state_dict().items()}
-    if differing := sorted(shapes.keys() ^ checkpoint.tensors.keys()):
-        side = "lacks" if differing[0] in shapes else "has a surplus"
-        raise InputError(
-            f"{checkpoint.path} {side} {differing[0]} ({len(differing)} names differ from its config.json)"
-        )
-    for name, shape in shapes.items():
-        if checkpoint.tensors[name].shape != shape:
-            raise InputError(f"{checkpoint.path}: {name} is {checkpoint.tensors[name].shape}, the model's is {shape}")
+    shapes = {name: value.shape for name, value in checkpoint.tensors.items()}
+    stock.check_tensors(checkpoint.path, shapes, model.empty_expert(EXPERT).state_dict(), "its config.json")
     for part in ("vae", *kind.encoders):
         shards.open_checkpoint(model.folder / part)
-    return replace(model, opened=checkpoint)
+    encoders = [model.folder / part for part in (*kind.encoders, *kind.tokenizers)]
+    weights = {EXPERT: list(checkpoint.files), "text_encoder": encoders, "vae": [model.folder / "vae"]}
+    return replace(model, files=weights)
 
 
 def describe(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
@@ -461,8 +399,7 @@ def describe(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
         "model.model_id_with_origin_paths": source.origin_paths,
         "model.tokenizer_path": source.tokenizer_path,
         "model.min_timestep_boundary": source.boundary,
-        "model.distill_lora_high": source.distilled[0],
-        "model.distill_lora_low": source.distilled[1],
+        **dict(zip(("model.distill_lora_high", "model.distill_lora_low"), source.distilled, strict=True)),
     }
     for key, value in unsupported.items():
         if value not in ("", None):
@@ -477,7 +414,7 @@ def describe(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
             f"{pipeline}; set model.model_name to the model that it is"
         )
     parts = (EXPERT, "vae", *kind.encoders)
-    configs = {part: stock.read_json(folder / part / "config.json") for part in parts}
+    configs = {part: stock.read_part_config(folder, part) for part in parts}
     configs["scheduler"] = stock.read_json(folder / "scheduler" / "scheduler_config.json")
     for part in kind.tokenizers:
         path = folder / part / "tokenizer_config.json"
@@ -491,7 +428,10 @@ def describe(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
         )
     if not takes_guidance and guidance is not None:
         raise InputError(f"model.embedded_guidance: {folder} is told none, got {guidance:g}; remove it")
-    return ImageModel(kind=kind, folder=folder, configs=configs, dtype=DTYPES[source.dtype], guidance=guidance)
+    return ImageModel(
+        folder=folder, parts={EXPERT: EXPERT}, dtype=DTYPES[source.dtype], lora_loader=kind.mixin, files={}, kind=kind,
+        configs=configs, guidance=guidance,
+    )  # fmt: skip
 
 
 def _configurations(folder: Path) -> Path:
