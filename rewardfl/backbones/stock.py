@@ -1,8 +1,7 @@
-"""Shared code of the backbones of diffusers' models: configurations, complete loading, networks on meta, adapters."""
+"""Shared uses of diffusers and transformers: configurations, headers, complete loading, saving adapters."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,65 +13,10 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from rewardfl import lora
-from rewardfl.backbones.protocol import Adapter
-from rewardfl.weights.shards import InputError
+from rewardfl.weights import shards
+from rewardfl.weights.shards import Checkpoint, InputError
 
 Model = TypeVar("Model", bound=nn.Module)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StockModel:
-    """The members of Backbone that are the same for all models in diffusers' layout.
-
-    folder: a pipeline's configurations. parts: {expert, in the order of their steps: its folder in a pipeline}.
-    lora_loader: the stock pipeline's mixin. files: as `weight_files` returns them; empty for a described model.
-    """
-
-    folder: Path
-    parts: Mapping[str, str]
-    dtype: torch.dtype
-    lora_loader: type[LoraBaseMixin]
-    files: Mapping[str, list[Path]]
-
-    @property
-    def experts(self) -> tuple[str, ...]:
-        return tuple(self.parts)
-
-    def described_by(self) -> str:
-        published = Path(__file__).parent in self.folder.parents
-        return f"{self.folder}{' (published; no configurations in model.model_paths)' if published else ''}"
-
-    def empty_expert(self, expert: str) -> ModelMixin:
-        """Return the network on the meta device."""
-        raise NotImplementedError
-
-    def linear_layers(self) -> list[str]:
-        modules = self.empty_expert(self.experts[-1]).named_modules()
-        return [name for name, module in modules if isinstance(module, nn.Linear)]
-
-    def adapter_shapes(self, expert: str, adapter: Adapter) -> dict[str, tuple[int, ...]]:
-        model = self.empty_expert(expert)
-        lora.inject(model, adapter.rank, adapter.rank, list(adapter.targets), seed=0)
-        return {name: tuple(value.shape) for name, value in model.named_parameters() if value.requires_grad}
-
-    def weight_files(self) -> Mapping[str, list[Path]]:
-        return self.files
-
-    def save_adapter(self, name: str, expert: ModelMixin, folder: Path, state: dict[str, Tensor]) -> None:
-        save_adapter(self.lora_loader, expert, folder / self.parts[name], state)
-
-    def load_adapter(self, name: str, expert: ModelMixin, folder: Path) -> None:
-        lora.load_adapter(expert, folder / self.parts[name])
-
-    def attach_adapters(self, experts: Mapping[str, ModelMixin], checkpoint: Path) -> None:
-        trained = [name for name, part in self.parts.items() if (checkpoint / part / lora.WEIGHTS_NAME).is_file()]
-        if not trained:
-            files = " or ".join(f"{part}/{lora.WEIGHTS_NAME}" for part in self.parts.values())
-            raise FileNotFoundError(
-                f"no adapter in {checkpoint}: it should hold {files}, as checkpoints/step-* of a run do"
-            )
-        for name in trained:
-            lora.attach_adapter(experts[name], checkpoint / self.parts[name])
 
 
 def pipeline_class(name: str) -> Any:
@@ -108,6 +52,13 @@ def settings(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         part: {key: value for key, value in config.items() if not key.startswith("_")}
         for part, config in configs.items()
     }
+
+
+def refuse_settings(model: str, settings: Mapping[str, Any]) -> None:
+    """Raise InputError for a setting, {key: value}, that a model does not take."""
+    for key, value in settings.items():
+        if value not in ("", None):
+            raise InputError(f"{key}: {model} takes none, got {value!r}; remove it")
 
 
 def size_problems(height: int, width: int, max_pixels: int | None, *, multiple: int, longest: int | None) -> list[str]:
@@ -154,6 +105,15 @@ def load_pretrained(kind: type[Model], path: Path, dtype: torch.dtype) -> Model:
     if missing := sorted(report["missing_keys"]):
         raise InputError(f"{path} lacks {missing[0]} ({len(missing)} such tensors)")
     return model
+
+
+def open_network(source: Path | list[Path]) -> Checkpoint:
+    """Open a network's files by their headers. Raise InputError for damaged, incomplete and quantised ones."""
+    checkpoint = shards.open_checkpoint(source)
+    shards.check_unquantised(
+        checkpoint, "it cannot be trained on as it is; give the fp32, fp16 or bf16 files of the same model"
+    )
+    return checkpoint
 
 
 def check_tensors(path: Path, shapes: Mapping[str, Sequence[int]], model: Mapping[str, Tensor], name: str) -> None:

@@ -171,7 +171,7 @@ def not_comparable(backbone: Backbone) -> str:
     """Return the reason why diffusers cannot load all of the weights (a DoRA, changed norms); empty where it can."""
     if not isinstance(backbone, Wan):
         return "this is no Wan model"
-    loras, files = distillations(backbone).values(), backbone.files
+    loras, files = distillations(backbone).values(), backbone.weight_files
     if any(file.suffix != ".safetensors" for file in (*loras, *(f for name in backbone.experts for f in files[name]))):
         return "a file is no .safetensors"
     for path in loras:
@@ -185,10 +185,10 @@ def not_comparable(backbone: Backbone) -> str:
 def load_stock(backbone: Wan, name: str) -> ModelMixin:
     """Load an expert as diffusers does, and a distillation as its pipelines' load_lora_weights."""
     folder, part, dtype = backbone.folder, backbone.parts[name], backbone.dtype
-    if backbone.files[name][0].parent == folder / part:
+    if backbone.weight_files[name][0].parent == folder / part:
         expert = WanTransformer3DModel.from_pretrained(folder / part, torch_dtype=dtype, local_files_only=True)
     else:
-        tensors = {key: value for file in backbone.files[name] for key, value in load_file(file).items()}
+        tensors = {key: value for file in backbone.weight_files[name] for key, value in load_file(file).items()}
         expert = WanTransformer3DModel.from_single_file(
             tensors, config=str(folder), subfolder=part, local_files_only=True
         )  # not torch_dtype, which would round the parts that from_pretrained keeps in float32

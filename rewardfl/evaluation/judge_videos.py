@@ -135,7 +135,7 @@ def digest_parts(backbone: Backbone, arms: Sequence[Arm]) -> dict[str, str]:
     """Return digests of the model's parts that the records depend on: only the VAE's where nothing is sampled."""
     if any(arm.videos is None for arm in arms):
         return digest_base_model(backbone)
-    return {"vae": digest_files(backbone.weight_files()["vae"])}
+    return {"vae": digest_files(backbone.weight_files["vae"])}
 
 
 def load_rows(cfg: config.AnyConfig, args: argparse.Namespace, processes: Processes) -> list[data.Row]:

@@ -95,6 +95,11 @@ def perturbed(module, by=0.12):
     return module.eval().requires_grad_(False)
 
 
+def quiet(pipe):
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
 def random_flux() -> FluxPipeline:
     """Of FLUX.1-dev's kind: it is told a guidance, and the shift of its sigmas depends on the image's size."""
     torch.manual_seed(0)
@@ -109,8 +114,7 @@ def random_flux() -> FluxPipeline:
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True), tokenizer=letters,
         text_encoder_2=perturbed(t5(words, 40)), tokenizer_2=words,
     )  # fmt: skip
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(pipe)
 
 
 def random_flux2_klein(distilled=False) -> Flux2KleinPipeline:
@@ -132,8 +136,7 @@ def random_flux2_klein(distilled=False) -> Flux2KleinPipeline:
         text_encoder=perturbed(qwen3(words, width, Qwen3ForCausalLM, 28)), is_distilled=distilled,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
     )  # fmt: skip
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(pipe)
 
 
 def random_qwen_image() -> QwenImagePipeline:
@@ -164,8 +167,7 @@ def random_qwen_image() -> QwenImagePipeline:
         transformer=perturbed(transformer), vae=perturbed(vae), text_encoder=perturbed(text), tokenizer=words,
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=0.02),
     )  # fmt: skip
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(pipe)
 
 
 def random_sd3() -> StableDiffusion3Pipeline:
@@ -181,8 +183,7 @@ def random_sd3() -> StableDiffusion3Pipeline:
         vae=perturbed(image_vae()), text_encoder=perturbed(clip_text(16)), text_encoder_2=perturbed(clip_text(16)),
         text_encoder_3=perturbed(t5(words, 40)), tokenizer=letters, tokenizer_2=letters, tokenizer_3=words,
     )  # fmt: skip
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(pipe)
 
 
 def random_z_image() -> ZImagePipeline:
@@ -197,5 +198,4 @@ def random_z_image() -> ZImagePipeline:
         text_encoder=perturbed(qwen3(words, width, Qwen3Model, 3)),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
     )  # fmt: skip
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(pipe)

@@ -269,22 +269,6 @@ def paths(folder: Path, configs: Path, changed: dict[str, object] | None = None)
     } | (changed or {})
 
 
-def write_hub_cache(original: Path, cache: Path) -> Path:
-    """`original` as huggingface_hub keeps a downloaded repository: refs/main, snapshots of links to blobs."""
-    repository = cache / f"models--{REPOSITORY.replace('/', '--')}"
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text(commit)
-    (repository / "blobs").mkdir()
-    for number, file in enumerate(sorted(path for path in original.rglob("*") if path.is_file())):
-        blob = repository / "blobs" / f"{number:040x}"
-        blob.write_bytes(file.read_bytes())
-        link = repository / "snapshots" / commit / file.relative_to(original)
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(blob)
-    return cache
-
-
 # -- Lightning
 
 

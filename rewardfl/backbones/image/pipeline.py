@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from rewardfl.backbones import stock
 from rewardfl.backbones.protocol import (
     DTYPES,
     Adapter,
+    Backbone,
     ChunksOnMeta,
     Conditioning,
     DecodeCaches,
@@ -59,11 +60,6 @@ def encode_flat(vae: AutoencoderKL, image: Tensor) -> Tensor:
     return ((flat - vae.config.shift_factor) * vae.config.scaling_factor).unsqueeze(2)
 
 
-def guide_away(velocity: Tensor, away: Tensor, scale: float) -> Tensor:
-    """Apply classifier-free guidance."""
-    return away + scale * (velocity - away)
-
-
 def sigmas_to_last(steps: int) -> list[float]:
     """Return an even range from 1 to 1 / steps, as in most of diffusers' pipelines."""
     return np.linspace(1.0, 1 / steps, steps).tolist()
@@ -84,7 +80,7 @@ class ImageModelSpec:
     text, by the pipeline's names. encode: (a pipeline of these alone, prompt, device) -> conditioning. ask: (latents
     (B, C, h, w), times (B,) from 1000 to 0, conditioning, embedded guidance) -> the network's arguments by name.
     answer: (its output, these latents) -> velocity, of their shape. guide: as in Backbone, at the pipeline's own scale;
-    not called at 1 (no guidance). patch: latents on a side of one token. vae: its class. decode: (vae, sampled latents)
+    not called at 1 (no guidance); None for the formula there. vae: its class. decode: (vae, sampled latents)
     -> pixels, both of one frame. encode_image: the inverse, by the mode of its posterior.
 
     sigmas: (steps) -> the scheduler's argument in the pipeline, None for its default. mu: (tokens, steps, the
@@ -105,8 +101,7 @@ class ImageModelSpec:
     answer: Callable[[Any, Tensor], Tensor]
     told_on_meta: Callable[[Configs, Mapping[str, nn.Module]], Conditioning]
     tokenizers: tuple[str, ...] = ("tokenizer",)
-    guide: Callable[[Tensor, Tensor, float], Tensor] = guide_away
-    patch: int = PATCH
+    guide: Callable[[Tensor, Tensor, float], Tensor] | None = None
     vae: type[ModelMixin] = AutoencoderKL
     decode: Callable[[Any, Tensor], Tensor] = decode_flat
     encode_image: Callable[[Any, Tensor], Tensor] = encode_flat
@@ -117,7 +112,7 @@ class ImageModelSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageModel(stock.StockModel):
+class ImageModel(Backbone):
     """The Backbone of an image model. Its conditioning is its spec's.
 
     configs: by part, with the scheduler's and the tokenizers'. guidance: the network's input, None for a network
@@ -127,8 +122,6 @@ class ImageModel(stock.StockModel):
     kind: ImageModelSpec
     configs: Configs
     guidance: float | None
-
-    takes_image: ClassVar = False
 
     @property
     def block_classes(self) -> tuple[str, ...]:
@@ -144,14 +137,14 @@ class ImageModel(stock.StockModel):
 
     @property
     def pixels_per_token(self) -> int:
-        return self.spatial * self.kind.patch
+        return self.spatial * PATCH
 
     def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:
         """Return the stock scheduler's steps, as in the stock pipeline; a given shift is the same at all sizes."""
         fixed = {} if shift is None else {"shift": shift, "use_dynamic_shifting": False}
         scheduler = FlowMatchEulerDiscreteScheduler.from_config({**self.configs["scheduler"], **fixed})
         config, (height, width) = scheduler.config, latent_shape[2:]
-        tokens = height // self.kind.patch * (width // self.kind.patch)
+        tokens = height // PATCH * (width // PATCH)
         mu = self.kind.mu(tokens, steps, config) if config.use_dynamic_shifting else None
         scheduler.set_timesteps(steps, sigmas=self.kind.sigmas(steps), mu=mu)
         return Schedule(scheduler.sigmas, scheduler.timesteps, self.experts * steps)
@@ -185,9 +178,6 @@ class ImageModel(stock.StockModel):
 
     def settings(self) -> dict[str, Any]:
         return stock.settings(self.configs)
-
-    def parts_of(self, expert: str) -> list[str]:
-        return [expert]
 
     def on_meta(self, height: int, width: int, num_frames: int) -> OnMeta:
         """Return the parts, with the decoder's whole graph; `vjp` checkpoints, but torch measures no recomputation."""
@@ -266,9 +256,6 @@ class ImageModel(stock.StockModel):
 
         return encode
 
-    def image_encoder(self, device: torch.device) -> Callable[[Tensor | None, int], Conditioning]:
-        return lambda image, num_frames: {}
-
     def video_encoder(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         vae = self._load("vae", self.kind.vae).to(device)
 
@@ -303,7 +290,7 @@ class ImageModel(stock.StockModel):
         return self.kind.answer(output, latents).to(x.dtype).unsqueeze(2)
 
     def guide(self, velocity: Tensor, away: Tensor, scale: float) -> Tensor:
-        return self.kind.guide(velocity, away, scale)
+        return (self.kind.guide or super().guide)(velocity, away, scale)
 
     def _load(self, part: str, kind: type[nn.Module]) -> Any:
         model = stock.load_pretrained(kind, self.folder / part, self.dtype)
@@ -377,17 +364,14 @@ def open(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
     parts = (EXPERT, "vae", *kind.encoders, *kind.tokenizers)
     if absent := [part for part in parts if not (model.folder / part).is_dir()]:
         raise InputError(f"model.model_paths: {model.folder} has no {absent[0]} folder")
-    checkpoint = shards.open_checkpoint(model.folder / EXPERT)
-    shards.check_unquantised(
-        checkpoint, "it cannot be trained on as it is; give the fp32, fp16 or bf16 files of the same model"
-    )
+    checkpoint = stock.open_network(model.folder / EXPERT)
     shapes = {name: value.shape for name, value in checkpoint.tensors.items()}
     stock.check_tensors(checkpoint.path, shapes, model.empty_expert(EXPERT).state_dict(), "its config.json")
     for part in ("vae", *kind.encoders):
         shards.open_checkpoint(model.folder / part)
     encoders = [model.folder / part for part in (*kind.encoders, *kind.tokenizers)]
     weights = {EXPERT: list(checkpoint.files), "text_encoder": encoders, "vae": [model.folder / "vae"]}
-    return replace(model, files=weights)
+    return replace(model, weight_files=weights)
 
 
 def describe(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
@@ -395,15 +379,6 @@ def describe(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
 
     For a missing path they are those of the published model that its last part names.
     """
-    unsupported = {
-        "model.model_id_with_origin_paths": source.origin_paths,
-        "model.tokenizer_path": source.tokenizer_path,
-        "model.min_timestep_boundary": source.boundary,
-        **dict(zip(("model.distill_lora_high", "model.distill_lora_low"), source.distilled, strict=True)),
-    }
-    for key, value in unsupported.items():
-        if value not in ("", None):
-            raise InputError(f"{key}: {kind.published} takes none, got {value!r}; remove it")
     folder = _configurations(Path(source.model_paths))
     if not (folder / "model_index.json").is_file():
         raise InputError(f"model.model_paths: {folder} is no diffusers pipeline folder (no model_index.json in it)")
@@ -421,16 +396,20 @@ def describe(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
         if path.is_file() and (length := stock.read_json(path).get("model_max_length")):
             configs[part] = {"model_max_length": length}
     _check_scheduler(folder, configs["scheduler"])
-    takes_guidance, guidance = configs[EXPERT].get("guidance_embeds", False), source.embedded_guidance
-    if takes_guidance and guidance is None:
+    guided, guidance = configs[EXPERT].get("guidance_embeds", False), source.embedded_guidance
+    if guided and guidance is None:
         raise InputError(
             f"model.embedded_guidance: {folder} is told a guidance, and none is given; set it (published: 3.5)"
         )
-    if not takes_guidance and guidance is not None:
-        raise InputError(f"model.embedded_guidance: {folder} is told none, got {guidance:g}; remove it")
+    unused = {
+        "model.embedded_guidance": None if guided else guidance, "model.tokenizer_path": source.tokenizer_path,
+        "model.model_id_with_origin_paths": source.origin_paths, "model.min_timestep_boundary": source.boundary,
+        "model.distill_lora_high": source.distilled[0], "model.distill_lora_low": source.distilled[1],
+    }  # fmt: skip
+    stock.refuse_settings(kind.published, unused)
     return ImageModel(
-        folder=folder, parts={EXPERT: EXPERT}, dtype=DTYPES[source.dtype], lora_loader=kind.mixin, files={}, kind=kind,
-        configs=configs, guidance=guidance,
+        folder=folder, parts={EXPERT: EXPERT}, dtype=DTYPES[source.dtype], lora_loader=kind.mixin, weight_files={},
+        kind=kind, configs=configs, guidance=guidance,
     )  # fmt: skip
 
 
@@ -449,12 +428,8 @@ def _configurations(folder: Path) -> Path:
 
 def _check_scheduler(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise InputError unless a shift alone, which may depend on the size, gives the scheduler's sigmas."""
-    path = folder / "scheduler" / "scheduler_config.json"
-    if config.get("_class_name") != "FlowMatchEulerDiscreteScheduler":
-        raise InputError(
-            f"{path}: {config.get('_class_name')} is no FlowMatchEulerDiscreteScheduler, which is understood"
-        )
-    sigmas = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas")
-    for key in (*sigmas, "stochastic_sampling"):
-        if config.get(key):
-            raise InputError(f"{path}: {key} is {config[key]!r}, which is not understood; this model's has none")
+    sigmas = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas", "stochastic_sampling")
+    expected = {"_class_name": "FlowMatchEulerDiscreteScheduler"} | dict.fromkeys(sigmas, False)
+    for key, value in expected.items():
+        if (config.get(key) or False) != value:
+            raise InputError(f"{folder}/scheduler/scheduler_config.json: {key} is {config[key]!r}, must be {value!r}")

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from rewardfl.backbones import stock
-from rewardfl.backbones.protocol import DTYPES, Conditioning, OnMeta, Schedule, Shape, Source
+from rewardfl.backbones.protocol import DTYPES, Backbone, Conditioning, OnMeta, Schedule, Shape, Source
 from rewardfl.backbones.wan import files, load, meta, model
 from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.backbones.wan.variants import VARIANTS, Variant
@@ -30,7 +30,7 @@ PATCH = 2  # latents on a side of one token, of every published transformer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wan(stock.StockModel):
+class Wan(Backbone):
     """The Backbone of Wan models.
 
     Its conditioning: text (B, 512, d). For an image next to the noise, image (B, temporal factor + C, T, h, w), mask
@@ -134,7 +134,7 @@ class Wan(stock.StockModel):
     def image_encoder(self, device: torch.device) -> Callable[[Tensor | None, int], Conditioning]:
         variant = self.variant
         if not self.takes_image:
-            return lambda *_: {}
+            return super().image_encoder(device)
         pipe = self.load(["vae", "image_encoder"] if variant.clip else ["vae"]).to(device)
 
         @torch.no_grad()
@@ -204,9 +204,6 @@ class Wan(stock.StockModel):
             output = output[:, :, 1:]
         return output.to(x.dtype)
 
-    def guide(self, velocity: Tensor, away: Tensor, scale: float) -> Tensor:
-        return away + scale * (velocity - away)
-
 
 DISTILLATIONS = ("distill_high", "distill_low")  # names in weight_files, by the order of the experts
 
@@ -232,35 +229,24 @@ def describe(name: str, source: Source) -> Wan:
 def _make_wan(
     variant: Variant, folder: Path, source: Source, load_parts: Load, weight_files: Mapping[str, list[Path]]
 ) -> Wan:
-    vae = stock.read_part_config(folder, "vae")
-    if source.embedded_guidance is not None:
-        raise InputError(
-            f"model.embedded_guidance: {variant.published} is told none, got {source.embedded_guidance:g}; remove it "
-            "(sample.guidance_scale is what guides it)"
-        )
-    boundary = source.boundary
-    if len(variant.experts) > 1:
-        boundary = files.boundary_ratio(folder) if boundary is None else boundary
-    elif boundary is not None:
-        raise InputError(
-            f"model.min_timestep_boundary: {variant.published} has one expert and no border, got {boundary:g}; "
-            "remove it"
-        )
+    vae, *networks = (stock.read_part_config(folder, part) for part in ("vae", *variant.parts.values()))
+    two, boundary = len(variant.experts) > 1, source.boundary
+    of_two = {"model.min_timestep_boundary": boundary, "model.distill_lora_low": source.distilled[1]}
+    unused = {"model.embedded_guidance": source.embedded_guidance} | ({} if two else of_two)
+    stock.refuse_settings(variant.published, unused)
     return Wan(
         folder=folder,
         parts=variant.parts,
         dtype=DTYPES[source.dtype],
         lora_loader=WanLoraLoaderMixin,
-        files=weight_files,
+        weight_files=weight_files,
         variant=variant,
         load=load_parts,
-        boundary=boundary,
+        boundary=files.boundary_ratio(folder) if two and boundary is None else boundary,
         spatial=vae.get("scale_factor_spatial", 8),
         temporal=vae.get("scale_factor_temporal", 4),
         channels=vae.get("z_dim", 16),
-        positions=min(
-            stock.read_part_config(folder, part).get("rope_max_seq_len", 1024) for part in variant.parts.values()
-        ),
+        positions=min(network.get("rope_max_seq_len", 1024) for network in networks),
         source=source,
     )
 

@@ -14,7 +14,7 @@ from diffusers import WanTransformer3DModel
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from rewardfl.backbones.stock import check_tensors, new_on_meta, read_json, read_part_config
+from rewardfl.backbones.stock import check_tensors, new_on_meta, open_network, read_json, read_part_config
 from rewardfl.backbones.wan.variants import VARIANTS, Variant
 from rewardfl.weights import lora_files, merge, shards, wan_names
 from rewardfl.weights.shards import Checkpoint, InputError
@@ -198,10 +198,7 @@ def open_experts(layout: Layout) -> dict[str, Checkpoint]:
     check_configs(layout.variant, layout.configs)
     checkpoints = {}
     for expert, paths in layout.experts.items():
-        checkpoint = shards.open_checkpoint(paths[0] if len(paths) == 1 else paths)
-        shards.check_unquantised(
-            checkpoint, "it cannot be trained on as it is; give the fp32, fp16 or bf16 files of the same model"
-        )
+        checkpoint = open_network(paths[0] if len(paths) == 1 else paths)
         expert_in_name = lora_files.expert_in_path(checkpoint.files[0].absolute())
         if len(layout.experts) > 1 and expert_in_name not in (None, expert):
             raise InputError(
@@ -226,10 +223,7 @@ def open_experts(layout: Layout) -> dict[str, Checkpoint]:
 
 def check_configs(variant: Variant, folder: Path) -> None:
     """Raise InputError for the configurations of another model, by all that tells the variants apart."""
-    network, temporal = (
-        read_part_config(folder, "transformer"),
-        read_part_config(folder, "vae").get("scale_factor_temporal", 4),
-    )
+    network, vae = read_part_config(folder, "transformer"), read_part_config(folder, "vae")
     second, clip = (folder / "transformer_2").is_dir(), network.get("image_dim") is not None
     expand = bool(read_json(folder / "model_index.json").get("expand_timesteps"))
     matching = [
@@ -237,7 +231,7 @@ def check_configs(variant: Variant, folder: Path) -> None:
         for name, model in VARIANTS.items()
         if network.get("_class_name") == "WanTransformer3DModel"  # SD3's has channels like a text-to-video Wan's
         and (second, expand, clip) == (len(model.parts) > 1, model.token_times, model.clip)
-        and network["in_channels"] == model.in_channels(network, temporal)
+        and network["in_channels"] == model.in_channels(network, vae.get("scale_factor_temporal", 4))
     ]
     configured = next(name for name, model in VARIANTS.items() if model is variant)
     if configured not in matching:

@@ -183,8 +183,6 @@ def vae_state(state: State) -> State:
 
 def read_distilled(experts: Sequence[str], first: str, second: str) -> list[Lora]:
     """Read the distillation LoRAs at two paths (empty: none). Raise InputError unless they fit and are finite."""
-    if second and len(experts) == 1:
-        raise InputError(f"model.distill_lora_low {second}: this model has one expert, whose LoRA is distill_lora_high")
     loras, crossed, both = [], 0, f"model.distill_lora_high {first} and model.distill_lora_low {second}"
     for expert, path in zip(experts, (first, second), strict=False):
         adapters = lora_files.read_lora(path) if path else []

@@ -345,7 +345,7 @@ def untrained(folder_of, tmp_path_factory):
     ],
 )
 def test_what_evaluate_cannot_judge_is_refused_before_weights_load(folder_of, untrained, monkeypatch, words, said):
-    monkeypatch.setattr(pipeline.ImageModel, "_check_weights", None)
+    monkeypatch.setattr(pipeline.ImageModel, "_load", None)
     words, said = ([word.replace("RUN", str(untrained)) for word in words], said.replace("RUN", str(untrained)))
     prompts = folder_of("sd3") / "prompts.csv"
     words = ["--run", untrained, "--data", prompts, "--device", "cpu", "--trust-code", *words]

@@ -110,24 +110,6 @@ def test_the_expert_of_each_step_is_the_pipelines(pipe, shift, steps):
     assert len(schedule) == steps == len(schedule.timesteps) == len(schedule.sigmas) - 1
 
 
-def test_the_network_takes_the_expert_that_the_schedule_names(pipe):
-    """At a tie, by what answers: each expert gives a velocity of its own."""
-    experts, schedule = experts_of(pipe), wan.schedule(4, 3.0, I2V.experts, 0.9)
-    conditioning = encode(pipe, PROMPT, picture()[1], FRAMES)
-    noise = draw_noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
-    inputs = torch.cat([noise, conditioning["image"]], 1)
-    with torch.no_grad():
-        for step in range(4):
-            expert = pipe.components[TWO_EXPERTS[schedule.experts[step]]]
-            expected = expert(inputs, schedule.timesteps[step, None], conditioning["text"], return_dict=False)[0]
-            assert torch.equal(
-                Velocity(backbone=backbone_of(pipe), model=experts, conditioning=conditioning, schedule=schedule)(
-                    noise, step
-                ),
-                expected,
-            )
-
-
 @pytest.mark.parametrize("guidance", [1.0, 3.5])
 def test_a_batch_is_the_pipelines_samples(pipe, guidance):
     """Two images and two prompts at once; the pipeline cannot, so it is asked for each."""

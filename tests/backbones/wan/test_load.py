@@ -207,9 +207,14 @@ def test_published_configurations_are_the_real_models():
 # -- the hub
 
 
-def test_hub_form(files, tmp_path, monkeypatch):
+@pytest.fixture
+def hub(files, monkeypatch):
+    """The original files in the hub's cache."""
     monkeypatch.setattr(files_module, "published", lambda _: files.configs)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(wan_files.write_hub_cache(files.original, tmp_path / "hub")))
+    monkeypatch.setattr(files_module, "snapshot_download", lambda repository, **_: str(files.original))
+
+
+def test_hub_form(files, hub):
     layout = files_module.find_files(I2V, "", origin_paths=HUB)
     assert_same_modules(load_layout(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
     assert layout.tokenizer.name == "umt5-xxl"
@@ -243,8 +248,7 @@ def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
         (HUB.replace("Wan2.1_VAE.pth", "*vae*"), "matches 0 files"),
     ],
 )
-def test_hub_form_refused(files, tmp_path, monkeypatch, paths, message):
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(wan_files.write_hub_cache(files.original, tmp_path / "hub")))
+def test_hub_form_refused(hub, paths, message):
     with pytest.raises(InputError, match=message):
         files_module.find_files(I2V, "", origin_paths=paths)
 
