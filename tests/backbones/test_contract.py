@@ -35,7 +35,6 @@ from rewardfl.backbones.image.pipeline import ImageModel
 from rewardfl.backbones.image.sd3 import SD3
 from rewardfl.backbones.protocol import DTYPES, Backbone, Experts, Source, Velocity
 from rewardfl.backbones.wan.variants import VARIANTS
-from rewardfl.memory import offload
 from rewardfl.noise import draw_noise
 
 CPU = torch.device("cpu")
@@ -370,33 +369,6 @@ def test_the_network_gets_the_stock_pipelines_inputs(tenant, dtype, monkeypatch)
     for mine, theirs in zip(ours, stock, strict=True):
         for name in mine if theirs is stock[0] else {"timestep", "t"} & mine.keys():
             assert all(torch.equal(a.to(b), b) for a, b in zip(mine[name], theirs[name], strict=True)), name
-
-
-@pytest.mark.parametrize(
-    "tenant",
-    [pytest.param(n, marks=[] if n in ("wan2_2", "flux2_klein") else pytest.mark.long) for n in backbones.MODULES],
-    indirect=True,
-)
-def test_what_waits_in_host_memory_changes_no_bit(backbone):
-    """Weights of blocks, their inputs, and the graphs of the active steps; the KL on, guided, two samples."""
-    schedule, active, found = schedule_of(backbone), [1, 3, 5], []
-    for waits in (False, True):
-        experts, loaded = experts_of(backbone, adapted=True)
-        for expert in loaded.values():
-            expert.enable_gradient_checkpointing(*([offload.InputsOnHost(CPU)] if waits else []))
-            if waits:
-                offload.move_expert(expert, "cpu_swap", CPU, backbone.block_classes)
-        velocity, with_graph = velocity_of(backbone, experts, 2, 3.5, short=True), offload.InputsOnHost(CPU).whole_graph
-        noise, sigmas = noise_of(backbone, 2), schedule.sigmas
-        kept = reward_flow.rollout(velocity, noise, sigmas, active, with_graph=with_graph if waits else None)
-        grad = torch.randn(noise.shape, generator=torch.Generator().manual_seed(1))
-        kl = reward_flow.replay(
-            velocity, kept, sigmas, active, grad, 1.0,
-            reference=velocity.reference, kl_weight=0.3, kl_gradient="exact",
-        ).kl  # fmt: skip
-        found.append(gradients(experts) | {"x0": kept.x0, "kl": kl})
-    plain, waiting = found
-    assert plain.keys() == waiting.keys() and all(torch.equal(plain[name], waiting[name]) for name in plain)
 
 
 @pytest.mark.parametrize(

@@ -84,9 +84,10 @@ class ImageModelSpec:
     -> pixels, both of one frame. encode_image: the inverse, by the mode of its posterior.
 
     sigmas: (steps) -> the scheduler's argument in the pipeline, None for its default. mu: (tokens, steps, the
-    scheduler's configuration) -> the logarithm of a shift by size. longest_side: of images in pixels, by the
-    configurations, None for any. told_on_meta: (configurations, text encoders on the meta device) -> the output of
-    `encode`, with the numbers of a mask. streams: as in ExpertOnMeta.
+    scheduler's configuration) -> the logarithm of a shift by size. longest_side: of images in latents, by the
+    network's configuration, None for any. tokens: (configurations) -> {text encoder, or a module of it: the length of a
+    prompt in it}. shapes: (the network's configuration, tokens) -> those of `encode`'s output, for one sample. streams:
+    as in ExpertOnMeta.
     """
 
     published: str
@@ -99,7 +100,8 @@ class ImageModelSpec:
     encode: Callable[[Any, str, torch.device], Conditioning]
     ask: Callable[[Tensor, Tensor, Conditioning, float | None], dict[str, Any]]
     answer: Callable[[Any, Tensor], Tensor]
-    told_on_meta: Callable[[Configs, Mapping[str, nn.Module]], Conditioning]
+    tokens: Callable[[Configs], Mapping[str, int]]
+    shapes: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, tuple[int, ...]]]
     tokenizers: tuple[str, ...] = ("tokenizer",)
     guide: Callable[[Tensor, Tensor, float], Tensor] | None = None
     vae: type[ModelMixin] = AutoencoderKL
@@ -107,7 +109,7 @@ class ImageModelSpec:
     encode_image: Callable[[Any, Tensor], Tensor] = encode_flat
     sigmas: Callable[[int], Sequence[float] | None] = sigmas_to_last
     mu: Callable[[int, int, Mapping[str, Any]], float] = mu_by_tokens
-    longest_side: Callable[[Configs], int | None] = lambda configs: None
+    longest_side: Callable[[Mapping[str, Any]], int | None] = lambda network: None
     streams: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
 
 
@@ -133,7 +135,9 @@ class ImageModel(Backbone):
 
     @property
     def spatial(self) -> int:
-        return pixels_per_latent(self.configs)
+        """Return the pixels on a side of one latent."""
+        vae = self.configs["vae"]
+        return 2 ** len(vae.get("temperal_downsample") or vae["block_out_channels"][1:])
 
     @property
     def pixels_per_token(self) -> int:
@@ -155,8 +159,10 @@ class ImageModel(Backbone):
         return (channels, num_frames, height // self.spatial, width // self.spatial)
 
     def check_clips(self, height: int, width: int, num_frames: int, max_pixels: int | None = None) -> None:
-        longest = self.kind.longest_side(self.configs)
-        problems = stock.size_problems(height, width, max_pixels, multiple=self.pixels_per_token, longest=longest)
+        side = self.kind.longest_side(self.configs[EXPERT])
+        problems = stock.size_problems(
+            height, width, max_pixels, multiple=self.pixels_per_token, longest=side and side * self.spatial
+        )
         if num_frames != 1:
             problems.append(f"data.num_frames must be 1, got {num_frames}: {self.kind.published} makes images")
         if problems:
@@ -183,12 +189,21 @@ class ImageModel(Backbone):
         """Return the parts, with the decoder's whole graph; `vjp` checkpoints, but torch measures no recomputation."""
         shape = self.latent_shape(height, width, num_frames)
         vae = stock.cast(stock.new_on_meta(self.kind.vae, self.configs["vae"]), self.dtype)
-        encoders = {
-            name: stock.cast(stock.new_on_meta(kind, self.configs[name]), self.dtype).eval()
-            for name, kind in self.kind.encoders.items()
+        encoders = {name: stock.new_on_meta(kind, self.configs[name]) for name, kind in self.kind.encoders.items()}
+        text, tokens = stock.cast(nn.ModuleDict(encoders), self.dtype).eval(), self.kind.tokens(self.configs)
+        shapes = self.kind.shapes(self.configs[EXPERT], tokens)
+        conditioning = {
+            name: torch.ones(1, *shape, dtype=torch.long)  # the numbers of a mask are read
+            if name == "mask"
+            else torch.empty(1, *shape, dtype=self.dtype, device="meta")
+            for name, shape in shapes.items()
         }
-        with torch.no_grad():
-            conditioning = self.kind.told_on_meta(self.configs, encoders)
+
+        def encode_text() -> None:
+            for name, length in tokens.items():
+                ids = torch.zeros(1, length, dtype=torch.long, device="meta")
+                text.get_submodule(name)(ids, output_hidden_states=True)
+
         latents = torch.empty(1, *shape, dtype=self.dtype, device="meta", requires_grad=True)
         return OnMeta(
             experts={EXPERT: self._network_on_meta(latents, conditioning)},
@@ -202,8 +217,8 @@ class ImageModel(Backbone):
             ),
             image_encoder=None,
             vision=None,
-            text_encoder=nn.ModuleDict(encoders),
-            encode_text=lambda: self.kind.told_on_meta(self.configs, encoders),
+            text_encoder=text,
+            encode_text=encode_text,
             conditioning=conditioning,
         )
 
@@ -216,13 +231,12 @@ class ImageModel(Backbone):
             inputs = self.kind.ask(flat, time, conditioning, guidance)
             return self.kind.answer(model(**inputs, return_dict=False)[0], flat)
 
-        indices: dict[tuple, list[int]] = {}
+        kinds: dict[tuple[str, tuple], list[int]] = {}
         for name, blocks in _block_lists(self.empty_expert(EXPERT), self.block_classes):
             for i, block in enumerate(blocks):
-                layout = tuple((key, value.shape) for key, value in block.named_parameters())
-                indices.setdefault((name, layout), []).append(i)
+                kinds.setdefault((name, tuple(value.shape for value in block.parameters())), []).append(i)
+        builds = [(partial(self._one_block, name, equal[0]), len(equal)) for (name, _), equal in kinds.items()]
         streams = self.kind.streams
-        builds = [(partial(self._one_block, name, equal[0]), len(equal)) for (name, _), equal in indices.items()]
         return tuple(ExpertOnMeta(count=n, build=build, x=flat, run=run, streams=streams) for build, n in builds)
 
     def _one_block(self, name: str, index: int, adapter: Adapter | None) -> ModelMixin:
@@ -234,11 +248,10 @@ class ImageModel(Backbone):
         for list_name, blocks in _block_lists(model, self.block_classes):
             setattr(model, list_name, nn.ModuleList([blocks[index]] if list_name == name else []))
         stock.cast(model, self.dtype).requires_grad_(requires_grad=False)
-        layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        if adapter:
-            targets = [target for target in adapter.targets if any(name.endswith(f".{target}") for name in layers)]
-            if targets:
-                lora.inject(model, adapter.rank, adapter.rank, targets, seed=0)
+        layers = " ".join([*(name for name, module in model.named_modules() if isinstance(module, nn.Linear)), ""])
+        targets = [target for target in (adapter.targets if adapter else ()) if f".{target} " in layers]
+        if adapter and targets:
+            lora.inject(model, adapter.rank, adapter.rank, targets, seed=0)
         return model
 
     def text_encoder(self, device: torch.device) -> Callable[[str], Conditioning]:
@@ -331,19 +344,6 @@ class ImageDecoder:
         return torch.cat(gradients)
 
 
-def pixels_per_latent(configs: Configs) -> int:
-    """Return the pixels on a side of one latent, by the VAE's config.json."""
-    vae = configs["vae"]
-    if "temperal_downsample" in vae:
-        return 2 ** len(vae["temperal_downsample"])
-    return 2 ** (len(vae["block_out_channels"]) - 1)
-
-
-def prompt_tokens(configs: Configs, tokenizer: str, most: int) -> int:
-    """Return the padded length of prompts: `most`, as published, or less where the tokenizer allows less."""
-    return min(most, configs.get(tokenizer, {}).get("model_max_length", most))
-
-
 def _block_lists(model: nn.Module, block_classes: Sequence[str]) -> list[tuple[str, nn.ModuleList]]:
     """Return the lists of blocks, by the network's names of them."""
     return [
@@ -379,7 +379,15 @@ def describe(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
 
     For a missing path they are those of the published model that its last part names.
     """
-    folder = _configurations(Path(source.model_paths))
+    folder = Path(source.model_paths)
+    if not folder.exists():
+        names = sorted(path.name for path in PUBLISHED.iterdir())
+        if folder.name not in names:
+            raise InputError(
+                f"model.model_paths: there is no {folder}; without one the last part of the path must name a published "
+                f"model: {', '.join(names)}"
+            )
+        folder = PUBLISHED / folder.name
     if not (folder / "model_index.json").is_file():
         raise InputError(f"model.model_paths: {folder} is no diffusers pipeline folder (no model_index.json in it)")
     pipeline = stock.read_json(folder / "model_index.json").get("_class_name")
@@ -411,19 +419,6 @@ def describe(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
         folder=folder, parts={EXPERT: EXPERT}, dtype=DTYPES[source.dtype], lora_loader=kind.mixin, weight_files={},
         kind=kind, configs=configs, guidance=guidance,
     )  # fmt: skip
-
-
-def _configurations(folder: Path) -> Path:
-    """Return the folder of the configurations: the model's own if it exists, else the published one of its name."""
-    if folder.exists():
-        return folder
-    names = sorted(path.name for path in PUBLISHED.iterdir())
-    if folder.name not in names:
-        raise InputError(
-            f"model.model_paths: there is no {folder}; without one the last part of the path must name a published "
-            f"model: {', '.join(names)}"
-        )
-    return PUBLISHED / folder.name
 
 
 def _check_scheduler(folder: Path, config: Mapping[str, Any]) -> None:

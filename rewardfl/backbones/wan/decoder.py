@@ -161,6 +161,9 @@ def _to_device(caches: StoredCaches, device: torch.device) -> Caches:
     return [cache.back(device) if isinstance(cache, InHost) else cache for cache in caches]
 
 
+_recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+
 @contextlib.contextmanager
 def parts_checkpointed(decoder: WanDecoder3d) -> Iterator[None]:
     """Apply checkpointing to the decoder's residual blocks and upsamplers within the context.
@@ -173,7 +176,7 @@ def parts_checkpointed(decoder: WanDecoder3d) -> Iterator[None]:
         WanResidualBlock: _checkpoint_part,
         WanResample: _checkpoint_part,
         WanRMS_norm: _checkpoint_strips,
-        WanCausalConv3d: _checkpoint_padding,
+        WanCausalConv3d: _recompute,
     }
     parts = [module for module in decoder.modules() if type(module) in wrappers]
     for part in parts:
@@ -185,20 +188,12 @@ def parts_checkpointed(decoder: WanDecoder3d) -> Iterator[None]:
             del part.forward  # the class's own is left
 
 
-_recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-
-
 def _checkpoint_strips(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Run a pointwise `forward(x)`, (..., h, w), in strips; each strip is recomputed by itself."""
     rows = max(1, STRIP * x.shape[-2] // x.numel())
     if rows >= x.shape[-2]:
         return _recompute(forward, x)
     return torch.cat([_recompute(forward, strip) for strip in x.split(rows, -2)], -2)
-
-
-def _checkpoint_padding(forward: Callable[..., Tensor], x: Tensor, cache_x: Tensor | None = None) -> Tensor:
-    """Run a convolution's `forward(x, cache_x)`. Its backward pass recomputes the padded input, and needs no more."""
-    return _recompute(forward, x, cache_x)
 
 
 def _checkpoint_part(forward: Callable[..., Tensor], x: Tensor, feat_cache: Caches, feat_idx: list[int]) -> Tensor:

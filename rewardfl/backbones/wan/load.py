@@ -204,7 +204,7 @@ def _same_lora(first: Lora, second: Lora) -> bool:
     if name not in second.updates:
         return False
     a, b = (
-        {role: lora_files.load_tensor(source) for role, source in adapter.updates[name].sources().items()}
+        [lora_files.load_tensor(source) for source in adapter.updates[name].sources().values()]
         for adapter in (first, second)
     )
-    return a.keys() == b.keys() and all(torch.equal(a[role], b[role]) for role in a)
+    return len(a) == len(b) and all(map(torch.equal, a, b))
