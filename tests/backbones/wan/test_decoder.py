@@ -105,9 +105,8 @@ def peak_of_vjp(latents):
 
 
 def test_vjp_holds_one_chunk():
-    """Besides the latents' gradient, however long the clip."""
-    short, long = torch.randn(1, 16, 3, 8, 8), torch.randn(1, 16, 9, 8, 8)
-    assert peak_of_vjp(long) - peak_of_vjp(short) <= 2 * (long.nbytes - short.nbytes)
+    """However long the clip; what is more is of the latents' size."""
+    assert peak_of_vjp(torch.randn(1, 16, 9, 8, 8)) < 1.1 * peak_of_vjp(torch.randn(1, 16, 3, 8, 8))
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
