@@ -231,7 +231,7 @@ def image():
     return data.to_float(pixels[None])[:, 0]
 
 
-def experts_of(backbone, adapted=False, dtype=None):
+def experts_of(backbone, *, adapted=False, dtype=None):
     """All experts; adapted: with a LoRA that changes something."""
     loaded = {name: backbone.load_expert(name) for name in backbone.experts}
     for i, expert in enumerate(loaded.values()):
@@ -271,19 +271,19 @@ def first_words(given):
     return given | {name: given[name][:, :WORDS] for name in ("text", "mask") if name in given}
 
 
-def conditioning_of(backbone, batch=1, short=False):
+def conditioning_of(backbone, batch=1, *, short=False):
     given = encoded(backbone)[0]
     return backbone.collate([first_words(given) if short else given] * batch)
 
 
-def negative_of(backbone, short=False):
+def negative_of(backbone, *, short=False):
     given = encoded(backbone)[1]
     return first_words(given) if short else given
 
 
-def velocity_of(backbone, experts, batch=1, guidance=1.0, short=False):
-    negative = negative_of(backbone, short) if guidance != 1 else None
-    given = conditioning_of(backbone, batch, short)
+def velocity_of(backbone, experts, batch=1, guidance=1.0, *, short=False):
+    negative = negative_of(backbone, short=short) if guidance != 1 else None
+    given = conditioning_of(backbone, batch, short=short)
     return Velocity(
         backbone=backbone, model=experts, conditioning=given, schedule=schedule_of(backbone), negative=negative,
         guidance=guidance,

@@ -92,7 +92,7 @@ def perturbed(module, by=0.12):
     """With weights that matter, all of them."""
     for parameter in module.parameters():
         parameter.data += by * torch.randn_like(parameter)
-    return module.eval().requires_grad_(False)
+    return module.eval().requires_grad_(requires_grad=False)
 
 
 def quiet(pipe):
@@ -117,7 +117,7 @@ def random_flux() -> FluxPipeline:
     return quiet(pipe)
 
 
-def random_flux2_klein(distilled=False) -> Flux2KleinPipeline:
+def random_flux2_klein(*, distilled=False) -> Flux2KleinPipeline:
     """Three of the text encoder's layers are told to the network, the 27th among them."""
     torch.manual_seed(0)
     words, width = talker(), 16

@@ -58,8 +58,8 @@ def find_configs(variant: Variant, model_paths: str) -> Path:
     path = Path(model_paths)
     if path.suffix == ".json" and path.is_file():
         entries = read_json(path)
-        own = entries.get("configs") if isinstance(entries, dict) else None
-        return path.parent / own if own else published(variant)
+        folder = entries.get("configs") if isinstance(entries, dict) else None
+        return path.parent / folder if folder else published(variant)
     return path if model_paths and (path / "transformer" / "config.json").is_file() else published(variant)
 
 

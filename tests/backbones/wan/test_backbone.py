@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
+from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 from pipelines import (
     FRAMES,
@@ -45,43 +45,13 @@ def stock(pipe, steps, image=None, prompt=PROMPT, guidance_scale=1.0, shift=5.0,
     ).frames  # fmt: skip
 
 
-def ours(pipe, steps, noise, negative=None, guidance=1.0):
-    experts = experts_of(pipe)
-    schedule = wan.schedule(steps, 5.0, I2V.experts, pipe.config.boundary_ratio)
-    velocity = Velocity(
-        backbone=backbone_of(pipe), model=experts, conditioning=encode(pipe, PROMPT, picture()[1], FRAMES),
-        schedule=schedule, negative=negative, guidance=guidance,
-    )  # fmt: skip
-    return reward_flow.rollout(velocity, noise, schedule.sigmas, keep=()).x0
-
-
 def test_guidance_needs_a_negative_prompt(pipe):
+    velocity = Velocity(
+        backbone=backbone_of(pipe), model=experts_of(pipe), conditioning=encode(pipe, PROMPT, picture()[1], FRAMES),
+        schedule=wan.schedule(4, 5.0, I2V.experts, 0.9), guidance=3.5,
+    )  # fmt: skip
     with pytest.raises(ValueError, match="guidance 3.5 needs the embedding of a negative prompt"):
-        ours(pipe, 1, draw_noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7), guidance=3.5)
-
-
-@pytest.mark.parametrize("guidance", [1.0, 3.5])
-def test_sampler_is_the_pipeline_in_bfloat16_within_its_rounding(tmp_path, pipe, guidance):
-    """We keep latents (and guide) in float32 where the pipeline rounds to bfloat16 at every step.
-
-    So we are nearer to the float32 result than it is.
-    """
-    noise = draw_noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
-    arguments = {"guidance_scale": guidance, "output_type": "latent"}
-    exact = stock(pipe, 8, latents=noise.clone(), **arguments)
-    pipe.save_pretrained(tmp_path)
-    half = backbones.open("wan2_2", Source(model_paths=str(tmp_path))).load(None)
-    half.set_progress_bar_config(disable=True)
-    negative = {"text": encode_text(half, "")}
-    expected = stock(half, 8, latents=noise.clone(), **arguments).float()
-    actual = ours(half, 8, noise, negative, guidance)
-    assert actual.dtype == torch.float32
-
-    def distance(one, other):
-        return float((one - other).abs().mean() / exact.abs().mean())
-
-    assert distance(actual, expected) < 0.015  # measured 0.0043 and, guided, 0.0066
-    assert distance(actual, exact) < distance(expected, exact) < 0.015
+        velocity(draw_noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7), 0)
 
 
 def asked(pipe, steps, shift, boundary):
@@ -157,7 +127,7 @@ def test_check_clips(pipe):
 
 
 def test_clips_beyond_the_models_positions_are_refused(pipe):
-    """The rotary embedding would end in the middle of the first forward pass; the largest clip that passes runs."""
+    """The rotary embedding would end in the middle of the first forward pass."""
     model = dataclasses.replace(backbone_of(pipe), spatial=8, temporal=4, positions=6)
     for size in ((96, 96, 21), (480, 480, 21, 96 * 96)):
         model.check_clips(*size)
@@ -167,12 +137,6 @@ def test_clips_beyond_the_models_positions_are_refused(pipe):
     ):  # fmt: skip
         with pytest.raises(InputError, match=f"^{key} must be .*{limit}, got"):
             model.check_clips(*size)
-    small = WanTransformer3DModel.from_config(dict(pipe.transformer_2.config) | {"rope_max_seq_len": 6})
-    given = {"encoder_hidden_states": torch.zeros(1, 3, 32), "timestep": torch.zeros(1)}
-    shape = (1, pipe.transformer_2.config.in_channels, 6, 12, 12)
-    small(torch.zeros(shape), **given)
-    with pytest.raises(RuntimeError):
-        small(torch.zeros(*shape[:-1], 14), **given)
 
 
 def test_the_limit_is_read_from_the_configuration(tmp_path):

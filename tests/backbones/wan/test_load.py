@@ -156,10 +156,6 @@ def one_file(files, folder):
 
 FORMS = {
     "folders": lambda files, folder: {},
-    "index": lambda files, folder: {
-        name: f"{files.original / name}/diffusion_pytorch_model.safetensors.index.json"
-        for name in ("high_noise_model", "low_noise_model")
-    },
     "shards": lambda files, folder: {
         name: [str(file) for file in sorted((files.original / name).glob("*.safetensors"))]
         for name in ("high_noise_model", "low_noise_model")
@@ -316,11 +312,7 @@ def test_adapter_is_the_fused_model_in_policy_and_reference(files, given, distil
             assert torch.equal(velocity(model), base)
         assert torch.equal(velocity(model), policy)
 
-        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        assert trained and all(f".{lora.POLICY}." in name for name in trained)
         save_adapter(model, tmp_path / part)
-        saved, metadata = lora.read_adapter(tmp_path / part / lora.WEIGHTS_NAME)
-        assert len(saved) == len(trained) and metadata["r"] == 3
         again = load(given(), torch.float32, distilled=distilled, distill_mode="adapter").components[part]
         lora.attach_adapter(again, tmp_path / part)
         assert torch.equal(velocity(again), policy)
@@ -382,26 +374,6 @@ def first_shard(folder):
     return sorted(folder.glob("*.safetensors"))[0]
 
 
-INDEX = Path("transformer", "diffusion_pytorch_model.safetensors.index.json")
-
-
-def swap_indices(folder):
-    """The index is of another set of shards."""
-    (folder / INDEX).write_text((folder / INDEX).read_text().replace("-of-00003", "-of-00004"))
-
-
-def move_a_tensor(folder):
-    """The index says that a tensor is in another shard than it is."""
-    places = json.loads((folder / INDEX).read_text())["weight_map"]
-    first, *_, last = sorted(places, key=places.get)
-    edit_json(folder / INDEX, weight_map=places | {first: places[last]})
-
-
-def drop_index(folder):
-    next((folder / "transformer_2").glob("*.index.json")).unlink()
-    first_shard(folder / "transformer_2").unlink()
-
-
 def same_experts(folder):
     shutil.rmtree(folder / "transformer_2")
     shutil.copytree(folder / "transformer", folder / "transformer_2")
@@ -414,14 +386,9 @@ def make_ti2v(folder):
 
 
 DAMAGED = {
-    "missing shard": (lambda d: first_shard(d / "transformer").unlink(), "names .*00001-of-00003.* which is not there"),
-    "missing shard, no index": (drop_index, "is one of 3 shards; 2 are given"),
     "truncated shard": (lambda d: cut(first_shard(d / "transformer_2")), "transformer_2/.* is cut off"),
     "truncated text encoder": (lambda d: cut(first_shard(d / "text_encoder")), "text_encoder.* is cut off"),
     "truncated VAE": (lambda d: cut(first_shard(d / "vae")), "vae.* is cut off"),
-    "other shards in the index": (swap_indices, "which is not one of its shards; loaders take the index"),
-    "tensor elsewhere": (move_a_tensor, "but diffusion_pytorch_model.safetensors.index.json says"),
-    "index cut off": (lambda d: cut(d / INDEX), "is not JSON"),
     "same expert twice": (same_experts, "are the same weights; Wan2.2 has a high-noise and a low-noise expert"),
     "no tokenizer": (lambda d: shutil.rmtree(d / "tokenizer"), "has no tokenizer folder"),
     "no config": (lambda d: (d / "transformer" / "config.json").unlink(), "transformer/config.json is missing"),
