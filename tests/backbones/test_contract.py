@@ -64,9 +64,10 @@ class Tenant:
     folder: Path
     pipeline: type
     frame_given: bool = False  # the first latent frame is the image, and not sampled
+    told: float | None = None  # what FLUX.1 is
 
     def open(self, dtype: str = "float32") -> Backbone:
-        return backbones.open(self.name, Source(model_paths=str(self.folder), dtype=dtype))
+        return backbones.open(self.name, Source(model_paths=str(self.folder), dtype=dtype, embedded_guidance=self.told))
 
     def stock(self, dtype: torch.dtype = torch.float32):
         pipe = aligned(self.pipeline.from_pretrained(self.folder, torch_dtype=dtype))
@@ -112,7 +113,8 @@ class ImageTenant(Tenant):
     def stock(self, dtype: torch.dtype = torch.float32):
         pipe = self.pipeline.from_pretrained(self.folder, torch_dtype=dtype)
         pipe.set_progress_bar_config(disable=True)
-        pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config, shift=SHIFT)
+        if self.name == "sd3":
+            pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config, shift=SHIFT)
         return pipe
 
     def sample(self, pipe, noise, guidance, output_type):
@@ -125,18 +127,9 @@ class ImageTenant(Tenant):
 
 @dataclass
 class PackedTenant(ImageTenant):
-    """With a shift by the image's size, and latents packed to tokens; told: what FLUX.1 is."""
+    """With a shift by the image's size, and latents packed to tokens."""
 
     guided_bits = 0.0
-    told: float | None = None
-
-    def open(self, dtype: str = "float32") -> Backbone:
-        return backbones.open(self.name, Source(model_paths=str(self.folder), dtype=dtype, embedded_guidance=self.told))
-
-    def stock(self, dtype: torch.dtype = torch.float32):
-        pipe = self.pipeline.from_pretrained(self.folder, torch_dtype=dtype)
-        pipe.set_progress_bar_config(disable=True)
-        return pipe
 
     def sample(self, pipe, noise, guidance, output_type):
         images = pipe(
@@ -177,13 +170,11 @@ class QwenTenant(PackedTenant):
 
 
 @dataclass
-class ZImageTenant(PackedTenant):
-    """Its pipeline asks with one doubled batch, and calls no guidance 0."""
-
-    guided_bits = 1e-6
+class ZImageTenant(ImageTenant):
+    """Its pipeline calls no guidance 0."""
 
     def sample(self, pipe, noise, guidance, output_type):
-        return ImageTenant.sample(self, pipe, noise, 0 if guidance == 1 else guidance, output_type)
+        return super().sample(pipe, noise, 0 if guidance == 1 else guidance, output_type)
 
 
 IMAGE_TENANTS = {

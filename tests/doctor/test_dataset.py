@@ -205,7 +205,7 @@ def test_sizes_under_max_pixels(call, tmp_path):
         (["--data", "{csv}", "--fps", "0"], "data.fps must be at least 0.1, got 0"),
         (
             ["--data", "{csv}", "--num-frames", "1"],
-            "data.num_frames must be at least 5, got 1: this model makes videos",
+            "data.num_frames must be 4k+1 for this VAE, from 5 to",
         ),
     ],
 )

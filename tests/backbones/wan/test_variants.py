@@ -61,13 +61,8 @@ def test_prompts_alone_train_a_text_to_video_model(folder_of, tmp_path):
     (shown,) = (run / "samples" / "step-000002").glob("*.mp4")
     assert data.read_video(shown).shape == (5, 32, 32, 3)  # the video alone: there is no real one beside it
     run = tmp_path / "grpo"
-    launch_grpo(
-        *rest,
-        "train.max_steps=1",
-        "evaluation.eval_noises=1",
-        f"evaluation.eval_clips={held_out}",
-        f"run.output_dir={run}",
-    )
+    evaluation = ["evaluation.eval_noises=1", f"evaluation.eval_clips={held_out}"]
+    launch_grpo(*rest, *evaluation, "train.max_steps=1", f"run.output_dir={run}")
     (row,) = metrics(run)[-1:]
     assert row["grad_norm"] > 0 and row["policy/ratio"] == 1 and "eval/score" in row
 
