@@ -119,7 +119,7 @@ def _from_json(variant: Variant, path: Path, tokenizer_path: str) -> Layout:
     keys = variant.original_parts
     entries = read_json(path)
     if isinstance(entries, list):
-        entries = dict(zip(keys, entries, strict=False))
+        entries = dict(zip(keys, entries, strict=True)) if len(entries) == len(keys) else {}
     entries = {key: value for key, value in entries.items() if value} if isinstance(entries, dict) else {}
     differing = [f"no {key}" for key in keys if key not in entries]
     differing += [f"unknown key {key!r}" for key in sorted(entries.keys() - {*keys, "tokenizer", "configs"})]

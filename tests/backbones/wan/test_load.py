@@ -549,6 +549,7 @@ def test_other_original_files_are_refused(files, given, tmp_path, case):
     [
         ("{", "is not JSON"),
         ('["a", "b"]', "no text_encoder; no vae; Wan2.2-I2V-A14B takes high_noise_model, low_noise_model"),
+        ('["a", "b", "c", "d", "e"]', "takes high_noise_model, .*, vae, as an object or as a list in this order"),
     ],
 )
 def test_a_broken_paths_file_is_refused(tmp_path, content, message):
