@@ -41,9 +41,9 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import Tensor, nn
 
 from rewardfl import backbones, config, flow, lora, reward_flow
+from rewardfl.backbones import stock
 from rewardfl.backbones.protocol import DTYPES, Backbone, Conditioning, Experts, Velocity
 from rewardfl.backbones.wan import decoder as wan_decoder
-from rewardfl.backbones.wan import files
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.config import RewardFlConfig
@@ -157,7 +157,7 @@ def highest_rss() -> int:
 def resize(backbone: Backbone, layers: int | None, heads: int | None, vae_channels: int | None, home: Path) -> Path:
     """Copy the model's configurations with other numbers of blocks, heads and channels; None keeps a number."""
     folder = home / "model"
-    shutil.copytree(backbone.layout.configs, folder)
+    shutil.copytree(backbone.folder, folder)
     for part in (*backbone.variant.parts.values(), "vae"):
         file = folder / part / "config.json"
         shape = json.loads(file.read_text())
@@ -190,7 +190,7 @@ def new_expert(
     cfg: RewardFlConfig, backbone: Backbone, name: str, device: torch.device, checkpointed: Callable | None
 ) -> nn.Module:
     """Build an expert, placed as `experts` says. checkpointed: calls a trained expert's blocks; None: not trained."""
-    dims = files.read_part_config(backbone.layout, backbone.variant.parts[name])
+    dims = stock.read_part_config(backbone.folder, backbone.variant.parts[name])
     expert: WanTransformer3DModel = wan.new_expert(dims, DTYPES[cfg.model.dtype], dims["num_layers"], None)
     where = cfg.experts.untrained if checkpointed is None else cfg.experts.trained
     home = torch.device("cpu") if where == "cpu_swap" else device
@@ -211,7 +211,7 @@ def new_expert(
 
 def new_decoder(cfg: RewardFlConfig, backbone: Backbone, device: torch.device) -> WanDecoder:
     with torch.device("meta"):
-        vae = AutoencoderKLWan.from_config(files.read_part_config(backbone.layout, "vae"))
+        vae = AutoencoderKLWan.from_config(stock.read_part_config(backbone.folder, "vae"))
     vae.encoder = vae.quant_conv = None
     for parameter in vae.parameters():
         parameter.data = parameter.data.to(DTYPES[cfg.model.dtype])
@@ -335,9 +335,9 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dic
     with counted:
         untrained = [work.untrained] if work.untrained else []
         cached = cfg.experts.untrained == "boundary_cache"  # there is no such expert then
-        experts = {name: None if cached else new_expert(cfg, backbone, name, device, None) for name in untrained}
+        experts = {} if cached else {name: new_expert(cfg, backbone, name, device, None) for name in untrained}
         experts |= {name: new_expert(cfg, backbone, name, device, copy.copy(checkpointed)) for name in work.trained}
-        model = Experts({name: experts[name] for name in backbone.experts}, untrained)
+        model = Experts({name: experts[name] for name in backbone.experts if name in experts}, untrained)
         decoder = new_decoder(cfg, backbone, device)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=cfg.train.learning_rate, weight_decay=cfg.train.weight_decay)

@@ -8,16 +8,19 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from diffusers import ModelMixin
+from diffusers.loaders.lora_base import LoraBaseMixin
 from torch import Tensor, nn
 
 from rewardfl import lora
+from rewardfl.backbones import stock
 from rewardfl.weights.shards import InputError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of the frozen weights, by config word
+DecodeCaches = Literal["keep", "offload", "segment"]  # train.decode_caches
 
 Conditioning = dict[str, Tensor]  # a batch's inputs to the networks, each (B, ...), under the backbone's names
 Shape = tuple[int, int, int, int]  # (channels, frames, height, width) of one sample's latents
@@ -78,13 +81,13 @@ class Experts(nn.Module):
     """All networks of a model as one module, so that a wrapper sees every trained parameter.
 
     A model with one network has one expert. outside: untrained experts, kept out of the module tree: DDP, DeepSpeed,
-    FSDP and `.to` leave them where offload.move_expert put them. An expert that no step uses may be None.
+    FSDP and `.to` leave them where offload.move_expert put them. An expert that no step uses may be absent.
     """
 
-    def __init__(self, experts: dict[str, nn.Module | None], outside: Sequence[str] = ()):
+    def __init__(self, experts: Mapping[str, nn.Module], outside: Sequence[str] = ()):
         super().__init__()
         self.inside = nn.ModuleDict({name: expert for name, expert in experts.items() if name not in outside})
-        self.outside = {name: experts[name] for name in outside}  # a plain dict: no submodules
+        self.outside = {name: experts[name] for name in outside if name in experts}  # a plain dict: no submodules
 
     def forward(self, name: str, **inputs: Tensor) -> Tensor:
         """Return the output of the expert `name`, one of diffusers' transformers, for its keyword arguments."""
@@ -113,8 +116,10 @@ class Decoder(Protocol):
     def decode(self, latents: Tensor, given: Conditioning | None = None) -> Tensor:
         """Return the video, without gradient."""
 
-    def decode_with_caches(self, latents: Tensor, caches: str = "keep", given: Conditioning | None = None) -> Decoded:
-        """Return the video and the state for a later `vjp`; caches: train.decode_caches."""
+    def decode_with_caches(
+        self, latents: Tensor, caches: DecodeCaches = "keep", given: Conditioning | None = None
+    ) -> Decoded:
+        """Return the video and the state for a later `vjp`."""
 
     def vjp(
         self, latents: Tensor, grad_video: Tensor, decoded: Decoded | None = None, given: Conditioning | None = None
@@ -132,8 +137,9 @@ class Source:
     allow_download: bool = False
     boundary: float | None = None  # the sigma between two experts; None: from the files
     embedded_guidance: float | None = None  # input of a guidance-distilled network
-    dtype: str = "bfloat16"
-    distilled: tuple[str, str, str] = ("", "", "fuse")  # LoRAs of the first and the second expert, and the mode
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    distilled: tuple[str, str] = ("", "")  # LoRAs of the first and the second expert
+    distill_mode: Literal["fuse", "adapter"] = "fuse"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -154,7 +160,7 @@ class ChunksOnMeta:
     module: nn.Module
     count: int
     chunk: Callable[[int], Tensor]  # the input of chunk i; all but the first have one shape
-    run: Callable[[Tensor, Caches, bool], tuple[Tensor, Caches]]  # input, caches, whether it is the first
+    run: Callable[[Tensor, Caches], tuple[Tensor, Caches]]
     caches: Caches  # before the first chunk
     # the context of `run` and its backward pass, checkpointed as in training
     checkpointed: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
@@ -174,15 +180,28 @@ class OnMeta:
     conditioning: Mapping[str, Tensor]  # of one sample, as it is cached
 
 
+@dataclass(frozen=True, kw_only=True)
 class Backbone(Protocol):
     """A trainable model, opened by the headers of its files; only the methods that say so load weights.
 
     Every `InputError` names the key of the configuration, the value and the way out.
+
+    folder: a pipeline's configurations. parts: {expert (model.trainable_models: dit, dit2), in the order of their
+    steps: its folder in a pipeline}. dtype: in which the networks compute. lora_loader: the stock pipeline's mixin.
+    weight_files: of each part (text_encoder, vae, the experts, distillations), which identify the weights; empty for a
+    described model.
     """
+
+    folder: Path
+    parts: Mapping[str, str]
+    dtype: torch.dtype
+    lora_loader: type[LoraBaseMixin]
+    weight_files: Mapping[str, list[Path]]
 
     @property
     def experts(self) -> tuple[str, ...]:
-        """Return the names of its networks in the order of their steps; model.trainable_models: dit, dit2."""
+        """Return the names of its networks in the order of their steps."""
+        return tuple(self.parts)
 
     @property
     def block_classes(self) -> tuple[str, ...]:
@@ -193,12 +212,9 @@ class Backbone(Protocol):
         """Return {short name that lora.lora_target_modules may use: diffusers' name}."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype in which the networks compute."""
-
-    @property
     def takes_image(self) -> bool:
         """Return whether an image, by default the clip's first frame, is an input of the networks."""
+        return False
 
     @property
     def pixels_per_token(self) -> int:
@@ -206,6 +222,8 @@ class Backbone(Protocol):
 
     def described_by(self) -> str:
         """Return the source of the model's shape, in words."""
+        published = Path(__file__).parent in self.folder.parents
+        return f"{self.folder}{' (published; no configurations in model.model_paths)' if published else ''}"
 
     def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:
         """Return the denoising steps of latents of this shape, by the stock scheduler's own arithmetic.
@@ -222,20 +240,26 @@ class Backbone(Protocol):
     def differences(self, shift: float | None, guidance: float) -> list[str]:
         """Return a line for each setting of the run that differs from the checkpoint's."""
 
+    def empty_expert(self, expert: str) -> ModelMixin:
+        """Return a network on the meta device."""
+
     def linear_layers(self) -> list[str]:
         """Return diffusers' names of the linear layers of an expert."""
+        modules = self.empty_expert(self.experts[-1]).named_modules()
+        return [name for name, module in modules if isinstance(module, nn.Linear)]
 
     def adapter_shapes(self, expert: str, adapter: Adapter) -> dict[str, tuple[int, ...]]:
         """Return {parameter of the policy adapter: its shape} of an expert."""
-
-    def weight_files(self) -> dict[str, list[Path]]:
-        """Return the files of each part (text_encoder, vae, the experts, distillations), which identify the weights."""
+        model = self.empty_expert(expert)
+        lora.inject(model, adapter.rank, adapter.rank, list(adapter.targets), seed=0)
+        return {name: tuple(value.shape) for name, value in model.named_parameters() if value.requires_grad}
 
     def settings(self) -> dict[str, Any]:
         """Return the other settings that change the model's outputs, as plain JSON."""
 
     def parts_of(self, expert: str) -> list[str]:
         """Return the names in weight_files of an expert's weights, and how they are combined."""
+        return [expert]
 
     def on_meta(self, height: int, width: int, num_frames: int) -> OnMeta:
         """Return the model's parts without memory, for videos of this size."""
@@ -248,6 +272,7 @@ class Backbone(Protocol):
 
         Its arguments: the image (3, H, W) in [-1, 1], None for a model without image input, and the number of frames.
         """
+        return lambda image, num_frames: {}
 
     def video_encoder(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         """Load the encoder of clips (B, 3, F, H, W) in [-1, 1]; return the function that encodes them.
@@ -273,18 +298,29 @@ class Backbone(Protocol):
 
     def guide(self, velocity: Tensor, away: Tensor, scale: float) -> Tensor:
         """Return the guided velocity from those of the prompt and of the negative one, as in the stock pipeline."""
+        return away + scale * (velocity - away)
 
     def save_adapter(self, name: str, expert: ModelMixin, folder: Path, state: dict[str, Tensor]) -> None:
         """Write an expert's adapter below a checkpoint's folder, as the stock pipeline loads it.
 
         state: lora.adapter_state of the expert, gathered by all processes. Raise OSError when the disk is full.
         """
+        stock.save_adapter(self.lora_loader, expert, folder / self.parts[name], state)
 
     def load_adapter(self, name: str, expert: ModelMixin, folder: Path) -> None:
         """Fill an expert's adapter from such a folder. Raise ValueError or FileNotFoundError if it does not fit."""
+        lora.load_adapter(expert, folder / self.parts[name])
 
     def attach_adapters(self, experts: Mapping[str, ModelMixin], checkpoint: Path) -> None:
         """Add a checkpoint's adapters to plain experts, for inference. Raise FileNotFoundError without any."""
+        trained = [name for name, part in self.parts.items() if (checkpoint / part / lora.WEIGHTS_NAME).is_file()]
+        if not trained:
+            files = " or ".join(f"{part}/{lora.WEIGHTS_NAME}" for part in self.parts.values())
+            raise FileNotFoundError(
+                f"no adapter in {checkpoint}: it should hold {files}, as checkpoints/step-* of a run do"
+            )
+        for name in trained:
+            lora.attach_adapter(experts[name], checkpoint / self.parts[name])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -304,15 +340,13 @@ class Velocity:
     guidance: float = 1.0
     away_gradient: bool = True
 
-    def __post_init__(self) -> None:
-        if self.guidance != 1 and self.negative is None:
-            raise ValueError(f"guidance {self.guidance:g} needs the embedding of a negative prompt")
-
     def __call__(self, x: Tensor, step: int) -> Tensor:
         """Return the velocity at latents x (B, C, T, h, w) of the schedule's denoising step."""
         velocity = self.backbone.velocity(self.model, x, step, self.schedule, self.conditioning)
         if self.guidance == 1:
             return velocity
+        if self.negative is None:
+            raise ValueError(f"guidance {self.guidance:g} needs the embedding of a negative prompt")
         negative = {name: value.expand(len(x), *value.shape[1:]) for name, value in self.negative.items()}
         with torch.set_grad_enabled(self.away_gradient and torch.is_grad_enabled()):
             away = self.backbone.velocity(self.model, x, step, self.schedule, self.conditioning | negative)

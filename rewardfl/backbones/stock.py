@@ -1,4 +1,4 @@
-"""Shared uses of diffusers and transformers: their pipelines, complete loading, saving adapters."""
+"""Shared uses of diffusers and transformers: configurations, headers, complete loading, saving adapters."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from rewardfl import lora
-from rewardfl.weights.shards import InputError
+from rewardfl.weights import shards
+from rewardfl.weights.shards import Checkpoint, InputError
 
-LOCAL = {"local_files_only": True, "output_loading_info": True}  # for from_pretrained
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -41,6 +41,55 @@ def read_json(path: Path) -> Any:
         raise InputError(f"{path} is not JSON: {error}") from None
 
 
+def read_part_config(folder: Path, part: str) -> dict[str, Any]:
+    """Read the config.json of a pipeline's part."""
+    return read_json(folder / part / "config.json")
+
+
+def settings(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the configurations without the version of diffusers that wrote them."""
+    return {
+        part: {key: value for key, value in config.items() if not key.startswith("_")}
+        for part, config in configs.items()
+    }
+
+
+def refuse_settings(model: str, settings: Mapping[str, Any]) -> None:
+    """Raise InputError for a setting, {key: value}, that a model does not take."""
+    for key, value in settings.items():
+        if value not in ("", None):
+            raise InputError(f"{key}: {model} takes none, got {value!r}; remove it")
+
+
+def size_problems(height: int, width: int, max_pixels: int | None, *, multiple: int, longest: int | None) -> list[str]:
+    """Return a line for each side that a model does not take: data.height and data.width, or data.max_pixels'.
+
+    multiple: of the sides. longest: the longest side, None for any.
+    """
+    if max_pixels is None:
+        limit = f", at most {longest}" if longest else ""
+        return [
+            f"data.{key} must be a multiple of {multiple}{limit}, got {size}"
+            for key, size in {"height": height, "width": width}.items()
+            if size % multiple or (longest and size > longest)
+        ]
+    if 16 % multiple:
+        return [
+            f"data.max_pixels gives sides in multiples of 16, this model takes multiples of {multiple}; remove "
+            "max_pixels and set data.height and data.width"
+        ]
+    if longest and max_pixels > longest**2:  # of a square clip
+        return [f"data.max_pixels must be at most {longest**2}, got {max_pixels}"]
+    return []
+
+
+def new_on_meta(kind: type[Model], config: Mapping[str, Any]) -> Model:
+    """Return a model of diffusers or transformers on the meta device."""
+    make: Any = kind
+    with torch.device("meta"):
+        return make.from_config(dict(config)) if issubclass(kind, ModelMixin) else make(make.config_class(**config))
+
+
 def cast(model: Model, dtype: torch.dtype) -> Model:
     """Cast all parameters in place; diffusers' own `to` prints a note on modules that none of these models has."""
     for parameter in model.parameters():
@@ -48,11 +97,33 @@ def cast(model: Model, dtype: torch.dtype) -> Model:
     return model
 
 
-def complete(path: Path, model: Model, report: Mapping[str, Sequence[str]]) -> Model:
-    """Return the model. Raise InputError where the library filled missing tensors with random numbers."""
+def load_pretrained(kind: type[Model], path: Path, dtype: torch.dtype) -> Model:
+    """Load a model from its folder. Raise InputError where the library would fill in random numbers."""
+    make: Any = kind
+    precision = {"torch_dtype" if issubclass(kind, ModelMixin) else "dtype": dtype}
+    model, report = make.from_pretrained(path, **precision, local_files_only=True, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):
         raise InputError(f"{path} lacks {missing[0]} ({len(missing)} such tensors)")
     return model
+
+
+def open_network(source: Path | list[Path]) -> Checkpoint:
+    """Open a network's files by their headers. Raise InputError for damaged, incomplete and quantised ones."""
+    checkpoint = shards.open_checkpoint(source)
+    shards.check_unquantised(
+        checkpoint, "it cannot be trained on as it is; give the fp32, fp16 or bf16 files of the same model"
+    )
+    return checkpoint
+
+
+def check_tensors(path: Path, shapes: Mapping[str, Sequence[int]], model: Mapping[str, Tensor], name: str) -> None:
+    """Raise InputError unless a file's tensors, {name: shape}, are the model's. name: of the model."""
+    if differing := sorted(shapes.keys() ^ model.keys()):
+        side = "lacks" if differing[0] in model else "has a surplus"
+        raise InputError(f"{path} {side} {differing[0]} ({len(differing)} names differ from those of {name})")
+    for key, shape in shapes.items():
+        if tuple(shape) != tuple(model[key].shape):
+            raise InputError(f"{path}: {key} is {tuple(shape)}, that of {name} is {tuple(model[key].shape)}")
 
 
 def save_adapter(mixin: type[LoraBaseMixin], model: ModelMixin, folder: Path, state: dict[str, Tensor]) -> None:
@@ -74,15 +145,3 @@ def save_adapter(mixin: type[LoraBaseMixin], model: ModelMixin, folder: Path, st
     except SafetensorError as error:  # no OSError, whatever the disk says
         raise OSError(f"{folder / lora.WEIGHTS_NAME}: {error}") from error
     lora.order_metadata(folder / lora.WEIGHTS_NAME)
-
-
-def attach_adapters(parts: Mapping[str, str], experts: Mapping[str, ModelMixin], checkpoint: Path) -> None:
-    """Add a checkpoint's adapters to plain experts; parts: {expert: folder}. Raise FileNotFoundError without any."""
-    trained = [name for name, part in parts.items() if (checkpoint / part / lora.WEIGHTS_NAME).is_file()]
-    if not trained:
-        files = " or ".join(f"{part}/{lora.WEIGHTS_NAME}" for part in parts.values())
-        raise FileNotFoundError(
-            f"no adapter in {checkpoint}: it should hold {files}, as checkpoints/step-* of a run do"
-        )
-    for name in trained:
-        lora.attach_adapter(experts[name], checkpoint / parts[name])

@@ -25,7 +25,6 @@ from torch import Tensor
 import rewardfl
 from rewardfl import config, data, trust
 from rewardfl.backbones.protocol import Backbone, Experts
-from rewardfl.backbones.wan import files as wan_files
 from rewardfl.backbones.wan.backbone import Wan
 from rewardfl.estimate.measure import measure
 from rewardfl.estimate.needs import RESERVE, flops, memory
@@ -166,14 +165,14 @@ def place_expert(case: Case, name: str, load: Callable[[str], ModelMixin]) -> Mo
 
 def distillations(backbone: Wan) -> dict[str, Path]:
     """Return the files of the distillation by expert."""
-    return {name: Path(path) for name, path in zip(backbone.experts, backbone.source.distilled, strict=False) if path}
+    return {name: Path(path) for name in backbone.experts if (path := backbone.distillation(name))}
 
 
 def not_comparable(backbone: Backbone) -> str:
     """Return the reason why diffusers cannot load all of the weights (a DoRA, changed norms); empty where it can."""
     if not isinstance(backbone, Wan):
         return "this is no Wan model"
-    loras, files = distillations(backbone).values(), wan_files.files(backbone.layout)
+    loras, files = distillations(backbone).values(), backbone.weight_files
     if any(file.suffix != ".safetensors" for file in (*loras, *(f for name in backbone.experts for f in files[name]))):
         return "a file is no .safetensors"
     for path in loras:
@@ -186,13 +185,13 @@ def not_comparable(backbone: Backbone) -> str:
 
 def load_stock(backbone: Wan, name: str) -> ModelMixin:
     """Load an expert as diffusers does, and a distillation as its pipelines' load_lora_weights."""
-    layout, part, dtype = backbone.layout, backbone.variant.parts[name], backbone.dtype
-    if layout.experts[name] == [layout.configs / part]:
-        expert = WanTransformer3DModel.from_pretrained(layout.configs / part, torch_dtype=dtype, local_files_only=True)
+    folder, part, dtype = backbone.folder, backbone.parts[name], backbone.dtype
+    if backbone.weight_files[name][0].parent == folder / part:
+        expert = WanTransformer3DModel.from_pretrained(folder / part, torch_dtype=dtype, local_files_only=True)
     else:
-        tensors = {key: value for file in wan_files.files(layout)[name] for key, value in load_file(file).items()}
+        tensors = {key: value for file in backbone.weight_files[name] for key, value in load_file(file).items()}
         expert = WanTransformer3DModel.from_single_file(
-            tensors, config=str(layout.configs), subfolder=part, local_files_only=True
+            tensors, config=str(folder), subfolder=part, local_files_only=True
         )  # not torch_dtype, which would round the parts that from_pretrained keeps in float32
     for key, parameter in expert.named_parameters():
         # a copy: tensors mapped from a file have odd addresses, and a CPU's sums differ

@@ -302,7 +302,7 @@ def measure_chunks(chunks: ChunksOnMeta) -> tuple[ChunkCost, ...]:
     for i in range(min(chunks.count, FULL_CACHES)):
         x, vjp = chunks.chunk(i), Cost(peak=0, forward=0)
         start = [c.detach().requires_grad_(x.requires_grad) if isinstance(c, Tensor) else c for c in caches]
-        held, forward = _tensors(start), partial(_run_chunk, chunks, x, start, i == 0)
+        held, forward = _tensors(start), partial(_run_chunk, chunks, x, start)
         frozen = without_graph(forward, [*weights, x, *held])
         if x.requires_grad:
             with chunks.checkpointed():
@@ -317,7 +317,7 @@ def measure_chunks(chunks: ChunksOnMeta) -> tuple[ChunkCost, ...]:
             )  # fmt: skip
         )
         with torch.no_grad():
-            _, caches = chunks.run(x, caches, i == 0)
+            _, caches = chunks.run(x, caches)
     return tuple(costs + costs[-1:] * (chunks.count - len(costs)))
 
 
@@ -328,8 +328,8 @@ def _clip_cost(encoder: ChunksOnMeta, pixels: int) -> Cost:
     return Cost(peak=peak, forward=sum(chunk.forward for chunk in chunks))
 
 
-def _run_chunk(chunks: ChunksOnMeta, x: Tensor, caches: Caches, first: bool) -> list[Tensor]:
-    values, after = chunks.run(x, caches, first)
+def _run_chunk(chunks: ChunksOnMeta, x: Tensor, caches: Caches) -> list[Tensor]:
+    values, after = chunks.run(x, caches)
     return [values, *_tensors(after)]
 
 

@@ -71,7 +71,7 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
         tokenizer_path=args.tokenizer,
         dtype=args.dtype,
         embedded_guidance=args.embedded_guidance,
-        distilled=(args.distill_lora_high, args.distill_lora_low, "fuse"),
+        distilled=(args.distill_lora_high, args.distill_lora_low),
     )
     backbone, device = backbones.open(args.model_name, source), torch.device(args.device)
     backbone.check_clips(args.height, args.width, args.num_frames)

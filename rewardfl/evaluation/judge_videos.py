@@ -77,7 +77,7 @@ def judge_all(args: argparse.Namespace, processes: Processes, lock: ExitStack) -
         try:
             backbone = backbones.open(cfg.model.model_name, setup_model.model_source(cfg))
             backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
-            base = {"vae": digest_files(backbone.weight_files()["vae"])}
+            base = {"vae": digest_files(backbone.weight_files["vae"])}
         except (ValueError, OSError) as error:
             backbone = None
             if processes.main:

@@ -34,7 +34,8 @@ def model_source(cfg: AnyConfig) -> Source:
         boundary=model.min_timestep_boundary,
         embedded_guidance=model.embedded_guidance,
         dtype=model.dtype,
-        distilled=(model.distill_lora_high, model.distill_lora_low, model.distill_lora_mode),
+        distilled=(model.distill_lora_high, model.distill_lora_low),
+        distill_mode=model.distill_lora_mode,
     )
 
 
@@ -76,7 +77,7 @@ def load_experts(
 ) -> tuple[Experts, dict[str, nn.Module]]:
     """Load and place all experts, and print the error of fp8 on a sample. Return (experts, trained ones with LoRA)."""
     outside = [name for name in backbone.experts if name not in run_plan.trained]
-    experts: dict[str, nn.Module | None] = dict.fromkeys(backbone.experts)  # loaded one at a time, to save host memory
+    experts: dict[str, nn.Module] = {}  # loaded one at a time, to save host memory
 
     def load(name: str) -> ModelMixin:
         expert = backbone.load_expert(name)
@@ -120,7 +121,7 @@ def load_experts(
             on_host, keep_attention = cfg.train.use_gradient_checkpointing_offload, cfg.train.keep_attention
             expert.enable_gradient_checkpointing(offload.checkpointing(job.device, on_host, keep_attention))
         trained[name] = experts[name] = expert
-    return Experts(experts, outside), trained
+    return Experts({name: experts[name] for name in backbone.experts if name in experts}, outside), trained
 
 
 def fill_adapters(

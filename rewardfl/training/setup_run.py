@@ -32,7 +32,7 @@ VERSIONED = (
 
 def digest_base_model(backbone: Backbone) -> dict[str, str]:
     """Return {part of the base model: digest of its files}, the distillation included, and a digest of its settings."""
-    parts = {part: digest_files(files) for part, files in backbone.weight_files().items()}
+    parts = {part: digest_files(files) for part, files in backbone.weight_files.items()}
     return parts | {"settings": digest(backbone.settings())}
 
 

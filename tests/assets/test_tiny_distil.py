@@ -22,7 +22,7 @@ FILES = [WORLD / "lightning" / f"{noise}_noise_model.safetensors" for noise in (
 
 def open_world(files=("", "")):
     """Return the committed pipeline's backbone and its experts, with the LoRAs of two files fused."""
-    source = Source(model_paths=str(WORLD / "pipeline"), dtype="float32", distilled=(*map(str, files), "fuse"))
+    source = Source(model_paths=str(WORLD / "pipeline"), dtype="float32", distilled=tuple(map(str, files)))
     backbone = backbones.open("wan2_2", source)
     return backbone, Experts({name: backbone.load_expert(name) for name in backbone.experts})
 

@@ -16,10 +16,8 @@ from conftest import ROOT
 from insightface.app import FaceAnalysis
 from insightface.utils import face_align
 
-from rewardfl import data
-from rewardfl.backbones.wan import load as wan_load
-from rewardfl.backbones.wan.files import find_files
-from rewardfl.backbones.wan.variants import VARIANTS
+from rewardfl import backbones, data
+from rewardfl.backbones.protocol import Source
 from rewardfl.rewards import face
 from rewardfl.rewards.face.onnx_module import read_graph
 from tiny_world import faces, measure, people, strangers, vae, video
@@ -119,7 +117,7 @@ def test_recognisers_tell_strangers_apart(pack):
 )
 @torch.no_grad()
 def test_vae_reconstructs_held_out_clips(name, folder, boundary, channels):
-    pipe = wan_load.load_pipeline(find_files(VARIANTS[name], str(WORLD / folder)), torch.float32)
+    pipe = backbones.open(name, Source(model_paths=str(WORLD / folder), dtype="float32")).load(None)
     assert (pipe.config.boundary_ratio, pipe.transformer.config.in_channels) == (boundary, channels)
     assert pipe.vae.config.is_residual == pipe.config.expand_timesteps == (name == "wan2_2_ti2v")
     clips = torch.stack(eval_clips(6))

@@ -489,8 +489,8 @@ def write(path, rows):
     "override,message",
     [
         ("train.lerning_rate=1", "unknown key 'train.lerning_rate', did you mean 'learning_rate'?"),
-        ("data.num_frames=10", "data.num_frames must be 2k+1 for this VAE, got 10; try 9 or 11"),
-        ("data.height=60", "data.height must be a multiple of 16, got 60; try 48 or 64"),
+        ("data.num_frames=10", "data.num_frames must be 2k+1 for this VAE, from 3 to"),
+        ("data.height=60", "data.height must be a multiple of 16, at most"),
         ("model.trainable_models=dit3", "model.trainable_models takes dit, dit2 (comma separated); got 'dit3'"),
         ("model.trainable_models=dit", "dit answers at no active step"),
         ("sample.mid_timestep=9", "sample.mid_timestep must be at most final_timestep 7, got 9"),

@@ -92,7 +92,12 @@ def perturbed(module, by=0.12):
     """With weights that matter, all of them."""
     for parameter in module.parameters():
         parameter.data += by * torch.randn_like(parameter)
-    return module.eval().requires_grad_(False)
+    return module.eval().requires_grad_(requires_grad=False)
+
+
+def quiet(pipe):
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 def random_flux() -> FluxPipeline:
@@ -109,11 +114,10 @@ def random_flux() -> FluxPipeline:
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True), tokenizer=letters,
         text_encoder_2=perturbed(t5(words, 40)), tokenizer_2=words,
     )  # fmt: skip
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(pipe)
 
 
-def random_flux2_klein(distilled=False) -> Flux2KleinPipeline:
+def random_flux2_klein(*, distilled=False) -> Flux2KleinPipeline:
     """Three of the text encoder's layers are told to the network, the 27th among them."""
     torch.manual_seed(0)
     words, width = talker(), 16
@@ -132,8 +136,7 @@ def random_flux2_klein(distilled=False) -> Flux2KleinPipeline:
         text_encoder=perturbed(qwen3(words, width, Qwen3ForCausalLM, 28)), is_distilled=distilled,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
     )  # fmt: skip
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(pipe)
 
 
 def random_qwen_image() -> QwenImagePipeline:
@@ -164,8 +167,7 @@ def random_qwen_image() -> QwenImagePipeline:
         transformer=perturbed(transformer), vae=perturbed(vae), text_encoder=perturbed(text), tokenizer=words,
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=0.02),
     )  # fmt: skip
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(pipe)
 
 
 def random_sd3() -> StableDiffusion3Pipeline:
@@ -181,8 +183,7 @@ def random_sd3() -> StableDiffusion3Pipeline:
         vae=perturbed(image_vae()), text_encoder=perturbed(clip_text(16)), text_encoder_2=perturbed(clip_text(16)),
         text_encoder_3=perturbed(t5(words, 40)), tokenizer=letters, tokenizer_2=letters, tokenizer_3=words,
     )  # fmt: skip
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(pipe)
 
 
 def random_z_image() -> ZImagePipeline:
@@ -197,5 +198,4 @@ def random_z_image() -> ZImagePipeline:
         text_encoder=perturbed(qwen3(words, width, Qwen3Model, 3)),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
     )  # fmt: skip
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return quiet(pipe)

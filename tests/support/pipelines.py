@@ -1,5 +1,7 @@
 """A Wan2.2-I2V-shaped pipeline with random weights, small enough to differentiate in float64."""
 
+from pathlib import Path
+
 import torch
 from diffusers import (
     AutoencoderKLWan,
@@ -34,11 +36,11 @@ def random_pipeline(dtype: torch.dtype = torch.float32):
     for module in (pipe.vae, pipe.transformer, pipe.transformer_2):
         for parameter in module.parameters():
             parameter.data += 0.05 * torch.randn_like(parameter)
-        module.eval().requires_grad_(False)
+        module.eval().requires_grad_(requires_grad=False)
     pipe.vae.register_to_config(
         latents_mean=torch.linspace(-0.3, 0.3, 16).tolist(), latents_std=torch.linspace(0.7, 1.6, 16).tolist()
     )
-    pipe.text_encoder.requires_grad_(False)
+    pipe.text_encoder.requires_grad_(requires_grad=False)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(dtype) if dtype != torch.float32 else pipe
 
@@ -71,7 +73,7 @@ def random_variant(name: str) -> WanImageToVideoPipeline | WanPipeline:
     for part in (*transformers, *(["image_encoder"] if variant.clip else [])):
         for parameter in pipe.components[part].parameters():
             parameter.data += 0.05 * torch.randn_like(parameter)
-        pipe.components[part].eval().requires_grad_(False)
+        pipe.components[part].eval().requires_grad_(requires_grad=False)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -86,21 +88,17 @@ def residual_vae() -> AutoencoderKLWan:
     )  # fmt: skip
     for parameter in vae.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
-    return vae.eval().requires_grad_(False)
+    return vae.eval().requires_grad_(requires_grad=False)
 
 
 def backbone_of(pipe) -> Wan:
     """The model of a pipeline that is loaded."""
     return Wan(
-        variant=I2V,
-        load=lambda parts: pipe,
-        boundary=pipe.config.boundary_ratio,
-        dtype=pipe.transformer_2.dtype,
-        spatial=pipe.vae_scale_factor_spatial,
-        temporal=pipe.vae_scale_factor_temporal,
-        channels=pipe.vae.config.z_dim,
+        variant=I2V, parts=I2V.parts, folder=Path(), weight_files={}, lora_loader=WanLoraLoaderMixin,
+        load=lambda parts: pipe, boundary=pipe.config.boundary_ratio, dtype=pipe.transformer_2.dtype,
+        spatial=pipe.vae_scale_factor_spatial, temporal=pipe.vae_scale_factor_temporal, channels=pipe.vae.config.z_dim,
         positions=min(expert.config.rope_max_seq_len for expert in (pipe.transformer, pipe.transformer_2)),
-    )
+    )  # fmt: skip
 
 
 def latent_shape(pipe, height: int, width: int, num_frames: int) -> tuple[int, ...]:

@@ -54,7 +54,7 @@ def small_pipeline() -> WanImageToVideoPipeline:
     for module in (pipe.text_encoder, pipe.vae, pipe.transformer, pipe.transformer_2):
         for parameter in module.parameters():
             parameter.data += 0.05 * torch.randn_like(parameter)
-        module.eval().requires_grad_(False)
+        module.eval().requires_grad_(requires_grad=False)
     for parameter in pipe.text_encoder.parameters():
         parameter.data = parameter.data.bfloat16().float()
     pipe.set_progress_bar_config(disable=True)
@@ -119,7 +119,7 @@ def original_vae_names() -> list[str]:
     """Of Wan2.1_VAE.pth: four levels, two residual blocks each (three in the decoder), attention in the middle."""
     both = ("weight", "bias")
 
-    def residual(stem: str, shortcut: bool = False) -> list[str]:
+    def residual(stem: str, *, shortcut: bool = False) -> list[str]:
         convolutions = with_leaves([f"{stem}.residual.2", f"{stem}.residual.6"], both)
         extra = with_leaves([f"{stem}.shortcut"], both) if shortcut else []
         return [f"{stem}.residual.0.gamma", f"{stem}.residual.3.gamma", *convolutions, *extra]
@@ -211,21 +211,14 @@ def original_image_encoder(model) -> dict[str, torch.Tensor]:
 def original_text_encoder(model: UMT5EncoderModel) -> dict[str, torch.Tensor]:
     """Wan-AI's T5Encoder: token_embedding, blocks.N.{norm1, attn.qkvo, pos_embedding, norm2, ffn}, norm."""
     state = {"token_embedding.weight": model.shared.weight, "norm.weight": model.encoder.final_layer_norm.weight}
+    inside = {
+        "norm1": "layer.0.layer_norm", "norm2": "layer.1.layer_norm", "ffn.gate.0": "layer.1.DenseReluDense.wi_0",
+        "ffn.fc1": "layer.1.DenseReluDense.wi_1", "ffn.fc2": "layer.1.DenseReluDense.wo",
+        "pos_embedding.embedding": "layer.0.SelfAttention.relative_attention_bias",
+    }  # fmt: skip
+    inside |= {f"attn.{letter}": f"layer.0.SelfAttention.{letter}" for letter in "qkvo"}
     for i, block in enumerate(model.encoder.block):
-        attention, feed_forward = block.layer[0], block.layer[1]
-        inner = attention.SelfAttention
-        state |= {
-            f"blocks.{i}.norm1.weight": attention.layer_norm.weight,
-            f"blocks.{i}.attn.q.weight": inner.q.weight,
-            f"blocks.{i}.attn.k.weight": inner.k.weight,
-            f"blocks.{i}.attn.v.weight": inner.v.weight,
-            f"blocks.{i}.attn.o.weight": inner.o.weight,
-            f"blocks.{i}.pos_embedding.embedding.weight": inner.relative_attention_bias.weight,
-            f"blocks.{i}.norm2.weight": feed_forward.layer_norm.weight,
-            f"blocks.{i}.ffn.gate.0.weight": feed_forward.DenseReluDense.wi_0.weight,
-            f"blocks.{i}.ffn.fc1.weight": feed_forward.DenseReluDense.wi_1.weight,
-            f"blocks.{i}.ffn.fc2.weight": feed_forward.DenseReluDense.wo.weight,
-        }
+        state |= {f"blocks.{i}.{old}.weight": block.get_submodule(new).weight for old, new in inside.items()}
     return {name: value.data.bfloat16() for name, value in state.items()}
 
 
@@ -267,22 +260,6 @@ def paths(folder: Path, configs: Path, changed: dict[str, object] | None = None)
         "tokenizer": str(folder / "google" / "umt5-xxl"),
         "configs": str(configs),
     } | (changed or {})
-
-
-def write_hub_cache(original: Path, cache: Path) -> Path:
-    """`original` as huggingface_hub keeps a downloaded repository: refs/main, snapshots of links to blobs."""
-    repository = cache / f"models--{REPOSITORY.replace('/', '--')}"
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text(commit)
-    (repository / "blobs").mkdir()
-    for number, file in enumerate(sorted(path for path in original.rglob("*") if path.is_file())):
-        blob = repository / "blobs" / f"{number:040x}"
-        blob.write_bytes(file.read_bytes())
-        link = repository / "snapshots" / commit / file.relative_to(original)
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(blob)
-    return cache
 
 
 # -- Lightning

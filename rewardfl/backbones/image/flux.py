@@ -3,17 +3,16 @@
 Its conditioning: text (B, 512, d) of T5; pooled (B, p) of CLIP.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from diffusers import FluxTransformer2DModel
 from diffusers.loaders import FluxLoraLoaderMixin
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import CLIPTextModel, T5EncoderModel
 
-from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, PATCH, Configs, ImageModelSpec, describe, open
+from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, PATCH, ImageModelSpec, describe, open
 from rewardfl.backbones.protocol import Conditioning
 
 CLIP_TOKENS, T5_TOKENS = 77, 512  # the lengths that diffusers' pipeline pads prompts to
@@ -54,13 +53,6 @@ def unpack(tokens: Tensor, x: Tensor) -> Tensor:
     return patches.reshape(x.shape)
 
 
-def _conditioning_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
-    lengths = {"text_encoder": CLIP_TOKENS, "text_encoder_2": T5_TOKENS}
-    tokens = {name: torch.zeros(1, length, dtype=torch.long, device="meta") for name, length in lengths.items()}
-    outputs = {name: encoders[name](tokens[name]) for name in lengths}
-    return {"text": outputs["text_encoder_2"][0], "pooled": outputs["text_encoder"].pooler_output}
-
-
 FLUX = ImageModelSpec(
     published="FLUX.1",
     pipeline="FluxPipeline",
@@ -75,7 +67,10 @@ FLUX = ImageModelSpec(
     encode=_encode,
     ask=_model_inputs,
     answer=unpack,
-    told_on_meta=_conditioning_on_meta,
+    tokens=lambda configs: {"text_encoder": CLIP_TOKENS, "text_encoder_2": T5_TOKENS},
+    shapes=lambda network, tokens: {
+        "text": (T5_TOKENS, network["joint_attention_dim"]), "pooled": (network["pooled_projection_dim"],),
+    },
 )  # fmt: skip
 
 open, describe = partial(open, FLUX), partial(describe, FLUX)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
 from diffusers.loaders import Flux2LoraLoaderMixin
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from rewardfl.backbones.image.flux import pack, unpack
-from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, PATCH, Configs, ImageModelSpec, describe, open
+from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, PATCH, ImageModelSpec, describe, open
 from rewardfl.backbones.protocol import Conditioning
 
 TOKENS, LAYERS = 512, (9, 18, 27)  # prompts' padded length in diffusers' pipeline; layers of the text encoder
@@ -66,13 +66,6 @@ def _encode_image(vae: AutoencoderKLFlux2, image: Tensor) -> Tensor:
     return unpack((pack(flat) - mean.to(flat)) / std.to(flat), flat).unsqueeze(2)
 
 
-def _conditioning_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
-    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
-    # with its cache, unlike `encode`: without it transformers reads the numbers of a mask
-    hidden = encoders["text_encoder"](ids, output_hidden_states=True).hidden_states
-    return {"text": torch.cat([hidden[layer] for layer in LAYERS], -1)}
-
-
 FLUX2_KLEIN = ImageModelSpec(
     published="FLUX.2 klein",
     pipeline="Flux2KleinPipeline",
@@ -91,7 +84,8 @@ FLUX2_KLEIN = ImageModelSpec(
     decode=_decode,
     encode_image=_encode_image,
     mu=_mu,
-    told_on_meta=_conditioning_on_meta,
+    tokens=lambda configs: {"text_encoder": TOKENS},
+    shapes=lambda network, tokens: {"text": (TOKENS, network["joint_attention_dim"])},
 )  # fmt: skip
 
 open, describe = partial(open, FLUX2_KLEIN), partial(describe, FLUX2_KLEIN)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +22,10 @@ from rewardfl.backbones import stock
 from rewardfl.backbones.protocol import (
     DTYPES,
     Adapter,
+    Backbone,
     ChunksOnMeta,
     Conditioning,
+    DecodeCaches,
     Decoded,
     ExpertOnMeta,
     OnMeta,
@@ -32,7 +34,7 @@ from rewardfl.backbones.protocol import (
     Source,
 )
 from rewardfl.weights import shards
-from rewardfl.weights.shards import Checkpoint, InputError
+from rewardfl.weights.shards import InputError
 
 EXPERT = "transformer"  # the single network's name in the pipelines
 PATCH = 2  # latents on a side of one token
@@ -58,11 +60,6 @@ def encode_flat(vae: AutoencoderKL, image: Tensor) -> Tensor:
     return ((flat - vae.config.shift_factor) * vae.config.scaling_factor).unsqueeze(2)
 
 
-def guide_away(velocity: Tensor, away: Tensor, scale: float) -> Tensor:
-    """Apply classifier-free guidance."""
-    return away + scale * (velocity - away)
-
-
 def sigmas_to_last(steps: int) -> list[float]:
     """Return an even range from 1 to 1 / steps, as in most of diffusers' pipelines."""
     return np.linspace(1.0, 1 / steps, steps).tolist()
@@ -83,13 +80,14 @@ class ImageModelSpec:
     text, by the pipeline's names. encode: (a pipeline of these alone, prompt, device) -> conditioning. ask: (latents
     (B, C, h, w), times (B,) from 1000 to 0, conditioning, embedded guidance) -> the network's arguments by name.
     answer: (its output, these latents) -> velocity, of their shape. guide: as in Backbone, at the pipeline's own scale;
-    not called at 1 (no guidance). patch: latents on a side of one token. vae: its class. decode: (vae, sampled latents)
+    not called at 1 (no guidance); None for the formula there. vae: its class. decode: (vae, sampled latents)
     -> pixels, both of one frame. encode_image: the inverse, by the mode of its posterior.
 
     sigmas: (steps) -> the scheduler's argument in the pipeline, None for its default. mu: (tokens, steps, the
-    scheduler's configuration) -> the logarithm of a shift by size. longest_side: of images in pixels, by the
-    configurations, None for any. told_on_meta: (configurations, text encoders on the meta device) -> the output of
-    `encode`, with the numbers of a mask. streams: as in ExpertOnMeta.
+    scheduler's configuration) -> the logarithm of a shift by size. longest_side: of images in latents, by the
+    network's configuration, None for any. tokens: (configurations) -> {text encoder, or a module of it: the length of a
+    prompt in it}. shapes: (the network's configuration, tokens) -> those of `encode`'s output, for one sample. streams:
+    as in ExpertOnMeta.
     """
 
     published: str
@@ -102,37 +100,30 @@ class ImageModelSpec:
     encode: Callable[[Any, str, torch.device], Conditioning]
     ask: Callable[[Tensor, Tensor, Conditioning, float | None], dict[str, Any]]
     answer: Callable[[Any, Tensor], Tensor]
-    told_on_meta: Callable[[Configs, Mapping[str, nn.Module]], Conditioning]
+    tokens: Callable[[Configs], Mapping[str, int]]
+    shapes: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, tuple[int, ...]]]
     tokenizers: tuple[str, ...] = ("tokenizer",)
-    guide: Callable[[Tensor, Tensor, float], Tensor] = guide_away
-    patch: int = PATCH
+    guide: Callable[[Tensor, Tensor, float], Tensor] | None = None
     vae: type[ModelMixin] = AutoencoderKL
     decode: Callable[[Any, Tensor], Tensor] = decode_flat
     encode_image: Callable[[Any, Tensor], Tensor] = encode_flat
     sigmas: Callable[[int], Sequence[float] | None] = sigmas_to_last
     mu: Callable[[int, int, Mapping[str, Any]], float] = mu_by_tokens
-    longest_side: Callable[[Configs], int | None] = lambda configs: None
+    longest_side: Callable[[Mapping[str, Any]], int | None] = lambda network: None
     streams: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageModel:
+class ImageModel(Backbone):
     """The Backbone of an image model. Its conditioning is its spec's.
 
-    folder: a pipeline as diffusers saves it. configs: by part, with the scheduler's and the tokenizers'. guidance: the
-    network's input, None for a network without it. opened: the network's tensors by the headers of its files, None for
-    a described model.
+    configs: by part, with the scheduler's and the tokenizers'. guidance: the network's input, None for a network
+    without it.
     """
 
     kind: ImageModelSpec
-    folder: Path
     configs: Configs
-    dtype: torch.dtype
     guidance: float | None
-    opened: Checkpoint | None = None
-
-    experts: ClassVar = (EXPERT,)
-    takes_image: ClassVar = False
 
     @property
     def block_classes(self) -> tuple[str, ...]:
@@ -144,22 +135,20 @@ class ImageModel:
 
     @property
     def spatial(self) -> int:
-        return pixels_per_latent(self.configs)
+        """Return the pixels on a side of one latent."""
+        vae = self.configs["vae"]
+        return 2 ** len(vae.get("temperal_downsample") or vae["block_out_channels"][1:])
 
     @property
     def pixels_per_token(self) -> int:
-        return self.spatial * self.kind.patch
-
-    def described_by(self) -> str:
-        published = PUBLISHED in self.folder.parents
-        return f"{self.folder}{' (published; no configurations in model.model_paths)' if published else ''}"
+        return self.spatial * PATCH
 
     def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:
         """Return the stock scheduler's steps, as in the stock pipeline; a given shift is the same at all sizes."""
         fixed = {} if shift is None else {"shift": shift, "use_dynamic_shifting": False}
         scheduler = FlowMatchEulerDiscreteScheduler.from_config({**self.configs["scheduler"], **fixed})
         config, (height, width) = scheduler.config, latent_shape[2:]
-        tokens = height // self.kind.patch * (width // self.kind.patch)
+        tokens = height // PATCH * (width // PATCH)
         mu = self.kind.mu(tokens, steps, config) if config.use_dynamic_shifting else None
         scheduler.set_timesteps(steps, sigmas=self.kind.sigmas(steps), mu=mu)
         return Schedule(scheduler.sigmas, scheduler.timesteps, self.experts * steps)
@@ -170,22 +159,12 @@ class ImageModel:
         return (channels, num_frames, height // self.spatial, width // self.spatial)
 
     def check_clips(self, height: int, width: int, num_frames: int, max_pixels: int | None = None) -> None:
-        problems, multiple, longest = [], self.pixels_per_token, self.kind.longest_side(self.configs)
+        side = self.kind.longest_side(self.configs[EXPERT])
+        problems = stock.size_problems(
+            height, width, max_pixels, multiple=self.pixels_per_token, longest=side and side * self.spatial
+        )
         if num_frames != 1:
             problems.append(f"data.num_frames must be 1, got {num_frames}: {self.kind.published} makes images")
-        if max_pixels is None:
-            problems += [
-                f"data.{key} must be a multiple of {multiple}{f', at most {longest}' if longest else ''}, got {size}"
-                for key, size in {"height": height, "width": width}.items()
-                if size % multiple or (longest and size > longest)
-            ]
-        elif 16 % multiple:
-            problems.append(
-                f"data.max_pixels gives sides in multiples of 16, this model takes multiples of {multiple}; remove "
-                "max_pixels and set data.height and data.width"
-            )
-        elif longest and max_pixels > longest**2:  # of a square image
-            problems.append(f"data.max_pixels must be at most {longest**2}, got {max_pixels}")
         if problems:
             raise InputError("\n".join(problems))
 
@@ -200,43 +179,35 @@ class ImageModel:
             )
         return lines
 
-    def linear_layers(self) -> list[str]:
-        return [name for name, module in self._empty().named_modules() if isinstance(module, nn.Linear)]
-
-    def adapter_shapes(self, expert: str, adapter: Adapter) -> dict[str, tuple[int, ...]]:
-        model = self._empty()
-        lora.inject(model, adapter.rank, adapter.rank, list(adapter.targets), seed=0)
-        return {name: tuple(value.shape) for name, value in model.named_parameters() if value.requires_grad}
-
-    def weight_files(self) -> dict[str, list[Path]]:
-        network = [self.folder / EXPERT] if self.opened is None else list(self.opened.files)
-        encoders = [self.folder / part for part in (*self.kind.encoders, *self.kind.tokenizers)]
-        return {EXPERT: network, "text_encoder": encoders, "vae": [self.folder / "vae"]}
+    def empty_expert(self, expert: str) -> ModelMixin:
+        return stock.new_on_meta(self.kind.transformer, self.configs[expert])
 
     def settings(self) -> dict[str, Any]:
-        return {
-            part: {key: value for key, value in config.items() if not key.startswith("_")}  # the version that wrote it
-            for part, config in self.configs.items()
-        }
-
-    def parts_of(self, expert: str) -> list[str]:
-        return [expert]
+        return stock.settings(self.configs)
 
     def on_meta(self, height: int, width: int, num_frames: int) -> OnMeta:
         """Return the parts, with the decoder's whole graph; `vjp` checkpoints, but torch measures no recomputation."""
         shape = self.latent_shape(height, width, num_frames)
-        with torch.device("meta"):
-            vae = stock.cast(self.kind.vae.from_config(self.configs["vae"]), self.dtype).requires_grad_(False)
-            encoders = {
-                name: stock.cast(kind(kind.config_class(**self.configs[name])), self.dtype).eval()
-                for name, kind in self.kind.encoders.items()
-            }
-        with torch.no_grad():
-            conditioning = self.kind.told_on_meta(self.configs, encoders)
+        vae = stock.cast(stock.new_on_meta(self.kind.vae, self.configs["vae"]), self.dtype)
+        encoders = {name: stock.new_on_meta(kind, self.configs[name]) for name, kind in self.kind.encoders.items()}
+        text, tokens = stock.cast(nn.ModuleDict(encoders), self.dtype).eval(), self.kind.tokens(self.configs)
+        shapes = self.kind.shapes(self.configs[EXPERT], tokens)
+        conditioning = {
+            name: torch.ones(1, *shape, dtype=torch.long)  # the numbers of a mask are read
+            if name == "mask"
+            else torch.empty(1, *shape, dtype=self.dtype, device="meta")
+            for name, shape in shapes.items()
+        }
+
+        def encode_text() -> None:
+            for name, length in tokens.items():
+                ids = torch.zeros(1, length, dtype=torch.long, device="meta")
+                text.get_submodule(name)(ids, output_hidden_states=True)
+
         latents = torch.empty(1, *shape, dtype=self.dtype, device="meta", requires_grad=True)
         return OnMeta(
             experts={EXPERT: self._network_on_meta(latents, conditioning)},
-            vae=vae,
+            vae=vae.requires_grad_(requires_grad=False),
             decoder=ChunksOnMeta(
                 module=vae,
                 count=1,
@@ -246,8 +217,8 @@ class ImageModel:
             ),
             image_encoder=None,
             vision=None,
-            text_encoder=nn.ModuleDict(encoders),
-            encode_text=lambda: self.kind.told_on_meta(self.configs, encoders),
+            text_encoder=text,
+            encode_text=encode_text,
             conditioning=conditioning,
         )
 
@@ -260,13 +231,12 @@ class ImageModel:
             inputs = self.kind.ask(flat, time, conditioning, guidance)
             return self.kind.answer(model(**inputs, return_dict=False)[0], flat)
 
-        indices: dict[tuple, list[int]] = {}
-        for name, blocks in _block_lists(self._empty(), self.block_classes):
+        kinds: dict[tuple[str, tuple], list[int]] = {}
+        for name, blocks in _block_lists(self.empty_expert(EXPERT), self.block_classes):
             for i, block in enumerate(blocks):
-                layout = tuple((key, value.shape) for key, value in block.named_parameters())
-                indices.setdefault((name, layout), []).append(i)
+                kinds.setdefault((name, tuple(value.shape for value in block.parameters())), []).append(i)
+        builds = [(partial(self._one_block, name, equal[0]), len(equal)) for (name, _), equal in kinds.items()]
         streams = self.kind.streams
-        builds = [(partial(self._one_block, name, equal[0]), len(equal)) for (name, _), equal in indices.items()]
         return tuple(ExpertOnMeta(count=n, build=build, x=flat, run=run, streams=streams) for build, n in builds)
 
     def _one_block(self, name: str, index: int, adapter: Adapter | None) -> ModelMixin:
@@ -274,26 +244,23 @@ class ImageModel:
 
         Targets of the adapter that it lacks are left out.
         """
-        model = self._empty()
+        model = self.empty_expert(EXPERT)
         for list_name, blocks in _block_lists(model, self.block_classes):
             setattr(model, list_name, nn.ModuleList([blocks[index]] if list_name == name else []))
-        stock.cast(model, self.dtype).requires_grad_(False)
-        layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        if adapter:
-            targets = [target for target in adapter.targets if any(name.endswith(f".{target}") for name in layers)]
-            if targets:
-                lora.inject(model, adapter.rank, adapter.rank, targets, seed=0)
+        stock.cast(model, self.dtype).requires_grad_(requires_grad=False)
+        layers = " ".join([*(name for name, module in model.named_modules() if isinstance(module, nn.Linear)), ""])
+        targets = [target for target in (adapter.targets if adapter else ()) if f".{target} " in layers]
+        if adapter and targets:
+            lora.inject(model, adapter.rank, adapter.rank, targets, seed=0)
         return model
 
     def text_encoder(self, device: torch.device) -> Callable[[str], Conditioning]:
-        self._check_weights()
         parts: dict[str, Any] = {EXPERT: None, "vae": None}
         parts["scheduler"] = FlowMatchEulerDiscreteScheduler.from_config(dict(self.configs["scheduler"]))
         for name in self.kind.tokenizers:
             parts[name] = AutoTokenizer.from_pretrained(self.folder / name, local_files_only=True)
         for name, kind in self.kind.encoders.items():
-            path = self.folder / name
-            parts[name] = _frozen(stock.complete(path, *kind.from_pretrained(path, dtype=self.dtype, **stock.LOCAL)))
+            parts[name] = self._load(name, kind)
         pipe = stock.pipeline_class(self.kind.pipeline)(**parts).to(device)
 
         @torch.no_grad()
@@ -301,9 +268,6 @@ class ImageModel:
             return self.kind.encode(pipe, prompt, device)
 
         return encode
-
-    def image_encoder(self, device: torch.device) -> Callable[[Tensor | None, int], Conditioning]:
-        return lambda image, num_frames: {}
 
     def video_encoder(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         vae = self._load("vae", self.kind.vae).to(device)
@@ -339,30 +303,11 @@ class ImageModel:
         return self.kind.answer(output, latents).to(x.dtype).unsqueeze(2)
 
     def guide(self, velocity: Tensor, away: Tensor, scale: float) -> Tensor:
-        return self.kind.guide(velocity, away, scale)
+        return (self.kind.guide or super().guide)(velocity, away, scale)
 
-    def save_adapter(self, name: str, expert: ModelMixin, folder: Path, state: dict[str, Tensor]) -> None:
-        stock.save_adapter(self.kind.mixin, expert, folder / name, state)
-
-    def load_adapter(self, name: str, expert: ModelMixin, folder: Path) -> None:
-        lora.load_adapter(expert, folder / name)
-
-    def attach_adapters(self, experts: Mapping[str, ModelMixin], checkpoint: Path) -> None:
-        stock.attach_adapters({EXPERT: EXPERT}, experts, checkpoint)
-
-    def _load(self, part: str, kind: type[ModelMixin]) -> Any:
-        self._check_weights()
-        path = self.folder / part
-        return _frozen(stock.complete(path, *kind.from_pretrained(path, torch_dtype=self.dtype, **stock.LOCAL)))
-
-    def _empty(self) -> ModelMixin:
-        """Return the network without memory."""
-        with torch.device("meta"):
-            return self.kind.transformer.from_config(dict(self.configs[EXPERT]))
-
-    def _check_weights(self) -> None:
-        if self.opened is None:
-            raise InputError("a described model has no weights to load")
+    def _load(self, part: str, kind: type[nn.Module]) -> Any:
+        model = stock.load_pretrained(kind, self.folder / part, self.dtype)
+        return model.requires_grad_(requires_grad=False).eval()
 
 
 @dataclass(frozen=True)
@@ -380,7 +325,9 @@ class ImageDecoder:
     def decode(self, latents: Tensor, given: Conditioning | None = None) -> Tensor:
         return self._image(latents)
 
-    def decode_with_caches(self, latents: Tensor, caches: str = "keep", given: Conditioning | None = None) -> Decoded:
+    def decode_with_caches(
+        self, latents: Tensor, caches: DecodeCaches = "keep", given: Conditioning | None = None
+    ) -> Decoded:
         """Return the image without caches, for any `caches`: it is one chunk."""
         return Decoded(self.decode(latents), {})
 
@@ -395,23 +342,6 @@ class ImageDecoder:
                 image = self._image(leaf)
             gradients += torch.autograd.grad(image, [leaf], grad.to(image.dtype))
         return torch.cat(gradients)
-
-
-def pixels_per_latent(configs: Configs) -> int:
-    """Return the pixels on a side of one latent, by the VAE's config.json."""
-    vae = configs["vae"]
-    if "temperal_downsample" in vae:
-        return 2 ** len(vae["temperal_downsample"])
-    return 2 ** (len(vae["block_out_channels"]) - 1)
-
-
-def prompt_tokens(configs: Configs, tokenizer: str, most: int) -> int:
-    """Return the padded length of prompts: `most`, as published, or less where the tokenizer allows less."""
-    return min(most, configs.get(tokenizer, {}).get("model_max_length", most))
-
-
-def _frozen(model: Any) -> Any:
-    return model.requires_grad_(False).eval()
 
 
 def _block_lists(model: nn.Module, block_classes: Sequence[str]) -> list[tuple[str, nn.ModuleList]]:
@@ -434,22 +364,14 @@ def open(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
     parts = (EXPERT, "vae", *kind.encoders, *kind.tokenizers)
     if absent := [part for part in parts if not (model.folder / part).is_dir()]:
         raise InputError(f"model.model_paths: {model.folder} has no {absent[0]} folder")
-    checkpoint = shards.open_checkpoint(model.folder / EXPERT)
-    shards.check_unquantised(
-        checkpoint, "it cannot be trained on as it is; give the fp32, fp16 or bf16 files of the same model"
-    )
-    shapes = {name: tuple(value.shape) for name, value in model._empty().state_dict().items()}
-    if differing := sorted(shapes.keys() ^ checkpoint.tensors.keys()):
-        side = "lacks" if differing[0] in shapes else "has a surplus"
-        raise InputError(
-            f"{checkpoint.path} {side} {differing[0]} ({len(differing)} names differ from its config.json)"
-        )
-    for name, shape in shapes.items():
-        if checkpoint.tensors[name].shape != shape:
-            raise InputError(f"{checkpoint.path}: {name} is {checkpoint.tensors[name].shape}, the model's is {shape}")
+    checkpoint = stock.open_network(model.folder / EXPERT)
+    shapes = {name: value.shape for name, value in checkpoint.tensors.items()}
+    stock.check_tensors(checkpoint.path, shapes, model.empty_expert(EXPERT).state_dict(), "its config.json")
     for part in ("vae", *kind.encoders):
         shards.open_checkpoint(model.folder / part)
-    return replace(model, opened=checkpoint)
+    encoders = [model.folder / part for part in (*kind.encoders, *kind.tokenizers)]
+    weights = {EXPERT: list(checkpoint.files), "text_encoder": encoders, "vae": [model.folder / "vae"]}
+    return replace(model, weight_files=weights)
 
 
 def describe(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
@@ -457,17 +379,15 @@ def describe(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
 
     For a missing path they are those of the published model that its last part names.
     """
-    unsupported = {
-        "model.model_id_with_origin_paths": source.origin_paths,
-        "model.tokenizer_path": source.tokenizer_path,
-        "model.min_timestep_boundary": source.boundary,
-        "model.distill_lora_high": source.distilled[0],
-        "model.distill_lora_low": source.distilled[1],
-    }
-    for key, value in unsupported.items():
-        if value not in ("", None):
-            raise InputError(f"{key}: {kind.published} takes none, got {value!r}; remove it")
-    folder = _configurations(Path(source.model_paths))
+    folder = Path(source.model_paths)
+    if not folder.exists():
+        names = sorted(path.name for path in PUBLISHED.iterdir())
+        if folder.name not in names:
+            raise InputError(
+                f"model.model_paths: there is no {folder}; without one the last part of the path must name a published "
+                f"model: {', '.join(names)}"
+            )
+        folder = PUBLISHED / folder.name
     if not (folder / "model_index.json").is_file():
         raise InputError(f"model.model_paths: {folder} is no diffusers pipeline folder (no model_index.json in it)")
     pipeline = stock.read_json(folder / "model_index.json").get("_class_name")
@@ -477,44 +397,34 @@ def describe(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
             f"{pipeline}; set model.model_name to the model that it is"
         )
     parts = (EXPERT, "vae", *kind.encoders)
-    configs = {part: stock.read_json(folder / part / "config.json") for part in parts}
+    configs = {part: stock.read_part_config(folder, part) for part in parts}
     configs["scheduler"] = stock.read_json(folder / "scheduler" / "scheduler_config.json")
     for part in kind.tokenizers:
         path = folder / part / "tokenizer_config.json"
         if path.is_file() and (length := stock.read_json(path).get("model_max_length")):
             configs[part] = {"model_max_length": length}
     _check_scheduler(folder, configs["scheduler"])
-    takes_guidance, guidance = configs[EXPERT].get("guidance_embeds", False), source.embedded_guidance
-    if takes_guidance and guidance is None:
+    guided, guidance = configs[EXPERT].get("guidance_embeds", False), source.embedded_guidance
+    if guided and guidance is None:
         raise InputError(
             f"model.embedded_guidance: {folder} is told a guidance, and none is given; set it (published: 3.5)"
         )
-    if not takes_guidance and guidance is not None:
-        raise InputError(f"model.embedded_guidance: {folder} is told none, got {guidance:g}; remove it")
-    return ImageModel(kind=kind, folder=folder, configs=configs, dtype=DTYPES[source.dtype], guidance=guidance)
-
-
-def _configurations(folder: Path) -> Path:
-    """Return the folder of the configurations: the model's own if it exists, else the published one of its name."""
-    if folder.exists():
-        return folder
-    names = sorted(path.name for path in PUBLISHED.iterdir())
-    if folder.name not in names:
-        raise InputError(
-            f"model.model_paths: there is no {folder}; without one the last part of the path must name a published "
-            f"model: {', '.join(names)}"
-        )
-    return PUBLISHED / folder.name
+    unused = {
+        "model.embedded_guidance": None if guided else guidance, "model.tokenizer_path": source.tokenizer_path,
+        "model.model_id_with_origin_paths": source.origin_paths, "model.min_timestep_boundary": source.boundary,
+        "model.distill_lora_high": source.distilled[0], "model.distill_lora_low": source.distilled[1],
+    }  # fmt: skip
+    stock.refuse_settings(kind.published, unused)
+    return ImageModel(
+        folder=folder, parts={EXPERT: EXPERT}, dtype=DTYPES[source.dtype], lora_loader=kind.mixin, weight_files={},
+        kind=kind, configs=configs, guidance=guidance,
+    )  # fmt: skip
 
 
 def _check_scheduler(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise InputError unless a shift alone, which may depend on the size, gives the scheduler's sigmas."""
-    path = folder / "scheduler" / "scheduler_config.json"
-    if config.get("_class_name") != "FlowMatchEulerDiscreteScheduler":
-        raise InputError(
-            f"{path}: {config.get('_class_name')} is no FlowMatchEulerDiscreteScheduler, which is understood"
-        )
-    sigmas = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas")
-    for key in (*sigmas, "stochastic_sampling"):
-        if config.get(key):
-            raise InputError(f"{path}: {key} is {config[key]!r}, which is not understood; this model's has none")
+    sigmas = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas", "stochastic_sampling")
+    expected = {"_class_name": "FlowMatchEulerDiscreteScheduler"} | dict.fromkeys(sigmas, False)
+    for key, value in expected.items():
+        if (config.get(key) or False) != value:
+            raise InputError(f"{folder}/scheduler/scheduler_config.json: {key} is {config[key]!r}, must be {value!r}")

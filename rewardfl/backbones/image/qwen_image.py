@@ -3,18 +3,17 @@
 Its conditioning: text (B, T, d), T the tokens of the batch's longest prompt; mask (B, T) of the tokens of each prompt.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from diffusers.loaders import QwenImageLoraLoaderMixin
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from rewardfl.backbones.image.flux import pack, unpack
-from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, PATCH, Configs, ImageModelSpec, describe, open
+from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, PATCH, ImageModelSpec, describe, open
 from rewardfl.backbones.protocol import Conditioning
 
 TOKENS = 128  # of a prompt, for the estimate alone: prompts are not padded
@@ -63,13 +62,6 @@ def _decode(vae: AutoencoderKLQwenImage, latents: Tensor) -> Tensor:
     return vae.decode(latents / scale.to(latents) + mean.to(latents), return_dict=False)[0]
 
 
-def _conditioning_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
-    model: Any = encoders["text_encoder"].model  # without its vision part
-    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
-    text = model.language_model(input_ids=ids).last_hidden_state
-    return {"text": text, "mask": torch.ones(1, TOKENS, dtype=torch.long)}
-
-
 QWEN_IMAGE = ImageModelSpec(
     published="Qwen-Image",
     pipeline="QwenImagePipeline",
@@ -87,7 +79,8 @@ QWEN_IMAGE = ImageModelSpec(
     vae=AutoencoderKLQwenImage,
     decode=_decode,
     encode_image=_encode_image,
-    told_on_meta=_conditioning_on_meta,
+    tokens=lambda configs: {"text_encoder.model.language_model": TOKENS},  # without its vision part
+    shapes=lambda network, tokens: {"text": (TOKENS, network["joint_attention_dim"]), "mask": (TOKENS,)},
 )  # fmt: skip
 
 open, describe = partial(open, QWEN_IMAGE), partial(describe, QWEN_IMAGE)

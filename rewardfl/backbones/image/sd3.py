@@ -3,30 +3,19 @@
 Its conditioning: text (B, 77 + 256, d), CLIP's two embeddings side by side and T5's after them; pooled (B, p).
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from diffusers import SD3Transformer2DModel
 from diffusers.loaders import SD3LoraLoaderMixin
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
-from rewardfl.backbones.image.pipeline import (
-    ATTENTION,
-    EXPERT,
-    JOINT,
-    Configs,
-    ImageModelSpec,
-    describe,
-    open,
-    pixels_per_latent,
-    prompt_tokens,
-)
+from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, Configs, ImageModelSpec, describe, open
 from rewardfl.backbones.protocol import Conditioning
 
-CLIP_TOKENS, T5_TOKENS = 77, 256  # prompts' padded lengths in diffusers' pipeline; a tokenizer may allow less
+T5_TOKENS = 256  # a prompt's length in diffusers' pipeline
 
 
 def _encode(pipe: Any, prompt: str, device: torch.device) -> Conditioning:
@@ -46,22 +35,11 @@ def _model_inputs(x: Tensor, times: Tensor, conditioning: Conditioning, guidance
     }
 
 
-def _longest_side(configs: Configs) -> int:
-    """Return the longest side of images in pixels, by the network's number of positions."""
-    config = configs[EXPERT]
-    return config["pos_embed_max_size"] * config["patch_size"] * pixels_per_latent(configs)
-
-
-def _conditioning_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
-    short = prompt_tokens(configs, "tokenizer", CLIP_TOKENS)
-    long = prompt_tokens(configs, "tokenizer_3", T5_TOKENS)
-    ids = {"text_encoder": short, "text_encoder_2": short, "text_encoder_3": long}
-    tokens = {name: torch.zeros(1, length, dtype=torch.long, device="meta") for name, length in ids.items()}
-    clips = [encoders[name](tokens[name], output_hidden_states=True) for name in ("text_encoder", "text_encoder_2")]
-    t5 = encoders["text_encoder_3"](tokens["text_encoder_3"])[0]
-    text = torch.cat([output.hidden_states[-2] for output in clips], -1)
-    text = nn.functional.pad(text, (0, t5.shape[-1] - text.shape[-1]))
-    return {"text": torch.cat([text, t5], -2), "pooled": torch.cat([output[0] for output in clips], -1)}
+def _tokens(configs: Configs) -> dict[str, int]:
+    """Return the padded lengths of prompts in diffusers' pipeline; a tokenizer may allow less."""
+    lengths = {"tokenizer": 77, "tokenizer_3": T5_TOKENS}
+    clip, t5 = (min(most, configs.get(name, {}).get("model_max_length", most)) for name, most in lengths.items())
+    return {"text_encoder": clip, "text_encoder_2": clip, "text_encoder_3": t5}
 
 
 SD3 = ImageModelSpec(
@@ -83,8 +61,12 @@ SD3 = ImageModelSpec(
     ask=_model_inputs,
     answer=lambda output, x: output,
     sigmas=lambda steps: None,
-    longest_side=_longest_side,
-    told_on_meta=_conditioning_on_meta,
+    longest_side=lambda network: network["pos_embed_max_size"] * network["patch_size"],
+    tokens=_tokens,
+    shapes=lambda network, tokens: {
+        "text": (tokens["text_encoder"] + tokens["text_encoder_3"], network["joint_attention_dim"]),
+        "pooled": (network["pooled_projection_dim"],),
+    },
 )  # fmt: skip
 
 open, describe = partial(open, SD3), partial(describe, SD3)

@@ -3,31 +3,21 @@
 Its conditioning: text (B, T, d), T the tokens of the batch's longest prompt; mask (B, T) of the tokens of each prompt.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from diffusers import ZImageTransformer2DModel
 from diffusers.loaders import ZImageLoraLoaderMixin
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Qwen3Model
 
-from rewardfl.backbones.image.pipeline import (
-    ATTENTION,
-    EXPERT,
-    PATCH,
-    Configs,
-    ImageModelSpec,
-    describe,
-    open,
-    pixels_per_latent,
-)
+from rewardfl.backbones.image.pipeline import ATTENTION, PATCH, ImageModelSpec, describe, open
 from rewardfl.backbones.protocol import Conditioning
 
 # A prompt's padded length in the text encoder of diffusers' pipeline, and its length for the estimate; the network's
-# prompts are not padded. The network pads both streams of tokens to multiples of 32.
-PADDED, TOKENS, MULTIPLE = 512, 128, 32
+# prompts are not padded.
+PADDED, TOKENS = 512, 128
 
 
 def _encode(pipe: Any, prompt: str, device: torch.device) -> Conditioning:
@@ -51,17 +41,6 @@ def _guide(velocity: Tensor, away: Tensor, scale: float) -> Tensor:
     return velocity + scale * (velocity - away)
 
 
-def _longest_side(configs: Configs) -> int:
-    """Return the longest side of images in pixels, by the network's number of rows and columns."""
-    return min(configs[EXPERT]["axes_lens"][1:]) * PATCH * pixels_per_latent(configs)
-
-
-def _conditioning_on_meta(configs: Configs, encoders: Mapping[str, nn.Module]) -> Conditioning:
-    ids = torch.zeros(1, PADDED, dtype=torch.long, device="meta")
-    text = encoders["text_encoder"](ids, output_hidden_states=True).hidden_states[-2]
-    return {"text": text[:, :TOKENS], "mask": torch.ones(1, TOKENS, dtype=torch.long)}
-
-
 Z_IMAGE = ImageModelSpec(
     published="Z-Image",
     pipeline="ZImagePipeline",
@@ -77,8 +56,9 @@ Z_IMAGE = ImageModelSpec(
     answer=lambda output, x: -torch.stack(list(output)).squeeze(2),  # the output is x0 - noise
     guide=_guide,
     sigmas=lambda steps: torch.linspace(1, 1 / steps, steps).tolist(),  # float32, as the pipeline's own
-    longest_side=_longest_side,
-    told_on_meta=_conditioning_on_meta,
+    longest_side=lambda network: min(network["axes_lens"][1:]) * PATCH,  # rows and columns
+    tokens=lambda configs: {"text_encoder": PADDED},
+    shapes=lambda network, tokens: {"text": (TOKENS, network["cap_feat_dim"]), "mask": (TOKENS,)},
     streams=("x",),
 )  # fmt: skip
 

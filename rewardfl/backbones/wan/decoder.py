@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from rewardfl.backbones.protocol import Caches, Conditioning, Decoded
+from rewardfl.backbones.protocol import Caches, Conditioning, DecodeCaches, Decoded
 from rewardfl.memory.offload import InHost, to_host
 
 StoredCaches = list[Tensor | InHost | str | None]  # for a later VJP
@@ -45,32 +45,35 @@ class WanDecoder:
 
     def decode(self, latents: Tensor, given: Conditioning | None = None) -> Tensor:
         """Return the video (B, 3, F, H, W) in [-1, 1] of normalised latents (B, C, T, H/s, W/s)."""
-        return self._decode(self._whole(latents, given), stride=None, offload=False).video
+        return self._decode(self._whole(latents, given), stride=None, to_stored=list).video
 
-    def decode_with_caches(self, latents: Tensor, caches: str = "keep", given: Conditioning | None = None) -> Decoded:
+    def decode_with_caches(
+        self, latents: Tensor, caches: DecodeCaches = "keep", given: Conditioning | None = None
+    ) -> Decoded:
         """Decode for a later `vjp`.
 
         caches: keep (on the device), offload (in host memory), or segment (in host memory, those of every
         ceil(sqrt(T))-th chunk; the VJP decodes each segment again for the others). The gradients are the same to the
         last bit.
         """
-        if caches not in ("keep", "offload", "segment"):
-            raise ValueError(f"caches must be keep, offload or segment, got {caches!r}")
         latents = self._whole(latents, given)
         stride = math.ceil(math.sqrt(latents.shape[2])) if caches == "segment" else 1
-        return self._decode(latents, stride, offload=caches != "keep")
+        return self._decode(latents, stride, list if caches == "keep" else _to_host)
 
     def _whole(self, latents: Tensor, given: Conditioning | None) -> Tensor:
-        return torch.cat([given["image"].to(latents), latents], 2) if self.frame_given else latents
+        if not self.frame_given:
+            return latents
+        assert given is not None, "a decoder with a given frame is called with the batch's conditioning"
+        return torch.cat([given["image"].to(latents), latents], 2)
 
     @torch.no_grad()
-    def _decode(self, latents: Tensor, stride: int | None, offload: bool) -> Decoded:
+    def _decode(self, latents: Tensor, stride: int | None, to_stored: Callable[[Caches], StoredCaches]) -> Decoded:
         caches: Caches = [None] * self.vae._cached_conv_counts["decoder"]
         chunks, stored = [], {}
         for i in range(latents.shape[2]):
             if stride is not None and i % stride == 0:
-                stored[i] = _to_host(caches) if offload else caches
-            frames, caches = self._chunk(latents[:, :, i : i + 1], caches, first=i == 0)
+                stored[i] = to_stored(caches)
+            frames, caches = self._chunk(latents[:, :, i : i + 1], caches)
             chunks.append(frames)
         return Decoded(torch.cat(chunks, 2).clamp(-1, 1), stored)
 
@@ -100,7 +103,7 @@ class WanDecoder:
             del caches
             leaves = [x] + [cache for cache in start if isinstance(cache, Tensor)]
             with torch.enable_grad(), parts_checkpointed(self.vae.decoder):
-                frames, after = self._chunk(x, start, first=i == 0)
+                frames, after = self._chunk(x, start)
                 frames = frames.clamp(-1, 1)
                 # edges of the graph instead of the values: the values are not needed any more
                 outputs = [get_gradient_edge(frames)]
@@ -113,6 +116,7 @@ class WanDecoder:
                 # not torch.autograd.grad: its results for the caches are views that keep larger tensors alive
                 torch.autograd.backward(outputs, cotangents, inputs=leaves)
             del outputs, cotangents
+            assert x.grad is not None
             grad_latents[:, :, i : i + 1] = x.grad
             grad_caches = [cache.grad if isinstance(cache, Tensor) else None for cache in start]
         return grad_latents[:, :, first_sampled:]
@@ -124,24 +128,29 @@ class WanDecoder:
         segment = {first: stored[first]}
         caches: Caches = _to_device(stored[first], latents.device) if first < last else []
         for i in range(first, last):
-            caches = self._chunk(latents[:, :, i : i + 1], caches, first=i == 0)[1]
+            caches = self._chunk(latents[:, :, i : i + 1], caches)[1]
             segment[i + 1] = _to_host(caches)
         return segment
 
-    def _chunk(self, latents: Tensor, caches: Caches, first: bool) -> tuple[Tensor, Caches]:
+    def _chunk(self, latents: Tensor, caches: Caches) -> tuple[Tensor, Caches]:
         """Decode one latent frame (B, C, 1, h, w) to unclamped video frames; return them and the caches after it."""
         latents, config = latents.to(self.vae.dtype), self.vae.config
         mean, std = (latents.new_tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std))
         # diffusers' pipeline multiplies by 1 / std and divides by that; the same roundings give the same pixels
-        x = self.vae.post_quant_conv(latents / (1.0 / std) + mean)
-        after = list(caches)  # diffusers replaces the list's entries, never a cached tensor's contents
-        frames = self.vae.decoder(x, feat_cache=after, feat_idx=[0], first_chunk=first)
-        return frames if config.patch_size is None else unpatchify(frames, config.patch_size), after
+        return run_chunk(self.vae, latents / (1.0 / std) + mean, caches)
 
     def _frame_ranges(self, num_latents: int) -> list[slice]:
         """Return the video frames of each latent frame: one of the first, `temporal factor` of every other."""
         factor = self.vae.config.scale_factor_temporal
         return [slice(0, 1)] + [slice(1 + factor * i, 1 + factor * (i + 1)) for i in range(num_latents - 1)]
+
+
+def run_chunk(vae: AutoencoderKLWan, x: Tensor, caches: Caches) -> tuple[Tensor, Caches]:
+    """Decode one frame of the VAE's own latents; return video frames and the caches after it."""
+    after = list(caches)  # diffusers replaces the list's entries, never a cached tensor's contents
+    first, patch = caches[0] is None, vae.config.patch_size
+    frames = vae.decoder(vae.post_quant_conv(x), feat_cache=after, feat_idx=[0], first_chunk=first)
+    return frames if patch is None else unpatchify(frames, patch), after
 
 
 def _to_host(caches: Caches) -> StoredCaches:
@@ -150,6 +159,9 @@ def _to_host(caches: Caches) -> StoredCaches:
 
 def _to_device(caches: StoredCaches, device: torch.device) -> Caches:
     return [cache.back(device) if isinstance(cache, InHost) else cache for cache in caches]
+
+
+_recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 @contextlib.contextmanager
@@ -164,7 +176,7 @@ def parts_checkpointed(decoder: WanDecoder3d) -> Iterator[None]:
         WanResidualBlock: _checkpoint_part,
         WanResample: _checkpoint_part,
         WanRMS_norm: _checkpoint_strips,
-        WanCausalConv3d: _checkpoint_padding,
+        WanCausalConv3d: _recompute,
     }
     parts = [module for module in decoder.modules() if type(module) in wrappers]
     for part in parts:
@@ -176,20 +188,12 @@ def parts_checkpointed(decoder: WanDecoder3d) -> Iterator[None]:
             del part.forward  # the class's own is left
 
 
-_recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-
-
 def _checkpoint_strips(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Run a pointwise `forward(x)`, (..., h, w), in strips; each strip is recomputed by itself."""
     rows = max(1, STRIP * x.shape[-2] // x.numel())
     if rows >= x.shape[-2]:
         return _recompute(forward, x)
     return torch.cat([_recompute(forward, strip) for strip in x.split(rows, -2)], -2)
-
-
-def _checkpoint_padding(forward: Callable[..., Tensor], x: Tensor, cache_x: Tensor | None = None) -> Tensor:
-    """Run a convolution's `forward(x, cache_x)`. Its backward pass recomputes the padded input, and needs no more."""
-    return _recompute(forward, x, cache_x)
 
 
 def _checkpoint_part(forward: Callable[..., Tensor], x: Tensor, feat_cache: Caches, feat_idx: list[int]) -> Tensor:

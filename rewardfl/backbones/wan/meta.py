@@ -3,18 +3,19 @@
 import math
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan
-from diffusers.models.autoencoders.autoencoder_kl_wan import patchify, unpatchify
+from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
 from torch import Tensor
-from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
+from transformers import CLIPVisionModel, UMT5EncoderModel
 
 from rewardfl.backbones import stock
 from rewardfl.backbones.protocol import Caches, ChunksOnMeta, ExpertOnMeta, OnMeta, Shape
 from rewardfl.backbones.wan import files
-from rewardfl.backbones.wan.decoder import parts_checkpointed
+from rewardfl.backbones.wan.decoder import parts_checkpointed, run_chunk
 from rewardfl.backbones.wan.model import TEXT_LENGTH, new_expert
 from rewardfl.backbones.wan.variants import Variant
 
@@ -22,21 +23,19 @@ CLIP_TOKENS = 257  # of a picture: CLIP-H's 16 x 16 patches and its class
 meta = partial(torch.empty, device="meta")
 
 
-def on_meta(layout: files.Layout, dtype: torch.dtype, shape: Shape, video: tuple[int, int, int]) -> OnMeta:
+def on_meta(folder: Path, variant: Variant, dtype: torch.dtype, shape: Shape, video: tuple[int, int, int]) -> OnMeta:
     """Return the model's parts. shape: (C, T, h, w) of the sampled latents; video: frames, height and width."""
-    variant = layout.variant
-    with torch.device("meta"):
-        vae = AutoencoderKLWan.from_config(files.read_part_config(layout, "vae"))
-        text = UMT5EncoderModel(UMT5Config(**files.read_part_config(layout, "text_encoder"))).to(dtype).eval()
-        tokens = torch.empty(1, TEXT_LENGTH, dtype=torch.long)
-    stock.cast(vae, dtype).requires_grad_(False)
-    configs = {name: files.read_part_config(layout, part) for name, part in variant.parts.items()}
+    vae = stock.new_on_meta(AutoencoderKLWan, stock.read_part_config(folder, "vae"))
+    stock.cast(vae, dtype).requires_grad_(requires_grad=False)
+    text = stock.new_on_meta(UMT5EncoderModel, stock.read_part_config(folder, "text_encoder")).to(dtype).eval()
+    tokens = meta(1, TEXT_LENGTH, dtype=torch.long)
+    configs = {name: stock.read_part_config(folder, part) for name, part in variant.parts.items()}
     whole = (shape[0], shape[1] + (variant.image == "frame"), *shape[2:])  # with the conditioning's frame
     experts: dict[str, tuple[ExpertOnMeta, ...]] = {}
     for name, config in configs.items():
         same = next((expert for expert in experts if configs[expert] == config), None)
         experts[name] = experts[same] if same else (expert_on_meta(config, dtype, whole, variant),)
-    last = configs[variant.experts[-1]]
+    last, vision = configs[variant.experts[-1]], None
     conditioning = {"text": meta(1, TEXT_LENGTH, last["text_dim"], dtype=dtype)}
     # diffusers' pipeline makes the VAE's outputs float32, whatever its dtype
     if variant.image == "channels":
@@ -45,22 +44,18 @@ def on_meta(layout: files.Layout, dtype: torch.dtype, shape: Shape, video: tuple
         conditioning["image"] = meta(1, shape[0], 1, *shape[2:])
     if variant.clip:
         conditioning["clip"] = meta(1, CLIP_TOKENS, last["image_dim"], dtype=dtype)
+        home = folder if (folder / "image_encoder").is_dir() else files.published(variant)
+        vision = stock.new_on_meta(CLIPVisionModel, stock.read_part_config(home, "image_encoder")).to(dtype)
     return OnMeta(
         experts=experts,
         vae=vae,
         decoder=_decoder_on_meta(vae, dtype, whole),
         image_encoder=_encoder_on_meta(vae, dtype, video),
-        vision=_vision_on_meta(layout, dtype) if variant.clip else None,
+        vision=vision,
         text_encoder=text,
         encode_text=lambda: text(tokens),
         conditioning=conditioning,
     )
-
-
-def _vision_on_meta(layout: files.Layout, dtype: torch.dtype) -> CLIPVisionModel:
-    folder = layout.configs if (layout.configs / "image_encoder").is_dir() else files.published(layout.variant)
-    with torch.device("meta"):
-        return CLIPVisionModel(CLIPVisionConfig.from_pretrained(folder / "image_encoder")).to(dtype)
 
 
 def expert_on_meta(config: Mapping[str, Any], dtype: torch.dtype, shape: Shape, variant: Variant) -> ExpertOnMeta:
@@ -82,10 +77,9 @@ def _decoder_on_meta(vae: AutoencoderKLWan, dtype: torch.dtype, shape: Shape) ->
     """Return the VAE's decoder, one latent frame per chunk."""
     channels, frames, height, width = shape
 
-    def run(x: Tensor, caches: Caches, first: bool) -> tuple[Tensor, Caches]:
-        after, patch = list(caches), vae.config.patch_size
-        video = vae.decoder(vae.post_quant_conv(x), feat_cache=after, feat_idx=[0], first_chunk=first)
-        return (video if patch is None else unpatchify(video, patch)).clamp(-1, 1), after
+    def run(x: Tensor, caches: Caches) -> tuple[Tensor, Caches]:
+        video, after = run_chunk(vae, x, caches)
+        return video.clamp(-1, 1), after
 
     def frame(_: int) -> Tensor:
         return meta(1, channels, 1, height, width, dtype=dtype, requires_grad=True)
@@ -102,7 +96,7 @@ def _encoder_on_meta(vae: AutoencoderKLWan, dtype: torch.dtype, video: tuple[int
     frames, height, width = video
     factor = vae.config.scale_factor_temporal
 
-    def run(x: Tensor, caches: Caches, first: bool) -> tuple[Tensor, Caches]:
+    def run(x: Tensor, caches: Caches) -> tuple[Tensor, Caches]:
         after, patch = list(caches), vae.config.patch_size
         return vae.encoder(x if patch is None else patchify(x, patch), feat_cache=after, feat_idx=[0]), after
 

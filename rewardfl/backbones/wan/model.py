@@ -9,6 +9,7 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
 from rewardfl import lora
 from rewardfl.backbones.protocol import Adapter, Schedule
+from rewardfl.backbones.stock import new_on_meta
 from rewardfl.flow import linear_sigmas
 from rewardfl.weights import wan_names
 
@@ -30,8 +31,7 @@ def schedule(num_steps: int, shift: float, experts: Sequence[str], boundary: flo
 
 def empty_expert(config: Mapping[str, Any]) -> WanTransformer3DModel:
     """Build an expert without memory for its weights. The rotary tables are in no file, so they are computed."""
-    with torch.device("meta"):
-        model = WanTransformer3DModel.from_config(dict(config))
+    model = new_on_meta(WanTransformer3DModel, config)
     model.rope = WanRotaryPosEmbed(
         model.config.attention_head_dim, model.config.patch_size, model.config.rope_max_seq_len
     )
@@ -42,11 +42,10 @@ def new_expert(
     config: Mapping[str, Any], dtype: torch.dtype, layers: int, adapter: Adapter | None
 ) -> WanTransformer3DModel:
     """Build an expert of `layers` blocks on the meta device, in the dtypes of loading and of `lora.inject`."""
-    with torch.device("meta"):
-        model = WanTransformer3DModel.from_config(dict(config) | {"num_layers": layers})
+    model = new_on_meta(WanTransformer3DModel, dict(config) | {"num_layers": layers})
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if wan_names.stays_float32(name) else dtype)
-    model.requires_grad_(False)
+    model.requires_grad_(requires_grad=False)
     if adapter:
         lora.inject(model, adapter.rank, adapter.rank, list(adapter.targets), seed=0)
     return model

@@ -59,17 +59,3 @@ VARIANTS = {
     "wan2_1_i2v": Variant(published="Wan2.1-I2V-14B", image="channels", clip=True),
     "wan2_1_t2v": Variant(published="Wan2.1-T2V"),
 }
-
-
-def find_variant(two_experts: bool, expand_timesteps: bool, text_alone: bool) -> Variant:
-    """Return the variant of a pipeline folder.
-
-    expand_timesteps: as in model_index.json. text_alone: whether the transformer's input and output channels are equal.
-    """
-    if expand_timesteps:
-        name = "wan2_2_ti2v"
-    elif two_experts:
-        name = "wan2_2_t2v" if text_alone else "wan2_2"
-    else:
-        name = "wan2_1_t2v" if text_alone else "wan2_1_i2v"
-    return VARIANTS[name]

@@ -31,12 +31,6 @@ MODELS = {
     "sd3": (random_sd3, None), "flux": (random_flux, 3.5), "qwen_image": (random_qwen_image, None),
     "flux2_klein": (random_flux2_klein, None), "z_image": (random_z_image, None),
 }  # fmt: skip
-# how its pipeline is given noise (B, C, h, w), and what guidance it is asked for
-STOCK = {
-    "sd3": (lambda noise: noise, 1.0), "flux": (pack, 3.5), "qwen_image": (pack, 1.0),
-    "flux2_klein": (lambda noise: torch.nn.functional.pixel_unshuffle(noise, 2), 1.0),
-    "z_image": (lambda noise: noise, 0.0),
-}  # fmt: skip
 FIRST_LAYER = {"z_image": "layers.0.attention.to_q"}
 TOKENS = {"qwen_image": qwen_image.TOKENS, "z_image": z_image.TOKENS}  # of an estimate, where prompts are as they are
 
@@ -93,20 +87,19 @@ def test_a_colour_is_learned(folder_of, name, how, tmp_path):
     assert any(layer.startswith(FIRST_LAYER.get(name, "transformer_blocks.0.attn.to_q")) for layer in state)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_generate_is_the_stock_pipeline(folder_of, name, tmp_path, monkeypatch):
+def test_generate_is_the_stock_pipeline(folder_of, tmp_path):
     """Of the noise that the seed gives; 8 bits of rounding."""
-    told, folder = MODELS[name][1], folder_of(name) / "model"
+    name, guidance = "flux", 3.5
+    folder = folder_of(name) / "model"
     words = ["--model-name", name, "--model", folder, "--prompt", PROMPTS[0], "--height", SIDE, "--width", 2 * SIDE]
     words += ["--num-frames", 1, "--steps", 4, "--shift", "null", "--dtype", "float32", "--seed", 5]
-    words += [] if told is None else ["--embedded-guidance", told]
+    words += ["--embedded-guidance", guidance]
     run_tool(generate.main, *words, "--out", tmp_path / "new" / "ball.png")
-    pipe, (given, guidance) = MODELS[name][0](), STOCK[name]
-    source = Source(model_paths=str(folder), dtype="float32", embedded_guidance=told)
+    source = Source(model_paths=str(folder), dtype="float32", embedded_guidance=guidance)
     noise = draw_noise((1, *backbones.open(name, source).latent_shape(SIDE, 2 * SIDE, 1)), 5)[:, :, 0]
-    stock = pipe(
-        prompt=PROMPTS[0], height=SIDE, width=2 * SIDE, num_inference_steps=4, output_type="pt",
-        latents=given(noise), guidance_scale=guidance,
+    stock = random_flux()(
+        prompt=PROMPTS[0], height=SIDE, width=2 * SIDE, num_inference_steps=4, output_type="pt", latents=pack(noise),
+        guidance_scale=guidance,
     ).images[0]  # fmt: skip
     ours = data.read_picture(tmp_path / "new" / "ball.png").permute(2, 0, 1) / 255
     assert (ours - stock).abs().max() < 1 / 255
@@ -178,15 +171,12 @@ def test_two_processes_are_one(folder_of, name, kind, tmp_path):
     [
         ("data.num_frames=5", "data.num_frames must be 1, got 5"),
         (f"data.height={SIDE + 4}", f"data.height must be a multiple of 8, at most 96, got {SIDE + 4}"),
-        ("data.height=104", "data.height must be a multiple of 8, at most 96, got 104"),
         ("model.embedded_guidance=3.5", "model.embedded_guidance: "),
         ("model.min_timestep_boundary=0.9", "model.min_timestep_boundary: "),
-        ("model.tokenizer_path=somewhere", "model.tokenizer_path"),
         ("model.model_name=flux", "set model.model_name to the model that it is"),
         ("model.trainable_models=dit2", "model.trainable_models"),
         ("lora.lora_target_modules=nothing", "lora.lora_target_modules"),
         ("reward.name=motion", "reward.name judges at least 2 frames, and data.num_frames is 1"),
-        ("reward.others.flow.name=optical_flow", "reward.others.flow judges at least 2 frames"),
     ],
 )
 def test_what_does_not_fit_is_refused(folder_of, monkeypatch, capsys, override, said, tmp_path):
@@ -333,19 +323,17 @@ def untrained(folder_of, tmp_path_factory):
     "words, said",
     [
         (["--adapter", "RUN/nowhere"], "RUN/nowhere: holds no */"),
-        (["reward.name=RUN/own.py:LikeTheClip"], "line 2: reward.name compares with a clip"),
         (["reward.others={own: {name: 'RUN/own.py:LikeTheClip', weight: 0}}"], "line 2: reward.others.own compares"),
         (["reward.others={flow: {name: optical_flow, weight: 0}}"], "reward.others.flow judges at least 2 frames"),
         (["--data", "RUN/sizes.csv"], "line 3: height must be a multiple of 8, at most 96, got 36\nline 4: height w"),
         (["--data", "RUN/sizes.csv"], "line 5: empty prompt"),
         (["--data", "RUN/clip.csv"], "line 2: RUN/gone.mp4: no such file"),
         (["--data", "RUN/nowhere.csv"], "--data: no such file: RUN/nowhere.csv"),
-        (["--out", "RUN/own.py"], "--out RUN/own.py is no folder"),
         (["--out", "RUN"], "--out RUN is, holds or lies in the input RUN/run.json"),
     ],
 )
 def test_what_evaluate_cannot_judge_is_refused_before_weights_load(folder_of, untrained, monkeypatch, words, said):
-    monkeypatch.setattr(pipeline.ImageModel, "_check_weights", None)
+    monkeypatch.setattr(pipeline.ImageModel, "_load", None)
     words, said = ([word.replace("RUN", str(untrained)) for word in words], said.replace("RUN", str(untrained)))
     prompts = folder_of("sd3") / "prompts.csv"
     words = ["--run", untrained, "--data", prompts, "--device", "cpu", "--trust-code", *words]

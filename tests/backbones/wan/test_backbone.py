@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
+from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 from pipelines import (
     FRAMES,
@@ -22,9 +22,7 @@ from pipelines import (
 
 from rewardfl import backbones, data, reward_flow
 from rewardfl.backbones.protocol import Source, Velocity
-from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
-from rewardfl.backbones.wan.files import find_files
 from rewardfl.backbones.wan.variants import TWO_EXPERTS
 from rewardfl.noise import draw_noise
 from rewardfl.weights.shards import InputError
@@ -47,46 +45,13 @@ def stock(pipe, steps, image=None, prompt=PROMPT, guidance_scale=1.0, shift=5.0,
     ).frames  # fmt: skip
 
 
-def ours(pipe, steps, noise, negative=None, guidance=1.0):
-    experts = experts_of(pipe)
-    schedule = wan.schedule(steps, 5.0, I2V.experts, pipe.config.boundary_ratio)
-    velocity = Velocity(
-        backbone=backbone_of(pipe), model=experts, conditioning=encode(pipe, PROMPT, picture()[1], FRAMES),
-        schedule=schedule, negative=negative, guidance=guidance,
-    )  # fmt: skip
-    return reward_flow.rollout(velocity, noise, schedule.sigmas, keep=()).x0
-
-
 def test_guidance_needs_a_negative_prompt(pipe):
+    velocity = Velocity(
+        backbone=backbone_of(pipe), model=experts_of(pipe), conditioning=encode(pipe, PROMPT, picture()[1], FRAMES),
+        schedule=wan.schedule(4, 5.0, I2V.experts, 0.9), guidance=3.5,
+    )  # fmt: skip
     with pytest.raises(ValueError, match="guidance 3.5 needs the embedding of a negative prompt"):
-        Velocity(
-            backbone=backbone_of(pipe), model=pipe.transformer, conditioning=None,
-            schedule=wan.schedule(4, 5.0, I2V.experts, 0.9), negative=None, guidance=3.5,
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize("guidance", [1.0, 3.5])
-def test_sampler_is_the_pipeline_in_bfloat16_within_its_rounding(tmp_path, pipe, guidance):
-    """We keep latents (and guide) in float32 where the pipeline rounds to bfloat16 at every step.
-
-    So we are nearer to the float32 result than it is.
-    """
-    noise = draw_noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
-    arguments = {"guidance_scale": guidance, "output_type": "latent"}
-    exact = stock(pipe, 8, latents=noise.clone(), **arguments)
-    pipe.save_pretrained(tmp_path)
-    half = wan_load.load_pipeline(find_files(I2V, str(tmp_path)), torch.bfloat16)
-    half.set_progress_bar_config(disable=True)
-    negative = {"text": encode_text(half, "")}
-    expected = stock(half, 8, latents=noise.clone(), **arguments).float()
-    actual = ours(half, 8, noise, negative, guidance)
-    assert actual.dtype == torch.float32
-
-    def distance(one, other):
-        return float((one - other).abs().mean() / exact.abs().mean())
-
-    assert distance(actual, expected) < 0.015  # measured 0.0043 and, guided, 0.0066
-    assert distance(actual, exact) < distance(expected, exact) < 0.015
+        velocity(draw_noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7), 0)
 
 
 def asked(pipe, steps, shift, boundary):
@@ -115,24 +80,6 @@ def test_the_expert_of_each_step_is_the_pipelines(pipe, shift, steps):
     assert len(schedule) == steps == len(schedule.timesteps) == len(schedule.sigmas) - 1
 
 
-def test_the_network_takes_the_expert_that_the_schedule_names(pipe):
-    """At a tie, by what answers: each expert gives a velocity of its own."""
-    experts, schedule = experts_of(pipe), wan.schedule(4, 3.0, I2V.experts, 0.9)
-    conditioning = encode(pipe, PROMPT, picture()[1], FRAMES)
-    noise = draw_noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
-    inputs = torch.cat([noise, conditioning["image"]], 1)
-    with torch.no_grad():
-        for step in range(4):
-            expert = pipe.components[TWO_EXPERTS[schedule.experts[step]]]
-            expected = expert(inputs, schedule.timesteps[step, None], conditioning["text"], return_dict=False)[0]
-            assert torch.equal(
-                Velocity(backbone=backbone_of(pipe), model=experts, conditioning=conditioning, schedule=schedule)(
-                    noise, step
-                ),
-                expected,
-            )
-
-
 @pytest.mark.parametrize("guidance", [1.0, 3.5])
 def test_a_batch_is_the_pipelines_samples(pipe, guidance):
     """Two images and two prompts at once; the pipeline cannot, so it is asked for each."""
@@ -157,54 +104,39 @@ def test_a_batch_is_the_pipelines_samples(pipe, guidance):
 
 
 def test_check_clips(pipe):
-    def check(*size, spatial=8, temporal=4, max_pixels=None):
-        model = dataclasses.replace(backbone_of(pipe), spatial=spatial, temporal=temporal)
+    def check(*size, spatial=8, temporal=4, positions=64, max_pixels=None):
+        model = dataclasses.replace(backbone_of(pipe), spatial=spatial, temporal=temporal, positions=positions)
         model.check_clips(*size, max_pixels)
 
     check(480, 832, 81)
-    check(64, 48, 17)
     check(64, 64, 2, spatial=4, temporal=1)
-    with pytest.raises(InputError, match=r"^data.num_frames must be 4k\+1 for this VAE, got 80; try 77 or 81$"):
-        check(480, 832, 80)
-    with pytest.raises(InputError, match="got 3; try 5$"):
-        check(480, 832, 3)
-    for temporal in (4, 2, 1):  # 1 is temporal * 0 + 1
-        with pytest.raises(InputError, match=f"^data.num_frames must be at least {temporal + 1}, got 1: .*videos"):
-            check(480, 832, 1, temporal=temporal)
+    check(482, 8, 81, max_pixels=256)  # the sides are not used
+    for temporal, least, frames in ((4, 5, 80), (4, 5, 1), (2, 3, 1), (1, 2, 1)):  # 1 is temporal * 0 + 1
+        with pytest.raises(InputError, match=rf"^data.num_frames must be {temporal}k\+1 .*from {least} to .*{frames}$"):
+            check(480, 832, frames, temporal=temporal)
     with pytest.raises(InputError) as error:
         check(482, 8, 81)
     assert str(error.value).splitlines() == [
-        "data.height must be a multiple of 16, got 482; try 480 or 496",
-        "data.width must be a multiple of 16, got 8; try 16",
+        "data.height must be a multiple of 16, at most 1024, got 482",
+        "data.width must be a multiple of 16, at most 1024, got 8",
     ]
-    with pytest.raises(InputError, match="data.height must be a multiple of 32, got 720; try 704 or 736"):
+    with pytest.raises(InputError, match="data.height must be a multiple of 32, at most 2048, got 720"):
         check(720, 1280, 81, spatial=16)
-    check(482, 8, 81, max_pixels=256)  # the sides are not used
-    with pytest.raises(InputError, match="^data.max_pixels gives .* of 16, this VAE takes multiples of 32"):
+    with pytest.raises(InputError, match="^data.max_pixels gives .* of 16, this model takes multiples of 32"):
         check(704, 1280, 81, spatial=16, max_pixels=256)
 
 
 def test_clips_beyond_the_models_positions_are_refused(pipe):
-    """The rotary embedding would end in the middle of the first forward pass; the largest clip that passes runs."""
+    """The rotary embedding would end in the middle of the first forward pass."""
     model = dataclasses.replace(backbone_of(pipe), spatial=8, temporal=4, positions=6)
     for size in ((96, 96, 21), (480, 480, 21, 96 * 96)):
         model.check_clips(*size)
     for size, key, limit in (
-        ((112, 96, 21), "data.height", 96), ((96, 112, 21), "data.width", 96), ((96, 96, 25), "data.num_frames", 21),
-        ((96, 96, 21, 112 * 112), "data.max_pixels", 96 * 96),
+        ((112, 96, 21), "data.height", "at most 96"), ((96, 112, 21), "data.width", "at most 96"),
+        ((96, 96, 25), "data.num_frames", "to 21"), ((96, 96, 21, 112 * 112), "data.max_pixels", f"at most {96 * 96}"),
     ):  # fmt: skip
-        with pytest.raises(InputError) as error:
+        with pytest.raises(InputError, match=f"^{key} must be .*{limit}, got"):
             model.check_clips(*size)
-        (line,) = str(error.value).splitlines()
-        assert line.startswith(key) and f" {limit}," in line and "rope_max_seq_len" in line
-    for part in (pipe.transformer, pipe.transformer_2):
-        assert backbone_of(pipe).positions <= part.config.rope_max_seq_len
-    small = WanTransformer3DModel.from_config(dict(pipe.transformer_2.config) | {"rope_max_seq_len": 6})
-    given = {"encoder_hidden_states": torch.zeros(1, 3, 32), "timestep": torch.zeros(1)}
-    shape = (1, pipe.transformer_2.config.in_channels, 6, 12, 12)
-    small(torch.zeros(shape), **given)
-    with pytest.raises(RuntimeError):
-        small(torch.zeros(*shape[:-1], 14), **given)
 
 
 def test_the_limit_is_read_from_the_configuration(tmp_path):

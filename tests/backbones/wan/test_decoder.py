@@ -74,7 +74,7 @@ def test_chunks_after_the_last_gradient_are_skipped_exactly(monkeypatch):
     decoded = WanDecoder(vae).decode_with_caches(latents)
     calls = []
     chunk = WanDecoder._chunk
-    monkeypatch.setattr(WanDecoder, "_chunk", lambda *a, first: calls.append(first) or chunk(*a, first=first))
+    monkeypatch.setattr(WanDecoder, "_chunk", lambda *a: calls.append(a) or chunk(*a))
     torch.testing.assert_close(WanDecoder(vae).vjp(latents, cotangent, decoded), expected, rtol=1e-10, atol=1e-13)
     assert len(calls) == 2
     assert not WanDecoder(vae).vjp(latents, torch.zeros_like(cotangent), decoded).any()
@@ -87,42 +87,26 @@ def test_caches_kept_elsewhere_give_the_same_bits(caches):
     latents = 3 * torch.randn(2, 16, 8, 8, 8)
     kept, other = WanDecoder(vae).decode_with_caches(latents), WanDecoder(vae).decode_with_caches(latents, caches)
     assert torch.equal(other.video, kept.video)
+    assert list(other.caches) == (list(range(8)) if caches == "offload" else [0, 3, 6])
     cotangent = torch.randn_like(kept.video)
     cotangent[:, :, -3:] = 0  # the walk back starts inside a segment
     assert torch.equal(WanDecoder(vae).vjp(latents, cotangent, other), WanDecoder(vae).vjp(latents, cotangent, kept))
 
 
-def test_segments_keep_the_square_root_of_the_caches():
+def peak_of_vjp(latents):
     vae = random_pipeline().vae
-    decoded = WanDecoder(vae).decode_with_caches(torch.randn(1, 16, 8, 8, 8), "segment")
-    assert list(decoded.caches) == [0, 3, 6]
-    with pytest.raises(ValueError, match="keep, offload or segment, got 'disk'"):
-        WanDecoder(vae).decode_with_caches(torch.randn(1, 16, 2, 8, 8), "disk")
+    decoder = WanDecoder(vae)
+    decoded = decoder.decode_with_caches(latents)
+    cotangent = torch.ones_like(decoded.video)
+    held = [cache for caches in decoded.caches.values() for cache in caches if isinstance(cache, torch.Tensor)]
+    with Living([*vae.parameters(), latents, cotangent, *held]) as living:
+        decoder.vjp(latents, cotangent, decoded)
+    return living.peak
 
 
-def test_vjp_holds_one_chunk(monkeypatch):
-    """Bytes saved for backward at any time: one chunk's, however long the clip."""
-
-    def peak(latent_frames):
-        vae = random_pipeline().vae
-        latents = torch.randn(1, 16, latent_frames, 8, 8)
-        decoded = WanDecoder(vae).decode_with_caches(latents)
-        alive, high = [0], [0]
-
-        class Counted:
-            def __init__(self, tensor):
-                self.tensor = tensor
-                alive[0] += tensor.numel()
-                high[0] = max(high[0], alive[0])
-
-            def __del__(self):
-                alive[0] -= self.tensor.numel()
-
-        with torch.autograd.graph.saved_tensors_hooks(Counted, lambda counted: counted.tensor):
-            WanDecoder(vae).vjp(latents, torch.ones_like(decoded.video), decoded)
-        return high[0]
-
-    assert peak(9) <= 1.01 * peak(3)
+def test_vjp_holds_one_chunk():
+    """However long the clip; what is more is of the latents' size."""
+    assert peak_of_vjp(torch.randn(1, 16, 9, 8, 8)) < 1.1 * peak_of_vjp(torch.randn(1, 16, 3, 8, 8))
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
@@ -154,20 +138,10 @@ def test_norms_in_strips_give_the_same_gradient(monkeypatch):
 
 def test_a_part_of_a_chunk_lives_at_once(monkeypatch):
     """A third less than plain autograd through the same chunks, though this decoder has few parts."""
-    torch.manual_seed(1)
-    vae = random_pipeline().vae
-    latents, peaks = torch.randn(1, 16, 3, 24, 24), []
-    decoder = WanDecoder(vae)
-    decoded = decoder.decode_with_caches(latents)
-    cotangent = torch.randn_like(decoded.video)
-    held = [cache for caches in decoded.caches.values() for cache in caches if isinstance(cache, torch.Tensor)]
-    for plain in (False, True):
-        if plain:
-            monkeypatch.setattr(wan_decoder, "parts_checkpointed", lambda decoder: contextlib.nullcontext())
-        with Living([*vae.parameters(), latents, cotangent, *held]) as living:
-            decoder.vjp(latents, cotangent, decoded)
-        peaks.append(living.peak)
-    assert peaks[0] < 0.7 * peaks[1], peaks
+    latents = torch.randn(1, 16, 3, 24, 24)
+    in_parts = peak_of_vjp(latents)
+    monkeypatch.setattr(wan_decoder, "parts_checkpointed", lambda decoder: contextlib.nullcontext())
+    assert in_parts < 0.7 * peak_of_vjp(latents)
 
 
 def test_the_decoder_gets_no_gradient():

@@ -4,7 +4,6 @@ import json
 import shutil
 import socket
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -24,16 +23,15 @@ from test_backbone import picture, stock
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from benchmarks import load as load_benchmark
-from rewardfl import config, data, lora
+from rewardfl import backbones, data, lora
+from rewardfl.backbones.protocol import Source
+from rewardfl.backbones.stock import read_part_config
 from rewardfl.backbones.wan import files as files_module
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan import variants
 from rewardfl.backbones.wan.variants import TWO_EXPERTS, VARIANTS
 from rewardfl.noise import draw_noise
-from rewardfl.training import setup_model
-from rewardfl.training.setup_run import digest_base_model
-from rewardfl.weights import shards
 from rewardfl.weights.shards import InputError
 from rewardfl_tools import generate
 
@@ -117,21 +115,16 @@ def assert_same_modules(actual, expected, modules=MODULES):
         assert not actual.components[name].training
 
 
-@pytest.mark.parametrize("layout", ["diffusers", "original"])
-def test_linear_layers_by_the_headers(files, given, layout):
-    opened = files_module.open_files(files_module.find_files(I2V, given() if layout == "original" else str(files.fp32)))
-    for expert, part in TWO_EXPERTS.items():
-        modules = files.pipe.components[part].named_modules()
-        expected = {name for name, module in modules if isinstance(module, torch.nn.Linear)}
-        assert set(files_module.linear_layers(opened.opened[expert])) == expected and len(expected) > 20
-
-
 def from_pretrained(folder, dtype):
     return WanImageToVideoPipeline.from_pretrained(folder, torch_dtype=dtype)
 
 
-def load(model, dtype, **arguments):
-    return wan_load.load_pipeline(files_module.find_files(I2V, str(model)), dtype, **arguments)
+def load_layout(layout, dtype, **arguments):
+    return wan_load.load_pipeline(layout, files_module.open_experts(layout), dtype, **arguments)
+
+
+def load(model, dtype, variant=I2V, **arguments):
+    return load_layout(files_module.find_files(variant, str(model)), dtype, **arguments)
 
 
 # -- layouts
@@ -149,29 +142,25 @@ def test_diffusers_folder_equals_from_pretrained(files, stored, dtype):
     assert ("blocks.0.attn1.to_q.weight" in islands) == (dtype == torch.float32)
 
 
-def one_file(files, folder, prefix=""):
-    """Each expert as a single file with original names, behind ComfyUI's prefix or bare."""
-    found = {}
+def one_file(files, folder):
+    """Each expert as a single file with original names, behind ComfyUI's prefix."""
+    names = {}
     for name in ("high_noise_model", "low_noise_model"):
-        parts = [load_file(file) for file in sorted((files.original / name).glob("*.safetensors"))]
-        state = {prefix + key: value for part in parts for key, value in part.items()}
-        save_file(state, folder / f"wan2.2_i2v_{name.removesuffix('_model')}_14B.safetensors")
-        found[name] = f"wan2.2_i2v_{name.removesuffix('_model')}_14B.safetensors"  # relative to the json file
-    return found
+        state = {}
+        for file in sorted((files.original / name).glob("*.safetensors")):
+            state |= {f"model.diffusion_model.{key}": value for key, value in load_file(file).items()}
+        names[name] = f"wan2.2_i2v_{name.removesuffix('_model')}_14B.safetensors"  # relative to the json file
+        save_file(state, folder / names[name])
+    return names
 
 
 FORMS = {
     "folders": lambda files, folder: {},
-    "index": lambda files, folder: {
-        name: f"{files.original / name}/diffusion_pytorch_model.safetensors.index.json"
-        for name in ("high_noise_model", "low_noise_model")
-    },
     "shards": lambda files, folder: {
         name: [str(file) for file in sorted((files.original / name).glob("*.safetensors"))]
         for name in ("high_noise_model", "low_noise_model")
     },
-    "single": one_file,
-    "comfy": lambda files, folder: one_file(files, folder, "model.diffusion_model."),
+    "comfy": one_file,
     "diffusers names": lambda files, folder: {
         "high_noise_model": str(files.fp32 / "transformer"), "low_noise_model": str(files.fp32 / "transformer_2"),
         "text_encoder": str(files.fp32 / "text_encoder"), "vae": str(files.fp32 / "vae"),
@@ -195,14 +184,12 @@ def test_list_form(files, given, tmp_path, monkeypatch):
     path = tmp_path / "list.json"
     path.write_text(json.dumps([entries[key] for key in I2V.original_parts]))
     layout = files_module.find_files(I2V, str(path), tokenizer_path=entries["tokenizer"])
-    assert_same_modules(wan_load.load_pipeline(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
+    assert_same_modules(load_layout(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
 
 
 def test_published_configurations_are_the_real_models():
     """By name and size; every figure is from the model's card and diffusers' conversion script."""
-    config = files_module.read_part_config(
-        files_module.Layout(variant=I2V, configs=files_module.published(I2V), experts={}), "transformer_2"
-    )
+    config = read_part_config(files_module.published(I2V), "transformer_2")
     with torch.device("meta"):
         expert = WanTransformer3DModel.from_config(config)
         vae = AutoencoderKLWan.from_config(files_module.published(I2V) / "vae")
@@ -213,19 +200,19 @@ def test_published_configurations_are_the_real_models():
     assert sum(parameter.numel() for parameter in vae.parameters()) == 126_892_531
 
 
-def test_experts_that_are_not_wanted_are_not_loaded(files, given):
-    pipe = load(given(), torch.bfloat16, parts=("vae", "low_noise"))
-    assert pipe.transformer is None and pipe.transformer_2 is not None
-
-
 # -- the hub
 
 
-def test_hub_form(files, tmp_path, monkeypatch):
+@pytest.fixture
+def hub(files, monkeypatch):
+    """The original files in the hub's cache."""
     monkeypatch.setattr(files_module, "published", lambda _: files.configs)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(wan_files.write_hub_cache(files.original, tmp_path / "hub")))
+    monkeypatch.setattr(files_module, "snapshot_download", lambda repository, **_: str(files.original))
+
+
+def test_hub_form(files, hub):
     layout = files_module.find_files(I2V, "", origin_paths=HUB)
-    assert_same_modules(wan_load.load_pipeline(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
+    assert_same_modules(load_layout(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
     assert layout.tokenizer.name == "umt5-xxl"
     layout = files_module.find_files(I2V, "", str(files.fp32 / "tokenizer"), HUB)
     assert layout.tokenizer == files.fp32 / "tokenizer"
@@ -251,15 +238,13 @@ def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
     "paths, message",
     [
         ("high_noise_model/*.safetensors", "must be owner/repository:pattern"),
-        (f"{wan_files.REPOSITORY}:weights.pth", "with one of high_noise, low_noise, t5, vae in the pattern"),
+        (f"{wan_files.REPOSITORY}:weights.pth", "with one of high_noise, low_noise, t5, vae in the pattern, each once"),
         (f"{wan_files.REPOSITORY}:Wan2.1_VAE.pth", "names no high_noise_model, low_noise_model, text_encoder"),
-        (f"{HUB},{HUB}", "names high_noise_model twice"),
-        (f"{wan_files.REPOSITORY}:other_vae.pth", "matches 0 files"),
+        (f"{HUB},{HUB}", "each once"),
         (HUB.replace("Wan2.1_VAE.pth", "*vae*"), "matches 0 files"),
     ],
 )
-def test_hub_form_refused(files, tmp_path, monkeypatch, paths, message):
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(wan_files.write_hub_cache(files.original, tmp_path / "hub")))
+def test_hub_form_refused(hub, paths, message):
     with pytest.raises(InputError, match=message):
         files_module.find_files(I2V, "", origin_paths=paths)
 
@@ -327,11 +312,7 @@ def test_adapter_is_the_fused_model_in_policy_and_reference(files, given, distil
             assert torch.equal(velocity(model), base)
         assert torch.equal(velocity(model), policy)
 
-        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        assert trained and all(f".{lora.POLICY}." in name for name in trained)
         save_adapter(model, tmp_path / part)
-        saved, metadata = lora.read_adapter(tmp_path / part / lora.WEIGHTS_NAME)
-        assert len(saved) == len(trained) and metadata["r"] == 3
         again = load(given(), torch.float32, distilled=distilled, distill_mode="adapter").components[part]
         lora.attach_adapter(again, tmp_path / part)
         assert torch.equal(velocity(again), policy)
@@ -380,33 +361,17 @@ def edit_json(path, **changed):
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
 
 
-def cut(path, share=0.5):
-    content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * share)])
+def network(**changed):
+    """Changes a folder's configuration of the high-noise expert."""
+    return lambda folder: edit_json(folder / "transformer" / "config.json", **changed)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def first_shard(folder):
     return sorted(folder.glob("*.safetensors"))[0]
-
-
-INDEX = Path("transformer", "diffusion_pytorch_model.safetensors.index.json")
-
-
-def swap_indices(folder):
-    """The index is of another set of shards."""
-    (folder / INDEX).write_text((folder / INDEX).read_text().replace("-of-00003", "-of-00004"))
-
-
-def move_a_tensor(folder):
-    """The index says that a tensor is in another shard than it is."""
-    places = json.loads((folder / INDEX).read_text())["weight_map"]
-    first, *_, last = sorted(places, key=places.get)
-    edit_json(folder / INDEX, weight_map=places | {first: places[last]})
-
-
-def drop_index(folder):
-    next((folder / "transformer_2").glob("*.index.json")).unlink()
-    first_shard(folder / "transformer_2").unlink()
 
 
 def same_experts(folder):
@@ -414,90 +379,54 @@ def same_experts(folder):
     shutil.copytree(folder / "transformer", folder / "transformer_2")
 
 
+def make_ti2v(folder):
+    edit_json(folder / "model_index.json", expand_timesteps=True, transformer_2=[None, None])
+    edit_json(folder / "transformer" / "config.json", in_channels=16)
+    shutil.rmtree(folder / "transformer_2")
+
+
 DAMAGED = {
-    "missing shard": (lambda d: first_shard(d / "transformer").unlink(), "names .*00001-of-00003.* which is not there"),
-    "missing shard, no index": (drop_index, "is one of 3 shards; 2 are given"),
     "truncated shard": (lambda d: cut(first_shard(d / "transformer_2")), "transformer_2/.* is cut off"),
     "truncated text encoder": (lambda d: cut(first_shard(d / "text_encoder")), "text_encoder.* is cut off"),
     "truncated VAE": (lambda d: cut(first_shard(d / "vae")), "vae.* is cut off"),
-    "other shards in the index": (swap_indices, "which is not one of its shards; loaders take the index"),
-    "tensor elsewhere": (move_a_tensor, "but diffusion_pytorch_model.safetensors.index.json says"),
-    "index cut off": (lambda d: cut(d / INDEX), "is not JSON"),
     "same expert twice": (same_experts, "are the same weights; Wan2.2 has a high-noise and a low-noise expert"),
-    "no tokenizer files": (lambda d: (d / "tokenizer" / "tokenizer.json").unlink(), "has no tokenizer.json or spiece"),
     "no tokenizer": (lambda d: shutil.rmtree(d / "tokenizer"), "has no tokenizer folder"),
     "no config": (lambda d: (d / "transformer" / "config.json").unlink(), "transformer/config.json is missing"),
-    "one transformer": (
-        lambda d: edit_json(d / "model_index.json", transformer_2=[None, None]), "is Wan2.1-I2V-14B; set .*: wan2_1_i2v"
-    ),
     "no boundary": (
         lambda d: edit_json(d / "model_index.json", boundary_ratio=None), "has no boundary_ratio between its two"
     ),
-    "TI2V-5B": (
-        lambda d: edit_json(d / "model_index.json", expand_timesteps=True), "is Wan2.2-TI2V-5B; set .*: wan2_2_ti2v"
-    ),
-    "T2V pipeline": (
-        lambda d: edit_json(d / "transformer" / "config.json", in_channels=16),
-        "is Wan2.2-T2V-A14B; set model.model_name: wan2_2_t2v",
-    ),
-    "another family": (
-        lambda d: edit_json(d / "transformer" / "config.json", _class_name="SD3Transformer2DModel", in_channels=16),
-        "is no Wan: transformer/config.json says _class_name 'SD3Transformer2DModel'",
-    ),
-    "surplus tensor": (
-        lambda d: edit_json(d / "transformer" / "config.json", num_layers=1), "has no place in a model of 1 layers"
-    ),
-    "missing tensor": (
-        lambda d: edit_json(d / "transformer" / "config.json", num_layers=3), r"lacks blocks.2.* tensors missing\)"
-    ),
-    "other size": (
-        lambda d: edit_json(d / "transformer" / "config.json", ffn_dim=40), r"ffn.net.0.* is \(32.*, the model's is"
-    ),
+    "TI2V-5B": (make_ti2v, "is Wan2.2-TI2V-5B; set .*: wan2_2_ti2v"),
+    "T2V": (network(in_channels=16), "is Wan2.2-T2V-A14B; set model.model_name: wan2_2_t2v"),
+    "another family": (network(_class_name="SD3Transformer2DModel", in_channels=16), "is another model; give the"),
+    "surplus tensor": (network(num_layers=1), "has a surplus blocks.1"),
+    "missing tensor": (network(num_layers=3), "lacks blocks.2.* names differ"),
+    "other size": (network(ffn_dim=40), r"ffn.net.0.* is \(32.*, that of .* is \(40"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_a_damaged_or_other_folder_is_refused(files, tmp_path, damage):
-    """From headers, before any weight is read: `open_files` is what --dry-run calls."""
+    """From headers, before any weight is read."""
     change, message = DAMAGED[damage]
     folder = shutil.copytree(files.fp32, tmp_path / "model")
     change(folder)
     with pytest.raises(InputError, match=message):
-        files_module.open_files(files_module.find_files(I2V, str(folder)))
+        backbones.open("wan2_2", Source(model_paths=str(folder)))
 
 
 def test_a_text_encoder_or_vae_without_a_tensor_is_refused(files, tmp_path):
     """The libraries would fill in random numbers."""
-    folder = shutil.copytree(files.fp32, tmp_path / "model")
-    for part, gone in (
-        ("vae", "decoder.conv_out.weight"),
-        ("text_encoder", "encoder.block.1.layer.0.SelfAttention.q.weight"),
+    for part, gone, name in (
+        ("vae", "decoder.conv_out.weight", "diffusion_pytorch_model"),
+        ("text_encoder", "encoder.block.1.layer.0.SelfAttention.q.weight", "model"),
     ):
-        for index in (folder / part).glob("*.index.json"):
-            index.unlink()
-        state = {}
-        for file in sorted((folder / part).glob("*.safetensors")):
-            state |= load_file(file)
+        folder, state = shutil.copytree(files.fp32, tmp_path / part), files.pipe.components[part].state_dict()
+        for file in (folder / part).glob("*.safetensors*"):
             file.unlink()
-        del state[gone]
-        name = "model.safetensors" if part == "text_encoder" else "diffusion_pytorch_model.safetensors"
-        save_file(state, folder / part / name, {"format": "pt"})
+        state = {key: value.clone() for key, value in state.items() if key != gone}
+        save_file(state, folder / part / f"{name}.safetensors", {"format": "pt"})
         with pytest.raises(InputError, match=f"lacks {gone}"):
             load(folder, torch.float32)
-        shutil.rmtree(folder / part)
-        shutil.copytree(files.fp32 / part, folder / part)
-
-
-def test_another_models_original_files_of_one_expert_are_refused(files, tmp_path):
-    configs = Path(shutil.copytree(files.configs, tmp_path / "configs"))
-    edit_json(configs / "transformer" / "config.json", in_channels=16)
-    edit_json(configs / "model_index.json", boundary_ratio=None)
-    shutil.rmtree(configs / "transformer_2")
-    given = wan_files.paths(files.original, configs)
-    given = {key: str(value) for key, value in given.items() if not key.endswith("noise_model")}
-    (tmp_path / "paths.json").write_text(json.dumps(given | {"transformer": str(files.original / "high_noise_model")}))
-    with pytest.raises(InputError, match=r"wan2_1_t2v is Wan2.1-T2V, but .* takes 36 channels, not 16 \(an image-to"):
-        files_module.open_files(files_module.find_files(VARIANTS["wan2_1_t2v"], str(tmp_path / "paths.json")))
 
 
 def as_original_files(name, folder):
@@ -535,7 +464,7 @@ def expert_names(config):
 def test_original_files_of_models_with_parts_of_their_own(tmp_path, name):
     """TI2V-5B's residual VAE, and Wan2.1-I2V's CLIP: every tensor in its place, and what CLIP sees the same."""
     stock, paths = as_original_files(name, tmp_path)
-    pipe = wan_load.load_pipeline(files_module.find_files(VARIANTS[name], str(paths)), torch.float32)
+    pipe = load(paths, torch.float32, VARIANTS[name])
     for part in ("transformer", "vae", *(["image_encoder"] if name == "wan2_1_i2v" else [])):
         ours, theirs = pipe.components[part].state_dict(), stock.components[part].state_dict()
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours), part
@@ -551,8 +480,8 @@ def test_original_files_of_models_with_parts_of_their_own(tmp_path, name):
         state = torch.load(tmp_path / "Wan2.2_VAE.pth", weights_only=True)
         gone = "encoder.downsamples.0.downsamples.0.residual.2.weight"
         torch.save({key: value for key, value in state.items() if key != gone}, tmp_path / "Wan2.2_VAE.pth")
-        with pytest.raises(InputError, match="has no encoder.down_blocks.0.resnets.0.conv1.weight"):
-            wan_load.load_pipeline(files_module.find_files(VARIANTS[name], str(paths)), torch.float32)
+        with pytest.raises(InputError, match="lacks encoder.down_blocks.0.resnets.0.conv1.weight"):
+            load(paths, torch.float32, VARIANTS[name])
 
 
 def test_the_published_clip_has_the_tensors_of_its_file():
@@ -572,26 +501,11 @@ def changed_expert(files, folder, tensors):
     return {"high_noise_model": "high_noise.safetensors"}
 
 
-def patched(files, folder, channels):
-    return changed_expert(files, folder, {"patch_embedding.weight": torch.zeros(24, channels, 1, 2, 2)})
-
-
 WAN21 = {"img_emb.proj.0.weight": torch.zeros(8)}
 FP8 = {
     "blocks.0.self_attn.q.weight": torch.zeros(24, 24).to(torch.float8_e4m3fn),
     "blocks.0.self_attn.q.scale_weight": torch.tensor(0.1),
 }
-
-
-def renamed(files, folder, high, low):
-    """The experts under file names of one's choice."""
-    result = {}
-    for key, source, name in (("high_noise_model", *high), ("low_noise_model", *low)):
-        (folder / "experts").mkdir(exist_ok=True)
-        path = folder / "experts" / f"{name}.safetensors"
-        save_file(wan_files.original_expert(files.pipe.components[source]), path)
-        result[key] = str(path)
-    return result
 
 
 def no_model(files, folder):
@@ -600,9 +514,7 @@ def no_model(files, folder):
 
 
 ORIGINAL = {
-    "T2V": (lambda f, d: patched(f, d, 16), r"takes 16 channels, not 36 \(a text-to-video model\); give"),
-    "TI2V-5B": (lambda f, d: patched(f, d, 48), r"takes 48 channels, not 36 \(Wan2.2-TI2V-5B\)"),
-    "Wan2.1": (lambda f, d: changed_expert(f, d, WAN21), "is Wan2.1-I2V-14B; set model.model_name: wan2_1_i2v"),
+    "Wan2.1": (lambda f, d: changed_expert(f, d, WAN21), "surplus condition_embedder.image_embedder.*Wan2.2-I2V-A14B"),
     "no Wan model": (no_model, "conv_in.weight are not those of a Wan transformer"),
     "fp8": (
         lambda f, d: changed_expert(f, d, FP8),
@@ -615,17 +527,8 @@ ORIGINAL = {
         },
         "is given as the high_noise expert, its name or folder says low_noise; swap the two, or rename it",
     ),
-    "same path": (
-        lambda f, d: dict.fromkeys(("high_noise_model", "low_noise_model"), str(d / "one.safetensors"))
-        | {"_": renamed(f, d, ("transformer", "../one"), ("transformer_2", "two")) and ""},
-        "are the same weights",
-    ),
-    "same expert, other name": (
-        lambda f, d: renamed(f, d, ("transformer", "a"), ("transformer", "b")), "are the same weights"
-    ),
     "missing": (lambda f, d: {"vae": "nowhere.pth"}, "vae: .*nowhere.pth does not exist"),
     "two VAEs": (lambda f, d: {"vae": [str(f.original / "Wan2.1_VAE.pth")] * 2}, "vae must be one path, it lists 2"),
-    "a number": (lambda f, d: {"vae": 3}, "3 in the list of model files must be a path, or a list of paths"),
     "no VAE": (lambda f, d: {"vae": ""}, "no vae; Wan2.2-I2V-A14B takes high_noise_model, low_noise_model"),
     "unknown key": (lambda f, d: {"image_encoder": "x"}, "unknown key 'image_encoder'"),
     "no tokenizer": (lambda f, d: {"tokenizer": ""}, "tokenizer_path: is empty, and these original files come without"),
@@ -637,18 +540,16 @@ ORIGINAL = {
 @pytest.mark.parametrize("case", ORIGINAL)
 def test_other_original_files_are_refused(files, given, tmp_path, case):
     change, message = ORIGINAL[case]
-    changed = change(files, tmp_path)
-    changed.pop("_", None)
     with pytest.raises(InputError, match=message):
-        files_module.open_files(files_module.find_files(I2V, given(**changed)))
+        backbones.open("wan2_2", Source(model_paths=given(**change(files, tmp_path))))
 
 
 @pytest.mark.parametrize(
     "content, message",
     [
         ("{", "is not JSON"),
-        ('"x"', "must be an object with high_noise_model"),
-        ('["a", "b"]', "lists 2 parts; it must list high_noise_model, low_noise_model, text_encoder, vae"),
+        ('["a", "b"]', "no text_encoder; no vae; Wan2.2-I2V-A14B takes high_noise_model, low_noise_model"),
+        ('["a", "b", "c", "d", "e"]', "takes high_noise_model, .*, vae, as an object or as a list in this order"),
     ],
 )
 def test_a_broken_paths_file_is_refused(tmp_path, content, message):
@@ -678,9 +579,12 @@ def test_bad_pickles_are_refused(files, given, tmp_path, part):
 
     refused(state | {"extra": Malicious(tmp_path / "touched")}, "holds code, which is not run")
     assert not (tmp_path / "touched").exists()
-    refused({key: value for key, value in state.items() if key != name}, r"it has no .* \(1 names differ\)")
-    refused(state | {"more.weight": torch.zeros(1)}, "it has a surplus more.weight")
-    refused(state | {name: torch.zeros(3)}, r"is \(3,\), the model's is")
+    refused(
+        {key: value for key, value in state.items() if key != name},
+        r"lacks .* \(1 names differ from those of the config.json of",
+    )
+    refused(state | {"more.weight": torch.zeros(1)}, "has a surplus more.weight")
+    refused(state | {name: torch.zeros(3)}, r"is \(3,\), that of the config.json of")
     refused([1], "is not a flat dictionary of tensors")
     torch.save(state, bad)
     cut(bad)
@@ -708,12 +612,9 @@ def test_old_pickles_and_safetensors_load_too(files, given, tmp_path):
 
 
 def test_settings_unlike_the_checkpoints_are_told_with_both_numbers(files):
-    layout = files_module.find_files(I2V, str(files.fp32))
-    assert files_module.config_mismatches(layout, 0.9, 3.0) == []
-    assert files_module.config_mismatches(layout, 0.875, 5.0) == [
-        "model.min_timestep_boundary is 0.875, the checkpoint says 0.9",
-        "sample.shift is 5, the checkpoint says 3",
-    ]
+    backbone = backbones.describe("wan2_2", Source(model_paths=str(files.fp32), boundary=0.875))
+    assert backbone.differences(3.0, 1.0) == ["model.min_timestep_boundary is 0.875, the checkpoint says 0.9"]
+    assert backbone.differences(5.0, 1.0)[1:] == ["sample.shift is 5, the checkpoint says 3"]
 
 
 def test_example_of_original_files():
@@ -747,24 +648,6 @@ def test_generate_from_original_files_with_guidance_and_distillation(files, give
     arguments = {"negative_prompt": "glasses", "latents": noise, "output_type": "pt"}
     expected = stock(pipe, 4, prompt="a person, talking", guidance_scale=3.5, **arguments)[0].transpose(0, 1) * 2 - 1
     torch.testing.assert_close(videos[0], expected, rtol=0, atol=4e-3)  # half of a level of 8 bits
-
-
-# -- headers
-
-
-def test_every_header_is_read_once_at_a_start(files, given, monkeypatch):
-    """As a training script opens, identifies and loads the parts of its model one after another."""
-    read, read_header = Counter(), shards.read_header
-    monkeypatch.setattr(shards, "read_header", lambda path: read.update([path]) or read_header(path))
-    for model in (files.fp32, given()):
-        read.clear()
-        cfg = config.load(ROOT / "tests" / "face.yaml", [f"model.model_paths={model}", "data.num_frames=5"])
-        backbone = setup_model.open_model(cfg)
-        experts = {file for checkpoint in backbone.layout.opened.values() for file in checkpoint.files}
-        digest_base_model(backbone)
-        for part in ("text_encoder", "vae", "vae_decoder", "high_noise", "low_noise"):
-            backbone.load((part,))
-        assert experts <= read.keys() and set(read.values()) == {1}
 
 
 # -- memory

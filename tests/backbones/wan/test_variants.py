@@ -18,7 +18,6 @@ from rewardfl.training.setup_processes import connect_processes
 from rewardfl_tools import convert_lora, generate, merge_lora
 
 OTHERS = [name for name, variant in VARIANTS.items() if name != "wan2_2"]
-GUIDED = ["sample.guidance_scale=3", "sample.negative_prompt=a blurred picture"]
 REWARD = ["reward.name=motion", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
 
 
@@ -62,13 +61,8 @@ def test_prompts_alone_train_a_text_to_video_model(folder_of, tmp_path):
     (shown,) = (run / "samples" / "step-000002").glob("*.mp4")
     assert data.read_video(shown).shape == (5, 32, 32, 3)  # the video alone: there is no real one beside it
     run = tmp_path / "grpo"
-    launch_grpo(
-        *rest,
-        "train.max_steps=1",
-        "evaluation.eval_noises=1",
-        f"evaluation.eval_clips={held_out}",
-        f"run.output_dir={run}",
-    )
+    evaluation = ["evaluation.eval_noises=1", f"evaluation.eval_clips={held_out}"]
+    launch_grpo(*rest, *evaluation, "train.max_steps=1", f"run.output_dir={run}")
     (row,) = metrics(run)[-1:]
     assert row["grad_norm"] > 0 and row["policy/ratio"] == 1 and "eval/score" in row
 
@@ -115,30 +109,16 @@ def test_a_picture_says_who_is_asked_for(folder_of, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", OTHERS)
-def test_both_scripts_train_and_what_they_saved_is_resumed_shown_and_merged(folder_of, tmp_path, name):
+def test_both_scripts_train_and_what_they_saved_is_shown_and_merged(folder_of, tmp_path, name):
     folder = folder_of(name)
     # every step replayed, so that each expert has one
     rest = [*model(name, folder), *REWARD, "sample.mid_timestep=0", "reward.kl_weight=1", "run.save_steps=1"]
     rest += [f"lora.lora_target_modules={','.join(VARIANTS[name].layer_names)}"]  # Wan2.1's view of the image, too
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole = tmp_path / "whole"
     launch(*rest, "train.max_steps=3", f"run.output_dir={whole}")
-    launch(*rest, "train.max_steps=2", f"run.output_dir={parts}")
-    launch(*rest, "train.max_steps=3", f"run.output_dir={parts}")
-    ours, resumed = adapters(whole, 3, name), adapters(parts, 3, name)
-    assert ours.keys() == resumed.keys() and all(torch.equal(ours[key], resumed[key]) for key in ours)
-    assert all(value.any() for value in ours.values())  # nothing stayed where it began
+    assert all(value.any() for value in adapters(whole, 3, name).values())  # nothing stayed where it began
     rows = metrics(whole)
     assert rows[0]["actor/kl_loss"] == 0 < rows[-1]["actor/kl_loss"] and all(row["grad_norm"] > 0 for row in rows)
-
-    grown = {}
-    for differentiated in ("both", "conditional"):
-        run = tmp_path / differentiated
-        words = [*rest, *GUIDED, f"sample.guidance_gradient={differentiated}", "train.max_steps=2"]
-        launch(*words, f"run.output_dir={run}")
-        first, second = metrics(run)
-        assert first["actor/kl_loss"] == 0 < second["actor/kl_loss"]  # the reference is guided, too
-        grown[differentiated] = first["grad_norm"]
-    assert len({*grown.values(), rows[0]["grad_norm"]}) == 3
 
     run = tmp_path / "grpo"
     launch_grpo(*model(name, folder), "train.max_steps=1", f"run.output_dir={run}")
