@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
             print(command_line.one_line(line))
             if loss.relative_error > 0.01:
                 print(f"WARNING: {args.dtype} loses part of the update; use --dtype fp32")
-    output.make_room(sum(value.nbytes for _, state, _ in states for value in state.values()), args.dry_run)
+    output.make_room(sum(value.nbytes for _, state, _ in states for value in state.values()))
     if args.dry_run:
         print("dry run: nothing written")
         output.write_report(report)

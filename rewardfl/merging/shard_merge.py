@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> None:
     output.check([*args.input, *model.files, config])
     parts = plan_parts(model, args.dtype, args.rename)
     total = sum(part.nbytes for part in parts)
-    output.make_room(total, args.dry_run)
+    output.make_room(total)
     dtypes = {dtype: sum(part.dtype == dtype for part in parts) for dtype in sorted({part.dtype for part in parts})}
     report = {
         "input": [str(path) for path in model.files],
@@ -28,12 +28,9 @@ def run(args: argparse.Namespace) -> None:
         "bytes_in": model.nbytes,
         "bytes_out": total,
         "dtypes": dtypes,
-        "notes": list(model.notes),
     }
     listing = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.items())
     print(f"{len(model.files)} files, {len(parts)} tensors ({listing}), {command_line.format_bytes(total)}")
-    for note in model.notes:
-        print(command_line.one_line(f"note: {note}"))
     if args.dry_run:
         print("dry run: nothing written")
         output.write_report(report)
