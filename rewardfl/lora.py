@@ -229,7 +229,7 @@ def read_adapter(path: Path) -> tuple[dict[str, Tensor], dict]:
         state = {name.removeprefix("transformer."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         config, _ = adapter_config.read_adapter_config(path, file.metadata(), "transformer", {})
         metadata = json.loads(file.metadata()[adapter_config.IN_FILE])
-    if config.alphas or len(config.ranks) > 1 or config.use_rslora or config.use_dora or config.lora_bias:
+    if config.alpha_pattern or len(config.ranks) > 1 or config.use_rslora or config.use_dora or config.lora_bias:
         raise InputError(f"{path} has more than one rank and alpha for all layers; merge it with tools/merge_lora.py")
     return state, {name.removeprefix("transformer."): value for name, value in metadata.items()}
 
