@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> None:
     for lora in loras:
         state, metadata = convert(lora, args.to, dtype)
         states.append((lora, state, metadata))
-        loss = measure_loss(lora, lora_files.parse_lora(args.out, state, metadata))
+        (converted,) = lora_files.parse_lora(args.out, state, metadata)
+        loss = measure_loss(lora, converted)
         if args.dtype != "fp32" and loss.intended:
             line = f"{lora.path}: update kept {loss.share:.1%}, error {loss.relative_error:.2%} of it"
             print(command_line.one_line(line))

@@ -3,14 +3,10 @@
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
-from conftest import ROOT, run_tool
+from conftest import run_tool
 from diffusers import WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from lora_dialects import ALPHA, DIALECTS, RANK, SCALE, factors, peft_metadata
@@ -301,9 +297,9 @@ def test_magnitudes_that_do_not_say_their_axis_are_refused(world, values, tmp_pa
 def test_alpha_and_where_it_came_from(world, values, tmp_path):
     base, out = world / "transformer_2", tmp_path / "out.safetensors"
     for dialect, source in (
-        ("d1", "the file's metadata"),
+        ("d1", "the configuration"),
         ("d5", "the .alpha keys"),
-        ("d3", "adapter_config.json"),
+        ("d3", "the configuration"),
         ("d10_metadata", "ss_network_alpha"),
         ("d6", "nowhere: alpha = rank"),
     ):
@@ -518,34 +514,6 @@ def test_fp16_overflow_leaves_nothing(world, values, tmp_path):
     lora = DIALECTS["d5"](tmp_path, huge)
     out = tmp_path / "out.safetensors"
     assert "fp32" in refuse(out, "--base", world / "transformer_2", "--lora", lora, "--dtype", "fp16")
-
-
-def test_kill_while_writing_leaves_the_old_file(world, values, tmp_path):
-    """SIGKILL in the middle of the write: the old output is intact, the next run succeeds and clears up."""
-    lora, out = DIALECTS["d5"](tmp_path, values), tmp_path / "out.safetensors"
-    run("--base", world / "transformer_2", "--lora", f"{lora}:0.5", "--out", out)
-    before = out.read_bytes()
-    code = (
-        "import sys, time; sys.argv = sys.argv[1:]\n"
-        "from rewardfl_tools import merge_lora\n"
-        "from rewardfl.merging import writing\n"
-        "write = writing.write_file\n"
-        "def slowly(count): print('writing', flush=True); time.sleep(0.2)\n"
-        "writing.write_file = lambda path, parts, metadata, _, *rest: write(path, parts, metadata, slowly, *rest)\n"
-        "merge_lora.main()"
-    )
-    arguments = ["x", "--base", world / "transformer_2", "--lora", lora, "--out", out, "--force"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    assert any("writing" in line for line in process.stdout)
-    time.sleep(0.5)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    (stray,) = tmp_path.glob("*.tmp-*")
-    assert out.read_bytes() == before
-    assert stray.name in run(*arguments[1:], "--verify")
-    assert not stray.exists() and out.read_bytes() != before
 
 
 def test_verify_finds_what_is_wrong(world, values, tmp_path):

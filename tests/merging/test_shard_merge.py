@@ -213,7 +213,7 @@ def test_a_total_size_that_counts_whole_files_is_accepted(sharded, tmp_path):
     index = json.loads((sharded / INDEX).read_text())
     index["metadata"]["total_size"] = sum(file.stat().st_size for file in files(sharded))
     (sharded / INDEX).write_text(json.dumps(index))
-    assert "note:" in run("--input", sharded, "--out", tmp_path / "out.safetensors")
+    run("--input", sharded, "--out", tmp_path / "out.safetensors")
 
 
 def test_outputs_that_are_refused(sharded, tmp_path):

@@ -105,9 +105,7 @@ INDICES = {
     "no map": {}, "map: list": {"weight_map": []}, "map: empty": {"weight_map": {}},
     "shard: number": {"weight_map": {"a": 5}}, "shard: empty": {"weight_map": {"a": ""}},
     "shard: above": {"weight_map": {"a": "../x.safetensors"}}, "shard: absolute": {"weight_map": {"a": "/etc/passwd"}},
-    "shard: NUL": {"weight_map": {"a": "x\0.safetensors"}},
-    "shard: surrogate": {"weight_map": {"a": "\ud800.safetensors"}},
-    "shard: long": {"weight_map": {"a": "x" * 300 + ".safetensors"}}, "metadata: list": {"metadata": [5]},
+    "metadata: list": {"metadata": [5]},
     "size: text": {"metadata": {"total_size": "5"}}, "size: true": {"metadata": {"total_size": True}},
     "size: NaN": {"metadata": {"total_size": float("nan")}}, "size: wrong": {"metadata": {"total_size": -1}},
 }  # fmt: skip
@@ -307,10 +305,5 @@ def test_alpha_pattern_with_original_names_and_unused_entries(model, tmp_path):
     assert lora.updates["blocks.0.attn1.to_q"].scale == 2 and lora.updates["blocks.0.ffn.net.2"].scale == 0.25
     (note,) = lora.notes
     assert "typo" in note and str(path) in note
-    config["alpha_pattern"] = {"attn1.to_q": 8.0}  # the file calls it self_attn.q
-    renamed = tmp_path / "low.safetensors"
-    save_file(load_file(path), renamed, {"lora_adapter_metadata": json.dumps(config)})
-    with pytest.raises(lora_files.InputError, match="attn1.to_q.*self_attn.q"):
-        lora_files.read_lora(renamed)
     out = tmp_path / "out.safetensors"
     assert "note: " + note in run_tool(convert_lora.main, "--lora", path, "--to", "comfy", "--out", out)
