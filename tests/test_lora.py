@@ -111,7 +111,7 @@ def test_reference_is_the_base_and_keeps_another_adapter(pipe):
     model = pipe.transformer_2
     model.add_adapter(LoraConfig(r=2, target_modules=TARGETS), adapter_name="distilled")
     randomise(model, seed=5)
-    model.requires_grad_(False)
+    model.requires_grad_(requires_grad=False)
     base = velocity(model).detach()
     lora.inject(model, 4, 8.0, TARGETS, seed=3)
     model.set_adapter(["distilled", lora.POLICY])

@@ -478,9 +478,7 @@ class _Alphas:
         low_rank = {name: update for name, update in updates.items() if update.down is not None}
         plain = [name for name, update in low_rank.items() if update.magnitude is None]
         if self.config.use_dora and plain:
-            raise InputError(
-                f"{self.path} is incomplete: by use_dora {plain[0]} has a magnitude, and it has none"
-            )
+            raise InputError(f"{self.path} is incomplete: by use_dora {plain[0]} has a magnitude, and it has none")
         if self.config.lora_bias and all(update.up_bias is None for update in low_rank.values()):
             raise InputError(f"{self.path} is incomplete: by lora_bias it has biases, and it has none")
 

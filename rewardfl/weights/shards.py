@@ -198,10 +198,13 @@ def _read_index(path: Path) -> tuple[dict[str, str], object]:
     """Return ({tensor: name of a file next to the index}, its total_size or None)."""
     index = parse_json_object(path.read_bytes(), str(path))
     weight_map, metadata = index.get("weight_map"), index.get("metadata") or {}
-    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
-    if not names or not all(isinstance(name, str) and re.fullmatch(r"[^/\\]+\.safetensors", name) for name in names):
+    if not isinstance(weight_map, dict) or not weight_map or not all(map(_is_shard_name, weight_map.values())):
         raise InputError(f"{path} has no weight_map of tensors to files next to it; it is not an index of shards")
     return weight_map, metadata.get("total_size") if isinstance(metadata, dict) else metadata
+
+
+def _is_shard_name(name: object) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"[^/\\]+\.safetensors", name) is not None
 
 
 def _open_index(path: Path) -> Checkpoint:

@@ -30,7 +30,7 @@ LAYERS = 4
 def adapted(checkpoint=None):
     """An expert with an adapter that answers, checkpointed by `checkpoint`."""
     torch.manual_seed(0)
-    expert = new_expert(LAYERS, 2, 12).requires_grad_(False).eval()
+    expert = new_expert(LAYERS, 2, 12).requires_grad_(requires_grad=False).eval()
     lora.inject(expert, 2, 2, ["to_q", "ffn.net.2"], seed=0)
     for name, parameter in expert.named_parameters():
         if "lora_B" in name:
@@ -44,6 +44,10 @@ def gradients(expert):
     expert.zero_grad()
     answer(expert).square().sum().backward()
     return {name: p.grad.clone() for name, p in expert.named_parameters() if p.requires_grad}
+
+
+def checkpointing(on_host, keep):
+    return offload.checkpointing(DEVICE, inputs_on_host=on_host, keep_attention=keep)
 
 
 @pytest.fixture
@@ -101,7 +105,7 @@ class Attentions(TorchDispatchMode):
 def test_attention_that_is_kept_is_not_computed_again_and_changes_nothing(on_host, where):
     plain = gradients(adapted())
     for keep in (False, True):
-        expert = offload.move_expert(adapted(offload.checkpointing(DEVICE, on_host, keep)), where, DEVICE, BLOCKS)
+        expert = offload.move_expert(adapted(checkpointing(on_host=on_host, keep=keep)), where, DEVICE, BLOCKS)
         with Attentions() as forward:
             out = answer(expert)
         assert (forward.own, forward.all) == (LAYERS, 2 * LAYERS)  # and the text's
@@ -114,7 +118,7 @@ def test_attention_that_is_kept_is_not_computed_again_and_changes_nothing(on_hos
 
 @pytest.mark.parametrize("on_host, keep", [(True, False), (False, True)], ids=["inputs", "attention"])
 def test_a_graph_that_is_kept_is_walked_back_twice(on_host, keep):
-    expert = adapted(offload.checkpointing(DEVICE, on_host, keep))
+    expert = adapted(checkpointing(on_host=on_host, keep=keep))
     out = answer(expert).square().sum()
     parameters = [p for p in expert.parameters() if p.requires_grad]
     once, again = (torch.autograd.grad(out, parameters, retain_graph=retain) for retain in (True, False))
@@ -124,13 +128,13 @@ def test_a_graph_that_is_kept_is_walked_back_twice(on_host, keep):
 def test_a_model_may_change_an_attentions_output_in_place(monkeypatch):
     sdpa = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: sdpa(*a, **k).mul_(2))
-    plain, kept = (gradients(adapted(offload.checkpointing(DEVICE, False, keep))) for keep in (False, True))
+    plain, kept = (gradients(adapted(checkpointing(on_host=False, keep=keep))) for keep in (False, True))
     assert all(torch.equal(plain[name], kept[name]) for name in plain)
 
 
 def test_what_is_kept_of_attention_dies_block_by_block_with_the_backward_pass(monkeypatch):
     kept, alive, clone = weakref.WeakSet(), [], attention._clone
-    expert = adapted(offload.checkpointing(DEVICE, False, True))
+    expert = adapted(checkpointing(on_host=False, keep=True))
     with monkeypatch.context() as forward:
         forward.setattr(attention, "_clone", lambda outputs: (own := clone(outputs), kept.add(own[0]))[0])
         out = answer(expert)

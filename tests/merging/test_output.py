@@ -274,7 +274,7 @@ def test_a_kill_while_writing_leaves_the_earlier_output(world, place, name):
         "from rewardfl.merging import writing\n"
         "write = writing.write_file\n"
         "def hang(count): print('writing', flush=True); time.sleep(600)\n"
-        "writing.write_file = lambda path, parts, metadata, progress, *rest: write(path, parts, metadata, hang, *rest)\n"
+        "writing.write_file = lambda path, parts, metadata, _, *rest: write(path, parts, metadata, hang, *rest)\n"
         "merge_shards.main()"
     )
     arguments = ["--input", world / "pipeline" / "transformer_2", "--out", out, "--force"]

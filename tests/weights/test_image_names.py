@@ -63,7 +63,7 @@ def pair(shape, seed=0):
     return down, torch.randn(shape[0], RANK, generator=generator)
 
 
-def in_diffusers_names(base, model, prefix, scale, ends=("lora_A", "lora_B"), alpha=None, flat=False):
+def in_diffusers_names(base, model, prefix, scale, ends=("lora_A", "lora_B"), alpha=None, *, flat=False):
     """A LoRA of LAYERS whose names are diffusers'; of `model`, or of other layers under that name."""
     state = {}
     for name in LAYERS[model]:
