@@ -31,37 +31,35 @@ def run(args: argparse.Namespace) -> None:
     if not output.is_file and any(lora.expert is None and is_wan(lora) for lora in loras):
         raise InputError(f"{args.lora} does not say which expert it is for; give a file as --out")
     report: dict[str, Any] = {"input": str(args.lora), "files": {}}
+    dtype = TORCH_DTYPES[merge_tensors.DTYPES[args.dtype]]
+    states = {}  # {file: its tensors and metadata}
     for lora in loras:
         merge.check_finite(lora)
         name = args.out if output.is_file else args.out / file_name(args, lora)
         line = f"{lora.path} -> {name}: {len(lora.updates)} modules, alpha from {lora.alpha_source}"
-        for message in (line, *(f"note: {note}" for note in conversion_notes(lora, args.to))):
-            print(command_line.one_line(message))
         report["files"][str(name)] = line
-    dtype = TORCH_DTYPES[merge_tensors.DTYPES[args.dtype]]
-    states = []
-    for lora in loras:
-        state, metadata = convert(lora, args.to, dtype)
-        states.append((lora, state, metadata))
-        (converted,) = lora_files.parse_lora(args.out, state, metadata)
+        lines = [line, *(f"note: {note}" for note in conversion_notes(lora, args.to))]
+        states[name] = convert(lora, args.to, dtype)
+        (converted,) = lora_files.parse_lora(name, *states[name])
         loss = measure_loss(lora, converted)
         if args.dtype != "fp32" and loss.intended:
-            line = f"{lora.path}: update kept {loss.share:.1%}, error {loss.relative_error:.2%} of it"
-            print(command_line.one_line(line))
+            lines.append(f"{lora.path}: update kept {loss.share:.1%}, error {loss.relative_error:.2%} of it")
             if loss.relative_error > 0.01:
-                print(f"WARNING: {args.dtype} loses part of the update; use --dtype fp32")
-    output.make_room(sum(value.nbytes for _, state, _ in states for value in state.values()))
+                lines.append(f"WARNING: {args.dtype} loses part of the update; use --dtype fp32")
+        for line in lines:
+            print(command_line.one_line(line))
+    output.make_room(sum(value.nbytes for state, _ in states.values() for value in state.values()))
     if args.dry_run:
         print("dry run: nothing written")
         output.write_report(report)
         return
     if output.is_file:
-        ((_, state, metadata),) = states
+        ((state, metadata),) = states.values()
         output.write_file(make_parts(state), metadata, lambda count: None)
     else:
         with output.folder() as folder:
-            for lora, state, metadata in states:
-                path = folder / file_name(args, lora)
+            for name, (state, metadata) in states.items():
+                path = folder / name.relative_to(args.out)
                 path.parent.mkdir(exist_ok=True)
                 writing.write_file(path, make_parts(state), metadata, lambda count: None)
     if args.verify:

@@ -249,8 +249,8 @@ def write_merged(
         for expert, plan in plans.items():
             path = args.out / folders[expert]
             with writing.progress_bar(plan.parts, f"verifying {path}") as bar:
-                merge_tensors.verify_merge(plan, shards.open_checkpoint(path), bar.update)
-        print("verified: copies are equal byte by byte, merged rows equal base + LoRA")
+                writing.verify(plan.parts, shards.open_checkpoint(path), bar.update)
+        print("verified: every tensor equals base + LoRA, merged again")
     print(command_line.one_line(f"written: {args.out}"))
     output.write_report(report)
 

@@ -133,39 +133,3 @@ def estimate_loss(plan: Plan) -> MergeLoss:
             merged = merge.make_adder(entry, plan.merged[name])(before.clone(), first)
             loss.add(before, merged, _stored(merged, part.dtype))
     return loss
-
-
-def verify_merge(plan: Plan, written: Checkpoint, progress: Callable[[int], object]) -> None:
-    """Compare the output with base and LoRAs: copies byte by byte, merged tensors by rows computed again.
-
-    Raise InputError (the output is wrong) at the first difference beyond the rounding of the stored dtype.
-    """
-    names = {part.name for part in plan.parts}
-    if surplus := written.tensors.keys() ^ names:
-        raise InputError(f"{written.path} and the plan differ in tensor {sorted(surplus)[0]}")
-    for (name, entry), part in zip(plan.base.tensors.items(), plan.parts, strict=True):
-        output = written.tensors[part.name]
-        if (output.dtype, output.shape) != (part.dtype, part.shape):
-            raise InputError(f"{written.path}: {part.name} is {output.dtype} {output.shape}")
-        if name in plan.merged:
-            _verify_merged(entry, plan.merged[name], output)
-        elif output.dtype == entry.dtype:
-            if any(a != b for a, b in zip(entry.pieces(), output.pieces(), strict=True)):
-                raise InputError(f"{written.path}: {part.name} is not a copy of {entry.name} in {entry.file}")
-        elif not all(
-            torch.equal(_stored(merge.read_rows(entry, *rows), output.dtype), merge.read_rows(output, *rows))
-            for rows in merge.row_blocks(entry)
-        ):
-            raise InputError(f"{written.path}: {part.name} is not {entry.name} rounded to {output.dtype}")
-        progress(part.nbytes)
-
-
-def _verify_merged(entry: Entry, updates: Updates, output: Entry) -> None:
-    """Compare the first, the middle and the last block of rows with base + LoRA, computed again."""
-    add, blocks = merge.make_adder(entry, updates), list(merge.row_blocks(entry))
-    for first, count in {blocks[0], blocks[len(blocks) // 2], blocks[-1]}:
-        merged = add(merge.read_rows(entry, first, count), first)
-        spacing = torch.finfo(TORCH_DTYPES[output.dtype]).eps * merged.abs().clamp(min=1e-6)
-        largest = float(((merge.read_rows(output, first, count) - merged).abs() - spacing).max())
-        if largest > 1e-6:
-            raise InputError(f"{output.file}: {output.name} is not base + LoRA (off by {largest:.3g} beyond rounding)")

@@ -7,7 +7,7 @@ from rewardfl.merging import writing
 from rewardfl.merging.output import Output
 from rewardfl.merging.writing import Part, copy_entry
 from rewardfl.weights import shards, wan_names
-from rewardfl.weights.shards import Checkpoint, InputError
+from rewardfl.weights.shards import Checkpoint
 
 TOOL = "rewardfl merge_shards 1"
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
         output.write_model(parts, metadata, args.max_shard_size, bar.update, copied_config)
     if args.verify:
         with writing.progress_bar(parts, "verifying") as bar:
-            verify_shards(model, parts, shards.open_checkpoint(args.out), bar.update)
+            writing.verify(parts, shards.open_checkpoint(args.out), bar.update)
         print("verified: every tensor equals the input's")
     print(command_line.one_line(f"written: {args.out}"))
     output.write_report(report)
@@ -64,18 +64,3 @@ def plan_parts(model: Checkpoint, dtype: str, rename: str) -> list[Part]:
 
     shards.check_unquantised(model, "its values cannot be cast; give --dtype keep, or the fp32, fp16 or bf16 files")
     return merge_tensors.plan_merge(model, [], dtype, rename).parts
-
-
-def verify_shards(model: Checkpoint, parts: list[Part], written: Checkpoint, progress) -> None:
-    """Raise InputError (the output is wrong) unless it holds exactly the planned tensors with the planned bytes."""
-    if len(written.tensors) != len(parts):
-        raise InputError(f"{written.path} has {len(written.tensors)} tensors of {len(parts)}")
-    for part in parts:
-        output = written.tensors.get(part.name)
-        if output is None or (output.dtype, output.shape) != (part.dtype, part.shape):
-            raise InputError(f"{written.path}: {part.name} is missing or of another kind")
-        with output.file.open("rb") as file:
-            file.seek(output.offset)
-            if any(file.read(len(content)) != content for content in part.pieces()):
-                raise InputError(f"{written.path}: {part.name} differs from the input")
-        progress(part.nbytes)

@@ -5,7 +5,6 @@ which fuses several of diffusers' layers into one. diffusers' loader of LoRAs sp
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -62,22 +61,6 @@ class ModuleSlice:
 
     module: str
     rows: tuple[range, ...] = ()
-
-
-# the names by which a file of an unsupported model or form is recognised
-_UNSUPPORTED = {
-    "FLUX.2": r"(double|single)_stream_modulation|to_qkv_mlp_proj|ff(_context)?[._]linear_(in|out)",
-    "Z-Image or Lumina 2": r"(^|[._])layers[._]\d+[._](attention|feed_forward)|(noise|context)_refiner",
-    "SD3 in its original names, which diffusers' LoRA loader does not read either": r"joint_blocks[._]",
-    "a U-Net (Stable Diffusion 1, 2 or XL)": r"(^|[._])((down|up|input|output)_blocks|mid_block|middle_block)[._]",
-    "a control LoRA of FLUX.1, which replaces norms": r"(query|key)_norm\.scale",
-}
-
-
-def unsupported_model(names: Iterable[str]) -> str | None:
-    """Return the unsupported model or form that the names belong to; None where none is recognised."""
-    names = list(names)
-    return next((model for model, sign in _UNSUPPORTED.items() if any(re.search(sign, name) for name in names)), None)
 
 
 def _template(name: str) -> tuple[str, str]:
@@ -140,8 +123,7 @@ def _ranges(numbers: list[int]) -> tuple[range, ...]:
 def match_models(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the image models that have all of the checkpoint's tensors, by diffusers' names; empty for other models.
 
-    Raise InputError for FLUX.1 in its original names, for models that are recognised and not supported, and for single
-    tensors that the closest image model lacks.
+    Raise InputError for FLUX.1 in its original names, and for single tensors that the closest image model lacks.
     """
     modules = {name: _template(re.sub(r"\.(weight|bias)$", "", name))[0] for name in checkpoint.tensors}
     if models := tuple(model for model, names in MODULES.items() if names.issuperset(modules.values())):
@@ -151,8 +133,6 @@ def match_models(checkpoint: Checkpoint) -> tuple[str, ...]:
             f"{checkpoint.path} has the original names of FLUX.1, FLUX.2 or a model like them, with fused layers; "
             "merge into the folder in diffusers' layout (transformer/)"
         )
-    if model := unsupported_model(modules):
-        raise InputError(f"{checkpoint.path} is {model}; only Wan, {', '.join(MODULES)} are merged")
     unknown = {model: [name for name in modules if modules[name] not in names] for model, names in MODULES.items()}
     model = min(unknown, key=lambda model: len(unknown[model]))
     if len(unknown[model]) < len(modules) / 2:

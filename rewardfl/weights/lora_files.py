@@ -51,10 +51,6 @@ _ROLES = [
     (r"\.lora_magnitude_vector(?:\.[\w-]+)?(?:\.weight)?", "magnitude"),
 ]
 
-_FOREIGN = r"\.(?:lokr_|hada_|oft_|boft|lora_mid|set_weight|w_norm|b_norm|reshape_weight|on_input|vera_|lora_E)"
-
-_TEXT_ENCODER = r"(?:text_encoders?|text_encoder_\d|lora_te\d?)[._]"
-
 WAN = "Wan"
 
 _READ = f"LoRAs of {WAN}, {', '.join(image_names.MODULES)} are read"
@@ -80,7 +76,8 @@ def load_tensor(source: Source) -> Tensor:
         return source.float()
     if source.dtype not in TORCH_DTYPES:
         raise InputError(f"{source.file}: tensor {source.name} has dtype {source.dtype}; give the LoRA unquantised")
-    return torch.frombuffer(source.read(), dtype=TORCH_DTYPES[source.dtype]).reshape(source.shape).float()
+    stored = torch.frombuffer(source.read(), dtype=TORCH_DTYPES[source.dtype]).reshape(source.shape)
+    return stored.to(torch.float32, copy=True)  # aligned by torch: see merge.read_rows
 
 
 def as_bytes(values: Tensor) -> memoryview:
@@ -171,10 +168,10 @@ def resolve_name(name: str) -> str | None:
     return _FLAT_TOP.get(name)
 
 
-def _split(key: str) -> _Key | None:
-    """Split a LoRA's key; None when its ending is not known."""
+def _split(key: str) -> _Key:
+    """Split a LoRA's key; the role is empty when its ending is not known."""
     if len(key) > _LONGEST_KEY:
-        return None
+        return key, "", None
     for pattern, role in _ROLES:
         if match := re.fullmatch(r"(.+?)" + pattern, key):
             name, expert = match[1], None
@@ -183,7 +180,7 @@ def _split(key: str) -> _Key | None:
             if role == "diff_m":  # of the table that the original code calls `modulation`, in a block or the head
                 name, role = f"{name}.modulation", "diff"
             return name, role, expert
-    return None
+    return key, "", None
 
 
 def expert_in_path(path: Path) -> str | None:
@@ -221,7 +218,7 @@ def parse_lora(
     path: Path, sources: Mapping[str, Source], metadata: Mapping[str, str], alpha: float | None = None
 ) -> list[Lora]:
     """Return the LoRAs in a file's tensors by key and its metadata; see read_lora."""
-    keys = {key: _parse(path, key) for key in sources}
+    keys = {key: _split(key) for key in sources}
     if not keys:
         raise InputError(f"{path} holds no tensors")
     rows = _count_rows(keys, sources)
@@ -259,21 +256,6 @@ def parse_lora(
     return loras
 
 
-def _parse(path: Path, key: str) -> _Key:
-    """Split a LoRA's key. Raise InputError for text encoders and for other methods than LoRA, DoRA and differences."""
-    if re.match(_TEXT_ENCODER, key):
-        raise InputError(
-            f"{path}: {key[:_LONGEST_KEY]} belongs to a text encoder; only LoRAs of the transformer are read, and a "
-            "part that is skipped is lost silently. Merge it with diffusers (pipe.load_lora_weights, pipe.fuse_lora)"
-        )
-    if re.search(_FOREIGN, key) or key.startswith("lycoris_"):
-        raise InputError(
-            f"{path}: {key} belongs to LoKr, LoHa, OFT or another method; only LoRA, DoRA and full differences "
-            "can be merged. Merge it with the tool that trained it"
-        )
-    return _split(key) or (key, "", None)
-
-
 def _count_rows(keys: Mapping[str, _Key], sources: Mapping[str, Source]) -> dict[str, int]:
     """Return {name of a module: its outputs}, by its `up` or, without one, by its other tensors."""
     rows: dict[str, int] = {}
@@ -296,12 +278,11 @@ def _find_modules(
             slices[name][WAN] = (ModuleSlice(module),)
         before, models = models, [model for model in models or slices[name] if model in slices[name]]
         if not models:
-            if unsupported := image_names.unsupported_model(name for name, _, _ in keys.values()):
-                raise InputError(f"{path}: {key[:_LONGEST_KEY]} and others speak of {unsupported}; {_READ}")
             owner = f"{' or '.join(before)}, whose names other keys have" if before else f"a transformer; {_READ}"
             raise InputError(
-                f"{path}: {key[:_LONGEST_KEY]} (as {abbreviate(name)}, {outputs} rows) names no module of {owner}; "
-                "nothing was merged, because a key that is skipped is lost silently"
+                f"{path}: {key[:_LONGEST_KEY]} (as {abbreviate(name)}, {outputs} rows) names no module of {owner}. Text "
+                "encoders, LoKr, LoHa and other methods are not read, since a key that is skipped is lost silently; "
+                "merge it with the tool that trained it, or with diffusers (pipe.fuse_lora)"
             )
     assert models
     if any(parts[model] != parts[models[0]] for parts in slices.values() for model in models):

@@ -100,8 +100,12 @@ def row_blocks(entry: Entry) -> Iterator[tuple[int, int]]:
 
 
 def read_rows(entry: Entry, first: int, count: int) -> Tensor:
-    """Read `count` rows from row `first` on, as (count, -1) float32."""
-    return torch.frombuffer(entry.read(first, count), dtype=TORCH_DTYPES[entry.dtype]).reshape(count, -1).float()
+    """Read `count` rows from row `first` on, as (count, -1) float32.
+
+    The copy lies where torch aligns it: the last bit of matrix products depends on the alignment.
+    """
+    stored = torch.frombuffer(entry.read(first, count), dtype=TORCH_DTYPES[entry.dtype]).reshape(count, -1)
+    return stored.to(torch.float32, copy=True)
 
 
 def load_terms(entry: Entry, update: Update, strength: float) -> Iterator[Term]:
@@ -165,8 +169,7 @@ def column_norms(entry: Entry, up: Tensor, down: Tensor, scale: float) -> Tensor
 def merge_tensor(entry: Entry, updates: Updates, dtype: torch.dtype) -> Tensor:
     """Return a whole tensor of the file with the updates added in float32, rounded once to `dtype`.
 
-    Only a few rows are held next to it. torch aligns the new memory, and the last bit of matrix products depends on
-    the alignment.
+    Only a few rows are held next to it.
     """
     add = make_adder(entry, updates)
     result = torch.empty(entry.shape, dtype=dtype)
