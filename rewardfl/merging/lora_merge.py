@@ -151,7 +151,7 @@ def describe(
             scales = sorted({update.scale for update in lora.updates.values() if update.down is not None})
             text = (
                 f"{lora.path}: {len(lora.updates)} modules, rank {span(ranks)}, scale {span(scales)}, alpha from "
-                f"{lora.alpha_source}, strength {option.strength:g}, {name_owner(lora)}; keys like {lora.dialect}"
+                f"{lora.alpha_source}, strength {option.strength:g}, {name_owner(lora)}"
             )
             lines.append(text)
             stored = f"{command_line.one_line(text)}; sha256 {sha256(lora.path)}"

@@ -129,8 +129,8 @@ class Lora:
     """One expert's updates.
 
     models: those whose names the keys are; several where they share them. expert: high_noise, low_noise or None, where
-    the file does not say it or the model has none. alpha_source: a text for the user. dialect: a sample key.
-    expert_by_name: the file's name gives the expert, not its keys.
+    the file does not say it or the model has none. alpha_source: a text for the user. expert_by_name: the file's name
+    gives the expert, not its keys.
     """
 
     path: Path
@@ -138,7 +138,6 @@ class Lora:
     expert: str | None
     updates: dict[str, Update]
     alpha_source: str
-    dialect: str
     notes: tuple[str, ...] = ()
     expert_by_name: bool = False
 
@@ -249,8 +248,9 @@ def parse_lora(
             notes.append(f"{path}: alpha_pattern names {abbreviate(unused[0])}, which the file lacks")
         by_name = expert_in_path(path.absolute()) if WAN in models and expert is None else None
         lora = Lora(
-            path=path, models=models, expert=expert or by_name, updates=updates, alpha_source=alphas.summary(),
-            dialect=next(iter(sources)), notes=tuple(notes), expert_by_name=by_name is not None,
+            path=path, models=models, expert=expert or by_name, updates=updates,
+            alpha_source=", ".join(f"{source} ({count})" for source, count in alphas.used.items()) or "no products",
+            notes=tuple(notes), expert_by_name=by_name is not None,
         )  # fmt: skip
         loras.append(lora)
     return loras
@@ -280,9 +280,9 @@ def _find_modules(
         if not models:
             owner = f"{' or '.join(before)}, whose names other keys have" if before else f"a transformer; {_READ}"
             raise InputError(
-                f"{path}: {key[:_LONGEST_KEY]} (as {abbreviate(name)}, {outputs} rows) names no module of {owner}. Text "
-                "encoders, LoKr, LoHa and other methods are not read, since a key that is skipped is lost silently; "
-                "merge it with the tool that trained it, or with diffusers (pipe.fuse_lora)"
+                f"{path}: {key[:_LONGEST_KEY]} (as {abbreviate(name)}, {outputs} rows) names no module of {owner}. "
+                "Text encoders, LoKr, LoHa and others are not read, since a skipped key is lost silently; merge it with "
+                "the tool that trained it, or with diffusers (pipe.fuse_lora)"
             )
     assert models
     if any(parts[model] != parts[models[0]] for parts in slices.values() for model in models):
@@ -328,11 +328,8 @@ def _open(path: Path) -> tuple[dict[str, Source], dict[str, str]]:
         tensors, metadata = shards.read_header(path)
         return {**tensors}, metadata
     state = read_torch(path)
-    for key, value in state.items():
-        if value.layout != torch.strided or value.is_meta or value.dtype not in TORCH_DTYPES.values():
-            raise InputError(
-                f"{path}: tensor {key} is {value.dtype}, {value.layout}; give the LoRA unquantised and dense"
-            )
+    if quantised := [key for key, value in state.items() if value.dtype not in TORCH_DTYPES.values()]:
+        raise InputError(f"{path}: tensor {quantised[0]} is {state[quantised[0]].dtype}; give the LoRA unquantised")
     return {**state}, {}
 
 
@@ -403,10 +400,9 @@ def _read_kohya(path: Path, metadata: Mapping[str, str]) -> tuple[float, float] 
         return None
     try:
         alpha, rank = map(float, texts)
-    except ValueError:
-        raise InputError(f"{path}: ss_network_alpha or ss_network_dim is no number: {abbreviate(texts)}") from None
-    if not rank > 0:
-        raise InputError(f"{path}: ss_network_dim is {rank:g}; a rank is at least 1")
+        alpha / rank
+    except (ValueError, ZeroDivisionError):
+        raise InputError(f"{path}: ss_network_alpha and ss_network_dim are {abbreviate(texts)}, no numbers") from None
     return alpha, rank
 
 
@@ -424,7 +420,6 @@ class _Alphas:
     def scale(self, module: str, rank: int, key: Source | None) -> float:
         if key is not None and prod(key.shape) != 1:
             raise InputError(f"{self.path}: .alpha of {module} has shape {tuple(key.shape)}; it must be one number")
-        stored = self.config.stored_alpha(self.names[module])
         if self.config.ranks and rank not in self.config.ranks:
             raise InputError(
                 f"{self.path}: {module} has rank {rank}, its configuration states {sorted(self.config.ranks)}; they do "
@@ -432,19 +427,18 @@ class _Alphas:
             )
         alphas = {
             "the .alpha keys": None if key is None else float(load_tensor(key).reshape(())),
-            "the configuration": stored,
+            "the configuration": self.config.stored_alpha(self.names[module]),
             "ss_network_alpha / ss_network_dim": self.kohya and self.kohya[0] * rank / self.kohya[1],
             "--alpha": self.fallback,
             "nowhere: alpha = rank": float(rank),
         }
         source, alpha = next((source, alpha) for source, alpha in alphas.items() if alpha is not None)
-        if key is not None and stored not in (None, alpha):
-            raise InputError(
-                f"{self.path}: {module} has .alpha {alpha:g}, its configuration says lora_alpha {stored:g}; remove the "
-                "one that is wrong"
-            )
-        if self.fallback not in (None, alpha):
-            raise InputError(f"{self.path}: {source} say alpha {alpha:g} for {module}, --alpha says {self.fallback:g}")
+        for other in ("the configuration", "--alpha"):
+            if alphas[other] not in (None, alpha):
+                raise InputError(
+                    f"{self.path}: {module} has alpha {alpha:g} by {source}, {alphas[other]:g} by {other}; remove the "
+                    "one that is wrong"
+                )
         scale = alpha / rank**0.5 if self.config.use_rslora else alpha / rank
         if not FLOAT32.tiny <= scale <= FLOAT32.max:
             raise InputError(
@@ -462,9 +456,6 @@ class _Alphas:
             raise InputError(f"{self.path} is incomplete: by use_dora {plain[0]} has a magnitude, and it has none")
         if self.config.lora_bias and all(update.up_bias is None for update in low_rank.values()):
             raise InputError(f"{self.path} is incomplete: by lora_bias it has biases, and it has none")
-
-    def summary(self) -> str:
-        return ", ".join(f"{source} ({count})" for source, count in self.used.items()) or "no low-rank updates"
 
 
 def assign_expert(loras: list[Lora], expert: str | None) -> list[Lora]:

@@ -160,8 +160,6 @@ def damage(folder, kind):
     elif kind == "doubled without an index":
         (folder / INDEX).unlink()
         save_file(load_file(first) | dict([next(iter(load_file(second).items()))]), first)
-    elif kind == "twice the same":
-        return [first, *files(folder)]
     elif kind == "tensor nowhere":
         index["weight_map"]["blocks.9.ghost"] = first.name
     elif kind == "wrong shard":
@@ -197,7 +195,7 @@ def damage(folder, kind):
         ("cut off", "cut off"), ("longer", "not fully covered"), ("missing shard", "is not there"),
         ("missing of a list", "are given"), ("one shard", "is one of"), ("doubled tensor", "is in"),
         ("doubled without an index", "does not belong"),
-        ("twice the same", "twice"), ("tensor nowhere", "in none of"), ("wrong shard", "says"),
+        ("tensor nowhere", "in none of"), ("wrong shard", "says"),
         ("total size", "total_size"), ("surplus file", "merged.safetensors"), ("two indices", "2 index"),
         ("twice in a header", "invalid offset"), ("hole", "damaged"), ("empty", "no .safetensors"),
     ],
