@@ -281,7 +281,7 @@ def _find_modules(
             owner = f"{' or '.join(before)}, whose names other keys have" if before else f"a transformer; {_READ}"
             raise InputError(
                 f"{path}: {key[:_LONGEST_KEY]} (as {abbreviate(name)}, {outputs} rows) names no module of {owner}. "
-                "Text encoders, LoKr, LoHa and others are not read, since a skipped key is lost silently; merge it with "
+                "Text encoders, LoKr, LoHa and others are not read, since a skipped key is lost silently; merge it by "
                 "the tool that trained it, or with diffusers (pipe.fuse_lora)"
             )
     assert models

@@ -271,10 +271,8 @@ def test_dora_of_the_convolution(world, expert, tmp_path, ending, axis, shape):
 @pytest.mark.parametrize(
     "given",
     [
-        {"dora_scale": (24,)}, {"dora_scale": (24, 24)}, {"dora_scale": (1, 1)}, {"dora_scale": (1, 24, 1)},
-        {"dora_scale": (1, 23)}, {"dora_scale": ()}, {"lora_magnitude_vector": (1, 24)},
-        {"lora_magnitude_vector": (23,)}, {"lora_magnitude_vector": (24, 24)},
-        {"lora_magnitude_vector": (24,), "dora_scale": (24, 1)},
+        {"dora_scale": (24,)}, {"dora_scale": (1, 24, 1)}, {"dora_scale": (1, 23)},
+        {"lora_magnitude_vector": (1, 24)}, {"lora_magnitude_vector": (24,), "dora_scale": (24, 1)},
     ],
 )  # fmt: skip
 def test_magnitudes_that_do_not_say_their_axis_are_refused(world, values, tmp_path, given):
@@ -364,11 +362,6 @@ def test_rename_and_shards(world, expert, values, tmp_path):
     run("--base", world / "transformer_2", "--lora", lora, "--out", out, "--rename", "original", *size, "--verify")
     assert len(list(out.glob("*-of-*.safetensors"))) > 2 and not (out / "config.json").exists()
     assert_same(weights(out), original_names(expected_weights(expert.state_dict(), values)))
-    run("--base", world / "transformer_2", "--lora", lora, "--out", tmp_path / "same", *size)
-    assert_same(
-        WanTransformer3DModel.from_pretrained(tmp_path / "same").state_dict(),
-        expected_weights(expert.state_dict(), values),
-    )
 
 
 def test_metadata_says_what_was_merged(world, values, tmp_path):
@@ -443,12 +436,9 @@ def test_experts_that_do_not_fit(world, values, tmp_path):
     "name, meaning",
     [
         ("wan2.2_i2v_A14b_low_noise_lora.safetensors", "low_noise"), ("HighNoise.safetensors", "high_noise"),
-        ("Wan2.2-Fun-A14B-InP-high-noise-HPS2.1.safetensors", "high_noise"),
         ("low_noise_model/x.safetensors", "low_noise"), ("low_rank/face.safetensors", None),
-        ("transformer_2/pytorch_lora_weights.safetensors", "low_noise"), ("flow_slow.safetensors", None),
-        ("high_noise_and_low_noise.safetensors", None), ("high_quality_face.safetensors", None),
-        ("low_light_portrait.safetensors", None), ("face-low-vram.safetensors", None),
-        ("Wan22-I2V-HIGH-4steps.safetensors", None), ("low/high/x.safetensors", None), ("lownoises.safetensors", None),
+        ("transformer_2/pytorch_lora_weights.safetensors", "low_noise"), ("high_quality_face.safetensors", None),
+        ("high_noise_and_low_noise.safetensors", None), ("lownoises.safetensors", None),
     ],
 )  # fmt: skip
 def test_only_published_names_speak_of_an_expert_and_the_user_outranks_them(world, values, tmp_path, name, meaning):
@@ -475,38 +465,19 @@ def test_a_lora_is_read_by_its_content(values, tmp_path, name):
         lora_files.read_lora(path)
 
 
-@pytest.mark.parametrize("kind", ("fp8", "scale tensor", "truncated", "not wan", "text", "in the way", "stale index"))
-def test_bases_and_outputs_that_are_refused(world, values, tmp_path, kind):
-    lora, out, base = (
-        DIALECTS["d5"](tmp_path, values),
-        tmp_path / "out" / "out.safetensors",
-        tmp_path / "low.safetensors",
-    )
-    out.parent.mkdir()
-    state = weights(world / "transformer_2")
+@pytest.mark.parametrize(
+    "kind, words", [("fp8", "quantised"), ("scale tensor", "quantised"), ("not wan", "not those of a Wan")]
+)
+def test_bases_that_are_refused(world, values, tmp_path, kind, words):
+    lora, base, state = DIALECTS["d5"](tmp_path, values), tmp_path / "low.safetensors", weights(world / "transformer_2")
     if kind == "fp8":
         state["blocks.0.attn1.to_q.weight"] = state["blocks.0.attn1.to_q.weight"].to(torch.float8_e4m3fn)
     elif kind == "scale tensor":
         state["blocks.0.attn1.to_q.scale_weight"] = torch.ones(1)
-    elif kind == "not wan":
+    else:
         state = {f"layer.{i}.weight": value for i, value in enumerate(state.values())}
     save_file(state, base)
-    if kind == "truncated":
-        base.write_bytes(base.read_bytes()[:-100])
-    elif kind == "text":
-        base.write_text("version https://git-lfs.github.com/spec/v1")
-    elif kind == "in the way":
-        out = base
-    elif kind == "stale index":
-        (out.parent / "out.safetensors.index.json").write_text("{}")
-    before = base.read_bytes()
-    text = run("--base", base, "--lora", lora, "--out", out, expect=2)
-    words = {
-        "fp8": "quantised", "scale tensor": "quantised", "truncated": "cut off", "not wan": "not those of a Wan",
-        "text": "not a safetensors", "in the way": "another place", "stale index": "in the way",
-    }  # fmt: skip
-    assert words[kind] in text and "Traceback" not in text
-    assert base.read_bytes() == before and (out == base or not out.exists())
+    assert words in refuse(tmp_path / "out.safetensors", "--base", base, "--lora", lora)
 
 
 def test_fp16_overflow_leaves_nothing(world, values, tmp_path):
