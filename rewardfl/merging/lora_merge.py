@@ -14,7 +14,7 @@ from rewardfl.files import sha256
 from rewardfl.merging import merge_tensors, writing
 from rewardfl.merging.output import MANIFEST, Output
 from rewardfl.weights import image_names, lora_files, merge, shards
-from rewardfl.weights.lora_files import FLOAT32, Lora
+from rewardfl.weights.lora_files import Lora
 from rewardfl.weights.shards import InputError
 
 TOOL = "rewardfl merge_lora 1"
@@ -45,8 +45,7 @@ def run(args: argparse.Namespace) -> None:
     """Merge LoRAs into a checkpoint. Raise InputError with nothing written."""
     output = Output(path=args.out, report=args.json, force=args.force, tool=TOOL)
     options = [read_loras(text, args.alpha) for text in args.lora]
-    layouts = (layout for layout in LAYOUTS if all((args.base / folder).is_dir() for folder in layout.values()))
-    layout = next(layouts, None)
+    layout = next((each for each in LAYOUTS if all((args.base / name).is_dir() for name in each.values())), None)
     if layout and (args.rename != "keep" or output.is_file or args.expert):
         raise InputError(
             f"--base {args.base} is a pipeline: the output is a pipeline folder with the same names. For one expert as "
@@ -64,8 +63,7 @@ def run(args: argparse.Namespace) -> None:
         for expert, loras in routed.items()
         if loras or args.dtype != "keep"
     }
-    largest = {option.text: max(merge.check_finite(lora) for lora in option.loras) for option in options}
-    report = describe(args, options, routed, plans, largest)
+    report = describe(args, options, routed, plans)
     for line in report["lines"]:
         print(command_line.one_line(line))
     for expert, plan in plans.items():
@@ -97,9 +95,8 @@ def read_loras(text: str, alpha: float | None) -> LoraOption:
     if expert and lora_files.WAN not in loras[0].models:
         raise InputError(f"--lora {text}: {' and '.join(loras[0].models)} have no experts; give --lora {path}")
     loras = lora_files.assign_expert(loras, expert)
-    for scale in {1.0} | {update.scale for lora in loras for update in lora.updates.values()}:
-        if not FLOAT32.tiny <= abs(strength * scale) <= FLOAT32.max:
-            raise InputError(f"--lora {text}: strength {strength:g} times scale {scale:g} is 0 or infinite in float32")
+    if not 1e-6 <= abs(strength) <= 1000:
+        raise InputError(f"--lora {text}: strength {strength:g} must be of a size between 1e-6 and 1000")
     return LoraOption(text=text, path=Path(path), strength=strength, loras=loras)
 
 
@@ -140,9 +137,7 @@ def match_expert(text: str, lora: Lora, experts: list[str | None], *, alone: boo
     return experts[0]
 
 
-def describe(
-    args: argparse.Namespace, options: list[LoraOption], routed: Routing, plans: Plans, largest: dict[str, float]
-) -> dict:
+def describe(args: argparse.Namespace, options: list[LoraOption], routed: Routing, plans: Plans) -> dict:
     """Return the plan as lines for the user, a record for the file's metadata and figures for --json."""
     lines, record = [], {"base": command_line.one_line(str(args.base)), "dtype": args.dtype}
     for number, option in enumerate(options):
@@ -151,13 +146,13 @@ def describe(
             scales = sorted({update.scale for update in lora.updates.values() if update.down is not None})
             text = (
                 f"{lora.path}: {len(lora.updates)} modules, rank {span(ranks)}, scale {span(scales)}, alpha from "
-                f"{lora.alpha_source}, strength {option.strength:g}, {name_owner(lora)}"
+                f"{lora.alpha_source}, strength {option.strength:g}, for {' or '.join(lora.models)}, expert {lora.expert}"
             )
             lines.append(text)
             stored = f"{command_line.one_line(text)}; sha256 {sha256(lora.path)}"
             record[f"lora_{number}_{lora.expert or 'model'}"] = stored
             lines += [f"note: {note}" for note in lora.notes]
-        if largest[option.text] == 0:
+        if max(merge.check_finite(lora) for lora in option.loras) == 0:
             lines.append(f"WARNING: {option.text} is zero everywhere: an adapter before its first step?")
     for expert, plan in plans.items():
         lines.append(
@@ -168,17 +163,8 @@ def describe(
     return {"lines": lines, "record": record, "kept": {}}
 
 
-def name_owner(lora: Lora) -> str:
-    """Return the model, or its expert, that a LoRA is for, in words."""
-    if lora_files.WAN in lora.models:
-        return f"expert {lora.expert or 'not named'}"
-    return f"of {' or '.join(lora.models)}"
-
-
 def span(values: Sequence[float]) -> str:
-    if not values:
-        return "none"
-    return f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g}..{values[-1]:g}"
+    return f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g}..{values[-1]:g}" if values else "none"
 
 
 def warn_of_loss(expert: str | None, plan: merge_tensors.Plan, report: dict) -> None:

@@ -11,9 +11,7 @@ from functools import cache
 from rewardfl.weights.shards import Checkpoint, InputError
 
 _ATTENTION = "to_q to_k to_v to_out.0 norm_q norm_k"
-
 _JOINT = f"{_ATTENTION} add_q_proj add_k_proj add_v_proj to_add_out norm_added_q norm_added_k"
-
 _FEED_FORWARD = "norm1.linear norm1_context.linear ff.net.0.proj ff.net.2 ff_context.net.0.proj ff_context.net.2"
 
 
@@ -22,9 +20,7 @@ def _under(prefix: str, names: str) -> set[str]:
 
 
 _SHARED = _under("transformer_blocks.N.attn", _JOINT) | {"norm_out.linear", "proj_out"}
-
 _SHARED |= _under("time_text_embed.timestep_embedder", "linear_1 linear_2")
-
 _POOLED = _under("time_text_embed.text_embedder", "linear_1 linear_2") | {"context_embedder"}
 
 # the modules with tensors in diffusers' transformers, N for the number of a block
@@ -57,10 +53,10 @@ ALL_ROWS = 21504  # assumed for a layer of unknown size: rows of FLUX.1's widest
 
 @dataclass(frozen=True)
 class ModuleSlice:
-    """A module of diffusers, and its rows of a fused layer's outputs; without ranges it is the whole layer."""
+    """A module of diffusers, and its rows of a fused layer's outputs; empty for the whole layer."""
 
     module: str
-    rows: tuple[range, ...] = ()
+    rows: tuple[int, ...] = ()
 
 
 def _template(name: str) -> tuple[str, str]:
@@ -110,14 +106,7 @@ def _flux_places(name: str, rows: int) -> tuple[ModuleSlice, ...]:
     all_rows = list(range(rows))
     if sorted(number for part in numbers.values() for number in part) != all_rows:
         return ()
-    return tuple(ModuleSlice(module, () if part == all_rows else _ranges(part)) for module, part in numbers.items())
-
-
-def _ranges(numbers: list[int]) -> tuple[range, ...]:
-    """Return the numbers, in their order, as ranges."""
-    breaks = [i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1]
-    ends = zip([0, *breaks], [*breaks, len(numbers)], strict=True)
-    return tuple(range(numbers[first], numbers[last - 1] + 1) for first, last in ends)
+    return tuple(ModuleSlice(module, () if part == all_rows else tuple(part)) for module, part in numbers.items())
 
 
 def match_models(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -32,7 +32,6 @@ TORCH_DTYPES = {
 
 # prefixes of a module's name; two of them mean the low-noise expert
 _LOW_NOISE = ("pipe.dit2.", "transformer_2.")
-
 _CONTAINERS = (
     *_LOW_NOISE, "pipe.dit.", "transformer.", "base_model.model.", "model.diffusion_model.", "diffusion_model.",
     "lora_unet__", "lora_unet_", "lora_transformer_",
@@ -50,13 +49,9 @@ _ROLES = [
     (r"\.dora_scale", "dora_scale"),
     (r"\.lora_magnitude_vector(?:\.[\w-]+)?(?:\.weight)?", "magnitude"),
 ]
-
 WAN = "Wan"
-
 _READ = f"LoRAs of {WAN}, {', '.join(image_names.MODULES)} are read"
-
 _LONGEST_KEY = 500  # characters; the longest key of a Wan module has about 90
-
 FLOAT32 = torch.finfo(torch.float32)  # a scale must fit into it
 
 # errors of torch.load on a damaged file: its readers of zip and pickle check little
@@ -64,9 +59,7 @@ _DAMAGED = (
     pickle.UnpicklingError, zipfile.BadZipFile, struct.error, EOFError, RuntimeError, ValueError, LookupError,
     TypeError, AttributeError, AssertionError, ArithmeticError, OSError,
 )  # fmt: skip
-
 Source = Entry | Tensor
-
 _Key = tuple[str, str, str | None]  # bare module name, role and expert of a LoRA's key
 
 
@@ -301,8 +294,7 @@ def _take_rows(path: Path, key: str, role: str, source: Source, part: ModuleSlic
             f"{path}: {key} has shape {abbreviate(tuple(source.shape))}, but its layer has {rows} outputs, those of "
             f"{part.module} and others; give magnitudes and biases of the outputs"
         )
-    values = load_tensor(source)
-    return torch.cat([values[block.start : block.stop] for block in part.rows])
+    return load_tensor(source)[list(part.rows)]
 
 
 def _files_in(folder: Path) -> list[Path]:
