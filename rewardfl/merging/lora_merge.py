@@ -144,9 +144,10 @@ def describe(args: argparse.Namespace, options: list[LoraOption], routed: Routin
         for lora in option.loras:
             ranks = sorted({update.rank for update in lora.updates.values() if update.down is not None})
             scales = sorted({update.scale for update in lora.updates.values() if update.down is not None})
+            expert = f", {lora.expert}" if lora.expert else ""
             text = (
                 f"{lora.path}: {len(lora.updates)} modules, rank {span(ranks)}, scale {span(scales)}, alpha from "
-                f"{lora.alpha_source}, strength {option.strength:g}, for {' or '.join(lora.models)}, expert {lora.expert}"
+                f"{lora.alpha_source}, strength {option.strength:g}, for {' or '.join(lora.models)}{expert}"
             )
             lines.append(text)
             stored = f"{command_line.one_line(text)}; sha256 {sha256(lora.path)}"
