@@ -151,13 +151,11 @@ _FLAT_BLOCK, _FLAT_TOP = _flat(wan_names.BLOCK), _flat(wan_names.TOP)
 
 def resolve_name(name: str) -> str | None:
     """Return diffusers' name of a LoRA's module; the LoRA may use either naming, with dots or all underscores."""
-    if wan_names.to_original(name) is not None:
-        return name
-    if (renamed := wan_names.to_diffusers(name)) is not None:
-        return renamed
+    table, prefix = _FLAT_TOP, ""
     if block := re.fullmatch(r"blocks[_.](\d+)[_.](.+)", name):
-        return f"blocks.{block[1]}.{_FLAT_BLOCK[block[2]]}" if block[2] in _FLAT_BLOCK else None
-    return _FLAT_TOP.get(name)
+        table, prefix, name = _FLAT_BLOCK, f"blocks.{block[1]}.", block[2]
+    module = table.get(name.replace(".", "_"))
+    return None if module is None else prefix + module
 
 
 def _split(key: str) -> _Key:

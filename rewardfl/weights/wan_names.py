@@ -42,7 +42,6 @@ TOP = {
 }
 
 _BLOCK_BACK = {new: old for old, new in BLOCK.items()}
-
 _TOP_BACK = {new: old for old, new in TOP.items()}
 
 # prefixes of a tensor's name in files

@@ -129,9 +129,9 @@ def test_both_experts_in_one_file(world, values, tmp_path):
         torch.testing.assert_close(delta, factor * SCALE * (up @ down), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", ("original", "comfy", "sharded", "index", "wan-ai"))
+@pytest.mark.parametrize("layout", ("original", "comfy", "index", "wan-ai"))
 def test_every_layout_of_the_base(world, expert, values, layout, tmp_path):
-    """Original names, ComfyUI's prefix, shards by folder and by index, and Wan-AI's pipeline folder."""
+    """Original names, ComfyUI's prefix, shards by their index, and Wan-AI's pipeline folder."""
     before = expert.state_dict()
     base, lora = tmp_path / "base_low", DIALECTS["d5"](tmp_path, values)
     base.mkdir()
@@ -148,7 +148,7 @@ def test_every_layout_of_the_base(world, expert, values, layout, tmp_path):
     else:
         expert.save_pretrained(base, max_shard_size="60KB")
         assert len(list(base.glob("*.safetensors"))) > 2
-        base = base if layout == "sharded" else base / "diffusion_pytorch_model.safetensors.index.json"
+        base = base / "diffusion_pytorch_model.safetensors.index.json"
     out = tmp_path / "out"
     run("--base", base, "--lora", f"{lora}@low" if layout == "wan-ai" else lora, "--out", out, "--verify")
     got = weights(out / "low_noise_model" if layout == "wan-ai" else out)
@@ -177,35 +177,23 @@ def test_full_differences_bias_modulation_norm_and_convolution(world, expert, tm
     model = expert.state_dict()
     g = torch.Generator().manual_seed(0)
 
-    def like(name):
-        return torch.randn(model[name].shape, generator=g)
-
     conv = model["patch_embedding.weight"]
     down, up = torch.randn(2, *conv.shape[1:], generator=g), torch.randn(conv.shape[0], 2, 1, 1, 1, generator=g)
-    state = {
-        "diffusion_model.blocks.0.norm3.diff": like("blocks.0.norm2.weight"),
-        "diffusion_model.blocks.0.norm3.diff_b": like("blocks.0.norm2.bias"),
-        "diffusion_model.blocks.0.self_attn.norm_q.diff": like("blocks.0.attn1.norm_q.weight"),
-        "diffusion_model.blocks.1.diff_m": like("blocks.1.scale_shift_table"),
-        "diffusion_model.blocks.1.self_attn.q.diff_b": like("blocks.1.attn1.to_q.bias"),
-        "diffusion_model.head.head.diff": like("proj_out.weight"),
-        "diffusion_model.patch_embedding.lora_down.weight": down,
-        "diffusion_model.patch_embedding.lora_up.weight": up,
-        "diffusion_model.patch_embedding.alpha": torch.tensor(1.0),
+    targets = {
+        "blocks.0.norm3.diff": "blocks.0.norm2.weight",
+        "blocks.0.norm3.diff_b": "blocks.0.norm2.bias",
+        "blocks.0.self_attn.norm_q.diff": "blocks.0.attn1.norm_q.weight",
+        "blocks.1.diff_m": "blocks.1.scale_shift_table",
+        "blocks.1.self_attn.q.diff_b": "blocks.1.attn1.to_q.bias",
+        "head.head.diff": "proj_out.weight",
     }
-    save_file(state, tmp_path / "low_diff.safetensors")
+    state = {key: torch.randn(model[target].shape, generator=g) for key, target in targets.items()}
+    wanted = dict(model) | {target: model[target] + 0.5 * state[key] for key, target in targets.items()}
+    factors = {"lora_down.weight": down, "lora_up.weight": up, "alpha": torch.tensor(1.0)}
+    state |= {f"patch_embedding.{key}": value for key, value in factors.items()}
+    save_file({f"diffusion_model.{key}": value for key, value in state.items()}, tmp_path / "low_diff.safetensors")
     lora = f"{tmp_path / 'low_diff.safetensors'}:0.5"
     run("--base", world / "transformer_2", "--lora", lora, "--out", tmp_path / "out.safetensors", "--verify")
-    wanted = dict(model)
-    for key, target in (
-        ("blocks.0.norm3.diff", "blocks.0.norm2.weight"),
-        ("blocks.0.norm3.diff_b", "blocks.0.norm2.bias"),
-        ("blocks.0.self_attn.norm_q.diff", "blocks.0.attn1.norm_q.weight"),
-        ("blocks.1.diff_m", "blocks.1.scale_shift_table"),
-        ("blocks.1.self_attn.q.diff_b", "blocks.1.attn1.to_q.bias"),
-        ("head.head.diff", "proj_out.weight"),
-    ):
-        wanted[target] = model[target] + 0.5 * state[f"diffusion_model.{key}"]
     product = torch.einsum("or,rcthw->octhw", up.flatten(1), down)
     wanted["patch_embedding.weight"] = conv + 0.5 * 0.5 * product
     assert_same(load_file(tmp_path / "out.safetensors"), wanted)
@@ -353,15 +341,6 @@ def test_dtypes_are_those_of_diffusers(world, values, tmp_path, dtype):
             error = (state[name].float() - value).abs().max()
             assert error <= torch.finfo(state[name].dtype).eps * value.abs().max(), name
     WanTransformer3DModel.from_pretrained(out, torch_dtype=torch_dtype)
-
-
-def test_rename_and_shards(world, expert, values, tmp_path):
-    out = tmp_path / "out"
-    lora = DIALECTS["d5"](tmp_path, values)
-    size = ("--max-shard-size", "60KB")
-    run("--base", world / "transformer_2", "--lora", lora, "--out", out, "--rename", "original", *size, "--verify")
-    assert len(list(out.glob("*-of-*.safetensors"))) > 2 and not (out / "config.json").exists()
-    assert_same(weights(out), original_names(expected_weights(expert.state_dict(), values)))
 
 
 def test_metadata_says_what_was_merged(world, values, tmp_path):

@@ -63,7 +63,9 @@ def pair(shape, seed=0):
     return down, torch.randn(shape[0], RANK, generator=generator)
 
 
-def in_diffusers_names(base, model, prefix, scale, ends=("lora_A", "lora_B"), alpha=None, *, flat=False):
+def in_diffusers_names(
+    base, model, *, prefix="transformer.", scale=1, ends=("lora_A", "lora_B"), alpha=None, flat=False
+):
     """A LoRA of LAYERS whose names are diffusers'; of `model`, or of other layers under that name."""
     state = {}
     for name in LAYERS[model]:
@@ -109,46 +111,37 @@ def kohya(name):
     return "lora_unet_" + name.replace(".", "_"), DOWN_UP
 
 
-# {model: {dialect: (tensors, metadata) of the base's weights}}; each is one that diffusers reads
+def named(layers, **form):
+    """A dialect with diffusers' names of LAYERS."""
+    return lambda base: in_diffusers_names(base, layers, **form)
+
+
+def original(names, form, alpha):
+    return lambda base: in_original_names(base, names, form, alpha)
+
+
+FOLDED = {"prefix": "", "scale": SCALE, "ends": ("lora_A.default", "lora_B.default")}
+# {(model, dialect): its tensors for the base's weights}; each is one that diffusers reads
 DIALECTS = {
-    ("SD3", "diffusers"): lambda base: (
-        in_diffusers_names(base, "SD3", "transformer.", 1), metadata("SD3"),
-    ),
-    ("SD3", "no alpha"): lambda base: (in_diffusers_names(base, "SD3", "transformer.", 1), {}),
-    ("FLUX.1", "diffusers"): lambda base: (
-        in_diffusers_names(base, "FLUX.1", "transformer.", 1), metadata("FLUX.1"),
-    ),
-    ("FLUX.1", "ai-toolkit"): lambda base: (in_diffusers_names(base, "FLUX.1", "transformer.", SCALE), {}),
-    ("FLUX.1", "alpha keys"): lambda base: (
-        in_diffusers_names(base, "FLUX.1", "transformer.", 1, ("lora_A", "lora_B"), ALPHA), {},
-    ),
-    ("FLUX.1", "kohya"): lambda base: (in_original_names(base, KOHYA, kohya, ALPHA), {}),
-    ("FLUX.1", "kohya without alpha"): lambda base: (in_original_names(base, KOHYA, kohya, None), {}),
-    ("FLUX.1", "comfy"): lambda base: (
-        in_original_names(base, KOHYA, lambda name: (f"diffusion_model.{name}", DOWN_UP), ALPHA), {},
-    ),
-    ("FLUX.1", "OneTrainer"): lambda base: (
-        in_diffusers_names(base, "OneTrainer", "lora_transformer_", 1, DOWN_UP, ALPHA, flat=True), {},
-    ),
-    ("FLUX.1", "xlabs"): lambda base: (in_original_names(base, XLABS, lambda name: (name, ("down", "up")), None), {}),
-    ("Qwen-Image", "diffusers"): lambda base: (
-        in_diffusers_names(base, "Qwen-Image", "transformer.", 1), metadata("Qwen-Image"),
-    ),
-    ("Qwen-Image", "ai-toolkit"): lambda base: (in_diffusers_names(base, "Qwen-Image", "diffusion_model.", SCALE), {}),
-    ("Qwen-Image", "lightning"): lambda base: (in_diffusers_names(base, "Qwen-Image", "", 1, DOWN_UP, ALPHA), {}),
-    ("Qwen-Image", "kohya"): lambda base: (
-        in_diffusers_names(base, "Qwen-Image", "lora_unet_", 1, DOWN_UP, ALPHA, flat=True), {},
-    ),
-    ("Qwen-Image", "DiffSynth"): lambda base: (
-        in_diffusers_names(base, "Qwen-Image", "", SCALE, ("lora_A.default", "lora_B.default")), {},
-    ),
+    ("SD3", "diffusers"): named("SD3"), ("SD3", "no alpha"): named("SD3"), ("FLUX.1", "diffusers"): named("FLUX.1"),
+    ("FLUX.1", "ai-toolkit"): named("FLUX.1", scale=SCALE), ("FLUX.1", "alpha keys"): named("FLUX.1", alpha=ALPHA),
+    ("FLUX.1", "kohya"): original(KOHYA, kohya, ALPHA), ("FLUX.1", "kohya without alpha"): original(KOHYA, kohya, None),
+    ("FLUX.1", "comfy"): original(KOHYA, lambda name: (f"diffusion_model.{name}", DOWN_UP), ALPHA),
+    ("FLUX.1", "OneTrainer"): named("OneTrainer", prefix="lora_transformer_", ends=DOWN_UP, alpha=ALPHA, flat=True),
+    ("FLUX.1", "xlabs"): original(XLABS, lambda name: (name, ("down", "up")), None),
+    ("Qwen-Image", "diffusers"): named("Qwen-Image"),
+    ("Qwen-Image", "ai-toolkit"): named("Qwen-Image", prefix="diffusion_model.", scale=SCALE),
+    ("Qwen-Image", "lightning"): named("Qwen-Image", prefix="", ends=DOWN_UP, alpha=ALPHA),
+    ("Qwen-Image", "kohya"): named("Qwen-Image", prefix="lora_unet_", ends=DOWN_UP, alpha=ALPHA, flat=True),
+    ("Qwen-Image", "DiffSynth"): named("Qwen-Image", **FOLDED),
 }  # fmt: skip
 
 
 def write(folder_of, model, dialect, path):
     """The file, and the base's weights."""
     base = weights(folder_of(model) / "transformer")
-    state, header = DIALECTS[model, dialect](base)
+    state = DIALECTS[model, dialect](base)
+    header = metadata(model) if dialect == "diffusers" else {}
     save_file({name: value.contiguous() for name, value in state.items()}, path, header)
     return base
 

@@ -110,15 +110,6 @@ def test_damaged_indices(world, tmp_path, kind):
         refused(merge_shards.main, index, tmp_path / "new", "--input", source)
 
 
-def test_an_empty_metadata_of_an_index_is_read(world, tmp_path):
-    shutil.copytree(world / "low", tmp_path / "low")
-    (weights,) = (tmp_path / "low").glob("*.safetensors")
-    for number, metadata in enumerate(({}, {"metadata": None}, {"metadata": {}}, {"metadata": {"total_size": None}})):
-        index = {"weight_map": {name: weights.name for name in load_file(weights)}} | metadata
-        (tmp_path / "low" / INDEX).write_text(json.dumps(index))
-        run_tool(merge_shards.main, "--input", tmp_path / "low", "--out", tmp_path / f"{number}.safetensors")
-
-
 # ------------------------------------------------------------------------------------------------------------
 # A LoRA's metadata
 
