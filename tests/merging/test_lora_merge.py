@@ -51,6 +51,15 @@ def refuse(out, *arguments):
     return text
 
 
+def refuse_state(world, tmp_path, state):
+    """Refuses to merge a LoRA of these tensors, and names its file; returns the message."""
+    save_file(state, tmp_path / "low.safetensors")
+    lora = ["--lora", tmp_path / "low.safetensors"]
+    text = refuse(tmp_path / "out.safetensors", "--base", world / "transformer_2", *lora)
+    assert "low.safetensors" in text
+    return text
+
+
 def weights(folder):
     return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
@@ -204,56 +213,35 @@ def lengths(values, axis):
     return values.square().sum([i for i in range(values.ndim) if i != axis], keepdim=True).sqrt()
 
 
-def dora(base, product, magnitude, axis, strength=1.0):
-    """base + strength (m V / |V| - base), V = base + product, in float64."""
-    moved = base.double() + product.double()
-    return base.double() + strength * (magnitude.double() * moved / lengths(moved, axis) - base.double())
+Q, CONV = "blocks.0.attn1.to_q", "patch_embedding"
 
 
 @pytest.mark.parametrize(
-    "ending, axis, shape",
+    "name, ending, axis, shape",
     [
-        ("lora_magnitude_vector", 0, (-1,)), ("lora_magnitude_vector.default.weight", 0, (-1,)),
-        ("lora_magnitude_vector", 0, (-1, 1)), ("dora_scale", 0, (-1, 1)), ("dora_scale", 1, (1, -1)),
+        (Q, "lora_magnitude_vector", 0, (-1,)), (Q, "lora_magnitude_vector.default.weight", 0, (-1,)),
+        (Q, "lora_magnitude_vector", 0, (-1, 1)), (Q, "dora_scale", 0, (-1, 1)), (Q, "dora_scale", 1, (1, -1)),
+        (CONV, "dora_scale", 0, (-1, 1, 1, 1, 1)), (CONV, "dora_scale", 1, (1, -1, 1, 1, 1)),
+        (CONV, "lora_magnitude_vector", 0, (1, -1, 1, 1, 1)),
     ],
 )  # fmt: skip
-def test_dora_of_a_square_layer_with_strength_and_another_lora(
-    world, expert, values, tmp_path, monkeypatch, ending, axis, shape
-):
+def test_dora_with_strength_and_another_lora(world, expert, tmp_path, monkeypatch, name, ending, axis, shape):
     """peft's magnitude has one value per output by definition, LyCORIS' says by its shape which axis it is of."""
     monkeypatch.setattr(merge, "BLOCK_BYTES", 1000)  # a few rows
-    name = "blocks.0.attn1.to_q"
-    base, (down, up) = expert.state_dict()[f"{name}.weight"], values[name]
-    magnitude = lengths(base, axis) * torch.linspace(0.5, 1.5, 24).reshape((-1, 1) if axis == 0 else (1, -1))
+    base, generator = expert.state_dict()[f"{name}.weight"], torch.Generator().manual_seed(0)
+    down = torch.randn(2, *base.shape[1:], generator=generator)
+    up = torch.randn(len(base), 2, *[1] * (base.ndim - 2), generator=generator)
+    magnitude = lengths(base, axis)
+    magnitude = magnitude * (0.5 + torch.rand(magnitude.shape, generator=generator))
     state = {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up, f"{name}.{ending}": magnitude.reshape(shape)}
     save_file(state, tmp_path / "dora.safetensors")
-    save_file({f"{name}.diff": torch.ones(24, 24)}, tmp_path / "other.safetensors")
+    save_file({f"{name}.diff": torch.ones(base.shape)}, tmp_path / "other.safetensors")
     out = tmp_path / "out.safetensors"
     given = ["--lora", f"{tmp_path / 'dora.safetensors'}:0.7", "--lora", f"{tmp_path / 'other.safetensors'}:-0.1"]
     run("--base", world / "transformer_2", *given, "--out", out, "--verify")
-    wanted = dora(base, up @ down, magnitude, axis, 0.7) - 0.1
+    moved = base.double() + (up.flatten(1) @ down.flatten(1)).reshape(base.shape).double()
+    wanted = base.double() + 0.7 * (magnitude.double() * moved / lengths(moved, axis) - base.double()) - 0.1
     torch.testing.assert_close(load_file(out)[f"{name}.weight"].double(), wanted, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "ending, axis, shape",
-    [
-        ("dora_scale", 0, (-1, 1, 1, 1, 1)), ("dora_scale", 1, (1, -1, 1, 1, 1)),
-        ("lora_magnitude_vector", 0, (1, -1, 1, 1, 1)),
-    ],
-)  # fmt: skip
-def test_dora_of_the_convolution(world, expert, tmp_path, ending, axis, shape):
-    base = expert.state_dict()["patch_embedding.weight"]
-    generator = torch.Generator().manual_seed(0)
-    down, up = torch.randn(2, *base.shape[1:], generator=generator), torch.randn(len(base), 2, 1, 1, 1)
-    length = lengths(base, axis)
-    magnitude = length * (1 + torch.rand(length.shape, generator=generator))
-    state = {"lora_A.weight": down, "lora_B.weight": up, ending: magnitude.reshape(shape)}
-    save_file({f"patch_embedding.{key}": value for key, value in state.items()}, tmp_path / "low.safetensors")
-    out = tmp_path / "out.safetensors"
-    run("--base", world / "transformer_2", "--lora", tmp_path / "low.safetensors", "--out", out, "--verify")
-    wanted = dora(base, torch.einsum("or,rcthw->octhw", up.flatten(1), down), magnitude, axis)
-    torch.testing.assert_close(load_file(out)["patch_embedding.weight"].double(), wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -265,15 +253,12 @@ def test_dora_of_the_convolution(world, expert, tmp_path, ending, axis, shape):
 )  # fmt: skip
 def test_magnitudes_that_do_not_say_their_axis_are_refused(world, values, tmp_path, given):
     """A square layer takes 24 values along both axes."""
-    name = "blocks.0.attn1.to_q"
-    down, up = values[name]
-    state = {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
-    state |= {f"{name}.{ending}": torch.ones(shape) for ending, shape in given.items()}
-    save_file(state, tmp_path / "low.safetensors")
-    text = refuse(
-        tmp_path / "out.safetensors", "--base", world / "transformer_2", "--lora", tmp_path / "low.safetensors"
+    down, up = values[Q]
+    state = {f"{Q}.lora_A.weight": down, f"{Q}.lora_B.weight": up}
+    text = refuse_state(
+        world, tmp_path, state | {f"{Q}.{ending}": torch.ones(shape) for ending, shape in given.items()}
     )
-    assert "low.safetensors" in text and name in text and all(ending in text for ending in given)
+    assert Q in text and all(ending in text for ending in given)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -359,20 +344,20 @@ def test_metadata_says_what_was_merged(world, values, tmp_path):
 # What is refused
 
 
-Q = "diffusion_model.blocks.0.self_attn.q"
+KEY = "diffusion_model.blocks.0.self_attn.q"
 # {what: (its tensors, None: without this one; what is said)}
 BROKEN = {
-    "missing half": (lambda down, up: {f"{Q}.lora_up.weight": None}, "no up"),
-    "unmatched key": (lambda down, up: {f"{Q[:-2]}.magic.lora_up.weight": torch.zeros(4, 4)}, "magic"),
-    "unknown ending": (lambda down, up: {f"{Q}.gate": torch.zeros(4)}, "gate"),
+    "missing half": (lambda down, up: {f"{KEY}.lora_up.weight": None}, "no up"),
+    "unmatched key": (lambda down, up: {f"{KEY[:-2]}.magic.lora_up.weight": torch.zeros(4, 4)}, "magic"),
+    "unknown ending": (lambda down, up: {f"{KEY}.gate": torch.zeros(4)}, "gate"),
     "no such block": (
-        lambda down, up: {f"{Q.replace('.0.', '.7.')}.lora_{name}.weight": half
+        lambda down, up: {f"{KEY.replace('.0.', '.7.')}.lora_{name}.weight": half
                           for name, half in (("up", up.clone()), ("down", down.clone()))}, "blocks.7"
     ),
-    "rank": (lambda down, up: {f"{Q}.lora_up.weight": up[:, :3].contiguous()}, "ranks"),
-    "shape": (lambda down, up: {f"{Q}.lora_down.weight": down[:, :5].contiguous()}, "up @ down"),
-    "nan": (lambda down, up: {f"{Q}.lora_up.weight": up.index_fill(0, torch.tensor(0), torch.nan)}, "that are nan"),
-    "lokr": (lambda down, up: {f"{Q}.lokr_w1": torch.zeros(4, 4)}, "lokr_w1"),
+    "rank": (lambda down, up: {f"{KEY}.lora_up.weight": up[:, :3].contiguous()}, "ranks"),
+    "shape": (lambda down, up: {f"{KEY}.lora_down.weight": down[:, :5].contiguous()}, "up @ down"),
+    "nan": (lambda down, up: {f"{KEY}.lora_up.weight": up.index_fill(0, torch.tensor(0), torch.nan)}, "that are nan"),
+    "lokr": (lambda down, up: {f"{KEY}.lokr_w1": torch.zeros(4, 4)}, "lokr_w1"),
     "twice": (lambda down, up: {"blocks.0.attn1.to_q.lora_A.weight": down.clone()}, "two keys"),
     "image projection": (
         lambda down, up: {"diffusion_model.blocks.0.cross_attn.k_img.diff_b": torch.zeros(24)}, "Wan2.1"
@@ -384,12 +369,8 @@ BROKEN = {
 def test_broken_loras_are_refused(world, values, tmp_path, kind):
     state = load_file(DIALECTS["d5"](tmp_path, values))
     change, message = BROKEN.get(kind, (lambda down, up: dict.fromkeys(state), "no tensors"))
-    state |= change(state[f"{Q}.lora_down.weight"], state[f"{Q}.lora_up.weight"])
-    save_file({name: value for name, value in state.items() if value is not None}, tmp_path / "low.safetensors")
-    text = refuse(
-        tmp_path / "out.safetensors", "--base", world / "transformer_2", "--lora", tmp_path / "low.safetensors"
-    )
-    assert message in text and "low.safetensors" in text
+    state |= change(state[f"{KEY}.lora_down.weight"], state[f"{KEY}.lora_up.weight"])
+    assert message in refuse_state(world, tmp_path, {name: value for name, value in state.items() if value is not None})
 
 
 def test_experts_that_do_not_fit(world, values, tmp_path):
