@@ -211,11 +211,11 @@ def verify_conversion(before: list[Lora], after: list[Lora], dtype: torch.dtype)
         if old.updates.keys() != new.updates.keys():
             raise InputError(f"{new.path} has other modules than {old.path}")
         for module, update in old.updates.items():
-            expected, found = changes(update), changes(new.updates[module])
-            for kind in expected.keys() | found.keys():
+            expected, actual = changes(update), changes(new.updates[module])
+            for kind in expected.keys() | actual.keys():
                 loss = MergeLoss()
-                if kind in expected and kind in found:
-                    loss.add_products(expected[kind], found[kind])
+                if kind in expected and kind in actual:
+                    loss.add_products(expected[kind], actual[kind])
                 if not loss.intended and loss.error or loss.relative_error > 4 * torch.finfo(dtype).eps:
                     raise InputError(f"{new.path}: {kind} of {module} is not that of {old.path}")
 

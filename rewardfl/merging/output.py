@@ -254,7 +254,6 @@ class Output:
         if out.name in ("", ".."):
             raise InputError(f"--out {out} has no name of its own; write the folder's name")
         check_inputs("--out", out, inputs)
-        _check_parent("--out", out)
         self.check_replaceable()
         index = out.with_name(f"{out.name}.index.json")
         if self.is_file and index.exists():

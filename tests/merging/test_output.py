@@ -128,7 +128,7 @@ def test_force_replaces_an_earlier_output(world, place, tool, name):
     before = snapshot(place)
     assert "--force" in refused(tool, world, place, "--out", out)
     for part in (path for path in out.rglob("*.safetensors") if tool != "convert_lora"):
-        part.unlink()  # what is missing is no obstacle
+        part.unlink()  # missing files are no obstacle
     call(tool, world, "--out", out, "--force", "--verify", "--dtype", "fp16")
     assert snapshot(place).keys() == before.keys() and snapshot(place) != before
     another = next(one for one in TOOLS if one != tool)
@@ -233,7 +233,7 @@ def test_a_report_replaces_an_earlier_report_alone(world, place, tool):
 
 @pytest.mark.parametrize("name", ("out", "out.safetensors"))
 def test_a_kill_while_writing_leaves_the_earlier_output(world, place, name):
-    """SIGKILL in the middle: the earlier output is whole, and the next run names what is left and leaves it."""
+    """SIGKILL in the middle: the earlier output is whole, and the next run names the unfinished one and leaves it."""
     out = place / name
     call("merge_shards", world, "--out", out)
     before = snapshot(out if out.is_dir() else place)
