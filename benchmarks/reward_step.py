@@ -331,7 +331,8 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dic
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: man 5 proc
     device, backbone, counted = size.latents.device, size.backbone, Counted(size.latents.device)
     work = replace(plan_work(cfg, backbone), reward_bytes=0)
-    checkpointed = offload.checkpointing(device, cfg.train.use_gradient_checkpointing_offload, cfg.train.keep_attention)
+    on_host, keep = cfg.train.use_gradient_checkpointing_offload, cfg.train.keep_attention
+    checkpointed = offload.checkpointing(device, inputs_on_host=on_host, keep_attention=keep)
     with counted:
         untrained = [work.untrained] if work.untrained else []
         cached = cfg.experts.untrained == "boundary_cache"  # there is no such expert then

@@ -33,30 +33,25 @@ def is_control(character: str) -> bool:
     return unicodedata.category(character) in CONTROL
 
 
-def atomic_write(path: str | Path, content: bytes | str, durable: bool = True) -> None:
-    """Write `content` to `path` whole or not at all, even in a power cut.
-
-    Without `durable` a power cut may leave a damaged file; a kill of the process never does.
-    """
-    with atomic_file(Path(path), durable) as file:
+def atomic_write(path: str | Path, content: bytes | str) -> None:
+    """Write `content` to `path` whole or not at all, even in a power cut."""
+    with atomic_file(Path(path)) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def atomic_file(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file to fill. It becomes `path` when the block ends without an exception, and vanishes otherwise."""
     temporary = temporary_path(path)
     try:
         with temporary.open("wb") as file:
             yield file
             file.flush()
-            if durable:
-                os.fsync(file.fileno())
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    if durable:
-        fsync(path.parent)
+    fsync(path.parent)
 
 
 @contextmanager

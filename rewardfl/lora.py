@@ -90,7 +90,7 @@ def inject(model: ModelMixin, rank: int, alpha: float, targets: list[str], seed:
         matches = [name for name in modules if _matches(target, name)]
         # a target may also end the name of a list of layers, which peft refuses
         names += [target] if set(matches) <= set(layers) else [name for name in matches if name in layers]
-    model.requires_grad_(False)
+    model.requires_grad_(requires_grad=False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=names), adapter_name=POLICY)
@@ -113,8 +113,8 @@ def attach_frozen(model: ModelMixin, distilled: Lora) -> None:
                 f"{distilled.path}: {name} has more than a low-rank update (a bias, a difference or a DoRA magnitude); "
                 "set model.distill_lora_mode: fuse"
             )
-    for name, update in distilled.updates.items():
-        shape = (update.up.shape[0], *update.down.shape[1:])
+        up, down = update.factors
+        shape = (up.shape[0], *down.shape[1:])
         if name not in modules or tuple(modules[name].weight.shape) != shape:
             raise InputError(
                 f"{distilled.path}: {name} of shape {shape} is no layer of the model; it is for another one"
@@ -132,7 +132,7 @@ def attach_frozen(model: ModelMixin, distilled: Lora) -> None:
         layer.lora_B[DISTILLED].float()
         _compute_as(PreciseLinear, layer, DISTILLED)
     set_peft_model_state_dict(model, _peft_state(distilled), adapter_name=DISTILLED)
-    model.requires_grad_(False)
+    model.requires_grad_(requires_grad=False)
 
 
 def _layers(model: nn.Module) -> list[BaseTunerLayer]:
@@ -214,7 +214,8 @@ def start_from(model: ModelMixin, given: Lora) -> None:
 def _peft_state(adapter: Lora) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for name, update in adapter.updates.items():
-        state |= {f"{name}.lora_A.weight": load_tensor(update.down), f"{name}.lora_B.weight": load_tensor(update.up)}
+        up, down = update.factors
+        state |= {f"{name}.lora_A.weight": load_tensor(down), f"{name}.lora_B.weight": load_tensor(up)}
     return state
 
 
@@ -229,7 +230,7 @@ def read_adapter(path: Path) -> tuple[dict[str, Tensor], dict]:
         state = {name.removeprefix("transformer."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         config, _ = adapter_config.read_adapter_config(path, file.metadata(), "transformer", {})
         metadata = json.loads(file.metadata()[adapter_config.IN_FILE])
-    if config.alphas or len(config.ranks) > 1 or config.use_rslora or config.use_dora or config.lora_bias:
+    if config.alpha_pattern or len(config.ranks) > 1 or config.use_rslora or config.use_dora or config.lora_bias:
         raise InputError(f"{path} has more than one rank and alpha for all layers; merge it with tools/merge_lora.py")
     return state, {name.removeprefix("transformer."): value for name, value in metadata.items()}
 

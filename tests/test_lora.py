@@ -29,11 +29,14 @@ def randomise(model, seed=0):
             parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
 
 
-def velocity(model):
+def inputs(dtype):
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(1, 34, 3, 8, 8, generator=generator)
-    text = torch.randn(1, 6, 32, generator=generator)
-    return model(x, torch.tensor([500.0]), text, return_dict=False)[0]
+    x, text = torch.randn(1, 34, 3, 8, 8, generator=generator), torch.randn(1, 6, 32, generator=generator)
+    return x.to(dtype), torch.tensor([500.0]), text.to(dtype)
+
+
+def velocity(model):
+    return model(*inputs(torch.float32), return_dict=False)[0]
 
 
 def test_target_names():
@@ -63,12 +66,6 @@ def adapter_gradients(model, given):
     found = model(*given, return_dict=False)[0]
     found.float().square().sum().backward()
     return found.detach(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-
-
-def inputs(dtype):
-    generator = torch.Generator().manual_seed(1)
-    x, text = torch.randn(1, 34, 3, 8, 8, generator=generator), torch.randn(1, 6, 32, generator=generator)
-    return x.to(dtype), torch.tensor([500.0]), text.to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -111,7 +108,7 @@ def test_reference_is_the_base_and_keeps_another_adapter(pipe):
     model = pipe.transformer_2
     model.add_adapter(LoraConfig(r=2, target_modules=TARGETS), adapter_name="distilled")
     randomise(model, seed=5)
-    model.requires_grad_(False)
+    model.requires_grad_(requires_grad=False)
     base = velocity(model).detach()
     lora.inject(model, 4, 8.0, TARGETS, seed=3)
     model.set_adapter(["distilled", lora.POLICY])

@@ -59,7 +59,7 @@ class Cache:
         content = save(plain, {"key": _text(key), "data": _hash(memoryview(content)[8 + length :])})
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, content, durable=False)  # `get` detects a damaged entry
+            atomic_write(path, content)
         except OSError as error:
             raise CacheError(
                 f"{path} could not be written ({error.strerror or error}); free space there or take another "

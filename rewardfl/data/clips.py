@@ -301,7 +301,7 @@ def frame_rate(path: str | Path) -> float:
 
 def write_video(path: str | Path, video: Tensor, fps: float) -> None:
     """Write `video`, as encode_video takes it, as H.264 mp4, atomically."""
-    atomic_write(path, encode_video(video, fps), durable=False)
+    atomic_write(path, encode_video(video, fps))
 
 
 def encode_video(video: Tensor, fps: float) -> bytes:
@@ -329,7 +329,7 @@ def write_picture(path: str | Path, image: Tensor) -> None:
     """Write a video of one frame, as write_video takes it, as PNG, atomically and losslessly."""
     (pixels,), content = _frames(image), io.BytesIO()
     Image.fromarray(pixels).save(content, "png")
-    atomic_write(path, content.getvalue(), durable=False)
+    atomic_write(path, content.getvalue())
 
 
 def side_by_side(pictures: Sequence[Tensor]) -> Tensor:

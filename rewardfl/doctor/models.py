@@ -131,7 +131,8 @@ def compare_velocities(
     distances = {"repeated": max_rel_error(run_expert(name, expert), ours)}
     if train.use_gradient_checkpointing:
         on_host, keep = train.use_gradient_checkpointing_offload, train.keep_attention
-        expert.enable_gradient_checkpointing(offload.checkpointing(case.device, on_host, keep))
+        checkpoint = offload.checkpointing(case.device, inputs_on_host=on_host, keep_attention=keep)
+        expert.enable_gradient_checkpointing(checkpoint)
     if name in trained_experts(case.cfg, case.backbone.experts):
         with torch.enable_grad():
             distances["with a graph"] = max_rel_error(run_expert(name, expert), ours)

@@ -90,7 +90,7 @@ class BackendError(ValueError):
     """A run cannot use its configured attention backend."""
 
 
-def check_name(name: str, expert: ModelMixin, may_download: bool) -> None:
+def check_name(name: str, expert: ModelMixin, *, may_download: bool) -> None:
     """Raise BackendError where diffusers has no such backend, or this kind of network would not use it.
 
     expert: of the run's architecture, of any size, on any device.

@@ -89,7 +89,7 @@ class InputsOnHost:
             tensor.record_stream(self.stream)
 
 
-def checkpointing(device: torch.device, inputs_on_host: bool, keep_attention: bool) -> Callable[..., Tensor]:
+def checkpointing(device: torch.device, *, inputs_on_host: bool, keep_attention: bool) -> Callable[..., Tensor]:
     """Return the function for diffusers' `enable_gradient_checkpointing(func)` of one network.
 
     inputs_on_host: offload the blocks' inputs until the backward pass. keep_attention: do not recompute self-attention.

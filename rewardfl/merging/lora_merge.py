@@ -4,29 +4,30 @@ import argparse
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from rewardfl import command_line
 from rewardfl.files import sha256
 from rewardfl.merging import merge_tensors, writing
-from rewardfl.merging.output import MANIFEST, Output, check_space, nearest_existing
+from rewardfl.merging.output import MANIFEST, Output
 from rewardfl.weights import image_names, lora_files, merge, shards
-from rewardfl.weights.lora_files import FLOAT32, Lora
+from rewardfl.weights.lora_files import Lora
 from rewardfl.weights.shards import InputError
 
 TOOL = "rewardfl merge_lora 1"
 EXPERTS = {"high": "high_noise", "low": "low_noise"}
 # the experts' folders in pipelines
-LAYOUTS = (
+Folders = dict[str | None, str]  # {expert of the base, None for an image model's: its folder}; "." where it is the base
+LAYOUTS: tuple[Folders, ...] = (
     {"high_noise": "transformer", "low_noise": "transformer_2"},
     {"high_noise": "high_noise_model", "low_noise": "low_noise_model"},
     {"high_noise": "transformer"},  # a single expert has the folder of the first of two
 )
 Routing = dict[str | None, list[tuple[Lora, float]]]  # {expert of the base: its LoRAs and strengths}
 Plans = dict[str | None, merge_tensors.Plan]
-Copies = list[tuple[Path, Path]]  # (file of the base, its path in the output)
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")  # files that no one edits: links to them save the room
 
 
@@ -44,14 +45,13 @@ def run(args: argparse.Namespace) -> None:
     """Merge LoRAs into a checkpoint. Raise InputError with nothing written."""
     output = Output(path=args.out, report=args.json, force=args.force, tool=TOOL)
     options = [read_loras(text, args.alpha) for text in args.lora]
-    layouts = (layout for layout in LAYOUTS if all((args.base / folder).is_dir() for folder in layout.values()))
-    layout = next(layouts, None)
+    layout = next((each for each in LAYOUTS if all((args.base / name).is_dir() for name in each.values())), None)
     if layout and (args.rename != "keep" or output.is_file or args.expert):
         raise InputError(
             f"--base {args.base} is a pipeline: the output is a pipeline folder with the same names. For one expert as "
             f"a file or with other names give --base {args.base / list(layout.values())[-1]}"
         )
-    bases, layout = open_bases(args, layout)
+    bases, folders = open_bases(args, layout)
     config = args.base / "config.json" if args.base.is_dir() else args.base.with_name("config.json")
     read_files = [file for base in bases.values() for file in base.files]
     for option in options:
@@ -63,28 +63,27 @@ def run(args: argparse.Namespace) -> None:
         for expert, loras in routed.items()
         if loras or args.dtype != "keep"
     }
-    largest = {option.text: max(merge.check_finite(lora) for lora in option.loras) for option in options}
-    report = describe(args, options, routed, plans, largest)
+    report = describe(args, options, routed, plans)
     for line in report["lines"]:
         print(command_line.one_line(line))
-    copies = list(other_files(args.base, {layout[expert] for expert in plans})) if layout else []
+    for expert, plan in plans.items():
+        warn_of_loss(expert, plan, report)
+    copies = list(other_files(args.base, {folders[expert] for expert in plans})) if layout else None
     copied_config = config if args.rename == "keep" and config.is_file() else None
-    write_merged(args, output, layout, plans, copies, copied_config, report)
+    write_merged(args, output, folders, plans, copies, copied_config, report)
 
 
-def open_bases(
-    args: argparse.Namespace, layout: dict[str | None, str] | None
-) -> tuple[dict[str | None, shards.Checkpoint], dict[str | None, str] | None]:
-    """Open ({expert: its checkpoint}, {expert: its folder} of a pipeline). The expert of an image model is None."""
+def open_bases(args: argparse.Namespace, layout: Folders | None) -> tuple[dict[str | None, shards.Checkpoint], Folders]:
+    """Open {expert: its checkpoint}, and return its folders. The expert of an image model is None."""
     folders = layout or {EXPERTS.get(args.expert) or lora_files.expert_in_path(args.base.absolute()): "."}
     bases = {expert: shards.open_checkpoint(args.base / folder) for expert, folder in folders.items()}
-    for base in bases.values():
+    for expert, base in bases.items():
         shards.check_unquantised(base)
         if models := image_names.match_models(base):
             if args.expert or len(bases) > 1:
                 raise InputError(f"{base.path} is {' or '.join(models)}, which has no experts; leave --expert away")
-            return {None: base}, layout and {None: "transformer"}
-    return bases, layout
+            return {None: base}, {None: folders[expert]}
+    return bases, folders
 
 
 def read_loras(text: str, alpha: float | None) -> LoraOption:
@@ -96,9 +95,8 @@ def read_loras(text: str, alpha: float | None) -> LoraOption:
     if expert and lora_files.WAN not in loras[0].models:
         raise InputError(f"--lora {text}: {' and '.join(loras[0].models)} have no experts; give --lora {path}")
     loras = lora_files.assign_expert(loras, expert)
-    for scale in {1.0} | {update.scale for lora in loras for update in lora.updates.values()}:
-        if not FLOAT32.tiny <= abs(strength * scale) <= FLOAT32.max:
-            raise InputError(f"--lora {text}: strength {strength:g} times scale {scale:g} is 0 or infinite in float32")
+    if not 1e-6 <= abs(strength) <= 1000:
+        raise InputError(f"--lora {text}: strength {strength:g} must be of a size between 1e-6 and 1000")
     return LoraOption(text=text, path=Path(path), strength=strength, loras=loras)
 
 
@@ -109,7 +107,7 @@ def route(options: list[LoraOption], experts: list[str | None]) -> Routing:
     """
     routed: Routing = {expert: [] for expert in experts}
     for option in options:
-        targets = [match_expert(option.text, lora, experts, len(option.loras) == 1) for lora in option.loras]
+        targets = [match_expert(option.text, lora, experts, alone=len(option.loras) == 1) for lora in option.loras]
         if routed.keys().isdisjoint(targets):
             raise InputError(f"--lora {option.text} has nothing for the base")
         for lora, expert in zip(option.loras, targets, strict=True):
@@ -118,7 +116,7 @@ def route(options: list[LoraOption], experts: list[str | None]) -> Routing:
     return routed
 
 
-def match_expert(text: str, lora: Lora, experts: list[str | None], alone: bool) -> str | None:
+def match_expert(text: str, lora: Lora, experts: list[str | None], *, alone: bool) -> str | None:
     """Return the base's expert that a LoRA is for; the LoRA's own expert for the other half of a pair."""
     if lora.expert in experts and lora.expert is not None:
         return lora.expert
@@ -139,27 +137,25 @@ def match_expert(text: str, lora: Lora, experts: list[str | None], alone: bool) 
     return experts[0]
 
 
-def describe(
-    args: argparse.Namespace, options: list[LoraOption], routed: Routing, plans: Plans, largest: dict[str, float]
-) -> dict:
+def describe(args: argparse.Namespace, options: list[LoraOption], routed: Routing, plans: Plans) -> dict:
     """Return the plan as lines for the user, a record for the file's metadata and figures for --json."""
     lines, record = [], {"base": command_line.one_line(str(args.base)), "dtype": args.dtype}
     for number, option in enumerate(options):
         for lora in option.loras:
             ranks = sorted({update.rank for update in lora.updates.values() if update.down is not None})
             scales = sorted({update.scale for update in lora.updates.values() if update.down is not None})
+            expert = f", {lora.expert}" if lora.expert else ""
             text = (
                 f"{lora.path}: {len(lora.updates)} modules, rank {span(ranks)}, scale {span(scales)}, alpha from "
-                f"{lora.alpha_source}, strength {option.strength:g}, {name_owner(lora)}; keys like {lora.dialect}"
+                f"{lora.alpha_source}, strength {option.strength:g}, for {' or '.join(lora.models)}{expert}"
             )
             lines.append(text)
             stored = f"{command_line.one_line(text)}; sha256 {sha256(lora.path)}"
             record[f"lora_{number}_{lora.expert or 'model'}"] = stored
             lines += [f"note: {note}" for note in lora.notes]
-        if largest[option.text] == 0:
+        if max(merge.check_finite(lora) for lora in option.loras) == 0:
             lines.append(f"WARNING: {option.text} is zero everywhere: an adapter before its first step?")
     for expert, plan in plans.items():
-        lines += [f"note: {note}" for note in plan.base.notes]
         lines.append(
             f"{expert or 'base'}: {len(plan.merged)} of {len(plan.base.tensors)} tensors change, "
             f"{plan.naming} names, {command_line.format_bytes(sum(part.nbytes for part in plan.parts))}"
@@ -168,21 +164,13 @@ def describe(
     return {"lines": lines, "record": record, "kept": {}}
 
 
-def name_owner(lora: Lora) -> str:
-    """Return the model, or its expert, that a LoRA is for, in words."""
-    if lora_files.WAN in lora.models:
-        return f"expert {lora.expert or 'not named'}"
-    return f"of {' or '.join(lora.models)}"
-
-
 def span(values: Sequence[float]) -> str:
-    if not values:
-        return "none"
-    return f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g}..{values[-1]:g}"
+    return f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g}..{values[-1]:g}" if values else "none"
 
 
-def warn_of_loss(expert: str | None, loss: merge_tensors.MergeLoss, plan: merge_tensors.Plan, report: dict) -> None:
+def warn_of_loss(expert: str | None, plan: merge_tensors.Plan, report: dict) -> None:
     """Print the share of the update that the stored dtype holds, and add it to the report."""
+    loss = merge_tensors.estimate_loss(plan)
     if not loss.intended:
         return
     name, unchanged = expert or "base", loss.unchanged / loss.elements
@@ -222,75 +210,64 @@ def other_files(base: Path, merged: set[str]) -> Iterator[tuple[Path, Path]]:
 def write_merged(
     args: argparse.Namespace,
     output: Output,
-    layout: dict[str, str] | None,
+    folders: Folders,
     plans: Plans,
-    copies: Copies,
+    copies: list[tuple[Path, Path]] | None,
     config: Path | None,
     report: dict,
 ) -> None:
-    """Write and verify the output, or with --dry-run print the plan. copies: a pipeline's other files."""
-    device = nearest_existing(args.out.parent).stat().st_dev
-    # weights on the output's file system become links
-    status = [file.stat() for file, _ in copies if file.suffix not in WEIGHTS or file.stat().st_dev != device]
-    total = count_bytes(plans.values()) + sum(file.st_size for file in status)
-    output.make_room(total, args.dry_run)
+    """Write and verify the output, or with --dry-run print its size. copies: see write_pipeline."""
+    total = sum(part.nbytes for plan in plans.values() for part in plan.parts)
+    total += sum(file.stat().st_size for file, _ in copies or () if file.suffix not in WEIGHTS)
+    output.make_room(total)
     if args.dry_run:
-        for expert, plan in plans.items():
-            warn_of_loss(expert, merge_tensors.estimate_loss(plan), plan, report)
         print(f"dry run: nothing written; {command_line.format_bytes(total)} would be")
         output.write_report(report)
         return
     metadata = {"format": "pt", "rewardfl": TOOL}
     metadata |= {f"rewardfl_{key}": value for key, value in report["record"].items()}
-    if layout:
-        write_pipeline(args, output, {layout[expert]: plan for expert, plan in plans.items()}, copies, metadata)
+    if copies is not None:
+        write_pipeline(args, output, {folders[expert]: plan for expert, plan in plans.items()}, copies, metadata)
     else:
         (plan,) = plans.values()
         with writing.progress_bar(plan.parts, str(args.out)) as bar:
             output.write_model(plan.parts, metadata, args.max_shard_size, bar.update, config)
-    for expert, plan in plans.items():
-        if plan.merged:
-            warn_of_loss(expert, plan.loss, plan, report)
     if args.verify:
         for expert, plan in plans.items():
-            path = args.out / layout[expert] if layout else args.out
+            path = args.out / folders[expert]
             with writing.progress_bar(plan.parts, f"verifying {path}") as bar:
-                merge_tensors.verify_merge(plan, shards.open_checkpoint(path), bar.update)
-        print("verified: copies are equal byte by byte, merged rows equal base + LoRA")
+                writing.verify(plan.parts, shards.open_checkpoint(path), bar.update)
+        print("verified: every tensor equals base + LoRA, merged again")
     print(command_line.one_line(f"written: {args.out}"))
     output.write_report(report)
 
 
 def write_pipeline(
-    args: argparse.Namespace, output: Output, plans: Mapping[str, merge_tensors.Plan], copies: Copies, metadata: dict
+    args: argparse.Namespace,
+    output: Output,
+    plans: Mapping[str, merge_tensors.Plan],
+    copies: Sequence[tuple[Path, Path]],
+    metadata: Mapping[str, str],
 ) -> None:
     """Write the pipeline with its merged experts, by folder. Hard-link other weights, copy everything else.
 
-    A link shares its content with the base, so files that people edit (configurations, tokenizer) must be copies.
-    Weights become copies too where the disk has no links.
+    copies: each other file, with its path in the output. A link shares its content with the base, so files that people
+    edit (configurations, tokenizer) must be copies.
     """
     with output.folder() as folder:
-        copies = [(source, target) for source, target in copies if not link_weights(source, folder / target)]
-        check_space(args.out, count_bytes(plans.values()) + sum(source.stat().st_size for source, _ in copies))
         for source, target in copies:
-            shutil.copyfile(source, folder / target)
+            copy_or_link(source, folder / target)
         for name, plan in plans.items():
             (folder / name).mkdir(exist_ok=True)
             with writing.progress_bar(plan.parts, name) as bar:
                 writing.write_folder(folder / name, plan.parts, metadata, args.max_shard_size, bar.update)
 
 
-def count_bytes(plans: Iterable[merge_tensors.Plan]) -> int:
-    return sum(part.nbytes for plan in plans for part in plan.parts)
-
-
-def link_weights(source: Path, target: Path) -> bool:
-    """Link `target` to a file of weights, and make its folder. Return False for other files, or without links."""
+def copy_or_link(source: Path, target: Path) -> None:
+    """Copy a file, or link weights where the disk has links and both places are on it."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    if source.suffix not in WEIGHTS:
-        return False
-    try:
-        os.link(source.resolve(), target)
-    except OSError:  # another file system, or one without links; other errors come again with the copy
-        return False
-    return True
+    if source.suffix in WEIGHTS:
+        with suppress(OSError):
+            os.link(source.resolve(), target)
+            return
+    shutil.copyfile(source, target)

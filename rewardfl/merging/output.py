@@ -1,8 +1,8 @@
-"""Outputs of tools: which files may be replaced, and the temporaries of killed runs. No torch here.
+"""Outputs of tools: which files may be replaced. No torch here.
 
 A tool replaces only files that it can prove to be its own, and never its input. The proof:
 
-- A folder (Folder) holds MANIFEST, which lists each file with its size and hash.
+- A folder (Folder) holds MANIFEST, which lists each file with its hash.
 - A file (File) ends with a line that names the tool and the hash of the content above. A .safetensors file names the
   tool in its metadata, and a report in JSON under the key `tool`.
 
@@ -10,11 +10,10 @@ An edited file has another hash, so it is the user's. Merging tools write a file
 """
 
 import fcntl
+import glob
 import hashlib
 import json
 import os
-import platform
-import re
 import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,11 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from pydantic import BaseModel, ValidationError
 
 from rewardfl import command_line
-from rewardfl.files import atomic_directory, atomic_write, fsync, sha256
+from rewardfl.files import atomic_directory, atomic_write, sha256
 from rewardfl.merging import writing
 from rewardfl.merging.writing import Part, Progress
 from rewardfl.weights import shards
@@ -35,48 +33,29 @@ from rewardfl.weights.shards import InputError
 
 MANIFEST = "rewardfl_manifest.json"  # in an output folder: the tool and its files
 LOCK = "rewardfl.lock"  # in an output folder that is filled bit by bit; the process that fills it holds the lock
-HASHED_BYTES = 16 << 20  # larger files go by size and time: hashing them would take as long as writing
-LARGEST = 4 << 30  # bytes of a file that a tool writes whole
-SECONDS_APART = 60  # the clocks of this host and of the disk's host may differ by this
-TEMPORARY = re.compile(r"(.+)\.tmp-(.+)-(\d{1,9})(?:-old)?")  # its target, host and process, as files.py names it
+LARGEST = 4 << 30  # bytes of a file that a tool writes whole, or of a manifest
 WAY_OUT = "move it away, or give another name"
 
 
 def check_inputs(option: str, path: Path, inputs: Iterable[Path]) -> None:
     """Raise InputError when the output is an input, holds one or is within one."""
     for source in inputs:
-        if _holds(source, path) or _holds(path, source):
+        inside, outside = path.resolve(), source.resolve()
+        if inside.is_relative_to(outside) or outside.is_relative_to(inside):
             raise InputError(f"{option} {path} is, holds or lies in the input {source}; write to another place")
-
-
-def _holds(outer: Path, inner: Path) -> bool:
-    """Return whether `inner` is `outer` or within it, by the files themselves: links and mounts do not hide it."""
-    for path in (inner.resolve(), Path(os.path.abspath(inner))):
-        paths = (path, *path.parents)
-        if outer.resolve() in paths or (outer.exists() and any(p.exists() and p.samefile(outer) for p in paths)):
-            return True
-    return False
 
 
 def _check_parent(option: str, path: Path) -> None:
     """Raise InputError when the parent folder of `path` cannot be made or written."""
-    folder = nearest_existing(path.parent)
+    folder = _nearest_existing(path.parent)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise InputError(f"{option} {path}: {folder} is no folder that can be written; give another place")
 
 
-def nearest_existing(path: Path) -> Path:
+def _nearest_existing(path: Path) -> Path:
     """Return the path or its nearest parent that exists, perhaps as a link to nothing."""
     path = path.absolute()
     return next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
-
-
-def check_space(out: Path, nbytes: int) -> None:
-    """Raise InputError when the disk has no room for the output next to an earlier one."""
-    free = shutil.disk_usage(nearest_existing(out.parent)).free
-    if nbytes > free:
-        sizes = f"{command_line.format_bytes(nbytes)}, the disk has {command_line.format_bytes(free)} free"
-        raise InputError(f"--out {out} needs {sizes}")
 
 
 class Listing(BaseModel):
@@ -89,7 +68,7 @@ class Listing(BaseModel):
 def _listing(path: Path, tool: str) -> Listing | None:
     """Return the listing in a JSON file of this tool, of any version; None for anything else."""
     try:
-        listing = Listing.model_validate_json(_content(path, HASHED_BYTES))
+        listing = Listing.model_validate_json(_content(path))
     except ValidationError:
         return None
     return listing if _same_tool(listing.tool, tool) else None
@@ -99,22 +78,14 @@ def _same_tool(tool: str, other: str) -> bool:
     return tool.split(" ")[:2] == other.split(" ")[:2]  # the third word is the version
 
 
-def _content(path: Path, max_bytes: int) -> bytes:
-    """Return the content of a file; b"" for a link, a device and a larger file."""
+def _content(path: Path) -> bytes:
+    """Return the content of a file; b"" for a link, a device and a file too large for these tools."""
     regular = path.is_file() and not path.is_symlink()
-    return path.read_bytes() if regular and path.stat().st_size <= max_bytes else b""
+    return path.read_bytes() if regular and path.stat().st_size <= LARGEST else b""
 
 
-def _fingerprint(path: Path, listed: dict | None = None) -> dict[str, object]:
-    """Return the size, and hash or time, of a file. listed: a manifest's entry to compare with, for a short cut."""
-    status = path.lstat()
-    if listed is not None and (not isinstance(listed, dict) or listed.get("bytes") != status.st_size):
-        return {"bytes": status.st_size}
-    if status.st_size <= HASHED_BYTES:
-        return {"bytes": status.st_size, "sha256": sha256(path)}
-    if listed is None:
-        fsync(path)  # a network disk may set the time when it stores the content
-    return {"bytes": status.st_size, "mtime_ns": path.lstat().st_mtime_ns}
+def _fingerprint(path: Path) -> dict[str, object]:
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,18 +108,12 @@ class File:
             raise InputError(f"{name} is not a file as this tool wrote it; {WAY_OUT}")
 
     def write(self, content: bytes) -> None:
-        """Write the content with its proof. Raise InputError as `check` does, and for errors of the disk."""
+        """Write the content with its proof. Raise InputError as `check` does."""
         self.check()
         if self.path.suffix == ".mp4":  # players pass over a box of type `free`
             content += struct.pack(">I4s", 8 + len(self._proof(b"")), b"free")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(self.path, content + self._proof(content))
-        except OSError as error:
-            words = error.strerror or error
-            raise InputError(
-                f"{self.option} {self.path} cannot be written ({words}); write to another place"
-            ) from error
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(self.path, content + self._proof(content))
 
     def _proof(self, content: bytes) -> bytes:
         """Return the last line, which readers of HTML, SVG, PDF, NPY and pictures ignore."""
@@ -160,7 +125,7 @@ class File:
                 return _same_tool(shards.read_header(self.path)[1].get("rewardfl", ""), self.tool)
             except InputError:
                 return False
-        content = _content(self.path, LARGEST)
+        content = _content(self.path)
         return content.endswith(self._proof(content[: -len(self._proof(b""))])) or bool(_listing(self.path, self.tool))
 
 
@@ -181,7 +146,7 @@ class Folder:
         _check_parent("--out", self.path / MANIFEST)
         listed, folder = self.listed(), self.path.absolute()
         for name in names if folder.exists() else ():
-            path = nearest_existing(folder / name)
+            path = _nearest_existing(folder / name)
             is_above = path.is_dir() and path != folder / name and self._is_inside(path.relative_to(folder))
             if not is_above and not self._is_own(name, listed):
                 problem = "it is not as this tool wrote it; move it away, or give another --out"
@@ -197,20 +162,12 @@ class Folder:
         listed = self.listed()
         if not listed:
             raise InputError(f"--out {self.path} has no {MANIFEST} of this tool; {WAY_OUT}")
-        if foreign := next(self._foreign(self.path, listed), None):
-            raise InputError(f"{foreign} is not as {MANIFEST} lists it; {WAY_OUT}")
-
-    def _foreign(self, folder: Path, listed: Mapping[str, dict | None]) -> Iterator[Path]:
-        """Yield files and folders that are not as listed, without the temporaries of killed runs."""
         parents = {self.path / parent for name in listed for parent in Path(name).parents}
-        for child in sorted(folder.iterdir()):
-            stray = TEMPORARY.fullmatch(child.name)
-            if child == self.path / MANIFEST or (stray and _reason_to_keep(child, stray) is None):
-                continue
-            if child in parents and child.is_dir() and not child.is_symlink():
-                yield from self._foreign(child, listed)
-            elif not self._is_own(child.relative_to(self.path).as_posix(), listed):
-                yield child
+        for path in sorted(self.path.rglob("*")):
+            is_folder = path in parents and path.is_dir() and not path.is_symlink()
+            is_own = path == self.path / MANIFEST or self._is_own(path.relative_to(self.path).as_posix(), listed)
+            if not is_folder and not is_own:
+                raise InputError(f"{path} is not as {MANIFEST} lists it; {WAY_OUT}")
 
     def claim(self, names: Iterable[str]) -> None:
         """List files before they are written. Raise InputError as `check` does."""
@@ -234,8 +191,7 @@ class Folder:
             path, is_own = self.path / name, self._is_own(name, listed)
             listed.pop(name, None)
             if is_own:
-                for stray in [path, *(stray for stray, reason in find_strays(path) if reason is None)]:
-                    stray.unlink()
+                path.unlink()
                 while (path := path.parent) != self.path and not any(path.iterdir()):
                     path.rmdir()
         self._store(listed)
@@ -275,35 +231,7 @@ class Folder:
         """Return whether a file is as listed. One without a hash was claimed when no file had its name."""
         if name not in listed or not self._is_inside(name) or not (file := self.path / name).is_file():
             return False
-        return listed[name] is None or _fingerprint(file, listed[name]) == listed[name]
-
-
-def find_strays(path: Path) -> Iterator[tuple[Path, str | None]]:
-    """Yield (temporary of `path`, reason to keep it); None when the process that wrote it is dead."""
-    for child in sorted(path.parent.iterdir()) if path.parent.is_dir() else ():
-        if (match := TEMPORARY.fullmatch(child.name)) and match[1] == path.name:
-            yield child, _reason_to_keep(child, match)
-
-
-def _reason_to_keep(stray: Path, name: re.Match) -> str | None:
-    host, process = name[2], int(name[3])
-    if stray.is_symlink() or not (stray.is_file() or stray.is_dir()):
-        return "it is neither a file nor a folder"
-    if host != platform.node():
-        return f"it is from host {host}: delete it if no run is on there"
-    if process == os.getpid():  # containers count from 1
-        return None
-    try:
-        writer = psutil.Process(process)
-        last_write = max(path.lstat().st_mtime for path in (stray, *stray.rglob("*")))
-        is_later = writer.create_time() > last_write + SECONDS_APART  # it reuses the number of a dead process
-        if is_later or writer.status() == psutil.STATUS_ZOMBIE:
-            return None
-    except psutil.NoSuchProcess:
-        return None
-    except (psutil.Error, FileNotFoundError):  # the process is another user's, or is at work
-        pass
-    return f"the process {process} may be writing it"
+        return listed[name] is None or _fingerprint(file) == listed[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,15 +254,12 @@ class Output:
         if out.name in ("", ".."):
             raise InputError(f"--out {out} has no name of its own; write the folder's name")
         check_inputs("--out", out, inputs)
-        _check_parent("--out", out)
         self.check_replaceable()
         index = out.with_name(f"{out.name}.index.json")
         if self.is_file and index.exists():
             raise InputError(f"{index} is in the way: loaders would take its shards and ignore {out.name}; delete it")
         if self.report:
             File(option="--json", path=self.report, tool=self.tool, inputs=(*inputs, out)).check()
-            if not self.report.parent.is_dir():
-                raise InputError(f"--json {self.report}: its folder is missing; make it, or write to another place")
 
     def check_replaceable(self) -> None:
         """Raise InputError unless the path is free or, with --force, this tool's earlier output."""
@@ -345,22 +270,15 @@ class Output:
             File(option="--out", path=path, tool=self.tool).check()
         else:
             Folder(path, self.tool).check_whole()
-        for stray, reason in () if path.exists() else find_strays(path):
-            if stray.name.endswith("-old") and reason is None:
-                raise InputError(
-                    f"{stray} is the earlier --out {path}, which a killed run had moved aside; rename it to "
-                    f"{path.name}, or delete it"
-                )
 
-    def make_room(self, nbytes: int, dry_run: bool) -> None:
-        """Remove the temporaries of killed runs, print the others. Raise InputError where the disk has no room."""
-        for path in filter(None, (self.path, self.report)):
-            for stray, reason in find_strays(path):
-                line = f"{'would remove' if dry_run else 'removed'} {stray}, which a killed run left"
-                print(command_line.one_line(f"note: {stray} is left alone, {reason}" if reason else line))
-                if reason is None and not dry_run:
-                    shutil.rmtree(stray) if stray.is_dir() else stray.unlink()
-        check_space(self.path, nbytes)
+    def make_room(self, nbytes: int) -> None:
+        """Print which unfinished outputs lie there. Raise InputError where the disk has no room."""
+        for stray in sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.tmp-*")):
+            print(command_line.one_line(f"note: {stray} is of a killed run, or of one that still writes"))
+        free = shutil.disk_usage(_nearest_existing(self.path.parent)).free
+        if nbytes > free:
+            sizes = f"{command_line.format_bytes(nbytes)}, the disk has {command_line.format_bytes(free)} free"
+            raise InputError(f"--out {self.path} needs {sizes}")
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
@@ -398,4 +316,5 @@ class Output:
     def write_report(self, report: dict) -> None:
         """Write the report to the file of --json, if there is one."""
         if self.report:
+            self.report.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(self.report, json.dumps({"tool": self.tool} | report, indent=2) + "\n")

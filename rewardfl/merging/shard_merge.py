@@ -7,7 +7,7 @@ from rewardfl.merging import writing
 from rewardfl.merging.output import Output
 from rewardfl.merging.writing import Part, copy_entry
 from rewardfl.weights import shards, wan_names
-from rewardfl.weights.shards import Checkpoint, InputError
+from rewardfl.weights.shards import Checkpoint
 
 TOOL = "rewardfl merge_shards 1"
 
@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> None:
     output.check([*args.input, *model.files, config])
     parts = plan_parts(model, args.dtype, args.rename)
     total = sum(part.nbytes for part in parts)
-    output.make_room(total, args.dry_run)
+    output.make_room(total)
     dtypes = {dtype: sum(part.dtype == dtype for part in parts) for dtype in sorted({part.dtype for part in parts})}
     report = {
         "input": [str(path) for path in model.files],
@@ -28,12 +28,9 @@ def run(args: argparse.Namespace) -> None:
         "bytes_in": model.nbytes,
         "bytes_out": total,
         "dtypes": dtypes,
-        "notes": list(model.notes),
     }
     listing = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.items())
     print(f"{len(model.files)} files, {len(parts)} tensors ({listing}), {command_line.format_bytes(total)}")
-    for note in model.notes:
-        print(command_line.one_line(f"note: {note}"))
     if args.dry_run:
         print("dry run: nothing written")
         output.write_report(report)
@@ -44,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
         output.write_model(parts, metadata, args.max_shard_size, bar.update, copied_config)
     if args.verify:
         with writing.progress_bar(parts, "verifying") as bar:
-            verify_shards(model, parts, shards.open_checkpoint(args.out), bar.update)
+            writing.verify(parts, shards.open_checkpoint(args.out), bar.update)
         print("verified: every tensor equals the input's")
     print(command_line.one_line(f"written: {args.out}"))
     output.write_report(report)
@@ -67,18 +64,3 @@ def plan_parts(model: Checkpoint, dtype: str, rename: str) -> list[Part]:
 
     shards.check_unquantised(model, "its values cannot be cast; give --dtype keep, or the fp32, fp16 or bf16 files")
     return merge_tensors.plan_merge(model, [], dtype, rename).parts
-
-
-def verify_shards(model: Checkpoint, parts: list[Part], written: Checkpoint, progress) -> None:
-    """Raise InputError (the output is wrong) unless it holds exactly the planned tensors with the planned bytes."""
-    if len(written.tensors) != len(parts):
-        raise InputError(f"{written.path} has {len(written.tensors)} tensors of {len(parts)}")
-    for part in parts:
-        output = written.tensors.get(part.name)
-        if output is None or (output.dtype, output.shape) != (part.dtype, part.shape):
-            raise InputError(f"{written.path}: {part.name} is missing or of another kind")
-        with output.file.open("rb") as file:
-            file.seek(output.offset)
-            if any(file.read(len(content)) != content for content in part.pieces()):
-                raise InputError(f"{written.path}: {part.name} differs from the input")
-        progress(part.nbytes)

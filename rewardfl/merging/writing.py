@@ -14,7 +14,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from rewardfl.files import atomic_file
-from rewardfl.weights.shards import ITEM_BYTES, Entry
+from rewardfl.weights.shards import ITEM_BYTES, Checkpoint, Entry, InputError
 
 STEM = "diffusion_pytorch_model"  # of the files in a diffusers or Wan-AI expert folder
 Bytes = bytes | bytearray | memoryview
@@ -98,6 +98,21 @@ def write_folder(
         weight_map = dict(sorted((part.name, name) for name, group in files.items() for part in group))
         index = {"metadata": {"total_size": sum(part.nbytes for part in parts)}, "weight_map": weight_map}
         (folder / f"{STEM}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def verify(parts: list[Part], written: Checkpoint, progress: Progress) -> None:
+    """Raise InputError (the output is wrong) unless it holds exactly the parts, whose bytes are made again."""
+    if differing := sorted(written.tensors.keys() ^ {part.name for part in parts}):
+        raise InputError(f"{written.path} and the plan differ in tensor {differing[0]}")
+    for part in parts:
+        output = written.tensors[part.name]
+        if (output.dtype, output.shape) != (part.dtype, part.shape):
+            raise InputError(f"{written.path}: {part.name} is {output.dtype} {output.shape}")
+        with output.file.open("rb") as file:
+            file.seek(output.offset)
+            if any(file.read(len(content)) != content for content in part.pieces()):
+                raise InputError(f"{written.path}: {part.name} differs from what was to be written; write it again")
+        progress(part.nbytes)
 
 
 def progress_bar(parts: list[Part], title: str) -> tqdm:

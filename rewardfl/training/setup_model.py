@@ -63,7 +63,7 @@ def open_model(cfg: AnyConfig) -> Backbone:
     backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
     if cfg.model.attention_backend != attention.NATIVE or attention.VARIABLE in os.environ:
         network = next(iter(backbone.on_meta(512, 512, cfg.data.num_frames).experts.values()))[0].build(None)
-        attention.check_name(cfg.model.attention_backend, network, cfg.model.allow_download)
+        attention.check_name(cfg.model.attention_backend, network, may_download=cfg.model.allow_download)
     return backbone
 
 
@@ -118,8 +118,9 @@ def load_experts(
         lora.inject(expert, rank, cfg.lora.lora_alpha or rank, list(run_plan.targets), cfg.run.seed + i * SEED_STRIDE)
         expert = offload.move_expert(expert, cfg.experts.trained, job.home, backbone.block_classes)
         if cfg.train.use_gradient_checkpointing:
-            on_host, keep_attention = cfg.train.use_gradient_checkpointing_offload, cfg.train.keep_attention
-            expert.enable_gradient_checkpointing(offload.checkpointing(job.device, on_host, keep_attention))
+            on_host, keep = cfg.train.use_gradient_checkpointing_offload, cfg.train.keep_attention
+            checkpoint = offload.checkpointing(job.device, inputs_on_host=on_host, keep_attention=keep)
+            expert.enable_gradient_checkpointing(checkpoint)
         trained[name] = experts[name] = expert
     return Experts({name: experts[name] for name in backbone.experts if name in experts}, outside), trained
 

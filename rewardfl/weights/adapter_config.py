@@ -6,11 +6,11 @@ changes nothing, or must hold nothing. Every other key is refused by name. No to
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from rewardfl.weights import wan_names
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from rewardfl.weights.shards import InputError, abbreviate, parse_json_object
 
 CONFIG_NAME = "adapter_config.json"  # peft's, next to its adapter_model.safetensors
@@ -24,8 +24,6 @@ _HARMLESS = {
     "qalora_group_size", "runtime_config",
     "loftq_config", "eva_config", "corda_config", "lora_ga_config",  # they count where init_lora_weights names them
 }  # fmt: skip
-_FLAGS = ("use_rslora", "use_dora", "lora_bias")
-_READ = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", *_FLAGS}
 # With these values, and with empty ones, peft leaves the base as it is and saves all that it changed.
 _INITS = (True, "gaussian", "eva", "orthogonal", "mica")
 _ALLOWED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": _INITS}
@@ -34,43 +32,34 @@ _ALLOWED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": _INI
 _PATTERN = r"\^?(?:[\w-]|\\?\.)+\$?"
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdapterConfig:
-    """The scale and parts of a LoRA by its configuration. alphas: {name of a module, or the end of one: alpha}."""
+class AdapterConfig(BaseModel):
+    """The keys that set the scale and parts of a LoRA. A pattern's key is the name of a module, or the end of one."""
 
-    name: str = CONFIG_NAME
-    ranks: frozenset[float] = frozenset()  # allowed ranks of the tensors; empty: not stated
-    alpha: float | None = None
-    alphas: Mapping[str, float] = field(default_factory=dict)
+    model_config = ConfigDict(strict=True)
+
+    r: float | None = None
+    lora_alpha: float | None = None
+    rank_pattern: dict[str, float] = {}
+    alpha_pattern: dict[str, float] = {}
     use_rslora: bool = False
     use_dora: bool = False
     lora_bias: bool = False
 
+    @property
+    def ranks(self) -> set[float]:
+        """Return the allowed ranks of the tensors; empty: not stated."""
+        return {*(() if self.r is None else (self.r,)), *self.rank_pattern.values()}
+
     def stored_alpha(self, module: str) -> float | None:
         """Return the alpha of the first pattern that fits a module's name in the file, as peft does."""
         ends = set(_name_ends(module))
-        return next((alpha for pattern, alpha in self.alphas.items() if pattern in ends), self.alpha)
+        fitting = (alpha for pattern, alpha in self.alpha_pattern.items() if _plain(pattern) in ends)
+        return next(fitting, self.lora_alpha)
 
-    def unused_pattern(self, path: Path, called: Mapping[str, str]) -> str:
-        """Return a note on a pattern that fits no module, which peft allows; empty without one.
-
-        called: {diffusers' name: the name in the file}.
-        Raise InputError when the module is there by its other name: then
-        the file was renamed and the pattern was not.
-        """
-        fitting = {end for name in called.values() for end in _name_ends(name)}
-        unused = [pattern for pattern in self.alphas if pattern not in fitting]
-        if not unused:
-            return ""
-        aliases = {name: module for module in called for name in (module, wan_names.to_original(module)) if name}
-        modules = {end: module for name, module in aliases.items() for end in _name_ends(name)}
-        for pattern in unused:
-            if pattern in modules:
-                raise InputError(
-                    f"{path}: alpha_pattern of {self.name} names {abbreviate(pattern)}, which the file calls "
-                    f"{called[modules[pattern]]}; write the names of the file's keys into it"
-                )
-        return f"{path}: alpha_pattern names {abbreviate(unused[0])}, which the file lacks"
+    def unused_patterns(self, modules: Iterable[str]) -> list[str]:
+        """Return the keys of alpha_pattern that fit no module, which peft allows. modules: by the names in the file."""
+        ends = {end for name in modules for end in _name_ends(name)}
+        return [pattern for pattern in self.alpha_pattern if _plain(pattern) not in ends]
 
 
 def read_adapter_config(
@@ -85,76 +74,45 @@ def read_adapter_config(
         stored = parse_json_object(metadata[IN_FILE], f"{path}: {IN_FILE}")
         prefix = f"{component}."
         config = {key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)}
-        return _make_config(path, "the file's metadata", config or stored), None
+        return _make_config(path, config or stored), None
     file = path.with_name(CONFIG_NAME)
     if not file.is_file():
         return AdapterConfig(), None
-    if path.stem == "adapter_model":
-        return _make_config(path, CONFIG_NAME, parse_json_object(file.read_bytes(), str(file))), None
-    if list(path.parent.glob("adapter_model.*")):
+    if path.stem != "adapter_model" and list(path.parent.glob("adapter_model.*")):
         return AdapterConfig(), f"{file} is not read: it belongs to the adapter_model file next to it"
-    if not all(key.startswith(_PEFT) for key in ranks):
+    if path.stem != "adapter_model" and not all(key.startswith(_PEFT) for key in ranks):
         return AdapterConfig(), f"{file} is not read: the keys of {path.name} are not peft's ({_PEFT}...)"
-    stored = parse_json_object(file.read_bytes(), str(file))
-    if not set(ranks.values()) <= (stated := _read_ranks(path, stored, CONFIG_NAME)):
-        has = f"ranks {sorted(stated)}" if stated else "no rank"
-        return AdapterConfig(), f"{file} is not read: it states {has}, {path.name} has {sorted(set(ranks.values()))}"
-    return _make_config(path, CONFIG_NAME, stored), None
+    config = _make_config(path, parse_json_object(file.read_bytes(), str(file)))
+    if path.stem != "adapter_model" and not config.ranks.issuperset(ranks.values()):
+        return AdapterConfig(), f"{file} is not read: {path.name} has other ranks"
+    return config, None
 
 
-def _make_config(path: Path, name: str, config: Mapping[str, object]) -> AdapterConfig:
+def _make_config(path: Path, config: Mapping[str, object]) -> AdapterConfig:
     for key, value in config.items():
         plain = value.lower() if isinstance(value, str) and key == "init_lora_weights" else value
-        if value and key not in _HARMLESS | _READ and plain not in _ALLOWED.get(key, ()):
+        if value and key not in _HARMLESS | AdapterConfig.model_fields.keys() and plain not in _ALLOWED.get(key, ()):
             raise InputError(
-                f"{path}: {abbreviate(key)} of {name} is {abbreviate(value)}, which is not known to leave base + "
-                "scale * up @ down as it is; merge with the tool that trained it (peft: load it, then merge_and_unload)"
+                f"{path}: {abbreviate(key)} of the LoRA's configuration is {abbreviate(value)}, which is not known to "
+                "leave base + scale * up @ down as it is; merge with the tool that trained it (peft: merge_and_unload)"
             )
-    for flag in _FLAGS:
-        if config.get(flag) not in (None, True, False):
-            raise InputError(f"{path}: {flag} of {name} is {abbreviate(config[flag])}, not true or false")
-    alpha = config.get("lora_alpha")
-    return AdapterConfig(
-        name=name,
-        ranks=_read_ranks(path, config, name),
-        alpha=None if alpha is None else _to_float(alpha, f"{path}: lora_alpha of {name}"),
-        alphas=_read_alphas(path, config, name),
-        **{flag: bool(config.get(flag)) for flag in _FLAGS},
-    )
-
-
-def _read_ranks(path: Path, config: Mapping[str, object], name: str) -> frozenset[float]:
-    patterns = config.get("rank_pattern") or {}
-    if not isinstance(patterns, dict):
-        raise InputError(f"{path}: rank_pattern of {name} is {abbreviate(patterns)}, not a JSON object")
-    values = [value for value in (config.get("r"), *patterns.values()) if value is not None]
-    return frozenset(_to_float(value, f"{path}: r or rank_pattern of {name}") for value in values)
-
-
-def _read_alphas(path: Path, config: Mapping[str, object], name: str) -> dict[str, float]:
-    """Return alpha_pattern. Raise InputError for regular expressions, which may take hours to match."""
-    patterns, label = config.get("alpha_pattern") or {}, f"{path}: alpha_pattern of {name}"
-    if not isinstance(patterns, dict):
-        raise InputError(f"{label} is {abbreviate(patterns)}, not a JSON object")
-    alphas: dict[str, float] = {}
-    for key, value in patterns.items():
-        if not re.fullmatch(_PATTERN, key):
-            raise InputError(
-                f"{label} has the key {abbreviate(key)}, which is no module's name, nor the end of one; regular "
-                "expressions of a file are not run. Write an entry for each module that it means"
-            )
-        alphas.setdefault(key.replace("\\", "").removesuffix("$"), _to_float(value, f"{label}: {abbreviate(key)}"))
-    return alphas
-
-
-def _to_float(value: object, label: str) -> float:
-    """Return a number of JSON as a float. Raise InputError, with the value's label, when it is anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(f"{label} is {abbreviate(value)}, not a number")
     try:
-        return float(value)
-    except OverflowError:
-        raise InputError(f"{label} has {len(str(value))} digits") from None
+        checked = AdapterConfig.model_validate({key: value for key, value in config.items() if value is not None})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where, value = ".".join(map(str, problem["loc"])), abbreviate(problem["input"])
+        raise InputError(f"{path}: {abbreviate(where)} of its configuration is {value}: {problem['msg']}") from None
+    if regular := [key for key in checked.alpha_pattern if not re.fullmatch(_PATTERN, key)]:
+        raise InputError(
+            f"{path}: alpha_pattern of its configuration has the key {abbreviate(regular[0])}, which is no module's "
+            "name, nor the end of one; regular expressions of a file are not run. Write an entry for each module"
+        )
+    return checked
+
+
+def _plain(pattern: str) -> str:
+    """Return a pattern's key without peft's signs of regular expressions."""
+    return pattern.replace("\\", "").removesuffix("$")
 
 
 def _name_ends(name: str) -> Iterator[str]:

@@ -5,16 +5,13 @@ which fuses several of diffusers' layers into one. diffusers' loader of LoRAs sp
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
 from rewardfl.weights.shards import Checkpoint, InputError
 
 _ATTENTION = "to_q to_k to_v to_out.0 norm_q norm_k"
-
 _JOINT = f"{_ATTENTION} add_q_proj add_k_proj add_v_proj to_add_out norm_added_q norm_added_k"
-
 _FEED_FORWARD = "norm1.linear norm1_context.linear ff.net.0.proj ff.net.2 ff_context.net.0.proj ff_context.net.2"
 
 
@@ -23,9 +20,7 @@ def _under(prefix: str, names: str) -> set[str]:
 
 
 _SHARED = _under("transformer_blocks.N.attn", _JOINT) | {"norm_out.linear", "proj_out"}
-
 _SHARED |= _under("time_text_embed.timestep_embedder", "linear_1 linear_2")
-
 _POOLED = _under("time_text_embed.text_embedder", "linear_1 linear_2") | {"context_embedder"}
 
 # the modules with tensors in diffusers' transformers, N for the number of a block
@@ -58,26 +53,10 @@ ALL_ROWS = 21504  # assumed for a layer of unknown size: rows of FLUX.1's widest
 
 @dataclass(frozen=True)
 class ModuleSlice:
-    """A module of diffusers, and its rows of a fused layer's outputs; without ranges it is the whole layer."""
+    """A module of diffusers, and its rows of a fused layer's outputs; empty for the whole layer."""
 
     module: str
-    rows: tuple[range, ...] = ()
-
-
-# the names by which a file of an unsupported model or form is recognised
-_UNSUPPORTED = {
-    "FLUX.2": r"(double|single)_stream_modulation|to_qkv_mlp_proj|ff(_context)?[._]linear_(in|out)",
-    "Z-Image or Lumina 2": r"(^|[._])layers[._]\d+[._](attention|feed_forward)|(noise|context)_refiner",
-    "SD3 in its original names, which diffusers' LoRA loader does not read either": r"joint_blocks[._]",
-    "a U-Net (Stable Diffusion 1, 2 or XL)": r"(^|[._])((down|up|input|output)_blocks|mid_block|middle_block)[._]",
-    "a control LoRA of FLUX.1, which replaces norms": r"(query|key)_norm\.scale",
-}
-
-
-def unsupported_model(names: Iterable[str]) -> str | None:
-    """Return the unsupported model or form that the names belong to; None where none is recognised."""
-    names = list(names)
-    return next((model for model, sign in _UNSUPPORTED.items() if any(re.search(sign, name) for name in names)), None)
+    rows: tuple[int, ...] = ()
 
 
 def _template(name: str) -> tuple[str, str]:
@@ -127,21 +106,13 @@ def _flux_places(name: str, rows: int) -> tuple[ModuleSlice, ...]:
     all_rows = list(range(rows))
     if sorted(number for part in numbers.values() for number in part) != all_rows:
         return ()
-    return tuple(ModuleSlice(module, () if part == all_rows else _ranges(part)) for module, part in numbers.items())
-
-
-def _ranges(numbers: list[int]) -> tuple[range, ...]:
-    """Return the numbers, in their order, as ranges."""
-    breaks = [i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1]
-    ends = zip([0, *breaks], [*breaks, len(numbers)], strict=True)
-    return tuple(range(numbers[first], numbers[last - 1] + 1) for first, last in ends)
+    return tuple(ModuleSlice(module, () if part == all_rows else tuple(part)) for module, part in numbers.items())
 
 
 def match_models(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the image models that have all of the checkpoint's tensors, by diffusers' names; empty for other models.
 
-    Raise InputError for FLUX.1 in its original names, for models that are recognised and not supported, and for single
-    tensors that the closest image model lacks.
+    Raise InputError for FLUX.1 in its original names, and for single tensors that the closest image model lacks.
     """
     modules = {name: _template(re.sub(r"\.(weight|bias)$", "", name))[0] for name in checkpoint.tensors}
     if models := tuple(model for model, names in MODULES.items() if names.issuperset(modules.values())):
@@ -151,8 +122,6 @@ def match_models(checkpoint: Checkpoint) -> tuple[str, ...]:
             f"{checkpoint.path} has the original names of FLUX.1, FLUX.2 or a model like them, with fused layers; "
             "merge into the folder in diffusers' layout (transformer/)"
         )
-    if model := unsupported_model(modules):
-        raise InputError(f"{checkpoint.path} is {model}; only Wan, {', '.join(MODULES)} are merged")
     unknown = {model: [name for name in modules if modules[name] not in names] for model, names in MODULES.items()}
     model = min(unknown, key=lambda model: len(unknown[model]))
     if len(unknown[model]) < len(modules) / 2:

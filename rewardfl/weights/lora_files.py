@@ -32,7 +32,6 @@ TORCH_DTYPES = {
 
 # prefixes of a module's name; two of them mean the low-noise expert
 _LOW_NOISE = ("pipe.dit2.", "transformer_2.")
-
 _CONTAINERS = (
     *_LOW_NOISE, "pipe.dit.", "transformer.", "base_model.model.", "model.diffusion_model.", "diffusion_model.",
     "lora_unet__", "lora_unet_", "lora_transformer_",
@@ -50,17 +49,9 @@ _ROLES = [
     (r"\.dora_scale", "dora_scale"),
     (r"\.lora_magnitude_vector(?:\.[\w-]+)?(?:\.weight)?", "magnitude"),
 ]
-
-_FOREIGN = r"\.(?:lokr_|hada_|oft_|boft|lora_mid|set_weight|w_norm|b_norm|reshape_weight|on_input|vera_|lora_E)"
-
-_TEXT_ENCODER = r"(?:text_encoders?|text_encoder_\d|lora_te\d?)[._]"
-
 WAN = "Wan"
-
 _READ = f"LoRAs of {WAN}, {', '.join(image_names.MODULES)} are read"
-
 _LONGEST_KEY = 500  # characters; the longest key of a Wan module has about 90
-
 FLOAT32 = torch.finfo(torch.float32)  # a scale must fit into it
 
 # errors of torch.load on a damaged file: its readers of zip and pickle check little
@@ -68,9 +59,7 @@ _DAMAGED = (
     pickle.UnpicklingError, zipfile.BadZipFile, struct.error, EOFError, RuntimeError, ValueError, LookupError,
     TypeError, AttributeError, AssertionError, ArithmeticError, OSError,
 )  # fmt: skip
-
 Source = Entry | Tensor
-
 _Key = tuple[str, str, str | None]  # bare module name, role and expert of a LoRA's key
 
 
@@ -80,7 +69,8 @@ def load_tensor(source: Source) -> Tensor:
         return source.float()
     if source.dtype not in TORCH_DTYPES:
         raise InputError(f"{source.file}: tensor {source.name} has dtype {source.dtype}; give the LoRA unquantised")
-    return torch.frombuffer(source.read(), dtype=TORCH_DTYPES[source.dtype]).reshape(source.shape).float()
+    stored = torch.frombuffer(source.read(), dtype=TORCH_DTYPES[source.dtype]).reshape(source.shape)
+    return stored.to(torch.float32, copy=True)  # aligned by torch: see merge.read_rows
 
 
 def as_bytes(values: Tensor) -> memoryview:
@@ -108,8 +98,14 @@ class Update:
     diff_b: Source | None = None
 
     @property
+    def factors(self) -> tuple[Source, Source]:
+        """Return (up, down) of an update that has them."""
+        assert self.up is not None and self.down is not None
+        return self.up, self.down
+
+    @property
     def rank(self) -> int:
-        return self.down.shape[0]
+        return self.factors[1].shape[0]
 
     def sources(self) -> dict[str, Source]:
         named = {role: getattr(self, role) for role in ("down", "up", "up_bias", "magnitude", "diff", "diff_b")}
@@ -126,8 +122,8 @@ class Lora:
     """One expert's updates.
 
     models: those whose names the keys are; several where they share them. expert: high_noise, low_noise or None, where
-    the file does not say it or the model has none. alpha_source: a text for the user. dialect: a sample key.
-    expert_by_name: the file's name gives the expert, not its keys.
+    the file does not say it or the model has none. alpha_source: a text for the user. expert_by_name: the file's name
+    gives the expert, not its keys.
     """
 
     path: Path
@@ -135,7 +131,6 @@ class Lora:
     expert: str | None
     updates: dict[str, Update]
     alpha_source: str
-    dialect: str
     notes: tuple[str, ...] = ()
     expert_by_name: bool = False
 
@@ -156,19 +151,17 @@ _FLAT_BLOCK, _FLAT_TOP = _flat(wan_names.BLOCK), _flat(wan_names.TOP)
 
 def resolve_name(name: str) -> str | None:
     """Return diffusers' name of a LoRA's module; the LoRA may use either naming, with dots or all underscores."""
-    if wan_names.to_original(name) is not None:
-        return name
-    if (renamed := wan_names.to_diffusers(name)) is not None:
-        return renamed
+    table, prefix = _FLAT_TOP, ""
     if block := re.fullmatch(r"blocks[_.](\d+)[_.](.+)", name):
-        return f"blocks.{block[1]}.{_FLAT_BLOCK[block[2]]}" if block[2] in _FLAT_BLOCK else None
-    return _FLAT_TOP.get(name)
+        table, prefix, name = _FLAT_BLOCK, f"blocks.{block[1]}.", block[2]
+    module = table.get(name.replace(".", "_"))
+    return None if module is None else prefix + module
 
 
-def _split(key: str) -> _Key | None:
-    """Split a LoRA's key; None when its ending is not known."""
+def _split(key: str) -> _Key:
+    """Split a LoRA's key; the role is empty when its ending is not known."""
     if len(key) > _LONGEST_KEY:
-        return None
+        return key, "", None
     for pattern, role in _ROLES:
         if match := re.fullmatch(r"(.+?)" + pattern, key):
             name, expert = match[1], None
@@ -177,7 +170,7 @@ def _split(key: str) -> _Key | None:
             if role == "diff_m":  # of the table that the original code calls `modulation`, in a block or the head
                 name, role = f"{name}.modulation", "diff"
             return name, role, expert
-    return None
+    return key, "", None
 
 
 def expert_in_path(path: Path) -> str | None:
@@ -208,15 +201,21 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
         return [lora for file in _files_in(path) for lora in read_lora(file, alpha)]
     if not path.is_file():
         raise InputError(f"no LoRA at {path}")
-    sources, metadata = _open(path)
-    keys = {key: _parse(path, key) for key in sources}
+    return parse_lora(path, *_open(path), alpha)
+
+
+def parse_lora(
+    path: Path, sources: Mapping[str, Source], metadata: Mapping[str, str], alpha: float | None = None
+) -> list[Lora]:
+    """Return the LoRAs in a file's tensors by key and its metadata; see read_lora."""
+    keys = {key: _split(key) for key in sources}
     if not keys:
         raise InputError(f"{path} holds no tensors")
     rows = _count_rows(keys, sources)
     ranks = {key: sources[key].shape[0] for key, (_, role, _) in keys.items() if role == "down" and sources[key].shape}
     models, slices = _find_modules(path, keys, rows)
     by_expert: dict[str | None, dict[str, dict[str, Source]]] = {}
-    called: dict[str, str] = {}  # a module's name in this file
+    names: dict[str, str] = {}  # of the modules in this file
     both = any(key.startswith(("transformer_2.", "pipe.dit2.")) for key in sources)
     for key, (name, role, expert) in keys.items():
         if both and expert is None:
@@ -226,38 +225,26 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
             if role in roles:
                 raise InputError(f"{path}: two keys give the {role} of {part.module}, the second is {key}")
             roles[role] = _take_rows(path, key, role, sources[key], part, rows.get(name, 0))
-            called[part.module] = name
+            names[part.module] = name
     loras = []
     for expert, modules in by_expert.items():
         component = "transformer_2" if both and expert == "low_noise" else "transformer"
         config, note = adapter_config.read_adapter_config(path, metadata, component, ranks)
         kohya = _read_kohya(path, metadata)
-        alphas = _Alphas(path=path, config=config, called=called, kohya=kohya, fallback=alpha)
+        alphas = _Alphas(path=path, config=config, names=names, kohya=kohya, fallback=alpha)
         updates = {module: _update(path, module, roles, alphas) for module, roles in modules.items()}
         alphas.check_parts(updates)
-        notes = tuple(line for line in (note, config.unused_pattern(path, called)) if line)
+        notes = [] if note is None else [note]
+        if unused := config.unused_patterns(names.values()):
+            notes.append(f"{path}: alpha_pattern names {abbreviate(unused[0])}, which the file lacks")
         by_name = expert_in_path(path.absolute()) if WAN in models and expert is None else None
         lora = Lora(
-            path=path, models=models, expert=expert or by_name, updates=updates, alpha_source=alphas.summary(),
-            dialect=next(iter(sources)), notes=notes, expert_by_name=by_name is not None,
+            path=path, models=models, expert=expert or by_name, updates=updates,
+            alpha_source=", ".join(f"{source} ({count})" for source, count in alphas.used.items()) or "no products",
+            notes=tuple(notes), expert_by_name=by_name is not None,
         )  # fmt: skip
         loras.append(lora)
     return loras
-
-
-def _parse(path: Path, key: str) -> _Key:
-    """Split a LoRA's key. Raise InputError for text encoders and for other methods than LoRA, DoRA and differences."""
-    if re.match(_TEXT_ENCODER, key):
-        raise InputError(
-            f"{path}: {key[:_LONGEST_KEY]} belongs to a text encoder; only LoRAs of the transformer are read, and a "
-            "part that is skipped is lost silently. Merge it with diffusers (pipe.load_lora_weights, pipe.fuse_lora)"
-        )
-    if re.search(_FOREIGN, key) or key.startswith("lycoris_"):
-        raise InputError(
-            f"{path}: {key} belongs to LoKr, LoHa, OFT or another method; only LoRA, DoRA and full differences "
-            "can be merged. Merge it with the tool that trained it"
-        )
-    return _split(key) or (key, "", None)
 
 
 def _count_rows(keys: Mapping[str, _Key], sources: Mapping[str, Source]) -> dict[str, int]:
@@ -282,12 +269,11 @@ def _find_modules(
             slices[name][WAN] = (ModuleSlice(module),)
         before, models = models, [model for model in models or slices[name] if model in slices[name]]
         if not models:
-            if unsupported := image_names.unsupported_model(name for name, _, _ in keys.values()):
-                raise InputError(f"{path}: {key[:_LONGEST_KEY]} and others speak of {unsupported}; {_READ}")
             owner = f"{' or '.join(before)}, whose names other keys have" if before else f"a transformer; {_READ}"
             raise InputError(
-                f"{path}: {key[:_LONGEST_KEY]} (as {abbreviate(name)}, {outputs} rows) names no module of {owner}; "
-                "nothing was merged, because a key that is skipped is lost silently"
+                f"{path}: {key[:_LONGEST_KEY]} (as {abbreviate(name)}, {outputs} rows) names no module of {owner}. "
+                "Text encoders, LoKr, LoHa and others are not read, since a skipped key is lost silently; merge it by "
+                "the tool that trained it, or with diffusers (pipe.fuse_lora)"
             )
     assert models
     if any(parts[model] != parts[models[0]] for parts in slices.values() for model in models):
@@ -306,11 +292,7 @@ def _take_rows(path: Path, key: str, role: str, source: Source, part: ModuleSlic
             f"{path}: {key} has shape {abbreviate(tuple(source.shape))}, but its layer has {rows} outputs, those of "
             f"{part.module} and others; give magnitudes and biases of the outputs"
         )
-    if isinstance(source, Tensor) or len(part.rows) > 1:
-        values = load_tensor(source)
-        return torch.cat([values[block.start : block.stop] for block in part.rows])
-    (block,) = part.rows
-    return replace(source, shape=(len(block), *source.shape[1:]), offset=source.offset + block.start * source.row_bytes)
+    return load_tensor(source)[list(part.rows)]
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -336,11 +318,8 @@ def _open(path: Path) -> tuple[dict[str, Source], dict[str, str]]:
         tensors, metadata = shards.read_header(path)
         return {**tensors}, metadata
     state = read_torch(path)
-    for key, value in state.items():
-        if value.layout != torch.strided or value.is_meta or value.dtype not in TORCH_DTYPES.values():
-            raise InputError(
-                f"{path}: tensor {key} is {value.dtype}, {value.layout}; give the LoRA unquantised and dense"
-            )
+    if quantised := [key for key, value in state.items() if value.dtype not in TORCH_DTYPES.values()]:
+        raise InputError(f"{path}: tensor {quantised[0]} is {state[quantised[0]].dtype}; give the LoRA unquantised")
     return {**state}, {}
 
 
@@ -375,64 +354,46 @@ def _update(path: Path, module: str, roles: dict[str, Source], alphas: "_Alphas"
         if any(size != 1 for size in up[2:]):
             raise InputError(f"{path}: up of {module} is {up}, not a 1x1 kernel")
         scale = alphas.scale(module, down[0], roles.get("alpha"))
-        if "dora_scale" in roles:
-            if "magnitude" in roles:
-                raise InputError(f"{path}: {module} has a dora_scale and a lora_magnitude_vector; remove one")
-            values["magnitude"] = roles["dora_scale"]
-            wd_on_output = _is_of_outputs(path, module, shape)
-        elif "magnitude" in roles:
-            _check_peft_magnitude(path, module, shape)
+        if "dora_scale" in roles and "magnitude" in roles:
+            raise InputError(f"{path}: {module} has a dora_scale and a lora_magnitude_vector; remove one")
+        for role in {"dora_scale", "magnitude"} & roles.keys():
+            values["magnitude"] = roles[role]
+            wd_on_output = _is_of_outputs(path, module, role, shape)
     return Update(module=module, scale=scale, wd_on_output=wd_on_output, **values)
 
 
-def _is_of_outputs(path: Path, module: str, shape: dict[str, tuple[int, ...]]) -> bool:
-    """Return whether a dora_scale is of the outputs, not of the inputs.
+def _is_of_outputs(path: Path, module: str, role: str, shape: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether a magnitude is of the outputs, not of the inputs. Raise InputError where its shape does not say.
 
-    Raise InputError when its shape does not show it.
-
-    LyCORIS and OneTrainer keep the weight's number of dimensions, so a square layer is no riddle. wd_on_output=True
-    gives (out, 1, ...), the norm over all inputs. wd_on_output=False gives (1, in, 1, ...), the norm over all outputs;
-    so did LyCORIS before the option, and so does OneTrainer by default. No tool defines a single dimension, which
-    broadcasting would read as one of the inputs.
+    LyCORIS and OneTrainer keep the weight's number of dimensions in dora_scale, so a square layer is no riddle.
+    wd_on_output=True gives (out, 1, ...), the norm over all inputs. wd_on_output=False gives (1, in, 1, ...), the norm
+    over all outputs; so did LyCORIS before the option, and so does OneTrainer by default.
+    peft's lora_magnitude_vector has one value per output (DoraLinearLayer): (out,), for a convolution (1, out, 1, ...),
+    and as a renamed dora_scale (out, 1, ...).
     """
-    scale, ones = shape["dora_scale"], (1,) * (len(shape["down"]) - 2)
-    rows, columns = (shape["up"][0], 1, *ones), (1, shape["down"][1], *ones)
-    if scale not in (rows, columns):
-        must = f"it must be {rows} (of the outputs) or {columns} (of the inputs)"
-        raise InputError(f"{path}: the dora_scale of {module} is {scale}; {must}")
-    return scale == rows
+    ones = (1,) * (len(shape["down"]) - 2)
+    out, inputs = shape["up"][0], shape["down"][1]
+    if role == "dora_scale":
+        allowed = {(1, inputs, *ones): False, (out, 1, *ones): True}
+    else:
+        allowed = {(out,): True, (out, 1, *ones): True} | ({(1, out, *ones): True} if ones else {})
+    if shape[role] not in allowed:
+        name = "dora_scale" if role == "dora_scale" else "lora_magnitude_vector"
+        raise InputError(f"{path}: the {name} of {module} is {shape[role]}; it must be one of {sorted(allowed)}")
+    return allowed[shape[role]]
 
 
-def _check_peft_magnitude(path: Path, module: str, shape: dict[str, tuple[int, ...]]) -> None:
-    """Raise InputError unless a lora_magnitude_vector has one value per output: peft knows no other (DoraLinearLayer).
-
-    It is (out,) for a linear layer and (1, out, 1, ...) for a convolution. A renamed dora_scale of LyCORIS may be
-    (out, 1, ...). A linear layer's (1, n) may be a dora_scale of the inputs, and peft never writes it.
-    """
-    magnitude, out, ones = shape["magnitude"], shape["up"][0], (1,) * (len(shape["down"]) - 2)
-    allowed = [(out,), (out, 1, *ones)] + ([(1, out, *ones)] if ones else [])
-    if magnitude not in allowed:
-        raise InputError(
-            f"{path}: the lora_magnitude_vector of {module} is {magnitude}; peft's has one value for each of the {out} "
-            f"outputs, {(1, out, *ones) if ones else (out,)}. Values of the inputs belong into a dora_scale of shape "
-            f"{(1, shape['down'][1], *ones)}"
-        )
-
-
-def _read_kohya(path: Path, metadata: dict[str, str]) -> tuple[float, float] | None:
+def _read_kohya(path: Path, metadata: Mapping[str, str]) -> tuple[float, float] | None:
     """Return (ss_network_alpha, ss_network_dim); None where one of them is missing."""
-    texts = {key: metadata.get(key, "None") for key in ("ss_network_alpha", "ss_network_dim")}
-    if not {"None", "Dynamic"}.isdisjoint(texts.values()):
+    texts = [metadata.get(key, "None") for key in ("ss_network_alpha", "ss_network_dim")]
+    if not {"None", "Dynamic"}.isdisjoint(texts):
         return None
-    values = []
-    for key, text in texts.items():
-        try:
-            values.append(float(text))
-        except ValueError:
-            raise InputError(f"{path}: {key} is {abbreviate(text)}, not a number") from None
-    if not values[1] > 0:
-        raise InputError(f"{path}: ss_network_dim is {abbreviate(texts['ss_network_dim'])}; a rank is at least 1")
-    return values[0], values[1]
+    try:
+        alpha, rank = map(float, texts)
+        alpha / rank
+    except (ValueError, ZeroDivisionError):
+        raise InputError(f"{path}: ss_network_alpha and ss_network_dim are {abbreviate(texts)}, no numbers") from None
+    return alpha, rank
 
 
 @dataclass(kw_only=True)
@@ -441,7 +402,7 @@ class _Alphas:
 
     path: Path
     config: AdapterConfig
-    called: dict[str, str]
+    names: Mapping[str, str]  # of the modules in the file
     kohya: tuple[float, float] | None
     fallback: float | None
     used: Counter[str] = field(default_factory=Counter)
@@ -449,27 +410,25 @@ class _Alphas:
     def scale(self, module: str, rank: int, key: Source | None) -> float:
         if key is not None and prod(key.shape) != 1:
             raise InputError(f"{self.path}: .alpha of {module} has shape {tuple(key.shape)}; it must be one number")
-        stored = self.config.stored_alpha(self.called[module])
         if self.config.ranks and rank not in self.config.ranks:
             raise InputError(
-                f"{self.path}: {module} has rank {rank}, {self.config.name} states {sorted(self.config.ranks)}; "
-                "they do not belong together"
+                f"{self.path}: {module} has rank {rank}, its configuration states {sorted(self.config.ranks)}; they do "
+                "not belong together"
             )
         alphas = {
             "the .alpha keys": None if key is None else float(load_tensor(key).reshape(())),
-            self.config.name: stored,
+            "the configuration": self.config.stored_alpha(self.names[module]),
             "ss_network_alpha / ss_network_dim": self.kohya and self.kohya[0] * rank / self.kohya[1],
             "--alpha": self.fallback,
             "nowhere: alpha = rank": float(rank),
         }
         source, alpha = next((source, alpha) for source, alpha in alphas.items() if alpha is not None)
-        if key is not None and stored not in (None, alpha):
-            raise InputError(
-                f"{self.path}: {module} has .alpha {alpha:g}, {self.config.name} says lora_alpha {stored:g}; "
-                "remove the one that is wrong"
-            )
-        if self.fallback not in (None, alpha):
-            raise InputError(f"{self.path}: {source} say alpha {alpha:g} for {module}, --alpha says {self.fallback:g}")
+        for other in ("the configuration", "--alpha"):
+            if alphas[other] not in (None, alpha):
+                raise InputError(
+                    f"{self.path}: {module} has alpha {alpha:g} by {source}, {alphas[other]:g} by {other}; remove the "
+                    "one that is wrong"
+                )
         scale = alpha / rank**0.5 if self.config.use_rslora else alpha / rank
         if not FLOAT32.tiny <= scale <= FLOAT32.max:
             raise InputError(
@@ -484,15 +443,9 @@ class _Alphas:
         low_rank = {name: update for name, update in updates.items() if update.down is not None}
         plain = [name for name, update in low_rank.items() if update.magnitude is None]
         if self.config.use_dora and plain:
-            lack = f"says use_dora, but {plain[0]} has no magnitude; the file is incomplete"
-            raise InputError(f"{self.path}: {self.config.name} {lack}")
+            raise InputError(f"{self.path} is incomplete: by use_dora {plain[0]} has a magnitude, and it has none")
         if self.config.lora_bias and all(update.up_bias is None for update in low_rank.values()):
-            raise InputError(
-                f"{self.path}: {self.config.name} says lora_bias, but the file holds none; it is incomplete"
-            )
-
-    def summary(self) -> str:
-        return ", ".join(f"{source} ({count})" for source, count in self.used.items()) or "no low-rank updates"
+            raise InputError(f"{self.path} is incomplete: by lora_bias it has biases, and it has none")
 
 
 def assign_expert(loras: list[Lora], expert: str | None) -> list[Lora]:

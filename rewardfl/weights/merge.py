@@ -38,7 +38,7 @@ def list_additions(update: Update, names: Collection[str]) -> dict[str, list[tup
     additions = defaultdict(list)
     weight = update.module if update.module in names else f"{update.module}.weight"
     if update.down is not None:
-        additions[weight].append(("up @ down", (update.up.shape[0], *update.down.shape[1:])))
+        additions[weight].append(("up @ down", (update.factors[0].shape[0], *update.factors[1].shape[1:])))
     if update.diff is not None:
         additions[weight].append(("diff", tuple(update.diff.shape)))
     for source, _ in update.biases():
@@ -100,8 +100,12 @@ def row_blocks(entry: Entry) -> Iterator[tuple[int, int]]:
 
 
 def read_rows(entry: Entry, first: int, count: int) -> Tensor:
-    """Read `count` rows from row `first` on, as (count, -1) float32."""
-    return torch.frombuffer(entry.read(first, count), dtype=TORCH_DTYPES[entry.dtype]).reshape(count, -1).float()
+    """Read `count` rows from row `first` on, as (count, -1) float32.
+
+    The copy lies where torch aligns it: the last bit of matrix products depends on the alignment.
+    """
+    stored = torch.frombuffer(entry.read(first, count), dtype=TORCH_DTYPES[entry.dtype]).reshape(count, -1)
+    return stored.to(torch.float32, copy=True)
 
 
 def load_terms(entry: Entry, update: Update, strength: float) -> Iterator[Term]:
@@ -111,11 +115,11 @@ def load_terms(entry: Entry, update: Update, strength: float) -> Iterator[Term]:
             yield _full(load_tensor(source).reshape(-1, 1), strength * factor)
         return
     if update.down is not None:
-        up, down = load_tensor(update.up).flatten(1), load_tensor(update.down).flatten(1)
+        up, down = (load_tensor(factor).flatten(1) for factor in update.factors)
         if update.magnitude is None:
             yield lambda rows, base, chosen: rows.addmm_(up[chosen], down, alpha=update.scale * strength)
         else:
-            yield _dora(entry, update, up, down, strength)
+            yield _dora(entry, update, load_tensor(update.magnitude).reshape(-1, 1), up, down, strength)
     if update.diff is not None:
         yield _full(load_tensor(update.diff).reshape(entry.rows, -1), strength)
 
@@ -124,9 +128,8 @@ def _full(values: Tensor, factor: float) -> Term:
     return lambda rows, base, chosen: rows.add_(values[chosen], alpha=factor)
 
 
-def _dora(entry: Entry, update: Update, up: Tensor, down: Tensor, strength: float) -> Term:
+def _dora(entry: Entry, update: Update, magnitude: Tensor, up: Tensor, down: Tensor, strength: float) -> Term:
     """Return the term W' = m (W + s BA) / |W + s BA| (DoRA, arXiv 2402.09353, eq. 5) by rows or by columns."""
-    magnitude = load_tensor(update.magnitude).reshape(-1, 1)
     if not update.wd_on_output:
         factors = magnitude.flatten() / column_norms(entry, up, down, update.scale)
         factors = factors.repeat_interleave(prod(entry.shape[2:]))  # a convolution's kernel
@@ -166,8 +169,7 @@ def column_norms(entry: Entry, up: Tensor, down: Tensor, scale: float) -> Tensor
 def merge_tensor(entry: Entry, updates: Updates, dtype: torch.dtype) -> Tensor:
     """Return a whole tensor of the file with the updates added in float32, rounded once to `dtype`.
 
-    Only a few rows are held next to it. torch aligns the new memory, and the last bit of matrix products depends on
-    the alignment.
+    Only a few rows are held next to it.
     """
     add = make_adder(entry, updates)
     result = torch.empty(entry.shape, dtype=dtype)

@@ -42,7 +42,6 @@ TOP = {
 }
 
 _BLOCK_BACK = {new: old for old, new in BLOCK.items()}
-
 _TOP_BACK = {new: old for old, new in TOP.items()}
 
 # prefixes of a tensor's name in files
@@ -80,10 +79,11 @@ def detect_naming(checkpoint: Checkpoint) -> tuple[str, dict[str, str]]:
     names = list(checkpoint.tensors)
     prefix = next(prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in names))
     bare = {name: name.removeprefix(prefix) for name in names}
-    for kind, back in (("diffusers", to_original), ("original", to_diffusers)):
-        unknown = [name for name, stem in bare.items() if back(stem) is None]
+    for kind, rename in (("diffusers", to_original), ("original", to_diffusers)):
+        renamed = {name: new for name, stem in bare.items() if (new := rename(stem)) is not None}
+        unknown = [name for name in names if name not in renamed]
         if not unknown:
-            return kind, bare if kind == "diffusers" else {name: to_diffusers(stem) for name, stem in bare.items()}
+            return kind, bare if kind == "diffusers" else renamed
         if len(unknown) < len(bare) / 2:
             raise InputError(
                 f"{checkpoint.path}: tensor {unknown[0]} has no place in a Wan transformer with {kind} names "
@@ -99,7 +99,9 @@ def output_name(common: str, name: str, rename: str) -> str:
     """
     if rename in ("keep", "diffusers"):
         return name if rename == "keep" else common
-    return ("model.diffusion_model." if rename == "comfy" else "") + to_original(common)
+    original = to_original(common)
+    assert original is not None
+    return f"model.diffusion_model.{original}" if rename == "comfy" else original
 
 
 def stays_float32(diffusers_name: str) -> bool:

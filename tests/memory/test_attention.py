@@ -47,16 +47,16 @@ def test_a_backend_that_is_wrong_is_refused(monkeypatch, broken, words):
 
 
 def test_names(expert, monkeypatch):
-    check_name("_native_math", expert, False)
-    check_name("flash_hub", expert, True)
+    check_name("_native_math", expert, may_download=False)
+    check_name("flash_hub", expert, may_download=True)
     for name, words in (("flesh", "none of diffusers'"), ("flash_hub", "model.allow_download")):
         with pytest.raises(BackendError, match=words):
-            check_name(name, expert, False)
+            check_name(name, expert, may_download=False)
     monkeypatch.setenv(attention.VARIABLE, "sage")  # diffusers would take it without a word
-    check_name("sage", expert, False)
+    check_name("sage", expert, may_download=False)
     for name in ("native", "_native_math"):
         with pytest.raises(BackendError, match="unset"):
-            check_name(name, expert, False)
+            check_name(name, expert, may_download=False)
 
 
 def test_a_network_that_would_not_use_it_is_refused():
@@ -65,8 +65,8 @@ def test_a_network_that_would_not_use_it_is_refused():
     with torch.device("meta"):
         network = SD3Transformer2DModel(num_layers=1)
     with pytest.raises(BackendError, match="JointAttnProcessor2_0"):
-        check_name("_native_math", network, False)
-    check_name("native", network, False)
+        check_name("_native_math", network, may_download=False)
+    check_name("native", network, may_download=False)
 
 
 def test_a_run_uses_it_and_one_that_cannot_says_so(tmp_path, native_again):

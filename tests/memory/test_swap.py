@@ -20,7 +20,7 @@ DEVICE, LAYERS = torch.device("cpu"), 5
 def expert(where="gpu", checkpoint=None, layers=LAYERS, change=lambda model: None):
     """With an adapter that answers, checkpointed by `checkpoint` (by torch's own where it is None)."""
     torch.manual_seed(0)
-    model = new_expert(layers, 2, 12).requires_grad_(False).eval()
+    model = new_expert(layers, 2, 12).requires_grad_(requires_grad=False).eval()
     change(model)
     lora.inject(model, 2, 2, TARGETS, seed=0)
     generator = torch.Generator().manual_seed(1)
@@ -96,7 +96,7 @@ def test_gradients_are_the_same_to_the_last_bit(checkpoint, layers):
 def test_only_copies_read_memory_of_the_host(monkeypatch, in_host, keep):
     """A graph that kept a block's own parameters would find them in the host, where a GPU cannot read them."""
     with apart(monkeypatch) as seen:
-        model = expert("cpu_swap", offload.checkpointing(DEVICE, in_host, keep), layers=2)
+        model = expert("cpu_swap", offload.checkpointing(DEVICE, inputs_on_host=in_host, keep_attention=keep), layers=2)
         seen.copied = 0
         gradients(model)
         with torch.no_grad(), lora.reference(model):
@@ -212,7 +212,7 @@ def cudart(monkeypatch):
 def test_memory_is_unlocked_before_its_addresses_are_given_away(cudart):
     """A swapped expert is dropped and the next is loaded, as in doctor; the system reuses the addresses."""
     for _ in range(5):
-        block = torch.nn.Linear(512, 512).requires_grad_(False)
+        block = torch.nn.Linear(512, 512).requires_grad_(requires_grad=False)
         packed = pack_block(block, torch.device("cuda"))
         assert cudart.locked == {packed.host.data_ptr(): len(packed.host)}
         del packed

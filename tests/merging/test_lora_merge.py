@@ -3,14 +3,10 @@
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
-from conftest import ROOT, run_tool
+from conftest import run_tool
 from diffusers import WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from lora_dialects import ALPHA, DIALECTS, RANK, SCALE, factors, peft_metadata
@@ -52,6 +48,15 @@ def refuse(out, *arguments):
     text = run(*arguments, "--out", out, expect=2)
     assert not out.exists() and "Traceback" not in text
     assert not list(out.parent.glob("*.tmp-*"))
+    return text
+
+
+def refuse_state(world, tmp_path, state):
+    """Refuses to merge a LoRA of these tensors, and names its file; returns the message."""
+    save_file(state, tmp_path / "low.safetensors")
+    lora = ["--lora", tmp_path / "low.safetensors"]
+    text = refuse(tmp_path / "out.safetensors", "--base", world / "transformer_2", *lora)
+    assert "low.safetensors" in text
     return text
 
 
@@ -133,9 +138,9 @@ def test_both_experts_in_one_file(world, values, tmp_path):
         torch.testing.assert_close(delta, factor * SCALE * (up @ down), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", ("original", "comfy", "sharded", "index", "wan-ai"))
+@pytest.mark.parametrize("layout", ("original", "comfy", "index", "wan-ai"))
 def test_every_layout_of_the_base(world, expert, values, layout, tmp_path):
-    """Original names, ComfyUI's prefix, shards by folder and by index, and Wan-AI's pipeline folder."""
+    """Original names, ComfyUI's prefix, shards by their index, and Wan-AI's pipeline folder."""
     before = expert.state_dict()
     base, lora = tmp_path / "base_low", DIALECTS["d5"](tmp_path, values)
     base.mkdir()
@@ -152,7 +157,7 @@ def test_every_layout_of_the_base(world, expert, values, layout, tmp_path):
     else:
         expert.save_pretrained(base, max_shard_size="60KB")
         assert len(list(base.glob("*.safetensors"))) > 2
-        base = base if layout == "sharded" else base / "diffusion_pytorch_model.safetensors.index.json"
+        base = base / "diffusion_pytorch_model.safetensors.index.json"
     out = tmp_path / "out"
     run("--base", base, "--lora", f"{lora}@low" if layout == "wan-ai" else lora, "--out", out, "--verify")
     got = weights(out / "low_noise_model" if layout == "wan-ai" else out)
@@ -181,35 +186,23 @@ def test_full_differences_bias_modulation_norm_and_convolution(world, expert, tm
     model = expert.state_dict()
     g = torch.Generator().manual_seed(0)
 
-    def like(name):
-        return torch.randn(model[name].shape, generator=g)
-
     conv = model["patch_embedding.weight"]
     down, up = torch.randn(2, *conv.shape[1:], generator=g), torch.randn(conv.shape[0], 2, 1, 1, 1, generator=g)
-    state = {
-        "diffusion_model.blocks.0.norm3.diff": like("blocks.0.norm2.weight"),
-        "diffusion_model.blocks.0.norm3.diff_b": like("blocks.0.norm2.bias"),
-        "diffusion_model.blocks.0.self_attn.norm_q.diff": like("blocks.0.attn1.norm_q.weight"),
-        "diffusion_model.blocks.1.diff_m": like("blocks.1.scale_shift_table"),
-        "diffusion_model.blocks.1.self_attn.q.diff_b": like("blocks.1.attn1.to_q.bias"),
-        "diffusion_model.head.head.diff": like("proj_out.weight"),
-        "diffusion_model.patch_embedding.lora_down.weight": down,
-        "diffusion_model.patch_embedding.lora_up.weight": up,
-        "diffusion_model.patch_embedding.alpha": torch.tensor(1.0),
+    targets = {
+        "blocks.0.norm3.diff": "blocks.0.norm2.weight",
+        "blocks.0.norm3.diff_b": "blocks.0.norm2.bias",
+        "blocks.0.self_attn.norm_q.diff": "blocks.0.attn1.norm_q.weight",
+        "blocks.1.diff_m": "blocks.1.scale_shift_table",
+        "blocks.1.self_attn.q.diff_b": "blocks.1.attn1.to_q.bias",
+        "head.head.diff": "proj_out.weight",
     }
-    save_file(state, tmp_path / "low_diff.safetensors")
+    state = {key: torch.randn(model[target].shape, generator=g) for key, target in targets.items()}
+    wanted = dict(model) | {target: model[target] + 0.5 * state[key] for key, target in targets.items()}
+    factors = {"lora_down.weight": down, "lora_up.weight": up, "alpha": torch.tensor(1.0)}
+    state |= {f"patch_embedding.{key}": value for key, value in factors.items()}
+    save_file({f"diffusion_model.{key}": value for key, value in state.items()}, tmp_path / "low_diff.safetensors")
     lora = f"{tmp_path / 'low_diff.safetensors'}:0.5"
     run("--base", world / "transformer_2", "--lora", lora, "--out", tmp_path / "out.safetensors", "--verify")
-    wanted = dict(model)
-    for key, target in (
-        ("blocks.0.norm3.diff", "blocks.0.norm2.weight"),
-        ("blocks.0.norm3.diff_b", "blocks.0.norm2.bias"),
-        ("blocks.0.self_attn.norm_q.diff", "blocks.0.attn1.norm_q.weight"),
-        ("blocks.1.diff_m", "blocks.1.scale_shift_table"),
-        ("blocks.1.self_attn.q.diff_b", "blocks.1.attn1.to_q.bias"),
-        ("head.head.diff", "proj_out.weight"),
-    ):
-        wanted[target] = model[target] + 0.5 * state[f"diffusion_model.{key}"]
     product = torch.einsum("or,rcthw->octhw", up.flatten(1), down)
     wanted["patch_embedding.weight"] = conv + 0.5 * 0.5 * product
     assert_same(load_file(tmp_path / "out.safetensors"), wanted)
@@ -220,78 +213,52 @@ def lengths(values, axis):
     return values.square().sum([i for i in range(values.ndim) if i != axis], keepdim=True).sqrt()
 
 
-def dora(base, product, magnitude, axis, strength=1.0):
-    """base + strength (m V / |V| - base), V = base + product, in float64."""
-    moved = base.double() + product.double()
-    return base.double() + strength * (magnitude.double() * moved / lengths(moved, axis) - base.double())
+Q, CONV = "blocks.0.attn1.to_q", "patch_embedding"
 
 
 @pytest.mark.parametrize(
-    "ending, axis, shape",
+    "name, ending, axis, shape",
     [
-        ("lora_magnitude_vector", 0, (-1,)), ("lora_magnitude_vector.default.weight", 0, (-1,)),
-        ("lora_magnitude_vector", 0, (-1, 1)), ("dora_scale", 0, (-1, 1)), ("dora_scale", 1, (1, -1)),
+        (Q, "lora_magnitude_vector", 0, (-1,)), (Q, "lora_magnitude_vector.default.weight", 0, (-1,)),
+        (Q, "lora_magnitude_vector", 0, (-1, 1)), (Q, "dora_scale", 0, (-1, 1)), (Q, "dora_scale", 1, (1, -1)),
+        (CONV, "dora_scale", 0, (-1, 1, 1, 1, 1)), (CONV, "dora_scale", 1, (1, -1, 1, 1, 1)),
+        (CONV, "lora_magnitude_vector", 0, (1, -1, 1, 1, 1)),
     ],
 )  # fmt: skip
-def test_dora_of_a_square_layer_with_strength_and_another_lora(
-    world, expert, values, tmp_path, monkeypatch, ending, axis, shape
-):
+def test_dora_with_strength_and_another_lora(world, expert, tmp_path, monkeypatch, name, ending, axis, shape):
     """peft's magnitude has one value per output by definition, LyCORIS' says by its shape which axis it is of."""
     monkeypatch.setattr(merge, "BLOCK_BYTES", 1000)  # a few rows
-    name = "blocks.0.attn1.to_q"
-    base, (down, up) = expert.state_dict()[f"{name}.weight"], values[name]
-    magnitude = lengths(base, axis) * torch.linspace(0.5, 1.5, 24).reshape((-1, 1) if axis == 0 else (1, -1))
+    base, generator = expert.state_dict()[f"{name}.weight"], torch.Generator().manual_seed(0)
+    down = torch.randn(2, *base.shape[1:], generator=generator)
+    up = torch.randn(len(base), 2, *[1] * (base.ndim - 2), generator=generator)
+    magnitude = lengths(base, axis)
+    magnitude = magnitude * (0.5 + torch.rand(magnitude.shape, generator=generator))
     state = {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up, f"{name}.{ending}": magnitude.reshape(shape)}
     save_file(state, tmp_path / "dora.safetensors")
-    save_file({f"{name}.diff": torch.ones(24, 24)}, tmp_path / "other.safetensors")
+    save_file({f"{name}.diff": torch.ones(base.shape)}, tmp_path / "other.safetensors")
     out = tmp_path / "out.safetensors"
     given = ["--lora", f"{tmp_path / 'dora.safetensors'}:0.7", "--lora", f"{tmp_path / 'other.safetensors'}:-0.1"]
     run("--base", world / "transformer_2", *given, "--out", out, "--verify")
-    wanted = dora(base, up @ down, magnitude, axis, 0.7) - 0.1
+    moved = base.double() + (up.flatten(1) @ down.flatten(1)).reshape(base.shape).double()
+    wanted = base.double() + 0.7 * (magnitude.double() * moved / lengths(moved, axis) - base.double()) - 0.1
     torch.testing.assert_close(load_file(out)[f"{name}.weight"].double(), wanted, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "ending, axis, shape",
-    [
-        ("dora_scale", 0, (-1, 1, 1, 1, 1)), ("dora_scale", 1, (1, -1, 1, 1, 1)),
-        ("lora_magnitude_vector", 0, (1, -1, 1, 1, 1)),
-    ],
-)  # fmt: skip
-def test_dora_of_the_convolution(world, expert, tmp_path, ending, axis, shape):
-    base = expert.state_dict()["patch_embedding.weight"]
-    generator = torch.Generator().manual_seed(0)
-    down, up = torch.randn(2, *base.shape[1:], generator=generator), torch.randn(len(base), 2, 1, 1, 1)
-    length = lengths(base, axis)
-    magnitude = length * (1 + torch.rand(length.shape, generator=generator))
-    state = {"lora_A.weight": down, "lora_B.weight": up, ending: magnitude.reshape(shape)}
-    save_file({f"patch_embedding.{key}": value for key, value in state.items()}, tmp_path / "low.safetensors")
-    out = tmp_path / "out.safetensors"
-    run("--base", world / "transformer_2", "--lora", tmp_path / "low.safetensors", "--out", out, "--verify")
-    wanted = dora(base, torch.einsum("or,rcthw->octhw", up.flatten(1), down), magnitude, axis)
-    torch.testing.assert_close(load_file(out)["patch_embedding.weight"].double(), wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        {"dora_scale": (24,)}, {"dora_scale": (24, 24)}, {"dora_scale": (1, 1)}, {"dora_scale": (1, 24, 1)},
-        {"dora_scale": (1, 23)}, {"dora_scale": ()}, {"lora_magnitude_vector": (1, 24)},
-        {"lora_magnitude_vector": (23,)}, {"lora_magnitude_vector": (24, 24)},
-        {"lora_magnitude_vector": (24,), "dora_scale": (24, 1)},
+        {"dora_scale": (24,)}, {"dora_scale": (1, 24, 1)}, {"dora_scale": (1, 23)},
+        {"lora_magnitude_vector": (1, 24)}, {"lora_magnitude_vector": (24,), "dora_scale": (24, 1)},
     ],
 )  # fmt: skip
 def test_magnitudes_that_do_not_say_their_axis_are_refused(world, values, tmp_path, given):
     """A square layer takes 24 values along both axes."""
-    name = "blocks.0.attn1.to_q"
-    down, up = values[name]
-    state = {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
-    state |= {f"{name}.{ending}": torch.ones(shape) for ending, shape in given.items()}
-    save_file(state, tmp_path / "low.safetensors")
-    text = refuse(
-        tmp_path / "out.safetensors", "--base", world / "transformer_2", "--lora", tmp_path / "low.safetensors"
+    down, up = values[Q]
+    state = {f"{Q}.lora_A.weight": down, f"{Q}.lora_B.weight": up}
+    text = refuse_state(
+        world, tmp_path, state | {f"{Q}.{ending}": torch.ones(shape) for ending, shape in given.items()}
     )
-    assert "low.safetensors" in text and name in text and all(ending in text for ending in given)
+    assert Q in text and all(ending in text for ending in given)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -301,9 +268,9 @@ def test_magnitudes_that_do_not_say_their_axis_are_refused(world, values, tmp_pa
 def test_alpha_and_where_it_came_from(world, values, tmp_path):
     base, out = world / "transformer_2", tmp_path / "out.safetensors"
     for dialect, source in (
-        ("d1", "the file's metadata"),
+        ("d1", "the configuration"),
         ("d5", "the .alpha keys"),
-        ("d3", "adapter_config.json"),
+        ("d3", "the configuration"),
         ("d10_metadata", "ss_network_alpha"),
         ("d6", "nowhere: alpha = rank"),
     ):
@@ -318,9 +285,9 @@ def test_alphas_that_disagree(world, values, tmp_path):
     state = load_file(DIALECTS["d5"](tmp_path, values))
     save_file(state, tmp_path / "two.safetensors", peft_metadata("transformer", 7.0))
     text = refuse(out, "--base", base, "--lora", tmp_path / "two.safetensors")
-    assert ".alpha 2" in text and "lora_alpha 7" in text
+    assert "alpha 2 by the .alpha keys, 7 by the configuration" in text
     text = refuse(out, "--base", base, "--lora", DIALECTS["d5"](tmp_path, values), "--alpha", "3")
-    assert "alpha 2" in text and "--alpha says 3" in text
+    assert "alpha 2 by the .alpha keys, 3 by --alpha" in text
     zero = {k: torch.tensor(0.0) if k.endswith("alpha") else v for k, v in state.items()}
     save_file(zero, tmp_path / "zero.safetensors")
     assert "is 0" in refuse(out, "--base", base, "--lora", tmp_path / "zero.safetensors")
@@ -361,20 +328,6 @@ def test_dtypes_are_those_of_diffusers(world, values, tmp_path, dtype):
     WanTransformer3DModel.from_pretrained(out, torch_dtype=torch_dtype)
 
 
-def test_rename_and_shards(world, expert, values, tmp_path):
-    out = tmp_path / "out"
-    lora = DIALECTS["d5"](tmp_path, values)
-    size = ("--max-shard-size", "60KB")
-    run("--base", world / "transformer_2", "--lora", lora, "--out", out, "--rename", "original", *size, "--verify")
-    assert len(list(out.glob("*-of-*.safetensors"))) > 2 and not (out / "config.json").exists()
-    assert_same(weights(out), original_names(expected_weights(expert.state_dict(), values)))
-    run("--base", world / "transformer_2", "--lora", lora, "--out", tmp_path / "same", *size)
-    assert_same(
-        WanTransformer3DModel.from_pretrained(tmp_path / "same").state_dict(),
-        expected_weights(expert.state_dict(), values),
-    )
-
-
 def test_metadata_says_what_was_merged(world, values, tmp_path):
     lora, out = DIALECTS["d5"](tmp_path, values), tmp_path / "out.safetensors"
     run("--base", world / "transformer_2", "--lora", f"{lora}:0.5", "--out", out)
@@ -391,20 +344,20 @@ def test_metadata_says_what_was_merged(world, values, tmp_path):
 # What is refused
 
 
-Q = "diffusion_model.blocks.0.self_attn.q"
+KEY = "diffusion_model.blocks.0.self_attn.q"
 # {what: (its tensors, None: without this one; what is said)}
 BROKEN = {
-    "missing half": (lambda down, up: {f"{Q}.lora_up.weight": None}, "no up"),
-    "unmatched key": (lambda down, up: {f"{Q[:-2]}.magic.lora_up.weight": torch.zeros(4, 4)}, "magic"),
-    "unknown ending": (lambda down, up: {f"{Q}.gate": torch.zeros(4)}, "gate"),
+    "missing half": (lambda down, up: {f"{KEY}.lora_up.weight": None}, "no up"),
+    "unmatched key": (lambda down, up: {f"{KEY[:-2]}.magic.lora_up.weight": torch.zeros(4, 4)}, "magic"),
+    "unknown ending": (lambda down, up: {f"{KEY}.gate": torch.zeros(4)}, "gate"),
     "no such block": (
-        lambda down, up: {f"{Q.replace('.0.', '.7.')}.lora_{name}.weight": half
+        lambda down, up: {f"{KEY.replace('.0.', '.7.')}.lora_{name}.weight": half
                           for name, half in (("up", up.clone()), ("down", down.clone()))}, "blocks.7"
     ),
-    "rank": (lambda down, up: {f"{Q}.lora_up.weight": up[:, :3].contiguous()}, "ranks"),
-    "shape": (lambda down, up: {f"{Q}.lora_down.weight": down[:, :5].contiguous()}, "up @ down"),
-    "nan": (lambda down, up: {f"{Q}.lora_up.weight": up.index_fill(0, torch.tensor(0), torch.nan)}, "that are nan"),
-    "lokr": (lambda down, up: {f"{Q}.lokr_w1": torch.zeros(4, 4)}, "LoKr"),
+    "rank": (lambda down, up: {f"{KEY}.lora_up.weight": up[:, :3].contiguous()}, "ranks"),
+    "shape": (lambda down, up: {f"{KEY}.lora_down.weight": down[:, :5].contiguous()}, "up @ down"),
+    "nan": (lambda down, up: {f"{KEY}.lora_up.weight": up.index_fill(0, torch.tensor(0), torch.nan)}, "that are nan"),
+    "lokr": (lambda down, up: {f"{KEY}.lokr_w1": torch.zeros(4, 4)}, "lokr_w1"),
     "twice": (lambda down, up: {"blocks.0.attn1.to_q.lora_A.weight": down.clone()}, "two keys"),
     "image projection": (
         lambda down, up: {"diffusion_model.blocks.0.cross_attn.k_img.diff_b": torch.zeros(24)}, "Wan2.1"
@@ -416,12 +369,8 @@ BROKEN = {
 def test_broken_loras_are_refused(world, values, tmp_path, kind):
     state = load_file(DIALECTS["d5"](tmp_path, values))
     change, message = BROKEN.get(kind, (lambda down, up: dict.fromkeys(state), "no tensors"))
-    state |= change(state[f"{Q}.lora_down.weight"], state[f"{Q}.lora_up.weight"])
-    save_file({name: value for name, value in state.items() if value is not None}, tmp_path / "low.safetensors")
-    text = refuse(
-        tmp_path / "out.safetensors", "--base", world / "transformer_2", "--lora", tmp_path / "low.safetensors"
-    )
-    assert message in text and "low.safetensors" in text
+    state |= change(state[f"{KEY}.lora_down.weight"], state[f"{KEY}.lora_up.weight"])
+    assert message in refuse_state(world, tmp_path, {name: value for name, value in state.items() if value is not None})
 
 
 def test_experts_that_do_not_fit(world, values, tmp_path):
@@ -447,12 +396,9 @@ def test_experts_that_do_not_fit(world, values, tmp_path):
     "name, meaning",
     [
         ("wan2.2_i2v_A14b_low_noise_lora.safetensors", "low_noise"), ("HighNoise.safetensors", "high_noise"),
-        ("Wan2.2-Fun-A14B-InP-high-noise-HPS2.1.safetensors", "high_noise"),
         ("low_noise_model/x.safetensors", "low_noise"), ("low_rank/face.safetensors", None),
-        ("transformer_2/pytorch_lora_weights.safetensors", "low_noise"), ("flow_slow.safetensors", None),
-        ("high_noise_and_low_noise.safetensors", None), ("high_quality_face.safetensors", None),
-        ("low_light_portrait.safetensors", None), ("face-low-vram.safetensors", None),
-        ("Wan22-I2V-HIGH-4steps.safetensors", None), ("low/high/x.safetensors", None), ("lownoises.safetensors", None),
+        ("transformer_2/pytorch_lora_weights.safetensors", "low_noise"), ("high_quality_face.safetensors", None),
+        ("high_noise_and_low_noise.safetensors", None), ("lownoises.safetensors", None),
     ],
 )  # fmt: skip
 def test_only_published_names_speak_of_an_expert_and_the_user_outranks_them(world, values, tmp_path, name, meaning):
@@ -479,38 +425,19 @@ def test_a_lora_is_read_by_its_content(values, tmp_path, name):
         lora_files.read_lora(path)
 
 
-@pytest.mark.parametrize("kind", ("fp8", "scale tensor", "truncated", "not wan", "text", "in the way", "stale index"))
-def test_bases_and_outputs_that_are_refused(world, values, tmp_path, kind):
-    lora, out, base = (
-        DIALECTS["d5"](tmp_path, values),
-        tmp_path / "out" / "out.safetensors",
-        tmp_path / "low.safetensors",
-    )
-    out.parent.mkdir()
-    state = weights(world / "transformer_2")
+@pytest.mark.parametrize(
+    "kind, words", [("fp8", "quantised"), ("scale tensor", "quantised"), ("not wan", "not those of a Wan")]
+)
+def test_bases_that_are_refused(world, values, tmp_path, kind, words):
+    lora, base, state = DIALECTS["d5"](tmp_path, values), tmp_path / "low.safetensors", weights(world / "transformer_2")
     if kind == "fp8":
         state["blocks.0.attn1.to_q.weight"] = state["blocks.0.attn1.to_q.weight"].to(torch.float8_e4m3fn)
     elif kind == "scale tensor":
         state["blocks.0.attn1.to_q.scale_weight"] = torch.ones(1)
-    elif kind == "not wan":
+    else:
         state = {f"layer.{i}.weight": value for i, value in enumerate(state.values())}
     save_file(state, base)
-    if kind == "truncated":
-        base.write_bytes(base.read_bytes()[:-100])
-    elif kind == "text":
-        base.write_text("version https://git-lfs.github.com/spec/v1")
-    elif kind == "in the way":
-        out = base
-    elif kind == "stale index":
-        (out.parent / "out.safetensors.index.json").write_text("{}")
-    before = base.read_bytes()
-    text = run("--base", base, "--lora", lora, "--out", out, expect=2)
-    words = {
-        "fp8": "quantised", "scale tensor": "quantised", "truncated": "cut off", "not wan": "not those of a Wan",
-        "text": "not a safetensors", "in the way": "another place", "stale index": "in the way",
-    }  # fmt: skip
-    assert words[kind] in text and "Traceback" not in text
-    assert base.read_bytes() == before and (out == base or not out.exists())
+    assert words in refuse(tmp_path / "out.safetensors", "--base", base, "--lora", lora)
 
 
 def test_fp16_overflow_leaves_nothing(world, values, tmp_path):
@@ -520,47 +447,19 @@ def test_fp16_overflow_leaves_nothing(world, values, tmp_path):
     assert "fp32" in refuse(out, "--base", world / "transformer_2", "--lora", lora, "--dtype", "fp16")
 
 
-def test_kill_while_writing_leaves_the_old_file(world, values, tmp_path):
-    """SIGKILL in the middle of the write: the old output is intact, the next run succeeds and clears up."""
-    lora, out = DIALECTS["d5"](tmp_path, values), tmp_path / "out.safetensors"
-    run("--base", world / "transformer_2", "--lora", f"{lora}:0.5", "--out", out)
-    before = out.read_bytes()
-    code = (
-        "import sys, time; sys.argv = sys.argv[1:]\n"
-        "from rewardfl_tools import merge_lora\n"
-        "from rewardfl.merging import writing\n"
-        "write = writing.write_file\n"
-        "def slowly(count): print('writing', flush=True); time.sleep(0.2)\n"
-        "writing.write_file = lambda path, parts, metadata, _, *rest: write(path, parts, metadata, slowly, *rest)\n"
-        "merge_lora.main()"
-    )
-    arguments = ["x", "--base", world / "transformer_2", "--lora", lora, "--out", out, "--force"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    assert any("writing" in line for line in process.stdout)
-    time.sleep(0.5)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    (stray,) = tmp_path.glob("*.tmp-*")
-    assert out.read_bytes() == before
-    assert stray.name in run(*arguments[1:], "--verify")
-    assert not stray.exists() and out.read_bytes() != before
-
-
 def test_verify_finds_what_is_wrong(world, values, tmp_path):
     """A merged tensor and a copied one, each changed after the write by one bit that matters."""
     (lora,) = lora_files.read_lora(DIALECTS["d5"](tmp_path, values))
     plan = merge_tensors.plan_merge(shards.open_checkpoint(world / "transformer_2"), [(lora, 1.0)], "keep", "keep")
     out = tmp_path / "out.safetensors"
-    for name, message in (("blocks.0.attn1.to_q.weight", "not base"), ("proj_out.bias", "not a copy")):
+    for name in ("blocks.0.attn1.to_q.weight", "proj_out.bias"):
         writing.write_file(out, plan.parts, {}, lambda count: None)
-        merge_tensors.verify_merge(plan, shards.open_checkpoint(out), lambda count: None)
+        writing.verify(plan.parts, shards.open_checkpoint(out), lambda count: None)
         content = bytearray(out.read_bytes())
         content[shards.read_header(out)[0][name].offset + 3] ^= 0x40
         out.write_bytes(content)
-        with pytest.raises(shards.InputError, match=message):
-            merge_tensors.verify_merge(plan, shards.open_checkpoint(out), lambda count: None)
+        with pytest.raises(shards.InputError, match=f"{name} differs"):
+            writing.verify(plan.parts, shards.open_checkpoint(out), lambda count: None)
 
 
 def test_an_adapter_that_was_never_trained_is_pointed_out(world, values, tmp_path):

@@ -153,15 +153,8 @@ def damage(folder, kind):
     elif kind == "missing of a list":
         (folder / INDEX).unlink()
         return files(folder)[1:]
-    elif kind == "one shard":
-        return [first]
     elif kind == "doubled tensor":
         save_file(load_file(first) | dict([next(iter(load_file(second).items()))]), first)
-    elif kind == "doubled without an index":
-        (folder / INDEX).unlink()
-        save_file(load_file(first) | dict([next(iter(load_file(second).items()))]), first)
-    elif kind == "twice the same":
-        return [first, *files(folder)]
     elif kind == "tensor nowhere":
         index["weight_map"]["blocks.9.ghost"] = first.name
     elif kind == "wrong shard":
@@ -173,16 +166,6 @@ def damage(folder, kind):
         shutil.copy(first, folder / "merged.safetensors")
     elif kind == "two indices":
         shutil.copy(folder / INDEX, folder / "model.safetensors.index.json")
-    elif kind == "twice in a header":
-        content = first.read_bytes()
-        length = int.from_bytes(content[:8], "little")
-        header = content[8 : 8 + length].decode().rstrip()
-        name = next(iter(shards.read_header(first)[0]))
-        header = header[:-1] + f',"{name}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}}}'
-        first.write_bytes(len(header).to_bytes(8, "little") + header.encode() + content[8 + length :])
-    elif kind == "hole":
-        content = first.read_bytes()
-        first.write_bytes(content.replace(b'"data_offsets":[0,', b'"data_offsets":[4,', 1))
     elif kind == "empty":
         for file in [*files(folder), folder / INDEX]:
             file.unlink()
@@ -195,11 +178,10 @@ def damage(folder, kind):
     "kind, message",
     [
         ("cut off", "cut off"), ("longer", "not fully covered"), ("missing shard", "is not there"),
-        ("missing of a list", "are given"), ("one shard", "is one of"), ("doubled tensor", "is in"),
-        ("doubled without an index", "does not belong"),
-        ("twice the same", "twice"), ("tensor nowhere", "in none of"), ("wrong shard", "says"),
+        ("missing of a list", "are given"), ("doubled tensor", "is in"),
+        ("tensor nowhere", "in none of"), ("wrong shard", "says"),
         ("total size", "total_size"), ("surplus file", "merged.safetensors"), ("two indices", "2 index"),
-        ("twice in a header", "invalid offset"), ("hole", "damaged"), ("empty", "no .safetensors"),
+        ("empty", "no .safetensors"),
     ],
 )  # fmt: skip
 def test_what_is_not_whole_is_refused(sharded, tmp_path, kind, message):
@@ -213,12 +195,10 @@ def test_a_total_size_that_counts_whole_files_is_accepted(sharded, tmp_path):
     index = json.loads((sharded / INDEX).read_text())
     index["metadata"]["total_size"] = sum(file.stat().st_size for file in files(sharded))
     (sharded / INDEX).write_text(json.dumps(index))
-    assert "note:" in run("--input", sharded, "--out", tmp_path / "out.safetensors")
+    run("--input", sharded, "--out", tmp_path / "out.safetensors")
 
 
-def test_outputs_that_are_refused(sharded, tmp_path):
-    assert "another place" in run("--input", sharded, "--out", sharded / "merged.safetensors", expect=2)
-    assert "another place" in run("--input", sharded, "--out", sharded, "--force", expect=2)
+def test_an_index_that_would_hide_the_output_is_refused(sharded, tmp_path):
     stale = tmp_path / "stale" / "diffusion_pytorch_model.safetensors"
     stale.parent.mkdir()
     (stale.parent / INDEX).write_text("{}")

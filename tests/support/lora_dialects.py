@@ -27,28 +27,16 @@ def factors(model, seed=0):
     return found
 
 
-def names(original):
-    return [(old if original else new, new) for old, new in MODULES]
-
-
-def _down_up(prefix, values, original, scale=1.0, alpha=None, flat=False):
+def _state(values, prefix, *, original, ends=("lora_down", "lora_up"), scale=1.0, alpha=None, flat=False):
+    """Tensors by key: `prefix` before the original or diffusers' names, `flat` with underscores for dots."""
     state = {}
-    for name, key in names(original):
-        down, up = values[key]
-        stem = prefix + (name.replace(".", "_") if flat else name)
-        state[f"{stem}.lora_down.weight"] = down.clone()
-        state[f"{stem}.lora_up.weight"] = up * scale
+    for names in MODULES:
+        down, up = values[names[1]]
+        stem = names[0] if original else names[1]
+        stem = prefix + (stem.replace(".", "_") if flat else stem)
+        state |= {f"{stem}.{ends[0]}.weight": down.clone(), f"{stem}.{ends[1]}.weight": up * scale}
         if alpha is not None:
             state[f"{stem}.alpha"] = torch.tensor(alpha)
-    return state
-
-
-def _a_b(prefix, values, original, scale=1.0, adapter=""):
-    state = {}
-    for name, key in names(original):
-        down, up = values[key]
-        state[f"{prefix}{name}.lora_A{adapter}.weight"] = down.clone()
-        state[f"{prefix}{name}.lora_B{adapter}.weight"] = up * scale
     return state
 
 
@@ -56,103 +44,59 @@ def peft_metadata(component="transformer", alpha=ALPHA):
     return {"lora_adapter_metadata": json.dumps({f"{component}.r": RANK, f"{component}.lora_alpha": alpha})}
 
 
-def write_d1(folder, values):  # diffusers' save_lora_weights: alpha in the metadata
-    path = folder / "pytorch_lora_weights.safetensors"
-    save_file(_a_b("transformer.", values, False), path, peft_metadata())
-    return path
+AB, ROLL = ("lora_A", "lora_B"), ("lora_A.default", "lora_B.default")
+KOHYA = {"ss_network_alpha": str(ALPHA), "ss_network_dim": str(RANK)}
+
+# {dialect: (file, its metadata, how the keys are written)}; without alpha the scale is in `up`
+FORMS = {
+    # diffusers' save_lora_weights: alpha in the metadata
+    "d1": ("pytorch_lora_weights.safetensors", peft_metadata(), {"prefix": "transformer.", "ends": AB}),
+    # finetrainers: no metadata
+    "d1_folded": ("folded.safetensors", None, {"prefix": "transformer.", "ends": AB, "scale": SCALE}),
+    # peft's adapter folder
+    "d3": ("peft/adapter_model.safetensors", None, {"prefix": "base_model.model.", "ends": AB}),
+    # get_peft_model_state_dict, bare
+    "d4": ("bare.safetensors", None, {"prefix": "", "ends": AB, "scale": SCALE}),
+    # ComfyUI, Lightning, LightX2V
+    "d5": ("comfy.safetensors", None, {"prefix": "diffusion_model.", "original": True, "alpha": ALPHA}),
+    # diffusion-pipe, ai-toolkit, musubi --target other
+    "d6": ("pipe.safetensors", None, {"prefix": "diffusion_model.", "original": True, "ends": AB, "scale": SCALE}),
+    # Lightning, non-native
+    "d7": ("lightning.safetensors", None, {"prefix": "", "original": True, "alpha": ALPHA}),
+    # DiffSynth
+    "d8": ("diffsynth.safetensors", None, {"prefix": "", "original": True, "ends": ROLL, "scale": SCALE}),
+    # ROLL: a torch file
+    "d9": ("roll.pth", None, {"prefix": "base_model.model.", "original": True, "ends": ROLL, "scale": SCALE}),
+    # musubi, kohya; kohya without alpha keys
+    "d10": ("musubi.safetensors", None, {"prefix": "lora_unet_", "original": True, "alpha": ALPHA, "flat": True}),
+    "d10_metadata": ("kohya.safetensors", KOHYA, {"prefix": "lora_unet_", "original": True, "flat": True}),
+    # VideoX-Fun: two underscores; the same with diffusers' names
+    "d11": ("videox.safetensors", None, {"prefix": "lora_unet__", "original": True, "alpha": ALPHA, "flat": True}),
+    "d11_diffusers": ("videox2.safetensors", None, {"prefix": "lora_unet__", "alpha": ALPHA, "flat": True}),
+    # the hybrid: ComfyUI's prefix, diffusers' names
+    "d12": ("hybrid.safetensors", None, {"prefix": "diffusion_model.", "ends": AB, "scale": SCALE}),
+    # extracted from a full ComfyUI checkpoint
+    "model_prefix": ("model.safetensors", None, {"prefix": "model.diffusion_model.", "original": True, "alpha": ALPHA}),
+}
 
 
-def write_d1_folded(folder, values):  # finetrainers: scale folded, no metadata
-    path = folder / "folded.safetensors"
-    save_file(_a_b("transformer.", values, False, SCALE), path)
-    return path
+def _writer(name, metadata, form):
+    def write(folder, values):
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        state = _state(values, **({"original": False} | form))
+        if path.suffix == ".pth":
+            torch.save(state, path)
+            return path
+        save_file(state, path, metadata)
+        if path.parent == folder:
+            return path
+        (folder / "peft" / "adapter_config.json").write_text(
+            json.dumps({"r": RANK, "lora_alpha": ALPHA, "peft_type": "LORA"})
+        )
+        return path.parent
+
+    return write
 
 
-def write_d3(folder, values):  # peft adapter folder
-    path = folder / "peft"
-    path.mkdir()
-    save_file(_a_b("base_model.model.", values, False), path / "adapter_model.safetensors")
-    (path / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA, "peft_type": "LORA"}))
-    return path
-
-
-def write_d4(folder, values):  # get_peft_model_state_dict, bare
-    path = folder / "bare.safetensors"
-    save_file(_a_b("", values, False, SCALE), path)
-    return path
-
-
-def write_d5(folder, values):  # ComfyUI, Lightning, LightX2V
-    path = folder / "comfy.safetensors"
-    save_file(_down_up("diffusion_model.", values, True, alpha=ALPHA), path)
-    return path
-
-
-def write_d6(folder, values):  # diffusion-pipe, ai-toolkit, musubi --target other
-    path = folder / "pipe.safetensors"
-    save_file(_a_b("diffusion_model.", values, True, SCALE), path)
-    return path
-
-
-def write_d7(folder, values):  # Lightning, non-native
-    path = folder / "lightning.safetensors"
-    save_file(_down_up("", values, True, alpha=ALPHA), path)
-    return path
-
-
-def write_d8(folder, values):  # DiffSynth
-    path = folder / "diffsynth.safetensors"
-    save_file(_a_b("", values, True, SCALE, ".default"), path)
-    return path
-
-
-def write_d9(folder, values):  # ROLL: a torch file
-    path = folder / "diffusion_module.pth"
-    torch.save(_a_b("base_model.model.", values, True, SCALE, ".default"), path)
-    return path
-
-
-def write_d10(folder, values):  # musubi, kohya
-    path = folder / "musubi.safetensors"
-    save_file(_down_up("lora_unet_", values, True, alpha=ALPHA, flat=True), path)
-    return path
-
-
-def write_d10_metadata(folder, values):  # kohya without alpha keys
-    path = folder / "kohya.safetensors"
-    metadata = {"ss_network_alpha": str(ALPHA), "ss_network_dim": str(RANK)}
-    save_file(_down_up("lora_unet_", values, True, flat=True), path, metadata)
-    return path
-
-
-def write_d11(folder, values):  # VideoX-Fun: two underscores
-    path = folder / "videox.safetensors"
-    save_file(_down_up("lora_unet__", values, True, alpha=ALPHA, flat=True), path)
-    return path
-
-
-def write_d11_diffusers(folder, values):  # the same with diffusers' names
-    path = folder / "videox2.safetensors"
-    save_file(_down_up("lora_unet__", values, False, alpha=ALPHA, flat=True), path)
-    return path
-
-
-def write_d12(folder, values):  # the hybrid: ComfyUI's prefix, diffusers' names
-    path = folder / "hybrid.safetensors"
-    save_file(_a_b("diffusion_model.", values, False, SCALE), path)
-    return path
-
-
-def write_model_prefix(folder, values):  # extracted from a full ComfyUI checkpoint
-    path = folder / "model.safetensors"
-    save_file(_down_up("model.diffusion_model.", values, True, alpha=ALPHA), path)
-    return path
-
-
-DIALECTS = {
-    function.__name__.removeprefix("write_"): function
-    for function in (
-        write_d1, write_d1_folded, write_d3, write_d4, write_d5, write_d6, write_d7, write_d8, write_d9, write_d10,
-        write_d10_metadata, write_d11, write_d11_diffusers, write_d12, write_model_prefix,
-    )
-}  # fmt: skip
+DIALECTS = {dialect: _writer(*form) for dialect, form in FORMS.items()}

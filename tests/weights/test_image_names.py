@@ -63,7 +63,9 @@ def pair(shape, seed=0):
     return down, torch.randn(shape[0], RANK, generator=generator)
 
 
-def in_diffusers_names(base, model, prefix, scale, ends=("lora_A", "lora_B"), alpha=None, flat=False):
+def in_diffusers_names(
+    base, model, *, prefix="transformer.", scale=1, ends=("lora_A", "lora_B"), alpha=None, flat=False
+):
     """A LoRA of LAYERS whose names are diffusers'; of `model`, or of other layers under that name."""
     state = {}
     for name in LAYERS[model]:
@@ -109,46 +111,37 @@ def kohya(name):
     return "lora_unet_" + name.replace(".", "_"), DOWN_UP
 
 
-# {model: {dialect: (tensors, metadata) of the base's weights}}; each is one that diffusers reads
+def named(layers, **form):
+    """A dialect with diffusers' names of LAYERS."""
+    return lambda base: in_diffusers_names(base, layers, **form)
+
+
+def original(names, form, alpha):
+    return lambda base: in_original_names(base, names, form, alpha)
+
+
+FOLDED = {"prefix": "", "scale": SCALE, "ends": ("lora_A.default", "lora_B.default")}
+# {(model, dialect): its tensors for the base's weights}; each is one that diffusers reads
 DIALECTS = {
-    ("SD3", "diffusers"): lambda base: (
-        in_diffusers_names(base, "SD3", "transformer.", 1), metadata("SD3"),
-    ),
-    ("SD3", "no alpha"): lambda base: (in_diffusers_names(base, "SD3", "transformer.", 1), {}),
-    ("FLUX.1", "diffusers"): lambda base: (
-        in_diffusers_names(base, "FLUX.1", "transformer.", 1), metadata("FLUX.1"),
-    ),
-    ("FLUX.1", "ai-toolkit"): lambda base: (in_diffusers_names(base, "FLUX.1", "transformer.", SCALE), {}),
-    ("FLUX.1", "alpha keys"): lambda base: (
-        in_diffusers_names(base, "FLUX.1", "transformer.", 1, ("lora_A", "lora_B"), ALPHA), {},
-    ),
-    ("FLUX.1", "kohya"): lambda base: (in_original_names(base, KOHYA, kohya, ALPHA), {}),
-    ("FLUX.1", "kohya without alpha"): lambda base: (in_original_names(base, KOHYA, kohya, None), {}),
-    ("FLUX.1", "comfy"): lambda base: (
-        in_original_names(base, KOHYA, lambda name: (f"diffusion_model.{name}", DOWN_UP), ALPHA), {},
-    ),
-    ("FLUX.1", "OneTrainer"): lambda base: (
-        in_diffusers_names(base, "OneTrainer", "lora_transformer_", 1, DOWN_UP, ALPHA, flat=True), {},
-    ),
-    ("FLUX.1", "xlabs"): lambda base: (in_original_names(base, XLABS, lambda name: (name, ("down", "up")), None), {}),
-    ("Qwen-Image", "diffusers"): lambda base: (
-        in_diffusers_names(base, "Qwen-Image", "transformer.", 1), metadata("Qwen-Image"),
-    ),
-    ("Qwen-Image", "ai-toolkit"): lambda base: (in_diffusers_names(base, "Qwen-Image", "diffusion_model.", SCALE), {}),
-    ("Qwen-Image", "lightning"): lambda base: (in_diffusers_names(base, "Qwen-Image", "", 1, DOWN_UP, ALPHA), {}),
-    ("Qwen-Image", "kohya"): lambda base: (
-        in_diffusers_names(base, "Qwen-Image", "lora_unet_", 1, DOWN_UP, ALPHA, flat=True), {},
-    ),
-    ("Qwen-Image", "DiffSynth"): lambda base: (
-        in_diffusers_names(base, "Qwen-Image", "", SCALE, ("lora_A.default", "lora_B.default")), {},
-    ),
+    ("SD3", "diffusers"): named("SD3"), ("SD3", "no alpha"): named("SD3"), ("FLUX.1", "diffusers"): named("FLUX.1"),
+    ("FLUX.1", "ai-toolkit"): named("FLUX.1", scale=SCALE), ("FLUX.1", "alpha keys"): named("FLUX.1", alpha=ALPHA),
+    ("FLUX.1", "kohya"): original(KOHYA, kohya, ALPHA), ("FLUX.1", "kohya without alpha"): original(KOHYA, kohya, None),
+    ("FLUX.1", "comfy"): original(KOHYA, lambda name: (f"diffusion_model.{name}", DOWN_UP), ALPHA),
+    ("FLUX.1", "OneTrainer"): named("OneTrainer", prefix="lora_transformer_", ends=DOWN_UP, alpha=ALPHA, flat=True),
+    ("FLUX.1", "xlabs"): original(XLABS, lambda name: (name, ("down", "up")), None),
+    ("Qwen-Image", "diffusers"): named("Qwen-Image"),
+    ("Qwen-Image", "ai-toolkit"): named("Qwen-Image", prefix="diffusion_model.", scale=SCALE),
+    ("Qwen-Image", "lightning"): named("Qwen-Image", prefix="", ends=DOWN_UP, alpha=ALPHA),
+    ("Qwen-Image", "kohya"): named("Qwen-Image", prefix="lora_unet_", ends=DOWN_UP, alpha=ALPHA, flat=True),
+    ("Qwen-Image", "DiffSynth"): named("Qwen-Image", **FOLDED),
 }  # fmt: skip
 
 
 def write(folder_of, model, dialect, path):
     """The file, and the base's weights."""
     base = weights(folder_of(model) / "transformer")
-    state, header = DIALECTS[model, dialect](base)
+    state = DIALECTS[model, dialect](base)
+    header = metadata(model) if dialect == "diffusers" else {}
     save_file({name: value.contiguous() for name, value in state.items()}, path, header)
     return base
 
@@ -362,28 +355,17 @@ def halves(stem, out=32, inside=32, ends=DOWN_UP):
 
 
 REFUSED = {
-    "FLUX.2": (halves("transformer.single_transformer_blocks.0.attn.to_qkv_mlp_proj"), "speak of FLUX.2"),
     "FLUX.2 in part": (
         halves("transformer.transformer_blocks.0.attn.to_q") | halves("transformer.transformer_blocks.0.ff.linear_in"),
-        "speak of FLUX.2",
+        "whose names other keys have",
     ),
     "FLUX.2 kohya": (halves("lora_unet_single_blocks_0_linear1", 27 * 32), "864 rows) names no module"),
-    "Z-Image": (halves("diffusion_model.layers.0.attention.to_q"), "speak of Z-Image"),
-    "SD3 original": (halves("lora_unet_joint_blocks_0_x_block_attn_qkv", 96), "speak of SD3 in its original names"),
-    "U-Net": (halves("lora_unet_down_blocks_0_attentions_0_to_q"), "speak of a U-Net"),
-    "control": ({"double_blocks.0.img_attn.norm.query_norm.scale": torch.ones(4)}, "speak of a control LoRA"),
     "unknown": (halves("transformer.magic.to_q"), "transformer.magic.to_q.lora_down.weight"),
-    "unknown part": (
-        halves("transformer.single_transformer_blocks.0.attn.to_q") | halves("transformer.x_mlp.to_q"),
-        "no module of FLUX.1, whose names other keys have",
-    ),
     "either": (halves("lora_unet_img_in"), "may be of Qwen-Image or FLUX.1"),
     "text encoder": (
         halves("lora_unet_double_blocks_0_img_attn_proj") | halves("lora_te1_text_model_encoder_layers_0_mlp_fc1"),
         "lora_te1_text_model_encoder_layers_0_mlp_fc1",
     ),
-    "T5": (halves("text_encoders.t5xxl.transformer.encoder.block.0.layer.0"), "belongs to a text encoder"),
-    "second text encoder": (halves("text_encoder_2.text_model.encoder.layers.0.mlp.fc1"), "belongs to a text encoder"),
     "half": (
         {"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": torch.ones(RANK, 32)},
         "transformer_blocks.0.attn.to_q has down (4, 32) but no up",
@@ -396,7 +378,7 @@ REFUSED = {
     "shape": (halves("lora_unet_double_blocks_0_img_attn_qkv", 192), "(64, 32)"),
     "other model": (halves("transformer.transformer_blocks.0.img_mlp.net.2", 32, 128), "has the names of Qwen-Image"),
     "Wan": (halves("diffusion_model.blocks.0.self_attn.q"), "has the names of Wan"),
-    "LoKr": ({"lora_unet_double_blocks_0_img_attn_proj.lokr_w1": torch.ones(4, 4)}, "LoKr"),
+    "LoKr": ({"lora_unet_double_blocks_0_img_attn_proj.lokr_w1": torch.ones(4, 4)}, "lokr_w1"),
 }  # fmt: skip
 
 
@@ -414,7 +396,6 @@ def test_loras_that_are_refused_by_name(folder_of, kind, tmp_path):
 
 BASES = {
     "original": ("double_blocks.0.img_attn.qkv.weight", "original names"),
-    "FLUX.2": ("double_stream_modulation_img.linear.weight", "is FLUX.2"),
     "strange": ("transformer_blocks.0.attn.magic.weight", "attn.magic.weight has no place in FLUX.1"),
     "quantised": ("x_embedder.scale_weight", "quantised"),
 }

@@ -58,11 +58,9 @@ def entry(**changes):
 
 
 HEADERS = {  # what the safetensors library refuses, and what it lets through
-    "a list": [], "no JSON": "{", "deep": DEEP, "digits": DIGITS, "not UTF-8": b'{"\xff": 1}', "empty": b"",
-    "tensor: null": {"a": None}, "dtype: unknown": entry(dtype="F33"), "shape: negative": entry(shape=[-2, -3]),
-    "shape: huge": entry(shape=[10**40, 0]), "shape: long": entry(shape=[1] * 99), "shape: other": entry(shape=[2, 2]),
-    "offsets: backwards": entry(data_offsets=[24, 0]), "offsets: hole": entry(data_offsets=[4, 28]),
-    "metadata: nested": entry() | {"__metadata__": {"format": {"a": "pt"}}},
+    "a list": [], "deep": DEEP, "digits": DIGITS, "not UTF-8": b'{"\xff": 1}', "empty": b"",
+    "dtype: unknown": entry(dtype="F33"), "shape: huge": entry(shape=[10**40, 0]),
+    "offsets: hole": entry(data_offsets=[4, 28]),
     "surrogate in a name": entry() | {"\ud800": {"dtype": "F32", "shape": [0], "data_offsets": [24, 24]}},
     "a name twice": '{"a": {}, "a": {}}', "only metadata": {"__metadata__": {"format": "pt"}},
 }  # fmt: skip
@@ -82,16 +80,6 @@ def test_damaged_headers(world, tmp_path, kind):
         refused(convert_lora.main, path, out, "--lora", path, "--to", to)
 
 
-@pytest.mark.parametrize("length", (0, 7, 1 << 63, 100_000_001))
-def test_damaged_lengths(tmp_path, length):
-    path, out = tmp_path / "low.safetensors", tmp_path / "new.safetensors"
-    path.write_bytes(length.to_bytes(8, "little")[: 7 if length == 7 else 8] + b"{}")
-    refused(merge_shards.main, path, out, "--input", path)
-    path.unlink()
-    path.mkdir()
-    refused(merge_shards.main, path, out, "--input", tmp_path)
-
-
 def test_a_fifo_among_the_shards_is_no_endless_wait(world, tmp_path):
     shutil.copytree(world / "low", tmp_path / "low")
     for file in (tmp_path / "low").glob("*.safetensors"):
@@ -101,15 +89,10 @@ def test_a_fifo_among_the_shards_is_no_endless_wait(world, tmp_path):
 
 
 INDICES = {
-    "a list": [], "no JSON": "{", "deep": DEEP, "digits": DIGITS, "not UTF-8": b"\xff\xfe{",
-    "no map": {}, "map: list": {"weight_map": []}, "map: empty": {"weight_map": {}},
-    "shard: number": {"weight_map": {"a": 5}}, "shard: empty": {"weight_map": {"a": ""}},
-    "shard: above": {"weight_map": {"a": "../x.safetensors"}}, "shard: absolute": {"weight_map": {"a": "/etc/passwd"}},
-    "shard: NUL": {"weight_map": {"a": "x\0.safetensors"}},
-    "shard: surrogate": {"weight_map": {"a": "\ud800.safetensors"}},
-    "shard: long": {"weight_map": {"a": "x" * 300 + ".safetensors"}}, "metadata: list": {"metadata": [5]},
-    "size: text": {"metadata": {"total_size": "5"}}, "size: true": {"metadata": {"total_size": True}},
-    "size: NaN": {"metadata": {"total_size": float("nan")}}, "size: wrong": {"metadata": {"total_size": -1}},
+    "a list": [], "no JSON": "{", "not UTF-8": b"\xff\xfe{", "no map": {}, "map: list": {"weight_map": []},
+    "map: empty": {"weight_map": {}}, "shard: number": {"weight_map": {"a": 5}},
+    "shard: above": {"weight_map": {"a": "../x.safetensors"}}, "metadata: list": {"metadata": [5]},
+    "size: text": {"metadata": {"total_size": "5"}}, "size: wrong": {"metadata": {"total_size": -1}},
 }  # fmt: skip
 
 
@@ -127,35 +110,21 @@ def test_damaged_indices(world, tmp_path, kind):
         refused(merge_shards.main, index, tmp_path / "new", "--input", source)
 
 
-def test_an_empty_metadata_of_an_index_is_read(world, tmp_path):
-    shutil.copytree(world / "low", tmp_path / "low")
-    (weights,) = (tmp_path / "low").glob("*.safetensors")
-    for number, metadata in enumerate(({}, {"metadata": None}, {"metadata": {}}, {"metadata": {"total_size": None}})):
-        index = {"weight_map": {name: weights.name for name in load_file(weights)}} | metadata
-        (tmp_path / "low" / INDEX).write_text(json.dumps(index))
-        run_tool(merge_shards.main, "--input", tmp_path / "low", "--out", tmp_path / f"{number}.safetensors")
-
-
 # ------------------------------------------------------------------------------------------------------------
 # A LoRA's metadata
 
 
 CONFIGS = {
-    "a list": [], "a number": 5, "null": None, "no JSON": "{", "deep": DEEP, "digits": DIGITS,
-    "alpha: text": {"lora_alpha": "abc"}, "alpha: list": {"lora_alpha": [4]}, "alpha: true": {"lora_alpha": True},
-    "alpha: dict": {"lora_alpha": {}}, "alpha: 1e300": {"lora_alpha": 1e300}, "alpha: 1e-300": {"lora_alpha": 1e-300},
-    "alpha: NaN": {"lora_alpha": float("nan")}, "alpha: infinite": {"lora_alpha": float("inf")},
-    "alpha: 0": {"lora_alpha": 0}, "alpha: negative": {"lora_alpha": -4}, "alpha: long": {"lora_alpha": 10**400},
-    "pattern: list": {"alpha_pattern": ["to_q"]}, "pattern: text": {"alpha_pattern": "to_q"},
-    "pattern: number": {"alpha_pattern": 3}, "pattern: alpha": {"alpha_pattern": {"to_q": "4"}},
-    "pattern: null": {"alpha_pattern": {"to_q": None}}, "pattern: 1e300": {"alpha_pattern": {"to_q": 1e300}},
-    "hostile": {"alpha_pattern": {"(.*)*(.*)*y": 3}}, "unclosed": {"alpha_pattern": {"(": 4}},
-    "pattern: any": {"alpha_pattern": {".*to_q": 4}}, "pattern: digits": {"alpha_pattern": {r"blocks\.\d+\.attn1": 4}},
-    "pattern: or": {"alpha_pattern": {"to_q|to_k": 4}}, "pattern: class": {"alpha_pattern": {"to_[qk]": 4}},
+    "a list": [], "no JSON": "{", "deep": DEEP, "alpha: text": {"lora_alpha": "abc"},
+    "alpha: true": {"lora_alpha": True},
+    "alpha: 1e300": {"lora_alpha": 1e300}, "alpha: 1e-300": {"lora_alpha": 1e-300},
+    "alpha: NaN": {"lora_alpha": float("nan")}, "alpha: 0": {"lora_alpha": 0}, "alpha: long": {"lora_alpha": 10**400},
+    "pattern: list": {"alpha_pattern": ["to_q"]}, "pattern: alpha": {"alpha_pattern": {"to_q": "4"}},
+    "hostile": {"alpha_pattern": {"(.*)*(.*)*y": 3}}, "pattern: class": {"alpha_pattern": {"to_[qk]": 4}},
     "pattern: empty": {"alpha_pattern": {"": 4}}, "pattern: long": {"alpha_pattern": {"(a+)+" * 100_000: 4}},
-    "rslora: text": {"use_rslora": "false"}, "rslora: list": {"use_rslora": []}, "dora: number": {"use_dora": 5},
+    "rslora: text": {"use_rslora": "false"}, "dora: number": {"use_dora": 5},
 }  # fmt: skip
-WORDS = {"alpha": "alpha", "pattern": "alpha", "hostile": "(.*)*(.*)*y", "unclosed": "'('"}
+WORDS = {"alpha": "alpha", "pattern": "alpha", "hostile": "(.*)*(.*)*y"}
 
 
 @pytest.mark.parametrize("place", ("metadata", "adapter_config.json", "component"))
@@ -181,7 +150,7 @@ def test_damaged_lora_metadata(world, tmp_path, kind, place):
 
 @pytest.mark.parametrize(
     "alpha",
-    (torch.tensor([]), torch.ones(2), torch.tensor(float("nan")), torch.tensor(-1.0), torch.tensor(1e300).double()),
+    (torch.ones(2), torch.tensor(float("nan")), torch.tensor(-1.0), torch.tensor(1e300).double()),
 )  # fmt: skip
 def test_damaged_alpha_keys(world, tmp_path, model, alpha):
     path = DIALECTS["d5"](tmp_path, factors(model))
@@ -195,9 +164,8 @@ def test_damaged_alpha_keys(world, tmp_path, model, alpha):
 @pytest.mark.parametrize(
     "metadata",
     [
-        {"ss_network_dim": "0"}, {"ss_network_dim": "-4"}, {"ss_network_dim": "nan"}, {"ss_network_dim": "four"},
-        {"ss_network_alpha": "abc"}, {"ss_network_alpha": "1e300"}, {"ss_network_alpha": "nan"},
-        {"ss_network_alpha": "0"}, {"ss_network_alpha": ""}, {"ss_network_alpha": DIGITS},
+        {"ss_network_dim": "0"}, {"ss_network_dim": "-4"}, {"ss_network_dim": "nan"}, {"ss_network_alpha": "abc"},
+        {"ss_network_alpha": "1e300"}, {"ss_network_alpha": "0"},
     ],
 )  # fmt: skip
 def test_damaged_kohya_metadata(world, tmp_path, model, metadata):
@@ -207,7 +175,7 @@ def test_damaged_kohya_metadata(world, tmp_path, model, metadata):
     assert "ss_network" in line
 
 
-@pytest.mark.parametrize("strength", ("1e39", "-1e39", "1e-46", "1e400", "0"))
+@pytest.mark.parametrize("strength", ("1e39", "1e-46", "0"))
 def test_strengths_beyond_float32(world, tmp_path, strength):
     path = world / "pytorch_lora_weights.safetensors"
     given = f"{path}@low:{strength}"
@@ -249,9 +217,7 @@ def test_torch_files_of_both_formats_are_read(world, model, tmp_path, kind):
     assert torch.equal(lora.updates["blocks.0.attn1.to_q"].down, values["blocks.0.attn1.to_q"][0])
 
 
-@pytest.mark.parametrize(
-    "content", (b"", b"PK\x03\x04", b"\x80\x02}q\x00.", b"garbage", b"\x80\x02cos\nsystem\n.", b"\x80")
-)
+@pytest.mark.parametrize("content", (b"", b"PK\x03\x04", b"\x80\x02}q\x00.", b"garbage", b"\x80\x02cos\nsystem\n."))
 @pytest.mark.parametrize("name", ("low.pt", "low.pth", "low.bin", "low.txt"))
 def test_damaged_torch_files(world, tmp_path, name, content):
     path = tmp_path / name
@@ -263,9 +229,7 @@ def test_damaged_torch_files(world, tmp_path, name, content):
     "state",
     [
         [torch.ones(1)], {"a": 5}, {5: torch.ones(1)},
-        {"proj_out.diff": torch.ones(4, 24).to_sparse()},
         {"proj_out.diff": torch.ones(4, 24, dtype=torch.complex64)},
-        {"proj_out.diff": torch.ones(4, 24, device="meta")},
         {"proj_out.diff": torch.ones(4, 24).to(torch.float8_e4m3fn)},
     ],
 )  # fmt: skip
@@ -307,10 +271,5 @@ def test_alpha_pattern_with_original_names_and_unused_entries(model, tmp_path):
     assert lora.updates["blocks.0.attn1.to_q"].scale == 2 and lora.updates["blocks.0.ffn.net.2"].scale == 0.25
     (note,) = lora.notes
     assert "typo" in note and str(path) in note
-    config["alpha_pattern"] = {"attn1.to_q": 8.0}  # the file calls it self_attn.q
-    renamed = tmp_path / "low.safetensors"
-    save_file(load_file(path), renamed, {"lora_adapter_metadata": json.dumps(config)})
-    with pytest.raises(lora_files.InputError, match="attn1.to_q.*self_attn.q"):
-        lora_files.read_lora(renamed)
     out = tmp_path / "out.safetensors"
     assert "note: " + note in run_tool(convert_lora.main, "--lora", path, "--to", "comfy", "--out", out)
