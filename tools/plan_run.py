@@ -57,7 +57,7 @@ def main() -> int:
         setup_rewards.find_rewards(cfg, backbone, here=False)
         if rows is not None:
             problems = [(row.line, text) for row in rows if (text := plan.size_problem(cfg, backbone, row.size))]
-            rows, _ = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
+            rows, _ = data.usable_rows(rows, problems, skip_bad_rows=cfg.data.skip_bad_rows)
         clips = None if rows is None else len(rows)
         if isinstance(cfg, config.RewardFlConfig):
             plan.check_active_experts(cfg, backbone)

@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import math
 import platform
 import re
 import shutil
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,22 @@ from rewardfl.files import atomic_write, escape_control
 from rewardfl.rewards import FaceIdentityReward, build_terms, resolve_rewards
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.training import cli, clip_scan, saving, setup_model, setup_rewards
+from rewardfl.training.plan import make_schedule
 from rewardfl.training.resume import digest_base_model
 from rewardfl.training.run_folder import git_commit, library_versions
+from rewardfl.training.workload import make_workload
 
 SHOWN = (
     "model.model_name", "model.dtype", "model.attention_backend", "model.trainable_models", "experts.trained",
     "experts.untrained", "lora.lora_rank", "data.height", "data.width", "data.max_pixels", "data.num_frames",
     "sample.num_inference_steps", "sample.shift", "sample.guidance_scale",
 )  # fmt: skip
+
+ONE_UPDATE = (
+    "train.max_steps=1", "run.sample_videos=0", "run.log_with=none", "run.resume_from_checkpoint=false",
+    "run.resume_with_changes=[]", "run.keep_last=null",
+)  # fmt: skip
+ONE_EPOCH = ("grpo.updates_per_epoch=1", "grpo.inner_epochs=1", "evaluation.eval_clips=null")
 
 # errors of a check that come from the machine
 MACHINE = (OSError, torch.OutOfMemoryError, torch.AcceleratorError)
@@ -64,22 +74,41 @@ def open_case(args: argparse.Namespace) -> Case:
     """Open the case. Raise, before anything is written, the errors that training would raise."""
     cfg = config.load(args.config, args.overrides)
     device = torch.device(command_line.resolve_device(args.device))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise config.ConfigError("--device: this torch sees no GPU; give cpu, or leave it out")
     if args.out.exists():
         raise config.ConfigError(f"--out: {args.out} is there; name a new file")
     backbone = setup_model.open_model(cfg)
     setup_rewards.find_rewards(cfg, backbone)
     rows = data.load_metadata(cfg.data.file_name)[: args.clips]
-    rows, _ = data.check_rows(rows, cfg.data.num_frames, cfg.data.skip_bad_rows, cfg.data.fps, backbone.takes_image)
+    inspect = partial(data.inspect_row, takes_image=backbone.takes_image)
+    problems = [(row.line, text) for row in rows for text in inspect(row, cfg.data.num_frames, cfg.data.fps).problems]
+    rows, _ = data.usable_rows(rows, problems, skip_bad_rows=cfg.data.skip_bad_rows)
+    if isinstance(cfg, config.FlowGrpoConfig):
+        batch = cfg.train.per_device_train_batch_size
+        first = [*ONE_EPOCH, f"grpo.groups={batch // math.gcd(batch, cfg.grpo.group_size)}"]
+    else:
+        first = ["train.train_batch_size=null"]  # it counts the clips of all processes
+    one_update = [*args.overrides, *ONE_UPDATE, *first]
+    work = make_workload(config.load(args.config, one_update), backbone, len(rows), 1, processes=1)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    return Case(args=args, cfg=cfg, backbone=backbone, rows=rows, device=device)
+    return Case(
+        args=args,
+        script=cfg.script,
+        settings={key: value for key, value in config.flat(cfg).items() if key in SHOWN},
+        one_update=one_update,
+        work=work,
+        attention_backend=cfg.model.attention_backend,
+        faces=[spec for spec in config.list_reward_specs(cfg) if spec.name in ("face_identity", "face_judge")],
+        backbone=backbone,
+        rows=rows,
+        device=device,
+        load=partial(clip_scan.load_sized_example, cfg),
+        make_schedule=partial(make_schedule, cfg, backbone),
+    )
 
 
 def write_page(case: Case, findings: Mapping[str, Finding]) -> None:
     """Write the page, whole or not at all. Raise OSError for errors of the disk."""
-    shown = {"script": case.cfg.script} | {key: config.flat(case.cfg)[key] for key in SHOWN}
-    shown |= {"clips": str(len(case.rows)), **digest_base_model(case.backbone)}
+    shown = {"script": case.script, **case.settings, "clips": str(len(case.rows)), **digest_base_model(case.backbone)}
     worst = DIFFERS if any(finding.status == DIFFERS for finding in findings.values()) else OK
     lines = [f"# rewardfl doctor: {worst}", "", "| check | result | in a line |", "|---|---|---|"]
     lines += [f"| {n} | {f.status} | {anonymise(f.line).replace('|', '/')} |" for n, f in findings.items()]
@@ -127,13 +156,12 @@ def check_faces(case: Case) -> Finding:
 
     Return DIFFERS where a clip shows no face. Raise FaceParityError where insightface detects something else.
     """
-    specs = [spec for spec in config.list_reward_specs(case.cfg) if spec.name in ("face_identity", "face_judge")]
-    terms = {term.label: term.reward for term in build_terms(resolve_rewards(specs), case.device)}
+    terms = {term.label: term.reward for term in build_terms(resolve_rewards(case.faces), case.device)}
     packs = {label: reward.identity for label, reward in terms.items() if isinstance(reward, FaceIdentityReward)}
     rows = [row for row in case.rows if row.video is not None]
     if not packs or not rows:
         return Finding(NOT_DONE, "the configuration names no face pack" if rows else "no row names a video")
-    clips = {row.line: clip_scan.load_sized_example(case.cfg, row).reference.to(case.device) for row in rows}
+    clips = {row.line: case.load(row).reference.to(case.device) for row in rows}
     lines = face_parity.check_packs(packs, next(iter(clips.values())))
     table: list[dict[str, Any]] = []
     for (label, identity), (number, clip) in itertools.product(packs.items(), clips.items()):

@@ -117,12 +117,12 @@ def load_image_rows(cfg: config.AnyConfig, backbone: Backbone, terms: Sequence[T
     rows = data.load_metadata(cfg.data.file_name, "--data")
     takes, problems = backbone.takes_image, []
     for row in rows:
-        texts = data.row_problems(row, cfg.data.num_frames, cfg.data.fps, takes)
+        texts = [*data.inspect_row(row, cfg.data.num_frames, cfg.data.fps, takes_image=takes).problems]
         texts += filter(None, [plan.size_problem(cfg, backbone, row.size)])
         # each term separately, because a call with all of them checks only the trained ones
         texts += [text for term in terms for text in setup_rewards.missing_references(cfg, row, [term])]
         problems += [(row.line, text) for text in texts]
-    good, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
+    good, bad = data.usable_rows(rows, problems, skip_bad_rows=cfg.data.skip_bad_rows)
     for line in bad:
         print(escape_control(f"skipped: {line}"))
     return good

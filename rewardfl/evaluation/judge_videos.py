@@ -147,7 +147,7 @@ def load_rows(cfg: config.AnyConfig, args: argparse.Namespace, processes: Proces
         )
     headers = [data.inspect_row(row, cfg.data.num_frames, cfg.data.fps) for row in rows]
     problems = [(row.line, text) for row, header in zip(rows, headers, strict=True) for text in header.problems]
-    good, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
+    good, bad = data.usable_rows(rows, problems, skip_bad_rows=cfg.data.skip_bad_rows)
     if processes.main:
         for line in (*(f"note: {note}" for note in data.notes(rows)), *(f"skipped: {line}" for line in bad)):
             print(escape_control(line))

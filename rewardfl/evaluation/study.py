@@ -89,7 +89,7 @@ class Study:
             except data.DataError as error:
                 broken.append((row.line, str(error)))
         broken, faceless = self.processes.gather(broken), sorted(self.processes.gather(faceless))
-        good, bad = data.usable_rows(rows, broken, self.cfg.data.skip_bad_rows)
+        good, bad = data.usable_rows(rows, broken, skip_bad_rows=self.cfg.data.skip_bad_rows)
         if self.processes.main:
             for problem in (*bad, *(f"line {line}: {problem}" for line, problem in faceless)):
                 print(escape_control(f"skipped: {problem}"))
