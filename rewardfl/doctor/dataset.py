@@ -134,7 +134,7 @@ def inspect(
         boxes[column] = [find_face(frame) if find_face else None for frame in shown]
         report.pictures += map(thumbnail, shown, boxes[column])
     if find_face is not None:
-        check_faces(report, contents, boxes, find_face)
+        report_faces(report, contents, boxes, find_face)
     return report
 
 
@@ -161,7 +161,7 @@ def largest_face(detector: face.FaceDetector, device: str, frame: Tensor) -> Box
     return detections.boxes[0].tolist() if len(detections.boxes) else None
 
 
-def check_faces(
+def report_faces(
     report: DatasetReport, contents: Mapping[str, Tensor], boxes: Mapping[str, Sequence[Box | None]], find: FindFace
 ) -> None:
     """Add to the report that the clip, or its reference, shows no face, or not in all frames. boxes: by column."""
