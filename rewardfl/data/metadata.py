@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -241,15 +240,16 @@ def _read_files(
 
     read: a function of a video and its smallest number of frames. read_image: one of a picture. Both raise DataError.
     """
-    readers = {} if row.video is None else {"video": partial(read, row.video, num_frames)}
-    if row.reference_video not in (None, row.video):
-        readers["reference_video"] = partial(read, row.reference_video, REFERENCE_FRAMES)
-    if row.image is not None:
-        readers["image"] = partial(read_image, row.image)
-    contents, problems = {}, []
-    for column, reader in readers.items():
+    contents: dict[str, Any] = {}
+    problems = []
+    for column, path in row.files.items():
+        if path is None or (column == "reference_video" and path == row.video):
+            continue
         try:
-            contents[column] = reader()
+            if column == "image":
+                contents[column] = read_image(path)
+            else:
+                contents[column] = read(path, num_frames if column == "video" else REFERENCE_FRAMES)
         except DataError as error:
             problems.append(str(error))
     return contents, problems

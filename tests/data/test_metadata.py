@@ -70,6 +70,7 @@ def encode(path, *streams):
         for stream, (_, pixels, frames, disposition) in zip(made, streams, strict=True):
             stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], pixels
             stream.disposition = av.stream.Disposition(disposition)
+            stream.options = dict(clips.X264) if stream.codec_context.name == "libx264" else {}
         for stream, (_, pixels, frames, _) in zip(made, streams, strict=True):
             for picture in frames.numpy():
                 frame = av.VideoFrame.from_ndarray(picture, format="rgba" if picture.shape[2] == 4 else "rgb24")
@@ -812,8 +813,8 @@ def test_every_problem_of_a_row_is_named(folder):
     assert data.inspect_row(bad, 5).problems == (
         "empty prompt for short.mp4",
         f"{folder}/short.mp4: holds 4 frames, 5 are needed",
-        f"{folder}/text.mp4: {NO_VIDEO}",
         f"{folder}/gone.png: no such file",
+        f"{folder}/text.mp4: {NO_VIDEO}",
     )
     assert data.inspect_row(good, 5).problems == ()  # a reference may be shorter
     assert data.inspect_row(same, 10).problems == (f"{folder}/a.mp4: holds 9 frames, 10 are needed",)
