@@ -20,7 +20,7 @@ ALGORITHMS = ("flow", "reward_flow", "sde", "grpo", "group_plan", "noise", "wind
 # inside a room: a face goes through file, graph, detector, identity and reward
 ROOM_FLOORS, MODULE_FLOORS = 7, 5
 # model.model_name has a default; no other module outside of backbones/ and weights/ names a model or one of its parts
-NAMES_A_MODEL = {"config.schema", "doctor.models"}
+NAMES_A_MODEL = {"config.schema", "doctor.checks"}
 Sources = dict[str, str]  # by file, such as rewardfl/data/clips.py
 House = dict[str, set[str]]  # by module, such as data.clips: what it imports; of other packages the first name
 

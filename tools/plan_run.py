@@ -51,7 +51,7 @@ def main() -> int:
         run_plan = plan.resolve(cfg, backbone, args.processes, here=False)
         if rows is not None:
             problems = [(row.line, text) for row in rows if (text := plan.size_problem(cfg.data, backbone, row.size))]
-            rows, _ = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
+            rows, _ = data.usable_rows(rows, problems, skip_bad_rows=cfg.data.skip_bad_rows)
         overview = setup_summary.overview(cfg, run_plan, backbone, rows)
         planned = setup_workload.make_workload(cfg, run_plan, backbone, rows, args.sharding)
     except cli.REFUSALS as error:

@@ -9,7 +9,6 @@ from rewardfl.data.clips import (
     encode_video,
     fit,
     frame_rate,
-    iter_frames,
     read_clip,
     read_picture,
     read_video,
@@ -24,13 +23,12 @@ from rewardfl.data.metadata import (
     Example,
     HeaderInfo,
     Row,
-    check_rows,
     clip_notes,
     inspect_row,
     load_example,
     load_metadata,
     notes,
-    row_problems,
+    read_files,
     usable_rows,
 )
 from rewardfl.data.order import Order

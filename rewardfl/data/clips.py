@@ -5,11 +5,11 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import av
 import numpy as np
@@ -26,11 +26,12 @@ PICTURE_PIXELS = 2**26  # largest number in a picture (8192 x 8192): reading and
 # The bits depend on the number of threads. With an odd number of macroblocks libx264's macroblock tree reads
 # uninitialised memory (core 165).
 X264: dict[str, object] = {"crf": "18", "threads": "1", "x264-params": "mbtree=0"}
-HDR = {16: "HDR by PQ", 18: "HDR by HLG"}  # transfer functions of ITU-T H.273
+HDR = (16, 18)  # transfer functions of ITU-T H.273: PQ and HLG
 SAME_RATE = 0.99  # 23.976 frames per second pass for 24
+SLACK = 1e-3  # seconds: containers round times to milliseconds, and halfway between two frames is the earlier
 FARTHEST = 0.75  # of 1 / fps: largest distance of a frame's time from its sampled instant
 HD_LINES = 720  # players show a clip of this height or more without a colour matrix by BT.709
-FIELDS = {2: "top field first", 3: "bottom field first", 4: "top field first", 5: "bottom field first"}  # AVFieldOrder
+INTERLACED = (2, 3, 4, 5)  # of AVFieldOrder
 UNKNOWN_MATRIX, WRITTEN_MATRIX = 2, 6  # of ITU-T H.273; 6 is BT.601, libav's conversion from RGB
 TRANSPARENT = "has transparent pixels; save it without an alpha channel"
 
@@ -45,13 +46,7 @@ class DataError(ValueError):
     """Training data that cannot be used. The message names the file, the line and the way out."""
 
 
-class Instant(NamedTuple):
-    """A frame's time in seconds, known before it is decoded."""
-
-    time: float
-
-
-Timed = TypeVar("Timed", av.VideoFrame, Instant)
+Timed = tuple[float | None, Any]  # a frame's time in seconds, and the frame
 
 
 class Header(NamedTuple):
@@ -59,7 +54,7 @@ class Header(NamedTuple):
 
     size: tuple[int, int]  # (height, width) as stored
     rate: float | None  # frames per second; None where the header has none
-    remarks: Mapping[str, str]  # {key of metadata.CLIP_NOTES: details}
+    oddities: tuple[str, ...]  # keys of metadata.CLIP_NOTES
 
 
 def read_video(path: str | Path, num_frames: int | None = None, fps: float | None = None) -> Tensor:
@@ -79,16 +74,17 @@ def iter_frames(
     num_frames), damage that the decoder conceals, or transparent pixels. Raise it for a frame rate below fps and for
     pauses, too: a frame that was never filmed has no content.
     """
-    return _select_frames(path, _decode_frames(path), num_frames, fps, at_least)
+    frames = ((frame.time, frame) for frame in _decode_frames(path))
+    return _select_frames(path, frames, num_frames, fps, at_least)
 
 
 def _select_frames(
     path: str | Path, frames: Iterable[Timed], num_frames: int | None, fps: float | None, at_least: int | None
-) -> Iterator[Timed]:
-    """Select iter_frames' frames, or their times, from those of a file."""
+) -> Iterator[Any]:
+    """Select iter_frames' frames from those of a file."""
     count, needed = 0, (num_frames or 1) if at_least is None else at_least
-    sampled = itertools.islice(frames, num_frames) if fps is None else _sample_at_rate(path, frames, fps, num_frames)
-    for frame in sampled:
+    stored = (frame for _, frame in itertools.islice(frames, num_frames))
+    for frame in stored if fps is None else _sample_at_rate(path, frames, fps, num_frames):
         count += 1
         yield frame
     if count < needed:
@@ -152,7 +148,7 @@ def _decode_frames(path: str | Path) -> Iterator[av.VideoFrame]:
     """Decode all frames in display order. Raise DataError for damage, a new size, a skew and transparent pixels."""
     size = None
     with _open_video(path) as (container, stream):
-        frames = _demux_frames(path, container, stream)
+        frames = (frame for packet in container.demux(stream) for frame in _decode_packet(path, packet))
         for i in itertools.count():
             with av.logging.Capture() as log:  # of this thread
                 frame = next(frames, None)
@@ -172,14 +168,10 @@ def _decode_frames(path: str | Path) -> Iterator[av.VideoFrame]:
             yield frame
 
 
-def _demux_frames(
-    path: str | Path, container: av.container.InputContainer, stream: av.VideoStream
-) -> Iterator[av.VideoFrame]:
-    """Decode all frames. Raise DataError for a packet that the container marks as damaged."""
-    for packet in container.demux(stream):
-        if packet.is_corrupt:
-            raise _damage_error(path, "in a packet", [])
-        yield from packet.decode()
+def _decode_packet(path: str | Path, packet: av.Packet) -> Iterable[av.VideoFrame]:
+    if packet.is_corrupt:
+        raise _damage_error(path, "in a packet", [])
+    return packet.decode()
 
 
 def _damage_error(path: str | Path, where: str, errors: Sequence[str]) -> DataError:
@@ -212,65 +204,49 @@ def read_video_header(
 ) -> Header:
     """Read the Header of a clip, without decoding a frame. Raise iter_frames' DataError as far as packets show it.
 
-    A header may be wrong. Where it has too few frames, or too slow ones, the times of the file's packets decide, which
-    are never fewer than its frames. Where it has enough, decoding may still find fewer.
+    The header's number of frames may be wrong. The packets' times decide, which are never fewer than the frames.
     """
     with _open_video(path) as (container, stream):
+        stamps = [packet.pts for packet in container.demux(stream) if packet.size and not packet.is_discard]
+        if None not in stamps:
+            times = sorted({float(stamp * (stream.time_base or 0)) for stamp in stamps if stamp is not None})
+            for _ in _select_frames(path, ((time, None) for time in times), num_frames, fps, at_least):
+                pass
         rate = float(stream.average_rate) if stream.average_rate else None
-        needed = num_frames if at_least is None else at_least
-        if _promises_too_little(stream.frames, rate, needed, fps):
-            packets = [packet for packet in container.demux(stream) if packet.size and not packet.is_discard]
-            if all(packet.pts is not None for packet in packets):
-                times = sorted({packet.pts * packet.time_base for packet in packets})
-                for _ in _select_frames(path, (Instant(float(time)) for time in times), num_frames, fps, at_least):
-                    pass
-        return Header((stream.height, stream.width), rate, _remarks(stream.codec_context))
+        return Header((stream.height, stream.width), rate, _oddities(stream.codec_context))
 
 
-def _remarks(codec: av.VideoCodecContext) -> dict[str, str]:
-    """Return the oddities of a usable stream: {key of metadata.CLIP_NOTES: details}."""
-    remarks = {"colour": _colour(codec), "interlaced": FIELDS.get(codec.field_order, "")}
-    if codec.height >= HD_LINES and codec.colorspace == UNKNOWN_MATRIX and codec.format and not codec.format.is_rgb:
-        remarks["untagged"] = f"{codec.width} x {codec.height}"
-    return {key: details for key, details in remarks.items() if details}
+def _oddities(codec: av.VideoCodecContext) -> tuple[str, ...]:
+    """Return the oddities of a usable stream, keys of metadata.CLIP_NOTES."""
+    of_yuv = codec.format is not None and not codec.format.is_rgb
+    oddities = {
+        "hdr": codec.color_trc in HDR,
+        "interlaced": codec.field_order in INTERLACED,
+        "untagged": codec.height >= HD_LINES and codec.colorspace == UNKNOWN_MATRIX and of_yuv,
+    }
+    return tuple(key for key, present in oddities.items() if present)
 
 
-def _colour(codec: av.VideoCodecContext) -> str:
-    """Describe a stream's colours; empty for SDR of 8 bits."""
-    curve = HDR.get(codec.color_trc, "")
-    bits = max((component.bits for component in codec.format.components), default=8) if codec.format else 8
-    depth = f"{bits} bits per channel" if bits > 8 else ""
-    return ", ".join(word for word in (curve, depth) if word)
-
-
-def _promises_too_little(count: int, rate: float | None, needed: int, fps: float | None) -> bool:
-    """Return whether a header has too few frames. count: 0 where it has no number."""
-    if fps is None or rate is None:
-        return 0 < count < needed
-    return rate < SAME_RATE * fps or 0 < count < (needed - 1) * rate / fps + 1
-
-
-def _sample_at_rate(path: str | Path, frames: Iterable[Timed], fps: float, num_frames: int | None) -> Iterator[Timed]:
+def _sample_at_rate(path: str | Path, frames: Iterable[Timed], fps: float, num_frames: int | None) -> Iterator[Any]:
     """Yield the frame nearest to every 1 / fps seconds, in one pass. The last frame lasts as long as the one before."""
-    slack = 1e-3  # seconds: containers round times to milliseconds, and halfway between two frames is the earlier
     start, time, last, gap, count, k = 0.0, -math.inf, None, 0.0, 0, 0  # time: of the frame `last`
-    pauses, farthest = [], FARTHEST / fps + slack  # pauses: the instants without a near frame
-    for frame in frames:
-        if frame.time is None or frame.time <= time:
+    pauses, farthest = [], FARTHEST / fps + SLACK  # pauses: the instants without a near frame
+    for next_time, frame in frames:
+        if next_time is None or next_time <= time:
             raise DataError(f"{path}: frame {count} has no time of its own; re-encode it, or set data.fps: null")
-        if last is None:
-            start = frame.time
+        if count:
+            gap = next_time - time
         else:
-            gap = frame.time - time
-        while last is not None and k != num_frames and start + k / fps <= time + gap / 2 + slack:
+            start = next_time
+        while count and k != num_frames and start + k / fps <= time + gap / 2 + SLACK:
             if abs(start + k / fps - time) > farthest:
                 pauses.append(k / fps)
             yield last
             k += 1
-        time, last, count = frame.time, frame, count + 1
+        time, last, count = next_time, frame, count + 1
         if k == num_frames:
             break
-    while last is not None and k != num_frames and start + k / fps <= time + min(max(0.0, gap - slack), 1 / fps):
+    while count and k != num_frames and start + k / fps <= time + min(max(0.0, gap - SLACK), 1 / fps):
         if time - start - k / fps > farthest:
             pauses.append(k / fps)
         yield last
@@ -451,17 +427,14 @@ def check_picture(path: Path) -> None:
 def _open_picture(path: str | Path) -> Iterator[Image.Image]:
     """Open a picture and read its header. Raise read_picture's DataError, also for reading within the block."""
     _require_file(path)
-    too_large = f"{path}: has more than {PICTURE_PIXELS} pixels; scale it down"
     try:
         with Image.open(path) as picture:
             if math.prod(picture.size) > PICTURE_PIXELS:
-                raise DataError(too_large)
+                raise DataError(f"{path}: has more than {PICTURE_PIXELS} pixels; scale it down")
             if picture.mode.startswith(("I", "F")):
                 raise DataError(f"{path}: has pixels of Pillow's mode {picture.mode}; save it with 8 bits per channel")
             yield picture
-    except Image.DecompressionBombError as error:  # Pillow's limit, which is higher
-        raise DataError(too_large) from error
     except DataError:  # is a ValueError
         raise
-    except (OSError, SyntaxError, ValueError) as error:  # SyntaxError: a broken PNG
-        raise DataError(f"{path}: cannot be decoded as a picture; save it as JPEG or PNG") from error
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # SyntaxError: a broken PNG
+        raise DataError(f"{path}: cannot be decoded as a picture ({error}); save it as JPEG or PNG") from error

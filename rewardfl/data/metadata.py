@@ -3,15 +3,12 @@
 import csv
 import difflib
 import hashlib
+import itertools
 import math
-import os
 import re
-import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,6 @@ from rewardfl.data.clips import (
     check_picture,
     clip_size,
     fit,
-    iter_frames,
     read_clip,
     read_picture,
     read_video_header,
@@ -39,12 +35,11 @@ COLUMNS = ("video", "prompt", "image", "negative_prompt", "reference_video", *SI
 PATHS = ("video", "image", "reference_video")  # the columns that name files
 REFERENCE_FRAMES = 2  # smallest number in a reference video: a face pool leaves out the first
 LONGEST_SIDE = 16_384  # in pixels, as data.height
-NAME_BYTES = 255  # of a file's name, on the file systems there are
 LIKE_A_COLUMN = 0.8  # by difflib: a more similar name is taken for a typo
-CLIP_NOTES = {  # {key of Header.remarks: (the oddity, its remedy)}
-    "colour": (
-        "have more colour than the 8 bits of SDR that are read of them",
-        "HDR looks grey then: turn it into SDR before (ffmpeg's filters zscale and tonemap)",
+CLIP_NOTES = {  # {key of Header.oddities: (the oddity, its remedy)}
+    "hdr": (
+        "are HDR, and are read as the 8 bits of SDR",
+        "they look grey then: turn them into SDR before (ffmpeg's filters zscale and tonemap)",
     ),
     "interlaced": (
         "are interlaced, two moments in each frame, which stay combed",
@@ -102,9 +97,7 @@ class HeaderInfo:
     """The result of inspect_row: the problems of a row and the header of its clip."""
 
     problems: tuple[str, ...] = ()
-    size: tuple[int, int] | None = None  # (height, width) of its clip as stored; None where it cannot be opened
-    rate: float | None = None  # of its clip, in frames per second; None where the file does not say
-    remarks: Mapping[str, str] = field(default_factory=dict)  # oddities of its clip: {key of CLIP_NOTES: details}
+    header: Header | None = None  # None without a clip, or where it cannot be used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +113,7 @@ class Example:
 
 
 def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Row]:
-    """Load all rows of metadata.csv, usable or not (see check_rows), at least one, in the order of the file.
+    """Load all rows of metadata.csv, usable or not, at least one, in the order of the file.
 
     Column `prompt`, optional `video`, `image`, `negative_prompt`, `reference_video`, `height`, `width` and `person`; an
     empty cell means none. Paths are absolute or relative to the file's folder. Any other column (split, source, ...) is
@@ -134,38 +127,38 @@ def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Ro
     if not path.is_file():
         reason = "is a folder, not a file of rows" if path.is_dir() else "no such file"
         raise DataError(f"{key}: {reason}: {path}")
-    with path.open(newline="", encoding="utf-8-sig") as file:  # -sig: spreadsheets write a byte order mark
-        reader = csv.reader(file, strict=True)  # without strict, a quote that is never closed swallows later rows
-        try:
-            if path.suffix == ".txt":
-                prompts = [(line, [text.strip()]) for line, text in enumerate(file, 1) if text.strip()]
-                records = [(0, ["prompt"]), *prompts]
-            else:
-                stripped = ((reader.line_num, [cell.strip() for cell in cells]) for cells in reader)
-                records = [(line, cells) for line, cells in stripped if any(cells)]  # spreadsheets write empty rows
-        except csv.Error as error:
-            raise DataError(f"{path}: line {reader.line_num}: {error}; check the double quotes up to it") from error
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}: is not UTF-8 ({error.reason}); save it as UTF-8") from error
-    header = records[0][1] if records else []
-    for name in header:
+    header, *records = _read_table(path)
+    for name in header[1]:
         if name not in COLUMNS and (close := _similar_column(name)):
             raise DataError(
                 f"{path}: unknown column {name!r}, did you mean {close!r}? A column of your own needs another name"
             )
-    for name in COLUMNS:
-        if name not in header and name == "prompt":
-            names = ", ".join(header) or "nothing"
-            raise DataError(f"{path}: the first line must name the column {name!r}, it names {names}")
-        if header.count(name) > 1:
+        if name in COLUMNS and header[1].count(name) > 1:
             raise DataError(f"{path}: the first line names the column {name!r} twice; remove one")
-    seen: Counter[str] = Counter()
+    if "prompt" not in header[1]:
+        names = ", ".join(header[1]) or "nothing"
+        raise DataError(f"{path}: the first line must name the column 'prompt', it names {names}")
     table = f"{key} ({path})"
-    if len(records) == 1:
-        is_text = path.suffix == ".txt"
-        why = "it holds no prompt" if is_text else "there is none after the first line, the columns' names"
-        raise DataError(f"{table}: no usable row: {why}")
-    return [_row(i, line, header, cells, path.parent, seen, table) for i, (line, cells) in enumerate(records[1:])]
+    if not records:
+        raise DataError(f"{table}: no usable row: the file holds none")
+    seen = Counter[str]()
+    return [_row(i, line, header[1], cells, path.parent, seen, table) for i, (line, cells) in enumerate(records)]
+
+
+def _read_table(path: Path) -> list[tuple[int, list[str]]]:
+    """Return the lines' numbers and cells, first the columns' names."""
+    with path.open(newline="", encoding="utf-8-sig") as file:  # -sig: spreadsheets write a byte order mark
+        reader = csv.reader(file, strict=True)  # without strict, a quote that is never closed swallows later rows
+        if path.suffix == ".txt":
+            lines = ((line, [text]) for line, text in enumerate(itertools.chain(["prompt"], file)))
+        else:
+            lines = ((reader.line_num, cells) for cells in reader)
+        try:
+            stripped = [(line, [cell.strip() for cell in cells]) for line, cells in lines]
+        except (csv.Error, UnicodeDecodeError) as error:
+            reason = f"line {reader.line_num}: {error}; save it as UTF-8, and close every double quote up to there"
+            raise DataError(f"{path}: {reason}") from error
+    return [(line, cells) for line, cells in stripped if any(cells)] or [(1, [])]  # spreadsheets write empty rows
 
 
 def _similar_column(name: str) -> str:
@@ -181,8 +174,8 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
     if len(cells) > len(header):
         problem = "more cells than columns; put a prompt that holds commas in double quotes"
     else:
-        problems = (_path_problem(name, cell[name]) for name in PATHS)
-        problem = next(filter(None, problems), "") or _size_problem(cell)
+        odd = [name for name in PATHS if any(map(is_control, cell[name]))]  # paths are printed, logged and drawn
+        problem = f"{odd[0]}: holds a control character; rename the file" if odd else _size_problem(cell)
     # only cells with text: an id does not change when the file gets another column, or a person gets a name
     texts = [cell["prompt"], *(f"{name}={cell[name]}" for name in COLUMNS[2:] if cell[name] and name != "person")]
     row_id = f"{cell['video'] or 'prompt'}#{hashlib.blake2b(chr(10).join(texts).encode(), digest_size=4).hexdigest()}"
@@ -200,30 +193,17 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
 
 def _size_problem(cell: Mapping[str, str]) -> str:
     """Describe why a row's height and width are no size; empty for a valid size, or none."""
-    filled = [name for name in SIZE if cell[name]]
-    if not filled:
+    values = [cell[name] for name in SIZE]
+    if not any(values):
         return ""
     if shaped := [name for name in PATHS if cell[name]]:
         return (
-            f"{' and '.join(filled)} beside {shaped[0]}: only rows of a prompt alone have a size of their own; empty "
-            "the cells, or rename the columns; data.max_pixels keeps the shape of each clip"
+            f"height and width next to {shaped[0]}: only rows of a prompt alone have a size of their own; empty the "
+            "cells, or rename the columns; data.max_pixels keeps the shape of each clip"
         )
-    if len(filled) == 1:
-        return f"{filled[0]} without {next(name for name in SIZE if name not in filled)}; give both, or neither"
-    for name in SIZE:
-        if not re.fullmatch("[1-9][0-9]{0,4}", cell[name]) or int(cell[name]) > LONGEST_SIDE:
-            return f"{name} must be a whole number of pixels from 1 to {LONGEST_SIDE}, got {cell[name][:40]!r}"
-    return ""
-
-
-def _path_problem(column: str, cell: str) -> str:
-    """Describe why a cell is no path of a file; empty for a valid path."""
-    if any(len(os.fsencode(part)) > NAME_BYTES for part in Path(cell).parts):
-        return (
-            f"{column}: {cell[:40]!r}... ({len(cell)} characters) is too long for a file's name; are columns swapped?"
-        )
-    if any(map(is_control, cell)):  # paths are printed, logged and drawn
-        return f"{column}: {cell!r} holds a control character or a line break; rename the file"
+    if not all(re.fullmatch("[1-9][0-9]{0,4}", value) and int(value) <= LONGEST_SIDE for value in values):
+        shown = " and ".join(repr(value[:40]) for value in values)
+        return f"height and width must be whole numbers of pixels from 1 to {LONGEST_SIDE}, got {shown}"
     return ""
 
 
@@ -234,8 +214,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return [f"{count} of {len(rows)} rows {words}"] if count else []
 
 
-def inspect_row(row: Row, num_frames: int, fps: float | None = None, takes_image: bool = True) -> HeaderInfo:
-    """Inspect a row's line and its files' headers, in milliseconds; return its problems and its clip's header.
+def inspect_row(row: Row, num_frames: int, fps: float | None = None, *, takes_image: bool = True) -> HeaderInfo:
+    """Inspect a row's line and its files' headers; return its problems and its clip's header.
 
     takes_image: whether the model starts from an image.
     """
@@ -245,18 +225,12 @@ def inspect_row(row: Row, num_frames: int, fps: float | None = None, takes_image
     def read(path: Path, at_least: int) -> Header:
         return read_video_header(path, num_frames, fps, at_least)
 
-    contents, problems = _read_files(row, num_frames, read, check_picture)
-    problems = (*_cell_problems(row, takes_image), *problems)
-    size, rate, remarks = contents.get("video", (None, None, {}))
-    return HeaderInfo(problems=problems, size=size, rate=rate, remarks=remarks)
-
-
-def _cell_problems(row: Row, takes_image: bool) -> list[str]:
-    """Return the problems of the row's cells, without its files."""
-    problems = [] if row.prompt else [f"empty prompt for {row.video.name if row.video else 'a row without a video'}"]
+    headers, problems = _read_files(row, num_frames, read, check_picture)
     if takes_image and row.video is None and row.image is None:
-        problems.append("no video, and no image that this model could start from")
-    return problems
+        problems.insert(0, "no video, and no image that this model could start from")
+    if not row.prompt:
+        problems.insert(0, f"empty prompt for {row.video.name if row.video else 'a row without a video'}")
+    return HeaderInfo(problems=tuple(problems), header=headers.get("video"))
 
 
 def _read_files(
@@ -266,69 +240,58 @@ def _read_files(
 
     read: a function of a video and its smallest number of frames. read_image: one of a picture. Both raise DataError.
     """
-    readers = {} if row.video is None else {"video": partial(read, row.video, num_frames)}
-    if row.reference_video not in (None, row.video):
-        readers["reference_video"] = partial(read, row.reference_video, REFERENCE_FRAMES)
-    if row.image is not None:
-        readers["image"] = partial(read_image, row.image)
-    contents, problems = {}, []
-    for column, reader in readers.items():
+    contents: dict[str, Any] = {}
+    problems = []
+    for column, path in row.files.items():
+        if path is None or (column == "reference_video" and path == row.video):
+            continue
         try:
-            contents[column] = reader()
+            if column == "image":
+                contents[column] = read_image(path)
+            else:
+                contents[column] = read(path, num_frames if column == "video" else REFERENCE_FRAMES)
         except DataError as error:
             problems.append(str(error))
     return contents, problems
 
 
 def clip_notes(
-    rows: Sequence[Row], looks: Sequence[HeaderInfo], height: int, width: int, max_pixels: int | None, fps: float | None
+    rows: Sequence[Row], infos: Sequence[HeaderInfo], height: int, width: int, max_pixels: int | None, fps: float | None
 ) -> list[str]:
-    """Return messages about oddities of usable clips: small ones, mixed frame rates, and CLIP_NOTES."""
-    clips = [(row, look) for row, look in zip(rows, looks, strict=True) if look.size is not None]
-    pixels, size = height * width, f"of {height} x {width}, and are enlarged"
-    if max_pixels is not None and clips:
-        pixels = min(max_pixels, statistics.median(math.prod(look.size) for _, look in clips))
-        size = "that is usual here, and are generated as small as they are"
-    small = [(row, look) for row, look in clips if math.prod(look.size) < pixels / 2]
+    """Return messages about usable clips: enlarged ones, mixed frame rates, and CLIP_NOTES."""
+    clips = [
+        (f"line {row.line}, {row.video.name}", info.header)
+        for row, info in zip(rows, infos, strict=True)
+        if row.video and info.header
+    ]
+    small = [clip for clip in clips if math.prod(clip[1].size) < height * width / 2]
     messages = []
-    if small:
-        row, look = min(small, key=lambda clip: math.prod(clip[1].size))
+    if small and max_pixels is None:
+        place, (size, *_) = min(small, key=lambda clip: math.prod(clip[1].size))
         messages.append(
-            f"{len(small)} of {len(rows)} clips have less than half of the pixels {size}; the smallest is line "
-            f"{row.line}, {row.video.name}: {look.size[0]} x {look.size[1]} (height x width)"
+            f"{len(small)} of {len(rows)} clips have less than half of the pixels of {height} x {width}, and are "
+            f"enlarged; the smallest is {place}: {size[0]} x {size[1]} (height x width)"
         )
-    rates = sorted((look.rate, row.line) for row, look in clips if look.rate is not None)
+    rates = sorted((header.rate, place) for place, header in clips if header.rate is not None)
     if fps is None and rates and rates[0][0] < SAME_RATE * rates[-1][0]:
-        (slow, slow_line), (fast, fast_line) = rates[0], rates[-1]
+        (slow, first), (fast, last) = rates[0], rates[-1]
         messages.append(
-            f"data.fps is null, and clips have from {slow:.4g} (line {slow_line}) to {fast:.4g} (line {fast_line}) "
-            "frames per second, which are trained on as if they had one rate; set data.fps to take frames at one"
+            f"data.fps is null, and clips have from {slow:.4g} ({first}) to {fast:.4g} ({last}) frames per second, "
+            "which are trained on as if they had one rate; set data.fps to take frames at one"
         )
     for key, (oddity, remedy) in CLIP_NOTES.items():
-        if odd := [(row, look) for row, look in clips if key in look.remarks]:
-            row, look = odd[0]
-            first = f"line {row.line}, {row.video.name}: {look.remarks[key]}"
-            messages.append(f"{len(odd)} of {len(rows)} clips {oddity}, the first is {first}; {remedy}")
+        if odd := [place for place, header in clips if key in header.oddities]:
+            messages.append(f"{len(odd)} of {len(rows)} clips {oddity}, the first is {odd[0]}; {remedy}")
     return messages
 
 
-def check_rows(
-    rows: Sequence[Row], num_frames: int, skip_bad_rows: bool, fps: float | None = None, takes_image: bool = True
+def usable_rows(
+    rows: Sequence[Row], problems: Sequence[tuple[int, str]], *, skip_bad_rows: bool
 ) -> tuple[list[Row], list[str]]:
-    """Return the usable rows and a line about each of the others, by decoding the frames of training.
+    """Return the usable rows and a line about each of the others. problems: pairs (line, problem).
 
     Raise DataError with these lines unless `skip_bad_rows`, and when no row is left.
     """
-    with ThreadPoolExecutor(4) as pool:
-        by_row = list(pool.map(lambda row: row_problems(row, num_frames, fps, takes_image), rows))
-    pairs = [(row.line, problem) for row, problems in zip(rows, by_row, strict=True) for problem in problems]
-    return usable_rows(rows, pairs, skip_bad_rows)
-
-
-def usable_rows(
-    rows: Sequence[Row], problems: Sequence[tuple[int, str]], skip_bad_rows: bool
-) -> tuple[list[Row], list[str]]:
-    """Return and raise as check_rows, from its pairs (line, problem)."""
     by_line: dict[int, list[str]] = {}
     for line, problem in problems:
         by_line.setdefault(line, []).append(problem)
@@ -343,26 +306,13 @@ def usable_rows(
     return good, bad
 
 
-def row_problems(row: Row, num_frames: int, fps: float | None = None, takes_image: bool = True) -> list[str]:
-    """Return all problems of a row, by decoding its files a frame at a time."""
-    if row.problem:
-        return [row.problem]
-
-    def decode(path: Path, at_least: int) -> None:
-        for _ in iter_frames(path, num_frames, fps, at_least):
-            pass
-
-    return _cell_problems(row, takes_image) + _read_files(row, num_frames, decode, read_picture)[1]
-
-
-def load_example(
+def read_files(
     row: Row, height: int, width: int, num_frames: int, max_pixels: int | None = None, fps: float | None = None
-) -> Example:
-    """Load the row's files, each decoded once by read_clip or read_picture. Raise DataError with all their problems.
+) -> dict[str, Tensor]:
+    """Return {column: content} of the row's files, each decoded once by read_clip or read_picture.
 
-    The image is fitted to the clip's size; without a clip, max_pixels applies to the image's shape. A prompt alone has
-    the row's size, if any. A reference video has its own size under max_pixels, and may be shorter than the clip: it
-    has REFERENCE_FRAMES to num_frames frames.
+    A reference video has its own size under max_pixels, and may be shorter than the clip: it has REFERENCE_FRAMES to
+    num_frames frames. Raise DataError with the problems of all files.
     """
 
     def read(path: Path, at_least: int) -> Tensor:
@@ -371,8 +321,20 @@ def load_example(
     contents, problems = _read_files(row, num_frames, read, read_picture)
     if problems:
         raise DataError("; ".join(problems))
-    video = to_float(contents["video"]) if "video" in contents else None
-    picture = contents.get("image")
+    return contents
+
+
+def load_example(
+    row: Row, height: int, width: int, num_frames: int, max_pixels: int | None = None, fps: float | None = None
+) -> Example:
+    """Load the row's files by read_files.
+
+    The image is fitted to the clip's size; without a clip, max_pixels applies to the image's shape. A prompt alone has
+    the row's size, if any.
+    """
+    contents = read_files(row, height, width, num_frames, max_pixels, fps)
+    videos = {column: to_float(content) for column, content in contents.items() if column != "image"}
+    video, picture = videos.get("video"), contents.get("image")
     if video is not None:
         size = (video.shape[2], video.shape[3])
     elif picture is not None:
@@ -387,11 +349,8 @@ def load_example(
     image = None if video is None else video[:, 0]
     if picture is not None:
         image = to_float(fit(picture[None], *size))[:, 0]
-    if "reference_video" in contents:
-        reference = to_float(contents["reference_video"])
-    elif video is not None:
-        reference = video
-    else:
+    reference = videos.get("reference_video", video)
+    if reference is None:
         frames = 0 if image is None else REFERENCE_FRAMES
         reference = (torch.zeros(3, *size) if image is None else image)[:, None].repeat(1, frames, 1, 1)
     return Example(size=size, video=video, image=image, reference=reference)

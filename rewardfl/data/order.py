@@ -4,11 +4,11 @@ The number of processes, the batch size and the accumulation do not change it. W
 size does: see Order. `epoch_order.sample_at` is the stream.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from rewardfl.epoch_order import visit_order
+from rewardfl.epoch_order import sample_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,26 +48,19 @@ def one_shape_batch(index: int, batch_size: int, shapes: Sequence[Hashable], see
     Samples of the stream queue by shape, and each `batch_size` of a shape make a batch as soon as they are complete.
     None is padded, repeated or left out: each sample of each epoch is in one batch, with that epoch's noise. Up to
     batch_size - 1 samples of each shape wait at any moment, possibly into later epochs; those that wait at the end of
-    the run are not trained on. With one shape, or batch_size 1, this is the stream itself.
+    the run are not trained on. With one shape, or batch_size 1, this is the stream itself. With several shapes the
+    stream is replayed from its start: 0.1 s at index 10,000.
     """
-    sizes = Counter(shapes)
-
-    def leaving_before(epoch: int) -> int:
-        return sum(epoch * size // batch_size for size in sizes.values())
-
-    epoch = index * batch_size // len(shapes)  # a lower bound, exact without waiting samples
-    while leaving_before(epoch + 1) <= index:
-        epoch += 1
-    arrived, leaving = Counter({shape: epoch * size for shape, size in sizes.items()}), []
-    for row in visit_order(len(shapes), seed, epoch):
-        arrived[shapes[row]] += 1
-        if arrived[shapes[row]] % batch_size == 0:
-            leaving.append((shapes[row], arrived[shapes[row]]))
-    shape, end = leaving[index - leaving_before(epoch)]
-    visits = [divmod(position, sizes[shape]) for position in range(end - batch_size, end)]  # among its own shape
-    return [(visit, _rows_of_shape(shapes, shape, seed, visit)[k]) for visit, k in visits]
-
-
-def _rows_of_shape(shapes: Sequence[Hashable], shape: Hashable, seed: int, epoch: int) -> list[int]:
-    """Return the rows of one shape in the order of the epoch."""
-    return [row for row in visit_order(len(shapes), seed, epoch) if shapes[row] == shape]
+    queues = defaultdict[Hashable, list[tuple[int, int]]](list)
+    is_stream = batch_size == 1 or len(set(shapes)) == 1
+    position, batches = (index * batch_size, index) if is_stream else (0, 0)
+    while True:
+        epoch, row = sample_at(position, len(shapes), seed)
+        queue = queues[shapes[row]]
+        queue.append((epoch, row))
+        position += 1
+        if len(queue) == batch_size:
+            if batches == index:
+                return queue
+            queue.clear()
+            batches += 1

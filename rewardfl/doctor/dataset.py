@@ -5,14 +5,13 @@ import io
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from matplotlib import get_data_path
-from matplotlib.ft2font import FT2Font
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 from tqdm import tqdm
@@ -33,16 +32,19 @@ FONT = f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf"  # Latin, Greek, Cyrillic, 
 REQUIRED = {"run": {"output_dir": "-"}, "model": {"model_paths": "-"}, "reward": {"reward_model_path": "-"}}
 
 
+Box = list[float]
+FindFace = Callable[[Tensor], Box | None]  # of a (H, W, 3) uint8 frame; None without a face
+
+
 @dataclass(kw_only=True)
 class DatasetReport:
-    """The problems, warnings, sizes and thumbnails of a row; no size where its clip cannot be read."""
+    """The problems, warnings, sizes and thumbnails of a row; no size and no thumbnails with a problem of a file."""
 
     row: data.Row
     header: data.HeaderInfo
     problems: list[str]
     warnings: list[str] = field(default_factory=list)
-    source: tuple[int, int] | None = None  # (height, width) as stored
-    size: tuple[int, int] | None = None  # as trained on
+    size: tuple[int, int] | None = None  # (height, width) as trained on
     pictures: list[Image.Image] = field(default_factory=list)  # thumbnails
 
 
@@ -52,17 +54,17 @@ def run(args: argparse.Namespace) -> int:
     cfg, backbone = resolve_settings(args)
     rows = data.load_metadata(cfg.data.file_name, "--data" if args.data else "data.file_name")
     sheet = sheet_file(args, rows, cfg.data.file_name) if args.sheet else None
-    detector = None
+    find_face = None
     if args.faces:
         detector = face.FaceDetector(face_pack.pack_files(args.faces)[0], cfg.reward.det_size).to(args.device)
-    check = partial(inspect, settings=cfg.data, detector=detector, device=args.device, takes_image=backbone.takes_image)
+        find_face = partial(largest_face, detector, args.device)
+    check = partial(inspect, settings=cfg.data, find_face=find_face, takes_image=backbone.takes_image)
     with ThreadPoolExecutor(4) as pool:
         reports = list(tqdm(pool.map(check, rows), total=len(rows), desc="checking", disable=None))
     for report in reports:
         if problem := plan.size_problem(cfg.data, backbone, report.row.size):
             report.problems.append(problem)
-    warn_of_repeats(reports)
-    print(escape_control("\n".join([*listing(reports), *list_notes(rows, reports, cfg.data), *summary(reports)])))
+    print(escape_control("\n".join(listing(rows, reports, cfg.data))))
     if sheet:
         content = io.BytesIO()
         contact_sheet(reports).save(content, Image.registered_extensions()[args.sheet.suffix.lower()])
@@ -103,68 +105,42 @@ def resolve_settings(args: argparse.Namespace) -> tuple[config.AnyConfig, Backbo
 
 
 def inspect(
-    row: data.Row, settings: config.DataConfig, detector: face.FaceDetector | None, device: str, takes_image: bool
+    row: data.Row, settings: config.DataConfig, find_face: FindFace | None, *, takes_image: bool
 ) -> DatasetReport:
     """Return the row's report, without regard to other rows."""
-    header = data.inspect_row(row, settings.num_frames, settings.fps, takes_image)
-    problems = data.row_problems(row, settings.num_frames, settings.fps, takes_image)
-    report = DatasetReport(row=row, header=header, problems=problems)
-    if row.problem:
+    header = data.inspect_row(row, settings.num_frames, settings.fps, takes_image=takes_image)
+    report = DatasetReport(row=row, header=header, problems=[*header.problems])
+    if report.problems:
         return report
-    # a clip that is too short or too slow can still be shown
-    fps = None if report.problems else settings.fps
-    read = partial(
-        data.read_clip, height=settings.height, width=settings.width, num_frames=settings.num_frames,
-        max_pixels=settings.max_pixels, fps=fps, at_least=1,
-    )  # fmt: skip
+    size = (settings.height, settings.width)
     try:
-        shown: list[Tensor] = []
-        pooled = None
-        if row.video is not None:
-            report.source = source_size(row.video)
-            pooled = read(row.video)
-            report.size = size_of(pooled)
-            report.warnings += size_warnings("clip", report.source, report.size)
-            shown += sample_frames(pooled)
-        if row.image is not None:
-            image = data.read_picture(row.image)
-            if report.size is None:
-                report.source = size_of(image)
-                report.size = data.clip_size(report.source, settings.height, settings.width, settings.max_pixels)
-            report.warnings += size_warnings("image", size_of(image), report.size)
-            shown.insert(0, data.fit(image[None], *report.size)[0])
-        if row.reference_video is not None:
-            pooled = read(row.reference_video)
-            report.warnings += size_warnings("reference", source_size(row.reference_video), size_of(pooled))
-            shown += sample_frames(pooled)
-        if report.size is None and settings.max_pixels is None:
-            report.size = row.size or (settings.height, settings.width)
-    except data.DataError:  # row_problems has it already
+        contents = data.read_files(row, *size, settings.num_frames, settings.max_pixels, settings.fps)
+    except data.DataError as error:
+        report.problems.append(str(error))
         return report
-    boxes = [None] * len(shown)
-    if detector is not None and shown:
-        boxes = [largest_face(frame, detector, device) for frame in shown]
-        problem, warning = face_remarks(row, pooled, boxes, detector, device)
-        report.problems += problem
-        report.warnings += warning
-    report.pictures = [thumbnail(frame, box) for frame, box in zip(shown, boxes, strict=True)]
+    if "video" in contents:
+        report.size = size_of(contents["video"])
+    elif "image" in contents:
+        report.size = data.clip_size(size_of(contents["image"]), *size, settings.max_pixels)
+    elif settings.max_pixels is None:
+        report.size = row.size or size
+    boxes: dict[str, list[Box | None]] = {}
+    for column, content in contents.items():
+        if column == "image":
+            source, shown = size_of(content), data.fit(content[None], *(report.size or size))
+        else:
+            source, shown = size_of(data.read_video(row.files[column] or "", 1)), content[[0, len(content) // 2, -1]]
+        report.warnings += size_warnings(column, source, size_of(shown))
+        boxes[column] = [find_face(frame) if find_face else None for frame in shown]
+        report.pictures += map(thumbnail, shown, boxes[column])
+    if find_face is not None:
+        report_faces(report, contents, boxes, find_face)
     return report
-
-
-def source_size(path: Path) -> tuple[int, int]:
-    """Return (height, width) of the clip's upright frames."""
-    frame = next(data.iter_frames(path, 1))
-    return (frame.width, frame.height) if frame.rotation % 180 else (frame.height, frame.width)
 
 
 def size_of(pixels: Tensor) -> tuple[int, int]:
     """Return (height, width) of (..., H, W, 3)."""
     return pixels.shape[-3], pixels.shape[-2]
-
-
-def sample_frames(frames: Tensor) -> Tensor:
-    """Return the first, middle and last of (F, H, W, 3) frames."""
-    return frames[[0, len(frames) // 2, len(frames) - 1]]
 
 
 def size_warnings(kind: str, source: tuple[int, int], size: tuple[int, int]) -> list[str]:
@@ -179,64 +155,43 @@ def size_warnings(kind: str, source: tuple[int, int], size: tuple[int, int]) -> 
     return warnings
 
 
-def largest_face(frame: Tensor, detector: face.FaceDetector, device: str) -> list[float] | None:
+def largest_face(detector: face.FaceDetector, device: str, frame: Tensor) -> Box | None:
     """Return left, top, right and bottom of the largest face in a (H, W, 3) uint8 frame; None without one."""
     (detections,) = detector.detect(data.to_float(frame[None]).transpose(0, 1).to(device))
     return detections.boxes[0].tolist() if len(detections.boxes) else None
 
 
-def face_remarks(
-    row: data.Row, pooled: Tensor | None, boxes: Sequence[list[float] | None], detector: face.FaceDetector, device: str
-) -> tuple[list[str], list[str]]:
-    """Return (problems, warnings). pooled: (F, H, W, 3) clip of the face's identity; boxes: of all shown frames."""
-    if pooled is None:  # a picture alone
-        return ([] if any(boxes) else [f"no face was found in {row.reference}"]), []
-    clip_boxes = boxes[-3:]  # of the clip, or of its reference, which comes last
-    # the first frame is not pooled: it is the model's input
-    if not any(clip_boxes[1:]) and not any(largest_face(frame, detector, device) for frame in pooled[1:]):
-        return [f"no face was found in {row.reference}"], []
-    missing = [name for name, box in zip(("first", "middle", "last"), clip_boxes, strict=True) if box is None]
-    warnings = [f"no face in the {', '.join(missing)} frame of {row.reference.name}"] if missing else []
-    if row.image is not None and boxes[0] is None:
-        warnings.append(f"no face in the image {row.image.name}")
-    return [], warnings
+def report_faces(
+    report: DatasetReport, contents: Mapping[str, Tensor], boxes: Mapping[str, Sequence[Box | None]], find: FindFace
+) -> None:
+    """Add to the report that the clip, or its reference, shows no face, or not in all frames. boxes: by column."""
+    pooled = next((column for column in ("reference_video", "video", "image") if column in boxes), None)
+    if pooled is None:
+        return
+    # the first frame of a clip is not pooled: it is the model's input
+    frames = contents[pooled][None] if pooled == "image" else contents[pooled][1:]
+    if not any(map(find, frames)):
+        report.problems.append(f"no face was found in {report.row.reference}")
+        return
+    for column in (column for column in boxes if column in ("image", pooled)):
+        names = ("the picture",) if column == "image" else ("the first frame", "the middle frame", "the last frame")
+        if missing := [name for name, box in zip(names, boxes[column], strict=True) if box is None]:
+            report.warnings.append(f"{column}: no face in {', '.join(missing)}")
 
 
-def warn_of_repeats(reports: Sequence[DatasetReport]) -> None:
-    first: dict[tuple, int] = {}
-    for report in reports:
-        row = report.row
-        content = (row.prompt, row.negative_prompt, row.size, *row.files.values())
-        line = first.setdefault(content, row.line)
-        if line != row.line:
-            report.warnings.append(f"the same as line {line}: the clip weighs more")
-
-
-def listing(reports: Sequence[DatasetReport]) -> list[str]:
-    """Return a line for each problem and each warning, in the order of the file."""
+def listing(rows: Sequence[data.Row], reports: Sequence[DatasetReport], settings: config.DataConfig) -> list[str]:
+    """Return a line for each problem and warning, training's notes on the usable rows, and the number of each size."""
     lines = []
     for report in reports:
         lines += [f"line {report.row.line}: problem: {problem}" for problem in report.problems]
         lines += [f"line {report.row.line}: warning: {warning}" for warning in report.warnings]
-    return lines
-
-
-def list_notes(rows: Sequence[data.Row], reports: Sequence[DatasetReport], settings: config.DataConfig) -> list[str]:
-    """Return the notes that training prints on the rows, and on the usable clips."""
     usable = [report for report in reports if not report.problems]
     sizes = (settings.height, settings.width, settings.max_pixels, settings.fps)
-    clip_notes = data.clip_notes([report.row for report in usable], [report.header for report in usable], *sizes)
-    return [f"note: {note}" for note in [*data.notes(rows), *clip_notes]]
-
-
-def summary(reports: Sequence[DatasetReport]) -> list[str]:
-    """Return the number of usable rows, and the number of each size."""
-    usable = [report for report in reports if not report.problems]
-    sizes = Counter(report.size for report in usable)
-    return [
-        f"{len(reports)} rows: {len(usable)} can be used, {len(reports) - len(usable)} cannot",
-        *(f"{in_pixels(size)} (height x width): {count} rows" for size, count in sizes.most_common() if size),
-    ]
+    notes = data.clip_notes([report.row for report in usable], [report.header for report in usable], *sizes)
+    lines += [f"note: {note}" for note in [*data.notes(rows), *notes]]
+    lines.append(f"{len(reports)} rows: {len(usable)} can be used, {len(reports) - len(usable)} cannot")
+    counts = Counter(report.size for report in usable).most_common()
+    return lines + [f"{in_pixels(size)} (height x width): {count} rows" for size, count in counts if size]
 
 
 def in_pixels(size: tuple[int, int]) -> str:
@@ -250,12 +205,6 @@ def thumbnail(frame: Tensor, box: list[float] | None) -> Image.Image:
         scale = picture.width / frame.shape[1]
         ImageDraw.Draw(picture).rectangle([side * scale for side in box], outline=(0, 220, 0), width=2)
     return picture
-
-
-def drawable(text: str) -> str:
-    """Return the text on one line, with characters that FONT lacks (Chinese, say) as escapes."""
-    glyphs = FT2Font(FONT).get_charmap()
-    return "".join(c if ord(c) in glyphs else c.encode("unicode_escape").decode() for c in command_line.one_line(text))
 
 
 def contact_sheet(reports: Sequence[DatasetReport]) -> Image.Image:
@@ -272,10 +221,8 @@ def contact_sheet(reports: Sequence[DatasetReport]) -> Image.Image:
             sheet.paste(picture, (left + slot * (THUMBNAIL[0] + 4), top))
         if not report.pictures:
             pen.rectangle((left, top, left + THUMBNAIL[0], top + THUMBNAIL[1]), outline="red")
-        sizes = f"  {in_pixels(report.source)} to {in_pixels(report.size)}" if report.source and report.size else ""
-        title = drawable(f"line {report.row.line}  {report.row.id}{sizes}")
-        pen.text((left, top + THUMBNAIL[1] + 2), title, "black", font)
+        pen.text((left, top + THUMBNAIL[1] + 2), f"line {report.row.line}  {report.row.id}", "black", font)
         remarks, colour = "; ".join(report.problems + report.warnings), "red" if report.problems else "dimgrey"
-        for j, words in enumerate(textwrap.wrap(drawable(remarks), width // 6)[: LINES - 1]):
-            pen.text((left, top + THUMBNAIL[1] + 2 + (j + 1) * LINE), words, colour, font)
+        words = "\n".join(textwrap.wrap(remarks, width // 6)[: LINES - 1])
+        pen.text((left, top + THUMBNAIL[1] + 2 + LINE), words, colour, font)
     return sheet

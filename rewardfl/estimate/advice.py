@@ -57,8 +57,8 @@ def options(work: Workload) -> list[Option]:
         (work.reward_gradient, Option({"decode_caches": "offload"})),
         (work.reward_gradient, Option({"decode_caches": "segment"})),
         (work.checkpointing and work.sharding == "none", Option({"trained_placement": "cpu_swap"})),
-        (work.untrained, Option({"placement": "fp8"}, False, "; its weights are rounded by 3 %")),
-        (work.cacheable, Option({"placement": "boundary_cache"} | noises, False, few)),
+        (work.untrained, Option({"placement": "fp8"}, exact=False, note="; its weights are rounded by 3 %")),
+        (work.cacheable, Option({"placement": "boundary_cache"} | noises, exact=False, note=few)),
     ]
     return [option for applies, option in possible if applies and replace(work, **option.fields) != work]
 

@@ -40,16 +40,41 @@ class _Flash(TorchFunctionMode):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
 
 
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+# torch has formulas for the GPU's fused attentions, but not for the CPU's, which replaces them on the meta device
+FUSED = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
+    ),
+}
+FORMULAS = flop_registry | {operator: shape_wrapper(formula) for operator, formula in FUSED.items()}
+
+
 class Living(TorchDispatchMode):
-    """Count of the bytes of living storages that operators allocate, and its peak; `external` tensors do not count."""
+    """Sum of the FLOPs of operators by torch's formulas, and the bytes of living storages that they allocate.
+
+    `external` tensors do not count. attention, attention_kept: FLOPs of self-attention's forward passes, and the bytes
+    that train.keep_attention stores of them. The hooks of torch's FlopCounterMode would keep recomputed tensors of
+    checkpoints alive.
+    """
 
     def __init__(self, external: Iterable[Tensor]):
         super().__init__()
-        self.now = self.peak = 0
+        self.flops = self.attention = self.attention_kept = self.now = self.peak = 0
         self.storages: dict[int, object] = {_storage(tensor): None for tensor in external}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in FORMULAS:
+            amount = FORMULAS[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+            self.flops += amount
+            if is_self_attention(func, args):
+                self.attention += amount
+                self.attention_kept += nbytes(out)
         inputs = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
         for tensor in _tensors(tree_leaves(out)):
             if not self.lives(tensor) and _storage(tensor) not in inputs:
@@ -72,42 +97,6 @@ class Living(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-# torch has formulas for the GPU's fused attentions, but not for the CPU's, which replaces them on the meta device
-FUSED = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
-    ),
-}
-FORMULAS = flop_registry | {operator: shape_wrapper(formula) for operator, formula in FUSED.items()}
-
-
-class Flops(TorchDispatchMode):
-    """Sum of the FLOPs of matrix products, convolutions and attentions, by torch's formulas.
-
-    attention, attention_kept: FLOPs of self-attention's forward passes, and the bytes that train.keep_attention stores
-    of them. The hooks of torch's FlopCounterMode would keep recomputed tensors of checkpoints alive.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.total = self.attention = self.attention_kept = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in FORMULAS:
-            amount = FORMULAS[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
-            self.total += amount
-            if is_self_attention(func, args):
-                self.attention += amount
-                self.attention_kept += nbytes(out)
-        return out
-
-
 @dataclass(frozen=True, kw_only=True)
 class Cost:
     """Bytes and FLOPs of running something once."""
@@ -121,7 +110,7 @@ class Cost:
 
 
 def with_graph(
-    forward: Callable[[], Sequence[Tensor]], leaves: Sequence[Tensor], external: Iterable[Tensor], keep: bool = True
+    forward: Callable[[], Sequence[Tensor]], leaves: Sequence[Tensor], external: Iterable[Tensor], *, keep: bool = True
 ) -> Cost:
     """Return the cost of `forward()` and of its backward pass, which leaves gradients on `leaves`.
 
@@ -134,24 +123,26 @@ def with_graph(
         saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
         return tensor  # the graph keeps it alive, so that no address is used twice
 
-    with _Flash(), Flops() as flops, Living([*external, *leaves]) as living:
+    with _Flash(), Living([*external, *leaves]) as living:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             outputs = forward()
-        forward_flops, free = flops.total, {_storage(tensor) for tensor in external}
+        forward_flops, free = living.flops, {_storage(tensor) for tensor in external}
         edges = [get_gradient_edge(output) for output in outputs]
         cotangents = [torch.empty_like(output) for output in outputs]
         if not keep:
             del outputs
         torch.autograd.backward(edges, cotangents)
     saved_bytes = sum(size for storage, size in saved.items() if storage not in free)
-    return Cost(peak=living.peak, forward=forward_flops, backward=flops.total - forward_flops, saved=saved_bytes)
+    return Cost(peak=living.peak, forward=forward_flops, backward=living.flops - forward_flops, saved=saved_bytes)
 
 
 def without_graph(run: Callable[[], Any], external: Iterable[Tensor]) -> Cost:
     """Return the cost of `run()` without gradients. external: tensors that do not count."""
-    with torch.no_grad(), _Flash(), Flops() as flops, Living(external) as living:
+    with torch.no_grad(), _Flash(), Living(external) as living:
         run()
-    return Cost(peak=living.peak, forward=flops.total, attention=flops.attention, attention_kept=flops.attention_kept)
+    return Cost(
+        peak=living.peak, forward=living.flops, attention=living.attention, attention_kept=living.attention_kept
+    )
 
 
 ENCODER_PARTS = ("encoder", "quant_conv")  # of a VAE
@@ -307,15 +298,8 @@ def measure_chunks(chunks: ChunksOnMeta) -> tuple[ChunkCost, ...]:
         if x.requires_grad:
             with chunks.checkpointed():
                 vjp = with_graph(forward, [x, *held], weights, keep=False)
-        costs.append(
-            ChunkCost(
-                caches_in=nbytes(held),
-                peak=frozen.peak,
-                peak_vjp=vjp.peak,
-                forward=frozen.forward,
-                backward=vjp.backward,
-            )  # fmt: skip
-        )
+        figures = {"peak": frozen.peak, "forward": frozen.forward, "peak_vjp": vjp.peak, "backward": vjp.backward}
+        costs.append(ChunkCost(caches_in=nbytes(held), **figures))
         with torch.no_grad():
             _, caches = chunks.run(x, caches)
     return tuple(costs + costs[-1:] * (chunks.count - len(costs)))

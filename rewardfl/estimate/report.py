@@ -3,10 +3,9 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 from rewardfl.estimate import needs
-from rewardfl.estimate.advice import Machine, Option, fits, lacking, recommend, with_options
+from rewardfl.estimate.advice import Machine, fits, recommend, with_options
 from rewardfl.estimate.measure import Costs, measure
 from rewardfl.machine import usable_memory
 from rewardfl.training.distributed import Distributed
@@ -74,7 +73,7 @@ def memory_lines(memory: needs.Memory) -> list[str]:
     rows += [(phase, memory.of(phase), f"resident + {_parts(parts)}") for phase, parts in memory.phases.items()]
     for phase, parts in memory.encode.items():
         rows.append((phase, sum(parts.values()), f"before the experts: {_parts(parts)}"))
-    phase, reserve = max(memory.by_phase, key=memory.by_phase.get), format_size(needs.RESERVE)
+    (phase, _), reserve = max(memory.by_phase.items(), key=lambda item: item[1]), format_size(needs.RESERVE)
     rows.append(("peak", memory.peak, f"in {phase}; with {reserve} for CUDA, libraries, fragmentation"))
     rows.append(("host", sum(memory.host.values()), f"of each process: {_parts(memory.host) or 'nothing'}"))
     return ["memory of one GPU", *(f"  {name:11s}{format_size(amount):>9s}   {parts}" for name, amount, parts in rows)]
@@ -94,15 +93,18 @@ def fit_verdict(costs: Costs, work: Workload, machine: Machine) -> list[str]:
     """Report whether the run fits the machine, and the settings to change when it does not."""
     needed = _needed(costs, work, machine)
     if fits(costs, work, machine):
-        return [f"fits: {needed}", *_free_speedup(costs, work, machine)]
+        return [f"fits: {needed}"]
     chosen = recommend(costs, work, machine)
     after = with_options(work, chosen)
-    lines = [f"does not fit: {needed}", *(f"  set {_settings(option)}{option.note}" for option in chosen)]
-    takes = f"takes {_needed(costs, after, machine)}, {_more_time(costs, work, after)}"
+    lines = [f"does not fit: {needed}"]
+    for option in chosen:
+        settings = ", ".join(f"{key}: {json.dumps(value).strip(chr(34))}" for key, value in option.settings.items())
+        lines.append(f"  set {settings}{option.note}")
+    before, then = (sum(needs.flops(costs, run).values()) for run in (work, after))
+    takes = f"takes {_needed(costs, after, machine)}, {100 * (then / before - 1):+.1f} % time"
     if fits(costs, after, machine):
         return [*lines, f"  then it {takes}"]
-    less = "; less waits in host memory with fewer processes" if lacking(costs, after, machine)[1] else ""
-    return [*lines, f"no setting makes it fit; the closest {takes}{less}"]
+    return [*lines, f"no setting makes it fit; the closest {takes}"]
 
 
 def _needed(costs: Costs, work: Workload, machine: Machine) -> str:
@@ -115,25 +117,6 @@ def _needed(costs: Costs, work: Workload, machine: Machine) -> str:
     if machine.gpu is None:
         return text
     return f"{format_size(memory.peak + needs.RESERVE)} of {format_size(machine.gpu)} on the GPU, {text}"
-
-
-def _free_speedup(costs: Costs, work: Workload, machine: Machine) -> list[str]:
-    """Return a line about the setting that saves time and still fits."""
-    after = replace(work, keep_attention=True)
-    if not work.checkpointing or work.keeps_graphs or work.keep_attention or not fits(costs, after, machine):
-        return []
-    more = format_size(needs.memory(costs, after).peak - needs.memory(costs, work).peak)
-    return [f"  there is room for train.keep_attention: true (takes {more} more, {_more_time(costs, work, after)})"]
-
-
-def _more_time(costs: Costs, before: Workload, after: Workload) -> str:
-    """Format the relative change of FLOPs from `before` to `after`."""
-    first, second = (sum(needs.flops(costs, run).values()) for run in (before, after))
-    return f"{100 * (second / first - 1):+.1f} % time"
-
-
-def _settings(option: Option) -> str:
-    return ", ".join(f"{key}: {json.dumps(value).strip(chr(34))}" for key, value in option.settings.items())
 
 
 def _parts(parts: Mapping[str, float]) -> str:

@@ -65,12 +65,13 @@ def run(args: argparse.Namespace, arm: Arm, folder: output.Folder) -> int:
     backbone = setup_model.open_model(cfg)
     problems = []
     for row in rows:
-        texts = data.row_problems(row, cfg.data.num_frames, cfg.data.fps, backbone.takes_image)
+        header = data.inspect_row(row, cfg.data.num_frames, cfg.data.fps, takes_image=backbone.takes_image)
+        texts = [*header.problems]
         texts += filter(None, [plan.size_problem(cfg.data, backbone, row.size)])
         # each term separately, because a call with all of them checks only the trained ones
         texts += [text for term in terms for text in setup_rewards.missing_references(cfg, row, [term])]
         problems += [(row.line, text) for text in texts]
-    rows, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
+    rows, bad = data.usable_rows(rows, problems, skip_bad_rows=cfg.data.skip_bad_rows)
     for line in bad:
         print(escape_control(f"skipped: {line}"))
     examples = {row.id: (row, clip_scan.load_sized_example(cfg.data, row)) for row in rows}

@@ -132,7 +132,7 @@ def load_rows(clips: config.DataConfig, args: argparse.Namespace, processes: Pro
         )
     headers = [data.inspect_row(row, clips.num_frames, clips.fps) for row in rows]
     problems = [(row.line, text) for row, header in zip(rows, headers, strict=True) for text in header.problems]
-    good, bad = data.usable_rows(rows, problems, clips.skip_bad_rows)
+    good, bad = data.usable_rows(rows, problems, skip_bad_rows=clips.skip_bad_rows)
     if processes.main:
         for line in (*(f"note: {note}" for note in data.notes(rows)), *(f"skipped: {line}" for line in bad)):
             print(escape_control(line))

@@ -113,7 +113,7 @@ class Study:
                 record = judge_video(self.judges, video, references, fps, keep_vectors=True)
                 self._add(row, Arm(name=VAE), None, video, fps, record)
         broken, faceless = self.processes.gather(broken), sorted(self.processes.gather(faceless))
-        good, bad = data.usable_rows(rows, broken, self.clips.skip_bad_rows)
+        good, bad = data.usable_rows(rows, broken, skip_bad_rows=self.clips.skip_bad_rows)
         if self.processes.main:
             for problem in (*bad, *(f"line {line}: {problem}" for line, problem in faceless)):
                 print(escape_control(f"skipped: {problem}"))

@@ -74,7 +74,7 @@ def _scan_table(
     problems += [(row.line, text) for row in rows if not row.problem for text in missing_columns(cfg, row, needs)]
     bad_sizes = {size: plan.size_problem(cfg.data, backbone, size) for size in {row.size for row in rows}}
     problems += [(row.line, bad_sizes[row.size]) for row in rows if bad_sizes[row.size]]
-    good, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
+    good, bad = data.usable_rows(rows, problems, skip_bad_rows=cfg.data.skip_bad_rows)
     messages, table = [f"skipped: {line}" for line in bad], rows[0].table
     if bad:
         messages.append(f"note: {table}: {len(bad)} of {len(rows)} rows are left out (data.skip_bad_rows)")
@@ -120,7 +120,7 @@ def find_samples(
     load = partial(load_sized_example, cfg.data)
     scans = job.gather_lists(clip_scan.scan_clips(store, good, keys, load, rewards, job.device, job.shard))
     problems += [(scan.line, scan.problem) for scan in scans if scan.problem]
-    rows, bad = data.usable_rows(rows, problems, cfg.data.skip_bad_rows)
+    rows, bad = data.usable_rows(rows, problems, skip_bad_rows=cfg.data.skip_bad_rows)
     for line in bad:
         job.print(f"skipped: {line}")
     return clip_scan.load_samples(store, rows, keys, scans, rewards)

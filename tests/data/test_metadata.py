@@ -2,14 +2,12 @@ import ctypes
 import math
 import os
 import random
-import subprocess
-import sys
+import re
 import tracemalloc
 import zlib
 from collections import Counter, defaultdict
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 
 import av
 import numpy as np
@@ -54,6 +52,17 @@ def film(path, frames, milliseconds, pixels="yuv420p", curve=2, options=()):
         container.mux(stream.encode())
 
 
+def row_of(video, image=None):
+    return data.Row(index=0, line=2, id="a", video=video, prompt="x", image=image)
+
+
+def problem_of(row, num_frames, **settings):
+    """Why reading a row fails; its look and its content agree."""
+    with pytest.raises(DataError) as error:
+        data.load_example(row, 32, 32, num_frames, **settings)
+    return str(error.value)
+
+
 def encode(path, *streams):
     """A file of streams (codec, pixel format, frames, disposition); frames of four channels are RGBA."""
     with av.open(str(path), "w") as container:
@@ -61,6 +70,7 @@ def encode(path, *streams):
         for stream, (_, pixels, frames, disposition) in zip(made, streams, strict=True):
             stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], pixels
             stream.disposition = av.stream.Disposition(disposition)
+            stream.options = dict(clips.X264) if stream.codec_context.name == "libx264" else {}
         for stream, (_, pixels, frames, _) in zip(made, streams, strict=True):
             for picture in frames.numpy():
                 frame = av.VideoFrame.from_ndarray(picture, format="rgba" if picture.shape[2] == 4 else "rgb24")
@@ -92,22 +102,16 @@ def test_video_round_trip(tmp_path):
     assert psnr(frames, again) > 34  # measured 38; 4:2:0 and crf 18 allow no more on this content
     assert psnr(frames.flip(-1), again) < 20  # the channels are in order
     assert psnr(frames.flip(0), again) < 25  # the frames are in order
-    assert os.listdir(tmp_path) == ["a.mp4"]
     data.write_video(tmp_path / "b.mp4", data.to_float(frames), fps=16)
     assert (tmp_path / "b.mp4").read_bytes() == (tmp_path / "a.mp4").read_bytes()
-
-
-def test_written_format(tmp_path):
-    data.write_video(tmp_path / "a.mp4", clip(), fps=23.976)
+    data.write_video(tmp_path / "a.mp4", frames, fps=23.976)
+    assert sorted(os.listdir(tmp_path)) == ["a.mp4", "b.mp4"]
     with av.open(str(tmp_path / "a.mp4")) as container:
         stream = container.streams.video[0]
-        assert stream.codec_context.name == "h264" and stream.pix_fmt == "yuv420p"
-        assert float(stream.average_rate) == pytest.approx(23.976, abs=1e-3)
-        assert data.frame_rate(tmp_path / "a.mp4") == float(stream.average_rate)
-        assert stream.frames == 9
-        assert (
-            stream.codec_context.colorspace == 6
-        )  # BT.601: players take 720 lines for BT.709 where a file says nothing
+        assert (stream.codec_context.name, stream.pix_fmt, stream.frames) == ("h264", "yuv420p", 9)
+        assert float(stream.average_rate) == data.frame_rate(tmp_path / "a.mp4") == pytest.approx(23.976, abs=1e-3)
+        # BT.601: players take 720 lines for BT.709 where a file says nothing
+        assert stream.codec_context.colorspace == 6
 
 
 def test_the_same_frames_are_the_same_bytes(tmp_path):
@@ -129,19 +133,12 @@ def test_the_same_frames_are_the_same_bytes(tmp_path):
 def test_lossless_files_hold_the_pixels(tmp_path):
     (tmp_path / "a.npy").write_bytes(generation.encode(data.to_float(clip()), ".npy", 16))
     generation.write_pngs(tmp_path / "a", data.to_float(clip()))
-    array = np.load(tmp_path / "a.npy")
-    assert array.dtype == np.uint8 and np.array_equal(array, clip().numpy())
-    assert sorted(os.listdir(tmp_path)) == ["a", "a.npy"]
-    assert sorted(os.listdir(tmp_path / "a")) == [f"{i:04d}.png" for i in range(9)]
-    for i, frame in enumerate(clip().numpy()):
-        assert np.array_equal(np.asarray(Image.open(tmp_path / "a" / f"{i:04d}.png")), frame)
-
-
-def test_pngs_replace_nothing(tmp_path):
-    (tmp_path / "thesis.txt").write_text("x")
+    assert np.array_equal(np.load(tmp_path / "a.npy"), clip().numpy())
+    pictures = [np.asarray(Image.open(tmp_path / "a" / f"{i:04d}.png")) for i in range(9)]
+    assert np.array_equal(pictures, clip().numpy())
     with pytest.raises(FileExistsError, match=str(tmp_path)):
         generation.write_pngs(tmp_path, data.to_float(clip()))
-    assert os.listdir(tmp_path) == ["thesis.txt"]
+    assert sorted(os.listdir(tmp_path)) == ["a", "a.npy"]
 
 
 ORIENTATIONS = {  # a, b, c, d of the display matrix: what ffmpeg's autorotate makes of rows and columns
@@ -229,12 +226,8 @@ def test_damage_that_the_decoder_conceals_is_found(tmp_path, name, codec, pixels
         content[place] ^= 0x55
     (tmp_path / name).write_bytes(content)
     assert len(data.read_video(tmp_path / name, 1)) == 1  # what lies before it can be used
-    row = data.Row(index=0, line=2, id="a", video=tmp_path / name, prompt="x")
     for _ in range(2):
-        (problem,) = data.row_problems(row, 9)
-        assert "damaged" in problem
-    with pytest.raises(DataError, match="damaged"):
-        data.load_example(row, 48, 64, 9)
+        assert "damaged" in problem_of(row_of(tmp_path / name), 9)
 
 
 def test_a_packet_that_the_container_marks_is_found(tmp_path, monkeypatch):
@@ -268,10 +261,7 @@ def test_transparent_clips_are_refused(tmp_path, name, codec, pixels, alpha):
 def test_an_alpha_channel_next_to_the_video_is_refused(tmp_path):
     """VP8's and VP9's, of which the decoder says nothing."""
     encode(tmp_path / "a.webm", ("libvpx-vp9", "yuva420p", torch.zeros(2, 48, 64, 4, dtype=torch.uint8), 0))
-    assert (
-        "has transparent pixels"
-        in data.inspect_row(data.Row(index=0, line=2, id="a", video=tmp_path / "a.webm", prompt="x"), 1).problems[0]
-    )
+    assert "has transparent pixels" in data.inspect_row(row_of(tmp_path / "a.webm"), 1).problems[0]
 
 
 def test_of_several_videos_the_one_that_ffmpeg_takes(tmp_path):
@@ -344,16 +334,6 @@ def test_frames_at_a_rate(tmp_path, stored, fps, expected):
     assert whole[:count] == expected and len(whole) == math.ceil(36 / stored * fps - 0.01)
 
 
-@pytest.mark.parametrize("times, count, fps, expected", [
-    ([round(1000 * i / 48) for i in range(16)], 9, 32, [0, 1, 3, 4, 6, 7, 9, 10, 12]),  # rounded to milliseconds
-    ([0, 10, 50, 70, 130, 180, 200, 270, 290, 300, 360, 400], 5, 10, [0, 3, 6, 9, 11]),  # the nearest to 100 k
-    ([0, 70, 120, 190, 240, 310], 5, 16, [0, 1, 2, 3, 4]),  # jitter
-])  # fmt: skip
-def test_a_variable_frame_rate(tmp_path, times, count, fps, expected):
-    film(tmp_path / "a.mp4", numbered(len(times)), times)
-    assert shown_numbers(data.read_video(tmp_path / "a.mp4", count, fps)) == expected
-
-
 @pytest.mark.parametrize("pause", [100, 700])
 @pytest.mark.parametrize("rate", [16, 60])
 def test_a_pause_is_not_filled(tmp_path, rate, pause):
@@ -373,8 +353,7 @@ def test_the_nearest_frame_whatever_the_times():
         times = [generator.uniform(0, 3)]
         while len(times) < 60:
             times.append(times[-1] + generator.uniform(0.1, 1.4) / fps)
-        frames = [SimpleNamespace(time=time) for time in times]
-        chosen = [frame.time for frame in clips._sample_at_rate("x", frames, fps, 20)]
+        chosen = list(clips._sample_at_rate("x", zip(times, times, strict=True), fps, 20))
         assert len(chosen) == 20 and chosen == sorted(chosen)
         for k, time in enumerate(chosen):
             off = [abs(t - times[0] - k / fps) for t in times]
@@ -404,19 +383,6 @@ def test_odd_sizes_are_refused(tmp_path):
         data.write_video(tmp_path / "a.mp4", clip(height=47), fps=16)
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
-    data.write_video(tmp_path / "a.mp4", clip(), fps=16)
-    old = (tmp_path / "a.mp4").read_bytes()
-
-    def fail(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(KeyboardInterrupt):
-        data.write_video(tmp_path / "a.mp4", clip(5), fps=16)
-    assert os.listdir(tmp_path) == ["a.mp4"] and (tmp_path / "a.mp4").read_bytes() == old
-
-
 def test_float_and_back():
     frames = torch.arange(256, dtype=torch.uint8).repeat(3).reshape(2, 8, 16, 3)
     video = data.to_float(frames)
@@ -431,10 +397,6 @@ def test_float_and_back():
 def test_fit():
     frames = clip(height=48, width=64)
     assert data.fit(frames, 48, 64) is frames
-    small = data.fit(frames, 24, 24)
-    assert small.shape == (9, 24, 24, 3) and small.dtype == torch.uint8
-    centre = frames[:, :, 8:56].float().mean((1, 2))  # a square takes the middle 48 of 64 columns
-    assert torch.allclose(small.float().mean((1, 2)), centre, atol=1)
     wide = data.fit(frames, 16, 64)
     assert torch.equal(wide, frames[:, 16:32])  # already covers: no resize, only the middle rows
     assert data.fit(frames, 96, 50).shape == (9, 96, 50, 3)
@@ -451,20 +413,6 @@ def test_fit_is_what_pillow_does(source, size):
     resized = Image.fromarray(frames[0].numpy()).resize((width, height), Image.Resampling.BICUBIC)
     expected = np.asarray(resized.crop((left, top, left + size[1], top + size[0]))).astype(int)
     assert np.abs(data.fit(frames, *size)[0].numpy() - expected).max() <= 1
-
-
-@pytest.mark.parametrize(
-    "source, max_pixels, size",
-    [
-        ((1080, 1920), 480 * 832, (480, 832)),
-        ((240, 320), 480 * 832, (240, 320)),  # is not enlarged
-        ((250, 330), 480 * 832, (256, 320)),  # enlarged by less than a step
-        ((8, 800), 480 * 832, (16, 400)),
-        ((1080, 1920), 256, (16, 16)),
-    ],
-)
-def test_fit_size(source, max_pixels, size):
-    assert clips.fit_size(*source, max_pixels) == size
 
 
 def test_fit_size_is_the_best_of_all():
@@ -552,17 +500,16 @@ def bad_pictures(folder):
     return {
         "glass.png": "has transparent pixels; save it without an alpha channel",
         "deep.png": "has pixels of Pillow's mode I;16; save it with 8 bits per channel",
-        "cut.png": "cannot be decoded as a picture; save it as JPEG or PNG",
-        "text.png": "cannot be decoded as a picture; save it as JPEG or PNG",
+        "cut.png": "cannot be decoded as a picture (image file is truncated",
+        "text.png": "cannot be decoded as a picture (cannot identify image file",
         "gone.png": "no such file",
     }
 
 
 def test_pictures_that_cannot_be_used(tmp_path):
     for name, message in bad_pictures(tmp_path).items():
-        with pytest.raises(DataError) as error:
+        with pytest.raises(DataError, match=re.escape(f"{tmp_path / name}: {message}")):
             data.read_picture(tmp_path / name)
-        assert str(error.value) == f"{tmp_path / name}: {message}"
 
 
 def of_size(path, side):
@@ -575,15 +522,14 @@ def of_size(path, side):
     return path
 
 
-@pytest.mark.parametrize("side", [8193, 13000, 20000])  # Pillow would warn of the second, and refuse the third
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_pictures_that_are_too_large_are_not_decoded(tmp_path, side):
+@pytest.mark.parametrize(
+    "side, message", [(8193, "has more than"), (20000, "cannot be decoded as a picture .*exceeds")]
+)
+def test_pictures_that_are_too_large_are_not_decoded(tmp_path, side, message):
     path = of_size(tmp_path / "a.png", side)
-    row = data.Row(index=0, line=2, id="a", video=path, prompt="x", image=path)
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataError, match=message):
         data.read_picture(path)
-    assert str(error.value).startswith(f"{path}: has more than {8192**2} pixels")
-    assert str(error.value) in data.inspect_row(row, 5).problems
+    assert re.search(message, data.inspect_row(row_of(path, image=path), 5).problems[1])
     with pytest.raises(DataError, match="cannot be decoded as a picture"):  # allowed, and cut off
         data.read_picture(of_size(tmp_path / "b.png", 8192))
 
@@ -609,16 +555,11 @@ def write_csv(folder, *lines, header="video,prompt"):
 
 def test_load_metadata(folder):
     lines = ["a.mp4,a person speaks", 'a.mp4,"one, two\nand three"', f"{folder / 'a.mp4'}, a person speaks "]
-    rows = data.load_metadata(write_csv(folder, *lines, ",", " , ,"))  # spreadsheets write rows of empty cells
+    # spreadsheets write rows of empty cells, and a byte order mark
+    rows = data.load_metadata(write_csv(folder, *lines, ",", " , ,", header="\ufeffvideo,prompt"))
     assert [row.index for row in rows] == [0, 1, 2] and [row.line for row in rows] == [2, 4, 5]
     assert [row.prompt for row in rows] == ["a person speaks", "one, two\nand three", "a person speaks"]
     assert all(row.video == folder / "a.mp4" and row.problem == "" for row in rows)
-
-
-def test_other_columns_and_a_byte_order_mark(folder):
-    path = write_csv(folder, "a.mp4,train,ann,smiles", header="\ufeffvideo,split,person,prompt")
-    (row,) = data.load_metadata(path)
-    assert row.video == folder / "a.mp4" and row.prompt == "smiles"
 
 
 @pytest.mark.parametrize("name, meant", [
@@ -673,10 +614,10 @@ def test_ids_of_rows_without_the_optional_columns_are_what_they_were(folder):
 def test_files_that_are_no_table(folder):
     with pytest.raises(DataError, match="the first line names the column 'image' twice; remove one"):
         data.load_metadata(write_csv(folder, "a.mp4,x,,", header="video,prompt,image,image"))
-    with pytest.raises(DataError, match=r"metadata.csv: line 3: .*; check the double quotes up to it"):
+    with pytest.raises(DataError, match=r"metadata.csv: line 3: .*close every double quote up to there"):
         data.load_metadata(write_csv(folder, 'a.mp4,"never closed', "b.mp4,x"))
     (folder / "metadata.csv").write_bytes("video,prompt\na.mp4,Zoë\n".encode("latin-1"))
-    with pytest.raises(DataError, match="metadata.csv: is not UTF-8 .*; save it as UTF-8"):
+    with pytest.raises(DataError, match="metadata.csv: line .*'utf-8' codec.*; save it as UTF-8"):
         data.load_metadata(folder / "metadata.csv")
 
 
@@ -689,7 +630,7 @@ def test_a_prompt_on_each_line(folder):
     (same,) = data.load_metadata(write_csv(folder, f'"{prompts[0]}"', header="prompt"))
     assert same.id == rows[0].id and rows[0].offers == ("nothing",)
     (folder / "prompts.txt").write_text("\n \n")
-    with pytest.raises(DataError, match=r"data.file_name \(.*prompts.txt\): no usable row: it holds no prompt"):
+    with pytest.raises(DataError, match=r"data.file_name \(.*prompts.txt\): no usable row"):
         data.load_metadata(folder / "prompts.txt")
 
 
@@ -725,7 +666,6 @@ def test_rows_of_a_prompt_alone_and_of_a_picture(folder):
     assert [data.inspect_row(row, 5, takes_image=False).problems for row in rows] == [()] * 4
     problem = "no video, and no image that this model could start from"
     assert [data.inspect_row(row, 5).problems for row in rows] == [(problem,)] * 3 + [()]
-    assert data.row_problems(rows[0], 5) == [problem] and data.row_problems(rows[0], 5, takes_image=False) == []
     alone, picture = (data.load_example(row, 32, 48, 5) for row in (rows[0], rows[3]))
     assert alone.size == picture.size == (32, 48) and alone.video is picture.video is None
     assert alone.image is None and alone.reference.shape == (3, 0, 32, 48)
@@ -738,17 +678,26 @@ def test_rows_of_a_prompt_alone_and_of_a_picture(folder):
         data.load_example(rows[0], 32, 48, 5, max_pixels=32 * 32)
 
 
-def test_every_bad_row_is_named(folder):
+def problems_of(rows, num_frames):
+    return [(row.line, problem) for row in rows for problem in data.inspect_row(row, num_frames).problems]
+
+
+def test_every_bad_row_is_named(folder, monkeypatch):
+    monkeypatch.setattr(clips, "_decode_frames", lambda path: pytest.fail("decoded"))
     rows = data.load_metadata(write_csv(folder, "a.mp4,good", *BAD, "a.mp4,good too"))
     expected = [f"line {i}: {text.format(folder=folder)}" for i, text in enumerate(BAD.values(), start=3)]
     with pytest.raises(DataError) as error:
-        data.check_rows(rows, 5, skip_bad_rows=False)
+        data.usable_rows(rows, problems_of(rows, 5), skip_bad_rows=False)
     first, *lines = str(error.value).splitlines()
     file = folder / "metadata.csv"
     assert first == (f"data.file_name ({file}): 8 of 10 rows cannot be used; mend them or set data.skip_bad_rows: true")
     assert lines == expected
-    good, problems = data.check_rows(rows, 5, skip_bad_rows=True)
+    good, problems = data.usable_rows(rows, problems_of(rows, 5), skip_bad_rows=True)
     assert [row.prompt for row in good] == ["good", "good too"] and problems == expected
+    with pytest.raises(DataError, match=r"data.file_name \(.*metadata.csv\): no usable row\nline 2: .*a.mp4: holds 9"):
+        data.usable_rows(rows[:1], problems_of(rows[:1], 13), skip_bad_rows=True)
+    with pytest.raises(DataError, match=r"data.file_name \(.*metadata.csv\): no usable row"):
+        data.load_metadata(write_csv(folder))
 
 
 def cut_off(path, keep):
@@ -766,79 +715,31 @@ def cut_off(path, keep):
     os.truncate(path, int(keep * path.stat().st_size))
 
 
-def test_a_look_finds_every_bad_row_without_decoding(folder, monkeypatch):
-    bad_pictures(folder)
-    lines = {
-        **BAD, "a.mp4,x,glass.png": None, "a.mp4,x,deep.png": "mode I;16", "a.mp4,x,gone.png": "gone.png: no such file",
-        "a.mp4,x,whole.png,text.mp4": "text.mp4: cannot be decoded", "a.mp4,x,,a.mp4": None, "a.mp4,x,,short.mp4": None,
-    }  # fmt: skip
-    del lines["a.mp4,smiles, then laughs"]  # is no problem with two columns more
-    rows = data.load_metadata(write_csv(folder, *lines, header="video,prompt,image,reference_video"))
-    monkeypatch.setattr(clips, "_decode_frames", lambda path: pytest.fail("decoded"))
-    for row, said in zip(rows, lines.values(), strict=True):
-        problems = data.inspect_row(row, 5).problems
-        assert len(problems) == (said is not None), (row, problems)
-        assert said is None or said.format(folder=folder) in problems[0]
-    (row, *_) = data.load_metadata(
-        write_csv(folder, "short.mp4,,text.png,gone.mp4", header="video,prompt,image,reference_video")
-    )
-    assert len(data.inspect_row(row, 5).problems) == 4  # all of a row's
-
-
 @pytest.mark.parametrize("num_frames, fps", [(9, 16), (10, 16), (9, 30), (5, 8), (6, 8), (10, None), (9, None)])
-def test_a_look_says_what_reading_says(folder, monkeypatch, num_frames, fps):
-    (row,) = data.load_metadata(write_csv(folder, "a.mp4,x"))
-    read = data.row_problems(row, num_frames, fps)
-    assert list(data.inspect_row(row, num_frames, fps).problems) == read
-    # a header that promises less than there is: the packets' times decide
-    monkeypatch.setattr(clips, "_promises_too_little", lambda *_: True)
-    assert list(data.inspect_row(row, num_frames, fps).problems) == read
-    assert data.inspect_row(row, 1).size == (48, 64) and data.inspect_row(row, 1).rate == 16
+def test_a_look_says_what_reading_says(folder, num_frames, fps):
+    look = data.inspect_row(row_of(folder / "a.mp4"), num_frames, fps)
+    if look.problems:
+        assert look.problems == (problem_of(row_of(folder / "a.mp4"), num_frames, fps=fps),)
+    else:
+        assert len(data.read_video(folder / "a.mp4", num_frames, fps)) == num_frames
+        assert look.header.size == (48, 64) and look.header.rate == 16
 
 
 def test_a_file_that_is_cut_off_is_found_by_its_index(folder):
     data.write_video(folder / "a.mp4", torch.randint(0, 255, (9, 48, 64, 3), dtype=torch.uint8), fps=16)
     cut_off(folder / "a.mp4", 0.5)
-    (row,) = data.load_metadata(write_csv(folder, "a.mp4,x"))
-    (problem,) = data.inspect_row(row, 9).problems
+    (problem,) = data.inspect_row(row_of(folder / "a.mp4"), 9).problems
     assert "a.mp4: is damaged: the file ends before its index does" in problem
-    assert data.row_problems(row, 9) == [problem]
+    assert problem_of(row_of(folder / "a.mp4"), 9) == problem
 
 
 def test_a_cell_that_is_no_file_name(folder):
-    """Columns swapped: a prompt of 380 characters where the video is named."""
     prompt = "A person speaks. " * 22 + "really"
-    rows = data.load_metadata(
-        write_csv(folder, f"{prompt},a.mp4,,", f"a.mp4,x,{prompt},", f"a.mp4,x,,{prompt}", "a.mp4,x,,",
-                  header="video,prompt,image,reference_video")
-    )  # fmt: skip
-    for row, column in zip(rows, ("video", "image", "reference_video"), strict=False):
-        (problem,) = data.inspect_row(row, 5).problems
-        assert [problem] == data.row_problems(row, 5)
-        assert problem.startswith(f"{column}: 'A person speaks.") and "380 characters" in problem and len(problem) < 150
-    assert not data.inspect_row(rows[3], 5).problems
-    with pytest.raises(DataError, match="no such file"):
-        data.read_video(folder / prompt)
-    with pytest.raises(DataError, match="no such file"):
-        data.read_picture(folder / prompt)
-
-
-def test_each_file_of_an_example_is_decoded_once(folder, monkeypatch):
-    Image.fromarray(clip(1)[0].numpy()).save(folder / "b.png")
-    header = "video,prompt,image,reference_video"
-    rows = data.load_metadata(write_csv(folder, "a.mp4,x,b.png,short.mp4", "a.mp4,x,,a.mp4", header=header))
-    decoded, decode = [], clips._decode_frames
-    monkeypatch.setattr(clips, "_decode_frames", lambda path: decoded.append(path.name) or decode(path))
-    data.load_example(rows[0], 32, 32, 5)
-    assert decoded == ["a.mp4", "short.mp4"]
-    decoded.clear()
-    example = data.load_example(rows[1], 32, 32, 5)
-    assert decoded == ["a.mp4"] and example.reference is example.video
-    (folder / "b.png").unlink()
-    with pytest.raises(data.DataError) as error:
-        data.load_example(rows[0], 32, 32, 12)
-    assert str(error.value) == "; ".join(data.row_problems(rows[0], 12))
-    assert len(data.row_problems(rows[0], 12)) == 2
+    rows = data.load_metadata(write_csv(folder, f"{prompt},a.mp4", "\x1b[31mred.mp4,x"))
+    with pytest.raises(DataError, match="no such file"):  # columns swapped
+        data.read_video(rows[0].video)
+    assert data.inspect_row(rows[0], 5).problems == (f"{folder}/{prompt}: no such file",)
+    assert data.inspect_row(rows[1], 5).problems == ("video: holds a control character; rename the file",)
 
 
 def looks(*sizes_and_rates):
@@ -846,7 +747,7 @@ def looks(*sizes_and_rates):
         data.Row(index=i, line=i + 2, id=str(i), video=Path(f"{i}.mp4"), prompt="x")
         for i in range(len(sizes_and_rates))
     ]
-    return rows, [data.HeaderInfo(size=size, rate=rate) for size, rate in sizes_and_rates]
+    return rows, [data.HeaderInfo(header=clips.Header(size, rate, ())) for size, rate in sizes_and_rates]
 
 
 def test_notes_of_clips():
@@ -854,22 +755,21 @@ def test_notes_of_clips():
     alike = [((480, 832), 24.0)] * 3
     assert data.clip_notes(*looks(*alike), 480, 832, None, None) == []
     assert data.clip_notes(*looks(*alike, ((480, 832), 23.976)), 480, 832, None, None) == []
-    for max_pixels in (None, 480 * 832):
-        (note,) = data.clip_notes(*looks(*alike, ((16, 16), 24.0), ((400, 400), 24.0)), 480, 832, max_pixels, None)
-        assert "2 of 5 clips" in note and "line 5, 3.mp4: 16 x 16" in note
-    assert data.clip_notes(*looks(*[((64, 64), 8.0)] * 3), 480, 832, 480 * 832, None) == []  # all are small
-    mixed = looks(((480, 832), 30.0), ((480, 832), None), ((480, 832), 16.0), (None, None))
+    small = looks(*alike, ((16, 16), 24.0), ((400, 400), 24.0))
+    (note,) = data.clip_notes(*small, 480, 832, None, None)
+    assert "2 of 5 clips" in note and "line 5, 3.mp4: 16 x 16" in note
+    assert data.clip_notes(*small, 480, 832, 480 * 832, None) == []  # none is enlarged
+    mixed = looks(((480, 832), 30.0), ((480, 832), None), ((480, 832), 16.0))
     (note,) = data.clip_notes(*mixed, 480, 832, None, None)
-    assert "16 (line 4)" in note and "30 (line 2)" in note and "data.fps" in note
+    assert "16 (line 4" in note and "30 (line 2" in note and "data.fps" in note
     assert data.clip_notes(*mixed, 480, 832, None, 16) == []
     assert data.clip_notes([], [], 480, 832, 480 * 832, None) == []
 
 
 @pytest.mark.parametrize("settings, words", [
-    ({}, []), ({"curve": 1}, []), ({"pixels": "yuv420p10le"}, ["10 bits"]),
-    ({"pixels": "yuv420p10le", "curve": 16}, ["HDR", "PQ", "10 bits"]), ({"curve": 18}, ["HLG"]),
-    ({"options": {"flags": "+ildct+ilme", "x264-params": "tff=1"}}, ["interlaced", "top field first", "bwdif"]),
-    ({"height": 720}, ["BT.601", "BT.709", "64 x 720"]),
+    ({}, []), ({"curve": 1}, []), ({"pixels": "yuv420p10le", "curve": 16}, ["HDR"]), ({"curve": 18}, ["HDR"]),
+    ({"options": {"flags": "+ildct+ilme", "x264-params": "tff=1"}}, ["interlaced", "bwdif"]),
+    ({"height": 720}, ["BT.601", "BT.709"]),
     ({"height": 720, "options": {"x264-params": "colormatrix=bt709"}}, []),
 ])  # fmt: skip
 def test_what_is_odd_about_a_clip_is_noted(folder, settings, words):
@@ -889,60 +789,29 @@ def test_the_setting_that_names_the_file_is_named(folder):
         data.load_metadata(folder / "none.csv", key)
     rows = data.load_metadata(write_csv(folder, "gone.mp4,x"), key)
     with pytest.raises(DataError, match=rf"{key} \(.*metadata\.csv\).*\nline 2: "):
-        data.usable_rows(rows, [(2, "gone")], False)
-
-
-def test_good_rows_pass_and_none_is_an_error(folder):
-    rows = data.load_metadata(write_csv(folder, "a.mp4,x"))
-    assert data.check_rows(rows, 9, skip_bad_rows=False) == (rows, [])
-    with pytest.raises(DataError, match=r"data.file_name \(.*metadata.csv\): no usable row\nline 2: .*a.mp4: holds 9"):
-        data.check_rows(rows, 13, skip_bad_rows=True)
-    with pytest.raises(DataError, match=r"data.file_name \(.*metadata.csv\): no usable row"):
-        data.load_metadata(write_csv(folder))
+        data.usable_rows(rows, [(2, "gone")], skip_bad_rows=False)
 
 
 def test_every_problem_of_a_row_is_named(folder):
-    bad_pictures(folder)
     header = "video,prompt,image,reference_video"
     path = write_csv(
-        folder, "short.mp4,,glass.png,text.mp4", "a.mp4,x,whole.png,short.mp4", "a.mp4,x,,a.mp4", header=header
+        folder, "short.mp4,,gone.png,text.mp4", "a.mp4,x,whole.png,short.mp4", "a.mp4,x,,a.mp4", header=header
     )
+    bad_pictures(folder)
     bad, good, same = data.load_metadata(path)
-    assert data.row_problems(bad, 5) == [
+    assert data.inspect_row(bad, 5).problems == (
         "empty prompt for short.mp4",
         f"{folder}/short.mp4: holds 4 frames, 5 are needed",
+        f"{folder}/gone.png: no such file",
         f"{folder}/text.mp4: {NO_VIDEO}",
-        f"{folder}/glass.png: has transparent pixels; save it without an alpha channel",
-    ]
-    assert data.row_problems(good, 5) == []  # a reference may be shorter
-    assert data.row_problems(same, 10) == [f"{folder}/a.mp4: holds 9 frames, 10 are needed"]
+    )
+    assert data.inspect_row(good, 5).problems == ()  # a reference may be shorter
+    assert data.inspect_row(same, 10).problems == (f"{folder}/a.mp4: holds 9 frames, 10 are needed",)
     data.write_video(folder / "still.mp4", clip(1), fps=16)
     (row,) = data.load_metadata(write_csv(folder, "a.mp4,x,,still.mp4", header=header))
-    assert data.row_problems(row, 5) == [f"{folder}/still.mp4: holds 1 frames, 2 are needed"]
-    assert data.check_rows([good], 5, skip_bad_rows=False, fps=16) == ([good], [])
-    slow = r"line 3: .*a.mp4: has 16 frames per second, data.fps is 30; .*; .*short.mp4: has 16 frames per second"
-    with pytest.raises(DataError, match=slow):
-        data.check_rows([good], 5, skip_bad_rows=False, fps=30)
-
-
-def test_a_file_without_video(folder):
-    with av.open(str(folder / "sound.wav"), "w") as container:
-        stream = container.add_stream("pcm_s16le", rate=8000, layout="mono")
-        samples = torch.zeros(1, 800, dtype=torch.int16).numpy()
-        frame = av.AudioFrame.from_ndarray(samples, format="s16", layout="mono")
-        frame.rate = 8000
-        container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    with pytest.raises(DataError, match="sound.wav: holds no video"):
-        data.read_video(folder / "sound.wav")
-
-
-def test_load_example(folder):
-    (row,) = data.load_metadata(write_csv(folder, "a.mp4,smiles"))
-    example = data.load_example(row, 32, 32, 5)
-    assert example.video.shape == (3, 5, 32, 32) and example.video.dtype == torch.float32
-    assert torch.equal(example.image, example.video[:, 0])
-    assert torch.equal(example.video, data.to_float(data.fit(data.read_video(folder / "a.mp4")[:5], 32, 32)))
+    assert data.inspect_row(row, 5).problems == (f"{folder}/still.mp4: holds 1 frames, 2 are needed",)
+    slow = [f"{folder}/{name}: has 16 frames per second, data.fps is 30" for name in ("a.mp4", "short.mp4")]
+    assert [problem.split(";")[0] for problem in data.inspect_row(good, 5, 30).problems] == slow
 
 
 def test_load_example_with_an_image_and_a_reference(folder):
@@ -961,6 +830,9 @@ def test_load_example_with_an_image_and_a_reference(folder):
     (plain,) = data.load_metadata(write_csv(folder, "a.mp4,smiles"))
     example = data.load_example(plain, 32, 32, 5)
     assert example.reference is example.video and torch.equal(example.image, example.video[:, 0])
+    (gone,) = data.load_metadata(write_csv(folder, "a.mp4,x,gone.jpg,short.mp4", header=header))
+    assert problem_of(gone, 12) == "; ".join(data.inspect_row(gone, 12).problems)
+    assert len(data.inspect_row(gone, 12).problems) == 2
 
 
 # ---- order
@@ -991,16 +863,11 @@ def test_a_step_is_the_same_whatever_the_geometry(num_rows):
             assert global_batch(step, *geometry, num_rows) == sorted(stream)
 
 
-def test_every_row_once_per_epoch_and_none_left_out():
-    visits = [sample for step in range(7) for sample in global_batch(step, 1, 1, 5, num_rows=7)]
-    assert sorted(visits) == [(epoch, row) for epoch in range(5) for row in range(7)]
-
-
-SHAPES = {"two": "aabababbaab", "a rare one": "aaaaaaabaaa", "many": "abcdeabcdab", "one": "aaaaaaaaaaa"}
+SHAPES = {"two": "aabababbaab", "a rare one": "aaaaaaabaaa", "one": "aaaaaaaaaaa"}
 
 
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("batch_size", [1, 3])
 def test_batches_of_one_shape_are_those_of_a_queue(shapes, batch_size):
     """Against samples that really queue up, and leave when batch_size of a shape are there."""
     queues, expected = defaultdict(list), []
@@ -1014,17 +881,6 @@ def test_batches_of_one_shape_are_those_of_a_queue(shapes, batch_size):
     assert set(used.values()) == {1}  # none comes twice
     visits = Counter(row for _, row in used)
     assert max(visits.values()) - min(visits.values()) <= batch_size  # and none is left behind
-
-
-def test_one_shape_or_one_sample_is_the_stream():
-    size = {"accumulation": 2, "processes": 3, "num_rows": 7, "seed": 3}
-    for step in range(5):
-        for micro, rank in [(0, 0), (0, 2), (1, 1)]:
-            first = 2 * ((2 * step + micro) * 3 + rank)
-            stream = [epoch_order.sample_at(position, 7, seed=3) for position in (first, first + 1)]
-            assert micro_batch(step, micro, rank, batch_size=2, **size) == stream
-            stream = [epoch_order.sample_at(first // 2, 7, seed=3)]
-            assert micro_batch(step, micro, rank, batch_size=1, **size, shapes=list("abcabca")) == stream
 
 
 def test_with_shapes_a_step_depends_on_accumulation_times_processes():
@@ -1059,17 +915,8 @@ def test_seeds_are_distinct():
     cells = [(s, e, i, m) for s in range(4) for e in range(12) for i in ("a", "b", "1/a") for m in range(4)]
     seeds = {noise_seed(*cell) for cell in cells}
     assert len(seeds) == len(cells) and all(0 <= seed < 2**63 for seed in seeds)
+    assert noise_seed(42, 1, "clip#1", 2) == 8305654411088914815  # the same in every process
     assert not any(stable_hash(f"order/{s}/{e}") in seeds for s in range(4) for e in range(12))
-
-
-@pytest.mark.long
-def test_noise_is_the_same_in_every_process():
-    code = "from rewardfl.noise import *; print(noise_seed(42, 1, 'clip#1', 2), draw_noise((3,), 5).tolist())"
-    here = f"{noise_seed(42, 1, 'clip#1', 2)} {draw_noise((3,), 5).tolist()}"
-    environment = os.environ | {"PYTHONHASHSEED": "7"}
-    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == here
-    assert noise_seed(42, 1, "clip#1", 2) == 8305654411088914815
 
 
 def test_noise_does_not_depend_on_the_global_generator_or_the_batch():
@@ -1080,16 +927,6 @@ def test_noise_does_not_depend_on_the_global_generator_or_the_batch():
     assert first.dtype == torch.float32 and first.shape == (16, 3, 4, 4)
     assert not torch.equal(draw_noise((16, 3, 4, 4), 12), first)
     assert abs(first.mean()) < 0.1 and abs(first.std() - 1) < 0.1
-
-
-def test_noise_is_independent_of_the_geometry():
-    def seeds(*geometry):
-        visits = [sample for step in range(3) for sample in global_batch(step, *geometry, num_rows=7)]
-        return sorted(training_noise_seed(42, epoch, f"row{row}", "fresh") for epoch, row in visits)
-
-    reference = seeds(1, 1, 12)
-    assert len(set(reference)) == 36
-    assert all(seeds(*geometry) == reference for geometry in GEOMETRIES)
 
 
 def test_noises_per_sample():

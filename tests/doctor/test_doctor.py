@@ -22,13 +22,10 @@ from pipelines import random_variant
 from runs import CONFIG, FAST, GRPO_CONFIG, GRPO_FAST, SMALL, WORLD
 from safetensors.torch import load_file, save_file
 
-from rewardfl import backbones, config, data
-from rewardfl.backbones.protocol import Source
+from rewardfl import config, data
 from rewardfl.backbones.wan.variants import VARIANTS
-from rewardfl.doctor import checks as checks_module
-from rewardfl.doctor import models
-from rewardfl.doctor.checks import CHECKS, anonymise, write_page
-from rewardfl.doctor.models import Case, Finding
+from rewardfl.doctor import checks
+from rewardfl.doctor.checks import CHECKS, Finding, anonymise, write_page
 from rewardfl_tools import doctor
 
 pytestmark = pytest.mark.slow(140)
@@ -44,9 +41,9 @@ def at_root(monkeypatch):
 
 def call(out, only, *arguments, configuration=CONFIG, expect=0):
     """Return what the tool prints, and {check: its section} of its page of the world's first two clips, small."""
-    checks = [word for name in only for word in ("--only", name)]
+    chosen = [word for name in only for word in ("--only", name)]
     text = run_tool(
-        doctor.main, "--config", configuration, "--out", out, "--clips", 2, "--device", "cpu", *checks, *arguments,
+        doctor.main, "--config", configuration, "--out", out, "--clips", 2, "--device", "cpu", *chosen, *arguments,
         *SMALL, expect=expect,
     )  # fmt: skip
     return text, page(out) if out.is_file() else None
@@ -59,13 +56,13 @@ def page(out):
     return {name: (sections[name] or {}) | {"status": status, "line": line} for name, status, line in lines}
 
 
-def opened(settings=(), rows=None, device=CPU, **args):
-    """Return the case of a configuration of the tiny world."""
-    cfg = config.load(CONFIG, [*SMALL, *settings])
-    backbone = backbones.open(cfg.model.model_name, Source(model_paths=cfg.model.model_paths, dtype="float32"))
-    rows = data.load_metadata(cfg.data.file_name)[:1] if rows is None else rows
-    args = SimpleNamespace(config=CONFIG, overrides=[*SMALL, *settings], **args)
-    return Case(args=args, cfg=cfg, backbone=backbone, rows=rows, device=device)
+def opened(tmp_path, settings=(), configuration=CONFIG):
+    """Return the case of the first clip of a configuration of the tiny world."""
+    overrides = [*SMALL, *settings]
+    args = SimpleNamespace(
+        config=str(configuration), overrides=overrides, device="cpu", out=tmp_path / "page.md", clips=1
+    )
+    return checks.open_case(args)
 
 
 def test_on_the_tiny_world_everything_is_as_expected_and_the_page_names_no_person(tmp_path):
@@ -102,8 +99,7 @@ def test_what_is_there_is_not_replaced(tmp_path):
 # ---- weights
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_changed_weight_is_seen(monkeypatch, tmp_path, dtype):
+def test_a_changed_weight_is_seen(monkeypatch, tmp_path):
     """One tensor of the second expert, as diffusers loads it, times 1.01."""
     real = WanTransformer3DModel.from_pretrained
 
@@ -114,7 +110,7 @@ def test_a_changed_weight_is_seen(monkeypatch, tmp_path, dtype):
         return expert
 
     monkeypatch.setattr(WanTransformer3DModel, "from_pretrained", scaled)
-    text, found = call(tmp_path / "page.md", ["weights"], f"model.dtype={dtype}", expect=1)
+    text, found = call(tmp_path / "page.md", ["weights"], expect=1)
     assert "weights: differs: low_noise's velocity differs by" in text
     assert [record["from diffusers'"] > 0 for record in found["weights"]["experts"].values()] == [False, True]
 
@@ -134,10 +130,10 @@ def test_attention_that_is_another_kernel_with_a_graph_is_measured(monkeypatch, 
     assert 1e-6 < found["weights"]["experts"]["low_noise"]["with a graph"] < 1e-2
 
 
-def test_one_expert_is_in_memory_at_a_time(monkeypatch, native_again):
+def test_one_expert_is_in_memory_at_a_time(monkeypatch, tmp_path, native_again):
     """Ours and diffusers' in turn, with the weights swapped; the attention of both is the run's."""
-    case, alive, most = opened([*SWAPPED, "model.attention_backend=_native_math"]), [], []
-    real = models.offload.move_expert
+    case, alive, most = opened(tmp_path, [*SWAPPED, "model.attention_backend=_native_math"]), [], []
+    real = checks.offload.move_expert
 
     def place(expert, where, *rest):
         alive.append(weakref.ref(expert))
@@ -146,8 +142,8 @@ def test_one_expert_is_in_memory_at_a_time(monkeypatch, native_again):
         assert where == "cpu_swap" and used == {"AttentionBackendName._NATIVE_MATH"}
         return real(expert, where, *rest)
 
-    monkeypatch.setattr(models.offload, "move_expert", place)
-    assert models.check_weights(case).status == "ok" and most == [1, 1, 1, 1]
+    monkeypatch.setattr(checks.offload, "move_expert", place)
+    assert checks.check_weights(case).status == "ok" and most == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -155,16 +151,17 @@ def test_one_expert_is_in_memory_at_a_time(monkeypatch, native_again):
 )
 def test_every_wan_model_is_compared(tmp_path, name):
     random_variant(name).save_pretrained(tmp_path / "model")
-    case = opened([f"model.model_name={name}", "model.trainable_models=dit", f"model.model_paths={tmp_path / 'model'}"])
+    case = opened(
+        tmp_path, [f"model.model_name={name}", "model.trainable_models=dit", f"model.model_paths={tmp_path / 'model'}"]
+    )
     if VARIANTS[name].image == "none":
         case = dataclasses.replace(case, rows=[dataclasses.replace(case.rows[0], video=None)])
-    found = models.check_weights(case)
+    found = checks.check_weights(case)
     assert found.status == "ok" and found.line == "compared with diffusers' loading"
     assert list(found.facts["experts"]) == list(case.backbone.experts)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", ["original", "diffusers"])
+@pytest.mark.parametrize("layout, dtype", [("original", "bfloat16"), ("diffusers", "float32")])
 def test_published_files_are_compared(tmp_path, layout, dtype):
     """With diffusers' own loaders, which keep the same parts in float32."""
     pipe, path = wan_files.small_pipeline(), tmp_path / "model"
@@ -201,17 +198,17 @@ def test_a_distillation_is_compared_with_diffusers_own_adapter(distilled, tmp_pa
     assert found["weights"]["status"] == "ok"
     least, most = {"float32": (0, 1e-5), "bfloat16": (1e-4, 0.03)}[dtype]
     for record in found["weights"]["experts"].values():
-        assert least <= record["from diffusers'"] <= most and record["by the distillation"] > 0.2
+        assert least <= record["from diffusers'"] <= most
 
 
 def test_a_distillation_that_is_not_the_same_differs(distilled, monkeypatch, tmp_path):
-    real, second = models.WanLoraLoaderMixin.lora_state_dict, load_file(distilled[1]["transformer_2"])
+    real, second = checks.WanLoraLoaderMixin.lora_state_dict, load_file(distilled[1]["transformer_2"])
 
     def weaker(values):
         changed = all(torch.equal(values[key], value.float()) for key, value in second.items())
         return {key: value * (0.8 if changed and "lora_B" in key else 1) for key, value in real(dict(values)).items()}
 
-    monkeypatch.setattr(models.WanLoraLoaderMixin, "lora_state_dict", weaker)
+    monkeypatch.setattr(checks.WanLoraLoaderMixin, "lora_state_dict", weaker)
     text, _ = call(tmp_path / "page.md", ["weights"], *distilled[0], expect=1)
     assert "weights: differs: low_noise's velocity differs by" in text
 
@@ -230,7 +227,7 @@ def test_a_distillation_that_diffusers_reads_in_part_is_not_compared(distilled, 
 
 def test_a_face_pack_that_answers_otherwise_is_seen(monkeypatch, tmp_path):
     pack = shutil.copytree(WORLD / "faces" / "judge", tmp_path / "judge")  # a folder whose check is not cached
-    real = checks_module.build_terms
+    real = checks.build_terms
 
     def changed(*given):
         terms = real(*given)
@@ -239,7 +236,7 @@ def test_a_face_pack_that_answers_otherwise_is_seen(monkeypatch, tmp_path):
         weight += 0.2 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
         return terms
 
-    monkeypatch.setattr(checks_module, "build_terms", changed)
+    monkeypatch.setattr(checks, "build_terms", changed)
     text, found = call(tmp_path / "page.md", ["faces"], f"reward.held_out_model_path={pack}", expect=1)
     assert found["faces"]["status"] == "differs" and "FaceParityError: held_out: face parity" in text
 
@@ -272,8 +269,8 @@ def test_one_update_is_started_and_leaves_the_page_alone(monkeypatch, tmp_path, 
         Path(cfg.run.output_dir, "metrics.jsonl").write_text(json.dumps(line))
         return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(models.subprocess, "run", run)
-    monkeypatch.setattr(models, "measure", measured_before)
+    monkeypatch.setattr(checks.subprocess, "run", run)
+    monkeypatch.setattr(checks, "measure", measured_before)
     text, found = call(tmp_path / "page.md", ["step"], *settings, configuration=configuration)
     (cfg,) = seen
     assert cfg.train.max_steps == 1 and cfg.data.height == 32
@@ -284,11 +281,10 @@ def test_one_update_is_started_and_leaves_the_page_alone(monkeypatch, tmp_path, 
 
 
 @pytest.mark.parametrize("peak, status", [(0.06, "ok"), (1.9, "ok"), (2.5, "differs")])
-def test_a_gpu_peak_above_the_estimate_differs(monkeypatch, peak, status):
-    monkeypatch.setattr(models, "measure", measured_before)
-    case = opened(device=torch.device("cuda"))
-    plan = models.make_workload(case.cfg, models.resolve(case.cfg, case.backbone, 1), case.backbone, case.rows[:2])
-    found = models.plan_step(case, plan, {"time/step": 2.0, "memory/peak_gb": peak})
+def test_a_gpu_peak_above_the_estimate_differs(monkeypatch, tmp_path, peak, status):
+    monkeypatch.setattr(checks, "measure", measured_before)
+    case = dataclasses.replace(opened(tmp_path), device=torch.device("cuda"))
+    found = checks.compare_with_estimate(case, {"time/step": 2.0, "memory/peak_gb": peak})
     assert found.status == status and f"peak {peak:.2f} GB, estimated 0.07" in found.line
 
 
@@ -303,7 +299,7 @@ def test_a_script_that_refuses_differs_with_its_own_words(monkeypatch, tmp_path)
         stdout.write("one\nerror: reward.others.words: no\n\n")
         return SimpleNamespace(returncode=2)
 
-    monkeypatch.setattr(models.subprocess, "run", run)
+    monkeypatch.setattr(checks.subprocess, "run", run)
     text, _ = call(tmp_path / "page.md", ["step"], *FAST, expect=1)
     assert "step: differs: train_reward_fl.py ended with 2: error: reward.others.words: no" in text and "one\n" in text
 
@@ -311,7 +307,7 @@ def test_a_script_that_refuses_differs_with_its_own_words(monkeypatch, tmp_path)
 def test_the_table_of_the_update_is_the_rows_own(tmp_path):
     row = data.load_metadata(config.load(CONFIG).data.file_name)[0]
     alone = dataclasses.replace(row, video=None, prompt='of "one", a\nprompt', size=(32, 48))
-    models.write_table([row, alone], tmp_path / "clips.csv")
+    checks.write_table([row, alone], tmp_path / "clips.csv")
     with (tmp_path / "clips.csv").open(newline="") as file:
         assert len(list(csv.DictReader(file))) == 2
     first, second = data.load_metadata(tmp_path / "clips.csv")
@@ -328,27 +324,15 @@ def test_the_table_of_the_update_is_the_rows_own(tmp_path):
         (["reward.reward_model_path=no/pack"], "no/pack"),
         (["model.model_paths=no/model"], "no/model"),
         (["data.file_name=no/clips.csv"], "no/clips.csv"),
-        (["train.learning_rat=1"], "learning_rat"),
         (["reward.others={x: {name: lost.py:Mine}}"], "x.name: lost.py:Mine is code of lost.py; --trust"),
         (["--device", "cuda"], "--device"),
         (["--clips", "0"], "--clips"),
-        (["--only", "file"], "file"),
     ],
 )
 def test_what_training_refuses_is_refused_and_nothing_written(monkeypatch, tmp_path, settings, named):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     text, found = call(tmp_path / "new" / "page.md", [], *settings, expect=2)
     assert named in text and "error: " in text and found is None and not (tmp_path / "new").exists()
-
-
-def test_a_clip_that_is_not_there_is_refused_or_passed_over(tmp_path):
-    clip = next((WORLD / "train").rglob("*.mp4"))
-    (tmp_path / "clips.csv").write_text(f"video,prompt\ngone.mp4,a\n{clip},b\n")
-    settings = [["environment"], f"data.file_name={tmp_path / 'clips.csv'}"]
-    text, _ = call(tmp_path / "page.md", *settings, expect=2)
-    assert "gone.mp4" in text
-    call(tmp_path / "page.md", *settings, "data.skip_bad_rows=true")
-    assert "clips: '1'" in (tmp_path / "page.md").read_text()
 
 
 def test_what_the_machine_cannot_do_is_said_and_the_other_checks_are_done(monkeypatch, tmp_path):
@@ -376,8 +360,8 @@ def test_a_driver_that_this_torch_cannot_use_differs(monkeypatch, tmp_path):
 def test_an_image_model_has_what_can_be_checked_of_it(tmp_path):
     """Its velocity with a graph, but no other loading, and no clips."""
     configuration = ROOT / "configs" / "tiny_image_flow_grpo.yaml"
-    out, checks = tmp_path / "page.md", ["--only", "weights", "--only", "faces"]
-    run_tool(doctor.main, "--config", configuration, "--out", out, "--device", "cpu", *checks)
+    out, chosen = tmp_path / "page.md", ["--only", "weights", "--only", "faces"]
+    run_tool(doctor.main, "--config", configuration, "--out", out, "--device", "cpu", *chosen)
     found = page(out)
     assert found["weights"]["line"] == "not compared with diffusers' loading: this is no Wan model"
     assert found["faces"]["status"] == "could not be done"
@@ -385,7 +369,7 @@ def test_an_image_model_has_what_can_be_checked_of_it(tmp_path):
 
 def test_the_page_takes_any_figure_and_any_words(tmp_path):
     facts = {"a": math.nan, "table": [{"x": 1.5, "y": "a|b"}, {"x": 2}], "words": ["p", "```"], "yes": True}
-    write_page(opened(out=tmp_path / "page.md"), {"one": Finding("ok", "it|is", facts)})
+    write_page(opened(tmp_path), {"one": Finding("ok", "it|is", facts)})
     found = page(tmp_path / "page.md")["one"]
     assert math.isnan(found["a"]) and found["table"] == [{"x": 1.5, "y": "a|b"}, {"x": 2}]
     assert found["words"] == ["p", "´´´"] and found["line"] == "it/is"

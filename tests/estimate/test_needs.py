@@ -379,8 +379,7 @@ def test_real_folder(pipe, tmp_path):
         _, outputs = counted(first_chunk)
         backward, _ = counted(lambda: torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs]))
     assert backward == predicted.chunks[0].backward
-    work, one = counted(lambda: encode(pipe, "a person", torch.zeros(3, HEIGHT, WIDTH), 4 * FRAMES + 1))
-    assert {name: measure.nbytes([value]) for name, value in one.items()} == predicted.cached
+    work, _ = counted(lambda: encode(pipe, "a person", torch.zeros(3, HEIGHT, WIDTH), 4 * FRAMES + 1))
     # the pipeline encodes what the VAE's quantising convolution then takes, which is left out here
     assert work == pytest.approx(predicted.image.forward + predicted.text.forward, rel=0.01)
     assert layouts.find_configs(I2V, str(tmp_path)) == tmp_path
@@ -401,17 +400,6 @@ def test_attention_that_is_kept_takes_memory_and_saves_its_own_work(published):
     before, after = needs.flops(measured, RUN), needs.flops(measured, with_levers(keep_attention=True))
     assert before.pop("replay recompute") - after.pop("replay recompute") == 4 * 40 * 4 * tokens**2 * 5120
     assert before == after
-
-
-def test_room_that_saves_time_is_named(published):
-    measured = published("480x832", ADAPTER)
-    run = with_levers(placement="cpu_swap", decode_caches="offload")  # its peak is in the replay
-    kept = dataclasses.replace(run, keep_attention=True)
-    peak = needs.memory(measured, kept).peak + needs.RESERVE
-    (line,) = report.fit_verdict(measured, run, Machine(peak))[1:]
-    assert "train.keep_attention: true" in line and "13.6 GB more, -7.5 % time" in line
-    assert len(report.fit_verdict(measured, run, Machine(peak - 1))) == 1
-    assert len(report.fit_verdict(measured, kept, Machine(peak))) == 1
 
 
 def test_settings_take_from_the_phase_they_are_for(published):
@@ -596,18 +584,6 @@ def test_tiny_config(monkeypatch, capsys):
     assert "data: 48 clips" in out and "replayed" in out
 
 
-def test_face_config(monkeypatch, capsys, published):
-    monkeypatch.setattr(report, "measure", lambda video: published("480x832", ADAPTER))  # measured before
-    code, out, _ = tool(monkeypatch, capsys, "configs/wan22_face.yaml")
-    assert code == 2 and "does not fit" in out and "  set experts.untrained: cpu_swap\n" in out
-    assert "published; no configurations" in out and "data: not there yet" in out
-    settings = ["experts.untrained=cpu_swap", "train.decode_caches=offload"]
-    code, out, _ = tool(monkeypatch, capsys, "configs/wan22_face.yaml", *settings)
-    assert code == 0 and "\nfits" in out
-    code, _, _ = tool(monkeypatch, capsys, "configs/wan22_face.yaml", "--gpu-memory", "141")
-    assert code == 0
-
-
 def test_run_of_a_configuration(monkeypatch):
     settings = [
         "sample.num_inference_steps=4", "sample.shift=3", "sample.final_timestep=2", "sample.mid_timestep=0",
@@ -673,21 +649,13 @@ def test_the_processes_host_memory_is_one_sum_in_the_verdict(published, processe
     assert not any(option.settings.get("experts.trained") for option in recommend(measured, run, less))
 
 
-def test_no_advice_asks_for_more_host_memory_than_there_is(published):
-    measured = published("480x832", ADAPTER)
-    chosen = recommend(measured, RUN, Machine(80e9, 30e9))
-    assert fits(measured, with_options(RUN, chosen), Machine(80e9, 30e9))
-    text = "\n".join(report.fit_verdict(measured, with_levers(placement="cpu_swap"), Machine(None, 1e9, 8)))
-    assert "does not fit: 224.9 GB of 1.0 GB in host memory for 8 processes" in text
-    assert "no setting makes it fit" not in text  # boundary_cache does
-
-
 def test_plan_run_judges_the_host(monkeypatch, capsys, published):
     monkeypatch.setattr(report, "measure", lambda video: published("480x832", ADAPTER))
     arguments = ["configs/wan22_face.yaml", "experts.untrained=cpu_swap", "train.decode_caches=offload"]
     for host, processes, code in (("70", "1", 0), ("60", "1", 2), ("520", "8", 0), ("510", "8", 2)):
         found, out, _ = tool(monkeypatch, capsys, *arguments, "--host-gb", host, "--processes", processes)
         assert found == code and ("\nfits: " in out) == (code == 0) and ("\ndoes not fit: " in out) == (code == 2)
+        assert "published; no configurations" in out and "data: not there yet" in out
     monkeypatch.setattr(machine, "usable_memory", lambda: 24e9)
     monkeypatch.setattr(sys, "argv", ["plan_run.py", "--config", *arguments])  # this machine's
     assert plan_run.main() == 2 and "of 24.0 GB in host memory" in capsys.readouterr().out
@@ -750,13 +718,10 @@ def test_what_is_measured_is_what_the_configuration_says():
     "file, override, message",
     [
         ("wan22_face", "data.height=500", "multiple of 16"),
-        ("wan22_face", "sample.final_timestep=9", "at most 7"),
         ("wan22_face", "model.trainable_models=dit", "answers at no active step"),
         ("wan22_face", "train.decode_caches=nowhere", "must be 'keep', 'offload' or 'segment'"),
         ("tiny_flow_grpo", "--processes=5", "do not divide into forward passes of world 5 x batch 8 = 40; the nearest"),
-        ("tiny_flow_grpo", "grpo.updates_per_epoch=5", "forward passes of a process, got 5; take one of 1, 2, 4"),
         ("tiny_flow_grpo", "grpo.window_bounds=[0,3]", "no 2 steps in a row among the usable []"),
-        ("tiny_flow_grpo", "data.height=70", "multiple of 16"),
     ],
 )
 def test_what_cannot_work(monkeypatch, capsys, file, override, message):
@@ -765,14 +730,10 @@ def test_what_cannot_work(monkeypatch, capsys, file, override, message):
 
 
 def test_source_of_original_files(monkeypatch, tmp_path):
-    paths = tmp_path / "wan22_paths.json"
-    paths.write_text("[]")
-    assert layouts.find_configs(I2V, str(paths)) == layouts.published(I2V)
-    own = ROOT / "assets" / "tiny_world" / "pipeline"
-    for nothing in ("", None):  # as examples/wan22_paths.json has it: the published model's
-        (own_paths := tmp_path / "empty.json").write_text(json.dumps({"configs": nothing}))
-        assert layouts.find_configs(I2V, str(own_paths)) == layouts.published(I2V)
-    paths.write_text(json.dumps({"configs": str(own)}))
-    assert layouts.find_configs(I2V, str(paths)) == own
+    own, paths = ROOT / "assets" / "tiny_world" / "pipeline", tmp_path / "wan22_paths.json"
+    # empty, as examples/wan22_paths.json has it: the published model's
+    for content, expected in (([], None), ({"configs": ""}, None), ({"configs": str(own)}, own)):
+        paths.write_text(json.dumps(content))
+        assert layouts.find_configs(I2V, str(paths)) == (expected or layouts.published(I2V))
     monkeypatch.chdir(own)  # no path is not the folder that the command is started in
     assert layouts.find_configs(I2V, "") == layouts.published(I2V)
