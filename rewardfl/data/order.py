@@ -49,7 +49,7 @@ def one_shape_batch(index: int, batch_size: int, shapes: Sequence[Hashable], see
     None is padded, repeated or left out: each sample of each epoch is in one batch, with that epoch's noise. Up to
     batch_size - 1 samples of each shape wait at any moment, possibly into later epochs; those that wait at the end of
     the run are not trained on. With one shape, or batch_size 1, this is the stream itself. With several shapes the
-    stream is replayed from its start: 0.1 s at index 10,000.
+    stream is replayed from its start: 0.02 s at index 10,000.
     """
     queues = defaultdict[Hashable, list[tuple[int, int]]](list)
     is_stream = batch_size == 1 or len(set(shapes)) == 1
