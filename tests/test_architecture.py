@@ -226,6 +226,35 @@ ODD = {
 }  # fmt: skip
 
 
+# the rooms that resolve a configuration: all others take one section of it, or plain fields
+RESOLVES = re.compile(r"config\..*|training\.plan|training\.setup_\w+")
+WHOLE = re.compile(r"\b(AnyConfig|RewardFlConfig|FlowGrpoConfig)\b")
+
+
+def takes_the_whole_configuration(sources):
+    """Functions with a parameter, and records with a field, that is the whole configuration."""
+    found = []
+    for file, text in sources.items():
+        for node in nodes_of(text) if not RESOLVES.fullmatch(name_of(file)) else ():
+            if isinstance(node, ast.FunctionDef):
+                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            elif isinstance(node, ast.ClassDef):
+                given = [field for field in node.body if isinstance(field, ast.AnnAssign)]
+            else:
+                continue
+            if any(WHOLE.search(ast.unparse(one.annotation)) for one in given if one.annotation):
+                found.append(f"{name_of(file)}.{node.name}")
+    return found
+
+
+def test_the_configuration_is_resolved_once(sources):
+    assert takes_the_whole_configuration(sources) == []
+    record = "class Case:\n    cfg: config.AnyConfig\n"
+    assert takes_the_whole_configuration({"rewardfl/x.py": record, "rewardfl/training/plan.py": record}) == ["x.Case"]
+    assert takes_the_whole_configuration({"rewardfl/x.py": "def f(*, cfg: RewardFlConfig): ..."}) == ["x.f"]
+    assert not takes_the_whole_configuration({"rewardfl/x.py": "def f(data: DataConfig): ..."})
+
+
 def habits(sources):
     """What breaks the habits that can be counted: names that are defined twice, functions that are long or wide."""
     homes, found = {}, []
