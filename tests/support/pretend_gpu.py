@@ -173,12 +173,12 @@ def new_tag(storage, place: str, locked: bool = False) -> Tag:
     if place == "device":
         size, stream = max(512, -(-storage.nbytes() // 512) * 512), ledger.stream
         pieces = ledger.free[stream, size]
-        tag = Tag("device", pieces.pop() if pieces else Memory(resident=size), stream)
+        tag = Tag("device", pieces.pop() if pieces else Memory(size=size), stream)
         ledger.live += size
         ledger.peak = max(ledger.peak, ledger.live)
         weakref.finalize(storage, free_device, tag)
     else:
-        tag = Tag(place, Memory(resident=storage.nbytes()) if locked else None, locked=locked)
+        tag = Tag(place, Memory(size=storage.nbytes()) if locked else None, locked=locked)
         if locked:
             weakref.finalize(storage, free_locked, tag.memory)
     return tag
@@ -211,7 +211,7 @@ def is_locked(tensor: Tensor) -> bool:
     if not any(start <= address < start + size for start, size in ledger.registered.items()):
         return False
     tag = tag or set_tag(tensor, "host")
-    tag.locked, tag.memory = True, tag.memory or Memory(resident=storage_of(tensor).nbytes())
+    tag.locked, tag.memory = True, tag.memory or Memory(size=storage_of(tensor).nbytes())
     return True
 
 
@@ -466,7 +466,7 @@ def factory(real, name: str):
         with placing(place):
             result = real(*args, **kwargs)
         tag = set_tag(result, place, locked)
-        tag.locked, tag.memory = tag.locked or locked, tag.memory or (Memory(resident=0) if locked else None)
+        tag.locked, tag.memory = tag.locked or locked, tag.memory or (Memory(size=0) if locked else None)
         if name in ("tensor", "scalar_tensor") and place == "device":
             note_upload(result, f"torch.{name} of numbers")
         return result
@@ -543,7 +543,7 @@ def patch_tensor() -> None:
     def pin_memory(self, device=None):
         result = real_to(self, dtype=self.dtype, copy=True)
         tag = set_tag(result, "host", locked=True)
-        tag.locked, tag.memory = True, tag.memory or Memory(resident=0)
+        tag.locked, tag.memory = True, tag.memory or Memory(size=0)
         return result
 
     def record_stream(self, stream):
