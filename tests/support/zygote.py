@@ -1,4 +1,4 @@
-"""Processes of the tests that are Python from their start, without the ten seconds that importing torch takes.
+"""Processes of the tests that are Python from their start, without the seconds that importing torch takes.
 
 A server has imported what the scripts import, and forks: `Process(arguments)` is what
 `subprocess.Popen([sys.executable, *arguments])` is, a real process with a number, signals at their default, an
@@ -9,11 +9,12 @@ The first pytest process starts the server (`start`), and all its workers use it
 test_golden.py with `python`, and by test_launch.py with `accelerate launch`.
 """
 
+import contextlib
 import gc
 import json
 import os
 import runpy
-import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -29,49 +30,41 @@ LATER = (
     "diffusers.pipelines.wan.pipeline_wan_i2v", "diffusers.training_utils", "torch.distributed.fsdp",
     "torch.utils.checkpoint", "transformers.models.umt5.modeling_umt5",
 )  # fmt: skip
+server = None
 
 
 class Process:
     """A forked Python process. With stdout or stderr None they are this process's own."""
 
-    def __init__(self, arguments, cwd=None, env=None, stdout=None, stderr=None, start_new_session=False):
+    def __init__(self, arguments, cwd=None, env=None, stdout=None, stderr=None, start_new_session=None):
         self.args, self.returncode = [sys.executable, *map(str, arguments)], None
         # files, not pipes: they take any amount while nobody reads
-        self.files = [kept() if stream == subprocess.PIPE else stream for stream in (stdout, stderr)]
-        out = self.files[0] if self.files[0] is not None else 1
-        errors = out if stderr == subprocess.STDOUT else self.files[1] if self.files[1] is not None else 2
+        self.files = [tempfile.TemporaryFile() if stream == subprocess.PIPE else stream for stream in (stdout, stderr)]
+        out = self.files[0] or 1
+        errors = out if stderr == subprocess.STDOUT else self.files[1] or 2
         request = {
             "arguments": self.args[1:], "cwd": str(cwd or os.getcwd()), "env": dict(os.environ if env is None else env),
             "session": start_new_session,
         }  # fmt: skip
-        content = json.dumps(request).encode()
-        self.connection = socket.socket(socket.AF_UNIX)
+        self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.connection.connect(os.environ[ADDRESS])
         streams = [stream if isinstance(stream, int) else stream.fileno() for stream in (out, errors)]
-        socket.send_fds(self.connection, [len(content).to_bytes(8)], streams)
-        self.connection.sendall(content)
-        self.pid = int.from_bytes(self._receive())
-
-    def _receive(self):
-        answer = self.connection.recv(8)
-        assert len(answer) == 8, "the process that forks is gone"
-        return answer
+        socket.send_fds(self.connection, [json.dumps(request).encode()], streams)
+        self.pid = int(self.connection.recv(32))
 
     def wait(self, timeout=None):
         if self.returncode is None:
             self.connection.settimeout(timeout)
             try:
-                self.returncode = int.from_bytes(self._receive(), signed=True)
+                self.returncode = int(self.connection.recv(32))
             except (TimeoutError, BlockingIOError) as error:
                 raise subprocess.TimeoutExpired(self.args, timeout) from error
             self.connection.close()
         return self.returncode
 
     def poll(self):
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             return self.wait(timeout=0)
-        except subprocess.TimeoutExpired:
-            return None
 
     def send_signal(self, number):
         if self.poll() is None:
@@ -95,10 +88,6 @@ class Process:
         return stream.read().decode()
 
 
-def kept():
-    return tempfile.TemporaryFile()
-
-
 def run(arguments, timeout=280, **settings):
     """What `subprocess.run([sys.executable, *arguments], capture_output=True, text=True)` gives."""
     process = Process(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **settings)
@@ -110,134 +99,87 @@ def run(arguments, timeout=280, **settings):
 
 
 def start():
-    """Start the server, which imports at the first request; it ends with this process, or by `stop`."""
+    """Start the server, which imports at the first request; it ends by `stop`, or soon after this process."""
     global server
     folder = tempfile.mkdtemp(prefix="zygote-", dir="/tmp")  # such an address has 107 characters at most
     os.environ[ADDRESS] = f"{folder}/socket"
-    with socket.socket(socket.AF_UNIX) as listening:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         listening.bind(os.environ[ADDRESS])
         listening.listen(64)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, __file__, str(listening.fileno())]
-        # its standard input is closed with the last process that holds the other end: this one
+        command = [sys.executable, __file__, str(listening.fileno()), str(os.getpid())]
         server = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, pass_fds=[listening.fileno()],
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=[listening.fileno()],
             start_new_session=True,
         )  # fmt: skip
 
 
-server = None
-
-
 def stop():
     if server is not None:
-        server.communicate()
+        server.kill()
+        server.wait()
+        shutil.rmtree(Path(os.environ[ADDRESS]).parent)
 
 
 # -- the server
 
 
-def serve(listening):
-    """Fork a process for every request. Returns in that process, with the request."""
-    wake, woken = socket.socketpair()
-    wake.setblocking(False)
-    signal.set_wakeup_fd(wake.fileno())
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    children, events = {}, selectors.DefaultSelector()
-    for source in (listening, sys.stdin, woken):
-        events.register(source, selectors.EVENT_READ)
+def serve(listening, parent):
+    """Fork for every request a process that tells how the one ends that it forks. Returns in that one."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that tell
+    listening.settimeout(5)
     imported = False
-    while True:
-        ready = {key.fileobj for key, _ in events.select()}
-        if sys.stdin in ready:  # nobody asks any more
-            os.unlink(listening.getsockname())
-            os.rmdir(os.path.dirname(listening.getsockname()))
-            os._exit(0)
-        if woken in ready:
-            woken.recv(4096)
-            report(children)
-        if listening in ready:
-            imported = imported or import_all()
+    while os.getppid() == parent:
+        try:
             connection, _ = listening.accept()
-            if (asked := read(connection)) is None:
-                continue
-            request, streams = asked
-            pid = os.fork()
-            if pid:
-                children[pid] = connection
-                for stream in streams:
-                    os.close(stream)
-                continue
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            take_streams(streams)
-            if request["session"]:
-                os.setsid()
-            connection.sendall(os.getpid().to_bytes(8))
-            for other in (listening, wake, woken, events, connection, *children.values()):
-                other.close()
-            return request
-
-
-def report(children):
-    """Tell who asked for them of the children that have ended."""
-    while children:
-        pid, status = os.waitpid(-1, os.WNOHANG)
+        except TimeoutError:
+            continue
+        imported = imported or import_all()
+        if os.fork():
+            connection.close()
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        content, streams, _, _ = socket.recv_fds(connection, 1 << 20, 2)
+        pid = os.fork()
         if not pid:
-            return
-        with children.pop(pid) as connection:
-            code = os.waitstatus_to_exitcode(status)
-            try:
-                connection.sendall(code.to_bytes(8, signed=True))
-            except (BrokenPipeError, ConnectionResetError):
-                continue  # whoever asked has ended
-
-
-def read(connection):
-    """(the request, its streams); None when whoever asked has ended meanwhile."""
-    size, streams, _, _ = socket.recv_fds(connection, 8, 2)
-    content = b""
-    while len(content) < int.from_bytes(size):
-        if not (more := connection.recv(1 << 20)):
-            break
-        content += more
-    if len(size) == 8 and len(content) == int.from_bytes(size):
-        return json.loads(content), streams
-    connection.close()
-    for stream in streams:
-        os.close(stream)
-    return None
+            connection.close()
+            listening.close()
+            return json.loads(content), streams
+        with contextlib.suppress(OSError):  # the client may have ended
+            connection.sendall(str(pid).encode())
+            _, status = os.waitpid(pid, 0)
+            connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+        os._exit(0)
+    shutil.rmtree(Path(os.environ[ADDRESS]).parent, ignore_errors=True)
+    os._exit(0)
 
 
 def import_all():
-    """A process with threads could not be forked: a lock that one of them holds would be held forever."""
     sys.path.insert(0, str(ROOT))
-    errors, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)  # what libraries say when they are imported, a process of its own would say to itself
+    errors = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)  # what libraries say when they are imported, a process would say to itself
     try:
         for name in ("train_reward_fl", "train_flow_grpo", *LAUNCHERS, *LATER):
             __import__(name)
     finally:
         os.dup2(errors, 2)
         os.close(errors)
-        os.close(nowhere)
     del sys.path[0]
     threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"importing has started threads: {threads}"
+    assert len(threads) == 1, f"importing has started threads, whose locks a fork would hold forever: {threads}"
     gc.collect()
     gc.freeze()  # so that a child's garbage collection does not copy all of it
     return True
 
 
-def take_streams(streams):
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for new, number in zip((nothing, *streams), (0, 1, 2), strict=True):
-        os.dup2(new, number)
-        os.close(new)
-
-
-def become(request):
+def become(request, streams):
     """Of a forked process: what a new one would be."""
+    for stream, number in zip(streams, (1, 2), strict=True):
+        os.dup2(stream, number)
+        os.close(stream)
+    if request["session"]:
+        os.setsid()
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
@@ -245,9 +187,8 @@ def become(request):
 
 
 def execute(words):
-    """Run what follows `python` on a command line: options, then a file or -m and a module."""
-    options = [word for word in words[:2] if word in ("-u",)]
-    first, *rest = words[len(options) :]
+    """Run what follows `python` on a command line: a file, -m and a module or -c and code."""
+    first, *rest = words[1:] if words[0] == "-u" else words
     if first == "-m":
         name, *rest = rest
         if name in LAUNCHERS:
@@ -277,6 +218,6 @@ def launch_by_forking():
 
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as requests:
-        wanted = serve(requests)
-    become(wanted)
-    execute(wanted["arguments"])
+        asked, outputs = serve(requests, int(sys.argv[2]))
+    become(asked, outputs)
+    execute(asked["arguments"])
