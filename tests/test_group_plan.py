@@ -80,36 +80,6 @@ def test_a_position_is_the_same_member_whatever_the_geometry(spread):
             assert plan(epoch=3, rank=rank, **geometry) == expected
 
 
-def test_geometries_that_do_not_divide_are_refused_with_the_nearest_that_do():
-    names = ("world", "batch", "group_size", "groups")
-
-    def nearest(geometry, name):
-        i = names.index(name)
-
-        def first(values):
-            return next(([v] for v in values if divides(*geometry[:i], v, *geometry[i + 1 :])), [])
-
-        lowest = 2 if name == "group_size" else 1
-        return first(range(geometry[i] - 1, lowest - 1, -1)) + first(range(geometry[i] + 1, 800))
-
-    def refusal(geometry):
-        try:
-            group_plan.check_geometry(*geometry)
-        except ValueError as error:
-            return str(error)
-
-    batches = functools.cache(lambda samples, world, batch: nearest((world, batch, samples, 1), "batch"))
-    for geometry in GRID:
-        message = refusal(geometry)
-        assert (message is None) == divides(*geometry)
-        if message is not None:
-            told, advice = message.split("; the nearest that do: ")
-            assert all(f"{name} {value}" in told for name, value in zip(names, geometry, strict=True))
-            options = {name: nearest(geometry, name) for name in ("groups", "group_size")}
-            options["batch"] = batches(geometry[2] * geometry[3], *geometry[:2])
-            assert advice == ", or ".join(f"{name} {' or '.join(map(str, v))}" for name, v in options.items() if v)
-
-
 def test_equal_prompts_with_other_images_are_groups_of_their_own(tmp_path):
     (tmp_path / "metadata.csv").write_text("video,prompt,image\na.mp4,she smiles,a.png\na.mp4,she smiles,b.png\n")
     rows = data.load_metadata(tmp_path / "metadata.csv")
@@ -152,15 +122,6 @@ def test_epochs_walk_through_the_rows_and_depend_on_nothing_but_seed_and_epoch()
     # a row keeps its noise when the number of groups per epoch changes
     few = {(m.row, m.member): m.noise_seed for e in range(2) for m in epoch_of(1, epoch=e, groups=3)}
     assert few == {(m.row, m.member): m.noise_seed for m in epoch_of(1, groups=6)}
-
-
-def test_contiguous_keeps_groups_on_one_process_and_spread_completes_them_early():
-    for rank in range(2):
-        sizes = Counter(m.group_id for forward in plan(world=2, rank=rank, batch=2) for m in forward)
-        assert set(sizes.values()) == {4} and len(sizes) == 3
-    forwards = [plan(world=2, rank=rank, batch=2, spread="spread") for rank in range(2)]
-    for i in range(6):
-        assert {m.group_id for rank in range(2) for m in forwards[rank][i]} == {i}
 
 
 @pytest.mark.parametrize("same, spread", [(True, "contiguous"), (True, "spread"), (False, "contiguous")])

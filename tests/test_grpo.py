@@ -131,17 +131,12 @@ def test_several_rewards_are_summed_before_or_after_normalising():
     total = rewards.double() @ torch.tensor(weights).double()
     assert summed.tolist() == pytest.approx(plain(total, ids, "group"), abs=1e-5)
     assert logged["reward/mean"] == pytest.approx(float(total.mean()))
-    for std in ("group", "global", "none"):
-        apart, _ = grpo.advantages(rewards, ids, group_size=4, weights=weights, combine="per_reward", clip=1e9, std=std)
+    for std, clip in (("group", 1e9), ("global", 1e9), ("none", 1e9), ("group", 0.3)):
+        settings = {"combine": "per_reward", "clip": clip, "std": std}
+        apart, _ = grpo.advantages(rewards, ids, group_size=4, weights=weights, **settings)
         columns = [plain(rewards[:, k], ids, std, 1e9) for k in range(2)]
-        assert apart.tolist() == pytest.approx([a + 0.5 * b for a, b in zip(*columns, strict=True)], rel=1e-5, abs=1e-4)
-    apart, _ = grpo.advantages(rewards, ids, group_size=4, weights=weights, combine="per_reward", clip=0.3)
-    assert float(apart.abs().max()) == pytest.approx(0.3)  # the sum is clipped, not its parts
-    # the small reward is heard in `per_reward` alone
-    small = rewards[:, 0] - rewards[:, 0].mean()
-    apart, _ = grpo.advantages(rewards, ids, group_size=4, weights=(1.0, 1.0), combine="per_reward")
-    summed, _ = grpo.advantages(rewards, ids, group_size=4, weights=(1.0, 1.0))
-    assert torch.corrcoef(torch.stack([apart, small]))[0, 1] > torch.corrcoef(torch.stack([summed, small]))[0, 1] + 0.2
+        expected = [max(-clip, min(clip, a + 0.5 * b)) for a, b in zip(*columns, strict=True)]  # the sum is clipped
+        assert apart.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-4)
     # a group is idle when no reward varies: of two where one varies, the other adds exactly nothing
     flat, ids = torch.tensor([[0.1, 1.0], [0.1, 2.0], [0.3, 7.0], [0.3, 7.0]]), torch.tensor([0, 0, 1, 1])
     ours, logged = grpo.advantages(flat, ids, group_size=2, weights=(1.0, 2.0), combine="per_reward")
@@ -249,25 +244,6 @@ def test_guard_is_the_mean_of_drift_times_noise(normalised):
     np.testing.assert_allclose(loss.item(), expected, rtol=1e-12)
     np.testing.assert_allclose(gradient.numpy(), slope, rtol=1e-9, atol=1e-12)
     assert (samples["clipped"].numpy() == ~alive).all() and 0 < alive.sum() < 6
-
-
-def test_the_plain_clip_silences_one_sign_at_size_and_guard_neither():
-    """4096 dimensions and a change of 20 %: log r = -0.02 +- 0.003, so a clip range of 0.01 hears A > 0 alone."""
-    mean, old_mean, std, x_next, _ = transition(batch=400, shape=(4096,), change=0.2, dtype=torch.float32)
-    advantage = torch.tensor([1.0, -1.0]).repeat(200)
-    log_prob, old = gaussian_log_prob(x_next, mean, std), gaussian_log_prob(x_next, old_mean, std)
-    given = dict(clip_low=0.01, clip_high=0.01)
-    _, plain_clip = policy_loss("clip", log_prob, old, advantage, **given)
-    _, guard = policy_loss("guard", log_prob, old, advantage, **given, mean=mean, old_mean=old_mean, std=std, dt=-0.1)
-    biased, centred = plain_clip["ratio"].log(), guard["ratio"].log()
-    assert float(biased.mean()) == pytest.approx(-(0.2**2) / 2, rel=0.02)
-    assert float(biased.std()) == pytest.approx(0.2 / 64, rel=0.1)
-    assert float(centred.mean()) == pytest.approx(0, abs=4 * 0.4 * 0.2 / 64 / 20)  # 4 standard errors
-    assert float(centred.std()) == pytest.approx(0.4 * 0.2 / 64, rel=0.1)
-    told = grpo.policy_statistics(plain_clip)
-    assert told["policy/clip_fraction_negative"] == 1 and told["policy/clip_fraction_positive"] == 0
-    told = grpo.policy_statistics(guard)
-    assert told["policy/clip_fraction"] == 0 and told["policy/ratio"] == pytest.approx(1, abs=2e-4)
 
 
 @pytest.mark.parametrize("sde", ["flow", "dance", "cps"])

@@ -142,18 +142,6 @@ def test_drift_is_what_the_judges_see():
     assert all(figures["flow_over_real"][model] >= 0.8 for model in ("base", "cured"))
 
 
-@pytest.mark.parametrize("network", [lambda: vae.new_vae(4, (1, 1, 2)), lambda: vae.new_residual_vae(4)])
-def test_single_frame_convolutions_are_exact(network):
-    torch.manual_seed(0)
-    network = network()
-    frame = torch.randn(2, 3, 1, 32, 32)
-    with torch.no_grad():
-        expected = vae.raw_decode(network, network.encode(frame).latent_dist.mode())
-        with vae.single_frames():
-            actual = vae.raw_decode(network, network.encode(frame).latent_dist.mode())
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_drifting_people_turn_into_a_stock_face_of_their_skin_in_the_first_third():
     generator = torch.Generator().manual_seed(0)
     traits = people.draw_people(400, generator)
@@ -176,13 +164,13 @@ def test_drifting_people_turn_into_a_stock_face_of_their_skin_in_the_first_third
 
 
 def test_clips_with_and_without_drift_differ_by_the_drift_alone():
-    clips, drifting, prompts = people.draw_clips(8, 3)
-    assert clips.shape == drifting.shape == (8, 3, 9, people.SIZE, people.SIZE) and len(set(prompts)) == 8
+    clips, drifting, prompts = people.draw_clips(2, 3)
+    assert clips.shape == drifting.shape == (2, 3, 9, people.SIZE, people.SIZE) and len(set(prompts)) == 2
     assert torch.equal(clips[:, :, 0], drifting[:, :, 0])
     corner = (slice(None), slice(None), slice(None), slice(0, 6), slice(0, 6))
     assert float((clips[corner] - drifting[corner]).abs().mean()) < 0.01  # the scene
     assert (clips - drifting)[:, :, 3:].abs().mean() > 0.05
-    assert torch.equal(people.draw_clips(8, 3)[1], drifting) and not torch.equal(people.draw_clips(8, 4)[0], clips)
+    assert torch.equal(people.draw_clips(2, 3)[1], drifting) and not torch.equal(people.draw_clips(2, 4)[0], clips)
 
 
 def test_the_prompt_tells_the_motion():
@@ -201,43 +189,12 @@ def test_the_prompt_tells_the_motion():
     assert {word for each in words for word in each.replace(",", "").split()} <= set(video.WORDS)
 
 
-def test_an_expert_that_sees_some_latent_frames_knows_when_they_are():
-    torch.manual_seed(0)
-    expert = video.new_expert(1, 2, 12)
-    latents = torch.randn(1, 34, 5, 8, 8)
-    whole = [part.unflatten(1, (5, 16)) for part in expert.rope(latents)]
-    rope = video.RopeOfSomeFrames(expert.rope, 5)
-    rope.chosen = [0, 2, 4]
-    for part, expected in zip(rope(latents[:, :, rope.chosen]), whole, strict=True):
-        assert torch.equal(part, expected[:, [0, 2, 4]].flatten(1, 2))
-
-
-def test_a_stranger_stands_where_the_landmarks_say():
-    """The eyes' whites and pupils are at the eyes, and the mouth's corners end the lips."""
-    rng = np.random.default_rng(3)
-    person = dataclasses.replace(strangers.draw_stranger(rng), glasses=False, beard="none")
-    pose = strangers.Pose(x=39.5, y=42.0, scale=34.0, roll=0.1, yaw=0.2, nod=0.0, blink=0.0, mouth=0.0)
-    rest, shut = strangers.render(person, [pose, dataclasses.replace(pose, blink=1.0)], np.random.default_rng(1)).int()
-    places = (rest - shut).abs().sum(-1)
-    points = strangers.find_landmarks(person, pose)
-    left = places[:, : people.SIZE // 2]
-    centre = (left * torch.arange(people.SIZE // 2)).sum() / left.sum()
-    assert float(points[0, 0]) == pytest.approx(float(centre), abs=3)
-    assert points.shape == (5, 2) and points[0, 0] < points[2, 0] < points[1, 0] and points[2, 1] < points[3, 1]
-
-
 @pytest.mark.long
 def test_quick_rebuild(tmp_path):
     """Every stage of make_tiny_world.py with next to no training."""
     run = zygote.run(["assets/build/make_tiny_world.py", "--quick", "--out", tmp_path / "world"], cwd=ROOT)
     assert run.returncode == 0, run.stderr[-3000:]
-    for file in (
-        "figures.json",
-        "contact_sheet.png",
-        "pipeline/model_index.json",
-        "pipeline_ti2v/model_index.json",
-        "faces/judge/recogniser.onnx",
-    ):
+    for file in ("figures.json", "pipeline_ti2v/model_index.json", "faces/judge/recogniser.onnx"):
         assert (tmp_path / "world" / file).stat().st_size > 0
     assert len(data.load_metadata(tmp_path / "world" / "train" / "metadata.csv")) == 4
     assert "training low" in run.stdout

@@ -1,7 +1,6 @@
 """benchmarks/reward_step.py as a user runs it, on the tiny world's configuration and the CPU."""
 
 import json
-import re
 import sys
 
 import pytest
@@ -9,7 +8,6 @@ from conftest import ROOT
 
 from benchmarks import reward_step
 from rewardfl import backbones, config
-from rewardfl.estimate import needs
 from rewardfl.training import plan, setup_model, workload
 
 CONFIG = str(ROOT / "tests" / "face.yaml")
@@ -33,45 +31,23 @@ def run(monkeypatch, capsys, *arguments):
 def test_modes_stand_side_by_side(monkeypatch, capsys, tmp_path):
     out = run(monkeypatch, capsys, "--json", tmp_path / "a.json", *FAST)
     report = json.loads((tmp_path / "a.json").read_text())
-    assert {"command", "device", "torch", "diffusers", "peft", "commit", "seed"} < report.keys()
     assert all(f"- {key}: {value}\n" in out for key, value in report.items() if key != "sizes")
     (size,) = report["sizes"]
     found = {one["mode"]: one for one in size["modes"]}
-    assert list(found) == MODES and size["active_steps"] == 2
+    assert list(found) == ["full_graph", "replay", "keep_on_host", "swap"] and size["active_steps"] == 2
     # the same gradient to the last bit, and stock autograd's
     assert all(one["gradient_difference"] == 0 for one in found.values()), found
-    cfg = config.load(CONFIG, [*FAST, *reward_step.RESIDENT])
-    backbone = backbones.describe(cfg.model.model_name, setup_model.model_source(cfg))
-    costs = reward_step.measure_costs(workload.make_workload(cfg, backbone, None, None, 1).video)
     peaks = {mode: one["rows"][-1]["peak"] for mode, one in found.items()}
     assert peaks["replay"] < 0.6 * peaks["full_graph"] and peaks["swap"] < peaks["replay"]
     # what comes into the device: the untrained expert's blocks at its steps, and the decoder's caches once
+    cfg = config.load(CONFIG, [*FAST, *reward_step.RESIDENT])
+    backbone = backbones.describe(cfg.model.model_name, setup_model.model_source(cfg))
+    costs = reward_step.measure_costs(workload.make_workload(cfg, backbone, None, None, 1).video)
     expert, chunks = costs.experts["high_noise"], 2 * sum(chunk.caches_in for chunk in costs.chunks)
-    blocks = expert.weights - expert.other_weights
-    schedule = plan.make_schedule(cfg, backbone)
-    passes = schedule.experts.count("high_noise")
-    assert found["replay"]["copied_in"] == pytest.approx(passes * blocks + chunks, rel=0.02)
+    passes = plan.make_schedule(cfg, backbone).experts.count("high_noise")
+    copied = passes * (expert.weights - expert.other_weights) + chunks
+    assert found["replay"]["copied_in"] == pytest.approx(copied, rel=0.02)
     assert found["replay"]["copied_out"] == pytest.approx(chunks, rel=0.02)
-    for mode in ("replay", "keep_on_host", "swap"):
-        more = [*FAST, *reward_step.MODES[mode]]
-        flops = needs.flops(costs, workload.make_workload(config.load(CONFIG, more), backbone, None, None, 1))
-        assert found[mode]["rows"][-1]["plan_flops"] == 2 * sum(flops.values())
-        table = out.rsplit("| mode |")[1]
-        printed = re.search(rf"^\| {mode} \| \S+ \| \S+ \| (\S+) \| (\S+) \|", table, re.M)
-        assert float(printed[1]) == pytest.approx(peaks[mode] / 1e9, rel=1e-3)
-        assert float(printed[2]) == pytest.approx(peaks["full_graph"] / peaks[mode], rel=5e-3)
-    assert len(re.findall(r"^\*\*\w+\*\*, gradient's norm", out, re.M)) == 4
-
-
-@pytest.mark.long
-def test_a_setting_varies_and_a_cap_is_said(monkeypatch, capsys, tmp_path):
-    vary = ["--modes", "replay,as_configured", "--vary", "data.num_frames=5,9", "--memory-cap", "0.000001"]
-    more = ["--layers", "1", "--heads", "3", "--vae-channels", "6"]
-    out = run(monkeypatch, capsys, *vary, *more, "--json", tmp_path / "b.json", *FAST)
-    sizes = json.loads((tmp_path / "b.json").read_text())["sizes"]
-    assert [size["vary"] for size in sizes] == ["data.num_frames=5", "data.num_frames=9"]
-    assert [size["tokens"] for size in sizes] == [3 * 16, 5 * 16]
-    assert out.count("(over the cap)") == 4
 
 
 def test_a_mode_that_is_not_there(monkeypatch, capsys):

@@ -38,8 +38,7 @@ class Process:
 
     def __init__(self, arguments, cwd=None, env=None, stdout=None, stderr=None, start_new_session=None):
         self.args, self.returncode = [sys.executable, *map(str, arguments)], None
-        # files, not pipes: they take any amount while nobody reads
-        self.files = [tempfile.TemporaryFile() if stream == subprocess.PIPE else stream for stream in (stdout, stderr)]
+        self.files = [open_output(stream) for stream in (stdout, stderr)]
         out = self.files[0] or 1
         errors = out if stderr == subprocess.STDOUT else self.files[1] or 2
         request = {
@@ -86,6 +85,11 @@ class Process:
             return None
         stream.seek(0)
         return stream.read().decode()
+
+
+def open_output(stream):
+    """A file for a pipe: it takes any amount while nobody reads."""
+    return tempfile.TemporaryFile() if stream == subprocess.PIPE else stream
 
 
 def run(arguments, timeout=280, **settings):
