@@ -362,7 +362,7 @@ def test_sizes_frozen_with_the_batch_resize_any_batch(tmp_path):
 
 def test_the_gradient_is_that_of_finite_differences(tmp_path):
     torch.manual_seed(0)
-    path = export(MiniArcFace(size=16, stride=1), torch.randn(1, 3, 16, 16), tmp_path / "n.onnx")
+    path = export(MiniArcFace(size=16), torch.randn(1, 3, 16, 16), tmp_path / "n.onnx")
     module = OnnxModule(path).double()
     x = torch.randn(2, 3, 16, 16, dtype=torch.float64, requires_grad=True)
     weight, direction = torch.randn(2, 16, dtype=torch.float64), torch.randn_like(x)
@@ -374,7 +374,7 @@ def test_the_gradient_is_that_of_finite_differences(tmp_path):
 
 
 def test_weights_are_frozen_buffers_that_follow_to(tmp_path):
-    net = MiniArcFace(size=16, stride=1)
+    net = MiniArcFace(size=16)
     module = OnnxModule(export(net, torch.randn(1, 3, 16, 16), tmp_path / "n.onnx"))
     x = torch.randn(2, 3, 16, 16)
     single = module(x)
