@@ -18,6 +18,7 @@ The reference and the ratio use the live weights; their average (optim.Average) 
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,8 +34,8 @@ def advantages(
     group_ids: Tensor,
     *,
     group_size: int,
-    std: str = "group",
-    combine: str = "sum",
+    std: Literal["group", "global", "none"] = "group",
+    combine: Literal["sum", "per_reward"] = "sum",
     weights: Sequence[float] = (1.0,),
     clip: float = 5.0,
     valid: Tensor | None = None,
@@ -62,7 +63,13 @@ def advantages(
     unknown options.
     """
     columns = rewards.detach().double().reshape(len(rewards), -1)
-    _check_options(std, combine, clip, columns.shape[1], len(weights))
+    if std not in ("group", "global", "none") or combine not in ("sum", "per_reward") or clip <= 0:
+        raise ValueError(
+            "std must be group, global or none, combine sum or per_reward, clip above 0; got "
+            f"{std!r}, {combine!r} and {clip}"
+        )
+    if columns.shape[1] != len(weights):
+        raise ValueError(f"{columns.shape[1]} rewards per sample and {len(weights)} weights")
     valid = torch.ones_like(group_ids, dtype=torch.bool) if valid is None else valid
     if not columns[valid].isfinite().all():
         bad = int((~columns[valid].isfinite()).any(1).sum())
@@ -90,17 +97,6 @@ def advantages(
     return (centred @ weight).clamp(-clip, clip).float(), logged
 
 
-def _check_options(std: str, combine: str, clip: float, rewards: int, weights: int) -> None:
-    if std not in ("group", "global", "none"):
-        raise ValueError(f"std must be group, global or none, got {std!r}")
-    if combine not in ("sum", "per_reward"):
-        raise ValueError(f"combine must be sum or per_reward, got {combine!r}")
-    if clip <= 0:
-        raise ValueError(f"clip must be above 0, got {clip}")
-    if rewards != weights:
-        raise ValueError(f"{rewards} rewards per sample and {weights} weights")
-
-
 def _check_groups(ids: Tensor, sizes: Tensor, group_size: int) -> None:
     if group_size < 2:
         raise ValueError(f"group_size must be at least 2: one sample has nobody to be compared with, got {group_size}")
@@ -125,7 +121,9 @@ def _group_statistics(parts: Tensor, index: Tensor, valid: Tensor) -> tuple[Tens
     return mean, variance.sqrt(), highest == lowest  # exact: sums of equal numbers may not average to that number
 
 
-def log_ratio(objective: str, log_prob: Tensor, mean: Tensor, step: Step, kind: str = "flow") -> Tensor:
+def log_ratio(
+    objective: Literal["clip", "guard"], log_prob: Tensor, mean: Tensor, step: Step, kind: flow.Kind = "flow"
+) -> Tensor:
     """Return (B,) the logarithm of the ratio to clip, of one stochastic step that is scored again.
 
     log_prob (B,) and mean (B, ...): today's, from `sde.score`, with graph. step: the rollout's. kind: of sde. The
@@ -193,14 +191,12 @@ class RatioError(RuntimeError):
     """The policy before its first update differs from the policy of the rollout."""
 
 
-def ratio_tolerance(given: float | None, exact: bool, clip_range: float) -> float:
+def ratio_tolerance(given: float | None, clip_range: float, *, exact: bool) -> float:
     """Return check_ratio's tolerance: as given, else 0 where replay equals the rollout bit for bit.
 
     exact: in float32, unless the blocks are compiled; a pass with a graph then has other kernels than one without.
     """
-    if given is not None:
-        return given
-    return 0.0 if exact else 0.1 * clip_range
+    return given if given is not None else 0.0 if exact else 0.1 * clip_range
 
 
 def check_ratio(

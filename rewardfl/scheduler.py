@@ -69,7 +69,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         use_beta_sigmas: bool = False,
         time_shift_type: str = "exponential",
         stochastic_sampling: bool = False,
-        kind: str = "flow",
+        kind: flow.Kind = "flow",
         noise_level: float = 0.7,
         noise_window: Sequence[int] | None = None,
         schedule: Literal["linear", "stock"] = "linear",
@@ -125,7 +125,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         resolution, used with use_dynamic_shifting. Sigmas stay on the CPU: they are read as numbers.
         """
         super().set_timesteps(num_inference_steps, sigmas=sigmas, mu=mu)
-        if sigmas is None and self.config.schedule == "linear" and not any(self.config[key] for key in NOT_LINEAR):
+        linear = self.config.schedule == "linear" and not any(self.config[key] for key in NOT_LINEAR)
+        if linear and sigmas is None and num_inference_steps is not None:
             self.sigmas = flow.linear_sigmas(num_inference_steps, self.shift)
             self.timesteps = self.config.num_train_timesteps * self.sigmas[:-1]
         if not (self.sigmas[0] <= 1 and (self.sigmas.diff() < 0).all()):  # so for one step with shift_terminal: nan
@@ -136,7 +137,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     def _checked_window(self) -> tuple[int, ...]:
         if self.config.kind == "ode" or self.config.noise_level == 0:
             return ()
-        steps = range(self.num_inference_steps)
+        steps = range(len(self.timesteps))
         chosen = self.config.noise_window
         # python ints, also of an integer tensor, whose elements are equal to no int in a set
         window = tuple(steps[:-1] if chosen is None else map(operator.index, chosen))
@@ -173,7 +174,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
             )
         if next_sample is not None and index not in self.noise_window:
             raise ValueError(f"step {index} is deterministic: next_sample has no density, leave it out")
-        kind = self.config.kind if index in self.noise_window else "ode"
+        kind: flow.Kind = self.config.kind if index in self.noise_window else "ode"
         mean, std = flow.transition(kind, sample.float(), model_output.float(), *self._arguments(index))
         log_prob = None
         if kind == "ode":

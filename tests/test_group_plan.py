@@ -153,12 +153,12 @@ def test_the_noise_of_a_step_is_the_members_own_whatever_its_batch():
 
 
 def test_plan_refuses_what_cannot_be():
-    with pytest.raises(
-        ValueError, match="groups 5 x group_size 3 = 15 .* world 2 x batch 2 = 4; .* groups 4 or 8, or gro"
-    ):
-        plan(world=2, batch=2, groups=5, group_size=3)
-    with pytest.raises(ValueError, match="groups 4 x group_size 3 = 12 .* batch 3 or 6$"):
-        plan(world=2, batch=5, groups=4, group_size=3)
+    for geometry, multiple in {(2, 2, 3, 5): 4, (2, 5, 3, 4): 10, (3, 2, 4, 5): 3}.items():
+        world, batch, size, groups = geometry
+        message = f"groups {groups} x group_size {size} = .* {world} x batch {batch} = .* a multiple of {multiple}$"
+        with pytest.raises(ValueError, match=message):
+            plan(world=world, batch=batch, groups=groups, group_size=size)
+        plan(world=world, batch=batch, groups=multiple, group_size=size)
     with pytest.raises(ValueError, match="updates must divide the 12 forward passes of a process, got 5"):
         plan(world=2, updates=5)
 

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 import torch
-import zygote
-from conftest import ROOT
+from conftest import ROOT, run_python
 from peft import LoraConfig
 from pipelines import LAYERS, random_pipeline, save_adapter
 from safetensors.torch import load_file, save_file
@@ -167,7 +166,7 @@ def test_equal_adapters_are_equal_files(tmp_path):
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"  # another than that of the forked process
     settings = {"env": os.environ | {"PYTHONHASHSEED": seed}, "cwd": ROOT / "tests" / "support", "check": True}
     subprocess.run([sys.executable, "-c", SAVE, str(tmp_path / "one")], **settings)
-    forked = zygote.run(["-c", SAVE, tmp_path / "two"], cwd=ROOT / "tests" / "support")
+    forked = run_python(["-c", SAVE, tmp_path / "two"], cwd=ROOT / "tests" / "support")
     assert forked.returncode == 0, forked.stderr
     one, two = (tmp_path / name / lora.WEIGHTS_NAME for name in ("one", "two"))
     assert one.read_bytes() == two.read_bytes()

@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-import zygote
-from conftest import ROOT
+from conftest import ROOT, run_python
 
 from rewardfl import rewards
 from rewardfl.rewards.scenes import checker, drawing
@@ -111,7 +110,7 @@ def test_it_is_small():
 @pytest.mark.slow(30)
 @pytest.mark.long
 def test_the_tool_builds_it_from_a_seed(tmp_path):
-    run = zygote.run(["assets/build/make_tiny_images.py", "--quick", "--out", tmp_path / "images"], cwd=ROOT)
+    run = run_python(["assets/build/make_tiny_images.py", "--quick", "--out", tmp_path / "images"], cwd=ROOT)
     assert run.returncode == 0, run.stderr
     made = {path.relative_to(tmp_path / "images") for path in (tmp_path / "images").rglob("*") if path.is_file()}
     kept = {path.relative_to(IMAGES) for path in IMAGES.rglob("*") if path.is_file()}

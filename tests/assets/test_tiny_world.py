@@ -11,8 +11,7 @@ import json
 import numpy as np
 import pytest
 import torch
-import zygote
-from conftest import ROOT
+from conftest import ROOT, run_python
 from insightface.app import FaceAnalysis
 from insightface.utils import face_align
 
@@ -192,7 +191,7 @@ def test_the_prompt_tells_the_motion():
 @pytest.mark.long
 def test_quick_rebuild(tmp_path):
     """Every stage of make_tiny_world.py with next to no training."""
-    run = zygote.run(["assets/build/make_tiny_world.py", "--quick", "--out", tmp_path / "world"], cwd=ROOT)
+    run = run_python(["assets/build/make_tiny_world.py", "--quick", "--out", tmp_path / "world"], cwd=ROOT)
     assert run.returncode == 0, run.stderr[-3000:]
     for file in ("figures.json", "pipeline_ti2v/model_index.json", "faces/judge/recogniser.onnx"):
         assert (tmp_path / "world" / file).stat().st_size > 0

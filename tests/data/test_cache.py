@@ -1,13 +1,12 @@
 """The cache on disk: content-addressed, whole or absent, checked when read."""
 
 import errno
+import multiprocessing
 import os
 import time
-from pathlib import Path
 
 import pytest
 import torch
-import zygote
 
 from rewardfl import files
 from rewardfl.data import cache
@@ -115,8 +114,9 @@ def write_for_ever(folder):
 
 def test_writers_that_are_killed_leave_a_usable_cache(tmp_path):
     """Two processes write one entry over and over and are killed: a reader sees it whole at all times."""
-    code = "import pathlib, sys, test_cache; test_cache.write_for_ever(pathlib.Path(sys.argv[1]))"
-    writers = [zygote.Process(["-c", code, tmp_path], cwd=Path(__file__).parent) for _ in range(2)]
+    writers = [multiprocessing.get_context("fork").Process(target=write_for_ever, args=(tmp_path,)) for _ in range(2)]
+    for writer in writers:
+        writer.start()
     store, seen = Cache(tmp_path), 0
     deadline = time.time() + 120
     try:

@@ -12,8 +12,7 @@ import shutil
 
 import pytest
 import torch
-import zygote
-from conftest import ROOT
+from conftest import ROOT, run_python
 from runs import CACHE, FACE_ALONE, SMALL, launch_as, launch_environment, launcher, metrics, needs_deepspeed, table
 
 from rewardfl import lora
@@ -69,7 +68,7 @@ def run(kind, out, *runs, **more):
     for script, *arguments in runs:
         named = any(argument.startswith("run.output_dir=") for argument in arguments)
         watcher += ["--", script, *arguments, *([] if named else [f"run.output_dir={out / script}"])]
-    done = zygote.run(launcher(kind, *watcher), cwd=ROOT, env=launch_environment(kind, **more), timeout=1200)
+    done = run_python(launcher(kind, *watcher), cwd=ROOT, env=launch_environment(kind, **more), timeout=1200)
     files = sorted((out / "ranks").glob("rank-*.json"))
     assert len(files) == REALLY[kind]["processes"], done.stdout[-2000:] + done.stderr[-4000:]
     accounts = list(zip(*(json.loads(file.read_text()) for file in files), strict=True))

@@ -15,8 +15,7 @@ import clip_files
 import numpy as np
 import pytest
 import torch
-import zygote
-from conftest import ROOT
+from conftest import ROOT, run_python
 from runs import CONFIG, QUICK, environment, launch, table
 
 from rewardfl import data, rewards
@@ -317,7 +316,7 @@ def test_two_processes_are_as_one(run, straight, tmp_path):
         "tools/evaluate.py",
     ]  # torchrun has a --run-path
     arguments = words(run, tmp_path, "--strengths", "0,1", "--steps", "4,2")[1:]
-    done = zygote.run([*start, *arguments], cwd=ROOT, env=environment())
+    done = run_python([*start, *arguments], cwd=ROOT, env=environment())
     assert (tmp_path / "report.json").is_file(), done.stderr
     assert left(tmp_path)[1:] == left(straight)[1:]
     assert left(tmp_path)[0]["arms"] == left(straight)[0]["arms"]

@@ -186,15 +186,14 @@ def test_members_of_one_noise_share_the_steps_before_the_window(monkeypatch, cap
         return rollout(velocity, x, sigmas, keep, start)
 
     monkeypatch.setattr(reward_flow, "rollout", watched)
-    rewards = {}
+    spread = {}
     for same in (True, False):
         seen[same] = []
         settings = ["grpo.group_size=4", f"grpo.same_noise_in_group={same}", "run.sample_videos=0"]
         assert trained(monkeypatch, capsys, tmp_path / str(same), *settings)[0] == 0
-        (rewards[same],) = metrics(tmp_path / str(same))
+        spread[same] = metrics(tmp_path / str(same))[0]["reward/std_in_group"]
     assert seen == {True: [(1, 2)] * 2, False: [(2, 2)] * 4}
-    # members that differ by the noise of two late steps alone differ less
-    assert 0 < rewards[True]["reward/std_in_group"] < rewards[False]["reward/std_in_group"]
+    assert 0 < spread[True] < spread[False]  # by the noise of two late steps alone members differ less
 
 
 def test_evaluation_is_the_ode_of_the_averaged_weights(monkeypatch, capsys, tmp_path, held_out):
@@ -223,10 +222,7 @@ def test_a_run_that_its_judge_ends_is_finished(straight, monkeypatch, capsys, tm
     assert code == 0 and "stopped at step 8: train.early_stop: beside steps 1 to 3, steps 4 to 6 " in out, error
     assert "no checkpoint became" in out  # by the same rule
     lines = metrics(tmp_path)
-    assert [line["step"] for line in lines] == list(range(9))
     assert [line["step"] for line in lines if "eval/held_out/grid" in line] == [0, 8]
-    code, out, _ = call_grpo(monkeypatch, capsys, *settings)
-    assert code == 0 and "nothing to train: " in out and "step-000008" in out and metrics(tmp_path) == lines
     assert lines[8] == metrics(straight)[8]  # without the rule
     score = checkpoint._manifest(straight / "checkpoints" / "step-000008").score
     assert score == lines[8]["eval/held_out"] != lines[8]["eval/score"]
@@ -238,7 +234,7 @@ def test_a_run_that_its_judge_ends_is_finished(straight, monkeypatch, capsys, tm
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["grpo.groups=3", "train.per_device_train_batch_size=4"], "the nearest that do: groups 2 or 4"),
+        (["grpo.groups=3", "train.per_device_train_batch_size=4"], "take groups of this size in a multiple of 2"),
         (
             ["grpo.updates_per_epoch=3", "train.max_steps=3"],
             "must divide the 2 forward passes of a process, got 3; take one of 1, 2",

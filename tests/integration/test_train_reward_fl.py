@@ -116,18 +116,16 @@ def test_clips_of_several_shapes_and_all_columns(clips, tmp_path):
 
 # steps of high noise, then of low noise: shift 5 has 0, 1 | 2, 3 of four
 @pytest.mark.parametrize(
-    "settings,words",
+    "settings, words",
     [
-        (["sample.mid_timestep=1"], ["sample.mid_timestep", "[1] of [1, 2, 3]", "take [2, 3]"]),
-        (
-            ["model.trainable_models=dit", "sample.mid_timestep=1", "sample.gradient_mode=drtune"],
-            ["sample.mid_timestep", "[2, 3] of [1, 2, 3]", "take [1]"],
-        ),
+        ([], ["[1] of [1, 2, 3]", "take [2, 3]"]),
+        (["model.trainable_models=dit", "sample.gradient_mode=drtune"], ["[2, 3] of [1, 2, 3]", "take [1]"]),
     ],
 )
 def test_what_cannot_train_is_refused_before_anything_is_written(settings, words, tmp_path, monkeypatch, capsys):
-    code, _, err = call(monkeypatch, capsys, *FAST, *settings, f"run.output_dir={tmp_path / 'run'}")
-    assert code == 2 and all(word in err for word in words), err
+    settings = [*FAST, "sample.mid_timestep=1", *settings, f"run.output_dir={tmp_path / 'run'}"]
+    code, _, err = call(monkeypatch, capsys, *settings)
+    assert code == 2 and all(word in err for word in ["sample.mid_timestep", *words]), err
     assert not (tmp_path / "run").exists()
 
 
@@ -217,12 +215,10 @@ def test_a_run_that_its_judge_ends_is_finished(straight, monkeypatch, capsys, tm
         assert code == 0 and "stopped at step 4: train.early_stop: " in out
         assert (f"{best} {run}/checkpoints/best;" if best else f"{run}/checkpoints/best is step-000003;") in out
         assert metrics(run) == metrics(straight)[:4]
-        assert (run / "checkpoints" / "latest").resolve().name == "step-000004"
     assert equal(adapter(tmp_path / "run", 4), adapter(tmp_path / "resumed", 4))
-    before = (run / "metrics.jsonl").read_text()
     code, out, _ = call(monkeypatch, capsys, *settings, f"run.output_dir={run}", TOUCHY)
     assert code == 0 and "nothing to train: " in out and "train.early_stop=null" in out
-    assert (run / "metrics.jsonl").read_text() == before
+    assert metrics(run) == metrics(straight)[:4]
     call(monkeypatch, capsys, *settings, f"run.output_dir={run}")
     assert metrics(run) == metrics(straight) and equal(adapter(run, 6), adapter(straight, 6))
 
@@ -300,15 +296,15 @@ def test_another_learning_rate_and_weight(straight, monkeypatch, capsys, tmp_pat
 
 
 def test_a_run_starts_from_another_ones_adapter(straight, monkeypatch, capsys, tmp_path):
-    """Two processes, at a rate that moves nothing: the adapter is the given one, the reference is not."""
+    """At a rate that moves nothing: the adapter is the given one, the reference is not."""
     given = straight / "checkpoints" / "latest"
     settings = [
         f"run.output_dir={tmp_path / 'run'}", f"lora.init_from={given}", "train.learning_rate=1e-12",
         "train.warmup_steps=0", "run.sample_videos=0", "train.max_steps=1",
     ]  # fmt: skip
-    done = launch(*settings, processes=2)
+    launch(*settings)
     (line,) = metrics(tmp_path / "run")
-    assert line["actor/kl_loss"] > 0 and line["lr"] == 1e-12, done.stderr[-2000:]
+    assert line["actor/kl_loss"] > 0 and line["lr"] == 1e-12
     mine, theirs = adapter(tmp_path / "run", 1), adapter(straight, 6)
     assert all((mine[name] - theirs[name]).abs().max() < 2e-12 for name in mine | theirs)
     digests = json.loads((tmp_path / "run" / "run.json").read_text())["init_from"]
@@ -316,13 +312,12 @@ def test_a_run_starts_from_another_ones_adapter(straight, monkeypatch, capsys, t
     # going on, it is not read but must be what it was, wherever it lies
     refuse_weights(monkeypatch)
     other = ["train.max_steps=2", f"lora.init_from={straight / 'checkpoints' / 'step-000003'}"]
-    more = ["train.gradient_accumulation_steps=2"]  # of one process for two
-    code, _, error = call(monkeypatch, capsys, *FAST, *settings, *more, *other)
+    code, _, error = call(monkeypatch, capsys, *FAST, *settings, *other)
     assert code == 2 and "something else in lora.init_from: 1 gone, new or of other content (low_noise)" in error
     assert "run.resume_with_changes=[lora.init_from]" in error
     file = shutil.copy(given / "transformer_2" / lora.WEIGHTS_NAME, tmp_path / "low_noise.safetensors")
     with pytest.raises(pytest.fail.Exception, match="weights were loaded"):
-        call(monkeypatch, capsys, *FAST, *settings, *more, "train.max_steps=2", f"lora.init_from={file}")
+        call(monkeypatch, capsys, *FAST, *settings, "train.max_steps=2", f"lora.init_from={file}")
 
 
 @pytest.mark.parametrize(
@@ -374,21 +369,11 @@ def test_generate_equals_stock_diffusers(straight, tmp_path, monkeypatch, capsys
     assert float((half - ours).abs().max()) > 1.5e-3 and float((half - base).abs().max()) > 1.5e-3
 
 
-@pytest.mark.parametrize(
-    "change,message",
-    [
-        (["--image", "nowhere.png"], "--image: no such file: nowhere.png"),
-        (["--num-frames", "10"], "data.num_frames must be 2k+1"),
-        (["--adapter", "nowhere"], "no adapter in nowhere"),
-        (["--model", "nowhere"], "nowhere is neither a diffusers pipeline folder (no model_index.json in it) nor"),
-    ],
-)
-def test_generate_refuses(tmp_path, monkeypatch, capsys, change, message):
+def test_generate_refuses(tmp_path, monkeypatch, capsys):
     Image.new("RGB", (64, 64)).save(tmp_path / "face.png")
-    command = f"generate.py --model {WORLD}/pipeline --image {tmp_path}/face.png --height 80 --width 80 --num-frames 9"
-    monkeypatch.setattr(sys, "argv", [*command.split(), "--out", str(tmp_path / "x.mp4"), "--prompt", "a", *change])
-    assert generate.main() == 2
-    assert message in capsys.readouterr().err
+    command = f"generate.py --model {WORLD}/pipeline --image {tmp_path}/face.png --height 80 --width 80 --out x.mp4"
+    monkeypatch.setattr(sys, "argv", [*command.split(), "--prompt", "a", "--num-frames", "10"])
+    assert generate.main() == 2 and "data.num_frames must be 2k+1" in capsys.readouterr().err
 
 
 def test_generate_writes_what_the_name_says(tmp_path, monkeypatch, capsys):

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import zygote
+from conftest import run_python
 
 import train_flow_grpo
 import train_reward_fl
@@ -160,7 +160,7 @@ def _launch(script, config, overrides, processes, check):
     arguments = [f"{script.__name__}.py", "--config", config, *overrides]
     if processes > 1:  # gloo may abort at exit after all is done; the files tell
         start = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
-        return zygote.run([*start, *arguments], cwd=ROOT, env=environment())
+        return run_python([*start, *arguments], cwd=ROOT, env=environment())
     return _here(script, arguments, check)
 
 
