@@ -59,11 +59,7 @@ class Geometry:
                 f"in a multiple of {at_once // math.gcd(at_once, self.group_size)}"
             )
         if self.forwards % self.updates:
-            near = ", ".join(str(n) for n in range(1, self.forwards + 1) if self.forwards % n == 0)
-            raise ValueError(
-                f"updates must divide the {self.forwards} forward passes of a process, got {self.updates}; take one "
-                f"of {near}"
-            )
+            raise ValueError(f"updates must divide the {self.forwards} forward passes of a process, got {self.updates}")
 
     @property
     def samples(self) -> int:

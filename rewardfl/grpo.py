@@ -63,20 +63,13 @@ def advantages(
     unknown options.
     """
     columns = rewards.detach().double().reshape(len(rewards), -1)
-    if std not in ("group", "global", "none") or combine not in ("sum", "per_reward") or clip <= 0:
-        raise ValueError(
-            "std must be group, global or none, combine sum or per_reward, clip above 0; got "
-            f"{std!r}, {combine!r} and {clip}"
-        )
-    if columns.shape[1] != len(weights):
-        raise ValueError(f"{columns.shape[1]} rewards per sample and {len(weights)} weights")
+    _check_options(std, combine, clip, columns.shape[1], len(weights))
     valid = torch.ones_like(group_ids, dtype=torch.bool) if valid is None else valid
     if not columns[valid].isfinite().all():
         bad = int((~columns[valid].isfinite()).any(1).sum())
         raise ValueError(f"{bad} of {int(valid.sum())} valid rewards are not finite; mark such samples valid=False")
     ids, index, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
     _check_groups(ids, sizes, group_size)
-
     weight = columns.new_tensor(weights)
     total = columns @ weight
     parts, weight = (total[:, None], weight.new_ones(1)) if combine == "sum" else (columns, weight)
@@ -97,15 +90,23 @@ def advantages(
     return (centred @ weight).clamp(-clip, clip).float(), logged
 
 
+def _check_options(std: str, combine: str, clip: float, rewards: int, weights: int) -> None:
+    if std not in ("group", "global", "none") or combine not in ("sum", "per_reward") or clip <= 0:
+        raise ValueError(
+            "std must be group, global or none, combine sum or per_reward, clip above 0; got "
+            f"{std!r}, {combine!r} and {clip}"
+        )
+    if rewards != weights:
+        raise ValueError(f"{rewards} rewards per sample and {weights} weights")
+
+
 def _check_groups(ids: Tensor, sizes: Tensor, group_size: int) -> None:
     if group_size < 2:
         raise ValueError(f"group_size must be at least 2: one sample has nobody to be compared with, got {group_size}")
-    wrong = (sizes != group_size).nonzero()[:4, 0]
-    if len(wrong):
-        sizes_by_id = ", ".join(f"group {int(ids[i])} has {int(sizes[i])}" for i in wrong)
+    for i in (sizes != group_size).nonzero()[:1, 0]:
         raise ValueError(
-            f"groups must have {group_size} members, but {sizes_by_id}: gather rewards and group ids from all "
-            "processes first"
+            f"groups must have {group_size} members, but group {int(ids[i])} has {int(sizes[i])}: gather rewards and "
+            "group ids from all processes first"
         )
 
 

@@ -198,7 +198,7 @@ def test_windows_depend_on_seed_and_epoch_alone():
 
 def test_windows_refuse_what_cannot_be():
     draw = functools.partial(window, num_steps=8, epoch=0, seed=0)
-    with pytest.raises(ValueError, match=r"usable \[0, 1, 2\].*got \[2, 7\]: \[7\] are not usable"):
+    with pytest.raises(ValueError, match=r"usable \[0, 1, 2\].*got \[2, 7\]"):
         draw("list", usable=[0, 1, 2], steps=[2, 7])
     with pytest.raises(ValueError, match=r"each once, got \[1, 1\]"):
         draw("list", steps=[1, 1])

@@ -72,13 +72,6 @@ def test_advantages_are_the_textbooks(std, clip):
     assert logged["group/zero_variance"] == pytest.approx(1 / 5)
 
 
-def test_epsilon_keeps_noise_of_the_reward_small():
-    noise = torch.tensor([0.5, 0.5 + 1e-6, 0.5, 0.5])
-    ours, logged = grpo.advantages(noise, torch.zeros(4, dtype=torch.long), group_size=4)
-    assert 0 < float(ours.abs().max()) < 0.02
-    assert logged["group/zero_variance"] == 0
-
-
 def test_two_gathered_processes_are_one():
     reward_of = {(m.group_id, m.member): 0.1 * m.member**2 + m.group_id for m in epoch_of(1)}
 
@@ -149,13 +142,13 @@ def test_advantages_refuse_what_cannot_be():
         grpo.advantages(rewards, ids, group_size=4, std="batch")
     with pytest.raises(ValueError, match="'product'"):
         grpo.advantages(rewards, ids, group_size=4, combine="product")
-    with pytest.raises(ValueError, match="clip must be above 0, got 0"):
+    with pytest.raises(ValueError, match="clip above 0; got 'group', 'sum' and 0"):
         grpo.advantages(rewards, ids, group_size=4, clip=0)
     with pytest.raises(ValueError, match="1 rewards per sample and 2 weights"):
         grpo.advantages(rewards, ids, group_size=4, weights=(1.0, 1.0))
     with pytest.raises(ValueError, match="group_size must be at least 2.*got 1"):
         grpo.advantages(rewards, torch.arange(20), group_size=1)
-    with pytest.raises(ValueError, match="groups must have 4 members, but group 0 has 1, group 1 has 1"):
+    with pytest.raises(ValueError, match="groups must have 4 members, but group 0 has 1: gather"):
         grpo.advantages(rewards, torch.arange(20), group_size=4)
     rewards[3] = math.nan
     with pytest.raises(ValueError, match="1 of 20 valid rewards are not finite; mark such samples valid=False"):

@@ -113,13 +113,16 @@ CASES = [
     ([3, 4, 5], 0.2, 0.7, "fixed_trajectory"),
     ([1, 3, 5], 0.2, 0.7, "exact"),  # gaps, and both experts
     ([1, 3, 5], 1.0, 0.7, "reference_constant"),
+    ([4, 5], 0.2, 0.7, "through_trajectory"),  # its old name
     ([5], 1.0, 0.7, "exact"),
 ]
 
 
 @pytest.mark.parametrize("active,coupling,kl_weight,kl_gradient", CASES)
 @pytest.mark.parametrize(
-    "dtype,relative", [(torch.float64, 1e-9), pytest.param(torch.float32, 1e-4, marks=pytest.mark.long)]
+    # diffusers' norms round to float32 inside
+    "dtype,relative",
+    [(torch.float64, 1e-7), pytest.param(torch.float32, 1e-4, marks=pytest.mark.long)],
 )
 def test_replay_equals_autograd(active, coupling, kl_weight, kl_gradient, dtype, relative):
     results = []
@@ -131,8 +134,6 @@ def test_replay_equals_autograd(active, coupling, kl_weight, kl_gradient, dtype,
     torch.testing.assert_close(x0, x0_replay, rtol=1e-5, atol=1e-5)
     if kl_weight:
         torch.testing.assert_close(kl.detach(), kl_replay)
-    if kl_gradient != "reference_constant":  # two backward passes per step; diffusers' norms round to float32 inside
-        relative = max(relative, 1e-7)
     assert_same(actual, expected, relative)
     trained = {name.split(".")[1] for name in actual}  # inside.<expert>.
     assert trained == ({"high_noise", "low_noise"} if 1 in active else {"low_noise"})
@@ -240,15 +241,6 @@ def test_the_references_graph_is_gone_before_the_policys_is_made():
             replay_gradients(pipe, model, cond, x, [3, 4, 5], 1.0, 0.7, mode, SCHEDULE)
         most[mode] = max(counts)
     assert most["exact"] == most["reference_constant"] > 100
-
-
-def test_an_old_name_of_a_kl_gradient():
-    results = []
-    for mode in ("through_trajectory", "reference_constant"):
-        pipe, model = lora_model(torch.float64)
-        cond, x = conditioning(1, torch.float64, pipe)
-        results.append(replay_gradients(pipe, model, cond, x, [3, 4, 5], 0.2, 0.7, mode, SCHEDULE)[0])
-    assert all(torch.equal(results[0][name], results[1][name]) for name in results[1])
 
 
 def test_chain_against_finite_differences():
@@ -422,7 +414,7 @@ def test_zero_cotangent_still_calls_every_micro_batch():
     )  # fmt: skip
     assert calls == [0.0, 0.0, 0.0]
     assert all(float(g.abs().max()) == 0 for g in gradients(model).values())
-    model.inside.high_noise.requires_grad_(False)
+    model.inside.high_noise.requires_grad_(requires_grad=False)
     with pytest.raises(ValueError, match="step 2 gives nothing a gradient"):  # nor does anybody before it
         kept = reward_flow.rollout(velocity, x, sigmas, [2, 3])
         reward_flow.replay(velocity, kept, sigmas, [2, 3], torch.ones_like(x), 1.0)

@@ -127,7 +127,7 @@ def test_writers_that_are_killed_leave_a_usable_cache(tmp_path):
     finally:
         for writer in writers:
             writer.kill()
-            writer.wait()
+            writer.join()
     assert seen == 50
     assert torch.equal(store.get(KEY)["a"], torch.arange(100_000.0))
 

@@ -3,13 +3,11 @@
 from functools import partial
 
 import pytest
-import test_variants
 import torch
 from conftest import run_tool
 from image_pipelines import SIDE, random_flux
 from runs import CONFIG, call, launch, launch_grpo, metrics
 from test_pipeline import PROMPTS, folder_of, settings  # noqa: F401  (a fixture)
-from test_variants import folder_of as video_folder_of  # noqa: F401
 
 from rewardfl import backbones, config, data, lora, reward_flow, sde
 from rewardfl.backbones.image.flux import pack
@@ -126,19 +124,6 @@ def test_latents_of_each_size_are_the_stock_pipelines(folder_of, tmp_path):  # n
     other = write(tmp_path / "plain.csv", [PROMPTS[0]], "prompt")
     (_, _, (sample,), _) = opened([*words, "sample.final_timestep=3", other, f"data.width={2 * SIDE}"])
     assert sample.clip == samples[1].clip
-
-
-def test_two_sizes_of_videos(video_folder_of, tmp_path, monkeypatch):  # noqa: F811
-    name = "wan2_2_ti2v_text"
-    table = write(tmp_path / "videos.csv", ["a red ball,,", "a blue ball,32,64"])
-    seen = seen_by(monkeypatch, reward_flow)
-    launch(
-        *test_variants.model(name, video_folder_of(name)), table, "reward.name=colour", "reward.reward_model_path=null",
-        "reward.held_out_model_path=null", "train.max_steps=2", f"run.output_dir={tmp_path / 'run'}",
-    )  # fmt: skip
-    sizes = {size for size, _ in seen}
-    assert len(sizes) == 2 and {2 * height == width for height, width in sizes} == {False, True}
-    assert all(line["grad_norm"] > 0 for line in metrics(tmp_path / "run"))
 
 
 MULTIPLE = "must be a multiple of 8, at most 96, got"

@@ -86,7 +86,7 @@ def test_rows_cannot_write_outside(monkeypatch, capsys, tmp_path):
     with table.open("w", newline="") as file:
         lines = [(f"../clips/{i}.mp4", f"../../../escaped{i}/\\0 a person, talking") for i in range(2)]
         csv.writer(file).writerows([("video", "prompt"), *lines])
-    before = {path for path in tmp_path.rglob("*")}
+    before = {*tmp_path.rglob("*")}
     code, _, error = call(
         monkeypatch, capsys, *FAST, f"run.output_dir={run}", f"data.file_name={table}", f"data.cache_dir={run}/cache",
         "train.max_steps=1", "run.sample_videos=2", "sample.gradient_mode=last", "reward.kl_weight=0",

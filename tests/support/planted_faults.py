@@ -132,7 +132,7 @@ def registered_memory() -> None:
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.frozen, self.lora = nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 64)
+        self.frozen, self.lora = nn.Linear(64, 64).requires_grad_(requires_grad=False), nn.Linear(64, 64)
 
     def forward(self, x):
         return x + self.lora(torch.tanh(self.frozen(x)))
