@@ -76,9 +76,10 @@ golden-record: $(READY)
 golden: $(READY)
 	$(BIN)/python tests/integration/test_golden.py compare outputs/golden
 
-# The page of an evaluation in a browser, Debian's chromium, at two widths; pictures in outputs/report_check
+# The page of the demo's evaluation in a browser, Debian's chromium, at two widths; pictures in outputs/report_check
 report-check: $(READY)
-	PYTHONPATH=.:assets/build OMP_NUM_THREADS=1 $(BIN)/python tests/support/report_check.py
+	[ -f $(RUN)/evaluation/report.html ] || $(MAKE) demo
+	$(BIN)/python tests/support/report_check.py $(RUN)/evaluation/report.html
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -177,7 +177,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
     progress = tqdm(range(done, steps), initial=done, total=steps, disable=not job.accelerator.is_local_main_process)
     clip_low, clip_high = cfg.grpo.clip_range, cfg.grpo.clip_range_high or cfg.grpo.clip_range
     exact = cfg.model.dtype == "float32" and not cfg.train.compile_blocks
-    tolerance = grpo.ratio_tolerance(cfg.grpo.ratio_tolerance, exact, clip_low)
+    tolerance = grpo.ratio_tolerance(cfg.grpo.ratio_tolerance, clip_low, exact=exact)
     if held_out and resume_point.path is None:
         log.write(0, evaluate())
     for step in progress:
@@ -203,7 +203,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
                     x = torch.cat([prefixes[member.start] for member in members])
                     noise = partial(group_plan.draw_step_noise, members, shape, job.device)
                     velocity = get_velocity(policy, conditioning, schedule)
-                    x0, stored = sde.rollout(velocity, x, kernel, window, noise, window[0], keep_means)
+                    x0, stored = sde.rollout(velocity, x, kernel, window, noise, window[0], keep_means=keep_means)
 
                 # 2. Decode and score. A slow reward runs while the next videos are rolled out.
                 with timer("step"), timer("decode"):

@@ -19,11 +19,13 @@ a is the noise_level. `std` always includes sqrt(-dt): it is the whole transitio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-KINDS = ("ode", "flow", "dance", "cps")
+Kind = Literal["ode", "flow", "dance", "cps"]
+KINDS = get_args(Kind)
 
 Scalar = Tensor | float
 
@@ -63,7 +65,7 @@ PERTURBATION = 2.0**-16  # far below bfloat16's resolution of 2^-8: it changes a
 
 
 def perturb(velocity: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
-    """Return the same velocity at latents with a relative perturbation of JITTER by fixed noise.
+    """Return the same velocity at latents with a relative PERTURBATION by fixed noise.
 
     A bfloat16 network then rounds differently in all layers, as after an equally small update. The divergence between
     the two velocities is its floor on this model: values below it are rounding. In float32 it is about 1e-10.
@@ -86,7 +88,7 @@ class Coefficients:
     dt: float
 
 
-def coefficients(kind: str, sigma: Scalar, sigma_next: Scalar, noise_level: float, sigma_cap: Scalar) -> Coefficients:
+def coefficients(kind: Kind, sigma: Scalar, sigma_next: Scalar, noise_level: float, sigma_cap: Scalar) -> Coefficients:
     """Return the transition from sigma to sigma_next, in float64. sigmas: scalars, best on the CPU (they are read).
 
     noise_level: a; 0 makes every kind the ODE. sigma_cap: the largest sigma in flow's g, which is infinite at 1. It is
@@ -119,7 +121,7 @@ def coefficients(kind: str, sigma: Scalar, sigma_next: Scalar, noise_level: floa
 
 
 def transition(
-    kind: str, x: Tensor, velocity: Tensor, sigma: Scalar, sigma_next: Scalar, noise_level: float, sigma_cap: Scalar
+    kind: Kind, x: Tensor, velocity: Tensor, sigma: Scalar, sigma_next: Scalar, noise_level: float, sigma_cap: Scalar
 ) -> tuple[Tensor, float]:
     """Return (mean (B, ...), std) of x at sigma_next given x, velocity (B, ...) at sigma; std 0 is deterministic.
 
@@ -130,7 +132,7 @@ def transition(
     return c.x * x + c.velocity * velocity, c.std
 
 
-def gradient_weight(kind: str, sigma: Scalar, sigma_next: Scalar, noise_level: float, sigma_cap: Scalar) -> float:
+def gradient_weight(kind: Kind, sigma: Scalar, sigma_next: Scalar, noise_level: float, sigma_cap: Scalar) -> float:
     """Return the rms over a step's noise of d(D * log_prob) / dv per element: the pull of its `log_prob`.
 
     It is |dmean/dv| / std, and for cps 2 |dmean/dv| std. Steps of large weight dominate an unweighted objective.
@@ -140,7 +142,7 @@ def gradient_weight(kind: str, sigma: Scalar, sigma_next: Scalar, noise_level: f
     return 2 * abs(c.velocity) * c.std if kind == "cps" else abs(c.velocity) / c.std
 
 
-def noise_scale_error(kind: str, sigma: Scalar, sigma_next: Scalar, noise_level: float, sigma_cap: Scalar) -> float:
+def noise_scale_error(kind: Kind, sigma: Scalar, sigma_next: Scalar, noise_level: float, sigma_cap: Scalar) -> float:
     """Return the std of the noise after one step from the exact marginal, over sigma_next: 1 is exact.
 
     For a single x0, x = (1 - sigma) x0 + sigma n and v = n - x0. The step, mean = cx x + cv v, ends at
@@ -162,7 +164,7 @@ def sample(mean: Tensor, std: float, noise: Tensor) -> Tensor:
     return mean + std * noise
 
 
-def log_prob(kind: str, x_next: Tensor, mean: Tensor, std: float) -> Tensor:
+def log_prob(kind: Kind, x_next: Tensor, mean: Tensor, std: float) -> Tensor:
     """Return (B,) float64: mean over elements of the log density of N(mean, std^2) at x_next (B, ...), as stored.
 
     cps: the mean of -(x_next - mean)^2, its authors' score, which weights the steps on purpose (`gradient_weight`).

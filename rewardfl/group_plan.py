@@ -1,9 +1,9 @@
 """The distribution of an epoch's rollouts over processes, and their noise. All functions are pure."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -39,7 +39,7 @@ class Geometry:
     divides the process's samples per update. `spread` gives each forward pass of all processes the next groups, so that
     a group is complete as early as possible. In both, a batch that divides group_size never mixes rows.
 
-    Raise ValueError for a geometry that does not divide, with the nearest that do, and for updates that do not.
+    Raise ValueError for a geometry that does not divide, and for updates that do not.
     """
 
     group_size: int
@@ -51,13 +51,15 @@ class Geometry:
     same_noise: bool = False  # within a group
 
     def __post_init__(self):
-        check_geometry(self.world, self.batch, self.group_size, self.groups)
-        if self.forwards % self.updates:
-            near = ", ".join(str(n) for n in range(1, self.forwards + 1) if self.forwards % n == 0)
+        at_once = self.world * self.batch
+        if self.samples % at_once:
             raise ValueError(
-                f"updates must divide the {self.forwards} forward passes of a process, got {self.updates}; take one "
-                f"of {near}"
+                f"groups {self.groups} x group_size {self.group_size} = {self.samples} samples per epoch do not divide "
+                f"into forward passes of world {self.world} x batch {self.batch} = {at_once}; take groups of this size "
+                f"in a multiple of {at_once // math.gcd(at_once, self.group_size)}"
             )
+        if self.forwards % self.updates:
+            raise ValueError(f"updates must divide the {self.forwards} forward passes of a process, got {self.updates}")
 
     @property
     def samples(self) -> int:
@@ -122,27 +124,17 @@ def needs_prefix(plans: Sequence[Sequence[Sequence[Member]]]) -> list[bool]:
     return [any(processes) for processes in zip(*is_new, strict=True)]
 
 
-@lru_cache
-def prefix_counts(geometry: Geometry) -> tuple[int, int]:
-    """Return (starts, forward passes) in which one process computes one step before the window, in an epoch.
-
-    starts: of the process that has the most of them. The passes are the same on all processes.
-    """
-    plans = [plan(0, rank, geometry, ("",), seed=0) for rank in range(geometry.world)]
-    new = needs_prefix(plans)
-    starts = [
-        sum(len({member.start for member in members}) for members, is_new in zip(process, new, strict=True) if is_new)
-        for process in plans
-    ]
-    return max(starts), sum(new)
-
-
 def rollout_counts(geometry: Geometry, num_steps: int, window: Sequence[int]) -> list[tuple[int, int]]:
     """Return by step (videos, forward passes) of one process in an epoch, without guidance.
 
-    With the same noise in a group the steps before the window are computed once for all its members in a pass.
+    With the same noise in a group the steps before the window are computed once for all its members in a pass. Their
+    videos are those of the process that has the most; the passes are the same on all processes.
     """
-    before, after = prefix_counts(geometry), (geometry.forwards * geometry.batch, geometry.forwards)
+    plans = [plan(0, rank, geometry, ("",), seed=0) for rank in range(geometry.world)]
+    new = needs_prefix(plans)
+    starts = [[len({member.start for member in members}) for members in process] for process in plans]
+    before = max(sum(itertools.compress(counts, new)) for counts in starts), sum(new)
+    after = geometry.forwards * geometry.batch, geometry.forwards
     return [before if i < window[0] else after for i in range(num_steps)]
 
 
@@ -150,27 +142,3 @@ def draw_step_noise(members: Sequence[Member], shape: Sequence[int], device: str
     """Return (B, ...) standard normal noise of one stochastic step, by member; shape: (1, ...) of one latent."""
     seeds = [noise_seed(member.step_seed, step, "step") for member in members]
     return torch.cat([draw_noise(shape, seed, device) for seed in seeds])
-
-
-def check_geometry(world: int, batch: int, group_size: int, groups: int) -> None:
-    """Raise ValueError unless groups * group_size samples divide into forward passes of world * batch."""
-    samples, at_once = groups * group_size, world * batch
-    if samples % at_once == 0:
-        return
-    divisors = [d for d in range(1, samples // world + 1) if samples % (world * d) == 0]
-    near = [d for d in divisors if d < batch][-1:] + [d for d in divisors if d > batch][:1]
-    options = [
-        ("groups", _nearest_multiples(groups, at_once // math.gcd(at_once, group_size))),
-        ("group_size", _nearest_multiples(group_size, at_once // math.gcd(at_once, groups))),
-        ("batch", near),
-    ]
-    advice = ", or ".join(f"{name} {' or '.join(map(str, values))}" for name, values in options if values)
-    raise ValueError(
-        f"groups {groups} x group_size {group_size} = {samples} samples per epoch do not divide into forward passes "
-        f"of world {world} x batch {batch} = {at_once}; the nearest that do: {advice}"
-    )
-
-
-def _nearest_multiples(value: int, step: int) -> list[int]:
-    below = value // step * step
-    return [candidate for candidate in (below, below + step) if candidate > 0]

@@ -18,6 +18,7 @@ The reference and the ratio use the live weights; their average (optim.Average) 
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,8 +34,8 @@ def advantages(
     group_ids: Tensor,
     *,
     group_size: int,
-    std: str = "group",
-    combine: str = "sum",
+    std: Literal["group", "global", "none"] = "group",
+    combine: Literal["sum", "per_reward"] = "sum",
     weights: Sequence[float] = (1.0,),
     clip: float = 5.0,
     valid: Tensor | None = None,
@@ -69,7 +70,6 @@ def advantages(
         raise ValueError(f"{bad} of {int(valid.sum())} valid rewards are not finite; mark such samples valid=False")
     ids, index, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
     _check_groups(ids, sizes, group_size)
-
     weight = columns.new_tensor(weights)
     total = columns @ weight
     parts, weight = (total[:, None], weight.new_ones(1)) if combine == "sum" else (columns, weight)
@@ -91,12 +91,11 @@ def advantages(
 
 
 def _check_options(std: str, combine: str, clip: float, rewards: int, weights: int) -> None:
-    if std not in ("group", "global", "none"):
-        raise ValueError(f"std must be group, global or none, got {std!r}")
-    if combine not in ("sum", "per_reward"):
-        raise ValueError(f"combine must be sum or per_reward, got {combine!r}")
-    if clip <= 0:
-        raise ValueError(f"clip must be above 0, got {clip}")
+    if std not in ("group", "global", "none") or combine not in ("sum", "per_reward") or clip <= 0:
+        raise ValueError(
+            "std must be group, global or none, combine sum or per_reward, clip above 0; got "
+            f"{std!r}, {combine!r} and {clip}"
+        )
     if rewards != weights:
         raise ValueError(f"{rewards} rewards per sample and {weights} weights")
 
@@ -104,12 +103,10 @@ def _check_options(std: str, combine: str, clip: float, rewards: int, weights: i
 def _check_groups(ids: Tensor, sizes: Tensor, group_size: int) -> None:
     if group_size < 2:
         raise ValueError(f"group_size must be at least 2: one sample has nobody to be compared with, got {group_size}")
-    wrong = (sizes != group_size).nonzero()[:4, 0]
-    if len(wrong):
-        sizes_by_id = ", ".join(f"group {int(ids[i])} has {int(sizes[i])}" for i in wrong)
+    for i in (sizes != group_size).nonzero()[:1, 0]:
         raise ValueError(
-            f"groups must have {group_size} members, but {sizes_by_id}: gather rewards and group ids from all "
-            "processes first"
+            f"groups must have {group_size} members, but group {int(ids[i])} has {int(sizes[i])}: gather rewards and "
+            "group ids from all processes first"
         )
 
 
@@ -125,7 +122,9 @@ def _group_statistics(parts: Tensor, index: Tensor, valid: Tensor) -> tuple[Tens
     return mean, variance.sqrt(), highest == lowest  # exact: sums of equal numbers may not average to that number
 
 
-def log_ratio(objective: str, log_prob: Tensor, mean: Tensor, step: Step, kind: str = "flow") -> Tensor:
+def log_ratio(
+    objective: Literal["clip", "guard"], log_prob: Tensor, mean: Tensor, step: Step, kind: flow.Kind = "flow"
+) -> Tensor:
     """Return (B,) the logarithm of the ratio to clip, of one stochastic step that is scored again.
 
     log_prob (B,) and mean (B, ...): today's, from `sde.score`, with graph. step: the rollout's. kind: of sde. The
@@ -193,14 +192,12 @@ class RatioError(RuntimeError):
     """The policy before its first update differs from the policy of the rollout."""
 
 
-def ratio_tolerance(given: float | None, exact: bool, clip_range: float) -> float:
+def ratio_tolerance(given: float | None, clip_range: float, *, exact: bool) -> float:
     """Return check_ratio's tolerance: as given, else 0 where replay equals the rollout bit for bit.
 
     exact: in float32, unless the blocks are compiled; a pass with a graph then has other kernels than one without.
     """
-    if given is not None:
-        return given
-    return 0.0 if exact else 0.1 * clip_range
+    return given if given is not None else 0.0 if exact else 0.1 * clip_range
 
 
 def check_ratio(

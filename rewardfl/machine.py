@@ -3,32 +3,30 @@
 No torch here: `rewardfl/__init__.py` sets the threads' defaults before torch loads.
 """
 
+import itertools
 import math
 import os
 import sys
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
-ROOT = Path("/")
 
-
-def usable_memory(root: Path = ROOT) -> int:
+def usable_memory(root: Path = Path("/")) -> int:
     """Return the bytes of memory that this machine has, or its container's limit if that is less.
 
     root: the parent folder of /proc and /sys. A limit of a control group, of version 2 or 1, holds for all below it.
     """
-    names = ("memory.max", "memory.limit_in_bytes")
-    texts = [_read(folder / name) for folder in _groups("memory", root) for name in names]
-    limits = [int(text) for text in texts if text.isdigit()]
+    files = itertools.product(_groups("memory", root), ("memory.max", "memory.limit_in_bytes"))
+    limits = [int(text) for group, name in files if (text := _read(group / name)).isdigit()]
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
 
 
-def usable_cores(root: Path = ROOT) -> int:
+def usable_cores(root: Path = Path("/")) -> int:
     """Return the number of cores that this process may keep busy, at least 1.
 
     It is the smaller of the scheduler's cores and the container's CPU quota, rounded down. root: as in `usable_memory`.
     """
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, math.floor(min([cores, *map(_quota, _groups("cpu", root))])))
 
 

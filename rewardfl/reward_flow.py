@@ -11,6 +11,7 @@ bridge between them (FlowBP, arXiv 2606.11075). Memory is one step's graph, what
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from rewardfl import flow
 from rewardfl.flow import euler_step, velocity_kl
 
 # see `replay`; the last is an old name of reference_constant
-KL_GRADIENTS = ("exact", "fixed_trajectory", "reference_constant", "through_trajectory")
+KlGradient = Literal["exact", "fixed_trajectory", "reference_constant", "through_trajectory"]
 
 # below this first-order rise of the reward over an ascent of `replay_endpoint`, the ascent's direction is rounding
 SMALLEST_GAIN = 1e-4
@@ -38,7 +39,7 @@ class Trajectory:
     x0: Tensor
     kept: dict[int, Tensor]
     graphs: dict[int, Tensor] = field(default_factory=dict)
-    velocities: dict[int, Tensor] = field(default_factory=dict, kw_only=True)
+    velocities: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,15 @@ def rollout(
     """
     latents, graphs, velocities = {}, {}, {}
     for i in range(start, len(sigmas) - 1):
-        if i not in keep:
-            v = velocity(x, i)
-        elif with_graph is None:
-            latents[i], v = x, velocity(x, i)
-        else:
+        if i in keep and with_graph is not None:
             latents[i] = x.detach().requires_grad_()
             with torch.enable_grad(), with_graph():
                 graphs[i] = velocity(latents[i], i)
             v = graphs[i].detach()
+        else:
+            v = velocity(x, i)
         if i in keep:
+            latents.setdefault(i, x)
             velocities[i] = v
         x = euler_step(x, v, sigmas[i], sigmas[i + 1])
     return Trajectory(x0=x, kept=latents, graphs=graphs, velocities=velocities)
@@ -87,7 +87,7 @@ def rollout(
 
 @torch.no_grad()
 def kl_floor(reference: Velocity, x: Tensor, sigmas: Tensor, active: Sequence[int], start: int = 0) -> float:
-    """Return the KL of `replay` for two velocities that differ by rounding alone: see flow.jittered.
+    """Return the KL of `replay` for two velocities that differ by rounding alone: see flow.perturb.
 
     It is the mean over the active steps of the reference's rollout from x (B, ...) at sigmas[start].
     """
@@ -107,7 +107,7 @@ def replay(
     *,
     reference: Velocity | None = None,
     kl_weight: float = 0.0,
-    kl_gradient: str = "reference_constant",
+    kl_gradient: KlGradient = "reference_constant",
     backward: Callable[[Tensor], None] = torch.Tensor.backward,
     micro_batch: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> Replayed:
@@ -135,8 +135,8 @@ def replay(
     Raise ValueError for an active step without a gradient: it needs trained parameters, or with a coupling an earlier
     active step that has some. Skipping its backward would deadlock DDP or lose its reduction.
     """
-    if kl_gradient not in KL_GRADIENTS:
-        raise ValueError(f"kl_gradient must be one of {', '.join(KL_GRADIENTS)}, got {kl_gradient!r}")
+    if kl_gradient not in get_args(KlGradient):
+        raise ValueError(f"kl_gradient must be one of {', '.join(get_args(KlGradient))}, got {kl_gradient!r}")
     g = grad_x0
     kl = grad_x0.new_zeros(len(grad_x0))
     cotangents: list[Tensor] = []
@@ -150,11 +150,12 @@ def replay(
         pull = None
         with micro_batch():
             if kl_weight != 0:  # before the policy's forward: no graph takes memory yet
+                assert reference is not None, "a KL needs its reference"
                 weight = kl_weight / len(active) if couples and kl_gradient == "exact" else 0.0
                 v_reference, pull = _reference_velocity(reference, trajectory, i, sigmas[i], weight)
             v = velocity(x, i) if v is None else v
             loss = (v * (h * g).detach()).sum()
-            chain = None
+            chain: Tensor | None = None
             if kl_weight != 0:
                 step_kl = velocity_kl(v, v_reference, sigmas[i]) / len(active)
                 kl += step_kl.detach()
@@ -169,6 +170,7 @@ def replay(
             backward(loss)
         if couples:
             chain = x.grad if chain is None else chain
+            assert chain is not None, "backward must reach x_i"
             g = g + coupling * (chain if pull is None else chain + pull)
     return Replayed(kl, torch.stack(cotangents[::-1], 1))
 

@@ -69,7 +69,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         use_beta_sigmas: bool = False,
         time_shift_type: str = "exponential",
         stochastic_sampling: bool = False,
-        kind: str = "flow",
+        kind: flow.Kind = "flow",
         noise_level: float = 0.7,
         noise_window: Sequence[int] | None = None,
         schedule: Literal["linear", "stock"] = "linear",
@@ -125,7 +125,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         resolution, used with use_dynamic_shifting. Sigmas stay on the CPU: they are read as numbers.
         """
         super().set_timesteps(num_inference_steps, sigmas=sigmas, mu=mu)
-        if sigmas is None and self.config.schedule == "linear" and not any(self.config[key] for key in NOT_LINEAR):
+        linear = self.config.schedule == "linear" and not any(self.config[key] for key in NOT_LINEAR)
+        if linear and sigmas is None and num_inference_steps is not None:
             self.sigmas = flow.linear_sigmas(num_inference_steps, self.shift)
             self.timesteps = self.config.num_train_timesteps * self.sigmas[:-1]
         if not (self.sigmas[0] <= 1 and (self.sigmas.diff() < 0).all()):  # so for one step with shift_terminal: nan
@@ -136,7 +137,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     def _checked_window(self) -> tuple[int, ...]:
         if self.config.kind == "ode" or self.config.noise_level == 0:
             return ()
-        steps = range(self.num_inference_steps)
+        steps = range(len(self.timesteps))
         chosen = self.config.noise_window
         # python ints, also of an integer tensor, whose elements are equal to no int in a set
         window = tuple(steps[:-1] if chosen is None else map(operator.index, chosen))
@@ -160,11 +161,16 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     ) -> FlowMatchSDEOutput | tuple[Tensor, Tensor, float, Tensor | None]:
         """Step from sample (B, ...) by the velocity model_output (B, ...), in float32.
 
-        timestep: must be the schedule's at this step; it is compared, not looked up. generator: of the noise, one or
-        one per sample; None is torch's global one, as in stock pipelines. next_sample: score this instead of drawing.
-        step_index: take this step and leave the count unchanged; by default the next one.
+        timestep: must be the schedule's at this step. generator: of the noise, one or one per sample; None is torch's
+        global one, as in stock pipelines. next_sample: score this instead of drawing. step_index: take this step and
+        leave the count unchanged; by default the next one.
         """
-        index = self._index(step_index)
+        if self.num_inference_steps is None:
+            raise ValueError("no schedule: call set_timesteps first")
+        next_index = self.step_index if self.step_index is not None else self.begin_index or 0
+        index = next_index if step_index is None else step_index
+        if not 0 <= index < self.num_inference_steps:
+            raise ValueError(f"step {index}: the schedule has steps 0 to {self.num_inference_steps - 1}")
         expected = float(self.timesteps[index])
         if float(timestep) != expected:
             raise ValueError(
@@ -173,29 +179,18 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
             )
         if next_sample is not None and index not in self.noise_window:
             raise ValueError(f"step {index} is deterministic: next_sample has no density, leave it out")
-        kind = self.config.kind if index in self.noise_window else "ode"
+        kind: flow.Kind = self.config.kind if index in self.noise_window else "ode"
         mean, std = flow.transition(kind, sample.float(), model_output.float(), *self._arguments(index))
-        log_prob = None
         if kind == "ode":
             next_sample = mean.to(sample.dtype)
-        else:
-            if next_sample is None:
-                noise = randn_tensor(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
-                next_sample = flow.sample(mean, std, noise).to(sample.dtype)
-            log_prob = flow.log_prob(kind, next_sample.float(), mean, std)
+        elif next_sample is None:
+            noise = randn_tensor(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
+            next_sample = flow.sample(mean, std, noise).to(sample.dtype)
+        log_prob = None if kind == "ode" else flow.log_prob(kind, next_sample.float(), mean, std)
         if step_index is None:
             self._step_index = index + 1
         output = FlowMatchSDEOutput(prev_sample=next_sample, mean=mean, std=std, log_prob=log_prob)
         return output if return_dict else (next_sample, mean, std, log_prob)
-
-    def _index(self, step_index: int | None) -> int:
-        if self.num_inference_steps is None:
-            raise ValueError("no schedule: call set_timesteps first")
-        if step_index is None:
-            step_index = self.step_index if self.step_index is not None else self.begin_index or 0
-        if not 0 <= step_index < self.num_inference_steps:
-            raise ValueError(f"step {step_index}: the schedule has steps 0 to {self.num_inference_steps - 1}")
-        return step_index
 
     def _arguments(self, index: int) -> tuple[Tensor, Tensor, float, Tensor]:
         """Return sigma, sigma_next, noise_level, sigma_cap of a step."""

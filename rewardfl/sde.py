@@ -5,7 +5,7 @@ scored again, with a graph, from its stored latents: equal weights give equal bi
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,16 +19,14 @@ Velocity = Callable[[Tensor, int], Tensor]  # (x (B, ...), denoising step) -> ve
 class Kernel:
     """The law of stochastic steps: flow.py's kind and noise_level, on `sigmas` (steps + 1,) that end at 0."""
 
-    kind: str
+    kind: flow.Kind
     noise_level: float
     sigmas: Tensor
 
     def transition(self, velocity: Velocity, x: Tensor, step: int) -> tuple[Tensor, float]:
         """Return (mean (B, ...), std) of x_{step + 1} given x (B, ...)."""
         sigma, sigma_next = self.sigmas[step], self.sigmas[step + 1]
-        return flow.transition(
-            self.kind, x, velocity(x, step), sigma, sigma_next, self.noise_level, sigma_cap=self.sigmas[1]
-        )
+        return flow.transition(self.kind, x, velocity(x, step), sigma, sigma_next, self.noise_level, self.sigmas[1])
 
     def dt(self, step: int) -> float:
         return float(self.sigmas[step + 1] - self.sigmas[step])
@@ -46,10 +44,8 @@ class Step:
 
     def to(self, device: str | torch.device) -> "Step":
         mean = None if self.mean is None else self.mean.to(device)
-        return Step(
-            x=self.x.to(device), x_next=self.x_next.to(device), mean=mean, std=self.std,
-            log_prob=self.log_prob.to(device),
-        )  # fmt: skip
+        x, x_next, log_prob = (value.to(device) for value in (self.x, self.x_next, self.log_prob))
+        return replace(self, x=x, x_next=x_next, mean=mean, log_prob=log_prob)
 
 
 @torch.no_grad()
@@ -60,6 +56,7 @@ def rollout(
     window: Sequence[int],
     noise: Callable[[int], Tensor],
     start: int = 0,
+    *,
     keep_means: bool = True,
 ) -> tuple[Tensor, dict[int, Step]]:
     """Return (x0 (B, ...), the window's steps by index) from x (B, ...) float32 at sigmas[start].
@@ -83,7 +80,7 @@ def rollout(
 
 @torch.no_grad()
 def kl_floor(reference: Velocity, x: Tensor, kernel: Kernel, window: Sequence[int]) -> float:
-    """Return the KL of two transitions whose velocities differ by rounding alone: see flow.jittered.
+    """Return the KL of two transitions whose velocities differ by rounding alone: see flow.perturb.
 
     It is the mean over the window's steps of the reference's rollout, without noise, from x (B, ...) at sigma 1.
     """

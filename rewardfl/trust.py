@@ -8,22 +8,18 @@ _allowed = False
 
 
 class _Allow(argparse.Action):
-    def __call__(self, parser: object, namespace: object, values: object, option_string: str | None = None) -> None:
-        allow(True)
+    def __call__(self, *_: object, **__: object) -> None:
+        global _allowed
+        _allowed = True
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
     """Add --trust-code to a command line. Without the option no code is loaded, whatever was allowed before."""
-    allow(False)
+    global _allowed
+    _allowed = False
     parser.add_argument(
         OPTION, action=_Allow, nargs=0, help="load rewards of other packages and files: module:Class, file.py:Class"
     )
-
-
-def allow(permission: bool) -> None:
-    """Set whether this process may load such code."""
-    global _allowed
-    _allowed = permission
 
 
 def permission_arguments() -> list[str]:

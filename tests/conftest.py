@@ -1,4 +1,4 @@
-"""What pytest itself needs: where things are, which tests run first, and the server that forks their processes.
+"""What pytest itself needs: where things are, and which tests run first.
 
 It imports nothing heavy: pytest's first process, which only hands out tests, reads it too.
 """
@@ -10,6 +10,7 @@ import io
 import os
 import pickle
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,21 +24,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when it is import
 os.environ["OMP_NUM_THREADS"] = "1"  # the suite runs several workers
 
 import pytest  # noqa: E402
-import zygote  # noqa: E402
 
 SHARED = "REWARDFL_TEST_SHARED"  # of the environment: a folder of all workers
 
 
 def pytest_configure(config):
-    if zygote.ADDRESS not in os.environ:  # a worker has its parent's
-        zygote.start()
+    if SHARED not in os.environ:  # a worker has its parent's
         os.environ[SHARED] = tempfile.mkdtemp(prefix="rewardfl-test-shared-")
-
-
-def pytest_unconfigure():
-    if zygote.server is not None:
-        shutil.rmtree(os.environ[SHARED])
-    zygote.stop()
+        config.add_cleanup(lambda: shutil.rmtree(os.environ[SHARED]))
 
 
 @pytest.fixture
@@ -105,6 +99,12 @@ def pipe():
     from pipelines import random_pipeline
 
     return random_pipeline()
+
+
+def run_python(arguments, timeout=280, **settings):
+    """Run a Python of its own, as a user does."""
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, **settings)
 
 
 def run_tool(main, *arguments, expect=0):

@@ -2,13 +2,14 @@
 
 import csv
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 from PIL import Image
 from pipelines import backbone_of
-from runs import WORLD, adapter, launch, launch_grpo, metrics, table
+from runs import adapter, launch, launch_grpo, metrics, table
 from test_reward_flow import SCHEDULE, assert_same, autograd_gradients, conditioning, gradients, lora_model
 from test_reward_flow import replay_gradients as replayed
 from test_train_reward_fl import write
@@ -23,7 +24,6 @@ from rewardfl.training.anchors import Anchors
 ANCHOR = ["anchor.weight=1", "anchor.draws=2", "anchor.measured_clips=2"]
 SUPERVISED = [*ANCHOR, "reward.reward_weight=0", "reward.kl_weight=0"]
 ALONE = [*SUPERVISED, "reward.motion_weight=0", "reward.others={}"]
-SUPERVISED_ADAPTER = WORLD / "supervised"
 
 
 def draws_of(pipe, model, cond, x0, moments):
@@ -121,47 +121,22 @@ def test_supervised_fine_tuning_lowers_the_data_loss(tmp_path):
     assert all(line["actor/loss"] == pytest.approx(line["actor/anchor_loss"]) for line in lines)
     measured = {line["step"]: line["actor/data_loss"] for line in lines if "actor/data_loss" in line}
     assert list(measured) == [1, 6, 12] and measured[12] < 0.97 * measured[1]
-    launch(f"run.output_dir={tmp_path / 'cut'}", *settings, "train.max_steps=6")
-    launch(f"run.output_dir={tmp_path / 'cut'}", *settings)
-    for name, value in adapter(tmp_path / "run", 12).items():
-        assert torch.equal(adapter(tmp_path / "cut", 12)[name], value), name
-
-
-MEMORY = {
-    "swap": ["experts.trained=cpu_swap", "train.use_gradient_checkpointing=true"],
-    "kept graphs": [
-        "train.active_graphs=keep_on_host", "train.use_gradient_checkpointing=true",
-        "train.use_gradient_checkpointing_offload=true",
-    ],
-}  # fmt: skip
-
-
-def test_the_committed_adapter_is_nearer_to_the_clips(tmp_path):
-    """assets/tiny_world/supervised, from which the demo starts: an update without a rate measures it."""
-    losses = {}
-    for start in ("null", "assets/tiny_world/supervised"):
-        out = tmp_path / str(len(losses))
-        settings = [*ALONE, "lora.lora_rank=16", f"lora.init_from={start}", "train.max_steps=1"]
-        launch(*settings, "train.learning_rate=1e-12", "data.height=80", "data.width=80", f"run.output_dir={out}")
-        losses[start] = metrics(out)[0]["actor/data_loss"]
-    assert losses["assets/tiny_world/supervised"] < 0.8 * losses["null"]
-    assert sum(path.stat().st_size for path in SUPERVISED_ADAPTER.rglob("*.safetensors")) <= 1e6
+    straight = adapter(tmp_path / "run", 12)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000012")
+    launch(f"run.output_dir={tmp_path / 'run'}", *settings)
+    resumed = adapter(tmp_path / "run", 12)
+    assert all(torch.equal(resumed[name], value) for name, value in straight.items())
 
 
 def test_the_anchor_next_to_a_reward(tmp_path):
-    """It changes the adapter and not the first video, and wherever weights and graphs wait the run is one."""
-    one = ["train.max_steps=2", "run.save_steps=1", "run.sample_videos=0", "reward.held_out_model_path=null"]
-    launch(f"run.output_dir={tmp_path / 'without'}", *one)
-    launch(f"run.output_dir={tmp_path / 'with'}", *one, *ANCHOR)
+    """It changes the adapter and not the first video."""
+    settings = ["train.max_steps=2", "run.sample_videos=0", "reward.held_out_model_path=null"]
+    launch(f"run.output_dir={tmp_path / 'without'}", *settings)
+    launch(f"run.output_dir={tmp_path / 'with'}", *settings, *ANCHOR)
     without, lines = metrics(tmp_path / "without"), metrics(tmp_path / "with")
     assert lines[0]["reward/mean"] == without[0]["reward/mean"] and "actor/anchor_loss" not in without[0]
     assert lines[0]["actor/loss"] == pytest.approx(without[0]["actor/loss"] + lines[0]["actor/anchor_loss"])
     assert lines[1]["reward/mean"] != without[1]["reward/mean"]
-    wanted = adapter(tmp_path / "with", 2)
-    for name, settings in MEMORY.items():
-        launch(f"run.output_dir={tmp_path / name}", *one, *ANCHOR, *settings)
-        for key, value in adapter(tmp_path / name, 2).items():
-            assert (value - wanted[key]).norm() <= 1e-3 * wanted[key].norm(), (name, key)
 
 
 def test_rows_without_a_clip_have_no_anchor(tmp_path):

@@ -150,8 +150,6 @@ def test_the_house_keeps_its_rules(sources):
         ("training/setup_run.py", "from rewardfl.estimate import needs", "training.setup_run: the estimate is for"),
         ("data/clips.py", "from .order import micro_batch", "data.clips: a relative import"),
         ("files.py", "from rewardfl.rewards import base", "rewardfl: a circle among"),
-        ("weights/shards.py", "from rewardfl.weights import merge", "weights: a circle among"),
-        ("backbones/protocol.py", "from rewardfl.training import plan", "rewardfl: a circle among"),
         ("training/plan.py", "first = 'high_noise'", "training.plan: names a model"),
         ("data/order.py", "wan_order = 1", "data.order: names a model"),
     ],
@@ -206,15 +204,6 @@ def test_floors():
     assert not any("room:" in line for line in violations({"rewardfl/room/m1.py": ""} | dict(list(ladder.items())[1:])))
     rooms = {f"rewardfl/r{i}.py": f"from rewardfl import r{i - 1}" for i in range(1, 8)}
     assert "rewardfl: 8 floors, at most 7" in violations({"rewardfl/r0.py": ""} | rooms)
-
-
-def test_sentences_may_name_a_model():
-    assert not names_a_model('"""Wan is a model."""\nwanted = "a Wan model"  # wan\n')
-    assert (
-        names_a_model("import x\ny = x.wan")
-        and names_a_model('z = "WanTransformerBlock"')
-        and names_a_model("def wan(): ...")
-    )
 
 
 # the doors of a backbone's module; two samplers of one kind; the entry of a command and its work
@@ -275,17 +264,14 @@ def habits(sources):
 def test_names_are_defined_once_and_functions_are_short(sources):
     assert habits(sources) == []
     long = "def f(a, b, c, d, e, g, h, i, j):\n" + "    a = 1\n" * 60
-    assert habits({"rewardfl/x.py": long, "rewardfl/y.py": "def f(): ..."}) == [
-        "x.f: 61 lines",
-        "x.f: 9 parameters",
-        "f: in x, y",
-    ]
+    broken = ["x.f: 61 lines", "x.f: 9 parameters", "f: in x, y"]
+    assert habits({"rewardfl/x.py": long, "rewardfl/y.py": "def f(): ..."}) == broken
 
 
 @pytest.mark.check  # a change of the algorithm that a contributor tries may be longer
-@pytest.mark.parametrize("script, most", [("train_reward_fl.py", 260), ("train_flow_grpo.py", 340)])
-def test_a_script_stays_readable(script, most):
-    assert len((ROOT / script).read_text().splitlines()) <= most
+def test_a_script_stays_readable():
+    for script, most in {"train_reward_fl.py": 260, "train_flow_grpo.py": 340}.items():
+        assert len((ROOT / script).read_text().splitlines()) <= most
 
 
 def test_no_tool_hides_a_module_of_python():

@@ -1,6 +1,5 @@
 """Schedules and Euler steps against closed forms and diffusers."""
 
-import dataclasses
 import itertools
 import math
 from functools import partial
@@ -24,10 +23,7 @@ def test_sigmas_are_lightnings_schedule():
 def test_sigmas_are_rounded_once_from_float64():
     sigmas = flow.linear_sigmas(40, 5.0)
     assert sigmas.dtype == torch.float32
-    for i, sigma in enumerate(sigmas.tolist()):
-        s = 1 - i / 40
-        exact = torch.tensor(5 * s / (1 + 4 * s), dtype=torch.float64)
-        assert sigma == pytest.approx(float(exact), abs=6e-8)
+    assert sigmas.tolist() == pytest.approx(exact_sigmas(40, 5.0), abs=6e-8)
     with pytest.raises(ValueError, match="num_steps >= 1"):
         flow.linear_sigmas(0, 5.0)
 
@@ -107,13 +103,6 @@ def test_more_steps_come_to_the_data(kind, noise_level):
     assert errors[0] / errors[1] > 3.7 and errors[1] / errors[2] > 3.7 and errors[2] < 0.004
 
 
-def test_what_flows_first_steps_leave_falls_slowly():
-    """g has a pole at sigma 1: step k from there is off by a^2 / k in any schedule, and forgotten as n^(-a^2)."""
-    errors = [propagated("flow", 0.7, steps, 1.0)[1] / 0.4 - 1 for steps in (5000, 20000)]
-    assert 0 < errors[1] < errors[0] < 1e-3
-    assert errors[1] / errors[0] == pytest.approx(4 ** -(0.7**2), rel=0.1)
-
-
 @pytest.mark.parametrize(("noise_level", "low"), [(0.3, 0.028), (0.7, 0.148), (1.0, 0.293)])
 def test_cps_does_not_come_to_the_data(noise_level, low):
     """It draws the same share of the noise anew at each of ever more steps: std ends low, at any number of them."""
@@ -159,11 +148,11 @@ def test_kernels_are_the_published_formulas(shift):
         dt = after - sigma
         std_dev_t = math.sqrt(sigma / (1 - sigma)) * a
         drift = v * (1 + std_dev_t**2 * (1 - sigma) / (2 * sigma)) * dt
-        score = -(x - (x - sigma * v) * (1 - sigma)) / sigma**2
+        pull = -(x - (x - sigma * v) * (1 - sigma)) / sigma**2
         std = after * math.sin(a * math.pi / 2)
         expected = {
             "flow": (x * (1 + std_dev_t**2 / (2 * sigma) * dt) + drift, std_dev_t * math.sqrt(-dt)),
-            "dance": (x + dt * v - 0.5 * a**2 * score * dt, a * math.sqrt(-dt)),
+            "dance": (x + dt * v - 0.5 * a**2 * pull * dt, a * math.sqrt(-dt)),
             "cps": ((x - sigma * v) * (1 - after) + (x + (1 - sigma) * v) * math.sqrt(after**2 - std**2), std),
         }
         for kind, (mean, std) in expected.items():
@@ -171,49 +160,24 @@ def test_kernels_are_the_published_formulas(shift):
             torch.testing.assert_close(our_mean, mean, rtol=1e-12, atol=1e-12)
             assert our_std == pytest.approx(std, rel=1e-12)
             if std > 0:
-                x_next = mean + std * noise
                 squares = (noise**2).flatten(1).mean(1)
-                expected_score = (
-                    -(std**2) * squares if kind == "cps" else -squares / 2 - math.log(std * 2.5066282746310002)
-                )
-                ours = flow.log_prob(kind, x_next, our_mean, our_std)
-                torch.testing.assert_close(ours, expected_score, rtol=1e-12, atol=1e-12)
+                score = -(std**2) * squares if kind == "cps" else -squares / 2 - math.log(std * math.sqrt(2 * math.pi))
+                ours = flow.log_prob(kind, mean + std * noise, our_mean, our_std)
+                torch.testing.assert_close(ours, score, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("shift", [1.0, 3.0, 5.0, 12.0])
-@pytest.mark.parametrize("a", [0.3, 0.7, 1.0])
-def test_identities_of_the_kernels(shift, a):
-    sigmas = exact_sigmas(10, shift)
-    for i in range(10):
-        c = {kind: flow.coefficients(kind, *step_arguments(i, a, sigmas)) for kind in STOCHASTIC}
-        if i == 0:  # the cap makes the whole std noise_level; (1 - sigma) of the drift is 0, not 1 - cap
-            assert c["flow"].std == pytest.approx(a, rel=1e-12) and c["flow"].velocity == c["flow"].dt
-        else:
-            assert c["flow"].velocity == pytest.approx(c["flow"].dt * (1 + a**2 / 2), rel=1e-12)
-            as_dance = flow.coefficients("flow", *step_arguments(i, a / math.sqrt(sigmas[i] / (1 - sigmas[i])), sigmas))
-            assert dataclasses.astuple(as_dance) == pytest.approx(dataclasses.astuple(c["dance"]), rel=1e-12, abs=1e-12)
-        kept = c["cps"].x * sigmas[i] + c["cps"].velocity  # of the noise, x0 known
-        assert math.hypot(kept, c["cps"].std) == pytest.approx(sigmas[i + 1], abs=1e-12)
-        assert c["cps"].std == pytest.approx(sigmas[i + 1] * math.sin(a * math.pi / 2), rel=1e-12)
-        for each in c.values():  # x0's part is the marginal's
-            assert each.x * (1 - sigmas[i]) - each.velocity == pytest.approx(1 - sigmas[i + 1], abs=1e-12)
-
-
-@pytest.mark.parametrize("shift", [3.0, 5.0, 12.0])
-def test_no_schedule_of_wans_makes_a_step_explode(shift):
+def test_no_schedule_of_wans_makes_a_step_explode():
     """One step of flow from the exact marginal of unit data, on diffusers' UniPC tables, which start at 0.999999."""
-    for steps in range(4, 51):
+    for steps, shift in itertools.product((4, 10, 50), (3.0, 5.0, 12.0)):
         stock = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
         stock.set_timesteps(steps)
         sigmas = stock.sigmas
-        assert 0.99999 < sigmas[0] < 1 and len(sigmas) == steps + 1
-        for i, a in itertools.product(range(steps - 1), (0.1, 0.3, 0.5, 0.7)):
+        for i, a in itertools.product(range(steps - 1), (0.1, 0.7)):
             arguments, after = step_arguments(i, a, sigmas), float(sigmas[i + 1])
-            std = flow.coefficients("flow", *arguments).std
             noise = after * flow.noise_scale_error("flow", *arguments)
-            assert std < (a * 1.001 if i == 0 else 1.25)
+            assert flow.coefficients("flow", *arguments).std < (a * 1.001 if i == 0 else 1.25)
             assert math.hypot(1 - after, noise) == pytest.approx(math.hypot(1 - after, after), rel=0.25)
-        # what `sigma == 1` lets through
+        # what a cap at the first sigma would let through
         assert flow.coefficients("flow", sigmas[0], sigmas[1], 0.7, sigmas[0]).std > 20
 
 
@@ -316,24 +280,20 @@ def test_gradient_weights_over_the_schedule():
 
 
 @pytest.mark.parametrize(
-    ("kind", "noise_level", "steps", "expected"),
+    ("kind", "noise_level", "expected"),
     [
-        ("flow", 0.7, 10, {0: 1.036, 1: 1.054, 2: 1.021, 6: 1.026, 7: 1.054, 8: 1.198}),
-        ("flow", 0.7, 20, {0: 1.033, 18: 1.210}),
-        ("dance", 0.3, 10, {0: 1.000, 7: 1.004, 8: 1.026}),
-        ("cps", 0.7, 10, dict.fromkeys(range(9), 1.000)),
-        ("ode", 0.7, 10, dict.fromkeys(range(9), 1.000)),
+        ("flow", 0.7, {0: 1.036, 1: 1.054, 2: 1.021, 6: 1.026, 7: 1.054, 8: 1.198}),
+        ("dance", 0.3, {0: 1.000, 7: 1.004, 8: 1.026}),
+        ("cps", 0.7, dict.fromkeys(range(9), 1.000)),
+        ("ode", 0.7, dict.fromkeys(range(9), 1.000)),
     ],
 )
-def test_noise_scale_errors_over_the_schedule(kind, noise_level, steps, expected):
+def test_noise_scale_errors_over_the_schedule(kind, noise_level, expected):
     """Measured from the published code (shift 5): why Flow-SDE rollouts look noisy, and its late steps worst."""
-    sigmas = flow.linear_sigmas(steps, 5.0)
-    errors = [flow.noise_scale_error(kind, *step_arguments(i, noise_level, sigmas)) for i in range(steps - 1)]
-    for i, value in expected.items():
-        assert errors[i] == pytest.approx(value, abs=6e-4)
-    assert min(errors) > 1 - 1e-6 and max(errors) < 1.22
+    errors = [flow.noise_scale_error(kind, *step_arguments(i, noise_level)) for i in range(9)]
+    assert [errors[i] for i in expected] == pytest.approx([*expected.values()], abs=6e-4)
     with pytest.raises(ValueError, match="a step to sigma 0 has no noise scale"):
-        flow.noise_scale_error(kind, *step_arguments(steps - 1, noise_level, sigmas))
+        flow.noise_scale_error(kind, *step_arguments(9, noise_level))
 
 
 @pytest.mark.parametrize(
@@ -342,7 +302,6 @@ def test_noise_scale_errors_over_the_schedule(kind, noise_level, steps, expected
         (("flow", 1.0, 0.9, 0.7, 1.0), "sigma 1 needs a sigma_cap below 1"),
         (("sde", 0.5, 0.4, 0.7, 0.9), "kind must be one of ode, flow, dance, cps, got 'sde'"),
         (("dance", 0.4, 0.5, 0.7, 0.9), r"walks sigma down within \[0, 1\], got 0.4 to 0.5"),
-        (("dance", 0.5, 0.5, 0.7, 0.9), r"walks sigma down within \[0, 1\], got 0.5 to 0.5"),
         (("flow", 1.1, 0.5, 0.7, 0.9), r"walks sigma down within \[0, 1\], got 1.1 to 0.5"),
         (("ode", 0.5, -0.1, 0.7, 0.9), r"walks sigma down within \[0, 1\], got 0.5 to -0.1"),
         (("flow", 0.5, 0.4, -0.7, 0.9), "noise_level must be >= 0"),
@@ -369,9 +328,8 @@ def test_scores_refuse_shapes_that_would_broadcast_across_samples():
 def test_review_2_a_wrong_index_is_refused_and_no_epsilon_hides_it():
     """Point 2, "dance divides by sigma^2, add 1e-9": one sigma cancels, and a step from sigma 0 is an error."""
     x, v, _ = batch(torch.float64)
-    sigma, after = 1e-6, 0.0
-    mean, std = flow.transition("dance", x, v, sigma, after, 0.7, 0.9)  # x / sigma^2 is 1e12 here
-    expected = x - sigma * v - 0.5 * 0.7**2 * (x + (1 - sigma) * v)
+    mean, std = flow.transition("dance", x, v, 1e-6, 0.0, 0.7, 0.9)  # x / sigma^2 is 1e12 here
+    expected = x - 1e-6 * v - 0.5 * 0.7**2 * (x + (1 - 1e-6) * v)
     torch.testing.assert_close(mean, expected, rtol=1e-12, atol=1e-12)
     assert std == pytest.approx(0.7e-3, rel=1e-12)
     with pytest.raises(ValueError, match="got 0 to 0"):
@@ -405,16 +363,9 @@ def test_review_4_the_density_is_one_gaussian(kind):
 
 def test_review_5_the_cps_score_has_no_normaliser_on_purpose():
     """Point 5, "the CPS log-prob is incomplete": 1 / (2 std^2) would weight the last steps without bound."""
-    x, v, noise = batch(torch.float64)
-    mean, std = flow.transition("cps", x, v, *step_arguments(3))
-    x_next = flow.sample(mean, std, noise)
-    torch.testing.assert_close(flow.log_prob("cps", x_next, mean, std), -((x_next - mean) ** 2).flatten(1).mean(1))
-    cps = [flow.coefficients("cps", *step_arguments(i)) for i in range(9)]
     weights = [flow.gradient_weight("cps", *step_arguments(i)) for i in range(9)]
-    assert max(weights) / min(weights) < 7
-    normalised = [abs(c.velocity) / c.std for c in cps]
-    assert normalised[8] / normalised[0] > 20
-    almost_last = flow.gradient_weight("cps", SIGMAS[9], torch.tensor(1e-4), 0.7, SIGMAS[1])
-    assert almost_last < 1e-3 and weights == pytest.approx(
-        [w * 2 * c.std**2 for w, c in zip(normalised, cps, strict=True)]
-    )
+    steps = [flow.coefficients("cps", *step_arguments(i)) for i in range(9)]
+    normalised = [abs(c.velocity) / c.std for c in steps]
+    assert max(weights) / min(weights) < 7 and normalised[8] / normalised[0] > 20
+    assert flow.gradient_weight("cps", SIGMAS[9], torch.tensor(1e-4), 0.7, SIGMAS[1]) < 1e-3
+    assert weights == pytest.approx([w * 2 * c.std**2 for w, c in zip(normalised, steps, strict=True)])

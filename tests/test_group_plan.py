@@ -80,36 +80,6 @@ def test_a_position_is_the_same_member_whatever_the_geometry(spread):
             assert plan(epoch=3, rank=rank, **geometry) == expected
 
 
-def test_geometries_that_do_not_divide_are_refused_with_the_nearest_that_do():
-    names = ("world", "batch", "group_size", "groups")
-
-    def nearest(geometry, name):
-        i = names.index(name)
-
-        def first(values):
-            return next(([v] for v in values if divides(*geometry[:i], v, *geometry[i + 1 :])), [])
-
-        lowest = 2 if name == "group_size" else 1
-        return first(range(geometry[i] - 1, lowest - 1, -1)) + first(range(geometry[i] + 1, 800))
-
-    def refusal(geometry):
-        try:
-            group_plan.check_geometry(*geometry)
-        except ValueError as error:
-            return str(error)
-
-    batches = functools.cache(lambda samples, world, batch: nearest((world, batch, samples, 1), "batch"))
-    for geometry in GRID:
-        message = refusal(geometry)
-        assert (message is None) == divides(*geometry)
-        if message is not None:
-            told, advice = message.split("; the nearest that do: ")
-            assert all(f"{name} {value}" in told for name, value in zip(names, geometry, strict=True))
-            options = {name: nearest(geometry, name) for name in ("groups", "group_size")}
-            options["batch"] = batches(geometry[2] * geometry[3], *geometry[:2])
-            assert advice == ", or ".join(f"{name} {' or '.join(map(str, v))}" for name, v in options.items() if v)
-
-
 def test_equal_prompts_with_other_images_are_groups_of_their_own(tmp_path):
     (tmp_path / "metadata.csv").write_text("video,prompt,image\na.mp4,she smiles,a.png\na.mp4,she smiles,b.png\n")
     rows = data.load_metadata(tmp_path / "metadata.csv")
@@ -154,15 +124,6 @@ def test_epochs_walk_through_the_rows_and_depend_on_nothing_but_seed_and_epoch()
     assert few == {(m.row, m.member): m.noise_seed for m in epoch_of(1, groups=6)}
 
 
-def test_contiguous_keeps_groups_on_one_process_and_spread_completes_them_early():
-    for rank in range(2):
-        sizes = Counter(m.group_id for forward in plan(world=2, rank=rank, batch=2) for m in forward)
-        assert set(sizes.values()) == {4} and len(sizes) == 3
-    forwards = [plan(world=2, rank=rank, batch=2, spread="spread") for rank in range(2)]
-    for i in range(6):
-        assert {m.group_id for rank in range(2) for m in forwards[rank][i]} == {i}
-
-
 @pytest.mark.parametrize("same, spread", [(True, "contiguous"), (True, "spread"), (False, "contiguous")])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_process_has_every_start_that_it_needs(same, spread, world):
@@ -192,12 +153,12 @@ def test_the_noise_of_a_step_is_the_members_own_whatever_its_batch():
 
 
 def test_plan_refuses_what_cannot_be():
-    with pytest.raises(
-        ValueError, match="groups 5 x group_size 3 = 15 .* world 2 x batch 2 = 4; .* groups 4 or 8, or gro"
-    ):
-        plan(world=2, batch=2, groups=5, group_size=3)
-    with pytest.raises(ValueError, match="groups 4 x group_size 3 = 12 .* batch 3 or 6$"):
-        plan(world=2, batch=5, groups=4, group_size=3)
+    for geometry, multiple in {(2, 2, 3, 5): 4, (2, 5, 3, 4): 10, (3, 2, 4, 5): 3}.items():
+        world, batch, size, groups = geometry
+        message = f"groups {groups} x group_size {size} = .* {world} x batch {batch} = .* a multiple of {multiple}$"
+        with pytest.raises(ValueError, match=message):
+            plan(world=world, batch=batch, groups=groups, group_size=size)
+        plan(world=world, batch=batch, groups=multiple, group_size=size)
     with pytest.raises(ValueError, match="updates must divide the 12 forward passes of a process, got 5"):
         plan(world=2, updates=5)
 
@@ -237,7 +198,7 @@ def test_windows_depend_on_seed_and_epoch_alone():
 
 def test_windows_refuse_what_cannot_be():
     draw = functools.partial(window, num_steps=8, epoch=0, seed=0)
-    with pytest.raises(ValueError, match=r"usable \[0, 1, 2\].*got \[2, 7\]: \[7\] are not usable"):
+    with pytest.raises(ValueError, match=r"usable \[0, 1, 2\].*got \[2, 7\]"):
         draw("list", usable=[0, 1, 2], steps=[2, 7])
     with pytest.raises(ValueError, match=r"each once, got \[1, 1\]"):
         draw("list", steps=[1, 1])

@@ -72,13 +72,6 @@ def test_advantages_are_the_textbooks(std, clip):
     assert logged["group/zero_variance"] == pytest.approx(1 / 5)
 
 
-def test_epsilon_keeps_noise_of_the_reward_small():
-    noise = torch.tensor([0.5, 0.5 + 1e-6, 0.5, 0.5])
-    ours, logged = grpo.advantages(noise, torch.zeros(4, dtype=torch.long), group_size=4)
-    assert 0 < float(ours.abs().max()) < 0.02
-    assert logged["group/zero_variance"] == 0
-
-
 def test_two_gathered_processes_are_one():
     reward_of = {(m.group_id, m.member): 0.1 * m.member**2 + m.group_id for m in epoch_of(1)}
 
@@ -131,17 +124,12 @@ def test_several_rewards_are_summed_before_or_after_normalising():
     total = rewards.double() @ torch.tensor(weights).double()
     assert summed.tolist() == pytest.approx(plain(total, ids, "group"), abs=1e-5)
     assert logged["reward/mean"] == pytest.approx(float(total.mean()))
-    for std in ("group", "global", "none"):
-        apart, _ = grpo.advantages(rewards, ids, group_size=4, weights=weights, combine="per_reward", clip=1e9, std=std)
+    for std, clip in (("group", 1e9), ("global", 1e9), ("none", 1e9), ("group", 0.3)):
+        settings = {"combine": "per_reward", "clip": clip, "std": std}
+        apart, _ = grpo.advantages(rewards, ids, group_size=4, weights=weights, **settings)
         columns = [plain(rewards[:, k], ids, std, 1e9) for k in range(2)]
-        assert apart.tolist() == pytest.approx([a + 0.5 * b for a, b in zip(*columns, strict=True)], rel=1e-5, abs=1e-4)
-    apart, _ = grpo.advantages(rewards, ids, group_size=4, weights=weights, combine="per_reward", clip=0.3)
-    assert float(apart.abs().max()) == pytest.approx(0.3)  # the sum is clipped, not its parts
-    # the small reward is heard in `per_reward` alone
-    small = rewards[:, 0] - rewards[:, 0].mean()
-    apart, _ = grpo.advantages(rewards, ids, group_size=4, weights=(1.0, 1.0), combine="per_reward")
-    summed, _ = grpo.advantages(rewards, ids, group_size=4, weights=(1.0, 1.0))
-    assert torch.corrcoef(torch.stack([apart, small]))[0, 1] > torch.corrcoef(torch.stack([summed, small]))[0, 1] + 0.2
+        expected = [max(-clip, min(clip, a + 0.5 * b)) for a, b in zip(*columns, strict=True)]  # the sum is clipped
+        assert apart.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-4)
     # a group is idle when no reward varies: of two where one varies, the other adds exactly nothing
     flat, ids = torch.tensor([[0.1, 1.0], [0.1, 2.0], [0.3, 7.0], [0.3, 7.0]]), torch.tensor([0, 0, 1, 1])
     ours, logged = grpo.advantages(flat, ids, group_size=2, weights=(1.0, 2.0), combine="per_reward")
@@ -154,13 +142,13 @@ def test_advantages_refuse_what_cannot_be():
         grpo.advantages(rewards, ids, group_size=4, std="batch")
     with pytest.raises(ValueError, match="'product'"):
         grpo.advantages(rewards, ids, group_size=4, combine="product")
-    with pytest.raises(ValueError, match="clip must be above 0, got 0"):
+    with pytest.raises(ValueError, match="clip above 0; got 'group', 'sum' and 0"):
         grpo.advantages(rewards, ids, group_size=4, clip=0)
     with pytest.raises(ValueError, match="1 rewards per sample and 2 weights"):
         grpo.advantages(rewards, ids, group_size=4, weights=(1.0, 1.0))
     with pytest.raises(ValueError, match="group_size must be at least 2.*got 1"):
         grpo.advantages(rewards, torch.arange(20), group_size=1)
-    with pytest.raises(ValueError, match="groups must have 4 members, but group 0 has 1, group 1 has 1"):
+    with pytest.raises(ValueError, match="groups must have 4 members, but group 0 has 1: gather"):
         grpo.advantages(rewards, torch.arange(20), group_size=4)
     rewards[3] = math.nan
     with pytest.raises(ValueError, match="1 of 20 valid rewards are not finite; mark such samples valid=False"):

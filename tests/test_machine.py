@@ -10,13 +10,13 @@ from conftest import ROOT
 from rewardfl import machine
 
 CORES = len(os.sched_getaffinity(0))
+THREADS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 @pytest.mark.parametrize(
     ("files", "cores"),
     [
         ({}, CORES),
-        ({"cpu.max": "max 100000\n"}, CORES),
         ({"cpu.max": "150000 100000\n"}, 1),
         ({"jobs/cpu.max": "20000 100000\n"}, 1),
         ({"jobs/run/cpu.max": "9900000 100000\n"}, CORES),
@@ -58,23 +58,19 @@ def test_a_process_takes_its_share(monkeypatch):
     assert machine.threads_of_process(5, 8) == 5
 
 
-@pytest.mark.parametrize("entry", ["import train_reward_fl", "import train_flow_grpo", "import rewardfl, torch"])
-@pytest.mark.parametrize(
-    ("user", "spins", "threads"),
-    [
-        ({}, "3000", None),
-        ({"OMP_NUM_THREADS": "1"}, "3000", "1"),
-        ({"GOMP_SPINCOUNT": "7"}, "7", None),
-        ({"OMP_WAIT_POLICY": "passive"}, "0", None),
-    ],
-)
-def test_threads_soon_sleep_while_they_wait(entry, user, spins, threads):
-    """libgomp prints what it has read, when torch loads it: the variables are set before, and a user's own stays."""
-    unset = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-    environment = {key: value for key, value in os.environ.items() if key not in unset}
-    environment |= {"OMP_DISPLAY_ENV": "verbose", **user}
+@pytest.mark.parametrize("entry", ["import train_reward_fl", "import train_flow_grpo"])
+def test_threads_soon_sleep_while_they_wait(entry):
+    """libgomp prints what it has read, when torch loads it: the variables are set before."""
+    environment = {key: value for key, value in os.environ.items() if key not in THREADS}
+    environment["OMP_DISPLAY_ENV"] = "verbose"
     code = f"{entry}; import torch; print(torch.get_num_threads())"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert f"GOMP_SPINCOUNT = '{spins}'" in run.stderr
-    assert run.stdout.split()[-1] == (threads or str(machine.usable_cores()))
+    assert "GOMP_SPINCOUNT = '3000'" in run.stderr and run.stdout.split()[-1] == str(machine.usable_cores())
+
+
+@pytest.mark.parametrize("name", THREADS)
+def test_a_users_own_setting_of_the_threads_stays(name):
+    environment = {name: "7"}
+    machine.set_thread_defaults(environment)
+    assert environment[name] == "7" and len(environment) == 2

@@ -31,12 +31,12 @@ class Recording(FlowMatchSDEScheduler):
         return (output.prev_sample,)
 
 
-def sampled(pipe, scheduler, steps=4):
+def sampled(pipe, scheduler):
     """Latents (1, 16, T, h, w) that the stock pipeline ends with."""
     pipe.scheduler = scheduler
     noise = draw_noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7)
     return pipe(
-        image=picture()[0], prompt=PROMPT, height=HEIGHT, width=WIDTH, num_frames=FRAMES, num_inference_steps=steps,
+        image=picture()[0], prompt=PROMPT, height=HEIGHT, width=WIDTH, num_frames=FRAMES, num_inference_steps=4,
         guidance_scale=1.0, latents=noise, output_type="latent",
     ).frames  # fmt: skip
 
@@ -57,13 +57,12 @@ def seeded(*seeds):
 # ---- in the stock pipeline ----
 
 
-@pytest.mark.parametrize("steps", [4, 8])
-def test_without_noise_the_pipeline_samples_as_linear_flow_euler_bit_for_bit(pipe, steps):
-    expected = sampled(pipe, LinearFlowEuler.from_config(STOCK), steps)
+def test_without_noise_the_pipeline_samples_as_linear_flow_euler_bit_for_bit(pipe):
+    expected = sampled(pipe, LinearFlowEuler.from_config(STOCK))
     for arguments in ({"noise_level": 0.0}, {"kind": "ode"}, {"noise_window": []}):
-        assert torch.equal(sampled(pipe, FlowMatchSDEScheduler.from_config(LINEAR, **arguments), steps), expected)
+        assert torch.equal(sampled(pipe, FlowMatchSDEScheduler.from_config(LINEAR, **arguments)), expected)
     torch.manual_seed(0)
-    assert not torch.allclose(sampled(pipe, FlowMatchSDEScheduler.from_config(LINEAR), steps), expected, atol=1e-2)
+    assert not torch.allclose(sampled(pipe, FlowMatchSDEScheduler.from_config(LINEAR)), expected, atol=1e-2)
 
 
 @pytest.mark.parametrize("kind", STOCHASTIC)
@@ -124,7 +123,6 @@ def test_schedule_is_linear_sigmas(steps):
         ({"shift": 3.0}, {}),  # SD3, FLUX.1-schnell
         ({"use_dynamic_shifting": True, "max_shift": 1.15}, {"mu": 0.9}),  # FLUX.1-dev
         ({"use_dynamic_shifting": True, "max_shift": 0.9, "shift_terminal": 0.02}, {"mu": 0.7}),  # Qwen-Image
-        ({"use_dynamic_shifting": True, "time_shift_type": "linear"}, {"mu": 2.0}),
     ],
 )
 def test_given_sigmas_are_treated_as_the_stock_scheduler_treats_them(config, arguments):
@@ -147,27 +145,22 @@ def test_given_sigmas_are_treated_as_the_stock_scheduler_treats_them(config, arg
             ours.set_timesteps(6)
 
 
-@pytest.mark.parametrize("steps", [1, 4, 28])
-@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize(
     "config",
     [
         {"shift": 3.0},  # SD3's and SD3.5's
-        {"shift": 1.0, "num_train_timesteps": 500},
         *({"shift": 3.0, f"use_{name}_sigmas": True} for name in ("karras", "exponential", "beta")),
         {"shift": 3.0, "shift_terminal": 0.1},
         {"use_dynamic_shifting": True, "shift_terminal": 0.02, "use_karras_sigmas": True},
     ],
 )
-def test_the_config_of_a_stock_scheduler_keeps_its_schedule(config, saved, steps, tmp_path):
+def test_the_config_of_a_stock_scheduler_keeps_its_schedule(config, steps, tmp_path):
     stock = FlowMatchEulerDiscreteScheduler(**config)
     mu = {"mu": 0.7} if "use_dynamic_shifting" in config else {}
     stock.set_timesteps(steps, **mu)
-    if saved:
-        stock.save_pretrained(tmp_path)
-        ours = FlowMatchSDEScheduler.from_pretrained(tmp_path, noise_level=0.0)
-    else:
-        ours = FlowMatchSDEScheduler.from_config(stock.config, noise_level=0.0)
+    stock.save_pretrained(tmp_path)
+    ours = FlowMatchSDEScheduler.from_pretrained(tmp_path, noise_level=0.0)
     if not stock.sigmas.isfinite().all():
         with pytest.raises(ValueError, match="do not walk down from at most 1: take more steps"):
             ours.set_timesteps(steps, **mu)
@@ -189,13 +182,10 @@ def test_config_round_trip(tmp_path, caplog):
     saved = json.loads((tmp_path / "scheduler_config.json").read_text())
     assert saved["_class_name"] == "FlowMatchSDEScheduler"
     assert (saved["kind"], saved["noise_level"], saved["noise_window"], saved["shift"]) == ("cps", 0.8, [1, 2], 5.0)
-    for loaded in (
-        FlowMatchSDEScheduler.from_pretrained(tmp_path),
-        FlowMatchSDEScheduler.from_config(scheduler.config),
-    ):
-        loaded.set_timesteps(4)
-        assert loaded.noise_window == (1, 2) and loaded.config.kind == "cps" and loaded.config.noise_level == 0.8
-        assert torch.equal(loaded.sigmas, flow.linear_sigmas(4, 5.0))
+    loaded = FlowMatchSDEScheduler.from_pretrained(tmp_path)
+    loaded.set_timesteps(4)
+    assert loaded.noise_window == (1, 2) and loaded.config.kind == "cps" and loaded.config.noise_level == 0.8
+    assert torch.equal(loaded.sigmas, flow.linear_sigmas(4, 5.0))
     assert not caplog.records  # diffusers warns of keys that a class does not take
     quiet = FlowMatchSDEScheduler.from_config(scheduler.config, noise_level=0.0)  # the evaluation's
     quiet.set_timesteps(4)
@@ -216,15 +206,10 @@ def test_review_1_a_window_of_several_drawn_steps():
     scheduler, velocity, sample = ready(10, noise_window=chosen)
     assert scheduler.noise_window == tuple(chosen.tolist())
     assert all(type(i) is int for i in scheduler.noise_window)
-    drawn = []
-    for i, t in enumerate(scheduler.timesteps):
-        output = scheduler.step(velocity, t, sample, seeded(0, 1))
-        if output.log_prob is not None:
-            drawn.append(i)
+    outputs = [scheduler.step(velocity, t, sample, seeded(0, 1)) for t in scheduler.timesteps]
+    drawn = [i for i, output in enumerate(outputs) if output.log_prob is not None]
     assert drawn == sorted(chosen.tolist())
-    scheduler, *_ = ready(3)
-    assert scheduler.noise_window == (0, 1)
-    scheduler.set_timesteps(1)
+    scheduler, *_ = ready(1)
     assert scheduler.noise_window == ()
 
 
@@ -262,16 +247,6 @@ def test_a_step_is_the_transition_of_its_index(kind):
     final = scheduler.step(velocity, scheduler.timesteps[3], sample)
     assert final.log_prob is None and final.std == 0
     assert torch.equal(final.prev_sample, flow.euler_step(sample, velocity, scheduler.sigmas[3], scheduler.sigmas[4]))
-
-
-def test_a_batch_of_two_is_two_of_one():
-    scheduler, velocity, sample = ready()
-    both = scheduler.step(velocity, scheduler.timesteps[1], sample, seeded(5, 6), step_index=1)
-    for b, seed in enumerate((5, 6)):
-        one = slice(b, b + 1)
-        alone = scheduler.step(velocity[one], scheduler.timesteps[1], sample[one], seeded(seed), step_index=1)
-        assert torch.equal(alone.prev_sample, both.prev_sample[one]) and torch.equal(alone.mean, both.mean[one])
-        assert torch.equal(alone.log_prob, both.log_prob[one])
 
 
 def test_a_replay_differentiates_the_velocity_and_leaves_the_count():
@@ -322,7 +297,6 @@ def test_steps_are_counted_not_looked_up():
         scheduler.step(velocity, scheduler.timesteps[3], sample)
     scheduler.set_timesteps(4)  # starts anew
     scheduler.timesteps = torch.full((4,), 999)  # int64, as UniPC's, and all alike
-    stds = [scheduler.step(velocity, t, sample).std for t in scheduler.timesteps]
-    assert len(set(stds)) == 4
+    assert len({scheduler.step(velocity, t, sample).std for t in scheduler.timesteps}) == 4
     with pytest.raises(ValueError, match="no schedule: call set_timesteps first"):
         FlowMatchSDEScheduler().step(velocity, 1000.0, sample)

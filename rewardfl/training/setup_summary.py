@@ -125,7 +125,7 @@ def sigma_table(schedule: Schedule, trained: Sequence[int], grpo: GrpoConfig | N
     Flow-GRPO adds for each kind of stochastic step at the configured noise level its std, gradient weight
     (`flow.gradient_weight`) and noise left over sigma_next (`flow.noise_scale_error`).
     """
-    kinds: Sequence[str] = ()
+    kinds: Sequence[flow.Kind] = ()
     role, word, level, trained_with = "gradient", "replayed", 0.0, ""
     if grpo is not None:
         kinds, level, trained_with = ("flow", "dance", "cps"), grpo.noise_level, grpo.sde
@@ -145,11 +145,11 @@ def sigma_table(schedule: Schedule, trained: Sequence[int], grpo: GrpoConfig | N
     return lines
 
 
-def _cells(kind: str, sigma: float, sigma_next: float, level: float, sigma_max: float) -> str:
+def _cells(kind: flow.Kind, sigma: float, sigma_next: float, level: float, sigma_max: float) -> str:
     """Format std, gradient weight and noise-scale error; - where one is not defined."""
     if kind == "cps" and level > 1:
         return f"{'-':>11s}{'-':>8s}{'-':>7s}"
-    step = (kind, sigma, sigma_next, level, sigma_max)
+    step: tuple[flow.Kind, float, float, float, float] = (kind, sigma, sigma_next, level, sigma_max)
     std = flow.coefficients(*step).std
     weight = f"{flow.gradient_weight(*step):.4f}" if std > 0 else "-"
     noise = f"{flow.noise_scale_error(*step):.3f}" if sigma_next > 0 else "-"

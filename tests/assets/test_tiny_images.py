@@ -4,12 +4,10 @@ import json
 
 import pytest
 import torch
-import zygote
-from conftest import ROOT
+from conftest import ROOT, run_python
 
-from rewardfl import backbones, rewards
-from rewardfl.backbones.protocol import Source
-from rewardfl.rewards.scenes import checker, judge
+from rewardfl import rewards
+from rewardfl.rewards.scenes import checker
 from rewardfl.rewards.scenes.checker import SCENES, Thing
 from tiny_images import build, drawing, model
 
@@ -59,13 +57,6 @@ def test_a_judge_knows_each_kind_of_mistake(name):
         assert output.parts["right"].item() == (wanted == 1), prompt
 
 
-def test_the_score_does_not_depend_on_the_order_of_what_is_found():
-    """A red circle is like both that are wanted, a green triangle like one: both pairs are there to be had."""
-    scene = SCENES["a green circle and a red square"]
-    found = [Thing(colour="red", shape="circle"), Thing(colour="green", shape="triangle")]
-    assert checker.score_scene(scene, found) == checker.score_scene(scene, found[::-1]) == (0.5, False)
-
-
 def test_nothing_is_no_object():
     grey, broken = torch.full((1, 3, 1, 32, 32), 0.9), torch.full((1, 3, 1, 32, 32), torch.nan)
     for one in judges().values():
@@ -74,11 +65,6 @@ def test_nothing_is_no_object():
         assert not one(broken, [told]).valid.any() and not one(grey, [None]).valid.any()
         with pytest.raises(ValueError, match="'a dog'"):
             one.reference(grey[0], "a dog")
-
-
-def test_wrong_weights_are_refused():
-    with pytest.raises(ValueError, match="weights_file .*figures.json"):
-        judge.SceneJudge(IMAGES / "figures.json")
 
 
 def test_prompts_are_split_as_the_files_say():
@@ -97,15 +83,6 @@ def test_every_prompt_fits_the_text_encoders():
         lengths = [len(tokenizer(prompt).input_ids) for prompt in SCENES]
         assert max(lengths) <= model.TOKENS
         assert all(tokenizer.unk_token_id not in tokenizer(prompt).input_ids[1:-1] for prompt in SCENES)
-
-
-def test_prompts_are_no_longer_than_the_tokenizers_allow():
-    """Also in the estimate, which has no tokenizer but its configuration."""
-    backbone = backbones.open("sd3", Source(model_paths=str(IMAGES / "pipeline"), dtype="float32"))
-    told = backbone.text_encoder(torch.device("cpu"))("a red circle left of a blue square")
-    assert told["text"].shape[1] == 2 * model.TOKENS
-    wanted = backbone.on_meta(drawing.SIZE, drawing.SIZE, 1).conditioning
-    assert {name: value.shape for name, value in told.items()} == {name: value.shape for name, value in wanted.items()}
 
 
 @pytest.mark.long
@@ -129,7 +106,7 @@ def test_it_is_small():
 @pytest.mark.slow(30)
 @pytest.mark.long
 def test_the_tool_builds_it_from_a_seed(tmp_path):
-    run = zygote.run(["assets/build/make_tiny_images.py", "--quick", "--out", tmp_path / "images"], cwd=ROOT)
+    run = run_python(["assets/build/make_tiny_images.py", "--quick", "--out", tmp_path / "images"], cwd=ROOT)
     assert run.returncode == 0, run.stderr
     made = {path.relative_to(tmp_path / "images") for path in (tmp_path / "images").rglob("*") if path.is_file()}
     kept = {path.relative_to(IMAGES) for path in IMAGES.rglob("*") if path.is_file()}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import zygote
+from conftest import run_python
 from replay_worker import ACTIVE, CASES, KL_WEIGHT, batch_of
 from runs import environment
 from test_reward_flow import SCHEDULE, assert_same, autograd_gradients, lora_model
@@ -20,7 +20,7 @@ def results(tmp_path_factory):
     """{case: [each rank's result]} of two processes."""
     out = tmp_path_factory.mktemp("replay")
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
-    run = zygote.run([*launcher, str(HERE / "replay_worker.py"), str(out)], env=environment())
+    run = run_python([*launcher, str(HERE / "replay_worker.py"), str(out)], env=environment())
     files = {case: [out / f"{'-'.join(map(str, case))}-{rank}.pt" for rank in range(2)] for case in CASES}
     missing = [str(file) for ranks in files.values() for file in ranks if not file.exists()]
     assert not missing, run.stderr[-3000:]

@@ -12,8 +12,7 @@ import shutil
 
 import pytest
 import torch
-import zygote
-from conftest import ROOT
+from conftest import ROOT, run_python
 from runs import CACHE, FACE_ALONE, SMALL, launch_as, launch_environment, launcher, metrics, needs_deepspeed, table
 
 from rewardfl import lora
@@ -69,7 +68,7 @@ def run(kind, out, *runs, **more):
     for script, *arguments in runs:
         named = any(argument.startswith("run.output_dir=") for argument in arguments)
         watcher += ["--", script, *arguments, *([] if named else [f"run.output_dir={out / script}"])]
-    done = zygote.run(launcher(kind, *watcher), cwd=ROOT, env=launch_environment(kind, **more), timeout=1200)
+    done = run_python(launcher(kind, *watcher), cwd=ROOT, env=launch_environment(kind, **more), timeout=1200)
     files = sorted((out / "ranks").glob("rank-*.json"))
     assert len(files) == REALLY[kind]["processes"], done.stdout[-2000:] + done.stderr[-4000:]
     accounts = list(zip(*(json.loads(file.read_text()) for file in files), strict=True))
@@ -174,19 +173,26 @@ def assert_same_lines(mine, theirs, keys, rel=1e-4):
             assert a[key] == pytest.approx(b[key], rel=rel), (a["step"], key)
 
 
-def assert_same_adapter(mine, theirs, step, experts=("transformer", "transformer_2")):
+def assert_same_adapter(mine, theirs, step, moved_by=1e-2, whole_by=1e-5):
     """To rounding; what moved is less alike, because Adam's first steps divide rounding by rounding.
 
     Gradients that were not reduced would put it 1 apart.
     """
-    for expert in experts:
-        files = [run / "checkpoints" / f"step-{step:06d}" / expert / lora.WEIGHTS_NAME for run in (mine, theirs)]
-        a, b = (lora.read_adapter(file)[0] for file in files)
-        everything = torch.cat([b[name].flatten() for name in b])
-        assert torch.cat([(a[name] - b[name]).flatten() for name in b]).norm() < 1e-5 * everything.norm()
-        moved = torch.cat([b[name].flatten() for name in b if "lora_B" in name])
-        apart = torch.cat([(a[name] - b[name]).flatten() for name in b if "lora_B" in name])
-        assert moved.norm() > 0 and apart.norm() < 1e-2 * moved.norm()
+    files = sorted((theirs / "checkpoints" / step).glob(f"*/{lora.WEIGHTS_NAME}"))
+    assert files
+    for file in files:
+        b = lora.read_adapter(file)[0]
+        a = lora.read_adapter(mine / file.relative_to(theirs))[0]
+        apart = {name: a[name] - b[name] for name in b}
+        moved = [name for name in b if "lora_B" in name]
+        assert norm(apart.values()) <= whole_by * norm(b.values()), file
+        assert norm(b[name] for name in moved) > 0 and norm(apart[name] for name in moved) < moved_by * norm(
+            b[name] for name in moved
+        ), file
+
+
+def norm(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors]).norm()
 
 
 def assert_same_moments(mine, theirs):
@@ -219,7 +225,7 @@ def test_two_processes_are_one_with_more_accumulation(one, two):
     assert [update["moved"] for update in account["updates"]] == [True, False, True, True]
     for rank in ranks:
         assert [update["moved"] for update in rank["updates"]] == [False, True]
-    assert_same_adapter(folder, right, 3)
+    assert_same_adapter(folder, right, "step-000003")
     states = [checkpoint.load_state(path / "checkpoints" / "step-000003") for path in (folder, right)]
     assert_same_moments(*(state["optimizer"] for state in states))
     assert len(list((folder / "samples" / "step-000003").iterdir())) == 1
@@ -238,15 +244,7 @@ def test_one_process_goes_on_from_two(one, two, tmp_path, monkeypatch):
     again = ["train.gradient_accumulation_steps=4", "train.max_steps=4", f"run.output_dir={tmp_path / 'run'}"]
     launch_as(REWARD_FL, *again)
     assert_same_lines(metrics(tmp_path / "run")[3:], metrics(one[1] / FL)[3:], FL_KEYS, rel=1e-3)
-    assert_same_adapter(tmp_path / "run", one[1] / FL, 4)
-
-
-def test_another_global_batch_is_refused(one, tmp_path):
-    shutil.copytree(one[1] / FL, tmp_path / "run", symlinks=True)
-    settings = ["train.gradient_accumulation_steps=3", "train.max_steps=5", f"run.output_dir={tmp_path / 'run'}"]
-    refused = launch_as(REWARD_FL, *settings, check=False)
-    assert refused.returncode == 2
-    assert "trained on 4 clips per update" in refused.stderr and "now give 3;" in refused.stderr
+    assert_same_adapter(tmp_path / "run", one[1] / FL, "step-000004")
 
 
 def test_policy_updates_do_not_depend_on_the_processes(one, two):
@@ -258,13 +256,11 @@ def test_policy_updates_do_not_depend_on_the_processes(one, two):
     assert_same_lines(mine[1:2], theirs[1:2], keys[:4], rel=1e-5)
     assert_same_lines(mine[2:], theirs[2:], keys, rel=1e-3)
     assert_same_lines([mine[0], mine[2]], [theirs[0], theirs[2]], ["eval/score"])  # the second: of averaged weights
-    assert_same_adapter(*folders, 2)  # the averaged weights
+    assert_same_adapter(*folders, "step-000002")  # the averaged weights
     states = [checkpoint.load_state(path / "checkpoints" / "step-000002") for path in folders]
-    for name in ("parameters", "average"):
-        lists = [state[name] if name == "parameters" else state[name]["shadow_params"] for state in states]
-        for a, b in zip(*lists, strict=True):
-            assert type(a) is torch.Tensor
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-2 * 1e-4 + 1e-6)
+    for a, b in zip(*(state["parameters"] + state["average"]["shadow_params"] for state in states), strict=True):
+        assert type(a) is torch.Tensor
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-2 * 1e-4 + 1e-6)
     assert_same_moments(*(state["optimizer"] for state in states))
     assert states[0]["average"]["optimization_step"] == states[1]["average"]["optimization_step"] == 2
 
@@ -276,13 +272,4 @@ def test_the_place_of_the_boundary_does_not_matter(one, two):
         for rank in ranks:  # DDP sends the adapter around, and neither the frozen base nor its buffers
             assert rank.get("broadcast", 0) == (rank["trained"] if kind == "ddp" else 0)
     for place in PLACES:
-        for part in ("transformer", "transformer_2"):
-            files = [out / place / "checkpoints/latest" / part / lora.WEIGHTS_NAME for out in (folder, one[1])]
-            assert files[0].is_file() == files[1].is_file()
-            if files[0].is_file():
-                a, b = (lora.read_adapter(file)[0] for file in files)
-                moved = torch.cat([b[key].flatten() for key in b if "lora_B" in key])
-                apart = torch.cat([(a[key] - b[key]).flatten() for key in b])
-                whole = torch.cat([b[key].flatten() for key in b])
-                assert moved.norm() > 0, (place, part)
-                assert apart.norm() <= 1e-6 * whole.norm(), (place, part, float(apart.norm() / whole.norm()))
+        assert_same_adapter(folder / place, one[1] / place, "latest", whole_by=1e-6)

@@ -12,8 +12,7 @@ import clip_files
 import numpy as np
 import pytest
 import torch
-import zygote
-from conftest import ROOT
+from conftest import ROOT, run_python
 from runs import CONFIG, QUICK, environment, launch, table
 
 from rewardfl import data, rewards
@@ -282,7 +281,7 @@ def test_everybody_is_a_column_where_everybody_is_trained(run, tmp_path, monkeyp
 def test_two_processes_are_as_one(run, straight, tmp_path):
     start = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--"]  # torchrun has a --run-path
     arguments = ["tools/evaluate.py", *words(run, tmp_path, *SAME)[1:]]
-    done = zygote.run([*start, *arguments], cwd=ROOT, env=environment())
+    done = run_python([*start, *arguments], cwd=ROOT, env=environment())
     assert (tmp_path / "report.json").is_file(), done.stderr
     assert left(tmp_path)[1:] == left(straight)[1:]
     assert left(tmp_path)[0]["arms"] == left(straight)[0]["arms"]

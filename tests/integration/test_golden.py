@@ -42,10 +42,7 @@ STEPS, RELATIVE, ABSOLUTE, NORM = 3, 1e-4, 1e-6, 1e-3
 
 
 def run(name: str, folder: Path) -> dict:
-    """Run a script in `folder`; return {metrics: by step, without times and memory; adapter: digest; norms}.
-
-    Python starts as it does for a user; the other tests fork.
-    """
+    """Run a script in `folder`; return {metrics: by step, without times and memory; adapter: digest; norms}."""
     command = [sys.executable, *RUNS[name], f"run.output_dir={folder}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = str(ROOT)

@@ -12,7 +12,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-pytestmark = [pytest.mark.long, pytest.mark.pretend]
+pytestmark = pytest.mark.pretend
 SUPPORT = ROOT / "tests" / "support"
 REWARD_FL = ["train_reward_fl.py", "--config", "tests/golden/reward_fl.yaml"]
 FLOW_GRPO = ["train_flow_grpo.py", "--config", "tests/golden/flow_grpo.yaml", "grpo.inner_epochs=1"]
@@ -37,11 +37,9 @@ PHASES = ("encode", "rollout", "decode", "reward", "replay", "optimizer")
 LIMITS = json.loads((SUPPORT / "pretend_gpu_limits.json").read_text())
 
 
-def launch(arguments, folder, pretend):
-    command = [
-        sys.executable,
-        *([str(SUPPORT / "run_on_pretend_gpu.py"), str(folder / "report.json")] if pretend else []),
-    ]
+def launch(arguments, folder, *, pretend):
+    command = [sys.executable]
+    command += [str(SUPPORT / "run_on_pretend_gpu.py"), str(folder / "report.json")] if pretend else []
     settings = ["train.max_steps=2", "run.save_steps=2", f"run.output_dir={folder / 'run'}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"PYTHONPATH": str(ROOT)} | ({} if pretend else {"ACCELERATE_USE_CPU": "true"})
@@ -63,9 +61,10 @@ def by_phase(report: dict) -> dict[str, list[int]]:
     return {phase: [totals["waits"][phase], totals["copies"][phase]] for phase in PHASES}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_updates_on_the_pretend_gpu(case, tmp_path):
-    pretended, computed = (launch(CASES[case], tmp_path / name, name == "gpu") for name in ("gpu", "cpu"))
+    pretended, computed = (launch(CASES[case], tmp_path / name, pretend=name == "gpu") for name in ("gpu", "cpu"))
     assert pretended == computed
     report = json.loads((tmp_path / "gpu" / "report.json").read_text())
     assert report["mixed"] == report["hazards"] == report["notes"] == []

@@ -90,12 +90,9 @@ def test_other_clips_are_evaluated_only_when_that_is_said(straight, monkeypatch,
     one = f"evaluation.eval_clips={table(tmp_path / 'one.csv', 'eval', 1)}"
     settings = [*GRPO_FAST, f"run.output_dir={run}", *EPOCHS, JUDGE, one, "train.max_steps=8"]
     code, _, error = call_grpo(monkeypatch, capsys, *settings)
-    assert code == 2 and "something else in evaluation.eval_clips: 1 gone, new or of other content (" in error
-    assert "run.resume_with_changes=[evaluation.eval_clips]" in error
     named = "run.resume_with_changes=[evaluation.eval_clips]"
-    code, out, _ = call_grpo(monkeypatch, capsys, *settings, named)
-    assert code == 0 and "nothing to train: 8 steps" in out  # nor to record
-    assert json.loads((run / "run.json").read_text())["changes"] == []
+    assert code == 2 and named in error
+    assert "something else in evaluation.eval_clips: 1 gone, new or of other content (" in error
     code, out, _ = call_grpo(monkeypatch, capsys, *settings, named, "train.max_steps=12")
     assert code == 0 and "changed at step 8: evaluation.eval_clips" in out
     assert metrics(run)[: len(metrics(straight))] == metrics(straight)
@@ -130,13 +127,6 @@ def test_a_reward_that_does_not_answer_in_time(tmp_path):
     assert "reward.others.slow: no answer within 0.5 s (reward.reward_timeout) (4 samples)" in run.stdout
 
 
-def test_a_reward_that_never_works_stops_the_run(monkeypatch, capsys, tmp_path):
-    settings = [f"run.output_dir={tmp_path}", f"reward.name={REWARDS}:Broken", "--trust-code"]
-    code, _, error = call_grpo(monkeypatch, capsys, *GRPO_FAST, *settings)
-    assert code == 2 and "not one sample of the epoch could be judged; reward.name (Broken): 0 of 4" in error
-    assert "; the first problem: KeyError: 'nobody'" in error
-
-
 # -- in this process, where the pieces can be watched
 
 
@@ -154,11 +144,6 @@ def trained(monkeypatch, capsys, run, *settings, max_steps=1):
         ["grpo.sde=cps", "grpo.window=list", "grpo.window_steps=[3]", "grpo.samples_on=cpu"],
         ["sample.guidance_scale=2", "sample.negative_prompt=ugly", "grpo.window=fraction", "grpo.kl_weight=0.1"],
         ["model.trainable_models=dit,dit2", "grpo.window_size=4", "grpo.advantage_std=none"],
-        ["model.trainable_models=dit", "grpo.window_steps=[0]", "grpo.window=list"],
-        pytest.param(
-            ["model.trainable_models=dit", "grpo.window_steps=[0]", "grpo.window=list", "model.dtype=bfloat16"],
-            marks=pytest.mark.long,
-        ),
         ["train.use_gradient_checkpointing=true", "experts.untrained=cpu_swap", "experts.trained=cpu_swap"],
     ],
 )
@@ -201,15 +186,14 @@ def test_members_of_one_noise_share_the_steps_before_the_window(monkeypatch, cap
         return rollout(velocity, x, sigmas, keep, start)
 
     monkeypatch.setattr(reward_flow, "rollout", watched)
-    rewards = {}
+    spread = {}
     for same in (True, False):
         seen[same] = []
         settings = ["grpo.group_size=4", f"grpo.same_noise_in_group={same}", "run.sample_videos=0"]
         assert trained(monkeypatch, capsys, tmp_path / str(same), *settings)[0] == 0
-        (rewards[same],) = metrics(tmp_path / str(same))
+        spread[same] = metrics(tmp_path / str(same))[0]["reward/std_in_group"]
     assert seen == {True: [(1, 2)] * 2, False: [(2, 2)] * 4}
-    # members that differ by the noise of two late steps alone differ less
-    assert 0 < rewards[True]["reward/std_in_group"] < rewards[False]["reward/std_in_group"]
+    assert 0 < spread[True] < spread[False]  # by the noise of two late steps alone members differ less
 
 
 def test_evaluation_is_the_ode_of_the_averaged_weights(monkeypatch, capsys, tmp_path, held_out):
@@ -220,12 +204,11 @@ def test_evaluation_is_the_ode_of_the_averaged_weights(monkeypatch, capsys, tmp_
     ]  # fmt: skip
     monkeypatch.setattr(EMAModel, "step", lambda self, parameters: None)
     assert trained(monkeypatch, capsys, tmp_path, *settings)[0] == 0
-    before, after = metrics(tmp_path)
-    assert {k: v for k, v in after.items() if "eval/" in k} == {k: v for k, v in before.items() if "eval/" in k}
+    before, after = ({k: v for k, v in line.items() if "eval/" in k} for line in metrics(tmp_path))
+    assert before == after and before
     state = checkpoint.load_state(tmp_path / "checkpoints" / "step-000001")
-    assert any(
-        not torch.equal(a, b) for a, b in zip(state["parameters"], state["average"]["shadow_params"], strict=True)
-    )
+    pairs = zip(state["parameters"], state["average"]["shadow_params"], strict=True)
+    assert any(not torch.equal(last, averaged) for last, averaged in pairs)
 
 
 def test_a_run_that_its_judge_ends_is_finished(straight, monkeypatch, capsys, tmp_path, held_out):
@@ -239,10 +222,7 @@ def test_a_run_that_its_judge_ends_is_finished(straight, monkeypatch, capsys, tm
     assert code == 0 and "stopped at step 8: train.early_stop: compared with steps 1 to 3, steps 4 to 6 " in out, error
     assert "no checkpoint became" in out  # by the same rule
     lines = metrics(tmp_path)
-    assert [line["step"] for line in lines] == list(range(9))
     assert [line["step"] for line in lines if "eval/held_out/grid" in line] == [0, 8]
-    code, out, _ = call_grpo(monkeypatch, capsys, *settings)
-    assert code == 0 and "nothing to train: " in out and "step-000008" in out and metrics(tmp_path) == lines
     assert lines[8] == metrics(straight)[8]  # without the rule
     score = checkpoint._manifest(straight / "checkpoints" / "step-000008").score
     assert score == lines[8]["eval/held_out"] != lines[8]["eval/score"]
@@ -254,19 +234,15 @@ def test_a_run_that_its_judge_ends_is_finished(straight, monkeypatch, capsys, tm
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["grpo.groups=3", "train.per_device_train_batch_size=4"], "the nearest that do: groups 2 or 4"),
+        (["grpo.groups=3", "train.per_device_train_batch_size=4"], "take groups of this size in a multiple of 2"),
         (
             ["grpo.updates_per_epoch=3", "train.max_steps=3"],
-            "must divide the 2 forward passes of a process, got 3; take one of 1, 2",
+            "must divide the 2 forward passes of a process, got 3",
         ),
         (["grpo.window=list", "grpo.window_steps=[4]"], "Usable are the steps of dit2 (model.trainable_models) but"),
-        (["grpo.window_size=3"], "no 3 steps in a row among the usable [2, 3]"),
-        (["grpo.window=fraction", "grpo.window_fraction=0"], "grpo.window_fraction must be greater than 0, got 0"),
         (["model.trainable_models=dit,dit2", "grpo.window_bounds=[0, 2]"], "low_noise answers at no step that"),
-        (["reward.name=color"], "reward.name: 'color' is not a reward, did you mean 'colour'"),
         (["model.model_paths=nowhere"], "model.model_paths: no such file or folder"),
         (["lora.lora_target_modules=q,kk"], "lora.lora_target_modules: 'kk' matches no linear layer"),
-        (["evaluation.eval_clips=gone.csv"], "evaluation.eval_clips: no such file: gone.csv"),
         (["run.cpu_threads=100000"], "run.cpu_threads must be at most"),
     ],
 )
@@ -277,13 +253,10 @@ def test_what_cannot_work_is_refused_before_anything_loads(monkeypatch, capsys, 
 
 def test_held_out_clips_are_looked_at_before_anything_loads(monkeypatch, capsys, tmp_path):
     path, settings = tmp_path / "held_out.csv", ["--dry-run", *GRPO_FAST, f"run.output_dir={tmp_path / 'run'}"]
-    settings.append(f"evaluation.eval_clips={path}")
-    code, _, error = call_grpo(monkeypatch, capsys, *settings)
-    assert code == 2 and f"evaluation.eval_clips: no such file: {path}" in error
     path.write_text("video,prompt\nlost.mp4,a person\n")
-    code, _, error = call_grpo(monkeypatch, capsys, *settings)
-    assert code == 2
-    assert all(word in error for word in ("evaluation.eval_clips (", "1 of 1 rows", "line 2: ", "lost.mp4"))
+    for file, words in {tmp_path / "gone.csv": ["no such file"], path: ["1 of 1 rows", "line 2: ", "lost.mp4"]}.items():
+        code, _, error = call_grpo(monkeypatch, capsys, *settings, f"evaluation.eval_clips={file}")
+        assert code == 2 and all(word in error for word in ("evaluation.eval_clips", *words))
 
 
 def test_each_script_wants_its_own_file(monkeypatch, capsys):
@@ -350,12 +323,6 @@ def test_the_scripts_loss_is_the_papers(monkeypatch, tmp_path, objective):
         # a part of an update: two rollouts at two steps
         torch.testing.assert_close(4 * loss, expected.detach(), rtol=2e-5, atol=1e-9)
     assert 0 < clipped < 16 and metrics(tmp_path)[1]["policy/kl"] > 0
-
-
-def test_settings_may_stand_on_both_sides_of_an_option(monkeypatch, capsys, tmp_path):
-    settings = [f"run.output_dir={tmp_path}", "--dry-run", "train.max_steps=6"]
-    code, out, err = call_grpo(monkeypatch, capsys, *GRPO_FAST, *settings)
-    assert code == 0 and "the run: 6 updates" in out, err
 
 
 def test_no_video_is_held_while_the_policy_is_updated(monkeypatch, tmp_path):

@@ -9,7 +9,6 @@ import sys
 import weakref
 
 import numpy as np
-import onnx
 import pytest
 import torch
 from conftest import ROOT
@@ -22,7 +21,6 @@ from rewardfl import config, data, lora, reward_flow
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.data import clips as clip_files
-from rewardfl.estimate import report
 from rewardfl.evaluation import generation
 from rewardfl.noise import draw_noise
 from rewardfl.training import checkpoint, setup_model
@@ -114,40 +112,19 @@ def test_clips_of_several_shapes_and_all_columns(clips, tmp_path):
     assert refused.returncode == 2 and "several sizes with train.per_device_train_batch_size 2, now 1" in refused.stderr
 
 
-# steps of high noise, then of low noise: shift 5 has 0, 1 | 2, 3 of four; shift 3 has a tie, sigma 0.9, at step 1
+# steps of high noise, then of low noise: shift 5 has 0, 1 | 2, 3 of four
 @pytest.mark.parametrize(
-    "settings,words",
+    "settings, words",
     [
-        (["sample.mid_timestep=1"], ["sample.mid_timestep", "[1] of [1, 2, 3]", "take [2, 3]"]),
-        (["sample.active_steps=[0, 3]", "sample.gradient_mode=bridge"], ["sample.active_steps", "[0] of [0, 3]"]),
-        (
-            ["model.trainable_models=dit", "sample.mid_timestep=1", "sample.gradient_mode=drtune"],
-            ["sample.mid_timestep", "[2, 3] of [1, 2, 3]", "take [1]"],
-        ),
-        (
-            ["sample.mid_timestep=1", "experts.untrained=boundary_cache", "sample.noises_per_sample=1"],
-            ["sample.mid_timestep", "[1] of [1, 2, 3]"],
-        ),
-        (["sample.shift=3", "sample.mid_timestep=1", "sample.final_timestep=1"], ["model.trainable_models", "dit2"]),
-        (["sample.shift=3", "sample.mid_timestep=1"], ["sample.mid_timestep", "[1] of [1, 2, 3]"]),
+        ([], ["[1] of [1, 2, 3]", "take [2, 3]"]),
+        (["model.trainable_models=dit", "sample.gradient_mode=drtune"], ["[2, 3] of [1, 2, 3]", "take [1]"]),
     ],
 )
 def test_what_cannot_train_is_refused_before_anything_is_written(settings, words, tmp_path, monkeypatch, capsys):
-    code, _, err = call(monkeypatch, capsys, *FAST, *settings, f"run.output_dir={tmp_path / 'run'}")
-    assert code == 2 and all(word in err for word in words), err
+    settings = [*FAST, "sample.mid_timestep=1", *settings, f"run.output_dir={tmp_path / 'run'}"]
+    code, _, err = call(monkeypatch, capsys, *settings)
+    assert code == 2 and all(word in err for word in ["sample.mid_timestep", *words]), err
     assert not (tmp_path / "run").exists()
-
-
-def test_at_a_tie_the_table_names_the_expert_that_learns(tmp_path, monkeypatch, capsys):
-    """Sigma 0.9 in float32 is below 0.9, and its timestep is 900: the high-noise expert's, as in diffusers."""
-    settings = ["model.trainable_models=dit", "sample.shift=3", "sample.mid_timestep=1", "sample.final_timestep=1"]
-    code, out, err = call(
-        monkeypatch, capsys, *FAST, *settings, "train.max_steps=1", "run.sample_videos=0",
-        f"run.output_dir={tmp_path / 'run'}",
-    )  # fmt: skip
-    assert code == 0, err
-    assert [line.split()[3] for line in out.splitlines() if line.startswith("   1  0.9000")] == ["high_noise"]
-    assert metrics(tmp_path / "run")[0]["grad_norm"] > 0
 
 
 # -- going on
@@ -186,12 +163,10 @@ def test_fewer_steps_than_are_done(monkeypatch, capsys, straight, tmp_path):
     """Said with both numbers; no weight is loaded, nothing is trained and nothing changed."""
     run = cut(straight, tmp_path / "run", 6)
     monkeypatch.setattr(setup_model, "load_experts", None)
-    for steps in (4, 6):
-        code, out, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={run}", f"train.max_steps={steps}")
-        (line,) = [line for line in out.splitlines() if "train.max_steps" in line]
-        assert code == 0 and "6 steps are done" in line and f" {steps} " in line, error
-        assert metrics(run) == metrics(straight) and "resuming" not in out
-        assert (run / "checkpoints" / "latest").resolve().name == "step-000006"
+    code, out, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={run}", "train.max_steps=4")
+    (line,) = [line for line in out.splitlines() if "train.max_steps" in line]
+    assert code == 0 and "6 steps are done" in line and " 4 " in line, error
+    assert metrics(run) == metrics(straight) and "resuming" not in out
 
 
 def test_other_content_is_refused(monkeypatch, capsys, clips, tmp_path):
@@ -213,15 +188,12 @@ def test_other_content_is_refused(monkeypatch, capsys, clips, tmp_path):
     write(path, rows[:3])
     assert f"something else in data.file_name: 1 gone, new or of other content ({rows[3][0]}#" in refusal()
     write(path, rows)
-    shutil.copy(WORLD / "train" / rows[2][0], tmp_path / rows[1][0])
-    assert f"something else in data.file_name: 1 gone, new or of other content ({rows[1][0]}#" in refusal()
-    shutil.copy(WORLD / "train" / rows[1][0], tmp_path / rows[1][0])
+    error = refusal("train.gradient_accumulation_steps=3")
+    assert "trained on 1 clips per update" in error and "now give 3;" in error
     packs = [f"reward.reward_model_path={WORLD}/faces/judge", "reward.held_out_model_path=null"]
     error = refusal(*packs)
     assert "something else in reward.held_out_model_path: 2 gone, new or of other content (" in error
     assert "run.resume_with_changes=[reward.held_out_model_path]" in error
-    error = refusal(*packs, "run.resume_with_changes=[reward.held_out_model_path]")
-    assert "something else in reward.reward_model_path: " in error and "resume_with_changes" not in error
 
 
 def equal(mine, theirs):
@@ -241,12 +213,10 @@ def test_a_run_that_its_judge_ends_is_finished(straight, monkeypatch, capsys, tm
         assert code == 0 and "stopped at step 4: train.early_stop: " in out
         assert (f"{best} {run}/checkpoints/best;" if best else f"{run}/checkpoints/best is step-000003;") in out
         assert metrics(run) == metrics(straight)[:4]
-        assert (run / "checkpoints" / "latest").resolve().name == "step-000004"
     assert equal(adapter(tmp_path / "run", 4), adapter(tmp_path / "resumed", 4))
-    before = (run / "metrics.jsonl").read_text()
     code, out, _ = call(monkeypatch, capsys, *settings, f"run.output_dir={run}", TOUCHY)
     assert code == 0 and "nothing to train: " in out and "train.early_stop=null" in out
-    assert (run / "metrics.jsonl").read_text() == before
+    assert metrics(run) == metrics(straight)[:4]
     call(monkeypatch, capsys, *settings, f"run.output_dir={run}")
     assert metrics(run) == metrics(straight) and equal(adapter(run, 6), adapter(straight, 6))
 
@@ -258,29 +228,21 @@ def test_a_run_that_its_judge_ends_is_finished(straight, monkeypatch, capsys, tm
         (["train.early_stop={}", "train.max_steps=14"], "train.max_steps 14"),
     ],
 )
-def test_an_early_stop_that_cannot_work_is_refused(monkeypatch, capsys, tmp_path, overrides, words):
-    code, _, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path / 'run'}", *overrides)
-    assert code == 2 and "train.early_stop" in error and words in error and not (tmp_path / "run").exists()
+def test_an_early_stop_that_cannot_work_is_refused(monkeypatch, capsys, overrides, words):
+    code, _, error = call(monkeypatch, capsys, *FAST, "run.output_dir=/nonexistent/never", *overrides)
+    assert code == 2 and "train.early_stop" in error and words in error
 
 
 def test_an_averaged_adapter(straight, tmp_path):
-    """It is what is saved; what is trained is as without it; a resumed run goes on with it, bit for bit."""
-    settings = ["train.ema_decay=0.9", "run.save_steps=2", "run.sample_videos=0", "train.max_steps=3"]
-    run, resumed = tmp_path / "run", tmp_path / "resumed"
-    launch(f"run.output_dir={run}", *settings)
-    launch(f"run.output_dir={cut(run, resumed, 2)}", *settings)
-    assert metrics(run) == metrics(resumed) == metrics(straight)[:3]
-    assert equal(adapter(run, 3), adapter(resumed, 3))
-    states = [checkpoint.load_state(one / "checkpoints" / "step-000003") for one in (run, resumed)]
-    for mine, theirs in zip(
-        *(state["parameters"] + state["average"]["shadow_params"] for state in states), strict=True
-    ):
-        assert torch.equal(mine, theirs)
-    last, average = states[0]["parameters"], states[0]["average"]["shadow_params"]
-    sums = [sorted(float(one.double().sum()) for one in adapter(folder, 3).values()) for folder in (straight, run)]
-    assert sums[0] == pytest.approx(sorted(float(one.double().sum()) for one in last), abs=1e-12)
-    assert sums[1] == pytest.approx(sorted(float(one.double().sum()) for one in average), abs=1e-12)
-    assert not equal(adapter(run, 3), adapter(straight, 3))
+    """It is what is saved; what is trained is as without it."""
+    launch(f"run.output_dir={tmp_path}", "train.ema_decay=0.9", "run.sample_videos=0", "train.max_steps=3")
+    assert metrics(tmp_path) == metrics(straight)[:3]
+    state = checkpoint.load_state(tmp_path / "checkpoints" / "step-000003")
+    trained = {straight: state["parameters"], tmp_path: state["average"]["shadow_params"]}
+    sums = [sorted(float(one.double().sum()) for one in adapter(folder, 3).values()) for folder in trained]
+    for saved, parameters in zip(sums, trained.values(), strict=True):
+        assert saved == pytest.approx(sorted(float(one.double().sum()) for one in parameters), abs=1e-12)
+    assert sums[0] != sums[1]
 
 
 def test_endpoint_rolls_out_with_the_average(monkeypatch, capsys, tmp_path):
@@ -332,15 +294,15 @@ def test_another_learning_rate_and_weight(straight, monkeypatch, capsys, tmp_pat
 
 
 def test_a_run_starts_from_another_ones_adapter(straight, monkeypatch, capsys, tmp_path):
-    """Two processes, at a rate that moves nothing: the adapter is the given one, the reference is not."""
+    """At a rate that moves nothing: the adapter is the given one, the reference is not."""
     given = straight / "checkpoints" / "latest"
     settings = [
         f"run.output_dir={tmp_path / 'run'}", f"lora.init_from={given}", "train.learning_rate=1e-12",
         "train.warmup_steps=0", "run.sample_videos=0", "train.max_steps=1",
     ]  # fmt: skip
-    done = launch(*settings, processes=2)
+    launch(*settings)
     (line,) = metrics(tmp_path / "run")
-    assert line["actor/kl_loss"] > 0 and line["lr"] == 1e-12, done.stderr[-2000:]
+    assert line["actor/kl_loss"] > 0 and line["lr"] == 1e-12
     mine, theirs = adapter(tmp_path / "run", 1), adapter(straight, 6)
     assert all((mine[name] - theirs[name]).abs().max() < 2e-12 for name in mine | theirs)
     digests = json.loads((tmp_path / "run" / "run.json").read_text())["init_from"]
@@ -348,34 +310,27 @@ def test_a_run_starts_from_another_ones_adapter(straight, monkeypatch, capsys, t
     # going on, it is not read but must be what it was, wherever it lies
     refuse_weights(monkeypatch)
     other = ["train.max_steps=2", f"lora.init_from={straight / 'checkpoints' / 'step-000003'}"]
-    more = ["train.gradient_accumulation_steps=2"]  # of one process for two
-    code, _, error = call(monkeypatch, capsys, *FAST, *settings, *more, *other)
+    code, _, error = call(monkeypatch, capsys, *FAST, *settings, *other)
     assert code == 2 and "something else in lora.init_from: 1 gone, new or of other content (low_noise)" in error
     assert "run.resume_with_changes=[lora.init_from]" in error
     file = shutil.copy(given / "transformer_2" / lora.WEIGHTS_NAME, tmp_path / "low_noise.safetensors")
-    reach_the_weights(monkeypatch)
-    _, _, error = call(monkeypatch, capsys, *FAST, *settings, *more, "train.max_steps=2", f"lora.init_from={file}")
-    assert "reached the weights" in error
+    with pytest.raises(pytest.fail.Exception, match="weights were loaded"):
+        call(monkeypatch, capsys, *FAST, *settings, "train.max_steps=2", f"lora.init_from={file}")
 
 
 @pytest.mark.parametrize(
     "settings, message",
     [
         (["lora.lora_rank=8"], "has rank 4 and alpha 4 in blocks.0."),
-        (["lora.lora_alpha=8"], "this run lora.lora_rank 4 and lora.lora_alpha 8"),
         (["lora.lora_target_modules=q,k,v"], "lora.lora_target_modules"),
         (["model.trainable_models=dit,dit2", "sample.mid_timestep=0"], "is for low_noise, model.trainable_models for"),
         (["lora.init_from=nowhere"], "lora.init_from: no such file or folder: nowhere"),
-        (["lora.init_from=RUN"], "RUN is a run; give one of its checkpoints"),
     ],
-)  # fmt: skip
+)
 def test_adapters_that_do_not_fit(straight, monkeypatch, capsys, no_weights, tmp_path, settings, message):
-    settings = [
-        f"lora.init_from={straight}/checkpoints/latest",
-        *(word.replace("RUN", str(straight)) for word in settings),
-    ]
-    code, _, error = call(monkeypatch, capsys, "--dry-run", *FAST, f"run.output_dir={tmp_path / 'run'}", *settings)
-    assert code == 2 and message.replace("RUN", str(straight)) in error and error.count("\n") == 1
+    settings = [f"run.output_dir={tmp_path / 'run'}", f"lora.init_from={straight}/checkpoints/latest", *settings]
+    code, _, error = call(monkeypatch, capsys, "--dry-run", *FAST, *settings)
+    assert code == 2 and message in error and error.count("\n") == 1
 
 
 # -- the tools on the run's adapter
@@ -412,21 +367,11 @@ def test_generate_equals_stock_diffusers(straight, tmp_path, monkeypatch, capsys
     assert float((half - ours).abs().max()) > 1.5e-3 and float((half - base).abs().max()) > 1.5e-3
 
 
-@pytest.mark.parametrize(
-    "change,message",
-    [
-        (["--image", "nowhere.png"], "--image: no such file: nowhere.png"),
-        (["--num-frames", "10"], "data.num_frames must be 2k+1"),
-        (["--adapter", "nowhere"], "no adapter in nowhere"),
-        (["--model", "nowhere"], "nowhere is neither a diffusers pipeline folder (no model_index.json in it) nor"),
-    ],
-)
-def test_generate_refuses(tmp_path, monkeypatch, capsys, change, message):
+def test_generate_refuses(tmp_path, monkeypatch, capsys):
     Image.new("RGB", (64, 64)).save(tmp_path / "face.png")
-    command = f"generate.py --model {WORLD}/pipeline --image {tmp_path}/face.png --height 80 --width 80 --num-frames 9"
-    monkeypatch.setattr(sys, "argv", [*command.split(), "--out", str(tmp_path / "x.mp4"), "--prompt", "a", *change])
-    assert generate.main() == 2
-    assert message in capsys.readouterr().err
+    command = f"generate.py --model {WORLD}/pipeline --image {tmp_path}/face.png --height 80 --width 80 --out x.mp4"
+    monkeypatch.setattr(sys, "argv", [*command.split(), "--prompt", "a", "--num-frames", "10"])
+    assert generate.main() == 2 and "data.num_frames must be 2k+1" in capsys.readouterr().err
 
 
 def test_generate_writes_what_the_name_says(tmp_path, monkeypatch, capsys):
@@ -463,10 +408,7 @@ def no_weights(monkeypatch):
 
 
 def refuse_weights(monkeypatch):
-    def refuse(*arguments):
-        raise AssertionError("weights were loaded")
-
-    monkeypatch.setattr(wan_load, "load_pipeline", refuse)
+    monkeypatch.setattr(wan_load, "load_pipeline", lambda *_: pytest.fail("weights were loaded"))
 
 
 @pytest.fixture
@@ -491,9 +433,7 @@ def write(path, rows):
         ("train.lerning_rate=1", "unknown key 'train.lerning_rate', did you mean 'learning_rate'?"),
         ("data.num_frames=10", "data.num_frames must be 2k+1 for this VAE, from 3 to"),
         ("data.height=60", "data.height must be a multiple of 16, at most"),
-        ("model.trainable_models=dit3", "model.trainable_models takes dit, dit2 (comma separated); got 'dit3'"),
         ("model.trainable_models=dit", "dit answers at no active step"),
-        ("sample.mid_timestep=9", "sample.mid_timestep must be at most final_timestep 7, got 9"),
         ("data.file_name=nowhere.csv", "data.file_name: no such file or folder: nowhere.csv"),
         ("model.model_paths=nowhere", "model.model_paths: no such file or folder"),
         ("reward.reward_model_path=nowhere", "reward.reward_model_path: no face pack at nowhere"),
@@ -502,10 +442,10 @@ def write(path, rows):
         ("run.resume_from_checkpoint=nowhere", "run.resume_from_checkpoint: no such folder: nowhere"),
     ],
 )
-@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
-def test_bad_settings(monkeypatch, capsys, no_weights, override, message, dry):
-    code, _, error = call(monkeypatch, capsys, *dry, "run.output_dir=/nonexistent/never", override)
-    assert code == 2 and message in error
+def test_bad_settings(monkeypatch, capsys, no_weights, override, message):
+    for dry in ([], ["--dry-run"]):
+        code, _, error = call(monkeypatch, capsys, *dry, "run.output_dir=/nonexistent/never", override)
+        assert code == 2 and message in error
 
 
 def test_a_dry_run_looks_at_the_clips(monkeypatch, capsys, no_weights, clips, tmp_path):
@@ -531,44 +471,17 @@ def test_a_dry_run_looks_at_the_clips(monkeypatch, capsys, no_weights, clips, tm
     assert not (tmp_path / "run").exists()
 
 
-def reach_the_weights(monkeypatch):
-    def refuse(*arguments):
-        raise data.DataError("reached the weights")
-
-    monkeypatch.setattr(wan_load, "load_pipeline", refuse)
-
-
 def test_face_packs_are_compared_with_insightface(monkeypatch, capsys, tmp_path):
-    reach_the_weights(monkeypatch)
-    _, out, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path / 'run'}")
-    assert "reached the weights" in error
+    monkeypatch.setattr(wan_load, "load_pipeline", lambda *_: pytest.exit("far enough"))
+    with pytest.raises(pytest.exit.Exception):
+        call(monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path / 'run'}")
+    out = capsys.readouterr().out
     for setting in PACKS:
         assert out.count(f"reward.{setting}: face parity with insightface: box and landmarks 0.0") == 1
         assert out.count(f"reward.{setting}: ") == 3  # and two hashes
     files = [file for pack in ("reward", "judge") for file in (WORLD / "faces" / pack).glob("*.onnx")]
     digests = {hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     assert out.count("licence of ") == len(digests) and all(f"sha256 {digest}" in out for digest in digests)
-
-
-def test_face_packs_that_cannot_be_run_are_refused(monkeypatch, capsys, no_weights, tmp_path):
-    pack = tmp_path / "pack" / "antelopev2"
-    shutil.copytree(WORLD / "faces" / "judge", pack)
-    for path in pack.glob("*.onnx"):
-        model = onnx.load(path)
-        model.graph.node[0].op_type = "Einsum"
-        onnx.save(model, path)
-    arguments = [f"run.output_dir={tmp_path / 'run'}", f"reward.held_out_model_path={tmp_path / 'pack'}"]
-    code, _, error = call(monkeypatch, capsys, *FAST, *arguments)
-    assert code == 2 and f"error: reward.held_out_model_path: {pack}" in error and "does not run: Einsum" in error
-
-
-def test_a_judge_that_shares_a_file_with_the_reward_is_refused(monkeypatch, capsys, no_weights, tmp_path):
-    packs = [f"reward.{name}={WORLD / 'faces' / 'reward'}" for name in PACKS]
-    code, _, error = call(monkeypatch, capsys, *FAST, *packs, f"run.output_dir={tmp_path / 'run'}")
-    (line,) = [
-        line for line in error.splitlines() if line.startswith("error: reward.held_out_model_path: the detector")
-    ]
-    assert code == 2 and "reward.reward_model_path" in line and not (tmp_path / "run").exists()
 
 
 def test_dry_run_prints_the_plan(monkeypatch, capsys, no_weights, tmp_path):
@@ -590,23 +503,9 @@ def test_dry_run_prints_the_plan(monkeypatch, capsys, no_weights, tmp_path):
     assert "note: sample.shift is 3, the checkpoint says 5" in out
 
 
-def test_dry_run_refuses_files_that_do_not_fit(monkeypatch, capsys, no_weights, tmp_path):
-    model = shutil.copytree(WORLD / "pipeline", tmp_path / "model")
-    shutil.rmtree(model / "transformer_2")
-    shutil.copytree(model / "transformer", model / "transformer_2")
-    code, _, error = call(monkeypatch, capsys, "--dry-run", f"model.model_paths={model}")
-    assert code == 2 and "are the same weights" in error
-
-
-def test_dry_run_that_does_not_fit_the_gpu(monkeypatch, capsys, no_weights, tmp_path):
-    monkeypatch.setattr(report, "total_memory", lambda device: 2.08e9)
-    code, out, _ = call(monkeypatch, capsys, "--dry-run", f"run.output_dir={tmp_path / 'run'}")
-    assert code == 2 and "does not fit: 2.2 GB of 2.1 GB on the GPU" in out and "\n  set " in out
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
-def test_every_config_parses(path):
-    config.load(path)
+def test_every_config_parses():
+    for path in (ROOT / "configs").glob("*.yaml"):
+        config.load(path)
 
 
 def test_no_video_is_held_while_the_steps_are_replayed(monkeypatch, tmp_path):

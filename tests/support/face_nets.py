@@ -11,13 +11,13 @@ from torch import Tensor, nn
 SIZE = 64  # side of the test frames and of the detector
 
 
-def export(net: nn.Module, example: Tensor, path: Path, opset: int = 11, dynamic: dict | None = None) -> Path:
-    """The TorchScript exporter, which wrote the published packs; input `x`."""
+def export(net: nn.Module, example: Tensor, path: Path, opset: int = 11, dynamic=None, names=("x", None)) -> Path:
+    """The TorchScript exporter, which wrote the published packs. names: of the input, and of the outputs."""
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            net.eval(), (example,), str(path), dynamo=False, opset_version=opset, input_names=["x"],
-            dynamic_axes=dynamic,
+            net.eval(), (example,), str(path), dynamo=False, opset_version=opset, input_names=[names[0]],
+            output_names=names[1], dynamic_axes=dynamic,
         )  # fmt: skip
     return path
 
@@ -32,66 +32,6 @@ def _spread_statistics(net: nn.Module) -> None:
             nn.init.normal_(module.bias, std=0.3)
         if isinstance(module, nn.PReLU):
             nn.init.uniform_(module.weight, 0.1, 0.6)
-
-
-class MiniArcFace(nn.Module):
-    """The blocks of IR-ResNet (R100): pre-activation BN, PReLU, a strided shortcut, BN1d after the Gemm."""
-
-    def __init__(self, size: int = 112, width: int = 4, dimension: int = 16, stride: int = 4):
-        super().__init__()
-        self.stem = nn.Conv2d(3, width, 3, stride, 1)
-        self.act = nn.PReLU(width)
-        self.block = nn.Sequential(
-            nn.BatchNorm2d(width), nn.Conv2d(width, width, 3, 1, 1), nn.PReLU(width),
-            nn.Conv2d(width, 2 * width, 3, 2, 1), nn.BatchNorm2d(2 * width),
-        )  # fmt: skip
-        self.shortcut = nn.Sequential(nn.Conv2d(width, 2 * width, 1, 2), nn.BatchNorm2d(2 * width))
-        side = size // stride // 2
-        self.head = nn.Sequential(
-            nn.BatchNorm2d(2 * width), nn.Dropout(0.4), nn.Flatten(),
-            nn.Linear(2 * width * side**2, dimension), nn.BatchNorm1d(dimension),
-        )  # fmt: skip
-        _spread_statistics(self)
-
-    def forward(self, x):
-        x = self.act(self.stem(x))
-        return self.head(self.block(x) + self.shortcut(x))
-
-
-class MiniSCRFD(nn.Module):
-    """SCRFD's graph: max and average pooling, an FPN with Resize by Shape, nine outputs."""
-
-    def __init__(self, width: int = 8, batched: bool = False):
-        super().__init__()
-        self.batched = batched
-        first = nn.Conv2d(3, width, 3, 2, 1)
-        self.stem = nn.Sequential(first, nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(2))
-        self.down = nn.ModuleList(
-            nn.Sequential(nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False), nn.Conv2d(width, width, 1))
-            for _ in range(3)
-        )
-        self.heads = nn.ModuleList(nn.Conv2d(width, 2 * c, 3, 1, 1) for c in (1, 4, 10))
-        self.scales = nn.Parameter(torch.tensor([0.8, 1.0, 1.2]))
-        _spread_statistics(self)
-
-    def forward(self, x):
-        x = self.stem(x)
-        levels = []
-        for down in self.down:
-            x = torch.relu(down(x))
-            levels.append(x)
-        for i in (1, 0):
-            levels[i] = levels[i] + F.interpolate(levels[i + 1], size=levels[i].shape[2:], mode="nearest")
-        outputs = []
-        for head, channels in zip(self.heads, (1, 4, 10), strict=True):
-            for i, level in enumerate(levels):
-                out = head(level * 3)
-                out = torch.sigmoid(out) if channels == 1 else out * self.scales[i] + 1.5
-                if self.batched:
-                    outputs.append(out.permute(0, 2, 3, 1).reshape(out.shape[0], -1, channels))
-                else:
-                    outputs.append(out.permute(2, 3, 0, 1).reshape(-1, channels))
-        return tuple(outputs)
 
 
 class MagentaDetector(nn.Module):
@@ -233,8 +173,19 @@ class _BasicBlock(nn.Module):
         return torch.relu(self.conv2(torch.relu(self.conv1(x))) + self.shortcut(x))
 
 
+class MiniArcFace(IResNet):
+    """A narrow one with a block at each width."""
+
+    def __init__(self, size: int = 112, dimension: int = 16):
+        super().__init__((1, 1, 1, 1), 4, size, dimension)
+        _spread_statistics(self)
+        self.stem[0][0].weight.data *= 4  # so that the picture counts for more than the biases
+
+
 class SCRFD(nn.Module):
     """scrfd_10g_bnkps with the default `scale`: ResNetV1e, PAFPN, a head of three convolutions per stride."""
+
+    batched = False  # whether the outputs keep the pictures apart
 
     def __init__(self, scale: int = 1):
         super().__init__()
@@ -278,15 +229,31 @@ class SCRFD(nn.Module):
             level = self.towers[i](level)
             score, box, landmarks = (head(level) for head in self.heads[i])
             for rows, out, channels in zip(outputs, (score, box * self.scales[i], landmarks), (1, 4, 10), strict=True):
-                out = out.permute(2, 3, 0, 1).reshape(-1, channels)
+                if self.batched:
+                    out = out.permute(0, 2, 3, 1).reshape(out.shape[0], -1, channels)
+                else:
+                    out = out.permute(2, 3, 0, 1).reshape(-1, channels)
                 rows.append(torch.sigmoid(out) if channels == 1 else out)
         return tuple(row for rows in outputs for row in rows)
+
+
+class MiniSCRFD(SCRFD):
+    """A narrow one, whose scores, boxes and landmarks lie apart."""
+
+    def __init__(self, *, batched: bool = False):
+        super().__init__(scale=8)
+        self.batched = batched
+        _spread_statistics(self)
+        for scores, *others in self.heads:
+            nn.init.normal_(scores.weight, std=0.3)
+            for head in others:
+                nn.init.constant_(head.bias, 1.5)
 
 
 class _DepthwiseUnit(nn.Module):
     """ConvDPUnit of libfacedetection.train: across channels, then each channel alone."""
 
-    def __init__(self, inside: int, outside: int, plain: bool = False):
+    def __init__(self, inside: int, outside: int, *, plain: bool = False):
         super().__init__()
         self.across = nn.Conv2d(inside, outside, 1)
         self.alone = nn.Conv2d(outside, outside, 3, 1, 1, groups=outside)
@@ -342,7 +309,7 @@ class YuNet(nn.Module):
 YUNET_OUTPUTS = [f"{name}_{stride}" for name in YuNet.CHANNELS for stride in (8, 16, 32)]
 
 
-def yunet_file(path: Path, levels: Tensor, fixed: bool = False) -> Path:
+def yunet_file(path: Path, levels: Tensor, *, fixed: bool = False) -> Path:
     """A YuNet with random weights that finds some faces in levels (1, 3, H, W) of 0..255, RGB."""
     net, x = YuNet(), levels.flip(1)
     _calibrate(net, x)
@@ -361,14 +328,8 @@ def yunet_file(path: Path, levels: Tensor, fixed: bool = False) -> Path:
                     best = head(level).flatten().sort(descending=True).values[2:6]
                     gap = (best[:-1] - best[1:]).argmax()
                     head.alone.bias += 1.45 - (best[gap] + best[gap + 1]) / 2
-    with warnings.catch_warnings(), torch.random.fork_rng():
-        warnings.simplefilter("ignore")
-        free = None if fixed else {"input": {2: "height", 3: "width"}}
-        torch.onnx.export(
-            net.eval(), (x,), str(path), dynamo=False, opset_version=11, input_names=["input"],
-            output_names=YUNET_OUTPUTS, dynamic_axes=free,
-        )  # fmt: skip
-    return path
+    free = None if fixed else {"input": {2: "height", 3: "width"}}
+    return export(net, x, path, dynamic=free, names=("input", YUNET_OUTPUTS))
 
 
 def _calibrate(net: nn.Module, batch: Tensor) -> None:

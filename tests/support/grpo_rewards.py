@@ -40,15 +40,6 @@ class Hangs(Fails):
     how, concurrent = "hangs", True
 
 
-class Broken(Reward):
-    """Raises for every sample."""
-
-    name = "broken"
-
-    def forward(self, video, batch):
-        raise KeyError("nobody")
-
-
 class Names(Reward):
     """The mean of the red channel, with parts whose names the scripts use themselves: each is 100."""
 

@@ -1,6 +1,5 @@
 """Opens the page of an evaluation in Debian's chromium and takes its picture at two widths: `make report-check`.
 
-python tests/support/report_check.py                       of a small evaluation of the tiny world, which it makes
 python tests/support/report_check.py PAGE.html --out docs/results
 
 The first clip's videos are played. Exit code 0: the page is no wider than the window, logs nothing, and its videos play
@@ -15,15 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import cv2
-import numpy as np
-import torch
 from PIL import Image
 
-from rewardfl import data
-
 ROOT = Path(__file__).parents[2]
-WORLD = ROOT / "assets" / "tiny_world"
 WIDTHS = (1280, 390)  # of the window
 NARROWEST = 500  # that a window of chromium can be: a narrower page is shown in a frame
 OPTIONS = (
@@ -59,24 +52,6 @@ onload = async () => {
     document.documentElement.scrollHeight);
 };
 """
-
-
-def made(folder: Path) -> Path:
-    """The page of an evaluation of three people: the real clips blurred along the clip, less so, and half frozen."""
-    rows = data.load_metadata(WORLD / "eval" / "metadata.csv")[:3]
-    table = ["video,prompt", *(f"{row.video},a person" for row in rows)]
-    (folder / "metadata.csv").write_text("\n".join(table) + "\n")
-    for name, most, every in (("blurred", 3.0, 1), ("sharper", 1.5, 1), ("half_frozen", 1.0, 4)):
-        (folder / name).mkdir()
-        for row in rows:
-            frames = np.asarray(data.read_clip(row.video, 64, 64, 9, None, None))
-            spread = np.linspace(0.01, most, len(frames))
-            frames = [cv2.GaussianBlur(frames[i // every * every], (0, 0), spread[i]) for i in range(len(frames))]
-            data.write_video(folder / name / f"{row.index:03d}.mp4", torch.from_numpy(np.stack(frames)), 16)
-    videos = [word for name in ("blurred", "sharper", "half_frozen") for word in ("--videos", str(folder / name))]
-    command = [sys.executable, "tools/evaluate.py", "--config", "configs/tiny_face.yaml", "--device", "cpu", *videos]
-    subprocess.run([*command, "--data", folder / "metadata.csv", "--out", folder / "out"], cwd=ROOT, check=True)
-    return folder / "out" / "report.html"
 
 
 def look(chromium: str, page: Path, width: int, picture: Path) -> list[str]:
@@ -115,7 +90,7 @@ def shown(chromium: str, page: Path, width: int, height: int, picture: Path) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("page", nargs="?", type=Path, help="default: of an evaluation that is made for this")
+    parser.add_argument("page", type=Path, help="report.html of an evaluation")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "report_check", help="folder of the pictures")
     args = parser.parse_args()
     chromium = shutil.which("chromium")
@@ -123,9 +98,7 @@ def main() -> int:
         print("error: no chromium is here; install Debian's: apt-get install chromium", file=sys.stderr)
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        page = args.page or made(Path(folder))
-        found = {width: look(chromium, page, width, args.out / f"report_{width}.png") for width in WIDTHS}
+    found = {width: look(chromium, args.page, width, args.out / f"report_{width}.png") for width in WIDTHS}
     for width, problems in found.items():
         print(f"{args.out / f'report_{width}.png'}: {'; '.join(problems) or 'ok'}")
     return int(any(found.values()))

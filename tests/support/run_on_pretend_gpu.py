@@ -41,8 +41,7 @@ def main(report: str, script: str, arguments: list[str]) -> int:
         code = int(stop.code or 0)
     finally:
         ledger = pretend_gpu.ledger
-        names = ("mixed", "hazards", "notes", "waits", "copies", "copied_bytes")
-        content = {name: rows(getattr(ledger, name)) for name in names} | {"registered": len(ledger.registered)}
+        content = {name: rows(getattr(ledger, name)) for name in ("mixed", "hazards", "notes", "waits", "copies")}
         Path(report).write_text(json.dumps(content, indent=1))
     return code
 

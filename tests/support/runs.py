@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import zygote
+from conftest import run_python
 
 import train_flow_grpo
 import train_reward_fl
@@ -36,31 +36,23 @@ CACHE = tempfile.mkdtemp(prefix="rewardfl-test-cache-")
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 
 
-def once(owner, name, key):
-    """A check of the world's own networks, which each run in this process would do again, is done once; a forked
-    process does it all. key: what its answer depends on, None for other networks."""
+def check_once(owner, name, key_of):
+    """Let runs in this process check the world's own networks once. key_of: their files, and the settings."""
     check, known = getattr(owner, name), {}
 
     def checked(*arguments):
-        if (asked := key(*arguments)) is None:
+        files, *settings = key_of(*arguments)
+        if not all(Path(file).resolve().is_relative_to(WORLD) for file in files):
             return check(*arguments)
-        if asked not in known:
-            known[asked] = check(*arguments)
-        return known[asked]
+        key = (*files, *settings)
+        if key not in known:
+            known[key] = check(*arguments)
+        return known[key]
 
     setattr(owner, name, checked)
 
 
-def within_world(*files):
-    return files if all(Path(file).resolve().is_relative_to(WORLD) for file in files) else None
-
-
-def parity_of(identity, _video):
-    files = within_world(*identity.files)
-    return files and (files, identity.detector.det_size, face_parity.MAX_COSINE_DISTANCE)
-
-
-once(face_parity, "check", parity_of)
+check_once(face_parity, "check", lambda identity, _video: (identity.files, identity.detector.det_size))
 
 
 def table(path, part, clips):
@@ -153,7 +145,7 @@ def _launch(script, config, overrides, processes, check):
     arguments = [f"{script.__name__}.py", "--config", config, *overrides]
     if processes > 1:  # gloo may abort at exit after all is done; the files tell
         start = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
-        return zygote.run([*start, *arguments], cwd=ROOT, env=environment())
+        return run_python([*start, *arguments], cwd=ROOT, env=environment())
     return _here(script, arguments, check)
 
 

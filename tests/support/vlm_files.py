@@ -63,7 +63,7 @@ def scorer(qwen, answers, make_head, seed=0):
     return model.eval(), tokenizer
 
 
-def write_video_align(folder, qwen, answers, outputs=3, old_names=True, lora=True):
+def write_video_align(folder, qwen, answers, outputs=3, *, old_names=True, lora=True):
     """KwaiVGI/VideoReward: model_config.json and the state dict of a PEFT model. The model and its tokenizer."""
     model, tokenizer = scorer(qwen, answers, lambda: nn.Linear(WIDTH, outputs, bias=False))
     if lora:
@@ -97,11 +97,10 @@ def ranknet():
     )
 
 
-def write_hpsv3(path, qwen, answers, old_names=True):
+def write_hpsv3(path, qwen, answers):
     """HPSv3.safetensors. The model and its tokenizer."""
     model, tokenizer = scorer(qwen, answers, ranknet)
-    names = {name: before_4_52(name) if old_names else name for name in model.state_dict()}
-    save_file({names[name]: value.clone() for name, value in model.state_dict().items()}, path)
+    save_file({before_4_52(name): value.clone() for name, value in model.state_dict().items()}, path)
     return model, tokenizer
 
 

@@ -14,15 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import zygote
-from conftest import ROOT
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import rewardfl
 from rewardfl import files
 from rewardfl.config import MARKS, SECTIONS, Equivalent, FlowGrpoConfig, Resumed, RewardFlConfig
-from rewardfl.training import checkpoint
+from rewardfl.training import checkpoint, run_folder
 from rewardfl.training.checkpoint import CheckpointError, WriteError
 from rewardfl.training.metrics_file import MetricsFile
 from rewardfl.training.run_folder import (
@@ -90,11 +88,14 @@ def fail(*_args, **_kwargs):
 
 def run_and_kill(code, folder):
     """Run `code` (with Path `folder` at hand) in a process that ends by SIGKILL."""
-    prelude = "import os, signal; from pathlib import Path; from rewardfl import files\n"
-    prelude += "from rewardfl.training import checkpoint, run_folder\n"
-    kill = "kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-    script = f"{prelude}{kill}folder = Path({str(folder)!r})\n{code}"
-    assert zygote.run(["-c", script], cwd=ROOT).returncode == -9
+    names = {"os": os, "signal": signal, "Path": Path, "files": files, "checkpoint": checkpoint, "folder": folder}
+    names |= {"run_folder": run_folder, "kill": lambda *_: os.kill(os.getpid(), signal.SIGKILL)}
+    if not (child := os.fork()):
+        try:
+            exec(code, names)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
 
 
 # ---- atomic writes

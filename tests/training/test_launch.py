@@ -7,9 +7,8 @@ import sys
 import pytest
 import torch
 import yaml
-import zygote
 from accelerate.utils import FullyShardedDataParallelPlugin
-from conftest import ROOT
+from conftest import ROOT, run_python
 from runs import YAMLS, free_port, launch_environment, launcher, needs_deepspeed
 
 from rewardfl.training import launch
@@ -32,24 +31,11 @@ DRY = ["train_reward_fl.py", "--config", "configs/tiny_face.yaml", "--dry-run"]
 DRY_GRPO = ["train_flow_grpo.py", "--config", "configs/tiny_flow_grpo.yaml", "--dry-run"]
 
 
-def really(arguments, env):
-    """A command in an interpreter of its own, not a forked one."""
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
-
-
-def forked(arguments, env):
-    return zygote.run(arguments, cwd=ROOT, env=env)
-
-
-@pytest.mark.parametrize(
-    "start, dry",
-    [pytest.param(really, DRY, marks=pytest.mark.long), (forked, DRY_GRPO)],
-    ids=["reward_fl", "flow_grpo"],
-)
-def test_dry_run_of_one_gpu(start, dry):
+@pytest.mark.long
+@pytest.mark.parametrize("dry", [DRY, DRY_GRPO], ids=["reward_fl", "flow_grpo"])
+def test_dry_run_of_one_gpu(dry):
     """It asks for no more than its process here: without a GPU accelerate takes the CPU."""
-    done = start(launcher("single_gpu", *dry), launch_environment("single_gpu"))
+    done = run_python(launcher("single_gpu", *dry), cwd=ROOT, env=launch_environment("single_gpu"))
     assert done.returncode == 0 and re.search("x 1 process(es)?( = |\n)", done.stdout), done.stderr[-3000:]
 
 
@@ -59,9 +45,10 @@ def test_dry_run_of_two_machines():
     """Two launches of a process each meet, as on two machines."""
     port = free_port()
     launches = [
-        zygote.Process(
-            launcher("multi_node_zero2", *DRY, options=["--machine_rank", machine], port=port), cwd=ROOT,
-            env=launch_environment("multi_node_zero2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        subprocess.Popen(
+            [sys.executable, *launcher("multi_node_zero2", *DRY, options=["--machine_rank", machine], port=port)],
+            cwd=ROOT, env=launch_environment("multi_node_zero2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True,
         )
         for machine in ("0", "1")
     ]  # fmt: skip
@@ -73,14 +60,14 @@ def test_dry_run_of_two_machines():
 def test_fsdp_without_gpus_is_refused():
     """accelerate would start processes that know nothing of each other, as if nothing had been asked for."""
     asked = launch_environment("cpu", ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
-    done = zygote.run(DRY, cwd=ROOT, env=asked)
+    done = run_python(DRY, cwd=ROOT, env=asked)
     assert done.returncode == 2 and "FSDP needs GPUs" in done.stderr and "processes = " not in done.stdout
 
 
 @pytest.mark.long
 def test_one_process_where_two_were_asked_for_is_refused():
     start = ["-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "2"]
-    done = really([*start, *DRY], launch_environment("cpu"))
+    done = run_python([*start, *DRY], cwd=ROOT, env=launch_environment("cpu"))
     assert done.returncode != 0 and "asked for 2 processes and started one" in done.stderr
 
 

@@ -305,7 +305,7 @@ def test_a_graph_exported_with_batch_1_runs_any_batch(net, size, tmp_path):
 
 def test_the_gradient_is_that_of_finite_differences(tmp_path):
     torch.manual_seed(0)
-    path = export(MiniArcFace(size=16, stride=1), torch.randn(1, 3, 16, 16), tmp_path / "n.onnx")
+    path = export(MiniArcFace(size=16), torch.randn(1, 3, 16, 16), tmp_path / "n.onnx")
     module = OnnxModule(path).double()
     x = torch.randn(2, 3, 16, 16, dtype=torch.float64, requires_grad=True)
     weight, direction = torch.randn(2, 16, dtype=torch.float64), torch.randn_like(x)
@@ -317,7 +317,7 @@ def test_the_gradient_is_that_of_finite_differences(tmp_path):
 
 
 def test_weights_are_frozen_buffers_that_follow_to(tmp_path):
-    net = MiniArcFace(size=16, stride=1)
+    net = MiniArcFace(size=16)
     module = OnnxModule(export(net, torch.randn(1, 3, 16, 16), tmp_path / "n.onnx"))
     x = torch.randn(2, 3, 16, 16)
     single = module(x)

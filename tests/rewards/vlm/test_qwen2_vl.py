@@ -152,7 +152,7 @@ def published_mu(model, tokenizer, video, prompt):
 def test_video_align_is_the_published_one(files, tmp_path, outputs, old_names, lora):
     """Of frames that need no resizing, to the rounding of float32."""
     folder, answers = tmp_path / "published", video_align.QUESTION.answers
-    scorer = vlm_files.write_video_align(folder, files / "qwen", answers, outputs, old_names, lora)
+    scorer = vlm_files.write_video_align(folder, files / "qwen", answers, outputs, old_names=old_names, lora=lora)
     reward = build(files, "video_align", checkpoint_dir=folder)
     found = []
     for seed, prompt in ((1, PROMPT), (1, OTHER), (3, PROMPT)):
