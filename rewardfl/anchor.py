@@ -32,7 +32,7 @@ class Draw:
     reference: Callable[[Tensor], Tensor] | None = None
 
 
-def draw_moments(count: int, steps: Sequence[int], whole_range: bool, seed: int, update: int) -> list[float]:
+def draw_moments(count: int, steps: Sequence[int], seed: int, update: int, *, whole_range: bool) -> list[float]:
     """Return the `count` moments of an update, the same on every process and for every sample.
 
     steps: denoising steps, increasing; each is drawn once in turn, in a random order. whole_range: any moment from the

@@ -87,12 +87,12 @@ def test_the_loss_is_the_distance_to_the_datas_velocity():
 
 
 def test_moments_go_through_the_steps_in_turn():
-    first = anchor.draw_moments(4, [4, 5, 6, 7], False, 42, 1)
-    assert sorted(first) == [4, 5, 6, 7] and first == anchor.draw_moments(4, [4, 5, 6, 7], False, 42, 1)
-    assert len({tuple(anchor.draw_moments(4, [4, 5, 6, 7], False, 42, update)) for update in range(20)}) > 5
-    assert sorted(anchor.draw_moments(6, [4, 7], False, 42, 1)) == [4, 4, 4, 7, 7, 7]
+    first = anchor.draw_moments(4, [4, 5, 6, 7], 42, 1, whole_range=False)
+    assert sorted(first) == [4, 5, 6, 7] and first == anchor.draw_moments(4, [4, 5, 6, 7], 42, 1, whole_range=False)
+    assert len({tuple(anchor.draw_moments(4, [4, 5, 6, 7], 42, update, whole_range=False)) for update in range(20)}) > 5
+    assert sorted(anchor.draw_moments(6, [4, 7], 42, 1, whole_range=False)) == [4, 4, 4, 7, 7, 7]
     for update in range(200):
-        low, high = anchor.draw_moments(2, [3, 4], True, 42, update)
+        low, high = anchor.draw_moments(2, [3, 4], 42, update, whole_range=True)
         assert 3 <= low < 4 <= high < 5
 
 

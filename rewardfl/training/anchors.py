@@ -48,10 +48,11 @@ class Anchors:
             return losses, losses.bool()
         x0, has_clip = self.latents([member.row for member in members])
         conditioning = protocol.move_to(batch.conditioning, self.device)
-        whole_range = self.settings.sigmas == "trained_range"
         draws = []
         for n, moment in enumerate(
-            anchor.draw_moments(self.settings.draws, self.steps, whole_range, self.seed, update)
+            anchor.draw_moments(
+                self.settings.draws, self.steps, self.seed, update, whole_range=self.settings.sigmas == "trained_range"
+            )
         ):
             names = [f"anchor/{self.samples[member.row].row.id}/{member.member}" for member in members]
             seeds = [noise_seed(self.seed, update, name, n) for name in names]
