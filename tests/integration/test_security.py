@@ -112,7 +112,7 @@ def test_names_in_files_do_not_drive_the_terminal(monkeypatch, capsys, tmp_path)
         skip = f"data.skip_bad_rows={str(code == 0).lower()}"
         found, out, error = call(monkeypatch, capsys, *QUICK, *start, skip, "--dry-run")
         assert found == code, error
-        assert "\x1b" not in out + error and "x1b[31m" in out + error
+        assert "\x1b" not in out + error and (code == 0 or "x1b[31m" in error)
     assert [line[:8] for line in out.splitlines() if "control character" in line] == ["skipped:"] * 2
     args = ("check_dataset", "--data", str(table), "--num-frames", "5")
     monkeypatch.setattr(sys, "argv", list(args))

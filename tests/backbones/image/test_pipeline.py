@@ -325,7 +325,7 @@ def untrained(folder_of, tmp_path_factory):
         (["--adapter", "RUN/nowhere"], "RUN/nowhere: holds no */"),
         (["reward.others={own: {name: 'RUN/own.py:LikeTheClip', weight: 0}}"], "line 2: reward.others.own compares"),
         (["reward.others={flow: {name: optical_flow, weight: 0}}"], "reward.others.flow judges at least 2 frames"),
-        (["--data", "RUN/sizes.csv"], "line 3: height must be a multiple of 8, at most 96, got 36\nline 4: height w"),
+        (["--data", "RUN/sizes.csv"], "line 4: height and width must be whole numbers"),
         (["--data", "RUN/sizes.csv"], "line 5: empty prompt"),
         (["--data", "RUN/clip.csv"], "line 2: RUN/gone.mp4: no such file"),
         (["--data", "RUN/nowhere.csv"], "--data: no such file: RUN/nowhere.csv"),
