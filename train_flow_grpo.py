@@ -79,6 +79,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
     samples = setup_data.find_samples(cfg, rows.train, terms, store, job)
     held_out = setup_data.find_samples(cfg, rows.held_out, terms, store, job)
     check_sizes(cfg, [sample.size for sample in samples])
+    ids = [sample.row.id for sample in samples]
     state, restored = resume(cfg, plan, resume_point, job, terms, samples, held_out)
     steps = plan.count_steps(len(samples))
     if is_finished(cfg, resume_point, steps, job):
@@ -100,26 +101,14 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
     average = make_average(cfg.grpo.ema_decay, parameters, restored)
     log = open_log(cfg, job, run_folder, state, restored, steps)
     del restored  # up to four copies of the adapters
+    make_kernel = partial(sde.Kernel, cfg.grpo.sde, cfg.grpo.noise_level)  # of a schedule's sigmas
     rollouts_on = job.device if cfg.grpo.samples_on == "gpu" else torch.device("cpu")
-
-    def plan_epoch(epoch: int, rank: int) -> list[list[group_plan.Member]]:
-        return group_plan.plan(epoch, rank, geometry, [sample.row.id for sample in samples], cfg.run.seed)
 
     def get_velocity(network: nn.Module, conditioning: Conditioning, schedule: Schedule) -> Velocity:
         return Velocity(
             backbone=backbone, model=network, conditioning=protocol.move_to(conditioning, job.device),
             schedule=schedule, negative=negative, guidance=cfg.sample.guidance_scale,
         )  # fmt: skip
-
-    def make_kernel(schedule: Schedule) -> sde.Kernel:
-        return sde.Kernel(cfg.grpo.sde, cfg.grpo.noise_level, schedule.sigmas)
-
-    def reference_mean_of(velocity: Velocity, kernel: sde.Kernel, x: Tensor, step: int) -> Tensor | None:
-        """Return the mean of the transition without the adapter; None without a KL."""
-        if cfg.grpo.kl_weight == 0:
-            return None
-        with torch.no_grad():
-            return kernel.transition(velocity.reference, x, step)[0]
 
     def roll_out_prefix(
         members: list[group_plan.Member], conditioning: Conditioning, schedule: Schedule, steps_before: int
@@ -144,16 +133,14 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
 
     def evaluate() -> dict[str, float]:
         """Return eval/*: the scores of the held-out clips under the averaged weights."""
+        noises, generate = cfg.evaluation.eval_noises, partial(sample_clean, held_out)
         with averaged(average, parameters):
-            return evaluation.evaluate(
-                cfg.evaluation.eval_noises, job, terms, pool, held_out, partial(sample_clean, held_out), scales
-            )
+            return evaluation.evaluate(noises, job, terms, pool, held_out, generate, scales)
 
     def save(done: int, *, last: bool) -> None:
         """Save a checkpoint of the averaged weights, and sample videos. All processes call it."""
         content = saving.collect_state(job, learner, average, state, log, done)
-        # `best` has the highest score among the checkpoints whose own weights were evaluated
-        score = log.score_for_best(done, done - 1, ["eval/held_out", "eval/score"])
+        score = log.score_for_best(done, done - 1, ["eval/held_out", "eval/score"])  # of these weights alone
         with averaged(average, parameters):
             saving.save(cfg.run, job, backbone, learner, log, content, score, last=last)
             if not interruption.number:  # shutting down: skip the videos
@@ -161,15 +148,14 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
                 generate = partial(sample_clean, shown)
                 log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, shown, generate, job, done))
 
-    floor = {}
+    floor = {}  # of the KL that rounding alone shows
     if cfg.grpo.kl_weight != 0 and cfg.model.dtype == "bfloat16":
         row, conditioning = conditions.read_or_substitute(samples, 0, skip=cfg.data.skip_bad_rows)
         shape, seed = conditions.latent_shape(samples[row]), noise_seed(cfg.run.seed, 0, "floor")
-        schedule, x = plan.schedule(shape), draw_noise((1, *shape), seed, job.device)
-        reference = get_velocity(policy, conditioning, schedule).reference
-        reads = sde.kl_floor(reference, x, make_kernel(schedule), plan.window(0))
-        floor["policy/kl_floor"] = reads
-        job.print(f"note: in bfloat16 this model's KL reads about {reads:.1e} from rounding alone")
+        velocity = get_velocity(policy, conditioning, plan.schedule(shape))
+        x, kernel = draw_noise((1, *shape), seed, job.device), make_kernel(velocity.schedule.sigmas)
+        floor["policy/kl_floor"] = sde.kl_floor(velocity.reference, x, kernel, plan.window(0))
+        job.print(f"note: in bfloat16 this model's KL reads about {floor['policy/kl_floor']:.1e} from rounding alone")
 
     # ---------------------------------------------------------------------------------- train
     interruption.listen()
@@ -186,7 +172,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
             # 1. Roll out this process's videos. Only the window's steps are stochastic; they are stored.
             window = plan.window(epoch)
             seed_generators(cfg.run.seed, step, job.rank)
-            plans = [plan_epoch(epoch, rank) for rank in range(job.world)]
+            plans = [group_plan.plan(epoch, rank, geometry, ids, cfg.run.seed) for rank in range(job.world)]
             rollouts, pending = [], []
             prefixes: dict[tuple[int, int], Tensor] = {}
             for members, is_new in zip(plans[job.rank], group_plan.needs_prefix(plans), strict=True):
@@ -197,7 +183,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
                     conditioning = protocol.move_to(conditioning, job.device)
                     shape = (1, *conditions.latent_shape(samples[members[0].row]))
                     schedule = plan.schedule(shape[1:])
-                    kernel, keep_means = make_kernel(schedule), cfg.grpo.objective == "guard"
+                    kernel, keep_means = make_kernel(schedule.sigmas), cfg.grpo.objective == "guard"
                 with timer("step"), timer("rollout"):
                     prefixes = roll_out_prefix(members, conditioning, schedule, window[0]) if is_new else prefixes
                     x = torch.cat([prefixes[member.start] for member in members])
@@ -231,15 +217,9 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
             local = (torch.cat(rewards), group_ids, torch.cat(valid) & own, ~own)
             rewards, group_ids, valid, replaced = (x.cpu() for x in job.gather([x.to(job.device) for x in local]))
             advantages, epoch_metrics = grpo.advantages(
-                rewards,
-                group_ids,
-                group_size=cfg.grpo.group_size,
-                std=cfg.grpo.advantage_std,
-                combine=cfg.grpo.advantage_of,
-                weights=weights[0],
-                clip=cfg.grpo.advantage_clip,
-                valid=valid,
-            )
+                rewards, group_ids, group_size=cfg.grpo.group_size, std=cfg.grpo.advantage_std,
+                combine=cfg.grpo.advantage_of, weights=weights[0], clip=cfg.grpo.advantage_clip, valid=valid,
+            )  # fmt: skip
             local = slice(job.rank * len(own), (job.rank + 1) * len(own))
             advantages = advantages[local].to(job.device).split(geometry.batch)
             results = job.gather_lists(results)
@@ -261,16 +241,16 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
                 kernel, transition = rollout.kernel, rollout.steps[i].to(job.device)
                 velocity = get_velocity(policy, rollout.conditioning, rollout.schedule)
                 with job.accumulate(policy):
-                    reference_mean = reference_mean_of(velocity, kernel, transition.x, i)  # no graph is alive yet
+                    reference = velocity.reference if cfg.grpo.kl_weight else None
+                    reference_mean = sde.reference_mean(reference, kernel, transition.x, i)  # no graph is alive yet
                     mean, log_prob = sde.score(velocity, transition, i, kernel)
                     ratio = grpo.log_ratio(cfg.grpo.objective, log_prob, mean, transition, kernel.kind).exp()
                     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
                     loss = torch.maximum(-advantage * ratio, -advantage * clipped_ratio).mean()
                     clipped = grpo.clip_mask(ratio, advantage, clip_low, clip_high)  # these have no gradient
                     loss = loss / (abs(kernel.dt(i)) if cfg.grpo.objective == "guard" else 1)  # its gradient has |dt|
-                    kl = torch.zeros_like(log_prob)  # (B,)
-                    if reference_mean is not None:
-                        kl = flow.transition_kl(mean, reference_mean, transition.std)
+                    no_kl = torch.zeros_like(log_prob)  # (B,)
+                    kl = no_kl if reference_mean is None else flow.transition_kl(mean, reference_mean, transition.std)
                     loss = loss + cfg.grpo.kl_weight * kl.mean()
                     job.backward(loss / (per_update * len(window)))
                 losses.append(loss.detach())

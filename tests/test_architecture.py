@@ -270,7 +270,7 @@ def test_names_are_defined_once_and_functions_are_short(sources):
 
 @pytest.mark.check  # a change of the algorithm that a contributor tries may be longer
 def test_a_script_stays_readable():
-    for script, most in {"train_reward_fl.py": 260, "train_flow_grpo.py": 340}.items():
+    for script, most in {"train_reward_fl.py": 260, "train_flow_grpo.py": 320}.items():
         assert len((ROOT / script).read_text().splitlines()) <= most
 
 
