@@ -11,14 +11,14 @@ from rewardfl.training.workload import Workload
 
 KEYS = {
     "trained_placement": "experts.trained",
-    "placement": "experts.untrained",
+    "untrained_placement": "experts.untrained",
     "checkpointing": "train.use_gradient_checkpointing",
     "offload_inputs": "train.use_gradient_checkpointing_offload",
     "keep_attention": "train.keep_attention",
     "decode_caches": "train.decode_caches",
     "batch": "train.per_device_train_batch_size",
     "accumulation": "train.gradient_accumulation_steps",
-    "noises": "sample.noises_per_sample",
+    "noises_per_sample": "sample.noises_per_sample",
     "samples_on": "grpo.samples_on",
 }  # {field of Workload: configuration key}
 CACHED_NOISES = 4  # noises_per_sample proposed with boundary_cache
@@ -46,19 +46,19 @@ def options(work: Workload) -> list[Option]:
     """
     fewer = max((n for n in range(1, work.batch) if work.batch % n == 0), default=1)  # a divisor: same epoch samples
     by_one = {"batch": 1, "accumulation": work.batch * work.accumulation} if work.accumulation else {"batch": fewer}
-    noises = {"noises": CACHED_NOISES} if work.noises == "fresh" else {}
+    noises = {"noises_per_sample": CACHED_NOISES} if work.noises_per_sample == "fresh" else {}
     few = "; each clip then has a few noises, used in turn"
     possible = [
-        (work.kept, Option({"samples_on": "cpu"})),
+        (work.latents_kept, Option({"samples_on": "cpu"})),
         (True, Option({"keep_attention": False})),
         (True, Option({"offload_inputs": True} if work.checkpointing else {"checkpointing": True})),
         (True, Option(by_one)),
-        (work.untrained, Option({"placement": "cpu_swap"})),
+        (work.untrained, Option({"untrained_placement": "cpu_swap"})),
         (work.reward_gradient, Option({"decode_caches": "offload"})),
         (work.reward_gradient, Option({"decode_caches": "segment"})),
         (work.checkpointing and work.sharding == "none", Option({"trained_placement": "cpu_swap"})),
-        (work.untrained, Option({"placement": "fp8"}, exact=False, note="; its weights are rounded by 3 %")),
-        (work.cacheable, Option({"placement": "boundary_cache"} | noises, exact=False, note=few)),
+        (work.untrained, Option({"untrained_placement": "fp8"}, exact=False, note="; its weights are rounded by 3 %")),
+        (work.cacheable, Option({"untrained_placement": "boundary_cache"} | noises, exact=False, note=few)),
     ]
     return [option for applies, option in possible if applies and replace(work, **option.fields) != work]
 

@@ -39,7 +39,7 @@ def work_table(costs: Costs, work: Workload, tflops: float) -> list[str]:
     for name, amount in (parts | {"total": total}).items():
         digits = f"{amount / 1e12:.0f}" if amount >= 1e14 else f"{amount / 1e12:.3g}"
         lines.append(f"  {name:20s}{digits:>10s}{amount / speed:10.3g}")
-    swapped = "cpu_swap" in (work.placement, work.trained_placement)
+    swapped = "cpu_swap" in (work.untrained_placement, work.trained_placement)
     if work.offload_inputs or swapped or work.decode_caches == "offload":
         lines.append("  assuming that copies to and from the host are hidden behind computing")
     for span in work.spans:

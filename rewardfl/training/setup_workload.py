@@ -12,6 +12,7 @@ from rewardfl import config as configuration
 from rewardfl import data, epoch_order, group_plan
 from rewardfl.backbones.protocol import Adapter, Backbone
 from rewardfl.config import AnyConfig, FlowGrpoConfig, RewardFlConfig
+from rewardfl.memory.sharding import Sharding
 from rewardfl.training import checks
 from rewardfl.training.plan import FlowGrpoPlan, RewardFlPlan, RunPlan, largest_size
 from rewardfl.training.workload import Sampling, Span, Video, Workload
@@ -24,7 +25,7 @@ def make_workload(
     plan: RunPlan,
     backbone: Backbone,
     rows: Sequence[data.Row] | None,
-    sharding: str = "none",
+    sharding: Sharding = "none",
 ) -> Workload:
     """Count the work of the run. rows: the clips to train on; None where they are not known.
 
@@ -44,7 +45,7 @@ def make_workload(
         processes=plan.processes,
         sharding=sharding,
         trained_placement=cfg.experts.trained,
-        placement=cfg.experts.untrained,
+        untrained_placement=cfg.experts.untrained,
         checkpointing=cfg.train.use_gradient_checkpointing,
         offload_inputs=cfg.train.use_gradient_checkpointing_offload,
         keep_attention=cfg.train.keep_attention,
@@ -82,7 +83,7 @@ def _reward_fl(common: Workload, cfg: RewardFlConfig, plan: RewardFlPlan) -> Wor
         # and the velocity that replay takes as a constant
         rollout=_times(answers, Counter(experts)) + (replay if answers == 2 and not both else Counter()),
         replay=_times(1 + both, replay),
-        pulled=_times(1 + both, replay + Counter(experts[i] for i in twice)),
+        backward_passes=_times(1 + both, replay + Counter(experts[i] for i in twice)),
         reference=_times(answers, replay) if kl else {},
         graphs=1 + both,
         reward_gradient=True,
@@ -90,7 +91,7 @@ def _reward_fl(common: Workload, cfg: RewardFlConfig, plan: RewardFlPlan) -> Wor
         cacheable=common.untrained == experts[0] and experts[0] not in replay,
         decode_caches=cfg.train.decode_caches,
         keeps_graphs=cfg.train.active_graphs == "keep_on_host",
-        noises=cfg.sample.noises_per_sample,
+        noises_per_sample=cfg.sample.noises_per_sample,
     )
 
 
@@ -130,14 +131,14 @@ def _flow_grpo(common: Workload, cfg: FlowGrpoConfig, plan: FlowGrpoPlan) -> Wor
         common,
         rollout=rollout,
         replay=replay,
-        pulled=replay,
+        backward_passes=replay,
         anchor=_times(grpo.inner_epochs, _anchor_passes(cfg, plan)),
         reference=replay if grpo.kl_weight != 0 else {},
         graphs=answers,
         averaged=True,
-        waiting=per_process,
+        samples_in_flight=per_process,
         # K steps in a row have K + 1 latents on the GPU, where two steps share one, and 2 K on the host
-        kept={
+        latents_kept={
             "gpu": means + max(len({*window, *(i + 1 for i in window)}) for window in drawn),
             "cpu": means + 2 * max(map(len, drawn)),
         },

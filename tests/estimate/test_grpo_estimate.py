@@ -197,7 +197,7 @@ def test_what_is_recommended(published):
         assert fits(published, with_options(run, chosen), Machine(memory * 1e9))
         return {key: value for option in chosen for key, value in option.settings.items()}
 
-    assert settings(dataclasses.replace(RUN, waiting=2400), 80) == {"grpo.samples_on": "cpu"}
+    assert settings(dataclasses.replace(RUN, samples_in_flight=2400), 80) == {"grpo.samples_on": "cpu"}
     assert settings(dataclasses.replace(RUN, batch=12), 80)["train.per_device_train_batch_size"] == 3
     assert [option.settings for option in options(dataclasses.replace(RUN, batch=12)) if "batch" in option.fields] == [
         {"train.per_device_train_batch_size": 6}  # half of it: groups and samples stay
@@ -226,8 +226,8 @@ def test_run_of_a_configuration(monkeypatch):
     assert run == workload.Workload(
         video=workload.Video(backbone=TINY_MODEL, height=80, width=80, num_frames=9, adapter=adapter),
         trained=("low_noise",), untrained="high_noise",
-        rollout={"high_noise": 3, "low_noise": 9}, replay=passes, pulled=passes,
-        reference=passes, graphs=2, averaged=True, waiting=12, kept={"gpu": 6, "cpu": 6},
+        rollout={"high_noise": 3, "low_noise": 9}, replay=passes, backward_passes=passes,
+        reference=passes, graphs=2, averaged=True, samples_in_flight=12, latents_kept={"gpu": 6, "cpu": 6},
         spans=(
             workload.Span("one update of 16 samples, with its share of the rollouts", 8, 2),
             workload.Span("one epoch of 48 samples", 48, 12),
@@ -236,7 +236,7 @@ def test_run_of_a_configuration(monkeypatch):
         evaluation=workload.Sampling(passes={"high_noise": 4, "low_noise": 4}, steps=4, videos=48, times=3),
         steps=12, saves=1, clips=48,
         reward_bytes=sum(file.stat().st_size for pack in packs for file in pack.glob("*.onnx")),
-        processes=4, sharding="fsdp2", placement="fp8", offload_inputs=True, batch=2, samples_on="cpu",
+        processes=4, sharding="fsdp2", untrained_placement="fp8", offload_inputs=True, batch=2, samples_on="cpu",
     )  # fmt: skip
     cfg = config.load(TINY, [*SIX, "evaluation.eval_clips=null", "train.max_steps=null"])  # its length is not known
     drawn = planned(cfg, TINY_MODEL)

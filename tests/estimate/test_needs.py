@@ -62,7 +62,7 @@ LAST_FOUR = {"low_noise": 4}  # of 8 steps, of which the low-noise expert has 5 
 RUN = Workload(
     video=at_size("480x832"),
     trained=("low_noise",), untrained="high_noise",
-    rollout={"high_noise": 3, "low_noise": 5}, replay=LAST_FOUR, pulled=LAST_FOUR, reference=LAST_FOUR,
+    rollout={"high_noise": 3, "low_noise": 5}, replay=LAST_FOUR, backward_passes=LAST_FOUR, reference=LAST_FOUR,
     reward_gradient=True, cacheable=True, accumulation=1,
 )  # fmt: skip
 
@@ -188,7 +188,7 @@ def test_weights(published):
 @pytest.mark.parametrize("size", SHORT_SIZES)
 @pytest.mark.parametrize(
     "fields, expected",  # the plans of section 5, GB; "high on CPU, segment VAE": its caches are in the host here
-    [({}, (113, 90)), ({"placement": "cpu_swap", "decode_caches": "offload"}, (58, 46))],
+    [({}, (113, 90)), ({"untrained_placement": "cpu_swap", "decode_caches": "offload"}, (58, 46))],
     ids=["both bf16, chunk VAE", "high on CPU"],
 )
 def test_peak_memory_of_the_plans(published, fields, expected, size):
@@ -221,14 +221,14 @@ def test_one_expert_costs_what_its_placement_says(published):
     measured = published("480x832", ADAPTER)
 
     def resident(place):
-        return sum(needs.memory(measured, with_levers(placement=place)).resident.values()) / 1e9
+        return sum(needs.memory(measured, with_levers(untrained_placement=place)).resident.values()) / 1e9
 
     assert resident("gpu") - resident("boundary_cache") == pytest.approx(28.64, rel=0.001)
     assert resident("fp8") - resident("boundary_cache") == pytest.approx(14.3, rel=0.03)
     expert = measured.experts["high_noise"]
     assert resident("cpu_swap") - resident("boundary_cache") == pytest.approx(expert.other_weights / 1e9)  # embeddings
     swapped = [
-        needs.memory(measured, with_levers(placement="cpu_swap", trained_placement=at)) for at in ("gpu", "cpu_swap")
+        needs.memory(measured, with_levers(untrained_placement="cpu_swap", trained_placement=at)) for at in ("gpu", "cpu_swap")
     ]
     blocks = 28637218944 - expert.other_weights
     assert [need.host for need in swapped] == [{"swapped experts": blocks}, {"swapped experts": 2 * blocks}]
@@ -433,21 +433,21 @@ def test_settings_change_the_work(published):
         return {name: after[name] - base[name] for name in base if after[name] != base[name]}
 
     assert difference(dataclasses.replace(RUN, reference={})) == {"reference": -4 * expert.forward_frozen}
-    assert difference(dataclasses.replace(RUN, pulled={"low_noise": 7})) == {
+    assert difference(dataclasses.replace(RUN, backward_passes={"low_noise": 7})) == {
         "replay recompute": 3 * expert.forward, "replay backward": 3 * expert.backward,
     }  # fmt: skip
-    assert difference(with_levers(placement="boundary_cache")) == {"rollout": -3 * expert.forward_frozen}
+    assert difference(with_levers(untrained_placement="boundary_cache")) == {"rollout": -3 * expert.forward_frozen}
     assert difference(with_levers(checkpointing=False)) == {"replay recompute": -4 * expert.forward}
     assert difference(with_levers(decode_caches="segment")) == {"decode VJP": base["decode"]}
     kept = with_levers(keeps_graphs=True, offload_inputs=True)
     assert difference(kept) == {"replay forward": -4 * expert.forward}
     assert needs.memory(measured, kept).host == {"block inputs": 4 * expert.stored}
-    assert difference(with_levers(placement="cpu_swap", decode_caches="offload", offload_inputs=True)) == {}
+    assert difference(with_levers(untrained_placement="cpu_swap", decode_caches="offload", offload_inputs=True)) == {}
 
 
 def test_disk(published):
     measured = published("480x832", ADAPTER)
-    cached = with_levers(placement="boundary_cache", noises=4)
+    cached = with_levers(untrained_placement="boundary_cache", noises_per_sample=4)
     assert needs.disk(measured, RUN)[0] == 12 * 153_354_240
     assert needs.disk(measured, cached)[1] == {
         "text": 512 * 4096 * 2, "image": 20 * 21 * 60 * 104 * 4, "boundary latents": 4 * 16 * 21 * 60 * 104 * 4,
@@ -461,11 +461,11 @@ def test_disk(published):
 
 HIGH = dataclasses.replace(
     RUN, trained=("high_noise",), untrained="low_noise", cacheable=False, replay={"high_noise": 2},
-    pulled={"high_noise": 2}, reference={"high_noise": 2},
+    backward_passes={"high_noise": 2}, reference={"high_noise": 2},
 )  # fmt: skip
 ACROSS = {"high_noise": 1, "low_noise": 1}
 BOTH = dataclasses.replace(
-    RUN, trained=("high_noise", "low_noise"), untrained=None, cacheable=False, replay=ACROSS, pulled=ACROSS,
+    RUN, trained=("high_noise", "low_noise"), untrained=None, cacheable=False, replay=ACROSS, backward_passes=ACROSS,
     reference=ACROSS,
 )  # fmt: skip
 
@@ -600,14 +600,14 @@ def test_run_of_a_configuration(monkeypatch):
     assert run == Workload(
         video=dataclasses.replace(RUN.video, height=480, width=480), trained=("high_noise", "low_noise"),
         untrained=None, rollout={"high_noise": 2, "low_noise": 1}, replay={"high_noise": 2, "low_noise": 1},
-        pulled={"high_noise": 2, "low_noise": 1}, reward_gradient=True, accumulation=8, saves=2, steps=12, clips=30,
+        backward_passes={"high_noise": 2, "low_noise": 1}, reward_gradient=True, accumulation=8, saves=2, steps=12, clips=30,
         reward_bytes=pack, processes=2, sharding="zero2", anchor={"high_noise": 2 / 3, "low_noise": 1 / 3},
         anchor_to_reference=True, spans=(Span("one update of 8 clips per GPU", 8, 8),),
     )  # fmt: skip
     assert needs.memory(measured_before(TINY), run).resident["reward networks' weights"] == pack > 1e6
     as_shipped = configured()
     assert (as_shipped.rollout, as_shipped.replay) == ({"high_noise": 3, "low_noise": 5}, LAST_FOUR)
-    assert as_shipped.pulled == as_shipped.reference == LAST_FOUR and as_shipped.cacheable
+    assert as_shipped.backward_passes == as_shipped.reference == LAST_FOUR and as_shipped.cacheable
     plain, guided = configured(), ["sample.guidance_scale=5"]
     half = [*guided, "sample.guidance_gradient=conditional"]
 
@@ -616,17 +616,17 @@ def test_run_of_a_configuration(monkeypatch):
 
     both = configured(*guided)
     assert both.rollout == times(2, plain.rollout) and both.reference == times(2, LAST_FOUR) and both.graphs == 2
-    assert both.replay == both.pulled == times(2, LAST_FOUR)
+    assert both.replay == both.backward_passes == times(2, LAST_FOUR)
     one = configured(*half)  # the other answer is a pass without a graph
     assert one.rollout == {"high_noise": 6, "low_noise": 14} and one.graphs == 1
-    assert one.replay == one.pulled == LAST_FOUR and one.reference == times(2, LAST_FOUR)
+    assert one.replay == one.backward_passes == LAST_FOUR and one.reference == times(2, LAST_FOUR)
     for apart in (
         "reward.kl_gradient=fixed_trajectory",
         "reward.kl_gradient=exact",
     ):  # one more backward a coupled step
-        assert (configured(apart).replay, configured(apart).pulled) == (LAST_FOUR, {"low_noise": 7})
-        assert configured(apart, "sample.gradient_mode=drtune").pulled == LAST_FOUR
-    assert configured("reward.kl_gradient=exact", *guided).pulled == {"low_noise": 14}
+        assert (configured(apart).replay, configured(apart).backward_passes) == (LAST_FOUR, {"low_noise": 7})
+        assert configured(apart, "sample.gradient_mode=drtune").backward_passes == LAST_FOUR
+    assert configured("reward.kl_gradient=exact", *guided).backward_passes == {"low_noise": 14}
 
 
 # ---- the host's memory ----
@@ -635,7 +635,7 @@ def test_run_of_a_configuration(monkeypatch):
 @pytest.mark.parametrize("processes", [1, 8])
 def test_the_processes_host_memory_is_one_sum_in_the_verdict(published, processes):
     measured = published("480x832", ADAPTER)
-    run = with_levers(placement="cpu_swap", decode_caches="offload")
+    run = with_levers(untrained_placement="cpu_swap", decode_caches="offload")
     each = sum(needs.memory(measured, run).host.values())
     enough = Machine(80e9, processes * each, processes)
     (line, *_) = report.fit_verdict(measured, run, enough)
