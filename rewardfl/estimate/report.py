@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 
 from rewardfl.estimate import needs
-from rewardfl.estimate.advice import Machine, fits, recommend, with_options
+from rewardfl.estimate.advice import INEXACT, Machine, changed_settings, fits, recommend
 from rewardfl.estimate.measure import Costs, measure
 from rewardfl.machine import usable_memory
 from rewardfl.training.distributed import Distributed
@@ -94,12 +94,11 @@ def fit_verdict(costs: Costs, work: Workload, machine: Machine) -> list[str]:
     needed = _needed(costs, work, machine)
     if fits(costs, work, machine):
         return [f"fits: {needed}"]
-    chosen = recommend(costs, work, machine)
-    after = with_options(work, chosen)
+    after = recommend(costs, work, machine)
     lines = [f"does not fit: {needed}"]
-    for option in chosen:
-        settings = ", ".join(f"{key}: {json.dumps(value).strip(chr(34))}" for key, value in option.settings.items())
-        lines.append(f"  set {settings}{option.note}")
+    for key, value in changed_settings(work, after).items():
+        note = f"; {INEXACT[value]}" if value in INEXACT else ""
+        lines.append(f"  set {key}: {json.dumps(value).strip(chr(34))}{note}")
     before, then = (sum(needs.flops(costs, run).values()) for run in (work, after))
     takes = f"takes {_needed(costs, after, machine)}, {100 * (then / before - 1):+.1f} % time"
     if fits(costs, after, machine):

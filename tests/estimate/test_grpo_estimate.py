@@ -13,7 +13,7 @@ from rewardfl import backbones, config, epoch_order, flow, group_plan, sde
 from rewardfl.backbones.protocol import Adapter, Source
 from rewardfl.backbones.wan import model as wan
 from rewardfl.estimate import needs, report
-from rewardfl.estimate.advice import Machine, fits, options, recommend, with_options
+from rewardfl.estimate.advice import Machine, changed_settings, fits, recommend
 from rewardfl.training import plan, setup_summary, workload
 from rewardfl.windows import draw_window
 
@@ -192,16 +192,14 @@ def test_disk(published):
 
 
 def test_what_is_recommended(published):
-    def settings(run, memory):
-        chosen = recommend(published, run, Machine(memory * 1e9))
-        assert fits(published, with_options(run, chosen), Machine(memory * 1e9))
-        return {key: value for option in chosen for key, value in option.settings.items()}
+    def settings(run):
+        after = recommend(published, run, Machine(80e9))
+        assert fits(published, after, Machine(80e9))
+        return changed_settings(run, after)
 
-    assert settings(dataclasses.replace(RUN, samples_in_flight=2400), 80) == {"grpo.samples_on": "cpu"}
-    assert settings(dataclasses.replace(RUN, batch=12), 80)["train.per_device_train_batch_size"] == 3
-    assert [option.settings for option in options(dataclasses.replace(RUN, batch=12)) if "batch" in option.fields] == [
-        {"train.per_device_train_batch_size": 6}  # half of it: groups and samples stay
-    ]
+    assert settings(dataclasses.replace(RUN, samples_in_flight=2400)) == {"grpo.samples_on": "cpu"}
+    # a divisor: groups and samples stay
+    assert settings(dataclasses.replace(RUN, batch=12))["train.per_device_train_batch_size"] == 3
 
 
 # ---- the configuration ----

@@ -28,7 +28,7 @@ from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.decoder import WanDecoder, parts_checkpointed
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.estimate import measure, needs, report
-from rewardfl.estimate.advice import KEYS, Machine, fits, options, recommend, with_options
+from rewardfl.estimate.advice import KEYS, Machine, alternatives, changed_settings, fits, lacking, recommend
 from rewardfl.training.plan import resolve
 from rewardfl.training.setup_workload import make_workload
 from rewardfl.training.workload import Span, Video, Workload
@@ -228,7 +228,8 @@ def test_one_expert_costs_what_its_placement_says(published):
     expert = measured.experts["high_noise"]
     assert resident("cpu_swap") - resident("boundary_cache") == pytest.approx(expert.other_weights / 1e9)  # embeddings
     swapped = [
-        needs.memory(measured, with_levers(untrained_placement="cpu_swap", trained_placement=at)) for at in ("gpu", "cpu_swap")
+        needs.memory(measured, with_levers(untrained_placement="cpu_swap", trained_placement=at))
+        for at in ("gpu", "cpu_swap")
     ]
     blocks = 28637218944 - expert.other_weights
     assert [need.host for need in swapped] == [{"swapped experts": blocks}, {"swapped experts": 2 * blocks}]
@@ -480,24 +481,24 @@ def configured(*overrides):
     return planned(config.load(ROOT / "configs" / "wan22_face.yaml", list(overrides)), PUBLISHED)
 
 
-def test_every_option_is_a_setting():
-    """Each key and value is one that the configuration takes, and reading it gives the option's own run."""
-    seen = set()
-    for run in (RUN, with_levers(batch=4, checkpointing=False), with_levers(keep_attention=True)):
-        levers = {field: getattr(run, field) for field in KEYS if field != "samples_on"}
-        for option in options(run):
-            settings = {KEYS[field]: value for field, value in (levers | option.fields).items()}
-            read = configured(*(f"{key}={yaml.safe_dump(value).split()[0]}" for key, value in settings.items()))
-            assert {field: getattr(read, field) for field in levers} == levers | option.fields
-            seen |= {(key, str(value)) for key, value in option.settings.items()}
+def test_every_alternative_is_a_configuration():
+    """Reading its keys and values gives the alternative's own run."""
+    seen, fields = set(), [field for field in KEYS if field != "samples_on"]
+    for run in (with_levers(batch=4, checkpointing=False, accumulation=2), with_levers(keep_attention=True)):
+        for after in alternatives(run):
+            values = {KEYS[field]: getattr(after, field) for field in fields}
+            read = configured(*(f"{key}={yaml.safe_dump(value).split()[0]}" for key, value in values.items()))
+            assert {KEYS[field]: getattr(read, field) for field in fields} == values
+            assert after.batch * after.accumulation == run.batch * run.accumulation
+            seen |= {(key, str(value)) for key, value in changed_settings(run, after).items()}
     assert {key for key, _ in seen} == set(KEYS.values()) - {"grpo.samples_on"}
     assert {value for key, value in seen if key == "experts.untrained"} == {"cpu_swap", "fp8", "boundary_cache"}
 
 
-def test_options_are_possible():
-    assert not any("experts.untrained" in option.settings for option in options(BOTH))  # there is none
-    high = [option.settings.get("experts.untrained") for option in options(HIGH)]
-    assert "cpu_swap" in high and "boundary_cache" not in high  # the low-noise expert comes after the boundary
+def test_alternatives_are_possible():
+    assert {run.untrained_placement for run in alternatives(BOTH)} == {"gpu"}  # there is no such expert
+    # the low-noise expert comes after the boundary
+    assert {run.untrained_placement for run in alternatives(HIGH)} == {"gpu", "cpu_swap", "fp8"}
 
 
 @pytest.mark.parametrize(
@@ -507,36 +508,31 @@ def test_options_are_possible():
 )
 def test_recommendation(published, run, memory):
     """Each recommended setting is needed, and printed; where none is enough, nothing lowers the peak any more."""
-    measured = published("480x832", ADAPTER)
-    chosen = recommend(measured, run, Machine(memory * 1e9))
-    after = with_options(run, chosen)
-    fit = fits(measured, after, Machine(memory * 1e9))
-    assert chosen and fit == (memory > 10) and not fits(measured, run, Machine(memory * 1e9))
+    measured, machine = published("480x832", ADAPTER), Machine(memory * 1e9)
+    after = recommend(measured, run, machine)
+    fit = fits(measured, after, machine)
+    assert after != run and fit == (memory > 10) and not fits(measured, run, machine)
     if fit:
-        for option in chosen:
-            assert not fits(measured, with_options(run, [o for o in chosen if o is not option]), Machine(memory * 1e9))
+        for field in KEYS:
+            before = getattr(run, field)
+            if getattr(after, field) != before and field != "accumulation":
+                assert not fits(measured, dataclasses.replace(after, **{field: before}), machine)
     else:
-        peak = needs.memory(measured, after).peak
-        assert all(needs.memory(measured, with_options(after, [o])).peak >= peak for o in options(after))
-    text = "\n".join(report.fit_verdict(measured, run, Machine(memory * 1e9)))
+        assert all(
+            lacking(measured, other, machine) >= lacking(measured, after, machine) for other in alternatives(run)
+        )
+    text = "\n".join(report.fit_verdict(measured, run, machine))
     assert "does not fit" in text and ("no setting makes it fit" in text) == (not fit)
-    for option in chosen:
-        for key, value in option.settings.items():
-            assert f"{key}: {str(value).lower()}" in text
+    for key, value in changed_settings(run, after).items():
+        assert f"\n  set {key}: {str(value).lower()}" in text
 
 
 def test_the_cheapest_comes_first(published):
     """One setting is enough for 100 GB; of those that do and take no FLOPs, swapping is the first."""
     measured = published("480x832", ADAPTER)
-    (first,) = recommend(measured, RUN, Machine(100e9))
-    assert first.settings == {"experts.untrained": "cpu_swap"}
+    assert changed_settings(RUN, recommend(measured, RUN, Machine(100e9))) == {"experts.untrained": "cpu_swap"}
     # what changes the numbers comes last, though the cache saves time
-    assert all(option.exact for option in recommend(measured, RUN, Machine(80e9)))
-    # a batch of 4 that does not fit is taken one at a time, with the same clips per update
-    settings = {}
-    for option in recommend(measured, with_levers(batch=4, accumulation=2), Machine(80e9)):
-        settings |= option.settings
-    assert settings["train.per_device_train_batch_size"] == 1 and settings["train.gradient_accumulation_steps"] == 8
+    assert recommend(measured, RUN, Machine(80e9)).untrained_placement == "cpu_swap"
 
 
 # ---- the tool ----
@@ -600,8 +596,8 @@ def test_run_of_a_configuration(monkeypatch):
     assert run == Workload(
         video=dataclasses.replace(RUN.video, height=480, width=480), trained=("high_noise", "low_noise"),
         untrained=None, rollout={"high_noise": 2, "low_noise": 1}, replay={"high_noise": 2, "low_noise": 1},
-        backward_passes={"high_noise": 2, "low_noise": 1}, reward_gradient=True, accumulation=8, saves=2, steps=12, clips=30,
-        reward_bytes=pack, processes=2, sharding="zero2", anchor={"high_noise": 2 / 3, "low_noise": 1 / 3},
+        backward_passes={"high_noise": 2, "low_noise": 1}, reward_gradient=True, accumulation=8, saves=2, steps=12,
+        clips=30, reward_bytes=pack, processes=2, sharding="zero2", anchor={"high_noise": 2 / 3, "low_noise": 1 / 3},
         anchor_to_reference=True, spans=(Span("one update of 8 clips per GPU", 8, 8),),
     )  # fmt: skip
     assert needs.memory(measured_before(TINY), run).resident["reward networks' weights"] == pack > 1e6
@@ -646,7 +642,6 @@ def test_the_processes_host_memory_is_one_sum_in_the_verdict(published, processe
     assert not fits(measured, run, less) and lines[0].startswith("does not fit: ")
     # half of the caches wait in host memory then; a GPU's bytes are not what is lacking
     assert lines[1] == "  set train.decode_caches: segment" and lines[2].endswith("+0.6 % time"), lines
-    assert not any(option.settings.get("experts.trained") for option in recommend(measured, run, less))
 
 
 def test_plan_run_judges_the_host(monkeypatch, capsys, published):

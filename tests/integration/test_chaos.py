@@ -376,8 +376,8 @@ def test_the_samples_of_a_gradient_that_is_not_finite_are_named(monkeypatch, cap
     monkeypatch.setattr(WanDecoder, "vjp", broken)
     monkeypatch.setattr(Distributed, "backward", breaking)
     batches = []
-    batch_of = data.Order.micro_batch
-    monkeypatch.setattr(data.Order, "micro_batch", lambda *a: batches.append(batch_of(*a)) or batches[-1])
+    batch_of = data.one_shape_batch
+    monkeypatch.setattr(data, "one_shape_batch", lambda *a: batches.append(batch_of(*a)) or batches[-1])
     code, out, _ = call(
         monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path}", "train.max_steps=4", "run.sample_videos=0",
         "train.per_device_train_batch_size=2",
