@@ -24,8 +24,12 @@ def flops(costs: Costs, work: Workload) -> dict[str, float]:
     """Return the FLOPs of one video, by part. A frozen expert's replayed steps are counted as trained ones."""
     decode = sum(chunk.forward for chunk in costs.chunks)
     cached = work.untrained if work.untrained_placement == "boundary_cache" else None
-    rolled = {expert: passes for expert, passes in work.rollout.items() if expert != cached}
-    parts = {"rollout": sampled(costs, work, rolled), "decode": decode if work.rollout else 0}
+    rollout = sum(  # a trained expert has its adapter
+        count * (costs.experts[name].forward if name in work.trained else costs.experts[name].forward_frozen)
+        for name, count in work.rollout.items()
+        if name != cached
+    )
+    parts = {"rollout": rollout, "decode": decode if work.rollout else 0}
     if work.reward_gradient:
         decodes = 2 if work.decode_caches == "segment" else 1
         parts["decode VJP"] = decodes * decode + sum(chunk.backward for chunk in costs.chunks)
@@ -47,14 +51,6 @@ def flops(costs: Costs, work: Workload) -> dict[str, float]:
         "replay backward": total(work.backward_passes, lambda expert: expert.backward),
         "reference": total(work.reference, lambda expert: expert.forward_frozen),
     }
-
-
-def sampled(costs: Costs, work: Workload, passes: Mapping[str, float]) -> float:
-    """Return the FLOPs of forward passes without a graph; a trained expert has its adapter."""
-    return sum(
-        count * (costs.experts[name].forward if name in work.trained else costs.experts[name].forward_frozen)
-        for name, count in passes.items()
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from rewardfl.estimate.measure import Costs, measure
 from rewardfl.machine import usable_memory
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.timer import total_memory
-from rewardfl.training.workload import Sampling, Workload
+from rewardfl.training.workload import Workload
 
 TFLOPS = 400.0  # default TFLOP/s: an H100 in bfloat16
 
@@ -45,20 +45,8 @@ def work_table(costs: Costs, work: Workload, tflops: float) -> list[str]:
     for span in work.spans:
         spent = _spent(work.processes, span.videos * total, span.of_process * total / speed)
         lines.append(f"{span.name}: {spent}")
-    if work.evaluation:
-        lines.append(_evaluation_line(costs, work, work.evaluation, speed))
     encode = costs.text.forward + costs.image.forward
     return [*lines, f"VAE encode and text: {encode / 1e12:.4g} TFLOP once per clip, then from the cache"]
-
-
-def _evaluation_line(costs: Costs, work: Workload, evaluation: Sampling, speed: float) -> str:
-    amount = needs.sampled(costs, work, evaluation.passes) + sum(chunk.forward for chunk in costs.chunks)
-    if evaluation.videos is None:
-        return f"a video of the evaluation ({evaluation.steps} steps): {_spent(1, amount, amount / speed)}"
-    times = f"; {evaluation.times} in the run" if evaluation.times else ""
-    time = math.ceil(evaluation.videos / work.processes) * amount / speed
-    spent = _spent(work.processes, evaluation.videos * amount, time)
-    return f"an evaluation of {evaluation.videos} videos ({evaluation.steps} steps): {spent}{times}"
 
 
 def _spent(processes: int, amount: float, time: float) -> str:

@@ -15,7 +15,7 @@ from rewardfl.config import AnyConfig, FlowGrpoConfig, RewardFlConfig
 from rewardfl.memory.sharding import Sharding
 from rewardfl.training import checks
 from rewardfl.training.plan import FlowGrpoPlan, RewardFlPlan, RunPlan, largest_size
-from rewardfl.training.workload import Sampling, Span, Video, Workload
+from rewardfl.training.workload import Span, Video, Workload
 
 WEIGHTS = ({".safetensors"}, {".bin", ".pt", ".pth"}, {".onnx"})  # suffixes by format, in order of preference
 
@@ -143,26 +143,9 @@ def _flow_grpo(common: Workload, cfg: FlowGrpoConfig, plan: FlowGrpoPlan) -> Wor
             "cpu": means + 2 * max(map(len, drawn)),
         },
         spans=tuple(spans),
-        evaluation=_evaluation(cfg, plan, common.video, common.steps),
         saves=epoch_order.count_due(cfg.run.save_steps, per_epoch, common.steps),
         samples_on=grpo.samples_on,
     )
-
-
-def _evaluation(cfg: FlowGrpoConfig, plan: FlowGrpoPlan, video: Video, steps: int | None) -> Sampling | None:
-    settings = cfg.evaluation
-    if settings.eval_clips is None:
-        return None
-    num_steps = settings.eval_inference_steps or cfg.sample.num_inference_steps
-    shape, videos = video.backbone.latent_shape(video.height, video.width, video.num_frames), None
-    experts = video.backbone.schedule(num_steps, cfg.sample.shift, shape).experts
-    if Path(settings.eval_clips).is_file():
-        videos = len(data.load_metadata(settings.eval_clips, "evaluation.eval_clips")) * settings.eval_noises
-    passes = {expert: plan.forwards_per_velocity * count for expert, count in Counter(experts).items()}
-    due = epoch_order.count_due(settings.eval_steps, plan.updates_per_epoch, steps)
-    return Sampling(
-        passes=passes, steps=num_steps, videos=videos, times=None if due is None else 1 + due
-    )  # one before the first epoch
 
 
 def _reward_bytes(cfg: AnyConfig) -> int:

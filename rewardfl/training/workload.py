@@ -29,16 +29,6 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """Evaluations: forward passes of one video by expert, steps, videos of each, and times in the run."""
-
-    passes: Mapping[str, float]
-    steps: int
-    videos: int | None
-    times: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Workload:
     """The passes, videos and settings of a run that determine its time and memory.
 
@@ -61,7 +51,6 @@ class Workload:
     samples_in_flight: int = 0  # videos of one process that are stored until an epoch's updates
     latents_kept: Mapping[str, int] = field(default_factory=dict)  # stored latents of each, by samples_on
     spans: tuple[Span, ...] = ()
-    evaluation: Sampling | None = None
     steps: int | None = None  # updates of the run
     saves: int | None = None  # its checkpoints
     clips: int | None = None

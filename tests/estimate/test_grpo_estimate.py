@@ -212,7 +212,6 @@ def test_run_of_a_configuration(monkeypatch):
         "grpo.updates_per_epoch=3", "grpo.inner_epochs=2", "grpo.sde=dance", "grpo.noise_level=0.3", "grpo.window=list",
         "grpo.window_steps=[4,6]", "grpo.samples_on=cpu", "experts.untrained=fp8", "train.max_steps=12",
         "train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true", "run.save_steps=9",
-        "evaluation.eval_noises=2", "evaluation.eval_inference_steps=4", "evaluation.eval_steps=5",
         "train.per_device_train_batch_size=2",
     ]  # fmt: skip
     packs = (ROOT / "assets/tiny_world/faces" / name for name in ("reward", "judge"))
@@ -231,14 +230,13 @@ def test_run_of_a_configuration(monkeypatch):
             workload.Span("one epoch of 48 samples", 48, 12),
             workload.Span("the run of 2 epochs, without its evaluations", 96, 24),
         ),
-        evaluation=workload.Sampling(passes={"high_noise": 4, "low_noise": 4}, steps=4, videos=48, times=3),
         steps=12, saves=1, clips=48,
         reward_bytes=sum(file.stat().st_size for pack in packs for file in pack.glob("*.onnx")),
         processes=4, sharding="fsdp2", untrained_placement="fp8", offload_inputs=True, batch=2, samples_on="cpu",
     )  # fmt: skip
     cfg = config.load(TINY, [*SIX, "evaluation.eval_clips=null", "train.max_steps=null"])  # its length is not known
     drawn = planned(cfg, TINY_MODEL)
-    assert drawn.evaluation is None and drawn.saves is None and len(drawn.spans) == 2
+    assert drawn.saves is None and len(drawn.spans) == 2
     assert drawn.replay == pytest.approx({"low_noise": 2})
     windows = plan.make_windows(cfg, EXPERTS, ["low_noise"])
     assert windows.drawable == (3, 4, 5, 6)
@@ -322,10 +320,8 @@ def test_sigma_table():
 
 
 def test_costs_in_words(published):
-    evaluated = ["evaluation.eval_clips=nowhere.csv", "evaluation.eval_steps=4"]
-    settings = ["grpo.groups=60", "grpo.updates_per_epoch=2", "grpo.inner_epochs=2", *evaluated]
+    settings = ["grpo.groups=60", "grpo.updates_per_epoch=2", "grpo.inner_epochs=2"]
     run = asked(*settings, processes=2, steps=8)
-    run = dataclasses.replace(run, evaluation=dataclasses.replace(run.evaluation, videos=5))
     per_sample = sum(needs.flops(published, run).values())
     seconds = per_sample / 400e12
     text = "\n".join(report.work_table(published, run, 400))
@@ -338,13 +334,7 @@ def test_costs_in_words(published):
     assert line("one update of 120 samples").endswith(update)
     assert f"{240 * per_sample / 1e15:.4g} PFLOP, {120 * seconds:.4g} s" in line("one epoch of 240 samples")
     assert f"{480 * per_sample / 1e15:.4g} PFLOP" in line("the run of 2 epochs, without its evaluations")
-    expert = published.experts["low_noise"]
-    video = 3 * expert.forward_frozen + 5 * expert.forward + sum(chunk.forward for chunk in published.chunks)
-    spent = f"{5 * video / 1e15:.4g} PFLOP, {3 * video / 4e14:.4g} s; 3 in the run"  # three on one of the processes
-    assert line("an evaluation of 5 videos (8 steps)").endswith(spent)
-    assert "evaluation of" not in "\n".join(report.work_table(published, RUN, 400))
-    unknown = "\n".join(report.work_table(published, asked(*settings, processes=2), 400))
-    assert "the run of" not in unknown and f"a video of the evaluation (8 steps): {video / 1e15:.4g} PFLOP" in unknown
+    assert "the run of" not in "\n".join(report.work_table(published, asked(*settings, processes=2), 400))
     assert any(f"{240 * seconds * 400 / 3600:.4g} GPU hours" in each for each in report.work_table(published, run, 1))
 
 
@@ -358,7 +348,6 @@ def test_tiny_config(monkeypatch, capsys):
     assert "the run: 40 updates = 40 epochs = 160 groups = 3.33 x 48 clips" in out
     first = next(line.split() for line in out.splitlines() if line.startswith("   0  1.0000"))
     assert first[5] == "0.7000" and first[13] == "1.000"  # std of Flow-SDE is the noise level there, cps is exact
-    assert "an evaluation of 24 videos (8 steps)" in out and "; 5 in the run" in out
     code, out, _ = tool(monkeypatch, capsys, TINY, "--processes", "2")
     assert code == 0 and "2 forwards x 8 batch x 2 processes\n" in out
     code, out, _ = tool(monkeypatch, capsys, TINY, "--gpu-memory", "2.1")
