@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from conftest import ROOT, measured_before
 from pipelines import I2V, LAYERS
 from test_needs import planned, tool
@@ -381,3 +382,32 @@ def test_the_files_fit_the_gpus_that_they_name(monkeypatch, capsys, file, memory
         assert all(setting in (ROOT / file).read_text() for setting in smaller)
         code, _, _ = tool(monkeypatch, capsys, file, *smaller, "--processes", "8")
         assert code == 0
+
+
+SHIPPED = [file for file in sorted((ROOT / "configs").rglob("*.yaml")) if file.parent.name != "accelerate"]
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+def test_no_key_of_a_shipped_configuration_does_nothing(file):
+    cfg, written = config.load(file), yaml.safe_load(file.read_text())
+    works = {
+        "sample.negative_prompt": cfg.sample.guidance_scale != 1,
+        "model.distill_lora_mode": bool(cfg.model.distill_lora_high or cfg.model.distill_lora_low),
+        "data.height": cfg.data.max_pixels is None,
+        "data.width": cfg.data.max_pixels is None,
+        "train.num_train_epochs": cfg.train.max_steps is None,
+        "train.use_gradient_checkpointing_offload": cfg.train.use_gradient_checkpointing,
+        "reward.settings": cfg.reward.name != "face_identity",
+    }
+    if isinstance(cfg, config.FlowGrpoConfig):
+        several = any(term.weight > 0 for term in cfg.reward.others.values())
+        works |= {
+            "grpo.window_steps": cfg.grpo.window == "list",
+            "grpo.window_size": cfg.grpo.window == "random",
+            "grpo.window_fraction": cfg.grpo.window == "fraction",
+            "grpo.window_bounds": cfg.grpo.window != "list",
+            "grpo.advantage_of": several or bool(cfg.reward.coverage_weight or cfg.reward.motion_weight),
+            **{f"evaluation.{key}": bool(cfg.evaluation.eval_clips) for key in written.get("evaluation", ())},
+        }
+    keys = [f"{section}.{key}" for section, content in written.items() for key in content]
+    assert [key for key in keys if not works.get(key, True)] == []
