@@ -138,15 +138,22 @@ def _check_header(path: str | Path, stream: av.VideoStream) -> None:
 
 def _decode_frames(path: str | Path) -> Iterator[Timed]:
     """Decode all frames in display order. Raise DataError for damage, a new size, a skew and transparent pixels."""
-    size = None
+    size, packet_damage = None, []
+
+    def decode(packets: Iterable[av.Packet]) -> Iterator[av.VideoFrame]:
+        for packet in packets:
+            packet_damage.extend(["a packet is marked as corrupt"] * packet.is_corrupt)
+            yield from packet.decode()
+
     with _open_video(path) as (container, stream):
-        frames = (frame for packet in container.demux(stream) for frame in _decode_packet(path, packet))
+        frames = decode(container.demux(stream))
         for i in itertools.count():
             with av.logging.Capture() as log:  # of this thread
                 frame = next(frames, None)
-            errors = [text.strip() for level, _, text in log if level <= av.logging.ERROR]
+            errors = [text.strip() for level, _, text in log if level <= av.logging.ERROR] + packet_damage
             if errors or (frame is not None and frame.is_corrupt):
-                raise _damage_error(path, f"at frame {i}", errors)
+                reason = f" ({errors[0]})" if errors else ""
+                raise DataError(f"{path}: is damaged at frame {i}{reason}; copy it again, or leave it out")
             if frame is None:
                 return
             size = size or (frame.height, frame.width)
@@ -158,17 +165,6 @@ def _decode_frames(path: str | Path) -> Iterator[Timed]:
             if may_be_transparent and frame.to_ndarray(format="rgba")[..., 3].min() < 255:
                 raise DataError(f"{path}: {TRANSPARENT}")
             yield frame.time, frame
-
-
-def _decode_packet(path: str | Path, packet: av.Packet) -> Iterable[av.VideoFrame]:
-    if packet.is_corrupt:
-        raise _damage_error(path, "in a packet", [])
-    return packet.decode()
-
-
-def _damage_error(path: str | Path, where: str, errors: Sequence[str]) -> DataError:
-    reason = f" ({errors[0]})" if errors else ""
-    return DataError(f"{path}: is damaged {where}{reason}; copy it again, or leave it out")
 
 
 def _orientation(path: str | Path, frame: av.VideoFrame) -> np.ndarray:
@@ -205,18 +201,15 @@ def read_video_header(
             for _ in _select_frames(path, ((time, None) for time in times), num_frames, fps, at_least):
                 pass
         rate = float(stream.average_rate) if stream.average_rate else None
-        return Header((stream.height, stream.width), rate, _oddities(stream.codec_context))
-
-
-def _oddities(codec: av.VideoCodecContext) -> tuple[str, ...]:
-    """Return the oddities of a usable stream, keys of metadata.CLIP_NOTES."""
-    of_yuv = codec.format is not None and not codec.format.is_rgb
-    oddities = {
-        "hdr": codec.color_trc in HDR,
-        "interlaced": codec.field_order in INTERLACED,
-        "untagged": codec.height >= HD_LINES and codec.colorspace == UNKNOWN_MATRIX and of_yuv,
-    }
-    return tuple(key for key, present in oddities.items() if present)
+        codec = stream.codec_context
+        is_yuv = codec.format is not None and not codec.format.is_rgb
+        oddities = {
+            "hdr": codec.color_trc in HDR,
+            "interlaced": codec.field_order in INTERLACED,
+            "untagged": codec.height >= HD_LINES and codec.colorspace == UNKNOWN_MATRIX and is_yuv,
+        }
+        present = tuple(key for key, is_present in oddities.items() if is_present)
+        return Header((stream.height, stream.width), rate, present)
 
 
 def _sample_at_rate(path: str | Path, frames: Iterable[Timed], fps: float, num_frames: int | None) -> Iterator[Any]:

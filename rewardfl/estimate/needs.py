@@ -9,8 +9,8 @@ concurrent reward; a distillation LoRA as an adapter; DDP's copy of the gradient
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from rewardfl.backbones.protocol import DecodeCaches
 from rewardfl.estimate.measure import ChunkCost, Costs, ExpertCost
 from rewardfl.training.launch import REDUCE_BUCKET
 from rewardfl.training.workload import Workload
@@ -88,7 +88,9 @@ def memory(costs: Costs, work: Workload) -> Memory:
     phases = {
         phase: {name: work.batch * amount for name, amount in amounts.items()} for phase, amounts in parts.items()
     }
-    swapped = _swapped_experts(work)
+    swapped = [*work.trained] if work.trained_placement == "cpu_swap" else []
+    if work.untrained and work.untrained_placement == "cpu_swap":
+        swapped.append(work.untrained)
     # in the other phases no block is on the GPU
     for phase, passes in (("rollout", work.rollout), ("replay", {**work.replay, **work.anchor})):
         if blocks := [costs.experts[name].block_weights for name in swapped if name in passes]:
@@ -136,12 +138,6 @@ def _without_zeros(amounts: Mapping[str, int]) -> dict[str, int]:
 
 def trained_parameters(costs: Costs, work: Workload) -> int:
     return sum(costs.experts[expert].adapter_parameters for expert in work.trained)
-
-
-def _swapped_experts(work: Workload) -> list[str]:
-    """Return the experts under cpu_swap."""
-    trained = work.trained if work.trained_placement == "cpu_swap" else ()
-    return [*trained, work.untrained] if work.untrained and work.untrained_placement == "cpu_swap" else [*trained]
 
 
 def _resident_weights(costs: Costs, work: Workload) -> dict[str, int]:
@@ -200,7 +196,7 @@ def _decoding(costs: Costs, work: Workload) -> dict[str, dict[str, int]]:
     }
 
 
-def decode_caches(chunks: Sequence[ChunkCost], place: Literal["keep", "offload", "segment"]) -> tuple[int, int, int]:
+def decode_caches(chunks: Sequence[ChunkCost], place: DecodeCaches) -> tuple[int, int, int]:
     """Return the bytes of one video's decoder caches: always on the GPU, there for one chunk, and in the host."""
     sizes = [chunk.caches_in for chunk in chunks]
     if place == "keep":

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rewardfl.backbones.protocol import Adapter, Backbone
+from rewardfl.backbones.protocol import Adapter, Backbone, DecodeCaches
 from rewardfl.memory.sharding import Sharding
 
 
@@ -66,7 +66,7 @@ class Workload:
     keep_attention: bool = False
     batch: int = 1
     accumulation: int | None = None  # None where an epoch has a fixed number of videos
-    decode_caches: Literal["keep", "offload", "segment"] = "keep"
+    decode_caches: DecodeCaches = "keep"
     keeps_graphs: bool = False  # of the rollout's active steps, with the blocks' inputs in host memory
     noises_per_sample: Literal["fresh"] | int = "fresh"
     samples_on: Literal["gpu", "cpu"] = "gpu"

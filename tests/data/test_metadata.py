@@ -233,7 +233,7 @@ def test_damage_that_the_decoder_conceals_is_found(tmp_path, name, codec, pixels
 def test_a_packet_that_the_container_marks_is_found(tmp_path, monkeypatch):
     data.write_video(tmp_path / "a.mp4", clip(2), fps=16)
     monkeypatch.setattr(av.Packet, "is_corrupt", True)
-    with pytest.raises(DataError, match="a.mp4: is damaged in a packet"):
+    with pytest.raises(DataError, match="a.mp4: is damaged at frame 0 .a packet is marked"):
         data.read_video(tmp_path / "a.mp4")
 
 
