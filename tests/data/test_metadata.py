@@ -394,14 +394,6 @@ def test_float_and_back():
     assert data.to_uint8(outside).flatten().tolist() == [0, 255, 128]
 
 
-def test_fit():
-    frames = clip(height=48, width=64)
-    assert data.fit(frames, 48, 64) is frames
-    wide = data.fit(frames, 16, 64)
-    assert torch.equal(wide, frames[:, 16:32])  # already covers: no resize, only the middle rows
-    assert data.fit(frames, 96, 50).shape == (9, 96, 50, 3)
-
-
 @pytest.mark.parametrize("source, size", [((270, 480), (96, 160)), ((200, 120), (64, 64)), ((40, 56), (64, 80))])
 def test_fit_is_what_pillow_does(source, size):
     frames = clip(1, *source)
@@ -637,6 +629,8 @@ def test_a_prompt_on_each_line(folder):
 def test_missing_file_and_column(folder):
     with pytest.raises(DataError, match="data.file_name: no such file: .*none.csv"):
         data.load_metadata(folder / "none.csv")
+    with pytest.raises(DataError, match="data.file_name: is a folder, not a file of rows"):
+        data.load_metadata(folder)
     with pytest.raises(DataError, match="must name the column 'prompt', it names video, text"):
         data.load_metadata(write_csv(folder, "a.mp4,x", header="video,text"))
     (folder / "metadata.csv").write_text("")

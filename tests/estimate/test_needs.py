@@ -46,21 +46,15 @@ def described(path="", dtype="bfloat16"):
 
 
 PUBLISHED = described()
-SIZES = {"480x832": (480, 832), "480x480": (480, 480)}
-SHORT_SIZES = ["480x832", pytest.param("480x480", marks=pytest.mark.long)]
 PIPELINE = ROOT / "assets" / "tiny_world" / "pipeline"
 TINY = Video(backbone=described(PIPELINE, "float32"), height=64, width=64, num_frames=9, adapter=Adapter(16, TARGETS))
 BF16 = torch.bfloat16
 
 
-def at_size(size):
-    height, width = SIZES[size]
-    return Video(backbone=PUBLISHED, height=height, width=width, num_frames=81, adapter=ADAPTER)
-
-
+VIDEO = Video(backbone=PUBLISHED, height=480, width=832, num_frames=81, adapter=ADAPTER)
 LAST_FOUR = {"low_noise": 4}  # of 8 steps, of which the low-noise expert has 5 at boundary 0.9
 RUN = Workload(
-    video=at_size("480x832"),
+    video=VIDEO,
     trained=("low_noise",), untrained="high_noise",
     rollout={"high_noise": 3, "low_noise": 5}, replay=LAST_FOUR, backward_passes=LAST_FOUR, reference=LAST_FOUR,
     reward_gradient=True, cacheable=True, accumulation=1,
@@ -73,19 +67,16 @@ def with_levers(run=RUN, **fields):
 
 @pytest.fixture(scope="module")
 def published():
-    """(size, adapter) -> Costs of the published model in bfloat16, 81 frames."""
-    measured = {}
+    """adapter -> Costs of the published model in bfloat16, 480x832x81."""
+    measured = {ADAPTER: measured_before(VIDEO)}
 
-    def get(size, adapter):
-        if size not in measured:
-            measured[size] = measured_before(at_size(size))
-            measured[size, ADAPTER] = measured[size]
-        if (size, adapter) not in measured:
-            parts = PUBLISHED.on_meta(*SIZES[size], 81)
-            expert = measure.measure_expert(parts.experts["low_noise"], BF16, PUBLISHED.block_classes, adapter)
+    def get(adapter):
+        if adapter not in measured:
+            kinds = PUBLISHED.on_meta(480, 832, 81).experts["low_noise"]
+            expert = measure.measure_expert(kinds, BF16, PUBLISHED.block_classes, adapter)
             experts = {"high_noise": expert, "low_noise": expert}
-            measured[size, adapter] = dataclasses.replace(measured[size], experts=experts)
-        return measured[size, adapter]
+            measured[adapter] = dataclasses.replace(measured[ADAPTER], experts=experts)
+        return measured[adapter]
 
     return get
 
@@ -93,44 +84,36 @@ def published():
 # ---- the published model ----
 
 
-@pytest.mark.parametrize(
-    "size, tokens, forward, backward, decode, encode",
-    [
-        ("480x832", 32760, 1678, 3018, 274, 162),
-        pytest.param("480x480", 18900, 755, 1205, 158, 94, marks=pytest.mark.long),
-    ],  # TFLOP [section 5, 3]
-)
-def test_flops_of_the_parts(published, size, tokens, forward, backward, decode, encode):
-    bare = published(size, None)
+def test_flops_of_the_parts(published):
+    """In TFLOP [section 5, 3]."""
+    bare = published(None)
     expert = bare.experts["low_noise"]
-    assert expert.tokens == tokens
-    assert expert.forward_frozen / 1e12 == pytest.approx(forward, rel=0.02)
-    assert expert.backward / 1e12 == pytest.approx(backward, rel=0.02)
-    assert sum(chunk.forward for chunk in bare.chunks) / 1e12 == pytest.approx(decode, rel=0.02)
+    assert expert.tokens == 32760
+    assert expert.forward_frozen / 1e12 == pytest.approx(1678, rel=0.02)
+    assert expert.backward / 1e12 == pytest.approx(3018, rel=0.02)
+    assert sum(chunk.forward for chunk in bare.chunks) / 1e12 == pytest.approx(274, rel=0.02)
     # with what is computed again: of each residual block all but its last convolution
-    assert 1.4 < sum(chunk.backward for chunk in bare.chunks) / 1e12 / decode < 1.5
-    assert bare.image.forward / 1e12 == pytest.approx(encode, rel=0.02)
-    adapted = published(size, ADAPTER).experts["low_noise"]
+    assert 1.4 < sum(chunk.backward for chunk in bare.chunks) / 1e12 / 274 < 1.5
+    assert bare.image.forward / 1e12 == pytest.approx(162, rel=0.02)
+    adapted = published(ADAPTER).experts["low_noise"]
     assert 1 < adapted.forward / adapted.forward_frozen < 1.02  # "LoRA r32 adds ~1-2 %"
 
 
-@pytest.mark.parametrize(
-    "size, replayed, full", [("480x832", 46.6, 39.9), pytest.param("480x480", 20.5, 17.5, marks=pytest.mark.long)]
-)  # PFLOP [section 5]
-def test_flops_of_a_clip(published, size, replayed, full):
-    measured = published(size, ADAPTER)
+def test_flops_of_a_clip(published):
+    """In PFLOP [section 5]."""
+    measured = published(ADAPTER)
     work = needs.flops(measured, RUN)
     encode = measured.image.forward  # the table has it in the step
-    assert (sum(work.values()) + encode) / 1e15 == pytest.approx(replayed, rel=0.02)
+    assert (sum(work.values()) + encode) / 1e15 == pytest.approx(46.6, rel=0.02)
     graph = sum(work.values()) - work["replay forward"]  # the rollout's own forward passes have the graph then
-    assert (graph + encode) / 1e15 == pytest.approx(full, rel=0.02)
+    assert (graph + encode) / 1e15 == pytest.approx(39.9, rel=0.02)
     assert work["reference"] / work["rollout"] == pytest.approx(0.5, rel=0.01)  # 4 and 8 passes without a graph
     assert work["replay forward"] == work["replay recompute"]
 
 
 def test_an_anchor_costs_a_replayed_step_for_each_draw(published):
     """And nothing else; supervised fine-tuning costs its draws alone."""
-    measured = published("480x480", ADAPTER)
+    measured = published(ADAPTER)
     anchored = dataclasses.replace(RUN, anchor={"low_noise": 2})
     plain, work = needs.flops(measured, RUN), needs.flops(measured, anchored)
     step = sum(plain[f"replay {part}"] for part in ("forward", "recompute", "backward")) / 4
@@ -143,39 +126,35 @@ def test_an_anchor_costs_a_replayed_step_for_each_draw(published):
     assert {name for name, amount in needs.flops(measured, supervised).items() if amount} == {"data anchor"}
 
 
-@pytest.mark.parametrize("size", SHORT_SIZES)
 @pytest.mark.parametrize(
-    "adapter, per_element, expected",  # bytes per token and channel, GB at both sizes [section 4]
+    "adapter, per_element, expected",  # bytes per token and channel, GB [section 4]
     [
-        (None, 41.6, (6.98, 4.03)),
-        (Adapter(32, TARGETS[:4]), 45.8, (7.68, 4.43)),  # the report's is a LoRA in bfloat16, which keeps as much
-        (ADAPTER, 53.2, (8.93, 5.16)),
+        (None, 41.6, 6.98),
+        (Adapter(32, TARGETS[:4]), 45.8, 7.68),  # the report's is a LoRA in bfloat16, which keeps as much
+        (ADAPTER, 53.2, 8.93),
     ],
     ids=["no LoRA", "LoRA on attention", "LoRA"],
 )
-def test_saved_bytes_of_a_block(published, adapter, per_element, expected, size):
-    expert = published(size, adapter).experts["low_noise"]
-    assert expert.block_saved / 1e9 == pytest.approx(expected[list(SIZES).index(size)], rel=0.01)
+def test_saved_bytes_of_a_block(published, adapter, per_element, expected):
+    expert = published(adapter).experts["low_noise"]
+    assert expert.block_saved / 1e9 == pytest.approx(expected, rel=0.01)
     assert expert.block_saved / expert.block_input * 2 == pytest.approx(per_element, rel=0.01)
     # "one block recompute + bwd ~9+4 | ~5+2.5": what the backward pass and the forward's own temporaries add
     assert 1.2 < expert.block_peak / expert.block_saved < 1.55
 
 
-@pytest.mark.parametrize(
-    "size, stored, caches, kept",  # GB [section 4: block inputs; section 3]
-    [("480x832", 13.4, 1.89, 36.8), pytest.param("480x480", 7.7, 1.09, 21.2, marks=pytest.mark.long)],
-)
-def test_activations(published, size, stored, caches, kept):
-    measured = published(size, ADAPTER)
+def test_activations(published):
+    """In GB [section 4: block inputs; section 3]."""
+    measured = published(ADAPTER)
     steady = measured.chunks[-1]
-    assert measured.experts["low_noise"].stored / 1e9 == pytest.approx(stored, rel=0.01)
-    assert steady.caches_in / 1e9 == pytest.approx(caches, rel=0.01)
-    assert needs.decode_caches(measured.chunks, "keep")[0] / 1e9 == pytest.approx(kept, rel=0.01)
+    assert measured.experts["low_noise"].stored / 1e9 == pytest.approx(13.4, rel=0.01)
+    assert steady.caches_in / 1e9 == pytest.approx(1.89, rel=0.01)
+    assert needs.decode_caches(measured.chunks, "keep")[0] / 1e9 == pytest.approx(36.8, rel=0.01)
     assert 2 * steady.caches_in < steady.peak_vjp
 
 
 def test_weights(published):
-    measured = published("480x832", ADAPTER)
+    measured = published(ADAPTER)
     expert = measured.experts["low_noise"]
     assert expert.weights / 1e9 == pytest.approx(28.64, rel=0.001)  # [section 5]
     assert expert.weights_fp8 / 1e9 == pytest.approx(14.3, rel=0.03)  # [section 4]
@@ -185,20 +164,19 @@ def test_weights(published):
     assert measured.text_weights / 1e9 == pytest.approx(11.4, rel=0.01)
 
 
-@pytest.mark.parametrize("size", SHORT_SIZES)
 @pytest.mark.parametrize(
     "fields, expected",  # the plans of section 5, GB; "high on CPU, segment VAE": its caches are in the host here
-    [({}, (113, 90)), ({"untrained_placement": "cpu_swap", "decode_caches": "offload"}, (58, 46))],
+    [({}, 113), ({"untrained_placement": "cpu_swap", "decode_caches": "offload"}, 58)],
     ids=["both bf16, chunk VAE", "high on CPU"],
 )
-def test_peak_memory_of_the_plans(published, fields, expected, size):
-    peak = needs.memory(published(size, ADAPTER), with_levers(**fields)).peak
-    assert peak / 1e9 == pytest.approx(expected[list(SIZES).index(size)], rel=0.1)
+def test_peak_memory_of_the_plans(published, fields, expected):
+    peak = needs.memory(published(ADAPTER), with_levers(**fields)).peak
+    assert peak / 1e9 == pytest.approx(expected, rel=0.1)
 
 
 def test_what_sharding_leaves_on_a_gpu(published, processes=8):
     """In parts: 16 bytes of 153.4 million under fsdp2, and 27.9 GB of blocks; zero2 takes the moments away."""
-    measured, run = published("480x832", ADAPTER), dataclasses.replace(RUN, processes=processes)
+    measured, run = published(ADAPTER), dataclasses.replace(RUN, processes=processes)
     found = {
         name: needs.memory(measured, dataclasses.replace(run, sharding=name)) for name in ("none", "zero2", "fsdp2")
     }
@@ -217,7 +195,7 @@ def test_what_sharding_leaves_on_a_gpu(published, processes=8):
 
 
 def test_one_expert_costs_what_its_placement_says(published):
-    measured = published("480x832", ADAPTER)
+    measured = published(ADAPTER)
 
     def resident(place):
         return sum(needs.memory(measured, with_levers(untrained_placement=place)).resident.values()) / 1e9
@@ -394,7 +372,7 @@ def change(measured, phase, **fields):
 
 
 def test_attention_that_is_kept_takes_memory_and_saves_its_own_work(published):
-    measured, tokens = published("480x832", ADAPTER), 21 * 30 * 52
+    measured, tokens = published(ADAPTER), 21 * 30 * 52
     one = tokens * (5120 * 2 + 40 * 4)  # the output in bf16, and a float32 for each head
     assert change(measured, "replay", keep_attention=True) == pytest.approx(-40 * one / 1e9)
     before, after = needs.flops(measured, RUN), needs.flops(measured, with_levers(keep_attention=True))
@@ -403,7 +381,7 @@ def test_attention_that_is_kept_takes_memory_and_saves_its_own_work(published):
 
 
 def test_settings_take_from_the_phase_they_are_for(published):
-    measured = published("480x832", ADAPTER)
+    measured = published(ADAPTER)
     assert change(measured, "replay", offload_inputs=True) == pytest.approx(38 * 0.3355, rel=0.001)  # 2 of 40 stay
     assert change(measured, "decode VJP", decode_caches="offload") == pytest.approx(36.8 - 1.89, rel=0.01)
     assert change(measured, "decode VJP", decode_caches="segment") == pytest.approx(36.8 - 1.89, rel=0.01)
@@ -425,7 +403,7 @@ def test_settings_take_from_the_phase_they_are_for(published):
 
 
 def test_settings_change_the_work(published):
-    measured = published("480x832", ADAPTER)
+    measured = published(ADAPTER)
     expert, base = measured.experts["low_noise"], needs.flops(measured, RUN)
 
     def difference(run):
@@ -446,7 +424,7 @@ def test_settings_change_the_work(published):
 
 
 def test_disk(published):
-    measured = published("480x832", ADAPTER)
+    measured = published(ADAPTER)
     cached = with_levers(untrained_placement="boundary_cache", noises_per_sample=4)
     assert needs.disk(measured, RUN)[0] == 12 * 153_354_240
     assert needs.disk(measured, cached)[1] == {
@@ -507,7 +485,7 @@ def test_alternatives_are_possible():
 )
 def test_recommendation(published, run, memory):
     """Each recommended setting is needed, and printed; where none is enough, nothing lowers the peak any more."""
-    measured, machine = published("480x832", ADAPTER), Machine(memory * 1e9)
+    measured, machine = published(ADAPTER), Machine(memory * 1e9)
     after = recommend(measured, run, machine)
     fit = fits(measured, after, machine)
     assert after != run and fit == (memory > 10) and not fits(measured, run, machine)
@@ -528,7 +506,7 @@ def test_recommendation(published, run, memory):
 
 def test_the_cheapest_comes_first(published):
     """One setting is enough for 100 GB; of those that do and take no FLOPs, swapping is the first."""
-    measured = published("480x832", ADAPTER)
+    measured = published(ADAPTER)
     assert changed_settings(RUN, recommend(measured, RUN, Machine(100e9))) == {"experts.untrained": "cpu_swap"}
     # what changes the numbers comes last, though the cache saves time
     assert recommend(measured, RUN, Machine(80e9)).untrained_placement == "cpu_swap"
@@ -642,7 +620,7 @@ def test_run_of_a_configuration(monkeypatch):
 
 @pytest.mark.parametrize("processes", [1, 8])
 def test_the_processes_host_memory_is_one_sum_in_the_verdict(published, processes):
-    measured = published("480x832", ADAPTER)
+    measured = published(ADAPTER)
     run = with_levers(untrained_placement="cpu_swap", decode_caches="offload")
     each = sum(needs.memory(measured, run).host.values())
     enough = Machine(80e9, processes * each, processes)
@@ -657,7 +635,7 @@ def test_the_processes_host_memory_is_one_sum_in_the_verdict(published, processe
 
 
 def test_plan_run_judges_the_host(monkeypatch, capsys, published):
-    monkeypatch.setattr(report, "measure", lambda video: published("480x832", ADAPTER))
+    monkeypatch.setattr(report, "measure", lambda video: published(ADAPTER))
     arguments = ["configs/wan22_face.yaml", "experts.untrained=cpu_swap", "train.decode_caches=offload"]
     for host, processes, code in (("70", "1", 0), ("60", "1", 2), ("520", "8", 0), ("510", "8", 2)):
         found, out, _ = tool(monkeypatch, capsys, *arguments, "--host-gb", host, "--processes", processes)
