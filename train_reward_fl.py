@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from rewardfl import config as configuration
-from rewardfl import reward_flow
+from rewardfl import data, reward_flow
 from rewardfl.backbones.protocol import Velocity
 from rewardfl.config import RewardFlConfig
 from rewardfl.memory import offload
@@ -40,7 +40,7 @@ from rewardfl.rewards.scoring import score_terms
 from rewardfl.training import cli, saving, setup_data, setup_model, setup_rewards
 from rewardfl.training.batches import measure_kl_floor
 from rewardfl.training.learner import make_average, make_learner, seed_generators
-from rewardfl.training.plan import make_order, resolve
+from rewardfl.training.plan import resolve
 from rewardfl.training.run_folder import RunFolder
 from rewardfl.training.samples import Batch
 from rewardfl.training.setup_processes import connect_processes
@@ -72,8 +72,8 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
     terms = build_terms(plan.rewards, job.device)
     store = setup_data.open_cache(cfg)
     samples = setup_data.find_samples(cfg, rows.train, terms, store, job)
-    order = make_order(cfg, [sample.size for sample in samples], job.world)
-    batching = Batching(plan.clips_at_once, order.shape_batch)
+    sizes, per_pass = [sample.size for sample in samples], cfg.train.per_device_train_batch_size
+    batching = Batching(plan.clips_at_once, per_pass if len(set(sizes)) > 1 else None)
     state, restored = resume(cfg, plan, resume_point, job, terms, samples, batching=batching)
     if is_finished(cfg, resume_point, steps := plan.count_steps(len(samples)), job):
         return 0
@@ -149,9 +149,9 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
         with timer("step"), job.gradient_reduction():
             for micro in range(accumulation):
                 with timer("encode"):
-                    batch = builder.batch(order.micro_batch(step, micro, job.rank))
-                    sigmas = batch.schedule.sigmas
-                    velocity = get_velocity(policy, batch)
+                    index = (step * accumulation + micro) * job.world + job.rank
+                    batch = builder.batch(data.one_shape_batch(index, per_pass, sizes, cfg.run.seed))
+                    sigmas, velocity = batch.schedule.sigmas, get_velocity(policy, batch)
 
                 # 0. The data anchor: the flow-matching loss on the real clips.
                 with timer("anchor"):

@@ -31,4 +31,4 @@ from rewardfl.data.metadata import (
     read_files,
     usable_rows,
 )
-from rewardfl.data.order import Order
+from rewardfl.data.order import one_shape_batch

@@ -15,7 +15,7 @@ import av
 import numpy as np
 import torch
 from av.stream import Disposition
-from PIL import Image, ImageOps
+from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 from torch.nn import functional
 
@@ -58,30 +58,22 @@ class Header(NamedTuple):
 
 
 def read_video(path: str | Path, num_frames: int | None = None, fps: float | None = None) -> Tensor:
-    """Return the frames of iter_frames as (F, H, W, 3) uint8 RGB, turned and mirrored by the file's display matrix."""
-    return torch.from_numpy(np.stack([_pixels(path, frame) for frame in iter_frames(path, num_frames, fps)]))
+    """Return the frames of _select_frames as (F, H, W, 3) uint8 RGB, turned and mirrored by the file's matrix."""
+    frames = _select_frames(path, _decode_frames(path), num_frames, fps)
+    return torch.from_numpy(np.stack([_pixels(path, frame) for frame in frames]))
 
 
-def iter_frames(
-    path: str | Path, num_frames: int | None = None, fps: float | None = None, at_least: int | None = None
-) -> Iterator[av.VideoFrame]:
-    """Iterate over the first `num_frames` frames of a clip (None: all), not yet turned upright.
+def _select_frames(
+    path: str | Path, frames: Iterable[Timed], num_frames: int | None, fps: float | None, at_least: int | None = None
+) -> Iterator[Any]:
+    """Iterate over the first `num_frames` of a file's frames (None: all).
 
     fps None: the stored frames. A number: for k = 0, 1, ... the frame whose time is nearest to start + k / fps, also
     for variable frame rates.
 
-    Raise DataError for a file that is missing or cannot be decoded, has fewer than `at_least` frames (None:
-    num_frames), damage that the decoder conceals, or transparent pixels. Raise it for a frame rate below fps and for
-    pauses, too: a frame that was never filmed has no content.
+    Raise DataError for fewer than `at_least` frames (None: num_frames), for a frame rate below fps and for pauses: a
+    frame that was never filmed has no content.
     """
-    frames = ((frame.time, frame) for frame in _decode_frames(path))
-    return _select_frames(path, frames, num_frames, fps, at_least)
-
-
-def _select_frames(
-    path: str | Path, frames: Iterable[Timed], num_frames: int | None, fps: float | None, at_least: int | None
-) -> Iterator[Any]:
-    """Select iter_frames' frames from those of a file."""
     count, needed = 0, (num_frames or 1) if at_least is None else at_least
     stored = (frame for _, frame in itertools.islice(frames, num_frames))
     for frame in stored if fps is None else _sample_at_rate(path, frames, fps, num_frames):
@@ -144,17 +136,24 @@ def _check_header(path: str | Path, stream: av.VideoStream) -> None:
         raise DataError(f"{path}: is damaged: the file ends before its index does; copy or download it again")
 
 
-def _decode_frames(path: str | Path) -> Iterator[av.VideoFrame]:
+def _decode_frames(path: str | Path) -> Iterator[Timed]:
     """Decode all frames in display order. Raise DataError for damage, a new size, a skew and transparent pixels."""
-    size = None
+    size, packet_damage = None, []
+
+    def decode(packets: Iterable[av.Packet]) -> Iterator[av.VideoFrame]:
+        for packet in packets:
+            packet_damage.extend(["a packet is marked as corrupt"] * packet.is_corrupt)
+            yield from packet.decode()
+
     with _open_video(path) as (container, stream):
-        frames = (frame for packet in container.demux(stream) for frame in _decode_packet(path, packet))
+        frames = decode(container.demux(stream))
         for i in itertools.count():
             with av.logging.Capture() as log:  # of this thread
                 frame = next(frames, None)
-            errors = [text.strip() for level, _, text in log if level <= av.logging.ERROR]
+            errors = [text.strip() for level, _, text in log if level <= av.logging.ERROR] + packet_damage
             if errors or (frame is not None and frame.is_corrupt):
-                raise _damage_error(path, f"at frame {i}", errors)
+                reason = f" ({errors[0]})" if errors else ""
+                raise DataError(f"{path}: is damaged at frame {i}{reason}; copy it again, or leave it out")
             if frame is None:
                 return
             size = size or (frame.height, frame.width)
@@ -165,18 +164,7 @@ def _decode_frames(path: str | Path) -> Iterator[av.VideoFrame]:
             may_be_transparent = frame.format.has_palette or any(part.is_alpha for part in frame.format.components)
             if may_be_transparent and frame.to_ndarray(format="rgba")[..., 3].min() < 255:
                 raise DataError(f"{path}: {TRANSPARENT}")
-            yield frame
-
-
-def _decode_packet(path: str | Path, packet: av.Packet) -> Iterable[av.VideoFrame]:
-    if packet.is_corrupt:
-        raise _damage_error(path, "in a packet", [])
-    return packet.decode()
-
-
-def _damage_error(path: str | Path, where: str, errors: Sequence[str]) -> DataError:
-    reason = f" ({errors[0]})" if errors else ""
-    return DataError(f"{path}: is damaged {where}{reason}; copy it again, or leave it out")
+            yield frame.time, frame
 
 
 def _orientation(path: str | Path, frame: av.VideoFrame) -> np.ndarray:
@@ -202,7 +190,7 @@ def _orientation(path: str | Path, frame: av.VideoFrame) -> np.ndarray:
 def read_video_header(
     path: str | Path, num_frames: int, fps: float | None = None, at_least: int | None = None
 ) -> Header:
-    """Read the Header of a clip, without decoding a frame. Raise iter_frames' DataError as far as packets show it.
+    """Read the Header of a clip, without decoding a frame. Raise the DataErrors of read_clip that packets show.
 
     The header's number of frames may be wrong. The packets' times decide, which are never fewer than the frames.
     """
@@ -213,45 +201,39 @@ def read_video_header(
             for _ in _select_frames(path, ((time, None) for time in times), num_frames, fps, at_least):
                 pass
         rate = float(stream.average_rate) if stream.average_rate else None
-        return Header((stream.height, stream.width), rate, _oddities(stream.codec_context))
-
-
-def _oddities(codec: av.VideoCodecContext) -> tuple[str, ...]:
-    """Return the oddities of a usable stream, keys of metadata.CLIP_NOTES."""
-    of_yuv = codec.format is not None and not codec.format.is_rgb
-    oddities = {
-        "hdr": codec.color_trc in HDR,
-        "interlaced": codec.field_order in INTERLACED,
-        "untagged": codec.height >= HD_LINES and codec.colorspace == UNKNOWN_MATRIX and of_yuv,
-    }
-    return tuple(key for key, present in oddities.items() if present)
+        codec = stream.codec_context
+        is_yuv = codec.format is not None and not codec.format.is_rgb
+        oddities = {
+            "hdr": codec.color_trc in HDR,
+            "interlaced": codec.field_order in INTERLACED,
+            "untagged": codec.height >= HD_LINES and codec.colorspace == UNKNOWN_MATRIX and is_yuv,
+        }
+        present = tuple(key for key, is_present in oddities.items() if is_present)
+        return Header((stream.height, stream.width), rate, present)
 
 
 def _sample_at_rate(path: str | Path, frames: Iterable[Timed], fps: float, num_frames: int | None) -> Iterator[Any]:
     """Yield the frame nearest to every 1 / fps seconds, in one pass. The last frame lasts as long as the one before."""
-    start, time, last, gap, count, k = 0.0, -math.inf, None, 0.0, 0, 0  # time: of the frame `last`
+    start, gap, rate, k = 0.0, 0.0, math.inf, 0
     pauses, farthest = [], FARTHEST / fps + SLACK  # pauses: the instants without a near frame
-    for next_time, frame in frames:
-        if next_time is None or next_time <= time:
+    end = (math.inf, None)
+    for i, ((time, frame), (next_time, _)) in enumerate(itertools.pairwise(itertools.chain(frames, [end]))):
+        if time is None or next_time is None or next_time <= time:
+            count = i if time is None else i + 1
             raise DataError(f"{path}: frame {count} has no time of its own; re-encode it, or set data.fps: null")
-        if count:
-            gap = next_time - time
-        else:
-            start = next_time
-        while count and k != num_frames and start + k / fps <= time + gap / 2 + SLACK:
-            if abs(start + k / fps - time) > farthest:
+        start, is_last = time if i == 0 else start, next_time == math.inf
+        lasts = min(max(0.0, gap - SLACK), 1 / fps)
+        if not is_last:
+            gap, rate = next_time - time, (i + 1) / (next_time - start)
+            lasts = gap / 2 + SLACK
+        while k != num_frames and start + k / fps <= time + lasts:
+            late = start + k / fps - time
+            if max(-late, 0 if is_last else late) > farthest:
                 pauses.append(k / fps)
-            yield last
+            yield frame
             k += 1
-        time, last, count = next_time, frame, count + 1
         if k == num_frames:
             break
-    while count and k != num_frames and start + k / fps <= time + min(max(0.0, gap - SLACK), 1 / fps):
-        if time - start - k / fps > farthest:
-            pauses.append(k / fps)
-        yield last
-        k += 1
-    rate = (count - 1) / (time - start) if count > 1 else math.inf  # _select_frames reports a clip of one frame
     if rate < SAME_RATE * fps:
         raise DataError(
             f"{path}: has {rate:.4g} frames per second, data.fps is {fps:g}; lower it or leave the clip out"
@@ -331,16 +313,12 @@ def _frames(video: Tensor) -> np.ndarray:
 
 def draw_boxes(video: Tensor, boxes: Tensor) -> Tensor:
     """Copy a video (3, F, H, W) in [-1, 1] with a green frame around boxes (F, 4): left, top, right, bottom."""
-    marked, (height, width) = video.clone(), video.shape[2:]
-    green = torch.tensor([-1.0, 1.0, -1.0], dtype=video.dtype, device=video.device)[:, None]
-    limits = torch.tensor([width - 1, height - 1] * 2)
-    for frame, box in zip(marked.unbind(1), boxes.cpu().round().long(), strict=True):
-        left, top, right, bottom = box.clamp(min=0).minimum(limits).tolist()
-        for line in (frame[:, top, left : right + 1], frame[:, bottom, left : right + 1]):
-            line[:] = green
-        for line in (frame[:, top : bottom + 1, left], frame[:, top : bottom + 1, right]):
-            line[:] = green
-    return marked
+    limits = torch.tensor([video.shape[3] - 1, video.shape[2] - 1] * 2)
+    corners = boxes.cpu().round().clamp(min=0).minimum(limits).tolist()
+    pictures = [Image.fromarray(frame.numpy()) for frame in to_uint8(video).cpu()]
+    for picture, box in zip(pictures, corners, strict=True):
+        ImageDraw.Draw(picture).rectangle(box, outline=(0, 255, 0))
+    return to_float(torch.from_numpy(np.stack([np.array(picture) for picture in pictures]))).to(video)
 
 
 def to_float(frames: Tensor) -> Tensor:
@@ -394,9 +372,13 @@ def read_clip(
     path: str | Path, height: int, width: int, num_frames: int, max_pixels: int | None = None,
     fps: float | None = None, at_least: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the frames of iter_frames, (F, H, W, 3) uint8, fitted to clip_size one at a time to save memory."""
+    """Return the frames of _select_frames, (F, H, W, 3) uint8, fitted to clip_size one at a time to save memory.
+
+    Raise DataError for a file that is missing or cannot be decoded, for damage that the decoder conceals, for
+    transparent pixels, and as _select_frames.
+    """
     fitted, size = [], None
-    for frame in iter_frames(path, num_frames, fps, at_least):
+    for frame in _select_frames(path, _decode_frames(path), num_frames, fps, at_least):
         pixels = torch.from_numpy(_pixels(path, frame))
         size = size or clip_size((pixels.shape[0], pixels.shape[1]), height, width, max_pixels)
         fitted.append(fit(pixels[None], *size))

@@ -310,7 +310,7 @@ def place_expert(case: Case, name: str, load: Callable[[str], ModelMixin]) -> Mo
     expert, work = load(name), case.work
     if case.attention_backend != attention.NATIVE:
         expert.set_attention_backend(case.attention_backend)
-    swapped = (work.trained_placement if name in work.trained else work.placement) == "cpu_swap"
+    swapped = (work.trained_placement if name in work.trained else work.untrained_placement) == "cpu_swap"
     return offload.move_expert(expert, "cpu_swap" if swapped else "gpu", case.device, case.backbone.block_classes)
 
 

@@ -3,7 +3,6 @@
 import argparse
 import io
 import math
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,7 @@ from rewardfl.training import plan
 
 USABLE, UNUSABLE = 0, 2  # exit codes
 ENLARGED, CROPPED = 1.05, 0.75  # warnings: enlarged more than this many times; less than this share of a picture left
-THUMBNAIL, LINE, LINES = (160, 112), 14, 3  # width and height; height of a line of text, and lines of a row
+THUMBNAIL = (160, 112)  # width and height
 FONT = f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf"  # Latin, Greek, Cyrillic, Arabic and more
 # required keys of a configuration for --data, which has none
 REQUIRED = {"run": {"output_dir": "-"}, "model": {"model_paths": "-"}, "reward": {"reward_model_path": "-"}}
@@ -200,29 +199,24 @@ def in_pixels(size: tuple[int, int]) -> str:
 
 def thumbnail(frame: Tensor, box: list[float] | None) -> Image.Image:
     """Return a (H, W, 3) uint8 frame within THUMBNAIL, with the face's box in green."""
-    picture = ImageOps.contain(Image.fromarray(frame.numpy()), THUMBNAIL)
+    picture = Image.fromarray(frame.numpy())
     if box is not None:
-        scale = picture.width / frame.shape[1]
-        ImageDraw.Draw(picture).rectangle([side * scale for side in box], outline=(0, 220, 0), width=2)
-    return picture
+        ImageDraw.Draw(picture).rectangle(box, outline=(0, 220, 0), width=max(2, picture.width // 80))
+    return ImageOps.contain(picture, THUMBNAIL)
 
 
 def contact_sheet(reports: Sequence[DatasetReport]) -> Image.Image:
-    """Draw every row's thumbnails over its line, id and size, with problems in red and warnings in grey."""
+    """Draw every row's thumbnails over its line and id, in red for a row with a problem."""
     font = ImageFont.truetype(FONT, 10)  # Pillow's own has the letters of English alone
     slots = max(3, *(len(report.pictures) for report in reports))
-    width, height = slots * (THUMBNAIL[0] + 4) + 12, THUMBNAIL[1] + LINES * LINE + 12
+    width, height = slots * (THUMBNAIL[0] + 4) + 12, THUMBNAIL[1] + 24
     columns = max(1, round(math.sqrt(len(reports) * height / width)))  # a sheet that is about square
     sheet = Image.new("RGB", (columns * width, math.ceil(len(reports) / columns) * height), "white")
     pen = ImageDraw.Draw(sheet)
     for i, report in enumerate(reports):
-        left, top = i % columns * width + 6, i // columns * height + 6
+        left, top = i % columns * width, i // columns * height
         for slot, picture in enumerate(report.pictures):
             sheet.paste(picture, (left + slot * (THUMBNAIL[0] + 4), top))
-        if not report.pictures:
-            pen.rectangle((left, top, left + THUMBNAIL[0], top + THUMBNAIL[1]), outline="red")
-        pen.text((left, top + THUMBNAIL[1] + 2), f"line {report.row.line}  {report.row.id}", "black", font)
-        remarks, colour = "; ".join(report.problems + report.warnings), "red" if report.problems else "dimgrey"
-        words = "\n".join(textwrap.wrap(remarks, width // 6)[: LINES - 1])
-        pen.text((left, top + THUMBNAIL[1] + 2 + LINE), words, colour, font)
+        label = f"line {report.row.line}  {report.row.id}"
+        pen.text((left, top + THUMBNAIL[1] + 2), label, "red" if report.problems else "black", font)
     return sheet

@@ -1,7 +1,8 @@
-"""Advice on settings that make a run fit a machine."""
+"""Settings that make a run fit a machine."""
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,56 +12,49 @@ from rewardfl.training.workload import Workload
 
 KEYS = {
     "trained_placement": "experts.trained",
-    "placement": "experts.untrained",
+    "untrained_placement": "experts.untrained",
     "checkpointing": "train.use_gradient_checkpointing",
     "offload_inputs": "train.use_gradient_checkpointing_offload",
     "keep_attention": "train.keep_attention",
     "decode_caches": "train.decode_caches",
     "batch": "train.per_device_train_batch_size",
     "accumulation": "train.gradient_accumulation_steps",
-    "noises": "sample.noises_per_sample",
+    "noises_per_sample": "sample.noises_per_sample",
     "samples_on": "grpo.samples_on",
 }  # {field of Workload: configuration key}
 CACHED_NOISES = 4  # noises_per_sample proposed with boundary_cache
+INEXACT = {  # {placement of the untrained expert that changes the run's numbers: how}
+    "fp8": "its weights are rounded by 3 %",
+    "boundary_cache": "each clip then has a few noises, used in turn",
+}
 
 
-@dataclass(frozen=True, eq=False)
-class Option:
-    """Other values of some of Workload's fields. exact: the run computes the same numbers with them."""
+def alternatives(work: Workload) -> Iterator[Workload]:
+    """Yield the run with each combination of settings that may save memory; of equally fast ones the best comes first.
 
-    fields: Mapping[str, Any]
-    exact: bool = True
-    note: str = ""  # printed after the settings
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Return the values by configuration key."""
-        return {KEYS[field]: value for field, value in self.fields.items()}
-
-
-def options(work: Workload) -> list[Option]:
-    """Return the options of this run that save memory; of two that take the same time, the first is preferred.
-
-    The decoder's caches are late in the list: little computing hides their copies. The trained expert is last among the
-    exact options: its weights take most host memory, and are copied three times for each replayed step.
+    The decoder's caches change late: little computing hides their copies. The trained expert changes last: its weights
+    take most host memory, and are copied three times for each replayed step.
     """
-    fewer = max((n for n in range(1, work.batch) if work.batch % n == 0), default=1)  # a divisor: same epoch samples
-    by_one = {"batch": 1, "accumulation": work.batch * work.accumulation} if work.accumulation else {"batch": fewer}
-    noises = {"noises": CACHED_NOISES} if work.noises == "fresh" else {}
-    few = "; each clip then has a few noises, used in turn"
-    possible = [
-        (work.kept, Option({"samples_on": "cpu"})),
-        (True, Option({"keep_attention": False})),
-        (True, Option({"offload_inputs": True} if work.checkpointing else {"checkpointing": True})),
-        (True, Option(by_one)),
-        (work.untrained, Option({"placement": "cpu_swap"})),
-        (work.reward_gradient, Option({"decode_caches": "offload"})),
-        (work.reward_gradient, Option({"decode_caches": "segment"})),
-        (work.checkpointing and work.sharding == "none", Option({"trained_placement": "cpu_swap"})),
-        (work.untrained, Option({"placement": "fp8"}, exact=False, note="; its weights are rounded by 3 %")),
-        (work.cacheable, Option({"placement": "boundary_cache"} | noises, exact=False, note=few)),
-    ]
-    return [option for applies, option in possible if applies and replace(work, **option.fields) != work]
+    options: dict[str, list[Any]] = {
+        "trained_placement": ["cpu_swap"] if work.sharding == "none" else [],
+        "decode_caches": ["offload", "segment"] if work.reward_gradient else [],
+        "untrained_placement": (["cpu_swap", "fp8"] if work.untrained else [])
+        + (["boundary_cache"] if work.cacheable else []),
+        "batch": [n for n in range(work.batch, 0, -1) if work.batch % n == 0],  # an update keeps its samples
+        "offload_inputs": [True],
+        "checkpointing": [True],
+        "keep_attention": [False],
+        "samples_on": ["cpu"] if work.latents_kept else [],
+    }
+    options = {field: list(dict.fromkeys([getattr(work, field), *values])) for field, values in options.items()}
+    for values in itertools.product(*options.values()):
+        run = replace(work, **dict(zip(options, values, strict=True)))
+        if work.accumulation:
+            run = replace(run, accumulation=work.accumulation * work.batch // run.batch)
+        if run.untrained_placement == "boundary_cache" and work.noises_per_sample == "fresh":
+            run = replace(run, noises_per_sample=CACHED_NOISES)
+        if run.checkpointing or not (run.offload_inputs or run.trained_placement == "cpu_swap"):
+            yield run
 
 
 @dataclass(frozen=True)
@@ -72,39 +66,27 @@ class Machine:
     processes: int = 1
 
 
-def lacking(costs: Costs, work: Workload, machine: Machine) -> tuple[float, float]:
+def lacking(costs: Costs, work: Workload, machine: Machine) -> float:
     """Return the bytes that the machine lacks for the run: of a GPU, and of the host's memory."""
     needed = memory(costs, work)
     gpu = 0.0 if machine.gpu is None else needed.peak + RESERVE - machine.gpu
-    return max(0.0, gpu), max(0.0, machine.processes * sum(needed.host.values()) - machine.host)
+    return max(0.0, gpu) + max(0.0, machine.processes * sum(needed.host.values()) - machine.host)
 
 
 def fits(costs: Costs, work: Workload, machine: Machine) -> bool:
-    return sum(lacking(costs, work, machine)) == 0
+    return lacking(costs, work, machine) == 0
 
 
-def recommend(costs: Costs, work: Workload, machine: Machine) -> list[Option]:
-    """Return the options with which the run fits the machine, or comes closest.
+def recommend(costs: Costs, work: Workload, machine: Machine) -> Workload:
+    """Return the alternative that fits the machine, or comes closest: an exact one, then with the fewest FLOPs."""
 
-    Add options greedily: of those that lower the lacking bytes the one with the fewest FLOPs, exact options first. Then
-    remove the options that turn out to be unnecessary.
-    """
-    chosen: list[Option] = []
-    while not fits(costs, now := with_options(work, chosen), machine):
-        lack = {option: sum(lacking(costs, with_options(now, [option]), machine)) for option in options(now)}
-        lower = [option for option in lack if lack[option] < sum(lacking(costs, now, machine))]
-        if not lower:
-            return chosen
-        total = {option: sum(flops(costs, with_options(now, [option])).values()) for option in lower}
-        chosen.append(min(lower, key=lambda option: (not option.exact, total[option])))
-    for option in reversed(chosen):
-        fewer = [candidate for candidate in chosen if candidate is not option]
-        if fits(costs, with_options(work, fewer), machine):
-            chosen = fewer
-    return chosen
+    def price(run: Workload) -> tuple[float, bool, float]:
+        inexact = run.untrained_placement != work.untrained_placement and run.untrained_placement in INEXACT
+        return lacking(costs, run, machine), inexact, sum(flops(costs, run).values())
+
+    return min(alternatives(work), key=price)
 
 
-def with_options(work: Workload, chosen: Iterable[Option]) -> Workload:
-    for option in chosen:
-        work = replace(work, **option.fields)
-    return work
+def changed_settings(work: Workload, after: Workload) -> Mapping[str, Any]:
+    """Return the configuration keys whose values differ, and their values in `after`."""
+    return {key: value for field, key in KEYS.items() if (value := getattr(after, field)) != getattr(work, field)}

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
-from rewardfl.backbones.protocol import Adapter, Caches, ChunksOnMeta, ExpertOnMeta
+from rewardfl.backbones.protocol import Adapter, ChunksOnMeta, ExpertOnMeta
 from rewardfl.memory.attention import is_self_attention
 from rewardfl.training.workload import Video
 
@@ -201,7 +201,7 @@ class Costs:
     vision_weights: int  # of a separate image encoder, or 0
     text_weights: int
     text: Cost  # of encoding one prompt
-    image: Cost  # of encoding one image; the peak includes the clip's pixels
+    image: Cost  # of encoding a clip with its image; the peak includes the float32 pixels
     cached: Mapping[str, int]  # bytes of one sample's conditioning, by part
 
 
@@ -293,7 +293,7 @@ def measure_chunks(chunks: ChunksOnMeta) -> tuple[ChunkCost, ...]:
     for i in range(min(chunks.count, FULL_CACHES)):
         x, vjp = chunks.chunk(i), Cost(peak=0, forward=0)
         start = [c.detach().requires_grad_(x.requires_grad) if isinstance(c, Tensor) else c for c in caches]
-        held, forward = _tensors(start), partial(_run_chunk, chunks, x, start)
+        held, forward = _tensors(start), partial(lambda x, start: _tensors(tree_leaves(chunks.run(x, start))), x, start)
         frozen = without_graph(forward, [*weights, x, *held])
         if x.requires_grad:
             with chunks.checkpointed():
@@ -303,18 +303,6 @@ def measure_chunks(chunks: ChunksOnMeta) -> tuple[ChunkCost, ...]:
         with torch.no_grad():
             _, caches = chunks.run(x, caches)
     return tuple(costs + costs[-1:] * (chunks.count - len(costs)))
-
-
-def _clip_cost(encoder: ChunksOnMeta, pixels: int) -> Cost:
-    """Return the cost of encoding a whole clip of `pixels` values, with its float32 copy."""
-    chunks = measure_chunks(encoder)
-    peak = 4 * pixels + max(chunk.caches_in + chunk.peak for chunk in chunks)
-    return Cost(peak=peak, forward=sum(chunk.forward for chunk in chunks))
-
-
-def _run_chunk(chunks: ChunksOnMeta, x: Tensor, caches: Caches) -> list[Tensor]:
-    values, after = chunks.run(x, caches)
-    return [values, *_tensors(after)]
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
@@ -329,7 +317,7 @@ def measure(video: Video) -> Costs:
         kinds: measure_expert(kinds, backbone.dtype, backbone.block_classes, video.adapter)
         for kinds in set(parts.experts.values())
     }
-    text = parts.text_encoder
+    text, encoder = parts.text_encoder, measure_chunks(parts.image_encoder) if parts.image_encoder else ()
     return Costs(
         shape=backbone.latent_shape(*size),
         num_pixels=pixels,
@@ -343,6 +331,9 @@ def measure(video: Video) -> Costs:
         vision_weights=0 if parts.vision is None else nbytes(parts.vision.parameters()),
         text_weights=nbytes(text.parameters()),
         text=without_graph(parts.encode_text, [*text.parameters(), *text.buffers()]),
-        image=_clip_cost(parts.image_encoder, pixels) if parts.image_encoder else Cost(peak=0, forward=0),
+        image=Cost(
+            peak=4 * pixels + max(chunk.caches_in + chunk.peak for chunk in encoder) if encoder else 0,
+            forward=sum(chunk.forward for chunk in encoder),
+        ),
         cached={name: nbytes([value]) for name, value in parts.conditioning.items()},
     )

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rewardfl.backbones.protocol import DecodeCaches
 from rewardfl.estimate.measure import ChunkCost, Costs, ExpertCost
 from rewardfl.training.launch import REDUCE_BUCKET
 from rewardfl.training.workload import Workload
@@ -22,9 +23,13 @@ FLOAT32 = 4
 def flops(costs: Costs, work: Workload) -> dict[str, float]:
     """Return the FLOPs of one video, by part. A frozen expert's replayed steps are counted as trained ones."""
     decode = sum(chunk.forward for chunk in costs.chunks)
-    cached = work.untrained if work.placement == "boundary_cache" else None
-    rolled = {expert: passes for expert, passes in work.rollout.items() if expert != cached}
-    parts = {"rollout": sampled(costs, work, rolled), "decode": decode if work.rollout else 0}
+    cached = work.untrained if work.untrained_placement == "boundary_cache" else None
+    rollout = sum(  # a trained expert has its adapter
+        count * (costs.experts[name].forward if name in work.trained else costs.experts[name].forward_frozen)
+        for name, count in work.rollout.items()
+        if name != cached
+    )
+    parts = {"rollout": rollout, "decode": decode if work.rollout else 0}
     if work.reward_gradient:
         decodes = 2 if work.decode_caches == "segment" else 1
         parts["decode VJP"] = decodes * decode + sum(chunk.backward for chunk in costs.chunks)
@@ -42,18 +47,10 @@ def flops(costs: Costs, work: Workload) -> dict[str, float]:
         parts["data anchor"] = passes + recompute + reference
     return parts | {
         "replay forward": 0 if work.keeps_graphs else total(work.replay, lambda expert: expert.forward),
-        "replay recompute": total(work.pulled, recomputed) if work.checkpointing else 0,
-        "replay backward": total(work.pulled, lambda expert: expert.backward),
+        "replay recompute": total(work.backward_passes, recomputed) if work.checkpointing else 0,
+        "replay backward": total(work.backward_passes, lambda expert: expert.backward),
         "reference": total(work.reference, lambda expert: expert.forward_frozen),
     }
-
-
-def sampled(costs: Costs, work: Workload, passes: Mapping[str, float]) -> float:
-    """Return the FLOPs of forward passes without a graph; a trained expert has its adapter."""
-    return sum(
-        count * (costs.experts[name].forward if name in work.trained else costs.experts[name].forward_frozen)
-        for name, count in passes.items()
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +88,19 @@ def memory(costs: Costs, work: Workload) -> Memory:
     phases = {
         phase: {name: work.batch * amount for name, amount in amounts.items()} for phase, amounts in parts.items()
     }
-    swapped = _swapped_experts(work)
+    swapped = [*work.trained] if work.trained_placement == "cpu_swap" else []
+    if work.untrained and work.untrained_placement == "cpu_swap":
+        swapped.append(work.untrained)
     # in the other phases no block is on the GPU
     for phase, passes in (("rollout", work.rollout), ("replay", {**work.replay, **work.anchor})):
         if blocks := [costs.experts[name].block_weights for name in swapped if name in passes]:
             phases[phase]["two blocks' weights"] = 2 * max(blocks)
     parameters = trained_parameters(costs, work)
     adapter, optimizer = adapter_bytes(work, parameters)
-    samples = work.waiting * kept_bytes(costs, work)
+    samples = work.samples_in_flight * kept_bytes(costs, work)
     graphs: float = work.graphs
     if work.keeps_graphs:  # and the reference's of one step (reward.kl_gradient: exact)
-        graphs = sum(work.replay.values()) + (work.graphs if work.pulled != work.replay else 0)
+        graphs = sum(work.replay.values()) + (work.graphs if work.backward_passes != work.replay else 0)
     caches = decode_caches(costs.chunks, work.decode_caches)[2] if work.reward_gradient else 0
     resident = _resident_weights(costs, work) | {
         "LoRA, gradient, Adam": adapter,
@@ -141,12 +140,6 @@ def trained_parameters(costs: Costs, work: Workload) -> int:
     return sum(costs.experts[expert].adapter_parameters for expert in work.trained)
 
 
-def _swapped_experts(work: Workload) -> list[str]:
-    """Return the experts under cpu_swap."""
-    trained = work.trained if work.trained_placement == "cpu_swap" else ()
-    return [*trained, work.untrained] if work.untrained and work.placement == "cpu_swap" else [*trained]
-
-
 def _resident_weights(costs: Costs, work: Workload) -> dict[str, int]:
     """Return the bytes of the experts' frozen weights that stay on each GPU."""
     resident = {}
@@ -161,7 +154,7 @@ def _resident_weights(costs: Costs, work: Workload) -> dict[str, int]:
     if work.untrained:
         cost = costs.experts[work.untrained]
         sizes = {"gpu": cost.weights, "cpu_swap": cost.other_weights, "fp8": cost.weights_fp8, "boundary_cache": 0}
-        resident[f"{work.untrained} expert ({work.placement})"] = sizes[work.placement]
+        resident[f"{work.untrained} expert ({work.untrained_placement})"] = sizes[work.untrained_placement]
     return resident
 
 
@@ -176,7 +169,7 @@ def adapter_bytes(work: Workload, parameters: int) -> tuple[int, int]:
 
 def kept_bytes(costs: Costs, work: Workload) -> int:
     """Return the bytes of one video between rollout and update: latents, and its copy of the conditioning."""
-    latents = work.kept.get(work.samples_on, 0)
+    latents = work.latents_kept.get(work.samples_on, 0)
     return latents * math.prod(costs.shape) * FLOAT32 + sum(costs.cached.values())
 
 
@@ -203,7 +196,7 @@ def _decoding(costs: Costs, work: Workload) -> dict[str, dict[str, int]]:
     }
 
 
-def decode_caches(chunks: Sequence[ChunkCost], place: str) -> tuple[int, int, int]:
+def decode_caches(chunks: Sequence[ChunkCost], place: DecodeCaches) -> tuple[int, int, int]:
     """Return the bytes of one video's decoder caches: always on the GPU, there for one chunk, and in the host."""
     sizes = [chunk.caches_in for chunk in chunks]
     if place == "keep":
@@ -232,6 +225,6 @@ def _replay(costs: Costs, work: Workload) -> tuple[dict[str, int], int]:
 def disk(costs: Costs, work: Workload) -> tuple[int, dict[str, int]]:
     """Return the bytes of a checkpoint (float32 adapter, Adam's moments, average), and of one clip's cache by part."""
     cache = dict(costs.cached)
-    if work.placement == "boundary_cache" and isinstance(work.noises, int):
-        cache["boundary latents"] = work.noises * math.prod(costs.shape) * FLOAT32
+    if work.untrained_placement == "boundary_cache" and isinstance(work.noises_per_sample, int):
+        cache["boundary latents"] = work.noises_per_sample * math.prod(costs.shape) * FLOAT32
     return (5 if work.averaged else 3) * FLOAT32 * trained_parameters(costs, work), cache

@@ -5,12 +5,12 @@ import math
 from collections.abc import Mapping
 
 from rewardfl.estimate import needs
-from rewardfl.estimate.advice import Machine, fits, recommend, with_options
+from rewardfl.estimate.advice import INEXACT, Machine, changed_settings, fits, recommend
 from rewardfl.estimate.measure import Costs, measure
 from rewardfl.machine import usable_memory
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.timer import total_memory
-from rewardfl.training.workload import Sampling, Workload
+from rewardfl.training.workload import Workload
 
 TFLOPS = 400.0  # default TFLOP/s: an H100 in bfloat16
 
@@ -39,26 +39,14 @@ def work_table(costs: Costs, work: Workload, tflops: float) -> list[str]:
     for name, amount in (parts | {"total": total}).items():
         digits = f"{amount / 1e12:.0f}" if amount >= 1e14 else f"{amount / 1e12:.3g}"
         lines.append(f"  {name:20s}{digits:>10s}{amount / speed:10.3g}")
-    swapped = "cpu_swap" in (work.placement, work.trained_placement)
+    swapped = "cpu_swap" in (work.untrained_placement, work.trained_placement)
     if work.offload_inputs or swapped or work.decode_caches == "offload":
         lines.append("  assuming that copies to and from the host are hidden behind computing")
     for span in work.spans:
         spent = _spent(work.processes, span.videos * total, span.of_process * total / speed)
         lines.append(f"{span.name}: {spent}")
-    if work.evaluation:
-        lines.append(_evaluation_line(costs, work, work.evaluation, speed))
     encode = costs.text.forward + costs.image.forward
     return [*lines, f"VAE encode and text: {encode / 1e12:.4g} TFLOP once per clip, then from the cache"]
-
-
-def _evaluation_line(costs: Costs, work: Workload, evaluation: Sampling, speed: float) -> str:
-    amount = needs.sampled(costs, work, evaluation.passes) + sum(chunk.forward for chunk in costs.chunks)
-    if evaluation.videos is None:
-        return f"a video of the evaluation ({evaluation.steps} steps): {_spent(1, amount, amount / speed)}"
-    times = f"; {evaluation.times} in the run" if evaluation.times else ""
-    time = math.ceil(evaluation.videos / work.processes) * amount / speed
-    spent = _spent(work.processes, evaluation.videos * amount, time)
-    return f"an evaluation of {evaluation.videos} videos ({evaluation.steps} steps): {spent}{times}"
 
 
 def _spent(processes: int, amount: float, time: float) -> str:
@@ -94,12 +82,11 @@ def fit_verdict(costs: Costs, work: Workload, machine: Machine) -> list[str]:
     needed = _needed(costs, work, machine)
     if fits(costs, work, machine):
         return [f"fits: {needed}"]
-    chosen = recommend(costs, work, machine)
-    after = with_options(work, chosen)
+    after = recommend(costs, work, machine)
     lines = [f"does not fit: {needed}"]
-    for option in chosen:
-        settings = ", ".join(f"{key}: {json.dumps(value).strip(chr(34))}" for key, value in option.settings.items())
-        lines.append(f"  set {settings}{option.note}")
+    for key, value in changed_settings(work, after).items():
+        note = f"; {INEXACT[value]}" if value in INEXACT else ""
+        lines.append(f"  set {key}: {json.dumps(value).strip(chr(34))}{note}")
     before, then = (sum(needs.flops(costs, run).values()) for run in (work, after))
     takes = f"takes {_needed(costs, after, machine)}, {100 * (then / before - 1):+.1f} % time"
     if fits(costs, after, machine):

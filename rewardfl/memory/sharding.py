@@ -1,9 +1,12 @@
 """Tensors that FSDP shards over processes."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+Sharding = Literal["none", "zero2", "fsdp2"]  # kinds of sharding over the processes
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

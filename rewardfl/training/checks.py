@@ -12,6 +12,7 @@ from rewardfl.config import ConfigError, RewardSpec
 from rewardfl.config.schema import GrpoTrainConfig, SharedExpertsConfig, SharedRewardConfig, TrainConfig
 from rewardfl.data import Row
 from rewardfl.files import sha256
+from rewardfl.memory.sharding import Sharding
 from rewardfl.rewards.face import pack as face_pack
 from rewardfl.rewards.face.detect import FaceDetector
 
@@ -42,7 +43,7 @@ def check_graphs(train: TrainConfig, num_processes: int) -> None:
         )
 
 
-def check_sharding(experts: SharedExpertsConfig, train: GrpoTrainConfig, sharding: str) -> None:
+def check_sharding(experts: SharedExpertsConfig, train: GrpoTrainConfig, sharding: Sharding) -> None:
     """Raise ConfigError where sharded weights (zero2, fsdp2) would be swapped to the host or compiled."""
     if experts.trained == "cpu_swap" and sharding != "none":
         raise ConfigError(

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rewardfl import machine
 from rewardfl.files import escape_control
-from rewardfl.memory.sharding import full_tensor, shard_like
+from rewardfl.memory.sharding import Sharding, full_tensor, shard_like
 from rewardfl.training.launch import make_accelerator
 from rewardfl.training.shard import Shard
 
@@ -115,9 +115,9 @@ class Distributed:
         return self.all_reduce_max(self.accelerator.local_process_index) + 1
 
     @property
-    def sharding(self) -> str:
-        """Return the kind of sharding over the processes: none, zero2 or fsdp2."""
-        kinds = {DistributedType.DEEPSPEED: "zero2", DistributedType.FSDP: "fsdp2"}
+    def sharding(self) -> Sharding:
+        """Return the kind of sharding over the processes."""
+        kinds: dict[DistributedType, Sharding] = {DistributedType.DEEPSPEED: "zero2", DistributedType.FSDP: "fsdp2"}
         return kinds.get(self.accelerator.distributed_type, "none")
 
     @property

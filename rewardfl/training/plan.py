@@ -207,15 +207,6 @@ def trained_experts(cfg: AnyConfig, experts: Sequence[str]) -> tuple[str, ...]:
     return tuple(experts[i] for i in chosen)
 
 
-def make_order(cfg: RewardFlConfig, sizes: Sequence[tuple[int, int]], processes: int) -> data.Order:
-    """Build the order of training. sizes: (height, width) of each clip; a forward pass takes clips of one size."""
-    train = cfg.train
-    return data.Order(
-        sizes=sizes, batch_size=train.per_device_train_batch_size, accumulation=train.gradient_accumulation_steps,
-        processes=processes, seed=cfg.run.seed,
-    )  # fmt: skip
-
-
 def make_geometry(cfg: FlowGrpoConfig, processes: int) -> Geometry:
     """Build the geometry of an epoch. Raise ConfigError where the groups do not divide into passes and updates."""
     try:

@@ -12,9 +12,10 @@ from rewardfl import config as configuration
 from rewardfl import data, epoch_order, group_plan
 from rewardfl.backbones.protocol import Adapter, Backbone
 from rewardfl.config import AnyConfig, FlowGrpoConfig, RewardFlConfig
+from rewardfl.memory.sharding import Sharding
 from rewardfl.training import checks
 from rewardfl.training.plan import FlowGrpoPlan, RewardFlPlan, RunPlan, largest_size
-from rewardfl.training.workload import Sampling, Span, Video, Workload
+from rewardfl.training.workload import Span, Video, Workload
 
 WEIGHTS = ({".safetensors"}, {".bin", ".pt", ".pth"}, {".onnx"})  # suffixes by format, in order of preference
 
@@ -24,7 +25,7 @@ def make_workload(
     plan: RunPlan,
     backbone: Backbone,
     rows: Sequence[data.Row] | None,
-    sharding: str = "none",
+    sharding: Sharding = "none",
 ) -> Workload:
     """Count the work of the run. rows: the clips to train on; None where they are not known.
 
@@ -44,7 +45,7 @@ def make_workload(
         processes=plan.processes,
         sharding=sharding,
         trained_placement=cfg.experts.trained,
-        placement=cfg.experts.untrained,
+        untrained_placement=cfg.experts.untrained,
         checkpointing=cfg.train.use_gradient_checkpointing,
         offload_inputs=cfg.train.use_gradient_checkpointing_offload,
         keep_attention=cfg.train.keep_attention,
@@ -82,7 +83,7 @@ def _reward_fl(common: Workload, cfg: RewardFlConfig, plan: RewardFlPlan) -> Wor
         # and the velocity that replay takes as a constant
         rollout=_times(answers, Counter(experts)) + (replay if answers == 2 and not both else Counter()),
         replay=_times(1 + both, replay),
-        pulled=_times(1 + both, replay + Counter(experts[i] for i in twice)),
+        backward_passes=_times(1 + both, replay + Counter(experts[i] for i in twice)),
         reference=_times(answers, replay) if kl else {},
         graphs=1 + both,
         reward_gradient=True,
@@ -90,7 +91,7 @@ def _reward_fl(common: Workload, cfg: RewardFlConfig, plan: RewardFlPlan) -> Wor
         cacheable=common.untrained == experts[0] and experts[0] not in replay,
         decode_caches=cfg.train.decode_caches,
         keeps_graphs=cfg.train.active_graphs == "keep_on_host",
-        noises=cfg.sample.noises_per_sample,
+        noises_per_sample=cfg.sample.noises_per_sample,
     )
 
 
@@ -130,38 +131,21 @@ def _flow_grpo(common: Workload, cfg: FlowGrpoConfig, plan: FlowGrpoPlan) -> Wor
         common,
         rollout=rollout,
         replay=replay,
-        pulled=replay,
+        backward_passes=replay,
         anchor=_times(grpo.inner_epochs, _anchor_passes(cfg, plan)),
         reference=replay if grpo.kl_weight != 0 else {},
         graphs=answers,
         averaged=True,
-        waiting=per_process,
+        samples_in_flight=per_process,
         # K steps in a row have K + 1 latents on the GPU, where two steps share one, and 2 K on the host
-        kept={
+        latents_kept={
             "gpu": means + max(len({*window, *(i + 1 for i in window)}) for window in drawn),
             "cpu": means + 2 * max(map(len, drawn)),
         },
         spans=tuple(spans),
-        evaluation=_evaluation(cfg, plan, common.video, common.steps),
         saves=epoch_order.count_due(cfg.run.save_steps, per_epoch, common.steps),
         samples_on=grpo.samples_on,
     )
-
-
-def _evaluation(cfg: FlowGrpoConfig, plan: FlowGrpoPlan, video: Video, steps: int | None) -> Sampling | None:
-    settings = cfg.evaluation
-    if settings.eval_clips is None:
-        return None
-    num_steps = settings.eval_inference_steps or cfg.sample.num_inference_steps
-    shape, videos = video.backbone.latent_shape(video.height, video.width, video.num_frames), None
-    experts = video.backbone.schedule(num_steps, cfg.sample.shift, shape).experts
-    if Path(settings.eval_clips).is_file():
-        videos = len(data.load_metadata(settings.eval_clips, "evaluation.eval_clips")) * settings.eval_noises
-    passes = {expert: plan.forwards_per_velocity * count for expert, count in Counter(experts).items()}
-    due = epoch_order.count_due(settings.eval_steps, plan.updates_per_epoch, steps)
-    return Sampling(
-        passes=passes, steps=num_steps, videos=videos, times=None if due is None else 1 + due
-    )  # one before the first epoch
 
 
 def _reward_bytes(cfg: AnyConfig) -> int:

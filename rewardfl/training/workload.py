@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
-from rewardfl.backbones.protocol import Adapter, Backbone
+from rewardfl.backbones.protocol import Adapter, Backbone, DecodeCaches
+from rewardfl.memory.sharding import Sharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +29,6 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """Evaluations: forward passes of one video by expert, steps, videos of each, and times in the run."""
-
-    passes: Mapping[str, float]
-    steps: int
-    videos: int | None
-    times: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Workload:
     """The passes, videos and settings of a run that determine its time and memory.
 
@@ -48,7 +40,7 @@ class Workload:
     untrained: str | None  # the other expert
     rollout: Mapping[str, float] = field(default_factory=dict)  # passes without a graph
     replay: Mapping[str, float] = field(default_factory=dict)  # passes with a graph
-    pulled: Mapping[str, float] = field(default_factory=dict)  # backward passes through these
+    backward_passes: Mapping[str, float] = field(default_factory=dict)  # through these graphs
     reference: Mapping[str, float] = field(default_factory=dict)  # passes without a graph and without the adapter
     anchor: Mapping[str, float] = field(default_factory=dict)  # passes of the data anchor, with a graph
     anchor_to_reference: bool = False  # each of these with a second pass, without a graph
@@ -56,26 +48,25 @@ class Workload:
     reward_gradient: bool = False  # the reward's gradient goes back through the decoder
     cacheable: bool = False  # boundary latents can be computed before training
     averaged: bool = False  # a moving average of the adapter is kept and saved
-    waiting: int = 0  # videos of one process that are stored until an epoch's updates
-    kept: Mapping[str, int] = field(default_factory=dict)  # stored latents of each, by samples_on
+    samples_in_flight: int = 0  # videos of one process that are stored until an epoch's updates
+    latents_kept: Mapping[str, int] = field(default_factory=dict)  # stored latents of each, by samples_on
     spans: tuple[Span, ...] = ()
-    evaluation: Sampling | None = None
     steps: int | None = None  # updates of the run
     saves: int | None = None  # its checkpoints
     clips: int | None = None
     reward_bytes: int = 0  # of the reward networks' weights, where they are on disk
     processes: int = 1  # one for each GPU
-    sharding: str = "none"  # none, zero2 or fsdp2, over the processes
+    sharding: Sharding = "none"  # over the processes
 
     # settings that trade memory for time; estimate.advice.KEYS has their keys
-    trained_placement: str = "gpu"  # of the trained experts' frozen weights
-    placement: str = "gpu"  # of the untrained expert
+    trained_placement: Literal["gpu", "cpu_swap"] = "gpu"  # of the trained experts' frozen weights
+    untrained_placement: Literal["gpu", "cpu_swap", "fp8", "boundary_cache"] = "gpu"
     checkpointing: bool = True
     offload_inputs: bool = False
     keep_attention: bool = False
     batch: int = 1
     accumulation: int | None = None  # None where an epoch has a fixed number of videos
-    decode_caches: str = "keep"
+    decode_caches: DecodeCaches = "keep"
     keeps_graphs: bool = False  # of the rollout's active steps, with the blocks' inputs in host memory
-    noises: str | int = "fresh"
-    samples_on: str = "gpu"
+    noises_per_sample: Literal["fresh"] | int = "fresh"
+    samples_on: Literal["gpu", "cpu"] = "gpu"

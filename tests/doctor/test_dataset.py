@@ -66,8 +66,6 @@ def is_red(pixels):
 def test_every_problem_and_every_warning(call, tmp_path):
     """All rows are gone through, whatever is wrong with the first."""
     data.write_video(tmp_path / "a.mp4", person(), 16)
-    data.write_video(tmp_path / "short.mp4", person(1)[:5], 16)
-    data.write_video(tmp_path / "slow.mp4", person(2), 8)
     data.write_video(tmp_path / "tiny.mp4", person(3)[:, ::2, ::2], 16)
     data.write_video(tmp_path / "wide.mp4", torch.cat([person(4)] * 2, 2), 16)
     data.write_video(tmp_path / "nobody.mp4", nobody(), 16)
@@ -81,13 +79,9 @@ def test_every_problem_and_every_warning(call, tmp_path):
     path = write_csv(
         tmp_path,
         ["a.mp4", "one", "", "", ""],
-        ["short.mp4", "", "", "", ""],
-        ["slow.mp4", "x", "", "", ""],
         ["text.mp4", "x", "", "", "lost.mp4"],
-        ["", "x", "", "", ""],
         ["tiny.mp4", "x", "", "", ""],
         ["wide.mp4", "x", "", "", ""],
-        ["a.mp4", "one", "", "", ""],
         ["a.mp4", "tall", "tall.png", "ugly", ""],
         ["a.mp4", "empty", "empty.png", "", ""],
         ["nobody.mp4", "x", "", "", ""],
@@ -101,28 +95,23 @@ def test_every_problem_and_every_warning(call, tmp_path):
     code, out, _ = call("--data", path, *size, *FACES, "--sheet", tmp_path / "sheet.png")
     assert code == 2
     assert out == [
-        "line 3: problem: empty prompt for short.mp4",
-        f"line 3: problem: {tmp_path}/short.mp4: holds 5 frames at 16 fps, 9 are needed",
-        f"line 4: problem: {tmp_path}/slow.mp4: has 8 frames per second, data.fps is 16; "
-        "lower it or leave the clip out",
-        f"line 5: problem: {tmp_path}/text.mp4: cannot be decoded (Invalid data found when processing input); "
+        f"line 3: problem: {tmp_path}/text.mp4: cannot be decoded (Invalid data found when processing input); "
         "it is damaged, or no video",
-        f"line 5: problem: {tmp_path}/lost.mp4: no such file",
-        "line 6: problem: no video, and no image that this model could start from",
-        "line 7: warning: video: 40 x 40 (height x width) is enlarged 2.00 times to 80 x 80",
-        "line 8: warning: video: 80 x 80 leaves 50% of 80 x 160 (height x width)",
-        "line 10: warning: image: 80 x 80 leaves 50% of 160 x 80 (height x width)",
-        "line 11: warning: image: no face in the picture",
-        f"line 12: problem: no face was found in {tmp_path}/nobody.mp4",
-        f"line 14: problem: no face was found in {tmp_path}/nobody.mp4",
-        "line 15: warning: video: no face in the middle frame",
-        "line 16: warning: video: no face in the first frame, the middle frame, the last frame",
-        f"line 17: problem: no face was found in {tmp_path}/leaves.mp4",
-        "note: 1 of 16 rows have a negative_prompt, which has no effect: clips are sampled without guidance",
-        "note: 1 of 9 clips have less than half of the pixels of 80 x 80, and are enlarged; the smallest is line 7, "
+        f"line 3: problem: {tmp_path}/lost.mp4: no such file",
+        "line 4: warning: video: 40 x 40 (height x width) is enlarged 2.00 times to 80 x 80",
+        "line 5: warning: video: 80 x 80 leaves 50% of 80 x 160 (height x width)",
+        "line 6: warning: image: 80 x 80 leaves 50% of 160 x 80 (height x width)",
+        "line 7: warning: image: no face in the picture",
+        f"line 8: problem: no face was found in {tmp_path}/nobody.mp4",
+        f"line 10: problem: no face was found in {tmp_path}/nobody.mp4",
+        "line 11: warning: video: no face in the middle frame",
+        "line 12: warning: video: no face in the first frame, the middle frame, the last frame",
+        f"line 13: problem: no face was found in {tmp_path}/leaves.mp4",
+        "note: 1 of 12 rows have a negative_prompt, which has no effect: clips are sampled without guidance",
+        "note: 1 of 8 clips have less than half of the pixels of 80 x 80, and are enlarged; the smallest is line 4, "
         "tiny.mp4: 40 x 40 (height x width)",
-        "16 rows: 9 can be used, 7 cannot",
-        "80 x 80 (height x width): 9 rows",
+        "12 rows: 8 can be used, 4 cannot",
+        "80 x 80 (height x width): 8 rows",
         f"sheet: {tmp_path}/sheet.png",
     ]
     assert is_red(np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB")).astype(int)).sum() > 300
@@ -166,10 +155,7 @@ def test_sizes_under_max_pixels(call, tmp_path):
         (["--config", "a.yaml", "--data", "{csv}"], "give --config or --data, got both"),
         (["--data", "{csv}"], "metadata.csv): no usable row"),
         (["--data", "nowhere.csv"], "--data: no such file: nowhere.csv"),
-        (["--data", "."], "--data: is a folder, not a file of rows: ."),
-        (["--config", "nowhere.yaml"], "config file not found: nowhere.yaml"),
         (["--data", "{csv}", "--height", "60"], "data.height must be a multiple of 16, at most"),
-        (["--data", "{csv}", "--fps", "0"], "data.fps must be at least 0.1, got 0"),
         (
             ["--data", "{csv}", "--num-frames", "1"],
             "data.num_frames must be 4k+1 for this VAE, from 5 to",

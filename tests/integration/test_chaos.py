@@ -327,7 +327,7 @@ def test_the_samples_of_a_gradient_that_is_not_finite_are_named(monkeypatch, cap
     monkeypatch.setattr(
         Distributed, "backward", lambda job, loss: backward(job, loss * torch.nan if len(calls) == 3 else loss)
     )
-    monkeypatch.setattr(data.Order, "micro_batch", lambda *a: batches.append(batch_of(*a)) or batches[-1])
+    monkeypatch.setattr(data, "one_shape_batch", lambda *a: batches.append(batch_of(*a)) or batches[-1])
     code, out, _ = call(
         monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path}", "train.max_steps=4", "run.sample_videos=0",
         "train.per_device_train_batch_size=2",
