@@ -115,7 +115,8 @@ def _merged_pieces(entry: Entry, updates: Updates, stored: str) -> Callable[[], 
     def pieces() -> Iterator[memoryview]:
         add = merge.make_adder(entry, updates)
         for first, count in merge.row_blocks(entry):
-            rows = add(merge.read_rows(entry, first, count), first)
+            # a copy, which torch aligns, gives the same bits again: `verify` makes every piece twice
+            rows = add(merge.read_rows(entry, first, count).clone(), first)
             yield to_bytes(rows, stored, f"{entry.name} of {entry.file}{' after merging' if updates else ''}")
 
     return pieces

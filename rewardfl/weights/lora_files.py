@@ -69,8 +69,10 @@ def load_tensor(source: Source) -> Tensor:
         return source.float()
     if source.dtype not in TORCH_DTYPES:
         raise InputError(f"{source.file}: tensor {source.name} has dtype {source.dtype}; give the LoRA unquantised")
-    stored = torch.frombuffer(source.read(), dtype=TORCH_DTYPES[source.dtype]).reshape(source.shape)
-    return stored.to(torch.float32, copy=True)  # aligned by torch: see merge.read_rows
+    raw = torch.empty(source.nbytes, dtype=torch.uint8)  # aligned by torch: the last bit of products depends on it
+    if len(raw):
+        source.read_into(raw.numpy().data)
+    return raw.view(TORCH_DTYPES[source.dtype]).reshape(source.shape).float()
 
 
 def as_bytes(values: Tensor) -> memoryview:

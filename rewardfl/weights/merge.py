@@ -100,12 +100,8 @@ def row_blocks(entry: Entry) -> Iterator[tuple[int, int]]:
 
 
 def read_rows(entry: Entry, first: int, count: int) -> Tensor:
-    """Read `count` rows from row `first` on, as (count, -1) float32.
-
-    The copy lies where torch aligns it: the last bit of matrix products depends on the alignment.
-    """
-    stored = torch.frombuffer(entry.read(first, count), dtype=TORCH_DTYPES[entry.dtype]).reshape(count, -1)
-    return stored.to(torch.float32, copy=True)
+    """Read `count` rows from row `first` on, as (count, -1) float32."""
+    return torch.frombuffer(entry.read(first, count), dtype=TORCH_DTYPES[entry.dtype]).reshape(count, -1).float()
 
 
 def load_terms(entry: Entry, update: Update, strength: float) -> Iterator[Term]:

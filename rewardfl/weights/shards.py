@@ -86,20 +86,23 @@ class Entry:
 
     def read(self, first_row: int = 0, rows: int | None = None) -> bytearray:
         """Read the bytes of `rows` slices along the first dimension (all by default), from `first_row` on."""
-        return self._read(first_row * self.row_bytes, self.nbytes if rows is None else rows * self.row_bytes)
+        buffer = bytearray(self.nbytes if rows is None else rows * self.row_bytes)
+        self.read_into(buffer, first_row * self.row_bytes)
+        return buffer
 
     def pieces(self) -> Iterator[bytearray]:
         """Yield all bytes, BLOCK_BYTES at a time."""
         for start in range(0, self.nbytes, BLOCK_BYTES):
-            yield self._read(start, min(BLOCK_BYTES, self.nbytes - start))
+            buffer = bytearray(min(BLOCK_BYTES, self.nbytes - start))
+            self.read_into(buffer, start)
+            yield buffer
 
-    def _read(self, start: int, size: int) -> bytearray:
-        buffer = bytearray(size)
+    def read_into(self, buffer: bytearray | memoryview, start: int = 0) -> None:
+        """Fill the buffer with the tensor's bytes from byte `start` on. Raise OSError where the file ends before."""
         with self.file.open("rb") as file:
             file.seek(self.offset + start)
-            if file.readinto(buffer) < size:
+            if file.readinto(buffer) < len(buffer):
                 raise OSError(f"{self.file} ended while it was read; did something overwrite it?")
-        return buffer
 
 
 @dataclass(frozen=True, kw_only=True)

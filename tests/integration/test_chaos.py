@@ -314,7 +314,8 @@ def test_another_clip_stands_in_for_a_lost_one(monkeypatch, capsys, tmp_path):
 
 def test_the_samples_of_a_gradient_that_is_not_finite_are_named(monkeypatch, capsys, tmp_path):
     """The second step's second clip comes back from the decoder with one; the third's appear in the backward pass."""
-    pull_back, backward, batch_of, calls, batches = WanDecoder.vjp, Distributed.backward, data.Order.micro_batch, [], []
+    pull_back, backward, batch_of = WanDecoder.vjp, Distributed.backward, data.one_shape_batch
+    calls, batches = [], []
 
     def broken(decoder, x0, grad_video, decoded, given):
         calls.append(1)

@@ -91,6 +91,6 @@ def write_loras(backbone: Backbone, experts: Experts, folder: Path) -> None:
         for name, expert in experts.inside.items():
             backbone.save_adapter(name, expert, Path(checkpoint), lora.adapter_state(expert))
         for adapter in lora_files.read_lora(checkpoint):
-            state, metadata, _ = conversion.convert(adapter, "comfy", torch.float16)
+            state, metadata = conversion.convert(adapter, "comfy", torch.float16)
             path = folder / f"{adapter.expert}_model.safetensors"
             writing.write_file(path, conversion.make_parts(state), metadata, lambda count: None)

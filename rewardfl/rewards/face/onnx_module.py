@@ -119,7 +119,8 @@ def _slice(
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         # Python clamps the bounds as ONNX does, and torch has no negative steps
         picked = range(x.shape[axis])[start:end:step]
-        x = x.index_select(axis, torch.tensor(picked, dtype=torch.long, device=x.device))
+        bounds = (picked.start, picked.stop, picked.step) if picked else (0, 0, 1)
+        x = x.index_select(axis, torch.arange(*bounds, device=x.device))  # made on the device: nothing waits
     return x
 
 
