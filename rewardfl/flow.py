@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 
 Kind = Literal["ode", "flow", "dance", "cps"]
-KINDS = get_args(Kind)
+VelocityFunction = Callable[[Tensor, int], Tensor]  # (x (B, ...), denoising step) -> velocity (B, ...)
+
+_KINDS = get_args(Kind)
 
 Scalar = Tensor | float
 
@@ -64,7 +66,7 @@ def velocity_kl(velocity: Tensor, reference: Tensor, sigma: Tensor) -> Tensor:
 PERTURBATION = 2.0**-16  # far below bfloat16's resolution of 2^-8: it changes a velocity by rounding alone
 
 
-def perturb(velocity: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
+def perturb(velocity: VelocityFunction) -> VelocityFunction:
     """Return the same velocity at latents with a relative PERTURBATION by fixed noise.
 
     A bfloat16 network then rounds differently in all layers, as after an equally small update. The divergence between
@@ -97,8 +99,8 @@ def coefficients(kind: Kind, sigma: Scalar, sigma_next: Scalar, noise_level: flo
     """
     dt = float(sigma_next - sigma)  # the float32 difference, as in euler_step and diffusers
     sigma, sigma_next, sigma_cap = float(sigma), float(sigma_next), float(sigma_cap)
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    if kind not in _KINDS:
+        raise ValueError(f"kind must be one of {', '.join(_KINDS)}, got {kind!r}")
     if not 0 <= sigma_next < sigma <= 1:
         raise ValueError(f"a step walks sigma down within [0, 1], got {sigma:g} to {sigma_next:g}")
     if noise_level < 0 or (kind == "cps" and noise_level > 1):

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from rewardfl.memory.sharding import full_tensor
 from rewardfl.weights import adapter_config
-from rewardfl.weights.lora_files import Lora, load_tensor, read_lora  # noqa: F401  (others read LoRAs from here)
+from rewardfl.weights.lora_files import WEIGHTS_NAME, Lora, load_tensor, read_lora  # noqa: F401  (others read LoRAs from here)
 from rewardfl.weights.shards import InputError
 
 POLICY = "default"  # the trained adapter's name in peft
 DISTILLED = "distilled"  # a distillation LoRA's: part of the base model
-WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 
 
 def target_modules(names: str, short_names: Mapping[str, str]) -> list[str]:

@@ -17,15 +17,13 @@ import torch
 from torch import Tensor
 
 from rewardfl import flow
-from rewardfl.flow import euler_step, velocity_kl
+from rewardfl.flow import VelocityFunction, euler_step, velocity_kl
 
 # see `replay`; the last is an old name of reference_constant
 KlGradient = Literal["exact", "fixed_trajectory", "reference_constant", "through_trajectory"]
 
 # below this first-order rise of the reward over an ascent of `replay_endpoint`, the ascent's direction is rounding
 SMALLEST_GAIN = 1e-4
-
-Velocity = Callable[[Tensor, int], Tensor]  # (x (B, ...), denoising step) -> velocity (B, ...)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +54,7 @@ class Replayed:
 
 @torch.no_grad()
 def rollout(
-    velocity: Velocity,
+    velocity: VelocityFunction,
     x: Tensor,
     sigmas: Tensor,
     keep: Sequence[int],
@@ -86,7 +84,7 @@ def rollout(
 
 
 @torch.no_grad()
-def kl_floor(reference: Velocity, x: Tensor, sigmas: Tensor, active: Sequence[int], start: int = 0) -> float:
+def kl_floor(reference: VelocityFunction, x: Tensor, sigmas: Tensor, active: Sequence[int], start: int = 0) -> float:
     """Return the KL of `replay` for two velocities that differ by rounding alone: see flow.perturb.
 
     It is the mean over the active steps of the reference's rollout from x (B, ...) at sigmas[start].
@@ -98,14 +96,14 @@ def kl_floor(reference: Velocity, x: Tensor, sigmas: Tensor, active: Sequence[in
 
 
 def replay(
-    velocity: Velocity,
+    velocity: VelocityFunction,
     trajectory: Trajectory,
     sigmas: Tensor,
     active: Sequence[int],
     grad_x0: Tensor,
     coupling: float,
     *,
-    reference: Velocity | None = None,
+    reference: VelocityFunction | None = None,
     kl_weight: float = 0.0,
     kl_gradient: KlGradient = "reference_constant",
     backward: Callable[[Tensor], None] = torch.Tensor.backward,
@@ -176,7 +174,7 @@ def replay(
 
 
 def replay_endpoint(
-    velocity: Velocity,
+    velocity: VelocityFunction,
     trajectory: Trajectory,
     sigmas: Tensor,
     grad_x0: Tensor,
@@ -214,7 +212,7 @@ def replay_endpoint(
 
 
 def _reference_velocity(
-    reference: Velocity, trajectory: Trajectory, step: int, sigma: Tensor, weight: float
+    reference: VelocityFunction, trajectory: Trajectory, step: int, sigma: Tensor, weight: float
 ) -> tuple[Tensor, Tensor | None]:
     """Return the reference's velocity at x_i, without a graph, and the KL's gradient at x_i through it.
 

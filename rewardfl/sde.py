@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from rewardfl import flow
-
-Velocity = Callable[[Tensor, int], Tensor]  # (x (B, ...), denoising step) -> velocity (B, ...)
+from rewardfl.flow import VelocityFunction
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Kernel:
     noise_level: float
     sigmas: Tensor
 
-    def transition(self, velocity: Velocity, x: Tensor, step: int) -> tuple[Tensor, float]:
+    def transition(self, velocity: VelocityFunction, x: Tensor, step: int) -> tuple[Tensor, float]:
         """Return (mean (B, ...), std) of x_{step + 1} given x (B, ...)."""
         sigma, sigma_next = self.sigmas[step], self.sigmas[step + 1]
         return flow.transition(self.kind, x, velocity(x, step), sigma, sigma_next, self.noise_level, self.sigmas[1])
@@ -50,7 +49,7 @@ class Step:
 
 @torch.no_grad()
 def rollout(
-    velocity: Velocity,
+    velocity: VelocityFunction,
     x: Tensor,
     kernel: Kernel,
     window: Sequence[int],
@@ -80,12 +79,12 @@ def rollout(
 
 @torch.no_grad()
 @torch.no_grad()
-def reference_mean(reference: Velocity | None, kernel: Kernel, x: Tensor, step: int) -> Tensor | None:
+def reference_mean(reference: VelocityFunction | None, kernel: Kernel, x: Tensor, step: int) -> Tensor | None:
     """Return the mean of the transition from x (B, C, T, h, w) without the adapter; None without a reference."""
     return None if reference is None else kernel.transition(reference, x, step)[0]
 
 
-def kl_floor(reference: Velocity, x: Tensor, kernel: Kernel, window: Sequence[int]) -> float:
+def kl_floor(reference: VelocityFunction, x: Tensor, kernel: Kernel, window: Sequence[int]) -> float:
     """Return the KL of two transitions whose velocities differ by rounding alone: see flow.perturb.
 
     It is the mean over the window's steps of the reference's rollout, without noise, from x (B, ...) at sigma 1.
@@ -99,7 +98,7 @@ def kl_floor(reference: Velocity, x: Tensor, kernel: Kernel, window: Sequence[in
     return float(torch.stack(read).mean())
 
 
-def score(velocity: Velocity, step: Step, index: int, kernel: Kernel) -> tuple[Tensor, Tensor]:
+def score(velocity: VelocityFunction, step: Step, index: int, kernel: Kernel) -> tuple[Tensor, Tensor]:
     """Return (mean (B, ...), log_prob (B,) float64) of a stored step under today's velocity, with its graph."""
     mean, std = kernel.transition(velocity, step.x, index)
     return mean, flow.log_prob(kernel.kind, step.x_next, mean, std)

@@ -206,8 +206,8 @@ def test_floors():
     assert "rewardfl: 8 floors, at most 7" in violations({"rewardfl/r0.py": ""} | rooms)
 
 
-# the doors of a backbone's module; two samplers of one kind; the entry of a command and its work
-TWICE = {"open", "describe", "rollout", "kl_floor", "main", "run"}
+# the doors of a backbone's module; two samplers of one kind; the entry of a command and its work; a judge's question
+TWICE = {"open", "describe", "rollout", "kl_floor", "main", "run", "QUESTION"}
 # longer than sixty lines, or of more than eight parameters: their docstrings say why
 ODD = {
     "reward_flow.replay", "scheduler.__init__", "rewards.remote.client.__init__", "rewards.face.motion.__init__",
@@ -249,8 +249,11 @@ def habits(sources):
     homes, found = {}, []
     for file, text in sources.items():
         for node in nodes_of(text)[0].body:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-                homes.setdefault(node.name, {})[name_of(file)] = None  # overloads count once
+            targets = getattr(node, "targets", [getattr(node, "target", None)])  # of constants and aliases
+            names = [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else []
+            for name in [*names, *(target.id for target in targets if isinstance(target, ast.Name))]:
+                if not name.startswith("_"):
+                    homes.setdefault(name, {})[name_of(file)] = None  # overloads count once
         for node in nodes_of(text):
             if isinstance(node, ast.FunctionDef) and (name := f"{name_of(file)}.{node.name}") not in ODD:
                 lines, parameters = node.end_lineno - node.lineno + 1, [*node.args.args, *node.args.kwonlyargs]

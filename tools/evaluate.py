@@ -74,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
         "of a second noise. They are decoded and brought to the real clip's size; without --run the first folder is "
         "what the others are compared with",
     )  # fmt: skip
-    count = command_line.option_type(schema.Batch)
+    count = command_line.option_type(schema.BatchSize)
     parser.add_argument("--seeds", type=count, default=2, help="noises per person or prompt (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="default: RUN/evaluation")
     parser.add_argument("--force", action="store_true", help="remove an evaluation of other settings from OUT")

@@ -6,8 +6,8 @@ from rewardfl.backbones.protocol import Backbone, Source
 from rewardfl.config import did_you_mean
 from rewardfl.weights.shards import InputError
 
-WAN = "rewardfl.backbones.wan.backbone"
-MODULES = dict.fromkeys(("wan2_2", "wan2_2_t2v", "wan2_2_ti2v", "wan2_2_ti2v_text", "wan2_1_i2v", "wan2_1_t2v"), WAN)
+_WAN = "rewardfl.backbones.wan.backbone"
+MODULES = dict.fromkeys(("wan2_2", "wan2_2_t2v", "wan2_2_ti2v", "wan2_2_ti2v_text", "wan2_1_i2v", "wan2_1_t2v"), _WAN)
 MODULES |= {
     "sd3": "rewardfl.backbones.image.sd3",
     "flux": "rewardfl.backbones.image.flux",

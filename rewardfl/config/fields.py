@@ -39,19 +39,19 @@ class Equivalent:
     values: tuple[str, ...]
 
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 FREE = Resumed("may change: it is no part of what is computed")
 BY_CONTENT = Resumed("a path, which may change: what it leads to is compared")
 IF_NAMED = Resumed("may change, or its content, when run.resume_with_changes names it, which run.json then lists")
-Free = Annotated[T, FREE]
-ByContent = Annotated[T, BY_CONTENT]
-IfNamed = Annotated[T, IF_NAMED]
+Free = Annotated[_T, FREE]
+ByContent = Annotated[_T, BY_CONTENT]
+IfNamed = Annotated[_T, IF_NAMED]
 
 
 def must_be(words: str, holds: Callable[[Any], object]) -> AfterValidator:
     """Return a validator that raises ValueError(`words`) unless `holds(value)`."""
 
-    def check(value: T) -> T:
+    def check(value: _T) -> _T:
         if not holds(value):
             raise ValueError(words)
         return value
@@ -81,7 +81,7 @@ def _is_path(text: str) -> bool:
 Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
 Whole = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
-Batch = Annotated[int, Field(ge=1, le=10_000)]
+BatchSize = Annotated[int, Field(ge=1, le=10_000)]
 Steps = Annotated[int, Field(ge=1, le=100_000)]
 Denoising = Annotated[int, Field(ge=1, le=1_000)]  # sampling steps: the model has 1000 timesteps
 Side = Annotated[int, Field(ge=1, le=16_384)]
@@ -104,13 +104,13 @@ Mean = Annotated[Number, Field(ge=-1e6, le=1e6)]
 Deviation = Annotated[Number, Field(ge=1e-6, le=1e6)]
 Cap = Literal["self_similarity", "none"] | Annotated[Number, Field(gt=0, le=1)]
 PlainText = Annotated[str, must_be("free of control characters", _is_plain)]
-Line = Annotated[PlainText, must_be("a text of one line", lambda text: "\n" not in text and "\t" not in text)]
-Text = Annotated[Line, must_be("a text that is not empty", lambda text: text.strip() != "")]
+_Line = Annotated[PlainText, must_be("a text of one line", lambda text: "\n" not in text and "\t" not in text)]
+Text = Annotated[_Line, must_be("a text that is not empty", lambda text: text.strip() != "")]
 _fits = must_be("short enough for the name of a file", _is_path)
-PathLine = Annotated[Line, _fits]
+PathLine = Annotated[_Line, _fits]
 PathText = Annotated[Text, _fits]
 Off = Annotated[Literal[False], BeforeValidator(lambda value: None if value == 0 and value is not False else value)]
-Listed = Annotated[tuple[T, ...], Field(strict=False)]  # a strict tuple would not take a YAML list
+Listed = Annotated[tuple[_T, ...], Field(strict=False)]  # a strict tuple would not take a YAML list
 Name = Annotated[
     str, must_be("names of 1 to 80 printable characters", lambda name: name.isprintable() and 1 <= len(name) <= 80)
 ]

@@ -14,7 +14,7 @@ from pydantic import Field
 from rewardfl.config.fields import (  # noqa: F401  (other rooms import the types from here)
     FREE,
     IF_NAMED,
-    Batch,
+    BatchSize,
     ByContent,
     Cap,
     Count,
@@ -266,7 +266,7 @@ class SampleConfig(SharedSampleConfig):
     endpoint_length: Annotated[Number, Field(gt=0, le=1)] = 0.1
     # "fresh": new noise at each visit of a clip; n: each clip has n noises, used in turn, so that the steps before the
     # first active one can be cached.
-    noises_per_sample: Literal["fresh"] | Batch = "fresh"
+    noises_per_sample: Literal["fresh"] | BatchSize = "fresh"
     # Differentiated part of a guided velocity: both passes (exactly), or the conditional one alone, with the negative
     # prompt's velocity as a constant: half the backward and half the graph, and another gradient.
     guidance_gradient: Literal["both", "conditional"] = "both"
@@ -529,7 +529,7 @@ class GrpoTrainConfig(Section):
     # Passes over the data when max_steps is null.
     num_train_epochs: Free[IfNamed[Annotated[int, Field(ge=1, le=10_000)]]] = 1
     # Clips per process and forward pass.
-    per_device_train_batch_size: Free[Batch] = 1
+    per_device_train_batch_size: Free[BatchSize] = 1
     # Largest norm of the gradient; a larger one is scaled down to it.
     max_grad_norm: IfNamed[Positive] = 1.0
     # Recompute activations in the backward pass instead of keeping them.
@@ -581,7 +581,7 @@ class TrainConfig(GrpoTrainConfig):
     # limit. The metric train/sample_norm is their median before clipping: start with twice that.
     max_sample_norm: IfNamed[Positive | None] = None
     # Forward passes per process and step.
-    gradient_accumulation_steps: Free[Batch] = 1
+    gradient_accumulation_steps: Free[BatchSize] = 1
     # Clips per step over all processes, as a check: must equal per device x accumulation x processes.
     train_batch_size: Free[Count | None] = None
     # The VAE decoder's caches between decode and its backward pass. keep: on the GPU; offload: in host memory;
@@ -615,16 +615,16 @@ class GrpoConfig(Section):
     # Rollouts of one clip (prompt and image), which are compared with each other.
     group_size: Annotated[int, Field(ge=2, le=1_000)] = 16
     # Groups per epoch, over all processes.
-    groups: Batch = 48
+    groups: BatchSize = 48
     # Processes of a group's members: contiguous, in a row on as few as possible; spread, on all.
     spread: Free[Literal["contiguous", "spread"]] = "contiguous"
     # All members of a group start from the same noise and differ by the SDE steps' noise alone. The steps before the
     # window are then computed once per group.
     same_noise_in_group: bool = False
     # Updates per pass over an epoch's samples, each with a part of them. The ratio is 1 in the first alone.
-    updates_per_epoch: Batch = 1
+    updates_per_epoch: BatchSize = 1
     # Passes over an epoch's samples.
-    inner_epochs: Batch = 1
+    inner_epochs: BatchSize = 1
 
     # Kernel of the stochastic steps: flow (Flow-GRPO), dance (DanceGRPO) or cps (Flow-CPS), with this much noise.
     sde: Literal["flow", "dance", "cps"] = "flow"
@@ -685,7 +685,7 @@ class EvaluationConfig(Section):
     # Sampling steps; null takes sample.num_inference_steps.
     eval_inference_steps: IfNamed[Denoising | None] = None
     # Videos per clip, each from its own noise, the same in each evaluation.
-    eval_noises: IfNamed[Batch] = 1
+    eval_noises: IfNamed[BatchSize] = 1
 
 
 class RewardFlConfig(Section):

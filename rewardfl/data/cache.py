@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rewardfl.files import atomic_write
 
-FORMAT = 2  # raise it when the tensors are computed in another way: old entries are then not found
+_FORMAT = 2  # raise it when the tensors are computed in another way: old entries are then not found
 
 Key = Mapping[str, object]  # plain JSON values; "kind" is the folder
 
@@ -73,7 +73,7 @@ def digest(key: Key) -> str:
 
 
 def _text(key: Key) -> str:
-    return json.dumps({"format": FORMAT, **key}, sort_keys=True, separators=(",", ":"))
+    return json.dumps({"format": _FORMAT, **key}, sort_keys=True, separators=(",", ":"))
 
 
 def _hash(content: bytes | memoryview) -> str:

@@ -72,7 +72,7 @@ NOT_DONE: Status = "could not be done"
 
 # Tolerated difference of velocities where we mostly fuse a distillation, which diffusers' adapter adds to every product
 # instead. The tests' small network shows 4e-7 and 7e-3, and 0.2 without the distillation.
-FUSED = {torch.float32: 1e-4, torch.bfloat16: 0.03}
+_FUSED = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 
 LORA_LEAVES = (".lora_down.weight", ".lora_up.weight", ".lora_A.weight", ".lora_B.weight", ".alpha")
 
@@ -245,7 +245,7 @@ def check_weights(case: Case) -> Finding:
     for name, record in table.items():
         distance, allowed = record.get("from diffusers'", record["repeated"]), record["repeated"]
         if isinstance(case.backbone, Wan) and name in distillations(case.backbone):
-            allowed = max(allowed, FUSED[case.backbone.dtype])
+            allowed = max(allowed, _FUSED[case.backbone.dtype])
         if not distance <= allowed:  # NaN differs, too
             line, status = f"{name}'s velocity differs by {distance:.1e} of its largest value; ", DIFFERS
     line += f"not compared with diffusers' loading: {why_not}" if why_not else "compared with diffusers' loading"

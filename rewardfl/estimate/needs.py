@@ -17,7 +17,7 @@ from rewardfl.training.workload import Workload
 
 RESERVE = 2e9  # bytes of a GPU that tensors cannot use: CUDA context, workspaces, fragmentation
 ADAM_BYTES = 16  # per LoRA parameter: float32 weight, gradient and two moments
-FLOAT32 = 4
+_FLOAT32 = 4
 
 
 def flops(costs: Costs, work: Workload) -> dict[str, float]:
@@ -106,7 +106,7 @@ def memory(costs: Costs, work: Workload) -> Memory:
         "LoRA, gradient, Adam": adapter,
         "VAE's decoder": costs.decoder_weights,
         "reward networks' weights": work.reward_bytes,
-        "averaged LoRA": work.averaged * FLOAT32 * parameters // (work.processes if work.sharding == "fsdp2" else 1),
+        "averaged LoRA": work.averaged * _FLOAT32 * parameters // (work.processes if work.sharding == "fsdp2" else 1),
         "the epoch's samples": samples if work.samples_on == "gpu" else 0,
     }
     host = {
@@ -161,21 +161,21 @@ def _resident_weights(costs: Costs, work: Workload) -> dict[str, int]:
 def adapter_bytes(work: Workload, parameters: int) -> tuple[int, int]:
     """Return the bytes of training `parameters` parameters: on each GPU, without activations, and in the host."""
     if work.sharding == "zero2":  # weight and gradient whole, and a reduction buffer; optimizer shard in the host
-        return 2 * FLOAT32 * parameters + FLOAT32 * REDUCE_BUCKET, ADAM_BYTES * parameters // work.processes
+        return 2 * _FLOAT32 * parameters + _FLOAT32 * REDUCE_BUCKET, ADAM_BYTES * parameters // work.processes
     if work.sharding == "fsdp2":  # all four sharded, and the gradient whole until an update's last backward
-        return ADAM_BYTES * parameters // work.processes + FLOAT32 * parameters, 0
+        return ADAM_BYTES * parameters // work.processes + _FLOAT32 * parameters, 0
     return ADAM_BYTES * parameters, 0
 
 
 def kept_bytes(costs: Costs, work: Workload) -> int:
     """Return the bytes of one video between rollout and update: latents, and its copy of the conditioning."""
     latents = work.latents_kept.get(work.samples_on, 0)
-    return latents * math.prod(costs.shape) * FLOAT32 + sum(costs.cached.values())
+    return latents * math.prod(costs.shape) * _FLOAT32 + sum(costs.cached.values())
 
 
 def _decoding(costs: Costs, work: Workload) -> dict[str, dict[str, int]]:
     """Return the bytes for one video of the phases between rollout and replay, without the resident ones."""
-    decoded, pixels = costs.num_pixels * costs.itemsize, FLOAT32 * costs.num_pixels
+    decoded, pixels = costs.num_pixels * costs.itemsize, _FLOAT32 * costs.num_pixels
     frames = {"frames by chunk and in one": 2 * decoded}
     if not work.reward_gradient:
         chunk = max(chunk.caches_in + chunk.peak for chunk in costs.chunks)
@@ -226,5 +226,5 @@ def disk(costs: Costs, work: Workload) -> tuple[int, dict[str, int]]:
     """Return the bytes of a checkpoint (float32 adapter, Adam's moments, average), and of one clip's cache by part."""
     cache = dict(costs.cached)
     if work.untrained_placement == "boundary_cache" and isinstance(work.noises_per_sample, int):
-        cache["boundary latents"] = work.noises_per_sample * math.prod(costs.shape) * FLOAT32
-    return (5 if work.averaged else 3) * FLOAT32 * trained_parameters(costs, work), cache
+        cache["boundary latents"] = work.noises_per_sample * math.prod(costs.shape) * _FLOAT32
+    return (5 if work.averaged else 3) * _FLOAT32 * trained_parameters(costs, work), cache

@@ -26,7 +26,7 @@ from rewardfl.rewards.face.identity import FaceRecogniser
 
 VERSION = 1  # raise it when a number is computed in another way
 DET_SIZE = 320
-GREY = 128 / 127.5 - 1  # colour of the border
+_GREY = 128 / 127.5 - 1  # colour of the border
 BORDER = 4  # the frame's height and width over the border's
 PROTOCOLS = {"consisid": 16, "opens2v": 32}  # frames of a clip that are compared, from the first to the last
 
@@ -48,7 +48,7 @@ def largest_faces(frames: Tensor, detector: FaceDetector, recogniser: FaceRecogn
     embeddings = _embed_first(frames, detector.detect(frames), recogniser)
     if missing := [i for i, embedding in enumerate(embeddings) if embedding is None]:
         down, across = (int(size * (1 / BORDER)) for size in frames.shape[-2:])
-        padded = F.pad(frames[missing], (across, across, down, down), value=GREY)
+        padded = F.pad(frames[missing], (across, across, down, down), value=_GREY)
         retried = _embed_first(padded, detector.detect(padded), recogniser)
         for i, embedding in zip(missing, retried, strict=True):
             embeddings[i] = embedding

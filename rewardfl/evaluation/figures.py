@@ -33,11 +33,11 @@ Values = dict[ClipKey, float]  # of one figure of one arm, without clips that la
 
 AMOUNTS = ("flow", "face_flow", "pixel_change", "sharpness")  # of the block motion, compared by their ratio
 
-MOVES = ("speed", "nonrigid")  # of a recogniser, compared by their ratio
+_MOVES = ("speed", "nonrigid")  # of a recogniser, compared by their ratio
 
-RATIOS = {*AMOUNTS, *MOVES, "grid", "saturation"}
+RATIOS = {*AMOUNTS, *_MOVES, "grid", "saturation"}
 
-COLOURS = ("canary/red", "canary/green", "canary/blue")
+_COLOURS = ("canary/red", "canary/green", "canary/blue")
 
 FROZEN = 0.5  # a clip is frozen below this share of the base's non-rigid motion
 
@@ -167,7 +167,7 @@ def frozen_share(values: Values, base: Values) -> Interval | None:
 
 def colour_shift(table: Table, arm: str, base: str) -> Interval | None:
     """Return the distance of the mean colour from the base's, same person and noise, in RGB of [0, 1]."""
-    pairs = [(table.values(arm, name), table.values(base, name)) for name in COLOURS]
+    pairs = [(table.values(arm, name), table.values(base, name)) for name in _COLOURS]
     clips = set.intersection(*(set(values) for pair in pairs for values in pair))
     return mean_interval({clip: math.hypot(*(a[clip] - b[clip] for a, b in pairs)) for clip in clips})
 
@@ -294,7 +294,7 @@ def recogniser_report(table: Table, judge: str, names: Mapping[str, str]) -> dic
 
     figures: dict = {"cap": float(by_person(values("real", "cap")).mean())}
     for which in ("before", "after"):
-        figures[which] = {key: interval(by_person(values(which, key))) for key in ("face_sim", "coverage", *MOVES)}
+        figures[which] = {key: interval(by_person(values(which, key))) for key in ("face_sim", "coverage", *_MOVES)}
         figures[which]["per_frame"] = table.curve(names[which], judge)
         figures[which]["last_quarter"] = float(np.mean(list(values(which, "last_quarter").values())))
     after, before = paired_means(values("after", "face_sim"), values("before", "face_sim"))
@@ -304,7 +304,7 @@ def recogniser_report(table: Table, judge: str, names: Mapping[str, str]) -> dic
         "people_improved": float((after > before).float().mean()),
     }
     for to in ("before", "real"):
-        figures[f"motion_after_to_{to}"] = {key: motion_ratio(values("after", key), values(to, key)) for key in MOVES}
+        figures[f"motion_after_to_{to}"] = {key: motion_ratio(values("after", key), values(to, key)) for key in _MOVES}
     return figures
 
 

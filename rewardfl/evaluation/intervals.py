@@ -8,7 +8,7 @@ from torch import Tensor
 Interval = dict[str, float]  # mean, low, high: the ends of the 95 % interval
 
 RESAMPLES = 10_000
-LEAST = 1e-9  # smallest denominator of a ratio
+_LEAST = 1e-9  # smallest denominator of a ratio
 
 
 def format_interval(value: Interval) -> str:
@@ -27,7 +27,7 @@ def interval(values: Tensor) -> Interval:
     return _ends(values.mean(), values[resampled(len(values))].mean(1))
 
 
-def ratio_interval(numerator: Tensor, denominator: Tensor, least: float = LEAST) -> Interval:
+def ratio_interval(numerator: Tensor, denominator: Tensor, least: float = _LEAST) -> Interval:
     """Return the ratio of two means of (n,) values with its interval. The denominator is clamped to `least`."""
     rows = resampled(len(numerator))
     ratios = numerator[rows].mean(1) / denominator[rows].mean(1).clamp(min=least)

@@ -15,7 +15,7 @@ WATCHED = (
 
 FORMATS = (".png", ".svg", ".pdf")
 
-COLUMNS = 4  # of pictures, at most
+_COLUMNS = 4  # of pictures, at most
 
 Lines = list[dict[str, float | None]]
 
@@ -73,7 +73,7 @@ def draw_metrics(curves: dict[str, Lines], keys: Sequence[str], kind: str) -> by
     """Draw the picture. kind: png, svg or pdf."""
     from matplotlib.figure import Figure
 
-    columns, rows = min(len(keys), COLUMNS), math.ceil(len(keys) / COLUMNS)
+    columns, rows = min(len(keys), _COLUMNS), math.ceil(len(keys) / _COLUMNS)
     figure = Figure(figsize=(4.5 * columns, 3.5 * rows), layout="tight")
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat[len(keys) :]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rewardfl.training.shard import Shard
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 PATIENCE = timedelta(days=7)  # of a process for the slowest one; a launcher ends all when one has failed
 
@@ -30,7 +30,7 @@ class Processes:
         """Return the device of this process: of `cuda`, the GPU with its number on the machine."""
         return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device == "cuda" else device
 
-    def gather(self, items: list[T]) -> list[T]:
+    def gather(self, items: list[_T]) -> list[_T]:
         """Concatenate the items of all processes."""
         if self.count == 1:
             return items

@@ -29,7 +29,7 @@ from rewardfl.weights.shards import InputError
 
 Record = dict[str, Any]
 
-Key = tuple[str, str, int | None]  # row id, arm, seed
+RecordKey = tuple[str, str, int | None]  # row id, arm, seed
 
 Settings = Mapping[str, Mapping[str, str]]  # block -> name -> value
 
@@ -75,7 +75,7 @@ class Line(BaseModel):
         return self
 
 
-def record_key(record: Record) -> Key:
+def record_key(record: Record) -> RecordKey:
     """Return what identifies a record."""
     return record["row"], record["arm"], record["seed"]
 
@@ -85,7 +85,7 @@ def record_file(out: Path, rank: int) -> Path:
     return out / FILE if rank == 0 else out / f"records-{rank}.jsonl"
 
 
-def read_records(out: Path) -> dict[Key, Record]:
+def read_records(out: Path) -> dict[RecordKey, Record]:
     """Return all records of the folder, without truncated lines. Raise InputError for a line that is no record."""
     records = {}
     for path in _files(out):

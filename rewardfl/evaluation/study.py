@@ -23,7 +23,17 @@ from rewardfl.data.cache import Cache
 from rewardfl.evaluation.arms import NEGATIVE, Arm, Files, Job, Sampler, Sampling, batches, encode_inputs, load_model
 from rewardfl.evaluation.judging import FACE, Judges, NoFaceError, judge_real, judge_video, real_video
 from rewardfl.evaluation.processes import Processes
-from rewardfl.evaluation.records import REAL, VAE, WAY_OUT, Key, Record, Writer, join_records, read_records, record_key
+from rewardfl.evaluation.records import (
+    REAL,
+    VAE,
+    WAY_OUT,
+    Record,
+    RecordKey,
+    Writer,
+    join_records,
+    read_records,
+    record_key,
+)
 from rewardfl.files import escape_control
 from rewardfl.training.shard import read_entry
 
@@ -45,7 +55,7 @@ class Study:
     files: Mapping[str, Files]
 
     @cached_property
-    def records(self) -> dict[Key, Record]:
+    def records(self) -> dict[RecordKey, Record]:
         """Return the records from when this process started, without its own later ones."""
         return read_records(self.out)
 

@@ -18,12 +18,12 @@ from rewardfl.weights import lora_files, merge, wan_names
 from rewardfl.weights.lora_files import TORCH_DTYPES, Lora, Update, load_tensor
 from rewardfl.weights.shards import InputError
 
-TOOL = "rewardfl convert_lora 1"
+_TOOL = "rewardfl convert_lora 1"
 
 
 def run(args: argparse.Namespace) -> None:
     """Convert a LoRA to other names. Raise InputError with nothing written."""
-    output = Output(path=args.out, report=args.json, force=args.force, tool=TOOL)
+    output = Output(path=args.out, report=args.json, force=args.force, tool=_TOOL)
     loras = lora_files.read_lora(args.lora, args.alpha)
     output.check([args.lora, *(path for lora in loras for path in lora.files)])
     if output.is_file and len(loras) > 1:
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
     if not output.is_file and any(lora.expert is None and is_wan(lora) for lora in loras):
         raise InputError(f"{args.lora} does not say which expert it is for; give a file as --out")
     report: dict[str, Any] = {"input": str(args.lora), "files": {}}
-    dtype = TORCH_DTYPES[merge_tensors.DTYPES[args.dtype]]
+    dtype = TORCH_DTYPES[merge_tensors.STORED_DTYPES[args.dtype]]
     states = {}  # {file: its tensors and metadata}
     for lora in loras:
         merge.check_finite(lora)
@@ -110,7 +110,7 @@ def convert(lora: Lora, to: str, dtype: torch.dtype) -> tuple[dict[str, Tensor],
         if not bool(torch.isfinite(state[name]).all()):
             raise InputError(f"{lora.path}: {name} does not fit into {dtype}; use --dtype fp32")
     source = command_line.one_line(lora.path.name)
-    metadata = {"format": "pt", "rewardfl": TOOL, "rewardfl_source": f"{source} {sha256(lora.path)}"}
+    metadata = {"format": "pt", "rewardfl": _TOOL, "rewardfl_source": f"{source} {sha256(lora.path)}"}
     if to == "diffusers":
         metadata["lora_adapter_metadata"] = json.dumps(diffusers_config(lora), indent=2, sort_keys=True)
     return state, metadata

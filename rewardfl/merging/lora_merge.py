@@ -17,7 +17,7 @@ from rewardfl.weights import image_names, lora_files, merge, shards
 from rewardfl.weights.lora_files import Lora
 from rewardfl.weights.shards import InputError
 
-TOOL = "rewardfl merge_lora 1"
+_TOOL = "rewardfl merge_lora 1"
 EXPERTS = {"high": "high_noise", "low": "low_noise"}
 # the experts' folders in pipelines
 Folders = dict[str | None, str]  # {expert of the base, None for an image model's: its folder}; "." where it is the base
@@ -28,7 +28,7 @@ LAYOUTS: tuple[Folders, ...] = (
 )
 Routing = dict[str | None, list[tuple[Lora, float]]]  # {expert of the base: its LoRAs and strengths}
 Plans = dict[str | None, merge_tensors.Plan]
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")  # files that no one edits: links to them save the room
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")  # files that no one edits: links to them save the room
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class LoraOption:
 
 def run(args: argparse.Namespace) -> None:
     """Merge LoRAs into a checkpoint. Raise InputError with nothing written."""
-    output = Output(path=args.out, report=args.json, force=args.force, tool=TOOL)
+    output = Output(path=args.out, report=args.json, force=args.force, tool=_TOOL)
     options = [read_loras(text, args.alpha) for text in args.lora]
     layout = next((each for each in LAYOUTS if all((args.base / name).is_dir() for name in each.values())), None)
     if layout and (args.rename != "keep" or output.is_file or args.expert):
@@ -218,13 +218,13 @@ def write_merged(
 ) -> None:
     """Write and verify the output, or with --dry-run print its size. copies: see write_pipeline."""
     total = sum(part.nbytes for plan in plans.values() for part in plan.parts)
-    total += sum(file.stat().st_size for file, _ in copies or () if file.suffix not in WEIGHTS)
+    total += sum(file.stat().st_size for file, _ in copies or () if file.suffix not in _WEIGHTS)
     output.make_room(total)
     if args.dry_run:
         print(f"dry run: nothing written; {command_line.format_bytes(total)} would be")
         output.write_report(report)
         return
-    metadata = {"format": "pt", "rewardfl": TOOL}
+    metadata = {"format": "pt", "rewardfl": _TOOL}
     metadata |= {f"rewardfl_{key}": value for key, value in report["record"].items()}
     if copies is not None:
         write_pipeline(args, output, {folders[expert]: plan for expert, plan in plans.items()}, copies, metadata)
@@ -266,7 +266,7 @@ def write_pipeline(
 def copy_or_link(source: Path, target: Path) -> None:
     """Copy a file, or link weights where the disk has links and both places are on it."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    if source.suffix in WEIGHTS:
+    if source.suffix in _WEIGHTS:
         with suppress(OSError):
             os.link(source.resolve(), target)
             return

@@ -16,7 +16,7 @@ from rewardfl.weights.lora_files import TORCH_DTYPES, WAN, Lora, as_bytes
 from rewardfl.weights.merge import Updates
 from rewardfl.weights.shards import Checkpoint, Entry, InputError
 
-DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}  # --dtype
+STORED_DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}  # --dtype
 SAMPLE_ROWS = 64  # of each merged tensor, for the estimate of the loss
 
 
@@ -87,7 +87,7 @@ def plan_merge(base: Checkpoint, loras: Sequence[tuple[Lora, float]], dtype: str
         common, updates = commons[name], merged.get(name, [])
         stored = entry.dtype
         if dtype != "keep":
-            stored = "F32" if is_wan and wan_names.stays_float32(common) else DTYPES[dtype]
+            stored = "F32" if is_wan and wan_names.stays_float32(common) else STORED_DTYPES[dtype]
         new_name = wan_names.output_name(common, name, names)
         if updates or stored != entry.dtype:
             pieces = _merged_pieces(entry, updates, stored)

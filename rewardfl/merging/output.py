@@ -32,9 +32,9 @@ from rewardfl.weights import shards
 from rewardfl.weights.shards import InputError
 
 MANIFEST = "rewardfl_manifest.json"  # in an output folder: the tool and its files
-LOCK = "rewardfl.lock"  # in an output folder that is filled bit by bit; the process that fills it holds the lock
+_LOCK = "rewardfl.lock"  # in an output folder that is filled bit by bit; the process that fills it holds the lock
 LARGEST = 4 << 30  # bytes of a file that a tool writes whole, or of a manifest
-WAY_OUT = "move it away, or give another name"
+_WAY_OUT = "move it away, or give another name"
 
 
 def check_inputs(option: str, path: Path, inputs: Iterable[Path]) -> None:
@@ -105,7 +105,7 @@ class File:
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise InputError(f"{name} is a link, a folder or a device; give the name of a file")
         if path.exists() and not self._is_own():
-            raise InputError(f"{name} is not a file as this tool wrote it; {WAY_OUT}")
+            raise InputError(f"{name} is not a file as this tool wrote it; {_WAY_OUT}")
 
     def write(self, content: bytes) -> None:
         """Write the content with its proof. Raise InputError as `check` does."""
@@ -161,13 +161,13 @@ class Folder:
             return
         listed = self.listed()
         if not listed:
-            raise InputError(f"--out {self.path} has no {MANIFEST} of this tool; {WAY_OUT}")
+            raise InputError(f"--out {self.path} has no {MANIFEST} of this tool; {_WAY_OUT}")
         parents = {self.path / parent for name in listed for parent in Path(name).parents}
         for path in sorted(self.path.rglob("*")):
             is_folder = path in parents and path.is_dir() and not path.is_symlink()
             is_own = path == self.path / MANIFEST or self._is_own(path.relative_to(self.path).as_posix(), listed)
             if not is_folder and not is_own:
-                raise InputError(f"{path} is not as {MANIFEST} lists it; {WAY_OUT}")
+                raise InputError(f"{path} is not as {MANIFEST} lists it; {_WAY_OUT}")
 
     def claim(self, names: Iterable[str]) -> None:
         """List files before they are written. Raise InputError as `check` does."""
@@ -201,7 +201,7 @@ class Folder:
         """Make the folder and lock it. Raise InputError where another process holds the lock."""
         self.check(())
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / LOCK).open("a") as file:
+        with (self.path / _LOCK).open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -9,13 +9,13 @@ from rewardfl.merging.writing import Part, copy_entry
 from rewardfl.weights import shards, wan_names
 from rewardfl.weights.shards import Checkpoint
 
-TOOL = "rewardfl merge_shards 1"
+_TOOL = "rewardfl merge_shards 1"
 
 
 def run(args: argparse.Namespace) -> None:
     """Merge the shards. Raise InputError with nothing written."""
     model = shards.open_checkpoint(args.input[0] if len(args.input) == 1 else args.input)
-    output = Output(path=args.out, report=args.json, force=args.force, tool=TOOL)
+    output = Output(path=args.out, report=args.json, force=args.force, tool=_TOOL)
     config = model.files[0].with_name("config.json")
     output.check([*args.input, *model.files, config])
     parts = plan_parts(model, args.dtype, args.rename)
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
         print("dry run: nothing written")
         output.write_report(report)
         return
-    metadata = {"format": "pt", **model.metadata, "rewardfl": TOOL}
+    metadata = {"format": "pt", **model.metadata, "rewardfl": _TOOL}
     copied_config = config if args.rename == "keep" and config.is_file() else None
     with writing.progress_bar(parts, str(args.out)) as bar:
         output.write_model(parts, metadata, args.max_shard_size, bar.update, copied_config)

@@ -115,7 +115,7 @@ class RewardServer:
         return data.to_float(frames.to(self.device)).contiguous()
 
     async def _health(self, request: Request) -> Response:
-        state = {"status": "ok", "reward": self.reward.name, "version": wire.VERSION, "max_bytes": self.max_bytes}
+        state = {"status": "ok", "reward": self.reward.name, "version": wire.WIRE_VERSION, "max_bytes": self.max_bytes}
         return JSONResponse(state)
 
     async def _score(self, request: Request) -> Response:

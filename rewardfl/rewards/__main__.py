@@ -18,7 +18,7 @@ from rewardfl.files import escape_control, escape_unencodable_output
 from rewardfl.rewards import REWARDS, Reward, build, find_reward
 from rewardfl.rewards.settings import parse_settings
 
-COLUMNS = ("name", "differentiable", "range", "weights", "licence")
+_COLUMNS = ("name", "differentiable", "range", "weights", "licence")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def list_rewards() -> str:
     """Return the table of this project's rewards."""
     words = {"True": "yes", "False": "no", "": "-"}
-    rows = [[str(getattr(find_reward(name), column)) for column in COLUMNS] for name in sorted(REWARDS)]
-    return table([dict(zip(COLUMNS, [words.get(text, text) for text in row], strict=True)) for row in rows])
+    rows = [[str(getattr(find_reward(name), column)) for column in _COLUMNS] for name in sorted(REWARDS)]
+    return table([dict(zip(_COLUMNS, [words.get(text, text) for text in row], strict=True)) for row in rows])
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from rewardfl.rewards.pixels.video_motion import FARNEBACK, LONG_SIDE, video_mot
 
 # Figures over the real clip's. A real clip with less than this gives no ratio, which would divide by noise: pixels per
 # frame; share of 255; levels of 255 squared; two levels of 255, the difference of a grey clip's channels after a codec.
-LEAST = {
+_LEAST = {
     "flow": 0.05, "face_flow": 0.05, "pixel_change": MIN_CHANGE, "sharpness": 0.1, "saturation": 2 / 255, "grid": 0.0,
 }  # fmt: skip
 DIFFERENCES = ("reversals", "red", "green", "blue")  # figures minus the real clip's
@@ -60,7 +60,7 @@ class FaceJudge(FaceIdentityReward):
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        return (*super().part_names, *LEAST, *DIFFERENCES, "look")
+        return (*super().part_names, *_LEAST, *DIFFERENCES, "look")
 
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
         """Return face_identity's reference, with the real clip's eyes and mouths, motion and artifacts."""
@@ -88,7 +88,7 @@ class FaceJudge(FaceIdentityReward):
         boxes = [face.boxes.numpy() for face in faces if face is not None]
         figures = self._measure(video, np.stack(boxes) if boxes else None)
         real = {name: float(reference[name]) for name in figures}
-        ratios = {name: ratio(figures[name], real[name], least) for name, least in LEAST.items()}
+        ratios = {name: ratio(figures[name], real[name], least) for name, least in _LEAST.items()}
         differences = {name: figures[name] - real[name] for name in DIFFERENCES}
         return ratios | differences | {"look": self._look(video, faces, reference)}
 

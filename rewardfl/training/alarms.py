@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 
-WINDOW = 10  # updates whose means are compared
+_WINDOW = 10  # updates whose means are compared
 
 REVERSALS_GUARD = 0.1  # rise of the mean reversals; -1 is steady motion, 1 a change of direction with every frame
 # Factors. Over five updates on the tiny world a healthy run changes its grid by 1.08 and its saturation by 1.04. A run
@@ -41,7 +41,7 @@ def suspects(ids: Sequence[str], finite: Sequence[bool]) -> str:
     return f"in the backward pass of {', '.join(dict.fromkeys(ids))}"
 
 
-def alarms(history: Sequence[dict[str, float]], motion_alarm: float, window: int = WINDOW) -> Iterator[str]:
+def alarms(history: Sequence[dict[str, float]], motion_alarm: float, window: int = _WINDOW) -> Iterator[str]:
     """Yield warnings about the last `window` updates: falling reward, frozen faces, guards of the held-out judge.
 
     The last window is compared with the run's first. The reward may fall by the first window's standard deviation.
@@ -166,7 +166,7 @@ def score_for_best(
     The score is `recent_mean` after step `since`; None where a guard is broken. The guards compare the updates since
     then, at least `window` (None: WINDOW), with the run's first `window`.
     """
-    updates, window = _updates(history), window or WINDOW
+    updates, window = _updates(history), window or _WINDOW
     count = max(window, sum(line["step"] > since for line in updates))
     broken = broken_guards(updates[:window], updates[window:][-count:], motion, grid)
     return None if broken else recent_mean(history, since, keys), broken

@@ -69,7 +69,7 @@ def load_metrics(folder: Path) -> str:
         ) from None
 
 
-MANIFEST = "manifest.json"
+CHECKPOINT_MANIFEST = "manifest.json"
 
 STATE = Path("state") / "state.pt"
 
@@ -108,7 +108,7 @@ def save_checkpoint(
                 for file in sorted(folder.rglob("*"))
                 if file.is_file()
             }
-            (folder / MANIFEST).write_text(json.dumps(record | {"files": listing}, indent=2) + "\n")
+            (folder / CHECKPOINT_MANIFEST).write_text(json.dumps(record | {"files": listing}, indent=2) + "\n")
         point_links(Path(output_dir), path)
         _rotate(Path(output_dir), keep_last)
     return path
@@ -186,12 +186,12 @@ class Manifest(BaseModel):
 
 def _damage(path: Path) -> str:
     """Return in words how a checkpoint is damaged; "" if every file is as it was written."""
-    if not (path / MANIFEST).is_file():
-        return f"{MANIFEST} is missing"
+    if not (path / CHECKPOINT_MANIFEST).is_file():
+        return f"{CHECKPOINT_MANIFEST} is missing"
     manifest = _manifest(path)
     named = re.fullmatch(r"step-(\d+)", path.name)
     if manifest is None or str(STATE) not in manifest.files or (named and int(named[1]) != manifest.step):
-        return f"{MANIFEST} is cut off or altered"
+        return f"{CHECKPOINT_MANIFEST} is cut off or altered"
     for name, stated in manifest.files.items():
         if not (path / name).is_file():
             return f"{name} is missing"
@@ -199,14 +199,14 @@ def _damage(path: Path) -> str:
         if size != stated.bytes:
             return f"{name} has {size} bytes of {stated.bytes}"
         if sha256(path / name) != stated.sha256:
-            return f"{name} was altered: its sha256 is not that of {MANIFEST}"
+            return f"{name} was altered: its sha256 is not that of {CHECKPOINT_MANIFEST}"
     return ""
 
 
 def _manifest(path: Path) -> Manifest | None:
     """Return a checkpoint's manifest; None when it is damaged."""
     try:
-        return Manifest.model_validate_json((path / MANIFEST).read_bytes(), strict=True)
+        return Manifest.model_validate_json((path / CHECKPOINT_MANIFEST).read_bytes(), strict=True)
     except (OSError, ValidationError):
         return None
 

@@ -17,7 +17,7 @@ from rewardfl.rewards.base import Reference
 from rewardfl.training.samples import Sample
 from rewardfl.training.shard import Gather, Shard, map_shared, read_entry
 
-Number = int | float | None
+_Number = int | float | None
 
 
 def load_video(settings: DataConfig, row: data.Row) -> Tensor:
@@ -49,7 +49,7 @@ def _hash_file(path: Path) -> tuple[str, str]:
         return "", f"{path}: cannot be read ({error.strerror})"
 
 
-def clip_key(row: data.Row, hashes: Mapping[Path, str], size: Mapping[str, Number]) -> Key:
+def clip_key(row: data.Row, hashes: Mapping[Path, str], size: Mapping[str, _Number]) -> Key:
     """Return the cache key of the row's clip as load_example reads it.
 
     hashes: sha256 by file. size: height, width, num_frames, max_pixels, fps; the row's own height and width win.

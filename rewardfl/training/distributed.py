@@ -34,7 +34,7 @@ from rewardfl.memory.sharding import Sharding, full_tensor, shard_like
 from rewardfl.training.launch import make_accelerator
 from rewardfl.training.shard import Shard
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def _part_slices(parameter: nn.Parameter) -> tuple[slice, slice] | None:
@@ -82,7 +82,7 @@ class Distributed:
         """Wait until all processes have come here."""
         self.accelerator.wait_for_everyone()
 
-    def gather(self, tensors: T) -> T:
+    def gather(self, tensors: _T) -> _T:
         """Gather the tensors (one, a list or a dict) of all processes, concatenated along the first axis."""
         return self.accelerator.gather(tensors)
 
@@ -94,7 +94,7 @@ class Distributed:
         """Return the maximum over all processes."""
         return int(self.gather(torch.tensor([number], device=self.device)).max())
 
-    def run_on_main(self, decide: Callable[[], T], refusal: type[Exception] | tuple[type[Exception], ...]) -> T:
+    def run_on_main(self, decide: Callable[[], _T], refusal: type[Exception] | tuple[type[Exception], ...]) -> _T:
         """Run `decide` on the main process, and return its result or raise its `refusal` on all processes.
 
         An error of one process alone would leave the others waiting in a collective.

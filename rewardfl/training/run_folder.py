@@ -27,7 +27,7 @@ from rewardfl.training import checkpoint
 from rewardfl.training.checkpoint import CheckpointError, as_write_error, find_checkpoint, list_checkpoints
 from rewardfl.training.state import ResumePoint
 
-LOCK = "run.lock"
+_LOCK = "run.lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of a network file system without locks
 
 
@@ -57,7 +57,7 @@ class RunFolder:
             self._take_lock()
 
     def _take_lock(self) -> None:
-        lock = (self.path / LOCK).open("a+", encoding="utf-8", errors="replace")
+        lock = (self.path / _LOCK).open("a+", encoding="utf-8", errors="replace")
         self._lock = self._files.enter_context(lock)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -89,12 +89,12 @@ class RunFolder:
     def check_present(self) -> None:
         """Raise CheckpointError unless the folder is still the locked one. Call it before each write."""
         try:
-            if os.path.samestat((self.path / LOCK).stat(), os.fstat(self._lock.fileno())):
+            if os.path.samestat((self.path / _LOCK).stat(), os.fstat(self._lock.fileno())):
                 return
         except FileNotFoundError:
             pass
         raise CheckpointError(
-            f"run.output_dir {self.path} was deleted, moved away or replaced during the run ({LOCK} is not this run's "
+            f"run.output_dir {self.path} was deleted, moved away or replaced during the run ({_LOCK} is not this run's "
             "any more), so this run stops; move the folder back or take another one, and start the same command again"
         )
 
@@ -188,7 +188,7 @@ def _read_resume_point(path: Path, config: dict[str, dict], base_model: Mapping[
     """Return the resume point of a complete checkpoint. run.json is in the run's folder above it."""
     earlier, changed = _compare_run_json(path.parent.parent, config, base_model)
     checkpoint.load_metrics(path)  # fails now, not after the weights are loaded
-    step = checkpoint.Manifest.model_validate_json((path / checkpoint.MANIFEST).read_bytes()).step
+    step = checkpoint.Manifest.model_validate_json((path / checkpoint.CHECKPOINT_MANIFEST).read_bytes()).step
     # changes after a lost checkpoint are in force from this one on
     earlier = [change | {"step": min(change["step"], step)} for change in earlier]
     return ResumePoint(path=path, step=step, changes=(*earlier, *({**change, "step": step} for change in changed)))

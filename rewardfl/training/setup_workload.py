@@ -17,7 +17,7 @@ from rewardfl.training import checks
 from rewardfl.training.plan import FlowGrpoPlan, RewardFlPlan, RunPlan, largest_size
 from rewardfl.training.workload import Span, Video, Workload
 
-WEIGHTS = ({".safetensors"}, {".bin", ".pt", ".pth"}, {".onnx"})  # suffixes by format, in order of preference
+_WEIGHTS = ({".safetensors"}, {".bin", ".pt", ".pth"}, {".onnx"})  # suffixes by format, in order of preference
 
 
 def make_workload(
@@ -154,6 +154,6 @@ def _reward_bytes(cfg: AnyConfig) -> int:
     total = 0
     for path in {Path(value) for value in settings if isinstance(value, str) and value and os.path.exists(value)}:
         files = [path] if path.is_file() else list(path.rglob("*"))
-        sizes = [sum(file.stat().st_size for file in files if file.suffix in suffixes) for suffixes in WEIGHTS]
+        sizes = [sum(file.stat().st_size for file in files if file.suffix in suffixes) for suffixes in _WEIGHTS]
         total += next((size for size in sizes if size), 0)  # formats repeat the same weights
     return total

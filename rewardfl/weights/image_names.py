@@ -24,7 +24,7 @@ _SHARED |= _under("time_text_embed.timestep_embedder", "linear_1 linear_2")
 _POOLED = _under("time_text_embed.text_embedder", "linear_1 linear_2") | {"context_embedder"}
 
 # the modules with tensors in diffusers' transformers, N for the number of a block
-MODULES = {
+LORA_MODULES = {
     "SD3": _SHARED
     | _POOLED
     | _under("transformer_blocks.N", _FEED_FORWARD)
@@ -46,7 +46,7 @@ MODULES = {
 # a layer in Black Forest Labs' code, or in a LoRA of XLabs
 _FLUX_ORIGINAL = r"((double|single)_blocks|time_in|vector_in|guidance_in|final_layer)[._].+|(img|txt)_in"
 
-_FLAT = {model: {name.replace(".", "_"): name for name in names} for model, names in MODULES.items()}
+_FLAT = {model: {name.replace(".", "_"): name for name in names} for model, names in LORA_MODULES.items()}
 
 ALL_ROWS = 21504  # assumed for a layer of unknown size: rows of FLUX.1's widest, which divides as all others do
 
@@ -101,7 +101,7 @@ def _flux_places(name: str, rows: int) -> tuple[ModuleSlice, ...]:
         for key, value in converted.items()
         if key.endswith(".lora_B.weight")
     }
-    if any(_template(module)[0] not in MODULES["FLUX.1"] for module in numbers):
+    if any(_template(module)[0] not in LORA_MODULES["FLUX.1"] for module in numbers):
         return ()
     all_rows = list(range(rows))
     if sorted(number for part in numbers.values() for number in part) != all_rows:
@@ -115,14 +115,14 @@ def match_models(checkpoint: Checkpoint) -> tuple[str, ...]:
     Raise InputError for FLUX.1 in its original names, and for single tensors that the closest image model lacks.
     """
     modules = {name: _template(re.sub(r"\.(weight|bias)$", "", name))[0] for name in checkpoint.tensors}
-    if models := tuple(model for model, names in MODULES.items() if names.issuperset(modules.values())):
+    if models := tuple(model for model, names in LORA_MODULES.items() if names.issuperset(modules.values())):
         return models
     if any(re.search(r"(^|\.)(double|single)_blocks\.", name) for name in modules):
         raise InputError(
             f"{checkpoint.path} has the original names of FLUX.1, FLUX.2 or a model like them, with fused layers; "
             "merge into the folder in diffusers' layout (transformer/)"
         )
-    unknown = {model: [name for name in modules if modules[name] not in names] for model, names in MODULES.items()}
+    unknown = {model: [name for name in modules if modules[name] not in names] for model, names in LORA_MODULES.items()}
     model = min(unknown, key=lambda model: len(unknown[model]))
     if len(unknown[model]) < len(modules) / 2:
         raise InputError(f"{checkpoint.path}: tensor {unknown[model][0]} has no place in {model}, whose names it has")

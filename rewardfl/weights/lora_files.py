@@ -50,20 +50,20 @@ _ROLES = [
     (r"\.lora_magnitude_vector(?:\.[\w-]+)?(?:\.weight)?", "magnitude"),
 ]
 WAN = "Wan"
-_READ = f"LoRAs of {WAN}, {', '.join(image_names.MODULES)} are read"
+_READ = f"LoRAs of {WAN}, {', '.join(image_names.LORA_MODULES)} are read"
 _LONGEST_KEY = 500  # characters; the longest key of a Wan module has about 90
-FLOAT32 = torch.finfo(torch.float32)  # a scale must fit into it
+_FLOAT32 = torch.finfo(torch.float32)  # a scale must fit into it
 
 # errors of torch.load on a damaged file: its readers of zip and pickle check little
 _DAMAGED = (
     pickle.UnpicklingError, zipfile.BadZipFile, struct.error, EOFError, RuntimeError, ValueError, LookupError,
     TypeError, AttributeError, AssertionError, ArithmeticError, OSError,
 )  # fmt: skip
-Source = Entry | Tensor
+_Source = Entry | Tensor
 _Key = tuple[str, str, str | None]  # bare module name, role and expert of a LoRA's key
 
 
-def load_tensor(source: Source) -> Tensor:
+def load_tensor(source: _Source) -> Tensor:
     """Load a tensor in float32 on the CPU. Raise InputError for a dtype that is not known."""
     if isinstance(source, Tensor):
         return source.float()
@@ -90,17 +90,17 @@ class Update:
     """
 
     module: str
-    down: Source | None = None
-    up: Source | None = None
+    down: _Source | None = None
+    up: _Source | None = None
     scale: float = 1.0
-    up_bias: Source | None = None
-    magnitude: Source | None = None
+    up_bias: _Source | None = None
+    magnitude: _Source | None = None
     wd_on_output: bool = True
-    diff: Source | None = None
-    diff_b: Source | None = None
+    diff: _Source | None = None
+    diff_b: _Source | None = None
 
     @property
-    def factors(self) -> tuple[Source, Source]:
+    def factors(self) -> tuple[_Source, _Source]:
         """Return (up, down) of an update that has them."""
         assert self.up is not None and self.down is not None
         return self.up, self.down
@@ -109,11 +109,11 @@ class Update:
     def rank(self) -> int:
         return self.factors[1].shape[0]
 
-    def sources(self) -> dict[str, Source]:
+    def sources(self) -> dict[str, _Source]:
         named = {role: getattr(self, role) for role in ("down", "up", "up_bias", "magnitude", "diff", "diff_b")}
         return {role: source for role, source in named.items() if source is not None}
 
-    def biases(self) -> list[tuple[Source, float]]:
+    def biases(self) -> list[tuple[_Source, float]]:
         """Return the tensors added to the bias, and their factors: peft scales up_bias as the product, not diff_b."""
         scaled = [(self.up_bias, self.scale), (self.diff_b, 1.0)]
         return [(source, factor) for source, factor in scaled if source is not None]
@@ -207,7 +207,7 @@ def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
 
 
 def parse_lora(
-    path: Path, sources: Mapping[str, Source], metadata: Mapping[str, str], alpha: float | None = None
+    path: Path, sources: Mapping[str, _Source], metadata: Mapping[str, str], alpha: float | None = None
 ) -> list[Lora]:
     """Return the LoRAs in a file's tensors by key and its metadata; see read_lora."""
     keys = {key: _split(key) for key in sources}
@@ -216,7 +216,7 @@ def parse_lora(
     rows = _count_rows(keys, sources)
     ranks = {key: sources[key].shape[0] for key, (_, role, _) in keys.items() if role == "down" and sources[key].shape}
     models, slices = _find_modules(path, keys, rows)
-    by_expert: dict[str | None, dict[str, dict[str, Source]]] = {}
+    by_expert: dict[str | None, dict[str, dict[str, _Source]]] = {}
     names: dict[str, str] = {}  # of the modules in this file
     both = any(key.startswith(("transformer_2.", "pipe.dit2.")) for key in sources)
     for key, (name, role, expert) in keys.items():
@@ -249,7 +249,7 @@ def parse_lora(
     return loras
 
 
-def _count_rows(keys: Mapping[str, _Key], sources: Mapping[str, Source]) -> dict[str, int]:
+def _count_rows(keys: Mapping[str, _Key], sources: Mapping[str, _Source]) -> dict[str, int]:
     """Return {name of a module: its outputs}, by its `up` or, without one, by its other tensors."""
     rows: dict[str, int] = {}
     for key, (name, role, _) in keys.items():
@@ -285,7 +285,7 @@ def _find_modules(
     return tuple(models), {name: parts[models[0]] for name, parts in slices.items()}
 
 
-def _take_rows(path: Path, key: str, role: str, source: Source, part: ModuleSlice, rows: int) -> Source:
+def _take_rows(path: Path, key: str, role: str, source: _Source, part: ModuleSlice, rows: int) -> _Source:
     """Return the rows of a tensor that belong to a module, where the file fuses several layers into one."""
     if not part.rows or role in ("down", "alpha"):
         return source
@@ -315,7 +315,7 @@ def _files_in(folder: Path) -> list[Path]:
     return files
 
 
-def _open(path: Path) -> tuple[dict[str, Source], dict[str, str]]:
+def _open(path: Path) -> tuple[dict[str, _Source], dict[str, str]]:
     if path.suffix == ".safetensors" or shards.is_safetensors(path):
         tensors, metadata = shards.read_header(path)
         return {**tensors}, metadata
@@ -337,7 +337,7 @@ def read_torch(path: Path) -> dict[str, Tensor]:
     return state
 
 
-def _update(path: Path, module: str, roles: dict[str, Source], alphas: "_Alphas") -> Update:
+def _update(path: Path, module: str, roles: dict[str, _Source], alphas: "_Alphas") -> Update:
     shape = {role: tuple(source.shape) for role, source in roles.items()}
     for role, partner in (
         ("down", "up"), ("up", "down"), ("up_bias", "up"), ("alpha", "up"), ("magnitude", "up"), ("dora_scale", "up"),
@@ -409,7 +409,7 @@ class _Alphas:
     fallback: float | None
     used: Counter[str] = field(default_factory=Counter)
 
-    def scale(self, module: str, rank: int, key: Source | None) -> float:
+    def scale(self, module: str, rank: int, key: _Source | None) -> float:
         if key is not None and prod(key.shape) != 1:
             raise InputError(f"{self.path}: .alpha of {module} has shape {tuple(key.shape)}; it must be one number")
         if self.config.ranks and rank not in self.config.ranks:
@@ -432,7 +432,7 @@ class _Alphas:
                     "one that is wrong"
                 )
         scale = alpha / rank**0.5 if self.config.use_rslora else alpha / rank
-        if not FLOAT32.tiny <= scale <= FLOAT32.max:
+        if not _FLOAT32.tiny <= scale <= _FLOAT32.max:
             raise InputError(
                 f"{self.path}: alpha of {module} is {alpha:g} (from {source}); it must be above 0 (which tools read as "
                 "rank or as nothing) and within float32: write the alpha that was trained with"

@@ -12,7 +12,7 @@ from rewardfl.weights.lora_files import TORCH_DTYPES, WAN, Lora, Update, load_te
 from rewardfl.weights.shards import BLOCK_BYTES, Checkpoint, Entry, InputError
 
 # adds to rows in place; arguments: the rows, the base's rows, and the slice of the tensor that they are
-Term = Callable[[Tensor, Tensor, slice], Tensor]
+_Term = Callable[[Tensor, Tensor, slice], Tensor]
 
 Updates = Sequence[tuple[Update, float]]  # of a tensor, with their strengths
 
@@ -104,7 +104,7 @@ def read_rows(entry: Entry, first: int, count: int) -> Tensor:
     return torch.frombuffer(entry.read(first, count), dtype=TORCH_DTYPES[entry.dtype]).reshape(count, -1).float()
 
 
-def load_terms(entry: Entry, update: Update, strength: float) -> Iterator[Term]:
+def load_terms(entry: Entry, update: Update, strength: float) -> Iterator[_Term]:
     """Yield the additions of an update to rows of a tensor, with the update's tensors loaded."""
     if entry.name.endswith(".bias"):
         for source, factor in update.biases():
@@ -120,11 +120,11 @@ def load_terms(entry: Entry, update: Update, strength: float) -> Iterator[Term]:
         yield _full(load_tensor(update.diff).reshape(entry.rows, -1), strength)
 
 
-def _full(values: Tensor, factor: float) -> Term:
+def _full(values: Tensor, factor: float) -> _Term:
     return lambda rows, base, chosen: rows.add_(values[chosen], alpha=factor)
 
 
-def _dora(entry: Entry, update: Update, magnitude: Tensor, up: Tensor, down: Tensor, strength: float) -> Term:
+def _dora(entry: Entry, update: Update, magnitude: Tensor, up: Tensor, down: Tensor, strength: float) -> _Term:
     """Return the term W' = m (W + s BA) / |W + s BA| (DoRA, arXiv 2402.09353, eq. 5) by rows or by columns."""
     if not update.wd_on_output:
         factors = magnitude.flatten() / column_norms(entry, up, down, update.scale)

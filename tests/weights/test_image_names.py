@@ -178,7 +178,7 @@ def test_modules_are_those_of_the_models():
             for name in modules:  # by both names, and back
                 for alias in (name, name.replace(".", "_")):
                     assert image_names.find_modules(alias, 8)[model] == (image_names.ModuleSlice(name),)
-        assert seen == image_names.MODULES[model]
+        assert seen == image_names.LORA_MODULES[model]
 
 
 ORIGINAL = {  # {layer of FLUX.1 as its original code or XLabs calls it: (outputs, how many modules hold it)}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # its module makes transformers print a note on torchvision
 
 Load = Callable[[Sequence[str]], "WanImageToVideoPipeline"]  # parts -> a frozen pipeline that has them, on the CPU
 
-PATCH = 2  # latents on a side of one token, of every published transformer
+_PATCH = 2  # latents on a side of one token, of every published transformer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Wan(Backbone):
 
     @property
     def pixels_per_token(self) -> int:
-        return self.spatial * PATCH
+        return self.spatial * _PATCH
 
     def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:
         """Return the schedule, which is the same for latents of every shape."""
@@ -189,7 +189,7 @@ class Wan(Backbone):
         elif self.variant.image == "frame":
             latents = torch.cat([given["image"].to(x.dtype), x], 2)
         if self.variant.token_times:  # of patches, as in the pipeline; the image's are 0
-            tokens, image_frames = x.shape[3] // PATCH * (x.shape[4] // PATCH), latents.shape[2] - x.shape[2]
+            tokens, image_frames = x.shape[3] // _PATCH * (x.shape[4] // _PATCH), latents.shape[2] - x.shape[2]
             time = torch.cat([time.new_zeros(tokens * image_frames), time.expand(tokens * x.shape[2])])
         if self.variant.clip:
             more["encoder_hidden_states_image"] = given["clip"].to(self.dtype)

@@ -20,7 +20,7 @@ from rewardfl.weights import lora_files, merge, shards, wan_names
 from rewardfl.weights.shards import Checkpoint, InputError
 
 # configurations of the published models, for files that come without any: pipeline folders without weights
-PUBLISHED = Path(__file__).parent / "published"
+_PUBLISHED = Path(__file__).parent / "published"
 
 TOKENIZER_FILES = ("tokenizer.json", "spiece.model")  # a tokenizer has either
 
@@ -50,7 +50,7 @@ class Layout:
 
 def published(variant: Variant) -> Path:
     """Return the folder with the published model's configurations."""
-    return PUBLISHED / variant.published
+    return _PUBLISHED / variant.published
 
 
 def find_configs(variant: Variant, model_paths: str) -> Path:

@@ -23,7 +23,7 @@ from rewardfl.evaluation.report.verdicts import judge_words, main_judge
 PEOPLE, SHOWN, HEIGHT = 8, 4, 96  # rows of the grid, frames of each clip in it, and their height
 GAP, HEAD, FOOT = 10, 16, 14  # pixels between clips, above all, and below each row
 
-COLOURS = ("#0068b5", "#c75300", "#00805b", "#a83f83", "#8a6d00", "#1f8fbf", "#7b4fb5", "#8b4a2b")
+_COLOURS = ("#0068b5", "#c75300", "#00805b", "#a83f83", "#8a6d00", "#1f8fbf", "#7b4fb5", "#8b4a2b")
 
 REAL, BASE = "#7f7f7f", "#000000"
 
@@ -67,7 +67,7 @@ class Chart:
 
 def arm_colour(number: int) -> str:
     """Return the colour of the arm with this number."""
-    return COLOURS[number % len(COLOURS)]
+    return _COLOURS[number % len(_COLOURS)]
 
 
 def arm_curves(report: Mapping, judge: str, before: str = "", first: int = 0) -> list[Curve]:

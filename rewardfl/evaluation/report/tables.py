@@ -25,9 +25,9 @@ class Cell:
     problem: str = ""
 
 
-Name = tuple[str, str]  # of a row or column, with a line below; empty for none
+_Name = tuple[str, str]  # of a row or column, with a line below; empty for none
 
-TableRow = tuple[Name, Sequence[Cell]]
+TableRow = tuple[_Name, Sequence[Cell]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class FigureTable:
 
     title: str
     subtitle: str = ""
-    head: Sequence[Name]
+    head: Sequence[_Name]
     rows: Sequence[TableRow]
 
 

@@ -27,7 +27,7 @@ VIT_H_14 = {
 }  # fmt: skip
 
 # open_clip's names -> transformers', within a block of either tower
-BLOCK = {
+_BLOCK = {
     "ln_1": "layer_norm1", "ln_2": "layer_norm2", "mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2",
     "attn.out_proj": "self_attn.out_proj",
 }  # fmt: skip
@@ -109,5 +109,5 @@ def from_open_clip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             for letter, third in zip("qkv", value.chunk(3), strict=True):
                 converted[f"{prefix}.self_attn.{letter}_proj.{part}"] = third
         else:
-            converted[f"{prefix}.{BLOCK.get(module, module)}.{part}"] = value
+            converted[f"{prefix}.{_BLOCK.get(module, module)}.{part}"] = value
     return converted

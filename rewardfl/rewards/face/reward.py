@@ -17,7 +17,7 @@ from rewardfl.rewards.face.pack import PackFolder
 from rewardfl.rewards.face.track import MIN_MOTION
 
 PARTS = ("face_score", "cap", "coverage", "motion_speed", "motion_nonrigid", "motion")
-NUMBERS = ("cap", "speed", "nonrigid", "coverage")  # of a FacePool
+_NUMBERS = ("cap", "speed", "nonrigid", "coverage")  # of a FacePool
 MOST_VIEWS = 64
 MOST_JITTER = 0.1  # face widths; beyond it the crop shows no face
 PARTS_OF_ALL = ("people", "worst_person")  # in addition with people="all"
@@ -90,7 +90,7 @@ class FaceIdentityReward(Reward):
         if not pools:
             return None
         owner = torch.cat([torch.full((len(pool.embeddings),), k) for k, pool in enumerate(pools)])
-        numbers = {name: torch.tensor([getattr(pool, name) for pool in pools]) for name in NUMBERS}
+        numbers = {name: torch.tensor([getattr(pool, name) for pool in pools]) for name in _NUMBERS}
         embeddings = torch.cat([pool.embeddings for pool in pools])
         tracks = {name: torch.stack([getattr(pool, name) for pool in pools]) for name in ("boxes", "landmarks")}
         return {"embeddings": embeddings, "owner": owner} | tracks | numbers
@@ -109,7 +109,7 @@ class FaceIdentityReward(Reward):
         trained = torch.is_grad_enabled() and video.requires_grad
         jitter, views = (self.landmark_jitter, self.views) if trained else (0.0, 0)
         faces = self.identity.scores(video, pools, jitter, views)
-        real = [{name: reference[name][k].item() for name in NUMBERS} for k in range(len(pools))]
+        real = [{name: reference[name][k].item() for name in _NUMBERS} for k in range(len(pools))]
         cap = 1.0 if self.cap == "none" else self.cap
         caps = [person["cap"] if isinstance(cap, str) else cap for person in real]
         parts = {"cap": float(np.mean(caps)), "people": float(len(pools))}

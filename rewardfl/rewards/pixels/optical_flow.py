@@ -14,11 +14,11 @@ from rewardfl.rewards.base import Reward, RewardOutput, score_clips
 from rewardfl.rewards.pixels.motion import symmetric_ratio
 
 # Larger frames are shrunk to this many pixels on their long side: a flow of one level follows motions of about a pixel.
-LONG_SIDE = 128
-WINDOW = 15  # pixels on a side of the window, in which motion is taken to be uniform
+FLOW_SIDE = 128
+_WINDOW = 15  # pixels on a side of the window, in which motion is taken to be uniform
 FLAT = 1e-4  # added to the sums of squared gradients (grey in 0..1), so that the flow of a flat picture is 0, not noise
 MIN_FLOW = 0.02  # pixels per shrunk frame; below it a real clip stands still, and a field has no direction
-GREY = (0.299, 0.587, 0.114)  # OpenCV's
+_GREY = (0.299, 0.587, 0.114)  # OpenCV's
 
 
 class OpticalFlowReward(Reward):
@@ -28,7 +28,7 @@ class OpticalFlowReward(Reward):
     fields, from -1 (steady) to 1 (back and forth): it prices trembling. Unlike `motion`, this reward ignores flicker.
     Unlike landmarks, it does not reward pixels that fool a detector.
 
-    The flow is Lucas and Kanade's (IJCAI 1981), of one level, on grey frames of at most LONG_SIDE pixels. The held-out
+    The flow is Lucas and Kanade's (IJCAI 1981), of one level, on grey frames of at most FLOW_SIDE pixels. The held-out
     judge uses Farneback's (OpenCV). On clips of the tiny world the two correlate by 0.95, their reversals by 0.94.
 
     wanted_flow, in pixels per shrunk frame, and wanted_reversals replace the real clip's where there is none. They may
@@ -74,7 +74,7 @@ class OpticalFlowReward(Reward):
 
     def fingerprint(self) -> dict[str, object]:
         """Return the settings of the flow and the wanted motion, but not the weight of reversals."""
-        fingerprint: dict[str, object] = {"name": self.name, "flow": [LONG_SIDE, WINDOW, FLAT]}
+        fingerprint: dict[str, object] = {"name": self.name, "flow": [FLOW_SIDE, _WINDOW, FLAT]}
         return fingerprint if self.target is None else fingerprint | {"wanted": list(self.target)}
 
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
@@ -97,7 +97,7 @@ class OpticalFlowReward(Reward):
 def lucas_kanade(video: Tensor) -> Tensor:
     """Return the flow (x, y) (F - 1, 2, h, w), in pixels, between the frames of a (3, F, H, W) video in [-1, 1].
 
-    h x w is the frame's size, shrunk to LONG_SIDE if larger. The flow of a pixel is the least squares solution of
+    h x w is the frame's size, shrunk to FLOW_SIDE if larger. The flow of a pixel is the least squares solution of
     I_x u + I_y v = -I_t over its window, damped by FLAT.
     """
     frames = _grey(video)
@@ -106,7 +106,7 @@ def lucas_kanade(video: Tensor) -> Tensor:
     y = (middle[..., 2:, 1:-1] - middle[..., :-2, 1:-1]) / 2
     t = frames[1:] - frames[:-1]
     products = torch.cat([x * x, x * y, y * y, x * t, y * t], 1)
-    for window in ((WINDOW, 1), (1, WINDOW)):  # the mean over a square, one axis at a time
+    for window in ((_WINDOW, 1), (1, _WINDOW)):  # the mean over a square, one axis at a time
         products = F.avg_pool2d(products, window, 1, [side // 2 for side in window], count_include_pad=False)
     xx, xy, yy, xt, yt = products.split(1, 1)
     xx, yy = xx + FLAT, yy + FLAT
@@ -133,8 +133,8 @@ def mean_reversal(fields: Tensor) -> Tensor:
 def _grey(video: Tensor) -> Tensor:
     """Return a video (3, F, H, W) in [-1, 1] as (F, 1, h, w) in [0, 1], shrunk if large, smoothed over 3 x 3 pixels."""
     video = video.to(torch.promote_types(video.dtype, torch.float32))
-    grey = torch.einsum("c,cfhw->fhw", torch.tensor(GREY).to(video), video)[:, None] / 2 + 0.5
-    scale = LONG_SIDE / max(grey.shape[-2:])
+    grey = torch.einsum("c,cfhw->fhw", torch.tensor(_GREY).to(video), video)[:, None] / 2 + 0.5
+    scale = FLOW_SIDE / max(grey.shape[-2:])
     if scale < 1:
         size = [max(1, round(side * scale)) for side in grey.shape[-2:]]
         grey = F.interpolate(grey, size, mode="area")

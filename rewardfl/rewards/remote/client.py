@@ -152,12 +152,12 @@ class RemoteReward(Reward):
         answer = self._request("GET", "/health")
         try:
             health = json.loads(answer)
-            if health["version"] == wire.VERSION:
+            if health["version"] == wire.WIRE_VERSION:
                 return health["max_bytes"]
         except NO_SUCH_JSON:
             pass
         raise self._error(
-            f"GET /health should answer JSON with version {wire.VERSION} and max_bytes, got {answer[:80]!r}; "
+            f"GET /health should answer JSON with version {wire.WIRE_VERSION} and max_bytes, got {answer[:80]!r}; "
             "is that a reward server (tools/serve_reward.py) of the same release?"
         )
 

@@ -31,7 +31,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-VERSION = 1
+WIRE_VERSION = 1
 
 MAX_BODIES = 4  # bodies that a server holds at a time: one is scored while the next ones arrive
 
@@ -77,7 +77,7 @@ def pack_request(clips: Sequence[Clip]) -> bytes:
     for i, clip in enumerate(clips):
         if clip.reference is not None:
             tensors[f"reference.{i}"] = clip.reference.contiguous()
-    request = {"version": VERSION, "prompts": [clip.prompt for clip in clips]}
+    request = {"version": WIRE_VERSION, "prompts": [clip.prompt for clip in clips]}
     return save(tensors, {"request": json.dumps(request, ensure_ascii=False)})
 
 
@@ -143,9 +143,9 @@ def _prompts(metadata: dict[str, str], count: int) -> list[str]:
         version, prompts = request["version"], request["prompts"]
     except (ValueError, LookupError, TypeError, RecursionError):
         version, prompts = None, []
-    if version != VERSION or len(prompts) != count or not all(isinstance(prompt, str) for prompt in prompts):
+    if version != WIRE_VERSION or len(prompts) != count or not all(isinstance(prompt, str) for prompt in prompts):
         raise WireError(
-            f"metadata key 'request' must be JSON with version {VERSION} and prompts, {count} strings, got "
+            f"metadata key 'request' must be JSON with version {WIRE_VERSION} and prompts, {count} strings, got "
             f"{metadata.get('request', 'nothing')[:80]}"
         )
     return list(prompts)

@@ -19,7 +19,7 @@ from rewardfl.rewards.base import score_clips
 
 COLOURS = {"red": (0.85, 0.12, 0.12), "green": (0.1, 0.62, 0.2), "blue": (0.15, 0.25, 0.85), "yellow": (0.95, 0.8, 0.1)}
 SHAPES = ("circle", "square", "triangle")
-NUMBERS = {"a": 1, "two": 2, "three": 3}
+_NUMBERS = {"a": 1, "two": 2, "three": 3}
 # of the first object to the second: the axis, and the sign of the difference of their coordinates
 RELATIONS = {"left of": ("x", -1), "right of": ("x", 1), "above": ("y", -1), "below": ("y", 1)}
 APART = 0.2  # of the side: minimum distance of two related objects along the relation's axis
@@ -61,7 +61,7 @@ def all_scenes() -> list[Scene]:
     pairs = list(permutations(kinds, 2))
     scenes = [
         Scene(f"{word} {colour} {shape}{'s' if count > 1 else ''}", {(colour, shape): count})
-        for (word, count), (colour, shape) in product(NUMBERS.items(), kinds)
+        for (word, count), (colour, shape) in product(_NUMBERS.items(), kinds)
     ]
     scenes += [Scene(f"a {' '.join(a)} and a {' '.join(b)}", {a: 1, b: 1}) for a, b in pairs]
     scenes += [

@@ -29,7 +29,7 @@ from rewardfl.rewards.clip.network import check_model_type, check_state, list_so
 Dtype = Literal["bfloat16", "float32"]
 
 Head = TypeVar("Head", bound=nn.Module)
-Lora = tuple[int, float]  # rank, and factor of up @ down
+LoraScale = tuple[int, float]  # rank, and factor of up @ down
 
 
 def input_size(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
@@ -129,7 +129,7 @@ def to_model_name(name: str) -> str:
 
 
 def load_published(
-    path: str | Path, lora: Lora | None, dtype: torch.dtype
+    path: str | Path, lora: LoraScale | None, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return a scorer's tensors: the backbone's in `dtype` under Qwen2VLModel's names, and the head's in float32.
 
@@ -244,7 +244,7 @@ def load_judge(
     weights: str | Path,
     dtype: Dtype,
     make_head: Callable[[int], Head],
-    lora: Lora | None = None,
+    lora: LoraScale | None = None,
 ) -> tuple[Judge, Head]:
     """Load a scorer's model and head. make_head: width of the hidden states -> the head, without its weights.
 

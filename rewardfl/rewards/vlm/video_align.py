@@ -17,9 +17,9 @@ from rewardfl.config.schema import NonNegative, Positive
 from rewardfl.rewards.base import Reference, RewardOutput, score_clips
 from rewardfl.rewards.clip.network import normalise, unit_range
 from rewardfl.rewards.settings import ExistingPath
-from rewardfl.rewards.vlm.qwen2_vl import Dtype, Lora, Question, QuestionReward, input_size, load_judge
+from rewardfl.rewards.vlm.qwen2_vl import Dtype, LoraScale, Question, QuestionReward, input_size, load_judge
 
-PARTS = ("vq", "mq", "ta")  # the order of the tokens and of the head's rows, train_reward.py:95
+_PARTS = ("vq", "mq", "ta")  # the order of the tokens and of the head's rows, train_reward.py:95
 
 QUESTION = Question(
     literals=("DETAILED_PROMPT_WITH_SPECIAL_TOKEN",),
@@ -72,7 +72,7 @@ class VideoAlignReward(QuestionReward):
         checkpointing: bool = True,
     ):
         super().__init__()
-        weights = weigh_parts(dict.fromkeys(PARTS, 1.0) if parts is None else parts)
+        weights = weigh_parts(dict.fromkeys(_PARTS, 1.0) if parts is None else parts)
         self.trained = read_training_config(Path(checkpoint_dir) / "model_config.json")
         self.fps, self.frames = fps, frames if frames is not None else self.trained.frames
         checkpoint = newest_checkpoint(Path(checkpoint_dir))
@@ -89,13 +89,13 @@ class VideoAlignReward(QuestionReward):
 
     def forward(self, video: Tensor, batch: Sequence[Reference]) -> RewardOutput:
         with torch.autocast(video.device.type, enabled=False):
-            return score_clips(video, batch, self._sample, PARTS)
+            return score_clips(video, batch, self._sample, _PARTS)
 
     def _sample(self, clip: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
         parts = self.score_parts(clip, reference["tokens"].to(clip.device))
         used = self.chosen > 0
         score = parts[used] @ self.chosen[used] if parts[used].isfinite().all() else None
-        return score, dict(zip(PARTS, parts.tolist(), strict=True))
+        return score, dict(zip(_PARTS, parts.tolist(), strict=True))
 
     def score_parts(self, clip: Tensor, tokens: Tensor) -> Tensor:
         """Return normalised vq, mq and ta (3,) of one clip (3, F, H, W) in [-1, 1]."""
@@ -112,7 +112,7 @@ class VideoAlignReward(QuestionReward):
 
 def weigh_parts(parts: Mapping[Any, float]) -> list[float]:
     """Return the weights of vq, mq and ta. Raise ValueError where all are 0, warn where only vq has one."""
-    weights = [float(parts.get(name, 0)) for name in PARTS]
+    weights = [float(parts.get(name, 0)) for name in _PARTS]
     if not any(weights):
         raise ValueError(f"reward 'video_align': parts must be weights of which one is positive, got {parts!r}")
     if weights[1:] == [0, 0]:
@@ -174,7 +174,7 @@ class TrainingConfig(BaseModel):
     inference_config: Statistics | None = None  # None: the parts are not normalised (inference.py:68)
 
     @property
-    def lora(self) -> Lora | None:
+    def lora(self) -> LoraScale | None:
         """Return the LoRA's rank and factor, None without a LoRA."""
         factor = self.lora_alpha / (self.lora_r**0.5 if self.use_rslora else self.lora_r)
         return (self.lora_r, factor) if self.lora_enable else None

@@ -10,7 +10,7 @@ from conftest import ROOT
 from torch.autograd import gradcheck
 
 from rewardfl import data, rewards
-from rewardfl.rewards.pixels.optical_flow import LONG_SIDE, lucas_kanade, mean_length, mean_reversal
+from rewardfl.rewards.pixels.optical_flow import FLOW_SIDE, lucas_kanade, mean_length, mean_reversal
 from rewardfl.rewards.pixels.video_motion import flow_fields, mean_flow, reversals
 
 WORLD = ROOT / "assets" / "tiny_world" / "eval"
@@ -40,10 +40,10 @@ def test_flow_of_a_texture_that_is_shifted():
 
 
 def test_large_frames_are_shrunk():
-    small = moved([(0, 0), (1, 0)], 60, LONG_SIDE)
+    small = moved([(0, 0), (1, 0)], 60, FLOW_SIDE)
     large = F.interpolate(small.transpose(0, 1), scale_factor=4, mode="bilinear").transpose(0, 1)  # 4 pixels a frame
     field = lucas_kanade(large)
-    assert field.shape == (1, 2, 60, LONG_SIDE)
+    assert field.shape == (1, 2, 60, FLOW_SIDE)
     assert field[0, 0, 8:-8, 8:-8].mean() == pytest.approx(1, abs=0.1)
 
 
