@@ -269,6 +269,7 @@ def test_names_are_defined_once_and_functions_are_short(sources):
     long = "def f(a, b, c, d, e, g, h, i, j):\n" + "    a = 1\n" * 60
     broken = ["x.f: 61 lines", "x.f: 9 parameters", "f: in x, y"]
     assert habits({"rewardfl/x.py": long, "rewardfl/y.py": "def f(): ..."}) == broken
+    assert habits({"rewardfl/x.py": "A = 1", "rewardfl/y.py": "A: int = 2"}) == ["A: in x, y"]
 
 
 @pytest.mark.check  # a change of the algorithm that a contributor tries may be longer

@@ -704,7 +704,7 @@ def test_what_is_measured_is_what_the_configuration_says():
     [
         ("wan22_face", "data.height=500", "multiple of 16"),
         ("wan22_face", "model.trainable_models=dit", "answers at no active step"),
-        ("tiny_flow_grpo", "--processes=5", "do not divide into forward passes of world 5 x batch 8 = 40; the nearest"),
+        ("tiny_flow_grpo", "--processes=5", "do not divide into forward passes of world 5 x batch 8 = 40; take"),
     ],
 )
 def test_what_cannot_work(monkeypatch, capsys, file, override, message):

@@ -52,7 +52,11 @@ def check_once(owner, name, key_of):
     setattr(owner, name, checked)
 
 
-check_once(face_parity, "check", lambda identity, _video: (identity.files, identity.detector.det_size))
+def parity_key(identity, _video):
+    return (identity.files, identity.detector.det_size, face_parity.MAX_COSINE_DISTANCE)
+
+
+check_once(face_parity, "check", parity_key)
 
 
 def table(path, part, clips):
