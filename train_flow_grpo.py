@@ -140,7 +140,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
     def save(done: int, *, last: bool) -> None:
         """Save a checkpoint of the averaged weights, and sample videos. All processes call it."""
         content = saving.collect_state(job, learner, average, state, log, done)
-        score = log.score_for_best(done, done - 1, ["eval/held_out", "eval/score"])  # of these weights alone
+        score = log.score_for_best(done, done - 1, ["eval/held_out", "eval/score"])  # of the weights now saved
         with averaged(average, parameters):
             saving.save(cfg.run, job, backbone, learner, log, content, score, last=last)
             if not interruption.number:  # shutting down: skip the videos
@@ -176,7 +176,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
             rollouts, pending = [], []
             prefixes: dict[tuple[int, int], Tensor] = {}
             for members, is_new in zip(plans[job.rank], group_plan.needs_prefix(plans), strict=True):
-                if interruption.any_signal(job.all_reduce_max):  # nothing is lost: the update before was the last
+                if interruption.any_signal(job.all_reduce_max):  # nothing changed since the last update
                     break
                 with timer("step"):
                     conditioning, own = conditions.batch(samples, [m.row for m in members], skip=cfg.data.skip_bad_rows)

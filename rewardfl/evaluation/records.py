@@ -2,7 +2,7 @@
 
 A line has these keys. The real clip has arm `real`, seed null, and also size (height, width), fps and face_width in
 pixels. Arm `vae` is the real clip encoded and decoded by the model's VAE: seed null, with embedding and pool by
-recogniser (`judging.judge_through_vae`).
+recogniser (`judging.judge_video` with keep_vectors).
 
     row, line, index   the row of the table: its id, its line, its position
     person             column `person`, else the row's id

@@ -164,7 +164,7 @@ def score_for_best(
     """Return (score, guards that this checkpoint breaks). checkpoints/best has the highest score.
 
     The score is `recent_mean` after step `since`; None where a guard is broken. The guards compare the updates since
-    then, at least `window` (None: WINDOW), with the run's first `window`.
+    then, at least `window` (None: _WINDOW), with the run's first `window`.
     """
     updates, window = _updates(history), window or _WINDOW
     count = max(window, sum(line["step"] > since for line in updates))

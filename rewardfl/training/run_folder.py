@@ -34,7 +34,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of a network
 class RunFolder:
     """A run's folder, locked from `take` to the end of the `with`, or until the process dies.
 
-    The lock is the kernel's on the file LOCK. The file's text names its owner, and has no meaning after the run.
+    The lock is the kernel's on the file run.lock. Its text names its owner, and has no meaning after the run.
     """
 
     path: Path  # from `take` on

@@ -33,7 +33,7 @@ class Shard:
         return list(items)[self.rank :: self.processes]
 
     def padded(self, items: Iterable) -> list[tuple[Any, bool]]:
-        """Return `of(items)`, each with True, padded by another process's item with False.
+        """Return `take(items)`, each with True, padded by another process's item with False.
 
         Every process gets equally many: a forward pass under FSDP needs all processes.
         """

@@ -312,6 +312,16 @@ def test_another_clip_stands_in_for_a_lost_one(monkeypatch, capsys, tmp_path):
     assert torch.equal(*clips)  # of the one that is left
 
 
+@pytest.mark.long
+def test_members_of_a_lost_clip_leave_their_group(monkeypatch, capsys, tmp_path):
+    """Both groups are of other clips: the one that is left is trained on."""
+    settings = [*GRPO_FAST, *loses_images(monkeypatch, tmp_path, 1), "train.max_steps=2", "data.skip_bad_rows=true"]
+    code, out, _ = call_grpo(monkeypatch, capsys, *settings)
+    lines = metrics(tmp_path)
+    assert code == 0 and [line["data/replaced"] for line in lines] == [0, 2]
+    assert [line["reward/valid_fraction"] for line in lines] == [1, 0.5] and lines[1]["grad_norm"] > 0
+
+
 def test_the_samples_of_a_gradient_that_is_not_finite_are_named(monkeypatch, capsys, tmp_path):
     """The second step's second clip comes back from the decoder with one; the third's appear in the backward pass."""
     pull_back, backward, batch_of = WanDecoder.vjp, Distributed.backward, data.one_shape_batch
@@ -340,6 +350,15 @@ def test_the_samples_of_a_gradient_that_is_not_finite_are_named(monkeypatch, cap
     assert [line[:2] for line in said] == [("2", "1"), ("3", "2")]
     assert re.fullmatch(f"before the backward pass, of [^,]*{bad}#[^,]*", said[0][2])
     assert re.fullmatch(f"in the backward pass of [^,]*{third}#[^,]*, [^,]*{fourth}#[^,]*", said[1][2])
+
+
+def test_skips_in_a_row_are_counted_over_a_restart(monkeypatch, capsys, tmp_path):
+    backward = Distributed.backward
+    monkeypatch.setattr(Distributed, "backward", lambda job, loss: backward(job, loss * torch.nan))
+    settings = [*FAST, f"run.output_dir={tmp_path}", "run.save_steps=1", "run.sample_videos=0", "train.max_nonfinite=1"]
+    assert call(monkeypatch, capsys, *settings, "train.max_steps=1")[0] == 0
+    with pytest.raises(SystemExit, match="stopped at step 2: 2 updates in a row"):
+        call(monkeypatch, capsys, *settings, "train.max_steps=3")
 
 
 # -- two starts on one folder

@@ -234,12 +234,13 @@ def test_dora_with_strength_and_another_lora(world, expert, tmp_path, monkeypatc
     magnitude = lengths(base, axis)
     magnitude = magnitude * (0.5 + torch.rand(magnitude.shape, generator=generator))
     state = {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up, f"{name}.{ending}": magnitude.reshape(shape)}
+    state[f"{name}.alpha"] = torch.tensor(1.0)  # of rank 2: half of the product
     save_file(state, tmp_path / "dora.safetensors")
     save_file({f"{name}.diff": torch.ones(base.shape)}, tmp_path / "other.safetensors")
     out = tmp_path / "out.safetensors"
     given = ["--lora", f"{tmp_path / 'dora.safetensors'}:0.7", "--lora", f"{tmp_path / 'other.safetensors'}:-0.1"]
     run("--base", world / "transformer_2", *given, "--out", out, "--verify")
-    moved = base.double() + (up.flatten(1) @ down.flatten(1)).reshape(base.shape).double()
+    moved = base.double() + 0.5 * (up.flatten(1) @ down.flatten(1)).reshape(base.shape).double()
     wanted = base.double() + 0.7 * (magnitude.double() * moved / lengths(moved, axis) - base.double()) - 0.1
     torch.testing.assert_close(load_file(out)[f"{name}.weight"].double(), wanted, rtol=1e-6, atol=1e-6)
 
