@@ -38,7 +38,7 @@ REWARDS: dict[str, str] = {
 
 
 def build(name: str, settings: Mapping[str, object], place: str = "settings") -> Reward:
-    """Build the reward called `name` (see find_reward) with `settings`; every call is checked (see contract.attach_checks).
+    """Build the reward `name` (see find_reward) with `settings`; each call is checked (see contract.attach_checks).
 
     place: the key of the settings, for messages. Raise ValueError for an unknown name, a class that is no reward or may
     not be loaded, and settings that are unknown, missing or of another type.
