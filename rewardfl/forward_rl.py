@@ -1,0 +1,129 @@
+"""Forward-process reinforcement: advantage-weighted regression of the velocity on a model's own clean samples.
+
+A rollout by the old policy, with any sampler, gives x0 and an advantage A. No trajectory is stored. An update draws
+noise and sigma, and fits or repels the velocity at
+
+    x = (1 - sigma) x0 + sigma noise    towards    u = noise - x0.
+
+All objectives are of one family. At v = v_old their gradient by v is  A g (v - u) / D,  with D elements per sample,
+l = mean((v - u)^2), and g
+
+    rvm   1                                          RVM, arXiv 2608.23664
+    nft   2 sigma / mean|v_old - u|                  DiffusionNFT, arXiv 2509.16117
+    awm   2 w'(l), w of `awm_log_prob`               AWM, arXiv 2509.25050
+
+Away from it, nft also pulls v towards v_old, awm's ratio grows or is clipped, and rvm stays as it is.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Objective = Literal["rvm", "nft", "awm"]
+Weighting = Literal["uniform", "sigma", "sigma_squared", "huber", "generalised_huber"]
+
+_ROUNDING = 1e-10  # added below a root by the authors of AWM
+_SMALLEST_DISTANCE = 1e-5  # of an x0 prediction, in NFT's normalisation
+
+
+def _mean(x: Tensor) -> Tensor:
+    """Return the mean over the elements of each sample, (B,), summed in float64."""
+    return x.flatten(1).mean(1, dtype=torch.float64)
+
+
+def distance(velocity: Tensor, other: Tensor) -> Tensor:
+    """Return the mean over elements of (velocity - other)^2, (B,) float64; both (B, ...)."""
+    return _mean((velocity - other).square())
+
+
+def rvm_loss(velocity: Tensor, target: Tensor, advantage: Tensor) -> Tensor:
+    """Return RVM's loss (B,), whose gradient by the velocity (B, ...) is  advantage * (velocity - target) / D.
+
+    target: noise - x0, (B, ...). advantage: (B,), scaled, of either sign. The value is that of the surrogate
+    0.5 mean((v - sg[v - advantage (v - target)])^2): it is bounded below for a negative advantage, where the weighted
+    regression itself is not (FastVideo's port, rvm_faithful.py).
+    """
+    pull = advantage.view(-1, *[1] * (velocity.ndim - 1)) * (velocity - target)
+    return 0.5 * distance(velocity, (velocity - pull).detach())
+
+
+def nft_weight(advantage: Tensor, largest: float) -> Tensor:
+    """Return the weight (B,) in [0, 1] of NFT's positive branch: A / (2 largest) + 1/2, clamped."""
+    return (advantage / (2 * largest) + 0.5).clamp(0, 1)
+
+
+def nft_loss(
+    velocity: Tensor,
+    old: Tensor,
+    x: Tensor,
+    x0: Tensor,
+    sigma: Tensor,
+    advantage: Tensor,
+    *,
+    mix: float,
+    largest: float,
+) -> Tensor:
+    """Return DiffusionNFT's loss (B,) float64, as published: eq. 5 with the code's adaptive weights.
+
+        v+ = mix v + (1 - mix) v_old,    v- = (1 + mix) v_old - mix v,    x0+- = x - sigma v+-
+        L = largest / mix [r mean((x0+ - x0)^2) / w+  +  (1 - r) mean((x0- - x0)^2) / w-],   w = sg mean|x0+- - x0|
+
+    r is `nft_weight` of the advantage (B,). velocity, old: (B, ...), old without a graph; x (B, ...): x0 with noise at
+    `sigma`. mix: the authors' beta, in (0, 1]; at 1 the branches are the policy and its mirror image.
+    """
+    positive = mix * velocity + (1 - mix) * old
+    negative = (1 + mix) * old - mix * velocity
+    weight = nft_weight(advantage.double(), largest)
+    branches = []
+    for branch in (positive, negative):
+        error = x - sigma * branch - x0
+        scale = _mean(error.detach().abs()).clamp(min=_SMALLEST_DISTANCE)
+        branches.append(_mean(error.square()) / scale)
+    return largest / mix * (weight * branches[0] + (1 - weight) * branches[1])
+
+
+def awm_log_prob(
+    velocity: Tensor, target: Tensor, sigma: Tensor, weighting: Weighting = "generalised_huber", power: float = 0.25
+) -> Tensor:
+    """Return AWM's stand-in for the log-likelihood of x0, (B,) float64: -w(l), with l = mean((velocity - target)^2).
+
+    uniform: l. sigma: sigma l. sigma_squared: sigma^2 l. huber: sigma sqrt(l). generalised_huber: sigma l^power / power.
+    The last two have 1e-10 added to l and are 0 at l = 0, huber nearly (scripts/train_sd3_awm.py).
+    """
+    loss, sigma = distance(velocity, target), sigma.double()
+    if weighting == "uniform":
+        return -loss
+    if weighting == "sigma":
+        return -sigma * loss
+    if weighting == "sigma_squared":
+        return -(sigma**2) * loss
+    if weighting == "huber":
+        return -sigma * ((loss + _ROUNDING).sqrt() - _ROUNDING**0.5)
+    return -sigma * ((loss + _ROUNDING) ** power - _ROUNDING**power) / power
+
+
+def awm_loss(log_ratio: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
+    """Return PPO's clipped loss (B,): max(-A q, -A clip(q, 1 - clip_range, 1 + clip_range)),  q = exp(log_ratio).
+
+    log_ratio: `awm_log_prob` of the policy less that of the old one, (B,).
+    """
+    ratio = log_ratio.exp()
+    return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range))
+
+
+def old_decay(update: int, *, start: int, rate: float, largest: float) -> float:
+    """Return the old policy's share of itself after `update` optimizer updates: rate * (update - start), 0 to largest.
+
+    NFT's schedule 1 is start 0, rate 0.001, largest 0.5; schedule 2 is 75, 0.0075 and 0.999. At 0 the old policy is the
+    policy at the start of the epoch.
+    """
+    return min(max(0.0, rate * (update - start)), largest)
+
+
+def deviation(velocity: Tensor, old: Tensor) -> float:
+    """Return mean|velocity - old| / mean|old|, both (B, ...): how far the policy has moved from the old one.
+
+    Exactly 0 after an update with an advantage says that the objective compares the policy with itself (UniRL#420).
+    """
+    return float((velocity - old).abs().double().mean() / old.abs().double().mean())

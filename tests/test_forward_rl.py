@@ -1,0 +1,166 @@
+"""The losses of forward-process reinforcement against their gradients in closed form, and learning."""
+
+import pytest
+import torch
+
+from rewardfl import flow, forward_rl
+
+WEIGHTINGS = ("uniform", "sigma", "sigma_squared", "huber", "generalised_huber")
+SIGMA, LARGEST = torch.tensor(0.6, dtype=torch.float64), 5.0
+
+
+@pytest.fixture
+def case():
+    """Three samples of 24 elements: advantages of both signs and none."""
+    generator = torch.Generator().manual_seed(3)
+    x0, noise, v, gap = (torch.randn(3, 2, 3, 4, generator=generator, dtype=torch.float64) for _ in range(4))
+    return {
+        "x0": x0, "target": noise - x0, "x": flow.add_noise(x0, noise, SIGMA), "old": v, "gap": gap,
+        "advantage": torch.tensor([1.7, -2.4, 0.0], dtype=torch.float64),
+    }  # fmt: skip
+
+
+def column(values):
+    return values.view(-1, 1, 1, 1)
+
+
+def gradient(loss, velocity):
+    velocity = velocity.clone().requires_grad_()
+    return torch.autograd.grad(loss(velocity).sum(), velocity)[0]
+
+
+def nft(case, mix):
+    def loss(velocity):
+        return forward_rl.nft_loss(
+            velocity, case["old"], case["x"], case["x0"], SIGMA, case["advantage"], mix=mix, largest=LARGEST
+        )
+
+    return loss
+
+
+def awm(case, weighting, clip_range=1.0):
+    old = forward_rl.awm_log_prob(case["old"], case["target"], SIGMA, weighting)
+
+    def loss(velocity):
+        log_ratio = forward_rl.awm_log_prob(velocity, case["target"], SIGMA, weighting) - old
+        return forward_rl.awm_loss(log_ratio, case["advantage"], clip_range)
+
+    return loss
+
+
+def test_rvm_gradient_is_the_advantage_times_the_misfit(case):
+    velocity = case["old"] + case["gap"]
+    expected = column(case["advantage"]) * (velocity - case["target"]) / 24
+    actual = gradient(lambda v: forward_rl.rvm_loss(v, case["target"], case["advantage"]), velocity)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-15)
+    loss = forward_rl.rvm_loss(velocity, case["target"], case["advantage"])
+    assert (loss >= 0).all() and loss[2] == 0  # bounded, of a negative advantage, too
+
+
+@pytest.mark.parametrize("mix", [1.0, 0.1])
+def test_nft_gradient_is_exact_at_any_distance(case, mix):
+    """reference/forward.md section 2: s 2 Amax / D [r (v+ - u) / mean|v+ - u| - (1 - r) (v- - u) / mean|v- - u|]."""
+    velocity, u = case["old"] + case["gap"], case["target"]
+    r = column((case["advantage"] / (2 * LARGEST) + 0.5).clamp(0, 1))
+    positive = mix * velocity + (1 - mix) * case["old"] - u
+    negative = (1 + mix) * case["old"] - mix * velocity - u
+    pulls = [misfit / misfit.abs().mean((1, 2, 3), keepdim=True) for misfit in (positive, negative)]
+    expected = SIGMA * 2 * LARGEST / 24 * (r * pulls[0] - (1 - r) * pulls[1])
+    torch.testing.assert_close(gradient(nft(case, mix), velocity), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("mix", [1.0, 0.1])
+def test_nft_near_the_old_policy_is_the_family_with_an_anchor(case, mix):
+    """s 2 / (D mean|v_old - u|) [A (v_old - u) + Amax mix (v - v_old)], to first order in a random gap."""
+    gap = 1e-6 * case["gap"]
+    misfit = case["old"] - case["target"]
+    scale = SIGMA * 2 / 24 / misfit.abs().mean((1, 2, 3), keepdim=True)
+    actual = gradient(nft(case, mix), case["old"] + gap)[2]  # without an advantage the anchor alone is left
+    expected = (scale * LARGEST * mix * gap)[2]
+    along = (actual * expected).sum() / expected.square().sum()
+    # the gap also changes the two normalisations, along the misfit alone: of 24 elements here, of a million in use
+    assert along == pytest.approx(1, abs=0.15)
+
+
+def test_all_objectives_are_one_family_at_the_old_policy(case):
+    misfit, loss = case["old"] - case["target"], forward_rl.distance(case["old"], case["target"])
+    strengths = {
+        "rvm": torch.ones(3),
+        "nft": 2 * SIGMA / misfit.abs().mean((1, 2, 3)),
+        "uniform": torch.full((3,), 2.0),
+        "sigma": 2 * SIGMA.expand(3),
+        "sigma_squared": 2 * SIGMA.expand(3) ** 2,
+        "huber": SIGMA * loss**-0.5,
+        "generalised_huber": 2 * SIGMA * loss**-0.75,
+    }
+    losses = {name: awm(case, name) for name in WEIGHTINGS}
+    losses |= {"rvm": lambda v: forward_rl.rvm_loss(v, case["target"], case["advantage"]), "nft": nft(case, 0.3)}
+    for name, g in strengths.items():
+        expected = column(case["advantage"] * g) * misfit / 24
+        torch.testing.assert_close(gradient(losses[name], case["old"]), expected, rtol=1e-8, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_awm_gradients_are_those_of_finite_differences(case, weighting):
+    velocity = (case["old"] + 0.1 * case["gap"]).requires_grad_()
+    assert torch.autograd.gradcheck(lambda v: forward_rl.awm_log_prob(v, case["target"], SIGMA, weighting), velocity)
+    assert torch.autograd.gradcheck(awm(case, weighting), velocity)
+
+
+@pytest.mark.parametrize("weighting", ["huber", "generalised_huber"])
+def test_awm_of_a_perfect_velocity_is_zero_and_has_a_gradient_of_zero(case, weighting):
+    assert forward_rl.awm_log_prob(case["target"], case["target"], SIGMA, weighting).abs().max() < 1e-12
+    pull = gradient(lambda v: forward_rl.awm_log_prob(v, case["target"], SIGMA, weighting), case["target"])
+    assert (pull == 0).all()
+
+
+def test_awm_clips_on_the_side_of_the_advantage():
+    log_ratio = torch.tensor([0.5, -0.5, 0.5, -0.5], dtype=torch.float64).requires_grad_()
+    advantage = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+    (pull,) = torch.autograd.grad(forward_rl.awm_loss(log_ratio, advantage, 0.2).sum(), log_ratio)
+    ratio = log_ratio.detach().exp()
+    torch.testing.assert_close(pull, -advantage * ratio * torch.tensor([0.0, 1, 1, 0]))
+
+
+def test_nft_weight_is_within_0_and_1():
+    weights = forward_rl.nft_weight(torch.tensor([-9.0, -5, 0, 2.5, 5, 9]), 5.0)
+    assert weights.tolist() == [0, 0, 0.5, 0.75, 1, 1]
+
+
+def test_the_old_policys_published_schedules():
+    """scripts/train_nft_sd3.py: return_decay."""
+    first = {"start": 0, "rate": 0.001, "largest": 0.5}
+    second = {"start": 75, "rate": 0.0075, "largest": 0.999}
+    assert [forward_rl.old_decay(n, **first) for n in (0, 1, 200, 500, 900)] == pytest.approx([0, 0.001, 0.2, 0.5, 0.5])
+    assert [forward_rl.old_decay(n, **second) for n in (0, 74, 75, 95, 900)] == pytest.approx([0, 0, 0, 0.15, 0.999])
+
+
+def test_deviation_is_0_for_equal_policies_alone(case):
+    assert forward_rl.deviation(case["old"], case["old"]) == 0
+    assert forward_rl.deviation(1.02 * case["old"], case["old"]) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("objective", ["rvm", "nft", "awm"])
+def test_samples_move_towards_the_reward(objective):
+    """x0 ~ N(m, 1) has the velocity  E[noise - x0 | x]  in closed form. A reward for larger x0 raises m."""
+    generator = torch.Generator().manual_seed(0)
+    mean, x0, noise = torch.zeros(()).requires_grad_(), *torch.randn(2, 4096, 1, generator=generator)
+    sigma = torch.tensor(0.5)
+    x, target = flow.add_noise(x0, noise, sigma), noise - x0
+
+    def velocity(m):  # of the posterior given x; the mean of x0 and the noise follow from the joint Gaussian
+        variance = (1 - sigma) ** 2 + sigma**2
+        residual = (x - (1 - sigma) * m) / variance
+        return sigma * residual - (m + (1 - sigma) * residual)
+
+    advantage = (x0 - x0.mean())[:, 0] / x0.std()
+    if objective == "rvm":
+        loss = forward_rl.rvm_loss(velocity(mean), target, advantage)
+    elif objective == "nft":
+        old = velocity(mean.detach())
+        loss = forward_rl.nft_loss(velocity(mean), old, x, x0, sigma, advantage, mix=1.0, largest=5.0)
+    else:
+        log_prob = forward_rl.awm_log_prob(velocity(mean), target, sigma)
+        loss = forward_rl.awm_loss(log_prob - log_prob.detach(), advantage, 1.0)
+    loss.mean().backward()
+    assert mean.grad < -0.05
