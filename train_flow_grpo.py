@@ -36,14 +36,15 @@ from rewardfl.config import FlowGrpoConfig
 from rewardfl.epoch_order import due_this_epoch
 from rewardfl.noise import draw_noise, noise_seed
 from rewardfl.optim import averaged
-from rewardfl.rewards import RewardError, async_scoring, build_terms
-from rewardfl.rewards import metrics as reward_metrics
+from rewardfl.rewards import async_scoring, build_terms
 from rewardfl.training import cli, evaluation, saving, setup_data, setup_model, setup_rewards
 from rewardfl.training.checkpoint import checkpoint_dir
+from rewardfl.training.epoch_scores import score_epoch
 from rewardfl.training.learner import make_average, make_learner, seed_generators
 from rewardfl.training.plan import check_sizes, resolve
 from rewardfl.training.run_folder import RunFolder
-from rewardfl.training.samples import Rollout, Sample
+from rewardfl.training.sampler import Sampler
+from rewardfl.training.samples import StochasticRollout
 from rewardfl.training.setup_processes import connect_processes
 from rewardfl.training.setup_run import is_finished, open_log, open_run, resume
 from rewardfl.training.setup_summary import print_run_summary
@@ -101,6 +102,11 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
     average = make_average(cfg.grpo.ema_decay, parameters, restored)
     log = open_log(cfg, job, run_folder, state, restored, steps)
     del restored  # up to four copies of the adapters
+    sampler = Sampler(
+        backbone=backbone, model=model, decoder=decoder, conditions=conditions, negative=negative, settings=cfg.sample,
+        steps=cfg.evaluation.eval_inference_steps or cfg.sample.num_inference_steps, seed=cfg.run.seed,
+        skip=cfg.data.skip_bad_rows, device=job.device,
+    )  # fmt: skip
     make_kernel = partial(sde.Kernel, cfg.grpo.sde, cfg.grpo.noise_level)  # of a schedule's sigmas
     rollouts_on = job.device if cfg.grpo.samples_on == "gpu" else torch.device("cpu")
 
@@ -121,19 +127,9 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
         x = reward_flow.rollout(velocity, x, schedule.sigmas[: steps_before + 1], keep=()).x0
         return {members[i].start: x[n : n + 1] for n, i in enumerate(first)}
 
-    def sample_clean(clips: list[Sample], row: int, n: int = 0) -> tuple[int, Tensor]:
-        """Return (row, its video (3, F, H, W) by the ODE) under the current weights; n: which of its noises."""
-        row, conditioning = conditions.read_or_substitute(clips, row, skip=cfg.data.skip_bad_rows)
-        shape, seed = conditions.latent_shape(clips[row]), noise_seed(cfg.run.seed, -1, clips[row].row.id, n)
-        num_steps = cfg.evaluation.eval_inference_steps or cfg.sample.num_inference_steps
-        schedule = backbone.schedule(num_steps, cfg.sample.shift, shape)
-        velocity = get_velocity(model, conditioning, schedule)
-        x0 = reward_flow.rollout(velocity, draw_noise((1, *shape), seed, job.device), schedule.sigmas, keep=()).x0
-        return row, decoder.decode(x0, protocol.move_to(conditioning, job.device))[0].float()
-
     def evaluate() -> dict[str, float]:
         """Return eval/*: the scores of the held-out clips under the averaged weights."""
-        noises, generate = cfg.evaluation.eval_noises, partial(sample_clean, held_out)
+        noises, generate = cfg.evaluation.eval_noises, partial(sampler.generate, held_out)
         with averaged(average, parameters):
             return evaluation.evaluate(noises, job, terms, pool, held_out, generate, scales)
 
@@ -145,7 +141,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
             saving.save(cfg.run, job, backbone, learner, log, content, score, last=last)
             if not interruption.number:  # shutting down: skip the videos
                 shown = held_out or samples
-                generate = partial(sample_clean, shown)
+                generate = partial(sampler.generate, shown)
                 log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, shown, generate, job, done))
 
     floor = {}  # of the KL that rounding alone shows
@@ -199,7 +195,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
                     pending.append(async_scoring.submit(terms, video, references, pool))
                 del video  # the updates do not need it
                 stored = {i: transition.to(rollouts_on) for i, transition in stored.items()}
-                rollout = Rollout(
+                rollout = StochasticRollout(
                     members=members, is_requested=own, conditioning=protocol.move_to(conditioning, rollouts_on),
                     schedule=schedule, kernel=kernel, steps=stored,
                 )  # fmt: skip
@@ -209,35 +205,14 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
 
             # 3. Advantages: how much better than its group a video is, over all processes.
             with timer("step"), timer("reward"):
-                results = [async_scoring.collect(each) for each in pending]
-                stacked = [async_scoring.stack_rewards(terms, each, part_weights) for each in results]
-            rewards, valid, weights = zip(*stacked, strict=True)
-            own = torch.cat([rollout.is_requested for rollout in rollouts])
-            group_ids = torch.tensor([member.group_id for rollout in rollouts for member in rollout.members])
-            local = (torch.cat(rewards), group_ids, torch.cat(valid) & own, ~own)
-            rewards, group_ids, valid, replaced = (x.cpu() for x in job.gather([x.to(job.device) for x in local]))
-            advantages, epoch_metrics = grpo.advantages(
-                rewards, group_ids, group_size=cfg.grpo.group_size, std=cfg.grpo.advantage_std,
-                combine=cfg.grpo.advantage_of, weights=weights[0], clip=cfg.grpo.advantage_clip, valid=valid,
-            )  # fmt: skip
-            local = slice(job.rank * len(own), (job.rank + 1) * len(own))
-            advantages = advantages[local].to(job.device).split(geometry.batch)
-            results = job.gather_lists(results)
-            epoch_metrics |= {"epoch": epoch, "reward/failed": reward_metrics.failed_fraction(results)} | floor
-            epoch_metrics |= reward_metrics.means(terms, results, "reward", {*epoch_metrics, "data/replaced"})
-            why = "" if valid.any() else reward_metrics.explain_no_valid_sample(terms, results)
-            for problem, count in reward_metrics.count_problems(terms, results).items():
-                job.print(f"{problem} ({count} samples)")
-            if why and step == state.step:  # a reward that has failed since the start is not waited for
-                raise RewardError(f"not one sample of the epoch could be judged; {why}")
-            if why:
-                job.print(f"epoch {epoch}: not one sample could be judged; {why}")
+                first = step == state.step
+                scored = score_epoch(job, terms, pending, rollouts, cfg.grpo, part_weights, epoch, first=first)
 
         # 4. Update: score the window's steps of this part of the rollouts again, with a graph.
         part = slice(update % geometry.updates * per_update, (update % geometry.updates + 1) * per_update)
         statistics, losses, anchored = [], [], []
         with timer("step"), timer("replay"), job.gradient_reduction():
-            for (rollout, advantage), i in product(zip(rollouts[part], advantages[part], strict=True), window):
+            for (rollout, advantage), i in product(zip(rollouts[part], scored.advantages[part], strict=True), window):
                 kernel, transition = rollout.kernel, rollout.steps[i].to(job.device)
                 velocity = get_velocity(policy, rollout.conditioning, rollout.schedule)
                 with job.accumulate(policy):
@@ -275,10 +250,10 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
         policy_loss = float(job.gather(torch.stack(losses).mean()[None]).mean())
         anchor_loss, has_clip = map(job.gather, map(torch.cat, zip(*anchored, strict=True)))  # (N,) each
         signal = (seen["advantage"] != 0) & ~seen["clipped"] | (seen["kl"] > 0) | (anchor_loss > 0).any()
-        metrics = flow_grpo_metrics(anchors.metrics(anchor_loss, has_clip), policy_loss, seen) | epoch_metrics
-        metrics |= common_metrics(job.device, done, norm, rate, replaced, signal)
-        if update == 0 or not why:  # count a failed epoch once, not per update
-            log.count(norm, why)
+        metrics = flow_grpo_metrics(anchors.metrics(anchor_loss, has_clip), policy_loss, seen) | scored.metrics | floor
+        metrics |= common_metrics(job.device, done, norm, rate, scored.replaced, signal)
+        if update == 0 or not scored.why_nothing:  # count a failed epoch once, not per update
+            log.count(norm, scored.why_nothing)
         log.print_skipped(done, norm, [samples[i].row.id for i in seen["row"].tolist()], seen["log_prob"].isfinite())
         ends_epoch = update == per_epoch - 1
         stopped = log.early_stop(done, metrics) if ends_epoch else ""
@@ -293,7 +268,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
         if ends_epoch and held_out and eval_due:
             metrics |= evaluate()
         log.write(done, metrics | timer.metrics())
-        log.stop_if_stuck(done, why)
+        log.stop_if_stuck(done, scored.why_nothing)
         progress.set_postfix(reward=f"{metrics['reward/mean']:.3f}", spread=f"{metrics['reward/std_in_group']:.3f}")
         if due and not interruption.number:
             save(done, last=done == steps or stopped != "")

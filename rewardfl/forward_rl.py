@@ -88,8 +88,9 @@ def awm_log_prob(
 ) -> Tensor:
     """Return AWM's stand-in for the log-likelihood of x0, (B,) float64: -w(l), with l = mean((velocity - target)^2).
 
-    uniform: l. sigma: sigma l. sigma_squared: sigma^2 l. huber: sigma sqrt(l). generalised_huber: sigma l^power / power.
-    The last two have 1e-10 added to l and are 0 at l = 0, huber nearly (scripts/train_sd3_awm.py).
+    w(l) is l for uniform, sigma l for sigma, sigma^2 l for sigma_squared, sigma sqrt(l) for huber and
+    sigma l^power / power for generalised_huber. The last two have 1e-10 added to l, and are 0 at l = 0 as in the
+    authors' scripts/train_sd3_awm.py.
     """
     loss, sigma = distance(velocity, target), sigma.double()
     if weighting == "uniform":
@@ -121,9 +122,9 @@ def old_decay(update: int, *, start: int, rate: float, largest: float) -> float:
     return min(max(0.0, rate * (update - start)), largest)
 
 
-def deviation(velocity: Tensor, old: Tensor) -> float:
-    """Return mean|velocity - old| / mean|old|, both (B, ...): how far the policy has moved from the old one.
+def deviation(velocity: Tensor, old: Tensor) -> Tensor:
+    """Return mean|velocity - old| / mean|old|, a scalar, of both (B, ...): how far the policy is from the old one.
 
     Exactly 0 after an update with an advantage says that the objective compares the policy with itself (UniRL#420).
     """
-    return float((velocity - old).abs().double().mean() / old.abs().double().mean())
+    return (velocity - old).abs().double().mean() / old.abs().double().mean()

@@ -31,6 +31,29 @@ class Average(EMAModel):
         return min(self.decay, optimization_step / (9 + optimization_step))
 
 
+class OldPolicy(EMAModel):
+    """The policy of forward-process reinforcement that makes the videos: it follows the trained one.
+
+    decay: update -> the share of itself that it keeps (forward_rl.old_decay).
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], decay: Callable[[int], float]):
+        super().__init__(parameters)
+        self._decay = decay
+
+    def get_decay(self, optimization_step: int) -> float:
+        return self._decay(optimization_step)
+
+    def follow(self, parameters: Sequence[nn.Parameter], update: int) -> None:
+        """Move towards the parameters after `update` updates; with a share of 0, become equal to them to the bit."""
+        if self._decay(update) == 0:
+            for shadow, parameter in zip(self.shadow_params, parameters, strict=True):
+                shadow.copy_(parameter.detach())
+            return
+        self.optimization_step = update - 1
+        self.step(parameters)
+
+
 @contextlib.contextmanager
 def averaged(average: EMAModel | None, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Swap the average's values, if there is one, into the parameters within the context, and restore theirs after."""

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rewardfl.config.fields import Section, did_you_mean, shown
-from rewardfl.config.schema import SECTIONS, AnyConfig, FlowGrpoConfig, RewardFlConfig
+from rewardfl.config.schema import SECTIONS, AnyConfig, FlowGrpoConfig, ForwardRlConfig, RewardFlConfig
 
 MOST_BYTES = 100_000  # our longest configuration has 4,000
 _DECIMAL = re.compile(r"[-+]?(0|[1-9]\d{0,18}|\d*\.\d*(e[-+]\d+)?|\.inf|\.nan)", re.IGNORECASE)
@@ -29,6 +29,9 @@ _TYPES = {
     "tuple_type": "a list",
     "dict_type": "keys and values",
 }
+
+
+_OBJECTIVES: dict[str, type[AnyConfig]] = {"grpo": FlowGrpoConfig, "forward": ForwardRlConfig}
 
 
 class ConfigError(ValueError):
@@ -44,16 +47,15 @@ def load(path: str | Path, overrides: Sequence[str] = (), schema: type[AnyConfig
     out of range and combinations that cannot work.
     """
     raw = _read(Path(path))
-    file_schema = FlowGrpoConfig if "grpo" in raw else RewardFlConfig
+    file_schema = _schema_of(raw)
     if schema not in (None, file_schema):
-        has = "has a" if file_schema is FlowGrpoConfig else "has no"
-        raise ConfigError(f"{path} {has} section grpo, so it is for {file_schema.script}, not {schema.script}")
+        raise ConfigError(f"{path} {_sign(file_schema)}, so it is for {file_schema.script}, not {schema.script}")
     return parse(raw, overrides)
 
 
 def parse(raw: Mapping[str, Any], overrides: Sequence[str] = ()) -> AnyConfig:
     """Return the checked configuration of {section: {key: value}}, as in run.json's "config". Raise as `load` does."""
-    schema = FlowGrpoConfig if "grpo" in raw else RewardFlConfig
+    schema = _schema_of(raw)
     sections: dict[str, Any] = {**dict.fromkeys(SECTIONS[schema], {}), **raw}
     problems = [problem for text in overrides for problem in _override(sections, text, schema)]
     try:
@@ -64,6 +66,17 @@ def parse(raw: Mapping[str, Any], overrides: Sequence[str] = ()) -> AnyConfig:
     if problems:
         raise ConfigError("\n".join(problems))
     return cfg
+
+
+def _schema_of(raw: Mapping[str, Any]) -> type[AnyConfig]:
+    """Return the whole configuration that a file's sections say: one of them names the script's objective."""
+    return next((schema for section, schema in _OBJECTIVES.items() if section in raw), RewardFlConfig)
+
+
+def _sign(schema: type[AnyConfig]) -> str:
+    """Describe by which section a script's file is known."""
+    section = next((section for section, owner in _OBJECTIVES.items() if owner is schema), None)
+    return f"has a section {section}" if section else f"has no section {' or '.join(_OBJECTIVES)}"
 
 
 def to_dict(cfg: AnyConfig) -> dict[str, dict[str, Any]]:
@@ -259,8 +272,7 @@ def _unknown(key: Sequence[int | str], schema: Any) -> str:
         if target is not None and owner is schema:
             return f"{name} -> {target}.{last}: keys live in their sections, move it there"
         if target is not None or name in sections:
-            has = "a" if owner is FlowGrpoConfig else "no"
-            return f"{name} is for {owner.script}, whose files have {has} section grpo; remove it"
+            return f"{name} is for {owner.script}, whose file {_sign(owner)}; remove it"
     if len(key) == 1:
         return f"unknown section {shown(last)}{did_you_mean(last, names)}; sections are {', '.join(names)}"
     return f"unknown key {shown(name)}{did_you_mean(last, names)}"

@@ -1,8 +1,8 @@
 """The schema of a configuration: its sections, and the checks of each.
 
 The models below are the reference: a field's comment says its meaning, its type says its values. Relative paths start
-at the directory of the command. There are two whole configurations, RewardFlConfig of train_reward_fl.py and
-FlowGrpoConfig of train_flow_grpo.py. The types and the marks Free, ByContent, IfNamed and Equivalent are in fields.py.
+at the directory of the command. Each script has its whole configuration: RewardFlConfig, FlowGrpoConfig and
+ForwardRlConfig. The types and the marks Free, ByContent, IfNamed and Equivalent are in fields.py.
 """
 
 from collections.abc import Iterator
@@ -64,13 +64,13 @@ RESERVED_METRICS = ("mean", "std_in_group", "valid_fraction", "failed", "score",
 
 
 class RunConfig(Section):
-    """Section `run` of both scripts. A step is one optimizer update."""
+    """Section `run` of all scripts. A step is one optimizer update."""
 
     # Folder for run.json, metrics.jsonl, checkpoints/ and samples/. Holds one run.
     output_dir: Free[PathText]
     # Seed of the data order, of every sample's noise and of the adapter's initial values.
     seed: Seed = 42
-    # Steps between checkpoints with sample videos; also after the last step. Flow-GRPO writes at the epoch's end.
+    # Steps between checkpoints with sample videos; also after the last step. With groups at the epoch's end.
     save_steps: Free[Count] = 25
     # Number of last checkpoints to keep, next to the one of checkpoints/best; null keeps all.
     keep_last: Free[Count | None] = None
@@ -96,7 +96,7 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    """Section `model` of both scripts."""
+    """Section `model` of all scripts."""
 
     # The model: one of rewardfl.backbones.MODULES. wan2_2 is Wan2.2 image-to-video A14B; docs/running_wan.md, 2.
     model_name: Text = "wan2_2"
@@ -153,7 +153,7 @@ class ModelConfig(Section):
 
 
 class SharedExpertsConfig(Section):
-    """Keys of section `experts` in both scripts."""
+    """Keys of section `experts` in all scripts."""
 
     # Place of the trained expert's frozen weights. gpu: on the GPU. cpu_swap: in host memory, one copy per process;
     # blocks are copied to the GPU one ahead of their turn, in the forward and the backward pass (needs
@@ -171,14 +171,14 @@ class ExpertsConfig(SharedExpertsConfig):
 
 
 class GrpoExpertsConfig(SharedExpertsConfig):
-    """Section `experts` of train_flow_grpo.py. Every rollout starts from new noise, so no boundary can be cached."""
+    """Section `experts` of the scripts with groups, whose rollouts start from new noise: no boundary to cache."""
 
     # As in ExpertsConfig.
     untrained: Annotated[Literal["gpu", "cpu_swap", "fp8"], Equivalent(("gpu", "cpu_swap"))] = "gpu"
 
 
 class LoraConfig(Section):
-    """Section `lora` of both scripts."""
+    """Section `lora` of all scripts."""
 
     # Models with an adapter; null means trainable_models, the only accepted value.
     lora_base_model: Free[PlainText | None] = None
@@ -196,7 +196,7 @@ class LoraConfig(Section):
 
 
 class DataConfig(Section):
-    """Section `data` of both scripts."""
+    """Section `data` of all scripts."""
 
     # metadata.csv with the columns video and prompt, and optionally image (the model's input instead of the clip's
     # first frame) and reference_video (the clip for the face and for motion). A row with a prompt alone may have its
@@ -228,7 +228,7 @@ class DataConfig(Section):
 
 
 class SharedSampleConfig(Section):
-    """Keys of section `sample` in both scripts."""
+    """Keys of section `sample` in all scripts."""
 
     # Sampling steps from pure noise to the clean video.
     num_inference_steps: Denoising = 8
@@ -309,13 +309,17 @@ class SampleConfig(SharedSampleConfig):
             )
 
 
-class GrpoSampleConfig(SharedSampleConfig):
-    """Section `sample` of train_flow_grpo.py."""
+class WholeSampleConfig(SharedSampleConfig):
+    """Section `sample` of train_forward_rl.py: any number of steps."""
 
     @property
     def final_timestep(self) -> int:
         """Return the last step: a rollout always takes every step."""
         return self.num_inference_steps - 1
+
+
+class GrpoSampleConfig(WholeSampleConfig):
+    """Section `sample` of train_flow_grpo.py."""
 
     def conflicts(self) -> Iterator[str]:
         if self.num_inference_steps < 2:
@@ -324,7 +328,7 @@ class GrpoSampleConfig(SharedSampleConfig):
 
 
 class GrpoTermConfig(Section):
-    """One of `reward.others` of train_flow_grpo.py."""
+    """One of `reward.others` of train_flow_grpo.py and train_forward_rl.py."""
 
     # A reward as in reward.name.
     name: Text
@@ -343,7 +347,7 @@ class TermConfig(GrpoTermConfig):
 
 
 class SharedRewardConfig(Section):
-    """Keys of section `reward` in both scripts."""
+    """Keys of section `reward` in all scripts."""
 
     # The trained reward: identity similarity of the generated face to the real clip's (face_identity), another one that
     # `python -m rewardfl.rewards` lists, or a class of your own, package.module:Class or path/to/file.py:Class.
@@ -440,7 +444,7 @@ class RewardConfig(SharedRewardConfig):
 
 
 class GrpoRewardConfig(SharedRewardConfig):
-    """Section `reward` of train_flow_grpo.py, where a reward needs no gradient."""
+    """Section `reward` of train_flow_grpo.py and train_forward_rl.py, where a reward needs no gradient."""
 
     # Weight of reward.name in the sum.
     reward_weight: IfNamed[NonNegative] = 1.0
@@ -460,7 +464,7 @@ class GrpoRewardConfig(SharedRewardConfig):
 
 
 class AnchorConfig(Section):
-    """Section `anchor` of both scripts: the flow-matching loss on the real clips, next to the reward (anchor.py).
+    """Section `anchor` of all scripts: the flow-matching loss on the real clips, next to the reward (anchor.py).
 
     A row without a video has no such loss. Without reward and KL, train_reward_fl.py is supervised fine-tuning by it.
     """
@@ -469,7 +473,7 @@ class AnchorConfig(Section):
     weight: IfNamed[NonNegative] = 0.0
     # Sigmas, each with its noise, of each clip in an update: each takes one forward and one backward pass.
     draws: IfNamed[Annotated[int, Field(ge=1, le=1_000)]] = 1
-    # Where on the schedule: active, the steps with the reward's gradient, in Flow-GRPO those that windows draw;
+    # Where on the schedule: active, the steps that the policy's loss trains (in Flow-GRPO those that windows draw);
     # trained_range, any sigma of the trained experts' steps; or a list of denoising steps.
     sigmas: IfNamed[Literal["active", "trained_range"] | Listed[int]] = "active"
     # Target of the velocity: data, the velocity to the real clip; reference, the velocity of the model without its
@@ -487,7 +491,7 @@ class AnchorConfig(Section):
 
 
 class EarlyStopConfig(Section):
-    """`train.early_stop` of both scripts: when the held-out judge ends a run (alarms.py: broken_guards).
+    """`train.early_stop` of all scripts: when the held-out judge ends a run (alarms.py: broken_guards).
 
     The updates are cut into windows. The run ends, as after its last step, when each of `patience` whole windows in a
     row breaks a guard, compared with the run's first window. The guards read reward/held_out and reward/held_out/... of
@@ -511,7 +515,7 @@ class EarlyStopConfig(Section):
 
 
 class GrpoTrainConfig(Section):
-    """Section `train` of train_flow_grpo.py; train_reward_fl.py has these keys, too."""
+    """Section `train` of all scripts."""
 
     # Peak learning rate of AdamW.
     learning_rate: IfNamed[Annotated[Positive, Field(le=1)]] = 1e-4
@@ -544,7 +548,7 @@ class GrpoTrainConfig(Section):
     compile_blocks: bool = False
     # Steps in a row that may be skipped for a loss or gradient that is not finite; one more stops the run.
     max_nonfinite: Free[Whole] = 3
-    # When the held-out judge ends the run, with exit code 0 and a checkpoint; null: never. Flow-GRPO checks at the end
+    # When the held-out judge ends the run, with exit code 0 and a checkpoint; null: never. With groups at the end
     # of an epoch. An ended run resumes when this is null or more patient.
     early_stop: Free[EarlyStopConfig | None] = None
 
@@ -609,8 +613,8 @@ class TrainConfig(GrpoTrainConfig):
             )
 
 
-class GrpoConfig(Section):
-    """Section `grpo` of train_flow_grpo.py. An epoch rolls out groups * group_size samples and trains on them."""
+class GroupConfig(Section):
+    """Keys of the sections `grpo` and `forward`. An epoch rolls out groups * group_size samples and trains on them."""
 
     # Rollouts of one clip (prompt and image), which are compared with each other.
     group_size: Annotated[int, Field(ge=2, le=1_000)] = 16
@@ -618,13 +622,28 @@ class GrpoConfig(Section):
     groups: BatchSize = 48
     # Processes of a group's members: contiguous, in a row on as few as possible; spread, on all.
     spread: Free[Literal["contiguous", "spread"]] = "contiguous"
-    # All members of a group start from the same noise and differ by the SDE steps' noise alone. The steps before the
-    # window are then computed once per group.
-    same_noise_in_group: bool = False
-    # Updates per pass over an epoch's samples, each with a part of them. The ratio is 1 in the first alone.
+    # Updates per pass over an epoch's samples, each with a part of them.
     updates_per_epoch: BatchSize = 1
     # Passes over an epoch's samples.
     inner_epochs: BatchSize = 1
+    # Memory for an epoch's latents and conditioning between rollout and update.
+    samples_on: Free[Literal["gpu", "cpu"]] = "gpu"
+    # Divisor of (reward - mean of the group): the group's standard deviation, that of all the epoch's rewards, or 1.
+    advantage_std: IfNamed[Literal["group", "global", "none"]] = "group"
+    # Several rewards: normalise their weighted sum, or each before summing (so that a small deviation counts as much).
+    advantage_of: IfNamed[Literal["sum", "per_reward"]] = "sum"
+    advantage_clip: IfNamed[Positive] = 5.0
+    # Decay of the averaged weights (rising from 0.1 to this), which evaluation, sample videos and checkpoints use.
+    # 0: the last weights.
+    ema_decay: Annotated[Number, Field(ge=0, lt=1)] = 0.9
+
+
+class GrpoConfig(GroupConfig):
+    """Section `grpo` of train_flow_grpo.py. With several updates per epoch, the ratio is 1 in the first alone."""
+
+    # All members of a group start from the same noise and differ by the SDE steps' noise alone. The steps before the
+    # window are then computed once per group.
+    same_noise_in_group: bool = False
 
     # Kernel of the stochastic steps: flow (Flow-GRPO), dance (DanceGRPO) or cps (Flow-CPS), with this much noise.
     sde: Literal["flow", "dance", "cps"] = "flow"
@@ -641,8 +660,6 @@ class GrpoConfig(Section):
     # First and last + 1 of the steps that random and fraction draw from; null is all. Steps of an untrained expert and
     # the last step, whose noise no step would remove, are never drawn.
     window_bounds: Listed[int] | None = None
-    # Memory for the window's latents and conditioning between rollout and update.
-    samples_on: Free[Literal["gpu", "cpu"]] = "gpu"
 
     # guard: GRPO-Guard's ratio without its bias, every step weighted by 1/dt. clip: PPO's, for images (at the size of
     # a video its bias silences every sample of negative advantage).
@@ -653,17 +670,9 @@ class GrpoConfig(Section):
     clip_range_high: IfNamed[Positive | None] = None
     # Weight of the KL divergence from the untrained model, over the trained steps; 0 skips its forward passes.
     kl_weight: IfNamed[NonNegative] = 0.0
-    # Divisor of (reward - mean of the group): the group's standard deviation, that of all the epoch's rewards, or 1.
-    advantage_std: IfNamed[Literal["group", "global", "none"]] = "group"
-    # Several rewards: normalise their weighted sum, or each before summing (so that a small deviation counts as much).
-    advantage_of: IfNamed[Literal["sum", "per_reward"]] = "sum"
-    advantage_clip: IfNamed[Positive] = 5.0
     # Largest |log-probability of the replay - of the rollout| before an epoch's first update; more stops the run.
     # null: 0 in float32, 0.1 * clip_range in bfloat16 or with train.compile_blocks.
     ratio_tolerance: Free[NonNegative | None] = None
-    # Decay of the averaged weights (rising from 0.1 to this), which evaluation, sample videos and checkpoints use.
-    # 0: the last weights.
-    ema_decay: Annotated[Number, Field(ge=0, lt=1)] = 0.9
 
     def conflicts(self) -> Iterator[str]:
         if self.sde == "cps" and self.noise_level > 1:
@@ -674,8 +683,57 @@ class GrpoConfig(Section):
             yield "grpo.window_bounds are for grpo.window random and fraction; remove them, or window: list"
 
 
+class ForwardConfig(GroupConfig):
+    """Section `forward` of train_forward_rl.py. The members of a group start from different noises."""
+
+    # rvm: the velocity's regression, weighted by the signed advantage. nft: DiffusionNFT, two branches around the old
+    # policy. awm: AWM's clipped ratio of likelihoods. For a model distilled to few steps, rvm (docs/forward_rl.md).
+    objective: Literal["rvm", "nft", "awm"] = "rvm"
+    # Allows nft for a distilled model, which it makes worse.
+    allow_distilled: Free[bool] = False
+    # Sigmas, each with its noise, of each video in an update: each takes one forward and one backward pass.
+    draws: IfNamed[Annotated[int, Field(ge=1, le=1_000)]] = 2
+    # Where on the schedule: trained_range, any sigma of the trained experts' steps; steps, the sigmas of these steps,
+    # in turn; or a list of denoising steps.
+    sigmas: IfNamed[Literal["trained_range", "steps"] | Listed[int]] = "trained_range"
+    # The old policy makes the videos. At the end of an epoch it keeps a share of itself and takes the rest from the
+    # policy: old_decay_rate * (updates so far - old_decay_start), within 0..old_decay. null takes the objective's: nft
+    # 0.5 and awm 0.3 at a rate of 0.001 from 0; rvm 0, the policy at the start of the epoch.
+    old_decay: IfNamed[Annotated[Share, Field(lt=1)] | None] = None
+    old_decay_rate: IfNamed[NonNegative] = 0.001
+    old_decay_start: IfNamed[Whole] = 0
+    # Weights of mean((v - v_old)^2) and mean((v - v_base)^2), the distances from the old policy's velocity and from
+    # that of the model without its adapter. The data anchor's is anchor.weight.
+    old_anchor: IfNamed[NonNegative] = 0.0
+    base_anchor: IfNamed[NonNegative] = 0.0
+    # Divisor of the advantage: that of all the epoch's rewards, as in the published code of the three.
+    advantage_std: IfNamed[Literal["group", "global", "none"]] = "global"
+    # Factor of the clipped advantage; null takes the objective's: rvm 0.1, awm 1 / advantage_clip. nft has none.
+    advantage_scale: IfNamed[Positive | None] = None
+    # For nft: the distance of its branches from the old policy, its authors' beta.
+    mix: IfNamed[Annotated[Share, Field(gt=0)]] = 1.0
+    # For awm: its likelihood as a function of the regression's loss l (forward_rl.awm_log_prob).
+    weighting: IfNamed[Literal["uniform", "sigma", "sigma_squared", "huber", "generalised_huber"]] = "generalised_huber"
+    # For awm: the ratio is clipped to 1 - clip_range .. 1 + clip_range.
+    clip_range: IfNamed[Annotated[Share, Field(gt=0)]] = 1.0
+
+    def conflicts(self) -> Iterator[str]:
+        if not isinstance(self.sigmas, str) and (
+            not self.sigmas or list(self.sigmas) != sorted(set(self.sigmas)) or self.sigmas[0] < 0
+        ):
+            yield f"forward.sigmas must be steps in increasing order, from 0 on, got {shown(list(self.sigmas))}"
+        owners = {"mix": "nft", "allow_distilled": "nft", "weighting": "awm", "clip_range": "awm"}
+        for key, owner in owners.items():
+            if self.objective != owner and getattr(self, key) != type(self).model_fields[key].default:
+                yield f"forward.{key} is for objective {owner}, got objective {self.objective}; remove it"
+        if self.objective == "nft" and self.advantage_scale is not None:
+            yield "forward.advantage_scale is for rvm and awm: nft divides by advantage_clip; remove it"
+        if self.old_decay == 0 and (self.old_decay_start or self.old_decay_rate != 0.001):
+            yield "forward.old_decay_rate and old_decay_start do nothing with old_decay 0; remove them"
+
+
 class EvaluationConfig(Section):
-    """Section `evaluation` of train_flow_grpo.py: held-out clips, sampled by the ODE with the averaged weights."""
+    """Section `evaluation` of the scripts with groups: held-out clips, sampled by the ODE with the averaged weights."""
 
     # metadata.csv of held-out clips; null: no evaluation, and sample videos of training clips. Measure by a held-out
     # reward, too: reward.held_out_model_path, or one of reward.others with weight 0.
@@ -740,41 +798,80 @@ class RewardFlConfig(Section):
             yield f"{needs} has no graphs in its rollout; set train.active_graphs: replay"
 
 
-class FlowGrpoConfig(Section):
-    """The whole configuration of train_flow_grpo.py."""
+class GroupRunConfig(Section):
+    """Sections of the two scripts that compare the rollouts of a group: every reward may be a black box."""
 
-    script: ClassVar[str] = "train_flow_grpo.py"
+    script: ClassVar[str]
 
     run: RunConfig
     model: ModelConfig
     experts: GrpoExpertsConfig
     lora: LoraConfig
     data: DataConfig
-    sample: GrpoSampleConfig
+    sample: WholeSampleConfig
     reward: GrpoRewardConfig
     anchor: AnchorConfig
     train: GrpoTrainConfig
-    grpo: GrpoConfig
     evaluation: EvaluationConfig
+
+    @property
+    def group(self) -> GroupConfig:
+        """Return the section with the groups."""
+        raise NotImplementedError
+
+
+class FlowGrpoConfig(GroupRunConfig):
+    """The whole configuration of train_flow_grpo.py."""
+
+    script: ClassVar[str] = "train_flow_grpo.py"
+
+    sample: GrpoSampleConfig
+    grpo: GrpoConfig
+
+    @property
+    def group(self) -> GrpoConfig:
+        return self.grpo
 
     def conflicts(self) -> Iterator[str]:
         yield from _shared_conflicts(self)
+        yield from _epoch_conflicts(self)
         bounds, steps = self.grpo.window_bounds, self.sample.num_inference_steps
         if bounds is not None and not (len(bounds) == 2 and 0 <= bounds[0] < bounds[1] <= steps):
             values = shown(list(bounds))
             yield f"grpo.window_bounds must be two numbers [first, last + 1] within 0..{steps}, got {values}"
-        per_epoch, max_steps = self.grpo.updates_per_epoch * self.grpo.inner_epochs, self.train.max_steps or 0
-        if max_steps % per_epoch:
-            below = max_steps - max_steps % per_epoch
-            near = " or ".join(str(n) for n in (below, below + per_epoch) if n)
-            yield f"train.max_steps must be whole epochs of {per_epoch} updates, got {max_steps}; try {near}"
 
 
-AnyConfig = RewardFlConfig | FlowGrpoConfig
+class ForwardRlConfig(GroupRunConfig):
+    """The whole configuration of train_forward_rl.py."""
+
+    script: ClassVar[str] = "train_forward_rl.py"
+
+    forward: ForwardConfig
+
+    @property
+    def group(self) -> ForwardConfig:
+        return self.forward
+
+    def conflicts(self) -> Iterator[str]:
+        yield from _shared_conflicts(self)
+        yield from _epoch_conflicts(self)
+        distilled = self.model.distill_lora_high or self.model.distill_lora_low
+        if self.forward.objective == "nft" and distilled and not self.forward.allow_distilled:
+            yield (
+                "forward.objective nft makes a distilled model worse (docs/forward_rl.md), and model.distill_lora_* "
+                "names its distillation; set forward.objective: rvm, or forward.allow_distilled: true"
+            )
+        steps = () if isinstance(self.forward.sigmas, str) else self.forward.sigmas
+        if steps and steps[-1] > self.sample.final_timestep:
+            last = self.sample.final_timestep
+            yield f"forward.sigmas must lie in 0..{last} (sample.num_inference_steps - 1), got {shown(list(steps))}"
+
+
+AnyConfig = RewardFlConfig | FlowGrpoConfig | ForwardRlConfig
 # {whole configuration: {section: its model}}
 SECTIONS: dict[type[AnyConfig], dict[str, type[Section]]] = {
     schema: {section: cast(type[Section], field.annotation) for section, field in schema.model_fields.items()}
-    for schema in (RewardFlConfig, FlowGrpoConfig)
+    for schema in (RewardFlConfig, FlowGrpoConfig, ForwardRlConfig)
 }
 # {section.key: the marks of its field}
 MARKS: dict[str, list[object]] = {
@@ -838,6 +935,14 @@ def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
         )
     if untrained == "fp8" and cfg.model.distill_lora_mode == "adapter":
         yield "experts.untrained fp8 takes no distillation's adapter; set model.distill_lora_mode: fuse"
+
+
+def _epoch_conflicts(cfg: GroupRunConfig) -> Iterator[str]:
+    per_epoch, max_steps = cfg.group.updates_per_epoch * cfg.group.inner_epochs, cfg.train.max_steps or 0
+    if max_steps % per_epoch:
+        below = max_steps - max_steps % per_epoch
+        near = " or ".join(str(n) for n in (below, below + per_epoch) if n)
+        yield f"train.max_steps must be whole epochs of {per_epoch} updates, got {max_steps}; try {near}"
 
 
 def _resume_conflicts(cfg: AnyConfig) -> Iterator[str]:
@@ -944,7 +1049,7 @@ def trained_positions(cfg: AnyConfig) -> tuple[int, ...]:
     return tuple(i for i, name in enumerate(TRAINABLE) if name in names)
 
 
-def part_weights(cfg: FlowGrpoConfig) -> dict[str, float]:
+def part_weights(cfg: GroupRunConfig) -> dict[str, float]:
     """Return {part of the first reward: its weight} for the parts that are trained next to its score."""
     weights = {"coverage": cfg.reward.coverage_weight, "motion": cfg.reward.motion_weight}
     return {name: weight for name, weight in weights.items() if weight > 0}

@@ -106,7 +106,7 @@ def memory(costs: Costs, work: Workload) -> Memory:
         "LoRA, gradient, Adam": adapter,
         "VAE's decoder": costs.decoder_weights,
         "reward networks' weights": work.reward_bytes,
-        "averaged LoRA": work.averaged * _FLOAT32 * parameters // (work.processes if work.sharding == "fsdp2" else 1),
+        "averaged LoRA": work.averages * _FLOAT32 * parameters // (work.processes if work.sharding == "fsdp2" else 1),
         "the epoch's samples": samples if work.samples_on == "gpu" else 0,
     }
     host = {
@@ -227,4 +227,5 @@ def disk(costs: Costs, work: Workload) -> tuple[int, dict[str, int]]:
     cache = dict(costs.cached)
     if work.untrained_placement == "boundary_cache" and isinstance(work.noises_per_sample, int):
         cache["boundary latents"] = work.noises_per_sample * math.prod(costs.shape) * _FLOAT32
-    return (5 if work.averaged else 3) * _FLOAT32 * trained_parameters(costs, work), cache
+    copies = 3 + (1 + work.averages if work.averages else 0)  # and the adapter that they are averages of
+    return copies * _FLOAT32 * trained_parameters(costs, work), cache

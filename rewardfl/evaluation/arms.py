@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rewardfl import config, data, lora, reward_flow
 from rewardfl.backbones.protocol import Backbone, Conditioning, Decoder, Experts, Velocity
-from rewardfl.config.schema import GrpoSampleConfig, SampleConfig
+from rewardfl.config.schema import SampleConfig, WholeSampleConfig
 from rewardfl.memory import offload
 from rewardfl.noise import draw_noise, noise_seed
 
@@ -26,7 +26,7 @@ NAMED = re.compile(r"(.+?)(?:_seed(\d+))?\.mp4")  # NAME.mp4 or NAME_seedN.mp4
 
 NEGATIVE = ""  # key of the negative prompt; no row has this id
 
-Sampling = SampleConfig | GrpoSampleConfig
+Sampling = SampleConfig | WholeSampleConfig
 
 Placement = Literal["gpu", "cpu_swap"]  # of the experts, as `offload.move_expert` takes it
 

@@ -57,6 +57,20 @@ def no_signal(step: int, norm: float, signals: Tensor) -> float:
     return float(norm == 0)
 
 
+def check_contrast(step: int, deviation: float, advantages: Tensor) -> None:
+    """Raise GradientMissing where an update with an advantage left the policy's velocity exactly the old policy's.
+
+    deviation: forward_rl.deviation after the optimizer's step. advantages: (N,) of all processes. Call it for updates
+    that were not skipped.
+    """
+    if deviation == 0 and advantages.any():
+        raise GradientMissing(
+            f"step {step}: policy/deviation is exactly 0 after an update with {int((advantages != 0).sum())} "
+            "advantages: the policy's velocity is the old policy's, so that nothing is learned. The adapter that the "
+            "optimizer changes is not the one that the forward pass uses, or both policies share their weights"
+        )
+
+
 def bit_sums(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of each tensor's bits, read as integers modulo 2^64: (P,) int64 on the CPU.
 

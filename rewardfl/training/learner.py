@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +11,12 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from rewardfl import forward_rl
 from rewardfl.backbones.protocol import Backbone, Experts
 from rewardfl.config import GrpoTrainConfig
 from rewardfl.memory import sharding
 from rewardfl.noise import noise_seed
-from rewardfl.optim import Average, learning_rate_factor
+from rewardfl.optim import Average, OldPolicy, learning_rate_factor
 from rewardfl.training import invariants
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.state import TrainState
@@ -73,6 +75,16 @@ def make_average(decay: float, parameters: Sequence[nn.Parameter], restored: Tra
         average.load_state_dict(restored.average)
         average.shadow_params = list(map(sharding.shard_like, average.shadow_params, parameters))
     return average
+
+
+def make_old_policy(
+    parameters: Sequence[nn.Parameter], restored: TrainState | None, *, start: int, rate: float, largest: float
+) -> OldPolicy:
+    """Build the old policy of forward-process reinforcement; numbers: of forward_rl.old_decay."""
+    old = OldPolicy(parameters, partial(forward_rl.old_decay, start=start, rate=rate, largest=largest))
+    if restored is not None and restored.old_policy is not None:
+        old.shadow_params = list(map(sharding.shard_like, restored.old_policy, parameters))
+    return old
 
 
 def seed_generators(seed: int, step: int, rank: int) -> None:

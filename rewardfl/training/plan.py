@@ -9,8 +9,16 @@ from typing import Any, overload
 from rewardfl import config as configuration
 from rewardfl import data, epoch_order, lora
 from rewardfl.backbones.protocol import Backbone, Schedule, Shape
-from rewardfl.config import AnyConfig, ConfigError, DataConfig, FlowGrpoConfig, RewardFlConfig
-from rewardfl.config.schema import GrpoSampleConfig, SampleConfig
+from rewardfl.config import (
+    AnyConfig,
+    ConfigError,
+    DataConfig,
+    FlowGrpoConfig,
+    ForwardRlConfig,
+    GroupRunConfig,
+    RewardFlConfig,
+)
+from rewardfl.config.schema import SampleConfig, WholeSampleConfig
 from rewardfl.group_plan import Geometry
 from rewardfl.rewards import registry
 from rewardfl.training import checks
@@ -63,18 +71,34 @@ class RewardFlPlan(RunPlan):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlowGrpoPlan(RunPlan):
-    """The plan of train_flow_grpo.py."""
+class GroupPlan(RunPlan):
+    """The plan of a script that compares the rollouts of a group."""
 
-    windows: Windows
     geometry: Geometry
     inner_epochs: int
-    seed: int
 
     @property
     def updates_per_epoch(self) -> int:
         """Return the updates that train on one set of rollouts."""
         return self.geometry.updates * self.inner_epochs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardRlPlan(GroupPlan):
+    """The plan of train_forward_rl.py. `active` are the steps whose sigmas are drawn."""
+
+    draws: int  # of each video in an update
+    whole_range: bool  # sigmas between the steps, too
+    advantage_scale: float
+    old_decay: float  # the largest share of itself that the old policy keeps
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowGrpoPlan(GroupPlan):
+    """The plan of train_flow_grpo.py."""
+
+    windows: Windows
+    seed: int
 
     def window(self, epoch: int) -> tuple[int, ...]:
         """Return the stochastic steps of an epoch, increasing; their number is the same in all epochs."""
@@ -85,15 +109,20 @@ class FlowGrpoPlan(RunPlan):
         return [self.window(epoch) for epoch in range(EPOCHS if steps is None else steps // self.updates_per_epoch)]
 
 
+AnyPlan = RewardFlPlan | FlowGrpoPlan | ForwardRlPlan
+
+
 @overload
 def resolve(cfg: RewardFlConfig, backbone: Backbone, processes: int, *, here: bool = ...) -> RewardFlPlan: ...
 @overload
 def resolve(cfg: FlowGrpoConfig, backbone: Backbone, processes: int, *, here: bool = ...) -> FlowGrpoPlan: ...
 @overload
-def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = ...) -> RewardFlPlan | FlowGrpoPlan: ...
+def resolve(cfg: ForwardRlConfig, backbone: Backbone, processes: int, *, here: bool = ...) -> ForwardRlPlan: ...
+@overload
+def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = ...) -> AnyPlan: ...
 
 
-def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = True) -> RewardFlPlan | FlowGrpoPlan:
+def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = True) -> AnyPlan:
     """Resolve the configuration. Of files, only the header of lora.init_from is read.
 
     here: the run's files must be on this machine. Raise ConfigError, RewardError or InputError for what cannot
@@ -128,6 +157,22 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
             geometry=geometry,
             inner_epochs=cfg.grpo.inner_epochs,
             seed=cfg.run.seed,
+        )
+    if isinstance(cfg, ForwardRlConfig):
+        geometry, forward = make_geometry(cfg, processes), cfg.forward
+        default_scale = {"rvm": 0.1, "nft": 1.0, "awm": 1 / forward.advantage_clip}[forward.objective]
+        default_decay = {"rvm": 0.0, "nft": 0.5, "awm": 0.3}[forward.objective]
+        return ForwardRlPlan(
+            **common,
+            active=drawn_steps(cfg, schedule, trained),
+            backwards_per_update=geometry.forwards_per_update * (forward.draws + draws),
+            clips_at_once=forward.groups,
+            geometry=geometry,
+            inner_epochs=forward.inner_epochs,
+            draws=forward.draws,
+            whole_range=forward.sigmas == "trained_range",
+            advantage_scale=default_scale if forward.advantage_scale is None else forward.advantage_scale,
+            old_decay=default_decay if forward.old_decay is None else forward.old_decay,
         )
     checks.check_graphs(cfg.train, processes)
     check_active_experts(cfg, backbone, schedule)
@@ -190,7 +235,7 @@ def size_problem(settings: DataConfig, backbone: Backbone, size: tuple[int, int]
     return ""
 
 
-def make_schedule(sample: SampleConfig | GrpoSampleConfig, backbone: Backbone, shape: Shape) -> Schedule:
+def make_schedule(sample: SampleConfig | WholeSampleConfig, backbone: Backbone, shape: Shape) -> Schedule:
     """Return the run's denoising steps for latents of `shape` (C, T, h, w)."""
     return backbone.schedule(sample.num_inference_steps, sample.shift, shape).until(sample.final_timestep)
 
@@ -207,22 +252,23 @@ def trained_experts(cfg: AnyConfig, experts: Sequence[str]) -> tuple[str, ...]:
     return tuple(experts[i] for i in chosen)
 
 
-def make_geometry(cfg: FlowGrpoConfig, processes: int) -> Geometry:
+def make_geometry(cfg: GroupRunConfig, processes: int) -> Geometry:
     """Build the geometry of an epoch. Raise ConfigError where the groups do not divide into passes and updates."""
+    group, section = cfg.group, "forward" if isinstance(cfg, ForwardRlConfig) else "grpo"
     try:
         return Geometry(
-            group_size=cfg.grpo.group_size,
-            groups=cfg.grpo.groups,
+            group_size=group.group_size,
+            groups=group.groups,
             world=processes,
             batch=cfg.train.per_device_train_batch_size,
-            updates=cfg.grpo.updates_per_epoch,
-            spread=cfg.grpo.spread,
-            same_noise=cfg.grpo.same_noise_in_group,
+            updates=group.updates_per_epoch,
+            spread=group.spread,
+            same_noise=isinstance(cfg, FlowGrpoConfig) and cfg.grpo.same_noise_in_group,
         )
     except ValueError as error:
         raise ConfigError(
-            "grpo.groups, grpo.group_size, grpo.updates_per_epoch (updates) and train.per_device_train_batch_size "
-            f"(batch): {error}"
+            f"{section}.groups, {section}.group_size, {section}.updates_per_epoch (updates) and "
+            f"train.per_device_train_batch_size (batch): {error}"
         ) from error
 
 
@@ -297,26 +343,49 @@ def check_active_experts(cfg: RewardFlConfig, backbone: Backbone, schedule: Sche
 
 def anchor_steps(cfg: AnyConfig, schedule: Schedule, trained: Sequence[str]) -> tuple[int, ...]:
     """Return the increasing steps of anchor.sigmas. Raise ConfigError where a listed step's expert is not trained."""
-    trained_steps = [i for i, expert in enumerate(schedule.experts) if expert in trained]
+    trained_steps = tuple(i for i, expert in enumerate(schedule.experts) if expert in trained)
     sigmas = cfg.anchor.sigmas
     if sigmas == "trained_range":
-        return tuple(trained_steps)
+        return trained_steps
     if sigmas == "active":
         if isinstance(cfg, FlowGrpoConfig):
             return tuple(make_windows(cfg, schedule.experts, trained).drawable)
+        if isinstance(cfg, ForwardRlConfig):
+            return drawn_steps(cfg, schedule, trained)
         return tuple(i for i in configuration.active_steps(cfg) if i in trained_steps)
-    if foreign := [i for i in sigmas if i not in trained_steps]:
+    return _listed_steps("anchor.sigmas", sigmas, trained_steps, cfg.model.trainable_models)
+
+
+def drawn_steps(cfg: ForwardRlConfig, schedule: Schedule, trained: Sequence[str]) -> tuple[int, ...]:
+    """Return the increasing steps of forward.sigmas.
+
+    Raise ConfigError where a listed step's expert is not trained, or a trained expert has no step.
+    """
+    steps = tuple(i for i, expert in enumerate(schedule.experts) if expert in trained)
+    if not isinstance(cfg.forward.sigmas, str):
+        steps = _listed_steps("forward.sigmas", cfg.forward.sigmas, steps, cfg.model.trainable_models)
+    if idle := [name for name in trained if name not in {schedule.experts[i] for i in steps}]:
         raise ConfigError(
-            f"anchor.sigmas: no trained expert answers at the steps {foreign} (model.trainable_models "
-            f"{cfg.model.trainable_models}); take some of {trained_steps}"
+            f"model.trainable_models: {', '.join(idle)} answers at none of the steps {list(steps)} (forward.sigmas) "
+            "and would not learn; train the other alone, or change forward.sigmas or sample.num_inference_steps"
         )
-    return tuple(sigmas)
+    return steps
 
 
-def check_sizes(cfg: FlowGrpoConfig, sizes: Sequence[tuple[int, int]]) -> None:
-    """Raise ConfigError where a forward pass would get videos of two sizes. sizes: of all clips."""
-    if len(set(sizes)) > 1 and cfg.grpo.group_size % cfg.train.per_device_train_batch_size:
+def _listed_steps(key: str, listed: Sequence[int], trained_steps: Sequence[int], models: str) -> tuple[int, ...]:
+    """Return the listed steps. Raise ConfigError for one of an untrained expert."""
+    if foreign := [i for i in listed if i not in trained_steps]:
         raise ConfigError(
-            "train.per_device_train_batch_size must divide grpo.group_size where clips differ in size: one forward "
+            f"{key}: no trained expert answers at the steps {foreign} (model.trainable_models {models}); take some of "
+            f"{list(trained_steps)}"
+        )
+    return tuple(listed)
+
+
+def check_sizes(cfg: GroupRunConfig, sizes: Sequence[tuple[int, int]]) -> None:
+    """Raise ConfigError where a forward pass would get videos of two sizes. sizes: of all clips."""
+    if len(set(sizes)) > 1 and cfg.group.group_size % cfg.train.per_device_train_batch_size:
+        raise ConfigError(
+            "train.per_device_train_batch_size must divide group_size where clips differ in size: one forward "
             "pass takes videos of one size"
         )

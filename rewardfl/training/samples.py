@@ -1,4 +1,4 @@
-"""Records of training: a sample, a batch, the rollout of a Flow-GRPO group."""
+"""Records of training: a sample, a batch, a rollout of members of groups."""
 
 from dataclasses import dataclass
 
@@ -48,11 +48,24 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """One forward pass of Flow-GRPO's members, with the inputs that score it again."""
+    """The videos of one forward pass of B members, with the inputs that train on them."""
 
     members: list[group_plan.Member]
     is_requested: Tensor  # (B,) bool: False where another clip's conditioning replaces a lost one
     conditioning: Conditioning
     schedule: Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class CleanRollout(Rollout):
+    """A rollout of forward-process reinforcement."""
+
+    x0: Tensor  # (B, C, T, h, w) float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class StochasticRollout(Rollout):
+    """A rollout of Flow-GRPO."""
+
     kernel: sde.Kernel
     steps: dict[int, sde.Step]  # of the window

@@ -13,7 +13,7 @@ from rewardfl.config import DataConfig
 from rewardfl.config.schema import RunConfig
 from rewardfl.files import escape_control
 from rewardfl.memory import sharding
-from rewardfl.optim import Average
+from rewardfl.optim import Average, OldPolicy
 from rewardfl.training import checkpoint
 from rewardfl.training.checkpoint import AFTER_EARLY_STOP, format_best
 from rewardfl.training.clip_scan import load_video
@@ -35,6 +35,7 @@ def collect_state(
     log: Log,
     step: int,
     batching: Batching = NO_BATCHING,
+    old_policy: OldPolicy | None = None,
 ) -> TrainState:
     """Collect the state to resume from after `step`. Collective."""
     weights: dict[str, Any] = {}
@@ -42,6 +43,8 @@ def collect_state(
         shadows = {"shadow_params": sharding.gather_to_cpu(average.shadow_params)}
         weights["parameters"] = sharding.gather_to_cpu(learner.parameters)
         weights["average"] = average.state_dict() | shadows
+    if old_policy is not None:
+        weights["old_policy"] = sharding.gather_to_cpu(old_policy.shadow_params)
     return TrainState(
         step=step,
         skipped_in_a_row=log.skipped_in_a_row,

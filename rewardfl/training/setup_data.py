@@ -47,7 +47,7 @@ def scan_rows(
     """
     rows, messages = _scan_table(cfg, data.load_metadata(cfg.data.file_name), job, backbone, rewards)
     held_out: list[data.Row] = []
-    if isinstance(cfg, configuration.FlowGrpoConfig) and cfg.evaluation.eval_clips:
+    if isinstance(cfg, configuration.GroupRunConfig) and cfg.evaluation.eval_clips:
         table = data.load_metadata(cfg.evaluation.eval_clips, "evaluation.eval_clips")
         held_out, more = _scan_table(cfg, table, job, backbone, rewards)
         messages += [*more, *checks.check_held_out(rows, held_out)]

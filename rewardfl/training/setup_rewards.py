@@ -25,7 +25,7 @@ def missing_references(cfg: AnyConfig, row: data.Row, terms: Sequence[Term]) -> 
 
 def missing_columns(cfg: AnyConfig, row: data.Row, needs: dict[str, str]) -> list[str]:
     """Return in words which `needs`, {key of a reward: clip or picture}, the row lacks."""
-    if isinstance(cfg, configuration.FlowGrpoConfig) and "motion" in configuration.part_weights(cfg):
+    if isinstance(cfg, configuration.GroupRunConfig) and "motion" in configuration.part_weights(cfg):
         needs = needs | {"reward.motion_weight": "clip"}
     columns = {"clip": "video or reference_video", "picture": "video, reference_video or image"}
     problems = [

@@ -6,21 +6,19 @@ from statistics import fmean
 from rewardfl import config as configuration
 from rewardfl import flow, group_plan
 from rewardfl.backbones.protocol import Backbone, Schedule
-from rewardfl.config import AnchorConfig, AnyConfig, FlowGrpoConfig, RewardFlConfig
-from rewardfl.config.schema import GrpoConfig
+from rewardfl.config import AnchorConfig, AnyConfig, FlowGrpoConfig, ForwardRlConfig, RewardFlConfig
+from rewardfl.config.schema import ForwardConfig, GrpoConfig
 from rewardfl.data import Row
 from rewardfl.training.distributed import Distributed
-from rewardfl.training.plan import FlowGrpoPlan, RewardFlPlan, largest_size
+from rewardfl.training.plan import AnyPlan, FlowGrpoPlan, ForwardRlPlan, GroupPlan, RewardFlPlan, largest_size
 from rewardfl.training.samples import Rows
 
 
-def print_run_summary(
-    cfg: AnyConfig, plan: RewardFlPlan | FlowGrpoPlan, backbone: Backbone, rows: Rows, job: Distributed
-) -> None:
+def print_run_summary(cfg: AnyConfig, plan: AnyPlan, backbone: Backbone, rows: Rows, job: Distributed) -> None:
     """Print notes, the configuration, the rewards, the arithmetic and the sigmas."""
     specs, steps = plan.rewards, plan.count_steps(len(rows.train))
     trained = [f"{spec.weight:g} x {spec.label} ({spec.name})" for spec, _ in specs if spec.weight > 0]
-    if isinstance(cfg, configuration.FlowGrpoConfig):
+    if isinstance(cfg, configuration.GroupRunConfig):
         trained += [f"{weight:g} x {part}" for part, weight in configuration.part_weights(cfg).items()]
     trained += [f"{cfg.anchor.weight:g} x the data anchor"] if cfg.anchor.weight else []
     measured = [f"{spec.label} ({spec.name})" for spec, _ in specs if spec.weight == 0]
@@ -37,7 +35,7 @@ def print_run_summary(
         job.print(line)
 
 
-def overview(cfg: AnyConfig, plan: RewardFlPlan | FlowGrpoPlan, backbone: Backbone, rows: Sequence[Row] | None) -> str:
+def overview(cfg: AnyConfig, plan: AnyPlan, backbone: Backbone, rows: Sequence[Row] | None) -> str:
     """Return the arithmetic of batches, steps and gradients, and the sigmas of the largest clips.
 
     rows: the clips to train on; None where they are not known.
@@ -49,6 +47,10 @@ def overview(cfg: AnyConfig, plan: RewardFlPlan | FlowGrpoPlan, backbone: Backbo
         assert isinstance(plan, FlowGrpoPlan)
         lines = _group_arithmetic(cfg.grpo, plan, clips)
         table = sigma_table(schedule, plan.active, cfg.grpo)
+    elif isinstance(cfg, ForwardRlConfig):
+        assert isinstance(plan, ForwardRlPlan)
+        lines = _forward_arithmetic(cfg.forward, plan, clips)
+        table = sigma_table(schedule, plan.active)
     else:
         assert isinstance(plan, RewardFlPlan)
         lines = _batch_arithmetic(cfg, plan, clips)
@@ -88,35 +90,70 @@ def _batch_arithmetic(cfg: RewardFlConfig, plan: RewardFlPlan, clips: int | None
 
 
 def _group_arithmetic(grpo: GrpoConfig, plan: FlowGrpoPlan, clips: int | None) -> list[str]:
-    geometry, processes, num_steps = plan.geometry, plan.processes, len(plan.experts)
+    geometry, num_steps = plan.geometry, len(plan.experts)
     steps = plan.max_steps if clips is None else plan.count_steps(clips)
     drawn = plan.draw_windows(steps)
     batches, widest = geometry.forwards_per_update, max(map(len, drawn))
     rolled = fmean(
         sum(passes for _, passes in group_plan.rollout_counts(geometry, num_steps, window)) for window in drawn
     )
-    velocity_passes, per_epoch = plan.forwards_per_velocity, plan.updates_per_epoch
+    velocity_passes = plan.forwards_per_velocity
     guidance = f" x {velocity_passes} (guidance)" if velocity_passes > 1 else ""
     first = ", ".join(str(list(window)) for window in drawn[:3])
     window = f"{list(plan.active)}"
     if grpo.window != "list":
         window = f"{widest} of {window}, drawn in each epoch: {first}, ..."
     lines = [
-        f"an epoch: {grpo.groups} groups x {grpo.group_size} = {geometry.samples} samples = {geometry.forwards} "
-        f"forwards x {geometry.batch} batch x {processes} process{'es' if processes > 1 else ''}",
+        _epoch_line(plan),
         f"  per process {velocity_passes * rolled:g} forwards without gradient: {geometry.forwards} batches x "
         f"{num_steps} steps{guidance}{', its first steps once per group' if grpo.same_noise_in_group else ''}",
         f"an update: {geometry.samples // geometry.updates} samples; per process {velocity_passes * batches * widest} "
         f"forwards with gradient: {batches} batches x {widest} window steps{guidance}",
-        f"updates: {grpo.updates_per_epoch} per epoch x {grpo.inner_epochs} inner epochs = {per_epoch}",
+        _updates_line(plan),
         f"SDE: {grpo.sde}, noise level {grpo.noise_level:g}, window {window}",
     ]
+    return lines + _run_lines(plan, steps, clips)
+
+
+def _forward_arithmetic(forward: ForwardConfig, plan: ForwardRlPlan, clips: int | None) -> list[str]:
+    geometry, velocity_passes = plan.geometry, plan.forwards_per_velocity
+    guidance = f" x {velocity_passes} (guidance)" if velocity_passes > 1 else ""
+    moments = "any sigma of" if plan.whole_range else "in turn"
+    lines = [
+        _epoch_line(plan),
+        f"  per process {velocity_passes * geometry.forwards * len(plan.experts)} forwards without gradient: "
+        f"{geometry.forwards} batches x {len(plan.experts)} steps{guidance}",
+        f"an update: {geometry.samples // geometry.updates} samples; per process "
+        f"{geometry.forwards_per_update * plan.draws} forwards with gradient: {geometry.forwards_per_update} batches x "
+        f"{plan.draws} draws, {moments} steps {list(plan.active)}",
+        _updates_line(plan),
+        f"objective: {forward.objective}, advantage x {plan.advantage_scale:g}, the old policy keeps up to "
+        f"{plan.old_decay:g} of itself per epoch; anchors: old policy {forward.old_anchor:g}, base "
+        f"{forward.base_anchor:g}",
+    ]
+    return lines + _run_lines(plan, plan.max_steps if clips is None else plan.count_steps(clips), clips)
+
+
+def _epoch_line(plan: GroupPlan) -> str:
+    geometry, processes = plan.geometry, plan.processes
+    return (
+        f"an epoch: {geometry.groups} groups x {geometry.group_size} = {geometry.samples} samples = "
+        f"{geometry.forwards} forwards x {geometry.batch} batch x {processes} process{'es' if processes > 1 else ''}"
+    )
+
+
+def _updates_line(plan: GroupPlan) -> str:
+    inner, per_epoch = plan.inner_epochs, plan.updates_per_epoch
+    return f"updates: {plan.geometry.updates} per epoch x {inner} inner epochs = {per_epoch}"
+
+
+def _run_lines(plan: GroupPlan, steps: int | None, clips: int | None) -> list[str]:
     if steps is None:
-        return lines
-    epochs = steps // per_epoch
-    groups = epochs * grpo.groups
+        return []
+    epochs = steps // plan.updates_per_epoch
+    groups = epochs * plan.geometry.groups
     visits = f" = {groups / clips:.2f} x {clips} clips" if clips else ""
-    return [*lines, f"the run: {steps} updates = {epochs} epochs = {groups} groups{visits}"]
+    return [f"the run: {steps} updates = {epochs} epochs = {groups} groups{visits}"]
 
 
 def sigma_table(schedule: Schedule, trained: Sequence[int], grpo: GrpoConfig | None = None) -> list[str]:

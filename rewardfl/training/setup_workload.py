@@ -11,10 +11,10 @@ from statistics import fmean
 from rewardfl import config as configuration
 from rewardfl import data, epoch_order, group_plan
 from rewardfl.backbones.protocol import Adapter, Backbone
-from rewardfl.config import AnyConfig, FlowGrpoConfig, RewardFlConfig
+from rewardfl.config import AnyConfig, FlowGrpoConfig, ForwardRlConfig, GroupRunConfig, RewardFlConfig
 from rewardfl.memory.sharding import Sharding
 from rewardfl.training import checks
-from rewardfl.training.plan import FlowGrpoPlan, RewardFlPlan, RunPlan, largest_size
+from rewardfl.training.plan import FlowGrpoPlan, ForwardRlPlan, GroupPlan, RewardFlPlan, RunPlan, largest_size
 from rewardfl.training.workload import Span, Video, Workload
 
 _WEIGHTS = ({".safetensors"}, {".bin", ".pt", ".pth"}, {".onnx"})  # suffixes by format, in order of preference
@@ -55,6 +55,9 @@ def make_workload(
     if isinstance(cfg, FlowGrpoConfig):
         assert isinstance(plan, FlowGrpoPlan)
         return _flow_grpo(common, cfg, plan)
+    if isinstance(cfg, ForwardRlConfig):
+        assert isinstance(plan, ForwardRlPlan)
+        return _forward_rl(common, cfg, plan)
     assert isinstance(plan, RewardFlPlan)
     return _reward_fl(common, cfg, plan)
 
@@ -71,7 +74,7 @@ def _reward_fl(common: Workload, cfg: RewardFlConfig, plan: RewardFlPlan) -> Wor
     common = replace(
         common,
         anchor=_anchor_passes(cfg, plan),
-        averaged=cfg.train.ema_decay > 0,
+        averages=int(cfg.train.ema_decay > 0),
         spans=(Span(f"one update of {clips_per_gpu} clips per GPU", clips_per_gpu, clips_per_gpu),),
         saves=None if common.steps is None else math.ceil(common.steps / cfg.run.save_steps),
         accumulation=cfg.train.gradient_accumulation_steps,
@@ -95,7 +98,7 @@ def _reward_fl(common: Workload, cfg: RewardFlConfig, plan: RewardFlPlan) -> Wor
     )
 
 
-def _anchor_passes(cfg: AnyConfig, plan: RunPlan) -> dict[str, float]:
+def _anchor_passes(cfg: RewardFlConfig | GroupRunConfig, plan: RunPlan) -> dict[str, float]:
     """Return the data anchor's draws for one sample of an update, by expert; means where the draws differ."""
     if cfg.anchor.weight == 0:
         return {}
@@ -108,9 +111,9 @@ def _times(factor: int, passes: Mapping[str, float]) -> Counter[str]:
 
 
 def _flow_grpo(common: Workload, cfg: FlowGrpoConfig, plan: FlowGrpoPlan) -> Workload:
-    grpo, experts, geometry, per_epoch = cfg.grpo, plan.experts, plan.geometry, plan.updates_per_epoch
+    grpo, experts, geometry = cfg.grpo, plan.experts, plan.geometry
     drawn, answers = plan.draw_windows(common.steps), plan.forwards_per_velocity
-    samples, per_process = geometry.samples, geometry.samples // common.processes
+    per_process = geometry.samples // common.processes
     counts = [group_plan.rollout_counts(geometry, len(experts), window) for window in drawn]
     rollout, replay = dict.fromkeys(experts, 0.0), dict.fromkeys(common.trained, 0.0)
     for i, expert in enumerate(experts):
@@ -118,7 +121,44 @@ def _flow_grpo(common: Workload, cfg: FlowGrpoConfig, plan: FlowGrpoPlan) -> Wor
     for i in plan.active:
         replay[experts[i]] += answers * grpo.inner_epochs * fmean(i in window for window in drawn)
     means = max(map(len, drawn)) if grpo.objective == "guard" else 0
-    update = f"one update of {samples // geometry.updates} samples, with its share of the rollouts"
+    return replace(
+        _epochs(common, cfg, plan),
+        rollout=rollout,
+        replay=replay,
+        backward_passes=replay,
+        reference=replay if grpo.kl_weight != 0 else {},
+        graphs=answers,
+        averages=1,
+        # K steps in a row have K + 1 latents on the GPU, where two steps share one, and 2 K on the host
+        latents_kept={
+            "gpu": means + max(len({*window, *(i + 1 for i in window)}) for window in drawn),
+            "cpu": means + 2 * max(map(len, drawn)),
+        },
+    )
+
+
+def _forward_rl(common: Workload, cfg: ForwardRlConfig, plan: ForwardRlPlan) -> Workload:
+    forward, experts = cfg.forward, plan.experts
+    counts = Counter(experts[i] for i in plan.active)
+    passes = {name: forward.inner_epochs * plan.draws * count / len(plan.active) for name, count in counts.items()}
+    compares = forward.objective != "rvm" or forward.old_anchor > 0
+    return replace(
+        _epochs(common, cfg, plan),
+        rollout=_times(plan.forwards_per_velocity, Counter(experts)) + (Counter(passes) if compares else Counter()),
+        replay=passes,
+        backward_passes=passes,
+        reference=passes if forward.base_anchor else {},
+        averages=2,
+        # the clean latents, and of each draw of an update: with noise, target, and the velocities of other policies
+        latents_kept=dict.fromkeys(("gpu", "cpu"), 1),
+    )
+
+
+def _epochs(common: Workload, cfg: GroupRunConfig, plan: GroupPlan) -> Workload:
+    """Count what all scripts with groups have in common: the videos, saves and anchors of an epoch."""
+    samples, per_epoch = plan.geometry.samples, plan.updates_per_epoch
+    per_process = samples // common.processes
+    update = f"one update of {samples // plan.geometry.updates} samples, with its share of the rollouts"
     spans = [
         Span(update, samples / per_epoch, per_process / per_epoch),
         Span(f"one epoch of {samples} samples", samples, per_process),
@@ -129,22 +169,11 @@ def _flow_grpo(common: Workload, cfg: FlowGrpoConfig, plan: FlowGrpoPlan) -> Wor
         spans.append(Span(run, epochs * samples, epochs * per_process))
     return replace(
         common,
-        rollout=rollout,
-        replay=replay,
-        backward_passes=replay,
-        anchor=_times(grpo.inner_epochs, _anchor_passes(cfg, plan)),
-        reference=replay if grpo.kl_weight != 0 else {},
-        graphs=answers,
-        averaged=True,
+        anchor=_times(cfg.group.inner_epochs, _anchor_passes(cfg, plan)),
         samples_in_flight=per_process,
-        # K steps in a row have K + 1 latents on the GPU, where two steps share one, and 2 K on the host
-        latents_kept={
-            "gpu": means + max(len({*window, *(i + 1 for i in window)}) for window in drawn),
-            "cpu": means + 2 * max(map(len, drawn)),
-        },
         spans=tuple(spans),
         saves=epoch_order.count_due(cfg.run.save_steps, per_epoch, common.steps),
-        samples_on=grpo.samples_on,
+        samples_on=cfg.group.samples_on,
     )
 
 

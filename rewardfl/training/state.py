@@ -39,6 +39,7 @@ class TrainState:
     scheduler: dict[str, Any]
     parameters: list[Tensor] | None = None  # where the checkpoint's adapters are an average of them
     average: dict[str, Any] | None = None  # state of this average
+    old_policy: list[Tensor] | None = None  # of forward-process reinforcement
     global_batch: int | None = None  # of Batching
     one_shape_batch: int | None = None
 

@@ -15,7 +15,7 @@ from rewardfl.training.timer import peak_memory_gb
 def common_metrics(
     device: torch.device, step: int, norm: float, rate: float, replaced: Tensor, signal: Tensor
 ) -> dict[str, float]:
-    """Return the metrics that both scripts log: gradient norm, learning rate, replaced samples, peak memory.
+    """Return the metrics that all scripts log: gradient norm, learning rate, replaced samples, peak memory.
 
     replaced, signal: (N,) bool, whether a sample replaces another, and whether it had a gradient. Raise
     GradientMissing where the norm is 0 although a sample had one.
@@ -53,6 +53,33 @@ def reward_fl_metrics(
     metrics |= reward_metrics.means(terms, results, "reward", metrics, score="mean")
     norms = samples["cotangent"].mean(0).tolist()
     return metrics | {f"grad_norm/step_{i}": norm for i, norm in zip(active, norms, strict=True)}
+
+
+def forward_rl_metrics(
+    anchor_metrics: Mapping[str, float], policy_loss: float, samples: Mapping[str, Tensor], deviation: float
+) -> dict[str, float]:
+    """Return the metrics of an update of forward-process reinforcement. policy_loss: the mean loss of all draws.
+
+    samples: advantage, misfit, from_old, from_base and ratio (N,), of all draws. policy/misfit_positive and _negative
+    are the mean squared error of the velocity for videos of advantage above and below 0 (0 without any): the first
+    should fall against the second.
+    """
+    advantage, misfit = samples["advantage"], samples["misfit"]
+    means = {
+        f"policy/misfit_{name}": float(misfit[chosen].mean()) if chosen.any() else 0.0
+        for name, chosen in (("positive", advantage > 0), ("negative", advantage < 0))
+    }
+    return (
+        dict(anchor_metrics)
+        | means
+        | {
+            "actor/loss": anchor_metrics["actor/loss"] + policy_loss,
+            "policy/deviation": deviation,
+            "policy/from_old": float(samples["from_old"].mean()),
+            "policy/from_base": float(samples["from_base"].mean()),
+            "policy/ratio": float(samples["ratio"].mean()),
+        }
+    )
 
 
 def flow_grpo_metrics(

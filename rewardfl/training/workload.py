@@ -47,7 +47,7 @@ class Workload:
     graphs: int = 1  # passes whose graphs live together
     reward_gradient: bool = False  # the reward's gradient goes back through the decoder
     cacheable: bool = False  # boundary latents can be computed before training
-    averaged: bool = False  # a moving average of the adapter is kept and saved
+    averages: int = 0  # moving averages of the adapter that are kept and saved
     samples_in_flight: int = 0  # videos of one process that are stored until an epoch's updates
     latents_kept: Mapping[str, int] = field(default_factory=dict)  # stored latents of each, by samples_on
     spans: tuple[Span, ...] = ()

@@ -1,0 +1,72 @@
+"""The rewards and advantages of an epoch's rollouts, over all processes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rewardfl import grpo
+from rewardfl.config.schema import GroupConfig
+from rewardfl.rewards import RewardError, async_scoring
+from rewardfl.rewards import metrics as reward_metrics
+from rewardfl.rewards.scoring import Term
+from rewardfl.training.distributed import Distributed
+from rewardfl.training.samples import Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochScores:
+    """The result of `score_epoch`."""
+
+    advantages: Sequence[Tensor]  # (B,) of each forward pass of this process, on its device
+    replaced: Tensor  # (N,) bool of all processes: whether another clip replaces one whose cache entries are lost
+    metrics: dict[str, float]  # epoch, reward/* and group/*
+    why_nothing: str  # why no sample could be scored; "" where one was
+
+
+def score_epoch(
+    job: Distributed,
+    terms: Sequence[Term],
+    pending: Sequence[Sequence[async_scoring.Call]],
+    rollouts: Sequence[Rollout],
+    group: GroupConfig,
+    part_weights: Mapping[str, float],
+    epoch: int,
+    *,
+    first: bool,
+) -> EpochScores:
+    """Wait for the rewards, and compare each video with its group. Collective.
+
+    pending: of async_scoring.submit, by forward pass. first: of this start of the run. Raise RewardError where no
+    sample of the first epoch could be scored: a reward that has failed since the start is not waited for.
+    """
+    results = [async_scoring.collect(each) for each in pending]
+    stacked = [async_scoring.stack_rewards(terms, each, part_weights) for each in results]
+    rewards, valid, weights = zip(*stacked, strict=True)
+    own = torch.cat([rollout.is_requested for rollout in rollouts])
+    group_ids = torch.tensor([member.group_id for rollout in rollouts for member in rollout.members])
+    local = (torch.cat(rewards), group_ids, torch.cat(valid) & own, ~own)
+    rewards, group_ids, valid, replaced = (x.cpu() for x in job.gather([x.to(job.device) for x in local]))
+    advantages, metrics = grpo.advantages(
+        rewards, group_ids, group_size=group.group_size, std=group.advantage_std, combine=group.advantage_of,
+        weights=weights[0], clip=group.advantage_clip, valid=valid,
+    )  # fmt: skip
+    sizes = [len(rollout.members) for rollout in rollouts]
+    first_row = job.rank * len(own)
+    results = job.gather_lists(results)
+    metrics |= {"epoch": epoch, "reward/failed": reward_metrics.failed_fraction(results)}
+    metrics |= reward_metrics.means(terms, results, "reward", {*metrics, "data/replaced"})
+    for problem, count in reward_metrics.count_problems(terms, results).items():
+        job.print(f"{problem} ({count} samples)")
+    why = "" if valid.any() else reward_metrics.explain_no_valid_sample(terms, results)
+    if why and first:
+        raise RewardError(f"not one sample of the epoch could be judged; {why}")
+    if why:
+        job.print(f"epoch {epoch}: not one sample could be judged; {why}")
+    return EpochScores(
+        advantages=advantages[first_row : first_row + len(own)].to(job.device).split(sizes),
+        replaced=replaced,
+        metrics=metrics,
+        why_nothing=why,
+    )

@@ -1,0 +1,79 @@
+"""The noised videos of an update of forward-process reinforcement, with the velocities that the policy's is held to."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from rewardfl import flow
+from rewardfl.backbones import protocol
+from rewardfl.backbones.protocol import Backbone, Velocity
+from rewardfl.noise import draw_noise, noise_seed
+from rewardfl.optim import OldPolicy, averaged
+from rewardfl.training.samples import CleanRollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardDraw:
+    """One draw of sigma and noise for the B videos of a forward pass. All tensors but sigma are (B, C, T, h, w)."""
+
+    rollout: CleanRollout
+    is_last: bool  # of its rollout in this update
+    velocity: Callable[[Tensor], Tensor]  # of the policy at sigma, without guidance
+    sigma: Tensor
+    x: Tensor  # the clean latents with noise
+    x0: Tensor
+    target: Tensor  # noise - x0
+    old: Tensor | None = None  # velocity of the old policy at x
+    base: Tensor | None = None  # velocity of the model without its adapter at x
+
+
+@torch.no_grad()
+def make_draws(
+    rollouts: Sequence[CleanRollout],
+    moments: Sequence[float],
+    step: int,
+    backbone: Backbone,
+    policy: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    old: OldPolicy,
+    *,
+    needs_old: bool,
+    needs_base: bool,
+) -> tuple[list[ForwardDraw], Tensor]:
+    """Return the draws of update `step`, of each rollout in turn, and the old policy's velocity of the first.
+
+    Call it before a graph is alive. moments: of the schedule (anchor.draw_moments). The noises depend on the member and
+    the update alone. The policy is trained without guidance, as in DiffusionNFT. needs_old, needs_base: whether the
+    draws have these velocities.
+    """
+    draws = []
+    for rollout, (n, moment) in itertools.product(rollouts, enumerate(moments)):
+        conditioning = protocol.move_to(rollout.conditioning, device := parameters[0].device)
+        schedule, x0 = rollout.schedule.at(moment), rollout.x0.to(device)
+        seeds = [noise_seed(member.noise_seed, step, "forward", n) for member in rollout.members]
+        noise = torch.cat([draw_noise((1, *x0.shape[1:]), seed, device) for seed in seeds])
+        velocity = Velocity(backbone=backbone, model=policy, conditioning=conditioning, schedule=schedule)
+        sigma = schedule.sigmas[0]
+        x = flow.add_noise(x0, noise, sigma)
+        base = velocity.reference(x, 0) if needs_base else None
+        draws.append(
+            ForwardDraw(
+                rollout=rollout,
+                is_last=n == len(moments) - 1,
+                velocity=partial(velocity, step=0),
+                sigma=sigma,
+                x=x,
+                x0=x0,
+                target=noise - x0,
+                base=base,
+            )  # fmt: skip
+        )
+    with averaged(old, parameters):
+        old_velocities = [draw.velocity(draw.x) for draw in (draws if needs_old else draws[:1])]
+    if needs_old:
+        draws = [replace(draw, old=velocity) for draw, velocity in zip(draws, old_velocities, strict=True)]
+    return draws, old_velocities[0]

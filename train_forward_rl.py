@@ -1,0 +1,294 @@
+"""Forward-process reinforcement: train a LoRA by advantage-weighted regression on the model's own clean videos.
+
+One epoch:
+
+    1. roll out `group_size` videos of each of `groups` clips by the old policy, as deployed    (reward_flow.rollout)
+    2. decode and score them, without a gradient; slow rewards run meanwhile    (rewards.async_scoring)
+    3. advantage = how much better than its group a video is, over all processes    (training.epoch_scores)
+    4. noise the clean latents; fit the velocity there, or repel it: RVM, DiffusionNFT or AWM is inline    (forward_rl)
+    5. with a data anchor: the flow-matching loss on the real clips' latents, in the same update    (training.anchors)
+    6. the old policy follows the trained one
+
+    accelerate launch train_forward_rl.py --config configs/tiny_forward.yaml [--dry-run] [section.key=value ...]
+"""
+
+import rewardfl  # noqa: F401, I001  before torch: it sets how OpenMP's threads wait (rewardfl/machine.py)
+
+import math
+import sys
+from argparse import Namespace
+from functools import partial
+
+from rewardfl.training.arguments import parse_arguments
+
+if __name__ == "__main__":
+    ARGUMENTS = parse_arguments(__doc__)  # before torch is imported: --help answers at once
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from rewardfl import anchor, forward_rl, group_plan, reward_flow
+from rewardfl import config as configuration
+from rewardfl.backbones import protocol
+from rewardfl.backbones.protocol import Velocity
+from rewardfl.config import ForwardRlConfig
+from rewardfl.epoch_order import due_this_epoch
+from rewardfl.noise import draw_noise
+from rewardfl.optim import averaged
+from rewardfl.rewards import async_scoring, build_terms
+from rewardfl.training import cli, evaluation, invariants, saving, setup_data, setup_model, setup_rewards
+from rewardfl.training.checkpoint import checkpoint_dir
+from rewardfl.training.epoch_scores import score_epoch
+from rewardfl.training.forward_draws import ForwardDraw, make_draws
+from rewardfl.training.learner import make_average, make_learner, make_old_policy, seed_generators
+from rewardfl.training.plan import check_sizes, resolve
+from rewardfl.training.run_folder import RunFolder
+from rewardfl.training.sampler import Sampler
+from rewardfl.training.samples import CleanRollout
+from rewardfl.training.setup_processes import connect_processes
+from rewardfl.training.setup_run import is_finished, open_log, open_run, resume
+from rewardfl.training.setup_summary import print_run_summary
+from rewardfl.training.setup_workload import make_workload
+from rewardfl.training.signals import Interruption
+from rewardfl.training.timer import Timer
+from rewardfl.training.update_metrics import common_metrics, forward_rl_metrics
+
+STATISTICS = ("advantage", "misfit", "from_old", "from_base", "ratio", "row")  # of each video and draw
+
+
+def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolder, *, dry_run: bool) -> int:
+    """Train, and return the exit code: 2 for a dry run that does not fit the GPU, 128 + the number of a signal."""
+    # ---------------------------------------------------------------------------------- plan: headers alone are read
+    backbone = setup_model.open_model(cfg)
+    job = connect_processes(cfg)
+    plan = resolve(cfg, backbone, job.world)
+    forward, geometry = cfg.forward, plan.geometry
+    per_update, per_epoch = geometry.forwards_per_update, plan.updates_per_epoch
+    job.backwards_per_update = plan.backwards_per_update  # the last one reduces
+    rows = setup_data.scan_rows(cfg, job, backbone, plan.rewards)
+    print_run_summary(cfg, plan, backbone, rows, job)
+    resume_point = open_run(cfg, None if dry_run else run_folder, job, backbone)
+    if dry_run:
+        from rewardfl.estimate import report  # only a dry run needs it
+
+        return report.dry_run(make_workload(cfg, plan, backbone, rows.train, job.sharding), job)
+
+    # ---------------------------------------------------------------------------------- data, rewards, resume
+    terms = build_terms(plan.rewards, job.device)
+    pool = async_scoring.make_worker_pools(terms, cfg.reward.reward_timeout)
+    part_weights = configuration.part_weights(cfg)
+    store = setup_data.open_cache(cfg)
+    samples = setup_data.find_samples(cfg, rows.train, terms, store, job)
+    held_out = setup_data.find_samples(cfg, rows.held_out, terms, store, job)
+    check_sizes(cfg, [sample.size for sample in samples])
+    ids = [sample.row.id for sample in samples]
+    state, restored = resume(cfg, plan, resume_point, job, terms, samples, held_out)
+    steps = plan.count_steps(len(samples))
+    if is_finished(cfg, resume_point, steps, job):
+        return 0
+    setup_rewards.check_rewards(cfg, job, terms, samples)
+
+    # ---------------------------------------------------------------------------------- fill the cache
+    conditions = setup_data.make_conditions(cfg, backbone, resume_point.base, store)
+    negative = setup_data.fill_conditions(cfg, conditions, [*samples, *held_out], job)
+    anchors = setup_data.make_anchors(cfg, plan, backbone, conditions, samples, job)
+
+    # ---------------------------------------------------------------------------------- model, adapter, optimizer
+    decoder = backbone.load_decoder(job.device)
+    scales = evaluation.find_scales(cfg.data, job, terms, conditions, decoder, held_out)
+    model, trained = setup_model.load_experts(cfg, plan, backbone, job, conditions, samples)
+    setup_model.fill_adapters(model, trained, backbone, plan.init, resume_point, restored)
+    learner = make_learner(cfg.train, job, backbone, model, trained, steps, restored)
+    policy, optimizer, scheduler, parameters = learner.policy, learner.optimizer, learner.scheduler, learner.parameters
+    average = make_average(forward.ema_decay, parameters, restored)
+    start, rate = forward.old_decay_start, forward.old_decay_rate
+    old = make_old_policy(parameters, restored, start=start, rate=rate, largest=plan.old_decay)
+    log = open_log(cfg, job, run_folder, state, restored, steps)
+    del restored  # up to five copies of the adapters
+    sampler = Sampler(
+        backbone=backbone, model=model, decoder=decoder, conditions=conditions, negative=negative, settings=cfg.sample,
+        steps=cfg.evaluation.eval_inference_steps or cfg.sample.num_inference_steps, seed=cfg.run.seed,
+        skip=cfg.data.skip_bad_rows, device=job.device,
+    )  # fmt: skip
+    rollouts_on = job.device if forward.samples_on == "gpu" else torch.device("cpu")
+
+    forward = cfg.forward
+
+    def policy_loss(draw: ForwardDraw, velocity: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the objective's loss (B,) and AWM's ratio of likelihoods (B,), 1 for the other objectives."""
+        ratio, scaled = torch.ones_like(advantage), plan.advantage_scale * advantage
+        if forward.objective == "rvm":
+            return forward_rl.rvm_loss(velocity, draw.target, scaled), ratio
+        assert draw.old is not None
+        if forward.objective == "nft":
+            largest = forward.advantage_clip
+            loss = forward_rl.nft_loss(
+                velocity, draw.old, draw.x, draw.x0, draw.sigma, advantage, mix=forward.mix, largest=largest
+            )
+            return loss, ratio
+        log_prob = partial(forward_rl.awm_log_prob, target=draw.target, sigma=draw.sigma, weighting=forward.weighting)
+        log_ratio = log_prob(velocity) - log_prob(draw.old)
+        return forward_rl.awm_loss(log_ratio, scaled, forward.clip_range), log_ratio.exp()
+
+    def evaluate() -> dict[str, float]:
+        """Return eval/*: the scores of the held-out clips under the averaged weights."""
+        noises, generate = cfg.evaluation.eval_noises, partial(sampler.generate, held_out)
+        with averaged(average, parameters):
+            return evaluation.evaluate(noises, job, terms, pool, held_out, generate, scales)
+
+    def save(done: int, *, last: bool) -> None:
+        """Save a checkpoint of the averaged weights, and sample videos. All processes call it."""
+        content = saving.collect_state(job, learner, average, state, log, done, old_policy=old)
+        score = log.score_for_best(done, done - 1, ["eval/held_out", "eval/score"])  # of the weights now saved
+        with averaged(average, parameters):
+            saving.save(cfg.run, job, backbone, learner, log, content, score, last=last)
+            if not interruption.number:  # shutting down: skip the videos
+                shown = held_out or samples
+                generate = partial(sampler.generate, shown)
+                log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, shown, generate, job, done))
+
+    # ---------------------------------------------------------------------------------- train
+    interruption.listen()
+    done, stopped = state.step, ""
+    progress = tqdm(range(done, steps), initial=done, total=steps, disable=not job.accelerator.is_local_main_process)
+    if held_out and resume_point.path is None:
+        log.write(0, evaluate())
+    for step in progress:
+        (epoch, update), timer = divmod(step, per_epoch), Timer(job.device)  # with the rollouts in the first update
+        if update == 0:
+            # 1. Roll out this process's videos by the old policy. Their clean latents alone are stored.
+            seed_generators(cfg.run.seed, step, job.rank)
+            rollouts, pending = [], []
+            for members in group_plan.plan(epoch, job.rank, geometry, ids, cfg.run.seed):
+                if interruption.any_signal(job.all_reduce_max):  # nothing changed since the last update
+                    break
+                with timer("step"):
+                    conditioning, own = conditions.batch(samples, [m.row for m in members], skip=cfg.data.skip_bad_rows)
+                    conditioning = protocol.move_to(conditioning, job.device)
+                    shape = (1, *conditions.latent_shape(samples[members[0].row]))
+                    schedule = plan.schedule(shape[1:])
+                with timer("step"), timer("rollout"), averaged(old, parameters):
+                    x = torch.cat([draw_noise(shape, member.noise_seed, job.device) for member in members])
+                    velocity = Velocity(
+                        backbone=backbone, model=policy, conditioning=conditioning, schedule=schedule,
+                        negative=negative, guidance=cfg.sample.guidance_scale,
+                    )  # fmt: skip
+                    x0 = reward_flow.rollout(velocity, x, schedule.sigmas, keep=()).x0
+
+                # 2. Decode and score. A slow reward runs while the next videos are rolled out.
+                with timer("step"), timer("decode"):
+                    video = decoder.decode(x0, conditioning).float()  # (B, 3, F, H, W) in [-1, 1]
+                with timer("step"), timer("reward"):
+                    references = [samples[member.row].references for member in members]
+                    pending.append(async_scoring.submit(terms, video, references, pool))
+                del video  # the updates do not need it
+                rollout = CleanRollout(
+                    members=members, is_requested=own, conditioning=protocol.move_to(conditioning, rollouts_on),
+                    schedule=schedule, x0=x0.to(rollouts_on),
+                )  # fmt: skip
+                rollouts.append(rollout)
+            if interruption.number:
+                break
+
+            # 3. Advantages: how much better than its group a video is, over all processes.
+            with timer("step"), timer("reward"):
+                first = step == state.step
+                scored = score_epoch(job, terms, pending, rollouts, forward, part_weights, epoch, first=first)
+
+        # 4. Noise this update's videos at its moments. The velocities of the other policies: no graph is alive yet.
+        part = slice(update % geometry.updates * per_update, (update % geometry.updates + 1) * per_update)
+        with timer("step"), timer("old_policy"):
+            moments = anchor.draw_moments(plan.draws, plan.active, cfg.run.seed, step, whole_range=plan.whole_range)
+            draws, kept = make_draws(
+                rollouts[part], moments, step, backbone, policy, parameters, old,
+                needs_old=forward.objective != "rvm" or forward.old_anchor > 0, needs_base=forward.base_anchor > 0,
+            )  # fmt: skip
+
+        # 5. Update: towards the videos of positive advantage, and away from those of negative.
+        statistics, losses, anchored = [], [], []
+        advantages = [advantage for advantage in scored.advantages[part] for _ in moments]
+        with timer("step"), timer("replay"), job.gradient_reduction():
+            for draw, advantage in zip(draws, advantages, strict=True):
+                with job.accumulate(policy):
+                    velocity = draw.velocity(draw.x)
+                    loss, ratio = policy_loss(draw, velocity, advantage)
+                    none = torch.zeros_like(loss)  # (B,)
+                    from_old = none if draw.old is None else forward_rl.distance(velocity, draw.old)
+                    from_base = none if draw.base is None else forward_rl.distance(velocity, draw.base)
+                    loss = loss + forward.old_anchor * from_old + forward.base_anchor * from_base
+                    job.backward(loss.mean() / (per_update * plan.draws))
+                row = torch.tensor([member.row for member in draw.rollout.members], device=job.device)
+                losses.append(loss.detach())
+                misfit = forward_rl.distance(velocity, draw.target)
+                values = (advantage, misfit, from_old, from_base, ratio, row)
+                statistics.append([value.detach() for value in values])
+                if draw.is_last:
+                    weight = 1 / (per_update * geometry.batch)
+                    anchored.append(anchors.accumulate(job, policy, draw.rollout, step, weight))
+        with timer("step"):
+            seen = job.gather(dict(zip(STATISTICS, map(torch.cat, zip(*statistics, strict=True)), strict=True)))  # (N,)
+            with timer("optimizer"):
+                rate = float(scheduler.get_last_lr()[0])
+                norm = job.step(optimizer, parameters, cfg.train.max_grad_norm)
+                if math.isfinite(norm):
+                    average.step(parameters)
+                scheduler.step()
+            with timer("old_policy"), torch.no_grad():
+                moved = forward_rl.deviation(draws[0].velocity(draws[0].x), kept)
+                deviation = float(job.gather(moved[None]).mean())
+        del draws
+        done = step + 1
+
+        # 6. The old policy follows. Metrics, checks, checkpoint.
+        ends_epoch = update == per_epoch - 1
+        if ends_epoch:
+            old.follow(parameters, done)
+        mean_loss = float(job.gather(torch.stack(losses).mean()[None]).mean())
+        anchor_loss, has_clip = map(job.gather, map(torch.cat, zip(*anchored, strict=True)))  # (N,) each
+        signal = (seen["advantage"] != 0) | (anchor_loss > 0).any()
+        metrics = forward_rl_metrics(anchors.metrics(anchor_loss, has_clip), mean_loss, seen, deviation)
+        metrics |= scored.metrics | common_metrics(job.device, done, norm, rate, scored.replaced, signal)
+        if math.isfinite(norm):
+            invariants.check_contrast(done, deviation, seen["advantage"])
+        if update == 0 or not scored.why_nothing:  # count a failed epoch once, not per update
+            log.count(norm, scored.why_nothing)
+        finite = seen["misfit"].isfinite()
+        log.print_skipped(done, norm, [samples[i].row.id for i in seen["row"].tolist()], finite)
+        stopped = log.early_stop(done, metrics) if ends_epoch else ""
+        save_due = due_this_epoch(done, per_epoch, cfg.run.save_steps, steps) or stopped != ""
+        due = ends_epoch and (interruption.any_signal(job.all_reduce_max) or save_due)
+        if due or step == state.step:
+            with timer("invariants"):
+                learner.weights.check(done)
+        if step == state.step or (ends_epoch and save_due):
+            metrics |= anchors.data_loss(job, model)
+        eval_due = due_this_epoch(done, per_epoch, cfg.evaluation.eval_steps, steps) or stopped != ""
+        if ends_epoch and held_out and eval_due:
+            metrics |= evaluate()
+        log.write(done, metrics | timer.metrics())
+        log.stop_if_stuck(done, scored.why_nothing)
+        progress.set_postfix(reward=f"{metrics['reward/mean']:.3f}", spread=f"{metrics['reward/std_in_group']:.3f}")
+        if due and not interruption.number:
+            save(done, last=done == steps or stopped != "")
+        if interruption.number or stopped:
+            break
+    if interruption.number:  # the weights are those of the last update
+        if job.all_reduce_max(int(done > 0 and not checkpoint_dir(cfg.run.output_dir, done).exists())):
+            learner.weights.check(done)
+            save(done, last=True)
+        job.wait()
+    return saving.close_run(cfg.run, job, interruption, done, stopped)
+
+
+def main(args: Namespace | None = None) -> int:
+    """Run the command line and return the exit code."""
+    args = args or parse_arguments(__doc__)
+    with cli.exit_codes() as result, Interruption() as interruption, RunFolder() as run_folder:
+        cfg = configuration.load(args.config, args.overrides, ForwardRlConfig)
+        result.exit_code = train(cfg, interruption, run_folder, dry_run=args.dry_run)
+    return result.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(ARGUMENTS))
