@@ -262,7 +262,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
         if due or step == state.step:
             with timer("invariants"):
                 learner.weights.check(done)
-        if step == state.step or (ends_epoch and save_due):
+        if done == 1 or (ends_epoch and save_due):
             metrics |= anchors.data_loss(job, model)
         eval_due = due_this_epoch(done, per_epoch, cfg.evaluation.eval_steps, steps) or stopped != ""
         if ends_epoch and held_out and eval_due:

@@ -17,6 +17,7 @@ import pytest
 from conftest import run_python
 
 import train_flow_grpo
+import train_forward_rl
 import train_reward_fl
 from rewardfl import lora
 from rewardfl.rewards.face import parity as face_parity
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 WORLD = ROOT / "assets" / "tiny_world"
 CONFIG = str(ROOT / "tests" / "face.yaml")
 GRPO_CONFIG = str(ROOT / "tests" / "grpo.yaml")
+FORWARD_CONFIG = str(ROOT / "tests" / "forward.yaml")
 YAMLS = ROOT / "configs" / "accelerate"
 PACKS = {"reward_model_path": "reward", "held_out_model_path": "judge"}
 needs_deepspeed = pytest.mark.skipif(
@@ -96,6 +98,12 @@ GRPO_FAST = [
     "reward.held_out_model_path=null", "evaluation.eval_clips=null",
     "grpo.window_bounds=null", "grpo.same_noise_in_group=false",
 ]  # fmt: skip
+# the same groups and black box
+FORWARD_FAST = [
+    *QUICK, "sample.num_inference_steps=4", "forward.groups=2", "forward.group_size=2",
+    "train.per_device_train_batch_size=2", "reward.name=colour", "reward.reward_model_path=null",
+    "reward.held_out_model_path=null",
+]  # fmt: skip
 
 
 def environment():
@@ -110,6 +118,11 @@ def launch(*overrides, processes=1, check=True):
 def launch_grpo(*overrides, processes=1, check=True):
     """Run train_flow_grpo.py with GRPO_FAST settings: one process is this one."""
     return _launch(train_flow_grpo, GRPO_CONFIG, [*GRPO_FAST, *overrides], processes, check)
+
+
+def launch_forward(*overrides, processes=1, check=True):
+    """Run train_forward_rl.py with FORWARD_FAST settings: one process is this one."""
+    return _launch(train_forward_rl, FORWARD_CONFIG, [*FORWARD_FAST, *overrides], processes, check)
 
 
 def launch_as(arguments, *overrides, check=True):
@@ -184,6 +197,11 @@ def call(monkeypatch, capsys, *arguments):
 def call_grpo(monkeypatch, capsys, *arguments):
     """train_flow_grpo.py's."""
     return _call(train_flow_grpo, GRPO_CONFIG, monkeypatch, capsys, arguments)
+
+
+def call_forward(monkeypatch, capsys, *arguments):
+    """train_forward_rl.py's."""
+    return _call(train_forward_rl, FORWARD_CONFIG, monkeypatch, capsys, arguments)
 
 
 def _call(script, config, monkeypatch, capsys, arguments):

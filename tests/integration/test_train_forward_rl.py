@@ -1,0 +1,102 @@
+"""train_forward_rl.py as a user runs it, on the embedded tiny world."""
+
+import shutil
+
+import pytest
+import torch
+from runs import FORWARD_FAST, adapter, call_forward, launch_forward, metrics, table
+
+from rewardfl.optim import OldPolicy
+from rewardfl.training import checkpoint
+from rewardfl.training.distributed import Distributed
+
+pytestmark = pytest.mark.slow(150)
+
+# two updates share an epoch, which is gone through twice; the old policy and both anchors take part
+EPOCHS = [
+    "forward.updates_per_epoch=2", "forward.inner_epochs=2", "run.save_steps=4", "train.warmup_steps=0",
+    "forward.objective=nft", "forward.mix=0.5", "forward.old_decay=0.5", "forward.old_decay_rate=0.1",
+    "forward.base_anchor=0.01", "forward.old_anchor=0.01", "anchor.weight=0.1", "anchor.measured_clips=2",
+    "train.max_steps=8",
+]  # fmt: skip
+SHORT = ["train.max_steps=1", "run.sample_videos=0"]
+
+
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory):
+    """The settings of an evaluation on two people."""
+    clips = table(tmp_path_factory.mktemp("held_out") / "metadata.csv", "eval", 2)
+    return [f"evaluation.eval_clips={clips}", "evaluation.eval_steps=4", "evaluation.eval_inference_steps=2"]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory, held_out):
+    """A run of two epochs of four updates each that nothing interrupts."""
+    run = tmp_path_factory.mktemp("straight") / "run"
+    launch_forward(f"run.output_dir={run}", *EPOCHS, *held_out)
+    return run
+
+
+def assert_same(run, straight, step):
+    assert metrics(run) == metrics(straight)
+    mine, theirs = adapter(run, step), adapter(straight, step)
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_run_logs_the_distances_between_the_policies(straight):
+    lines = metrics(straight)
+    assert [line["step"] for line in lines] == list(range(9))
+    assert ["eval/score" in line for line in lines] == [True, *[False] * 3, True, *[False] * 3, True]
+    first, second = lines[1], lines[2]
+    assert first["policy/from_old"] == first["policy/from_base"] == 0  # the policy has not moved yet
+    assert 0 < second["policy/from_old"] == pytest.approx(second["policy/from_base"])  # the old one is the base still
+    assert all(line["policy/deviation"] > 0 and line["grad_norm"] > 0 for line in lines[1:])
+    # the old policy took 0.6 of the way after four updates
+    assert 0 < lines[5]["policy/from_old"] < lines[5]["policy/from_base"]
+    assert all(line["policy/misfit_positive"] > 0 and line["policy/misfit_negative"] > 0 for line in lines[1:])
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(straight, held_out, tmp_path):
+    run = shutil.copytree(straight, tmp_path / "run", symlinks=True)
+    shutil.rmtree(run / "checkpoints" / "step-000008")
+    (run / "checkpoints" / "latest").unlink()
+    launch_forward(f"run.output_dir={run}", *EPOCHS, *held_out)
+    assert_same(run, straight, 8)
+    states = [checkpoint.load_state(path / "checkpoints" / "step-000008") for path in (run, straight)]
+    for mine, theirs in zip(*(state["old_policy"] for state in states), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_blocks_in_host_memory_change_nothing(straight, held_out, tmp_path):
+    swapped = ["experts.trained=cpu_swap", "experts.untrained=cpu_swap", "train.use_gradient_checkpointing=true"]
+    run = tmp_path / "run"
+    launch_forward(f"run.output_dir={run}", *EPOCHS, *held_out, *swapped)
+    assert_same(run, straight, 8)
+
+
+@pytest.mark.parametrize("objective", ["rvm", "nft", "awm"])
+def test_every_objective_learns_and_begins_on_policy(objective, tmp_path):
+    launch_forward(f"run.output_dir={tmp_path}", *SHORT, f"forward.objective={objective}", "forward.old_anchor=1")
+    (line,) = metrics(tmp_path)
+    assert line["policy/ratio"] == 1 and line["policy/from_old"] == 0  # to the bit: the old policy is the policy
+    assert line["grad_norm"] > 0 and line["policy/deviation"] > 0
+
+
+def test_a_video_is_rolled_out_by_the_old_policy(monkeypatch, tmp_path):
+    """With an old policy that never moves, the second epoch's videos do not depend on what the first has learned."""
+    rewards = []
+    for number, rate in enumerate(("1e-3", "1e-6")):
+        monkeypatch.setattr(OldPolicy, "follow", lambda self, parameters, update: None)
+        run = tmp_path / str(number)
+        launch_forward(
+            f"run.output_dir={run}", "run.sample_videos=0", "train.max_steps=2", f"train.learning_rate={rate}"
+        )
+        rewards.append(metrics(run)[-1]["reward/score"])
+    assert rewards[0] == rewards[1]
+
+
+def test_a_dead_contrast_ends_the_run(monkeypatch, capsys, tmp_path):
+    """The optimizer's step reaches no weight that the forward pass uses."""
+    monkeypatch.setattr(Distributed, "step", lambda self, optimizer, parameters, max_norm: 1.0)
+    code, _, error = call_forward(monkeypatch, capsys, *FORWARD_FAST, *SHORT, f"run.output_dir={tmp_path}")
+    assert code == 3 and "policy/deviation is exactly 0 after an update that had advantages" in error

@@ -1,0 +1,82 @@
+"""The noised videos of an update, and whose velocities they carry."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from rewardfl import flow, forward_rl
+from rewardfl.backbones.protocol import Schedule
+from rewardfl.group_plan import Member
+from rewardfl.optim import OldPolicy
+from rewardfl.training.forward_draws import make_draws
+from rewardfl.training.samples import CleanRollout
+
+SCHEDULE = Schedule(flow.linear_sigmas(4, 5.0), 1000 * flow.linear_sigmas(4, 5.0)[:-1], ("high", "high", "low", "low"))
+SHAPE = (2, 1, 2, 2)
+
+
+class Policy(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(weight))
+
+
+# the velocity is the policy's weight times x
+BACKBONE = SimpleNamespace(velocity=lambda model, x, step, schedule, given: model.weight * x)
+
+
+def rollout(rows):
+    members = [Member(row, row, 0, 100 + row, 0) for row in rows]
+    x0 = torch.stack([torch.full(SHAPE, float(row)) for row in rows])
+    requested = torch.ones(len(rows), dtype=torch.bool)
+    return CleanRollout(members=members, is_requested=requested, conditioning={}, schedule=SCHEDULE, x0=x0)
+
+
+def draws(rollouts, step=7, moments=(2.0, 3.5), needs_old=True):
+    policy = Policy(3.0)
+    parameters = [policy.weight]
+    old = OldPolicy(parameters, lambda update: 0.5)
+    old.shadow_params[0].fill_(2.0)
+    made, kept = make_draws(
+        rollouts, moments, step, BACKBONE, policy, parameters, old, needs_old=needs_old, needs_base=False
+    )
+    assert policy.weight == 3.0  # the swap is undone
+    return made, kept
+
+
+def test_a_draw_is_x0_with_noise_at_its_moment():
+    made, kept = draws([rollout([1, 2]), rollout([5, 6])])
+    assert [draw.is_last for draw in made] == [False, True] * 2
+    assert [float(draw.sigma) for draw in made[:2]] == [float(SCHEDULE.at(m).sigmas[0]) for m in (2.0, 3.5)]
+    for draw in made:
+        torch.testing.assert_close(draw.x, (1 - draw.sigma) * draw.x0 + draw.sigma * (draw.target + draw.x0))
+        assert torch.equal(draw.old, 2 * draw.x) and torch.equal(draw.velocity(draw.x), 3 * draw.x)
+    assert torch.equal(kept, made[0].old)
+    assert forward_rl.deviation(made[0].velocity(made[0].x), kept).item() == pytest.approx(0.5)
+
+
+def test_the_first_draw_alone_is_compared_where_no_loss_needs_the_old_policy():
+    made, kept = draws([rollout([1, 2])], needs_old=False)
+    assert [draw.old for draw in made] == [None, None] and torch.equal(kept, 2 * made[0].x)
+
+
+def test_noises_depend_on_member_draw_and_update_alone():
+    together, _ = draws([rollout([1, 2])])
+    alone = [draws([rollout([row])])[0] for row in (1, 2)]
+    for n in range(2):
+        assert torch.equal(together[n].target, torch.cat([of_row[n].target for of_row in alone]))
+    assert not torch.equal(together[0].target, together[1].target)
+    assert not torch.equal(together[0].target, draws([rollout([1, 2])], step=8)[0][0].target)
+
+
+def test_the_old_policy_follows():
+    weight = nn.Parameter(torch.tensor([1.0, 0.1]))
+    old = OldPolicy([weight], lambda update: 0.0 if update < 3 else 0.75)
+    weight.data = torch.tensor([0.3, 1e-9])
+    old.follow([weight], 2)
+    assert torch.equal(old.shadow_params[0], weight)  # to the bit, which a weighted mean would not be
+    weight.data += 1
+    old.follow([weight], 3)
+    torch.testing.assert_close(old.shadow_params[0], weight.detach() - 0.75)
