@@ -65,8 +65,9 @@ def check_contrast(step: int, deviation: float, advantages: Tensor) -> None:
     """
     if deviation == 0 and advantages.any():
         raise GradientMissing(
-            f"step {step}: policy/deviation is exactly 0 after an update that had advantages: the policy's velocity is the old policy's, so that nothing is learned. The adapter that the "
-            "optimizer changes is not the one that the forward pass uses, or both policies share their weights"
+            f"step {step}: policy/deviation is exactly 0 after an update that had advantages: the policy's velocity is "
+            "the old policy's, so that nothing is learned. The adapter that the optimizer changes is not the one that "
+            "the forward pass uses, or both policies share their weights"
         )
 
 
