@@ -17,7 +17,6 @@ import math
 import sys
 from argparse import Namespace
 from functools import partial
-from itertools import product
 
 from rewardfl.training.arguments import parse_arguments
 
@@ -53,7 +52,16 @@ from rewardfl.training.signals import Interruption
 from rewardfl.training.timer import Timer
 from rewardfl.training.update_metrics import common_metrics, flow_grpo_metrics
 
-STATISTICS = ("advantage", "ratio", "clipped", "kl", "log_prob", "old_log_prob", "row")  # of each sample and step
+STATISTICS = (
+    "advantage",
+    "ratio",
+    "clipped",
+    "kl",
+    "log_prob",
+    "old_log_prob",
+    "row",
+    "denoising_step",
+)  # of each sample and step
 
 
 def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder, *, dry_run: bool) -> int:
@@ -107,7 +115,8 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
         steps=cfg.evaluation.eval_inference_steps or cfg.sample.num_inference_steps, seed=cfg.run.seed,
         skip=cfg.data.skip_bad_rows, device=job.device,
     )  # fmt: skip
-    make_kernel = partial(sde.Kernel, cfg.grpo.sde, cfg.grpo.noise_level)  # of a schedule's sigmas
+    max_std = math.inf if cfg.grpo.max_std is None else cfg.grpo.max_std
+    make_kernel = partial(sde.Kernel, cfg.grpo.sde, cfg.grpo.noise_level, max_std=max_std)  # of a schedule's sigmas
     rollouts_on = job.device if cfg.grpo.samples_on == "gpu" else torch.device("cpu")
 
     def get_velocity(network: nn.Module, conditioning: Conditioning, schedule: Schedule) -> Velocity:
@@ -166,7 +175,6 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
         (epoch, update), timer = divmod(step, per_epoch), Timer(job.device)  # with the rollouts in the first update
         if update == 0:
             # 1. Roll out this process's videos. Only the window's steps are stochastic; they are stored.
-            window = plan.window(epoch)
             seed_generators(cfg.run.seed, step, job.rank)
             plans = [group_plan.plan(epoch, rank, geometry, ids, cfg.run.seed) for rank in range(job.world)]
             rollouts, pending = [], []
@@ -179,6 +187,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
                     conditioning = protocol.move_to(conditioning, job.device)
                     shape = (1, *conditions.latent_shape(samples[members[0].row]))
                     schedule = plan.schedule(shape[1:])
+                    window = plan.window(epoch, members[0].group_id)
                     kernel, keep_means = make_kernel(schedule.sigmas), cfg.grpo.objective == "guard"
                 with timer("step"), timer("rollout"):
                     prefixes = roll_out_prefix(members, conditioning, schedule, window[0]) if is_new else prefixes
@@ -211,8 +220,10 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
         # 4. Update: score the window's steps of this part of the rollouts again, with a graph.
         part = slice(update % geometry.updates * per_update, (update % geometry.updates + 1) * per_update)
         statistics, losses, anchored = [], [], []
+        pairs = zip(rollouts[part], scored.advantages[part], strict=True)
+        passes = [(rollout, advantage, i) for rollout, advantage in pairs for i in rollout.steps]
         with timer("step"), timer("replay"), job.gradient_reduction():
-            for (rollout, advantage), i in product(zip(rollouts[part], scored.advantages[part], strict=True), window):
+            for rollout, advantage, i in passes:
                 kernel, transition = rollout.kernel, rollout.steps[i].to(job.device)
                 velocity = get_velocity(policy, rollout.conditioning, rollout.schedule)
                 with job.accumulate(policy):
@@ -227,17 +238,17 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
                     no_kl = torch.zeros_like(log_prob)  # (B,)
                     kl = no_kl if reference_mean is None else flow.transition_kl(mean, reference_mean, transition.std)
                     loss = loss + cfg.grpo.kl_weight * kl.mean()
-                    job.backward(loss / (per_update * len(window)))
+                    job.backward(loss / (per_update * len(rollout.steps)))
                 losses.append(loss.detach())
                 row = torch.tensor([member.row for member in rollout.members], device=job.device)
-                values = (advantage, ratio, clipped, kl, log_prob, transition.log_prob, row)
+                values = (advantage, ratio, clipped, kl, log_prob, transition.log_prob, row, torch.full_like(row, i))
                 statistics.append([value.detach() for value in values])
-                if i == window[-1]:
+                if i == max(rollout.steps):
                     anchored.append(anchors.accumulate(job, policy, rollout, step, 1 / (per_update * geometry.batch)))
         with timer("step"):
             seen = job.gather(dict(zip(STATISTICS, map(torch.cat, zip(*statistics, strict=True)), strict=True)))  # (N,)
             if update == 0:  # nothing was updated since the rollout
-                grpo.check_ratio(seen["log_prob"], seen["old_log_prob"], tolerance, window, geometry.batch)
+                grpo.check_ratio(seen["log_prob"], seen["old_log_prob"], tolerance, seen["denoising_step"])
             with timer("optimizer"):
                 rate = float(scheduler.get_last_lr()[0])
                 norm = job.step(optimizer, parameters, cfg.train.max_grad_norm)

@@ -90,12 +90,15 @@ class Coefficients:
     dt: float
 
 
-def coefficients(kind: Kind, sigma: Scalar, sigma_next: Scalar, noise_level: float, sigma_cap: Scalar) -> Coefficients:
+def coefficients(
+    kind: Kind, sigma: Scalar, sigma_next: Scalar, noise_level: float, sigma_cap: Scalar, max_std: float = math.inf
+) -> Coefficients:
     """Return the transition from sigma to sigma_next, in float64. sigmas: scalars, best on the CPU (they are read).
 
     noise_level: a; 0 makes every kind the ODE. sigma_cap: the largest sigma in flow's g, which is infinite at 1. It is
-    normally the schedule's second sigma, as in Flow-GRPO's code for sigma 1. The drift takes the true sigma. Raise
-    ValueError unless sigma falls within [0, 1]; an epsilon would turn a wrong index into a step of noise.
+    normally the schedule's second sigma, as in Flow-GRPO's code for sigma 1. The drift takes the true sigma. max_std:
+    flow's and dance's g is at most max_std / sqrt(-dt) (LongCat, ModelTC/GenRL 82a867e). Raise ValueError unless sigma
+    falls within [0, 1]; an epsilon would turn a wrong index into a step of noise.
     """
     dt = float(sigma_next - sigma)  # the float32 difference, as in euler_step and diffusers
     sigma, sigma_next, sigma_cap = float(sigma), float(sigma_next), float(sigma_cap)
@@ -118,33 +121,45 @@ def coefficients(kind: Kind, sigma: Scalar, sigma_next: Scalar, noise_level: flo
         if capped == 1:
             raise ValueError("flow at sigma 1 needs a sigma_cap below 1, such as the schedule's second sigma")
         g2 *= sigma / (1 - capped)
+    g2 = min(g2, max_std**2 / -dt)
     pull = g2 / (2 * sigma)  # of the score: g^2 / 2 * -score = pull * x1^
     return Coefficients(x=1 + pull * dt, velocity=(1 + pull * (1 - sigma)) * dt, std=math.sqrt(-g2 * dt), dt=dt)
 
 
 def transition(
-    kind: Kind, x: Tensor, velocity: Tensor, sigma: Scalar, sigma_next: Scalar, noise_level: float, sigma_cap: Scalar
+    kind: Kind,
+    x: Tensor,
+    velocity: Tensor,
+    sigma: Scalar,
+    sigma_next: Scalar,
+    noise_level: float,
+    sigma_cap: Scalar,
+    max_std: float = math.inf,
 ) -> tuple[Tensor, float]:
     """Return (mean (B, ...), std) of x at sigma_next given x, velocity (B, ...) at sigma; std 0 is deterministic.
 
     The other arguments and the errors: `coefficients`. Rollout and replay both call this, so equal velocities give
     equal bits. ode, and every kind at noise_level 0, equals `euler_step` to the bit.
     """
-    c = coefficients(kind, sigma, sigma_next, noise_level, sigma_cap)
+    c = coefficients(kind, sigma, sigma_next, noise_level, sigma_cap, max_std)
     return c.x * x + c.velocity * velocity, c.std
 
 
-def gradient_weight(kind: Kind, sigma: Scalar, sigma_next: Scalar, noise_level: float, sigma_cap: Scalar) -> float:
+def gradient_weight(
+    kind: Kind, sigma: Scalar, sigma_next: Scalar, noise_level: float, sigma_cap: Scalar, max_std: float = math.inf
+) -> float:
     """Return the rms over a step's noise of d(D * log_prob) / dv per element: the pull of its `log_prob`.
 
     It is |dmean/dv| / std, and for cps 2 |dmean/dv| std. Steps of large weight dominate an unweighted objective.
     """
-    c = coefficients(kind, sigma, sigma_next, noise_level, sigma_cap)
+    c = coefficients(kind, sigma, sigma_next, noise_level, sigma_cap, max_std)
     _refuse_deterministic(c.std)
     return 2 * abs(c.velocity) * c.std if kind == "cps" else abs(c.velocity) / c.std
 
 
-def noise_scale_error(kind: Kind, sigma: Scalar, sigma_next: Scalar, noise_level: float, sigma_cap: Scalar) -> float:
+def noise_scale_error(
+    kind: Kind, sigma: Scalar, sigma_next: Scalar, noise_level: float, sigma_cap: Scalar, max_std: float = math.inf
+) -> float:
     """Return the std of the noise after one step from the exact marginal, over sigma_next: 1 is exact.
 
     For a single x0, x = (1 - sigma) x0 + sigma n and v = n - x0. The step, mean = cx x + cv v, ends at
@@ -155,7 +170,7 @@ def noise_scale_error(kind: Kind, sigma: Scalar, sigma_next: Scalar, noise_level
     network call gets 20 % more noise than its timestep says. ode and cps: always 1, up to rounding. Raise ValueError
     for sigma_next 0, and as in `coefficients`.
     """
-    c = coefficients(kind, sigma, sigma_next, noise_level, sigma_cap)
+    c = coefficients(kind, sigma, sigma_next, noise_level, sigma_cap, max_std)
     if float(sigma_next) == 0:
         raise ValueError("a step to sigma 0 has no noise scale to compare with: leave it out")
     return math.hypot(c.x * float(sigma) + c.velocity, c.std) / float(sigma_next)

@@ -18,13 +18,15 @@ The reference and the ratio use the live weights; their average (optim.Average) 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from rewardfl import flow
 from rewardfl.sde import Step
+
+AdvantageStd = Literal["group", "global", "max_group", "none"]
 
 STD_EPSILON = 1e-4  # added to a standard deviation of rewards (as Flow-GRPO): noise below it is not blown up to |A| = 1
 
@@ -34,7 +36,7 @@ def advantages(
     group_ids: Tensor,
     *,
     group_size: int,
-    std: Literal["group", "global", "none"] = "group",
+    std: AdvantageStd = "group",
     combine: Literal["sum", "per_reward"] = "sum",
     weights: Sequence[float] = (1.0,),
     clip: float = 5.0,
@@ -49,8 +51,9 @@ def advantages(
     valid rewards are all equal, or fewer than two, gives exactly 0.
 
     std: the population's deviation. `group`: of the group (DeepSeekMath, arXiv 2402.03300). `global`: of all valid raw
-    rewards of the epoch, as in Flow-GRPO's code; groups of small spread weigh little. `none`: no division (Dr. GRPO,
-    arXiv 2503.20783).
+    rewards of the epoch, as in Flow-GRPO's code; groups of small spread weigh little. `max_group`: the largest of the
+    epoch's groups (LongCat, ModelTC/GenRL 82a867e): groups of small spread weigh little, and the level of the rewards
+    of different clips does not count. `none`: no division (Dr. GRPO, arXiv 2503.20783).
 
     combine: `sum` normalises the weighted sum of the rewards. `per_reward` sums the normalised rewards, weighted, so
     that a reward of small spread listed too (GDPO, arXiv 2601.05242). GDPO also divides by the batch's deviation; here
@@ -78,6 +81,8 @@ def advantages(
     centred = torch.where(valid[:, None] & ~flat[index], parts - mean[index], 0.0)
     if std == "group":
         centred = centred / (deviation[index] + STD_EPSILON)
+    elif std == "max_group":
+        centred = centred / (deviation.amax(0) + STD_EPSILON)
     elif std == "global" and valid.any():
         centred = centred / (parts[valid].std(0, correction=0) + STD_EPSILON)
     _, spread, _ = _group_statistics(total[:, None], index, valid)
@@ -90,10 +95,10 @@ def advantages(
     return (centred @ weight).clamp(-clip, clip).float(), logged
 
 
-def _check_options(std: str, combine: str, clip: float, rewards: int, weights: int) -> None:
-    if std not in ("group", "global", "none") or combine not in ("sum", "per_reward") or clip <= 0:
+def _check_options(std: AdvantageStd, combine: str, clip: float, rewards: int, weights: int) -> None:
+    if std not in get_args(AdvantageStd) or combine not in ("sum", "per_reward") or clip <= 0:
         raise ValueError(
-            "std must be group, global or none, combine sum or per_reward, clip above 0; got "
+            f"std must be one of {', '.join(get_args(AdvantageStd))}, combine sum or per_reward, clip above 0; got "
             f"{std!r}, {combine!r} and {clip}"
         )
     if rewards != weights:
@@ -200,19 +205,18 @@ def ratio_tolerance(given: float | None, clip_range: float, *, exact: bool) -> f
     return given if given is not None else 0.0 if exact else 0.1 * clip_range
 
 
-def check_ratio(
-    log_prob: Tensor, old_log_prob: Tensor, tolerance: float, steps: Sequence[int], batch: int = 1
-) -> list[float]:
-    """Return the largest |log_prob - old_log_prob| of each step, before any update.
+def check_ratio(log_prob: Tensor, old_log_prob: Tensor, tolerance: float, steps: Tensor) -> dict[int, float]:
+    """Return {step: largest |log_prob - old_log_prob|}, before any update.
 
-    Raise RatioError for a difference above `tolerance`. log_prob, old_log_prob: (N,), of all forward passes of `batch`
-    samples, each through all the `steps` (indices in the schedule). Equal weights differ by exactly 0 in float32 with
-    equal batches. In bfloat16 they do not: with a tolerance near the clip range rounding alone clips samples.
+    Raise RatioError for a difference above `tolerance`. All arguments: (N,), `steps` the indices in the schedule. Equal
+    weights differ by exactly 0 in float32 with equal batches. In bfloat16 they do not: with a tolerance near the clip
+    range rounding alone clips samples.
     """
-    differences = (log_prob - old_log_prob).detach().abs().view(-1, len(steps), batch).amax((0, 2)).tolist()
-    if all(difference <= tolerance for difference in differences):  # False for NaN
-        return differences
-    listed = ", ".join(f"step {i}: {difference:.3g}" for i, difference in zip(steps, differences, strict=True))
+    differences = (log_prob - old_log_prob).detach().abs()
+    largest = {int(i): float(differences[steps == i].amax()) for i in steps.unique()}
+    if all(difference <= tolerance for difference in largest.values()):  # False for NaN
+        return largest
+    listed = ", ".join(f"step {i}: {difference:.3g}" for i, difference in largest.items())
     raise RatioError(
         f"before the first update the ratio must be 1, but |log_prob - old_log_prob| is {listed} (tolerance "
         f"{tolerance:g}). Rollout and replay differ. Likely: dropout (train() against eval()), batches of another "

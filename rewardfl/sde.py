@@ -4,6 +4,7 @@ The window's steps are drawn from `flow.transition` and stored; the others are E
 scored again, with a graph, from its stored latents: equal weights give equal bits.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,16 +17,17 @@ from rewardfl.flow import VelocityFunction
 
 @dataclass(frozen=True)
 class Kernel:
-    """The law of stochastic steps: flow.py's kind and noise_level, on `sigmas` (steps + 1,) that end at 0."""
+    """The law of stochastic steps: flow.py's kind, noise_level and max_std, on `sigmas` (steps + 1,) that end at 0."""
 
     kind: flow.Kind
     noise_level: float
     sigmas: Tensor
+    max_std: float = math.inf
 
     def transition(self, velocity: VelocityFunction, x: Tensor, step: int) -> tuple[Tensor, float]:
         """Return (mean (B, ...), std) of x_{step + 1} given x (B, ...)."""
-        sigma, sigma_next = self.sigmas[step], self.sigmas[step + 1]
-        return flow.transition(self.kind, x, velocity(x, step), sigma, sigma_next, self.noise_level, self.sigmas[1])
+        law = (self.sigmas[step], self.sigmas[step + 1], self.noise_level, self.sigmas[1], self.max_std)
+        return flow.transition(self.kind, x, velocity(x, step), *law)
 
     def dt(self, step: int) -> float:
         return float(self.sigmas[step + 1] - self.sigmas[step])
@@ -78,12 +80,12 @@ def rollout(
 
 
 @torch.no_grad()
-@torch.no_grad()
 def reference_mean(reference: VelocityFunction | None, kernel: Kernel, x: Tensor, step: int) -> Tensor | None:
     """Return the mean of the transition from x (B, C, T, h, w) without the adapter; None without a reference."""
     return None if reference is None else kernel.transition(reference, x, step)[0]
 
 
+@torch.no_grad()
 def kl_floor(reference: VelocityFunction, x: Tensor, kernel: Kernel, window: Sequence[int]) -> float:
     """Return the KL of two transitions whose velocities differ by rounding alone: see flow.perturb.
 

@@ -39,7 +39,7 @@ class Windows:
 
 
 def draw_window(windows: Windows, epoch: int, seed: int) -> tuple[int, ...]:
-    """Return the SDE steps of an epoch, ascending: the same on every process and for every group.
+    """Return the SDE steps of an epoch, ascending: the same on every process. epoch: or any other number of a draw.
 
     Raise ValueError for a window that fits nowhere, and for listed steps that are not usable.
     """

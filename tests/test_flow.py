@@ -166,6 +166,18 @@ def test_kernels_are_the_published_formulas(shift):
                 torch.testing.assert_close(ours, score, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["flow", "dance"])
+def test_a_ceiling_on_the_noise_lowers_its_level(kind):
+    """LongCat: g is at most max_std / sqrt(-dt); below the ceiling nothing changes."""
+    for i in range(9):
+        free = flow.coefficients(kind, *step_arguments(i, 0.7))
+        assert flow.coefficients(kind, *step_arguments(i, 0.7), 1.01 * free.std) == free
+        held = flow.coefficients(kind, *step_arguments(i, 0.7), 0.5 * free.std)
+        assert held.std == pytest.approx(0.5 * free.std)
+        lower = flow.coefficients(kind, *step_arguments(i, 0.35))  # std is proportional to the level
+        assert (held.x, held.velocity) == pytest.approx((lower.x, lower.velocity))
+
+
 def test_no_schedule_of_wans_makes_a_step_explode():
     """One step of flow from the exact marginal of unit data, on diffusers' UniPC tables, which start at 0.999999."""
     for steps, shift in itertools.product((4, 10, 50), (3.0, 5.0, 12.0)):

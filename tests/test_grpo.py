@@ -49,11 +49,14 @@ def plain(rewards, ids, std, clip=5.0, valid=None):
             a /= statistics.pstdev(peers) + 1e-4
         if std == "global":
             a /= statistics.pstdev([r for r, ok in zip(rewards, valid, strict=True) if ok]) + 1e-4
+        if std == "max_group":
+            groups = [[rewards[j] for j in range(len(ids)) if ids[j] == i and valid[j]] for i in set(ids)]
+            a /= max(statistics.pstdev(group) for group in groups if group) + 1e-4
         out.append(max(-clip, min(clip, a)))
     return out
 
 
-@pytest.mark.parametrize("std", ["group", "global", "none"])
+@pytest.mark.parametrize("std", ["group", "global", "max_group", "none"])
 @pytest.mark.parametrize("clip", [5.0, 0.8])
 def test_advantages_are_the_textbooks(std, clip):
     rewards, ids = random_rewards()
@@ -96,7 +99,7 @@ def test_invalid_samples_count_nowhere():
     ids = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2])
     rewards = torch.tensor([1.0, 2, 3, math.inf, 5, math.nan, math.nan, math.nan, *[math.nan] * 4])
     valid = rewards.isfinite()
-    for std in ("group", "global", "none"):
+    for std in ("group", "global", "max_group", "none"):
         ours, logged = grpo.advantages(rewards, ids, group_size=4, valid=valid, std=std)
         assert ours[:3].sum() == pytest.approx(0, abs=1e-6) and ours[0] < 0 < ours[2]
         assert ours[3:].tolist() == [0] * 9  # one valid member has nobody to be compared with
@@ -331,12 +334,13 @@ def test_check_ratio_names_the_steps_and_the_causes():
     old = torch.randn(5, 3, 2, generator=torch.Generator().manual_seed(0))
 
     def check(changed, tolerance, steps=(0, 1, 2)):
-        return grpo.check_ratio(changed.flatten(), old.flatten(), tolerance, steps, batch=2)
+        steps = torch.tensor(steps)[None, :, None].expand(5, 3, 2).flatten()
+        return grpo.check_ratio(changed.flatten(), old.flatten(), tolerance, steps)
 
-    assert check(old.clone(), 0.0) == [0, 0, 0]
+    assert check(old.clone(), 0.0) == {0: 0, 1: 0, 2: 0}
     changed = old.clone()
     changed[2, 1, 1] += 0.25
-    assert check(changed, 0.3) == pytest.approx([0, 0.25, 0], abs=1e-6)
+    assert check(changed, 0.3) == pytest.approx({0: 0, 1: 0.25, 2: 0}, abs=1e-6)
     with pytest.raises(grpo.RatioError, match=r"step 2: 0, step 4: 0.25, step 5: 0 \(tolerance 0.1\)") as error:
         check(changed, 0.1, steps=[2, 4, 5])
     causes = ("dropout", "batches of another size", "dtype", "CFG", "adapter state", "attention_backend: _native_flash")

@@ -628,8 +628,9 @@ class GroupConfig(Section):
     inner_epochs: BatchSize = 1
     # Memory for an epoch's latents and conditioning between rollout and update.
     samples_on: Free[Literal["gpu", "cpu"]] = "gpu"
-    # Divisor of (reward - mean of the group): the group's standard deviation, that of all the epoch's rewards, or 1.
-    advantage_std: IfNamed[Literal["group", "global", "none"]] = "group"
+    # Divisor of (reward - mean of the group): the group's standard deviation, that of all the epoch's rewards, the
+    # largest of the epoch's groups, or 1.
+    advantage_std: IfNamed[Literal["group", "global", "max_group", "none"]] = "group"
     # Several rewards: normalise their weighted sum, or each before summing (so that a small deviation counts as much).
     advantage_of: IfNamed[Literal["sum", "per_reward"]] = "sum"
     advantage_clip: IfNamed[Positive] = 5.0
@@ -648,6 +649,8 @@ class GrpoConfig(GroupConfig):
     # Kernel of the stochastic steps: flow (Flow-GRPO), dance (DanceGRPO) or cps (Flow-CPS), with this much noise.
     sde: Literal["flow", "dance", "cps"] = "flow"
     noise_level: IfNamed[Annotated[Number, Field(ge=0.001, le=10)]] = 0.7
+    # Largest deviation of one step's noise, for flow and dance; null: no limit. LongCat has 0.45.
+    max_std: IfNamed[Annotated[Number, Field(ge=0.001, le=10)] | None] = None
     # The stochastic steps, which are trained; the others are steps of the ODE. list: window_steps. random: window_size
     # steps in a row, drawn in each epoch. fraction: window_fraction of all steps, drawn in each epoch.
     window: Literal["list", "random", "fraction"] = "random"
@@ -660,6 +663,9 @@ class GrpoConfig(GroupConfig):
     # First and last + 1 of the steps that random and fraction draw from; null is all. Steps of an untrained expert and
     # the last step, whose noise no step would remove, are never drawn.
     window_bounds: Listed[int] | None = None
+    # Each group draws a window of its own, instead of one for all groups of the epoch: Flash-GRPO with window_size 1.
+    # For one trained expert, and a batch that divides group_size.
+    window_per_group: bool = False
 
     # guard: GRPO-Guard's ratio without its bias, every step weighted by 1/dt. clip: PPO's, for images (at the size of
     # a video its bias silences every sample of negative advantage).
@@ -677,8 +683,12 @@ class GrpoConfig(GroupConfig):
     def conflicts(self) -> Iterator[str]:
         if self.sde == "cps" and self.noise_level > 1:
             yield f"grpo.noise_level of sde cps must be at most 1, got {self.noise_level:g}"
+        if self.sde == "cps" and self.max_std is not None:
+            yield "grpo.max_std is for sde flow and dance, cps leaves as much noise as it finds; remove it"
         if (self.window == "list") != (self.window_steps is not None):
             yield "grpo.window_steps and grpo.window: list go together; set both, or neither"
+        if self.window == "list" and self.window_per_group:
+            yield "grpo.window_per_group is for grpo.window random and fraction; remove it, or window: list"
         if self.window == "list" and self.window_bounds is not None:
             yield "grpo.window_bounds are for grpo.window random and fraction; remove them, or window: list"
 
@@ -707,7 +717,7 @@ class ForwardConfig(GroupConfig):
     old_anchor: IfNamed[NonNegative] = 0.0
     base_anchor: IfNamed[NonNegative] = 0.0
     # Divisor of the advantage: that of all the epoch's rewards, as in the published code of the three.
-    advantage_std: IfNamed[Literal["group", "global", "none"]] = "global"
+    advantage_std: IfNamed[Literal["group", "global", "max_group", "none"]] = "global"
     # Factor of the clipped advantage; null takes the objective's: rvm 0.1, awm 1 / advantage_clip. nft has none.
     advantage_scale: IfNamed[Positive | None] = None
     # For nft: the distance of its branches from the old policy, its authors' beta.
@@ -839,6 +849,12 @@ class FlowGrpoConfig(GroupRunConfig):
         if bounds is not None and not (len(bounds) == 2 and 0 <= bounds[0] < bounds[1] <= steps):
             values = shown(list(bounds))
             yield f"grpo.window_bounds must be two numbers [first, last + 1] within 0..{steps}, got {values}"
+        batch = self.train.per_device_train_batch_size
+        if self.grpo.window_per_group and self.grpo.group_size % batch:
+            yield (
+                f"grpo.window_per_group needs passes of one group: train.per_device_train_batch_size {batch} must "
+                f"divide grpo.group_size {self.grpo.group_size}"
+            )
 
 
 class ForwardRlConfig(GroupRunConfig):

@@ -98,11 +98,12 @@ class FlowGrpoPlan(GroupPlan):
     """The plan of train_flow_grpo.py."""
 
     windows: Windows
+    per_group: bool  # whether each group has a window of its own
     seed: int
 
-    def window(self, epoch: int) -> tuple[int, ...]:
-        """Return the stochastic steps of an epoch, increasing; their number is the same in all epochs."""
-        return draw_window(self.windows, epoch, self.seed)
+    def window(self, epoch: int, group: int = 0) -> tuple[int, ...]:
+        """Return the stochastic steps of a group in an epoch, increasing; there are equally many in all of them."""
+        return draw_window(self.windows, epoch * self.geometry.groups + group if self.per_group else epoch, self.seed)
 
     def draw_windows(self, steps: int | None) -> list[tuple[int, ...]]:
         """Return the window of each epoch of the run, or of the first EPOCHS where its length is not known."""
@@ -154,6 +155,7 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
             backwards_per_update=geometry.forwards_per_update * (window_size + draws),
             clips_at_once=cfg.grpo.groups,
             windows=windows,
+            per_group=cfg.grpo.window_per_group,
             geometry=geometry,
             inner_epochs=cfg.grpo.inner_epochs,
             seed=cfg.run.seed,
@@ -295,6 +297,11 @@ def make_windows(cfg: FlowGrpoConfig, experts: Sequence[str], trained: Sequence[
             f"grpo.window: {error}. Usable are the steps of {cfg.model.trainable_models} (model.trainable_models) but "
             f"the last step: {table}"
         ) from error
+    if grpo.window_per_group and len(trained) > 1:
+        raise ConfigError(
+            "grpo.window_per_group needs one trained expert, since all processes must train the same one at a time, "
+            f"got model.trainable_models {cfg.model.trainable_models}; train one, or set window_per_group: false"
+        )
     idle = [name for name in trained if name not in {experts[i] for i in windows.drawable}]
     if idle:
         raise ConfigError(

@@ -1,5 +1,6 @@
 """Print what a run will do: batch arithmetic, sigma table, rewards, notes."""
 
+import math
 from collections.abc import Sequence
 from statistics import fmean
 
@@ -102,7 +103,8 @@ def _group_arithmetic(grpo: GrpoConfig, plan: FlowGrpoPlan, clips: int | None) -
     first = ", ".join(str(list(window)) for window in drawn[:3])
     window = f"{list(plan.active)}"
     if grpo.window != "list":
-        window = f"{widest} of {window}, drawn in each epoch: {first}, ..."
+        owner = "by each group" if grpo.window_per_group else "in each epoch"
+        window = f"{widest} of {window}, drawn {owner}: {first}, ..."
     lines = [
         _epoch_line(plan),
         f"  per process {velocity_passes * rolled:g} forwards without gradient: {geometry.forwards} batches x "
@@ -163,15 +165,16 @@ def sigma_table(schedule: Schedule, trained: Sequence[int], grpo: GrpoConfig | N
     (`flow.gradient_weight`) and noise left over sigma_next (`flow.noise_scale_error`).
     """
     kinds: Sequence[flow.Kind] = ()
-    role, word, level, trained_with = "gradient", "replayed", 0.0, ""
+    role, word, level, limit, trained_with = "gradient", "replayed", 0.0, math.inf, ""
     if grpo is not None:
         kinds, level, trained_with = ("flow", "dance", "cps"), grpo.noise_level, grpo.sde
+        limit = math.inf if grpo.max_std is None else grpo.max_std
         role, word = "window ", "trained" if grpo.window == "list" else "drawn"
     heads = "".join(f"{kind + ' std':>11s}{'weight':>8s}{'noise':>7s}" for kind in kinds)
     lines = [f"step   sigma   timestep  expert      {role}{heads}".rstrip()]
     sigmas = schedule.sigmas.tolist()
     for i, (sigma, sigma_next) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
-        cells = "".join(_cells(kind, sigma, sigma_next, level, sigmas[1]) for kind in kinds)
+        cells = "".join(_cells(kind, sigma, sigma_next, level, sigmas[1], limit) for kind in kinds)
         mark = f"{word if i in trained else '-':{len(role)}s}"
         lines.append(f"{i:4d}  {sigma:6.4f}  {1000 * sigma:9.3f}  {schedule.experts[i]:10s}  {mark}{cells}".rstrip())
     if kinds:
@@ -182,11 +185,11 @@ def sigma_table(schedule: Schedule, trained: Sequence[int], grpo: GrpoConfig | N
     return lines
 
 
-def _cells(kind: flow.Kind, sigma: float, sigma_next: float, level: float, sigma_max: float) -> str:
+def _cells(kind: flow.Kind, sigma: float, sigma_next: float, level: float, sigma_max: float, limit: float) -> str:
     """Format std, gradient weight and noise-scale error; - where one is not defined."""
     if kind == "cps" and level > 1:
         return f"{'-':>11s}{'-':>8s}{'-':>7s}"
-    step: tuple[flow.Kind, float, float, float, float] = (kind, sigma, sigma_next, level, sigma_max)
+    step: tuple[flow.Kind, float, float, float, float, float] = (kind, sigma, sigma_next, level, sigma_max, limit)
     std = flow.coefficients(*step).std
     weight = f"{flow.gradient_weight(*step):.4f}" if std > 0 else "-"
     noise = f"{flow.noise_scale_error(*step):.3f}" if sigma_next > 0 else "-"

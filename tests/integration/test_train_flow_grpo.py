@@ -263,7 +263,9 @@ def test_each_script_wants_its_own_file(monkeypatch, capsys):
     code, _, error = call(monkeypatch, capsys, "--config", "configs/tiny_flow_grpo.yaml")
     assert code == 2 and "has a section grpo, so it is for train_flow_grpo.py, not train_reward_fl.py" in error
     code, _, error = call_grpo(monkeypatch, capsys, "--config", "configs/tiny_face.yaml")
-    assert code == 2 and "has no section grpo, so it is for train_reward_fl.py, not train_flow_grpo.py" in error
+    assert (
+        code == 2 and "has no section grpo or forward, so it is for train_reward_fl.py, not train_flow_grpo.py" in error
+    )
 
 
 @pytest.mark.parametrize("objective", ["clip", "guard"])
@@ -342,3 +344,21 @@ def test_no_video_is_held_while_the_policy_is_updated(monkeypatch, tmp_path):
     monkeypatch.setattr(Distributed, "gradient_reduction", seen_update)
     launch_grpo(f"run.output_dir={tmp_path}", "train.max_steps=2", "run.sample_videos=0")
     assert len(videos) == 4 and alive == [0, 0]
+
+
+def test_every_group_may_have_a_window_of_its_own(monkeypatch, tmp_path):
+    """Flash-GRPO: one stochastic step per group. A resumed run draws the same ones."""
+    drawn, rollout = [], sde.rollout
+
+    def seen_rollout(velocity, x, kernel, window, *arguments, **settings):
+        drawn.append(window)
+        return rollout(velocity, x, kernel, window, *arguments, **settings)
+
+    monkeypatch.setattr(sde, "rollout", seen_rollout)
+    launch_grpo(
+        f"run.output_dir={tmp_path}", "grpo.window_per_group=true", "grpo.window_size=1", "grpo.groups=4",
+        "train.max_steps=3", "run.sample_videos=0", "sample.num_inference_steps=8",
+    )  # fmt: skip
+    assert len(drawn) == 12 and all(len(window) == 1 for window in drawn)
+    assert any(len(set(drawn[i : i + 4])) > 1 for i in (0, 4, 8))
+    assert all(line["policy/ratio"] == 1 for line in metrics(tmp_path))
