@@ -703,9 +703,9 @@ class ForwardConfig(GroupConfig):
     allow_distilled: Free[bool] = False
     # Sigmas, each with its noise, of each video in an update: each takes one forward and one backward pass.
     draws: IfNamed[Annotated[int, Field(ge=1, le=1_000)]] = 2
-    # Where on the schedule: trained_range, any sigma of the trained experts' steps; steps, the sigmas of these steps,
-    # in turn; or a list of denoising steps.
-    sigmas: IfNamed[Literal["trained_range", "steps"] | Listed[int]] = "trained_range"
+    # Where on the schedule: steps, the sigmas of the trained experts' denoising steps, in turn, which the sampler asks
+    # for; trained_range, any sigma between these steps; or a list of denoising steps.
+    sigmas: IfNamed[Literal["steps", "trained_range"] | Listed[int]] = "steps"
     # The old policy makes the videos. At the end of an epoch it keeps a share of itself and takes the rest from the
     # policy: old_decay_rate * (updates so far - old_decay_start), within 0..old_decay. null takes the objective's: nft
     # 0.5 and awm 0.3 at a rate of 0.001 from 0; rvm 0, the policy at the start of the epoch.
