@@ -3,9 +3,9 @@
     python tools/plan_run.py --config configs/wan22_face.yaml [--gpu-memory 80] [--host-gb 512] [--tflops 400]
         [--processes 8] [--sharding zero2|fsdp2] [section.key=value ...]
 
-Of train_reward_fl.py or train_flow_grpo.py, as the file's sections say. The model's shape is read from the configured
-model's folder when it is there, else from the published configurations that come with rewardfl (of an image model, by
-the last part of model.model_paths).
+Of each script, as the file's sections say. The model's shape is read from the configured model's folder when it is
+there, else from the published configurations that come with rewardfl (of an image model, by the last part of
+model.model_paths).
 Exits with 0 when the run fits the memory of the GPU and of the host as it is set, 2 when it does not or cannot work at
 all. The host's memory is this machine's, or its container's limit, unless --host-gb names another's.
 """

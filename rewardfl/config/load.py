@@ -2,8 +2,8 @@
 
 An override reaches into a key that holds keys, too: `reward.others.flow.weight=0.3`.
 
-The section `grpo` identifies a file of train_flow_grpo.py. pydantic checks the values (rewardfl/config/schema.py). This
-module reads YAML, applies the overrides and reports each wrong key in one line.
+The section `grpo` identifies a file of train_flow_grpo.py, `forward` one of train_forward_rl.py. pydantic checks the
+values (rewardfl/config/schema.py). This module reads YAML, applies the overrides and reports each wrong key in a line.
 """
 
 import re

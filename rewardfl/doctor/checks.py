@@ -60,7 +60,7 @@ ONE_UPDATE = (
     "train.max_steps=1", "run.sample_videos=0", "run.log_with=none", "run.resume_from_checkpoint=false",
     "run.resume_with_changes=[]", "run.keep_last=null",
 )  # fmt: skip
-ONE_EPOCH = ("grpo.updates_per_epoch=1", "grpo.inner_epochs=1", "evaluation.eval_clips=null")
+ONE_EPOCH = ("updates_per_epoch=1", "inner_epochs=1")  # of the section with the groups
 
 # errors of a check that come from the machine
 MACHINE = (OSError, torch.OutOfMemoryError, torch.AcceleratorError)
@@ -138,9 +138,11 @@ def open_case(args: argparse.Namespace) -> Case:
     inspect = partial(data.inspect_row, takes_image=backbone.takes_image)
     problems = [(row.line, text) for row in rows for text in inspect(row, cfg.data.num_frames, cfg.data.fps).problems]
     rows, _ = data.usable_rows(rows, problems, skip_bad_rows=cfg.data.skip_bad_rows)
-    if isinstance(cfg, config.FlowGrpoConfig):
+    if isinstance(cfg, config.GroupRunConfig):
         batch = cfg.train.per_device_train_batch_size
-        first = [*ONE_EPOCH, f"grpo.groups={batch // math.gcd(batch, cfg.grpo.group_size)}"]
+        section = "forward" if isinstance(cfg, config.ForwardRlConfig) else "grpo"
+        one_group = f"{section}.groups={batch // math.gcd(batch, cfg.group.group_size)}"
+        first = ["evaluation.eval_clips=null", one_group, *(f"{section}.{setting}" for setting in ONE_EPOCH)]
     else:
         first = ["train.train_batch_size=null"]  # it counts the clips of all processes
     one_update = [*args.overrides, *ONE_UPDATE, *first]

@@ -127,7 +127,7 @@ def launch_forward(*overrides, processes=1, check=True):
 
 def launch_as(arguments, *overrides, check=True):
     """A script and its arguments, in this process."""
-    script = {"train_reward_fl.py": train_reward_fl, "train_flow_grpo.py": train_flow_grpo}[arguments[0]]
+    script = importlib.import_module(arguments[0].removesuffix(".py"))
     return _here(script, [*arguments, *overrides], check)
 
 
@@ -154,7 +154,10 @@ def launch_environment(kind, **more):
 
 def command(script, *overrides):
     """Arguments of Python: a script with its fast settings."""
-    config, fast = {"train_reward_fl.py": (CONFIG, FAST), "train_flow_grpo.py": (GRPO_CONFIG, GRPO_FAST)}[script]
+    config, fast = {
+        "train_reward_fl.py": (CONFIG, FAST), "train_flow_grpo.py": (GRPO_CONFIG, GRPO_FAST),
+        "train_forward_rl.py": (FORWARD_CONFIG, FORWARD_FAST),
+    }[script]  # fmt: skip
     return [script, "--config", config, *fast, *overrides]
 
 

@@ -1,0 +1,58 @@
+"""The plan of train_forward_rl.py: steps that are drawn, defaults of the objectives, what is refused."""
+
+import pytest
+from conftest import ROOT
+
+from rewardfl import backbones, config
+from rewardfl.backbones.protocol import Source
+from rewardfl.config import ConfigError
+from rewardfl.training import plan
+
+PUBLISHED = backbones.describe("wan2_2", Source())
+CONFIG = ROOT / "configs" / "wan22_forward.yaml"
+
+
+def resolve(*settings, processes=1):
+    return plan.resolve(config.load(CONFIG, settings), PUBLISHED, processes, here=False)
+
+
+def test_the_steps_of_the_trained_expert_are_drawn():
+    run = resolve("anchor.draws=3", processes=2)
+    assert run.active == run.anchor_steps == (3, 4, 5, 6, 7) and not run.whole_range
+    # 256 videos in two updates on two processes, one at a time; two draws each, and three of the anchor
+    assert run.backwards_per_update == 64 * (2 + 3) and run.count_steps(100) == 180
+    assert resolve("forward.sigmas=[4, 6]").active == (4, 6)
+    assert resolve("forward.sigmas=trained_range").whole_range
+    both = resolve("model.trainable_models=dit,dit2", "forward.sigmas=[2, 3]", "anchor.weight=0")
+    assert both.active == (2, 3)
+
+
+@pytest.mark.parametrize("settings, scale, decay", [
+    ((), 0.1, 0.0), (("forward.objective=awm", "forward.advantage_clip=4"), 0.25, 0.3),
+    (("forward.objective=nft", "forward.allow_distilled=true"), 1.0, 0.5),
+    (("forward.advantage_scale=0.5", "forward.old_decay=0.9"), 0.5, 0.9),
+])  # fmt: skip
+def test_defaults_are_the_objectives(settings, scale, decay):
+    run = resolve(*settings)
+    assert run.advantage_scale == scale and run.old_decay == decay
+
+
+@pytest.mark.parametrize("settings, words", [
+    (["forward.objective=nft"], ["nft makes a distilled model worse", "forward.objective: rvm", "allow_distilled"]),
+    (["forward.sigmas=[1, 4]"], ["forward.sigmas: no trained expert answers at the steps [1]", "[3, 4, 5, 6, 7]"]),
+    (["forward.sigmas=[4, 3]"], ["forward.sigmas must be steps in increasing order"]),
+    (["forward.sigmas=[8]"], ["forward.sigmas must lie in 0..7"]),
+    (["model.trainable_models=dit,dit2", "forward.sigmas=[4]"], ["high_noise answers at none of the steps [4]"]),
+    (["forward.mix=0.1"], ["forward.mix is for objective nft, got objective rvm; remove it"]),
+    (["forward.clip_range=0.2"], ["forward.clip_range is for objective awm"]),
+    (["forward.objective=nft", "forward.allow_distilled=true", "forward.advantage_scale=1"], ["nft divides by"]),
+    (["forward.old_decay=0", "forward.old_decay_start=3"], ["do nothing with old_decay 0"]),
+    (["train.max_steps=3"], ["train.max_steps must be whole epochs of 2 updates, got 3; try 2 or 4"]),
+    (["forward.groups=3", "train.per_device_train_batch_size=5"], ["forward.groups, forward.group_size"]),
+    (["grpo.kl_weight=1"], ["grpo is for train_flow_grpo.py, whose file has a section grpo; remove it"]),
+    (["sample.mid_timestep=4"], ["sample.mid_timestep is for train_reward_fl.py, whose file has no section grpo or"]),
+])  # fmt: skip
+def test_what_cannot_train_is_refused(settings, words):
+    with pytest.raises(ConfigError) as refused:
+        resolve(*settings)
+    assert all(word in str(refused.value) for word in words), str(refused.value)
