@@ -108,6 +108,7 @@ def memory(costs: Costs, work: Workload) -> Memory:
         "reward networks' weights": work.reward_bytes,
         "averaged LoRA": work.averages * _FLOAT32 * parameters // (work.processes if work.sharding == "fsdp2" else 1),
         "the epoch's samples": samples if work.samples_on == "gpu" else 0,
+        "the update's draws": work.latents_of_update * math.prod(costs.shape) * _FLOAT32,
     }
     host = {
         "swapped experts": sum(costs.experts[name].weights - costs.experts[name].other_weights for name in swapped),

@@ -141,16 +141,18 @@ def _forward_rl(common: Workload, cfg: ForwardRlConfig, plan: ForwardRlPlan) -> 
     forward, experts = cfg.forward, plan.experts
     counts = Counter(experts[i] for i in plan.active)
     passes = {name: forward.inner_epochs * plan.draws * count / len(plan.active) for name, count in counts.items()}
-    compares = forward.objective != "rvm" or forward.old_anchor > 0
+    compares, has_base = forward.objective != "rvm" or forward.old_anchor > 0, forward.base_anchor > 0
+    kept = 2 + compares + has_base
     return replace(
         _epochs(common, cfg, plan),
         rollout=_times(plan.forwards_per_velocity, Counter(experts)) + (Counter(passes) if compares else Counter()),
         replay=passes,
         backward_passes=passes,
-        reference=passes if forward.base_anchor else {},
+        reference=passes if has_base else {},
         averages=2,
-        # the clean latents, and of each draw of an update: with noise, target, and the velocities of other policies
         latents_kept=dict.fromkeys(("gpu", "cpu"), 1),
+        # of each draw: the latents with noise, the target, and the velocities of the other policies
+        latents_of_update=common.batch * plan.geometry.forwards_per_update * plan.draws * kept,
     )
 
 

@@ -50,6 +50,7 @@ class Workload:
     averages: int = 0  # moving averages of the adapter that are kept and saved
     samples_in_flight: int = 0  # videos of one process that are stored until an epoch's updates
     latents_kept: Mapping[str, int] = field(default_factory=dict)  # stored latents of each, by samples_on
+    latents_of_update: int = 0  # further latents on the GPU, of one process in an update
     spans: tuple[Span, ...] = ()
     steps: int | None = None  # updates of the run
     saves: int | None = None  # its checkpoints

@@ -219,7 +219,7 @@ def test_run_of_a_configuration(monkeypatch):
         video=workload.Video(backbone=TINY_MODEL, height=80, width=80, num_frames=9, adapter=adapter),
         trained=("low_noise",), untrained="high_noise",
         rollout={"high_noise": 3, "low_noise": 9}, replay=passes, backward_passes=passes,
-        reference=passes, graphs=2, averaged=True, samples_in_flight=12, latents_kept={"gpu": 6, "cpu": 6},
+        reference=passes, graphs=2, averages=1, samples_in_flight=12, latents_kept={"gpu": 6, "cpu": 6},
         spans=(
             workload.Span("one update of 16 samples, with its share of the rollouts", 8, 2),
             workload.Span("one epoch of 48 samples", 48, 12),
