@@ -23,7 +23,7 @@ def workload(*settings, processes=1):
 
 
 def test_a_video_costs_its_rollout_and_its_draws():
-    """8 steps, of which the low-noise expert has 5; two draws, each with its recomputation if blocks are checkpointed."""
+    """8 steps, of which the low-noise expert has 5; two draws, each with its recomputation under checkpointing."""
     costs = measured_before(workload().video)
     high, low = costs.experts["high_noise"], costs.experts["low_noise"]
     work = needs.flops(costs, workload("train.use_gradient_checkpointing=true"))
