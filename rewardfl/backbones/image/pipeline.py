@@ -211,11 +211,11 @@ class ImageModel(Backbone):
             decoder=ChunksOnMeta(
                 module=vae,
                 count=1,
-                chunk=lambda _: latents,
+                latents=latents,
                 run=lambda x, *_: (self.kind.decode(vae, x), []),
                 caches=[],
             ),
-            image_encoder=None,
+            encode_clip=lambda: None,
             vision=None,
             text_encoder=text,
             encode_text=encode_text,
