@@ -211,9 +211,7 @@ DISTILLATIONS = ("distill_high", "distill_low")  # names in weight_files, by the
 def open(name: str, source: Source) -> Wan:
     """Open a model by its files' headers, with its distillation. Raise InputError as in `files`."""
     variant = VARIANTS[name]
-    layout = files.find_files(
-        variant, source.model_paths, source.tokenizer_path, source.origin_paths, allow_download=source.allow_download
-    )
+    layout = files.find_files(variant, source)
     experts = files.open_experts(layout)
     loras = load.read_distilled(variant.experts, *source.distilled)
     load_parts = partial(load.load_pipeline, layout, experts, DTYPES[source.dtype], loras, source.distill_mode)
