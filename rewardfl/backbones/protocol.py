@@ -157,7 +157,6 @@ class ExpertOnMeta:
 class ChunksOnMeta:
     """A module that runs chunk after chunk with caches between them, on the meta device."""
 
-    module: nn.Module
     count: int
     latents: Tensor  # the input of each chunk; requires a gradient
     run: Callable[[Tensor, Caches], tuple[Tensor, Caches]]

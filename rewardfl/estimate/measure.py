@@ -218,11 +218,10 @@ def _measure_block(
     kind: ExpertOnMeta, dtype: torch.dtype, block_classes: Sequence[str], adapter: Adapter | None
 ) -> tuple[dict[str, int], Counter[str], dict[str, int]]:
     """Return fields of ExpertCost: sums over blocks, maxima over blocks, and those outside of blocks."""
-    model, bare, fp8 = kind.build(adapter), kind.build(None), kind.build(None)
-    fp8.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
-    block, bare_block, fp8_block = (
+    model, bare = kind.build(adapter), kind.build(None)
+    block, bare_block = (
         next(module for module in network.modules() if type(module).__name__ in block_classes)
-        for network in (model, bare, fp8)
+        for network in (model, bare)
     )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     arguments, inputs = block_arguments(kind, bare, bare_block)
@@ -236,9 +235,11 @@ def _measure_block(
     frozen = without_graph(lambda: run(bare_block), [*bare.parameters(), *inputs, *shared])
     network = with_graph(lambda: [kind.run(model)], [kind.x, *trained], model.parameters())
     network_frozen = without_graph(lambda: kind.run(bare), bare.parameters())
+    block_weights, weights = nbytes(bare_block.parameters()), nbytes([*bare.parameters(), *bare.buffers()])
+    bare.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
     additive = {
-        "weights": nbytes(bare_block.parameters()),
-        "weights_fp8": nbytes(fp8_block.parameters()),
+        "weights": block_weights,
+        "weights_fp8": nbytes(bare_block.parameters()),
         "adapter_parameters": sum(parameter.numel() for parameter in trained),
         "stored": nbytes(inputs),
         "attention_kept": frozen.attention_kept,
@@ -250,15 +251,15 @@ def _measure_block(
     }
     maxima = Counter(
         tokens=sum(value.shape[1] for value in inputs),
-        block_weights=additive["weights"],
+        block_weights=block_weights,
         block_input=nbytes(inputs),
         block_saved=graph.saved,
         block_peak=graph.peak,
         block_peak_frozen=adapted.peak,
     )
     outside = {
-        "weights": nbytes([*bare.parameters(), *bare.buffers()]) - additive["weights"],
-        "weights_fp8": nbytes([*fp8.parameters(), *fp8.buffers()]) - additive["weights_fp8"],
+        "weights": weights - block_weights,
+        "weights_fp8": nbytes([*bare.parameters(), *bare.buffers()]) - additive["weights_fp8"],
         "forward": network.forward - graph.forward,
         "forward_frozen": network_frozen.forward - frozen.forward,
         "backward": network.backward - graph.backward,
@@ -283,9 +284,9 @@ def block_arguments(kind: ExpertOnMeta, model: nn.Module, block: nn.Module) -> t
     return arguments, [arguments[name] for name in kind.streams if arguments.get(name) is not None]
 
 
-def measure_chunks(chunks: ChunksOnMeta) -> tuple[ChunkCost, ...]:
-    """Measure each chunk, forward and backward."""
-    x, caches, costs, weights = chunks.latents, chunks.caches, [], list(chunks.module.parameters())
+def measure_chunks(chunks: ChunksOnMeta, module: nn.Module) -> tuple[ChunkCost, ...]:
+    """Measure each chunk of a module, forward and backward."""
+    x, caches, costs, weights = chunks.latents, chunks.caches, [], list(module.parameters())
     for _ in range(min(chunks.count, FULL_CACHES)):
         start = [cache.detach().requires_grad_() if isinstance(cache, Tensor) else cache for cache in caches]
         held, forward = _tensors(start), partial(lambda x, start: _tensors(tree_leaves(chunks.run(x, start))), x, start)
@@ -322,7 +323,7 @@ def measure(video: Video) -> Costs:
         decoder_weights=nbytes(
             weight for name, weight in parts.vae.named_parameters() if name.split(".")[0] not in ENCODER_PARTS
         ),
-        chunks=measure_chunks(parts.decoder),
+        chunks=measure_chunks(parts.decoder, parts.vae),
         vision_weights=0 if parts.vision is None else nbytes(parts.vision.parameters()),
         text_weights=nbytes(text.parameters()),
         text=without_graph(parts.encode_text, [*text.parameters(), *text.buffers()]),

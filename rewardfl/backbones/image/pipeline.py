@@ -208,13 +208,7 @@ class ImageModel(Backbone):
         return OnMeta(
             experts={EXPERT: self._network_on_meta(latents, conditioning)},
             vae=vae.requires_grad_(requires_grad=False),
-            decoder=ChunksOnMeta(
-                module=vae,
-                count=1,
-                latents=latents,
-                run=lambda x, *_: (self.kind.decode(vae, x), []),
-                caches=[],
-            ),
+            decoder=ChunksOnMeta(count=1, latents=latents, run=lambda x, *_: (self.kind.decode(vae, x), []), caches=[]),
             encode_clip=lambda: None,
             vision=None,
             text_encoder=text,

@@ -82,20 +82,16 @@ class WanDecoder:
     ) -> Tensor:
         """Return (d video / d latents)^T grad_video, (B, C, T, h, w), equal to autograd through `vae.decode`.
 
-        grad_video: (B, 3, F, H, W); as in autograd, it counts as zero where the decoder's output is clamped. Chunks
-        after the last frame with a gradient are skipped, which is exact: the decoder is causal. decoded: from
-        `decode_with_caches` on the same latents; None: computed here.
+        grad_video: (B, 3, F, H, W); as in autograd, it counts as zero where the decoder's output is clamped. decoded:
+        from `decode_with_caches` on the same latents; None: computed here.
         """
         decoded = self.decode_with_caches(latents, given=given) if decoded is None else decoded
         latents, first_sampled = self._whole(latents, given), int(self.frame_given)
         grad_latents = torch.zeros_like(latents)
-        end = latents.shape[2]
-        ranges = self._frame_ranges(end)
+        ranges = self._frame_ranges(latents.shape[2])
         grad_caches: list[Tensor | None] = [None] * len(decoded.caches[0])
-        while end > 0 and not grad_video[:, :, ranges[end - 1]].any():
-            end -= 1
         segment: dict[int, StoredCaches] = {}
-        for i in reversed(range(first_sampled, end)):
+        for i in reversed(range(first_sampled, len(ranges))):
             segment = segment if i in segment else self._segment(latents, decoded.caches, i)
             x = latents[:, :, i : i + 1].detach().requires_grad_()
             caches = _to_device(segment.pop(i), latents.device)

@@ -88,6 +88,5 @@ def _decoder_on_meta(vae: AutoencoderKLWan, dtype: torch.dtype, shape: Shape) ->
     caches: Caches = [None] * vae._cached_conv_counts["decoder"]
     latents = meta(1, channels, 1, height, width, dtype=dtype, requires_grad=True)
     return ChunksOnMeta(
-        module=vae, count=frames, latents=latents, run=run, caches=caches,
-        checkpointed=partial(parts_checkpointed, vae.decoder),
+        count=frames, latents=latents, run=run, caches=caches, checkpointed=partial(parts_checkpointed, vae.decoder),
     )  # fmt: skip

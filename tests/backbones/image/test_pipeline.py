@@ -140,7 +140,7 @@ def test_the_estimate_knows_every_kind_of_block(folder_of, name):
     assert velocity.shape == x.shape and living.flops == predicted.forward_frozen
     lora.inject(model, 4, 4, list(targets), seed=0)
     assert predicted.adapter_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    decoder = measure.measure_chunks(parts.decoder)
+    decoder = measure.measure_chunks(parts.decoder, parts.vae)
     assert len(decoder) == 1 and decoder[0].backward > decoder[0].forward > 0
 
 
