@@ -832,15 +832,6 @@ def test_load_example_with_an_image_and_a_reference(folder):
 # ---- order
 
 
-@pytest.mark.parametrize("num_rows", [5, 17])
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 6, 12])
-def test_a_step_is_the_same_whatever_the_geometry(num_rows, batch_size):
-    """Twelve samples: 12 / batch_size batches, of any processes."""
-    stream = [epoch_order.sample_at(i, num_rows, seed=3) for i in range(60)]
-    batches = [order.one_shape_batch(i, batch_size, [0] * num_rows, seed=3) for i in range(60 // batch_size)]
-    assert [sample for batch in batches for sample in batch] == stream
-
-
 SHAPES = {"two": "aabababbaab", "a rare one": "aaaaaaabaaa", "one": "aaaaaaaaaaa"}
 
 
