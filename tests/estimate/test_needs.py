@@ -7,14 +7,13 @@ section in brackets): its own hooks and counters on the meta device, and arithme
 import dataclasses
 import gc
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
-from conftest import ROOT, measured_before
+from conftest import ROOT, measured_before, run_tool
 from pipelines import FRAMES, HEIGHT, I2V, LAYERS, WIDTH, random_variant
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -488,12 +487,13 @@ def test_the_cheapest_comes_first(published):
 # ---- the tool ----
 
 
-def tool(monkeypatch, capsys, *arguments):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["plan_run.py", "--host-gb", "1000", "--config", *arguments])
-    code = plan_run.main()
-    out = capsys.readouterr()
-    return code, out.out, out.err
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch):
+    monkeypatch.chdir(ROOT)  # configurations name their files from there
+
+
+def tool(*arguments, expect=0):
+    return run_tool(plan_run.main, "--host-gb", 1000, "--config", *arguments, expect=expect)
 
 
 # {file in configs/: GB of the GPU that it names}; Flow-GRPO of Wan2.2-I2V-A14B runs on eight
@@ -525,25 +525,25 @@ SMALLER = ["lora.lora_rank=32", "lora.lora_alpha=64", "train.use_gradient_checkp
 
 @pytest.mark.long
 @pytest.mark.parametrize("name, memory", (FILES | ON_EIGHT).items())
-def test_the_files_fit_the_gpus_that_they_name(monkeypatch, capsys, name, memory):
+def test_the_files_fit_the_gpus_that_they_name(name, memory):
     file, processes = ROOT / f"configs/{name}.yaml", "8" if name in ON_EIGHT else "1"
     arguments = (str(file), "--processes", processes, "--gpu-memory")
-    code, out, _ = tool(monkeypatch, capsys, *arguments, str(memory))
-    assert code == 0 and "\nfits: " in out and "published; no configurations" in out
+    out = tool(*arguments, memory)
+    assert "\nfits: " in out and "published; no configurations" in out
     assert f"{memory} GB" in file.read_text()
     if memory == 141:  # its comment names what 80 GB take
         assert all(setting in file.read_text() for setting in SMALLER)
-        assert tool(monkeypatch, capsys, *arguments, "80", *SMALLER)[0] == 0
+        tool(*arguments, 80, *SMALLER)
 
 
-def test_tiny_config(monkeypatch, capsys):
-    code, out, _ = tool(monkeypatch, capsys, "configs/tiny_face.yaml")
-    assert code == 0 and "fits: 2.2 GB of 80.0 GB" in out
+def test_tiny_config():
+    out = tool("configs/tiny_face.yaml")
+    assert "fits: 2.2 GB of 80.0 GB" in out
     assert "500 tokens" in out and "model's shape from assets/tiny_world/pipeline\n" in out
     assert "data: 48 clips" in out and "replayed" in out
 
 
-def test_run_of_a_configuration(monkeypatch):
+def test_run_of_a_configuration():
     settings = [
         "sample.num_inference_steps=4", "sample.shift=3", "sample.final_timestep=2", "sample.mid_timestep=0",
         "sample.gradient_mode=drtune", "reward.kl_weight=0", "reward.kl_gradient=fixed_trajectory",
@@ -552,7 +552,6 @@ def test_run_of_a_configuration(monkeypatch):
         "train.gradient_accumulation_steps=8", "train.max_steps=12", "lora.lora_rank=8",
         "lora.lora_target_modules=q,ffn.0", "data.num_frames=49",
     ]  # fmt: skip
-    monkeypatch.chdir(ROOT)
     files = Path("assets/tiny_world/faces/reward")  # as the configuration has it
     pack = sum(file.stat().st_size for file in files.glob("*.onnx"))
     cfg = config.load(ROOT / "configs" / "wan22_face.yaml", settings)
@@ -595,26 +594,24 @@ def test_run_of_a_configuration(monkeypatch):
 # ---- the host's memory ----
 
 
-def test_plan_run_judges_the_host(monkeypatch, capsys, published):
+def test_plan_run_judges_the_host(monkeypatch, published):
     monkeypatch.setattr(report, "measure", lambda video: published(ADAPTER))
     arguments = ["configs/wan22_face.yaml", "experts.untrained=cpu_swap", "train.decode_caches=offload"]
     for host, processes, code in (("70", "1", 0), ("60", "1", 2), ("520", "8", 0), ("510", "8", 2)):
-        found, out, _ = tool(monkeypatch, capsys, *arguments, "--host-gb", host, "--processes", processes)
-        assert found == code and ("\nfits: " in out) == (code == 0) and ("\ndoes not fit: " in out) == (code == 2)
+        out = tool(*arguments, "--host-gb", host, "--processes", processes, expect=code)
+        assert ("\nfits: " in out) == (code == 0) and ("\ndoes not fit: " in out) == (code == 2)
         assert "published; no configurations" in out and "data: not there yet" in out
         assert f" of {host}.0 GB in host memory" in out
     # half of the caches wait in host memory then; a GPU's bytes are not what is lacking
     assert "\n  set train.decode_caches: segment\n" in out and "+0.5 % time" in out
     monkeypatch.setattr(machine, "usable_memory", lambda: 24e9)
-    monkeypatch.setattr(sys, "argv", ["plan_run.py", "--config", *arguments])  # this machine's
-    assert plan_run.main() == 2 and "of 24.0 GB in host memory" in capsys.readouterr().out
+    out = run_tool(plan_run.main, "--config", *arguments, expect=2)  # of this machine
+    assert "of 24.0 GB in host memory" in out
 
 
 @pytest.mark.parametrize("word", ["--tflops=0", "--gpu-memory=-1", "--host-gb=nan", "--host-gb=inf", "--processes=0"])
-def test_numbers_that_are_no_amounts_are_refused(monkeypatch, capsys, word):
-    with pytest.raises(SystemExit, match="2"):
-        tool(monkeypatch, capsys, "configs/tiny_face.yaml", word)
-    (line,) = capsys.readouterr().err.splitlines()
+def test_numbers_that_are_no_amounts_are_refused(word):
+    (line,) = tool("configs/tiny_face.yaml", word, expect=2).splitlines()
     assert line.startswith(f"error: {word.partition('=')[0]}: must be ")
 
 
@@ -663,9 +660,9 @@ def test_the_text_encoder_is_gone_before_the_vae_comes():
         ("tiny_flow_grpo", "--processes=5", "do not divide into forward passes of world 5 x batch 8 = 40; take"),
     ],
 )
-def test_what_cannot_work(monkeypatch, capsys, file, override, message):
-    code, out, error = tool(monkeypatch, capsys, f"configs/{file}.yaml", "data.max_pixels=null", override)
-    assert code == 2 and error.startswith("error: ") and message in error and out == ""
+def test_what_cannot_work(file, override, message):
+    out = tool(f"configs/{file}.yaml", "data.max_pixels=null", override, expect=2)
+    assert out.startswith("error: ") and message in out and out.count("\n") == 1
 
 
 def test_source_of_original_files(monkeypatch, tmp_path):
