@@ -496,11 +496,10 @@ def test_dry_run_prints_the_plan(monkeypatch, capsys, no_weights, tmp_path):
     assert "\nfits: 0.0 MB of " in out and "on the GPU" not in out  # there is none
     assert "note:" not in out
     assert "--dry-run" not in out  # which it is
-    changes = ["sample.shift=3", "model.min_timestep_boundary=0.875", "train.warmup_steps=999"]
+    changes = ["model.min_timestep_boundary=0.875", "train.warmup_steps=999"]
     _, out, _ = call(monkeypatch, capsys, "--dry-run", f"run.output_dir={tmp_path / 'run'}", *changes)
     assert "note: train.warmup_steps 999 do not end within the run's " in out
     assert "note: model.min_timestep_boundary is 0.875, the checkpoint says 0.9" in out
-    assert "note: sample.shift is 3, the checkpoint says 5" in out
 
 
 def test_every_config_parses():

@@ -65,7 +65,7 @@ class Wan(Backbone):
 
     def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:
         """Return the schedule, which is the same for latents of every shape."""
-        if shift is None:  # converted checkpoints state another one than their originals
+        if shift is None:
             raise InputError("sample.shift must be a number for this model, got null; Wan2.2's is 5")
         return model.schedule(steps, shift, self.experts, self.boundary)
 
@@ -86,18 +86,11 @@ class Wan(Backbone):
             raise InputError("\n".join(problems))
 
     def differences(self, shift: float | None, guidance: float) -> list[str]:
-        index = stock.read_json(self.folder / "model_index.json")
-        scheduler = stock.read_json(self.folder / "scheduler" / "scheduler_config.json")
-        pairs = {
-            "model.min_timestep_boundary": (self.boundary, index.get("boundary_ratio")),
-            # the converted official pipeline says flow_shift 3, Wan's own configuration and Lightning's 5
-            "sample.shift": (shift, scheduler.get("flow_shift", scheduler.get("shift"))),
-        }
-        return [
-            f"{key} is {configured:g}, the checkpoint says {stated:g}"
-            for key, (configured, stated) in pairs.items()
-            if stated is not None and configured is not None and configured != stated
-        ]
+        """Compare the boundary alone: converted checkpoints state another shift than their originals."""
+        stated = stock.read_json(self.folder / "model_index.json").get("boundary_ratio")
+        if None in (stated, self.boundary) or stated == self.boundary:
+            return []
+        return [f"model.min_timestep_boundary is {self.boundary:g}, the checkpoint says {stated:g}"]
 
     def empty_expert(self, expert: str) -> ModelMixin:
         return stock.new_on_meta(WanTransformer3DModel, stock.read_part_config(self.folder, self.parts[expert]))
