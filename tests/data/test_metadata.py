@@ -504,26 +504,15 @@ def test_pictures_that_cannot_be_used(tmp_path):
             data.read_picture(tmp_path / name)
 
 
-def of_size(path, side):
-    """A PNG whose header alone is there, which is all that may be read of one that is too large."""
-    kind, content = b"IHDR", side.to_bytes(4, "big") * 2 + bytes([8, 2, 0, 0, 0])
-    check = zlib.crc32(kind + content).to_bytes(4, "big")
+def test_a_picture_that_is_too_large_is_not_decoded(tmp_path):
+    """A PNG whose header alone is there."""
+    path, header = tmp_path / "a.png", b"IHDR" + (20_000).to_bytes(4, "big") * 2 + bytes([8, 2, 0, 0, 0])
     path.write_bytes(
-        b"\x89PNG\r\n\x1a\n" + len(content).to_bytes(4, "big") + kind + content + check + b"\0\0\0\x64IDAT"
+        b"\x89PNG\r\n\x1a\n\0\0\0\x0d" + header + zlib.crc32(header).to_bytes(4, "big") + b"\0\0\0\x64IDAT"
     )
-    return path
-
-
-@pytest.mark.parametrize(
-    "side, message", [(8193, "has more than"), (20000, "cannot be decoded as a picture .*exceeds")]
-)
-def test_pictures_that_are_too_large_are_not_decoded(tmp_path, side, message):
-    path = of_size(tmp_path / "a.png", side)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match="cannot be decoded as a picture .*exceeds"):
         data.read_picture(path)
-    assert re.search(message, data.inspect_row(row_of(path, image=path), 5).problems[1])
-    with pytest.raises(DataError, match="cannot be decoded as a picture"):  # allowed, and cut off
-        data.read_picture(of_size(tmp_path / "b.png", 8192))
+    assert "exceeds" in data.inspect_row(row_of(path, image=path), 5).problems[1]
 
 
 # ---- metadata.csv
