@@ -447,25 +447,16 @@ def test_large_clips_are_not_held(tmp_path):
 # ---- pictures
 
 
-def turned_picture(path, orientation, mode="RGB"):
+def turned_picture(path, orientation):
     """An upright 64 x 48 picture as a camera held otherwise would store it."""
-    upright = Image.fromarray(clip(1)[0].numpy()).convert(mode)
-    undo = {
-        1: (),
-        3: (Image.Transpose.ROTATE_180,),
-        6: (Image.Transpose.ROTATE_90,),
-        2: (Image.Transpose.FLIP_LEFT_RIGHT,),
-    }
-    stored = upright
-    for step in undo[orientation]:
-        stored = stored.transpose(step)
-    exif = Image.Exif()
+    upright, exif = Image.fromarray(clip(1)[0].numpy()), Image.Exif()
+    undo = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90}
     exif[0x0112] = orientation
-    stored.save(path, exif=exif, quality=95)
-    return torch.from_numpy(np.array(upright.convert("RGB")))
+    upright.transpose(undo[orientation]).save(path, exif=exif, quality=95)
+    return torch.from_numpy(np.array(upright))
 
 
-@pytest.mark.parametrize("orientation", [1, 2, 3, 6])
+@pytest.mark.parametrize("orientation", [2, 3, 6])
 def test_pictures_come_upright(tmp_path, orientation):
     upright = turned_picture(tmp_path / "a.jpg", orientation)
     read = data.read_picture(tmp_path / "a.jpg")
@@ -846,12 +837,6 @@ def test_the_order_is_shuffled_and_depends_on_seed_and_epoch():
     assert len(orders) == 9 and tuple(range(50)) not in orders
     assert all(sorted(order) == list(range(50)) for order in orders)
     assert epoch_order.visit_order(6, 42, 0) == (0, 2, 3, 5, 4, 1)  # the same in every process and version
-
-
-def test_total_steps():
-    assert epoch_order.total_steps(10, 4, 1) == 3  # 2.5 steps hold one epoch; the third takes 2 of the next
-    assert epoch_order.total_steps(10, 5, 2) == 4
-    assert epoch_order.total_steps(3, 8, 1) == 1
 
 
 # ---- noise

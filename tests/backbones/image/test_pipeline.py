@@ -241,8 +241,6 @@ def test_evaluate_says_what_became_of_the_pictures(folder_of, tmp_path, monkeypa
     assert report["prompts"] == len(PROMPTS) and report["pairs"] == 2 * len(PROMPTS)
     assert "score (trained on)" in said and "blue\n" in said and "better after" in said
     pairs = report["per_pair"]
-    wins = [(pair["score/after"] > pair["score/before"]) for pair in pairs]
-    assert report["figures"]["score"]["win_rate"]["mean"] == pytest.approx(sum(wins) / len(wins))
     pipe, pair = random_sd3(), pairs[1]
     (row,) = [row for row in data.load_metadata(folder / "prompts.csv") if row.line == pair["line"]]
     latent = backbones.open("sd3", Source(model_paths=str(folder / "model"), dtype="float32")).latent_shape(
