@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from diffusers import ModelMixin, WanTransformer3DModel
@@ -21,10 +21,7 @@ from rewardfl.backbones.wan.variants import VARIANTS, Variant
 from rewardfl.data import to_uint8
 from rewardfl.weights.shards import InputError
 
-if TYPE_CHECKING:  # its module makes transformers print a note on torchvision
-    from diffusers import WanImageToVideoPipeline
-
-Load = Callable[[Sequence[str]], "WanImageToVideoPipeline"]  # parts -> a frozen pipeline that has them, on the CPU
+Load = Callable[[Sequence[str]], Any]  # parts -> a frozen WanImageToVideoPipeline that has them, on the CPU
 
 _PATCH = 2  # latents on a side of one token, of every published transformer
 
@@ -100,13 +97,9 @@ class Wan(Backbone):
         boundary = {} if self.boundary is None else {"boundary_ratio": files.boundary_ratio(self.folder)}
         return stock.settings(parts) | boundary
 
-    def distillation(self, expert: str) -> str:
-        """Return the path of an expert's distillation LoRA, or an empty string."""
-        return dict(zip(self.experts, self.source.distilled, strict=False))[expert]
-
     def parts_of(self, expert: str) -> list[str]:
         name = DISTILLATIONS[self.experts.index(expert)]
-        return [expert, name, self.source.distill_mode] if self.distillation(expert) else [expert]
+        return [expert, name, self.source.distill_mode] if name in self.weight_files else [expert]
 
     def on_meta(self, height: int, width: int, num_frames: int) -> OnMeta:
         shape = self.latent_shape(height, width, num_frames)
@@ -242,5 +235,5 @@ def _make_wan(
     )
 
 
-def _refuse_load(parts: Sequence[str]) -> "WanImageToVideoPipeline":
+def _refuse_load(parts: Sequence[str]) -> None:
     raise InputError(f"a described model has no weights to load ({', '.join(parts)})")

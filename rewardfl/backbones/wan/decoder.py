@@ -45,37 +45,34 @@ class WanDecoder:
 
     def decode(self, latents: Tensor, given: Conditioning | None = None) -> Tensor:
         """Return the video (B, 3, F, H, W) in [-1, 1] of normalised latents (B, C, T, H/s, W/s)."""
-        return self._decode(self._whole(latents, given), stride=None, to_stored=list).video
+        return self.decode_with_caches(latents, None, given).video
 
+    @torch.no_grad()
     def decode_with_caches(
-        self, latents: Tensor, caches: DecodeCaches = "keep", given: Conditioning | None = None
+        self, latents: Tensor, caches: DecodeCaches | None = "keep", given: Conditioning | None = None
     ) -> Decoded:
         """Decode for a later `vjp`.
 
         caches: keep (on the device), offload (in host memory), or segment (in host memory, those of every
         ceil(sqrt(T))-th chunk; the VJP decodes each segment again for the others). The gradients are the same to the
-        last bit.
+        last bit. None stores none.
         """
         latents = self._whole(latents, given)
         stride = math.ceil(math.sqrt(latents.shape[2])) if caches == "segment" else 1
-        return self._decode(latents, stride, list if caches == "keep" else _to_host)
+        state: Caches = [None] * self.vae._cached_conv_counts["decoder"]
+        chunks, stored = [], dict[int, StoredCaches]()
+        for i in range(latents.shape[2]):
+            if caches is not None and i % stride == 0:
+                stored[i] = list(state) if caches == "keep" else _to_host(state)
+            frames, state = self._chunk(latents[:, :, i : i + 1], state)
+            chunks.append(frames)
+        return Decoded(torch.cat(chunks, 2).clamp(-1, 1), stored)
 
     def _whole(self, latents: Tensor, given: Conditioning | None) -> Tensor:
         if not self.frame_given:
             return latents
         assert given is not None, "a decoder with a given frame is called with the batch's conditioning"
         return torch.cat([given["image"].to(latents), latents], 2)
-
-    @torch.no_grad()
-    def _decode(self, latents: Tensor, stride: int | None, to_stored: Callable[[Caches], StoredCaches]) -> Decoded:
-        caches: Caches = [None] * self.vae._cached_conv_counts["decoder"]
-        chunks, stored = [], {}
-        for i in range(latents.shape[2]):
-            if stride is not None and i % stride == 0:
-                stored[i] = to_stored(caches)
-            frames, caches = self._chunk(latents[:, :, i : i + 1], caches)
-            chunks.append(frames)
-        return Decoded(torch.cat(chunks, 2).clamp(-1, 1), stored)
 
     def vjp(
         self, latents: Tensor, grad_video: Tensor, decoded: Decoded | None = None, given: Conditioning | None = None

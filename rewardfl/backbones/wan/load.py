@@ -7,7 +7,7 @@ in the file's. The result equals diffusers' `from_pretrained`: modules that diff
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import safetensors.torch
 import torch
@@ -25,9 +25,6 @@ from rewardfl.weights import lora_files, merge, shards, wan_names
 from rewardfl.weights.lora_files import Lora
 from rewardfl.weights.shards import Checkpoint, InputError
 
-if TYPE_CHECKING:
-    from diffusers import WanImageToVideoPipeline
-
 State = dict[str, Tensor]
 
 
@@ -38,8 +35,10 @@ def load_pipeline(
     distilled: Sequence[Lora] = (),
     distill_mode: Literal["fuse", "adapter"] = "fuse",
     parts: Sequence[str] | None = None,
-) -> "WanImageToVideoPipeline":
-    """Load the pipeline, frozen and in eval mode, on the CPU; a text-to-video model's, too: it encodes prompts equally.
+) -> Any:
+    """Load a WanImageToVideoPipeline, frozen and in eval mode, on the CPU.
+
+    It also serves text-to-video models: it encodes prompts equally.
 
     experts: of files.open_experts. distilled: LoRAs (with their experts), by distill_mode either fused in the files'
     precision before the one rounding to `dtype`, or attached as adapters that stay on. parts: those to load, None for
