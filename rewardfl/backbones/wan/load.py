@@ -200,10 +200,6 @@ def read_distilled(experts: Sequence[str], first: str, second: str) -> list[Lora
 
 def _same_lora(first: Lora, second: Lora) -> bool:
     name = next(iter(first.updates))
-    if name not in second.updates:
-        return False
-    a, b = (
-        [lora_files.load_tensor(source) for source in adapter.updates[name].sources().values()]
-        for adapter in (first, second)
-    )
-    return len(a) == len(b) and all(map(torch.equal, a, b))
+    a, b = first.updates[name].sources(), second.updates[name].sources() if name in second.updates else {}
+    load = lora_files.load_tensor
+    return a.keys() == b.keys() and all(torch.equal(load(a[role]), load(b[role])) for role in a)
