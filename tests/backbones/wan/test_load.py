@@ -621,6 +621,14 @@ def test_settings_unlike_the_checkpoints_are_told_with_both_numbers(files):
     assert backbones.describe("wan2_2", Source(model_paths=str(files.fp32))).differences(5.0, 1.0) == []
 
 
+def test_a_distillation_is_a_part_of_its_expert(files):
+    """Latents that the first expert leaves in the cache depend on it."""
+    source = Source(model_paths=str(files.fp32), distilled=(files.loras["high_noise"], ""))
+    backbone = backbones.open("wan2_2", source)
+    assert backbone.parts_of("high_noise") == ["high_noise", "distill_high", "fuse"]
+    assert backbone.parts_of("low_noise") == ["low_noise"]
+
+
 def test_example_of_original_files():
     """Its keys are those that are taken; of its paths, the first is the first to be missed."""
     with pytest.raises(InputError, match="high_noise_model: .*Wan2.2-I2V-A14B/high_noise_model does not exist"):
