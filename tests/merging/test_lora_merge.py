@@ -117,7 +117,7 @@ def test_every_dialect_gives_the_same_weights(world, expert, values, dialect, tm
     assert {name: update.scale for name, update in lora.updates.items()}.keys() == values.keys()
     base = shards.open_checkpoint(world / "transformer_2")
     plan = merge_tensors.plan_merge(base, [(lora, 1.0)], "keep", "keep")
-    writing.write_file(tmp_path / "out.safetensors", plan.parts, {}, lambda count: None)
+    writing.write_file(tmp_path / "out.safetensors", writing.Weights(plan.parts, {}), lambda count: None)
     assert_same(load_file(tmp_path / "out.safetensors"), expected_weights(expert.state_dict(), values))
 
 
@@ -452,15 +452,15 @@ def test_verify_finds_what_is_wrong(world, values, tmp_path):
     """A merged tensor and a copied one, each changed after the write by one bit that matters."""
     (lora,) = lora_files.read_lora(DIALECTS["d5"](tmp_path, values))
     plan = merge_tensors.plan_merge(shards.open_checkpoint(world / "transformer_2"), [(lora, 1.0)], "keep", "keep")
-    out = tmp_path / "out.safetensors"
+    merged, out = writing.Weights(plan.parts, {}), tmp_path / "out.safetensors"
     for name in ("blocks.0.attn1.to_q.weight", "proj_out.bias"):
-        writing.write_file(out, plan.parts, {}, lambda count: None)
-        writing.verify(plan.parts, shards.open_checkpoint(out), lambda count: None)
+        writing.write_file(out, merged, lambda count: None)
+        writing.verify(out, merged, lambda count: None)
         content = bytearray(out.read_bytes())
         content[shards.read_header(out)[0][name].offset + 3] ^= 0x40
         out.write_bytes(content)
         with pytest.raises(shards.InputError, match=f"{name} differs"):
-            writing.verify(plan.parts, shards.open_checkpoint(out), lambda count: None)
+            writing.verify(out, merged, lambda count: None)
 
 
 def test_an_adapter_that_was_never_trained_is_pointed_out(world, values, tmp_path):

@@ -147,10 +147,10 @@ def test_what_came_to_the_place_while_writing_is_kept(world, place, monkeypatch)
     """A merge takes minutes: the check at its start is not enough."""
     write = output.writing.write_file
 
-    def slowly(path, parts, metadata, progress, *rest):
+    def slowly(*arguments):
         for name in ("out", "out.safetensors"):
             (place / name).write_text("mine")
-        return write(path, parts, metadata, progress, *rest)
+        return write(*arguments)
 
     monkeypatch.setattr(output.writing, "write_file", slowly)
     for name in ("out", "out.safetensors"):
@@ -242,7 +242,7 @@ def test_a_kill_while_writing_leaves_the_earlier_output(world, place, name):
         "from rewardfl.merging import writing\n"
         "write = writing.write_file\n"
         "def hang(count): print('writing', flush=True); time.sleep(600)\n"
-        "writing.write_file = lambda path, parts, metadata, _, *rest: write(path, parts, metadata, hang, *rest)\n"
+        "writing.write_file = lambda path, weights, _, *rest: write(path, weights, hang, *rest)\n"
         "merge_shards.main()"
     )
     arguments = ["--input", world / "pipeline" / "transformer_2", "--out", out, "--force"]
