@@ -94,11 +94,8 @@ def temporary_path(path: Path) -> Path:
 
 def sha256(path: str | Path) -> str:
     """Return the hash of a file's content, 64 hex digits."""
-    digest = hashlib.sha256()
     with Path(path).open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fsync(path: Path) -> None:
@@ -116,14 +113,12 @@ def digest_files(files: Sequence[Path]) -> str:
     Two trainings differ in all of their weights, so no sample of them agrees. A folder means all files in it.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for path in files:
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if not file.is_file():
-                continue
-            size = file.stat().st_size
-            digest.update(size.to_bytes(8, "little"))
-            with file.open("rb") as content:
-                for i in range(SAMPLES):
-                    content.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1))
-                    digest.update(content.read(SAMPLE_BYTES))
+    listed = [file for path in files for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    for file in filter(Path.is_file, listed):
+        size = file.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with file.open("rb") as content:
+            for i in range(SAMPLES):
+                content.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1))
+                digest.update(content.read(SAMPLE_BYTES))
     return digest.hexdigest()

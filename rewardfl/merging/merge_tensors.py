@@ -113,10 +113,10 @@ def _merged_pieces(entry: Entry, updates: Updates, stored: str) -> Callable[[], 
     """Return the pieces of a tensor with its updates, or cast without one."""
 
     def pieces() -> Iterator[memoryview]:
-        add = merge.make_adder(entry, updates)
+        loaded = merge.load_updates(entry, updates)
         for first, count in merge.row_blocks(entry):
             # a copy, which torch aligns, gives the same bits again: `verify` makes every piece twice
-            rows = add(merge.read_rows(entry, first, count).clone(), first)
+            rows = merge.add_updates(entry, loaded, merge.read_rows(entry, first, count).clone(), first)
             yield to_bytes(rows, stored, f"{entry.name} of {entry.file}{' after merging' if updates else ''}")
 
     return pieces
@@ -130,6 +130,6 @@ def estimate_loss(plan: Plan) -> MergeLoss:
             count = min(SAMPLE_ROWS, entry.rows)
             first = (entry.rows - count) // 2
             before = merge.read_rows(entry, first, count)
-            merged = merge.make_adder(entry, plan.merged[name])(before.clone(), first)
+            merged = merge.add_updates(entry, merge.load_updates(entry, plan.merged[name]), before.clone(), first)
             loss.add(before, merged, _stored(merged, part.dtype))
     return loss
