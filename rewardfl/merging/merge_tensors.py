@@ -105,10 +105,6 @@ def to_bytes(values: Tensor, dtype: str, label: str) -> memoryview:
     return as_bytes(rounded)
 
 
-def _stored(values: Tensor, dtype: str) -> Tensor:
-    return values.to(TORCH_DTYPES[dtype]).float()
-
-
 def _merged_pieces(entry: Entry, updates: Updates, stored: str) -> Callable[[], Iterator[memoryview]]:
     """Return the pieces of a tensor with its updates, or cast without one."""
 
@@ -131,5 +127,5 @@ def estimate_loss(plan: Plan) -> MergeLoss:
             first = (entry.rows - count) // 2
             before = merge.read_rows(entry, first, count)
             merged = merge.add_updates(entry, merge.load_updates(entry, plan.merged[name]), before.clone(), first)
-            loss.add(before, merged, _stored(merged, part.dtype))
+            loss.add(before, merged, merged.to(TORCH_DTYPES[part.dtype]).float())
     return loss

@@ -100,13 +100,11 @@ class File:
 
     def check(self) -> None:
         """Raise InputError unless the path is free or this tool's earlier output, and no input."""
-        path, name = self.path, f"{self.option} {self.path}"
+        path = self.path
         check_inputs(self.option, path, self.inputs)
         _check_parent(self.option, path)
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise InputError(f"{name} is a link, a folder or a device; give the name of a file")
-        if path.exists() and not self._is_own():
-            raise InputError(f"{name} is not a file as this tool wrote it; {_WAY_OUT}")
+        if os.path.lexists(path) and (path.is_symlink() or not self._is_own()):
+            raise InputError(f"{self.option} {path} is not a file as this tool wrote it; {_WAY_OUT}")
 
     def write(self, content: bytes) -> None:
         """Write the content with its proof. Raise InputError as `check` does."""
@@ -150,8 +148,7 @@ class Folder:
             path = _nearest_existing(folder / name)
             is_above = path.is_dir() and path != folder / name and self._is_inside(path.relative_to(folder))
             if not is_above and not self._is_own(name, listed):
-                problem = "it is not as this tool wrote it; move it away, or give another --out"
-                raise InputError(f"{path} is in the way: {problem}")
+                raise InputError(f"{path} is in the way: it is not as this tool wrote it; {_WAY_OUT}")
 
     def check_whole(self) -> None:
         """Raise InputError unless the folder may be replaced: it is missing, or holds this tool's files alone."""
@@ -252,8 +249,6 @@ class Output:
     def check(self, inputs: Sequence[Path]) -> None:
         """Raise InputError when the output or the report would harm an input, each other, or a file of the user's."""
         out = self.path
-        if out.name in ("", ".."):
-            raise InputError(f"--out {out} has no name of its own; write the folder's name")
         check_inputs("--out", out, inputs)
         self.check_replaceable()
         index = out.with_name(f"{out.name}.index.json")

@@ -76,12 +76,11 @@ def read_adapter_config(
     file = path.with_name(CONFIG_NAME)
     if not file.is_file():
         return AdapterConfig(), None
-    if path.stem != "adapter_model" and list(path.parent.glob("adapter_model.*")):
-        return AdapterConfig(), f"{file} is not read: it belongs to the adapter_model file next to it"
-    if path.stem != "adapter_model" and not all(key.startswith(_PEFT) for key in ranks):
-        return AdapterConfig(), f"{file} is not read: the keys of {path.name} are not peft's ({_PEFT}...)"
+    is_pefts = path.stem == "adapter_model"
+    if not is_pefts and (list(path.parent.glob("adapter_model.*")) or not all(key.startswith(_PEFT) for key in ranks)):
+        return AdapterConfig(), f"{file} is not read: it belongs to a file of peft's, which {path.name} is not"
     config = _make_config(path, parse_json_object(file.read_bytes(), str(file)))
-    if path.stem != "adapter_model" and not config.ranks.issuperset(ranks.values()):
+    if not is_pefts and not config.ranks.issuperset(ranks.values()):
         return AdapterConfig(), f"{file} is not read: {path.name} has other ranks"
     return config, None
 

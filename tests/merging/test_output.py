@@ -422,7 +422,7 @@ def test_what_is_no_longer_ours_is_in_the_way_and_stays(filled, change):
     change(filled.path / NAMES[1])
     (filled.path / "videos" / "holiday.mp4").write_text("mine")
     before = {path: path.read_bytes() for path in filled.path.parent.rglob("*") if path.is_file()}
-    with pytest.raises(shards.InputError, match="videos/base.* is in the way.*move it away, or give another --out"):
+    with pytest.raises(shards.InputError, match="videos/base.* is in the way.*move it away, or give another"):
         filled.claim(NAMES)
     assert before == {path: path.read_bytes() for path in filled.path.parent.rglob("*") if path.is_file()}
     filled.remove(filled.listed())
