@@ -97,23 +97,22 @@ def plan_merge(base: Checkpoint, loras: Sequence[tuple[Lora, float]], dtype: str
     return Plan(base=base, parts=parts, merged=merged, naming=naming)
 
 
-def to_bytes(values: Tensor, dtype: str, label: str) -> memoryview:
-    """Return the values rounded once to the stored dtype. Raise InputError when they do not fit into it."""
-    rounded = values.to(TORCH_DTYPES[dtype])
-    if not bool(torch.isfinite(rounded).all()):
-        raise InputError(f"{label} has values beyond what {dtype} can hold, or nan; use --dtype fp32 or bf16")
-    return as_bytes(rounded)
-
-
 def _merged_pieces(entry: Entry, updates: Updates, stored: str) -> Callable[[], Iterator[memoryview]]:
-    """Return the pieces of a tensor with its updates, or cast without one."""
+    """Return the pieces of a tensor with its updates, or cast without one, rounded once to the stored dtype."""
 
     def pieces() -> Iterator[memoryview]:
         loaded = merge.load_updates(entry, updates)
         for first, count in merge.row_blocks(entry):
             # a copy, which torch aligns, gives the same bits again: `verify` makes every piece twice
             rows = merge.add_updates(entry, loaded, merge.read_rows(entry, first, count).clone(), first)
-            yield to_bytes(rows, stored, f"{entry.name} of {entry.file}{' after merging' if updates else ''}")
+            rounded = rows.to(TORCH_DTYPES[stored])
+            if not bool(torch.isfinite(rounded).all()):
+                merged = " after merging" if updates else ""
+                raise InputError(
+                    f"{entry.file}: {entry.name}{merged} has nan, or values beyond what {stored} can hold; use --dtype "
+                    "fp32 or bf16"
+                )
+            yield as_bytes(rounded)
 
     return pieces
 

@@ -6,7 +6,6 @@ tensors' bytes (https://github.com/huggingface/safetensors, section Format).
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -40,21 +39,9 @@ def abbreviate(value: object) -> str:
 
 
 def parse_json_object(text: str | bytes, what: str) -> dict:
-    """Return the JSON object in `text`.
-
-    Raise InputError, naming `what`, for another value and for a key given twice.
-    """
-
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        if len(values := dict(pairs)) != len(pairs):
-            twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-            raise InputError(f"{what} names {abbreviate(twice)} twice; it was written by a broken tool")
-        return values
-
+    """Return the JSON object in `text`. Raise InputError, naming `what`, for another value."""
     try:
-        value = json.loads(text, object_pairs_hook=unique)
-    except InputError:
-        raise
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5000 digits, brackets without end
         raise InputError(f"{what} is not JSON: {abbreviate(str(error))}") from None
     if not isinstance(value, dict):
@@ -131,7 +118,7 @@ def is_safetensors(path: Path) -> bool:
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     """Return the tensors and the metadata of a safetensors file, from its header alone.
 
-    Raise InputError for a cut-off file, bytes that no tensor owns, a tensor named twice, and any other kind of file.
+    Raise InputError for a cut-off file, bytes that no tensor owns, and any other kind of file.
     """
     if not path.is_file():  # opening a FIFO would wait for a writer
         raise InputError(f"{path} does not exist, or is no file; get it, or give another")
