@@ -4,13 +4,13 @@ import pytest
 import torch
 from conftest import run_tool
 from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
-from lora_dialects import ALPHA, DIALECTS, RANK, SCALE, factors
+from lora_dialects import ALPHA, DIALECTS, RANK, SCALE, factors, products
 from pipelines import LAYERS, random_pipeline, save_adapter
 from safetensors.torch import load_file, save_file
 
 from rewardfl import lora
 from rewardfl.merging import conversion
-from rewardfl.weights import lora_files, shards, wan_names
+from rewardfl.weights import shards, wan_names
 from rewardfl_tools import convert_lora
 
 
@@ -21,15 +21,6 @@ def values():
 
 def run(*arguments, expect=0):
     return run_tool(convert_lora.main, *arguments, expect=expect)
-
-
-def products(path):
-    """{module: scale * up @ down} by the reader."""
-    (read,) = lora_files.read_lora(path)
-    return {
-        name: u.scale * lora_files.load_tensor(u.up) @ lora_files.load_tensor(u.down)
-        for name, u in read.updates.items()
-    }
 
 
 @pytest.mark.parametrize("to", ("comfy", "diffusers"))

@@ -9,7 +9,7 @@ import torch
 from conftest import run_tool
 from diffusers import WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
-from lora_dialects import ALPHA, DIALECTS, RANK, SCALE, factors, peft_metadata
+from lora_dialects import ALPHA, DIALECTS, RANK, SCALE, factors, peft_metadata, weights
 from pipelines import random_pipeline
 from safetensors.torch import load_file, save_file
 
@@ -60,10 +60,6 @@ def refuse_state(world, tmp_path, state):
     return text
 
 
-def weights(folder):
-    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
-
-
 def expected_weights(before, values, strength=1.0):
     """base + strength * scale * up @ down, by plain torch."""
     after = dict(before)
@@ -88,7 +84,6 @@ def original_names(state):
     return {name: state[diffusers_name] for name, diffusers_name in identity.items()}
 
 
-# ------------------------------------------------------------------------------------------------------------
 # What is merged
 
 
@@ -109,16 +104,6 @@ def test_names_are_those_of_diffusers_converter():
             original = wan_names.to_original(module)
             for alias in (module, original, original.replace(".", "_")):
                 assert lora_files.resolve_name(alias) == module
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_every_dialect_gives_the_same_weights(world, expert, values, dialect, tmp_path):
-    (lora,) = lora_files.read_lora(DIALECTS[dialect](tmp_path, values))
-    assert {name: update.scale for name, update in lora.updates.items()}.keys() == values.keys()
-    base = shards.open_checkpoint(world / "transformer_2")
-    plan = merge_tensors.plan_merge(base, [(lora, 1.0)], "keep", "keep")
-    writing.write_file(tmp_path / "out.safetensors", writing.Weights(plan.parts, {}), lambda count: None)
-    assert_same(load_file(tmp_path / "out.safetensors"), expected_weights(expert.state_dict(), values))
 
 
 def test_both_experts_in_one_file(world, values, tmp_path):
@@ -262,7 +247,6 @@ def test_magnitudes_that_do_not_say_their_axis_are_refused(world, values, tmp_pa
     assert Q in text and all(ending in text for ending in given)
 
 
-# ------------------------------------------------------------------------------------------------------------
 # Alpha, dtypes, what is kept
 
 
@@ -289,9 +273,6 @@ def test_alphas_that_disagree(world, values, tmp_path):
     assert "alpha 2 by the .alpha keys, 7 by the configuration" in text
     text = refuse(out, "--base", base, "--lora", DIALECTS["d5"](tmp_path, values), "--alpha", "3")
     assert "alpha 2 by the .alpha keys, 3 by --alpha" in text
-    zero = {k: torch.tensor(0.0) if k.endswith("alpha") else v for k, v in state.items()}
-    save_file(zero, tmp_path / "zero.safetensors")
-    assert "is 0" in refuse(out, "--base", base, "--lora", tmp_path / "zero.safetensors")
 
 
 def test_a_small_update_in_bfloat16_is_reported_lost(world, values, tmp_path):
@@ -341,7 +322,6 @@ def test_metadata_says_what_was_merged(world, values, tmp_path):
     assert out.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
-# ------------------------------------------------------------------------------------------------------------
 # What is refused
 
 
@@ -426,19 +406,11 @@ def test_a_lora_is_read_by_its_content(values, tmp_path, name):
         lora_files.read_lora(path)
 
 
-@pytest.mark.parametrize(
-    "kind, words", [("fp8", "quantised"), ("scale tensor", "quantised"), ("not wan", "not those of a Wan")]
-)
-def test_bases_that_are_refused(world, values, tmp_path, kind, words):
-    lora, base, state = DIALECTS["d5"](tmp_path, values), tmp_path / "low.safetensors", weights(world / "transformer_2")
-    if kind == "fp8":
-        state["blocks.0.attn1.to_q.weight"] = state["blocks.0.attn1.to_q.weight"].to(torch.float8_e4m3fn)
-    elif kind == "scale tensor":
-        state["blocks.0.attn1.to_q.scale_weight"] = torch.ones(1)
-    else:
-        state = {f"layer.{i}.weight": value for i, value in enumerate(state.values())}
-    save_file(state, base)
-    assert words in refuse(tmp_path / "out.safetensors", "--base", base, "--lora", lora)
+def test_a_base_of_another_model_is_refused(world, values, tmp_path):
+    base, state = tmp_path / "low.safetensors", weights(world / "transformer_2")
+    save_file({f"layer.{i}.weight": value for i, value in enumerate(state.values())}, base)
+    lora = DIALECTS["d5"](tmp_path, values)
+    assert "not those of a Wan" in refuse(tmp_path / "out.safetensors", "--base", base, "--lora", lora)
 
 
 def test_fp16_overflow_leaves_nothing(world, values, tmp_path):

@@ -3,7 +3,9 @@
 import json
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+
+from rewardfl.weights import lora_files
 
 # (original name, diffusers name) of the modules that the LoRA changes
 MODULES = [
@@ -42,6 +44,20 @@ def _state(values, prefix, *, original, ends=("lora_down", "lora_up"), scale=1.0
 
 def peft_metadata(component="transformer", alpha=ALPHA):
     return {"lora_adapter_metadata": json.dumps({f"{component}.r": RANK, f"{component}.lora_alpha": alpha})}
+
+
+def weights(folder):
+    """The tensors of all files in a folder."""
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def products(path):
+    """{module: scale * up @ down} by the reader."""
+    (lora,) = lora_files.read_lora(path)
+    return {
+        name: update.scale * lora_files.load_tensor(update.up) @ lora_files.load_tensor(update.down)
+        for name, update in lora.updates.items()
+    }
 
 
 AB, ROLL = ("lora_A", "lora_B"), ("lora_A.default", "lora_B.default")

@@ -9,12 +9,9 @@ from conftest import run_tool
 from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Transformer2DModel
 from diffusers.loaders import FluxLoraLoaderMixin
 from image_pipelines import random_flux, random_qwen_image, random_sd3
+from lora_dialects import products, weights
 from safetensors.torch import load_file, save_file
-from test_conversion import products
-from test_lora_merge import weights
 
-from rewardfl import lora
-from rewardfl.backbones import stock
 from rewardfl.weights import image_names, lora_files, shards
 from rewardfl_tools import convert_lora, merge_lora
 
@@ -154,7 +151,6 @@ def convert(*arguments, expect=0):
     return run_tool(convert_lora.main, *arguments, expect=expect)
 
 
-# ------------------------------------------------------------------------------------------------------------
 # Names
 
 
@@ -225,7 +221,6 @@ def test_what_a_converter_drops_or_mangles_is_refused(converted, tmp_path, monke
     image_names._flux_places.cache_clear()
 
 
-# ------------------------------------------------------------------------------------------------------------
 # Merging
 
 
@@ -294,28 +289,6 @@ def test_dtypes_are_those_of_diffusers(folder_of, model, tmp_path):
         torch.testing.assert_close(value, wanted.bfloat16(), rtol=8e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("model", MAKE)
-def test_our_checkpoint_merged_draws_as_the_adapter(folder_of, model, tmp_path):
-    """Saved as training saves it; the stock pipeline with the adapter and the merged pipeline have equal weights."""
-    pipe, layers = MAKE[model](), ["attn.to_q", "attn.to_out.0"]
-    lora.inject(pipe.transformer, RANK, ALPHA, layers, 0)
-    for name, parameter in pipe.transformer.named_parameters():
-        if "lora_B" in name:
-            parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
-    checkpoint = tmp_path / "step-000001"
-    stock.save_adapter(type(pipe), pipe.transformer, checkpoint / "transformer", lora.adapter_state(pipe.transformer))
-    merge("--base", folder_of(model), "--lora", f"{checkpoint}:0.5", "--out", tmp_path / "merged")
-    lora.set_strength(pipe.transformer, 0.5)
-    pipe.transformer.fuse_lora()
-    merged = weights(tmp_path / "merged" / "transformer")
-    for name, value in merged.items():
-        module, _, leaf = name.rpartition(".")
-        layer = pipe.transformer.get_submodule(module)
-        wanted = getattr(layer.base_layer if any(module.endswith(one) for one in layers) else layer, leaf)
-        torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-5, msg=name)
-
-
-# ------------------------------------------------------------------------------------------------------------
 # Converting
 
 
@@ -346,7 +319,6 @@ def test_what_a_format_cannot_carry_is_refused(folder_of, kind, to, way_out, tmp
     assert way_out in text and "transformer_blocks.0.attn.to_out.0" in text and not out.exists()
 
 
-# ------------------------------------------------------------------------------------------------------------
 # What is refused
 
 

@@ -110,7 +110,6 @@ def test_damaged_indices(world, tmp_path, kind):
         refused(merge_shards.main, index, tmp_path / "new", "--input", source)
 
 
-# ------------------------------------------------------------------------------------------------------------
 # A LoRA's metadata
 
 
@@ -238,7 +237,6 @@ def test_torch_files_of_other_things(world, tmp_path, state):
     refused(merge_lora.main, path, tmp_path / "new", "--base", world / "low", "--lora", path)
 
 
-# ------------------------------------------------------------------------------------------------------------
 # alpha_pattern: what peft writes is read as peft reads it
 
 
