@@ -12,6 +12,7 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from lora_dialects import ALPHA, DIALECTS, RANK, SCALE, factors, peft_metadata, weights
 from pipelines import random_pipeline
 from safetensors.torch import load_file, save_file
+from wan_files import original_expert
 
 from rewardfl.files import sha256
 from rewardfl.merging import lora_merge, merge_tensors, writing
@@ -74,16 +75,6 @@ def assert_same(actual, expected):
         torch.testing.assert_close(actual[name], value, rtol=1e-6, atol=1e-6, msg=name)
 
 
-def original_names(state):
-    """A diffusers state dict under the original names, by the table of diffusers' own converter inverted."""
-    identity = {wan_names.to_original(name): name for name in state}
-    converted = convert_wan_transformer_to_diffusers({name: name for name in identity})
-    assert {new: old for old, new in identity.items()} == {
-        v: k for k, v in {o: d for d, o in converted.items()}.items()
-    }
-    return {name: state[diffusers_name] for name, diffusers_name in identity.items()}
-
-
 # What is merged
 
 
@@ -126,32 +117,24 @@ def test_both_experts_in_one_file(world, values, tmp_path):
 @pytest.mark.parametrize("layout", ("original", "comfy", "index", "wan-ai"))
 def test_every_layout_of_the_base(world, expert, values, layout, tmp_path):
     """Original names, ComfyUI's prefix, shards by their index, and Wan-AI's pipeline folder."""
-    before = expert.state_dict()
-    base, lora = tmp_path / "base_low", DIALECTS["d5"](tmp_path, values)
-    base.mkdir()
-    if layout in ("original", "comfy"):
-        prefix = "model.diffusion_model." if layout == "comfy" else ""
-        before = {prefix + name: value for name, value in original_names(before).items()}
-        save_file(before, base / "wan.safetensors")
-        base = base / "wan.safetensors"
-    elif layout == "wan-ai":
-        before = original_names(before)
-        for part in ("high_noise_model", "low_noise_model"):
-            (base / part).mkdir()
-            save_file(before, base / part / "diffusion_pytorch_model.safetensors")
-    else:
+    base, lora, out = tmp_path / "base_low", DIALECTS["d5"](tmp_path, values), tmp_path / "out"
+    prefix = "model.diffusion_model." if layout == "comfy" else ""
+    original = {prefix + name: value for name, value in original_expert(expert).items()}
+    if layout == "index":
         expert.save_pretrained(base, max_shard_size="60KB")
         assert len(list(base.glob("*.safetensors"))) > 2
         base = base / "diffusion_pytorch_model.safetensors.index.json"
-    out = tmp_path / "out"
+    for folder in {"wan-ai": ("high_noise_model", "low_noise_model"), "index": ()}.get(layout, (".",)):
+        (base / folder).mkdir(parents=True)
+        save_file(original, base / folder / "wan.safetensors")
     run("--base", base, "--lora", f"{lora}@low" if layout == "wan-ai" else lora, "--out", out, "--verify")
-    got = weights(out / "low_noise_model" if layout == "wan-ai" else out)
-    reference = expected_weights(expert.state_dict(), values)
-    if layout in ("original", "comfy", "wan-ai"):
-        reference = {(prefix if layout != "wan-ai" else "") + k: v for k, v in original_names(reference).items()}
-    assert_same(got, reference)
+    merged = weights(out / "low_noise_model" if layout == "wan-ai" else out)
+    if layout != "index":
+        assert merged.keys() == original.keys()
+        merged = convert_wan_transformer_to_diffusers(merged)
+    assert_same(merged, expected_weights(expert.state_dict(), values))
     if layout == "wan-ai":
-        assert_same(weights(out / "high_noise_model"), before)
+        assert_same(weights(out / "high_noise_model"), original)
 
 
 def test_several_loras_and_strengths(world, expert, values, tmp_path):

@@ -16,6 +16,7 @@ MODULES = [
 ]
 RANK, ALPHA = 4, 2.0
 SCALE = ALPHA / RANK
+DOWN_UP, AB, ROLL = ("lora_down", "lora_up"), ("lora_A", "lora_B"), ("lora_A.default", "lora_B.default")
 
 
 def factors(model, seed=0):
@@ -29,13 +30,11 @@ def factors(model, seed=0):
     return found
 
 
-def _state(values, prefix, *, original, ends=("lora_down", "lora_up"), scale=1.0, alpha=None, flat=False):
-    """Tensors by key: `prefix` before the original or diffusers' names, `flat` with underscores for dots."""
+def lora_tensors(halves, *, prefix="", ends=DOWN_UP, scale=1.0, alpha=None, flat=False):
+    """The tensors of {name: (down, up)} by key: `prefix` before the name, `flat` with underscores for dots."""
     state = {}
-    for names in MODULES:
-        down, up = values[names[1]]
-        stem = names[0] if original else names[1]
-        stem = prefix + (stem.replace(".", "_") if flat else stem)
+    for name, (down, up) in halves.items():
+        stem = prefix + (name.replace(".", "_") if flat else name)
         state |= {f"{stem}.{ends[0]}.weight": down.clone(), f"{stem}.{ends[1]}.weight": up * scale}
         if alpha is not None:
             state[f"{stem}.alpha"] = torch.tensor(alpha)
@@ -60,7 +59,6 @@ def products(path):
     }
 
 
-AB, ROLL = ("lora_A", "lora_B"), ("lora_A.default", "lora_B.default")
 KOHYA = {"ss_network_alpha": str(ALPHA), "ss_network_dim": str(RANK)}
 
 # {dialect: (file, its metadata, how the keys are written)}; without alpha the scale is in `up`
@@ -97,10 +95,13 @@ FORMS = {
 
 
 def _writer(name, metadata, form):
+    names = {old if form.get("original") else new: new for old, new in MODULES}
+    form = {key: value for key, value in form.items() if key != "original"}
+
     def write(folder, values):
         path = folder / name
         path.parent.mkdir(exist_ok=True)
-        state = _state(values, **({"original": False} | form))
+        state = lora_tensors({name: values[new] for name, new in names.items()}, **form)
         if path.suffix == ".pth":
             torch.save(state, path)
             return path
