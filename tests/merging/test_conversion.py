@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import run_tool
 from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
-from lora_dialects import ALPHA, DIALECTS, RANK, SCALE, factors, products
+from lora_dialects import ALPHA, DIALECTS, RANK, SCALE, products
 from pipelines import LAYERS, random_pipeline, save_adapter
 from safetensors.torch import load_file, save_file
 
@@ -13,10 +13,7 @@ from rewardfl.merging import conversion
 from rewardfl.weights import shards, wan_names
 from rewardfl_tools import convert_lora
 
-
-@pytest.fixture(scope="module")
-def values():
-    return factors(random_pipeline().transformer_2)
+pytest_plugins = "merging_world"
 
 
 def run(*arguments, expect=0):

@@ -16,9 +16,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import run_tool
-from lora_dialects import DIALECTS, factors
 from PIL import Image
-from pipelines import random_pipeline
 from safetensors.torch import load_file
 from tqdm import tqdm
 
@@ -28,18 +26,8 @@ from rewardfl.merging import output
 from rewardfl.weights import shards
 from rewardfl_tools import convert_lora, generate, merge_lora, merge_shards
 
+pytest_plugins = "merging_world"
 TOOLS = {"merge_lora": merge_lora, "merge_shards": merge_shards, "convert_lora": convert_lora}
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """A pipeline in diffusers' layout, beside a LoRA for its low-noise expert."""
-    folder = tmp_path_factory.mktemp("low_noise_world")
-    pipe = random_pipeline()
-    pipe.save_pretrained(folder / "pipeline")
-    (folder / "lora_low").mkdir()
-    DIALECTS["d5"](folder / "lora_low", factors(pipe.transformer_2))
-    return folder
 
 
 @pytest.fixture
@@ -51,7 +39,7 @@ def place(tmp_path):
 
 def call(tool, world, *arguments, expect=0):
     """One of the tools over the world's files, of one expert; returns what it printed."""
-    expert, lora = world / "pipeline" / "transformer_2", world / "lora_low" / "comfy.safetensors"
+    expert, lora = world / "pipeline" / "transformer_2", world / "comfy.safetensors"
     given = {
         "merge_lora": ["--base", expert, "--lora", lora],
         "merge_shards": ["--input", expert],
@@ -164,7 +152,7 @@ def test_outputs_and_inputs_do_not_overlap(world, place):
     base = place / "base"
     shutil.copytree(world / "pipeline", base)
     (place / "alias").symlink_to("base")
-    lora = world / "lora_low" / "comfy.safetensors"
+    lora = world / "comfy.safetensors"
     index = base / "transformer_2" / "model.safetensors.index.json"
     (weights,) = (base / "transformer_2").glob("*.safetensors")
     index.write_text(json.dumps({"weight_map": {name: weights.name for name in load_file(weights)}}))
@@ -195,7 +183,7 @@ def test_a_report_harms_neither_base_nor_output(world, place):
     base = place / "base"
     shutil.copytree(world / "pipeline" / "transformer_2", base)
     lora = place / "low.safetensors"
-    shutil.copy(world / "lora_low" / "comfy.safetensors", lora)
+    shutil.copy(world / "comfy.safetensors", lora)
     (weights,) = base.glob("*.safetensors")
     (place / "link.json").symlink_to(base / "config.json")
     os.mkfifo(place / "fifo.json")
@@ -248,9 +236,7 @@ def test_a_write_that_breaks_off_leaves_the_earlier_output(world, place, monkeyp
 
 
 def merged_pipeline(world, out):
-    run_tool(
-        merge_lora.main, "--base", world / "pipeline", "--lora", world / "lora_low" / "comfy.safetensors", "--out", out
-    )
+    run_tool(merge_lora.main, "--base", world / "pipeline", "--lora", world / "comfy.safetensors", "--out", out)
 
 
 def test_weights_are_links_and_what_people_edit_are_copies(world, place):
@@ -286,7 +272,7 @@ def test_a_base_with_what_cannot_be_copied_is_refused(world, place, kind):
     shutil.copytree(world / "pipeline", base)
     odd = base / "vae" / "odd"
     odd.symlink_to("..") if kind == "link upwards" else MAKE[kind](odd)
-    lora = world / "lora_low" / "comfy.safetensors"
+    lora = world / "comfy.safetensors"
     assert str(odd) in run_tool(merge_lora.main, "--base", base, "--lora", lora, "--out", out, expect=2)
     assert not out.exists() and not list(place.glob("*.tmp-*"))
 
@@ -294,7 +280,7 @@ def test_a_base_with_what_cannot_be_copied_is_refused(world, place, kind):
 def test_a_merged_pipeline_is_a_base_again(world, place):
     first, second = place / "first", place / "second"
     merged_pipeline(world, first)
-    lora = world / "lora_low" / "comfy.safetensors"
+    lora = world / "comfy.safetensors"
     run_tool(merge_lora.main, "--base", first, "--lora", lora, "--out", second, "--verify")
     listed = json.loads((second / output.MANIFEST).read_text())
     assert {path.relative_to(second).as_posix() for path in second.rglob("*") if path.is_file()} == {

@@ -11,19 +11,14 @@ import torch
 from conftest import ROOT, run_tool
 from diffusers import WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
-from pipelines import random_pipeline
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rewardfl.weights import shards
 from rewardfl_tools import merge_shards
 
+pytest_plugins = "merging_world"
 INDEX = "diffusion_pytorch_model.safetensors.index.json"
-
-
-@pytest.fixture(scope="module")
-def expert():
-    return random_pipeline().transformer_2
 
 
 @pytest.fixture

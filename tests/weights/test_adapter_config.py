@@ -5,9 +5,8 @@ from dataclasses import fields
 
 import pytest
 import torch
-from lora_dialects import DIALECTS, factors
+from diffusers import WanTransformer3DModel
 from peft import LoraConfig, PeftModel, get_peft_model
-from pipelines import random_pipeline
 from safetensors.torch import load_file, save_file
 
 from rewardfl import lora
@@ -15,25 +14,17 @@ from rewardfl.backbones.wan import load as wan_load
 from rewardfl.weights import adapter_config, lora_files, merge, shards
 from rewardfl.weights.shards import InputError
 
+pytest_plugins = "merging_world"
 NAME = "blocks.0.attn1.to_q"
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("world")
-    model = random_pipeline().transformer_2
-    model.save_pretrained(folder / "transformer_2")
-    DIALECTS["d3"](folder, factors(model))
-    return folder
-
-
 def load_base(world):
-    return type(random_pipeline().transformer_2).from_pretrained(world / "transformer_2")
+    return WanTransformer3DModel.from_pretrained(world / "pipeline" / "transformer_2")
 
 
 def ours(world, path):
     """Return the merged weights by our reader."""
-    base = shards.open_checkpoint(world / "transformer_2")
+    base = shards.open_checkpoint(world / "pipeline" / "transformer_2")
     updates = merge.updates_by_tensor(base, [(one, 1.0) for one in lora_files.read_lora(path)])
     return {
         name: merge.merge_tensor(entry, updates.get(name, []), torch.float32) for name, entry in base.tensors.items()
