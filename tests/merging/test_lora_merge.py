@@ -316,9 +316,8 @@ def test_broken_loras_are_refused(pipeline, values, tmp_path, kind):
     state = load_file(DIALECTS["d5"](tmp_path, values))
     change, message = BROKEN.get(kind, (lambda down, up: dict.fromkeys(state), "no tensors"))
     state |= change(state[f"{KEY}.lora_down.weight"], state[f"{KEY}.lora_up.weight"])
-    assert message in refuse_state(
-        pipeline, tmp_path, {name: value for name, value in state.items() if value is not None}
-    )
+    left = {name: value for name, value in state.items() if value is not None}
+    assert message in refuse_state(pipeline, tmp_path, left)
 
 
 def test_experts_that_do_not_fit(pipeline, values, tmp_path):

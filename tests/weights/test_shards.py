@@ -134,9 +134,7 @@ def test_damaged_lora_metadata(world, tmp_path, kind, place):
         damaged = path.parent
     else:
         save_file(state, path, {"lora_adapter_metadata": text})
-    line = refused(
-        merge_lora.main, damaged, tmp_path / "new", "--base", world / "pipeline" / "transformer_2", "--lora", path
-    )
+    line = not_merged(world, tmp_path, damaged, path)
     assert WORDS.get(kind.partition(":")[0], "") in line
     refused(convert_lora.main, damaged, tmp_path / "new.safetensors", "--lora", path, "--to", "comfy")
 
@@ -150,9 +148,7 @@ def test_damaged_alpha_keys(world, tmp_path, values, alpha):
     state = load_file(path)
     state["diffusion_model.blocks.0.self_attn.q.alpha"] = alpha
     save_file(state, path)
-    line = refused(
-        merge_lora.main, path, tmp_path / "new", "--base", world / "pipeline" / "transformer_2", "--lora", path
-    )
+    line = not_merged(world, tmp_path, path)
     assert "blocks.0.attn1.to_q" in line and "alpha" in line
 
 
@@ -166,9 +162,7 @@ def test_damaged_alpha_keys(world, tmp_path, values, alpha):
 def test_damaged_kohya_metadata(world, tmp_path, values, metadata):
     path = DIALECTS["d10_metadata"](tmp_path, values)
     save_file(load_file(path), path, {"ss_network_alpha": "2", "ss_network_dim": "4"} | metadata)
-    line = refused(
-        merge_lora.main, path, tmp_path / "new", "--base", world / "pipeline" / "transformer_2", "--lora", path
-    )
+    line = not_merged(world, tmp_path, path)
     assert "ss_network" in line
 
 
@@ -176,9 +170,7 @@ def test_damaged_kohya_metadata(world, tmp_path, values, metadata):
 def test_strengths_beyond_float32(world, tmp_path, strength):
     path = world / "pytorch_lora_weights.safetensors"
     given = f"{path}@low:{strength}"
-    assert f":{strength}" in refused(
-        merge_lora.main, path, tmp_path / "new", "--base", world / "pipeline" / "transformer_2", "--lora", given
-    )
+    assert f":{strength}" in not_merged(world, tmp_path, path, given)
     given = ["--lora", world / "lora.pth", f"--alpha={strength}", "--to", "comfy"]
     torch.save({"proj_out.lora_A.weight": torch.ones(1, 24), "proj_out.lora_B.weight": torch.ones(4, 1)}, given[1])
     refused(convert_lora.main, given[1], tmp_path / "new.safetensors", *given)
