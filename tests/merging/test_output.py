@@ -288,13 +288,6 @@ def test_a_merged_pipeline_is_a_base_again(world, place):
     }  # fmt: skip
 
 
-def test_names_from_the_command_line_and_from_files_stay_on_one_line(world, place):
-    out = place / "a\nb\x1b[31m"
-    out.mkdir()
-    line = refused("merge_shards", world, place, "--out", out, "--force")
-    assert "a\\nb\\x1b[31m" in line
-
-
 @pytest.mark.parametrize("kind", ("file", "FIFO", "link to a folder", "link to nothing"))
 def test_a_folder_is_written_over_no_link_and_no_file(place, kind):
     """files.atomic_directory, which checkpoints use too: a link to a folder left a stray behind."""

@@ -171,7 +171,7 @@ def test_strengths_beyond_float32(world, tmp_path, strength):
     path = world / "pytorch_lora_weights.safetensors"
     given = f"{path}@low:{strength}"
     assert f":{strength}" in not_merged(world, tmp_path, path, given)
-    given = ["--lora", world / "lora.pth", f"--alpha={strength}", "--to", "comfy"]
+    given = ["--lora", tmp_path / "lora.pth", f"--alpha={strength}", "--to", "comfy"]
     torch.save({"proj_out.lora_A.weight": torch.ones(1, 24), "proj_out.lora_B.weight": torch.ones(4, 1)}, given[1])
     refused(convert_lora.main, given[1], tmp_path / "new.safetensors", *given)
 
