@@ -40,7 +40,7 @@ def is_self_attention(operator: Callable[..., Any], inputs: tuple[Any, ...]) -> 
     return operator in KERNELS and inputs[0].shape[-2] == inputs[1].shape[-2]
 
 
-def keeping_outputs() -> tuple["_Keep", "_Take"]:
+def keeping_outputs() -> tuple["_KeptAttention", "_KeptAttention"]:
     """Return contexts for checkpoint's context_fn that keep self-attention's outputs and recompute all else.
 
     The outputs stay on their device, with the sums for the kernel's backward pass. A block's are tokens x heads x
@@ -48,39 +48,28 @@ def keeping_outputs() -> tuple["_Keep", "_Take"]:
     create_selective_checkpoint_contexts needs equal operations in both passes; the copies of memory.swap differ.
     """
     stored: list[Outputs] = []
-    return _Keep(stored), _Take(stored)
+    return _KeptAttention(stored, again=False), _KeptAttention(stored, again=True)
 
 
-class _Keep(TorchDispatchMode):
-    """The forward pass: stores self-attention's outputs."""
+class _KeptAttention(TorchDispatchMode):
+    """Self-attention's outputs, stored in the forward pass and taken in order `again`, in its recomputation."""
 
-    def __init__(self, stored: list[Outputs]):
+    def __init__(self, stored: list[Outputs], *, again: bool):
         super().__init__()
-        self.stored = stored
+        self.stored, self.again, self.taken = stored, again, 0
+
+    def __enter__(self):
+        self.taken = 0  # a graph may be walked back twice
+        return super().__enter__()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.again and is_self_attention(func, args):
+            outputs, self.taken = self.stored[self.taken], self.taken + 1
+            return _clone(outputs)
         outputs = func(*args, **(kwargs or {}))
         if is_self_attention(func, args):
             self.stored.append(_clone(outputs))
         return outputs
-
-
-class _Take(TorchDispatchMode):
-    """The recomputation: takes the stored outputs in order. A graph may be walked back twice."""
-
-    def __init__(self, stored: list[Outputs]):
-        super().__init__()
-        self.stored, self.taken = stored, 0
-
-    def __enter__(self):
-        self.taken = 0
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not is_self_attention(func, args):
-            return func(*args, **(kwargs or {}))
-        outputs, self.taken = self.stored[self.taken], self.taken + 1
-        return _clone(outputs)
 
 
 def _clone(outputs: Outputs) -> Outputs:

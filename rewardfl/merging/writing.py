@@ -107,10 +107,8 @@ def write_folder(folder: Path, files: Files, progress: Progress) -> None:
 
 
 def count_bytes(files: Files) -> int:
-    """Return the room that the files take, without links."""
-    copies = (content for content in files.values() if isinstance(content, Path) and content.suffix not in _LINKED)
-    weights = (content.nbytes for content in files.values() if isinstance(content, Weights))
-    return sum(weights) + sum(file.stat().st_size for file in copies)
+    """Return the bytes of the tensors to write; all else is small, or a link."""
+    return sum(content.nbytes for content in files.values() if isinstance(content, Weights))
 
 
 def shard(weights: Weights, max_bytes: int, folder: str = ".") -> Files:
@@ -155,5 +153,4 @@ def verify(path: Path, weights: Weights, progress: Progress) -> None:
 
 
 def progress_bar(files: Files, title: str) -> tqdm:
-    total = sum(content.nbytes for content in files.values() if isinstance(content, Weights))
-    return tqdm(total=total, desc=title, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
+    return tqdm(total=count_bytes(files), desc=title, unit="B", unit_scale=True, disable=not sys.stderr.isatty())

@@ -189,6 +189,17 @@ def test_places_that_are_refused(values, tmp_path):
     assert "--force" in run("--lora", both, "--to", "comfy", "--out", tmp_path / "folder", expect=2)
 
 
+def test_a_part_that_is_lost_is_noticed(values, tmp_path, monkeypatch):
+    tensors = conversion.comfy_tensors
+    monkeypatch.setattr(conversion, "comfy_tensors", lambda *given: dict(list(tensors(*given).items())[:3]))
+    state = load_file(DIALECTS["d5"](tmp_path, values)) | {
+        "diffusion_model.blocks.0.self_attn.q.diff_b": torch.ones(24)
+    }
+    save_file(state, tmp_path / "bias.safetensors")
+    out = tmp_path / "out.safetensors"
+    assert "bias" in run("--lora", tmp_path / "bias.safetensors", "--to", "comfy", "--out", out, expect=2)
+
+
 def test_verify_notices_a_wrong_scale(values, tmp_path, monkeypatch):
     monkeypatch.setattr(conversion.Update, "rank", property(lambda self: 3))  # writes a wrong alpha
     source = DIALECTS["d5"](tmp_path, values)

@@ -188,7 +188,7 @@ def test_dora_with_strength_and_another_lora(pipeline, expert, tmp_path, monkeyp
     save_file(state, tmp_path / "dora.safetensors")
     save_file({f"{name}.diff": torch.ones(base.shape)}, tmp_path / "other.safetensors")
     out = tmp_path / "out.safetensors"
-    given = ["--lora", f"{tmp_path / 'dora.safetensors'}:0.7", "--lora", f"{tmp_path / 'other.safetensors'}:-0.1"]
+    given = ["--lora", f"{tmp_path / 'other.safetensors'}:-0.1", "--lora", f"{tmp_path / 'dora.safetensors'}:0.7"]
     run("--base", pipeline / "transformer_2", *given, "--out", out, "--verify")
     moved = base.double() + 0.5 * (up.flatten(1) @ down.flatten(1)).reshape(base.shape).double()
     wanted = base.double() + 0.7 * (magnitude.double() * moved / lengths(moved, axis) - base.double()) - 0.1

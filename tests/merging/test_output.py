@@ -118,6 +118,8 @@ def test_force_replaces_an_earlier_output(world, place, tool, name):
         part.unlink()  # missing files are no obstacle
     call(tool, world, "--out", out, "--force", "--verify", "--dtype", "fp16")
     assert snapshot(place).keys() == before.keys() and snapshot(place) != before
+    (place / f"link{out.suffix}").symlink_to(out)
+    refused(tool, world, place, "--out", place / f"link{out.suffix}", "--force")
     another = next(one for one in TOOLS if one != tool)
     assert str(out) in refused(another, world, place, "--out", out, "--force")  # of another tool
 

@@ -137,7 +137,7 @@ def test_all_readers_refuse_alike(world, reader, tmp_path):
     [
         ("adapter_model.safetensors", False, "base_model.model.", {}, 0.5),
         ("renamed.safetensors", False, "base_model.model.", {}, 0.5),  # its ranks are those of the configuration
-        ("other_tool.safetensors", True, "base_model.model.", {"r": 2}, 1.0),
+        ("other_tool.safetensors", True, "base_model.model.", {}, 1.0),
         ("other_tool.safetensors", False, "base_model.model.", {"r": 2, "lora_alpha": 64}, 1.0),
         ("other_tool.safetensors", False, "base_model.model.", {"r": None}, 1.0),
         ("other_tool.safetensors", False, "", {}, 1.0),  # of the same rank, with names that are not peft's
