@@ -13,7 +13,7 @@ from rewardfl.files import sha256
 from rewardfl.merging import merge_tensors
 from rewardfl.merging.merge_tensors import MergeLoss
 from rewardfl.merging.output import Output
-from rewardfl.merging.writing import Files, Part, Weights
+from rewardfl.merging.writing import OutputFiles, Part, TensorFile
 from rewardfl.weights import lora_files, merge, wan_names
 from rewardfl.weights.lora_files import TORCH_DTYPES, Lora, Update, load_tensor
 from rewardfl.weights.shards import InputError
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
         raise InputError(f"{args.lora} does not say which expert it is for; give a file as --out")
     report: dict[str, Any] = {"input": str(args.lora), "files": {}}
     dtype = TORCH_DTYPES[merge_tensors.STORED_DTYPES[args.dtype]]
-    files: Files = {}
+    files: OutputFiles = {}
     for lora in loras:
         merge.check_finite(lora)
         name = file_name(args, lora)
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
         report["files"][str(path)] = line
         lines = [line, *(f"note: {note}" for note in conversion_notes(lora, args.to))]
         state, metadata = convert(lora, args.to, dtype)
-        files[name] = Weights([make_part(*item) for item in state.items()], metadata)
+        files[name] = TensorFile([make_part(*item) for item in state.items()], metadata)
         (converted,) = lora_files.parse_lora(path, state, metadata)
         loss = measure_loss(lora, converted, dtype, verify=args.verify)
         if args.dtype != "fp32" and loss.intended:

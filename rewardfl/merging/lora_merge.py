@@ -10,7 +10,7 @@ from rewardfl import command_line
 from rewardfl.files import sha256
 from rewardfl.merging import merge_tensors, writing
 from rewardfl.merging.output import MANIFEST, Output
-from rewardfl.merging.writing import Files, Weights
+from rewardfl.merging.writing import OutputFiles, TensorFile
 from rewardfl.weights import image_names, lora_files, merge, shards
 from rewardfl.weights.lora_files import Lora
 from rewardfl.weights.shards import InputError
@@ -67,9 +67,9 @@ def run(args: argparse.Namespace) -> None:
         warn_of_loss(expert, plan, report)
     metadata = {"format": "pt", "rewardfl": _TOOL}
     metadata |= {f"rewardfl_{key}": value for key, value in report["record"].items()}
-    merged = {folders[expert]: Weights(plan.parts, metadata) for expert, plan in plans.items()}
+    merged = {folders[expert]: TensorFile(plan.parts, metadata) for expert, plan in plans.items()}
     if layout:
-        files: Files = {name.as_posix(): path for path, name in other_files(args.base, set(merged))}
+        files: OutputFiles = {name.as_posix(): path for path, name in other_files(args.base, set(merged))}
         for folder, weights in merged.items():
             files |= writing.shard(weights, args.max_shard_size, folder)
     else:

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ValidationError
 from rewardfl import command_line
 from rewardfl.files import atomic_directory, atomic_write, sha256
 from rewardfl.merging import writing
-from rewardfl.merging.writing import Files, Weights
+from rewardfl.merging.writing import OutputFiles, TensorFile
 from rewardfl.weights import shards
 from rewardfl.weights.shards import InputError
 
@@ -267,13 +267,13 @@ class Output:
         else:
             Folder(path, self.tool).check_whole()
 
-    def model_files(self, weights: Weights, max_bytes: int, config: Path | None) -> Files:
+    def model_files(self, weights: TensorFile, max_bytes: int, config: Path | None) -> OutputFiles:
         """Return the files of a model: the one that the output is, or a folder's, with a copy of `config`."""
         if self.is_file:
             return {self.path.name: weights}
         return writing.shard(weights, max_bytes) | ({"config.json": config} if config else {})
 
-    def finish(self, args: argparse.Namespace, files: Files, report: dict) -> None:
+    def finish(self, args: argparse.Namespace, files: OutputFiles, report: dict) -> None:
         """Write the files and the report. args: --dry-run (write the report alone) and --verify.
 
         files: by their names below the output folder, or the one of an output that is a file. Raise InputError where
@@ -301,11 +301,11 @@ class Output:
             sizes = f"{command_line.format_bytes(nbytes)}, the disk has {command_line.format_bytes(free)} free"
             raise InputError(f"--out {self.path} needs {sizes}")
 
-    def _write(self, files: Files) -> None:
+    def _write(self, files: OutputFiles) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with writing.progress_bar(files, str(self.path)) as bar:
             if self.is_file:
-                (weights,) = (content for content in files.values() if isinstance(content, Weights))
+                (weights,) = (content for content in files.values() if isinstance(content, TensorFile))
                 writing.write_file(self.path, weights, bar.update, self.check_replaceable)
                 return
             with atomic_directory(self.path) as new:
@@ -313,9 +313,9 @@ class Output:
                 Folder(new, self.tool).seal(sorted(files))
                 self.check_replaceable()
 
-    def _verify(self, files: Files) -> None:
+    def _verify(self, files: OutputFiles) -> None:
         with writing.progress_bar(files, "verifying") as bar:
             for name, content in files.items():
-                if isinstance(content, Weights):
+                if isinstance(content, TensorFile):
                     writing.verify(self.path if self.is_file else self.path / name, content, bar.update)
         print("verified: every tensor was read back and is what was to be written")

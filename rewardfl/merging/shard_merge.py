@@ -5,7 +5,7 @@ from collections import Counter
 
 from rewardfl import command_line
 from rewardfl.merging.output import Output
-from rewardfl.merging.writing import Part, Weights, copy_entry
+from rewardfl.merging.writing import Part, TensorFile, copy_entry
 from rewardfl.weights import shards, wan_names
 from rewardfl.weights.shards import Checkpoint
 
@@ -18,7 +18,9 @@ def run(args: argparse.Namespace) -> None:
     output = Output(path=args.out, report=args.json, force=args.force, tool=_TOOL)
     config = model.files[0].with_name("config.json")
     output.check([*args.input, *model.files, config])
-    weights = Weights(plan_parts(model, args.dtype, args.rename), {"format": "pt", **model.metadata, "rewardfl": _TOOL})
+    weights = TensorFile(
+        plan_parts(model, args.dtype, args.rename), {"format": "pt", **model.metadata, "rewardfl": _TOOL}
+    )
     dtypes = dict(sorted(Counter(part.dtype for part in weights.parts).items()))
     report = {
         "input": [str(path) for path in model.files],

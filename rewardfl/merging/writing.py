@@ -41,7 +41,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Weights:
+class TensorFile:
     """The content of a safetensors file."""
 
     parts: list[Part]
@@ -52,7 +52,7 @@ class Weights:
         return sum(part.nbytes for part in self.parts)
 
 
-Files = dict[str, Weights | Path | bytes]  # by their names: tensors, a file to copy, or plain content
+OutputFiles = dict[str, TensorFile | Path | bytes]  # by their names: tensors, a file to copy, or plain content
 
 
 def copy_entry(entry: Entry, name: str | None = None) -> Part:
@@ -61,7 +61,7 @@ def copy_entry(entry: Entry, name: str | None = None) -> Part:
 
 
 def write_file(
-    path: Path, weights: Weights, progress: Progress, before_replacing: Callable[[], None] = lambda: None
+    path: Path, weights: TensorFile, progress: Progress, before_replacing: Callable[[], None] = lambda: None
 ) -> None:
     """Write a safetensors file that appears at `path` only when it is complete, with progress(bytes) per piece.
 
@@ -85,7 +85,7 @@ def write_file(
         before_replacing()
 
 
-def write_folder(folder: Path, files: Files, progress: Progress) -> None:
+def write_folder(folder: Path, files: OutputFiles, progress: Progress) -> None:
     """Fill a folder. Hard-link weights where the disk has links and both places are on it; copy all other files.
 
     A link shares its content with the original, so files that people edit (configurations, tokenizer) must be copies.
@@ -93,7 +93,7 @@ def write_folder(folder: Path, files: Files, progress: Progress) -> None:
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, Weights):
+        if isinstance(content, TensorFile):
             write_file(path, content, progress)
             continue
         if isinstance(content, bytes):
@@ -106,12 +106,12 @@ def write_folder(folder: Path, files: Files, progress: Progress) -> None:
         shutil.copyfile(content, path)
 
 
-def count_bytes(files: Files) -> int:
+def count_bytes(files: OutputFiles) -> int:
     """Return the bytes of the tensors to write; all else is small, or a link."""
-    return sum(content.nbytes for content in files.values() if isinstance(content, Weights))
+    return sum(content.nbytes for content in files.values() if isinstance(content, TensorFile))
 
 
-def shard(weights: Weights, max_bytes: int, folder: str = ".") -> Files:
+def shard(weights: TensorFile, max_bytes: int, folder: str = ".") -> OutputFiles:
     """Return a model's files in a folder, by the names that loaders expect: one, or shards with their index.json.
 
     A file exceeds max_bytes only if a single tensor does.
@@ -130,13 +130,13 @@ def shard(weights: Weights, max_bytes: int, folder: str = ".") -> Files:
     names = [f"{STEM}-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
     weight_map = {part.name: name for name, group in zip(names, groups, strict=True) for part in group}
     index = {"metadata": {"total_size": weights.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
-    files: Files = {f"{stem}.safetensors.index.json": f"{json.dumps(index, indent=2)}\n".encode()}
+    files: OutputFiles = {f"{stem}.safetensors.index.json": f"{json.dumps(index, indent=2)}\n".encode()}
     for name, group in zip(names, groups, strict=True):
-        files[Path(folder, name).as_posix()] = Weights(group, weights.metadata)
+        files[Path(folder, name).as_posix()] = TensorFile(group, weights.metadata)
     return files
 
 
-def verify(path: Path, weights: Weights, progress: Progress) -> None:
+def verify(path: Path, weights: TensorFile, progress: Progress) -> None:
     """Raise InputError (the output is wrong) unless a file holds exactly these weights, whose bytes are made again."""
     written, _ = shards.read_header(path)
     if differing := sorted(written.keys() ^ {part.name for part in weights.parts}):
@@ -152,5 +152,5 @@ def verify(path: Path, weights: Weights, progress: Progress) -> None:
         progress(part.nbytes)
 
 
-def progress_bar(files: Files, title: str) -> tqdm:
+def progress_bar(files: OutputFiles, title: str) -> tqdm:
     return tqdm(total=count_bytes(files), desc=title, unit="B", unit_scale=True, disable=not sys.stderr.isatty())

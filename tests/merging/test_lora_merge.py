@@ -372,7 +372,7 @@ def test_verify_finds_what_is_wrong(pipeline, values, tmp_path):
     """A merged tensor and a copied one, each changed after the write by one bit that matters."""
     (lora,) = lora_files.read_lora(DIALECTS["d5"](tmp_path, values))
     plan = merge_tensors.plan_merge(shards.open_checkpoint(pipeline / "transformer_2"), [(lora, 1.0)], "keep", "keep")
-    merged, out = writing.Weights(plan.parts, {}), tmp_path / "out.safetensors"
+    merged, out = writing.TensorFile(plan.parts, {}), tmp_path / "out.safetensors"
     for name in ("blocks.0.attn1.to_q.weight", "proj_out.bias"):
         writing.write_file(out, merged, lambda count: None)
         writing.verify(out, merged, lambda count: None)
