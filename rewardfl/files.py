@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-CONTROL = {"Cc", "Cs"}  # Unicode's categories of control characters and of halves that cannot be printed
-
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a model's file, for its digest
 
 
@@ -30,7 +28,7 @@ def escape_control(text: str) -> str:
 
 def is_control(character: str) -> bool:
     """Return whether a terminal would obey the character, or fail on it, instead of showing it."""
-    return unicodedata.category(character) in CONTROL
+    return unicodedata.category(character) in ("Cc", "Cs")  # control characters, and halves that cannot be printed
 
 
 def atomic_write(path: str | Path, content: bytes | str) -> None:

@@ -184,7 +184,10 @@ def measure_loss(before: Lora, after: Lora, dtype: torch.dtype, *, verify: bool)
     for module, update in before.updates.items():
         old, new = changes(update), changes(after.updates[module])
         if old.keys() != new.keys():
-            raise InputError(f"{after.path}: {module} has {', '.join(new)}, in {before.path} {', '.join(old)}")
+            raise InputError(
+                f"{after.path}: {module} would have {', '.join(new)} instead of {', '.join(old)}; report it, this is a "
+                "fault of the tool"
+            )
         for kind in old:
             loss = MergeLoss()
             loss.add_products(old[kind], new[kind])

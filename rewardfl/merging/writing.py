@@ -139,14 +139,12 @@ def shard(weights: TensorFile, max_bytes: int, folder: str = ".") -> OutputFiles
 def verify(path: Path, weights: TensorFile, progress: Progress) -> None:
     """Raise InputError (the output is wrong) unless a file holds exactly these weights, whose bytes are made again."""
     written, _ = shards.read_header(path)
-    if differing := sorted(written.keys() ^ {part.name for part in weights.parts}):
-        raise InputError(f"{path} and the plan differ in tensor {differing[0]}")
+    tensors = {(entry.name, entry.dtype, entry.shape) for entry in written.values()}
+    if differing := tensors ^ {(part.name, part.dtype, part.shape) for part in weights.parts}:
+        raise InputError(f"{path} and the plan differ in tensor {min(differing)[0]}")
     for part in weights.parts:
-        output = written[part.name]
-        if (output.dtype, output.shape) != (part.dtype, part.shape):
-            raise InputError(f"{path}: {part.name} is {output.dtype} {output.shape}")
         with path.open("rb") as file:
-            file.seek(output.offset)
+            file.seek(written[part.name].offset)
             if any(file.read(len(content)) != content for content in part.pieces()):
                 raise InputError(f"{path}: {part.name} differs from what was to be written; write it again")
         progress(part.nbytes)
