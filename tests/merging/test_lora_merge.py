@@ -233,7 +233,7 @@ def test_alpha_and_where_it_came_from(pipeline, values, tmp_path):
 def test_alphas_that_disagree(pipeline, values, tmp_path):
     base, out = pipeline / "transformer_2", tmp_path / "out.safetensors"
     state = load_file(DIALECTS["d5"](tmp_path, values))
-    save_file(state, tmp_path / "two.safetensors", peft_metadata("transformer", 7.0))
+    save_file(state, tmp_path / "two.safetensors", peft_metadata(7.0))
     text = refuse(out, "--base", base, "--lora", tmp_path / "two.safetensors")
     assert "alpha 2 by the .alpha keys, 7 by the configuration" in text
     text = refuse(out, "--base", base, "--lora", DIALECTS["d5"](tmp_path, values), "--alpha", "3")

@@ -41,8 +41,10 @@ def lora_tensors(halves, *, prefix="", ends=DOWN_UP, scale=1.0, alpha=None, flat
     return state
 
 
-def peft_metadata(component="transformer", alpha=ALPHA):
-    return {"lora_adapter_metadata": json.dumps({f"{component}.r": RANK, f"{component}.lora_alpha": alpha})}
+def peft_metadata(alpha=ALPHA, **more):
+    """peft's configuration, as diffusers saves it."""
+    config = {"r": RANK, "lora_alpha": alpha} | more
+    return {"lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in config.items()})}
 
 
 def weights(folder):

@@ -1,6 +1,5 @@
 """LoRAs of SD3, FLUX.1 and Qwen-Image in tools/merge_lora.py and tools/convert_lora.py: diffusers merges them alike."""
 
-import json
 import re
 
 import pytest
@@ -9,15 +8,13 @@ from conftest import run_tool
 from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Transformer2DModel
 from diffusers.loaders import FluxLoraLoaderMixin
 from image_pipelines import random_flux, random_qwen_image, random_sd3
-from lora_dialects import AB, DOWN_UP, lora_tensors, products, weights
+from lora_dialects import AB, ALPHA, DOWN_UP, RANK, ROLL, SCALE, lora_tensors, peft_metadata, products, weights
 from safetensors.torch import load_file, save_file
 
 from rewardfl.weights import image_names, lora_files, shards
 from rewardfl_tools import convert_lora, merge_lora
 
 MAKE = {"SD3": random_sd3, "FLUX.1": random_flux, "Qwen-Image": random_qwen_image}
-RANK, ALPHA = 4, 2.0
-SCALE = ALPHA / RANK
 # layers that an adapter changes
 LAYERS = {
     "SD3": [
@@ -69,12 +66,6 @@ XLABS = ["double_blocks.0.processor.qkv_lora1", "double_blocks.1.processor.qkv_l
 XLABS += ["double_blocks.1.processor.proj_lora1", "double_blocks.0.processor.proj_lora2"]
 
 
-def metadata(model):
-    """peft's configuration, as diffusers saves it."""
-    config = {"r": RANK, "lora_alpha": ALPHA, "target_modules": LAYERS[model]}
-    return {"lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in config.items()})}
-
-
 def named(layers, **form):
     """A dialect with diffusers' names of LAYERS; of these or of other layers under that name."""
 
@@ -99,7 +90,6 @@ def original(names, **form):
     return tensors
 
 
-FOLDED = {"prefix": "", "scale": SCALE, "ends": ("lora_A.default", "lora_B.default")}
 # {(model, dialect): its tensors for the base's weights}; each is one that diffusers reads
 DIALECTS = {
     ("SD3", "diffusers"): named("SD3"), ("SD3", "no alpha"): named("SD3"), ("FLUX.1", "diffusers"): named("FLUX.1"),
@@ -112,7 +102,7 @@ DIALECTS = {
     ("Qwen-Image", "ai-toolkit"): named("Qwen-Image", prefix="diffusion_model.", scale=SCALE),
     ("Qwen-Image", "lightning"): named("Qwen-Image", prefix="", ends=DOWN_UP, alpha=ALPHA),
     ("Qwen-Image", "kohya"): named("Qwen-Image", prefix="lora_unet_", ends=DOWN_UP, alpha=ALPHA, flat=True),
-    ("Qwen-Image", "DiffSynth"): named("Qwen-Image", **FOLDED),
+    ("Qwen-Image", "DiffSynth"): named("Qwen-Image", prefix="", scale=SCALE, ends=ROLL),
 }  # fmt: skip
 
 
@@ -120,8 +110,7 @@ def write(folder_of, model, dialect, path):
     """The file, and the base's weights."""
     base = weights(folder_of(model) / "transformer")
     state = DIALECTS[model, dialect](base)
-    header = metadata(model) if dialect == "diffusers" else {}
-    save_file({name: value.contiguous() for name, value in state.items()}, path, header)
+    save_file(state, path, peft_metadata(target_modules=LAYERS[model]) if dialect == "diffusers" else {})
     return base
 
 
