@@ -66,18 +66,11 @@ def serving(reward, batch=2, max_bytes=10 * MB, token=""):
 
 
 @contextmanager
-def scripted(*answers, health=None, tls=None):
-    """The url of a server whose answers to POST /score are the (status, body) or functions of the handler given.
-
-    health: what GET /health answers. tls: the certificate it has.
-    """
+def scripted(*answers, tls=None):
+    """The url of a server whose answers are the (status, body) or functions of the handler given. tls: its context."""
     left = list(answers)
-    state = {"status": "ok", "reward": "x", "version": 1, "max_bytes": 10 * MB}
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.reply(200, json.dumps(state).encode() if health is None else health)
-
         def do_POST(self):
             self.rfile.read(int(self.headers["Content-Length"]))
             self.close_connection = True
@@ -206,10 +199,10 @@ def test_down():
     result = score_safely(reward, VIDEO, [reward.reference(real, "") for real in REAL])
     assert result.failed.all()
     said = (
-        f"ServerUnavailableError: settings.url {reward.url}: GET /health failed 4 times; the last time: ConnectError: "
+        f"ServerUnavailableError: settings.url {reward.url}: POST /score failed 4 times; the last time: ConnectError: "
     )
-    assert result.problems[0].startswith(said)
-    assert [0.25 * 2**i <= wait <= 0.5 * 2**i for i, wait in enumerate(reward.waits)] == [True] * 3
+    assert result.problems[0].startswith(said) and f"whether {reward.url}/health answers" in result.problems[0]
+    assert [0.25 * 2**i <= wait <= 0.75 * 2**i for i, wait in enumerate(reward.waits)] == [True] * 3
     assert random.getstate() == state, "the training's random numbers"
 
 
@@ -299,14 +292,15 @@ def test_tokens_that_no_header_can_hold(monkeypatch, token):
         remote("http://127.0.0.1:1", token_env="MINE")
 
 
-def test_too_big_for_the_client_and_for_the_server_it_asked():
-    with serving(Likeness(), max_bytes=1000) as url:
-        for settings in ({}, {"max_bytes": 700}):
-            with pytest.raises(
-                ValueError, match=r"settings.max_bytes .*one clip has \d+ bytes: raise it, or send fewer"
-            ):
-                score(remote(url, **settings))
-        assert score(remote(url, frames=4), VIDEO[:, :, :, :3]).valid.all()
+def test_too_big_for_the_client_and_for_the_server():
+    with serving(Likeness(), max_bytes=1500) as url:
+        with pytest.raises(
+            ValueError, match=r"settings.max_bytes is 700, .* one clip has \d+ bytes .*; raise it, or send"
+        ):
+            score(remote(url, max_bytes=700))
+        with pytest.raises(RewardServerError, match="status 413: .* at most 1500 bytes .*; lower max_bytes"):
+            score(remote(url))
+        assert score(remote(url, max_bytes=1500)).valid.all()
 
 
 # ---- a server that lies ----
@@ -327,7 +321,7 @@ LIES = [
 def test_lies(body, message):
     with scripted((200, body)) as url:
         reward = remote(url)
-        with pytest.raises(RewardServerError, match=f"{url}: the answer to 2 clips breaks the format .*{message}"):
+        with pytest.raises(RewardServerError, match=f"{url}: the answer to 2 clips breaks the format: .*{message}"):
             score(reward, VIDEO[:2], PROMPTS[:2])
         assert not reward.waits
 
@@ -336,13 +330,6 @@ def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch):
     monkeypatch.setattr("rewardfl.rewards.remote.client.MAX_ANSWER_BYTES", 1000)
     with scripted((200, bytes(100_000))) as url, pytest.raises(RewardServerError, match="more than 1000 bytes"):
         score(remote(url), VIDEO[:1], PROMPTS[:1])
-
-
-@pytest.mark.parametrize("body", [b"ok", b"[1]", b'{"version": 2, "max_bytes": 5}', b'{"version": 1}', b"[" * 100_000])
-def test_something_else_than_a_reward_server(body):
-    said = "settings.url http.*: GET /health should answer JSON .*is that a reward server"
-    with scripted(health=body) as url, pytest.raises(RewardServerError, match=said):
-        score(remote(url))
 
 
 # ---- settings ----
@@ -423,18 +410,18 @@ def test_no_request_is_bigger_than_its_clips_say(prompt):
         assert len(body) <= wire.ENVELOPE_BYTES + sum(clip.nbytes for clip in clips[:count])
 
 
-def test_split(monkeypatch):
+def test_split():
     def pieces(sizes, limit, frames=1):
         clips = {i: SimpleNamespace(nbytes=nbytes, frame_count=frames) for i, nbytes in sizes.items()}
-        return list(split_requests(clips, limit, "p"))
+        return split_requests(list(clips), clips, limit, "p")
 
     room = wire.ENVELOPE_BYTES + 100
-    assert pieces({0: 40, 2: 60, 3: 1, 5: 100, 6: 99}, room) == [[0, 2], [3], [5], [6]]
-    assert pieces({}, room) == []
-    with pytest.raises(ValueError, match=f"p.max_bytes .* is {room}, one clip has 101 bytes"):
+    assert pieces({0: 40, 2: 60, 3: 1, 5: 99}, room) == [[0, 2], [3, 5]]
+    assert pieces({0: 40, 2: 61, 3: 1}, room) == [[0], [2, 3]] and pieces({}, room) == []
+    with pytest.raises(ValueError, match=f"p.max_bytes is {room}, and a request with one clip has {room + 1} bytes"):
         pieces({0: 40, 1: 101}, room)
-    assert [len(group) for group in pieces(dict.fromkeys(range(600), 1), MB)] == [256, 256, 88]
-    assert [len(group) for group in pieces(dict.fromkeys(range(5), 1), MB, frames=8000)] == [2, 2, 1]
+    assert [len(group) for group in pieces(dict.fromkeys(range(600), 1), MB)] == [150] * 4
+    assert [len(group) for group in pieces(dict.fromkeys(range(5), 1), MB, frames=8000)] == [2, 1, 2]
 
 
 def header(content, payload=b""):
