@@ -10,7 +10,6 @@ column. Both scorers were trained without that: they call the text model with em
 
 import ast
 import hashlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,22 +29,6 @@ Dtype = Literal["bfloat16", "float32"]
 
 Head = TypeVar("Head", bound=nn.Module)
 LoraScale = tuple[int, float]  # rank, and factor of up @ down
-
-
-def input_size(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Return the height and width, multiples of `factor`, of the model's input: `min_pixels` to `max_pixels` pixels.
-
-    qwen-vl-utils' smart_resize (VideoAlign vision_process.py:55). It rounds down when it shrinks, so that the result
-    may have less than `min_pixels`. The order of the divisions is its own, since rounding follows.
-    """
-    tall, wide = (max(factor, round(edge / factor) * factor) for edge in (height, width))
-    if tall * wide > max_pixels:
-        shrink = math.sqrt(height * width / max_pixels)
-        return math.floor(height / shrink / factor) * factor, math.floor(width / shrink / factor) * factor
-    if tall * wide < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
-        return math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
-    return tall, wide
 
 
 def to_patches(images: Tensor, patch: int, merge: int, frames: int) -> Tensor:

@@ -46,7 +46,7 @@ class Normalise(nn.Module):
 @pytest.fixture
 def published(pack, monkeypatch):
     """The pack, its recogniser taken for the published one."""
-    monkeypatch.setattr(pack_of_files, "SFACE", (sha256(pack_files(pack)[1]),))
+    monkeypatch.setattr(pack_of_files, "SFACE", sha256(pack_files(pack)[1]))
     return pack
 
 

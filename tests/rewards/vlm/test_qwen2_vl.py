@@ -16,7 +16,6 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from rewardfl import rewards
 from rewardfl.rewards.vlm import hpsv3, video_align
-from rewardfl.rewards.vlm.qwen2_vl import input_size
 from rewardfl.rewards.vlm.video_align import read_training_config, sampled_frames
 
 PROMPT, OTHER = "the child, waving", "a {zebra}"
@@ -191,15 +190,6 @@ def test_hpsv3_is_the_published_one(written, shape, tolerance):
     torch.testing.assert_close(output.parts["frame_min"][0], expected.min(), atol=tolerance, rtol=0)
     assert expected.max() - expected.min() > 0.1
     assert (expected - published_mu(*scorer, video, OTHER)).abs().max() > 0.1
-
-
-def test_shown_size_is_transformers():
-    sizes = [(480, 832), (448, 448), (832, 480), (37, 1100), (64, 64), (1080, 1920), (30, 31), (704, 1280)]
-    for fewest, most in ((PUBLISHED // 2, PUBLISHED), (PUBLISHED, PUBLISHED), (4 * 784, 64 * 784)):
-        for height, width in sizes:
-            size = input_size(height, width, 28, fewest, most)
-            assert size == smart_resize(height, width, 28, fewest, most) and size[0] % 28 == size[1] % 28 == 0
-    assert input_size(480, 832, 28, PUBLISHED, PUBLISHED) == (336, 588)
 
 
 @pytest.mark.parametrize(
