@@ -7,7 +7,6 @@ import ipaddress
 import logging
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -39,8 +38,6 @@ WAIT_SECONDS = 10  # for a place among the bodies in memory
 ASK_AGAIN = {"Retry-After": "1"}  # seconds, short since the client has waited WAIT_SECONDS
 BODY_SECONDS = 120  # for a body to arrive
 DRAIN_SECONDS = 60  # for running requests when the server stops
-
-NO_ADDRESS = 1  # exit code
 
 
 class RewardServer:
@@ -203,8 +200,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         server = RewardServer((args.host, args.port), reward, device, args.batch, int(args.max_mb * 1e6), token)
     except OSError as error:
-        print(f"error: --host {args.host} --port {args.port}: {error}", file=sys.stderr)
-        return NO_ADDRESS
+        message = f"--host {args.host} --port {args.port}: {error}; choose another address"
+        raise ValueError(message) from None
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

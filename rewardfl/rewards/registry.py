@@ -11,8 +11,7 @@ import torch
 
 from rewardfl import trust
 from rewardfl.config import RewardSpec, did_you_mean
-from rewardfl.rewards.base import Reward, RewardError
-from rewardfl.rewards.contract import attach_checks
+from rewardfl.rewards.base import Reward, RewardError, attach_checks
 from rewardfl.rewards.scoring import Term
 from rewardfl.rewards.settings import check_settings
 
@@ -38,7 +37,7 @@ REWARDS: dict[str, str] = {
 
 
 def build(name: str, settings: Mapping[str, object], place: str = "settings") -> Reward:
-    """Build the reward `name` (see find_reward) with `settings`; each call is checked (see contract.attach_checks).
+    """Build the reward `name` (see find_reward) with `settings`; each call is checked (see attach_checks).
 
     place: the key of the settings, for messages. Raise ValueError for an unknown name, a class that is no reward or may
     not be loaded, and settings that are unknown, missing or of another type.

@@ -112,7 +112,7 @@ def test_what_breaks_the_contract_is_found_before_a_model_is_loaded(monkeypatch,
     monkeypatch.setattr(setup_model, "load_experts", lambda *_: pytest.fail("the model was loaded"))
     odd = others(x={"name": f"{tmp_path / 'odd.py'}:{name}"})
     code, _, error = start(monkeypatch, capsys, *fast, f"run.output_dir={tmp_path / 'run'}", "--trust-code", odd)
-    assert code == 2 and f"reward.others.x: reward {name}: score must hold one value per video" in error
+    assert code == 2 and f"reward.others.x: reward {name}: score must be a tensor of one value per video" in error
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

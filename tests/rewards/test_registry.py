@@ -12,7 +12,7 @@ from conftest import ROOT
 
 from rewardfl import data, rewards
 from rewardfl.rewards import REWARDS, Reward, RewardError, RewardOutput, __main__, find_reward
-from rewardfl.rewards.contract import attach_checks
+from rewardfl.rewards.base import attach_checks
 
 VIDEO = 1.8 * torch.rand(2, 3, 4, 16, 16, generator=torch.Generator().manual_seed(0)) - 0.9
 pytestmark = pytest.mark.usefixtures("trusts_code")
@@ -108,14 +108,15 @@ YES = torch.tensor([True, True])
     "make, message",
     [
         (lambda v: plain(v), "must return a RewardOutput, it returned a Tensor"),
-        (lambda v: RewardOutput(plain(v)[:, None], YES, {}), r"score must hold one .* shape \(2,\), .* shape \(2, 1\)"),
-        (lambda v: RewardOutput(plain(v).mean(), YES, {}), r"score must hold one value per video.* has shape \(\)"),
-        (lambda v: RewardOutput(plain(v).tolist(), YES, {}), "score must be a tensor, it is a list"),
+        (
+            lambda v: RewardOutput(plain(v)[:, None], YES, {}),
+            r"score must .* per video, \(2,\), got shape \(2, 1\)",
+        ),
+        (lambda v: RewardOutput(plain(v).tolist(), YES, {}), "score must be a tensor of .* got a list"),
         (lambda v: RewardOutput(plain(v).long(), YES, {}), "score must be floating point, it is torch.int64"),
         (lambda v: RewardOutput(plain(v), YES.float(), {}), "valid must be bool, it is torch.float32"),
-        (lambda v: RewardOutput(plain(v), YES[:1], {}), r"valid must hold .* shape \(1,\)"),
-        (lambda v: RewardOutput(plain(v), YES, {"a": v}), r"parts\['a'\] must hold one value per video"),
-        (lambda v: RewardOutput(plain(v), YES, {"a": 1.0}), r"parts\['a'\] must be a tensor, it is a float"),
+        (lambda v: RewardOutput(plain(v), YES[:1], {}), r"valid must be a tensor of .* got shape \(1,\)"),
+        (lambda v: RewardOutput(plain(v), YES, {"a": v}), r"parts\['a'\] must be a tensor of one value per video"),
         (lambda v: RewardOutput(plain(v).detach(), YES, {}), "says that it is differentiable, but its score has no"),
     ],
 )

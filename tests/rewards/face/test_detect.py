@@ -23,7 +23,6 @@ from rewardfl.rewards.face import (
     FaceRecogniser,
     Faces,
     align,
-    landmark_motion,
     similarity_transform,
     track_largest,
 )
@@ -60,14 +59,14 @@ def placed(scale, angle, x, y):
 
 
 @functools.lru_cache(maxsize=1)
-def insightface_detector(path, size, threshold):
+def insightface_detector(path, size):
     detector = get_model(str(path), providers=CPU)
-    detector.prepare(-1, input_size=(size, size), det_thresh=threshold, nms_thresh=0.4)
+    detector.prepare(-1, input_size=(size, size), det_thresh=0.5, nms_thresh=0.4)
     return detector
 
 
-def found_by_insightface(path, image, size, threshold=0.5):
-    boxes, landmarks = insightface_detector(path, size, threshold).detect(bgr(image))
+def found_by_insightface(path, image, size):
+    boxes, landmarks = insightface_detector(path, size).detect(bgr(image))
     return boxes, landmarks
 
 
@@ -87,12 +86,11 @@ def scrfd(tmp_path_factory):
     return export(MiniSCRFD(), torch.randn(1, 3, 64, 64), path, dynamic={"x": {2: "h", 3: "w"}})
 
 
-@pytest.mark.parametrize("threshold", [0.5, 0.52])
 @pytest.mark.parametrize("height,width", [(96, 96), (72, 96), (96, 40)])
-def test_detections_equal_insightface(scrfd, height, width, threshold):
+def test_detections_equal_insightface(scrfd, height, width):
     image = picture(height, width, seed=height)
-    boxes, landmarks = found_by_insightface(scrfd, image, 96, threshold)
-    (faces,) = FaceDetector(scrfd, 96, threshold).detect(tensor(image))
+    boxes, landmarks = found_by_insightface(scrfd, image, 96)
+    (faces,) = FaceDetector(scrfd, 96).detect(tensor(image))
     assert 3 < len(boxes) < 300
     # 1e-3 px: float32 sums in another order, over boxes of up to 96 pixels
     assert_same_faces(faces, boxes[:, :4], boxes[:, 4], landmarks, 1e-3)
@@ -127,7 +125,9 @@ def test_frames_are_detected_together_as_one_by_one(batched, dynamic, tmp_path):
 
 
 def test_nothing_found(scrfd):
-    (faces,) = FaceDetector(scrfd, 96, threshold=1.1).detect(tensor(picture(96, 96)))
+    detector = FaceDetector(scrfd, 96)
+    detector.threshold = 1.1
+    (faces,) = detector.detect(tensor(picture(96, 96)))
     assert faces.boxes.shape == (0, 4) and faces.scores.shape == (0,) and faces.landmarks.shape == (0, 5, 2)
 
 
@@ -214,6 +214,10 @@ def moving(*landmarks, detected=None, width=50.0):
     detected = torch.tensor([True] * len(landmarks) if detected is None else detected)
     boxes = torch.tensor([0.0, 0.0, width, width]).expand(len(landmarks), 4)
     return Track(torch.stack(landmarks), detected, boxes)
+
+
+def landmark_motion(track):
+    return track.speed, track.nonrigid
 
 
 def test_a_drifting_face_moves_but_not_by_itself():

@@ -17,7 +17,7 @@ from rewardfl.rewards.face import FaceDetector, detect, motion, track_largest
 from rewardfl.rewards.face.align import Faces
 from rewardfl.rewards.face.detect import View
 from rewardfl.rewards.face.motion import FaceMotionReward
-from rewardfl.rewards.face.track import landmark_motion, step_reversals
+from rewardfl.rewards.face.track import step_reversals
 
 PACK = ROOT / "assets" / "tiny_world" / "faces" / "reward"
 DETECTOR = PACK / "detector.onnx"
@@ -230,12 +230,11 @@ def test_above_the_cap_there_is_no_gradient(real, slow):
 
 
 def test_the_score_in_numbers(real, slow):
-    """Against landmark_motion of the detections and sums over masks that are written out."""
+    """Against the tracks of the detections and sums over masks that are written out."""
     ours = reward(landmarks=2.0, face_change=1.0, background_change=0.5, reversals=0.3)
     output = ours(slow[None], [ours.reference(real)])
     tracks = [track_largest(ours.detectors[0].detect(video.transpose(0, 1))) for video in (slow, real)]
-    (speed, nonrigid), (real_speed, real_nonrigid) = map(landmark_motion, tracks)
-    ratios = {"speed": speed / real_speed, "nonrigid": nonrigid / real_nonrigid}
+    ratios = {name: getattr(tracks[0], name) / getattr(tracks[1], name) for name in ("speed", "nonrigid")}
     for name, side in (("face_change", True), ("background_change", False)):
         changes = []
         for video, track in zip((slow, real), tracks, strict=True):
@@ -369,9 +368,9 @@ def test_what_is_kept_of_a_real_clip(real, other_pack):
     assert set(reference) == {"speed", "nonrigid", "reversals", "face_change", "background_change"}
     assert all(value.shape == (1, 2) and not value.requires_grad for value in reference.values())
     frames = real.transpose(0, 1)
-    assert reference["speed"][0, 0].item() == landmark_motion(track_largest(ours.detectors[0].detect(frames)))[0]
+    assert reference["speed"][0, 0].item() == track_largest(ours.detectors[0].detect(frames)).speed
     moved = [track_largest(ours.detectors[0].trace(frames, 8, view)) for view in motion.fixed_views(2.0)]
-    assert reference["nonrigid"][0, 1].item() == pytest.approx(sum(landmark_motion(one)[1] for one in moved) / 4)
+    assert reference["nonrigid"][0, 1].item() == pytest.approx(sum(one.nonrigid for one in moved) / 4)
     assert 0.5 < reference["nonrigid"][0, 0] / reference["nonrigid"][0, 1] < 2
     fingerprint = ours.fingerprint()
     assert fingerprint == reward(reversals=1.0, face_change=2.0, jitter=True).fingerprint()

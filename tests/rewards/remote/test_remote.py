@@ -592,7 +592,7 @@ def test_the_tool_refuses_what_cannot_work(monkeypatch, capsys):
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         code, error = tool(monkeypatch, capsys, "--trust-code", "--reward", OWN, "--port", port)
-    assert code == server.NO_ADDRESS and f"--port {port}" in error
+    assert code == command_line.REFUSED and f"--port {port}: " in error
 
 
 @pytest.mark.parametrize("name", ["starlette.applications", "uvicorn"])
