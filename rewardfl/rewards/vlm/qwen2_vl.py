@@ -119,10 +119,7 @@ def load_published(
     A LoRA is merged in float32. The lm_head, which scorers do not use, is left out. Raise ValueError for another file
     or a LoRA that does not fit.
     """
-    stored = load_weights(path)
-    state = {to_model_name(name): value for name, value in stored.items()}
-    if len(state) < len(stored):
-        raise ValueError(f"{path} has one tensor under two names, as before transformers 4.52 and since")
+    state = {to_model_name(name): value for name, value in load_weights(path).items()}
     rank, factor = lora or (0, 0.0)
     for name in [name for name in state if name.endswith(".lora_A.default.weight")]:
         layer = name.replace(".lora_A.default", "")
