@@ -291,19 +291,6 @@ def test_the_crop_is_insightfaces(place, height, width):
     assert (expected.min() == 0) == (place == "half outside")
 
 
-def test_the_crop_samples_exactly_the_inverse_coordinates():
-    height, width = 90, 130
-    y, x = torch.meshgrid(torch.arange(float(height)), torch.arange(float(width)), indexing="ij")
-    ramp = torch.stack([x, y, x + y])[None]
-    matrix = similarity_transform(placed(0.35, 0.5, 64, 45)[None], ARCFACE_TEMPLATE)
-    square = torch.cat([matrix[0], torch.tensor([[0.0, 0.0, 1.0]])])
-    v, u = torch.meshgrid(torch.arange(112.0), torch.arange(112.0), indexing="ij")
-    source = torch.stack([u, v, torch.ones_like(u)], -1) @ square.inverse().T
-    crop = align(ramp, matrix)[0]
-    torch.testing.assert_close(crop[0], source[..., 0], atol=1e-3, rtol=0)
-    torch.testing.assert_close(crop[1], source[..., 1], atol=1e-3, rtol=0)
-
-
 # ---- embed ----
 
 

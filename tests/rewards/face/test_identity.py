@@ -425,6 +425,7 @@ def test_varied_crops_are_pictures_of_the_same_face():
     "settings, key",
     [
         ({"people": "both"}, "people"),
+        ({"cap": 1.5}, "cap"),
         ({"views": 65}, "views"),
         ({"min_face_size": -1}, "min_face_size"),
         ({"min_face_size": math.nan}, "min_face_size"),
