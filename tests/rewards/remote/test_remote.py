@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import pickle
 import random
 import signal
 import socket
@@ -285,7 +284,7 @@ def test_unauthorised(monkeypatch):
         assert score(remote(url, token_env="MINE")).valid.all()
 
 
-@pytest.mark.parametrize("token", ["", "a b", "a\nX: y", "ä"])
+@pytest.mark.parametrize("token", ["", "a\nX: y", "ä"])
 def test_tokens_that_no_header_can_hold(monkeypatch, token):
     monkeypatch.setenv("MINE", token)
     with pytest.raises(ValueError, match="(that is set: export MINE=<the token>|is ASCII without spaces)"):
@@ -308,11 +307,9 @@ def test_too_big_for_the_client_and_for_the_server():
 
 LIES = [
     (answer_of(score=(0.5,)), r"tensor 'score' must be \(2,\) float32, got \(1,\) float32"),
-    (answer_of(score=(1, 2)), r"tensor 'score' must be .*, got \(2,\) int64"),
     (save({"score": torch.zeros(2)}), "tensor 'valid' must be .* got none"),
-    (answer_of(part_x=(0.0, 0.0, 0.0)), r"tensor 'part.x' must be \(2,\) float32, got \(3,\)"),
+    (answer_of(part_x=(1, 2)), r"tensor 'part.x' must be \(2,\) float32, got \(2,\) int64"),
     (answer_of(other=(0.0, 0.0)), "unknown tensor 'other'"),
-    (answer_of()[:-1], "not safetensors"),
     (b"<html>hello</html>", "a safetensors header of"),
 ]
 
@@ -424,28 +421,20 @@ def test_split():
     assert [len(group) for group in pieces(dict.fromkeys(range(5), 1), MB, frames=8000)] == [2, 1, 2]
 
 
-def header(content, payload=b""):
-    text = json.dumps(content).encode()
-    return len(text).to_bytes(8, "little") + text + payload
-
-
 def request_of(tensors=None, request=None):
     tensors = {"video": frames(2, (1, 1, 1))} if tensors is None else tensors
     return save(tensors, {"request": json.dumps({"version": 1, "prompts": ["a", "b"]} if request is None else request)})
 
 
+F4 = b'{"video":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}'  # a type that torch does not know
 MALFORMED = [
-    (b"", "not safetensors"),
-    (pickle.dumps(["video"]), "not safetensors|header of"),
     ((1 << 40).to_bytes(8, "little") + b"{}", "a safetensors header of 1099511627776 bytes"),
-    (header({"video": {"dtype": "U8", "shape": [2**40] * 5, "data_offsets": [0, 2]}}, b"12"), "not safetensors"),
-    (header({"video": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"1"), "not safetensors: 'F4'"),
-    (request_of({"clip": frames(2)}), "tensor 'video' must be .* got none"),
+    (len(F4).to_bytes(8, "little") + F4 + b"1", "not safetensors: 'F4'"),
+    (REQUEST[:-1], "not safetensors"),
     (request_of({"video": frames(2).float()}), "'video' must be .* got .* float32"),
     (request_of({"video": frames(2)[:0]}), "'video' must be .* without empty axes"),
     (request_of({"video": frames(2), "reference.2": frames(2)[0]}), "unknown tensor 'reference.2'"),
     (request_of({"video": frames(2), "reference.0": frames(2)}), r"'reference.0' must be \(F, H, W, 3\)"),
-    (save({"video": frames(2)}), "with version 1 and prompts, 2 strings, got nothing"),
     (save({"video": frames(2)}, {"request": "[" * 100_000}), "must be JSON with version 1"),
     (request_of(request={"version": 2, "prompts": ["a", "b"]}), "must be JSON with version 1"),
     (request_of(request={"version": 1, "prompts": ["a"]}), "prompts, 2 strings, got"),
@@ -549,7 +538,7 @@ def test_one_line_of_log_per_request_without_what_was_in_it(caplog):
     assert not any(secret in "".join(lines) for secret in ("t0ken", "gue55", "xyz"))
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "some.host", ""])
+@pytest.mark.parametrize("host", ["0.0.0.0", "some.host", ""])
 def test_only_this_machine_without_a_token(host):
     with pytest.raises(ValueError, match=f"--host {host}: without a token .* --token-env"):
         server.check_host(host, "")
@@ -573,13 +562,10 @@ OWN = str(ROOT / "tests" / "support" / "remote_rewards.py") + ":Likeness"
 def test_the_tool_refuses_what_cannot_work(monkeypatch, capsys):
     monkeypatch.delenv("NO_TOKEN", raising=False)
     cases = {
-        ("--reward", "lightness"): "'lightness' is not a reward",
-        ("--settings", "gains=2"): "unknown key '--settings.gains', did you mean 'gain'",
         ("--settings", "gain=two"): "--settings.gain must be a number, got 'two'",
         ("--settings", "gains=2", "--host", "0.0.0.0"): "without a token",
         ("--token-env", "NO_TOKEN"): "--token-env must be the name of an environment variable that is set",
         ("--device", "abacus"): "abacus",
-        ("--settings", "gain"): "--settings 'gain': write key=value",
         ("--settings", "gain=["): "--settings 'gain=[': the value is no YAML",
     }
     for arguments, message in cases.items():
@@ -595,14 +581,12 @@ def test_the_tool_refuses_what_cannot_work(monkeypatch, capsys):
     assert code == command_line.REFUSED and f"--port {port}: " in error
 
 
-@pytest.mark.parametrize("name", ["starlette.applications", "uvicorn"])
-def test_without_its_libraries_the_tool_says_what_to_install(monkeypatch, capsys, name):
-    monkeypatch.setitem(sys.modules, name, None)
+def test_without_its_libraries_the_tool_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.delitem(sys.modules, server.__name__)
     monkeypatch.delattr(reward_server, "server")
     code, error = tool(monkeypatch, capsys, "--reward", "colour")
-    assert code == command_line.REFUSED and error.count("\n") == 1
-    assert name in error and "pip install" in error
+    assert code == command_line.REFUSED and error.count("\n") == 1 and "pip install starlette uvicorn" in error
 
 
 def test_a_reward_that_hangs_does_not_keep_the_server_from_stopping(monkeypatch):
