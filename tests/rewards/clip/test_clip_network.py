@@ -141,16 +141,6 @@ def test_but_for_pils_rounding_the_score_is_exactly_the_published_one(files, bui
     torch.testing.assert_close(scores, published(files, name, VIDEO, PROMPT), atol=1e-3, rtol=0)
 
 
-def test_frames_and_prompts_matter_to_these_random_models(files):
-    for name in NAMES:
-        scores = published(files, name, VIDEO, PROMPT)
-        assert scores.max() - scores.min() > 10 * TOLERANCE[name]
-        if name == "clip_score":
-            assert scores.min() > 0  # below, the score is cut off
-        if name != "aesthetic":
-            assert (scores - published(files, name, VIDEO, OTHER)).abs().max() > 10 * TOLERANCE[name]
-
-
 @pytest.mark.parametrize("shape", [(90, 130), (130, 90), (42, 42), (42, 100), (30, 35)])
 def test_preprocessing_is_pils_but_for_its_rounding(shape):
     """On noise, the worst case: at most one level in any pixel."""

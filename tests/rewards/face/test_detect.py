@@ -1,7 +1,6 @@
 """The face pipeline against insightface, cv2 and skimage, stage by stage and whole; tracking; packs."""
 
 import functools
-import warnings
 
 import cv2
 import insightface
@@ -252,18 +251,6 @@ def test_motion_counts_consecutive_detections_only():
 
 def test_the_template_is_insightfaces():
     np.testing.assert_array_equal(ARCFACE_TEMPLATE.numpy(), arcface_dst)
-
-
-def test_similarity_equals_skimage():
-    torch.manual_seed(0)
-    landmarks = torch.randn(20, 5, 2, dtype=torch.float64) * 30 + 100
-    matrices = similarity_transform(landmarks, ARCFACE_TEMPLATE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for points, matrix in zip(landmarks.numpy(), matrices.numpy(), strict=True):
-            fit = SimilarityTransform()
-            fit.estimate(points, arcface_dst.astype(np.float64))
-            np.testing.assert_allclose(matrix, fit.params[:2], atol=1e-8)
 
 
 def test_landmarks_on_one_spot_stay_finite():

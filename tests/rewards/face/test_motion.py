@@ -118,21 +118,6 @@ def test_the_gradient_of_the_rounded_input_is_that_of_the_resize(detector, heigh
     torch.testing.assert_close(ours.grad, smooth.grad, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("view", [None, View(1.02, (1.3, -0.8))], ids=["as it is", "aside"])
-def test_landmarks_against_finite_differences(in_double, detector, real, view):
-    detector = FaceDetector(DETECTOR, 128).double()
-    torch.manual_seed(0)
-    frames, weights = 0.9 * real.transpose(0, 1)[:2].double(), torch.randn(2, 5, 2, dtype=torch.float64)
-
-    def weighted(frames):
-        faces = detector.trace(frames, 1, view)
-        return (torch.stack([one.landmarks[0] for one in faces]) * weights).sum()
-
-    leaf = frames.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(weighted(leaf), leaf)
-    assert_gradient(weighted, frames, gradient)
-
-
 def test_the_backward_runs_every_chunk_again(detector, real, monkeypatch):
     """What the forward keeps are the frames: the network runs twice, in chunks of two."""
     calls = []
@@ -381,9 +366,7 @@ def test_what_is_kept_of_a_real_clip(real, other_pack):
 @pytest.mark.parametrize(
     "settings, key",
     [
-        ({"chunk": 0}, "chunk"),
         ({"landmarks": -1.0}, "landmarks"),
-        ({"reversals": math.nan}, "reversals"),
         ({"landmarks": 0.0}, "face_change"),
         ({"second_pack_dir": "nowhere"}, "nowhere"),
     ],
