@@ -96,10 +96,7 @@ def load_qwen_tokenizer(folder: str | Path, question: Question, config: Qwen2VLC
 
 
 # transformers' prefixes of the model's halves, since 4.52 and before (VideoAlign issue 15) -> those of Qwen2VLModel
-HALVES = {
-    "model.language_model.": "language_model.", "model.visual.": "visual.", "visual.": "visual.",
-    "model.": "language_model.",
-}  # fmt: skip
+HALVES = {"model.language_model.": "language_model.", "model.visual.": "visual.", "model.": "language_model."}
 
 
 def to_model_name(name: str) -> str:

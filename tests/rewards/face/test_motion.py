@@ -105,6 +105,10 @@ def test_the_traced_faces_are_the_detected_ones_to_the_bit(detector, real):
             assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in vars(one))
             assert len(one.scores) > 0 and not one.boxes.requires_grad and not one.scores.requires_grad
     assert traced[0].landmarks.requires_grad and not untraced[0].landmarks.requires_grad
+    with torch.no_grad():
+        moved = detector.trace(frames, detector.CHUNK, View(1.0, (3.0, -2.0)))  # in the pixels of `frames`
+    for one, other in zip(moved, detected, strict=True):
+        assert 0 < (one.landmarks[0] - other.landmarks[0]).abs().max() < 1
 
 
 @pytest.mark.parametrize("height,width", [(90, 128), (128, 90)])

@@ -431,6 +431,7 @@ MALFORMED = [
     ((1 << 40).to_bytes(8, "little") + b"{}", "a safetensors header of 1099511627776 bytes"),
     (len(F4).to_bytes(8, "little") + F4 + b"1", "not safetensors: 'F4'"),
     (REQUEST[:-1], "not safetensors"),
+    (request_of({"clip": frames(2)}), "tensor 'video' must be .* got none"),
     (request_of({"video": frames(2).float()}), "'video' must be .* got .* float32"),
     (request_of({"video": frames(2)[:0]}), "'video' must be .* without empty axes"),
     (request_of({"video": frames(2), "reference.2": frames(2)[0]}), "unknown tensor 'reference.2'"),
