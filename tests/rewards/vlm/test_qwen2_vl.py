@@ -309,7 +309,6 @@ def test_other_questions_are_refused(files, tmp_path, name):
     right = settings(files, name)["prompt_file"].read_text()
     for text, message in (
         ("def (", "question.py cannot be read as"),
-        ("TEXT = 'a'", "is another text than that of"),
         (right.replace("\\nI", "\\ni"), "is another text than that of"),
     ):
         path.write_text(text)
@@ -338,7 +337,6 @@ def test_other_base_models_are_refused(written, tmp_path):
             "type 'qwen2_5_vl'; one of type",
         ),
         (lambda: edit(config, lambda c: c.update(video_token_id=3)), "<|video_pad|> at config.json's 3, not 264"),
-        (lambda: edit(config, lambda c: c.update(num_hidden_layers=3)), "it differs in language_model.layers.2"),
         (lambda: edit(config, lambda c: c["vision_config"].update(mlp_ratio=3)), "in visual.blocks.0.mlp.fc1.bias, "),
     ):
         shutil.rmtree(folder, ignore_errors=True)
