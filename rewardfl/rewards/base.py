@@ -149,7 +149,7 @@ def _check(reward: Reward, args: tuple, output: RewardOutput) -> RewardOutput:
         raise ContractError(f"{who}: valid must be bool, it is {output.valid.dtype}")
     for name in output.parts:
         if not isinstance(name, str) or not _is_part_name(name):
-            raise ContractError(f"{who}: parts[{name!r}] is no name for a metric: letters, digits, _ - and . are")
+            raise ContractError(f"{who}: parts[{name!r}] is no name for a metric; use letters, digits, _ - and .")
     wants_gradient = reward.differentiable and torch.is_grad_enabled() and video.requires_grad
     if wants_gradient and output.valid.any() and not output.score.requires_grad:
         raise ContractError(f"{who} says that it is differentiable, but its score has no gradient to the video")

@@ -133,7 +133,7 @@ def find_reward(name: str) -> type[Reward]:
     if cls is None:
         raise ValueError(f"{source} defines no {attribute!r}{did_you_mean(attribute, vars(module))}")
     if not isinstance(cls, type) or not issubclass(cls, Reward):
-        raise ValueError(f"{name} must be a subclass of rewardfl.rewards.Reward, and it is none")
+        raise ValueError(f"{name} is no subclass of rewardfl.rewards.Reward; derive your class from it")
     if not cls.name:
         raise ValueError(f"{name} must have a class attribute `name`, under which its references are cached")
     return cls

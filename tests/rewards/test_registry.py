@@ -48,7 +48,7 @@ def test_transformers_is_not_imported_for_those_that_do_without():
         ("nowhere.py:Mine", {}, "there is no file nowhere.py to take a reward from"),
         ("nowhere:Mine", {}, "reward 'nowhere:Mine' cannot be imported (No module named 'nowhere'); .*PYTHONPATH"),
         ("rewardfl.rewards.base:Rewards", {}, "rewardfl.rewards.base defines no 'Rewards', did you mean 'Reward'?"),
-        ("rewardfl.rewards:RewardOutput", {}, "must be a subclass of rewardfl.rewards.Reward, and it is none"),
+        ("rewardfl.rewards:RewardOutput", {}, "is no subclass of rewardfl.rewards.Reward; derive"),
         ("rewardfl.rewards.base:Reward", {}, "must have a class attribute `name`"),
         (f"{EXAMPLE}:Contrast", {"aim": 1}, "unknown key 'settings.aim'; it takes target"),
     ],

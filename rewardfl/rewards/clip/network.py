@@ -191,7 +191,7 @@ class PromptReward(FrameReward):
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor]:
         """Return the prompt's unit embedding (D,) as `text`; raise ValueError without a prompt."""
         if not prompt:
-            raise ValueError(f"reward {self.name!r} compares a clip with its prompt, and there is none")
+            raise ValueError(f"reward {self.name!r} compares a clip with its prompt, which is empty; write one")
         return {"text": self.text(prompt)}
 
     def fingerprint(self) -> dict[str, object]:

@@ -207,7 +207,7 @@ class QuestionReward(Reward):
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor]:
         """Return the question about a clip of this prompt as `tokens` (L,); raise ValueError without a prompt."""
         if not prompt:
-            raise ValueError(f"reward {self.name!r} compares a clip with its prompt, and there is none")
+            raise ValueError(f"reward {self.name!r} compares a clip with its prompt, which is empty; write one")
         return {"tokens": self.judge.ask(prompt)}
 
     def fingerprint(self) -> dict[str, object]:

@@ -186,7 +186,7 @@ def read_training_config(path: Path) -> TrainingConfig:
     try:
         return TrainingConfig.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error}); KwaiVGI/VideoReward has it beside checkpoint-*") from error
+        raise ValueError(f"{path} cannot be read ({error}); KwaiVGI/VideoReward has it next to checkpoint-*") from error
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         raise ValueError(f"{path} is not as KwaiVGI/VideoReward has it: {problems}") from error

@@ -180,7 +180,7 @@ def test_a_prompt_has_one_embedding_whatever_the_config_says(files, tmp_path):
 
 
 def test_scales_are_settings(files, built):
-    with pytest.raises(ValueError, match="reward 'clip_score' compares a clip with its prompt, and there is none"):
+    with pytest.raises(ValueError, match="reward 'clip_score' compares a clip with its prompt, which is empty"):
         built["clip_score"].reference(VIDEO)
     reference = built["pickscore"].reference(VIDEO, PROMPT)
     plain = built["pickscore"](VIDEO[None], [reference]).score

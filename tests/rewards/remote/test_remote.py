@@ -277,7 +277,7 @@ def test_unauthorised(monkeypatch):
     with serving(Likeness(), token="right-token") as url:
         for settings in ({}, {"token_env": "MINE"}):
             reward = remote(url, **settings)
-            with pytest.raises(RewardServerError, match="status 401: .*: the client.s token_env") as error:
+            with pytest.raises(RewardServerError, match="status 401: .*; set the client.s token_env") as error:
                 score(reward)
             assert not reward.waits and "wrong-token" not in str(error.value)
         monkeypatch.setenv("MINE", "right-token")
@@ -534,7 +534,7 @@ def test_one_line_of_log_per_request_without_what_was_in_it(caplog):
         ask(url, content=b"xyz", Authorization="Bearer gue55")
         ask(url, "/health", method="GET")
     lines = [record.getMessage() for record in caplog.records]
-    assert all(line.isprintable() for line in lines) and any("this server wants its token" in line for line in lines)
+    assert all(line.isprintable() for line in lines) and any("this server needs its token" in line for line in lines)
     assert [line[-3:] for line in lines if line.startswith("127.0.0.1:")] == ["401", "200"]
     assert not any(secret in "".join(lines) for secret in ("t0ken", "gue55", "xyz"))
 

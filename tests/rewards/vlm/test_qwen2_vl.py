@@ -291,7 +291,7 @@ def test_questions_depend_on_prompt_and_files(files, tmp_path, name):
     assert reward.uses_prompt and reward.compares_with == "nothing"
     tokens = reward.reference(VIDEO, PROMPT)["tokens"]
     assert not torch.equal(tokens, reward.reference(VIDEO, OTHER)["tokens"])
-    with pytest.raises(ValueError, match=f"reward '{name}' compares a clip with its prompt, and there is none"):
+    with pytest.raises(ValueError, match=f"reward '{name}' compares a clip with its prompt, which is empty"):
         reward.reference(VIDEO)
     for sign in (reward.judge.question.vision, reward.judge.question.answers[-1], "<|im_end|>"):
         with pytest.raises(ValueError, match="in it, which Qwen2-VL reserves for itself"):
