@@ -185,3 +185,6 @@ def test_settings_of_faces_are_refused_where_nothing_reads_them():
             config.parse(BASE | {"reward": {"name": "colour", key: value}})
     judged = config.parse(BASE | {"reward": {"name": "colour", "held_out_model_path": "b", "people": "all"}})
     assert config.list_reward_specs(judged)[1].settings["people"] == "all"
+    for key, value in (("people", "both"), ("min_face_size", -1.0), ("landmark_jitter", 0.2)):
+        with pytest.raises(config.ConfigError, match=f"^reward.{key} "):
+            config.parse(BASE | {"reward": face | {key: value}})
