@@ -131,9 +131,7 @@ class RewardServer:
         actual, expected = headers.get("Authorization", ""), f"Bearer {self.token}"
         # in constant time, so that the time does not reveal the token
         if self.token and not hmac.compare_digest(actual.encode(), expected.encode()):
-            raise HTTPException(
-                401, "this server needs its token (Authorization: Bearer); set the client's token_env"
-            )
+            raise HTTPException(401, "this server needs its token (Authorization: Bearer); set the client's token_env")
         if headers.get("Content-Type", "").partition(";")[0].strip().lower() != wire.CONTENT_TYPE:
             raise HTTPException(415, f"Content-Type must be {wire.CONTENT_TYPE}, got {headers.get('Content-Type')}")
 
