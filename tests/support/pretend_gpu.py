@@ -291,10 +291,8 @@ class PretendDevice(TorchDispatchMode):
             ledger.wait(name)
         result = func(*args, **kwargs)
         fresh = tag_results(result, inputs, places)
-        if on_device or any(tag.place == "device" for tag in fresh):
-            touch_all(func, name, args, kwargs, inputs, fresh)
-        else:
-            touch_host(func, args, kwargs, inputs)
+        on_device = on_device or any(tag.place == "device" for tag in fresh)
+        note_uses(func, name, args, kwargs, inputs, fresh, on_device=on_device)
         return result
 
 
@@ -343,29 +341,24 @@ def written_by(func, args, kwargs) -> set[int]:
     return written
 
 
-def touch_all(func, name: str, args, kwargs, inputs: list[Tensor], fresh: list[Tag]) -> None:
-    """Note what an operator on the current stream reads and writes."""
+def note_uses(func, name: str, args, kwargs, inputs: list[Tensor], fresh: list[Tag], *, on_device: bool) -> None:
+    """Note what an operator reads and writes, on the current stream or on the host."""
     if is_view(func) and not fresh:
         return
-    stream, written = ledger.stream, written_by(func, args, kwargs)
-    ledger.launch(stream)
+    written = written_by(func, args, kwargs)
+    if on_device:
+        ledger.launch(ledger.stream)
     for tensor in inputs:
         tag = tag_of(tensor)
-        if tag is not None and tag.place == "device":
-            ledger.touch(tag.memory, stream, writes=id(tensor) in written, what=name)
+        if tag is None or tag.memory is None:
+            continue
+        if tag.place == "device":
+            ledger.touch(tag.memory, ledger.stream, writes=id(tensor) in written, what=name)
+        elif not on_device:
+            touch_from_host(tensor, writes=id(tensor) in written, what=f"host {name}")
     for tag in fresh:
         if tag.place == "device" and name not in WITHOUT_VALUES:
-            ledger.touch(tag.memory, stream, writes=True, what=name)
-
-
-def touch_host(func, args, kwargs, inputs: list[Tensor]) -> None:
-    """Note what an operator on the host does to page-locked memory."""
-    locked = [t for t in inputs if (tag := tag_of(t)) is not None and tag.memory is not None]
-    if not locked or is_view(func):
-        return
-    written = written_by(func, args, kwargs)
-    for tensor in locked:
-        touch_from_host(tensor, writes=id(tensor) in written, what=f"host {func._schema.name}")
+            ledger.touch(tag.memory, ledger.stream, writes=True, what=name)
 
 
 def touch_from_host(tensor: Tensor, *, writes: bool, what: str) -> None:
