@@ -233,6 +233,17 @@ def test_gradient_of_log_prob(kind):
     assert float(rms) == pytest.approx(flow.gradient_weight(kind, *step_arguments(3)), rel=1e-9)
 
 
+def test_gradient_weights_over_the_schedule():
+    """Measured from the published code (shift 5, 10 steps): the last flow step pulls 46 times as hard as the first."""
+    flow_weights = [flow.gradient_weight("flow", *step_arguments(i, 0.7)) for i in range(10)]
+    dance_weights = [flow.gradient_weight("dance", *step_arguments(i, 0.3)) for i in range(10)]
+    assert (flow_weights[0], flow_weights[9]) == pytest.approx((0.031, 1.43), abs=5e-3)
+    assert (dance_weights[0], dance_weights[9]) == pytest.approx((0.49, 2.15), abs=5e-3)
+    assert flow_weights == sorted(flow_weights)
+    cps_weights = [flow.gradient_weight("cps", *step_arguments(i)) for i in range(9)]
+    assert 6 < max(cps_weights) / min(cps_weights) < 7
+
+
 @pytest.mark.parametrize(
     ("kind", "noise_level", "expected"),
     [

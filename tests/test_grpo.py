@@ -208,6 +208,25 @@ def test_guard_is_the_mean_of_drift_times_noise(normalised):
     assert (samples["clipped"].numpy() == ~alive).all() and 0 < alive.sum() < 6
 
 
+def test_the_plain_clip_silences_one_sign_at_size_and_guard_neither():
+    """4096 dimensions and a change of 20 %: log r = -0.02 +- 0.003, so a clip range of 0.01 hears A > 0 alone."""
+    mean, old_mean, std, x_next, _ = transition(batch=400, shape=(4096,), change=0.2, dtype=torch.float32)
+    advantage = torch.tensor([1.0, -1.0]).repeat(200)
+    log_prob, old = gaussian_log_prob(x_next, mean, std), gaussian_log_prob(x_next, old_mean, std)
+    given = dict(clip_low=0.01, clip_high=0.01)
+    _, plain_clip = policy_loss("clip", log_prob, old, advantage, **given)
+    _, guard = policy_loss("guard", log_prob, old, advantage, **given, mean=mean, old_mean=old_mean, std=std, dt=-0.1)
+    biased, centred = plain_clip["ratio"].log(), guard["ratio"].log()
+    assert float(biased.mean()) == pytest.approx(-(0.2**2) / 2, rel=0.02)
+    assert float(biased.std()) == pytest.approx(0.2 / 64, rel=0.1)
+    assert float(centred.mean()) == pytest.approx(0, abs=4 * 0.4 * 0.2 / 64 / 20)  # 4 standard errors
+    assert float(centred.std()) == pytest.approx(0.4 * 0.2 / 64, rel=0.1)
+    told = grpo.policy_statistics(plain_clip)
+    assert told["policy/clip_fraction_negative"] == 1 and told["policy/clip_fraction_positive"] == 0
+    told = grpo.policy_statistics(guard)
+    assert told["policy/clip_fraction"] == 0 and told["policy/ratio"] == pytest.approx(1, abs=2e-4)
+
+
 @pytest.mark.parametrize("sde", ["flow", "dance", "cps"])
 @pytest.mark.parametrize("kind", ["clip", "guard"])
 def test_the_first_update_is_reinforce(kind, sde):
