@@ -78,12 +78,12 @@ def rollout(
 
 
 @torch.no_grad()
-@torch.no_grad()
 def reference_mean(reference: VelocityFunction | None, kernel: Kernel, x: Tensor, step: int) -> Tensor | None:
     """Return the mean of the transition from x (B, C, T, h, w) without the adapter; None without a reference."""
     return None if reference is None else kernel.transition(reference, x, step)[0]
 
 
+@torch.no_grad()
 def kl_floor(reference: VelocityFunction, x: Tensor, kernel: Kernel, window: Sequence[int]) -> float:
     """Return the KL of two transitions whose velocities differ by rounding alone: see flow.perturb.
 
