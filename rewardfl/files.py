@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-CONTROL = {"Cc", "Cs"}  # Unicode's categories of control characters and of halves that cannot be printed
-
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a model's file, for its digest
 
 
@@ -30,7 +28,7 @@ def escape_control(text: str) -> str:
 
 def is_control(character: str) -> bool:
     """Return whether a terminal would obey the character, or fail on it, instead of showing it."""
-    return unicodedata.category(character) in CONTROL
+    return unicodedata.category(character) in ("Cc", "Cs")  # control characters, and halves that cannot be printed
 
 
 def atomic_write(path: str | Path, content: bytes | str) -> None:
@@ -94,11 +92,8 @@ def temporary_path(path: Path) -> Path:
 
 def sha256(path: str | Path) -> str:
     """Return the hash of a file's content, 64 hex digits."""
-    digest = hashlib.sha256()
     with Path(path).open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fsync(path: Path) -> None:
@@ -116,14 +111,12 @@ def digest_files(files: Sequence[Path]) -> str:
     Two trainings differ in all of their weights, so no sample of them agrees. A folder means all files in it.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for path in files:
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if not file.is_file():
-                continue
-            size = file.stat().st_size
-            digest.update(size.to_bytes(8, "little"))
-            with file.open("rb") as content:
-                for i in range(SAMPLES):
-                    content.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1))
-                    digest.update(content.read(SAMPLE_BYTES))
+    listed = [file for path in files for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    for file in filter(Path.is_file, listed):
+        size = file.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with file.open("rb") as content:
+            for i in range(SAMPLES):
+                content.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1))
+                digest.update(content.read(SAMPLE_BYTES))
     return digest.hexdigest()

@@ -8,6 +8,7 @@ Stock pipelines use `step(...)[0]` alone. For log-probabilities, call `step` in 
 `callback_on_step_end`: step(velocity, t, x, step_index=i, next_sample=x_next).
 """
 
+import inspect
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -77,22 +78,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         if invert_sigmas or stochastic_sampling:
             raise ValueError("invert_sigmas and stochastic_sampling are another flow and another noise: not supported")
         # by keyword: diffusers takes a positional argument for a default, and drops it from the saved config
-        super().__init__(
-            num_train_timesteps=num_train_timesteps,
-            shift=shift,
-            use_dynamic_shifting=use_dynamic_shifting,
-            base_shift=base_shift,
-            max_shift=max_shift,
-            base_image_seq_len=base_image_seq_len,
-            max_image_seq_len=max_image_seq_len,
-            invert_sigmas=invert_sigmas,
-            shift_terminal=shift_terminal,
-            use_karras_sigmas=use_karras_sigmas,
-            use_exponential_sigmas=use_exponential_sigmas,
-            use_beta_sigmas=use_beta_sigmas,
-            time_shift_type=time_shift_type,
-            stochastic_sampling=stochastic_sampling,
-        )
+        stock = inspect.signature(FlowMatchEulerDiscreteScheduler.__init__).parameters
+        super().__init__(**{name: self.config[name] for name in stock if name != "self"})
         self.num_inference_steps = None
         self.noise_window: tuple[int, ...] = ()  # of the schedule that set_timesteps makes
 

@@ -38,12 +38,13 @@ def draws_of(pipe, model, cond, x0, moments):
 
 
 def test_replay_and_anchor_equal_one_graph():
+    """The anchor's loss of a sample of weight 0 is 0."""
     results = []
     for run in (autograd_gradients, replayed):
         pipe, model = lora_model(torch.float64)
-        cond, x = conditioning(2, torch.float64, pipe)
+        cond, x = conditioning(3, torch.float64, pipe)
         x0 = torch.randn(x.shape, generator=torch.Generator().manual_seed(9), dtype=x.dtype)
-        weights = torch.tensor([0.7, 0.2], dtype=x.dtype)
+        weights = torch.tensor([0.7, 0.2, 0.0], dtype=x.dtype)
         draws = draws_of(pipe, model, cond, x0, [3.0, 4.5])
         if run is autograd_gradients:
             whole = 0
@@ -53,26 +54,10 @@ def test_replay_and_anchor_equal_one_graph():
             (weights * whole).sum().backward()
         else:
             losses = anchor.accumulate(draws, x0, weights)
-        run(pipe, model, cond, x, [3, 4, 5], 1.0, 0.7, "exact", SCHEDULE)
+        run(pipe, model, cond, x, [3, 4, 5], 1.0, 0.7, "exact")
         results.append(gradients(model))
-    torch.testing.assert_close(losses, whole.detach())
+    torch.testing.assert_close(losses, whole.detach() * (weights > 0))
     assert_same(results[1], results[0], 1e-7)  # diffusers' norms round to float32 inside
-
-
-def test_the_anchor_alone_equals_autograd():
-    """To 1e-9, and a sample of weight 0 has no part in it."""
-    results = []
-    for weights in ([1.0, 0.0], [1.0]):
-        pipe, model = lora_model(torch.float64)
-        cond, x = conditioning(2, torch.float64, pipe)
-        count = len(weights)
-        cond = {name: value[:count] for name, value in cond.items()}
-        draws = draws_of(pipe, model, cond, x[:2], [4.0])
-        draw = anchor.Draw(velocity=draws[0].velocity, sigma=draws[0].sigma, noise=draws[0].noise[:count])
-        losses = anchor.accumulate([draw], x[:count], torch.tensor(weights, dtype=x.dtype))
-        assert losses[0] > 0 and not losses[1:].any()
-        results.append(gradients(model))
-    assert_same(results[0], results[1], 1e-9)
 
 
 def test_the_loss_is_the_distance_to_the_datas_velocity():

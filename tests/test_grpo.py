@@ -1,27 +1,16 @@
 """Advantages and objectives against independent arithmetic, the ratio, and learning."""
 
 import dataclasses
-import itertools
 import math
 import statistics
 
 import numpy as np
 import pytest
 import torch
+from test_group_plan import epoch_of
 
-from rewardfl import flow, group_plan, grpo, sde
-from rewardfl.group_plan import Geometry
+from rewardfl import flow, grpo, sde
 from rewardfl.optim import Average
-
-
-def epoch_of(
-    world, epoch=0, group_size=4, count=6, sample_ids=("a", "b", "c", "d", "e", "f", "g"), spread="contiguous"
-):
-    """All members of an epoch, rank by rank."""
-    geometry = Geometry(group_size=group_size, groups=count, world=world, spread=spread)
-    plans = [group_plan.plan(epoch, rank, geometry, sample_ids, seed=0) for rank in range(world)]
-    return [member for forwards in plans for members in forwards for member in members]
-
 
 # ------------------------------------------------------------------------------------------------------------
 # Advantages
@@ -73,26 +62,6 @@ def test_advantages_are_the_textbooks(std, clip):
     per_group = [statistics.pstdev(rewards[valid & (ids == i)].tolist()) for i in ids.unique()]
     assert logged["reward/std_in_group"] == pytest.approx(statistics.fmean(per_group), abs=1e-6)
     assert logged["group/zero_variance"] == pytest.approx(1 / 5)
-
-
-def test_two_gathered_processes_are_one():
-    reward_of = {(m.group_id, m.member): 0.1 * m.member**2 + m.group_id for m in epoch_of(1)}
-
-    def advantage_of(world, spread):
-        members = epoch_of(world, spread=spread)  # what a gather gives: rank 0's, then rank 1's
-        rewards = torch.tensor([reward_of[m.group_id, m.member] for m in members])
-        ours, logged = grpo.advantages(rewards, torch.tensor([m.group_id for m in members]), group_size=4)
-        return {(m.group_id, m.member): a for m, a in zip(members, ours.tolist(), strict=True)}, logged
-
-    one, logged = advantage_of(1, "contiguous")
-    for world, spread in itertools.product((2, 3, 4, 8), ("contiguous", "spread")):
-        several, logged_several = advantage_of(world, spread)
-        assert several == pytest.approx(one, abs=1e-6)
-        assert logged_several == pytest.approx(logged)
-    # not gathered: half of each group is missing, and that is said
-    own = epoch_of(8)[:3]  # of rank 0
-    with pytest.raises(ValueError, match="but group 0 has 3: gather rewards and group ids"):
-        grpo.advantages(torch.zeros(len(own)), torch.tensor([m.group_id for m in own]), group_size=4)
 
 
 def test_invalid_samples_count_nowhere():
@@ -364,7 +333,7 @@ def test_a_gaussian_policy_learns_a_black_box_reward(objective):
     optimizer = torch.optim.SGD([means], lr=0.1)
     rewards_of_epochs = []
     for epoch in range(200):
-        members = epoch_of(2, epoch=epoch, group_size=8, count=2, sample_ids=["a", "b"])
+        members = epoch_of(2, epoch=epoch, group_size=8, groups=2, sample_ids=["a", "b"])
         rows = torch.tensor([m.row for m in members])
         old_mean = means[rows].detach()
         noise = torch.stack([torch.randn(2, generator=torch.Generator().manual_seed(m.step_seed)) for m in members])

@@ -198,10 +198,10 @@ def test_config_round_trip(tmp_path, caplog):
 # ---- the noise window ----
 
 
-def test_review_1_a_window_of_several_drawn_steps():
-    """Point 1, a list indexed by a tensor: drawn steps become python ints, and the default counts inference steps."""
+def test_a_window_of_several_drawn_steps():
+    """Drawn steps become python ints, and the default counts inference steps."""
     scheduler, velocity, sample = ready(10)
-    assert scheduler.noise_window == tuple(range(9))  # the seed's default was the 1000 training steps
+    assert scheduler.noise_window == tuple(range(9))
     chosen = torch.randperm(5, generator=torch.Generator().manual_seed(0))[:2]
     scheduler, velocity, sample = ready(10, noise_window=chosen)
     assert scheduler.noise_window == tuple(chosen.tolist())

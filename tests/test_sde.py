@@ -84,3 +84,15 @@ def test_a_step_moves_with_all_that_it_holds():
     moved = kept[1].to("meta")
     assert {value.device.type for value in vars(moved).values() if isinstance(value, torch.Tensor)} == {"meta"}
     assert moved.std == kept[1].std
+
+
+def test_what_is_only_measured_keeps_no_graph():
+    has_graph = []
+
+    def reference(x, step):
+        has_graph.append(torch.is_grad_enabled())
+        return x
+
+    sde.kl_floor(reference, X, KERNELS[0], (1, 2))
+    sde.reference_mean(reference, KERNELS[0], X, 1)
+    assert has_graph and not any(has_graph)

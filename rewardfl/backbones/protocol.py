@@ -157,9 +157,8 @@ class ExpertOnMeta:
 class ChunksOnMeta:
     """A module that runs chunk after chunk with caches between them, on the meta device."""
 
-    module: nn.Module
     count: int
-    chunk: Callable[[int], Tensor]  # the input of chunk i; all but the first have one shape
+    latents: Tensor  # the input of each chunk; requires a gradient
     run: Callable[[Tensor, Caches], tuple[Tensor, Caches]]
     caches: Caches  # before the first chunk
     # the context of `run` and its backward pass, checkpointed as in training
@@ -173,7 +172,7 @@ class OnMeta:
     experts: Mapping[str, tuple[ExpertOnMeta, ...]]  # by kind of block; equal networks are one object
     vae: nn.Module
     decoder: ChunksOnMeta
-    image_encoder: ChunksOnMeta | None  # None for a model without image input
+    encode_clip: Callable[[], object]  # by the VAE; of an image model nothing
     vision: nn.Module | None  # a second encoder of the image
     text_encoder: nn.Module
     encode_text: Callable[[], object]

@@ -63,7 +63,7 @@ class Cache:
         except OSError as error:
             raise CacheError(
                 f"{path} could not be written ({error.strerror or error}); free space there or take another "
-                "data.cache_dir, then the same command goes on with the entries that are there"
+                "data.cache_dir, then run the same command again: it keeps the entries that are there"
             ) from error
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 from rewardfl.files import atomic_write
 
 STEP = 16  # diffusers' Wan pipeline takes heights and widths in multiples of it
-PICTURE_PIXELS = 2**26  # largest number in a picture (8192 x 8192): reading and fitting it takes 1.1 GB
+SHEET_PIXELS = 2**26  # largest number in a sheet of pictures
 # The bits depend on the number of threads. With an odd number of macroblocks libx264's macroblock tree reads
 # uninitialised memory (core 165).
 X264: dict[str, object] = {"crf": "18", "threads": "1", "x264-params": "mbtree=0"}
@@ -293,11 +293,11 @@ def write_picture(path: str | Path, image: Tensor) -> None:
 def side_by_side(pictures: Sequence[Tensor]) -> Tensor:
     """Tile pictures (h, w, 3) uint8 in a nearly square grid, row by row; return (H, W, 3) uint8.
 
-    Each is at the upper left of a white cell of the largest height and width. Pictures beyond read_picture's largest
-    size are left out.
+    Each is at the upper left of a white cell of the largest height and width. Pictures beyond SHEET_PIXELS are
+    left out.
     """
     height, width = (max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
-    shown = pictures[: math.isqrt(PICTURE_PIXELS // (height * width)) ** 2]
+    shown = pictures[: math.isqrt(SHEET_PIXELS // (height * width)) ** 2]
     columns = math.ceil(math.sqrt(len(shown)))
     sheet = torch.full((math.ceil(len(shown) / columns) * height, columns * width, 3), 255, dtype=torch.uint8)
     for i, picture in enumerate(shown):
@@ -388,7 +388,7 @@ def read_clip(
 def read_picture(path: str | Path) -> Tensor:
     """Read a picture file as (H, W, 3) uint8 RGB, upright by its EXIF orientation.
 
-    Raise DataError for a file that is missing or cannot be decoded, and for more than PICTURE_PIXELS. Raise it for
+    Raise DataError for a file that is missing or cannot be decoded, and for more pixels than Pillow takes. Raise it for
     transparent pixels, which have no colour, and for more than 8 bits, which Pillow would clip.
     """
     with _open_picture(path) as picture:
@@ -411,8 +411,6 @@ def _open_picture(path: str | Path) -> Iterator[Image.Image]:
     _require_file(path)
     try:
         with Image.open(path) as picture:
-            if math.prod(picture.size) > PICTURE_PIXELS:
-                raise DataError(f"{path}: has more than {PICTURE_PIXELS} pixels; scale it down")
             if picture.mode.startswith(("I", "F")):
                 raise DataError(f"{path}: has pixels of Pillow's mode {picture.mode}; save it with 8 bits per channel")
             yield picture

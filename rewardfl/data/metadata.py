@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -221,10 +222,7 @@ def inspect_row(row: Row, num_frames: int, fps: float | None = None, *, takes_im
     """
     if row.problem:
         return HeaderInfo(problems=(row.problem,))
-
-    def read(path: Path, at_least: int) -> Header:
-        return read_video_header(path, num_frames, fps, at_least)
-
+    read = partial(read_video_header, num_frames=num_frames, fps=fps)
     headers, problems = _read_files(row, num_frames, read, check_picture)
     if takes_image and row.video is None and row.image is None:
         problems.insert(0, "no video, and no image that this model could start from")
@@ -234,11 +232,12 @@ def inspect_row(row: Row, num_frames: int, fps: float | None = None, *, takes_im
 
 
 def _read_files(
-    row: Row, num_frames: int, read: Callable[[Path, int], Any], read_image: Callable[[Path], Any]
+    row: Row, num_frames: int, read: Callable[..., Any], read_image: Callable[[Path], Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Read each of the row's files once; return {column: content} and the problems of the files that failed.
 
-    read: a function of a video and its smallest number of frames. read_image: one of a picture. Both raise DataError.
+    read: a function of a video, and `at_least`: its smallest number of frames. read_image: one of a picture. Both raise
+    DataError.
     """
     contents: dict[str, Any] = {}
     problems = []
@@ -249,7 +248,7 @@ def _read_files(
             if column == "image":
                 contents[column] = read_image(path)
             else:
-                contents[column] = read(path, num_frames if column == "video" else REFERENCE_FRAMES)
+                contents[column] = read(path, at_least=num_frames if column == "video" else REFERENCE_FRAMES)
         except DataError as error:
             problems.append(str(error))
     return contents, problems
@@ -314,10 +313,7 @@ def read_files(
     A reference video has its own size under max_pixels, and may be shorter than the clip: it has REFERENCE_FRAMES to
     num_frames frames. Raise DataError with the problems of all files.
     """
-
-    def read(path: Path, at_least: int) -> Tensor:
-        return read_clip(path, height, width, num_frames, max_pixels, fps, at_least)
-
+    read = partial(read_clip, height=height, width=width, num_frames=num_frames, max_pixels=max_pixels, fps=fps)
     contents, problems = _read_files(row, num_frames, read, read_picture)
     if problems:
         raise DataError("; ".join(problems))

@@ -25,13 +25,11 @@ import psutil
 import torch
 import yaml
 from diffusers import ModelMixin, WanTransformer3DModel
-from diffusers.loaders.lora_pipeline import WanLoraLoaderMixin
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 import rewardfl
-from rewardfl import command_line, config, data, trust
+from rewardfl import backbones, command_line, config, data, trust
 from rewardfl.backbones.protocol import Backbone, Experts, Schedule, Shape
 from rewardfl.backbones.wan.backbone import Wan
 from rewardfl.estimate.measure import measure
@@ -70,12 +68,6 @@ OK: Status = "ok"
 DIFFERS: Status = "differs"
 NOT_DONE: Status = "could not be done"
 
-# Tolerated difference of velocities where we mostly fuse a distillation, which diffusers' adapter adds to every product
-# instead. The tests' small network shows 4e-7 and 7e-3, and 0.2 without the distillation.
-_FUSED = {torch.float32: 1e-4, torch.bfloat16: 0.03}
-
-LORA_LEAVES = (".lora_down.weight", ".lora_up.weight", ".lora_A.weight", ".lora_B.weight", ".alpha")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -89,6 +81,7 @@ class Case:
     attention_backend: str
     faces: Sequence[config.RewardSpec]  # of face rewards
     backbone: Backbone
+    base: Backbone  # the same without a distillation
     rows: Sequence[data.Row]
     device: torch.device
     load: Callable[[data.Row], data.Example]  # at the configured size
@@ -158,6 +151,7 @@ def open_case(args: argparse.Namespace) -> Case:
         attention_backend=cfg.model.attention_backend,
         faces=[spec for spec in config.list_reward_specs(cfg) if spec.name in ("face_identity", "face_judge")],
         backbone=backbone,
+        base=backbones.open(cfg.model.model_name, replace(setup_model.model_source(cfg), distilled=("", ""))),
         rows=rows,
         device=device,
         load=partial(clip_scan.load_sized_example, cfg.data),
@@ -239,16 +233,13 @@ def check_faces(case: Case) -> Finding:
 def check_weights(case: Case) -> Finding:
     """Compare each expert's velocity of the same noise with that of the weights as diffusers loads them.
 
-    Return DIFFERS where it is not the same to the last bit (with a distillation: within FUSED), or does not repeat
-    itself.
+    Return DIFFERS where it is not the same to the last bit, or does not repeat itself. A distillation is left out.
     """
-    run_expert, why_not, line, status = make_velocity(case), not_comparable(case.backbone), "", OK
-    table = {name: compare_velocities(case, name, run_expert, compare=not why_not) for name in case.backbone.experts}
+    run_expert, why_not, line, status = make_velocity(case), not_comparable(case.base), "", OK
+    table = {name: compare_velocities(case, name, run_expert, compare=not why_not) for name in case.base.experts}
     for name, record in table.items():
-        distance, allowed = record.get("from diffusers'", record["repeated"]), record["repeated"]
-        if isinstance(case.backbone, Wan) and name in distillations(case.backbone):
-            allowed = max(allowed, _FUSED[case.backbone.dtype])
-        if not distance <= allowed:  # NaN differs, too
+        distance = record.get("from diffusers'", record["repeated"])
+        if not distance <= record["repeated"]:  # NaN differs, too
             line, status = f"{name}'s velocity differs by {distance:.1e} of its largest value; ", DIFFERS
     line += f"not compared with diffusers' loading: {why_not}" if why_not else "compared with diffusers' loading"
     if (largest := max(record.get("with a graph", 0.0) for record in table.values())) > 0:
@@ -259,7 +250,7 @@ def check_weights(case: Case) -> Finding:
 
 def make_velocity(case: Case) -> Callable[[str, ModelMixin], Tensor]:
     """Return a function for an expert's velocity of the first row's noise, at the first step of the expert."""
-    backbone, row, num_frames = case.backbone, case.rows[0], case.work.video.num_frames
+    backbone, row, num_frames = case.base, case.rows[0], case.work.video.num_frames
     example = case.load(row)
     conditioning = dict(backbone.text_encoder(case.device)(row.prompt))
     conditioning |= backbone.image_encoder(case.device)(example.image, num_frames)
@@ -288,7 +279,7 @@ def compare_velocities(
     Our loading is repeated, and a trained expert runs with a graph, which may mean another attention kernel. With
     `compare`, diffusers' loading follows. One model is in memory at a time.
     """
-    work, expert = case.work, place_expert(case, name, case.backbone.load_expert)
+    work, expert = case.work, place_expert(case, name, case.base.load_expert)
     ours = run_expert(name, expert)
     distances = {"repeated": max_rel_error(run_expert(name, expert), ours)}
     if work.checkpointing:
@@ -300,8 +291,8 @@ def compare_velocities(
         with torch.enable_grad():
             distances["with a graph"] = max_rel_error(run_expert(name, expert), ours)
     del expert
-    if compare and isinstance(case.backbone, Wan):
-        stock = place_expert(case, name, partial(load_stock, case.backbone))
+    if compare:
+        stock = place_expert(case, name, partial(load_stock, case.base))
         distances["from diffusers'"] = max_rel_error(ours, run_expert(name, stock))
     return distances
 
@@ -313,7 +304,7 @@ def place_expert(case: Case, name: str, load: Callable[[str], ModelMixin]) -> Mo
     if case.attention_backend != attention.NATIVE:
         expert.set_attention_backend(case.attention_backend)
     swapped = (work.trained_placement if name in work.trained else work.untrained_placement) == "cpu_swap"
-    return offload.move_expert(expert, "cpu_swap" if swapped else "gpu", case.device, case.backbone.block_classes)
+    return offload.move_expert(expert, "cpu_swap" if swapped else "gpu", case.device, case.base.block_classes)
 
 
 def free_memory() -> None:
@@ -322,28 +313,16 @@ def free_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def distillations(backbone: Wan) -> dict[str, Path]:
-    """Return the files of the distillation by expert."""
-    return {name: Path(path) for name in backbone.experts if (path := backbone.distillation(name))}
-
-
 def not_comparable(backbone: Backbone) -> str:
-    """Return the reason why diffusers cannot load all of the weights (a DoRA, changed norms); empty where it can."""
+    """Return the reason why diffusers cannot load the weights; empty where it can."""
     if not isinstance(backbone, Wan):
         return "this is no Wan model"
-    loras, files = distillations(backbone).values(), backbone.weight_files
-    if any(file.suffix != ".safetensors" for file in (*loras, *(f for name in backbone.experts for f in files[name]))):
-        return "a file is no .safetensors"
-    for path in loras:
-        with safe_open(path, "pt") as file:
-            names, scaled_elsewhere = list(file.keys()), "lora_adapter_metadata" in (file.metadata() or {})
-        if scaled_elsewhere or not all(n.startswith("diffusion_model.") and n.endswith(LORA_LEAVES) for n in names):
-            return "diffusers reads less of the distillation"
-    return ""
+    files = [file for name in backbone.experts for file in backbone.weight_files[name]]
+    return "" if all(file.suffix == ".safetensors" for file in files) else "a file is no .safetensors"
 
 
-def load_stock(backbone: Wan, name: str) -> ModelMixin:
-    """Load an expert as diffusers does, and a distillation as its pipelines' load_lora_weights."""
+def load_stock(backbone: Backbone, name: str) -> ModelMixin:
+    """Load an expert as diffusers does."""
     folder, part, dtype = backbone.folder, backbone.parts[name], backbone.dtype
     if backbone.weight_files[name][0].parent == folder / part:
         expert = WanTransformer3DModel.from_pretrained(folder / part, torch_dtype=dtype, local_files_only=True)
@@ -355,10 +334,6 @@ def load_stock(backbone: Wan, name: str) -> ModelMixin:
     for key, parameter in expert.named_parameters():
         # a copy: tensors mapped from a file have odd addresses, and a CPU's sums differ
         parameter.data = parameter.data.to(torch.float32 if wan_names.stays_float32(key) else dtype, copy=True)
-    if path := distillations(backbone).get(name):
-        # in float32: diffusers scales the factors in the precision that they come in
-        values = {key: value.float() for key, value in load_file(path).items()}
-        WanLoraLoaderMixin.load_lora_into_transformer(WanLoraLoaderMixin.lora_state_dict(values), expert)
     return expert.eval().requires_grad_(requires_grad=False)
 
 

@@ -77,13 +77,9 @@ class Living(TorchDispatchMode):
                 self.attention_kept += nbytes(out)
         inputs = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
         for tensor in _tensors(tree_leaves(out)):
-            if not self.lives(tensor) and _storage(tensor) not in inputs:
+            if _storage(tensor) not in self.storages and _storage(tensor) not in inputs:
                 self._add(tensor.untyped_storage())
         return out
-
-    def lives(self, tensor: Tensor) -> bool:
-        """Return whether the tensor's storage is external or from an operator."""
-        return _storage(tensor) in self.storages
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
@@ -178,7 +174,7 @@ class ExpertCost:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkCost:
-    """Bytes and FLOPs of one chunk's pass through the VAE's encoder or decoder: there one latent frame."""
+    """Bytes and FLOPs of one chunk's pass through the VAE's decoder."""
 
     caches_in: int
     peak: int  # without a graph; with the output caches, without the input caches
@@ -201,7 +197,7 @@ class Costs:
     vision_weights: int  # of a separate image encoder, or 0
     text_weights: int
     text: Cost  # of encoding one prompt
-    image: Cost  # of encoding a clip with its image; the peak includes the float32 pixels
+    image: Cost  # of encoding a clip by the VAE, from its float32 pixels; 0 for an image model
     cached: Mapping[str, int]  # bytes of one sample's conditioning, by part
 
 
@@ -222,11 +218,10 @@ def _measure_block(
     kind: ExpertOnMeta, dtype: torch.dtype, block_classes: Sequence[str], adapter: Adapter | None
 ) -> tuple[dict[str, int], Counter[str], dict[str, int]]:
     """Return fields of ExpertCost: sums over blocks, maxima over blocks, and those outside of blocks."""
-    model, bare, fp8 = kind.build(adapter), kind.build(None), kind.build(None)
-    fp8.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
-    block, bare_block, fp8_block = (
+    model, bare = kind.build(adapter), kind.build(None)
+    block, bare_block = (
         next(module for module in network.modules() if type(module).__name__ in block_classes)
-        for network in (model, bare, fp8)
+        for network in (model, bare)
     )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     arguments, inputs = block_arguments(kind, bare, bare_block)
@@ -240,9 +235,11 @@ def _measure_block(
     frozen = without_graph(lambda: run(bare_block), [*bare.parameters(), *inputs, *shared])
     network = with_graph(lambda: [kind.run(model)], [kind.x, *trained], model.parameters())
     network_frozen = without_graph(lambda: kind.run(bare), bare.parameters())
+    block_weights, weights = nbytes(bare_block.parameters()), nbytes([*bare.parameters(), *bare.buffers()])
+    bare.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
     additive = {
-        "weights": nbytes(bare_block.parameters()),
-        "weights_fp8": nbytes(fp8_block.parameters()),
+        "weights": block_weights,
+        "weights_fp8": nbytes(bare_block.parameters()),
         "adapter_parameters": sum(parameter.numel() for parameter in trained),
         "stored": nbytes(inputs),
         "attention_kept": frozen.attention_kept,
@@ -254,15 +251,15 @@ def _measure_block(
     }
     maxima = Counter(
         tokens=sum(value.shape[1] for value in inputs),
-        block_weights=additive["weights"],
+        block_weights=block_weights,
         block_input=nbytes(inputs),
         block_saved=graph.saved,
         block_peak=graph.peak,
         block_peak_frozen=adapted.peak,
     )
     outside = {
-        "weights": nbytes([*bare.parameters(), *bare.buffers()]) - additive["weights"],
-        "weights_fp8": nbytes([*fp8.parameters(), *fp8.buffers()]) - additive["weights_fp8"],
+        "weights": weights - block_weights,
+        "weights_fp8": nbytes([*bare.parameters(), *bare.buffers()]) - additive["weights_fp8"],
         "forward": network.forward - graph.forward,
         "forward_frozen": network_frozen.forward - frozen.forward,
         "backward": network.backward - graph.backward,
@@ -287,17 +284,16 @@ def block_arguments(kind: ExpertOnMeta, model: nn.Module, block: nn.Module) -> t
     return arguments, [arguments[name] for name in kind.streams if arguments.get(name) is not None]
 
 
-def measure_chunks(chunks: ChunksOnMeta) -> tuple[ChunkCost, ...]:
-    """Measure each chunk, with a backward pass where the input requires a gradient."""
-    caches, costs, weights = chunks.caches, [], list(chunks.module.parameters())
-    for i in range(min(chunks.count, FULL_CACHES)):
-        x, vjp = chunks.chunk(i), Cost(peak=0, forward=0)
-        start = [c.detach().requires_grad_(x.requires_grad) if isinstance(c, Tensor) else c for c in caches]
+def measure_chunks(chunks: ChunksOnMeta, module: nn.Module) -> tuple[ChunkCost, ...]:
+    """Measure each chunk of a module, forward and backward."""
+    x, caches, costs, weights = chunks.latents, chunks.caches, [], list(module.parameters())
+    for _ in range(min(chunks.count, FULL_CACHES)):
+        start = [cache.detach().requires_grad_() if isinstance(cache, Tensor) else cache for cache in caches]
         held, forward = _tensors(start), partial(lambda x, start: _tensors(tree_leaves(chunks.run(x, start))), x, start)
         frozen = without_graph(forward, [*weights, x, *held])
-        if x.requires_grad:
-            with chunks.checkpointed():
-                vjp = with_graph(forward, [x, *held], weights, keep=False)
+        x.grad = None  # else the next one is added to it
+        with chunks.checkpointed():
+            vjp = with_graph(forward, [x, *held], weights, keep=False)
         figures = {"peak": frozen.peak, "forward": frozen.forward, "peak_vjp": vjp.peak, "backward": vjp.backward}
         costs.append(ChunkCost(caches_in=nbytes(held), **figures))
         with torch.no_grad():
@@ -312,28 +308,25 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 def measure(video: Video) -> Costs:
     """Measure all costs of one video of a model."""
     backbone, size = video.backbone, (video.height, video.width, video.num_frames)
-    parts, pixels = backbone.on_meta(*size), 3 * math.prod(size)
+    parts = backbone.on_meta(*size)
     measured = {  # equal experts are one object, which is measured once
         kinds: measure_expert(kinds, backbone.dtype, backbone.block_classes, video.adapter)
         for kinds in set(parts.experts.values())
     }
-    text, encoder = parts.text_encoder, measure_chunks(parts.image_encoder) if parts.image_encoder else ()
+    text = parts.text_encoder
     return Costs(
         shape=backbone.latent_shape(*size),
-        num_pixels=pixels,
+        num_pixels=3 * math.prod(size),
         itemsize=backbone.dtype.itemsize,
         experts={name: measured[kinds] for name, kinds in parts.experts.items()},
         vae_weights=nbytes(parts.vae.parameters()),
         decoder_weights=nbytes(
             weight for name, weight in parts.vae.named_parameters() if name.split(".")[0] not in ENCODER_PARTS
         ),
-        chunks=measure_chunks(parts.decoder),
+        chunks=measure_chunks(parts.decoder, parts.vae),
         vision_weights=0 if parts.vision is None else nbytes(parts.vision.parameters()),
         text_weights=nbytes(text.parameters()),
         text=without_graph(parts.encode_text, [*text.parameters(), *text.buffers()]),
-        image=Cost(
-            peak=4 * pixels + max(chunk.caches_in + chunk.peak for chunk in encoder) if encoder else 0,
-            forward=sum(chunk.forward for chunk in encoder),
-        ),
+        image=without_graph(parts.encode_clip, parts.vae.parameters()),
         cached={name: nbytes([value]) for name, value in parts.conditioning.items()},
     )

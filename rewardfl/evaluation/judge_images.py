@@ -32,7 +32,7 @@ from rewardfl.evaluation.intervals import format_interval, interval
 from rewardfl.files import escape_control
 from rewardfl.merging import output
 from rewardfl.rewards import RewardError, build_terms, resolve_rewards
-from rewardfl.rewards.contract import NONFINITE
+from rewardfl.rewards.base import NONFINITE
 from rewardfl.rewards.scoring import Reference, Term, score_safely
 from rewardfl.training import clip_scan, plan, setup_model, setup_rewards
 

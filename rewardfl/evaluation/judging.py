@@ -206,11 +206,11 @@ def _pixel_figures(frames: np.ndarray, boxes: np.ndarray | None, periods: Sequen
     """Return the figures of frames (F, H, W, 3) uint8 that need no network."""
     motion, artifacts = video_motion(frames, boxes), measure_artifacts(frames, periods)
     return {
-        **{f"motion/{name}": value for name, value in vars(motion).items()},
+        **{f"motion/{name}": value for name, value in motion.items()},
         "motion/dynamic_degree": float(dynamic_degree(frames, fps)),
-        "still/temporal_flickering": 1 - motion.pixel_change,  # vbench/temporal_flickering.py
+        "still/temporal_flickering": 1 - motion["pixel_change"],  # vbench/temporal_flickering.py
         "still/motion_smoothness": motion_smoothness(frames),
-        **{f"canary/{name}": value for name, value in vars(artifacts).items()},
+        **{f"canary/{name}": value for name, value in artifacts.items()},
     }
 
 

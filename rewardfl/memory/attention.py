@@ -11,6 +11,8 @@ from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # torch's own kernels, whose first two inputs are queries and keys, (B, heads, tokens, head_dim)
@@ -38,7 +40,7 @@ def is_self_attention(operator: Callable[..., Any], inputs: tuple[Any, ...]) -> 
     return operator in KERNELS and inputs[0].shape[-2] == inputs[1].shape[-2]
 
 
-def keeping_outputs() -> tuple["_Keep", "_Take"]:
+def keeping_outputs() -> tuple["_KeptAttention", "_KeptAttention"]:
     """Return contexts for checkpoint's context_fn that keep self-attention's outputs and recompute all else.
 
     The outputs stay on their device, with the sums for the kernel's backward pass. A block's are tokens x heads x
@@ -46,39 +48,28 @@ def keeping_outputs() -> tuple["_Keep", "_Take"]:
     create_selective_checkpoint_contexts needs equal operations in both passes; the copies of memory.swap differ.
     """
     stored: list[Outputs] = []
-    return _Keep(stored), _Take(stored)
+    return _KeptAttention(stored, again=False), _KeptAttention(stored, again=True)
 
 
-class _Keep(TorchDispatchMode):
-    """The forward pass: stores self-attention's outputs."""
+class _KeptAttention(TorchDispatchMode):
+    """Self-attention's outputs, stored in the forward pass and taken in order `again`, in its recomputation."""
 
-    def __init__(self, stored: list[Outputs]):
+    def __init__(self, stored: list[Outputs], *, again: bool):
         super().__init__()
-        self.stored = stored
+        self.stored, self.again, self.taken = stored, again, 0
+
+    def __enter__(self):
+        self.taken = 0  # a graph may be walked back twice
+        return super().__enter__()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.again and is_self_attention(func, args):
+            outputs, self.taken = self.stored[self.taken], self.taken + 1
+            return _clone(outputs)
         outputs = func(*args, **(kwargs or {}))
         if is_self_attention(func, args):
             self.stored.append(_clone(outputs))
         return outputs
-
-
-class _Take(TorchDispatchMode):
-    """The recomputation: takes the stored outputs in order. A graph may be walked back twice."""
-
-    def __init__(self, stored: list[Outputs]):
-        super().__init__()
-        self.stored, self.taken = stored, 0
-
-    def __enter__(self):
-        self.taken = 0
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not is_self_attention(func, args):
-            return func(*args, **(kwargs or {}))
-        outputs, self.taken = self.stored[self.taken], self.taken + 1
-        return _clone(outputs)
 
 
 def _clone(outputs: Outputs) -> Outputs:
@@ -124,7 +115,7 @@ def check_name(name: str, expert: ModelMixin, *, may_download: bool) -> None:
 def check_backward(name: str, dtype: torch.dtype, device: torch.device) -> None:
     """Raise BackendError where the backend is not installed, does not run on `device`, or has a wrong gradient there.
 
-    A small attention's output and gradients are compared with those of plain matrix products in float32.
+    A small attention's output and gradients are compared with those of torch's plain matrix products in float32.
     """
     if name == NATIVE:
         return
@@ -136,30 +127,21 @@ def check_backward(name: str, dtype: torch.dtype, device: torch.device) -> None:
     try:
         with attention_backend(name):
             out = dispatch_attention_fn(*leaves)
-        gradients = torch.autograd.grad(out, leaves, cotangent) if out.requires_grad else ()
+        gradients = torch.autograd.grad(out, leaves, cotangent)
     except (RuntimeError, NotImplementedError, ImportError, ValueError) as error:
         (first, *_) = str(error).splitlines() or [type(error).__name__]
         raise BackendError(
             f"model.attention_backend {name} cannot train on {device.type} in {dtype}: {first}; set it to {NATIVE}"
         ) from error
-    if not gradients:
-        raise BackendError(
-            f"model.attention_backend {name} has no backward pass, and every layer before it would learn nothing; set "
-            f"it to {NATIVE}, or to another with one"
-        )
-    expected = _plain_attention([leaf.detach().float() for leaf in leaves], cotangent.float())
-    for result, value, target in zip(RESULTS, (out.detach(), *gradients), expected, strict=True):
-        error = float((value.float() - target).norm() / target.norm())
+    plain = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    q, k, v = (leaf.transpose(1, 2) for leaf in plain)
+    with sdpa_kernel(SDPBackend.MATH):
+        target = scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    expected = (target.detach(), *torch.autograd.grad(target, plain, cotangent.float()))
+    for result, value, right in zip(RESULTS, (out.detach(), *gradients), expected, strict=True):
+        error = float((value.float() - right).norm() / right.norm())
         if not error <= TOLERANCE[dtype]:
             raise BackendError(
                 f"model.attention_backend {name} gives {result} that is {error:.1%} away from attention's on this "
                 f"machine, where {TOLERANCE[dtype]:.1%} would be rounding; set it to {NATIVE}"
             )
-
-
-def _plain_attention(leaves: list[Tensor], cotangent: Tensor) -> tuple[Tensor, ...]:
-    """Return attention of (B, tokens, heads, head_dim), and its gradients, by its definition."""
-    q, k, v = (leaf.requires_grad_() for leaf in leaves)
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
-    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
-    return (out.detach(), *torch.autograd.grad(out, (q, k, v), cotangent))

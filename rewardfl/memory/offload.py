@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from diffusers import ModelMixin
@@ -157,7 +158,9 @@ class OffloadedInputs:
         return tensor
 
 
-def move_expert(expert: ModelMixin, where: str, device: torch.device, block_classes: Sequence[str]) -> ModelMixin:
+def move_expert(
+    expert: ModelMixin, where: Literal["gpu", "cpu_swap", "fp8"], device: torch.device, block_classes: Sequence[str]
+) -> ModelMixin:
     """Move an expert's frozen weights to their memory; in every case it computes on `device`.
 
     where: gpu, all on `device`. cpu_swap: the blocks' weights in host memory, copied for their turn
@@ -165,17 +168,14 @@ def move_expert(expert: ModelMixin, where: str, device: torch.device, block_clas
     float8_e4m3fn and cast to the expert's dtype in turn, without norms and embeddings. Not for an expert with an
     adapter: diffusers then keeps peft from casting the layers' inputs to the adapter's float32.
 
-    block_classes: the names of the classes of its blocks. Raise ValueError for another `where`.
+    block_classes: the names of the classes of its blocks.
     """
-    if where == "gpu":
-        return expert.to(device)
     if where == "cpu_swap":
         return _swap_blocks(expert, device, block_classes)
     if where == "fp8":
         # diffusers leaves out embeddings, norms, the output layer and adapters
         expert.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=expert.dtype)
-        return expert.to(device)
-    raise ValueError(f"where must be gpu, cpu_swap or fp8, got {where!r}")
+    return expert.to(device)
 
 
 def _swap_blocks(expert: ModelMixin, device: torch.device, block_classes: Sequence[str]) -> ModelMixin:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from rewardfl import command_line
 from rewardfl.files import sha256
-from rewardfl.merging import merge_tensors, writing
+from rewardfl.merging import merge_tensors
 from rewardfl.merging.merge_tensors import MergeLoss
 from rewardfl.merging.output import Output
-from rewardfl.merging.writing import Part
+from rewardfl.merging.writing import OutputFiles, Part, TensorFile
 from rewardfl.weights import lora_files, merge, wan_names
 from rewardfl.weights.lora_files import TORCH_DTYPES, Lora, Update, load_tensor
 from rewardfl.weights.shards import InputError
@@ -32,41 +32,25 @@ def run(args: argparse.Namespace) -> None:
         raise InputError(f"{args.lora} does not say which expert it is for; give a file as --out")
     report: dict[str, Any] = {"input": str(args.lora), "files": {}}
     dtype = TORCH_DTYPES[merge_tensors.STORED_DTYPES[args.dtype]]
-    states = {}  # {file: its tensors and metadata}
+    files: OutputFiles = {}
     for lora in loras:
         merge.check_finite(lora)
-        name = args.out if output.is_file else args.out / file_name(args, lora)
-        line = f"{lora.path} -> {name}: {len(lora.updates)} modules, alpha from {lora.alpha_source}"
-        report["files"][str(name)] = line
+        name = file_name(args, lora)
+        path = args.out if output.is_file else args.out / name
+        line = f"{lora.path} -> {path}: {len(lora.updates)} modules, alpha from {lora.alpha_source}"
+        report["files"][str(path)] = line
         lines = [line, *(f"note: {note}" for note in conversion_notes(lora, args.to))]
-        states[name] = convert(lora, args.to, dtype)
-        (converted,) = lora_files.parse_lora(name, *states[name])
-        loss = measure_loss(lora, converted)
+        state, metadata = convert(lora, args.to, dtype)
+        files[name] = TensorFile([make_part(*item) for item in state.items()], metadata)
+        (converted,) = lora_files.parse_lora(path, state, metadata)
+        loss = measure_loss(lora, converted, dtype, verify=args.verify)
         if args.dtype != "fp32" and loss.intended:
             lines.append(f"{lora.path}: update kept {loss.share:.1%}, error {loss.relative_error:.2%} of it")
             if loss.relative_error > 0.01:
                 lines.append(f"WARNING: {args.dtype} loses part of the update; use --dtype fp32")
         for line in lines:
             print(command_line.one_line(line))
-    output.make_room(sum(value.nbytes for state, _ in states.values() for value in state.values()))
-    if args.dry_run:
-        print("dry run: nothing written")
-        output.write_report(report)
-        return
-    if output.is_file:
-        ((state, metadata),) = states.values()
-        output.write_file(make_parts(state), metadata, lambda count: None)
-    else:
-        with output.folder() as folder:
-            for name, (state, metadata) in states.items():
-                path = folder / name.relative_to(args.out)
-                path.parent.mkdir(exist_ok=True)
-                writing.write_file(path, make_parts(state), metadata, lambda count: None)
-    if args.verify:
-        verify_conversion(loras, lora_files.read_lora(args.out), dtype)
-        print("verified: read back, every update equals the input's")
-    print(command_line.one_line(f"written: {args.out}"))
-    output.write_report(report)
+    output.finish(args, files, report)
 
 
 def is_wan(lora: Lora) -> bool:
@@ -184,40 +168,34 @@ def diffusers_config(lora: Lora) -> dict[str, object]:
     return {f"transformer.{key}": value for key, value in config.items()}
 
 
-def make_parts(state: dict[str, Tensor]) -> list[Part]:
-    """Return the tensors as a file's parts."""
-    names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-
-    def part(name: str, value: Tensor) -> Part:
-        shape, dtype = tuple(value.shape), names[value.dtype]
-        return Part(name=name, dtype=dtype, shape=shape, pieces=lambda: [lora_files.as_bytes(value)])
-
-    return [part(*item) for item in state.items()]
+def make_part(name: str, value: Tensor) -> Part:
+    dtypes = {dtype: stored for stored, dtype in TORCH_DTYPES.items()}
+    return Part(
+        name=name, dtype=dtypes[value.dtype], shape=tuple(value.shape), pieces=lambda: [lora_files.as_bytes(value)]
+    )
 
 
-def measure_loss(before: Lora, after: Lora) -> MergeLoss:
-    """Measure the share of the products, differences and biases that is left."""
+def measure_loss(before: Lora, after: Lora, dtype: torch.dtype, *, verify: bool) -> MergeLoss:
+    """Measure the share of the products, differences and biases that is left.
+
+    Raise InputError where another part is missing or new; verify: also where one has other values than by rounding.
+    """
     total = MergeLoss()
     for module, update in before.updates.items():
         old, new = changes(update), changes(after.updates[module])
-        for kind in old.keys() & new.keys() & {"product", "difference", "bias"}:
-            total.add_products(old[kind], new[kind])
+        if old.keys() != new.keys():
+            raise InputError(
+                f"{after.path}: {module} would have {', '.join(new)} instead of {', '.join(old)}; report it, this is a "
+                "fault of the tool"
+            )
+        for kind in old:
+            loss = MergeLoss()
+            loss.add_products(old[kind], new[kind])
+            if verify and (not loss.intended and loss.error or loss.relative_error > 4 * torch.finfo(dtype).eps):
+                raise InputError(f"{after.path}: {kind} of {module} is not that of {before.path}")
+            if not kind.startswith("magnitude"):
+                total.add_products(old[kind], new[kind])
     return total
-
-
-def verify_conversion(before: list[Lora], after: list[Lora], dtype: torch.dtype) -> None:
-    """Raise InputError (the output is wrong) unless each update is there with the same product up to rounding."""
-    for old, new in zip(before, after, strict=True):
-        if old.updates.keys() != new.updates.keys():
-            raise InputError(f"{new.path} has other modules than {old.path}")
-        for module, update in old.updates.items():
-            expected, actual = changes(update), changes(new.updates[module])
-            for kind in expected.keys() | actual.keys():
-                loss = MergeLoss()
-                if kind in expected and kind in actual:
-                    loss.add_products(expected[kind], actual[kind])
-                if not loss.intended and loss.error or loss.relative_error > 4 * torch.finfo(dtype).eps:
-                    raise InputError(f"{new.path}: {kind} of {module} is not that of {old.path}")
 
 
 def changes(update: Update) -> dict[str, tuple[Tensor, Tensor]]:

@@ -1,11 +1,8 @@
 """Merging LoRAs into a checkpoint: the work of tools/merge_lora.py."""
 
 import argparse
-import os
 import re
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +10,7 @@ from rewardfl import command_line
 from rewardfl.files import sha256
 from rewardfl.merging import merge_tensors, writing
 from rewardfl.merging.output import MANIFEST, Output
+from rewardfl.merging.writing import OutputFiles, TensorFile
 from rewardfl.weights import image_names, lora_files, merge, shards
 from rewardfl.weights.lora_files import Lora
 from rewardfl.weights.shards import InputError
@@ -28,7 +26,6 @@ LAYOUTS: tuple[Folders, ...] = (
 )
 Routing = dict[str | None, list[tuple[Lora, float]]]  # {expert of the base: its LoRAs and strengths}
 Plans = dict[str | None, merge_tensors.Plan]
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")  # files that no one edits: links to them save the room
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +65,17 @@ def run(args: argparse.Namespace) -> None:
         print(command_line.one_line(line))
     for expert, plan in plans.items():
         warn_of_loss(expert, plan, report)
-    copies = list(other_files(args.base, {folders[expert] for expert in plans})) if layout else None
-    copied_config = config if args.rename == "keep" and config.is_file() else None
-    write_merged(args, output, folders, plans, copies, copied_config, report)
+    metadata = {"format": "pt", "rewardfl": _TOOL}
+    metadata |= {f"rewardfl_{key}": value for key, value in report["record"].items()}
+    merged = {folders[expert]: TensorFile(plan.parts, metadata) for expert, plan in plans.items()}
+    if layout:
+        files: OutputFiles = {name.as_posix(): path for path, name in other_files(args.base, set(merged))}
+        for folder, weights in merged.items():
+            files |= writing.shard(weights, args.max_shard_size, folder)
+    else:
+        copied_config = config if args.rename == "keep" and config.is_file() else None
+        files = output.model_files(merged["."], args.max_shard_size, copied_config)
+    output.finish(args, files, report)
 
 
 def open_bases(args: argparse.Namespace, layout: Folders | None) -> tuple[dict[str | None, shards.Checkpoint], Folders]:
@@ -205,69 +210,3 @@ def other_files(base: Path, merged: set[str]) -> Iterator[tuple[Path, Path]]:
     for folder in sorted(merged):
         if (base / folder / "config.json").is_file():
             yield base / folder / "config.json", Path(folder, "config.json")
-
-
-def write_merged(
-    args: argparse.Namespace,
-    output: Output,
-    folders: Folders,
-    plans: Plans,
-    copies: list[tuple[Path, Path]] | None,
-    config: Path | None,
-    report: dict,
-) -> None:
-    """Write and verify the output, or with --dry-run print its size. copies: see write_pipeline."""
-    total = sum(part.nbytes for plan in plans.values() for part in plan.parts)
-    total += sum(file.stat().st_size for file, _ in copies or () if file.suffix not in _WEIGHTS)
-    output.make_room(total)
-    if args.dry_run:
-        print(f"dry run: nothing written; {command_line.format_bytes(total)} would be")
-        output.write_report(report)
-        return
-    metadata = {"format": "pt", "rewardfl": _TOOL}
-    metadata |= {f"rewardfl_{key}": value for key, value in report["record"].items()}
-    if copies is not None:
-        write_pipeline(args, output, {folders[expert]: plan for expert, plan in plans.items()}, copies, metadata)
-    else:
-        (plan,) = plans.values()
-        with writing.progress_bar(plan.parts, str(args.out)) as bar:
-            output.write_model(plan.parts, metadata, args.max_shard_size, bar.update, config)
-    if args.verify:
-        for expert, plan in plans.items():
-            path = args.out / folders[expert]
-            with writing.progress_bar(plan.parts, f"verifying {path}") as bar:
-                writing.verify(plan.parts, shards.open_checkpoint(path), bar.update)
-        print("verified: every tensor equals base + LoRA, merged again")
-    print(command_line.one_line(f"written: {args.out}"))
-    output.write_report(report)
-
-
-def write_pipeline(
-    args: argparse.Namespace,
-    output: Output,
-    plans: Mapping[str, merge_tensors.Plan],
-    copies: Sequence[tuple[Path, Path]],
-    metadata: Mapping[str, str],
-) -> None:
-    """Write the pipeline with its merged experts, by folder. Hard-link other weights, copy everything else.
-
-    copies: each other file, with its path in the output. A link shares its content with the base, so files that people
-    edit (configurations, tokenizer) must be copies.
-    """
-    with output.folder() as folder:
-        for source, target in copies:
-            copy_or_link(source, folder / target)
-        for name, plan in plans.items():
-            (folder / name).mkdir(exist_ok=True)
-            with writing.progress_bar(plan.parts, name) as bar:
-                writing.write_folder(folder / name, plan.parts, metadata, args.max_shard_size, bar.update)
-
-
-def copy_or_link(source: Path, target: Path) -> None:
-    """Copy a file, or link weights where the disk has links and both places are on it."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if source.suffix in _WEIGHTS:
-        with suppress(OSError):
-            os.link(source.resolve(), target)
-            return
-    shutil.copyfile(source, target)

@@ -97,27 +97,22 @@ def plan_merge(base: Checkpoint, loras: Sequence[tuple[Lora, float]], dtype: str
     return Plan(base=base, parts=parts, merged=merged, naming=naming)
 
 
-def to_bytes(values: Tensor, dtype: str, label: str) -> memoryview:
-    """Return the values rounded once to the stored dtype. Raise InputError when they do not fit into it."""
-    rounded = values.to(TORCH_DTYPES[dtype])
-    if not bool(torch.isfinite(rounded).all()):
-        raise InputError(f"{label} has values beyond what {dtype} can hold, or nan; use --dtype fp32 or bf16")
-    return as_bytes(rounded)
-
-
-def _stored(values: Tensor, dtype: str) -> Tensor:
-    return values.to(TORCH_DTYPES[dtype]).float()
-
-
 def _merged_pieces(entry: Entry, updates: Updates, stored: str) -> Callable[[], Iterator[memoryview]]:
-    """Return the pieces of a tensor with its updates, or cast without one."""
+    """Return the pieces of a tensor with its updates, or cast without one, rounded once to the stored dtype."""
 
     def pieces() -> Iterator[memoryview]:
-        add = merge.make_adder(entry, updates)
+        loaded = merge.load_updates(entry, updates)
         for first, count in merge.row_blocks(entry):
             # a copy, which torch aligns, gives the same bits again: `verify` makes every piece twice
-            rows = add(merge.read_rows(entry, first, count).clone(), first)
-            yield to_bytes(rows, stored, f"{entry.name} of {entry.file}{' after merging' if updates else ''}")
+            rows = merge.add_updates(entry, loaded, merge.read_rows(entry, first, count).clone(), first)
+            rounded = rows.to(TORCH_DTYPES[stored])
+            if not bool(torch.isfinite(rounded).all()):
+                merged = " after merging" if updates else ""
+                raise InputError(
+                    f"{entry.file}: {entry.name}{merged} has nan, or values beyond what {stored} can hold; use --dtype "
+                    "fp32 or bf16"
+                )
+            yield as_bytes(rounded)
 
     return pieces
 
@@ -130,6 +125,6 @@ def estimate_loss(plan: Plan) -> MergeLoss:
             count = min(SAMPLE_ROWS, entry.rows)
             first = (entry.rows - count) // 2
             before = merge.read_rows(entry, first, count)
-            merged = merge.make_adder(entry, plan.merged[name])(before.clone(), first)
-            loss.add(before, merged, _stored(merged, part.dtype))
+            merged = merge.add_updates(entry, merge.load_updates(entry, plan.merged[name]), before.clone(), first)
+            loss.add(before, merged, merged.to(TORCH_DTYPES[part.dtype]).float())
     return loss

@@ -9,6 +9,7 @@ A tool replaces only files that it can prove to be its own, and never its input.
 An edited file has another hash, so it is the user's. Merging tools write a file or a folder whole (Output).
 """
 
+import argparse
 import fcntl
 import glob
 import hashlib
@@ -27,7 +28,7 @@ from pydantic import BaseModel, ValidationError
 from rewardfl import command_line
 from rewardfl.files import atomic_directory, atomic_write, sha256
 from rewardfl.merging import writing
-from rewardfl.merging.writing import Part, Progress
+from rewardfl.merging.writing import OutputFiles, TensorFile
 from rewardfl.weights import shards
 from rewardfl.weights.shards import InputError
 
@@ -99,13 +100,11 @@ class File:
 
     def check(self) -> None:
         """Raise InputError unless the path is free or this tool's earlier output, and no input."""
-        path, name = self.path, f"{self.option} {self.path}"
+        path = self.path
         check_inputs(self.option, path, self.inputs)
         _check_parent(self.option, path)
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise InputError(f"{name} is a link, a folder or a device; give the name of a file")
-        if path.exists() and not self._is_own():
-            raise InputError(f"{name} is not a file as this tool wrote it; {_WAY_OUT}")
+        if os.path.lexists(path) and (path.is_symlink() or not self._is_own()):
+            raise InputError(f"{self.option} {path} is not a file as this tool wrote it; {_WAY_OUT}")
 
     def write(self, content: bytes) -> None:
         """Write the content with its proof. Raise InputError as `check` does."""
@@ -149,8 +148,7 @@ class Folder:
             path = _nearest_existing(folder / name)
             is_above = path.is_dir() and path != folder / name and self._is_inside(path.relative_to(folder))
             if not is_above and not self._is_own(name, listed):
-                problem = "it is not as this tool wrote it; move it away, or give another --out"
-                raise InputError(f"{path} is in the way: {problem}")
+                raise InputError(f"{path} is in the way: it is not as this tool wrote it; {_WAY_OUT}")
 
     def check_whole(self) -> None:
         """Raise InputError unless the folder may be replaced: it is missing, or holds this tool's files alone."""
@@ -251,8 +249,6 @@ class Output:
     def check(self, inputs: Sequence[Path]) -> None:
         """Raise InputError when the output or the report would harm an input, each other, or a file of the user's."""
         out = self.path
-        if out.name in ("", ".."):
-            raise InputError(f"--out {out} has no name of its own; write the folder's name")
         check_inputs("--out", out, inputs)
         self.check_replaceable()
         index = out.with_name(f"{out.name}.index.json")
@@ -271,7 +267,32 @@ class Output:
         else:
             Folder(path, self.tool).check_whole()
 
-    def make_room(self, nbytes: int) -> None:
+    def model_files(self, weights: TensorFile, max_bytes: int, config: Path | None) -> OutputFiles:
+        """Return the files of a model: the one that the output is, or a folder's, with a copy of `config`."""
+        if self.is_file:
+            return {self.path.name: weights}
+        return writing.shard(weights, max_bytes) | ({"config.json": config} if config else {})
+
+    def finish(self, args: argparse.Namespace, files: OutputFiles, report: dict) -> None:
+        """Write the files and the report. args: --dry-run (write the report alone) and --verify.
+
+        files: by their names below the output folder, or the one of an output that is a file. Raise InputError where
+        the disk has no room, and where the path has meanwhile got content that may not be replaced.
+        """
+        nbytes = writing.count_bytes(files)
+        self._make_room(nbytes)
+        if args.dry_run:
+            print(f"dry run: nothing written; {command_line.format_bytes(nbytes)} would be")
+        else:
+            self._write(files)
+            if args.verify:
+                self._verify(files)
+            print(command_line.one_line(f"written: {self.path}"))
+        if self.report:
+            self.report.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(self.report, json.dumps({"tool": self.tool} | report, indent=2) + "\n")
+
+    def _make_room(self, nbytes: int) -> None:
         """Print which unfinished outputs lie there. Raise InputError where the disk has no room."""
         for stray in sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.tmp-*")):
             print(command_line.one_line(f"note: {stray} is of a killed run, or of one that still writes"))
@@ -280,41 +301,21 @@ class Output:
             sizes = f"{command_line.format_bytes(nbytes)}, the disk has {command_line.format_bytes(free)} free"
             raise InputError(f"--out {self.path} needs {sizes}")
 
-    @contextmanager
-    def folder(self) -> Iterator[Path]:
-        """Yield a folder to fill, which becomes the output, with a manifest, when the block ends without an exception.
-
-        Raise InputError when the path has meanwhile got content that may not be replaced.
-        """
+    def _write(self, files: OutputFiles) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_directory(self.path) as new:
-            yield new
-            files = [path.relative_to(new).as_posix() for path in sorted(new.rglob("*")) if path.is_file()]
-            Folder(new, self.tool).seal(files)
-            self.check_replaceable()
+        with writing.progress_bar(files, str(self.path)) as bar:
+            if self.is_file:
+                (weights,) = (content for content in files.values() if isinstance(content, TensorFile))
+                writing.write_file(self.path, weights, bar.update, self.check_replaceable)
+                return
+            with atomic_directory(self.path) as new:
+                writing.write_folder(new, files, bar.update)
+                Folder(new, self.tool).seal(sorted(files))
+                self.check_replaceable()
 
-    def write_file(self, parts: list[Part], metadata: Mapping[str, str], progress: Progress) -> None:
-        """Write a .safetensors file.
-
-        Raise InputError when the path has meanwhile got a file that may not be replaced.
-        """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        writing.write_file(self.path, parts, metadata, progress, self.check_replaceable)
-
-    def write_model(
-        self, parts: list[Part], metadata: Mapping[str, str], max_bytes: int, progress: Progress, config: Path | None
-    ) -> None:
-        """Write a model, a .safetensors file or a folder (with a copy of `config`), whole or not at all."""
-        if self.is_file:
-            self.write_file(parts, metadata, progress)
-            return
-        with self.folder() as folder:
-            writing.write_folder(folder, parts, metadata, max_bytes, progress)
-            if config:
-                (folder / "config.json").write_bytes(config.read_bytes())
-
-    def write_report(self, report: dict) -> None:
-        """Write the report to the file of --json, if there is one."""
-        if self.report:
-            self.report.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(self.report, json.dumps({"tool": self.tool} | report, indent=2) + "\n")
+    def _verify(self, files: OutputFiles) -> None:
+        with writing.progress_bar(files, "verifying") as bar:
+            for name, content in files.items():
+                if isinstance(content, TensorFile):
+                    writing.verify(self.path if self.is_file else self.path / name, content, bar.update)
+        print("verified: every tensor was read back and is what was to be written")

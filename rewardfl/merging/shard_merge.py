@@ -1,11 +1,11 @@
 """Join, split, cast or rename a sharded checkpoint in one pass: the work of tools/merge_shards.py."""
 
 import argparse
+from collections import Counter
 
 from rewardfl import command_line
-from rewardfl.merging import writing
 from rewardfl.merging.output import Output
-from rewardfl.merging.writing import Part, copy_entry
+from rewardfl.merging.writing import Part, TensorFile, copy_entry
 from rewardfl.weights import shards, wan_names
 from rewardfl.weights.shards import Checkpoint
 
@@ -18,34 +18,23 @@ def run(args: argparse.Namespace) -> None:
     output = Output(path=args.out, report=args.json, force=args.force, tool=_TOOL)
     config = model.files[0].with_name("config.json")
     output.check([*args.input, *model.files, config])
-    parts = plan_parts(model, args.dtype, args.rename)
-    total = sum(part.nbytes for part in parts)
-    output.make_room(total)
-    dtypes = {dtype: sum(part.dtype == dtype for part in parts) for dtype in sorted({part.dtype for part in parts})}
+    weights = TensorFile(
+        plan_parts(model, args.dtype, args.rename), {"format": "pt", **model.metadata, "rewardfl": _TOOL}
+    )
+    dtypes = dict(sorted(Counter(part.dtype for part in weights.parts).items()))
     report = {
         "input": [str(path) for path in model.files],
-        "tensors": len(parts),
+        "tensors": len(weights.parts),
         "bytes_in": model.nbytes,
-        "bytes_out": total,
+        "bytes_out": weights.nbytes,
         "dtypes": dtypes,
     }
     listing = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.items())
-    print(f"{len(model.files)} files, {len(parts)} tensors ({listing}), {command_line.format_bytes(total)}")
-    if args.dry_run:
-        print("dry run: nothing written")
-        output.write_report(report)
-        return
-    metadata = {"format": "pt", **model.metadata, "rewardfl": _TOOL}
+    size = command_line.format_bytes(weights.nbytes)
+    print(f"{len(model.files)} files, {len(weights.parts)} tensors ({listing}), {size}")
     copied_config = config if args.rename == "keep" and config.is_file() else None
-    with writing.progress_bar(parts, str(args.out)) as bar:
-        output.write_model(parts, metadata, args.max_shard_size, bar.update, copied_config)
-    if args.verify:
-        with writing.progress_bar(parts, "verifying") as bar:
-            writing.verify(parts, shards.open_checkpoint(args.out), bar.update)
-        print("verified: every tensor equals the input's")
-    print(command_line.one_line(f"written: {args.out}"))
-    output.write_report(report)
-    if output.is_file:
+    output.finish(args, output.model_files(weights, args.max_shard_size, copied_config), report)
+    if output.is_file and not args.dry_run:
         print(
             "diffusers: WanTransformer3DModel.from_single_file needs config= (without it, a Wan2.2 file is taken for "
             "Wan2.1), and casts all tensors; a folder with config.json loads through from_pretrained"

@@ -5,8 +5,11 @@ torch 220.
 """
 
 import json
+import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -14,11 +17,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 from rewardfl.files import atomic_file
-from rewardfl.weights.shards import ITEM_BYTES, Checkpoint, Entry, InputError
+from rewardfl.weights import shards
+from rewardfl.weights.shards import ITEM_BYTES, Entry, InputError
 
 STEM = "diffusion_pytorch_model"  # of the files in a diffusers or Wan-AI expert folder
 Bytes = bytes | bytearray | memoryview
 Progress = Callable[[int], object]  # called with the size of each piece that is written, in bytes
+_LINKED = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")  # files that no one edits: links to them save the room
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,25 +40,36 @@ class Part:
         return ITEM_BYTES[self.dtype] * prod(self.shape)
 
 
+@dataclass(frozen=True)
+class TensorFile:
+    """The content of a safetensors file."""
+
+    parts: list[Part]
+    metadata: Mapping[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+OutputFiles = dict[str, TensorFile | Path | bytes]  # by their names: tensors, a file to copy, or plain content
+
+
 def copy_entry(entry: Entry, name: str | None = None) -> Part:
     """Return the part that copies `entry`, perhaps under another name."""
     return Part(name=name or entry.name, dtype=entry.dtype, shape=entry.shape, pieces=entry.pieces)
 
 
 def write_file(
-    path: Path,
-    parts: list[Part],
-    metadata: Mapping[str, str],
-    progress: Progress,
-    before_replacing: Callable[[], None] = lambda: None,
+    path: Path, weights: TensorFile, progress: Progress, before_replacing: Callable[[], None] = lambda: None
 ) -> None:
     """Write a safetensors file that appears at `path` only when it is complete, with progress(bytes) per piece.
 
     Tensors are laid out by falling item size, then by name, which aligns each of them. before_replacing: called when
     the content is written; an exception in it leaves `path` as it is.
     """
-    ordered = sorted(parts, key=lambda part: (-ITEM_BYTES[part.dtype], part.name))
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    ordered = sorted(weights.parts, key=lambda part: (-ITEM_BYTES[part.dtype], part.name))
+    header: dict[str, object] = {"__metadata__": dict(weights.metadata)}
     end = 0
     for part in ordered:
         header[part.name] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": [end, end + part.nbytes]}
@@ -63,58 +79,76 @@ def write_file(
     with atomic_file(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for part in ordered:
-            written = 0
             for content in part.pieces():
-                written += file.write(content)
+                file.write(content)
                 progress(len(content))
-            if written != part.nbytes:
-                raise RuntimeError(f"tensor {part.name} came as {written} bytes of {part.nbytes}")
         before_replacing()
 
 
-def shard(parts: list[Part], max_bytes: int) -> dict[str, list[Part]]:
-    """Return {file name: its tensors} in the parts' order. A file exceeds max_bytes only if a single tensor does."""
+def write_folder(folder: Path, files: OutputFiles, progress: Progress) -> None:
+    """Fill a folder. Hard-link weights where the disk has links and both places are on it; copy all other files.
+
+    A link shares its content with the original, so files that people edit (configurations, tokenizer) must be copies.
+    """
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, TensorFile):
+            write_file(path, content, progress)
+            continue
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+            continue
+        if content.suffix in _LINKED:
+            with suppress(OSError):
+                os.link(content.resolve(), path)
+                continue
+        shutil.copyfile(content, path)
+
+
+def count_bytes(files: OutputFiles) -> int:
+    """Return the bytes of the tensors to write; all else is small, or a link."""
+    return sum(content.nbytes for content in files.values() if isinstance(content, TensorFile))
+
+
+def shard(weights: TensorFile, max_bytes: int, folder: str = ".") -> OutputFiles:
+    """Return a model's files in a folder, by the names that loaders expect: one, or shards with their index.json.
+
+    A file exceeds max_bytes only if a single tensor does.
+    """
     groups: list[list[Part]] = [[]]
     size = 0
-    for part in parts:
+    for part in weights.parts:
         if groups[-1] and size + part.nbytes > max_bytes:
             groups.append([])
             size = 0
         groups[-1].append(part)
         size += part.nbytes
+    stem = Path(folder, STEM).as_posix()
     if len(groups) == 1:
-        return {f"{STEM}.safetensors": groups[0]}
-    return {f"{STEM}-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+        return {f"{stem}.safetensors": weights}
+    names = [f"{STEM}-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+    weight_map = {part.name: name for name, group in zip(names, groups, strict=True) for part in group}
+    index = {"metadata": {"total_size": weights.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
+    files: OutputFiles = {f"{stem}.safetensors.index.json": f"{json.dumps(index, indent=2)}\n".encode()}
+    for name, group in zip(names, groups, strict=True):
+        files[Path(folder, name).as_posix()] = TensorFile(group, weights.metadata)
+    return files
 
 
-def write_folder(
-    folder: Path, parts: list[Part], metadata: Mapping[str, str], max_bytes: int, progress: Progress
-) -> None:
-    """Fill an existing folder with one file or with shards and their index.json, under the names loaders expect."""
-    files = shard(parts, max_bytes)
-    for name, group in files.items():
-        write_file(folder / name, group, metadata, progress)
-    if len(files) > 1:
-        weight_map = dict(sorted((part.name, name) for name, group in files.items() for part in group))
-        index = {"metadata": {"total_size": sum(part.nbytes for part in parts)}, "weight_map": weight_map}
-        (folder / f"{STEM}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def verify(parts: list[Part], written: Checkpoint, progress: Progress) -> None:
-    """Raise InputError (the output is wrong) unless it holds exactly the parts, whose bytes are made again."""
-    if differing := sorted(written.tensors.keys() ^ {part.name for part in parts}):
-        raise InputError(f"{written.path} and the plan differ in tensor {differing[0]}")
-    for part in parts:
-        output = written.tensors[part.name]
-        if (output.dtype, output.shape) != (part.dtype, part.shape):
-            raise InputError(f"{written.path}: {part.name} is {output.dtype} {output.shape}")
-        with output.file.open("rb") as file:
-            file.seek(output.offset)
+def verify(path: Path, weights: TensorFile, progress: Progress) -> None:
+    """Raise InputError (the output is wrong) unless a file holds exactly these weights, whose bytes are made again."""
+    written, _ = shards.read_header(path)
+    tensors = {(entry.name, entry.dtype, entry.shape) for entry in written.values()}
+    if differing := tensors ^ {(part.name, part.dtype, part.shape) for part in weights.parts}:
+        raise InputError(f"{path} and the plan differ in tensor {min(differing)[0]}")
+    for part in weights.parts:
+        with path.open("rb") as file:
+            file.seek(written[part.name].offset)
             if any(file.read(len(content)) != content for content in part.pieces()):
-                raise InputError(f"{written.path}: {part.name} differs from what was to be written; write it again")
+                raise InputError(f"{path}: {part.name} differs from what was to be written; write it again")
         progress(part.nbytes)
 
 
-def progress_bar(parts: list[Part], title: str) -> tqdm:
-    total = sum(part.nbytes for part in parts)
-    return tqdm(total=total, desc=title, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
+def progress_bar(files: OutputFiles, title: str) -> tqdm:
+    return tqdm(total=count_bytes(files), desc=title, unit="B", unit_scale=True, disable=not sys.stderr.isatty())

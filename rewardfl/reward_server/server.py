@@ -3,15 +3,13 @@
 import argparse
 import asyncio
 import hmac
-import ipaddress
 import logging
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import torch
 import uvicorn
@@ -39,8 +37,6 @@ WAIT_SECONDS = 10  # for a place among the bodies in memory
 ASK_AGAIN = {"Retry-After": "1"}  # seconds, short since the client has waited WAIT_SECONDS
 BODY_SECONDS = 120  # for a body to arrive
 DRAIN_SECONDS = 60  # for running requests when the server stops
-
-NO_ADDRESS = 1  # exit code
 
 
 class RewardServer:
@@ -135,7 +131,7 @@ class RewardServer:
         actual, expected = headers.get("Authorization", ""), f"Bearer {self.token}"
         # in constant time, so that the time does not reveal the token
         if self.token and not hmac.compare_digest(actual.encode(), expected.encode()):
-            raise HTTPException(401, "this server wants its token (Authorization: Bearer ...): the client's token_env")
+            raise HTTPException(401, "this server needs its token (Authorization: Bearer); set the client's token_env")
         if headers.get("Content-Type", "").partition(";")[0].strip().lower() != wire.CONTENT_TYPE:
             raise HTTPException(415, f"Content-Type must be {wire.CONTENT_TYPE}, got {headers.get('Content-Type')}")
 
@@ -180,10 +176,7 @@ async def _refuse(request: Request, error: HTTPException) -> Response:
 
 def check_host(host: str, token: str) -> None:
     """Raise ValueError for an address that other machines can reach, unless there is a token."""
-    local = host == "localhost"
-    with suppress(ValueError):  # another name: it may resolve to any address
-        local = local or ipaddress.ip_address(host).is_loopback
-    if not local and not token:
+    if host not in ("127.0.0.1", "::1", "localhost") and not token:
         raise ValueError(
             f"--host {host}: without a token the server listens on this machine only (127.0.0.1); name the environment "
             "variable that holds one with --token-env"
@@ -203,8 +196,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         server = RewardServer((args.host, args.port), reward, device, args.batch, int(args.max_mb * 1e6), token)
     except OSError as error:
-        print(f"error: --host {args.host} --port {args.port}: {error}", file=sys.stderr)
-        return NO_ADDRESS
+        message = f"--host {args.host} --port {args.port}: {error}; choose another address"
+        raise ValueError(message) from None
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         reward = build(args.reward, parse_settings(args.settings), "--settings").to(args.device)
         print(table(score_files(reward, args)))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(escape_control(f"error: {error}"), file=sys.stderr)
         return 2
     return 0

@@ -1,6 +1,7 @@
-"""The base class of rewards: modules from videos to one score per sample."""
+"""The base class of rewards, modules from videos to one score per sample, and the check of their contract."""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,9 +10,17 @@ from torch import Tensor, nn
 
 Reference = Mapping[str, Tensor] | None  # output of `Reward.reference`
 
+NONFINITE = "nonfinite"  # the part that counts scores that were not finite
+
+_is_part_name = re.compile(r"[\w.-]+").fullmatch  # part names become pieces of metric keys
+
 
 class RewardError(ValueError):
     """A reward cannot be built or breaks its contract. The message names its configuration key or its class."""
+
+
+class ContractError(RewardError):
+    """The output of a reward breaks the contract of RewardOutput."""
 
 
 class Unavailable(RuntimeError):
@@ -100,3 +109,57 @@ def score_clips(
     rows = torch.tensor([[parts.get(name, math.nan) for name in names] for _, parts in results], device=video.device)
     valid = torch.tensor([score is not None for score, _ in results], device=video.device)
     return RewardOutput(torch.stack(scores), valid, dict(zip(names, rows.unbind(1), strict=True)))
+
+
+def attach_checks(reward: Reward) -> Reward:
+    """Return `reward` with hooks that check every call (video, batch) against the contract of RewardOutput.
+
+    A call raises ContractError unless score is (B,) floating point, valid (B,) bool and each part (B,). So does a
+    differentiable reward's score without gradient.
+
+    A score that is not finite makes its sample invalid and counts 1 in the part `nonfinite` (added to the reward's own
+    part of that name). Invalid samples get score 0 and a gradient of zero, even where the reward's gradient is NaN.
+    """
+    reward.register_forward_pre_hook(_watch)
+    reward.register_forward_hook(_check)
+    return reward
+
+
+def _watch(reward: Reward, args: tuple) -> tuple:
+    video, batch = args
+    if len(batch) != len(video):
+        raise RewardError(f"{len(video)} videos need as many references, got {len(batch)}")
+    # a view: a hook on it changes this reward's gradient only, not that of other rewards of the same video
+    return video.view_as(video), batch
+
+
+def _check(reward: Reward, args: tuple, output: RewardOutput) -> RewardOutput:
+    """Check the output and clear invalid samples."""
+    video, who, count = args[0], f"reward {type(reward).__qualname__}", len(args[0])
+    if not isinstance(output, RewardOutput):
+        raise ContractError(f"{who} must return a RewardOutput, it returned a {type(output).__name__}")
+    parts = {f"parts[{name!r}]": part for name, part in output.parts.items()}
+    for label, value in {"score": output.score, "valid": output.valid, **parts}.items():
+        if not isinstance(value, Tensor) or value.shape != (count,):
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise ContractError(f"{who}: {label} must be a tensor of one value per video, ({count},), got {got}")
+    if not output.score.is_floating_point():
+        raise ContractError(f"{who}: score must be floating point, it is {output.score.dtype}")
+    if output.valid.dtype != torch.bool:
+        raise ContractError(f"{who}: valid must be bool, it is {output.valid.dtype}")
+    for name in output.parts:
+        if not isinstance(name, str) or not _is_part_name(name):
+            raise ContractError(f"{who}: parts[{name!r}] is no name for a metric; use letters, digits, _ - and .")
+    wants_gradient = reward.differentiable and torch.is_grad_enabled() and video.requires_grad
+    if wants_gradient and output.valid.any() and not output.score.requires_grad:
+        raise ContractError(f"{who} says that it is differentiable, but its score has no gradient to the video")
+
+    finite = output.score.isfinite()
+    valid = output.valid & finite
+    if video.requires_grad and not valid.all():
+        rows = ~valid.to(video.device).view(-1, *[1] * (video.ndim - 1))
+        video.register_hook(lambda gradient: gradient.masked_fill(rows, 0))
+    counted = (output.valid & ~finite).float()
+    if NONFINITE in output.parts:
+        counted = counted + output.parts[NONFINITE].to(counted).nan_to_num()
+    return RewardOutput(output.score.masked_fill(~valid, 0), valid, {**output.parts, NONFINITE: counted})

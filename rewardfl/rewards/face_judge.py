@@ -105,4 +105,4 @@ class FaceJudge(FaceIdentityReward):
         """Return the figures of motion and artifacts of the 8-bit frames of a video (3, F, H, W) in [-1, 1]."""
         frames = data.to_uint8(video).contiguous().cpu().numpy()  # one copy to the CPU
         periods = [self.grid_period] if self.grid_period else []
-        return vars(video_motion(frames, boxes)) | vars(measure_artifacts(frames, periods))
+        return video_motion(frames, boxes) | measure_artifacts(frames, periods)

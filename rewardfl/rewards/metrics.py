@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from rewardfl.rewards.contract import NONFINITE
+from rewardfl.rewards.base import NONFINITE
 from rewardfl.rewards.scoring import RewardResult, Term, concat_results
 
 Batches = Sequence[Sequence[RewardResult]]  # by batch, then by term

@@ -11,8 +11,7 @@ import torch
 
 from rewardfl import trust
 from rewardfl.config import RewardSpec, did_you_mean
-from rewardfl.rewards.base import Reward, RewardError
-from rewardfl.rewards.contract import attach_checks
+from rewardfl.rewards.base import Reward, RewardError, attach_checks
 from rewardfl.rewards.scoring import Term
 from rewardfl.rewards.settings import check_settings
 
@@ -38,7 +37,7 @@ REWARDS: dict[str, str] = {
 
 
 def build(name: str, settings: Mapping[str, object], place: str = "settings") -> Reward:
-    """Build the reward `name` (see find_reward) with `settings`; each call is checked (see contract.attach_checks).
+    """Build the reward `name` (see find_reward) with `settings`; each call is checked (see attach_checks).
 
     place: the key of the settings, for messages. Raise ValueError for an unknown name, a class that is no reward or may
     not be loaded, and settings that are unknown, missing or of another type.
@@ -134,7 +133,7 @@ def find_reward(name: str) -> type[Reward]:
     if cls is None:
         raise ValueError(f"{source} defines no {attribute!r}{did_you_mean(attribute, vars(module))}")
     if not isinstance(cls, type) or not issubclass(cls, Reward):
-        raise ValueError(f"{name} must be a subclass of rewardfl.rewards.Reward, and it is none")
+        raise ValueError(f"{name} is no subclass of rewardfl.rewards.Reward; derive your class from it")
     if not cls.name:
         raise ValueError(f"{name} must have a class attribute `name`, under which its references are cached")
     return cls

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rewardfl.rewards.base import Reference, Reward, RewardError, RewardOutput, Unavailable
-from rewardfl.rewards.contract import ContractError
+from rewardfl.rewards.base import ContractError, Reference, Reward, RewardError, RewardOutput, Unavailable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ changes nothing, or must hold nothing. Every other key is refused by name. No to
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -52,14 +52,12 @@ class AdapterConfig(BaseModel):
 
     def stored_alpha(self, module: str) -> float | None:
         """Return the alpha of the first pattern that fits a module's name in the file, as peft does."""
-        ends = set(_name_ends(module))
-        fitting = (alpha for pattern, alpha in self.alpha_pattern.items() if _plain(pattern) in ends)
+        fitting = (alpha for pattern, alpha in self.alpha_pattern.items() if _fits(pattern, module))
         return next(fitting, self.lora_alpha)
 
-    def unused_patterns(self, modules: Iterable[str]) -> list[str]:
+    def unused_patterns(self, modules: Collection[str]) -> list[str]:
         """Return the keys of alpha_pattern that fit no module, which peft allows. modules: by the names in the file."""
-        ends = {end for name in modules for end in _name_ends(name)}
-        return [pattern for pattern in self.alpha_pattern if _plain(pattern) not in ends]
+        return [pattern for pattern in self.alpha_pattern if not any(_fits(pattern, name) for name in modules)]
 
 
 def read_adapter_config(
@@ -78,12 +76,11 @@ def read_adapter_config(
     file = path.with_name(CONFIG_NAME)
     if not file.is_file():
         return AdapterConfig(), None
-    if path.stem != "adapter_model" and list(path.parent.glob("adapter_model.*")):
-        return AdapterConfig(), f"{file} is not read: it belongs to the adapter_model file next to it"
-    if path.stem != "adapter_model" and not all(key.startswith(_PEFT) for key in ranks):
-        return AdapterConfig(), f"{file} is not read: the keys of {path.name} are not peft's ({_PEFT}...)"
+    is_pefts = path.stem == "adapter_model"
+    if not is_pefts and (list(path.parent.glob("adapter_model.*")) or not all(key.startswith(_PEFT) for key in ranks)):
+        return AdapterConfig(), f"{file} is not read: it belongs to a file of peft's, which {path.name} is not"
     config = _make_config(path, parse_json_object(file.read_bytes(), str(file)))
-    if path.stem != "adapter_model" and not config.ranks.issuperset(ranks.values()):
+    if not is_pefts and not config.ranks.issuperset(ranks.values()):
         return AdapterConfig(), f"{file} is not read: {path.name} has other ranks"
     return config, None
 
@@ -110,14 +107,7 @@ def _make_config(path: Path, config: Mapping[str, object]) -> AdapterConfig:
     return checked
 
 
-def _plain(pattern: str) -> str:
-    """Return a pattern's key without peft's signs of regular expressions."""
-    return pattern.replace("\\", "").removesuffix("$")
-
-
-def _name_ends(name: str) -> Iterator[str]:
-    """Yield ^a.b.c, a.b.c, b.c and c of a.b.c: the keys of a pattern by which peft finds this module."""
-    yield f"^{name}"
-    while name:
-        yield name
-        name = name.partition(".")[2]
+def _fits(pattern: str, name: str) -> bool:
+    """Return whether a pattern's key is a module's name, with or without ^ and $, or the end of one after a dot."""
+    plain = pattern.replace("\\", "").removesuffix("$")
+    return plain == f"^{name}" or f".{name}".endswith(f".{plain}")

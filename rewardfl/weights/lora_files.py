@@ -218,7 +218,7 @@ def parse_lora(
     models, slices = _find_modules(path, keys, rows)
     by_expert: dict[str | None, dict[str, dict[str, _Source]]] = {}
     names: dict[str, str] = {}  # of the modules in this file
-    both = any(key.startswith(("transformer_2.", "pipe.dit2.")) for key in sources)
+    both = any(key.startswith(_LOW_NOISE) for key in sources)
     for key, (name, role, expert) in keys.items():
         if both and expert is None:
             expert = "high_noise"  # `transformer.` next to `transformer_2.`

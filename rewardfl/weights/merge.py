@@ -1,8 +1,9 @@
 """Merging LoRAs into the tensors of a checkpoint, a few rows at a time: in float32 with one rounding at the end."""
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,9 +11,6 @@ from torch import Tensor
 from rewardfl.weights import image_names, shards, wan_names
 from rewardfl.weights.lora_files import TORCH_DTYPES, WAN, Lora, Update, load_tensor
 from rewardfl.weights.shards import BLOCK_BYTES, Checkpoint, Entry, InputError
-
-# adds to rows in place; arguments: the rows, the base's rows, and the slice of the tensor that they are
-_Term = Callable[[Tensor, Tensor, slice], Tensor]
 
 Updates = Sequence[tuple[Update, float]]  # of a tensor, with their strengths
 
@@ -33,22 +31,24 @@ def check_finite(lora: Lora) -> float:
     return largest
 
 
-def list_additions(update: Update, names: Collection[str]) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
-    """Return {tensor of the base, by diffusers' name: the (kind, shape) of each addition}. names: the base's."""
-    additions = defaultdict(list)
+def list_additions(update: Update, names: Collection[str]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield (tensor of the base, by diffusers' name; kind; shape) of each addition. names: the base's."""
     weight = update.module if update.module in names else f"{update.module}.weight"
     if update.down is not None:
-        additions[weight].append(("up @ down", (update.factors[0].shape[0], *update.factors[1].shape[1:])))
+        yield weight, "up @ down", (update.factors[0].shape[0], *update.factors[1].shape[1:])
     if update.diff is not None:
-        additions[weight].append(("diff", tuple(update.diff.shape)))
+        yield weight, "diff", tuple(update.diff.shape)
     for source, _ in update.biases():
-        additions[f"{update.module}.bias"].append(("bias", tuple(source.shape)))
-    return additions
+        yield f"{update.module}.bias", "bias", tuple(source.shape)
 
 
-def check_fits(lora: Lora, update: Update, names: Mapping[str, Entry]) -> None:
-    """Raise InputError when the base lacks a tensor of the update, or has one of another shape."""
-    for target, additions in list_additions(update, names).items():
+def find_targets(lora: Lora, update: Update, names: Mapping[str, Entry]) -> set[str]:
+    """Return the tensors that an update changes.
+
+    names: the base's tensors by diffusers' names. Raise InputError when it lacks one, or has one of another shape.
+    """
+    targets = set()
+    for target, kind, added in list_additions(update, names):
         if target not in names:
             raise InputError(
                 f"{lora.path}: the base has no {target} for the LoRA's {update.module}; it was trained on another "
@@ -57,9 +57,10 @@ def check_fits(lora: Lora, update: Update, names: Mapping[str, Entry]) -> None:
         shape = names[target].shape
         if 0 in shape:
             raise InputError(f"{names[target].file}: {names[target].name} is {shape}; there is nothing to merge into")
-        for kind, added in additions:
-            if added != shape:
-                raise InputError(f"{lora.path}: {kind} of {update.module} is {added}, the base's {target} is {shape}")
+        if added != shape:
+            raise InputError(f"{lora.path}: {kind} of {update.module} is {added}, the base's {target} is {shape}")
+        targets.add(target)
+    return targets
 
 
 def match_names(base: Checkpoint) -> tuple[tuple[str, ...], str, dict[str, str]]:
@@ -86,8 +87,7 @@ def updates_by_tensor(base: Checkpoint, loras: Sequence[tuple[Lora, float]]) -> 
                 f"{' or '.join(models)}; give the base that it was trained on"
             )
         for update in lora.updates.values():
-            check_fits(lora, update, by_diffusers_name)
-            for target in list_additions(update, by_diffusers_name):
+            for target in find_targets(lora, update, by_diffusers_name):
                 merged.setdefault(by_diffusers_name[target].name, []).append((update, strength))
     return merged
 
@@ -104,53 +104,44 @@ def read_rows(entry: Entry, first: int, count: int) -> Tensor:
     return torch.frombuffer(entry.read(first, count), dtype=TORCH_DTYPES[entry.dtype]).reshape(count, -1).float()
 
 
-def load_terms(entry: Entry, update: Update, strength: float) -> Iterator[_Term]:
-    """Yield the additions of an update to rows of a tensor, with the update's tensors loaded."""
-    if entry.name.endswith(".bias"):
-        for source, factor in update.biases():
-            yield _full(load_tensor(source).reshape(-1, 1), strength * factor)
-        return
-    if update.down is not None:
-        up, down = (load_tensor(factor).flatten(1) for factor in update.factors)
-        if update.magnitude is None:
-            yield lambda rows, base, chosen: rows.addmm_(up[chosen], down, alpha=update.scale * strength)
-        else:
-            yield _dora(entry, update, load_tensor(update.magnitude).reshape(-1, 1), up, down, strength)
-    if update.diff is not None:
-        yield _full(load_tensor(update.diff).reshape(entry.rows, -1), strength)
+def load_updates(entry: Entry, updates: Updates) -> Updates:
+    """Load the updates' tensors. A magnitude of the inputs becomes the factors of the moved weight's columns."""
+    loaded = []
+    for update, strength in updates:
+        tensors: dict[str, Any] = {role: load_tensor(source) for role, source in update.sources().items()}
+        if update.magnitude is not None and not update.wd_on_output:
+            up, down = (tensors[role].flatten(1) for role in ("up", "down"))
+            factors = tensors["magnitude"].flatten() / column_norms(entry, up, down, update.scale)
+            tensors["magnitude"] = factors.repeat_interleave(prod(entry.shape[2:]))  # a convolution's kernel
+        loaded.append((replace(update, **tensors), strength))
+    return loaded
 
 
-def _full(values: Tensor, factor: float) -> _Term:
-    return lambda rows, base, chosen: rows.add_(values[chosen], alpha=factor)
+def add_updates(entry: Entry, updates: Updates, rows: Tensor, first: int) -> Tensor:
+    """Merge updates that are loaded in place into a tensor's rows, (count, -1), from row `first` on.
 
-
-def _dora(entry: Entry, update: Update, magnitude: Tensor, up: Tensor, down: Tensor, strength: float) -> _Term:
-    """Return the term W' = m (W + s BA) / |W + s BA| (DoRA, arXiv 2402.09353, eq. 5) by rows or by columns."""
-    if not update.wd_on_output:
-        factors = magnitude.flatten() / column_norms(entry, up, down, update.scale)
-        factors = factors.repeat_interleave(prod(entry.shape[2:]))  # a convolution's kernel
-
-    def term(rows: Tensor, base: Tensor, chosen: slice) -> Tensor:
-        direction = torch.addmm(base, up[chosen], down, alpha=update.scale)
-        by_rows = update.wd_on_output
-        direction *= magnitude[chosen] / direction.norm(dim=1, keepdim=True) if by_rows else factors
-        return rows.add_(direction - base, alpha=strength)
-
-    return term
-
-
-def make_adder(entry: Entry, updates: Updates) -> Callable[[Tensor, int], Tensor]:
-    """Return add(rows, first), which merges in place into a base tensor's rows from row `first` on."""
-    loaded = [term for update, strength in updates for term in load_terms(entry, update, strength)]
-    keeps_base = any(update.magnitude is not None for update, _ in updates)
-
-    def add(rows: Tensor, first: int) -> Tensor:
-        base = rows.clone() if keeps_base else rows
-        for term in loaded:
-            term(rows, base, slice(first, first + len(rows)))
-        return rows
-
-    return add
+    A DoRA is W' = m (W + s BA) / |W + s BA| (arXiv 2402.09353, eq. 5), by rows or by columns.
+    """
+    base = rows.clone() if any(update.magnitude is not None for update, _ in updates) else rows
+    part = slice(first, first + len(rows))
+    for update, strength in updates:
+        if entry.name.endswith(".bias"):
+            for source, factor in update.biases():
+                rows.add_(load_tensor(source).reshape(-1, 1)[part], alpha=strength * factor)
+            continue
+        if update.down is not None:
+            up, down = (load_tensor(factor).flatten(1) for factor in update.factors)
+            if update.magnitude is None:
+                rows.addmm_(up[part], down, alpha=update.scale * strength)
+            else:
+                moved = torch.addmm(base, up[part], down, alpha=update.scale)
+                factors = load_tensor(update.magnitude)
+                if update.wd_on_output:
+                    factors = factors.reshape(-1, 1)[part] / moved.norm(dim=1, keepdim=True)
+                rows.add_(moved * factors - base, alpha=strength)
+        if update.diff is not None:
+            rows.add_(load_tensor(update.diff).reshape(entry.rows, -1)[part], alpha=strength)
+    return rows
 
 
 def column_norms(entry: Entry, up: Tensor, down: Tensor, scale: float) -> Tensor:
@@ -167,9 +158,9 @@ def merge_tensor(entry: Entry, updates: Updates, dtype: torch.dtype) -> Tensor:
 
     Only a few rows are held next to it.
     """
-    add = make_adder(entry, updates)
+    loaded = load_updates(entry, updates)
     result = torch.empty(entry.shape, dtype=dtype)
     rows = result.view(entry.rows, -1)
     for first, count in row_blocks(entry):
-        rows[first : first + count] = add(read_rows(entry, first, count), first)
+        rows[first : first + count] = add_updates(entry, loaded, read_rows(entry, first, count), first)
     return result

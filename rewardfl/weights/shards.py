@@ -6,7 +6,6 @@ tensors' bytes (https://github.com/huggingface/safetensors, section Format).
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -24,6 +23,8 @@ BLOCK_BYTES = 1 << 20  # of a file, read and written at a time
 
 QUANTISED_LEAVES = ("scale_weight", "scale_input", "weight_scale", "comfy_quant", "scaled_fp8")  # of scale tensors
 
+_SHARD = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$")  # the end of a shard's name, with their number
+
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
 
@@ -38,21 +39,9 @@ def abbreviate(value: object) -> str:
 
 
 def parse_json_object(text: str | bytes, what: str) -> dict:
-    """Return the JSON object in `text`.
-
-    Raise InputError, naming `what`, for another value and for a key given twice.
-    """
-
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        if len(values := dict(pairs)) != len(pairs):
-            twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-            raise InputError(f"{what} names {abbreviate(twice)} twice; it was written by a broken tool")
-        return values
-
+    """Return the JSON object in `text`. Raise InputError, naming `what`, for another value."""
     try:
-        value = json.loads(text, object_pairs_hook=unique)
-    except InputError:
-        raise
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5000 digits, brackets without end
         raise InputError(f"{what} is not JSON: {abbreviate(str(error))}") from None
     if not isinstance(value, dict):
@@ -129,10 +118,10 @@ def is_safetensors(path: Path) -> bool:
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     """Return the tensors and the metadata of a safetensors file, from its header alone.
 
-    Raise InputError for a cut-off file, bytes that no tensor owns, a tensor named twice, and any other kind of file.
+    Raise InputError for a cut-off file, bytes that no tensor owns, and any other kind of file.
     """
     if not path.is_file():  # opening a FIFO would wait for a writer
-        raise InputError(f"{path} is not a file")
+        raise InputError(f"{path} does not exist, or is no file; get it, or give another")
     try:
         with safe_open(path, "np"):
             pass  # it checks the header, and that the tensors fill the file
@@ -162,8 +151,6 @@ def open_checkpoint(source: Path | list[Path]) -> Checkpoint:
     """
     if isinstance(source, list):
         checkpoint = _join(source[0].parent, source, {})
-    elif not source.exists():
-        raise InputError(f"{source} does not exist")
     elif source.is_dir():
         return open_checkpoint(_model_in(source))
     elif source.name.endswith(".index.json"):
@@ -181,43 +168,31 @@ def _model_in(folder: Path) -> Path | list[Path]:
     if len(indices) > 1:
         raise InputError(f"{folder} holds {len(indices)} index files ({indices[0].name}, {indices[1].name}); name one")
     if indices:
-        listed = set(_read_index(indices[0])[0].values())
+        listed = _read_index(indices[0])[0].values()
         if stray := [file.name for file in files if file.name not in listed]:
             raise InputError(
                 f"{folder} holds {indices[0].name} and {stray[0]}, which is not one of its shards; loaders take "
                 "the index. Name the file that you mean, or delete the other"
             )
         return indices[0]
-    if not files:
-        raise InputError(f"{folder} holds no .safetensors file")
-    if len(files) == 1:
-        return files[0]
-    if all(re.search(r"-\d{5}-of-\d{5}\.safetensors$", file.name) for file in files):
-        return files
-    raise InputError(f"{folder} holds {len(files)} safetensors files and no index.json; name the one that you mean")
+    if len(files) != 1 and not all(_SHARD.search(file.name) for file in files) or not files:
+        raise InputError(f"{folder} holds {len(files)} .safetensors files and no index.json; name the model's file")
+    return files[0] if len(files) == 1 else files
 
 
 def _read_index(path: Path) -> tuple[dict[str, str], object]:
     """Return ({tensor: name of a file next to the index}, its total_size or None)."""
     index = parse_json_object(path.read_bytes(), str(path))
     weight_map, metadata = index.get("weight_map"), index.get("metadata") or {}
-    if not isinstance(weight_map, dict) or not weight_map or not all(map(_is_shard_name, weight_map.values())):
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not names or not all(isinstance(name, str) and re.fullmatch(r"[^/\\]+\.safetensors", name) for name in names):
         raise InputError(f"{path} has no weight_map of tensors to files next to it; it is not an index of shards")
-    return weight_map, metadata.get("total_size") if isinstance(metadata, dict) else metadata
-
-
-def _is_shard_name(name: object) -> bool:
-    return isinstance(name, str) and re.fullmatch(r"[^/\\]+\.safetensors", name) is not None
+    return index["weight_map"], metadata.get("total_size") if isinstance(metadata, dict) else metadata
 
 
 def _open_index(path: Path) -> Checkpoint:
     weight_map, total = _read_index(path)
-    names = sorted(set(weight_map.values()))
-    if missing := [name for name in names if not (path.parent / name).is_file()]:
-        raise InputError(
-            f"{path} names {missing[0]}, which is not there ({len(missing)} of {len(names)} shards missing)"
-        )
-    joined = _join(path, [path.parent / name for name in names], weight_map)
+    joined = _join(path, [path.with_name(name) for name in sorted(set(weight_map.values()))], weight_map)
     # LightX2V's counts whole files
     if total not in (None, joined.nbytes, sum(file.stat().st_size for file in joined.files)):
         sizes = f"says total_size {abbreviate(total)}, its shards hold {joined.nbytes} bytes of tensors"
@@ -229,10 +204,13 @@ def _join(path: Path, files: list[Path], weight_map: dict[str, str]) -> Checkpoi
     """Join the tensors of all shards. Raise InputError where they differ from a weight_map that is not empty."""
     tensors: dict[str, Entry] = {}
     metadata: dict[str, str] = {}
-    _check_count(files)
     for file in files:
-        if not file.is_file():
-            raise InputError(f"{file} does not exist")
+        if (number := _SHARD.search(file.name)) and int(number[1]) != len(files):
+            raise InputError(
+                f"{file} is one of {int(number[1])} shards; {len(files)} are given: give their folder, index.json "
+                "or all of them"
+            )
+    for file in files:
         entries, more = read_header(file)
         for name, entry in entries.items():
             if name in tensors:
@@ -244,17 +222,6 @@ def _join(path: Path, files: list[Path], weight_map: dict[str, str]) -> Checkpoi
     if lost := [name for name in weight_map if name not in tensors]:
         raise InputError(f"tensor {lost[0]} is in {path.name} but in none of its shards ({len(lost)} such)")
     return Checkpoint(path=path, tensors=tensors, files=tuple(files), metadata=metadata)
-
-
-def _check_count(files: list[Path]) -> None:
-    """Raise InputError unless all shards that count themselves are there."""
-    numbers = [re.search(r"-(\d{5})-of-(\d{5})\.safetensors$", file.name) for file in files]
-    for file, number in zip(files, numbers, strict=True):
-        if number and int(number[2]) != len(files):
-            raise InputError(
-                f"{file} is one of {int(number[2])} shards; {len(files)} are given: give their folder, index.json "
-                "or all of them"
-            )
 
 
 MERGING_QUANTISED = (

@@ -42,8 +42,8 @@ def test_smaller_pictures_are_padded_with_white():
 
 @pytest.mark.parametrize("count", [3, 12])
 def test_what_is_written_can_be_read(tmp_path, monkeypatch, count):
-    """A tracker reads the sheet again, and read_picture takes so many pixels."""
-    monkeypatch.setattr(clips, "PICTURE_PIXELS", 11 * 6 * 4)  # nine of these pictures, since a sheet is as high as wide
+    """A tracker reads the sheet again, and Pillow takes so many pixels."""
+    monkeypatch.setattr(clips, "SHEET_PIXELS", 11 * 6 * 4)  # nine of these pictures, since a sheet is as high as wide
     shown = pictures(*[(6, 4)] * count)
     sheet = data.side_by_side(shown)
     data.write_picture(tmp_path / "grid.png", sheet[None])

@@ -447,25 +447,16 @@ def test_large_clips_are_not_held(tmp_path):
 # ---- pictures
 
 
-def turned_picture(path, orientation, mode="RGB"):
+def turned_picture(path, orientation):
     """An upright 64 x 48 picture as a camera held otherwise would store it."""
-    upright = Image.fromarray(clip(1)[0].numpy()).convert(mode)
-    undo = {
-        1: (),
-        3: (Image.Transpose.ROTATE_180,),
-        6: (Image.Transpose.ROTATE_90,),
-        2: (Image.Transpose.FLIP_LEFT_RIGHT,),
-    }
-    stored = upright
-    for step in undo[orientation]:
-        stored = stored.transpose(step)
-    exif = Image.Exif()
+    upright, exif = Image.fromarray(clip(1)[0].numpy()), Image.Exif()
+    undo = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90}
     exif[0x0112] = orientation
-    stored.save(path, exif=exif, quality=95)
-    return torch.from_numpy(np.array(upright.convert("RGB")))
+    upright.transpose(undo[orientation]).save(path, exif=exif, quality=95)
+    return torch.from_numpy(np.array(upright))
 
 
-@pytest.mark.parametrize("orientation", [1, 2, 3, 6])
+@pytest.mark.parametrize("orientation", [2, 3, 6])
 def test_pictures_come_upright(tmp_path, orientation):
     upright = turned_picture(tmp_path / "a.jpg", orientation)
     read = data.read_picture(tmp_path / "a.jpg")
@@ -504,26 +495,15 @@ def test_pictures_that_cannot_be_used(tmp_path):
             data.read_picture(tmp_path / name)
 
 
-def of_size(path, side):
-    """A PNG whose header alone is there, which is all that may be read of one that is too large."""
-    kind, content = b"IHDR", side.to_bytes(4, "big") * 2 + bytes([8, 2, 0, 0, 0])
-    check = zlib.crc32(kind + content).to_bytes(4, "big")
+def test_a_picture_that_is_too_large_is_not_decoded(tmp_path):
+    """A PNG whose header alone is there."""
+    path, header = tmp_path / "a.png", b"IHDR" + (20_000).to_bytes(4, "big") * 2 + bytes([8, 2, 0, 0, 0])
     path.write_bytes(
-        b"\x89PNG\r\n\x1a\n" + len(content).to_bytes(4, "big") + kind + content + check + b"\0\0\0\x64IDAT"
+        b"\x89PNG\r\n\x1a\n\0\0\0\x0d" + header + zlib.crc32(header).to_bytes(4, "big") + b"\0\0\0\x64IDAT"
     )
-    return path
-
-
-@pytest.mark.parametrize(
-    "side, message", [(8193, "has more than"), (20000, "cannot be decoded as a picture .*exceeds")]
-)
-def test_pictures_that_are_too_large_are_not_decoded(tmp_path, side, message):
-    path = of_size(tmp_path / "a.png", side)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match="cannot be decoded as a picture .*exceeds"):
         data.read_picture(path)
-    assert re.search(message, data.inspect_row(row_of(path, image=path), 5).problems[1])
-    with pytest.raises(DataError, match="cannot be decoded as a picture"):  # allowed, and cut off
-        data.read_picture(of_size(tmp_path / "b.png", 8192))
+    assert "exceeds" in data.inspect_row(row_of(path, image=path), 5).problems[1]
 
 
 # ---- metadata.csv
@@ -832,15 +812,6 @@ def test_load_example_with_an_image_and_a_reference(folder):
 # ---- order
 
 
-@pytest.mark.parametrize("num_rows", [5, 17])
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 6, 12])
-def test_a_step_is_the_same_whatever_the_geometry(num_rows, batch_size):
-    """Twelve samples: 12 / batch_size batches, of any processes."""
-    stream = [epoch_order.sample_at(i, num_rows, seed=3) for i in range(60)]
-    batches = [order.one_shape_batch(i, batch_size, [0] * num_rows, seed=3) for i in range(60 // batch_size)]
-    assert [sample for batch in batches for sample in batch] == stream
-
-
 SHAPES = {"two": "aabababbaab", "a rare one": "aaaaaaabaaa", "one": "aaaaaaaaaaa"}
 
 
@@ -866,12 +837,6 @@ def test_the_order_is_shuffled_and_depends_on_seed_and_epoch():
     assert len(orders) == 9 and tuple(range(50)) not in orders
     assert all(sorted(order) == list(range(50)) for order in orders)
     assert epoch_order.visit_order(6, 42, 0) == (0, 2, 3, 5, 4, 1)  # the same in every process and version
-
-
-def test_total_steps():
-    assert epoch_order.total_steps(10, 4, 1) == 3  # 2.5 steps hold one epoch; the third takes 2 of the next
-    assert epoch_order.total_steps(10, 5, 2) == 4
-    assert epoch_order.total_steps(3, 8, 1) == 1
 
 
 # ---- noise

@@ -2,12 +2,11 @@
 
 import csv
 import json
-import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, run_tool
 from PIL import Image
 from pipelines import I2V
 
@@ -19,16 +18,9 @@ WORLD = ROOT / "assets" / "tiny_world"
 FACES = ("--faces", WORLD / "faces" / "reward", "--det-size", 128, "--device", "cpu")
 
 
-@pytest.fixture
-def call(monkeypatch, capsys):
-    def call(*arguments):
-        """(exit code, lines on standard output, standard error)"""
-        monkeypatch.setattr(sys, "argv", ["check_dataset.py", *map(str, arguments)])
-        code = check_dataset.main()
-        out = capsys.readouterr()
-        return code, out.out.splitlines(), out.err
-
-    return call
+def call(*arguments, expect=0):
+    """Return the printed lines."""
+    return run_tool(check_dataset.main, *arguments, expect=expect).splitlines()
 
 
 def person(number=0):
@@ -45,14 +37,13 @@ def write_csv(folder, *rows, header=data.COLUMNS):
     return folder / "metadata.csv"
 
 
-def test_a_good_dataset_by_its_configuration(call, tmp_path):
+def test_a_good_dataset_by_its_configuration(tmp_path):
     rows = (WORLD / "train" / "metadata.csv").read_text().splitlines()[:4]
     (tmp_path / "metadata.csv").write_text("\n".join(rows).replace("videos/", f"{WORLD}/train/videos/") + "\n")
     text = (ROOT / "configs" / "tiny_face.yaml").read_text()
     (tmp_path / "run.yaml").write_text(text.replace("assets/tiny_world/train/metadata.csv", f"{tmp_path}/metadata.csv"))
     sheet = tmp_path / "new" / "sheet.png"
-    code, out, _ = call("--config", tmp_path / "run.yaml", *FACES, "--sheet", sheet)
-    assert code == 0
+    out = call("--config", tmp_path / "run.yaml", *FACES, "--sheet", sheet)
     assert out == ["3 rows: 3 can be used, 0 cannot", "80 x 80 (height x width): 3 rows", f"sheet: {sheet}"]
     pixels = np.asarray(Image.open(sheet).convert("RGB")).astype(int)
     assert (np.abs(pixels - (0, 220, 0)).max(2) < 8).sum() > 9 * 4 * 40  # nine boxes of faces, two pixels wide
@@ -63,7 +54,7 @@ def is_red(pixels):
     return np.abs(pixels - (255, 0, 0)).max(2) < 30
 
 
-def test_every_problem_and_every_warning(call, tmp_path):
+def test_every_problem_and_every_warning(tmp_path):
     """All rows are gone through, whatever is wrong with the first."""
     data.write_video(tmp_path / "a.mp4", person(), 16)
     data.write_video(tmp_path / "tiny.mp4", person(3)[:, ::2, ::2], 16)
@@ -92,8 +83,7 @@ def test_every_problem_and_every_warning(call, tmp_path):
         ["leaves.mp4", "x", "", "", ""],
     )
     size = ["--height", 80, "--width", 80, "--num-frames", 9, "--fps", 16]
-    code, out, _ = call("--data", path, *size, *FACES, "--sheet", tmp_path / "sheet.png")
-    assert code == 2
+    out = call("--data", path, *size, *FACES, "--sheet", tmp_path / "sheet.png", expect=2)
     assert out == [
         f"line 3: problem: {tmp_path}/text.mp4: cannot be decoded (Invalid data found when processing input); "
         "it is damaged, or no video",
@@ -133,14 +123,13 @@ def test_a_damaged_clip_is_a_problem_and_problems_are_red(tmp_path):
     assert red == [False, True]
 
 
-def test_sizes_under_max_pixels(call, tmp_path):
+def test_sizes_under_max_pixels(tmp_path):
     for name, (height, width) in {"wide": (96, 160), "tall": (160, 96), "wide2": (108, 180)}.items():
         data.write_video(tmp_path / f"{name}.mp4", nobody(5, height, width), 16)
     path = write_csv(
         tmp_path, *([f"{name}.mp4", "x"] for name in ("wide", "tall", "wide2")), header=["video", "prompt"]
     )
-    code, out, _ = call("--data", path, "--num-frames", 5, "--max-pixels", 64 * 112)
-    assert code == 0
+    out = call("--data", path, "--num-frames", 5, "--max-pixels", 64 * 112)
     assert out == [
         "3 rows: 3 can be used, 0 cannot",
         "64 x 112 (height x width): 2 rows",
@@ -162,10 +151,10 @@ def test_sizes_under_max_pixels(call, tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_checked(call, tmp_path, arguments, message):
+def test_what_cannot_be_checked(tmp_path, arguments, message):
     path = write_csv(tmp_path)
-    code, out, error = call(*(argument.format(csv=path) for argument in arguments))
-    assert code == 2 and out == [] and message in error
+    out = call(*(argument.format(csv=path) for argument in arguments), expect=2)
+    assert out[0].startswith("error: ") and message in out[0]
 
 
 def test_the_examples_are_what_is_read():
@@ -177,14 +166,14 @@ def test_the_examples_are_what_is_read():
 
 
 @pytest.mark.parametrize("name", ["metadata.csv", "clip.mp4", "mine.png", "sheet.foo", "metadata.csv/sheet.png"])
-def test_a_sheet_replaces_sheets_alone(call, tmp_path, name):
+def test_a_sheet_replaces_sheets_alone(tmp_path, name):
     path = write_csv(tmp_path, ["clip.mp4", "x"], header=("video", "prompt"))
     data.write_video(tmp_path / "clip.mp4", person(), 8)
     (tmp_path / "mine.png").write_text("mine")
     before = {file: file.read_bytes() for file in tmp_path.iterdir()}
     arguments = ("--data", path, "--height", 64, "--width", 64, "--num-frames", 5)
-    code, _, error = call(*arguments, "--sheet", tmp_path / name)
-    assert code == 2 and error.startswith("error: --sheet") and error.count("\n") == 1
+    (line,) = call(*arguments, "--sheet", tmp_path / name, expect=2)
+    assert line.startswith("error: --sheet")
     assert before == {file: file.read_bytes() for file in tmp_path.iterdir()}
     for _ in range(2):  # the tool's own sheet is replaced
-        assert call(*arguments, "--sheet", tmp_path / "sheet.png")[0] == 0
+        call(*arguments, "--sheet", tmp_path / "sheet.png")

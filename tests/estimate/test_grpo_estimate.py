@@ -8,7 +8,7 @@ import torch
 import yaml
 from conftest import ROOT, measured_before
 from pipelines import I2V, LAYERS
-from test_needs import planned, tool
+from test_needs import at_root, planned, tool  # noqa: F401
 
 from rewardfl import backbones, config, epoch_order, flow, group_plan, sde
 from rewardfl.backbones.protocol import Adapter, Source
@@ -200,8 +200,7 @@ def test_what_is_recommended(published):
 # ---- the configuration ----
 
 
-def test_run_of_a_configuration(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_run_of_a_configuration():
     settings = [
         "sample.guidance_scale=3.5", "grpo.kl_weight=0.1", "grpo.spread=spread", "grpo.same_noise_in_group=true",
         "grpo.updates_per_epoch=3", "grpo.inner_epochs=2", "grpo.sde=dance", "grpo.noise_level=0.3", "grpo.window=list",
@@ -332,17 +331,13 @@ def test_costs_in_words(published):
 # ---- the tool ----
 
 
-def test_tiny_config(monkeypatch, capsys):
-    code, out, _ = tool(monkeypatch, capsys, TINY)
-    assert code == 0 and "fits: 2.4 GB of 80.0 GB" in out
+def test_tiny_config():
+    out = tool(TINY)
+    assert "fits: 2.4 GB of 80.0 GB" in out
     assert "4 groups x 8 = 32 samples = 4 forwards x 8 batch x 1 process\n" in out
     assert "the run: 40 updates = 40 epochs = 160 groups = 3.33 x 48 clips" in out
-    first = next(line.split() for line in out.splitlines() if line.startswith("   0  1.0000"))
-    assert first[5] == "0.7000" and first[13] == "1.000"  # std of Flow-SDE is the noise level there, cps is exact
-    code, out, _ = tool(monkeypatch, capsys, TINY, "--processes", "2")
-    assert code == 0 and "2 forwards x 8 batch x 2 processes\n" in out
-    code, out, _ = tool(monkeypatch, capsys, TINY, "--gpu-memory", "2.1")
-    assert code == 2 and "does not fit: 2.4 GB of 2.1 GB" in out
+    out = tool(TINY, "--processes", 2, "--gpu-memory", 2.1, expect=2)
+    assert "2 forwards x 8 batch x 2 processes\n" in out and " GB of 2.1 GB on the GPU" in out
 
 
 # ---- the files ----

@@ -231,7 +231,7 @@ def test_the_real_clips_motion_is_taken_of_its_own_frames():
     pool = judge.pool(example.video)
     figures, frames = record["figures"], data.to_uint8(example.video).contiguous().numpy()
     motion = video_motion(frames, pool.boxes.numpy())
-    assert [figures[f"motion/{key}"] for key in vars(motion)] == pytest.approx([*vars(motion).values()])
+    assert [figures[f"motion/{key}"] for key in motion] == pytest.approx([*motion.values()])
     assert figures["held_out/cap"] == pytest.approx(pool.cap) and figures["held_out/face_sim"] == pytest.approx(
         pool.cap
     )

@@ -18,6 +18,7 @@ from pipelines import I2V
 
 from rewardfl import config, rewards
 from rewardfl.backbones.wan.files import find_files
+from rewardfl.training import setup_model
 
 # The files that the guide's commands fetch, as the repositories have them.
 SHARDS = [f"diffusion_pytorch_model-0000{i}-of-00006.safetensors" for i in range(1, 7)]
@@ -239,7 +240,7 @@ def test_the_configs_find_what_the_guide_downloads(monkeypatch, tmp_path, name):
     for command in commands(guide("2. Model")):
         follow(command)
     cfg = config.load(ROOT / "configs" / name)
-    layout = find_files(I2V, cfg.model.model_paths, cfg.model.tokenizer_path)
+    layout = find_files(I2V, setup_model.model_source(cfg))
     for expert, (folder,) in layout.experts.items():
         assert {path.name for path in folder.iterdir()} == set(EXPERT), expert
     if config.is_supervised(cfg):  # neither a distillation nor a face pack

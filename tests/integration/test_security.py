@@ -1,8 +1,8 @@
 """What comes from outside (checkpoints, weights, the network, metadata.csv, the config) is data: it is not run."""
 
-import ast
 import csv
 import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -21,57 +21,26 @@ from rewardfl_tools import check_dataset, doctor, evaluate, plan_run, reward_sca
 
 pytestmark = pytest.mark.slow(40)
 
-SOURCES = sorted(
-    path
-    for path in ROOT.rglob("*.py")
-    if path.relative_to(ROOT).parts[0] not in ("tests", "outputs", "build")
-    and not path.relative_to(ROOT).parts[0].startswith(".")
+ROOMS = ("rewardfl", "tools", "benchmarks", "assets", "examples")
+SOURCES = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
+# what could run what it reads; _Loader is a SafeLoader
+UNSAFE = re.compile(
+    r"(pickle|dill|joblib)\.(load|Unpickler)|from (pickle|dill|joblib|yaml|torch) import.*(load|Unpickler)"
+    r"|yaml\.(?!safe)\w*load\w*\((?!\w+, _Loader)|torch\.load\((?!.*weights_only=True)|allow_pickle=True|shell=True"
+    r"|(?<![.\w])(eval|exec|os\.system)\([^)]",
 )
-LOADERS = {"pickle": {"load", "loads", "Unpickler"}, "dill": {"load", "loads"}, "joblib": {"load"}}
-UNSAFE_YAML = {"load", "load_all", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all"}
-
-
-def findings(source):
-    """Calls in a source text that could run what they read."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module in (*LOADERS, "yaml"):
-            yield f"line {node.lineno}: from {node.module} import"  # would hide the calls below
-        if not isinstance(node, ast.Call):
-            continue
-        name = ast.unparse(node.func)
-        owner, _, attribute = name.rpartition(".")
-        settings = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-        unsafe = (
-            (name == "torch.load" and settings.get("weights_only") != "True")
-            or attribute in LOADERS.get(owner, ())
-            or (owner == "yaml" and attribute in UNSAFE_YAML and not _own_loader(settings, node))
-            or (name in ("np.load", "numpy.load") and settings.get("allow_pickle", "False") != "False")
-            or name in ("eval", "exec", "os.system")
-            or settings.get("shell") == "True"
-        )
-        if unsafe:
-            yield f"line {node.lineno}: {ast.unparse(node)}"
-
-
-def _own_loader(settings, node):
-    chosen = settings.get("Loader") or (ast.unparse(node.args[1]) if len(node.args) > 1 else "")
-    return chosen in ("yaml.SafeLoader", "_Loader")  # config._Loader is a SafeLoader
 
 
 def test_nothing_pickled_is_loaded():
     assert len(SOURCES) > 60
-    found = {str(path.relative_to(ROOT)): list(findings(path.read_text())) for path in SOURCES}
-    assert {name: lines for name, lines in found.items() if lines} == {}
-
-
-def test_the_check_itself():
+    assert [str(path) for path in SOURCES if UNSAFE.search(path.read_text())] == []
     for line in (
         "torch.load(p)", "torch.load(p, weights_only=False)", "pickle.loads(b)", "yaml.load(t)", "yaml.unsafe_load(t)",
-        "yaml.load(t, Loader=yaml.Loader)", "np.load(p, allow_pickle=True)", "from pickle import loads", "eval(t)",
+        "yaml.load(t, Loader=yaml.Loader)", "np.load(p, allow_pickle=True)", "from pickle import loads", "x = eval(t)",
         "subprocess.run(c, shell=True)",
     ):  # fmt: skip
-        assert list(findings(line)), line
-    assert not list(findings("torch.load(p, weights_only=True); yaml.safe_load(t)"))
+        assert UNSAFE.search(line), line
+    assert not UNSAFE.search("torch.load(p, weights_only=True); yaml.safe_load(t); net.eval()")
 
 
 def test_rows_cannot_write_outside(monkeypatch, capsys, tmp_path):

@@ -112,7 +112,7 @@ def test_what_breaks_the_contract_is_found_before_a_model_is_loaded(monkeypatch,
     monkeypatch.setattr(setup_model, "load_experts", lambda *_: pytest.fail("the model was loaded"))
     odd = others(x={"name": f"{tmp_path / 'odd.py'}:{name}"})
     code, _, error = start(monkeypatch, capsys, *fast, f"run.output_dir={tmp_path / 'run'}", "--trust-code", odd)
-    assert code == 2 and f"reward.others.x: reward {name}: score must hold one value per video" in error
+    assert code == 2 and f"reward.others.x: reward {name}: score must be a tensor of one value per video" in error
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -247,5 +247,5 @@ def test_flow_grpo_without_its_server_stops_with_the_way_out(monkeypatch, capsys
     settings = [f"run.output_dir={tmp_path}", "train.max_steps=1", "reward.name=remote", f"reward.settings={url}"]
     code, out, error = call_grpo(monkeypatch, capsys, *GRPO_FAST, *settings)
     assert code == 2 and "not one sample of the epoch could be judged; reward.name (RemoteReward)" in error
-    assert "reward.settings.url http://127.0.0.1:9: " in error and "docs/rewards_remote.md" in error
+    assert "reward.settings.url http://127.0.0.1:9: " in error and "http://127.0.0.1:9/health answers" in error
     assert "(4 samples)" in out

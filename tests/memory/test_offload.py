@@ -186,11 +186,6 @@ def test_fp8_rounds_the_blocks_linear_weights_alone():
     assert kinds["condition_embedder.time_embedder.linear_1.weight"] != torch.float8_e4m3fn
 
 
-def test_unknown_places_are_refused():
-    with pytest.raises(ValueError, match="gpu, cpu_swap or fp8, got 'disk'"):
-        offload.move_expert(random_pipeline().transformer, "disk", DEVICE, BLOCKS)
-
-
 def test_experts_outside_the_module_answer_and_are_not_seen():
     pipe = random_pipeline()
     inside, outside = (experts_of(pipe, outside) for outside in ((), ("high_noise",)))

@@ -4,32 +4,20 @@ import pytest
 import torch
 from conftest import run_tool
 from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
-from lora_dialects import ALPHA, DIALECTS, RANK, SCALE, factors
+from lora_dialects import ALPHA, DIALECTS, RANK, SCALE, products
 from pipelines import LAYERS, random_pipeline, save_adapter
 from safetensors.torch import load_file, save_file
 
 from rewardfl import lora
 from rewardfl.merging import conversion
-from rewardfl.weights import lora_files, shards, wan_names
+from rewardfl.weights import shards, wan_names
 from rewardfl_tools import convert_lora
 
-
-@pytest.fixture(scope="module")
-def values():
-    return factors(random_pipeline().transformer_2)
+pytest_plugins = "merging_world"
 
 
 def run(*arguments, expect=0):
     return run_tool(convert_lora.main, *arguments, expect=expect)
-
-
-def products(path):
-    """{module: scale * up @ down} by the reader."""
-    (read,) = lora_files.read_lora(path)
-    return {
-        name: u.scale * lora_files.load_tensor(u.up) @ lora_files.load_tensor(u.down)
-        for name, u in read.updates.items()
-    }
 
 
 @pytest.mark.parametrize("to", ("comfy", "diffusers"))
@@ -60,11 +48,13 @@ def test_comfy_keys_are_what_comfy_reads(values, tmp_path):
         "diffusion_model.blocks.1.diff_m": torch.rand(1, 6, 24),
         "diffusion_model.head.diff_m": torch.rand(1, 2, 24),
         "diffusion_model.blocks.1.self_attn.q.diff_b": torch.rand(24),
+        "diffusion_model.blocks.0.self_attn.q.lora_magnitude_vector": torch.rand(24),
+        "diffusion_model.blocks.0.self_attn.q.lora_B.bias": torch.rand(24),
     }
     save_file(source, tmp_path / "all.safetensors")
     run("--lora", tmp_path / "all.safetensors", "--to", "comfy", "--out", tmp_path / "out.safetensors", "--verify")
     state = load_file(tmp_path / "out.safetensors")
-    assert state.keys() <= comfy_loads(random_pipeline().transformer_2) and len(state) == 3 * len(values) + 4
+    assert state.keys() <= comfy_loads(random_pipeline().transformer_2) and len(state) == 3 * len(values) + 6
     for table in ("blocks.1", "head"):
         stem = f"diffusion_model.{table}"
         assert torch.equal(state[f"{stem}.modulation.diff"], source[f"{stem}.diff_m"])
@@ -72,6 +62,11 @@ def test_comfy_keys_are_what_comfy_reads(values, tmp_path):
     stem = "diffusion_model.blocks.0.self_attn.q"
     down, up = values["blocks.0.attn1.to_q"]
     torch.testing.assert_close(state[f"{stem}.lora_up.weight"] @ state[f"{stem}.lora_down.weight"], SCALE * up @ down)
+    assert state[f"{stem}.dora_scale"].shape == (24, 1)
+    torch.testing.assert_close(state[f"{stem}.diff_b"], SCALE * source[f"{stem}.lora_B.bias"])
+    out = tmp_path / "no.safetensors"
+    assert "--to comfy" in run("--lora", tmp_path / "all.safetensors", "--to", "diffusers", "--out", out, expect=2)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("to", ("comfy", "diffusers"))
@@ -103,25 +98,6 @@ def test_our_checkpoint_loads_in_diffusers_again(tmp_path, to):
         assert (found - expected).abs().max() <= 2e-6
     if to == "diffusers":
         assert lora.read_adapter(out / low)[1]["lora_alpha"] == RANK
-
-
-def test_differences_and_dora_travel_in_comfy_and_are_refused_for_diffusers(values, tmp_path):
-    down, up = values["blocks.0.attn1.to_q"]
-    state = {
-        "transformer.blocks.0.attn1.to_q.lora_A.weight": down,
-        "transformer.blocks.0.attn1.to_q.lora_B.weight": up,
-        "transformer.blocks.0.attn1.to_q.lora_magnitude_vector": torch.rand(up.shape[0]),
-        "transformer.blocks.0.attn1.to_q.lora_B.bias": torch.rand(up.shape[0]),
-        "diffusion_model.blocks.0.norm3.diff": torch.rand(24),
-    }
-    save_file(state, tmp_path / "low.safetensors")
-    run("--lora", tmp_path / "low.safetensors", "--to", "comfy", "--out", tmp_path / "out.safetensors", "--verify")
-    written = load_file(tmp_path / "out.safetensors")
-    assert written["diffusion_model.blocks.0.self_attn.q.dora_scale"].shape == (up.shape[0], 1)
-    assert torch.equal(written["diffusion_model.blocks.0.norm3.diff"], state["diffusion_model.blocks.0.norm3.diff"])
-    out = tmp_path / "no.safetensors"
-    assert "comfy" in run("--lora", tmp_path / "low.safetensors", "--to", "diffusers", "--out", out, expect=2)
-    assert not out.exists()
 
 
 @pytest.mark.parametrize("shape", ((-1, 1), (1, -1)))
@@ -211,6 +187,17 @@ def test_places_that_are_refused(values, tmp_path):
     assert "both experts" in run("--lora", both, "--to", "comfy", "--out", tmp_path / "a.safetensors", expect=2)
     run("--lora", both, "--to", "comfy", "--out", tmp_path / "folder")
     assert "--force" in run("--lora", both, "--to", "comfy", "--out", tmp_path / "folder", expect=2)
+
+
+def test_a_part_that_is_lost_is_noticed(values, tmp_path, monkeypatch):
+    tensors = conversion.comfy_tensors
+    monkeypatch.setattr(conversion, "comfy_tensors", lambda *given: dict(list(tensors(*given).items())[:3]))
+    state = load_file(DIALECTS["d5"](tmp_path, values)) | {
+        "diffusion_model.blocks.0.self_attn.q.diff_b": torch.ones(24)
+    }
+    save_file(state, tmp_path / "bias.safetensors")
+    out = tmp_path / "out.safetensors"
+    assert "bias" in run("--lora", tmp_path / "bias.safetensors", "--to", "comfy", "--out", out, expect=2)
 
 
 def test_verify_notices_a_wrong_scale(values, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rewardfl.rewards import Reward, RewardOutput, async_scoring
-from rewardfl.rewards.contract import attach_checks
+from rewardfl.rewards.base import attach_checks
 from rewardfl.rewards.scoring import Term
 
 VIDEO = torch.arange(4.0).view(4, 1, 1, 1, 1).expand(4, 3, 2, 2, 2)  # a video's score is its number

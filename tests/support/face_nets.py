@@ -1,5 +1,6 @@
 """Small ONNX detectors and recognisers with the signatures of insightface's, for the face tests."""
 
+import itertools
 import warnings
 from pathlib import Path
 
@@ -20,18 +21,6 @@ def export(net: nn.Module, example: Tensor, path: Path, opset: int = 11, dynamic
             output_names=names[1], dynamic_axes=dynamic,
         )  # fmt: skip
     return path
-
-
-def _spread_statistics(net: nn.Module) -> None:
-    """BatchNorm with statistics and slopes away from 0 and 1, so that leaving one out shows."""
-    for module in net.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            nn.init.normal_(module.running_mean, std=0.3)
-            nn.init.uniform_(module.running_var, 0.5, 2.0)
-            nn.init.uniform_(module.weight, 0.5, 1.5)
-            nn.init.normal_(module.bias, std=0.3)
-        if isinstance(module, nn.PReLU):
-            nn.init.uniform_(module.weight, 0.1, 0.6)
 
 
 class MagentaDetector(nn.Module):
@@ -123,37 +112,35 @@ def _conv_bn(inside: int, outside: int, kernel: int = 3, stride: int = 1) -> nn.
 
 
 class _ResidualBlock(nn.Module):
-    """IBasicBlock of insightface's arcface_torch/backbones/iresnet.py."""
+    """IBasicBlock of insightface's arcface_torch/backbones/iresnet.py, with stride 2."""
 
-    def __init__(self, inside: int, outside: int, stride: int):
+    def __init__(self, inside: int, outside: int):
         super().__init__()
         self.bn1 = nn.BatchNorm2d(inside)
         self.conv1 = _conv_bn(inside, outside)
         self.act = nn.PReLU(outside)
-        self.conv2 = _conv_bn(outside, outside, 3, stride)
-        self.shortcut = _conv_bn(inside, outside, 1, stride) if stride > 1 else nn.Identity()
+        self.conv2 = _conv_bn(outside, outside, 3, 2)
+        self.shortcut = _conv_bn(inside, outside, 1, 2)
 
     def forward(self, x):
         return self.conv2(self.act(self.conv1(self.bn1(x)))) + self.shortcut(x)
 
 
-class IResNet(nn.Module):
-    """glintr100 with the default blocks and width; w600k_r50 has blocks (3, 4, 14, 3)."""
+class MiniArcFace(nn.Module):
+    """glintr100's graph, narrow and with few blocks: theirs are 64 and (3, 13, 30, 3). example: (B, 3, size, size)."""
 
-    def __init__(self, blocks=(3, 13, 30, 3), width: int = 64, size: int = 112, dimension: int = 512):
+    def __init__(self, size: int = 112, dimension: int = 16, example: Tensor | None = None):
         super().__init__()
-        widths = [width, width, 2 * width, 4 * width, 8 * width]
-        stages = [
-            _ResidualBlock(inside if i == 0 else outside, outside, 2 if i == 0 else 1)
-            for inside, outside, count in zip(widths, widths[1:], blocks, strict=False)
-            for i in range(count)
-        ]
-        self.stem = nn.Sequential(_conv_bn(3, width), nn.PReLU(width))
-        self.stages = nn.Sequential(*stages)
+        widths = [4, 4, 8, 16, 32]
+        self.stem = nn.Sequential(_conv_bn(3, widths[0]), nn.PReLU(widths[0]))
+        self.stages = nn.Sequential(*(_ResidualBlock(a, b) for a, b in itertools.pairwise(widths)))
         self.bn2 = nn.BatchNorm2d(widths[-1])
         self.dropout = nn.Dropout(0.4)
         self.fc = nn.Linear(widths[-1] * (size // 16) ** 2, dimension)
         self.features = nn.BatchNorm1d(dimension)
+        _randomise(self, example)
+        if example is None:
+            self.stem[0][0].weight.data *= 4  # so that the picture counts for more than the biases
 
     def forward(self, x):
         x = self.bn2(self.stages(self.stem(x)))
@@ -173,23 +160,16 @@ class _BasicBlock(nn.Module):
         return torch.relu(self.conv2(torch.relu(self.conv1(x))) + self.shortcut(x))
 
 
-class MiniArcFace(IResNet):
-    """A narrow one with a block at each width."""
+class MiniSCRFD(nn.Module):
+    """scrfd_10g_bnkps, an eighth as wide: ResNetV1e, PAFPN, a head of three convolutions per stride.
 
-    def __init__(self, size: int = 112, dimension: int = 16):
-        super().__init__((1, 1, 1, 1), 4, size, dimension)
-        _spread_statistics(self)
-        self.stem[0][0].weight.data *= 4  # so that the picture counts for more than the biases
+    batched: whether the outputs keep the pictures apart. example: (1, 3, H, W) in which it finds about ten faces.
+    """
 
-
-class SCRFD(nn.Module):
-    """scrfd_10g_bnkps with the default `scale`: ResNetV1e, PAFPN, a head of three convolutions per stride."""
-
-    batched = False  # whether the outputs keep the pictures apart
-
-    def __init__(self, scale: int = 1):
+    def __init__(self, *, batched: bool = False, example: Tensor | None = None):
         super().__init__()
-        base, planes, neck, head = 56 // scale, [p // scale for p in (56, 88, 88, 224)], 56 // scale, 80 // scale
+        self.batched = batched
+        base, planes, neck, head = 7, (7, 11, 11, 28), 7, 10
         stem = [(3, base // 2, 2), (base // 2, base // 2, 1), (base // 2, base, 1)]
         self.stem = nn.Sequential(*(nn.Sequential(_conv_bn(i, o, 3, s), nn.ReLU()) for i, o, s in stem))
         self.pool = nn.MaxPool2d(3, 2, 1)
@@ -210,8 +190,17 @@ class SCRFD(nn.Module):
             nn.ModuleList(nn.Conv2d(head, 2 * channels, 3, 1, 1) for channels in (1, 4, 10)) for _ in range(3)
         )
         self.scales = nn.Parameter(torch.ones(3))
+        _randomise(self, example)
+        if example is not None:
+            self._aim(example)
+            return
+        for scores, *others in self.heads:  # apart, so that rounding changes no order
+            nn.init.normal_(scores.weight, std=0.3)
+            for head in others:
+                nn.init.constant_(head.bias, 1.5)
 
-    def forward(self, x):
+    def levels(self, x):
+        """Return the heads' inputs at strides 8, 16 and 32."""
         x = self.pool(self.stem(x))
         levels = []
         for stage in self.stages:
@@ -224,11 +213,13 @@ class SCRFD(nn.Module):
         for i in (0, 1):
             levels[i + 1] = levels[i + 1] + self.down[i](levels[i])
         levels[1:] = [conv(level) for conv, level in zip(self.pafpn, levels[1:], strict=True)]
+        return [tower(level) for tower, level in zip(self.towers, levels, strict=True)]
+
+    def forward(self, x):
         outputs = [[], [], []]
-        for i, level in enumerate(levels):
-            level = self.towers[i](level)
-            score, box, landmarks = (head(level) for head in self.heads[i])
-            for rows, out, channels in zip(outputs, (score, box * self.scales[i], landmarks), (1, 4, 10), strict=True):
+        for heads, scale, level in zip(self.heads, self.scales, self.levels(x), strict=True):
+            score, box, landmarks = (head(level) for head in heads)
+            for rows, out, channels in zip(outputs, (score, box * scale, landmarks), (1, 4, 10), strict=True):
                 if self.batched:
                     out = out.permute(0, 2, 3, 1).reshape(out.shape[0], -1, channels)
                 else:
@@ -236,18 +227,32 @@ class SCRFD(nn.Module):
                 rows.append(torch.sigmoid(out) if channels == 1 else out)
         return tuple(row for rows in outputs for row in rows)
 
+    @torch.no_grad()
+    def _aim(self, x: Tensor) -> None:
+        """Make the heads see about ten faces at every stride, whose boxes are about 2.5 strides to each side."""
+        for (score, box, landmarks), level in zip(self.heads, self.levels(x), strict=True):
+            _spread(score, level, torch.zeros(2), 1.0)
+            _spread(box, level, torch.full((8,), 2.5), 0.2)
+            _spread(landmarks, level, LANDMARKS.repeat(2), 0.1)
+            score.bias -= _widest_gap(score(level), 4, 20)
 
-class MiniSCRFD(SCRFD):
-    """A narrow one, whose scores, boxes and landmarks lie apart."""
 
-    def __init__(self, *, batched: bool = False):
-        super().__init__(scale=8)
-        self.batched = batched
-        _spread_statistics(self)
-        for scores, *others in self.heads:
-            nn.init.normal_(scores.weight, std=0.3)
-            for head in others:
-                nn.init.constant_(head.bias, 1.5)
+LANDMARKS = torch.tensor([[-18, -4], [18, -4], [0, 16], [-14, 36], [14, 36]]).flatten() / 20  # in strides
+
+
+def _spread(head: nn.Conv2d, level: Tensor, mean: Tensor, std: float) -> None:
+    """Give the head's outputs of a level these means, by channel, and this deviation."""
+    scale = std / head(level).std()
+    head.weight *= scale
+    head.bias *= scale
+    head.bias += mean - head(level).mean((0, 2, 3))
+
+
+def _widest_gap(scores: Tensor, first: int, last: int) -> Tensor:
+    """Return the middle of the widest gap among the highest scores: what is above it does not hang on rounding."""
+    best = scores.flatten().sort(descending=True).values[first:last]
+    gap = (best[:-1] - best[1:]).argmax()
+    return (best[gap] + best[gap + 1]) / 2
 
 
 class _DepthwiseUnit(nn.Module):
@@ -309,108 +314,54 @@ class YuNet(nn.Module):
 YUNET_OUTPUTS = [f"{name}_{stride}" for name in YuNet.CHANNELS for stride in (8, 16, 32)]
 
 
+@torch.no_grad()
 def yunet_file(path: Path, levels: Tensor, *, fixed: bool = False) -> Path:
     """A YuNet with random weights that finds some faces in levels (1, 3, H, W) of 0..255, RGB."""
     net, x = YuNet(), levels.flip(1)
-    _calibrate(net, x)
-    template = torch.tensor([[-18, -4], [18, -4], [0, 16], [-14, 36], [14, 36]]).flatten() / 20
-    centres = {"cls": torch.zeros(1), "obj": torch.full((1,), 5.0), "bbox": torch.tensor([0.0, 0, 1.5, 1.5])}
-    spreads = {"cls": 1.0, "obj": 0.1, "bbox": 0.1, "kps": 0.1}
-    with torch.no_grad():
-        for name, heads in net.heads.items():
-            for head, level in zip(heads, net.levels(x), strict=True):
-                out = head(level)
-                scale = spreads[name] / out.std()
-                head.alone.weight *= scale
-                head.alone.bias *= scale
-                head.alone.bias += centres.get(name, template) - scale * out.mean((0, 2, 3))
-                if name == "cls":  # the threshold of 0.9, of a score whose square this is, into the widest gap
-                    best = head(level).flatten().sort(descending=True).values[2:6]
-                    gap = (best[:-1] - best[1:]).argmax()
-                    head.alone.bias += 1.45 - (best[gap] + best[gap + 1]) / 2
+    _randomise(net, x)
+    means = {"cls": torch.zeros(1), "obj": torch.full((1,), 5.0), "bbox": torch.tensor([0.0, 0, 1.5, 1.5])}
+    for name, heads in net.heads.items():
+        for head, level in zip(heads, net.levels(x), strict=True):
+            level = head.across(level)
+            _spread(head.alone, level, means.get(name, LANDMARKS), 1.0 if name == "cls" else 0.1)
+            if name == "cls":  # the threshold of 0.9, of a score whose square this is
+                head.alone.bias += 1.45 - _widest_gap(head.alone(level), 2, 6)
     free = None if fixed else {"input": {2: "height", 3: "width"}}
     return export(net, x, path, dynamic=free, names=("input", YUNET_OUTPUTS))
 
 
-def _calibrate(net: nn.Module, batch: Tensor) -> None:
-    """Random affine parameters, and the statistics of the batch, so that activations neither die nor explode."""
+def _randomise(net: nn.Module, batch: Tensor | None = None) -> None:
+    """Draw affine parameters away from 0 and 1, and statistics, so that leaving one out shows.
+
+    With a batch its own statistics are taken: then activations of deep nets neither die nor explode.
+    """
     for module in net.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            nn.init.normal_(module.running_mean, std=0.3)
+            nn.init.uniform_(module.running_var, 0.5, 2.0)
             nn.init.uniform_(module.weight, 0.5, 1.5)
             nn.init.normal_(module.bias, std=0.3)
             module.momentum = 1.0
         if isinstance(module, nn.PReLU):
-            nn.init.uniform_(module.weight, 0.1, 0.4)
-    with torch.no_grad():
-        net.train()(batch)
+            nn.init.uniform_(module.weight, 0.1, 0.6)
+    if batch is not None:
+        with torch.no_grad():
+            net.train()(batch)
     net.eval()
 
 
-def _aim(net: SCRFD, x: Tensor) -> None:
-    """Heads that see about ten faces of different sizes at every stride of one detector input (1, 3, H, W).
-
-    Random scores mean nothing, so each stride's are shifted to put 0.5 into the widest gap between its 5th and 20th:
-    which cells fire then does not hang on rounding. Boxes are about 2.5 strides to each side, landmarks lie in the box
-    as the template's do in the crop, both with a share of randomness.
-    """
-    template = torch.tensor([[-18, -4], [18, -4], [0, 16], [-14, 36], [14, 36]]).flatten() / 20
-    for (score, box, landmarks), rows in zip(net.heads, _logits(net, x), strict=True):
-        for head, out, spread, centre in (
-            (box, rows[1], 0.2, torch.tensor(2.5).expand(8)),
-            (landmarks, rows[2], 0.1, template.repeat(2)),
-            (score, rows[0], 1.0, torch.zeros(2)),
-        ):
-            scale = spread / out.std()
-            head.weight.data *= scale
-            head.bias.data = centre - out.mean() * scale + head.bias * scale
-    for (score, _, _), rows in zip(net.heads, _logits(net, x), strict=True):
-        best = rows[0].flatten().sort(descending=True).values[4:20]
-        gap = (best[:-1] - best[1:]).argmax()
-        score.bias.data -= (best[gap] + best[gap + 1]) / 2
-
-
-@torch.no_grad()
-def _logits(net: SCRFD, x: Tensor) -> list[list[Tensor]]:
-    """[score, box, landmarks] of each stride, before the sigmoid."""
-    seen: list[Tensor] = []
-    hooks = [head.register_forward_hook(lambda m, args, out: seen.append(out)) for row in net.heads for head in row]
-    net(x)
-    for hook in hooks:
-        hook.remove()
-    return [seen[i : i + 3] for i in range(0, 9, 3)]
-
-
-def _rename(path: Path, outputs: tuple[str, ...]) -> None:
-    """The published names, digits for the most part, which the exporter does not take."""
-    model = onnx.load(path)
-    new = dict(zip((value.name for value in model.graph.output), outputs, strict=True)) | {"x": "input.1"}
-    for value in (*model.graph.input, *model.graph.output):
-        value.name = new[value.name]
-    for node in model.graph.node:
-        node.input[:] = [new.get(name, name) for name in node.input]
-        node.output[:] = [new.get(name, name) for name in node.output]
-    onnx.save(model, path)
-
-
-def published_pack(folder: Path, image: Tensor, scale: int = 1, blocks=(3, 13, 30, 3), det_size: int = 640) -> Path:
-    """antelopev2's two files as they are published, but for the weights: graph, names, axes and file names.
+def published_pack(folder: Path, image: Tensor, det_size: int) -> Path:
+    """antelopev2's two files, but for the weights and the widths: graph, axes and file names.
 
     The weights are random; the detector finds some things in `image` (3, H, W) in [-1, 1] that it calls faces.
-    scale > 1 divides the widths, blocks are the recogniser's.
     """
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     quarters = [half for row in image.chunk(2, 1) for half in row.chunk(2, 2)]
     crops = F.interpolate(torch.stack(quarters), (112, 112), mode="area")
-    recogniser = IResNet(blocks, 64 // scale)
-    _calibrate(recogniser, crops)
-    _rename(export(recogniser, crops[:1], folder / "glintr100.onnx", dynamic={"x": {0: "None"}}), ("1333",))
-
-    detector = SCRFD(scale)
+    export(MiniArcFace(example=crops), crops[:1], folder / "glintr100.onnx", dynamic={"x": {0: "None"}})
     fitted = F.interpolate(image[None], scale_factor=det_size / max(image.shape[1:]), mode="bilinear")
     fitted = F.pad(fitted, (0, det_size - fitted.shape[-1], 0, det_size - fitted.shape[-2]), value=-1.0)
-    _calibrate(detector, fitted)
-    _aim(detector, fitted)
-    path = export(detector, fitted, folder / "scrfd_10g_bnkps.onnx", dynamic={"x": {2: "?", 3: "?"}})
-    _rename(path, ("448", "471", "494", "451", "474", "497", "454", "477", "500"))
+    detector = MiniSCRFD(example=fitted)
+    export(detector, fitted, folder / "scrfd_10g_bnkps.onnx", dynamic={"x": {2: "?", 3: "?"}})
     return folder

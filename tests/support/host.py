@@ -19,23 +19,19 @@ class HostIsApart(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.host: dict[int, Tensor] = {}  # by where it begins; kept, so that no other memory begins there
+        self.host: dict[int, Tensor] = {}  # by its address; kept, so that no other memory begins there
         self.copied = 0
-
-    def lies(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self.host
 
     def remember(self, tensor: Tensor) -> Tensor:
         self.host[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.dim() and one.numel()]
-        there = [self.lies(one) for one in given]
-        if func in COPIES:
-            self.copied += any(there) and not all(there)
-        elif any(there) and not all(there):
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim() and t.numel()]
+        mixed = len({tensor.untyped_storage().data_ptr() in self.host for tensor in inputs}) > 1
+        if mixed and func not in COPIES:
             pytest.fail(f"{func} takes memory of the host and of the device")
+        self.copied += mixed
         return func(*args, **(kwargs or {}))
 
 

@@ -3,7 +3,9 @@
 import json
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+
+from rewardfl.weights import lora_files
 
 # (original name, diffusers name) of the modules that the LoRA changes
 MODULES = [
@@ -14,6 +16,7 @@ MODULES = [
 ]
 RANK, ALPHA = 4, 2.0
 SCALE = ALPHA / RANK
+DOWN_UP, AB, ROLL = ("lora_down", "lora_up"), ("lora_A", "lora_B"), ("lora_A.default", "lora_B.default")
 
 
 def factors(model, seed=0):
@@ -27,24 +30,37 @@ def factors(model, seed=0):
     return found
 
 
-def _state(values, prefix, *, original, ends=("lora_down", "lora_up"), scale=1.0, alpha=None, flat=False):
-    """Tensors by key: `prefix` before the original or diffusers' names, `flat` with underscores for dots."""
+def lora_tensors(halves, *, prefix="", ends=DOWN_UP, scale=1.0, alpha=None, flat=False):
+    """The tensors of {name: (down, up)} by key: `prefix` before the name, `flat` with underscores for dots."""
     state = {}
-    for names in MODULES:
-        down, up = values[names[1]]
-        stem = names[0] if original else names[1]
-        stem = prefix + (stem.replace(".", "_") if flat else stem)
+    for name, (down, up) in halves.items():
+        stem = prefix + (name.replace(".", "_") if flat else name)
         state |= {f"{stem}.{ends[0]}.weight": down.clone(), f"{stem}.{ends[1]}.weight": up * scale}
         if alpha is not None:
             state[f"{stem}.alpha"] = torch.tensor(alpha)
     return state
 
 
-def peft_metadata(component="transformer", alpha=ALPHA):
-    return {"lora_adapter_metadata": json.dumps({f"{component}.r": RANK, f"{component}.lora_alpha": alpha})}
+def peft_metadata(alpha=ALPHA, **more):
+    """peft's configuration, as diffusers saves it."""
+    config = {"r": RANK, "lora_alpha": alpha} | more
+    return {"lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in config.items()})}
 
 
-AB, ROLL = ("lora_A", "lora_B"), ("lora_A.default", "lora_B.default")
+def weights(folder):
+    """The tensors of all files in a folder."""
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def products(path):
+    """{module: scale * up @ down} by the reader."""
+    (lora,) = lora_files.read_lora(path)
+    return {
+        name: update.scale * lora_files.load_tensor(update.up) @ lora_files.load_tensor(update.down)
+        for name, update in lora.updates.items()
+    }
+
+
 KOHYA = {"ss_network_alpha": str(ALPHA), "ss_network_dim": str(RANK)}
 
 # {dialect: (file, its metadata, how the keys are written)}; without alpha the scale is in `up`
@@ -81,10 +97,13 @@ FORMS = {
 
 
 def _writer(name, metadata, form):
+    names = {old if form.get("original") else new: new for old, new in MODULES}
+    form = {key: value for key, value in form.items() if key != "original"}
+
     def write(folder, values):
         path = folder / name
         path.parent.mkdir(exist_ok=True)
-        state = _state(values, **({"original": False} | form))
+        state = lora_tensors({name: values[new] for name, new in names.items()}, **form)
         if path.suffix == ".pth":
             torch.save(state, path)
             return path

@@ -8,9 +8,9 @@ device storage is `cuda:0`, so the package's own branches for a GPU run. The pre
 - counts copies and waits by phase and source line;
 - orders streams and events by vector clocks, and reuses freed memory by stream as CUDA's caching allocator does, and so
   reports a read or write without an order;
-- reports host memory that is registered twice, or freed or written while a copy may still read it.
+- reports host memory that is registered twice, or written while a copy may still read it.
 
-It does not see the kernels' own rounding and determinism, workspaces, fragmentation, NCCL or time.
+It does not see the kernels' own rounding and determinism, how much memory is used, NCCL or time.
 
 `install()` patches torch, never the package; call it after third parties are imported and before the package is. Work
 then runs within `with PretendDevice():`. `ledger` holds what was seen.
@@ -18,7 +18,6 @@ then runs within `with PretendDevice():`. `ledger` holds what was seen.
 
 import collections
 import contextlib
-import itertools
 import os
 import sys
 import threading
@@ -52,10 +51,10 @@ class Memory:
 
 
 class Tag:
-    """Where a storage lives: "host", "device", or "unknown" until an operator uses it."""
+    """Where a storage lives: "host" or "device"."""
 
-    def __init__(self, place: str, memory: Memory | None = None, stream: str = "", *, locked: bool = False):
-        self.place, self.memory, self.stream, self.locked = place, memory, stream, locked
+    def __init__(self, place: str, memory: Memory | None = None, stream: str = ""):
+        self.place, self.memory, self.stream = place, memory, stream  # memory: of the host if it is page-locked
         self.recorded_streams: set[str] = set()
 
 
@@ -72,7 +71,6 @@ class Ledger:
         self.clock = {"host": 0, "main": 0}
         self.seen = {"host": collections.Counter(), "main": collections.Counter()}  # vector clocks
         self.free = collections.defaultdict(list)  # (stream, bytes) -> memory that the allocator may give again
-        self.live = self.peak = 0
         self.thread = threading.local()  # .stream: the current stream of a thread
 
     @property
@@ -95,10 +93,10 @@ class Ledger:
         for name, value in earlier.items():
             self.seen[later][name] = max(self.seen[later][name], value)
 
-    def wait(self, what: str, stream: str | None = None) -> None:
-        """Count a wait of the host for a stream, the current one by default."""
+    def wait(self, what: str) -> None:
+        """Count a wait of the host for the current stream."""
         self.waits[self.phase, what, source_line()] += 1
-        self.order("host", self.seen[stream or self.stream])
+        self.order("host", self.seen[self.stream])
 
     def touch(self, memory: Memory | None, stream: str, *, writes: bool, what: str) -> None:
         """Report a hazard if another stream may still use the memory; then note this use."""
@@ -157,35 +155,27 @@ def place_of(tensor: Tensor) -> str:
     return "host" if tag is None else tag.place
 
 
-def set_tag(tensor: Tensor, place: str, *, locked: bool = False) -> Tag:
-    """Give the tensor's storage a tag if it has none, or a place if that was unknown."""
+def set_tag(tensor: Tensor, place: str) -> Tag:
+    """Give the tensor's storage a tag if it has none.
+
+    Device memory comes from the stream's own freed pieces first, in units of 512 bytes.
+    """
     storage = storage_of(unwrapped(tensor))
     tag = ledger.tags.get(storage)
-    if tag is None or tag.place == "unknown" != place:
-        ledger.tags[storage] = new_tag(storage, place, locked=locked)
-    return ledger.tags[storage]
-
-
-def new_tag(storage, place: str, *, locked: bool) -> Tag:
-    """Allocate: device memory comes from the stream's own freed pieces first, in units of 512 bytes."""
-    if place == "device":
+    if tag is None and place == "host":
+        tag = Tag("host")
+    elif tag is None:
         size, stream = max(512, -(-storage.nbytes() // 512) * 512), ledger.stream
         pieces = ledger.free[stream, size]
         tag = Tag("device", pieces.pop() if pieces else Memory(size=size), stream)
-        ledger.live += size
-        ledger.peak = max(ledger.peak, ledger.live)
         weakref.finalize(storage, free_device, tag)
-    else:
-        tag = Tag(place, Memory(size=storage.nbytes()) if locked else None, locked=locked)
-        if locked:
-            weakref.finalize(storage, free_locked, tag.memory)
+    ledger.tags[storage] = tag
     return tag
 
 
 def free_device(tag: Tag) -> None:
     """Give the memory back to its stream; the allocator itself waits for streams named by record_stream alone."""
     memory = tag.memory
-    ledger.live -= memory.size
     for stream in tag.recorded_streams:
         memory.reads.pop(stream, None)
         if memory.last_write and memory.last_write[0] == stream:
@@ -193,24 +183,18 @@ def free_device(tag: Tag) -> None:
     ledger.free[tag.stream, memory.size].append(memory)
 
 
-def free_locked(memory: Memory) -> None:
-    uses = itertools.chain([memory.last_write] if memory.last_write else [], memory.reads.items())
-    for stream, clock in uses:
-        if stream != "host" and ledger.seen["host"][stream] < clock:
-            ledger.hazards[ledger.phase, "page-locked memory is freed while a copy may use it", "free"] += 1
+def lock(tag: Tag) -> None:
+    """Make the memory of a host tag page-locked."""
+    tag.memory = tag.memory or Memory(size=0)
 
 
 def is_locked(tensor: Tensor) -> bool:
     """Return whether the host tensor lies in page-locked memory, its own or registered."""
-    tag = tag_of(tensor)
-    if tag is not None and tag.locked:
-        return True
     address = unwrapped(tensor).data_ptr()
-    if not any(start <= address < start + size for start, size in ledger.registered.items()):
-        return False
-    tag = tag or set_tag(tensor, "host")
-    tag.locked, tag.memory = True, tag.memory or Memory(size=storage_of(tensor).nbytes())
-    return True
+    if any(start <= address < start + size for start, size in ledger.registered.items()):
+        lock(set_tag(tensor, "host"))
+    tag = tag_of(tensor)
+    return tag is not None and tag.memory is not None
 
 
 # ---- copies between host and device
@@ -248,30 +232,13 @@ def moved(tensor: Tensor, device, dtype=None, *, non_blocking=False, copy=False,
     place = place_of(tensor)
     target = place if device is None else "device" if device.type == "cuda" else "host"
     dtype = dtype or tensor.dtype
-    if place == "unknown":
-        place = set_tag(tensor, target).place
     if target == place:
         return real_to(tensor, dtype=dtype, copy=copy, **layout)
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return MovedWithGraph.apply(tensor, target, dtype)
     with placing(target):
         result = real_to(tensor, dtype=dtype, copy=True, **layout)
     set_tag(result, target)
     note_copy(result, tensor, non_blocking=non_blocking)
     return result
-
-
-class MovedWithGraph(torch.autograd.Function):
-    """A copy between host and device whose gradient is copied back."""
-
-    @staticmethod
-    def forward(ctx, tensor, target, dtype):
-        ctx.place, ctx.dtype = place_of(tensor), tensor.dtype
-        return moved(tensor.detach(), DEVICE if target == "device" else HOST, dtype)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return moved(gradient, DEVICE if ctx.place == "device" else HOST, ctx.dtype), None, None
 
 
 # ---- operators
@@ -319,18 +286,13 @@ class PretendDevice(TorchDispatchMode):
             return func(*args, **kwargs)
         if on_device and "host" in places:
             refuse_mixed(func, name, args, inputs, places)
-        if on_device:
-            if name in WAITING or name == "index" and any(t.dtype in (torch.bool, torch.uint8) for t in inputs[1:]):
-                ledger.wait(name)
-            for tensor in inputs:  # what C++ made without a device is now used by it
-                if tensor.dim() > 0 and place_of(tensor) == "unknown":
-                    set_tag(tensor, "device")
+        by_mask = name == "index" and any(t.dtype in (torch.bool, torch.uint8) for t in inputs[1:])
+        if on_device and (name in WAITING or by_mask):
+            ledger.wait(name)
         result = func(*args, **kwargs)
         fresh = tag_results(result, inputs, places)
-        if on_device or any(tag.place == "device" for tag in fresh):
-            touch_all(func, name, args, kwargs, inputs, fresh)
-        else:
-            touch_host(func, args, kwargs, inputs)
+        on_device = on_device or any(tag.place == "device" for tag in fresh)
+        note_uses(func, name, args, kwargs, inputs, fresh, on_device=on_device)
         return result
 
 
@@ -354,12 +316,7 @@ def refuse_mixed(func, name: str, args, inputs: list[Tensor], places: list[str])
 def tag_results(result, inputs: list[Tensor], places: list[str]) -> list[Tag]:
     """Tag the storages that an operator has made; return their tags."""
     stack = getattr(ledger.placing, "stack", [])
-    if stack:
-        place = stack[-1]
-    elif "device" in places:
-        place = "device"
-    else:
-        place = "host" if "host" in places else "unknown"
+    place = stack[-1] if stack else "device" if "device" in places else "host"
     old = {id(storage_of(unwrapped(t))) for t in inputs}
     fresh = []
     for tensor in tensors_in(result):
@@ -384,29 +341,24 @@ def written_by(func, args, kwargs) -> set[int]:
     return written
 
 
-def touch_all(func, name: str, args, kwargs, inputs: list[Tensor], fresh: list[Tag]) -> None:
-    """Note what an operator on the current stream reads and writes."""
+def note_uses(func, name: str, args, kwargs, inputs: list[Tensor], fresh: list[Tag], *, on_device: bool) -> None:
+    """Note what an operator reads and writes, on the current stream or on the host."""
     if is_view(func) and not fresh:
         return
-    stream, written = ledger.stream, written_by(func, args, kwargs)
-    ledger.launch(stream)
+    written = written_by(func, args, kwargs)
+    if on_device:
+        ledger.launch(ledger.stream)
     for tensor in inputs:
         tag = tag_of(tensor)
-        if tag is not None and tag.place == "device":
-            ledger.touch(tag.memory, stream, writes=id(tensor) in written, what=name)
+        if tag is None or tag.memory is None:
+            continue
+        if tag.place == "device":
+            ledger.touch(tag.memory, ledger.stream, writes=id(tensor) in written, what=name)
+        elif not on_device:
+            touch_from_host(tensor, writes=id(tensor) in written, what=f"host {name}")
     for tag in fresh:
         if tag.place == "device" and name not in WITHOUT_VALUES:
-            ledger.touch(tag.memory, stream, writes=True, what=name)
-
-
-def touch_host(func, args, kwargs, inputs: list[Tensor]) -> None:
-    """Note what an operator on the host does to page-locked memory."""
-    locked = [t for t in inputs if (tag := tag_of(t)) is not None and tag.locked]
-    if not locked or is_view(func):
-        return
-    written = written_by(func, args, kwargs)
-    for tensor in locked:
-        touch_from_host(tensor, writes=id(tensor) in written, what=f"host {func._schema.name}")
+            ledger.touch(tag.memory, ledger.stream, writes=True, what=name)
 
 
 def touch_from_host(tensor: Tensor, *, writes: bool, what: str) -> None:
@@ -454,8 +406,9 @@ def factory(real, name: str):
             raise RuntimeError("pretend GPU: expected a 'cuda' device type for generator but found 'cpu'")
         with placing(place):
             result = real(*args, **kwargs)
-        tag = set_tag(result, place, locked=locked)
-        tag.locked, tag.memory = tag.locked or locked, tag.memory or (Memory(size=0) if locked else None)
+        tag = set_tag(result, place)
+        if locked:
+            lock(tag)
         if name in ("tensor", "scalar_tensor") and place == "device":
             note_upload(f"torch.{name} of numbers")
         return result
@@ -515,8 +468,7 @@ def patch_tensor() -> None:
     def numpy(self, *, force=False):  # Tensor.__array__ calls it, too
         if place_of(self) == "device":
             raise TypeError("pretend GPU: can't convert cuda:0 device type tensor to numpy; use Tensor.cpu() first")
-        tag = tag_of(self)
-        if tag is not None and tag.locked:
+        if is_locked(self):
             touch_from_host(self, writes=False, what="numpy")
         return real_numpy(self, force=force)
 
@@ -546,10 +498,6 @@ class Event:
     def record(self, stream=None):
         self.seen = collections.Counter(ledger.seen[stream.name if stream else ledger.stream])
 
-    def synchronize(self):
-        ledger.waits[ledger.phase, "event", source_line()] += 1
-        ledger.order("host", self.seen)
-
 
 class Stream:
     def __init__(self, device=None, priority=0, name=""):
@@ -568,9 +516,6 @@ class Stream:
         event = event or Event()
         event.record(self)
         return event
-
-    def synchronize(self):
-        ledger.wait("stream", self.name)
 
 
 @contextlib.contextmanager
@@ -613,17 +558,13 @@ def check_error(code):
         raise RuntimeError(f"pretend GPU: CUDA error {code}")
 
 
-def reset_peak(device=None):
-    ledger.peak = ledger.live
-
-
 def patch_cuda() -> None:
     properties = types.SimpleNamespace(name="pretend GPU", total_memory=TOTAL_MEMORY, major=9, minor=0)
     replacements = dict(
         _lazy_init=lambda: None, is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0,
         set_device=lambda device: None, synchronize=synchronize, Stream=Stream, Event=Event, stream=current,
-        current_stream=current_stream, empty_cache=lambda: None, max_memory_allocated=lambda device=None: ledger.peak,
-        reset_peak_memory_stats=reset_peak, mem_get_info=lambda device=None: (TOTAL_MEMORY - ledger.live, TOTAL_MEMORY),
+        current_stream=current_stream, empty_cache=lambda: None, max_memory_allocated=lambda device=None: 0,
+        reset_peak_memory_stats=lambda device=None: None, mem_get_info=lambda device=None: (TOTAL_MEMORY, TOTAL_MEMORY),
         get_device_properties=lambda device=None: properties, get_device_name=lambda device=None: properties.name,
         get_device_capability=lambda device=None: (9, 0), is_bf16_supported=lambda *a, **k: True,
         manual_seed_all=lambda seed: None, cudart=Cudart, check_error=check_error,

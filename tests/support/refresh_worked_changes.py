@@ -2,67 +2,40 @@
 
 python tests/support/refresh_worked_changes.py
 
-Each hunk is found again by its own lines and written with today's line numbers and context. A hunk whose lines are no
-longer in the file is printed: edit it by hand in the page, with any line numbers, and run this again.
+git finds each hunk again by its own lines. A hunk whose lines are no longer in the file is printed: edit it by hand in
+the page, with any line numbers, and run this again.
 """
 
-import difflib
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "change_the_algorithm.md"
-CONTEXT = 1  # unchanged lines around each change
 
 
-def split_files(block: str) -> list[tuple[str, list[list[str]]]]:
-    """Return (path, hunks) of a diff block; a hunk is its lines with their first character."""
-    files: list[tuple[str, list[list[str]]]] = []
-    for line in block.splitlines():
-        if line.startswith("--- "):
-            files.append((line.removeprefix("--- a/"), []))
-        elif line.startswith("@@"):
-            files[-1][1].append([])
-        elif not line.startswith("+++ "):
-            files[-1][1][-1].append(line or " ")
-    return files
-
-
-def apply_hunk(lines: list[str], hunk: list[str]) -> list[str] | None:
-    """Return the lines with the hunk applied where its old lines are, with as little context as finds one place."""
-    for skip in range(CONTEXT + 1):
-        body = hunk[skip : len(hunk) - skip]
-        old, new = ([line[1:] for line in body if line[:1] in f" {sign}"] for sign in "-+")
-        places = [i for i in range(len(lines) - len(old) + 1) if lines[i : i + len(old)] == old] if old else []
-        if len(places) == 1:
-            return lines[: places[0]] + new + lines[places[0] + len(old) :]
-    return None
-
-
-def main() -> int:
-    """Rewrite the page; return 1 where a hunk has no place in the code."""
-    lost = []
-
-    def renew(match: re.Match) -> str:
-        parts = []
-        for path, hunks in split_files(match[1]):
-            before = (ROOT / path).read_text().splitlines() if (ROOT / path).is_file() else []
-            after = before
-            for hunk in hunks:
-                changed = apply_hunk(after, hunk)
-                lost.extend([] if changed else ["\n".join([path, *hunk])])
-                after = changed or after
-            parts += difflib.unified_diff(before, after, f"a/{path}", f"b/{path}", n=CONTEXT, lineterm="")
-        return "```diff\n" + "".join(f"{line.rstrip()}\n" for line in parts) + "```"
-
-    text = re.sub(r"^```diff\n(.*?)^```", renew, PAGE.read_text(), flags=re.M | re.S)
-    if lost:
-        print("no place in the code for:\n\n" + "\n\n".join(lost), file=sys.stderr)
-        return 1
-    PAGE.write_text(text)
-    return 0
+def renew(match: re.Match) -> str:
+    """Return a diff block with today's line numbers and context."""
+    paths, lines = re.findall("^--- a/(.*)$", match[1], re.M), []
+    with tempfile.TemporaryDirectory() as folder:
+        for path in paths:
+            for side in "ab":
+                (copy := Path(folder, side, path)).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / path, copy)
+        git = {"cwd": folder, "text": True, "capture_output": True}
+        patch = re.sub("^--- a/(.*)$", r"diff --git a/\1 b/\1\n\g<0>", match[1], flags=re.M)  # for --recount
+        apply = ["git", "apply", "-C0", "--recount", "--directory=b", "-"]
+        done = subprocess.run(apply, input=patch, **git)
+        if done.returncode != 0:
+            sys.exit(done.stderr)
+        for path in paths:
+            diff = ["git", "diff", "--no-index", "--no-prefix", "-U1", f"a/{path}", f"b/{path}"]
+            lines += subprocess.run(diff, **git).stdout.splitlines()[2:]  # without git's own two lines
+    return "\n".join(["```diff", *(re.sub(r"^(@@.*@@).*", r"\1", line).rstrip() for line in lines), "```"])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(re.sub(r"^```diff\n(.*?)^```", renew, PAGE.read_text(), flags=re.M | re.S))

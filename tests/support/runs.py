@@ -38,27 +38,20 @@ CACHE = tempfile.mkdtemp(prefix="rewardfl-test-cache-")
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 
 
-def check_once(owner, name, key_of):
-    """Let runs in this process check the world's own networks once. key_of: their files, and the settings."""
-    check, known = getattr(owner, name), {}
-
-    def checked(*arguments):
-        files, *settings = key_of(*arguments)
-        if not all(Path(file).resolve().is_relative_to(WORLD) for file in files):
-            return check(*arguments)
-        key = (*files, *settings)
-        if key not in known:
-            known[key] = check(*arguments)
-        return known[key]
-
-    setattr(owner, name, checked)
+check_parity, checked_packs = face_parity.check, {}
 
 
-def parity_key(identity, _video):
-    return (identity.files, identity.detector.det_size, face_parity.MAX_COSINE_DISTANCE)
+def check_parity_once(identity, video):
+    """Let runs in this process compare the world's own networks with insightface once for each setting."""
+    if not all(Path(file).resolve().is_relative_to(WORLD) for file in identity.files):
+        return check_parity(identity, video)
+    key = (identity.files, identity.detector.det_size, face_parity.MAX_COSINE_DISTANCE)
+    if key not in checked_packs:
+        checked_packs[key] = check_parity(identity, video)
+    return checked_packs[key]
 
 
-check_once(face_parity, "check", parity_key)
+face_parity.check = check_parity_once
 
 
 def table(path, part, clips):

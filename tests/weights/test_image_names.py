@@ -1,6 +1,5 @@
 """LoRAs of SD3, FLUX.1 and Qwen-Image in tools/merge_lora.py and tools/convert_lora.py: diffusers merges them alike."""
 
-import json
 import re
 
 import pytest
@@ -9,18 +8,13 @@ from conftest import run_tool
 from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Transformer2DModel
 from diffusers.loaders import FluxLoraLoaderMixin
 from image_pipelines import random_flux, random_qwen_image, random_sd3
+from lora_dialects import AB, ALPHA, DOWN_UP, RANK, ROLL, SCALE, lora_tensors, peft_metadata, products, weights
 from safetensors.torch import load_file, save_file
-from test_conversion import products
-from test_lora_merge import weights
 
-from rewardfl import lora
-from rewardfl.backbones import stock
 from rewardfl.weights import image_names, lora_files, shards
 from rewardfl_tools import convert_lora, merge_lora
 
 MAKE = {"SD3": random_sd3, "FLUX.1": random_flux, "Qwen-Image": random_qwen_image}
-RANK, ALPHA = 4, 2.0
-SCALE = ALPHA / RANK
 # layers that an adapter changes
 LAYERS = {
     "SD3": [
@@ -63,35 +57,6 @@ def pair(shape, seed=0):
     return down, torch.randn(shape[0], RANK, generator=generator)
 
 
-def in_diffusers_names(
-    base, model, *, prefix="transformer.", scale=1, ends=("lora_A", "lora_B"), alpha=None, flat=False
-):
-    """A LoRA of LAYERS whose names are diffusers'; of `model`, or of other layers under that name."""
-    state = {}
-    for name in LAYERS[model]:
-        down, up = pair(base[f"{name}.weight"].shape, len(name))
-        stem = prefix + (name.replace(".", "_") if flat else name)
-        state |= {f"{stem}.{ends[0]}.weight": down, f"{stem}.{ends[1]}.weight": up * scale}
-        if alpha is not None:
-            state[f"{stem}.alpha"] = torch.tensor(alpha)
-    return state
-
-
-def in_original_names(base, names, form, alpha):
-    """A LoRA of layers of FLUX.1 that are called by their original names, as `form` writes them."""
-    state = {}
-    for name in names:
-        modules = [place.module for place in image_names.find_modules(name, image_names.ALL_ROWS)["FLUX.1"]]
-        shapes = [base[f"{module}.weight"].shape for module in modules]
-        down, up = pair((sum(shape[0] for shape in shapes), shapes[0][1]), len(name))
-        stem, (a, b) = form(name)
-        state |= {f"{stem}.{a}.weight": down, f"{stem}.{b}.weight": up}
-        if alpha is not None:
-            state[f"{stem}.alpha"] = torch.tensor(alpha)
-    return state
-
-
-DOWN_UP = ("lora_down", "lora_up")
 KOHYA = [
     "double_blocks.0.img_attn.qkv", "double_blocks.1.txt_attn.qkv", "double_blocks.0.img_attn.proj",
     "double_blocks.1.txt_mlp.2", "double_blocks.0.img_mod.lin", "single_blocks.1.linear2",
@@ -101,39 +66,43 @@ XLABS = ["double_blocks.0.processor.qkv_lora1", "double_blocks.1.processor.qkv_l
 XLABS += ["double_blocks.1.processor.proj_lora1", "double_blocks.0.processor.proj_lora2"]
 
 
-def metadata(model):
-    """peft's configuration, as diffusers saves it."""
-    config = {"r": RANK, "lora_alpha": ALPHA, "target_modules": LAYERS[model]}
-    return {"lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in config.items()})}
-
-
-def kohya(name):
-    return "lora_unet_" + name.replace(".", "_"), DOWN_UP
-
-
 def named(layers, **form):
-    """A dialect with diffusers' names of LAYERS."""
-    return lambda base: in_diffusers_names(base, layers, **form)
+    """A dialect with diffusers' names of LAYERS; of these or of other layers under that name."""
+
+    def tensors(base):
+        halves = {name: pair(base[f"{name}.weight"].shape, len(name)) for name in LAYERS[layers]}
+        return lora_tensors(halves, **({"prefix": "transformer.", "ends": AB} | form))
+
+    return tensors
 
 
-def original(names, form, alpha):
-    return lambda base: in_original_names(base, names, form, alpha)
+def original(names, **form):
+    """A dialect with the original names of layers of FLUX.1; kohya's by default."""
+
+    def tensors(base):
+        halves = {}
+        for name in names:
+            modules = [place.module for place in image_names.find_modules(name, image_names.ALL_ROWS)["FLUX.1"]]
+            shapes = [base[f"{module}.weight"].shape for module in modules]
+            halves[name] = pair((sum(shape[0] for shape in shapes), shapes[0][1]), len(name))
+        return lora_tensors(halves, **({"prefix": "lora_unet_", "flat": True} | form))
+
+    return tensors
 
 
-FOLDED = {"prefix": "", "scale": SCALE, "ends": ("lora_A.default", "lora_B.default")}
 # {(model, dialect): its tensors for the base's weights}; each is one that diffusers reads
 DIALECTS = {
     ("SD3", "diffusers"): named("SD3"), ("SD3", "no alpha"): named("SD3"), ("FLUX.1", "diffusers"): named("FLUX.1"),
     ("FLUX.1", "ai-toolkit"): named("FLUX.1", scale=SCALE), ("FLUX.1", "alpha keys"): named("FLUX.1", alpha=ALPHA),
-    ("FLUX.1", "kohya"): original(KOHYA, kohya, ALPHA), ("FLUX.1", "kohya without alpha"): original(KOHYA, kohya, None),
-    ("FLUX.1", "comfy"): original(KOHYA, lambda name: (f"diffusion_model.{name}", DOWN_UP), ALPHA),
+    ("FLUX.1", "kohya"): original(KOHYA, alpha=ALPHA), ("FLUX.1", "kohya without alpha"): original(KOHYA),
+    ("FLUX.1", "comfy"): original(KOHYA, prefix="diffusion_model.", flat=False, alpha=ALPHA),
     ("FLUX.1", "OneTrainer"): named("OneTrainer", prefix="lora_transformer_", ends=DOWN_UP, alpha=ALPHA, flat=True),
-    ("FLUX.1", "xlabs"): original(XLABS, lambda name: (name, ("down", "up")), None),
+    ("FLUX.1", "xlabs"): original(XLABS, prefix="", flat=False, ends=("down", "up")),
     ("Qwen-Image", "diffusers"): named("Qwen-Image"),
     ("Qwen-Image", "ai-toolkit"): named("Qwen-Image", prefix="diffusion_model.", scale=SCALE),
     ("Qwen-Image", "lightning"): named("Qwen-Image", prefix="", ends=DOWN_UP, alpha=ALPHA),
     ("Qwen-Image", "kohya"): named("Qwen-Image", prefix="lora_unet_", ends=DOWN_UP, alpha=ALPHA, flat=True),
-    ("Qwen-Image", "DiffSynth"): named("Qwen-Image", **FOLDED),
+    ("Qwen-Image", "DiffSynth"): named("Qwen-Image", prefix="", scale=SCALE, ends=ROLL),
 }  # fmt: skip
 
 
@@ -141,8 +110,7 @@ def write(folder_of, model, dialect, path):
     """The file, and the base's weights."""
     base = weights(folder_of(model) / "transformer")
     state = DIALECTS[model, dialect](base)
-    header = metadata(model) if dialect == "diffusers" else {}
-    save_file({name: value.contiguous() for name, value in state.items()}, path, header)
+    save_file(state, path, peft_metadata(target_modules=LAYERS[model]) if dialect == "diffusers" else {})
     return base
 
 
@@ -154,7 +122,6 @@ def convert(*arguments, expect=0):
     return run_tool(convert_lora.main, *arguments, expect=expect)
 
 
-# ------------------------------------------------------------------------------------------------------------
 # Names
 
 
@@ -193,11 +160,9 @@ ORIGINAL = {  # {layer of FLUX.1 as its original code or XLabs calls it: (output
 def test_original_names_are_those_of_diffusers_converter(name, tmp_path):
     """At FLUX.1's size, of rank one with a different number in each row."""
     out, modules = ORIGINAL[name]
-    stem, (a, b) = (name, ("down", "up")) if "processor" in name else kohya(name)
-    state = {f"{stem}.{a}.weight": torch.ones(1, 1), f"{stem}.{b}.weight": torch.randn(out, 1)}
-    if "processor" not in name and "final" not in name:  # of which diffusers drops it
-        state[f"{stem}.alpha"] = torch.tensor(0.5)
-    save_file(state, tmp_path / "lora.safetensors")
+    form = {"prefix": "lora_unet_", "flat": True, "alpha": None if "final" in name else 0.5}  # which diffusers drops
+    form = {"ends": ("down", "up")} if "processor" in name else form
+    save_file(lora_tensors({name: (torch.ones(1, 1), torch.randn(out, 1))}, **form), tmp_path / "lora.safetensors")
     found = products(tmp_path / "lora.safetensors")
     converted = FluxLoraLoaderMixin.lora_state_dict(str(tmp_path / "lora.safetensors"))
     assert len(found) == modules and len(converted) == 2 * modules
@@ -225,7 +190,6 @@ def test_what_a_converter_drops_or_mangles_is_refused(converted, tmp_path, monke
     image_names._flux_places.cache_clear()
 
 
-# ------------------------------------------------------------------------------------------------------------
 # Merging
 
 
@@ -255,8 +219,8 @@ def test_merged_is_what_diffusers_fuses(folder_of, model, dialect, tmp_path):
 def test_biases_and_magnitudes_of_a_fused_layer_are_divided(folder_of, tmp_path):
     """What diffusers drops: diff_b, and DoRA's magnitudes of the outputs."""
     base = weights(folder_of("FLUX.1") / "transformer")
-    (stem, _), names = kohya("double_blocks.0.img_attn.qkv"), ["to_q", "to_k", "to_v"]
-    state = in_original_names(base, ["double_blocks.0.img_attn.qkv"], kohya, ALPHA)
+    stem, names = "lora_unet_double_blocks_0_img_attn_qkv", ["to_q", "to_k", "to_v"]
+    state = original(["double_blocks.0.img_attn.qkv"], alpha=ALPHA)(base)
     state[f"{stem}.dora_scale"] = 1 + torch.rand(96, 1)
     state[f"{stem}.diff_b"] = torch.randn(96)
     save_file(state, tmp_path / "one.safetensors")
@@ -294,28 +258,6 @@ def test_dtypes_are_those_of_diffusers(folder_of, model, tmp_path):
         torch.testing.assert_close(value, wanted.bfloat16(), rtol=8e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("model", MAKE)
-def test_our_checkpoint_merged_draws_as_the_adapter(folder_of, model, tmp_path):
-    """Saved as training saves it; the stock pipeline with the adapter and the merged pipeline have equal weights."""
-    pipe, layers = MAKE[model](), ["attn.to_q", "attn.to_out.0"]
-    lora.inject(pipe.transformer, RANK, ALPHA, layers, 0)
-    for name, parameter in pipe.transformer.named_parameters():
-        if "lora_B" in name:
-            parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
-    checkpoint = tmp_path / "step-000001"
-    stock.save_adapter(type(pipe), pipe.transformer, checkpoint / "transformer", lora.adapter_state(pipe.transformer))
-    merge("--base", folder_of(model), "--lora", f"{checkpoint}:0.5", "--out", tmp_path / "merged")
-    lora.set_strength(pipe.transformer, 0.5)
-    pipe.transformer.fuse_lora()
-    merged = weights(tmp_path / "merged" / "transformer")
-    for name, value in merged.items():
-        module, _, leaf = name.rpartition(".")
-        layer = pipe.transformer.get_submodule(module)
-        wanted = getattr(layer.base_layer if any(module.endswith(one) for one in layers) else layer, leaf)
-        torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-5, msg=name)
-
-
-# ------------------------------------------------------------------------------------------------------------
 # Converting
 
 
@@ -338,7 +280,7 @@ def test_comfy_reads_diffusers_names_without_alpha(folder_of, model, tmp_path):
 )
 def test_what_a_format_cannot_carry_is_refused(folder_of, kind, to, way_out, tmp_path):
     base = weights(folder_of("FLUX.1") / "transformer")
-    state = in_original_names(base, ["double_blocks.0.img_attn.proj"], kohya, ALPHA)
+    state = original(["double_blocks.0.img_attn.proj"], alpha=ALPHA)(base)
     state[f"lora_unet_double_blocks_0_img_attn_proj.{kind}"] = torch.rand(32, 1 if kind == "dora_scale" else 32)
     save_file(state, tmp_path / "one.safetensors")
     out = tmp_path / "out.safetensors"
@@ -346,7 +288,6 @@ def test_what_a_format_cannot_carry_is_refused(folder_of, kind, to, way_out, tmp
     assert way_out in text and "transformer_blocks.0.attn.to_out.0" in text and not out.exists()
 
 
-# ------------------------------------------------------------------------------------------------------------
 # What is refused
 
 

@@ -7,30 +7,17 @@ import shutil
 import pytest
 import torch
 from conftest import run_tool
-from lora_dialects import DIALECTS, MODULES, factors
+from lora_dialects import DIALECTS, MODULES
 from peft.utils.other import get_pattern_key
-from pipelines import random_pipeline
 from safetensors.torch import load_file, save_file
 
 from rewardfl.weights import lora_files
 from rewardfl_tools import convert_lora, merge_lora, merge_shards
 
+pytest_plugins = "merging_world"
 INDEX = "diffusion_pytorch_model.safetensors.index.json"
 DEEP = "[" * 100_000
 DIGITS = "9" * 5000  # more than Python turns into a number
-
-
-@pytest.fixture(scope="module")
-def model():
-    return random_pipeline().transformer_2
-
-
-@pytest.fixture(scope="module")
-def world(model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("world")
-    model.save_pretrained(folder / "low")
-    DIALECTS["d1"](folder, factors(model))
-    return folder
 
 
 def refused(main, damaged, out, *arguments):
@@ -41,6 +28,11 @@ def refused(main, damaged, out, *arguments):
     assert line.startswith("error: ") and str(damaged) in line and len(line) < 2100
     assert sorted(out.parent.rglob("*")) == before
     return line
+
+
+def not_merged(world, tmp_path, damaged, lora=None):
+    base = world / "pipeline" / "transformer_2"
+    return refused(merge_lora.main, damaged, tmp_path / "new", "--base", base, "--lora", lora or damaged)
 
 
 def file_of(path, header, data=b""):
@@ -75,13 +67,13 @@ def test_damaged_headers(world, tmp_path, kind):
         out.parent.mkdir(exist_ok=True)
         refused(merge_shards.main, path, out, "--input", path)
         refused(merge_lora.main, path, out, "--base", path, "--lora", f"{lora}@low")
-    refused(merge_lora.main, path, out, "--base", world / "low", "--lora", path)
+    refused(merge_lora.main, path, out, "--base", world / "pipeline" / "transformer_2", "--lora", path)
     for to in ("comfy", "diffusers"):
         refused(convert_lora.main, path, out, "--lora", path, "--to", to)
 
 
 def test_a_fifo_among_the_shards_is_no_endless_wait(world, tmp_path):
-    shutil.copytree(world / "low", tmp_path / "low")
+    shutil.copytree(world / "pipeline" / "transformer_2", tmp_path / "low")
     for file in (tmp_path / "low").glob("*.safetensors"):
         file.unlink()
         os.mkfifo(file)
@@ -99,7 +91,7 @@ INDICES = {
 @pytest.mark.parametrize("kind", INDICES)
 def test_damaged_indices(world, tmp_path, kind):
     given = INDICES[kind]
-    shutil.copytree(world / "low", tmp_path / "low")
+    shutil.copytree(world / "pipeline" / "transformer_2", tmp_path / "low")
     (weights,) = (tmp_path / "low").glob("*.safetensors")
     if isinstance(given, dict) and "metadata" in given:
         given = given | {"weight_map": {name: weights.name for name in load_file(weights)}}
@@ -110,7 +102,6 @@ def test_damaged_indices(world, tmp_path, kind):
         refused(merge_shards.main, index, tmp_path / "new", "--input", source)
 
 
-# ------------------------------------------------------------------------------------------------------------
 # A LoRA's metadata
 
 
@@ -143,7 +134,7 @@ def test_damaged_lora_metadata(world, tmp_path, kind, place):
         damaged = path.parent
     else:
         save_file(state, path, {"lora_adapter_metadata": text})
-    line = refused(merge_lora.main, damaged, tmp_path / "new", "--base", world / "low", "--lora", path)
+    line = not_merged(world, tmp_path, damaged, path)
     assert WORDS.get(kind.partition(":")[0], "") in line
     refused(convert_lora.main, damaged, tmp_path / "new.safetensors", "--lora", path, "--to", "comfy")
 
@@ -152,12 +143,12 @@ def test_damaged_lora_metadata(world, tmp_path, kind, place):
     "alpha",
     (torch.ones(2), torch.tensor(float("nan")), torch.tensor(-1.0), torch.tensor(1e300).double()),
 )  # fmt: skip
-def test_damaged_alpha_keys(world, tmp_path, model, alpha):
-    path = DIALECTS["d5"](tmp_path, factors(model))
+def test_damaged_alpha_keys(world, tmp_path, values, alpha):
+    path = DIALECTS["d5"](tmp_path, values)
     state = load_file(path)
     state["diffusion_model.blocks.0.self_attn.q.alpha"] = alpha
     save_file(state, path)
-    line = refused(merge_lora.main, path, tmp_path / "new", "--base", world / "low", "--lora", path)
+    line = not_merged(world, tmp_path, path)
     assert "blocks.0.attn1.to_q" in line and "alpha" in line
 
 
@@ -168,10 +159,10 @@ def test_damaged_alpha_keys(world, tmp_path, model, alpha):
         {"ss_network_alpha": "1e300"}, {"ss_network_alpha": "0"},
     ],
 )  # fmt: skip
-def test_damaged_kohya_metadata(world, tmp_path, model, metadata):
-    path = DIALECTS["d10_metadata"](tmp_path, factors(model))
+def test_damaged_kohya_metadata(world, tmp_path, values, metadata):
+    path = DIALECTS["d10_metadata"](tmp_path, values)
     save_file(load_file(path), path, {"ss_network_alpha": "2", "ss_network_dim": "4"} | metadata)
-    line = refused(merge_lora.main, path, tmp_path / "new", "--base", world / "low", "--lora", path)
+    line = not_merged(world, tmp_path, path)
     assert "ss_network" in line
 
 
@@ -179,8 +170,8 @@ def test_damaged_kohya_metadata(world, tmp_path, model, metadata):
 def test_strengths_beyond_float32(world, tmp_path, strength):
     path = world / "pytorch_lora_weights.safetensors"
     given = f"{path}@low:{strength}"
-    assert f":{strength}" in refused(merge_lora.main, path, tmp_path / "new", "--base", world / "low", "--lora", given)
-    given = ["--lora", world / "lora.pth", f"--alpha={strength}", "--to", "comfy"]
+    assert f":{strength}" in not_merged(world, tmp_path, path, given)
+    given = ["--lora", tmp_path / "lora.pth", f"--alpha={strength}", "--to", "comfy"]
     torch.save({"proj_out.lora_A.weight": torch.ones(1, 24), "proj_out.lora_B.weight": torch.ones(4, 1)}, given[1])
     refused(convert_lora.main, given[1], tmp_path / "new.safetensors", *given)
 
@@ -203,14 +194,13 @@ def shapes(down, up, **more):
 def test_lora_tensors_of_odd_shapes_and_names(world, tmp_path, state):
     path = tmp_path / "low.safetensors"
     save_file(state, path)
-    refused(merge_lora.main, path, tmp_path / "new", "--base", world / "low", "--lora", path)
+    not_merged(world, tmp_path, path)
     refused(convert_lora.main, path, tmp_path / "new.safetensors", "--lora", path, "--to", "comfy", "--verify")
 
 
 @pytest.mark.parametrize("kind", ("legacy", "zip"))
-def test_torch_files_of_both_formats_are_read(world, model, tmp_path, kind):
+def test_torch_files_of_both_formats_are_read(world, values, tmp_path, kind):
     """Before torch 1.6 a file was no zip: it cannot be mapped."""
-    values = factors(model)
     path = DIALECTS["d9"](tmp_path, values)
     torch.save(torch.load(path), path, _use_new_zipfile_serialization=kind == "zip")
     (lora,) = lora_files.read_lora(path)
@@ -222,7 +212,7 @@ def test_torch_files_of_both_formats_are_read(world, model, tmp_path, kind):
 def test_damaged_torch_files(world, tmp_path, name, content):
     path = tmp_path / name
     path.write_bytes(content)
-    refused(merge_lora.main, path, tmp_path / "new", "--base", world / "low", "--lora", path)
+    not_merged(world, tmp_path, path)
 
 
 @pytest.mark.parametrize(
@@ -235,10 +225,9 @@ def test_damaged_torch_files(world, tmp_path, name, content):
 )  # fmt: skip
 def test_torch_files_of_other_things(world, tmp_path, state):
     torch.save(state, path := tmp_path / "low.pt")
-    refused(merge_lora.main, path, tmp_path / "new", "--base", world / "low", "--lora", path)
+    not_merged(world, tmp_path, path)
 
 
-# ------------------------------------------------------------------------------------------------------------
 # alpha_pattern: what peft writes is read as peft reads it
 
 
@@ -251,9 +240,9 @@ PATTERNS = (
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_alpha_pattern_as_peft_matches_it(model, tmp_path, pattern):
+def test_alpha_pattern_as_peft_matches_it(values, tmp_path, pattern):
     """peft's own function is the second opinion."""
-    path = DIALECTS["d1"](tmp_path, factors(model))
+    path = DIALECTS["d1"](tmp_path, values)
     config = {"transformer.lora_alpha": 1.0, "transformer.alpha_pattern": pattern}
     save_file(load_file(path), path, {"lora_adapter_metadata": json.dumps(config)})
     (lora,) = lora_files.read_lora(path)
@@ -262,9 +251,9 @@ def test_alpha_pattern_as_peft_matches_it(model, tmp_path, pattern):
         assert lora.updates[name].scale == alpha / 4, name
 
 
-def test_alpha_pattern_with_original_names_and_unused_entries(model, tmp_path):
+def test_alpha_pattern_with_original_names_and_unused_entries(values, tmp_path):
     """Trainers on the original code; and peft keeps entries that match nothing, which is worth a line."""
-    path = DIALECTS["d6"](tmp_path, factors(model))
+    path = DIALECTS["d6"](tmp_path, values)
     config = {"lora_alpha": 1.0, "alpha_pattern": {"self_attn.q": 8.0, "typo": 3.0}}
     save_file(load_file(path), path, {"lora_adapter_metadata": json.dumps(config)})
     (lora,) = lora_files.read_lora(path)

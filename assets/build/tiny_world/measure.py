@@ -118,7 +118,7 @@ def generate(world: Path, model: str, pipeline: Path) -> list[Tensor]:
 def video_figures(judges: Mapping[str, face.FaceIdentity], clips: Mapping[str, list[Tensor]]) -> dict[str, object]:
     """Return the figures of named clips: the VAE's error, motion over the real clips', and identity by every judge."""
     errors = [(a - b).square().mean() for a, b in zip(clips["real"], clips["through_vae"], strict=True)]
-    flow = {name: mean([video_motion(to_frames(clip)).flow for clip in arm]) for name, arm in clips.items()}
+    flow = {name: mean([video_motion(to_frames(clip))["flow"] for clip in arm]) for name, arm in clips.items()}
     identity = {name: identity_figures(judge, clips) for name, judge in judges.items()}
     return {
         "vae_psnr": float((10 * torch.log10(4 / torch.stack(errors))).mean()),

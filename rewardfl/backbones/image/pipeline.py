@@ -208,14 +208,8 @@ class ImageModel(Backbone):
         return OnMeta(
             experts={EXPERT: self._network_on_meta(latents, conditioning)},
             vae=vae.requires_grad_(requires_grad=False),
-            decoder=ChunksOnMeta(
-                module=vae,
-                count=1,
-                chunk=lambda _: latents,
-                run=lambda x, *_: (self.kind.decode(vae, x), []),
-                caches=[],
-            ),
-            image_encoder=None,
+            decoder=ChunksOnMeta(count=1, latents=latents, run=lambda x, *_: (self.kind.decode(vae, x), []), caches=[]),
+            encode_clip=lambda: None,
             vision=None,
             text_encoder=text,
             encode_text=encode_text,
@@ -406,9 +400,7 @@ def describe(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
     _check_scheduler(folder, configs["scheduler"])
     guided, guidance = configs[EXPERT].get("guidance_embeds", False), source.embedded_guidance
     if guided and guidance is None:
-        raise InputError(
-            f"model.embedded_guidance: {folder} is told a guidance, and none is given; set it (published: 3.5)"
-        )
+        raise InputError(f"model.embedded_guidance: {folder} takes a guidance as input; set it (published: 3.5)")
     unused = {
         "model.embedded_guidance": None if guided else guidance, "model.tokenizer_path": source.tokenizer_path,
         "model.model_id_with_origin_paths": source.origin_paths, "model.min_timestep_boundary": source.boundary,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from diffusers import ModelMixin, WanTransformer3DModel
@@ -21,10 +21,7 @@ from rewardfl.backbones.wan.variants import VARIANTS, Variant
 from rewardfl.data import to_uint8
 from rewardfl.weights.shards import InputError
 
-if TYPE_CHECKING:  # its module makes transformers print a note on torchvision
-    from diffusers import WanImageToVideoPipeline
-
-Load = Callable[[Sequence[str]], "WanImageToVideoPipeline"]  # parts -> a frozen pipeline that has them, on the CPU
+Load = Callable[[Sequence[str]], Any]  # parts -> a frozen WanImageToVideoPipeline that has them, on the CPU
 
 _PATCH = 2  # latents on a side of one token, of every published transformer
 
@@ -65,7 +62,7 @@ class Wan(Backbone):
 
     def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:
         """Return the schedule, which is the same for latents of every shape."""
-        if shift is None:  # converted checkpoints state another one than their originals
+        if shift is None:
             raise InputError("sample.shift must be a number for this model, got null; Wan2.2's is 5")
         return model.schedule(steps, shift, self.experts, self.boundary)
 
@@ -86,18 +83,11 @@ class Wan(Backbone):
             raise InputError("\n".join(problems))
 
     def differences(self, shift: float | None, guidance: float) -> list[str]:
-        index = stock.read_json(self.folder / "model_index.json")
-        scheduler = stock.read_json(self.folder / "scheduler" / "scheduler_config.json")
-        pairs = {
-            "model.min_timestep_boundary": (self.boundary, index.get("boundary_ratio")),
-            # the converted official pipeline says flow_shift 3, Wan's own configuration and Lightning's 5
-            "sample.shift": (shift, scheduler.get("flow_shift", scheduler.get("shift"))),
-        }
-        return [
-            f"{key} is {configured:g}, the checkpoint says {stated:g}"
-            for key, (configured, stated) in pairs.items()
-            if stated is not None and configured is not None and configured != stated
-        ]
+        """Compare the boundary alone: converted checkpoints state another shift than their originals."""
+        stated = stock.read_json(self.folder / "model_index.json").get("boundary_ratio")
+        if None in (stated, self.boundary) or stated == self.boundary:
+            return []
+        return [f"model.min_timestep_boundary is {self.boundary:g}, the checkpoint says {stated:g}"]
 
     def empty_expert(self, expert: str) -> ModelMixin:
         return stock.new_on_meta(WanTransformer3DModel, stock.read_part_config(self.folder, self.parts[expert]))
@@ -107,13 +97,9 @@ class Wan(Backbone):
         boundary = {} if self.boundary is None else {"boundary_ratio": files.boundary_ratio(self.folder)}
         return stock.settings(parts) | boundary
 
-    def distillation(self, expert: str) -> str:
-        """Return the path of an expert's distillation LoRA, or an empty string."""
-        return dict(zip(self.experts, self.source.distilled, strict=False))[expert]
-
     def parts_of(self, expert: str) -> list[str]:
         name = DISTILLATIONS[self.experts.index(expert)]
-        return [expert, name, self.source.distill_mode] if self.distillation(expert) else [expert]
+        return [expert, name, self.source.distill_mode] if name in self.weight_files else [expert]
 
     def on_meta(self, height: int, width: int, num_frames: int) -> OnMeta:
         shape = self.latent_shape(height, width, num_frames)
@@ -211,9 +197,7 @@ DISTILLATIONS = ("distill_high", "distill_low")  # names in weight_files, by the
 def open(name: str, source: Source) -> Wan:
     """Open a model by its files' headers, with its distillation. Raise InputError as in `files`."""
     variant = VARIANTS[name]
-    layout = files.find_files(
-        variant, source.model_paths, source.tokenizer_path, source.origin_paths, allow_download=source.allow_download
-    )
+    layout = files.find_files(variant, source)
     experts = files.open_experts(layout)
     loras = load.read_distilled(variant.experts, *source.distilled)
     load_parts = partial(load.load_pipeline, layout, experts, DTYPES[source.dtype], loras, source.distill_mode)
@@ -251,5 +235,5 @@ def _make_wan(
     )
 
 
-def _refuse_load(parts: Sequence[str]) -> "WanImageToVideoPipeline":
+def _refuse_load(parts: Sequence[str]) -> None:
     raise InputError(f"a described model has no weights to load ({', '.join(parts)})")

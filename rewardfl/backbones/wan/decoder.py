@@ -45,20 +45,28 @@ class WanDecoder:
 
     def decode(self, latents: Tensor, given: Conditioning | None = None) -> Tensor:
         """Return the video (B, 3, F, H, W) in [-1, 1] of normalised latents (B, C, T, H/s, W/s)."""
-        return self._decode(self._whole(latents, given), stride=None, to_stored=list).video
+        return self.decode_with_caches(latents, None, given).video
 
+    @torch.no_grad()
     def decode_with_caches(
-        self, latents: Tensor, caches: DecodeCaches = "keep", given: Conditioning | None = None
+        self, latents: Tensor, caches: DecodeCaches | None = "keep", given: Conditioning | None = None
     ) -> Decoded:
         """Decode for a later `vjp`.
 
         caches: keep (on the device), offload (in host memory), or segment (in host memory, those of every
         ceil(sqrt(T))-th chunk; the VJP decodes each segment again for the others). The gradients are the same to the
-        last bit.
+        last bit. None stores none.
         """
         latents = self._whole(latents, given)
         stride = math.ceil(math.sqrt(latents.shape[2])) if caches == "segment" else 1
-        return self._decode(latents, stride, list if caches == "keep" else _to_host)
+        state: Caches = [None] * self.vae._cached_conv_counts["decoder"]
+        chunks, stored = [], dict[int, StoredCaches]()
+        for i in range(latents.shape[2]):
+            if caches is not None and i % stride == 0:
+                stored[i] = list(state) if caches == "keep" else _to_host(state)
+            frames, state = self._chunk(latents[:, :, i : i + 1], state)
+            chunks.append(frames)
+        return Decoded(torch.cat(chunks, 2).clamp(-1, 1), stored)
 
     def _whole(self, latents: Tensor, given: Conditioning | None) -> Tensor:
         if not self.frame_given:
@@ -66,36 +74,21 @@ class WanDecoder:
         assert given is not None, "a decoder with a given frame is called with the batch's conditioning"
         return torch.cat([given["image"].to(latents), latents], 2)
 
-    @torch.no_grad()
-    def _decode(self, latents: Tensor, stride: int | None, to_stored: Callable[[Caches], StoredCaches]) -> Decoded:
-        caches: Caches = [None] * self.vae._cached_conv_counts["decoder"]
-        chunks, stored = [], {}
-        for i in range(latents.shape[2]):
-            if stride is not None and i % stride == 0:
-                stored[i] = to_stored(caches)
-            frames, caches = self._chunk(latents[:, :, i : i + 1], caches)
-            chunks.append(frames)
-        return Decoded(torch.cat(chunks, 2).clamp(-1, 1), stored)
-
     def vjp(
         self, latents: Tensor, grad_video: Tensor, decoded: Decoded | None = None, given: Conditioning | None = None
     ) -> Tensor:
         """Return (d video / d latents)^T grad_video, (B, C, T, h, w), equal to autograd through `vae.decode`.
 
-        grad_video: (B, 3, F, H, W); as in autograd, it counts as zero where the decoder's output is clamped. Chunks
-        after the last frame with a gradient are skipped, which is exact: the decoder is causal. decoded: from
-        `decode_with_caches` on the same latents; None: computed here.
+        grad_video: (B, 3, F, H, W); as in autograd, it counts as zero where the decoder's output is clamped. decoded:
+        from `decode_with_caches` on the same latents; None: computed here.
         """
         decoded = self.decode_with_caches(latents, given=given) if decoded is None else decoded
         latents, first_sampled = self._whole(latents, given), int(self.frame_given)
         grad_latents = torch.zeros_like(latents)
-        end = latents.shape[2]
-        ranges = self._frame_ranges(end)
+        ranges = self._frame_ranges(latents.shape[2])
         grad_caches: list[Tensor | None] = [None] * len(decoded.caches[0])
-        while end > 0 and not grad_video[:, :, ranges[end - 1]].any():
-            end -= 1
         segment: dict[int, StoredCaches] = {}
-        for i in reversed(range(first_sampled, end)):
+        for i in reversed(range(first_sampled, len(ranges))):
             segment = segment if i in segment else self._segment(latents, decoded.caches, i)
             x = latents[:, :, i : i + 1].detach().requires_grad_()
             caches = _to_device(segment.pop(i), latents.device)

@@ -14,6 +14,7 @@ from diffusers import WanTransformer3DModel
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from rewardfl.backbones.protocol import Source
 from rewardfl.backbones.stock import check_tensors, new_on_meta, open_network, read_json, read_part_config
 from rewardfl.backbones.wan.variants import VARIANTS, Variant
 from rewardfl.weights import lora_files, merge, shards, wan_names
@@ -22,6 +23,7 @@ from rewardfl.weights.shards import Checkpoint, InputError
 # configurations of the published models, for files that come without any: pipeline folders without weights
 _PUBLISHED = Path(__file__).parent / "published"
 
+Parts = dict[str, list[Path]]  # by the variant's original_parts, and tokenizer
 TOKENIZER_FILES = ("tokenizer.json", "spiece.model")  # a tokenizer has either
 
 
@@ -63,44 +65,29 @@ def find_configs(variant: Variant, model_paths: str) -> Path:
     return path if model_paths and (path / "transformer" / "config.json").is_file() else published(variant)
 
 
-def find_files(
-    variant: Variant,
-    model_paths: str,
-    tokenizer_path: str = "",
-    origin_paths: str = "",
-    *,
-    allow_download: bool = False,
-) -> Layout:
+def find_files(variant: Variant, source: Source) -> Layout:
     """Find the files of the configured model. Raise InputError, with the key and the way out, for missing ones.
 
     model_paths: a diffusers folder, or a wan22_paths.json: an object with the variant's original_parts, or a list in
     their order. Each of its entries is a file, a folder of shards, an index.json or a list of shards, relative to the
     json file. origin_paths: "repository:pattern,..." as in DiffSynth and ROLL, from the local hub cache or downloaded.
     """
-    if origin_paths:
-        return _from_hub(variant, origin_paths, tokenizer_path, allow_download=allow_download)
-    path = Path(model_paths)
-    if path.suffix == ".json" and path.is_file():
-        return _from_json(variant, path, tokenizer_path)
-    if not (path / "model_index.json").is_file():
-        raise InputError(
-            f"model.model_paths: {model_paths} is neither a diffusers pipeline folder (no model_index.json in it) nor "
-            "a wan22_paths.json with the original files"
-        )
-    for name, kind in read_json(path / "model_index.json").items():
-        if name == "tokenizer" and tokenizer_path:
-            continue
-        # transformers would make an empty tokenizer of a missing folder
-        if isinstance(kind, list) and kind[0] and not (path / name).is_dir():
-            raise InputError(f"model.model_paths: {path} has no {name} folder")
+    if source.origin_paths:
+        configs, parts = published(variant), _find_in_hub(variant, source)
+    elif Path(source.model_paths).suffix == ".json" and Path(source.model_paths).is_file():
+        configs, parts = find_configs(variant, source.model_paths), _read_paths(variant, Path(source.model_paths))
+    else:
+        configs = Path(source.model_paths)
+        parts = _find_in_folder(variant, configs, source)
+    experts = {name: parts[key] for name, key in zip(variant.experts, variant.original_parts, strict=False)}
     return Layout(
-        variant=variant, configs=path, experts={expert: [path / part] for expert, part in variant.parts.items()},
-        text_encoder=path / "text_encoder", vae=path / "vae", image_encoder=path / "image_encoder",
-        tokenizer=_tokenizer(tokenizer_path, path / "tokenizer"),
+        variant=variant, configs=configs, experts=experts, text_encoder=parts["text_encoder"][0], vae=parts["vae"][0],
+        tokenizer=_tokenizer(source.tokenizer_path, *parts.get("tokenizer", [])),
+        image_encoder=parts.get("image_encoder", [Path()])[0],
     )  # fmt: skip
 
 
-def _tokenizer(tokenizer_path: str, default: Path | None) -> Path:
+def _tokenizer(tokenizer_path: str, default: Path | None = None) -> Path:
     """Return the tokenizer's folder.
 
     Raise InputError for a folder without one: transformers would make an empty one.
@@ -115,7 +102,24 @@ def _tokenizer(tokenizer_path: str, default: Path | None) -> Path:
     raise InputError(f"model.tokenizer_path: {why}; give the folder google/umt5-xxl that Wan-AI ships beside the model")
 
 
-def _from_json(variant: Variant, path: Path, tokenizer_path: str) -> Layout:
+def _find_in_folder(variant: Variant, path: Path, source: Source) -> Parts:
+    if not (path / "model_index.json").is_file():
+        raise InputError(
+            f"model.model_paths: {source.model_paths} is neither a diffusers pipeline folder (no model_index.json in "
+            "it) nor a wan22_paths.json with the original files"
+        )
+    for name, kind in read_json(path / "model_index.json").items():
+        if name == "tokenizer" and source.tokenizer_path:
+            continue
+        # transformers would make an empty tokenizer of a missing folder
+        if isinstance(kind, list) and kind[0] and not (path / name).is_dir():
+            raise InputError(f"model.model_paths: {path} has no {name} folder")
+    experts = dict(zip(variant.original_parts, variant.parts.values(), strict=False))
+    others = {name: name for name in ("text_encoder", "vae", "image_encoder", "tokenizer")}
+    return {key: [path / part] for key, part in (experts | others).items()}
+
+
+def _read_paths(variant: Variant, path: Path) -> Parts:
     keys = variant.original_parts
     entries = read_json(path)
     if isinstance(entries, list):
@@ -137,27 +141,16 @@ def _from_json(variant: Variant, path: Path, tokenizer_path: str) -> Layout:
             raise InputError(f"{path}: {key}: {absent[0]} does not exist")
         if len(files) != 1 and key not in keys[: len(variant.parts)]:
             raise InputError(f"{path}: {key} must be one path, it lists {len(files)}")
-    tokenizer = _tokenizer(tokenizer_path, parts["tokenizer"][0] if "tokenizer" in parts else None)
-    return _from_originals(variant, parts, find_configs(variant, str(path)), tokenizer)
+    return parts
 
 
-def _from_originals(variant: Variant, parts: Mapping[str, list[Path]], configs: Path, tokenizer: Path) -> Layout:
-    """Make the layout of files by the variant's original_parts."""
-    experts = {name: parts[key] for name, key in zip(variant.experts, variant.original_parts, strict=False)}
-    (text_encoder,), (vae,), (clip,) = parts["text_encoder"], parts["vae"], parts.get("image_encoder", [Path()])
-    return Layout(
-        variant=variant, configs=configs, experts=experts, text_encoder=text_encoder, vae=vae, tokenizer=tokenizer,
-        image_encoder=clip,
-    )  # fmt: skip
-
-
-def _from_hub(variant: Variant, origin_paths: str, tokenizer_path: str, *, allow_download: bool) -> Layout:
-    """Make the layout from patterns with words such as high_noise, t5 and vae; the tokenizer is next to the t5 file."""
-    parts: dict[str, list[Path]] = {}
+def _find_in_hub(variant: Variant, source: Source) -> Parts:
+    """Find the files by patterns with words such as high_noise, t5 and vae; the tokenizer is next to the t5 file."""
+    parts: Parts = {}
     keys, expert_keys = variant.original_parts, variant.original_parts[: len(variant.parts)]
     expert_words = variant.experts if len(expert_keys) > 1 else ("diffusion_pytorch_model",)
     words = dict(zip((*expert_words, "t5", "vae", *(["clip"] if variant.clip else [])), keys, strict=True))
-    for item in filter(None, (part.strip() for part in origin_paths.split(","))):
+    for item in filter(None, (part.strip() for part in source.origin_paths.split(","))):
         repository, _, pattern = item.partition(":")
         key = next((key for word, key in words.items() if word in pattern.lower()), None)
         if key is None or key in parts or not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
@@ -165,15 +158,14 @@ def _from_hub(variant: Variant, origin_paths: str, tokenizer_path: str, *, allow
                 f"model.model_id_with_origin_paths: {item!r} must be owner/repository:pattern with one of "
                 f"{', '.join(words)} in the pattern, each once"
             )
-        patterns = [pattern] if tokenizer_path or key != "text_encoder" else [pattern, "google/umt5-xxl/*"]
-        parts[key] = sorted(_snapshot(repository, patterns, allow_download=allow_download).glob(pattern))
+        patterns = [pattern] if source.tokenizer_path or key != "text_encoder" else [pattern, "google/umt5-xxl/*"]
+        parts[key] = sorted(_snapshot(repository, patterns, allow_download=source.allow_download).glob(pattern))
         if not parts[key] or (len(parts[key]) > 1 and key not in expert_keys):
             raise InputError(f"model.model_id_with_origin_paths: {item!r} matches {len(parts[key])} files")
     if missing := [key for key in keys if key not in parts]:
         raise InputError(f"model.model_id_with_origin_paths names no {', '.join(missing)}")
     tokenizer = parts["text_encoder"][0].parent / "google" / "umt5-xxl"
-    tokenizer = _tokenizer(tokenizer_path, tokenizer if tokenizer.is_dir() else None)
-    return _from_originals(variant, parts, published(variant), tokenizer)
+    return parts | ({"tokenizer": [tokenizer]} if tokenizer.is_dir() else {})
 
 
 def _snapshot(repository: str, patterns: list[str], *, allow_download: bool) -> Path:

@@ -7,7 +7,7 @@ in the file's. The result equals diffusers' `from_pretrained`: modules that diff
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import safetensors.torch
 import torch
@@ -25,9 +25,6 @@ from rewardfl.weights import lora_files, merge, shards, wan_names
 from rewardfl.weights.lora_files import Lora
 from rewardfl.weights.shards import Checkpoint, InputError
 
-if TYPE_CHECKING:
-    from diffusers import WanImageToVideoPipeline
-
 State = dict[str, Tensor]
 
 
@@ -38,8 +35,10 @@ def load_pipeline(
     distilled: Sequence[Lora] = (),
     distill_mode: Literal["fuse", "adapter"] = "fuse",
     parts: Sequence[str] | None = None,
-) -> "WanImageToVideoPipeline":
-    """Load the pipeline, frozen and in eval mode, on the CPU; a text-to-video model's, too: it encodes prompts equally.
+) -> Any:
+    """Load a WanImageToVideoPipeline, frozen and in eval mode, on the CPU.
+
+    It also serves text-to-video models: it encodes prompts equally.
 
     experts: of files.open_experts. distilled: LoRAs (with their experts), by distill_mode either fused in the files'
     precision before the one rounding to `dtype`, or attached as adapters that stay on. parts: those to load, None for
@@ -201,10 +200,6 @@ def read_distilled(experts: Sequence[str], first: str, second: str) -> list[Lora
 
 def _same_lora(first: Lora, second: Lora) -> bool:
     name = next(iter(first.updates))
-    if name not in second.updates:
-        return False
-    a, b = (
-        [lora_files.load_tensor(source) for source in adapter.updates[name].sources().values()]
-        for adapter in (first, second)
-    )
-    return len(a) == len(b) and all(map(torch.equal, a, b))
+    a, b = first.updates[name].sources(), second.updates[name].sources() if name in second.updates else {}
+    load = lora_files.load_tensor
+    return a.keys() == b.keys() and all(torch.equal(load(a[role]), load(b[role])) for role in a)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan
-from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
 from torch import Tensor
 from transformers import CLIPVisionModel, UMT5EncoderModel
 
@@ -46,11 +45,16 @@ def on_meta(folder: Path, variant: Variant, dtype: torch.dtype, shape: Shape, vi
         conditioning["clip"] = meta(1, CLIP_TOKENS, last["image_dim"], dtype=dtype)
         home = folder if (folder / "image_encoder").is_dir() else files.published(variant)
         vision = stock.new_on_meta(CLIPVisionModel, stock.read_part_config(home, "image_encoder")).to(dtype)
+
+    def encode_clip() -> object:
+        pixels = meta(1, 3, *video)  # float32, which the pipeline holds meanwhile
+        return vae.encode(pixels.to(dtype))
+
     return OnMeta(
         experts=experts,
         vae=vae,
         decoder=_decoder_on_meta(vae, dtype, whole),
-        image_encoder=_encoder_on_meta(vae, dtype, video),
+        encode_clip=encode_clip,
         vision=vision,
         text_encoder=text,
         encode_text=lambda: text(tokens),
@@ -81,29 +85,8 @@ def _decoder_on_meta(vae: AutoencoderKLWan, dtype: torch.dtype, shape: Shape) ->
         video, after = run_chunk(vae, x, caches)
         return video.clamp(-1, 1), after
 
-    def frame(_: int) -> Tensor:
-        return meta(1, channels, 1, height, width, dtype=dtype, requires_grad=True)
-
     caches: Caches = [None] * vae._cached_conv_counts["decoder"]
+    latents = meta(1, channels, 1, height, width, dtype=dtype, requires_grad=True)
     return ChunksOnMeta(
-        module=vae, count=frames, chunk=frame, run=run, caches=caches,
-        checkpointed=partial(parts_checkpointed, vae.decoder),
-    )  # fmt: skip
-
-
-def _encoder_on_meta(vae: AutoencoderKLWan, dtype: torch.dtype, video: tuple[int, int, int]) -> ChunksOnMeta:
-    """Return the VAE's encoder on a clip of these frames, height and width, chunk by chunk."""
-    frames, height, width = video
-    factor = vae.config.scale_factor_temporal
-
-    def run(x: Tensor, caches: Caches) -> tuple[Tensor, Caches]:
-        after, patch = list(caches), vae.config.patch_size
-        return vae.encoder(x if patch is None else patchify(x, patch), feat_cache=after, feat_idx=[0]), after
-
-    def chunk(i: int) -> Tensor:
-        return meta(1, 3, factor if i else 1, height, width, dtype=dtype)
-
-    return ChunksOnMeta(
-        module=vae, count=1 + (frames - 1) // factor, chunk=chunk, run=run,
-        caches=[None] * vae._cached_conv_counts["encoder"],
+        count=frames, latents=latents, run=run, caches=caches, checkpointed=partial(parts_checkpointed, vae.decoder),
     )  # fmt: skip

@@ -26,26 +26,25 @@ VIT_H_14 = {
     },
 }  # fmt: skip
 
-# open_clip's names -> transformers', within a block of either tower
-_BLOCK = {
-    "ln_1": "layer_norm1", "ln_2": "layer_norm2", "mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2",
-    "attn.out_proj": "self_attn.out_proj",
-}  # fmt: skip
-OUTSIDE = {
-    "visual.class_embedding": "vision_model.embeddings.class_embedding",
-    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
-    "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
-    "visual.ln_pre.weight": "vision_model.pre_layrnorm.weight",
-    "visual.ln_pre.bias": "vision_model.pre_layrnorm.bias",
-    "visual.ln_post.weight": "vision_model.post_layernorm.weight",
-    "visual.ln_post.bias": "vision_model.post_layernorm.bias",
-    "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
-    "positional_embedding": "text_model.embeddings.position_embedding.weight",
-    "ln_final.weight": "text_model.final_layer_norm.weight",
-    "ln_final.bias": "text_model.final_layer_norm.bias",
-    "logit_scale": "logit_scale",
+# open_clip's names -> transformers'
+_RENAMED = {
+    r"^visual\.transformer\.resblocks": "vision_model.encoder.layers",
+    r"^transformer\.resblocks": "text_model.encoder.layers",
+    r"\.ln_([12])\.": r".layer_norm\1.",
+    r"\.mlp\.c_fc\.": ".mlp.fc1.",
+    r"\.mlp\.c_proj\.": ".mlp.fc2.",
+    r"\.attn\.out_proj\.": ".self_attn.out_proj.",
+    r"^visual\.class_embedding$": "vision_model.embeddings.class_embedding",
+    r"^visual\.positional_embedding$": "vision_model.embeddings.position_embedding.weight",
+    r"^visual\.conv1\.": "vision_model.embeddings.patch_embedding.",
+    r"^visual\.ln_pre\.": "vision_model.pre_layrnorm.",
+    r"^visual\.ln_post\.": "vision_model.post_layernorm.",
+    r"^visual\.proj$": "visual_projection.weight",
+    r"^token_embedding\.": "text_model.embeddings.token_embedding.",
+    r"^positional_embedding$": "text_model.embeddings.position_embedding.weight",
+    r"^ln_final\.": "text_model.final_layer_norm.",
+    r"^text_projection$": "text_projection.weight",
 }
-TRANSPOSED = {"visual.proj": "visual_projection.weight", "text_projection": "text_projection.weight"}
 
 
 class Hpsv2Reward(PromptReward):
@@ -99,15 +98,11 @@ def from_open_clip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert open_clip's names and layouts to transformers'; keep names that open_clip's CLIP does not have."""
     converted = {}
     for name, value in state.items():
-        block = re.fullmatch(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+)[._](weight|bias)", name)
-        if block is None:
-            converted[(OUTSIDE | TRANSPOSED).get(name, name)] = value.T if name in TRANSPOSED else value
-            continue
-        visual, layer, module, part = block.groups()
-        prefix = f"{'vision' if visual else 'text'}_model.encoder.layers.{layer}"
-        if module == "attn.in_proj":  # query, key and value in one tensor
+        for pattern, replacement in _RENAMED.items():
+            name = re.sub(pattern, replacement, name)
+        if ".attn.in_proj_" in name:  # query, key and value in one tensor
             for letter, third in zip("qkv", value.chunk(3), strict=True):
-                converted[f"{prefix}.self_attn.{letter}_proj.{part}"] = third
+                converted[name.replace(".attn.in_proj_", f".self_attn.{letter}_proj.")] = third
         else:
-            converted[f"{prefix}.{_BLOCK.get(module, module)}.{part}"] = value
+            converted[name] = value.T if name in ("visual_projection.weight", "text_projection.weight") else value
     return converted

@@ -6,4 +6,4 @@ from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, Faces, align, similari
 from rewardfl.rewards.face.detect import FaceDetector
 from rewardfl.rewards.face.identity import FaceIdentity, FacePool, FaceRecogniser, FaceScore
 from rewardfl.rewards.face.onnx_module import OnnxModule
-from rewardfl.rewards.face.track import landmark_motion, track_largest
+from rewardfl.rewards.face.track import track_largest

@@ -114,14 +114,13 @@ class View:
 class FaceDetector(nn.Module):
     """SCRFD or YuNet with landmarks: scores, boxes and landmarks at strides 8, 16, 32.
 
-    A frame is scaled to fit `det_size` x `det_size`, top left, and padded with black. Detections below `threshold` are
-    dropped; None takes the published threshold (SCRFD 0.5, YuNet 0.9). Non-maximum suppression uses the published
-    overlap (0.4, 0.3).
+    A frame is scaled to fit `det_size` x `det_size`, top left, and padded with black. Detections below the published
+    threshold are dropped, and those that overlap a better one by more than the published share.
     """
 
     CHUNK = 8  # frames at a time
 
-    def __init__(self, path: str | Path, det_size: int = 640, threshold: float | None = None):
+    def __init__(self, path: str | Path, det_size: int = 640):
         super().__init__()
         if det_size <= 0 or det_size % 32:
             raise ValueError(f"det_size must be a multiple of 32, the coarsest stride, got {det_size}; try 640")
@@ -132,7 +131,7 @@ class FaceDetector(nn.Module):
             raise ValueError(f"{path} only takes {fixed} pixels, det_size is {det_size}; set det_size={fixed[0]}")
         self.net.check_size(1, 3, det_size, det_size)
         self.det_size = det_size
-        self.threshold = self.family.threshold if threshold is None else threshold
+        self.threshold = self.family.threshold
 
     @torch.no_grad()
     def detect(self, frames: Tensor) -> list[Faces]:

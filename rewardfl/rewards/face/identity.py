@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,34 +25,21 @@ from rewardfl.rewards.face.track import (
     first_frame,
     follow_first,
     follow_known,
-    landmark_motion,
 )
 from rewardfl.rewards.face.vary import clip_seed, vary_crops
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrackedFace:
-    """Where a face was in a clip, and how it moved."""
-
-    detected: Tensor  # (F,) bool
-    coverage: float  # share of the frames after the first in which the face was detected
-    speed: float  # landmark_motion
-    nonrigid: float
-    boxes: Tensor  # (F, 4) where the face was tracked, in frame pixels
-    landmarks: Tensor  # (F, 5, 2) of the tracked face, in frame pixels
-
-
-@dataclass(frozen=True, kw_only=True)
-class FacePool(TrackedFace):
-    """A person in a real clip: identity pool, self-similarity and motion."""
+class FacePool(Track):
+    """The track of a person in a real clip, with identity pool and self-similarity."""
 
     embeddings: Tensor  # (P, D) unit float32, of the tracked face in every frame but the first
     cap: float  # mean cosine between two different embeddings of the pool; 1.0 for a pool of one
 
 
 @dataclass(frozen=True, kw_only=True)
-class FaceScore(TrackedFace):
-    """Identity similarity of a generated clip to the person of a pool."""
+class FaceScore(Track):
+    """The track of a person in a generated clip, with identity similarity to the person of a pool."""
 
     per_frame: Tensor  # (F - 1,) mean cosine with the pool of frames 1 .. F - 1, in [-1, 1], with gradient
     mean: Tensor  # () of per_frame, with gradient
@@ -135,7 +121,7 @@ class FaceIdentity(nn.Module):
         shown = track.detected.nonzero().flatten()
         shown = shown[shown > 0]
         embeddings = self._embed(frames[shown.to(frames.device)], track.landmarks[shown])
-        return FacePool(embeddings=embeddings, cap=self_similarity(embeddings), **_track_fields(track))
+        return FacePool(embeddings=embeddings, cap=self_similarity(embeddings), **vars(track))
 
     def score(self, video: Tensor, pool: Tensor) -> FaceScore | None:
         """Return the score of one person; see `scores`."""
@@ -203,15 +189,8 @@ def _score(embeddings: Tensor, pool: Tensor, track: Track) -> FaceScore:
         mean=cosines[0].mean(),
         paid=cosines.mean(),
         embedding=embeddings[0].mean(0),
-        **_track_fields(track),
+        **vars(track),
     )
-
-
-def _track_fields(track: Track) -> dict[str, Any]:
-    """Return the fields of TrackedFace."""
-    speed, nonrigid = landmark_motion(track)
-    coverage = track.detected[1:].float().mean().item()
-    return vars(track) | {"speed": speed, "nonrigid": nonrigid, "coverage": coverage}
 
 
 def self_similarity(embeddings: Tensor) -> float:

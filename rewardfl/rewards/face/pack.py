@@ -40,7 +40,16 @@ def pack_files(pack_dir: str | Path) -> tuple[Path, Path]:
     packs = [folder for folder, tasks in folders.items() if set(tasks.values()).issuperset(TASKS)]
     packs = [root] if root in packs else packs
     if not packs:
-        raise FileNotFoundError(_nothing_usable(root, folders))
+        files = [
+            f"{file.relative_to(root)} ({task}: {describe_network(file)})"
+            for tasks in folders.values()
+            for file, task in tasks.items()
+        ]
+        raise FileNotFoundError(
+            f"{root} has no folder with a detector, which gives scores, boxes and five landmarks in nine outputs "
+            "(scrfd_10g_bnkps.onnx) or twelve (face_detection_yunet_2023mar.onnx), and a recogniser, which has one "
+            f"112 x 112 input and one output (glintr100.onnx); its .onnx files: {'; '.join(files) or 'none'}"
+        )
     if len(packs) > 1:
         raise ValueError(f"{root} holds several face packs; name one of {[str(pack) for pack in packs]}")
     _refuse_manifest(packs[0])
@@ -77,45 +86,14 @@ def _task(path: Path) -> Task:
     return "recogniser" if square and height != 192 else "other"
 
 
-def _nothing_usable(root: Path, folders: dict[Path, dict[Path, Task]]) -> str:
-    """Return the message that no folder at or below root is a pack, with the files there."""
-    tasks = {file: task for files in folders.values() for file, task in files.items()}
-    files = [
-        f"{file.relative_to(root)} {describe_network(file) if task == 'other' else f'is a {task}'}"
-        for file, task in tasks.items()
-    ]
-    return (
-        f"{root} has no folder with a detector, which has nine outputs (scrfd_10g_bnkps.onnx) or twelve "
-        "(face_detection_yunet_2023mar.onnx), and a recogniser, which has one 112 x 112 input and one output "
-        f"(glintr100.onnx). Its .onnx files: {'; '.join(files) or 'none'}. Other formats and zips are not read"
-    )
-
-
 def describe_network(path: Path) -> str:
-    """Return the inputs, outputs and probable kind of an .onnx file, and why it is no usable detector."""
+    """Return the shapes that an .onnx file takes and gives."""
     graph, _ = read_graph(path)
-    inputs, outputs = ([value_shape(value) for value in values] for values in (graph_inputs(graph), graph.output))
-    takes, gives = (", ".join(_describe_shape(shape) or "()" for shape in shapes) for shapes in (inputs, outputs))
-    return f"(takes {takes}, gives {gives}) {_kind(outputs)}"
-
-
-def _describe_shape(shape: list[int | None]) -> str:
-    return " x ".join("?" if side is None else str(side) for side in shape)
-
-
-def _kind(outputs: list[list[int | None]]) -> str:
-    """Describe in words the probable kind of a network with outputs of these shapes."""
-    flat = sorted(shape[-1] or 0 for shape in outputs if len(shape) in (2, 3))
-    maps = sorted(shape[1] or 0 for shape in outputs if len(shape) == 4)
-    if len(outputs) == 1 and len(outputs[0]) in (0, 2):
-        return "looks like a network for landmarks or attributes of a face that has been found"
-    if flat == [2, 4] and len(outputs[0]) == 3:
-        return "looks like UltraFace (RFB, slim): boxes without the five landmarks by which a face is cut out"
-    if flat == [1, 16]:
-        return "looks like BlazeFace: six landmarks, which are others than the five by which a face is cut out"
-    if (flat in ([2, 4], [2, 4, 10]) and len(outputs[0]) == 2) or maps == [2, 4]:
-        return "looks like one of MTCNN's three networks, a cascade: each gives a part of the answer"
-    return "is of no layout that is read here"
+    takes, gives = (
+        ", ".join(" x ".join(str(side or "?") for side in value_shape(value)) or "()" for value in values)
+        for values in (graph_inputs(graph), graph.output)
+    )
+    return f"takes {takes} and gives {gives}"
 
 
 def _refuse_manifest(folder: Path) -> None:
@@ -145,11 +123,8 @@ def file_hashes(files: Iterable[Path]) -> dict[str, str]:
 
 
 # face_recognition_sface_2021dec.onnx of github.com/opencv/opencv_zoo
-SFACE = ("0ba9fbfa01b5270c96627c4ef784da859931e02f04419c829e83484087c34e79",)
+SFACE = "0ba9fbfa01b5270c96627c4ef784da859931e02f04419c829e83484087c34e79"
 _INSIGHTFACE = "insightface's model zoo: non-commercial research only"
-_AURAFACE = "fal/AuraFace-v1: Apache-2.0 by its model card"
-_YUNET = "OpenCV's model zoo, YuNet: MIT"
-_SFACE = "OpenCV's model zoo, SFace: Apache-2.0"
 
 _LICENCE_BY_HASH = {
     # scrfd_10g_bnkps.onnx of antelopev2 and of AuraFace, det_10g.onnx of buffalo_l: the same file
@@ -158,22 +133,26 @@ _LICENCE_BY_HASH = {
     "4ab1d6435d639628a6f3e5008dd4f929edf4c4124b1a7169e1048f9fef534cdf": _INSIGHTFACE,  # glintr100.onnx, antelopev2
     "4c06341c33c2ca1f86781dab0e829f88ad5b64be9fba56e56bc9ebdefc619e43": _INSIGHTFACE,  # w600k_r50.onnx, buffalo_l
     "9cc6e4a75f0e2bf0b1aed94578f144d15175f357bdc05e815e5c4a02b319eb4f": _INSIGHTFACE,  # w600k_mbf.onnx, buffalo_s
-    "a7933ea5330113b01c9b60351d8f4c33003f145d8470ac5f0e52ee2effe25c60": _AURAFACE,  # glintr100.onnx
-    "8f2383e4dd3cfbb4553ea8718107fc0423210dc964f9f4280604804ed2552fa4": _YUNET,  # face_detection_yunet_2023mar.onnx
-} | dict.fromkeys(SFACE, _SFACE)
+    "a7933ea5330113b01c9b60351d8f4c33003f145d8470ac5f0e52ee2effe25c60": "fal/AuraFace-v1: Apache-2.0 by its model card",
+    "8f2383e4dd3cfbb4553ea8718107fc0423210dc964f9f4280604804ed2552fa4": "OpenCV's model zoo, YuNet: MIT",
+    SFACE: "OpenCV's model zoo, SFace: Apache-2.0",
+}
 
 
 def is_sface(path: str | Path) -> bool:
     """Return whether the file is the published SFace; its graph may look like an ArcFace."""
-    return sha256(Path(path)) in SFACE
+    return sha256(path) == SFACE
 
 
 def describe_packs(packs: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return lines with the hashes and licences of packs. packs: {setting of a pack: its `file_hashes`}.
+    """Return a line for each file of packs, with hash and licence. packs: {setting of a pack: its `file_hashes`}.
 
     The hash determines the licence. A name alone does not: AuraFace's recogniser has the name of antelopev2's.
     """
-    lines = [f"{setting}: {name} sha256 {digest}" for setting, files in packs.items() for name, digest in files.items()]
-    names = {digest: name for files in packs.values() for name, digest in files.items()}
-    licences = {digest: _LICENCE_BY_HASH.get(digest, "unknown origin; check their licence") for digest in names}
-    return lines + [f"licence of {name}: weights of {licences[digest]}" for digest, name in names.items()]
+    lines, unknown = [], False
+    for setting, files in packs.items():
+        for name, digest in files.items():
+            licence = _LICENCE_BY_HASH.get(digest, "")
+            lines.append(f"{setting}: {name} sha256 {digest}" + (licence and f", {licence}"))
+            unknown |= not licence
+    return lines + ["the licence of face weights without one here is unknown; check where they are from"] * unknown

@@ -21,7 +21,7 @@ SAME_PERSON = 0.363
 Embeddings = Sequence[Tensor]  # of the n detections of each frame, (n, D), unit, on the CPU, without a graph
 
 
-@dataclass
+@dataclass(frozen=True)
 class Track:
     """One face through F frames. A frame without a detection repeats landmarks and box of another frame."""
 
@@ -33,6 +33,21 @@ class Track:
     def width(self) -> Tensor:
         """Return the width of the boxes (F,), in pixels."""
         return self.boxes[:, 2] - self.boxes[:, 0]
+
+    @property
+    def coverage(self) -> float:
+        """Return the share of the frames after the first in which the face was detected."""
+        return self.detected[1:].float().mean().item()
+
+    @property
+    def speed(self) -> float:
+        """Return `step_motion`'s speed; 0.0 without two consecutive detections."""
+        return step_motion(self)[0].nan_to_num().item()
+
+    @property
+    def nonrigid(self) -> float:
+        """Return `step_motion`'s non-rigid motion; 0.0 without two consecutive detections."""
+        return step_motion(self)[1].nan_to_num().item()
 
 
 def track_largest(faces: Sequence[Faces]) -> Track | None:
@@ -198,12 +213,6 @@ def _match(
     gain = torch.where(allowed, cosines.clamp(min=0) + 1e-3, 0)
     pairs = zip(*linear_sum_assignment(gain.numpy(), maximize=True), strict=True)
     return matches | {int(t): int(row) for t, row in pairs if allowed[t, row]}
-
-
-def landmark_motion(track: Track) -> tuple[float, float]:
-    """Return `step_motion` as numbers; (0.0, 0.0) without two consecutive detections."""
-    speed, nonrigid = step_motion(track)
-    return speed.nan_to_num().item(), nonrigid.nan_to_num().item()
 
 
 def step_motion(track: Track) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,6 @@ OpenCV and numpy on the CPU.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import cv2
 import numpy as np
@@ -19,21 +18,16 @@ NEAREST = 2  # a Hann window spreads a periodic pattern over its frequency and o
 _FEWEST = 2 * NEAREST  # frequencies from one harmonic to the next, needed to separate patterns
 
 
-@dataclass(frozen=True, kw_only=True)
-class Artifacts:
-    """The artifacts of a clip; NaN where there is nothing to measure."""
+def measure_artifacts(frames: np.ndarray, periods: Sequence[int]) -> dict[str, float]:
+    """Measure a clip (F, H, W, 3) uint8: `grid`, `saturation`, and the means of red, green and blue in [0, 1].
 
-    grid: float  # energy at the periods over that of the frequencies next to them: 1 without a grid
-    saturation: float  # mean chroma, in [0, 1]
-    red: float  # mean, in [0, 1]; so are green and blue
-    green: float
-    blue: float
-
-
-def measure_artifacts(frames: np.ndarray, periods: Sequence[int]) -> Artifacts:
-    """Measure a clip (F, H, W, 3) uint8. periods: in pixels, those of the VAE and of the transformer's patch."""
-    red, green, blue = (mean([float(frame[..., i].mean()) / 255 for frame in frames[1:]]) for i in range(3))
-    return Artifacts(grid=grid(frames, periods), saturation=saturation(frames), red=red, green=green, blue=blue)
+    periods: in pixels, those of the VAE and of the transformer's patch. NaN where there is nothing to measure.
+    """
+    colours = {
+        colour: mean([float(frame[..., i].mean()) / 255 for frame in frames[1:]])
+        for i, colour in enumerate(("red", "green", "blue"))
+    }
+    return {"grid": grid(frames, periods), "saturation": saturation(frames)} | colours
 
 
 def grid(frames: np.ndarray, periods: Sequence[int]) -> float:

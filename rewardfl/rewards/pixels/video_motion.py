@@ -6,7 +6,6 @@ OpenCV and numpy on the CPU.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import cv2
 import numpy as np
@@ -21,32 +20,22 @@ LONG_SIDE = 256
 DIRECTED = 0.01  # mean pixels per frame; below it a flow field is Farneback's noise and has no direction
 
 
-@dataclass(frozen=True, kw_only=True)
-class VideoMotion:
-    """The motion and sharpness of a clip; NaN where there is nothing to measure."""
+def video_motion(frames: np.ndarray, boxes: np.ndarray | None = None) -> dict[str, float]:
+    """Measure a clip (F, H, W, 3) uint8: `mean_flow`, `pixel_change`, `sharpness`, `reversals`, and face_flow.
 
-    flow: float  # mean magnitude of the optical flow, pixels per frame
-    face_flow: float  # the same within the face's box of each pair's first frame; NaN without boxes
-    pixel_change: float  # mean absolute change of a pixel from frame to frame, as a share of 255
-    sharpness: float  # variance of the Laplacian of the grey frames after the first, levels of 255 squared
-    reversals: float  # minus the cosine of successive flow fields: -1 steady, near 1 trembling
-
-
-def video_motion(frames: np.ndarray, boxes: np.ndarray | None = None) -> VideoMotion:
-    """Measure a clip (F, H, W, 3) uint8.
-
-    boxes: (F, 4) left, top, right, bottom of its face in pixels, or (K, F, 4) of K faces, whose flows are averaged.
+    boxes: (F, 4) left, top, right, bottom of its face in pixels, or (K, F, 4) of K faces. face_flow is the mean of
+    their `mean_flow_inside`. A figure is NaN where there is nothing to measure.
     """
     fields = flow_fields(frames)
     faces = np.reshape([] if boxes is None else boxes * _shrink(frames), (-1, len(frames), 4))
     face_flows = [mean_flow_inside(fields, face) for face in faces]
-    return VideoMotion(
-        flow=mean_flow(fields),
-        face_flow=mean([flow for flow in face_flows if not math.isnan(flow)]),
-        pixel_change=pixel_change(frames),
-        sharpness=sharpness(frames),
-        reversals=reversals(fields),
-    )
+    return {
+        "flow": mean_flow(fields),
+        "face_flow": mean([flow for flow in face_flows if not math.isnan(flow)]),
+        "pixel_change": pixel_change(frames),
+        "sharpness": sharpness(frames),
+        "reversals": reversals(fields),
+    }
 
 
 def flow_fields(frames: np.ndarray) -> list[np.ndarray]:

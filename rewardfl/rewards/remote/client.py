@@ -11,8 +11,7 @@ import random
 import re
 import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal
 
 import httpx
@@ -28,9 +27,7 @@ from rewardfl.rewards.settings import on_this_machine
 
 MAX_ANSWER_BYTES = 1 << 24  # an answer has a few numbers per clip; a server that sends more is no reward server
 
-FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0  # seconds before a retry
-
-NO_SUCH_JSON = (ValueError, LookupError, TypeError, RecursionError)  # no JSON, or without the key
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before a retry
 
 
 class RewardServerError(RuntimeError):
@@ -64,9 +61,8 @@ class RemoteReward(Reward):
     timeout: seconds for one request, from connecting to the answer's last byte. wait: seconds for which a request to a
     busy server is repeated. retries: after the first try, for failed connections, timeouts and 5xx. token_env: the
     environment variable with the server's token, so that no config has a secret. frames: "all", or n for every n-th
-    frame from the first. send_reference: send the real clip, too. max_bytes: of one request; a batch is split into
-    requests within this limit and the server's (bytes, clips, frames). parallel: batches that one process sends at a
-    time; as many more wait as uint8 frames (see async_scoring).
+    frame from the first. send_reference: send the real clip, too. max_bytes: of one request; a larger batch is split.
+    parallel: batches that one process sends at a time; as many more wait as uint8 frames (see async_scoring).
 
     A sample whose reference is None or whose pixels are not finite is invalid and is not sent. A sample is also invalid
     when the server marks it so or its score is not finite. Other problems raise RewardServerError.
@@ -132,7 +128,7 @@ class RemoteReward(Reward):
         clips = {i: self._clip(frames[i], values) for i, values in enumerate(references) if values is not None}
         score, valid = torch.zeros(len(video)), torch.zeros(len(video), dtype=torch.bool)
         parts: dict[str, Tensor] = {}
-        for group in split_requests(clips, min(self.max_bytes, self.server_max_bytes), self.place):
+        for group in split_requests(list(clips), clips, self.max_bytes, self.place):
             score[group], valid[group], group_parts = self._score([clips[i] for i in group])
             for name, values in group_parts.items():
                 parts.setdefault(name, torch.full((len(video),), math.nan))[group] = values
@@ -146,36 +142,24 @@ class RemoteReward(Reward):
     def _frames(self, video: Tensor) -> Tensor:
         return data.to_uint8(video[:, :: self.stride]).cpu().contiguous()
 
-    @cached_property
-    def server_max_bytes(self) -> int:
-        """Return the server's limit of a request's bytes, of one GET /health. Raise RewardServerError for no answer."""
-        answer = self._request("GET", "/health")
-        try:
-            health = json.loads(answer)
-            if health["version"] == wire.WIRE_VERSION:
-                return health["max_bytes"]
-        except NO_SUCH_JSON:
-            pass
-        raise self._error(
-            f"GET /health should answer JSON with version {wire.WIRE_VERSION} and max_bytes, got {answer[:80]!r}; "
-            "is that a reward server (tools/serve_reward.py) of the same release?"
-        )
-
     def _score(self, clips: Sequence[Clip]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return score (B,) float32, valid (B,) bool and parts {name: (B,) float32}, or raise RewardServerError."""
-        answer = self._request("POST", "/score", wire.pack_request(clips))
+        answer = self._request(wire.pack_request(clips))
         try:
             return wire.unpack_answer(answer, len(clips))
         except wire.WireError as error:
-            raise self._error(f"the answer to {len(clips)} clips breaks the format (remote/wire.py): {error}") from None
+            raise self._error(
+                f"the answer to {len(clips)} clips breaks the format: {error}; is that a reward server of this release "
+                "(tools/serve_reward.py)?"
+            ) from None
 
-    def _request(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """Send a request until its status is 200, and return the answer's body."""
+    def _request(self, body: bytes) -> bytes:
+        """Send POST /score until its status is 200, and return the answer's body."""
         failures, start = 0, time.monotonic()
         while True:
             status, retry_after = 0, ""
             try:
-                status, answer, retry_after = asyncio.run(self._send(method, path, body))
+                status, answer, retry_after = asyncio.run(self._send(body))
                 problem = f"status {status}: {_message(answer)}"
             except TimeoutError:
                 problem = f"no answer in {self.timeout:g} s ({self.place}.timeout)"
@@ -184,31 +168,28 @@ class RemoteReward(Reward):
             if status == 200:
                 return answer
             if 0 < status < 500:
-                raise self._error(f"{method} {path}: {problem}")
-            busy = status == 503 and retry_after != ""
-            if busy and time.monotonic() - start < self.wait:  # no failure
-                seconds = float(retry_after) if retry_after.isdecimal() else FIRST_DELAY  # else a date
-                self.sleep(min(seconds, LONGEST_DELAY) * (0.5 + self.random.random()))
-                continue
-            failures += 1
-            if busy or failures > self.retries:
+                raise self._error(f"POST /score: {problem}")
+            busy = status == 503 and retry_after and time.monotonic() - start < self.wait
+            failures += not busy
+            if failures > self.retries:
                 # 500: the reward raised, maybe for one clip
                 kind = RewardServerError if status == 500 else ServerUnavailableError
-                raise self._error(f"{method} {path} failed {failures} times; the last time: {problem}", kind)
-            seconds = min(FIRST_DELAY * 2 ** (failures - 1), LONGEST_DELAY)
-            self.sleep(seconds * (0.5 + self.random.random() / 2))  # jitter spreads the clients
+                advice = f"look at the server's log, and whether {self.url}/health answers this machine"
+                raise self._error(f"POST /score failed {failures} times; the last time: {problem}; {advice}", kind)
+            pause = float(retry_after) if busy and retry_after.isdecimal() else FIRST_PAUSE * 2 ** (failures - 1)
+            self.sleep(min(pause, LONGEST_PAUSE) * (0.5 + self.random.random()))  # jitter spreads the clients
 
-    async def _send(self, method: str, path: str, body: bytes) -> tuple[int, bytes, str]:
+    async def _send(self, body: bytes) -> tuple[int, bytes, str]:
         """Return status, body and Retry-After, "" for none, of one answer. Raise TimeoutError for one not in time.
 
         It ignores redirects and the environment's proxies: token and clips are sent to `url` only.
         """
-        headers = {"Accept-Encoding": "identity"} | ({"Content-Type": wire.CONTENT_TYPE} if body else {})
+        headers = {"Accept-Encoding": "identity", "Content-Type": wire.CONTENT_TYPE}
         headers |= {"Authorization": f"Bearer {self.token}"} if self.token else {}
         async with (
             asyncio.timeout(self.timeout),  # for all bytes: httpx's own timeout restarts with every byte
             httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=None) as client,
-            client.stream(method, self.url + path, headers=headers, content=body) as response,
+            client.stream("POST", self.url + "/score", headers=headers, content=body) as response,
         ):
             answer = b""
             async for block in response.aiter_raw():
@@ -218,34 +199,32 @@ class RemoteReward(Reward):
             return response.status_code, answer, response.headers.get("Retry-After", "")
 
     def _error(self, message: str, kind: type[RewardServerError] = RewardServerError) -> RewardServerError:
-        return kind(f"{self.place}.url {self.url}: {message}; docs/rewards_remote.md has causes")
+        return kind(f"{self.place}.url {self.url}: {message}")
 
 
-def split_requests(clips: Mapping[int, Clip], limit: int, place: str) -> Iterator[list[int]]:
-    """Group samples into requests of at most `limit` bytes, MAX_CLIPS clips and MAX_FRAMES frames (wire).
+def split_requests(samples: list[int], clips: Mapping[int, Clip], limit: int, place: str) -> list[list[int]]:
+    """Halve the samples until each request has at most `limit` bytes, MAX_CLIPS clips and MAX_FRAMES frames (wire).
 
-    Raise ValueError for a clip that exceeds `limit`. place: the key of the settings, for messages.
+    Raise ValueError for a clip that is too large by itself. place: the key of the settings, for messages.
     """
-    group: list[int] = []
-    size = frames = 0
-    for sample, clip in clips.items():
-        if wire.ENVELOPE_BYTES + clip.nbytes > limit:
-            raise ValueError(
-                f"{place}.max_bytes (or what the server takes, --max-mb) is {limit}, one clip has {clip.nbytes} bytes: "
-                f"raise it, or send fewer frames ({place}.frames: 4)"
-            )
-        size, frames = size + clip.nbytes, frames + clip.frame_count
-        if group and (wire.ENVELOPE_BYTES + size > limit or frames > wire.MAX_FRAMES or len(group) == wire.MAX_CLIPS):
-            yield group
-            group, size, frames = [], clip.nbytes, clip.frame_count
-        group.append(sample)
-    if group:
-        yield group
+    size = wire.ENVELOPE_BYTES + sum(clips[i].nbytes for i in samples)
+    frames = sum(clips[i].frame_count for i in samples)
+    if not samples or (size <= limit and frames <= wire.MAX_FRAMES and len(samples) <= wire.MAX_CLIPS):
+        return [samples] if samples else []
+    if len(samples) == 1:
+        raise ValueError(
+            f"{place}.max_bytes is {limit}, and a request with one clip has {size} bytes and {frames} frames (at most "
+            f"{wire.MAX_FRAMES}); raise it, or send fewer frames ({place}.frames: 4)"
+        )
+    half = len(samples) // 2
+    return [
+        request for part in (samples[:half], samples[half:]) for request in split_requests(part, clips, limit, place)
+    ]
 
 
 def _message(answer: bytes) -> str:
     """Return the server's message as one line: the error of its JSON, else the start of its answer."""
     try:
         return repr(str(json.loads(answer)["error"])[:1000])[1:-1]
-    except NO_SUCH_JSON:
+    except (ValueError, LookupError, TypeError, RecursionError):  # no JSON, or without the key
         return repr(answer[:80])

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import Unpack
 
 from torch import Tensor, nn
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from rewardfl.rewards.clip.network import normalise, resize, unit_range
 from rewardfl.rewards.frames import FrameReward, FrameSettings
 from rewardfl.rewards.settings import ExistingPath
-from rewardfl.rewards.vlm.qwen2_vl import Dtype, Question, QuestionReward, input_size, load_judge
+from rewardfl.rewards.vlm.qwen2_vl import Dtype, Question, QuestionReward, load_judge
 
 QUESTION = Question(
     literals=("INSTRUCTION", "prompt_with_special_token"),
@@ -55,7 +56,7 @@ class Hpsv3Reward(QuestionReward, FrameReward):
 
     def score_frames(self, frames: Tensor, reference: Mapping[str, Tensor]) -> Tensor:
         height, width = frames.shape[2:]
-        size = input_size(height, width, self.judge.factor, PIXELS, PIXELS)
+        size = smart_resize(height, width, self.judge.factor, PIXELS, PIXELS)
         images = normalise(resize(unit_range(frames.to(next(self.head.parameters()))), *size))
         depth = self.judge.vision.temporal_patch_size  # an image is input as a video of equal frames
         answers = self.judge(images.repeat_interleave(depth, 0), depth, reference["tokens"].to(frames.device))

@@ -10,7 +10,6 @@ column. Both scorers were trained without that: they call the text model with em
 
 import ast
 import hashlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,22 +29,6 @@ Dtype = Literal["bfloat16", "float32"]
 
 Head = TypeVar("Head", bound=nn.Module)
 LoraScale = tuple[int, float]  # rank, and factor of up @ down
-
-
-def input_size(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Return the height and width, multiples of `factor`, of the model's input: `min_pixels` to `max_pixels` pixels.
-
-    qwen-vl-utils' smart_resize (VideoAlign vision_process.py:55). It rounds down when it shrinks, so that the result
-    may have less than `min_pixels`. The order of the divisions is its own, since rounding follows.
-    """
-    tall, wide = (max(factor, round(edge / factor) * factor) for edge in (height, width))
-    if tall * wide > max_pixels:
-        shrink = math.sqrt(height * width / max_pixels)
-        return math.floor(height / shrink / factor) * factor, math.floor(width / shrink / factor) * factor
-    if tall * wide < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
-        return math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
-    return tall, wide
 
 
 def to_patches(images: Tensor, patch: int, merge: int, frames: int) -> Tensor:
@@ -113,10 +96,7 @@ def load_qwen_tokenizer(folder: str | Path, question: Question, config: Qwen2VLC
 
 
 # transformers' prefixes of the model's halves, since 4.52 and before (VideoAlign issue 15) -> those of Qwen2VLModel
-HALVES = {
-    "model.language_model.": "language_model.", "model.visual.": "visual.", "visual.": "visual.",
-    "model.": "language_model.",
-}  # fmt: skip
+HALVES = {"model.language_model.": "language_model.", "model.visual.": "visual.", "model.": "language_model."}
 
 
 def to_model_name(name: str) -> str:
@@ -136,10 +116,7 @@ def load_published(
     A LoRA is merged in float32. The lm_head, which scorers do not use, is left out. Raise ValueError for another file
     or a LoRA that does not fit.
     """
-    stored = load_weights(path)
-    state = {to_model_name(name): value for name, value in stored.items()}
-    if len(state) < len(stored):
-        raise ValueError(f"{path} has one tensor under two names, as before transformers 4.52 and since")
+    state = {to_model_name(name): value for name, value in load_weights(path).items()}
     rank, factor = lora or (0, 0.0)
     for name in [name for name in state if name.endswith(".lora_A.default.weight")]:
         layer = name.replace(".lora_A.default", "")
@@ -230,7 +207,7 @@ class QuestionReward(Reward):
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor]:
         """Return the question about a clip of this prompt as `tokens` (L,); raise ValueError without a prompt."""
         if not prompt:
-            raise ValueError(f"reward {self.name!r} compares a clip with its prompt, and there is none")
+            raise ValueError(f"reward {self.name!r} compares a clip with its prompt, which is empty; write one")
         return {"tokens": self.judge.ask(prompt)}
 
     def fingerprint(self) -> dict[str, object]:

@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from pydantic import AliasPath, BaseModel, Field, PositiveFloat, PositiveInt, ValidationError
 from torch import Tensor, nn
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from rewardfl.config.schema import NonNegative, Positive
 from rewardfl.rewards.base import Reference, RewardOutput, score_clips
 from rewardfl.rewards.clip.network import normalise, unit_range
 from rewardfl.rewards.settings import ExistingPath
-from rewardfl.rewards.vlm.qwen2_vl import Dtype, LoraScale, Question, QuestionReward, input_size, load_judge
+from rewardfl.rewards.vlm.qwen2_vl import Dtype, LoraScale, Question, QuestionReward, load_judge
 
 _PARTS = ("vq", "mq", "ta")  # the order of the tokens and of the head's rows, train_reward.py:95
 
@@ -101,7 +102,7 @@ class VideoAlignReward(QuestionReward):
         """Return normalised vq, mq and ta (3,) of one clip (3, F, H, W) in [-1, 1]."""
         frames = sampled_frames(clip.shape[1], self.fps, self.trained.fps, self.frames)
         height, width = clip.shape[2:]
-        size = input_size(height, width, self.judge.factor, MIN_PIXELS, self.trained.pixels)
+        size = smart_resize(height, width, self.judge.factor, MIN_PIXELS, self.trained.pixels)
         images = unit_range(clip[:, frames].transpose(0, 1).to(self.head.weight))
         # one pass over both axes, clipped at the end: torchvision's resize (vision_process.py:318) without its rounding
         images = F.interpolate(images, size, mode="bicubic", antialias=True).clamp(0, 1)
@@ -185,7 +186,7 @@ def read_training_config(path: Path) -> TrainingConfig:
     try:
         return TrainingConfig.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error}); KwaiVGI/VideoReward has it beside checkpoint-*") from error
+        raise ValueError(f"{path} cannot be read ({error}); KwaiVGI/VideoReward has it next to checkpoint-*") from error
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         raise ValueError(f"{path} is not as KwaiVGI/VideoReward has it: {problems}") from error

@@ -14,7 +14,7 @@ from runs import CONFIG, GRPO_FAST, call, launch, launch_grpo, metrics
 from rewardfl import backbones, config, data, lora
 from rewardfl.backbones.image import pipeline, qwen_image, z_image
 from rewardfl.backbones.image.flux import pack
-from rewardfl.backbones.protocol import Adapter, Schedule, Source
+from rewardfl.backbones.protocol import Adapter, Experts, Schedule, Source
 from rewardfl.estimate import measure
 from rewardfl.evaluation import judge_images
 from rewardfl.noise import draw_noise, noise_seed
@@ -114,11 +114,8 @@ def test_the_estimate_knows_every_kind_of_block(folder_of, name):
     """Weights, adapter and FLOPs of the real network, whose blocks differ."""
     source = Source(model_paths=str(folder_of(name) / "model"), dtype="float32", embedded_guidance=MODELS[name][1])
     backbone = backbones.open(name, source)
-    targets = (
-        "to_q",
-        "to_out.0",
-        *(backbone.layer_names[one] for one in ("add_k", "o_mlp") if one in backbone.layer_names),
-    )
+    short = {"q", "o", "add_k", "o_mlp"} & backbone.layer_names.keys()
+    targets = tuple(backbone.layer_names[name] for name in sorted(short))
     parts, shape = backbone.on_meta(SIDE, 2 * SIDE, 1), backbone.latent_shape(SIDE, 2 * SIDE, 1)
     predicted = measure.measure_expert(
         parts.experts["transformer"], torch.float32, backbone.block_classes, Adapter(4, targets)
@@ -130,17 +127,13 @@ def test_the_estimate_knows_every_kind_of_block(folder_of, name):
     if name in TOKENS:
         told = {key: torch.cat([value] * TOKENS[name], 1)[:, : TOKENS[name]] for key, value in told.items()}
     assert {k: v.shape for k, v in told.items()} == {k: v.shape for k, v in parts.conditioning.items()}
-    x = torch.randn(1, *shape)
-
-    def network(_, **inputs):
-        return model(**inputs, return_dict=False)[0]
-
+    x, network = torch.randn(1, *shape), Experts({"transformer": model})
     with torch.no_grad(), measure.Living([]) as living:
         velocity = backbone.velocity(network, x, 0, schedule, told)
     assert velocity.shape == x.shape and living.flops == predicted.forward_frozen
     lora.inject(model, 4, 4, list(targets), seed=0)
     assert predicted.adapter_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    decoder = measure.measure_chunks(parts.decoder)
+    decoder = measure.measure_chunks(parts.decoder, parts.vae)
     assert len(decoder) == 1 and decoder[0].backward > decoder[0].forward > 0
 
 
@@ -197,10 +190,7 @@ def test_prompts_of_several_lengths_are_one_batch(folder_of, name):
     assert both["mask"].sum(1).tolist() == [one["text"].shape[1] for one in told] and not both["mask"].all()
     shape = backbone.latent_shape(SIDE, SIDE, 1)
     schedule, x = backbone.schedule(4, None, shape), torch.randn(2, *shape)
-
-    def network(_, **inputs):
-        return model(**inputs, return_dict=False)[0]
-
+    network = Experts({"transformer": model})
     with torch.no_grad():
         together = backbone.velocity(network, x, 1, schedule, both)
         alone = [backbone.velocity(network, x[i : i + 1], 1, schedule, told[i]) for i in range(2)]
@@ -251,8 +241,6 @@ def test_evaluate_says_what_became_of_the_pictures(folder_of, tmp_path, monkeypa
     assert report["prompts"] == len(PROMPTS) and report["pairs"] == 2 * len(PROMPTS)
     assert "score (trained on)" in said and "blue\n" in said and "better after" in said
     pairs = report["per_pair"]
-    wins = [(pair["score/after"] > pair["score/before"]) for pair in pairs]
-    assert report["figures"]["score"]["win_rate"]["mean"] == pytest.approx(sum(wins) / len(wins))
     pipe, pair = random_sd3(), pairs[1]
     (row,) = [row for row in data.load_metadata(folder / "prompts.csv") if row.line == pair["line"]]
     latent = backbones.open("sd3", Source(model_paths=str(folder / "model"), dtype="float32")).latent_shape(

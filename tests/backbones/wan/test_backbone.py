@@ -124,19 +124,13 @@ def test_check_clips(pipe):
         check(720, 1280, 81, spatial=16)
     with pytest.raises(InputError, match="^data.max_pixels gives .* of 16, this model takes multiples of 32"):
         check(704, 1280, 81, spatial=16, max_pixels=256)
-
-
-def test_clips_beyond_the_models_positions_are_refused(pipe):
-    """The rotary embedding would end in the middle of the first forward pass."""
-    model = dataclasses.replace(backbone_of(pipe), spatial=8, temporal=4, positions=6)
-    for size in ((96, 96, 21), (480, 480, 21, 96 * 96)):
-        model.check_clips(*size)
-    for size, key, limit in (
-        ((112, 96, 21), "data.height", "at most 96"), ((96, 112, 21), "data.width", "at most 96"),
-        ((96, 96, 25), "data.num_frames", "to 21"), ((96, 96, 21, 112 * 112), "data.max_pixels", f"at most {96 * 96}"),
-    ):  # fmt: skip
-        with pytest.raises(InputError, match=f"^{key} must be .*{limit}, got"):
-            model.check_clips(*size)
+    # beyond the positions the rotary embedding would end in the middle of the first forward pass
+    check(96, 96, 21, positions=6)
+    check(480, 480, 21, positions=6, max_pixels=96 * 96)
+    with pytest.raises(InputError, match="^data.num_frames must be .*to 21, got 25"):
+        check(96, 96, 25, positions=6)
+    with pytest.raises(InputError, match=f"^data.max_pixels must be at most {96 * 96}, got"):
+        check(96, 96, 21, positions=6, max_pixels=112 * 112)
 
 
 def test_the_limit_is_read_from_the_configuration(tmp_path):

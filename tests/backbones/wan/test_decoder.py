@@ -65,21 +65,6 @@ def test_the_residual_decoder_with_a_frame_that_is_given_equals_autograd():
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12 * float(expected.abs().max()))
 
 
-def test_chunks_after_the_last_gradient_are_skipped_exactly(monkeypatch):
-    vae, latents = sample(torch.float64)
-    cotangent = torch.randn(2, 3, FRAMES, 32, 32, dtype=torch.float64)
-    cotangent[:, :, 3:] = 0  # frames 3 and 4 belong to the third latent frame
-    leaf = latents.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(vae.decode(denormalised(vae, leaf)).sample, leaf, cotangent)
-    decoded = WanDecoder(vae).decode_with_caches(latents)
-    calls = []
-    chunk = WanDecoder._chunk
-    monkeypatch.setattr(WanDecoder, "_chunk", lambda *a: calls.append(a) or chunk(*a))
-    torch.testing.assert_close(WanDecoder(vae).vjp(latents, cotangent, decoded), expected, rtol=1e-10, atol=1e-13)
-    assert len(calls) == 2
-    assert not WanDecoder(vae).vjp(latents, torch.zeros_like(cotangent), decoded).any()
-
-
 @pytest.mark.parametrize("caches", ["offload", "segment"])
 def test_caches_kept_elsewhere_give_the_same_bits(caches):
     torch.manual_seed(1)
@@ -89,7 +74,6 @@ def test_caches_kept_elsewhere_give_the_same_bits(caches):
     assert torch.equal(other.video, kept.video)
     assert list(other.caches) == (list(range(8)) if caches == "offload" else [0, 3, 6])
     cotangent = torch.randn_like(kept.video)
-    cotangent[:, :, -3:] = 0  # the walk back starts inside a segment
     assert torch.equal(WanDecoder(vae).vjp(latents, cotangent, other), WanDecoder(vae).vjp(latents, cotangent, kept))
 
 

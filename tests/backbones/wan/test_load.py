@@ -123,8 +123,12 @@ def load_layout(layout, dtype, **arguments):
     return wan_load.load_pipeline(layout, files_module.open_experts(layout), dtype, **arguments)
 
 
+def find(variant=I2V, **paths):
+    return files_module.find_files(variant, Source(**paths))
+
+
 def load(model, dtype, variant=I2V, **arguments):
-    return load_layout(files_module.find_files(variant, str(model)), dtype, **arguments)
+    return load_layout(find(variant, model_paths=str(model)), dtype, **arguments)
 
 
 # -- layouts
@@ -183,7 +187,7 @@ def test_list_form(files, given, tmp_path, monkeypatch):
     entries = wan_files.paths(files.original, files.configs) | FORMS["shards"](files, tmp_path)
     path = tmp_path / "list.json"
     path.write_text(json.dumps([entries[key] for key in I2V.original_parts]))
-    layout = files_module.find_files(I2V, str(path), tokenizer_path=entries["tokenizer"])
+    layout = find(model_paths=str(path), tokenizer_path=entries["tokenizer"])
     assert_same_modules(load_layout(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
 
 
@@ -211,17 +215,17 @@ def hub(files, monkeypatch):
 
 
 def test_hub_form(files, hub):
-    layout = files_module.find_files(I2V, "", origin_paths=HUB)
+    layout = find(origin_paths=HUB)
     assert_same_modules(load_layout(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
     assert layout.tokenizer.name == "umt5-xxl"
-    layout = files_module.find_files(I2V, "", str(files.fp32 / "tokenizer"), HUB)
+    layout = find(tokenizer_path=str(files.fp32 / "tokenizer"), origin_paths=HUB)
     assert layout.tokenizer == files.fp32 / "tokenizer"
 
 
 def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(InputError, match="not in the local hub cache; set model.allow_download: true"):
-        files_module.find_files(I2V, "", origin_paths=HUB)
+        find(origin_paths=HUB)
     asked = []
 
     def snapshot_download(repository, allow_patterns, local_files_only):
@@ -230,7 +234,7 @@ def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files_module, "snapshot_download", snapshot_download)
     with pytest.raises(InputError, match="not in the local hub cache and could not be fetched: no connection"):
-        files_module.find_files(I2V, "", origin_paths=HUB, allow_download=True)
+        find(origin_paths=HUB, allow_download=True)
     assert asked == [(wan_files.REPOSITORY, ["high_noise_model/diffusion_pytorch_model*.safetensors"], False)]
 
 
@@ -246,7 +250,7 @@ def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
 )
 def test_hub_form_refused(hub, paths, message):
     with pytest.raises(InputError, match=message):
-        files_module.find_files(I2V, "", origin_paths=paths)
+        find(origin_paths=paths)
 
 
 # -- distillation
@@ -475,7 +479,7 @@ def test_original_files_of_models_with_parts_of_their_own(tmp_path, name):
         with pytest.raises(
             InputError, match="no image_encoder; Wan2.1-I2V-14B takes transformer, text_encoder, vae, image"
         ):
-            files_module.find_files(VARIANTS[name], str(paths))
+            find(VARIANTS[name], model_paths=str(paths))
     else:
         state = torch.load(tmp_path / "Wan2.2_VAE.pth", weights_only=True)
         gone = "encoder.downsamples.0.downsamples.0.residual.2.weight"
@@ -555,7 +559,7 @@ def test_other_original_files_are_refused(files, given, tmp_path, case):
 def test_a_broken_paths_file_is_refused(tmp_path, content, message):
     (tmp_path / "wan22_paths.json").write_text(content)
     with pytest.raises(InputError, match=message):
-        files_module.find_files(I2V, str(tmp_path / "wan22_paths.json"))
+        find(model_paths=str(tmp_path / "wan22_paths.json"))
 
 
 class Malicious:
@@ -614,13 +618,21 @@ def test_old_pickles_and_safetensors_load_too(files, given, tmp_path):
 def test_settings_unlike_the_checkpoints_are_told_with_both_numbers(files):
     backbone = backbones.describe("wan2_2", Source(model_paths=str(files.fp32), boundary=0.875))
     assert backbone.differences(3.0, 1.0) == ["model.min_timestep_boundary is 0.875, the checkpoint says 0.9"]
-    assert backbone.differences(5.0, 1.0)[1:] == ["sample.shift is 5, the checkpoint says 3"]
+    assert backbones.describe("wan2_2", Source(model_paths=str(files.fp32))).differences(5.0, 1.0) == []
+
+
+def test_a_distillation_is_a_part_of_its_expert(files):
+    """Latents that the first expert leaves in the cache depend on it."""
+    source = Source(model_paths=str(files.fp32), distilled=(files.loras["high_noise"], ""))
+    backbone = backbones.open("wan2_2", source)
+    assert backbone.parts_of("high_noise") == ["high_noise", "distill_high", "fuse"]
+    assert backbone.parts_of("low_noise") == ["low_noise"]
 
 
 def test_example_of_original_files():
     """Its keys are those that are taken; of its paths, the first is the first to be missed."""
     with pytest.raises(InputError, match="high_noise_model: .*Wan2.2-I2V-A14B/high_noise_model does not exist"):
-        files_module.find_files(I2V, str(ROOT / "examples" / "wan22_paths.json"))
+        find(model_paths=str(ROOT / "examples" / "wan22_paths.json"))
 
 
 # -- use

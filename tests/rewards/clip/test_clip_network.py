@@ -141,16 +141,6 @@ def test_but_for_pils_rounding_the_score_is_exactly_the_published_one(files, bui
     torch.testing.assert_close(scores, published(files, name, VIDEO, PROMPT), atol=1e-3, rtol=0)
 
 
-def test_frames_and_prompts_matter_to_these_random_models(files):
-    for name in NAMES:
-        scores = published(files, name, VIDEO, PROMPT)
-        assert scores.max() - scores.min() > 10 * TOLERANCE[name]
-        if name == "clip_score":
-            assert scores.min() > 0  # below, the score is cut off
-        if name != "aesthetic":
-            assert (scores - published(files, name, VIDEO, OTHER)).abs().max() > 10 * TOLERANCE[name]
-
-
 @pytest.mark.parametrize("shape", [(90, 130), (130, 90), (42, 42), (42, 100), (30, 35)])
 def test_preprocessing_is_pils_but_for_its_rounding(shape):
     """On noise, the worst case: at most one level in any pixel."""
@@ -190,7 +180,7 @@ def test_a_prompt_has_one_embedding_whatever_the_config_says(files, tmp_path):
 
 
 def test_scales_are_settings(files, built):
-    with pytest.raises(ValueError, match="reward 'clip_score' compares a clip with its prompt, and there is none"):
+    with pytest.raises(ValueError, match="reward 'clip_score' compares a clip with its prompt, which is empty"):
         built["clip_score"].reference(VIDEO)
     reference = built["pickscore"].reference(VIDEO, PROMPT)
     plain = built["pickscore"](VIDEO[None], [reference]).score
@@ -247,7 +237,7 @@ def test_wrong_clip_folders_are_refused(files, tmp_path):
 
 
 def test_wrong_tokenizers_are_refused(files, tmp_path):
-    with pytest.raises(ValueError, match="holds no tokenizer: neither tokenizer.json nor vocab.json with merges"):
+    with pytest.raises(ValueError, match="has 2 tokens, the model knows 62"):  # a folder without a tokenizer
         rewards.build("hpsv2", settings(files, "hpsv2") | {"tokenizer_dir": tmp_path})
     other = shutil.copytree(files / "tokenizer", tmp_path / "other")
     words = json.loads((other / "vocab.json").read_text())

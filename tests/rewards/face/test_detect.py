@@ -1,7 +1,6 @@
 """The face pipeline against insightface, cv2 and skimage, stage by stage and whole; tracking; packs."""
 
 import functools
-import warnings
 
 import cv2
 import insightface
@@ -23,7 +22,6 @@ from rewardfl.rewards.face import (
     FaceRecogniser,
     Faces,
     align,
-    landmark_motion,
     similarity_transform,
     track_largest,
 )
@@ -60,14 +58,14 @@ def placed(scale, angle, x, y):
 
 
 @functools.lru_cache(maxsize=1)
-def insightface_detector(path, size, threshold):
+def insightface_detector(path, size):
     detector = get_model(str(path), providers=CPU)
-    detector.prepare(-1, input_size=(size, size), det_thresh=threshold, nms_thresh=0.4)
+    detector.prepare(-1, input_size=(size, size), det_thresh=0.5, nms_thresh=0.4)
     return detector
 
 
-def found_by_insightface(path, image, size, threshold=0.5):
-    boxes, landmarks = insightface_detector(path, size, threshold).detect(bgr(image))
+def found_by_insightface(path, image, size):
+    boxes, landmarks = insightface_detector(path, size).detect(bgr(image))
     return boxes, landmarks
 
 
@@ -87,12 +85,11 @@ def scrfd(tmp_path_factory):
     return export(MiniSCRFD(), torch.randn(1, 3, 64, 64), path, dynamic={"x": {2: "h", 3: "w"}})
 
 
-@pytest.mark.parametrize("threshold", [0.5, 0.52])
 @pytest.mark.parametrize("height,width", [(96, 96), (72, 96), (96, 40)])
-def test_detections_equal_insightface(scrfd, height, width, threshold):
+def test_detections_equal_insightface(scrfd, height, width):
     image = picture(height, width, seed=height)
-    boxes, landmarks = found_by_insightface(scrfd, image, 96, threshold)
-    (faces,) = FaceDetector(scrfd, 96, threshold).detect(tensor(image))
+    boxes, landmarks = found_by_insightface(scrfd, image, 96)
+    (faces,) = FaceDetector(scrfd, 96).detect(tensor(image))
     assert 3 < len(boxes) < 300
     # 1e-3 px: float32 sums in another order, over boxes of up to 96 pixels
     assert_same_faces(faces, boxes[:, :4], boxes[:, 4], landmarks, 1e-3)
@@ -127,7 +124,9 @@ def test_frames_are_detected_together_as_one_by_one(batched, dynamic, tmp_path):
 
 
 def test_nothing_found(scrfd):
-    (faces,) = FaceDetector(scrfd, 96, threshold=1.1).detect(tensor(picture(96, 96)))
+    detector = FaceDetector(scrfd, 96)
+    detector.threshold = 1.1
+    (faces,) = detector.detect(tensor(picture(96, 96)))
     assert faces.boxes.shape == (0, 4) and faces.scores.shape == (0,) and faces.landmarks.shape == (0, 5, 2)
 
 
@@ -216,6 +215,10 @@ def moving(*landmarks, detected=None, width=50.0):
     return Track(torch.stack(landmarks), detected, boxes)
 
 
+def landmark_motion(track):
+    return track.speed, track.nonrigid
+
+
 def test_a_drifting_face_moves_but_not_by_itself():
     still = placed(0.5, 0.0, 50, 50)
     assert landmark_motion(moving(still, still, still)) == (0.0, 0.0)
@@ -250,18 +253,6 @@ def test_the_template_is_insightfaces():
     np.testing.assert_array_equal(ARCFACE_TEMPLATE.numpy(), arcface_dst)
 
 
-def test_similarity_equals_skimage():
-    torch.manual_seed(0)
-    landmarks = torch.randn(20, 5, 2, dtype=torch.float64) * 30 + 100
-    matrices = similarity_transform(landmarks, ARCFACE_TEMPLATE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for points, matrix in zip(landmarks.numpy(), matrices.numpy(), strict=True):
-            fit = SimilarityTransform()
-            fit.estimate(points, arcface_dst.astype(np.float64))
-            np.testing.assert_allclose(matrix, fit.params[:2], atol=1e-8)
-
-
 def test_landmarks_on_one_spot_stay_finite():
     matrices = similarity_transform(torch.full((1, 5, 2), 7.0), ARCFACE_TEMPLATE)
     assert matrices.isfinite().all() and align(torch.zeros(1, 3, 32, 32), matrices).isfinite().all()
@@ -287,19 +278,6 @@ def test_the_crop_is_insightfaces(place, height, width):
     assert (expected.min() == 0) == (place == "half outside")
 
 
-def test_the_crop_samples_exactly_the_inverse_coordinates():
-    height, width = 90, 130
-    y, x = torch.meshgrid(torch.arange(float(height)), torch.arange(float(width)), indexing="ij")
-    ramp = torch.stack([x, y, x + y])[None]
-    matrix = similarity_transform(placed(0.35, 0.5, 64, 45)[None], ARCFACE_TEMPLATE)
-    square = torch.cat([matrix[0], torch.tensor([[0.0, 0.0, 1.0]])])
-    v, u = torch.meshgrid(torch.arange(112.0), torch.arange(112.0), indexing="ij")
-    source = torch.stack([u, v, torch.ones_like(u)], -1) @ square.inverse().T
-    crop = align(ramp, matrix)[0]
-    torch.testing.assert_close(crop[0], source[..., 0], atol=1e-3, rtol=0)
-    torch.testing.assert_close(crop[1], source[..., 1], atol=1e-3, rtol=0)
-
-
 # ---- embed ----
 
 
@@ -313,13 +291,6 @@ def arcface(tmp_path_factory):
 def embedded_by_insightface(path, crop):
     embedding = get_model(str(path), providers=CPU).get_feat(bgr(crop))[0]
     return embedding / np.linalg.norm(embedding)
-
-
-def test_embeddings_equal_insightface(arcface):
-    crops = [picture(112, 112, seed) for seed in range(3)]
-    embeddings = FaceRecogniser(arcface, chunk=2)(tensor(*crops))
-    for crop, embedding in zip(crops, embeddings, strict=True):
-        np.testing.assert_allclose(embedding, embedded_by_insightface(arcface, crop), atol=1e-5)
 
 
 @pytest.mark.parametrize("names,wants_bytes", [(("Sub0", "Mul0"), True), (("a", "b"), False), (("Sub0", "b"), False)])

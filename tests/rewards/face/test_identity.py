@@ -17,7 +17,6 @@ from rewardfl.rewards.face import (
     Faces,
     align,
     identity,
-    landmark_motion,
     similarity_transform,
     track_largest,
 )
@@ -267,7 +266,7 @@ def test_the_score_is_the_mean_over_people_each_with_a_cap_of_her_own(everybody,
         real, made = (seen_on(side, everybody.identity, video) for video in (two, changed(two)))
         means.append(np.mean([a @ b for a, b in itertools.product(made[0][1:], real[0][1:])]))
         caps.append(np.mean([a @ b for a, b in itertools.permutations(real[0][1:], 2)]))
-        speed, nonrigid = (m / r for m, r in zip(landmark_motion(made[1]), landmark_motion(real[1]), strict=True))
+        speed, nonrigid = made[1].speed / real[1].speed, made[1].nonrigid / real[1].nonrigid
         speeds.append(speed)
         motions.append(min(speed, nonrigid))
     assert parts["people"] == 2 and abs(means[0] - means[1]) > 0.01
@@ -426,6 +425,7 @@ def test_varied_crops_are_pictures_of_the_same_face():
     "settings, key",
     [
         ({"people": "both"}, "people"),
+        ({"cap": 1.5}, "cap"),
         ({"views": 65}, "views"),
         ({"min_face_size": -1}, "min_face_size"),
         ({"min_face_size": math.nan}, "min_face_size"),

@@ -17,7 +17,7 @@ from rewardfl.rewards.face import FaceDetector, detect, motion, track_largest
 from rewardfl.rewards.face.align import Faces
 from rewardfl.rewards.face.detect import View
 from rewardfl.rewards.face.motion import FaceMotionReward
-from rewardfl.rewards.face.track import landmark_motion, step_reversals
+from rewardfl.rewards.face.track import step_reversals
 
 PACK = ROOT / "assets" / "tiny_world" / "faces" / "reward"
 DETECTOR = PACK / "detector.onnx"
@@ -105,6 +105,10 @@ def test_the_traced_faces_are_the_detected_ones_to_the_bit(detector, real):
             assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in vars(one))
             assert len(one.scores) > 0 and not one.boxes.requires_grad and not one.scores.requires_grad
     assert traced[0].landmarks.requires_grad and not untraced[0].landmarks.requires_grad
+    with torch.no_grad():
+        moved = detector.trace(frames, detector.CHUNK, View(1.0, (3.0, -2.0)))  # in the pixels of `frames`
+    for one, other in zip(moved, detected, strict=True):
+        assert 0 < (one.landmarks[0] - other.landmarks[0]).abs().max() < 1
 
 
 @pytest.mark.parametrize("height,width", [(90, 128), (128, 90)])
@@ -116,21 +120,6 @@ def test_the_gradient_of_the_rounded_input_is_that_of_the_resize(detector, heigh
     resized = F.interpolate(smooth, scale_factor=128 / max(height, width), mode="bilinear", align_corners=False)
     (resized * 127.5 / 128 * weights[:, :, : resized.shape[2], : resized.shape[3]]).sum().backward()
     torch.testing.assert_close(ours.grad, smooth.grad, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("view", [None, View(1.02, (1.3, -0.8))], ids=["as it is", "aside"])
-def test_landmarks_against_finite_differences(in_double, detector, real, view):
-    detector = FaceDetector(DETECTOR, 128).double()
-    torch.manual_seed(0)
-    frames, weights = 0.9 * real.transpose(0, 1)[:2].double(), torch.randn(2, 5, 2, dtype=torch.float64)
-
-    def weighted(frames):
-        faces = detector.trace(frames, 1, view)
-        return (torch.stack([one.landmarks[0] for one in faces]) * weights).sum()
-
-    leaf = frames.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(weighted(leaf), leaf)
-    assert_gradient(weighted, frames, gradient)
 
 
 def test_the_backward_runs_every_chunk_again(detector, real, monkeypatch):
@@ -230,12 +219,11 @@ def test_above_the_cap_there_is_no_gradient(real, slow):
 
 
 def test_the_score_in_numbers(real, slow):
-    """Against landmark_motion of the detections and sums over masks that are written out."""
+    """Against the tracks of the detections and sums over masks that are written out."""
     ours = reward(landmarks=2.0, face_change=1.0, background_change=0.5, reversals=0.3)
     output = ours(slow[None], [ours.reference(real)])
     tracks = [track_largest(ours.detectors[0].detect(video.transpose(0, 1))) for video in (slow, real)]
-    (speed, nonrigid), (real_speed, real_nonrigid) = map(landmark_motion, tracks)
-    ratios = {"speed": speed / real_speed, "nonrigid": nonrigid / real_nonrigid}
+    ratios = {name: getattr(tracks[0], name) / getattr(tracks[1], name) for name in ("speed", "nonrigid")}
     for name, side in (("face_change", True), ("background_change", False)):
         changes = []
         for video, track in zip((slow, real), tracks, strict=True):
@@ -369,9 +357,9 @@ def test_what_is_kept_of_a_real_clip(real, other_pack):
     assert set(reference) == {"speed", "nonrigid", "reversals", "face_change", "background_change"}
     assert all(value.shape == (1, 2) and not value.requires_grad for value in reference.values())
     frames = real.transpose(0, 1)
-    assert reference["speed"][0, 0].item() == landmark_motion(track_largest(ours.detectors[0].detect(frames)))[0]
+    assert reference["speed"][0, 0].item() == track_largest(ours.detectors[0].detect(frames)).speed
     moved = [track_largest(ours.detectors[0].trace(frames, 8, view)) for view in motion.fixed_views(2.0)]
-    assert reference["nonrigid"][0, 1].item() == pytest.approx(sum(landmark_motion(one)[1] for one in moved) / 4)
+    assert reference["nonrigid"][0, 1].item() == pytest.approx(sum(one.nonrigid for one in moved) / 4)
     assert 0.5 < reference["nonrigid"][0, 0] / reference["nonrigid"][0, 1] < 2
     fingerprint = ours.fingerprint()
     assert fingerprint == reward(reversals=1.0, face_change=2.0, jitter=True).fingerprint()
@@ -382,9 +370,7 @@ def test_what_is_kept_of_a_real_clip(real, other_pack):
 @pytest.mark.parametrize(
     "settings, key",
     [
-        ({"chunk": 0}, "chunk"),
         ({"landmarks": -1.0}, "landmarks"),
-        ({"reversals": math.nan}, "reversals"),
         ({"landmarks": 0.0}, "face_change"),
         ({"second_pack_dir": "nowhere"}, "nowhere"),
     ],

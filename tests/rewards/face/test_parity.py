@@ -28,7 +28,7 @@ CPU = ["CPUExecutionProvider"]
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory):
-    folder = published_pack(tmp_path_factory.mktemp("narrow"), PICTURE, scale=8, blocks=(1, 2, 2, 1), det_size=320)
+    folder = published_pack(tmp_path_factory.mktemp("narrow"), PICTURE, det_size=320)
     return FaceIdentity(folder, det_size=320)
 
 

@@ -95,12 +95,12 @@ def test_saturation_and_colour_by_hand():
     frames[1, 2:, :2] = [102, 102, 102]
     frames[1, 2:, 2:] = [0, 51, 102]
     found = measures.measure_artifacts(frames, [8])
-    assert found.saturation == pytest.approx(0.5 * 1 + 0.25 * 0 + 0.25 * 0.4)
-    assert (found.red, found.green, found.blue) == pytest.approx(
+    assert found["saturation"] == pytest.approx(0.5 * 1 + 0.25 * 0 + 0.25 * 0.4)
+    assert (found["red"], found["green"], found["blue"]) == pytest.approx(
         (0.5 + 0.25 * 0.4, 0.25 * 0.4 + 0.25 * 0.2, 0.25 * 0.4 + 0.25 * 0.4)
     )
 
 
 def test_one_frame_has_nothing_to_measure():
     found = measures.measure_artifacts(clip(noise())[:1], [8])
-    assert all(np.isnan(list(vars(found).values())))
+    assert all(np.isnan(list(found.values())))

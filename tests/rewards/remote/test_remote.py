@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import pickle
 import random
 import signal
 import socket
@@ -66,18 +65,11 @@ def serving(reward, batch=2, max_bytes=10 * MB, token=""):
 
 
 @contextmanager
-def scripted(*answers, health=None, tls=None):
-    """The url of a server whose answers to POST /score are the (status, body) or functions of the handler given.
-
-    health: what GET /health answers. tls: the certificate it has.
-    """
+def scripted(*answers, tls=None):
+    """The url of a server whose answers are the (status, body) or functions of the handler given. tls: its context."""
     left = list(answers)
-    state = {"status": "ok", "reward": "x", "version": 1, "max_bytes": 10 * MB}
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.reply(200, json.dumps(state).encode() if health is None else health)
-
         def do_POST(self):
             self.rfile.read(int(self.headers["Content-Length"]))
             self.close_connection = True
@@ -206,10 +198,10 @@ def test_down():
     result = score_safely(reward, VIDEO, [reward.reference(real, "") for real in REAL])
     assert result.failed.all()
     said = (
-        f"ServerUnavailableError: settings.url {reward.url}: GET /health failed 4 times; the last time: ConnectError: "
+        f"ServerUnavailableError: settings.url {reward.url}: POST /score failed 4 times; the last time: ConnectError: "
     )
-    assert result.problems[0].startswith(said)
-    assert [0.25 * 2**i <= wait <= 0.5 * 2**i for i, wait in enumerate(reward.waits)] == [True] * 3
+    assert result.problems[0].startswith(said) and f"whether {reward.url}/health answers" in result.problems[0]
+    assert [0.25 * 2**i <= wait <= 0.75 * 2**i for i, wait in enumerate(reward.waits)] == [True] * 3
     assert random.getstate() == state, "the training's random numbers"
 
 
@@ -285,28 +277,29 @@ def test_unauthorised(monkeypatch):
     with serving(Likeness(), token="right-token") as url:
         for settings in ({}, {"token_env": "MINE"}):
             reward = remote(url, **settings)
-            with pytest.raises(RewardServerError, match="status 401: .*: the client.s token_env") as error:
+            with pytest.raises(RewardServerError, match="status 401: .*; set the client.s token_env") as error:
                 score(reward)
             assert not reward.waits and "wrong-token" not in str(error.value)
         monkeypatch.setenv("MINE", "right-token")
         assert score(remote(url, token_env="MINE")).valid.all()
 
 
-@pytest.mark.parametrize("token", ["", "a b", "a\nX: y", "ä"])
+@pytest.mark.parametrize("token", ["", "a\nX: y", "ä"])
 def test_tokens_that_no_header_can_hold(monkeypatch, token):
     monkeypatch.setenv("MINE", token)
     with pytest.raises(ValueError, match="(that is set: export MINE=<the token>|is ASCII without spaces)"):
         remote("http://127.0.0.1:1", token_env="MINE")
 
 
-def test_too_big_for_the_client_and_for_the_server_it_asked():
-    with serving(Likeness(), max_bytes=1000) as url:
-        for settings in ({}, {"max_bytes": 700}):
-            with pytest.raises(
-                ValueError, match=r"settings.max_bytes .*one clip has \d+ bytes: raise it, or send fewer"
-            ):
-                score(remote(url, **settings))
-        assert score(remote(url, frames=4), VIDEO[:, :, :, :3]).valid.all()
+def test_too_big_for_the_client_and_for_the_server():
+    with serving(Likeness(), max_bytes=1500) as url:
+        with pytest.raises(
+            ValueError, match=r"settings.max_bytes is 700, .* one clip has \d+ bytes .*; raise it, or send"
+        ):
+            score(remote(url, max_bytes=700))
+        with pytest.raises(RewardServerError, match="status 413: .* at most 1500 bytes .*; lower max_bytes"):
+            score(remote(url))
+        assert score(remote(url, max_bytes=1500)).valid.all()
 
 
 # ---- a server that lies ----
@@ -314,11 +307,9 @@ def test_too_big_for_the_client_and_for_the_server_it_asked():
 
 LIES = [
     (answer_of(score=(0.5,)), r"tensor 'score' must be \(2,\) float32, got \(1,\) float32"),
-    (answer_of(score=(1, 2)), r"tensor 'score' must be .*, got \(2,\) int64"),
     (save({"score": torch.zeros(2)}), "tensor 'valid' must be .* got none"),
-    (answer_of(part_x=(0.0, 0.0, 0.0)), r"tensor 'part.x' must be \(2,\) float32, got \(3,\)"),
+    (answer_of(part_x=(1, 2)), r"tensor 'part.x' must be \(2,\) float32, got \(2,\) int64"),
     (answer_of(other=(0.0, 0.0)), "unknown tensor 'other'"),
-    (answer_of()[:-1], "not safetensors"),
     (b"<html>hello</html>", "a safetensors header of"),
 ]
 
@@ -327,7 +318,7 @@ LIES = [
 def test_lies(body, message):
     with scripted((200, body)) as url:
         reward = remote(url)
-        with pytest.raises(RewardServerError, match=f"{url}: the answer to 2 clips breaks the format .*{message}"):
+        with pytest.raises(RewardServerError, match=f"{url}: the answer to 2 clips breaks the format: .*{message}"):
             score(reward, VIDEO[:2], PROMPTS[:2])
         assert not reward.waits
 
@@ -336,13 +327,6 @@ def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch):
     monkeypatch.setattr("rewardfl.rewards.remote.client.MAX_ANSWER_BYTES", 1000)
     with scripted((200, bytes(100_000))) as url, pytest.raises(RewardServerError, match="more than 1000 bytes"):
         score(remote(url), VIDEO[:1], PROMPTS[:1])
-
-
-@pytest.mark.parametrize("body", [b"ok", b"[1]", b'{"version": 2, "max_bytes": 5}', b'{"version": 1}', b"[" * 100_000])
-def test_something_else_than_a_reward_server(body):
-    said = "settings.url http.*: GET /health should answer JSON .*is that a reward server"
-    with scripted(health=body) as url, pytest.raises(RewardServerError, match=said):
-        score(remote(url))
 
 
 # ---- settings ----
@@ -423,23 +407,18 @@ def test_no_request_is_bigger_than_its_clips_say(prompt):
         assert len(body) <= wire.ENVELOPE_BYTES + sum(clip.nbytes for clip in clips[:count])
 
 
-def test_split(monkeypatch):
+def test_split():
     def pieces(sizes, limit, frames=1):
         clips = {i: SimpleNamespace(nbytes=nbytes, frame_count=frames) for i, nbytes in sizes.items()}
-        return list(split_requests(clips, limit, "p"))
+        return split_requests(list(clips), clips, limit, "p")
 
     room = wire.ENVELOPE_BYTES + 100
-    assert pieces({0: 40, 2: 60, 3: 1, 5: 100, 6: 99}, room) == [[0, 2], [3], [5], [6]]
-    assert pieces({}, room) == []
-    with pytest.raises(ValueError, match=f"p.max_bytes .* is {room}, one clip has 101 bytes"):
+    assert pieces({0: 40, 2: 60, 3: 1, 5: 99}, room) == [[0, 2], [3, 5]]
+    assert pieces({0: 40, 2: 61, 3: 1}, room) == [[0], [2, 3]] and pieces({}, room) == []
+    with pytest.raises(ValueError, match=f"p.max_bytes is {room}, and a request with one clip has {room + 1} bytes"):
         pieces({0: 40, 1: 101}, room)
-    assert [len(group) for group in pieces(dict.fromkeys(range(600), 1), MB)] == [256, 256, 88]
-    assert [len(group) for group in pieces(dict.fromkeys(range(5), 1), MB, frames=8000)] == [2, 2, 1]
-
-
-def header(content, payload=b""):
-    text = json.dumps(content).encode()
-    return len(text).to_bytes(8, "little") + text + payload
+    assert [len(group) for group in pieces(dict.fromkeys(range(600), 1), MB)] == [150] * 4
+    assert [len(group) for group in pieces(dict.fromkeys(range(5), 1), MB, frames=8000)] == [2, 1, 2]
 
 
 def request_of(tensors=None, request=None):
@@ -447,18 +426,16 @@ def request_of(tensors=None, request=None):
     return save(tensors, {"request": json.dumps({"version": 1, "prompts": ["a", "b"]} if request is None else request)})
 
 
+F4 = b'{"video":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}'  # a type that torch does not know
 MALFORMED = [
-    (b"", "not safetensors"),
-    (pickle.dumps(["video"]), "not safetensors|header of"),
     ((1 << 40).to_bytes(8, "little") + b"{}", "a safetensors header of 1099511627776 bytes"),
-    (header({"video": {"dtype": "U8", "shape": [2**40] * 5, "data_offsets": [0, 2]}}, b"12"), "not safetensors"),
-    (header({"video": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"1"), "not safetensors: 'F4'"),
+    (len(F4).to_bytes(8, "little") + F4 + b"1", "not safetensors: 'F4'"),
+    (REQUEST[:-1], "not safetensors"),
     (request_of({"clip": frames(2)}), "tensor 'video' must be .* got none"),
     (request_of({"video": frames(2).float()}), "'video' must be .* got .* float32"),
     (request_of({"video": frames(2)[:0]}), "'video' must be .* without empty axes"),
     (request_of({"video": frames(2), "reference.2": frames(2)[0]}), "unknown tensor 'reference.2'"),
     (request_of({"video": frames(2), "reference.0": frames(2)}), r"'reference.0' must be \(F, H, W, 3\)"),
-    (save({"video": frames(2)}), "with version 1 and prompts, 2 strings, got nothing"),
     (save({"video": frames(2)}, {"request": "[" * 100_000}), "must be JSON with version 1"),
     (request_of(request={"version": 2, "prompts": ["a", "b"]}), "must be JSON with version 1"),
     (request_of(request={"version": 1, "prompts": ["a"]}), "prompts, 2 strings, got"),
@@ -557,16 +534,16 @@ def test_one_line_of_log_per_request_without_what_was_in_it(caplog):
         ask(url, content=b"xyz", Authorization="Bearer gue55")
         ask(url, "/health", method="GET")
     lines = [record.getMessage() for record in caplog.records]
-    assert all(line.isprintable() for line in lines) and any("this server wants its token" in line for line in lines)
+    assert all(line.isprintable() for line in lines) and any("this server needs its token" in line for line in lines)
     assert [line[-3:] for line in lines if line.startswith("127.0.0.1:")] == ["401", "200"]
     assert not any(secret in "".join(lines) for secret in ("t0ken", "gue55", "xyz"))
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "some.host", ""])
+@pytest.mark.parametrize("host", ["0.0.0.0", "some.host", ""])
 def test_only_this_machine_without_a_token(host):
     with pytest.raises(ValueError, match=f"--host {host}: without a token .* --token-env"):
         server.check_host(host, "")
-    for own in ("127.0.0.1", "127.0.0.2", "::1", "localhost"):
+    for own in ("127.0.0.1", "::1", "localhost"):
         server.check_host(own, "")
     server.check_host(host, "token")
 
@@ -586,13 +563,10 @@ OWN = str(ROOT / "tests" / "support" / "remote_rewards.py") + ":Likeness"
 def test_the_tool_refuses_what_cannot_work(monkeypatch, capsys):
     monkeypatch.delenv("NO_TOKEN", raising=False)
     cases = {
-        ("--reward", "lightness"): "'lightness' is not a reward",
-        ("--settings", "gains=2"): "unknown key '--settings.gains', did you mean 'gain'",
         ("--settings", "gain=two"): "--settings.gain must be a number, got 'two'",
         ("--settings", "gains=2", "--host", "0.0.0.0"): "without a token",
         ("--token-env", "NO_TOKEN"): "--token-env must be the name of an environment variable that is set",
         ("--device", "abacus"): "abacus",
-        ("--settings", "gain"): "--settings 'gain': write key=value",
         ("--settings", "gain=["): "--settings 'gain=[': the value is no YAML",
     }
     for arguments, message in cases.items():
@@ -605,17 +579,15 @@ def test_the_tool_refuses_what_cannot_work(monkeypatch, capsys):
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         code, error = tool(monkeypatch, capsys, "--trust-code", "--reward", OWN, "--port", port)
-    assert code == server.NO_ADDRESS and f"--port {port}" in error
+    assert code == command_line.REFUSED and f"--port {port}: " in error
 
 
-@pytest.mark.parametrize("name", ["starlette.applications", "uvicorn"])
-def test_without_its_libraries_the_tool_says_what_to_install(monkeypatch, capsys, name):
-    monkeypatch.setitem(sys.modules, name, None)
+def test_without_its_libraries_the_tool_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.delitem(sys.modules, server.__name__)
     monkeypatch.delattr(reward_server, "server")
     code, error = tool(monkeypatch, capsys, "--reward", "colour")
-    assert code == command_line.REFUSED and error.count("\n") == 1
-    assert name in error and "pip install" in error
+    assert code == command_line.REFUSED and error.count("\n") == 1 and "pip install starlette uvicorn" in error
 
 
 def test_a_reward_that_hangs_does_not_keep_the_server_from_stopping(monkeypatch):
