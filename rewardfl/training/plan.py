@@ -10,10 +10,9 @@ from rewardfl import config as configuration
 from rewardfl import data, epoch_order, lora
 from rewardfl.backbones.protocol import Backbone, Schedule, Shape
 from rewardfl.config import AnyConfig, ConfigError, DataConfig, FlowGrpoConfig, RewardFlConfig
-from rewardfl.config.schema import GrpoSampleConfig, SampleConfig
+from rewardfl.config.schema import GrpoSampleConfig, SampleConfig, TrainConfig
 from rewardfl.group_plan import Geometry
 from rewardfl.rewards import registry
-from rewardfl.training import checks
 from rewardfl.training.lora_init import read_initial_adapters
 from rewardfl.weights import lora_files
 from rewardfl.weights.shards import InputError
@@ -129,7 +128,6 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
             inner_epochs=cfg.grpo.inner_epochs,
             seed=cfg.run.seed,
         )
-    checks.check_graphs(cfg.train, processes)
     check_active_experts(cfg, backbone, schedule)
     active, supervised = configuration.active_steps(cfg), configuration.is_supervised(cfg)
     replayed = 0 if supervised else len(active)
@@ -137,9 +135,29 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
         **common,
         active=active,
         backwards_per_update=cfg.train.gradient_accumulation_steps * (replayed + draws),
-        clips_at_once=checks.check_batch(cfg.train, processes),
+        clips_at_once=check_batch(cfg.train, processes),
         coupling=configuration.resolve_coupling(cfg),
         supervised=supervised,
+    )
+
+
+def check_batch(train: TrainConfig, processes: int) -> int:
+    """Return the clips per step over all processes. Raise ConfigError where the processes do not fit `train`."""
+    if train.active_graphs == "keep_on_host" and processes > 1:
+        # DDP prepares a backward pass in the forward pass before it, and would see K of these before the first backward
+        raise ConfigError(
+            f"train.active_graphs keep_on_host is for one process, there are {processes}; set it to replay"
+        )
+    per_device, accumulation = train.per_device_train_batch_size, train.gradient_accumulation_steps
+    per_pass = per_device * processes
+    global_batch, configured = per_pass * accumulation, train.train_batch_size
+    if configured is None or configured == global_batch:
+        return global_batch
+    near = sorted({configured // per_pass, -(-configured // per_pass)} - {0})
+    ways = ", ".join(f"gradient_accumulation_steps {n} gives {n * per_pass}" for n in near)
+    raise ConfigError(
+        f"train.train_batch_size is {configured}, but per_device_train_batch_size {per_device} x "
+        f"gradient_accumulation_steps {accumulation} x {processes} processes = {global_batch}; {ways}"
     )
 
 
