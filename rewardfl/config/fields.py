@@ -112,10 +112,10 @@ PathText = Annotated[Text, _fits]
 Off = Annotated[Literal[False], BeforeValidator(lambda value: None if value == 0 and value is not False else value)]
 Listed = Annotated[tuple[_T, ...], Field(strict=False)]  # a strict tuple would not take a YAML list
 Name = Annotated[
-    str, must_be("names of 1 to 80 printable characters", lambda name: name.isprintable() and 1 <= len(name) <= 80)
+    str, must_be("a name of 1 to 80 printable characters", lambda name: name.isprintable() and 1 <= len(name) <= 80)
 ]
 _is_label = re.compile(r"[\w-]{1,80}").fullmatch  # it names the metric reward/<label>
-Label = Annotated[str, must_be("names of 1 to 80 letters, digits, _ and -", lambda text: _is_label(text) is not None)]
+Label = Annotated[str, must_be("a name of 1 to 80 letters, digits, _ and -", lambda text: _is_label(text) is not None)]
 Setting = PlainText | bool | int | Number | dict[Name, Number] | None
 
 
