@@ -26,6 +26,11 @@ def format_best(output_dir: str) -> str:
     return f"{best} is {best.resolve().name}" if best.exists() else f"no checkpoint became {best}"
 
 
+def new_run(folder: Path) -> str:
+    """Describe the way out of a run that cannot resume."""
+    return f"start a new run in another run.output_dir from its adapter: lora.init_from={folder}"
+
+
 class CheckpointError(ValueError):
     """A run folder or checkpoint that cannot be used. The message names the path and the way out."""
 
@@ -64,8 +69,7 @@ def load_metrics(folder: Path) -> str:
         return (folder / METRICS).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} was not written by this version of rewardfl; resume with the version that wrote it, or start a "
-            f"new run in another run.output_dir from its adapter: lora.init_from={folder}"
+            f"{folder} was written by another version of rewardfl; resume with that version, or {new_run(folder)}"
         ) from None
 
 
