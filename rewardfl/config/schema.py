@@ -840,8 +840,8 @@ def list_reward_specs(cfg: AnyConfig, pixels_per_token: int = 0) -> list[RewardS
         judge = {"pack_dir": reward.held_out_model_path, "cap": "none", "grid_period": pixels_per_token} | face | who
         specs.append(RewardSpec(key=key, label="held_out", name="face_judge", settings=judge, weight=0.0))
     if isinstance(cfg, RewardFlConfig) and cfg.reward.motion_weight:
-        motion = {"settings": {"pack_dir": reward.reward_model_path} | face, "weight": cfg.reward.motion_weight}
-        specs.append(RewardSpec(key="reward.motion_weight", label="face_motion", name="face_motion", **motion))
+        key, name, settings = "reward.motion_weight", "face_motion", {"pack_dir": reward.reward_model_path} | face
+        specs.append(RewardSpec(key=key, label=name, name=name, settings=settings, weight=cfg.reward.motion_weight))
     others = reward.others.items()
     return specs + [RewardSpec(key=f"reward.others.{label}", label=label, **vars(term)) for label, term in others]
 

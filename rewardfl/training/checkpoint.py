@@ -46,10 +46,8 @@ def as_write_error(path: Path, kept: str) -> Iterator[None]:
         yield
     except OSError as error:
         why = f"{error.strerror}: {error.filename}" if error.strerror and error.filename else error.strerror or error
-        raise WriteError(
-            f"{path} could not be written ({why}); {kept}; free space there (run.keep_last: n keeps n checkpoints) or "
-            "make it writable, then the same command goes on"
-        ) from error
+        way_out = "free space there (run.keep_last: n keeps n checkpoints), or make it writable, and start again"
+        raise WriteError(f"{path} could not be written ({why}); {kept}; {way_out}") from error
 
 
 @contextmanager
@@ -162,10 +160,8 @@ def find_checkpoint(output_dir: str | Path, resume: str) -> Path | None:
     after = resolved[resolved.index(path) + 1 :] if path in resolved else []
     later = ", ".join(folder.name for folder in after if not _damage(folder))
     if later:
-        raise CheckpointError(
-            f"run.resume_from_checkpoint: {resume} is followed by {later} in the same run; delete or move "
-            "them away, or set run.output_dir to a new folder"
-        )
+        ways = "delete them or move them away, or set run.output_dir to a new folder"
+        raise CheckpointError(f"run.resume_from_checkpoint: {resume} is followed by {later} in the same run; {ways}")
     return path
 
 

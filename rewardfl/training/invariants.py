@@ -51,8 +51,7 @@ def no_signal(step: int, norm: float, signals: Tensor) -> float:
     if norm == 0 and signals.any():
         raise GradientMissing(
             f"step {step}: the gradient norm is exactly 0 although {int(signals.sum())} of {len(signals)} samples had "
-            "something to learn from: no trained parameter took part in the backward pass, or its gradients were never "
-            "reduced. This is an error in the code or in a wrapper around it; nothing was learned in this step"
+            "something to learn from; this is an error in the code or in a wrapper around it"
         )
     return float(norm == 0)
 
@@ -123,8 +122,7 @@ class Weights:
         if everywhere.any():
             raise BaseChanged(
                 f"step {step}: {int(everywhere.sum())} of {len(self.base)} frozen parameters of the base model are not "
-                f"what they were when training began, the first is {_first(self.base, everywhere)}. The reference of "
-                "the KL and the adapter that is saved would belong to another model"
+                f"what they were when training began, the first is {_first(self.base, everywhere)}"
             )
         if self.accelerator.distributed_type == DistributedType.FSDP:
             return
@@ -132,8 +130,7 @@ class Weights:
         if differ.any():
             raise WeightsDiffer(
                 f"step {step}: {int(differ.sum())} of {len(self.trained)} trained parameters are not the same on all "
-                f"{self.accelerator.num_processes} processes, the first is {_first(self.trained, differ)}: each would "
-                "go on to train a model of its own. Their gradients were not reduced"
+                f"{self.accelerator.num_processes} processes, the first is {_first(self.trained, differ)}"
             )
 
 

@@ -67,7 +67,5 @@ class MetricsFile:
         try:
             return _Line.model_validate_json(line).model_dump()
         except ValidationError as error:
-            raise CheckpointError(
-                f"{self.path}, line {number} is no line of metrics ({shown(line)}); mend or delete it, then the same "
-                "command goes on"
-            ) from error
+            why = f"line {number} is no line of metrics ({shown(line)}); mend or delete it"
+            raise CheckpointError(f"{self.path}, {why}") from error

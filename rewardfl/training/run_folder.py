@@ -64,17 +64,12 @@ class RunFolder:
         except BlockingIOError:
             lock.seek(0)
             owner = lock.read(200).strip() or "a process that is just starting"
-            raise CheckpointError(
-                f"run.output_dir {self.path} is in use by {owner}; wait for its end, stop it, or take another folder"
-            ) from None
+            raise CheckpointError(f"run.output_dir {self.path} is in use by {owner}; take another folder") from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-            warnings.warn(
-                f"run.output_dir {self.path} is on a file system without locks ({error.strerror}): nothing keeps a "
-                "second start of the same command out of it",
-                stacklevel=4,
-            )
+            why = f"is on a file system without locks ({error.strerror}); start no second run in it"
+            warnings.warn(f"run.output_dir {self.path} {why}", stacklevel=4)
         lock.truncate(0)
         started = datetime.fromtimestamp(psutil.Process().create_time()).isoformat(" ", "seconds")
         lock.write(f"process {os.getpid()} on {platform.node()}, started {started}\n")
@@ -94,8 +89,8 @@ class RunFolder:
         except FileNotFoundError:
             pass
         raise CheckpointError(
-            f"run.output_dir {self.path} was deleted, moved away or replaced during the run ({_LOCK} is not this run's "
-            "any more), so this run stops; move the folder back or take another one, and start the same command again"
+            f"run.output_dir {self.path} was deleted, moved away or replaced during the run ({_LOCK} is gone, or is "
+            "another run's); move it back or take another one, and start the same command again"
         )
 
 

@@ -65,8 +65,7 @@ def check_held_out(rows: Sequence[data.Row], held_out: Sequence[data.Row]) -> li
     shared = sum(content(row) in trained for row in held_out)
     if held_out and shared == len(held_out):
         raise ConfigError(
-            f"evaluation.eval_clips: all of its {shared} rows are rows of data.file_name, so nothing is held out; name "
-            "other clips, or null"
+            "evaluation.eval_clips: all of its rows are in data.file_name, too; name other clips, or null"
         )
     return [f"note: {shared} of {len(held_out)} rows of evaluation.eval_clips are trained on, too"] if shared else []
 

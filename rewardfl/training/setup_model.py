@@ -78,11 +78,8 @@ def check_shared_networks(reward: SharedRewardConfig, specs: Sequence[RewardSpec
     if first is not None and second is not None:
         network, other = (face_pack.pack_files(folder)[1] for folder in (second, first))
         if sha256(network) == sha256(other):
-            raise ConfigError(
-                f"reward.second_model_path: the recogniser {network} has the bytes of {other} of "
-                "reward.reward_model_path, and the mean of a cosine with itself is that cosine; name a pack with "
-                "another recogniser, or leave it out"
-            )
+            why = f"the recogniser {network} is the same as {other} of reward.reward_model_path"
+            raise ConfigError(f"reward.second_model_path: {why}; name a pack with another one, or leave it out")
     if judge is None:
         return
     trained = {"reward.reward_model_path": first, "reward.second_model_path": second}
@@ -97,11 +94,9 @@ def check_shared_networks(reward: SharedRewardConfig, specs: Sequence[RewardSpec
         if shared:
             task, file, other = shared
             raise ConfigError(
-                f"reward.held_out_model_path: the {task} {file} has the bytes of {other} of {key} (sha256 "
-                f"{sha256(file)[:12]}), and a judge whose networks are trained against is not held out. antelopev2's "
-                "scrfd_10g_bnkps.onnx and buffalo_l's det_10g.onnx are one file: put buffalo_l's recogniser "
-                "w600k_r50.onnx next to buffalo_s's det_500m.onnx in a folder of their own and name that, or leave "
-                "reward.held_out_model_path out"
+                f"reward.held_out_model_path: the {task} {file} is the same as {other} of {key}, which is trained "
+                "against; name a pack with two other networks. antelopev2 and buffalo_l have one detector: next to "
+                "antelopev2, put buffalo_l's w600k_r50.onnx and buffalo_s's det_500m.onnx in a folder, and name that"
             )
 
 

@@ -13,10 +13,7 @@ def connect_processes(cfg: AnyConfig) -> Distributed:
     """Connect the run's processes. Raise LaunchError or ConfigError where they do not fit the configuration."""
     tracker = cfg.run.log_with
     if tracker not in ("none", *map(str, get_available_trackers())):
-        raise ConfigError(
-            f"run.log_with is {tracker}, which is not installed: pip install {tracker}, or set run.log_with: none "
-            "(metrics.jsonl is always written)"
-        )
+        raise ConfigError(f"run.log_with: {tracker} is not installed; pip install {tracker}, or set run.log_with: none")
     job = Distributed(
         cfg.train.max_grad_norm,
         unused_parameters=len(trained_positions(cfg)) > 1,
@@ -33,13 +30,9 @@ def connect_processes(cfg: AnyConfig) -> Distributed:
 
 def check_sharding(cfg: AnyConfig, sharding: Sharding) -> None:
     """Raise ConfigError where sharded weights (zero2, fsdp2) would be swapped to the host or compiled."""
-    if cfg.experts.trained == "cpu_swap" and sharding != "none":
-        raise ConfigError(
-            "experts.trained cpu_swap brings each process whole blocks from host memory, and "
-            f"{sharding} puts them elsewhere; set experts.trained: gpu, or launch with configs/accelerate/ddp.yaml"
-        )
-    if cfg.train.compile_blocks and sharding != "none":
-        raise ConfigError(
-            f"train.compile_blocks has not been tried with {sharding}; set it to false, or launch with "
-            "configs/accelerate/ddp.yaml"
-        )
+    settings = {"experts.trained cpu_swap": cfg.experts.trained == "cpu_swap"}
+    settings["train.compile_blocks"] = cfg.train.compile_blocks
+    for setting, is_on in settings.items():
+        if is_on and sharding != "none":
+            ddp = "configs/accelerate/ddp.yaml"
+            raise ConfigError(f"{setting} does not go with {sharding}; remove it, or launch with {ddp}")

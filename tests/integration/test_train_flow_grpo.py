@@ -239,7 +239,7 @@ def test_a_run_that_its_judge_ends_is_finished(straight, monkeypatch, capsys, tm
             ["grpo.updates_per_epoch=3", "train.max_steps=3"],
             "must divide the 2 forward passes of a process, got 3",
         ),
-        (["grpo.window=list", "grpo.window_steps=[4]"], "Usable are the steps of dit2 (model.trainable_models) but"),
+        (["grpo.window=list", "grpo.window_steps=[4]"], "usable are the steps of dit2 (model.trainable_models) but"),
         (["model.trainable_models=dit,dit2", "grpo.window_bounds=[0, 2]"], "low_noise answers at no step that"),
         (["model.model_paths=nowhere"], "model.model_paths: no such file or folder"),
         (["lora.lora_target_modules=q,kk"], "lora.lora_target_modules: 'kk' matches no linear layer"),

@@ -633,7 +633,7 @@ def test_find_checkpoint(tmp_path):
         assert checkpoint.find_checkpoint(tmp_path, str(paths[-1])) == paths[-1]
     with pytest.raises(CheckpointError, match="run.resume_from_checkpoint: no such folder: out/none"):
         checkpoint.find_checkpoint(tmp_path, "out/none")
-    message = "step-000009 is followed by step-999999, step-1000000 in the same run; delete or move them away"
+    message = "step-000009 is followed by step-999999, step-1000000 in the same run; delete them or move"
     with pytest.raises(CheckpointError, match=message):
         checkpoint.find_checkpoint(tmp_path, str(paths[0]))
 
