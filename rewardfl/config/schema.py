@@ -12,8 +12,6 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from pydantic import Field
 
 from rewardfl.config.fields import (
-    FREE,
-    IF_NAMED,
     BatchSize,
     ByContent,
     Cap,
@@ -37,6 +35,7 @@ from rewardfl.config.fields import (
     Pixels,
     PlainText,
     Positive,
+    Resumed,
     Section,
     Seed,
     Setting,
@@ -90,10 +89,6 @@ class RunConfig(Section):
     # processes. The number changes the rounding.
     cpu_threads: Free[Annotated[Count, Field(le=1_024)] | None] = None
 
-    def conflicts(self) -> Iterator[str]:
-        if self.resume_with_changes and self.resume_from_checkpoint is False:
-            yield "run.resume_with_changes does nothing with run.resume_from_checkpoint: false; remove one of them"
-
 
 class ModelConfig(Section):
     """Section `model` of both scripts."""
@@ -134,8 +129,6 @@ class ModelConfig(Section):
         if bool(self.model_paths) == bool(self.model_id_with_origin_paths):
             which = "both are" if self.model_paths else "neither is"
             yield f"model.model_paths or model.model_id_with_origin_paths must be given, {which}"
-        if self.allow_download and not self.model_id_with_origin_paths:
-            yield "model.allow_download is for model.model_id_with_origin_paths, which is empty; remove it"
         if self.distill_lora_mode == "adapter" and not (self.distill_lora_high or self.distill_lora_low):
             yield "model.distill_lora_mode adapter needs model.distill_lora_high or model.distill_lora_low"
         chosen = _names(self.trainable_models)
@@ -273,20 +266,17 @@ class SampleConfig(SharedSampleConfig):
         if last >= steps:
             yield f"sample.final_timestep must be at most {steps - 1} for {steps} sampling steps, got {last}"
         if self.active_steps is not None:
-            yield from self._active_step_conflicts(list(self.active_steps))
+            active = list(self.active_steps)
+            if not active or active != sorted(set(active)) or active[0] < 0 or active[-1] > last:
+                yield f"sample.active_steps must be increasing steps in 0..{last} (final_timestep), got {shown(active)}"
+            elif mode in ONE_STEP and active != [last]:
+                yield f"sample.active_steps does nothing in gradient_mode {mode}; remove it"
         elif self.mid_timestep > last and mode not in ONE_STEP:
             yield f"sample.mid_timestep must be at most final_timestep {last}, got {self.mid_timestep}"
         if mode == "bridge" and coupling is not None and not 0 < coupling < 1:
             yield f"sample.coupling {coupling:g} is not between 0 and 1; take gradient_mode chain for 1, drtune for 0"
         if mode != "bridge" and coupling not in (None, COUPLING[mode]):
             yield f"sample.coupling of gradient_mode {mode} is {COUPLING[mode]:g}, got {coupling:g}; take mode bridge"
-
-    def _active_step_conflicts(self, active: list[int]) -> Iterator[str]:
-        last = self.final_timestep
-        if not active or active != sorted(set(active)) or active[0] < 0 or active[-1] > last:
-            yield f"sample.active_steps must be increasing steps in 0..{last} (final_timestep), got {shown(active)}"
-        elif self.gradient_mode in ONE_STEP and active != [last]:
-            yield f"sample.active_steps does nothing in gradient_mode {self.gradient_mode}; remove it"
 
 
 class GrpoSampleConfig(SharedSampleConfig):
@@ -363,8 +353,8 @@ class SharedRewardConfig(Section):
         if self.name == "face_identity" and self.settings:
             names = shown(list(self.settings))
             yield f"reward.settings: face_identity takes none, its keys stand in reward itself; got {names}"
-        judged = ("people", "min_face_size") if self.held_out_model_path is None else ()
-        for key in (*self.face_keys, *judged) if self.name != "face_identity" else ():
+        shared = ("people", "min_face_size") if self.held_out_model_path is None else ()  # with the judge
+        for key in (*self.face_keys, *shared) if self.name != "face_identity" else ():
             if getattr(self, key) != type(self).model_fields[key].default:
                 yield f"reward.{key} is for face_identity, not {shown(self.name)}; remove it"
         for label in self.others:
@@ -771,9 +761,9 @@ def _resume_conflicts(cfg: AnyConfig) -> Iterator[str]:
     for key in cfg.run.resume_with_changes:
         if key not in keys:
             yield f"run.resume_with_changes: there is no key {shown(key)}{did_you_mean(key, keys)}"
-        elif FREE in MARKS[key] and IF_NAMED not in MARKS[key]:
+        elif Resumed.FREE in MARKS[key] and Resumed.IF_NAMED not in MARKS[key]:
             yield f"run.resume_with_changes: {key} may change without being named; remove it"
-        elif IF_NAMED not in MARKS[key]:
+        elif Resumed.IF_NAMED not in MARKS[key]:
             yield f"run.resume_with_changes: {key} cannot change in a run; start a new one by lora.init_from"
 
 

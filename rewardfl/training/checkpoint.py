@@ -17,13 +17,12 @@ from pydantic import BaseModel, FiniteFloat, NonNegativeInt, ValidationError
 
 from rewardfl.files import atomic_directory, sha256, temporary_path
 
-AFTER_EARLY_STOP = "to go on, set train.early_stop=null or raise its patience"
 
-
-def format_best(output_dir: str) -> str:
-    """Describe in words which checkpoint checkpoints/best is."""
+def after_early_stop(output_dir: str) -> str:
+    """Describe in words which checkpoint checkpoints/best is, and how the run resumes."""
     best = Path(output_dir) / "checkpoints" / "best"
-    return f"{best} is {best.resolve().name}" if best.exists() else f"no checkpoint became {best}"
+    which = f"{best} is {best.resolve().name}" if best.exists() else f"no checkpoint became {best}"
+    return f"{which}; to go on, set train.early_stop=null or raise its patience"
 
 
 def new_run(folder: Path) -> str:
@@ -72,9 +71,7 @@ def load_metrics(folder: Path) -> str:
 
 
 CHECKPOINT_MANIFEST = "manifest.json"
-
 STATE = Path("state") / "state.pt"
-
 METRICS = Path("state") / "metrics.jsonl"  # a copy of the lines up to the checkpoint
 
 

@@ -40,7 +40,7 @@ class MetricsFile:
     def append(self, step: int, values: Mapping[str, float]) -> None:
         """Append a line {"step": step, **values}, null for nan and inf.
 
-        After a WriteError the next call writes all lines anew.
+        After a WriteError the next call writes the whole file.
         """
         record = {"step": step} | {key: value if math.isfinite(value) else None for key, value in values.items()}
         line = json.dumps(record) + "\n"

@@ -21,7 +21,7 @@ import torch
 from pydantic import BaseModel, NonNegativeInt, ValidationError
 
 import rewardfl
-from rewardfl.config import BY_CONTENT, FREE, IF_NAMED, MARKS, Equivalent, shown
+from rewardfl.config import MARKS, Equivalent, Resumed, shown
 from rewardfl.files import atomic_write
 from rewardfl.training import checkpoint
 from rewardfl.training.checkpoint import CheckpointError, as_write_error, find_checkpoint, list_checkpoints, new_run
@@ -95,8 +95,8 @@ class RunFolder:
 
 
 # Keys that a resumed run does not compare, and keys that run.resume_with_changes may name
-MAY_CHANGE = frozenset(key for key, marks in MARKS.items() if FREE in marks or BY_CONTENT in marks)
-MAY_CHANGE_IF_NAMED = frozenset(key for key, marks in MARKS.items() if IF_NAMED in marks)
+MAY_CHANGE = frozenset(key for key, marks in MARKS.items() if Resumed.FREE in marks or Resumed.BY_CONTENT in marks)
+MAY_CHANGE_IF_NAMED = frozenset(key for key, marks in MARKS.items() if Resumed.IF_NAMED in marks)
 EQUIVALENT = {key: mark.values for key, marks in MARKS.items() for mark in marks if isinstance(mark, Equivalent)}
 RUN_JSON = "run.json"
 # temporary files of a killed process, safe to delete for the holder of the lock

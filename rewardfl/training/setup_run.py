@@ -15,7 +15,7 @@ from rewardfl.data.cache import digest
 from rewardfl.files import atomic_write, digest_files
 from rewardfl.rewards.scoring import Term
 from rewardfl.training import alarms, checkpoint, metrics_file, run_folder
-from rewardfl.training.checkpoint import AFTER_EARLY_STOP, format_best
+from rewardfl.training.checkpoint import after_early_stop
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.logger import Log
 from rewardfl.training.plan import RunPlan
@@ -76,8 +76,7 @@ def is_finished(cfg: AnyConfig, resume_point: ResumePoint, steps: int, job: Dist
     if rule is not None and path is not None:
         history = [json.loads(line) for line in checkpoint.load_metrics(path).splitlines()]
         if why := alarms.early_stop(history, **dict(rule)):
-            best = format_best(cfg.run.output_dir)
-            job.print(f"nothing to train: {path} is the last step's; {why}; {best}; {AFTER_EARLY_STOP}")
+            job.print(f"nothing to train: {path} is the last step's; {why}; {after_early_stop(cfg.run.output_dir)}")
             return True
     if resume_point.step < steps:
         return False
