@@ -38,7 +38,7 @@ class Log:
     last_step: int  # of the whole run
     skipped_in_a_row: int = 0  # updates without effect, those before a resume included
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.history: list[dict[str, float]] = [json.loads(line) for line in self.metrics.text.splitlines()]
         self._printed: set[str] = set()
 

@@ -143,10 +143,8 @@ def _check_writable(output_dir: Path) -> None:
     """Raise WriteError for a folder that cannot be created or written to."""
     existing = next(path for path in (output_dir, *output_dir.parents) if os.path.lexists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        why = "may not be written" if existing.is_dir() else "is no folder"
-        raise checkpoint.WriteError(
-            f"run.output_dir {output_dir} could not be written ({existing} {why}); take another folder"
-        )
+        why = f"{existing} {'may not be written' if existing.is_dir() else 'is no folder'}"
+        raise checkpoint.WriteError(f"run.output_dir {output_dir} could not be written ({why}); take another folder")
 
 
 def _remove_strays(output_dir: Path) -> None:

@@ -20,7 +20,7 @@ from rewardfl.training.conditions import Conditions
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.plan import RunPlan
 from rewardfl.training.samples import Rows, Sample
-from rewardfl.training.setup_rewards import missing_columns, missing_references
+from rewardfl.training.setup_rewards import missing_columns
 from rewardfl.training.shard import map_shared
 
 MAX_SIZES = 5  # sizes that a note lists
@@ -32,11 +32,8 @@ def size_notes(cfg: AnyConfig, rows: Sequence[data.Row]) -> list[str]:
         return []
     counts = Counter(row.size or (cfg.data.height, cfg.data.width) for row in rows)
     listed = [f"{height} x {width} ({count} rows)" for (height, width), count in counts.most_common(MAX_SIZES)]
-    more = [f"{len(counts) - MAX_SIZES} more"] if len(counts) > MAX_SIZES else []
-    return [
-        f"sizes (height x width): {', '.join([*listed, *more])}; the table of sigmas and the estimate are of the "
-        "largest that is trained on"
-    ]
+    listed += ["..."] if len(counts) > MAX_SIZES else []
+    return [f"sizes (height x width): {', '.join(listed)}; the sigmas and the estimate below are of the largest"]
 
 
 def scan_rows(
@@ -129,7 +126,8 @@ def find_samples(
     problems = [
         (row.line, unreadable[path]) for row in rows for path in dict.fromkeys(row.files.values()) if path in unreadable
     ]
-    problems += [(row.line, problem) for row in rows for problem in missing_references(cfg, row, terms)]
+    needs = {term.key: term.reward.compares_with for term in terms if term.weight > 0 or term is terms[0]}
+    problems += [(row.line, problem) for row in rows for problem in missing_columns(cfg, row, needs)]
     bad_lines = {line for line, _ in problems}
     good = [row for row in rows if row.line not in bad_lines]
     keys = {row.line: clip_scan.clip_key(row, hashes, size) for row in good}
