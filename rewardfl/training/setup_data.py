@@ -20,7 +20,7 @@ from rewardfl.training.conditions import Conditions
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.plan import RunPlan
 from rewardfl.training.samples import Rows, Sample
-from rewardfl.training.setup_rewards import missing_columns
+from rewardfl.training.setup_rewards import missing_columns, missing_references
 from rewardfl.training.shard import map_shared
 
 MAX_SIZES = 5  # sizes that a note lists
@@ -126,8 +126,7 @@ def find_samples(
     problems = [
         (row.line, unreadable[path]) for row in rows for path in dict.fromkeys(row.files.values()) if path in unreadable
     ]
-    needs = {term.key: term.reward.compares_with for term in terms if term.weight > 0 or term is terms[0]}
-    problems += [(row.line, problem) for row in rows for problem in missing_columns(cfg, row, needs)]
+    problems += [(row.line, problem) for row in rows for problem in missing_references(cfg, row, terms)]
     bad_lines = {line for line, _ in problems}
     good = [row for row in rows if row.line not in bad_lines]
     keys = {row.line: clip_scan.clip_key(row, hashes, size) for row in good}

@@ -17,6 +17,12 @@ from rewardfl.training.distributed import Distributed
 from rewardfl.training.samples import Sample
 
 
+def missing_references(cfg: AnyConfig, row: data.Row, terms: Sequence[Term]) -> list[str]:
+    """Return in words which references of the trained rewards, or of the first one, the row lacks."""
+    needs = {term.key: term.reward.compares_with for term in terms if term.weight > 0 or term is terms[0]}
+    return missing_columns(cfg, row, needs)
+
+
 def missing_columns(cfg: AnyConfig, row: data.Row, needs: dict[str, str]) -> list[str]:
     """Return in words which `needs`, {key of a reward: clip or picture}, the row lacks."""
     if isinstance(cfg, configuration.FlowGrpoConfig) and "motion" in configuration.part_weights(cfg):

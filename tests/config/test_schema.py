@@ -330,7 +330,7 @@ def test_long_values_are_cut_in_messages(write, override):
 @pytest.mark.parametrize(
     "override",
     [
-        "run.seed=9223372036854775808", "run.seed=1e30", "run.output_dir=" + "x" * 256,
+        "run.seed=9223372036854775808", "run.cpu_threads=100000", "run.seed=1e30", "run.output_dir=" + "x" * 256,
         "run.output_dir=" + "x/" * 3000, "data.file_name=" + "x" * 256, "reward.name=" + "x" * 256,
         "lora.init_from=" + "x" * 256, "run.save_steps=10000000000", "lora.lora_rank=1000000000",
         "lora.lora_alpha=1e9", "data.height=1000000", "data.max_pixels=1e10", "data.fps=1e-320", "data.fps=1e5",
@@ -402,6 +402,11 @@ UNSTORED = "train.use_gradient_checkpointing=false"
         (
             f"{CACHED} model.trainable_models=dit sample.noises_per_sample=2",
             "needs the training of dit2",
+        ),
+        ("train.early_stop={}", "train.early_stop needs a held-out judge; set reward.held_out_model_path"),
+        (
+            "train.early_stop={} train.max_steps=14",
+            "needs 2 .* windows of 5 updates, train.max_steps 14 are",
         ),
         (f"{UNSTORED} train.use_gradient_checkpointing_offload=true", "offload needs train.use_gradient_checkpointing"),
     ],

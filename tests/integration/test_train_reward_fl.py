@@ -109,22 +109,7 @@ def test_clips_of_several_shapes_and_all_columns(clips, tmp_path):
     assert data.frame_rate(made / "00.mp4") == 8
     other = ["train.per_device_train_batch_size=1", "train.gradient_accumulation_steps=2", "train.max_steps=3"]
     refused = launch(*settings, *other, check=False)
-    assert refused.returncode == 2 and "several sizes with train.per_device_train_batch_size 2, now 1" in refused.stderr
-
-
-# steps of high noise, then of low noise: shift 5 has 0, 1 | 2, 3 of four
-@pytest.mark.parametrize(
-    "settings, words",
-    [
-        ([], ["[1] of [1, 2, 3]", "take [2, 3]"]),
-        (["model.trainable_models=dit", "sample.gradient_mode=drtune"], ["[2, 3] of [1, 2, 3]", "take [1]"]),
-    ],
-)
-def test_what_cannot_train_is_refused_before_anything_is_written(settings, words, tmp_path, monkeypatch, capsys):
-    settings = [*FAST, "sample.mid_timestep=1", *settings, f"run.output_dir={tmp_path / 'run'}"]
-    code, _, err = call(monkeypatch, capsys, *settings)
-    assert code == 2 and all(word in err for word in ["sample.mid_timestep", *words]), err
-    assert not (tmp_path / "run").exists()
+    assert refused.returncode == 2 and "trained on 2 clips of one size per forward pass" in refused.stderr
 
 
 # -- going on
@@ -189,7 +174,7 @@ def test_other_content_is_refused(monkeypatch, capsys, clips, tmp_path):
     assert f"something else in data.file_name: 1 gone, new or of other content ({rows[3][0]}#" in refusal()
     write(path, rows)
     error = refusal("train.gradient_accumulation_steps=3")
-    assert "trained on 1 clips per update" in error and "now give 3;" in error
+    assert "trained on 1 clips per update" in error and "not on 3;" in error
     packs = [f"reward.reward_model_path={WORLD}/faces/judge", "reward.held_out_model_path=null"]
     error = refusal(*packs)
     assert "something else in reward.held_out_model_path: 2 gone, new or of other content (" in error
@@ -219,18 +204,6 @@ def test_a_run_that_its_judge_ends_is_finished(straight, monkeypatch, capsys, tm
     assert metrics(run) == metrics(straight)[:4]
     call(monkeypatch, capsys, *settings, f"run.output_dir={run}")
     assert metrics(run) == metrics(straight) and equal(adapter(run, 6), adapter(straight, 6))
-
-
-@pytest.mark.parametrize(
-    "overrides, words",
-    [
-        ([TOUCHY, "reward.held_out_model_path=null"], "reward.held_out_model_path is null"),
-        (["train.early_stop={}", "train.max_steps=14"], "train.max_steps 14"),
-    ],
-)
-def test_an_early_stop_that_cannot_work_is_refused(monkeypatch, capsys, overrides, words):
-    code, _, error = call(monkeypatch, capsys, *FAST, "run.output_dir=/nonexistent/never", *overrides)
-    assert code == 2 and "train.early_stop" in error and words in error
 
 
 def test_an_averaged_adapter(straight, tmp_path):
@@ -324,7 +297,6 @@ def test_a_run_starts_from_another_ones_adapter(straight, monkeypatch, capsys, t
         (["lora.lora_rank=8"], "has rank 4 and alpha 4 in blocks.0."),
         (["lora.lora_target_modules=q,k,v"], "lora.lora_target_modules"),
         (["model.trainable_models=dit,dit2", "sample.mid_timestep=0"], "is for low_noise, model.trainable_models for"),
-        (["lora.init_from=nowhere"], "lora.init_from: no such file or folder: nowhere"),
     ],
 )
 def test_adapters_that_do_not_fit(straight, monkeypatch, capsys, no_weights, tmp_path, settings, message):
@@ -431,14 +403,9 @@ def write(path, rows):
     "override,message",
     [
         ("train.lerning_rate=1", "unknown key 'train.lerning_rate', did you mean 'learning_rate'?"),
-        ("data.num_frames=10", "data.num_frames must be 2k+1 for this VAE, from 3 to"),
         ("data.height=60", "data.height must be a multiple of 16, at most"),
-        ("model.trainable_models=dit", "dit answers at no active step"),
         ("data.file_name=nowhere.csv", "data.file_name: no such file or folder: nowhere.csv"),
-        ("model.model_paths=nowhere", "model.model_paths: no such file or folder"),
-        ("reward.reward_model_path=nowhere", "reward.reward_model_path: no face pack at nowhere"),
         ("train.train_batch_size=3", "train.train_batch_size is 3"),
-        ("run.output_dir=README.md", "README.md"),
         ("run.resume_from_checkpoint=nowhere", "run.resume_from_checkpoint: no such folder: nowhere"),
     ],
 )
@@ -478,10 +445,6 @@ def test_face_packs_are_compared_with_insightface(monkeypatch, capsys, tmp_path)
     out = capsys.readouterr().out
     for setting in PACKS:
         assert out.count(f"reward.{setting}: face parity with insightface: box and landmarks 0.0") == 1
-        assert out.count(f"reward.{setting}: ") == 3  # and two hashes
-    files = [file for pack in ("reward", "judge") for file in (WORLD / "faces" / pack).glob("*.onnx")]
-    digests = {hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-    assert out.count("licence of ") == len(digests) and all(f"sha256 {digest}" in out for digest in digests)
 
 
 def test_dry_run_prints_the_plan(monkeypatch, capsys, no_weights, tmp_path):
