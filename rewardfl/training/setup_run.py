@@ -111,14 +111,11 @@ def _load_state(
             f"{folder} was trained with something else in {key}: {words}; put it back{named}, or "
             f"{checkpoint.new_run(folder)}"
         )
-    product = "clips per update (train.per_device_train_batch_size x train.gradient_accumulation_steps x processes)"
+    update = "clips per update (train.per_device_train_batch_size x train.gradient_accumulation_steps x processes)"
+    forward = "clips of one size per forward pass (train.per_device_train_batch_size)"
     for was, now, what in (
-        (state.global_batch, batching.global_batch, product),
-        (
-            state.one_shape_batch,
-            batching.one_shape_batch,
-            "train.per_device_train_batch_size, in clips of several sizes",
-        ),
+        (state.global_batch, batching.global_batch, update),
+        (state.one_shape_batch, batching.one_shape_batch, forward),
     ):
         if was != now:
             raise checkpoint.CheckpointError(f"{folder} was trained on {was} {what}, not on {now}; set it back")

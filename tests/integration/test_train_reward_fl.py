@@ -20,7 +20,6 @@ from runs import CACHE, FAST, PACKS, WORLD, adapter, call, launch, metrics
 from rewardfl import config, data, lora, reward_flow
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan.decoder import WanDecoder
-from rewardfl.data import clips as clip_files
 from rewardfl.evaluation import generation
 from rewardfl.noise import draw_noise
 from rewardfl.training import checkpoint, setup_model
@@ -413,29 +412,6 @@ def test_bad_settings(monkeypatch, capsys, no_weights, override, message):
     for dry in ([], ["--dry-run"]):
         code, _, error = call(monkeypatch, capsys, *dry, "run.output_dir=/nonexistent/never", override)
         assert code == 2 and message in error
-
-
-def test_a_dry_run_looks_at_the_clips(monkeypatch, capsys, no_weights, clips, tmp_path):
-    """What headers tell, without decoding; rows that are left out are not counted."""
-    path, rows = clips
-    with (WORLD / "train" / "metadata.csv").open() as file:
-        good = list(csv.reader(file))[5:7]
-    for row in good:
-        shutil.copy(WORLD / "train" / row[0], tmp_path / row[0])
-    (tmp_path / rows[1][0]).write_bytes(b"not a video")
-    rows[2][1] = ""
-    data.write_video(tmp_path / rows[3][0], torch.zeros(3, 64, 64, 3, dtype=torch.uint8), 8)
-    write(path, [*rows, *good])
-    monkeypatch.setattr(clip_files, "_decode_frames", lambda path: pytest.fail("decoded"))
-    arguments = ["--dry-run", f"data.file_name={path}", f"run.output_dir={tmp_path / 'run'}", "train.max_steps=null"]
-    arguments += ["train.num_train_epochs=6"]
-    code, _, error = call(monkeypatch, capsys, *arguments)
-    assert code == 2 and "3 of 5 rows" in error and all(f"line {line}: " in error for line in (2, 3, 4))
-    code, out, error = call(monkeypatch, capsys, *arguments, "data.skip_bad_rows=true")
-    assert code == 0, error
-    assert out.count("skipped: line") == 3 and "3 of 5 rows are left out" in out
-    assert "2 clips" in out and "3 steps" in out  # 6 epochs of 2 clips by 4 a step
-    assert not (tmp_path / "run").exists()
 
 
 def test_face_packs_are_compared_with_insightface(monkeypatch, capsys, tmp_path):

@@ -48,25 +48,17 @@ def test_what_waits_in_host_memory_is_not_shared_out(setting):
 
 def test_check_paths(tmp_path):
     pipeline, pack, judge = tmp_path / "pipe", tmp_path / "pack", tmp_path / "judge"
-    overrides = [
-        f"model.model_paths={pipeline}",
-        f"model.tokenizer_path={tmp_path / 'tokens'}",
-        f"data.file_name={tmp_path / 'm.csv'}",
-        f"reward.reward_model_path={pack}",
-        f"reward.held_out_model_path={judge}",
-    ]
+    paths = {
+        "data.file_name": tmp_path / "m.csv", "model.model_paths": pipeline,
+        "model.tokenizer_path": tmp_path / "tokens", "reward.reward_model_path": pack,
+        "reward.held_out_model_path": judge,
+    }  # fmt: skip
+    overrides = [f"{key}={path}" for key, path in paths.items()]
     cfg = load(*overrides, "reward.det_size=64")
     with pytest.raises(ConfigError) as error:
         setup_model.check_files(cfg)
     lines = str(error.value).splitlines()
-    assert [line.split(":")[0] for line in lines] == [
-        "data.file_name",
-        "model.model_paths",
-        "model.tokenizer_path",
-        "reward.reward_model_path",
-        "reward.held_out_model_path",
-    ]
-    assert all(str(tmp_path) in line for line in lines)
+    assert [line.split(":")[0] for line in lines] == list(paths) and all(str(tmp_path) in line for line in lines)
     for folder in (pipeline, pack, judge, tmp_path / "tokens"):
         folder.mkdir()
     for file in (pipeline / "model_index.json", tmp_path / "m.csv"):
