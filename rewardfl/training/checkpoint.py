@@ -203,7 +203,7 @@ def _damage(path: Path) -> str:
 def _manifest(path: Path) -> Manifest | None:
     """Return a checkpoint's manifest; None when it is damaged."""
     try:
-        return Manifest.model_validate_json((path / CHECKPOINT_MANIFEST).read_bytes(), strict=True)
+        return Manifest.model_validate_json((path / CHECKPOINT_MANIFEST).read_bytes())
     except (OSError, ValidationError):
         return None
 
