@@ -764,12 +764,13 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatc
 
 def test_a_dry_run_looks_and_changes_nothing(tmp_path):
     """Not the folder of a run that resumes, and none that is not there yet."""
-    resumable(tmp_path / "old")
+    latest = resumable(tmp_path / "old").parent / "checkpoints" / "latest"
+    checkpoint._point(latest, "step-000001")  # as if killed before it was pointed at the last checkpoint
     before = tree(tmp_path)
     for name, step in (("old", 3), ("new", 0)):
         config = changed(run__output_dir=str(tmp_path / name))
         assert prepare_output_dir(None, config, BASE).step == step
-    assert tree(tmp_path) == before and names(tmp_path) == ["old"]
+    assert tree(tmp_path) == before and names(tmp_path) == ["old"] and os.readlink(latest) == "step-000001"
 
 
 @pytest.mark.parametrize(
