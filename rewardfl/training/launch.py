@@ -98,9 +98,9 @@ def check_processes(accelerator: Accelerator, environment: os._Environ | dict[st
     plugins = {"ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED, "ACCELERATE_USE_FSDP": DistributedType.FSDP}
     for key, kind in plugins.items():
         if environment.get(key) == "true" and accelerator.distributed_type != kind:
-            given = f"{accelerator.distributed_type.value} with {accelerator.num_processes} of {world} processes"
+            actual = f"{accelerator.distributed_type.value} with {accelerator.num_processes} of {world} processes"
             needs = "; FSDP needs GPUs" if kind == DistributedType.FSDP else ""
-            raise LaunchError(f"{kind.value} was asked for, accelerate gives {given}{needs}")
+            raise LaunchError(f"{kind.value} was asked for, accelerate gives {actual}{needs}")
     if accelerator.num_processes != world or (world > 1 and accelerator.distributed_type == DistributedType.NO):
         raise LaunchError(
             f"the launcher started {world} processes, accelerate sees {accelerator.num_processes} "
