@@ -10,10 +10,9 @@ from rewardfl import config as configuration
 from rewardfl import data, epoch_order, lora
 from rewardfl.backbones.protocol import Backbone, Schedule, Shape
 from rewardfl.config import AnyConfig, ConfigError, DataConfig, FlowGrpoConfig, RewardFlConfig
-from rewardfl.config.schema import GrpoSampleConfig, SampleConfig
+from rewardfl.config.schema import GrpoSampleConfig, SampleConfig, TrainConfig
 from rewardfl.group_plan import Geometry
 from rewardfl.rewards import registry
-from rewardfl.training import checks
 from rewardfl.training.lora_init import read_initial_adapters
 from rewardfl.weights import lora_files
 from rewardfl.weights.shards import InputError
@@ -129,7 +128,6 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
             inner_epochs=cfg.grpo.inner_epochs,
             seed=cfg.run.seed,
         )
-    checks.check_graphs(cfg.train, processes)
     check_active_experts(cfg, backbone, schedule)
     active, supervised = configuration.active_steps(cfg), configuration.is_supervised(cfg)
     replayed = 0 if supervised else len(active)
@@ -137,9 +135,25 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
         **common,
         active=active,
         backwards_per_update=cfg.train.gradient_accumulation_steps * (replayed + draws),
-        clips_at_once=checks.check_batch(cfg.train, processes),
+        clips_at_once=check_batch(cfg.train, processes),
         coupling=configuration.resolve_coupling(cfg),
         supervised=supervised,
+    )
+
+
+def check_batch(train: TrainConfig, processes: int) -> int:
+    """Return the clips per step over all processes. Raise ConfigError where the processes do not fit `train`."""
+    if train.active_graphs == "keep_on_host" and processes > 1:
+        # DDP prepares a backward pass in the forward pass before it, and would see K of these before the first backward
+        raise ConfigError(f"train.active_graphs keep_on_host needs one process, not {processes}; set it to replay")
+    per_device, accumulation = train.per_device_train_batch_size, train.gradient_accumulation_steps
+    per_pass = per_device * processes
+    global_batch, configured = per_pass * accumulation, train.train_batch_size
+    if configured is None or configured == global_batch:
+        return global_batch
+    product = f"per_device_train_batch_size {per_device} x gradient_accumulation_steps {accumulation} x {processes}"
+    raise ConfigError(
+        f"train.train_batch_size is {configured}, but {product} processes = {global_batch}; change one of these numbers"
     )
 
 
@@ -160,10 +174,8 @@ def check_frames(num_frames: int, rewards: Sequence[registry.ResolvedReward]) ->
     """Raise ConfigError where a reward needs more frames than the clips have."""
     for spec, cls in rewards:
         if num_frames < cls.fewest_frames:
-            raise ConfigError(
-                f"{spec.key} judges at least {cls.fewest_frames} frames, and data.num_frames is {num_frames}; take a "
-                "reward that judges each picture (docs/rewards.md), or remove it"
-            )
+            needs = f"{spec.key} judges at least {cls.fewest_frames} frames, and data.num_frames is {num_frames}"
+            raise ConfigError(f"{needs}; take a reward that judges pictures (docs/rewards.md), or remove it")
 
 
 def largest_size(settings: DataConfig, sizes: Iterable[tuple[int, int] | None]) -> tuple[int, int]:
@@ -200,10 +212,7 @@ def trained_experts(cfg: AnyConfig, experts: Sequence[str]) -> tuple[str, ...]:
     chosen = configuration.trained_positions(cfg)
     if max(chosen) >= len(experts):
         names = ", ".join(configuration.TRAINABLE[: len(experts)])
-        raise ConfigError(
-            f"model.trainable_models: this model has {len(experts)} expert(s), to be named {names}, got "
-            f"{cfg.model.trainable_models}"
-        )
+        raise ConfigError(f"model.trainable_models: {cfg.model.trainable_models}; this model has only {names}")
     return tuple(experts[i] for i in chosen)
 
 
@@ -220,10 +229,8 @@ def make_geometry(cfg: FlowGrpoConfig, processes: int) -> Geometry:
             same_noise=cfg.grpo.same_noise_in_group,
         )
     except ValueError as error:
-        raise ConfigError(
-            "grpo.groups, grpo.group_size, grpo.updates_per_epoch (updates) and train.per_device_train_batch_size "
-            f"(batch): {error}"
-        ) from error
+        keys = "grpo.groups, group_size, updates_per_epoch (updates), train.per_device_train_batch_size (batch)"
+        raise ConfigError(f"{keys}: {error}") from error
 
 
 def make_windows(cfg: FlowGrpoConfig, experts: Sequence[str], trained: Sequence[str]) -> Windows:
@@ -245,16 +252,11 @@ def make_windows(cfg: FlowGrpoConfig, experts: Sequence[str], trained: Sequence[
         )
         draw_window(windows, 0, cfg.run.seed)
     except ValueError as error:
-        raise ConfigError(
-            f"grpo.window: {error}. Usable are the steps of {cfg.model.trainable_models} (model.trainable_models) but "
-            f"the last step: {table}"
-        ) from error
-    idle = [name for name in trained if name not in {experts[i] for i in windows.drawable}]
-    if idle:
-        raise ConfigError(
-            f"model.trainable_models: {', '.join(idle)} answers at no step that grpo.window may draw ({table}) and "
-            "would not learn; train the other alone, or widen the window"
-        )
+        usable = f"usable are the steps of {cfg.model.trainable_models} (model.trainable_models) but the last: {table}"
+        raise ConfigError(f"grpo.window: {error}; {usable}") from error
+    if idle := [name for name in trained if name not in {experts[i] for i in windows.drawable}]:
+        why = f"{', '.join(idle)} answers at no step that grpo.window may draw ({table}) and would not learn"
+        raise ConfigError(f"model.trainable_models: {why}; train the other alone, or widen the window")
     return windows
 
 
@@ -280,19 +282,14 @@ def check_active_experts(cfg: RewardFlConfig, backbone: Backbone, schedule: Sche
     if idle:
         useful = ",".join(words[expert] for expert in backbone.experts if expert in active_experts)
         train = f"train {useful}, or change" if useful else "change"
-        raise ConfigError(
-            f"model.trainable_models: {', '.join(idle)} answers at no active step of {list(active)} and would not "
-            f"learn (expert by step: {table}); {train} {way_out}"
-        )
+        why = f"{', '.join(idle)} answers at no active step of {list(active)} and would not learn ({table})"
+        raise ConfigError(f"model.trainable_models: {why}; {train} {way_out}")
     trained_steps = [i for i in active if experts[i] in trained]
     useless = [i for i in active if i not in trained_steps and (coupling == 0 or i < trained_steps[0])]
     if useless:
-        raise ConfigError(
-            f"sample.mid_timestep, sample.active_steps: the active steps {useless} of {list(active)} would give no "
-            f"gradient, since model.trainable_models does not train their expert (expert by step: {table}) and they "
-            f"hand none on to an earlier step that is trained; take {[i for i in active if i not in useless]}, or "
-            f"train all experts: model.trainable_models={','.join(words.values())}"
-        )
+        why = f"the active steps {useless} of {list(active)} give no gradient to model.trainable_models ({table})"
+        ways = f"{[i for i in active if i not in useless]}, or model.trainable_models={','.join(words.values())}"
+        raise ConfigError(f"sample.mid_timestep, sample.active_steps: {why}; take {ways}")
 
 
 def anchor_steps(cfg: AnyConfig, schedule: Schedule, trained: Sequence[str]) -> tuple[int, ...]:
@@ -307,8 +304,7 @@ def anchor_steps(cfg: AnyConfig, schedule: Schedule, trained: Sequence[str]) -> 
         return tuple(i for i in configuration.active_steps(cfg) if i in trained_steps)
     if foreign := [i for i in sigmas if i not in trained_steps]:
         raise ConfigError(
-            f"anchor.sigmas: no trained expert answers at the steps {foreign} (model.trainable_models "
-            f"{cfg.model.trainable_models}); take some of {trained_steps}"
+            f"anchor.sigmas: no trained expert answers at the steps {foreign}; take some of {trained_steps}"
         )
     return tuple(sigmas)
 
@@ -316,7 +312,4 @@ def anchor_steps(cfg: AnyConfig, schedule: Schedule, trained: Sequence[str]) -> 
 def check_sizes(cfg: FlowGrpoConfig, sizes: Sequence[tuple[int, int]]) -> None:
     """Raise ConfigError where a forward pass would get videos of two sizes. sizes: of all clips."""
     if len(set(sizes)) > 1 and cfg.grpo.group_size % cfg.train.per_device_train_batch_size:
-        raise ConfigError(
-            "train.per_device_train_batch_size must divide grpo.group_size where clips differ in size: one forward "
-            "pass takes videos of one size"
-        )
+        raise ConfigError("train.per_device_train_batch_size must divide grpo.group_size where clips differ in size")
