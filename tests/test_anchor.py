@@ -205,9 +205,9 @@ def test_policy_updates_with_the_anchor(tmp_path):
         (["anchor.sigmas=most"], "anchor.sigmas must be "),
         (["anchor.draws=0"], "anchor.draws must be at least 1"),
         (["reward.reward_model_path=null", "anchor.weight=1"], "reward.reward_model_path is required"),
-        ([*ALONE, "train.early_stop={}"], "train.early_stop is the"),
+        ([*ALONE, "train.early_stop={}"], "train.early_stop needs videos"),
         ([*ALONE, "anchor.target=reference"], "anchor.target reference is where the model starts"),
-        ([*ALONE, "experts.untrained=boundary_cache", "sample.noises_per_sample=2"], "boundary_cache is for rollouts"),
+        ([*ALONE, "experts.untrained=boundary_cache", "sample.noises_per_sample=2"], "boundary_cache needs rollouts"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(settings, message):

@@ -10,6 +10,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -25,11 +26,12 @@ class Section(BaseModel):
         yield from ()
 
 
-@dataclass(frozen=True)
-class Resumed:
+class Resumed(Enum):
     """How a key may change when a run resumes. A key without this mark must have its old value."""
 
-    words: str
+    FREE = "may change: it is no part of what is computed"
+    BY_CONTENT = "a path, which may change: what it leads to is compared"
+    IF_NAMED = "may change, or its content, when run.resume_with_changes names it, which run.json then lists"
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,9 @@ class Equivalent:
 
 
 _T = TypeVar("_T")
-FREE = Resumed("may change: it is no part of what is computed")
-BY_CONTENT = Resumed("a path, which may change: what it leads to is compared")
-IF_NAMED = Resumed("may change, or its content, when run.resume_with_changes names it, which run.json then lists")
-Free = Annotated[_T, FREE]
-ByContent = Annotated[_T, BY_CONTENT]
-IfNamed = Annotated[_T, IF_NAMED]
+Free = Annotated[_T, Resumed.FREE]
+ByContent = Annotated[_T, Resumed.BY_CONTENT]
+IfNamed = Annotated[_T, Resumed.IF_NAMED]
 
 
 def must_be(words: str, holds: Callable[[Any], object]) -> AfterValidator:
@@ -112,10 +111,10 @@ PathText = Annotated[Text, _fits]
 Off = Annotated[Literal[False], BeforeValidator(lambda value: None if value == 0 and value is not False else value)]
 Listed = Annotated[tuple[_T, ...], Field(strict=False)]  # a strict tuple would not take a YAML list
 Name = Annotated[
-    str, must_be("names of 1 to 80 printable characters", lambda name: name.isprintable() and 1 <= len(name) <= 80)
+    str, must_be("a name of 1 to 80 printable characters", lambda name: name.isprintable() and 1 <= len(name) <= 80)
 ]
 _is_label = re.compile(r"[\w-]{1,80}").fullmatch  # it names the metric reward/<label>
-Label = Annotated[str, must_be("names of 1 to 80 letters, digits, _ and -", lambda text: _is_label(text) is not None)]
+Label = Annotated[str, must_be("a name of 1 to 80 letters, digits, _ and -", lambda text: _is_label(text) is not None)]
 Setting = PlainText | bool | int | Number | dict[Name, Number] | None
 
 

@@ -192,21 +192,15 @@ def _override(raw: dict[str, Any], text: str, schema: type[AnyConfig]) -> list[s
 
 def describe(error: ValidationError, raw: Mapping[str, Any], schema: type[BaseModel]) -> Iterator[str]:
     """Yield a line per key, which joins pydantic's errors for the members of a union."""
-    errors = error.errors(include_url=False)
-    bad_names = [detail["loc"][:-1] for detail in errors if detail["loc"][-1:] == ("[key]",)]
     by_key: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
-    for detail in errors:
-        loc = detail["loc"]
-        if loc[-1:] == ("[key]",):
-            yield f"{_dotted(loc[:-2])} takes {_words(detail)}, got {shown(detail['input'])}"
-        elif not any(loc[: len(name)] == name for name in bad_names):
-            by_key.setdefault(_key(detail, raw), []).append(detail)
+    for detail in error.errors(include_url=False):
+        by_key.setdefault(_key(detail, raw), []).append(detail)
     for key, details in by_key.items():
         yield _line(key, details, schema)
 
 
 def _key(detail: ErrorDetails, raw: Any) -> tuple[int | str, ...]:
-    """Return the error's key in the file, without the union members that pydantic appends."""
+    """Return the error's key in the file, without what pydantic appends: members of a union, "[key]" for a name."""
     if detail["type"] in ("missing", "extra_forbidden", "invalid_key"):
         return detail["loc"]
     for depth, part in enumerate(detail["loc"]):
@@ -227,8 +221,6 @@ def _line(key: tuple[int | str, ...], errors: Sequence[ErrorDetails], schema: ty
     # Report only the union member whose type matched.
     matched = [detail for detail in errors if detail["type"] not in (*_TYPES, "literal_error")]
     words = [_words(detail) for detail in matched or errors]
-    if not matched and NoneType in get_args(_annotation(schema, key)):
-        words.append("null")
     expected = " ".join(detail.get("ctx", {}).get("expected", "") for detail in errors)
     hint = did_you_mean(value, re.findall("'([^']+)'", expected))
     return f"{name} must be {' or '.join(words)}, got {shown(value)}{hint}"
@@ -243,15 +235,13 @@ def _words(detail: ErrorDetails) -> str:
 
 
 def _dotted(key: Sequence[int | str]) -> str:
-    return ".".join(map(str, key)) or "the file"
+    return shown(".".join(map(str, key)))[1:-1] or "the file"
 
 
 def _annotation(schema: type[BaseModel], key: Sequence[int | str]) -> Any:
     """Return the type of the value at `key`."""
     kind: Any = schema
     for part in key:
-        if isinstance(part, int):
-            return int  # the items of a list have one type, and none may be null
         kind = _without_null(kind)
         kind = get_args(kind)[1] if get_origin(kind) is dict else kind.model_fields[part].annotation
     return kind

@@ -11,9 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
-from rewardfl.config.fields import (  # noqa: F401  (other rooms import the types from here)
-    FREE,
-    IF_NAMED,
+from rewardfl.config.fields import (
     BatchSize,
     ByContent,
     Cap,
@@ -37,6 +35,7 @@ from rewardfl.config.fields import (  # noqa: F401  (other rooms import the type
     Pixels,
     PlainText,
     Positive,
+    Resumed,
     Section,
     Seed,
     Setting,
@@ -90,10 +89,6 @@ class RunConfig(Section):
     # processes. The number changes the rounding.
     cpu_threads: Free[Annotated[Count, Field(le=1_024)] | None] = None
 
-    def conflicts(self) -> Iterator[str]:
-        if self.resume_with_changes and self.resume_from_checkpoint is False:
-            yield "run.resume_with_changes does nothing with run.resume_from_checkpoint: false; remove one of them"
-
 
 class ModelConfig(Section):
     """Section `model` of all scripts."""
@@ -121,7 +116,7 @@ class ModelConfig(Section):
     # Lowest sigma of the high-noise expert; null takes the pipeline's boundary_ratio, if it has one.
     min_timestep_boundary: Share | None = None
     # Upper end of the high-noise expert's sigmas; only 1 is accepted, because no other expert covers sigmas above it.
-    max_timestep_boundary: Number = 1.0
+    max_timestep_boundary: Annotated[Number, must_be("1: no expert answers above it", lambda value: value == 1)] = 1.0
     # Guidance input of a guidance-distilled network (FLUX.1-dev: 3.5); null for others.
     embedded_guidance: Annotated[Number, Field(ge=0, le=100)] | None = None
     # Attention backend by diffusers' name: native is torch's choice; flash and _flash_3 need their packages. The start
@@ -134,22 +129,11 @@ class ModelConfig(Section):
         if bool(self.model_paths) == bool(self.model_id_with_origin_paths):
             which = "both are" if self.model_paths else "neither is"
             yield f"model.model_paths or model.model_id_with_origin_paths must be given, {which}"
-        if self.allow_download and not self.model_id_with_origin_paths:
-            yield "model.allow_download is for model.model_id_with_origin_paths, which is empty; remove it"
         if self.distill_lora_mode == "adapter" and not (self.distill_lora_high or self.distill_lora_low):
             yield "model.distill_lora_mode adapter needs model.distill_lora_high or model.distill_lora_low"
         chosen = _names(self.trainable_models)
-        for name in chosen:
-            if name not in TRAINABLE:
-                hint = did_you_mean(name, TRAINABLE)
-                yield f"model.trainable_models takes {', '.join(TRAINABLE)} (comma separated); got {shown(name)}{hint}"
-        if len(set(chosen)) < len(chosen):
-            yield f"model.trainable_models names a model twice: {shown(self.trainable_models)}"
-        if self.max_timestep_boundary != 1:
-            yield (
-                f"model.max_timestep_boundary must be 1, got {self.max_timestep_boundary:g}: no expert would answer "
-                "above it; remove it. The experts' border is model.min_timestep_boundary"
-            )
+        if not set(chosen) <= set(TRAINABLE) or len(set(chosen)) < len(chosen):
+            yield f"model.trainable_models takes {' or '.join(TRAINABLE)} or both, got {shown(self.trainable_models)}"
 
 
 class SharedExpertsConfig(Section):
@@ -282,31 +266,17 @@ class SampleConfig(SharedSampleConfig):
         if last >= steps:
             yield f"sample.final_timestep must be at most {steps - 1} for {steps} sampling steps, got {last}"
         if self.active_steps is not None:
-            yield from self._active_step_conflicts(list(self.active_steps))
+            active = list(self.active_steps)
+            if not active or active != sorted(set(active)) or active[0] < 0 or active[-1] > last:
+                yield f"sample.active_steps must be increasing steps in 0..{last} (final_timestep), got {shown(active)}"
+            elif mode in ONE_STEP and active != [last]:
+                yield f"sample.active_steps does nothing in gradient_mode {mode}; remove it"
         elif self.mid_timestep > last and mode not in ONE_STEP:
             yield f"sample.mid_timestep must be at most final_timestep {last}, got {self.mid_timestep}"
         if mode == "bridge" and coupling is not None and not 0 < coupling < 1:
-            yield (
-                f"sample.coupling of gradient_mode bridge must lie between 0 and 1, got {coupling:g}; "
-                "1 is gradient_mode chain, 0 is drtune"
-            )
+            yield f"sample.coupling {coupling:g} is not between 0 and 1; take gradient_mode chain for 1, drtune for 0"
         if mode != "bridge" and coupling not in (None, COUPLING[mode]):
-            yield (
-                f"sample.coupling of gradient_mode {mode} is {COUPLING[mode]:g}, got {coupling:g}; "
-                "remove it, or take gradient_mode bridge for values between 0 and 1"
-            )
-
-    def _active_step_conflicts(self, active: list[int]) -> Iterator[str]:
-        last = self.final_timestep
-        if not active or active != sorted(set(active)):
-            yield f"sample.active_steps must be an increasing list of steps, got {shown(active)}"
-        elif active[0] < 0 or active[-1] > last:
-            yield f"sample.active_steps must lie in 0..{last} (final_timestep), got {shown(active)}"
-        elif self.gradient_mode in ONE_STEP and active != [last]:
-            yield (
-                f"sample.gradient_mode {self.gradient_mode} differentiates final_timestep {last} alone, got "
-                f"active_steps {shown(active)}; remove active_steps, or take gradient_mode chain"
-            )
+            yield f"sample.coupling of gradient_mode {mode} is {COUPLING[mode]:g}, got {coupling:g}; take mode bridge"
 
 
 class WholeSampleConfig(SharedSampleConfig):
@@ -349,6 +319,8 @@ class TermConfig(GrpoTermConfig):
 class SharedRewardConfig(Section):
     """Keys of section `reward` in all scripts."""
 
+    face_keys: ClassVar[tuple[str, ...]] = ("second_model_path", "motion_weight")  # of face_identity alone
+
     # The trained reward: identity similarity of the generated face to the real clip's (face_identity), another one that
     # `python -m rewardfl.rewards` lists, or a class of your own, package.module:Class or path/to/file.py:Class.
     name: PathText = "face_identity"
@@ -385,12 +357,10 @@ class SharedRewardConfig(Section):
         if self.name == "face_identity" and self.settings:
             names = shown(list(self.settings))
             yield f"reward.settings: face_identity takes none, its keys stand in reward itself; got {names}"
-        if self.name != "face_identity" and self.second_model_path is not None:
-            yield f"reward.second_model_path is for face_identity, not {shown(self.name)}; remove it"
-        if self.name != "face_identity" and self.held_out_model_path is None:
-            for key, default in (("people", "largest"), ("min_face_size", 0)):
-                if getattr(self, key) != default:
-                    yield f"reward.{key} is for face_identity and the judge, and there is neither; remove it"
+        shared = ("people", "min_face_size") if self.held_out_model_path is None else ()  # with the judge
+        for key in (*self.face_keys, *shared) if self.name != "face_identity" else ():
+            if getattr(self, key) != type(self).model_fields[key].default:
+                yield f"reward.{key} is for face_identity, not {shown(self.name)}; remove it"
         for label in self.others:
             base = label.removesuffix("_std")  # eval/<label>_std is the deviation of eval/<label>
             if label in RESERVED_METRICS or (base != label and base in ("score", "held_out", *self.others)):
@@ -399,6 +369,8 @@ class SharedRewardConfig(Section):
 
 class RewardConfig(SharedRewardConfig):
     """Section `reward` of train_reward_fl.py."""
+
+    face_keys = (*SharedRewardConfig.face_keys, "landmark_jitter", "views")
 
     # As in SharedRewardConfig.
     others: IfNamed[dict[Label, TermConfig]] = Field(default_factory=dict)  # type: ignore[assignment]  # never written
@@ -428,23 +400,14 @@ class RewardConfig(SharedRewardConfig):
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
-        if self.name != "face_identity" and self.motion_weight:
-            yield (
-                f"reward.motion_weight is for face_identity, not {shown(self.name)}; remove it, or put face_motion in "
-                "reward.others"
-            )
-        for key in ("landmark_jitter", "views"):
-            if self.name != "face_identity" and getattr(self, key):
-                yield f"reward.{key} is for face_identity, not {shown(self.name)}; remove it"
         if self.motion_weight and "face_motion" in self.others:
-            yield (
-                "reward.others.face_motion: reward.motion_weight adds a reward of that label; choose another label, or "
-                "set reward.motion_weight: 0"
-            )
+            yield "reward.others.face_motion: reward.motion_weight adds a reward of that label; choose another label"
 
 
 class GrpoRewardConfig(SharedRewardConfig):
     """Section `reward` of train_flow_grpo.py and train_forward_rl.py, where a reward needs no gradient."""
+
+    face_keys = (*SharedRewardConfig.face_keys, "coverage_weight")
 
     # Weight of reward.name in the sum.
     reward_weight: IfNamed[NonNegative] = 1.0
@@ -457,8 +420,6 @@ class GrpoRewardConfig(SharedRewardConfig):
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
-        if self.name != "face_identity" and (self.coverage_weight or self.motion_weight):
-            yield f"reward.coverage_weight and motion_weight are for face_identity, not {shown(self.name)}; remove them"
         if self.reward_weight == 0 and all(term.weight == 0 for term in self.others.values()):
             yield "reward.reward_weight is 0, and so are the weights of reward.others: nothing is trained"
 
@@ -554,26 +515,15 @@ class GrpoTrainConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         if self.use_gradient_checkpointing_offload and not self.use_gradient_checkpointing:
-            yield (
-                "train.use_gradient_checkpointing_offload keeps what gradient checkpointing stores; set "
-                "train.use_gradient_checkpointing: true, or remove it"
-            )
+            yield "train.use_gradient_checkpointing_offload needs train.use_gradient_checkpointing: true; set it"
         if self.keep_attention and not self.use_gradient_checkpointing:
-            yield (
-                "train.keep_attention says what gradient checkpointing does not compute again, and "
-                "train.use_gradient_checkpointing is false, which computes nothing again; remove one of them"
-            )
+            yield "train.keep_attention needs train.use_gradient_checkpointing: true; set it, or keep_attention: false"
         if self.keep_attention and self.compile_blocks:
-            yield (
-                "train.keep_attention watches a block's operators, and compile_blocks leaves none to be seen; set one "
-                "of them to false"
-            )
+            yield "train.keep_attention does not go with train.compile_blocks; set one of them to false"
         rule, steps = self.early_stop, self.max_steps
         if rule is not None and steps is not None and steps < rule.window * (rule.patience + 1):
-            yield (
-                f"train.early_stop looks at 1 + patience {rule.patience} windows of {rule.window} updates, and "
-                f"train.max_steps {steps} are fewer; make window or patience smaller, or remove early_stop"
-            )
+            needed = f"{rule.patience} + 1 (patience) windows of {rule.window} updates"
+            yield f"train.early_stop needs {needed}, train.max_steps {steps} are fewer; make one of them smaller"
 
 
 class TrainConfig(GrpoTrainConfig):
@@ -602,15 +552,9 @@ class TrainConfig(GrpoTrainConfig):
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
         if self.active_graphs == "keep_on_host" and not self.use_gradient_checkpointing_offload:
-            yield (
-                "train.active_graphs keep_on_host keeps the blocks' inputs of all steps, in host memory; set "
-                "train.use_gradient_checkpointing_offload: true, or active_graphs: replay"
-            )
+            yield "train.active_graphs keep_on_host needs train.use_gradient_checkpointing_offload: true; set it"
         if self.active_graphs == "keep_on_host" and self.keep_attention:
-            yield (
-                "train.keep_attention keeps attention's outputs on the GPU, and active_graphs keep_on_host those of "
-                "all steps; set keep_attention: false, or active_graphs: replay"
-            )
+            yield "train.keep_attention does not go with train.active_graphs keep_on_host; set it to false"
 
 
 class GroupConfig(Section):
@@ -777,23 +721,15 @@ class RewardFlConfig(Section):
             yield from self._endpoint_conflicts()
         if self.experts.untrained != "boundary_cache":
             return
+        needs = "experts.untrained boundary_cache needs"
         if is_supervised(self):
-            yield (
-                "experts.untrained boundary_cache is for rollouts, and supervised fine-tuning (anchor.weight alone) "
-                "makes none; set experts.untrained: cpu_swap"
-            )
+            yield f"{needs} rollouts, and supervised fine-tuning (anchor.weight alone) makes none; set it to cpu_swap"
         if trained_positions(self) != (1,):
-            yield "experts.untrained boundary_cache is for training dit2 alone; set model.trainable_models: dit2"
+            yield f"{needs} the training of dit2 alone; set model.trainable_models: dit2"
         if self.sample.noises_per_sample == "fresh":
-            yield (
-                "experts.untrained boundary_cache needs a number of noises per clip, sample.noises_per_sample is "
-                "fresh; set it to, for example, 4"
-            )
+            yield f"{needs} a number of noises per clip; set sample.noises_per_sample to, for example, 4"
         if self.sample.guidance_scale != 1:
-            yield (
-                "experts.untrained boundary_cache makes its latents without guidance, sample.guidance_scale is "
-                f"{self.sample.guidance_scale:g}; set experts.untrained: cpu_swap, or guidance_scale: 1"
-            )
+            yield f"{needs} sampling without guidance; set sample.guidance_scale: 1, or experts.untrained: cpu_swap"
 
     def _endpoint_conflicts(self) -> Iterator[str]:
         """Yield the settings that gradient_mode endpoint excludes."""
@@ -903,15 +839,9 @@ def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
     if cfg.reward.name == "face_identity" and cfg.reward.reward_model_path is None and not is_supervised(cfg):
         yield "reward.reward_model_path is required for face_identity; name the folder of a face pack"
     if is_supervised(cfg) and cfg.train.early_stop is not None:
-        yield (
-            "train.early_stop is the held-out judge's, and supervised fine-tuning (anchor.weight alone) makes no video "
-            "for it; set train.early_stop: null"
-        )
+        yield "train.early_stop needs videos; supervised fine-tuning (anchor.weight alone) makes none, so remove it"
     if is_supervised(cfg) and cfg.anchor.target == "reference":
-        yield (
-            "anchor.target reference is where the model starts, so that supervised fine-tuning (anchor.weight alone) "
-            "would train nothing; set anchor.target: data"
-        )
+        yield "anchor.target reference is where the model starts, so anchor.weight alone trains nothing; set it to data"
     steps = () if isinstance(cfg.anchor.sigmas, str) else cfg.anchor.sigmas
     if steps and steps[-1] > cfg.sample.final_timestep:
         last = cfg.sample.final_timestep
@@ -920,35 +850,21 @@ def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
     if cfg.reward.min_face_size > widest:
         yield f"reward.min_face_size {cfg.reward.min_face_size:g} is wider than a frame ({widest}), so no face counts"
     if cfg.train.early_stop is not None and cfg.reward.held_out_model_path is None:
-        yield (
-            "train.early_stop is the held-out judge's, and reward.held_out_model_path is null; name the judge's face "
-            "pack there, or remove early_stop"
-        )
-    trained, base_model = cfg.model.trainable_models, cfg.lora.lora_base_model
-    if base_model is not None and set(_names(base_model)) != set(_names(trained)):
-        yield (
-            f"lora.lora_base_model must be model.trainable_models {shown(trained)} (training without an adapter is "
-            f"not offered), got {shown(base_model)}; remove it"
-        )
+        yield "train.early_stop needs a held-out judge; set reward.held_out_model_path, or remove train.early_stop"
+    trained, named = cfg.model.trainable_models, cfg.lora.lora_base_model
+    if named is not None and set(_names(named)) != set(_names(trained)):
+        yield f"lora.lora_base_model must be model.trainable_models {shown(trained)}, got {shown(named)}; remove it"
     backend = cfg.model.attention_backend
     if cfg.train.keep_attention and backend not in TORCHS_ATTENTION:
-        yield (
-            f"train.keep_attention knows torch's kernels, and model.attention_backend is {backend}; set it to one of "
-            f"{', '.join(TORCHS_ATTENTION)}, or keep_attention: false"
-        )
+        names = ", ".join(TORCHS_ATTENTION)
+        yield f"train.keep_attention needs model.attention_backend {names}, it is {backend}; set keep_attention: false"
     if cfg.experts.trained == "cpu_swap" and not cfg.train.use_gradient_checkpointing:
-        yield (
-            "experts.trained cpu_swap needs train.use_gradient_checkpointing: true, it is false: without "
-            "it every block's weights would have to stay for the backward pass"
-        )
+        yield "experts.trained cpu_swap needs train.use_gradient_checkpointing: true; set it, or experts.trained: gpu"
     untrained = cfg.experts.untrained
     if untrained != "gpu" and len(trained_positions(cfg)) != 1:
         yield f"experts.untrained {untrained} needs one expert that is not trained; set model.trainable_models to one"
     if untrained == "fp8" and cfg.train.compile_blocks:
-        yield (
-            "train.compile_blocks does not go with experts.untrained fp8, whose weights change their dtype around each "
-            "layer; set experts.untrained: cpu_swap, or compile_blocks: false"
-        )
+        yield "train.compile_blocks does not go with experts.untrained fp8; set experts.untrained: cpu_swap"
     if untrained == "fp8" and cfg.model.distill_lora_mode == "adapter":
         yield "experts.untrained fp8 takes no distillation's adapter; set model.distill_lora_mode: fuse"
 
@@ -966,13 +882,10 @@ def _resume_conflicts(cfg: AnyConfig) -> Iterator[str]:
     for key in cfg.run.resume_with_changes:
         if key not in keys:
             yield f"run.resume_with_changes: there is no key {shown(key)}{did_you_mean(key, keys)}"
-        elif FREE in MARKS[key] and IF_NAMED not in MARKS[key]:
+        elif Resumed.FREE in MARKS[key] and Resumed.IF_NAMED not in MARKS[key]:
             yield f"run.resume_with_changes: {key} may change without being named; remove it"
-        elif IF_NAMED not in MARKS[key]:
-            yield (
-                f"run.resume_with_changes: {key} cannot change in a run; a new run in another run.output_dir can start "
-                "from this one's adapter: lora.init_from"
-            )
+        elif Resumed.IF_NAMED not in MARKS[key]:
+            yield f"run.resume_with_changes: {key} cannot change in a run; start a new one by lora.init_from"
 
 
 def active_steps(cfg: RewardFlConfig) -> tuple[int, ...]:
@@ -1031,25 +944,15 @@ def list_reward_specs(cfg: AnyConfig, pixels_per_token: int = 0) -> list[RewardS
     else:
         key, settings = "reward.name", reward.settings
     mean, std = (cfg.reward.reward_mean, cfg.reward.reward_std) if isinstance(cfg, RewardFlConfig) else (0.0, 1.0)
-    specs = [
-        RewardSpec(
-            key=key, label="score", name=reward.name, settings=settings, weight=reward.reward_weight, mean=mean, std=std
-        )
-    ]
+    scale = {"weight": reward.reward_weight, "mean": mean, "std": std}
+    specs = [RewardSpec(key=key, label="score", name=reward.name, settings=settings, **scale)]
     if reward.held_out_model_path is not None:
+        key = "reward.held_out_model_path"
         judge = {"pack_dir": reward.held_out_model_path, "cap": "none", "grid_period": pixels_per_token} | face | who
-        specs.append(
-            RewardSpec(
-                key="reward.held_out_model_path", label="held_out", name="face_judge", settings=judge, weight=0.0
-            )
-        )
+        specs.append(RewardSpec(key=key, label="held_out", name="face_judge", settings=judge, weight=0.0))
     if isinstance(cfg, RewardFlConfig) and cfg.reward.motion_weight:
-        settings, weight = {"pack_dir": reward.reward_model_path} | face, cfg.reward.motion_weight
-        specs.append(
-            RewardSpec(
-                key="reward.motion_weight", label="face_motion", name="face_motion", settings=settings, weight=weight
-            )
-        )
+        key, name, settings = "reward.motion_weight", "face_motion", {"pack_dir": reward.reward_model_path} | face
+        specs.append(RewardSpec(key=key, label=name, name=name, settings=settings, weight=cfg.reward.motion_weight))
     others = reward.others.items()
     return specs + [RewardSpec(key=f"reward.others.{label}", label=label, **vars(term)) for label, term in others]
 

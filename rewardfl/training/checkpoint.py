@@ -17,13 +17,17 @@ from pydantic import BaseModel, FiniteFloat, NonNegativeInt, ValidationError
 
 from rewardfl.files import atomic_directory, sha256, temporary_path
 
-AFTER_EARLY_STOP = "to go on, set train.early_stop=null or raise its patience"
 
-
-def format_best(output_dir: str) -> str:
-    """Describe in words which checkpoint checkpoints/best is."""
+def after_early_stop(output_dir: str) -> str:
+    """Describe in words which checkpoint checkpoints/best is, and how the run resumes."""
     best = Path(output_dir) / "checkpoints" / "best"
-    return f"{best} is {best.resolve().name}" if best.exists() else f"no checkpoint became {best}"
+    which = f"{best} is {best.resolve().name}" if best.exists() else f"no checkpoint became {best}"
+    return f"{which}; to go on, set train.early_stop=null or raise its patience"
+
+
+def new_run(folder: Path) -> str:
+    """Describe the way out of a run that cannot resume."""
+    return f"start a new run in another run.output_dir from its adapter: lora.init_from={folder}"
 
 
 class CheckpointError(ValueError):
@@ -41,10 +45,8 @@ def as_write_error(path: Path, kept: str) -> Iterator[None]:
         yield
     except OSError as error:
         why = f"{error.strerror}: {error.filename}" if error.strerror and error.filename else error.strerror or error
-        raise WriteError(
-            f"{path} could not be written ({why}); {kept}; free space there (run.keep_last: n keeps n checkpoints) or "
-            "make it writable, then the same command goes on"
-        ) from error
+        way_out = "free space there (run.keep_last: n keeps n checkpoints), or make it writable, and start again"
+        raise WriteError(f"{path} could not be written ({why}); {kept}; {way_out}") from error
 
 
 @contextmanager
@@ -64,15 +66,12 @@ def load_metrics(folder: Path) -> str:
         return (folder / METRICS).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} was not written by this version of rewardfl; resume with the version that wrote it, or start a "
-            f"new run in another run.output_dir from its adapter: lora.init_from={folder}"
+            f"{folder} was written by another version of rewardfl; resume with that version, or {new_run(folder)}"
         ) from None
 
 
 CHECKPOINT_MANIFEST = "manifest.json"
-
 STATE = Path("state") / "state.pt"
-
 METRICS = Path("state") / "metrics.jsonl"  # a copy of the lines up to the checkpoint
 
 
@@ -158,10 +157,8 @@ def find_checkpoint(output_dir: str | Path, resume: str) -> Path | None:
     after = resolved[resolved.index(path) + 1 :] if path in resolved else []
     later = ", ".join(folder.name for folder in after if not _damage(folder))
     if later:
-        raise CheckpointError(
-            f"run.resume_from_checkpoint: {resume} is followed by {later} in the same run; delete or move "
-            "them away, or set run.output_dir to a new folder"
-        )
+        ways = "delete them or move them away, or set run.output_dir to a new folder"
+        raise CheckpointError(f"run.resume_from_checkpoint: {resume} is followed by {later} in the same run; {ways}")
     return path
 
 
@@ -206,7 +203,7 @@ def _damage(path: Path) -> str:
 def _manifest(path: Path) -> Manifest | None:
     """Return a checkpoint's manifest; None when it is damaged."""
     try:
-        return Manifest.model_validate_json((path / CHECKPOINT_MANIFEST).read_bytes(), strict=True)
+        return Manifest.model_validate_json((path / CHECKPOINT_MANIFEST).read_bytes())
     except (OSError, ValidationError):
         return None
 

@@ -46,9 +46,6 @@ def exit_codes() -> Iterator[Result]:
     result = Result()
     try:
         yield result
-    except REFUSALS as error:
+    except (*REFUSALS, invariants.InvariantError) as error:
         print(escape_control(f"error: {error}"), file=sys.stderr)
-        result.exit_code = 2
-    except invariants.InvariantError as error:
-        print(escape_control(f"error: {error}"), file=sys.stderr)
-        result.exit_code = error.exit_code
+        result.exit_code = error.exit_code if isinstance(error, invariants.InvariantError) else 2

@@ -17,8 +17,6 @@ from rewardfl.rewards.base import Reference
 from rewardfl.training.samples import Sample
 from rewardfl.training.shard import Gather, Shard, map_shared, read_entry
 
-_Number = int | float | None
-
 
 def load_video(settings: DataConfig, row: data.Row) -> Tensor:
     """Read the row's clip (3, F, H, W) at the configured size. The row must name a video."""
@@ -49,7 +47,7 @@ def _hash_file(path: Path) -> tuple[str, str]:
         return "", f"{path}: cannot be read ({error.strerror})"
 
 
-def clip_key(row: data.Row, hashes: Mapping[Path, str], size: Mapping[str, _Number]) -> Key:
+def clip_key(row: data.Row, hashes: Mapping[Path, str], size: Mapping[str, float | None]) -> Key:
     """Return the cache key of the row's clip as load_example reads it.
 
     hashes: sha256 by file. size: height, width, num_frames, max_pixels, fps; the row's own height and width win.

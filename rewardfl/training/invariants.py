@@ -51,8 +51,7 @@ def no_signal(step: int, norm: float, signals: Tensor) -> float:
     if norm == 0 and signals.any():
         raise GradientMissing(
             f"step {step}: the gradient norm is exactly 0 although {int(signals.sum())} of {len(signals)} samples had "
-            "something to learn from: no trained parameter took part in the backward pass, or its gradients were never "
-            "reduced. This is an error in the code or in a wrapper around it; nothing was learned in this step"
+            "something to learn from; this is an error in the code or in a wrapper around it"
         )
     return float(norm == 0)
 
@@ -109,9 +108,8 @@ def check_loaded(accelerator: Accelerator, model: Experts) -> None:
     differ = _differ(accelerator, bit_sums(list(base.values())))
     if differ.any():
         raise WeightsDiffer(
-            f"the base model is not the same on all {accelerator.num_processes} processes: {int(differ.sum())} of "
-            f"{len(base)} frozen parameters differ, the first is {_first(base, differ)}; model.model_paths (or a "
-            "distillation LoRA) leads to other files on some node"
+            f"the base model is not the same on all processes ({_list(base, differ)}); give every node the same files "
+            "in model.model_paths and distillation LoRAs"
         )
 
 
@@ -135,20 +133,13 @@ class Weights:
         changed = bit_sums(list(self.base.values())) != self.base_sums
         everywhere = _gather_rows(self.accelerator, changed.long()).any(0)
         if everywhere.any():
-            raise BaseChanged(
-                f"step {step}: {int(everywhere.sum())} of {len(self.base)} frozen parameters of the base model are not "
-                f"what they were when training began, the first is {_first(self.base, everywhere)}. The reference of "
-                "the KL and the adapter that is saved would belong to another model"
-            )
+            parameters = _list(self.base, everywhere)
+            raise BaseChanged(f"step {step}: {parameters} of the base are not what they were when training began")
         if self.accelerator.distributed_type == DistributedType.FSDP:
             return
         differ = _differ(self.accelerator, bit_sums(list(self.trained.values())))
         if differ.any():
-            raise WeightsDiffer(
-                f"step {step}: {int(differ.sum())} of {len(self.trained)} trained parameters are not the same on all "
-                f"{self.accelerator.num_processes} processes, the first is {_first(self.trained, differ)}: each would "
-                "go on to train a model of its own. Their gradients were not reduced"
-            )
+            raise WeightsDiffer(f"step {step}: {_list(self.trained, differ)} are not the same on all processes")
 
 
 def _gather_rows(accelerator: Accelerator, values: Tensor) -> Tensor:
@@ -162,5 +153,5 @@ def _differ(accelerator: Accelerator, sums: Tensor) -> Tensor:
     return (gathered != gathered[0]).any(0)
 
 
-def _first(named: Mapping[str, Tensor], mask: Tensor) -> str:
-    return list(named)[int(mask.nonzero()[0])]
+def _list(named: Mapping[str, Tensor], mask: Tensor) -> str:
+    return f"{int(mask.sum())} of {len(named)} parameters ({list(named)[int(mask.nonzero()[0])]}, ...)"

@@ -76,21 +76,19 @@ def check_environment(environment: os._Environ | dict[str, str], launcher: Seque
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision != "no":
         raise LaunchError(
-            f"accelerate's mixed_precision is {precision}, which would cast the float32 adapter and lose its updates; "
-            "set mixed_precision: no (the base model is bfloat16 by model.dtype)"
+            f"accelerate's mixed_precision is {precision}, which would cast the float32 adapter; set it to no "
+            "(the base model is bfloat16 by model.dtype)"
         )
     if environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
         version = metadata.version("deepspeed")
         if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < DEEPSPEED:
-            raise LaunchError(
-                f"deepspeed is {version}, {'.'.join(map(str, DEEPSPEED))} or later is needed: pip install -U deepspeed"
-            )
+            needed = ".".join(map(str, DEEPSPEED))
+            raise LaunchError(f"deepspeed is {version}, {needed} or later is needed: pip install -U deepspeed")
     count = requested_processes(launcher)
     if "WORLD_SIZE" not in environment and count > 1:
         raise LaunchError(
-            f"accelerate launch was asked for {count} processes and started one, as it does with --cpu, use_cpu and "
-            "MULTI_CPU; on CPUs use: ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes "
-            f"{count} ..."
+            f"accelerate launch was asked for {count} processes and started one, as it does with --cpu; on CPUs use "
+            f"ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {count} ..."
         )
 
 
@@ -100,11 +98,9 @@ def check_processes(accelerator: Accelerator, environment: os._Environ | dict[st
     plugins = {"ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED, "ACCELERATE_USE_FSDP": DistributedType.FSDP}
     for key, kind in plugins.items():
         if environment.get(key) == "true" and accelerator.distributed_type != kind:
-            raise LaunchError(
-                f"{kind.value} was asked for, accelerate gives {accelerator.distributed_type.value} with "
-                f"{accelerator.num_processes} of {world} processes connected"
-                + ("; FSDP needs GPUs" if kind == DistributedType.FSDP else "")
-            )
+            actual = f"{accelerator.distributed_type.value} with {accelerator.num_processes} of {world} processes"
+            needs = "; FSDP needs GPUs" if kind == DistributedType.FSDP else ""
+            raise LaunchError(f"{kind.value} was asked for, accelerate gives {actual}{needs}")
     if accelerator.num_processes != world or (world > 1 and accelerator.distributed_type == DistributedType.NO):
         raise LaunchError(
             f"the launcher started {world} processes, accelerate sees {accelerator.num_processes} "
@@ -112,9 +108,7 @@ def check_processes(accelerator: Accelerator, environment: os._Environ | dict[st
         )
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None and plugin.zero_stage != 2:
-        raise LaunchError(
-            f"DeepSpeed's zero_stage is {plugin.zero_stage}; take 2 (configs/accelerate/zero2_offload.yaml), or DDP"
-        )
+        raise LaunchError(f"zero_stage is {plugin.zero_stage}; set it to 2 (configs/accelerate/zero2_offload.yaml)")
     if accelerator.distributed_type == DistributedType.FSDP:
         check_fsdp(accelerator.state.fsdp_plugin)
 
@@ -124,15 +118,10 @@ def check_fsdp(plugin: FullyShardedDataParallelPlugin) -> None:
     if plugin.fsdp_version != 2:
         raise LaunchError(f"fsdp_version is {plugin.fsdp_version}; set fsdp_version: 2 (configs/accelerate/fsdp2.yaml)")
     if plugin.reshard_after_forward is not True:
-        raise LaunchError(
-            f"fsdp_reshard_after_forward is {plugin.reshard_after_forward}: the next rollout would be by the weights "
-            "gathered for the last one; set it to true"
-        )
+        # the next rollout would be by the weights gathered for the last one
+        raise LaunchError(f"fsdp_reshard_after_forward is {plugin.reshard_after_forward}; set it to true")
     if plugin.activation_checkpointing or plugin.cpu_ram_efficient_loading:
-        raise LaunchError(
-            "fsdp_activation_checkpointing and fsdp_cpu_ram_efficient_loading must be false: "
-            "train.use_gradient_checkpointing does the one, and every process loads the weights here"
-        )
+        raise LaunchError("fsdp_activation_checkpointing and fsdp_cpu_ram_efficient_loading must be false")
 
 
 def requested_processes(launcher: Sequence[str]) -> int:

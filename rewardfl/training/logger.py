@@ -38,7 +38,7 @@ class Log:
     last_step: int  # of the whole run
     skipped_in_a_row: int = 0  # updates without effect, those before a resume included
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.history: list[dict[str, float]] = [json.loads(line) for line in self.metrics.text.splitlines()]
         self._printed: set[str] = set()
 
@@ -118,8 +118,7 @@ class Log:
         """Raise RewardError or SystemExit after more than max_nonfinite updates in a row without effect."""
         if self.skipped_in_a_row <= self.max_nonfinite:
             return
+        stopped = f"stopped at step {step}: {self.skipped_in_a_row} updates in a row"
         if why_nothing:
-            raise RewardError(
-                f"stopped at step {step}: {self.skipped_in_a_row} updates in a row taught nothing; {why_nothing}"
-            )
-        raise SystemExit(f"stopped at step {step}: {self.skipped_in_a_row} updates in a row were not finite")
+            raise RewardError(f"{stopped} taught nothing; {why_nothing}")
+        raise SystemExit(f"{stopped} were not finite")

@@ -41,9 +41,7 @@ def _check_init(where: str, adapter: lora_files.Lora, rank: int, alpha: float, e
     shapes = {}
     for name, update in adapter.updates.items():
         if update.down is None or update.up is None or len(update.sources()) > 2:
-            raise InputError(
-                f"{where}: {name} has more than a low-rank update; an adapter has no bias and no magnitude"
-            )
+            raise InputError(f"{where}: {name} has more than a low-rank update, such as a bias or a magnitude")
         if update.rank != rank or update.scale != alpha / rank:
             raise InputError(
                 f"{where} has rank {update.rank} and alpha {update.scale * update.rank:g} in {name}, this run "
@@ -53,8 +51,6 @@ def _check_init(where: str, adapter: lora_files.Lora, rank: int, alpha: float, e
         shapes[f"{name}.lora_B.{lora.POLICY}.weight"] = tuple(update.up.shape)
     if differing := sorted(shapes.items() ^ expected.items()):
         name, shape = differing[0]
-        raise InputError(
-            f"{where} has other layers, or other shapes, than lora.lora_target_modules gives in this model, for "
-            f"instance {name} of shape {shape} in one of the two"
-        )
+        other = f"{name} of shape {shape} is only in one of the two"
+        raise InputError(f"{where} has other layers than lora.lora_target_modules gives in this model: {other}")
     merge.check_finite(adapter)

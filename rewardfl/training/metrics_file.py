@@ -30,7 +30,7 @@ class MetricsFile:
     def __init__(self, path: str | Path, text: str = ""):
         self.path = Path(path)
         self.text = text
-        self.unwritten = ""  # lines that the disk has refused
+        self._complete = True  # whether the file has all lines
 
     def start(self) -> None:
         """Write the lines up to the checkpoint, and drop all after it."""
@@ -38,23 +38,23 @@ class MetricsFile:
             atomic_write(self.path, self.text)
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
-        """Append a line {"step": step, **values}, null for nan and inf. The next call repeats one with a WriteError."""
+        """Append a line {"step": step, **values}, null for nan and inf.
+
+        After a WriteError the next call writes the whole file.
+        """
         record = {"step": step} | {key: value if math.isfinite(value) else None for key, value in values.items()}
         line = json.dumps(record) + "\n"
         self.text += line
-        self.unwritten += line
         with as_write_error(self.path, "the lines since then are kept in memory and written when they can be"):
-            length = self.path.stat().st_size if self.path.exists() else 0
-            try:
+            if self._complete:
+                self._complete = False
                 with self.path.open("a", encoding="utf-8") as file:
-                    file.write(self.unwritten)
+                    file.write(line)
                     file.flush()
                     os.fsync(file.fileno())  # checkpoints rely on these lines, even after a power cut
-            except OSError:
-                if self.path.exists():
-                    os.truncate(self.path, length)  # half a line would spoil the next one
-                raise
-        self.unwritten = ""
+            else:
+                atomic_write(self.path, self.text)
+            self._complete = True
 
     def read(self) -> list[dict[str, Any]]:
         """Return all whole lines; none without a file. Raise CheckpointError for a line that `append` did not write."""
@@ -67,7 +67,5 @@ class MetricsFile:
         try:
             return _Line.model_validate_json(line).model_dump()
         except ValidationError as error:
-            raise CheckpointError(
-                f"{self.path}, line {number} is no line of metrics ({shown(line)}); mend or delete it, then the same "
-                "command goes on"
-            ) from error
+            why = f"line {number} is no line of metrics ({shown(line)}); mend or delete it"
+            raise CheckpointError(f"{self.path}, {why}") from error

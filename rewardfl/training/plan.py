@@ -18,10 +18,9 @@ from rewardfl.config import (
     GroupRunConfig,
     RewardFlConfig,
 )
-from rewardfl.config.schema import SampleConfig, WholeSampleConfig
+from rewardfl.config.schema import SampleConfig, TrainConfig, WholeSampleConfig
 from rewardfl.group_plan import Geometry
 from rewardfl.rewards import registry
-from rewardfl.training import checks
 from rewardfl.training.lora_init import read_initial_adapters
 from rewardfl.weights import lora_files
 from rewardfl.weights.shards import InputError
@@ -176,7 +175,6 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
             advantage_scale=default_scale if forward.advantage_scale is None else forward.advantage_scale,
             old_decay=default_decay if forward.old_decay is None else forward.old_decay,
         )
-    checks.check_graphs(cfg.train, processes)
     check_active_experts(cfg, backbone, schedule)
     active, supervised = configuration.active_steps(cfg), configuration.is_supervised(cfg)
     replayed = 0 if supervised else len(active)
@@ -184,9 +182,25 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
         **common,
         active=active,
         backwards_per_update=cfg.train.gradient_accumulation_steps * (replayed + draws),
-        clips_at_once=checks.check_batch(cfg.train, processes),
+        clips_at_once=check_batch(cfg.train, processes),
         coupling=configuration.resolve_coupling(cfg),
         supervised=supervised,
+    )
+
+
+def check_batch(train: TrainConfig, processes: int) -> int:
+    """Return the clips per step over all processes. Raise ConfigError where the processes do not fit `train`."""
+    if train.active_graphs == "keep_on_host" and processes > 1:
+        # DDP prepares a backward pass in the forward pass before it, and would see K of these before the first backward
+        raise ConfigError(f"train.active_graphs keep_on_host needs one process, not {processes}; set it to replay")
+    per_device, accumulation = train.per_device_train_batch_size, train.gradient_accumulation_steps
+    per_pass = per_device * processes
+    global_batch, configured = per_pass * accumulation, train.train_batch_size
+    if configured is None or configured == global_batch:
+        return global_batch
+    product = f"per_device_train_batch_size {per_device} x gradient_accumulation_steps {accumulation} x {processes}"
+    raise ConfigError(
+        f"train.train_batch_size is {configured}, but {product} processes = {global_batch}; change one of these numbers"
     )
 
 
@@ -207,10 +221,8 @@ def check_frames(num_frames: int, rewards: Sequence[registry.ResolvedReward]) ->
     """Raise ConfigError where a reward needs more frames than the clips have."""
     for spec, cls in rewards:
         if num_frames < cls.fewest_frames:
-            raise ConfigError(
-                f"{spec.key} judges at least {cls.fewest_frames} frames, and data.num_frames is {num_frames}; take a "
-                "reward that judges each picture (docs/rewards.md), or remove it"
-            )
+            needs = f"{spec.key} judges at least {cls.fewest_frames} frames, and data.num_frames is {num_frames}"
+            raise ConfigError(f"{needs}; take a reward that judges pictures (docs/rewards.md), or remove it")
 
 
 def largest_size(settings: DataConfig, sizes: Iterable[tuple[int, int] | None]) -> tuple[int, int]:
@@ -247,10 +259,7 @@ def trained_experts(cfg: AnyConfig, experts: Sequence[str]) -> tuple[str, ...]:
     chosen = configuration.trained_positions(cfg)
     if max(chosen) >= len(experts):
         names = ", ".join(configuration.TRAINABLE[: len(experts)])
-        raise ConfigError(
-            f"model.trainable_models: this model has {len(experts)} expert(s), to be named {names}, got "
-            f"{cfg.model.trainable_models}"
-        )
+        raise ConfigError(f"model.trainable_models: {cfg.model.trainable_models}; this model has only {names}")
     return tuple(experts[i] for i in chosen)
 
 
@@ -268,10 +277,8 @@ def make_geometry(cfg: GroupRunConfig, processes: int) -> Geometry:
             same_noise=isinstance(cfg, FlowGrpoConfig) and cfg.grpo.same_noise_in_group,
         )
     except ValueError as error:
-        raise ConfigError(
-            f"{section}.groups, {section}.group_size, {section}.updates_per_epoch (updates) and "
-            f"train.per_device_train_batch_size (batch): {error}"
-        ) from error
+        keys = f"{section}.groups, group_size, updates_per_epoch (updates), train.per_device_train_batch_size (batch)"
+        raise ConfigError(f"{keys}: {error}") from error
 
 
 def make_windows(cfg: FlowGrpoConfig, experts: Sequence[str], trained: Sequence[str]) -> Windows:
@@ -293,21 +300,16 @@ def make_windows(cfg: FlowGrpoConfig, experts: Sequence[str], trained: Sequence[
         )
         draw_window(windows, 0, cfg.run.seed)
     except ValueError as error:
-        raise ConfigError(
-            f"grpo.window: {error}. Usable are the steps of {cfg.model.trainable_models} (model.trainable_models) but "
-            f"the last step: {table}"
-        ) from error
+        usable = f"usable are the steps of {cfg.model.trainable_models} (model.trainable_models) but the last: {table}"
+        raise ConfigError(f"grpo.window: {error}; {usable}") from error
     if grpo.window_per_group and len(trained) > 1:
         raise ConfigError(
             "grpo.window_per_group needs one trained expert, since all processes must train the same one at a time, "
             f"got model.trainable_models {cfg.model.trainable_models}; train one, or set window_per_group: false"
         )
-    idle = [name for name in trained if name not in {experts[i] for i in windows.drawable}]
-    if idle:
-        raise ConfigError(
-            f"model.trainable_models: {', '.join(idle)} answers at no step that grpo.window may draw ({table}) and "
-            "would not learn; train the other alone, or widen the window"
-        )
+    if idle := [name for name in trained if name not in {experts[i] for i in windows.drawable}]:
+        why = f"{', '.join(idle)} answers at no step that grpo.window may draw ({table}) and would not learn"
+        raise ConfigError(f"model.trainable_models: {why}; train the other alone, or widen the window")
     return windows
 
 
@@ -333,19 +335,14 @@ def check_active_experts(cfg: RewardFlConfig, backbone: Backbone, schedule: Sche
     if idle:
         useful = ",".join(words[expert] for expert in backbone.experts if expert in active_experts)
         train = f"train {useful}, or change" if useful else "change"
-        raise ConfigError(
-            f"model.trainable_models: {', '.join(idle)} answers at no active step of {list(active)} and would not "
-            f"learn (expert by step: {table}); {train} {way_out}"
-        )
+        why = f"{', '.join(idle)} answers at no active step of {list(active)} and would not learn ({table})"
+        raise ConfigError(f"model.trainable_models: {why}; {train} {way_out}")
     trained_steps = [i for i in active if experts[i] in trained]
     useless = [i for i in active if i not in trained_steps and (coupling == 0 or i < trained_steps[0])]
     if useless:
-        raise ConfigError(
-            f"sample.mid_timestep, sample.active_steps: the active steps {useless} of {list(active)} would give no "
-            f"gradient, since model.trainable_models does not train their expert (expert by step: {table}) and they "
-            f"hand none on to an earlier step that is trained; take {[i for i in active if i not in useless]}, or "
-            f"train all experts: model.trainable_models={','.join(words.values())}"
-        )
+        why = f"the active steps {useless} of {list(active)} give no gradient to model.trainable_models ({table})"
+        ways = f"{[i for i in active if i not in useless]}, or model.trainable_models={','.join(words.values())}"
+        raise ConfigError(f"sample.mid_timestep, sample.active_steps: {why}; take {ways}")
 
 
 def anchor_steps(cfg: AnyConfig, schedule: Schedule, trained: Sequence[str]) -> tuple[int, ...]:
@@ -360,7 +357,7 @@ def anchor_steps(cfg: AnyConfig, schedule: Schedule, trained: Sequence[str]) -> 
         if isinstance(cfg, ForwardRlConfig):
             return drawn_steps(cfg, schedule, trained)
         return tuple(i for i in configuration.active_steps(cfg) if i in trained_steps)
-    return _listed_steps("anchor.sigmas", sigmas, trained_steps, cfg.model.trainable_models)
+    return _listed_steps("anchor.sigmas", sigmas, trained_steps)
 
 
 def drawn_steps(cfg: ForwardRlConfig, schedule: Schedule, trained: Sequence[str]) -> tuple[int, ...]:
@@ -370,7 +367,7 @@ def drawn_steps(cfg: ForwardRlConfig, schedule: Schedule, trained: Sequence[str]
     """
     steps = tuple(i for i, expert in enumerate(schedule.experts) if expert in trained)
     if not isinstance(cfg.forward.sigmas, str):
-        steps = _listed_steps("forward.sigmas", cfg.forward.sigmas, steps, cfg.model.trainable_models)
+        steps = _listed_steps("forward.sigmas", cfg.forward.sigmas, steps)
     if idle := [name for name in trained if name not in {schedule.experts[i] for i in steps}]:
         raise ConfigError(
             f"model.trainable_models: {', '.join(idle)} answers at none of the steps {list(steps)} (forward.sigmas) "
@@ -379,20 +376,14 @@ def drawn_steps(cfg: ForwardRlConfig, schedule: Schedule, trained: Sequence[str]
     return steps
 
 
-def _listed_steps(key: str, listed: Sequence[int], trained_steps: Sequence[int], models: str) -> tuple[int, ...]:
+def _listed_steps(key: str, listed: Sequence[int], trained_steps: Sequence[int]) -> tuple[int, ...]:
     """Return the listed steps. Raise ConfigError for one of an untrained expert."""
     if foreign := [i for i in listed if i not in trained_steps]:
-        raise ConfigError(
-            f"{key}: no trained expert answers at the steps {foreign} (model.trainable_models {models}); take some of "
-            f"{list(trained_steps)}"
-        )
+        raise ConfigError(f"{key}: no trained expert answers at the steps {foreign}; take some of {[*trained_steps]}")
     return tuple(listed)
 
 
 def check_sizes(cfg: GroupRunConfig, sizes: Sequence[tuple[int, int]]) -> None:
     """Raise ConfigError where a forward pass would get videos of two sizes. sizes: of all clips."""
     if len(set(sizes)) > 1 and cfg.group.group_size % cfg.train.per_device_train_batch_size:
-        raise ConfigError(
-            "train.per_device_train_batch_size must divide group_size where clips differ in size: one forward "
-            "pass takes videos of one size"
-        )
+        raise ConfigError("train.per_device_train_batch_size must divide group_size where clips differ in size")

@@ -21,10 +21,10 @@ import torch
 from pydantic import BaseModel, NonNegativeInt, ValidationError
 
 import rewardfl
-from rewardfl.config import BY_CONTENT, FREE, IF_NAMED, MARKS, Equivalent, shown
+from rewardfl.config import MARKS, Equivalent, Resumed, shown
 from rewardfl.files import atomic_write
 from rewardfl.training import checkpoint
-from rewardfl.training.checkpoint import CheckpointError, as_write_error, find_checkpoint, list_checkpoints
+from rewardfl.training.checkpoint import CheckpointError, as_write_error, find_checkpoint, list_checkpoints, new_run
 from rewardfl.training.state import ResumePoint
 
 _LOCK = "run.lock"
@@ -54,27 +54,22 @@ class RunFolder:
         self.path = Path(path)
         with as_write_error(self.path, "nothing was changed"):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
+            lock = (self.path / _LOCK).open("a+", encoding="utf-8", errors="replace")
+            self._lock = self._files.enter_context(lock)
+            self._take_lock(lock)
 
-    def _take_lock(self) -> None:
-        lock = (self.path / _LOCK).open("a+", encoding="utf-8", errors="replace")
-        self._lock = self._files.enter_context(lock)
+    def _take_lock(self, lock: TextIO) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
             owner = lock.read(200).strip() or "a process that is just starting"
-            raise CheckpointError(
-                f"run.output_dir {self.path} is in use by {owner}; wait for its end, stop it, or take another folder"
-            ) from None
+            raise CheckpointError(f"run.output_dir {self.path} is in use by {owner}; take another folder") from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-            warnings.warn(
-                f"run.output_dir {self.path} is on a file system without locks ({error.strerror}): nothing keeps a "
-                "second start of the same command out of it",
-                stacklevel=4,
-            )
+            why = f"is on a file system without locks ({error.strerror}); start no second run in it"
+            warnings.warn(f"run.output_dir {self.path} {why}", stacklevel=4)
         lock.truncate(0)
         started = datetime.fromtimestamp(psutil.Process().create_time()).isoformat(" ", "seconds")
         lock.write(f"process {os.getpid()} on {platform.node()}, started {started}\n")
@@ -94,14 +89,14 @@ class RunFolder:
         except FileNotFoundError:
             pass
         raise CheckpointError(
-            f"run.output_dir {self.path} was deleted, moved away or replaced during the run ({_LOCK} is not this run's "
-            "any more), so this run stops; move the folder back or take another one, and start the same command again"
+            f"run.output_dir {self.path} was deleted, moved away or replaced during the run ({_LOCK} is gone, or is "
+            "another run's); move it back or take another one, and start the same command again"
         )
 
 
 # Keys that a resumed run does not compare, and keys that run.resume_with_changes may name
-MAY_CHANGE = frozenset(key for key, marks in MARKS.items() if FREE in marks or BY_CONTENT in marks)
-MAY_CHANGE_IF_NAMED = frozenset(key for key, marks in MARKS.items() if IF_NAMED in marks)
+MAY_CHANGE = frozenset(key for key, marks in MARKS.items() if Resumed.FREE in marks or Resumed.BY_CONTENT in marks)
+MAY_CHANGE_IF_NAMED = frozenset(key for key, marks in MARKS.items() if Resumed.IF_NAMED in marks)
 EQUIVALENT = {key: mark.values for key, marks in MARKS.items() for mark in marks if isinstance(mark, Equivalent)}
 RUN_JSON = "run.json"
 # temporary files of a killed process, safe to delete for the holder of the lock
@@ -125,39 +120,31 @@ def prepare_output_dir(
     else:
         run_folder.take(output_dir)
         _remove_strays(output_dir)
-    is_path = resume not in (False, "auto")
-    path = find_checkpoint(output_dir, resume) if is_path else None
-    point = ResumePoint() if path is None else _read_resume_point(path, config, base_model)
     metrics = output_dir / "metrics.jsonl"
-    if not list_checkpoints(output_dir) and not (metrics.is_file() and metrics.stat().st_size > 0):
-        return point
-    if resume is False:
+    holds_run = bool(list_checkpoints(output_dir)) or (metrics.is_file() and metrics.stat().st_size > 0)
+    if resume is False and holds_run:
         raise CheckpointError(
-            f"run.output_dir {output_dir} already holds a run; take another folder, delete it, or go on with "
-            "it: run.resume_from_checkpoint=auto"
+            f"run.output_dir {output_dir} already holds a run; take another folder, delete it, or resume: "
+            "run.resume_from_checkpoint=auto"
         )
-    _compare_run_json(output_dir, config, base_model)
-    path = path or find_checkpoint(output_dir, resume)
-    if path is not None:
-        _check_metrics(metrics, path)
-    if is_path:
-        return point
-    point = _read_resume_point(path, config, base_model) if path else point
-    if run_folder is not None:
+    path = find_checkpoint(output_dir, resume) if resume else None
+    if holds_run:
+        _compare_run_json(output_dir, config, base_model)
+        if path is not None:
+            _check_metrics(metrics, path)
+    if holds_run and resume == "auto" and run_folder is not None:
         # the links may be old: a kill came between a checkpoint and its links, or the last checkpoint is damaged
         with as_write_error(output_dir / "checkpoints" / "latest", "the checkpoints are as they were"):
             checkpoint.point_links(output_dir, path)
-    return point
+    return ResumePoint() if path is None else _read_resume_point(path, config, base_model)
 
 
 def _check_writable(output_dir: Path) -> None:
     """Raise WriteError for a folder that cannot be created or written to."""
     existing = next(path for path in (output_dir, *output_dir.parents) if os.path.lexists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        why = "may not be written" if existing.is_dir() else "is no folder"
-        raise checkpoint.WriteError(
-            f"run.output_dir {output_dir} could not be written ({existing} {why}); take another folder"
-        )
+        why = f"{existing} {'may not be written' if existing.is_dir() else 'is no folder'}"
+        raise checkpoint.WriteError(f"run.output_dir {output_dir} could not be written ({why}); take another folder")
 
 
 def _remove_strays(output_dir: Path) -> None:
@@ -203,9 +190,8 @@ def _compare_run_json(
     new = _flat(config | {"base_model": base_model})
     if other_keys := sorted(_flat(record.config).keys() ^ _flat(config).keys()):
         raise CheckpointError(
-            f"{run_dir / RUN_JSON} was written by another version of rewardfl, whose settings are others "
-            f"({', '.join(other_keys[:5])}); resume with that version, or start a new run in another folder from the "
-            f"adapter: lora.init_from={run_dir}/checkpoints/latest"
+            f"{run_dir / RUN_JSON} was written by another version of rewardfl, with other keys "
+            f"({', '.join(other_keys[:5])}); resume with that version, or {new_run(run_dir / 'checkpoints' / 'latest')}"
         )
     may_change = MAY_CHANGE
     if "cosine" in (old.get("train.lr_scheduler_type"), new.get("train.lr_scheduler_type")):
@@ -227,13 +213,10 @@ def _compare_run_json(
 
 def _refusal(run_dir: Path, refused: Sequence[Mapping[str, Any]]) -> str:
     keys = [change["key"] for change in refused]
-    ways = [f"set {'it' if len(keys) == 1 else 'them'} back"]
+    ways = ["set them back", new_run(run_dir / "checkpoints" / "latest")]
     if set(keys) <= MAY_CHANGE_IF_NAMED:
-        ways.append(f"accept this with run.resume_with_changes=[{','.join(keys)}]")
-    ways.append(f"use another folder (lora.init_from={run_dir}/checkpoints/latest starts a new run from the adapter)")
-    base = (
-        " (base_model: what model.model_paths leads to)" if any(key.startswith("base_model.") for key in keys) else ""
-    )
+        ways.insert(1, f"accept this with run.resume_with_changes=[{','.join(keys)}]")
+    base = " (of what model.model_paths leads to)" if any(key.startswith("base_model.") for key in keys) else ""
     return f"{run_dir} holds a run with other settings: {describe_changes(refused)}{base}; {', or '.join(ways)}"
 
 
@@ -260,16 +243,12 @@ class _RunRecord(BaseModel):
 def _read_run_json(path: Path) -> _RunRecord:
     """Read a run.json. Raise CheckpointError where it is missing or damaged."""
     if not path.is_file():
-        raise CheckpointError(
-            f"{path} is missing, so nothing says whether this is the same run; put it back or use another folder"
-        )
+        raise CheckpointError(f"{path} is missing; put it back, or use another folder")
     try:
         return _RunRecord.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise CheckpointError(
-            f"{path} is damaged, so nothing says whether this is the same run; put it back as the run wrote it, or use "
-            f"another folder (lora.init_from={path.parent}/checkpoints/latest starts a new run from the adapter)"
-        ) from error
+        way_out = new_run(path.parent / "checkpoints" / "latest")
+        raise CheckpointError(f"{path} is damaged; put it back as the run wrote it, or {way_out}") from error
 
 
 def _flat(config: Mapping[str, Mapping]) -> dict[str, Any]:

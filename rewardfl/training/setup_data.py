@@ -3,16 +3,17 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from rewardfl import config as configuration
 from rewardfl import data
 from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Backbone, Conditioning
-from rewardfl.config import AnyConfig
+from rewardfl.config import AnyConfig, ConfigError
 from rewardfl.data.cache import Cache
 from rewardfl.rewards import registry
 from rewardfl.rewards.scoring import Term
-from rewardfl.training import batches, checks, clip_scan, plan
+from rewardfl.training import batches, clip_scan, plan
 from rewardfl.training.anchors import Anchors
 from rewardfl.training.clip_scan import load_sized_example, load_video
 from rewardfl.training.conditions import Conditions
@@ -31,11 +32,8 @@ def size_notes(cfg: AnyConfig, rows: Sequence[data.Row]) -> list[str]:
         return []
     counts = Counter(row.size or (cfg.data.height, cfg.data.width) for row in rows)
     listed = [f"{height} x {width} ({count} rows)" for (height, width), count in counts.most_common(MAX_SIZES)]
-    more = [f"{len(counts) - MAX_SIZES} more"] if len(counts) > MAX_SIZES else []
-    return [
-        f"sizes (height x width): {', '.join([*listed, *more])}; the table of sigmas and the estimate are of the "
-        "largest that is trained on"
-    ]
+    listed += ["..."] if len(counts) > MAX_SIZES else []
+    return [f"sizes (height x width): {', '.join(listed)}; the sigmas and the estimate below are of the largest"]
 
 
 def scan_rows(
@@ -50,8 +48,23 @@ def scan_rows(
     if isinstance(cfg, configuration.GroupRunConfig) and cfg.evaluation.eval_clips:
         table = data.load_metadata(cfg.evaluation.eval_clips, "evaluation.eval_clips")
         held_out, more = _scan_table(cfg, table, job, backbone, rewards)
-        messages += [*more, *checks.check_held_out(rows, held_out)]
+        messages += [*more, *check_held_out(rows, held_out)]
     return Rows(rows, held_out, messages)
+
+
+def check_held_out(rows: Sequence[data.Row], held_out: Sequence[data.Row]) -> list[str]:
+    """Return a note on clips both trained on and evaluated. Raise ConfigError where none is held out."""
+
+    def content(row: data.Row) -> tuple[str | Path, ...]:
+        return (row.prompt, *(path.resolve() for path in row.files.values() if path is not None))
+
+    trained = {content(row) for row in rows}
+    shared = sum(content(row) in trained for row in held_out)
+    if held_out and shared == len(held_out):
+        raise ConfigError(
+            "evaluation.eval_clips: all of its rows are in data.file_name, too; name other clips, or null"
+        )
+    return [f"note: {shared} of {len(held_out)} rows of evaluation.eval_clips are trained on, too"] if shared else []
 
 
 def _scan_table(

@@ -2,17 +2,23 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
+from pathlib import Path
 
+import torch
 from diffusers import ModelMixin
-from torch import nn
+from torch import Tensor, nn
 
 from rewardfl import backbones, lora
+from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Backbone, Experts, Source
-from rewardfl.config import AnyConfig, list_reward_specs
+from rewardfl.config import AnyConfig, ConfigError, RewardSpec, list_reward_specs
+from rewardfl.config.schema import SharedRewardConfig
+from rewardfl.files import sha256
 from rewardfl.memory import attention, compiling, offload
 from rewardfl.noise import draw_noise, noise_seed
-from rewardfl.training import checkpoint, checks, plan, rounding
+from rewardfl.rewards.face import pack as face_pack
+from rewardfl.rewards.face.detect import FaceDetector
+from rewardfl.training import checkpoint, plan
 from rewardfl.training.conditions import Conditions
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.plan import RunPlan
@@ -49,14 +55,53 @@ def check_files(cfg: AnyConfig) -> None:
         "model.tokenizer_path": cfg.model.tokenizer_path,
         "lora.init_from": cfg.lora.init_from,
     }
-    checks.check_paths(paths, cfg.reward)
-    checks.check_second_recogniser(cfg.reward)
-    checks.check_judge(cfg.reward, list_reward_specs(cfg))
+    problems = [
+        f"{key}: no such file or folder: {path}" for key, path in paths.items() if path and not Path(path).exists()
+    ]
+    for key in ("reward_model_path", "held_out_model_path", "second_model_path"):
+        folder = getattr(cfg.reward, key)
+        try:
+            if folder is not None:
+                detector, _ = face_pack.pack_files(folder)
+                if key != "second_model_path":  # only its recogniser is used
+                    FaceDetector(detector, cfg.reward.det_size)
+        except (OSError, ValueError) as error:
+            problems.append(f"reward.{key}: {error}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    check_shared_networks(cfg.reward, list_reward_specs(cfg))
+
+
+def check_shared_networks(reward: SharedRewardConfig, specs: Sequence[RewardSpec]) -> None:
+    """Raise ConfigError for one recogniser in both trained packs, or a network of theirs in the held-out judge's."""
+    first, second, judge = reward.reward_model_path, reward.second_model_path, reward.held_out_model_path
+    if first is not None and second is not None:
+        network, other = (face_pack.pack_files(folder)[1] for folder in (second, first))
+        if sha256(network) == sha256(other):
+            why = f"the recogniser {network} is the same as {other} of reward.reward_model_path"
+            raise ConfigError(f"reward.second_model_path: {why}; name a pack with another one, or leave it out")
+    if judge is None:
+        return
+    trained = {"reward.reward_model_path": first, "reward.second_model_path": second}
+    for term in specs:
+        packs = {key: value for key, value in term.settings.items() if key.endswith("pack_dir") and value}
+        trained |= {f"{term.key}.settings.{key}": str(value) for key, value in packs.items() if term.weight > 0}
+    for key, folder in trained.items():
+        try:
+            shared = folder and face_pack.shared_file(judge, folder)
+        except (OSError, ValueError):
+            continue  # no pack: the reward itself reports that
+        if shared:
+            task, file, other = shared
+            raise ConfigError(
+                f"reward.held_out_model_path: the {task} {file} is the same as {other} of {key}, which is trained "
+                "against; name a pack with two other networks. antelopev2 and buffalo_l have one detector: next to "
+                "antelopev2, put buffalo_l's w600k_r50.onnx and buffalo_s's det_500m.onnx in a folder, and name that"
+            )
 
 
 def open_model(cfg: AnyConfig) -> Backbone:
     """Open the model, and check its files by their headers and the configuration against them."""
-    checks.check_tracker(cfg.run.log_with)
     check_files(cfg)
     backbone = backbones.open(cfg.model.model_name, model_source(cfg))
     lora.check_targets(plan.lora_targets(cfg, backbone), backbone.linear_layers(), backbone.layer_names)
@@ -87,36 +132,36 @@ def load_experts(
             compiling.compile_blocks(expert, backbone.block_classes)
         return expert
 
-    if cfg.experts.untrained != "boundary_cache":
-        probe = None
-        if cfg.experts.untrained == "fp8":
-            row, conditioning = conditions.read_or_substitute(samples, 0, skip=cfg.data.skip_bad_rows)
-            shape = conditions.latent_shape(samples[row])
-            noise = draw_noise((1, *shape), noise_seed(cfg.run.seed, 0, "8 bits"))
-            schedule = run_plan.schedule(shape)
-            probe = rounding.Probe(
-                backbone=backbone, schedule=schedule, noise=noise, conditioning=conditioning, device=job.device
-            )
-        for name in outside:
-            place = partial(
-                offload.move_expert,
-                where=cfg.experts.untrained,
-                device=job.device,
-                block_classes=backbone.block_classes,
-            )
-            if probe is None or not job.main or name not in probe.schedule.experts:
-                experts[name] = place(load(name))
-                continue
-            # loaded twice, since two experts at once would exceed the host's memory
-            exact = probe.exact(name, partial(load, name))
-            experts[name] = expert = place(load(name))
-            job.print(probe.note(name, expert, exact))
+    def place(expert: ModelMixin, where: str, device: torch.device = job.device) -> ModelMixin:
+        return offload.move_expert(expert, where, device, backbone.block_classes)
+
+    def velocity(name: str, expert: ModelMixin) -> Tensor:
+        """Return the expert's velocity at its first step, in the first sample."""
+        row, conditioning = conditions.read_or_substitute(samples, 0, skip=cfg.data.skip_bad_rows)
+        conditioning, shape = protocol.move_to(conditioning, job.device), conditions.latent_shape(samples[row])
+        noise = draw_noise((1, *shape), noise_seed(cfg.run.seed, 0, "8 bits"), job.device)
+        step, schedule = run_plan.experts.index(name), run_plan.schedule(shape)
+        return backbone.velocity(Experts({name: expert}), noise, step, schedule, conditioning)
+
+    where = cfg.experts.untrained
+    for name in outside if where != "boundary_cache" else ():
+        if where != "fp8" or not job.main or name not in run_plan.experts:
+            experts[name] = place(load(name), where)
+            continue
+        with torch.no_grad():  # loaded twice, since two experts at once would exceed the host's memory
+            exact = velocity(name, place(load(name), "cpu_swap"))
+            experts[name] = place(load(name), where)
+            error = float((velocity(name, experts[name]) - exact).norm() / exact.norm())
+        job.print(
+            f"note: with its weights in 8 bits (fp8) the {name} expert's velocity is {error:.2%} away from the exact "
+            "one's, in the first clip at its first step: the run knows another base than the adapter is merged into"
+        )
     trained: dict[str, nn.Module] = {}
     rank = cfg.lora.lora_rank
     for i, name in enumerate(run_plan.trained):
         expert = load(name)
         lora.inject(expert, rank, cfg.lora.lora_alpha or rank, list(run_plan.targets), cfg.run.seed + i * SEED_STRIDE)
-        expert = offload.move_expert(expert, cfg.experts.trained, job.home, backbone.block_classes)
+        expert = place(expert, cfg.experts.trained, job.home)
         if cfg.train.use_gradient_checkpointing:
             on_host, keep = cfg.train.use_gradient_checkpointing_offload, cfg.train.keep_attention
             checkpoint = offload.checkpointing(job.device, inputs_on_host=on_host, keep_attention=keep)

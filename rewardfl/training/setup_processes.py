@@ -1,23 +1,38 @@
-"""Connect the processes of a run, and refuse launches that differ from the configuration."""
+"""Connect the processes of a run, and refuse launches and trackers that do not fit the configuration."""
+
+from accelerate.tracking import get_available_trackers
 
 from rewardfl.backbones.protocol import DTYPES
-from rewardfl.config import AnyConfig, trained_positions
+from rewardfl.config import AnyConfig, ConfigError, trained_positions
 from rewardfl.memory import attention, compiling
-from rewardfl.training import checks
+from rewardfl.memory.sharding import Sharding
 from rewardfl.training.distributed import Distributed
 
 
 def connect_processes(cfg: AnyConfig) -> Distributed:
     """Connect the run's processes. Raise LaunchError or ConfigError where they do not fit the configuration."""
+    tracker = cfg.run.log_with
+    if tracker not in ("none", *map(str, get_available_trackers())):
+        raise ConfigError(f"run.log_with: {tracker} is not installed; pip install {tracker}, or set run.log_with: none")
     job = Distributed(
         cfg.train.max_grad_norm,
         unused_parameters=len(trained_positions(cfg)) > 1,
         cpu_threads=cfg.run.cpu_threads,
-        log_with=cfg.run.log_with,
+        log_with=tracker,
         output_dir=cfg.run.output_dir,
     )
-    checks.check_sharding(cfg.experts, cfg.train, job.sharding)
+    check_sharding(cfg, job.sharding)
     attention.check_backward(cfg.model.attention_backend, DTYPES[cfg.model.dtype], job.device)
     if cfg.train.compile_blocks:
         compiling.check_compiler(job.device)
     return job
+
+
+def check_sharding(cfg: AnyConfig, sharding: Sharding) -> None:
+    """Raise ConfigError where sharded weights (zero2, fsdp2) would be swapped to the host or compiled."""
+    settings = {"experts.trained cpu_swap": cfg.experts.trained == "cpu_swap"}
+    settings["train.compile_blocks"] = cfg.train.compile_blocks
+    for setting, is_on in settings.items():
+        if is_on and sharding != "none":
+            ddp = "configs/accelerate/ddp.yaml"
+            raise ConfigError(f"{setting} does not go with {sharding}; remove it, or launch with {ddp}")

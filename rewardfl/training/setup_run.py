@@ -15,7 +15,7 @@ from rewardfl.data.cache import digest
 from rewardfl.files import atomic_write, digest_files
 from rewardfl.rewards.scoring import Term
 from rewardfl.training import alarms, checkpoint, metrics_file, run_folder
-from rewardfl.training.checkpoint import AFTER_EARLY_STOP, format_best
+from rewardfl.training.checkpoint import after_early_stop
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.logger import Log
 from rewardfl.training.plan import RunPlan
@@ -72,17 +72,11 @@ def resume(
 
 def is_finished(cfg: AnyConfig, resume_point: ResumePoint, steps: int, job: Distributed) -> bool:
     """Tell, and print why, whether the run has all its `steps` already or train.early_stop has ended it."""
-
     rule, path = cfg.train.early_stop, resume_point.path
     if rule is not None and path is not None:
-
-        def find_end() -> str:
-            history = map(json.loads, checkpoint.load_metrics(path).splitlines())
-            return alarms.early_stop(list(history), **dict(rule))
-
-        if why := job.run_on_main(find_end, checkpoint.CheckpointError):
-            best = format_best(cfg.run.output_dir)
-            job.print(f"nothing to train: {path} is the last step's; {why}; {best}; {AFTER_EARLY_STOP}")
+        history = [json.loads(line) for line in checkpoint.load_metrics(path).splitlines()]
+        if why := alarms.early_stop(history, **dict(rule)):
+            job.print(f"nothing to train: {path} is the last step's; {why}; {after_early_stop(cfg.run.output_dir)}")
             return True
     if resume_point.step < steps:
         return False
@@ -114,21 +108,17 @@ def _load_state(
         words = f"{len(names)} gone, new or of other content ({listed})" if names else "in another order"
         named = f", or accept this with run.resume_with_changes=[{key}]" if key in MAY_CHANGE_IF_NAMED else ""
         raise checkpoint.CheckpointError(
-            f"{folder} was trained with something else in {key}: {words}; put it back{named}, or start a new run in "
-            f"another run.output_dir from its adapter: lora.init_from={folder}"
+            f"{folder} was trained with something else in {key}: {words}; put it back{named}, or "
+            f"{checkpoint.new_run(folder)}"
         )
-    was, now = state.global_batch, batching.global_batch
-    if was != now:
-        raise checkpoint.CheckpointError(
-            f"{folder} was trained on {was} clips per update, train.per_device_train_batch_size x "
-            f"train.gradient_accumulation_steps x the processes now give {now}; they may change, their product may not"
-        )
-    was, now = state.one_shape_batch, batching.one_shape_batch
-    if was != now:
-        raise checkpoint.CheckpointError(
-            f"{folder} was trained on clips of several sizes with train.per_device_train_batch_size {was}, now {now}: "
-            "their order would change; set it back"
-        )
+    update = "clips per update (train.per_device_train_batch_size x train.gradient_accumulation_steps x processes)"
+    forward = "clips of one size per forward pass (train.per_device_train_batch_size)"
+    for was, now, what in (
+        (state.global_batch, batching.global_batch, update),
+        (state.one_shape_batch, batching.one_shape_batch, forward),
+    ):
+        if was != now:
+            raise checkpoint.CheckpointError(f"{folder} was trained on {was} {what}, not on {now}; set it back")
     return state, changes
 
 

@@ -13,8 +13,8 @@ from rewardfl import data, epoch_order, group_plan
 from rewardfl.backbones.protocol import Adapter, Backbone
 from rewardfl.config import AnyConfig, FlowGrpoConfig, ForwardRlConfig, GroupRunConfig, RewardFlConfig
 from rewardfl.memory.sharding import Sharding
-from rewardfl.training import checks
 from rewardfl.training.plan import FlowGrpoPlan, ForwardRlPlan, GroupPlan, RewardFlPlan, RunPlan, largest_size
+from rewardfl.training.setup_processes import check_sharding
 from rewardfl.training.workload import Span, Video, Workload
 
 _WEIGHTS = ({".safetensors"}, {".bin", ".pt", ".pth"}, {".onnx"})  # suffixes by format, in order of preference
@@ -31,7 +31,7 @@ def make_workload(
 
     Raise ConfigError where the sharding does not go with the configuration.
     """
-    checks.check_sharding(cfg.experts, cfg.train, sharding)
+    check_sharding(cfg, sharding)
     adapter, trained = Adapter(cfg.lora.lora_rank, plan.targets), plan.trained
     height, width = largest_size(cfg.data, [row.size for row in rows or ()])
     steps = plan.max_steps if rows is None else plan.count_steps(len(rows))

@@ -68,9 +68,8 @@ def read_entry(store: Cache, key: Key) -> dict[str, Tensor]:
     entry = store.get(key)
     if entry is None:
         raise CacheError(
-            f"{store.path(key)} is missing or damaged although it was prepared; data.cache_dir must be on a disk that "
-            "all processes share, and is not to be emptied during a run; the same command computes it anew and goes on "
-            "from the last checkpoint (data.skip_bad_rows: true would go on without the clip)"
+            f"{store.path(key)} was prepared and is missing or damaged; keep data.cache_dir on a disk that all "
+            "processes share, and start the same command again (data.skip_bad_rows: true leaves out the clip)"
         )
     return entry
 

@@ -21,11 +21,11 @@ class ResumePoint:
 class Batching(NamedTuple):
     """Numbers of clips that the order of training depends on. None for Flow-GRPO, whose groups fix the order."""
 
-    global_batch: int | None  # clips of an update
-    one_shape_batch: int | None  # clips of a forward pass, where clips differ in size
+    global_batch: int | None = None  # clips of an update
+    one_shape_batch: int | None = None  # clips of a forward pass, where clips differ in size
 
 
-NO_BATCHING = Batching(None, None)
+NO_BATCHING = Batching()
 
 
 @dataclass(frozen=True, kw_only=True)

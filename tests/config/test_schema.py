@@ -68,15 +68,12 @@ def test_text_that_holds_an_equals_sign_and_null(write):
 @pytest.mark.parametrize(
     "override, expected",
     [
-        ("train.learning_rate=1e-5", 1e-5),
         ("train.learning_rate=1", 1.0),
         ("reward.cap=none", "none"),
         ("reward.cap=0.7", 0.7),
         ("sample.noises_per_sample=4", 4),
         ("run.resume_from_checkpoint=false", False),
-        ("run.resume_from_checkpoint=out/checkpoints/step-000025", "out/checkpoints/step-000025"),
         ("lora.lora_alpha=16", 16.0),
-        ("data.skip_bad_rows=true", True),
     ],
 )
 def test_casts(write, override, expected):
@@ -95,42 +92,28 @@ def test_casts(write, override, expected):
         ("train.learning_rate=.nan", "nan", "finite"),
         ("train.max_grad_norm=inf", "'inf'", "finite"),
         ("train.warmup_steps=true", "True", "whole number"),
-        ("train.warmup_steps='3'", "'3'", "whole number"),
         ("train.warmup_steps=1.0", "1.0", "whole number"),
-        ("train.warmup_steps=1.5", "1.5", "whole number"),
         ("train.warmup_steps=-1", "-1", "at least 0"),
-        ("train.max_steps=0", "0", "at least 1"),
         ("data.max_pixels=255", "255", "256"),
         ("data.fps=0", "0", "0.1"),
-        ("train.max_steps=all", "'all'", "whole number or null"),
+        ("train.max_steps=all", "'all'", "whole number"),
         ("train.use_gradient_checkpointing=1", "1", "true or false"),
         ("model.min_timestep_boundary=900", "900", "at most 1"),
         ("run.output_dir=2024", "2024", "text"),
         ("run.output_dir=''", "''", "not empty"),
-        ("run.resume_from_checkpoint=true", "True", "text or false"),
         ("run.resume_from_checkpoint=0", "0", "text or false"),
         ("reward.reward_std=0", "0", "at least 0.000001"),
         ("reward.reward_std=4e9", "'4e9'", "at most 1000000"),
-        ("reward.reward_std=1e-7", "'1e-7'", "at least 0.000001"),
         ("reward.reward_mean=1e30", "'1e30'", "at most 1000000"),
-        ("reward.reward_mean=-1e7", "'-1e7'", "at least -1000000"),
         ("reward.others={a: {name: colour, std: 1e9}}", "'1e9'", "at most 1000000"),
-        ("reward.others={a: {name: colour, mean: 1e9}}", "'1e9'", "at most 1000000"),
         ("reward.cap=high", "'high'", "'self_similarity' or 'none'"),
         ("reward.cap=-1", "-1", "greater than 0"),
-        ("reward.cap=1.5", "1.5", "at most 1"),
         ("reward.det_size=1", "1", "multiple of 32"),
-        ("reward.det_size=100", "100", "multiple of 32"),
         ("reward.settings={a: [1]}", "[1]", "text or true or false or a whole number or a number or keys and values"),
-        ("sample.noises_per_sample=0", "0", "at least 1"),
         ("sample.noises_per_sample=frsh", "'frsh', did you mean 'fresh'?", "'fresh' or a whole number"),
-        ("sample.active_steps=5", "5", "list or null"),
+        ("sample.active_steps=5", "5", "list"),
         ("sample.active_steps=[1, true]", "True", "whole number"),
-        (
-            "sample.gradient_mode=chian",
-            "'chian', did you mean 'chain'?",
-            "'chain', 'bridge', 'drtune', 'last' or 'endpoint'",
-        ),
+        ("sample.gradient_mode=chian", "'chian', did you mean 'chain'?", "'chain', 'bridge', 'drtune', 'last' or"),
     ],
 )
 def test_wrong_values_name_the_key_and_the_value(write, override, value, may_be):
@@ -150,15 +133,8 @@ def test_settings_keep_their_types(write):
     "override, message",
     [
         ("train.lerning_rate=1", "unknown key 'train.lerning_rate', did you mean 'learning_rate'?"),
-        ("train.zzz=1", "unknown key 'train.zzz'"),
-        (
-            "train.lora_rank=1",
-            "train.lora_rank -> lora.lora_rank: ",
-        ),
-        (
-            "trian.learning_rate=1",
-            "unknown section 'trian', did you mean 'train'?; sections are run, model, experts,",
-        ),
+        ("train.lora_rank=1", "train.lora_rank -> lora.lora_rank: "),
+        ("trian.learning_rate=1", "unknown section 'trian', did you mean 'train'?; sections are run, model, experts,"),
         ("model_paths=x", "model_paths -> model.model_paths: "),
         ("lora.lora_rank", "override 'lora.lora_rank' must have the form section.key=value"),
         ("lora=4", "override 'lora=4' must name a key: lora.<key>=value"),
@@ -197,9 +173,7 @@ def test_a_section_that_may_be_null(write):
     [
         ("reward.others.flow.weight=0.5", "reward.others.flow.name is required; write it in the file or pass "),
         ("reward.others.flow.wieght=0.5", "unknown key 'reward.others.flow.wieght', did you mean 'weight'?"),
-        ("reward.others..weight=0.5", "override 'reward.others..weight=0.5' must name a key: reward.<key>=value"),
         ("run.output_dir.x=1", "override 'run.output_dir.x=1': run.output_dir holds "),
-        ("train.zzz.x=1", "unknown key 'train.zzz'"),
         ("train.weight_decay.x=1", "train.weight_decay must be a number, got {'x': 1}"),
         ("train.early_stop.patinece=1", "unknown key 'train.early_stop.patinece', did you mean 'patience'?"),
         ("train.early_stop.grid=0.5", "train.early_stop.grid must be at least 1, got 0.5"),
@@ -230,40 +204,14 @@ def test_a_key_has_one_place():
         assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        (
-            "run: {output_dir: out}\n",
-            "data.file_name is required; write it in the file or pass data.file_name=",
-        ),
-        ("- run\n", r"must hold sections \(run, model, experts"),
-        ("", r"must hold sections"),
-        ("run: [a\n", "is not valid YAML"),
-        ("lora:\n", "section 'lora' must hold keys, got None; write them beneath it or remove the line"),
-        ("lora: 3\n", "section 'lora' must hold keys, got 3"),
-        ("run: {seed: 1}\nrun: {seed: 2}\n", "line 2: 'run' is given twice; remove one"),
-        ("run:\n  seed: 1\n  seed: 2\n", "line 3: 'seed' is given twice"),
-        ("3: {a: 1}\n", "unknown section 3"),
-    ],
-)
-def test_files_that_cannot_be_read(tmp_path, text, message):
-    path = tmp_path / "run.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        config.load(path)
-
-
 def test_missing_file(tmp_path):
     with pytest.raises(ConfigError, match="config file not found: .*none.yaml"):
         config.load(tmp_path / "none.yaml")
 
 
-def test_override_into_a_null_section(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(REQUIRED | {"lora": None}))
-    with pytest.raises(ConfigError, match="section 'lora' must hold keys, got None"):
-        config.load(path, ["lora.lora_rank=4"])
+def test_override_into_a_null_section(write):
+    with pytest.raises(ConfigError, match="section 'lora' must hold keys, got None; write them beneath it or remove"):
+        config.load(write(lora=None), ["lora.lora_rank=4"])
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -294,14 +242,21 @@ BOMB = "a: &a [x, x]\n" + "".join(f"{c}: &{c} [*{b}, *{b}]\n" for b, c in iterto
         ("run:\n  [a]: 1\n", "line 2: .* unhashable key"),
         ("run:\n  seed: \x9f\n", "character #x009f"),
         ("run: caf\udce9\n", "is not UTF-8 .*; save it as UTF-8"),
+        ("run: {output_dir: out}\n", "data.file_name is required; write it in the file or pass data.file_name="),
+        ("- run\n", r"must hold sections \(run, model, experts"),
+        ("", "must hold sections"),
+        ("run: [a\n", "is not valid YAML"),
+        ("lora: 3\n", "section 'lora' must hold keys, got 3"),
+        ("run: {seed: 1}\nrun: {seed: 2}\n", "line 2: 'run' is given twice; remove one"),
+        ("run:\n  seed: 1\n  seed: 2\n", "line 3: 'seed' is given twice"),
+        ("3: {a: 1}\n", "unknown section 3"),
     ],
-    ids=["bomb", "alias", "tag", "deep", "big", "merge", "no key", "control character", "no text"],
+    ids=lambda value: value[:30],
 )
 def test_files_that_are_no_configuration(tmp_path, text, message):
     path = tmp_path / "run.yaml"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    (line,) = refused(path)
-    assert str(path) in line and re.search(message, line)
+    assert any(re.search(message, line) for line in refused(path))
 
 
 @pytest.mark.parametrize(
@@ -359,36 +314,21 @@ def test_long_values_are_cut_in_messages(write, override):
 @pytest.mark.parametrize(
     "override",
     [
-        "run.seed=9223372036854775808", "run.seed=1e30", "run.output_dir=" + "x" * 256,
-        "run.output_dir=" + "x/" * 3000, "data.file_name=" + "x" * 256, "reward.name=" + "x" * 256,
-        "lora.init_from=" + "x" * 256, "run.save_steps=10000000000", "lora.lora_rank=1000000000",
+        "run.seed=9223372036854775808", "run.cpu_threads=100000", "run.seed=1e30", "run.output_dir=" + "x" * 256,
+        "run.output_dir=" + "x/" * 3000, "lora.init_from=" + "x" * 256, "run.save_steps=10000000000",
         "lora.lora_alpha=1e9", "data.height=1000000", "data.max_pixels=1e10", "data.fps=1e-320", "data.fps=1e5",
         "data.num_frames=1000000", "sample.num_inference_steps=1001", "sample.shift=1e300", "sample.shift=1e-3",
-        "reward.reward_std=1e-320", "reward.reward_std=1e-13", "reward.reward_mean=1e300",
-        "reward.reward_weight=1e300", "reward.reward_weight=1e-320",
-        "reward.others={a: {name: motion, weight: 1e300}}", "reward.others={a: {name: motion, std: 1e-320}}",
+        "reward.reward_std=1e-320", "reward.reward_weight=1e-320", "reward.others={a: {name: motion, weight: 1e300}}",
         "reward.settings={a: 1e300}", "reward.det_size=1000000", "train.learning_rate=1.5",
         "train.learning_rate=1e-320", "train.weight_decay=1e300", "train.per_device_train_batch_size=1000000",
         "train.gradient_accumulation_steps=1000000", "sample.noises_per_sample=1000000", "train.max_steps=100000000",
-        "train.num_train_epochs=100000000",
-    ],
-)  # fmt: skip
-def test_numbers_that_would_fail_later(write, override):
-    (line,) = refused(write(), override)
-    assert line.startswith(override.split("=")[0])
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "grpo.noise_level=1e300", "grpo.noise_level=1e-320", "grpo.group_size=1000000", "grpo.groups=1000000",
-        "sample.guidance_scale=1e300", "reward.reward_timeout=1e11", "evaluation.eval_noises=1000000",
+        "train.num_train_epochs=100000000", "sample.guidance_scale=1e300", "grpo.noise_level=1e300",
+        "grpo.noise_level=1e-320", "grpo.group_size=1000000", "grpo.groups=1000000", "evaluation.eval_noises=1000000",
         "evaluation.eval_inference_steps=1001", "evaluation.eval_clips=" + "x" * 256,
     ],
 )  # fmt: skip
-def test_numbers_of_flow_grpo_that_would_fail_later(write, override):
-    path = write(grpo={"sde": "flow"})
-    (line,) = refused(path, override)
+def test_numbers_that_would_fail_later(write, override):
+    (line,) = refused(write(grpo={}) if override.startswith(("grpo", "evaluation")) else write(), override)
     assert line.startswith(override.split("=")[0])
 
 
@@ -397,82 +337,53 @@ def test_the_largest_values(write):
     assert cfg.run.seed == 2**63 - 1
 
 
+STEPS = r"sample.active_steps must be increasing steps in 0..7 \(final_timestep\), got "
+KEPT = "train.active_graphs=keep_on_host"
+FP8, CACHED = "experts.untrained=fp8", "experts.untrained=boundary_cache"
+UNSTORED = "train.use_gradient_checkpointing=false"
+
+
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (
-            ["sample.mid_timestep=6", "sample.final_timestep=5"],
-            "mid_timestep must be at most final_timestep 5, got 6",
-        ),
-        (["sample.final_timestep=8"], "final_timestep must be at most 7 for 8 sampling steps, got 8"),
-        (["sample.active_steps=[6, 8]"], r"active_steps must lie in 0..7 \(final_timestep\), got \[6, 8\]"),
-        (["sample.active_steps=[-1, 2]"], r"active_steps must lie in 0..7 \(final_timestep\), got \[-1, 2\]"),
-        (["sample.active_steps=[]"], r"active_steps must be an increasing list of steps, got \[\]"),
-        (["sample.active_steps=[5, 4]"], r"active_steps must be an increasing list of steps, got \[5, 4\]"),
-        (["sample.active_steps=[5, 5]"], r"active_steps must be an increasing list of steps, got \[5, 5\]"),
-        (
-            ["sample.active_steps=[6, 7]", "sample.gradient_mode=last"],
-            r"last differentiates final_timestep 7 alone, got active_steps \[6, 7\]; remove active_steps",
-        ),
-        (["sample.endpoint_length=0.2"], "sample.endpoint_length is for gradient_mode endpoint; remove it"),
-        ([ENDPOINT, "reward.kl_weight=0"], "endpoint makes its videos by averaged weights; set train.ema_decay"),
-        ([ENDPOINT, "train.ema_decay=0.5"], "endpoint stays near the averaged weights and has no KL; set reward.kl"),
-        ([ENDPOINT, "train.max_sample_norm=1"], "gives every sample's gradient one length; set train.max_sample_norm"),
-        ([ENDPOINT, "train.active_graphs=keep_on_host"], "endpoint has no graphs in its rollout; set train.active"),
-        (
-            ["sample.coupling=0.5"],
-            "coupling of gradient_mode chain is 1, got 0.5; remove it, or take gradient_mode",
-        ),
-        (
-            ["sample.gradient_mode=drtune", "sample.coupling=1"],
-            "coupling of gradient_mode drtune is 0, got 1",
-        ),
-        (
-            ["sample.gradient_mode=bridge", "sample.coupling=1"],
-            "bridge must lie between 0 and 1, got 1; 1 is gradient_mode chain, 0 is drtune",
-        ),
-        (
-            ["model.trainable_models=ditt2"],
-            "trainable_models takes dit, dit2 .*; got 'ditt2', did you mean 'dit2'",
-        ),
-        (["model.trainable_models='dit,'"], "trainable_models takes dit, dit2 .*; got ''"),
-        (["model.trainable_models='dit,dit'"], "trainable_models names a model twice: 'dit,dit'"),
-        (
-            ["lora.lora_base_model=dit"],
-            "lora_base_model must be model.trainable_models 'dit2' .*, got 'dit'; remove",
-        ),
-        (
-            ["model.max_timestep_boundary=0.9"],
-            "max_timestep_boundary must be 1, got 0.9: no expert would answer",
-        ),
-        (["model.trainable_models=dit,dit2", "experts.untrained=cpu_swap"], "needs one expert that is not trained"),
-        (["train.active_graphs=keep_on_host"], "set train.use_gradient_checkpointing_offload: true, or active_graphs"),
-        (["experts.trained=cpu_swap", "train.use_gradient_checkpointing=false"], "cpu_swap needs train.use_gradient_c"),
-        (
-            ["experts.untrained=fp8", "model.distill_lora_low=x", "model.distill_lora_mode=adapter"],
-            "fp8 takes no distillation's adapter; set model.distill_lora_mode: fuse",
-        ),
-        (
-            ["experts.untrained=fp8", "train.compile_blocks=true"],
-            "compile_blocks does not go with experts.untrained fp8",
-        ),
-        (["train.keep_attention=true", "train.compile_blocks=true"], "compile_blocks leaves none to be seen"),
-        (["reward.min_face_size=900"], r"reward.min_face_size 900 is wider than a frame \(832\)"),
-        (["reward.min_face_size=99", "data.max_pixels=1024"], r"reward.min_face_size 99 is wider than a frame \(64\)"),
-        (["data.num_frames=1", "data.fps=8"], "data.fps is for videos, got 8 with data.num_frames 1; remove it"),
-        (["experts.untrained=boundary_cache"], "sample.noises_per_sample is fresh; set it to, for example, 4"),
-        (
-            ["experts.untrained=boundary_cache", "model.trainable_models=dit", "sample.noises_per_sample=2"],
-            "boundary_cache is for training dit2 alone",
-        ),
-        (
-            ["train.use_gradient_checkpointing=false", "train.use_gradient_checkpointing_offload=true"],
-            "keeps what gradient checkpointing stores; set train.use_gradient_checkpointing: true",
-        ),
+        ("sample.mid_timestep=6 sample.final_timestep=5", "mid_timestep must be at most final_timestep 5, got 6"),
+        ("sample.final_timestep=8", "final_timestep must be at most 7 for 8 sampling steps, got 8"),
+        ("sample.active_steps=[6,8]", STEPS + r"\[6, 8\]"),
+        ("sample.active_steps=[-1,2]", STEPS + r"\[-1, 2\]"),
+        ("sample.active_steps=[]", STEPS + r"\[\]"),
+        ("sample.active_steps=[5,4]", STEPS + r"\[5, 4\]"),
+        ("sample.active_steps=[6,7] sample.gradient_mode=last", "active_steps does nothing in gradient_mode last"),
+        ("sample.endpoint_length=0.2", "sample.endpoint_length is for gradient_mode endpoint; remove it"),
+        (f"{ENDPOINT} reward.kl_weight=0", "endpoint makes its videos by averaged weights; set train.ema_decay"),
+        (f"{ENDPOINT} train.ema_decay=0.5", "endpoint stays near the averaged weights and has no KL; set reward.kl"),
+        (f"{ENDPOINT} train.max_sample_norm=1", "gives every sample's gradient one length; set train.max_sample_norm"),
+        (f"{ENDPOINT} {KEPT}", "endpoint has no graphs in its rollout; set train.active"),
+        ("sample.coupling=0.5", "coupling of gradient_mode chain is 1, got 0.5; take"),
+        ("sample.gradient_mode=drtune sample.coupling=1", "coupling of gradient_mode drtune is 0, got 1"),
+        ("sample.gradient_mode=bridge sample.coupling=1", "coupling 1 is not between 0 and 1; take gradient_mode"),
+        ("model.trainable_models=ditt2", "trainable_models takes dit or dit2 or both, got 'ditt2'"),
+        ("model.trainable_models=dit,", "trainable_models takes dit or dit2 or both, got 'dit,'"),
+        ("model.trainable_models=dit,dit", "trainable_models takes dit or dit2 or both, got 'dit,dit'"),
+        ("lora.lora_base_model=dit", "lora_base_model must be model.trainable_models 'dit2', got 'dit'; remove"),
+        ("model.max_timestep_boundary=0.9", "max_timestep_boundary must be 1: no expert answers above it, got 0.9"),
+        ("model.trainable_models=dit,dit2 experts.untrained=cpu_swap", "needs one expert that is not trained"),
+        (KEPT, "keep_on_host needs train.use_gradient_checkpointing_offload: true; set it"),
+        (f"experts.trained=cpu_swap {UNSTORED}", "cpu_swap needs train.use_gradient_c"),
+        (f"{FP8} model.distill_lora_low=x model.distill_lora_mode=adapter", "fp8 takes no distillation's adapter; set"),
+        (f"{FP8} train.compile_blocks=true", "compile_blocks does not go with experts.untrained fp8"),
+        ("train.keep_attention=true train.compile_blocks=true", "keep_attention does not go with train.compile_blocks"),
+        ("reward.min_face_size=900", r"reward.min_face_size 900 is wider than a frame \(832\)"),
+        ("reward.min_face_size=99 data.max_pixels=1024", r"reward.min_face_size 99 is wider than a frame \(64\)"),
+        ("data.num_frames=1 data.fps=8", "data.fps is for videos, got 8 with data.num_frames 1; remove it"),
+        (CACHED, "boundary_cache needs a number of noises per clip; set sample.noises_per_sample"),
+        (f"{CACHED} model.trainable_models=dit sample.noises_per_sample=2", "needs the training of dit2"),
+        ("train.early_stop={}", "train.early_stop needs a held-out judge; set reward.held_out_model_path"),
+        ("train.early_stop={} train.max_steps=14", "needs 2 .* windows of 5 updates, train.max_steps 14 are"),
+        (f"{UNSTORED} train.use_gradient_checkpointing_offload=true", "offload needs train.use_gradient_checkpointing"),
     ],
 )
 def test_combinations_that_cannot_work(write, overrides, message):
-    expect(message, write, *overrides)
+    expect(message, write, *overrides.split())
 
 
 def test_combinations_that_work(write):
@@ -492,17 +403,11 @@ def test_active_steps(write):
 
 @pytest.mark.parametrize(
     "overrides, coupling",
-    [
-        ([], 1.0),
-        (["sample.gradient_mode=bridge"], 0.2),
-        (["sample.gradient_mode=bridge", "sample.coupling=0.4"], 0.4),
-        (["sample.gradient_mode=drtune"], 0.0),
-        (["sample.gradient_mode=drtune", "sample.coupling=0"], 0.0),
-        (["sample.gradient_mode=last"], 1.0),
-    ],
-)
+    [("", 1.0), ("sample.gradient_mode=bridge", 0.2), ("sample.gradient_mode=bridge sample.coupling=0.4", 0.4),
+     ("sample.gradient_mode=drtune sample.coupling=0", 0.0), ("sample.gradient_mode=last", 1.0)],
+)  # fmt: skip
 def test_resolved_coupling(write, overrides, coupling):
-    assert config.resolve_coupling(load(write, *overrides)) == coupling
+    assert config.resolve_coupling(load(write, *overrides.split())) == coupling
 
 
 def test_trained_positions(write):

@@ -20,7 +20,6 @@ from runs import CACHE, FAST, PACKS, WORLD, adapter, call, launch, metrics
 from rewardfl import config, data, lora, reward_flow
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan.decoder import WanDecoder
-from rewardfl.data import clips as clip_files
 from rewardfl.evaluation import generation
 from rewardfl.noise import draw_noise
 from rewardfl.training import checkpoint, setup_model
@@ -109,22 +108,7 @@ def test_clips_of_several_shapes_and_all_columns(clips, tmp_path):
     assert data.frame_rate(made / "00.mp4") == 8
     other = ["train.per_device_train_batch_size=1", "train.gradient_accumulation_steps=2", "train.max_steps=3"]
     refused = launch(*settings, *other, check=False)
-    assert refused.returncode == 2 and "several sizes with train.per_device_train_batch_size 2, now 1" in refused.stderr
-
-
-# steps of high noise, then of low noise: shift 5 has 0, 1 | 2, 3 of four
-@pytest.mark.parametrize(
-    "settings, words",
-    [
-        ([], ["[1] of [1, 2, 3]", "take [2, 3]"]),
-        (["model.trainable_models=dit", "sample.gradient_mode=drtune"], ["[2, 3] of [1, 2, 3]", "take [1]"]),
-    ],
-)
-def test_what_cannot_train_is_refused_before_anything_is_written(settings, words, tmp_path, monkeypatch, capsys):
-    settings = [*FAST, "sample.mid_timestep=1", *settings, f"run.output_dir={tmp_path / 'run'}"]
-    code, _, err = call(monkeypatch, capsys, *settings)
-    assert code == 2 and all(word in err for word in ["sample.mid_timestep", *words]), err
-    assert not (tmp_path / "run").exists()
+    assert refused.returncode == 2 and "trained on 2 clips of one size per forward pass" in refused.stderr
 
 
 # -- going on
@@ -189,7 +173,7 @@ def test_other_content_is_refused(monkeypatch, capsys, clips, tmp_path):
     assert f"something else in data.file_name: 1 gone, new or of other content ({rows[3][0]}#" in refusal()
     write(path, rows)
     error = refusal("train.gradient_accumulation_steps=3")
-    assert "trained on 1 clips per update" in error and "now give 3;" in error
+    assert "trained on 1 clips per update" in error and "not on 3;" in error
     packs = [f"reward.reward_model_path={WORLD}/faces/judge", "reward.held_out_model_path=null"]
     error = refusal(*packs)
     assert "something else in reward.held_out_model_path: 2 gone, new or of other content (" in error
@@ -219,18 +203,6 @@ def test_a_run_that_its_judge_ends_is_finished(straight, monkeypatch, capsys, tm
     assert metrics(run) == metrics(straight)[:4]
     call(monkeypatch, capsys, *settings, f"run.output_dir={run}")
     assert metrics(run) == metrics(straight) and equal(adapter(run, 6), adapter(straight, 6))
-
-
-@pytest.mark.parametrize(
-    "overrides, words",
-    [
-        ([TOUCHY, "reward.held_out_model_path=null"], "reward.held_out_model_path is null"),
-        (["train.early_stop={}", "train.max_steps=14"], "train.max_steps 14"),
-    ],
-)
-def test_an_early_stop_that_cannot_work_is_refused(monkeypatch, capsys, overrides, words):
-    code, _, error = call(monkeypatch, capsys, *FAST, "run.output_dir=/nonexistent/never", *overrides)
-    assert code == 2 and "train.early_stop" in error and words in error
 
 
 def test_an_averaged_adapter(straight, tmp_path):
@@ -324,7 +296,6 @@ def test_a_run_starts_from_another_ones_adapter(straight, monkeypatch, capsys, t
         (["lora.lora_rank=8"], "has rank 4 and alpha 4 in blocks.0."),
         (["lora.lora_target_modules=q,k,v"], "lora.lora_target_modules"),
         (["model.trainable_models=dit,dit2", "sample.mid_timestep=0"], "is for low_noise, model.trainable_models for"),
-        (["lora.init_from=nowhere"], "lora.init_from: no such file or folder: nowhere"),
     ],
 )
 def test_adapters_that_do_not_fit(straight, monkeypatch, capsys, no_weights, tmp_path, settings, message):
@@ -431,14 +402,9 @@ def write(path, rows):
     "override,message",
     [
         ("train.lerning_rate=1", "unknown key 'train.lerning_rate', did you mean 'learning_rate'?"),
-        ("data.num_frames=10", "data.num_frames must be 2k+1 for this VAE, from 3 to"),
         ("data.height=60", "data.height must be a multiple of 16, at most"),
-        ("model.trainable_models=dit", "dit answers at no active step"),
         ("data.file_name=nowhere.csv", "data.file_name: no such file or folder: nowhere.csv"),
-        ("model.model_paths=nowhere", "model.model_paths: no such file or folder"),
-        ("reward.reward_model_path=nowhere", "reward.reward_model_path: no face pack at nowhere"),
         ("train.train_batch_size=3", "train.train_batch_size is 3"),
-        ("run.output_dir=README.md", "README.md"),
         ("run.resume_from_checkpoint=nowhere", "run.resume_from_checkpoint: no such folder: nowhere"),
     ],
 )
@@ -446,29 +412,6 @@ def test_bad_settings(monkeypatch, capsys, no_weights, override, message):
     for dry in ([], ["--dry-run"]):
         code, _, error = call(monkeypatch, capsys, *dry, "run.output_dir=/nonexistent/never", override)
         assert code == 2 and message in error
-
-
-def test_a_dry_run_looks_at_the_clips(monkeypatch, capsys, no_weights, clips, tmp_path):
-    """What headers tell, without decoding; rows that are left out are not counted."""
-    path, rows = clips
-    with (WORLD / "train" / "metadata.csv").open() as file:
-        good = list(csv.reader(file))[5:7]
-    for row in good:
-        shutil.copy(WORLD / "train" / row[0], tmp_path / row[0])
-    (tmp_path / rows[1][0]).write_bytes(b"not a video")
-    rows[2][1] = ""
-    data.write_video(tmp_path / rows[3][0], torch.zeros(3, 64, 64, 3, dtype=torch.uint8), 8)
-    write(path, [*rows, *good])
-    monkeypatch.setattr(clip_files, "_decode_frames", lambda path: pytest.fail("decoded"))
-    arguments = ["--dry-run", f"data.file_name={path}", f"run.output_dir={tmp_path / 'run'}", "train.max_steps=null"]
-    arguments += ["train.num_train_epochs=6"]
-    code, _, error = call(monkeypatch, capsys, *arguments)
-    assert code == 2 and "3 of 5 rows" in error and all(f"line {line}: " in error for line in (2, 3, 4))
-    code, out, error = call(monkeypatch, capsys, *arguments, "data.skip_bad_rows=true")
-    assert code == 0, error
-    assert out.count("skipped: line") == 3 and "3 of 5 rows are left out" in out
-    assert "2 clips" in out and "3 steps" in out  # 6 epochs of 2 clips by 4 a step
-    assert not (tmp_path / "run").exists()
 
 
 def test_face_packs_are_compared_with_insightface(monkeypatch, capsys, tmp_path):

@@ -70,9 +70,6 @@ def test_a_sum_of_rewards_and_some_that_only_measure(tmp_path):
     [
         (["reward.name=colour", "reward.settings={rad: 1}"], "unknown key 'reward.settings.rad', did you mean 'red'"),
         (["reward.name=jpeg_size"], "jpeg_size has no gradient, as its class says"),
-        ([others(x={"name": "jpeg_size", "weight": 1})], "reward.others.x: jpeg_size has no gradient"),
-        ([others(x={"name": "aesthetic", "settings": {}})], "reward.others.x.settings.model_dir is required"),
-        ([others(x={"name": "optical_flow", "settings": {"reversals": -1}})], "settings.reversals must be at least 0"),
         ([others(x={"name": "face_motion", "settings": {"pack_dir": "no/such"}})], "reward.others.x.settings.pack_dir"),
         ([others(x={"name": "examples/my_reward.py:Contrast"})], "examples/my_reward.py; --trust-code on the command"),
         ([others(motion={"name": "motion"})], "reward.others.motion: "),

@@ -1,6 +1,5 @@
 """What a script tells of itself."""
 
-import json
 import math
 
 import pytest
@@ -141,17 +140,6 @@ def test_a_run_ends_after_windows_in_a_row_that_break_a_guard():
 def test_what_ended_a_run_is_said_with_figures_and_steps():
     line = early_stop(with_flow(0.9, 0.5, 0.4), **RULE)
     assert "steps 4 to 9" in line and "(reward/held_out/flow) went from 0.900 to 0.400" in line and "\n" not in line
-
-
-def test_a_run_ends_at_the_same_step_by_its_file_alone():
-    """What metrics.jsonl has of a history, nan as null and numbers as text, ends where the history itself does."""
-    history = [line | {"reward/held_out/grid": math.nan} for line in with_flow(0.9, 1 / 3, 0.7199999999999999)]
-    read = [
-        json.loads(json.dumps({key: None if value != value else value for key, value in line.items()}))
-        for line in history
-    ]
-    assert stops_at(read) == stops_at(history) == 9
-    assert early_stop(read, **RULE) == early_stop(history, **RULE)
 
 
 def test_a_checkpoint_with_a_broken_guard_does_not_become_the_best():

@@ -49,19 +49,13 @@ def changed(**keys):
     return config
 
 
-def record(config, base_model=BASE, changes=(), **more):
-    """Return the record that saving.open_log writes."""
-    about = {"command": ["train.py"], "versions": {"torch": "2"}, "git_commit": "abc", "init_from": {"low_noise": "cc"}}
-    return {"config": config, "base_model": dict(base_model), "changes": list(changes), "face_packs": {}} | about | more
-
-
 def opened(output_dir, config=CONFIG, resume="auto", base_model=BASE):
     """What the script does before its first step; what it goes on from. The lock is let go of."""
     run = config["run"] | {"output_dir": str(output_dir), "resume_from_checkpoint": resume}
     with RunFolder() as run_folder:
         found = prepare_output_dir(run_folder, config | {"run": run}, base_model)
-        packs = {"reward.pack": {"det.onnx": "0f"}}
-        run_folder.write_run_json(record(config, base_model, found.changes, face_packs=packs))
+        record = {"config": config, "base_model": base_model, "changes": found.changes, "command": ["train.py"]}
+        run_folder.write_run_json(record)
     return found
 
 
@@ -101,20 +95,13 @@ def run_and_kill(code, folder):
 # ---- atomic writes
 
 
-def test_atomic_write(tmp_path):
-    path = tmp_path / "a.json"
-    files.atomic_write(path, "grüße")
-    assert path.read_text(encoding="utf-8") == "grüße"
-    files.atomic_write(path, b"\x00\x01")
-    assert path.read_bytes() == b"\x00\x01" and names(tmp_path) == ["a.json"]
-
-
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
-    files.atomic_write(tmp_path / "a", "old")
+    files.atomic_write(tmp_path / "a", b"\x00\x01")
+    files.atomic_write(tmp_path / "a", "grüße")
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="disk full"):
         files.atomic_write(tmp_path / "a", "new")
-    assert (tmp_path / "a").read_text() == "old" and names(tmp_path) == ["a"]
+    assert (tmp_path / "a").read_text(encoding="utf-8") == "grüße" and names(tmp_path) == ["a"]
 
 
 def test_a_kill_leaves_the_old_file_and_the_old_folder(tmp_path):
@@ -129,6 +116,7 @@ def test_a_kill_leaves_the_old_file_and_the_old_folder(tmp_path):
     strays = [path for path in tmp_path.rglob("*") if ".tmp-" in path.name]
     assert len(strays) == 4
     assert (tmp_path / "run.json").read_text() == old
+    assert checkpoint.find_checkpoint(tmp_path, "auto") == tmp_path / "checkpoints" / "step-000001"
     assert start(tmp_path) == tmp_path / "checkpoints" / "step-000001"
     assert names(tmp_path / "checkpoints") == ["latest", "step-000001"]
     assert [path for path in tmp_path.rglob("*") if ".tmp-" in path.name] == []
@@ -174,31 +162,11 @@ def test_files_have_the_mode_of_the_umask(tmp_path):
 
 def test_a_new_run_and_going_on_with_it(tmp_path):
     assert start(tmp_path / "out") is None
-    assert json.loads((tmp_path / "out" / "run.json").read_text()) == {
-        "config": CONFIG,
-        "command": ["train.py"],
-        "versions": {"torch": "2"},
-        "git_commit": "abc",
-        "face_packs": {"reward.pack": {"det.onnx": "0f"}},
-        "base_model": BASE,
-        "init_from": {"low_noise": "cc"},
-        "changes": [],
-    }
     path = save(tmp_path / "out", 25)
     assert start(tmp_path / "out") == path
     longer = changed(run__save_steps=5, run__output_dir="elsewhere/out", train__max_steps=100)
     assert start(tmp_path / "out", longer) == path
     assert start(tmp_path / "out", resume=str(path)) == path
-
-
-def test_another_runs_folder_is_refused(tmp_path):
-    start(tmp_path)
-    save(tmp_path, 1)
-    message = (
-        "holds a run with other settings: train.learning_rate 1e-05 -> 2e-05; .*lora.init_from=.*checkpoints/latest"
-    )
-    with pytest.raises(CheckpointError, match=message):
-        start(tmp_path, changed(train__learning_rate=2e-5, run__save_steps=3))
 
 
 def test_the_run_of_another_version_is_refused(tmp_path):
@@ -211,11 +179,12 @@ def test_the_run_of_another_version_is_refused(tmp_path):
 def test_a_run_is_not_overwritten(tmp_path):
     start(tmp_path)
     MetricsFile(tmp_path / "metrics.jsonl").append(1, {"actor/loss": 0.5})
-    message = "already holds a run; take another folder, .* go on with it: run.resume_from_checkpoint=auto"
+    message = "already holds a run; take another folder, .* resume: run.resume_from_checkpoint=auto"
     with pytest.raises(CheckpointError, match=message):
         start(tmp_path, resume=False)
-    with pytest.raises(CheckpointError, match="other settings: train.learning_rate"):
-        start(tmp_path, changed(train__learning_rate=2e-5))
+    message = "other settings: train.learning_rate 1e-05 -> 2e-05; .*lora.init_from=.*checkpoints/latest"
+    with pytest.raises(CheckpointError, match=message):
+        start(tmp_path, changed(train__learning_rate=2e-5, run__save_steps=3))
     assert start(tmp_path) is None  # the same run, killed before its first checkpoint
 
 
@@ -227,7 +196,7 @@ def test_a_run_that_never_finished_a_step_is_replaced(tmp_path):
 
 def test_steps_without_run_json(tmp_path):
     save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="run.json is missing, so nothing says whether this is the same run"):
+    with pytest.raises(CheckpointError, match="run.json is missing; put it back"):
         start(tmp_path)
 
 
@@ -240,33 +209,12 @@ def test_a_checkpoint_of_another_folder(tmp_path):
         start(tmp_path / "c", changed(train__learning_rate=2e-5), resume=str(path))
 
 
-def test_what_a_kill_left_is_no_checkpoint_and_goes(tmp_path):
-    start(tmp_path)
-    path = save(tmp_path, 1)
-    path.rename(path.with_name("step-000002.tmp-7-old"))
-    path = save(tmp_path, 1)
-    path.with_name("latest.tmp-7").symlink_to(path.name)
-    assert checkpoint.find_checkpoint(tmp_path, "auto") == path
-    assert start(tmp_path) == path
-    assert names(tmp_path / "checkpoints") == ["latest", "step-000001"]
-
-
-def test_foreign_files_stay(tmp_path):
-    (tmp_path / "notes.tmp-1").touch()
-    start(tmp_path)
-    assert (tmp_path / "notes.tmp-1").exists()
-
-
-def test_library_versions():
-    versions = library_versions(["rewardfl", "torch", "pyyaml", "no-such-package"])
-    assert list(versions) == ["rewardfl", "torch", "pyyaml"] and versions["torch"] == torch.__version__
-    assert versions["rewardfl"] == rewardfl.__version__
-
-
-def test_the_build_of_torch_is_recorded(monkeypatch):
-    """The distribution of a CUDA build calls itself 2.13.0, too."""
+def test_library_versions(monkeypatch):
+    """The distribution of a CUDA build of torch calls itself 2.13.0, too."""
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
-    assert library_versions(["torch"]) == {"torch": "2.13.0+cu130"}
+    versions = library_versions(["rewardfl", "torch", "pyyaml", "no-such-package"])
+    assert list(versions) == ["rewardfl", "torch", "pyyaml"] and versions["torch"] == "2.13.0+cu130"
+    assert versions["rewardfl"] == rewardfl.__version__
 
 
 def test_git_commit(tmp_path, monkeypatch):
@@ -348,27 +296,25 @@ def test_a_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch):
 def test_temporaries_of_a_cache_that_others_may_write_stay(tmp_path):
     entry = tmp_path / "cache" / "text" / "0a" / "a.safetensors.tmp-elsewhere-1"
     sample = tmp_path / "samples" / "step-000001" / "00.mp4.tmp-elsewhere-1"
-    for path in (entry, sample, tmp_path / "run.json.tmp-elsewhere-1"):
+    foreign = tmp_path / "notes.tmp-1"
+    for path in (entry, sample, foreign, tmp_path / "run.json.tmp-elsewhere-1"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     start(tmp_path)
-    assert [path for path in tmp_path.rglob("*.tmp-*")] == [entry]
+    assert {path for path in tmp_path.rglob("*.tmp-*")} == {entry, foreign}
 
 
 # ---- the folder goes while the run is on
 
 
-@pytest.mark.parametrize("lost", ["folder", "moved", "lock", "another run"])
+@pytest.mark.parametrize("lost", ["moved", "another run"])
 def test_a_run_stops_when_its_folder_is_gone_or_another_ones(tmp_path, lost):
     """And writes nothing there any more."""
     path = tmp_path / "out"
     with RunFolder() as run_folder, RunFolder() as other:
         run_folder.take(path)
         run_folder.check_present()
-        if lost == "lock":
-            (path / "run.lock").unlink()
-        else:
-            path.rename(tmp_path / "elsewhere") if lost == "moved" else shutil.rmtree(path)
+        path.rename(tmp_path / "elsewhere")
         if lost == "another run":
             other.take(path)
         before = tree(tmp_path)
@@ -442,11 +388,9 @@ def test_both_scripts_say_the_same_of_a_key():
 @pytest.mark.parametrize(
     "key, old, new, goes_on",
     [
-        ("experts__untrained", "gpu", "cpu_swap", True),
         ("experts__untrained", "cpu_swap", "gpu", True),
         ("experts__trained", "gpu", "cpu_swap", True),
         ("experts__untrained", "gpu", "fp8", False),
-        ("experts__untrained", "boundary_cache", "cpu_swap", False),
         ("train__lr_scheduler_type", "constant", "constant_with_warmup", True),
         ("train__lr_scheduler_type", "constant", "cosine", False),
     ],
@@ -508,22 +452,25 @@ def test_changes_add_up(tmp_path):
 
 
 DEEP = "[" * 100_000
-DAMAGED_RUN_JSON = {
-    "empty": "", "cut": '{"config": {"run"', "list": "[]", "number": "3", "deep": DEEP, "no config": "{}",
-    "config is a list": '{"config": []}', "a section is a list": '{"config": {"run": []}}',
-    "changes are numbers": '{"config": {}, "base_model": {}, "changes": [1]}',
-    "an empty change": '{"config": {}, "base_model": {}, "changes": [{}]}',
-    "base model is a list": '{"config": {}, "base_model": [1], "changes": []}', "no text": b"\xff\xfe",
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("text", DAMAGED_RUN_JSON.values(), ids=DAMAGED_RUN_JSON.keys())
-def test_damaged_run_json(tmp_path, text):
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b'{"config": {"run"',
+        DEEP.encode(),
+        b"{}",
+        b'{"config": {}, "base_model": {}, "changes": [{}]}',
+        b"\xff\xfe",
+    ],
+    ids=["empty", "cut", "deep", "no config", "an empty change", "no text"],
+)
+def test_damaged_run_json(tmp_path, content):
     start(tmp_path)
     save(tmp_path, 1)
-    content = text if isinstance(text, bytes) else text.encode()
     (tmp_path / "run.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"{tmp_path}/run.json is damaged.*; put it back") as error:
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/run.json is damaged; put it back") as error:
         start(tmp_path)
     assert "\n" not in str(error.value) and (tmp_path / "run.json").read_bytes() == content
 
@@ -540,14 +487,10 @@ def resumable(folder, steps=3):
 
 CHANGES = {
     "deleted": (None, 1),
-    "emptied": (lambda lines: b"", 1),
-    "first lost": (lambda lines: b"".join(lines[1:]), 1),
     "one lost": (lambda lines: lines[0] + lines[2], 2),
     "cut off": (lambda lines: b"".join(lines)[:-9], 3),
-    "reordered": (lambda lines: lines[0] + lines[2] + lines[1], 2),
     "doubled": (lambda lines: lines[0] * 2 + lines[1] + lines[2], 2),
     "another number": (lambda lines: b"".join(lines).replace(b"0.2", b"0.3"), 2),
-    "no text": (lambda lines: b"\xff" * 99, 1),
     "zeros": (lambda lines: lines[0] + lines[1] + b"\0" * len(lines[2]), 3),
 }
 
@@ -589,7 +532,7 @@ def test_the_checkpoint_of_another_version_is_refused(tmp_path):
     (path / "manifest.json").write_text(json.dumps(manifest))
     (path / "state" / "metrics.jsonl").unlink()
     for folder, resume in ((tmp_path, "auto"), (tmp_path / "new", str(path))):
-        with pytest.raises(CheckpointError, match=f"{path} was not written by this version of rewardfl; resume with"):
+        with pytest.raises(CheckpointError, match=f"{path} was written by another version of rewardfl; resume with"):
             start(folder, resume=resume)
 
 
@@ -624,26 +567,12 @@ def test_metrics(tmp_path):
 
 
 def test_save_and_load(tmp_path):
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([weight], lr=1e-3)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    weight.sum().backward()
-    optimizer.step()
-    schedule.step()
-    state = {
-        "optimizer": optimizer.state_dict(),
-        "scheduler": schedule.state_dict(),
-        "rng": [torch.get_rng_state(), None],
-        "position": {"step": 25, "lr": 1e-3, "name": "x"},
-    }
+    state = {"rng": [torch.get_rng_state(), None], "position": {"step": 25, "lr": 1e-3, "name": "x"}}
     path = checkpoint.save_checkpoint(tmp_path, 25, lambda folder: (folder / "adapter").touch(), state)
     assert path == tmp_path / "checkpoints" / "step-000025"
     assert names(path) == ["adapter", "manifest.json", "state"]
     loaded = checkpoint.load_state(path)
     assert loaded["position"] == state["position"] and torch.equal(loaded["rng"][0], state["rng"][0])
-    again = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=1)
-    again.load_state_dict(loaded["optimizer"])
-    assert torch.equal(again.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
 
 
 def test_latest_points_at_the_newest(tmp_path):
@@ -652,34 +581,14 @@ def test_latest_points_at_the_newest(tmp_path):
         latest = tmp_path / "checkpoints" / "latest"
         assert latest.resolve().name == f"step-{step:06d}" and os.readlink(latest) == f"step-{step:06d}"
         assert load_file(latest / "transformer" / "lora.safetensors")["w"][0] == step
-    assert start_from_latest(tmp_path) == (tmp_path / "checkpoints" / "step-000002").resolve()
+    assert checkpoint.find_checkpoint(tmp_path, str(latest)) == (tmp_path / "checkpoints" / "step-000002").resolve()
     assert names(tmp_path / "checkpoints") == ["latest", "step-000001", "step-000002"]
-
-
-def start_from_latest(output_dir):
-    return checkpoint.find_checkpoint(output_dir, str(output_dir / "checkpoints" / "latest"))
 
 
 def test_a_state_that_could_not_be_read_back_is_refused_when_saving(tmp_path):
     with pytest.raises(CheckpointError, match="state holds something that load_state refuses to read"):
         checkpoint.save_checkpoint(tmp_path, 1, lambda _: None, {"rng": np.random.RandomState(0)})
     assert names(tmp_path / "checkpoints") == []
-
-
-def test_a_failing_adapter_leaves_the_last_checkpoint(tmp_path):
-    first = save(tmp_path, 1)
-    message = "step-000002 could not be written .disk full.; the checkpoints before it are as they were; free space"
-    with pytest.raises(WriteError, match=message):
-        checkpoint.save_checkpoint(tmp_path, 2, fail, {})
-    assert names(tmp_path / "checkpoints") == ["latest", "step-000001"]
-    assert checkpoint.find_checkpoint(tmp_path, "auto") == first
-
-
-def test_a_checkpoint_is_saved_again(tmp_path):
-    save(tmp_path, 1)
-    checkpoint.save_checkpoint(tmp_path, 1, lambda folder: (folder / "new").touch(), {"step": 1})
-    assert "new" in names(tmp_path / "checkpoints" / "step-000001")
-    assert names(tmp_path / "checkpoints") == ["latest", "step-000001"]
 
 
 def test_find_checkpoint(tmp_path):
@@ -691,7 +600,7 @@ def test_find_checkpoint(tmp_path):
         assert checkpoint.find_checkpoint(tmp_path, str(paths[-1])) == paths[-1]
     with pytest.raises(CheckpointError, match="run.resume_from_checkpoint: no such folder: out/none"):
         checkpoint.find_checkpoint(tmp_path, "out/none")
-    message = "step-000009 is followed by step-999999, step-1000000 in the same run; delete or move them away"
+    message = "step-000009 is followed by step-999999, step-1000000 in the same run; delete them or move"
     with pytest.raises(CheckpointError, match=message):
         checkpoint.find_checkpoint(tmp_path, str(paths[0]))
 
@@ -714,14 +623,10 @@ def rewrite(path, **values):
 DAMAGE = {
     "manifest.json is missing": lambda path: (path / "manifest.json").unlink(),
     "manifest.json is cut off or altered": lambda path: cut(path / "manifest.json"),
-    "manifest.json is cut off or altered ": lambda path: (path / "manifest.json").write_text('{"files": {"a": 1}}'),
-    "manifest.json is cut off or altered  ": lambda path: (path / "manifest.json").write_text("[]"),
-    "manifest.json is cut off or altered   ": lambda path: (path / "manifest.json").write_text(DEEP),
+    "manifest.json is cut off or altered (deep)": lambda path: (path / "manifest.json").write_text(DEEP),
     "manifest.json is cut off or altered (no files)": lambda path: rewrite(path, files={}),
-    "manifest.json is cut off or altered (step -3)": lambda path: rewrite(path, step=-3),
     "manifest.json is cut off or altered (another step)": lambda path: rewrite(path, step=7),
     "manifest.json is cut off or altered (score)": lambda path: rewrite(path, score="high"),
-    "manifest.json is cut off or altered (sizes)": lambda path: rewrite(path, files={"state/state.pt": {"bytes": "1"}}),
     "state.pt was altered: its sha256 is not that of manifest.json": lambda path: flip(path / "state" / "state.pt"),
     "state/state.pt is missing": lambda path: (path / "state" / "state.pt").unlink(),
     "lora.safetensors has [0-9]+ bytes of [0-9]+": lambda path: cut(path / "transformer" / "lora.safetensors"),
@@ -745,15 +650,10 @@ def test_damaged_checkpoints(tmp_path, message, damage):
         assert checkpoint.find_checkpoint(tmp_path, "auto") is None
 
 
-def test_explicit_paths_are_checked_before_the_folder_is_used(tmp_path):
-    with pytest.raises(CheckpointError, match="run.resume_from_checkpoint: no such folder: nowhere"):
-        start(tmp_path, resume="nowhere")
-
-
 def test_another_base_model_is_refused(tmp_path):
     start(tmp_path)
     path = save(tmp_path, 1)
-    message = "base_model.low_noise 'bb' -> 'cc' .base_model: what model.model_paths leads to"
+    message = "base_model.low_noise 'bb' -> 'cc' .of what model.model_paths leads to"
     for resume in ("auto", str(path)):
         with pytest.raises(CheckpointError, match=message):
             start(tmp_path, resume=resume, base_model=BASE | {"low_noise": "cc"})
@@ -837,7 +737,7 @@ def test_a_full_disk_costs_the_checkpoint_and_nothing_else(tmp_path, part, full)
 
 
 def test_metrics_that_could_not_be_written_are_written_later(tmp_path, full):
-    """A file that may grow by ten bytes takes the beginning of a line, which must go again."""
+    """A file that may grow by ten bytes takes the beginning of a line, which must not spoil the next."""
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics.append(1, {"loss": 1.0})
     whole = metrics.path.read_text()
@@ -846,7 +746,7 @@ def test_metrics_that_could_not_be_written_are_written_later(tmp_path, full):
     for step in (2, 3):
         with pytest.raises(WriteError, match="metrics.jsonl could not be written .*too large.* are kept in memory"):
             metrics.append(step, {"loss": 1.0})
-        assert metrics.path.read_text() == whole
+        assert [line["step"] for line in metrics.read()] == [1]
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     metrics.append(4, {"loss": 1.0})
     assert [line["step"] for line in metrics.read()] == [1, 2, 3, 4]
@@ -864,19 +764,19 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatc
 
 def test_a_dry_run_looks_and_changes_nothing(tmp_path):
     """Not the folder of a run that resumes, and none that is not there yet."""
-    resumable(tmp_path / "old")
+    latest = resumable(tmp_path / "old").parent / "checkpoints" / "latest"
+    checkpoint._point(latest, "step-000001")  # as if killed before it was pointed at the last checkpoint
     before = tree(tmp_path)
     for name, step in (("old", 3), ("new", 0)):
         config = changed(run__output_dir=str(tmp_path / name))
         assert prepare_output_dir(None, config, BASE).step == step
-    assert tree(tmp_path) == before and names(tmp_path) == ["old"]
+    assert tree(tmp_path) == before and names(tmp_path) == ["old"] and os.readlink(latest) == "step-000001"
 
 
 @pytest.mark.parametrize(
     "output_dir, settings, message",
     [
         ("file", {}, "run.output_dir .*file could not be written .*file is no folder"),
-        ("file/deeper/out", {}, "run.output_dir .*file/deeper/out could not be written .*file is no folder"),
         ("nowhere", {}, "nowhere could not be written .*nowhere is no folder"),
         ("new", {"run__resume_from_checkpoint": "missing"}, "run.resume_from_checkpoint: no such folder: missing"),
         ("old", {"run__resume_from_checkpoint": False}, "already holds a run"),

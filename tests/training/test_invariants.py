@@ -71,7 +71,7 @@ def test_a_changed_base_is_named(place):
     watched.check(1)
     layer = model.frozen if place == "inside" else model.outside["high_noise"]
     layer.bias.data[1] = torch.nextafter(layer.bias.data[1], torch.tensor(9.0))
-    with pytest.raises(invariants.BaseChanged, match="step 2: 1 of 4 frozen") as stopped:
+    with pytest.raises(invariants.BaseChanged, match="step 2: 1 of 4 parameters") as stopped:
         watched.check(2)
     assert ("frozen.bias" if place == "inside" else "high_noise.bias") in str(stopped.value)
 
@@ -87,7 +87,7 @@ def test_processes_that_differ_are_named():
         gather=lambda values: torch.cat([values, theirs[len(values)]]),
     )  # fmt: skip
     watched = invariants.Weights(pair, model)
-    with pytest.raises(invariants.WeightsDiffer, match="step 5: 1 of 2 trained .* trained.weight"):
+    with pytest.raises(invariants.WeightsDiffer, match="step 5: 1 of 2 parameters .trained.weight"):
         watched.check(5)
     model.trained.load_state_dict(other.trained.state_dict())
     watched.check(5)
@@ -98,7 +98,7 @@ def test_processes_that_loaded_other_files_are_named():
     pair = types.SimpleNamespace(
         device=torch.device("cpu"), num_processes=2, gather=lambda values: torch.cat([values, theirs])
     )
-    with pytest.raises(invariants.WeightsDiffer, match="4 of 4 frozen .* frozen.weight; model.model_paths"):
+    with pytest.raises(invariants.WeightsDiffer, match="4 of 4 parameters .frozen.weight.*model.model_paths"):
         invariants.check_loaded(pair, model)
     theirs = invariants.bit_sums(list(invariants.frozen_parameters(model).values()))
     invariants.check_loaded(pair, model)

@@ -126,3 +126,15 @@ def test_a_reward_needs_its_frames():
         ConfigError, match="reward.reward_model_path judges at least 2 frames, and data.num_frames is 1"
     ):
         resolve(FACE, "data.num_frames=1", "reward.motion_weight=1", "reward.held_out_model_path=null")
+
+
+def test_the_batch_that_is_checked():
+    geometry = ["train.per_device_train_batch_size=2", "train.gradient_accumulation_steps=3"]
+    assert resolve(FACE, *geometry, "train.train_batch_size=24", processes=4).clips_at_once == 24
+    message = "train.train_batch_size is 20, but per_device_train_batch_size 2 x .* 3 x 4 processes = 24"
+    with pytest.raises(ConfigError, match=message):
+        resolve(FACE, *geometry, "train.train_batch_size=20", processes=4)
+    kept = ["train.active_graphs=keep_on_host", "train.use_gradient_checkpointing_offload=true"]
+    kept.append("train.use_gradient_checkpointing=true")
+    with pytest.raises(ConfigError, match="active_graphs keep_on_host needs one process, not 4; set it to replay"):
+        resolve(FACE, *kept, processes=4)
