@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from rewardfl.memory.attention import Contexts, keeping_outputs
 from rewardfl.memory.swap import BlockSwap, host_memory
 
+Placement = Literal["gpu", "cpu_swap", "fp8"]  # of an expert's frozen weights (section `experts`)
+
 
 def to_host(tensor: Tensor) -> Tensor:
     """Return a copy in host memory, page-locked for a GPU's tensor: that makes copies several times faster."""
@@ -158,9 +160,7 @@ class OffloadedInputs:
         return tensor
 
 
-def move_expert(
-    expert: ModelMixin, where: Literal["gpu", "cpu_swap", "fp8"], device: torch.device, block_classes: Sequence[str]
-) -> ModelMixin:
+def move_expert(expert: ModelMixin, where: Placement, device: torch.device, block_classes: Sequence[str]) -> ModelMixin:
     """Move an expert's frozen weights to their memory; in every case it computes on `device`.
 
     where: gpu, all on `device`. cpu_swap: the blocks' weights in host memory, copied for their turn

@@ -132,7 +132,7 @@ def load_experts(
             compiling.compile_blocks(expert, backbone.block_classes)
         return expert
 
-    def place(expert: ModelMixin, where: str, device: torch.device = job.device) -> ModelMixin:
+    def place(expert: ModelMixin, where: offload.Placement, device: torch.device = job.device) -> ModelMixin:
         return offload.move_expert(expert, where, device, backbone.block_classes)
 
     def velocity(name: str, expert: ModelMixin) -> Tensor:
