@@ -101,6 +101,9 @@ def test_clips_are_compared_with_the_same_noise():
     report = summary(*pair("a", 0, 0.4, 0.5), record("a", "latest", 1, face_sim=0.9))
     found = report["arms"][1]["compared"][f"{JUDGE}/face_sim"]
     assert found["difference"] == close(0.1) and found["left_out"] == 1
+    apart = summary(record("a", "base", 0), record("a", "latest", 1))
+    assert apart["recognisers"][JUDGE]["gain"] is None
+    assert "latest and base have no clip in common" in format_report(json.loads(json.dumps(apart, allow_nan=False)))
 
 
 def test_motion_ratios_see_a_frozen_face():

@@ -28,7 +28,7 @@ def test_curves_of_two_runs(monkeypatch, capsys, tmp_path):
             file.append(step, {"lr": step + offset} | ({"eval/score": step / 2} if step % 2 else {}))
     drawn = []
     monkeypatch.setattr(plt.Axes, "plot", lambda axis, x, y, **how: drawn.append((how["label"], x, y)))
-    monkeypatch.setattr(plt.Axes, "legend", lambda axis: None)
+    monkeypatch.setattr(plt.Axes, "legend", lambda *_, **how: None)
     runs = [tmp_path / "a", tmp_path / "b"]
     code, out, _ = call(monkeypatch, capsys, *runs, "--keys", "lr", "eval/score", "--out", tmp_path / "c.png")
     assert code == 0 and "c.png" in out
@@ -55,7 +55,7 @@ def test_without_a_key_what_is_to_be_watched(monkeypatch, capsys, tmp_path):
     titles, legends = [], []
     monkeypatch.setattr(plt.Axes, "set_title", lambda axis, title: titles.append(title))
     monkeypatch.setattr(plt.Axes, "plot", lambda axis, *values, label, **how: legends.append(label))
-    monkeypatch.setattr(plt.Axes, "legend", lambda axis: None)
+    monkeypatch.setattr(plt.Axes, "legend", lambda *_, **how: None)
     runs = [tmp_path / name / "run" for name in ("a", "b")]
     code, out, _ = call(monkeypatch, capsys, *runs)
     assert code == 0 and out.strip() == str(runs[0] / "curves.png") and (runs[0] / "curves.png").is_file()

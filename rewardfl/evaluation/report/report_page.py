@@ -10,8 +10,9 @@ from urllib.parse import quote
 import jinja2
 
 from rewardfl.evaluation.figures import FROZEN
+from rewardfl.evaluation.metric_curves import encode_figure
 from rewardfl.evaluation.records import REAL
-from rewardfl.evaluation.report.pictures import arm_curves, curves_chart, front_chart, make_markers, real_curve
+from rewardfl.evaluation.report.pictures import draw_face_sim, draw_front, face_sim_curves
 from rewardfl.evaluation.report.tables import digits, make_tables
 from rewardfl.evaluation.report.verdicts import judge_words, main_judge, verdict
 
@@ -46,11 +47,8 @@ def report_page(report: Mapping, folder: Path, most: int = PAGE) -> str:
         "title": f"Evaluation of {', '.join(arm['name'] for arm in against) or 'one arm'}",
         "verdicts": [(arm["name"], verdict(report, arm)) for arm in against],
         "tables": make_tables(report),
-        "curves": [
-            curves_chart(f"By {judge_words(name)}", [*arm_curves(report, name), real_curve(report, name)])
-            for name in reversed(judges)
-        ],
-        "front": front_chart(make_markers(report), judge),
+        "curves": [embed("image/png", draw_face_sim({name: face_sim_curves(report, name)})) for name in judges[::-1]],
+        "front": embed("image/png", encode_figure(draw_front(report))),
         "worst_by": judged_arm(report),
         "judge": judge,
         "judge_words": judge_words(judge),
@@ -65,9 +63,14 @@ def report_page(report: Mapping, folder: Path, most: int = PAGE) -> str:
         if room < 0:
             break
         for shot in present:
-            shot["source"] = "data:video/mp4;base64," + base64.b64encode(shot["path"].read_bytes()).decode()
+            shot["source"] = embed("video/mp4", shot["path"].read_bytes())
         inside += 1
     return render("report.html", values | {"inside": inside})
+
+
+def embed(kind: str, content: bytes) -> str:
+    """Return a file as a data URI. kind: its MIME type."""
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def worst_first(report: Mapping) -> list[Mapping]:
