@@ -134,7 +134,7 @@ def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float)
 
 def real_video(example: data.Example) -> Tensor:
     """Return the real clip (3, F, H, W) of a row that has one."""
-    assert example.video is not None  # judge_videos.load_rows refuses rows without a clip
+    assert example.video is not None  # judge_videos.check_rows refuses rows without a clip
     return example.video
 
 

@@ -10,7 +10,7 @@ from conftest import ROOT
 
 from rewardfl import config, data, lora
 from rewardfl.evaluation import judge_videos, judging
-from rewardfl.evaluation.arms import Arm, batches, find_videos, plan_arms, unique_names
+from rewardfl.evaluation.arms import Arm, batches, find_videos, make_arms, unique_names
 from rewardfl.evaluation.figures import AMOUNTS, record_figures, summarise
 from rewardfl.evaluation.records import (
     SETTINGS,
@@ -292,12 +292,18 @@ def test_batches_hold_clips_of_one_size():
 
 def test_arms_are_named_by_what_tells_them_apart(tmp_path):
     one, two = tmp_path / "a" / "latest", tmp_path / "b" / "latest"
-    arms = plan_arms([(one, 1.0), (one, 0.5), (two, 1.0)], [8, 20], 8)
+    for folder in (one, two):
+        (folder / "transformer").mkdir(parents=True)
+        (folder / "transformer" / lora.WEIGHTS_NAME).touch()
+    arms = make_arms([(one, 1.0), (one, 0.5), (two, 1.0)], None, [8, 20], 8, [], tmp_path)
     assert [arm.name for arm in arms[:4]] == ["base", "a_latest", "a_latest_x0.5", "b_latest"]
     assert [arm.name for arm in arms[4:6]] == ["base_20steps", "a_latest_20steps"]
     assert len({arm.name for arm in arms}) == 8 and arms[5].steps == 20 and arms[2].strength == 0.5
-    with pytest.raises(ValueError, match="--adapter"):
-        plan_arms([(one, 1.0), (one, 1.0)], [8], 8)
+    for adapters, strengths, steps, videos in (
+        ([one, one], None, [8], []), ([one], [1, 1], [8], []), ([one], None, [8, 8], []), ([one], None, [8], [one])
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="is there twice"):
+            make_arms([(path, 1.0) for path in adapters], strengths, steps, 8, videos, tmp_path)
     assert unique_names([tmp_path / "base"]) != ["base"]
 
 

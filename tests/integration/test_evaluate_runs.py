@@ -16,7 +16,7 @@ from conftest import ROOT, run_python
 from runs import CONFIG, QUICK, environment, launch, table
 
 from rewardfl import data, rewards
-from rewardfl.evaluation import arms, judge_videos, study
+from rewardfl.evaluation import arms, judge_videos
 from rewardfl.evaluation import face_protocols as protocols
 from rewardfl.evaluation.records import Writer
 from rewardfl.merging import output
@@ -158,7 +158,7 @@ def test_force_removes_what_the_evaluation_wrote(run, copied, monkeypatch, capsy
     for path in mine:
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
-    monkeypatch.setattr(study, "load_model", stop)
+    monkeypatch.setattr(arms, "load_model", stop)
     call(monkeypatch, capsys, words(run, copied, "sample.shift=3", "--force"), expect=130)
     assert all(path.read_text() == "mine" for path in mine)
     files = {str(path.relative_to(copied)) for path in all_files(copied / "videos")}
