@@ -1,9 +1,10 @@
-"""Figures of a report, from records of judged videos (`records`): pure functions, no pixels.
+"""Figures of a report, from records of judged videos (`records`): means with bootstrap intervals.
 
-People are resampled, not clips: two noises of one person are not two people. Two arms are compared on the clips (person
+People (or prompts) are resampled, not clips: two noises of one person are not two people. Two arms are compared on the clips (person
 and noise) that both have. A clip without a figure in one of them is left out of that figure only.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,10 +16,15 @@ import torch
 from torch import Tensor
 
 from rewardfl.evaluation.arms import Arm
-from rewardfl.evaluation.intervals import Interval, interval, ratio_interval
 from rewardfl.evaluation.records import REAL, VAE, Record
 from rewardfl.rewards.face import identity_kept
 from rewardfl.rewards.face.identity_kept import Scale, ThroughVae
+
+Interval = dict[str, float]  # mean, low, high: the ends of the 95 % interval
+
+RESAMPLES = 10_000
+
+_LEAST = 1e-9  # smallest denominator of a ratio
 
 
 class ClipKey(NamedTuple):
@@ -42,6 +48,34 @@ _COLOURS = ("canary/red", "canary/green", "canary/blue")
 FROZEN = 0.5  # a clip is frozen below this share of the base's non-rigid motion
 
 IN_STRATA = ("face_sim", "drift", "coverage", "nonrigid")
+
+
+def format_interval(value: Interval) -> str:
+    """Format an interval as mean [low, high]."""
+    return f"{value['mean']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
+
+
+@functools.lru_cache(maxsize=4)
+def resampled(count: int) -> Tensor:
+    """Draw (RESAMPLES, count) indices with replacement, always the same."""
+    return torch.randint(0, count, (RESAMPLES, count), generator=torch.Generator().manual_seed(0))
+
+
+def interval(values: Tensor) -> Interval:
+    """Return the mean of (n,) values and the ends of its 95 % bootstrap interval."""
+    return _with_ends(values.mean(), values[resampled(len(values))].mean(1))
+
+
+def ratio_interval(numerator: Tensor, denominator: Tensor) -> Interval:
+    """Return the ratio of two means of (n,) values with its interval."""
+    rows = resampled(len(numerator))
+    ratios = numerator[rows].mean(1) / denominator[rows].mean(1).clamp(min=_LEAST)
+    return _with_ends(numerator.mean() / denominator.mean().clamp(min=_LEAST), ratios)
+
+
+def _with_ends(mean: Tensor, means: Tensor) -> Interval:
+    low, high = means.quantile(torch.tensor([0.025, 0.975])).tolist()
+    return {"mean": float(mean), "low": low, "high": high}
 
 
 def record_figures(record: Record, threshold: float) -> dict[str, float]:
@@ -326,7 +360,7 @@ def motion_report(table: Table, names: Mapping[str, str]) -> dict:
         if key == "reversals":
             change = interval(people["after"] - people["before"]) if clips else None
             figures[key] = means | {"after_minus_before": change}
-            continue
+            break
         for which, mean in means.items():
             figures[which][key] = mean
         figures["after_to_before"][key] = ratio_interval(people["after"], people["before"]) if clips else None

@@ -18,7 +18,7 @@ from rewardfl import config, data
 from rewardfl.backbones.protocol import Backbone
 from rewardfl.evaluation import arms
 from rewardfl.evaluation.arms import Arm, Job, Sampler
-from rewardfl.evaluation.intervals import format_interval, interval
+from rewardfl.evaluation.figures import format_interval, interval
 from rewardfl.files import escape_control
 from rewardfl.merging import output
 from rewardfl.rewards import RewardError, build_terms, resolve_rewards

@@ -4,7 +4,6 @@ import argparse
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -153,7 +152,7 @@ def _input_faces(judges: Judges, example: data.Example) -> References:
     embeddings = {}
     for name, detector in judges.detectors.items():
         assert example.image is not None  # a row with a clip has its first frame
-        image = _rounded(example.image[:, None].to(judges.device)).transpose(0, 1)
+        image = data.to_float(data.to_uint8(example.image[:, None])).to(judges.device).transpose(0, 1)
         (embedding,) = protocols.largest_faces(image, detector, judges.faces[name].recogniser)
         if embedding is not None:
             embeddings[f"input/{name}"] = embedding
@@ -217,11 +216,14 @@ def _pixel_figures(frames: np.ndarray, boxes: np.ndarray | None, periods: Sequen
 def _protocol_figures(judges: Judges, video: Tensor, references: References) -> Figures:
     """Return each protocol's score by each recogniser, None where the input image shows no face, as the authors do."""
     figures: Figures = {}
+    frames = data.to_float(data.to_uint8(video))  # as in a file
     for name, detector in judges.detectors.items():
-        face_sim = partial(protocols.protocol_score, detector=detector, recogniser=judges.faces[name].recogniser)
-        reference = references.get(f"input/{name}")
+        reference, recogniser = references.get(f"input/{name}"), judges.faces[name].recogniser
         for label, samples in judges.protocols.items():
-            figures[f"{label}/{name}"] = None if reference is None else face_sim(samples, _rounded(video), reference)
+            score = None
+            if reference is not None:
+                score = protocols.protocol_score(samples, frames, reference, detector, recogniser)
+            figures[f"{label}/{name}"] = score
     return figures
 
 
@@ -242,8 +244,3 @@ def _reference(references: Mapping[str, Tensor], label: str) -> Reference:
         return None
     head = f"term/{label}/"
     return {name.removeprefix(head): value for name, value in references.items() if name.startswith(head)}
-
-
-def _rounded(video: Tensor) -> Tensor:
-    """Round a video (3, F, H, W) to the values of a file of 8 bits."""
-    return ((video.clamp(-1, 1) + 1) * 127.5).round() / 127.5 - 1

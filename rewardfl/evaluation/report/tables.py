@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rewardfl.evaluation.intervals import Interval
+from rewardfl.evaluation.figures import Interval
 from rewardfl.evaluation.report.verdicts import (
     FROZEN_MOST,
     describe_unhealthy,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rewardfl.evaluation.intervals import format_interval
+from rewardfl.evaluation.figures import format_interval
 from rewardfl.training.alarms import (
     COLOUR_GUARD,
     GAIN_GUARD,
