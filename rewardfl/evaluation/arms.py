@@ -130,17 +130,14 @@ def find_videos(folder: Path, rows: Sequence[data.Row]) -> Files:
     """
     if not folder.is_dir():
         raise ValueError(f"--videos: {folder}: no such folder")
-    by_name = {plain(row.id): row.id for row in rows}
-    by_index = {row.index: row.id for row in rows}
+    ids = {str(row.index): row.id for row in rows} | {plain(row.id): row.id for row in rows}
     files: Files = {}
     for path in sorted(folder.glob("*.mp4")):
-        if (match := NAMED.fullmatch(path.name)) is None:
+        match = NAMED.fullmatch(path.name)
+        row_id = match and (ids.get(match[1]) or ids.get(match[1].lstrip("0") or "0"))
+        if not match or not row_id:
             continue
-        name, seed = match.groups()
-        row_id = by_name.get(name) or (by_index.get(int(name)) if name.isdecimal() else None)
-        if row_id is None:
-            continue
-        key = (row_id, int(seed or 0))
+        key = (row_id, int(match[2] or 0))
         if key in files:
             raise ValueError(f"--videos: {path} and {files[key].name} are both noise {key[1]} of one row; remove one")
         files[key] = path

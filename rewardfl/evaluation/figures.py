@@ -1,7 +1,7 @@
 """Figures of a report, from records of judged videos (`records`): means with bootstrap intervals.
 
-People (or prompts) are resampled, not clips: two noises of one person are not two people. Two arms are compared on the clips (person
-and noise) that both have. A clip without a figure in one of them is left out of that figure only.
+People (or prompts) are resampled, not clips: two noises of one person are not two people. Two arms are compared on the
+clips (person and noise) that both have. A clip without a figure in one of them is left out of that figure only.
 """
 
 import functools

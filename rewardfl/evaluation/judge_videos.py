@@ -24,8 +24,7 @@ from rewardfl.evaluation.judging import list_dependencies, load_judges, measured
 from rewardfl.evaluation.processes import connected
 from rewardfl.evaluation.records import FORMAT, SETTINGS, TOOL, Settings, merge_settings, record_file
 from rewardfl.evaluation.report.pictures import PEOPLE, draw_pictures
-from rewardfl.evaluation.report.report_page import report_page
-from rewardfl.evaluation.report.tables import format_report
+from rewardfl.evaluation.report.report_page import format_report, report_page
 from rewardfl.evaluation.study import Study
 from rewardfl.files import atomic_write, digest_files, escape_control
 from rewardfl.merging import output
@@ -179,5 +178,5 @@ def finish(
     pictures = draw_pictures(report, out, [record for record in records if record["index"] in shown], study.read_file)
     atomic_write(out / "report.html", report_page(report, out))
     print(format_report(report))
-    print(f"\nreport: {out / 'report.html'}, {out / 'report.json'}")
+    print(f"report: {out / 'report.html'}, {out / 'report.json'}")
     print(f"pictures: {', '.join(map(str, pictures))}\nvideos: {out / 'videos'}")

@@ -21,7 +21,7 @@ from rewardfl.evaluation.records import (
     read_records,
 )
 from rewardfl.evaluation.report import pictures
-from rewardfl.evaluation.report.tables import format_report
+from rewardfl.evaluation.report.report_page import format_report
 from rewardfl.evaluation.vbench import motion_smoothness
 from rewardfl.rewards import face
 from rewardfl.rewards.pixels.video_motion import video_motion

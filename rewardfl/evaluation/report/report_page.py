@@ -1,4 +1,4 @@
-"""report.html: an evaluation in one page that opens from the disk without a network, made from report.json."""
+"""report.html: an evaluation in one page that opens from the disk without a network; and its text for a terminal."""
 
 import base64
 import shlex
@@ -21,7 +21,7 @@ NOTES = 2000  # bytes reserved for the note on this limit
 
 ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("rewardfl.evaluation.report", "pages"),
-    autoescape=True,
+    autoescape=jinja2.select_autoescape(["html"]),
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
@@ -32,6 +32,12 @@ ENVIRONMENT.filters["digits"] = digits
 def render(template: str, values: Mapping[str, Any]) -> str:
     """Render a template with these values; jinja2 escapes whatever comes from files."""
     return ENVIRONMENT.get_template(template).render(values)
+
+
+def format_report(report: Mapping) -> str:
+    """Format the verdicts, and then the figures of each arm and of the real clips, for a terminal."""
+    verdicts = [verdict(report, arm) for arm in report["arms"] if arm["against"]]
+    return render("report.txt", {"report": report, "verdicts": verdicts, "tables": make_tables(report)})
 
 
 def report_page(report: Mapping, folder: Path, most: int = PAGE) -> str:

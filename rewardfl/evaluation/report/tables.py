@@ -1,6 +1,6 @@
 """The figures of an evaluation as tables, for the page and for a terminal."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rewardfl.evaluation.figures import Interval
@@ -12,7 +12,6 @@ from rewardfl.evaluation.report.verdicts import (
     judge_words,
     main_judge,
     meaning,
-    verdict,
 )
 
 
@@ -57,13 +56,12 @@ def make_tables(report: Mapping) -> list[FigureTable]:
     sections = [
         ("", f"By {judge_words(judge)}", [n for n in names if n.startswith(f"{judge}/") and n not in moves])
         for judge in reversed(judges)
-    ]
-    sections[0] = ("Is the person kept?", *sections[0][1:])
-    sections += [
+    ] + [
         ("Does it still move?", "", [*moves, *motion, "frozen_share"]),
         ("These reward stillness: may only fall", "", [name for name in names if name.startswith("still/")]),
         ("Canaries: was the reward hacked?", "", ["motion/sharpness", *canaries, "colour_shift"]),
     ]
+    sections[0] = ("Is the person kept?", *sections[0][1:])
     if rest := [name for name in names if name.partition("/")[0] not in ("motion", "still", "canary", *judges)]:
         sections.append(("Published protocols and other rewards", "", rest))
     head = [(name, "") for name in ("figure", *(arm["name"] for arm in report["arms"]), "real clips")]
@@ -85,9 +83,9 @@ def figure_cell(arm: Mapping, name: str, judges: Sequence[str]) -> Cell:
     """Return a figure of an arm, and its change against the arm's base, marked where it is not healthy."""
     if name in ("frozen_share", "colour_shift"):  # figures of an arm and its base
         problem = f"healthy: {FROZEN_MOST:g} at most" if name == "frozen_share" and frozen(arm) else ""
-        return Cell(arm[name] if arm["against"] else None, problem=problem)
-    change = (arm.get("compared") or {}).get(name)
-    return Cell(arm["figures"].get(name), change or None, describe_unhealthy(change, meaning(name, judges)))
+        return Cell(arm.get(name), problem=problem)
+    change = arm.get("compared", {}).get(name)
+    return Cell(arm["figures"].get(name), change, describe_unhealthy(change, meaning(name, judges)))
 
 
 def _strata(report: Mapping) -> FigureTable:
@@ -100,48 +98,3 @@ def _strata(report: Mapping) -> FigureTable:
         rows.append(((f"{width}: {count} people", "too small to be scored here" if width == smallest else ""), cells))
     head = [(text, "") for text in ("face's width in the real clip", *(arm["name"] for arm in report["arms"]))]
     return FigureTable(title="FaceSim by the size of the face", head=head, rows=rows)
-
-
-def format_report(report: Mapping) -> str:
-    """Format the verdicts, and then the figures of each arm and of the real clips, for a terminal."""
-    lines = [f"{report['people']} people, {report['clips']} clips; mean [95 % interval over people]"]
-    for arm in report["arms"]:
-        if arm["against"]:
-            words = verdict(report, arm)
-            lines += ["", *words.sentences, *(f"warning: {warning}" for warning in words.warnings)]
-    tables = make_tables(report)
-    for i, arm in enumerate([*report["arms"], {"name": "real clips"}]):
-        against = f", against {arm['against']}" if arm.get("against") else ""
-        decoded = ", decoded from mp4" if arm.get("decoded") else ""
-        lines += ["", f"{arm['name']}{decoded}{against}", *_column(tables, i)]
-    return "\n".join([*lines, "", *_identity_scale(report)])
-
-
-def _column(tables: Sequence[FigureTable], index: int) -> Iterator[str]:
-    for table in tables:
-        texts = {name[0]: _format_cell(cells[index]) for name, cells in table.rows if index < len(cells)}
-        if any(texts.values()):
-            yield "  " + " ".join(filter(None, (table.title, table.subtitle)))
-            yield from (f"    {name:30s} {text}" for name, text in texts.items() if text)
-
-
-def _format_cell(cell: Cell) -> str:
-    """Format a figure and what became of it; empty where there is nothing to measure."""
-    if cell.figure is None:
-        return ""
-    text = "{} [{}, {}]".format(*digits(cell.figure))
-    if cell.change and "ratio" in cell.change:
-        text += "   base x {} [{}, {}]".format(*digits(cell.change["ratio"]))
-    elif cell.change:
-        text += "   base {} [{}, {}]".format(*digits(cell.change["difference"], signed=True))
-    return f"{text}   ! {cell.problem}" if cell.problem else text
-
-
-def _identity_scale(report: Mapping) -> Iterator[str]:
-    """Yield the ends of identity kept as FaceSim, or why it is missing."""
-    scale = report["identity_scale"]
-    if scale["missing"]:
-        yield f"identity kept: missing, {scale['missing']}"
-    for judge, ends in scale["recognisers"].items():
-        another, through_vae = (ends[end]["mean"] for end in ("another_person", "real_through_vae"))
-        yield f"identity kept ({judge}): 0 is FaceSim {another:.3f}, 1 is {through_vae:.3f}"
