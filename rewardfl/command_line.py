@@ -49,12 +49,6 @@ def option_type(kind: Any) -> Callable[[str], Any]:
     return read
 
 
-def format_first_problem(error: ValidationError) -> str:
-    """Return the key of the first problem, if it has one, and the message."""
-    problem = error.errors()[0]
-    return f"{'.'.join(map(str, problem['loc']))} {problem['msg']}".strip()
-
-
 def setting_type(section: type[Section], key: str) -> Callable[[str], Any]:
     """Return a reader of an option with the type of a key of the configuration."""
     return option_type(section.model_fields[key].rebuild_annotation())

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from rewardfl.evaluation import metric_curves, records
 from rewardfl.evaluation.report import pictures
-from rewardfl.evaluation.report.report_page import embed, render
-from rewardfl.evaluation.report.tables import TableRow, figure_cell
+from rewardfl.evaluation.report.report_page import TableRow, embed, figure_cell, render
 from rewardfl.evaluation.report.verdicts import CANARIES, MEANINGS, MOVES, healthy, main_judge, verdict
 from rewardfl.files import sha256
 from rewardfl.merging import output
@@ -120,20 +119,17 @@ def comparison_page(evaluations: Sequence[Evaluated], problem: str) -> str:
 
 
 def join_reports(evaluations: Sequence[Evaluated]) -> dict:
-    """Join the arms of all reports, with the figures of each one's main judge under the name of the first one's."""
-    first, arms = evaluations[0].report, []
-    judge = main_judge(first)
-    for run in evaluations:
-        head = f"{main_judge(run.report)}/"
-        for arm in run.report["arms"]:
-            named = {
-                block: {name.replace(head, f"{judge}/", 1): figure for name, figure in (arm.get(block) or {}).items()}
-                for block in ("figures", "compared")
-            }
-            curve = {judge: arm["per_frame"][main_judge(run.report)]}
-            people = f"{run.report['people']} people, {arm['clips']} clips"
-            arms.append(arm | named | {"name": f"{run.name}: {arm['name']}", "per_frame": curve, "people": people})
-    return {"arms": arms, "real": {"per_frame": {judge: first["real"]["per_frame"][judge]}}}
+    """Join the arms of all reports, to be judged by the last recogniser that all have. Raise ValueError without one."""
+    real = evaluations[0].report["real"]["per_frame"]
+    judges = [judge for judge in real if all(judge in run.report["real"]["per_frame"] for run in evaluations)]
+    if not judges:
+        raise ValueError("no recogniser has judged all of these evaluations; evaluate again with the same --judge")
+    arms = [
+        arm | {"name": f"{run.name}: {arm['name']}", "people": f"{run.report['people']} people, {arm['clips']} clips"}
+        for run in evaluations
+        for arm in run.report["arms"]
+    ]
+    return {"arms": arms, "real": {"per_frame": {judge: real[judge] for judge in judges}}}
 
 
 def compare_arm(arm: Mapping, judge: str) -> TableRow:

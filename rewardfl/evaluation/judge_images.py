@@ -26,6 +26,8 @@ from rewardfl.rewards.contract import NONFINITE
 from rewardfl.rewards.scoring import Reference, Term, score_safely
 from rewardfl.training import clip_scan, plan, setup_model, setup_rewards
 
+PICTURE = "images/{:04d}_seed{}.png"  # of a pair: index of its row, number of its noise
+
 SHOWN, SIDE = 24, 96  # pairs in the grid, and the minimum height of a picture in it
 
 
@@ -44,7 +46,10 @@ def run(args: argparse.Namespace, arm: Arm, folder: output.Folder) -> int:
     """Score pictures before and after an adapter by the run's rewards; return the exit code."""
     cfg, out, device = arms.load_config(args), folder.path, torch.device(args.device)
     rows = data.load_metadata(cfg.data.file_name, "--data")
-    names = [picture_file(row.index, seed) for row in rows for seed in range(args.seeds)] + ["report.json", "grid.png"]
+    names = [PICTURE.format(row.index, seed) for row in rows for seed in range(args.seeds)] + [
+        "report.json",
+        "grid.png",
+    ]
     folder.claim(names)
     (out / "images").mkdir(exist_ok=True)
     specs = resolve_rewards(config.list_reward_specs(cfg))
@@ -72,18 +77,13 @@ def run(args: argparse.Namespace, arm: Arm, folder: output.Folder) -> int:
     pairs = sample_pairs(sampler, terms, arm, arms.batches(jobs, sampler.sizes, args.batch), references)
     report = summarise_images(pairs, {term.label: term.weight > 0 for term in terms}) | {"command": sys.argv}
     for pair in pairs:
-        data.write_picture(out / picture_file(pair.row.index, pair.seed), pair.picture[None])
+        data.write_picture(out / PICTURE.format(pair.row.index, pair.seed), pair.picture[None])
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     draw_image_grid(pairs, out / "grid.png")
     folder.seal(names)
     print(format_table(report))
     print(f"\nreport: {out / 'report.json'}\npictures: {out / 'grid.png'}, {out / 'images'}")
     return 0
-
-
-def picture_file(index: int, seed: int) -> str:
-    """Return the file of a pair's picture, relative to the evaluation's folder."""
-    return f"images/{index:04d}_seed{seed}.png"
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from rewardfl.rewards.face.pack import file_hashes
 from rewardfl.rewards.pixels.artifacts import measure_artifacts
 from rewardfl.rewards.pixels.video_motion import video_motion
 from rewardfl.rewards.registry import ResolvedReward
-from rewardfl.rewards.scoring import Reference, Term, score_safely
+from rewardfl.rewards.scoring import Term, score_safely
 
 FACE = ("face_sim", "coverage", "speed", "nonrigid")  # the figures of a recogniser
 
@@ -230,17 +230,11 @@ def _protocol_figures(judges: Judges, video: Tensor, references: References) -> 
 def _reward_figures(terms: Sequence[Term], video: Tensor, references: References) -> Figures:
     figures: Figures = {}
     for term in terms:
-        result = score_safely(term.reward, video[None], [_reference(references, term.label)])
+        head = f"term/{term.label}"  # there where `Reward.reference` gave something for the real clip
+        parts = {key.removeprefix(f"{head}/"): part for key, part in references.items() if key.startswith(f"{head}/")}
+        result = score_safely(term.reward, video[None], [parts if head in references else None])
         if result.failed.any():
             raise RewardError(f"{term.key}: {result.problems[0]}")
         valid = bool(result.output.valid[0])
         figures[f"rewards/{term.label}"] = float(result.output.score[0]) if valid else None
     return figures
-
-
-def _reference(references: Mapping[str, Tensor], label: str) -> Reference:
-    """Return what `Reward.reference` gave for the real clip; None where it gave nothing."""
-    if f"term/{label}" not in references:
-        return None
-    head = f"term/{label}/"
-    return {name.removeprefix(head): value for name, value in references.items() if name.startswith(head)}

@@ -18,8 +18,7 @@ from rewardfl.evaluation.arms import Arm
 from rewardfl.evaluation.records import FORMAT, TOOL
 from rewardfl.evaluation.report import pictures
 from rewardfl.evaluation.report.pictures import pareto_front
-from rewardfl.evaluation.report.report_page import report_page, worst_first
-from rewardfl.evaluation.report.tables import digits
+from rewardfl.evaluation.report.report_page import digits, report_page, worst_first
 from rewardfl.evaluation.report.verdicts import MEANINGS, meaning, verdict
 from rewardfl.merging import output
 from rewardfl.training.metrics_file import MetricsFile
@@ -380,6 +379,21 @@ def test_what_is_no_evaluation_is_refused(runs, monkeypatch, capsys):
     assert call(monkeypatch, capsys, runs / "a", runs / "b", *out)[0] == 2
     with pytest.raises(SystemExit, match="2"):
         call(monkeypatch, capsys, runs / "a", *out)
+
+
+def test_different_recognisers_are_not_compared(runs, monkeypatch, capsys):
+    """Their scales differ: of two evaluations the last recogniser of both counts."""
+    folder = runs / "b" / "evaluation"
+    report = (folder / "report.json").read_text()
+    write_report(folder, json.loads(report.replace(JUDGE, "third")))
+    words = [runs / "a", runs / "b", "--anyway", "--out", runs / "page.html"]
+    code, text = call(monkeypatch, capsys, *words)
+    assert code == 2 and "no recogniser has judged all" in text
+    both = json.loads(report)
+    both["real"]["per_frame"]["third"] = both["real"]["per_frame"][JUDGE]
+    both["arms"][1]["compared"]["third/face_sim"] = both["arms"][1]["compared"][f"{JUDGE}/face_sim"]
+    write_report(folder, both)
+    assert call(monkeypatch, capsys, *words)[0] == 0
 
 
 @pytest.mark.parametrize("place", ["own.html", "a/metrics.jsonl", "a/evaluation/report.json", "a", "link.html"])
