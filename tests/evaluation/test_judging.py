@@ -1,12 +1,11 @@
 """The statistics of tools/evaluate.py on records whose answers are known; what it makes of folders; what it refuses."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, run_tool
 
 from rewardfl import config, data, lora
 from rewardfl.evaluation import judge_videos, judging
@@ -359,7 +358,7 @@ def test_records_of_other_settings_are_refused(tmp_path):
 # ---- refusals
 
 
-def test_a_run_with_another_reward_names_the_way_out(tmp_path, monkeypatch, capsys):
+def test_a_run_with_another_reward_names_the_way_out(tmp_path):
     """A judge that the run had not, given as an override."""
     world = ROOT / "assets" / "tiny_world"
     settings = ["reward.name=colour", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
@@ -370,15 +369,15 @@ def test_a_run_with_another_reward_names_the_way_out(tmp_path, monkeypatch, caps
     (tmp_path / "checkpoints" / "latest" / "transformer" / lora.WEIGHTS_NAME).touch()
     data.write_video(tmp_path / "nobody.mp4", torch.full((5, 64, 64, 3), 90, dtype=torch.uint8), 16)
     (tmp_path / "metadata.csv").write_text("video,prompt\nnobody.mp4,x\n")
-    command = ["evaluate.py", "--run", str(tmp_path), "--data", str(tmp_path / "metadata.csv"), "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", command)
-    assert evaluate.main() == 2 and "--judge NAME=FOLDER" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", [*command, f"reward.held_out_model_path={world}/faces/judge"])
-    assert evaluate.main() == 2 and "shows a face" in capsys.readouterr().err  # it has looked for one
-    monkeypatch.setattr(sys, "argv", [*command, "--strengths", "0.5", "--adapter", "x:2"])
-    assert evaluate.main() == 2 and "--strengths" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", [*command, "--adapter", "nowhere"])
-    assert evaluate.main() == 2 and "name a checkpoint with --adapter" in capsys.readouterr().err
+    command = ["--run", tmp_path, "--data", tmp_path / "metadata.csv", "--device", "cpu"]
+    for words, said in (
+        ([], "--judge NAME=FOLDER"),
+        ([f"reward.held_out_model_path={world}/faces/judge"], "shows a face"),  # it has looked for one
+        (["--strengths", "0.5", "--adapter", "x:2"], "--strengths"),
+        (["--adapter", "nowhere"], "name a checkpoint with --adapter"),
+        (["--device", "cuda:99"], "error: --device"),
+    ):
+        assert said in run_tool(evaluate.main, *command, *words, expect=2)
 
 
 @pytest.mark.parametrize(
@@ -386,29 +385,21 @@ def test_a_run_with_another_reward_names_the_way_out(tmp_path, monkeypatch, caps
     [
         ["--strengths", "a"], ["--strengths", "inf"], ["--steps", "0"], ["--seeds", "0"], ["--face-sizes", "80,40"],
         ["--threshold", "nan"], ["--batch", "0"], ["--periods", "8,,16"], ["--adapter", "x:1e999"], ["--config", "x"],
-        ["--judge", "reward=x"], ["--judge", "Big=x"], ["--judge", "fr_feature"],
+        ["--judge", "reward=x"], ["--judge", "Big=x"], ["--judge", "fr_feature"], ["--judge", "a=x", "--judge", "a=y"],
     ],
 )  # fmt: skip
-def test_options_that_cannot_be_are_refused_at_once(monkeypatch, capsys, words):
+def test_options_that_cannot_be_are_refused_at_once(words):
     source = [] if words[0] == "--config" else ["--run", "x"]
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--data", "x", *source, *words])
-    with pytest.raises(SystemExit, match="2"):
-        evaluate.main()
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = run_tool(evaluate.main, "--data", "x", *source, *words, expect=2).splitlines()
     assert line.startswith("error: ") and words[0] in line
 
 
-def test_a_device_that_is_none_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--data", "x", "--run", "x", "--device", "cuda:99"])
-    assert evaluate.main() == 2 and "error: --device" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("content", [None, "[1]", "{}", '{"config": {"model": 3}}', '{"conf', "\xff"])
-def test_a_damaged_run_is_refused(tmp_path, monkeypatch, capsys, content):
+def test_a_damaged_run_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "run.json").write_bytes(content.encode("latin-1"))
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--data", "x", "--run", str(tmp_path), "--device", "cpu"])
-    assert evaluate.main() == 2 and capsys.readouterr().err.startswith("error: ")
+    said = run_tool(evaluate.main, "--data", "x", "--run", tmp_path, "--device", "cpu", expect=2)
+    assert said.startswith("error: ")
 
 
 @pytest.mark.parametrize(

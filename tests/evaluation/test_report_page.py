@@ -6,11 +6,10 @@ import itertools
 import json
 import math
 import re
-import sys
 from html.parser import HTMLParser
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run_tool
 from test_judging import ARMS, JUDGE, pair, real, record, summary
 
 from rewardfl.evaluation import metric_curves
@@ -297,12 +296,6 @@ def test_charts_have_the_figures_and_any_name(evaluation, monkeypatch):
 # ---- comparing
 
 
-def call(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["compare_runs.py", *map(str, arguments)])
-    code, said = compare_runs.main(), capsys.readouterr()
-    return code, said.out + said.err
-
-
 def write_report(folder, report):
     """A report as evaluate.py leaves it."""
     (folder / "report.json").write_text(json.dumps(report))
@@ -323,7 +316,7 @@ def runs(tmp_path):
     return tmp_path
 
 
-def test_two_runs_on_one_page(runs, monkeypatch, capsys):
+def test_two_runs_on_one_page(runs, monkeypatch):
     drawn, draw_curves = {}, metric_curves.draw_curves
 
     def watch(panels, *arguments, **settings):
@@ -332,8 +325,8 @@ def test_two_runs_on_one_page(runs, monkeypatch, capsys):
 
     monkeypatch.setattr(metric_curves, "draw_curves", watch)
     monkeypatch.setattr(pictures, "draw_curves", watch)
-    code, text = call(monkeypatch, capsys, runs / "a", runs / "b" / "evaluation", "--out", runs / "page.html")
-    assert code == 0 and "page.html" in text
+    text = run_tool(compare_runs.main, runs / "a", runs / "b" / "evaluation", "--out", runs / "page.html")
+    assert "page.html" in text
     page = Document((runs / "page.html").read_text())
     assert page.wrong == [] and videos(page) == page.values("href") == []
     assert "a: latest" in page.text and "evaluation: latest" in page.text and "--anyway" not in page.text
@@ -348,61 +341,60 @@ def test_two_runs_on_one_page(runs, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "block, name", [("data", "--data"), ("sampling", "sample.shift"), ("judges", "held_out's w.onnx")]
 )
-def test_unlike_evaluations_are_refused(runs, monkeypatch, capsys, block, name):
+def test_unlike_evaluations_are_refused(runs, block, name):
     folder = runs / "b" / "evaluation"
     report = json.loads((folder / "report.json").read_text())
     report["settings"][block][name] = "other"
     write_report(folder, report)
     words = [runs / "a", runs / "b", "--out", runs / "page.html"]
-    code, text = call(monkeypatch, capsys, *words)
-    assert code == 2 and f"{block}: {name} was" in text and "--anyway" in text and not (runs / "page.html").exists()
-    code, text = call(monkeypatch, capsys, *words, "--anyway")
-    assert code == 0 and f"{block}: {name} was" in Document((runs / "page.html").read_text()).text
+    text = run_tool(compare_runs.main, *words, expect=2)
+    assert f"{block}: {name} was" in text and "--anyway" in text and not (runs / "page.html").exists()
+    text = run_tool(compare_runs.main, *words, "--anyway")
+    assert f"{block}: {name} was" in Document((runs / "page.html").read_text()).text
 
 
-def test_what_is_no_evaluation_is_refused(runs, monkeypatch, capsys):
+def test_what_is_no_evaluation_is_refused(runs):
     out = ("--out", runs / "page.html")
-    code, text = call(monkeypatch, capsys, runs / "a", runs, *out)
-    assert code == 2 and f"{runs}: holds no report.json" in text
+    text = run_tool(compare_runs.main, runs / "a", runs, *out, expect=2)
+    assert f"{runs}: holds no report.json" in text
     folder = runs / "b" / "evaluation"
     report = json.loads((folder / "report.json").read_text())
     for other in (report | {"prompts": 3, "settings": {}}, report | {"settings": {"records": {"format": "0"}}}):
         write_report(folder, other)
-        code, text = call(monkeypatch, capsys, runs / "a", runs / "b", *out)
-        assert code == 2 and f"{folder / 'report.json'}: is of images, or of another version" in text
+        text = run_tool(compare_runs.main, runs / "a", runs / "b", *out, expect=2)
+        assert f"{folder / 'report.json'}: is of images, or of another version" in text
     for content in ("{", json.dumps(report | {"people": 99})):  # damaged or edited since
         write_report(folder, report)
         (folder / "report.json").write_text(content)
-        code, text = call(monkeypatch, capsys, runs / "a", runs / "b", *out)
-        assert code == 2 and f"{folder / 'report.json'}: is not as evaluate.py wrote it" in text
+        text = run_tool(compare_runs.main, runs / "a", runs / "b", *out, expect=2)
+        assert f"{folder / 'report.json'}: is not as evaluate.py wrote it" in text
     (folder / "rewardfl_manifest.json").unlink()
-    assert call(monkeypatch, capsys, runs / "a", runs / "b", *out)[0] == 2
-    with pytest.raises(SystemExit, match="2"):
-        call(monkeypatch, capsys, runs / "a", *out)
+    run_tool(compare_runs.main, runs / "a", runs / "b", *out, expect=2)
+    run_tool(compare_runs.main, runs / "a", *out, expect=2)
 
 
-def test_different_recognisers_are_not_compared(runs, monkeypatch, capsys):
+def test_different_recognisers_are_not_compared(runs):
     """Their scales differ: of two evaluations the last recogniser of both counts."""
     folder = runs / "b" / "evaluation"
     report = (folder / "report.json").read_text()
     write_report(folder, json.loads(report.replace(JUDGE, "third")))
     words = [runs / "a", runs / "b", "--anyway", "--out", runs / "page.html"]
-    code, text = call(monkeypatch, capsys, *words)
-    assert code == 2 and "no recogniser has judged all" in text
+    text = run_tool(compare_runs.main, *words, expect=2)
+    assert "no recogniser has judged all" in text
     both = json.loads(report)
     both["real"]["per_frame"]["third"] = both["real"]["per_frame"][JUDGE]
     both["arms"][1]["compared"]["third/face_sim"] = both["arms"][1]["compared"][f"{JUDGE}/face_sim"]
     write_report(folder, both)
-    assert call(monkeypatch, capsys, *words)[0] == 0
+    run_tool(compare_runs.main, *words)
 
 
 @pytest.mark.parametrize("place", ["own.html", "a/metrics.jsonl", "a/evaluation/report.json", "a", "link.html"])
-def test_a_page_replaces_pages_of_this_tool_alone(runs, monkeypatch, capsys, place):
+def test_a_page_replaces_pages_of_this_tool_alone(runs, place):
     (runs / "own.html").write_text("<p>mine</p>")
     (runs / "link.html").symlink_to("own.html")
     before = {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}
-    code, text = call(monkeypatch, capsys, runs / "a", runs / "b", "--out", runs / place)
-    assert code == 2 and text.startswith(f"error: --out {runs / place} ")
+    text = run_tool(compare_runs.main, runs / "a", runs / "b", "--out", runs / place, expect=2)
+    assert text.startswith(f"error: --out {runs / place} ")
     assert before == {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}
     for _ in range(2):  # the tool's own page is replaced
-        assert call(monkeypatch, capsys, runs / "a", runs / "b", "--out", runs / "new" / "page.html")[0] == 0
+        run_tool(compare_runs.main, runs / "a", runs / "b", "--out", runs / "new" / "page.html")
