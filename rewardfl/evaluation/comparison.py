@@ -47,14 +47,12 @@ def run(args: argparse.Namespace) -> int:
 
 def read_all(folders: Sequence[Path]) -> list[Evaluated]:
     """Read the evaluations of runs or evaluation folders. Raise FileNotFoundError or ValueError for other folders."""
-    return [
-        Evaluated(
-            name,
-            read_report(folder),
-            metric_curves.read_metrics(folder) if (folder / "metrics.jsonl").is_file() else [],
-        )
-        for name, folder in zip(metric_curves.run_labels(folders), folders, strict=True)
-    ]
+    evaluations = []
+    for name, folder in zip(metric_curves.run_labels(folders), folders, strict=True):
+        is_run = (folder / "metrics.jsonl").is_file()
+        metrics = metric_curves.read_metrics(folder) if is_run else []
+        evaluations.append(Evaluated(name, read_report(folder), metrics))
+    return evaluations
 
 
 def report_file(folder: Path) -> Path:

@@ -245,23 +245,15 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], edges: Sequence[fl
         index = 0 if widths[person] < first else 1 + sum(widths[person] > edge for edge in larger)
         list(strata.values())[index].append(person)
     report["face_sizes"] = {name: len(members) for name, members in strata.items()}
-    report["identity_scale"] = scale_report(table)
+    report["identity_scale"] = {"missing": table.no_scale, "recognisers": {}}
+    for judge, scale in table.scales.items():
+        ends = {"another_person": scale.another, "real_through_vae": scale.through_vae}
+        by_end = {name: interval(torch.tensor(list(people.values()))) for name, people in ends.items()}
+        report["identity_scale"]["recognisers"][judge] = by_end
     report["real"] = arm_figures(table, REAL, judges)
     bases = {arm.steps: arm for arm in reversed(arms)} | ({0: arms[0]} if arms[-1].videos else {})
     report["arms"] = [arm_report(table, arm, bases[arm.steps], judges, strata) for arm in arms]
     return report
-
-
-def scale_report(table: Table) -> dict:
-    """Return the ends of identity kept by recogniser as FaceSim, and why a scale is missing."""
-    ends = {
-        judge: {
-            "another_person": interval(torch.tensor(list(scale.another.values()))),
-            "real_through_vae": interval(torch.tensor(list(scale.through_vae.values()))),
-        }
-        for judge, scale in table.scales.items()
-    }
-    return {"missing": table.no_scale, "recognisers": ends}
 
 
 def arm_figures(table: Table, arm: str, judges: Sequence[str]) -> dict:

@@ -74,11 +74,6 @@ class Line(BaseModel):
         return self
 
 
-def record_key(record: Record) -> RecordKey:
-    """Return what identifies a record."""
-    return record["row"], record["arm"], record["seed"]
-
-
 def record_file(out: Path, rank: int) -> Path:
     """Return the file to which the process of this rank appends."""
     return out / FILE if rank == 0 else out / f"records-{rank}.jsonl"
@@ -86,7 +81,7 @@ def record_file(out: Path, rank: int) -> Path:
 
 def read_records(out: Path) -> dict[RecordKey, Record]:
     """Return all records of the folder, without truncated lines. Raise InputError for a line that is no record."""
-    records = {}
+    records: dict[RecordKey, Record] = {}
     for path in _files(out):
         *lines, _ = path.read_bytes().split(b"\n")  # the last is empty or truncated
         for i, line in enumerate(lines, 1):
@@ -97,7 +92,7 @@ def read_records(out: Path) -> dict[RecordKey, Record]:
                 words = f"{'.'.join(map(str, problem['loc']))} {problem['msg']}".strip()
                 raise InputError(f"{path}: line {i} is no record ({words}); {WAY_OUT}") from None
             record = json.loads(line)
-            records[record_key(record)] = record
+            records[record["row"], record["arm"], record["seed"]] = record
     return records
 
 

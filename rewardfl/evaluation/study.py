@@ -228,7 +228,7 @@ class Study:
         by_id, files, joined = {row.id: row for row in rows}, self.files, []
         names = {f"{judge}/{key}" for judge in self.judges.faces for key in judging.FACE}
         for record in records.join_records(self.out):
-            row, arm, seed = records.record_key(record)
+            row, arm, seed = record["row"], record["arm"], record["seed"]
             if row not in by_id or (arm in files and (seed is None or (row, seed) not in files[arm])):
                 continue
             if record["curves"].keys() != self.judges.faces.keys() or not names <= record["figures"].keys():
