@@ -1,5 +1,6 @@
 """Identity kept: its ends and its interval against plain loops, and what an evaluation makes of it."""
 
+import contextlib
 import json
 import shutil
 import sys
@@ -7,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, run_tool
 from diffusers import AutoencoderKLWan
 from runs import CONFIG, QUICK, launch, launch_grpo, metrics, table
 from test_judging import ARMS, JUDGE, pair, real, record, summary
@@ -132,10 +133,8 @@ def evaluated(tmp_path_factory):
 
 
 def call(words):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        patch.setattr(sys, "argv", ["evaluate.py", *map(str, words)])
-        assert evaluate.main() == 0
+    with contextlib.chdir(ROOT):
+        return run_tool(evaluate.main, *words)
 
 
 def read_report(folder):
@@ -199,10 +198,10 @@ def test_videos_of_another_tool_have_it_too(evaluated, tmp_path):
     assert report["settings"]["model"].keys() == {"vae"}
 
 
-def test_clips_that_the_vae_does_not_take_are_judged_without_the_scale(evaluated, tmp_path, capsys):
+def test_clips_that_the_vae_does_not_take_are_judged_without_the_scale(evaluated, tmp_path):
     words = ["--config", CONFIG, "--videos", evaluated / "out" / "videos" / "vae", "--out", tmp_path / "out"]
-    call([*words, "--data", evaluated / "metadata.csv", "--device", "cpu", *QUICK, "data.num_frames=4"])
-    assert "identity kept cannot be measured: data.num_frames must be" in capsys.readouterr().out
+    said = call([*words, "--data", evaluated / "metadata.csv", "--device", "cpu", *QUICK, "data.num_frames=4"])
+    assert "identity kept cannot be measured: data.num_frames must be" in said
     assert "reward/identity_kept" not in read_report(tmp_path / "out")["arms"][0]["figures"]
 
 
