@@ -26,7 +26,7 @@ SOURCES = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room
 UNSAFE = re.compile(
     r"(pickle|dill|joblib)\.(load|Unpickler)|from (pickle|dill|joblib|yaml|torch) import.*(load|Unpickler)"
     r"|yaml\.(?!safe)\w*load\w*\((?!\w+, _Loader)|torch\.load\((?!.*weights_only=True)|allow_pickle=True|shell=True"
-    r"|(?<![.\w])(eval|exec|os\.system)\([^)]",
+    r"|(?<![.\w])(eval|exec|os\.system)\([^)]"
 )
 
 

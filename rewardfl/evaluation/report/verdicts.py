@@ -8,14 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rewardfl.evaluation.figures import format_interval
-from rewardfl.training.alarms import (
-    COLOUR_GUARD,
-    GAIN_GUARD,
-    GRID_GUARD,
-    LOOK_GUARD,
-    SATURATION_GUARD,
-    SHARE_GUARD,
-)
+from rewardfl.training.alarms import COLOUR_GUARD, GAIN_GUARD, GRID_GUARD, LOOK_GUARD, SATURATION_GUARD, SHARE_GUARD
 
 # an arm over its base, and an arm minus its base: "Reading the figures" of docs/motion.md
 FLOW_KEPT, LANDMARKS_KEPT, SHARPNESS_KEPT = 0.95, 0.93, 0.95
