@@ -29,7 +29,7 @@ NEGATIVE = ""  # key of the negative prompt; no row has this id
 
 Sampling = SampleConfig | GrpoSampleConfig
 
-Placement = Literal["gpu", "cpu_swap"]  # of the experts, as `offload.move_expert` takes it
+InferencePlacement = Literal["gpu", "cpu_swap"]  # of the experts, as `offload.move_expert` takes it
 
 Files = dict[tuple[str, int], Path]  # another tool's videos by row id and number of the noise
 
@@ -201,7 +201,7 @@ def encode_inputs(
 
 
 def load_model(
-    backbone: Backbone, adapter: Path | None, experts: Placement, device: torch.device
+    backbone: Backbone, adapter: Path | None, experts: InferencePlacement, device: torch.device
 ) -> tuple[Experts, Decoder]:
     """Load the model with the checkpoint's adapter, if any."""
     decoder = backbone.load_decoder(device)

@@ -93,7 +93,7 @@ def load_sampler(
     backbone: Backbone,
     examples: Mapping[str, tuple[data.Row, data.Example]],
     adapter: Path | None,
-    experts: arms.Placement,
+    experts: arms.InferencePlacement,
     device: torch.device,
 ) -> Sampler:
     """Load the run's model with the checkpoint's adapter. examples: by row id."""

@@ -20,7 +20,7 @@ from rewardfl.config import DataConfig
 from rewardfl.data import cache
 from rewardfl.data.cache import Cache
 from rewardfl.evaluation import arms, judging, processes, records
-from rewardfl.evaluation.arms import Arm, Files, Job, Placement, Sampler, Sampling
+from rewardfl.evaluation.arms import Arm, Files, InferencePlacement, Job, Sampler, Sampling
 from rewardfl.evaluation.records import REAL, VAE, Record
 from rewardfl.files import escape_control
 from rewardfl.training.clip_scan import load_sized_example
@@ -33,7 +33,7 @@ class Study:
 
     seeds: int
     batch: int
-    experts: Placement
+    experts: InferencePlacement
     clips: DataConfig
     sampling: Sampling
     out: Path

@@ -23,6 +23,8 @@ from rewardfl.merging import output
 from rewardfl.training.metrics_file import MetricsFile
 from rewardfl_tools import compare_runs
 
+pytestmark = pytest.mark.slow(20)
+
 VOID = {"meta", "input", "br", "link", "img"}
 NAMES = "abcdefghi"  # people enough for no warning of few
 SETTINGS = {

@@ -22,6 +22,8 @@ from rewardfl.evaluation.records import Writer
 from rewardfl.merging import output
 from rewardfl_tools import evaluate
 
+pytestmark = pytest.mark.slow(40)
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
