@@ -9,7 +9,7 @@ RUN := outputs/tiny_face
 # What decides: the interpreter of .venv, and PYTHON as long as there is no .venv
 INTERPRETER = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: demo realface test quick lowest long lint check chaos golden golden-record pretend report-check format clean interpreter
+.PHONY: demo realface test quick lowest long lint check chaos golden golden-record pretend format clean interpreter
 
 # Two processes with half of the cores and of the batch each: faster than one, and 1.7 times as fast beside a busy program
 TWO = ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 --
@@ -75,11 +75,6 @@ golden-record: $(READY)
 
 golden: $(READY)
 	$(BIN)/python tests/integration/test_golden.py compare outputs/golden
-
-# The page of the demo's evaluation in a browser, Debian's chromium, at two widths; pictures in outputs/report_check
-report-check: $(READY)
-	[ -f $(RUN)/evaluation/report.html ] || $(MAKE) demo
-	$(BIN)/python tests/support/report_check.py $(RUN)/evaluation/report.html
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -13,8 +13,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rewardfl.evaluation.figures import Table, make_table, per_person, place_on_scale
-from rewardfl.evaluation.intervals import Interval, interval, ratio_interval
+from rewardfl.evaluation.figures import (
+    Interval,
+    Table,
+    interval,
+    make_table,
+    per_person,
+    place_on_scale,
+    ratio_interval,
+)
 from rewardfl.evaluation.records import read_records
 
 BASE = "base"

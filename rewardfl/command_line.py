@@ -24,20 +24,6 @@ NO_JUDGE = ("reward", "held_out", "rewards", "motion", "still", "canary", "consi
 Strength = Annotated[Number, Field(ge=-1000, le=1000)]  # of an adapter
 
 
-class JudgeOption(argparse.Action):
-    """Collection of --judge NAME=FOLDER into {name: folder}."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        name, _, folder = values.partition("=")
-        if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or not folder:
-            parser.error(f"{option}: {values!r} must be NAME=FOLDER, NAME of small letters, digits and underscores")
-        if name in (*namespace.judge, *NO_JUDGE):
-            parser.error(f"{option}: {name} is taken; give the recogniser another name")
-        namespace.judge = namespace.judge | {name: Path(folder)}
-
-
 class Parser(argparse.ArgumentParser):
     """A command line with the tool's docstring as its help. A mistake is one line that names the option."""
 
@@ -61,12 +47,6 @@ def option_type(kind: Any) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"must be {words}, got {shown(text)}") from None
 
     return read
-
-
-def format_first_problem(error: ValidationError) -> str:
-    """Return the key of the first problem, if it has one, and the message."""
-    problem = error.errors()[0]
-    return f"{'.'.join(map(str, problem['loc']))} {problem['msg']}".strip()
 
 
 def setting_type(section: type[Section], key: str) -> Callable[[str], Any]:
@@ -104,6 +84,13 @@ def _message(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'the disk'}: {error.strerror}"
     return str(error)
+
+
+def add_device_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
+    parser.add_argument(
+        "--experts", choices=("gpu", "cpu_swap"), default="gpu", help="cpu_swap: blocks come from host memory in turn"
+    )
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
@@ -148,6 +135,17 @@ def parse_adapter(text: str) -> tuple[str, float]:
     """Return a checkpoint folder and the strength of its adapter, as --adapter names them."""
     path, strength = parse_path_and_strength(text)
     return path, option_type(Strength)(str(strength))
+
+
+def parse_judge(text: str) -> tuple[str, Path]:
+    """Return name and folder of NAME=FOLDER, as --judge names a recogniser."""
+    name, _, folder = text.partition("=")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in NO_JUDGE or not folder:
+        names = ", ".join(NO_JUDGE)
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be NAME=FOLDER, NAME of small letters, digits and underscores, and none of {names}"
+        )
+    return name, Path(folder)
 
 
 def one_line(text: str) -> str:

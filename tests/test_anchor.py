@@ -93,6 +93,7 @@ def test_a_moment_lies_between_steps():
 # -- the scripts
 
 
+@pytest.mark.slow(15)
 def test_supervised_fine_tuning_lowers_the_data_loss(tmp_path):
     """Without a face pack, a rollout or a reward."""
     settings = [
@@ -114,6 +115,7 @@ def test_supervised_fine_tuning_lowers_the_data_loss(tmp_path):
     assert all(torch.equal(resumed[name], value) for name, value in straight.items())
 
 
+@pytest.mark.slow(15)
 def test_the_anchor_next_to_a_reward(tmp_path):
     """It changes the adapter and not the first video."""
     settings = ["train.max_steps=2", "run.sample_videos=0", "reward.held_out_model_path=null"]
@@ -125,6 +127,7 @@ def test_the_anchor_next_to_a_reward(tmp_path):
     assert lines[1]["reward/mean"] != without[1]["reward/mean"]
 
 
+@pytest.mark.slow(15)
 def test_rows_without_a_clip_have_no_anchor(tmp_path):
     """The first row has an image and somebody's face; where no row has a clip, an anchor is refused."""
     link = table(tmp_path / "some.csv", "train", 2)
@@ -187,6 +190,7 @@ def test_a_clip_whose_latents_are_lost_is_an_error_or_has_no_anchor(capsys):
     assert "skipped: 0 has no anchor: latents are missing" in "".join(capsys.readouterr())
 
 
+@pytest.mark.slow(15)
 def test_policy_updates_with_the_anchor(tmp_path):
     run = ["train.max_steps=2", "run.save_steps=1", "run.sample_videos=0"]
     launch_grpo(f"run.output_dir={tmp_path / 'without'}", *run)
@@ -215,6 +219,7 @@ def test_what_cannot_work_is_refused(settings, message):
         config.load("tests/face.yaml", settings)
 
 
+@pytest.mark.slow(15)
 def test_the_committed_adapter_is_nearer_to_the_clips(tmp_path):
     """assets/tiny_world/supervised, from which the demo starts: an update without a rate measures it."""
     losses = {}

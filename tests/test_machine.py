@@ -59,6 +59,7 @@ def test_a_process_takes_its_share(monkeypatch):
 
 
 @pytest.mark.parametrize("entry", ["import train_reward_fl", "import train_flow_grpo"])
+@pytest.mark.slow(12)
 def test_threads_soon_sleep_while_they_wait(entry):
     """libgomp prints what it has read, when torch loads it: the variables are set before."""
     environment = {key: value for key, value in os.environ.items() if key not in THREADS}

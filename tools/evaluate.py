@@ -34,7 +34,6 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rewardfl import command_line, trust
-from rewardfl.command_line import JudgeOption
 from rewardfl.config import schema
 
 Period = Annotated[int, Field(ge=2, le=1000)]  # in pixels
@@ -81,14 +80,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--batch", type=count, default=4, help="clips or images sampled at a time (default: %(default)s)"
     )
-    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
-    parser.add_argument(
-        "--experts", choices=("gpu", "cpu_swap"), default="gpu", help="cpu_swap: blocks come from host memory in turn"
-    )
+    command_line.add_device_options(parser)
     add_figures(parser)
     trust.add_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the run's configuration")
     args = parser.parse_args()
+    judges = dict(args.judge)
+    if len(judges) < len(args.judge):
+        parser.error("--judge: two recognisers have one name; give one another")
+    args.judge = judges
     if args.config and (not args.videos or args.adapter or args.steps or args.strengths or not args.out):
         parser.error("--config is for --videos and --out alone; to sample from adapters give --run")
     return args
@@ -97,7 +97,7 @@ def parse_arguments() -> argparse.Namespace:
 def add_figures(parser: argparse.ArgumentParser) -> None:
     figures = parser.add_argument_group("figures")
     figures.add_argument(
-        "--judge", action=JudgeOption, default={}, metavar="NAME=FOLDER",
+        "--judge", type=command_line.parse_judge, action="append", default=[], metavar="NAME=FOLDER",
         help="a face pack of another recogniser, next to the run's; may be given several times. The last one's word "
         "counts in the report's first sentences",
     )  # fmt: skip

@@ -19,22 +19,20 @@ from rewardfl.config import schema
 
 def main() -> int:
     parser = command_line.Parser(__doc__)
-    parser.add_argument(
-        "--model-name", default="wan2_2", help="which model it is, as model.model_name (default: wan2_2)"
-    )
+    parser.add_argument("--model-name", default="wan2_2", help="as model.model_name (default: wan2_2)")
     parser.add_argument("--model", required=True, help="diffusers folder, or a wan22_paths.json")
     parser.add_argument("--tokenizer", default="", help="tokenizer folder, for original files (default: the model's)")
     parser.add_argument("--image", type=Path, help="the first frame, for models that take one")
     parser.add_argument("--prompt", required=True)
+    sample, model = schema.SampleConfig, schema.ModelConfig
+    guidance = command_line.setting_type(sample, "guidance_scale")
     parser.add_argument(
-        "--guidance", type=command_line.setting_type(schema.SampleConfig, "guidance_scale"), default=1.0,
+        "--guidance", type=guidance, default=1.0,
         help="classifier-free guidance: 3.5 (with --steps 40) for the official model, 1 (none, the default) for "
         "distilled ones",
     )  # fmt: skip
-    parser.add_argument(
-        "--embedded-guidance", type=command_line.setting_type(schema.ModelConfig, "embedded_guidance"),
-        help="as model.embedded_guidance, for FLUX.1-dev",
-    )  # fmt: skip
+    embedded = command_line.setting_type(model, "embedded_guidance")
+    parser.add_argument("--embedded-guidance", type=embedded, help="as model.embedded_guidance, for FLUX.1-dev")
     parser.add_argument("--negative-prompt", default="", help="what --guidance above 1 leads away from")
     parser.add_argument("--out", type=Path, required=True, help="NAME.mp4, NAME.npy, NAME.png or a new folder")
     parser.add_argument("--distill-lora-high", default="", help="distillation LoRA fused into the high-noise expert")
@@ -46,7 +44,7 @@ def main() -> int:
     default = "default: %(default)s"
     side, count = command_line.option_type(schema.Side), command_line.setting_type(schema.DataConfig, "num_frames")
     steps, seed, rate = map(command_line.option_type, (schema.Denoising, schema.Seed, schema.FrameRate))
-    shift = command_line.setting_type(schema.SampleConfig, "shift")
+    shift = command_line.setting_type(sample, "shift")
     parser.add_argument("--height", type=side, default=480, help=default)
     parser.add_argument("--width", type=side, default=832, help=default)
     parser.add_argument("--num-frames", type=count, default=81, help=default)
@@ -55,11 +53,7 @@ def main() -> int:
     parser.add_argument("--seed", type=seed, default=0, help=f"of the noise ({default})")
     parser.add_argument("--fps", type=rate, default=16, help=f"of NAME.mp4 ({default})")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help=default)
-    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
-    parser.add_argument(
-        "--experts", choices=("gpu", "cpu_swap"), default="gpu",
-        help=f"cpu_swap: blocks come from host memory in turn ({default})",
-    )  # fmt: skip
+    command_line.add_device_options(parser)
     args = parser.parse_args()
     if args.negative_prompt and args.guidance == 1:
         parser.error("--negative-prompt: does nothing without guidance; give --guidance, or remove it")

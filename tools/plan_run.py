@@ -10,13 +10,12 @@ Exits with 0 when the run fits the memory of the GPU and of the host as it is se
 all. The host's memory is this machine's, or its container's limit, unless --host-gb names another's.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
 from rewardfl import command_line, trust
 from rewardfl.config import schema
-
-FITS, DOES_NOT = 0, 2  # exit codes
 
 
 def main() -> int:
@@ -36,33 +35,32 @@ def main() -> int:
     trust.add_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args()
+    return command_line.exit_code(lambda: plan_run(args))
+
+
+def plan_run(args: argparse.Namespace) -> int:
     # here, so that --help and mistakes in the arguments need no torch
     from rewardfl import backbones, config, data, machine
     from rewardfl.estimate.advice import Machine
     from rewardfl.estimate.report import TFLOPS, estimate
-    from rewardfl.files import escape_control
-    from rewardfl.training import cli, plan, setup_model, setup_summary, setup_workload
+    from rewardfl.training import plan, setup_model, setup_summary, setup_workload
 
-    try:
-        cfg = config.load(args.config, args.overrides)
-        rows = data.load_metadata(cfg.data.file_name) if Path(cfg.data.file_name).is_file() else None
-        backbone = backbones.describe(cfg.model.model_name, setup_model.model_source(cfg))
-        backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
-        run_plan = plan.resolve(cfg, backbone, args.processes, here=False)
-        if rows is not None:
-            problems = [(row.line, text) for row in rows if (text := plan.size_problem(cfg.data, backbone, row.size))]
-            rows, _ = data.usable_rows(rows, problems, skip_bad_rows=cfg.data.skip_bad_rows)
-        overview = setup_summary.overview(cfg, run_plan, backbone, rows)
-        planned = setup_workload.make_workload(cfg, run_plan, backbone, rows, args.sharding)
-    except cli.REFUSALS as error:
-        print(escape_control(f"error: {error}"), file=sys.stderr)
-        return DOES_NOT
+    cfg = config.load(args.config, args.overrides)
+    rows = data.load_metadata(cfg.data.file_name) if Path(cfg.data.file_name).is_file() else None
+    backbone = backbones.describe(cfg.model.model_name, setup_model.model_source(cfg))
+    backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
+    run_plan = plan.resolve(cfg, backbone, args.processes, here=False)
+    if rows is not None:
+        problems = [(row.line, text) for row in rows if (text := plan.size_problem(cfg.data, backbone, row.size))]
+        rows, _ = data.usable_rows(rows, problems, skip_bad_rows=cfg.data.skip_bad_rows)
+    overview = setup_summary.overview(cfg, run_plan, backbone, rows)
+    planned = setup_workload.make_workload(cfg, run_plan, backbone, rows, args.sharding)
     print(f"model's shape from {backbone.described_by()}")
     print(f"data: {'not there yet' if rows is None else f'{len(rows)} clips'}: {cfg.data.file_name}\n")
     host = machine.usable_memory() if args.host_gb is None else args.host_gb * 1e9
     text, fits = estimate(planned, Machine(args.gpu_memory * 1e9, host, args.processes), args.tflops or TFLOPS)
     print(overview, text, sep="\n")
-    return FITS if fits else DOES_NOT
+    return command_line.DONE if fits else command_line.REFUSED
 
 
 if __name__ == "__main__":

@@ -20,10 +20,7 @@ def main() -> int:
     parser.add_argument("--config", required=True)
     count = command_line.option_type(schema.Count)
     parser.add_argument("--rows", type=count, default=4, help="clips, one noise each (default: %(default)s)")
-    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
-    parser.add_argument(
-        "--experts", choices=("gpu", "cpu_swap"), default="gpu", help="cpu_swap: blocks come from host memory in turn"
-    )
+    command_line.add_device_options(parser)
     trust.add_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return command_line.run("rewardfl.evaluation.scales", parser.parse_intermixed_args())

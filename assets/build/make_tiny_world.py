@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from rewardfl.command_line import JudgeOption
+from rewardfl.command_line import parse_judge
 
 
 def main() -> None:
@@ -25,7 +25,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="next to no training, for tests")
     parser.add_argument("--distil", action="store_true", help="write the four-step LoRAs of OUT/pipeline, nothing else")
     parser.add_argument(
-        "--judge", action=JudgeOption, default={}, metavar="NAME=FOLDER", help="a further face pack that judges"
+        "--judge",
+        type=parse_judge,
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="a further face pack that judges",
     )
     args = parser.parse_args()
     from tiny_world import build, distil, measure  # here, so that --help works without torch
@@ -39,7 +44,9 @@ def main() -> None:
     work = args.work or (args.out / "work" if args.quick else Path("build/tiny_world"))
     work.mkdir(parents=True, exist_ok=True)
     build.build(plan, args.out, work, args.seed)
-    write_figures(measure.measure(args.out, work / "cured", args.seed, plan.measured_people, args.judge), args.out)
+    write_figures(
+        measure.measure(args.out, work / "cured", args.seed, plan.measured_people, dict(args.judge)), args.out
+    )
 
 
 def write_figures(figures: Mapping[str, object], folder: Path) -> None:

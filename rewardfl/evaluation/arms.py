@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ NEGATIVE = ""  # key of the negative prompt; no row has this id
 
 Sampling = SampleConfig | WholeSampleConfig
 
-Placement = Literal["gpu", "cpu_swap"]  # of the experts, as `offload.move_expert` takes it
+InferencePlacement = Literal["gpu", "cpu_swap"]  # of the experts, as `offload.move_expert` takes it
 
 Files = dict[tuple[str, int], Path]  # another tool's videos by row id and number of the noise
 
@@ -70,24 +71,39 @@ class Arm:
     videos: Path | None = None  # another tool's videos, judged as they are
 
 
-def plan_arms(adapters: Sequence[tuple[Path, float]], steps: Sequence[int], usual: int) -> list[Arm]:
-    """Return, for each step count, the base model and every adapter at its strength.
+def make_arms(
+    named: Sequence[tuple[str, float]],
+    strengths: Sequence[float] | None,
+    steps: Sequence[int],
+    usual: int,
+    videos: Sequence[Path],
+    run: Path | None,
+) -> list[Arm]:
+    """Return, for each step count of a run, the base model and every adapter, and then other tools' videos.
 
-    usual: the step count that names omit. Raise ValueError for an adapter at one strength, or a step count, that is
-    named twice.
+    named: adapters by --adapter, each with its strength; without any and without videos the run's latest. strengths: of
+    every adapter. usual: the step count that names omit. Raise ValueError where two arms would have one name,
+    FileNotFoundError for a folder without an adapter, before anything loads.
     """
-    for option, values in (("--adapter", adapters), ("--steps", steps)):
-        if repeated := [value for i, value in enumerate(values) if value in values[:i]]:
-            raise ValueError(f"{option}: {repeated[0]} is named twice; remove one")
+    if strengths and any(strength != 1 for _, strength in named):
+        raise ValueError("--strengths: an --adapter names a strength of its own; give one or the other")
+    adapters = [(Path(path), strengths or [strength]) for path, strength in named]
+    if run and not named and not videos:
+        adapters = [(run / "checkpoints" / "latest", strengths or [1.0])]
     folders = list(dict.fromkeys(folder for folder, _ in adapters))
+    if missing := [folder for folder in folders if not any(folder.glob(f"*/{lora.WEIGHTS_NAME}"))]:
+        raise FileNotFoundError(f"{missing[0]}: holds no */{lora.WEIGHTS_NAME}; name a checkpoint with --adapter")
     names = dict(zip(folders, unique_names(folders), strict=True))
     arms = []
-    for count in steps:
+    for count in steps if run else ():
         tail = "" if count == usual else f"_{count}steps"
         arms.append(Arm(name=BASE + tail, steps=count))
-        for adapter, strength in adapters:
-            suffix = "" if strength == 1 else f"_x{strength:g}"
-            arms.append(Arm(name=f"{names[adapter]}{suffix}{tail}", steps=count, adapter=adapter, strength=strength))
+        for folder, strength in ((folder, strength) for folder, of_folder in adapters for strength in of_folder):
+            name = names[folder] + ("" if strength == 1 else f"_x{strength:g}") + tail
+            arms.append(Arm(name=name, steps=count, adapter=folder, strength=strength))
+    arms += [Arm(name=name, videos=folder) for name, folder in zip(unique_names(videos), videos, strict=True)]
+    if twice := [name for name, count in Counter(arm.name for arm in arms).items() if count > 1]:
+        raise ValueError(f"--adapter, --strengths, --steps, --videos: {twice[0]} is there twice; remove or rename one")
     return arms
 
 
@@ -114,17 +130,14 @@ def find_videos(folder: Path, rows: Sequence[data.Row]) -> Files:
     """
     if not folder.is_dir():
         raise ValueError(f"--videos: {folder}: no such folder")
-    by_name = {plain(row.id): row.id for row in rows}
-    by_index = {row.index: row.id for row in rows}
+    ids = {str(row.index): row.id for row in rows} | {plain(row.id): row.id for row in rows}
     files: Files = {}
     for path in sorted(folder.glob("*.mp4")):
-        if (match := NAMED.fullmatch(path.name)) is None:
+        match = NAMED.fullmatch(path.name)
+        row_id = match and (ids.get(match[1]) or ids.get(match[1].lstrip("0") or "0"))
+        if not match or not row_id:
             continue
-        name, seed = match.groups()
-        row_id = by_name.get(name) or (by_index.get(int(name)) if name.isdecimal() else None)
-        if row_id is None:
-            continue
-        key = (row_id, int(seed or 0))
+        key = (row_id, int(match[2] or 0))
         if key in files:
             raise ValueError(f"--videos: {path} and {files[key].name} are both noise {key[1]} of one row; remove one")
         files[key] = path
@@ -187,14 +200,8 @@ def encode_inputs(
         yield row.id, encode_text(row.prompt) | encode_image(image, num_frames)
 
 
-def check_adapter(folder: Path) -> None:
-    """Raise FileNotFoundError where the folder holds no adapter, before anything loads."""
-    if not any(folder.glob(f"*/{lora.WEIGHTS_NAME}")):
-        raise FileNotFoundError(f"{folder}: holds no */{lora.WEIGHTS_NAME}; name a checkpoint with --adapter")
-
-
 def load_model(
-    backbone: Backbone, adapter: Path | None, experts: Placement, device: torch.device
+    backbone: Backbone, adapter: Path | None, experts: InferencePlacement, device: torch.device
 ) -> tuple[Experts, Decoder]:
     """Load the model with the checkpoint's adapter, if any."""
     decoder = backbone.load_decoder(device)

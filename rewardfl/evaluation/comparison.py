@@ -4,14 +4,14 @@ import argparse
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from rewardfl.evaluation import metric_curves, records
 from rewardfl.evaluation.report import pictures
-from rewardfl.evaluation.report.report_page import render
-from rewardfl.evaluation.report.tables import TableRow, figure_cell
-from rewardfl.evaluation.report.verdicts import CANARIES, MEANINGS, MOVES, healthy, judge_words, main_judge, verdict
+from rewardfl.evaluation.report.report_page import TableRow, embed, figure_cell, render
+from rewardfl.evaluation.report.verdicts import CANARIES, MEANINGS, MOVES, healthy, main_judge, verdict
 from rewardfl.files import sha256
 from rewardfl.merging import output
 
@@ -22,14 +22,12 @@ COMPARED, WHOLE = ("face/face_sim", "face/identity_kept", *MOVES, *CANARIES), ("
 TRAINING = ("reward/held_out", "reward/held_out/flow", "grad_norm")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluated:
-    """A named evaluation. metrics: lines of metrics.jsonl, empty for no run. colour: the number of its first arm's."""
+class Evaluated(NamedTuple):
+    """A named evaluation. metrics: lines of metrics.jsonl, empty for no run."""
 
     name: str
     report: Mapping
     metrics: metric_curves.Lines
-    colour: int
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,12 +47,11 @@ def run(args: argparse.Namespace) -> int:
 
 def read_all(folders: Sequence[Path]) -> list[Evaluated]:
     """Read the evaluations of runs or evaluation folders. Raise FileNotFoundError or ValueError for other folders."""
-    evaluations, colour = [], 0
+    evaluations = []
     for name, folder in zip(metric_curves.run_labels(folders), folders, strict=True):
-        report, is_run = read_report(folder), (folder / "metrics.jsonl").is_file()
+        is_run = (folder / "metrics.jsonl").is_file()
         metrics = metric_curves.read_metrics(folder) if is_run else []
-        evaluations.append(Evaluated(name=name, report=report, metrics=metrics, colour=colour))
-        colour += len(report["arms"])
+        evaluations.append(Evaluated(name, read_report(folder), metrics))
     return evaluations
 
 
@@ -90,60 +87,52 @@ def describe_mismatch(evaluations: Sequence[Evaluated]) -> str:
 
 def comparison_page(evaluations: Sequence[Evaluated], problem: str) -> str:
     """Return the page. problem: how the evaluations differ, which the page shows first."""
-    judge = main_judge(evaluations[0].report)
+    joined = join_reports(evaluations)
     columns = [MEANINGS[key] for key in (*COMPARED, *WHOLE)]
-    markers = [pictures.make_markers(run.report, f"{run.name}: ", run.colour) for run in evaluations]
-    runs = [
-        {
-            "name": run.name,
-            "verdicts": [verdict(run.report, arm) for arm in run.report["arms"] if arm["against"]],
-            "version": run.report["version"],
-            "command": shlex.join(run.report["command"]),
-        }
-        for run in evaluations
-    ]
+    judge = main_judge(joined)
+    curves: dict[tuple, metric_curves.Curve] = {}
+    for curve in pictures.face_sim_curves(joined, judge):  # a base that several share is drawn once
+        curves.setdefault(tuple(curve.points), curve)
+    panels = {key: [metric_curves.metric_curve(run.name, run.metrics, key) for run in evaluations] for key in TRAINING}
+    panels = {key: lines for key, lines in panels.items() if any(line.points for line in lines)}
     values = {
         "title": f"Comparison of {', '.join(run.name for run in evaluations)}",
         "problem": problem,
         "head": [("run: arm", ""), *((column.label, column.says + healthy(column)) for column in columns)],
-        "rows": rows(evaluations),
-        "front": pictures.front_chart(sum(markers, []), judge),
-        "curves": [pictures.curves_chart(f"By {judge_words(judge)}", curves(evaluations))],
-        "training": [chart for key in TRAINING for chart in training(evaluations, key)],
-        "runs": runs,
+        "rows": [compare_arm(arm, judge) for arm in joined["arms"] if arm["against"]],
+        "front": embed("image/png", metric_curves.encode_figure(pictures.draw_front(joined))),
+        "curves": [embed("image/png", pictures.draw_face_sim({judge: list(curves.values())}))],
+        "training": embed("image/png", metric_curves.draw_curves(panels, "step")) if panels else "",
+        "runs": [
+            {
+                "name": run.name,
+                "verdicts": [verdict(run.report, arm) for arm in run.report["arms"] if arm["against"]],
+                "version": run.report["version"],
+                "command": shlex.join(run.report["command"]),
+            }
+            for run in evaluations
+        ],
     }
     return render("comparison.html", values)
 
 
-def rows(evaluations: Sequence[Evaluated]) -> list[TableRow]:
-    """Return a row for each arm that has a base, with a cell for each figure."""
-    rows: list[TableRow] = []
-    for run in evaluations:
-        judge = main_judge(run.report)
-        for arm in (arm for arm in run.report["arms"] if arm["against"]):
-            names = [key.replace("face/", f"{judge}/") for key in COMPARED]
-            cells = [replace(figure_cell(arm, name, [judge]), figure=None) for name in names]
-            cells += [figure_cell(arm, name, [judge]) for name in WHOLE]
-            people = f"{run.report['people']} people, {arm['clips']} clips"
-            rows.append(((f"{run.name}: {arm['name']}", people), cells))
-    return rows
+def join_reports(evaluations: Sequence[Evaluated]) -> dict:
+    """Join the arms of all reports, to be judged by the last recogniser that all have. Raise ValueError without one."""
+    real = evaluations[0].report["real"]["per_frame"]
+    judges = [judge for judge in real if all(judge in run.report["real"]["per_frame"] for run in evaluations)]
+    if not judges:
+        raise ValueError("no recogniser has judged all of these evaluations; evaluate again with the same --judge")
+    arms = [
+        arm | {"name": f"{run.name}: {arm['name']}", "people": f"{run.report['people']} people, {arm['clips']} clips"}
+        for run in evaluations
+        for arm in run.report["arms"]
+    ]
+    return {"arms": arms, "real": {"per_frame": {judge: real[judge] for judge in judges}}}
 
 
-def curves(evaluations: Sequence[Evaluated]) -> list[pictures.Curve]:
-    """Return every arm's curve by its main judge, a shared base once, and the real clips of the first evaluation."""
-    curves: list[pictures.Curve] = []
-    for run in evaluations:
-        drawn = [curve.points for curve in curves]
-        run_curves = pictures.arm_curves(run.report, main_judge(run.report), f"{run.name}: ", run.colour)
-        arms = zip(run_curves, run.report["arms"], strict=True)
-        curves += [curve for curve, arm in arms if arm["against"] or curve.points not in drawn]
-    return [*curves, pictures.real_curve(evaluations[0].report, main_judge(evaluations[0].report))]
-
-
-def training(evaluations: Sequence[Evaluated], key: str) -> list[pictures.Chart]:
-    """Return a chart of a metric of all runs; nothing where no run has it. A run has its first adapter's colour."""
-    lines = []
-    for run in evaluations:
-        if points := metric_curves.metric_points(run.metrics, key):
-            lines.append(pictures.Curve(run.name, points, pictures.arm_colour(run.colour + 1)))
-    return [pictures.curves_chart(key, lines, ("step", key))] if lines else []
+def compare_arm(arm: Mapping, judge: str) -> TableRow:
+    """Return a row with a cell for each figure of an arm that has a base."""
+    names = [key.replace("face/", f"{judge}/") for key in COMPARED]
+    cells = [replace(figure_cell(arm, name, [judge]), figure=None) for name in names]
+    cells += [figure_cell(arm, name, [judge]) for name in WHOLE]
+    return (arm["name"], arm["people"]), cells

@@ -31,17 +31,6 @@ BORDER = 4  # the frame's height and width over the border's
 PROTOCOLS = {"consisid": 16, "opens2v": 32}  # frames of a clip that are compared, from the first to the last
 
 
-def compared_frames(count: int, samples: int) -> list[int]:
-    """Return `samples` indices of `count` frames, evenly from first to last and rounded down; they may repeat."""
-    return np.linspace(0, count - 1, samples).astype(int).tolist()
-
-
-def face_sim(reference: Tensor, embeddings: Sequence[Tensor | None]) -> float:
-    """Return the mean max(0, cosine) of unit vectors (D,) with the reference, without None (no face); 0 for no face."""
-    cosines = [max(0.0, float(reference @ embedding)) for embedding in embeddings if embedding is not None]
-    return sum(cosines) / len(cosines) if cosines else 0.0
-
-
 @torch.no_grad()
 def largest_faces(frames: Tensor, detector: FaceDetector, recogniser: FaceRecogniser) -> list[Tensor | None]:
     """Return the unit embedding (D,), on the CPU, of the largest face in each of (N, 3, H, W) frames, or None."""
@@ -58,11 +47,15 @@ def largest_faces(frames: Tensor, detector: FaceDetector, recogniser: FaceRecogn
 def protocol_score(
     samples: int, video: Tensor, reference: Tensor, detector: FaceDetector, recogniser: FaceRecogniser
 ) -> float:
-    """Return FaceSim of a clip (3, F, H, W) in [-1, 1]. samples: of PROTOCOLS. reference: of the input image (D,)."""
-    indices = compared_frames(video.shape[1], samples)
+    """Return the mean max(0, cosine) of a clip (3, F, H, W) in [-1, 1], over frames with a face; 0 without any.
+
+    samples: of PROTOCOLS. reference: of the input image (D,). The frames are rounded down, and may repeat.
+    """
+    indices = np.linspace(0, video.shape[1] - 1, samples).astype(int).tolist()
     once = sorted(set(indices))
     faces = dict(zip(once, largest_faces(to_frames(video)[once], detector, recogniser), strict=True))
-    return face_sim(reference, [faces[i] for i in indices])
+    cosines = [max(0.0, float(reference @ face)) for i in indices if (face := faces[i]) is not None]
+    return sum(cosines) / len(cosines) if cosines else 0.0
 
 
 def _embed_first(frames: Tensor, faces: Sequence[Faces], recogniser: FaceRecogniser) -> list[Tensor | None]:

@@ -1,13 +1,14 @@
-"""Figures of a report, from records of judged videos (`records`): pure functions, no pixels.
+"""Figures of a report, from records of judged videos (`records`): means with bootstrap intervals.
 
-People are resampled, not clips: two noises of one person are not two people. Two arms are compared on the clips (person
-and noise) that both have. A clip without a figure in one of them is left out of that figure only.
+People (or prompts) are resampled, not clips: two noises of one person are not two people. Two arms are compared on the
+clips (person and noise) that both have. A clip without a figure in one of them is left out of that figure only.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +16,15 @@ import torch
 from torch import Tensor
 
 from rewardfl.evaluation.arms import Arm
-from rewardfl.evaluation.intervals import Interval, interval, ratio_interval
 from rewardfl.evaluation.records import REAL, VAE, Record
 from rewardfl.rewards.face import identity_kept
 from rewardfl.rewards.face.identity_kept import Scale, ThroughVae
+
+Interval = dict[str, float]  # mean, low, high: the ends of the 95 % interval
+
+RESAMPLES = 10_000
+
+_LEAST = 1e-9  # smallest denominator of a ratio
 
 
 class ClipKey(NamedTuple):
@@ -42,6 +48,34 @@ _COLOURS = ("canary/red", "canary/green", "canary/blue")
 FROZEN = 0.5  # a clip is frozen below this share of the base's non-rigid motion
 
 IN_STRATA = ("face_sim", "drift", "coverage", "nonrigid")
+
+
+def format_interval(value: Interval) -> str:
+    """Format an interval as mean [low, high]."""
+    return f"{value['mean']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
+
+
+@functools.lru_cache(maxsize=4)
+def resampled(count: int) -> Tensor:
+    """Draw (RESAMPLES, count) indices with replacement, always the same."""
+    return torch.randint(0, count, (RESAMPLES, count), generator=torch.Generator().manual_seed(0))
+
+
+def interval(values: Tensor) -> Interval:
+    """Return the mean of (n,) values and the ends of its 95 % bootstrap interval."""
+    return _with_ends(values.mean(), values[resampled(len(values))].mean(1))
+
+
+def ratio_interval(numerator: Tensor, denominator: Tensor) -> Interval:
+    """Return the ratio of two means of (n,) values with its interval."""
+    rows = resampled(len(numerator))
+    ratios = numerator[rows].mean(1) / denominator[rows].mean(1).clamp(min=_LEAST)
+    return _with_ends(numerator.mean() / denominator.mean().clamp(min=_LEAST), ratios)
+
+
+def _with_ends(mean: Tensor, means: Tensor) -> Interval:
+    low, high = means.quantile(torch.tensor([0.025, 0.975])).tolist()
+    return {"mean": float(mean), "low": low, "high": high}
 
 
 def record_figures(record: Record, threshold: float) -> dict[str, float]:
@@ -80,6 +114,14 @@ class Table:
     def names(self, arm: str) -> list[str]:
         """Return all figures of the arm's clips, in the order of measurement."""
         return list(dict.fromkeys(name for figures in self.figures[arm].values() for name in figures))
+
+    def part(self, people: Sequence[str]) -> "Table":
+        """Return the table of these people, without scales: they need all people."""
+        figures = {
+            arm: {clip: named for clip, named in clips.items() if clip.person in people}
+            for arm, clips in self.figures.items()
+        }
+        return replace(self, figures=figures, scales={})
 
     def curve(self, arm: str, judge: str) -> list[float]:
         """Return mean FaceSim of frames 1 .. F - 1 over the arm's clips."""
@@ -148,12 +190,6 @@ def by_person(values: Values, clips: Iterable[ClipKey] | None = None) -> Tensor:
     return torch.tensor(list(per_person(values, clips).values()))
 
 
-def paired_means(values: Values, base: Values) -> tuple[Tensor, Tensor]:
-    """Return two (people,) means over the clips that both arms have."""
-    clips = values.keys() & base.keys()
-    return by_person(values, clips), by_person(base, clips)
-
-
 def mean_interval(values: Values) -> Interval | None:
     """Return the mean over people with its interval; None for no clips."""
     return interval(by_person(values)) if values else None
@@ -174,14 +210,14 @@ def colour_shift(table: Table, arm: str, base: str) -> Interval | None:
 
 def compare(values: Values, base: Values, *, by_ratio: bool) -> dict | None:
     """Return the difference from the base, the share of people with more, and the ratio; None without common clips."""
-    left, right = paired_means(values, base)
-    if not len(left):
+    clips = values.keys() & base.keys()
+    if not clips:
         return None
+    left, right = by_person(values, clips), by_person(base, clips)
     change = {"difference": interval(left - right), "people_with_more": float((left > right).float().mean())}
     if by_ratio:
         change["ratio"] = ratio_interval(left, right)
-    change["left_out"] = len(values.keys() | base.keys()) - len(values.keys() & base.keys())
-    return change
+    return change | {"left_out": len(values.keys() | base.keys()) - len(clips)}
 
 
 def summarise(records: Sequence[Record], arms: Sequence[Arm], edges: Sequence[float], threshold: float) -> dict:
@@ -194,8 +230,7 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], edges: Sequence[fl
     table = make_table(records, [arm.name for arm in arms], threshold)
     judges = list(next(iter(table.records[REAL].values()))["curves"])
     widths = per_person({clip: record["face_width"] for clip, record in table.records[REAL].items()})
-    people = sorted(widths)
-    report: dict = {"people": len(people), "clips": len(table.figures[arms[0].name])}
+    report: dict = {"people": len(widths), "clips": len(table.figures[arms[0].name])}
     report |= {"reading": {"face_sizes": list(edges), "threshold": threshold}}
     report |= {"recognisers": {}, "motion": {}, "per_clip": per_clip(table, arms, judges)}
     if len(arms) > 1:
@@ -206,88 +241,76 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], edges: Sequence[fl
     first, *larger = edges  # a face on an edge belongs to the middle
     between = [f"{low:g}-{high:g} px" for low, high in itertools.pairwise(edges)]
     strata: dict[str, list[str]] = {name: [] for name in (f"< {first:g} px", *between, f"> {edges[-1]:g} px")}
-    for person in people:
+    for person in sorted(widths):
         index = 0 if widths[person] < first else 1 + sum(widths[person] > edge for edge in larger)
         list(strata.values())[index].append(person)
     report["face_sizes"] = {name: len(members) for name, members in strata.items()}
-    report["identity_scale"] = scale_report(table)
-    report["real"] = own_figures(table, REAL, judges)
+    report["identity_scale"] = {"missing": table.no_scale, "recognisers": {}}
+    for judge, scale in table.scales.items():
+        ends = {"another_person": scale.another, "real_through_vae": scale.through_vae}
+        by_end = {name: interval(torch.tensor(list(people.values()))) for name, people in ends.items()}
+        report["identity_scale"]["recognisers"][judge] = by_end
+    report["real"] = arm_figures(table, REAL, judges)
     bases = {arm.steps: arm for arm in reversed(arms)} | ({0: arms[0]} if arms[-1].videos else {})
     report["arms"] = [arm_report(table, arm, bases[arm.steps], judges, strata) for arm in arms]
     return report
 
 
-def own_figures(table: Table, arm: str, judges: Sequence[str]) -> dict:
+def arm_figures(table: Table, arm: str, judges: Sequence[str]) -> dict:
+    figures = mean_figures(table, arm, table.names(arm))
+    return {"figures": figures, "per_frame": {judge: table.curve(arm, judge) for judge in judges}}
+
+
+def mean_figures(table: Table, arm: str, names: Sequence[str]) -> dict[str, Interval | None]:
+    """Return the means of these figures, and identity kept by the recognisers that have a scale."""
     figures: dict[str, Interval | None] = {}
-    for name in table.names(arm):
+    for name in names:
         figures[name] = mean_interval(table.values(arm, name))
         judge, _, key = name.rpartition("/")
         if key == "face_sim" and judge in table.scales:
             people = per_person(table.values(arm, name))
             figures[f"{judge}/identity_kept"] = place_on_scale(table.scales[judge], people)
-    return {"figures": figures, "per_frame": {judge: table.curve(arm, judge) for judge in judges}}
+    return figures
 
 
-def scale_report(table: Table) -> dict:
-    """Return the ends of identity kept by recogniser as FaceSim, and why a scale is missing."""
-    ends = {
-        judge: {
-            "another_person": interval(torch.tensor(list(scale.another.values()))),
-            "real_through_vae": interval(torch.tensor(list(scale.through_vae.values()))),
-        }
-        for judge, scale in table.scales.items()
-    }
-    return {"missing": table.no_scale, "recognisers": ends}
+def compare_figures(table: Table, arm: str, base: str, names: Sequence[str]) -> dict[str, dict | None]:
+    """Return the changes of these figures against the base, and of identity kept."""
+    changes: dict[str, dict | None] = {}
+    for name in names:
+        block, _, key = name.rpartition("/")
+        by_ratio = block != "rewards" and key in RATIOS  # a reward's name and zero are arbitrary
+        after, before = table.values(arm, name), table.values(base, name)
+        changes[name] = change = compare(after, before, by_ratio=by_ratio)
+        if key == "face_sim" and block in table.scales and change:
+            both = [per_person(values, after.keys() & before.keys()) for values in (after, before)]
+            changes[f"{block}/identity_kept"] = change | {"difference": place_on_scale(table.scales[block], *both)}
+    return changes
 
 
 def arm_report(table: Table, arm: Arm, base: Arm, judges: Sequence[str], strata: Mapping[str, Sequence[str]]) -> dict:
     """Return an arm's figures, their changes unless it is the base, and the strata of face sizes."""
-    summary = {
-        "name": arm.name, "steps": arm.steps, "adapter": None if arm.adapter is None else str(arm.adapter),
-        "strength": arm.strength, "videos": None if arm.videos is None else str(arm.videos),
-        "decoded": arm.videos is not None, "clips": len(table.figures[arm.name]),
-        **own_figures(table, arm.name, judges),
-    }  # fmt: skip
     against = None if arm is base else base.name
-    summary["against"] = against
+    summary = {
+        "name": arm.name, "steps": arm.steps, "adapter": arm.adapter and str(arm.adapter), "strength": arm.strength,
+        "videos": arm.videos and str(arm.videos), "decoded": arm.videos is not None,
+        "clips": len(table.figures[arm.name]), **arm_figures(table, arm.name, judges), "against": against,
+    }  # fmt: skip
     if against:
-        changes: dict[str, dict | None] = {}
-        for name in table.names(arm.name):
-            block, _, key = name.rpartition("/")
-            by_ratio = block != "rewards" and key in RATIOS  # a reward's name and zero are arbitrary
-            after, before = table.values(arm.name, name), table.values(against, name)
-            changes[name] = change = compare(after, before, by_ratio=by_ratio)
-            if key == "face_sim" and block in table.scales and change:
-                both = [per_person(values, after.keys() & before.keys()) for values in (after, before)]
-                changes[f"{block}/identity_kept"] = change | {"difference": place_on_scale(table.scales[block], *both)}
-        summary["compared"] = changes
+        summary["compared"] = compare_figures(table, arm.name, against, table.names(arm.name))
         nonrigid = [table.values(name, f"{judges[-1]}/nonrigid") for name in (arm.name, against)]
         summary |= {"frozen_share": frozen_share(*nonrigid), "colour_shift": colour_shift(table, arm.name, against)}
-    # without the first stratum: faces below the first edge are only counted
-    summary["strata"] = {
-        name: stratum_report(table, arm.name, against, judges, people) for name, people in list(strata.items())[1:]
-    }
+    names = [f"{judge}/{key}" for judge in judges for key in IN_STRATA]
+    summary["strata"] = {}
+    for name, people in list(strata.items())[1:]:  # faces below the first edge are only counted
+        part = table.part(people)
+        summary["strata"][name] = {"people": len(people), "figures": mean_figures(part, arm.name, names)}
+        if against:
+            summary["strata"][name]["compared"] = compare_figures(part, arm.name, against, names)
     return summary
 
 
-def stratum_report(table: Table, arm: str, base: str | None, judges: Sequence[str], people: Sequence[str]) -> dict:
-    """Return the figures of people whose faces have one size."""
-
-    def select(arm: str, name: str) -> Values:
-        return {clip: value for clip, value in table.values(arm, name).items() if clip.person in people}
-
-    names = [f"{judge}/{key}" for judge in judges for key in IN_STRATA]
-    figures = {name: mean_interval(select(arm, name)) for name in names}
-    if base is None:
-        return {"people": len(people), "figures": figures}
-    changes = {
-        name: compare(select(arm, name), select(base, name), by_ratio=name.endswith("nonrigid")) for name in names
-    }
-    return {"people": len(people), "figures": figures, "compared": changes}
-
-
 def recogniser_report(table: Table, judge: str, names: Mapping[str, str]) -> dict:
-    """Return a recogniser's figures. names: before | after | real -> arm."""
+    """Return a recogniser's figures; None for changes without common clips. names: before | after | real -> arm."""
 
     def values(which: str, key: str) -> Values:
         return table.values(names[which], f"{judge}/{key}")
@@ -297,21 +320,22 @@ def recogniser_report(table: Table, judge: str, names: Mapping[str, str]) -> dic
         figures[which] = {key: interval(by_person(values(which, key))) for key in ("face_sim", "coverage", *_MOVES)}
         figures[which]["per_frame"] = table.curve(names[which], judge)
         figures[which]["last_quarter"] = float(np.mean(list(values(which, "last_quarter").values())))
-    after, before = paired_means(values("after", "face_sim"), values("before", "face_sim"))
-    figures["gain"] = {
-        "absolute": interval(after - before),
-        "relative": {key: value - 1 for key, value in ratio_interval(after, before, -math.inf).items()},
-        "people_improved": float((after > before).float().mean()),
-    }
+    figures["gain"] = None
+    if change := compare(values("after", "face_sim"), values("before", "face_sim"), by_ratio=True):
+        relative = {key: value - 1 for key, value in change["ratio"].items()}
+        figures["gain"] = {
+            "absolute": change["difference"], "relative": relative, "people_improved": change["people_with_more"],
+        }  # fmt: skip
     for to in ("before", "real"):
         figures[f"motion_after_to_{to}"] = {key: motion_ratio(values("after", key), values(to, key)) for key in _MOVES}
     return figures
 
 
-def motion_ratio(values: Values, base: Values) -> dict:
-    """Return the ratio of the means over people, and the median ratio of a clip."""
+def motion_ratio(values: Values, base: Values) -> dict | None:
+    """Return the ratio of the means over people, and the median ratio of a clip; None without common clips."""
     ratios = [values[clip] / max(base[clip], 1e-9) for clip in values if clip in base]
-    return ratio_interval(*paired_means(values, base)) | {"median_per_clip": float(np.median(ratios))}
+    change = compare(values, base, by_ratio=True)
+    return change and change["ratio"] | {"median_per_clip": float(np.median(ratios))}
 
 
 def motion_report(table: Table, names: Mapping[str, str]) -> dict:
@@ -328,7 +352,7 @@ def motion_report(table: Table, names: Mapping[str, str]) -> dict:
         if key == "reversals":
             change = interval(people["after"] - people["before"]) if clips else None
             figures[key] = means | {"after_minus_before": change}
-            continue
+            break
         for which, mean in means.items():
             figures[which][key] = mean
         figures["after_to_before"][key] = ratio_interval(people["after"], people["before"]) if clips else None

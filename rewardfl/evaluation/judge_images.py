@@ -10,25 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
 from rewardfl import config, data
 from rewardfl.backbones.protocol import Backbone
-from rewardfl.evaluation.arms import (
-    BASE,
-    Arm,
-    Job,
-    Placement,
-    Sampler,
-    Sampling,
-    batches,
-    encode_inputs,
-    load_config,
-    load_model,
-)
-from rewardfl.evaluation.intervals import format_interval, interval
+from rewardfl.evaluation import arms
+from rewardfl.evaluation.arms import Arm, Job, Sampler
+from rewardfl.evaluation.figures import format_interval, interval
 from rewardfl.files import escape_control
 from rewardfl.merging import output
 from rewardfl.rewards import RewardError, build_terms, resolve_rewards
@@ -36,27 +26,30 @@ from rewardfl.rewards.base import NONFINITE
 from rewardfl.rewards.scoring import Reference, Term, score_safely
 from rewardfl.training import clip_scan, plan, setup_model, setup_rewards
 
-ARMS = ("before", "after")
+PICTURE = "images/{:04d}_seed{}.png"  # of a pair: index of its row, number of its noise
 
 SHOWN, SIDE = 24, 96  # pairs in the grid, and the minimum height of a picture in it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One prompt and noise. picture: uint8 (H, 2 W, 3), of both arms. scores: label or label/part -> arm -> value."""
+    """One prompt and noise. picture: uint8 (H, 2 W, 3), of both arms. scores: (before, after) by label[/part]."""
 
     row: data.Row
     seed: int
     picture: Tensor
-    scores: dict[str, dict[str, float]]
+    scores: dict[str, tuple[float, float]]
 
 
 @torch.no_grad()
 def run(args: argparse.Namespace, arm: Arm, folder: output.Folder) -> int:
     """Score pictures before and after an adapter by the run's rewards; return the exit code."""
-    cfg, out, device = load_config(args), folder.path, torch.device(args.device)
+    cfg, out, device = arms.load_config(args), folder.path, torch.device(args.device)
     rows = data.load_metadata(cfg.data.file_name, "--data")
-    names = [picture_file(row.index, seed) for row in rows for seed in range(args.seeds)] + ["report.json", "grid.png"]
+    names = [PICTURE.format(row.index, seed) for row in rows for seed in range(args.seeds)] + [
+        "report.json",
+        "grid.png",
+    ]
     folder.claim(names)
     (out / "images").mkdir(exist_ok=True)
     specs = resolve_rewards(config.list_reward_specs(cfg))
@@ -81,10 +74,10 @@ def run(args: argparse.Namespace, arm: Arm, folder: output.Folder) -> int:
         for key, (row, example) in examples.items()
     }
     jobs = [(row, seed) for seed in range(args.seeds) for row in rows]
-    pairs = sample_pairs(sampler, terms, arm, batches(jobs, sampler.sizes, args.batch), references)
+    pairs = sample_pairs(sampler, terms, arm, arms.batches(jobs, sampler.sizes, args.batch), references)
     report = summarise_images(pairs, {term.label: term.weight > 0 for term in terms}) | {"command": sys.argv}
     for pair in pairs:
-        data.write_picture(out / picture_file(pair.row.index, pair.seed), pair.picture[None])
+        data.write_picture(out / PICTURE.format(pair.row.index, pair.seed), pair.picture[None])
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     draw_image_grid(pairs, out / "grid.png")
     folder.seal(names)
@@ -93,26 +86,21 @@ def run(args: argparse.Namespace, arm: Arm, folder: output.Folder) -> int:
     return 0
 
 
-def picture_file(index: int, seed: int) -> str:
-    """Return the file of a pair's picture, relative to the evaluation's folder."""
-    return f"images/{index:04d}_seed{seed}.png"
-
-
 @torch.no_grad()
 def load_sampler(
-    sampling: Sampling,
+    sampling: arms.Sampling,
     num_frames: int,
     backbone: Backbone,
     examples: Mapping[str, tuple[data.Row, data.Example]],
     adapter: Path | None,
-    experts: Placement,
+    experts: arms.InferencePlacement,
     device: torch.device,
 ) -> Sampler:
     """Load the run's model with the checkpoint's adapter. examples: by row id."""
     inputs = ((row, example.image) for row, example in examples.values())
-    conditioning = dict(encode_inputs(sampling, num_frames, backbone, inputs, device))
+    conditioning = dict(arms.encode_inputs(sampling, num_frames, backbone, inputs, device))
     sizes = {key: example.size for key, (_, example) in examples.items()}
-    model, decoder = load_model(backbone, adapter, experts, device)
+    model, decoder = arms.load_model(backbone, adapter, experts, device)
     return Sampler(
         sampling=sampling, num_frames=num_frames, backbone=backbone, experts=model, decoder=decoder,
         conditioning=conditioning.__getitem__, sizes=sizes, device=device,
@@ -127,14 +115,13 @@ def sample_pairs(
     references: Mapping[str, Sequence[Reference]],
 ) -> list[Pair]:
     """Sample the jobs before and after the adapter, and score them. references: by row id, one for each term."""
-    arms, pairs = {"before": Arm(name=BASE, steps=after.steps), "after": after}, []
+    before, pairs = Arm(name=arms.BASE, steps=after.steps), []
     for batch in tqdm(batches, desc="evaluating"):
-        pictures = {name: sampler.sample(batch, arm) for name, arm in arms.items()}
-        batch_references = [references[row.id] for row, _ in batch]
-        scores = {name: score_all(terms, pictures[name], batch_references) for name in ARMS}
+        pictures = [sampler.sample(batch, arm) for arm in (before, after)]
+        scores = [score_all(terms, images, [references[row.id] for row, _ in batch]) for images in pictures]
         for i, (row, seed) in enumerate(batch):
-            picture = torch.cat([data.to_uint8(pictures[name][i])[0].cpu() for name in ARMS], 1)
-            figures = {key: {name: float(scores[name][key][i]) for name in ARMS} for key in scores["before"]}
+            picture = torch.cat([data.to_uint8(images[i])[0].cpu() for images in pictures], 1)
+            figures = {key: (float(scores[0][key][i]), float(scores[1][key][i])) for key in scores[0]}
             pairs.append(Pair(row=row, seed=seed, picture=picture, scores=figures))
     return pairs
 
@@ -159,29 +146,27 @@ def summarise_images(pairs: Sequence[Pair], trained: dict[str, bool]) -> dict:
     prompts = sorted({pair.row.id for pair in pairs})
     report: dict = {"prompts": len(prompts), "pairs": len(pairs), "figures": {}}
     for name in dict.fromkeys(name for pair in pairs for name in pair.scores):
-        rows, left_out = [], 0
-        for prompt in prompts:
-            scores = [pair.scores.get(name, {}) for pair in pairs if pair.row.id == prompt]
-            both = [(s["before"], s["after"]) for s in scores if s and all(map(math.isfinite, s.values()))]
-            left_out += len(scores) - len(both)
-            if both:
-                rows.append(np.mean([(a, b, b - a, (b > a) + 0.5 * (b == a)) for a, b in both], 0))
+        by_prompt: dict[str, list] = {prompt: [] for prompt in prompts}
+        for pair in pairs:
+            a, b = pair.scores.get(name, (math.nan, math.nan))
+            if math.isfinite(a) and math.isfinite(b):
+                by_prompt[pair.row.id].append((a, b, b - a, (b > a) + 0.5 * (b == a)))
+        rows = [np.mean(scores, 0) for scores in by_prompt.values() if scores]
         if rows:
             before, after, gain, wins = map(interval, torch.tensor(np.array(rows)).float().unbind(1))
             report["figures"][name] = {
                 "trained": trained.get(name, False), "before": before, "after": after, "gain": gain, "win_rate": wins,
-                "left_out": left_out,
+                "left_out": len(pairs) - sum(map(len, by_prompt.values())),
             }  # fmt: skip
     report["per_pair"] = [
-        {
-            "line": pair.row.line, "prompt": pair.row.prompt, "seed": pair.seed,
-            **{
-                f"{name}/{arm}": value if math.isfinite(value) else None
-                for name, both in pair.scores.items() for arm, value in both.items()
-            },
+        {"line": pair.row.line, "prompt": pair.row.prompt, "seed": pair.seed}
+        | {
+            f"{name}/{arm}": value if math.isfinite(value) else None
+            for name, both in pair.scores.items()
+            for arm, value in zip(("before", "after"), both, strict=True)
         }
         for pair in pairs
-    ]  # fmt: skip
+    ]
     return report
 
 
@@ -198,22 +183,15 @@ def format_table(report: dict) -> str:
 
 def draw_image_grid(pairs: Sequence[Pair], path: Path) -> None:
     """Draw before | after of up to SHOWN prompts, from the greatest loss to the greatest gain of the first reward."""
-    (name, *_) = pairs[0].scores
-
-    def gain(pair: Pair) -> float:
-        value = pair.scores[name]["after"] - pair.scores[name]["before"]
-        return value if math.isfinite(value) else 0.0
-
-    first = sorted((pair for pair in pairs if pair.seed == 0), key=gain)
+    scored = [(next(iter(pair.scores.values())), pair) for pair in pairs if pair.seed == 0]
+    scored.sort(key=lambda item: item[0][1] - item[0][0] if math.isfinite(item[0][1] - item[0][0]) else 0.0)
     cells = []
-    for i in np.linspace(0, len(first) - 1, min(SHOWN, len(first))).round().astype(int):
-        both = Image.fromarray(first[i].picture.numpy())
-        scale = max(1, round(SIDE / both.height))
-        both = both.resize((scale * both.width, scale * both.height), Image.Resampling.NEAREST)
-        cell = Image.new("RGB", (both.width + 8, both.height + 34), "white")
-        cell.paste(both, (4, 16))
-        scores = ", ".join(f"{arm} {first[i].scores[name][arm]:.3g}" for arm in ARMS)
-        for top, text in ((2, first[i].row.prompt[: both.width // 6]), (17 + both.height, scores)):
-            ImageDraw.Draw(cell).text((4, top), text, fill="black")
+    for i in np.linspace(0, len(scored) - 1, min(SHOWN, len(scored))).round().astype(int):
+        (before, after), pair = scored[i]
+        both = Image.fromarray(pair.picture.numpy())
+        both = ImageOps.scale(both, max(1, round(SIDE / both.height)), Image.Resampling.NEAREST)
+        cell = ImageOps.expand(both, (4, 16, 4, 18), "white")
+        ImageDraw.Draw(cell).text((4, 2), pair.row.prompt[: both.width // 6], fill="black")
+        ImageDraw.Draw(cell).text((4, 17 + both.height), f"before {before:.3g}, after {after:.3g}", fill="black")
         cells.append(torch.from_numpy(np.array(cell)))
     data.write_picture(path, data.side_by_side(cells)[None])

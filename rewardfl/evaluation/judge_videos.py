@@ -6,8 +6,9 @@ summarises many records.
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,15 +17,14 @@ import torch
 
 from rewardfl import __version__, backbones, command_line, config, data, machine
 from rewardfl.data import cache
-from rewardfl.evaluation import judge_images
-from rewardfl.evaluation.arms import Arm, check_adapter, find_videos, load_config, plan_arms, unique_names
+from rewardfl.evaluation import judge_images, processes
+from rewardfl.evaluation.arms import Arm, find_videos, load_config, make_arms
 from rewardfl.evaluation.figures import summarise
 from rewardfl.evaluation.judging import list_dependencies, load_judges, measured_rewards
-from rewardfl.evaluation.processes import Processes, connected
+from rewardfl.evaluation.processes import connected
 from rewardfl.evaluation.records import FORMAT, SETTINGS, TOOL, Settings, merge_settings, record_file
 from rewardfl.evaluation.report.pictures import PEOPLE, draw_pictures
-from rewardfl.evaluation.report.report_page import report_page
-from rewardfl.evaluation.report.tables import format_report
+from rewardfl.evaluation.report.report_page import format_report, report_page
 from rewardfl.evaluation.study import Study
 from rewardfl.files import atomic_write, digest_files, escape_control
 from rewardfl.merging import output
@@ -32,6 +32,7 @@ from rewardfl.rewards import resolve_rewards
 from rewardfl.rewards.face.identity_kept import FEWEST
 from rewardfl.training import plan, setup_model
 from rewardfl.training.setup_run import digest_base_model
+from rewardfl.training.shard import Shard
 
 # keys of the configuration that decide how videos are sampled and clips are read, without paths: files have digests
 SAMPLING = ("data.height", "data.width", "data.num_frames", "data.max_pixels", "data.fps", "sample.", "model.dtype")
@@ -43,27 +44,30 @@ REPORTS = ("report.json", "report.html", "grid.png", "curves.png", "front.png") 
 
 def run(args: argparse.Namespace) -> int:
     """Judge, report and draw; return the exit code."""
-    with connected() as processes, ExitStack() as lock:
-        args.device = processes.local_device(command_line.resolve_device(args.device))
-        return judge_all(args, processes, lock)
+    with connected() as share, ExitStack() as lock:
+        device = command_line.resolve_device(args.device)
+        args.device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device == "cuda" else device
+        return judge_all(args, share, lock)
 
 
-def judge_all(args: argparse.Namespace, processes: Processes, lock: ExitStack) -> int:
+def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     """Judge all arms; return the exit code. The folder's lock against other evaluations enters `lock`."""
-    cfg = load_config(args)
-    threads = machine.threads_of_process(cfg.run.cpu_threads, processes.count)
+    cfg, main = load_config(args), not share.quiet
+    threads = machine.threads_of_process(cfg.run.cpu_threads, share.processes)
     torch.set_num_threads(min(torch.get_num_threads(), threads))
     folder = output.Folder(args.out or args.run / "evaluation", TOOL)
-    arms = make_arms(args, cfg.sample.num_inference_steps)
-    for arm in arms:
-        if arm.adapter is not None:
-            check_adapter(arm.adapter)
-    output.check_inputs("--out", folder.path, list_inputs(args, arms))
+    usual, adapters = cfg.sample.num_inference_steps, args.adapter or []
+    arms = make_arms(adapters, args.strengths, args.steps or [usual], usual, args.videos, args.run)
+    rows = data.load_metadata(args.data, "--data")
+    source = Path(args.config) if args.config else args.run / "run.json"
+    read = [path for row in rows for path in row.files.values() if path]
+    folders = [path for arm in arms for path in (arm.adapter, arm.videos) if path]
+    output.check_inputs("--out", folder.path, [source, *args.judge.values(), Path(args.data), *read, *folders])
     if cfg.data.num_frames == 1:
-        check_images(args, arms, processes)
+        check_images(vars(args), arms, share.processes)
         lock.enter_context(folder.locked())
         return judge_images.run(args, arms[-1], folder)
-    rows = load_rows(cfg.data, args, processes)
+    rows = check_rows(rows, cfg.data, quiet=share.quiet)
     files = {arm.name: find_videos(arm.videos, rows) for arm in arms if arm.videos is not None}
     rewards = resolve_rewards(measured_rewards(cfg.reward, config.list_reward_specs(cfg)))
     plan.check_frames(cfg.data.num_frames, rewards)
@@ -80,61 +84,40 @@ def judge_all(args: argparse.Namespace, processes: Processes, lock: ExitStack) -
             base = {"vae": digest_files(backbone.weight_files["vae"])}
         except (ValueError, OSError) as error:
             backbone = None
-            if processes.main:
+            if main:
                 print(escape_control(f"note: identity kept cannot be measured: {error}"))
     sampling = {key: value for key, value in config.flat(cfg).items() if key.startswith(SAMPLING)}
     settings = make_settings(sampling, rows, arms, base, list_dependencies(judges, cfg.reward.det_size, args.dino))
     study = Study(
-        args=args, clips=cfg.data, sampling=cfg.sample, out=folder.path, arms=tuple(arms), judges=judges,
-        processes=processes, files=files,
+        seeds=args.seeds, batch=args.batch, experts=args.experts, clips=cfg.data, sampling=cfg.sample, out=folder.path,
+        arms=tuple(arms), judges=judges, share=share, files=files,
     )  # fmt: skip
     names = study.names(rows)
-    records = [str(record_file(Path(), rank)) for rank in range(processes.count)]  # these grow: no hash
-    processes.run_on_main(partial(take_folder, folder, [*names, *records], settings, force=args.force, lock=lock))
+    records = [str(record_file(Path(), rank)) for rank in range(share.processes)]  # these grow: no hash
+    take = partial(take_folder, folder, [*names, *records], settings, force=args.force, lock=lock)
+    processes.run_on_main(take, main=main)
     rows = study.read_real(rows, backbone if enough_people else None)
     if backbone is not None:
         study.sample(backbone, rows)
     study.judge_files(rows)
-    processes.wait()
-    if processes.main:
+    processes.gather([])  # wait for all
+    if main:
         folder.claim(REPORTS)
-        finish(study, rows, settings)
+        finish(study, rows, settings, args.face_sizes, args.threshold)
         folder.remove(study.prepared(rows))
         folder.seal([*REPORTS, *names, SETTINGS])
     return 0
 
 
-def make_arms(args: argparse.Namespace, usual: int) -> list[Arm]:
-    """Return the sampled arms of the run, if there is one, and the arms of other tools' videos.
-
-    Without --adapter and --videos sample the run's latest checkpoint. usual: the run's number of steps. Raise
-    ValueError for strengths that are named twice, and for a name that two arms would have.
-    """
-    named = [(Path(path), strength) for path, strength in args.adapter or ()]
-    if args.strengths and any(strength != 1 for _, strength in named):
-        raise ValueError("--strengths: an --adapter names a strength of its own; give one or the other")
-    if not named and not args.videos:
-        named = [(args.run / "checkpoints" / "latest", 1.0)]
-    adapters = [(path, strength) for path, default in named for strength in args.strengths or [default]]
-    sampled = plan_arms(adapters, args.steps or [usual], usual) if args.run else []
-    names = unique_names(args.videos)
-    if taken := {arm.name for arm in sampled} & set(names):
-        raise ValueError(f"--videos: an adapter is called {min(taken)}, too; name the folder otherwise")
-    return [*sampled, *(Arm(name=name, videos=folder) for name, folder in zip(names, args.videos, strict=True))]
-
-
-def load_rows(clips: config.DataConfig, args: argparse.Namespace, processes: Processes) -> list[data.Row]:
-    """Load the rows with valid file headers. Raise DataError or ValueError for bad rows, unless data.skip_bad_rows."""
-    rows = data.load_metadata(args.data, "--data")
+def check_rows(rows: Sequence[data.Row], clips: config.DataConfig, *, quiet: bool) -> list[data.Row]:
+    """Return the rows with valid headers. Raise DataError or ValueError for bad rows, unless data.skip_bad_rows."""
     if missing := [row.line for row in rows if row.video is None]:
-        raise ValueError(
-            f"--data: line {missing[0]} of {args.data} names no video, and real clips are what is compared"
-        )
+        raise ValueError(f"--data: line {missing[0]} names no video, and real clips are what is compared")
     headers = [data.inspect_row(row, clips.num_frames, clips.fps) for row in rows]
     problems = [(row.line, text) for row, header in zip(rows, headers, strict=True) for text in header.problems]
     good, bad = data.usable_rows(rows, problems, skip_bad_rows=clips.skip_bad_rows)
-    if processes.main:
-        for line in (*(f"note: {note}" for note in data.notes(rows)), *(f"skipped: {line}" for line in bad)):
+    for line in (*(f"note: {note}" for note in data.notes(rows)), *(f"skipped: {line}" for line in bad)):
+        if not quiet:
             print(escape_control(line))
     return good
 
@@ -159,16 +142,6 @@ def make_settings(
     }
 
 
-def list_inputs(args: argparse.Namespace, arms: Sequence[Arm]) -> Iterator[Path]:
-    """Yield all input files, and folders that hold only inputs."""
-    yield Path(args.config) if args.config else args.run / "run.json"
-    yield from args.judge.values()
-    yield Path(args.data)
-    for row in data.load_metadata(args.data, "--data"):
-        yield from (Path(path) for path in row.files.values() if path)
-    yield from (path for arm in arms for path in (arm.adapter, arm.videos) if path)
-
-
 def take_folder(
     folder: output.Folder, names: Sequence[str], settings: Settings, *, force: bool, lock: ExitStack
 ) -> None:
@@ -185,23 +158,25 @@ def take_folder(
     atomic_write(folder.path / SETTINGS, json.dumps(merged, indent=2) + "\n")
 
 
-def check_images(args: argparse.Namespace, arms: Sequence[Arm], processes: Processes) -> None:
+def check_images(options: Mapping[str, object], arms: Sequence[Arm], processes: int) -> None:
     """Raise ValueError for options that only videos have, more than one adapter, and several processes."""
-    if options := [f"--{name}" for name in MANY if getattr(args, name) not in (None, [], {}, ["ours"])]:
-        raise ValueError(f"{options[0]}: is for videos, and data.num_frames is 1; remove it")
-    if len(arms) > 2 or processes.count > 1:
+    if wrong := [f"--{name}" for name in MANY if options[name] not in (None, [], {}, ["ours"])]:
+        raise ValueError(f"{wrong[0]}: is for videos, and data.num_frames is 1; remove it")
+    if len(arms) > 2 or processes > 1:
         raise ValueError("--adapter: images are judged by one process, before and after one adapter; name one")
 
 
-def finish(study: Study, rows: Sequence[data.Row], settings: Settings) -> None:
+def finish(
+    study: Study, rows: Sequence[data.Row], settings: Settings, face_sizes: Sequence[float], threshold: float
+) -> None:
     """Write the report and the pictures, and print the figures."""
     out, records = study.out, study.join(rows)
-    report = summarise(records, study.arms, study.args.face_sizes, study.args.threshold)
+    report = summarise(records, study.arms, face_sizes, threshold)
     report |= {"command": sys.argv, "version": __version__, "settings": settings}
     atomic_write(out / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
     shown = [row.index for row in rows[:PEOPLE]]
     pictures = draw_pictures(report, out, [record for record in records if record["index"] in shown], study.read_file)
     atomic_write(out / "report.html", report_page(report, out))
     print(format_report(report))
-    print(f"\nreport: {out / 'report.html'}, {out / 'report.json'}")
+    print(f"report: {out / 'report.html'}, {out / 'report.json'}")
     print(f"pictures: {', '.join(map(str, pictures))}\nvideos: {out / 'videos'}")

@@ -2,9 +2,8 @@
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ from rewardfl.rewards.face.pack import file_hashes
 from rewardfl.rewards.pixels.artifacts import measure_artifacts
 from rewardfl.rewards.pixels.video_motion import video_motion
 from rewardfl.rewards.registry import ResolvedReward
-from rewardfl.rewards.scoring import Reference, Term, score_safely
+from rewardfl.rewards.scoring import Term, score_safely
 
 FACE = ("face_sim", "coverage", "speed", "nonrigid")  # the figures of a recogniser
 
@@ -134,7 +133,7 @@ def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float)
 
 def real_video(example: data.Example) -> Tensor:
     """Return the real clip (3, F, H, W) of a row that has one."""
-    assert example.video is not None  # judge_videos.load_rows refuses rows without a clip
+    assert example.video is not None  # judge_videos.check_rows refuses rows without a clip
     return example.video
 
 
@@ -153,7 +152,7 @@ def _input_faces(judges: Judges, example: data.Example) -> References:
     embeddings = {}
     for name, detector in judges.detectors.items():
         assert example.image is not None  # a row with a clip has its first frame
-        image = _rounded(example.image[:, None].to(judges.device)).transpose(0, 1)
+        image = data.to_float(data.to_uint8(example.image[:, None])).to(judges.device).transpose(0, 1)
         (embedding,) = protocols.largest_faces(image, detector, judges.faces[name].recogniser)
         if embedding is not None:
             embeddings[f"input/{name}"] = embedding
@@ -217,33 +216,25 @@ def _pixel_figures(frames: np.ndarray, boxes: np.ndarray | None, periods: Sequen
 def _protocol_figures(judges: Judges, video: Tensor, references: References) -> Figures:
     """Return each protocol's score by each recogniser, None where the input image shows no face, as the authors do."""
     figures: Figures = {}
+    frames = data.to_float(data.to_uint8(video))  # as in a file
     for name, detector in judges.detectors.items():
-        face_sim = partial(protocols.protocol_score, detector=detector, recogniser=judges.faces[name].recogniser)
-        reference = references.get(f"input/{name}")
+        reference, recogniser = references.get(f"input/{name}"), judges.faces[name].recogniser
         for label, samples in judges.protocols.items():
-            figures[f"{label}/{name}"] = None if reference is None else face_sim(samples, _rounded(video), reference)
+            score = None
+            if reference is not None:
+                score = protocols.protocol_score(samples, frames, reference, detector, recogniser)
+            figures[f"{label}/{name}"] = score
     return figures
 
 
 def _reward_figures(terms: Sequence[Term], video: Tensor, references: References) -> Figures:
     figures: Figures = {}
     for term in terms:
-        result = score_safely(term.reward, video[None], [_reference(references, term.label)])
+        head = f"term/{term.label}"  # there where `Reward.reference` gave something for the real clip
+        parts = {key.removeprefix(f"{head}/"): part for key, part in references.items() if key.startswith(f"{head}/")}
+        result = score_safely(term.reward, video[None], [parts if head in references else None])
         if result.failed.any():
             raise RewardError(f"{term.key}: {result.problems[0]}")
         valid = bool(result.output.valid[0])
         figures[f"rewards/{term.label}"] = float(result.output.score[0]) if valid else None
     return figures
-
-
-def _reference(references: Mapping[str, Tensor], label: str) -> Reference:
-    """Return what `Reward.reference` gave for the real clip; None where it gave nothing."""
-    if f"term/{label}" not in references:
-        return None
-    head = f"term/{label}/"
-    return {name.removeprefix(head): value for name, value in references.items() if name.startswith(head)}
-
-
-def _rounded(video: Tensor) -> Tensor:
-    """Round a video (3, F, H, W) to the values of a file of 8 bits."""
-    return ((video.clamp(-1, 1) + 1) * 127.5).round() / 127.5 - 1

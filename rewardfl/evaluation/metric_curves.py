@@ -4,8 +4,14 @@ import argparse
 import io
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from rewardfl.merging import output
 
 # "What to watch" of README.md and of docs/flow_grpo.md, for runs of either script
 WATCHED = (
@@ -17,13 +23,22 @@ FORMATS = (".png", ".svg", ".pdf")
 
 _COLUMNS = 4  # of pictures, at most
 
+STYLE = matplotlib.rc_context({"text.parse_math": False, "axes.grid": True, "grid.alpha": 0.3})  # a name may hold a $
+
 Lines = list[dict[str, float | None]]
+
+
+class Curve(NamedTuple):
+    """A named line of (x, y), by rising x. colour: None takes the next one."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    colour: str | None = None
+    style: str = "-"
 
 
 def run(args: argparse.Namespace) -> int:
     """Draw the runs' curves; return the exit code."""
-    from rewardfl.merging import output  # here, so that --help is fast
-
     out = args.out or args.runs[0] / "curves.png"
     if out.suffix not in FORMATS:
         raise ValueError(f"--out {out}: give a name that ends in {', '.join(FORMATS)}")
@@ -32,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     file.check()
     curves = dict(zip(run_labels(args.runs), map(read_metrics, args.runs), strict=True))
     keys = select_keys(args.keys, {key for lines in curves.values() for line in lines for key in line})
-    file.write(draw_metrics(curves, keys, out.suffix[1:]))
+    panels = {key: [metric_curve(name, lines, key) for name, lines in curves.items()] for key in keys}
+    file.write(draw_curves(panels, "step", out.suffix[1:]))
     print(out)
     return 0
 
@@ -63,29 +79,41 @@ def select_keys(keys: Sequence[str] | None, available: set[str]) -> list[str]:
     return drawn
 
 
-def metric_points(lines: Lines, key: str) -> list[tuple[float, float]]:
-    """Return (step, value) of the lines that have a value."""
+def metric_curve(name: str, lines: Lines, key: str) -> Curve:
+    """Return the curve of a metric by step, without the lines that lack it."""
     pairs = ((line["step"], line.get(key)) for line in lines)
-    return [(step, value) for step, value in pairs if step is not None and value is not None]
+    return Curve(name, [(step, value) for step, value in pairs if step is not None and value is not None])
 
 
-def draw_metrics(curves: dict[str, Lines], keys: Sequence[str], kind: str) -> bytes:
-    """Draw the picture. kind: png, svg or pdf."""
-    from matplotlib.figure import Figure
+@STYLE
+def draw_curves(
+    panels: Mapping[str, Sequence[Curve]], label: str, kind: str = "png", limits: tuple[float, float] | None = None
+) -> bytes:
+    """Draw a panel of curves for each title. The first one's legend is for all.
 
-    columns, rows = min(len(keys), _COLUMNS), math.ceil(len(keys) / _COLUMNS)
-    figure = Figure(figsize=(4.5 * columns, 3.5 * rows), layout="tight")
+    label: of the horizontal axes. kind: png, svg or pdf. limits: the least range of the vertical axes.
+    """
+    columns, rows = min(len(panels), _COLUMNS), math.ceil(len(panels) / _COLUMNS)
+    figure = Figure(figsize=(5 * columns, 4 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
-    for axis in axes.flat[len(keys) :]:
+    for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
-    for axis, key in zip(axes.flat, keys, strict=False):
-        for name, lines in curves.items():
-            points = metric_points(lines, key)
-            steps, values = ([point[i] for point in points] for i in (0, 1))
-            axis.plot(steps, values, marker="." if len(points) < 20 else "", label=name)
-        axis.set_title(key)
-        axis.set_xlabel("step")
-    axes[0][0].legend()
+    for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
+        for curve in curves:
+            x, y = ([point[i] for point in curve.points] for i in (0, 1))
+            marker = "." if len(x) < 20 else ""
+            axis.plot(x, y, color=curve.colour, linestyle=curve.style, marker=marker, label=curve.name)
+        axis.set_title(title)
+        axis.set_xlabel(label)
+        if limits:
+            low, high = axis.get_ylim()
+            axis.set_ylim(min(low, limits[0]), max(high, limits[1]))
+    first = axes[0][0]  # names may begin with _, which a legend by labels leaves out
+    first.legend(first.lines, [str(line.get_label()) for line in first.lines], fontsize="small")
+    return encode_figure(figure, kind)
+
+
+def encode_figure(figure: Figure, kind: str = "png") -> bytes:
     content = io.BytesIO()
     figure.savefig(content, format=kind, dpi=110)
     return content.getvalue()

@@ -15,54 +15,38 @@ _T = TypeVar("_T")
 PATIENCE = timedelta(days=7)  # of a process for the slowest one; a launcher ends all when one has failed
 
 
-class Processes:
-    """This process among all of them. All processes must call each method, except `local_device`."""
-
-    def __init__(self, rank: int, count: int):
-        self.rank, self.count = rank, count
-        self.share = Shard(rank, count, quiet=rank > 0)
-
-    @property
-    def main(self) -> bool:
-        return self.rank == 0
-
-    def local_device(self, device: str) -> str:
-        """Return the device of this process: of `cuda`, the GPU with its number on the machine."""
-        return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device == "cuda" else device
-
-    def gather(self, items: list[_T]) -> list[_T]:
-        """Concatenate the items of all processes."""
-        if self.count == 1:
-            return items
-        lists: list = [None] * self.count
-        dist.all_gather_object(lists, items)
-        return [item for part in lists for item in part]
-
-    def wait(self) -> None:
-        """Wait for all processes."""
-        self.gather([])
-
-    def run_on_main(self, work: Callable[[], None]) -> None:
-        """Call `work` on the main process, and raise its refusal on all processes."""
-        errors: list[Exception] = []
-        if self.main:
-            try:
-                work()
-            except (ValueError, OSError) as error:
-                errors = [error]
-        for error in self.gather(errors):
-            raise error
-
-
 @contextmanager
-def connected() -> Iterator[Processes]:
-    """Connect the processes of a launcher over gloo; without a launcher yield a single process."""
-    count = int(os.environ.get("WORLD_SIZE", "1"))
-    if count == 1:
-        yield Processes(0, 1)
+def connected() -> Iterator[Shard]:
+    """Connect the processes of a launcher over gloo, and yield this one's share; without a launcher all is its share.
+
+    All processes must call each of the functions below.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield Shard(0, 1)
         return
     dist.init_process_group("gloo", timeout=PATIENCE)
     try:
-        yield Processes(dist.get_rank(), count)
+        yield Shard(dist.get_rank(), dist.get_world_size(), quiet=dist.get_rank() > 0)
     finally:
         dist.destroy_process_group()
+
+
+def gather(items: list[_T]) -> list[_T]:
+    """Concatenate the items of all processes; wait for all."""
+    if not dist.is_initialized():
+        return items
+    lists: list = [None] * dist.get_world_size()
+    dist.all_gather_object(lists, items)
+    return [item for part in lists for item in part]
+
+
+def run_on_main(work: Callable[[], None], *, main: bool) -> None:
+    """Call `work` on the main process, and raise its refusal on all processes."""
+    errors: list[Exception] = []
+    if main:
+        try:
+            work()
+        except (ValueError, OSError) as error:
+            errors = [error]
+    for error in gather(errors):
+        raise error

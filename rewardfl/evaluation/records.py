@@ -23,7 +23,6 @@ from typing import Any
 
 from pydantic import BaseModel, FiniteFloat, TypeAdapter, ValidationError, model_validator
 
-from rewardfl import command_line
 from rewardfl.files import atomic_write
 from rewardfl.weights.shards import InputError
 
@@ -75,11 +74,6 @@ class Line(BaseModel):
         return self
 
 
-def record_key(record: Record) -> RecordKey:
-    """Return what identifies a record."""
-    return record["row"], record["arm"], record["seed"]
-
-
 def record_file(out: Path, rank: int) -> Path:
     """Return the file to which the process of this rank appends."""
     return out / FILE if rank == 0 else out / f"records-{rank}.jsonl"
@@ -87,17 +81,18 @@ def record_file(out: Path, rank: int) -> Path:
 
 def read_records(out: Path) -> dict[RecordKey, Record]:
     """Return all records of the folder, without truncated lines. Raise InputError for a line that is no record."""
-    records = {}
+    records: dict[RecordKey, Record] = {}
     for path in _files(out):
         *lines, _ = path.read_bytes().split(b"\n")  # the last is empty or truncated
         for i, line in enumerate(lines, 1):
             try:
                 Line.model_validate_json(line)
             except ValidationError as error:
-                problem = command_line.format_first_problem(error)
-                raise InputError(f"{path}: line {i} is no record ({problem}); {WAY_OUT}") from None
+                problem = error.errors()[0]
+                words = f"{'.'.join(map(str, problem['loc']))} {problem['msg']}".strip()
+                raise InputError(f"{path}: line {i} is no record ({words}); {WAY_OUT}") from None
             record = json.loads(line)
-            records[record_key(record)] = record
+            records[record["row"], record["arm"], record["seed"]] = record
     return records
 
 
@@ -116,14 +111,12 @@ class Writer:
 
 def join_records(out: Path) -> list[Record]:
     """Write all records, sorted, to one file, as one process would have, remove the other files, return them."""
-    records = sorted(
-        read_records(out).values(),
-        key=lambda line: (line["index"], line["arm"] != REAL, line["arm"] != VAE, line["arm"], line["seed"] or 0),
-    )
+    first = {REAL: 0, VAE: 1}
+    records = list(read_records(out).values())
+    records.sort(key=lambda line: (line["index"], first.get(line["arm"], 2), line["arm"], line["seed"] or 0))
     atomic_write(out / FILE, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
-    for path in _files(out):
-        if path != out / FILE:
-            path.unlink()
+    for path in out.glob("records-*.jsonl"):
+        path.unlink()
     return records
 
 

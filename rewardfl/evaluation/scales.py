@@ -16,7 +16,7 @@ from rewardfl.config import RewardFlConfig
 from rewardfl.evaluation import arms, judge_images
 from rewardfl.files import escape_control
 from rewardfl.rewards import build_terms
-from rewardfl.rewards.scoring import Reference, Term, score_safely
+from rewardfl.rewards.scoring import Reference, Term
 from rewardfl.training import clip_scan, plan, setup_model, setup_rewards
 from rewardfl.training.timer import Timer
 
@@ -50,10 +50,16 @@ def run(args: argparse.Namespace) -> int:
             if problems := [row.problem] if row.problem else setup_rewards.missing_references(cfg, row, terms):
                 raise data.DataError("; ".join(problems))
             example = clip_scan.load_sized_example(cfg.data, row)
-            references.append(find_references(terms, row, example.reference.to(device)))
+            clip, rewards = example.reference.to(device), [term.reward for term in terms]
+            row_references: list[Reference] = [
+                reward.reference(clip, row.prompt) if reward.compares_with in row.offers else None for reward in rewards
+            ]
+            if row_references[0] is None:
+                raise data.DataError(f"{rewards[0].nothing_found} {row.reference}")
         except data.DataError as error:
             print(escape_control(f"skipped: line {row.line}: {error}"))
             continue
+        references.append(row_references)
         examples[row.id] = row, example
         if len(examples) == args.rows:
             break
@@ -68,16 +74,6 @@ def run(args: argparse.Namespace) -> int:
     print(format_scales(scales))
     print(f"\n{paste(configuration.to_dict(cfg)['reward']['others'], scales)}", end="")
     return 0
-
-
-def find_references(terms: Sequence[Term], row: data.Row, clip: Tensor) -> list[Reference]:
-    """Return each reward's reference, of a clip (3, F, H, W). Raise DataError where the first one finds none."""
-    references: list[Reference] = [
-        term.reward.reference(clip, row.prompt) if term.reward.compares_with in row.offers else None for term in terms
-    ]
-    if references[0] is None:
-        raise data.DataError(f"{terms[0].reward.nothing_found} {row.reference}")
-    return references
 
 
 def measure_scales(
@@ -105,15 +101,12 @@ def measure_scales(
 
 def score_and_gradient(term: Term, video: Tensor, reference: Reference) -> tuple[float, Tensor | None]:
     """Return the score of a video (3, F, H, W), NaN where invalid, and d score / d video if there is one."""
-    if not term.reward.differentiable:
-        output = score_safely(term.reward, video[None], [reference]).output
-        return (float(output.score) if output.valid else math.nan), None
-    video = video[None].detach().requires_grad_()
+    video = video[None].detach().requires_grad_(term.reward.differentiable)
     output = term.reward(video, [reference])
     if not output.valid:
         return math.nan, None
-    (gradient,) = torch.autograd.grad(output.score.sum(), video)
-    return float(output.score.detach()), gradient[0]
+    gradient = torch.autograd.grad(output.score.sum(), video)[0][0] if term.reward.differentiable else None
+    return float(output.score.detach()), gradient
 
 
 def cosine(a: Tensor | None, b: Tensor | None) -> float:
@@ -146,15 +139,21 @@ def format_scales(scales: Sequence[RewardScale]) -> str:
     heads = ("reward", "score", "std", "gradient", "cosine", "weight", "mean, std", "share", "equal at", "s/clip")
     rows: list[tuple[str, ...]] = [heads]
     for scale, share in zip(scales, shares(scales), strict=True):
-        term = scale.term
-        means = [float(values.nanmean()) for values in (scale.scores, scale.norms, scale.cosines)]
-        figures = [means[0], deviation(scale.scores), *means[1:], term.weight]
-        cells = [*map(format_number, figures), f"{term.mean:g}, {term.std:g}", format_number(100 * share) + " %"]
-        cells += [format_number(equal_weight(scale, scales[0])), f"{scale.seconds:.2f}"]
-        valid = int((~scale.scores.isnan()).sum())
+        term, valid = scale.term, int((~scale.scores.isnan()).sum())
         name = term.label if valid == len(scale.scores) else f"{term.label} ({valid} of {len(scale.scores)} clips)"
-        rows.append((name, *cells))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
+        means = [float(values.nanmean()) for values in (scale.scores, scale.norms, scale.cosines)]
+        figures = (
+            means[0],
+            deviation(scale.scores),
+            *means[1:],
+            term.weight,
+            100 * share,
+            equal_weight(scale, scales[0]),
+        )
+        score, std, gradient, cosine, weight, percent, equal = map(format_number, figures)
+        place = f"{term.mean:g}, {term.std:g}"
+        rows.append((name, score, std, gradient, cosine, weight, place, f"{percent} %", equal, f"{scale.seconds:.2f}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 

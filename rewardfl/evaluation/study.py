@@ -4,7 +4,6 @@ Real clips come first: they give the references of their rows' videos. A video w
 command resumes. Several processes share the real clips and the batches.
 """
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,48 +19,37 @@ from rewardfl.backbones.protocol import Backbone, Conditioning
 from rewardfl.config import DataConfig
 from rewardfl.data import cache
 from rewardfl.data.cache import Cache
-from rewardfl.evaluation.arms import NEGATIVE, Arm, Files, Job, Sampler, Sampling, batches, encode_inputs, load_model
-from rewardfl.evaluation.judging import FACE, Judges, NoFaceError, judge_real, judge_video, real_video
-from rewardfl.evaluation.processes import Processes
-from rewardfl.evaluation.records import (
-    REAL,
-    VAE,
-    WAY_OUT,
-    Record,
-    RecordKey,
-    Writer,
-    join_records,
-    read_records,
-    record_key,
-)
+from rewardfl.evaluation import arms, judging, processes, records
+from rewardfl.evaluation.arms import Arm, Files, InferencePlacement, Job, Sampler, Sampling
+from rewardfl.evaluation.records import REAL, VAE, Record
 from rewardfl.files import escape_control
-from rewardfl.training.shard import read_entry
+from rewardfl.training.clip_scan import load_sized_example
+from rewardfl.training.shard import Shard, read_entry
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A running evaluation. files: other tools' videos by arm and (row id, number of the noise).
+    """A running evaluation. seeds, batch, experts: as the options. files: other tools' videos by arm."""
 
-    args: of tools/evaluate.py; seeds, batch, device and experts count here.
-    """
-
-    args: argparse.Namespace
+    seeds: int
+    batch: int
+    experts: InferencePlacement
     clips: DataConfig
     sampling: Sampling
     out: Path
     arms: tuple[Arm, ...]
-    judges: Judges
-    processes: Processes
+    judges: judging.Judges
+    share: Shard
     files: Mapping[str, Files]
 
     @cached_property
-    def records(self) -> dict[RecordKey, Record]:
+    def present(self) -> dict[records.RecordKey, Record]:
         """Return the records from when this process started, without its own later ones."""
-        return read_records(self.out)
+        return records.read_records(self.out)
 
     @cached_property
-    def writer(self) -> Writer:
-        return Writer(self.out, self.processes.rank)
+    def writer(self) -> records.Writer:
+        return records.Writer(self.out, self.share.rank)
 
     @cached_property
     def store(self) -> Cache:
@@ -71,21 +59,16 @@ class Study:
     def jobs(self, arm: Arm, rows: Sequence[data.Row]) -> list[Job]:
         """Return the videos of an arm: all noises of a sampled one, the existing files of another tool's."""
         if arm.videos is None:
-            return [(row, seed) for seed in range(self.args.seeds) for row in rows]
+            return [(row, seed) for seed in range(self.seeds) for row in rows]
         return [(row, seed) for row in rows for row_id, seed in sorted(self.files[arm.name]) if row_id == row.id]
 
     def lacks(self, arm: Arm, jobs: Sequence[Job]) -> list[Job]:
         """Return the jobs without a record."""
-        return [(row, seed) for row, seed in jobs if (row.id, arm.name, seed) not in self.records]
-
-    def load_example(self, row: data.Row) -> data.Example:
-        clips = self.clips
-        size = (clips.height, clips.width, clips.num_frames)
-        return data.load_example(row, *size, max_pixels=clips.max_pixels, fps=clips.fps)
+        return [(row, seed) for row, seed in jobs if (row.id, arm.name, seed) not in self.present]
 
     def frame_rate(self, row: data.Row) -> float:
         """Return the frames per second of the row's videos."""
-        assert row.video is not None  # judge_videos.load_rows refuses such a row
+        assert row.video is not None  # judge_videos.check_rows refuses such a row
         return self.clips.fps or data.frame_rate(row.video)
 
     @torch.no_grad()
@@ -95,19 +78,19 @@ class Study:
         vae: judge them also after this model's VAE has encoded and decoded them, the upper end of identity kept. Raise
         DataError for clips that cannot be read, unless data.skip_bad_rows: then print them.
         """
-        share, broken, faceless = self.processes.share, [], []
+        share, broken, faceless = self.share, [], []
         through_vae = None
         # batches are sampled whole, so an arm that lacks one video needs the references of all its rows
         waiting = [jobs for arm in self.arms if self.lacks(arm, jobs := self.jobs(arm, rows))]
         needed = {row.id for jobs in waiting for row, _ in jobs}
         for row in tqdm(share.take(rows), desc="real clips", disable=share.quiet):
-            lacking = [arm for arm in (REAL, *([VAE] if vae else [])) if (row.id, arm, None) not in self.records]
+            lacking = [arm for arm in (REAL, *([VAE] if vae else [])) if (row.id, arm, None) not in self.present]
             if not lacking and (row.id not in needed or self.store.get(comparison_key(row)) is not None):
                 continue
             try:
-                example, fps = self.load_example(row), self.frame_rate(row)
-                record, references = judge_real(self.judges, row, example, fps)
-            except NoFaceError as error:
+                example, fps = load_sized_example(self.clips, row), self.frame_rate(row)
+                record, references = judging.judge_real(self.judges, row, example, fps)
+            except judging.NoFaceError as error:
                 faceless.append((row.line, str(error)))
                 continue
             except data.DataError as error:
@@ -116,15 +99,15 @@ class Study:
             assert example.image is not None  # a row with a clip has its first frame
             self.store.put(comparison_key(row), references | {"image": example.image})
             if REAL in lacking:
-                self._add(row, Arm(name=REAL), None, real_video(example), fps, record)
+                self._add(row, Arm(name=REAL), None, judging.real_video(example), fps, record)
             if vae is not None and VAE in lacking:
                 through_vae = through_vae or self._load_vae(vae)
                 video = through_vae(example)
-                record = judge_video(self.judges, video, references, fps, keep_vectors=True)
+                record = judging.judge_video(self.judges, video, references, fps, keep_vectors=True)
                 self._add(row, Arm(name=VAE), None, video, fps, record)
-        broken, faceless = self.processes.gather(broken), sorted(self.processes.gather(faceless))
+        broken, faceless = processes.gather(broken), sorted(processes.gather(faceless))
         good, bad = data.usable_rows(rows, broken, skip_bad_rows=self.clips.skip_bad_rows)
-        if self.processes.main:
+        if not share.quiet:
             for problem in (*bad, *(f"line {line}: {problem}" for line, problem in faceless)):
                 print(escape_control(f"skipped: {problem}"))
         hidden = {line for line, _ in faceless}
@@ -134,13 +117,13 @@ class Study:
 
     def _load_vae(self, backbone: Backbone) -> Callable[[data.Example], Tensor]:
         """Load the VAE and return a function that encodes and decodes a real clip."""
-        device = torch.device(self.args.device)
+        device = torch.device(self.judges.device)
         encode_video, encode_image = backbone.video_encoder(device), backbone.image_encoder(device)
         decoder = backbone.load_decoder(device)
 
         def through_vae(example: data.Example) -> Tensor:
             conditioning = encode_image(example.image, self.clips.num_frames)
-            return decoder.decode(encode_video(real_video(example)[None]), conditioning)[0].float()
+            return decoder.decode(encode_video(judging.real_video(example)[None]), conditioning)[0].float()
 
         return through_vae
 
@@ -163,7 +146,7 @@ class Study:
     def _judge(self, row: data.Row, arm: Arm, seed: int, video: Tensor, fps: float) -> None:
         """Judge a video (3, F, H, W) in [-1, 1] and write its record."""
         references = read_entry(self.store, comparison_key(row))
-        self._add(row, arm, seed, video, fps, judge_video(self.judges, video, references, fps))
+        self._add(row, arm, seed, video, fps, judging.judge_video(self.judges, video, references, fps))
 
     def sample(self, backbone: Backbone, rows: Sequence[data.Row]) -> None:
         """Sample and judge the videos without a record. Load the model once for each adapter, if at all."""
@@ -171,16 +154,20 @@ class Study:
         waiting = [(arm, jobs) for arm, jobs in sampled if self.lacks(arm, jobs)]
         if not waiting:
             return
-        args, share, device = self.args, self.processes.share, torch.device(self.args.device)
+        share, device = self.share, torch.device(self.judges.device)
         needed = sorted({row for _, jobs in waiting for row, _ in jobs}, key=lambda row: row.index)
         self._encode(backbone, needed, device)
-        sizes = {row: tuple(record["size"]) for (row, arm, _), record in read_records(self.out).items() if arm == REAL}
+        sizes = {
+            row: tuple(record["size"])
+            for (row, arm, _), record in records.read_records(self.out).items()
+            if arm == REAL
+        }
         adapters: list[Path | None] = list(dict.fromkeys(arm.adapter for arm, _ in waiting if arm.adapter)) or [None]
-        tasks = [(arm, batch) for arm, jobs in waiting for batch in share.take(batches(jobs, sizes, args.batch))]
+        tasks = [(arm, batch) for arm, jobs in waiting for batch in share.take(arms.batches(jobs, sizes, self.batch))]
         total = len(waiting) * len(waiting[0][1])
         with tqdm(total=total, desc="evaluating", disable=share.quiet) as bar:
             for adapter in adapters:
-                model, decoder = load_model(backbone, adapter, args.experts, device)
+                model, decoder = arms.load_model(backbone, adapter, self.experts, device)
                 sampler = Sampler(
                     sampling=self.sampling, num_frames=self.clips.num_frames, backbone=backbone, experts=model,
                     decoder=decoder, conditioning=self._conditioning, sizes=sizes, device=device,
@@ -195,11 +182,13 @@ class Study:
     def _encode(self, backbone: Backbone, rows: Sequence[data.Row], device: torch.device) -> None:
         """Encode and store the missing conditioning of this process's share of the rows; wait for all processes."""
         # take the share first: other processes write while this one looks
-        if missing := [row for row in self.processes.share.take(rows) if self.store.get(prompt_key(row.id)) is None]:
+        if missing := [row for row in self.share.take(rows) if self.store.get(prompt_key(row.id)) is None]:
             inputs = ((row, read_entry(self.store, comparison_key(row))["image"]) for row in missing)
-            for row_id, conditioning in encode_inputs(self.sampling, self.clips.num_frames, backbone, inputs, device):
+            for row_id, conditioning in arms.encode_inputs(
+                self.sampling, self.clips.num_frames, backbone, inputs, device
+            ):
                 self.store.put(prompt_key(row_id), conditioning)
-        self.processes.wait()
+        processes.gather([])  # wait for all
 
     def _conditioning(self, row_id: str) -> Conditioning:
         return protocol.move_to(read_entry(self.store, prompt_key(row_id)), self.judges.device)
@@ -216,7 +205,7 @@ class Study:
 
     def judge_files(self, rows: Sequence[data.Row]) -> None:
         """Judge other tools' videos at the real clip's size and number of frames, one at a time."""
-        share = self.processes.share
+        share = self.share
         for arm in self.arms:
             jobs = self.lacks(arm, self.jobs(arm, rows)) if arm.videos is not None else []
             for row, seed in tqdm(share.take(jobs), desc=arm.name, disable=share.quiet):
@@ -236,16 +225,16 @@ class Study:
         Compute index and file of each record again, so an edited file cannot name another one. Raise ValueError for
         a record without the figures of these judges.
         """
-        by_id, files, records = {row.id: row for row in rows}, self.files, []
-        names = {f"{judge}/{key}" for judge in self.judges.faces for key in FACE}
-        for record in join_records(self.out):
-            row, arm, seed = record_key(record)
+        by_id, files, joined = {row.id: row for row in rows}, self.files, []
+        names = {f"{judge}/{key}" for judge in self.judges.faces for key in judging.FACE}
+        for record in records.join_records(self.out):
+            row, arm, seed = record["row"], record["arm"], record["seed"]
             if row not in by_id or (arm in files and (seed is None or (row, seed) not in files[arm])):
                 continue
             if record["curves"].keys() != self.judges.faces.keys() or not names <= record["figures"].keys():
-                raise ValueError(f"{self.out}: a record of {row} lacks figures of the judges; {WAY_OUT}")
-            records.append(record | head(by_id[row]) | {"file": str(self.file(by_id[row], arm, seed))})
-        return records
+                raise ValueError(f"{self.out}: a record of {row} lacks figures of the judges; {records.WAY_OUT}")
+            joined.append(record | head(by_id[row]) | {"file": str(self.file(by_id[row], arm, seed))})
+        return joined
 
     def names(self, rows: Sequence[data.Row]) -> list[str]:
         """Return all files that judging writes, relative to the evaluation's folder."""
@@ -258,7 +247,7 @@ class Study:
     def prepared(self, rows: Sequence[data.Row]) -> list[str]:
         """Return the files of the store, which are removed at the end."""
         keys = [key for row in rows for key in (comparison_key(row), prompt_key(row.id))]
-        return [str(self.store.path(key).relative_to(self.out)) for key in (*keys, prompt_key(NEGATIVE))]
+        return [str(self.store.path(key).relative_to(self.out)) for key in (*keys, prompt_key(arms.NEGATIVE))]
 
 
 def head(row: data.Row) -> dict:

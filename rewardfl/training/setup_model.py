@@ -144,7 +144,9 @@ def load_experts(
         return backbone.velocity(Experts({name: expert}), noise, step, schedule, conditioning)
 
     where = cfg.experts.untrained
-    for name in outside if where != "boundary_cache" else ():
+    for name in outside:
+        if where == "boundary_cache":
+            break
         if where != "fp8" or not job.main or name not in run_plan.experts:
             experts[name] = place(load(name), where)
             continue

@@ -21,11 +21,7 @@ _WEIGHTS = ({".safetensors"}, {".bin", ".pt", ".pth"}, {".onnx"})  # suffixes by
 
 
 def make_workload(
-    cfg: AnyConfig,
-    plan: RunPlan,
-    backbone: Backbone,
-    rows: Sequence[data.Row] | None,
-    sharding: Sharding = "none",
+    cfg: AnyConfig, plan: RunPlan, backbone: Backbone, rows: Sequence[data.Row] | None, sharding: Sharding = "none"
 ) -> Workload:
     """Count the work of the run. rows: the clips to train on; None where they are not known.
 

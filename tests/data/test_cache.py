@@ -110,5 +110,5 @@ def test_fill_computes_what_is_missing_once_and_loads_nothing_when_warm(tmp_path
 
 
 def test_an_entry_that_vanished_is_an_error_that_says_why(tmp_path):
-    with pytest.raises(CacheError, match="data.cache_dir must be on a disk that all processes share"):
+    with pytest.raises(CacheError, match="keep data.cache_dir on a disk that all processes share"):
         read_entry(Cache(tmp_path), KEY)

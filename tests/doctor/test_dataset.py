@@ -145,10 +145,7 @@ def test_sizes_under_max_pixels(tmp_path):
         (["--data", "{csv}"], "metadata.csv): no usable row"),
         (["--data", "nowhere.csv"], "--data: no such file: nowhere.csv"),
         (["--data", "{csv}", "--height", "60"], "data.height must be a multiple of 16, at most"),
-        (
-            ["--data", "{csv}", "--num-frames", "1"],
-            "data.num_frames must be 4k+1 for this VAE, from 5 to",
-        ),
+        (["--data", "{csv}", "--num-frames", "1"], "data.num_frames must be 4k+1 for this VAE, from 5 to"),
     ],
 )
 def test_what_cannot_be_checked(tmp_path, arguments, message):

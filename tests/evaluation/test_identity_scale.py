@@ -1,5 +1,6 @@
 """Identity kept: its ends and its interval against plain loops, and what an evaluation makes of it."""
 
+import contextlib
 import json
 import shutil
 import sys
@@ -7,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, run_tool
 from diffusers import AutoencoderKLWan
 from runs import CONFIG, QUICK, launch, launch_grpo, metrics, table
 from test_judging import ARMS, JUDGE, pair, real, record, summary
@@ -132,16 +133,15 @@ def evaluated(tmp_path_factory):
 
 
 def call(words):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        patch.setattr(sys, "argv", ["evaluate.py", *map(str, words)])
-        assert evaluate.main() == 0
+    with contextlib.chdir(ROOT):
+        return run_tool(evaluate.main, *words)
 
 
 def read_report(folder):
     return json.loads((folder / "report.json").read_text())
 
 
+@pytest.mark.slow(20)
 def test_an_evaluation_has_it_by_every_recogniser(evaluated):
     report = read_report(evaluated / "out")
     assert list(report["real"]["per_frame"]) == ["reward", "held_out", "third"]
@@ -154,6 +154,7 @@ def test_an_evaluation_has_it_by_every_recogniser(evaluated):
     assert clip["real"]["figures"]["third/face_sim"] == clip["real"]["figures"]["reward/face_sim"]
 
 
+@pytest.mark.slow(20)
 def test_groups_of_arms_are_compared_person_by_person(evaluated, monkeypatch, capsys):
     """A group against the base is what the report says; arms of a group that are the same change nothing."""
     words = ["paired_arms.py", str(evaluated / "out"), "--first", "latest,latest", "--second", "base"]
@@ -171,6 +172,7 @@ def test_groups_of_arms_are_compared_person_by_person(evaluated, monkeypatch, ca
     assert "has no arm gone;" in capsys.readouterr().err
 
 
+@pytest.mark.slow(20)
 def test_the_upper_end_is_the_stock_vaes_clip(evaluated):
     """Encoded and decoded by diffusers alone, and scored by the reward's recogniser."""
     cfg = config.load(str(CONFIG), [*QUICK])
@@ -186,6 +188,7 @@ def test_the_upper_end_is_the_stock_vaes_clip(evaluated):
     assert line["figures"]["reward/face_sim"] == pytest.approx(float(score.mean), abs=1e-4)
 
 
+@pytest.mark.slow(20)
 def test_videos_of_another_tool_have_it_too(evaluated, tmp_path):
     """Real clips through the VAE, as other videos, are at 1 but for the codec. No run or training data is there."""
     shutil.copytree(evaluated / "out" / "videos" / "vae", tmp_path / "copies")
@@ -199,13 +202,15 @@ def test_videos_of_another_tool_have_it_too(evaluated, tmp_path):
     assert report["settings"]["model"].keys() == {"vae"}
 
 
-def test_clips_that_the_vae_does_not_take_are_judged_without_the_scale(evaluated, tmp_path, capsys):
+@pytest.mark.slow(20)
+def test_clips_that_the_vae_does_not_take_are_judged_without_the_scale(evaluated, tmp_path):
     words = ["--config", CONFIG, "--videos", evaluated / "out" / "videos" / "vae", "--out", tmp_path / "out"]
-    call([*words, "--data", evaluated / "metadata.csv", "--device", "cpu", *QUICK, "data.num_frames=4"])
-    assert "identity kept cannot be measured: data.num_frames must be" in capsys.readouterr().out
+    said = call([*words, "--data", evaluated / "metadata.csv", "--device", "cpu", *QUICK, "data.num_frames=4"])
+    assert "identity kept cannot be measured: data.num_frames must be" in said
     assert "reward/identity_kept" not in read_report(tmp_path / "out")["arms"][0]["figures"]
 
 
+@pytest.mark.slow(20)
 def test_training_measures_it_on_the_held_out_clips(evaluated, tmp_path, monkeypatch):
     """Between the ends that the evaluation has found for the same people. No video has a graph."""
     evaluate_in_training = evaluation.evaluate

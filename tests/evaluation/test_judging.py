@@ -1,16 +1,15 @@
 """The statistics of tools/evaluate.py on records whose answers are known; what it makes of folders; what it refuses."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, run_tool
 
 from rewardfl import config, data, lora
 from rewardfl.evaluation import judge_videos, judging
-from rewardfl.evaluation.arms import Arm, batches, find_videos, plan_arms, unique_names
+from rewardfl.evaluation.arms import Arm, batches, find_videos, make_arms, unique_names
 from rewardfl.evaluation.figures import AMOUNTS, record_figures, summarise
 from rewardfl.evaluation.records import (
     SETTINGS,
@@ -21,7 +20,7 @@ from rewardfl.evaluation.records import (
     read_records,
 )
 from rewardfl.evaluation.report import pictures
-from rewardfl.evaluation.report.tables import format_report
+from rewardfl.evaluation.report.report_page import format_report
 from rewardfl.evaluation.vbench import motion_smoothness
 from rewardfl.rewards import face
 from rewardfl.rewards.pixels.video_motion import video_motion
@@ -101,6 +100,9 @@ def test_clips_are_compared_with_the_same_noise():
     report = summary(*pair("a", 0, 0.4, 0.5), record("a", "latest", 1, face_sim=0.9))
     found = report["arms"][1]["compared"][f"{JUDGE}/face_sim"]
     assert found["difference"] == close(0.1) and found["left_out"] == 1
+    apart = summary(record("a", "base", 0), record("a", "latest", 1))
+    assert apart["recognisers"][JUDGE]["gain"] is None
+    assert "latest and base have no clip in common" in format_report(json.loads(json.dumps(apart, allow_nan=False)))
 
 
 def test_motion_ratios_see_a_frozen_face():
@@ -160,7 +162,7 @@ def test_the_shape_of_a_curve():
 
 def test_strata_are_by_the_real_clips_face_and_small_ones_are_only_counted():
     widths = {"a": 39.0, "b": 40.0, "c": 80.0, "d": 81.0}
-    people = [pair(name, 0, 0.5, after) for name, after in zip("abcd", (0.9, 0.6, 0.8, 0.5), strict=True)]
+    people = [pair(name, 0, 0.5, after) for name, after in zip("abcd", (0.9, 0.6, 0.8, 0.3), strict=True)]
     report = summary(*sum(people, []), *(real(name, width) for name, width in widths.items()))
     assert report["face_sizes"] == {"< 40 px": 1, "40-80 px": 2, "> 80 px": 1}
     strata = report["arms"][1]["strata"]
@@ -289,12 +291,18 @@ def test_batches_hold_clips_of_one_size():
 
 def test_arms_are_named_by_what_tells_them_apart(tmp_path):
     one, two = tmp_path / "a" / "latest", tmp_path / "b" / "latest"
-    arms = plan_arms([(one, 1.0), (one, 0.5), (two, 1.0)], [8, 20], 8)
+    for folder in (one, two):
+        (folder / "transformer").mkdir(parents=True)
+        (folder / "transformer" / lora.WEIGHTS_NAME).touch()
+    arms = make_arms([(one, 1.0), (one, 0.5), (two, 1.0)], None, [8, 20], 8, [], tmp_path)
     assert [arm.name for arm in arms[:4]] == ["base", "a_latest", "a_latest_x0.5", "b_latest"]
     assert [arm.name for arm in arms[4:6]] == ["base_20steps", "a_latest_20steps"]
     assert len({arm.name for arm in arms}) == 8 and arms[5].steps == 20 and arms[2].strength == 0.5
-    with pytest.raises(ValueError, match="--adapter"):
-        plan_arms([(one, 1.0), (one, 1.0)], [8], 8)
+    for adapters, strengths, steps, videos in (
+        ([one, one], None, [8], []), ([one], [1, 1], [8], []), ([one], None, [8, 8], []), ([one], None, [8], [one])
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="is there twice"):
+            make_arms([(path, 1.0) for path in adapters], strengths, steps, 8, videos, tmp_path)
     assert unique_names([tmp_path / "base"]) != ["base"]
 
 
@@ -350,7 +358,7 @@ def test_records_of_other_settings_are_refused(tmp_path):
 # ---- refusals
 
 
-def test_a_run_with_another_reward_names_the_way_out(tmp_path, monkeypatch, capsys):
+def test_a_run_with_another_reward_names_the_way_out(tmp_path):
     """A judge that the run had not, given as an override."""
     world = ROOT / "assets" / "tiny_world"
     settings = ["reward.name=colour", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
@@ -361,15 +369,15 @@ def test_a_run_with_another_reward_names_the_way_out(tmp_path, monkeypatch, caps
     (tmp_path / "checkpoints" / "latest" / "transformer" / lora.WEIGHTS_NAME).touch()
     data.write_video(tmp_path / "nobody.mp4", torch.full((5, 64, 64, 3), 90, dtype=torch.uint8), 16)
     (tmp_path / "metadata.csv").write_text("video,prompt\nnobody.mp4,x\n")
-    command = ["evaluate.py", "--run", str(tmp_path), "--data", str(tmp_path / "metadata.csv"), "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", command)
-    assert evaluate.main() == 2 and "--judge NAME=FOLDER" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", [*command, f"reward.held_out_model_path={world}/faces/judge"])
-    assert evaluate.main() == 2 and "shows a face" in capsys.readouterr().err  # it has looked for one
-    monkeypatch.setattr(sys, "argv", [*command, "--strengths", "0.5", "--adapter", "x:2"])
-    assert evaluate.main() == 2 and "--strengths" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", [*command, "--adapter", "nowhere"])
-    assert evaluate.main() == 2 and "name a checkpoint with --adapter" in capsys.readouterr().err
+    command = ["--run", tmp_path, "--data", tmp_path / "metadata.csv", "--device", "cpu"]
+    for words, said in (
+        ([], "--judge NAME=FOLDER"),
+        ([f"reward.held_out_model_path={world}/faces/judge"], "shows a face"),  # it has looked for one
+        (["--strengths", "0.5", "--adapter", "x:2"], "--strengths"),
+        (["--adapter", "nowhere"], "name a checkpoint with --adapter"),
+        (["--device", "cuda:99"], "error: --device"),
+    ):
+        assert said in run_tool(evaluate.main, *command, *words, expect=2)
 
 
 @pytest.mark.parametrize(
@@ -377,29 +385,21 @@ def test_a_run_with_another_reward_names_the_way_out(tmp_path, monkeypatch, caps
     [
         ["--strengths", "a"], ["--strengths", "inf"], ["--steps", "0"], ["--seeds", "0"], ["--face-sizes", "80,40"],
         ["--threshold", "nan"], ["--batch", "0"], ["--periods", "8,,16"], ["--adapter", "x:1e999"], ["--config", "x"],
-        ["--judge", "reward=x"], ["--judge", "Big=x"], ["--judge", "fr_feature"],
+        ["--judge", "reward=x"], ["--judge", "Big=x"], ["--judge", "fr_feature"], ["--judge", "a=x", "--judge", "a=y"],
     ],
 )  # fmt: skip
-def test_options_that_cannot_be_are_refused_at_once(monkeypatch, capsys, words):
+def test_options_that_cannot_be_are_refused_at_once(words):
     source = [] if words[0] == "--config" else ["--run", "x"]
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--data", "x", *source, *words])
-    with pytest.raises(SystemExit, match="2"):
-        evaluate.main()
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = run_tool(evaluate.main, "--data", "x", *source, *words, expect=2).splitlines()
     assert line.startswith("error: ") and words[0] in line
 
 
-def test_a_device_that_is_none_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--data", "x", "--run", "x", "--device", "cuda:99"])
-    assert evaluate.main() == 2 and "error: --device" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("content", [None, "[1]", "{}", '{"config": {"model": 3}}', '{"conf', "\xff"])
-def test_a_damaged_run_is_refused(tmp_path, monkeypatch, capsys, content):
+def test_a_damaged_run_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "run.json").write_bytes(content.encode("latin-1"))
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--data", "x", "--run", str(tmp_path), "--device", "cpu"])
-    assert evaluate.main() == 2 and capsys.readouterr().err.startswith("error: ")
+    said = run_tool(evaluate.main, "--data", "x", "--run", tmp_path, "--device", "cpu", expect=2)
+    assert said.startswith("error: ")
 
 
 @pytest.mark.parametrize(

@@ -1,28 +1,29 @@
 """report.html and the page of tools/compare_runs.py, from reports as evaluate makes them; nothing is sampled."""
 
 import base64
+import io
 import itertools
 import json
 import math
 import re
-import sys
 from html.parser import HTMLParser
 
 import pytest
-from conftest import ROOT
-from matplotlib.figure import Figure
+from conftest import ROOT, run_tool
 from test_judging import ARMS, JUDGE, pair, real, record, summary
 
+from rewardfl.evaluation import metric_curves
 from rewardfl.evaluation.arms import Arm
 from rewardfl.evaluation.records import FORMAT, TOOL
 from rewardfl.evaluation.report import pictures
 from rewardfl.evaluation.report.pictures import pareto_front
-from rewardfl.evaluation.report.report_page import report_page, worst_first
-from rewardfl.evaluation.report.tables import digits
+from rewardfl.evaluation.report.report_page import digits, report_page, worst_first
 from rewardfl.evaluation.report.verdicts import MEANINGS, meaning, verdict
 from rewardfl.merging import output
 from rewardfl.training.metrics_file import MetricsFile
 from rewardfl_tools import compare_runs
+
+pytestmark = pytest.mark.slow(20)
 
 VOID = {"meta", "input", "br", "link", "img"}
 NAMES = "abcdefghi"  # people enough for no warning of few
@@ -65,7 +66,7 @@ class Document(HTMLParser):
 
 
 def videos(page):
-    return [one for one in page.values("src") if not one.startswith("data:image/svg+xml;base64,")]
+    return [one for one in page.values("src") if not one.startswith("data:image/png;base64,")]
 
 
 def finished(report, **settings):
@@ -274,27 +275,27 @@ def test_scores_are_steps_and_figures_have_digits_that_tell_something(evaluation
     assert shown == ["0.0123", "0.500", "351.2", "0.000"]
 
 
-def test_charts_have_the_figures_and_any_name(evaluation, tmp_path):
+def test_charts_have_the_figures_and_any_name(evaluation, monkeypatch):
     report, _ = evaluation
-    report["arms"][1]["name"] = "_latest $\\frac$"  # to matplotlib no entry of a legend, and a formula
-    axis = Figure().subplots()
-    pictures.draw_front(axis, pictures.make_markers(report), "the judge")
-    base = axis.lines[-1]
-    assert (base.get_xdata()[0], base.get_ydata()[0]) == (0, 1)
-    change = report["arms"][1]["compared"]
-    assert change[f"{JUDGE}/face_sim"]["difference"]["mean"] in axis.lines[0].get_xdata()
-    pictures.save_curves(report, tmp_path / "curves.png")
-    pictures.save_front(report, tmp_path / "front.png")
-    assert all((tmp_path / name).stat().st_size > 5000 for name in ("curves.png", "front.png"))
+    report["arms"][1]["name"] = name = "_latest $\\frac$"  # to matplotlib no entry of a legend, and a formula
+    figure = pictures.draw_front(report)
+    axis = figure.axes[0]
+    points = {line.get_label(): (line.get_xdata()[0], line.get_ydata()[0]) for line in axis.lines}
+    compared = report["arms"][1]["compared"]
+    gain, motion = compared[f"{JUDGE}/face_sim"]["difference"], compared[f"{JUDGE}/nonrigid"]["ratio"]
+    assert points["base"] == (0, 1) and points[name] == (gain["mean"], motion["mean"])
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == [name, "latest_x0.5", "base"]
+    drawn = []
+    monkeypatch.setattr(metric_curves, "encode_figure", lambda figure, kind: drawn.append(figure) or b"")
+    pictures.draw_face_sim({JUDGE: pictures.face_sim_curves(report, JUDGE)})
+    axis = drawn[0].axes[0]
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["base", name, "latest_x0.5", "real clips"]
+    assert axis.get_title() == "FaceSim by the held-out judge" and axis.get_ylim() == (0, 1)
+    assert [*axis.lines[1].get_ydata()] == report["arms"][1]["per_frame"][JUDGE]
+    drawn[0].savefig(io.BytesIO())
 
 
 # ---- comparing
-
-
-def call(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["compare_runs.py", *map(str, arguments)])
-    code, said = compare_runs.main(), capsys.readouterr()
-    return code, said.out + said.err
 
 
 def write_report(folder, report):
@@ -317,63 +318,85 @@ def runs(tmp_path):
     return tmp_path
 
 
-def test_two_runs_on_one_page(runs, monkeypatch, capsys):
-    code, text = call(monkeypatch, capsys, runs / "a", runs / "b" / "evaluation", "--out", runs / "page.html")
-    assert code == 0 and "page.html" in text
-    html = (runs / "page.html").read_text()
-    page = Document(html)
+def test_two_runs_on_one_page(runs, monkeypatch):
+    drawn, draw_curves = {}, metric_curves.draw_curves
+
+    def watch(panels, *arguments, **settings):
+        drawn.update({title: [curve.name for curve in curves if curve.points] for title, curves in panels.items()})
+        return draw_curves(panels, *arguments, **settings)
+
+    monkeypatch.setattr(metric_curves, "draw_curves", watch)
+    monkeypatch.setattr(pictures, "draw_curves", watch)
+    text = run_tool(compare_runs.main, runs / "a", runs / "b" / "evaluation", "--out", runs / "page.html")
+    assert "page.html" in text
+    page = Document((runs / "page.html").read_text())
     assert page.wrong == [] and videos(page) == page.values("href") == []
     assert "a: latest" in page.text and "evaluation: latest" in page.text and "--anyway" not in page.text
     assert "+0.100 [" in page.text and "+0.200 [" in page.text
-    assert "reward/held_out" in page.text and "reward/held_out/flow" not in page.text  # nobody has it
-    arms = ["a: latest", "evaluation: latest"]  # the base once; two metrics of the one run that was named as such
-    assert re.findall("</i>(.*?)</span>", html) == [*arms, "base", "a: base", *arms, "real clips", "a", "a"]
-    assert len(page.values("src")) == 4
+    assert drawn == {  # the base once; the metrics of the one run that was named as such, and no metric that is missing
+        "FaceSim by the held-out judge": ["a: base", "a: latest", "evaluation: latest", "real clips"],
+        "reward/held_out": ["a"], "grad_norm": ["a"],
+    }  # fmt: skip
+    assert len(page.values("src")) == 3
 
 
 @pytest.mark.parametrize(
     "block, name", [("data", "--data"), ("sampling", "sample.shift"), ("judges", "held_out's w.onnx")]
 )
-def test_unlike_evaluations_are_refused(runs, monkeypatch, capsys, block, name):
+def test_unlike_evaluations_are_refused(runs, block, name):
     folder = runs / "b" / "evaluation"
     report = json.loads((folder / "report.json").read_text())
     report["settings"][block][name] = "other"
     write_report(folder, report)
     words = [runs / "a", runs / "b", "--out", runs / "page.html"]
-    code, text = call(monkeypatch, capsys, *words)
-    assert code == 2 and f"{block}: {name} was" in text and "--anyway" in text and not (runs / "page.html").exists()
-    code, text = call(monkeypatch, capsys, *words, "--anyway")
-    assert code == 0 and f"{block}: {name} was" in Document((runs / "page.html").read_text()).text
+    text = run_tool(compare_runs.main, *words, expect=2)
+    assert f"{block}: {name} was" in text and "--anyway" in text and not (runs / "page.html").exists()
+    text = run_tool(compare_runs.main, *words, "--anyway")
+    assert f"{block}: {name} was" in Document((runs / "page.html").read_text()).text
 
 
-def test_what_is_no_evaluation_is_refused(runs, monkeypatch, capsys):
+def test_what_is_no_evaluation_is_refused(runs):
     out = ("--out", runs / "page.html")
-    code, text = call(monkeypatch, capsys, runs / "a", runs, *out)
-    assert code == 2 and f"{runs}: holds no report.json" in text
+    text = run_tool(compare_runs.main, runs / "a", runs, *out, expect=2)
+    assert f"{runs}: holds no report.json" in text
     folder = runs / "b" / "evaluation"
     report = json.loads((folder / "report.json").read_text())
     for other in (report | {"prompts": 3, "settings": {}}, report | {"settings": {"records": {"format": "0"}}}):
         write_report(folder, other)
-        code, text = call(monkeypatch, capsys, runs / "a", runs / "b", *out)
-        assert code == 2 and f"{folder / 'report.json'}: is of images, or of another version" in text
+        text = run_tool(compare_runs.main, runs / "a", runs / "b", *out, expect=2)
+        assert f"{folder / 'report.json'}: is of images, or of another version" in text
     for content in ("{", json.dumps(report | {"people": 99})):  # damaged or edited since
         write_report(folder, report)
         (folder / "report.json").write_text(content)
-        code, text = call(monkeypatch, capsys, runs / "a", runs / "b", *out)
-        assert code == 2 and f"{folder / 'report.json'}: is not as evaluate.py wrote it" in text
+        text = run_tool(compare_runs.main, runs / "a", runs / "b", *out, expect=2)
+        assert f"{folder / 'report.json'}: is not as evaluate.py wrote it" in text
     (folder / "rewardfl_manifest.json").unlink()
-    assert call(monkeypatch, capsys, runs / "a", runs / "b", *out)[0] == 2
-    with pytest.raises(SystemExit, match="2"):
-        call(monkeypatch, capsys, runs / "a", *out)
+    run_tool(compare_runs.main, runs / "a", runs / "b", *out, expect=2)
+    run_tool(compare_runs.main, runs / "a", *out, expect=2)
+
+
+def test_different_recognisers_are_not_compared(runs):
+    """Their scales differ: of two evaluations the last recogniser of both counts."""
+    folder = runs / "b" / "evaluation"
+    report = (folder / "report.json").read_text()
+    write_report(folder, json.loads(report.replace(JUDGE, "third")))
+    words = [runs / "a", runs / "b", "--anyway", "--out", runs / "page.html"]
+    text = run_tool(compare_runs.main, *words, expect=2)
+    assert "no recogniser has judged all" in text
+    both = json.loads(report)
+    both["real"]["per_frame"]["third"] = both["real"]["per_frame"][JUDGE]
+    both["arms"][1]["compared"]["third/face_sim"] = both["arms"][1]["compared"][f"{JUDGE}/face_sim"]
+    write_report(folder, both)
+    run_tool(compare_runs.main, *words)
 
 
 @pytest.mark.parametrize("place", ["own.html", "a/metrics.jsonl", "a/evaluation/report.json", "a", "link.html"])
-def test_a_page_replaces_pages_of_this_tool_alone(runs, monkeypatch, capsys, place):
+def test_a_page_replaces_pages_of_this_tool_alone(runs, place):
     (runs / "own.html").write_text("<p>mine</p>")
     (runs / "link.html").symlink_to("own.html")
     before = {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}
-    code, text = call(monkeypatch, capsys, runs / "a", runs / "b", "--out", runs / place)
-    assert code == 2 and text.startswith(f"error: --out {runs / place} ")
+    text = run_tool(compare_runs.main, runs / "a", runs / "b", "--out", runs / place, expect=2)
+    assert text.startswith(f"error: --out {runs / place} ")
     assert before == {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}
     for _ in range(2):  # the tool's own page is replaced
-        assert call(monkeypatch, capsys, runs / "a", runs / "b", "--out", runs / "new" / "page.html")[0] == 0
+        run_tool(compare_runs.main, runs / "a", runs / "b", "--out", runs / "new" / "page.html")

@@ -1,12 +1,11 @@
 """tools/reward_scales.py: gradients by closed forms and by hand, what is left out, and the whole tool on one clip."""
 
 import math
-import sys
 
 import pytest
 import torch
 import yaml
-from conftest import ROOT
+from conftest import ROOT, run_tool
 from runs import CONFIG, FAST
 
 from rewardfl import config as configuration
@@ -88,14 +87,12 @@ def test_what_cannot_be_judged_is_left_out():
     assert shares(scales) == [1.0, 0.0]
 
 
-def test_one_clip_of_the_tiny_world(monkeypatch, capsys):
+def test_one_clip_of_the_tiny_world(monkeypatch):
     """The whole tool; what it gives to paste is a configuration."""
     others = "reward.others={change: {name: motion, weight: 0.3}, red: {name: colour}}"
     monkeypatch.chdir(ROOT)
-    command = ["reward_scales.py", "--config", CONFIG, *FAST, others, "--rows", "2", "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", command)
-    assert reward_scales.main() == 0
-    table, _, lines = capsys.readouterr().out.partition("\n# to paste")
+    said = run_tool(reward_scales.main, "--config", CONFIG, *FAST, others, "--rows", "2", "--device", "cpu")
+    table, _, lines = said.partition("\n# to paste")
     assert [line.split()[0] for line in table.splitlines()[-4:]] == ["score", "held_out", "change", "red"]
     pasted = yaml.safe_load(lines.partition("\n")[2])["reward"]
     assert pasted.keys() == {"reward_mean", "reward_std", "others"} and pasted["others"].keys() == {"change"}
@@ -112,9 +109,7 @@ def test_one_clip_of_the_tiny_world(monkeypatch, capsys):
         ("configs/tiny_flow_grpo.yaml", [], "tiny_flow_grpo.yaml"),
     ],
 )
-def test_bad_input_is_refused(config, overrides, named, monkeypatch, capsys):
+def test_bad_input_is_refused(config, overrides, named, monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["reward_scales.py", "--config", config, *overrides])
-    assert reward_scales.main() == 2
-    error = capsys.readouterr().err
+    error = run_tool(reward_scales.main, "--config", config, *overrides, expect=2)
     assert named in error and error.count("\n") == 1

@@ -1,10 +1,10 @@
 """tools/evaluate.py on a run of the tiny world: stopped and resumed, arms, videos of other tools, processes, memory."""
 
 import base64
+import contextlib
 import gc
 import json
 import shutil
-import sys
 import weakref
 from pathlib import Path
 
@@ -12,15 +12,17 @@ import clip_files
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run_python
+from conftest import ROOT, run_python, run_tool
 from runs import CONFIG, QUICK, environment, launch, table
 
 from rewardfl import data, rewards
-from rewardfl.evaluation import arms, judge_videos, study
+from rewardfl.evaluation import arms, judge_videos
 from rewardfl.evaluation import face_protocols as protocols
 from rewardfl.evaluation.records import Writer
 from rewardfl.merging import output
 from rewardfl_tools import evaluate
+
+pytestmark = pytest.mark.slow(40)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ SAME = ("--strengths", "0,1", "--steps", "4,2")
 
 
 def words(run, out, *more):
-    return ["evaluate.py", "--run", str(run / "run"), "--data", str(run / "metadata.csv"), "--seeds", "2",
+    return ["--run", str(run / "run"), "--data", str(run / "metadata.csv"), "--seeds", "2",
             "--out", str(out), "--batch", "2", "--device", "cpu", *more]  # fmt: skip
 
 
@@ -45,15 +47,12 @@ SIZES = [word for word in QUICK if word.startswith("data.") and "file_name" not 
 
 def source(folder):
     """Arguments for another tool's videos of the folder's table."""
-    return ["evaluate.py", "--config", CONFIG, "--data", folder / "metadata.csv", "--device", "cpu"]
+    return ["--config", CONFIG, "--data", folder / "metadata.csv", "--device", "cpu"]
 
 
-def call(monkeypatch, capsys, arguments, expect=0):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", [*map(str, arguments)])
-    code, said = evaluate.main(), capsys.readouterr()
-    assert code == expect, said.err
-    return said.out + said.err
+def call(arguments, expect=0):
+    with contextlib.chdir(ROOT):
+        return run_tool(evaluate.main, *arguments, expect=expect)
 
 
 def left(out):
@@ -67,10 +66,7 @@ def left(out):
 def straight(run, tmp_path_factory):
     """An evaluation that nothing stops, of two strengths and two step counts."""
     out = tmp_path_factory.mktemp("straight") / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        patch.setattr(sys, "argv", words(run, out, *SAME))
-        assert evaluate.main() == 0
+    call(words(run, out, *SAME))
     return out
 
 
@@ -90,7 +86,7 @@ def test_arms_share_their_noises(straight):
     assert not (straight / "prepared").exists()
 
 
-def test_stopped_and_resumed_is_as_if_nothing_had_happened(run, straight, tmp_path, monkeypatch, capsys):
+def test_stopped_and_resumed_is_as_if_nothing_had_happened(run, straight, tmp_path, monkeypatch):
     add, count, videos = Writer.add, [], 3
 
     def stop(self, record):
@@ -102,22 +98,22 @@ def test_stopped_and_resumed_is_as_if_nothing_had_happened(run, straight, tmp_pa
     arguments = words(run, tmp_path, *SAME)
     with monkeypatch.context() as patch:
         patch.setattr(Writer, "add", stop)
-        assert call(patch, capsys, arguments, expect=130).endswith("\ninterrupted\n")
+        assert call(arguments, expect=130).endswith("\ninterrupted\n")
     known = (tmp_path / "records.jsonl").read_text()
     assert len(known.splitlines()) == videos
-    call(monkeypatch, capsys, arguments)
+    call(arguments)
     assert left(tmp_path) == left(straight)
 
 
-def test_what_is_known_is_not_sampled_again_and_others_are_refused(run, straight, monkeypatch, capsys):
+def test_what_is_known_is_not_sampled_again_and_others_are_refused(run, straight, monkeypatch):
     before = left(straight)
     with monkeypatch.context() as patch:
         patch.setattr(arms, "load_model", None)  # whoever asks for it fails
-        call(patch, capsys, words(run, straight, *SAME))
+        call(words(run, straight, *SAME))
         assert left(straight) == before
-        said = call(patch, capsys, words(run, straight, "sample.shift=3"), expect=2)
+        said = call(words(run, straight, "sample.shift=3"), expect=2)
         assert "sample.shift was 5.0, and is 3.0" in said and "--force" in said
-        said = call(patch, capsys, words(run, straight, "--periods", "4"), expect=2)
+        said = call(words(run, straight, "--periods", "4"), expect=2)
         assert "--periods was 8 16, and is 4" in said
     assert left(straight) == before
 
@@ -128,10 +124,10 @@ def copied(straight, tmp_path):
     return shutil.copytree(straight, tmp_path / "out")
 
 
-def test_a_record_that_was_cut_off_is_made_again(run, straight, copied, monkeypatch, capsys):
+def test_a_record_that_was_cut_off_is_made_again(run, straight, copied):
     records = copied / "records.jsonl"
     records.write_bytes(records.read_bytes()[:-50])
-    call(monkeypatch, capsys, words(run, copied, *SAME))
+    call(words(run, copied, *SAME))
     assert left(copied) == left(straight)
     assert not (copied / "prepared").exists()
 
@@ -141,25 +137,25 @@ def all_files(folder):
 
 
 @pytest.mark.parametrize("name", ["report.html", "settings.json", "videos/base/000_seed1.mp4", "grid.png"])
-def test_a_file_of_the_users_is_refused_with_and_without_force(run, tmp_path, monkeypatch, capsys, name):
+def test_a_file_of_the_users_is_refused_with_and_without_force(run, tmp_path, name):
     mine = tmp_path / "out" / name
     mine.parent.mkdir(parents=True)
     mine.write_text('{"editor.tabSize": 4}')
     for force in ((), ("--force",)):
-        said = call(monkeypatch, capsys, words(run, tmp_path / "out", *force), expect=2)
+        said = call(words(run, tmp_path / "out", *force), expect=2)
         assert f"error: {mine} is in the way" in said
         assert [*all_files(tmp_path)] == [mine]
 
 
-def test_force_removes_what_the_evaluation_wrote(run, copied, monkeypatch, capsys):
+def test_force_removes_what_the_evaluation_wrote(run, copied, monkeypatch):
     """And nothing else: neither clips next to its own, nor a video that was changed since."""
     mine = [copied / name for name in ("videos/holiday.mp4", "prepared/thesis.txt", "notes.txt")]
     mine += [copied / "videos" / "latest_x0" / "000_seed0.mp4"]
     for path in mine:
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
-    monkeypatch.setattr(study, "load_model", stop)
-    call(monkeypatch, capsys, words(run, copied, "sample.shift=3", "--force"), expect=130)
+    monkeypatch.setattr(arms, "load_model", stop)
+    call(words(run, copied, "sample.shift=3", "--force"), expect=130)
     assert all(path.read_text() == "mine" for path in mine)
     files = {str(path.relative_to(copied)) for path in all_files(copied / "videos")}
     real = {f"videos/real/{name}.mp4" for name in ("000", "001")}
@@ -170,21 +166,21 @@ def stop(*_):
     raise KeyboardInterrupt
 
 
-def test_no_input_is_written(run, copied, monkeypatch, capsys):
+def test_no_input_is_written(run, copied):
     before = all_files(copied)
     videos = ["--videos", copied / "videos" / "base"]
     for out, inputs in ((copied, videos), (copied / "videos" / "base" / "x", videos), (run, []), (run / "run", [])):
-        said = call(monkeypatch, capsys, words(run, out, *inputs, "--force"), expect=2)
+        said = call(words(run, out, *inputs, "--force"), expect=2)
         assert said.startswith(f"error: --out {out} is, holds or lies in the input")
     assert all_files(copied) == before
 
 
-def test_one_evaluation_works_in_a_folder(run, copied, monkeypatch, capsys):
+def test_one_evaluation_works_in_a_folder(run, copied):
     with output.Folder(copied, "rewardfl evaluate 1").locked():
-        assert "another process" in call(monkeypatch, capsys, words(run, copied, *SAME), expect=2)
+        assert "another process" in call(words(run, copied, *SAME), expect=2)
 
 
-def test_a_record_names_no_file_of_its_own(run, straight, copied, tmp_path, monkeypatch, capsys):
+def test_a_record_names_no_file_of_its_own(run, straight, copied, tmp_path):
     """An edited record cannot bring another file into the page."""
     (tmp_path / "secret.mp4").write_text("secret")
     records = copied / "records.jsonl"
@@ -192,21 +188,21 @@ def test_a_record_names_no_file_of_its_own(run, straight, copied, tmp_path, monk
     for line, file in zip(lines, ("../secret.mp4", str(tmp_path / "secret.mp4"), "settings.json"), strict=False):
         line["file"] = file
     records.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    call(monkeypatch, capsys, words(run, copied, *SAME))
+    call(words(run, copied, *SAME))
     assert left(copied)[0] == left(straight)[0]
     page = (copied / "report.html").read_text()
     assert "secret" not in page and base64.b64encode(b"secret").decode() not in page
 
 
-def test_an_adapter_that_is_none_is_found_before_anything_is_judged(run, tmp_path, monkeypatch, capsys):
+def test_an_adapter_that_is_none_is_found_before_anything_is_judged(run, tmp_path, monkeypatch):
     monkeypatch.setattr(judge_videos, "load_judges", None)
     (tmp_path / "empty").mkdir()
-    said = call(monkeypatch, capsys, words(run, tmp_path / "out", "--adapter", tmp_path / "empty"), expect=2)
+    said = call(words(run, tmp_path / "out", "--adapter", tmp_path / "empty"), expect=2)
     assert "--adapter" in said and not (tmp_path / "out").exists()
 
 
 @pytest.mark.long
-def test_memory_does_not_grow_with_the_number_of_clips(run, tmp_path, monkeypatch, capsys):
+def test_memory_does_not_grow_with_the_number_of_clips(run, tmp_path, monkeypatch):
     """While a batch is sampled, or a clip is read, the one before it is alive at most."""
     alive, most = {}, []
 
@@ -226,17 +222,17 @@ def test_memory_does_not_grow_with_the_number_of_clips(run, tmp_path, monkeypatc
     watch(data, "load_example", lambda example: example.video)
     table(run / "metadata.csv", "eval", 4)
     try:
-        call(monkeypatch, capsys, words(run, tmp_path, "--batch", "1", "--seeds", "1"))
+        call(words(run, tmp_path, "--batch", "1", "--seeds", "1"))
     finally:
         table(run / "metadata.csv", "eval", 2)
     assert len(alive["sample"]) == 8 and len(alive["load_example"]) == 4 and max(most) <= 1
 
 
-def test_videos_of_other_tools_need_no_model(run, straight, tmp_path, monkeypatch, capsys):
+def test_videos_of_other_tools_need_no_model(run, straight, tmp_path, monkeypatch):
     monkeypatch.setattr(arms, "load_model", None)
     monkeypatch.setattr(protocols, "DET_SIZE", 128)  # the tiny world's detector was trained at
     videos = [word for name in ("base", "latest") for word in ("--videos", straight / "videos" / name)]
-    said = call(monkeypatch, capsys, [*source(run), *SIZES, "--out", tmp_path, *videos, "--protocol", "consisid"])
+    said = call([*source(run), *SIZES, "--out", tmp_path, *videos, "--protocol", "consisid"])
     report, made = left(tmp_path)[0], left(straight)[0]
     assert "decoded from mp4" in said and "FaceSim-Arc as ConsisID, the held-out judge" in said
     assert [arm["decoded"] for arm in report["arms"]] == [True, True] and report["clips"] == 4
@@ -246,12 +242,12 @@ def test_videos_of_other_tools_need_no_model(run, straight, tmp_path, monkeypatc
     assert report["arms"][0]["figures"]["consisid/held_out"]["mean"] > 0
 
 
-def test_agreement_with_the_text_is_a_column(run, straight, tmp_path, monkeypatch, capsys):
+def test_agreement_with_the_text_is_a_column(run, straight, tmp_path):
     """clip_score on the videos, each with the prompt of its row, as the reward itself scores what the files hold."""
     folder = clip_files.write_clip(tmp_path / "clip")
     others = f"reward.others={{text: {{name: clip_score, settings: {{model_dir: {folder}}}}}}}"
     made = straight / "videos" / "latest"
-    said = call(monkeypatch, capsys, [*source(run), *SIZES, others, "--out", tmp_path / "out", "--videos", made])
+    said = call([*source(run), *SIZES, others, "--out", tmp_path / "out", "--videos", made])
     (arm,) = left(tmp_path / "out")[0]["arms"]
     reward = rewards.build("clip_score", {"model_dir": folder})
     scores = []
@@ -263,7 +259,7 @@ def test_agreement_with_the_text_is_a_column(run, straight, tmp_path, monkeypatc
     assert arm["figures"]["rewards/text"]["mean"] == pytest.approx(np.mean(scores), abs=1e-5)
 
 
-def test_everybody_is_a_column_where_everybody_is_trained(run, tmp_path, monkeypatch, capsys):
+def test_everybody_is_a_column_where_everybody_is_trained(run, tmp_path):
     """Two people side by side; as they are, and with one of them in the other's place, whose likeness then counts 0."""
     (one, other) = (data.read_video(row.video) for row in data.load_metadata(run / "metadata.csv"))
     for name, pair in (("real", (one, other)), ("both/000", (one, other)), ("twice/000", (one, one))):
@@ -272,7 +268,7 @@ def test_everybody_is_a_column_where_everybody_is_trained(run, tmp_path, monkeyp
     (tmp_path / "metadata.csv").write_text("video,prompt\nreal.mp4,two people\n")
     videos = [word for name in ("both", "twice") for word in ("--videos", tmp_path / name)]
     settings = ["data.width=128", "reward.det_size=256", "reward.people=all"]
-    call(monkeypatch, capsys, [*source(tmp_path), "--out", tmp_path / "out", *videos, *settings])
+    call([*source(tmp_path), "--out", tmp_path / "out", *videos, *settings])
     both, twice = (arm["figures"]["rewards/everybody"]["mean"] for arm in left(tmp_path / "out")[0]["arms"])
     assert both > 0.7 and twice == pytest.approx(both / 2, abs=0.15)  # the other one is 0.2 alike
 
@@ -280,7 +276,7 @@ def test_everybody_is_a_column_where_everybody_is_trained(run, tmp_path, monkeyp
 @pytest.mark.long
 def test_two_processes_are_as_one(run, straight, tmp_path):
     start = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--"]  # torchrun has a --run-path
-    arguments = ["tools/evaluate.py", *words(run, tmp_path, *SAME)[1:]]
+    arguments = ["tools/evaluate.py", *words(run, tmp_path, *SAME)]
     done = run_python([*start, *arguments], cwd=ROOT, env=environment())
     assert (tmp_path / "report.json").is_file(), done.stderr
     assert left(tmp_path)[1:] == left(straight)[1:]

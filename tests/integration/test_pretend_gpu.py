@@ -72,6 +72,7 @@ def test_updates_on_the_pretend_gpu(case, tmp_path):
         assert all(a <= b for a, b in zip(counts, LIMITS[case][phase], strict=True)), f"{phase}: {counts}"
 
 
+@pytest.mark.slow(8)
 def test_planted_faults_are_seen():
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(

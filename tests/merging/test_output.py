@@ -437,6 +437,7 @@ def test_one_process_fills_a_folder(tmp_path):
         (KeyboardInterrupt(), 130, "interrupted"),
         (ValueError("--x: no"), 2, "error: --x: no"),
         (OSError(errno.EROFS, "Read-only file system", "a/b"), 2, "error: a/b: Read-only file system"),
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "error: the disk: No space left on device"),
     ],
 )
 def test_an_error_is_one_line_after_the_bar(capsys, error, code, line):

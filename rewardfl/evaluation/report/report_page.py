@@ -1,26 +1,113 @@
-"""report.html: an evaluation in one page that opens from the disk without a network, made from report.json."""
+"""The page of an evaluation, which opens from the disk without a network, its tables, and its text for a terminal."""
 
 import base64
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import jinja2
 
-from rewardfl.evaluation.figures import FROZEN
+from rewardfl.evaluation.figures import FROZEN, Interval
+from rewardfl.evaluation.metric_curves import encode_figure
 from rewardfl.evaluation.records import REAL
-from rewardfl.evaluation.report.pictures import arm_curves, curves_chart, front_chart, make_markers, real_curve
-from rewardfl.evaluation.report.tables import digits, make_tables
-from rewardfl.evaluation.report.verdicts import judge_words, main_judge, verdict
+from rewardfl.evaluation.report import verdicts
+from rewardfl.evaluation.report.pictures import draw_face_sim, draw_front, face_sim_curves
 
 PAGE = 40_000_000  # maximum bytes of a page, with its videos
 NOTES = 2000  # bytes reserved for the note on this limit
 
+
+@dataclass(frozen=True)
+class Cell:
+    """A figure and its change against the base. problem: why the change is not healthy; empty where it is."""
+
+    figure: Interval | None
+    change: Mapping | None = None
+    problem: str = ""
+
+
+_Name = tuple[str, str]  # of a row or column, with a line below; empty for none
+
+TableRow = tuple[_Name, Sequence[Cell]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FigureTable:
+    """A table with two headings."""
+
+    title: str
+    subtitle: str = ""
+    head: Sequence[_Name]
+    rows: Sequence[TableRow]
+
+
+def digits(value: Interval, *, signed: bool = False) -> list[str]:
+    """Format mean, low and high with as many digits as the largest of them needs."""
+    largest = max(map(abs, value.values()))
+    count = 1 if largest >= 100 else 4 if 0 < largest < 0.1 else 3
+    return [f"{value[key]:{'+' if signed else ''}.{count}f}" for key in ("mean", "low", "high")]
+
+
+def make_tables(report: Mapping) -> list[FigureTable]:
+    """Return a table for each question; a row per figure, a column per arm, and the real clips last."""
+    judges = list(report["real"]["per_frame"])
+    names = list(dict.fromkeys(name for arm in report["arms"] for name in arm["figures"]))
+    moves = [f"{judges[-1]}/{key}" for key in ("speed", "nonrigid")]
+    motion = [name for name in names if name.startswith("motion/") and name != "motion/sharpness"]
+    canaries = [name for name in names if name.startswith("canary/")]
+    sections = [
+        ("", f"By {verdicts.judge_words(judge)}", [n for n in names if n.startswith(f"{judge}/") and n not in moves])
+        for judge in reversed(judges)
+    ] + [
+        ("Does it still move?", "", [*moves, *motion, "frozen_share"]),
+        ("These reward stillness: may only fall", "", [name for name in names if name.startswith("still/")]),
+        ("Canaries: was the reward hacked?", "", ["motion/sharpness", *canaries, "colour_shift"]),
+    ]
+    sections[0] = ("Is the person kept?", *sections[0][1:])
+    if rest := [name for name in names if name.partition("/")[0] not in ("motion", "still", "canary", *judges)]:
+        sections.append(("Published protocols and other rewards", "", rest))
+    head = [(name, "") for name in ("figure", *(arm["name"] for arm in report["arms"]), "real clips")]
+    tables = [
+        FigureTable(title=title, subtitle=below, head=head, rows=[_figure_row(report, name) for name in rows])
+        for title, below, rows in sections
+    ]
+    return [*tables, _strata(report)]
+
+
+def _figure_row(report: Mapping, name: str) -> TableRow:
+    judges = list(report["real"]["per_frame"])
+    figure = verdicts.meaning(name, judges)
+    cells = [*(figure_cell(arm, name, judges) for arm in report["arms"]), Cell(report["real"]["figures"].get(name))]
+    return (figure.label, figure.says + verdicts.healthy(figure)), cells
+
+
+def figure_cell(arm: Mapping, name: str, judges: Sequence[str]) -> Cell:
+    """Return a figure of an arm, and its change against the arm's base, marked where it is not healthy."""
+    if name in ("frozen_share", "colour_shift"):  # figures of an arm and its base
+        is_frozen = name == "frozen_share" and verdicts.frozen(arm)
+        return Cell(arm.get(name), problem=f"healthy: {verdicts.FROZEN_MOST:g} at most" if is_frozen else "")
+    change = arm.get("compared", {}).get(name)
+    return Cell(arm["figures"].get(name), change, verdicts.describe_unhealthy(change, verdicts.meaning(name, judges)))
+
+
+def _strata(report: Mapping) -> FigureTable:
+    """Return the table of FaceSim by the width of the face."""
+    name, (smallest, *_) = f"{verdicts.main_judge(report)}/face_sim", report["face_sizes"]
+    rows: list[TableRow] = []
+    for width, count in report["face_sizes"].items():
+        groups = [arm["strata"].get(width, {}) for arm in report["arms"]]
+        cells = [Cell(group.get("figures", {}).get(name), group.get("compared", {}).get(name)) for group in groups]
+        rows.append(((f"{width}: {count} people", "too small to be scored here" if width == smallest else ""), cells))
+    head = [(text, "") for text in ("face's width in the real clip", *(arm["name"] for arm in report["arms"]))]
+    return FigureTable(title="FaceSim by the size of the face", head=head, rows=rows)
+
+
 ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("rewardfl.evaluation.report", "pages"),
-    autoescape=True,
+    autoescape=jinja2.select_autoescape(["html"]),
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
@@ -33,27 +120,30 @@ def render(template: str, values: Mapping[str, Any]) -> str:
     return ENVIRONMENT.get_template(template).render(values)
 
 
+def format_report(report: Mapping) -> str:
+    """Format the verdicts, and then the figures of each arm and of the real clips, for a terminal."""
+    words = [verdicts.verdict(report, arm) for arm in report["arms"] if arm["against"]]
+    return render("report.txt", {"report": report, "verdicts": words, "tables": make_tables(report)})
+
+
 def report_page(report: Mapping, folder: Path, most: int = PAGE) -> str:
     """Return the page of an evaluation in `folder`. most: maximum bytes.
 
     Embed the videos of the worst clips while there is room, and link the files of the rest.
     """
-    judges, judge = list(report["real"]["per_frame"]), main_judge(report)
+    judges, judge = list(report["real"]["per_frame"]), verdicts.main_judge(report)
     against = [arm for arm in report["arms"] if arm["against"]]
     clips = [(clip, list_shots(report, clip, folder)) for clip in worst_first(report)]
     values = {
         "report": report,
         "title": f"Evaluation of {', '.join(arm['name'] for arm in against) or 'one arm'}",
-        "verdicts": [(arm["name"], verdict(report, arm)) for arm in against],
+        "verdicts": [(arm["name"], verdicts.verdict(report, arm)) for arm in against],
         "tables": make_tables(report),
-        "curves": [
-            curves_chart(f"By {judge_words(name)}", [*arm_curves(report, name), real_curve(report, name)])
-            for name in reversed(judges)
-        ],
-        "front": front_chart(make_markers(report), judge),
+        "curves": [embed("image/png", draw_face_sim({name: face_sim_curves(report, name)})) for name in judges[::-1]],
+        "front": embed("image/png", encode_figure(draw_front(report))),
         "worst_by": judged_arm(report),
         "judge": judge,
-        "judge_words": judge_words(judge),
+        "judge_words": verdicts.judge_words(judge),
         "clips": clips,
         "command": shlex.join(report["command"]),
         "frozen": FROZEN,
@@ -65,14 +155,19 @@ def report_page(report: Mapping, folder: Path, most: int = PAGE) -> str:
         if room < 0:
             break
         for shot in present:
-            shot["source"] = "data:video/mp4;base64," + base64.b64encode(shot["path"].read_bytes()).decode()
+            shot["source"] = embed("video/mp4", shot["path"].read_bytes())
         inside += 1
     return render("report.html", values | {"inside": inside})
 
 
+def embed(kind: str, content: bytes) -> str:
+    """Return a file as a data URI. kind: its MIME type."""
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
 def worst_first(report: Mapping) -> list[Mapping]:
     """Sort the clips by the main judge's FaceSim of `judged_arm`, the lowest first; clips without its video last."""
-    judge, arm = main_judge(report), judged_arm(report)
+    judge, arm = verdicts.main_judge(report), judged_arm(report)
 
     def face_sim(clip: Mapping) -> float:
         return clip["arms"][arm]["figures"][f"{judge}/face_sim"] if arm in clip["arms"] else float("inf")

@@ -7,15 +7,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rewardfl.evaluation.intervals import format_interval
-from rewardfl.training.alarms import (
-    COLOUR_GUARD,
-    GAIN_GUARD,
-    GRID_GUARD,
-    LOOK_GUARD,
-    SATURATION_GUARD,
-    SHARE_GUARD,
-)
+from rewardfl.evaluation.figures import format_interval
+from rewardfl.training.alarms import COLOUR_GUARD, GAIN_GUARD, GRID_GUARD, LOOK_GUARD, SATURATION_GUARD, SHARE_GUARD
 
 # an arm over its base, and an arm minus its base: "Reading the figures" of docs/motion.md
 FLOW_KEPT, LANDMARKS_KEPT, SHARPNESS_KEPT = 0.95, 0.93, 0.95
@@ -164,15 +157,10 @@ def describe_unhealthy(change: Mapping | None, bounds: Meaning) -> str:
     if limits is None or not change or not change.get(key):
         return ""
     mean = change[key]["mean"]
-    if limits[0] <= round_mean(mean) <= limits[1]:
+    if limits[0] <= round(mean, 6) <= limits[1]:  # float32 has 0.1 above 0.1
         return ""
     text = f"{mean:.3f} of the base's" if bounds.ratio else f"{mean:+.3f} from the base's"
     return f"{bounds.label[0].upper()}{bounds.label[1:]} is {text}{healthy(bounds)}: {bounds.broken}"
-
-
-def round_mean(mean: float) -> float:
-    """Round a float32 mean to its valid digits, so that 0.1 is not above 0.1."""
-    return round(mean, 6)
 
 
 def healthy(bounds: Meaning) -> str:
@@ -216,47 +204,48 @@ def _person(report: Mapping, arm: Mapping) -> tuple[int, str]:
     if face_sim is None:
         return 0, f"{name} and {base} have no clip in common, so nothing can be said of the person."
     change = face_sim["difference"]
+    person = 1 if change["low"] > 0 else -1 if change["high"] < 0 else 0
+    begin = {
+        1: f"{name} keeps the person more than {base}",
+        0: f"Whether {name} keeps the person more than {base} cannot be told",
+        -1: f"{name} keeps the person less than {base}",
+    }[person]
     mean, low, high = (f"{change[key]:+.3f}" for key in ("mean", "low", "high"))
-    by = (
-        f"FaceSim by {judge_words(judge)} changes by {mean} [{low}, {high}] (95 % interval over {report['people']} "
-        f"people), and rises for {face_sim['people_with_more']:.0%} of them"
+    sentence = (
+        f"{begin}: FaceSim by {judge_words(judge)} changes by {mean} [{low}, {high}] (95 % interval over "
+        f"{report['people']} people), and rises for {face_sim['people_with_more']:.0%} of them"
+        f"{'' if person else '; the interval holds 0'}."
     )
-    end = "."
     if look := arm["compared"].get("look/face"):
         text, share = format_interval(look["difference"]), look["people_with_more"]
-        end = f". The look of eyes and mouth changes by {text}; it rises for {share:.0%} of the people."
-    if change["low"] <= 0 <= change["high"]:
-        begin = f"Whether {name} keeps the person more than {base} cannot be told"
-        return 0, f"{begin}: {by}; the interval holds 0{end}"
-    person = 1 if change["low"] > 0 else -1
-    return person, f"{name} keeps the person {'more' if person > 0 else 'less'} than {base}: {by}{end}"
+        sentence += f" The look of eyes and mouth changes by {text}; it rises for {share:.0%} of the people."
+    return person, sentence
 
 
 def _motion(report: Mapping, arm: Mapping, person: int) -> tuple[bool | None, str]:
     judge = main_judge(report)
     bases = {base["name"]: base for base in report["arms"]}
-    healthy: list[str] = []
+    held: list[str] = []
     lost: list[str] = []
     for key in MOVES:
         name = key.replace("face/", f"{judge}/")
         change, before = arm["compared"].get(name), bases[arm["against"]]["figures"].get(name)
-        if not change or not before or not before["mean"] > 0:  # a ratio to a base without motion means nothing
-            continue
-        text = f"{MEANINGS[key].label} is {format_interval(change['ratio'])}"
-        (lost if describe_unhealthy(change, MEANINGS[key]) else healthy).append(text)
+        if change and before and before["mean"] > 0:  # a ratio to a base without motion means nothing
+            texts = lost if describe_unhealthy(change, MEANINGS[key]) else held
+            texts.append(f"{MEANINGS[key].label} is {format_interval(change['ratio'])}")
     if lost:
         begin = "That is paid for with motion" if person > 0 else "Motion is lost"
-        also = f"; kept: {', '.join(healthy)}" if healthy else ""
+        also = f"; kept: {', '.join(held)}" if held else ""
         return False, f"{begin}: {', '.join(lost)} of the base's{also}."
-    if healthy:
-        return True, f"The motion is kept: {', '.join(healthy)} of the base's."
+    if held:
+        return True, f"The motion is kept: {', '.join(held)} of the base's."
     return None, "Nothing moves in the base's clips, so its motion has no measure."
 
 
 def frozen(arm: Mapping) -> bool:
     """Return whether more of the arm's clips are frozen than is healthy."""
-    share = arm["frozen_share"] if arm["against"] else None
-    return share is not None and round_mean(share["mean"]) > FROZEN_MOST
+    share = arm.get("frozen_share")
+    return share is not None and round(share["mean"], 6) > FROZEN_MOST
 
 
 def _warnings(report: Mapping, arm: Mapping) -> Iterator[str]:
@@ -275,11 +264,11 @@ def _warnings(report: Mapping, arm: Mapping) -> Iterator[str]:
             yield f"{label} has risen by {format_interval(change['difference'])}, which rewards stillness."
     changes = [compared[f"{name}/face_sim"] for name in (judges[0], judge)]
     if judges[0] != judge and all(changes):
-        gains = [change["difference"]["mean"] for change in changes]
-        if gains[0] > GAIN_GUARD and gains[1] < SHARE_GUARD * gains[0]:
+        trained, other = (change["difference"]["mean"] for change in changes)
+        if trained > GAIN_GUARD and other < SHARE_GUARD * trained:
             yield (
-                f"The recogniser that was trained against has gained {gains[0]:.3f}, the held-out judge "
-                f"{gains[1]:.3f}: the reward may be hacked."
+                f"The recogniser that was trained against has gained {trained:.3f}, the held-out judge {other:.3f}: "
+                "the reward may be hacked."
             )
     if judge == "reward":
         yield "There is no held-out judge: the recogniser that was trained against is the only one that speaks here."

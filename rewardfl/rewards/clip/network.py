@@ -173,11 +173,7 @@ class PromptReward(FrameReward):
     compares_with = "nothing"  # but the prompt
 
     def __init__(
-        self,
-        model: CLIPModel,
-        tokenizer_dir: str | Path,
-        files: list[Path],
-        **frame_settings: Unpack[FrameSettings],
+        self, model: CLIPModel, tokenizer_dir: str | Path, files: list[Path], **frame_settings: Unpack[FrameSettings]
     ):
         """Load the towers. files: the weights that a prompt's embedding depends on, for the fingerprint."""
         super().__init__(**frame_settings)

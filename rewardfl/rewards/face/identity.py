@@ -19,13 +19,7 @@ from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, CROP_SIZE, Faces, alig
 from rewardfl.rewards.face.detect import FaceDetector
 from rewardfl.rewards.face.onnx_module import OnnxModule
 from rewardfl.rewards.face.pack import is_sface, pack_files
-from rewardfl.rewards.face.track import (
-    Embeddings,
-    Track,
-    first_frame,
-    follow_first,
-    follow_known,
-)
+from rewardfl.rewards.face.track import Embeddings, Track, first_frame, follow_first, follow_known
 from rewardfl.rewards.face.vary import clip_seed, vary_crops
 
 

@@ -269,8 +269,7 @@ def test_win_rate_counts_a_tie_half_and_leaves_out_what_has_no_score():
     def pair(line, seed, before, after):
         row = data.Row(index=line, line=line + 2, id=str(line), video=None, prompt="a ball")
         picture = torch.zeros(4, 8, 3, dtype=torch.uint8)
-        scores = {"score": {"before": before, "after": after}}
-        return judge_images.Pair(row=row, seed=seed, picture=picture, scores=scores)
+        return judge_images.Pair(row=row, seed=seed, picture=picture, scores={"score": (before, after)})
 
     pairs = [pair(0, 0, 1.0, 2.0), pair(0, 1, 1.0, 1.0), pair(1, 0, 3.0, 2.0), pair(1, 1, float("nan"), 2.0)]
     figures = judge_images.summarise_images(pairs, {"score": True})["figures"]["score"]

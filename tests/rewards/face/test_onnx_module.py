@@ -344,8 +344,7 @@ def test_unsupported_ops_are_named_together_with_the_file(tmp_path):
     ]
     path = write(tmp_path / "odd.onnx", nodes, {"w": f(1.0), "r": f(), "s": f(1, 1, 2, 2)})
     with pytest.raises(
-        ValueError,
-        match=r"odd\.onnx needs .*: LSTM x 1, Resize\(mode=cubic\) x 1, Sin x 2, com\.micro",
+        ValueError, match=r"odd\.onnx needs .*: LSTM x 1, Resize\(mode=cubic\) x 1, Sin x 2, com\.micro"
     ):
         OnnxModule(path)
 
