@@ -42,7 +42,6 @@ from rewardfl.training.epoch_scores import score_epoch
 from rewardfl.training.learner import make_average, make_learner, seed_generators
 from rewardfl.training.plan import check_sizes, resolve
 from rewardfl.training.run_folder import RunFolder
-from rewardfl.training.sampler import Sampler
 from rewardfl.training.samples import StochasticRollout
 from rewardfl.training.setup_processes import connect_processes
 from rewardfl.training.setup_run import is_finished, open_log, open_run, resume
@@ -110,11 +109,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
     average = make_average(cfg.grpo.ema_decay, parameters, restored)
     log = open_log(cfg, job, run_folder, state, restored, steps)
     del restored  # up to four copies of the adapters
-    sampler = Sampler(
-        backbone=backbone, model=model, decoder=decoder, conditions=conditions, negative=negative, settings=cfg.sample,
-        steps=cfg.evaluation.eval_inference_steps or cfg.sample.num_inference_steps, seed=cfg.run.seed,
-        skip=cfg.data.skip_bad_rows, device=job.device,
-    )  # fmt: skip
+    sampler = setup_data.make_sampler(cfg, conditions, decoder, model, negative)
     max_std = math.inf if cfg.grpo.max_std is None else cfg.grpo.max_std
     make_kernel = partial(sde.Kernel, cfg.grpo.sde, cfg.grpo.noise_level, max_std=max_std)  # of a schedule's sigmas
     rollouts_on = job.device if cfg.grpo.samples_on == "gpu" else torch.device("cpu")
@@ -138,9 +133,9 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
 
     def evaluate() -> dict[str, float]:
         """Return eval/*: the scores of the held-out clips under the averaged weights."""
-        noises, generate = cfg.evaluation.eval_noises, partial(sampler.generate, held_out)
+        generate = partial(sampler.generate, held_out)
         with averaged(average, parameters):
-            return evaluation.evaluate(noises, job, terms, pool, held_out, generate, scales)
+            return evaluation.evaluate(cfg.evaluation.eval_noises, job, terms, pool, held_out, generate, scales)
 
     def save(done: int, *, last: bool) -> None:
         """Save a checkpoint of the averaged weights, and sample videos. All processes call it."""

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from rewardfl import anchor, forward_rl, group_plan, reward_flow
 from rewardfl import config as configuration
 from rewardfl.backbones import protocol
-from rewardfl.backbones.protocol import Velocity
+from rewardfl.backbones.protocol import Conditioning, Schedule, Velocity
 from rewardfl.config import ForwardRlConfig
 from rewardfl.epoch_order import due_this_epoch
 from rewardfl.noise import draw_noise
@@ -40,11 +40,10 @@ from rewardfl.rewards import async_scoring, build_terms
 from rewardfl.training import cli, evaluation, invariants, saving, setup_data, setup_model, setup_rewards
 from rewardfl.training.checkpoint import checkpoint_dir
 from rewardfl.training.epoch_scores import score_epoch
-from rewardfl.training.forward_draws import ForwardDraw, make_draws
+from rewardfl.training.forward_draws import ForwardDraw, make_draws, measure_deviation
 from rewardfl.training.learner import make_average, make_learner, make_old_policy, seed_generators
 from rewardfl.training.plan import check_sizes, resolve
 from rewardfl.training.run_folder import RunFolder
-from rewardfl.training.sampler import Sampler
 from rewardfl.training.samples import CleanRollout
 from rewardfl.training.setup_processes import connect_processes
 from rewardfl.training.setup_run import is_finished, open_log, open_run, resume
@@ -54,7 +53,7 @@ from rewardfl.training.signals import Interruption
 from rewardfl.training.timer import Timer
 from rewardfl.training.update_metrics import common_metrics, forward_rl_metrics
 
-STATISTICS = ("advantage", "misfit", "from_old", "from_base", "ratio", "row")  # of each video and draw
+STATISTICS = ("loss", "advantage", "misfit", "from_old", "from_base", "ratio", "row")  # of each video and draw
 
 
 def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolder, *, dry_run: bool) -> int:
@@ -77,7 +76,7 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
     # ---------------------------------------------------------------------------------- data, rewards, resume
     terms = build_terms(plan.rewards, job.device)
     pool = async_scoring.make_worker_pools(terms, cfg.reward.reward_timeout)
-    part_weights = configuration.part_weights(cfg)
+    weights = configuration.part_weights(cfg)
     store = setup_data.open_cache(cfg)
     samples = setup_data.find_samples(cfg, rows.train, terms, store, job)
     held_out = setup_data.find_samples(cfg, rows.held_out, terms, store, job)
@@ -102,18 +101,18 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
     learner = make_learner(cfg.train, job, backbone, model, trained, steps, restored)
     policy, optimizer, scheduler, parameters = learner.policy, learner.optimizer, learner.scheduler, learner.parameters
     average = make_average(forward.ema_decay, parameters, restored)
-    start, rate = forward.old_decay_start, forward.old_decay_rate
-    old = make_old_policy(parameters, restored, start=start, rate=rate, largest=plan.old_decay)
+    old = make_old_policy(forward, plan.old_decay, parameters, restored)
     log = open_log(cfg, job, run_folder, state, restored, steps)
     del restored  # up to five copies of the adapters
-    sampler = Sampler(
-        backbone=backbone, model=model, decoder=decoder, conditions=conditions, negative=negative, settings=cfg.sample,
-        steps=cfg.evaluation.eval_inference_steps or cfg.sample.num_inference_steps, seed=cfg.run.seed,
-        skip=cfg.data.skip_bad_rows, device=job.device,
-    )  # fmt: skip
+    sampler = setup_data.make_sampler(cfg, conditions, decoder, model, negative)
     rollouts_on = job.device if forward.samples_on == "gpu" else torch.device("cpu")
 
-    forward = cfg.forward
+    def get_velocity(conditioning: Conditioning, schedule: Schedule, guidance: float = 1.0) -> Velocity:
+        """Return the policy's velocity. An update is without guidance, as in DiffusionNFT."""
+        return Velocity(
+            backbone=backbone, model=policy, conditioning=protocol.move_to(conditioning, job.device),
+            schedule=schedule, negative=negative, guidance=guidance,
+        )  # fmt: skip
 
     def policy_loss(draw: ForwardDraw, velocity: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
         """Return the objective's loss (B,) and AWM's ratio of likelihoods (B,), 1 for the other objectives."""
@@ -122,20 +121,17 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
             return forward_rl.rvm_loss(velocity, draw.target, scaled), ratio
         assert draw.old is not None
         if forward.objective == "nft":
-            largest = forward.advantage_clip
-            loss = forward_rl.nft_loss(
-                velocity, draw.old, draw.x, draw.x0, draw.sigma, advantage, mix=forward.mix, largest=largest
-            )
-            return loss, ratio
+            settings = {"mix": forward.mix, "largest": forward.advantage_clip}
+            return forward_rl.nft_loss(velocity, draw.old, draw.x, draw.x0, draw.sigma, advantage, **settings), ratio
         log_prob = partial(forward_rl.awm_log_prob, target=draw.target, sigma=draw.sigma, weighting=forward.weighting)
         log_ratio = log_prob(velocity) - log_prob(draw.old)
         return forward_rl.awm_loss(log_ratio, scaled, forward.clip_range), log_ratio.exp()
 
     def evaluate() -> dict[str, float]:
         """Return eval/*: the scores of the held-out clips under the averaged weights."""
-        noises, generate = cfg.evaluation.eval_noises, partial(sampler.generate, held_out)
+        generate = partial(sampler.generate, held_out)
         with averaged(average, parameters):
-            return evaluation.evaluate(noises, job, terms, pool, held_out, generate, scales)
+            return evaluation.evaluate(cfg.evaluation.eval_noises, job, terms, pool, held_out, generate, scales)
 
     def save(done: int, *, last: bool) -> None:
         """Save a checkpoint of the averaged weights, and sample videos. All processes call it."""
@@ -163,18 +159,15 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
             for members in group_plan.plan(epoch, job.rank, geometry, ids, cfg.run.seed):
                 if interruption.any_signal(job.all_reduce_max):  # nothing changed since the last update
                     break
-                with timer("step"):
+                with timer("step"), timer("rollout"):
                     conditioning, own = conditions.batch(samples, [m.row for m in members], skip=cfg.data.skip_bad_rows)
                     conditioning = protocol.move_to(conditioning, job.device)
                     shape = (1, *conditions.latent_shape(samples[members[0].row]))
                     schedule = plan.schedule(shape[1:])
-                with timer("step"), timer("rollout"), averaged(old, parameters):
                     x = torch.cat([draw_noise(shape, member.noise_seed, job.device) for member in members])
-                    velocity = Velocity(
-                        backbone=backbone, model=policy, conditioning=conditioning, schedule=schedule,
-                        negative=negative, guidance=cfg.sample.guidance_scale,
-                    )  # fmt: skip
-                    x0 = reward_flow.rollout(velocity, x, schedule.sigmas, keep=()).x0
+                    velocity = get_velocity(conditioning, schedule, cfg.sample.guidance_scale)
+                    with averaged(old, parameters):
+                        x0 = reward_flow.rollout(velocity, x, schedule.sigmas, keep=()).x0
 
                 # 2. Decode and score. A slow reward runs while the next videos are rolled out.
                 with timer("step"), timer("decode"):
@@ -183,30 +176,28 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
                     references = [samples[member.row].references for member in members]
                     pending.append(async_scoring.submit(terms, video, references, pool))
                 del video  # the updates do not need it
-                rollout = CleanRollout(
-                    members=members, is_requested=own, conditioning=protocol.move_to(conditioning, rollouts_on),
-                    schedule=schedule, x0=x0.to(rollouts_on),
-                )  # fmt: skip
-                rollouts.append(rollout)
+                conditioning, x0 = protocol.move_to(conditioning, rollouts_on), x0.to(rollouts_on)
+                rollouts.append(
+                    CleanRollout(members=members, is_requested=own, conditioning=conditioning, schedule=schedule, x0=x0)
+                )
             if interruption.number:
                 break
 
             # 3. Advantages: how much better than its group a video is, over all processes.
             with timer("step"), timer("reward"):
-                first = step == state.step
-                scored = score_epoch(job, terms, pending, rollouts, forward, part_weights, epoch, first=first)
+                scored = score_epoch(job, terms, pending, rollouts, forward, weights, epoch, first=step == state.step)
 
         # 4. Noise this update's videos at its moments. The velocities of the other policies: no graph is alive yet.
         part = slice(update % geometry.updates * per_update, (update % geometry.updates + 1) * per_update)
         with timer("step"), timer("old_policy"):
             moments = anchor.draw_moments(plan.draws, plan.active, cfg.run.seed, step, whole_range=plan.whole_range)
             draws, kept = make_draws(
-                rollouts[part], moments, step, backbone, policy, parameters, old,
+                rollouts[part], moments, step, get_velocity, partial(averaged, old, parameters), job.device,
                 needs_old=forward.objective != "rvm" or forward.old_anchor > 0, needs_base=forward.base_anchor > 0,
             )  # fmt: skip
 
         # 5. Update: towards the videos of positive advantage, and away from those of negative.
-        statistics, losses, anchored = [], [], []
+        statistics, anchored = [], []
         advantages = [advantage for advantage in scored.advantages[part] for _ in moments]
         with timer("step"), timer("replay"), job.gradient_reduction():
             for draw, advantage in zip(draws, advantages, strict=True):
@@ -219,9 +210,8 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
                     loss = loss + forward.old_anchor * from_old + forward.base_anchor * from_base
                     job.backward(loss.mean() / (per_update * plan.draws))
                 row = torch.tensor([member.row for member in draw.rollout.members], device=job.device)
-                losses.append(loss.detach())
                 misfit = forward_rl.distance(velocity, draw.target)
-                values = (advantage, misfit, from_old, from_base, ratio, row)
+                values = (loss, advantage, misfit, from_old, from_base, ratio, row)
                 statistics.append([value.detach() for value in values])
                 if draw.is_last:
                     weight = 1 / (per_update * geometry.batch)
@@ -234,9 +224,8 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
                 if math.isfinite(norm):
                     average.step(parameters)
                 scheduler.step()
-            with timer("old_policy"), torch.no_grad():
-                moved = forward_rl.deviation(draws[0].velocity(draws[0].x), kept)
-                deviation = float(job.gather(moved[None]).mean())
+            with timer("old_policy"):
+                deviation = measure_deviation(job, draws[0], kept)
         del draws
         done = step + 1
 
@@ -244,17 +233,14 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
         ends_epoch = update == per_epoch - 1
         if ends_epoch:
             old.follow(parameters, done)
-        mean_loss = float(job.gather(torch.stack(losses).mean()[None]).mean())
         anchor_loss, has_clip = map(job.gather, map(torch.cat, zip(*anchored, strict=True)))  # (N,) each
         signal = (seen["advantage"] != 0) | (anchor_loss > 0).any()
-        metrics = forward_rl_metrics(anchors.metrics(anchor_loss, has_clip), mean_loss, seen, deviation)
+        metrics = forward_rl_metrics(anchors.metrics(anchor_loss, has_clip), seen, deviation)
         metrics |= scored.metrics | common_metrics(job.device, done, norm, rate, scored.replaced, signal)
-        if math.isfinite(norm):
-            invariants.check_contrast(done, deviation, seen["advantage"])
+        invariants.check_contrast(done, norm, deviation, seen["advantage"])
         if update == 0 or not scored.why_nothing:  # count a failed epoch once, not per update
             log.count(norm, scored.why_nothing)
-        finite = seen["misfit"].isfinite()
-        log.print_skipped(done, norm, [samples[i].row.id for i in seen["row"].tolist()], finite)
+        log.print_skipped(done, norm, [samples[i].row.id for i in seen["row"].tolist()], seen["misfit"].isfinite())
         stopped = log.early_stop(done, metrics) if ends_epoch else ""
         save_due = due_this_epoch(done, per_epoch, cfg.run.save_steps, steps) or stopped != ""
         due = ends_epoch and (interruption.any_signal(job.all_reduce_max) or save_due)

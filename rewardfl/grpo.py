@@ -51,13 +51,11 @@ def advantages(
     valid rewards are all equal, or fewer than two, gives exactly 0.
 
     std: the population's deviation. `group`: of the group (DeepSeekMath, arXiv 2402.03300). `global`: of all valid raw
-    rewards of the epoch, as in Flow-GRPO's code; groups of small spread weigh little. `max_group`: the largest of the
-    epoch's groups (LongCat, ModelTC/GenRL 82a867e): groups of small spread weigh little, and the level of the rewards
-    of different clips does not count. `none`: no division (Dr. GRPO, arXiv 2503.20783).
+    rewards of the epoch, as in Flow-GRPO's code. `max_group`: the largest of the groups (LongCat, ModelTC/GenRL
+    82a867e). In both, groups of small spread weigh little. `none`: no division (Dr. GRPO, arXiv 2503.20783).
 
     combine: `sum` normalises the weighted sum of the rewards. `per_reward` sums the normalised rewards, weighted, so
-    that a reward of small spread listed too (GDPO, arXiv 2601.05242). GDPO also divides by the batch's deviation; here
-    the weights set the scale.
+    that one of small spread counts, too (GDPO, arXiv 2601.05242, which also divides by the batch's deviation).
 
     Logged: `reward/mean`, `reward/std_in_group` (of the weighted sum over valid samples; NaN without any),
     `reward/valid_fraction`, `group/zero_variance` (fraction of groups without varying rewards).

@@ -116,7 +116,7 @@ def cosine(a: Tensor | None, b: Tensor | None) -> float:
     return float(torch.nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0))
 
 
-def deviation(values: Tensor) -> float:
+def standard_deviation(values: Tensor) -> float:
     """Return the standard deviation without NaN; NaN for fewer than two values."""
     valid = values[~values.isnan()]
     return float(valid.std()) if len(valid) > 1 else math.nan
@@ -144,7 +144,7 @@ def format_scales(scales: Sequence[RewardScale]) -> str:
         means = [float(values.nanmean()) for values in (scale.scores, scale.norms, scale.cosines)]
         figures = (
             means[0],
-            deviation(scale.scores),
+            standard_deviation(scale.scores),
             *means[1:],
             term.weight,
             100 * share,
@@ -168,7 +168,9 @@ def paste(others: Mapping[str, dict], scales: Sequence[RewardScale]) -> str:
     """
     lines: dict = {}
     for scale in scales:
-        average, std = (float(f"{value:.3g}") for value in (float(scale.scores.nanmean()), deviation(scale.scores)))
+        average, std = (
+            float(f"{value:.3g}") for value in (float(scale.scores.nanmean()), standard_deviation(scale.scores))
+        )
         if not std > 0:
             continue
         if scale.term.label == "score":

@@ -1,18 +1,18 @@
 """The noised videos of an update of forward-process reinforcement, with the velocities that the policy's is held to."""
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rewardfl import flow
-from rewardfl.backbones import protocol
-from rewardfl.backbones.protocol import Backbone, Velocity
+from rewardfl import flow, forward_rl
+from rewardfl.backbones.protocol import Conditioning, Schedule, Velocity
 from rewardfl.noise import draw_noise, noise_seed
-from rewardfl.optim import OldPolicy, averaged
+from rewardfl.training.distributed import Distributed
 from rewardfl.training.samples import CleanRollout
 
 
@@ -36,28 +36,25 @@ def make_draws(
     rollouts: Sequence[CleanRollout],
     moments: Sequence[float],
     step: int,
-    backbone: Backbone,
-    policy: nn.Module,
-    parameters: Sequence[nn.Parameter],
-    old: OldPolicy,
+    get_velocity: Callable[[Conditioning, Schedule], Velocity],
+    old_weights: Callable[[], contextlib.AbstractContextManager],
+    device: torch.device,
     *,
     needs_old: bool,
     needs_base: bool,
 ) -> tuple[list[ForwardDraw], Tensor]:
     """Return the draws of update `step`, of each rollout in turn, and the old policy's velocity of the first.
 
-    Call it before a graph is alive. moments: of the schedule (anchor.draw_moments). The noises depend on the member and
-    the update alone. The policy is trained without guidance, as in DiffusionNFT. needs_old, needs_base: whether the
-    draws have these velocities.
+    Call it before a graph is alive. moments: of the schedule (anchor.draw_moments). get_velocity: of the policy.
+    old_weights: the context of the old policy. The noises depend on the member and the update alone. needs_old,
+    needs_base: whether the draws have these velocities.
     """
     draws = []
     for rollout, (n, moment) in itertools.product(rollouts, enumerate(moments)):
-        conditioning = protocol.move_to(rollout.conditioning, device := parameters[0].device)
-        schedule, x0 = rollout.schedule.at(moment), rollout.x0.to(device)
+        velocity, x0 = get_velocity(rollout.conditioning, rollout.schedule.at(moment)), rollout.x0.to(device)
+        sigma = velocity.schedule.sigmas[0]
         seeds = [noise_seed(member.noise_seed, step, "forward", n) for member in rollout.members]
         noise = torch.cat([draw_noise((1, *x0.shape[1:]), seed, device) for seed in seeds])
-        velocity = Velocity(backbone=backbone, model=policy, conditioning=conditioning, schedule=schedule)
-        sigma = schedule.sigmas[0]
         x = flow.add_noise(x0, noise, sigma)
         base = velocity.reference(x, 0) if needs_base else None
         draws.append(
@@ -72,8 +69,17 @@ def make_draws(
                 base=base,
             )  # fmt: skip
         )
-    with averaged(old, parameters):
+    with old_weights():
         old_velocities = [draw.velocity(draw.x) for draw in (draws if needs_old else draws[:1])]
     if needs_old:
         draws = [replace(draw, old=velocity) for draw, velocity in zip(draws, old_velocities, strict=True)]
     return draws, old_velocities[0]
+
+
+@torch.no_grad()
+def measure_deviation(job: Distributed, draw: ForwardDraw, old: Tensor) -> float:
+    """Return forward_rl.deviation of the policy as it is now on a kept draw, the mean over processes. Collective.
+
+    old: the old policy's velocity of this draw (make_draws).
+    """
+    return float(job.gather(forward_rl.deviation(draw.velocity(draw.x), old)[None]).mean())

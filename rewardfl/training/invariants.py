@@ -7,6 +7,7 @@
 Each is decided on numbers that are equal on all processes: all stop together.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -56,13 +57,13 @@ def no_signal(step: int, norm: float, signals: Tensor) -> float:
     return float(norm == 0)
 
 
-def check_contrast(step: int, deviation: float, advantages: Tensor) -> None:
+def check_contrast(step: int, norm: float, deviation: float, advantages: Tensor) -> None:
     """Raise GradientMissing where an update with an advantage left the policy's velocity exactly the old policy's.
 
-    deviation: forward_rl.deviation after the optimizer's step. advantages: (N,) of all processes. Call it for updates
-    that were not skipped.
+    norm: of the gradient; an update with nan or inf was skipped. deviation: forward_rl.deviation after the optimizer's
+    step. advantages: (N,) of all processes.
     """
-    if deviation == 0 and advantages.any():
+    if math.isfinite(norm) and deviation == 0 and advantages.any():
         raise GradientMissing(
             f"step {step}: policy/deviation is exactly 0 after an update that had advantages: the policy's velocity is "
             "the old policy's, so that nothing is learned. The adapter that the optimizer changes is not the one that "

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from rewardfl import forward_rl
 from rewardfl.backbones.protocol import Backbone, Experts
 from rewardfl.config import GrpoTrainConfig
+from rewardfl.config.schema import ForwardConfig
 from rewardfl.memory import sharding
 from rewardfl.noise import noise_seed
 from rewardfl.optim import Average, OldPolicy, learning_rate_factor
@@ -78,9 +79,10 @@ def make_average(decay: float, parameters: Sequence[nn.Parameter], restored: Tra
 
 
 def make_old_policy(
-    parameters: Sequence[nn.Parameter], restored: TrainState | None, *, start: int, rate: float, largest: float
+    forward: ForwardConfig, largest: float, parameters: Sequence[nn.Parameter], restored: TrainState | None
 ) -> OldPolicy:
-    """Build the old policy of forward-process reinforcement; numbers: of forward_rl.old_decay."""
+    """Build the old policy of forward-process reinforcement, or restore it. largest: of forward_rl.old_decay."""
+    start, rate = forward.old_decay_start, forward.old_decay_rate
     old = OldPolicy(parameters, partial(forward_rl.old_decay, start=start, rate=rate, largest=largest))
     if restored is not None and restored.old_policy is not None:
         old.shadow_params = list(map(sharding.shard_like, restored.old_policy, parameters))

@@ -160,21 +160,7 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
             seed=cfg.run.seed,
         )
     if isinstance(cfg, ForwardRlConfig):
-        geometry, forward = make_geometry(cfg, processes), cfg.forward
-        default_scale = {"rvm": 0.1, "nft": 1.0, "awm": 1 / forward.advantage_clip}[forward.objective]
-        default_decay = {"rvm": 0.0, "nft": 0.5, "awm": 0.3}[forward.objective]
-        return ForwardRlPlan(
-            **common,
-            active=drawn_steps(cfg, schedule, trained),
-            backwards_per_update=geometry.forwards_per_update * (forward.draws + draws),
-            clips_at_once=forward.groups,
-            geometry=geometry,
-            inner_epochs=forward.inner_epochs,
-            draws=forward.draws,
-            whole_range=forward.sigmas == "trained_range",
-            advantage_scale=default_scale if forward.advantage_scale is None else forward.advantage_scale,
-            old_decay=default_decay if forward.old_decay is None else forward.old_decay,
-        )
+        return ForwardRlPlan(**common, **_forward_fields(cfg, schedule, trained, processes))
     check_active_experts(cfg, backbone, schedule)
     active, supervised = configuration.active_steps(cfg), configuration.is_supervised(cfg)
     replayed = 0 if supervised else len(active)
@@ -186,6 +172,25 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
         coupling=configuration.resolve_coupling(cfg),
         supervised=supervised,
     )
+
+
+def _forward_fields(cfg: ForwardRlConfig, schedule: Schedule, trained: Sequence[str], processes: int) -> dict[str, Any]:
+    """Return the fields of ForwardRlPlan beyond RunPlan's, with the published defaults of the objective."""
+    geometry, forward = make_geometry(cfg, processes), cfg.forward
+    default_scale = {"rvm": 0.1, "nft": 1.0, "awm": 1 / forward.advantage_clip}[forward.objective]
+    default_decay = {"rvm": 0.0, "nft": 0.5, "awm": 0.3}[forward.objective]
+    anchor_draws = cfg.anchor.draws if cfg.anchor.weight else 0
+    return {
+        "active": drawn_steps(cfg, schedule, trained),
+        "backwards_per_update": geometry.forwards_per_update * (forward.draws + anchor_draws),
+        "clips_at_once": forward.groups,
+        "geometry": geometry,
+        "inner_epochs": forward.inner_epochs,
+        "draws": forward.draws,
+        "whole_range": forward.sigmas == "trained_range",
+        "advantage_scale": default_scale if forward.advantage_scale is None else forward.advantage_scale,
+        "old_decay": default_decay if forward.old_decay is None else forward.old_decay,
+    }
 
 
 def check_batch(train: TrainConfig, processes: int) -> int:

@@ -8,8 +8,8 @@ from pathlib import Path
 from rewardfl import config as configuration
 from rewardfl import data
 from rewardfl.backbones import protocol
-from rewardfl.backbones.protocol import Backbone, Conditioning
-from rewardfl.config import AnyConfig, ConfigError
+from rewardfl.backbones.protocol import Backbone, Conditioning, Decoder, Experts
+from rewardfl.config import AnyConfig, ConfigError, GroupRunConfig
 from rewardfl.data.cache import Cache
 from rewardfl.rewards import registry
 from rewardfl.rewards.scoring import Term
@@ -19,6 +19,7 @@ from rewardfl.training.clip_scan import load_sized_example, load_video
 from rewardfl.training.conditions import Conditions
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.plan import RunPlan
+from rewardfl.training.sampler import DeployedSampler
 from rewardfl.training.samples import Rows, Sample
 from rewardfl.training.setup_rewards import missing_columns, missing_references
 from rewardfl.training.shard import map_shared
@@ -210,3 +211,20 @@ def fill_conditions(
     conditions.fill(samples, job.device, job.shard, [cfg.sample.negative_prompt] if guided else [])
     job.wait()
     return protocol.move_to(conditions.text_conditioning(cfg.sample.negative_prompt), job.device) if guided else None
+
+
+def make_sampler(
+    cfg: GroupRunConfig, conditions: Conditions, decoder: Decoder, model: Experts, negative: Conditioning | None
+) -> DeployedSampler:
+    """Build the sampler of evaluations and sample videos. negative: of fill_conditions."""
+    return DeployedSampler(
+        backbone=conditions.backbone,
+        model=model,
+        decoder=decoder,
+        conditions=conditions,
+        negative=negative,
+        settings=cfg.sample,
+        steps=cfg.evaluation.eval_inference_steps or cfg.sample.num_inference_steps,
+        seed=cfg.run.seed,
+        skip=cfg.data.skip_bad_rows,
+    )

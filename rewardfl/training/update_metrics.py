@@ -56,12 +56,12 @@ def reward_fl_metrics(
 
 
 def forward_rl_metrics(
-    anchor_metrics: Mapping[str, float], policy_loss: float, samples: Mapping[str, Tensor], deviation: float
+    anchor_metrics: Mapping[str, float], samples: Mapping[str, Tensor], deviation: float
 ) -> dict[str, float]:
-    """Return the metrics of an update of forward-process reinforcement. policy_loss: the mean loss of all draws.
+    """Return the metrics of an update of forward-process reinforcement.
 
-    samples: advantage, misfit, from_old, from_base and ratio (N,), of all draws. policy/misfit_positive and _negative
-    are the mean squared error of the velocity for videos of advantage above and below 0 (0 without any): the first
+    samples: loss, advantage, misfit, from_old, from_base and ratio (N,), of all draws. policy/misfit_positive and
+    _negative are the velocity's mean squared error for videos of advantage above and below 0 (0 without any): the first
     should fall against the second.
     """
     advantage, misfit = samples["advantage"], samples["misfit"]
@@ -73,7 +73,7 @@ def forward_rl_metrics(
         dict(anchor_metrics)
         | means
         | {
-            "actor/loss": anchor_metrics["actor/loss"] + policy_loss,
+            "actor/loss": anchor_metrics["actor/loss"] + float(samples["loss"].mean()),
             "policy/deviation": deviation,
             "policy/from_old": float(samples["from_old"].mean()),
             "policy/from_base": float(samples["from_base"].mean()),

@@ -9,7 +9,7 @@ from conftest import ROOT, run_tool
 from runs import CONFIG, FAST
 
 from rewardfl import config as configuration
-from rewardfl.evaluation.scales import deviation, equal_weight, format_scales, measure_scales, shares
+from rewardfl.evaluation.scales import equal_weight, format_scales, measure_scales, shares, standard_deviation
 from rewardfl.rewards import Reward, RewardOutput
 from rewardfl.rewards.pixels.colour import ColourReward
 from rewardfl.rewards.pixels.motion import MotionReward, mean_change
@@ -40,7 +40,7 @@ def test_colour_pulls_as_hard_as_its_formula_says():
     channels = torch.tensor([0.5, -2.0, 1.0])
     scores = [float(((clip[:, 1:] + 1) / 2).mean((1, 2, 3)) @ channels) for clip in videos(3)]
     assert scale.scores.tolist() == pytest.approx(scores, rel=1e-4)
-    assert deviation(scale.scores) == pytest.approx(float(torch.tensor(scores).std()), rel=1e-4)
+    assert standard_deviation(scale.scores) == pytest.approx(float(torch.tensor(scores).std()), rel=1e-4)
 
 
 def test_motion_and_its_cosine_equal_autograd_by_hand():

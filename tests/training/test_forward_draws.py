@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from rewardfl import flow, forward_rl
-from rewardfl.backbones.protocol import Schedule
+from rewardfl.backbones.protocol import Schedule, Velocity
 from rewardfl.group_plan import Member
-from rewardfl.optim import OldPolicy
+from rewardfl.optim import OldPolicy, averaged
 from rewardfl.training.forward_draws import make_draws
 from rewardfl.training.samples import CleanRollout
 
@@ -40,8 +40,12 @@ def draws(rollouts, step=7, moments=(2.0, 3.5), needs_old=True):
     old = OldPolicy(parameters, lambda update: 0.5)
     old.shadow_params[0].fill_(2.0)
     made, kept = make_draws(
-        rollouts, moments, step, BACKBONE, policy, parameters, old, needs_old=needs_old, needs_base=False
-    )
+        rollouts, moments, step,
+        lambda conditioning, schedule: Velocity(
+            backbone=BACKBONE, model=policy, conditioning=conditioning, schedule=schedule
+        ),
+        lambda: averaged(old, parameters), torch.device("cpu"), needs_old=needs_old, needs_base=False,
+    )  # fmt: skip
     assert policy.weight == 3.0  # the swap is undone
     return made, kept
 

@@ -48,7 +48,7 @@ def test_defaults_are_the_objectives(settings, scale, decay):
     (["forward.objective=nft", "forward.allow_distilled=true", "forward.advantage_scale=1"], ["nft divides by"]),
     (["forward.old_decay=0", "forward.old_decay_start=3"], ["do nothing with old_decay 0"]),
     (["train.max_steps=3"], ["train.max_steps must be whole epochs of 2 updates, got 3; try 2 or 4"]),
-    (["forward.groups=3", "train.per_device_train_batch_size=5"], ["forward.groups, forward.group_size"]),
+    (["forward.groups=3", "train.per_device_train_batch_size=5"], ["forward.groups, group_size, updates_per_epoch"]),
     (["grpo.kl_weight=1"], ["grpo is for train_flow_grpo.py, whose file has a section grpo; remove it"]),
     (["sample.mid_timestep=4"], ["sample.mid_timestep is for train_reward_fl.py, whose file has no section grpo or"]),
 ])  # fmt: skip
