@@ -1,4 +1,4 @@
-"""Both scripts as `accelerate launch` starts them with each file of configs/accelerate, on the CPU.
+"""The scripts as `accelerate launch` starts them with each file of configs/accelerate, on the CPU.
 
 One process with accumulation, and two under DDP, FSDP2 or DeepSpeed ZeRO-2 with its optimizer in host memory, are one
 run: the same gradients and losses to rounding, the same weights on every process, and checkpoints that any of them
@@ -55,6 +55,15 @@ GRPO = [
     "reward.reward_model_path=null", "reward.held_out_model_path=null", "reward.coverage_weight=0",
     "evaluation.eval_inference_steps=2", "train.max_steps=2", "model.trainable_models=dit,dit2",
     f"evaluation.eval_clips={table(f'{CACHE}/one.csv', 'eval', 1)}", *ANCHOR,
+]  # fmt: skip
+# two epochs of two updates; the old policy, the base and the clips hold the policy
+FORWARD = [
+    "train_forward_rl.py", "--config", "tests/forward.yaml", *COMMON, "sample.num_inference_steps=4",
+    "forward.objective=nft", "forward.groups=2", "forward.group_size=4", "forward.spread=spread",
+    "forward.updates_per_epoch=2", "forward.old_decay_rate=0.1", "forward.old_anchor=0.1", "forward.base_anchor=0.1",
+    "train.per_device_train_batch_size=1", "reward.name=colour", "reward.reward_model_path=null",
+    "reward.held_out_model_path=null", "reward.motion_weight=0", "run.save_steps=2", "train.max_steps=4",
+    "model.trainable_models=dit,dit2", *ANCHOR,
 ]  # fmt: skip
 
 
@@ -134,7 +143,7 @@ def placed_runs(folder, accumulation):
     return runs
 
 
-FL, PG = "train_reward_fl.py", "train_flow_grpo.py"  # of a folder with runs
+FL, PG, FORWARD_RL = "train_reward_fl.py", "train_flow_grpo.py", "train_forward_rl.py"  # of a folder with runs
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +153,7 @@ def one(tmp_path_factory):
     out = tmp_path_factory.mktemp("one")
     rewards = [*REWARD_FL, "train.gradient_accumulation_steps=4", "train.max_steps=4"]
     places = placed_runs(out, accumulation=2)
-    accounts = run("cpu", out, rewards, GRPO, *places, NOBODY_ON="3", BREAK_GRADIENT="0:1")
+    accounts = run("cpu", out, rewards, GRPO, FORWARD, *places, NOBODY_ON="3", BREAK_GRADIENT="0:1")
     return accounts[0][0], out
 
 
@@ -163,7 +172,7 @@ def two(request, one, tmp_path_factory):
     places = placed_runs(out, accumulation=1)
     if request.param == "ddp":  # the same numbers, whose weights wait in host memory
         places = [[*words, "experts.trained=cpu_swap"] for words in places]
-    accounts = run(request.param, out, rewards, GRPO, *places, NOBODY_ON="3", BREAK_GRADIENT="1:0")
+    accounts = run(request.param, out, rewards, GRPO, FORWARD, *places, NOBODY_ON="3", BREAK_GRADIENT="1:0")
     return request.param, accounts, out
 
 
@@ -265,10 +274,28 @@ def test_policy_updates_do_not_depend_on_the_processes(one, two):
     assert states[0]["average"]["optimization_step"] == states[1]["average"]["optimization_step"] == 2
 
 
+def test_forward_updates_do_not_depend_on_the_processes(one, two):
+    folders = [two[2] / FORWARD_RL, one[1] / FORWARD_RL]
+    mine, theirs = map(metrics, folders)
+    keys = (
+        "grad_norm",
+        "reward/mean",
+        "actor/loss",
+        "actor/anchor_loss",
+        "policy/misfit_positive",
+    )  # a process keeps one batch for its deviation
+    assert_same_lines(mine[:1], theirs[:1], keys, rel=1e-4)
+    assert_same_lines(mine[1:], theirs[1:], [*keys, "policy/from_old", "policy/from_base"], rel=1e-2)
+    assert mine[3]["policy/from_old"] < mine[3]["policy/from_base"]
+    states = [checkpoint.load_state(path / "checkpoints" / "step-000004") for path in folders]
+    for a, b in zip(*(state["old_policy"] for state in states), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-2 * 1e-4 + 1e-6)
+
+
 def test_the_place_of_the_boundary_does_not_matter(one, two):
     """Two processes of one clip each against one of two: the same forward passes, so only the sum's order differs."""
     kind, accounts, folder = two
-    for ranks in accounts[2:]:
+    for ranks in accounts[3:]:
         for rank in ranks:  # DDP sends the adapter around, and neither the frozen base nor its buffers
             assert rank.get("broadcast", 0) == (rank["trained"] if kind == "ddp" else 0)
     for place in PLACES:
