@@ -105,7 +105,7 @@ def _check_options(std: AdvantageStd, combine: str, clip: float, rewards: int, w
 
 def _check_groups(ids: Tensor, sizes: Tensor, group_size: int) -> None:
     if group_size < 2:
-        raise ValueError(f"group_size must be at least 2: one sample has nobody to be compared with, got {group_size}")
+        raise ValueError(f"group_size must be at least 2: one sample cannot be compared, got {group_size}")
     for i in (sizes != group_size).nonzero()[:1, 0]:
         raise ValueError(
             f"groups must have {group_size} members, but group {int(ids[i])} has {int(sizes[i])}: gather rewards and "

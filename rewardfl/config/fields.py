@@ -29,7 +29,7 @@ class Section(BaseModel):
 class Resumed(Enum):
     """How a key may change when a run resumes. A key without this mark must have its old value."""
 
-    FREE = "may change: it is no part of what is computed"
+    FREE = "may change: it does not affect the result"
     BY_CONTENT = "a path, which may change: what it leads to is compared"
     IF_NAMED = "may change, or its content, when run.resume_with_changes names it, which run.json then lists"
 

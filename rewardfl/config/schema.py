@@ -356,7 +356,7 @@ class SharedRewardConfig(Section):
     def conflicts(self) -> Iterator[str]:
         if self.name == "face_identity" and self.settings:
             names = shown(list(self.settings))
-            yield f"reward.settings: face_identity takes none, its keys stand in reward itself; got {names}"
+            yield f"reward.settings: face_identity takes none, its keys are those of section reward; got {names}"
         shared = ("people", "min_face_size") if self.held_out_model_path is None else ()  # with the judge
         for key in (*self.face_keys, *shared) if self.name != "face_identity" else ():
             if getattr(self, key) != type(self).model_fields[key].default:

@@ -112,7 +112,7 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
 def check_rows(rows: Sequence[data.Row], clips: config.DataConfig, *, quiet: bool) -> list[data.Row]:
     """Return the rows with valid headers. Raise DataError or ValueError for bad rows, unless data.skip_bad_rows."""
     if missing := [row.line for row in rows if row.video is None]:
-        raise ValueError(f"--data: line {missing[0]} names no video, and real clips are what is compared")
+        raise ValueError(f"--data: line {missing[0]} names no video, and only rows with a video are compared")
     headers = [data.inspect_row(row, clips.num_frames, clips.fps) for row in rows]
     problems = [(row.line, text) for row, header in zip(rows, headers, strict=True) for text in header.problems]
     good, bad = data.usable_rows(rows, problems, skip_bad_rows=clips.skip_bad_rows)

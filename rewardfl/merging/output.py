@@ -43,7 +43,7 @@ def check_inputs(option: str, path: Path, inputs: Iterable[Path]) -> None:
     for source in inputs:
         inside, outside = path.resolve(), source.resolve()
         if inside.is_relative_to(outside) or outside.is_relative_to(inside):
-            raise InputError(f"{option} {path} is, holds or lies in the input {source}; write to another place")
+            raise InputError(f"{option} {path} is, contains or is inside the input {source}; write to another place")
 
 
 def _check_parent(option: str, path: Path) -> None:

@@ -126,7 +126,7 @@ def find_reward(name: str) -> type[Reward]:
         module = _import_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     except ImportError as error:
         raise ValueError(
-            f"reward {name!r} cannot be imported ({error}); install what is missing (OpenCV needs the system's libGL: "
+            f"reward {name!r} cannot be imported ({error}); install the missing package (OpenCV needs libGL: "
             "apt-get install libgl1), or add the folder of your module to PYTHONPATH"
         ) from error
     cls = vars(module).get(attribute)

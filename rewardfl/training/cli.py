@@ -17,7 +17,7 @@ from rewardfl.training import checkpoint, invariants
 from rewardfl.training.launch import LaunchError
 from rewardfl.weights.shards import InputError
 
-# what is wrong with the input: one line for the user instead of a traceback
+# errors of the input: one line for the user instead of a traceback
 REFUSALS = (
     configuration.ConfigError,
     data.DataError,

@@ -87,7 +87,7 @@ def check_environment(environment: os._Environ | dict[str, str], launcher: Seque
     count = requested_processes(launcher)
     if "WORLD_SIZE" not in environment and count > 1:
         raise LaunchError(
-            f"accelerate launch was asked for {count} processes and started one, as it does with --cpu; on CPUs use "
+            f"accelerate launch got {count} processes to start and started one, as it does with --cpu; on CPUs use "
             f"ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {count} ..."
         )
 
@@ -100,7 +100,7 @@ def check_processes(accelerator: Accelerator, environment: os._Environ | dict[st
         if environment.get(key) == "true" and accelerator.distributed_type != kind:
             actual = f"{accelerator.distributed_type.value} with {accelerator.num_processes} of {world} processes"
             needs = "; FSDP needs GPUs" if kind == DistributedType.FSDP else ""
-            raise LaunchError(f"{kind.value} was asked for, accelerate gives {actual}{needs}")
+            raise LaunchError(f"{kind.value} was requested, accelerate gives {actual}{needs}")
     if accelerator.num_processes != world or (world > 1 and accelerator.distributed_type == DistributedType.NO):
         raise LaunchError(
             f"the launcher started {world} processes, accelerate sees {accelerator.num_processes} "

@@ -59,7 +59,7 @@ class Log:
             self.print(step, f"not one sample could be judged ({self.skipped_in_a_row} in a row); {why_nothing}")
         for problem in problems:
             if problem not in self._printed:
-                self.print(step, f"{problem}; it is only measured, so the run goes on (reward/failed)")
+                self.print(step, f"{problem}; it is only measured, so the run continues (reward/failed)")
         self._printed.update(problems)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -143,7 +143,7 @@ def write_comparison(clips: DataConfig, sample: Sample, video: Tensor, path: Pat
 
 
 def _write_video(path: Path, video: Tensor, fps: float) -> None:
-    with checkpoint.as_write_error(path, "training goes on without this sample video"):
+    with checkpoint.as_write_error(path, "training continues without this sample video"):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".png":
             data.write_picture(path, video)
@@ -157,7 +157,7 @@ def close_run(run: RunConfig, job: Distributed, interruption: Interruption, step
     if interruption.number:
         if run.sample_videos and step and not samples_dir(run.output_dir, step).exists():
             job.print(f"note: {interruption.name} came before the sample videos of step {step}, which are left out")
-        job.print(f"{interruption.name}: stopped after step {step}; the same command goes on from there")
+        job.print(f"{interruption.name}: stopped after step {step}; the same command resumes it")
         return interruption.exit_code
     if stopped:
         job.print(f"stopped at step {step}: {stopped}; {after_early_stop(run.output_dir)}")

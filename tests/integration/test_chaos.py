@@ -180,7 +180,7 @@ def test_sigterm_in_the_updates_finishes_the_epoch(straight_grpo, epochs, monkey
     settings = [*GRPO_FAST, f"run.output_dir={tmp_path}", *epochs, "run.save_steps=100"]
     send_sigterm(monkeypatch, metrics_file.MetricsFile, "append", lambda _self, step, _values: step == EPOCH - 1)
     code, out, _ = call_grpo(monkeypatch, capsys, *settings)
-    assert code == 143 and f"SIGTERM: stopped after step {EPOCH}; the same command goes on from there" in out
+    assert code == 143 and f"SIGTERM: stopped after step {EPOCH}; the same command resumes it" in out
     assert metrics(tmp_path) == metrics(straight_grpo)[: EPOCH + 1]
     assert checkpoint.find_checkpoint(tmp_path, "auto").name == f"step-{EPOCH:06d}"
     monkeypatch.undo()
@@ -284,8 +284,8 @@ def loses_images(monkeypatch, tmp_path, count):
 def test_a_lost_cache_entry_says_how_to_go_on(monkeypatch, capsys, tmp_path):
     settings = [*loses_images(monkeypatch, tmp_path, 2), "train.max_steps=2"]
     code, _, error = call(monkeypatch, capsys, *settings)
-    assert code == 2 and "is missing or damaged although it was prepared" in error
-    assert "the same command computes it anew and goes on from the last checkpoint" in error
+    assert code == 2 and "was prepared and is missing or damaged" in error
+    assert "start the same command again" in error
     shutil.rmtree(tmp_path / "checkpoints")
     (tmp_path / "metrics.jsonl").unlink()
     code, _, error = call(monkeypatch, capsys, *settings, "data.skip_bad_rows=true")

@@ -171,7 +171,7 @@ def test_no_input_is_written(run, copied):
     videos = ["--videos", copied / "videos" / "base"]
     for out, inputs in ((copied, videos), (copied / "videos" / "base" / "x", videos), (run, []), (run / "run", [])):
         said = call(words(run, out, *inputs, "--force"), expect=2)
-        assert said.startswith(f"error: --out {out} is, holds or lies in the input")
+        assert said.startswith(f"error: --out {out} is, contains or is inside the input")
     assert all_files(copied) == before
 
 

@@ -99,7 +99,7 @@ def _tokenizer(tokenizer_path: str, default: Path | None = None) -> Path:
         why = f"{path} has no {' or '.join(TOKENIZER_FILES)}"
     else:
         return path
-    raise InputError(f"model.tokenizer_path: {why}; give the folder google/umt5-xxl that Wan-AI ships beside the model")
+    raise InputError(f"model.tokenizer_path: {why}; give the folder google/umt5-xxl of the model's download")
 
 
 def _find_in_folder(variant: Variant, path: Path, source: Source) -> Parts:

@@ -76,7 +76,7 @@ MEANINGS = {
         ratio=(SHARPNESS_KEPT, UP), broken="the picture is blurred",
     ),
     "motion/reversals": Meaning(
-        label="reversals", says="How much successive flows point against each other: -1 goes on, 1 trembles.",
+        label="reversals", says="How much successive flows point against each other: -1 is steady motion, 1 trembles.",
         change=(-UP, REVERSALS_RISE), broken="the motion trembles",
     ),
     "motion/dynamic_degree": Meaning(

@@ -95,7 +95,7 @@ def unpack_request(body: bytes) -> list[Clip]:
         if reference is not None and (reference.dtype != torch.uint8 or not _are_frames(reference, 4)):
             raise WireError(f"tensor {name!r} must be (F, H, W, 3) uint8, got {_describe(reference)}")
     if tensors:
-        raise WireError(f"unknown tensor {min(tensors)!r}: beside 'video' there is reference.0 .. {len(video) - 1}")
+        raise WireError(f"unknown tensor {min(tensors)!r}: next to 'video' there is reference.0 .. {len(video) - 1}")
     clips = [Clip(*parts) for parts in zip(video, prompts, references.values(), strict=True)]
     if (frames := sum(clip.frame_count for clip in clips)) > MAX_FRAMES:
         raise WireError(f"{frames} frames; at most {MAX_FRAMES} are taken in one request")

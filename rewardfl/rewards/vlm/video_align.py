@@ -115,7 +115,7 @@ def weigh_parts(parts: Mapping[Any, float]) -> list[float]:
     """Return the weights of vq, mq and ta. Raise ValueError where all are 0, warn where only vq has one."""
     weights = [float(parts.get(name, 0)) for name in _PARTS]
     if not any(weights):
-        raise ValueError(f"reward 'video_align': parts must be weights of which one is positive, got {parts!r}")
+        raise ValueError(f"reward 'video_align': parts must be weights, at least one of them positive, got {parts!r}")
     if weights[1:] == [0, 0]:
         warnings.warn(
             "reward 'video_align' with vq alone: videos that are trained on it become animation (DanceGRPO issue 74; "

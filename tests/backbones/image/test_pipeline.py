@@ -316,7 +316,7 @@ def untrained(folder_of, tmp_path_factory):
         (["--data", "RUN/sizes.csv"], "line 5: empty prompt"),
         (["--data", "RUN/clip.csv"], "line 2: RUN/gone.mp4: no such file"),
         (["--data", "RUN/nowhere.csv"], "--data: no such file: RUN/nowhere.csv"),
-        (["--out", "RUN"], "--out RUN is, holds or lies in the input RUN/run.json"),
+        (["--out", "RUN"], "--out RUN is, contains or is inside the input RUN/run.json"),
     ],
 )
 def test_what_evaluate_cannot_judge_is_refused_before_weights_load(folder_of, untrained, monkeypatch, words, said):

@@ -261,7 +261,7 @@ def test_parts_are_weighed(files):
     torch.testing.assert_close(output.score, 2 * output.parts["mq"] + 0.5 * output.parts["ta"])
     with pytest.warns(UserWarning, match="vq alone: .* animation"):
         assert video_align.weigh_parts({"vq": 1}) == [1, 0, 0]
-    for parts, message in (({"vq": 0}, "one is positive"), ({}, "one is positive")):
+    for parts, message in (({"vq": 0}, "one of them positive"), ({}, "one of them positive")):
         with pytest.raises(ValueError, match=message):
             video_align.weigh_parts(parts)
 
