@@ -496,16 +496,18 @@ def tool(*arguments, expect=0):
     return run_tool(plan_run.main, "--host-gb", 1000, "--config", *arguments, expect=expect)
 
 
-# {file in configs/: GB of the GPU that it names}; Flow-GRPO of Wan2.2-I2V-A14B runs on eight
+# {file in configs/: GB of the GPU that it names}; groups of Wan2.2-I2V-A14B run on eight
 FILES = {
     "wan22_face_16gb": 16,
     "wan22_face_24gb": 24,
     "wan22_ti2v_5b_face": 48,
     "wan21_i2v_face": 80,
     "wan21_t2v_1_3b_flow_grpo": 16,
+    "wan21_t2v_1_3b_forward": 16,
     "wan22_ti2v_5b_flow_grpo": 24,
     "wan22_t2v_flow_grpo": 48,
     "sd35_flow_grpo": 24,
+    "sd35_forward": 24,
     "sd35_reward_fl": 24,
     "flux_flow_grpo": 48,
     "flux_reward_fl": 80,
@@ -519,6 +521,10 @@ ON_EIGHT = {
     "presets/flow_grpo_fast": 80,
     "presets/guard": 80,
     "presets/dance_grpo": 141,
+    "wan22_forward": 80,
+    "presets/rvm_wan": 80,
+    "presets/nft_sd35": 80,
+    "presets/awm_sd35": 80,
 }
 SMALLER = ["lora.lora_rank=32", "lora.lora_alpha=64", "train.use_gradient_checkpointing_offload=true"]
 
