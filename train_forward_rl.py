@@ -159,15 +159,14 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
             for members in group_plan.plan(epoch, job.rank, geometry, ids, cfg.run.seed):
                 if interruption.any_signal(job.all_reduce_max):  # nothing changed since the last update
                     break
-                with timer("step"), timer("rollout"):
+                with timer("step"), timer("rollout"), averaged(old, parameters):
                     conditioning, own = conditions.batch(samples, [m.row for m in members], skip=cfg.data.skip_bad_rows)
                     conditioning = protocol.move_to(conditioning, job.device)
                     shape = (1, *conditions.latent_shape(samples[members[0].row]))
                     schedule = plan.schedule(shape[1:])
                     x = torch.cat([draw_noise(shape, member.noise_seed, job.device) for member in members])
                     velocity = get_velocity(conditioning, schedule, cfg.sample.guidance_scale)
-                    with averaged(old, parameters):
-                        x0 = reward_flow.rollout(velocity, x, schedule.sigmas, keep=()).x0
+                    x0 = reward_flow.rollout(velocity, x, schedule.sigmas, keep=()).x0
 
                 # 2. Decode and score. A slow reward runs while the next videos are rolled out.
                 with timer("step"), timer("decode"):
