@@ -27,7 +27,7 @@ def renew(match: re.Match) -> str:
                 shutil.copy(ROOT / path, copy)
         git = {"cwd": folder, "text": True, "capture_output": True}
         patch = re.sub("^--- a/(.*)$", r"diff --git a/\1 b/\1\n\g<0>", match[1], flags=re.M)  # for --recount
-        apply = ["git", "apply", "-C0", "--recount", "--directory=b", "-"]
+        apply = ["git", "apply", "-C1", "--recount", "--directory=b", "-"]
         done = subprocess.run(apply, input=patch, **git)
         if done.returncode != 0:
             sys.exit(done.stderr)
