@@ -10,15 +10,12 @@ import sys
 from pathlib import Path
 
 from rewardfl import command_line
-from rewardfl.evaluation.metric_curves import WATCHED
 
 
 def main() -> int:
     parser = command_line.Parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
-    parser.add_argument(
-        "--keys", nargs="+", help=f"metrics, one picture each (default: those that are there of {', '.join(WATCHED)})"
-    )
+    parser.add_argument("--keys", nargs="+", help="metrics, one picture each (default: those that a run is watched by)")
     parser.add_argument("--out", type=Path, help="a .png, .svg or .pdf (default: curves.png in the first run's folder)")
     return command_line.run("rewardfl.evaluation.metric_curves", parser.parse_args())
 

@@ -266,7 +266,7 @@ def test_a_full_disk_at_the_end_stops_the_run(monkeypatch, capsys, tmp_path):
     assert os.readlink(tmp_path / "checkpoints" / "latest") == "step-000001" and not strays(tmp_path)
 
 
-def loses_images(monkeypatch, tmp_path, count):
+def loses_images(monkeypatch, tmp_path, count, fast=FAST):
     """Settings for a run in tmp_path on two clips; `count` of them cannot be read from the cache after a step."""
     append, cache = metrics_file.MetricsFile.append, tmp_path / "cache"
 
@@ -278,7 +278,7 @@ def loses_images(monkeypatch, tmp_path, count):
     monkeypatch.setattr(metrics_file.MetricsFile, "append", losing)
     clips = table(tmp_path / "metadata.csv", "train", 2)
     places = [f"run.output_dir={tmp_path}", f"data.cache_dir={cache}", f"data.file_name={clips}"]
-    return [*FAST, *places, "run.sample_videos=2", "run.save_steps=1"]
+    return [*fast, *places, "run.sample_videos=2", "run.save_steps=1"]
 
 
 def test_a_lost_cache_entry_says_how_to_go_on(monkeypatch, capsys, tmp_path):
@@ -308,7 +308,7 @@ def test_another_clip_stands_in_for_a_lost_one(monkeypatch, capsys, tmp_path):
 @pytest.mark.long
 def test_members_of_a_lost_clip_leave_their_group(monkeypatch, capsys, tmp_path):
     """Both groups are of other clips: the one that is left is trained on."""
-    settings = [*GRPO_FAST, *loses_images(monkeypatch, tmp_path, 1), "train.max_steps=2", "data.skip_bad_rows=true"]
+    settings = [*loses_images(monkeypatch, tmp_path, 1, GRPO_FAST), "train.max_steps=2", "data.skip_bad_rows=true"]
     code, out, _ = call_grpo(monkeypatch, capsys, *settings)
     lines = metrics(tmp_path)
     assert code == 0 and [line["data/replaced"] for line in lines] == [0, 2]

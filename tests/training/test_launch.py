@@ -68,7 +68,7 @@ def test_fsdp_without_gpus_is_refused():
 def test_one_process_where_two_were_asked_for_is_refused():
     start = ["-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "2"]
     done = run_python([*start, *DRY], cwd=ROOT, env=launch_environment("cpu"))
-    assert done.returncode != 0 and "asked for 2 processes and started one" in done.stderr
+    assert done.returncode != 0 and "got 2 processes to start and started one" in done.stderr
 
 
 # -- without a launch

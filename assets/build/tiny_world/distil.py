@@ -93,4 +93,7 @@ def write_loras(backbone: Backbone, experts: Experts, folder: Path) -> None:
         for adapter in lora_files.read_lora(checkpoint):
             state, metadata = conversion.convert(adapter, "comfy", torch.float16)
             path = folder / f"{adapter.expert}_model.safetensors"
-            writing.write_file(path, conversion.make_parts(state), metadata, lambda count: None)
+            weights = writing.TensorFile(
+                parts=[conversion.make_part(*item) for item in state.items()], metadata=metadata
+            )
+            writing.write_file(path, weights, lambda count: None)
