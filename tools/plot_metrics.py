@@ -15,7 +15,7 @@ from rewardfl import command_line
 def main() -> int:
     parser = command_line.Parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
-    parser.add_argument("--keys", nargs="+", help="metrics, one picture each (default: the watched ones that are there)")
+    parser.add_argument("--keys", nargs="+", help="metrics, one picture each (default: the watched ones)")
     parser.add_argument("--out", type=Path, help="a .png, .svg or .pdf (default: curves.png in the first run's folder)")
     return command_line.run("rewardfl.evaluation.metric_curves", parser.parse_args())
 
