@@ -178,7 +178,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
                 if interruption.any_signal(job.all_reduce_max):  # nothing changed since the last update
                     break
                 with timer("step"):
-                    conditioning, own = conditions.batch(samples, [m.row for m in members], skip=cfg.data.skip_bad_rows)
+                    conditioning, ok = conditions.batch(samples, [m.row for m in members], skip=cfg.data.skip_bad_rows)
                     conditioning = protocol.move_to(conditioning, job.device)
                     shape = (1, *conditions.latent_shape(samples[members[0].row]))
                     schedule = plan.schedule(shape[1:])
@@ -200,7 +200,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
                 del video  # the updates do not need it
                 stored = {i: transition.to(rollouts_on) for i, transition in stored.items()}
                 rollout = StochasticRollout(
-                    members=members, is_requested=own, conditioning=protocol.move_to(conditioning, rollouts_on),
+                    members=members, is_requested=ok, conditioning=protocol.move_to(conditioning, rollouts_on),
                     schedule=schedule, kernel=kernel, steps=stored,
                 )  # fmt: skip
                 rollouts.append(rollout)

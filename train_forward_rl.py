@@ -160,7 +160,7 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
                 if interruption.any_signal(job.all_reduce_max):  # nothing changed since the last update
                     break
                 with timer("step"), timer("rollout"), averaged(old, parameters):
-                    conditioning, own = conditions.batch(samples, [m.row for m in members], skip=cfg.data.skip_bad_rows)
+                    conditioning, ok = conditions.batch(samples, [m.row for m in members], skip=cfg.data.skip_bad_rows)
                     conditioning = protocol.move_to(conditioning, job.device)
                     shape = (1, *conditions.latent_shape(samples[members[0].row]))
                     schedule = plan.schedule(shape[1:])
@@ -177,7 +177,7 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
                 del video  # the updates do not need it
                 conditioning, x0 = protocol.move_to(conditioning, rollouts_on), x0.to(rollouts_on)
                 rollouts.append(
-                    CleanRollout(members=members, is_requested=own, conditioning=conditioning, schedule=schedule, x0=x0)
+                    CleanRollout(members=members, is_requested=ok, conditioning=conditioning, schedule=schedule, x0=x0)
                 )
             if interruption.number:
                 break
@@ -190,7 +190,7 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
         part = slice(update % geometry.updates * per_update, (update % geometry.updates + 1) * per_update)
         with timer("step"), timer("old_policy"):
             moments = anchor.draw_moments(plan.draws, plan.active, cfg.run.seed, step, whole_range=plan.whole_range)
-            draws, kept = make_draws(
+            draws, old_velocity = make_draws(
                 rollouts[part], moments, step, get_velocity, partial(averaged, old, parameters), job.device,
                 needs_old=forward.objective != "rvm" or forward.old_anchor > 0, needs_base=forward.base_anchor > 0,
             )  # fmt: skip
@@ -224,7 +224,7 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
                     average.step(parameters)
                 scheduler.step()
             with timer("old_policy"):
-                deviation = measure_deviation(job, draws[0], kept)
+                deviation = measure_deviation(job, draws[0], old_velocity)
         del draws
         done = step + 1
 

@@ -44,16 +44,16 @@ def score_epoch(
     results = [async_scoring.collect(each) for each in pending]
     stacked = [async_scoring.stack_rewards(terms, each, part_weights) for each in results]
     rewards, valid, weights = zip(*stacked, strict=True)
-    own = torch.cat([rollout.is_requested for rollout in rollouts])
+    requested = torch.cat([rollout.is_requested for rollout in rollouts])
     group_ids = torch.tensor([member.group_id for rollout in rollouts for member in rollout.members])
-    local = (torch.cat(rewards), group_ids, torch.cat(valid) & own, ~own)
+    local = (torch.cat(rewards), group_ids, torch.cat(valid) & requested, ~requested)
     rewards, group_ids, valid, replaced = (x.cpu() for x in job.gather([x.to(job.device) for x in local]))
     advantages, metrics = grpo.advantages(
         rewards, group_ids, group_size=group.group_size, std=group.advantage_std, combine=group.advantage_of,
         weights=weights[0], clip=group.advantage_clip, valid=valid,
     )  # fmt: skip
     sizes = [len(rollout.members) for rollout in rollouts]
-    first_row = job.rank * len(own)
+    first_row = job.rank * len(requested)
     results = job.gather_lists(results)
     metrics |= {"epoch": epoch, "reward/failed": reward_metrics.failed_fraction(results)}
     metrics |= reward_metrics.means(terms, results, "reward", {*metrics, "data/replaced"})
@@ -65,7 +65,7 @@ def score_epoch(
     if why:
         job.print(f"epoch {epoch}: not one sample could be judged; {why}")
     return EpochScores(
-        advantages=advantages[first_row : first_row + len(own)].to(job.device).split(sizes),
+        advantages=advantages[first_row : first_row + len(requested)].to(job.device).split(sizes),
         replaced=replaced,
         metrics=metrics,
         why_nothing=why,
