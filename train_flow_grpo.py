@@ -209,8 +209,9 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
 
             # 3. Advantages: how much better than its group a video is, over all processes.
             with timer("step"), timer("reward"):
-                first = step == state.step
-                scored = score_epoch(job, terms, pending, rollouts, cfg.grpo, part_weights, epoch, first=first)
+                results = [async_scoring.collect(calls) for calls in pending]
+            first = step == state.step
+            scored = score_epoch(job, terms, results, rollouts, cfg.grpo, part_weights, epoch, first=first)
 
         # 4. Update: score the window's steps of this part of the rollouts again, with a graph.
         part = slice(update % geometry.updates * per_update, (update % geometry.updates + 1) * per_update)

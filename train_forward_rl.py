@@ -184,7 +184,8 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
 
             # 3. Advantages: how much better than its group a video is, over all processes.
             with timer("step"), timer("reward"):
-                scored = score_epoch(job, terms, pending, rollouts, forward, weights, epoch, first=step == state.step)
+                results = [async_scoring.collect(calls) for calls in pending]
+            scored = score_epoch(job, terms, results, rollouts, forward, weights, epoch, first=step == state.step)
 
         # 4. Noise this update's videos at its moments. The velocities of the other policies: no graph is alive yet.
         part = slice(update % geometry.updates * per_update, (update % geometry.updates + 1) * per_update)

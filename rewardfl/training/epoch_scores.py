@@ -10,7 +10,7 @@ from rewardfl import grpo
 from rewardfl.config.schema import GroupConfig
 from rewardfl.rewards import RewardError, async_scoring
 from rewardfl.rewards import metrics as reward_metrics
-from rewardfl.rewards.scoring import Term
+from rewardfl.rewards.scoring import RewardResult, Term
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.samples import Rollout
 
@@ -28,7 +28,7 @@ class EpochScores:
 def score_epoch(
     job: Distributed,
     terms: Sequence[Term],
-    pending: Sequence[Sequence[async_scoring.Call]],
+    results: Sequence[list[RewardResult]],
     rollouts: Sequence[Rollout],
     group: GroupConfig,
     part_weights: Mapping[str, float],
@@ -36,12 +36,11 @@ def score_epoch(
     *,
     first: bool,
 ) -> EpochScores:
-    """Wait for the rewards, and compare each video with its group. Collective.
+    """Compare each video with its group. Collective.
 
-    pending: of async_scoring.submit, by forward pass. first: of this start of the run. Raise RewardError where no
+    results: of the terms, by forward pass. first: of this start of the run. Raise RewardError where no
     sample of the first epoch could be scored: a reward that has failed since the start is not waited for.
     """
-    results = [async_scoring.collect(each) for each in pending]
     stacked = [async_scoring.stack_rewards(terms, each, part_weights) for each in results]
     rewards, valid, weights = zip(*stacked, strict=True)
     requested = torch.cat([rollout.is_requested for rollout in rollouts])
@@ -54,12 +53,12 @@ def score_epoch(
     )  # fmt: skip
     sizes = [len(rollout.members) for rollout in rollouts]
     first_row = job.rank * len(requested)
-    results = job.gather_lists(results)
-    metrics |= {"epoch": epoch, "reward/failed": reward_metrics.failed_fraction(results)}
-    metrics |= reward_metrics.means(terms, results, "reward", {*metrics, "data/replaced"})
-    for problem, count in reward_metrics.count_problems(terms, results).items():
+    everywhere = job.gather_lists(list(results))
+    metrics |= {"epoch": epoch, "reward/failed": reward_metrics.failed_fraction(everywhere)}
+    metrics |= reward_metrics.means(terms, everywhere, "reward", {*metrics, "data/replaced"})
+    for problem, count in reward_metrics.count_problems(terms, everywhere).items():
         job.print(f"{problem} ({count} samples)")
-    why = "" if valid.any() else reward_metrics.explain_no_valid_sample(terms, results)
+    why = "" if valid.any() else reward_metrics.explain_no_valid_sample(terms, everywhere)
     if why and first:
         raise RewardError(f"not one sample of the epoch could be judged; {why}")
     if why:

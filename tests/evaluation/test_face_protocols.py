@@ -12,6 +12,8 @@ from rewardfl import data
 from rewardfl.evaluation import face_protocols as protocols
 from rewardfl.rewards import face
 
+pytestmark = pytest.mark.slow(5)
+
 PACK = ROOT / "assets" / "tiny_world" / "faces" / "judge"
 SIZE = 128  # the tiny world's detector was trained at
 NETS = [face.FaceDetector(PACK / "detector.onnx", SIZE), face.FaceRecogniser(PACK / "recogniser.onnx")]

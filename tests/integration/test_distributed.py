@@ -56,11 +56,13 @@ GRPO = [
     "evaluation.eval_inference_steps=2", "train.max_steps=2", "model.trainable_models=dit,dit2",
     f"evaluation.eval_clips={table(f'{CACHE}/one.csv', 'eval', 1)}", *ANCHOR,
 ]  # fmt: skip
-# two epochs of two updates; the old policy, the base and the clips hold the policy
+# two epochs of two updates; the old policy, the base and the clips hold the policy. Every update draws all steps:
+# DeepSpeed moves an expert without a gradient by its momentum, and torch's AdamW does not
 FORWARD = [
     "train_forward_rl.py", "--config", "tests/forward.yaml", *COMMON, "sample.num_inference_steps=4",
     "forward.objective=nft", "forward.groups=2", "forward.group_size=4", "forward.spread=spread",
-    "forward.updates_per_epoch=2", "forward.old_decay_rate=0.1", "forward.old_anchor=0.1", "forward.base_anchor=0.1",
+    "forward.updates_per_epoch=2", "forward.draws=4", "forward.old_decay_rate=0.1", "forward.old_anchor=0.1",
+    "forward.base_anchor=0.1",
     "train.per_device_train_batch_size=1", "reward.name=colour", "reward.reward_model_path=null",
     "reward.held_out_model_path=null", "reward.motion_weight=0", "run.save_steps=2", "train.max_steps=4",
     "model.trainable_models=dit,dit2", *ANCHOR,

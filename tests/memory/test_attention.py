@@ -8,6 +8,8 @@ from runs import launch, metrics
 from rewardfl.memory import attention
 from rewardfl.memory.attention import BackendError, check_backward, check_name
 
+pytestmark = pytest.mark.slow(6)
+
 CPU = torch.device("cpu")
 
 

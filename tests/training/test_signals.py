@@ -11,6 +11,8 @@ from conftest import ROOT
 
 from rewardfl.training.signals import ECHO, Interruption
 
+pytestmark = pytest.mark.slow(5)
+
 
 @pytest.fixture(autouse=True)
 def without_nohup():
