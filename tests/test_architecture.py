@@ -274,7 +274,7 @@ def test_names_are_defined_once_and_functions_are_short(sources):
 
 @pytest.mark.check  # a change of the algorithm that a contributor tries may be longer
 def test_a_script_stays_readable():
-    for script, most in {"train_reward_fl.py": 260, "train_flow_grpo.py": 320}.items():
+    for script, most in {"train_reward_fl.py": 260, "train_flow_grpo.py": 320, "train_forward_rl.py": 280}.items():
         assert len((ROOT / script).read_text().splitlines()) <= most
 
 

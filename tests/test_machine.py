@@ -58,7 +58,7 @@ def test_a_process_takes_its_share(monkeypatch):
     assert machine.threads_of_process(5, 8) == 5
 
 
-@pytest.mark.parametrize("entry", ["import train_reward_fl", "import train_flow_grpo"])
+@pytest.mark.parametrize("entry", ["import train_reward_fl", "import train_flow_grpo", "import train_forward_rl"])
 @pytest.mark.slow(12)
 def test_threads_soon_sleep_while_they_wait(entry):
     """libgomp prints what it has read, when torch loads it: the variables are set before."""

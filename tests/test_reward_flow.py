@@ -332,6 +332,7 @@ def test_checkpointing_changes_nothing():
     "active,coupling,kl_weight,kl_gradient",
     [pytest.param(*case, marks=[] if n in (4, 5) else pytest.mark.long) for n, case in enumerate(CASES)],
 )
+@pytest.mark.slow(3)
 def test_graphs_that_were_kept_give_the_same_gradients(active, coupling, kl_weight, kl_gradient, monkeypatch):
     """In half the forward passes of the active steps, and to the last bit."""
     results, passes = [], []

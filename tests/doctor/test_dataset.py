@@ -54,6 +54,7 @@ def is_red(pixels):
     return np.abs(pixels - (255, 0, 0)).max(2) < 30
 
 
+@pytest.mark.slow(2)
 def test_every_problem_and_every_warning(tmp_path):
     """All rows are gone through, whatever is wrong with the first."""
     data.write_video(tmp_path / "a.mp4", person(), 16)

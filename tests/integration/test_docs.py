@@ -173,7 +173,7 @@ def test_a_worked_change_does_what_is_said_of_it(tmp_path, letter):
     patch, scripts = worked_change(letter)
     for name in ("rewardfl", "tests/golden"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    for name in ("train_reward_fl.py", "train_flow_grpo.py"):
+    for name in ("train_reward_fl.py", "train_flow_grpo.py", "train_forward_rl.py"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "assets").symlink_to(ROOT / "assets")
     subprocess.run(["git", "apply", "-"], input=patch, text=True, cwd=tmp_path, check=True)

@@ -66,6 +66,7 @@ def test_the_residual_decoder_with_a_frame_that_is_given_equals_autograd():
 
 
 @pytest.mark.parametrize("caches", ["offload", "segment"])
+@pytest.mark.slow(2)
 def test_caches_kept_elsewhere_give_the_same_bits(caches):
     torch.manual_seed(1)
     vae = random_pipeline().vae

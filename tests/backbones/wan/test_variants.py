@@ -46,6 +46,7 @@ def adapters(run, step, name):
     return {f"{file.parent.name}.{key}": value for file in files for key, value in lora.read_adapter(file)[0].items()}
 
 
+@pytest.mark.slow(2)
 def test_prompts_alone_train_a_text_to_video_model(folder_of, tmp_path):
     """With rewards that need nothing but the video and its prompt; one that compares with a clip is refused."""
     table = tmp_path / "prompts.csv"

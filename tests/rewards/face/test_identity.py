@@ -197,6 +197,7 @@ def likeness(one, other):
 
 
 @pytest.mark.parametrize("front,back", [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9)])
+@pytest.mark.slow(5)
 def test_people_of_the_tiny_world_who_cross_are_kept_apart(pack, front, back):
     """One walks in front of the other, who is hidden for some frames; by place alone the track changes the person."""
     a, b = person(front), person(back)
@@ -258,6 +259,7 @@ def seen_on(side, networks, video):
     return np.stack(embeddings), Track(torch.stack(landmarks), torch.ones(len(boxes)).bool(), torch.stack(boxes))
 
 
+@pytest.mark.slow(2)
 def test_the_score_is_the_mean_over_people_each_with_a_cap_of_her_own(everybody, two):
     output, parts = score(everybody, changed(two), two)
     assert set(parts) == {*rewards.face.reward.PARTS, "people", "worst_person", "nonfinite"} and output.valid.all()
@@ -356,6 +358,7 @@ def directional(reward, video, reference, h):
 @pytest.mark.parametrize(
     "settings", [{}, {"second_pack_dir": WORLD / "faces" / "judge"}, {"landmark_jitter": 0.03}, {"views": 2}]
 )
+@pytest.mark.slow(5)
 def test_gradients_are_those_of_finite_differences(monkeypatch, two, settings):
     """Of two people, with detection held still, which has no gradient, and one draw of jitter and views."""
     reward = reward_of(cap="none", **settings)
@@ -367,6 +370,7 @@ def test_gradients_are_those_of_finite_differences(monkeypatch, two, settings):
     assert abs(mine) > 1e-3 and mine == pytest.approx(difference, rel=0.03)
 
 
+@pytest.mark.slow(5)
 def test_two_recognisers_give_the_mean_of_their_cosines(two):
     first, second = FaceIdentity(PACK, 256), FaceIdentity(WORLD / "faces" / "judge", 256)
     second.detector = first.detector  # detector and landmarks are the first pack's
@@ -384,6 +388,7 @@ def test_two_recognisers_give_the_mean_of_their_cosines(two):
         assert (of_each[0] - of_each[1]).abs().max() > 0.01
 
 
+@pytest.mark.slow(2)
 def test_jitter_is_drawn_from_the_clip_where_a_gradient_is_wanted(monkeypatch, two):
     plain, shaken = reward_of(cap="none"), reward_of(cap="none", landmark_jitter=0.03)
     reference, video = plain.reference(two), changed(two)

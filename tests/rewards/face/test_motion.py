@@ -183,6 +183,7 @@ TERMS = {
 
 @pytest.mark.parametrize("term", [pytest.param(t, marks=[] if t == "all" else pytest.mark.long) for t in TERMS])
 @pytest.mark.parametrize("faster", [False, pytest.param(True, marks=pytest.mark.long)], ids=["slower", "faster"])
+@pytest.mark.slow(4)
 def test_every_term_against_finite_differences(in_double, real, slow, term, faster):
     if term == "landmarks" and faster:
         pytest.skip("above the cap there is no gradient: see the next test")

@@ -590,6 +590,7 @@ def test_without_its_libraries_the_tool_says_what_to_install(monkeypatch, capsys
     assert code == command_line.REFUSED and error.count("\n") == 1 and "pip install starlette uvicorn" in error
 
 
+@pytest.mark.slow(2)
 def test_a_reward_that_hangs_does_not_keep_the_server_from_stopping(monkeypatch):
     monkeypatch.setattr(server, "DRAIN_SECONDS", 1)
     hangs, scores = threading.Event(), threading.Event()
