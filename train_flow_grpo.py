@@ -109,7 +109,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
     average = make_average(cfg.grpo.ema_decay, parameters, restored)
     log = open_log(cfg, job, run_folder, state, restored, steps)
     del restored  # up to four copies of the adapters
-    sampler = setup_data.make_sampler(cfg, conditions, decoder, model, negative)
+    sampler = setup_data.make_sampler(cfg, job, conditions, decoder, model, negative)
     max_std = math.inf if cfg.grpo.max_std is None else cfg.grpo.max_std
     make_kernel = partial(sde.Kernel, cfg.grpo.sde, cfg.grpo.noise_level, max_std=max_std)  # of a schedule's sigmas
     rollouts_on = job.device if cfg.grpo.samples_on == "gpu" else torch.device("cpu")

@@ -104,7 +104,7 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
     old = make_old_policy(forward, plan.old_decay, parameters, restored)
     log = open_log(cfg, job, run_folder, state, restored, steps)
     del restored  # up to five copies of the adapters
-    sampler = setup_data.make_sampler(cfg, conditions, decoder, model, negative)
+    sampler = setup_data.make_sampler(cfg, job, conditions, decoder, model, negative)
     rollouts_on = job.device if forward.samples_on == "gpu" else torch.device("cpu")
 
     def get_velocity(conditioning: Conditioning, schedule: Schedule, guidance: float = 1.0) -> Velocity:

@@ -20,7 +20,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Objective = Literal["rvm", "nft", "awm"]
 Weighting = Literal["uniform", "sigma", "sigma_squared", "huber", "generalised_huber"]
 
 _ROUNDING = 1e-10  # added below a root by the authors of AWM

@@ -682,8 +682,9 @@ class ForwardConfig(GroupConfig):
                 yield f"forward.{key} is for objective {owner}, got objective {self.objective}; remove it"
         if self.objective == "nft" and self.advantage_scale is not None:
             yield "forward.advantage_scale is for rvm and awm: nft divides by advantage_clip; remove it"
-        if self.old_decay == 0 and (self.old_decay_start or self.old_decay_rate != 0.001):
-            yield "forward.old_decay_rate and old_decay_start do nothing with old_decay 0; remove them"
+        stays = self.old_decay == 0 or (self.old_decay is None and self.objective == "rvm")
+        if stays and (self.old_decay_start or self.old_decay_rate != 0.001):
+            yield "forward.old_decay_rate and old_decay_start do nothing with old_decay 0, rvm's default; remove them"
 
 
 class EvaluationConfig(Section):

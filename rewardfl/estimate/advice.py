@@ -89,4 +89,5 @@ def recommend(costs: Costs, work: Workload, machine: Machine) -> Workload:
 
 def changed_settings(work: Workload, after: Workload) -> Mapping[str, Any]:
     """Return the configuration keys whose values differ, and their values in `after`."""
-    return {key: value for field, key in KEYS.items() if (value := getattr(after, field)) != getattr(work, field)}
+    keys = KEYS | {"samples_on": f"{work.group_section}.samples_on"}
+    return {key: value for field, key in keys.items() if (value := getattr(after, field)) != getattr(work, field)}

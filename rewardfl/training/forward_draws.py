@@ -67,7 +67,7 @@ def make_draws(
                 x0=x0,
                 target=noise - x0,
                 base=base,
-            )  # fmt: skip
+            )
         )
     with old_weights():
         old_velocities = [draw.velocity(draw.x) for draw in (draws if needs_old else draws[:1])]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from rewardfl import reward_flow
@@ -27,17 +28,17 @@ class DeployedSampler:
     steps: int
     seed: int
     skip: bool
+    device: torch.device
 
     def generate(self, clips: Sequence[Sample], row: int, n: int = 0) -> tuple[int, Tensor]:
         """Return (row, its video (3, F, H, W)) under the current weights; n: which of its noises."""
-        device = next(self.model.parameters()).device
         row, conditioning = self.conditions.read_or_substitute(clips, row, skip=self.skip)
         shape, seed = self.conditions.latent_shape(clips[row]), noise_seed(self.seed, -1, clips[row].row.id, n)
-        conditioning = protocol.move_to(conditioning, device)
+        conditioning = protocol.move_to(conditioning, self.device)
         schedule = self.backbone.schedule(self.steps, self.settings.shift, shape)
         velocity = Velocity(
             backbone=self.backbone, model=self.model, conditioning=conditioning, schedule=schedule,
             negative=self.negative, guidance=self.settings.guidance_scale,
         )  # fmt: skip
-        x0 = reward_flow.rollout(velocity, draw_noise((1, *shape), seed, device), schedule.sigmas, keep=()).x0
+        x0 = reward_flow.rollout(velocity, draw_noise((1, *shape), seed, self.device), schedule.sigmas, keep=()).x0
         return row, self.decoder.decode(x0, conditioning)[0].float()

@@ -214,7 +214,12 @@ def fill_conditions(
 
 
 def make_sampler(
-    cfg: GroupRunConfig, conditions: Conditions, decoder: Decoder, model: Experts, negative: Conditioning | None
+    cfg: GroupRunConfig,
+    job: Distributed,
+    conditions: Conditions,
+    decoder: Decoder,
+    model: Experts,
+    negative: Conditioning | None,
 ) -> DeployedSampler:
     """Build the sampler of evaluations and sample videos. negative: of fill_conditions."""
     return DeployedSampler(
@@ -227,4 +232,5 @@ def make_sampler(
         steps=cfg.evaluation.eval_inference_steps or cfg.sample.num_inference_steps,
         seed=cfg.run.seed,
         skip=cfg.data.skip_bad_rows,
+        device=job.device,
     )

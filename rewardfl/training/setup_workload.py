@@ -146,6 +146,7 @@ def _forward_rl(common: Workload, cfg: ForwardRlConfig, plan: ForwardRlPlan) -> 
         backward_passes=passes,
         reference=passes if has_base else {},
         averages=2,
+        group_section="forward",
         latents_kept=dict.fromkeys(("gpu", "cpu"), 1),
         # of each draw: the latents with noise, the target, and the velocities of the other policies
         latents_of_update=common.batch * plan.geometry.forwards_per_update * plan.draws * kept,

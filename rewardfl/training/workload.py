@@ -71,3 +71,4 @@ class Workload:
     keeps_graphs: bool = False  # of the rollout's active steps, with the blocks' inputs in host memory
     noises_per_sample: Literal["fresh"] | int = "fresh"
     samples_on: Literal["gpu", "cpu"] = "gpu"
+    group_section: Literal["grpo", "forward"] = "grpo"  # of the configuration, for samples_on

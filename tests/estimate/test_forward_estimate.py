@@ -8,6 +8,7 @@ from conftest import ROOT, measured_before
 from rewardfl import backbones, config
 from rewardfl.backbones.protocol import Source
 from rewardfl.estimate import needs
+from rewardfl.estimate.advice import changed_settings
 from rewardfl.training.plan import resolve
 from rewardfl.training.setup_workload import make_workload
 
@@ -33,6 +34,11 @@ def test_a_video_costs_its_rollout_and_its_draws():
     nft = needs.flops(costs, workload("forward.objective=nft", "forward.base_anchor=1", "forward.inner_epochs=2"))
     assert nft["rollout"] == work["rollout"] + 4 * low.forward  # by the old policy, at each draw
     assert nft["replay forward"] == 4 * low.forward and nft["reference"] == 4 * low.forward_frozen
+
+
+def test_advice_names_the_forward_section():
+    run = workload()
+    assert changed_settings(run, dataclasses.replace(run, samples_on="cpu")) == {"forward.samples_on": "cpu"}
 
 
 def test_memory_holds_two_averages_and_the_draws_of_an_update():

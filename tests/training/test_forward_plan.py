@@ -46,6 +46,7 @@ def test_defaults_are_the_objectives(settings, scale, decay):
     (["forward.mix=0.1"], ["forward.mix is for objective nft, got objective rvm; remove it"]),
     (["forward.clip_range=0.2"], ["forward.clip_range is for objective awm"]),
     (["forward.objective=nft", "forward.allow_distilled=true", "forward.advantage_scale=1"], ["nft divides by"]),
+    (["forward.old_decay_rate=0.1"], ["do nothing with old_decay 0, rvm's default"]),
     (["forward.old_decay=0", "forward.old_decay_start=3"], ["do nothing with old_decay 0"]),
     (["train.max_steps=3"], ["train.max_steps must be whole epochs of 2 updates, got 3; try 2 or 4"]),
     (["forward.groups=3", "train.per_device_train_batch_size=5"], ["forward.groups, group_size, updates_per_epoch"]),
