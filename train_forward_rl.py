@@ -193,7 +193,7 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
             moments = anchor.draw_moments(plan.draws, plan.active, cfg.run.seed, step, whole_range=plan.whole_range)
             draws, old_velocity = make_draws(
                 rollouts[part], moments, step, get_velocity, partial(averaged, old, parameters), job.device,
-                needs_old=forward.objective != "rvm" or forward.old_anchor > 0, needs_base=forward.base_anchor > 0,
+                needs_old=plan.needs_old, needs_base=plan.needs_base,
             )  # fmt: skip
 
         # 5. Update: towards the videos of positive advantage, and away from those of negative.
@@ -235,7 +235,7 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
             old.follow(parameters, done)
         anchor_loss, has_clip = map(job.gather, map(torch.cat, zip(*anchored, strict=True)))  # (N,) each
         signal = (seen["advantage"] != 0) | (anchor_loss > 0).any()
-        metrics = forward_rl_metrics(anchors.metrics(anchor_loss, has_clip), seen, deviation)
+        metrics = forward_rl_metrics(anchors.metrics(anchor_loss, has_clip), seen, deviation, plan.measured)
         metrics |= scored.metrics | common_metrics(job.device, done, norm, rate, scored.replaced, signal)
         invariants.check_contrast(done, norm, deviation, seen["advantage"])
         if update == 0 or not scored.why_nothing:  # count a failed epoch once, not per update

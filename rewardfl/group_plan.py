@@ -21,6 +21,7 @@ class Member(NamedTuple):
     member: int  # 0 .. group_size - 1 within the group
     noise_seed: int  # of the latents at sigma 1; one per group under Geometry.same_noise
     step_seed: int  # of the noise of the SDE steps: never shared, or the group's rollouts would be equal
+    group_seed: int  # of noise that all members of the group share
 
     @property
     def start(self) -> tuple[int, int]:
@@ -108,6 +109,7 @@ def plan(epoch: int, rank: int, geometry: Geometry, sample_ids: Sequence[str], s
             member=member,
             noise_seed=noise_seed(seed, visit, name, 0 if geometry.same_noise else member),
             step_seed=noise_seed(seed, visit, f"steps/{name}", member),
+            group_seed=noise_seed(seed, visit, name, 0),
         )
 
     return [list(map(member_at, members)) for members in positions(geometry, rank)]

@@ -142,7 +142,7 @@ def test_a_process_has_every_start_that_it_needs(same, spread, world):
 
 
 def test_the_noise_of_a_step_is_the_members_own_whatever_its_batch():
-    members = [group_plan.Member(0, 0, m, noise_seed=7, step_seed=100 + m) for m in range(3)]
+    members = [group_plan.Member(0, 0, m, noise_seed=7, step_seed=100 + m, group_seed=7) for m in range(3)]
     both = group_plan.draw_step_noise(members, (1, 2, 3), "cpu", 5)
     assert both.shape == (3, 2, 3) and torch.equal(
         both[1:2], group_plan.draw_step_noise(members[1:2], (1, 2, 3), "cpu", 5)

@@ -46,14 +46,17 @@ def make_draws(
     """Return the draws of update `step`, of each rollout in turn, and the old policy's velocity of the first.
 
     Call it before a graph is alive. moments: of the schedule (anchor.draw_moments). get_velocity: of the policy.
-    old_weights: the context of the old policy. The noises depend on the member and the update alone. needs_old,
-    needs_base: whether the draws have these velocities.
+    old_weights: the context of the old policy. needs_old, needs_base: whether the draws have these velocities.
+
+    All members of a group have the same noise, which depends on the group, the update and the draw alone. Advantages
+    add up to 0 in a group, so most of the noise cancels in the gradient, and its expectation stays (2.5 times less
+    variance on the tiny world, docs/results/tiny_forward.md).
     """
     draws = []
     for rollout, (n, moment) in itertools.product(rollouts, enumerate(moments)):
         velocity, x0 = get_velocity(rollout.conditioning, rollout.schedule.at(moment)), rollout.x0.to(device)
         sigma = velocity.schedule.sigmas[0]
-        seeds = [noise_seed(member.noise_seed, step, "forward", n) for member in rollout.members]
+        seeds = [noise_seed(member.group_seed, step, "forward", n) for member in rollout.members]
         noise = torch.cat([draw_noise((1, *x0.shape[1:]), seed, device) for seed in seeds])
         x = flow.add_noise(x0, noise, sigma)
         base = velocity.reference(x, 0) if needs_base else None

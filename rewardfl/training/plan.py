@@ -90,6 +90,9 @@ class ForwardRlPlan(GroupPlan):
     whole_range: bool  # sigmas between the steps, too
     advantage_scale: float
     old_decay: float  # the largest share of itself that the old policy keeps
+    needs_old: bool  # the old policy's velocity
+    needs_base: bool  # the velocity of the model without its adapter
+    measured: tuple[str, ...]  # of the metrics policy/from_old, from_base and ratio
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +183,8 @@ def _forward_fields(cfg: ForwardRlConfig, schedule: Schedule, trained: Sequence[
     default_scale = {"rvm": 0.1, "nft": 1.0, "awm": 1 / forward.advantage_clip}[forward.objective]
     default_decay = {"rvm": 0.0, "nft": 0.5, "awm": 0.3}[forward.objective]
     anchor_draws = cfg.anchor.draws if cfg.anchor.weight else 0
+    needs_old, needs_base = forward.objective != "rvm" or forward.old_anchor > 0, forward.base_anchor > 0
+    measured = {"from_old": needs_old, "from_base": needs_base, "ratio": forward.objective == "awm"}
     return {
         "active": drawn_steps(cfg, schedule, trained),
         "backwards_per_update": geometry.forwards_per_update * (forward.draws + anchor_draws),
@@ -190,6 +195,9 @@ def _forward_fields(cfg: ForwardRlConfig, schedule: Schedule, trained: Sequence[
         "whole_range": forward.sigmas == "trained_range",
         "advantage_scale": default_scale if forward.advantage_scale is None else forward.advantage_scale,
         "old_decay": default_decay if forward.old_decay is None else forward.old_decay,
+        "needs_old": needs_old,
+        "needs_base": needs_base,
+        "measured": tuple(name for name, has in measured.items() if has),
     }
 
 

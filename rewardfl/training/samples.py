@@ -43,7 +43,7 @@ class Batch:
     @property
     def members(self) -> list[group_plan.Member]:
         """Return the samples as groups of one."""
-        return [group_plan.Member(row, group_id, 0, 0, 0) for group_id, row in enumerate(self.rows)]
+        return [group_plan.Member(row, group_id, 0, 0, 0, 0) for group_id, row in enumerate(self.rows)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,14 +137,14 @@ def _forward_rl(common: Workload, cfg: ForwardRlConfig, plan: ForwardRlPlan) -> 
     forward, experts = cfg.forward, plan.experts
     counts = Counter(experts[i] for i in plan.active)
     passes = {name: forward.inner_epochs * plan.draws * count / len(plan.active) for name, count in counts.items()}
-    compares, has_base = forward.objective != "rvm" or forward.old_anchor > 0, forward.base_anchor > 0
-    kept = 2 + compares + has_base
+    kept = 2 + plan.needs_old + plan.needs_base
     return replace(
         _epochs(common, cfg, plan),
-        rollout=_times(plan.forwards_per_velocity, Counter(experts)) + (Counter(passes) if compares else Counter()),
+        rollout=_times(plan.forwards_per_velocity, Counter(experts))
+        + (Counter(passes) if plan.needs_old else Counter()),
         replay=passes,
         backward_passes=passes,
-        reference=passes if has_base else {},
+        reference=passes if plan.needs_base else {},
         averages=2,
         group_section="forward",
         latents_kept=dict.fromkeys(("gpu", "cpu"), 1),

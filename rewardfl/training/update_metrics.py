@@ -56,13 +56,13 @@ def reward_fl_metrics(
 
 
 def forward_rl_metrics(
-    anchor_metrics: Mapping[str, float], samples: Mapping[str, Tensor], deviation: float
+    anchor_metrics: Mapping[str, float], samples: Mapping[str, Tensor], deviation: float, measured: Sequence[str]
 ) -> dict[str, float]:
     """Return the metrics of an update of forward-process reinforcement.
 
-    samples: loss, advantage, misfit, from_old, from_base and ratio (N,), of all draws. policy/misfit_positive and
-    _negative are the velocity's mean squared error for videos of advantage above and below 0 (0 without any): the first
-    should fall against the second.
+    samples: loss, advantage, misfit, from_old, from_base and ratio (N,), of all draws; measured: those of the last
+    three that the run has. policy/misfit_positive and _negative are the velocity's mean squared error for videos of
+    advantage above and below 0 (0 without any): the first should fall against the second.
     """
     advantage, misfit = samples["advantage"], samples["misfit"]
     means = {
@@ -75,10 +75,8 @@ def forward_rl_metrics(
         | {
             "actor/loss": anchor_metrics["actor/loss"] + float(samples["loss"].mean()),
             "policy/deviation": deviation,
-            "policy/from_old": float(samples["from_old"].mean()),
-            "policy/from_base": float(samples["from_base"].mean()),
-            "policy/ratio": float(samples["ratio"].mean()),
         }
+        | {f"policy/{name}": float(samples[name].mean()) for name in measured}
     )
 
 

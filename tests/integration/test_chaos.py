@@ -28,6 +28,7 @@ from runs import (
     environment,
     free_port,
     launch,
+    launch_forward,
     launch_grpo,
     metrics,
     table,
@@ -148,15 +149,28 @@ def test_killed_and_told_to_stop(straight, tmp_path):
     assert_same(run, straight, LAST)
 
 
+def assert_same_after_kills(script, launch_again, settings, straight, tmp_path):
+    run, dice = tmp_path / "run", random.Random(8)
+    arguments = command(script, f"run.output_dir={run}", *settings)
+    wanted = KILLS or 1
+    assert sum(killed(arguments, run, dice) for _ in range(wanted)) >= 0.5 * wanted
+    launch_again(f"run.output_dir={run}", *settings)
+    assert_same(run, straight, GRPO_LAST)
+
+
 @pytest.mark.long
 def test_killed_between_epochs(straight_grpo, epochs, tmp_path):
     """train_flow_grpo.py, the same."""
-    run, dice = tmp_path / "run", random.Random(8)
-    arguments = command("train_flow_grpo.py", f"run.output_dir={run}", *epochs)
-    wanted = KILLS or 1
-    assert sum(killed(arguments, run, dice) for _ in range(wanted)) >= 0.5 * wanted
-    launch_grpo(f"run.output_dir={run}", *epochs)
-    assert_same(run, straight_grpo, GRPO_LAST)
+    assert_same_after_kills("train_flow_grpo.py", launch_grpo, epochs, straight_grpo, tmp_path)
+
+
+@pytest.mark.long
+def test_killed_with_an_old_policy(epochs, tmp_path):
+    """train_forward_rl.py, the same, with an old policy that lags behind."""
+    settings = [setting.replace("grpo.", "forward.") for setting in epochs]
+    settings += ["forward.objective=nft", "forward.old_decay_rate=0.1"]
+    launch_forward(f"run.output_dir={tmp_path / 'straight'}", *settings)
+    assert_same_after_kills("train_forward_rl.py", launch_forward, settings, tmp_path / "straight", tmp_path)
 
 
 # -- in this process, where the moment can be chosen

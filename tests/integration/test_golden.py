@@ -1,4 +1,4 @@
-"""Some steps of both scripts give the numbers that they gave when tests/golden/*.json was recorded.
+"""Some steps of all scripts give the numbers that they gave when tests/golden/*.json was recorded.
 
 These runs have configurations and assets of their own, so that only the code changes them. Another processor adds up in
 another order, and its noise for a seed may differ in the seventh digit. So any machine compares the first STEPS steps
@@ -35,6 +35,7 @@ RUNS = {  # by record: the command line
         "train_flow_grpo.py", "--config", str(GOLDEN / "flow_grpo.yaml"), "train.max_steps=8", "grpo.objective=clip",
         "grpo.clip_range=1e-2",
     ],
+    "forward_rl": ["train_forward_rl.py", "--config", str(GOLDEN / "forward_rl.yaml")],
 }  # fmt: skip
 # SSE instead of AVX2 in torch, oneDNN, MKL, OpenBLAS and OpenCV changes a metric of these steps by 5e-6 of its value, a
 # small difference of larger numbers (actor/loss) by 4e-7. Later steps differ by up to 2 %, norms by 2.3e-5.

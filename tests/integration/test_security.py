@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, run_tool
-from runs import CONFIG, FAST, GRPO_CONFIG, QUICK, WORLD, call
+from runs import CONFIG, FAST, FORWARD_CONFIG, GRPO_CONFIG, QUICK, WORLD, call
 
 import train_flow_grpo
+import train_forward_rl
 import train_reward_fl
 from rewardfl import config, files, lora, trust
 from rewardfl.backbones.wan import load as wan_load
@@ -100,6 +101,7 @@ def test_what_is_printed(capsys):
 COMMANDS = {
     "train_reward_fl": (train_reward_fl.main, ["--config", CONFIG, "--dry-run"]),
     "train_flow_grpo": (train_flow_grpo.main, ["--config", GRPO_CONFIG, "--dry-run"]),
+    "train_forward_rl": (train_forward_rl.main, ["--config", FORWARD_CONFIG, "--dry-run"]),
     "plan_run": (plan_run.main, ["--config", CONFIG]),
     "doctor": (doctor.main, ["--config", CONFIG, "--device", "cpu", "--out", "OUT/doctor"]),
     "reward_scales": (reward_scales.main, ["--config", CONFIG, "--device", "cpu"]),

@@ -1,5 +1,6 @@
 """The noised videos of an update, and whose velocities they carry."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +29,8 @@ BACKBONE = SimpleNamespace(velocity=lambda model, x, step, schedule, given: mode
 
 
 def rollout(rows):
-    members = [Member(row, row, 0, 100 + row, 0) for row in rows]
+    """Videos of the given rows; those of one row are of one group."""
+    members = [Member(row, row, n, 200 + n, 0, 100 + row) for n, row in enumerate(rows)]
     x0 = torch.stack([torch.full(SHAPE, float(row)) for row in rows])
     requested = torch.ones(len(rows), dtype=torch.bool)
     return CleanRollout(members=members, is_requested=requested, conditioning={}, schedule=SCHEDULE, x0=x0)
@@ -66,13 +68,16 @@ def test_the_first_draw_alone_is_compared_where_no_loss_needs_the_old_policy():
     assert [draw.old for draw in made] == [None, None] and torch.equal(kept, 2 * made[0].x)
 
 
-def test_noises_depend_on_member_draw_and_update_alone():
-    together, _ = draws([rollout([1, 2])])
-    alone = [draws([rollout([row])])[0] for row in (1, 2)]
+def test_noises_depend_on_group_draw_and_update_alone():
+    together, _ = draws([rollout([1, 2, 1])])
+    alone = [draws([rollout([row])])[0] for row in (1, 2, 1)]
     for n in range(2):
         assert torch.equal(together[n].target, torch.cat([of_row[n].target for of_row in alone]))
-    assert not torch.equal(together[0].target, together[1].target)
-    assert not torch.equal(together[0].target, draws([rollout([1, 2])], step=8)[0][0].target)
+    noises = [draw.target + draw.x0 for draw in (*together, *draws([rollout([1, 2, 1])], step=8)[0])]
+    for noise in noises:
+        torch.testing.assert_close(noise[0], noise[2])
+        assert not torch.allclose(noise[0], noise[1])
+    assert not any(torch.allclose(a, b) for a, b in itertools.combinations(noises, 2))
 
 
 def test_the_old_policy_follows():
