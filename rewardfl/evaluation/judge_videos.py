@@ -113,7 +113,7 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
 def check_rows(
     rows: Sequence[data.Row], clips: config.DataConfig, rewards: Sequence[ResolvedReward], *, quiet: bool
 ) -> list[data.Row]:
-    """Return the rows with valid headers and prompts. Raise DataError or ValueError for bad rows, unless data.skip_bad_rows."""
+    """Return the rows with usable headers and prompts. Raise DataError or ValueError for others, if not skipped."""
     if missing := [row.line for row in rows if row.video is None]:
         raise ValueError(f"--data: line {missing[0]} names no video, and only rows with a video are compared")
     headers = [data.inspect_row(row, clips.num_frames, clips.fps) for row in rows]

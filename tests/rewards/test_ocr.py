@@ -129,9 +129,8 @@ def test_score_and_parts_of_pictures(engine):
 def test_a_video_scores_as_its_frames_do(engine):
     """Evenly spaced ones, first and last among them."""
     output = score(rewards.build("ocr", {"frames": 3}), clip(30, 99, 99, 40, 99, 99, 20))
-    assert output.score.item() == pytest.approx((0.75 + 0 + 1) / 3) and output.parts["exact"].item() == pytest.approx(
-        1 / 3
-    )
+    assert output.score.item() == pytest.approx((0.75 + 0 + 1) / 3)
+    assert output.parts["exact"].item() == pytest.approx(1 / 3)
     assert output.parts["confidence"].item() == (0.5 + 0.75) / 2  # of those with a reading
     assert score(rewards.build("ocr", {"frames": 9}), clip(30, 20)).score.item() == (0.75 + 1) / 2
 
