@@ -188,10 +188,8 @@ def test_tools_refuse_rows_without_text(engine):
     """As the scripts do: tests/integration/test_ocr_recipes.py."""
     cfg = config.load(ROOT / "configs" / "tiny_forward.yaml")
     rows = data.load_metadata(ROOT / "assets" / "tiny_world" / "eval" / "metadata.csv", "--data")[:2]
-    with pytest.raises(
-        data.DataError, match=r"2 of 2 rows cannot .*\nline 2: reward.others.text: the prompt quotes no"
-    ):
-        spec = config.RewardSpec("reward.others.text", "text", "ocr", 0.0, {}, 0.0, 1.0)
+    spec = config.RewardSpec(key="reward.others.text", label="text", name="ocr", settings={}, weight=0)
+    with pytest.raises(data.DataError, match=r"2 of 2 rows .*\nline 2: reward.others.text: the prompt quotes no text"):
         check_rows(rows, cfg.data, [(spec, ocr.Ocr)], quiet=True)
     term = Term(key="reward.others.text", label="text", reward=ocr.Ocr(), weight=0, mean=0, std=1)
     (problem,) = missing_references(cfg, rows[0], [term])
