@@ -186,7 +186,7 @@ def undeclared(sources):
     used = {name for below in house.values() for name in below - house.keys()}
     return {
         name: owners.get(name, ["not installed"])
-        for name in used - sys.stdlib_module_names - {"rewardfl_tools", "benchmarks", "wandb"}
+        for name in used - sys.stdlib_module_names - {"rewardfl_tools", "benchmarks", "wandb", "rapidocr"}
         if not declared() & {plain(one) for one in owners.get(name, [])}
     }
 

@@ -30,7 +30,8 @@ from rewardfl.files import atomic_write, digest_files, escape_control
 from rewardfl.merging import output
 from rewardfl.rewards import resolve_rewards
 from rewardfl.rewards.face.identity_kept import FEWEST
-from rewardfl.training import plan, setup_model
+from rewardfl.rewards.registry import ResolvedReward
+from rewardfl.training import plan, setup_model, setup_rewards
 from rewardfl.training.setup_run import digest_base_model
 from rewardfl.training.shard import Shard
 
@@ -67,9 +68,9 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
         check_images(vars(args), arms, share.processes)
         lock.enter_context(folder.locked())
         return judge_images.run(args, arms[-1], folder)
-    rows = check_rows(rows, cfg.data, quiet=share.quiet)
-    files = {arm.name: find_videos(arm.videos, rows) for arm in arms if arm.videos is not None}
     rewards = resolve_rewards(measured_rewards(cfg.reward, config.list_reward_specs(cfg)))
+    rows = check_rows(rows, cfg.data, rewards, quiet=share.quiet)
+    files = {arm.name: find_videos(arm.videos, rows) for arm in arms if arm.videos is not None}
     plan.check_frames(cfg.data.num_frames, rewards)
     judges = load_judges(cfg.reward, rewards, args)
     backbone, base = None, {}
@@ -109,12 +110,16 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     return 0
 
 
-def check_rows(rows: Sequence[data.Row], clips: config.DataConfig, *, quiet: bool) -> list[data.Row]:
-    """Return the rows with valid headers. Raise DataError or ValueError for bad rows, unless data.skip_bad_rows."""
+def check_rows(
+    rows: Sequence[data.Row], clips: config.DataConfig, rewards: Sequence[ResolvedReward], *, quiet: bool
+) -> list[data.Row]:
+    """Return the rows with usable headers and prompts. Raise DataError or ValueError for others, if not skipped."""
     if missing := [row.line for row in rows if row.video is None]:
         raise ValueError(f"--data: line {missing[0]} names no video, and only rows with a video are compared")
     headers = [data.inspect_row(row, clips.num_frames, clips.fps) for row in rows]
     problems = [(row.line, text) for row, header in zip(rows, headers, strict=True) for text in header.problems]
+    classes = {reward.key: cls for reward, cls in rewards}
+    problems += [(row.line, text) for row in rows for text in setup_rewards.unusable_prompts(row, classes)]
     good, bad = data.usable_rows(rows, problems, skip_bad_rows=clips.skip_bad_rows)
     for line in (*(f"note: {note}" for note in data.notes(rows)), *(f"skipped: {line}" for line in bad)):
         if not quiet:

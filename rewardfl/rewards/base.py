@@ -63,6 +63,11 @@ class Reward(nn.Module):
         """
         return "nothing" if type(self).reference is Reward.reference else "clip"
 
+    @staticmethod
+    def prompt_problem(prompt: str) -> str:
+        """Return why the reward cannot use a prompt, "" for a usable one. Rows are checked before anything loads."""
+        return ""
+
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
         """Return what `forward` needs of a sample's real clip (3, F, H, W) in [-1, 1] and its prompt, {} for nothing.
 

@@ -29,6 +29,7 @@ REWARDS: dict[str, str] = {
     "hpsv3": "vlm.hpsv3:Hpsv3Reward",
     "jpeg_size": "pixels.jpeg_size:JpegSizeReward",
     "motion": "pixels.motion:MotionReward",
+    "ocr": "ocr:Ocr",
     "optical_flow": "pixels.optical_flow:OpticalFlowReward",
     "pickscore": "clip.cosine:PickScoreReward",
     "remote": "remote:RemoteReward",

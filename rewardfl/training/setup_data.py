@@ -21,7 +21,7 @@ from rewardfl.training.distributed import Distributed
 from rewardfl.training.plan import RunPlan
 from rewardfl.training.sampler import DeployedSampler
 from rewardfl.training.samples import Rows, Sample
-from rewardfl.training.setup_rewards import missing_columns, missing_references
+from rewardfl.training.setup_rewards import missing_columns, missing_references, unusable_prompts
 from rewardfl.training.shard import map_shared
 
 MAX_SIZES = 5  # sizes that a note lists
@@ -85,7 +85,11 @@ def _scan_table(
         for i, (reward, cls) in enumerate(rewards)
         if (reward.weight > 0 or i == 0) and isinstance(cls.compares_with, str)
     }
-    problems += [(row.line, text) for row in rows if not row.problem for text in missing_columns(cfg, row, needs)]
+    classes = {reward.key: cls for reward, cls in rewards}
+    for row in rows:
+        if not row.problem:
+            texts = missing_columns(cfg, row, needs) + unusable_prompts(row, classes)
+            problems += [(row.line, text) for text in texts]
     bad_sizes = {size: plan.size_problem(cfg.data, backbone, size) for size in {row.size for row in rows}}
     problems += [(row.line, bad_sizes[row.size]) for row in rows if bad_sizes[row.size]]
     good, bad = data.usable_rows(rows, problems, skip_bad_rows=cfg.data.skip_bad_rows)

@@ -1,6 +1,6 @@
 """Check the rewards: the columns that they need, face packs, and each on a first clip before the model loads."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -8,7 +8,7 @@ from rewardfl import config as configuration
 from rewardfl import data
 from rewardfl.config import AnyConfig
 from rewardfl.noise import draw_noise
-from rewardfl.rewards import FaceIdentityReward
+from rewardfl.rewards import FaceIdentityReward, Reward
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.rewards.face.pack import describe_packs, file_hashes
 from rewardfl.rewards.scoring import RewardError, Term, check_reward
@@ -18,9 +18,15 @@ from rewardfl.training.samples import Sample
 
 
 def missing_references(cfg: AnyConfig, row: data.Row, terms: Sequence[Term]) -> list[str]:
-    """Return in words which references of the trained rewards, or of the first one, the row lacks."""
+    """Return in words which references of the trained rewards, or of the first one, the row lacks, and bad prompts."""
     needs = {term.key: term.reward.compares_with for term in terms if term.weight > 0 or term is terms[0]}
-    return missing_columns(cfg, row, needs)
+    return missing_columns(cfg, row, needs) + unusable_prompts(row, {term.key: term.reward for term in terms})
+
+
+def unusable_prompts(row: data.Row, rewards: Mapping[str, Reward | type[Reward]]) -> list[str]:
+    """Return in words why rewards, by configuration key, cannot use the row's prompt."""
+    problems = {key: reward.prompt_problem(row.prompt) for key, reward in rewards.items()}
+    return [f"{key}: {problem}" for key, problem in problems.items() if problem]
 
 
 def missing_columns(cfg: AnyConfig, row: data.Row, needs: dict[str, str]) -> list[str]:

@@ -525,6 +525,9 @@ ON_EIGHT = {
     "presets/rvm_wan": 80,
     "presets/nft_sd35": 80,
     "presets/awm_sd35": 80,
+    "presets/ocr_sd35": 80,
+    "presets/ocr_sd35_nft": 80,
+    "presets/ocr_wan21_t2v": 80,
 }
 SMALLER = ["lora.lora_rank=32", "lora.lora_alpha=64", "train.use_gradient_checkpointing_offload=true"]
 

@@ -24,8 +24,9 @@ def test_every_reward_says_what_it_is():
         cls = find_reward(name)
         assert cls.name == name and issubclass(cls, Reward) and cls.__doc__
         assert cls.range and cls.licence and isinstance(cls.differentiable, bool)
-    assert [name for name in REWARDS if not find_reward(name).differentiable] == ["face_judge", "jpeg_size", "remote"]
-    asked = {"clip_score", "hpsv2", "hpsv3", "pickscore", "remote", "video_align"}
+    without_gradient = [name for name in REWARDS if not find_reward(name).differentiable]
+    assert without_gradient == ["face_judge", "jpeg_size", "ocr", "remote"]
+    asked = {"clip_score", "hpsv2", "hpsv3", "ocr", "pickscore", "remote", "video_align"}
     assert {name for name in REWARDS if find_reward(name).uses_prompt} == asked
 
 

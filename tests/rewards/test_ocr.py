@@ -1,0 +1,267 @@
+"""The reward of rendered text: its score by hand, and both engines on text that is drawn here."""
+
+import itertools
+import math
+import shutil
+import socket
+import sys
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from PIL import Image, ImageDraw, ImageFont
+
+from rewardfl import config, data, rewards
+from rewardfl.evaluation.judge_videos import check_rows
+from rewardfl.rewards import RewardError, ocr
+from rewardfl.rewards.async_scoring import collect, make_worker_pools, submit
+from rewardfl.rewards.scoring import Term, score_safely
+from rewardfl.training.setup_rewards import missing_references
+
+NOTHING = torch.zeros(3, 0, 8, 8)  # a prompt alone has no clip
+rapidocr = pytest.mark.skipif(not find_spec("rapidocr"), reason="rapidocr is missing: pip install 'rewardfl[ocr]'")
+tesseract = pytest.mark.skipif(not shutil.which("tesseract"), reason="tesseract is missing: apt install tesseract-ocr")
+
+
+# ---- the wanted text ----
+
+
+@pytest.mark.parametrize(
+    "prompt, text",
+    [
+        ('a sign that says "OPEN"', "open"),
+        ('"Fresh  Bread" next to "Cold Beer"', "freshbread"),  # the first of two
+        ('a board, "\t咖啡 店"', "咖啡店"),
+        ('"ÉCOLE!" in chalk', "école!"),
+        ("no quotes", ""),
+        ('a quote that is "not closed', ""),
+        ('an empty "" quote, "late"', ""),
+        ('only "  " spaces', ""),
+        ("curly “quotes” and 'single' ones", ""),
+    ],
+)
+def test_the_text_is_what_the_first_pair_of_quotes_holds(prompt, text):
+    assert ocr.quoted_text(prompt) == text
+    problem = ocr.Ocr.prompt_problem(prompt)
+    assert problem == "" if text else problem.startswith("the prompt quotes no text; put the text to be read in")
+
+
+def edits(a, b):
+    """The Levenshtein distance by its definition."""
+    row = range(len(b) + 1)
+    for i, x in enumerate(a, 1):
+        last, row = row, [i]
+        for j, y in enumerate(b, 1):
+            row.append(min(last[j] + 1, row[-1] + 1, last[j - 1] + (x != y)))
+    return row[-1]
+
+
+@pytest.mark.parametrize(
+    "reading, text, score",
+    [
+        ("", "OPEN", 0.0),
+        ("OPEN", "OPEN", 1.0),
+        ("open", "OPEN", 1.0),
+        ("O P\nEN", "OPEN", 1.0),
+        ("NOW OPEN TILL 9", "open", 1.0),  # a longer reading that contains it
+        ("OPXN", "OPEN", 0.75),
+        ("OPN", "OPEN", 0.75),
+        ("OOPPEENN", "OPEN", 0.0),  # four edits
+        ("nothing alike at all", "OPEN", 0.0),  # no less than 0
+        ("Happy Birthdey", "Happy Birthday", 1 - 1 / 13),
+        ("Hapy Brthday!", "Happy Birthday", 1 - 3 / 13),
+        ("咖啡", "咖啡店", 1 - 1 / 3),
+        ("кофе", "КОФЕ", 1.0),
+    ],
+)
+def test_the_score_is_flow_grpos(reading, text, score):
+    """To the last digit of what its code gives: 1 - min(distance, n) / n of lower case without spaces."""
+    mine = ocr.text_score(ocr.plain_text(reading), ocr.plain_text(text))
+    read, n = "".join(reading.lower().split()), len(text.replace(" ", ""))
+    distance = 0 if text.replace(" ", "").lower() in read else edits(read, text.replace(" ", "").lower())
+    assert mine == score == 1 - min(distance, n) / n
+
+
+# ---- the reward, with an engine that reads what a table says ----
+
+READINGS = {10: ["NOW", "Open"], 20: ["OPEN"], 30: ["OPXN"], 40: None, 50: ["", "OPEN"]}  # by the pixels' red
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """The calls of an engine, (thread, colour), which reads READINGS and breaks at red 99."""
+    calls = []
+
+    def read(picture):
+        calls.append((threading.current_thread(), picture[0, 0].tolist()))
+        if picture[0, 0, 2] == 99:
+            raise OSError("the engine broke")
+        lines = READINGS[int(picture[0, 0, 2])]
+        return SimpleNamespace(txts=lines, scores=lines and [0.5 + 0.25 * (line == "OPEN") for line in lines])
+
+    monkeypatch.setattr(ocr, "_load_engine", lambda *, detect: read)
+    return calls
+
+
+def clip(*reds):
+    """(1, 3, F, 4, 4), frames of one colour: these, 7, 200 of 255."""
+    frames = torch.tensor([[red, 7, 200] for red in reds]) / 127.5 - 1
+    return frames.T[None, :, :, None, None].expand(1, 3, len(reds), 4, 4)
+
+
+def score(reward, video, prompt='a sign "OPEN"'):
+    return reward(video, [reward.reference(NOTHING, prompt)] * len(video))
+
+
+def test_score_and_parts_of_pictures(engine):
+    output = score(rewards.build("ocr", {}), torch.cat([clip(10), clip(20), clip(30), clip(40), clip(50)]))
+    assert output.valid.all() and output.score.tolist() == [1, 1, 0.75, 0, 1]
+    assert output.parts["exact"].tolist() == [0, 1, 0, 0, 1]
+    assert output.parts["read_characters"].tolist() == [7, 4, 4, 0, 4]
+    confidence = output.parts["confidence"].tolist()
+    assert confidence[:3] == [0.5, 0.75, 0.5] and math.isnan(confidence[3]) and confidence[4] == 0.75
+    assert engine[0][1] == [200, 7, 10]  # blue comes first
+
+
+def test_a_video_scores_as_its_frames_do(engine):
+    """Evenly spaced ones, first and last among them."""
+    output = score(rewards.build("ocr", {"frames": 3}), clip(30, 99, 99, 40, 99, 99, 20))
+    assert output.score.item() == pytest.approx((0.75 + 0 + 1) / 3)
+    assert output.parts["exact"].item() == pytest.approx(1 / 3)
+    assert output.parts["confidence"].item() == (0.5 + 0.75) / 2  # of those with a reading
+    assert score(rewards.build("ocr", {"frames": 9}), clip(30, 20)).score.item() == (0.75 + 1) / 2
+
+
+def test_what_cannot_be_read_is_invalid_or_a_failure(engine):
+    reward = rewards.build("ocr", {})
+    video = torch.cat([clip(20), clip(99), clip(20), clip(20)])
+    video[2, 0, 0, 0, 0] = math.nan
+    reference = reward.reference(NOTHING, '"OPEN"')
+    result = score_safely(reward, video, [reference, reference, reference, None])
+    assert result.output.valid.tolist() == [True, False, False, False]
+    assert result.failed.tolist() == [False, True, False, False]
+    assert result.problems == ("OSError: the engine broke",)
+
+
+def test_batches_go_through_worker_threads(engine):
+    reward = rewards.build("ocr", {"parallel": 2})
+    term = Term(key="reward.name", label="score", reward=reward, weight=1, mean=0, std=1)
+    reference = reward.reference(NOTHING, '"OPEN"')
+    (result,) = collect(submit([term], clip(30), [[reference]], make_worker_pools([term], 10.0)))
+    assert result.output.score.item() == 0.75 and engine[0][0] is not threading.main_thread()
+    frames, _ = reward.held(clip(*[30] * 8).expand(1, 3, 8, 4, 4), [reference])
+    assert frames.shape == (1, 4, 4, 4, 3) and frames.dtype == torch.uint8  # what waits in the queue is small
+
+
+@pytest.mark.parametrize("detect, options", [(True, "--psm 11"), (False, "--psm 7 -c tessedit_char_whitelist=abc")])
+def test_how_tesseract_is_called_and_what_it_says_where_it_fails(engine, tmp_path, monkeypatch, detect, options):
+    file = tmp_path / "tesseract"
+    file.write_text('#!/bin/sh\necho "bad: $@" >&2\nhead -c 24 | tail -c 8 | od -An -tx1 >&2\nexit 3\n')
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    result = score_safely(
+        rewards.build("ocr", {"detect": detect, "second": "tesseract"}), clip(20), [{"target": torch.tensor([111])}]
+    )
+    assert f"RuntimeError: tesseract ended with code 3 bad: stdin stdout {options}" in result.problems[0]
+    assert result.problems[0].endswith("00 00 00 0c 00 00 00 0c")  # a PNG of three times four pixels a side
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rapidocr", None)
+    with pytest.raises(RewardError, match=r"reward ocr needs rapidocr .*; pip install 'rewardfl\[ocr\]'$"):
+        ocr.Ocr()
+    monkeypatch.setattr(ocr, "_load_engine", lambda *, detect: None)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(RewardError, match="second: tesseract is not installed; apt-get install tesseract-ocr"):
+        ocr.Ocr(second="tesseract")
+    with pytest.raises(RewardError, match="the prompt quotes no text; .* got 'a sign'"):
+        ocr.Ocr().reference(NOTHING, "a sign")
+
+
+def test_tools_refuse_rows_without_text(engine):
+    """As the scripts do: tests/integration/test_ocr_recipes.py."""
+    cfg = config.load(ROOT / "configs" / "tiny_forward.yaml")
+    rows = data.load_metadata(ROOT / "assets" / "tiny_world" / "eval" / "metadata.csv", "--data")[:2]
+    spec = config.RewardSpec(key="reward.others.text", label="text", name="ocr", settings={}, weight=0)
+    with pytest.raises(data.DataError, match=r"2 of 2 rows .*\nline 2: reward.others.text: the prompt quotes no text"):
+        check_rows(rows, cfg.data, [(spec, ocr.Ocr)], quiet=True)
+    term = Term(key="reward.others.text", label="text", reward=ocr.Ocr(), weight=0, mean=0, std=1)
+    (problem,) = missing_references(cfg, rows[0], [term])
+    assert problem.startswith("reward.others.text: the prompt quotes no text; ")
+
+
+# ---- the engines ----
+
+FONTS = ["DejaVuSans.ttf", "DejaVuSerif-Bold.ttf", "DejaVuSansMono-Oblique.ttf", "STIXGeneralItalic.ttf"]
+COLOURS = [("white", "navy"), ("black", "white"), ("firebrick", "wheat"), ("gold", "darkgreen")]
+NOISES = [0, 12, 25]  # standard deviations, of 255
+
+
+def draw(text, size, width, height, i):
+    """(1, 3, 1, H, W) in [-1, 1], the text in the middle; i chooses font, colours and noise."""
+    ink, ground = COLOURS[i % 4]
+    file = Path(matplotlib.get_data_path(), "fonts", "ttf", FONTS[i // 4 % 4])
+    picture = Image.new("RGB", (width, height), ground)
+    middle = (width / 2, height / 2)
+    ImageDraw.Draw(picture).text(middle, text, ink, ImageFont.truetype(str(file), size), anchor="mm", align="center")
+    pixels = np.array(picture) + np.random.default_rng(i).normal(0, NOISES[i % 3], (height, width, 3))
+    return torch.from_numpy(pixels.clip(0, 255) / 127.5 - 1).float().permute(2, 0, 1)[None, :, None]
+
+
+def score_drawn(reward, texts, sizes, width, height):
+    """The reward's output, of each text drawn in each size, with fonts, colours and noises in turn."""
+    cases = [(text, size, i) for i, (text, size) in enumerate(itertools.product(texts, sizes))]
+    video = torch.cat([draw(text, size, width, height, i) for text, size, i in cases])
+    return reward(video, [reward.reference(NOTHING, f'a "{text}"') for text, _, _ in cases])
+
+
+@rapidocr
+@pytest.mark.long
+def test_rapidocr_reads_what_is_drawn(monkeypatch):
+    """With the network closed."""
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("the network was asked"))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("the network was asked"))
+    scene = ["OPEN", "Happy Birthday", "Route 66", "Fresh\nBread", "Left     Right", "Über-Café", "Sale 50%"]
+    output = score_drawn(ocr.Ocr(), scene, (30, 54), 512, 256)
+    assert output.score.mean() > 0.97 and output.parts["exact"].mean() > 0.9
+    assert output.parts["exact"][6:10].all()  # two lines, and two columns, in reading order
+    small = score_drawn(ocr.Ocr(detect=False), ["OPEN", "cat42", "Hello", "K9x"], (12, 16, 20), 96, 32)
+    assert small.score.mean() > 0.97 and small.parts["exact"].mean() > 0.9
+    wrong = ocr.Ocr(detect=False)
+    assert wrong(draw("OPEN", 18, 96, 32, 0), [wrong.reference(NOTHING, '"SHUT"')]).score < 0.3
+    assert wrong(-torch.ones(1, 3, 1, 32, 96), [wrong.reference(NOTHING, '"SHUT"')]).parts["read_characters"] == 0
+
+
+@rapidocr
+@pytest.mark.long
+def test_a_video_of_one_text_scores_as_its_frames(monkeypatch):
+    """And threads that share an engine read what one thread reads."""
+    reward = ocr.Ocr(frames=4)
+    frames = [draw("OPEN SOON", 24 + 6 * i, 256, 96, i) for i in range(4)]
+    video, alone = torch.cat(frames, 2), [score(reward, frame, '"OPEN S0ON"') for frame in frames]
+    whole = score(reward, video, '"OPEN S0ON"')
+    assert whole.score.item() == pytest.approx(sum(output.score.item() for output in alone) / 4)
+    assert 0 < whole.score.item() < 1
+    term = Term(key="reward.name", label="score", reward=reward, weight=1, mean=0, std=1)
+    pools, reference = make_worker_pools([term], 100.0), reward.reference(NOTHING, '"OPEN S0ON"')
+    calls = [submit([term], frame, [[reference]], pools) for frame in frames * 2]
+    assert [collect(call)[0].output.score.item() for call in calls] == [o.score.item() for o in alone] * 2
+
+
+@rapidocr
+@tesseract
+@pytest.mark.long
+def test_tesseract_reads_what_is_drawn():
+    scene = score_drawn(ocr.Ocr(second="tesseract"), ["OPEN", "Happy Birthday", "Route 66"], (30, 54), 512, 256)
+    assert torch.equal(scene.parts["rapidocr_score"], scene.score)
+    assert scene.parts["tesseract_score"].mean() > 0.8
+    reward = ocr.Ocr(detect=False, second="tesseract")
+    small = score_drawn(reward, ["OPEN", "cat42", "Hello", "K9x"], (12, 16, 20), 96, 32)
+    assert small.parts["tesseract_score"].mean() > 0.9 and small.parts["tesseract_exact"].mean() > 0.8
+    assert small.score.mean() > 0.97
