@@ -152,8 +152,10 @@ def test_killed_and_told_to_stop(straight, tmp_path):
 def assert_same_after_kills(script, launch_again, settings, straight, tmp_path):
     run, dice = tmp_path / "run", random.Random(8)
     arguments = command(script, f"run.output_dir={run}", *settings)
-    wanted = KILLS or 1
-    assert sum(killed(arguments, run, dice) for _ in range(wanted)) >= 0.5 * wanted
+    with started(arguments) as process:
+        wait_for_lines(process, run, EPOCH + 2)  # with that of step 0: past the first save, which is resumed from
+    assert (run / "checkpoints" / "latest").exists()
+    assert sum(killed(arguments, run, dice) for _ in range(KILLS)) >= 0.5 * KILLS
     launch_again(f"run.output_dir={run}", *settings)
     assert_same(run, straight, GRPO_LAST)
 
