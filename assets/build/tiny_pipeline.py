@@ -209,15 +209,22 @@ def train_transformer(
 
 
 def train_round(
-    pipe: StableDiffusion3Pipeline, stages: Stages, name: str, draw: Draw, pictures: int, steps: int, seed: int
+    pipe: StableDiffusion3Pipeline,
+    stages: Stages,
+    name: str,
+    draw: Draw,
+    pictures: int,
+    steps: int,
+    seed: int,
+    batch: int = 64,
 ) -> None:
     """Train the transformer and the text encoders as the stage `name`, on new pictures and with a new schedule."""
-    parts = nn.ModuleDict({part: pipe.components[part] for part in TRAINED})
-    trained = stages.train(
-        name, parts,
-        lambda m: train_transformer(pipe, m, training_set(pipe, draw, pictures, seed, stages.log), steps, seed + 1,
-                                    stages.log),
-    )  # fmt: skip
+
+    def train(parts: nn.Module) -> nn.Module:
+        pool = training_set(pipe, draw, pictures, seed, stages.log)
+        return train_transformer(pipe, parts, pool, steps, seed + 1, stages.log, batch)
+
+    trained = stages.train(name, nn.ModuleDict({part: pipe.components[part] for part in TRAINED}), train)
     pipe.register_modules(**dict(trained.named_children()))
 
 

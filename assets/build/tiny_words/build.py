@@ -30,11 +30,12 @@ class Round:
 class Plan:
     """Steps and numbers of pictures of each training, and numbers of words."""
 
-    vae_steps: int = 1200
+    vae_steps: int = 800
     layers: int = 6
     heads: int = 4
-    pictures: int = 20000
-    rounds: tuple[Round, ...] = (Round(3500, 0.0), Round(1000, 0.12))
+    pictures: int = 10000  # of each round
+    batch: int = 32
+    rounds: tuple[Round, ...] = (Round(3500, 0.0), Round(1000, 0.15))
     train_words: int = 256
     validation_words: int = 64
     eval_words: int = 200
@@ -57,8 +58,9 @@ def build(plan: Plan, out: Path, work: Path, seed: int) -> None:
     torch.manual_seed(seed + 3)
     pipe = model.new_pipeline(vae, plan.layers, plan.heads)
     for i, part in enumerate(plan.rounds):
+        drawn = model.draw(part.mistakes)
         tiny_pipeline.train_round(
-            pipe, stages, f"transformer_{i}", model.draw(part.mistakes), plan.pictures, part.steps, seed + 4 + 2 * i
+            pipe, stages, f"transformer_{i}", drawn, plan.pictures, part.steps, seed + 4 + 2 * i, plan.batch
         )
     save_pipeline(pipe, out / "pipeline")
     write_words(plan, out, seed + 100)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 from tokenizers import AddedToken
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CLIPTokenizer, T5Tokenizer
 
 import tiny_pipeline
@@ -14,6 +14,7 @@ from tiny_words.drawing import GROUNDS, INKS, WIDTH, draw_word, draw_words
 from tiny_world.video import LETTERS, new_tokenizer
 
 TOKENS = 16  # of a prompt, for each of the three text encoders
+ATTENTION_NORM = 1.5  # of queries and keys, at the start
 WORDS = ["the", "word", "in", "on", *INKS, *GROUNDS]
 
 
@@ -33,7 +34,19 @@ def _new_t5_tokenizer() -> T5Tokenizer:
 
 
 def new_pipeline(vae: AutoencoderKL, layers: int, heads: int) -> StableDiffusion3Pipeline:
-    return tiny_pipeline.new_pipeline(vae, _new_clip_tokenizer(), _new_t5_tokenizer(), WIDTH, layers, heads)
+    """Return an untrained pipeline that learns in a few hundred steps which letter is where.
+
+    CLIP's small embeddings would be lost in its first layer's output, so that neither a letter nor its place could be
+    told from the other; and with norms of 1 no attention could look at one letter alone.
+    """
+    pipe = tiny_pipeline.new_pipeline(vae, _new_clip_tokenizer(), _new_t5_tokenizer(), WIDTH, layers, heads)
+    for encoder in (pipe.text_encoder, pipe.text_encoder_2):
+        for embedding in (part for part in encoder.modules() if isinstance(part, nn.Embedding)):
+            nn.init.normal_(embedding.weight)
+    for name, parameter in pipe.transformer.named_parameters():
+        if "attn.norm_" in name:
+            nn.init.constant_(parameter, ATTENTION_NORM)
+    return pipe
 
 
 def draw(mistakes: float) -> Callable[[int, torch.Generator], tuple[list[str], Tensor]]:
