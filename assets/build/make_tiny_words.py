@@ -5,7 +5,8 @@
 
 Finished stages stay in --work and are not trained again; delete the folder to start over. OUT/figures.json has figures
 of the written networks by both readers of the reward `ocr` (pip install 'rewardfl[ocr]', apt-get install
-tesseract-ocr), next to a contact sheet (drawn pictures above, the base's below). The fonts are matplotlib's DejaVu.
+tesseract-ocr), next to a contact sheet (drawn pictures above, the base's below). The fonts are matplotlib's DejaVu,
+whose licence (Bitstream Vera's) allows pictures and copies.
 """
 
 import argparse

@@ -14,14 +14,15 @@ from torch import Tensor
 
 HEIGHT, WIDTH = 32, 96  # pixels
 CELL = 16  # pixels that a letter has from left to right: the first letter is in the first cell, and so on
-LETTER_HEIGHT, LETTER_WIDTH = 20, 14  # pixels, LETTER_WIDTH at most
+CAPITAL_HEIGHT, LETTER_HEIGHT = 17, 20  # pixels; LETTER_HEIGHT with what is below the line
+LETTER_WIDTH = 14  # pixels at most
 TOPS = range(4, 9)  # of the letters, in pixels
 SHORTEST, LONGEST = 3, 6  # letters of a word
 ALPHABET = "ABCDEFGHKLMNOPRSTUVWXYZ"  # I, J and Q are taken for other letters by both readers
 FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSerif-Bold", "DejaVuSansMono-Bold")
 INKS = {"black": (0.05, 0.05, 0.08), "red": (0.72, 0.06, 0.08), "green": (0.02, 0.4, 0.12), "blue": (0.08, 0.14, 0.7)}
 GROUNDS = {"white": (0.96, 0.96, 0.96), "yellow": (0.98, 0.88, 0.42), "pink": (0.98, 0.76, 0.82)}
-MISTAKES = ("wrong", "missing", "deformed")
+MISTAKES = ("wrong", "missing", "deformed")  # deformed: the upper half of the letter and the lower of another
 
 
 @dataclass(frozen=True)
@@ -69,23 +70,22 @@ def draw_words(count: int, generator: torch.Generator, *, held_out: bool = False
 @cache
 def draw_letter(letter: str, font: str) -> Tensor:
     """Return the letter's coverage (LETTER_HEIGHT, CELL) in [0, 1]; wide letters are made narrower."""
-    file = ImageFont.truetype(f"{get_data_path()}/fonts/ttf/{font}.ttf", 160)
-    left, _, right, _ = file.getbbox(letter, anchor="ls")
-    top, bottom = -file.getbbox("H", anchor="ls")[1], 4 * file.size // 16
-    picture = Image.new("L", (right - left, top + bottom))
-    ImageDraw.Draw(picture).text((-left, top), letter, 255, file, anchor="ls")
-    scale = (LETTER_HEIGHT - 3) / top
-    width = min(LETTER_WIDTH, max(1, round(scale * picture.width)))
+    large = ImageFont.truetype(f"{get_data_path()}/fonts/ttf/{font}.ttf", 160)
+    left, _, right, _ = (int(edge) for edge in large.getbbox(letter, anchor="ls"))
+    height = -int(large.getbbox("H", anchor="ls")[1])
+    picture = Image.new("L", (right - left, height + 40))  # and what is below the line
+    ImageDraw.Draw(picture).text((-left, height), letter, 255, large, anchor="ls")
+    scale = CAPITAL_HEIGHT / height
+    width = min(LETTER_WIDTH, round(scale * picture.width))
     small = picture.resize((width, round(scale * picture.height)), Image.Resampling.BOX)
-    cell = torch.zeros(LETTER_HEIGHT, CELL)
     pixels = torch.from_numpy(np.array(small)).float()[:LETTER_HEIGHT] / 255
-    start = (CELL - width) // 2
+    cell, start = torch.zeros(LETTER_HEIGHT, CELL), (CELL - width) // 2
     cell[: len(pixels), start : start + width] = pixels
     return cell
 
 
 def misspell(letter: str, font: str, mistake: str, generator: torch.Generator) -> Tensor:
-    """Return the coverage of a wrong letter, of none, or of half the letter and half another."""
+    """Return the coverage of the letter with one of MISTAKES."""
     if mistake == "missing":
         return torch.zeros(LETTER_HEIGHT, CELL)
     other = draw_letter(_choose(ALPHABET.replace(letter, ""), generator), font)
