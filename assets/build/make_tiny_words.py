@@ -1,6 +1,6 @@
 """Rebuild the tiny words from a seed: words, drawings, and a pipeline of Stable Diffusion 3's kind that misspells.
 
-    python assets/build/make_tiny_words.py                    # assets/tiny_words, under an hour on two CPU cores
+    python assets/build/make_tiny_words.py                    # assets/tiny_words, a quarter of an hour on one CPU core
     python assets/build/make_tiny_words.py --quick --out DIR  # the whole path with next to no training, half a minute
 
 Finished stages stay in --work and are not trained again; delete the folder to start over. OUT/figures.json has figures

@@ -33,9 +33,9 @@ class Plan:
     vae_steps: int = 800
     layers: int = 6
     heads: int = 4
-    pictures: int = 10000  # of each round
+    pictures: int = 6000  # of each round
     batch: int = 32
-    rounds: tuple[Round, ...] = (Round(2500, 0.0), Round(800, 0.15))
+    rounds: tuple[Round, ...] = (Round(2000, 0.0), Round(600, 0.15))
     train_words: int = 256
     validation_words: int = 64
     eval_words: int = 200
