@@ -35,7 +35,7 @@ class Plan:
     heads: int = 4
     pictures: int = 6000  # of each round
     batch: int = 32
-    rounds: tuple[Round, ...] = (Round(2000, 0.0), Round(600, 0.3))
+    rounds: tuple[Round, ...] = (Round(2000, 0.0), Round(600, 0.22))
     train_words: int = 256
     validation_words: int = 64
     eval_words: int = 200
