@@ -52,7 +52,6 @@ def test_both_readers_read_drawings_also_through_the_vae():
     assert min(read_exactly(decoded, prompts)) >= 0.9  # three of 60 are wrong by chance where 95 % are right
 
 
-@pytest.mark.xfail(reason="mistakes 0.3 gave 0.195; build with 0.22, then remove this mark", strict=True)
 def test_the_figures_are_as_promised():
     figures = read_figures()
     for source in ("drawn", "through_the_vae"):
