@@ -6,10 +6,11 @@ import pytest
 import torch
 from conftest import ROOT, run_python
 
+import tiny_pipeline
 from rewardfl import rewards
 from rewardfl.rewards.scenes import checker
 from rewardfl.rewards.scenes.checker import SCENES, Thing
-from tiny_images import build, drawing, model
+from tiny_images import drawing, model
 
 IMAGES = ROOT / "assets" / "tiny_images"
 FIGURES = json.loads((IMAGES / "figures.json").read_text())
@@ -88,10 +89,10 @@ def test_every_prompt_fits_the_text_encoders():
 @pytest.mark.long
 def test_the_base_draws_what_the_figures_say():
     """It obeys in part: enough to learn from, and far from all."""
-    pipe = build.load_pipeline(IMAGES)
+    pipe = tiny_pipeline.load_pipeline(IMAGES)
     generator = torch.Generator().manual_seed(5)
     wanted, _ = drawing.draw_places(64, generator, held_out=True)
-    images = build.sample(pipe, [scene.prompt for scene in wanted], generator)
+    images = tiny_pipeline.sample(pipe, [scene.prompt for scene in wanted], 32, 32, generator)
     right = [
         checker.score_scene(one, judges()["checker"].things_in(image))[1]
         for one, image in zip(wanted, images, strict=True)

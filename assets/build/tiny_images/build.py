@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import save_file
-from torch import Tensor, nn
 
+import tiny_pipeline
 from rewardfl.data import write_picture
 from rewardfl.rewards.scenes import judge
 from rewardfl.rewards.scenes.checker import SCENES, SceneChecker, score_scene
@@ -42,9 +41,9 @@ def build(plan: Plan, out: Path, work: Path, seed: int) -> None:
     log = stages.log
 
     torch.manual_seed(seed)
-    vae = model.new_vae()
-    stages.train("vae", vae, lambda m: model.train_vae(m, plan.vae_steps, seed + 1, log))
-    model.set_latent_statistics(vae, seed + 2)
+    vae = tiny_pipeline.new_vae(SIZE)
+    stages.train("vae", vae, lambda m: tiny_pipeline.train_vae(m, model.draw, plan.vae_steps, seed + 1, log))
+    tiny_pipeline.set_latent_statistics(vae, model.draw, seed + 2)
 
     torch.manual_seed(seed + 3)
     finder = stages.train(
@@ -56,16 +55,8 @@ def build(plan: Plan, out: Path, work: Path, seed: int) -> None:
     torch.manual_seed(seed + 5)
     pipe = model.new_pipeline(vae, plan.layers)
 
-    trained = ("transformer", "text_encoder", "text_encoder_2", "text_encoder_3")
     for i, steps in enumerate(plan.rounds):
-        parts = stages.train(
-            f"transformer_{i}",
-            nn.ModuleDict({name: pipe.components[name] for name in trained}),
-            lambda m, n=steps, s=seed + 6 + 2 * i: model.train_transformer(
-                pipe, m, model.training_set(pipe, plan.pictures, s, log), n, s + 1, log
-            ),
-        )
-        pipe.register_modules(**dict(parts.named_children()))
+        tiny_pipeline.train_round(pipe, stages, f"transformer_{i}", model.draw, plan.pictures, steps, seed + 6 + 2 * i)
     save_pipeline(pipe, out / "pipeline")
     for name, held_out in (("train", False), ("eval", True)):  # no picture was drawn for the prompts of eval
         prompts = [prompt for prompt in SCENES if is_held_out(prompt) == held_out]
@@ -79,14 +70,14 @@ def measure(folder: Path, count: int, seed: int) -> dict[str, object]:
     The figures are the VAE's PSNR and, by judge and kind of prompt, the share of correct pictures: of drawn ones, of
     the same through the VAE, and of the base's.
     """
-    pipe = load_pipeline(folder)
+    pipe = tiny_pipeline.load_pipeline(folder)
     judges = {"checker": SceneChecker(), "judge": judge.SceneJudge(folder / "judge.safetensors")}
     generator = torch.Generator().manual_seed(seed)
     scenes, drawn = draw_scenes(count, generator, held_out=True)
     with torch.no_grad():
         decoded = pipe.vae.decode(pipe.vae.encode(drawn).latent_dist.mode(), return_dict=False)[0]
     prompts = [scene.prompt for scene in scenes]
-    sampled = sample(pipe, prompts, generator)
+    sampled = tiny_pipeline.sample(pipe, prompts, SIZE, SIZE, generator)
     figures: dict[str, object] = {
         "vae_psnr": round(float(10 * torch.log10(4 / (decoded - drawn).square().mean())), 2),
         "parameters": sum(p.numel() for p in pipe.transformer.parameters()),
@@ -103,20 +94,3 @@ def measure(folder: Path, count: int, seed: int) -> dict[str, object]:
     sheet = torch.nn.functional.interpolate(torch.cat(rows, 1)[None], scale_factor=3)[0]
     write_picture(folder / "contact_sheet.png", sheet[:, None])
     return figures
-
-
-def load_pipeline(folder: Path) -> StableDiffusion3Pipeline:
-    """Load the written pipeline in float32."""
-    pipe = StableDiffusion3Pipeline.from_pretrained(folder / "pipeline", torch_dtype=torch.float32)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def sample(pipe: StableDiffusion3Pipeline, prompts: list[str], generator: torch.Generator) -> Tensor:
-    """Sample images (N, 3, SIZE, SIZE) in [-1, 1] with the settings of configs/tiny_image_flow_grpo.yaml."""
-    return (
-        pipe(
-            prompts, height=SIZE, width=SIZE, num_inference_steps=10, guidance_scale=1.0,
-            max_sequence_length=model.TOKENS, output_type="pt", generator=generator,
-        ).images * 2 - 1
-    )  # fmt: skip

@@ -36,10 +36,10 @@ WORDS = """a person with short long blond brown dark hair and beard glasses
 Log = Callable[[str], None]
 
 
-def new_tokenizer(words: Sequence[str] = WORDS, **options: Any) -> T5Tokenizer:
-    """Return a unigram tokenizer of `words`, with letters for other text."""
+def new_tokenizer(words: Sequence[str] = WORDS, letters: str = LETTERS, **options: Any) -> T5Tokenizer:
+    """Return a unigram tokenizer of `words`, with `letters` for other text."""
     vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -4.0)]
-    vocabulary += [("\u2581" + word, -2.0) for word in words] + [(letter, -6.0) for letter in LETTERS]
+    vocabulary += [("\u2581" + word, -2.0) for word in words] + [(letter, -6.0) for letter in letters]
     return T5Tokenizer(vocab=vocabulary, extra_ids=0, **options)
 
 

@@ -1,0 +1,1 @@
+"""The parts of make_tiny_words.py."""
