@@ -14,7 +14,7 @@ from torch import Tensor
 
 HEIGHT, WIDTH = 32, 96  # pixels
 CELL = 16  # pixels that a letter has from left to right: the first letter is in the first cell, and so on
-CAPITAL_HEIGHT, LETTER_HEIGHT = 17, 20  # pixels; LETTER_HEIGHT with what is below the line
+CAPITAL_HEIGHT, LETTER_HEIGHT = 17, 20  # pixels; LETTER_HEIGHT with the part below the line
 LETTER_WIDTH = 14  # pixels at most
 TOPS = range(4, 9)  # of the letters, in pixels
 SHORTEST, LONGEST = 3, 6  # letters of a word
@@ -73,7 +73,7 @@ def draw_letter(letter: str, font: str) -> Tensor:
     large = ImageFont.truetype(f"{get_data_path()}/fonts/ttf/{font}.ttf", 160)
     left, _, right, _ = (int(edge) for edge in large.getbbox(letter, anchor="ls"))
     height = -int(large.getbbox("H", anchor="ls")[1])
-    picture = Image.new("L", (right - left, height + 40))  # and what is below the line
+    picture = Image.new("L", (right - left, height + 40))  # and the part below the line
     ImageDraw.Draw(picture).text((-left, height), letter, 255, large, anchor="ls")
     scale = CAPITAL_HEIGHT / height
     width = min(LETTER_WIDTH, round(scale * picture.width))
