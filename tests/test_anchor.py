@@ -145,6 +145,13 @@ def test_rows_without_a_clip_have_no_anchor(tmp_path):
     write(tmp_path / "metadata.csv", [head, without])
     refused = launch(f"run.output_dir={tmp_path / 'three'}", *run, check=False)
     assert refused.returncode == 2 and "anchor.weight: no row names a video" in refused.stderr
+    held_out = tmp_path / "held_out.csv"
+    write(held_out, [["prompt", "image"], [prompt, "face.png"]])  # evaluation needs no clip
+    launch_grpo(
+        f"run.output_dir={tmp_path / 'four'}", f"data.file_name={link}", *run[1:], f"evaluation.eval_clips={held_out}",
+        "evaluation.eval_inference_steps=1",
+    )  # fmt: skip
+    assert metrics(tmp_path / "four")[1]["actor/anchor_loss"] > 0
 
 
 def test_every_trained_expert_must_be_reached():

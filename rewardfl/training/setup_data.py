@@ -45,6 +45,7 @@ def scan_rows(
     Raise DataError that lists the unusable rows, unless data.skip_bad_rows, and where no row is left.
     """
     rows, messages = _scan_table(cfg, data.load_metadata(cfg.data.file_name), job, backbone, rewards)
+    messages += _anchor_notes(cfg, rows)
     held_out: list[data.Row] = []
     if isinstance(cfg, configuration.GroupRunConfig) and cfg.evaluation.eval_clips:
         table = data.load_metadata(cfg.evaluation.eval_clips, "evaluation.eval_clips")
@@ -96,7 +97,6 @@ def _scan_table(
     messages, table = [f"skipped: {line}" for line in bad], rows[0].table
     if bad:
         messages.append(f"note: {table}: {len(bad)} of {len(rows)} rows are left out (data.skip_bad_rows)")
-    messages += _anchor_notes(cfg, good)
     lines = {row.line for row in good}
     good_looks = [look for row, look in zip(rows, looks, strict=True) if row.line in lines]
     sizes = (cfg.data.height, cfg.data.width, cfg.data.max_pixels, cfg.data.fps)
