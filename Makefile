@@ -60,7 +60,7 @@ lint: $(READY)
 check: lint test
 	$(PYTEST) -m check
 
-# Both scripts, killed ten times each at random moments and resumed; two processes with the boundary at every place.
+# All scripts, killed ten times each at random moments and resumed; two processes with the boundary at every place.
 chaos: $(READY)
 	CHAOS_KILLS=10 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist load tests/integration/test_chaos.py -k killed
 	PLACES=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration/test_distributed.py -k place_of_the_boundary
