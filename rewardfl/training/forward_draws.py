@@ -49,8 +49,8 @@ def make_draws(
     old_weights: the context of the old policy. needs_old, needs_base: whether the draws have these velocities.
 
     All members of a group have the same noise, which depends on the group, the update and the draw alone. Advantages
-    add up to 0 in a group, so most of the noise cancels in the gradient, and its expectation stays (2.5 times less
-    variance on the tiny world, docs/results/tiny_forward.md).
+    add up to 0 in a group, so most of the noise cancels in the gradient, and its expectation stays (the gradient is a
+    third shorter on the tiny world, docs/results/tiny_forward.md).
     """
     draws = []
     for rollout, (n, moment) in itertools.product(rollouts, enumerate(moments)):
