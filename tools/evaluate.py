@@ -20,7 +20,8 @@ command resumes where it was stopped, and one with more seeds, adapters or stren
 files are replaced that evaluate.py wrote and that were not changed since.
 What every figure means: docs/evaluate.md. Images are judged by the run's rewards, those of weight 0 in reward.others,
 which are not trained on, among them (more by reward.others.NAME.name=... as overrides): report.json with the win rate,
-grid.png and images/*.png (before | after).
+grid.png and images/*.png (before | after). Text is read by two engines: disagreements.png shows where they read
+different things.
 
 Exit code 0: judged; 2: refused, or the disk is full; 130: stopped by Ctrl-C.
 """

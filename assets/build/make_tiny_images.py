@@ -7,25 +7,15 @@ Finished stages stay in --work and are not trained again; delete the folder to s
 of the written networks, next to a contact sheet (drawn pictures above, the base's below).
 """
 
-import argparse
-from pathlib import Path
-
-from make_tiny_world import write_figures
+from make_tiny_world import make_parser, make_work_folder, write_figures
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("assets/tiny_images"))
-    parser.add_argument("--work", type=Path, help="folder of finished stages (default: build/tiny_images)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="next to no training, for tests")
-    args = parser.parse_args()
+    args = make_parser(__doc__, "tiny_images").parse_args()
     from tiny_images import build  # here, so that --help works without torch
 
     plan = build.QUICK if args.quick else build.Plan()
-    work = args.work or (args.out / "work" if args.quick else Path("build/tiny_images"))
-    work.mkdir(parents=True, exist_ok=True)
-    build.build(plan, args.out, work, args.seed)
+    build.build(plan, args.out, make_work_folder(args, "tiny_images"), args.seed)
     write_figures(build.measure(args.out, plan.measured, args.seed + 900), args.out)
 
 

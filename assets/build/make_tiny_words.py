@@ -9,25 +9,15 @@ tesseract-ocr), next to a contact sheet (drawn pictures above, the base's below)
 whose licence (Bitstream Vera's) allows pictures and copies.
 """
 
-import argparse
-from pathlib import Path
-
-from make_tiny_world import write_figures
+from make_tiny_world import make_parser, make_work_folder, write_figures
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("assets/tiny_words"))
-    parser.add_argument("--work", type=Path, help="folder of finished stages (default: build/tiny_words)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="next to no training, for tests")
-    args = parser.parse_args()
+    args = make_parser(__doc__, "tiny_words").parse_args()
     from tiny_words import build  # here, so that --help works without torch
 
     plan = build.QUICK if args.quick else build.Plan()
-    work = args.work or (args.out / "work" if args.quick else Path("build/tiny_words"))
-    work.mkdir(parents=True, exist_ok=True)
-    build.build(plan, args.out, work, args.seed)
+    build.build(plan, args.out, make_work_folder(args, "tiny_words"), args.seed)
     write_figures(build.measure(args.out, args.seed + 900, plan.measured), args.out)
 
 

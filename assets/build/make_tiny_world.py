@@ -18,11 +18,7 @@ from rewardfl.command_line import parse_judge
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("assets/tiny_world"))
-    parser.add_argument("--work", type=Path, help="folder of finished stages (default: build/tiny_world)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="next to no training, for tests")
+    parser = make_parser(__doc__, "tiny_world")
     parser.add_argument("--distil", action="store_true", help="write the four-step LoRAs of OUT/pipeline, nothing else")
     parser.add_argument(
         "--judge",
@@ -41,12 +37,28 @@ def main() -> None:
             parser.error(f"--distil: {args.out / missing[0]} is missing; give the folder of a built world as --out")
         build.run_pass((distil.distil, args.out, plan.distil_updates, args.seed, print))
         return
-    work = args.work or (args.out / "work" if args.quick else Path("build/tiny_world"))
-    work.mkdir(parents=True, exist_ok=True)
+    work = make_work_folder(args, "tiny_world")
     build.build(plan, args.out, work, args.seed)
     write_figures(
         measure.measure(args.out, work / "cured", args.seed, plan.measured_people, dict(args.judge)), args.out
     )
+
+
+def make_parser(text: str | None, world: str) -> argparse.ArgumentParser:
+    """Return the parser of a builder, described by `text`. world: the name of its folder below assets and build."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("assets") / world)
+    parser.add_argument("--work", type=Path, help=f"folder of finished stages (default: build/{world})")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="next to no training, for tests")
+    return parser
+
+
+def make_work_folder(args: argparse.Namespace, world: str) -> Path:
+    """Make and return the folder of finished stages."""
+    work = args.work or (args.out / "work" if args.quick else Path("build") / world)
+    work.mkdir(parents=True, exist_ok=True)
+    return work
 
 
 def write_figures(figures: Mapping[str, object], folder: Path) -> None:

@@ -5,8 +5,9 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +29,12 @@ from rewardfl.training import clip_scan, plan, setup_model, setup_rewards
 
 PICTURE = "images/{:04d}_seed{}.png"  # of a pair: index of its row, number of its noise
 
+DISAGREEMENTS = "disagreements.png"
+
+ARMS = ("before", "after")
+
+T = TypeVar("T")
+
 SHOWN, SIDE = 24, 96  # pairs in the grid, and the minimum height of a picture in it
 
 
@@ -41,18 +48,33 @@ class Pair:
     scores: dict[str, tuple[float, float]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Disagreement:
+    """A picture, uint8 (H, W, 3), of one arm, and two figures of it that differ, by name and in their order."""
+
+    prompt: str
+    arm: str
+    picture: Tensor
+    figures: dict[str, float]
+
+    @property
+    def margin(self) -> float:
+        first, second = self.figures.values()
+        return first - second
+
+
 @torch.no_grad()
 def run(args: argparse.Namespace, arm: Arm, folder: output.Folder) -> int:
     """Score pictures before and after an adapter by the run's rewards; return the exit code."""
     cfg, out, device = arms.load_config(args), folder.path, torch.device(args.device)
     rows = data.load_metadata(cfg.data.file_name, "--data")
-    names = [PICTURE.format(row.index, seed) for row in rows for seed in range(args.seeds)] + [
-        "report.json",
-        "grid.png",
-    ]
+    names = [PICTURE.format(row.index, seed) for row in rows for seed in range(args.seeds)]
+    names += ["report.json", "grid.png", DISAGREEMENTS]
     folder.claim(names)
+    (out / DISAGREEMENTS).unlink(missing_ok=True)
     (out / "images").mkdir(exist_ok=True)
-    specs = resolve_rewards(config.list_reward_specs(cfg))
+    resolved = resolve_rewards(config.list_reward_specs(cfg))
+    specs = [(replace(spec, settings={**cls.evaluation_settings, **spec.settings}), cls) for spec, cls in resolved]
     plan.check_frames(cfg.data.num_frames, specs)
     terms = build_terms(specs, device)
     backbone = setup_model.open_model(cfg)
@@ -76,10 +98,15 @@ def run(args: argparse.Namespace, arm: Arm, folder: output.Folder) -> int:
     jobs = [(row, seed) for seed in range(args.seeds) for row in rows]
     pairs = sample_pairs(sampler, terms, arm, arms.batches(jobs, sampler.sizes, args.batch), references)
     report = summarise_images(pairs, {term.label: term.weight > 0 for term in terms}) | {"command": sys.argv}
+    opinions = [[f"{term.label}/{part}" for part in term.reward.second_opinion] for term in terms]
+    disagreements = [item for both in opinions if both for item in find_disagreements(pairs, *both)]
+    report["disagreements"] = count_disagreements(disagreements)
     for pair in pairs:
         data.write_picture(out / PICTURE.format(pair.row.index, pair.seed), pair.picture[None])
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     draw_image_grid(pairs, out / "grid.png")
+    if disagreements:
+        draw_disagreements(disagreements, out / DISAGREEMENTS)
     folder.seal(names)
     print(format_table(report))
     print(f"\nreport: {out / 'report.json'}\npictures: {out / 'grid.png'}, {out / 'images'}")
@@ -163,7 +190,7 @@ def summarise_images(pairs: Sequence[Pair], trained: dict[str, bool]) -> dict:
         | {
             f"{name}/{arm}": value if math.isfinite(value) else None
             for name, both in pair.scores.items()
-            for arm, value in zip(("before", "after"), both, strict=True)
+            for arm, value in zip(ARMS, both, strict=True)
         }
         for pair in pairs
     ]
@@ -178,20 +205,65 @@ def format_table(report: dict) -> str:
         left = f"   {figures['left_out']} pairs left out" if figures["left_out"] else ""
         before, after, gain, wins = (format_interval(figures[key]) for key in ("before", "after", "gain", "win_rate"))
         lines += [f"{name}{words}", f"  before {before}   after {after}", f"  gain {gain}   better after {wins}{left}"]
+    for which, count in report["disagreements"].items():
+        lines += ["", f"{which}: {count['before']} pictures before, {count['after']} after ({DISAGREEMENTS})"]
     return "\n".join(lines)
+
+
+def find_disagreements(pairs: Sequence[Pair], first: str, second: str) -> list[Disagreement]:
+    """Return the pictures whose two figures are measured and differ."""
+    pictures = []
+    for pair in pairs:
+        width = pair.picture.shape[1] // 2
+        for i, arm in enumerate(ARMS):
+            figures = {name: pair.scores[name][i] for name in (first, second)}
+            half = pair.picture[:, i * width : (i + 1) * width]
+            pictures.append(Disagreement(prompt=pair.row.prompt, arm=arm, picture=half, figures=figures))
+    return [picture for picture in pictures if abs(picture.margin) > 0]
+
+
+def count_disagreements(disagreements: Sequence[Disagreement]) -> dict[str, dict[str, int]]:
+    """Return {"A above B": {arm: number of pictures}} for the names A and B of two figures."""
+    counts: dict[str, dict[str, int]] = {}
+    for disagreement in disagreements:
+        figures = disagreement.figures
+        higher, lower = sorted(figures, key=lambda name: -figures[name])
+        by_arm = counts.setdefault(f"{higher} above {lower}", dict.fromkeys(ARMS, 0))
+        by_arm[disagreement.arm] += 1
+    return counts
 
 
 def draw_image_grid(pairs: Sequence[Pair], path: Path) -> None:
     """Draw before | after of up to SHOWN prompts, from the greatest loss to the greatest gain of the first reward."""
     scored = [(next(iter(pair.scores.values())), pair) for pair in pairs if pair.seed == 0]
     scored.sort(key=lambda item: item[0][1] - item[0][0] if math.isfinite(item[0][1] - item[0][0]) else 0.0)
-    cells = []
-    for i in np.linspace(0, len(scored) - 1, min(SHOWN, len(scored))).round().astype(int):
-        (before, after), pair = scored[i]
-        both = Image.fromarray(pair.picture.numpy())
-        both = ImageOps.scale(both, max(1, round(SIDE / both.height)), Image.Resampling.NEAREST)
-        cell = ImageOps.expand(both, (4, 16, 4, 18), "white")
-        ImageDraw.Draw(cell).text((4, 2), pair.row.prompt[: both.width // 6], fill="black")
-        ImageDraw.Draw(cell).text((4, 17 + both.height), f"before {before:.3g}, after {after:.3g}", fill="black")
-        cells.append(torch.from_numpy(np.array(cell)))
+    cells = [
+        draw_cell(pair.picture, pair.row.prompt, f"before {before:.3g}, after {after:.3g}")
+        for (before, after), pair in spread(scored)
+    ]
     data.write_picture(path, data.side_by_side(cells)[None])
+
+
+def draw_disagreements(disagreements: Sequence[Disagreement], path: Path) -> None:
+    """Draw up to SHOWN pictures after the adapter, or before it where there are none, by falling margin."""
+    shown = [item for item in disagreements if item.arm == "after"] or disagreements
+    cells = []
+    for item in spread(sorted(shown, key=lambda item: -item.margin)):
+        figures = [f"{name.rpartition('/')[2]} {value:.3g}" for name, value in item.figures.items()]
+        cells.append(draw_cell(item.picture, item.prompt, ", ".join(figures)))
+    data.write_picture(path, data.side_by_side(cells)[None])
+
+
+def spread(items: Sequence[T]) -> list[T]:
+    """Return up to SHOWN evenly spaced items, the first and the last among them."""
+    return [items[i] for i in np.linspace(0, len(items) - 1, min(SHOWN, len(items))).round().astype(int)]
+
+
+def draw_cell(picture: Tensor, above: str, below: str) -> Tensor:
+    """Draw a picture uint8 (H, W, 3), enlarged to a height of about SIDE, between two lines of text."""
+    image = Image.fromarray(picture.numpy())
+    image = ImageOps.scale(image, max(1, round(SIDE / image.height)), Image.Resampling.NEAREST)
+    cell = ImageOps.expand(image, (4, 16, 4, 18), "white")
+    ImageDraw.Draw(cell).text((4, 2), above[: image.width // 6], fill="black")
+    ImageDraw.Draw(cell).text((4, 17 + image.height), below, fill="black")
+    return torch.from_numpy(np.array(cell))

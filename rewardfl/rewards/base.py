@@ -52,6 +52,8 @@ class Reward(nn.Module):
     weights: str = ""  # the files that it needs; empty for none
     licence: str = ""  # of the weights, or of the code where there are none
     range: str = ""  # of the score
+    evaluation_settings: Mapping[str, object] = {}  # of tools/evaluate.py where the configuration has none
+    second_opinion: tuple[str, str] | tuple[()] = ()  # two parts that should agree: evaluations show where they do not
     nothing_found: str = "nothing to compare with was found in"  # the message for a clip without a reference
 
     @property

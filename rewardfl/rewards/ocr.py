@@ -69,6 +69,7 @@ class Ocr(Reward):
     licence = "Apache-2.0"
     range = "[0, 1]"
     compares_with = "nothing"  # but the prompt
+    evaluation_settings = {"second": "tesseract"}  # a reader that training fooled must be seen
 
     def __init__(
         self,
@@ -86,6 +87,7 @@ class Ocr(Reward):
         self._part_names = ["exact", "read_characters", "confidence"]
         if second:
             self._part_names += ["rapidocr_score", "tesseract_score", "tesseract_exact"]
+            self.second_opinion = ("exact", "tesseract_exact")
 
     @staticmethod
     def prompt_problem(prompt: str) -> str:

@@ -263,5 +263,6 @@ def test_tesseract_reads_what_is_drawn():
     assert scene.parts["tesseract_score"].mean() > 0.8
     reward = ocr.Ocr(detect=False, second="tesseract")
     small = score_drawn(reward, ["OPEN", "cat42", "Hello", "K9x"], (12, 16, 20), 96, 32)
+    assert {*reward.second_opinion} <= {*small.parts}
     assert small.parts["tesseract_score"].mean() > 0.9 and small.parts["tesseract_exact"].mean() > 0.8
     assert small.score.mean() > 0.97

@@ -292,6 +292,19 @@ class Broken(Reward):
 
     def forward(self, video, batch):
         raise RuntimeError("out of order")
+
+class TwoReaders(Reward):
+    name = "two_readers"
+    evaluation_settings = {"second": True}
+
+    def __init__(self, *, second: bool = False):
+        super().__init__()
+        self.second_opinion = ("one", "other") if second else ()
+
+    def forward(self, video, batch):
+        other = {"other": torch.arange(len(batch)) * 0.5} if self.second_opinion else {}
+        ones = torch.ones(len(batch))
+        return RewardOutput(ones, ones.bool(), {"one": ones / 2, **other})
 """
 
 
@@ -340,6 +353,28 @@ def test_evaluate_names_a_reward_that_fails_and_judges_each_size(folder_of, untr
     assert not any(
         "nonfinite" in name for name in json.loads((untrained / "evaluation/report.json").read_text())["figures"]
     )
+
+
+def test_evaluate_shows_pictures_whose_second_reader_disagrees(folder_of, untrained):
+    """An evaluation's settings are the reward's own, if the configuration has none."""
+    words = ["--trust-code", "--run", untrained, "--device", "cpu", "--seeds", 1, "--data", untrained / "three.csv"]
+    (untrained / "three.csv").write_text("prompt\na ball\na red ball\na blue ball\n")
+    own = f"reward.others.readers.name={untrained}/own.py:TwoReaders"
+    folder = untrained / "evaluation"
+    said = run_tool(evaluate.main, *words, own)
+    assert "readers/one above readers/other: 1 pictures before, 1 after (disagreements.png)" in said
+    assert json.loads((folder / "report.json").read_text())["disagreements"] == {
+        "readers/one above readers/other": {"before": 1, "after": 1},  # scores of 0, 0.5 and 1 against 0.5
+        "readers/other above readers/one": {"before": 1, "after": 1},
+    }
+    shown = data.read_picture(folder / "disagreements.png")
+    ones = [data.read_picture(folder / "images" / f"{row:04d}_seed0.png")[:, SIDE:] for row in (0, 2)]
+    scale, width = round(judge_images.SIDE / SIDE), judge_images.SIDE + 8
+    for i, picture in enumerate(ones):
+        large = picture.repeat_interleave(scale, 0).repeat_interleave(scale, 1)
+        assert (shown[16 : 16 + len(large), i * width + 4 :][:, : large.shape[1]] == large).all()
+    said = run_tool(evaluate.main, *words, own, "reward.others.readers.settings.second=false")
+    assert "disagree" not in said and not (folder / "disagreements.png").exists()
 
 
 def test_a_schedule_that_does_not_fall_is_refused():
