@@ -116,7 +116,7 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
             )
         return reward_flow.replay(
             velocity, trajectory, sigmas, active, grad_x0, plan.coupling, reference=velocity.reference,
-            kl_weight=cfg.reward.kl_weight / per_process, kl_gradient=cfg.reward.kl_gradient,
+            kl_weight=cfg.reward.kl_weight / per_process, kl_gradient=cfg.reward.kl_gradient, kl_steps=plan.kl_steps,
             backward=job.backward, micro_batch=micro_batch,
         )  # fmt: skip
 
@@ -137,7 +137,7 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
             if not interruption.number:  # shutting down: skip the videos
                 log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, samples, generate, job, done))
 
-    floor = measure_kl_floor(job, builder, partial(get_velocity, policy), active, cfg.reward.kl_weight, cfg.model.dtype)
+    floor = measure_kl_floor(job, builder, partial(get_velocity, policy), plan.kl_steps, cfg.model.dtype)
 
     # ---------------------------------------------------------------------------------- train
     interruption.listen()

@@ -107,6 +107,7 @@ def replay(
     reference: VelocityFunction | None = None,
     kl_weight: float = 0.0,
     kl_gradient: KlGradient = "reference_constant",
+    kl_steps: Sequence[int] | None = None,
     backward: Callable[[Tensor], None] = torch.Tensor.backward,
     micro_batch: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> Replayed:
@@ -115,7 +116,7 @@ def replay(
     grad_x0: (B, ...) gradient of the loss with respect to the rollout's x0. It includes every averaging over the batch
     and the accumulation; `kl_weight` likewise multiplies a sum over samples. active: step indices whose velocity is
     differentiated; the steps between them pass the cotangent on unchanged. KL_b is `flow.velocity_kl` against
-    `reference`, averaged over the active steps.
+    `reference`, averaged over `kl_steps`, which are active steps; None: over all of them.
 
     kl_gradient: how the KL reaches the parameters of earlier active steps, through x_i. With coupling 0 the three are
     equal:
@@ -136,6 +137,7 @@ def replay(
     """
     if kl_gradient not in get_args(KlGradient):
         raise ValueError(f"kl_gradient must be one of {', '.join(get_args(KlGradient))}, got {kl_gradient!r}")
+    with_kl = {*(active if kl_steps is None else kl_steps)} if kl_weight != 0 else set()
     g = grad_x0
     kl = grad_x0.new_zeros(len(grad_x0))
     cotangents: list[Tensor] = []
@@ -148,15 +150,15 @@ def replay(
         cotangents.append(g.detach().flatten(1).norm(dim=1))
         pull = None
         with micro_batch():
-            if kl_weight != 0:  # before the policy's forward: no graph takes memory yet
+            if i in with_kl:  # before the policy's forward: no graph takes memory yet
                 assert reference is not None, "a KL needs its reference"
-                weight = kl_weight / len(active) if couples and kl_gradient == "exact" else 0.0
+                weight = kl_weight / len(with_kl) if couples and kl_gradient == "exact" else 0.0
                 v_reference, pull = _reference_velocity(reference, trajectory, i, sigmas[i], weight)
             v = velocity(x, i) if v is None else v
             loss = (v * (h * g).detach()).sum()
             chain: Tensor | None = None
-            if kl_weight != 0:
-                step_kl = velocity_kl(v, v_reference, sigmas[i]) / len(active)
+            if i in with_kl:
+                step_kl = velocity_kl(v, v_reference, sigmas[i]) / len(with_kl)
                 kl += step_kl.detach()
                 if couples and kl_gradient == "fixed_trajectory":
                     (chain,) = torch.autograd.grad(loss, x, retain_graph=True)

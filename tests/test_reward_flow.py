@@ -49,7 +49,7 @@ def quadratic_reward(video):
     return ((video - 0.3 * weights) ** 2 * weights).flatten(1).mean(1) * 100
 
 
-def autograd_gradients(pipe, model, cond, x, active, coupling, kl_weight, kl_gradient):
+def autograd_gradients(pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, kl_steps=None):
     """The same loss through one big graph. Coupling c: a network input is c * x + (1 - c) * its constant copy."""
     velocity, sigmas = velocity_of(pipe, model, cond), SCHEDULE.sigmas
     kl = 0.0
@@ -63,8 +63,8 @@ def autograd_gradients(pipe, model, cond, x, active, coupling, kl_weight, kl_gra
                 v_ref = velocity(seen, i)
             if kl_gradient != "exact":
                 v_ref = v_ref.detach()
-            if kl_weight:
-                kl = kl + flow.velocity_kl(anchor, v_ref, sigmas[i]) / len(active)
+            if kl_weight and i in (kl_steps or active):
+                kl = kl + flow.velocity_kl(anchor, v_ref, sigmas[i]) / len(kl_steps or active)
         else:
             v = velocity(x, i).detach()
         x = x + (sigmas[i + 1] - sigmas[i]) * v
@@ -81,8 +81,9 @@ def gradients(model):
 
 
 def replay_gradients(
-    pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, graphs_of=(), with_graph=contextlib.nullcontext
-):
+    pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, kl_steps=None, graphs_of=(),
+    with_graph=contextlib.nullcontext,
+):  # fmt: skip
     velocity, sigmas = velocity_of(pipe, model, cond), SCHEDULE.sigmas
     trajectory = reward_flow.rollout(velocity, x, sigmas, active, graphs_of=graphs_of, with_graph=with_graph)
     assert set(trajectory.graphs) == set(graphs_of)
@@ -92,7 +93,7 @@ def replay_gradients(
     grad_x0 = WanDecoder(pipe.vae).vjp(trajectory.x0, grad_video, decoded)
     kl = reward_flow.replay(
         velocity, trajectory, sigmas, active, grad_x0, coupling,
-        reference=velocity.reference, kl_weight=kl_weight, kl_gradient=kl_gradient,
+        reference=velocity.reference, kl_weight=kl_weight, kl_gradient=kl_gradient, kl_steps=kl_steps,
     ).kl  # fmt: skip
     assert not trajectory.graphs  # given up one by one
     return gradients(model), trajectory.x0, kl
@@ -140,6 +141,25 @@ def test_replay_equals_autograd(active, coupling, kl_weight, kl_gradient, dtype,
     trained = {name.split(".")[1] for name in actual}  # inside.<expert>.
     assert trained == ({"high_noise", "low_noise"} if 1 in active else {"low_noise"})
     assert all("lora" in name for name in actual)
+
+
+@pytest.mark.parametrize(
+    "coupling,kl_gradient,kl_steps",
+    [(1.0, "exact", [4]), (0.2, "fixed_trajectory", [3, 5]), (1.0, "reference_constant", [5])],
+)
+def test_a_kl_of_some_steps_equals_autograd(coupling, kl_gradient, kl_steps, monkeypatch):
+    """Their mean, by one reference velocity for each."""
+    results, references = [], []
+    reference = Velocity.reference
+    monkeypatch.setattr(Velocity, "reference", lambda *words: (references.append(words[2]), reference(*words))[1])
+    for run in (autograd_gradients, replay_gradients):
+        pipe, model = lora_model(torch.float64)
+        cond, x = conditioning(2, torch.float64, pipe)
+        results.append(run(pipe, model, cond, x, [3, 4, 5], coupling, 0.7, kl_gradient, kl_steps))
+    (expected, _, kl), (actual, _, kl_replay) = results
+    torch.testing.assert_close(kl.detach(), kl_replay)
+    assert_same(actual, expected, 1e-7)
+    assert references == kl_steps[::-1]
 
 
 def test_stopping_early_decodes_the_x0_prediction():
@@ -349,7 +369,7 @@ def test_graphs_that_were_kept_give_the_same_gradients(active, coupling, kl_weig
         passes.append([])
         with_graph = on_host.whole_graph if keep_on_host else contextlib.nullcontext
         settings = active, coupling, kl_weight, kl_gradient
-        results.append(replay_gradients(pipe, model, cond, x, *settings, graphs_of, with_graph))
+        results.append(replay_gradients(pipe, model, cond, x, *settings, None, graphs_of, with_graph))
         (expected, x0, kl), (actual, x0_kept, kl_kept) = results[0], results[-1]
         assert torch.equal(x0, x0_kept) and torch.equal(kl, kl_kept) and expected.keys() == actual.keys()
         assert all(torch.equal(expected[name], actual[name]) for name in expected)

@@ -390,6 +390,8 @@ class RewardConfig(SharedRewardConfig):
     views: IfNamed[Annotated[int, Field(ge=0, le=64)]] = 0
     # 0 skips the reference model's forward passes.
     kl_weight: IfNamed[NonNegative] = 1.0
+    # Steps with a gradient over which the KL is a mean: each takes one forward pass of the reference. null: all.
+    kl_steps: IfNamed[Listed[int] | None] = None
     # How the KL's gradient travels back along the trajectory to earlier active steps: exact (the gradient of the KL,
     # inactive steps held fixed), fixed_trajectory (not at all) or reference_constant (as in ROLL: the reference's
     # velocity is a constant). through_trajectory is an old name of the last.
@@ -724,6 +726,11 @@ class RewardFlConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         yield from _shared_conflicts(self)
+        steps, active = self.reward.kl_steps, active_steps(self)
+        if steps is not None and self.reward.kl_weight == 0:
+            yield "reward.kl_steps needs a reward.kl_weight above 0; set it, or remove kl_steps"
+        if steps is not None and (not steps or list(steps) != sorted({*steps} & {*active})):
+            yield f"reward.kl_steps must be increasing, of the steps with a gradient {list(active)}, got {list(steps)}"
         if self.sample.gradient_mode == "endpoint" and not is_supervised(self):
             yield from self._endpoint_conflicts()
         if self.experts.untrained != "boundary_cache":

@@ -75,15 +75,14 @@ def measure_kl_floor(
     job: Distributed,
     starts: BatchBuilder,
     velocity_of: Callable[[Batch], Velocity],
-    active: Sequence[int],
-    kl_weight: float,
+    kl_steps: Sequence[int],
     dtype: str,
 ) -> dict[str, float]:
     """Return {"actor/kl_floor": the KL that rounding alone shows}, and print it; {} in float32 or without KL."""
-    if kl_weight == 0 or dtype != "bfloat16":
+    if not kl_steps or dtype != "bfloat16":
         return {}
     batch = starts.batch([(0, 0)])
     reference, sigmas = velocity_of(batch).reference, batch.schedule.sigmas
-    floor = reward_flow.kl_floor(reference, batch.x, sigmas, active, batch.start_step)
+    floor = reward_flow.kl_floor(reference, batch.x, sigmas, kl_steps, batch.start_step)
     job.print(f"note: in bfloat16 this model's KL reads about {floor:.1e} from rounding alone")
     return {"actor/kl_floor": floor}

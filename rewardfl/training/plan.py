@@ -66,6 +66,7 @@ class RewardFlPlan(RunPlan):
     """The plan of train_reward_fl.py."""
 
     graphs_of: tuple[int, ...]  # active steps whose graphs are those of the rollout; the others are replayed
+    kl_steps: tuple[int, ...]  # active steps with a KL; empty without one
     coupling: float  # weight of the gradient from one active step to the one before it
     supervised: bool  # the data anchor is the whole loss
 
@@ -175,6 +176,7 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
         **common,
         active=active,
         graphs_of=active[len(active) - kept :],
+        kl_steps=(cfg.reward.kl_steps or active) if cfg.reward.kl_weight != 0 else (),
         backwards_per_update=cfg.train.gradient_accumulation_steps * (replayed + draws),
         clips_at_once=check_batch(cfg.train, processes),
         coupling=configuration.resolve_coupling(cfg),

@@ -76,7 +76,8 @@ def _batch_arithmetic(cfg: RewardFlConfig, plan: RewardFlPlan, clips: int | None
         f"batch: {train.per_device_train_batch_size} per process x {train.gradient_accumulation_steps} accumulation x "
         f"{plan.processes} processes = {at_once} clips per step",
         f"gradient: {sample.gradient_mode} through steps {list(plan.active)}, coupling "
-        f"{plan.coupling:g}, KL weight {cfg.reward.kl_weight:g} ({cfg.reward.kl_gradient})",
+        f"{plan.coupling:g}, KL weight {cfg.reward.kl_weight:g} ({cfg.reward.kl_gradient}) at "
+        f"{list(plan.kl_steps)}",
         f"untrained expert: {cfg.experts.untrained}; decoder caches: {train.decode_caches}",
     ]
     if plan.supervised:

@@ -62,10 +62,9 @@ def _reward_fl(common: Workload, cfg: RewardFlConfig, plan: RewardFlPlan) -> Wor
     experts, active = plan.experts, plan.active
     answers, replay = plan.forwards_per_velocity, Counter(experts[i] for i in active)
     both = answers == 2 and cfg.sample.guidance_gradient == "both"
-    coupled, kl = plan.coupling != 0, cfg.reward.kl_weight != 0
     # steps that pass a gradient on have a second backward pass: through the reference, or of the reward alone
     is_separate = cfg.reward.kl_gradient in ("exact", "fixed_trajectory")
-    twice = active[1:] if kl and coupled and is_separate else ()
+    twice = [i for i in plan.kl_steps if i != active[0]] if plan.coupling != 0 and is_separate else []
     clips_per_gpu = cfg.train.per_device_train_batch_size * cfg.train.gradient_accumulation_steps
     common = replace(
         common,
@@ -83,7 +82,7 @@ def _reward_fl(common: Workload, cfg: RewardFlConfig, plan: RewardFlPlan) -> Wor
         rollout=_times(answers, Counter(experts)) + (replay if answers == 2 and not both else Counter()),
         replay=_times(1 + both, replay),
         backward_passes=_times(1 + both, replay + Counter(experts[i] for i in twice)),
-        reference=_times(answers, replay) if kl else {},
+        reference=_times(answers, Counter(experts[i] for i in plan.kl_steps)),
         graphs=1 + both,
         reward_gradient=True,
         # the steps before the boundary have no gradient

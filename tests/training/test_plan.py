@@ -136,6 +136,13 @@ def test_the_batch_that_is_checked():
         resolve(FACE, *geometry, "train.train_batch_size=20", processes=4)
 
 
+def test_the_steps_of_the_kl():
+    steps = ["sample.mid_timestep=4", "sample.final_timestep=7"]
+    assert resolve(FACE, *steps, "reward.kl_weight=1").kl_steps == (4, 5, 6, 7)
+    assert resolve(FACE, *steps, "reward.kl_weight=1", "reward.kl_steps=[5,7]").kl_steps == (5, 7)
+    assert resolve(FACE, *steps, "reward.kl_weight=0").kl_steps == ()
+
+
 def test_the_last_active_steps_keep_their_graphs():
     steps, kept = ["sample.mid_timestep=4", "sample.final_timestep=7"], "train.active_graphs=keep_on_device"
     assert resolve(FACE, *steps).graphs_of == ()
