@@ -71,7 +71,7 @@ def rollout(
     latents, graphs, velocities = {}, {}, {}
     for i in range(start, len(sigmas) - 1):
         if i in keep and i in graphs_of:
-            latents[i] = x.detach().requires_grad_()
+            latents[i] = x.detach().requires_grad_(i != min(keep))  # no active step precedes the first one
             with torch.enable_grad(), with_graph():
                 graphs[i] = velocity(latents[i], i)
             v = graphs[i].detach()

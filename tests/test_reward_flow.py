@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import ROOT
 from pipelines import FRAMES, HEIGHT, I2V, LAYERS, WIDTH, backbone_of, experts_of, latent_shape, random_pipeline
+from torch.utils.flop_counter import FlopCounterMode
 
 from rewardfl import backbones, flow, lora, reward_flow, sde
 from rewardfl.backbones import protocol
@@ -374,6 +375,34 @@ def test_graphs_that_were_kept_give_the_same_gradients(active, coupling, kl_weig
         assert torch.equal(x0, x0_kept) and torch.equal(kl, kl_kept) and expected.keys() == actual.keys()
         assert all(torch.equal(expected[name], actual[name]) for name in expected)
         assert len(passes[0]) - len(passes[-1]) == len(graphs_of)
+
+
+def test_kept_graphs_take_the_flops_of_one_graph():
+    """Counted by torch, with checkpointed blocks; replay takes one more forward pass of each active step."""
+    active, counted = [3, 4, 5], {}
+    for how in ("one graph", "kept", "one kept", "replay", "one pass"):
+        pipe, model = lora_model(torch.float32)
+        for expert in model.inside.values():
+            expert.enable_gradient_checkpointing()
+        cond, x = conditioning(1, torch.float32, pipe)
+        velocity, sigmas = velocity_of(pipe, model, cond), SCHEDULE.sigmas
+        with FlopCounterMode(display=False) as counter:
+            if how == "one pass":
+                with torch.no_grad():
+                    velocity(x, 5)
+            elif how == "one graph":
+                x = reward_flow.rollout(velocity, x, sigmas[:4], []).x0
+                for i in active:
+                    x = flow.euler_step(x, velocity(x, i), sigmas[i], sigmas[i + 1])
+                x.sum().backward()
+            else:
+                graphs_of = {"kept": active, "one kept": active[-1:], "replay": []}[how]
+                trajectory = reward_flow.rollout(velocity, x, sigmas, active, graphs_of=graphs_of)
+                reward_flow.replay(velocity, trajectory, sigmas, active, torch.ones_like(x), 1.0)
+        counted[how] = counter.get_total_flops()
+    assert counted["one graph"] <= counted["kept"] <= 1.001 * counted["one graph"]
+    assert counted["one kept"] == pytest.approx(counted["kept"] + 2 * counted["one pass"], rel=1e-3)
+    assert counted["replay"] == pytest.approx(counted["kept"] + 3 * counted["one pass"], rel=1e-3)
 
 
 def test_a_graph_that_is_kept_leaves_little_on_the_device():
