@@ -939,13 +939,13 @@ class RewardSpec:
     std: float = 1.0
 
 
-def list_reward_specs(cfg: AnyConfig, pixels_per_token: int = 0) -> list[RewardSpec]:
+def list_reward_specs(cfg: AnyConfig, pixels_per_token: int = 0, *, for_evaluation: bool = False) -> list[RewardSpec]:
     """List the trained reward, then the held-out judge, face_motion and reward.others, as far as they are configured.
 
-    The list is empty for supervised fine-tuning, which makes no video to score. pixels_per_token: the period of the
-    grid that the judge measures; 0: it measures none.
+    Supervised fine-tuning makes no video to score: its list is empty, unless it is for_evaluation. pixels_per_token:
+    the period of the grid that the judge measures; 0: it measures none.
     """
-    if is_supervised(cfg):
+    if is_supervised(cfg) and not for_evaluation:
         return []
     reward = cfg.reward
     face = {"det_size": reward.det_size, "chunk": reward.recogniser_chunk}

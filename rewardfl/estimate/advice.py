@@ -44,7 +44,7 @@ def alternatives(work: Workload) -> Iterator[Workload]:
         "offload_inputs": [True],
         "checkpointing": [True],
         "keep_attention": [False],
-        "kept_steps": [0],
+        "kept_steps": [*range(work.kept_steps, -1, -1)],
         "samples_on": ["cpu"] if work.latents_kept else [],
     }
     options = {field: list(dict.fromkeys([getattr(work, field), *values])) for field, values in options.items()}
@@ -89,10 +89,11 @@ def recommend(costs: Costs, work: Workload, machine: Machine) -> Workload:
 
 
 def keep_more_graphs(costs: Costs, work: Workload, machine: Machine) -> Workload:
-    """Return a run that fits with as many of the rollout's graphs kept as fit, too."""
-    counts = [] if work.keep_attention else range(len(work.active_experts), work.kept_steps, -1)
-    runs = (replace(work, kept_steps=count) for count in counts)
-    return next((run for run in runs if fits(costs, run, machine)), work)
+    """Return a run that fits with as many of the rollout's graphs kept as fit, too, where that saves FLOPs."""
+    counts = range(len(work.active_experts), work.kept_steps, -1)
+    runs = (replace(work, kept_steps=count, keep_attention=False) for count in counts)
+    after = next((run for run in runs if fits(costs, run, machine)), work)
+    return min(work, after, key=lambda run: sum(flops(costs, run).values()))
 
 
 def memory_settings(work: Workload) -> dict[str, Any]:

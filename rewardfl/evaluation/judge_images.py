@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, arm: Arm, folder: output.Folder) -> int:
     folder.claim(names)
     (out / DISAGREEMENTS).unlink(missing_ok=True)
     (out / "images").mkdir(exist_ok=True)
-    resolved = resolve_rewards(config.list_reward_specs(cfg))
+    resolved = resolve_rewards(config.list_reward_specs(cfg, for_evaluation=True))
     specs = [(replace(spec, settings={**cls.evaluation_settings, **spec.settings}), cls) for spec, cls in resolved]
     plan.check_frames(cfg.data.num_frames, specs)
     terms = build_terms(specs, device)

@@ -68,7 +68,7 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
         check_images(vars(args), arms, share.processes)
         lock.enter_context(folder.locked())
         return judge_images.run(args, arms[-1], folder)
-    rewards = resolve_rewards(measured_rewards(cfg.reward, config.list_reward_specs(cfg)))
+    rewards = resolve_rewards(measured_rewards(cfg.reward, config.list_reward_specs(cfg, for_evaluation=True)))
     rows = check_rows(rows, cfg.data, rewards, quiet=share.quiet)
     files = {arm.name: find_videos(arm.videos, rows) for arm in arms if arm.videos is not None}
     plan.check_frames(cfg.data.num_frames, rewards)

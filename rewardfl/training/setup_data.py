@@ -90,6 +90,8 @@ def _scan_table(
     for row in rows:
         if not row.problem:
             texts = missing_columns(cfg, row, needs) + unusable_prompts(row, classes)
+            if row.video is None and configuration.is_supervised(cfg):
+                texts.append("supervised fine-tuning fits the clip of a row, and the row names none (video)")
             problems += [(row.line, text) for text in texts]
     bad_sizes = {size: plan.size_problem(cfg.data, backbone, size) for size in {row.size for row in rows}}
     problems += [(row.line, bad_sizes[row.size]) for row in rows if bad_sizes[row.size]]

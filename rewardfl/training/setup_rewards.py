@@ -34,14 +34,11 @@ def missing_columns(cfg: AnyConfig, row: data.Row, needs: dict[str, str]) -> lis
     if isinstance(cfg, configuration.GroupRunConfig) and "motion" in configuration.part_weights(cfg):
         needs = needs | {"reward.motion_weight": "clip"}
     columns = {"clip": "video or reference_video", "picture": "video, reference_video or image"}
-    problems = [
+    return [
         f"{key} compares with a {kind}, and the row names none ({columns[kind]})"
         for key, kind in needs.items()
         if kind not in row.offers
     ]
-    if configuration.is_supervised(cfg) and row.video is None:
-        problems.append("supervised fine-tuning fits the clip of a row, and the row names none (video)")
-    return problems
 
 
 def check_face_packs(

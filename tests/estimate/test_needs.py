@@ -441,7 +441,8 @@ def planned(cfg, backbone, clips=None, processes=1, sharding="none"):
 
 
 def configured(*overrides):
-    return planned(config.load(ROOT / "configs" / "wan22_face.yaml", list(overrides)), PUBLISHED)
+    replayed = ["train.active_graphs=replay", *overrides]
+    return planned(config.load(ROOT / "configs" / "wan22_face.yaml", replayed), PUBLISHED)
 
 
 def test_graphs_that_still_fit_are_proposed(published):
@@ -456,7 +457,11 @@ def test_graphs_that_still_fit_are_proposed(published):
     assert changed_settings(after, run) == {"train.active_graphs": "replay", "train.kept_steps": None}
     text = "\n".join(report.fit_verdict(measured, run, machine))
     assert "with more graphs kept it is faster:\n" in text and "  set train.active_graphs: keep_on_host" in text
-    assert keep_more_graphs(measured, dataclasses.replace(run, keep_attention=True), machine).kept_steps == 0
+    kept_attention = dataclasses.replace(run, keep_attention=True)
+    changed = changed_settings(kept_attention, keep_more_graphs(measured, kept_attention, machine))
+    assert changed == {"train.keep_attention": False, "train.active_graphs": "keep_on_host", "train.kept_steps": 3}
+    little = Machine(machine.gpu, sum(plain.host.values()) + 0.5 * stored)  # one kept graph saves less than attention
+    assert keep_more_graphs(measured, kept_attention, little) == kept_attention
     on_device = dataclasses.replace(run, offload_inputs=False)
     gpu = Machine(needs.memory(measured, on_device).peak + needs.RESERVE + 1.5 * stored)
     assert changed_settings(on_device, keep_more_graphs(measured, on_device, gpu)) == {
@@ -607,7 +612,7 @@ def test_run_of_a_configuration():
         backward_passes={"high_noise": 2, "low_noise": 1}, reward_gradient=True, accumulation=8, saves=2, steps=12,
         clips=30, reward_bytes=pack, processes=2, sharding="zero2", anchor={"high_noise": 2 / 3, "low_noise": 1 / 3},
         anchor_to_reference=True, spans=(Span("one update of 8 clips per GPU", 8, 8),),
-        active_experts=("high_noise", "high_noise", "low_noise"),
+        active_experts=("high_noise", "high_noise", "low_noise"), kept_steps=3,
     )  # fmt: skip
     assert needs.memory(measured_before(TINY), run).resident["reward networks' weights"] == pack > 1e6
     as_shipped = configured()
@@ -641,6 +646,7 @@ def test_run_of_a_configuration():
 def test_plan_run_judges_the_host(monkeypatch, published):
     monkeypatch.setattr(report, "measure", lambda video: published(ADAPTER))
     arguments = ["configs/wan22_face.yaml", "experts.untrained=cpu_swap", "train.decode_caches=offload"]
+    arguments.append("train.active_graphs=replay")
     for host, processes, code in (("70", "1", 0), ("60", "1", 2), ("520", "8", 0), ("510", "8", 2)):
         out = tool(*arguments, "--host-gb", host, "--processes", processes, expect=code)
         assert ("\nfits: " in out) == (code == 0) and ("\ndoes not fit: " in out) == (code == 2)

@@ -109,6 +109,10 @@ def test_terms_of_a_configuration():
     assert [(term.label, term.weight, term.mean, term.std, term.reward.power) for term in built] == [
         ("score", 0.3, 0.2, 0.1, 1), ("square", 2.0, 0.0, 4.0, 2),
     ]  # fmt: skip
+    clips = {"reward": {"name": OWN, "reward_weight": 0, "kl_weight": 0}, "anchor": {"weight": 1}}
+    supervised = config.parse(BASE | clips)  # it scores nothing, but its pictures can be judged
+    assert config.list_reward_specs(supervised) == []
+    assert [spec.label for spec in config.list_reward_specs(supervised, for_evaluation=True)] == ["score"]
     face = config.parse(BASE | {"reward": {"reward_model_path": "a", "held_out_model_path": "b", "cap": 0.5}})
     own, judge = config.list_reward_specs(face)
     who = {"people": "largest", "min_face_size": 0}
