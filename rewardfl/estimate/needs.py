@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rewardfl.backbones.protocol import DecodeCaches
 from rewardfl.estimate.measure import ChunkCost, Costs, ExpertCost
+from rewardfl.estimate.rates import KINDS, Rates
 from rewardfl.training.launch import REDUCE_BUCKET
 from rewardfl.training.workload import Workload
 
@@ -53,6 +54,48 @@ def flops(costs: Costs, work: Workload) -> dict[str, float]:
     }
 
 
+def copies(costs: Costs, work: Workload) -> dict[str, tuple[float, float]]:
+    """Return the bytes of one video that go to the GPU and to the host, by part. A batch shares the weights' copies."""
+    replay, anchor, backward, swapped = work.replay, work.anchor, work.backward_passes, _swapped(work)
+    sizes = [chunk.caches_in for chunk in costs.chunks] if work.decode_caches != "keep" else []
+    segmented = work.decode_caches == "segment"  # the first caches of each come twice, the others leave in the VJP
+    caches, stored = sum(sizes), sum(sizes[:: math.ceil(math.sqrt(len(sizes))) if segmented else 1])
+
+    def weights(passes: Mapping[str, float]) -> float:
+        experts = {name: costs.experts[name] for name in passes if name in swapped}
+        return sum(passes[name] * (cost.weights - cost.other_weights) for name, cost in experts.items()) / work.batch
+
+    def inputs(passes: Mapping[str, float]) -> float:
+        return sum(count * costs.experts[name].stored for name, count in passes.items()) if work.offload_inputs else 0
+
+    return {
+        "rollout": (weights(work.rollout), inputs(replay) if work.keeps_graphs else 0),
+        "decode": (0, stored),
+        "decode VJP": (caches + segmented * stored, caches - stored),
+        "data anchor": ((2 + work.anchor_to_reference) * weights(anchor) + inputs(anchor), inputs(anchor)),
+        "replay forward": (0, 0) if work.keeps_graphs else (weights(replay), inputs(replay)),
+        "replay backward": (weights(backward) + inputs(backward), 0),
+        "reference": (weights(work.reference), 0),
+    }
+
+
+def seconds(costs: Costs, work: Workload, rates: Rates) -> dict[str, tuple[float, float, float]]:
+    """Return the seconds of one video, by part: in all, of its copies, and of those that no computing hides.
+
+    Both directions copy at once, one block or chunk ahead of the computing; a pass waits for its first copy.
+    """
+    by_kind = [(getattr(rates, kind) * 1e12, flops(costs.of_kind(kind), work)) for kind in KINDS]
+    compute = {part: sum(amounts[part] / rate for rate, amounts in by_kind) for part in by_kind[0][1]}
+    moved, blocks = copies(costs, work), max(cost.weights // cost.block_weights for cost in costs.experts.values())
+    spent = {}
+    for part, computing in compute.items():
+        into, out = (amount / rates.copies / 1e9 for amount in moved.get(part, (0, 0)))
+        hiding = computing + (compute["replay recompute"] if part == "replay backward" else 0)
+        exposed = max(into - hiding, out - hiding, into / (len(costs.chunks) if part == "decode VJP" else blocks))
+        spent[part] = computing + exposed, max(into, out), exposed
+    return spent
+
+
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes. resident: on the GPU in all of training; phases: additional, by phase; host: of one process.
@@ -88,9 +131,7 @@ def memory(costs: Costs, work: Workload) -> Memory:
     phases = {
         phase: {name: work.batch * amount for name, amount in amounts.items()} for phase, amounts in parts.items()
     }
-    swapped = [*work.trained] if work.trained_placement == "cpu_swap" else []
-    if work.untrained and work.untrained_placement == "cpu_swap":
-        swapped.append(work.untrained)
+    swapped = _swapped(work)
     # in the other phases no block is on the GPU
     for phase, passes in (("rollout", work.rollout), ("replay", {**work.replay, **work.anchor})):
         if blocks := [costs.experts[name].block_weights for name in swapped if name in passes]:
@@ -135,6 +176,12 @@ def memory(costs: Costs, work: Workload) -> Memory:
 
 def _without_zeros(amounts: Mapping[str, int]) -> dict[str, int]:
     return {name: amount for name, amount in amounts.items() if amount}
+
+
+def _swapped(work: Workload) -> list[str]:
+    """Return the experts whose blocks wait in host memory."""
+    untrained = [work.untrained] if work.untrained and work.untrained_placement == "cpu_swap" else []
+    return [*work.trained, *untrained] if work.trained_placement == "cpu_swap" else untrained
 
 
 def trained_parameters(costs: Costs, work: Workload) -> int:
