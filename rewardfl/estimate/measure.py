@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
 from rewardfl.backbones.protocol import Adapter, ChunksOnMeta, ExpertOnMeta
-from rewardfl.estimate.rates import Kind
+from rewardfl.estimate.rates import Operation
 from rewardfl.memory.attention import is_self_attention
 from rewardfl.training.workload import Video
 
@@ -66,7 +66,7 @@ class Living(TorchDispatchMode):
     def __init__(self, external: Iterable[Tensor]):
         super().__init__()
         self.attention = self.attention_kept = self.now = self.peak = 0
-        self.flops = Counter[Kind]()
+        self.flops = Counter[Operation]()
         self.storages: dict[int, object] = {_storage(tensor): None for tensor in external}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -96,19 +96,16 @@ class Living(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-FlopsByKind = Counter[tuple[str, Kind]]
-
-
 @dataclass(frozen=True, kw_only=True)
 class ByKind:
     """FLOPs by pass and kind of operation. attention: FLOPs of the forward pass's self-attention."""
 
-    flops: FlopsByKind
+    flops: Counter[tuple[str, Operation]]
 
     def total(self, name: str) -> int:
         return sum(amount for (passed, _), amount in self.flops.items() if passed == name)
 
-    def of_kind(self, kind: Kind) -> Self:
+    def of_kind(self, kind: Operation) -> Self:
         """Return the cost with the FLOPs of one kind alone."""
         return replace(self, flops=Counter({key: amount for key, amount in self.flops.items() if key[1] == kind}))
 
@@ -154,7 +151,7 @@ def with_graph(
     return Cost(flops=flops, peak=living.peak, saved=saved_bytes)
 
 
-def _by_pass(passes: Mapping[str, Counter[Kind]]) -> FlopsByKind:
+def _by_pass(passes: Mapping[str, Counter[Operation]]) -> Counter[tuple[str, Operation]]:
     return Counter({(name, kind): amount for name, kinds in passes.items() for kind, amount in kinds.items()})
 
 
@@ -224,13 +221,10 @@ class Costs:
     image: Cost  # of encoding a clip by the VAE, from its float32 pixels; 0 for an image model
     cached: Mapping[str, int]  # bytes of one sample's conditioning, by part
 
-    def of_kind(self, kind: Kind) -> "Costs":
+    def of_kind(self, kind: Operation) -> "Costs":
         """Return the costs with experts' and chunks' FLOPs of one kind alone."""
         experts = {name: expert.of_kind(kind) for name, expert in self.experts.items()}
         return replace(self, experts=experts, chunks=tuple(chunk.of_kind(kind) for chunk in self.chunks))
-
-
-_Sums = dict[Any, int]  # by field of ExpertCost, and by key of its `flops`
 
 
 def measure_expert(
@@ -250,8 +244,8 @@ def measure_expert(
 
 def _measure_block(
     kind: ExpertOnMeta, dtype: torch.dtype, block_classes: Sequence[str], adapter: Adapter | None
-) -> tuple[_Sums, Counter[str], _Sums]:
-    """Return fields of ExpertCost: sums over blocks, maxima over blocks, and those outside of blocks."""
+) -> tuple[dict[Any, int], Counter[str], dict[Any, int]]:
+    """Return fields of ExpertCost and keys of its flops: sums over blocks, their maxima, and those outside of blocks."""
     model, bare = kind.build(adapter), kind.build(None)
     block, bare_block = (
         next(module for module in network.modules() if type(module).__name__ in block_classes)
@@ -272,7 +266,7 @@ def _measure_block(
     block_weights, weights = nbytes(bare_block.parameters()), nbytes([*bare.parameters(), *bare.buffers()])
     bare.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
     flops = graph.flops + frozen.flops
-    additive: _Sums = {
+    additive: dict[Any, int] = {
         "weights": block_weights,
         "weights_fp8": nbytes(bare_block.parameters()),
         "adapter_parameters": sum(parameter.numel() for parameter in trained),
@@ -289,7 +283,7 @@ def _measure_block(
         block_peak=graph.peak,
         block_peak_frozen=adapted.peak,
     )
-    outside: _Sums = {
+    outside: dict[Any, int] = {
         "weights": weights - block_weights,
         "weights_fp8": nbytes([*bare.parameters(), *bare.buffers()]) - additive["weights_fp8"],
         **(network.flops + network_frozen.flops - flops),

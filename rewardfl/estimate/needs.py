@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rewardfl.backbones.protocol import DecodeCaches
 from rewardfl.estimate.measure import ChunkCost, Costs, ExpertCost
-from rewardfl.estimate.rates import KINDS, Rates
+from rewardfl.estimate.rates import OPERATIONS, Rates
 from rewardfl.training.launch import REDUCE_BUCKET
 from rewardfl.training.workload import Workload
 
@@ -56,25 +56,26 @@ def flops(costs: Costs, work: Workload) -> dict[str, float]:
 
 def copies(costs: Costs, work: Workload) -> dict[str, tuple[float, float]]:
     """Return the bytes of one video that go to the GPU and to the host, by part. A batch shares the weights' copies."""
-    replay, anchor, backward, swapped = work.replay, work.anchor, work.backward_passes, _swapped(work)
+    experts = {name: costs.experts[name] for name in _swapped(work)}
     sizes = [chunk.caches_in for chunk in costs.chunks] if work.decode_caches != "keep" else []
     segmented = work.decode_caches == "segment"  # the first caches of each come twice, the others leave in the VJP
     caches, stored = sum(sizes), sum(sizes[:: math.ceil(math.sqrt(len(sizes))) if segmented else 1])
 
-    def weights(passes: Mapping[str, float]) -> float:
-        experts = {name: costs.experts[name] for name in passes if name in swapped}
-        return sum(passes[name] * (cost.weights - cost.other_weights) for name, cost in experts.items()) / work.batch
+    def weights(passes: Mapping[str, float], there: int = 0) -> float:  # blocks that are on the GPU already
+        sizes = {name: cost.weights - cost.other_weights - there * cost.block_weights for name, cost in experts.items()}
+        return sum(passes.get(name, 0) * size for name, size in sizes.items()) / work.batch
 
     def inputs(passes: Mapping[str, float]) -> float:
         return sum(count * costs.experts[name].stored for name, count in passes.items()) if work.offload_inputs else 0
 
+    anchored = (1 + work.anchor_to_reference) * weights(work.anchor)
     return {
-        "rollout": (weights(work.rollout), inputs(replay) if work.keeps_graphs else 0),
+        "rollout": (weights(work.rollout), inputs(work.replay) if work.keeps_graphs else 0),
         "decode": (0, stored),
         "decode VJP": (caches + segmented * stored, caches - stored),
-        "data anchor": ((2 + work.anchor_to_reference) * weights(anchor) + inputs(anchor), inputs(anchor)),
-        "replay forward": (0, 0) if work.keeps_graphs else (weights(replay), inputs(replay)),
-        "replay backward": (weights(backward) + inputs(backward), 0),
+        "data anchor": (anchored + weights(work.anchor, there=1) + inputs(work.anchor), inputs(work.anchor)),
+        "replay forward": (0, 0) if work.keeps_graphs else (weights(work.replay), inputs(work.replay)),
+        "replay backward": (weights(work.backward_passes, there=1) + inputs(work.backward_passes), 0),
         "reference": (weights(work.reference), 0),
     }
 
@@ -84,7 +85,7 @@ def seconds(costs: Costs, work: Workload, rates: Rates) -> dict[str, tuple[float
 
     Both directions copy at once, one block or chunk ahead of the computing; a pass waits for its first copy.
     """
-    by_kind = [(getattr(rates, kind) * 1e12, flops(costs.of_kind(kind), work)) for kind in KINDS]
+    by_kind = [(getattr(rates, kind) * 1e12, flops(costs.of_kind(kind), work)) for kind in OPERATIONS]
     compute = {part: sum(amounts[part] / rate for rate, amounts in by_kind) for part in by_kind[0][1]}
     moved, blocks = copies(costs, work), max(cost.weights // cost.block_weights for cost in costs.experts.values())
     spent = {}

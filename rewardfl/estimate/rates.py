@@ -7,8 +7,8 @@ from typing import Literal, get_args
 from rewardfl.command_line import option_type
 from rewardfl.config.schema import Positive
 
-Kind = Literal["matmul", "attention", "convolution"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+Operation = Literal["matmul", "attention", "convolution"]
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Rates:
     copies: float
 
     def __str__(self) -> str:
-        kinds = ", ".join(f"{kind} {getattr(self, kind):g}" for kind in KINDS)
+        kinds = ", ".join(f"{kind} {getattr(self, kind):g}" for kind in OPERATIONS)
         return f"TFLOP/s: {kinds}; {self.copies:g} GB/s to and from the host"
 
 
@@ -44,7 +44,7 @@ RATES = {
 def parse_rates(text: str) -> Rates:
     """Return the rates of a GPU, an H100 if none is named, with single ones: `RTX 4090,attention=140,copies=12`.
 
-    A number alone is the rate of all computing. Raise ArgumentTypeError for other words.
+    One number is the rate of all computing. Raise ArgumentTypeError for other words.
     """
     rates = RATES["H100"]
     for word in text.split(","):
@@ -52,7 +52,7 @@ def parse_rates(text: str) -> Rates:
         if word in RATES:
             rates = RATES[word]
         elif kind in ("", *asdict(rates)):
-            rates = replace(rates, **dict.fromkeys([kind] if kind else KINDS, option_type(Positive)(rate)))
+            rates = replace(rates, **dict.fromkeys([kind] if kind else OPERATIONS, option_type(Positive)(rate)))
         else:
             raise ArgumentTypeError(f"must name {', '.join([*RATES, *asdict(rates)])}, got {kind!r}")
     return rates

@@ -9,7 +9,7 @@ import torch
 from rewardfl.estimate import needs
 from rewardfl.estimate.advice import INEXACT, Machine, changed_settings, fits, recommend
 from rewardfl.estimate.measure import Costs, measure
-from rewardfl.estimate.rates import KINDS, RATES, Rates
+from rewardfl.estimate.rates import OPERATIONS, RATES, Rates
 from rewardfl.machine import usable_memory
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.timer import total_memory
@@ -41,12 +41,13 @@ def dry_run(work: Workload, job: Distributed) -> int:
 def work_table(costs: Costs, work: Workload, rates: Rates) -> list[str]:
     """List FLOPs by part and kind, and seconds at the rates: of one video, and of parts of the run."""
     tokens, shape = costs.experts[work.trained[0]].tokens, "x".join(map(str, costs.shape))
-    flops = [needs.flops(part_costs, work) for part_costs in (costs, *map(costs.of_kind, KINDS))]
+    flops = [needs.flops(part_costs, work) for part_costs in (costs, *map(costs.of_kind, OPERATIONS))]
     times = needs.seconds(costs, work, rates)
     rows = {part: [*(amounts[part] / 1e12 for amounts in flops), *spent] for part, spent in times.items()}
     rows["total"] = [sum(column) for column in zip(*rows.values(), strict=True)]
     lines = [f"{tokens} tokens, latents {shape}", f"one video at {rates}"]
-    lines.append(f"  {'':16s}" + "".join(f"{name:>12s}" for name in ("TFLOP", *KINDS, "s", "copies, s", "exposed, s")))
+    columns = ("TFLOP", *OPERATIONS, "s", "copies, s", "exposed, s")
+    lines.append(f"  {'':16s}" + "".join(f"{column:>12s}" for column in columns))
     for name, numbers in rows.items():
         lines.append(f"  {name:16s}" + "".join(f"{x:12.0f}" if x >= 100 else f"{x:12.3g}" for x in numbers))
     total, time = sum(flops[0].values()), sum(spent for spent, _, _ in times.values())

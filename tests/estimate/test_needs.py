@@ -27,6 +27,7 @@ from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.advice import KEYS, Machine, alternatives, changed_settings, fits, lacking, recommend
+from rewardfl.estimate.rates import RATES
 from rewardfl.training.plan import resolve
 from rewardfl.training.setup_workload import make_workload
 from rewardfl.training.workload import Span, Video, Workload
@@ -470,7 +471,7 @@ def test_recommendation(published, run, memory):
         assert all(
             lacking(measured, other, machine) >= lacking(measured, after, machine) for other in alternatives(run)
         )
-    text = "\n".join(report.fit_verdict(measured, run, machine))
+    text = "\n".join(report.fit_verdict(measured, run, machine, RATES["H100"]))
     assert "does not fit" in text and ("no setting makes it fit" in text) == (not fit)
     for key, value in changed_settings(run, after).items():
         assert f"\n  set {key}: {str(value).lower()}" in text
@@ -612,7 +613,7 @@ def test_plan_run_judges_the_host(monkeypatch, published):
         assert "published; no configurations" in out and "data: not there yet" in out
         assert f" of {host}.0 GB in host memory" in out
     # half of the caches wait in host memory then; a GPU's bytes are not what is lacking
-    assert "\n  set train.decode_caches: segment\n" in out and "+0.5 % time" in out
+    assert "\n  set train.decode_caches: segment\n" in out and "+4.1 % time" in out
     monkeypatch.setattr(machine, "usable_memory", lambda: 24e9)
     out = run_tool(plan_run.main, "--config", *arguments, expect=2)  # of this machine
     assert "of 24.0 GB in host memory" in out
