@@ -245,7 +245,7 @@ def measure_expert(
 def _measure_block(
     kind: ExpertOnMeta, dtype: torch.dtype, block_classes: Sequence[str], adapter: Adapter | None
 ) -> tuple[dict[Any, int], Counter[str], dict[Any, int]]:
-    """Return fields of ExpertCost and keys of its flops: sums over blocks, their maxima, and those outside of blocks."""
+    """Return fields of ExpertCost and keys of its flops: sums over blocks, their maxima, those outside of blocks."""
     model, bare = kind.build(adapter), kind.build(None)
     block, bare_block = (
         next(module for module in network.modules() if type(module).__name__ in block_classes)
