@@ -241,14 +241,15 @@ class Update:
         return self.cfg.reward.kl_weight / len(self.x)
 
 
-def replay_update(update: Update, meter: Meter, keeps_graphs: bool) -> None:
+def replay_update(update: Update, meter: Meter, *, keeps_graphs: bool) -> None:
     """Run the update as train_reward_fl.py does."""
     cfg, velocity, decoder, x = update.cfg, update.velocity, update.decoder, update.x
     sigmas, conditioning = velocity.schedule.sigmas, velocity.conditioning
-    with_graph = offload.InputsOnHost(x.device).whole_graph if keeps_graphs else None
+    graphs_of = update.active if keeps_graphs else ()
+    with_graph = offload.InputsOnHost(x.device).whole_graph
     first = velocity.schedule.handover if cfg.experts.untrained == "boundary_cache" else 0
     with meter("rollout"):
-        trajectory = reward_flow.rollout(velocity, x, sigmas, update.active, first, with_graph)
+        trajectory = reward_flow.rollout(velocity, x, sigmas, update.active, first, graphs_of, with_graph)
     with meter("decode"):
         decoded = decoder.decode_with_caches(trajectory.x0, cfg.train.decode_caches, conditioning)
     grad_video = update.cotangent(decoded.video.float())
@@ -366,7 +367,7 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int, rates: Rates
             if mode == "full_graph":
                 full_graph(update, meter)
             else:
-                replay_update(update, meter, work.keeps_graphs)
+                replay_update(update, meter, keeps_graphs=work.kept_steps > 0)
         if i == 0:
             gradient = torch.cat([parameter.grad.flatten().cpu() for parameter in parameters])
         with meter("optimizer"):

@@ -30,7 +30,7 @@ SMALLEST_GAIN = 1e-4
 class Trajectory:
     """x0: (B, ...) the end of a rollout; kept: x_i (B, ...) by step index i, for the requested steps.
 
-    graphs: velocity(x_i, i) (B, ...) with its graph from x_i, of the same steps or of none. velocities: the same values
+    graphs: velocity(x_i, i) (B, ...) with its graph from x_i, of some of these steps. velocities: the same values
     without a graph, of all these steps.
     """
 
@@ -59,17 +59,18 @@ def rollout(
     sigmas: Tensor,
     keep: Sequence[int],
     start: int = 0,
-    with_graph: Callable[[], contextlib.AbstractContextManager] | None = None,
+    graphs_of: Sequence[int] = (),
+    with_graph: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> Trajectory:
     """Sample x (B, ...) float32 at sigmas[start] by Euler steps through the rest of `sigmas`.
 
     keep: the steps whose x_i and velocity the trajectory holds. The last sigma is 0 for x0; a shorter head of a
-    schedule gives the latents of its next step. with_graph: the context in which the velocities of the steps in `keep`
-    are computed with a graph for `replay`; None: without.
+    schedule gives the latents of its next step. graphs_of: if in `keep`, too, their velocity is computed with a graph
+    for `replay`, each in a context of `with_graph`.
     """
     latents, graphs, velocities = {}, {}, {}
     for i in range(start, len(sigmas) - 1):
-        if i in keep and with_graph is not None:
+        if i in keep and i in graphs_of:
             latents[i] = x.detach().requires_grad_()
             with torch.enable_grad(), with_graph():
                 graphs[i] = velocity(latents[i], i)
@@ -131,7 +132,7 @@ def replay(
     and backward, called once per active step.
 
     Raise ValueError for an active step without a gradient: it needs trained parameters, or with a coupling an earlier
-    active step that has some. Skipping its backward would deadlock DDP or lose its reduction.
+    active step that has some. Without its backward FSDP2 might lose the reduction.
     """
     if kl_gradient not in get_args(KlGradient):
         raise ValueError(f"kl_gradient must be one of {', '.join(get_args(KlGradient))}, got {kl_gradient!r}")

@@ -80,10 +80,12 @@ def gradients(model):
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def replay_gradients(pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, with_graph=None):
+def replay_gradients(
+    pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, graphs_of=(), with_graph=contextlib.nullcontext
+):
     velocity, sigmas = velocity_of(pipe, model, cond), SCHEDULE.sigmas
-    trajectory = reward_flow.rollout(velocity, x, sigmas, active, with_graph=with_graph)
-    assert set(trajectory.graphs) == (set() if with_graph is None else set(active))
+    trajectory = reward_flow.rollout(velocity, x, sigmas, active, graphs_of=graphs_of, with_graph=with_graph)
+    assert set(trajectory.graphs) == set(graphs_of)
     decoded = WanDecoder(pipe.vae).decode_with_caches(trajectory.x0)
     video = decoded.video.requires_grad_()
     (grad_video,) = torch.autograd.grad(-quadratic_reward(video).sum(), video)
@@ -334,24 +336,24 @@ def test_checkpointing_changes_nothing():
 )
 @pytest.mark.slow(3)
 def test_graphs_that_were_kept_give_the_same_gradients(active, coupling, kl_weight, kl_gradient, monkeypatch):
-    """In half the forward passes of the active steps, and to the last bit."""
+    """Of all active steps or of the last one, on the host or not: to the last bit, by one forward pass less of each."""
     results, passes = [], []
     answer = Velocity.__call__
     monkeypatch.setattr(Velocity, "__call__", lambda *given: (passes[-1].append(given[2]), answer(*given))[1])
-    for kept in (False, True):
+    for graphs_of, keep_on_host in (((), False), (active, True), (active, False), (active[-1:], True)):
         pipe, model = lora_model(torch.float32)
         on_host = InputsOnHost(torch.device("cpu"))
         for expert in model.inside.values():
-            expert.enable_gradient_checkpointing(on_host)
+            expert.enable_gradient_checkpointing(*([on_host] if keep_on_host else []))
         cond, x = conditioning(2, torch.float32, pipe)
         passes.append([])
-        with_graph = on_host.whole_graph if kept else None
+        with_graph = on_host.whole_graph if keep_on_host else contextlib.nullcontext
         settings = active, coupling, kl_weight, kl_gradient
-        results.append(replay_gradients(pipe, model, cond, x, *settings, with_graph))
-    (expected, x0, kl), (actual, x0_kept, kl_kept) = results
-    assert torch.equal(x0, x0_kept) and torch.equal(kl, kl_kept) and expected.keys() == actual.keys()
-    assert all(torch.equal(expected[name], actual[name]) for name in expected)
-    assert len(passes[0]) - len(passes[1]) == len(active)
+        results.append(replay_gradients(pipe, model, cond, x, *settings, graphs_of, with_graph))
+        (expected, x0, kl), (actual, x0_kept, kl_kept) = results[0], results[-1]
+        assert torch.equal(x0, x0_kept) and torch.equal(kl, kl_kept) and expected.keys() == actual.keys()
+        assert all(torch.equal(expected[name], actual[name]) for name in expected)
+        assert len(passes[0]) - len(passes[-1]) == len(graphs_of)
 
 
 def test_a_graph_that_is_kept_leaves_little_on_the_device():
@@ -365,7 +367,7 @@ def test_a_graph_that_is_kept_leaves_little_on_the_device():
             model.inside.low_noise.enable_gradient_checkpointing(on_host)
         with Living([*model.parameters(), x, *cond.values()]) as living:
             with_graph = contextlib.nullcontext if on_host is None else on_host.whole_graph
-            trajectory = reward_flow.rollout(velocity, x, SCHEDULE.sigmas, [5], start=5, with_graph=with_graph)
+            trajectory = reward_flow.rollout(velocity, x, SCHEDULE.sigmas, [5], 5, [5], with_graph)
             sizes.append(living.now - nbytes([trajectory.x0, trajectory.graphs[5]]))  # the host's memory is not counted
         del trajectory
     assert sizes[0] > 20 * sizes[1] > 0, sizes

@@ -80,7 +80,7 @@ class Schedule:
 class Experts(nn.Module):
     """All networks of a model as one module, so that a wrapper sees every trained parameter.
 
-    A model with one network has one expert. outside: untrained experts, kept out of the module tree: DDP, DeepSpeed,
+    A model with one network has one expert. outside: untrained experts, kept out of the module tree: DeepSpeed,
     FSDP and `.to` leave them where offload.move_expert put them. An expert that no step uses may be absent.
     """
 

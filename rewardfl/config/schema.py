@@ -542,9 +542,11 @@ class TrainConfig(GrpoTrainConfig):
     # segment: in host memory for every few chunks only, the others are recomputed (one decode more).
     decode_caches: Free[Literal["keep", "offload", "segment"]] = "keep"
     # Stored of the steps with a gradient. replay: their latents; each step is recomputed with a graph in the backward
-    # pass. keep_on_host: the graphs of the rollout, with the blocks' inputs in host memory (13.4 GB for each step at
-    # 480x832x81); this saves one forward pass of each step. For one process.
-    active_graphs: Free[Literal["replay", "keep_on_host"]] = "replay"
+    # pass. keep_on_host and keep_on_device: the graphs of the rollout, which saves one forward pass of each step. They
+    # hold the blocks' inputs, 13.4 GB for each step at 480x832x81, in host memory or on the GPU.
+    active_graphs: Free[Literal["replay", "keep_on_host", "keep_on_device"]] = "replay"
+    # Steps whose graphs are kept, the last ones with a gradient; the others are replayed. null: all.
+    kept_steps: Free[Count | None] = None
     # Decay of an average of the weights (rising from 0.1 to this), which sample videos and checkpoints use. 0: the last
     # weights. Training and judging do not use it, except in gradient_mode endpoint, whose videos are the average's.
     ema_decay: Annotated[Number, Field(ge=0, lt=1)] = 0.0
@@ -553,8 +555,12 @@ class TrainConfig(GrpoTrainConfig):
         yield from super().conflicts()
         if self.active_graphs == "keep_on_host" and not self.use_gradient_checkpointing_offload:
             yield "train.active_graphs keep_on_host needs train.use_gradient_checkpointing_offload: true; set it"
-        if self.active_graphs == "keep_on_host" and self.keep_attention:
-            yield "train.keep_attention does not go with train.active_graphs keep_on_host; set it to false"
+        if self.active_graphs == "keep_on_device" and self.use_gradient_checkpointing_offload:
+            yield "train.active_graphs keep_on_device needs train.use_gradient_checkpointing_offload: false; set it"
+        if self.active_graphs != "replay" and self.keep_attention:
+            yield f"train.keep_attention does not go with train.active_graphs {self.active_graphs}; set it to false"
+        if self.active_graphs == "replay" and self.kept_steps is not None:
+            yield "train.kept_steps needs train.active_graphs keep_on_host or keep_on_device; set it, or remove this"
 
 
 class GroupConfig(Section):
@@ -741,7 +747,7 @@ class RewardFlConfig(Section):
             yield f"{needs} stays near the averaged weights and has no KL; set reward.kl_weight: 0"
         if self.train.max_sample_norm is not None:
             yield f"{needs} gives every sample's gradient one length; set train.max_sample_norm: null"
-        if self.train.active_graphs == "keep_on_host":
+        if self.train.active_graphs != "replay":
             yield f"{needs} has no graphs in its rollout; set train.active_graphs: replay"
 
 

@@ -44,6 +44,7 @@ def alternatives(work: Workload) -> Iterator[Workload]:
         "offload_inputs": [True],
         "checkpointing": [True],
         "keep_attention": [False],
+        "kept_steps": [0],
         "samples_on": ["cpu"] if work.latents_kept else [],
     }
     options = {field: list(dict.fromkeys([getattr(work, field), *values])) for field, values in options.items()}
@@ -87,7 +88,22 @@ def recommend(costs: Costs, work: Workload, machine: Machine) -> Workload:
     return min(alternatives(work), key=price)
 
 
+def keep_more_graphs(costs: Costs, work: Workload, machine: Machine) -> Workload:
+    """Return a run that fits with as many of the rollout's graphs kept as fit, too."""
+    counts = [] if work.keep_attention else range(len(work.active_experts), work.kept_steps, -1)
+    runs = (replace(work, kept_steps=count) for count in counts)
+    return next((run for run in runs if fits(costs, run, machine)), work)
+
+
+def memory_settings(work: Workload) -> dict[str, Any]:
+    """Return the values of the configuration keys that trade memory for time."""
+    keys = KEYS | {"samples_on": f"{work.group_section}.samples_on"}
+    kept = "keep_on_host" if work.offload_inputs else "keep_on_device"
+    values = {key: getattr(work, field) for field, key in keys.items()} | {"train.kept_steps": work.kept_steps or None}
+    return values | {"train.active_graphs": kept if work.kept_steps else "replay"}
+
+
 def changed_settings(work: Workload, after: Workload) -> Mapping[str, Any]:
     """Return the configuration keys whose values differ, and their values in `after`."""
-    keys = KEYS | {"samples_on": f"{work.group_section}.samples_on"}
-    return {key: value for field, key in keys.items() if (value := getattr(after, field)) != getattr(work, field)}
+    before = memory_settings(work)
+    return {key: value for key, value in memory_settings(after).items() if value != before[key]}

@@ -3,10 +3,11 @@
 `measure` has the costs of one block and one chunk; this module multiplies them.
 
 Not counted: activations of the rewards' networks, and their weights where the files are missing; videos that wait for a
-concurrent reward; a distillation LoRA as an adapter; DDP's copy of the gradients (the LoRA's size).
+concurrent reward; a distillation LoRA as an adapter.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -47,11 +48,17 @@ def flops(costs: Costs, work: Workload) -> dict[str, float]:
         reference = total(work.anchor, lambda expert: expert.forward_frozen) if work.anchor_to_reference else 0
         parts["data anchor"] = passes + recompute + reference
     return parts | {
-        "replay forward": 0 if work.keeps_graphs else total(work.replay, lambda expert: expert.forward),
+        "replay forward": total(_replayed(work), lambda expert: expert.forward),
         "replay recompute": total(work.backward_passes, recomputed) if work.checkpointing else 0,
         "replay backward": total(work.backward_passes, lambda expert: expert.backward),
         "reference": total(work.reference, lambda expert: expert.forward_frozen),
     }
+
+
+def _replayed(work: Workload) -> dict[str, float]:
+    """Return the passes of `work.replay` whose graphs are not the rollout's."""
+    kept = Counter(work.active_experts[len(work.active_experts) - work.kept_steps :])
+    return {name: count - work.graphs * kept[name] for name, count in work.replay.items()}
 
 
 def copies(costs: Costs, work: Workload) -> dict[str, tuple[float, float]]:
@@ -68,13 +75,15 @@ def copies(costs: Costs, work: Workload) -> dict[str, tuple[float, float]]:
     def inputs(passes: Mapping[str, float]) -> float:
         return sum(count * costs.experts[name].stored for name, count in passes.items()) if work.offload_inputs else 0
 
+    replayed = _replayed(work)
+    kept = {name: count - replayed[name] for name, count in work.replay.items()}
     anchored = (1 + work.anchor_to_reference) * weights(work.anchor)
     return {
-        "rollout": (weights(work.rollout), inputs(work.replay) if work.keeps_graphs else 0),
+        "rollout": (weights(work.rollout), inputs(kept)),
         "decode": (0, stored),
         "decode VJP": (caches + segmented * stored, caches - stored),
         "data anchor": (anchored + weights(work.anchor, there=1) + inputs(work.anchor), inputs(work.anchor)),
-        "replay forward": (0, 0) if work.keeps_graphs else (weights(work.replay), inputs(work.replay)),
+        "replay forward": (weights(replayed), inputs(replayed)),
         "replay backward": (weights(work.backward_passes, there=1) + inputs(work.backward_passes), 0),
         "reference": (weights(work.reference), 0),
     }
@@ -126,9 +135,12 @@ class Memory:
 
 def memory(costs: Costs, work: Workload) -> Memory:
     """Return memory by phase. Training does not load text and VAE encoder, because the conditioning is cached."""
-    replay, inputs = _replay(costs, work)
+    replay, on_host = _replay(costs, work)
     rolled = max(2 * cost.block_input + cost.block_peak_frozen for cost in costs.experts.values())
     parts = {"rollout": {"one block, no graph": rolled}, **_decoding(costs, work), "replay": replay}
+    if work.kept_steps and not work.offload_inputs:
+        for phase in parts.keys() - {"replay"}:
+            parts[phase]["kept graphs"] = work.kept_steps * work.graphs * _graph_bytes(costs, work)
     phases = {
         phase: {name: work.batch * amount for name, amount in amounts.items()} for phase, amounts in parts.items()
     }
@@ -140,9 +152,6 @@ def memory(costs: Costs, work: Workload) -> Memory:
     parameters = trained_parameters(costs, work)
     adapter, optimizer = adapter_bytes(work, parameters)
     samples = work.samples_in_flight * kept_bytes(costs, work)
-    graphs: float = work.graphs
-    if work.keeps_graphs:  # and the reference's of one step (reward.kl_gradient: exact)
-        graphs = sum(work.replay.values()) + (work.graphs if work.backward_passes != work.replay else 0)
     caches = decode_caches(costs.chunks, work.decode_caches)[2] if work.reward_gradient else 0
     resident = _resident_weights(costs, work) | {
         "LoRA, gradient, Adam": adapter,
@@ -156,7 +165,7 @@ def memory(costs: Costs, work: Workload) -> Memory:
         "swapped experts": sum(costs.experts[name].weights - costs.experts[name].other_weights for name in swapped),
         "optimizer": optimizer,
         "the epoch's samples": samples if work.samples_on == "cpu" else 0,
-        "block inputs": work.batch * round(graphs * inputs),
+        "block inputs": work.batch * on_host,
         "decoder caches": work.batch * caches,
     }
     rewards = {"reward networks' weights": work.reward_bytes}  # loaded first
@@ -257,18 +266,30 @@ def decode_caches(chunks: Sequence[ChunkCost], place: DecodeCaches) -> tuple[int
     return 0, max(sizes), sum(sizes[::length]) + segment
 
 
+def _largest(costs: Costs, work: Workload) -> ExpertCost:
+    return max((costs.experts[name] for name in [*work.replay, *work.anchor]), key=lambda cost: cost.saved)
+
+
+def _graph_bytes(costs: Costs, work: Workload) -> int:
+    """Return what one pass keeps for its backward pass: its blocks' inputs, or all activations without checkpoints."""
+    largest = _largest(costs, work)
+    return largest.stored if work.checkpointing else largest.saved
+
+
 def _replay(costs: Costs, work: Workload) -> tuple[dict[str, int], int]:
-    """Return the bytes of activations in the replay of one step of one video: on the GPU, and in the host per graph."""
-    largest = max((costs.experts[expert] for expert in [*work.replay, *work.anchor]), key=lambda cost: cost.saved)
+    """Return the bytes of activations in the replay of one step of one video: on the GPU, and in the host."""
+    largest = _largest(costs, work)
+    separate = work.kept_steps > 0 and work.backward_passes != work.replay  # a graph of the reference's, too
+    graphs = work.graphs * max(work.kept_steps + separate, 1)
+    size = graphs * _graph_bytes(costs, work)
     if not work.checkpointing:
-        backward = largest.block_peak - largest.block_saved
-        return {"all blocks, saved": work.graphs * largest.saved, "backward of one": backward}, 0
+        return {"all blocks, saved": size, "backward of one": largest.block_peak - largest.block_saved}, 0
     recompute = {"recompute and backward of one": largest.block_peak}
     if work.keep_attention:
         recompute["attention's outputs"] = round(work.graphs * largest.attention_kept)
     if work.offload_inputs:
-        return {"two block inputs": 2 * largest.block_input} | recompute, largest.stored
-    return {"block inputs": work.graphs * largest.stored} | recompute, 0
+        return {"two block inputs": 2 * largest.block_input} | recompute, size
+    return {"block inputs": size} | recompute, 0
 
 
 def disk(costs: Costs, work: Workload) -> tuple[int, dict[str, int]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from rewardfl.estimate import needs
-from rewardfl.estimate.advice import INEXACT, Machine, changed_settings, fits, recommend
+from rewardfl.estimate.advice import INEXACT, Machine, changed_settings, fits, keep_more_graphs, recommend
 from rewardfl.estimate.measure import Costs, measure
 from rewardfl.estimate.rates import OPERATIONS, RATES, Rates
 from rewardfl.machine import usable_memory
@@ -89,10 +89,11 @@ def disk_table(costs: Costs, work: Workload) -> list[str]:
 def fit_verdict(costs: Costs, work: Workload, machine: Machine, rates: Rates) -> list[str]:
     """Report whether the run fits the machine, and the settings to change when it does not."""
     needed = _needed(costs, work, machine)
-    if fits(costs, work, machine):
+    enough = fits(costs, work, machine)
+    after = (keep_more_graphs if enough else recommend)(costs, work, machine)
+    if enough and after == work:
         return [f"fits: {needed}"]
-    after = recommend(costs, work, machine)
-    lines = [f"does not fit: {needed}"]
+    lines = [f"fits: {needed}; with more graphs kept it is faster:" if enough else f"does not fit: {needed}"]
     for key, value in changed_settings(work, after).items():
         note = f"; {INEXACT[value]}" if value in INEXACT else ""
         lines.append(f"  set {key}: {json.dumps(value).strip(chr(34))}{note}")

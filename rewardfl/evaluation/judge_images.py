@@ -33,7 +33,7 @@ DISAGREEMENTS = "disagreements.png"
 
 ARMS = ("before", "after")
 
-T = TypeVar("T")
+_Item = TypeVar("_Item")
 
 SHOWN, SIDE = 24, 96  # pairs in the grid, and the minimum height of a picture in it
 
@@ -254,7 +254,7 @@ def draw_disagreements(disagreements: Sequence[Disagreement], path: Path) -> Non
     data.write_picture(path, data.side_by_side(cells)[None])
 
 
-def spread(items: Sequence[T]) -> list[T]:
+def spread(items: Sequence[_Item]) -> list[_Item]:
     """Return up to SHOWN evenly spaced items, the first and the last among them."""
     return [items[i] for i in np.linspace(0, len(items) - 1, min(SHOWN, len(items))).round().astype(int)]
 

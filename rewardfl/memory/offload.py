@@ -92,6 +92,11 @@ class InputsOnHost:
             tensor.record_stream(self.stream)
 
 
+def graph_context(active_graphs: str, device: torch.device) -> Callable[[], contextlib.AbstractContextManager]:
+    """Return the context for a graph that is kept, by train.active_graphs; see InputsOnHost.whole_graph."""
+    return InputsOnHost(device).whole_graph if active_graphs == "keep_on_host" else contextlib.nullcontext
+
+
 def checkpointing(device: torch.device, *, inputs_on_host: bool, keep_attention: bool) -> Callable[..., Tensor]:
     """Return the function for diffusers' `enable_gradient_checkpointing(func)` of one network.
 

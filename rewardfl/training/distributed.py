@@ -1,4 +1,4 @@
-"""The processes of a run through accelerate: one process, DDP, FSDP2 or DeepSpeed ZeRO-2.
+"""The processes of a run through accelerate: one process, data parallelism, FSDP2 or DeepSpeed ZeRO-2.
 
 An update is
 
@@ -8,8 +8,11 @@ An update is
                 ... forward passes and one `job.backward(loss)` ...
     norm = job.step(optimizer, parameters, max_norm)
 
-The gradients are reduced over the processes once, whatever the number of backwards. Under DDP and FSDP2 the last
-backward does it (accelerate counts them), under ZeRO-2 the end of `one_update`.
+The gradients are reduced over the processes once, whatever the number of backwards: under data parallelism in `step`,
+under FSDP2 in the last backward (accelerate counts them), under ZeRO-2 at the end of `gradient_reduction`.
+
+Data parallelism takes no wrapper. torch's DistributedDataParallel would prepare a backward in the forward before it, so
+it cannot keep the graphs of several forwards, and it copies the gradients.
 
 DeepSpeed is driven through its engine. Accelerate's wrapper calls `engine.step()` inside the last backward: before any
 check, and before a reduction that spans all backwards. DeepSpeed's own accumulation is not used either, for two
@@ -26,7 +29,6 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from rewardfl import machine
 from rewardfl.files import escape_control
@@ -53,20 +55,16 @@ class Distributed:
         self,
         max_grad_norm: float,
         *,
-        unused_parameters: bool = False,
         cpu_threads: int | None = None,
         log_with: str = "none",
         output_dir: str | None = None,
     ):
         """Connect the processes. Raise LaunchError where they differ from the launcher's request.
 
-        max_grad_norm: as for `step`. unused_parameters: some backward passes leave out some parameters, as those
-        through one of two trained experts do. cpu_threads: of each process on a CPU; None divides the cores.
-        log_with, output_dir: the tracker and the run's folder.
+        max_grad_norm: as for `step`. cpu_threads: of each process on a CPU; None divides the cores. log_with,
+        output_dir: the tracker and the run's folder.
         """
-        self.accelerator = make_accelerator(
-            max_grad_norm, unused_parameters=unused_parameters, log_with=log_with, output_dir=output_dir
-        )
+        self.accelerator = make_accelerator(max_grad_norm, log_with=log_with, output_dir=output_dir)
         self.device = self.accelerator.device
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         self.main = self.accelerator.is_main_process
@@ -134,19 +132,15 @@ class Distributed:
         blocks, which FSDP gathers one at a time.
         """
         accelerator = self.accelerator
+        if self.sharding == "none":  # the model is placed already
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            return model, accelerator.prepare(optimizer), trained
         accumulation = accelerator.gradient_accumulation_steps
         if self.sharding == "zero2":
             accelerator.gradient_accumulation_steps = 1  # as in DeepSpeed's configuration, or accelerate warns
         if self.sharding == "fsdp2":
             accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = list(block_classes)
-        # DDP would broadcast the frozen 28.6 GB at its start, and every buffer in each synchronised forward pass. All
-        # processes have loaded the same (invariants.check_loaded).
-        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-        buffers = [name for name, _ in model.named_buffers()]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen + buffers)
-        # the model is placed already; accelerate would move the weights that are offloaded to the host, too
-        device_placement = [False, True] if self.sharding == "none" else None
-        model, optimizer = accelerator.prepare(model, optimizer, device_placement=device_placement)
+        model, optimizer = accelerator.prepare(model, optimizer)
         accelerator.gradient_accumulation_steps = accumulation
         return model, optimizer, [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -190,11 +184,22 @@ class Distributed:
         if engine is not None:
             engine.step()
             return float(engine.get_global_grad_norm())
+        if self.sharding == "none" and self.world > 1:
+            self._average_gradients(parameters)
         norm = float(full_tensor(self.accelerator.clip_grad_norm_(parameters, max_norm)))
         if math.isfinite(norm):
             optimizer.step()
         optimizer.zero_grad()
         return norm
+
+    def _average_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Replace the gradients by their means over the processes. A missing one is 0, unless all lack it."""
+        has_gradient = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=self.device)
+        counts = self.accelerator.reduce(has_gradient, "sum").tolist()
+        for parameter, count in zip(parameters, counts, strict=True):
+            if count:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = self.accelerator.reduce(gradient, "mean")
 
     def optimizer_state(self, optimizer: AcceleratedOptimizer, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
         """Return the state_dict of a plain AdamW, whatever the sharding. Collective: it gathers all parts."""

@@ -101,16 +101,16 @@ def frozen_parameters(model: Experts) -> dict[str, Tensor]:
 
 
 def check_loaded(accelerator: Accelerator, model: Experts) -> None:
-    """Raise WeightsDiffer unless all processes have loaded the same base model. Call it before `prepare` shards it.
+    """Raise WeightsDiffer unless all processes have loaded the same model and adapters, as two nodes may not.
 
-    DDP does not broadcast the base (see Distributed.prepare), and two nodes may hold different files.
+    Call it before `prepare` shards them.
     """
-    base = frozen_parameters(model)
-    differ = _differ(accelerator, bit_sums(list(base.values())))
+    loaded = frozen_parameters(model) | dict(model.named_parameters())
+    differ = _differ(accelerator, bit_sums(list(loaded.values())))
     if differ.any():
         raise WeightsDiffer(
-            f"the base model is not the same on all processes ({_list(base, differ)}); give every node the same files "
-            "in model.model_paths and distillation LoRAs"
+            f"the model is not the same on all processes ({_list(loaded, differ)}); give every node the same files in "
+            "model.model_paths, distillation LoRAs, lora.init_from and checkpoints"
         )
 
 

@@ -12,7 +12,6 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import (
-    DistributedDataParallelKwargs,
     DistributedType,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
@@ -29,9 +28,7 @@ class LaunchError(ValueError):
     """The processes differ from the launcher's request, or cannot train. The message names the way out."""
 
 
-def make_accelerator(
-    max_grad_norm: float, *, unused_parameters: bool, log_with: str, output_dir: str | None
-) -> Accelerator:
+def make_accelerator(max_grad_norm: float, *, log_with: str, output_dir: str | None) -> Accelerator:
     """Make the Accelerator of a training script (see distributed.Distributed).
 
     Raise LaunchError where the processes differ from the launcher's request. DeepSpeed's settings are written here: a
@@ -45,8 +42,7 @@ def make_accelerator(
     check_environment(os.environ, launcher)
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     handlers = [
-        DistributedDataParallelKwargs(find_unused_parameters=unused_parameters, gradient_as_bucket_view=True),
-        # on a CPU, accelerate runs DeepSpeed as one process unless the backend is set; for plain DDP it must not be set
+        # on a CPU, accelerate runs DeepSpeed as one process unless the backend is set, which plain processes forbid
         InitProcessGroupKwargs(backend="gloo", timeout=TIMEOUT)
         if deepspeed and not torch.cuda.is_available()
         else InitProcessGroupKwargs(timeout=TIMEOUT),

@@ -65,6 +65,7 @@ class RunPlan:
 class RewardFlPlan(RunPlan):
     """The plan of train_reward_fl.py."""
 
+    graphs_of: tuple[int, ...]  # active steps whose graphs are those of the rollout; the others are replayed
     coupling: float  # weight of the gradient from one active step to the one before it
     supervised: bool  # the data anchor is the whole loss
 
@@ -167,9 +168,13 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
     check_active_experts(cfg, backbone, schedule)
     active, supervised = configuration.active_steps(cfg), configuration.is_supervised(cfg)
     replayed = 0 if supervised else len(active)
+    kept = 0 if cfg.train.active_graphs == "replay" else cfg.train.kept_steps or len(active)
+    if kept > len(active):
+        raise ConfigError(f"train.kept_steps is {kept}, but {len(active)} steps have a gradient; make it smaller")
     return RewardFlPlan(
         **common,
         active=active,
+        graphs_of=active[len(active) - kept :],
         backwards_per_update=cfg.train.gradient_accumulation_steps * (replayed + draws),
         clips_at_once=check_batch(cfg.train, processes),
         coupling=configuration.resolve_coupling(cfg),
@@ -203,9 +208,6 @@ def _forward_fields(cfg: ForwardRlConfig, schedule: Schedule, trained: Sequence[
 
 def check_batch(train: TrainConfig, processes: int) -> int:
     """Return the clips per step over all processes. Raise ConfigError where the processes do not fit `train`."""
-    if train.active_graphs == "keep_on_host" and processes > 1:
-        # DDP prepares a backward pass in the forward pass before it, and would see K of these before the first backward
-        raise ConfigError(f"train.active_graphs keep_on_host needs one process, not {processes}; set it to replay")
     per_device, accumulation = train.per_device_train_batch_size, train.gradient_accumulation_steps
     per_pass = per_device * processes
     global_batch, configured = per_pass * accumulation, train.train_batch_size

@@ -3,7 +3,7 @@
 from accelerate.tracking import get_available_trackers
 
 from rewardfl.backbones.protocol import DTYPES
-from rewardfl.config import AnyConfig, ConfigError, trained_positions
+from rewardfl.config import AnyConfig, ConfigError
 from rewardfl.memory import attention, compiling
 from rewardfl.memory.sharding import Sharding
 from rewardfl.training.distributed import Distributed
@@ -16,7 +16,6 @@ def connect_processes(cfg: AnyConfig) -> Distributed:
         raise ConfigError(f"run.log_with: {tracker} is not installed; pip install {tracker}, or set run.log_with: none")
     job = Distributed(
         cfg.train.max_grad_norm,
-        unused_parameters=len(trained_positions(cfg)) > 1,
         cpu_threads=cfg.run.cpu_threads,
         log_with=tracker,
         output_dir=cfg.run.output_dir,

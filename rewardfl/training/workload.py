@@ -59,7 +59,7 @@ class Workload:
     processes: int = 1  # one for each GPU
     sharding: Sharding = "none"  # over the processes
 
-    # settings that trade memory for time; estimate.advice.KEYS has their keys
+    # settings that trade memory for time; estimate.advice.memory_settings has their keys
     trained_placement: Literal["gpu", "cpu_swap"] = "gpu"  # of the trained experts' frozen weights
     untrained_placement: Literal["gpu", "cpu_swap", "fp8", "boundary_cache"] = "gpu"
     checkpointing: bool = True
@@ -68,7 +68,8 @@ class Workload:
     batch: int = 1
     accumulation: int | None = None  # None where an epoch has a fixed number of videos
     decode_caches: DecodeCaches = "keep"
-    keeps_graphs: bool = False  # of the rollout's active steps, with the blocks' inputs in host memory
+    active_experts: tuple[str, ...] = ()  # of each step with a gradient; where graphs can be kept
+    kept_steps: int = 0  # of these steps, the last ones: their graphs are the rollout's
     noises_per_sample: Literal["fresh"] | int = "fresh"
     samples_on: Literal["gpu", "cpu"] = "gpu"
     group_section: Literal["grpo", "forward"] = "grpo"  # of the configuration, for samples_on

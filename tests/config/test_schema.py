@@ -340,6 +340,7 @@ def test_the_largest_values(write):
 
 STEPS = r"sample.active_steps must be increasing steps in 0..7 \(final_timestep\), got "
 KEPT = "train.active_graphs=keep_on_host"
+ON_DEVICE, OFFLOADED = "train.active_graphs=keep_on_device", "train.use_gradient_checkpointing_offload=true"
 FP8, CACHED = "experts.untrained=fp8", "experts.untrained=boundary_cache"
 UNSTORED = "train.use_gradient_checkpointing=false"
 
@@ -369,6 +370,9 @@ UNSTORED = "train.use_gradient_checkpointing=false"
         ("model.max_timestep_boundary=0.9", "max_timestep_boundary must be 1: no expert answers above it, got 0.9"),
         ("model.trainable_models=dit,dit2 experts.untrained=cpu_swap", "needs one expert that is not trained"),
         (KEPT, "keep_on_host needs train.use_gradient_checkpointing_offload: true; set it"),
+        (f"{ON_DEVICE} {OFFLOADED}", "keep_on_device needs train.use_gradient_checkpointing_offload: false; set it"),
+        (f"{ON_DEVICE} train.keep_attention=true", "keep_attention does not go with train.active_graphs keep_on_dev"),
+        ("train.kept_steps=1", "kept_steps needs train.active_graphs keep_on_host or keep_on_device; set it, or"),
         (f"experts.trained=cpu_swap {UNSTORED}", "cpu_swap needs train.use_gradient_c"),
         (f"{FP8} model.distill_lora_low=x model.distill_lora_mode=adapter", "fp8 takes no distillation's adapter; set"),
         (f"{FP8} train.compile_blocks=true", "compile_blocks does not go with experts.untrained fp8"),

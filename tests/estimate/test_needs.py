@@ -26,7 +26,16 @@ from rewardfl.backbones.wan import meta
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.estimate import measure, needs, report
-from rewardfl.estimate.advice import KEYS, Machine, alternatives, changed_settings, fits, lacking, recommend
+from rewardfl.estimate.advice import (
+    KEYS,
+    Machine,
+    alternatives,
+    changed_settings,
+    fits,
+    keep_more_graphs,
+    lacking,
+    recommend,
+)
 from rewardfl.estimate.rates import RATES
 from rewardfl.training.plan import resolve
 from rewardfl.training.setup_workload import make_workload
@@ -390,9 +399,14 @@ def test_settings_change_the_work(published):
     assert difference(with_levers(untrained_placement="boundary_cache")) == {"rollout": -3 * expert.forward_frozen}
     assert difference(with_levers(checkpointing=False)) == {"replay recompute": -4 * expert.forward}
     assert difference(with_levers(decode_caches="segment")) == {"decode VJP": base["decode"]}
-    kept = with_levers(keeps_graphs=True, offload_inputs=True)
-    assert difference(kept) == {"replay forward": -4 * expert.forward}
-    assert needs.memory(measured, kept).host == {"block inputs": 4 * expert.stored}
+    kept = with_levers(kept_steps=3, active_experts=("low_noise",) * 4, offload_inputs=True)
+    assert difference(kept) == {"replay forward": -3 * expert.forward}
+    assert needs.memory(measured, kept).host == {"block inputs": 3 * expert.stored}
+    on_device, before = (
+        needs.memory(measured, dataclasses.replace(kept, offload_inputs=False, kept_steps=k)) for k in (3, 0)
+    )
+    more = {phase: on_device.of(phase) - before.of(phase) for phase in before.phases}
+    assert more == dict.fromkeys(before.phases, 3 * expert.stored) | {"replay": 2 * expert.stored}
     assert difference(with_levers(untrained_placement="cpu_swap", decode_caches="offload", offload_inputs=True)) == {}
 
 
@@ -429,6 +443,26 @@ def planned(cfg, backbone, clips=None, processes=1, sharding="none"):
 
 def configured(*overrides):
     return planned(config.load(ROOT / "configs" / "wan22_face.yaml", list(overrides)), PUBLISHED)
+
+
+def test_graphs_that_still_fit_are_proposed(published):
+    """As many as fit: of the blocks' inputs on the host or on the GPU."""
+    measured = published(ADAPTER)
+    run = with_levers(active_experts=("low_noise",) * 4, offload_inputs=True)
+    stored, plain = measured.experts["low_noise"].stored, needs.memory(measured, run)
+    machine = Machine(plain.peak + needs.RESERVE, sum(plain.host.values()) + 2.5 * stored)
+    after = keep_more_graphs(measured, run, machine)
+    assert after == dataclasses.replace(run, kept_steps=3)  # replay has one on the host anyway
+    assert changed_settings(run, after) == {"train.active_graphs": "keep_on_host", "train.kept_steps": 3}
+    assert changed_settings(after, run) == {"train.active_graphs": "replay", "train.kept_steps": None}
+    text = "\n".join(report.fit_verdict(measured, run, machine, RATES["H100"]))
+    assert "with more graphs kept it is faster:\n" in text and "  set train.active_graphs: keep_on_host" in text
+    assert keep_more_graphs(measured, dataclasses.replace(run, keep_attention=True), machine).kept_steps == 0
+    on_device = dataclasses.replace(run, offload_inputs=False)
+    gpu = Machine(needs.memory(measured, on_device).peak + needs.RESERVE + 1.5 * stored)
+    assert changed_settings(on_device, keep_more_graphs(measured, on_device, gpu)) == {
+        "train.active_graphs": "keep_on_device", "train.kept_steps": 1,
+    }  # fmt: skip
 
 
 def test_every_alternative_is_a_configuration():
@@ -574,6 +608,7 @@ def test_run_of_a_configuration():
         backward_passes={"high_noise": 2, "low_noise": 1}, reward_gradient=True, accumulation=8, saves=2, steps=12,
         clips=30, reward_bytes=pack, processes=2, sharding="zero2", anchor={"high_noise": 2 / 3, "low_noise": 1 / 3},
         anchor_to_reference=True, spans=(Span("one update of 8 clips per GPU", 8, 8),),
+        active_experts=("high_noise", "high_noise", "low_noise"),
     )  # fmt: skip
     assert needs.memory(measured_before(TINY), run).resident["reward networks' weights"] == pack > 1e6
     as_shipped = configured()

@@ -96,8 +96,10 @@ def test_copies_of_weights_inputs_and_caches(costs):
     }  # fmt: skip
     batch = needs.copies(costs, dataclasses.replace(IN_HOST, batch=2))
     assert batch["rollout"] == (4 * blocks, 0) and batch["replay forward"][1] == 4 * expert.stored
-    kept = needs.copies(costs, dataclasses.replace(IN_HOST, trained_placement="gpu", keeps_graphs=True))
-    assert kept["rollout"] == (3 * blocks, 4 * expert.stored) and kept["replay forward"] == (0, 0)
+    kept = needs.copies(
+        costs, dataclasses.replace(IN_HOST, trained_placement="gpu", active_experts=4 * ("low_noise",), kept_steps=3)
+    )
+    assert kept["rollout"] == (3 * blocks, 3 * expert.stored) and kept["replay forward"] == (0, expert.stored)
     segments = needs.copies(costs, dataclasses.replace(RUN, decode_caches="segment"))
     steady = costs.chunks[-1].caches_in  # of the chunks 0, which has none, 5, 10, 15 and 20 of 21
     assert segments["decode"] == (0, 4 * steady)

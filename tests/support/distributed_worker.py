@@ -1,8 +1,8 @@
 """One process of tests/integration/test_distributed.py: training scripts, watched.
 
 argv: OUT and then, for each run, -- SCRIPT and the script's own arguments. Writes OUT/rank-<n>.json, of each run: the
-distributed type, the process count, the wrapper, the bytes that DDP broadcasts and those that are trained, every
-update's gradient norm, and a digest of the trained parameters after it. In the first run BREAK_GRADIENT=<rank>:<update>
+distributed type, the process count, the wrapper, the velocities that `replay` computes, every update's gradient norm,
+and a digest of the trained parameters after it. In the first run BREAK_GRADIENT=<rank>:<update>
 makes that rank's gradients of that update infinite; in train_reward_fl.py NOBODY_ON=<row> takes the face from a clip,
 after all checks. FSDP_ON_CPU=true tells accelerate that these processes without a GPU are some with: it
 knows FSDP only there.
@@ -23,6 +23,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 
+from rewardfl import reward_flow
 from rewardfl.memory import sharding
 from rewardfl.training import setup_data
 from rewardfl.training.distributed import Distributed
@@ -35,21 +36,12 @@ def digest(parameters):
 @contextlib.contextmanager
 def watched(seen, faceless, breaking):
     """Within, what a script does is written to `seen`; with the faults that the environment names."""
-    prepare, step, backward, find_samples = (
-        Distributed.prepare,
-        Distributed.step,
-        Distributed.backward,
-        setup_data.find_samples,
-    )
+    prepare, step, backward = Distributed.prepare, Distributed.step, Distributed.backward
+    replay, find_samples = reward_flow.replay, setup_data.find_samples
     rank, update = (int(n) for n in os.environ["BREAK_GRADIENT"].split(":")) if breaking else (-1, -1)
-
-    def watched_broadcast(group, tensors, *arguments):
-        seen["broadcast"] = seen.get("broadcast", 0) + sum(tensor.nbytes for tensor in tensors)
-        return broadcast(group, tensors, *arguments)
 
     def watched_prepare(job, model, optimizer, block_classes):
         policy, optimizer, parameters = prepare(job, model, optimizer, block_classes)
-        seen["trained"] = sum(sharding.full_tensor(parameter.detach()).nbytes for parameter in parameters)
         seen.update(type=job.accelerator.distributed_type.value, processes=job.world)
         seen.update(wrapper=type(policy).__name__, updates=[])
         return policy, optimizer, parameters
@@ -66,22 +58,27 @@ def watched(seen, faceless, breaking):
         broken = job.rank == rank and len(seen["updates"]) == update
         backward(job, loss * torch.inf if broken else loss)
 
+    def watched_replay(velocity, *arguments, **more):
+        def counted(x, step):
+            seen["replayed"] = seen.get("replayed", 0) + 1
+            return velocity(x, step)
+
+        return replay(counted, *arguments, **more)
+
     def faulty_find(cfg, rows, terms, *arguments):
         samples = find_samples(cfg, rows, terms, *arguments)
         row = int(os.environ["NOBODY_ON"])
         samples[row] = dataclasses.replace(samples[row], references=(None,) * len(terms))
         return samples
 
-    broadcast = torch.distributed._broadcast_coalesced
-    torch.distributed._broadcast_coalesced = watched_broadcast
     Distributed.prepare, Distributed.step, Distributed.backward = watched_prepare, watched_step, watched_backward
+    reward_flow.replay = watched_replay
     setup_data.find_samples = faulty_find if faceless else find_samples
     try:
         yield
     finally:
         Distributed.prepare, Distributed.step, Distributed.backward = prepare, step, backward
-        torch.distributed._broadcast_coalesced = broadcast
-        setup_data.find_samples = find_samples
+        reward_flow.replay, setup_data.find_samples = replay, find_samples
 
 
 def fsdp_on_cpu():

@@ -2,28 +2,32 @@
 
 argv: OUT. Every case is a global batch of accumulation x batch x processes samples; each sample's noise and
 conditioning are a function of its number alone. `naive` leaves accelerate's division in place, the error that
-the test must see.
+the test must see. `kept` is the number of active steps whose graphs are the rollout's.
 """
 
+import contextlib
 import os
 import sys
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from pipelines import FRAMES, HEIGHT, WIDTH, backbone_of, latent_shape
 from test_reward_flow import SCHEDULE, gradients, lora_model, quadratic_reward
 
 from rewardfl import reward_flow
 from rewardfl.backbones.protocol import Conditioning, Velocity
 from rewardfl.backbones.wan.decoder import WanDecoder
+from rewardfl.training.distributed import Distributed
 
 ACTIVE = {0.0: [3, 4, 5], 0.2: [3, 4, 5], 1.0: [1, 3, 5]}  # by coupling; step 1 belongs to the other expert
 KL_WEIGHT = 0.7
-# accumulation, batch, coupling, naive
-CASES = [(2, 1, 1.0, True), *((ga, batch, c, False) for ga, batch in ((1, 2), (2, 1)) for c in (0.0, 0.2, 1.0))]
+# accumulation, batch, coupling, naive, kept
+CASES = [
+    (2, 1, 1.0, True, 0),
+    *((ga, batch, c, False, 0) for ga, batch in ((1, 2), (2, 1)) for c in (0.0, 0.2, 1.0)),
+    *((2, 1, 1.0, False, kept) for kept in (1, 3)),
+]
 
 
 def sample(number: int, pipe) -> tuple[Conditioning, torch.Tensor]:
@@ -40,30 +44,33 @@ def batch_of(numbers: list[int], pipe) -> tuple[Conditioning, torch.Tensor]:
     return backbone_of(pipe).collate(conditions), torch.cat(noises)
 
 
-def update(accumulation: int, batch: int, coupling: float, naive: bool) -> tuple[dict, str, int]:
-    """Gradients after one update of this process, the kind of wrapper, and how many backwards synchronised."""
+def update(accumulation: int, batch: int, coupling: float, naive: bool, kept: int) -> tuple[dict, int]:
+    """Gradients of one update after their reduction, and how many backwards accelerate synchronised."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
     active = ACTIVE[coupling]
-    plugin = GradientAccumulationPlugin(num_steps=accumulation * len(active), sync_with_dataloader=False)
-    # both experts have an adapter: those of the one that is not replayed last would otherwise stay unreduced,
-    # silently
-    unused = DistributedDataParallelKwargs(find_unused_parameters=True)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin, kwargs_handlers=[unused])
+    job = Distributed(1.0)
+    job.backwards_per_update = accumulation * len(active)
     pipe, model = lora_model(torch.float64)
-    policy = accelerator.prepare(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    policy, optimizer, parameters = job.prepare(model, torch.optim.AdamW(trained), ())
+    reduced: list[dict] = []
+    optimizer.optimizer.register_step_pre_hook(lambda *_: reduced.append(gradients(model)))
     per_process, synchronised = accumulation * batch, 0
 
     def backward(loss):
         nonlocal synchronised
-        synchronised += accelerator.sync_gradients
-        accelerator.backward(loss if naive else loss * accelerator.gradient_accumulation_steps)
+        synchronised += job.accelerator.sync_gradients
+        (job.accelerator if naive else job).backward(loss)
 
     for micro in range(accumulation):
-        first = (micro * accelerator.num_processes + accelerator.process_index) * batch
+        first = (micro * job.world + job.rank) * batch
         conditioning, x = batch_of(list(range(first, first + batch)), pipe)
         velocity = Velocity(backbone=backbone_of(pipe), model=policy, conditioning=conditioning, schedule=SCHEDULE)
-        trajectory = reward_flow.rollout(velocity, x, SCHEDULE.sigmas, active)
+        trajectory = reward_flow.rollout(
+            velocity, x, SCHEDULE.sigmas, active, graphs_of=active[len(active) - kept :],
+            with_graph=contextlib.nullcontext,
+        )  # fmt: skip
         decoded = WanDecoder(pipe.vae).decode_with_caches(trajectory.x0)
         video = decoded.video.requires_grad_()
         (grad_video,) = torch.autograd.grad(-quadratic_reward(video).sum() / per_process, video)
@@ -71,17 +78,18 @@ def update(accumulation: int, batch: int, coupling: float, naive: bool) -> tuple
         reward_flow.replay(
             velocity, trajectory, SCHEDULE.sigmas, active, grad_x0, coupling,
             reference=velocity.reference, kl_weight=KL_WEIGHT / per_process, kl_gradient="exact", backward=backward,
-            micro_batch=lambda: accelerator.accumulate(policy),
+            micro_batch=lambda: job.accumulate(policy),
         )  # fmt: skip
-    return gradients(model), type(policy).__name__, synchronised
+    job.step(optimizer, parameters, 1e9)
+    return reduced[0], synchronised
 
 
 def main() -> None:
     torch.set_num_threads(1)
     rank = int(os.environ.get("RANK", "0"))
     for case in CASES:
-        grads, wrapper, synchronised = update(*case)
-        result = {"gradients": grads, "wrapper": wrapper, "synchronised": synchronised}
+        grads, synchronised = update(*case)
+        result = {"gradients": grads, "synchronised": synchronised}
         torch.save(result, Path(sys.argv[1]) / f"{'-'.join(map(str, case))}-{rank}.pt")
     sys.stdout.flush()
     os._exit(0)  # gloo may abort at interpreter exit

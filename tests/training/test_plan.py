@@ -134,7 +134,12 @@ def test_the_batch_that_is_checked():
     message = "train.train_batch_size is 20, but per_device_train_batch_size 2 x .* 3 x 4 processes = 24"
     with pytest.raises(ConfigError, match=message):
         resolve(FACE, *geometry, "train.train_batch_size=20", processes=4)
-    kept = ["train.active_graphs=keep_on_host", "train.use_gradient_checkpointing_offload=true"]
-    kept.append("train.use_gradient_checkpointing=true")
-    with pytest.raises(ConfigError, match="active_graphs keep_on_host needs one process, not 4; set it to replay"):
-        resolve(FACE, *kept, processes=4)
+
+
+def test_the_last_active_steps_keep_their_graphs():
+    steps, kept = ["sample.mid_timestep=4", "sample.final_timestep=7"], "train.active_graphs=keep_on_device"
+    assert resolve(FACE, *steps).graphs_of == ()
+    assert resolve(FACE, *steps, kept, processes=4).graphs_of == (4, 5, 6, 7)
+    assert resolve(FACE, *steps, kept, "train.kept_steps=1").graphs_of == (7,)
+    with pytest.raises(ConfigError, match="train.kept_steps is 5, but 4 steps have a gradient; make it smaller"):
+        resolve(FACE, *steps, kept, "train.kept_steps=5")

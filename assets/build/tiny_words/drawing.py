@@ -12,6 +12,8 @@ from matplotlib import get_data_path
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from rewardfl.rewards.scenes.ink import GROUNDS, INKS
+
 HEIGHT, WIDTH = 32, 96  # pixels
 CELL = 16  # pixels that a letter has from left to right: the first letter is in the first cell, and so on
 CAPITAL_HEIGHT, LETTER_HEIGHT = 17, 20  # pixels; LETTER_HEIGHT with the part below the line
@@ -20,8 +22,6 @@ TOPS = range(4, 9)  # of the letters, in pixels
 SHORTEST, LONGEST = 3, 6  # letters of a word
 ALPHABET = "ABCDEFGHKLMNOPRSTUVWXYZ"  # I, J and Q are taken for other letters by both readers
 FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSerif-Bold", "DejaVuSansMono-Bold")
-INKS = {"black": (0.05, 0.05, 0.08), "red": (0.72, 0.06, 0.08), "green": (0.02, 0.4, 0.12), "blue": (0.08, 0.14, 0.7)}
-GROUNDS = {"white": (0.96, 0.96, 0.96), "yellow": (0.98, 0.88, 0.42), "pink": (0.98, 0.76, 0.82)}
 MISTAKES = ("wrong", "missing", "deformed")  # deformed: the upper half of the letter and the lower of another
 
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import CLIPTokenizer, T5Tokenizer
 
 import tiny_pipeline
-from tiny_words.drawing import GROUNDS, INKS, WIDTH, draw_word, draw_words
+from rewardfl.rewards.scenes.ink import GROUNDS, INKS
+from tiny_words.drawing import WIDTH, draw_word, draw_words
 from tiny_world.video import LETTERS, new_tokenizer
 
 TOKENS = 16  # of a prompt, for each of the three text encoders
