@@ -2,7 +2,7 @@
 
     python benchmarks/reward_step.py --config configs/wan22_face_80gb.yaml [section.key=value ...] [--steps 2]
         [--modes full_graph,replay,keep_on_host,swap] [--memory-cap GB] [--layers N] [--heads N]
-        [--vae-channels N] [--vary section.key=value,value ...] [--json FILE]
+        [--vae-channels N] [--rates "RTX 4090,copies=12"] [--vary section.key=value,value ...] [--json FILE]
 
 It needs no weights, clips or faces: the model has random weights and the configured one's shape (the published one's
 where its folder is not there), which --layers, --heads and --vae-channels make smaller. --vary measures every mode at
@@ -15,6 +15,7 @@ each of these values of a setting. The modes, next to the configuration as it is
 
 A GPU's bytes are its allocator's; --memory-cap gives that so many GB. A CPU stands for a GPU with its host: bytes are
 those of the tensors that live, without those in host memory (offload, swap), and a copy between the two is counted.
+Planned seconds are at --rates, which are by default those of the GPU; of a CPU they say something with its own only.
 """
 
 import argparse
@@ -50,6 +51,8 @@ from rewardfl.config import RewardFlConfig
 from rewardfl.estimate import needs
 from rewardfl.estimate.measure import Costs, Living
 from rewardfl.estimate.measure import measure as measure_costs
+from rewardfl.estimate.rates import Rates, parse_rates
+from rewardfl.estimate.report import rates_on
 from rewardfl.memory import offload, swap
 from rewardfl.training import plan, setup_model
 from rewardfl.training.run_folder import git_commit, library_versions
@@ -106,7 +109,7 @@ class Counted(Living):
         self.copied_out += source.nbytes if on_device == [True, False] else 0
 
     def _on_device(self, tensor: Tensor) -> bool:
-        return tensor.is_cuda if self.device.type == "cuda" else self.lives(tensor)
+        return tensor.is_cuda if self.device.type == "cuda" else tensor.untyped_storage()._cdata in self.storages
 
 
 @dataclass(frozen=True)
@@ -325,7 +328,7 @@ def make_size(cfg: RewardFlConfig, backbone: Backbone, device: torch.device) -> 
     return Size(backbone=backbone, costs=costs, latents=draw(costs.shape), conditioning=conditioning)
 
 
-def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dict[str, Any], Tensor]:
+def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int, rates: Rates) -> tuple[dict[str, Any], Tensor]:
     """Measure a mode; return its figures and its first gradient, flat, float32, in host memory."""
     gc.collect()  # the hooks of the mode before are in reference cycles
     torch.cuda.empty_cache()
@@ -374,35 +377,37 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int) -> tuple[dic
         updates.append(meter)
     figures = {
         "mode": mode,
-        "rows": phase_rows(updates, size.costs, work),
+        "rows": phase_rows(updates, size.costs, work, rates),
         "copied_in": counted.copied_in, "copied_out": counted.copied_out, "rss": highest_rss(),
     }  # fmt: skip
     return figures, gradient
 
 
-def phase_rows(updates: Sequence[Meter], costs: Costs, work: Workload) -> list[dict[str, Any]]:
+def phase_rows(updates: Sequence[Meter], costs: Costs, work: Workload, rates: Rates) -> list[dict[str, Any]]:
     """Return a row for each phase, with the plan's numbers if it has that phase, and one for the whole update."""
-    planned_flops, memory, table = needs.flops(costs, work), needs.memory(costs, work), []
+    planned_flops, planned_seconds = needs.flops(costs, work), needs.seconds(costs, work, rates)
+    memory, table = needs.memory(costs, work), []
     planned = set(updates[0].seconds) == set(PHASES)
     for name in updates[0].seconds:
         seconds = statistics.median(update.seconds[name] for update in updates[1:])
         row = {"phase": name, "seconds": seconds, "peak": max(update.peaks[name] for update in updates)}
         if planned:
             row["plan_flops"] = work.batch * sum(planned_flops[part] for part in PHASES[name])
+            row["plan_seconds"] = work.batch * sum(planned_seconds[part][0] for part in PHASES[name])
             row["plan_bytes"] = memory.of(name) if name in memory.phases else sum(memory.resident.values())
         table.append(row)
-    wholes = {"seconds": sum, "peak": max} | ({"plan_flops": sum, "plan_bytes": max} if planned else {})
+    wholes = {key: max if key in ("peak", "plan_bytes") else sum for key in table[0] if key != "phase"}
     return [*table, {"phase": "update"} | {key: whole(row[key] for row in table) for key, whole in wholes.items()}]
 
 
 def side_by_side(
-    size: Size, modes: Sequence[str], load: Callable[[str], RewardFlConfig], steps: int
+    size: Size, modes: Sequence[str], load: Callable[[str], RewardFlConfig], steps: int, rates: Rates
 ) -> Iterator[dict[str, Any]]:
     """Yield every mode's figures; print one line for a mode that does not fit, and leave it out."""
     first: Tensor | None = None
     for mode in modes:
         try:
-            figures, gradient = measure(mode, size, load(mode), steps)
+            figures, gradient = measure(mode, size, load(mode), steps, rates)
         except torch.OutOfMemoryError as error:
             print(f"**{mode}**: {str(error).splitlines()[0]}\n", flush=True)
             continue
@@ -436,13 +441,14 @@ def summary(modes: Sequence[Mapping[str, Any]], peak_flops: float, cap: float | 
 def by_phase(mode: Mapping[str, Any]) -> Iterator[str]:
     """Yield a Markdown table with a row for each phase of a mode."""
     yield f"\n**{mode['mode']}**, gradient's norm {mode['norm']:.6g}\n"
-    yield "| phase | s | TFLOP, plan | TFLOP/s | peak GB | plan GB | peak / plan |"
-    yield 7 * "|---" + "|"
+    yield "| phase | s | plan s | s / plan | TFLOP, plan | TFLOP/s | peak GB | plan GB | peak / plan |"
+    yield 9 * "|---" + "|"
     for row in mode["rows"]:
         flops, planned, seconds = row.get("plan_flops"), row.get("plan_bytes"), row["seconds"]
         computed = f"{flops / 1e12:.4g} | {flops / 1e12 / seconds:.3g}" if flops else "- | -"
         ratio = f"{row['peak'] / planned:.3f}" if planned else "-"
-        yield f"| {row['phase']} | {seconds:.3g} | {computed} | {gb(row['peak'])} | {gb(planned)} | {ratio} |"
+        time = f"{expected:.3g} | {seconds / expected:.2f}" if (expected := row.get("plan_seconds")) else "- | -"
+        yield f"| {row['phase']} | {seconds:.3g} | {time} | {computed} | {gb(row['peak'])} | {gb(planned)} | {ratio} |"
 
 
 def arguments() -> argparse.Namespace:
@@ -454,6 +460,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="blocks of each expert")
     parser.add_argument("--heads", type=int, help="attention heads of each expert, which set its width")
     parser.add_argument("--vae-channels", type=int, help="the VAE's channels at full size")
+    parser.add_argument("--rates", type=parse_rates, help="of the planned seconds, in TFLOP/s and GB/s")
     parser.add_argument("--vary", metavar="section.key=value,value ...", help="all modes at each of these values")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write there what is printed")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -476,7 +483,7 @@ def main() -> None:
     points = [f"{key}={value}" for value in values.split(",")] if args.vary else [""]
     base = config.load(args.config, [*args.overrides, *filter(None, points[:1])])
     peak_flops = matmul_flops(DTYPES[base.model.dtype], device)
-    is_gpu = device.type == "cuda"
+    is_gpu, rates = device.type == "cuda", args.rates or rates_on(device)
     report = {
         "command": shlex.join(["python", "benchmarks/reward_step.py", *sys.argv[1:]]),
         "device": torch.cuda.get_device_name(device) if is_gpu else f"CPU, {torch.get_num_threads()} thr.",
@@ -484,6 +491,7 @@ def main() -> None:
         "commit": git_commit(Path(__file__).parent),
         "seed": base.run.seed,
         "matmul TFLOP/s": peak_flops / 1e12,
+        "planned at": str(rates),
     }
     print("\n".join(f"- {name}: {value}" for name, value in report.items()) + f"\n\n{NOTE}\n", flush=True)
     report["sizes"] = []
@@ -504,7 +512,7 @@ def main() -> None:
             print(f"{point} latents {shape}, {tokens} tokens, {steps} active steps\n".lstrip(), flush=True)
             entry = {"vary": point, "latents": shape, "tokens": tokens, "active_steps": steps, "modes": []}
             report["sizes"].append(entry)
-            for figures in side_by_side(size, args.modes, load, args.steps):
+            for figures in side_by_side(size, args.modes, load, args.steps, rates):
                 entry["modes"].append(figures)
                 print("\n".join(by_phase(figures)), flush=True)
                 if args.json:

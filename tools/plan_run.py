@@ -1,7 +1,7 @@
 """What a run takes, before there is a GPU or a model: compute, memory, disk, and what to set when it is too much.
 
-    python tools/plan_run.py --config configs/wan22_face.yaml [--gpu-memory 80] [--host-gb 512] [--tflops 400]
-        [--processes 8] [--sharding zero2|fsdp2] [section.key=value ...]
+    python tools/plan_run.py --config configs/wan22_face.yaml [--gpu-memory 80] [--host-gb 512]
+        [--rates "RTX 4090,copies=12"] [--processes 8] [--sharding zero2|fsdp2] [section.key=value ...]
 
 Of each script, as the file's sections say. The model's shape is read from the configured model's folder when it is
 there, else from the published configurations that come with rewardfl (of an image model, by the last part of
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rewardfl import command_line, trust
 from rewardfl.config import schema
+from rewardfl.estimate.rates import parse_rates
 
 
 def main() -> int:
@@ -26,7 +27,9 @@ def main() -> int:
     parser.add_argument(
         "--host-gb", type=positive, metavar="GB", help="host memory of all processes together (default: this machine's)"
     )
-    parser.add_argument("--tflops", type=positive, help="that the GPU reaches in practice (default: 400, an H100)")
+    measured = "in practice, of an H100 (default) or RTX 4090, with other numbers in TFLOP/s and GB/s"
+    parser.add_argument("--rates", type=parse_rates, default="H100", metavar='"RTX 4090,copies=12"', help=measured)
+    parser.add_argument("--tflops", dest="rates", type=parse_rates, help="of all computing; an old name of --rates")
     parser.add_argument("--processes", type=count, default=1, help="GPUs of the run, one process each")
     shardings = ("none", "zero2", "fsdp2")
     parser.add_argument(
@@ -42,7 +45,7 @@ def plan_run(args: argparse.Namespace) -> int:
     # here, so that --help and mistakes in the arguments need no torch
     from rewardfl import backbones, config, data, machine
     from rewardfl.estimate.advice import Machine
-    from rewardfl.estimate.report import TFLOPS, estimate
+    from rewardfl.estimate.report import estimate
     from rewardfl.training import plan, setup_model, setup_summary, setup_workload
 
     cfg = config.load(args.config, args.overrides)
@@ -58,7 +61,7 @@ def plan_run(args: argparse.Namespace) -> int:
     print(f"model's shape from {backbone.described_by()}")
     print(f"data: {'not there yet' if rows is None else f'{len(rows)} clips'}: {cfg.data.file_name}\n")
     host = machine.usable_memory() if args.host_gb is None else args.host_gb * 1e9
-    text, fits = estimate(planned, Machine(args.gpu_memory * 1e9, host, args.processes), args.tflops or TFLOPS)
+    text, fits = estimate(planned, Machine(args.gpu_memory * 1e9, host, args.processes), args.rates)
     print(overview, text, sep="\n")
     return command_line.DONE if fits else command_line.REFUSED
 

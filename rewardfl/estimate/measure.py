@@ -11,9 +11,9 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
 from rewardfl.backbones.protocol import Adapter, ChunksOnMeta, ExpertOnMeta
+from rewardfl.estimate.rates import Operation
 from rewardfl.memory.attention import is_self_attention
 from rewardfl.training.workload import Video
 
@@ -55,7 +56,7 @@ FORMULAS = flop_registry | {operator: shape_wrapper(formula) for operator, formu
 
 
 class Living(TorchDispatchMode):
-    """Sum of the FLOPs of operators by torch's formulas, and the bytes of living storages that they allocate.
+    """Sums by kind of the FLOPs of operators by torch's formulas, and the bytes of living storages that they allocate.
 
     `external` tensors do not count. attention, attention_kept: FLOPs of self-attention's forward passes, and the bytes
     that train.keep_attention stores of them. The hooks of torch's FlopCounterMode would keep recomputed tensors of
@@ -64,14 +65,16 @@ class Living(TorchDispatchMode):
 
     def __init__(self, external: Iterable[Tensor]):
         super().__init__()
-        self.flops = self.attention = self.attention_kept = self.now = self.peak = 0
+        self.attention = self.attention_kept = self.now = self.peak = 0
+        self.flops = Counter[Operation]()
         self.storages: dict[int, object] = {_storage(tensor): None for tensor in external}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket in FORMULAS:
             amount = FORMULAS[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
-            self.flops += amount
+            name = func.overloadpacket.__name__
+            self.flops["attention" if "attention" in name else "convolution" if "conv" in name else "matmul"] += amount
             if is_self_attention(func, args):
                 self.attention += amount
                 self.attention_kept += nbytes(out)
@@ -94,13 +97,28 @@ class Living(TorchDispatchMode):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
+class ByKind:
+    """FLOPs by pass and kind of operation. attention: FLOPs of the forward pass's self-attention."""
+
+    flops: Counter[tuple[str, Operation]]
+
+    def total(self, name: str) -> int:
+        return sum(amount for (passed, _), amount in self.flops.items() if passed == name)
+
+    def of_kind(self, kind: Operation) -> Self:
+        """Return the cost with the FLOPs of one kind alone."""
+        return replace(self, flops=Counter({key: amount for key, amount in self.flops.items() if key[1] == kind}))
+
+    forward = property(lambda self: self.total("forward"))
+    backward = property(lambda self: self.total("backward"))
+    attention = property(lambda self: self.total("attention"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost(ByKind):
     """Bytes and FLOPs of running something once."""
 
     peak: int  # largest number of living bytes
-    forward: int
-    backward: int = 0
-    attention: int = 0  # self-attention's part of `forward`
     attention_kept: int = 0  # bytes that train.keep_attention stores
     saved: int = 0  # bytes that the graph saves for the backward pass
 
@@ -122,23 +140,27 @@ def with_graph(
     with _Flash(), Living([*external, *leaves]) as living:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             outputs = forward()
-        forward_flops, free = living.flops, {_storage(tensor) for tensor in external}
+        forward, free = living.flops.copy(), {_storage(tensor) for tensor in external}
         edges = [get_gradient_edge(output) for output in outputs]
         cotangents = [torch.empty_like(output) for output in outputs]
         if not keep:
             del outputs
         torch.autograd.backward(edges, cotangents)
     saved_bytes = sum(size for storage, size in saved.items() if storage not in free)
-    return Cost(peak=living.peak, forward=forward_flops, backward=living.flops - forward_flops, saved=saved_bytes)
+    flops = _by_pass({"forward": forward, "backward": living.flops - forward})
+    return Cost(flops=flops, peak=living.peak, saved=saved_bytes)
 
 
-def without_graph(run: Callable[[], Any], external: Iterable[Tensor]) -> Cost:
-    """Return the cost of `run()` without gradients. external: tensors that do not count."""
+def _by_pass(passes: Mapping[str, Counter[Operation]]) -> Counter[tuple[str, Operation]]:
+    return Counter({(name, kind): amount for name, kinds in passes.items() for kind, amount in kinds.items()})
+
+
+def without_graph(run: Callable[[], Any], external: Iterable[Tensor], name: str = "forward") -> Cost:
+    """Return the cost of `run()` without gradients. external: tensors that do not count. name: of the pass."""
     with torch.no_grad(), _Flash(), Living(external) as living:
         run()
-    return Cost(
-        peak=living.peak, forward=living.flops, attention=living.attention, attention_kept=living.attention_kept
-    )
+    flops = _by_pass({name: living.flops, "attention": Counter({"attention": living.attention})})
+    return Cost(flops=flops, peak=living.peak, attention_kept=living.attention_kept)
 
 
 ENCODER_PARTS = ("encoder", "quant_conv")  # of a VAE
@@ -150,8 +172,12 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertCost:
-    """Cost of one expert for one video: bytes of weights and activations, of the largest block and of all; FLOPs."""
+class ExpertCost(ByKind):
+    """Cost of one expert for one video: bytes of weights and activations, of the largest block and of all; FLOPs.
+
+    Its passes are forward and backward, with the adapter, and forward_frozen, without it: the reference, the other
+    expert. attention: what train.keep_attention does not repeat.
+    """
 
     tokens: int
     weights: int
@@ -166,21 +192,16 @@ class ExpertCost:
     block_saved: int
     block_peak: int  # of one block's forward and backward pass, without its input
     block_peak_frozen: int  # the same without a graph
-    forward: int  # with the adapter
-    forward_frozen: int  # without the adapter: the reference, the other expert
-    backward: int
-    attention: int  # FLOPs of the forward pass that train.keep_attention does not repeat
+    forward_frozen = property(lambda self: self.total("forward_frozen"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkCost:
-    """Bytes and FLOPs of one chunk's pass through the VAE's decoder."""
+class ChunkCost(ByKind):
+    """Bytes and FLOPs of one chunk's pass through the VAE's decoder; its backward pass has the recomputation."""
 
     caches_in: int
     peak: int  # without a graph; with the output caches, without the input caches
     peak_vjp: int  # of forward, backward and the cotangents; without the input caches
-    forward: int
-    backward: int  # with the recomputation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +221,11 @@ class Costs:
     image: Cost  # of encoding a clip by the VAE, from its float32 pixels; 0 for an image model
     cached: Mapping[str, int]  # bytes of one sample's conditioning, by part
 
+    def of_kind(self, kind: Operation) -> "Costs":
+        """Return the costs with experts' and chunks' FLOPs of one kind alone."""
+        experts = {name: expert.of_kind(kind) for name, expert in self.experts.items()}
+        return replace(self, experts=experts, chunks=tuple(chunk.of_kind(kind) for chunk in self.chunks))
+
 
 def measure_expert(
     kinds: Sequence[ExpertOnMeta], dtype: torch.dtype, block_classes: Sequence[str], adapter: Adapter | None
@@ -211,13 +237,15 @@ def measure_expert(
     for kind, (additive, maxima, _) in zip(kinds, blocks, strict=True):
         sums.update({name: kind.count * amount for name, amount in additive.items()})
         largest |= maxima
-    return ExpertCost(other_weights=outside["weights"], **sums, **largest)
+    flops = Counter({key: amount for key, amount in sums.items() if isinstance(key, tuple)})
+    others = {name: amount for name, amount in sums.items() if isinstance(name, str)}
+    return ExpertCost(other_weights=outside["weights"], flops=flops, **others, **largest)
 
 
 def _measure_block(
     kind: ExpertOnMeta, dtype: torch.dtype, block_classes: Sequence[str], adapter: Adapter | None
-) -> tuple[dict[str, int], Counter[str], dict[str, int]]:
-    """Return fields of ExpertCost: sums over blocks, maxima over blocks, and those outside of blocks."""
+) -> tuple[dict[Any, int], Counter[str], dict[Any, int]]:
+    """Return fields of ExpertCost and keys of its flops: sums over blocks, their maxima, those outside of blocks."""
     model, bare = kind.build(adapter), kind.build(None)
     block, bare_block = (
         next(module for module in network.modules() if type(module).__name__ in block_classes)
@@ -232,22 +260,20 @@ def _measure_block(
 
     graph = with_graph(lambda: run(block), [*inputs, *trained], [*model.parameters(), *shared])
     adapted = without_graph(lambda: run(block), [*model.parameters(), *inputs, *shared])
-    frozen = without_graph(lambda: run(bare_block), [*bare.parameters(), *inputs, *shared])
+    frozen = without_graph(lambda: run(bare_block), [*bare.parameters(), *inputs, *shared], "forward_frozen")
     network = with_graph(lambda: [kind.run(model)], [kind.x, *trained], model.parameters())
-    network_frozen = without_graph(lambda: kind.run(bare), bare.parameters())
+    network_frozen = without_graph(lambda: kind.run(bare), bare.parameters(), "forward_frozen")
     block_weights, weights = nbytes(bare_block.parameters()), nbytes([*bare.parameters(), *bare.buffers()])
     bare.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
-    additive = {
+    flops = graph.flops + frozen.flops
+    additive: dict[Any, int] = {
         "weights": block_weights,
         "weights_fp8": nbytes(bare_block.parameters()),
         "adapter_parameters": sum(parameter.numel() for parameter in trained),
         "stored": nbytes(inputs),
         "attention_kept": frozen.attention_kept,
         "saved": graph.saved,
-        "forward": graph.forward,
-        "forward_frozen": frozen.forward,
-        "backward": graph.backward,
-        "attention": frozen.attention,
+        **flops,
     }
     maxima = Counter(
         tokens=sum(value.shape[1] for value in inputs),
@@ -257,12 +283,10 @@ def _measure_block(
         block_peak=graph.peak,
         block_peak_frozen=adapted.peak,
     )
-    outside = {
+    outside: dict[Any, int] = {
         "weights": weights - block_weights,
         "weights_fp8": nbytes([*bare.parameters(), *bare.buffers()]) - additive["weights_fp8"],
-        "forward": network.forward - graph.forward,
-        "forward_frozen": network_frozen.forward - frozen.forward,
-        "backward": network.backward - graph.backward,
+        **(network.flops + network_frozen.flops - flops),
     }
     return additive, maxima, outside
 
@@ -294,8 +318,7 @@ def measure_chunks(chunks: ChunksOnMeta, module: nn.Module) -> tuple[ChunkCost, 
         x.grad = None  # else the next one is added to it
         with chunks.checkpointed():
             vjp = with_graph(forward, [x, *held], weights, keep=False)
-        figures = {"peak": frozen.peak, "forward": frozen.forward, "peak_vjp": vjp.peak, "backward": vjp.backward}
-        costs.append(ChunkCost(caches_in=nbytes(held), **figures))
+        costs.append(ChunkCost(flops=vjp.flops, caches_in=nbytes(held), peak=frozen.peak, peak_vjp=vjp.peak))
         with torch.no_grad():
             _, caches = chunks.run(x, caches)
     return tuple(costs + costs[-1:] * (chunks.count - len(costs)))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rewardfl.backbones.protocol import DecodeCaches
 from rewardfl.estimate.measure import ChunkCost, Costs, ExpertCost
+from rewardfl.estimate.rates import OPERATIONS, Rates
 from rewardfl.training.launch import REDUCE_BUCKET
 from rewardfl.training.workload import Workload
 
@@ -46,14 +47,63 @@ def flops(costs: Costs, work: Workload) -> dict[str, float]:
         recompute = total(work.anchor, recomputed) if work.checkpointing else 0
         reference = total(work.anchor, lambda expert: expert.forward_frozen) if work.anchor_to_reference else 0
         parts["data anchor"] = passes + recompute + reference
-    kept = Counter(work.active_experts[len(work.active_experts) - work.kept_steps :])
-    replayed = {name: count - work.graphs * kept[name] for name, count in work.replay.items()}
     return parts | {
-        "replay forward": total(replayed, lambda expert: expert.forward),
+        "replay forward": total(_replayed(work), lambda expert: expert.forward),
         "replay recompute": total(work.backward_passes, recomputed) if work.checkpointing else 0,
         "replay backward": total(work.backward_passes, lambda expert: expert.backward),
         "reference": total(work.reference, lambda expert: expert.forward_frozen),
     }
+
+
+def _replayed(work: Workload) -> dict[str, float]:
+    """Return the passes of `work.replay` whose graphs are not the rollout's."""
+    kept = Counter(work.active_experts[len(work.active_experts) - work.kept_steps :])
+    return {name: count - work.graphs * kept[name] for name, count in work.replay.items()}
+
+
+def copies(costs: Costs, work: Workload) -> dict[str, tuple[float, float]]:
+    """Return the bytes of one video that go to the GPU and to the host, by part. A batch shares the weights' copies."""
+    experts = {name: costs.experts[name] for name in _swapped(work)}
+    sizes = [chunk.caches_in for chunk in costs.chunks] if work.decode_caches != "keep" else []
+    segmented = work.decode_caches == "segment"  # the first caches of each come twice, the others leave in the VJP
+    caches, stored = sum(sizes), sum(sizes[:: math.ceil(math.sqrt(len(sizes))) if segmented else 1])
+
+    def weights(passes: Mapping[str, float], there: int = 0) -> float:  # blocks that are on the GPU already
+        sizes = {name: cost.weights - cost.other_weights - there * cost.block_weights for name, cost in experts.items()}
+        return sum(passes.get(name, 0) * size for name, size in sizes.items()) / work.batch
+
+    def inputs(passes: Mapping[str, float]) -> float:
+        return sum(count * costs.experts[name].stored for name, count in passes.items()) if work.offload_inputs else 0
+
+    replayed = _replayed(work)
+    kept = {name: count - replayed[name] for name, count in work.replay.items()}
+    anchored = (1 + work.anchor_to_reference) * weights(work.anchor)
+    return {
+        "rollout": (weights(work.rollout), inputs(kept)),
+        "decode": (0, stored),
+        "decode VJP": (caches + segmented * stored, caches - stored),
+        "data anchor": (anchored + weights(work.anchor, there=1) + inputs(work.anchor), inputs(work.anchor)),
+        "replay forward": (weights(replayed), inputs(replayed)),
+        "replay backward": (weights(work.backward_passes, there=1) + inputs(work.backward_passes), 0),
+        "reference": (weights(work.reference), 0),
+    }
+
+
+def seconds(costs: Costs, work: Workload, rates: Rates) -> dict[str, tuple[float, float, float]]:
+    """Return the seconds of one video, by part: in all, of its copies, and of those that no computing hides.
+
+    Both directions copy at once, one block or chunk ahead of the computing; a pass waits for its first copy.
+    """
+    by_kind = [(getattr(rates, kind) * 1e12, flops(costs.of_kind(kind), work)) for kind in OPERATIONS]
+    compute = {part: sum(amounts[part] / rate for rate, amounts in by_kind) for part in by_kind[0][1]}
+    moved, blocks = copies(costs, work), max(cost.weights // cost.block_weights for cost in costs.experts.values())
+    spent = {}
+    for part, computing in compute.items():
+        into, out = (amount / rates.copies / 1e9 for amount in moved.get(part, (0, 0)))
+        hiding = computing + (compute["replay recompute"] if part == "replay backward" else 0)
+        exposed = max(into - hiding, out - hiding, into / (len(costs.chunks) if part == "decode VJP" else blocks))
+        spent[part] = computing + exposed, max(into, out), exposed
+    return spent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +144,7 @@ def memory(costs: Costs, work: Workload) -> Memory:
     phases = {
         phase: {name: work.batch * amount for name, amount in amounts.items()} for phase, amounts in parts.items()
     }
-    swapped = [*work.trained] if work.trained_placement == "cpu_swap" else []
-    if work.untrained and work.untrained_placement == "cpu_swap":
-        swapped.append(work.untrained)
+    swapped = _swapped(work)
     # in the other phases no block is on the GPU
     for phase, passes in (("rollout", work.rollout), ("replay", {**work.replay, **work.anchor})):
         if blocks := [costs.experts[name].block_weights for name in swapped if name in passes]:
@@ -138,6 +186,12 @@ def memory(costs: Costs, work: Workload) -> Memory:
 
 def _without_zeros(amounts: Mapping[str, int]) -> dict[str, int]:
     return {name: amount for name, amount in amounts.items() if amount}
+
+
+def _swapped(work: Workload) -> list[str]:
+    """Return the experts whose blocks wait in host memory."""
+    untrained = [work.untrained] if work.untrained and work.untrained_placement == "cpu_swap" else []
+    return [*work.trained, *untrained] if work.trained_placement == "cpu_swap" else untrained
 
 
 def trained_parameters(costs: Costs, work: Workload) -> int:

@@ -4,46 +4,55 @@ import json
 import math
 from collections.abc import Mapping
 
+import torch
+
 from rewardfl.estimate import needs
 from rewardfl.estimate.advice import INEXACT, Machine, changed_settings, fits, keep_more_graphs, recommend
 from rewardfl.estimate.measure import Costs, measure
+from rewardfl.estimate.rates import OPERATIONS, RATES, Rates
 from rewardfl.machine import usable_memory
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.timer import total_memory
 from rewardfl.training.workload import Workload
 
-TFLOPS = 400.0  # default TFLOP/s: an H100 in bfloat16
+
+def rates_on(device: torch.device) -> Rates:
+    """Return the rates of a GPU, an H100's for an unknown one and for a CPU."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((rates for name, rates in RATES.items() if name in gpu), RATES["H100"])
 
 
-def estimate(work: Workload, machine: Machine, tflops: float = TFLOPS) -> tuple[str, bool]:
+def estimate(work: Workload, machine: Machine, rates: Rates) -> tuple[str, bool]:
     """Return the estimate as text, and whether the run fits."""
     costs = measure(work.video)
-    tables = [work_table(costs, work, tflops), memory_lines(needs.memory(costs, work)), disk_table(costs, work)]
-    sections = [*tables, fit_verdict(costs, work, machine)]
+    tables = [work_table(costs, work, rates), memory_lines(needs.memory(costs, work)), disk_table(costs, work)]
+    sections = [*tables, fit_verdict(costs, work, machine, rates)]
     return "\n\n".join("\n".join(lines) for lines in sections), fits(costs, work, machine)
 
 
 def dry_run(work: Workload, job: Distributed) -> int:
     """Print the estimate. Return the exit code: 2 where the run does not fit this machine."""
-    text, enough = estimate(work, Machine(total_memory(job.device), usable_memory(), job.processes_per_machine()))
+    machine = Machine(total_memory(job.device), usable_memory(), job.processes_per_machine())
+    text, enough = estimate(work, machine, rates_on(job.device))
     job.print(text)
     return 0 if enough else 2
 
 
-def work_table(costs: Costs, work: Workload, tflops: float) -> list[str]:
-    """List FLOPs by part, and seconds at `tflops` TFLOP/s: of one video, and of parts of the run."""
+def work_table(costs: Costs, work: Workload, rates: Rates) -> list[str]:
+    """List FLOPs by part and kind, and seconds at the rates: of one video, and of parts of the run."""
     tokens, shape = costs.experts[work.trained[0]].tokens, "x".join(map(str, costs.shape))
-    parts = needs.flops(costs, work)
-    total, speed = sum(parts.values()), tflops * 1e12  # speed: FLOPs per second
-    lines = [f"{tokens} tokens, latents {shape}", f"compute, one video         TFLOP   s at {tflops:g} TFLOP/s"]
-    for name, amount in (parts | {"total": total}).items():
-        digits = f"{amount / 1e12:.0f}" if amount >= 1e14 else f"{amount / 1e12:.3g}"
-        lines.append(f"  {name:20s}{digits:>10s}{amount / speed:10.3g}")
-    swapped = "cpu_swap" in (work.untrained_placement, work.trained_placement)
-    if work.offload_inputs or swapped or work.decode_caches == "offload":
-        lines.append("  assuming that copies to and from the host are hidden behind computing")
+    flops = [needs.flops(part_costs, work) for part_costs in (costs, *map(costs.of_kind, OPERATIONS))]
+    times = needs.seconds(costs, work, rates)
+    rows = {part: [*(amounts[part] / 1e12 for amounts in flops), *spent] for part, spent in times.items()}
+    rows["total"] = [sum(column) for column in zip(*rows.values(), strict=True)]
+    lines = [f"{tokens} tokens, latents {shape}", f"one video at {rates}"]
+    columns = ("TFLOP", *OPERATIONS, "s", "copies, s", "exposed, s")
+    lines.append(f"  {'':16s}" + "".join(f"{column:>12s}" for column in columns))
+    for name, numbers in rows.items():
+        lines.append(f"  {name:16s}" + "".join(f"{x:12.0f}" if x >= 100 else f"{x:12.3g}" for x in numbers))
+    total, time = sum(flops[0].values()), sum(spent for spent, _, _ in times.values())
     for span in work.spans:
-        spent = _spent(work.processes, span.videos * total, span.of_process * total / speed)
+        spent = _spent(work.processes, span.videos * total, span.of_process * time)
         lines.append(f"{span.name}: {spent}")
     encode = costs.text.forward + costs.image.forward
     return [*lines, f"VAE encode and text: {encode / 1e12:.4g} TFLOP once per clip, then from the cache"]
@@ -77,7 +86,7 @@ def disk_table(costs: Costs, work: Workload) -> list[str]:
     return ["disk", f"  a checkpoint: {format_size(checkpoint)}{saves}", cached]
 
 
-def fit_verdict(costs: Costs, work: Workload, machine: Machine) -> list[str]:
+def fit_verdict(costs: Costs, work: Workload, machine: Machine, rates: Rates) -> list[str]:
     """Report whether the run fits the machine, and the settings to change when it does not."""
     needed = _needed(costs, work, machine)
     enough = fits(costs, work, machine)
@@ -88,7 +97,7 @@ def fit_verdict(costs: Costs, work: Workload, machine: Machine) -> list[str]:
     for key, value in changed_settings(work, after).items():
         note = f"; {INEXACT[value]}" if value in INEXACT else ""
         lines.append(f"  set {key}: {json.dumps(value).strip(chr(34))}{note}")
-    before, then = (sum(needs.flops(costs, run).values()) for run in (work, after))
+    before, then = (sum(time for time, _, _ in needs.seconds(costs, run, rates).values()) for run in (work, after))
     takes = f"takes {_needed(costs, after, machine)}, {100 * (then / before - 1):+.1f} % time"
     if fits(costs, after, machine):
         return [*lines, f"  then it {takes}"]

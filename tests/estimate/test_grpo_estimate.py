@@ -15,6 +15,7 @@ from rewardfl.backbones.protocol import Adapter, Source
 from rewardfl.backbones.wan import model as wan
 from rewardfl.estimate import needs, report
 from rewardfl.estimate.advice import Machine, changed_settings, fits, recommend
+from rewardfl.estimate.rates import RATES, parse_rates
 from rewardfl.training import plan, setup_summary, workload
 
 pytestmark = pytest.mark.slow(150)
@@ -316,7 +317,7 @@ def test_costs_in_words(published):
     run = asked(*settings, processes=2, steps=8)
     per_sample = sum(needs.flops(published, run).values())
     seconds = per_sample / 400e12
-    text = "\n".join(report.work_table(published, run, 400))
+    text = "\n".join(report.work_table(published, run, parse_rates("400")))
 
     def line(start):
         (found,) = [line for line in text.splitlines() if line.startswith(start)]
@@ -326,8 +327,9 @@ def test_costs_in_words(published):
     assert line("one update of 120 samples").endswith(update)
     assert f"{240 * per_sample / 1e15:.4g} PFLOP, {120 * seconds:.4g} s" in line("one epoch of 240 samples")
     assert f"{480 * per_sample / 1e15:.4g} PFLOP" in line("the run of 2 epochs, without its evaluations")
-    assert "the run of" not in "\n".join(report.work_table(published, asked(*settings, processes=2), 400))
-    assert any(f"{240 * seconds * 400 / 3600:.4g} GPU hours" in each for each in report.work_table(published, run, 1))
+    assert "the run of" not in "\n".join(report.work_table(published, asked(*settings, processes=2), RATES["H100"]))
+    slow = report.work_table(published, run, parse_rates("1"))
+    assert any(f"{240 * seconds * 400 / 3600:.4g} GPU hours" in each for each in slow)
 
 
 # ---- the tool ----

@@ -36,6 +36,7 @@ from rewardfl.estimate.advice import (
     lacking,
     recommend,
 )
+from rewardfl.estimate.rates import RATES
 from rewardfl.training.plan import resolve
 from rewardfl.training.setup_workload import make_workload
 from rewardfl.training.workload import Span, Video, Workload
@@ -455,7 +456,7 @@ def test_graphs_that_still_fit_are_proposed(published):
     assert after == dataclasses.replace(run, kept_steps=3)  # replay has one on the host anyway
     assert changed_settings(run, after) == {"train.active_graphs": "keep_on_host", "train.kept_steps": 3}
     assert changed_settings(after, run) == {"train.active_graphs": "replay", "train.kept_steps": None}
-    text = "\n".join(report.fit_verdict(measured, run, machine))
+    text = "\n".join(report.fit_verdict(measured, run, machine, RATES["H100"]))
     assert "with more graphs kept it is faster:\n" in text and "  set train.active_graphs: keep_on_host" in text
     kept_attention = dataclasses.replace(run, keep_attention=True)
     changed = changed_settings(kept_attention, keep_more_graphs(measured, kept_attention, machine))
@@ -509,7 +510,7 @@ def test_recommendation(published, run, memory):
         assert all(
             lacking(measured, other, machine) >= lacking(measured, after, machine) for other in alternatives(run)
         )
-    text = "\n".join(report.fit_verdict(measured, run, machine))
+    text = "\n".join(report.fit_verdict(measured, run, machine, RATES["H100"]))
     assert "does not fit" in text and ("no setting makes it fit" in text) == (not fit)
     for key, value in changed_settings(run, after).items():
         assert f"\n  set {key}: {str(value).lower()}" in text
@@ -653,7 +654,7 @@ def test_plan_run_judges_the_host(monkeypatch, published):
         assert "published; no configurations" in out and "data: not there yet" in out
         assert f" of {host}.0 GB in host memory" in out
     # half of the caches wait in host memory then; a GPU's bytes are not what is lacking
-    assert "\n  set train.decode_caches: segment\n" in out and "+0.5 % time" in out
+    assert "\n  set train.decode_caches: segment\n" in out and "+4.1 % time" in out
     monkeypatch.setattr(machine, "usable_memory", lambda: 24e9)
     out = run_tool(plan_run.main, "--config", *arguments, expect=2)  # of this machine
     assert "of 24.0 GB in host memory" in out

@@ -130,7 +130,7 @@ def test_the_estimate_knows_every_kind_of_block(folder_of, name):
     x, network = torch.randn(1, *shape), Experts({"transformer": model})
     with torch.no_grad(), measure.Living([]) as living:
         velocity = backbone.velocity(network, x, 0, schedule, told)
-    assert velocity.shape == x.shape and living.flops == predicted.forward_frozen
+    assert velocity.shape == x.shape and living.flops.total() == predicted.forward_frozen
     lora.inject(model, 4, 4, list(targets), seed=0)
     assert predicted.adapter_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
     decoder = measure.measure_chunks(parts.decoder, parts.vae)

@@ -1,0 +1,160 @@
+"""Seconds of the plan: FLOPs by kind against torch's own counter, copies against those that a benchmark counts."""
+
+import dataclasses
+import math
+from argparse import ArgumentTypeError
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, measured_before, run_tool
+from pipelines import I2V, LAYERS
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import reward_step
+from rewardfl import backbones, config, lora
+from rewardfl.backbones.protocol import Adapter, Source
+from rewardfl.backbones.wan import meta
+from rewardfl.estimate import measure, needs, report
+from rewardfl.estimate.rates import OPERATIONS, RATES, Rates, parse_rates
+from rewardfl.training import setup_model
+from rewardfl.training.workload import Video, Workload
+from rewardfl_tools import plan_run
+
+pytestmark = pytest.mark.slow(40)
+
+PUBLISHED = backbones.describe("wan2_2", Source(dtype="bfloat16"))
+VIDEO = Video(backbone=PUBLISHED, height=480, width=832, num_frames=81, adapter=Adapter(32, tuple(LAYERS)))
+STEPS, H100 = {"low_noise": 4}, RATES["H100"]
+RUN = Workload(
+    video=VIDEO, trained=("low_noise",), untrained="high_noise", rollout={"high_noise": 3, "low_noise": 5},
+    replay=STEPS, backward_passes=STEPS, reference=STEPS, anchor={"low_noise": 1}, reward_gradient=True,
+)  # fmt: skip
+PLACES = {"trained_placement": "cpu_swap", "untrained_placement": "cpu_swap", "decode_caches": "offload"}
+IN_HOST = dataclasses.replace(RUN, **PLACES, offload_inputs=True)
+
+
+@pytest.fixture(scope="module")
+def costs():
+    return measured_before(VIDEO)
+
+
+def by_operator(run):
+    """FLOPs by kind, of torch's own counter and its names of operators."""
+    with FlopCounterMode(display=False, custom_mapping=measure.FUSED) as counter:
+        run()
+    sums = dict.fromkeys(OPERATIONS, 0)
+    kinds = {"mm": "matmul", "addmm": "matmul", "bmm": "matmul", "convolution": "convolution"}
+    for operator, amount in counter.get_flop_counts()["Global"].items():
+        sums[kinds.get(str(operator).removeprefix("aten.").removesuffix("_backward"), "attention")] += amount
+    return sums
+
+
+def test_kinds_of_a_real_expert(pipe):
+    """Forward and backward of two blocks with an adapter."""
+    model, shape = pipe.transformer_2, (pipe.transformer_2.config.in_channels, 2, 8, 10)
+    lora.inject(model, 4, 4, list(LAYERS), seed=0)
+    expert = meta.expert_on_meta(model.config, torch.float32, shape, I2V)
+    predicted = measure.measure_expert([expert], torch.float32, ["WanTransformerBlock"], Adapter(4, tuple(LAYERS)))
+    x, text, outputs = torch.randn(1, *shape, requires_grad=True), torch.randn(1, 512, model.config.text_dim), []
+    forward = by_operator(lambda: outputs.append(model(x, torch.tensor([500.0]), text, return_dict=False)[0].sum()))
+    for name, counted in (("forward", forward), ("backward", by_operator(outputs[0].backward))):
+        assert {kind: getattr(predicted.of_kind(kind), name) for kind in OPERATIONS} == counted
+        assert all(counted.values()) and sum(counted.values()) == getattr(predicted, name)
+
+
+def test_kinds_of_the_published_model(costs):
+    """In TFLOP: the study of the model has 785.5 in linear layers and 892.9 in attention, and 2.5 times that back."""
+    linear, attention = (costs.of_kind(kind).experts["low_noise"] for kind in ("matmul", "attention"))
+    assert linear.forward_frozen / 1e12 == pytest.approx(785.5, rel=1e-3)
+    assert attention.forward_frozen / 1e12 == pytest.approx(892.9, rel=1e-3)
+    assert attention.backward == 2.5 * attention.forward
+    decoder = costs.of_kind("convolution").chunks
+    assert 0.99 < sum(chunk.forward for chunk in decoder) / sum(chunk.forward for chunk in costs.chunks) < 1
+
+
+def test_seconds_are_flops_by_the_rates(costs):
+    flops, even = needs.flops(costs, RUN), needs.seconds(costs, RUN, parse_rates("400"))
+    assert even == {part: (pytest.approx(amount / 400e12), 0, 0) for part, amount in flops.items()}
+    endless = dict.fromkeys((*OPERATIONS, "copies"), math.inf)
+    matmul, attention, convolution = (needs.seconds(costs, RUN, Rates(**endless | {kind: 100})) for kind in OPERATIONS)
+    vjp = [spent["decode VJP"][0] for spent in (matmul, attention, convolution)]
+    assert vjp[0] == 0 < vjp[1] < 0.01 * vjp[2] and sum(vjp) == pytest.approx(4 * even["decode VJP"][0])
+    # the house's own study expects this of an H100, within a quarter
+    assert sum(total for total, _, _ in needs.seconds(costs, RUN, H100).values()) == pytest.approx(110, rel=0.25)
+
+
+def test_copies_of_weights_inputs_and_caches(costs):
+    """40 blocks of 0.7 GB come for each pass, without the last one for a backward pass, which has it."""
+    expert, blocks = costs.experts["low_noise"], 40 * costs.experts["low_noise"].block_weights
+    back, caches = blocks - expert.block_weights, needs.decode_caches(costs.chunks, "offload")[2]
+    assert needs.copies(costs, IN_HOST) == {
+        "rollout": (8 * blocks, 0), "decode": (0, caches), "decode VJP": (caches, 0),
+        "data anchor": (blocks + back + expert.stored, expert.stored),
+        "replay forward": (4 * blocks, 4 * expert.stored), "replay backward": (4 * (back + expert.stored), 0),
+        "reference": (4 * blocks, 0),
+    }  # fmt: skip
+    batch = needs.copies(costs, dataclasses.replace(IN_HOST, batch=2))
+    assert batch["rollout"] == (4 * blocks, 0) and batch["replay forward"][1] == 4 * expert.stored
+    kept = needs.copies(
+        costs, dataclasses.replace(IN_HOST, trained_placement="gpu", active_experts=4 * ("low_noise",), kept_steps=3)
+    )
+    assert kept["rollout"] == (3 * blocks, 3 * expert.stored) and kept["replay forward"] == (0, expert.stored)
+    segments = needs.copies(costs, dataclasses.replace(RUN, decode_caches="segment"))
+    steady = costs.chunks[-1].caches_in  # of the chunks 0, which has none, 5, 10, 15 and 20 of 21
+    assert segments["decode"] == (0, 4 * steady)
+    assert segments["decode VJP"] == (caches + 4 * steady, caches - 4 * steady)
+    assert not any(map(sum, needs.copies(costs, RUN).values()))
+
+
+def test_computing_hides_copies(costs):
+    """All but a pass's first block where computing takes longer; where copying does, what is longer is exposed."""
+    computing = {part: total for part, (total, _, _) in needs.seconds(costs, RUN, H100).items()}
+    quick, slow = (needs.seconds(costs, IN_HOST, dataclasses.replace(H100, copies=rate)) for rate in (50, 1))
+    assert quick["rollout"][2] == pytest.approx(8 * costs.experts["low_noise"].block_weights / 50e9, rel=0.03)
+    assert quick["decode VJP"][2] == pytest.approx(quick["decode VJP"][1] / 21)
+    assert quick["decode"][2] == 0 < quick["decode"][1]
+    for part in computing.keys() - {"replay recompute", "decode"}:
+        total, copied, exposed = slow[part]
+        hidden = computing[part] + (computing["replay recompute"] if part == "replay backward" else 0)
+        assert total == pytest.approx(computing[part] + exposed) and exposed == pytest.approx(copied - hidden)
+
+
+def test_a_benchmark_counts_the_planned_copies():
+    """One update on the tiny model: and the prompt and time that the first block's checkpoint keeps in the host."""
+    settings = ["data.height=32", "data.width=32", "data.num_frames=5", "train.per_device_train_batch_size=2"]
+    cfg = config.load(ROOT / "tests/face.yaml", [*settings, *reward_step.EXACT, *reward_step.MODES["swap"]])
+    backbone = backbones.describe(cfg.model.model_name, setup_model.model_source(cfg))
+    size, work = reward_step.make_size(cfg, backbone, torch.device("cpu")), reward_step.plan_work(cfg, backbone)
+    figures, _ = reward_step.measure("swap", size, cfg, 1, H100)
+    first = 4 * 2 * (512 + 6) * 192 * 4  # steps, clips, tokens and modulations, channels, bytes
+    planned = [2 * sum(amounts) + first for amounts in zip(*needs.copies(size.costs, work).values(), strict=True)]
+    assert [figures["copied_in"], figures["copied_out"]] == planned
+    seconds = sum(total for total, _, _ in needs.seconds(size.costs, work, H100).values())
+    assert figures["rows"][-1]["plan_seconds"] == pytest.approx(2 * seconds)
+    rollout, line = figures["rows"][0], [*reward_step.by_phase(figures | {"norm": 0.0})][3]
+    expected = f"{rollout['plan_seconds']:.3g} | {rollout['seconds'] / rollout['plan_seconds']:.2f}"
+    assert line.startswith(f"| rollout | {rollout['seconds']:.3g} | {expected} |")
+
+
+def test_rates_of_a_text_and_of_this_machine(monkeypatch):
+    assert parse_rates("RTX 4090,copies=12") == dataclasses.replace(RATES["RTX 4090"], copies=12)
+    assert parse_rates("attention=370,convolution=1e2") == dataclasses.replace(H100, attention=370, convolution=100)
+    assert parse_rates("400") == Rates(matmul=400, attention=400, convolution=400, copies=H100.copies)
+    for text in ("A100", "attention=0", "attention=", "speed=3", "", "H100;copies=2"):
+        with pytest.raises(ArgumentTypeError, match="must "):
+            parse_rates(text)
+    for name, gpu in (("NVIDIA GeForce RTX 4090", "RTX 4090"), ("NVIDIA H100 80GB HBM3", "H100"), ("A100", "H100")):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert report.rates_on(SimpleNamespace(type="cuda")) == RATES[gpu]
+
+
+def test_the_tool_prints_kinds_and_exposed_copies():
+    in_host = ("--config", "tests/face.yaml", "experts.trained=cpu_swap", "train.use_gradient_checkpointing=true")
+    texts = [run_tool(plan_run.main, *in_host, *more) for more in ((), ("--rates", "RTX 4090,copies=1"))]
+    assert "one video at TFLOP/s: matmul 130, attention 150, convolution 15; 1 GB/s" in texts[1]
+    rows = [{line[:18].strip(): line[18:].split() for line in text.splitlines()} for text in texts]
+    first, second = (list(map(float, table["total"])) for table in rows)
+    assert first[:4] == second[:4] and 0 < first[6] < second[6] < second[4]
+    assert sum(first[1:4]) == pytest.approx(first[0], rel=1e-2)
+    assert "matmul 400, attention 400, convolution 400" in run_tool(plan_run.main, *in_host, "--tflops", 400)
