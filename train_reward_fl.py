@@ -87,7 +87,7 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
     decoder = backbone.load_decoder(job.device)
-    context = offload.graph_context(cfg.train.active_graphs, job.device)
+    graphs = plan.graphs_of, offload.graph_context(cfg.train.active_graphs, job.device)
     model, trained = setup_model.load_experts(cfg, plan, backbone, job, conditions, samples)
     setup_model.fill_adapters(model, trained, backbone, plan.init, resume_point, restored)
     learner = make_learner(cfg.train, job, backbone, model, trained, steps, restored)
@@ -97,7 +97,7 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
     ascent = cfg.sample.endpoint_length if cfg.sample.gradient_mode == "endpoint" else None  # length of the cotangent
     log = open_log(cfg, job, run_folder, state, restored, steps)
     del restored  # up to three copies of the adapters
-    active, kept, accumulation = plan.active, plan.graphs_of, cfg.train.gradient_accumulation_steps
+    active, accumulation = plan.active, cfg.train.gradient_accumulation_steps
     per_process = accumulation * cfg.train.per_device_train_batch_size  # loss denominator of this process
 
     def get_velocity(network: nn.Module, batch: Batch) -> Velocity:
@@ -170,7 +170,7 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
 
                 # 1. Noise -> latents. The latents before the active steps are kept, or these steps' graphs.
                 with timer("rollout"), averaged(average if ascent else None, learner.parameters):
-                    trajectory = reward_flow.rollout(velocity, batch.x, sigmas, active, batch.start_step, kept, context)
+                    trajectory = reward_flow.rollout(velocity, batch.x, sigmas, active, batch.start_step, *graphs)
 
                 # 2. loss = -reward + kl_weight * KL, a mean over samples. Here: the gradient of -reward by the frames.
                 with timer("decode"):

@@ -99,9 +99,9 @@ def keep_more_graphs(costs: Costs, work: Workload, machine: Machine) -> Workload
 def memory_settings(work: Workload) -> dict[str, Any]:
     """Return the values of the configuration keys that trade memory for time."""
     keys = KEYS | {"samples_on": f"{work.group_section}.samples_on"}
-    kept = "keep_on_host" if work.offload_inputs else "keep_on_device"
+    place = "keep_on_host" if work.offload_inputs else "keep_on_device"
     values = {key: getattr(work, field) for field, key in keys.items()} | {"train.kept_steps": work.kept_steps or None}
-    return values | {"train.active_graphs": kept if work.kept_steps else "replay"}
+    return values | {"train.active_graphs": place if work.kept_steps else "replay"}
 
 
 def changed_settings(work: Workload, after: Workload) -> Mapping[str, Any]:

@@ -57,8 +57,8 @@ def flops(costs: Costs, work: Workload) -> dict[str, float]:
 
 def _replayed(work: Workload) -> dict[str, float]:
     """Return the passes of `work.replay` whose graphs are not the rollout's."""
-    kept = Counter(work.active_experts[len(work.active_experts) - work.kept_steps :])
-    return {name: count - work.graphs * kept[name] for name, count in work.replay.items()}
+    graphs = Counter(work.active_experts[len(work.active_experts) - work.kept_steps :])
+    return {name: count - work.graphs * graphs[name] for name, count in work.replay.items()}
 
 
 def copies(costs: Costs, work: Workload) -> dict[str, tuple[float, float]]:
@@ -76,10 +76,10 @@ def copies(costs: Costs, work: Workload) -> dict[str, tuple[float, float]]:
         return sum(count * costs.experts[name].stored for name, count in passes.items()) if work.offload_inputs else 0
 
     replayed = _replayed(work)
-    kept = {name: count - replayed[name] for name, count in work.replay.items()}
+    with_graph = {name: count - replayed[name] for name, count in work.replay.items()}
     anchored = (1 + work.anchor_to_reference) * weights(work.anchor)
     return {
-        "rollout": (weights(work.rollout), inputs(kept)),
+        "rollout": (weights(work.rollout), inputs(with_graph)),
         "decode": (0, stored),
         "decode VJP": (caches + segmented * stored, caches - stored),
         "data anchor": (anchored + weights(work.anchor, there=1) + inputs(work.anchor), inputs(work.anchor)),

@@ -169,13 +169,13 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
     check_active_experts(cfg, backbone, schedule)
     active, supervised = configuration.active_steps(cfg), configuration.is_supervised(cfg)
     replayed = 0 if supervised else len(active)
-    kept = 0 if cfg.train.active_graphs == "replay" else cfg.train.kept_steps or len(active)
-    if kept > len(active):
-        raise ConfigError(f"train.kept_steps is {kept}, but {len(active)} steps have a gradient; make it smaller")
+    count = 0 if cfg.train.active_graphs == "replay" else cfg.train.kept_steps or len(active)
+    if count > len(active):
+        raise ConfigError(f"train.kept_steps is {count}, but {len(active)} steps have a gradient; make it smaller")
     return RewardFlPlan(
         **common,
         active=active,
-        graphs_of=active[len(active) - kept :],
+        graphs_of=active[len(active) - count :],
         kl_steps=(cfg.reward.kl_steps or active) if cfg.reward.kl_weight != 0 else (),
         backwards_per_update=cfg.train.gradient_accumulation_steps * (replayed + draws),
         clips_at_once=check_batch(cfg.train, processes),

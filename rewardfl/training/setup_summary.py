@@ -55,7 +55,7 @@ def overview(cfg: AnyConfig, plan: AnyPlan, backbone: Backbone, rows: Sequence[R
     else:
         assert isinstance(plan, RewardFlPlan)
         lines = _batch_arithmetic(cfg, plan, clips)
-        table = sigma_table(schedule, plan.active, kept=plan.graphs_of)
+        table = sigma_table(schedule, plan.active, graphs_of=plan.graphs_of)
     if cfg.anchor.weight:
         lines.append(_anchor_line(cfg.anchor, plan.anchor_steps))
     return "\n".join([*lines, "", *table, ""])
@@ -160,11 +160,11 @@ def _run_lines(plan: GroupPlan, steps: int | None, clips: int | None) -> list[st
 
 
 def sigma_table(
-    schedule: Schedule, trained: Sequence[int], grpo: GrpoConfig | None = None, kept: Sequence[int] = ()
+    schedule: Schedule, trained: Sequence[int], grpo: GrpoConfig | None = None, graphs_of: Sequence[int] = ()
 ) -> list[str]:
     """Return a table by step: sigma, timestep, expert, and whether it is trained, or drawn in windows.
 
-    kept: trained steps whose graphs are the rollout's.
+    graphs_of: trained steps whose graphs are the rollout's.
 
     Flow-GRPO adds for each kind of stochastic step at the configured noise level its std, gradient weight
     (`flow.gradient_weight`) and noise left over sigma_next (`flow.noise_scale_error`).
@@ -180,7 +180,7 @@ def sigma_table(
     sigmas = schedule.sigmas.tolist()
     for i, (sigma, sigma_next) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
         cells = "".join(_cells(kind, sigma, sigma_next, level, sigmas[1], limit) for kind in kinds)
-        mark = f"{'kept' if i in kept else word if i in trained else '-':{len(role)}s}"
+        mark = f"{'kept' if i in graphs_of else word if i in trained else '-':{len(role)}s}"
         lines.append(f"{i:4d}  {sigma:6.4f}  {1000 * sigma:9.3f}  {schedule.experts[i]:10s}  {mark}{cells}".rstrip())
     if kinds:
         lines.append(

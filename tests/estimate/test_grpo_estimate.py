@@ -308,7 +308,7 @@ def test_sigma_table():
     face = setup_summary.sigma_table(SCHEDULE, (4, 5, 6, 7))
     assert face[3].split() == ["2", "0.9375", "937.500", "high_noise", "-"]
     assert [line.split()[4] for line in face[1:]] == ["-"] * 4 + ["replayed"] * 4
-    kept = setup_summary.sigma_table(SCHEDULE, (4, 5, 6, 7), kept=(6, 7))
+    kept = setup_summary.sigma_table(SCHEDULE, (4, 5, 6, 7), graphs_of=(6, 7))
     assert [line.split()[4] for line in kept[5:]] == ["replayed"] * 2 + ["kept"] * 2
 
 
