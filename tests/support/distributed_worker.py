@@ -5,7 +5,8 @@ distributed type, the process count, the wrapper, the bytes that DDP broadcasts 
 update's gradient norm, and a digest of the trained parameters after it. In the first run BREAK_GRADIENT=<rank>:<update>
 makes that rank's gradients of that update infinite; in train_reward_fl.py NOBODY_ON=<row> takes the face from a clip,
 after all checks. FSDP_ON_CPU=true tells accelerate that these processes without a GPU are some with: it
-knows FSDP only there.
+knows FSDP only there. SPLIT_ON_CPU=true tells diffusers the same, whose enable_parallelism divides by their number.
+Rank 0 saves the gradients of all updates as GRADIENTS/<n>.pt, where that folder is named.
 """
 
 import contextlib
@@ -56,6 +57,9 @@ def watched(seen, faceless, breaking):
 
     def watched_step(job, optimizer, parameters, max_norm):
         before = digest(parameters)
+        if (folder := os.environ.get("GRADIENTS")) and job.main:
+            path = Path(folder) / f"{len(list(Path(folder).iterdir()))}.pt"
+            torch.save([None if p.grad is None else p.grad.clone() for p in parameters], path)
         norm = step(job, optimizer, parameters, max_norm)
         after = digest(parameters)
         left = sum(p.grad is not None and bool(sharding.full_tensor(p.grad).any()) for p in parameters)
@@ -93,6 +97,8 @@ def fsdp_on_cpu():
 def main():
     if os.environ.get("FSDP_ON_CPU") == "true":
         fsdp_on_cpu()
+    if os.environ.get("SPLIT_ON_CPU") == "true":
+        torch.accelerator.device_count = lambda: 1
     Accelerator.end_training = lambda self: None  # it would disconnect the processes, and the next run needs them
     out, *words = sys.argv[1:]
     accounts = []
