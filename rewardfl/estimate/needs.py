@@ -21,7 +21,7 @@ _FLOAT32 = 4
 
 
 def flops(costs: Costs, work: Workload) -> dict[str, float]:
-    """Return the FLOPs of one video, by part. A frozen expert's replayed steps are counted as trained ones."""
+    """Return a process's FLOPs for one video, by part. A frozen expert's replayed steps are counted as trained ones."""
     decode = sum(chunk.forward for chunk in costs.chunks)
     cached = work.untrained if work.untrained_placement == "boundary_cache" else None
     rollout = sum(  # a trained expert has its adapter
@@ -29,13 +29,13 @@ def flops(costs: Costs, work: Workload) -> dict[str, float]:
         for name, count in work.rollout.items()
         if name != cached
     )
-    parts = {"rollout": rollout, "decode": decode if work.rollout else 0}
+    parts = {"rollout": rollout / work.processes_per_clip, "decode": decode if work.rollout else 0}
     if work.reward_gradient:
         decodes = 2 if work.decode_caches == "segment" else 1
         parts["decode VJP"] = decodes * decode + sum(chunk.backward for chunk in costs.chunks)
 
     def total(passes: Mapping[str, float], amount: Callable[[ExpertCost], int]) -> float:
-        return sum(count * amount(costs.experts[expert]) for expert, count in passes.items())
+        return sum(count * amount(costs.experts[expert]) for expert, count in passes.items()) / work.processes_per_clip
 
     def recomputed(expert: ExpertCost) -> int:
         return expert.forward - expert.attention if work.keep_attention else expert.forward
@@ -84,7 +84,9 @@ def memory(costs: Costs, work: Workload) -> Memory:
     """Return memory by phase. Training does not load text and VAE encoder, because the conditioning is cached."""
     replay, inputs = _replay(costs, work)
     rolled = max(2 * cost.block_input + cost.block_peak_frozen for cost in costs.experts.values())
-    parts = {"rollout": {"one block, no graph": rolled}, **_decoding(costs, work), "replay": replay}
+    split, inputs = work.processes_per_clip, inputs / work.processes_per_clip
+    replay = {name: amount // split for name, amount in replay.items()}
+    parts = {"rollout": {"one block, no graph": rolled // split}, **_decoding(costs, work), "replay": replay}
     phases = {
         phase: {name: work.batch * amount for name, amount in amounts.items()} for phase, amounts in parts.items()
     }

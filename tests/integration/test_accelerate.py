@@ -38,11 +38,11 @@ def expected(count, coupling):
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_of_the_global_batch(results, case):
-    accumulation, batch, coupling, naive = case
+    accumulation, batch, coupling, naive, per_clip = case
     ranks = results[case]
     assert [r["wrapper"] for r in ranks] == ["DistributedDataParallel"] * 2
     assert [r["synchronised"] for r in ranks] == [1] * len(ranks)
-    right = expected(accumulation * batch * len(ranks), coupling)
+    right = expected(accumulation * batch * len(ranks) // per_clip, coupling)
     for result in ranks:
         if naive:
             with pytest.raises(AssertionError, match="relative difference"):

@@ -70,7 +70,7 @@ def assert_same_updates(mine, right):
         largest = max(gradient.abs().max() for gradient in right[name][0])
         assert largest > 0
         apart = [float((a - b).abs().max() / largest) for a, b in zip(gradients, right[name][0], strict=True)]
-        assert max(apart) < 1e-6, (name, max(apart))
+        assert max(apart) < 1e-5, (name, max(apart))  # float32: tests/integration/test_accelerate.py has 1e-9
         assert line == pytest.approx(right[name][1], rel=1e-5)
 
 
@@ -91,7 +91,7 @@ def test_two_clips_of_two_processes_each(pipeline, tmp_path):
     "overrides, message",
     [
         ([], "train.context_parallel 2 does not divide the 3 attention heads"),
-        (["data.width=48", "train.context_parallel=4"], "train.context_parallel 4 does not divide the 6 tokens"),
+        (["train.context_parallel=3", "data.num_frames=7"], "train.context_parallel 3 does not divide the 64 tokens"),
     ],
 )
 def test_what_two_processes_cannot_share(monkeypatch, capsys, tmp_path, overrides, message):

@@ -2,7 +2,7 @@
 
 argv: OUT. Every case is a global batch of accumulation x batch x processes samples; each sample's noise and
 conditioning are a function of its number alone. `naive` leaves accelerate's division in place, the error that
-the test must see.
+the test must see. With two processes per clip, diffusers' enable_parallelism is told of a GPU, which it wants to count.
 """
 
 import os
@@ -19,11 +19,15 @@ from test_reward_flow import SCHEDULE, gradients, lora_model, quadratic_reward
 from rewardfl import reward_flow
 from rewardfl.backbones.protocol import Conditioning, Velocity
 from rewardfl.backbones.wan.decoder import WanDecoder
+from rewardfl.memory import context_parallel
 
 ACTIVE = {0.0: [3, 4, 5], 0.2: [3, 4, 5], 1.0: [1, 3, 5]}  # by coupling; step 1 belongs to the other expert
 KL_WEIGHT = 0.7
-# accumulation, batch, coupling, naive
-CASES = [(2, 1, 1.0, True), *((ga, batch, c, False) for ga, batch in ((1, 2), (2, 1)) for c in (0.0, 0.2, 1.0))]
+# accumulation, batch, coupling, naive, processes per clip
+CASES = [
+    (2, 1, 1.0, True, 1), *((ga, batch, c, False, 1) for ga, batch in ((1, 2), (2, 1)) for c in (0.0, 0.2, 1.0)),
+    (1, 2, 1.0, False, 2), (2, 1, 0.2, False, 2),
+]  # fmt: skip
 
 
 def sample(number: int, pipe) -> tuple[Conditioning, torch.Tensor]:
@@ -40,7 +44,7 @@ def batch_of(numbers: list[int], pipe) -> tuple[Conditioning, torch.Tensor]:
     return backbone_of(pipe).collate(conditions), torch.cat(noises)
 
 
-def update(accumulation: int, batch: int, coupling: float, naive: bool) -> tuple[dict, str, int]:
+def update(accumulation: int, batch: int, coupling: float, naive: bool, per_clip: int) -> tuple[dict, str, int]:
     """Gradients after one update of this process, the kind of wrapper, and how many backwards synchronised."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
@@ -51,6 +55,11 @@ def update(accumulation: int, batch: int, coupling: float, naive: bool) -> tuple
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin, kwargs_handlers=[unused])
     pipe, model = lora_model(torch.float64)
+    if per_clip > 1:
+        mesh = context_parallel.make_mesh(accelerator.device, accelerator.num_processes, per_clip)
+        for expert in model.inside.values():
+            expert.enable_gradient_checkpointing()
+            context_parallel.split_tokens(expert, mesh)
     policy = accelerator.prepare(model)
     per_process, synchronised = accumulation * batch, 0
 
@@ -60,7 +69,7 @@ def update(accumulation: int, batch: int, coupling: float, naive: bool) -> tuple
         accelerator.backward(loss if naive else loss * accelerator.gradient_accumulation_steps)
 
     for micro in range(accumulation):
-        first = (micro * accelerator.num_processes + accelerator.process_index) * batch
+        first = (micro * (accelerator.num_processes // per_clip) + accelerator.process_index // per_clip) * batch
         conditioning, x = batch_of(list(range(first, first + batch)), pipe)
         velocity = Velocity(backbone=backbone_of(pipe), model=policy, conditioning=conditioning, schedule=SCHEDULE)
         trajectory = reward_flow.rollout(velocity, x, SCHEDULE.sigmas, active)
@@ -78,6 +87,7 @@ def update(accumulation: int, batch: int, coupling: float, naive: bool) -> tuple
 
 def main() -> None:
     torch.set_num_threads(1)
+    torch.accelerator.device_count = lambda: 1
     rank = int(os.environ.get("RANK", "0"))
     for case in CASES:
         grads, wrapper, synchronised = update(*case)
