@@ -191,8 +191,7 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
 
                 # 3. Back through the decoder.
                 with timer("decode"):
-                    grad_x0 = decoder.vjp(trajectory.x0, grad_video, decoded, batch.conditioning)
-                    grad_x0 = job.from_first_of_clip(grad_x0)
+                    grad_x0 = job.broadcast_in_clip(decoder.vjp(trajectory.x0, grad_video, decoded, batch.conditioning))
                 del decoded, grad_video  # up to 38 GB
 
                 # 4. Back through the active steps: one forward pass each, unless its graph was kept.

@@ -111,7 +111,7 @@ class Distributed:
         """Return the mesh of context_parallel.make_mesh. The first call is collective."""
         return context_parallel.make_mesh(self.device, self.world, self.processes_per_clip)
 
-    def from_first_of_clip(self, tensor: Tensor) -> Tensor:
+    def broadcast_in_clip(self, tensor: Tensor) -> Tensor:
         """Return the tensor of a clip's first process on all of them: rewards may differ by rounding, or be remote."""
         if self.processes_per_clip > 1:
             torch.distributed.broadcast(tensor, group=self.clip_mesh["ulysses"].get_group(), group_src=0)
