@@ -5,7 +5,8 @@ distributed type, the process count, the wrapper, the bytes that DDP broadcasts 
 update's gradient norm, and a digest of the trained parameters after it. In the first run BREAK_GRADIENT=<rank>:<update>
 makes that rank's gradients of that update infinite; in train_reward_fl.py NOBODY_ON=<row> takes the face from a clip,
 after all checks. FSDP_ON_CPU=true tells accelerate that these processes without a GPU are some with: it
-knows FSDP only there. SPLIT_ON_CPU=true tells diffusers the same, whose enable_parallelism divides by their number.
+knows FSDP only there. SPLIT_ON_CPU=true tells diffusers the same, whose enable_parallelism divides by their number, and
+gives the second of two processes of a clip a wrong gradient of its reward, which must not count.
 Rank 0 saves the gradients of all updates as GRADIENTS/<n>.pt, where that folder is named.
 """
 
@@ -24,6 +25,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 
+from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.memory import sharding
 from rewardfl.training import setup_data
 from rewardfl.training.distributed import Distributed
@@ -99,6 +101,8 @@ def main():
         fsdp_on_cpu()
     if os.environ.get("SPLIT_ON_CPU") == "true":
         torch.accelerator.device_count = lambda: 1
+        vjp, odd = WanDecoder.vjp, int(os.environ.get("RANK", "0")) % 2
+        WanDecoder.vjp = lambda *arguments: vjp(*arguments) * (1 + odd)
     Accelerator.end_training = lambda self: None  # it would disconnect the processes, and the next run needs them
     out, *words = sys.argv[1:]
     accounts = []
