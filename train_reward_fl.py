@@ -144,12 +144,12 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
     done, stopped = state.step, ""
     progress = tqdm(range(done, steps), initial=done, total=steps, disable=not job.accelerator.is_local_main_process)
     for step in progress:
-        seed_generators(cfg.run.seed, step, job.rank)
+        seed_generators(cfg.run.seed, step, job.data_rank)
         timer, outcomes, results = Timer(job.device), [], []
         with timer("step"), job.gradient_reduction():
             for micro in range(accumulation):
                 with timer("encode"):
-                    index = (step * accumulation + micro) * job.world + job.rank
+                    index = (step * accumulation + micro) * job.data_world + job.data_rank
                     batch = builder.batch(data.one_shape_batch(index, per_pass, sizes, cfg.run.seed))
                     sigmas, velocity = batch.schedule.sigmas, get_velocity(policy, batch)
 
@@ -191,7 +191,7 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
 
                 # 3. Back through the decoder.
                 with timer("decode"):
-                    grad_x0 = decoder.vjp(trajectory.x0, grad_video, decoded, batch.conditioning)
+                    grad_x0 = job.broadcast_in_clip(decoder.vjp(trajectory.x0, grad_video, decoded, batch.conditioning))
                 del decoded, grad_video  # up to 38 GB
 
                 # 4. Back through the active steps: one forward pass each, unless its graph was kept.
@@ -211,7 +211,7 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
         # 5. One AdamW step on the gradients of all samples of all processes.
         with timer("step"):
             gathered = job.gather({name: torch.cat([each[name] for each in outcomes]) for name in outcomes[0]})  # (N,)
-            results = job.gather_lists(results)
+            results = job.gather_lists(results if job.first_of_clip else [])
             with timer("optimizer"):
                 rate = float(scheduler.get_last_lr()[0])
                 norm = job.step(optimizer, learner.parameters, cfg.train.max_grad_norm)

@@ -236,6 +236,10 @@ class Backbone(Protocol):
     def check_clips(self, height: int, width: int, num_frames: int, max_pixels: int | None = None) -> None:
         """Raise InputError for clips of an unsupported size; with max_pixels, height and width are ignored."""
 
+    def check_split(self, processes: int, height: int, width: int, num_frames: int) -> None:
+        """Raise InputError where `processes` cannot have equal parts of a clip's tokens and attention heads."""
+        raise InputError(f"train.context_parallel {processes}: this model does not split its tokens; set it to 1")
+
     def differences(self, shift: float | None, guidance: float) -> list[str]:
         """Return a line for each setting of the run that differs from the checkpoint's."""
 

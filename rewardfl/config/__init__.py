@@ -25,6 +25,7 @@ from rewardfl.config.schema import (
     is_supervised,
     list_reward_specs,
     part_weights,
+    processes_per_clip,
     resolve_coupling,
     second_pack_key,
     trained_positions,

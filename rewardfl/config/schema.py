@@ -56,6 +56,7 @@ def _names(text: str) -> list[str]:
 
 TRAINABLE = ("dit", "dit2")  # a model's experts by falling sigma; a model with one expert has the first
 TORCHS_ATTENTION = ("native", "_native_cudnn", "_native_efficient", "_native_flash")  # diffusers' names
+SPLIT_ATTENTION = ("native", "_native_cudnn", "_native_flash", "flash")  # work with train.context_parallel
 COUPLING = {"chain": 1.0, "bridge": 0.2, "drtune": 0.0, "last": 1.0, "endpoint": 1.0}
 ONE_STEP = ("last", "endpoint")  # gradient modes of one active step
 # reward/<name> of the scripts themselves, and of face_identity's parts that alarms and documents mean
@@ -549,6 +550,10 @@ class TrainConfig(GrpoTrainConfig):
     active_graphs: Free[Literal["replay", "keep_on_host", "keep_on_device"]] = "replay"
     # Steps whose graphs are kept, the last ones with a gradient; the others are replayed. null: all.
     kept_steps: Free[Count | None] = None
+    # Processes that compute each clip together, for Wan models without sharding. In the experts each has a part of the
+    # tokens, which divides activations and time; decoder and rewards work on the whole clip in all of them. It must
+    # divide the processes, the tokens and the attention heads. The backend native computes attention again to go back.
+    context_parallel: Free[Annotated[Count, Field(le=64)]] = 1
     # Decay of an average of the weights (rising from 0.1 to this), which sample videos and checkpoints use. 0: the last
     # weights. Training and judging do not use it, except in gradient_mode endpoint, whose videos are the average's.
     ema_decay: Annotated[Number, Field(ge=0, lt=1)] = 0.0
@@ -563,6 +568,10 @@ class TrainConfig(GrpoTrainConfig):
             yield f"train.keep_attention does not go with train.active_graphs {self.active_graphs}; set it to false"
         if self.active_graphs == "replay" and self.kept_steps is not None:
             yield "train.kept_steps needs train.active_graphs keep_on_host or keep_on_device; set it, or remove this"
+        others = {"active_graphs": "replay", "keep_attention": False, "compile_blocks": False}
+        for key, value in others.items() if self.context_parallel > 1 else ():
+            if getattr(self, key) != value:
+                yield f"train.context_parallel does not go with train.{key}; set {key}: {str(value).lower()}"
 
 
 class GroupConfig(Section):
@@ -733,6 +742,11 @@ class RewardFlConfig(Section):
             yield f"reward.kl_steps must be increasing, of the steps with a gradient {list(active)}, got {list(steps)}"
         if self.sample.gradient_mode == "endpoint" and not is_supervised(self):
             yield from self._endpoint_conflicts()
+        if self.train.context_parallel > 1 and self.data.max_pixels is not None:
+            yield "train.context_parallel divides the tokens of one size; set data.height and width, not max_pixels"
+        if self.train.context_parallel > 1 and self.model.attention_backend not in SPLIT_ATTENTION:
+            names = ", ".join(SPLIT_ATTENTION)
+            yield f"train.context_parallel needs a model.attention_backend of {names}; take one of them"
         if self.experts.untrained != "boundary_cache":
             return
         needs = "experts.untrained boundary_cache needs"
@@ -919,6 +933,11 @@ def is_supervised(cfg: AnyConfig) -> bool:
     reward = cfg.reward
     weights = [reward.reward_weight, reward.motion_weight, *(term.weight for term in reward.others.values())]
     return reward.kl_weight == 0 and not any(weights)
+
+
+def processes_per_clip(cfg: AnyConfig) -> int:
+    """Return the number of processes that compute each clip together."""
+    return cfg.train.context_parallel if isinstance(cfg, RewardFlConfig) else 1
 
 
 def resolve_coupling(cfg: RewardFlConfig) -> float:

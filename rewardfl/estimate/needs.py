@@ -23,7 +23,7 @@ _FLOAT32 = 4
 
 
 def flops(costs: Costs, work: Workload) -> dict[str, float]:
-    """Return the FLOPs of one video, by part. A frozen expert's replayed steps are counted as trained ones."""
+    """Return a process's FLOPs for one video, by part. A frozen expert's replayed steps are counted as trained ones."""
     decode = sum(chunk.forward for chunk in costs.chunks)
     cached = work.untrained if work.untrained_placement == "boundary_cache" else None
     rollout = sum(  # a trained expert has its adapter
@@ -31,13 +31,13 @@ def flops(costs: Costs, work: Workload) -> dict[str, float]:
         for name, count in work.rollout.items()
         if name != cached
     )
-    parts = {"rollout": rollout, "decode": decode if work.rollout else 0}
+    parts = {"rollout": rollout / work.processes_per_clip, "decode": decode if work.rollout else 0}
     if work.reward_gradient:
         decodes = 2 if work.decode_caches == "segment" else 1
         parts["decode VJP"] = decodes * decode + sum(chunk.backward for chunk in costs.chunks)
 
     def total(passes: Mapping[str, float], amount: Callable[[ExpertCost], int]) -> float:
-        return sum(count * amount(costs.experts[expert]) for expert, count in passes.items())
+        return sum(count * amount(costs.experts[expert]) for expert, count in passes.items()) / work.processes_per_clip
 
     def recomputed(expert: ExpertCost) -> int:
         return expert.forward - expert.attention if work.keep_attention else expert.forward
@@ -137,7 +137,9 @@ def memory(costs: Costs, work: Workload) -> Memory:
     """Return memory by phase. Training does not load text and VAE encoder, because the conditioning is cached."""
     replay, on_host = _replay(costs, work)
     rolled = max(2 * cost.block_input + cost.block_peak_frozen for cost in costs.experts.values())
-    parts = {"rollout": {"one block, no graph": rolled}, **_decoding(costs, work), "replay": replay}
+    split = work.processes_per_clip
+    replay = {name: amount // split for name, amount in replay.items()}
+    parts = {"rollout": {"one block, no graph": rolled // split}, **_decoding(costs, work), "replay": replay}
     if work.kept_steps and not work.offload_inputs:
         for phase in parts.keys() - {"replay"}:
             parts[phase]["kept graphs"] = work.kept_steps * work.graphs * _graph_bytes(costs, work)
@@ -165,7 +167,7 @@ def memory(costs: Costs, work: Workload) -> Memory:
         "swapped experts": sum(costs.experts[name].weights - costs.experts[name].other_weights for name in swapped),
         "optimizer": optimizer,
         "the epoch's samples": samples if work.samples_on == "cpu" else 0,
-        "block inputs": work.batch * on_host,
+        "block inputs": work.batch * on_host // split,
         "decoder caches": work.batch * caches,
     }
     rewards = {"reward networks' weights": work.reward_bytes}  # loaded first

@@ -23,15 +23,18 @@ part of the first backward, such as one of two experts.
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object, recursively_apply
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from rewardfl import machine
 from rewardfl.files import escape_control
+from rewardfl.memory import context_parallel
 from rewardfl.memory.sharding import Sharding, full_tensor, shard_like
 from rewardfl.training.launch import make_accelerator
 from rewardfl.training.shard import Shard
@@ -56,19 +59,24 @@ class Distributed:
         max_grad_norm: float,
         *,
         cpu_threads: int | None = None,
+        processes_per_clip: int = 1,
         log_with: str = "none",
         output_dir: str | None = None,
     ):
         """Connect the processes. Raise LaunchError where they differ from the launcher's request.
 
-        max_grad_norm: as for `step`. cpu_threads: of each process on a CPU; None divides the cores. log_with,
+        max_grad_norm: as for `step`. cpu_threads: of each process on a CPU; None divides the cores.
+        processes_per_clip: processes in a row that compute the same clips, each with a part of the tokens. log_with,
         output_dir: the tracker and the run's folder.
         """
         self.accelerator = make_accelerator(max_grad_norm, log_with=log_with, output_dir=output_dir)
         self.device = self.accelerator.device
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         self.main = self.accelerator.is_main_process
-        self.shard = Shard(self.rank, self.world, quiet=not self.main)
+        self.processes_per_clip = processes_per_clip
+        self.data_rank, self.data_world = self.rank // processes_per_clip, self.world // processes_per_clip
+        self.first_of_clip = self.rank % processes_per_clip == 0
+        self.shard = Shard(self.rank, self.world, quiet=not self.main, processes_per_clip=processes_per_clip)
         if self.device.type == "cpu":
             torch.set_num_threads(machine.threads_of_process(cpu_threads, self.world))
 
@@ -81,8 +89,12 @@ class Distributed:
         self.accelerator.wait_for_everyone()
 
     def gather(self, tensors: _T) -> _T:
-        """Gather the tensors (one, a list or a dict) of all processes, concatenated along the first axis."""
-        return self.accelerator.gather(tensors)
+        """Gather the tensors (one, a list or a dict) of all clips' processes, concatenated along the first axis."""
+
+        def of_clips(tensor: Tensor) -> Tensor:
+            return tensor.unflatten(0, (self.world, -1))[:: self.processes_per_clip].flatten(0, 1)
+
+        return recursively_apply(of_clips, self.accelerator.gather(tensors))
 
     def gather_lists(self, items: list) -> list:
         """Gather the items of all processes, objects of any kind, in one list."""
@@ -90,7 +102,18 @@ class Distributed:
 
     def all_reduce_max(self, number: int) -> int:
         """Return the maximum over all processes."""
-        return int(self.gather(torch.tensor([number], device=self.device)).max())
+        return int(self.accelerator.gather(torch.tensor([number], device=self.device)).max())
+
+    @cached_property
+    def clip_mesh(self) -> DeviceMesh:
+        """Return the mesh of context_parallel.make_mesh. The first call is collective."""
+        return context_parallel.make_mesh(self.device, self.world, self.processes_per_clip)
+
+    def broadcast_in_clip(self, tensor: Tensor) -> Tensor:
+        """Return the tensor of a clip's first process on all of them: rewards may differ by rounding, or be remote."""
+        if self.processes_per_clip > 1:
+            torch.distributed.broadcast(tensor, group=self.clip_mesh["ulysses"].get_group(), group_src=0)
+        return tensor
 
     def run_on_main(self, decide: Callable[[], _T], refusal: type[Exception] | tuple[type[Exception], ...]) -> _T:
         """Run `decide` on the main process, and return its result or raise its `refusal` on all processes.

@@ -210,14 +210,20 @@ def _forward_fields(cfg: ForwardRlConfig, schedule: Schedule, trained: Sequence[
 
 def check_batch(train: TrainConfig, processes: int) -> int:
     """Return the clips per step over all processes. Raise ConfigError where the processes do not fit `train`."""
+    if processes % train.context_parallel:
+        raise ConfigError(
+            f"train.context_parallel {train.context_parallel} does not divide the {processes} processes; start others"
+        )
     per_device, accumulation = train.per_device_train_batch_size, train.gradient_accumulation_steps
-    per_pass = per_device * processes
+    per_pass = per_device * processes // train.context_parallel
     global_batch, configured = per_pass * accumulation, train.train_batch_size
     if configured is None or configured == global_batch:
         return global_batch
     product = f"per_device_train_batch_size {per_device} x gradient_accumulation_steps {accumulation} x {processes}"
+    divisor = f" / context_parallel {train.context_parallel}" if train.context_parallel > 1 else ""
     raise ConfigError(
-        f"train.train_batch_size is {configured}, but {product} processes = {global_batch}; change one of these numbers"
+        f"train.train_batch_size is {configured}, but {product} processes{divisor} = {global_batch}; change one of "
+        "these numbers"
     )
 
 
@@ -253,7 +259,9 @@ def largest_size(settings: DataConfig, sizes: Iterable[tuple[int, int] | None]) 
     return max((size or usual for size in sizes), key=lambda size: (math.prod(size), size), default=usual)
 
 
-def size_problem(settings: DataConfig, backbone: Backbone, size: tuple[int, int] | None) -> str:
+def size_problem(
+    settings: DataConfig, backbone: Backbone, size: tuple[int, int] | None, processes_per_clip: int = 1
+) -> str:
     """Return why the model cannot make clips of a row's own (height, width); "" where it can."""
     if size is None:
         return ""
@@ -261,6 +269,8 @@ def size_problem(settings: DataConfig, backbone: Backbone, size: tuple[int, int]
         return "height and width say a size, and so does data.max_pixels; empty the cells, or remove data.max_pixels"
     try:
         backbone.check_clips(size[0], size[1], settings.num_frames)
+        if processes_per_clip > 1:
+            backbone.check_split(processes_per_clip, size[0], size[1], settings.num_frames)
     except InputError as error:
         return str(error).replace("data.", "").replace("\n", "; ")  # columns have the settings' names
     return ""

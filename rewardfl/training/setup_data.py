@@ -93,7 +93,8 @@ def _scan_table(
             if row.video is None and configuration.is_supervised(cfg):
                 texts.append("supervised fine-tuning fits the clip of a row, and the row names none (video)")
             problems += [(row.line, text) for text in texts]
-    bad_sizes = {size: plan.size_problem(cfg.data, backbone, size) for size in {row.size for row in rows}}
+    split = configuration.processes_per_clip(cfg)
+    bad_sizes = {size: plan.size_problem(cfg.data, backbone, size, split) for size in {row.size for row in rows}}
     problems += [(row.line, bad_sizes[row.size]) for row in rows if bad_sizes[row.size]]
     good, bad = data.usable_rows(rows, problems, skip_bad_rows=cfg.data.skip_bad_rows)
     messages, table = [f"skipped: {line}" for line in bad], rows[0].table

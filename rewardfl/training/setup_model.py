@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from rewardfl import backbones, lora
 from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Backbone, Experts, Source
-from rewardfl.config import AnyConfig, ConfigError, RewardSpec, list_reward_specs
+from rewardfl.config import AnyConfig, ConfigError, RewardSpec, list_reward_specs, processes_per_clip
 from rewardfl.config.schema import SharedRewardConfig
 from rewardfl.files import sha256
-from rewardfl.memory import attention, compiling, offload
+from rewardfl.memory import attention, compiling, context_parallel, offload
 from rewardfl.noise import draw_noise, noise_seed
 from rewardfl.rewards.face import pack as face_pack
 from rewardfl.rewards.face.detect import FaceDetector
@@ -106,6 +106,8 @@ def open_model(cfg: AnyConfig) -> Backbone:
     backbone = backbones.open(cfg.model.model_name, model_source(cfg))
     lora.check_targets(plan.lora_targets(cfg, backbone), backbone.linear_layers(), backbone.layer_names)
     backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
+    if (processes := processes_per_clip(cfg)) > 1:
+        backbone.check_split(processes, cfg.data.height, cfg.data.width, cfg.data.num_frames)
     if cfg.model.attention_backend != attention.NATIVE or attention.VARIABLE in os.environ:
         network = next(iter(backbone.on_meta(512, 512, cfg.data.num_frames).experts.values()))[0].build(None)
         attention.check_name(cfg.model.attention_backend, network, may_download=cfg.model.allow_download)
@@ -169,6 +171,8 @@ def load_experts(
             checkpoint = offload.checkpointing(job.device, inputs_on_host=on_host, keep_attention=keep)
             expert.enable_gradient_checkpointing(checkpoint)
         trained[name] = experts[name] = expert
+    for expert in experts.values() if job.processes_per_clip > 1 else ():
+        context_parallel.split_tokens(expert, job.clip_mesh)
     return Experts({name: experts[name] for name in backbone.experts if name in experts}, outside), trained
 
 

@@ -3,7 +3,7 @@
 from accelerate.tracking import get_available_trackers
 
 from rewardfl.backbones.protocol import DTYPES
-from rewardfl.config import AnyConfig, ConfigError
+from rewardfl.config import AnyConfig, ConfigError, processes_per_clip
 from rewardfl.memory import attention, compiling
 from rewardfl.memory.sharding import Sharding
 from rewardfl.training.distributed import Distributed
@@ -17,6 +17,7 @@ def connect_processes(cfg: AnyConfig) -> Distributed:
     job = Distributed(
         cfg.train.max_grad_norm,
         cpu_threads=cfg.run.cpu_threads,
+        processes_per_clip=processes_per_clip(cfg),
         log_with=tracker,
         output_dir=cfg.run.output_dir,
     )
@@ -28,9 +29,10 @@ def connect_processes(cfg: AnyConfig) -> Distributed:
 
 
 def check_sharding(cfg: AnyConfig, sharding: Sharding) -> None:
-    """Raise ConfigError where sharded weights (zero2, fsdp2) would be swapped to the host or compiled."""
+    """Raise ConfigError for what sharded weights (zero2, fsdp2) exclude: swap, compiling, context parallelism."""
     settings = {"experts.trained cpu_swap": cfg.experts.trained == "cpu_swap"}
     settings["train.compile_blocks"] = cfg.train.compile_blocks
+    settings["train.context_parallel"] = processes_per_clip(cfg) > 1
     for setting, is_on in settings.items():
         if is_on and sharding != "none":
             ddp = "configs/accelerate/ddp.yaml"

@@ -72,9 +72,10 @@ def _anchor_line(anchor: AnchorConfig, steps: Sequence[int]) -> str:
 
 def _batch_arithmetic(cfg: RewardFlConfig, plan: RewardFlPlan, clips: int | None) -> list[str]:
     train, sample, at_once = cfg.train, cfg.sample, plan.clips_at_once
+    split = f" / {train.context_parallel} of a clip" if train.context_parallel > 1 else ""
     lines = [
         f"batch: {train.per_device_train_batch_size} per process x {train.gradient_accumulation_steps} accumulation x "
-        f"{plan.processes} processes = {at_once} clips per step",
+        f"{plan.processes} processes{split} = {at_once} clips per step",
         f"gradient: {sample.gradient_mode} through steps {list(plan.active)}, coupling "
         f"{plan.coupling:g}, KL weight {cfg.reward.kl_weight:g} ({cfg.reward.kl_gradient}) at "
         f"{list(plan.kl_steps)}",

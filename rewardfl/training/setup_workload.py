@@ -39,6 +39,7 @@ def make_workload(
         clips=None if rows is None else len(rows),
         reward_bytes=_reward_bytes(cfg),
         processes=plan.processes,
+        processes_per_clip=configuration.processes_per_clip(cfg),
         sharding=sharding,
         trained_placement=cfg.experts.trained,
         untrained_placement=cfg.experts.untrained,

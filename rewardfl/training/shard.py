@@ -22,24 +22,27 @@ Gather = Callable[[list], list]  # concatenates the lists of all processes, as a
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of the work that this process does."""
+    """The part of the work that this process does. processes_per_clip: that make forward passes together, in a row."""
 
     rank: int
     processes: int
     quiet: bool = False  # no progress bar
+    processes_per_clip: int = 1
 
     def take(self, items: Iterable) -> list:
         """Return the items of this process. Pass the full list: the missing items change while others write."""
         return list(items)[self.rank :: self.processes]
 
     def padded(self, items: Iterable) -> list[tuple[Any, bool]]:
-        """Return `take(items)`, each with True, padded by another process's item with False.
+        """Return this process's items for forward passes, each with True where it is the one to report the result.
 
-        Every process gets equally many: a forward pass under FSDP needs all processes.
+        A clip's processes have the same items, and the first reports. Every process gets equally many, padded by
+        another's: a forward pass under FSDP needs all processes.
         """
-        items = list(items)
-        shard = [(item, True) for item in self.take(items)]
-        return shard + [(item, False) for item in items[:1]] * (math.ceil(len(items) / self.processes) - len(shard))
+        items, clips = list(items), self.processes // self.processes_per_clip
+        clip, place = divmod(self.rank, self.processes_per_clip)
+        shard = [(item, place == 0) for item in items[clip::clips]]
+        return shard + [(item, False) for item in items[:1]] * (math.ceil(len(items) / clips) - len(shard))
 
 
 def fill_missing(

@@ -57,6 +57,7 @@ class Workload:
     clips: int | None = None
     reward_bytes: int = 0  # of the reward networks' weights, where they are on disk
     processes: int = 1  # one for each GPU
+    processes_per_clip: int = 1  # each with a part of the tokens
     sharding: Sharding = "none"  # over the processes
 
     # settings that trade memory for time; estimate.advice.memory_settings has their keys

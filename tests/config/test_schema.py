@@ -341,6 +341,7 @@ def test_the_largest_values(write):
 STEPS = r"sample.active_steps must be increasing steps in 0..7 \(final_timestep\), got "
 KEPT = "train.active_graphs=keep_on_host"
 ON_DEVICE, OFFLOADED = "train.active_graphs=keep_on_device", "train.use_gradient_checkpointing_offload=true"
+SPLIT = "train.context_parallel=2"
 FP8, CACHED = "experts.untrained=fp8", "experts.untrained=boundary_cache"
 UNSTORED = "train.use_gradient_checkpointing=false"
 
@@ -382,6 +383,11 @@ UNSTORED = "train.use_gradient_checkpointing=false"
         ("train.keep_attention=true train.compile_blocks=true", "keep_attention does not go with train.compile_blocks"),
         ("reward.min_face_size=900", r"reward.min_face_size 900 is wider than a frame \(832\)"),
         ("reward.min_face_size=99 data.max_pixels=1024", r"reward.min_face_size 99 is wider than a frame \(64\)"),
+        (f"{SPLIT} data.max_pixels=9999", "context_parallel divides the tokens of one size; set data.height and width"),
+        (f"{SPLIT} model.attention_backend=_flash_3", "context_parallel needs a model.attention_backend of native, _n"),
+        (f"{SPLIT} {KEPT}", "context_parallel does not go with train.active_graphs; set active_graphs: replay"),
+        (f"{SPLIT} train.keep_attention=true", "not go with train.keep_attention; set keep_attention: false"),
+        (f"{SPLIT} train.compile_blocks=true", "not go with train.compile_blocks; set compile_blocks: false"),
         ("data.num_frames=1 data.fps=8", "data.fps is for videos, got 8 with data.num_frames 1; remove it"),
         (CACHED, "boundary_cache needs a number of noises per clip; set sample.noises_per_sample"),
         (f"{CACHED} model.trainable_models=dit sample.noises_per_sample=2", "needs the training of dit2"),

@@ -384,6 +384,15 @@ def test_settings_take_from_the_phase_they_are_for(published):
     assert needs.memory(measured, RUN).host == {}
 
 
+def test_processes_that_share_a_clip_divide_the_experts_part(published):
+    measured, two = published(ADAPTER), with_levers(processes_per_clip=2)
+    for phase, share in (("rollout", 0.5), ("decode VJP", 1), ("replay", 0.5)):
+        one, half = (sum(needs.memory(measured, run).phases[phase].values()) for run in (RUN, two))
+        assert half == pytest.approx(share * one)
+    one, half = needs.flops(measured, RUN), needs.flops(measured, two)
+    assert {name: half[name] / one[name] for name in one} == dict.fromkeys(one, 0.5) | {"decode": 1, "decode VJP": 1}
+
+
 def test_settings_change_the_work(published):
     measured = published(ADAPTER)
     expert, base = measured.experts["low_noise"], needs.flops(measured, RUN)

@@ -38,10 +38,10 @@ def expected(count, coupling):
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_of_the_global_batch(results, case):
-    accumulation, batch, coupling, naive, _ = case
+    accumulation, batch, coupling, naive, _, per_clip = case
     ranks = results[case]
     assert [r["synchronised"] for r in ranks] == [1] * len(ranks)
-    right = expected(accumulation * batch * len(ranks), coupling)
+    right = expected(accumulation * batch * len(ranks) // per_clip, coupling)
     for result in ranks:
         if naive:
             with pytest.raises(AssertionError, match="relative difference"):

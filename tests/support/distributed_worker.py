@@ -5,7 +5,9 @@ distributed type, the process count, the wrapper, the velocities that `replay` c
 and a digest of the trained parameters after it. In the first run BREAK_GRADIENT=<rank>:<update>
 makes that rank's gradients of that update infinite; in train_reward_fl.py NOBODY_ON=<row> takes the face from a clip,
 after all checks. FSDP_ON_CPU=true tells accelerate that these processes without a GPU are some with: it
-knows FSDP only there.
+knows FSDP only there. SPLIT_ON_CPU=true tells diffusers the same, whose enable_parallelism divides by their number, and
+gives the second of two processes of a clip a wrong gradient of its reward, which must not count.
+Rank 0 saves the gradients of all updates as GRADIENTS/<n>.pt, where that folder is named.
 """
 
 import contextlib
@@ -24,6 +26,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 
 from rewardfl import reward_flow
+from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.memory import sharding
 from rewardfl.training import setup_data
 from rewardfl.training.distributed import Distributed
@@ -48,7 +51,17 @@ def watched(seen, faceless, breaking):
 
     def watched_step(job, optimizer, parameters, max_norm):
         before = digest(parameters)
+        clip = job.accelerator.clip_grad_norm_
+
+        def watched_clip(*arguments):  # the gradients are reduced by now
+            if (folder := os.environ.get("GRADIENTS")) and job.main:
+                path = Path(folder) / f"{len(list(Path(folder).iterdir()))}.pt"
+                torch.save([None if p.grad is None else p.grad.clone() for p in parameters], path)
+            return clip(*arguments)
+
+        job.accelerator.clip_grad_norm_ = watched_clip
         norm = step(job, optimizer, parameters, max_norm)
+        job.accelerator.clip_grad_norm_ = clip
         after = digest(parameters)
         left = sum(p.grad is not None and bool(sharding.full_tensor(p.grad).any()) for p in parameters)
         seen["updates"].append({"norm": norm, "digest": after, "moved": before != after, "gradients_left": left})
@@ -90,6 +103,10 @@ def fsdp_on_cpu():
 def main():
     if os.environ.get("FSDP_ON_CPU") == "true":
         fsdp_on_cpu()
+    if os.environ.get("SPLIT_ON_CPU") == "true":
+        torch.accelerator.device_count = lambda: 1
+        vjp, odd = WanDecoder.vjp, int(os.environ.get("RANK", "0")) % 2
+        WanDecoder.vjp = lambda *arguments: vjp(*arguments) * (1 + odd)
     Accelerator.end_training = lambda self: None  # it would disconnect the processes, and the next run needs them
     out, *words = sys.argv[1:]
     accounts = []

@@ -3,6 +3,7 @@
 argv: OUT. Every case is a global batch of accumulation x batch x processes samples; each sample's noise and
 conditioning are a function of its number alone. `naive` leaves accelerate's division in place, the error that
 the test must see. `kept` is the number of active steps whose graphs are the rollout's.
+With two processes per clip, diffusers' enable_parallelism is told of a GPU, which it wants to count.
 """
 
 import contextlib
@@ -18,16 +19,18 @@ from test_reward_flow import SCHEDULE, gradients, lora_model, quadratic_reward
 from rewardfl import reward_flow
 from rewardfl.backbones.protocol import Conditioning, Velocity
 from rewardfl.backbones.wan.decoder import WanDecoder
+from rewardfl.memory import context_parallel
 from rewardfl.training.distributed import Distributed
 
 ACTIVE = {0.0: [3, 4, 5], 0.2: [3, 4, 5], 1.0: [1, 3, 5]}  # by coupling; step 1 belongs to the other expert
 KL_WEIGHT = 0.7
-# accumulation, batch, coupling, naive, kept
+# accumulation, batch, coupling, naive, kept, processes per clip
 CASES = [
-    (2, 1, 1.0, True, 0),
-    *((ga, batch, c, False, 0) for ga, batch in ((1, 2), (2, 1)) for c in (0.0, 0.2, 1.0)),
-    *((2, 1, 1.0, False, kept) for kept in (1, 3)),
-]
+    (2, 1, 1.0, True, 0, 1),
+    *((ga, batch, c, False, 0, 1) for ga, batch in ((1, 2), (2, 1)) for c in (0.0, 0.2, 1.0)),
+    *((2, 1, 1.0, False, kept, 1) for kept in (1, 3)),
+    (1, 2, 1.0, False, 0, 2), (2, 1, 0.2, False, 0, 2),
+]  # fmt: skip
 
 
 def sample(number: int, pipe) -> tuple[Conditioning, torch.Tensor]:
@@ -44,7 +47,7 @@ def batch_of(numbers: list[int], pipe) -> tuple[Conditioning, torch.Tensor]:
     return backbone_of(pipe).collate(conditions), torch.cat(noises)
 
 
-def update(accumulation: int, batch: int, coupling: float, naive: bool, kept: int) -> tuple[dict, int]:
+def update(accumulation: int, batch: int, coupling: float, naive: bool, kept: int, per_clip: int) -> tuple[dict, int]:
     """Gradients of one update after their reduction, and how many backwards accelerate synchronised."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
@@ -56,6 +59,11 @@ def update(accumulation: int, batch: int, coupling: float, naive: bool, kept: in
     policy, optimizer, parameters = job.prepare(model, torch.optim.AdamW(trained), ())
     reduced: list[dict] = []
     optimizer.optimizer.register_step_pre_hook(lambda *_: reduced.append(gradients(model)))
+    if per_clip > 1:
+        mesh = context_parallel.make_mesh(job.device, job.world, per_clip)
+        for expert in model.inside.values():
+            expert.enable_gradient_checkpointing()
+            context_parallel.split_tokens(expert, mesh)
     per_process, synchronised = accumulation * batch, 0
 
     def backward(loss):
@@ -64,7 +72,7 @@ def update(accumulation: int, batch: int, coupling: float, naive: bool, kept: in
         (job.accelerator if naive else job).backward(loss)
 
     for micro in range(accumulation):
-        first = (micro * job.world + job.rank) * batch
+        first = (micro * (job.world // per_clip) + job.rank // per_clip) * batch
         conditioning, x = batch_of(list(range(first, first + batch)), pipe)
         velocity = Velocity(backbone=backbone_of(pipe), model=policy, conditioning=conditioning, schedule=SCHEDULE)
         trajectory = reward_flow.rollout(
@@ -86,6 +94,7 @@ def update(accumulation: int, batch: int, coupling: float, naive: bool, kept: in
 
 def main() -> None:
     torch.set_num_threads(1)
+    torch.accelerator.device_count = lambda: 1
     rank = int(os.environ.get("RANK", "0"))
     for case in CASES:
         grads, synchronised = update(*case)

@@ -46,6 +46,14 @@ def test_every_process_has_as_many_rounds(count):
     ]
 
 
+def test_the_processes_of_a_clip_have_the_same_rounds():
+    shares = [Shard(rank, 4, processes_per_clip=2).padded("abc") for rank in range(4)]
+    assert shares == [
+        [("a", True), ("c", True)], [("a", False), ("c", False)], [("b", True), ("a", False)],
+        [("b", False), ("a", False)],
+    ]  # fmt: skip
+
+
 def told(motion, score, judge, count):
     """Metrics of `count` updates, in which motion, face score and judge go from the first value to the second."""
 

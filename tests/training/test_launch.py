@@ -85,6 +85,12 @@ def test_a_step_clips_or_skips_and_forgets_the_gradient():
         assert parameter.grad is None
 
 
+def test_the_processes_of_a_clip_are_gathered_once():
+    job = Distributed(max_grad_norm=0.5, cpu_threads=1, processes_per_clip=2)
+    job.world, job.accelerator.gather = 4, lambda tensors: tensors
+    assert job.gather({"row": torch.arange(8)})["row"].tolist() == [0, 1, 4, 5]
+
+
 def test_processes_that_a_command_line_asks_for(tmp_path):
     (tmp_path / "a.yaml").write_text("num_processes: 3\n")
     (tmp_path / "b.yaml").write_text("use_cpu: true\n")

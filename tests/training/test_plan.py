@@ -134,6 +134,12 @@ def test_the_batch_that_is_checked():
     message = "train.train_batch_size is 20, but per_device_train_batch_size 2 x .* 3 x 4 processes = 24"
     with pytest.raises(ConfigError, match=message):
         resolve(FACE, *geometry, "train.train_batch_size=20", processes=4)
+    split = [*geometry, "train.context_parallel=2"]
+    assert resolve(FACE, *split, "train.train_batch_size=12", processes=4).clips_at_once == 12
+    with pytest.raises(ConfigError, match=r"3 x 4 processes / context_parallel 2 = 12; change one"):
+        resolve(FACE, *split, "train.train_batch_size=24", processes=4)
+    with pytest.raises(ConfigError, match="train.context_parallel 2 does not divide the 3 processes"):
+        resolve(FACE, *split, processes=3)
 
 
 def test_the_steps_of_the_kl():

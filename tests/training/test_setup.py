@@ -36,8 +36,10 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
         setup_processes.connect_processes(load("run.log_with=wandb"))
 
 
-@pytest.mark.parametrize("setting", ["experts.trained=cpu_swap", "train.compile_blocks=true"])
-def test_what_waits_in_host_memory_is_not_shared_out(setting):
+@pytest.mark.parametrize(
+    "setting", ["experts.trained=cpu_swap", "train.compile_blocks=true", "train.context_parallel=2"]
+)
+def test_what_sharded_weights_exclude(setting):
     check_sharding(load(setting), "none")
     for sharding in ("zero2", "fsdp2"):
         message = f"^{setting.partition('=')[0]} .*{sharding}.*configs/accelerate/ddp.yaml"

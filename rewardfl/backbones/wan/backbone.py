@@ -82,6 +82,16 @@ class Wan(Backbone):
         if problems:
             raise InputError("\n".join(problems))
 
+    def check_split(self, processes: int, height: int, width: int, num_frames: int) -> None:
+        frames = (num_frames - 1) // self.temporal + 1
+        counts = {"tokens": frames * (height // self.pixels_per_token) * (width // self.pixels_per_token)}
+        counts["attention heads"] = stock.read_part_config(self.folder, self.parts[self.experts[0]])[
+            "num_attention_heads"
+        ]
+        for name, count in counts.items():
+            if count % processes:
+                raise InputError(f"train.context_parallel {processes} does not divide the {count} {name}; change it")
+
     def differences(self, shift: float | None, guidance: float) -> list[str]:
         """Compare the boundary alone: converted checkpoints state another shift than their originals."""
         stated = stock.read_json(self.folder / "model_index.json").get("boundary_ratio")

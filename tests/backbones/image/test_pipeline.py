@@ -169,6 +169,7 @@ def test_two_processes_are_one(folder_of, name, kind, tmp_path):
         ("model.model_name=flux", "set model.model_name to the model that it is"),
         ("model.trainable_models=dit2", "model.trainable_models"),
         ("lora.lora_target_modules=nothing", "lora.lora_target_modules"),
+        ("train.context_parallel=2", "train.context_parallel 2: this model does not split its tokens; set it to 1"),
         ("reward.name=motion", "reward.name judges at least 2 frames, and data.num_frames is 1"),
     ],
 )
