@@ -265,7 +265,8 @@ def _measure_block(
     network_frozen = without_graph(lambda: kind.run(bare), bare.parameters(), "forward_frozen")
     block_weights, weights = nbytes(bare_block.parameters()), nbytes([*bare.parameters(), *bare.buffers()])
     bare.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
-    flops = graph.flops + frozen.flops
+    flops, outside_flops = graph.flops + frozen.flops, network.flops + network_frozen.flops
+    outside_flops.subtract(flops)  # `-` would drop what is negative: the first block has no gradient of its input
     additive: dict[Any, int] = {
         "weights": block_weights,
         "weights_fp8": nbytes(bare_block.parameters()),
@@ -286,7 +287,7 @@ def _measure_block(
     outside: dict[Any, int] = {
         "weights": weights - block_weights,
         "weights_fp8": nbytes([*bare.parameters(), *bare.buffers()]) - additive["weights_fp8"],
-        **(network.flops + network_frozen.flops - flops),
+        **outside_flops,
     }
     return additive, maxima, outside
 

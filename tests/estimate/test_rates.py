@@ -13,11 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import reward_step
 from rewardfl import backbones, config, lora
-from rewardfl.backbones.protocol import Adapter, Source
+from rewardfl.backbones.protocol import Adapter, Experts, Source
 from rewardfl.backbones.wan import meta
 from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.rates import OPERATIONS, RATES, Rates, parse_rates
 from rewardfl.training import setup_model
+from rewardfl.training.plan import resolve
+from rewardfl.training.setup_workload import make_workload
 from rewardfl.training.workload import Video, Workload
 from rewardfl_tools import plan_run
 
@@ -61,6 +63,24 @@ def test_kinds_of_a_real_expert(pipe):
     for name, counted in (("forward", forward), ("backward", by_operator(outputs[0].backward))):
         assert {kind: getattr(predicted.of_kind(kind), name) for kind in OPERATIONS} == counted
         assert all(counted.values()) and sum(counted.values()) == getattr(predicted, name)
+
+
+def test_kinds_of_an_image_model():
+    """Its first block has no gradient of the text: with four blocks that is 4 % of the matrix products."""
+    cfg = config.load(ROOT / "configs" / "tiny_words_sft.yaml", [])
+    backbone = setup_model.open_model(cfg)
+    run_plan = resolve(cfg, backbone, 1)
+    predicted = measure.measure(make_workload(cfg, run_plan, backbone, None).video).experts["transformer"]
+    network, shape = backbone.load_expert("transformer"), backbone.latent_shape(32, 96, 1)
+    lora.inject(network, 16, 16, list(run_plan.targets), seed=0)
+    conditioning = backbone.collate([backbone.text_encoder(torch.device("cpu"))('the word "ABC" in red on white')])
+    model, x, outputs = Experts({"transformer": network}), torch.randn(1, *shape, requires_grad=True), []
+    schedule = run_plan.schedule(shape)
+    forward = by_operator(lambda: outputs.append(backbone.velocity(model, x, 0, schedule, conditioning).sum()))
+    assert {kind: predicted.of_kind(kind).forward for kind in OPERATIONS} == forward
+    backward = {kind: predicted.of_kind(kind).backward for kind in OPERATIONS}
+    assert backward == pytest.approx(by_operator(outputs[0].backward), rel=0.05)
+    assert predicted.backward == 81_657_856  # as torch's counter has it without kinds
 
 
 def test_kinds_of_the_published_model(costs):
