@@ -104,7 +104,7 @@ class Decoded:
     """
 
     video: Tensor
-    caches: dict[int, list[Any]]
+    caches: dict[int, Any]
 
 
 class Decoder(Protocol):

@@ -101,6 +101,7 @@ def memory(costs: Costs, work: Workload) -> Memory:
     graphs: float = work.graphs
     if work.keeps_graphs:  # and the reference's of one step (reward.kl_gradient: exact)
         graphs = sum(work.replay.values()) + (work.graphs if work.backward_passes != work.replay else 0)
+        inputs += max(costs.experts[expert].saved_outside for expert in work.replay)
     caches = decode_caches(costs.chunks, work.decode_caches)[2] if work.reward_gradient else 0
     resident = _resident_weights(costs, work) | {
         "LoRA, gradient, Adam": adapter,
@@ -110,11 +111,13 @@ def memory(costs: Costs, work: Workload) -> Memory:
         "the epoch's samples": samples if work.samples_on == "gpu" else 0,
         "the update's draws": work.latents_of_update * math.prod(costs.shape) * _FLOAT32,
     }
+    # all share their pages: replay's block inputs wait where the decoder's caches waited, kept graphs wait with them
+    inputs = round(graphs * inputs) if work.keeps_graphs else max(0, round(graphs * inputs) - caches)
     host = {
         "swapped experts": sum(costs.experts[name].weights - costs.experts[name].other_weights for name in swapped),
         "optimizer": optimizer,
         "the epoch's samples": samples if work.samples_on == "cpu" else 0,
-        "block inputs": work.batch * round(graphs * inputs),
+        "block inputs": work.batch * inputs,
         "decoder caches": work.batch * caches,
     }
     rewards = {"reward networks' weights": work.reward_bytes}  # loaded first
@@ -190,7 +193,7 @@ def _decoding(costs: Costs, work: Workload) -> dict[str, dict[str, int]]:
         "decode": {"decoder caches": gpu + chunk_caches, "one chunk, no graph": chunk} | frames,
         "reward": {"decoder caches": gpu, "frames, also float32, and gradient": decoded + 2 * pixels},
         "decode VJP": {
-            "decoder caches": gpu + chunk_caches,
+            "decoder caches": gpu + 2 * chunk_caches,  # and the next chunk's
             "one chunk, forward and backward": vjp,
             "frames and gradient": decoded + pixels,
         },
