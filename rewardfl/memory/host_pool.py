@@ -70,7 +70,9 @@ class OffloadedTensors:
     def __init__(self, pool: HostPool, before: "weakref.ref[OffloadedTensors] | None" = None):
         self.pool, self.before = pool, before
         self.pages: list[list[Tensor]] = []
-        self.kinds: list[tuple[torch.Size, torch.dtype]] = []  # the shape and dtype of each
+        self.kinds: list[
+            tuple[torch.Size, torch.dtype, list[int]]
+        ] = []  # the shape of each in memory, dtype, dimensions
         self.back: dict[int, Tensor] = {}  # copies on the device, by number
         self.arrived: torch.cuda.Event | None = None  # the end of these copies
 
@@ -80,10 +82,12 @@ class OffloadedTensors:
 
     def put(self, tensor: Tensor) -> int:
         """Copy a tensor to the host; return its number for `take`."""
-        octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        order = sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True)  # channels may be last
+        dense = tensor.detach().permute(order).contiguous()
+        octets = dense.view(-1).view(torch.uint8)
         pages = self.pool.take(len(octets))
         self.pages.append(pages)
-        self.kinds.append((tensor.shape, tensor.dtype))
+        self.kinds.append((dense.shape, tensor.dtype, [order.index(dimension) for dimension in range(tensor.ndim)]))
         with self.pool.copying([octets]):
             for page, piece in zip(pages, octets.split(PAGE_BYTES), strict=True):
                 page[: len(piece)].copy_(piece, non_blocking=True)
@@ -93,7 +97,7 @@ class OffloadedTensors:
         """Start to copy the missing tensors to the device."""
         missing = {
             i: torch.empty(shape, dtype=dtype, device=self.pool.device)
-            for i, (shape, dtype) in enumerate(self.kinds)
+            for i, (shape, dtype, _) in enumerate(self.kinds)
             if i not in self.back
         }
         with self.pool.copying(missing.values()):
@@ -111,7 +115,7 @@ class OffloadedTensors:
             self.fetch()
         if self.arrived is not None:
             torch.cuda.current_stream(self.pool.device).wait_event(self.arrived)
-        tensor = self.back.pop(number)
+        tensor = self.back.pop(number).permute(self.kinds[number][2])
         before = None if self.before is None else self.before()
         if before is not None:
             before.fetch()

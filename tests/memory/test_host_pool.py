@@ -17,21 +17,23 @@ def pool(monkeypatch):
     return HostPool(DEVICE)
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.tensor(3.0), torch.arange(16.0), torch.randn(3, 7).T, torch.randn(5, 1).expand(5, 9),
-        torch.randn(33).bfloat16(), torch.arange(65, dtype=torch.uint8), torch.randn(200).double()[3::2],
-    ],
-    ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}",
-)  # fmt: skip
+TENSORS = [
+    torch.tensor(3.0), torch.arange(16.0), torch.randn(3, 7).T, torch.randn(5, 1).expand(5, 9),
+    torch.randn(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d), torch.randn(33).bfloat16(),
+    torch.arange(65, dtype=torch.uint8), torch.randn(200).double()[3::2],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}")
 def test_a_tensor_comes_back_as_it_left(pool, tensor):
     offloaded = OffloadedTensors(pool)
     other = offloaded.put(torch.full((50,), 7.0))
     number = offloaded.put(tensor)
     pages = -(-tensor.numel() * tensor.element_size() // 64)
     assert pool.size == (4 + pages) * 64
-    assert torch.equal(offloaded.take(number), tensor) and offloaded.take(other).eq(7).all()
+    back = offloaded.take(number)
+    assert torch.equal(back, tensor) and offloaded.take(other).eq(7).all()
+    assert 0 in tensor.stride() or tensor.storage_offset() or back.stride() == tensor.stride()
 
 
 def test_clips_of_mixed_sizes_share_their_memory(pool):

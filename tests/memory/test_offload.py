@@ -57,7 +57,7 @@ def test_the_blocks_inputs_alone_go_to_the_host_and_come_back_ahead_of_their_tur
     assert log == [("put", 0)] * 3 + [("put", block) for block in range(1, LAYERS)]
     assert len(alive) == LAYERS
     tokens = (1, 3 * 4 * 4, 2 * 12)  # of 4 x 4 patches in 3 frames
-    assert all(waiting.kinds[0] == (tokens, torch.float32) for waiting in alive)
+    assert all(waiting.kinds[0] == (tokens, torch.float32, [0, 1, 2]) for waiting in alive)
     log.clear()
     out.square().sum().backward()
     last = LAYERS - 1

@@ -167,3 +167,16 @@ def test_caches_are_on_their_way_back_one_chunk_ahead(caches, expected, monkeypa
     monkeypatch.setattr(wan_decoder, "run_chunk", running)
     decoder.vjp(latents, torch.ones_like(decoded.video), decoded)
     assert " ".join(order) == expected
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
+def test_the_layout_for_a_gpu_gives_the_same_gradient(residual):
+    torch.manual_seed(1)
+    vae = residual_vae() if residual else random_pipeline().vae
+    latents = torch.randn(1, vae.config.z_dim, 5, 4, 4)
+    cotangent = torch.randn(WanDecoder(vae).decode(latents).shape)
+    expected = WanDecoder(vae).vjp(latents, cotangent)
+    decoder = WanDecoder(wan_decoder.lay_out_for_cudnn(vae))
+    decoded = decoder.decode_with_caches(latents, "offload")
+    assert vae.decoder.conv_in.weight.is_contiguous(memory_format=torch.channels_last_3d)
+    assert (decoder.vjp(latents, cotangent, decoded) - expected).abs().max() < 1e-5 * expected.abs().max()
