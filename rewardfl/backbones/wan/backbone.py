@@ -171,7 +171,7 @@ class Wan(Backbone):
 
     def velocity(self, experts: nn.Module, x: Tensor, step: int, schedule: Schedule, given: Conditioning) -> Tensor:
         # the time stays float32: 892.857 would be 892 in bfloat16
-        time, latents, more = schedule.timesteps[step].to(x.device), x, {}
+        time, latents, more = schedule.timestep(step, x.device), x, {}
         if self.variant.image == "channels":
             latents = torch.cat([x, given["image"].to(x.dtype)], 1)
         elif self.variant.image == "frame":
