@@ -55,10 +55,12 @@ class HostPool:
             tensor.record_stream(self.stream)
 
 
-@cache
+_pool = cache(HostPool)
+
+
 def host_pool(device: torch.device) -> HostPool:
-    """Return the pool of this process for a device."""
-    return HostPool(device)
+    """Return the pool of this process for a device: cuda and cuda:0 have the same."""
+    return _pool(torch.empty(0, device=device).device)
 
 
 class OffloadedTensors:

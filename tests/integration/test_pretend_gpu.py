@@ -117,7 +117,7 @@ def test_clips_of_four_sizes_take_the_host_memory_of_the_plan(case, tmp_path):
         "train.max_steps=4", "train.decode_caches=offload", "reward.kl_gradient=reference_constant",
     ]  # fmt: skip
     arguments = [*CASES[case], *settings]
-    launch(arguments, tmp_path / "gpu", pretend=True, PAGE_BYTES="64")
+    launch(arguments, tmp_path / "gpu", pretend=True, PAGE_BYTES="2048")
     taken = json.loads((tmp_path / "gpu" / "report.json").read_text())["host_bytes"]
     cfg = config.load(ROOT / arguments[2], arguments[3:], config.RewardFlConfig)
     backbone = setup_model.open_model(cfg)

@@ -45,5 +45,5 @@ def apart(monkeypatch):
     with monkeypatch.context() as patch, seen:
         for module in (swap, host_pool):
             patch.setattr(module, "host_memory", remembered)
-        host_pool.host_pool.cache_clear()  # its memory is not remembered
+        host_pool._pool.cache_clear()  # its memory is not remembered
         yield seen
