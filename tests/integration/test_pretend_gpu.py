@@ -55,7 +55,7 @@ def launch(arguments, folder, *, pretend, **variables):
     environment |= {"PYTHONPATH": str(ROOT)} | ({} if pretend else {"ACCELERATE_USE_CPU": "true"}) | variables
     folder.mkdir()
     done = subprocess.run(
-        [*command, *arguments, *settings], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+        [*command, *arguments, *settings], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580
     )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -109,14 +109,13 @@ def test_a_clip_of_21_chunks_waits_at_most_40_times_an_update(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", ["reward_fl offload", "reward_fl kept graphs"])
-def test_clips_of_four_sizes_take_the_host_memory_of_the_plan(case, tmp_path):
+def test_clips_of_four_sizes_take_the_host_memory_of_the_plan(tmp_path):
     sizes = [(64, 64), (128, 64), (64, 128), (192, 64)]
     settings = [
         f"data.file_name={write_clips(tmp_path, sizes, frames=9)}", "data.max_pixels=2304", "data.num_frames=9",
         "train.max_steps=4", "train.decode_caches=offload", "reward.kl_gradient=reference_constant",
     ]  # fmt: skip
-    arguments = [*CASES[case], *settings]
+    arguments = [*CASES["reward_fl offload"], *settings]
     launch(arguments, tmp_path / "gpu", pretend=True, PAGE_BYTES="2048")
     taken = json.loads((tmp_path / "gpu" / "report.json").read_text())["host_bytes"]
     cfg = config.load(ROOT / arguments[2], arguments[3:], config.RewardFlConfig)
