@@ -34,7 +34,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
@@ -44,7 +43,6 @@ from torch import Tensor, nn
 from rewardfl import backbones, config, flow, lora, reward_flow
 from rewardfl.backbones import stock
 from rewardfl.backbones.protocol import DTYPES, Backbone, Conditioning, Experts, Velocity
-from rewardfl.backbones.wan import decoder as wan_decoder
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.config import RewardFlConfig
@@ -53,7 +51,7 @@ from rewardfl.estimate.measure import Costs, Living
 from rewardfl.estimate.measure import measure as measure_costs
 from rewardfl.estimate.rates import Rates, parse_rates
 from rewardfl.estimate.report import rates_on
-from rewardfl.memory import offload, swap
+from rewardfl.memory import offload
 from rewardfl.training import plan, setup_model
 from rewardfl.training.run_folder import git_commit, library_versions
 from rewardfl.training.setup_workload import make_workload
@@ -88,7 +86,7 @@ its TFLOP are those of the tensors' shapes, so that what is computed twice count
 class Counted(Living):
     """Counts the tensors that live on the device, and the bytes that are copied to it and back.
 
-    On a CPU the device holds the outputs of operators; no operator makes memory of the host (swap.host_memory).
+    On a CPU the device holds the outputs of operators; no operator makes memory of the host.
     """
 
     def __init__(self, device: torch.device):
@@ -293,12 +291,6 @@ def decode_whole(decoder: WanDecoder, latents: Tensor, conditioning: Conditionin
     return vae.decode(latents / (1.0 / std) + mean, return_dict=False)[0]
 
 
-def in_host(tensor: Tensor) -> Tensor:
-    """Copy to host memory that `Counted` does not count: offload.to_host of a CPU that stands for a GPU."""
-    memory = swap.host_memory(tensor.nbytes, tensor.device).view(tensor.dtype).view(tensor.shape)
-    return memory.copy_(tensor)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Size:
     """The model and the inputs of one video, the same in all modes."""
@@ -363,11 +355,10 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int, rates: Rates
     counted.copied_in = counted.copied_out = 0
     for i in range(1 + steps):
         meter = Meter(device, counted if i == 0 else None)
-        with mock.patch.object(wan_decoder, "to_host", offload.to_host if device.type == "cuda" else in_host):
-            if mode == "full_graph":
-                full_graph(update, meter)
-            else:
-                replay_update(update, meter, keeps_graphs=work.kept_steps > 0)
+        if mode == "full_graph":
+            full_graph(update, meter)
+        else:
+            replay_update(update, meter, keeps_graphs=work.kept_steps > 0)
         if i == 0:
             gradient = torch.cat([parameter.grad.flatten().cpu() for parameter in parameters])
         with meter("optimizer"):

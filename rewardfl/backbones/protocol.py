@@ -6,7 +6,7 @@ image, the call of a network, the decoding of latents. Only a backbone's own fol
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -45,6 +45,7 @@ class Schedule:
     sigmas: Tensor  # (N + 1,) float32, descending; the last is 0
     timesteps: Tensor  # (N,) float32, the experts' input: 1000 * sigma
     experts: tuple[str, ...]  # (N,) by name
+    _on_device: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self):
         if not bool(self.sigmas.isfinite().all() and (self.sigmas.diff() < 0).all()):
@@ -57,6 +58,12 @@ class Schedule:
     def __len__(self) -> int:
         """Return the number of steps."""
         return len(self.experts)
+
+    def timestep(self, step: int, device: torch.device) -> Tensor:
+        """Return a step's timestep () on a device, where all are copied at the first call."""
+        if device not in self._on_device:
+            self._on_device[device] = self.timesteps.to(device)
+        return self._on_device[device][step]
 
     @property
     def handover(self) -> int:
@@ -104,7 +111,7 @@ class Decoded:
     """
 
     video: Tensor
-    caches: dict[int, list[Any]]
+    caches: dict[int, Any]
 
 
 class Decoder(Protocol):

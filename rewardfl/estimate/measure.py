@@ -189,6 +189,7 @@ class ExpertCost(ByKind):
     stored: int  # every block's input, which checkpointing stores of one forward pass
     attention_kept: int  # bytes that train.keep_attention stores of one forward pass
     saved: int  # for the backward pass, with the adapter, by all blocks
+    saved_outside: int  # and outside of them
     block_saved: int
     block_peak: int  # of one block's forward and backward pass, without its input
     block_peak_frozen: int  # the same without a graph
@@ -287,6 +288,7 @@ def _measure_block(
     outside: dict[Any, int] = {
         "weights": weights - block_weights,
         "weights_fp8": nbytes([*bare.parameters(), *bare.buffers()]) - additive["weights_fp8"],
+        "saved_outside": network.saved - graph.saved,
         **outside_flops,
     }
     return additive, maxima, outside

@@ -97,11 +97,12 @@ def seconds(costs: Costs, work: Workload, rates: Rates) -> dict[str, tuple[float
     by_kind = [(getattr(rates, kind) * 1e12, flops(costs.of_kind(kind), work)) for kind in OPERATIONS]
     compute = {part: sum(amounts[part] / rate for rate, amounts in by_kind) for part in by_kind[0][1]}
     moved, blocks = copies(costs, work), max(cost.weights // cost.block_weights for cost in costs.experts.values())
+    chunks = 1 if work.decode_caches == "segment" else len(costs.chunks)  # of segments no cache is copied ahead
     spent = {}
     for part, computing in compute.items():
         into, out = (amount / rates.copies / 1e9 for amount in moved.get(part, (0, 0)))
         hiding = computing + (compute["replay recompute"] if part == "replay backward" else 0)
-        exposed = max(into - hiding, out - hiding, into / (len(costs.chunks) if part == "decode VJP" else blocks))
+        exposed = max(into - hiding, out - hiding, into / (chunks if part == "decode VJP" else blocks))
         spent[part] = computing + exposed, max(into, out), exposed
     return spent
 
@@ -163,11 +164,14 @@ def memory(costs: Costs, work: Workload) -> Memory:
         "the epoch's samples": samples if work.samples_on == "gpu" else 0,
         "the update's draws": work.latents_of_update * math.prod(costs.shape) * _FLOAT32,
     }
+    # all share their pages: replay's block inputs wait where the decoder's caches waited, kept graphs wait with them
+    with_caches = work.kept_steps * work.graphs * _graph_bytes(costs, work) if work.offload_inputs else 0
+    inputs = max(with_caches, on_host // split - caches, 0)
     host = {
         "swapped experts": sum(costs.experts[name].weights - costs.experts[name].other_weights for name in swapped),
         "optimizer": optimizer,
         "the epoch's samples": samples if work.samples_on == "cpu" else 0,
-        "block inputs": work.batch * on_host // split,
+        "block inputs": work.batch * inputs,
         "decoder caches": work.batch * caches,
     }
     rewards = {"reward networks' weights": work.reward_bytes}  # loaded first
@@ -249,7 +253,8 @@ def _decoding(costs: Costs, work: Workload) -> dict[str, dict[str, int]]:
         "decode": {"decoder caches": gpu + chunk_caches, "one chunk, no graph": chunk} | frames,
         "reward": {"decoder caches": gpu, "frames, also float32, and gradient": decoded + 2 * pixels},
         "decode VJP": {
-            "decoder caches": gpu + chunk_caches,
+            "decoder caches": gpu
+            + (2 if work.decode_caches == "offload" else 1) * chunk_caches,  # and the next chunk's
             "one chunk, forward and backward": vjp,
             "frames and gradient": decoded + pixels,
         },
@@ -273,9 +278,9 @@ def _largest(costs: Costs, work: Workload) -> ExpertCost:
 
 
 def _graph_bytes(costs: Costs, work: Workload) -> int:
-    """Return what one pass keeps for its backward pass: its blocks' inputs, or all activations without checkpoints."""
+    """Return what a kept graph of one pass holds: blocks' inputs, or all activations, and those outside of blocks."""
     largest = _largest(costs, work)
-    return largest.stored if work.checkpointing else largest.saved
+    return largest.saved_outside + (largest.stored if work.checkpointing else largest.saved)
 
 
 def _replay(costs: Costs, work: Workload) -> tuple[dict[str, int], int]:
@@ -283,7 +288,8 @@ def _replay(costs: Costs, work: Workload) -> tuple[dict[str, int], int]:
     largest = _largest(costs, work)
     separate = work.kept_steps > 0 and work.backward_passes != work.replay  # a graph of the reference's, too
     graphs = work.graphs * max(work.kept_steps + separate, 1)
-    size = graphs * _graph_bytes(costs, work)
+    size = graphs * (largest.stored if work.checkpointing else largest.saved)
+    size += work.kept_steps * work.graphs * largest.saved_outside
     if not work.checkpointing:
         return {"all blocks, saved": size, "backward of one": largest.block_peak - largest.block_saved}, 0
     recompute = {"recompute and backward of one": largest.block_peak}

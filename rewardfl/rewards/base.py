@@ -113,8 +113,8 @@ def score_clips(
     pairs = zip(video, batch, strict=True)
     results = [(None, {}) if reference is None else score_clip(clip, reference) for clip, reference in pairs]
     scores = [invalid_score(clip) if score is None else score for clip, (score, _) in zip(video, results, strict=True)]
-    rows = torch.tensor([[parts.get(name, math.nan) for name in names] for _, parts in results], device=video.device)
-    valid = torch.tensor([score is not None for score, _ in results], device=video.device)
+    rows = torch.tensor([[parts.get(name, math.nan) for name in names] for _, parts in results])  # numbers for the log
+    valid = torch.stack([torch.full((), score is not None, device=video.device) for score, _ in results])
     return RewardOutput(torch.stack(scores), valid, dict(zip(names, rows.unbind(1), strict=True)))
 
 
@@ -158,7 +158,7 @@ def _check(reward: Reward, args: tuple, output: RewardOutput) -> RewardOutput:
         if not isinstance(name, str) or not _is_part_name(name):
             raise ContractError(f"{who}: parts[{name!r}] is no name for a metric; use letters, digits, _ - and .")
     wants_gradient = reward.differentiable and torch.is_grad_enabled() and video.requires_grad
-    if wants_gradient and output.valid.any() and not output.score.requires_grad:
+    if wants_gradient and not output.score.requires_grad and output.valid.any():
         raise ContractError(f"{who} says that it is differentiable, but its score has no gradient to the video")
 
     finite = output.score.isfinite()

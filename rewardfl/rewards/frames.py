@@ -50,14 +50,17 @@ class FrameReward(Reward):
 
     def _sample(self, video: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
         frames = select_frames(video.shape[1], self.frames, first_frame=self.first_frame)
-        chunks = video[:, frames].transpose(0, 1).split(self.chunk)
+        in_a_row = len(frames) == frames[-1] + 1 - frames[0]  # a slice needs no copy of the indices to the GPU
+        chosen = video[:, frames[0] : frames[-1] + 1] if in_a_row else video[:, frames]
+        chunks = chosen.transpose(0, 1).split(self.chunk)
         scores = torch.cat([
             checkpoint(self.score_frames, chunk, reference, use_reentrant=False, preserve_rng_state=False)
             for chunk in chunks
         ])  # fmt: skip
-        if not scores.isfinite().all():
+        finite, mean, least = torch.stack([scores.isfinite().all(), scores.mean(), scores.min()]).tolist()  # one copy
+        if not finite:
             return None, {}
-        return pool(scores, self.pooling), {"frame_mean": scores.mean().item(), "frame_min": scores.min().item()}
+        return pool(scores, self.pooling), {"frame_mean": mean, "frame_min": least}
 
 
 def select_frames(count: int, frames: Frames, *, first_frame: bool) -> list[int]:

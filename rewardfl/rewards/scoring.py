@@ -30,10 +30,15 @@ class RewardResult:
     problems: tuple[str, ...] = ()
 
     def at_rest(self) -> "RewardResult":
-        """Return the result in float32 on the CPU, detached, for the log."""
-        parts = {name: part.detach().float().cpu() for name, part in self.output.parts.items()}
-        output = RewardOutput(self.output.score.detach().float().cpu(), self.output.valid.cpu(), parts)
-        return RewardResult(output, self.failed, self.problems)
+        """Return the result in float32 on the CPU, detached, for the log: one copy from a GPU."""
+        output = self.output
+        values = [value.detach().float() for value in (output.score, output.valid, *output.parts.values())]
+        remote = [i for i, value in enumerate(values) if value.device.type != "cpu"]
+        if remote:
+            for i, value in zip(remote, torch.stack([values[i] for i in remote]).cpu(), strict=True):
+                values[i] = value
+        parts = dict(zip(output.parts, values[2:], strict=True))
+        return RewardResult(RewardOutput(values[0], values[1].bool(), parts), self.failed, self.problems)
 
 
 def check_reward(term: Term, video: Tensor, reference: Reference, count: int, *, with_gradient: bool) -> str:

@@ -3,6 +3,7 @@
 `make pretend` runs this file. LIMITS are the waits and copies that two updates take; a change that adds one goes red.
 """
 
+import argparse
 import collections
 import json
 import os
@@ -10,7 +11,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT
+
+from rewardfl import config
+from rewardfl.data.clips import read_video, write_video
+from rewardfl.estimate import measure, needs
+from rewardfl.training import setup_model
+from rewardfl.training.plan import resolve
+from rewardfl.training.setup_workload import make_workload
 
 pytestmark = pytest.mark.pretend
 SUPPORT = ROOT / "tests" / "support"
@@ -37,17 +46,18 @@ PHASES = ("encode", "rollout", "decode", "reward", "replay", "optimizer")
 LIMITS = json.loads((SUPPORT / "pretend_gpu_limits.json").read_text())
 
 
-def launch(arguments, folder, *, pretend):
+def launch(arguments, folder, *, pretend, **variables):
     command = [sys.executable]
     command += [str(SUPPORT / "run_on_pretend_gpu.py"), str(folder / "report.json")] if pretend else []
-    settings = ["train.max_steps=2", "run.save_steps=2", f"run.output_dir={folder / 'run'}"]
+    settings = ["run.save_steps=2", f"run.output_dir={folder / 'run'}"]
+    settings += [] if any("max_steps" in argument for argument in arguments) else ["train.max_steps=2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment |= {"PYTHONPATH": str(ROOT)} | ({} if pretend else {"ACCELERATE_USE_CPU": "true"})
+    environment |= {"PYTHONPATH": str(ROOT)} | ({} if pretend else {"ACCELERATE_USE_CPU": "true"}) | variables
     folder.mkdir()
     done = subprocess.run(
-        [*command, *arguments, *settings], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+        [*command, *arguments, *settings], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines]
 
@@ -70,6 +80,49 @@ def test_updates_on_the_pretend_gpu(case, tmp_path):
     assert report["mixed"] == report["hazards"] == report["notes"] == []
     for phase, counts in by_phase(report).items():
         assert all(a <= b for a, b in zip(counts, LIMITS[case][phase], strict=True)), f"{phase}: {counts}"
+
+
+def write_clips(folder, sizes, frames):
+    """Write a golden clip in each size (height, width), forwards and backwards; return the table's path."""
+    source = ROOT / "tests" / "golden" / "world" / "train"
+    video = read_video(source / "videos" / "000.mp4")
+    loop = torch.cat([video, video.flip(0)[1:-1]]).repeat(-(-frames // 16), 1, 1, 1)[:frames]
+    for i, (height, width) in enumerate(sizes):
+        resized = torch.nn.functional.interpolate(loop.permute(0, 3, 1, 2).float(), (height, width), mode="bilinear")
+        write_video(folder / f"{i}.mp4", resized.round().byte().permute(0, 2, 3, 1), 8)
+    names = [f'{i}.mp4,"a person with long dark hair, silent, turning left"' for i in range(len(sizes))]
+    (folder / "clips.csv").write_text("\n".join(["video,prompt", *names]))
+    return folder / "clips.csv"
+
+
+@pytest.mark.long
+def test_a_clip_of_21_chunks_waits_at_most_40_times_an_update(tmp_path):
+    """At K = 4, with reward and held-out reward; ten of them are the timer's."""
+    clips = write_clips(tmp_path, [(64, 64)] * 2, frames=41)
+    settings = [f"data.file_name={clips}", "data.num_frames=41", "sample.num_inference_steps=8"]
+    active = ["sample.final_timestep=7", "sample.active_steps=[4, 5, 6, 7]", "model.trainable_models=dit2"]
+    launch([*CASES["reward_fl offload"], *settings, *active], tmp_path / "gpu", pretend=True)
+    report = json.loads((tmp_path / "gpu" / "report.json").read_text())
+    assert report["mixed"] == report["hazards"] == report["notes"] == []
+    waits = [row for row in report["waits"] if row[0] in (*PHASES, "anchor", "step")]
+    assert sum(count for *_, count in waits) <= 2 * 40, waits
+
+
+@pytest.mark.long
+def test_clips_of_four_sizes_take_the_host_memory_of_the_plan(tmp_path):
+    sizes = [(64, 64), (128, 64), (64, 128), (192, 64)]
+    settings = [
+        f"data.file_name={write_clips(tmp_path, sizes, frames=9)}", "data.max_pixels=2304", "data.num_frames=9",
+        "train.max_steps=4", "train.decode_caches=offload", "reward.kl_gradient=reference_constant",
+    ]  # fmt: skip
+    arguments = [*CASES["reward_fl offload"], *settings]
+    launch(arguments, tmp_path / "gpu", pretend=True, PAGE_BYTES="2048")
+    taken = json.loads((tmp_path / "gpu" / "report.json").read_text())["host_bytes"]
+    cfg = config.load(ROOT / arguments[2], arguments[3:], config.RewardFlConfig)
+    backbone = setup_model.open_model(cfg)
+    work = make_workload(cfg, resolve(cfg, backbone, 1), backbone, [argparse.Namespace(size=size) for size in sizes])
+    planned = needs.memory(measure.measure(work.video), work).host
+    assert taken == pytest.approx(sum(planned.values()), rel=0.05), planned
 
 
 @pytest.mark.slow(8)

@@ -10,8 +10,8 @@ from test_swap import DEVICE, gradients, inputs
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rewardfl.memory import attention, offload
-from rewardfl.memory.offload import OffloadedInputs
+from rewardfl.memory import attention, host_pool, offload
+from rewardfl.memory.host_pool import HostPool, OffloadedTensors
 from rewardfl.memory.swap import BlockSwap
 
 BLOCKS, LAYERS = ["WanTransformerBlock"], 4
@@ -35,7 +35,7 @@ def checkpointing(on_host, keep):
 def traffic(monkeypatch):
     """What went to the host and was sent for, in order, by block; all that is in the host."""
     log, order, alive = [], {}, weakref.WeakSet()
-    put, fetch, take = OffloadedInputs.put, OffloadedInputs.fetch, OffloadedInputs.take
+    put, fetch, take = OffloadedTensors.put, OffloadedTensors.fetch, OffloadedTensors.take
 
     def noting(what, act):
         def noted(waiting, *given):
@@ -46,7 +46,7 @@ def traffic(monkeypatch):
         return noted
 
     for name, act in (("put", put), ("fetch", fetch), ("take", take)):
-        monkeypatch.setattr(OffloadedInputs, name, noting(name, act))
+        monkeypatch.setattr(OffloadedTensors, name, noting(name, act))
     return log, alive
 
 
@@ -56,8 +56,8 @@ def test_the_blocks_inputs_alone_go_to_the_host_and_come_back_ahead_of_their_tur
     # text and time with the first block, which cannot know that the others are given the same
     assert log == [("put", 0)] * 3 + [("put", block) for block in range(1, LAYERS)]
     assert len(alive) == LAYERS
-    tokens = 3 * 4 * 4 * 2 * 12 * 4  # of 4 x 4 patches in 3 frames, as bytes
-    assert all(len(waiting.hosts[0]) == tokens for waiting in alive)
+    tokens = (1, 3 * 4 * 4, 2 * 12)  # of 4 x 4 patches in 3 frames
+    assert all(waiting.kinds[0] == (tokens, torch.float32, [0, 1, 2]) for waiting in alive)
     log.clear()
     out.square().sum().backward()
     last = LAYERS - 1
@@ -141,7 +141,7 @@ def back(alive):
 
 def test_what_has_been_sent_for_is_not_sent_for_again():
     """A block of two streams asks for the inputs of the block before it with each of its own."""
-    waiting = OffloadedInputs(offload.InputsOnHost(DEVICE), None)
+    waiting = OffloadedTensors(HostPool(DEVICE))
     numbers = [waiting.put(torch.full((2, 3), value)) for value in (1.0, 2.0)]
     waiting.fetch()
     there = dict(waiting.back)
@@ -152,19 +152,21 @@ def test_what_has_been_sent_for_is_not_sent_for_again():
 
 def test_what_waits_dies_with_its_graph_and_leaves_its_room_to_the_next(traffic, monkeypatch):
     _, alive = traffic
-    made, new = [], offload.host_memory
-    monkeypatch.setattr(offload, "host_memory", lambda size, device: (made.append(size), new(size, device))[1])
-    model = adapted(offload.InputsOnHost(DEVICE))
-    for _ in range(2):
-        gradients(model)
-        assert not alive
-    answer(model)  # a graph that nobody goes back through
+    monkeypatch.setattr(host_pool, "PAGE_BYTES", 64)  # bytes
+    checkpoint = offload.InputsOnHost(DEVICE)
+    pool = checkpoint.pool = HostPool(DEVICE)
+    model = adapted(checkpoint)
+    gradients(model)
+    once = pool.size
+    gradients(model)
     assert not alive
+    answer(model)  # a graph that nobody goes back through
+    assert not alive and pool.size == once
     first, second = answer(model), answer(model)  # two that live together
-    assert len(alive) == 2 * LAYERS and len(made) == 2 * (LAYERS + 2)
+    assert len(alive) == 2 * LAYERS and pool.size == 2 * once
     del first, second
     gradients(model)
-    assert not alive and len(made) == 2 * (LAYERS + 2)
+    assert not alive and pool.size == 2 * once == sum(map(len, pool.free))
 
 
 def test_fp8_rounds_the_blocks_linear_weights_alone():

@@ -218,5 +218,4 @@ def test_memory_is_unlocked_before_its_addresses_are_given_away(cudart):
 
 def test_a_run_on_the_cpu_locks_no_memory(cudart, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    memory = host_memory(4096, DEVICE)
-    assert not cudart.locked and not offload.to_host(memory).is_pinned()
+    assert not host_memory(4096, DEVICE).is_pinned() and not cudart.locked

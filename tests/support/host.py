@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rewardfl.backbones.wan import decoder
-from rewardfl.memory import offload, swap
+from rewardfl.memory import host_pool, swap
 
 COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
 
@@ -38,14 +37,13 @@ class HostIsApart(TorchDispatchMode):
 @contextlib.contextmanager
 def apart(monkeypatch):
     """Within, memory that rewardfl says is the host's is a GPU's host's. Gives what has been seen."""
-    seen, new, to_host = HostIsApart(), swap.host_memory, offload.to_host
+    seen, new = HostIsApart(), swap.host_memory
 
     def remembered(size, device):
         return seen.remember(new(size, device))
 
     with monkeypatch.context() as patch, seen:
-        for module in (swap, offload):
+        for module in (swap, host_pool):
             patch.setattr(module, "host_memory", remembered)
-        for module in (offload, decoder):
-            patch.setattr(module, "to_host", lambda tensor: seen.remember(to_host(tensor)))
+        host_pool._pool.cache_clear()  # its memory is not remembered
         yield seen

@@ -224,7 +224,8 @@ def note_upload(what: str) -> None:
 
 def moved(tensor: Tensor, device, dtype=None, *, non_blocking=False, copy=False, memory_format=None) -> Tensor:
     """Return what `Tensor.to` returns; a copy between host and device is counted."""
-    layout = {} if memory_format in (None, torch.preserve_format) else {"memory_format": memory_format}
+    # channels stay where they are: with others a CPU's bfloat16 gradients round otherwise
+    layout = {"memory_format": memory_format} if memory_format is torch.contiguous_format else {}
     device = as_device(device)
     if is_meta(tensor) or (device is not None and device.type == "meta"):
         places = [] if device is None else [device]

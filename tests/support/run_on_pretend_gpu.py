@@ -1,6 +1,7 @@
 """Run a script of the package on the pretend GPU: python run_on_pretend_gpu.py REPORT.json SCRIPT ARGUMENT ...
 
-The report has what the pretend device saw; the exit code is the script's.
+The report has what the pretend device saw; the exit code is the script's. PAGE_BYTES in the environment is for
+rewardfl.memory.host_pool: a page of its own is larger than all that a tiny model offloads.
 """
 
 import json
@@ -28,8 +29,10 @@ def rows(counter: dict) -> list:
 
 def main(report: str, script: str, arguments: list[str]) -> int:
     pretend_gpu.install()
+    from rewardfl.memory import host_pool
     from rewardfl.training.timer import Timer
 
+    host_pool.PAGE_BYTES = int(os.environ.get("PAGE_BYTES", host_pool.PAGE_BYTES))
     pretend_gpu.watch_phases(Timer)
     sys.argv = [script, *arguments]
     os.chdir(ROOT)
@@ -42,6 +45,7 @@ def main(report: str, script: str, arguments: list[str]) -> int:
     finally:
         ledger = pretend_gpu.ledger
         content = {name: rows(getattr(ledger, name)) for name in ("mixed", "hazards", "notes", "waits", "copies")}
+        content["host_bytes"] = sum(ledger.registered.values())
         Path(report).write_text(json.dumps(content, indent=1))
     return code
 

@@ -290,7 +290,7 @@ class ImageModel(Backbone):
         }
 
     def velocity(self, experts: nn.Module, x: Tensor, step: int, schedule: Schedule, given: Conditioning) -> Tensor:
-        times = schedule.timesteps[step].to(x.device).expand(len(x))  # they stay float32
+        times = schedule.timestep(step, x.device).expand(len(x))  # they stay float32
         cast = {name: value.to(self.dtype) if value.is_floating_point() else value for name, value in given.items()}
         latents = x.squeeze(2).to(self.dtype)
         output = experts(schedule.experts[step], **self.kind.ask(latents, times, cast, self.guidance))

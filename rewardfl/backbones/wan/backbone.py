@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rewardfl.backbones import stock
 from rewardfl.backbones.protocol import DTYPES, Backbone, Conditioning, OnMeta, Schedule, Shape, Source
 from rewardfl.backbones.wan import files, load, meta, model
-from rewardfl.backbones.wan.decoder import WanDecoder
+from rewardfl.backbones.wan.decoder import WanDecoder, lay_out_for_cudnn
 from rewardfl.backbones.wan.variants import VARIANTS, Variant
 from rewardfl.data import to_uint8
 from rewardfl.weights.shards import InputError
@@ -172,14 +172,16 @@ class Wan(Backbone):
         return self.load([name]).components[self.variant.parts[name]]
 
     def load_decoder(self, device: torch.device) -> WanDecoder:
-        return WanDecoder(self.load(["vae_decoder"]).vae.to(device), frame_given=self.variant.image == "frame")
+        vae = self.load(["vae_decoder"]).vae.to(device)
+        vae = lay_out_for_cudnn(vae) if device.type == "cuda" else vae
+        return WanDecoder(vae, frame_given=self.variant.image == "frame")
 
     def collate(self, items: Sequence[Conditioning]) -> Conditioning:
         return {name: torch.cat([item[name] for item in items]) for name in items[0]}
 
     def velocity(self, experts: nn.Module, x: Tensor, step: int, schedule: Schedule, given: Conditioning) -> Tensor:
         # the time stays float32: 892.857 would be 892 in bfloat16
-        time, latents, more = schedule.timesteps[step].to(x.device), x, {}
+        time, latents, more = schedule.timestep(step, x.device), x, {}
         if self.variant.image == "channels":
             latents = torch.cat([x, given["image"].to(x.dtype)], 1)
         elif self.variant.image == "frame":

@@ -8,9 +8,10 @@ that checkpointed part by part. The chunks' first caches can be offloaded to hos
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from diffusers import AutoencoderKLWan
@@ -22,15 +23,25 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
     WanRMS_norm,
     unpatchify,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from rewardfl.backbones.protocol import Caches, Conditioning, DecodeCaches, Decoded
-from rewardfl.memory.offload import InHost, to_host
+from rewardfl.memory.host_pool import OffloadedTensors, host_pool
 
-StoredCaches = list[Tensor | InHost | str | None]  # for a later VJP
 STRIP = 2**24  # numbers in a strip of pictures whose norm is recomputed at once; it takes five float32 copies
+
+
+@dataclass(frozen=True)
+class _CachesOnHost:
+    """The caches before a chunk, in host memory. entries: numbers of `tensors`, and caches that are no tensors."""
+
+    tensors: OffloadedTensors
+    entries: list[int | str | None]
+
+
+StoredCaches = Caches | _CachesOnHost  # for a later VJP
 
 
 @dataclass(frozen=True)
@@ -53,9 +64,9 @@ class WanDecoder:
     ) -> Decoded:
         """Decode for a later `vjp`.
 
-        caches: keep (on the device), offload (in host memory), or segment (in host memory, those of every
-        ceil(sqrt(T))-th chunk; the VJP decodes each segment again for the others). The gradients are the same to the
-        last bit. None stores none.
+        caches: keep (on the device), offload (in host memory; the VJP copies them one chunk ahead), or segment (in host
+        memory, those of every ceil(sqrt(T))-th chunk; the VJP decodes each segment again for the others, and copies a
+        chunk's at its turn). The gradients are the same to the last bit. None stores none.
         """
         latents = self._whole(latents, given)
         stride = math.ceil(math.sqrt(latents.shape[2])) if caches == "segment" else 1
@@ -63,7 +74,8 @@ class WanDecoder:
         chunks, stored = [], dict[int, StoredCaches]()
         for i in range(latents.shape[2]):
             if caches is not None and i % stride == 0:
-                stored[i] = list(state) if caches == "keep" else _to_host(state)
+                before = stored.get(i - 1)  # none with segments
+                stored[i] = list(state) if caches == "keep" else _to_host(state, latents.device, before)
             frames, state = self._chunk(latents[:, :, i : i + 1], state)
             chunks.append(frames)
         return Decoded(torch.cat(chunks, 2).clamp(-1, 1), stored)
@@ -86,12 +98,12 @@ class WanDecoder:
         latents, first_sampled = self._whole(latents, given), int(self.frame_given)
         grad_latents = torch.zeros_like(latents)
         ranges = self._frame_ranges(latents.shape[2])
-        grad_caches: list[Tensor | None] = [None] * len(decoded.caches[0])
+        grad_caches: list[Tensor | None] = [None] * self.vae._cached_conv_counts["decoder"]
         segment: dict[int, StoredCaches] = {}
         for i in reversed(range(first_sampled, len(ranges))):
             segment = segment if i in segment else self._segment(latents, decoded.caches, i)
             x = latents[:, :, i : i + 1].detach().requires_grad_()
-            caches = _to_device(segment.pop(i), latents.device)
+            caches = _to_device(segment.pop(i))
             start = [cache.detach().requires_grad_() if isinstance(cache, Tensor) else cache for cache in caches]
             del caches
             leaves = [x] + [cache for cache in start if isinstance(cache, Tensor)]
@@ -119,18 +131,26 @@ class WanDecoder:
         """Return the first caches of chunks up to `last`, from the nearest stored ones; recomputed ones in the host."""
         first = max(i for i in stored if i <= last)
         segment = {first: stored[first]}
-        caches: Caches = _to_device(stored[first], latents.device) if first < last else []
+        caches: Caches = _to_device(stored[first]) if first < last else []
         for i in range(first, last):
             caches = self._chunk(latents[:, :, i : i + 1], caches)[1]
-            segment[i + 1] = _to_host(caches)
+            segment[i + 1] = _to_host(caches, latents.device, None)  # one chunk's on the device, not two
         return segment
 
     def _chunk(self, latents: Tensor, caches: Caches) -> tuple[Tensor, Caches]:
         """Decode one latent frame (B, C, 1, h, w) to unclamped video frames; return them and the caches after it."""
-        latents, config = latents.to(self.vae.dtype), self.vae.config
-        mean, std = (latents.new_tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std))
-        # diffusers' pipeline multiplies by 1 / std and divides by that; the same roundings give the same pixels
-        return run_chunk(self.vae, latents / (1.0 / std) + mean, caches)
+        mean, inverse_std = self._normalisation
+        return run_chunk(self.vae, latents.to(self.vae.dtype) / inverse_std + mean, caches)
+
+    @cached_property
+    def _normalisation(self) -> tuple[Tensor, Tensor]:
+        """Return mean and 1 / std of the latents, (1, C, 1, 1, 1) on the VAE's device: one copy for all chunks.
+
+        diffusers' pipeline divides by 1 / std; the same roundings give the same pixels.
+        """
+        statistics = [self.vae.config.latents_mean, self.vae.config.latents_std]
+        mean, std = torch.tensor(statistics, dtype=self.vae.dtype, device=self.vae.device).view(2, 1, -1, 1, 1, 1)
+        return mean, 1.0 / std
 
     def _frame_ranges(self, num_latents: int) -> list[slice]:
         """Return the video frames of each latent frame: one of the first, `temporal factor` of every other."""
@@ -146,12 +166,29 @@ def run_chunk(vae: AutoencoderKLWan, x: Tensor, caches: Caches) -> tuple[Tensor,
     return frames if patch is None else unpatchify(frames, patch), after
 
 
-def _to_host(caches: Caches) -> StoredCaches:
-    return [InHost(to_host(cache)) if isinstance(cache, Tensor) else cache for cache in caches]
+def lay_out_for_cudnn(vae: AutoencoderKLWan) -> AutoencoderKLWan:
+    """Store the 3D convolutions' weights with the channels last; the values stay the same.
+
+    cuDNN computes in this layout, and would convert the input and output of each convolution: 9 % of the time with
+    torch 2.8, far more with 2.9 (LightX2V#860, sglang#23200). In bfloat16 gradients round otherwise, on a CPU, too.
+    """
+    for module in vae.modules():
+        if isinstance(module, nn.Conv3d):
+            module.weight.data = module.weight.data.to(memory_format=torch.channels_last_3d)
+    return vae
 
 
-def _to_device(caches: StoredCaches, device: torch.device) -> Caches:
-    return [cache.back(device) if isinstance(cache, InHost) else cache for cache in caches]
+def _to_host(caches: Caches, device: torch.device, before: StoredCaches | None) -> _CachesOnHost:
+    """Start to copy the caches to host memory. before: the next to come back, while the VJP works on these."""
+    previous = weakref.ref(before.tensors) if isinstance(before, _CachesOnHost) else None
+    tensors = OffloadedTensors(host_pool(device), previous)
+    return _CachesOnHost(tensors, [tensors.put(cache) if isinstance(cache, Tensor) else cache for cache in caches])
+
+
+def _to_device(stored: StoredCaches) -> Caches:
+    if not isinstance(stored, _CachesOnHost):
+        return stored
+    return [stored.tensors.take(entry) if isinstance(entry, int) else entry for entry in stored.entries]
 
 
 _recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)

@@ -68,7 +68,8 @@ def align(frames: Tensor, matrices: Tensor, size: int = CROP_SIZE) -> Tensor:
     crop = torch.stack([x, y], -1).view(1, -1, 2) - matrices[:, None, :, 2]  # (P * N, size * size, 2)
     source = (crop @ inverse.mT).view(people, count, size, size, 2)  # frame pixels
     # align_corners=True puts -1 and 1 on the centres of the outer pixels, W - 1 apart
-    grid = 2 * source / torch.tensor([width - 1, height - 1], device=frames.device, dtype=frames.dtype) - 1
+    last = torch.cat([frames.new_full((1,), side - 1) for side in (width, height)])
+    grid = 2 * source / last - 1
     grid = grid.transpose(0, 1).flatten(1, 2)  # (N, P * size, size, 2)
     # grid_sample pads with 0, which is grey in [-1, 1]
     crops = F.grid_sample(frames + 1, grid, mode="bilinear", padding_mode="zeros", align_corners=True) - 1

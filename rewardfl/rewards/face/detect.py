@@ -6,6 +6,7 @@ tests/rewards/face/test_detect.py and test_yunet.py compare them with these libr
 """
 
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -143,11 +144,16 @@ class FaceDetector(nn.Module):
 
         `chunk` frames are detected at a time. The backward pass runs each chunk again, so that a clip holds one chunk's
         graph. view: applied to the frames before detection; the faces are in the pixels of `frames`.
+
+        The CPU waits for a GPU twice, whatever the number of frames: for the number of detections, and for them.
         """
-        faces = []
-        for part in frames.split(chunk):
-            rows, scale = checkpoint(self.rows, part, view, use_reentrant=False, preserve_rng_state=False)
-            faces += [self._faces(frame_rows, scale) for frame_rows in rows]
+        recomputed = partial(checkpoint, self.rows, use_reentrant=False, preserve_rng_state=False)
+        chunks, (scale, *_) = zip(*(recomputed(part, view) for part in frames.split(chunk)), strict=True)
+        rows = torch.cat(chunks)
+        frame, row = (rows[..., 0] >= self.threshold).nonzero(as_tuple=True)
+        numbered = torch.cat([frame[:, None].to(rows), rows[frame, row]], 1).cpu()
+        counts = numbered[:, 0].long().bincount(minlength=len(frames))
+        faces = [self._faces(frame_rows, scale) for frame_rows in numbered[:, 1:].split(counts.tolist())]
         return faces if view is None else [view.undo(frame_faces, frames) for frame_faces in faces]
 
     def rows(self, frames: Tensor, view: View | None = None) -> tuple[Tensor, float]:
@@ -188,8 +194,7 @@ class FaceDetector(nn.Module):
         return self.family.preprocess(F.pad(resized, (0, side - fitted[1], 0, side - fitted[0]))), scale
 
     def _faces(self, rows: Tensor, scale: float) -> Faces:
-        """Return the faces of one frame's (n, 15) rows after non-maximum suppression, in frame pixels."""
-        rows = rows[rows[:, 0] >= self.threshold].cpu()
+        """Return the faces of one frame's (n, 15) detections after non-maximum suppression, in frame pixels."""
         rows = rows[rows[:, 0].argsort(descending=True, stable=True)]
         scores, boxes = rows[:, 0].detach(), rows[:, 1:5].detach() / scale
         landmarks = rows[:, 5:].view(-1, 5, 2) / scale
@@ -213,6 +218,7 @@ def _rounded_resize(levels: Tensor, height: int, width: int) -> Tensor:
     return ((near[:, None] * upper >> 16) + (far[:, None] * lower >> 16) + 2) >> 2
 
 
+@cache
 def _resize_taps(size: int, out: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the two neighbours of each of `out` samples on an axis of `size`, and their weights, with sum 2048."""
     position = ((torch.arange(out, dtype=torch.float64) + 0.5) * (size / out) - 0.5).float()

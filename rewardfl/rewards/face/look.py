@@ -16,7 +16,7 @@ PATCHES = {"eyes": (slice(34, 70), slice(18, 94)), "mouth": (slice(78, 108), sli
 @torch.no_grad()
 def cut_patches(frames: Tensor, landmarks: Tensor) -> dict[str, Tensor]:
     """Return the grey patches (F, h, w) uint8 of frames (F, 3, H, W) in [-1, 1] by landmarks (F, 5, 2)."""
-    crops = align(frames.float(), similarity_transform(landmarks.to(frames.device), ARCFACE_TEMPLATE))
+    crops = align(frames.float(), similarity_transform(landmarks, ARCFACE_TEMPLATE))
     grey = (crops.mean(1).clamp(-1, 1) * 127.5 + 127.5).round().to(torch.uint8).cpu()
     return {name: grey[:, rows, columns] for name, (rows, columns) in PATCHES.items()}
 

@@ -12,7 +12,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -181,16 +181,29 @@ def _resize(
         size, out, scale = x.shape[axis], outs[axis], scaling[axis]
         if scale == 1:
             continue
-        position = _POSITIONS[coordinate_transformation_mode](torch.arange(out, dtype=torch.float32), size, out, scale)
-        position = position.clamp(0, size - 1).double()  # rounding below must not round a second time
+        rounding = nearest_mode if mode == "nearest" else None
+        low, high, weight = _taps(size, out, scale, coordinate_transformation_mode, rounding, x.device)
         if mode == "nearest":
-            x = x.index_select(axis, _NEAREST[nearest_mode](position).long().to(x.device))
+            x = x.index_select(axis, low)
         else:
-            low = position.floor()
-            weight = (position - low).to(x).view(-1, *[1] * (x.ndim - 1 - axis))
-            low, high = low.long().to(x.device), (low + 1).clamp(max=size - 1).long().to(x.device)
+            weight = weight.to(x).view(-1, *[1] * (x.ndim - 1 - axis))
             x = torch.lerp(x.index_select(axis, low), x.index_select(axis, high), weight)
     return x
+
+
+@cache
+def _taps(
+    size: int, out: int, scale: float, coordinates: str, rounding: str | None, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the lower and upper neighbour of each of `out` samples, and the upper one's weight, copied once.
+
+    rounding: to the one neighbour that mode nearest takes, the lower of the two; None for both.
+    """
+    position = _POSITIONS[coordinates](torch.arange(out, dtype=torch.float32), size, out, scale)
+    position = position.clamp(0, size - 1).double()  # rounding below must not round a second time
+    low = position.floor() if rounding is None else _NEAREST[rounding](position)
+    high = (low + 1).clamp(max=size - 1)
+    return low.long().to(device), high.long().to(device), (position - low).to(device)
 
 
 def _reduce(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

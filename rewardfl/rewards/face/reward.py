@@ -116,10 +116,11 @@ class FaceIdentityReward(Reward):
         parts["coverage"] = float(np.mean([0.0 if face is None else face.coverage for face in faces]))
         parts |= self.measured(video, faces, reference)
         scores = [invalid_score(video) if face is None else face.paid for face in faces]
-        if all(face is None for face in faces) or not all(score.isfinite() for score in scores):
+        means = [score if face is None else face.mean for score, face in zip(scores, faces, strict=True)]
+        paid, face_scores = torch.stack([torch.stack(scores), torch.stack(means)]).tolist()  # one copy
+        if all(face is None for face in faces) or not all(map(math.isfinite, paid)):
             return None, parts
         parts |= _motion(faces, real)
-        face_scores = [0.0 if face is None else face.mean.item() for face in faces]
         parts |= {"face_score": float(np.mean(face_scores)), "worst_person": min(face_scores)}
         return torch.stack([score.clamp(max=cap) for score, cap in zip(scores, caps, strict=True)]).mean(), parts
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Unpack
 
+import torch
 from torch import Tensor
 
 from rewardfl.config.schema import Number
@@ -19,13 +20,14 @@ class ColourReward(FrameReward):
     differentiable = True
     licence = "this project's"
     range = "[-1, 1] by default"
+    channels: Tensor
 
     def __init__(
         self, red: Number = 1.0, green: Number = -0.5, blue: Number = -0.5, **frame_settings: Unpack[FrameSettings]
     ):
         super().__init__(**frame_settings)
-        self.channels = (red, green, blue)
+        self.register_buffer("channels", torch.tensor([red, green, blue]), persistent=False)
 
     def score_frames(self, frames: Tensor, reference: Mapping[str, Tensor]) -> Tensor:
         means = ((frames + 1) / 2).mean((2, 3))  # (N, 3)
-        return means @ means.new_tensor(self.channels)
+        return means @ self.channels.to(means)
