@@ -267,7 +267,7 @@ def _measure_block(
     block_weights, weights = nbytes(bare_block.parameters()), nbytes([*bare.parameters(), *bare.buffers()])
     bare.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
     flops, outside_flops = graph.flops + frozen.flops, network.flops + network_frozen.flops
-    outside_flops.subtract(flops)  # `-` would drop what is negative: the first block has no gradient of its input
+    outside_flops.subtract(flops)  # `-` drops negative counts: the first block has no gradient of its input
     additive: dict[Any, int] = {
         "weights": block_weights,
         "weights_fp8": nbytes(bare_block.parameters()),

@@ -128,7 +128,7 @@ def test_copies_of_weights_inputs_and_caches(costs):
 
 
 def test_computing_hides_copies(costs):
-    """All but a pass's first block where computing takes longer; where copying does, what is longer is exposed."""
+    """All but a pass's first block where computing takes longer; where copying does, the rest is exposed."""
     computing = {part: total for part, (total, _, _) in needs.seconds(costs, RUN, H100).items()}
     quick, slow = (needs.seconds(costs, IN_HOST, dataclasses.replace(H100, copies=rate)) for rate in (50, 1))
     assert quick["rollout"][2] == pytest.approx(8 * costs.experts["low_noise"].block_weights / 50e9, rel=0.03)
