@@ -11,6 +11,7 @@ each of these values of a setting. The modes, next to the configuration as it is
     full_graph    autograd through all active steps and the decoder; the blocks are checkpointed
     replay        one step's graph at a time, and one decoder chunk's
     keep_on_host  the graphs of the rollout's active steps, with the blocks' inputs in host memory
+    keep_on_device  the same, with these on the GPU
     swap          replay with these in host memory, and the trained expert's weights
 
 A GPU's bytes are its allocator's; --memory-cap gives that so many GB. A CPU stands for a GPU with its host: bytes are
@@ -66,6 +67,10 @@ IN_HOST = ["train.use_gradient_checkpointing=true", "train.use_gradient_checkpoi
 MODES = {
     "full_graph": [*RESIDENT, "train.keep_attention=false"],
     "replay": RESIDENT,
+    "keep_on_device": [
+        "experts.trained=gpu", "train.active_graphs=keep_on_device", "train.keep_attention=false",
+        "train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=false",
+    ],
     "keep_on_host": [
         "experts.trained=gpu", "train.active_graphs=keep_on_host", "train.keep_attention=false", *IN_HOST,
     ],
@@ -239,12 +244,12 @@ class Update:
         return self.cfg.reward.kl_weight / len(self.x)
 
 
-def replay_update(update: Update, meter: Meter, *, keeps_graphs: bool) -> None:
+def replay_update(update: Update, meter: Meter) -> None:
     """Run the update as train_reward_fl.py does."""
     cfg, velocity, decoder, x = update.cfg, update.velocity, update.decoder, update.x
     sigmas, conditioning = velocity.schedule.sigmas, velocity.conditioning
-    graphs_of = update.active if keeps_graphs else ()
-    with_graph = offload.InputsOnHost(x.device).whole_graph
+    graphs_of = () if cfg.train.active_graphs == "replay" else update.active
+    with_graph = offload.graph_context(cfg.train.active_graphs, x.device)
     first = velocity.schedule.handover if cfg.experts.untrained == "boundary_cache" else 0
     with meter("rollout"):
         trajectory = reward_flow.rollout(velocity, x, sigmas, update.active, first, graphs_of, with_graph)
@@ -303,7 +308,7 @@ class Size:
 
 def plan_work(cfg: RewardFlConfig, backbone: Backbone) -> Workload:
     """Count the work of one process."""
-    return make_workload(cfg, plan.resolve(cfg, backbone, 1), backbone, None)
+    return make_workload(cfg, plan.resolve(cfg, backbone, 1, here=False), backbone, None)
 
 
 def make_size(cfg: RewardFlConfig, backbone: Backbone, device: torch.device) -> Size:
@@ -358,7 +363,7 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int, rates: Rates
         if mode == "full_graph":
             full_graph(update, meter)
         else:
-            replay_update(update, meter, keeps_graphs=work.kept_steps > 0)
+            replay_update(update, meter)
         if i == 0:
             gradient = torch.cat([parameter.grad.flatten().cpu() for parameter in parameters])
         with meter("optimizer"):
