@@ -140,10 +140,10 @@ def test_the_decoder_gets_no_gradient():
     "caches, expected",
     [
         ("offload", "5 4 chunk 3 chunk 2 chunk 1 chunk chunk chunk"),  # chunk 0 has no caches
-        ("segment", "3 5 4 chunk 3 chunk chunk 2 1 chunk chunk chunk"),  # stored before chunks 0 and 3
+        ("segment", "3 5 chunk 4 chunk 3 chunk 2 chunk 1 chunk chunk"),  # stored before chunks 0 and 3
     ],
 )
-def test_caches_are_on_their_way_back_one_chunk_ahead(caches, expected, monkeypatch):
+def test_caches_come_back_one_chunk_ahead_and_in_segments_at_their_turn(caches, expected, monkeypatch):
     decoder, latents = WanDecoder(random_pipeline().vae), torch.randn(1, 16, 6, 4, 4)
     means = [
         torch.stack([cache.mean() for cache in chunk if isinstance(cache, torch.Tensor)]).mean().item()
