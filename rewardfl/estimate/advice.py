@@ -90,7 +90,7 @@ def recommend(costs: Costs, work: Workload, machine: Machine) -> Workload:
 
 def keep_more_graphs(costs: Costs, work: Workload, machine: Machine) -> Workload:
     """Return a run that fits with as many of the rollout's graphs kept as fit, too, where that saves FLOPs."""
-    counts = range(len(work.active_experts), work.kept_steps, -1)
+    counts = range(len(work.active_experts), work.kept_steps, -1) if work.processes_per_clip == 1 else ()
     runs = (replace(work, kept_steps=count, keep_attention=False) for count in counts)
     after = next((run for run in runs if fits(costs, run, machine)), work)
     return min(work, after, key=lambda run: sum(flops(costs, run).values()))

@@ -77,14 +77,17 @@ def copies(costs: Costs, work: Workload) -> dict[str, tuple[float, float]]:
 
     replayed = _replayed(work)
     with_graph = {name: count - replayed[name] for name, count in work.replay.items()}
+    outside = sum(
+        count * costs.experts[name].saved_outside for name, count in with_graph.items() if work.offload_inputs
+    )
     anchored = (1 + work.anchor_to_reference) * weights(work.anchor)
     return {
-        "rollout": (weights(work.rollout), inputs(with_graph)),
+        "rollout": (weights(work.rollout), inputs(with_graph) + outside),
         "decode": (0, stored),
         "decode VJP": (caches + segmented * stored, caches - stored),
         "data anchor": (anchored + weights(work.anchor, there=1) + inputs(work.anchor), inputs(work.anchor)),
         "replay forward": (weights(replayed), inputs(replayed)),
-        "replay backward": (weights(work.backward_passes, there=1) + inputs(work.backward_passes), 0),
+        "replay backward": (weights(work.backward_passes, there=1) + inputs(work.backward_passes) + outside, 0),
         "reference": (weights(work.reference), 0),
     }
 

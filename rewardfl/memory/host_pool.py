@@ -72,9 +72,7 @@ class OffloadedTensors:
     def __init__(self, pool: HostPool, before: "weakref.ref[OffloadedTensors] | None" = None):
         self.pool, self.before = pool, before
         self.pages: list[list[Tensor]] = []
-        self.kinds: list[
-            tuple[torch.Size, torch.dtype, list[int]]
-        ] = []  # the shape of each in memory, dtype, dimensions
+        self.kinds: list[tuple[torch.Size, torch.dtype, list[int]]] = []  # shape in memory, dtype, its dimensions
         self.back: dict[int, Tensor] = {}  # copies on the device, by number
         self.arrived: torch.cuda.Event | None = None  # the end of these copies
 

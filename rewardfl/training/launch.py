@@ -42,7 +42,7 @@ def make_accelerator(max_grad_norm: float, *, log_with: str, output_dir: str | N
     check_environment(os.environ, launcher)
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     handlers = [
-        # on a CPU, accelerate runs DeepSpeed as one process unless the backend is set, which plain processes forbid
+        # on a CPU, accelerate runs DeepSpeed as one process unless the backend is set; for others it must stay unset
         InitProcessGroupKwargs(backend="gloo", timeout=TIMEOUT)
         if deepspeed and not torch.cuda.is_available()
         else InitProcessGroupKwargs(timeout=TIMEOUT),

@@ -7,6 +7,7 @@ section in brackets): its own hooks and counters on the meta device, and arithme
 import dataclasses
 import gc
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -478,6 +479,8 @@ def test_graphs_that_still_fit_are_proposed(published):
     assert changed == {"train.keep_attention": False, "train.active_graphs": "keep_on_host", "train.kept_steps": 3}
     little = Machine(machine.gpu, sum(plain.host.values()) + 0.5 * stored)  # one kept graph saves less than attention
     assert keep_more_graphs(measured, kept_attention, little) == kept_attention
+    together = dataclasses.replace(run, processes_per_clip=2)  # which does not go with kept graphs
+    assert keep_more_graphs(measured, together, Machine(math.inf)) == together
     on_device = dataclasses.replace(run, offload_inputs=False)
     gpu = Machine(needs.memory(measured, on_device).peak + needs.RESERVE + 1.5 * stored)
     assert changed_settings(on_device, keep_more_graphs(measured, on_device, gpu)) == {
