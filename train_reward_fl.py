@@ -86,7 +86,7 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
     builder = setup_data.make_batch_builder(cfg, plan, conditions, samples, job)
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
-    decoder = backbone.load_decoder(job.device)
+    decoder, decoding = backbone.load_decoder(job.device), (cfg.train.decode_caches, cfg.train.kept_chunks)
     graphs = plan.graphs_of, offload.graph_context(cfg.train.active_graphs, job.device)
     model, trained = setup_model.load_experts(cfg, plan, backbone, job, conditions, samples)
     setup_model.fill_adapters(model, trained, backbone, plan.init, resume_point, restored)
@@ -174,7 +174,7 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
 
                 # 2. loss = -reward + kl_weight * KL, a mean over samples. Here: the gradient of -reward by the frames.
                 with timer("decode"):
-                    decoded = decoder.decode_with_caches(trajectory.x0, cfg.train.decode_caches, batch.conditioning)
+                    decoded = decoder.decode_with_caches(trajectory.x0, batch.conditioning, *decoding)
                 with timer("reward"):
                     video = decoded.video.float().requires_grad_()  # (B, 3, F, H, W) in [-1, 1]
                     scored = score_terms(terms, video, [samples[row].references for row in batch.rows])

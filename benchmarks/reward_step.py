@@ -254,7 +254,8 @@ def replay_update(update: Update, meter: Meter) -> None:
     with meter("rollout"):
         trajectory = reward_flow.rollout(velocity, x, sigmas, update.active, first, graphs_of, with_graph)
     with meter("decode"):
-        decoded = decoder.decode_with_caches(trajectory.x0, cfg.train.decode_caches, conditioning)
+        settings = cfg.train.decode_caches, cfg.train.kept_chunks
+        decoded = decoder.decode_with_caches(trajectory.x0, conditioning, *settings)
     grad_video = update.cotangent(decoded.video.float())
     with meter("decode VJP"):
         grad_x0 = decoder.vjp(trajectory.x0, grad_video, decoded, conditioning)

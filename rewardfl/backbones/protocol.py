@@ -107,11 +107,12 @@ class Decoded:
     """A decoded batch, and the state with which the decoder's `vjp` need not decode again.
 
     video: (B, 3, F, H, W) in [-1, 1]. caches: by chunk, those before it; with segments only those of every n-th chunk
-    from chunk 0.
+    from chunk 0. graphs: by the chunk after it, the graph of the last chunks, if they are kept.
     """
 
     video: Tensor
     caches: dict[int, Any]
+    graphs: dict[int, Any] = field(default_factory=dict)
 
 
 class Decoder(Protocol):
@@ -124,9 +125,9 @@ class Decoder(Protocol):
         """Return the video, without gradient."""
 
     def decode_with_caches(
-        self, latents: Tensor, caches: DecodeCaches = "keep", given: Conditioning | None = None
+        self, latents: Tensor, given: Conditioning | None = None, caches: DecodeCaches = "keep", kept_chunks: int = 0
     ) -> Decoded:
-        """Return the video and the state for a later `vjp`."""
+        """Return the video and the state for a later `vjp`. kept_chunks: the last ones, whose graph is kept."""
 
     def vjp(
         self, latents: Tensor, grad_video: Tensor, decoded: Decoded | None = None, given: Conditioning | None = None
@@ -168,8 +169,7 @@ class ChunksOnMeta:
     latents: Tensor  # the input of each chunk; requires a gradient
     run: Callable[[Tensor, Caches], tuple[Tensor, Caches]]
     caches: Caches  # before the first chunk
-    # the context of `run` and its backward pass, checkpointed as in training
-    checkpointed: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    vjp_context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext  # of `run` with a graph
 
 
 @dataclass(frozen=True, kw_only=True)

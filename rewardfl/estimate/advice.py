@@ -17,6 +17,7 @@ KEYS = {
     "offload_inputs": "train.use_gradient_checkpointing_offload",
     "keep_attention": "train.keep_attention",
     "decode_caches": "train.decode_caches",
+    "kept_chunks": "train.kept_chunks",
     "batch": "train.per_device_train_batch_size",
     "accumulation": "train.gradient_accumulation_steps",
     "noises_per_sample": "sample.noises_per_sample",
@@ -44,6 +45,7 @@ def alternatives(work: Workload) -> Iterator[Workload]:
         "offload_inputs": [True],
         "checkpointing": [True],
         "keep_attention": [False],
+        "kept_chunks": [0],
         "kept_steps": [*range(work.kept_steps, -1, -1)],
         "samples_on": ["cpu"] if work.latents_kept else [],
     }

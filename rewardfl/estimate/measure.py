@@ -121,6 +121,7 @@ class Cost(ByKind):
     peak: int  # largest number of living bytes
     attention_kept: int = 0  # bytes that train.keep_attention stores
     saved: int = 0  # bytes that the graph saves for the backward pass
+    graph: int = 0  # bytes that live before the backward pass, with the outputs if they are kept
 
 
 def with_graph(
@@ -145,10 +146,11 @@ def with_graph(
         cotangents = [torch.empty_like(output) for output in outputs]
         if not keep:
             del outputs
+        graph = living.now - nbytes(cotangents)
         torch.autograd.backward(edges, cotangents)
     saved_bytes = sum(size for storage, size in saved.items() if storage not in free)
     flops = _by_pass({"forward": forward, "backward": living.flops - forward})
-    return Cost(flops=flops, peak=living.peak, saved=saved_bytes)
+    return Cost(flops=flops, peak=living.peak, saved=saved_bytes, graph=graph)
 
 
 def _by_pass(passes: Mapping[str, Counter[Operation]]) -> Counter[tuple[str, Operation]]:
@@ -198,11 +200,12 @@ class ExpertCost(ByKind):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkCost(ByKind):
-    """Bytes and FLOPs of one chunk's pass through the VAE's decoder; its backward pass has the recomputation."""
+    """Bytes and FLOPs of one chunk's pass through the VAE's decoder. Other bytes are without the input caches."""
 
     caches_in: int
-    peak: int  # without a graph; with the output caches, without the input caches
-    peak_vjp: int  # of forward, backward and the cotangents; without the input caches
+    peak: int  # without a graph; with the output caches
+    peak_vjp: int  # of forward, backward and the cotangents
+    graph: int  # between forward and backward, without the output caches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,9 +322,10 @@ def measure_chunks(chunks: ChunksOnMeta, module: nn.Module) -> tuple[ChunkCost, 
         held, forward = _tensors(start), partial(lambda x, start: _tensors(tree_leaves(chunks.run(x, start))), x, start)
         frozen = without_graph(forward, [*weights, x, *held])
         x.grad = None  # else the next one is added to it
-        with chunks.checkpointed():
+        with chunks.vjp_context():
             vjp = with_graph(forward, [x, *held], weights, keep=False)
-        costs.append(ChunkCost(flops=vjp.flops, caches_in=nbytes(held), peak=frozen.peak, peak_vjp=vjp.peak))
+        sizes = {"caches_in": nbytes(held), "peak": frozen.peak, "peak_vjp": vjp.peak, "graph": vjp.graph}
+        costs.append(ChunkCost(flops=vjp.flops, **sizes))
         with torch.no_grad():
             _, caches = chunks.run(x, caches)
     return tuple(costs + costs[-1:] * (chunks.count - len(costs)))

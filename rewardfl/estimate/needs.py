@@ -33,8 +33,9 @@ def flops(costs: Costs, work: Workload) -> dict[str, float]:
     )
     parts = {"rollout": rollout / work.processes_per_clip, "decode": decode if work.rollout else 0}
     if work.reward_gradient:
+        again = sum(chunk.forward for chunk in _decoded_twice(costs, work))
         decodes = 2 if work.decode_caches == "segment" else 1
-        parts["decode VJP"] = decodes * decode + sum(chunk.backward for chunk in costs.chunks)
+        parts["decode VJP"] = decodes * again + sum(chunk.backward for chunk in costs.chunks)
 
     def total(passes: Mapping[str, float], amount: Callable[[ExpertCost], int]) -> float:
         return sum(count * amount(costs.experts[expert]) for expert, count in passes.items()) / work.processes_per_clip
@@ -61,10 +62,15 @@ def _replayed(work: Workload) -> dict[str, float]:
     return {name: count - work.graphs * graphs[name] for name, count in work.replay.items()}
 
 
+def _decoded_twice(costs: Costs, work: Workload) -> Sequence[ChunkCost]:
+    """Return the chunks whose graph the decoding does not keep."""
+    return costs.chunks[: max(0, len(costs.chunks) - work.kept_chunks)]
+
+
 def copies(costs: Costs, work: Workload) -> dict[str, tuple[float, float]]:
     """Return the bytes of one video that go to the GPU and to the host, by part. A batch shares the weights' copies."""
     experts = {name: costs.experts[name] for name in _swapped(work)}
-    sizes = [chunk.caches_in for chunk in costs.chunks] if work.decode_caches != "keep" else []
+    sizes = [chunk.caches_in for chunk in _decoded_twice(costs, work)] if work.decode_caches != "keep" else []
     segmented = work.decode_caches == "segment"  # the first caches of each come twice, the others leave in the VJP
     caches, stored = sum(sizes), sum(sizes[:: math.ceil(math.sqrt(len(sizes))) if segmented else 1])
 
@@ -158,7 +164,7 @@ def memory(costs: Costs, work: Workload) -> Memory:
     parameters = trained_parameters(costs, work)
     adapter, optimizer = adapter_bytes(work, parameters)
     samples = work.samples_in_flight * kept_bytes(costs, work)
-    caches = decode_caches(costs.chunks, work.decode_caches)[2] if work.reward_gradient else 0
+    caches = decode_caches(_decoded_twice(costs, work), work.decode_caches)[2] if work.reward_gradient else 0
     resident = _resident_weights(costs, work) | {
         "LoRA, gradient, Adam": adapter,
         "VAE's decoder": costs.decoder_weights,
@@ -250,24 +256,27 @@ def _decoding(costs: Costs, work: Workload) -> dict[str, dict[str, int]]:
             "decode": {"one chunk, its caches and the next's": chunk} | frames,
             "reward": {"frames, also float32": decoded + pixels},
         }
-    gpu, chunk_caches, _ = decode_caches(costs.chunks, work.decode_caches)
+    gpu, chunk_caches, _ = decode_caches(_decoded_twice(costs, work), work.decode_caches)
+    last = costs.chunks[len(_decoded_twice(costs, work)) :]
+    graphs = {"kept chunks": sum(chunk.graph for chunk in last) + last[0].caches_in} if last else {}
     chunk, vjp = max(chunk.peak for chunk in costs.chunks), max(chunk.peak_vjp for chunk in costs.chunks)
     return {
-        "decode": {"decoder caches": gpu + chunk_caches, "one chunk, no graph": chunk} | frames,
-        "reward": {"decoder caches": gpu, "frames, also float32, and gradient": decoded + 2 * pixels},
+        "decode": {"decoder caches": gpu + chunk_caches, "one chunk, no graph": chunk} | frames | graphs,
+        "reward": {"decoder caches": gpu, "frames, also float32, and gradient": decoded + 2 * pixels} | graphs,
         "decode VJP": {
             "decoder caches": gpu
             + (2 if work.decode_caches == "offload" else 1) * chunk_caches,  # and the next chunk's
             "one chunk, forward and backward": vjp,
             "frames and gradient": decoded + pixels,
-        },
+        }
+        | {name: amount - last[-1].graph for name, amount in graphs.items()},  # the last one is among the chunk's bytes
     }
 
 
 def decode_caches(chunks: Sequence[ChunkCost], place: DecodeCaches) -> tuple[int, int, int]:
     """Return the bytes of one video's decoder caches: always on the GPU, there for one chunk, and in the host."""
     sizes = [chunk.caches_in for chunk in chunks]
-    if place == "keep":
+    if place == "keep" or not sizes:
         return sum(sizes), 0, 0
     if place == "offload":
         return 0, max(sizes), sum(sizes)

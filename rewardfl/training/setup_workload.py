@@ -89,6 +89,7 @@ def _reward_fl(common: Workload, cfg: RewardFlConfig, plan: RewardFlPlan) -> Wor
         # the steps before the boundary have no gradient
         cacheable=common.untrained == experts[0] and experts[0] not in replay,
         decode_caches=cfg.train.decode_caches,
+        kept_chunks=cfg.train.kept_chunks,
         active_experts=() if cfg.sample.gradient_mode == "endpoint" else tuple(experts[i] for i in active),
         kept_steps=len(plan.graphs_of),
         noises_per_sample=cfg.sample.noises_per_sample,

@@ -69,6 +69,7 @@ class Workload:
     batch: int = 1
     accumulation: int | None = None  # None where an epoch has a fixed number of videos
     decode_caches: DecodeCaches = "keep"
+    kept_chunks: int = 0  # of the decoder's, the last ones: their graphs are the decoding's
     active_experts: tuple[str, ...] = ()  # of each step with a gradient; where graphs can be kept
     kept_steps: int = 0  # of these steps, the last ones: their graphs are the rollout's
     noises_per_sample: Literal["fresh"] | int = "fresh"

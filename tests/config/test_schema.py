@@ -376,6 +376,7 @@ UNSTORED = "train.use_gradient_checkpointing=false"
         ("reward.kl_steps=[5,8]", r"must be increasing, of the steps with a gradient \[4, 5, 6, 7\], got \[5, 8\]"),
         ("reward.kl_steps=[]", r"kl_steps must be increasing, of the steps with a gradient .*, got \[\]"),
         ("reward.kl_steps=[7] reward.kl_weight=0", "kl_steps needs a reward.kl_weight above 0; set it, or remove"),
+        ("train.kept_chunks=2 data.num_frames=1", "kept_chunks is for videos, got 2 with data.num_frames 1; remove it"),
         ("train.kept_steps=1", "kept_steps needs train.active_graphs keep_on_host or keep_on_device; set it, or"),
         (f"experts.trained=cpu_swap {UNSTORED}", "cpu_swap needs train.use_gradient_c"),
         (f"{FP8} model.distill_lora_low=x model.distill_lora_mode=adapter", "fp8 takes no distillation's adapter; set"),

@@ -33,6 +33,7 @@ from rewardfl.backbones.protocol import (
     Shape,
     Source,
 )
+from rewardfl.memory.convolutions import FrozenConvolutions
 from rewardfl.weights import shards
 from rewardfl.weights.shards import InputError
 
@@ -186,7 +187,6 @@ class ImageModel(Backbone):
         return stock.settings(self.configs)
 
     def on_meta(self, height: int, width: int, num_frames: int) -> OnMeta:
-        """Return the parts, with the decoder's whole graph; `vjp` checkpoints, but torch measures no recomputation."""
         shape = self.latent_shape(height, width, num_frames)
         vae = stock.cast(stock.new_on_meta(self.kind.vae, self.configs["vae"]), self.dtype)
         encoders = {name: stock.new_on_meta(kind, self.configs[name]) for name, kind in self.kind.encoders.items()}
@@ -208,7 +208,13 @@ class ImageModel(Backbone):
         return OnMeta(
             experts={EXPERT: self._network_on_meta(latents, conditioning)},
             vae=vae.requires_grad_(requires_grad=False),
-            decoder=ChunksOnMeta(count=1, latents=latents, run=lambda x, *_: (self.kind.decode(vae, x), []), caches=[]),
+            decoder=ChunksOnMeta(
+                count=1,
+                latents=latents,
+                run=lambda x, *_: (self.kind.decode(vae, x), []),
+                caches=[],
+                vjp_context=FrozenConvolutions,
+            ),
             encode_clip=lambda: None,
             vision=None,
             text_encoder=text,
@@ -279,8 +285,6 @@ class ImageModel(Backbone):
         vae = self._load("vae", self.kind.vae)
         vae.encoder = nn.Identity()  # some VAEs count its modules
         vae.quant_conv = None
-        if vae._supports_gradient_checkpointing:
-            vae.enable_gradient_checkpointing()
         return ImageDecoder(vae.to(device), self.kind.decode)
 
     def collate(self, items: Sequence[Conditioning]) -> Conditioning:
@@ -306,7 +310,7 @@ class ImageModel(Backbone):
 
 @dataclass(frozen=True)
 class ImageDecoder:
-    """The Decoder: plain autograd through the VAE's decoder, with checkpointed up-blocks where supported."""
+    """The Decoder: autograd through the VAE's decoder, whose convolutions are frozen."""
 
     vae: Any
     pixels: Callable[[Any, Tensor], Tensor]  # the spec's decode
@@ -320,9 +324,9 @@ class ImageDecoder:
         return self._image(latents)
 
     def decode_with_caches(
-        self, latents: Tensor, caches: DecodeCaches = "keep", given: Conditioning | None = None
+        self, latents: Tensor, given: Conditioning | None = None, caches: DecodeCaches = "keep", kept_chunks: int = 0
     ) -> Decoded:
-        """Return the image without caches, for any `caches`: it is one chunk."""
+        """Return the image without caches, for any `caches`: it is one chunk. `kept_chunks` is for videos."""
         return Decoded(self.decode(latents), {})
 
     def vjp(
@@ -332,7 +336,7 @@ class ImageDecoder:
         gradients: list[Tensor] = []
         for x, grad in zip(latents.split(1), grad_video.split(1), strict=True):
             leaf = x.detach().requires_grad_()
-            with torch.enable_grad():
+            with torch.enable_grad(), FrozenConvolutions():
                 image = self._image(leaf)
             gradients += torch.autograd.grad(image, [leaf], grad.to(image.dtype))
         return torch.cat(gradients)

@@ -3,31 +3,26 @@
 diffusers' AutoencoderKLWan decodes one latent frame after the other; causal convolutions keep their last input frames
 in a list of caches. So the decoder is a recurrence (frames_i, caches_{i+1}) = chunk(latents_i, caches_i). Its
 vector-Jacobian product walks back through the chunks with the cotangent of the caches. It holds one chunk's graph, and
-that checkpointed part by part. The chunks' first caches can be offloaded to host memory, and be recomputed, too.
+of that the norms' inputs. The last chunks' graphs can be the decoding's, which saves their second forward pass. The
+chunks' first caches can be offloaded to host memory, and be recomputed, too.
 """
 
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
 from diffusers import AutoencoderKLWan
-from diffusers.models.autoencoders.autoencoder_kl_wan import (
-    WanCausalConv3d,
-    WanDecoder3d,
-    WanResample,
-    WanResidualBlock,
-    WanRMS_norm,
-    unpatchify,
-)
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanDecoder3d, WanResidualBlock, WanRMS_norm, unpatchify
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from rewardfl.backbones.protocol import Caches, Conditioning, DecodeCaches, Decoded
+from rewardfl.memory.convolutions import FrozenConvolutions
 from rewardfl.memory.host_pool import OffloadedTensors, host_pool
 
 STRIP = 2**24  # numbers in a strip of pictures whose norm is recomputed at once; it takes five float32 copies
@@ -45,6 +40,34 @@ StoredCaches = Caches | _CachesOnHost  # for a later VJP
 
 
 @dataclass(frozen=True)
+class _Graph:
+    """The graph of some chunks, to be walked back once. latents, before: its leaves; before are the first caches.
+
+    Of the outputs there are the edges, not the values: of each chunk's frames, and of the caches after the last chunk.
+    """
+
+    latents: Tensor
+    before: Caches
+    frames: list[GradientEdge]
+    after: list[GradientEdge | None]
+
+    def pull_back(
+        self, grad_frames: Sequence[Tensor], grad_after: Sequence[Tensor | None]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the gradient of the latents (B, C, chunks, h, w), and those of the first caches; None of no tensor.
+
+        grad_frames: by chunk. grad_after: of the caches after the last one, None counts as zero.
+        """
+        pairs = [*zip(self.frames, grad_frames, strict=True), *zip(self.after, grad_after, strict=True)]
+        outputs, cotangents = zip(*((edge, grad) for edge, grad in pairs if edge and grad is not None), strict=True)
+        leaves = [self.latents] + [cache for cache in self.before if isinstance(cache, Tensor)]
+        # not torch.autograd.grad: its results for the caches are views that keep larger tensors alive
+        torch.autograd.backward(outputs, cotangents, inputs=leaves)
+        assert self.latents.grad is not None
+        return self.latents.grad, [cache.grad if isinstance(cache, Tensor) else None for cache in self.before]
+
+
+@dataclass(frozen=True)
 class WanDecoder:
     """The Decoder of Wan. One cache per causal convolution: None at first, then "Rep" as diffusers marks the first.
 
@@ -56,29 +79,39 @@ class WanDecoder:
 
     def decode(self, latents: Tensor, given: Conditioning | None = None) -> Tensor:
         """Return the video (B, 3, F, H, W) in [-1, 1] of normalised latents (B, C, T, H/s, W/s)."""
-        return self.decode_with_caches(latents, None, given).video
+        return self.decode_with_caches(latents, given, None).video
 
     @torch.no_grad()
     def decode_with_caches(
-        self, latents: Tensor, caches: DecodeCaches | None = "keep", given: Conditioning | None = None
+        self,
+        latents: Tensor,
+        given: Conditioning | None = None,
+        caches: DecodeCaches | None = "keep",
+        kept_chunks: int = 0,
     ) -> Decoded:
-        """Decode for a later `vjp`.
+        """Decode for a later `vjp`, which may run once if chunks are kept.
 
         caches: keep (on the device), offload (in host memory; the VJP copies them one chunk ahead), or segment (in host
         memory, those of every ceil(sqrt(T))-th chunk; the VJP decodes each segment again for the others, and copies a
-        chunk's at its turn). The gradients are the same to the last bit. None stores none.
+        chunk's at its turn). kept_chunks: the last chunks whose graph stays for the VJP. The gradients are the same to
+        the last bit. None stores no caches.
         """
         latents = self._whole(latents, given)
-        stride = math.ceil(math.sqrt(latents.shape[2])) if caches == "segment" else 1
+        count, stride = latents.shape[2], math.ceil(math.sqrt(latents.shape[2])) if caches == "segment" else 1
+        first_kept = max(count - kept_chunks, int(self.frame_given))
         state: Caches = [None] * self.vae._cached_conv_counts["decoder"]
         chunks, stored = [], dict[int, StoredCaches]()
-        for i in range(latents.shape[2]):
+        for i in range(first_kept):
             if caches is not None and i % stride == 0:
                 before = stored.get(i - 1)  # none with segments
                 stored[i] = list(state) if caches == "keep" else _to_host(state, latents.device, before)
             frames, state = self._chunk(latents[:, :, i : i + 1], state)
+            chunks.append(frames.clamp(-1, 1))
+        graphs = {}
+        if first_kept < count:
+            frames, graphs[count] = self._with_graph(latents[:, :, first_kept:], state)
             chunks.append(frames)
-        return Decoded(torch.cat(chunks, 2).clamp(-1, 1), stored)
+        return Decoded(torch.cat(chunks, 2), stored, graphs)
 
     def _whole(self, latents: Tensor, given: Conditioning | None) -> Tensor:
         if not self.frame_given:
@@ -94,37 +127,39 @@ class WanDecoder:
         grad_video: (B, 3, F, H, W); as in autograd, it counts as zero where the decoder's output is clamped. decoded:
         from `decode_with_caches` on the same latents; None: computed here.
         """
-        decoded = self.decode_with_caches(latents, given=given) if decoded is None else decoded
+        decoded = self.decode_with_caches(latents, given) if decoded is None else decoded
         latents, first_sampled = self._whole(latents, given), int(self.frame_given)
         grad_latents = torch.zeros_like(latents)
         ranges = self._frame_ranges(latents.shape[2])
         grad_caches: list[Tensor | None] = [None] * self.vae._cached_conv_counts["decoder"]
         segment: dict[int, StoredCaches] = {}
-        for i in reversed(range(first_sampled, len(ranges))):
-            segment = segment if i in segment else self._segment(latents, decoded.caches, i)
-            x = latents[:, :, i : i + 1].detach().requires_grad_()
-            caches = _to_device(segment.pop(i))
-            start = [cache.detach().requires_grad_() if isinstance(cache, Tensor) else cache for cache in caches]
-            del caches
-            leaves = [x] + [cache for cache in start if isinstance(cache, Tensor)]
-            with torch.enable_grad(), parts_checkpointed(self.vae.decoder):
-                frames, after = self._chunk(x, start)
-                frames = frames.clamp(-1, 1)
-                # edges of the graph instead of the values: the values are not needed any more
-                outputs = [get_gradient_edge(frames)]
-                cotangents = [grad_video[:, :, ranges[i]].to(frames.dtype)]
-                for cache, cotangent in zip(after, grad_caches, strict=True):
-                    if cotangent is not None and isinstance(cache, Tensor):
-                        outputs.append(get_gradient_edge(cache))
-                        cotangents.append(cotangent)
-                del frames, after, cache
-                # not torch.autograd.grad: its results for the caches are views that keep larger tensors alive
-                torch.autograd.backward(outputs, cotangents, inputs=leaves)
-            del outputs, cotangents
-            assert x.grad is not None
-            grad_latents[:, :, i : i + 1] = x.grad
-            grad_caches = [cache.grad if isinstance(cache, Tensor) else None for cache in start]
+        end = len(ranges)  # of the chunks that are left
+        while end > first_sampled:
+            graph = decoded.graphs.pop(end, None)
+            if graph is None:
+                segment = segment if end - 1 in segment else self._segment(latents, decoded.caches, end - 1)
+                graph = self._with_graph(latents[:, :, end - 1 : end], _to_device(segment.pop(end - 1)))[1]
+            start = end - len(graph.frames)
+            cotangents = [grad_video[:, :, frames].to(self.vae.dtype) for frames in ranges[start:end]]
+            grad_latents[:, :, start:end], grad_caches = graph.pull_back(cotangents, grad_caches)
+            end = start
+            del graph  # its caches
         return grad_latents[:, :, first_sampled:]
+
+    @torch.enable_grad()
+    def _with_graph(self, latents: Tensor, caches: Caches) -> tuple[Tensor, _Graph]:
+        """Return the clamped frames of chunks, without their graph, and the graph. caches: before the first one."""
+        x = latents.detach().requires_grad_()
+        state = before = [cache.detach().requires_grad_() if isinstance(cache, Tensor) else cache for cache in caches]
+        chunks, edges = [], []
+        with lean_graph(self.vae.decoder):
+            for i in range(x.shape[2]):
+                frames, state = self._chunk(x[:, :, i : i + 1], state)
+                frames = frames.clamp(-1, 1)
+                chunks.append(frames.detach())
+                edges.append(get_gradient_edge(frames))
+        after = [get_gradient_edge(cache) if isinstance(cache, Tensor) else None for cache in state]
+        return torch.cat(chunks, 2), _Graph(x, before, edges, after)
 
     @torch.no_grad()
     def _segment(self, latents: Tensor, stored: dict[int, StoredCaches], last: int) -> dict[int, StoredCaches]:
@@ -191,54 +226,44 @@ def _to_device(stored: StoredCaches) -> Caches:
     return [stored.tensors.take(entry) if isinstance(entry, int) else entry for entry in stored.entries]
 
 
-_recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-
-
 @contextlib.contextmanager
-def parts_checkpointed(decoder: WanDecoder3d) -> Iterator[None]:
-    """Apply checkpointing to the decoder's residual blocks and upsamplers within the context.
+def lean_graph(decoder: WanDecoder3d) -> Iterator[None]:
+    """Make the decoder's graph hold the inputs of its norms and little else, within the context.
 
-    The backward pass must run within it, too. It recomputes norms, which take most, in strips, and convolutions' inputs
-    before their cache and padding. The gradients are the same to the last bit with one strip; of several, channels may
-    be summed in another order. diffusers' own `enable_gradient_checkpointing` does nothing here.
+    A norm and the activation after it, which take most, are recomputed together in strips. No convolution is computed
+    twice. The gradients are the same to the last bit with one strip; of several, channels may be summed in another
+    order. diffusers' own `enable_gradient_checkpointing` does nothing here.
     """
-    wrappers: dict[type, Callable[..., Tensor]] = {
-        WanResidualBlock: _checkpoint_part,
-        WanResample: _checkpoint_part,
-        WanRMS_norm: _checkpoint_strips,
-        WanCausalConv3d: _recompute,
-    }
-    parts = [module for module in decoder.modules() if type(module) in wrappers]
-    for part in parts:
-        part.forward = partial(wrappers[type(part)], part.forward)
+    normed = [module for module in decoder.modules() if isinstance(module, WanResidualBlock | WanDecoder3d)]
+    changed: list[nn.Module] = []
+    for module in normed:
+        norms = [child for child in module.children() if isinstance(child, WanRMS_norm)]
+        for norm in norms:
+            norm.forward = partial(_in_strips, partial(_run_both, norm.forward, module.nonlinearity.forward))
+        module.nonlinearity.forward = _unchanged
+        changed += [*norms, module.nonlinearity]
     try:
-        yield
+        with FrozenConvolutions():
+            yield
     finally:
-        for part in parts:
-            del part.forward  # the class's own is left
+        for module in changed:
+            del module.forward  # the class's own is left
 
 
-def _checkpoint_strips(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Run a pointwise `forward(x)`, (..., h, w), in strips; each strip is recomputed by itself."""
+def _run_both(norm: Callable[[Tensor], Tensor], activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return activation(norm(x))
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def _in_strips(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Run a pointwise `forward(x)`, (..., h, w), in strips; the backward pass recomputes each by itself."""
     rows = max(1, STRIP * x.shape[-2] // x.numel())
     if rows >= x.shape[-2]:
         return _recompute(forward, x)
     return torch.cat([_recompute(forward, strip) for strip in x.split(rows, -2)], -2)
 
 
-def _checkpoint_part(forward: Callable[..., Tensor], x: Tensor, feat_cache: Caches, feat_idx: list[int]) -> Tensor:
-    """Run a part's `forward(x, feat_cache, feat_idx)`, to be recomputed in the backward pass.
-
-    A part replaces entries of `feat_cache` from `feat_idx[0]` on, and counts them there. Each run gets a copy of the
-    list, so that the recomputation starts from the same entries.
-    """
-    before, start = list(feat_cache), feat_idx[0]
-
-    def run(x: Tensor) -> tuple[Tensor, Caches]:
-        after, index = list(before), [start]
-        return forward(x, feat_cache=after, feat_idx=index), after[start : index[0]]
-
-    out, new = _recompute(run, x)
-    feat_cache[start : start + len(new)] = new
-    feat_idx[0] = start + len(new)
-    return out
+_recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)

@@ -14,7 +14,7 @@ from transformers import CLIPVisionModel, UMT5EncoderModel
 from rewardfl.backbones import stock
 from rewardfl.backbones.protocol import Caches, ChunksOnMeta, ExpertOnMeta, OnMeta, Shape
 from rewardfl.backbones.wan import files
-from rewardfl.backbones.wan.decoder import parts_checkpointed, run_chunk
+from rewardfl.backbones.wan.decoder import lean_graph, run_chunk
 from rewardfl.backbones.wan.model import TEXT_LENGTH, new_expert
 from rewardfl.backbones.wan.variants import Variant
 
@@ -88,5 +88,5 @@ def _decoder_on_meta(vae: AutoencoderKLWan, dtype: torch.dtype, shape: Shape) ->
     caches: Caches = [None] * vae._cached_conv_counts["decoder"]
     latents = meta(1, channels, 1, height, width, dtype=dtype, requires_grad=True)
     return ChunksOnMeta(
-        count=frames, latents=latents, run=run, caches=caches, checkpointed=partial(parts_checkpointed, vae.decoder),
+        count=frames, latents=latents, run=run, caches=caches, vjp_context=partial(lean_graph, vae.decoder),
     )  # fmt: skip

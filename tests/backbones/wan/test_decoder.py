@@ -59,7 +59,7 @@ def test_the_residual_decoder_with_a_frame_that_is_given_equals_autograd():
     (expected,) = torch.autograd.grad(video, leaf, cotangent)
     given = {"image": first}
     for caches in ("keep", "segment"):
-        decoded = decoder.decode_with_caches(latents, caches, given)
+        decoded = decoder.decode_with_caches(latents, given, caches)
         # a chunk's first product has fewer columns than the clip's, which not every CPU computes in one order
         torch.testing.assert_close(decoded.video, video.detach(), rtol=0, atol=1e-13)
         actual = decoder.vjp(latents, cotangent, decoded, given)
@@ -72,7 +72,8 @@ def test_caches_kept_elsewhere_give_the_same_bits(caches):
     torch.manual_seed(1)
     vae = random_pipeline().vae
     latents = 3 * torch.randn(2, 16, 8, 8, 8)
-    kept, other = WanDecoder(vae).decode_with_caches(latents), WanDecoder(vae).decode_with_caches(latents, caches)
+    decoder = WanDecoder(vae)
+    kept, other = decoder.decode_with_caches(latents), decoder.decode_with_caches(latents, caches=caches)
     assert torch.equal(other.video, kept.video)
     assert list(other.caches) == (list(range(8)) if caches == "offload" else [0, 3, 6])
     cotangent = torch.randn_like(kept.video)
@@ -96,16 +97,39 @@ def test_vjp_holds_one_chunk():
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
-def test_parts_that_are_computed_again_give_the_same_bits(residual, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_lean_graph_gives_the_same_bits(residual, dtype, monkeypatch):
     torch.manual_seed(1)
-    vae = residual_vae() if residual else random_pipeline().vae
+    vae = (residual_vae() if residual else random_pipeline().vae).to(dtype)
     latents = torch.randn(1, vae.config.z_dim, 4, 4, 4)
     decoder = WanDecoder(vae)
     cotangent = torch.randn(decoder.decode(latents).shape)
-    again = decoder.vjp(latents, cotangent)
+    lean = decoder.vjp(latents, cotangent)
     assert not any("forward" in vars(module) for module in vae.decoder.modules())  # left as it was
-    monkeypatch.setattr(wan_decoder, "parts_checkpointed", lambda decoder: contextlib.nullcontext())
-    assert torch.equal(again, decoder.vjp(latents, cotangent))
+    monkeypatch.setattr(wan_decoder, "lean_graph", lambda decoder: contextlib.nullcontext())
+    assert torch.equal(lean, decoder.vjp(latents, cotangent))
+
+
+@pytest.mark.parametrize("caches", ["keep", "offload", "segment"])
+@pytest.mark.parametrize("first_given", [False, True])
+def test_kept_chunks_are_decoded_once_and_give_the_same_bits(first_given, caches, monkeypatch):
+    torch.manual_seed(1)
+    vae = residual_vae() if first_given else random_pipeline().vae
+    decoder, given = WanDecoder(vae, first_given), {"image": torch.randn(1, vae.config.z_dim, 1, 4, 4)}
+    latents = torch.randn(1, vae.config.z_dim, 6, 4, 4)
+    expected = decoder.decode_with_caches(latents, given, caches)
+    cotangent = torch.randn(expected.video.shape)
+    chunks, run = [], wan_decoder.run_chunk
+    monkeypatch.setattr(wan_decoder, "run_chunk", lambda *arguments: (chunks.append(1), run(*arguments))[1])
+    gradient = decoder.vjp(latents, cotangent, expected, given)
+    replayed = len(chunks)
+    for kept in (1, 4, 9):
+        decoded = decoder.decode_with_caches(latents, given, caches, kept)
+        assert torch.equal(decoded.video, expected.video) and not decoded.video.requires_grad
+        assert len(decoded.caches) <= 6 + first_given - min(kept, 6)
+        chunks.clear()
+        assert torch.equal(decoder.vjp(latents, cotangent, decoded, given), gradient)
+        assert len(chunks) <= replayed - min(kept, 6)
 
 
 def test_norms_in_strips_give_the_same_gradient(monkeypatch):
@@ -122,12 +146,11 @@ def test_norms_in_strips_give_the_same_gradient(monkeypatch):
     assert (strips - whole).abs().max() < 1e-6 * whole.abs().max()
 
 
-def test_a_part_of_a_chunk_lives_at_once(monkeypatch):
-    """A third less than plain autograd through the same chunks, though this decoder has few parts."""
+def test_a_lean_graph_takes_half_the_memory(monkeypatch):
     latents = torch.randn(1, 16, 3, 24, 24)
-    in_parts = peak_of_vjp(latents)
-    monkeypatch.setattr(wan_decoder, "parts_checkpointed", lambda decoder: contextlib.nullcontext())
-    assert in_parts < 0.7 * peak_of_vjp(latents)
+    lean = peak_of_vjp(latents)
+    monkeypatch.setattr(wan_decoder, "lean_graph", lambda decoder: contextlib.nullcontext())
+    assert lean < 0.6 * peak_of_vjp(latents)
 
 
 def test_the_decoder_gets_no_gradient():
@@ -149,7 +172,7 @@ def test_caches_come_back_one_chunk_ahead_and_in_segments_at_their_turn(caches, 
         torch.stack([cache.mean() for cache in chunk if isinstance(cache, torch.Tensor)]).mean().item()
         for chunk in list(decoder.decode_with_caches(latents).caches.values())[1:]
     ]
-    decoded = decoder.decode_with_caches(latents, caches)
+    decoded = decoder.decode_with_caches(latents, caches=caches)
     order, fetch, run = [], OffloadedTensors.fetch, wan_decoder.run_chunk
 
     def fetching(tensors):
@@ -177,6 +200,6 @@ def test_the_layout_for_a_gpu_gives_the_same_gradient(residual):
     cotangent = torch.randn(WanDecoder(vae).decode(latents).shape)
     expected = WanDecoder(vae).vjp(latents, cotangent)
     decoder = WanDecoder(wan_decoder.lay_out_for_cudnn(vae))
-    decoded = decoder.decode_with_caches(latents, "offload")
+    decoded = decoder.decode_with_caches(latents, caches="offload")
     assert vae.decoder.conv_in.weight.is_contiguous(memory_format=torch.channels_last_3d)
     assert (decoder.vjp(latents, cotangent, decoded) - expected).abs().max() < 1e-5 * expected.abs().max()
