@@ -12,10 +12,13 @@ each of these values of a setting. The modes, next to the configuration as it is
     replay        one step's graph at a time, and one decoder chunk's
     keep_on_host  the graphs of the rollout's active steps, with the blocks' inputs in host memory
     keep_on_device  the same, with these on the GPU
+    keep_all      keep_on_device, and the decoder's graph is kept, too
     swap          replay with these in host memory, and the trained expert's weights
+    supervised    no reward: the flow-matching loss of one draw, forward and backward
 
 A GPU's bytes are its allocator's; --memory-cap gives that so many GB. A CPU stands for a GPU with its host: bytes are
-those of the tensors that live, without those in host memory (offload, swap), and a copy between the two is counted.
+those of the tensors that live, without those in host memory (offload, swap), and a copy between the two is counted. Its
+seconds are those of the process, so that other processes hardly change them.
 Planned seconds are at --rates, which are by default those of the GPU; of a CPU they say something with its own only.
 """
 
@@ -63,6 +66,10 @@ RESIDENT = [
     "experts.trained=gpu", "train.active_graphs=replay", "train.use_gradient_checkpointing=true",
     "train.use_gradient_checkpointing_offload=false",
 ]  # fmt: skip
+SUPERVISED = [
+    "reward.reward_weight=0", "reward.motion_weight=0", "reward.kl_weight=0", "reward.others={}", "anchor.weight=1",
+    "anchor.target=data",
+]  # fmt: skip
 IN_HOST = ["train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true"]
 MODES = {
     "full_graph": [*RESIDENT, "train.keep_attention=false"],
@@ -71,15 +78,22 @@ MODES = {
         "experts.trained=gpu", "train.active_graphs=keep_on_device", "train.keep_attention=false",
         "train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=false",
     ],
+    "keep_all": [
+        "experts.trained=gpu", "train.active_graphs=keep_on_device", "train.keep_attention=false",
+        "train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=false",
+        "train.kept_chunks=1000",
+    ],
     "keep_on_host": [
         "experts.trained=gpu", "train.active_graphs=keep_on_host", "train.keep_attention=false", *IN_HOST,
     ],
     "swap": ["experts.trained=cpu_swap", "train.active_graphs=replay", *IN_HOST],
+    "supervised": [*RESIDENT, *SUPERVISED],
     "as_configured": [],
 }  # fmt: skip
 PHASES = {
     "rollout": ["rollout"], "decode": ["decode"], "decode VJP": ["decode VJP"],
-    "replay": ["replay forward", "replay recompute", "replay backward", "reference"], "optimizer": [],
+    "replay": ["replay forward", "replay recompute", "replay backward", "reference"], "data anchor": ["data anchor"],
+    "optimizer": [],
 }  # fmt: skip  # by estimate.needs.flops
 ADAPTED = 0.02  # std of a new adapter's B: with B = 0 its A has no gradient, and there is no KL
 NOTE = """Random weights and conditioning. The reward is analytic: a random cotangent of the frames. Face networks, text
@@ -132,12 +146,13 @@ class Meter:
             torch.cuda.reset_peak_memory_stats(self.device)
         elif self.counted:
             self.counted.peak = self.counted.now
-        begin = time.perf_counter()
+        clock = time.perf_counter if gpu else time.process_time
+        begin = clock()
         with self.counted or contextlib.nullcontext():
             yield
         if gpu:
             torch.cuda.synchronize(self.device)
-        self.seconds[name] = time.perf_counter() - begin
+        self.seconds[name] = clock() - begin
         peak = self.counted.peak if self.counted else 0
         self.peaks[name] = torch.cuda.max_memory_allocated(self.device) if gpu else peak
 
@@ -287,6 +302,14 @@ def full_graph(update: Update, meter: Meter) -> None:
         ((video * cotangent).sum() + update.kl_weight * kl).backward()
 
 
+def supervised(update: Update, meter: Meter) -> None:
+    """Run the flow-matching loss of one noise at the first active step, the latents standing for a clip's."""
+    velocity, step = update.velocity, update.active[0]
+    with meter("data anchor"):
+        v = velocity(update.x, step)
+        (v * update.x).mean().backward()
+
+
 def decode_whole(decoder: WanDecoder, latents: Tensor, conditioning: Conditioning) -> Tensor:
     """Decode to (B, 3, F, H, W) by diffusers' loop over the latent frames."""
     if decoder.frame_given:
@@ -361,10 +384,8 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int, rates: Rates
     counted.copied_in = counted.copied_out = 0
     for i in range(1 + steps):
         meter = Meter(device, counted if i == 0 else None)
-        if mode == "full_graph":
-            full_graph(update, meter)
-        else:
-            replay_update(update, meter)
+        updates_of = {"full_graph": full_graph, "supervised": supervised}
+        updates_of.get(mode, replay_update)(update, meter)
         if i == 0:
             gradient = torch.cat([parameter.grad.flatten().cpu() for parameter in parameters])
         with meter("optimizer"):
@@ -384,7 +405,7 @@ def phase_rows(updates: Sequence[Meter], costs: Costs, work: Workload, rates: Ra
     """Return a row for each phase, with the plan's numbers if it has that phase, and one for the whole update."""
     planned_flops, planned_seconds = needs.flops(costs, work), needs.seconds(costs, work, rates)
     memory, table = needs.memory(costs, work), []
-    planned = set(updates[0].seconds) == set(PHASES)
+    planned = set(updates[0].seconds) <= set(PHASES)
     for name in updates[0].seconds:
         seconds = statistics.median(update.seconds[name] for update in updates[1:])
         row = {"phase": name, "seconds": seconds, "peak": max(update.peaks[name] for update in updates)}

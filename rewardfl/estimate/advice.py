@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rewardfl.estimate.measure import Costs
-from rewardfl.estimate.needs import RESERVE, flops, memory
+from rewardfl.estimate.needs import RESERVE, flops, memory, seconds
+from rewardfl.estimate.rates import Rates
 from rewardfl.training.workload import Workload
 
 KEYS = {
@@ -23,6 +24,7 @@ KEYS = {
     "noises_per_sample": "sample.noises_per_sample",
     "samples_on": "grpo.samples_on",
 }  # {field of Workload: configuration key}
+WORTHWHILE = 0.01  # share of the time that a proposal for a run that fits must save
 CACHED_NOISES = 4  # noises_per_sample proposed with boundary_cache
 INEXACT = {  # {placement of the untrained expert that changes the run's numbers: how}
     "fp8": "its weights are rounded by 3 %",
@@ -90,12 +92,22 @@ def recommend(costs: Costs, work: Workload, machine: Machine) -> Workload:
     return min(alternatives(work), key=price)
 
 
-def keep_more_graphs(costs: Costs, work: Workload, machine: Machine) -> Workload:
-    """Return a run that fits with as many of the rollout's graphs kept as fit, too, where that saves FLOPs."""
-    counts = range(len(work.active_experts), work.kept_steps, -1) if work.processes_per_clip == 1 else ()
-    runs = (replace(work, kept_steps=count, keep_attention=False) for count in counts)
-    after = next((run for run in runs if fits(costs, run, machine)), work)
-    return min(work, after, key=lambda run: sum(flops(costs, run).values()))
+def keep_more_graphs(costs: Costs, work: Workload, machine: Machine, rates: Rates) -> Workload:
+    """Return the run with more graphs kept, of steps, then of the decoder's chunks, if that saves enough time."""
+
+    def first_that_fits(*runs: Workload) -> Workload:
+        return next((run for run in runs if fits(costs, run, machine)), work)
+
+    def time(run: Workload) -> float:
+        return sum(spent for spent, _, _ in seconds(costs, run, rates).values())
+
+    steps = range(len(work.active_experts), work.kept_steps, -1) if work.processes_per_clip == 1 else ()
+    runs = [replace(work, kept_steps=count, keep_attention=False) for count in steps]
+    after = min(work, first_that_fits(*runs), key=time)
+    chunks = len(costs.chunks) if work.reward_gradient and len(costs.chunks) > 1 else 0
+    more = [replace(after, kept_chunks=count) for count in range(chunks, after.kept_chunks, -1)]
+    after = first_that_fits(*more, after)
+    return after if time(after) < (1 - WORTHWHILE) * time(work) else work
 
 
 def memory_settings(work: Workload) -> dict[str, Any]:

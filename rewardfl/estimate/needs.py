@@ -72,7 +72,7 @@ def copies(costs: Costs, work: Workload) -> dict[str, tuple[float, float]]:
     experts = {name: costs.experts[name] for name in _swapped(work)}
     sizes = [chunk.caches_in for chunk in _decoded_twice(costs, work)] if work.decode_caches != "keep" else []
     segmented = work.decode_caches == "segment"  # the first caches of each come twice, the others leave in the VJP
-    caches, stored = sum(sizes), sum(sizes[:: math.ceil(math.sqrt(len(sizes))) if segmented else 1])
+    caches, stored = sum(sizes), sum(sizes[:: math.ceil(math.sqrt(len(sizes))) or 1 if segmented else 1])
 
     def weights(passes: Mapping[str, float], there: int = 0) -> float:  # blocks that are on the GPU already
         sizes = {name: cost.weights - cost.other_weights - there * cost.block_weights for name, cost in experts.items()}

@@ -29,13 +29,13 @@ RATES = {
     "H100": Rates(
         matmul=600,  # an estimate: 3/4 of the best product's 794.5 (stas00/ml-engineering, compute/accelerator)
         attention=535,  # cuDNN's 595 forward, 516 backward at 16k tokens (FlashAttention-3, arXiv 2407.08608)
-        convolution=60,  # an estimate; in channels_last_3d more: an H200 has about 170 (sgl-project/sglang, pull 34125)
+        convolution=100,  # an estimate: of an H200's 170 in channels_last_3d (sgl-project/sglang, pull 34125), with norms
         copies=50,  # an estimate: 9/10 of what nvbandwidth's manual shows for PCIe 5.0 x16
     ),
     "RTX 4090": Rates(
         matmul=130,  # an estimate: 4/5 of 160 (zzc0721/torch-performance-test-data, issue 78)
         attention=150,  # an estimate: FlashAttention-2's 161 is forward (SageAttention2++, arXiv 2505.21136)
-        convolution=15,  # an estimate: the H100's by the cards' memory would be 18, by their peaks 10
+        convolution=20,  # an estimate: the H100's by the cards' memory would be 30, by their peaks 17
         copies=25,  # an estimate: 4/5 of PCIe 4.0 x16
     ),
 }
