@@ -29,7 +29,7 @@ RATES = {
     "H100": Rates(
         matmul=600,  # an estimate: 3/4 of the best product's 794.5 (stas00/ml-engineering, compute/accelerator)
         attention=535,  # cuDNN's 595 forward, 516 backward at 16k tokens (FlashAttention-3, arXiv 2407.08608)
-        convolution=100,  # an estimate: of an H200's 170 in channels_last_3d (sgl-project/sglang, pull 34125), with norms
+        convolution=100,  # an estimate: an H200's 170 in channels_last_3d (sgl-project/sglang, pull 34125), less norms
         copies=50,  # an estimate: 9/10 of what nvbandwidth's manual shows for PCIe 5.0 x16
     ),
     "RTX 4090": Rates(
