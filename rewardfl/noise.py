@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rewardfl.copies import to_device
+
 
 def noise_seed(run_seed: int, epoch: int, sample_id: str, member: int = 0) -> int:
     """Return the seed (63 bits) of a sample's noise; `member` counts its noises within an epoch."""
@@ -27,7 +29,7 @@ def training_noise_seed(run_seed: int, epoch: int, sample_id: str, noises_per_sa
 
 def draw_noise(shape: Sequence[int], seed: int, device: str | torch.device = "cpu") -> Tensor:
     """Draw standard normal float32 noise, on the CPU so that it is the same for every device."""
-    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(device)
+    return to_device(torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)), device)
 
 
 def stable_hash(text: str) -> int:

@@ -42,6 +42,7 @@ CASES = {
     "flow_grpo guidance": [*FLOW_GRPO, "sample.guidance_scale=2"],
 }  # fmt: skip
 PHASES = ("encode", "rollout", "decode", "reward", "replay", "optimizer")
+UPDATE = (*PHASES, "anchor", "step")
 # By case, two updates together: {phase: [waits, copies]}, as `by_phase` gave them when they were recorded.
 LIMITS = json.loads((SUPPORT / "pretend_gpu_limits.json").read_text())
 
@@ -104,8 +105,24 @@ def test_a_clip_of_21_chunks_waits_at_most_40_times_an_update(tmp_path):
     launch([*CASES["reward_fl offload"], *settings, *active], tmp_path / "gpu", pretend=True)
     report = json.loads((tmp_path / "gpu" / "report.json").read_text())
     assert report["mixed"] == report["hazards"] == report["notes"] == []
-    waits = [row for row in report["waits"] if row[0] in (*PHASES, "anchor", "step")]
+    waits = [row for row in report["waits"] if row[0] in UPDATE]
     assert sum(count for *_, count in waits) <= 2 * 40, waits
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case, settings", [
+    ("reward_fl offload", ["anchor.weight=1", "reward.views=1"]),
+    ("flow_grpo", ["grpo.samples_on=cpu"]),
+])  # fmt: skip
+def test_no_copy_above_1_mb_blocks_an_update(case, settings, tmp_path):
+    """Noise, latents, image conditioning, crops and the judge's frames have more than 1 MB here."""
+    clips = write_clips(tmp_path, [(224, 224)] * 2, frames=9)
+    size = [f"data.file_name={clips}", "data.num_frames=9", "data.height=224", "data.width=224"]
+    launch([*CASES[case], *size, *settings], tmp_path / "gpu", pretend=True)
+    report = json.loads((tmp_path / "gpu" / "report.json").read_text())
+    assert report["mixed"] == report["hazards"] == report["notes"] == []
+    assert [row for row in report["blocking"] if row[0] in UPDATE and row[3] > 1e6] == []
+    assert any(row[0] == "start" and row[3] > 1e6 for row in report["blocking"])  # the size shows the fault
 
 
 @pytest.mark.long
