@@ -27,7 +27,9 @@ def training_noise_seed(run_seed: int, epoch: int, sample_id: str, noises_per_sa
 
 def draw_noise(shape: Sequence[int], seed: int, device: str | torch.device = "cpu") -> Tensor:
     """Draw standard normal float32 noise, on the CPU so that it is the same for every device."""
-    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(device)
+    locked = torch.device(device).type == "cuda"  # page-locked: its copy does not wait
+    noise = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed), pin_memory=locked)
+    return noise.to(device, non_blocking=locked)
 
 
 def stable_hash(text: str) -> int:

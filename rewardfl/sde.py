@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rewardfl import flow
+from rewardfl.copies import to_device
 from rewardfl.flow import VelocityFunction
 
 
@@ -44,8 +45,8 @@ class Step:
     log_prob: Tensor  # (B,) float64
 
     def to(self, device: str | torch.device) -> "Step":
-        mean = None if self.mean is None else self.mean.to(device)
-        x, x_next, log_prob = (value.to(device) for value in (self.x, self.x_next, self.log_prob))
+        mean = None if self.mean is None else to_device(self.mean, device)
+        x, x_next, log_prob = (to_device(value, device) for value in (self.x, self.x_next, self.log_prob))
         return replace(self, x=x, x_next=x_next, mean=mean, log_prob=log_prob)
 
 

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-ALGORITHMS = ("flow", "reward_flow", "sde", "grpo", "group_plan", "noise", "windows", "epoch_order", "scheduler")
+ALGORITHMS = (
+    "flow", "reward_flow", "sde", "grpo", "group_plan", "noise", "windows", "epoch_order", "scheduler", "copies",
+)  # fmt: skip
 # inside a room: a face goes through file, graph, detector, identity and reward
 ROOM_FLOORS, MODULE_FLOORS = 7, 5
 # model.model_name has a default; no other module outside of backbones/ and weights/ names a model or one of its parts

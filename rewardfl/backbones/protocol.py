@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rewardfl import lora
 from rewardfl.backbones import stock
+from rewardfl.copies import to_device
 from rewardfl.weights.shards import InputError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of the frozen weights, by config word
@@ -393,7 +394,7 @@ class _Reference(torch.autograd.Function):
 
 def move_to(conditioning: Conditioning, device: str | torch.device) -> Conditioning:
     """Return the conditioning on a device."""
-    return {name: value.to(device) for name, value in conditioning.items()}
+    return {name: to_device(value, device) for name, value in conditioning.items()}
 
 
 def select_rows(conditioning: Conditioning, chosen: Sequence[int]) -> Conditioning:

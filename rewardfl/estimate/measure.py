@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from rewardfl.backbones.protocol import Adapter, ChunksOnMeta, ExpertOnMeta
 from rewardfl.estimate.rates import Operation
 from rewardfl.memory.attention import is_self_attention
+from rewardfl.memory.offload import checkpointing
 from rewardfl.training.workload import Video
 
 
@@ -139,7 +140,7 @@ def with_graph(
         return tensor  # the graph keeps it alive, so that no address is used twice
 
     with _Flash(), Living([*external, *leaves]) as living:
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with saved_tensors_hooks(note, lambda tensor: tensor):
             outputs = forward()
         forward, free = living.flops.copy(), {_storage(tensor) for tensor in external}
         edges = [get_gradient_edge(output) for output in outputs]
@@ -188,7 +189,9 @@ class ExpertCost(ByKind):
     weights_fp8: int  # of the whole expert under diffusers' layerwise casting
     adapter_parameters: int  # a number
     block_input: int
-    stored: int  # every block's input, which checkpointing stores of one forward pass
+    stored: int  # every block's input and `shared`, which checkpointing stores of one forward pass
+    shared: int  # tensors without a gradient that all blocks take; on the GPU as long as a graph, wherever it is
+    nested: int  # such tensors in tuples, as rotary embeddings; checkpoints hold, but do not save them
     attention_kept: int  # bytes that train.keep_attention stores of one forward pass
     saved: int  # for the backward pass, with the adapter, by all blocks
     saved_outside: int  # and outside of them
@@ -258,6 +261,7 @@ def _measure_block(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     arguments, inputs = block_arguments(kind, bare, bare_block)
     shared = [value for value in _tensors(tree_leaves(arguments)) if not value.requires_grad]
+    saved_once = nbytes(value for value in _tensors(arguments.values()) if not value.requires_grad)
 
     def run(block: nn.Module) -> list[Tensor]:
         return _tensors(tree_leaves(block(**arguments)))
@@ -268,6 +272,7 @@ def _measure_block(
     network = with_graph(lambda: [kind.run(model)], [kind.x, *trained], model.parameters())
     network_frozen = without_graph(lambda: kind.run(bare), bare.parameters(), "forward_frozen")
     block_weights, weights = nbytes(bare_block.parameters()), nbytes([*bare.parameters(), *bare.buffers()])
+    model.enable_gradient_checkpointing(checkpointing(kind.x.device, inputs_on_host=False, keep_attention=False))
     bare.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
     flops, outside_flops = graph.flops + frozen.flops, network.flops + network_frozen.flops
     outside_flops.subtract(flops)  # `-` drops negative counts: the first block has no gradient of its input
@@ -291,10 +296,26 @@ def _measure_block(
     outside: dict[Any, int] = {
         "weights": weights - block_weights,
         "weights_fp8": nbytes([*bare.parameters(), *bare.buffers()]) - additive["weights_fp8"],
-        "saved_outside": network.saved - graph.saved,
+        "stored": saved_once,
+        "shared": saved_once,
+        "nested": nbytes(shared) - saved_once,
+        "saved_outside": _packed(lambda: kind.run(model)) - nbytes(inputs) - saved_once,
         **outside_flops,
     }
     return additive, maxima, outside
+
+
+def _packed(run: Callable[[], Any]) -> int:
+    """Return the bytes that saved-tensor hooks get of the graph of `run()`: weights, too, and a tensor at each use."""
+    sizes: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    with _Flash(), saved_tensors_hooks(note, lambda tensor: tensor):
+        run()
+    return sum(sizes)
 
 
 def block_arguments(kind: ExpertOnMeta, model: nn.Module, block: nn.Module) -> tuple[dict[str, Any], list[Tensor]]:

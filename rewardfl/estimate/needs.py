@@ -146,13 +146,14 @@ class Memory:
 def memory(costs: Costs, work: Workload) -> Memory:
     """Return memory by phase. Training does not load text and VAE encoder, because the conditioning is cached."""
     replay, on_host = _replay(costs, work)
+    kept = _graph_bytes(costs, work, work.graphs * work.kept_steps)
     rolled = max(2 * cost.block_input + cost.block_peak_frozen for cost in costs.experts.values())
     split = work.processes_per_clip
     replay = {name: amount // split for name, amount in replay.items()}
     parts = {"rollout": {"one block, no graph": rolled // split}, **_decoding(costs, work), "replay": replay}
-    if work.kept_steps and not work.offload_inputs:
+    if work.kept_steps:
         for phase in parts.keys() - {"replay"}:
-            parts[phase]["kept graphs"] = work.kept_steps * work.graphs * _graph_bytes(costs, work)
+            parts[phase]["kept graphs"] = kept[0]
     phases = {
         phase: {name: work.batch * amount for name, amount in amounts.items()} for phase, amounts in parts.items()
     }
@@ -174,8 +175,7 @@ def memory(costs: Costs, work: Workload) -> Memory:
         "the update's draws": work.latents_of_update * math.prod(costs.shape) * _FLOAT32,
     }
     # all share their pages: replay's block inputs wait where the decoder's caches waited, kept graphs wait with them
-    with_caches = work.kept_steps * work.graphs * _graph_bytes(costs, work) if work.offload_inputs else 0
-    inputs = max(with_caches, on_host // split - caches, 0)
+    inputs = max(kept[1], on_host // split - caches, 0)
     host = {
         "swapped experts": sum(costs.experts[name].weights - costs.experts[name].other_weights for name in swapped),
         "optimizer": optimizer,
@@ -289,27 +289,30 @@ def _largest(costs: Costs, work: Workload) -> ExpertCost:
     return max((costs.experts[name] for name in [*work.replay, *work.anchor]), key=lambda cost: cost.saved)
 
 
-def _graph_bytes(costs: Costs, work: Workload) -> int:
-    """Return what a kept graph of one pass holds: blocks' inputs, or all activations, and those outside of blocks."""
-    largest = _largest(costs, work)
-    return largest.saved_outside + (largest.stored if work.checkpointing else largest.saved)
+def _graph_bytes(costs: Costs, work: Workload, kept: int, others: int = 0) -> tuple[int, int]:
+    """Return the bytes of passes' graphs on the GPU and in the host. Others have freed what is outside of blocks."""
+    largest, count = _largest(costs, work), kept + others
+    stored = largest.stored if work.checkpointing else largest.saved + largest.shared
+    saved = count * stored + kept * largest.saved_outside
+    if work.offload_inputs:
+        return count * (largest.shared + largest.nested), saved
+    return saved + count * largest.nested, 0
 
 
 def _replay(costs: Costs, work: Workload) -> tuple[dict[str, int], int]:
     """Return the bytes of activations in the replay of one step of one video: on the GPU, and in the host."""
-    largest = _largest(costs, work)
-    separate = work.kept_steps > 0 and work.backward_passes != work.replay  # a graph of the reference's, too
-    graphs = work.graphs * max(work.kept_steps + separate, 1)
-    size = graphs * (largest.stored if work.checkpointing else largest.saved)
-    size += work.kept_steps * work.graphs * largest.saved_outside
+    largest, kept = _largest(costs, work), work.kept_steps
+    separate = kept > 0 and work.backward_passes != work.replay  # a graph of the reference's, too
+    others = separate if kept else 1
+    on_gpu, on_host = _graph_bytes(costs, work, work.graphs * kept, work.graphs * others)
     if not work.checkpointing:
-        return {"all blocks, saved": size, "backward of one": largest.block_peak - largest.block_saved}, 0
+        return {"all blocks, saved": on_gpu, "backward of one": largest.block_peak - largest.block_saved}, 0
     recompute = {"recompute and backward of one": largest.block_peak}
     if work.keep_attention:
         recompute["attention's outputs"] = round(work.graphs * largest.attention_kept)
     if work.offload_inputs:
-        return {"two block inputs": 2 * largest.block_input} | recompute, size
-    return {"block inputs": size} | recompute, 0
+        return {"two block inputs": 2 * largest.block_input, "what blocks share": on_gpu} | recompute, on_host
+    return {"block inputs": on_gpu} | recompute, 0
 
 
 def disk(costs: Costs, work: Workload) -> tuple[int, dict[str, int]]:

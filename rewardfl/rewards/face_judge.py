@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rewardfl import data
 from rewardfl.config.schema import Cap, Count, DetectionSide, NonNegative
+from rewardfl.copies import to_host
 from rewardfl.rewards.base import RewardOutput
 from rewardfl.rewards.face.identity import FaceScore
 from rewardfl.rewards.face.look import PATCHES, compare_look, cut_patches
@@ -103,6 +104,6 @@ class FaceJudge(FaceIdentityReward):
 
     def _measure(self, video: Tensor, boxes: np.ndarray | None) -> dict[str, float]:
         """Return the figures of motion and artifacts of the 8-bit frames of a video (3, F, H, W) in [-1, 1]."""
-        frames = data.to_uint8(video).contiguous().cpu().numpy()  # one copy to the CPU
+        frames = to_host(data.to_uint8(video)).numpy()  # one copy to the CPU
         periods = [self.grid_period] if self.grid_period else []
         return video_motion(frames, boxes) | measure_artifacts(frames, periods)

@@ -13,6 +13,7 @@ from rewardfl.anchor import Draw
 from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Backbone, Conditioning, Schedule, Velocity
 from rewardfl.config import AnchorConfig
+from rewardfl.copies import to_device
 from rewardfl.data.cache import CacheError
 from rewardfl.noise import draw_noise, noise_seed
 from rewardfl.training.conditions import Conditions, Schedules
@@ -76,7 +77,7 @@ class Anchors:
             x0 = None if sample.row.video is None else self._read(sample)
             present.append(x0 is not None)
             latents.append(torch.zeros(1, *self.conditions.latent_shape(sample)) if x0 is None else x0)
-        return torch.cat(latents).to(self.device), torch.tensor(present, device=self.device)
+        return to_device(torch.cat(latents), self.device), torch.tensor(present, device=self.device)
 
     @torch.no_grad()
     def data_loss(self, job: Distributed, model: nn.Module) -> dict[str, float]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from rewardfl import reward_flow
 from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Conditioning, Velocity
+from rewardfl.copies import to_device
 from rewardfl.noise import draw_noise, training_noise_seed
 from rewardfl.training.conditions import Conditions, Schedules, read_or_substitute
 from rewardfl.training.distributed import Distributed
@@ -46,7 +47,7 @@ class BatchBuilder:
             rows=rows,
             replaced=[row != requested for row, (_, requested) in zip(rows, visits, strict=True)],
             conditioning=protocol.move_to(conditioning, self.device),
-            x=torch.cat([x for _, (_, x) in taken]).to(self.device),
+            x=to_device(torch.cat([x for _, (_, x) in taken]), self.device),
             schedule=schedule,
             start_step=schedule.handover if self.cached else 0,
         )

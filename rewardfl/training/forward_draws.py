@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rewardfl import flow, forward_rl
 from rewardfl.backbones.protocol import Conditioning, Schedule, Velocity
+from rewardfl.copies import to_device
 from rewardfl.noise import draw_noise, noise_seed
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.samples import CleanRollout
@@ -54,7 +55,7 @@ def make_draws(
     """
     draws = []
     for rollout, (n, moment) in itertools.product(rollouts, enumerate(moments)):
-        velocity, x0 = get_velocity(rollout.conditioning, rollout.schedule.at(moment)), rollout.x0.to(device)
+        velocity, x0 = get_velocity(rollout.conditioning, rollout.schedule.at(moment)), to_device(rollout.x0, device)
         sigma = velocity.schedule.sigmas[0]
         seeds = [noise_seed(member.group_seed, step, "forward", n) for member in rollout.members]
         noise = torch.cat([draw_noise((1, *x0.shape[1:]), seed, device) for seed in seeds])

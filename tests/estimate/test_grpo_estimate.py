@@ -149,14 +149,15 @@ def test_memory(published):
     assert found.phases["reward"] == {"frames, also float32": (2 + 4) * pixels}
     assert found.phases["rollout"] == {"one block, no graph": 2 * expert.block_input + expert.block_peak_frozen}
     assert found.phases["replay"] == {
-        "block inputs": expert.stored, "recompute and backward of one": expert.block_peak,
+        "block inputs": expert.stored + expert.nested, "recompute and backward of one": expert.block_peak,
     }  # fmt: skip
     # no VJP of the decoder
     assert list(found.by_phase) == ["rollout", "decode", "reward", "replay", "encode text", "encode clip"]
     guided = needs.memory(published, asked("sample.guidance_scale=2")).phases
-    assert guided["replay"]["block inputs"] == 2 * expert.stored  # both graphs live until the backward pass
+    both = 2 * (expert.stored + expert.nested)  # graphs, which live until the backward pass
+    assert guided["replay"]["block inputs"] == both
     kept = needs.memory(published, dataclasses.replace(RUN, graphs=2, checkpointing=False)).phases["replay"]
-    assert kept["all blocks, saved"] == 2 * expert.saved
+    assert kept["all blocks, saved"] == 2 * (expert.saved + expert.shared + expert.nested)
 
 
 @pytest.mark.parametrize("window", [(3, 4), (3, 5), (0, 1, 2, 6)])

@@ -443,8 +443,8 @@ def test_settings_change_the_work(published):
         needs.memory(measured, dataclasses.replace(kept, offload_inputs=False, kept_steps=k)) for k in (3, 0)
     )
     more = {phase: on_device.of(phase) - before.of(phase) for phase in before.phases}
-    outside = 3 * expert.saved_outside
-    assert more == dict.fromkeys(before.phases, 3 * expert.stored + outside) | {"replay": 2 * expert.stored + outside}
+    outside, stored = 3 * expert.saved_outside, expert.stored + expert.nested
+    assert more == dict.fromkeys(before.phases, 3 * stored + outside) | {"replay": 2 * stored + outside}
     assert difference(with_levers(untrained_placement="cpu_swap", decode_caches="offload", offload_inputs=True)) == {}
 
 
@@ -489,7 +489,8 @@ def test_graphs_that_still_fit_are_proposed(published):
     measured = published(ADAPTER)
     run = with_levers(active_experts=("low_noise",) * 4, offload_inputs=True)
     stored, plain = measured.experts["low_noise"].stored, needs.memory(measured, run)
-    machine = Machine(plain.peak + needs.RESERVE, sum(plain.host.values()) + 2.5 * stored)
+    shared = 4 * (measured.experts["low_noise"].shared + measured.experts["low_noise"].nested)
+    machine = Machine(plain.peak + shared + needs.RESERVE, sum(plain.host.values()) + 2.5 * stored)
     after = keep_more_graphs(measured, run, machine, H100)
     # replay has one on the host anyway, and the VJP a chunk's graph on the GPU
     assert after == dataclasses.replace(run, kept_steps=3, kept_chunks=1)

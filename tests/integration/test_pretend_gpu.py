@@ -26,6 +26,10 @@ SUPPORT = ROOT / "tests" / "support"
 REWARD_FL = ["train_reward_fl.py", "--config", "tests/golden/reward_fl.yaml"]
 FLOW_GRPO = ["train_flow_grpo.py", "--config", "tests/golden/flow_grpo.yaml", "grpo.inner_epochs=1"]
 LOW_NOISE = ["model.trainable_models=dit2", "sample.active_steps=[2, 3]"]
+FOUR_STEPS = [
+    "sample.num_inference_steps=8", "sample.final_timestep=7", "sample.active_steps=[4, 5, 6, 7]",
+    "model.trainable_models=dit2",
+]  # fmt: skip
 SWAP = ["experts.trained=cpu_swap", "experts.untrained=cpu_swap", "train.use_gradient_checkpointing=true"]
 OFFLOAD = ["train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true"]
 CASES = {
@@ -42,6 +46,7 @@ CASES = {
     "flow_grpo guidance": [*FLOW_GRPO, "sample.guidance_scale=2"],
 }  # fmt: skip
 PHASES = ("encode", "rollout", "decode", "reward", "replay", "optimizer")
+UPDATE = (*PHASES, "anchor", "step")
 # By case, two updates together: {phase: [waits, copies]}, as `by_phase` gave them when they were recorded.
 LIMITS = json.loads((SUPPORT / "pretend_gpu_limits.json").read_text())
 
@@ -99,23 +104,41 @@ def write_clips(folder, sizes, frames):
 def test_a_clip_of_21_chunks_waits_at_most_40_times_an_update(tmp_path):
     """At K = 4, with reward and held-out reward; ten of them are the timer's."""
     clips = write_clips(tmp_path, [(64, 64)] * 2, frames=41)
-    settings = [f"data.file_name={clips}", "data.num_frames=41", "sample.num_inference_steps=8"]
-    active = ["sample.final_timestep=7", "sample.active_steps=[4, 5, 6, 7]", "model.trainable_models=dit2"]
-    launch([*CASES["reward_fl offload"], *settings, *active], tmp_path / "gpu", pretend=True)
+    settings = [f"data.file_name={clips}", "data.num_frames=41"]
+    launch([*CASES["reward_fl offload"], *settings, *FOUR_STEPS], tmp_path / "gpu", pretend=True)
     report = json.loads((tmp_path / "gpu" / "report.json").read_text())
     assert report["mixed"] == report["hazards"] == report["notes"] == []
-    waits = [row for row in report["waits"] if row[0] in (*PHASES, "anchor", "step")]
+    waits = [row for row in report["waits"] if row[0] in UPDATE]
     assert sum(count for *_, count in waits) <= 2 * 40, waits
 
 
 @pytest.mark.long
-def test_clips_of_four_sizes_take_the_host_memory_of_the_plan(tmp_path):
+@pytest.mark.parametrize("case, settings", [
+    ("reward_fl offload", ["anchor.weight=1", "reward.views=1"]),
+    ("flow_grpo", ["grpo.samples_on=cpu"]),
+])  # fmt: skip
+def test_no_copy_above_1_mb_blocks_an_update(case, settings, tmp_path):
+    """Noise, latents, image conditioning, crops and the judge's frames have more than 1 MB here."""
+    clips = write_clips(tmp_path, [(224, 224)] * 2, frames=9)
+    size = [f"data.file_name={clips}", "data.num_frames=9", "data.height=224", "data.width=224"]
+    launch([*CASES[case], *size, *settings], tmp_path / "gpu", pretend=True)
+    report = json.loads((tmp_path / "gpu" / "report.json").read_text())
+    assert report["mixed"] == report["hazards"] == report["notes"] == []
+    assert [row for row in report["blocking"] if row[0] in UPDATE and row[3] > 1e6] == []
+    assert any(row[0] == "start" and row[3] > 1e6 for row in report["blocking"])  # the size shows the fault
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "case, more", [("reward_fl offload", ["train.decode_caches=offload"]), ("reward_fl kept graphs", FOUR_STEPS)]
+)
+def test_clips_of_four_sizes_take_the_host_memory_of_the_plan(case, more, tmp_path):
     sizes = [(64, 64), (128, 64), (64, 128), (192, 64)]
     settings = [
         f"data.file_name={write_clips(tmp_path, sizes, frames=9)}", "data.max_pixels=2304", "data.num_frames=9",
-        "train.max_steps=4", "train.decode_caches=offload", "reward.kl_gradient=reference_constant",
+        "train.max_steps=4", "reward.kl_gradient=reference_constant",
     ]  # fmt: skip
-    arguments = [*CASES["reward_fl offload"], *settings]
+    arguments = [*CASES[case], *settings, *more]
     launch(arguments, tmp_path / "gpu", pretend=True, PAGE_BYTES="2048")
     taken = json.loads((tmp_path / "gpu" / "report.json").read_text())["host_bytes"]
     cfg = config.load(ROOT / arguments[2], arguments[3:], config.RewardFlConfig)

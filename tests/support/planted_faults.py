@@ -77,11 +77,19 @@ def waits() -> None:
         (device @ device).relu().mean()
     with counts("fine: asynchronous copy", ledger.waits):
         locked.to("cuda", non_blocking=True)
+    with counts("fine: copy of pin_memory", ledger.waits):
+        host.pin_memory().to("cuda", non_blocking=True)
     with counts("hazard: host writes under a copy", ledger.hazards):
         locked.add_(1)
     torch.cuda.synchronize()
     with counts("fine: host writes after a wait", ledger.hazards):
         locked.add_(1)
+    arriving = torch.empty(4, 4, pin_memory=True).copy_(device, non_blocking=True)
+    with counts("hazard: numpy before the copy has ended", ledger.hazards):
+        arriving.numpy()
+    torch.cuda.current_stream().synchronize()
+    with counts("fine: numpy after the stream", ledger.hazards):
+        arriving.numpy()
 
 
 def streams() -> None:

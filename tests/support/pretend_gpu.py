@@ -67,6 +67,7 @@ class Ledger:
         self.phases = ["start"]
         self.mixed, self.hazards, self.notes = (collections.Counter() for _ in range(3))
         self.waits, self.copies = collections.Counter(), collections.Counter()
+        self.blocking = collections.Counter()  # the largest bytes of one copy that the host waits for
         self.registered: dict[int, int] = {}  # address -> bytes, of cudaHostRegister
         self.clock = {"host": 0, "main": 0}
         self.seen = {"host": collections.Counter(), "main": collections.Counter()}  # vector clocks
@@ -211,9 +212,11 @@ def note_copy(target: Tensor, source: Tensor, *, non_blocking: bool) -> None:
     how = "asynchronous" if non_blocking and locked else "waits"
     if non_blocking and not locked and not to_device:
         ledger.notes["non_blocking copy to host memory that is not page-locked", source_line()] += 1
+    key = ledger.phase, f"{direction}, {how}", source_line()
     if how == "waits":
         ledger.wait(f"copy {direction}")
-    ledger.copies[ledger.phase, f"{direction}, {how}", source_line()] += 1
+        ledger.blocking[key] = max(ledger.blocking[key], host.nbytes)
+    ledger.copies[key] += 1
 
 
 def note_upload(what: str) -> None:
@@ -473,6 +476,15 @@ def patch_tensor() -> None:
             touch_from_host(self, writes=False, what="numpy")
         return real_numpy(self, force=force)
 
+    def pin_memory(self, device=None):
+        if place_of(self) == "device":
+            raise RuntimeError("pretend GPU: cannot pin 'torch.cuda.FloatTensor', only dense CPU tensors can be pinned")
+        if is_locked(self):
+            return self
+        result = self.clone()
+        lock(set_tag(result, "host"))
+        return result
+
     def record_stream(self, stream):
         if place_of(self) != "device":
             raise NotImplementedError("pretend GPU: aten::record_stream has no CPU kernel")
@@ -483,7 +495,7 @@ def patch_tensor() -> None:
     Tensor.get_device = lambda self: 0 if self.is_cuda else -1
     Tensor.to = patched_to
     Tensor.cpu = lambda self, memory_format=None: moved(self, HOST, memory_format=memory_format)
-    Tensor.tolist, Tensor.numpy, Tensor.record_stream = tolist, numpy, record_stream
+    Tensor.tolist, Tensor.numpy, Tensor.record_stream, Tensor.pin_memory = tolist, numpy, record_stream, pin_memory
     Tensor.is_pinned = lambda self, device=None: place_of(self) == "host" and is_locked(self)
     for name in NEW:
         setattr(Tensor, name, new_method(getattr(Tensor, name), name))
@@ -512,6 +524,10 @@ class Stream:
 
     def wait_event(self, event):
         ledger.order(self.name, event.seen)
+
+    def synchronize(self):
+        ledger.order("host", ledger.seen[self.name])
+        ledger.waits[ledger.phase, "stream", source_line()] += 1
 
     def record_event(self, event=None):
         event = event or Event()

@@ -44,7 +44,8 @@ def main(report: str, script: str, arguments: list[str]) -> int:
         code = int(stop.code or 0)
     finally:
         ledger = pretend_gpu.ledger
-        content = {name: rows(getattr(ledger, name)) for name in ("mixed", "hazards", "notes", "waits", "copies")}
+        counters = ("mixed", "hazards", "notes", "waits", "copies", "blocking")
+        content = {name: rows(getattr(ledger, name)) for name in counters}
         content["host_bytes"] = sum(ledger.registered.values())
         Path(report).write_text(json.dumps(content, indent=1))
     return code

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rewardfl.copies import to_device
+
 
 def vary_crops(crops: Tensor, generator: torch.Generator) -> Tensor:
     """Return crops (N, 3, H, W) in [-1, 1] as another camera might show them, with gradient.
@@ -16,7 +18,7 @@ def vary_crops(crops: Tensor, generator: torch.Generator) -> Tensor:
     count, _, height, width = crops.shape
 
     def draw(*shape: int) -> Tensor:
-        return torch.rand(count, *shape, generator=generator).to(crops)
+        return to_device(torch.rand(count, *shape, generator=generator), crops.device)
 
     crops = torch.where(draw(1, 1, 1) < 0.5, crops.flip(-1), crops)
     side = int(torch.randint(height // 3, height, (1,), generator=generator))
@@ -24,7 +26,7 @@ def vary_crops(crops: Tensor, generator: torch.Generator) -> Tensor:
     crops = crops + draw(1, 1, 1) * (F.interpolate(coarse, size=(height, width), mode="bilinear") - crops)
     crops = crops + draw(1, 1, 1) * (crops.mean(1, keepdim=True) - crops)
     gain, shift = 1 + 0.6 * (draw(3, 1, 1) - 0.5), 0.6 * (draw(3, 1, 1) - 0.5)
-    noise = torch.randn(crops.shape, generator=generator).to(crops)
+    noise = to_device(torch.randn(crops.shape, generator=generator), crops.device)
     crops = (crops * gain + shift + 0.05 * draw(1, 1, 1) * noise).clamp(-1, 1)
     return torch.where(_covered(draw(4), height, width), shift, crops)
 
