@@ -25,11 +25,9 @@ _FLOAT32 = 4
 def flops(costs: Costs, work: Workload) -> dict[str, float]:
     """Return a process's FLOPs for one video, by part. A frozen expert's replayed steps are counted as trained ones."""
     decode = sum(chunk.forward for chunk in costs.chunks)
-    cached = work.untrained if work.untrained_placement == "boundary_cache" else None
     rollout = sum(  # a trained expert has its adapter
         count * (costs.experts[name].forward if name in work.trained else costs.experts[name].forward_frozen)
-        for name, count in work.rollout.items()
-        if name != cached
+        for name, count in _rolled_out(work).items()
     )
     parts = {"rollout": rollout / work.processes_per_clip, "decode": decode if work.rollout else 0}
     if work.reward_gradient:
@@ -54,6 +52,26 @@ def flops(costs: Costs, work: Workload) -> dict[str, float]:
         "replay backward": total(work.backward_passes, lambda expert: expert.backward),
         "reference": total(work.reference, lambda expert: expert.forward_frozen),
     }
+
+
+def forward_passes(work: Workload) -> dict[str, float]:
+    """Return the experts' forward passes for one video, by cause; means where epochs differ."""
+    anchor = sum(work.anchor.values())
+    return {
+        "rollout": sum(_rolled_out(work).values()),
+        "replay": sum(_replayed(work).values()),
+        "replay's recomputation": work.checkpointing * sum(work.backward_passes.values()),
+        "reference": sum(work.reference.values()),
+        "data anchor": anchor,
+        "its recomputation": work.checkpointing * anchor,
+        "its reference": work.anchor_to_reference * anchor,
+    }
+
+
+def _rolled_out(work: Workload) -> dict[str, float]:
+    """Return the passes of `work.rollout` that are computed in every update."""
+    cached = work.untrained if work.untrained_placement == "boundary_cache" else None
+    return {name: count for name, count in work.rollout.items() if name != cached}
 
 
 def _replayed(work: Workload) -> dict[str, float]:

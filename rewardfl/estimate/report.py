@@ -50,6 +50,8 @@ def work_table(costs: Costs, work: Workload, rates: Rates) -> list[str]:
     lines.append(f"  {'':16s}" + "".join(f"{column:>12s}" for column in columns))
     for name, numbers in rows.items():
         lines.append(f"  {name:16s}" + "".join(f"{x:12.0f}" if x >= 100 else f"{x:12.3g}" for x in numbers))
+    passes = ", ".join(f"{cause} {count:.3g}" for cause, count in needs.forward_passes(work).items() if count)
+    lines.append(f"network forward passes for it: {passes}")
     total, time = sum(flops[0].values()), sum(spent for spent, _, _ in times.values())
     for span in work.spans:
         spent = _spent(work.processes, span.videos * total, span.of_process * time)

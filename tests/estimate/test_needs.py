@@ -8,6 +8,8 @@ import dataclasses
 import gc
 import json
 import math
+import re
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +17,11 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, measured_before, run_tool
+from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from pipelines import FRAMES, HEIGHT, I2V, LAYERS, WIDTH, random_variant
+from runs import launch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import UMT5EncoderModel
@@ -38,6 +44,7 @@ from rewardfl.estimate.advice import (
     recommend,
 )
 from rewardfl.estimate.rates import RATES
+from rewardfl.training.anchors import Anchors
 from rewardfl.training.plan import resolve
 from rewardfl.training.setup_workload import make_workload
 from rewardfl.training.workload import Span, Video, Workload
@@ -357,6 +364,24 @@ def test_kept_chunks_take_the_planned_bytes_until_the_vjp(kept):
     planned = needs.memory(measured, with_levers(kept_chunks=kept)).phases["reward"]
     held = sum(amount for part, amount in planned.items() if not part.startswith("frames"))
     assert living.now - measure.nbytes([decoded.video]) == pytest.approx(held, rel=0.01)
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_forward_passes_are_those_of_an_update(kept, monkeypatch, request, tmp_path):
+    """Calls of the networks between the starts of two updates; a recomputation calls their four blocks alone."""
+    calls, starts, accumulate = Counter(), [], Anchors.accumulate
+    request.addfinalizer(register_module_forward_pre_hook(lambda module, _: calls.update([type(module)])).remove)
+    monkeypatch.setattr(Anchors, "accumulate", lambda *given: starts.append(Counter(calls)) or accumulate(*given))
+    settings = ["anchor.weight=1", "anchor.draws=3", "anchor.target=reference", "reward.kl_steps=[3]"]
+    settings += ["train.active_graphs=keep_on_device", "train.kept_steps=1"] * kept
+    settings += ["train.use_gradient_checkpointing=true", "train.max_steps=2", f"run.output_dir={tmp_path}/run"]
+    (line,) = re.findall("network forward passes for it: (.*)", launch(*settings, "--dry-run").stdout)
+    launch(*settings)
+    passes = [(cause, int(count)) for cause, count in (part.rsplit(" ", 1) for part in line.split(", "))]
+    again = sum(count for cause, count in passes if "recomputation" in cause)
+    networks, blocks = (starts[1][kind] - starts[0][kind] for kind in (WanTransformer3DModel, WanTransformerBlock))
+    assert networks == sum(count for _, count in passes) - again == 13 - kept
+    assert blocks / 4 - networks == again == 5
 
 
 # ---- what the settings do ----
