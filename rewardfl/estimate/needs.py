@@ -164,14 +164,14 @@ class Memory:
 def memory(costs: Costs, work: Workload) -> Memory:
     """Return memory by phase. Training does not load text and VAE encoder, because the conditioning is cached."""
     replay, on_host = _replay(costs, work)
-    kept = _graph_bytes(costs, work, work.graphs * work.kept_steps)
+    graphs_on_gpu, graphs_on_host = _graph_bytes(costs, work, work.graphs * work.kept_steps)
     rolled = max(2 * cost.block_input + cost.block_peak_frozen for cost in costs.experts.values())
     split = work.processes_per_clip
     replay = {name: amount // split for name, amount in replay.items()}
     parts = {"rollout": {"one block, no graph": rolled // split}, **_decoding(costs, work), "replay": replay}
     if work.kept_steps:
         for phase in parts.keys() - {"replay"}:
-            parts[phase]["kept graphs"] = kept[0]
+            parts[phase]["kept graphs"] = graphs_on_gpu
     phases = {
         phase: {name: work.batch * amount for name, amount in amounts.items()} for phase, amounts in parts.items()
     }
@@ -193,7 +193,7 @@ def memory(costs: Costs, work: Workload) -> Memory:
         "the update's draws": work.latents_of_update * math.prod(costs.shape) * _FLOAT32,
     }
     # all share their pages: replay's block inputs wait where the decoder's caches waited, kept graphs wait with them
-    inputs = max(kept[1], on_host // split - caches, 0)
+    inputs = max(graphs_on_host, on_host // split - caches, 0)
     host = {
         "swapped experts": sum(costs.experts[name].weights - costs.experts[name].other_weights for name in swapped),
         "optimizer": optimizer,
@@ -307,11 +307,11 @@ def _largest(costs: Costs, work: Workload) -> ExpertCost:
     return max((costs.experts[name] for name in [*work.replay, *work.anchor]), key=lambda cost: cost.saved)
 
 
-def _graph_bytes(costs: Costs, work: Workload, kept: int, others: int = 0) -> tuple[int, int]:
-    """Return the bytes of passes' graphs on the GPU and in the host. Others have freed what is outside of blocks."""
-    largest, count = _largest(costs, work), kept + others
+def _graph_bytes(costs: Costs, work: Workload, whole: int, others: int = 0) -> tuple[int, int]:
+    """Return the bytes of passes' graphs on the GPU and in the host. whole: with what is outside of blocks."""
+    largest, count = _largest(costs, work), whole + others
     stored = largest.stored if work.checkpointing else largest.saved + largest.shared
-    saved = count * stored + kept * largest.saved_outside
+    saved = count * stored + whole * largest.saved_outside
     if work.offload_inputs:
         return count * (largest.shared + largest.nested), saved
     return saved + count * largest.nested, 0
@@ -319,10 +319,9 @@ def _graph_bytes(costs: Costs, work: Workload, kept: int, others: int = 0) -> tu
 
 def _replay(costs: Costs, work: Workload) -> tuple[dict[str, int], int]:
     """Return the bytes of activations in the replay of one step of one video: on the GPU, and in the host."""
-    largest, kept = _largest(costs, work), work.kept_steps
-    separate = kept > 0 and work.backward_passes != work.replay  # a graph of the reference's, too
-    others = separate if kept else 1
-    on_gpu, on_host = _graph_bytes(costs, work, work.graphs * kept, work.graphs * others)
+    largest, steps = _largest(costs, work), work.kept_steps
+    separate = steps > 0 and work.backward_passes != work.replay  # a graph of the reference's, too
+    on_gpu, on_host = _graph_bytes(costs, work, work.graphs * steps, work.graphs * (separate if steps else 1))
     if not work.checkpointing:
         return {"all blocks, saved": on_gpu, "backward of one": largest.block_peak - largest.block_saved}, 0
     recompute = {"recompute and backward of one": largest.block_peak}
