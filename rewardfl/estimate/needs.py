@@ -141,12 +141,11 @@ def memory(costs: Costs, work: Workload) -> Memory:
     """Return memory by phase. Training does not load text and VAE encoder, because the conditioning is cached."""
     replay, on_host = _replay(costs, work)
     kept = _graph_bytes(costs, work, work.graphs * work.kept_steps)
-    rolled = max(2 * cost.block_input + cost.block_peak_frozen for cost in costs.experts.values())
-    split = work.processes_per_clip
-    replay = {name: amount // split for name, amount in replay.items()}
-    parts = {"rollout": {"one block, no graph": rolled // split}, **_decoding(costs, work), "replay": replay}
+    rolled, split = _rollout(costs, work), work.processes_per_clip
+    rolled, replay = ({name: size // split for name, size in each.items()} for each in (rolled, replay))
+    parts = {"rollout": rolled, **_decoding(costs, work), "replay": replay}
     if work.kept_steps:
-        for phase in parts.keys() - {"replay"}:
+        for phase in parts.keys() - {"rollout", "replay"}:
             parts[phase]["kept graphs"] = kept[0]
     phases = {
         phase: {name: work.batch * amount for name, amount in amounts.items()} for phase, amounts in parts.items()
@@ -166,7 +165,7 @@ def memory(costs: Costs, work: Workload) -> Memory:
         "reward networks' weights": work.reward_bytes,
         "averaged LoRA": work.averages * _FLOAT32 * parameters // (work.processes if work.sharding == "fsdp2" else 1),
         "the epoch's samples": samples if work.samples_on == "gpu" else 0,
-        "the update's draws": work.latents_of_update * math.prod(costs.shape) * _FLOAT32,
+        "the update's latents": work.latents_of_update * math.prod(costs.shape) * _FLOAT32,
     }
     # all share their pages: replay's block inputs wait where the decoder's caches waited, kept graphs wait with them
     inputs = max(kept[1], on_host // split - caches, 0)
@@ -288,6 +287,17 @@ def _graph_bytes(costs: Costs, work: Workload, kept: int, others: int = 0) -> tu
     if work.offload_inputs:
         return count * (largest.shared + largest.nested), saved
     return saved + count * largest.nested, 0
+
+
+def _rollout(costs: Costs, work: Workload) -> dict[str, int]:
+    """Return the bytes of the last pass of one video's rollout, and of the kept graphs, its own included."""
+    largest = _largest(costs, work)
+    block = max(cost.block_peak_frozen for cost in costs.experts.values())
+    block += 2 * largest.block_input if work.offload_inputs or not work.kept_steps else 0
+    if not work.kept_steps:
+        return {"one block, no graph": block + largest.shared + largest.nested}
+    graphs = _graph_bytes(costs, work, work.graphs * (work.kept_steps - 1), work.graphs)[0]
+    return {"one block, no graph": block, "kept graphs": graphs}
 
 
 def _replay(costs: Costs, work: Workload) -> tuple[dict[str, int], int]:
