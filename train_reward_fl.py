@@ -207,7 +207,6 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
                     "sample_norm": norms,
                 }
                 results.append(scored)
-                del trajectory  # the next rollout makes its own
 
         # 5. One AdamW step on the gradients of all samples of all processes.
         with timer("step"):

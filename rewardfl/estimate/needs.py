@@ -140,13 +140,13 @@ class Memory:
 def memory(costs: Costs, work: Workload) -> Memory:
     """Return memory by phase. Training does not load text and VAE encoder, because the conditioning is cached."""
     replay, on_host = _replay(costs, work)
-    kept = _graph_bytes(costs, work, work.graphs * work.kept_steps)
-    rolled, split = _rollout(costs, work), work.processes_per_clip
-    rolled, replay = ({name: size // split for name, size in each.items()} for each in (rolled, replay))
-    parts = {"rollout": rolled, **_decoding(costs, work), "replay": replay}
+    waiting, on_pages = _graph_bytes(costs, work, work.kept_steps)
+    split = work.processes_per_clip
+    rollout, replay = ({name: size // split for name, size in each.items()} for each in (_rollout(costs, work), replay))
+    parts = {"rollout": rollout, **_decoding(costs, work), "replay": replay}
     if work.kept_steps:
         for phase in parts.keys() - {"rollout", "replay"}:
-            parts[phase]["kept graphs"] = kept[0]
+            parts[phase]["kept graphs"] = waiting
     phases = {
         phase: {name: work.batch * amount for name, amount in amounts.items()} for phase, amounts in parts.items()
     }
@@ -168,7 +168,7 @@ def memory(costs: Costs, work: Workload) -> Memory:
         "the update's latents": work.latents_of_update * math.prod(costs.shape) * _FLOAT32,
     }
     # all share their pages: replay's block inputs wait where the decoder's caches waited, kept graphs wait with them
-    inputs = max(kept[1], on_host // split - caches, 0)
+    inputs = max(on_pages, on_host // split - caches, 0)
     host = {
         "swapped experts": sum(costs.experts[name].weights - costs.experts[name].other_weights for name in swapped),
         "optimizer": optimizer,
@@ -279,33 +279,37 @@ def _largest(costs: Costs, work: Workload) -> ExpertCost:
     return max((costs.experts[name] for name in [*work.replay, *work.anchor]), key=lambda cost: cost.saved)
 
 
-def _graph_bytes(costs: Costs, work: Workload, kept: int, others: int = 0) -> tuple[int, int]:
-    """Return the bytes of passes' graphs on the GPU and in the host. Others have freed what is outside of blocks."""
-    largest, count = _largest(costs, work), kept + others
+def _graph_bytes(costs: Costs, work: Workload, steps: int, begun: int = 0) -> tuple[int, int]:
+    """Return the bytes of graphs on the GPU and in the host: of whole `steps`, and of `begun` ones.
+
+    Of a begun one nothing waits that is saved outside of the blocks.
+    """
+    largest, count = _largest(costs, work), work.graphs * (steps + begun)
     stored = largest.stored if work.checkpointing else largest.saved + largest.shared
-    saved = count * stored + kept * largest.saved_outside
+    saved = count * stored + work.graphs * steps * largest.saved_outside
     if work.offload_inputs:
         return count * (largest.shared + largest.nested), saved
     return saved + count * largest.nested, 0
 
 
 def _rollout(costs: Costs, work: Workload) -> dict[str, int]:
-    """Return the bytes of the last pass of one video's rollout, and of the kept graphs, its own included."""
+    """Return the bytes of the last pass of one video's rollout, with a graph if it is kept, as the graphs before it."""
     largest = _largest(costs, work)
     block = max(cost.block_peak_frozen for cost in costs.experts.values())
     block += 2 * largest.block_input if work.offload_inputs or not work.kept_steps else 0
-    if not work.kept_steps:
-        return {"one block, no graph": block + largest.shared + largest.nested}
-    graphs = _graph_bytes(costs, work, work.graphs * (work.kept_steps - 1), work.graphs)[0]
-    return {"one block, no graph": block, "kept graphs": graphs}
+    parts = {"the last update's latents": 2 * len(work.active_experts) * math.prod(costs.shape) * _FLOAT32}
+    if work.kept_steps:
+        parts["kept graphs"] = _graph_bytes(costs, work, work.kept_steps - 1, 1)[0]
+    else:
+        block += largest.shared + largest.nested
+    return {"one block, no graph": block} | _without_zeros(parts)
 
 
 def _replay(costs: Costs, work: Workload) -> tuple[dict[str, int], int]:
     """Return the bytes of activations in the replay of one step of one video: on the GPU, and in the host."""
-    largest, kept = _largest(costs, work), work.kept_steps
-    separate = kept > 0 and work.backward_passes != work.replay  # a graph of the reference's, too
-    others = separate if kept else 1
-    on_gpu, on_host = _graph_bytes(costs, work, work.graphs * kept, work.graphs * others)
+    largest = _largest(costs, work)
+    separate = work.kept_steps > 0 and work.backward_passes != work.replay  # a graph of the reference's, too
+    on_gpu, on_host = _graph_bytes(costs, work, max(work.kept_steps - 1 + separate, 0), 1)
     if not work.checkpointing:
         return {"all blocks, saved": on_gpu, "backward of one": largest.block_peak - largest.block_saved}, 0
     recompute = {"recompute and backward of one": largest.block_peak}

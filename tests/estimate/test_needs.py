@@ -422,7 +422,7 @@ def test_settings_change_the_work(published):
     )
     more = {phase: on_device.of(phase) - before.of(phase) for phase in before.phases}
     outside, stored = 3 * expert.saved_outside, expert.stored + expert.nested
-    replay, kept = 2 * stored + outside, 3 * stored + outside
+    replay, kept = 2 * (stored + expert.saved_outside), 3 * stored + outside
     rollout = kept - expert.saved_outside - 2 * expert.block_input - expert.shared - expert.nested  # of its own graph
     assert more == dict.fromkeys(before.phases, kept) | {"replay": replay, "rollout": rollout}
     assert difference(with_levers(untrained_placement="cpu_swap", decode_caches="offload", offload_inputs=True)) == {}
