@@ -164,14 +164,13 @@ class Memory:
 def memory(costs: Costs, work: Workload) -> Memory:
     """Return memory by phase. Training does not load text and VAE encoder, because the conditioning is cached."""
     replay, on_host = _replay(costs, work)
-    graphs_on_gpu, graphs_on_host = _graph_bytes(costs, work, work.graphs * work.kept_steps)
-    rolled = max(2 * cost.block_input + cost.block_peak_frozen for cost in costs.experts.values())
+    waiting, on_pages = _graph_bytes(costs, work, work.kept_steps)
     split = work.processes_per_clip
-    replay = {name: amount // split for name, amount in replay.items()}
-    parts = {"rollout": {"one block, no graph": rolled // split}, **_decoding(costs, work), "replay": replay}
+    rollout, replay = ({name: size // split for name, size in each.items()} for each in (_rollout(costs, work), replay))
+    parts = {"rollout": rollout, **_decoding(costs, work), "replay": replay}
     if work.kept_steps:
-        for phase in parts.keys() - {"replay"}:
-            parts[phase]["kept graphs"] = graphs_on_gpu
+        for phase in parts.keys() - {"rollout", "replay"}:
+            parts[phase]["kept graphs"] = waiting
     phases = {
         phase: {name: work.batch * amount for name, amount in amounts.items()} for phase, amounts in parts.items()
     }
@@ -190,10 +189,10 @@ def memory(costs: Costs, work: Workload) -> Memory:
         "reward networks' weights": work.reward_bytes,
         "averaged LoRA": work.averages * _FLOAT32 * parameters // (work.processes if work.sharding == "fsdp2" else 1),
         "the epoch's samples": samples if work.samples_on == "gpu" else 0,
-        "the update's draws": work.latents_of_update * math.prod(costs.shape) * _FLOAT32,
+        "the update's latents": work.latents_of_update * math.prod(costs.shape) * _FLOAT32,
     }
     # all share their pages: replay's block inputs wait where the decoder's caches waited, kept graphs wait with them
-    inputs = max(graphs_on_host, on_host // split - caches, 0)
+    inputs = max(on_pages, on_host // split - caches, 0)
     host = {
         "swapped experts": sum(costs.experts[name].weights - costs.experts[name].other_weights for name in swapped),
         "optimizer": optimizer,
@@ -307,21 +306,37 @@ def _largest(costs: Costs, work: Workload) -> ExpertCost:
     return max((costs.experts[name] for name in [*work.replay, *work.anchor]), key=lambda cost: cost.saved)
 
 
-def _graph_bytes(costs: Costs, work: Workload, whole: int, others: int = 0) -> tuple[int, int]:
-    """Return the bytes of passes' graphs on the GPU and in the host. whole: with what is outside of blocks."""
-    largest, count = _largest(costs, work), whole + others
+def _graph_bytes(costs: Costs, work: Workload, steps: int, begun: int = 0) -> tuple[int, int]:
+    """Return the bytes of graphs on the GPU and in the host: of whole `steps`, and of `begun` ones.
+
+    Of a begun one nothing waits that is saved outside of the blocks.
+    """
+    largest, count = _largest(costs, work), work.graphs * (steps + begun)
     stored = largest.stored if work.checkpointing else largest.saved + largest.shared
-    saved = count * stored + whole * largest.saved_outside
+    saved = count * stored + work.graphs * steps * largest.saved_outside
     if work.offload_inputs:
         return count * (largest.shared + largest.nested), saved
     return saved + count * largest.nested, 0
 
 
+def _rollout(costs: Costs, work: Workload) -> dict[str, int]:
+    """Return the bytes of the last pass of one video's rollout, with a graph if it is kept, as the graphs before it."""
+    largest = _largest(costs, work)
+    block = max(cost.block_peak_frozen for cost in costs.experts.values())
+    block += 2 * largest.block_input if work.offload_inputs or not work.kept_steps else 0
+    parts = {"the last update's latents": 2 * len(work.active_experts) * math.prod(costs.shape) * _FLOAT32}
+    if work.kept_steps:
+        parts["kept graphs"] = _graph_bytes(costs, work, work.kept_steps - 1, 1)[0]
+    else:
+        block += largest.shared + largest.nested
+    return {"one block, no graph": block} | _without_zeros(parts)
+
+
 def _replay(costs: Costs, work: Workload) -> tuple[dict[str, int], int]:
     """Return the bytes of activations in the replay of one step of one video: on the GPU, and in the host."""
-    largest, steps = _largest(costs, work), work.kept_steps
-    separate = steps > 0 and work.backward_passes != work.replay  # a graph of the reference's, too
-    on_gpu, on_host = _graph_bytes(costs, work, work.graphs * steps, work.graphs * (separate if steps else 1))
+    largest = _largest(costs, work)
+    separate = work.kept_steps > 0 and work.backward_passes != work.replay  # a graph of the reference's, too
+    on_gpu, on_host = _graph_bytes(costs, work, max(work.kept_steps - 1 + separate, 0), 1)
     if not work.checkpointing:
         return {"all blocks, saved": on_gpu, "backward of one": largest.block_peak - largest.block_saved}, 0
     recompute = {"recompute and backward of one": largest.block_peak}

@@ -147,7 +147,8 @@ def test_memory(published):
         "frames by chunk and in one": 2 * 2 * pixels,
     }
     assert found.phases["reward"] == {"frames, also float32": (2 + 4) * pixels}
-    assert found.phases["rollout"] == {"one block, no graph": 2 * expert.block_input + expert.block_peak_frozen}
+    block = 2 * expert.block_input + expert.shared + expert.nested + expert.block_peak_frozen
+    assert found.phases["rollout"] == {"one block, no graph": block}
     assert found.phases["replay"] == {
         "block inputs": expert.stored + expert.nested, "recompute and backward of one": expert.block_peak,
     }  # fmt: skip

@@ -469,7 +469,9 @@ def test_settings_change_the_work(published):
     )
     more = {phase: on_device.of(phase) - before.of(phase) for phase in before.phases}
     outside, stored = 3 * expert.saved_outside, expert.stored + expert.nested
-    assert more == dict.fromkeys(before.phases, 3 * stored + outside) | {"replay": 2 * stored + outside}
+    replay, kept = 2 * (stored + expert.saved_outside), 3 * stored + outside
+    rollout = kept - expert.saved_outside - 2 * expert.block_input - expert.shared - expert.nested  # of its own graph
+    assert more == dict.fromkeys(before.phases, kept) | {"replay": replay, "rollout": rollout}
     assert difference(with_levers(untrained_placement="cpu_swap", decode_caches="offload", offload_inputs=True)) == {}
 
 
@@ -685,7 +687,7 @@ def test_run_of_a_configuration():
         backward_passes={"high_noise": 2, "low_noise": 1}, reward_gradient=True, accumulation=8, saves=2, steps=12,
         clips=30, reward_bytes=pack, processes=2, sharding="zero2", anchor={"high_noise": 2 / 3, "low_noise": 1 / 3},
         anchor_to_reference=True, spans=(Span("one update of 8 clips per GPU", 8, 8),),
-        active_experts=("high_noise", "high_noise", "low_noise"), kept_steps=3, kept_chunks=21,
+        active_experts=("high_noise", "high_noise", "low_noise"), kept_steps=3, kept_chunks=21, latents_of_update=10,
     )  # fmt: skip
     assert needs.memory(measured_before(TINY), run).resident["reward networks' weights"] == pack > 1e6
     as_shipped = configured()

@@ -45,6 +45,10 @@ CASES = {
     "flow_grpo swap": [*FLOW_GRPO, *SWAP],
     "flow_grpo guidance": [*FLOW_GRPO, "sample.guidance_scale=2"],
 }  # fmt: skip
+PLACES = {
+    "replay": [], "swap": [*SWAP, *OFFLOAD], "keep_on_device": ["train.active_graphs=keep_on_device"],
+    "keep_on_host": [*OFFLOAD, "train.active_graphs=keep_on_host"],
+}  # fmt: skip
 PHASES = ("encode", "rollout", "decode", "reward", "replay", "optimizer")
 UPDATE = (*PHASES, "anchor", "step")
 # By case, two updates together: {phase: [waits, copies]}, as `by_phase` gave them when they were recorded.
@@ -100,6 +104,14 @@ def write_clips(folder, sizes, frames):
     return folder / "clips.csv"
 
 
+def planned_memory(arguments, sizes):
+    """Return the plan's memory for clips of these sizes (height, width)."""
+    cfg = config.load(ROOT / arguments[2], arguments[3:], config.RewardFlConfig)
+    backbone = setup_model.open_model(cfg)
+    work = make_workload(cfg, resolve(cfg, backbone, 1), backbone, [argparse.Namespace(size=size) for size in sizes])
+    return needs.memory(measure.measure(work.video), work)
+
+
 @pytest.mark.long
 def test_a_clip_of_21_chunks_waits_at_most_40_times_an_update(tmp_path):
     """At K = 4, with reward and held-out reward; ten of them are the timer's."""
@@ -141,11 +153,22 @@ def test_clips_of_four_sizes_take_the_host_memory_of_the_plan(case, more, tmp_pa
     arguments = [*CASES[case], *settings, *more]
     launch(arguments, tmp_path / "gpu", pretend=True, PAGE_BYTES="2048")
     taken = json.loads((tmp_path / "gpu" / "report.json").read_text())["host_bytes"]
-    cfg = config.load(ROOT / arguments[2], arguments[3:], config.RewardFlConfig)
-    backbone = setup_model.open_model(cfg)
-    work = make_workload(cfg, resolve(cfg, backbone, 1), backbone, [argparse.Namespace(size=size) for size in sizes])
-    planned = needs.memory(measure.measure(work.video), work).host
+    planned = planned_memory(arguments, sizes).host
     assert taken == pytest.approx(sum(planned.values()), rel=0.05), planned
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", PLACES)
+def test_a_gpu_holds_what_the_plan_says(mode, tmp_path):
+    """In rollout and replay. The reward's activations are not planned."""
+    clips = write_clips(tmp_path, [(128, 128)], frames=9)
+    size = [f"data.file_name={clips}", "data.num_frames=9", "data.height=128", "data.width=128"]
+    arguments = [*REWARD_FL, *FOUR_STEPS, *PLACES[mode], *size, "reward.kl_gradient=reference_constant"]
+    launch(arguments, tmp_path / "gpu", pretend=True, PAGE_BYTES="2048")
+    peaks = json.loads((tmp_path / "gpu" / "report.json").read_text())["peaks"]
+    memory = planned_memory(arguments, [(128, 128)])
+    for phase in ("rollout", "replay"):
+        assert peaks[phase] == pytest.approx(memory.of(phase), rel=0.05), (phase, memory.phases[phase])
 
 
 @pytest.mark.slow(8)

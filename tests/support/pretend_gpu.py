@@ -8,9 +8,10 @@ device storage is `cuda:0`, so the package's own branches for a GPU run. The pre
 - counts copies and waits by phase and source line;
 - orders streams and events by vector clocks, and reuses freed memory by stream as CUDA's caching allocator does, and so
   reports a read or write without an order;
-- reports host memory that is registered twice, or written while a copy may still read it.
+- reports host memory that is registered twice, or written while a copy may still read it;
+- measures the bytes of the tensors that live on the device, their peak by phase.
 
-It does not see the kernels' own rounding and determinism, how much memory is used, NCCL or time.
+It does not see the kernels' own rounding, determinism and workspaces, what the allocator adds, NCCL or time.
 
 `install()` patches torch, never the package; call it after third parties are imported and before the package is. Work
 then runs within `with PretendDevice():`. `ledger` holds what was seen.
@@ -68,6 +69,7 @@ class Ledger:
         self.mixed, self.hazards, self.notes = (collections.Counter() for _ in range(3))
         self.waits, self.copies = collections.Counter(), collections.Counter()
         self.blocking = collections.Counter()  # the largest bytes of one copy that the host waits for
+        self.living, self.peaks = 0, collections.Counter()  # bytes of device storages: now, and the highest by phase
         self.registered: dict[int, int] = {}  # address -> bytes, of cudaHostRegister
         self.clock = {"host": 0, "main": 0}
         self.seen = {"host": collections.Counter(), "main": collections.Counter()}  # vector clocks
@@ -81,6 +83,11 @@ class Ledger:
     @property
     def stream(self) -> str:
         return getattr(self.thread, "stream", "main")
+
+    def live(self, size: int) -> None:
+        """Count `size` bytes more on the device, or fewer."""
+        self.living += size
+        self.peaks[self.phase] = max(self.peaks[self.phase], self.living)
 
     def launch(self, stream: str) -> None:
         """Count one more operation on a stream; it comes after all that the host has waited for."""
@@ -169,14 +176,16 @@ def set_tag(tensor: Tensor, place: str) -> Tag:
         size, stream = max(512, -(-storage.nbytes() // 512) * 512), ledger.stream
         pieces = ledger.free[stream, size]
         tag = Tag("device", pieces.pop() if pieces else Memory(size=size), stream)
-        weakref.finalize(storage, free_device, tag)
+        weakref.finalize(storage, free_device, tag, storage.nbytes())
+        ledger.live(storage.nbytes())
     ledger.tags[storage] = tag
     return tag
 
 
-def free_device(tag: Tag) -> None:
+def free_device(tag: Tag, size: int) -> None:
     """Give the memory back to its stream; the allocator itself waits for streams named by record_stream alone."""
     memory = tag.memory
+    ledger.live(-size)
     for stream in tag.recorded_streams:
         memory.reads.pop(stream, None)
         if memory.last_write and memory.last_write[0] == stream:
@@ -627,6 +636,7 @@ def watch_phases(timer_class) -> None:
     @contextlib.contextmanager
     def timed(self, name):
         ledger.phases.append(name)
+        ledger.live(0)
         try:
             with real_call(self, name):
                 yield

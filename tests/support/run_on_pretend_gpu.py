@@ -46,6 +46,7 @@ def main(report: str, script: str, arguments: list[str]) -> int:
         ledger = pretend_gpu.ledger
         counters = ("mixed", "hazards", "notes", "waits", "copies", "blocking")
         content = {name: rows(getattr(ledger, name)) for name in counters}
+        content["peaks"] = ledger.peaks
         content["host_bytes"] = sum(ledger.registered.values())
         Path(report).write_text(json.dumps(content, indent=1))
     return code
