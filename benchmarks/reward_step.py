@@ -63,8 +63,8 @@ from rewardfl.training.workload import Workload
 
 EXACT = ["sample.gradient_mode=chain", "sample.coupling=null", "reward.kl_gradient=reference_constant"]
 RESIDENT = [
-    "experts.trained=gpu", "train.active_graphs=replay", "train.use_gradient_checkpointing=true",
-    "train.use_gradient_checkpointing_offload=false",
+    "experts.trained=gpu", "train.active_graphs=replay", "train.kept_steps=null",
+    "train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=false",
 ]  # fmt: skip
 SUPERVISED = [
     "reward.reward_weight=0", "reward.motion_weight=0", "reward.kl_weight=0", "reward.others={}", "anchor.weight=1",
@@ -86,7 +86,7 @@ MODES = {
     "keep_on_host": [
         "experts.trained=gpu", "train.active_graphs=keep_on_host", "train.keep_attention=false", *IN_HOST,
     ],
-    "swap": ["experts.trained=cpu_swap", "train.active_graphs=replay", *IN_HOST],
+    "swap": ["experts.trained=cpu_swap", "train.active_graphs=replay", "train.kept_steps=null", *IN_HOST],
     "supervised": [*RESIDENT, *SUPERVISED],
     "as_configured": [],
 }  # fmt: skip
@@ -263,7 +263,8 @@ def replay_update(update: Update, meter: Meter) -> None:
     """Run the update as train_reward_fl.py does."""
     cfg, velocity, decoder, x = update.cfg, update.velocity, update.decoder, update.x
     sigmas, conditioning = velocity.schedule.sigmas, velocity.conditioning
-    graphs_of = () if cfg.train.active_graphs == "replay" else update.active
+    count = 0 if cfg.train.active_graphs == "replay" else cfg.train.kept_steps or len(update.active)
+    graphs_of = update.active[len(update.active) - count :]
     with_graph = offload.graph_context(cfg.train.active_graphs, x.device)
     first = velocity.schedule.handover if cfg.experts.untrained == "boundary_cache" else 0
     with meter("rollout"):
@@ -412,7 +413,8 @@ def phase_rows(updates: Sequence[Meter], costs: Costs, work: Workload, rates: Ra
         if planned:
             row["plan_flops"] = work.batch * sum(planned_flops[part] for part in PHASES[name])
             row["plan_seconds"] = work.batch * sum(planned_seconds[part][0] for part in PHASES[name])
-            row["plan_bytes"] = memory.of(name) if name in memory.phases else sum(memory.resident.values())
+            phase = "replay" if name == "data anchor" else name
+            row["plan_bytes"] = memory.of(phase) if phase in memory.phases else sum(memory.resident.values())
         table.append(row)
     wholes = {key: max if key in ("peak", "plan_bytes") else sum for key in table[0] if key != "phase"}
     return [*table, {"phase": "update"} | {key: whole(row[key] for row in table) for key, whole in wholes.items()}]
