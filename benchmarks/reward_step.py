@@ -61,7 +61,10 @@ from rewardfl.training.run_folder import git_commit, library_versions
 from rewardfl.training.setup_workload import make_workload
 from rewardfl.training.workload import Workload
 
-EXACT = ["sample.gradient_mode=chain", "sample.coupling=null", "reward.kl_gradient=reference_constant", "reward.kl_steps=null"]
+EXACT = [
+    "sample.gradient_mode=chain", "sample.coupling=null", "reward.kl_gradient=reference_constant",
+    "reward.kl_steps=null",
+]  # fmt: skip
 RESIDENT = [
     "experts.trained=gpu", "train.active_graphs=replay", "train.kept_steps=null",
     "train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=false",
@@ -280,7 +283,7 @@ def replay_update(update: Update, meter: Meter) -> None:
         reward_flow.replay(
             velocity, trajectory, sigmas, update.active, grad_x0, config.resolve_coupling(cfg),
             reference=velocity.reference, kl_weight=update.kl_weight, kl_gradient=cfg.reward.kl_gradient,
-            kl_steps=cfg.reward.kl_steps,
+            kl_steps=config.kl_steps(cfg),
         )  # fmt: skip
 
 

@@ -77,8 +77,7 @@ def inject(model: ModelMixin, rank: int, alpha: float, targets: list[str], seed:
     """Freeze `model` and add a trainable LoRA, in float32 for any dtype of the base; it changes nothing yet (B = 0).
 
     A bfloat16 LoRA would lose most updates: an Adam step of 2.5e-6 on a weight of 0.01 is below its rounding. It still
-    computes in the base's dtype, from one cast per forward pass: docs/results/lora_dtype.md.
-    Raise InputError for a target
+    computes in the base's dtype, from one cast per forward pass: docs/performance.md. Raise InputError for a target
     that matches no module of the blocks.
     """
     modules = dict(model.named_modules())

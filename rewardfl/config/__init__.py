@@ -23,6 +23,7 @@ from rewardfl.config.schema import (
     RewardSpec,
     active_steps,
     is_supervised,
+    kl_steps,
     list_reward_specs,
     part_weights,
     processes_per_clip,

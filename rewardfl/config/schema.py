@@ -391,8 +391,9 @@ class RewardConfig(SharedRewardConfig):
     views: IfNamed[Annotated[int, Field(ge=0, le=64)]] = 0
     # 0 skips the reference model's forward passes.
     kl_weight: IfNamed[NonNegative] = 1.0
-    # Steps with a gradient over which the KL is a mean: each takes one forward pass of the reference. null: all.
-    kl_steps: IfNamed[Listed[int] | None] = None
+    # Steps with a gradient over which the KL is a mean: each takes one forward pass of the reference. last: the last of
+    # them; null: all.
+    kl_steps: IfNamed[Literal["last"] | Listed[int] | None] = None
     # How the KL's gradient travels back along the trajectory to earlier active steps: exact (the gradient of the KL,
     # inactive steps held fixed), fixed_trajectory (not at all) or reference_constant (as in ROLL: the reference's
     # velocity is a constant). through_trajectory is an old name of the last.
@@ -739,9 +740,9 @@ class RewardFlConfig(Section):
     def conflicts(self) -> Iterator[str]:
         yield from _shared_conflicts(self)
         steps, active = self.reward.kl_steps, active_steps(self)
-        if steps is not None and self.reward.kl_weight == 0:
+        if steps not in (None, "last") and self.reward.kl_weight == 0:
             yield "reward.kl_steps needs a reward.kl_weight above 0; set it, or remove kl_steps"
-        if steps is not None and (not steps or list(steps) != sorted({*steps} & {*active})):
+        if steps not in (None, "last") and (not steps or list(steps) != sorted({*steps} & {*active})):
             yield f"reward.kl_steps must be increasing, of the steps with a gradient {list(active)}, got {list(steps)}"
         if self.sample.gradient_mode == "endpoint" and not is_supervised(self):
             yield from self._endpoint_conflicts()
@@ -929,6 +930,14 @@ def active_steps(cfg: RewardFlConfig) -> tuple[int, ...]:
     if sample.active_steps is not None:
         return sample.active_steps
     return tuple(range(sample.mid_timestep, sample.final_timestep + 1))
+
+
+def kl_steps(cfg: RewardFlConfig) -> tuple[int, ...]:
+    """Return the steps over which the KL is a mean; none without a KL."""
+    steps, active = cfg.reward.kl_steps, active_steps(cfg)
+    if cfg.reward.kl_weight == 0:
+        return ()
+    return active[-1:] if steps == "last" else steps or active
 
 
 def is_supervised(cfg: AnyConfig) -> bool:

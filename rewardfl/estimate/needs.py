@@ -266,17 +266,18 @@ def kept_bytes(costs: Costs, work: Workload) -> int:
 def _decoding(costs: Costs, work: Workload) -> dict[str, dict[str, int]]:
     """Return the bytes for one video of the phases between rollout and replay, without the resident ones."""
     decoded, pixels = costs.num_pixels * costs.itemsize, _FLOAT32 * costs.num_pixels
-    frames = {"frames by chunk and in one": 2 * decoded}
+    frames = {"frames by chunk": decoded}
     if not work.reward_gradient:
-        chunk = max(chunk.caches_in + chunk.peak for chunk in costs.chunks)
+        chunk = max(decoded, *(chunk.caches_in + chunk.peak for chunk in costs.chunks))
         return {
-            "decode": {"one chunk, its caches and the next's": chunk} | frames,
+            "decode": {"one chunk, its caches and the next's": chunk} | frames,  # or the frames in one
             "reward": {"frames, also float32": decoded + pixels},
         }
     gpu, chunk_caches, _ = decode_caches(_decoded_twice(costs, work), work.decode_caches)
     last = costs.chunks[len(_decoded_twice(costs, work)) :]
     graphs = {"kept chunks": sum(chunk.graph for chunk in last) + last[0].caches_in} if last else {}
-    chunk, vjp = max(chunk.peak for chunk in costs.chunks), max(chunk.peak_vjp for chunk in costs.chunks)
+    chunk = max(decoded, *(chunk.peak for chunk in costs.chunks))  # or the frames in one
+    vjp = max(chunk.peak_vjp for chunk in costs.chunks)
     return {
         "decode": {"decoder caches": gpu + chunk_caches, "one chunk, no graph": chunk} | frames | graphs,
         "reward": {"decoder caches": gpu, "frames, also float32, and gradient": decoded + 2 * pixels} | graphs,

@@ -176,7 +176,7 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
         **common,
         active=active,
         graphs_of=active[len(active) - count :],
-        kl_steps=(cfg.reward.kl_steps or active) if cfg.reward.kl_weight != 0 else (),
+        kl_steps=configuration.kl_steps(cfg),
         backwards_per_update=cfg.train.gradient_accumulation_steps * (replayed + draws),
         clips_at_once=check_batch(cfg.train, processes),
         coupling=configuration.resolve_coupling(cfg),

@@ -144,7 +144,7 @@ def test_memory(published):
     pixels, steady = 3 * 17 * 480 * 832, published.chunks[-1]
     assert found.phases["decode"] == {
         "one chunk, its caches and the next's": steady.caches_in + steady.peak,
-        "frames by chunk and in one": 2 * 2 * pixels,
+        "frames by chunk": 2 * pixels,
     }
     assert found.phases["reward"] == {"frames, also float32": (2 + 4) * pixels}
     block = 2 * expert.block_input + expert.shared + expert.nested + expert.block_peak_frozen

@@ -147,6 +147,7 @@ def test_the_steps_of_the_kl():
     assert resolve(FACE, *steps, "reward.kl_weight=1").kl_steps == (4, 5, 6, 7)
     assert resolve(FACE, *steps, "reward.kl_weight=1", "reward.kl_steps=[5,7]").kl_steps == (5, 7)
     assert resolve(FACE, *steps, "reward.kl_weight=0").kl_steps == ()
+    assert resolve(FACE, *steps, "reward.kl_steps=last").kl_steps == (7,)
 
 
 def test_the_last_active_steps_keep_their_graphs():
