@@ -299,7 +299,7 @@ def decode_caches(chunks: Sequence[ChunkCost], place: DecodeCaches) -> tuple[int
     if place == "offload":
         return 0, max(sizes), sum(sizes)
     length = math.ceil(math.sqrt(len(sizes)))
-    segment = max(sum(sizes[i : i + length]) for i in range(0, len(sizes), length))
+    segment = max(sum(sizes[i + 1 : i + length]) for i in range(0, len(sizes), length))  # the first one is stored
     return 0, max(sizes), sum(sizes[::length]) + segment
 
 

@@ -406,9 +406,9 @@ def test_settings_take_from_the_phase_they_are_for(published):
     assert change(measured, "replay", offload_inputs=True) == pytest.approx(38 * 0.3355, rel=0.001)  # 2 of 40 stay
     for caches, chunks in (("offload", 2), ("segment", 1)):  # while a chunk's are there, the next are on their way
         assert change(measured, "decode VJP", decode_caches=caches) == pytest.approx(36.8 - chunks * 1.89, rel=0.01)
-    # 21 chunks in segments of 5: the caches of chunks 0 (none), 5, 10, 15, 20, and those of one segment
+    # 21 chunks in segments of 5: the caches of chunks 0 (none), 5, 10, 15, 20, and of four others
     host = [needs.memory(measured, with_levers(decode_caches=at)).host for at in ("offload", "segment")]
-    assert [need["decoder caches"] / 1e9 for need in host] == pytest.approx([36.8, 9 * 1.89], rel=0.01)
+    assert [need["decoder caches"] / 1e9 for need in host] == pytest.approx([36.8, 8 * 1.89], rel=0.01)
     without = change(measured, "replay", checkpointing=False)  # 40 blocks' saved bytes for 40 inputs and one block's
     assert without == pytest.approx(13.4 - 39 * 8.91, rel=0.01)
     for phase in ("rollout", "decode", "reward", "decode VJP", "replay"):

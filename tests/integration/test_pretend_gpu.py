@@ -142,7 +142,12 @@ def test_no_copy_above_1_mb_blocks_an_update(case, settings, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "case, more", [("reward_fl offload", ["train.decode_caches=offload"]), ("reward_fl kept graphs", FOUR_STEPS)]
+    "case, more",
+    [
+        ("reward_fl offload", ["train.decode_caches=offload"]),
+        ("reward_fl offload", ["train.decode_caches=segment"]),
+        ("reward_fl kept graphs", FOUR_STEPS),
+    ],
 )
 def test_clips_of_four_sizes_take_the_host_memory_of_the_plan(case, more, tmp_path):
     sizes = [(64, 64), (128, 64), (64, 128), (192, 64)]
