@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rewardfl.estimate.measure import Costs
-from rewardfl.estimate.needs import RESERVE, flops, memory, seconds
+from rewardfl.estimate.needs import RESERVE, memory, seconds
 from rewardfl.estimate.rates import Rates
 from rewardfl.training.workload import Workload
 
@@ -35,8 +35,7 @@ INEXACT = {  # {placement of the untrained expert that changes the run's numbers
 def alternatives(work: Workload) -> Iterator[Workload]:
     """Yield the run with each combination of settings that may save memory; of equally fast ones the best comes first.
 
-    The decoder's caches change late: little computing hides their copies. The trained expert changes last: its weights
-    take most host memory, and are copied three times for each replayed step.
+    The trained expert changes last: its weights take most host memory.
     """
     options: dict[str, list[Any]] = {
         "trained_placement": ["cpu_swap"] if work.sharding == "none" else [],
@@ -82,14 +81,20 @@ def fits(costs: Costs, work: Workload, machine: Machine) -> bool:
     return lacking(costs, work, machine) == 0
 
 
-def recommend(costs: Costs, work: Workload, machine: Machine) -> Workload:
-    """Return the alternative that fits the machine, or comes closest: an exact one, then with the fewest FLOPs."""
+def recommend(costs: Costs, work: Workload, machine: Machine, rates: Rates) -> Workload:
+    """Return the alternative that fits the machine, or comes closest: an exact one, then the fastest."""
 
-    def price(run: Workload) -> tuple[float, bool, float]:
+    def price(run: Workload) -> tuple[float, bool]:
         inexact = run.untrained_placement != work.untrained_placement and run.untrained_placement in INEXACT
-        return lacking(costs, run, machine), inexact, sum(flops(costs, run).values())
+        return lacking(costs, run, machine), inexact
 
-    return min(alternatives(work), key=price)
+    prices = [(price(run), run) for run in alternatives(work)]
+    least = min(paid for paid, _ in prices)
+    return min((run for paid, run in prices if paid == least), key=lambda run: _time(costs, run, rates))
+
+
+def _time(costs: Costs, work: Workload, rates: Rates) -> float:
+    return sum(spent for spent, _, _ in seconds(costs, work, rates).values())
 
 
 def keep_more_graphs(costs: Costs, work: Workload, machine: Machine, rates: Rates) -> Workload:
@@ -98,16 +103,13 @@ def keep_more_graphs(costs: Costs, work: Workload, machine: Machine, rates: Rate
     def first_that_fits(*runs: Workload) -> Workload:
         return next((run for run in runs if fits(costs, run, machine)), work)
 
-    def time(run: Workload) -> float:
-        return sum(spent for spent, _, _ in seconds(costs, run, rates).values())
-
     steps = range(len(work.active_experts), work.kept_steps, -1) if work.processes_per_clip == 1 else ()
     runs = [replace(work, kept_steps=count, keep_attention=False) for count in steps]
-    after = min(work, first_that_fits(*runs), key=time)
+    after = min(work, first_that_fits(*runs), key=lambda run: _time(costs, run, rates))
     chunks = len(costs.chunks) if work.reward_gradient and len(costs.chunks) > 1 else 0
     more = [replace(after, kept_chunks=count) for count in range(chunks, after.kept_chunks, -1)]
     after = first_that_fits(*more, after)
-    return after if time(after) < (1 - WORTHWHILE) * time(work) else work
+    return after if _time(costs, after, rates) < (1 - WORTHWHILE) * _time(costs, work, rates) else work
 
 
 def memory_settings(work: Workload) -> dict[str, Any]:

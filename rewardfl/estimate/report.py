@@ -92,7 +92,7 @@ def fit_verdict(costs: Costs, work: Workload, machine: Machine, rates: Rates) ->
     """Report whether the run fits the machine, and the settings to change when it does not."""
     needed = _needed(costs, work, machine)
     enough = fits(costs, work, machine)
-    after = keep_more_graphs(costs, work, machine, rates) if enough else recommend(costs, work, machine)
+    after = (keep_more_graphs if enough else recommend)(costs, work, machine, rates)
     if enough and after == work:
         return [f"fits: {needed}"]
     lines = [f"fits: {needed}; with more graphs kept it is faster:" if enough else f"does not fit: {needed}"]

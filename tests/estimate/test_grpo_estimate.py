@@ -191,13 +191,13 @@ def test_disk(published):
 
 def test_what_is_recommended(published):
     def settings(run):
-        after = recommend(published, run, Machine(80e9))
+        after = recommend(published, run, Machine(80e9), RATES["H100"])
         assert fits(published, after, Machine(80e9))
         return changed_settings(run, after)
 
     assert settings(dataclasses.replace(RUN, samples_in_flight=2400)) == {"grpo.samples_on": "cpu"}
     # a divisor: groups and samples stay
-    assert settings(dataclasses.replace(RUN, batch=12))["train.per_device_train_batch_size"] == 3
+    assert settings(dataclasses.replace(RUN, batch=12))["train.per_device_train_batch_size"] == 2
 
 
 # ---- the configuration ----

@@ -47,6 +47,7 @@ CASES = {
 }  # fmt: skip
 PLACES = {
     "replay": [], "swap": [*SWAP, *OFFLOAD], "keep_on_device": ["train.active_graphs=keep_on_device"],
+    "kept chunks": ["train.active_graphs=keep_on_device", "train.kept_chunks=2"],
     "keep_on_host": [*OFFLOAD, "train.active_graphs=keep_on_host"],
 }  # fmt: skip
 PHASES = ("encode", "rollout", "decode", "reward", "replay", "optimizer")
@@ -165,15 +166,16 @@ def test_clips_of_four_sizes_take_the_host_memory_of_the_plan(case, more, tmp_pa
 @pytest.mark.long
 @pytest.mark.parametrize("mode", PLACES)
 def test_a_gpu_holds_what_the_plan_says(mode, tmp_path):
-    """In rollout and replay. The reward's activations are not planned."""
+    """The reward's activations are not planned."""
     clips = write_clips(tmp_path, [(128, 128)], frames=9)
     size = [f"data.file_name={clips}", "data.num_frames=9", "data.height=128", "data.width=128"]
     arguments = [*REWARD_FL, *FOUR_STEPS, *PLACES[mode], *size, "reward.kl_gradient=reference_constant"]
     launch(arguments, tmp_path / "gpu", pretend=True, PAGE_BYTES="2048")
     peaks = json.loads((tmp_path / "gpu" / "report.json").read_text())["peaks"]
     memory = planned_memory(arguments, [(128, 128)])
-    for phase in ("rollout", "replay"):
-        assert peaks[phase] == pytest.approx(memory.of(phase), rel=0.05), (phase, memory.phases[phase])
+    for phase in ("rollout", "decode", "replay"):
+        planned = max(memory.of(part) for part in memory.phases if part.startswith(phase))  # decode, and its VJP
+        assert peaks[phase] == pytest.approx(planned, rel=0.05), (phase, memory.phases)
 
 
 @pytest.mark.slow(8)
