@@ -123,6 +123,7 @@ class Cost(ByKind):
     attention_kept: int = 0  # bytes that train.keep_attention stores
     saved: int = 0  # bytes that the graph saves for the backward pass
     graph: int = 0  # bytes that live before the backward pass, with the outputs if they are kept
+    forward_peak: int = 0  # largest number of living bytes before the backward pass
 
 
 def with_graph(
@@ -142,7 +143,8 @@ def with_graph(
     with _Flash(), Living([*external, *leaves]) as living:
         with saved_tensors_hooks(note, lambda tensor: tensor):
             outputs = forward()
-        forward, free = living.flops.copy(), {_storage(tensor) for tensor in external}
+        forward, forward_peak = living.flops.copy(), living.peak
+        free = {_storage(tensor) for tensor in external}
         edges = [get_gradient_edge(output) for output in outputs]
         cotangents = [torch.empty_like(output) for output in outputs]
         if not keep:
@@ -151,7 +153,7 @@ def with_graph(
         torch.autograd.backward(edges, cotangents)
     saved_bytes = sum(size for storage, size in saved.items() if storage not in free)
     flops = _by_pass({"forward": forward, "backward": living.flops - forward})
-    return Cost(flops=flops, peak=living.peak, saved=saved_bytes, graph=graph)
+    return Cost(flops=flops, peak=living.peak, saved=saved_bytes, graph=graph, forward_peak=forward_peak)
 
 
 def _by_pass(passes: Mapping[str, Counter[Operation]]) -> Counter[tuple[str, Operation]]:
@@ -345,10 +347,12 @@ def measure_chunks(chunks: ChunksOnMeta, module: nn.Module) -> tuple[ChunkCost, 
         x.grad = None  # else the next one is added to it
         with chunks.vjp_context():
             vjp = with_graph(forward, [x, *held], weights, keep=False)
-        sizes = {"caches_in": nbytes(held), "peak": frozen.peak, "peak_vjp": vjp.peak, "graph": vjp.graph}
-        costs.append(ChunkCost(flops=vjp.flops, **sizes))
         with torch.no_grad():
             _, caches = chunks.run(x, caches)
+        # the cotangents of the caches after it are there before its forward pass
+        peak_vjp = max(vjp.peak, vjp.forward_peak + nbytes(_tensors(caches)))
+        sizes = {"caches_in": nbytes(held), "peak": frozen.peak, "peak_vjp": peak_vjp, "graph": vjp.graph}
+        costs.append(ChunkCost(flops=vjp.flops, **sizes))
     return tuple(costs + costs[-1:] * (chunks.count - len(costs)))
 
 

@@ -519,13 +519,10 @@ def test_graphs_that_still_fit_are_proposed(published):
     shared = 4 * (measured.experts["low_noise"].shared + measured.experts["low_noise"].nested)
     machine = Machine(plain.peak + shared + needs.RESERVE, sum(plain.host.values()) + 2.5 * stored)
     after = keep_more_graphs(measured, run, machine, H100)
-    # replay has one on the host anyway, and the VJP a chunk's graph on the GPU
-    assert after == dataclasses.replace(run, kept_steps=3, kept_chunks=1)
-    on_host = {"train.active_graphs": "keep_on_host", "train.kept_steps": 3, "train.kept_chunks": 1}
+    assert after == dataclasses.replace(run, kept_steps=3)  # replay has one on the host anyway
+    on_host = {"train.active_graphs": "keep_on_host", "train.kept_steps": 3}
     assert changed_settings(run, after) == on_host
-    assert changed_settings(after, run) == {
-        "train.active_graphs": "replay", "train.kept_steps": None, "train.kept_chunks": 0,
-    }  # fmt: skip
+    assert changed_settings(after, run) == {"train.active_graphs": "replay", "train.kept_steps": None}
     text = "\n".join(report.fit_verdict(measured, run, machine, RATES["H100"]))
     assert "with more graphs kept it is faster:\n" in text and "  set train.active_graphs: keep_on_host" in text
     kept_attention = dataclasses.replace(run, keep_attention=True)

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan
@@ -154,7 +155,7 @@ class WanDecoder:
         chunks, edges = [], []
         with lean_graph(self.vae.decoder):
             for i in range(x.shape[2]):
-                frames, state = self._chunk(x[:, :, i : i + 1], state)
+                frames, state = self._chunk(x[:, :, i : i + 1], state, forget=i == x.shape[2] - 1)
                 frames = frames.clamp(-1, 1)
                 chunks.append(frames.detach())
                 edges.append(get_gradient_edge(frames))
@@ -172,10 +173,10 @@ class WanDecoder:
             segment[i + 1] = _to_host(caches, latents.device, None)  # one chunk's on the device, not two
         return segment
 
-    def _chunk(self, latents: Tensor, caches: Caches) -> tuple[Tensor, Caches]:
+    def _chunk(self, latents: Tensor, caches: Caches, *, forget: bool = False) -> tuple[Tensor, Caches]:
         """Decode one latent frame (B, C, 1, h, w) to unclamped video frames; return them and the caches after it."""
         mean, inverse_std = self._normalisation
-        return run_chunk(self.vae, latents.to(self.vae.dtype) / inverse_std + mean, caches)
+        return run_chunk(self.vae, latents.to(self.vae.dtype) / inverse_std + mean, caches, forget=forget)
 
     @cached_property
     def _normalisation(self) -> tuple[Tensor, Tensor]:
@@ -193,12 +194,33 @@ class WanDecoder:
         return [slice(0, 1)] + [slice(1 + factor * i, 1 + factor * (i + 1)) for i in range(num_latents - 1)]
 
 
-def run_chunk(vae: AutoencoderKLWan, x: Tensor, caches: Caches) -> tuple[Tensor, Caches]:
-    """Decode one frame of the VAE's own latents; return video frames and the caches after it."""
-    after = list(caches)  # diffusers replaces the list's entries, never a cached tensor's contents
+def run_chunk(vae: AutoencoderKLWan, x: Tensor, caches: Caches, *, forget: bool = False) -> tuple[Tensor, Caches]:
+    """Decode one frame of the VAE's own latents; return video frames and the caches after it.
+
+    forget: these caches have their gradient, but no values.
+    """
+    after = _ForgottenCaches(caches) if forget else list(caches)
+    # diffusers replaces the list's entries, and reads none that it has replaced; it never changes a cached tensor
     first, patch = caches[0] is None, vae.config.patch_size
     frames = vae.decoder(vae.post_quant_conv(x), feat_cache=after, feat_idx=[0], first_chunk=first)
     return frames if patch is None else unpatchify(frames, patch), after
+
+
+class _ForgottenCaches(list[Tensor | str | None]):
+    """Caches that only a backward pass will need: entries that are set keep shape and gradient, and no memory."""
+
+    def __setitem__(self, index: Any, cache: Any) -> None:
+        super().__setitem__(index, _Forgotten.apply(cache) if isinstance(cache, Tensor) else cache)
+
+
+class _Forgotten(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, cache: Tensor) -> Tensor:
+        return cache.new_empty(1).expand(cache.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
 def lay_out_for_cudnn(vae: AutoencoderKLWan) -> AutoencoderKLWan:

@@ -82,7 +82,7 @@ def _decoder_on_meta(vae: AutoencoderKLWan, dtype: torch.dtype, shape: Shape) ->
     channels, frames, height, width = shape
 
     def run(x: Tensor, caches: Caches) -> tuple[Tensor, Caches]:
-        video, after = run_chunk(vae, x, caches)
+        video, after = run_chunk(vae, x, caches, forget=torch.is_grad_enabled())
         return video.clamp(-1, 1), after
 
     caches: Caches = [None] * vae._cached_conv_counts["decoder"]
