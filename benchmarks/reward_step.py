@@ -73,19 +73,16 @@ SUPERVISED = [
     "reward.reward_weight=0", "reward.motion_weight=0", "reward.kl_weight=0", "reward.others={}", "anchor.weight=1",
     "anchor.target=data",
 ]  # fmt: skip
+ON_DEVICE = [
+    "experts.trained=gpu", "train.active_graphs=keep_on_device", "train.keep_attention=false",
+    "train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=false",
+]  # fmt: skip
 IN_HOST = ["train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true"]
 MODES = {
     "full_graph": [*RESIDENT, "train.keep_attention=false"],
     "replay": RESIDENT,
-    "keep_on_device": [
-        "experts.trained=gpu", "train.active_graphs=keep_on_device", "train.keep_attention=false",
-        "train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=false",
-    ],
-    "keep_all": [
-        "experts.trained=gpu", "train.active_graphs=keep_on_device", "train.keep_attention=false",
-        "train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=false",
-        "train.kept_chunks=1000",
-    ],
+    "keep_on_device": ON_DEVICE,
+    "keep_all": [*ON_DEVICE, "train.kept_chunks=1000"],
     "keep_on_host": [
         "experts.trained=gpu", "train.active_graphs=keep_on_host", "train.keep_attention=false", *IN_HOST,
     ],

@@ -273,8 +273,9 @@ def _decoding(costs: Costs, work: Workload) -> dict[str, dict[str, int]]:
             "decode": {"one chunk, its caches and the next's": chunk} | frames,  # or the frames in one
             "reward": {"frames, also float32": decoded + pixels},
         }
-    gpu, chunk_caches, _ = decode_caches(_decoded_twice(costs, work), work.decode_caches)
-    last = costs.chunks[len(_decoded_twice(costs, work)) :]
+    first = _decoded_twice(costs, work)
+    gpu, chunk_caches, _ = decode_caches(first, work.decode_caches)
+    last = costs.chunks[len(first) :]
     graphs = {"kept chunks": sum(chunk.graph for chunk in last) + last[0].caches_in} if last else {}
     chunk = max(decoded, *(chunk.peak for chunk in costs.chunks))  # or the frames in one
     vjp = max(chunk.peak_vjp for chunk in costs.chunks)

@@ -16,7 +16,7 @@ class FrozenConvolutions(TorchFunctionMode):
     """Runs convolutions with frozen weights without saving their inputs; values and gradients are the same bits."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in (torch.conv2d, torch.conv3d) and not args[1].requires_grad:
+        if func in (torch.conv2d, torch.conv3d) and not kwargs and not args[1].requires_grad:
             return _FrozenConvolution.apply(func, *args)
         return func(*args, **(kwargs or {}))
 
