@@ -11,7 +11,7 @@ Or, of an image model: are the pictures of prompts it never saw better, by every
     python tools/evaluate.py --config configs/wan22_face_80gb.yaml --data held_out/metadata.csv \
         --videos base_videos --videos their_videos --out outputs/compared
 
-    python tools/evaluate.py --run outputs/tiny_image --data assets/tiny_images/eval.txt --seeds 4
+    python tools/evaluate.py --run outputs/tiny_words --data assets/tiny_words/eval.txt --seeds 4
 
 The base model and every adapter are sampled from the same noises and compared with the real clips. OUT
 (RUN/evaluation) gets records.jsonl (a line per video), report.html (one page to send, with the videos in it),

@@ -1,7 +1,4 @@
-"""A text-to-image pipeline like Stable Diffusion 3, of a few megabytes, and its training by flow matching.
-
-The tiny images and the tiny words are both of this kind.
-"""
+"""A text-to-image pipeline like Stable Diffusion 3, of a few megabytes, and its training by flow matching."""
 
 import copy
 import json
@@ -35,12 +32,12 @@ UNPROMPTED = 0.1  # share of pictures without their prompt, for classifier-free 
 Draw = Callable[[int, torch.Generator], tuple[list[str], Tensor]]  # returns prompts and pictures, as many as asked for
 
 
-def new_clip_tokenizer(tokens: Sequence[str], merges: Sequence[str], length: int) -> CLIPTokenizer:
-    """Return a tokenizer of `tokens`, `merges` among them and the two special tokens, for prompts of `length`."""
+def new_clip_tokenizer(tokens: Sequence[str], length: int) -> CLIPTokenizer:
+    """Return a tokenizer of `tokens` without merges, and the two special tokens, for prompts of `length`."""
     vocabulary = [*tokens, "<|startoftext|>", "<|endoftext|>"]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}))
-        (Path(folder) / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+        (Path(folder) / "merges.txt").write_text("#version: 0.2\n")
         return CLIPTokenizer.from_pretrained(folder, model_max_length=length)
 
 
@@ -87,7 +84,7 @@ def _new_transformer(width: int, layers: int, heads: int, head_dim: int = 16) ->
 
 
 def new_pipeline(
-    vae: AutoencoderKL, letters: CLIPTokenizer, words: T5Tokenizer, width: int, layers: int, heads: int = 4
+    vae: AutoencoderKL, letters: CLIPTokenizer, words: T5Tokenizer, width: int, layers: int, heads: int
 ) -> StableDiffusion3Pipeline:
     """Return an untrained pipeline for pictures of `width` pixels, with the tokenizers of CLIP and T5."""
     pipe = StableDiffusion3Pipeline(
@@ -238,7 +235,7 @@ def load_pipeline(folder: Path) -> StableDiffusion3Pipeline:
 def sample(
     pipe: StableDiffusion3Pipeline, prompts: list[str], height: int, width: int, generator: torch.Generator
 ) -> Tensor:
-    """Sample images (N, 3, height, width) in [-1, 1] as the configurations of the tiny images and words do."""
+    """Sample images (N, 3, height, width) in [-1, 1] as the configurations of the tiny words do."""
     return (
         pipe(
             prompts, height=height, width=width, num_inference_steps=10, guidance_scale=1.0,

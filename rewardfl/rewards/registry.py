@@ -21,13 +21,11 @@ ResolvedReward = tuple[RewardSpec, type[Reward]]
 REWARDS: dict[str, str] = {
     "aesthetic": "clip.aesthetic:AestheticReward",
     "clip_score": "clip.cosine:ClipScoreReward",
-    "colour": "pixels.colour:ColourReward",
     "face_identity": "face.reward:FaceIdentityReward",
     "face_judge": "face_judge:FaceJudge",
     "face_motion": "face.motion:FaceMotionReward",
     "hpsv2": "clip.hpsv2:Hpsv2Reward",
     "hpsv3": "vlm.hpsv3:Hpsv3Reward",
-    "jpeg_size": "pixels.jpeg_size:JpegSizeReward",
     "motion": "pixels.motion:MotionReward",
     "ocr": "ocr:Ocr",
     "optical_flow": "pixels.optical_flow:OpticalFlowReward",

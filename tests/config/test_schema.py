@@ -105,7 +105,7 @@ def test_casts(write, override, expected):
         ("reward.reward_std=0", "0", "at least 0.000001"),
         ("reward.reward_std=4e9", "'4e9'", "at most 1000000"),
         ("reward.reward_mean=1e30", "'1e30'", "at most 1000000"),
-        ("reward.others={a: {name: colour, std: 1e9}}", "'1e9'", "at most 1000000"),
+        ("reward.others={a: {name: clip_score, std: 1e9}}", "'1e9'", "at most 1000000"),
         ("reward.cap=high", "'high'", "'self_similarity' or 'none'"),
         ("reward.cap=-1", "-1", "greater than 0"),
         ("reward.det_size=1", "1", "multiple of 32"),
@@ -153,9 +153,9 @@ def test_an_override_of_one_key_within_a_key(write):
     before = copy.deepcopy(raw)
     others = config.parse(
         raw,
-        ["reward.others.flow.weight=0.5", "reward.others.flow.settings.reversals=1", "reward.others.red.name=colour"],
+        ["reward.others.flow.weight=0.5", "reward.others.flow.settings.reversals=1", "reward.others.red.name=motion"],
     ).reward.others
-    assert (others["flow"].weight, others["flow"].settings, others["red"].name) == (0.5, {"reversals": 1}, "colour")
+    assert (others["flow"].weight, others["flow"].settings, others["red"].name) == (0.5, {"reversals": 1}, "motion")
     assert raw == before and others["flow"].name == "optical_flow"
 
 

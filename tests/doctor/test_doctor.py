@@ -212,7 +212,7 @@ def test_one_update_is_started_and_leaves_the_page_alone(monkeypatch, tmp_path, 
     def run(command, **how):
         if not command[1].endswith(".py"):
             return SimpleNamespace(returncode=1, stdout="")
-        cfg = config.load(command[3], command[4:])
+        cfg = config.load(command[3], [word for word in command[4:] if word != "--trust-code"])
         seen.append(cfg)
         Path(cfg.run.output_dir).mkdir()
         line = {"time/step": 2.0, "time/replay": 1.0, "memory/peak_gb": 0.5, "reward/mean": 0.5, "grad_norm": 1.0}
@@ -309,7 +309,7 @@ def test_a_driver_that_this_torch_cannot_use_differs(monkeypatch, tmp_path):
 
 def test_an_image_model_has_what_can_be_checked_of_it(tmp_path):
     """Its velocity with a graph, but no other loading, and no clips."""
-    configuration = ROOT / "configs" / "tiny_image_flow_grpo.yaml"
+    configuration = ROOT / "configs" / "tiny_words_flow_grpo.yaml"
     out, chosen = tmp_path / "page.md", ["--only", "weights", "--only", "faces"]
     run_tool(doctor.main, "--config", configuration, "--out", out, "--device", "cpu", *chosen)
     found = page(out)

@@ -361,7 +361,7 @@ def test_records_of_other_settings_are_refused(tmp_path):
 def test_a_run_with_another_reward_names_the_way_out(tmp_path):
     """A judge that the run had not, given as an override."""
     world = ROOT / "assets" / "tiny_world"
-    settings = ["reward.name=colour", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
+    settings = ["reward.name=motion", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
     settings += ["reward.motion_weight=0", "data.num_frames=5", f"model.model_paths={world}/pipeline"]
     cfg = config.load(str(ROOT / "configs" / "tiny_flow_grpo.yaml"), settings, config.FlowGrpoConfig)
     (tmp_path / "run.json").write_text(json.dumps({"config": config.to_dict(cfg)}))

@@ -6,12 +6,12 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, run_tool
-from runs import CONFIG, FAST
+from runs import COLOUR, CONFIG, FAST
 
+from examples.toys import Colour
 from rewardfl import config as configuration
 from rewardfl.evaluation.scales import equal_weight, format_scales, measure_scales, shares, standard_deviation
 from rewardfl.rewards import Reward, RewardOutput
-from rewardfl.rewards.pixels.colour import ColourReward
 from rewardfl.rewards.pixels.motion import MotionReward, mean_change
 from rewardfl.rewards.scoring import Term
 from rewardfl_tools import reward_scales
@@ -33,7 +33,7 @@ def measured(*terms, clips, real):
 
 def test_colour_pulls_as_hard_as_its_formula_says():
     """The mean of c . (x + 1) / 2 over n pixels, none of frame 0, has the gradient c / 2n, of norm |c| / (2 sqrt n)."""
-    (scale,) = measured(term(ColourReward(0.5, -2.0, 1.0), weight=3.0, std=0.5), clips=videos(3), real=videos(3))
+    (scale,) = measured(term(Colour(0.5, -2.0, 1.0), weight=3.0, std=0.5), clips=videos(3), real=videos(3))
     expected = math.sqrt(0.25 + 4 + 1) / (2 * math.sqrt(4 * 8 * 8))
     assert scale.norms.tolist() == pytest.approx([expected] * 3, rel=1e-5)
     assert scale.pull == pytest.approx(3.0 * expected / 0.5, rel=1e-5)
@@ -45,7 +45,7 @@ def test_colour_pulls_as_hard_as_its_formula_says():
 
 def test_motion_and_its_cosine_equal_autograd_by_hand():
     clips, real = videos(2), [2 * clip / 1.8 for clip in reversed(videos(2))]
-    colour, motion = measured(term(ColourReward(), std=0.1), term(MotionReward(), "m"), clips=clips, real=real)
+    colour, motion = measured(term(Colour(), std=0.1), term(MotionReward(), "m"), clips=clips, real=real)
     for i, clip in enumerate(clips):
         x = clip.clone().requires_grad_()
         ratio = mean_change(x) / mean_change(real[i])
@@ -59,7 +59,7 @@ def test_motion_and_its_cosine_equal_autograd_by_hand():
 
 
 def test_equal_weight_gives_equal_shares():
-    terms = [term(ColourReward(), weight=0.2, std=0.1), term(MotionReward(), "m", weight=0.7, std=3.0)]
+    terms = [term(Colour(), weight=0.2, std=0.1), term(MotionReward(), "m", weight=0.7, std=3.0)]
     scales = measured(*terms, clips=videos(2), real=videos(4)[2:])
     pulls = [scale.pull for scale in scales]
     assert shares(scales) == pytest.approx([pull / sum(pulls) for pull in pulls])
@@ -89,9 +89,10 @@ def test_what_cannot_be_judged_is_left_out():
 
 def test_one_clip_of_the_tiny_world(monkeypatch):
     """The whole tool; what it gives to paste is a configuration."""
-    others = "reward.others={change: {name: motion, weight: 0.3}, red: {name: colour}}"
+    others = f"reward.others={{change: {{name: motion, weight: 0.3}}, red: {{name: {COLOUR}}}}}"
     monkeypatch.chdir(ROOT)
-    said = run_tool(reward_scales.main, "--config", CONFIG, *FAST, others, "--rows", "2", "--device", "cpu")
+    options = ["--trust-code", "--rows", "2", "--device", "cpu"]
+    said = run_tool(reward_scales.main, "--config", CONFIG, *FAST, others, *options)
     table, _, lines = said.partition("\n# to paste")
     assert [line.split()[0] for line in table.splitlines()[-4:]] == ["score", "held_out", "change", "red"]
     pasted = yaml.safe_load(lines.partition("\n")[2])["reward"]
@@ -105,7 +106,7 @@ def test_one_clip_of_the_tiny_world(monkeypatch):
     [
         (CONFIG, ["reward.reward_weigt=1"], "reward_weigt"),
         (CONFIG, ["data.file_name=no/such.csv"], "no/such.csv"),
-        (CONFIG, ["reward.others={a: {name: jpeg_size, weight: 1}}"], "reward.others.a"),
+        (CONFIG, ["reward.others={a: {name: face_judge, weight: 1}}"], "reward.others.a"),
         ("configs/tiny_flow_grpo.yaml", [], "tiny_flow_grpo.yaml"),
     ],
 )

@@ -220,9 +220,9 @@ def test_sigterm_in_the_rollouts_saves_the_epoch_before(monkeypatch, capsys, tmp
 
 NOISY = """
 import random, numpy, torch
-from rewardfl.rewards.pixels.colour import ColourReward
+from examples.toys import Colour
 
-class Noisy(ColourReward):
+class Noisy(Colour):
     def forward(self, video, references):
         video = video + 0.1 * torch.randn_like(video) + random.random() * numpy.random.rand()
         return super().forward(video, references)
@@ -409,9 +409,9 @@ def hit(tmp_path, how, *settings):
 
 REWARD = """
 import os, pathlib, signal, time
-from rewardfl.rewards.pixels.colour import ColourReward
+from examples.toys import Colour
 
-class Hit(ColourReward):
+class Hit(Colour):
     calls = 0
 
     def forward(self, *arguments, **settings):

@@ -13,7 +13,7 @@ import shutil
 import pytest
 import torch
 from conftest import ROOT, run_python
-from runs import CACHE, FACE_ALONE, SMALL, launch_as, launch_environment, launcher, metrics, needs_deepspeed, table
+from runs import CACHE, FACE_ALONE, RED, SMALL, launch_as, launch_environment, launcher, metrics, needs_deepspeed, table
 
 from rewardfl import lora
 from rewardfl.training import checkpoint, setup_data
@@ -50,9 +50,9 @@ REWARD_FL = [
 GRPO = [
     "train_flow_grpo.py", "--config", "tests/grpo.yaml", *COMMON, "sample.num_inference_steps=4",
     "grpo.groups=2", "grpo.group_size=4", "grpo.window_size=2", "grpo.spread=spread", "grpo.kl_weight=0.01",
-    "grpo.updates_per_epoch=2", "train.per_device_train_batch_size=1", "reward.name=colour",
+    "grpo.updates_per_epoch=2", "train.per_device_train_batch_size=1", "--trust-code", *RED,
     "grpo.window_bounds=[1, 3]", "grpo.same_noise_in_group=true", "run.save_steps=2",
-    "reward.reward_model_path=null", "reward.held_out_model_path=null", "reward.coverage_weight=0",
+    "reward.coverage_weight=0",
     "evaluation.eval_inference_steps=2", "train.max_steps=2", "model.trainable_models=dit,dit2",
     f"evaluation.eval_clips={table(f'{CACHE}/one.csv', 'eval', 1)}", *ANCHOR,
 ]  # fmt: skip
@@ -63,9 +63,8 @@ FORWARD = [
     "forward.objective=nft", "forward.groups=2", "forward.group_size=4", "forward.spread=spread",
     "forward.updates_per_epoch=2", "forward.draws=4", "forward.old_decay_rate=0.1", "forward.old_anchor=0.1",
     "forward.base_anchor=0.1",
-    "train.per_device_train_batch_size=1", "reward.name=colour", "reward.reward_model_path=null",
-    "reward.held_out_model_path=null", "reward.motion_weight=0", "run.save_steps=2", "train.max_steps=4",
-    "model.trainable_models=dit,dit2", *ANCHOR,
+    "train.per_device_train_batch_size=1", "--trust-code", *RED, "reward.motion_weight=0", "run.save_steps=2",
+    "train.max_steps=4", "model.trainable_models=dit,dit2", *ANCHOR,
 ]  # fmt: skip
 
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow(160)
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 RUNS = {  # by record: the command line
-    "reward_fl": ["train_reward_fl.py", "--config", str(GOLDEN / "reward_fl.yaml")],
+    "reward_fl": ["train_reward_fl.py", "--trust-code", "--config", str(GOLDEN / "reward_fl.yaml")],
     "flow_grpo": ["train_flow_grpo.py", "--config", str(GOLDEN / "flow_grpo.yaml")],
     "flow_grpo_clip": [
         "train_flow_grpo.py", "--config", str(GOLDEN / "flow_grpo.yaml"), "train.max_steps=8", "grpo.objective=clip",

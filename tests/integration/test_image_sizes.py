@@ -17,7 +17,7 @@ from rewardfl.training import batches, plan, setup_data, setup_model, setup_run,
 from rewardfl.training.setup_processes import connect_processes
 from rewardfl_tools import plan_run
 
-pytestmark = pytest.mark.slow(180)
+pytestmark = [pytest.mark.slow(180), pytest.mark.usefixtures("trusts_code")]
 
 SIZES = [(SIDE, SIDE), (SIDE, 2 * SIDE)]  # of the rows in turn; data.height and data.width are the first's
 
@@ -137,7 +137,7 @@ REFUSED = [
 @pytest.mark.parametrize("columns, row, said", REFUSED)
 def test_a_size_that_cannot_be_is_refused_with_its_line(folder_of, monkeypatch, capsys, columns, row, said, tmp_path):  # noqa: F811
     table = write(tmp_path / "sizes.csv", [f"a red ball{',' * columns.count(',')}", row], columns)
-    words = [*settings("sd3", folder_of("sd3")), table, f"run.output_dir={tmp_path / 'run'}", "train.max_steps=1"]
+    words = [*settings("sd3", folder_of("sd3")), table, f"run.output_dir={tmp_path / 'run'}", "--trust-code"]
     monkeypatch.setattr(setup_run, "open_run", None)  # before anything loads or is written
     code, _, error = call(monkeypatch, capsys, *words)
     assert code == 2 and "1 of 2 rows cannot be used" in error and f"\nline 3: {said}" in error, error

@@ -23,7 +23,7 @@ from rewardfl.training.setup_workload import make_workload
 
 pytestmark = pytest.mark.pretend
 SUPPORT = ROOT / "tests" / "support"
-REWARD_FL = ["train_reward_fl.py", "--config", "tests/golden/reward_fl.yaml"]
+REWARD_FL = ["train_reward_fl.py", "--trust-code", "--config", "tests/golden/reward_fl.yaml"]
 FLOW_GRPO = ["train_flow_grpo.py", "--config", "tests/golden/flow_grpo.yaml", "grpo.inner_epochs=1"]
 LOW_NOISE = ["model.trainable_models=dit2", "sample.active_steps=[2, 3]"]
 FOUR_STEPS = [

@@ -115,9 +115,9 @@ COMMANDS = {
 }
 OWN = """
 open(__file__ + ".ran", "w").close()
-from rewardfl.rewards.pixels.colour import ColourReward
+from examples.toys import Colour
 
-class Own(ColourReward):
+class Own(Colour):
     def __init__(self, red: float):
         super().__init__()
 """

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 from conftest import ROOT
-from runs import FAST, GRPO_FAST, adapter, call, call_grpo, environment, launch, launch_grpo, metrics
+from runs import COLOUR, FAST, GRPO_FAST, RED, adapter, call, call_grpo, environment, launch, launch_grpo, metrics
 
 from rewardfl import config, rewards
 from rewardfl.rewards import build_terms, resolve_rewards
@@ -21,7 +21,6 @@ from rewardfl.training import setup_model
 pytestmark = pytest.mark.slow(190)
 
 OWN = ROOT / "tests" / "support" / "grpo_rewards.py"
-COLOUR = ["reward.name=colour", "reward.held_out_model_path=null", "reward.reward_mean=0", "reward.reward_std=0.1"]
 
 
 def others(**terms):
@@ -31,7 +30,8 @@ def others(**terms):
 @contextlib.contextmanager
 def served(reward, output):
     """The url of a reward server in a process of its own, which says it in the file `output`."""
-    command = [sys.executable, "tools/serve_reward.py", "--reward", reward, "--port", "0", "--device", "cpu"]
+    command = [sys.executable, "tools/serve_reward.py", "--trust-code", "--reward", reward]
+    command += ["--port", "0", "--device", "cpu"]
     with output.open("w") as file:
         server = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=file, stderr=subprocess.STDOUT)
     try:
@@ -46,11 +46,11 @@ def served(reward, output):
 
 def test_a_sum_of_rewards_and_some_that_only_measure(tmp_path):
     """The face, a colour and a class of the user's are trained; a server in another process is looked at."""
-    with served("colour", tmp_path / "server") as url:
+    with served(COLOUR, tmp_path / "server") as url:
         launch(
             "--trust-code", f"run.output_dir={tmp_path / 'run'}", "train.max_steps=2",
             others(
-                red={"name": "colour", "weight": 0.5, "mean": 0.1, "std": 0.2},
+                red={"name": COLOUR, "weight": 0.5, "mean": 0.1, "std": 0.2},
                 contrast={"name": "examples/my_reward.py:Contrast", "weight": 0.3, "settings": {"target": 0.25}},
                 far={"name": "remote", "settings": {"url": url}},
             ),
@@ -68,8 +68,8 @@ def test_a_sum_of_rewards_and_some_that_only_measure(tmp_path):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["reward.name=colour", "reward.settings={rad: 1}"], "unknown key 'reward.settings.rad', did you mean 'red'"),
-        (["reward.name=jpeg_size"], "jpeg_size has no gradient, as its class says"),
+        (["--trust-code", *RED, "reward.settings={rad: 1}"], "unknown key 'reward.settings.rad', did you mean 'red'"),
+        (["reward.name=ocr"], "ocr has no gradient, as its class says"),
         ([others(x={"name": "face_motion", "settings": {"pack_dir": "no/such"}})], "reward.others.x.settings.pack_dir"),
         ([others(x={"name": "examples/my_reward.py:Contrast"})], "examples/my_reward.py; --trust-code on the command"),
         ([others(motion={"name": "motion"})], "reward.others.motion: "),
@@ -123,13 +123,14 @@ def test_what_else_a_reward_raises_is_said_and_left_to_training(monkeypatch, cap
 
 
 def test_the_plan_says_what_is_trained_on(monkeypatch, capsys, tmp_path):
-    two = others(red={"name": "colour", "weight": 0.5}, blue={"name": "colour"})
-    _, out, _ = call(monkeypatch, capsys, "--dry-run", *FAST, f"run.output_dir={tmp_path}", two)
-    assert "trained on 0.1 x score (face_identity) + 0.5 x red (colour); only measured: held_out (face_judge), " in out
-    assert "blue (colour)" in out
+    two = others(red={"name": COLOUR, "weight": 0.5}, blue={"name": COLOUR})
+    _, out, _ = call(monkeypatch, capsys, "--dry-run", *FAST, "--trust-code", f"run.output_dir={tmp_path}", two)
+    assert f"trained on 0.1 x score (face_identity) + 0.5 x red ({COLOUR}); only measured: held_out" in out
+    assert f"held_out (face_judge), blue ({COLOUR})" in out
 
 
-ONE_STEP = [*COLOUR, "train.max_steps=1", "run.sample_videos=0"]
+ONE_STEP = ["--trust-code", *RED, "reward.reward_std=0.1", "reward.reward_mean=0", "train.max_steps=1"]
+ONE_STEP.append("run.sample_videos=0")
 
 
 def test_labels_and_parts_leave_the_scripts_own_values_alone(tmp_path):
@@ -139,7 +140,7 @@ def test_labels_and_parts_leave_the_scripts_own_values_alone(tmp_path):
         "parts": [f"reward.name={OWN}:Names"],
         "labels": [
             f"reward.name={OWN}:Unnamed",
-            others(**{name: {"name": "colour"} for name in ("kl", "valid", "row", "finite", "replaced", "total")}),
+            others(**{name: {"name": COLOUR} for name in ("kl", "valid", "row", "finite", "replaced", "total")}),
         ],
     }
     lines = {}
@@ -221,14 +222,14 @@ def test_flow_grpo_stops_at_an_epoch_that_no_reward_could_judge(monkeypatch, cap
 
 def test_flow_grpo_trains_on_a_server_a_class_and_a_reward_without_gradient(tmp_path):
     """The server answers beside the rollouts; the sum of four, one of them only measured."""
-    with served("colour", tmp_path / "server") as url:
+    with served(COLOUR, tmp_path / "server") as url:
         launch_grpo(
             "--trust-code", f"run.output_dir={tmp_path / 'run'}", "train.max_steps=2", "reward.name=remote",
             "reward.reward_weight=2", f"reward.settings={json.dumps({'url': url})}",
             others(
-                size={"name": "jpeg_size", "weight": 0.5},
+                size={"name": f"{ROOT}/examples/toys.py:JpegSize", "weight": 0.5},
                 contrast={"name": "examples/my_reward.py:Contrast", "weight": 1.0, "settings": {"target": 0.25}},
-                red={"name": "colour"},
+                red={"name": COLOUR},
             ),
         )  # fmt: skip
     first, second = metrics(tmp_path / "run")

@@ -16,7 +16,7 @@ from rewardfl.rewards.base import attach_checks
 
 VIDEO = 1.8 * torch.rand(2, 3, 4, 16, 16, generator=torch.Generator().manual_seed(0)) - 0.9
 pytestmark = pytest.mark.usefixtures("trusts_code")
-EXAMPLE = ROOT / "examples" / "my_reward.py"
+EXAMPLE, COLOUR = ROOT / "examples" / "my_reward.py", f"{ROOT}/examples/toys.py:Colour"
 
 
 def test_every_reward_says_what_it_is():
@@ -25,7 +25,7 @@ def test_every_reward_says_what_it_is():
         assert cls.name == name and issubclass(cls, Reward) and cls.__doc__
         assert cls.range and cls.licence and isinstance(cls.differentiable, bool)
     without_gradient = [name for name in REWARDS if not find_reward(name).differentiable]
-    assert without_gradient == ["face_judge", "jpeg_size", "ocr", "remote"]
+    assert without_gradient == ["face_judge", "ocr", "remote"]
     asked = {"clip_score", "hpsv2", "hpsv3", "ocr", "pickscore", "remote", "video_align"}
     assert {name for name in REWARDS if find_reward(name).uses_prompt} == asked
 
@@ -33,7 +33,7 @@ def test_every_reward_says_what_it_is():
 @pytest.mark.long
 def test_transformers_is_not_imported_for_those_that_do_without():
     code = (
-        "import sys; from rewardfl import rewards; rewards.build('colour', {}); sys.exit('transformers' in sys.modules)"
+        "import sys; from rewardfl import rewards; rewards.build('motion', {}); sys.exit('transformers' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
@@ -43,7 +43,7 @@ def test_transformers_is_not_imported_for_those_that_do_without():
     [
         ("asthetic", {}, "'asthetic' is not a reward, did you mean 'aesthetic'?; choose from aesthetic, "),
         ("xyz", {}, "'xyz' is not a reward; choose from .*, or name a class of your own as module:Class or path"),
-        ("colour", {"rd": 1}, "unknown key 'settings.rd', did you mean 'red'?; it takes red, green, blue, "),
+        (COLOUR, {"rd": 1}, "unknown key 'settings.rd', did you mean 'red'?; it takes red, green, blue, "),
         ("motion", {"chunk": 1}, "unknown key 'settings.chunk'; it takes none"),
         ("aesthetic", {"head": "x"}, "settings.model_dir is required; it takes model_dir, head, "),
         ("nowhere.py:Mine", {}, "there is no file nowhere.py to take a reward from"),
@@ -201,7 +201,7 @@ def test_the_table_lists_all(capsys):
     lines = out.splitlines()
     assert code == 0 and lines[0].split() == ["name", "differentiable", "range", "weights", "licence"]
     assert [line.split()[0] for line in lines[1:]] == sorted(REWARDS)
-    assert re.search(r"^jpeg_size +no +below 0 +- +this project's$", out, re.MULTILINE)
+    assert re.search(r"^motion +yes +\[0, 1\] +- +this project's$", out, re.MULTILINE)
 
 
 def scores(out):
@@ -213,7 +213,7 @@ def scores(out):
 def test_files_are_scored(capsys, clips):
     moving, still = clips / "moving.mp4", clips / "still.mp4"
     code, out, _ = call(
-        capsys, "score", "--reward", "colour", "--settings", "red=0", "green=1", "blue=0", "--", moving, still
+        capsys, "score", "--trust-code", "--reward", COLOUR, "--settings", "red=0", "green=1", "blue=0", "--", moving
     )
     video = data.to_float(data.read_video(moving))
     assert code == 0 and float(scores(out)[0]) == pytest.approx(((video[1, 1:] + 1) / 2).mean().item(), abs=1e-4)
@@ -254,8 +254,8 @@ def test_metadata_gives_prompt_and_real_clip(capsys, clips, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--reward", "colour", "x.mp4"], "error: x.mp4: no such file"),
-        (["--reward", "colour", "--settings", "red", "--", "x.mp4"], "error: --settings 'red': write key=value"),
+        (["--reward", "motion", "x.mp4"], "error: x.mp4: no such file"),
+        (["--reward", "motion", "--settings", "red", "--", "x.mp4"], "error: --settings 'red': write key=value"),
         (["--reward", "motion", "--metadata", "none.csv", "x.mp4"], "error: data.file_name: no such file: none.csv"),
     ],
 )

@@ -138,7 +138,7 @@ def test_terms_of_a_configuration():
 
 def test_motion_beside_the_face():
     """motion_weight of reward feedback learning is a term of its own; 0 is none."""
-    red = {"name": "colour", "weight": 0.1}
+    red = {"name": "clip_score", "weight": 0.1}
     face = {"reward_model_path": "a", "held_out_model_path": "b", "det_size": 128, "recogniser_chunk": 3}
 
     def wanted(**reward):
@@ -153,7 +153,7 @@ def test_motion_beside_the_face():
     assert len(wanted(others={"face_motion": red})) == 3
     for change, key in [
         ({"others": {"face_motion": red}}, "reward.others.face_motion"),
-        ({"name": "colour"}, "reward.motion_weight"),
+        ({"name": "clip_score"}, "reward.motion_weight"),
     ]:
         with pytest.raises(config.ConfigError, match=f"^{key}"):
             wanted(motion_weight=0.2, **change)
@@ -173,8 +173,8 @@ def test_labels():
 
 
 def with_others(*labels):
-    others = {label: {"name": "colour"} for label in labels}
-    return BASE | {"reward": {"name": "colour", "others": others}}
+    others = {label: {"name": "clip_score"} for label in labels}
+    return BASE | {"reward": {"name": "clip_score", "others": others}}
 
 
 def test_settings_of_faces_are_refused_where_nothing_reads_them():
@@ -186,8 +186,8 @@ def test_settings_of_faces_are_refused_where_nothing_reads_them():
     assert (own.settings["second_pack_dir"], own.settings["landmark_jitter"]) == ("c", 0.02)
     for key, value in settings.items():
         with pytest.raises(config.ConfigError, match=f"^reward.{key} "):
-            config.parse(BASE | {"reward": {"name": "colour", key: value}})
-    judged = config.parse(BASE | {"reward": {"name": "colour", "held_out_model_path": "b", "people": "all"}})
+            config.parse(BASE | {"reward": {"name": "clip_score", key: value}})
+    judged = config.parse(BASE | {"reward": {"name": "clip_score", "held_out_model_path": "b", "people": "all"}})
     assert config.list_reward_specs(judged)[1].settings["people"] == "all"
     for key, value in (("people", "both"), ("min_face_size", -1.0), ("landmark_jitter", 0.2)):
         with pytest.raises(config.ConfigError, match=f"^reward.{key} "):

@@ -84,18 +84,18 @@ FAST = [
     *QUICK, "sample.num_inference_steps=4", "sample.mid_timestep=2", "sample.final_timestep=3",
     "train.gradient_accumulation_steps=1", "train.per_device_train_batch_size=1", "reward.kl_weight=9",
 ]  # fmt: skip
+COLOUR = f"{ROOT}/examples/toys.py:Colour"
+RED = [f"reward.name={COLOUR}", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
 # five sampling steps, of which the third and fourth are the window; two groups of two; the colour is a black box
 GRPO_FAST = [
     *QUICK, "sample.num_inference_steps=5", "grpo.groups=2", "grpo.group_size=2", "grpo.window_size=2",
-    "train.per_device_train_batch_size=2", "reward.name=colour", "reward.reward_model_path=null",
-    "reward.held_out_model_path=null", "evaluation.eval_clips=null",
+    "train.per_device_train_batch_size=2", "--trust-code", *RED, "evaluation.eval_clips=null",
     "grpo.window_bounds=null", "grpo.same_noise_in_group=false",
 ]  # fmt: skip
 # the same groups and black box
 FORWARD_FAST = [
     *QUICK, "sample.num_inference_steps=4", "forward.groups=2", "forward.group_size=2",
-    "train.per_device_train_batch_size=2", "reward.name=colour", "reward.reward_model_path=null",
-    "reward.held_out_model_path=null",
+    "train.per_device_train_batch_size=2", "--trust-code", *RED,
 ]  # fmt: skip
 
 
@@ -155,7 +155,7 @@ def command(script, *overrides):
 
 
 def _launch(script, config, overrides, processes, check):
-    arguments = [f"{script.__name__}.py", "--config", config, *overrides]
+    arguments = [f"{script.__name__}.py", "--config", config, "--trust-code", *overrides]
     if processes > 1:  # gloo may abort at exit after all is done; the files tell
         start = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
         return run_python([*start, *arguments], cwd=ROOT, env=environment())

@@ -12,7 +12,7 @@ from matplotlib import get_data_path
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from rewardfl.rewards.scenes.ink import GROUNDS, INKS
+from rewardfl.rewards.pixels.ink import GROUNDS, INKS
 
 HEIGHT, WIDTH = 32, 96  # pixels
 CELL = 16  # pixels that a letter has from left to right: the first letter is in the first cell, and so on

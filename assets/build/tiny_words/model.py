@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import CLIPTokenizer, T5Tokenizer
 
 import tiny_pipeline
-from rewardfl.rewards.scenes.ink import GROUNDS, INKS
+from rewardfl.rewards.pixels.ink import GROUNDS, INKS
 from tiny_words.drawing import WIDTH, draw_word, draw_words
 from tiny_world.video import LETTERS, new_tokenizer
 
@@ -25,7 +25,7 @@ def _new_clip_tokenizer() -> CLIPTokenizer:
     The words are no merges of letters, which would also join letters of the quoted word.
     """
     letters = LETTERS + '"'
-    tokenizer = tiny_pipeline.new_clip_tokenizer([*letters, *(f"{letter}</w>" for letter in letters)], [], TOKENS)
+    tokenizer = tiny_pipeline.new_clip_tokenizer([*letters, *(f"{letter}</w>" for letter in letters)], TOKENS)
     tokenizer.add_tokens([AddedToken(word, single_word=True, normalized=False) for word in WORDS])
     return tokenizer
 

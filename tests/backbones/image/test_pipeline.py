@@ -9,7 +9,7 @@ import torch
 from conftest import run_tool
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from image_pipelines import SIDE, random_flux, random_flux2_klein, random_qwen_image, random_sd3, random_z_image
-from runs import CONFIG, GRPO_FAST, call, launch, launch_grpo, metrics
+from runs import COLOUR, CONFIG, GRPO_FAST, RED, call, launch, launch_grpo, metrics
 
 from rewardfl import backbones, config, data, lora
 from rewardfl.backbones.image import pipeline, qwen_image, z_image
@@ -24,7 +24,6 @@ from rewardfl_tools import evaluate, generate
 
 pytestmark = pytest.mark.slow(210)
 
-RED = ["reward.name=colour", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
 PROMPTS = ["a red ball", "a blue ball", "a ball", "the ball and the red ball"]
 # how one is made, what it is told
 MODELS = {
@@ -176,7 +175,7 @@ def test_two_processes_are_one(folder_of, name, kind, tmp_path):
 def test_what_does_not_fit_is_refused(folder_of, monkeypatch, capsys, override, said, tmp_path):
     words = [*settings("sd3", folder_of("sd3")), f"run.output_dir={tmp_path / 'run'}", "train.max_steps=1"]
     monkeypatch.setattr(setup_model, "load_experts", None)
-    code, _, error = call(monkeypatch, capsys, *words, override)
+    code, _, error = call(monkeypatch, capsys, "--trust-code", *words, override)
     assert code == 2 and said in error, error
     assert not (tmp_path / "run" / "run.json").exists()
 
@@ -234,9 +233,10 @@ def test_evaluate_says_what_became_of_the_pictures(folder_of, tmp_path, monkeypa
     launch_grpo(
         *settings("sd3", folder), "train.learning_rate=5e-2", "train.warmup_steps=0", "train.max_steps=2",
         f"run.output_dir={run_folder}", "grpo.group_size=2", "grpo.groups=4",
-        "reward.others={blue: {name: colour, weight: 0, settings: {red: -0.5, green: -0.5, blue: 1.0}}}",
+        f"reward.others={{blue: {{name: {COLOUR}, weight: 0, settings: {{red: -0.5, green: -0.5, blue: 1.0}}}}}}",
     )  # fmt: skip
     words = ["--run", run_folder, "--data", folder / "prompts.csv", "--seeds", 2, "--device", "cpu", "--batch", 3]
+    words.append("--trust-code")
     said = run_tool(evaluate.main, *words)
     report = json.loads((run_folder / "evaluation" / "report.json").read_text())
     assert report["prompts"] == len(PROMPTS) and report["pairs"] == 2 * len(PROMPTS)

@@ -8,7 +8,7 @@ import torch
 from conftest import run_tool
 from PIL import Image
 from pipelines import random_variant
-from runs import CONFIG, FAST, WORLD, launch, launch_grpo, metrics
+from runs import CONFIG, FAST, RED, WORLD, launch, launch_grpo, metrics
 
 from rewardfl import config, data, lora
 from rewardfl.backbones.wan.variants import VARIANTS
@@ -54,9 +54,8 @@ def test_prompts_alone_train_a_text_to_video_model(folder_of, tmp_path):
     held_out = tmp_path / "held_out.csv"
     held_out.write_text("prompt\na red ball\na green ball\n")
     rest = [*model("wan2_2_ti2v_text", folder_of("wan2_2_ti2v_text")), f"data.file_name={table}"]
-    red = ["reward.name=colour", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
     run = tmp_path / "reward"
-    launch(*rest, *red, "train.max_steps=2", f"run.output_dir={run}")
+    launch(*rest, *RED, "train.max_steps=2", f"run.output_dir={run}")
     first, second = metrics(run)
     assert first["grad_norm"] > 0 and second["reward/mean"] != first["reward/mean"]
     (shown,) = (run / "samples" / "step-000002").glob("*.mp4")
@@ -75,12 +74,12 @@ def test_prompts_alone_train_a_text_to_video_model(folder_of, tmp_path):
     said = refused(launch, *REWARD)
     assert "3 of 3 rows" in said and "line 2: reward.name compares with a clip, and the row names none" in said
     flow = "reward.others={flow: {name: optical_flow, weight: 0.1}}"
-    assert "line 3: reward.others.flow compares with a clip" in refused(launch, *red, flow)
+    assert "line 3: reward.others.flow compares with a clip" in refused(launch, *RED, flow)
     assert (
         "line 2: reward.reward_model_path compares with a picture, and the row names none (video, reference"
         in refused(launch, "--dry-run")
     )
-    launch(*rest, *red, flow.replace("0.1", "0"), "train.max_steps=1", f"run.output_dir={tmp_path / 'measured'}")
+    launch(*rest, *RED, flow.replace("0.1", "0"), "train.max_steps=1", f"run.output_dir={tmp_path / 'measured'}")
     (row,) = metrics(tmp_path / "measured")
     assert row["reward/flow"] is None  # what only measures does not stop a run
 

@@ -586,7 +586,7 @@ def test_without_its_libraries_the_tool_says_what_to_install(monkeypatch, capsys
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.delitem(sys.modules, server.__name__)
     monkeypatch.delattr(reward_server, "server")
-    code, error = tool(monkeypatch, capsys, "--reward", "colour")
+    code, error = tool(monkeypatch, capsys, "--reward", "motion")
     assert code == command_line.REFUSED and error.count("\n") == 1 and "pip install starlette uvicorn" in error
 
 

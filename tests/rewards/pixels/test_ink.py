@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from rewardfl.rewards.scenes.ink import GROUNDS, INKS, WordInk
+from rewardfl.rewards.pixels.ink import GROUNDS, INKS, WordInk
 from tiny_words.drawing import Word, draw_word
 
 REWARD = WordInk()

@@ -1,1 +1,0 @@
-"""The parts of make_tiny_images.py."""
