@@ -49,9 +49,7 @@ def read_all(folders: Sequence[Path]) -> list[Evaluated]:
     """Read the evaluations of runs or evaluation folders. Raise FileNotFoundError or ValueError for other folders."""
     evaluations = []
     for name, folder in zip(metric_curves.run_labels(folders), folders, strict=True):
-        is_run = (folder / "metrics.jsonl").is_file()
-        metrics = metric_curves.read_metrics(folder) if is_run else []
-        evaluations.append(Evaluated(name, read_report(folder), metrics))
+        evaluations.append(Evaluated(name, read_report(folder), metric_curves.read_metrics(folder)))
     return evaluations
 
 

@@ -286,7 +286,7 @@ def test_charts_have_the_figures_and_any_name(evaluation, monkeypatch):
     assert points["base"] == (0, 1) and points[name] == (gain["mean"], motion["mean"])
     assert [text.get_text() for text in axis.get_legend().get_texts()] == [name, "latest_x0.5", "base"]
     drawn = []
-    monkeypatch.setattr(metric_curves, "encode_figure", lambda figure, kind: drawn.append(figure) or b"")
+    monkeypatch.setattr(metric_curves, "encode_figure", lambda figure: drawn.append(figure) or b"")
     pictures.draw_face_sim({JUDGE: pictures.face_sim_curves(report, JUDGE)})
     axis = drawn[0].axes[0]
     assert [text.get_text() for text in axis.get_legend().get_texts()] == ["base", name, "latest_x0.5", "real clips"]
