@@ -19,7 +19,7 @@ DONE, REFUSED, INTERRUPTED = 0, 2, 130  # exit codes; 130 is the shell's for Ctr
 LONGEST_LINE = 2000  # characters of a message: names come from files
 
 # first words of the figures' names, which no judge may have
-NO_JUDGE = ("reward", "held_out", "rewards", "motion", "still", "canary", "consisid", "opens2v")
+NO_JUDGE = ("reward", "held_out", "rewards", "look", "motion", "canary")
 
 Strength = Annotated[Number, Field(ge=-1000, le=1000)]  # of an adapter
 

@@ -7,7 +7,14 @@ Each is a run that tools/evaluate.py has judged, or the --out of an evaluation. 
 motion, FaceSim along the clip, and of runs the curves of their training. Evaluations of other people, sampling or
 judges are refused, unless --anyway is given: then the page says how they differ.
 
-Exit code 0: written; 2: an evaluation is missing, they are not alike, or --out is a file of something else.
+Or two groups of arms of one evaluation, usually one training with several seeds each, as a Markdown table:
+
+    python tools/compare_runs.py outputs/compared --first demo_s42,demo_s1,demo_s2 --second sft_s42,sft_s1,sft_s2
+
+People are paired by name, over the clips that all arms and the base have; each person's mean over a group's arms
+counts. Identity kept is on its scale, motion over the base's. Brackets are 95 % bootstrap intervals over people.
+
+Exit code 0: written or printed; 2: an evaluation or arm is missing, they are not alike, or --out is in the way.
 """
 
 import sys
@@ -18,12 +25,17 @@ from rewardfl import command_line
 
 def main() -> int:
     parser = command_line.Parser(__doc__)
-    parser.add_argument("evaluations", nargs="+", type=Path, metavar="RUN_OR_EVALUATION", help="two or more folders")
-    parser.add_argument("--out", type=Path, required=True, metavar="PAGE.html", help="the page to write")
+    parser.add_argument("evaluations", nargs="+", type=Path, metavar="RUN_OR_EVALUATION", help="folders")
+    parser.add_argument("--out", type=Path, metavar="PAGE.html", help="the page to write")
     parser.add_argument("--anyway", action="store_true", help="compare what was not evaluated alike, and say so")
+    for name in ("--first", "--second"):
+        parser.add_argument(name, metavar="ARM,ARM", help="arms of one evaluation, compared with the other group")
     args = parser.parse_args()
-    if len(args.evaluations) < 2:
-        parser.error("RUN_OR_EVALUATION: name two or more")
+    if args.first or args.second:
+        if not (args.first and args.second) or len(args.evaluations) > 1 or args.out or args.anyway:
+            parser.error("--first, --second: give both, one evaluation, and neither --out nor --anyway")
+    elif len(args.evaluations) < 2 or not args.out:
+        parser.error("RUN_OR_EVALUATION: name two or more, and a page by --out")
     return command_line.run("rewardfl.evaluation.comparison", args)
 
 

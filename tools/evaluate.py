@@ -103,10 +103,6 @@ def add_figures(parser: argparse.ArgumentParser) -> None:
         "counts in the report's first sentences",
     )  # fmt: skip
     figures.add_argument(
-        "--protocol", action="append", choices=("ours", "consisid", "opens2v"), default=["ours"],
-        help="FaceSim as a published benchmark takes it, next to ours; may be given several times",
-    )  # fmt: skip
-    figures.add_argument(
         "--face-sizes", type=ascending, default=[40.0, 80.0], metavar="40,80",
         help="strata by the face's width in the real clip, in pixels; below the first it is too small to be scored",
     )  # fmt: skip
@@ -114,7 +110,6 @@ def add_figures(parser: argparse.ArgumentParser) -> None:
     figures.add_argument(
         "--threshold", type=share, default=0.4, help="of FaceSim: the share of frames above it (default: %(default)s)"
     )
-    figures.add_argument("--dino", metavar="FOLDER", help="facebook/dino-vitb16, for VBench's subject consistency")
     figures.add_argument(
         "--periods", type=numbers(Period), default=[8, 16], metavar="8,16",
         help="pixels of the VAE's and the patch's grid, which the canaries look for (default: 8,16)",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rewardfl.evaluation import metric_curves, records
+from rewardfl.evaluation.arm_groups import compare_groups
 from rewardfl.evaluation.report import pictures
 from rewardfl.evaluation.report.report_page import TableRow, embed, figure_cell, render
 from rewardfl.evaluation.report.verdicts import CANARIES, MEANINGS, MOVES, healthy, main_judge, verdict
@@ -31,7 +32,12 @@ class Evaluated(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, compare and write; return the exit code."""
+    """Print the table of two groups of arms, or read, compare and write a page; return the exit code."""
+    if args.first:
+        folder = args.evaluations[0]
+        folder = folder if (folder / records.FILE).is_file() else folder / "evaluation"
+        print(compare_groups(folder, args.first.split(","), args.second.split(",")))
+        return 0
     reports = (report_file(folder) for folder in args.evaluations)
     inputs = (*reports, *(folder / "metrics.jsonl" for folder in args.evaluations))
     page = output.File(option="--out", path=args.out, tool="rewardfl compare_runs", inputs=inputs)
@@ -49,9 +55,7 @@ def read_all(folders: Sequence[Path]) -> list[Evaluated]:
     """Read the evaluations of runs or evaluation folders. Raise FileNotFoundError or ValueError for other folders."""
     evaluations = []
     for name, folder in zip(metric_curves.run_labels(folders), folders, strict=True):
-        is_run = (folder / "metrics.jsonl").is_file()
-        metrics = metric_curves.read_metrics(folder) if is_run else []
-        evaluations.append(Evaluated(name, read_report(folder), metrics))
+        evaluations.append(Evaluated(name, read_report(folder), metric_curves.read_metrics(folder)))
     return evaluations
 
 

@@ -7,7 +7,7 @@ clips (person and noise) that both have. A clip without a figure in one of them 
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -48,6 +48,11 @@ _COLOURS = ("canary/red", "canary/green", "canary/blue")
 FROZEN = 0.5  # a clip is frozen below this share of the base's non-rigid motion
 
 IN_STRATA = ("face_sim", "drift", "coverage", "nonrigid")
+
+
+def is_ratio(name: str) -> bool:
+    """Return whether two arms' figures are compared by their ratio. A reward's name and zero are arbitrary."""
+    return not name.startswith("rewards/") and name.rpartition("/")[2] in RATIOS
 
 
 def format_interval(value: Interval) -> str:
@@ -137,7 +142,7 @@ def make_table(records: Sequence[Record], arms: Sequence[str], threshold: float)
         if record["arm"] in by_arm:
             by_arm[record["arm"]][ClipKey(record["row"], record["seed"], record["person"])] = record
     clips = sorted({clip for arm_records in by_arm.values() for clip in arm_records})
-    by_arm[REAL] = {clip: real[clip.row] for clip in clips}
+    by_arm[REAL] = {clip: real[clip.row] for clip in clips if clip.row in real}
     figures = {
         arm: {clip: record_figures(record, threshold) for clip, record in arm_records.items()}
         for arm, arm_records in by_arm.items()
@@ -177,22 +182,29 @@ def place_on_scale(scale: Scale, face_sim: Mapping[str, float], base: Mapping[st
     return ratio_interval(distances, scale.lengths(list(face_sim)))
 
 
-def per_person(values: Values, clips: Iterable[ClipKey] | None = None) -> dict[str, float]:
-    """Return the mean over each person's clips, in the order of the rows' ids. clips: a subset; None for all."""
-    people: dict[str, list[float]] = {}
-    for clip in sorted(values if clips is None else clips):
-        people.setdefault(clip.person, []).append(values[clip])
-    return {person: sum(numbers) / len(numbers) for person, numbers in people.items()}
+class Pairs(NamedTuple):
+    """A figure of several arms by person. people: those of `values`, in the order of the rows' ids."""
+
+    people: list[str]
+    values: Tensor  # (arms, people)
+    left_out: list[str]  # people without a clip that all arms have
+
+    def by_name(self, arm: int = 0) -> dict[str, float]:
+        return dict(zip(self.people, self.values[arm].tolist(), strict=True))
 
 
-def by_person(values: Values, clips: Iterable[ClipKey] | None = None) -> Tensor:
-    """Return `per_person` as (people,)."""
-    return torch.tensor(list(per_person(values, clips).values()))
+def pair_people(*arms: Values) -> Pairs:
+    """Pair arms by name: each person's mean over the clips (row and noise) that all arms have."""
+    clips: dict[str, list[ClipKey]] = {}
+    for clip in sorted(set.intersection(*map(set, arms))):
+        clips.setdefault(clip.person, []).append(clip)
+    means = [[sum(arm[clip] for clip in same) / len(same) for same in clips.values()] for arm in arms]
+    return Pairs(list(clips), torch.tensor(means), sorted({clip.person for arm in arms for clip in arm} - clips.keys()))
 
 
 def mean_interval(values: Values) -> Interval | None:
     """Return the mean over people with its interval; None for no clips."""
-    return interval(by_person(values)) if values else None
+    return interval(pair_people(values).values[0]) if values else None
 
 
 def frozen_share(values: Values, base: Values) -> Interval | None:
@@ -210,14 +222,14 @@ def colour_shift(table: Table, arm: str, base: str) -> Interval | None:
 
 def compare(values: Values, base: Values, *, by_ratio: bool) -> dict | None:
     """Return the difference from the base, the share of people with more, and the ratio; None without common clips."""
-    clips = values.keys() & base.keys()
-    if not clips:
+    pairs = pair_people(values, base)
+    if not pairs.people:
         return None
-    left, right = by_person(values, clips), by_person(base, clips)
+    left, right = pairs.values
     change = {"difference": interval(left - right), "people_with_more": float((left > right).float().mean())}
     if by_ratio:
         change["ratio"] = ratio_interval(left, right)
-    return change | {"left_out": len(values.keys() | base.keys()) - len(clips)}
+    return change | {"left_out": len(values.keys() ^ base.keys())}
 
 
 def summarise(records: Sequence[Record], arms: Sequence[Arm], edges: Sequence[float], threshold: float) -> dict:
@@ -229,7 +241,7 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], edges: Sequence[fl
     """
     table = make_table(records, [arm.name for arm in arms], threshold)
     judges = list(next(iter(table.records[REAL].values()))["curves"])
-    widths = per_person({clip: record["face_width"] for clip, record in table.records[REAL].items()})
+    widths = pair_people({clip: record["face_width"] for clip, record in table.records[REAL].items()}).by_name()
     report: dict = {"people": len(widths), "clips": len(table.figures[arms[0].name])}
     report |= {"reading": {"face_sizes": list(edges), "threshold": threshold}}
     report |= {"recognisers": {}, "motion": {}, "per_clip": per_clip(table, arms, judges)}
@@ -268,7 +280,7 @@ def mean_figures(table: Table, arm: str, names: Sequence[str]) -> dict[str, Inte
         figures[name] = mean_interval(table.values(arm, name))
         judge, _, key = name.rpartition("/")
         if key == "face_sim" and judge in table.scales:
-            people = per_person(table.values(arm, name))
+            people = pair_people(table.values(arm, name)).by_name()
             figures[f"{judge}/identity_kept"] = place_on_scale(table.scales[judge], people)
     return figures
 
@@ -278,12 +290,12 @@ def compare_figures(table: Table, arm: str, base: str, names: Sequence[str]) -> 
     changes: dict[str, dict | None] = {}
     for name in names:
         block, _, key = name.rpartition("/")
-        by_ratio = block != "rewards" and key in RATIOS  # a reward's name and zero are arbitrary
         after, before = table.values(arm, name), table.values(base, name)
-        changes[name] = change = compare(after, before, by_ratio=by_ratio)
+        changes[name] = change = compare(after, before, by_ratio=is_ratio(name))
         if key == "face_sim" and block in table.scales and change:
-            both = [per_person(values, after.keys() & before.keys()) for values in (after, before)]
-            changes[f"{block}/identity_kept"] = change | {"difference": place_on_scale(table.scales[block], *both)}
+            pairs = pair_people(after, before)
+            difference = place_on_scale(table.scales[block], pairs.by_name(0), pairs.by_name(1))
+            changes[f"{block}/identity_kept"] = change | {"difference": difference}
     return changes
 
 
@@ -315,9 +327,9 @@ def recogniser_report(table: Table, judge: str, names: Mapping[str, str]) -> dic
     def values(which: str, key: str) -> Values:
         return table.values(names[which], f"{judge}/{key}")
 
-    figures: dict = {"cap": float(by_person(values("real", "cap")).mean())}
+    figures: dict = {"cap": float(pair_people(values("real", "cap")).values.mean())}
     for which in ("before", "after"):
-        figures[which] = {key: interval(by_person(values(which, key))) for key in ("face_sim", "coverage", *_MOVES)}
+        figures[which] = {key: mean_interval(values(which, key)) for key in ("face_sim", "coverage", *_MOVES)}
         figures[which]["per_frame"] = table.curve(names[which], judge)
         figures[which]["last_quarter"] = float(np.mean(list(values(which, "last_quarter").values())))
     figures["gain"] = None
@@ -346,16 +358,16 @@ def motion_report(table: Table, names: Mapping[str, str]) -> dict:
     figures: dict = {which: {} for which in names} | {"after_to_before": {}}
     for key in (*AMOUNTS, "reversals"):
         values = {which: table.values(arm, f"motion/{key}") for which, arm in names.items()}
-        clips = set.intersection(*map(set, values.values()))
-        people = {which: by_person(arm_values, clips) for which, arm_values in values.items()}
-        means = {which: float(person_means.mean()) if clips else None for which, person_means in people.items()}
+        pairs = pair_people(*values.values())
+        people = dict(zip(values, pairs.values, strict=True))
+        means = {which: float(means.mean()) if pairs.people else None for which, means in people.items()}
         if key == "reversals":
-            change = interval(people["after"] - people["before"]) if clips else None
+            change = interval(people["after"] - people["before"]) if pairs.people else None
             figures[key] = means | {"after_minus_before": change}
             break
         for which, mean in means.items():
             figures[which][key] = mean
-        figures["after_to_before"][key] = ratio_interval(people["after"], people["before"]) if clips else None
+        figures["after_to_before"][key] = ratio_interval(people["after"], people["before"]) if pairs.people else None
     return figures
 
 

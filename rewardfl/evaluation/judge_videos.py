@@ -38,7 +38,7 @@ from rewardfl.training.shard import Shard
 # keys of the configuration that decide how videos are sampled and clips are read, without paths: files have digests
 SAMPLING = ("data.height", "data.width", "data.num_frames", "data.max_pixels", "data.fps", "sample.", "model.dtype")
 
-MANY = ("config", "videos", "strengths", "judge", "protocol", "dino")  # options that image models do not have
+MANY = ("config", "videos", "strengths", "judge")  # options that image models do not have
 
 REPORTS = ("report.json", "report.html", "grid.png", "curves.png", "front.png")  # written at the end
 
@@ -88,7 +88,7 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
             if main:
                 print(escape_control(f"note: identity kept cannot be measured: {error}"))
     sampling = {key: value for key, value in config.flat(cfg).items() if key.startswith(SAMPLING)}
-    settings = make_settings(sampling, rows, arms, base, list_dependencies(judges, cfg.reward.det_size, args.dino))
+    settings = make_settings(sampling, rows, arms, base, list_dependencies(judges, cfg.reward.det_size))
     study = Study(
         seeds=args.seeds, batch=args.batch, experts=args.experts, clips=cfg.data, sampling=cfg.sample, out=folder.path,
         arms=tuple(arms), judges=judges, share=share, files=files,
@@ -165,7 +165,7 @@ def take_folder(
 
 def check_images(options: Mapping[str, object], arms: Sequence[Arm], processes: int) -> None:
     """Raise ValueError for options that only videos have, more than one adapter, and several processes."""
-    if wrong := [f"--{name}" for name in MANY if options[name] not in (None, [], {}, ["ours"])]:
+    if wrong := [f"--{name}" for name in MANY if options[name] not in (None, [], {})]:
         raise ValueError(f"{wrong[0]}: is for videos, and data.num_frames is 1; remove it")
     if len(arms) > 2 or processes > 1:
         raise ValueError("--adapter: images are judged by one process, before and after one adapter; name one")

@@ -4,19 +4,14 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import ViTModel
 
 from rewardfl import data
 from rewardfl.config import RewardSpec
 from rewardfl.config.schema import SharedRewardConfig
-from rewardfl.evaluation import face_protocols as protocols
-from rewardfl.evaluation.vbench import dynamic_degree, load_dino, motion_smoothness, subject_consistency
-from rewardfl.files import digest_files
 from rewardfl.rewards import RewardError, build_terms, face
 from rewardfl.rewards.face.look import compare_look, cut_patches
 from rewardfl.rewards.face.pack import file_hashes
@@ -41,10 +36,7 @@ class Judges:
     """All judges. faces: the recognisers; the last one's detector finds the face for all."""
 
     faces: dict[str, face.FaceIdentity]
-    protocols: dict[str, int]  # how many frames each compares
-    detectors: dict[str, face.FaceDetector]  # of the protocols, by recogniser
     terms: Sequence[Term]
-    dino: ViTModel | None
     periods: Sequence[int]
     device: str
 
@@ -61,16 +53,8 @@ def load_judges(reward: SharedRewardConfig, rewards: Sequence[ResolvedReward], a
     faces = {name: face.FaceIdentity(pack, size).to(args.device) for name, pack in named}
     if not faces:
         raise ValueError("this tool judges faces, and the run has no face pack; name one: --judge NAME=FOLDER")
-    frames = {name: protocols.PROTOCOLS[name] for name in args.protocol if name != "ours"}
-    detectors = {}
-    if frames:
-        detectors = {k: face.FaceDetector(f.files[0], protocols.DET_SIZE).to(args.device) for k, f in faces.items()}
     terms = build_terms(rewards, torch.device(args.device))
-    dino = load_dino(args.dino, args.device) if args.dino else None
-    return Judges(
-        faces=faces, protocols=frames, detectors=detectors, terms=terms, dino=dino, periods=args.periods,
-        device=args.device,
-    )  # fmt: skip
+    return Judges(faces=faces, terms=terms, periods=args.periods, device=args.device)
 
 
 def measured_rewards(reward: SharedRewardConfig, specs: Sequence[RewardSpec]) -> list[RewardSpec]:
@@ -91,14 +75,12 @@ def measured_rewards(reward: SharedRewardConfig, specs: Sequence[RewardSpec]) ->
     return measured + [spec for spec in specs if spec.key.startswith("reward.others.")]
 
 
-def list_dependencies(judges: Judges, det_size: int, dino: str | None) -> dict[str, str]:
+def list_dependencies(judges: Judges, det_size: int) -> dict[str, str]:
     """Return all that the figures depend on: digests of networks, settings, versions."""
     parts: dict[str, str] = {}
     for name, identity in judges.faces.items():
         parts |= {f"{name}'s {file}": digest[:16] for file, digest in file_hashes(identity.files).items()}
     parts |= {term.key: str(term.reward.fingerprint()) for term in judges.terms}
-    parts |= {f"protocol {name}": f"version {protocols.VERSION}" for name in judges.protocols}
-    parts |= {"--dino": digest_files([Path(dino)])[:16] if dino else "none"}
     return parts | {"--periods": " ".join(map(str, judges.periods)), "reward.det_size": str(det_size)}
 
 
@@ -112,7 +94,6 @@ def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float)
             raise NoFaceError(f"no face was found in {row.reference}")
         pools[name] = pool
     references: References = {f"pool/{name}": pool.embeddings for name, pool in pools.items()}
-    references |= _input_faces(judges, example)
     patches = cut_patches(reference.transpose(0, 1), pools[judges.main].landmarks)
     references |= {f"look/{name}": patch for name, patch in patches.items()}
     for term in judges.terms:
@@ -120,7 +101,7 @@ def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float)
         if parts is not None:
             references |= {f"term/{term.label}": torch.ones(1)}
             references |= {f"term/{term.label}/{name}": value for name, value in parts.items()}
-    record = judge_video(judges, video, references, fps)
+    record = judge_video(judges, video, references)
     record["figures"] |= {f"{name}/cap": pool.cap for name, pool in pools.items()}
     if example.reference is example.video:  # its own frames are in the pool
         for name, pool in pools.items():
@@ -147,22 +128,8 @@ def without_itself(curve: Sequence[float], detected: Sequence[bool], pool: int) 
     return [(pool * s - 1) / (pool - 1) if seen else s for s, seen in zip(curve, detected, strict=True)]
 
 
-def _input_faces(judges: Judges, example: data.Example) -> References:
-    """Return the input image's largest face by each recogniser that finds one, as the protocols detect it."""
-    embeddings = {}
-    for name, detector in judges.detectors.items():
-        assert example.image is not None  # a row with a clip has its first frame
-        image = data.to_float(data.to_uint8(example.image[:, None])).to(judges.device).transpose(0, 1)
-        (embedding,) = protocols.largest_faces(image, detector, judges.faces[name].recogniser)
-        if embedding is not None:
-            embeddings[f"input/{name}"] = embedding
-    return embeddings
-
-
 @torch.no_grad()
-def judge_video(
-    judges: Judges, video: Tensor, references: References, fps: float, *, keep_vectors: bool = False
-) -> dict:
+def judge_video(judges: Judges, video: Tensor, references: References, *, keep_vectors: bool = False) -> dict:
     """Return figures, curves and detections (see `records`) of a clip (3, F, H, W) in [-1, 1] on the judges' device.
 
     FaceSim, coverage and motion of a clip without any face are 0. keep_vectors: of a real clip through the VAE also
@@ -185,10 +152,8 @@ def judge_video(
     if main is not None:
         patches = cut_patches(video.transpose(0, 1), main.landmarks)
         figures["look/face"] = compare_look(patches, {name: references[f"look/{name}"] for name in patches})
-    figures |= _pixel_figures(frames, None if main is None else main.boxes.numpy(), judges.periods, fps)
-    if judges.dino is not None:
-        figures["still/subject_consistency"] = subject_consistency(judges.dino, frames)
-    figures |= _protocol_figures(judges, video, references) | _reward_figures(judges.terms, video, references)
+    figures |= _pixel_figures(frames, None if main is None else main.boxes.numpy(), judges.periods)
+    figures |= _reward_figures(judges.terms, video, references)
     # JSON has no NaN
     record["figures"] = {name: None if v is None or not math.isfinite(v) else float(v) for name, v in figures.items()}
     if keep_vectors:
@@ -201,30 +166,13 @@ def judge_video(
     return record
 
 
-def _pixel_figures(frames: np.ndarray, boxes: np.ndarray | None, periods: Sequence[int], fps: float) -> Figures:
+def _pixel_figures(frames: np.ndarray, boxes: np.ndarray | None, periods: Sequence[int]) -> Figures:
     """Return the figures of frames (F, H, W, 3) uint8 that need no network."""
     motion, artifacts = video_motion(frames, boxes), measure_artifacts(frames, periods)
     return {
         **{f"motion/{name}": value for name, value in motion.items()},
-        "motion/dynamic_degree": float(dynamic_degree(frames, fps)),
-        "still/temporal_flickering": 1 - motion["pixel_change"],  # vbench/temporal_flickering.py
-        "still/motion_smoothness": motion_smoothness(frames),
         **{f"canary/{name}": value for name, value in artifacts.items()},
     }
-
-
-def _protocol_figures(judges: Judges, video: Tensor, references: References) -> Figures:
-    """Return each protocol's score by each recogniser, None where the input image shows no face, as the authors do."""
-    figures: Figures = {}
-    frames = data.to_float(data.to_uint8(video))  # as in a file
-    for name, detector in judges.detectors.items():
-        reference, recogniser = references.get(f"input/{name}"), judges.faces[name].recogniser
-        for label, samples in judges.protocols.items():
-            score = None
-            if reference is not None:
-                score = protocols.protocol_score(samples, frames, reference, detector, recogniser)
-            figures[f"{label}/{name}"] = score
-    return figures
 
 
 def _reward_figures(terms: Sequence[Term], video: Tensor, references: References) -> Figures:

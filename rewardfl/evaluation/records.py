@@ -34,7 +34,7 @@ Settings = Mapping[str, Mapping[str, str]]  # block -> name -> value
 
 REAL, VAE = "real", "vae"
 
-FORMAT = 3  # raise it when a figure is added or computed in another way: such records must not be compared
+FORMAT = 4  # raise it when a figure is added or computed in another way: such records must not be compared
 
 TOOL = "rewardfl evaluate 1"  # in the manifest of the folder
 

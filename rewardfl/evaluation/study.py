@@ -103,7 +103,7 @@ class Study:
             if vae is not None and VAE in lacking:
                 through_vae = through_vae or self._load_vae(vae)
                 video = through_vae(example)
-                record = judging.judge_video(self.judges, video, references, fps, keep_vectors=True)
+                record = judging.judge_video(self.judges, video, references, keep_vectors=True)
                 self._add(row, Arm(name=VAE), None, video, fps, record)
         broken, faceless = processes.gather(broken), sorted(processes.gather(faceless))
         good, bad = data.usable_rows(rows, broken, skip_bad_rows=self.clips.skip_bad_rows)
@@ -146,7 +146,7 @@ class Study:
     def _judge(self, row: data.Row, arm: Arm, seed: int, video: Tensor, fps: float) -> None:
         """Judge a video (3, F, H, W) in [-1, 1] and write its record."""
         references = read_entry(self.store, comparison_key(row))
-        self._add(row, arm, seed, video, fps, judging.judge_video(self.judges, video, references, fps))
+        self._add(row, arm, seed, video, fps, judging.judge_video(self.judges, video, references))
 
     def sample(self, backbone: Backbone, rows: Sequence[data.Row]) -> None:
         """Sample and judge the videos without a record. Load the model once for each adapter, if at all."""

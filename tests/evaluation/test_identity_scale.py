@@ -3,7 +3,6 @@
 import contextlib
 import json
 import shutil
-import sys
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from diffusers import AutoencoderKLWan
 from runs import CONFIG, QUICK, launch, launch_grpo, metrics, table
 from test_judging import ARMS, JUDGE, pair, real, record, summary
 
-from benchmarks import paired_arms
 from rewardfl import config, data
 from rewardfl.evaluation.figures import find_identity_scale, place_on_scale
 from rewardfl.rewards import face
@@ -152,24 +150,6 @@ def test_an_evaluation_has_it_by_every_recogniser(evaluated):
     assert "FaceSim by third changes" in (evaluated / "out" / "report.html").read_text()
     clip = report["per_clip"][0]
     assert clip["real"]["figures"]["third/face_sim"] == clip["real"]["figures"]["reward/face_sim"]
-
-
-@pytest.mark.slow(20)
-def test_groups_of_arms_are_compared_person_by_person(evaluated, monkeypatch, capsys):
-    """A group against the base is what the report says; arms of a group that are the same change nothing."""
-    words = ["paired_arms.py", str(evaluated / "out"), "--first", "latest,latest", "--second", "base"]
-    monkeypatch.setattr(sys, "argv", words)
-    paired_arms.main()
-    rows = {line.split(" | ")[0].strip("| "): line for line in capsys.readouterr().out.splitlines()}
-    compared = read_report(evaluated / "out")["arms"][1]["compared"]
-    change = compared["held_out/identity_kept"]["difference"]
-    assert f"{change['mean']:+.3f} [{change['low']:+.3f}, {change['high']:+.3f}]" in rows["identity kept (held_out)"]
-    flow = compared["motion/flow"]["ratio"]
-    assert f"| {flow['mean']:.3f} | 1.000 | {flow['mean'] - 1:+.3f} [" in rows["motion/flow over the base's"]
-    monkeypatch.setattr(sys, "argv", [*words[:-1], "gone"])
-    with pytest.raises(SystemExit, match="2"):
-        paired_arms.main()
-    assert "has no arm gone;" in capsys.readouterr().err
 
 
 @pytest.mark.slow(20)

@@ -128,7 +128,6 @@ def test_nothing_is_said_of_what_stands_still_or_has_no_base(tmp_path):
         ("pixel_change", 0.1099, 0.1101, "flickers"), ("pixel_change", 0.0901, 0.0899, "stands still"),
         ("grid", 1.49, 1.51, "tokens"), ("saturation", 0.249, 0.251, "colours"),
         ("saturation", 0.161, 0.159, "colours"), ("red", 0.549, 0.551, "tint"), ("blue", 0.451, 0.449, "tint"),
-        ("temporal_flickering", 0.9, 0.91, "rewards stillness"),
     ],
 )  # fmt: skip
 def test_a_canary_speaks_against_a_gain(figure, well, badly, word):
@@ -220,7 +219,7 @@ def test_the_page_is_whole_and_asks_no_network(evaluation):
     for name in report["arms"][1]["figures"]:
         assert meaning(name, [JUDGE]).says in page.text, name
     assert re.findall("<h2>(.*?)</h2>", text) == [
-        "Is the person kept?", "Does it still move?", "These reward stillness: may only fall",
+        "Is the person kept?", "Does it still move?",
         "Canaries: was the reward hacked?", "FaceSim by the size of the face", "FaceSim along the clip",
         "What likeness costs in motion", "The clips, the worst first", "Where this is from",
     ]  # fmt: skip
@@ -286,7 +285,7 @@ def test_charts_have_the_figures_and_any_name(evaluation, monkeypatch):
     assert points["base"] == (0, 1) and points[name] == (gain["mean"], motion["mean"])
     assert [text.get_text() for text in axis.get_legend().get_texts()] == [name, "latest_x0.5", "base"]
     drawn = []
-    monkeypatch.setattr(metric_curves, "encode_figure", lambda figure, kind: drawn.append(figure) or b"")
+    monkeypatch.setattr(metric_curves, "encode_figure", lambda figure: drawn.append(figure) or b"")
     pictures.draw_face_sim({JUDGE: pictures.face_sim_curves(report, JUDGE)})
     axis = drawn[0].axes[0]
     assert [text.get_text() for text in axis.get_legend().get_texts()] == ["base", name, "latest_x0.5", "real clips"]

@@ -63,12 +63,11 @@ def make_tables(report: Mapping) -> list[FigureTable]:
         for judge in reversed(judges)
     ] + [
         ("Does it still move?", "", [*moves, *motion, "frozen_share"]),
-        ("These reward stillness: may only fall", "", [name for name in names if name.startswith("still/")]),
         ("Canaries: was the reward hacked?", "", ["motion/sharpness", *canaries, "colour_shift"]),
     ]
     sections[0] = ("Is the person kept?", *sections[0][1:])
-    if rest := [name for name in names if name.partition("/")[0] not in ("motion", "still", "canary", *judges)]:
-        sections.append(("Published protocols and other rewards", "", rest))
+    if rest := [name for name in names if name.partition("/")[0] not in ("motion", "canary", *judges)]:
+        sections.append(("The look of the face and other rewards", "", rest))
     head = [(name, "") for name in ("figure", *(arm["name"] for arm in report["arms"]), "real clips")]
     tables = [
         FigureTable(title=title, subtitle=below, head=head, rows=[_figure_row(report, name) for name in rows])

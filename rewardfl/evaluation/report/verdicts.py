@@ -5,7 +5,7 @@ A verdict is a sentence on identity, a sentence on motion, and warnings.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rewardfl.evaluation.figures import format_interval
 from rewardfl.training.alarms import COLOUR_GUARD, GAIN_GUARD, GRID_GUARD, LOOK_GUARD, SATURATION_GUARD, SHARE_GUARD
@@ -79,19 +79,6 @@ MEANINGS = {
         label="reversals", says="How much successive flows point against each other: -1 is steady motion, 1 trembles.",
         change=(-UP, REVERSALS_RISE), broken="the motion trembles",
     ),
-    "motion/dynamic_degree": Meaning(
-        label="dynamic degree (Farneback)", says="Share of the clips that VBench's rule calls dynamic, by another flow."
-    ),
-    "still/temporal_flickering": Meaning(
-        label="temporal flickering", says="VBench's: 1 - mean absolute change of a pixel. A still picture has 1."
-    ),
-    "still/motion_smoothness": Meaning(
-        label="motion smoothness (Farneback)",
-        says="VBench's rule, by another flow: how well its neighbours predict a frame. A still picture has 1.",
-    ),
-    "still/subject_consistency": Meaning(
-        label="subject consistency", says="VBench's: similarity of the frames' DINO features. A still picture has 1."
-    ),
     "canary/grid": Meaning(
         label="grid energy", says="Energy at the period of the VAE's and the patch's grid; 1 is a picture without one.",
         ratio=(0.0, GRID_GUARD), broken="the model's tokens show",
@@ -107,8 +94,6 @@ MEANINGS = {
         )
         for colour in ("red", "green", "blue")
     },
-    "consisid": Meaning(label="FaceSim-Arc as ConsisID", says="The published protocol, faults and all."),
-    "opens2v": Meaning(label="FaceSim-Arc as OpenS2V", says="The published protocol, faults and all."),
     "colour_shift": Meaning(label="colour shift", says="Distance of mean colours from the base's, in RGB of [0, 1]."),
     "frozen_share": Meaning(
         label="frozen clips",
@@ -135,16 +120,13 @@ def judge_words(judge: str) -> str:
 
 
 def meaning(name: str, judges: Sequence[str]) -> Meaning:
-    """Return the meaning of a figure of a recogniser, a block or a protocol, or of a reward's score."""
+    """Return the meaning of a figure of a recogniser or a block, or of a reward's score."""
     block, _, key = name.partition("/")
     if block in judges:
         return MEANINGS[f"face/{key}"]
     if block == "rewards":
         return Meaning(label=key, says=f"Score of reward.others.{key}, on that reward's own scale.")
-    if name in MEANINGS:
-        return MEANINGS[name]
-    protocol = MEANINGS[block]
-    return replace(protocol, label=f"{protocol.label}, {judge_words(key)}")
+    return MEANINGS[name]
 
 
 def describe_unhealthy(change: Mapping | None, bounds: Meaning) -> str:
@@ -258,10 +240,6 @@ def _warnings(report: Mapping, arm: Mapping) -> Iterator[str]:
             f"{arm['frozen_share']['mean']:.0%} of the clips are frozen: they have less than half of the base's own "
             f"non-rigid motion (healthy: at most {FROZEN_MOST:.0%})."
         )
-    for name, change in compared.items():
-        if name.startswith("still/") and change and change["difference"]["low"] > 0:
-            label = meaning(name, judges).label.capitalize()
-            yield f"{label} has risen by {format_interval(change['difference'])}, which rewards stillness."
     changes = [compared[f"{name}/face_sim"] for name in (judges[0], judge)]
     if judges[0] != judge and all(changes):
         trained, other = (change["difference"]["mean"] for change in changes)

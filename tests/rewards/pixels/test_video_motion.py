@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 
-from rewardfl.evaluation.vbench import motion_smoothness
 from rewardfl.rewards.pixels import video_motion as measures
 from rewardfl.rewards.pixels.motion import mean_change
 
@@ -97,18 +96,6 @@ def test_sharpness_is_the_variance_of_the_laplacian():
     around = padded[:, :-2, 1:-1] + padded[:, 2:, 1:-1] + padded[:, 1:-1, :-2] + padded[:, 1:-1, 2:]
     expected = (around - 4.0 * grey).var((1, 2))
     assert measures.sharpness(frames) == pytest.approx(expected[1:].mean(), rel=1e-5)  # without the given image
-
-
-def test_smoothness_is_how_well_neighbours_tell_a_frame():
-    """Steady motion nearly as well as none; far better than a mean of the two would; trembling not at all."""
-    still = np.repeat(STEADY[:1], 5, 0)
-    assert motion_smoothness(still) > 0.999
-    steady, trembling = (motion_smoothness(clip) for clip in (STEADY, TREMBLING))
-    means = (STEADY[:-2:2].astype(float) + STEADY[2::2]) / 2  # of frames 0 and 2, and so on
-    faded = 1 - np.abs(means - STEADY[1:-1:2]).mean() / 255
-    assert 1 - steady < 0.25 * (1 - faded)
-    change = np.abs(TREMBLING[1].astype(float) - TREMBLING[0]).mean() / 255
-    assert trembling == pytest.approx(1 - change, abs=0.1 * change)
 
 
 def test_large_frames_are_shrunk_and_measured_in_their_own_pixels():
