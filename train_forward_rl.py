@@ -142,7 +142,7 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
             if not interruption.number:  # shutting down: skip the videos
                 shown = held_out or samples
                 generate = partial(sampler.generate, shown)
-                log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, shown, generate, job, done))
+                log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, plan.fps, shown, generate, job, done))
 
     # ---------------------------------------------------------------------------------- train
     interruption.listen()

@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--steps", type=steps, default=8, help=f"denoising steps ({default})")
     parser.add_argument("--shift", type=shift, default=5.0, help=f"as sample.shift ({default})")
     parser.add_argument("--seed", type=seed, default=0, help=f"of the noise ({default})")
-    parser.add_argument("--fps", type=rate, default=16, help=f"of NAME.mp4 ({default})")
+    parser.add_argument("--fps", type=rate, help="of NAME.mp4 (default: the model's)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help=default)
     command_line.add_device_options(parser)
     args = parser.parse_args()

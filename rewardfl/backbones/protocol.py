@@ -224,6 +224,11 @@ class Backbone(Protocol):
         return False
 
     @property
+    def frame_rate(self) -> float:
+        """Return the frames per second of its videos; 1 for a model of images."""
+        return 1.0
+
+    @property
     def pixels_per_token(self) -> int:
         """Return the pixels on a side of one token: the VAE's factor times the patch."""
 

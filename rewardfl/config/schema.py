@@ -197,8 +197,8 @@ class DataConfig(Section):
     max_pixels: Pixels | None = None
     # Frames used of each clip, from its start: 4k + 1 for the Wan VAE.
     num_frames: Annotated[int, Field(ge=1, le=10_000)] = 81
-    # Frames per second taken from a clip, by their times (Wan was trained at 16); clips with fewer cannot be used.
-    # null: all stored frames, at any rate.
+    # Frames per second taken from a clip, by their times; clips with fewer cannot be used. null: all stored frames, as
+    # if their rate were the model's (Wan 16, Wan2.2-TI2V-5B 24). Videos are written at this rate.
     fps: FrameRate | None = None
     # Folder for text embeddings, image latents, face pools and boundary latents, computed once per clip. null:
     # <run.output_dir>/cache. Runs may share it; all processes must see the same folder.

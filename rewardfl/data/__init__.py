@@ -8,7 +8,6 @@ from rewardfl.data.clips import (
     draw_boxes,
     encode_video,
     fit,
-    frame_rate,
     read_clip,
     read_picture,
     read_video,

@@ -249,14 +249,6 @@ def _pixels(path: str | Path, frame: av.VideoFrame) -> np.ndarray:
     return np.ascontiguousarray((pixels if turn[0, 0] else pixels.swapaxes(0, 1))[::rows, ::columns])
 
 
-def frame_rate(path: str | Path) -> float:
-    """Return the average frames per second of a video file. Raise DataError where it cannot be read, or has none."""
-    with _open_video(path) as (_, stream):
-        if not stream.average_rate:
-            raise DataError(f"{path}: does not say how many frames it has per second; re-encode it, or set data.fps")
-        return float(stream.average_rate)
-
-
 def write_video(path: str | Path, video: Tensor, fps: float) -> None:
     """Write `video`, as encode_video takes it, as H.264 mp4, atomically."""
     atomic_write(path, encode_video(video, fps))

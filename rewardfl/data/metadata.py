@@ -255,9 +255,18 @@ def _read_files(
 
 
 def clip_notes(
-    rows: Sequence[Row], infos: Sequence[HeaderInfo], height: int, width: int, max_pixels: int | None, fps: float | None
+    rows: Sequence[Row],
+    infos: Sequence[HeaderInfo],
+    height: int,
+    width: int,
+    max_pixels: int | None,
+    fps: float | None,
+    model_rate: float,
 ) -> list[str]:
-    """Return messages about usable clips: enlarged ones, mixed frame rates, and CLIP_NOTES."""
+    """Return messages about usable clips: enlarged ones, CLIP_NOTES, and frame rates that are not the model's.
+
+    model_rate: frames per second of the model's videos; 1 for a model of images.
+    """
     clips = [
         (f"line {row.line}, {row.video.name}", info.header)
         for row, info in zip(rows, infos, strict=True)
@@ -271,12 +280,15 @@ def clip_notes(
             f"{len(small)} of {len(rows)} clips have less than half of the pixels of {height} x {width}, and are "
             f"enlarged; the smallest is {place}: {size[0]} x {size[1]} (height x width)"
         )
-    rates = sorted((header.rate, place) for place, header in clips if header.rate is not None)
-    if fps is None and rates and rates[0][0] < SAME_RATE * rates[-1][0]:
-        (slow, first), (fast, last) = rates[0], rates[-1]
+    rates = sorted((rate, place) for place, header in clips if (rate := fps or header.rate))
+    other = [(rate, place) for rate, place in rates if not SAME_RATE <= rate / model_rate <= 1 / SAME_RATE]
+    if other and model_rate > 1:
+        (slow, first), (fast, last) = other[0], other[-1]
+        upwards = f" to {fast:.4g} ({last})" if slow < fast else ""
         messages.append(
-            f"data.fps is null, and clips have from {slow:.4g} ({first}) to {fast:.4g} ({last}) frames per second, "
-            "which are trained on as if they had one rate; set data.fps to take frames at one"
+            f"{len(other)} of {len(rows)} clips are trained on at {slow:.4g} ({first}){upwards} frames per second, the "
+            f"model's videos have {model_rate:g}: their motion is learned at another speed; data.fps: {model_rate:g} "
+            "takes frames at the model's rate, and refuses slower clips"
         )
     for key, (oddity, remedy) in CLIP_NOTES.items():
         if odd := [place for place, header in clips if key in header.oddities]:

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     for report in reports:
         if problem := plan.size_problem(cfg.data, backbone, report.row.size):
             report.problems.append(problem)
-    print(escape_control("\n".join(listing(rows, reports, cfg.data))))
+    print(escape_control("\n".join(listing(rows, reports, cfg.data, backbone.frame_rate))))
     if sheet:
         content = io.BytesIO()
         contact_sheet(reports).save(content, Image.registered_extensions()[args.sheet.suffix.lower()])
@@ -178,14 +178,16 @@ def report_faces(
             report.warnings.append(f"{column}: no face in {', '.join(missing)}")
 
 
-def listing(rows: Sequence[data.Row], reports: Sequence[DatasetReport], settings: config.DataConfig) -> list[str]:
+def listing(
+    rows: Sequence[data.Row], reports: Sequence[DatasetReport], settings: config.DataConfig, model_rate: float
+) -> list[str]:
     """Return a line for each problem and warning, training's notes on the usable rows, and the number of each size."""
     lines = []
     for report in reports:
         lines += [f"line {report.row.line}: problem: {problem}" for problem in report.problems]
         lines += [f"line {report.row.line}: warning: {warning}" for warning in report.warnings]
     usable = [report for report in reports if not report.problems]
-    sizes = (settings.height, settings.width, settings.max_pixels, settings.fps)
+    sizes = (settings.height, settings.width, settings.max_pixels, settings.fps, model_rate)
     notes = data.clip_notes([report.row for report in usable], [report.header for report in usable], *sizes)
     lines += [f"note: {note}" for note in [*data.notes(rows), *notes]]
     lines.append(f"{len(reports)} rows: {len(usable)} can be used, {len(reports) - len(usable)} cannot")

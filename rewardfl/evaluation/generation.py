@@ -65,7 +65,10 @@ def write_pngs(folder: Path, video: torch.Tensor) -> None:
 
 @torch.no_grad()
 def generate(args: argparse.Namespace) -> torch.Tensor:
-    """Generate a video (3, F, H, W) in [-1, 1]. Raise ValueError or FileNotFoundError before weights load."""
+    """Generate a video (3, F, H, W) in [-1, 1]; args.fps None becomes the model's.
+
+    Raise ValueError or FileNotFoundError before weights load.
+    """
     source = Source(
         model_paths=args.model,
         tokenizer_path=args.tokenizer,
@@ -74,6 +77,7 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
         distilled=(args.distill_lora_high, args.distill_lora_low),
     )
     backbone, device = backbones.open(args.model_name, source), torch.device(args.device)
+    args.fps = args.fps or backbone.frame_rate
     backbone.check_clips(args.height, args.width, args.num_frames)
     if args.out.suffix == ".png" and args.num_frames != 1:
         raise ValueError(f"--out: {args.out} is one image, and --num-frames {args.num_frames} are more; give NAME.mp4")

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from rewardfl import __version__, backbones, command_line, config, data, machine
+from rewardfl.backbones.protocol import Source
 from rewardfl.data import cache
 from rewardfl.evaluation import judge_images, processes
 from rewardfl.evaluation.arms import Arm, find_videos, load_config, make_arms
@@ -68,7 +69,8 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
         check_images(vars(args), arms, share.processes)
         lock.enter_context(folder.locked())
         return judge_images.run(args, arms[-1], folder)
-    rewards = resolve_rewards(measured_rewards(cfg.reward, config.list_reward_specs(cfg, for_evaluation=True)))
+    fps = cfg.data.fps or backbones.describe(cfg.model.model_name, Source()).frame_rate
+    rewards = resolve_rewards(measured_rewards(cfg.reward, config.list_reward_specs(cfg, for_evaluation=True)), fps)
     rows = check_rows(rows, cfg.data, rewards, quiet=share.quiet)
     files = {arm.name: find_videos(arm.videos, rows) for arm in arms if arm.videos is not None}
     plan.check_frames(cfg.data.num_frames, rewards)
@@ -91,7 +93,7 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     settings = make_settings(sampling, rows, arms, base, list_dependencies(judges, cfg.reward.det_size))
     study = Study(
         seeds=args.seeds, batch=args.batch, experts=args.experts, clips=cfg.data, sampling=cfg.sample, out=folder.path,
-        arms=tuple(arms), judges=judges, share=share, files=files,
+        arms=tuple(arms), judges=judges, share=share, files=files, fps=fps,
     )  # fmt: skip
     names = study.names(rows)
     records = [str(record_file(Path(), rank)) for rank in range(share.processes)]  # these grow: no hash

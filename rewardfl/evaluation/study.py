@@ -41,6 +41,7 @@ class Study:
     judges: judging.Judges
     share: Shard
     files: Mapping[str, Files]
+    fps: float  # of the videos that it writes
 
     @cached_property
     def present(self) -> dict[records.RecordKey, Record]:
@@ -66,11 +67,6 @@ class Study:
         """Return the jobs without a record."""
         return [(row, seed) for row, seed in jobs if (row.id, arm.name, seed) not in self.present]
 
-    def frame_rate(self, row: data.Row) -> float:
-        """Return the frames per second of the row's videos."""
-        assert row.video is not None  # judge_videos.check_rows refuses such a row
-        return self.clips.fps or data.frame_rate(row.video)
-
     @torch.no_grad()
     def read_real(self, rows: Sequence[data.Row], vae: Backbone | None) -> list[data.Row]:
         """Judge the real clips one at a time, store the references of their rows, and return the rows with a face.
@@ -88,8 +84,8 @@ class Study:
             if not lacking and (row.id not in needed or self.store.get(comparison_key(row)) is not None):
                 continue
             try:
-                example, fps = load_sized_example(self.clips, row), self.frame_rate(row)
-                record, references = judging.judge_real(self.judges, row, example, fps)
+                example = load_sized_example(self.clips, row)
+                record, references = judging.judge_real(self.judges, row, example, self.fps)
             except judging.NoFaceError as error:
                 faceless.append((row.line, str(error)))
                 continue
@@ -99,12 +95,12 @@ class Study:
             assert example.image is not None  # a row with a clip has its first frame
             self.store.put(comparison_key(row), references | {"image": example.image})
             if REAL in lacking:
-                self._add(row, Arm(name=REAL), None, judging.real_video(example), fps, record)
+                self._add(row, Arm(name=REAL), None, judging.real_video(example), record)
             if vae is not None and VAE in lacking:
                 through_vae = through_vae or self._load_vae(vae)
                 video = through_vae(example)
                 record = judging.judge_video(self.judges, video, references, keep_vectors=True)
-                self._add(row, Arm(name=VAE), None, video, fps, record)
+                self._add(row, Arm(name=VAE), None, video, record)
         broken, faceless = processes.gather(broken), sorted(processes.gather(faceless))
         good, bad = data.usable_rows(rows, broken, skip_bad_rows=self.clips.skip_bad_rows)
         if not share.quiet:
@@ -133,20 +129,20 @@ class Study:
             return self.files[arm][row.id, seed].absolute()
         return Path("videos", arm, f"{row.index:03d}{'' if seed is None else f'_seed{seed}'}.mp4")
 
-    def _add(self, row: data.Row, arm: Arm, seed: int | None, video: Tensor, fps: float, record: Record) -> None:
+    def _add(self, row: data.Row, arm: Arm, seed: int | None, video: Tensor, record: Record) -> None:
         """Write the record of a video (3, F, H, W), and the video unless it is another tool's."""
         file, is_real = self.file(row, arm.name, seed), arm.name == REAL
         if arm.videos is None:
             (self.out / file).parent.mkdir(parents=True, exist_ok=True)
-            data.write_video(self.out / file, video, fps)
+            data.write_video(self.out / file, video, self.fps)
         decoded = is_real or arm.videos is not None
         source = {"arm": arm.name, "seed": seed, "steps": arm.steps, "decoded": decoded, "file": str(file)}
         self.writer.add(head(row) | source | record)
 
-    def _judge(self, row: data.Row, arm: Arm, seed: int, video: Tensor, fps: float) -> None:
+    def _judge(self, row: data.Row, arm: Arm, seed: int, video: Tensor) -> None:
         """Judge a video (3, F, H, W) in [-1, 1] and write its record."""
         references = read_entry(self.store, comparison_key(row))
-        self._add(row, arm, seed, video, fps, judging.judge_video(self.judges, video, references))
+        self._add(row, arm, seed, video, judging.judge_video(self.judges, video, references))
 
     def sample(self, backbone: Backbone, rows: Sequence[data.Row]) -> None:
         """Sample and judge the videos without a record. Load the model once for each adapter, if at all."""
@@ -201,7 +197,7 @@ class Study:
             return
         for (row, seed), video in zip(batch, sampler.sample(batch, arm), strict=True):
             if (row, seed) in missing:
-                self._judge(row, arm, seed, video, self.frame_rate(row))
+                self._judge(row, arm, seed, video)
 
     def judge_files(self, rows: Sequence[data.Row]) -> None:
         """Judge other tools' videos at the real clip's size and number of frames, one at a time."""
@@ -212,7 +208,7 @@ class Study:
                 path = self.files[arm.name][row.id, seed]
                 size = read_entry(self.store, comparison_key(row))["image"].shape[1:]
                 video = data.to_float(data.fit(self.read_file(path), *size)).to(self.judges.device)
-                self._judge(row, arm, seed, video, self.clips.fps or data.frame_rate(path))
+                self._judge(row, arm, seed, video)
 
     def read_file(self, path: Path) -> Tensor:
         """Return the frames (F, H, W, 3) uint8 of another tool's video that are judged."""

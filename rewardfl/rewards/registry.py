@@ -13,7 +13,7 @@ from rewardfl import trust
 from rewardfl.config import RewardSpec, did_you_mean
 from rewardfl.rewards.base import Reward, RewardError, attach_checks
 from rewardfl.rewards.scoring import Term
-from rewardfl.rewards.settings import check_settings
+from rewardfl.rewards.settings import check_settings, setting_types
 
 ResolvedReward = tuple[RewardSpec, type[Reward]]
 
@@ -45,11 +45,11 @@ def build(name: str, settings: Mapping[str, object], place: str = "settings") ->
     return attach_checks(cls(**check_settings(cls, settings, place)))
 
 
-def resolve_rewards(specs: Sequence[RewardSpec], *, here: bool = True) -> list[ResolvedReward]:
+def resolve_rewards(specs: Sequence[RewardSpec], fps: float = 1.0, *, here: bool = True) -> list[ResolvedReward]:
     """Return the specs with checked settings, and their classes, without building a reward.
 
-    Raise RewardError for an unknown name, code that may not be loaded, and wrong settings. here: whether the files that
-    settings name must exist.
+    Raise RewardError for an unknown name, code that may not be loaded, and wrong settings. fps: the videos' frame rate,
+    for classes that require it and settings without it. here: whether the files that settings name must exist.
     """
     chosen = []
     for spec in specs:
@@ -59,7 +59,9 @@ def resolve_rewards(specs: Sequence[RewardSpec], *, here: bool = True) -> list[R
             key = f"{spec.key}.name" if spec.key.startswith("reward.others.") else spec.key
             raise RewardError(f"{key}: {error}") from error
         try:
-            settings = check_settings(cls, spec.settings, _settings_key(spec.key), here=here)
+            _, needs_fps = setting_types(cls).get("fps", (None, False))
+            settings = {"fps": fps, **spec.settings} if needs_fps else spec.settings
+            settings = check_settings(cls, settings, _settings_key(spec.key), here=here)
         except ValueError as error:
             raise RewardError(str(error)) from error
         chosen.append((replace(spec, settings=settings), cls))

@@ -34,6 +34,7 @@ class RunPlan:
     """What a run does, resolved from its configuration, its model and its number of processes."""
 
     processes: int
+    fps: float  # frames per second of its videos: data.fps, or the model's
     rewards: Sequence[registry.ResolvedReward]
     schedule: Callable[[Shape], Schedule]  # the denoising steps for latents (C, T, h, w)
     experts: tuple[str, ...]  # of each denoising step
@@ -138,6 +139,7 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
     trained, targets = trained_experts(cfg, backbone.experts), tuple(lora_targets(cfg, backbone))
     common: dict[str, Any] = {
         "processes": processes,
+        "fps": cfg.data.fps or backbone.frame_rate,
         "rewards": find_rewards(cfg, backbone, here=here),
         "schedule": partial(make_schedule, cfg.sample, backbone),
         "experts": schedule.experts,
@@ -233,11 +235,12 @@ def find_rewards(cfg: AnyConfig, backbone: Backbone, *, here: bool = True) -> li
     Raise RewardError for a missing reward, wrong settings, or a trained one without a gradient. Raise ConfigError for
     one that needs longer clips.
     """
-    specs = registry.resolve_rewards(configuration.list_reward_specs(cfg, backbone.pixels_per_token), here=here)
-    check_frames(cfg.data.num_frames, specs)
+    specs = configuration.list_reward_specs(cfg, backbone.pixels_per_token)
+    rewards = registry.resolve_rewards(specs, cfg.data.fps or backbone.frame_rate, here=here)
+    check_frames(cfg.data.num_frames, rewards)
     if isinstance(cfg, RewardFlConfig) and not configuration.is_supervised(cfg):
-        registry.check_trainable(specs)
-    return specs
+        registry.check_trainable(rewards)
+    return rewards
 
 
 def check_frames(num_frames: int, rewards: Sequence[registry.ResolvedReward]) -> None:

@@ -24,8 +24,6 @@ from rewardfl.training.samples import Sample
 from rewardfl.training.signals import Interruption
 from rewardfl.training.state import NO_BATCHING, Batching, RunState, TrainState
 
-PROMPT_FPS = 16  # frames per second of sample videos without a real clip
-
 
 def collect_state(
     job: Distributed,
@@ -94,6 +92,7 @@ def samples_dir(output_dir: str, step: int) -> Path:
 def sample_videos(
     run: RunConfig,
     clips: DataConfig,
+    fps: float,
     samples: Sequence[Sample],
     generate: Callable[[int], tuple[int, Tensor]],
     job: Distributed,
@@ -112,7 +111,7 @@ def sample_videos(
         if in_shard:
             try:
                 with checkpoint.warn_on_write_error(print, step, last=False):
-                    write_comparison(clips, samples[row], video, path)
+                    write_comparison(clips, fps, samples[row], video, path)
             except data.DataError as error:
                 why = f"its real clip cannot be shown: {error}"
                 print(escape_control(f"warning: step {step}: {path} is left out, since {why}"))
@@ -121,14 +120,14 @@ def sample_videos(
     if len(written) > 1 and job.main:
         with checkpoint.warn_on_write_error(print, step, last=False):
             pictures = [data.read_picture(path) for path in written]
-            _write_video(folder / "grid.png", data.side_by_side(pictures)[None], PROMPT_FPS)
+            _write_video(folder / "grid.png", data.side_by_side(pictures)[None], fps)
     return folder
 
 
-def write_comparison(clips: DataConfig, sample: Sample, video: Tensor, path: Path) -> None:
+def write_comparison(clips: DataConfig, fps: float, sample: Sample, video: Tensor, path: Path) -> None:
     """Write the real clip, if any, next to the generated `video` (3, F, H, W). Raise WriteError or DataError."""
     if sample.row.video is None:
-        _write_video(path, video.float().cpu(), clips.fps or PROMPT_FPS)
+        _write_video(path, video.float().cpu(), fps)
         return
     real = load_video(clips, sample.row)
     if real.shape != video.shape:
@@ -138,7 +137,6 @@ def write_comparison(clips: DataConfig, sample: Sample, video: Tensor, path: Pat
     if reference and "boxes" in reference and sample.row.reference_video is None:
         for boxes in reference["boxes"]:  # of the faces that the reward follows
             real = data.draw_boxes(real, boxes)
-    fps = clips.fps or data.frame_rate(sample.row.video)
     _write_video(path, torch.cat([real, video.float().cpu()], -1), fps)
 
 

@@ -102,7 +102,7 @@ def _scan_table(
         messages.append(f"note: {table}: {len(bad)} of {len(rows)} rows are left out (data.skip_bad_rows)")
     lines = {row.line for row in good}
     good_looks = [look for row, look in zip(rows, looks, strict=True) if row.line in lines]
-    sizes = (cfg.data.height, cfg.data.width, cfg.data.max_pixels, cfg.data.fps)
+    sizes = (cfg.data.height, cfg.data.width, cfg.data.max_pixels, cfg.data.fps, backbone.frame_rate)
     notes = [*data.notes(good), *data.clip_notes(good, good_looks, *sizes), *size_notes(cfg, good)]
     return good, [*messages, *(f"note: {table}: {note}" for note in notes)]
 

@@ -109,7 +109,7 @@ def test_video_round_trip(tmp_path):
     with av.open(str(tmp_path / "a.mp4")) as container:
         stream = container.streams.video[0]
         assert (stream.codec_context.name, stream.pix_fmt, stream.frames) == ("h264", "yuv420p", 9)
-        assert float(stream.average_rate) == data.frame_rate(tmp_path / "a.mp4") == pytest.approx(23.976, abs=1e-3)
+        assert float(stream.average_rate) == pytest.approx(23.976, abs=1e-3)
         # BT.601: players take 720 lines for BT.709 where a file says nothing
         assert stream.codec_context.colorspace == 6
 
@@ -725,19 +725,24 @@ def looks(*sizes_and_rates):
 
 
 def test_notes_of_clips():
-    """Much smaller ones, and several rates where none is asked for."""
+    """Much smaller ones, and rates that are not the model's."""
     alike = [((480, 832), 24.0)] * 3
-    assert data.clip_notes(*looks(*alike), 480, 832, None, None) == []
-    assert data.clip_notes(*looks(*alike, ((480, 832), 23.976)), 480, 832, None, None) == []
+    assert data.clip_notes(*looks(*alike), 480, 832, None, None, 24) == []
+    assert data.clip_notes(*looks(*alike, ((480, 832), 23.976)), 480, 832, None, None, 24) == []
     small = looks(*alike, ((16, 16), 24.0), ((400, 400), 24.0))
-    (note,) = data.clip_notes(*small, 480, 832, None, None)
+    (note,) = data.clip_notes(*small, 480, 832, None, None, 24)
     assert "2 of 5 clips" in note and "line 5, 3.mp4: 16 x 16" in note
-    assert data.clip_notes(*small, 480, 832, 480 * 832, None) == []  # none is enlarged
+    assert data.clip_notes(*small, 480, 832, 480 * 832, None, 24) == []  # none is enlarged
     mixed = looks(((480, 832), 30.0), ((480, 832), None), ((480, 832), 16.0))
-    (note,) = data.clip_notes(*mixed, 480, 832, None, None)
-    assert "16 (line 4" in note and "30 (line 2" in note and "data.fps" in note
-    assert data.clip_notes(*mixed, 480, 832, None, 16) == []
-    assert data.clip_notes([], [], 480, 832, 480 * 832, None) == []
+    (note,) = data.clip_notes(*mixed, 480, 832, None, None, 24)
+    assert "2 of 3 clips" in note and "16 (line 4" in note and "30 (line 2" in note and "data.fps: 24" in note
+    (note,) = data.clip_notes(*mixed, 480, 832, None, None, 16)
+    assert "1 of 3 clips are trained on at 30 (line 2, 0.mp4) frames per second, the model's videos have 16" in note
+    assert data.clip_notes(*mixed, 480, 832, None, 16, 16) == []
+    (note,) = data.clip_notes(*mixed, 480, 832, None, 16, 24)
+    assert "3 of 3 clips are trained on at 16 (line 2" in note
+    assert data.clip_notes(*mixed, 480, 832, None, None, 1) == []  # an image model takes one frame
+    assert data.clip_notes([], [], 480, 832, 480 * 832, None, 16) == []
 
 
 @pytest.mark.parametrize("settings, words", [
@@ -752,7 +757,7 @@ def test_what_is_odd_about_a_clip_is_noted(folder, settings, words):
     rows = data.load_metadata(write_csv(folder, "a.mp4,x", "odd.mp4,x"))
     looks = [data.inspect_row(row, 5) for row in rows]
     assert not any(look.problems for look in looks)
-    notes = data.clip_notes(rows, looks, 48, 64, None, 10)
+    notes = data.clip_notes(rows, looks, 48, 64, None, 10, 10)
     assert len(notes) == bool(words)
     assert all(word in note for note in notes for word in [*words, "line 3, odd.mp4", "1 of 2"])
 

@@ -359,7 +359,7 @@ def test_a_run_with_another_reward_names_the_way_out(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({"config": config.to_dict(cfg)}))
     (tmp_path / "checkpoints" / "latest" / "transformer").mkdir(parents=True)
     (tmp_path / "checkpoints" / "latest" / "transformer" / lora.WEIGHTS_NAME).touch()
-    data.write_video(tmp_path / "nobody.mp4", torch.full((5, 64, 64, 3), 90, dtype=torch.uint8), 16)
+    data.write_video(tmp_path / "nobody.mp4", torch.full((5, 64, 64, 3), 90, dtype=torch.uint8), 8)
     (tmp_path / "metadata.csv").write_text("video,prompt\nnobody.mp4,x\n")
     command = ["--run", tmp_path, "--data", tmp_path / "metadata.csv", "--device", "cpu"]
     for words, said in (

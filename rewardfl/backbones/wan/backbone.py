@@ -53,6 +53,10 @@ class Wan(Backbone):
         return self.variant.image != "none"
 
     @property
+    def frame_rate(self) -> float:
+        return self.variant.frame_rate
+
+    @property
     def layer_names(self) -> Mapping[str, str]:
         return self.variant.layer_names
 

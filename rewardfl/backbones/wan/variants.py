@@ -21,6 +21,7 @@ class Variant:
     published: its name. parts: {expert, in the order of their steps: its folder in a diffusers pipeline}. image: how a
     clip's first frame is an input: as `channels` next to the noisy ones, as the first latent `frame`, or not at all.
     clip: whether CLIP's features of it are an input, too. token_times: whether each token has its own timestep.
+    frame_rate: sample_fps of its configuration in Wan-AI's code.
     """
 
     published: str
@@ -28,6 +29,7 @@ class Variant:
     image: Literal["none", "channels", "frame"] = "none"
     clip: bool = False
     token_times: bool = False
+    frame_rate: float = 16.0
 
     @property
     def experts(self) -> tuple[str, ...]:
@@ -54,8 +56,9 @@ class Variant:
 VARIANTS = {
     "wan2_2": Variant(published="Wan2.2-I2V-A14B", parts=TWO_EXPERTS, image="channels"),
     "wan2_2_t2v": Variant(published="Wan2.2-T2V-A14B", parts=TWO_EXPERTS),
-    "wan2_2_ti2v": Variant(published="Wan2.2-TI2V-5B", image="frame", token_times=True),
-    "wan2_2_ti2v_text": Variant(published="Wan2.2-TI2V-5B", token_times=True),  # the same model, told no image
+    "wan2_2_ti2v": Variant(published="Wan2.2-TI2V-5B", image="frame", token_times=True, frame_rate=24.0),
+    # the same model without an image
+    "wan2_2_ti2v_text": Variant(published="Wan2.2-TI2V-5B", token_times=True, frame_rate=24.0),
     "wan2_1_i2v": Variant(published="Wan2.1-I2V-14B", image="channels", clip=True),
     "wan2_1_t2v": Variant(published="Wan2.1-T2V"),
 }

@@ -44,9 +44,9 @@ class VideoAlignReward(QuestionReward):
     checkpoint_dir: KwaiVGI/VideoReward, with model_config.json and checkpoint-*/model.pth. model_dir: config.json and
     tokenizer of Qwen/Qwen2-VL-2B-Instruct. prompt_file: prompt_template.py of github.com/KwaiVGI/VideoAlign, the source
     of the question. parts: weight of each part, by default {vq: 1, mq: 1, ta: 1}, the authors' "Overall"; a missing
-    part has weight 0. fps: the videos' frame rate, data.fps of a configuration. frames: number of frames that the model
-    is given, instead of the two a second of model_config.json. dtype: of the backbone, bfloat16 or float32.
-    checkpointing: recompute the network's blocks in the backward pass, to save memory.
+    part has weight 0. fps: the videos' frame rate; a run sets its own (data.fps, or the model's). frames: number of
+    frames that the model is given, instead of the two a second of model_config.json. dtype: of the backbone, bfloat16
+    or float32. checkpointing: recompute the network's blocks in the backward pass, to save memory.
 
     Parts: vq, mq, ta. A sample is invalid when a part with a weight is not finite.
     """
@@ -65,8 +65,8 @@ class VideoAlignReward(QuestionReward):
         checkpoint_dir: ExistingPath,
         model_dir: ExistingPath,
         prompt_file: ExistingPath,
+        fps: Positive,
         parts: dict[Literal["vq", "mq", "ta"], NonNegative] | None = None,
-        fps: Positive = 16.0,
         frames: Annotated[int, Field(ge=2, le=10_000)] | None = None,
         dtype: Dtype = "bfloat16",
         *,

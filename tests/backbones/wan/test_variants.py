@@ -10,8 +10,10 @@ from PIL import Image
 from pipelines import random_variant
 from runs import CONFIG, FAST, RED, WORLD, launch, launch_grpo, metrics
 
-from rewardfl import config, data, lora
+from rewardfl import backbones, config, data, lora
+from rewardfl.backbones.protocol import Source
 from rewardfl.backbones.wan.variants import VARIANTS
+from rewardfl.data import clips
 from rewardfl.rewards import build_terms, resolve_rewards
 from rewardfl.training import setup_data, setup_model
 from rewardfl.training.setup_processes import connect_processes
@@ -46,6 +48,22 @@ def adapters(run, step, name):
     return {f"{file.parent.name}.{key}": value for file in files for key, value in lora.read_adapter(file)[0].items()}
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_each_model_has_its_frame_rate(name):
+    """sample_fps of Wan-AI's configurations."""
+    assert backbones.describe(name, Source()).frame_rate == (24 if "ti2v" in name else 16)
+
+
+def test_videos_are_generated_at_the_models_frame_rate(folder_of, tmp_path):
+    name = "wan2_2_ti2v_text"
+    small = ["--height=32", "--width=32", "--num-frames=5", "--steps=1", "--device=cpu", "--dtype=float32"]
+    small += ["--model", folder_of(name), "--model-name", name, "--prompt=x"]
+    for options, rate in ([], 24), (["--fps=8"], 8):
+        out = tmp_path / f"{rate}.mp4"
+        run_tool(generate.main, *small, *options, "--out", out)
+        assert clips.read_video_header(out, 5).rate == rate
+
+
 @pytest.mark.slow(2)
 def test_prompts_alone_train_a_text_to_video_model(folder_of, tmp_path):
     """With rewards that need nothing but the video and its prompt; one that compares with a clip is refused."""
@@ -60,6 +78,7 @@ def test_prompts_alone_train_a_text_to_video_model(folder_of, tmp_path):
     assert first["grad_norm"] > 0 and second["reward/mean"] != first["reward/mean"]
     (shown,) = (run / "samples" / "step-000002").glob("*.mp4")
     assert data.read_video(shown).shape == (5, 32, 32, 3)  # the video alone: there is no real one beside it
+    assert clips.read_video_header(shown, 5).rate == 24  # this model's, as no data.fps is set
     run = tmp_path / "grpo"
     evaluation = ["evaluation.eval_noises=1", f"evaluation.eval_clips={held_out}"]
     launch_grpo(*rest, *evaluation, "train.max_steps=1", f"run.output_dir={run}")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_clip_network import pictures, smooth_video, truncate
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-from rewardfl import rewards
+from rewardfl import config, rewards
 from rewardfl.rewards.vlm import hpsv3, video_align
 from rewardfl.rewards.vlm.video_align import read_training_config, sampled_frames
 
@@ -60,7 +60,11 @@ def files(written):
 
 def settings(files, name, **others):
     own = {
-        "video_align": {"checkpoint_dir": files / "video_align", "prompt_file": files / "prompt_template.py"},
+        "video_align": {
+            "checkpoint_dir": files / "video_align",
+            "prompt_file": files / "prompt_template.py",
+            "fps": 16,
+        },
         "hpsv3": {"checkpoint": files / "HPSv3.safetensors", "prompt_file": files / "data_collator_qwen.py"},
     }[name]
     return own | {"model_dir": files / "qwen", "dtype": "float32"} | others
@@ -206,6 +210,15 @@ def test_hpsv3_is_the_published_one(written, shape, tolerance):
 )
 def test_which_frames_are_shown(count, fps, frames, expected):
     assert sampled_frames(count, fps, 2.0, frames) == expected
+
+
+@pytest.mark.parametrize("stated, fps", [({}, 24), ({"fps": 8}, 8)])
+def test_a_run_gives_its_frame_rate(files, stated, fps):
+    own = settings(files, "video_align", **stated)
+    own = {key: value for key, value in own.items() if key != "fps" or stated}
+    spec = config.RewardSpec(key="reward.name", label="score", name="video_align", settings=own, weight=1.0)
+    ((resolved, _),) = rewards.resolve_rewards([spec], 24)
+    assert resolved.settings["fps"] == fps
 
 
 def test_a_clip_of_one_frame_has_no_motion_to_judge():
