@@ -234,7 +234,7 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
             with timer("invariants"):
                 learner.weights.check(done)
         progress.set_postfix(loss=f"{metrics['actor/loss']:.3f}", score=f"{metrics.get('reward/mean', math.nan):.3f}")
-        why = reward_metrics.explain_no_valid_sample(terms, results)
+        why = reward_metrics.explain_no_judged_sample(terms, results, by_all=False)
         log.count(norm, why)
         log.write(done, metrics | timer.metrics())
         log.print_skipped(done, norm, [samples[row].row.id for row in gathered["row"].tolist()], gathered["finite"])

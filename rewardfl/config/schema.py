@@ -511,7 +511,7 @@ class GrpoTrainConfig(Section):
     # Compile the experts' blocks at their first call: fewer and larger kernels, with other rounding. Takes minutes at
     # the start, and again for clips of another size. Not with keep_attention or fp8, FSDP2 or ZeRO-2.
     compile_blocks: bool = False
-    # Steps in a row that may be skipped for a loss or gradient that is not finite; one more stops the run.
+    # Steps in a row that may have a gradient that is not finite, or no judged sample; one more stops the run.
     max_nonfinite: Free[Whole] = 3
     # When the held-out judge ends the run, with exit code 0 and a checkpoint; null: never. With groups at the end
     # of an epoch. An ended run resumes when this is null or more patient.

@@ -58,21 +58,28 @@ def count_problems(terms: Sequence[Term], batches: Batches) -> dict[str, int]:
     return dict(Counter(f"{term.key}: {problem}" for term, result in pairs for problem in result.problems))
 
 
-def explain_no_valid_sample(terms: Sequence[Term], batches: Batches) -> str:
-    """Return one line on why no term with a weight scored a sample; "" where one did."""
-    accounts = []
-    for term, result in zip(terms, _concat_by_term(terms, batches), strict=True):
-        if term.weight > 0:
-            valid, failed = int(result.output.valid.sum()), int(result.failed.sum())
-            if valid:
-                return ""
-            nonfinite = int(result.output.parts.get(NONFINITE, torch.zeros(1)).nan_to_num().sum())
-            first = f"; the first problem: {result.problems[0]}" if result.problems else ""
-            accounts.append(
-                f"{term.key} ({type(term.reward).__qualname__}): {valid} of {len(result.failed)} samples valid, "
-                f"{failed} failed, {nonfinite} scores not finite{first}"
-            )
-    return "; ".join(accounts)
+def explain_no_judged_sample(terms: Sequence[Term], batches: Batches, *, by_all: bool) -> str:
+    """Return one line on why no sample was judged; "" where one was, and without a term that has a weight.
+
+    by_all: whether all terms with a weight must judge a sample, as groups are compared by their sum, or one is enough.
+    """
+    columns = zip(terms, _concat_by_term(terms, batches), strict=True)
+    trained = [(term, result) for term, result in columns if term.weight > 0]
+    valid = [result.output.valid for _, result in trained]
+    if not trained or (torch.stack(valid).all(0) if by_all else torch.stack(valid).any(0)).any():
+        return ""
+    return "; ".join(_describe_term(term, result) for term, result in trained)
+
+
+def _describe_term(term: Term, result: RewardResult) -> str:
+    """Return how many samples a term judged, failed and left invalid, and its last error."""
+    count, judged, failed = len(result.failed), int(result.output.valid.sum()), int(result.failed.sum())
+    nonfinite = int(result.output.parts.get(NONFINITE, torch.zeros(1)).nan_to_num().sum())
+    last = f"; its last error: {result.problems[-1]}" if result.problems else ""
+    return (
+        f"{term.key} ({type(term.reward).__qualname__}) judged {judged} of {count} samples, {failed} failed, "
+        f"{count - judged - failed} invalid, {nonfinite} of them with a score that is not finite{last}"
+    )
 
 
 def _concat_by_term(terms: Sequence[Term], batches: Batches) -> list[RewardResult]:

@@ -22,7 +22,7 @@ class EpochScores:
     advantages: Sequence[Tensor]  # (B,) of each forward pass of this process, on its device
     replaced: Tensor  # (N,) bool of all processes: whether another clip replaces one whose cache entries are lost
     metrics: dict[str, float]  # epoch, reward/* and group/*
-    why_nothing: str  # why no sample could be scored; "" where one was
+    why_nothing: str  # why no sample was judged by all trained rewards; "" where one was
 
 
 def score_epoch(
@@ -38,8 +38,8 @@ def score_epoch(
 ) -> EpochScores:
     """Compare each video with its group. Collective.
 
-    results: of the terms, by forward pass. first: of this start of the run. Raise RewardError where no
-    sample of the first epoch could be scored: a reward that has failed since the start is not waited for.
+    results: of the terms, by forward pass. first: of this start of the run. Raise RewardError if no sample of the first
+    epoch was judged by all terms with a weight: a reward that has failed since the start is not waited for.
     """
     stacked = [async_scoring.stack_rewards(terms, each, part_weights) for each in results]
     rewards, valid, weights = zip(*stacked, strict=True)
@@ -58,11 +58,11 @@ def score_epoch(
     metrics |= reward_metrics.means(terms, everywhere, "reward", {*metrics, "data/replaced"})
     for problem, count in reward_metrics.count_problems(terms, everywhere).items():
         job.print(f"{problem} ({count} samples)")
-    why = "" if valid.any() else reward_metrics.explain_no_valid_sample(terms, everywhere)
+    why = reward_metrics.explain_no_judged_sample(terms, everywhere, by_all=True)
     if why and first:
-        raise RewardError(f"not one sample of the epoch could be judged; {why}")
+        raise RewardError(f"not one sample of the epoch was judged by all trained rewards; {why}")
     if why:
-        job.print(f"epoch {epoch}: not one sample could be judged; {why}")
+        job.print(f"epoch {epoch}: not one sample was judged by all trained rewards; {why}")
     return EpochScores(
         advantages=advantages[first_row : first_row + len(requested)].to(job.device).split(sizes),
         replaced=replaced,

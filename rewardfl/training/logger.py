@@ -54,9 +54,9 @@ class Log:
             self.print(step, f"gradient norm {norm}, skipped ({self.skipped_in_a_row} in a row); it became so {origin}")
 
     def print_problems(self, step: int, why_nothing: str, problems: Collection[str]) -> None:
-        """Print why no sample of an update could be scored, and each new problem of a reward once."""
+        """Print why no sample of an update was judged, and each new problem of a reward once."""
         if why_nothing:
-            self.print(step, f"not one sample could be judged ({self.skipped_in_a_row} in a row); {why_nothing}")
+            self.print(step, f"not one sample was judged ({self.skipped_in_a_row} in a row); {why_nothing}")
         for problem in problems:
             if problem not in self._printed:
                 self.print(step, f"{problem}; it is only measured, so the run continues (reward/failed)")
@@ -109,16 +109,20 @@ class Log:
     def count(self, norm: float, why_nothing: str) -> None:
         """Count an update without effect, and reset the count after one with effect. Call it on all processes.
 
-        norm: the update's gradient norm; nan and inf were skipped. why_nothing: why no sample could be scored, or "".
+        norm: the update's gradient norm; nan and inf were skipped. why_nothing: why no sample was judged, or "".
         """
         has_effect = math.isfinite(norm) and not why_nothing
         self.skipped_in_a_row = 0 if has_effect else self.skipped_in_a_row + 1
 
     def stop_if_stuck(self, step: int, why_nothing: str) -> None:
-        """Raise RewardError or SystemExit after more than max_nonfinite updates in a row without effect."""
-        if self.skipped_in_a_row <= self.max_nonfinite:
+        """Raise RewardError or SystemExit after more than max_nonfinite updates in a row without effect.
+
+        The first update of a run must have a judged sample: a reward that never worked is not waited for.
+        """
+        if self.skipped_in_a_row <= self.max_nonfinite and not (why_nothing and step == 1):
             return
-        stopped = f"stopped at step {step}: {self.skipped_in_a_row} updates in a row"
+        count = self.skipped_in_a_row
+        stopped = f"stopped at step {step}: {count} update{'s' if count > 1 else ''} in a row"
         if why_nothing:
             raise RewardError(f"{stopped} taught nothing; {why_nothing}")
         raise SystemExit(f"{stopped} were not finite")

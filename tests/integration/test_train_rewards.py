@@ -190,19 +190,15 @@ def test_what_is_only_measured_may_fail(monkeypatch, capsys, tmp_path):
     assert out.count("reward.others.far.settings.url http://127.0.0.1:9: ") == 1
 
 
-def test_updates_without_a_valid_sample_are_counted_and_stop_the_run(monkeypatch, capsys, tmp_path):
+def test_a_first_update_without_a_judged_sample_stops_the_run(monkeypatch, capsys, tmp_path):
     settings = [*FAST, *ONE_STEP, "--trust-code", f"reward.name={OWN}:Never", "train.max_steps=4"]
     settings.append(f"run.output_dir={tmp_path}")
-    code, out, error = call(monkeypatch, capsys, *settings, "train.max_nonfinite=1", "run.save_steps=1")
+    code, out, error = call(monkeypatch, capsys, *settings)
     assert code == 2
-    stopped = "error: stopped at step 2: 2 updates in a row taught nothing; reward.name (Never)"
+    stopped = "error: stopped at step 1: 1 update in a row taught nothing; reward.name (Never) judged 0 of 1 samples"
     assert error.splitlines()[-1].startswith(stopped)
-    assert "0 of 1 samples valid, 0 failed, 1 scores not finite" in error
-    assert [line["reward/valid_fraction"] for line in metrics(tmp_path)] == [0, 0]
-    assert out.count("not one sample could be judged (1 in a row)") == 1
-    # the count is of the run: what goes on from the checkpoint of the first has one left
-    code, _, error = call(monkeypatch, capsys, *settings, "train.max_nonfinite=1", "run.save_steps=1")
-    assert code == 2 and "stopped at step 2: 2 updates in a row" in error
+    assert [line["reward/valid_fraction"] for line in metrics(tmp_path)] == [0]
+    assert out.count("not one sample was judged (1 in a row)") == 1
 
 
 def test_flow_grpo_stops_at_an_epoch_that_no_reward_could_judge(monkeypatch, capsys, tmp_path):
@@ -217,7 +213,7 @@ def test_flow_grpo_stops_at_an_epoch_that_no_reward_could_judge(monkeypatch, cap
     first = metrics(run)[0]  # nor do its parts touch what the script itself says
     assert first["reward/score/failed"] == first["reward/score/mean"] == first["reward/kl"] == 100
     assert first["reward/failed"] == 0 and first["reward/mean"] == pytest.approx(first["reward/score"], abs=2)
-    assert out.count("epoch 1: not one sample could be judged; ") == 1
+    assert out.count("epoch 1: not one sample was judged by all trained rewards; ") == 1
 
 
 def test_flow_grpo_trains_on_a_server_a_class_and_a_reward_without_gradient(tmp_path):
@@ -241,9 +237,10 @@ def test_flow_grpo_trains_on_a_server_a_class_and_a_reward_without_gradient(tmp_
 
 
 def test_flow_grpo_without_its_server_stops_with_the_way_out(monkeypatch, capsys, tmp_path):
-    url = json.dumps({"url": "http://127.0.0.1:9", "retries": 0})
-    settings = [f"run.output_dir={tmp_path}", "train.max_steps=1", "reward.name=remote", f"reward.settings={url}"]
+    far = others(far={"name": "remote", "weight": 1.0, "settings": {"url": "http://127.0.0.1:9", "retries": 0}})
+    settings = [f"run.output_dir={tmp_path}", "train.max_steps=1", far]
     code, out, error = call_grpo(monkeypatch, capsys, *GRPO_FAST, *settings)
-    assert code == 2 and "not one sample of the epoch could be judged; reward.name (RemoteReward)" in error
-    assert "reward.settings.url http://127.0.0.1:9: " in error and "http://127.0.0.1:9/health answers" in error
+    assert code == 2 and "error: not one sample of the epoch was judged by all trained rewards; reward." in error
+    assert "reward.others.far (RemoteReward) judged 0 of 4 samples, 4 failed, 0 invalid" in error
+    assert "reward.others.far.settings.url http://127.0.0.1:9: " in error and "127.0.0.1:9/health answers" in error
     assert "(4 samples)" in out

@@ -74,9 +74,12 @@ def test_what_failed_and_why_nothing_could_be_judged():
     }  # fmt: skip
     assert metrics.failed_fraction(judged) == 1 and metrics.failed_fraction([[lost, said(1.0, 1.0)]]) == 0
     judged_by_one = [*judged, [lost, lost, said(1.0, 0.0, valid=[True, False])]]
-    assert metrics.explain_no_valid_sample(terms, judged_by_one) == ""
-    why = metrics.explain_no_valid_sample(terms, judged)
-    assert (
-        "reward.name (Reward): 0 of 3 samples valid, 1 failed, 1 scores not finite; the first problem: KeyError" in why
-    )
-    assert "reward.others.red (Reward): 0 of 3" in why and "far" not in why and "\n" not in why
+    assert metrics.explain_no_judged_sample(terms, judged_by_one, by_all=False) == ""
+    judged_in_turn = [[said(1.0, 0.0, valid=[True, False]), lost, said(0.0, 1.0, valid=[False, True])]]
+    why = metrics.explain_no_judged_sample(terms, judged_in_turn, by_all=True)
+    assert "reward.name (Reward) judged 1 of 2 samples" in why and "reward.others.red (Reward) judged 1 of 2" in why
+    why = metrics.explain_no_judged_sample(terms, [*judged, judged[1]], by_all=False)
+    account = "judged 0 of 4 samples, 2 failed, 2 invalid, 1 of them with a score that is not finite; its last error: "
+    assert f"reward.name (Reward) {account}KeyError: x; " in why and why.endswith("; its last error: late")
+    assert "far" not in why and "\n" not in why
+    assert metrics.explain_no_judged_sample(terms[1:2], [[lost]], by_all=True) == ""  # no trained reward

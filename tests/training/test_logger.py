@@ -1,5 +1,6 @@
 """TensorBoard for real; Weights & Biases offline where it is installed."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rewardfl import config, data
 from rewardfl.config import ConfigError
+from rewardfl.rewards import RewardError
 from rewardfl.training import metrics_file
 from rewardfl.training.logger import Log
 from rewardfl.training.run_folder import RunFolder
@@ -105,3 +107,16 @@ def test_wandb_offline(tmp_path, samples, monkeypatch):
         log.job.accelerator.trackers[0].finish()
         log.folder.__exit__()
     assert ids[0] == ids[1] != ids[2] == (tmp_path / "wandb_run_id").read_text().strip()
+
+
+@pytest.mark.parametrize("step, empty, norm, stops", [
+    (1, 1, 1.0, RewardError), (2, 1, 1.0, None), (5, 2, 1.0, None), (5, 3, 1.0, RewardError),
+    (1, 1, float("nan"), None), (3, 3, float("nan"), SystemExit),
+])  # fmt: skip
+def test_a_run_stops_without_a_judged_sample_in_the_first_update_or_in_several_in_a_row(step, empty, norm, stops):
+    log = object.__new__(Log)  # only its counts are used
+    log.max_nonfinite, log.skipped_in_a_row, why = 2, 0, "" if norm != norm else "face: judged 0 of 4"
+    for _ in range(empty):
+        log.count(norm, why)
+    with pytest.raises(stops, match=f"stopped at step {step}: ") if stops else contextlib.nullcontext():
+        log.stop_if_stuck(step, why)
