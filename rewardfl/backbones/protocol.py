@@ -273,6 +273,10 @@ class Backbone(Protocol):
     def settings(self) -> dict[str, Any]:
         """Return the other settings that change the model's outputs, as plain JSON."""
 
+    def prompt_limits(self) -> Mapping[Path, int]:
+        """Return {a tokenizer's folder: tokens of a prompt that its encoder reads}; none for a described model."""
+        return {}
+
     def parts_of(self, expert: str) -> list[str]:
         """Return the names in weight_files of an expert's weights, and how they are combined."""
         return [expert]

@@ -4,6 +4,8 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +71,11 @@ class Reward(nn.Module):
     def prompt_problem(prompt: str) -> str:
         """Return why the reward cannot use a prompt, "" for a usable one. Rows are checked before anything loads."""
         return ""
+
+    @classmethod
+    def prompt_limits(cls, settings: Mapping[str, Any]) -> Mapping[Path, int]:
+        """Return {folder of a tokenizer: tokens of a prompt that the reward reads}; none where it reads all."""
+        return {}
 
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
         """Return what `forward` needs of a sample's real clip (3, F, H, W) in [-1, 1] and its prompt, {} for nothing.

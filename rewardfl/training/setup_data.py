@@ -19,6 +19,7 @@ from rewardfl.training.clip_scan import load_sized_example, load_video
 from rewardfl.training.conditions import Conditions
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.plan import RunPlan
+from rewardfl.training.prompt_limits import prompt_notes
 from rewardfl.training.sampler import DeployedSampler
 from rewardfl.training.samples import Rows, Sample
 from rewardfl.training.setup_rewards import missing_columns, missing_references, unusable_prompts
@@ -104,6 +105,7 @@ def _scan_table(
     good_looks = [look for row, look in zip(rows, looks, strict=True) if row.line in lines]
     sizes = (cfg.data.height, cfg.data.width, cfg.data.max_pixels, cfg.data.fps, backbone.frame_rate)
     notes = [*data.notes(good), *data.clip_notes(good, good_looks, *sizes), *size_notes(cfg, good)]
+    notes += prompt_notes(good, backbone, rewards)
     return good, [*messages, *(f"note: {table}: {note}" for note in notes)]
 
 

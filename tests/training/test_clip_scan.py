@@ -123,7 +123,7 @@ def find(cfg, processes, store, rewards):
     terms = [SimpleNamespace(reward=reward, key="reward", weight=1.0) for reward in rewards]
 
     def work(job):
-        rows = setup_data.scan_rows(cfg, job, SimpleNamespace(takes_image=True, frame_rate=8))
+        rows = setup_data.scan_rows(cfg, job, SimpleNamespace(takes_image=True, frame_rate=8, prompt_limits=dict))
         return setup_data.find_samples(cfg, rows.train, terms, store, job), rows.messages + job.said
 
     return together(processes, work)
@@ -207,7 +207,7 @@ def test_the_file_that_is_named_is_the_one_that_was_read(cfg):
     with pytest.raises(data.DataError, match=r"evaluation.eval_clips \(.*\): 8 of 8 rows"):
         rows = data.load_metadata(cfg.data.file_name, "evaluation.eval_clips")
         job = SimpleNamespace(shard=shard_module.Shard(0, 1, quiet=True), gather_lists=list)
-        setup_data._scan_table(cfg, rows, job, SimpleNamespace(takes_image=True, frame_rate=8))
+        setup_data._scan_table(cfg, rows, job, SimpleNamespace(takes_image=True, frame_rate=8, prompt_limits=dict))
 
 
 # ---- the start-up check of face packs

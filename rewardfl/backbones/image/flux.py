@@ -68,6 +68,7 @@ FLUX = ImageModelSpec(
     ask=_model_inputs,
     answer=unpack,
     tokens=lambda configs: {"text_encoder": CLIP_TOKENS, "text_encoder_2": T5_TOKENS},
+    prompt_tokens={"tokenizer": CLIP_TOKENS, "tokenizer_2": T5_TOKENS},
     shapes=lambda network, tokens: {
         "text": (T5_TOKENS, network["joint_attention_dim"]), "pooled": (network["pooled_projection_dim"],),
     },

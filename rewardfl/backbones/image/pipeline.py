@@ -87,7 +87,8 @@ class ImageModelSpec:
     sigmas: (steps) -> the scheduler's argument in the pipeline, None for its default. mu: (tokens, steps, the
     scheduler's configuration) -> the logarithm of a shift by size. longest_side: of images in latents, by the
     network's configuration, None for any. tokens: (configurations) -> {text encoder, or a module of it: the length of a
-    prompt in it}. shapes: (the network's configuration, tokens) -> those of `encode`'s output, for one sample. streams:
+    prompt in it}. prompt_tokens: {tokenizer: tokens of a plain prompt that are read}; one of two equal tokenizers.
+    shapes: (the network's configuration, tokens) -> those of `encode`'s output, for one sample. streams:
     as in ExpertOnMeta.
     """
 
@@ -102,6 +103,7 @@ class ImageModelSpec:
     ask: Callable[[Tensor, Tensor, Conditioning, float | None], dict[str, Any]]
     answer: Callable[[Any, Tensor], Tensor]
     tokens: Callable[[Configs], Mapping[str, int]]
+    prompt_tokens: Mapping[str, int]
     shapes: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, tuple[int, ...]]]
     tokenizers: tuple[str, ...] = ("tokenizer",)
     guide: Callable[[Tensor, Tensor, float], Tensor] | None = None
@@ -185,6 +187,13 @@ class ImageModel(Backbone):
 
     def settings(self) -> dict[str, Any]:
         return stock.settings(self.configs)
+
+    def prompt_limits(self) -> Mapping[Path, int]:
+        return {
+            self.folder / name: min(most, self.configs.get(name, {}).get("model_max_length", most))
+            for name, most in self.kind.prompt_tokens.items()
+            if self.weight_files
+        }
 
     def on_meta(self, height: int, width: int, num_frames: int) -> OnMeta:
         shape = self.latent_shape(height, width, num_frames)

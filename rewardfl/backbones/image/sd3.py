@@ -63,6 +63,7 @@ SD3 = ImageModelSpec(
     sigmas=lambda steps: None,
     longest_side=lambda network: network["pos_embed_max_size"] * network["patch_size"],
     tokens=_tokens,
+    prompt_tokens={"tokenizer": 77, "tokenizer_3": T5_TOKENS},
     shapes=lambda network, tokens: {
         "text": (tokens["text_encoder"] + tokens["text_encoder_3"], network["joint_attention_dim"]),
         "pooled": (network["pooled_projection_dim"],),

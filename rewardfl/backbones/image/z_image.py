@@ -58,6 +58,7 @@ Z_IMAGE = ImageModelSpec(
     sigmas=lambda steps: torch.linspace(1, 1 / steps, steps).tolist(),  # float32, as the pipeline's own
     longest_side=lambda network: min(network["axes_lens"][1:]) * PATCH,  # rows and columns
     tokens=lambda configs: {"text_encoder": PADDED},
+    prompt_tokens={"tokenizer": PADDED - 3},  # "<|im_start|>user\n" comes before the prompt
     shapes=lambda network, tokens: {"text": (TOKENS, network["cap_feat_dim"]), "mask": (TOKENS,)},
     streams=("x",),
 )  # fmt: skip

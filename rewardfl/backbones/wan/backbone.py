@@ -111,6 +111,9 @@ class Wan(Backbone):
         boundary = {} if self.boundary is None else {"boundary_ratio": files.boundary_ratio(self.folder)}
         return stock.settings(parts) | boundary
 
+    def prompt_limits(self) -> Mapping[Path, int]:
+        return {tokenizer: model.TEXT_LENGTH for tokenizer in self.weight_files.get("text_encoder", [])[1:]}
+
     def parts_of(self, expert: str) -> list[str]:
         name = DISTILLATIONS[self.experts.index(expert)]
         return [expert, name, self.source.distill_mode] if name in self.weight_files else [expert]

@@ -8,14 +8,14 @@ import pickle
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import CLIPModel, CLIPTokenizer, PreTrainedTokenizerBase
+from transformers import CLIPConfig, CLIPModel, CLIPTokenizer, PreTrainedTokenizerBase
 
 from rewardfl.files import digest_files
 from rewardfl.rewards.frames import FrameReward, FrameSettings
@@ -183,6 +183,13 @@ class PromptReward(FrameReward):
             raise ValueError(f"{tokenizer_dir} has {len(tokenizer)} tokens, the model knows {vocabulary}")
         self.text = TextTower(model, tokenizer)
         self.digest = digest_files([*files, Path(tokenizer_dir)])
+
+    @classmethod
+    def prompt_limits(cls, settings: Mapping[str, Any]) -> Mapping[Path, int]:
+        folder, config = settings.get("model_dir"), CLIPConfig()  # the published length; a folder has its own
+        if folder:
+            config = CLIPConfig.from_pretrained(folder, local_files_only=True)
+        return {Path(settings.get("tokenizer_dir") or str(folder)): config.text_config.max_position_embeddings}
 
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor]:
         """Return the prompt's unit embedding (D,) as `text`; raise ValueError without a prompt."""

@@ -1,0 +1,70 @@
+"""Notes on prompts that are longer than the text encoders of the model and the rewards read."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import clip_files
+import pytest
+import torch
+from conftest import ROOT
+
+from rewardfl import backbones, config, data, rewards
+from rewardfl.backbones.image.flux import FLUX
+from rewardfl.backbones.image.flux2 import FLUX2_KLEIN
+from rewardfl.backbones.image.qwen_image import QWEN_IMAGE
+from rewardfl.backbones.image.sd3 import SD3
+from rewardfl.backbones.image.z_image import Z_IMAGE
+from rewardfl.backbones.protocol import Source
+from rewardfl.training import prompt_limits
+from rewardfl.training.prompt_limits import prompt_notes
+
+NO_LIMIT = SimpleNamespace(prompt_limits=dict)
+LONG = "a person turns to the left " * 200
+
+
+def rows_with(*prompts):
+    return [data.Row(index=i, line=i + 2, id=str(i), video=None, prompt=text) for i, text in enumerate(prompts)]
+
+
+def test_the_text_encoder_of_wan_reads_512_tokens():
+    backbone = backbones.open("wan2_2", Source(model_paths=str(ROOT / "assets" / "tiny_world" / "pipeline")))
+    assert list(backbone.prompt_limits().values()) == [512]
+    (note,) = prompt_notes(rows_with("short", LONG, f"{LONG} and smiles"), backbone, ())
+    assert note.startswith("2 of 3 rows have a prompt of more tokens than the 512 that the model's tokenizer reads")
+    assert "the first is line 3 with 2601" in note
+    prompts = ["a " * count for count in range(600)]
+    cut = [prompt_notes(rows_with(prompt), backbone, ()) != [] for prompt in prompts].index(True)
+    encode = backbone.text_encoder(torch.device("cpu"))
+    shorter, fits, longer = (encode(prompts[count])["text"] for count in (cut - 2, cut - 1, cut))
+    assert torch.equal(fits, longer) and not torch.equal(shorter, fits)
+    described = backbones.describe("wan2_2", Source())
+    assert prompt_notes(rows_with(LONG), described, ()) == []
+
+
+def test_image_models_have_their_pipelines_limits():
+    specs = (SD3, FLUX, FLUX2_KLEIN, Z_IMAGE, QWEN_IMAGE)
+    assert [list(spec.prompt_tokens.values()) for spec in specs] == [[77, 256], [77, 512], [509], [509], [1024]]
+    assert all(spec.prompt_tokens.keys() <= {*spec.tokenizers} for spec in specs)
+
+
+@pytest.mark.parametrize("name", ["clip_score", "pickscore", "hpsv2"])
+def test_rewards_by_clip_read_what_their_model_takes(tmp_path, name):
+    """The published 77 tokens, or the 24 of this model."""
+    clip_files.write_clip(tmp_path / "clip")
+    files = {"hpsv2": {"checkpoint": "x", "tokenizer_dir": tmp_path / "clip"}}.get(
+        name, {"model_dir": tmp_path / "clip"}
+    )
+    most = 77 if name == "hpsv2" else 24
+    spec = config.RewardSpec(key="reward.others.it", label="it", name=name, settings=files, weight=1.0)
+    reward = (spec, rewards.find_reward(name))
+    (note,) = prompt_notes(rows_with("ab " * 100, "ab"), NO_LIMIT, [reward])
+    assert note.startswith(f"1 of 2 rows have a prompt of more tokens than the {most} that reward.others.it reads")
+    assert prompt_notes(rows_with("ab"), NO_LIMIT, [reward]) == []
+
+
+def test_a_big_table_costs_a_bounded_time(monkeypatch):
+    monkeypatch.setattr(prompt_limits, "MOST_PROMPTS", 3)
+    tokenizer = Path(ROOT / "assets" / "tiny_world" / "pipeline" / "tokenizer")
+    backbone = SimpleNamespace(prompt_limits=lambda: {tokenizer: 512})
+    (note,) = prompt_notes(rows_with(*[LONG * 100] * 5), backbone, ())
+    assert note.startswith("3 of 5 rows, of the first 3 long ones, have a prompt")
