@@ -340,7 +340,7 @@ class Velocity:
 
     guidance: scale of classifier-free guidance away from `negative`, the conditioning of another prompt (for one sample
     or for B), for undistilled models. 1 is none and takes half the time, as in training and distilled models.
-    away_gradient: whether the velocity of the negative prompt is differentiated, too; else it is a constant.
+    guidance_gradient: both, or conditional: the velocity of the negative prompt is a constant.
     """
 
     backbone: Backbone
@@ -349,7 +349,7 @@ class Velocity:
     schedule: Schedule
     negative: Conditioning | None = None
     guidance: float = 1.0
-    away_gradient: bool = True
+    guidance_gradient: Literal["both", "conditional"] = "both"
 
     def __call__(self, x: Tensor, step: int) -> Tensor:
         """Return the velocity at latents x (B, C, T, h, w) of the schedule's denoising step."""
@@ -359,7 +359,8 @@ class Velocity:
         if self.negative is None:
             raise ValueError(f"guidance {self.guidance:g} needs the embedding of a negative prompt")
         negative = {name: value.expand(len(x), *value.shape[1:]) for name, value in self.negative.items()}
-        with torch.set_grad_enabled(self.away_gradient and torch.is_grad_enabled()):
+        differentiates = {"both": torch.is_grad_enabled(), "conditional": False}[self.guidance_gradient]
+        with torch.set_grad_enabled(differentiates):
             away = self.backbone.velocity(self.model, x, step, self.schedule, self.conditioning | negative)
         return self.backbone.guide(velocity, away, self.guidance)
 
