@@ -112,7 +112,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
     sampler = setup_data.make_sampler(cfg, job, conditions, decoder, model, negative)
     max_std = math.inf if cfg.grpo.max_std is None else cfg.grpo.max_std
     make_kernel = partial(sde.Kernel, cfg.grpo.sde, cfg.grpo.noise_level, max_std=max_std)  # of a schedule's sigmas
-    rollouts_on = job.device if cfg.grpo.samples_on == "gpu" else torch.device("cpu")
+    rollouts_on = {"gpu": job.device, "cpu": torch.device("cpu")}[cfg.grpo.samples_on]
 
     def get_velocity(network: nn.Module, conditioning: Conditioning, schedule: Schedule) -> Velocity:
         return Velocity(

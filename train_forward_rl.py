@@ -75,8 +75,7 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
 
     # ---------------------------------------------------------------------------------- data, rewards, resume
     terms = build_terms(plan.rewards, job.device)
-    pool = async_scoring.make_worker_pools(terms, cfg.reward.reward_timeout)
-    weights = configuration.part_weights(cfg)
+    pool, weights = async_scoring.make_worker_pools(terms, cfg.reward.reward_timeout), configuration.part_weights(cfg)
     store = setup_data.open_cache(cfg)
     samples = setup_data.find_samples(cfg, rows.train, terms, store, job)
     held_out = setup_data.find_samples(cfg, rows.held_out, terms, store, job)
@@ -105,7 +104,7 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
     log = open_log(cfg, job, run_folder, state, restored, steps)
     del restored  # up to five copies of the adapters
     sampler = setup_data.make_sampler(cfg, job, conditions, decoder, model, negative)
-    rollouts_on = job.device if forward.samples_on == "gpu" else torch.device("cpu")
+    rollouts_on = {"gpu": job.device, "cpu": torch.device("cpu")}[forward.samples_on]
 
     def get_velocity(conditioning: Conditioning, schedule: Schedule, guidance: float = 1.0) -> Velocity:
         """Return the policy's velocity. An update is without guidance, as in DiffusionNFT."""
@@ -123,6 +122,7 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
         if forward.objective == "nft":
             settings = {"mix": forward.mix, "largest": forward.advantage_clip}
             return forward_rl.nft_loss(velocity, draw.old, draw.x, draw.x0, draw.sigma, advantage, **settings), ratio
+        assert forward.objective == "awm", f"objective {forward.objective} has no loss here"
         log_prob = partial(forward_rl.awm_log_prob, target=draw.target, sigma=draw.sigma, weighting=forward.weighting)
         log_ratio = log_prob(velocity) - log_prob(draw.old)
         return forward_rl.awm_loss(log_ratio, scaled, forward.clip_range), log_ratio.exp()

@@ -103,7 +103,7 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
     def get_velocity(network: nn.Module, batch: Batch) -> Velocity:
         return Velocity(
             backbone=backbone, model=network, conditioning=batch.conditioning, schedule=batch.schedule,
-            negative=negative, guidance=cfg.sample.guidance_scale, away_gradient=cfg.sample.guidance_gradient == "both",
+            negative=negative, guidance=cfg.sample.guidance_scale, guidance_gradient=cfg.sample.guidance_gradient,
         )  # fmt: skip
 
     def replay(

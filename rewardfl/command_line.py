@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 from pydantic import Field, TypeAdapter, ValidationError
 
 from rewardfl.config.schema import Number, Section, shown
-from rewardfl.files import escape_control, escape_unencodable_output
+from rewardfl.files import escape_control, protect_console
 from rewardfl.weights.shards import InputError
 
 DONE, REFUSED, INTERRUPTED = 0, 2, 130  # exit codes; 130 is the shell's for Ctrl-C
@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
     """A command line with the tool's docstring as its help. A mistake is one line that names the option."""
 
     def __init__(self, description: str | None):
-        escape_unencodable_output()
+        protect_console()
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> NoReturn:

@@ -15,10 +15,38 @@ from typing import BinaryIO
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a model's file, for its digest
 
 
-def escape_unencodable_output() -> None:
-    """Set standard output to escape characters that its encoding lacks, as standard error does."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+class _Console(io.TextIOWrapper):
+    """Standard output or error that drops its text once it cannot be written: `| head` must not end a training."""
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError:
+            self._drop()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError:
+            self._drop()
+
+    def _drop(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+
+
+def protect_console() -> None:
+    """Set the console to escape characters that its encoding lacks, and to outlive a closed or full other end."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # it was closed before the start
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif type(stream) is io.TextIOWrapper:  # not a test's capture
+            stream.flush()
+            console = _Console(
+                stream.buffer, stream.encoding, "backslashreplace", None, stream.line_buffering, write_through=True
+            )
+            setattr(sys, name, console)
 
 
 def escape_control(text: str) -> str:

@@ -19,7 +19,7 @@ a is the noise_level. `std` always includes sqrt(-dt): it is the whole transitio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, assert_never, get_args
 
 import torch
 from torch import Tensor
@@ -121,6 +121,8 @@ def coefficients(
         if capped == 1:
             raise ValueError("flow at sigma 1 needs a sigma_cap below 1, such as the schedule's second sigma")
         g2 *= sigma / (1 - capped)
+    elif kind != "dance":
+        assert_never(kind)
     g2 = min(g2, max_std**2 / -dt)
     pull = g2 / (2 * sigma)  # of the score: g^2 / 2 * -score = pull * x1^
     return Coefficients(x=1 + pull * dt, velocity=(1 + pull * (1 - sigma)) * dt, std=math.sqrt(-g2 * dt), dt=dt)

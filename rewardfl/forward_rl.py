@@ -15,7 +15,7 @@ l = mean((v - u)^2), and g
 Away from it, nft also pulls v towards v_old, awm's ratio grows or is clipped, and rvm stays as it is.
 """
 
-from typing import Literal
+from typing import Literal, assert_never
 
 import torch
 from torch import Tensor
@@ -92,15 +92,18 @@ def awm_log_prob(
     authors' scripts/train_sd3_awm.py.
     """
     loss, sigma = distance(velocity, target), sigma.double()
-    if weighting == "uniform":
-        return -loss
-    if weighting == "sigma":
-        return -sigma * loss
-    if weighting == "sigma_squared":
-        return -(sigma**2) * loss
-    if weighting == "huber":
-        return -sigma * ((loss + _ROUNDING).sqrt() - _ROUNDING**0.5)
-    return -sigma * ((loss + _ROUNDING) ** power - _ROUNDING**power) / power
+    match weighting:
+        case "uniform":
+            return -loss
+        case "sigma":
+            return -sigma * loss
+        case "sigma_squared":
+            return -(sigma**2) * loss
+        case "huber":
+            return -sigma * ((loss + _ROUNDING).sqrt() - _ROUNDING**0.5)
+        case "generalised_huber":
+            return -sigma * ((loss + _ROUNDING) ** power - _ROUNDING**power) / power
+    assert_never(weighting)
 
 
 def awm_loss(log_ratio: Tensor, advantage: Tensor, clip_range: float) -> Tensor:

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, assert_never
 
 import torch
 from torch import Tensor
@@ -84,6 +84,8 @@ def positions(geometry: Geometry, rank: int) -> list[range]:
     def start(forward: int) -> int:
         if geometry.spread == "spread":
             return (forward * world + rank) * batch
+        if geometry.spread != "contiguous":
+            assert_never(geometry.spread)
         update, offset = divmod(forward, per_update)
         return ((update * world + rank) * per_update + offset) * batch
 

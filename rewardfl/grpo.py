@@ -77,12 +77,10 @@ def advantages(
     mean, deviation, flat = _group_statistics(parts, index, valid)
     # not a product: an invalid sample may hold NaN
     centred = torch.where(valid[:, None] & ~flat[index], parts - mean[index], 0.0)
-    if std == "group":
-        centred = centred / (deviation[index] + STD_EPSILON)
-    elif std == "max_group":
-        centred = centred / (deviation.amax(0) + STD_EPSILON)
-    elif std == "global" and valid.any():
-        centred = centred / (parts[valid].std(0, correction=0) + STD_EPSILON)
+    of_all = parts[valid].std(0, correction=0) if valid.any() else deviation.amax(0)  # without a valid sample all are 0
+    divisors = {"group": deviation[index], "max_group": deviation.amax(0), "global": of_all}
+    if std != "none":
+        centred = centred / (divisors[std] + STD_EPSILON)
     _, spread, _ = _group_statistics(total[:, None], index, valid)
     logged = {
         "reward/mean": float(total[valid].mean()),
@@ -146,8 +144,6 @@ def log_ratio(
 
     Raise ValueError for another objective, shapes that do not fit, and std = 0: such a step has no density.
     """
-    if objective not in ("clip", "guard"):
-        raise ValueError(f"objective must be clip or guard, got {objective!r}")
     if log_prob.shape != step.log_prob.shape or log_prob.ndim != 1 or len(mean) != len(log_prob):
         raise ValueError(
             f"log-probabilities must be (B,) and means (B, ...), got {tuple(log_prob.shape)}, "
@@ -156,6 +152,8 @@ def log_ratio(
     difference = log_prob - step.log_prob
     if objective == "clip":
         return difference
+    if objective != "guard":
+        raise ValueError(f"objective must be clip or guard, got {objective!r}")
     if step.mean is None:
         raise ValueError("guard needs the means of the rollout: sde.rollout(keep_means=True)")
     score = difference / (2 * step.std**2) if kind == "cps" else difference

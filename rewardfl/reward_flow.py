@@ -11,7 +11,7 @@ bridge between them (FlowBP, arXiv 2606.11075). Memory is one step's graph, what
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,13 @@ from rewardfl.flow import VelocityFunction, euler_step, velocity_kl
 
 # see `replay`; the last is an old name of reference_constant
 KlGradient = Literal["exact", "fixed_trajectory", "reference_constant", "through_trajectory"]
+# whether the KL's gradient by x_i passes through the reference's velocity, and whether it leaves out the policy's
+_KL_PATHS: dict[KlGradient, tuple[bool, bool]] = {
+    "exact": (True, False),
+    "fixed_trajectory": (False, True),
+    "reference_constant": (False, False),
+    "through_trajectory": (False, False),
+}
 
 # below this first-order rise of the reward over an ascent of `replay_endpoint`, the ascent's direction is rounding
 SMALLEST_GAIN = 1e-4
@@ -135,8 +142,9 @@ def replay(
     Raise ValueError for an active step without a gradient: it needs trained parameters, or with a coupling an earlier
     active step that has some. Without its backward FSDP2 might lose the reduction.
     """
-    if kl_gradient not in get_args(KlGradient):
-        raise ValueError(f"kl_gradient must be one of {', '.join(get_args(KlGradient))}, got {kl_gradient!r}")
+    if kl_gradient not in _KL_PATHS:
+        raise ValueError(f"kl_gradient must be one of {', '.join(_KL_PATHS)}, got {kl_gradient!r}")
+    through_reference, without_policy = _KL_PATHS[kl_gradient]
     with_kl = {*(active if kl_steps is None else kl_steps)} if kl_weight != 0 else set()
     g = grad_x0
     kl = grad_x0.new_zeros(len(grad_x0))
@@ -152,7 +160,7 @@ def replay(
         with micro_batch():
             if i in with_kl:  # before the policy's forward: no graph takes memory yet
                 assert reference is not None, "a KL needs its reference"
-                weight = kl_weight / len(with_kl) if couples and kl_gradient == "exact" else 0.0
+                weight = kl_weight / len(with_kl) if couples and through_reference else 0.0
                 v_reference, pull = _reference_velocity(reference, trajectory, i, sigmas[i], weight)
             v = velocity(x, i) if v is None else v
             loss = (v * (h * g).detach()).sum()
@@ -160,7 +168,7 @@ def replay(
             if i in with_kl:
                 step_kl = velocity_kl(v, v_reference, sigmas[i]) / len(with_kl)
                 kl += step_kl.detach()
-                if couples and kl_gradient == "fixed_trajectory":
+                if couples and without_policy:
                     (chain,) = torch.autograd.grad(loss, x, retain_graph=True)
                 loss = loss + kl_weight * step_kl.sum()
             if not loss.requires_grad:

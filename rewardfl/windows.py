@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 import torch
 
@@ -59,6 +59,8 @@ def draw_window(windows: Windows, epoch: int, seed: int) -> tuple[int, ...]:
     if windows.kind == "random":
         start = starts[int(torch.randint(len(starts), (), generator=generator))]
         return tuple(range(start, start + size))
+    if windows.kind != "fraction":
+        assert_never(windows.kind)
     count = max(1, round(windows.fraction * len(candidates)))
     drawn = torch.randperm(len(candidates), generator=generator)[:count].tolist()
     return tuple(sorted(candidates[i] for i in drawn))

@@ -1,6 +1,7 @@
 """The data anchor: its gradient against autograd, its moments, and both scripts with it, or with nothing else."""
 
 import csv
+import dataclasses
 import math
 import shutil
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from test_train_reward_fl import write
 
 from rewardfl import anchor, backbones, config, data, flow
 from rewardfl.backbones.protocol import Source, Velocity
+from rewardfl.backbones.wan import model
 from rewardfl.config import ConfigError
 from rewardfl.data.cache import CacheError
 from rewardfl.training import plan
@@ -88,6 +90,17 @@ def test_a_moment_lies_between_steps():
     half = SCHEDULE.at(2.5)
     assert float(half.sigmas[0]) == pytest.approx(float(SCHEDULE.sigmas[2] + SCHEDULE.sigmas[3]) / 2)
     assert half.experts == (SCHEDULE.experts[2],) and torch.equal(half.timesteps, 1000 * half.sigmas[:1])
+
+
+def test_no_moment_of_an_expert_is_beyond_its_boundary():
+    whole, cut = (model.schedule(8, 5.0, ("high", "low"), boundary) for boundary in (0.9, 0.9))
+    whole = dataclasses.replace(whole, boundary=0.0)
+    step = cut.handover - 1
+    moments = (step + torch.rand(2000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).tolist()
+    before, after = ([float(schedule.at(moment).sigmas[0]) for moment in moments] for schedule in (whole, cut))
+    assert min(before) < 0.9 <= min(after) and min(after) < 0.901 and max(after) <= float(cut.sigmas[step])
+    assert all(new == old for old, new in zip(before, after, strict=True) if old > 0.9001)  # the others keep their bits
+    assert all(torch.equal(whole.at(moment).sigmas, cut.at(moment).sigmas) for moment in (0.7, step + 1.9, 7.99))
 
 
 # -- the scripts

@@ -46,6 +46,7 @@ class Schedule:
     sigmas: Tensor  # (N + 1,) float32, descending; the last is 0
     timesteps: Tensor  # (N,) float32, the experts' input: 1000 * sigma
     experts: tuple[str, ...]  # (N,) by name
+    boundary: float = 0.0  # the lowest sigma of the first of two experts
     _on_device: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self):
@@ -72,8 +73,15 @@ class Schedule:
         return next((i for i, expert in enumerate(self.experts) if expert != self.experts[0]), len(self))
 
     def at(self, moment: float) -> "Schedule":
-        """Return one step to 0 from the sigma at `moment`: 4 is that of step 4, 4.5 is half-way to that of step 5."""
+        """Return one step to 0 from the sigma at `moment`: 4 is that of step 4, 4.5 is half-way to that of step 5.
+
+        A moment beyond the boundary of the step's expert is mapped evenly to the part of the interval above it.
+        """
         step, part = int(moment), moment % 1
+        if self.boundary and step + 1 == self.handover < len(self):
+            start, end = self.sigmas[step : step + 2].tolist()
+            inside = max(0.0, min(1.0, (start - self.boundary) / (start - end)))  # share of the interval
+            part = part if part <= inside else (part - inside) / (1 - inside) * inside
         sigma = (1 - part) * self.sigmas[step] + part * self.sigmas[step + 1]
         timestep = self.timesteps[step] if part == 0 else 1000 * sigma
         return Schedule(torch.stack([sigma, sigma.new_zeros(())]), timestep[None], (self.experts[step],))
@@ -82,7 +90,7 @@ class Schedule:
         """Return the schedule up to `final_step`, whose step goes straight to sigma 0: its x0 prediction."""
         count = final_step + 1
         sigmas = torch.cat([self.sigmas[:count], self.sigmas.new_zeros(1)])
-        return Schedule(sigmas, self.timesteps[:count], self.experts[:count])
+        return Schedule(sigmas, self.timesteps[:count], self.experts[:count], self.boundary)
 
 
 class Experts(nn.Module):
@@ -349,7 +357,7 @@ class Velocity:
 
     guidance: scale of classifier-free guidance away from `negative`, the conditioning of another prompt (for one sample
     or for B), for undistilled models. 1 is none and takes half the time, as in training and distilled models.
-    away_gradient: whether the velocity of the negative prompt is differentiated, too; else it is a constant.
+    guidance_gradient: both, or conditional: the velocity of the negative prompt is a constant.
     """
 
     backbone: Backbone
@@ -358,7 +366,7 @@ class Velocity:
     schedule: Schedule
     negative: Conditioning | None = None
     guidance: float = 1.0
-    away_gradient: bool = True
+    guidance_gradient: Literal["both", "conditional"] = "both"
 
     def __call__(self, x: Tensor, step: int) -> Tensor:
         """Return the velocity at latents x (B, C, T, h, w) of the schedule's denoising step."""
@@ -368,7 +376,8 @@ class Velocity:
         if self.negative is None:
             raise ValueError(f"guidance {self.guidance:g} needs the embedding of a negative prompt")
         negative = {name: value.expand(len(x), *value.shape[1:]) for name, value in self.negative.items()}
-        with torch.set_grad_enabled(self.away_gradient and torch.is_grad_enabled()):
+        differentiates = {"both": torch.is_grad_enabled(), "conditional": False}[self.guidance_gradient]
+        with torch.set_grad_enabled(differentiates):
             away = self.backbone.velocity(self.model, x, step, self.schedule, self.conditioning | negative)
         return self.backbone.guide(velocity, away, self.guidance)
 

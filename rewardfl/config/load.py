@@ -6,11 +6,12 @@ The section `grpo` identifies a file of train_flow_grpo.py, `forward` one of tra
 values (rewardfl/config/schema.py). This module reads YAML, applies the overrides and reports each wrong key in a line.
 """
 
+import json
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -19,7 +20,7 @@ from pydantic_core import ErrorDetails
 from rewardfl.config.fields import Section, did_you_mean, shown
 from rewardfl.config.schema import SECTIONS, AnyConfig, FlowGrpoConfig, ForwardRlConfig, RewardFlConfig
 
-MOST_BYTES = 100_000  # our longest configuration has 4,000
+MOST_BYTES, MOST_BRACKETS = 100_000, 500  # our longest configuration has 4,000 and 20
 _DECIMAL = re.compile(r"[-+]?(0|[1-9]\d{0,18}|\d*\.\d*(e[-+]\d+)?|\.inf|\.nan)", re.IGNORECASE)
 _TYPES = {
     "int_type": "a whole number",
@@ -131,8 +132,16 @@ def _refusal(problem: str, at: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
-def _parse(text: str, where: str) -> Any:
-    """Return the value of YAML `text`. Raise ConfigError in one line where it is not valid."""
+def parse_value(text: str, where: str) -> Any:
+    """Return the YAML value of a command line's text. A text without quotes is taken as it is, " #" included."""
+    value = parse_yaml(text, where)
+    return text if isinstance(value, str) and not text.startswith(('"', "'")) else value
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Return the value of YAML `text`. Raise ConfigError in one line if it is not valid, too long or too deep."""
+    if len(text) > MOST_BYTES or text.count("[") + text.count("{") > MOST_BRACKETS:
+        raise ConfigError(f"{where} must have at most {MOST_BYTES} characters and {MOST_BRACKETS} brackets; shorten it")
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -155,7 +164,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 ({error}); save it as UTF-8") from error
-    raw = _parse(text, str(path))
+    raw = parse_yaml(text, str(path))
     if not isinstance(raw, dict):
         raise ConfigError(
             f"{path} must hold sections ({', '.join(RewardFlConfig.model_fields)}) with keys beneath them"
@@ -186,8 +195,37 @@ def _override(raw: dict[str, Any], text: str, schema: type[AnyConfig]) -> list[s
             return [f"override {shown(text)}: {_dotted([section, *outer[: i + 1]])} holds {shown(inner)}, no keys"]
         mapping[part] = dict(inner or {})
         mapping = mapping[part]
-    mapping[key] = _parse(value, f"override {shown(text)}")
+    reads_text = _is_text(schema, [section, *keys])
+    mapping[key] = _read_text(value, reads_text) if reads_text else parse_value(value, f"override {shown(text)}")
     return []
+
+
+def _is_text(schema: type[BaseModel], key: Sequence[str]) -> tuple[Any, ...]:
+    """Return the members of the type at `key` if it takes texts, choices, false and null only; else nothing."""
+    try:
+        kind = _annotation(schema, key)
+    except (LookupError, AttributeError):  # there is no such key, which the schema reports
+        return ()
+    members = [kind] if get_origin(kind) in (None, Literal) else [_bare(member) for member in get_args(kind)]
+    choices = [word for member in members if get_origin(member) is Literal for word in get_args(member)]
+    plain = [member for member in members if get_origin(member) is not Literal]
+    takes_text = str in plain or any(isinstance(word, str) for word in choices)
+    return (*plain, *choices) if takes_text and {*plain} <= {str, NoneType} else ()
+
+
+def _bare(kind: Any) -> Any:
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def _read_text(text: str, members: Sequence[Any]) -> str | bool | None:
+    """Return a text as it was written, without the quotes of a JSON text; null and false where the key takes them."""
+    if (text == "null" and NoneType in members) or (text == "false" and False in members):
+        return None if text == "null" else False
+    try:
+        value = json.loads(text) if text.startswith('"') else text
+    except ValueError:
+        return text
+    return value if isinstance(value, str) else text
 
 
 def describe(error: ValidationError, raw: Mapping[str, Any], schema: type[BaseModel]) -> Iterator[str]:

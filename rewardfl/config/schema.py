@@ -41,6 +41,7 @@ from rewardfl.config.fields import (
     Setting,
     Share,
     Side,
+    Step,
     Steps,
     Text,
     Whole,
@@ -85,7 +86,7 @@ class RunConfig(Section):
     # Tracker next to metrics.jsonl, on the first process. wandb has to be installed (pip install wandb).
     log_with: Free[Literal["tensorboard", "wandb", "none"]] = "tensorboard"
     # Sample videos written at each save.
-    sample_videos: Free[Whole] = 2
+    sample_videos: Free[Annotated[int, Field(ge=0, le=1_000)]] = 2
     # Threads per process without a GPU. null divides the usable cores (at most the container's CPU quota) among the
     # processes. The number changes the rounding.
     cpu_threads: Free[Annotated[Count, Field(le=1_024)] | None] = None
@@ -236,8 +237,8 @@ class SampleConfig(SharedSampleConfig):
 
     # First and last step (from 0) with a gradient. If final_timestep is not the last step, sampling ends there with the
     # x0 prediction.
-    mid_timestep: Whole = 4
-    final_timestep: Whole = 7
+    mid_timestep: Step = 4
+    final_timestep: Step = 7
     # Steps with a gradient, as an increasing list within 0..final_timestep, instead of mid..final.
     active_steps: Listed[int] | None = None
     # How the reward's gradient travels back from one active step to the one before: chain (exactly), bridge
@@ -904,6 +905,8 @@ def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
 
 
 def _epoch_conflicts(cfg: GroupRunConfig) -> Iterator[str]:
+    if (samples := cfg.group.groups * cfg.group.group_size) > 1_000_000:
+        yield f"groups x group_size must be at most 1000000 samples per epoch, got {samples}; make one of them smaller"
     per_epoch, max_steps = cfg.group.updates_per_epoch * cfg.group.inner_epochs, cfg.train.max_steps or 0
     if max_steps % per_epoch:
         below = max_steps - max_steps % per_epoch

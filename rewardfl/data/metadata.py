@@ -211,7 +211,7 @@ def _size_problem(cell: Mapping[str, str]) -> str:
 def notes(rows: Sequence[Row]) -> list[str]:
     """Return a message for each column of the rows that has no effect."""
     count = sum(row.negative_prompt != "" for row in rows)
-    words = "have a negative_prompt, which has no effect: clips are sampled without guidance"
+    words = "have a negative_prompt, which has no effect: sample.negative_prompt is that of all rows"
     return [f"{count} of {len(rows)} rows {words}"] if count else []
 
 

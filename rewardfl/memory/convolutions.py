@@ -16,9 +16,15 @@ class FrozenConvolutions(TorchFunctionMode):
     """Runs convolutions with frozen weights without saving their inputs; values and gradients are the same bits."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in (torch.conv2d, torch.conv3d) and not kwargs and not args[1].requires_grad:
+        if func in (torch.conv2d, torch.conv3d) and not kwargs and _is_plain(*args):
             return _FrozenConvolution.apply(func, *args)
         return func(*args, **(kwargs or {}))
+
+
+def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None = None, *how: Any) -> bool:
+    """Return whether weight and bias are frozen, the input has a batch, and stride, padding and dilation are tuples."""
+    is_frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
+    return is_frozen and x.ndim == weight.ndim and len(how) == 4 and all(isinstance(part, tuple) for part in how[:3])
 
 
 class _FrozenConvolution(torch.autograd.Function):

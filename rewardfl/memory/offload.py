@@ -4,7 +4,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, assert_never
 
 import torch
 from diffusers import ModelMixin
@@ -60,7 +60,9 @@ class InputsOnHost:
 
 def graph_context(active_graphs: str, device: torch.device) -> Callable[[], contextlib.AbstractContextManager]:
     """Return the context for a graph that is kept, by train.active_graphs; see InputsOnHost.whole_graph."""
-    return InputsOnHost(device).whole_graph if active_graphs == "keep_on_host" else contextlib.nullcontext
+    if active_graphs == "keep_on_host":
+        return InputsOnHost(device).whole_graph
+    return {"replay": contextlib.nullcontext, "keep_on_device": contextlib.nullcontext}[active_graphs]
 
 
 def checkpointing(device: torch.device, *, inputs_on_host: bool, keep_attention: bool) -> Callable[..., Tensor]:
@@ -92,6 +94,8 @@ def move_expert(expert: ModelMixin, where: Placement, device: torch.device, bloc
     if where == "fp8":
         # diffusers leaves out embeddings, norms, the output layer and adapters
         expert.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=expert.dtype)
+    elif where != "gpu":
+        assert_never(where)
     return expert.to(device)
 
 

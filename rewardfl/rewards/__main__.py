@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from rewardfl import data, trust
-from rewardfl.files import escape_control, escape_unencodable_output
+from rewardfl.files import escape_control, protect_console
 from rewardfl.rewards import REWARDS, Reward, build, find_reward
 from rewardfl.rewards.settings import parse_settings
 
@@ -22,7 +22,7 @@ _COLUMNS = ("name", "differentiable", "range", "weights", "licence")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    escape_unencodable_output()
+    protect_console()
     parser = argparse.ArgumentParser(
         prog="python -m rewardfl.rewards", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

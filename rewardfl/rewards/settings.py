@@ -12,10 +12,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, Unpack, get_args, get_origin, get_type_hints
 
-import yaml
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Strict, ValidationError, ValidationInfo, create_model
 
-from rewardfl.config import describe, did_you_mean, shown
+from rewardfl.config import describe, did_you_mean, parse_value, shown
 from rewardfl.config.schema import Count, Number, PathText, must_be
 
 
@@ -95,11 +94,8 @@ def parse_settings(texts: Sequence[str]) -> dict[str, object]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals:
-            raise ValueError(f"--settings {text!r}: write key=value")
-        try:
-            settings[key] = yaml.safe_load(value) if value else ""
-        except yaml.YAMLError as error:
-            raise ValueError(f"--settings {text!r}: the value is no YAML: {error}") from None
+            raise ValueError(f"--settings {shown(text)}: write key=value")
+        settings[key] = parse_value(value, f"--settings {shown(text)}") if value else ""
     return settings
 
 

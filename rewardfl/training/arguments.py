@@ -3,12 +3,12 @@
 import argparse
 
 from rewardfl import trust
-from rewardfl.files import escape_unencodable_output
+from rewardfl.files import protect_console
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
     """Return config, dry_run and overrides of the command line, with a script's docstring as its help."""
-    escape_unencodable_output()
+    protect_console()
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop before weights load")

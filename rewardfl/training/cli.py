@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from tqdm import tqdm
+
 from rewardfl import config as configuration
 from rewardfl import data, grpo
 from rewardfl.data.cache import CacheError
@@ -47,5 +49,14 @@ def exit_codes() -> Iterator[Result]:
     try:
         yield result
     except (*REFUSALS, invariants.InvariantError) as error:
+        close_bars()
         print(escape_control(f"error: {error}"), file=sys.stderr)
         result.exit_code = error.exit_code if isinstance(error, invariants.InvariantError) else 2
+    finally:
+        close_bars()
+
+
+def close_bars() -> None:
+    """End the lines of all progress bars, so that the next message begins its own."""
+    for bar in tuple(getattr(tqdm, "_instances", ())):
+        bar.close()

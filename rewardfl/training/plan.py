@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, overload
+from typing import Any, assert_never, overload
 
 from rewardfl import config as configuration
 from rewardfl import data, epoch_order, lora
@@ -387,6 +387,7 @@ def anchor_steps(cfg: AnyConfig, schedule: Schedule, trained: Sequence[str]) -> 
         if isinstance(cfg, ForwardRlConfig):
             return drawn_steps(cfg, schedule, trained)
         return tuple(i for i in configuration.active_steps(cfg) if i in trained_steps)
+    assert isinstance(sigmas, tuple), f"anchor.sigmas {sigmas} has no branch"
     return _listed_steps("anchor.sigmas", sigmas, trained_steps)
 
 
@@ -396,8 +397,10 @@ def drawn_steps(cfg: ForwardRlConfig, schedule: Schedule, trained: Sequence[str]
     Raise ConfigError where a listed step's expert is not trained, or a trained expert has no step.
     """
     steps = tuple(i for i, expert in enumerate(schedule.experts) if expert in trained)
-    if not isinstance(cfg.forward.sigmas, str):
-        steps = _listed_steps("forward.sigmas", cfg.forward.sigmas, steps)
+    if isinstance(sigmas := cfg.forward.sigmas, tuple):
+        steps = _listed_steps("forward.sigmas", sigmas, steps)
+    elif sigmas != "steps" and sigmas != "trained_range":
+        assert_never(sigmas)
     if idle := [name for name in trained if name not in {schedule.experts[i] for i in steps}]:
         raise ConfigError(
             f"model.trainable_models: {', '.join(idle)} answers at none of the steps {list(steps)} (forward.sigmas) "

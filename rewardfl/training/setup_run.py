@@ -1,11 +1,12 @@
 """Open a run folder, resume: compare the run's content with the checkpoint and load its state, open the log."""
 
 import json
+import os
 import sys
+import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,27 @@ def digest_base_model(backbone: Backbone) -> dict[str, str]:
 def open_run(cfg: AnyConfig, folder: RunFolder | None, job: Distributed, backbone: Backbone) -> ResumePoint:
     """Lock the run folder (None in a dry run) on the main process, and return where to resume on all processes."""
     base = digest_base_model(backbone)
-    take = partial(prepare_output_dir, folder, to_dict(cfg), base)
-    return replace(job.run_on_main(take, checkpoint.CheckpointError), base=base)
+
+    def take() -> ResumePoint:
+        point = prepare_output_dir(folder, to_dict(cfg), base)
+        output_dir = Path(cfg.run.output_dir)
+        for name in ("checkpoints", "samples", "logs"):
+            check_can_create(f"run.output_dir {output_dir}: its folder", output_dir / name)
+        check_can_create("data.cache_dir", Path(cfg.data.cache_dir or output_dir / "cache"))
+        return point
+
+    return replace(job.run_on_main(take, (checkpoint.CheckpointError, ConfigError)), base=base)
+
+
+def check_can_create(key: str, folder: Path) -> None:
+    """Raise ConfigError if files cannot be written to a folder, which may not exist yet. Leave nothing there."""
+    try:
+        existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        with tempfile.TemporaryDirectory(prefix=".try-", dir=existing):
+            return
+    except OSError as error:
+        why = f"{error.strerror or error}: {existing}"
+        raise ConfigError(f"{key} {folder} cannot be written ({why}); name another folder") from error
 
 
 def resume(

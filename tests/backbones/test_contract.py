@@ -399,7 +399,8 @@ def test_replay_is_autograd_through_the_chain(backbone, guidance, differentiated
         else:
             velocity = Velocity(
                 backbone=model, model=experts, conditioning=told, schedule=schedule,
-                negative=None if guidance == 1 else negative, guidance=guidance, away_gradient=both,
+                negative=None if guidance == 1 else negative, guidance=guidance,
+                guidance_gradient="both" if both else "conditional",
             )  # fmt: skip
             trajectory = reward_flow.rollout(velocity, x, schedule.sigmas, active)
             reward_flow.replay(

@@ -113,7 +113,7 @@ def test_casts(write, override, expected):
         ("sample.noises_per_sample=frsh", "'frsh', did you mean 'fresh'?", "'fresh' or a whole number"),
         ("sample.active_steps=5", "5", "list"),
         ("sample.active_steps=[1, true]", "True", "whole number"),
-        ("sample.gradient_mode=chian", "'chian', did you mean 'chain'?", "'chain', 'bridge', 'drtune', 'last' or"),
+        ("sample.gradient_mode=chian", "'chian', did you mean 'chain'?", "'chain', 'bridge', 'drtune', 'last'"),
     ],
 )
 def test_wrong_values_name_the_key_and_the_value(write, override, value, may_be):
@@ -490,3 +490,26 @@ def test_every_field_is_explained():
         while re.match(r"    \w+: ", lines[at]):
             at -= 1
         assert lines[at].startswith("    # "), f"{PLACES[name]}.{name} has no comment"
+
+
+@pytest.mark.parametrize("key, text, value", [
+    ("lora.init_from", "runs/face #1", "runs/face #1"), ("lora.init_from", "null", None),
+    ("run.output_dir", "2026", "2026"), ("run.output_dir", '"a b"', "a b"), ("run.output_dir", "null", "null"),
+    ("run.resume_from_checkpoint", "false", False), ("run.resume_from_checkpoint", "a #b", "a #b"),
+    ("data.file_name", json.dumps("没有.csv"), "没有.csv"), ("model.model_paths", '"half', '"half'),
+    ("reward.settings.url", "http://x/ #1", "http://x/ #1"), ("reward.settings.count", "3", 3),
+])  # fmt: skip
+def test_a_text_of_the_command_line_is_taken_as_it_is(write, key, text, value):
+    others = ["reward.name=remote"] if "settings" in key else []
+    section, name, *inner = key.split(".")
+    actual = getattr(getattr(load(write, *others, f"{key}={text}"), section), name)
+    assert (actual[inner[0]] if inner else actual) == value
+
+
+@pytest.mark.parametrize("override, words", [
+    ("sample.final_timestep=1000000000", "final_timestep must be at most 999"), ("run.seed=" + "[" * 4000, "brackets"),
+    ("run.sample_videos=1000000000", "sample_videos must be at most 1000"), ("run.seed=" + "1" * 200_000, "characters"),
+])  # fmt: skip
+def test_a_range_is_checked_before_it_is_expanded(write, override, words):
+    with pytest.raises(ConfigError, match=words):
+        load(write, override)

@@ -567,7 +567,7 @@ def test_optional_columns(folder):
     assert image.image == folder / "b.png" and image.reference_video is None and image.negative_prompt == ""
     assert (plain.image, plain.reference_video, plain.negative_prompt) == (None, None, "")
     assert data.notes([full, image, plain]) == [
-        "1 of 3 rows have a negative_prompt, which has no effect: clips are sampled without guidance"
+        "1 of 3 rows have a negative_prompt, which has no effect: sample.negative_prompt is that of all rows"
     ]
     assert data.notes([image, plain]) == []
 

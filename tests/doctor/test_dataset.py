@@ -99,7 +99,7 @@ def test_every_problem_and_every_warning(tmp_path):
         "line 11: warning: video: no face in the middle frame",
         "line 12: warning: video: no face in the first frame, the middle frame, the last frame",
         f"line 13: problem: no face was found in {tmp_path}/leaves.mp4",
-        "note: 1 of 12 rows have a negative_prompt, which has no effect: clips are sampled without guidance",
+        "note: 1 of 12 rows have a negative_prompt, which has no effect: sample.negative_prompt is that of all rows",
         "note: 1 of 8 clips have less than half of the pixels of 80 x 80, and are enlarged; the smallest is line 4, "
         "tiny.mp4: 40 x 40 (height x width)",
         "12 rows: 8 can be used, 4 cannot",

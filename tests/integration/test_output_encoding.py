@@ -1,6 +1,8 @@
 """Output that is not UTF-8 (Windows consoles, LANG=de_DE) escapes what it lacks; no command ends in a traceback."""
 
 import io
+import os
+import subprocess
 import sys
 
 import pytest
@@ -53,3 +55,19 @@ def test_scripts(encoding, monkeypatch):
     given = ("--config", ROOT / "configs" / "wan22_face_80gb.yaml", "--dry-run")
     code, text = printed(encoding, main, monkeypatch, *given)
     assert code == 0 and text == "\\u6ca1\\u6709\n"
+
+
+@pytest.mark.parametrize("where", ["head", "full"])
+def test_a_console_that_takes_no_more_ends_nothing(tmp_path, where):
+    """As with `| head`, and on a full disk: the work is finished, without a traceback."""
+    done = tmp_path / "done"
+    code = "import sys; from rewardfl.files import protect_console; protect_console()\n"
+    code += "for _ in range(999): print('x' * 999), print('x' * 999, file=sys.stderr)\n"
+    code += f"open({str(done)!r}, 'w')"
+    read, write = os.pipe()
+    os.close(read)
+    with open("/dev/full", "w") as full:
+        output = full if where == "full" else write
+        process = subprocess.run([sys.executable, "-c", code], stdout=output, stderr=output, cwd=ROOT, timeout=60)
+    os.close(write)
+    assert process.returncode == 0 and done.exists()

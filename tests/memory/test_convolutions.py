@@ -38,6 +38,26 @@ def test_a_trained_weight_has_its_gradient():
     assert module.weight.grad is not None
 
 
+@pytest.mark.parametrize(
+    "module, trains_bias, shape",
+    [
+        (nn.Conv2d(4, 6, 3), True, (1, 4, 5, 5)),
+        (nn.Conv2d(4, 6, 3, padding="same"), False, (1, 4, 5, 5)),
+        (nn.Conv3d(4, 6, 3), False, (4, 5, 5, 5)),
+    ],
+    ids=["trained bias", "padding same", "no batch"],
+)
+def test_what_needs_more_than_the_weight_is_left_to_torch(module, trains_bias, shape):
+    module.requires_grad_(requires_grad=False).bias.requires_grad_(trains_bias)
+    x = torch.randn(shape)
+    out, gradient = input_and_gradient(module, x)
+    of_bias, module.bias.grad = module.bias.grad, None
+    with FrozenConvolutions():
+        actual = input_and_gradient(module, x)
+    assert torch.equal(actual[0], out) and torch.equal(actual[1], gradient)
+    assert (of_bias is None) is not trains_bias and (of_bias is None or torch.equal(module.bias.grad, of_bias))
+
+
 def test_keywords_are_not_lost():
     x, weight = torch.randn(1, 4, 5, 5), torch.randn(6, 4, 3, 3)
 

@@ -12,6 +12,7 @@ from rewardfl.data import Row
 from rewardfl.training import setup_model, setup_processes
 from rewardfl.training.setup_data import check_held_out
 from rewardfl.training.setup_processes import check_sharding
+from rewardfl.training.setup_run import check_can_create
 
 REQUIRED = {
     "run": {"output_dir": "out"},
@@ -142,3 +143,13 @@ def test_evaluated_clips_that_are_trained_on():
     other_prompt = [dataclasses.replace(row, prompt="another") for row in trained]
     for held_out in (rows("d"), other_prompt, []):
         assert check_held_out(trained, held_out) == []
+
+
+@pytest.mark.parametrize("folder", ["/dev/null/x", "file/x", "/proc/x"])
+def test_a_folder_that_cannot_be_made_is_one_line_before_anything_loads(tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    with pytest.raises(ConfigError, match=f"^data.cache_dir {folder} cannot be written .*; name another folder$"):
+        check_can_create("data.cache_dir", Path(folder))
+    check_can_create("data.cache_dir", Path("new/cache"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

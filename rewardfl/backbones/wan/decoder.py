@@ -98,7 +98,8 @@ class WanDecoder:
         the last bit. None stores no caches.
         """
         latents = self._whole(latents, given)
-        count, stride = latents.shape[2], math.ceil(math.sqrt(latents.shape[2])) if caches == "segment" else 1
+        count = latents.shape[2]
+        stride = {None: 1, "keep": 1, "offload": 1, "segment": math.ceil(math.sqrt(count))}[caches]  # between caches
         first_kept = max(count - kept_chunks, int(self.frame_given))
         state: Caches = [None] * self.vae._cached_conv_counts["decoder"]
         chunks, stored = [], dict[int, StoredCaches]()

@@ -46,12 +46,13 @@ def load_pipeline(
     encoder.
     """
     variant, loaded = layout.variant, dict[str, Any]()
+    fuses = {"fuse": True, "adapter": False}[distill_mode]
     parts = ("text_encoder", "image_encoder", "vae", *variant.experts) if parts is None else parts
     for name in variant.parts.keys() & parts:
         loras = [adapter for adapter in distilled if adapter.expert == name]
         config = stock.read_part_config(layout.configs, variant.parts[name])
-        expert = load_expert(experts[name], config, dtype, loras if distill_mode == "fuse" else ())
-        for adapter in loras if distill_mode == "adapter" else ():
+        expert = load_expert(experts[name], config, dtype, loras if fuses else ())
+        for adapter in () if fuses else loras:
             lora.attach_frozen(expert, adapter)
         loaded[variant.parts[name]] = expert
     if "text_encoder" in parts:

@@ -26,7 +26,8 @@ def schedule(num_steps: int, shift: float, experts: Sequence[str], boundary: flo
     sigmas = linear_sigmas(num_steps, shift)
     timesteps = 1000 * sigmas[:-1]
     is_first = (timesteps >= 1000 * (boundary or 0.0)).tolist()
-    return Schedule(sigmas, timesteps, tuple(experts[0] if first else experts[1] for first in is_first))
+    names = tuple(experts[0] if first else experts[1] for first in is_first)
+    return Schedule(sigmas, timesteps, names, boundary or 0.0)
 
 
 def empty_expert(config: Mapping[str, Any]) -> WanTransformer3DModel:

@@ -78,7 +78,7 @@ class FaceIdentityReward(Reward):
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        return PARTS if self.people == "largest" else PARTS + PARTS_OF_ALL
+        return {"largest": PARTS, "all": PARTS + PARTS_OF_ALL}[self.people]
 
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
         """Return the FacePools of a real clip (3, F, H, W) as tensors over K people; None when later frames show none.

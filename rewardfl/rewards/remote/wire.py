@@ -143,7 +143,8 @@ def _prompts(metadata: dict[str, str], count: int) -> list[str]:
         version, prompts = request["version"], request["prompts"]
     except (ValueError, LookupError, TypeError, RecursionError):
         version, prompts = None, []
-    if version != WIRE_VERSION or len(prompts) != count or not all(isinstance(prompt, str) for prompt in prompts):
+    is_list = isinstance(prompts, list) and all(isinstance(prompt, str) for prompt in prompts)
+    if version != WIRE_VERSION or not is_list or len(prompts) != count:
         raise WireError(
             f"metadata key 'request' must be JSON with version {WIRE_VERSION} and prompts, {count} strings, got "
             f"{metadata.get('request', 'nothing')[:80]}"
