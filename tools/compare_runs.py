@@ -7,7 +7,7 @@ Each is a run that tools/evaluate.py has judged, or the --out of an evaluation. 
 motion, FaceSim along the clip, and of runs the curves of their training. Evaluations of other people, sampling or
 judges are refused, unless --anyway is given: then the page says how they differ.
 
-Exit code 0: written; 2: an evaluation is missing, they are not alike, or --out is a file of something else.
+Exit code 0: written; 2: an evaluation is missing, they are not alike, or --out exists.
 """
 
 import sys
@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("evaluations", nargs="+", type=Path, metavar="RUN_OR_EVALUATION", help="two or more folders")
     parser.add_argument("--out", type=Path, required=True, metavar="PAGE.html", help="the page to write")
     parser.add_argument("--anyway", action="store_true", help="compare what was not evaluated alike, and say so")
+    command_line.add_overwrite_option(parser)
     args = parser.parse_args()
     if len(args.evaluations) < 2:
         parser.error("RUN_OR_EVALUATION: name two or more")

@@ -3,7 +3,7 @@
 python tools/plot_metrics.py outputs/a
 python tools/plot_metrics.py outputs/a outputs/b --keys eval/held_out eval/motion --out curves.png
 
-Exit code 0: drawn; 2: a run, or a key in all of them, is not there, or --out is a file of something else.
+Exit code 0: drawn; 2: a run, or a key in all of them, is not there, or --out exists.
 """
 
 import sys
@@ -17,6 +17,7 @@ def main() -> int:
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     parser.add_argument("--keys", nargs="+", help="metrics, one picture each (default: the watched ones)")
     parser.add_argument("--out", type=Path, help="a .png, .svg or .pdf (default: curves.png in the first run's folder)")
+    command_line.add_overwrite_option(parser)
     return command_line.run("rewardfl.evaluation.metric_curves", parser.parse_args())
 
 

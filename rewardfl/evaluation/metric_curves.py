@@ -11,7 +11,7 @@ from typing import NamedTuple
 import matplotlib
 from matplotlib.figure import Figure
 
-from rewardfl.merging import output
+from rewardfl import outputs
 
 # "What to watch" of README.md and of docs/flow_grpo.md, for runs of either script
 WATCHED = (
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if out.suffix not in FORMATS:
         raise ValueError(f"--out {out}: give a name that ends in {', '.join(FORMATS)}")
     inputs = tuple(run / "metrics.jsonl" for run in args.runs)
-    file = output.File(option="--out", path=out, tool="rewardfl plot_metrics", inputs=inputs)
+    file = outputs.Target(option="--out", path=out, overwrite=args.overwrite, inputs=inputs)
     file.check()
     curves = dict(zip(run_labels(args.runs), map(read_metrics, args.runs), strict=True))
     keys = select_keys(args.keys, {key for lines in curves.values() for line in lines for key in line})

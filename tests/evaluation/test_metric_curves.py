@@ -68,7 +68,7 @@ def test_no_run_and_nothing_to_watch(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["metrics.jsonl", "mine.png", "curves.jpg"])
-def test_curves_replace_curves_alone(tmp_path, place):
+def test_curves_replace_nothing_without_a_word(tmp_path, place):
     MetricsFile(tmp_path / "metrics.jsonl").append(1, {"grad_norm": 1.0})
     (tmp_path / "mine.png").write_text("mine")
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
@@ -76,4 +76,4 @@ def test_curves_replace_curves_alone(tmp_path, place):
     assert error.startswith("error: --out") and error.count("\n") == 1
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
     for suffix in ("png", "svg", "pdf", "png", "svg", "pdf"):  # drawn again
-        run_tool(plot_metrics.main, tmp_path, "--out", tmp_path / f"new/c.{suffix}")
+        run_tool(plot_metrics.main, tmp_path, "--out", tmp_path / f"new/c.{suffix}", "--overwrite")
