@@ -93,12 +93,16 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_overwrite_option(parser: argparse.ArgumentParser, text: str = "replace files and folders that exist") -> None:
+    parser.add_argument("--overwrite", "--force", action="store_true", help=text)
+
+
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="a .safetensors file, or a folder")
     parser.add_argument("--dry-run", action="store_true", help="check everything, report, write nothing")
     parser.add_argument("--verify", action="store_true", help="read the output back and compare it with the input")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
-    parser.add_argument("--force", action="store_true", help="replace an earlier output of this tool")
+    add_overwrite_option(parser)
 
 
 def add_layout_options(parser: argparse.ArgumentParser) -> None:

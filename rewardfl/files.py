@@ -1,18 +1,23 @@
-"""Files and folders that are written whole or not at all, and text for terminals. No torch here."""
+"""Files and folders that are written whole or not at all, and text for terminals. No torch here.
 
+Nothing is written through a link in the last part of a path: a folder from somebody else may hold links to any file.
+"""
+
+import errno
 import hashlib
 import io
 import os
-import platform
+import secrets
 import shutil
 import sys
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a model's file, for its digest
+TEMPORARY = ".tmp-" + "[0-9a-f]" * 16  # pattern of the end of temporary_path's names
 
 
 class _Console(io.TextIOWrapper):
@@ -70,7 +75,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file to fill. It becomes `path` when the block ends without an exception, and vanishes otherwise."""
     temporary = temporary_path(path)
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -87,10 +92,8 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
     It replaces a folder at `path`. Raise FileExistsError for a link or a file there. Files get the umask's mode.
     """
     path = Path(path)
-    if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise FileExistsError(f"{path} is a link or a file, which no folder can replace")
-    temporary = temporary_path(path)
-    shutil.rmtree(temporary, ignore_errors=True)  # of a killed process with our pid: containers count from 1
+    _check_free(path, Path.is_dir)
+    temporary, old = temporary_path(path), temporary_path(path)
     temporary.mkdir(parents=True)
     try:
         yield temporary
@@ -100,22 +103,43 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
                 file.chmod(temporary.stat().st_mode & 0o666)  # safetensors' save_file leaves 0600
             fsync(file)
         fsync(temporary)
+        _check_free(path, Path.is_dir)
+        # A folder cannot be replaced in one step: a kill between these two leaves no `path`, never half of one.
         if path.exists():
-            # A folder cannot be replaced in one step: a kill between these two leaves no `path`, never half of one.
-            old = path.with_name(f"{temporary.name}-old")
             os.replace(path, old)
-            os.replace(temporary, path)
-            shutil.rmtree(old)
-        else:
-            os.replace(temporary, path)
+        os.replace(temporary, path)
         fsync(path.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # gone already unless something above failed
+        if temporary.exists():
+            shutil.rmtree(temporary, ignore_errors=True)
+            if old.exists():
+                os.replace(old, path)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def open_to_append(path: Path, buffering: int = -1) -> IO[bytes]:
+    """Open a file that is written bit by bit, or make it. Raise FileExistsError for a link, a folder or a device."""
+    _check_free(path, Path.is_file)
+    return open(path, "a+b", buffering, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+
+
+def _check_free(path: Path, is_replaceable: Callable[[Path], bool]) -> None:
+    if os.path.lexists(path) and (path.is_symlink() or not is_replaceable(path)):
+        raise FileExistsError(errno.EEXIST, "is a link, or not what is written there; move it away", str(path))
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link (never what it leads to), or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def temporary_path(path: Path) -> Path:
-    """Return the path of the unfinished `path`: next to it, on the same file system."""
-    return path.with_name(f"{path.name}.tmp-{platform.node()}-{os.getpid()}")
+    """Return a new path of the unfinished `path`: next to it, on the same file system."""
+    return path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
 
 
 def sha256(path: str | Path) -> str:

@@ -29,6 +29,7 @@ def main() -> int:
     parser.add_argument("--num-frames", help="default: 81")
     parser.add_argument("--fps", help="frames taken per second (default: frames as they are stored)")
     parser.add_argument("--sheet", type=Path, metavar="PNG", help="draw a contact sheet")
+    command_line.add_overwrite_option(parser, "replace --sheet if it exists")
     parser.add_argument("--faces", type=Path, metavar="PACK", help="look for faces, with this folder of .onnx files")
     parser.add_argument("--det-size", help="as reward.det_size (default: 640)")
     parser.add_argument("--device", help="for --faces (default: cuda where there is one, else cpu)")

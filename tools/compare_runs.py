@@ -14,7 +14,7 @@ Or two groups of arms of one evaluation, usually one training with several seeds
 People are paired by name, over the clips that all arms and the base have; each person's mean over a group's arms
 counts. Identity kept is on its scale, motion over the base's. Brackets are 95 % bootstrap intervals over people.
 
-Exit code 0: written or printed; 2: an evaluation or arm is missing, they are not alike, or --out is in the way.
+Exit code 0: written or printed; 2: an evaluation or arm is missing, they are not alike, or --out exists.
 """
 
 import sys
@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--anyway", action="store_true", help="compare what was not evaluated alike, and say so")
     for name in ("--first", "--second"):
         parser.add_argument(name, metavar="ARM,ARM", help="arms of one evaluation, compared with the other group")
+    command_line.add_overwrite_option(parser)
     args = parser.parse_args()
     if args.first or args.second:
         if not (args.first and args.second) or len(args.evaluations) > 1 or args.out or args.anyway:

@@ -17,7 +17,7 @@ The base model and every adapter are sampled from the same noises and compared w
 (RUN/evaluation) gets records.jsonl (a line per video), report.html (one page to send, with the videos in it),
 report.json, curves.png, grid.png, front.png (gain against motion) and videos/ARM/ROW_seedN.mp4. The same
 command resumes where it was stopped, and one with more seeds, adapters or strengths samples only those. In OUT only
-files are replaced that evaluate.py wrote and that were not changed since.
+files are replaced that evaluate.py wrote; changes to them are lost.
 What every figure means: docs/evaluate.md. Images are judged by the run's rewards, those of weight 0 in reward.others,
 which are not trained on, among them (more by reward.others.NAME.name=... as overrides): report.json with the win rate,
 grid.png and images/*.png (before | after). Text is read by two engines: disagreements.png shows where they read
@@ -77,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     count = command_line.option_type(schema.BatchSize)
     parser.add_argument("--seeds", type=count, default=2, help="noises per person or prompt (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="default: RUN/evaluation")
-    parser.add_argument("--force", action="store_true", help="remove an evaluation of other settings from OUT")
+    command_line.add_overwrite_option(parser, "remove an earlier evaluation from OUT, and replace files in the way")
     parser.add_argument(
         "--batch", type=count, default=4, help="clips or images sampled at a time (default: %(default)s)"
     )

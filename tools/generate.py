@@ -6,8 +6,8 @@ Models of images take a prompt alone, --num-frames 1 and --out NAME.png.
         --adapter outputs/tiny_face/checkpoints/latest --height 64 --width 64 --num-frames 9 --out talking.mp4
 
 --out NAME.mp4 is for looking at. Pixels are kept as they are by --out NAME.npy, an array of uint8 (frames, height,
-width, 3) in RGB, and by --out FOLDER, which gets a PNG for each frame: 0000.png, 0001.png, and so on. A file is
-replaced where this tool wrote it, a folder never.
+width, 3) in RGB, and by --out FOLDER, which gets a PNG for each frame: 0000.png, 0001.png, and so on. Only
+--overwrite replaces a file or folder that exists.
 """
 
 import sys
@@ -53,6 +53,7 @@ def main() -> int:
     parser.add_argument("--seed", type=seed, default=0, help=f"of the noise ({default})")
     parser.add_argument("--fps", type=rate, help="of NAME.mp4 (default: the model's)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help=default)
+    command_line.add_overwrite_option(parser)
     command_line.add_device_options(parser)
     args = parser.parse_args()
     if args.negative_prompt and args.guidance == 1:

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import rewardfl
-from rewardfl import backbones, command_line, config, data, trust
+from rewardfl import backbones, command_line, config, data, outputs, trust
 from rewardfl.backbones.protocol import Backbone, Experts, Schedule, Shape
 from rewardfl.backbones.wan.backbone import Wan
 from rewardfl.estimate.measure import measure
@@ -123,14 +123,16 @@ def open_case(args: argparse.Namespace) -> Case:
     """Open the case. Raise, before anything is written, the errors that training would raise."""
     cfg = config.load(args.config, args.overrides)
     device = torch.device(command_line.resolve_device(args.device))
-    if args.out.exists():
-        raise config.ConfigError(f"--out: {args.out} is there; name a new file")
     backbone = setup_model.open_model(cfg)
     plan = resolve(cfg, backbone, 1)
     rows = data.load_metadata(cfg.data.file_name)[: args.clips]
     inspect = partial(data.inspect_row, takes_image=backbone.takes_image)
     problems = [(row.line, text) for row in rows for text in inspect(row, cfg.data.num_frames, cfg.data.fps).problems]
     rows, _ = data.usable_rows(rows, problems, skip_bad_rows=cfg.data.skip_bad_rows)
+    inputs = [path for row in rows for path in row.files.values() if path]
+    inputs += [Path(args.config), Path(cfg.data.file_name)]
+    inputs += [file for files in backbone.weight_files.values() for file in files]
+    outputs.Target(option="--out", path=args.out, overwrite=args.overwrite, inputs=inputs).check()
     if isinstance(cfg, config.GroupRunConfig):
         batch = cfg.train.per_device_train_batch_size
         section = "forward" if isinstance(cfg, config.ForwardRlConfig) else "grpo"

@@ -15,10 +15,9 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import backbones, command_line, config, data
+from rewardfl import backbones, command_line, config, data, outputs
 from rewardfl.backbones.protocol import Backbone, Source
 from rewardfl.files import escape_control
-from rewardfl.merging import output
 from rewardfl.rewards import face
 from rewardfl.rewards.face import pack as face_pack
 from rewardfl.training import plan
@@ -72,13 +71,13 @@ def run(args: argparse.Namespace) -> int:
     return UNUSABLE if any(report.problems for report in reports) else USABLE
 
 
-def sheet_file(args: argparse.Namespace, rows: Sequence[data.Row], table: str) -> output.File:
+def sheet_file(args: argparse.Namespace, rows: Sequence[data.Row], table: str) -> outputs.Target:
     """Return the file of the contact sheet. Raise InputError where it may not be written, before any clip is read."""
     if Image.registered_extensions().get(args.sheet.suffix.lower()) not in Image.SAVE:
         raise ValueError(f"--sheet {args.sheet}: no picture is called so; give NAME.png")
     inputs = [Path(table), *([Path(args.config)] if args.config else []), *([args.faces] if args.faces else [])]
     inputs += [Path(path) for row in rows for path in row.files.values() if path]
-    file = output.File(option="--sheet", path=args.sheet, tool="rewardfl check_dataset", inputs=tuple(inputs))
+    file = outputs.Target(option="--sheet", path=args.sheet, overwrite=args.overwrite, inputs=inputs)
     file.check()
     return file
 

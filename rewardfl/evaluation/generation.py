@@ -2,18 +2,15 @@
 
 import argparse
 import io
-import os
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 
-from rewardfl import backbones, command_line, data, lora, reward_flow
+from rewardfl import backbones, command_line, data, lora, outputs, reward_flow
 from rewardfl.backbones.protocol import Source, Velocity
 from rewardfl.evaluation.arms import load_model
-from rewardfl.files import atomic_directory
-from rewardfl.merging import output
 from rewardfl.noise import draw_noise
 
 
@@ -22,22 +19,24 @@ def run(args: argparse.Namespace) -> int:
     args.device = command_line.resolve_device(args.device)
     paths = [args.image, args.model, args.tokenizer, args.distill_lora_high, args.distill_lora_low]
     inputs = tuple(Path(path) for path in (*paths, *(args.adapter or ())[:1]) if path)
-    file = output.File(option="--out", path=args.out, tool="rewardfl generate", inputs=inputs)
+    target = outputs.Target(
+        option="--out", path=args.out, overwrite=args.overwrite, inputs=inputs, is_folder=not args.out.suffix
+    )
     if args.out.suffix not in ("", ".mp4", ".npy", ".png"):
         raise ValueError(
             f"--out: {args.out}: give NAME.mp4, NAME.npy, for an image NAME.png, or for PNG files of all frames a "
             "folder without a dot in its name"
         )
-    if not args.out.suffix and os.path.lexists(args.out):
-        raise ValueError(f"--out: {args.out} is there already; name a new folder")
-    file.check()
+    target.check()
     video = generate(args)
     if not video.isfinite().all():
         raise ValueError("the video is not finite, so it would be black; look for NaN in the model and the adapter")
     if args.out.suffix:
-        file.write(encode(video, args.out.suffix, args.fps))
+        target.write(encode(video, args.out.suffix, args.fps))
     else:
-        write_pngs(args.out, video)
+        with target.fill() as folder:
+            for i, frame in enumerate(video.unbind(1)):
+                data.write_picture(folder / f"{i:04d}.png", frame[:, None])
     print(args.out)
     return 0
 
@@ -52,15 +51,6 @@ def encode(video: torch.Tensor, suffix: str, fps: float) -> bytes:
     else:
         np.save(content, frames)
     return content.getvalue()
-
-
-def write_pngs(folder: Path, video: torch.Tensor) -> None:
-    """Write (3, F, H, W) in [-1, 1] as `folder`/0000.png, ...: all or none. Raise FileExistsError where it exists."""
-    if folder.exists():
-        raise FileExistsError(f"{folder} is there already")
-    with atomic_directory(folder) as new:
-        for i, frame in enumerate(video.unbind(1)):
-            data.write_picture(new / f"{i:04d}.png", frame[:, None])
 
 
 @torch.no_grad()
@@ -78,6 +68,7 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
     )
     backbone, device = backbones.open(args.model_name, source), torch.device(args.device)
     args.fps = args.fps or backbone.frame_rate
+    outputs.check_inputs("--out", args.out, [file for files in backbone.weight_files.values() for file in files])
     backbone.check_clips(args.height, args.width, args.num_frames)
     if args.out.suffix == ".png" and args.num_frames != 1:
         raise ValueError(f"--out: {args.out} is one image, and --num-frames {args.num_frames} are more; give NAME.mp4")

@@ -15,13 +15,12 @@ from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl import config, data
+from rewardfl import config, data, outputs
 from rewardfl.backbones.protocol import Backbone
 from rewardfl.evaluation import arms
 from rewardfl.evaluation.arms import Arm, Job, Sampler
 from rewardfl.evaluation.figures import format_interval, interval
-from rewardfl.files import escape_control
-from rewardfl.merging import output
+from rewardfl.files import atomic_write, escape_control
 from rewardfl.rewards import RewardError, build_terms, resolve_rewards
 from rewardfl.rewards.base import NONFINITE
 from rewardfl.rewards.scoring import Reference, Term, score_safely
@@ -64,7 +63,7 @@ class Disagreement:
 
 
 @torch.no_grad()
-def run(args: argparse.Namespace, arm: Arm, folder: output.Folder) -> int:
+def run(args: argparse.Namespace, arm: Arm, folder: outputs.Folder) -> int:
     """Score pictures before and after an adapter by the run's rewards; return the exit code."""
     cfg, out, device = arms.load_config(args), folder.path, torch.device(args.device)
     rows = data.load_metadata(cfg.data.file_name, "--data")
@@ -103,11 +102,10 @@ def run(args: argparse.Namespace, arm: Arm, folder: output.Folder) -> int:
     report["disagreements"] = count_disagreements(disagreements)
     for pair in pairs:
         data.write_picture(out / PICTURE.format(pair.row.index, pair.seed), pair.picture[None])
-    (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    atomic_write(out / "report.json", json.dumps(report, indent=2) + "\n")
     draw_image_grid(pairs, out / "grid.png")
     if disagreements:
         draw_disagreements(disagreements, out / DISAGREEMENTS)
-    folder.seal(names)
     print(format_table(report))
     print(f"\nreport: {out / 'report.json'}\npictures: {out / 'grid.png'}, {out / 'images'}")
     return 0

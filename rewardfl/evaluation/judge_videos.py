@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from rewardfl import __version__, backbones, command_line, config, data, machine
+from rewardfl import __version__, backbones, command_line, config, data, machine, outputs
 from rewardfl.backbones.protocol import Source
 from rewardfl.data import cache
 from rewardfl.evaluation import judge_images, processes
@@ -23,12 +23,11 @@ from rewardfl.evaluation.arms import Arm, find_videos, load_config, make_arms
 from rewardfl.evaluation.figures import summarise
 from rewardfl.evaluation.judging import list_dependencies, load_judges, measured_rewards
 from rewardfl.evaluation.processes import connected
-from rewardfl.evaluation.records import FORMAT, SETTINGS, TOOL, Settings, merge_settings, record_file
+from rewardfl.evaluation.records import FORMAT, SETTINGS, Settings, merge_settings, record_file
 from rewardfl.evaluation.report.pictures import PEOPLE, draw_pictures
 from rewardfl.evaluation.report.report_page import format_report, report_page
 from rewardfl.evaluation.study import Study
 from rewardfl.files import atomic_write, digest_files, escape_control
-from rewardfl.merging import output
 from rewardfl.rewards import resolve_rewards
 from rewardfl.rewards.face.identity_kept import FEWEST
 from rewardfl.rewards.registry import ResolvedReward
@@ -57,14 +56,14 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     cfg, main = load_config(args), not share.quiet
     threads = machine.threads_of_process(cfg.run.cpu_threads, share.processes)
     torch.set_num_threads(min(torch.get_num_threads(), threads))
-    folder = output.Folder(args.out or args.run / "evaluation", TOOL)
+    folder = outputs.Folder(args.out or args.run / "evaluation", args.overwrite)
     usual, adapters = cfg.sample.num_inference_steps, args.adapter or []
     arms = make_arms(adapters, args.strengths, args.steps or [usual], usual, args.videos, args.run)
     rows = data.load_metadata(args.data, "--data")
     source = Path(args.config) if args.config else args.run / "run.json"
     read = [path for row in rows for path in row.files.values() if path]
     folders = [path for arm in arms for path in (arm.adapter, arm.videos) if path]
-    output.check_inputs("--out", folder.path, [source, *args.judge.values(), Path(args.data), *read, *folders])
+    outputs.check_inputs("--out", folder.path, [source, *args.judge.values(), Path(args.data), *read, *folders])
     if cfg.data.num_frames == 1:
         check_images(vars(args), arms, share.processes)
         lock.enter_context(folder.locked())
@@ -96,8 +95,8 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
         arms=tuple(arms), judges=judges, share=share, files=files, fps=fps,
     )  # fmt: skip
     names = study.names(rows)
-    records = [str(record_file(Path(), rank)) for rank in range(share.processes)]  # these grow: no hash
-    take = partial(take_folder, folder, [*names, *records], settings, force=args.force, lock=lock)
+    records = [str(record_file(Path(), rank)) for rank in range(share.processes)]
+    take = partial(take_folder, folder, [*names, *records, *REPORTS, SETTINGS], settings, lock)
     processes.run_on_main(take, main=main)
     rows = study.read_real(rows, backbone if enough_people else None)
     if backbone is not None:
@@ -105,10 +104,8 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     study.judge_files(rows)
     processes.gather([])  # wait for all
     if main:
-        folder.claim(REPORTS)
         finish(study, rows, settings, args.face_sizes, args.threshold)
         folder.remove(study.prepared(rows))
-        folder.seal([*REPORTS, *names, SETTINGS])
     return 0
 
 
@@ -149,19 +146,17 @@ def make_settings(
     }
 
 
-def take_folder(
-    folder: output.Folder, names: Sequence[str], settings: Settings, *, force: bool, lock: ExitStack
-) -> None:
-    """Lock the folder and claim the names that are going to be written. force: remove an earlier evaluation.
+def take_folder(folder: outputs.Folder, names: Sequence[str], settings: Settings, lock: ExitStack) -> None:
+    """Lock the folder and claim the names that are going to be written. With --overwrite remove an earlier evaluation.
 
-    Raise InputError for an existing file of another origin, and for records of other settings.
+    Raise InputError for a folder or file of something else, and for records of other settings.
     """
-    folder.check([*names, *REPORTS, SETTINGS])
+    folder.check(names)
     lock.enter_context(folder.locked())
-    if force:
-        folder.remove(folder.listed())
+    if folder.overwrite:
+        folder.remove([*names, *(folder.listed() or ())])
     merged = merge_settings(folder.path, settings)
-    folder.claim([*names, SETTINGS])
+    folder.claim(names)
     atomic_write(folder.path / SETTINGS, json.dumps(merged, indent=2) + "\n")
 
 

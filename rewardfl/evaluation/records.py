@@ -23,7 +23,7 @@ from typing import Any
 
 from pydantic import BaseModel, FiniteFloat, TypeAdapter, ValidationError, model_validator
 
-from rewardfl.files import atomic_write
+from rewardfl.files import atomic_write, open_to_append
 from rewardfl.weights.shards import InputError
 
 Record = dict[str, Any]
@@ -36,13 +36,11 @@ REAL, VAE = "real", "vae"
 
 FORMAT = 4  # raise it when a figure is added or computed in another way: such records must not be compared
 
-TOOL = "rewardfl evaluate 1"  # in the manifest of the folder
-
 FILE, SETTINGS = "records.jsonl", "settings.json"
 
 GROWING = ("model", "adapters", "videos")  # blocks of the settings that may gain and lose names
 
-WAY_OUT = "give --out another folder, or --force to remove that evaluation"
+WAY_OUT = "give --out another folder, or --overwrite to remove that evaluation"
 
 
 class Line(BaseModel):
@@ -97,15 +95,15 @@ def read_records(out: Path) -> dict[RecordKey, Record]:
 
 
 class Writer:
-    """Appends whole records to the file of a process, and removes a truncated line at its end."""
+    """Appends whole records to the file of a process, which it first writes again without a truncated line."""
 
     def __init__(self, out: Path, rank: int):
         self.path = record_file(out, rank)
-        if self.path.is_file() and not (content := self.path.read_bytes()).endswith(b"\n"):
-            atomic_write(self.path, content[: content.rfind(b"\n") + 1])
+        content = self.path.read_bytes() if self.path.is_file() else b""
+        atomic_write(self.path, content[: content.rfind(b"\n") + 1])
 
     def add(self, record: Record) -> None:
-        with self.path.open("ab", buffering=0) as file:  # one system call: a kill leaves the whole line or nothing
+        with open_to_append(self.path, buffering=0) as file:  # one system call: a kill leaves the whole line or nothing
             file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
 
 

@@ -23,7 +23,7 @@ _TOOL = "rewardfl convert_lora 1"
 
 def run(args: argparse.Namespace) -> None:
     """Convert a LoRA to other names. Raise InputError with nothing written."""
-    output = Output(path=args.out, report=args.json, force=args.force, tool=_TOOL)
+    output = Output(path=args.out, report=args.json, overwrite=args.overwrite, tool=_TOOL)
     loras = lora_files.read_lora(args.lora, args.alpha)
     output.check([args.lora, *(path for lora in loras for path in lora.files)])
     if output.is_file and len(loras) > 1:

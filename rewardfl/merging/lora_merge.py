@@ -9,7 +9,7 @@ from pathlib import Path
 from rewardfl import command_line
 from rewardfl.files import sha256
 from rewardfl.merging import merge_tensors, writing
-from rewardfl.merging.output import MANIFEST, Output
+from rewardfl.merging.output import Output
 from rewardfl.merging.writing import OutputFiles, TensorFile
 from rewardfl.weights import image_names, lora_files, merge, shards
 from rewardfl.weights.lora_files import Lora
@@ -40,7 +40,7 @@ class LoraOption:
 
 def run(args: argparse.Namespace) -> None:
     """Merge LoRAs into a checkpoint. Raise InputError with nothing written."""
-    output = Output(path=args.out, report=args.json, force=args.force, tool=_TOOL)
+    output = Output(path=args.out, report=args.json, overwrite=args.overwrite, tool=_TOOL)
     options = [read_loras(text, args.alpha) for text in args.lora]
     layout = next((each for each in LAYOUTS if all((args.base / name).is_dir() for name in each.values())), None)
     if layout and (args.rename != "keep" or output.is_file or args.expert):
@@ -205,7 +205,7 @@ def other_files(base: Path, merged: set[str]) -> Iterator[tuple[Path, Path]]:
             raise InputError(f"{source} is neither a file nor a folder, or a link to a folder that holds it; remove it")
 
     for child in sorted(base.iterdir()):
-        if child.name not in (*merged, MANIFEST) and not child.name.startswith("."):
+        if child.name not in merged and not child.name.startswith("."):
             yield from walk(child, Path(child.name), (base.resolve(),))
     for folder in sorted(merged):
         if (base / folder / "config.json").is_file():

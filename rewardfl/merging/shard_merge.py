@@ -15,7 +15,7 @@ _TOOL = "rewardfl merge_shards 1"
 def run(args: argparse.Namespace) -> None:
     """Merge the shards. Raise InputError with nothing written."""
     model = shards.open_checkpoint(args.input[0] if len(args.input) == 1 else args.input)
-    output = Output(path=args.out, report=args.json, force=args.force, tool=_TOOL)
+    output = Output(path=args.out, report=args.json, overwrite=args.overwrite, tool=_TOOL)
     config = model.files[0].with_name("config.json")
     output.check([*args.input, *model.files, config])
     weights = TensorFile(

@@ -9,14 +9,13 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 from tqdm import tqdm
 
-from rewardfl.files import atomic_file
 from rewardfl.weights import shards
 from rewardfl.weights.shards import ITEM_BYTES, Entry, InputError
 
@@ -60,13 +59,10 @@ def copy_entry(entry: Entry, name: str | None = None) -> Part:
     return Part(name=name or entry.name, dtype=entry.dtype, shape=entry.shape, pieces=entry.pieces)
 
 
-def write_file(
-    path: Path, weights: TensorFile, progress: Progress, before_replacing: Callable[[], None] = lambda: None
-) -> None:
-    """Write a safetensors file that appears at `path` only when it is complete, with progress(bytes) per piece.
+def write_file(file: BinaryIO, weights: TensorFile, progress: Progress) -> None:
+    """Write a safetensors file, with progress(bytes) per piece.
 
-    Tensors are laid out by falling item size, then by name, which aligns each of them. before_replacing: called when
-    the content is written; an exception in it leaves `path` as it is.
+    Tensors are laid out by falling item size, then by name, which aligns each of them.
     """
     ordered = sorted(weights.parts, key=lambda part: (-ITEM_BYTES[part.dtype], part.name))
     header: dict[str, object] = {"__metadata__": dict(weights.metadata)}
@@ -76,17 +72,15 @@ def write_file(
         end += part.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with atomic_file(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for part in ordered:
-            for content in part.pieces():
-                file.write(content)
-                progress(len(content))
-        before_replacing()
+    file.write(len(text).to_bytes(8, "little") + text)
+    for part in ordered:
+        for content in part.pieces():
+            file.write(content)
+            progress(len(content))
 
 
 def write_folder(folder: Path, files: OutputFiles, progress: Progress) -> None:
-    """Fill a folder. Hard-link weights where the disk has links and both places are on it; copy all other files.
+    """Fill a new folder. Hard-link weights where the disk has links and both places are on it; copy all other files.
 
     A link shares its content with the original, so files that people edit (configurations, tokenizer) must be copies.
     """
@@ -94,16 +88,20 @@ def write_folder(folder: Path, files: OutputFiles, progress: Progress) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, TensorFile):
-            write_file(path, content, progress)
-            continue
-        if isinstance(content, bytes):
+            with path.open("xb") as file:
+                write_file(file, content, progress)
+        elif isinstance(content, bytes):
             path.write_bytes(content)
-            continue
-        if content.suffix in _LINKED:
-            with suppress(OSError):
-                os.link(content.resolve(), path)
-                continue
-        shutil.copyfile(content, path)
+        elif content.suffix not in _LINKED or not _link(content, path):
+            shutil.copyfile(content, path)
+
+
+def _link(source: Path, path: Path) -> bool:
+    try:
+        os.link(source.resolve(), path)
+    except OSError:  # another disk, or one without links
+        return False
+    return True
 
 
 def count_bytes(files: OutputFiles) -> int:

@@ -5,7 +5,6 @@ import math
 import os
 import pickle
 import re
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, FiniteFloat, NonNegativeInt, ValidationError
 
-from rewardfl.files import atomic_directory, sha256, temporary_path
+from rewardfl.files import atomic_directory, remove, sha256, temporary_path
 
 
 def after_early_stop(output_dir: str) -> str:
@@ -43,6 +42,8 @@ def as_write_error(path: Path, kept: str) -> Iterator[None]:
     """Raise the block's OSErrors as WriteErrors. kept: in words, which data is not lost."""
     try:
         yield
+    except FileExistsError as error:
+        raise WriteError(f"{error.filename}: {error.strerror}; {kept}") from error
     except OSError as error:
         why = f"{error.strerror}: {error.filename}" if error.strerror and error.filename else error.strerror or error
         way_out = "free space there (run.keep_last: n keeps n checkpoints), or make it writable, and start again"
@@ -225,7 +226,6 @@ def point_links(output_dir: Path, last: Path | None) -> None:
 def _point(link: Path, name: str) -> None:
     temporary = temporary_path(link)
     try:
-        temporary.unlink(missing_ok=True)
         temporary.symlink_to(name)  # relative, so that the run's folder can be moved
         os.replace(temporary, link)
     finally:
@@ -241,4 +241,4 @@ def _rotate(output_dir: Path, keep_last: int | None) -> None:
         if path.name not in linked:
             doomed = temporary_path(path)
             os.replace(path, doomed)  # a kill in the middle leaves no half of a checkpoint
-            shutil.rmtree(doomed)
+            remove(doomed)

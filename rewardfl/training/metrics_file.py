@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from rewardfl.config import shown
-from rewardfl.files import atomic_write
+from rewardfl.files import atomic_write, open_to_append
 from rewardfl.training.checkpoint import CheckpointError, as_write_error
 
 
@@ -48,8 +48,8 @@ class MetricsFile:
         with as_write_error(self.path, "the lines since then are kept in memory and written when they can be"):
             if self._complete:
                 self._complete = False
-                with self.path.open("a", encoding="utf-8") as file:
-                    file.write(line)
+                with open_to_append(self.path) as file:
+                    file.write(line.encode())
                     file.flush()
                     os.fsync(file.fileno())  # checkpoints rely on these lines, even after a power cut
             else:

@@ -6,15 +6,15 @@ import fcntl
 import json
 import os
 import platform
+import re
 import shlex
-import shutil
 import subprocess
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 import psutil
 import torch
@@ -22,7 +22,7 @@ from pydantic import BaseModel, NonNegativeInt, ValidationError
 
 import rewardfl
 from rewardfl.config import MARKS, Equivalent, Resumed, shown
-from rewardfl.files import atomic_write
+from rewardfl.files import TEMPORARY, atomic_write, open_to_append, remove, temporary_path
 from rewardfl.training import checkpoint
 from rewardfl.training.checkpoint import CheckpointError, as_write_error, find_checkpoint, list_checkpoints, new_run
 from rewardfl.training.state import ResumePoint
@@ -38,7 +38,7 @@ class RunFolder:
     """
 
     path: Path  # from `take` on
-    _lock: TextIO
+    _lock: IO[bytes]
 
     def __init__(self):
         self._files = contextlib.ExitStack()
@@ -54,16 +54,16 @@ class RunFolder:
         self.path = Path(path)
         with as_write_error(self.path, "nothing was changed"):
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / _LOCK).open("a+", encoding="utf-8", errors="replace")
-            self._lock = self._files.enter_context(lock)
-            self._take_lock(lock)
+            _check_lock(self.path / _LOCK)
+            self._lock = self._files.enter_context(open_to_append(self.path / _LOCK))
+            self._take_lock(self._lock)
 
-    def _take_lock(self, lock: TextIO) -> None:
+    def _take_lock(self, lock: IO[bytes]) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            owner = lock.read(200).strip() or "a process that is just starting"
+            owner = lock.read(200).decode(errors="replace").strip() or "a process that is just starting"
             raise CheckpointError(f"run.output_dir {self.path} is in use by {owner}; take another folder") from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
@@ -72,7 +72,7 @@ class RunFolder:
             warnings.warn(f"run.output_dir {self.path} {why}", stacklevel=4)
         lock.truncate(0)
         started = datetime.fromtimestamp(psutil.Process().create_time()).isoformat(" ", "seconds")
-        lock.write(f"process {os.getpid()} on {platform.node()}, started {started}\n")
+        lock.write(f"process {os.getpid()} on {platform.node()}, started {started}\n".encode())
         lock.flush()
 
     def write_run_json(self, record: Mapping[str, Any]) -> None:
@@ -84,7 +84,7 @@ class RunFolder:
     def check_present(self) -> None:
         """Raise CheckpointError unless the folder is still the locked one. Call it before each write."""
         try:
-            if os.path.samestat((self.path / _LOCK).stat(), os.fstat(self._lock.fileno())):
+            if os.path.samestat((self.path / _LOCK).lstat(), os.fstat(self._lock.fileno())):
                 return
         except FileNotFoundError:
             pass
@@ -100,7 +100,7 @@ MAY_CHANGE_IF_NAMED = frozenset(key for key, marks in MARKS.items() if Resumed.I
 EQUIVALENT = {key: mark.values for key, marks in MARKS.items() for mark in marks if isinstance(mark, Equivalent)}
 RUN_JSON = "run.json"
 # temporary files of a killed process, safe to delete for the holder of the lock
-STRAYS = (f"{RUN_JSON}.tmp-*", "metrics.jsonl.tmp-*", "checkpoints/*.tmp-*", "samples/*/*.tmp-*")
+STRAYS = [name + TEMPORARY for name in (RUN_JSON, "metrics.jsonl", "checkpoints/*", "samples/*/*")]
 
 
 def prepare_output_dir(
@@ -140,23 +140,35 @@ def prepare_output_dir(
 
 
 def _check_writable(output_dir: Path) -> None:
-    """Raise WriteError for a folder that cannot be created or written to."""
+    """Raise CheckpointError for a folder that cannot be created or written to, or has a foreign file as its lock."""
     existing = next(path for path in (output_dir, *output_dir.parents) if os.path.lexists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         why = f"{existing} {'may not be written' if existing.is_dir() else 'is no folder'}"
         raise checkpoint.WriteError(f"run.output_dir {output_dir} could not be written ({why}); take another folder")
+    with as_write_error(output_dir, "nothing was changed"):
+        _check_lock(output_dir / _LOCK)
+
+
+def _check_lock(path: Path) -> None:
+    """Raise CheckpointError for a link, and for a file with other text than a lock has: it would be lost."""
+    if not os.path.lexists(path):
+        return
+    is_file = path.is_file() and not path.is_symlink()
+    text = path.open("rb").read(1000) if is_file else b""
+    if not is_file or not re.fullmatch(rb"(process \d{1,20} on .{,300}, started .{,60}\n)?", text):
+        raise CheckpointError(f"{path} is not the lock of a run; move it away, or take another run.output_dir")
 
 
 def _remove_strays(output_dir: Path) -> None:
-    """Check that the folder can be written, and delete the temporary files of a killed run."""
+    """Check that the folder can be written, and delete the temporary files of a killed run, but none behind a link."""
     with as_write_error(output_dir, "nothing was changed"):
         (output_dir / "checkpoints").mkdir(exist_ok=True)
-        (output_dir / f"{RUN_JSON}.tmp-probe").write_bytes(b"x" * 4096)  # fails now, not after the weights are loaded
-        for stray in [path for pattern in STRAYS for path in output_dir.glob(pattern)]:
-            if stray.is_dir() and not stray.is_symlink():
-                shutil.rmtree(stray)
-            else:
-                stray.unlink(missing_ok=True)
+        with temporary_path(output_dir / RUN_JSON).open("xb") as probe:
+            probe.write(b"x" * 4096)  # fails now, not after the weights are loaded
+        inside = output_dir.resolve()
+        for stray in [path for pattern in STRAYS for path in inside.glob(pattern)]:
+            if stray.parent.resolve() == stray.parent:
+                remove(stray)
 
 
 def _check_metrics(metrics: Path, folder: Path) -> None:

@@ -339,7 +339,7 @@ def test_records_of_other_settings_are_refused(tmp_path):
         ({"adapters": {"latest": "c"}}, "latest was a, and is c"),
         ({"judges": {"held_out": "1", "third": "1"}}, "third was not there"),
     ):
-        with pytest.raises(InputError, match=f"{said}.*--force"):
+        with pytest.raises(InputError, match=f"{said}.*--overwrite"):
             merge_settings(tmp_path, settings | other)
     for damaged in ("3", "null", "{", '{"judges": 3}'):
         (tmp_path / SETTINGS).write_text(damaged)
@@ -406,7 +406,7 @@ def test_a_damaged_record_is_refused(tmp_path, change):
     whole = pair("a", 0, 0.4, 0.6)[0]
     changed = whole | change if isinstance(change, dict) and change else change
     (tmp_path / "records.jsonl").write_text(f"{json.dumps(whole)}\n{json.dumps(changed)}\n")
-    with pytest.raises(ValueError, match=r"records\.jsonl: line 2 is no record .*--force"):
+    with pytest.raises(ValueError, match=r"records\.jsonl: line 2 is no record .*--overwrite"):
         read_records(tmp_path)
 
 

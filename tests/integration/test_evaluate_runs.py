@@ -18,7 +18,7 @@ from runs import CONFIG, QUICK, environment, launch, table
 from rewardfl import data, rewards
 from rewardfl.evaluation import arms, judge_videos
 from rewardfl.evaluation.records import Writer
-from rewardfl.merging import output
+from rewardfl.outputs import Folder
 from rewardfl_tools import evaluate
 
 pytestmark = pytest.mark.slow(40)
@@ -111,7 +111,7 @@ def test_what_is_known_is_not_sampled_again_and_others_are_refused(run, straight
         call(words(run, straight, *SAME))
         assert left(straight) == before
         said = call(words(run, straight, "sample.shift=3"), expect=2)
-        assert "sample.shift was 5.0, and is 3.0" in said and "--force" in said
+        assert "sample.shift was 5.0, and is 3.0" in said and "--overwrite" in said
         said = call(words(run, straight, "--periods", "4"), expect=2)
         assert "--periods was 8 16, and is 4" in said
     assert left(straight) == before
@@ -135,30 +135,31 @@ def all_files(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "rewardfl.lock"}
 
 
-@pytest.mark.parametrize("name", ["report.html", "settings.json", "videos/base/000_seed1.mp4", "grid.png"])
-def test_a_file_of_the_users_is_refused_with_and_without_force(run, tmp_path, name):
-    mine = tmp_path / "out" / name
-    mine.parent.mkdir(parents=True)
-    mine.write_text('{"editor.tabSize": 4}')
-    for force in ((), ("--force",)):
-        said = call(words(run, tmp_path / "out", *force), expect=2)
-        assert f"error: {mine} is in the way" in said
-        assert [*all_files(tmp_path)] == [mine]
+def test_a_folder_of_the_users_is_refused_and_overwrite_replaces_what_is_in_the_way(run, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    mine, others = out / "settings.json", out / "records-notes.txt"
+    out.mkdir()
+    for path in (mine, others):
+        path.write_text('{"editor.tabSize": 4}')
+    before = all_files(tmp_path)
+    assert f"error: --out {out} has content" in call(words(run, out), expect=2)
+    assert all_files(tmp_path) == before
+    monkeypatch.setattr(arms, "load_model", stop)
+    call(words(run, out, "--overwrite"), expect=130)
+    assert "sampling" in mine.read_text() and others.read_bytes() == before[others]
 
 
-def test_force_removes_what_the_evaluation_wrote(run, copied, monkeypatch):
-    """And nothing else: neither clips next to its own, nor a video that was changed since."""
+def test_overwrite_removes_what_the_evaluation_wrote(run, copied, monkeypatch):
+    """And nothing else: no clips next to its own. Edits of its own files are lost."""
     mine = [copied / name for name in ("videos/holiday.mp4", "prepared/thesis.txt", "notes.txt")]
-    mine += [copied / "videos" / "latest_x0" / "000_seed0.mp4"]
-    for path in mine:
+    for path in (*mine, copied / "videos" / "latest_x0" / "000_seed0.mp4"):
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
     monkeypatch.setattr(arms, "load_model", stop)
-    call(words(run, copied, "sample.shift=3", "--force"), expect=130)
+    call(words(run, copied, "sample.shift=3", "--overwrite"), expect=130)
     assert all(path.read_text() == "mine" for path in mine)
     files = {str(path.relative_to(copied)) for path in all_files(copied / "videos")}
-    real = {f"videos/real/{name}.mp4" for name in ("000", "001")}
-    assert files == {"videos/holiday.mp4", "videos/latest_x0/000_seed0.mp4"} | real
+    assert files == {"videos/holiday.mp4", "videos/real/000.mp4", "videos/real/001.mp4"}
 
 
 def stop(*_):
@@ -169,13 +170,13 @@ def test_no_input_is_written(run, copied):
     before = all_files(copied)
     videos = ["--videos", copied / "videos" / "base"]
     for out, inputs in ((copied, videos), (copied / "videos" / "base" / "x", videos), (run, []), (run / "run", [])):
-        said = call(words(run, out, *inputs, "--force"), expect=2)
+        said = call(words(run, out, *inputs, "--overwrite"), expect=2)
         assert said.startswith(f"error: --out {out} is, contains or is inside the input")
     assert all_files(copied) == before
 
 
 def test_one_evaluation_works_in_a_folder(run, copied):
-    with output.Folder(copied, "rewardfl evaluate 1").locked():
+    with Folder(copied, overwrite=False).locked():
         assert "another process" in call(words(run, copied, *SAME), expect=2)
 
 

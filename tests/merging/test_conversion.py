@@ -186,7 +186,7 @@ def test_places_that_are_refused(values, tmp_path):
         DIALECTS["d1"](both / part, values)
     assert "both experts" in run("--lora", both, "--to", "comfy", "--out", tmp_path / "a.safetensors", expect=2)
     run("--lora", both, "--to", "comfy", "--out", tmp_path / "folder")
-    assert "--force" in run("--lora", both, "--to", "comfy", "--out", tmp_path / "folder", expect=2)
+    assert "--overwrite" in run("--lora", both, "--to", "comfy", "--out", tmp_path / "folder", expect=2)
 
 
 def test_a_part_that_is_lost_is_noticed(values, tmp_path, monkeypatch):

@@ -248,11 +248,13 @@ def test_a_small_update_in_bfloat16_is_reported_lost(pipeline, values, tmp_path)
     report = tmp_path / "report.json"
     for extra in (["--dry-run"], []):
         out = tmp_path / f"out{len(extra)}.safetensors"
-        text = run("--base", bf16, "--expert", "low", "--lora", lora, "--out", out, "--json", report, *extra)
+        text = run(
+            "--base", bf16, "--expert", "low", "--lora", lora, "--out", out, "--json", report, "--overwrite", *extra
+        )
         assert "WARNING" in text and "--dtype fp32" in text
         assert json.loads(report.read_text())["kept"]["low_noise"]["share"] < 0.7
     out = tmp_path / "kept.safetensors"
-    assert "WARNING" not in run("--base", fp32, "--lora", lora, "--out", out, "--json", report)
+    assert "WARNING" not in run("--base", fp32, "--lora", lora, "--out", out, "--json", report, "--overwrite")
     assert json.loads(report.read_text())["kept"]["low_noise"]["share"] > 0.999
     assert_same(load_file(out), expected_weights(weights(fp32), tiny))
 
@@ -374,7 +376,8 @@ def test_verify_finds_what_is_wrong(pipeline, values, tmp_path):
     plan = merge_tensors.plan_merge(shards.open_checkpoint(pipeline / "transformer_2"), [(lora, 1.0)], "keep", "keep")
     merged, out = writing.TensorFile(plan.parts, {}), tmp_path / "out.safetensors"
     for name in ("blocks.0.attn1.to_q.weight", "proj_out.bias"):
-        writing.write_file(out, merged, lambda count: None)
+        with out.open("wb") as file:
+            writing.write_file(file, merged, lambda count: None)
         writing.verify(out, merged, lambda count: None)
         content = bytearray(out.read_bytes())
         content[shards.read_header(out)[0][name].offset + 3] ^= 0x40

@@ -253,7 +253,7 @@ def test_a_folder_in_use_is_refused_and_nothing_in_it_is_changed(tmp_path):
     save(tmp_path, 1)
     with RunFolder() as first:
         first.take(tmp_path)
-        stray = tmp_path / "checkpoints" / f"step-000002.tmp-{platform.node()}-{os.getpid()}"
+        stray = tmp_path / "checkpoints" / "step-000002.tmp-0123456789abcdef"
         stray.touch()
         before = tree(tmp_path)
         # by whom: the test's own process
@@ -293,15 +293,63 @@ def test_a_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch):
         start(tmp_path)
 
 
-def test_temporaries_of_a_cache_that_others_may_write_stay(tmp_path):
-    entry = tmp_path / "cache" / "text" / "0a" / "a.safetensors.tmp-elsewhere-1"
-    sample = tmp_path / "samples" / "step-000001" / "00.mp4.tmp-elsewhere-1"
-    foreign = tmp_path / "notes.tmp-1"
-    for path in (entry, sample, foreign, tmp_path / "run.json.tmp-elsewhere-1"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    start(tmp_path)
-    assert {path for path in tmp_path.rglob("*.tmp-*")} == {entry, foreign}
+@pytest.mark.parametrize("linked", ["", "checkpoints", "samples", "samples/step-000001"])
+def test_only_temporaries_of_the_run_are_removed_and_none_behind_a_link(tmp_path, linked):
+    out, end = tmp_path / "out", ".tmp-0123456789abcdef"
+    foreign = ("cache/0a/a.safetensors" + end, "notes" + end, "run.json.tmp-draft")
+    strays = ("run.json" + end, "metrics.jsonl" + end, "checkpoints/step-000002" + end, f"samples/step-000001/0{end}")
+    for name in (*foreign, *strays):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).touch()
+    if linked:
+        (out / linked).rename(tmp_path / "elsewhere")
+        (out / linked).symlink_to(tmp_path / "elsewhere")
+    (out / f"run.json{end[:-1]}0").symlink_to(tmp_path / "elsewhere")
+    start(out)
+    behind = {name for name in strays if linked and name.startswith(linked)}
+    assert {name for name in (*foreign, *strays) if (out / name).exists()} == {*foreign, *behind}
+    assert not (out / f"run.json{end[:-1]}0").is_symlink()
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "FIFO", "folder", "text", "more text", "hard link"])
+def test_a_foreign_file_as_lock_is_refused_and_stays(tmp_path, kind, resume):
+    """A folder from somebody else may hold a link to any file; a dry run refuses it, too."""
+    thesis, lock = tmp_path / "thesis.txt", tmp_path / "out" / "run.lock"
+    lock.parent.mkdir()
+    thesis.write_text("my thesis\n")
+    make = {
+        "link": lambda: lock.symlink_to(thesis), "link to nothing": lambda: lock.symlink_to("nowhere"),
+        "FIFO": lambda: os.mkfifo(lock), "folder": lock.mkdir, "text": lambda: lock.write_text("notes"),
+        "more text": lambda: lock.write_text("process 1 on a, started now\nnotes\n"),
+        "hard link": lambda: lock.hardlink_to(thesis),
+    }  # fmt: skip
+    make[kind]()
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointError, match=f"^{lock} is not the lock of a run; move it away"):
+        if resume is None:
+            prepare_output_dir(None, changed(run__output_dir=str(lock.parent)), BASE)
+        else:
+            start(lock.parent)
+    assert tree(tmp_path) == before and names(lock.parent) == ["run.lock"] and not (lock.parent / "nowhere").exists()
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "run.json.tmp-probe", "checkpoints/latest"])
+def test_no_link_in_a_run_folder_is_written_through(tmp_path, name):
+    thesis, link = tmp_path / "thesis.txt", tmp_path / "out" / name
+    thesis.write_text("my thesis\n")
+    link.parent.mkdir(parents=True)
+    link.symlink_to(thesis)
+    before = tree(tmp_path)
+    if name == "metrics.jsonl":
+        with pytest.raises(WriteError, match=f"^{link}: is a link"):
+            MetricsFile(link).append(1, {"lr": 1.0})
+        MetricsFile(link).start()
+        MetricsFile(link).append(1, {"lr": 1.0})
+    else:
+        start(tmp_path / "out", resume=False)
+        save(tmp_path / "out", 1)
+    assert tree(tmp_path)[Path("thesis.txt")] == before[Path("thesis.txt")]
 
 
 # ---- the folder goes while the run is on
@@ -757,7 +805,7 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatc
     message = "out could not be written .Not a directory.*nothing was changed; free space there"
     with pytest.raises(CheckpointError, match=message):
         start(tmp_path / "file" / "out")
-    monkeypatch.setattr(Path, "write_bytes", lambda *_: fail())
+    monkeypatch.setattr(run_folder, "temporary_path", fail)
     with pytest.raises(CheckpointError, match="could not be written .disk full"):
         start(tmp_path / "out")
 

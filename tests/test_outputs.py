@@ -1,0 +1,244 @@
+"""The rule of outputs: a new path, or what --overwrite names; an evaluation's folder; never an input, never a link."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import run_tool
+
+from rewardfl import files, outputs
+from rewardfl.outputs import MARK, Folder, Target
+from rewardfl.weights.shards import InputError
+from rewardfl_tools import generate
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+KINDS = {
+    "file": lambda path: path.write_text("mine"),
+    "folder": lambda path: path.mkdir(),
+    "link": lambda path: path.symlink_to("thesis.txt"),
+    "link to nothing": lambda path: path.symlink_to("nowhere"),
+    "FIFO": os.mkfifo,
+}
+
+
+@pytest.fixture
+def thesis(tmp_path):
+    (tmp_path / "thesis.txt").write_text("thesis")
+    return tmp_path / "thesis.txt"
+
+
+# ---- a file, or a folder that is written in one go
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_existing_path_is_refused_or_replaced(tmp_path, thesis, kind, is_folder):
+    path = tmp_path / "out"
+    KINDS[kind](path)
+    for overwrite in (False, True):
+        target = Target(option="--out", path=path, overwrite=overwrite, is_folder=is_folder)
+        before = contents(tmp_path)
+        if overwrite and kind == ("folder" if is_folder else "file"):
+            target.check()
+            with target.fill() if is_folder else target.open() as new:
+                (new / "a").write_text("ours") if is_folder else new.write(b"ours")
+            assert (path / "a" if is_folder else path).read_text() == "ours"
+        else:
+            with pytest.raises(InputError, match=f"^--out {path} .*; give another name"):
+                target.check()
+            assert contents(tmp_path) == before
+    assert thesis.read_text() == "thesis" and sorted(os.listdir(tmp_path)) == ["out", "thesis.txt"]
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_what_came_while_the_tool_worked_is_kept(tmp_path, is_folder):
+    target = Target(option="--out", path=tmp_path / "new" / "out", overwrite=False, is_folder=is_folder)
+    target.check()
+    with pytest.raises(InputError, match="exists"), target.fill() if is_folder else target.open():
+        KINDS["folder" if is_folder else "file"](target.path)
+    assert os.listdir(tmp_path / "new") == ["out"] and not (is_folder and any(target.path.iterdir()))
+
+
+@pytest.mark.parametrize("out", ["a/in", "a", "a/in/x", "hard", "alias/in", "alias/in/x", "linked", "b/../a/in"])
+def test_no_input_is_an_output(tmp_path, monkeypatch, out):
+    """Equal, above or inside, by another spelling, through a linked folder, and by a second name of a file."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        Path(name).mkdir()
+    source = Path("a/in")
+    source.mkdir() if out.endswith("x") else source.write_text("input")
+    Path("alias").symlink_to("a")
+    Path("linked").symlink_to("a/in")
+    if not source.is_dir():
+        Path("hard").hardlink_to(source)
+    before = contents(tmp_path)
+    target = Target(option="--out", path=Path(out), overwrite=True, inputs=[Path("b"), source])
+    with pytest.raises(InputError, match=f"--out {out} is, contains or is inside the input a/in; write to another"):
+        target.check()
+    with pytest.raises(InputError, match="is inside the input"):
+        outputs.check_inputs("--out", Path(out), [tmp_path / "a" / "in"])
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("out", [".", "..", "/", "loop/x", "thesis.txt/x", "here"])
+def test_a_path_where_nothing_can_be(tmp_path, thesis, monkeypatch, out):
+    """The last one is the current folder, by its name."""
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    path = tmp_path / "here" if out == "here" else Path(out if out in (".", "..", "/") else tmp_path / out)
+    with pytest.raises(InputError, match="^--out "):
+        Target(option="--out", path=path, overwrite=True, is_folder=True).check()
+
+
+def test_a_linked_parent_is_a_place(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "outputs").symlink_to("disk")
+    target = Target(option="--out", path=tmp_path / "outputs" / "a" / "b.txt", overwrite=False)
+    target.check()
+    target.write(b"ours")
+    assert (tmp_path / "disk" / "a" / "b.txt").read_text() == "ours"
+
+
+@pytest.mark.parametrize("kind", ["file", "FIFO", "link", "link to nothing"])
+def test_a_folder_is_written_over_no_link_and_no_file(tmp_path, kind):
+    KINDS[kind](tmp_path / "out")
+    with pytest.raises(FileExistsError), files.atomic_directory(tmp_path / "out"):
+        pytest.fail("the block ran")
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_folder_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").touch()
+    replace, calls = os.replace, []
+
+    def fail_once(*paths):
+        calls.append(paths)
+        if len(calls) == 2:
+            raise OSError("the disk is gone")
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", fail_once)
+    with pytest.raises(OSError, match="gone"), files.atomic_directory(tmp_path / "out") as folder:
+        (folder / "new").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "old"]
+
+
+@pytest.mark.parametrize("name", ["mine.mp4", "folder", "x.gif", "image.png", "model/x.mp4"])
+def test_generate_replaces_nothing_without_a_word(tmp_path, name):
+    for folder in ("folder", "model"):
+        (tmp_path / folder).mkdir()
+    for file in ("mine.mp4", "image.png"):
+        (tmp_path / file).write_text("mine")
+    arguments = ["--model", tmp_path / "model", "--image", tmp_path / "image.png", "--device", "cpu", "--prompt", "x"]
+    (line,) = run_tool(generate.main, *arguments, "--out", tmp_path / name, expect=2).splitlines()
+    assert line.startswith("error: --out") and name in line and "diffusers" not in line
+    assert (tmp_path / "mine.mp4").read_text() == (tmp_path / "image.png").read_text() == "mine"
+
+
+# ---- an evaluation's folder
+
+NAMES = ("report.html", "videos/base/000.mp4")
+
+
+@pytest.fixture
+def folder(tmp_path, thesis):
+    """A finished evaluation with a file of the user's."""
+    folder = Folder(tmp_path / "out", overwrite=False)
+    with folder.locked():
+        folder.claim(NAMES)
+    (folder.path / "videos" / "base").mkdir(parents=True)
+    for name in (*NAMES, "videos/holiday.mp4"):
+        (folder.path / name).write_text("ours" if name in NAMES else "mine")
+    return folder
+
+
+def test_an_evaluation_continues_in_its_folder_edited_or_not(folder):
+    (folder.path / NAMES[0]).write_text("edited")
+    with folder.locked():
+        folder.claim([*NAMES, "grid.png"])
+    assert folder.listed() == ["grid.png", *NAMES]
+    folder.remove(folder.listed())
+    assert folder.listed() == []
+    assert {path.name for path in contents(folder.path)} == {"holiday.mp4", MARK, "rewardfl.lock"}
+
+
+@pytest.mark.parametrize("mark", [None, "[]", "{", "[" * 100000, '{"files": {"a": null}}', "", "link", "FIFO"])
+def test_a_folder_without_its_mark_needs_overwrite(folder, thesis, mark):
+    """Then only the files in the way are replaced."""
+    path = folder.path / MARK
+    path.unlink()
+    if mark in KINDS:
+        thesis.write_text(json.dumps({"files": NAMES}))
+        path.symlink_to("../thesis.txt") if mark == "link" else KINDS[mark](path)
+    elif mark is not None:
+        path.write_text(mark)
+    before = contents(folder.path)
+    with pytest.raises(InputError, match=f"has content and no {MARK}; .*--overwrite"), folder.locked():
+        pytest.fail("the folder was taken")
+    assert contents(folder.path) == before
+    taken = Folder(folder.path, overwrite=True)
+    with taken.locked():
+        taken.remove(NAMES)
+        taken.claim(NAMES)
+    assert taken.listed() == [*NAMES] and (folder.path / "videos" / "holiday.mp4").read_text() == "mine"
+    assert not (folder.path / NAMES[0]).exists() and "files" in path.read_text() and not path.is_symlink()
+
+
+def test_a_file_in_the_way_needs_overwrite(folder):
+    (folder.path / "grid.png").write_text("mine")
+    before = contents(folder.path)
+    with pytest.raises(InputError, match="grid.png is in the way; .*--overwrite"):
+        folder.claim(["grid.png"])
+    assert contents(folder.path) == before
+    Folder(folder.path, overwrite=True).claim(["grid.png"])
+    assert "grid.png" in folder.listed()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", ["../thesis.txt", "{out}/../thesis.txt", "up/thesis.txt", "link", "", ".", "/"])
+def test_no_listed_name_leads_out(folder, thesis, name, overwrite):
+    (folder.path / "up").symlink_to("..")
+    (folder.path / "link").symlink_to(thesis)
+    name = name.format(out=folder.path)
+    (folder.path / MARK).write_text(json.dumps({"files": [*NAMES, name]}))
+    before, again = contents(thesis.parent), Folder(folder.path, overwrite)
+    for work in (again.check, again.claim, lambda _: again.remove([name])):
+        with pytest.raises(InputError, match=f"is a link or outside the folder; remove it, or its name in {MARK}"):
+            work(NAMES)
+    assert contents(thesis.parent) == before and (folder.path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("name", [NAMES[1], "videos/base", "videos"])
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "FIFO", "other"])
+def test_a_file_never_replaces_a_link_a_folder_or_a_device(folder, kind, name):
+    path = folder.path / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    KINDS[kind if kind in KINDS else "folder" if name == NAMES[1] else "file"](path)
+    for overwrite in (False, True):
+        with pytest.raises(InputError, match=f"{name} is in the way; |{name}.* is a link or outside"):
+            Folder(folder.path, overwrite).claim(NAMES)
+
+
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "FIFO", "folder"])
+def test_the_lock_is_no_link(tmp_path, thesis, kind):
+    (tmp_path / "out").mkdir()
+    KINDS[kind](tmp_path / "out" / "rewardfl.lock")
+    with pytest.raises(FileExistsError, match="is a link, or not what"), Folder(tmp_path / "out", False).locked():
+        pytest.fail("the folder was taken")
+    assert thesis.read_text() == "thesis" and not (tmp_path / "out" / "nowhere").exists()
+
+
+def test_one_process_fills_a_folder(tmp_path):
+    folder = Folder(tmp_path / "out", overwrite=False)
+    with folder.locked(), pytest.raises(InputError, match="another process"), folder.locked():
+        pass
+    with folder.locked():
+        pass
