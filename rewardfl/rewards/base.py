@@ -70,6 +70,11 @@ class Reward(nn.Module):
         """Return why the reward cannot use a prompt, "" for a usable one. Rows are checked before anything loads."""
         return ""
 
+    @staticmethod
+    def prompt_target(prompt: str) -> str:
+        """Return the words that the reward looks for, of a usable prompt, "" for none. A start prints the first."""
+        return ""
+
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
         """Return what `forward` needs of a sample's real clip (3, F, H, W) in [-1, 1] and its prompt, {} for nothing.
 
