@@ -77,6 +77,11 @@ class Reward(nn.Module):
         """Return {folder of a tokenizer: tokens of a prompt that the reward reads}; none where it reads all."""
         return {}
 
+    @staticmethod
+    def prompt_target(prompt: str) -> str:
+        """Return the words that the reward looks for, of a usable prompt, "" for none. A start prints the first."""
+        return ""
+
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
         """Return what `forward` needs of a sample's real clip (3, F, H, W) in [-1, 1] and its prompt, {} for nothing.
 

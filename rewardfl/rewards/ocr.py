@@ -3,18 +3,22 @@
 The score is that of Flow-GRPO's ocr reward (Liu et al. 2025, arXiv 2505.05470).
 """
 
+import functools
 import math
 import os
 import re
 import shutil
 import string
 import subprocess
+import unicodedata
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 import cv2
 import numpy as np
+import onnx
 import torch
 from torch import Tensor
 
@@ -26,18 +30,44 @@ from rewardfl.rewards.frames import select_frames
 _SMALL, _ENLARGED = 256, 3  # Tesseract sees pictures with a long side below so many pixels so much larger
 _LINE_CHARACTERS = string.ascii_letters + string.digits  # of a line that Tesseract reads without detection
 _TESSERACT_SECONDS = 60.0
-_find_quoted = re.compile(r'"([^"]*)"').search
+_DETECTOR, _RECOGNISER = "PP-OCRv6_det_small.onnx", "PP-OCRv6_rec_small.onnx"
+_SAME_LINE, _STACKED = 0.25, 0.5  # shares of the smaller box: of the height on one line, of the width above another
+_SINGLE, _DOUBLE = "'’‘‚‛`´＇", '"“”„‟«»‹›「」『』〝〞〟＂'
+_MARKS = rf"(?:[{_DOUBLE}]|''|``|‘‘|’’)+"  # neighbours count as one
+_OPENING = rf"(?<![\d¼-¾⅐-⅞{_DOUBLE}])(?:(?<!\d\s)|(?={_MARKS}\S)){_MARKS}"  # not the inches of 24" or 24 " wide
+_doubles = re.compile(f"{_OPENING}(.*?){_MARKS}", re.DOTALL)
+_singles = re.compile(rf"(?<![\w{_SINGLE}])[{_SINGLE}]+(?=\S)(.*?)(?<=\S)[{_SINGLE}]+(?!\w)", re.DOTALL)
+_find_loose = re.compile(rf"(?<!\w)[{_SINGLE}](?=\S)|(?<=[^\W\d])[{_SINGLE}](?!\w)").search  # a mark at a word's edge
+_elisions = re.compile(rf"(?<!\w)[{_SINGLE}](?=\d0s\b|[nN][{_SINGLE}])")  # the '90s, rock 'n' roll
+_composed = functools.partial(unicodedata.normalize, "NFKC")
+# apostrophes, quotation marks and dashes of Unicode, which are written and read for each other
+_ALIKE = str.maketrans("’‘‚‛ʼʻˈ′`´“”„‟«»〝〞〟″‐‑‒–—―−⁃⁄∕ı", "'" * 10 + '"' * 10 + "-" * 8 + "//i")
+
+
+def quotations(prompt: str) -> tuple[list[str], bool]:
+    """Return the texts that the prompt quotes, and whether a quotation mark has no partner.
+
+    A single mark opens at the start of a word and closes at the end of one; others are apostrophes.
+    """
+    prompt = re.sub(rf"\\+(?=[{_DOUBLE}{_SINGLE}])", "", prompt)
+    rest = _elisions.sub("", _doubles.sub(" ", prompt))
+    singles = _singles.findall(rest)
+    loose = [*singles, _singles.split(rest)[-1]] if singles else []
+    unpaired = re.search(_OPENING, rest) is not None or any(map(_find_loose, loose))
+    return _doubles.findall(prompt) + singles, unpaired
 
 
 def quoted_text(prompt: str) -> str:
-    """Return the text between the first pair of straight double quotes, in lower case without spaces; "" for none."""
-    match = _find_quoted(prompt)
-    return plain_text(match[1]) if match else ""
+    """Return plain_text of the text that the prompt quotes; "" for none, several or a mark without a partner."""
+    texts, unpaired = quotations(prompt)
+    return plain_text(texts[0]) if len(texts) == 1 and not unpaired else ""
 
 
 def plain_text(text: str) -> str:
-    """Return the text in lower case without white space."""
-    return "".join(text.split()).lower()
+    """Return the text as it is compared: NFKC, casefold, one apostrophe, quote and dash, nothing invisible or white."""
+    visible = "".join(c for c in text if unicodedata.category(c) != "Cf" and not "\ufe00" <= c <= "\ufe0f")
+    folded = _composed(_composed(visible.translate(_ALIKE)).casefold()).translate(_ALIKE)
+    return "".join(folded.replace("i\u0307", "i").replace("''", '"').split())  # a Turkish capital has a second dot
 
 
 def text_score(reading: str, target: str) -> float:
@@ -51,7 +81,7 @@ def text_score(reading: str, target: str) -> float:
 
 
 class Ocr(Reward):
-    """The share of the text in the prompt's first pair of straight double quotes that is read in the picture.
+    """The share of the text that the prompt quotes (quotations) that is read in the picture.
 
     The score is text_score of what rapidocr's PP-OCRv6 reads, on the CPU, in reading order; for videos, its mean over
     `frames` evenly spaced frames. detect: find the lines of text first; without it, the picture is read as one line,
@@ -91,13 +121,29 @@ class Ocr(Reward):
 
     @staticmethod
     def prompt_problem(prompt: str) -> str:
-        how = 'put the text to be read in straight double quotes, the first in the prompt, as in: a sign "OPEN"'
-        return "" if quoted_text(prompt) else f"the prompt quotes no text; {how}"
+        texts, unpaired = quotations(prompt)
+        if unpaired or len(texts) > 1:
+            marks = "a quotation mark without a partner" if unpaired else f"{len(texts)} quoted texts"
+            problem = f"has {marks}; leave marks around the text to be read only"
+        elif not quoted_text(prompt):
+            problem = 'quotes no text; put the text to be read in quotation marks, as in: a sign "OPEN"'
+        elif _alphabet() and (lacking := [c for c in _composed(texts[0]) if not {*plain_text(c)} <= _alphabet()]):
+            problem = f"quotes {' '.join(dict.fromkeys(lacking))}, which the engine's alphabet lacks; quote other text"
+        else:
+            return ""
+        return f"the prompt {problem}, got {prompt!r}"
+
+    @staticmethod
+    def prompt_target(prompt: str) -> str:
+        return quotations(prompt)[0][0].strip()
+
+    def fingerprint(self) -> dict[str, object]:
+        return {"name": self.name, "rule": 2}  # the version of quoted_text, whose texts are cached
 
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor]:
         """Return target (n,) uint8, the UTF-8 of quoted_text. Raise RewardError for a prompt without one."""
         if problem := self.prompt_problem(prompt):
-            raise RewardError(f"reward ocr: {problem}, got {prompt!r}")
+            raise RewardError(f"reward ocr: {problem}")
         return {"target": torch.tensor(list(quoted_text(prompt).encode()), dtype=torch.uint8)}
 
     def held(self, video: Tensor, batch: Sequence[Reference]) -> tuple[Tensor, Sequence[Reference]]:
@@ -125,7 +171,10 @@ class Ocr(Reward):
     def _measure(self, picture: np.ndarray, target: str) -> list[float]:
         """Return score and parts of an RGB picture (H, W, 3) uint8."""
         result = self._engine(cv2.cvtColor(picture, cv2.COLOR_RGB2BGR))
-        lines = [line for line in zip(result.txts or (), result.scores or (), strict=True) if plain_text(line[0])]
+        lines = list(zip(result.txts or (), result.scores or (), strict=True))
+        if self.detect and lines:
+            lines = [lines[i] for i in reading_order(result.boxes)]
+        lines = [line for line in lines if plain_text(line[0])]
         reading = plain_text("".join(text for text, _ in lines))
         confidence = sum(share for _, share in lines) / len(lines) if lines else math.nan
         figures = [text_score(reading, target), float(reading == target), len(reading), confidence]
@@ -133,6 +182,33 @@ class Ocr(Reward):
             other = plain_text(read_by_tesseract(picture, detect=self.detect))
             figures += [figures[0], text_score(other, target), float(other == target)]
         return figures
+
+
+def reading_order(boxes: np.ndarray) -> list[int]:
+    """Return the indices of boxes (N, 4, 2) in pixels, lines from top to bottom, each from left to right.
+
+    A box is on the line of a box next to it, if they share _SAME_LINE of the lower height.
+    """
+    low, high = boxes.min(1), boxes.max(1)  # (N, 2), x and y
+    size = np.maximum(high - low, 1)
+    shared = np.minimum(high[:, None], high) - np.maximum(low[:, None], low)
+    width, height = np.moveaxis(shared / np.minimum(size[:, None], size), -1, 0)  # (N, N)
+    lines: list[list[int]] = []
+    for i in np.lexsort(low.T[::-1]).tolist():
+        line = max(lines, key=lambda line: height[i, line].max(), default=[])
+        if not line or height[i, line].max() < _SAME_LINE or width[i, line].max() >= _STACKED:
+            lines.append(line := [])
+        line.append(i)
+    return sum(sorted(lines, key=lambda line: (low + high)[line, 1].mean()), [])
+
+
+@functools.cache
+def _alphabet() -> frozenset[str]:
+    """Return the characters that the engine can read, in plain_text; none if it is not installed."""
+    spec = find_spec("rapidocr")
+    file = Path(spec.origin if spec and spec.origin else "").parent / "models" / _RECOGNISER
+    properties = onnx.load(str(file)).metadata_props if file.is_file() else []
+    return frozenset(plain_text("".join(item.value for item in properties if item.key == "character")))
 
 
 def _load_engine(*, detect: bool):
@@ -143,7 +219,7 @@ def _load_engine(*, detect: bool):
     except ImportError as error:
         raise RewardError(f"reward ocr needs rapidocr and rapidfuzz ({error}); pip install 'rewardfl[ocr]'") from error
     folder = Path(rapidocr.__file__).parent / "models"
-    files = {f"{task}.model_path": str(folder / f"PP-OCRv6_{task.lower()}_small.onnx") for task in ("Det", "Rec")}
+    files = {f"{task}.model_path": str(folder / name) for task, name in (("Det", _DETECTOR), ("Rec", _RECOGNISER))}
     if missing := [file for file in files.values() if not os.path.isfile(file)]:
         raise RewardError(f"reward ocr: rapidocr lacks {missing[0]}; pip install --force-reinstall 'rewardfl[ocr]'")
     threads = {f"EngineConfig.onnxruntime.{kind}_op_num_threads": 1 for kind in ("intra", "inter")}

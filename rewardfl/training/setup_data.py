@@ -26,6 +26,7 @@ from rewardfl.training.setup_rewards import missing_columns, missing_references,
 from rewardfl.training.shard import map_shared
 
 MAX_SIZES = 5  # sizes that a note lists
+FIRST_ROWS = 5  # rows whose targets a start prints
 
 
 def size_notes(cfg: AnyConfig, rows: Sequence[data.Row]) -> list[str]:
@@ -101,6 +102,9 @@ def _scan_table(
     messages, table = [f"skipped: {line}" for line in bad], rows[0].table
     if bad:
         messages.append(f"note: {table}: {len(bad)} of {len(rows)} rows are left out (data.skip_bad_rows)")
+    for reward, cls in rewards:
+        if targets := [repr(target) for row in good[:FIRST_ROWS] if (target := cls.prompt_target(row.prompt))]:
+            messages.append(f"{reward.key}: {cls.name} looks for {', '.join(targets)} in the first rows of {table}")
     lines = {row.line for row in good}
     good_looks = [look for row, look in zip(rows, looks, strict=True) if row.line in lines]
     sizes = (cfg.data.height, cfg.data.width, cfg.data.max_pixels, cfg.data.fps, backbone.frame_rate)

@@ -32,24 +32,101 @@ tesseract = pytest.mark.skipif(not shutil.which("tesseract"), reason="tesseract 
 # ---- the wanted text ----
 
 
+@pytest.fixture(autouse=True)
+def alphabet(monkeypatch):
+    """The dictionary of the engine, which most machines lack."""
+    monkeypatch.setattr(ocr, "_alphabet", lambda: frozenset())
+
+
+QUOTED = [
+    ('a sign that says "OPEN"', "open"),
+    ('a board, "\t咖啡 店"', "咖啡店"),
+    ('"ÉCOLE!" in chalk', "école!"),
+    ('A 24" monitor on a desk shows the word "HELLO"', "hello"),
+    ('a 24 " and a 5" by ½" card: " HELLO "', "hello"),
+    ("a 24” monitor, a 5'' phone, a 6'2\" man and a 6' board, 'HELLO'", "hello"),
+    ('a poster "SALE 24""', "sale24"),
+    (r"a sign \"OPEN\"", "open"),
+    ('a sign ""OPEN""', "open"),
+    *((f"a sign {a}OPEN{b} at night", "open") for a, b in ("“”", "‘’", "„“", "»«", "«»", "‹›", "「」", "‚‘")),
+    ("``OPEN'' in neon", "open"),
+    ("« OPEN » in neon", "open"),
+    ('“OPEN" in neon', "open"),
+    ("写着“你好”的牌子", "你好"),
+    ("John's sign: 'DON'T WALK'.", "don'twalk"),
+    ("‘it’s time’ in neon", "it'stime"),
+    ("the dogs' bed, the '90s, rock 'n' roll and \"OPEN\"", "open"),
+]
+UNQUOTED = [
+    ("no quotes, John's or the dogs'", "quotes no text; put the text to be read in quotation marks"),
+    ('only "  " spaces', "quotes no text"),
+    ('a 12" record', "quotes no text"),
+    ('a quote that is "not closed', "has a quotation mark without a partner"),
+    ('an empty "" quote, "late"', "has a quotation mark without a partner"),
+    ('"SALE 24" monitor"', "has a quotation mark without a partner"),
+    ("'the dogs' toys'", "has a quotation mark without a partner"),
+    ('"Fresh  Bread" next to "Cold Beer"', "has 2 quoted texts"),
+    ("“Bread” next to 'Beer'", "has 2 quoted texts"),
+    ("'say \"OPEN\" now'", "has 2 quoted texts"),
+]
+
+
+@pytest.mark.parametrize("prompt, text", QUOTED)
+def test_the_text_is_between_quotation_marks(prompt, text):
+    assert (ocr.quoted_text(prompt), ocr.Ocr.prompt_problem(prompt)) == (text, "")
+    assert ocr.plain_text(ocr.Ocr.prompt_target(prompt)) == text
+
+
+@pytest.mark.parametrize("prompt, problem", UNQUOTED)
+def test_a_prompt_without_exactly_one_quoted_text_is_refused(prompt, problem):
+    message = ocr.Ocr.prompt_problem(prompt)
+    assert ocr.quoted_text(prompt) == "" and message.startswith(f"the prompt {problem}")
+    assert message.endswith(f", got {prompt!r}")
+
+
 @pytest.mark.parametrize(
-    "prompt, text",
+    "text, reading",
     [
-        ('a sign that says "OPEN"', "open"),
-        ('"Fresh  Bread" next to "Cold Beer"', "freshbread"),  # the first of two
-        ('a board, "\t咖啡 店"', "咖啡店"),
-        ('"ÉCOLE!" in chalk', "école!"),
-        ("no quotes", ""),
-        ('a quote that is "not closed', ""),
-        ('an empty "" quote, "late"', ""),
-        ('only "  " spaces', ""),
-        ("curly “quotes” and 'single' ones", ""),
+        ("IT’S ‘TIME‘", "IT'S `TIME´"), ("“A” „B“ «C» ''D''", '"A" "B" "C" "D"'), ("1–2—3−4‐5", "1-2-3-4-5"),
+        ("STRASSE", "straße"), ("STRAẞE", "strasse"), ("İstanbul Isparta", "istanbul ısparta"), ("ΟΔΟΣ", "οδος"),
+        ("ﬁre ﬄ", "fire ffl"), ("ＯＰＥＮ！", "open!"), ("cafe\u0301", "CAFÉ"), ("x̣̂", "x̣̂"),
+        ("soft\u00adly zero\u200bwidth\ufeff", "softly zerowidth"), ("a\u00a0b\u3000c\u202fd", "a b c d"),
+        ("½ 10² …", "1/2 102 ..."), ("❤\ufe0f", "❤"), ("你好，世界！", "你好,世界!"), ("№ 5 µm", "No 5 μm"),
+    ],
+)  # fmt: skip
+def test_what_a_person_calls_equal_scores_one(text, reading):
+    assert ocr.plain_text(text) == ocr.plain_text(reading) == ocr.plain_text(ocr.plain_text(text))
+
+
+def test_other_text_stays_other():
+    assert len({ocr.plain_text(text) for text in ("cafe", "café", "caff", "c-afe", "c'afe", 'c"afe')}) == 6
+
+
+def test_letters_that_the_engine_lacks_are_refused(monkeypatch):
+    monkeypatch.setattr(ocr, "_alphabet", lambda: frozenset(ocr.plain_text("AÉß'\"-1")))
+    assert ocr.Ocr.prompt_problem('"A’É SS — e\u0301\u00ad 1"') == ""
+    assert "the prompt quotes П И, which the engine's alphabet lacks" in ocr.Ocr.prompt_problem('"ПИП A"')
+
+
+def box(left, top, right, bottom):
+    return [[left, top], [right, top], [right, bottom], [left, bottom]]
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [box(0, 0, 90, 40), box(0, 50, 90, 90)],
+        [box(15, 239, 225, 294), box(256, 197, 502, 255)],  # FRESH COFFEE of cases/reports/09_ocr_pictures.py
+        [box(0, 20, 90, 60), box(100, 0, 190, 40), box(0, 70, 90, 110), box(100, 60, 190, 100)],
+        [box(0, 40, 90, 80), box(100, 20, 190, 60), box(200, 0, 290, 40)],  # a line that rises
+        [box(0, 0, 40, 100), box(50, 0, 200, 45), box(50, 55, 200, 100)],  # an initial of two lines
+        [box(0, 0, 200, 50), box(5, 30, 190, 80)],  # slanted lines one above the other
     ],
 )
-def test_the_text_is_what_the_first_pair_of_quotes_holds(prompt, text):
-    assert ocr.quoted_text(prompt) == text
-    problem = ocr.Ocr.prompt_problem(prompt)
-    assert problem == "" if text else problem.startswith("the prompt quotes no text; put the text to be read in")
+def test_words_are_read_line_by_line(boxes):
+    for order in itertools.permutations(range(len(boxes))):
+        shuffled = np.array([boxes[i] for i in order], dtype=np.float32)
+        assert [order[i] for i in ocr.reading_order(shuffled)] == list(range(len(boxes)))
 
 
 def edits(a, b):
@@ -103,7 +180,9 @@ def engine(monkeypatch):
         if picture[0, 0, 2] == 99:
             raise OSError("the engine broke")
         lines = READINGS[int(picture[0, 0, 2])]
-        return SimpleNamespace(txts=lines, scores=lines and [0.5 + 0.25 * (line == "OPEN") for line in lines])
+        boxes = np.array([box(20 * i, 0, 20 * i + 10, 9) for i in range(len(lines or ()))])
+        scores = lines and [0.5 + 0.25 * (line == "OPEN") for line in lines]
+        return SimpleNamespace(txts=lines, scores=scores, boxes=boxes)
 
     monkeypatch.setattr(ocr, "_load_engine", lambda *, detect: read)
     return calls
@@ -236,6 +315,16 @@ def test_rapidocr_reads_what_is_drawn(monkeypatch):
     wrong = ocr.Ocr(detect=False)
     assert wrong(draw("OPEN", 18, 96, 32, 0), [wrong.reference(NOTHING, '"SHUT"')]).score < 0.3
     assert wrong(-torch.ones(1, 3, 1, 32, 96), [wrong.reference(NOTHING, '"SHUT"')]).parts["read_characters"] == 0
+
+
+@rapidocr
+@pytest.mark.long
+def test_rapidocr_reads_marks_of_unicode_and_its_alphabet_is_known(monkeypatch):
+    monkeypatch.undo()  # the dictionary of the weights
+    output = score_drawn(ocr.Ocr(), ["IT’S TIME", "10–20 °C", "straße", "CAFÉ OLÉ"], (40,), 512, 256)
+    assert output.score.tolist() == [1] * 4
+    assert "quotes П Р И В Е Т, which" in ocr.Ocr.prompt_problem('"ПРИВЕТ"')
+    assert ocr.Ocr.prompt_problem('"Ünïté №5 咖啡店’s ½ かな"') == ""
 
 
 @rapidocr
