@@ -1,7 +1,6 @@
 """Evaluations next to each other on one page (tools/compare_runs.py)."""
 
 import argparse
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from rewardfl.evaluation.arm_groups import compare_groups
 from rewardfl.evaluation.report import pictures
 from rewardfl.evaluation.report.report_page import TableRow, embed, figure_cell, render
 from rewardfl.evaluation.report.verdicts import CANARIES, MEANINGS, MOVES, healthy, main_judge, verdict
+from rewardfl.evaluation.report_file import find_report, read_report
 
 ALIKE = ("data", "sampling", "judges")  # blocks of the settings that must agree
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         folder = folder if (folder / records.FILE).is_file() else folder / "evaluation"
         print(compare_groups(folder, args.first.split(","), args.second.split(",")))
         return 0
-    reports = (report_file(folder) for folder in args.evaluations)
+    reports = (find_report(folder) for folder in args.evaluations)
     inputs = (*reports, *(folder / "metrics.jsonl" for folder in args.evaluations))
     page = outputs.Target(option="--out", path=args.out, overwrite=args.overwrite, inputs=inputs)
     page.check()
@@ -56,26 +56,6 @@ def read_all(folders: Sequence[Path]) -> list[Evaluated]:
     for name, folder in zip(metric_curves.run_labels(folders), folders, strict=True):
         evaluations.append(Evaluated(name, read_report(folder), metric_curves.read_metrics(folder)))
     return evaluations
-
-
-def report_file(folder: Path) -> Path:
-    """Return the file of an evaluation's report. Raise FileNotFoundError where the folder holds none."""
-    for path in (folder / "report.json", folder / "evaluation" / "report.json"):
-        if path.is_file():
-            return path
-    raise FileNotFoundError(f"{folder}: holds no report.json; name a run that was evaluated, or evaluate's --out")
-
-
-def read_report(folder: Path) -> dict:
-    """Read the report of an evaluation of videos. Raise ValueError for another version's."""
-    path = report_file(folder)
-    try:
-        report = json.loads(path.read_bytes())
-    except ValueError:
-        raise ValueError(f"{path}: is damaged; evaluate again") from None
-    if report.get("settings", {}).get("records") != {"format": str(records.FORMAT)}:
-        raise ValueError(f"{path}: is of images, or of another version of evaluate.py; evaluate again")
-    return report
 
 
 def describe_mismatch(evaluations: Sequence[Evaluated]) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from rewardfl import data
 from rewardfl.config import RewardSpec
 from rewardfl.config.schema import SharedRewardConfig
+from rewardfl.evaluation.records import FACE
 from rewardfl.rewards import RewardError, build_terms, face
 from rewardfl.rewards.face.look import compare_look, cut_patches
 from rewardfl.rewards.face.pack import file_hashes
@@ -19,8 +20,6 @@ from rewardfl.rewards.pixels.artifacts import measure_artifacts
 from rewardfl.rewards.pixels.video_motion import video_motion
 from rewardfl.rewards.registry import ResolvedReward
 from rewardfl.rewards.scoring import Term, score_safely
-
-FACE = ("face_sim", "coverage", "speed", "nonrigid")  # the figures of a recogniser
 
 References = dict[str, Tensor]  # references of a row; name/part for a judge with several tensors
 

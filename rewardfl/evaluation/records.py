@@ -19,10 +19,11 @@ Each process appends to its own file; the main process joins them at the end.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, FiniteFloat, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
+from rewardfl.config import shown
 from rewardfl.files import atomic_write, open_to_append
 from rewardfl.weights.shards import InputError
 
@@ -43,6 +44,11 @@ GROWING = ("model", "adapters", "videos")  # blocks of the settings that may gai
 WAY_OUT = "give --out another folder, or --overwrite to remove that evaluation"
 
 
+Number = Annotated[float, Field(ge=-1e30, le=1e30)]  # float32 holds it
+
+FACE = ("face_sim", "coverage", "speed", "nonrigid")  # the figures of a recogniser
+
+
 class Line(BaseModel):
     row: str
     line: int
@@ -52,24 +58,43 @@ class Line(BaseModel):
     seed: int | None
     steps: int
     decoded: bool
-    figures: dict[str, FiniteFloat | None]
-    curves: dict[str, list[FiniteFloat]]
+    file: str
+    figures: dict[str, Number | None]
+    curves: dict[str, Annotated[list[Number], Field(min_length=1)]]
     detected: dict[str, list[bool]]
     size: tuple[int, int] | None = None
-    face_width: FiniteFloat | None = None
-    embedding: dict[str, list[FiniteFloat]] = {}
-    pool: dict[str, list[FiniteFloat]] = {}
+    fps: Number | None = None
+    face_width: Number | None = None
+    embedding: dict[str, list[Number]] = {}
+    pool: dict[str, list[Number]] = {}
 
     @model_validator(mode="after")
     def _is_complete(self) -> "Line":
-        """Raise ValueError for a generated video without a seed, and for a real clip without its own fields."""
-        needed = {REAL: {"size", "face_width"}, VAE: {"embedding", "pool"}}.get(self.arm, set())
-        if (self.seed is None) != bool(needed) or not needed <= self.model_fields_set:
+        """Raise ValueError for a generated video without a seed, and for one without a recogniser's figures."""
+        is_real, is_vae = self.arm == REAL, self.arm == VAE
+        lacking = (is_real and not (self.size and self.face_width)) or (is_vae and not (self.embedding and self.pool))
+        if lacking or (self.seed is None) != (is_real or is_vae):
             raise ValueError("seed, size, face_width, embedding or pool is missing")
-        vectors = (self.embedding, self.pool) if self.arm == VAE else ()
-        if not self.curves or any(v.keys() != self.curves.keys() for v in (self.detected, *vectors)):
+        vectors = (self.embedding, self.pool) if is_vae else ()
+        if any(values.keys() != self.curves.keys() for values in (self.detected, *vectors)):
             raise ValueError("it does not hold the same recognisers everywhere")
+        keys = (*FACE, "cap") if is_real else FACE
+        if any(self.figures.get(f"{judge}/{key}") is None for judge in self.curves for key in keys):
+            raise ValueError("it lacks figures of a recogniser")
         return self
+
+    def lengths(self) -> list[tuple[str, int]]:
+        """Return numbers of frames and sizes of vectors by recogniser; those of one name must agree."""
+        lengths = [(judge, len(curve)) for judge, curve in self.curves.items()]
+        lengths += [(judge, len(frames) - 1) for judge, frames in self.detected.items()]
+        vectors = [*self.embedding.items(), *self.pool.items()]
+        return lengths + [(f"{judge}'s vectors", len(vector)) for judge, vector in vectors]
+
+
+def problem_words(error: ValidationError) -> str:
+    """Return the first problem as key and message."""
+    problem = error.errors()[0]
+    return shown(f"{'.'.join(map(str, problem['loc']))} {problem['msg']}".strip())
 
 
 def record_file(out: Path, rank: int) -> Path:
@@ -80,17 +105,17 @@ def record_file(out: Path, rank: int) -> Path:
 def read_records(out: Path) -> dict[RecordKey, Record]:
     """Return all records of the folder, without truncated lines. Raise InputError for a line that is no record."""
     records: dict[RecordKey, Record] = {}
+    lengths: dict[str, int] = {}
     for path in _files(out):
         *lines, _ = path.read_bytes().split(b"\n")  # the last is empty or truncated
-        for i, line in enumerate(lines, 1):
+        for i, text in enumerate(lines, 1):
             try:
-                Line.model_validate_json(line)
+                line = Line.model_validate_json(text)
             except ValidationError as error:
-                problem = error.errors()[0]
-                words = f"{'.'.join(map(str, problem['loc']))} {problem['msg']}".strip()
-                raise InputError(f"{path}: line {i} is no record ({words}); {WAY_OUT}") from None
-            record = json.loads(line)
-            records[record["row"], record["arm"], record["seed"]] = record
+                raise InputError(f"{path}: line {i} is no record ({problem_words(error)}); {WAY_OUT}") from None
+            if any(lengths.setdefault(name, length) != length for name, length in line.lengths()):
+                raise InputError(f"{path}: line {i} is no record (other lengths than the lines above); {WAY_OUT}")
+            records[line.row, line.arm, line.seed] = line.model_dump(exclude_unset=True)
     return records
 
 

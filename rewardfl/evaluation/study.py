@@ -222,12 +222,11 @@ class Study:
         a record without the figures of these judges.
         """
         by_id, files, joined = {row.id: row for row in rows}, self.files, []
-        names = {f"{judge}/{key}" for judge in self.judges.faces for key in judging.FACE}
         for record in records.join_records(self.out):
             row, arm, seed = record["row"], record["arm"], record["seed"]
             if row not in by_id or (arm in files and (seed is None or (row, seed) not in files[arm])):
                 continue
-            if record["curves"].keys() != self.judges.faces.keys() or not names <= record["figures"].keys():
+            if record["curves"].keys() != self.judges.faces.keys():
                 raise ValueError(f"{self.out}: a record of {row} lacks figures of the judges; {records.WAY_OUT}")
             joined.append(record | head(by_id[row]) | {"file": str(self.file(by_id[row], arm, seed))})
         return joined

@@ -5,9 +5,9 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rewardfl.config import shown
 from rewardfl.files import atomic_write, open_to_append
@@ -16,9 +16,9 @@ from rewardfl.training.checkpoint import CheckpointError, as_write_error
 
 class _Line(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
-    __pydantic_extra__: dict[str, int | float | None]
+    __pydantic_extra__: dict[str, Annotated[float, Field(ge=-1e30, le=1e30)] | None]  # charts draw them
 
-    step: NonNegativeInt
+    step: Annotated[int, Field(ge=0, le=2**53)]
 
 
 class MetricsFile:

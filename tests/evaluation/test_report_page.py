@@ -1,18 +1,20 @@
 """report.html and the page of tools/compare_runs.py, from reports as evaluate makes them; nothing is sampled."""
 
 import base64
+import contextlib
 import io
 import itertools
 import json
 import math
 import re
+import sys
 from html.parser import HTMLParser
 
 import pytest
 from conftest import ROOT, run_tool
 from test_judging import ARMS, JUDGE, pair, real, record, summary
 
-from rewardfl.evaluation import metric_curves
+from rewardfl.evaluation import comparison, metric_curves
 from rewardfl.evaluation.arms import Arm
 from rewardfl.evaluation.records import FORMAT
 from rewardfl.evaluation.report import pictures
@@ -357,14 +359,51 @@ def test_what_is_no_evaluation_is_refused(runs):
     assert f"{runs}: holds no report.json" in text
     folder = runs / "b" / "evaluation"
     report = json.loads((folder / "report.json").read_text())
-    for other in (report | {"prompts": 3, "settings": {}}, report | {"settings": {"records": {"format": "0"}}}):
-        write_report(folder, other)
-        text = run_tool(compare_runs.main, runs / "a", runs / "b", *out, expect=2)
-        assert f"{folder / 'report.json'}: is of images, or of another version" in text
-    (folder / "report.json").write_text("{")
+    text = run_tool(compare_runs.main, runs / "a", *out, expect=2)
+    assert "name two or more" in text
+    (folder / "report.json").write_text(json.dumps(report | {"settings": SETTINGS | {"records": {"format": "0"}}}))
     text = run_tool(compare_runs.main, runs / "a", runs / "b", *out, expect=2)
-    assert f"{folder / 'report.json'}: is damaged" in text
-    run_tool(compare_runs.main, runs / "a", *out, expect=2)
+    assert "another version of evaluate.py" in text
+
+
+WRONG = [None, [], "x", -1, 1e308, {"a": 1}]
+PLACES = [
+    ("people",), ("command",), ("settings",), ("settings", "data"), ("settings", "model", "n"), ("real",),
+    ("real", "per_frame"), ("real", "per_frame", JUDGE), ("arms",), ("arms", 0), ("arms", 1, "name"),
+    ("arms", 1, "against"), ("arms", 1, "figures"), ("arms", 1, "figures", "look/face"), ("arms", 1, "per_frame"),
+    ("arms", 1, "per_frame", JUDGE, 0), ("arms", 1, "compared"), ("arms", 1, "compared", f"{JUDGE}/face_sim"),
+    ("arms", 1, "compared", "motion/flow", "ratio"), ("arms", 1, "compared", "motion/flow", "difference", "low"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: ".".join(map(str, place)))
+def test_any_other_content_is_one_line_or_a_page(runs, monkeypatch, place):
+    """A wrong value at any place, or none there: refused with the file's name, or drawn."""
+    monkeypatch.setattr(metric_curves, "encode_figure", lambda figure: b"")  # drawn, but not encoded
+    monkeypatch.setattr(comparison.metric_curves, "draw_curves", lambda *_: b"")
+    path = runs / "b" / "evaluation" / "report.json"
+    for wrong in WRONG:
+        report = part = json.loads((runs / "a" / "evaluation" / "report.json").read_text())
+        for key in place[:-1]:
+            part = part[key]
+        part[place[-1]] = wrong
+        path.write_text(json.dumps(report))
+        (runs / "page.html").unlink(missing_ok=True)
+        words = ["compare_runs", str(runs / "a"), str(runs / "b"), "--anyway", "--out", str(runs / "page.html")]
+        monkeypatch.setattr(sys, "argv", words)
+        errors = io.StringIO()
+        with contextlib.redirect_stderr(errors):
+            code = compare_runs.main()
+        text = errors.getvalue()
+        assert code == 0 and not text or text.startswith(f"error: {path}: is no report") and text.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", ["", "{", "null", "[1]", "{}", "[" * 100_000, '{"people": NaN}', "\xff"])
+def test_any_other_file_is_one_line(runs, content):
+    path = runs / "b" / "evaluation" / "report.json"
+    path.write_bytes(content.encode("latin-1"))
+    text = run_tool(compare_runs.main, runs / "a", runs / "b", "--out", runs / "page.html", expect=2)
+    assert text.startswith(f"error: {path}: is no report on videos") and text.count("\n") == 1
 
 
 def test_different_recognisers_are_not_compared(runs):
@@ -376,7 +415,8 @@ def test_different_recognisers_are_not_compared(runs):
     text = run_tool(compare_runs.main, *words, expect=2)
     assert "no recogniser has judged all" in text
     both = json.loads(report)
-    both["real"]["per_frame"]["third"] = both["real"]["per_frame"][JUDGE]
+    for part in (both["real"], *both["arms"]):
+        part["per_frame"]["third"] = part["per_frame"][JUDGE]
     both["arms"][1]["compared"]["third/face_sim"] = both["arms"][1]["compared"][f"{JUDGE}/face_sim"]
     write_report(folder, both)
     run_tool(compare_runs.main, *words)
