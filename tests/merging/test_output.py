@@ -282,7 +282,7 @@ def test_a_base_with_what_cannot_be_copied_is_refused(world, place, kind):
 def test_a_merged_pipeline_is_a_base_again(world, place):
     first, second = place / "first", place / "second"
     merged_pipeline(world, first)
-    lora = world / "comfy.safetensors"
+    lora = f"{world / 'comfy.safetensors'}:1"  # it is merged a second time
     run_tool(merge_lora.main, "--base", first, "--lora", lora, "--out", second, "--verify")
     listed = json.loads((second / output.MANIFEST).read_text())
     assert {path.relative_to(second).as_posix() for path in second.rglob("*") if path.is_file()} == {
