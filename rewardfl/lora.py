@@ -11,12 +11,11 @@ from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from rewardfl.memory.sharding import full_tensor
-from rewardfl.weights import adapter_config
-from rewardfl.weights.lora_files import WEIGHTS_NAME, Lora, load_tensor, read_lora  # noqa: F401  (others read LoRAs from here)
+from rewardfl.weights import families
+from rewardfl.weights.lora_files import WEIGHTS_NAME, Lora, load_tensor, read_lora
 from rewardfl.weights.shards import InputError
 
 POLICY = "default"  # the trained adapter's name in peft
@@ -186,27 +185,45 @@ def order_metadata(path: Path) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
 
 
+def read_for(model: ModelMixin, path: str | Path) -> list[Lora]:
+    """Read LoRAs that must be for a model, by its own layers' names, too. Raise InputError as read_lora."""
+    layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, BaseTunerLayer))]
+    family = families.stated_family(type(model).__name__) or type(model).__name__
+    return read_lora(path, base={family: layers})
+
+
+def check_fits(where: str, adapter: Lora, rank: int, alpha: float, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raise InputError unless a LoRA has this rank and alpha, and exactly these tensors of peft's, {name: shape}."""
+    actual: dict[str, tuple[int, ...]] = {}
+    for name, update in adapter.updates.items():
+        if update.sources().keys() != {"down", "up"}:
+            raise InputError(f"{where}: {name} has more than a low-rank update, such as a bias or a magnitude")
+        if update.rank != rank or update.scale != alpha / rank:
+            raise InputError(
+                f"{where} has rank {update.rank} and alpha {update.scale * update.rank:g} in {name}, this run "
+                f"lora.lora_rank {rank} and lora.lora_alpha {alpha:g}; set them to the same"
+            )
+        up, down = update.factors
+        actual |= {f"{name}.lora_A.weight": tuple(down.shape), f"{name}.lora_B.weight": tuple(up.shape)}
+    expected = {name: tuple(shape) for name, shape in shapes.items()}
+    if differing := sorted(actual.items() ^ expected.items()):
+        name, shape = differing[0]
+        other = f"{name} of shape {shape} is only in one of the two"
+        raise InputError(f"{where} has other layers than lora.lora_target_modules gives in this model: {other}")
+
+
 def load_adapter(model: ModelMixin, folder: Path) -> None:
-    """Fill an injected adapter from an expert's checkpoint folder. Raise ValueError for other rank, alpha or layers."""
-    state, metadata = read_adapter(folder / WEIGHTS_NAME)
-    config = model.peft_config[POLICY]
-    if metadata["r"] != config.r or metadata["lora_alpha"] != config.lora_alpha:
-        raise ValueError(
-            f"{folder / WEIGHTS_NAME} has rank {metadata['r']} and alpha {metadata['lora_alpha']}, the run's config "
-            f"lora.lora_rank {config.r} and lora.lora_alpha {config.lora_alpha}; they must be the same"
-        )
-    expected = adapter_state(model)
-    if state.keys() != expected.keys():
-        raise ValueError(
-            f"{folder / WEIGHTS_NAME} covers other layers than lora.lora_target_modules, for instance "
-            f"{sorted(state.keys() ^ expected.keys())[0]!r}"
-        )
-    set_peft_model_state_dict(model, state, adapter_name=POLICY)
+    """Fill an injected adapter from an expert's checkpoint folder. Raise InputError for other rank, alpha or layers."""
+    path, config = folder / WEIGHTS_NAME, model.peft_config[POLICY]
+    (adapter,) = read_for(model, path)
+    shapes = {name: value.shape for name, value in adapter_state(model).items()}
+    check_fits(str(path), adapter, config.r, config.lora_alpha, shapes)
+    start_from(model, adapter)
 
 
-def start_from(model: ModelMixin, given: Lora) -> None:
+def start_from(model: ModelMixin, adapter: Lora) -> None:
     """Fill an injected adapter with a LoRA of its rank, scale and layers (fitting is checked at start)."""
-    set_peft_model_state_dict(model, _peft_state(given), adapter_name=POLICY)
+    set_peft_model_state_dict(model, _peft_state(adapter), adapter_name=POLICY)
 
 
 def _peft_state(adapter: Lora) -> dict[str, Tensor]:
@@ -217,24 +234,15 @@ def _peft_state(adapter: Lora) -> dict[str, Tensor]:
     return state
 
 
-def read_adapter(path: Path) -> tuple[dict[str, Tensor], dict]:
-    """Return weights by diffusers name, without the `transformer.` prefix, and the peft configuration saved with them.
-
-    Raise FileNotFoundError, and InputError for more than one rank and alpha.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"no adapter at {path}")
-    with safe_open(path, "pt") as file:
-        state = {name.removeprefix("transformer."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        config, _ = adapter_config.read_adapter_config(path, file.metadata(), "transformer", {})
-        metadata = json.loads(file.metadata()[adapter_config.IN_FILE])
-    if config.alpha_pattern or len(config.ranks) > 1 or config.use_rslora or config.use_dora or config.lora_bias:
-        raise InputError(f"{path} has more than one rank and alpha for all layers; merge it with tools/merge_lora.py")
-    return state, {name.removeprefix("transformer."): value for name, value in metadata.items()}
-
-
-def attach_adapter(model: ModelMixin, folder: Path) -> None:
-    """Add a saved adapter to a plain transformer, for inference."""
-    _, metadata = read_adapter(folder / WEIGHTS_NAME)
-    inject(model, metadata["r"], metadata["lora_alpha"], sorted(metadata["target_modules"]), seed=0)
-    load_adapter(model, folder)
+def attach_adapter(model: ModelMixin, adapter: Lora) -> None:
+    """Add a LoRA of one rank and alpha to a plain transformer, for inference. Raise InputError for another one."""
+    pairs = {(update.rank, update.scale) for update in adapter.updates.values() if update.down is not None}
+    if len(pairs) != 1 or any(update.sources().keys() != {"down", "up"} for update in adapter.updates.values()):
+        raise InputError(
+            f"{adapter.path} has more than low-rank updates of one rank and alpha; merge it with tools/merge_lora.py"
+        )
+    ((rank, scale),) = pairs
+    inject(model, rank, scale * rank, sorted(adapter.updates), seed=0)
+    shapes = {name: value.shape for name, value in adapter_state(model).items()}
+    check_fits(str(adapter.path), adapter, rank, scale * rank, shapes)
+    start_from(model, adapter)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rewardfl import lora
 from rewardfl.backbones import stock
 from rewardfl.copies import to_device
+from rewardfl.weights import lora_files, shards
 from rewardfl.weights.shards import InputError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of the frozen weights, by config word
@@ -348,7 +349,15 @@ class Backbone(Protocol):
                 f"no adapter in {checkpoint}: it should hold {files}, as checkpoints/step-* of a run do"
             )
         for name in trained:
-            lora.attach_adapter(experts[name], checkpoint / self.parts[name])
+            for adapter in lora.read_for(experts[name], checkpoint / self.parts[name] / lora.WEIGHTS_NAME):
+                self.check_not_merged(name, adapter)
+                lora.attach_adapter(experts[name], adapter)
+
+    def check_not_merged(self, expert: str, adapter: lora_files.Lora) -> None:
+        """Raise InputError if the metadata of an expert's files lists a LoRA that is merged into them."""
+        for file in self.weight_files.get(expert, []):
+            if lora_files.is_merged(adapter, shards.read_header(file)[1]):
+                raise InputError(f"{adapter.path} is merged into {file} already; give the model without it")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

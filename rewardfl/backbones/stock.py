@@ -1,6 +1,5 @@
 """Shared uses of diffusers and transformers: configurations, headers, complete loading, saving adapters."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,14 +30,11 @@ def pipeline_class(name: str) -> Any:
         logging.set_verbosity(verbosity)
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file. Raise InputError where it is missing or not JSON."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the object in a JSON file. Raise InputError if it is missing or of another kind."""
     if not path.is_file():
         raise InputError(f"{path} is missing; the folder must have diffusers' layout")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path} is not JSON: {error}") from None
+    return shards.read_json_object(path)
 
 
 def read_part_config(folder: Path, part: str) -> dict[str, Any]:

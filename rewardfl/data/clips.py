@@ -19,6 +19,7 @@ from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 from torch.nn import functional
 
+from rewardfl.file_kinds import foreign_path_hint, wrong_kind
 from rewardfl.files import atomic_write
 
 STEP = 16  # diffusers' Wan pipeline takes heights and widths in multiples of it
@@ -33,6 +34,15 @@ FARTHEST = 0.75  # of 1 / fps: largest distance of a frame's time from its sampl
 HD_LINES = 720  # players show a clip of this height or more without a colour matrix by BT.709
 INTERLACED = (2, 3, 4, 5)  # of AVFieldOrder
 UNKNOWN_MATRIX, WRITTEN_MATRIX = 2, 6  # of ITU-T H.273; 6 is BT.601, libav's conversion from RGB
+PICTURE_FORMATS = (
+    "PNG",
+    "JPEG",
+    "WEBP",
+    "GIF",
+    "BMP",
+    "TIFF",
+    "PPM",
+)  # EPS would start Ghostscript on the file's program
 TRANSPARENT = "has transparent pixels; save it without an alpha channel"
 
 # libav conceals damage. Some decoders (ffv1's) report it only in libav's log, which _decode_frames reads. PyAV would
@@ -89,7 +99,9 @@ def _require_file(path: str | Path) -> None:
     if os.path.isdir(path):  # Path.is_dir raises for names that no file system takes
         raise DataError(f"{path}: is a folder; name a file, make one clip of a folder's frames")
     if not os.path.isfile(path):
-        raise DataError(f"{path}: no such file")
+        raise DataError(f"{path}: no such file{foreign_path_hint(path)}")
+    if words := wrong_kind(Path(path), "picture", "text"):
+        raise DataError(f"{path}: {words}")
 
 
 @contextmanager
@@ -97,7 +109,8 @@ def _open_video(path: str | Path) -> Iterator[tuple[av.container.InputContainer,
     """Open a file and its video. Raise DataError where the header or reading within the block shows a fault."""
     _require_file(path)
     try:
-        with av.open(os.path.abspath(path)) as container:  # a relative name with a colon would be an address
+        # a relative name with a colon would be an address; titles may be in any encoding
+        with av.open(os.path.abspath(path), metadata_errors="ignore") as container:
             stream = _select_stream(path, container)
             stream.thread_type = "NONE"  # _decode_frames cannot read the log of libav's threads
             stream.codec_context.thread_count = 1
@@ -402,7 +415,7 @@ def _open_picture(path: str | Path) -> Iterator[Image.Image]:
     """Open a picture and read its header. Raise read_picture's DataError, also for reading within the block."""
     _require_file(path)
     try:
-        with Image.open(path) as picture:
+        with Image.open(path, formats=PICTURE_FORMATS) as picture:
             if picture.mode.startswith(("I", "F")):
                 raise DataError(f"{path}: has pixels of Pillow's mode {picture.mode}; save it with 8 bits per channel")
             yield picture

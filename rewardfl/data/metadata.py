@@ -28,6 +28,7 @@ from rewardfl.data.clips import (
     read_video_header,
     to_float,
 )
+from rewardfl.file_kinds import foreign_path_hint, wrong_kind
 from rewardfl.files import is_control
 
 SIZE = ("height", "width")  # the columns of a row's own size
@@ -127,7 +128,9 @@ def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Ro
     path = Path(file_name)
     if not path.is_file():
         reason = "is a folder, not a file of rows" if path.is_dir() else "no such file"
-        raise DataError(f"{key}: {reason}: {path}")
+        raise DataError(f"{key}: {reason}: {path}{foreign_path_hint(path)}")
+    if path.stat().st_size and (words := wrong_kind(path, "text")):
+        raise DataError(f"{key}: {path} {words}")
     header, *records = _read_table(path)
     for name in header[1]:
         if name not in COLUMNS and (close := _similar_column(name)):

@@ -18,6 +18,7 @@ from rewardfl.backbones.protocol import Backbone, Conditioning, Decoder, Experts
 from rewardfl.config.schema import SampleConfig, WholeSampleConfig
 from rewardfl.memory import offload
 from rewardfl.noise import draw_noise, noise_seed
+from rewardfl.weights.shards import InputError
 
 BASE = "base"
 
@@ -182,6 +183,12 @@ class Sampler:
         lora.set_strength(self.experts, arm.strength)
         arm_velocity = velocity.reference if arm.adapter is None else velocity
         x0 = reward_flow.rollout(arm_velocity, noise, schedule.sigmas, keep=()).x0
+        for (row, seed), latents in zip(batch, x0, strict=True):
+            if not latents.isfinite().all():
+                raise InputError(
+                    f"{arm.name}: the latents of line {row.line}, noise {seed}, are not finite, and a decoder would "
+                    "make them black; look for NaN in the model and the adapter"
+                )
         return self.decoder.decode(x0, conditioning).float()
 
 

@@ -11,6 +11,7 @@ from PIL import Image
 from rewardfl import backbones, command_line, data, lora, outputs, reward_flow
 from rewardfl.backbones.protocol import Source, Velocity
 from rewardfl.evaluation.arms import load_model
+from rewardfl.file_kinds import foreign_path_hint
 from rewardfl.noise import draw_noise
 
 
@@ -29,8 +30,6 @@ def run(args: argparse.Namespace) -> int:
         )
     target.check()
     video = generate(args)
-    if not video.isfinite().all():
-        raise ValueError("the video is not finite, so it would be black; look for NaN in the model and the adapter")
     if args.out.suffix:
         target.write(encode(video, args.out.suffix, args.fps))
     else:
@@ -78,7 +77,7 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
     image = None
     if args.image:
         if not args.image.is_file():
-            raise FileNotFoundError(f"--image: no such file: {args.image}")
+            raise FileNotFoundError(f"--image: no such file: {args.image}{foreign_path_hint(args.image)}")
         fitted = data.fit(data.read_picture(args.image)[None], args.height, args.width)  # resized to cover, cropped
         image = data.to_float(fitted)[:, 0]
     encode_text = backbone.text_encoder(device)
@@ -96,4 +95,6 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
         guidance=args.guidance,
     )  # fmt: skip
     x0 = reward_flow.rollout(velocity, noise, schedule.sigmas, keep=()).x0
+    if not x0.isfinite().all():  # a decoder may clamp infinity
+        raise ValueError("the latents are not finite, so the video would be black; look for NaN in model and adapter")
     return decoder.decode(x0, conditioning)[0].float().cpu()

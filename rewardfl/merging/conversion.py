@@ -14,7 +14,7 @@ from rewardfl.merging import merge_tensors
 from rewardfl.merging.merge_tensors import MergeLoss
 from rewardfl.merging.output import Output
 from rewardfl.merging.writing import OutputFiles, Part, TensorFile
-from rewardfl.weights import lora_files, merge, wan_names
+from rewardfl.weights import lora_files, wan_names
 from rewardfl.weights.lora_files import TORCH_DTYPES, Lora, Update, load_tensor
 from rewardfl.weights.shards import InputError
 
@@ -34,7 +34,6 @@ def run(args: argparse.Namespace) -> None:
     dtype = TORCH_DTYPES[merge_tensors.STORED_DTYPES[args.dtype]]
     files: OutputFiles = {}
     for lora in loras:
-        merge.check_finite(lora)
         name = file_name(args, lora)
         path = args.out if output.is_file else args.out / name
         line = f"{lora.path} -> {path}: {len(lora.updates)} modules, alpha from {lora.alpha_source}"

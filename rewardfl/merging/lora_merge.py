@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,18 +24,21 @@ LAYOUTS: tuple[Folders, ...] = (
     {"high_noise": "high_noise_model", "low_noise": "low_noise_model"},
     {"high_noise": "transformer"},  # a single expert has the folder of the first of two
 )
-Routing = dict[str | None, list[tuple[Lora, float]]]  # {expert of the base: its LoRAs and strengths}
 Plans = dict[str | None, merge_tensors.Plan]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOption:
-    """A --lora of the command line, with the LoRAs in its file."""
+    """A --lora of the command line, with the LoRAs in its file. has_strength: whether the text names the strength."""
 
     text: str
     path: Path
     strength: float
     loras: list[Lora]
+    has_strength: bool
+
+
+Routing = dict[str | None, list[tuple[Lora, LoraOption]]]  # {expert of the base: its LoRAs}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -55,8 +58,11 @@ def run(args: argparse.Namespace) -> None:
         read_files += [option.path, *(file for lora in option.loras for file in lora.files)]
     output.check([args.base, config, *read_files])
     routed = route(options, list(bases))
+    digests = list_merged(routed, bases)
     plans = {
-        expert: merge_tensors.plan_merge(bases[expert], loras, args.dtype, args.rename)
+        expert: merge_tensors.plan_merge(
+            bases[expert], [(lora, option.strength) for lora, option in loras], args.dtype, args.rename
+        )
         for expert, loras in routed.items()
         if loras or args.dtype != "keep"
     }
@@ -67,7 +73,10 @@ def run(args: argparse.Namespace) -> None:
         warn_of_loss(expert, plan, report)
     metadata = {"format": "pt", "rewardfl": _TOOL}
     metadata |= {f"rewardfl_{key}": value for key, value in report["record"].items()}
-    merged = {folders[expert]: TensorFile(plan.parts, metadata) for expert, plan in plans.items()}
+    merged = {
+        folders[expert]: TensorFile(plan.parts, metadata | {lora_files.MERGED: " ".join(digests[expert])})
+        for expert, plan in plans.items()
+    }
     if layout:
         files: OutputFiles = {name.as_posix(): path for path, name in other_files(args.base, set(merged))}
         for folder, weights in merged.items():
@@ -94,6 +103,7 @@ def open_bases(args: argparse.Namespace, layout: Folders | None) -> tuple[dict[s
 def read_loras(text: str, alpha: float | None) -> LoraOption:
     """Read the LoRAs of PATH[@high|@low][:strength], with their experts set where the text names one."""
     (path, strength), expert = command_line.parse_path_and_strength(text), None
+    has_strength = path != text
     if match := re.fullmatch(r"(.+)@(high|low)", path):
         path, expert = match[1], EXPERTS[match[2]]
     loras = lora_files.read_lora(path, alpha)
@@ -102,7 +112,7 @@ def read_loras(text: str, alpha: float | None) -> LoraOption:
     loras = lora_files.assign_expert(loras, expert)
     if not 1e-6 <= abs(strength) <= 1000:
         raise InputError(f"--lora {text}: strength {strength:g} must be of a size between 1e-6 and 1000")
-    return LoraOption(text=text, path=Path(path), strength=strength, loras=loras)
+    return LoraOption(text=text, path=Path(path), strength=strength, loras=loras, has_strength=has_strength)
 
 
 def route(options: list[LoraOption], experts: list[str | None]) -> Routing:
@@ -117,8 +127,28 @@ def route(options: list[LoraOption], experts: list[str | None]) -> Routing:
             raise InputError(f"--lora {option.text} has nothing for the base")
         for lora, expert in zip(option.loras, targets, strict=True):
             if expert in routed:
-                routed[expert].append((lora, option.strength))
+                routed[expert].append((lora, option))
     return routed
+
+
+def list_merged(routed: Routing, bases: Mapping[str | None, shards.Checkpoint]) -> dict[str | None, list[str]]:
+    """Return {expert: the digests of all LoRAs in its output}.
+
+    Raise InputError for a LoRA that would count twice, unless its strength is written.
+    """
+    merged = {}
+    for expert, loras in routed.items():
+        metadata, digests = bases[expert].metadata, [lora_files.content_digest(lora) for lora, _ in loras]
+        for (lora, option), digest in zip(loras, digests, strict=True):
+            is_in_base = lora_files.is_merged(lora, metadata)
+            if not option.has_strength and (is_in_base or digests.count(digest) > 1):
+                where = f"merged into {bases[expert].path} already" if is_in_base else "the same as another --lora"
+                raise InputError(
+                    f"--lora {option.text} is {where}; leave it out, or write a strength for each (PATH:1.0) to add it "
+                    "again"
+                )
+        merged[expert] = [*metadata.get(lora_files.MERGED, "").split(), *digests]
+    return merged
 
 
 def match_expert(text: str, lora: Lora, experts: list[str | None], *, alone: bool) -> str | None:
@@ -158,13 +188,14 @@ def describe(args: argparse.Namespace, options: list[LoraOption], routed: Routin
             stored = f"{command_line.one_line(text)}; sha256 {sha256(lora.path)}"
             record[f"lora_{number}_{lora.expert or 'model'}"] = stored
             lines += [f"note: {note}" for note in lora.notes]
-        if max(merge.check_finite(lora) for lora in option.loras) == 0:
+        if all(merge.changes_nothing(lora) for lora in option.loras):
             lines.append(f"WARNING: {option.text} is zero everywhere: an adapter before its first step?")
     for expert, plan in plans.items():
         lines.append(
             f"{expert or 'base'}: {len(plan.merged)} of {len(plan.base.tensors)} tensors change, "
             f"{plan.naming} names, {command_line.format_bytes(sum(part.nbytes for part in plan.parts))}"
         )
+        lines += [f"note: {note}" for lora, _ in routed[expert] for note in merge.variant_notes(lora, plan.base)]
     lines += [f"{expert}: no LoRA for it, taken as it is" for expert, loras in routed.items() if not loras]
     return {"lines": lines, "record": record, "kept": {}}
 

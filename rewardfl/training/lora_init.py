@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rewardfl import lora
 from rewardfl.backbones.protocol import Adapter, Backbone
 from rewardfl.config.schema import LoraConfig
-from rewardfl.weights import lora_files, merge
+from rewardfl.weights import lora_files
 from rewardfl.weights.shards import InputError
 
 
@@ -20,7 +20,7 @@ def read_initial_adapters(
     if settings.init_from is None:
         return {}
     where = f"lora.init_from: {settings.init_from}"
-    loras = lora_files.read_lora(settings.init_from)
+    loras = lora.read_for(backbone.empty_expert(names[0]), settings.init_from)
     if len(loras) == len(names) == 1 and loras[0].expert is None:
         loras = lora_files.assign_expert(loras, names[0])
     by_expert = {adapter.expert: adapter for adapter in loras if adapter.expert is not None}
@@ -32,25 +32,9 @@ def read_initial_adapters(
     rank, alpha = settings.lora_rank, settings.lora_alpha or settings.lora_rank
     layers = Adapter(rank, tuple(targets))
     for expert, adapter in by_expert.items():
-        _check_init(where, adapter, rank, alpha, backbone.adapter_shapes(expert, layers))
+        shapes = {
+            name.replace(f".{lora.POLICY}.", "."): s for name, s in backbone.adapter_shapes(expert, layers).items()
+        }
+        lora.check_fits(where, adapter, rank, alpha, shapes)
+        backbone.check_not_merged(expert, adapter)
     return by_expert
-
-
-def _check_init(where: str, adapter: lora_files.Lora, rank: int, alpha: float, expected: dict[str, tuple]) -> None:
-    """Raise InputError unless the LoRA has this rank and alpha, and exactly the `expected` tensors, {name: shape}."""
-    shapes = {}
-    for name, update in adapter.updates.items():
-        if update.down is None or update.up is None or len(update.sources()) > 2:
-            raise InputError(f"{where}: {name} has more than a low-rank update, such as a bias or a magnitude")
-        if update.rank != rank or update.scale != alpha / rank:
-            raise InputError(
-                f"{where} has rank {update.rank} and alpha {update.scale * update.rank:g} in {name}, this run "
-                f"lora.lora_rank {rank} and lora.lora_alpha {alpha:g}; set them to the same"
-            )
-        shapes[f"{name}.lora_A.{lora.POLICY}.weight"] = tuple(update.down.shape)
-        shapes[f"{name}.lora_B.{lora.POLICY}.weight"] = tuple(update.up.shape)
-    if differing := sorted(shapes.items() ^ expected.items()):
-        name, shape = differing[0]
-        other = f"{name} of shape {shape} is only in one of the two"
-        raise InputError(f"{where} has other layers than lora.lora_target_modules gives in this model: {other}")
-    merge.check_finite(adapter)

@@ -13,6 +13,7 @@ from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Backbone, Experts, Source
 from rewardfl.config import AnyConfig, ConfigError, RewardSpec, list_reward_specs, processes_per_clip
 from rewardfl.config.schema import SharedRewardConfig
+from rewardfl.file_kinds import foreign_path_hint
 from rewardfl.files import sha256
 from rewardfl.memory import attention, compiling, context_parallel, offload
 from rewardfl.noise import draw_noise, noise_seed
@@ -56,7 +57,9 @@ def check_files(cfg: AnyConfig) -> None:
         "lora.init_from": cfg.lora.init_from,
     }
     problems = [
-        f"{key}: no such file or folder: {path}" for key, path in paths.items() if path and not Path(path).exists()
+        f"{key}: no such file or folder: {path}{foreign_path_hint(path)}"
+        for key, path in paths.items()
+        if path and not Path(path).exists()
     ]
     for key in ("reward_model_path", "held_out_model_path", "second_model_path"):
         folder = getattr(cfg.reward, key)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rewardfl.weights.shards import InputError, abbreviate, parse_json_object
+from rewardfl.weights.shards import InputError, abbreviate, parse_json_object, read_json_object
 
 CONFIG_NAME = "adapter_config.json"  # peft's, next to its adapter_model.safetensors
 _PEFT = "base_model.model."  # prefix of peft's keys
@@ -19,7 +19,7 @@ IN_FILE = "lora_adapter_metadata"  # diffusers', in the metadata of the LoRA's f
 
 # keys on the author, the target modules and the training; they do not change the meaning of the tensors
 _HARMLESS = {
-    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "task_type", "auto_mapping", "peft_version", "revision", "inference_mode",
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "megatron_core",
     "qalora_group_size", "runtime_config",
     "loftq_config", "eva_config", "corda_config", "lora_ga_config",  # they count where init_lora_weights names them
@@ -44,6 +44,7 @@ class AdapterConfig(BaseModel):
     use_rslora: bool = False
     use_dora: bool = False
     lora_bias: bool = False
+    base_model_name_or_path: str | None = None
 
     @property
     def ranks(self) -> set[float]:
@@ -79,7 +80,7 @@ def read_adapter_config(
     is_pefts = path.stem == "adapter_model"
     if not is_pefts and (list(path.parent.glob("adapter_model.*")) or not all(key.startswith(_PEFT) for key in ranks)):
         return AdapterConfig(), f"{file} is not read: it belongs to a file of peft's, which {path.name} is not"
-    config = _make_config(path, parse_json_object(file.read_bytes(), str(file)))
+    config = _make_config(path, read_json_object(file))
     if not is_pefts and not config.ranks.issuperset(ranks.values()):
         return AdapterConfig(), f"{file} is not read: {path.name} has other ranks"
     return config, None

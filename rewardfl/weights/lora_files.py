@@ -5,24 +5,29 @@ Each has its names of modules, its place for alpha and its mark of the expert. `
 the file: a skipped key is an update that is silently lost. torch only, so that the merge tools stay small.
 """
 
+import hashlib
 import pickle
 import re
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rewardfl.weights import adapter_config, image_names, shards, wan_names
+from rewardfl.file_kinds import first_line, foreign_path_hint
+from rewardfl.files import sha256
+from rewardfl.weights import adapter_config, families, image_names, shards, wan_names
 from rewardfl.weights.adapter_config import AdapterConfig
 from rewardfl.weights.image_names import ModuleSlice
 from rewardfl.weights.shards import Entry, InputError, abbreviate
 
+MERGED = "rewardfl_merged"  # in a merged checkpoint's metadata: the content_digest of each LoRA in it
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"  # diffusers' name of a LoRA file
 
 TORCH_DTYPES = {
@@ -60,6 +65,7 @@ _DAMAGED = (
     TypeError, AttributeError, AssertionError, ArithmeticError, OSError,
 )  # fmt: skip
 _Source = Entry | Tensor
+Base = Mapping[str, Collection[str]]
 _Key = tuple[str, str, str | None]  # bare module name, role and expert of a LoRA's key
 
 
@@ -125,7 +131,7 @@ class Lora:
 
     models: those whose names the keys are; several where they share them. expert: high_noise, low_noise or None, where
     the file does not say it or the model has none. alpha_source: a text for the user. expert_by_name: the file's name
-    gives the expert, not its keys.
+    gives the expert, not its keys. statements: families.read_statements of the file.
     """
 
     path: Path
@@ -135,6 +141,7 @@ class Lora:
     alpha_source: str
     notes: tuple[str, ...] = ()
     expert_by_name: bool = False
+    statements: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -190,24 +197,41 @@ def expert_in_path(path: Path) -> str | None:
     return None
 
 
-def read_lora(path: str | Path, alpha: float | None = None) -> list[Lora]:
-    """Read all LoRAs of a file or folder, one per expert, in the normal form.
+def read_lora(path: str | Path, alpha: float | None = None, base: Base | None = None) -> list[Lora]:
+    """Read and check all LoRAs of a file or folder, one per expert, in the normal form.
 
     path: a .safetensors or torch file, a peft adapter folder, a folder with one LoRA file, or a checkpoint of
-    a training script. alpha: used where the file has none (default: the rank). Raise InputError for keys that no module
-    of one of the models has, for text encoders, LoKr, LoHa and other methods. So too for missing halves, ranks that
-    disagree and contradicting alphas.
+    a training script. alpha: used where the file has none (default: the rank). base: {the only model that it may be
+    for: its layers, to read their names, too}. Raise InputError for keys that no module of one of the models has, for
+    text encoders, LoKr, LoHa and other methods. So too for missing halves, ranks that disagree, contradicting alphas,
+    metadata that names another model, and values that are not finite.
     """
     path = Path(path)
     if path.is_dir():
-        return [lora for file in _files_in(path) for lora in read_lora(file, alpha)]
+        return [lora for file in _files_in(path) for lora in read_lora(file, alpha, base)]
     if not path.is_file():
-        raise InputError(f"no LoRA at {path}")
-    return parse_lora(path, *_open(path), alpha)
+        raise InputError(f"no LoRA at {path}{foreign_path_hint(path)}")
+    loras = parse_lora(path, *_open(path), alpha, base)
+    for lora in loras:
+        _check_finite(lora)
+    return loras
+
+
+def _check_finite(lora: Lora) -> None:
+    """Raise InputError for a tensor with nan or infinity."""
+    for module, update in lora.updates.items():
+        for role, source in update.sources().items():
+            if not bool(torch.isfinite(load_tensor(source)).all()):
+                name = source.name if isinstance(source, Entry) else f"{role} of {module}"
+                raise InputError(f"{lora.path}: {name} has values that are nan or infinite; give an earlier checkpoint")
 
 
 def parse_lora(
-    path: Path, sources: Mapping[str, _Source], metadata: Mapping[str, str], alpha: float | None = None
+    path: Path,
+    sources: Mapping[str, _Source],
+    metadata: Mapping[str, str],
+    alpha: float | None = None,
+    base: Base | None = None,
 ) -> list[Lora]:
     """Return the LoRAs in a file's tensors by key and its metadata; see read_lora."""
     keys = {key: _split(key) for key in sources}
@@ -215,7 +239,7 @@ def parse_lora(
         raise InputError(f"{path} holds no tensors")
     rows = _count_rows(keys, sources)
     ranks = {key: sources[key].shape[0] for key, (_, role, _) in keys.items() if role == "down" and sources[key].shape}
-    models, slices = _find_modules(path, keys, rows)
+    models, slices = _find_modules(path, keys, rows, base)
     by_expert: dict[str | None, dict[str, dict[str, _Source]]] = {}
     names: dict[str, str] = {}  # of the modules in this file
     both = any(key.startswith(_LOW_NOISE) for key in sources)
@@ -240,13 +264,48 @@ def parse_lora(
         if unused := config.unused_patterns(names.values()):
             notes.append(f"{path}: alpha_pattern names {abbreviate(unused[0])}, which the file lacks")
         by_name = expert_in_path(path.absolute()) if WAN in models and expert is None else None
+        base_key = families.STATEMENT_KEYS[2]
+        trained_on = config.base_model_name_or_path or metadata.get(base_key, "")
+        statements = families.read_statements({**metadata, base_key: trained_on})
         lora = Lora(
-            path=path, models=models, expert=expert or by_name, updates=updates,
+            path=path, models=_stated_models(path, models, statements), statements=statements,
+            expert=expert or by_name, updates=updates,
             alpha_source=", ".join(f"{source} ({count})" for source, count in alphas.used.items()) or "no products",
             notes=tuple(notes), expert_by_name=by_name is not None,
         )  # fmt: skip
         loras.append(lora)
     return loras
+
+
+def _stated_models(path: Path, models: tuple[str, ...], statements: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the one of the models that the metadata names, if any. Raise InputError if it names another."""
+    for key, text in statements.items():
+        family = families.stated_family(text)
+        if family is not None and family not in models:
+            raise InputError(
+                f"{path} is for {family} by its metadata ({key}: {abbreviate(text)}), not for {' or '.join(models)}; "
+                "give a LoRA of this model"
+            )
+        models = (family,) if family else models
+    return models
+
+
+def content_digest(lora: Lora) -> str:
+    """Return a digest of a LoRA's values with their scale: equal under other names and metadata."""
+    digest = hashlib.blake2b(digest_size=16)
+    for module, update in sorted(lora.updates.items()):
+        for role, source in sorted(update.sources().items()):
+            scale = update.scale if role in ("up", "up_bias") else 1.0
+            digest.update(f"{module} {role}".encode())
+            digest.update(as_bytes(load_tensor(source) * scale))
+    return digest.hexdigest()
+
+
+def is_merged(lora: Lora, metadata: Mapping[str, str]) -> bool:
+    """Return whether a checkpoint's metadata lists a LoRA among those merged into it."""
+    if MERGED in metadata:
+        return content_digest(lora) in metadata[MERGED]
+    return any(sha256(lora.path) in text for key, text in metadata.items() if key.startswith("rewardfl_lora_"))
 
 
 def _count_rows(keys: Mapping[str, _Key], sources: Mapping[str, _Source]) -> dict[str, int]:
@@ -259,16 +318,19 @@ def _count_rows(keys: Mapping[str, _Key], sources: Mapping[str, _Source]) -> dic
 
 
 def _find_modules(
-    path: Path, keys: Mapping[str, _Key], rows: Mapping[str, int]
+    path: Path, keys: Mapping[str, _Key], rows: Mapping[str, int], base: Base | None
 ) -> tuple[tuple[str, ...], dict[str, tuple[ModuleSlice, ...]]]:
     """Return (the models that have all of the names, {name: its modules in them}). Raise InputError where none has."""
-    models: list[str] | None = None
+    models = None if base is None else [*base]
     slices: dict[str, dict[str, tuple[ModuleSlice, ...]]] = {}
     for key, (name, role, expert) in keys.items():
         outputs = rows.get(name, image_names.ALL_ROWS)
         slices[name] = image_names.find_modules(name, outputs) if role and expert is None else {}
         if role and (module := resolve_name(name)) is not None:
             slices[name][WAN] = (ModuleSlice(module),)
+        for model, layers in (base or {}).items():
+            if role and name in layers:
+                slices[name][model] = (ModuleSlice(name),)
         before, models = models, [model for model in models or slices[name] if model in slices[name]]
         if not models:
             owner = f"{' or '.join(before)}, whose names other keys have" if before else f"a transformer; {_READ}"
@@ -325,13 +387,27 @@ def _open(path: Path) -> tuple[dict[str, _Source], dict[str, str]]:
     return {**state}, {}
 
 
-def read_torch(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a torch file by name, mapped. Raise InputError for a damaged file, and for other contents."""
+def check_torch(path: Path) -> None:
+    """Raise InputError unless a file begins as a torch file does, and is not cut off if it is a zip."""
+    shards.require_file(path, "torch")
+    with path.open("rb") as file:
+        is_zip = file.read(2) == b"PK"
+    if is_zip and not zipfile.is_zipfile(path):
+        raise InputError(f"{path} cannot be read as a torch file: it is cut off; get it again")
+
+
+def load_torch(path: Path) -> Any:
+    """Load a torch file, mapped. Raise InputError for a damaged file, for code and for another kind of file."""
+    check_torch(path)
     try:  # files from before torch 1.6 are no zip, and cannot be mapped
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except _DAMAGED as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{path}, read as a torch file, is damaged or holds code, which is not run: {why}") from None
+        raise InputError(f"{path} cannot be read as a torch file: {first_line(error)}; get it again") from None
+
+
+def read_torch(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a torch file by name, mapped. Raise InputError as load_torch, and for other contents."""
+    state = load_torch(path)
     if not isinstance(state, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()):
         raise InputError(f"{path} is not a flat dictionary of tensors; give a state dict")
     return state

@@ -8,27 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewardfl.weights import image_names, shards, wan_names
+from rewardfl.weights import families, image_names, shards, wan_names
 from rewardfl.weights.lora_files import TORCH_DTYPES, WAN, Lora, Update, load_tensor
 from rewardfl.weights.shards import BLOCK_BYTES, Checkpoint, Entry, InputError
 
 Updates = Sequence[tuple[Update, float]]  # of a tensor, with their strengths
 
 
-def check_finite(lora: Lora) -> float:
-    """Return the largest magnitude of `up`, `diff` and biases; 0 before training.
+def changes_nothing(lora: Lora) -> bool:
+    """Return whether `up`, `diff` and biases are zero, as before training."""
+    parts = (part for update in lora.updates.values() for part in update.sources().items())
+    return not any(bool(load_tensor(source).any()) for role, source in parts if role not in ("down", "magnitude"))
 
-    Raise InputError for nan or infinity.
-    """
-    largest = 0.0
-    for update in lora.updates.values():
-        for role, source in update.sources().items():
-            values = load_tensor(source)
-            if not bool(torch.isfinite(values).all()):
-                raise InputError(f"{lora.path}: {role} of {update.module} has values that are nan or infinite")
-            if role not in ("down", "magnitude"):
-                largest = max(largest, float(values.abs().max()))
-    return largest
+
+def variant_notes(lora: Lora, base: Checkpoint) -> list[str]:
+    """Return a note for each statement of the LoRA's file that names another variant of the base's family."""
+    entries = {common: base.tensors[name] for name, common in match_names(base)[2].items()}
+    words = " ".join(base.path.absolute().parts[-4:])
+    if "patch_embedding.weight" in entries and "proj_out.weight" in entries:  # the channels of Wan tell its task
+        inputs, outputs = entries["patch_embedding.weight"].shape[1], entries["proj_out.weight"].rows // 4
+        is_old = "condition_embedder.image_embedder.norm1.weight" in entries
+        words = f"{'wan2.1' if is_old else 'wan2.2'} i2v {words}" if inputs != outputs else f"t2v {words}"
+    variants = families.other_variants(lora.statements, words)
+    return [f"{lora.path} was trained on {variant}; check that it fits" for variant in variants]
 
 
 def list_additions(update: Update, names: Collection[str]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -82,8 +84,9 @@ def updates_by_tensor(base: Checkpoint, loras: Sequence[tuple[Lora, float]]) -> 
     merged: dict[str, list[tuple[Update, float]]] = {}
     for lora, strength in loras:
         if set(models).isdisjoint(lora.models):
+            stated = f" by its metadata {dict(lora.statements)}" if lora.statements else ""
             raise InputError(
-                f"{lora.path} has the names of {' or '.join(lora.models)}, the base {base.path} is "
+                f"{lora.path} is for {' or '.join(lora.models)}{stated}, the base {base.path} is "
                 f"{' or '.join(models)}; give the base that it was trained on"
             )
         for update in lora.updates.values():

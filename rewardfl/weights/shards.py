@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from reprlib import Repr
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
+
+from rewardfl.file_kinds import FileKind, foreign_path_hint, wrong_kind
 
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -38,15 +41,47 @@ def abbreviate(value: object) -> str:
     return _SHORT.repr(value)
 
 
+def parse_json(text: str | bytes, what: str) -> Any:
+    """Return the value of `text`. Raise InputError, naming `what`, unless it is JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5000 digits, brackets without end
+        raise InputError(f"{what} is not JSON, or cut off: {abbreviate(str(error))}") from None
+
+
 def parse_json_object(text: str | bytes, what: str) -> dict:
     """Return the JSON object in `text`. Raise InputError, naming `what`, for another value."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5000 digits, brackets without end
-        raise InputError(f"{what} is not JSON: {abbreviate(str(error))}") from None
+    value = parse_json(text, what)
     if not isinstance(value, dict):
         raise InputError(f"{what} is {abbreviate(value)}, not a JSON object")
     return value
+
+
+def require_file(path: Path, *kinds: FileKind) -> None:
+    """Raise InputError unless a file is there and may be of these kinds by its first bytes (file_kinds.wrong_kind)."""
+    if not path.is_file():  # opening a FIFO would wait for a writer
+        raise InputError(f"{path} does not exist, or is no file; get it, or give another{foreign_path_hint(path)}")
+    if words := wrong_kind(path, *kinds):
+        raise InputError(f"{path} {words}")
+
+
+def read_json_object(path: Path) -> dict:
+    """Return the JSON object in a file. Raise InputError for a missing file and another content."""
+    require_file(path, "text")
+    return parse_json_object(path.read_bytes(), str(path))
+
+
+def check_folder(folder: Path) -> None:
+    """Raise InputError for a configuration or tokenizer file in a folder that is of another kind, or damaged."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".json":
+            content = read_json_object(path)
+            if path.name == "tokenizer.json" and "model" not in content:
+                raise InputError(f"{path} is not a tokenizer: it has no key `model`; get it again")
+        elif path.suffix == ".txt":
+            require_file(path, "text")
+        elif path.suffix == ".model":
+            require_file(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +155,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 
     Raise InputError for a cut-off file, bytes that no tensor owns, and any other kind of file.
     """
-    if not path.is_file():  # opening a FIFO would wait for a writer
-        raise InputError(f"{path} does not exist, or is no file; get it, or give another")
+    require_file(path, "safetensors")
     try:
         with safe_open(path, "np"):
             pass  # it checks the header, and that the tensors fill the file
@@ -182,7 +216,7 @@ def _model_in(folder: Path) -> Path | list[Path]:
 
 def _read_index(path: Path) -> tuple[dict[str, str], object]:
     """Return ({tensor: name of a file next to the index}, its total_size or None)."""
-    index = parse_json_object(path.read_bytes(), str(path))
+    index = read_json_object(path)
     weight_map, metadata = index.get("weight_map"), index.get("metadata") or {}
     names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     if not names or not all(isinstance(name, str) and re.fullmatch(r"[^/\\]+\.safetensors", name) for name in names):

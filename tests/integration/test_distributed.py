@@ -13,6 +13,7 @@ import shutil
 import pytest
 import torch
 from conftest import ROOT, run_python
+from lora_dialects import read_adapter
 from runs import CACHE, FACE_ALONE, RED, SMALL, launch_as, launch_environment, launcher, metrics, needs_deepspeed, table
 
 from rewardfl import lora
@@ -193,8 +194,8 @@ def assert_same_adapter(mine, theirs, step, moved_by=1e-2, whole_by=1e-5):
     files = sorted((theirs / "checkpoints" / step).glob(f"*/{lora.WEIGHTS_NAME}"))
     assert files
     for file in files:
-        b = lora.read_adapter(file)[0]
-        a = lora.read_adapter(mine / file.relative_to(theirs))[0]
+        b = read_adapter(file)
+        a = read_adapter(mine / file.relative_to(theirs))
         apart = {name: a[name] - b[name] for name in b}
         moved = [name for name in b if "lora_B" in name]
         assert norm(apart.values()) <= whole_by * norm(b.values()), file

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import run_tool
 from image_pipelines import SIDE, random_flux
+from lora_dialects import read_adapter
 from runs import CONFIG, call, launch, launch_grpo, metrics
 from test_pipeline import PROMPTS, folder_of, settings  # noqa: F401  (a fixture)
 
@@ -35,7 +36,7 @@ def two_sizes(folder):
 
 
 def adapter(run, step):
-    return lora.read_adapter(run / "checkpoints" / f"step-{step:06d}" / "transformer" / lora.WEIGHTS_NAME)[0]
+    return read_adapter(run / "checkpoints" / f"step-{step:06d}" / "transformer" / lora.WEIGHTS_NAME)
 
 
 def seen_by(monkeypatch, module):

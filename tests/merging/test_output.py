@@ -194,7 +194,7 @@ def test_a_base_with_what_cannot_be_copied_is_refused(world, place, kind):
 def test_a_merged_pipeline_is_a_base_again(world, place):
     first, second = place / "first", place / "second"
     merged_pipeline(world, first)
-    lora = world / "comfy.safetensors"
+    lora = f"{world / 'comfy.safetensors'}:1"  # it is merged a second time
     run_tool(merge_lora.main, "--base", first, "--lora", lora, "--out", second, "--verify")
     names = [{path.relative_to(each) for path in each.rglob("*")} for each in (world / "pipeline", first, second)]
     assert names[0] == names[1] == names[2]

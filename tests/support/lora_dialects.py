@@ -52,6 +52,11 @@ def weights(folder):
     return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
+def read_adapter(path):
+    """Return the tensors of a checkpoint's adapter, without the pipeline's prefix."""
+    return {name.removeprefix("transformer."): value for name, value in load_file(path).items()}
+
+
 def products(path):
     """{module: scale * up @ down} by the reader."""
     (lora,) = lora_files.read_lora(path)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import run_python
+from lora_dialects import read_adapter
 
 import train_flow_grpo
 import train_forward_rl
@@ -182,7 +183,7 @@ def metrics(run):
 
 
 def adapter(run, step):
-    return lora.read_adapter(run / "checkpoints" / f"step-{step:06d}" / "transformer_2" / lora.WEIGHTS_NAME)[0]
+    return read_adapter(run / "checkpoints" / f"step-{step:06d}" / "transformer_2" / lora.WEIGHTS_NAME)
 
 
 def call(monkeypatch, capsys, *arguments):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from host import apart
+from lora_dialects import read_adapter
 from runs import FAST, GRPO_FAST, adapter, call, call_grpo, launch, metrics
 
 from rewardfl import data, lora
@@ -73,7 +74,7 @@ def test_both_experts_train(tmp_path):
     settings = ["model.trainable_models=dit,dit2", "sample.mid_timestep=1", "train.max_steps=1"]
     launch(f"run.output_dir={tmp_path / 'run'}", *settings)
     states = [
-        lora.read_adapter(tmp_path / "run/checkpoints/latest" / part / lora.WEIGHTS_NAME)[0]
+        read_adapter(tmp_path / "run/checkpoints/latest" / part / lora.WEIGHTS_NAME)
         for part in ("transformer", "transformer_2")
     ]
     for state in states:

@@ -116,7 +116,7 @@ def test_every_key_of_peft_has_a_rule():
     assert {one.name for one in fields(LoraConfig)} == rules
 
 
-@pytest.mark.parametrize("reader", ["distillation", "saved adapter", "attached adapter"])
+@pytest.mark.parametrize("reader", ["distillation", "attached adapter"])
 def test_all_readers_refuse_alike(world, reader, tmp_path):
     config = LoraConfig(r=4, lora_alpha=2, init_lora_weights="pissa").to_dict()
     path = tmp_path / lora.WEIGHTS_NAME
@@ -126,10 +126,8 @@ def test_all_readers_refuse_alike(world, reader, tmp_path):
     with pytest.raises(InputError, match="init_lora_weights"):
         if reader == "distillation":
             wan_load.read_distilled(("high_noise", "low_noise"), "", str(path))
-        elif reader == "saved adapter":
-            lora.read_adapter(path)
         else:
-            lora.attach_adapter(load_base(world), tmp_path)
+            lora.read_for(load_base(world), path)
 
 
 @pytest.mark.parametrize(

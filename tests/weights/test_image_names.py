@@ -317,8 +317,8 @@ REFUSED = {
     ),
     "block": (halves("lora_unet_double_blocks_7_img_attn_qkv", 96), "transformer_blocks.7.attn.to_q"),
     "shape": (halves("lora_unet_double_blocks_0_img_attn_qkv", 192), "(64, 32)"),
-    "other model": (halves("transformer.transformer_blocks.0.img_mlp.net.2", 32, 128), "has the names of Qwen-Image"),
-    "Wan": (halves("diffusion_model.blocks.0.self_attn.q"), "has the names of Wan"),
+    "other model": (halves("transformer.transformer_blocks.0.img_mlp.net.2", 32, 128), "is for Qwen-Image, the base"),
+    "Wan": (halves("diffusion_model.blocks.0.self_attn.q"), "is for Wan, the base"),
     "LoKr": ({"lora_unet_double_blocks_0_img_attn_proj.lokr_w1": torch.ones(4, 4)}, "lokr_w1"),
 }  # fmt: skip
 

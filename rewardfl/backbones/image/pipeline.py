@@ -376,6 +376,8 @@ def open(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
     stock.check_tensors(checkpoint.path, shapes, model.empty_expert(EXPERT).state_dict(), "its config.json")
     for part in ("vae", *kind.encoders):
         shards.open_checkpoint(model.folder / part)
+    for part in ("vae", *kind.encoders, *kind.tokenizers):
+        shards.check_folder(model.folder / part)
     encoders = [model.folder / part for part in (*kind.encoders, *kind.tokenizers)]
     weights = {EXPERT: list(checkpoint.files), "text_encoder": encoders, "vae": [model.folder / "vae"]}
     return replace(model, weight_files=weights)

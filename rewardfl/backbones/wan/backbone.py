@@ -219,6 +219,7 @@ def open(name: str, source: Source) -> Wan:
     layout = files.find_files(variant, source)
     experts = files.open_experts(layout)
     loras = load.read_distilled(variant.experts, *source.distilled)
+    load.check_distilled(loras, experts)
     load_parts = partial(load.load_pipeline, layout, experts, DTYPES[source.dtype], loras, source.distill_mode)
     distillations = {name: [Path(path)] for name, path in zip(DISTILLATIONS, source.distilled, strict=True) if path}
     return _make_wan(variant, layout.configs, source, load_parts, layout.weight_files(experts) | distillations)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -17,6 +18,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from rewardfl.backbones.protocol import Source
 from rewardfl.backbones.stock import check_tensors, new_on_meta, open_network, read_json, read_part_config
 from rewardfl.backbones.wan.variants import VARIANTS, Variant
+from rewardfl.file_kinds import foreign_path_hint
 from rewardfl.weights import lora_files, merge, shards, wan_names
 from rewardfl.weights.shards import Checkpoint, InputError
 
@@ -59,8 +61,7 @@ def find_configs(variant: Variant, model_paths: str) -> Path:
     """Return the folder of the configurations: the model's own if there is one, else `published`."""
     path = Path(model_paths)
     if path.suffix == ".json" and path.is_file():
-        entries = read_json(path)
-        folder = entries.get("configs") if isinstance(entries, dict) else None
+        folder = _read_entries(variant, path).get("configs")
         return path.parent / folder if folder else published(variant)
     return path if model_paths and (path / "transformer" / "config.json").is_file() else published(variant)
 
@@ -119,12 +120,17 @@ def _find_in_folder(variant: Variant, path: Path, source: Source) -> Parts:
     return {key: [path / part] for key, part in (experts | others).items()}
 
 
-def _read_paths(variant: Variant, path: Path) -> Parts:
-    keys = variant.original_parts
-    entries = read_json(path)
+def _read_entries(variant: Variant, path: Path) -> dict[str, Any]:
+    """Read the entries of a wan22_paths.json that are not empty; none of a list of another length."""
+    shards.require_file(path, "text")
+    entries, keys = shards.parse_json(path.read_bytes(), str(path)), variant.original_parts
     if isinstance(entries, list):
         entries = dict(zip(keys, entries, strict=True)) if len(entries) == len(keys) else {}
-    entries = {key: value for key, value in entries.items() if value} if isinstance(entries, dict) else {}
+    return {key: value for key, value in entries.items() if value} if isinstance(entries, dict) else {}
+
+
+def _read_paths(variant: Variant, path: Path) -> Parts:
+    keys, entries = variant.original_parts, _read_entries(variant, path)
     differing = [f"no {key}" for key in keys if key not in entries]
     differing += [f"unknown key {key!r}" for key in sorted(entries.keys() - {*keys, "tokenizer", "configs"})]
     if differing:
@@ -138,7 +144,7 @@ def _read_paths(variant: Variant, path: Path) -> Parts:
     }
     for key, files in parts.items():
         if absent := [file for file in files if not file.exists()]:
-            raise InputError(f"{path}: {key}: {absent[0]} does not exist")
+            raise InputError(f"{path}: {key}: {absent[0]} does not exist{foreign_path_hint(absent[0])}")
         if len(files) != 1 and key not in keys[: len(variant.parts)]:
             raise InputError(f"{path}: {key} must be one path, it lists {len(files)}")
     return parts
@@ -207,9 +213,19 @@ def open_experts(layout: Layout) -> dict[str, Checkpoint]:
     if len(tables) > 1 and torch.equal(*(merge.read_rows(table, 0, 1) for table in tables)):
         paths = " and ".join(str(checkpoint.path) for checkpoint in checkpoints.values())
         raise InputError(f"{paths} are the same weights; Wan2.2 has a high-noise and a low-noise expert")
-    for folder in (layout.text_encoder, layout.vae, *([layout.image_encoder] if layout.variant.clip else [])):
-        if folder.is_dir():
-            shards.open_checkpoint(folder)
+    folders = [layout.tokenizer, layout.configs / "scheduler"]
+    for part in (layout.text_encoder, layout.vae, *([layout.image_encoder] if layout.variant.clip else [])):
+        if part.is_dir():
+            shards.open_checkpoint(part)
+            folders.append(part)
+        elif part.suffix == ".safetensors":
+            shards.read_header(part)
+        else:
+            lora_files.check_torch(part)
+    if layout.variant.clip:
+        folders.append(layout.configs / "image_processor")
+    for folder in folders:
+        shards.check_folder(folder)
     return checkpoints
 
 

@@ -182,10 +182,10 @@ def vae_state(state: State) -> State:
 
 
 def read_distilled(experts: Sequence[str], first: str, second: str) -> list[Lora]:
-    """Read the distillation LoRAs at two paths (empty: none). Raise InputError unless they fit and are finite."""
+    """Read the distillation LoRAs at two paths (empty: none). Raise InputError for other files."""
     loras, crossed, both = [], 0, f"model.distill_lora_high {first} and model.distill_lora_low {second}"
     for expert, path in zip(experts, (first, second), strict=False):
-        adapters = lora_files.read_lora(path) if path else []
+        adapters = lora_files.read_lora(path, base={lora_files.WAN: ()}) if path else []
         if len(adapters) > 1:
             adapters = [adapter for adapter in adapters if adapter.expert == expert]
         crossed += any(adapter.expert_by_name and adapter.expert != expert for adapter in adapters)
@@ -194,9 +194,16 @@ def read_distilled(experts: Sequence[str], first: str, second: str) -> list[Lora
         raise InputError(f"{both} have each other's names; swap them, or rename the files")
     if len(loras) == 2 and _same_lora(*loras):
         raise InputError(f"{both} are the same LoRA; each expert has its own")
-    for adapter in loras:
-        merge.check_finite(adapter)
     return loras
+
+
+def check_distilled(loras: Sequence[Lora], checkpoints: Mapping[str, Checkpoint]) -> None:
+    """Raise InputError for a distillation LoRA that does not fit its expert, or is merged into it."""
+    for adapter in loras:
+        checkpoint = checkpoints[str(adapter.expert)]
+        merge.updates_by_tensor(checkpoint, [(adapter, 1.0)])
+        if lora_files.is_merged(adapter, checkpoint.metadata):
+            raise InputError(f"{adapter.path} is merged into {checkpoint.path} already; remove it from the settings")
 
 
 def _same_lora(first: Lora, second: Lora) -> bool:

@@ -5,7 +5,6 @@ the frames. The scores agree to the rounding of PIL's bytes (tests/test_rewards_
 """
 
 import pickle
-import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
@@ -17,9 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer, PreTrainedTokenizerBase
 
+from rewardfl.file_kinds import first_line
 from rewardfl.files import digest_files
 from rewardfl.rewards.frames import FrameReward, FrameSettings
-from rewardfl.weights.shards import parse_json_object
+from rewardfl.weights import lora_files, shards
 
 Tokenizer = TypeVar("Tokenizer", bound=PreTrainedTokenizerBase)
 
@@ -36,12 +36,10 @@ def load_weights(path: str | Path, key: str = "") -> dict[str, Tensor]:
     Raise ValueError for a missing, broken or other file.
     """
     path = Path(path)
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except UNREADABLE as error:
-        raise ValueError(f"{path} cannot be read as weights, fetch it again ({error})") from error
+    if path.suffix == ".safetensors":
+        shards.read_header(path)
+        return load_file(path)
+    content = lora_files.load_torch(path)
     state = content.get(key) if key and isinstance(content, Mapping) else content
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"{path} holds no tensors by name" + (f" under {key!r}" if key else ""))
@@ -93,19 +91,30 @@ def check_model_type(folder: str | Path, model_type: str) -> None:
     config = Path(folder) / "config.json"
     if not config.is_file():
         raise ValueError(f"{folder} is no folder of a transformers model: it has no config.json")
-    actual = parse_json_object(config.read_bytes(), str(config)).get("model_type")
+    actual = shards.read_json_object(config).get("model_type")
     if actual != model_type:
         raise ValueError(f"{config} is of a model of type {actual!r}; one of type {model_type!r} is needed")
+
+
+def _check_files(folder: str | Path) -> None:
+    """Raise InputError for a file of a transformers folder that is of another kind, or damaged."""
+    shards.check_folder(Path(folder))
+    for path in sorted(Path(folder).iterdir()):
+        if path.suffix == ".safetensors":
+            shards.read_header(path)
+        elif path.suffix == ".bin":
+            lora_files.check_torch(path)
 
 
 def load_clip(folder: str | Path) -> CLIPModel:
     """Load a CLIP from a transformers folder in float32; raise ValueError for a missing, incomplete or other model."""
     check_model_type(folder, "clip")
+    _check_files(folder)
     try:
         options = {"local_files_only": True, "dtype": torch.float32, "output_loading_info": True}
         model, info = CLIPModel.from_pretrained(folder, **options)
     except UNREADABLE as error:
-        raise ValueError(f"{folder}: the weights cannot be read, fetch them again ({error})") from error
+        raise ValueError(f"{folder}: the weights cannot be read, fetch them again ({first_line(error)})") from error
     if info["missing_keys"]:
         raise ValueError(f"{folder}: the weights lack {list_some(info['missing_keys'])}; a whole CLIP is needed")
     return model
@@ -113,6 +122,7 @@ def load_clip(folder: str | Path) -> CLIPModel:
 
 def load_tokenizer(kind: type[Tokenizer], folder: str | Path) -> Tokenizer:
     """Load a tokenizer from a folder; raise ValueError for broken files. Without files it has two tokens."""
+    _check_files(folder)
     try:
         return kind.from_pretrained(folder, local_files_only=True)
     except UNREADABLE as error:

@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from google.protobuf.message import DecodeError
 from torch import Tensor, nn
 
+from rewardfl.file_kinds import wrong_kind
+
 Attributes = dict[str, Any]
 Numbers = list[int] | tuple[int, ...]
 
@@ -344,12 +346,13 @@ def read_graph(path: str | Path) -> tuple[onnx.GraphProto, int]:
     Raise FileNotFoundError without such a file, ValueError unless it is a whole ONNX model.
     """
     path = Path(path)
+    if path.is_file() and (words := wrong_kind(path)):
+        raise ValueError(f"{path} {words}")
     try:
         model = onnx.load(path)
     except (DecodeError, onnx.checker.ValidationError) as error:  # the second: tensors in files outside the folder
         raise ValueError(
-            f"{path} ({path.stat().st_size} bytes) is not a whole ONNX file: a download cut short, or a "
-            f"git-lfs pointer? Fetch it again ({error})"
+            f"{path} ({path.stat().st_size} bytes) is not a whole ONNX file; fetch it again ({error})"
         ) from error
     if not model.graph.output:
         raise ValueError(f"{path} ({path.stat().st_size} bytes) holds no ONNX graph; fetch or export it again")

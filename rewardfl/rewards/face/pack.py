@@ -5,14 +5,15 @@ A file's task follows from the inputs and outputs of its graph, never from its n
 OpenCV's YuNet and SFace all work.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
+from rewardfl.file_kinds import foreign_path_hint
 from rewardfl.files import sha256
 from rewardfl.rewards.face.onnx_module import graph_inputs, read_graph, value_shape
 from rewardfl.rewards.settings import PathSetting, on_this_machine
+from rewardfl.weights import shards
 
 Task = Literal["detector", "recogniser", "other"]
 TASKS: tuple[Task, ...] = ("detector", "recogniser")
@@ -32,6 +33,7 @@ def pack_files(pack_dir: str | Path) -> tuple[Path, Path]:
     if not root.is_dir():
         raise FileNotFoundError(
             f"no face pack at {root}: it is a folder of .onnx files, a detector and a recogniser; unpack a zip first"
+            f"{foreign_path_hint(root)}"
         )
     folders: dict[Path, dict[Path, Task]] = {}
     for file in sorted(file for depth in range(_DEPTH + 1) for file in root.glob("*/" * depth + "*.onnx")):
@@ -99,7 +101,7 @@ def describe_network(path: Path) -> str:
 def _refuse_manifest(folder: Path) -> None:
     """Raise ValueError for insightface 2's packages, whose manifest sets unsupported pre-processing."""
     manifest = folder / "manifest.json"
-    if manifest.is_file() and json.loads(manifest.read_text(encoding="utf-8")).get("manifest_version") == 2:
+    if manifest.is_file() and shards.read_json_object(manifest).get("manifest_version") == 2:
         raise ValueError(
             f"{folder} is an insightface package with a {manifest.name}, whose pre-processing is not known here; "
             "use antelopev2, buffalo_l or AuraFace"

@@ -9,6 +9,7 @@ import torch
 from conftest import run_tool
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from image_pipelines import SIDE, random_flux, random_flux2_klein, random_qwen_image, random_sd3, random_z_image
+from lora_dialects import read_adapter
 from runs import COLOUR, CONFIG, GRPO_FAST, RED, call, launch, launch_grpo, metrics
 
 from rewardfl import backbones, config, data, lora
@@ -82,7 +83,7 @@ def test_a_colour_is_learned(folder_of, name, how, tmp_path):
     assert last > first + {"reward_fl": 0.01, "flow_grpo": 0.002}[how], scores
     (shown,) = (tmp_path / "run" / "samples" / "step-000024").iterdir()
     assert shown.name == "00.png" and data.read_picture(shown).shape == (SIDE, SIDE, 3)
-    state, _ = lora.read_adapter(tmp_path / "run" / "checkpoints" / "step-000024" / "transformer" / lora.WEIGHTS_NAME)
+    state = read_adapter(tmp_path / "run" / "checkpoints" / "step-000024" / "transformer" / lora.WEIGHTS_NAME)
     assert any(layer.startswith(FIRST_LAYER.get(name, "transformer_blocks.0.attn.to_q")) for layer in state)
 
 

@@ -318,7 +318,8 @@ def test_adapter_is_the_fused_model_in_policy_and_reference(files, given, distil
 
         save_adapter(model, tmp_path / part)
         again = load(given(), torch.float32, distilled=distilled, distill_mode="adapter").components[part]
-        lora.attach_adapter(again, tmp_path / part)
+        (adapter,) = lora.read_for(again, tmp_path / part / lora.WEIGHTS_NAME)
+        lora.attach_adapter(again, adapter)
         assert torch.equal(velocity(again), policy)
 
 
@@ -592,7 +593,7 @@ def test_bad_pickles_are_refused(files, given, tmp_path, part):
     refused([1], "is not a flat dictionary of tensors")
     torch.save(state, bad)
     cut(bad)
-    with pytest.raises(InputError, match="bad.pth, read as a torch file, is damaged"):
+    with pytest.raises(InputError, match="bad.pth cannot be read as a torch file: it is cut off"):
         load(given(**{part: str(bad)}), torch.float32)
 
 

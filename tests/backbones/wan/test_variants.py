@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import run_tool
+from lora_dialects import read_adapter
 from PIL import Image
 from pipelines import random_variant
 from runs import CONFIG, FAST, RED, WORLD, launch, launch_grpo, metrics
@@ -45,7 +46,7 @@ def adapters(run, step, name):
     files = [
         run / "checkpoints" / f"step-{step:06d}" / part / lora.WEIGHTS_NAME for part in VARIANTS[name].parts.values()
     ]
-    return {f"{file.parent.name}.{key}": value for file in files for key, value in lora.read_adapter(file)[0].items()}
+    return {f"{file.parent.name}.{key}": value for file in files for key, value in read_adapter(file).items()}
 
 
 @pytest.mark.parametrize("name", VARIANTS)

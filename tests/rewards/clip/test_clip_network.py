@@ -221,7 +221,7 @@ def test_wrong_clip_folders_are_refused(files, tmp_path):
     vision = {name: value for name, value in state.items() if "text" not in name}
     config = json.loads((folder / "config.json").read_text())
     for spoil, message in (
-        (lambda: truncate(folder / "model.safetensors"), "the weights cannot be read, fetch them again"),
+        (lambda: truncate(folder / "model.safetensors"), "is cut off, damaged"),
         (
             lambda: (folder / "model.safetensors").unlink() or torch.save(vision, folder / "pytorch_model.bin"),
             "weights lack text_model.embeddings.* more",
@@ -251,7 +251,7 @@ def test_wrong_heads_are_refused(files, tmp_path):
     other = settings(files, "aesthetic") | {"head": path}
     for write, message in (
         (lambda: None, "head must be a file or folder that exists"),
-        (lambda: torch.save(nn.Linear(2, 2), path), "head.pth cannot be read as weights"),  # code, not weights
+        (lambda: torch.save(nn.Linear(2, 2), path), "head.pth cannot be read as a torch file: it holds code"),
         (lambda: torch.save(nn.Linear(2, 2).state_dict(), path), "head.pth is not the head .* it differs in 0.bias, "),
         (lambda: torch.save([1], path), "head.pth holds no tensors by name$"),
     ):

@@ -382,8 +382,8 @@ def test_damaged_files_are_named(tmp_path):
     model.graph.initializer[0].raw_data = model.graph.initializer[0].raw_data[:-4]
     for content, message in (
         (whole[: len(whole) // 2], "is not a whole ONNX file"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "not a whole"),
-        (b"", "holds no ONNX graph"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "is a Git LFS pointer"),
+        (b"", "is empty"),
         (model.SerializeToString(), "holds a damaged tensor"),
     ):
         (tmp_path / "damaged.onnx").write_bytes(content)

@@ -343,7 +343,7 @@ def test_other_base_models_are_refused(written, tmp_path):
     folder, config = tmp_path / "qwen", tmp_path / "qwen" / "config.json"
     for spoil, message in (
         (lambda: (folder / "tokenizer.json").unlink(), "not None, and none of <|VQ_reward|>"),
-        (lambda: truncate(folder / "tokenizer.json"), "the tokenizer cannot be read, fetch it again"),
+        (lambda: truncate(folder / "tokenizer.json"), "is not JSON, or cut off"),
         (lambda: tokenizer.save_pretrained(folder), "not 264, and none of <|VQ_reward|>, <|MQ_reward|>"),  # has them
         (lambda: edit(config, lambda c: c.update(model_type="qwen2_5_vl")), "type 'qwen2_5_vl'; one of type"),
         (lambda: edit(config, lambda c: c.update(video_token_id=3)), "<|video_pad|> at config.json's 3, not 264"),
@@ -379,7 +379,7 @@ def test_wrong_checkpoints_of_video_align_are_refused(files, folder):
     layer = "base_model.model.model.layers.1.mlp.up_proj"
     fit = r"LoRA of language_model.layers.1.mlp.up_proj.weight does not fit"
     for write, message in (
-        (lambda: truncate(path), "model.pth cannot be read as weights"),
+        (lambda: truncate(path), "model.pth cannot be read as a torch file: it is cut off"),
         (lambda: torch.save({k: v for k, v in state.items() if k != f"{layer}.lora_B.default.weight"}, path), fit),
         (lambda: torch.save({k: v for k, v in state.items() if k != f"{layer}.base_layer.weight"}, path), fit),
         (lambda: shutil.rmtree(path.parent), "is not a scorer with this head"),  # the step before it, an empty one

@@ -1,0 +1,63 @@
+"""Files that are not what their names promise, by their first bytes, and paths of other systems. No torch here."""
+
+import re
+from pathlib import Path
+from typing import Literal
+
+_HEAD = 1024  # bytes that are looked at
+
+FileKind = Literal["torch", "safetensors", "picture", "text"]
+
+# {kind: (its first bytes, what to tell the user)}; the first that fits counts
+_KINDS = {
+    "pointer": (rb"version https://git-lfs", "a Git LFS pointer; run git lfs pull in its folder, or download the file"),
+    "page": (
+        rb"(?i)(\xef\xbb\xbf)?\s*<(!doctype|html|head|\?xml)",
+        "a web page; download the file itself (log in and accept its licence)",
+    ),
+    "gguf": (rb"GGUF", "a GGUF file, which is quantised; give the model's safetensors file"),
+    # before torch: the length in its first bytes may look like a pickle
+    "safetensors": (rb"(?s).{6}\0\0\{", "a safetensors file; give it a name that ends with .safetensors"),
+    "torch": (
+        rb"(?s)PK\x03\x04.{26}[^/]{1,200}/(data|version|byteorder|\.)|\x80[\x02-\x05]",
+        "a torch file or another pickle; give a safetensors file",
+    ),
+    "archive": (rb"PK\x03\x04|\x1f\x8b|7z\xbc\xaf|Rar!", "an archive; unpack it and name the file in it"),
+    "picture": (rb"(?s)\x89PNG|\xff\xd8\xff|GIF8|RIFF|P[1-6]\s|....ftyp", "a picture, a video or a sound"),
+    "text": (rb"[^\0-\x08\x0e-\x1f\x7f]+\Z", "a text file; get it again"),
+}
+
+# {part of a path: what to tell the user}
+_FOREIGN_PATHS = {
+    r"(^|/)[A-Za-z]:[\\/]|\\": "it is a Windows path: write the path that this machine has, with /",
+    r"(^|/)[a-z][a-z0-9+.-]+:/": "it is an address, and nothing is downloaded: download it and name the file",
+    r"(^|/)(~|\$|%\w+%)": "~ and variables are not replaced here: write the path in full",
+}
+
+
+def wrong_kind(path: Path, *right: FileKind) -> str:
+    """Return words that complete "PATH ..." if a file is empty or of another kind than `right`; else "".
+
+    A binary file that has none of these kinds passes.
+    """
+    with path.open("rb") as file:
+        head = file.read(_HEAD)
+    if not head:
+        return "is empty (0 bytes); get it again"
+    kind = next((kind for kind, (pattern, _) in _KINDS.items() if re.match(pattern, head)), None)
+    if kind is None or kind in right:
+        return ""
+    excerpt = f" (it begins with {head[:60].decode(errors='replace')!r})" if kind == "text" else ""
+    return f"is {_KINDS[kind][1]}{excerpt}"
+
+
+def foreign_path_hint(path: str | Path) -> str:
+    """Return words that complete "PATH: no such file" for a Windows path, an address, ~ or a variable; else ""."""
+    hints = (hint for pattern, hint in _FOREIGN_PATHS.items() if re.search(pattern, str(path)))
+    return next((f"; {hint}" for hint in hints), "")
+
+
+def first_line(error: Exception) -> str:
+    """Return an error's first line, without torch's advice to run the code in a file (weights_only=False)."""
+    line = (str(error).splitlines() or [""])[0] or type(error).__name__
+    return "it holds code, which is not run" if "weights_only" in str(error) else line
