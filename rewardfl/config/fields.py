@@ -83,7 +83,7 @@ Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 BatchSize = Annotated[int, Field(ge=1, le=10_000)]
 Steps = Annotated[int, Field(ge=1, le=100_000)]
 Denoising = Annotated[int, Field(ge=1, le=1_000)]  # sampling steps: the model has 1000 timesteps
-Step = Annotated[int, Field(ge=0, le=999)]  # of the sampling steps, from 0
+StepIndex = Annotated[int, Field(ge=0, le=999)]  # of the sampling steps, from 0
 Side = Annotated[int, Field(ge=1, le=16_384)]
 DetectionSide = Annotated[int, Field(ge=32, le=4_096, multiple_of=32)]  # of the coarsest stride of a face detector
 Pixels = Annotated[int, Field(ge=16 * 16, le=16_384**2)]

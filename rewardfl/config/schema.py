@@ -41,7 +41,7 @@ from rewardfl.config.fields import (
     Setting,
     Share,
     Side,
-    Step,
+    StepIndex,
     Steps,
     Text,
     Whole,
@@ -237,8 +237,8 @@ class SampleConfig(SharedSampleConfig):
 
     # First and last step (from 0) with a gradient. If final_timestep is not the last step, sampling ends there with the
     # x0 prediction.
-    mid_timestep: Step = 4
-    final_timestep: Step = 7
+    mid_timestep: StepIndex = 4
+    final_timestep: StepIndex = 7
     # Steps with a gradient, as an increasing list within 0..final_timestep, instead of mid..final.
     active_steps: Listed[int] | None = None
     # How the reward's gradient travels back from one active step to the one before: chain (exactly), bridge

@@ -570,7 +570,7 @@ def test_the_tool_refuses_what_cannot_work(monkeypatch, capsys):
         ("--settings", "gains=2", "--host", "0.0.0.0"): "without a token",
         ("--token-env", "NO_TOKEN"): "--token-env must be the name of an environment variable that is set",
         ("--device", "abacus"): "abacus",
-        ("--settings", "gain=["): "--settings 'gain=[': the value is no YAML",
+        ("--settings", "gain=["): "--settings 'gain=[' is not valid YAML",
     }
     for arguments, message in cases.items():
         code, error = tool(monkeypatch, capsys, "--trust-code", "--reward", OWN, *arguments)
