@@ -165,7 +165,7 @@ def test_the_examples_are_what_is_read():
 
 
 @pytest.mark.parametrize("name", ["metadata.csv", "clip.mp4", "mine.png", "sheet.foo", "metadata.csv/sheet.png"])
-def test_a_sheet_replaces_sheets_alone(tmp_path, name):
+def test_a_sheet_replaces_nothing_without_a_word(tmp_path, name):
     path = write_csv(tmp_path, ["clip.mp4", "x"], header=("video", "prompt"))
     data.write_video(tmp_path / "clip.mp4", person(), 8)
     (tmp_path / "mine.png").write_text("mine")
@@ -174,5 +174,5 @@ def test_a_sheet_replaces_sheets_alone(tmp_path, name):
     (line,) = call(*arguments, "--sheet", tmp_path / name, expect=2)
     assert line.startswith("error: --sheet")
     assert before == {file: file.read_bytes() for file in tmp_path.iterdir()}
-    for _ in range(2):  # the tool's own sheet is replaced
-        call(*arguments, "--sheet", tmp_path / "sheet.png")
+    for name in ("sheet.png", "mine.png"):
+        call(*arguments, "--sheet", tmp_path / name, "--overwrite")

@@ -318,7 +318,7 @@ def test_generate_equals_stock_diffusers(straight, tmp_path, monkeypatch, capsys
         command = (
             f"generate.py --model {WORLD}/pipeline --image {tmp_path}/face.png --height 80 --width 80 --num-frames 9"
         )
-        command += f" --steps 4 --dtype float32 --device cpu --seed 5 --out {tmp_path}/out.mp4"
+        command += f" --steps 4 --dtype float32 --device cpu --seed 5 --overwrite --out {tmp_path}/out.mp4"
         monkeypatch.setattr(sys, "argv", [*command.split(), "--prompt", "a person, talking", *chosen])
         assert generate.main() == 0, capsys.readouterr().err
     ours, base, off, half = videos
@@ -368,7 +368,7 @@ def test_generate_writes_what_the_name_says(tmp_path, monkeypatch, capsys):
     for name in ("a.mov", "new/frames", "new"):
         made.clear()
         code, said = call(tmp_path / name)
-        assert code == 2 and f"--out: {tmp_path / name}" in said.err and not made
+        assert code == 2 and "--out" in said.err and str(tmp_path / name) in said.err and not made
 
 
 # -- bad input: refused before weights load, with the way out
