@@ -126,7 +126,7 @@ def open_to_append(path: Path, buffering: int = -1) -> IO[bytes]:
 
 def _check_free(path: Path, is_replaceable: Callable[[Path], bool]) -> None:
     if os.path.lexists(path) and (path.is_symlink() or not is_replaceable(path)):
-        raise FileExistsError(errno.EEXIST, "is a link, or not what is written there; move it away", str(path))
+        raise FileExistsError(errno.EEXIST, "is a link, or of another type; move it away", str(path))
 
 
 def remove(path: Path) -> None:

@@ -55,7 +55,7 @@ def _check_parent(option: str, path: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A file or a folder that a tool writes in one go. overwrite: replace the one that has the name, whatever it is."""
+    """A file or a folder that a tool writes in one go. overwrite: replace it if it exists, whatever it holds."""
 
     option: str
     path: Path
@@ -89,7 +89,7 @@ class Target:
 
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
-        """Open the file to fill; it appears when the block ends. Raise InputError if the path is no longer free."""
+        """Open the file to fill; it appears when the block ends. Raise InputError if the path was taken meanwhile."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(self.path) as file:
             yield file
@@ -97,7 +97,7 @@ class Target:
 
     @contextmanager
     def fill(self) -> Iterator[Path]:
-        """Make the folder to fill; it appears when the block ends. Raise InputError if the path is no longer free."""
+        """Make the folder to fill; it appears when the block ends. Raise InputError if the path was taken meanwhile."""
         with atomic_directory(self.path) as folder:
             yield folder
             self._check_free()

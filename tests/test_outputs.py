@@ -18,7 +18,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
-KINDS = {
+ENTRIES = {
     "file": lambda path: path.write_text("mine"),
     "folder": lambda path: path.mkdir(),
     "link": lambda path: path.symlink_to("thesis.txt"),
@@ -37,14 +37,14 @@ def thesis(tmp_path):
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_existing_path_is_refused_or_replaced(tmp_path, thesis, kind, is_folder):
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_existing_path_is_refused_or_replaced(tmp_path, thesis, entry, is_folder):
     path = tmp_path / "out"
-    KINDS[kind](path)
+    ENTRIES[entry](path)
     for overwrite in (False, True):
         target = Target(option="--out", path=path, overwrite=overwrite, is_folder=is_folder)
         before = contents(tmp_path)
-        if overwrite and kind == ("folder" if is_folder else "file"):
+        if overwrite and entry == ("folder" if is_folder else "file"):
             target.check()
             with target.fill() if is_folder else target.open() as new:
                 (new / "a").write_text("ours") if is_folder else new.write(b"ours")
@@ -61,7 +61,7 @@ def test_what_came_while_the_tool_worked_is_kept(tmp_path, is_folder):
     target = Target(option="--out", path=tmp_path / "new" / "out", overwrite=False, is_folder=is_folder)
     target.check()
     with pytest.raises(InputError, match="exists"), target.fill() if is_folder else target.open():
-        KINDS["folder" if is_folder else "file"](target.path)
+        ENTRIES["folder" if is_folder else "file"](target.path)
     assert os.listdir(tmp_path / "new") == ["out"] and not (is_folder and any(target.path.iterdir()))
 
 
@@ -106,9 +106,9 @@ def test_a_linked_parent_is_a_place(tmp_path):
     assert (tmp_path / "disk" / "a" / "b.txt").read_text() == "ours"
 
 
-@pytest.mark.parametrize("kind", ["file", "FIFO", "link", "link to nothing"])
-def test_a_folder_is_written_over_no_link_and_no_file(tmp_path, kind):
-    KINDS[kind](tmp_path / "out")
+@pytest.mark.parametrize("entry", ["file", "FIFO", "link", "link to nothing"])
+def test_a_folder_is_written_over_no_link_and_no_file(tmp_path, entry):
+    ENTRIES[entry](tmp_path / "out")
     with pytest.raises(FileExistsError), files.atomic_directory(tmp_path / "out"):
         pytest.fail("the block ran")
     assert os.listdir(tmp_path) == ["out"]
@@ -175,9 +175,9 @@ def test_a_folder_without_its_mark_needs_overwrite(folder, thesis, mark):
     """Then only the files in the way are replaced."""
     path = folder.path / MARK
     path.unlink()
-    if mark in KINDS:
+    if mark in ENTRIES:
         thesis.write_text(json.dumps({"files": NAMES}))
-        path.symlink_to("../thesis.txt") if mark == "link" else KINDS[mark](path)
+        path.symlink_to("../thesis.txt") if mark == "link" else ENTRIES[mark](path)
     elif mark is not None:
         path.write_text(mark)
     before = contents(folder.path)
@@ -217,21 +217,24 @@ def test_no_listed_name_leads_out(folder, thesis, name, overwrite):
 
 
 @pytest.mark.parametrize("name", [NAMES[1], "videos/base", "videos"])
-@pytest.mark.parametrize("kind", ["link", "link to nothing", "FIFO", "other"])
-def test_a_file_never_replaces_a_link_a_folder_or_a_device(folder, kind, name):
+@pytest.mark.parametrize("entry", ["link", "link to nothing", "FIFO", "other"])
+def test_a_file_never_replaces_a_link_a_folder_or_a_device(folder, entry, name):
     path = folder.path / name
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    KINDS[kind if kind in KINDS else "folder" if name == NAMES[1] else "file"](path)
+    ENTRIES[entry if entry in ENTRIES else "folder" if name == NAMES[1] else "file"](path)
     for overwrite in (False, True):
         with pytest.raises(InputError, match=f"{name} is in the way; |{name}.* is a link or outside"):
             Folder(folder.path, overwrite).claim(NAMES)
 
 
-@pytest.mark.parametrize("kind", ["link", "link to nothing", "FIFO", "folder"])
-def test_the_lock_is_no_link(tmp_path, thesis, kind):
+@pytest.mark.parametrize("entry", ["link", "link to nothing", "FIFO", "folder"])
+def test_the_lock_is_no_link(tmp_path, thesis, entry):
     (tmp_path / "out").mkdir()
-    KINDS[kind](tmp_path / "out" / "rewardfl.lock")
-    with pytest.raises(FileExistsError, match="is a link, or not what"), Folder(tmp_path / "out", False).locked():
+    ENTRIES[entry](tmp_path / "out" / "rewardfl.lock")
+    with (
+        pytest.raises(FileExistsError, match="is a link, or of"),
+        Folder(tmp_path / "out", False).locked(),
+    ):
         pytest.fail("the folder was taken")
     assert thesis.read_text() == "thesis" and not (tmp_path / "out" / "nowhere").exists()
 

@@ -56,7 +56,7 @@ class Output:
         """Write the files and the report. args: --dry-run (write only the report) and --verify.
 
         files: by their names below the output folder, or the one of an output that is a file. Raise InputError if the
-        disk has no room, or the path is no longer free.
+        disk has no room, or the path was taken meanwhile.
         """
         nbytes = writing.count_bytes(files)
         self._make_room(nbytes)

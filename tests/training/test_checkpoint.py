@@ -312,8 +312,8 @@ def test_only_temporaries_of_the_run_are_removed_and_none_behind_a_link(tmp_path
 
 
 @pytest.mark.parametrize("resume", [None, "auto"])
-@pytest.mark.parametrize("kind", ["link", "link to nothing", "FIFO", "folder", "text", "more text", "hard link"])
-def test_a_foreign_file_as_lock_is_refused_and_stays(tmp_path, kind, resume):
+@pytest.mark.parametrize("entry", ["link", "link to nothing", "FIFO", "folder", "text", "more text", "hard link"])
+def test_a_foreign_file_as_lock_is_refused_and_stays(tmp_path, entry, resume):
     """A folder from somebody else may hold a link to any file; a dry run refuses it, too."""
     thesis, lock = tmp_path / "thesis.txt", tmp_path / "out" / "run.lock"
     lock.parent.mkdir()
@@ -324,7 +324,7 @@ def test_a_foreign_file_as_lock_is_refused_and_stays(tmp_path, kind, resume):
         "more text": lambda: lock.write_text("process 1 on a, started now\nnotes\n"),
         "hard link": lambda: lock.hardlink_to(thesis),
     }  # fmt: skip
-    make[kind]()
+    make[entry]()
     before = tree(tmp_path)
     with pytest.raises(CheckpointError, match=f"^{lock} is not the lock of a run; move it away"):
         if resume is None:
