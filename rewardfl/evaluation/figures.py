@@ -263,9 +263,14 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], edges: Sequence[fl
         by_end = {name: interval(torch.tensor(list(people.values()))) for name, people in ends.items()}
         report["identity_scale"]["recognisers"][judge] = by_end
     report["real"] = arm_figures(table, REAL, judges)
-    bases = {arm.steps: arm for arm in reversed(arms)} | ({0: arms[0]} if arms[-1].videos else {})
+    bases = find_bases(arms)
     report["arms"] = [arm_report(table, arm, bases[arm.steps], judges, strata) for arm in arms]
     return report
+
+
+def find_bases(arms: Sequence[Arm]) -> dict[int, Arm]:
+    """Return what each arm is compared with, by step count: the first arm of it, for other tools the first of all."""
+    return {arm.steps: arm for arm in reversed(arms)} | ({0: arms[0]} if arms[-1].videos else {})
 
 
 def arm_figures(table: Table, arm: str, judges: Sequence[str]) -> dict:

@@ -1,7 +1,7 @@
-"""Evaluation of videos (tools/evaluate.py), from its options to the report: identity, motion and canaries.
+"""Evaluation of videos or images (tools/evaluate.py), from its options to the report.
 
-`arms` plans and samples, `judging` measures a video, `records` stores the result, `study` orders the work, `figures`
-summarises many records.
+`arms` plans and samples, `judging` measures a video or an image, `records` stores the result, `study` orders the work,
+`figures` summarises many records.
 """
 
 import argparse
@@ -10,15 +10,16 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from rewardfl import __version__, backbones, command_line, config, data, machine, outputs
-from rewardfl.backbones.protocol import Source
+from rewardfl.backbones.protocol import Backbone, Source
 from rewardfl.data import cache
-from rewardfl.evaluation import judge_images, processes
+from rewardfl.evaluation import image_report, processes
 from rewardfl.evaluation.arms import Arm, find_videos, load_config, make_arms
 from rewardfl.evaluation.figures import summarise
 from rewardfl.evaluation.judging import list_dependencies, load_judges, measured_rewards
@@ -30,7 +31,7 @@ from rewardfl.evaluation.study import Study
 from rewardfl.files import atomic_write, digest_files, escape_control
 from rewardfl.rewards import resolve_rewards
 from rewardfl.rewards.face.identity_kept import FEWEST
-from rewardfl.rewards.registry import ResolvedReward
+from rewardfl.rewards.scoring import Term
 from rewardfl.training import plan, setup_model, setup_rewards
 from rewardfl.training.setup_run import digest_base_model
 from rewardfl.training.shard import Shard
@@ -38,7 +39,7 @@ from rewardfl.training.shard import Shard
 # keys of the configuration that decide how videos are sampled and clips are read, without paths: files have digests
 SAMPLING = ("data.height", "data.width", "data.num_frames", "data.max_pixels", "data.fps", "sample.", "model.dtype")
 
-MANY = ("config", "videos", "strengths", "judge")  # options that image models do not have
+FOR_VIDEOS = ("config", "videos", "judge")  # options that image models do not have
 
 REPORTS = ("report.json", "report.html", "grid.png", "curves.png", "front.png")  # written at the end
 
@@ -64,20 +65,20 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     read = [path for row in rows for path in row.files.values() if path]
     folders = [path for arm in arms for path in (arm.adapter, arm.videos) if path]
     outputs.check_inputs("--out", folder.path, [source, *args.judge.values(), Path(args.data), *read, *folders])
-    if cfg.data.num_frames == 1:
-        check_images(vars(args), arms, share.processes)
-        lock.enter_context(folder.locked())
-        return judge_images.run(args, arms[-1], folder)
+    of_images = cfg.data.num_frames == 1
+    if of_images and (wrong := [f"--{name}" for name in FOR_VIDEOS if vars(args)[name]]):
+        raise ValueError(f"{wrong[0]}: is for videos, and data.num_frames is 1; remove it")
     fps = cfg.data.fps or backbones.describe(cfg.model.model_name, Source()).frame_rate
     rewards = resolve_rewards(measured_rewards(cfg.reward, config.list_reward_specs(cfg, for_evaluation=True)), fps)
-    rows = check_rows(rows, cfg.data, rewards, quiet=share.quiet)
-    files = {arm.name: find_videos(arm.videos, rows) for arm in arms if arm.videos is not None}
+    rewards = [(replace(spec, settings={**cls.evaluation_settings, **spec.settings}), cls) for spec, cls in rewards]
     plan.check_frames(cfg.data.num_frames, rewards)
-    judges = load_judges(cfg.reward, rewards, args)
-    backbone, base = None, {}
-    enough_people = len({row.who for row in rows}) >= FEWEST
-    if any(arm.videos is None for arm in arms):
-        backbone = setup_model.open_model(cfg)
+    backbone = setup_model.open_model(cfg) if any(arm.videos is None for arm in arms) else None
+    judges = load_judges(cfg.reward, rewards, args, of_images=of_images)
+    rows = check_rows(rows, cfg.data, judges.terms, backbone, quiet=share.quiet)
+    files = {arm.name: find_videos(arm.videos, rows) for arm in arms if arm.videos is not None}
+    base: dict[str, str] = {}
+    enough_people = not of_images and len({row.who for row in rows}) >= FEWEST
+    if backbone is not None:
         base = digest_base_model(backbone)
     elif enough_people:  # other tools' videos need only the VAE
         try:
@@ -96,29 +97,46 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     )  # fmt: skip
     names = study.names(rows)
     records = [str(record_file(Path(), rank)) for rank in range(share.processes)]
-    take = partial(take_folder, folder, [*names, *records, *REPORTS, SETTINGS], settings, lock)
+    reports = image_report.IMAGE_REPORTS if of_images else REPORTS
+    take = partial(take_folder, folder, [*names, *records, *reports, SETTINGS], settings, lock)
     processes.run_on_main(take, main=main)
-    rows = study.read_real(rows, backbone if enough_people else None)
+    rows = study.read_rows(rows, backbone if enough_people else None)
     if backbone is not None:
         study.sample(backbone, rows)
     study.judge_files(rows)
     processes.gather([])  # wait for all
     if main:
-        finish(study, rows, settings, args.face_sizes, args.threshold)
+        about = {"command": sys.argv, "version": __version__, "settings": settings}
+        finish(study, rows, about, args.face_sizes, args.threshold)
         folder.remove(study.prepared(rows))
     return 0
 
 
 def check_rows(
-    rows: Sequence[data.Row], clips: config.DataConfig, rewards: Sequence[ResolvedReward], *, quiet: bool
+    rows: Sequence[data.Row],
+    clips: config.DataConfig,
+    terms: Sequence[Term],
+    backbone: Backbone | None,
+    *,
+    quiet: bool,
 ) -> list[data.Row]:
-    """Return the rows with usable headers and prompts. Raise DataError or ValueError for others, if not skipped."""
-    if missing := [row.line for row in rows if row.video is None]:
+    """Return the rows with usable headers and prompts. Raise DataError or ValueError for others, if not skipped.
+
+    backbone: None if nothing is sampled.
+    """
+    takes_image = backbone is not None and backbone.takes_image
+    missing = [row.line for row in rows if row.video is None]
+    if missing and clips.num_frames > 1:
         raise ValueError(f"--data: line {missing[0]} names no video, and only rows with a video are compared")
-    headers = [data.inspect_row(row, clips.num_frames, clips.fps) for row in rows]
+    headers = [data.inspect_row(row, clips.num_frames, clips.fps, takes_image=takes_image) for row in rows]
     problems = [(row.line, text) for row, header in zip(rows, headers, strict=True) for text in header.problems]
-    classes = {reward.key: cls for reward, cls in rewards}
-    problems += [(row.line, text) for row in rows for text in setup_rewards.unusable_prompts(row, classes)]
+    rewards = {term.key: term.reward for term in terms}
+    for row in rows:
+        kinds = [(key, reward.compares_with) for key, reward in rewards.items()]
+        texts = [f"{key} compares with a {kind}, and the row has none" for key, kind in kinds if kind not in row.offers]
+        texts += setup_rewards.unusable_prompts(row, rewards)
+        size = plan.size_problem(clips, backbone, row.size) if backbone is not None else ""
+        problems += [(row.line, text) for text in (*texts, size) if text]
     good, bad = data.usable_rows(rows, problems, skip_bad_rows=clips.skip_bad_rows)
     for line in (*(f"note: {note}" for note in data.notes(rows)), *(f"skipped: {line}" for line in bad)):
         if not quiet:
@@ -160,21 +178,12 @@ def take_folder(folder: outputs.Folder, names: Sequence[str], settings: Settings
     atomic_write(folder.path / SETTINGS, json.dumps(merged, indent=2) + "\n")
 
 
-def check_images(options: Mapping[str, object], arms: Sequence[Arm], processes: int) -> None:
-    """Raise ValueError for options that only videos have, more than one adapter, and several processes."""
-    if wrong := [f"--{name}" for name in MANY if options[name] not in (None, [], {})]:
-        raise ValueError(f"{wrong[0]}: is for videos, and data.num_frames is 1; remove it")
-    if len(arms) > 2 or processes > 1:
-        raise ValueError("--adapter: images are judged by one process, before and after one adapter; name one")
-
-
-def finish(
-    study: Study, rows: Sequence[data.Row], settings: Settings, face_sizes: Sequence[float], threshold: float
-) -> None:
+def finish(study: Study, rows: Sequence[data.Row], about: dict, face_sizes: Sequence[float], threshold: float) -> None:
     """Write the report and the pictures, and print the figures."""
+    if not study.judges.faces:
+        return finish_images(study, rows, about)
     out, records = study.out, study.join(rows)
-    report = summarise(records, study.arms, face_sizes, threshold)
-    report |= {"command": sys.argv, "version": __version__, "settings": settings}
+    report = summarise(records, study.arms, face_sizes, threshold) | about
     atomic_write(out / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
     shown = [row.index for row in rows[:PEOPLE]]
     pictures = draw_pictures(report, out, [record for record in records if record["index"] in shown], study.read_file)
@@ -182,3 +191,13 @@ def finish(
     print(format_report(report))
     print(f"report: {out / 'report.html'}, {out / 'report.json'}")
     print(f"pictures: {', '.join(map(str, pictures))}\nvideos: {out / 'videos'}")
+
+
+def finish_images(study: Study, rows: Sequence[data.Row], about: dict) -> None:
+    """Write the report and the pictures of an image model, and print the figures."""
+    made = image_report.make_report(study.join(rows), study.arms, rows, study.judges.terms)
+    report = made.summarise() | about
+    atomic_write(study.out / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
+    made.draw(study.out)
+    print(image_report.format_table(report))
+    print(f"\nreport: {study.out / 'report.json'}\npictures: {study.out / 'grid.png'}, {study.out / 'images'}")

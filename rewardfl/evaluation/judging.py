@@ -14,6 +14,7 @@ from rewardfl.config import RewardSpec
 from rewardfl.config.schema import SharedRewardConfig
 from rewardfl.evaluation.records import FACE
 from rewardfl.rewards import RewardError, build_terms, face
+from rewardfl.rewards.base import NONFINITE
 from rewardfl.rewards.face.look import compare_look, cut_patches
 from rewardfl.rewards.face.pack import file_hashes
 from rewardfl.rewards.pixels.artifacts import measure_artifacts
@@ -32,7 +33,7 @@ class NoFaceError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Judges:
-    """All judges. faces: the recognisers; the last one's detector finds the face for all."""
+    """All judges. faces: the recognisers, none for images; the last one's detector finds the face for all."""
 
     faces: dict[str, face.FaceIdentity]
     terms: Sequence[Term]
@@ -45,12 +46,14 @@ class Judges:
         return list(self.faces)[-1]
 
 
-def load_judges(reward: SharedRewardConfig, rewards: Sequence[ResolvedReward], args: argparse.Namespace) -> Judges:
+def load_judges(
+    reward: SharedRewardConfig, rewards: Sequence[ResolvedReward], args: argparse.Namespace, *, of_images: bool
+) -> Judges:
     """Load the judges. Raise ValueError without a recogniser, RewardError for a reward that cannot be built."""
     packs, size = {"reward": reward.reward_model_path, "held_out": reward.held_out_model_path}, reward.det_size
     named = [(name, pack) for name, pack in (packs | args.judge).items() if pack is not None]
-    faces = {name: face.FaceIdentity(pack, size).to(args.device) for name, pack in named}
-    if not faces:
+    faces = {} if of_images else {name: face.FaceIdentity(pack, size).to(args.device) for name, pack in named}
+    if not faces and not of_images:
         raise ValueError("this tool judges faces, and the run has no face pack; name one: --judge NAME=FOLDER")
     terms = build_terms(rewards, torch.device(args.device))
     return Judges(faces=faces, terms=terms, periods=args.periods, device=args.device)
@@ -95,11 +98,7 @@ def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float)
     references: References = {f"pool/{name}": pool.embeddings for name, pool in pools.items()}
     patches = cut_patches(reference.transpose(0, 1), pools[judges.main].landmarks)
     references |= {f"look/{name}": patch for name, patch in patches.items()}
-    for term in judges.terms:
-        parts = term.reward.reference(reference, row.prompt) if term.reward.compares_with in row.offers else None
-        if parts is not None:
-            references |= {f"term/{term.label}": torch.ones(1)}
-            references |= {f"term/{term.label}/{name}": value for name, value in parts.items()}
+    references |= find_references(judges.terms, row, reference)
     record = judge_video(judges, video, references)
     record["figures"] |= {f"{name}/cap": pool.cap for name, pool in pools.items()}
     if example.reference is example.video:  # its own frames are in the pool
@@ -109,6 +108,31 @@ def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float)
             record["figures"][f"{name}/face_sim"] = float(np.mean(curve))
     widths = pools[judges.main].boxes[:, 2] - pools[judges.main].boxes[:, 0]
     return record | {"size": list(example.size), "face_width": float(widths.median()), "fps": fps}, references
+
+
+def find_references(terms: Sequence[Term], row: data.Row, reference: Tensor) -> References:
+    """Return what the rewards compare with. reference: as `data.Example` has it."""
+    references: References = {}
+    for term in terms:
+        parts = term.reward.reference(reference, row.prompt) if term.reward.compares_with in row.offers else None
+        if parts is not None:
+            references |= {f"term/{term.label}": torch.ones(1)}
+            references |= {f"term/{term.label}/{name}": value for name, value in parts.items()}
+    return references
+
+
+def judge_image(judges: Judges, image: Tensor, references: References) -> dict:
+    """Return the scores of an image (3, 1, H, W) by all rewards, and their parts. Raise RewardError if one fails."""
+    return {
+        "figures": finite(_reward_figures(judges.terms, image, references, parts=True)),
+        "curves": {},
+        "detected": {},
+    }
+
+
+def finite(figures: Figures) -> Figures:
+    """Return the figures with None for NaN and infinity, which JSON lacks."""
+    return {name: None if v is None or not math.isfinite(v) else float(v) for name, v in figures.items()}
 
 
 def real_video(example: data.Example) -> Tensor:
@@ -153,8 +177,7 @@ def judge_video(judges: Judges, video: Tensor, references: References, *, keep_v
         figures["look/face"] = compare_look(patches, {name: references[f"look/{name}"] for name in patches})
     figures |= _pixel_figures(frames, None if main is None else main.boxes.numpy(), judges.periods)
     figures |= _reward_figures(judges.terms, video, references)
-    # JSON has no NaN
-    record["figures"] = {name: None if v is None or not math.isfinite(v) else float(v) for name, v in figures.items()}
+    record["figures"] = finite(figures)
     if keep_vectors:
         pools = {name: references[f"pool/{name}"].mean(0) for name in judges.faces}
         record["embedding"] = {
@@ -174,14 +197,17 @@ def _pixel_figures(frames: np.ndarray, boxes: np.ndarray | None, periods: Sequen
     }
 
 
-def _reward_figures(terms: Sequence[Term], video: Tensor, references: References) -> Figures:
+def _reward_figures(terms: Sequence[Term], video: Tensor, references: References, *, parts: bool = False) -> Figures:
     figures: Figures = {}
     for term in terms:
         head = f"term/{term.label}"  # there where `Reward.reference` gave something for the real clip
-        parts = {key.removeprefix(f"{head}/"): part for key, part in references.items() if key.startswith(f"{head}/")}
-        result = score_safely(term.reward, video[None], [parts if head in references else None])
+        compared = {key.removeprefix(f"{head}/"): x for key, x in references.items() if key.startswith(f"{head}/")}
+        result = score_safely(term.reward, video[None], [compared if head in references else None])
         if result.failed.any():
             raise RewardError(f"{term.key}: {result.problems[0]}")
         valid = bool(result.output.valid[0])
         figures[f"rewards/{term.label}"] = float(result.output.score[0]) if valid else None
+        if parts:
+            named = {name: float(part[0]) for name, part in result.output.parts.items() if name != NONFINITE}
+            figures |= {f"rewards/{term.label}/{name}": value for name, value in named.items()}
     return figures

@@ -44,7 +44,7 @@ GROWING = ("model", "adapters", "videos")  # blocks of the settings that may gai
 WAY_OUT = "give --out another folder, or --overwrite to remove that evaluation"
 
 
-Number = Annotated[float, Field(ge=-1e30, le=1e30)]  # float32 holds it
+Bounded = Annotated[float, Field(ge=-1e30, le=1e30)]  # float32 holds it
 
 FACE = ("face_sim", "coverage", "speed", "nonrigid")  # the figures of a recogniser
 
@@ -59,14 +59,14 @@ class Line(BaseModel):
     steps: int
     decoded: bool
     file: str
-    figures: dict[str, Number | None]
-    curves: dict[str, Annotated[list[Number], Field(min_length=1)]]
+    figures: dict[str, Bounded | None]
+    curves: dict[str, Annotated[list[Bounded], Field(min_length=1)]]
     detected: dict[str, list[bool]]
     size: tuple[int, int] | None = None
-    fps: Number | None = None
-    face_width: Number | None = None
-    embedding: dict[str, list[Number]] = {}
-    pool: dict[str, list[Number]] = {}
+    fps: Bounded | None = None
+    face_width: Bounded | None = None
+    embedding: dict[str, list[Bounded]] = {}
+    pool: dict[str, list[Bounded]] = {}
 
     @model_validator(mode="after")
     def _is_complete(self) -> "Line":

@@ -6,44 +6,44 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
 from rewardfl.evaluation.figures import is_ratio
-from rewardfl.evaluation.records import FORMAT, Number, problem_words
+from rewardfl.evaluation.records import FORMAT, Bounded, problem_words
 
-Name = Annotated[str, Field(max_length=300)]  # charts draw it
+ArmName = Annotated[str, Field(max_length=300)]  # charts draw it
 
 
 class Ends(BaseModel):
-    mean: Number
-    low: Number
-    high: Number
+    mean: Bounded
+    low: Bounded
+    high: Bounded
 
 
 class Change(BaseModel):
     difference: Ends
-    people_with_more: Number
+    people_with_more: Bounded
     ratio: Ends | None = None
 
 
 class RealClips(BaseModel):
     model_config = ConfigDict(extra="allow")
 
-    per_frame: dict[Name, list[Number]] = Field(min_length=1)
+    per_frame: dict[ArmName, list[Bounded]] = Field(min_length=1)
 
 
 class ArmReport(BaseModel):
     model_config = ConfigDict(extra="allow")
 
-    name: Name
-    against: Name | None
+    name: ArmName
+    against: ArmName | None
     clips: NonNegativeInt
     decoded: bool
     figures: dict[str, Ends | None]
-    per_frame: dict[str, list[Number]]
+    per_frame: dict[str, list[Bounded]]
     compared: dict[str, Change | None] = {}
     frozen_share: Ends | None = None
     colour_shift: Ends | None = None
 
 
-class Settings(BaseModel):
+class Blocks(BaseModel):
     """Settings by block, of which those that evaluations are compared by must be there."""
 
     model_config = ConfigDict(extra="allow")
@@ -61,7 +61,7 @@ class Report(BaseModel):
     people: NonNegativeInt
     version: str
     command: list[str]
-    settings: Settings
+    settings: Blocks
     real: RealClips
     arms: list[ArmReport]
 

@@ -12,8 +12,9 @@ from tqdm import tqdm
 
 from rewardfl import command_line, data
 from rewardfl import config as configuration
+from rewardfl.backbones.protocol import Backbone
 from rewardfl.config import RewardFlConfig
-from rewardfl.evaluation import arms, judge_images
+from rewardfl.evaluation import arms
 from rewardfl.files import escape_control
 from rewardfl.rewards import build_terms
 from rewardfl.rewards.scoring import Reference, Term
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             break
     if not examples:
         raise data.DataError(f"{cfg.data.file_name}: no clip can be used")
-    sampler = judge_images.load_sampler(cfg.sample, cfg.data.num_frames, backbone, examples, None, args.experts, device)
+    sampler = load_sampler(cfg.sample, cfg.data.num_frames, backbone, examples, args.experts, device)
     base = arms.Arm(name=arms.BASE, steps=cfg.sample.num_inference_steps)
     with torch.no_grad():  # the videos come from the noise of training's first epoch
         rows = tqdm([row for row, _ in examples.values()], desc="sampling")
@@ -74,6 +75,26 @@ def run(args: argparse.Namespace) -> int:
     print(format_scales(scales))
     print(f"\n{paste(configuration.to_dict(cfg)['reward']['others'], scales)}", end="")
     return 0
+
+
+@torch.no_grad()
+def load_sampler(
+    sampling: arms.Sampling,
+    num_frames: int,
+    backbone: Backbone,
+    examples: Mapping[str, tuple[data.Row, data.Example]],
+    experts: arms.InferencePlacement,
+    device: torch.device,
+) -> arms.Sampler:
+    """Load the run's base model. examples: by row id."""
+    inputs = ((row, example.image) for row, example in examples.values())
+    conditioning = dict(arms.encode_inputs(sampling, num_frames, backbone, inputs, device))
+    model, decoder = arms.load_model(backbone, None, experts, device)
+    return arms.Sampler(
+        sampling=sampling, num_frames=num_frames, backbone=backbone, experts=model, decoder=decoder,
+        conditioning=conditioning.__getitem__, sizes={key: example.size for key, (_, example) in examples.items()},
+        device=device,
+    )  # fmt: skip
 
 
 def measure_scales(

@@ -68,8 +68,8 @@ class Study:
         return [(row, seed) for row, seed in jobs if (row.id, arm.name, seed) not in self.present]
 
     @torch.no_grad()
-    def read_real(self, rows: Sequence[data.Row], vae: Backbone | None) -> list[data.Row]:
-        """Judge the real clips one at a time, store the references of their rows, and return the rows with a face.
+    def read_rows(self, rows: Sequence[data.Row], vae: Backbone | None) -> list[data.Row]:
+        """Store the references of the rows, one at a time, and return the usable rows. Judge real clips if faces are.
 
         vae: judge them also after this model's VAE has encoded and decoded them, the upper end of identity kept. Raise
         DataError for clips that cannot be read, unless data.skip_bad_rows: then print them.
@@ -80,20 +80,25 @@ class Study:
         waiting = [jobs for arm in self.arms if self.lacks(arm, jobs := self.jobs(arm, rows))]
         needed = {row.id for jobs in waiting for row, _ in jobs}
         for row in tqdm(share.take(rows), desc="real clips", disable=share.quiet):
-            lacking = [arm for arm in (REAL, *([VAE] if vae else [])) if (row.id, arm, None) not in self.present]
+            real = (REAL, *([VAE] if vae else [])) if self.judges.faces else ()
+            lacking = [arm for arm in real if (row.id, arm, None) not in self.present]
             if not lacking and (row.id not in needed or self.store.get(comparison_key(row)) is not None):
                 continue
             try:
                 example = load_sized_example(self.clips, row)
-                record, references = judging.judge_real(self.judges, row, example, self.fps)
+                if self.judges.faces:
+                    record, references = judging.judge_real(self.judges, row, example, self.fps)
+                else:
+                    reference = example.reference.to(self.judges.device)
+                    references = judging.find_references(self.judges.terms, row, reference)
             except judging.NoFaceError as error:
                 faceless.append((row.line, str(error)))
                 continue
             except data.DataError as error:
                 broken.append((row.line, str(error)))
                 continue
-            assert example.image is not None  # a row with a clip has its first frame
-            self.store.put(comparison_key(row), references | {"image": example.image})
+            image = {} if example.image is None else {"image": example.image}
+            self.store.put(comparison_key(row), references | image | {"size": torch.tensor(example.size)})
             if REAL in lacking:
                 self._add(row, Arm(name=REAL), None, judging.real_video(example), record)
             if vae is not None and VAE in lacking:
@@ -127,14 +132,18 @@ class Study:
         """Return a video's file: relative to the evaluation's folder and named as --videos takes it, or absolute."""
         if arm in self.files and seed is not None:
             return self.files[arm][row.id, seed].absolute()
-        return Path("videos", arm, f"{row.index:03d}{'' if seed is None else f'_seed{seed}'}.mp4")
+        folder, suffix = ("videos", "mp4") if self.judges.faces else ("images", "png")
+        return Path(folder, arm, f"{row.index:03d}{'' if seed is None else f'_seed{seed}'}.{suffix}")
 
     def _add(self, row: data.Row, arm: Arm, seed: int | None, video: Tensor, record: Record) -> None:
         """Write the record of a video (3, F, H, W), and the video unless it is another tool's."""
         file, is_real = self.file(row, arm.name, seed), arm.name == REAL
         if arm.videos is None:
             (self.out / file).parent.mkdir(parents=True, exist_ok=True)
-            data.write_video(self.out / file, video, self.fps)
+            if self.judges.faces:
+                data.write_video(self.out / file, video, self.fps)
+            else:
+                data.write_picture(self.out / file, video)
         decoded = is_real or arm.videos is not None
         source = {"arm": arm.name, "seed": seed, "steps": arm.steps, "decoded": decoded, "file": str(file)}
         self.writer.add(head(row) | source | record)
@@ -142,7 +151,8 @@ class Study:
     def _judge(self, row: data.Row, arm: Arm, seed: int, video: Tensor) -> None:
         """Judge a video (3, F, H, W) in [-1, 1] and write its record."""
         references = read_entry(self.store, comparison_key(row))
-        self._add(row, arm, seed, video, judging.judge_video(self.judges, video, references))
+        judge = judging.judge_video if self.judges.faces else judging.judge_image
+        self._add(row, arm, seed, video, judge(self.judges, video, references))
 
     def sample(self, backbone: Backbone, rows: Sequence[data.Row]) -> None:
         """Sample and judge the videos without a record. Load the model once for each adapter, if at all."""
@@ -153,11 +163,7 @@ class Study:
         share, device = self.share, torch.device(self.judges.device)
         needed = sorted({row for _, jobs in waiting for row, _ in jobs}, key=lambda row: row.index)
         self._encode(backbone, needed, device)
-        sizes = {
-            row: tuple(record["size"])
-            for (row, arm, _), record in records.read_records(self.out).items()
-            if arm == REAL
-        }
+        sizes = {row.id: self.size(row) for row in needed}
         adapters: list[Path | None] = list(dict.fromkeys(arm.adapter for arm, _ in waiting if arm.adapter)) or [None]
         tasks = [(arm, batch) for arm, jobs in waiting for batch in share.take(arms.batches(jobs, sizes, self.batch))]
         total = len(waiting) * len(waiting[0][1])
@@ -174,12 +180,17 @@ class Study:
                         bar.update(len(batch) * share.processes)
                 del model, decoder, sampler  # before the next one is loaded
 
+    def size(self, row: data.Row) -> tuple[int, int]:
+        """Return height and width of the row's videos."""
+        height, width = read_entry(self.store, comparison_key(row))["size"].tolist()
+        return height, width
+
     @torch.no_grad()
     def _encode(self, backbone: Backbone, rows: Sequence[data.Row], device: torch.device) -> None:
         """Encode and store the missing conditioning of this process's share of the rows; wait for all processes."""
         # take the share first: other processes write while this one looks
         if missing := [row for row in self.share.take(rows) if self.store.get(prompt_key(row.id)) is None]:
-            inputs = ((row, read_entry(self.store, comparison_key(row))["image"]) for row in missing)
+            inputs = ((row, read_entry(self.store, comparison_key(row)).get("image")) for row in missing)
             for row_id, conditioning in arms.encode_inputs(
                 self.sampling, self.clips.num_frames, backbone, inputs, device
             ):
@@ -206,8 +217,7 @@ class Study:
             jobs = self.lacks(arm, self.jobs(arm, rows)) if arm.videos is not None else []
             for row, seed in tqdm(share.take(jobs), desc=arm.name, disable=share.quiet):
                 path = self.files[arm.name][row.id, seed]
-                size = read_entry(self.store, comparison_key(row))["image"].shape[1:]
-                video = data.to_float(data.fit(self.read_file(path), *size)).to(self.judges.device)
+                video = data.to_float(data.fit(self.read_file(path), *self.size(row))).to(self.judges.device)
                 self._judge(row, arm, seed, video)
 
     def read_file(self, path: Path) -> Tensor:
@@ -233,7 +243,7 @@ class Study:
 
     def names(self, rows: Sequence[data.Row]) -> list[str]:
         """Return all files that judging writes, relative to the evaluation's folder."""
-        videos = [self.file(row, arm, None) for row in rows for arm in (REAL, VAE)]
+        videos = [self.file(row, arm, None) for row in rows for arm in (REAL, VAE) if self.judges.faces]
         for arm in self.arms:
             if arm.videos is None:
                 videos += [self.file(row, arm.name, seed) for row, seed in self.jobs(arm, rows)]

@@ -17,7 +17,8 @@ from rewardfl.backbones.image import pipeline, qwen_image, z_image
 from rewardfl.backbones.image.flux import pack
 from rewardfl.backbones.protocol import Adapter, Experts, Schedule, Source
 from rewardfl.estimate import measure
-from rewardfl.evaluation import judge_images
+from rewardfl.evaluation import arms, image_report
+from rewardfl.evaluation.records import Writer
 from rewardfl.noise import draw_noise, noise_seed
 from rewardfl.training import setup_model
 from rewardfl.weights.shards import InputError
@@ -261,22 +262,11 @@ def test_evaluate_says_what_became_of_the_pictures(folder_of, tmp_path, monkeypa
     assert pair["score/before"] == pytest.approx(redness(), abs=1e-4)
     pipe.load_lora_weights(str(run_folder / "checkpoints" / "latest" / "transformer"))
     assert pair["score/after"] == pytest.approx(redness(), abs=1e-4)
-    assert data.read_picture(run_folder / "evaluation" / "images" / "0000_seed0.png").shape == (SIDE, 2 * SIDE, 3)
+    for arm in ("base", "latest"):
+        assert data.read_picture(run_folder / "evaluation" / "images" / arm / "000_seed0.png").shape == (SIDE, SIDE, 3)
     assert data.read_picture(run_folder / "evaluation" / "grid.png").shape[2] == 3
     said = run_tool(evaluate.main, *words, "reward.name=motion", expect=2)
     assert "reward.name" in said
-
-
-def test_win_rate_counts_a_tie_half_and_leaves_out_what_has_no_score():
-    def pair(line, seed, before, after):
-        row = data.Row(index=line, line=line + 2, id=str(line), video=None, prompt="a ball")
-        picture = torch.zeros(4, 8, 3, dtype=torch.uint8)
-        return judge_images.Pair(row=row, seed=seed, picture=picture, scores={"score": (before, after)})
-
-    pairs = [pair(0, 0, 1.0, 2.0), pair(0, 1, 1.0, 1.0), pair(1, 0, 3.0, 2.0), pair(1, 1, float("nan"), 2.0)]
-    figures = judge_images.summarise_images(pairs, {"score": True})["figures"]["score"]
-    assert figures["win_rate"]["mean"] == (0.75 + 0) / 2 and figures["left_out"] == 1 and figures["trained"]
-    assert figures["before"]["mean"] == 2 and figures["gain"]["mean"] == pytest.approx((0.5 - 1) / 2)
 
 
 OWN_REWARD = """
@@ -297,14 +287,18 @@ class Broken(Reward):
 
 class TwoReaders(Reward):
     name = "two_readers"
+    compares_with = "nothing"
     evaluation_settings = {"second": True}
 
     def __init__(self, *, second: bool = False):
         super().__init__()
         self.second_opinion = ("one", "other") if second else ()
 
+    def reference(self, video, prompt=""):
+        return {"other": torch.tensor(0.5 * ("red" in prompt) + 1.0 * ("blue" in prompt))}
+
     def forward(self, video, batch):
-        other = {"other": torch.arange(len(batch)) * 0.5} if self.second_opinion else {}
+        other = {"other": torch.stack([one["other"] for one in batch])} if self.second_opinion else {}
         ones = torch.ones(len(batch))
         return RewardOutput(ones, ones.bool(), {"one": ones / 2, **other})
 """
@@ -345,16 +339,49 @@ def test_what_evaluate_cannot_judge_is_refused_before_weights_load(folder_of, un
 def test_evaluate_names_a_reward_that_fails_and_judges_each_size(folder_of, untrained):
     own = f"reward.others={{own: {{name: '{untrained}/own.py:Broken', weight: 0}}}}"
     words = ["--trust-code", "--run", untrained, "--device", "cpu", "--seeds", 1, "--data"]
-    said = run_tool(evaluate.main, *words, folder_of("sd3") / "prompts.csv", own, expect=2)
+    said = run_tool(evaluate.main, *words, folder_of("sd3") / "prompts.csv", own, "--force", expect=2)
     assert "error: reward.others.own: RuntimeError: out of order" in said
     (untrained / "two.csv").write_text("prompt,height,width\na ball,,\na ball,32,64\nbad,36,32\n")
-    said = run_tool(evaluate.main, *words, untrained / "two.csv", "data.skip_bad_rows=true")
+    said = run_tool(evaluate.main, *words, untrained / "two.csv", "data.skip_bad_rows=true", "--force")
     assert "skipped: line 4: height must be a multiple of 8" in said and "2 prompts, 2 pairs" in said
-    shown = [data.read_picture(one).shape for one in sorted((untrained / "evaluation" / "images").iterdir())]
-    assert shown == [(SIDE, 2 * SIDE, 3), (SIDE, 4 * SIDE, 3)]
+    files = sorted((untrained / "evaluation" / "images" / "latest").iterdir())
+    assert [data.read_picture(file).shape for file in files] == [(SIDE, SIDE, 3), (SIDE, 2 * SIDE, 3)]
     assert not any(
         "nonfinite" in name for name in json.loads((untrained / "evaluation/report.json").read_text())["figures"]
     )
+
+
+def test_arms_of_images_share_their_noises_and_resume(folder_of, untrained, monkeypatch):
+    """Several strengths and step counts. What a stopped evaluation has judged is not sampled again."""
+    out, count, add = untrained / "arms", [], Writer.add
+    words = ["--run", untrained, "--data", folder_of("sd3") / "prompts.csv", "--device", "cpu", "--seeds", 1]
+    words += ["--out", out, "--strengths", "0,1", "--steps", "2,3"]
+
+    def stop(self, record):
+        count.append(record)
+        if len(count) > 3:
+            raise KeyboardInterrupt
+        add(self, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "add", stop)
+        run_tool(evaluate.main, *words, expect=130)
+    begun = (out / "records.jsonl").read_text()
+    run_tool(evaluate.main, *words)
+    records = (out / "records.jsonl").read_text()
+    assert len(begun.splitlines()) == 3 and len(records.splitlines()) == 6 * len(PROMPTS)
+    assert {*begun.splitlines()} <= {*records.splitlines()}
+    report = json.loads((out / "report.json").read_text())
+    tail = "" if any(arm["name"] == "latest" for arm in report["arms"]) else "_2steps"
+    by_name = {arm["name"]: arm for arm in report["arms"]}
+    assert len(by_name) == 4 and by_name[f"latest_x0{tail}"]["against"] == f"base{tail}"
+    for name, arm in by_name.items():
+        score = arm["figures"]["score"]
+        assert (score["before"] == score["after"] and score["win_rate"]["mean"] == 0.5) == ("x0" in name), name
+    with monkeypatch.context() as patch:
+        patch.setattr(arms, "load_model", None)
+        run_tool(evaluate.main, *words)
+    assert (out / "records.jsonl").read_text() == records and not (out / "prepared").exists()
 
 
 def test_evaluate_shows_pictures_whose_second_reader_disagrees(folder_of, untrained):
@@ -363,19 +390,19 @@ def test_evaluate_shows_pictures_whose_second_reader_disagrees(folder_of, untrai
     (untrained / "three.csv").write_text("prompt\na ball\na red ball\na blue ball\n")
     own = f"reward.others.readers.name={untrained}/own.py:TwoReaders"
     folder = untrained / "evaluation"
-    said = run_tool(evaluate.main, *words, own)
+    said = run_tool(evaluate.main, *words, own, "--force")
     assert "readers/one above readers/other: 1 pictures before, 1 after (disagreements.png)" in said
     assert json.loads((folder / "report.json").read_text())["disagreements"] == {
         "readers/one above readers/other": {"before": 1, "after": 1},  # scores of 0, 0.5 and 1 against 0.5
         "readers/other above readers/one": {"before": 1, "after": 1},
     }
     shown = data.read_picture(folder / "disagreements.png")
-    ones = [data.read_picture(folder / "images" / f"{row:04d}_seed0.png")[:, SIDE:] for row in (0, 2)]
-    scale, width = round(judge_images.SIDE / SIDE), judge_images.SIDE + 8
+    ones = [data.read_picture(folder / "images" / "latest" / f"{row:03d}_seed0.png") for row in (0, 2)]
+    scale, width = round(image_report.SIDE / SIDE), image_report.SIDE + 8
     for i, picture in enumerate(ones):
         large = picture.repeat_interleave(scale, 0).repeat_interleave(scale, 1)
         assert (shown[16 : 16 + len(large), i * width + 4 :][:, : large.shape[1]] == large).all()
-    said = run_tool(evaluate.main, *words, own, "reward.others.readers.settings.second=false")
+    said = run_tool(evaluate.main, *words, own, "reward.others.readers.settings.second=false", "--force")
     assert "disagree" not in said and not (folder / "disagreements.png").exists()
 
 
