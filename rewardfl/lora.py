@@ -238,3 +238,10 @@ def attach_adapter(model: ModelMixin, folder: Path) -> None:
     _, metadata = read_adapter(folder / WEIGHTS_NAME)
     inject(model, metadata["r"], metadata["lora_alpha"], sorted(metadata["target_modules"]), seed=0)
     load_adapter(model, folder)
+
+
+def attach_lora(model: ModelMixin, adapter: Lora) -> None:
+    """Add a LoRA of one rank and scale to a plain transformer, for inference."""
+    update = next(iter(adapter.updates.values()))
+    inject(model, update.rank, update.scale * update.rank, list(adapter.updates), seed=0)
+    start_from(model, adapter)

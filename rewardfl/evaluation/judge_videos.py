@@ -18,9 +18,10 @@ import torch
 from rewardfl import __version__, backbones, command_line, config, data, machine
 from rewardfl.data import cache
 from rewardfl.evaluation import judge_images, processes
-from rewardfl.evaluation.arms import Arm, find_videos, load_config, make_arms
+from rewardfl.evaluation.arms import Arm, find_videos, load_config, make_arms, read_start
 from rewardfl.evaluation.figures import summarise
 from rewardfl.evaluation.judging import list_dependencies, load_judges, measured_rewards
+from rewardfl.evaluation.metric_curves import read_metrics
 from rewardfl.evaluation.processes import connected
 from rewardfl.evaluation.records import FORMAT, SETTINGS, TOOL, Settings, merge_settings, record_file
 from rewardfl.evaluation.report.pictures import PEOPLE, draw_pictures
@@ -58,7 +59,7 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     torch.set_num_threads(min(torch.get_num_threads(), threads))
     folder = output.Folder(args.out or args.run / "evaluation", TOOL)
     usual, adapters = cfg.sample.num_inference_steps, args.adapter or []
-    arms = make_arms(adapters, args.strengths, args.steps or [usual], usual, args.videos, args.run)
+    arms = make_arms(adapters, args.strengths, args.steps or [usual], usual, args.videos, args.run, cfg.lora.init_from)
     rows = data.load_metadata(args.data, "--data")
     source = Path(args.config) if args.config else args.run / "run.json"
     read = [path for row in rows for path in row.files.values() if path]
@@ -73,11 +74,14 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     files = {arm.name: find_videos(arm.videos, rows) for arm in arms if arm.videos is not None}
     plan.check_frames(cfg.data.num_frames, rewards)
     judges = load_judges(cfg.reward, rewards, args)
-    backbone, base = None, {}
+    backbone, base, starts = None, {}, {}
     enough_people = len({row.who for row in rows}) >= FEWEST
     if any(arm.videos is None for arm in arms):
         backbone = setup_model.open_model(cfg)
         base = digest_base_model(backbone)
+        if start := cfg.lora.init_from:
+            trained, targets = plan.trained_experts(cfg, backbone.experts), plan.lora_targets(cfg, backbone)
+            starts[Path(start)] = read_start(cfg.lora, backbone, trained, targets, args.run)
     elif enough_people:  # other tools' videos need only the VAE
         try:
             backbone = backbones.open(cfg.model.model_name, setup_model.model_source(cfg))
@@ -91,7 +95,7 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     settings = make_settings(sampling, rows, arms, base, list_dependencies(judges, cfg.reward.det_size, args.dino))
     study = Study(
         seeds=args.seeds, batch=args.batch, experts=args.experts, clips=cfg.data, sampling=cfg.sample, out=folder.path,
-        arms=tuple(arms), judges=judges, share=share, files=files,
+        arms=tuple(arms), judges=judges, share=share, files=files, starts=starts,
     )  # fmt: skip
     names = study.names(rows)
     records = [str(record_file(Path(), rank)) for rank in range(share.processes)]  # these grow: no hash
@@ -104,7 +108,7 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     processes.gather([])  # wait for all
     if main:
         folder.claim(REPORTS)
-        finish(study, rows, settings, args.face_sizes, args.threshold)
+        finish(study, rows, settings, args)
         folder.remove(study.prepared(rows))
         folder.seal([*REPORTS, *names, SETTINGS])
     return 0
@@ -167,21 +171,20 @@ def check_images(options: Mapping[str, object], arms: Sequence[Arm], processes: 
     """Raise ValueError for options that only videos have, more than one adapter, and several processes."""
     if wrong := [f"--{name}" for name in MANY if options[name] not in (None, [], {}, ["ours"])]:
         raise ValueError(f"{wrong[0]}: is for videos, and data.num_frames is 1; remove it")
-    if len(arms) > 2 or processes > 1:
+    if sum(not arm.origin for arm in arms) > 2 or processes > 1:
         raise ValueError("--adapter: images are judged by one process, before and after one adapter; name one")
 
 
-def finish(
-    study: Study, rows: Sequence[data.Row], settings: Settings, face_sizes: Sequence[float], threshold: float
-) -> None:
+def finish(study: Study, rows: Sequence[data.Row], settings: Settings, args: argparse.Namespace) -> None:
     """Write the report and the pictures, and print the figures."""
     out, records = study.out, study.join(rows)
-    report = summarise(records, study.arms, face_sizes, threshold)
+    report = summarise(records, study.arms, args.face_sizes, args.threshold)
     report |= {"command": sys.argv, "version": __version__, "settings": settings}
     atomic_write(out / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
     shown = [row.index for row in rows[:PEOPLE]]
     pictures = draw_pictures(report, out, [record for record in records if record["index"] in shown], study.read_file)
-    atomic_write(out / "report.html", report_page(report, out))
+    metrics = read_metrics(args.run) if args.run and (args.run / "metrics.jsonl").is_file() else []
+    atomic_write(out / "report.html", report_page(report, out, metrics=metrics))
     print(format_report(report))
     print(f"report: {out / 'report.html'}, {out / 'report.json'}")
     print(f"pictures: {', '.join(map(str, pictures))}\nvideos: {out / 'videos'}")
