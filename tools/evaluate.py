@@ -13,7 +13,8 @@ Or, of an image model: are the pictures of prompts it never saw better, by every
 
     python tools/evaluate.py --run outputs/tiny_words --data assets/tiny_words/eval.txt --seeds 4
 
-The base model and every adapter are sampled from the same noises and compared with the real clips. OUT
+The base model, the run's start (lora.init_from) and every adapter are sampled from the same noises and compared with
+the real clips. OUT
 (RUN/evaluation) gets records.jsonl (a line per video), report.html (one page to send, with the videos in it),
 report.json, curves.png, grid.png, front.png (gain against motion) and videos/ARM/ROW_seedN.mp4. The same
 command resumes where it was stopped, and one with more seeds, adapters or strengths samples only those. In OUT only

@@ -1,4 +1,4 @@
-"""What an evaluation samples from the same noises: the base model, and adapters at strengths and step counts."""
+"""What an evaluation samples from the same noises: base model, the run's start, adapters at strengths and steps."""
 
 import argparse
 import json
@@ -15,14 +15,19 @@ from torch import Tensor
 
 from rewardfl import config, data, lora, reward_flow
 from rewardfl.backbones.protocol import Backbone, Conditioning, Decoder, Experts, Velocity
-from rewardfl.config.schema import SampleConfig, WholeSampleConfig
+from rewardfl.config.schema import LoraConfig, SampleConfig, WholeSampleConfig
+from rewardfl.files import digest_files
 from rewardfl.memory import offload
 from rewardfl.noise import draw_noise, noise_seed
+from rewardfl.training.lora_init import read_initial_adapters
+from rewardfl.weights.lora_files import Lora
 from rewardfl.weights.shards import InputError
 
-BASE = "base"
+BASE, START = "base", "start"
 
-TAKEN = (BASE, "real", "vae")  # reserved names: no adapter's or tool's arm may have them
+TAKEN = (BASE, START, "real", "vae")  # reserved names: no adapter's or tool's arm may have them
+
+WITHOUT_START = "name what the run started from by lora.init_from=PATH, or leave it out by lora.init_from=null"
 
 NAMED = re.compile(r"(.+?)(?:_seed(\d+))?\.mp4")  # NAME.mp4 or NAME_seedN.mp4
 
@@ -41,24 +46,59 @@ class RunFile(BaseModel):
     """The part of run.json that is read."""
 
     config: dict[str, Any]
+    init_from: dict[str, str] = {}  # digest of the start by expert
 
 
 def load_config(args: argparse.Namespace) -> config.AnyConfig:
     """Return the configuration of --config, or of the training run --run, for the table --data.
 
-    Raise FileNotFoundError where there is no run, ValueError for a damaged one.
+    The start is left out if only videos are judged. Raise FileNotFoundError for a missing run or start, ValueError for
+    a damaged run.
     """
     overrides = [*args.overrides, f"data.file_name={json.dumps(args.data)}"]
+    if args.videos and not args.adapter:
+        overrides.append("lora.init_from=null")
     if args.config:
         return config.load(args.config, overrides)
-    path = args.run / "run.json"
+    cfg = config.parse(read_run_file(args.run).config, overrides)
+    if (start := cfg.lora.init_from) and not Path(start).exists():
+        raise FileNotFoundError(f"lora.init_from: {Path(start).absolute()}: no such file or folder; {WITHOUT_START}")
+    return cfg
+
+
+def read_run_file(run: Path) -> RunFile:
+    """Read run.json. Raise FileNotFoundError or ValueError if it is missing or damaged."""
+    path = run / "run.json"
     if not path.is_file():
         raise FileNotFoundError(f"--run: {path} is missing; name the output_dir of a training run")
     try:
-        sections = RunFile.model_validate_json(path.read_bytes()).config
+        return RunFile.model_validate_json(path.read_bytes())
     except ValidationError:
         raise ValueError(f"--run: {path} is not as training writes it; name the output_dir of a training run") from None
-    return config.parse(sections, overrides)
+
+
+def read_start(
+    settings: LoraConfig, backbone: Backbone, trained: Sequence[str], targets: Sequence[str], run: Path
+) -> Mapping[str, Lora]:
+    """Read lora.init_from as training does, by expert. Raise InputError unless run.json has the same digests."""
+    loras = read_initial_adapters(settings, backbone, trained, targets)
+    digests = read_run_file(run).init_from
+    if loras and digests and digests != {name: digest_files([adapter.path]) for name, adapter in loras.items()}:
+        raise InputError(f"lora.init_from: {settings.init_from} has changed since {run} began with it; {WITHOUT_START}")
+    return loras
+
+
+def describe_start(path: str) -> str:
+    """Return the path of a start and, if a run.json above it tells, how it was trained."""
+    resolved = Path(path).resolve()
+    runs = [folder for folder in (resolved, *resolved.parents[:4]) if (folder / "run.json").is_file()]
+    try:
+        supervised = config.is_supervised(config.parse(read_run_file(runs[0]).config, []))
+    except (IndexError, OSError, ValueError):
+        return path
+    updates = re.search(r"/step-0*(\d+)", resolved.as_posix())
+    words = "by supervised fine-tuning" if supervised else "with a reward"
+    return f"{path} (trained {words}{f', {updates[1]} updates' if updates else ''})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +110,7 @@ class Arm:
     adapter: Path | None = None  # a checkpoint; None for the base model
     strength: float = 1.0  # of the adapter
     videos: Path | None = None  # another tool's videos, judged as they are
+    origin: str = ""  # of the run's start: its path and training; empty for others
 
 
 def make_arms(
@@ -79,8 +120,9 @@ def make_arms(
     usual: int,
     videos: Sequence[Path],
     run: Path | None,
+    start: str | None = None,
 ) -> list[Arm]:
-    """Return, for each step count of a run, the base model and every adapter, and then other tools' videos.
+    """Return, for each step count of a run, the base model, its start and all adapters, and then other tools' videos.
 
     named: adapters by --adapter, each with its strength; without any and without videos the run's latest. strengths: of
     every adapter. usual: the step count that names omit. Raise ValueError where two arms would have one name,
@@ -99,6 +141,8 @@ def make_arms(
     for count in steps if run else ():
         tail = "" if count == usual else f"_{count}steps"
         arms.append(Arm(name=BASE + tail, steps=count))
+        if start:
+            arms.append(Arm(name=START + tail, steps=count, adapter=Path(start), origin=describe_start(start)))
         for folder, strength in ((folder, strength) for folder, of_folder in adapters for strength in of_folder):
             name = names[folder] + ("" if strength == 1 else f"_x{strength:g}") + tail
             arms.append(Arm(name=name, steps=count, adapter=folder, strength=strength))
@@ -208,13 +252,15 @@ def encode_inputs(
 
 
 def load_model(
-    backbone: Backbone, adapter: Path | None, experts: InferencePlacement, device: torch.device
+    backbone: Backbone, adapter: Path | Mapping[str, Lora] | None, experts: InferencePlacement, device: torch.device
 ) -> tuple[Experts, Decoder]:
-    """Load the model with the checkpoint's adapter, if any."""
+    """Load the model with the checkpoint's adapter or the LoRAs by expert, if any."""
     decoder = backbone.load_decoder(device)
     loaded = {name: backbone.load_expert(name) for name in backbone.experts}
-    if adapter is not None:
+    if isinstance(adapter, Path):
         backbone.attach_adapters(loaded, adapter)
+    for name, expert_lora in adapter.items() if isinstance(adapter, Mapping) else ():
+        lora.attach_adapter(loaded[name], expert_lora)
     classes = backbone.block_classes
     return Experts({name: offload.move_expert(net, experts, device, classes) for name, net in loaded.items()}), decoder
 

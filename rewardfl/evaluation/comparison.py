@@ -12,14 +12,12 @@ from rewardfl.evaluation import metric_curves, records
 from rewardfl.evaluation.arm_groups import compare_groups
 from rewardfl.evaluation.report import pictures
 from rewardfl.evaluation.report.report_page import TableRow, embed, figure_cell, render
-from rewardfl.evaluation.report.verdicts import CANARIES, MEANINGS, MOVES, healthy, main_judge, verdict
+from rewardfl.evaluation.report.verdicts import CANARIES, MEANINGS, MOVES, compared_arms, healthy, main_judge, verdict
 from rewardfl.evaluation.report_file import find_report, read_report
 
 ALIKE = ("data", "sampling", "judges")  # blocks of the settings that must agree
 
 COMPARED, WHOLE = ("face/face_sim", "face/identity_kept", *MOVES, *CANARIES), ("colour_shift", "frozen_share")
-
-TRAINING = ("reward/held_out", "reward/held_out/flow", "grad_norm")
 
 
 class Evaluated(NamedTuple):
@@ -75,8 +73,7 @@ def comparison_page(evaluations: Sequence[Evaluated], problem: str) -> str:
     curves: dict[tuple, metric_curves.Curve] = {}
     for curve in pictures.face_sim_curves(joined, judge):  # a base that several share is drawn once
         curves.setdefault(tuple(curve.points), curve)
-    panels = {key: [metric_curves.metric_curve(run.name, run.metrics, key) for run in evaluations] for key in TRAINING}
-    panels = {key: lines for key, lines in panels.items() if any(line.points for line in lines)}
+    training = pictures.draw_training({run.name: run.metrics for run in evaluations})
     values = {
         "title": f"Comparison of {', '.join(run.name for run in evaluations)}",
         "problem": problem,
@@ -84,11 +81,11 @@ def comparison_page(evaluations: Sequence[Evaluated], problem: str) -> str:
         "rows": [compare_arm(arm, judge) for arm in joined["arms"] if arm["against"]],
         "front": embed("image/png", metric_curves.encode_figure(pictures.draw_front(joined))),
         "curves": [embed("image/png", pictures.draw_face_sim({judge: list(curves.values())}))],
-        "training": embed("image/png", metric_curves.draw_curves(panels, "step")) if panels else "",
+        "training": embed("image/png", training) if training else "",
         "runs": [
             {
                 "name": run.name,
-                "verdicts": [verdict(run.report, arm) for arm in run.report["arms"] if arm["against"]],
+                "verdicts": [verdict(run.report, arm) for arm in compared_arms(run.report)],
                 "version": run.report["version"],
                 "command": shlex.join(run.report["command"]),
             }

@@ -235,9 +235,9 @@ def compare(values: Values, base: Values, *, by_ratio: bool) -> dict | None:
 def summarise(records: Sequence[Record], arms: Sequence[Arm], edges: Sequence[float], threshold: float) -> dict:
     """Return the report: means over people with 95 % bootstrap intervals.
 
-    arms: the first is `before`, the second `after`. Each is compared with the first of its step count, another
-    tool's videos with the first of all. edges: ascending widths of the face in the real clip, in pixels; faces below
-    the first are not scored.
+    arms: without starts, the first is `before`, the second `after`. Each is compared with the first of its step count,
+    another tool's videos with the first of all; adapters also with the start of their step count. edges: ascending
+    widths of the face in the real clip, in pixels; faces below the first are not scored.
     """
     table = make_table(records, [arm.name for arm in arms], threshold)
     judges = list(next(iter(table.records[REAL].values()))["curves"])
@@ -245,8 +245,9 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], edges: Sequence[fl
     report: dict = {"people": len(widths), "clips": len(table.figures[arms[0].name])}
     report |= {"reading": {"face_sizes": list(edges), "threshold": threshold}}
     report |= {"recognisers": {}, "motion": {}, "per_clip": per_clip(table, arms, judges)}
-    if len(arms) > 1:
-        report["compared"] = {"before": arms[0].name, "after": arms[1].name}
+    before, *others = [arm.name for arm in arms if not arm.origin]
+    if others:
+        report["compared"] = {"before": before, "after": others[0]}
         names = report["compared"] | {"real": REAL}
         report["recognisers"] = {judge: recogniser_report(table, judge, names) for judge in judges}
         report["motion"] = motion_report(table, names)
@@ -265,6 +266,10 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], edges: Sequence[fl
     report["real"] = arm_figures(table, REAL, judges)
     bases = find_bases(arms)
     report["arms"] = [arm_report(table, arm, bases[arm.steps], judges, strata) for arm in arms]
+    starts = {arm.steps: arm.name for arm in arms if arm.origin}
+    for arm, summary in zip(arms, report["arms"], strict=True):
+        if arm.adapter and not arm.origin and (start := starts.get(arm.steps)):
+            summary |= {"start": start, "over_start": compare_figures(table, arm.name, start, table.names(arm.name))}
     return report
 
 
@@ -311,6 +316,7 @@ def arm_report(table: Table, arm: Arm, base: Arm, judges: Sequence[str], strata:
         "name": arm.name, "steps": arm.steps, "adapter": arm.adapter and str(arm.adapter), "strength": arm.strength,
         "videos": arm.videos and str(arm.videos), "decoded": arm.videos is not None,
         "clips": len(table.figures[arm.name]), **arm_figures(table, arm.name, judges), "against": against,
+        "origin": arm.origin,
     }  # fmt: skip
     if against:
         summary["compared"] = compare_figures(table, arm.name, against, table.names(arm.name))
@@ -384,7 +390,7 @@ def per_clip(table: Table, arms: Sequence[Arm], judges: Sequence[str]) -> list[d
         return {"figures": table.figures[arm][clip]} | {key: record[key] for key in ("curves", "detected", "file")}
 
     lines = []
-    names = dict(zip(("before", "after"), (arm.name for arm in arms), strict=False))
+    names = dict(zip(("before", "after"), (arm.name for arm in arms if not arm.origin), strict=False))
     for clip in table.figures[REAL]:
         line: dict = {"id": clip.row, "seed": clip.seed, "motion": {}}
         for which, arm in (names | {"real": REAL}).items():

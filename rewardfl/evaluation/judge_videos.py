@@ -20,9 +20,10 @@ from rewardfl import __version__, backbones, command_line, config, data, machine
 from rewardfl.backbones.protocol import Backbone, Source
 from rewardfl.data import cache
 from rewardfl.evaluation import image_report, processes
-from rewardfl.evaluation.arms import Arm, find_videos, load_config, make_arms
+from rewardfl.evaluation.arms import Arm, find_videos, load_config, make_arms, read_start
 from rewardfl.evaluation.figures import summarise
 from rewardfl.evaluation.judging import list_dependencies, load_judges, measured_rewards
+from rewardfl.evaluation.metric_curves import read_metrics
 from rewardfl.evaluation.processes import connected
 from rewardfl.evaluation.records import FORMAT, SETTINGS, Settings, merge_settings, record_file
 from rewardfl.evaluation.report.pictures import PEOPLE, draw_pictures
@@ -59,7 +60,7 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     torch.set_num_threads(min(torch.get_num_threads(), threads))
     folder = outputs.Folder(args.out or args.run / "evaluation", args.overwrite)
     usual, adapters = cfg.sample.num_inference_steps, args.adapter or []
-    arms = make_arms(adapters, args.strengths, args.steps or [usual], usual, args.videos, args.run)
+    arms = make_arms(adapters, args.strengths, args.steps or [usual], usual, args.videos, args.run, cfg.lora.init_from)
     rows = data.load_metadata(args.data, "--data")
     source = Path(args.config) if args.config else args.run / "run.json"
     read = [path for row in rows for path in row.files.values() if path]
@@ -77,9 +78,13 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     rows = check_rows(rows, cfg.data, judges.terms, backbone, quiet=share.quiet)
     files = {arm.name: find_videos(arm.videos, rows) for arm in arms if arm.videos is not None}
     base: dict[str, str] = {}
+    starts = {}
     enough_people = not of_images and len({row.who for row in rows}) >= FEWEST
     if backbone is not None:
         base = digest_base_model(backbone)
+        if start := cfg.lora.init_from:
+            trained, targets = plan.trained_experts(cfg, backbone.experts), plan.lora_targets(cfg, backbone)
+            starts[Path(start)] = read_start(cfg.lora, backbone, trained, targets, args.run)
     elif enough_people:  # other tools' videos need only the VAE
         try:
             backbone = backbones.open(cfg.model.model_name, setup_model.model_source(cfg))
@@ -93,7 +98,7 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     settings = make_settings(sampling, rows, arms, base, list_dependencies(judges, cfg.reward.det_size))
     study = Study(
         seeds=args.seeds, batch=args.batch, experts=args.experts, clips=cfg.data, sampling=cfg.sample, out=folder.path,
-        arms=tuple(arms), judges=judges, share=share, files=files, fps=fps,
+        arms=tuple(arms), judges=judges, share=share, files=files, fps=fps, starts=starts,
     )  # fmt: skip
     names = study.names(rows)
     records = [str(record_file(Path(), rank)) for rank in range(share.processes)]
@@ -107,7 +112,7 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     processes.gather([])  # wait for all
     if main:
         about = {"command": sys.argv, "version": __version__, "settings": settings}
-        finish(study, rows, about, args.face_sizes, args.threshold)
+        finish(study, rows, about, args)
         folder.remove(study.prepared(rows))
     return 0
 
@@ -178,16 +183,17 @@ def take_folder(folder: outputs.Folder, names: Sequence[str], settings: Settings
     atomic_write(folder.path / SETTINGS, json.dumps(merged, indent=2) + "\n")
 
 
-def finish(study: Study, rows: Sequence[data.Row], about: dict, face_sizes: Sequence[float], threshold: float) -> None:
+def finish(study: Study, rows: Sequence[data.Row], about: dict, args: argparse.Namespace) -> None:
     """Write the report and the pictures, and print the figures."""
     if not study.judges.faces:
         return finish_images(study, rows, about)
     out, records = study.out, study.join(rows)
-    report = summarise(records, study.arms, face_sizes, threshold) | about
+    report = summarise(records, study.arms, args.face_sizes, args.threshold) | about
     atomic_write(out / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
     shown = [row.index for row in rows[:PEOPLE]]
     pictures = draw_pictures(report, out, [record for record in records if record["index"] in shown], study.read_file)
-    atomic_write(out / "report.html", report_page(report, out))
+    metrics = read_metrics(args.run) if args.run and (args.run / "metrics.jsonl").is_file() else []
+    atomic_write(out / "report.html", report_page(report, out, metrics=metrics))
     print(format_report(report))
     print(f"report: {out / 'report.html'}, {out / 'report.json'}")
     print(f"pictures: {', '.join(map(str, pictures))}\nvideos: {out / 'videos'}")

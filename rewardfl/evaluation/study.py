@@ -25,6 +25,7 @@ from rewardfl.evaluation.records import REAL, VAE, Record
 from rewardfl.files import escape_control
 from rewardfl.training.clip_scan import load_sized_example
 from rewardfl.training.shard import Shard, read_entry
+from rewardfl.weights.lora_files import Lora
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class Study:
     share: Shard
     files: Mapping[str, Files]
     fps: float  # of the videos that it writes
+    starts: Mapping[Path, Mapping[str, Lora]]  # lora.init_from as training reads it, by its path
 
     @cached_property
     def present(self) -> dict[records.RecordKey, Record]:
@@ -169,7 +171,8 @@ class Study:
         total = len(waiting) * len(waiting[0][1])
         with tqdm(total=total, desc="evaluating", disable=share.quiet) as bar:
             for adapter in adapters:
-                model, decoder = arms.load_model(backbone, adapter, self.experts, device)
+                loras = adapter and self.starts.get(adapter, adapter)
+                model, decoder = arms.load_model(backbone, loras, self.experts, device)
                 sampler = Sampler(
                     sampling=self.sampling, num_frames=self.clips.num_frames, backbone=backbone, experts=model,
                     decoder=decoder, conditioning=self._conditioning, sizes=sizes, device=device,

@@ -9,7 +9,7 @@ from conftest import ROOT, run_tool
 
 from rewardfl import config, data, lora
 from rewardfl.evaluation import judge_videos, judging
-from rewardfl.evaluation.arms import Arm, batches, find_videos, make_arms, unique_names
+from rewardfl.evaluation.arms import Arm, batches, describe_start, find_videos, make_arms, unique_names
 from rewardfl.evaluation.figures import AMOUNTS, record_figures, summarise
 from rewardfl.evaluation.records import (
     SETTINGS,
@@ -295,7 +295,24 @@ def test_arms_are_named_by_what_tells_them_apart(tmp_path):
     ):  # fmt: skip
         with pytest.raises(ValueError, match="is there twice"):
             make_arms([(path, 1.0) for path in adapters], strengths, steps, 8, videos, tmp_path)
-    assert unique_names([tmp_path / "base"]) != ["base"]
+    assert unique_names([tmp_path / "base"]) != ["base"] and unique_names([tmp_path / "start"]) != ["start"]
+    arms = make_arms([(one, 1.0)], [0.5, 1.0], [8, 20], 8, [], tmp_path, str(two))
+    names = ["base", "start", "latest_x0.5", "latest"]
+    assert [arm.name for arm in arms] == [*names, *(f"{name}_20steps" for name in names)]
+    assert [arm.origin for arm in arms[:3]] == ["", str(two), ""] and arms[1].adapter == two
+
+
+def test_a_start_is_described_by_the_run_above_it(tmp_path):
+    supervised = str(ROOT / "assets" / "tiny_world" / "supervised")
+    assert describe_start(supervised) == f"{supervised} (trained by supervised fine-tuning)"
+    folder = tmp_path / "checkpoints" / "step-000032" / "transformer_2"
+    folder.mkdir(parents=True)
+    (tmp_path / "latest").symlink_to(folder.parent)
+    (tmp_path / "run.json").write_text(json.dumps({"config": config.to_dict(config.load("configs/tiny_face.yaml"))}))
+    for place in map(str, (folder.parent, folder / "file.safetensors", tmp_path / "latest")):
+        assert describe_start(place) == f"{place} (trained with a reward, 32 updates)"
+    (tmp_path / "run.json").write_text("{")
+    assert describe_start(str(folder)) == str(folder)
 
 
 def test_a_folder_of_videos_is_told_by_place_or_id(tmp_path):

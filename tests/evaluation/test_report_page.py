@@ -19,7 +19,7 @@ from rewardfl.evaluation.arms import Arm
 from rewardfl.evaluation.records import FORMAT
 from rewardfl.evaluation.report import pictures
 from rewardfl.evaluation.report.pictures import pareto_front
-from rewardfl.evaluation.report.report_page import digits, report_page, worst_first
+from rewardfl.evaluation.report.report_page import digits, format_report, report_page, worst_first
 from rewardfl.evaluation.report.verdicts import MEANINGS, meaning, verdict
 from rewardfl.training.metrics_file import MetricsFile
 from rewardfl_tools import compare_runs
@@ -177,6 +177,45 @@ def test_healthy_values_are_those_of_the_guide():
 
 
 # ---- the page
+
+
+@pytest.fixture
+def started():
+    """A report of nine people whose run began with a start, from which it gains a tenth of all."""
+    start = Arm(name="start", steps=8, adapter=ROOT, origin="sft (trained by supervised fine-tuning)")
+    clips = [one for name in NAMES for one in pair(name, 0, 0.4, 0.6, flow=0.96)]
+    clips += [record(name, "start", face_sim=0.58) for name in NAMES]
+    return finished(summary(*clips, arms=[ARMS[0], start, ARMS[1]]))
+
+
+def test_a_run_is_judged_by_what_it_adds_to_its_start(started, tmp_path):
+    arm = started["arms"][2]
+    judged = verdict(started, arm)
+    assert judged.sentences[0].startswith("latest keeps the person more than the run's start: ")
+    assert "changes by +0.020 [+0.020, +0.020]" in judged.sentences[0]
+    assert "From base it changes by: latest 0.200 [0.200, 0.200], start 0.180 [" in judged.sentences[0]
+    assert "optical flow is 0.960 [0.960, 0.960] (start 1.000)" in judged.sentences[1]
+    assert judged.sentences[2] == "start: sft (trained by supervised fine-tuning)."
+    assert "more than base" in verdict(started, started["arms"][1]).sentences[0]
+    assert started["compared"] == {"before": "base", "after": "latest"}
+    assert started["per_clip"][0][f"{JUDGE}/after"] == 0.6
+    page = Document(report_page(started, tmp_path, metrics=[{"step": 1, "actor/data_loss": 0.1}]))
+    assert page.text.index("latest keeps") < page.text.index("start keeps") < page.text.index("Is the person kept?")
+    assert "supervised" in page.text and "start +0.0200" in page.text and "While it trained" in page.text
+    text = format_report(started)
+    assert text.index("identity kept:") < text.index("latest keeps") < text.index("start keeps")
+    changes = arm["over_start"][f"{JUDGE}/face_sim"]["difference"]
+    changes |= {"mean": -0.01, "low": -0.02, "high": -0.001}
+    assert verdict(started, arm).person == -1 and "less than the run's start" in verdict(started, arm).sentences[0]
+    assert "start" not in said(changed()).sentences[0] and "over_start" not in changed()["arms"][1]
+
+
+def test_the_curves_show_the_trained_terms(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(pictures, "draw_curves", lambda panels, label: drawn.append([*panels]) or b"png")
+    line = {"step": 1, "reward/mean": 0.9, "reward/flow": 0.5, "actor/data_loss": 0.1, "actor/kl_loss": 0.0, "lr": 1.0}
+    assert pictures.draw_training({"a": [line]}) == b"png" and pictures.draw_training({"a": []}) == b""
+    assert drawn == [["reward/mean", "reward/flow", "actor/data_loss"]]
 
 
 def test_front_against_every_pair():

@@ -1,5 +1,6 @@
 """tools/evaluate.py on a run of the tiny world: stopped and resumed, arms, videos of other tools, processes, memory."""
 
+import argparse
 import base64
 import contextlib
 import gc
@@ -14,10 +15,12 @@ import pytest
 import torch
 from conftest import ROOT, run_python, run_tool
 from runs import CONFIG, QUICK, environment, launch, table
+from safetensors.torch import save_file
 
-from rewardfl import data, rewards
+from rewardfl import data, lora, rewards
 from rewardfl.evaluation import arms, judge_videos
 from rewardfl.evaluation.records import Writer
+from rewardfl.files import digest_files
 from rewardfl.outputs import Folder
 from rewardfl_tools import evaluate
 
@@ -199,6 +202,37 @@ def test_an_adapter_that_is_none_is_found_before_anything_is_judged(run, tmp_pat
     (tmp_path / "empty").mkdir()
     said = call(words(run, tmp_path / "out", "--adapter", tmp_path / "empty"), expect=2)
     assert "--adapter" in said and not (tmp_path / "out").exists()
+
+
+def test_the_start_is_an_arm(run, tmp_path):
+    """In another tool's names; the start is the run's own adapter, so its videos are the run's."""
+    folder, start, out = (tmp_path / name for name in ("run", "kohya.safetensors", "out"))
+    shutil.copytree(run / "run", folder)
+    tensors = {}
+    for name, update in lora.read_lora(folder / "checkpoints" / "latest")[0].updates.items():
+        for role, factor in zip(("up", "down"), update.factors, strict=True):
+            tensors[f"lora_unet_{name.replace('.', '_')}.lora_{role}.weight"] = lora.load_tensor(factor)
+    save_file(tensors, start)
+    record = json.loads((folder / "run.json").read_text())
+    record["config"]["lora"]["init_from"] = str(start)
+    record["init_from"] = {"low_noise": digest_files([start])}
+    (folder / "run.json").write_text(json.dumps(record))
+    arguments = ["--run", folder, *words(run, out, "--seeds", "1")[2:]]
+    text = call(arguments)
+    base, begin, latest = left(out)[0]["arms"]
+    assert (base["name"], begin["name"], latest["name"]) == ("base", "start", "latest")
+    assert begin["figures"] == latest["figures"] != base["figures"]
+    assert "more than the run's start cannot be told" in text and f"start: {start}." in text
+    assert "While it trained" in (out / "report.html").read_text()
+    save_file({name: 2 * value for name, value in tensors.items()}, start)
+    assert "has changed since" in call(arguments, expect=2)
+    start.unlink()
+    text = call(arguments, expect=2)
+    assert f"lora.init_from: {start}: no such file or folder" in text and "lora.init_from=null" in text
+    call([*arguments, "lora.init_from=null"])
+    assert [arm["name"] for arm in left(out)[0]["arms"]] == ["base", "latest"]
+    only_videos = argparse.Namespace(config=None, run=folder, overrides=[], data="x", videos=[out], adapter=None)
+    assert arms.load_config(only_videos).lora.init_from is None
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rewardfl import data
 from rewardfl.evaluation import records
-from rewardfl.evaluation.metric_curves import STYLE, Curve, draw_curves, encode_figure
+from rewardfl.evaluation.metric_curves import STYLE, Curve, Lines, draw_curves, encode_figure, metric_curve
 from rewardfl.evaluation.records import Record
 from rewardfl.evaluation.report.verdicts import judge_words, main_judge
 from rewardfl.files import atomic_write
@@ -20,6 +20,12 @@ PEOPLE, SHOWN, HEIGHT = 8, 4, 96  # rows of the grid, frames of each clip in it,
 GAP, HEAD, FOOT = 10, 16, 14  # pixels between clips, above all, and below each row
 
 GREY = "#7f7f7f"  # of the real clips
+
+# what is trained, then what judges it
+TRAINING = (
+    "actor/loss", "reward/mean", "reward/face_motion", "reward/flow", "actor/data_loss", "actor/kl_loss",
+    "reward/held_out", "reward/held_out/flow", "grad_norm",
+)  # fmt: skip
 
 
 def face_sim_curves(report: Mapping, judge: str) -> list[Curve]:
@@ -33,6 +39,13 @@ def draw_face_sim(curves: Mapping[str, Sequence[Curve]]) -> bytes:
     """Draw FaceSim along the clip, a panel for each recogniser, as a PNG."""
     panels = {f"FaceSim by {judge_words(judge)}": judge_curves for judge, judge_curves in curves.items()}
     return draw_curves(panels, "frame", limits=(0, 1))
+
+
+def draw_training(runs: Mapping[str, Lines]) -> bytes:
+    """Draw the metrics TRAINING of runs by name, a panel each, as a PNG; empty without any. Leave out zeros."""
+    panels = {key: [metric_curve(name, lines, key) for name, lines in runs.items()] for key in TRAINING}
+    panels = {key: curves for key, curves in panels.items() if any(y for curve in curves for _, y in curve.points)}
+    return draw_curves(panels, "step") if panels else b""
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:

@@ -11,10 +11,10 @@ from urllib.parse import quote
 import jinja2
 
 from rewardfl.evaluation.figures import FROZEN, Interval
-from rewardfl.evaluation.metric_curves import encode_figure
+from rewardfl.evaluation.metric_curves import Lines, encode_figure
 from rewardfl.evaluation.records import REAL
 from rewardfl.evaluation.report import verdicts
-from rewardfl.evaluation.report.pictures import draw_face_sim, draw_front, face_sim_curves
+from rewardfl.evaluation.report.pictures import draw_face_sim, draw_front, draw_training, face_sim_curves
 
 PAGE = 40_000_000  # maximum bytes of a page, with its videos
 NOTES = 2000  # bytes reserved for the note on this limit
@@ -22,11 +22,12 @@ NOTES = 2000  # bytes reserved for the note on this limit
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure and its change against the base. problem: why the change is not healthy; empty where it is."""
+    """A figure and its changes against base and start. problem: why the former is not healthy; empty where it is."""
 
     figure: Interval | None
     change: Mapping | None = None
     problem: str = ""
+    over_start: Mapping | None = None
 
 
 _Name = tuple[str, str]  # of a row or column, with a line below; empty for none
@@ -89,7 +90,8 @@ def figure_cell(arm: Mapping, name: str, judges: Sequence[str]) -> Cell:
         is_frozen = name == "frozen_share" and verdicts.frozen(arm)
         return Cell(arm.get(name), problem=f"healthy: {verdicts.FROZEN_MOST:g} at most" if is_frozen else "")
     change = arm.get("compared", {}).get(name)
-    return Cell(arm["figures"].get(name), change, verdicts.describe_unhealthy(change, verdicts.meaning(name, judges)))
+    problem = verdicts.describe_unhealthy(change, verdicts.meaning(name, judges))
+    return Cell(arm["figures"].get(name), change, problem, arm.get("over_start", {}).get(name))
 
 
 def _strata(report: Mapping) -> FigureTable:
@@ -121,17 +123,17 @@ def render(template: str, values: Mapping[str, Any]) -> str:
 
 def format_report(report: Mapping) -> str:
     """Format the verdicts, and then the figures of each arm and of the real clips, for a terminal."""
-    words = [verdicts.verdict(report, arm) for arm in report["arms"] if arm["against"]]
+    words = [verdicts.verdict(report, arm) for arm in verdicts.compared_arms(report)]
     return render("report.txt", {"report": report, "verdicts": words, "tables": make_tables(report)})
 
 
-def report_page(report: Mapping, folder: Path, most: int = PAGE) -> str:
-    """Return the page of an evaluation in `folder`. most: maximum bytes.
+def report_page(report: Mapping, folder: Path, most: int = PAGE, metrics: Lines | None = None) -> str:
+    """Return the page of an evaluation in `folder`. most: maximum bytes. metrics: of the run's training.
 
     Embed the videos of the worst clips while there is room, and link the files of the rest.
     """
     judges, judge = list(report["real"]["per_frame"]), verdicts.main_judge(report)
-    against = [arm for arm in report["arms"] if arm["against"]]
+    against, training = verdicts.compared_arms(report), draw_training({"training": metrics or []})
     clips = [(clip, list_shots(report, clip, folder)) for clip in worst_first(report)]
     values = {
         "report": report,
@@ -140,6 +142,7 @@ def report_page(report: Mapping, folder: Path, most: int = PAGE) -> str:
         "tables": make_tables(report),
         "curves": [embed("image/png", draw_face_sim({name: face_sim_curves(report, name)})) for name in judges[::-1]],
         "front": embed("image/png", encode_figure(draw_front(report))),
+        "training": embed("image/png", training) if training else "",
         "worst_by": judged_arm(report),
         "judge": judge,
         "judge_words": verdicts.judge_words(judge),
@@ -175,8 +178,8 @@ def worst_first(report: Mapping) -> list[Mapping]:
 
 
 def judged_arm(report: Mapping) -> str:
-    """Return the arm that sorts the clips: the first with a base, else the first."""
-    return next((arm["name"] for arm in report["arms"] if arm["against"]), report["arms"][0]["name"])
+    """Return the arm that sorts the clips: the first verdict's, else the first."""
+    return (verdicts.compared_arms(report) or report["arms"])[0]["name"]
 
 
 def list_shots(report: Mapping, clip: Mapping, folder: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Figures in words, their healthy ranges, and the verdict on an arm by rules.
 
-A verdict is a sentence on identity, a sentence on motion, and warnings.
+A verdict is a sentence on identity, a sentence on motion, the origin of the run's start, and warnings.
 """
 
 import math
@@ -159,30 +159,38 @@ def healthy(bounds: Meaning) -> str:
 class Verdict:
     """Verdict on an arm.
 
-    person: 1 where the arm keeps the person more than its base, -1 where less, 0 where the interval holds 0. moves:
-    whether every measured motion is kept; None where none is measured.
+    person: 1 where the arm keeps the person more than its start, or else its base, -1 where less, 0 where the interval
+    holds 0. moves: whether every measured motion is kept; None where none is measured.
     """
 
     person: int
     moves: bool | None
-    sentences: tuple[str, str]
+    sentences: tuple[str, ...]
     warnings: tuple[str, ...]
+
+
+def compared_arms(report: Mapping) -> list[Mapping]:
+    """Return the arms that have a base, in the order of their verdicts: starts last."""
+    return sorted((arm for arm in report["arms"] if arm["against"]), key=lambda arm: bool(arm.get("origin")))
 
 
 def verdict(report: Mapping, arm: Mapping) -> Verdict:
     """Judge an arm that has a base.
 
-    The person is kept more, or less, where the whole interval of FaceSim's change is on one side of 0. Motion is kept
-    where the mean of each of MOVES over the base's is healthy.
+    The person is kept more, or less, where the whole interval of FaceSim's change is on one side of 0: against the
+    start, or without one against the base. Motion is kept where the mean of each of MOVES over the base's is healthy.
     """
-    person, first = _person(report, arm)
-    moves, second = _motion(report, arm, person)
-    return Verdict(person=person, moves=moves, sentences=(first, second), warnings=tuple(_warnings(report, arm)))
+    start = next((other for other in report["arms"] if other["name"] == arm.get("start")), None)
+    person, first = _person(report, arm, start)
+    moves, second = _motion(report, arm, start, person)
+    sentences = (first, second, *([f"{start['name']}: {start['origin']}."] if start else []))
+    return Verdict(person=person, moves=moves, sentences=sentences, warnings=tuple(_warnings(report, arm)))
 
 
-def _person(report: Mapping, arm: Mapping) -> tuple[int, str]:
-    judge, name, base = main_judge(report), arm["name"], arm["against"]
-    face_sim = arm["compared"][f"{judge}/face_sim"]
+def _person(report: Mapping, arm: Mapping, start: Mapping | None) -> tuple[int, str]:
+    judge, name, base = main_judge(report), arm["name"], "the run's start" if start else arm["against"]
+    changes = arm["over_start"] if start else arm["compared"]
+    face_sim = changes[f"{judge}/face_sim"]
     if face_sim is None:
         return 0, f"{name} and {base} have no clip in common, so nothing can be said of the person."
     change = face_sim["difference"]
@@ -198,14 +206,16 @@ def _person(report: Mapping, arm: Mapping) -> tuple[int, str]:
         f"{report['people']} people), and rises for {face_sim['people_with_more']:.0%} of them"
         f"{'' if person else '; the interval holds 0'}."
     )
-    if look := arm["compared"].get("look/face"):
-        text, share = format_interval(look["difference"]), look["people_with_more"]
-        sentence += f" The look of eyes and mouth changes by {text}; it rises for {share:.0%} of the people."
+    if start:
+        both = [(other["name"], other["compared"][f"{judge}/face_sim"]) for other in (arm, start)]
+        gains = [f"{name} {format_interval(change['difference'])}" for name, change in both if change]
+        sentence += f" From {arm['against']} it changes by: {', '.join(gains)}."
     return person, sentence
 
 
-def _motion(report: Mapping, arm: Mapping, person: int) -> tuple[bool | None, str]:
+def _motion(report: Mapping, arm: Mapping, start: Mapping | None, person: int) -> tuple[bool | None, str]:
     judge = main_judge(report)
+    of_start = start["compared"] if start else {}
     bases = {base["name"]: base for base in report["arms"]}
     held: list[str] = []
     lost: list[str] = []
@@ -214,9 +224,10 @@ def _motion(report: Mapping, arm: Mapping, person: int) -> tuple[bool | None, st
         change, before = arm["compared"].get(name), bases[arm["against"]]["figures"].get(name)
         if change and before and before["mean"] > 0:  # a ratio to a base without motion means nothing
             texts = lost if describe_unhealthy(change, MEANINGS[key]) else held
-            texts.append(f"{MEANINGS[key].label} is {format_interval(change['ratio'])}")
+            also = f" (start {of_start[name]['ratio']['mean']:.3f})" if of_start.get(name) else ""
+            texts.append(f"{MEANINGS[key].label} is {format_interval(change['ratio'])}{also}")
     if lost:
-        begin = "That is paid for with motion" if person > 0 else "Motion is lost"
+        begin = "That is paid for with motion" if person > 0 and not start else "Motion is lost"
         also = f"; kept: {', '.join(held)}" if held else ""
         return False, f"{begin}: {', '.join(lost)} of the base's{also}."
     if held:
@@ -240,7 +251,7 @@ def _warnings(report: Mapping, arm: Mapping) -> Iterator[str]:
             f"{arm['frozen_share']['mean']:.0%} of the clips are frozen: they have less than half of the base's own "
             f"non-rigid motion (healthy: at most {FROZEN_MOST:.0%})."
         )
-    changes = [compared[f"{name}/face_sim"] for name in (judges[0], judge)]
+    changes = [(arm.get("over_start") or compared)[f"{name}/face_sim"] for name in (judges[0], judge)]
     if judges[0] != judge and all(changes):
         trained, other = (change["difference"]["mean"] for change in changes)
         if trained > GAIN_GUARD and other < SHARE_GUARD * trained:
