@@ -3,11 +3,12 @@
     python forked_calls.py CALLS.json RESULTS.json AT_ONCE
 
 A call is {arguments, folder} and may have {closed, life, timed}. `arguments` is its sys.argv, with a module for the
-program; `folder` is where it works, and where its output goes, to stdout.txt and stderr.txt. With `closed` the reader of
-its standard output is gone. With `life` it is killed at this share of the time that its module's last `timed` call took.
+program; `folder` is where it works and has its output, in stdout.txt and stderr.txt. With `closed` the reader of
+its standard output is gone. With `life` it is killed at this share of the time of its module's last `timed` call.
 A module's first call warms up: what it imported is imported for the next ones.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -45,7 +46,9 @@ def main():
         while len(running) >= (1 if module not in took or "timed" in call else at_once):
             wait(running, results)
         if module not in took:
-            import_all(Path(call["folder"], "modules.txt").read_text().split())
+            for name in Path(call["folder"], "modules.txt").read_text().split():
+                with contextlib.suppress(ImportError):  # of a name that a package has put into sys.modules itself
+                    importlib.import_module(name)
         if module not in took or "timed" in call:
             took[module] = time.monotonic() - start
     while running:
@@ -53,20 +56,13 @@ def main():
     Path(sys.argv[2]).write_text(json.dumps([results[number] for number in range(len(calls))]))
 
 
-def import_all(names):
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except ImportError:  # a name that a package has put into sys.modules itself
-            continue
-
-
 def fork(arguments, folder, took, closed=False, life=None, timed=False):
     """Start a call and return its process id."""
     process = os.fork()
     if process == 0:
         os.chdir(folder)
-        signal.setitimer(signal.ITIMER_REAL, life * took if life else 6 * SECONDS)  # else for one that waits
+        waits = 6 * SECONDS if took else 600  # the first call imports; the machine may be busy
+        signal.setitimer(signal.ITIMER_REAL, life * took if life else waits)
         try:
             code = run(arguments, closed)
             sys.stdout.flush()
