@@ -1,10 +1,11 @@
-"""Runs that are killed at random moments, told to stop, or meet a full disk: nothing is lost or left behind.
+"""Runs and tools that are killed at random moments, told to stop, or meet a full disk: nothing is lost or left behind.
 
-CHAOS_KILLS=10 kills each script ten times (`make chaos`).
+CHAOS_KILLS=10 kills each ten times (`make chaos`).
 """
 
 import contextlib
 import errno
+import json
 import os
 import random
 import re
@@ -16,7 +17,10 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, run_tool
+from diffusers import WanTransformer3DModel
+from forked_calls import run_calls
+from lora_dialects import DIALECTS, factors
 from runs import (
     FAST,
     GRPO_FAST,
@@ -40,11 +44,13 @@ from rewardfl.rewards import async_scoring
 from rewardfl.training import checkpoint, metrics_file
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.run_folder import RunFolder
+from rewardfl_tools import merge_lora
 
 KILLS = int(os.environ.get("CHAOS_KILLS", "0"))
 pytestmark = [pytest.mark.timeout(1800 if KILLS else 600), pytest.mark.slow(230)]
 LAST = 10 + 2 * KILLS  # a life lasts for two steps or so
 STEPS = [f"train.max_steps={LAST}", "run.save_steps=2", "run.keep_last=2"]
+NO_REWARD = ["reward.reward_weight=0", "reward.kl_weight=0", "run.sample_videos=0"]  # supervised fine-tuning
 INNER = 2 if KILLS else 1
 EPOCH = 2 * INNER  # updates
 GRPO_LAST = EPOCH * (2 + KILLS)  # or for an epoch
@@ -149,7 +155,7 @@ def test_killed_and_told_to_stop(straight, tmp_path):
     assert_same(run, straight, LAST)
 
 
-def assert_same_after_kills(script, launch_again, settings, straight, tmp_path):
+def assert_same_after_kills(script, launch_again, settings, straight, tmp_path, last=GRPO_LAST):
     run, dice = tmp_path / "run", random.Random(8)
     arguments = command(script, f"run.output_dir={run}", *settings)
     with started(arguments) as process:
@@ -157,7 +163,7 @@ def assert_same_after_kills(script, launch_again, settings, straight, tmp_path):
     assert (run / "checkpoints" / "latest").exists()
     assert sum(killed(arguments, run, dice) for _ in range(KILLS)) >= 0.5 * KILLS
     launch_again(f"run.output_dir={run}", *settings)
-    assert_same(run, straight, GRPO_LAST)
+    assert_same(run, straight, last)
 
 
 @pytest.mark.long
@@ -173,6 +179,76 @@ def test_killed_with_an_old_policy(epochs, tmp_path):
     settings += ["forward.objective=nft", "forward.old_decay_rate=0.1"]
     launch_forward(f"run.output_dir={tmp_path / 'straight'}", *settings)
     assert_same_after_kills("train_forward_rl.py", launch_forward, settings, tmp_path / "straight", tmp_path)
+
+
+@pytest.mark.long
+def test_killed_with_the_anchor_alone(tmp_path):
+    """train_reward_fl.py in supervised mode, the same. Its steps are short: a life lasts for some ten."""
+    last = 10 + 10 * KILLS
+    settings = [f"train.max_steps={last}", "run.save_steps=2", "run.keep_last=2", "anchor.weight=1", *NO_REWARD]
+    launch(f"run.output_dir={tmp_path / 'straight'}", *settings)
+    assert_same_after_kills("train_reward_fl.py", launch, settings, tmp_path / "straight", tmp_path, last)
+
+
+# -- tools
+
+
+def tool_call(tool, folder, *arguments, **more):
+    return {"arguments": [f"rewardfl_tools.{tool}", *map(str, arguments)], "folder": str(folder), **more}
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())} if folder.exists() else None
+
+
+@pytest.mark.long
+def test_killed_merges(tmp_path):
+    """merge_lora leaves the old output or none; the same command then writes what an undisturbed one does."""
+    dice, base = random.Random(9), WORLD / "pipeline" / "transformer_2"
+    lora = DIALECTS["d5"](tmp_path, factors(WanTransformer3DModel.from_pretrained(base)))
+    names = ["warm", "straight", *(f"kill{i}" for i in range(KILLS or 2))]
+    outs = {name: tmp_path / name / "out" for name in names}
+    for name, out in outs.items():
+        out.parent.mkdir()
+        if name.startswith("kill") and dice.random() < 0.5:  # an old output
+            run_tool(merge_lora.main, "--base", base, "--lora", f"{lora}:0.5", "--out", out)
+    old = {name: contents(out) for name, out in outs.items()}
+    merge = {name: ["--base", base, "--lora", lora, "--force", "--out", out] for name, out in outs.items()}
+    ends = {"warm": {}, "straight": {"timed": True}}
+    calls = [
+        tool_call("merge_lora", outs[name].parent, *merge[name], **ends.get(name, {"life": dice.uniform(0.05, 1)}))
+        for name in names
+    ]
+    codes = [result["code"] for result in run_calls(calls, tmp_path, 1)]
+    straight = contents(outs["straight"])
+    assert codes[:2] == [0, 0] and {*codes} <= {0, -signal.SIGALRM} and codes.count(0) <= 2 + (KILLS or 2) / 2
+    for name in names[2:]:
+        assert contents(outs[name]) in (old[name], straight, None)
+        strays = [path for path in outs[name].parent.iterdir() if ".tmp-" in path.name]
+        output = run_tool(merge_lora.main, *merge[name])
+        assert contents(outs[name]) == straight and all(str(stray) in output for stray in strays)
+
+
+@pytest.mark.long
+def test_killed_evaluations(tmp_path):
+    """The same command continues an evaluation, to the report of one that nothing stopped."""
+    dice, run, people = random.Random(10), tmp_path / "run", table(tmp_path / "metadata.csv", "eval", 2)
+    launch(f"run.output_dir={run}", "train.max_steps=1", "run.save_steps=1")
+    (tmp_path / "assets").symlink_to(ROOT / "assets")
+    settings = ["--run", run, "--data", people, "--seeds", 1, "--batch", 1, "--device", "cpu", "--out"]
+    kills = range(KILLS or 2)
+    ends = [("warm", {}), ("straight", {"timed": True})]
+    ends += [end for i in kills for end in ((f"kill{i}", {"life": dice.uniform(0.05, 0.9)}), (f"kill{i}", {}))]
+    calls = [tool_call("evaluate", tmp_path, *settings, tmp_path / name, **more) for name, more in ends]
+    codes = [result["code"] for result in run_calls(calls, tmp_path, 1)]
+    assert codes[:2] == [0, 0] and {*codes[3::2]} == {0} and codes[2::2].count(-signal.SIGALRM) >= len(kills) / 2
+
+    def report(name):
+        text = (tmp_path / name / "report.json").read_text().replace(name, "straight")
+        return json.loads(text), sorted((tmp_path / name / "records.jsonl").read_text().splitlines())
+
+    assert all(report(f"kill{i}") == report("straight") for i in kills)
+    assert not any(strays(tmp_path / f"kill{i}") for i in kills)
 
 
 # -- in this process, where the moment can be chosen
