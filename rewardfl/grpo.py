@@ -218,6 +218,5 @@ def check_ratio(log_prob: Tensor, old_log_prob: Tensor, tolerance: float, steps:
         f"{tolerance:g}). Rollout and replay differ. Likely: dropout (train() against eval()), batches of another "
         f"size or order, another dtype or autocast, latents stored in a narrower dtype than was scored, guidance "
         f"(CFG) on in one of them, another adapter state (reference or EMA weights, a merged adapter), or on a GPU "
-        f"another attention kernel where a graph is kept: tools/doctor.py measures it, and "
-        f"model.attention_backend: _native_flash avoids it"
+        f"another attention kernel where a graph is kept: model.attention_backend: _native_flash avoids it"
     )

@@ -22,7 +22,7 @@ ALGORITHMS = (
 # inside a room: a face goes through file, graph, detector, identity and reward
 ROOM_FLOORS, MODULE_FLOORS = 7, 5
 # model.model_name has a default; no other module outside of backbones/ and weights/ names a model or one of its parts
-NAMES_A_MODEL = {"config.schema", "doctor.checks"}
+NAMES_A_MODEL = {"config.schema"}
 Sources = dict[str, str]  # by file, such as rewardfl/data/clips.py
 House = dict[str, set[str]]  # by module, such as data.clips: what it imports; of other packages the first name
 
