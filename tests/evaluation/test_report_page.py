@@ -190,12 +190,12 @@ def started():
 
 def test_a_run_is_judged_by_what_it_adds_to_its_start(started, tmp_path):
     arm = started["arms"][2]
-    judged = verdict(started, arm)
-    assert judged.sentences[0].startswith("latest keeps the person more than the run's start: ")
-    assert "changes by +0.020 [+0.020, +0.020]" in judged.sentences[0]
-    assert "From base it changes by: latest 0.200 [0.200, 0.200], start 0.180 [" in judged.sentences[0]
-    assert "optical flow is 0.960 [0.960, 0.960] (start 1.000)" in judged.sentences[1]
-    assert judged.sentences[2] == "start: sft (trained by supervised fine-tuning)."
+    result = verdict(started, arm)
+    assert result.sentences[0].startswith("latest keeps the person more than the run's start: ")
+    assert "changes by +0.020 [+0.020, +0.020]" in result.sentences[0]
+    assert "From base it changes by: latest 0.200 [0.200, 0.200], start 0.180 [" in result.sentences[0]
+    assert "optical flow is 0.960 [0.960, 0.960] (start 1.000)" in result.sentences[1]
+    assert result.sentences[2] == "start: sft (trained by supervised fine-tuning)."
     assert "more than base" in verdict(started, started["arms"][1]).sentences[0]
     assert started["compared"] == {"before": "base", "after": "latest"}
     assert started["per_clip"][0][f"{JUDGE}/after"] == 0.6
