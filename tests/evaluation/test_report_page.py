@@ -434,7 +434,7 @@ def test_any_other_content_is_one_line_or_a_page(runs, monkeypatch, place):
         with contextlib.redirect_stderr(errors):
             code = compare_runs.main()
         text = errors.getvalue()
-        assert code == 0 and not text or text.startswith(f"error: {path}: is no report") and text.count("\n") == 1
+        assert code == 0 and not text or text.startswith(f"error: {path}: is not a report") and text.count("\n") == 1
 
 
 @pytest.mark.parametrize("content", ["", "{", "null", "[1]", "{}", "[" * 100_000, '{"people": NaN}', "\xff"])
@@ -442,7 +442,7 @@ def test_any_other_file_is_one_line(runs, content):
     path = runs / "b" / "evaluation" / "report.json"
     path.write_bytes(content.encode("latin-1"))
     text = run_tool(compare_runs.main, runs / "a", runs / "b", "--out", runs / "page.html", expect=2)
-    assert text.startswith(f"error: {path}: is no report on videos") and text.count("\n") == 1
+    assert text.startswith(f"error: {path}: is not a report on videos") and text.count("\n") == 1
 
 
 def test_different_recognisers_are_not_compared(runs):
