@@ -6,8 +6,9 @@
 
 --config takes what a run's configuration says of its data; the other flags say otherwise. Problems keep a row from
 being trained on, warnings do not. --faces looks for a face in the first, middle and last frame of the clip that the
-face is taken from, and in all of them when it finds none there; a row without any has a problem. --sheet draws
-these three frames of every clip as they are trained on, and the row's image, with the boxes of the faces.
+face is taken from, and in all of them when it finds none there; a row without any has a problem. It warns of a cut to
+another person. Stills and repeated frames have a warning, too. --sheet draws these three frames of every clip as they
+are trained on, and the row's image, with the boxes of the faces.
 
 Exit code 0: every row can be used; 2: some cannot, or there is nothing to check.
 """

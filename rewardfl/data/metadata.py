@@ -283,7 +283,8 @@ def clip_notes(
             f"{len(small)} of {len(rows)} clips have less than half of the pixels of {height} x {width}, and are "
             f"enlarged; the smallest is {place}: {size[0]} x {size[1]} (height x width)"
         )
-    rates = sorted((rate, place) for place, header in clips if (rate := fps or header.rate))
+    rates = [(rate, place) for place, header in clips if (rate := fps or header.rate)]
+    rates.sort(key=lambda rate_and_place: rate_and_place[0])
     other = [(rate, place) for rate, place in rates if not SAME_RATE <= rate / model_rate <= 1 / SAME_RATE]
     if other and model_rate > 1:
         (slow, first), (fast, last) = other[0], other[-1]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import torch
 from matplotlib import get_data_path
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
@@ -19,10 +20,14 @@ from rewardfl import backbones, command_line, config, data, outputs
 from rewardfl.backbones.protocol import Backbone, Source
 from rewardfl.files import escape_control
 from rewardfl.rewards import face
-from rewardfl.rewards.face import pack as face_pack
+from rewardfl.rewards.face.track import SAME_PERSON
 from rewardfl.training import plan
 
 USABLE, UNUSABLE = 0, 2  # exit codes
+BLOCK, STILL = 8, 4.0  # the side of a block in pixels; a still's blocks change by fewer levels of 255
+REPEATED = 0.25  # a repeated frame changes less than this share of what frames that move do
+LOOKS = 16  # frames of a clip whose faces are compared
+STRANGE = 0.25  # a warning from this share of them with another face than the first's
 ENLARGED, CROPPED = 1.05, 0.75  # warnings: enlarged more than this many times; less than this share of a picture left
 THUMBNAIL = (160, 112)  # width and height
 FONT = f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf"  # Latin, Greek, Cyrillic, Arabic and more
@@ -52,11 +57,8 @@ def run(args: argparse.Namespace) -> int:
     cfg, backbone = resolve_settings(args)
     rows = data.load_metadata(cfg.data.file_name, "--data" if args.data else "data.file_name")
     sheet = sheet_file(args, rows, cfg.data.file_name) if args.sheet else None
-    find_face = None
-    if args.faces:
-        detector = face.FaceDetector(face_pack.pack_files(args.faces)[0], cfg.reward.det_size).to(args.device)
-        find_face = partial(largest_face, detector, args.device)
-    check = partial(inspect, settings=cfg.data, find_face=find_face, takes_image=backbone.takes_image)
+    faces = face.FaceIdentity(args.faces, cfg.reward.det_size).to(args.device) if args.faces else None
+    check = partial(inspect, settings=cfg.data, faces=faces, device=args.device, takes_image=backbone.takes_image)
     with ThreadPoolExecutor(4) as pool:
         reports = list(tqdm(pool.map(check, rows), total=len(rows), desc="checking", disable=None))
     for report in reports:
@@ -103,9 +105,15 @@ def resolve_settings(args: argparse.Namespace) -> tuple[config.AnyConfig, Backbo
 
 
 def inspect(
-    row: data.Row, settings: config.DataConfig, find_face: FindFace | None, *, takes_image: bool
+    row: data.Row,
+    settings: config.DataConfig,
+    faces: face.FaceIdentity | None = None,
+    device: str = "cpu",
+    *,
+    takes_image: bool,
 ) -> DatasetReport:
-    """Return the row's report, without regard to other rows."""
+    """Return the row's report, without regard to other rows. faces: on the device; None does not look for faces."""
+    find_face = partial(largest_face, faces.detector, device) if faces else None
     header = data.inspect_row(row, settings.num_frames, settings.fps, takes_image=takes_image)
     report = DatasetReport(row=row, header=header, problems=[*header.problems])
     if report.problems:
@@ -131,8 +139,10 @@ def inspect(
         report.warnings += size_warnings(column, source, size_of(shown))
         boxes[column] = [find_face(frame) if find_face else None for frame in shown]
         report.pictures += map(thumbnail, shown, boxes[column])
-    if find_face is not None:
+    report.warnings += motion_warnings(contents["video"]) if "video" in contents else []
+    if faces is not None and find_face is not None:
         report_faces(report, contents, boxes, find_face)
+        report_cuts(report, contents, faces, device)
     return report
 
 
@@ -175,6 +185,39 @@ def report_faces(
         names = ("the picture",) if column == "image" else ("the first frame", "the middle frame", "the last frame")
         if missing := [name for name, box in zip(names, boxes[column], strict=True) if box is None]:
             report.warnings.append(f"{column}: no face in {', '.join(missing)}")
+
+
+def report_cuts(report: DatasetReport, contents: Mapping[str, Tensor], faces: face.FaceIdentity, device: str) -> None:
+    """Add a warning for each video that goes over to another person."""
+    for column in contents.keys() & {"video", "reference_video"}:
+        frames = contents[column]
+        shown = frames[torch.linspace(0, len(frames) - 1, min(LOOKS, len(frames))).round().long()]
+        cosines = faces.similarity_to_first(data.to_float(shown).to(device))
+        others = cosines[cosines < SAME_PERSON]
+        if len(others) > 1 and len(others) >= STRANGE * len(cosines):
+            report.warnings.append(
+                f"{column}: {len(others)} of {len(cosines)} later frames show another person than the first with a "
+                f"face (cosines {others.min():.2f} to {others.max():.2f}, one person has {SAME_PERSON:g} or more)"
+            )
+
+
+def motion_warnings(frames: Tensor) -> list[str]:
+    """Return warnings about a clip (F, H, W, 3) that does not move, or whose frames repeat at a regular interval."""
+    blocks = torch.stack([torch.nn.functional.avg_pool2d(frame.movedim(2, 0).float(), BLOCK) for frame in frames])
+    if len(blocks) > 1 and bool((blocks - blocks[0]).abs().max() < STILL):
+        return [f"video: nothing moves in its {len(blocks)} frames"]
+    changes = blocks.diff(dim=0).abs().flatten(1).amax(1)
+    moves = changes > REPEATED * changes.quantile(0.9) if len(changes) else changes.bool()
+    if repeats_regularly(moves) or repeats_regularly(~moves):
+        return [f"video: {int((~moves).sum())} of {len(blocks)} frames repeat the one before; leave them out"]
+    return []
+
+
+def repeats_regularly(events: Tensor) -> bool:
+    """Return whether at least four events (n,) bool come at one interval of two or more, or that and one more."""
+    gaps = Counter(events.nonzero().flatten().diff().tolist())
+    most = max((gaps[gap] + gaps[gap + 1] for gap in gaps if gap > 1), default=0)
+    return most >= 3 and most >= 0.8 * gaps.total() and 2 * int(events.sum()) * max(gaps) >= len(events)
 
 
 def listing(

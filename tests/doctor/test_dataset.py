@@ -95,6 +95,8 @@ def test_every_problem_and_every_warning(tmp_path):
         "line 6: warning: image: 80 x 80 leaves 50% of 160 x 80 (height x width)",
         "line 7: warning: image: no face in the picture",
         f"line 8: problem: no face was found in {tmp_path}/nobody.mp4",
+        "line 8: warning: video: nothing moves in its 9 frames",
+        "line 9: warning: video: nothing moves in its 9 frames",
         f"line 10: problem: no face was found in {tmp_path}/nobody.mp4",
         "line 11: warning: video: no face in the middle frame",
         "line 12: warning: video: no face in the first frame, the middle frame, the last frame",
@@ -125,6 +127,29 @@ def test_a_damaged_clip_is_a_problem_and_problems_are_red(tmp_path):
     assert red == [False, True]
 
 
+@pytest.mark.parametrize("frames, words", [
+    (person(), ""), (person()[:1].expand(9, -1, -1, -1), "nothing moves in its 9 frames"),
+    (torch.cat([person()[:4], person(1)[4:]]), "5 of 8 later frames show another person than the first with a face"),
+    (torch.cat([person()[:6], person()[5:6], person()[5:6], person()[6:]])[:9], ""),  # a pause
+    (person()[:5].repeat_interleave(2, 0)[:9], "4 of 9 frames repeat the one before"),
+])  # fmt: skip
+def test_what_a_clip_shows_is_judged(tmp_path, frames, words):
+    data.write_video(tmp_path / "a.mp4", frames, 16)
+    path = write_csv(tmp_path, ["a.mp4", "x"], header=["video", "prompt"])
+    out = call("--data", path, "--height", 80, "--width", 80, "--num-frames", 9, *FACES)
+    assert [words in line for line in out if "warning" in line] == [True] * bool(words)
+
+
+@pytest.mark.parametrize("source, rate, repeats", [
+    (24, 24, 0), (12, 24, 40), (16, 24, 27), (24, 30, 16), (25, 30, 14), (12, 30, 48), (8, 24, 54),
+])  # fmt: skip
+def test_frames_that_a_conversion_of_rates_doubles(source, rate, repeats):
+    picture = torch.rand(40, 8, 3, generator=torch.Generator().manual_seed(0)).repeat_interleave(12, 0)
+    film = [(255 * picture[2 * i : 2 * i + 96].repeat_interleave(4, 1)).byte() for i in range(81)]
+    warnings = dataset.motion_warnings(torch.stack([film[k * source // rate] for k in range(81)]))
+    assert warnings == [f"video: {repeats} of 81 frames repeat the one before; leave them out"] * bool(repeats)
+
+
 def test_sizes_under_max_pixels(tmp_path):
     for name, (height, width) in {"wide": (96, 160), "tall": (160, 96), "wide2": (108, 180)}.items():
         data.write_video(tmp_path / f"{name}.mp4", nobody(5, height, width), 16)
@@ -133,6 +158,7 @@ def test_sizes_under_max_pixels(tmp_path):
     )
     out = call("--data", path, "--num-frames", 5, "--max-pixels", 64 * 112)
     assert out == [
+        *(f"line {line}: warning: video: nothing moves in its 5 frames" for line in (2, 3, 4)),
         "3 rows: 3 can be used, 0 cannot",
         "64 x 112 (height x width): 2 rows",
         "112 x 64 (height x width): 1 rows",

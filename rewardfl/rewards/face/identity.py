@@ -156,6 +156,19 @@ class FaceIdentity(nn.Module):
             ]
 
     @torch.no_grad()
+    def similarity_to_first(self, video: Tensor) -> Tensor:
+        """Return the cosines (n,) with the largest face of the first frame that has one, of later frames with faces.
+
+        A frame's cosine is that of its most similar face.
+        """
+        frames = to_frames(video)
+        faces = self.detector.detect(frames)
+        if (start := first_frame(faces)) is None:
+            return torch.ones(0)
+        vectors = self._embeddings(frames, faces)
+        return torch.tensor([(rows @ vectors[start][0]).max().item() for rows in vectors[start + 1 :] if len(rows)])
+
+    @torch.no_grad()
     def _embeddings(self, frames: Tensor, faces: Sequence[Faces]) -> Embeddings:
         """Return the embeddings of all detections, which match faces across frames; 0 for NaN."""
         owners = torch.tensor([j for j, frame in enumerate(faces) for _ in frame.scores])
