@@ -10,46 +10,37 @@ from conftest import ROOT
 from rewardfl import machine
 
 CORES = len(os.sched_getaffinity(0))
+MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 THREADS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
-@pytest.mark.parametrize(
-    ("files", "cores"),
-    [
-        ({}, CORES),
-        ({"cpu.max": "150000 100000\n"}, 1),
-        ({"jobs/cpu.max": "20000 100000\n"}, 1),
-        ({"jobs/run/cpu.max": "9900000 100000\n"}, CORES),
-        ({"cpu/jobs/cpu.cfs_quota_us": "-1\n", "cpu/jobs/cpu.cfs_period_us": "100000\n"}, CORES),
-        ({"cpu/jobs/cpu.cfs_quota_us": "100000\n", "cpu/jobs/cpu.cfs_period_us": "100000\n"}, 1),
-    ],
-)
-def test_usable_cores_are_the_containers_quota(tmp_path, files, cores):
-    """By both versions of control groups; a limit of a group above holds, too."""
-    groups = {"proc/self/cgroup": "4:cpu,cpuacct:/jobs/run\n0::/jobs/run\n"}
+def write_groups(root, files):
+    """Write the files of control groups, below `root`."""
+    groups = {"proc/self/cgroup": "4:cpu,cpuacct:/jobs/run\n7:memory:/jobs/run\n3:pids:/\n0::/jobs/run\n"}
     for name, text in (groups | {f"sys/fs/cgroup/{name}": text for name, text in files.items()}).items():
-        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
-        (tmp_path / name).write_text(text)
+        (root / name).parent.mkdir(exist_ok=True, parents=True)
+        (root / name).write_text(text)
+
+
+@pytest.mark.parametrize("files, cores", [
+    ({}, CORES), ({"cpu.max": "150000 100000\n"}, 1), ({"jobs/cpu.max": "20000 100000\n"}, 1),
+    ({"jobs/run/cpu.max": "9900000 100000\n"}, CORES),
+    ({"cpu/jobs/cpu.cfs_quota_us": "-1\n", "cpu/jobs/cpu.cfs_period_us": "100000\n"}, CORES),
+    ({"cpu/jobs/cpu.cfs_quota_us": "100000\n", "cpu/jobs/cpu.cfs_period_us": "100000\n"}, 1),
+])  # fmt: skip
+def test_cores_are_limited_by_both_versions_of_control_groups(tmp_path, files, cores):
+    write_groups(tmp_path, files)
     assert machine.usable_cores(tmp_path) == cores
 
 
-def test_the_machines_memory_is_its_containers(tmp_path):
-    """Of both versions of control groups; a limit above holds, too, and `max` is none."""
-    whole = machine.usable_memory(tmp_path)
-    assert whole == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for version, line in ((1, "7:memory:/jobs/run"), (2, "0::/jobs/run")):
-        root = tmp_path / str(version)
-        groups = root / "sys/fs/cgroup" / ("memory" if version == 1 else "")
-        name = "memory.limit_in_bytes" if version == 1 else "memory.max"
-        (root / "proc/self").mkdir(parents=True)
-        (root / "proc/self/cgroup").write_text(f"3:cpu:/\n{line}\n")
-        (groups / "jobs/run").mkdir(parents=True)
-        (groups / "jobs/run" / name).write_text("max\n")
-        assert machine.usable_memory(root) == whole
-        (groups / "jobs" / name).write_text("4096\n")
-        assert machine.usable_memory(root) == 4096
-        (groups / name).write_text("1024\n")  # as a container sees its own
-        assert machine.usable_memory(root) == 1024
+@pytest.mark.parametrize("folder, name", [("", "memory.max"), ("memory/", "memory.limit_in_bytes")])
+@pytest.mark.parametrize("limits, expected", [
+    ({"jobs/run": "max\n"}, MEMORY), ({"jobs/run": "max\n", "jobs": "4096\n"}, 4096),
+    ({"jobs": "4096\n", ".": "1024\n"}, 1024),  # a container sees its limit as the top's
+])  # fmt: skip
+def test_memory_is_limited_by_both_versions_of_control_groups(tmp_path, folder, name, limits, expected):
+    write_groups(tmp_path, {f"{folder}{group}/{name}": text for group, text in limits.items()})
+    assert machine.usable_memory(tmp_path) == expected
 
 
 def test_a_process_takes_its_share(monkeypatch):

@@ -2,14 +2,11 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from importlib import metadata
-from pathlib import Path
 
-import psutil
 import torch
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import (
     DistributedType,
@@ -34,12 +31,7 @@ def make_accelerator(max_grad_norm: float, *, log_with: str, output_dir: str | N
     Raise LaunchError where the processes differ from the launcher's request. DeepSpeed's settings are written here: a
     `gradient_clipping` of "auto" would be 1.0, whatever max_norm `clip_grad_norm_` gets.
     """
-    try:  # a request that accelerate ignores shows only in the parent's command line
-        parent = psutil.Process().parent()
-        launcher = parent.cmdline() if parent else []
-    except psutil.Error:  # the parent is not readable
-        launcher = []
-    check_environment(os.environ, launcher)
+    check_environment(os.environ)
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     handlers = [
         # on a CPU, accelerate runs DeepSpeed as one process unless the backend is set; for others it must stay unset
@@ -67,8 +59,8 @@ def make_accelerator(max_grad_norm: float, *, log_with: str, output_dir: str | N
     return accelerator
 
 
-def check_environment(environment: os._Environ | dict[str, str], launcher: Sequence[str]) -> None:
-    """Raise LaunchError for problems seen before processes connect. launcher: the parent process's command line."""
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Raise LaunchError for problems seen before processes connect."""
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision != "no":
         raise LaunchError(
@@ -80,15 +72,9 @@ def check_environment(environment: os._Environ | dict[str, str], launcher: Seque
         if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < DEEPSPEED:
             needed = ".".join(map(str, DEEPSPEED))
             raise LaunchError(f"deepspeed is {version}, {needed} or later is needed: pip install -U deepspeed")
-    count = requested_processes(launcher)
-    if "WORLD_SIZE" not in environment and count > 1:
-        raise LaunchError(
-            f"accelerate launch got {count} processes to start and started one, as it does with --cpu; on CPUs use "
-            f"ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {count} ..."
-        )
 
 
-def check_processes(accelerator: Accelerator, environment: os._Environ | dict[str, str]) -> None:
+def check_processes(accelerator: Accelerator, environment: Mapping[str, str]) -> None:
     """Raise LaunchError unless the processes are connected in the way that the launcher requested."""
     world = int(environment.get("WORLD_SIZE", "1"))
     plugins = {"ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED, "ACCELERATE_USE_FSDP": DistributedType.FSDP}
@@ -118,15 +104,3 @@ def check_fsdp(plugin: FullyShardedDataParallelPlugin) -> None:
         raise LaunchError(f"fsdp_reshard_after_forward is {plugin.reshard_after_forward}; set it to true")
     if plugin.activation_checkpointing or plugin.cpu_ram_efficient_loading:
         raise LaunchError("fsdp_activation_checkpointing and fsdp_cpu_ram_efficient_loading must be false")
-
-
-def requested_processes(launcher: Sequence[str]) -> int:
-    """Return the processes that a command line of `accelerate launch`, or its yaml, requests; 1 for any other."""
-    if not any(re.search(r"(^|/)accelerate(-launch|\.commands\..*)?$", word) for word in launcher[:3]):
-        return 1
-    options = dict(re.findall(r"--(num[_-]processes|config[_-]file)[= ](\S+)", " ".join(launcher)))
-    options = {name.replace("-", "_"): value for name, value in options.items()}
-    if "num_processes" in options:
-        return int(options["num_processes"])
-    file = Path(options.get("config_file", ""))
-    return yaml.safe_load(file.read_text(encoding="utf-8")).get("num_processes", 1) if file.is_file() else 1
