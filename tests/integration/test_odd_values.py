@@ -36,9 +36,8 @@ BASE = {
     "merge_lora": f"--base {GOLDEN}/world/pipeline/transformer_2 --lora INPUTS/comfy.safetensors --out out",
     "merge_shards": f"--input {GOLDEN}/world/pipeline/transformer_2 --out out.safetensors",
     "plan_run": f"--config {GOLDEN}/reward_fl.yaml",
-    "plot_metrics": "INPUTS/run --out curves.png",
     "reward_scales": f"--config {GOLDEN}/reward_fl.yaml --rows 1 --device cpu",
-    "serve_reward": "--reward colour --port 0 --device cpu",
+    "serve_reward": "--reward optical_flow --port 0 --device cpu",
 }
 RUN = f"--config {GOLDEN}/reward_fl.yaml run.output_dir=INPUTS/run train.max_steps=1 run.save_steps=1"
 
@@ -49,7 +48,7 @@ TEXTS = [
 ]  # fmt: skip
 NUMBERS = ["0", "-0", "-1", "0.5", "1e9", "1000000001", "1e30", "1e400", "-1e-320", ".nan", "nan", "inf", "1_0", "0x10"]
 COLLECTIONS = ["[]", "{}", "[0]", "[-1]", "[1000000000]", "[1, 1]", "[.nan]", "[[1]]", "[a]", "{a: 1}", "{a: {a: 1}}"]
-COLLECTIONS += ["{'': 1}", "{mean: {name: colour}}", "{a: {name: colour, weight: 1.0e+12}}", "{a: {name: ~}}"]
+COLLECTIONS += ["{'': 1}", "{mean: {name: motion}}", "{a: {name: motion, weight: 1.0e+12}}", "{a: {name: ~}}"]
 ENDINGS = [":nan", ":1e400", ":-0", "@mid", "@high", "/", "/x", "/..", " ", "#", "\udcff", ",", "=", ",nan", "0" * 400]
 ENDINGS += ["=" + "[" * 4000, "=2026-99-99"]
 SUFFIXES = ["", ".safetensors", ".yaml", ".json", ".csv", ".png", ".mp4"]
