@@ -23,6 +23,7 @@ which are not trained on, among them (more by reward.others.NAME.name=... as ove
 grid.png and images/*.png (before | after). Text is read by two engines: disagreements.png shows where they read
 different things.
 
+Training needs the checkout: the wheel has no scripts and no configs/.
 Exit code 0: judged; 2: refused, or the disk is full; 130: stopped by Ctrl-C.
 """
 

@@ -127,7 +127,7 @@ def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Ro
     path = Path(file_name)
     if not path.is_file():
         reason = "is a folder, not a file of rows" if path.is_dir() else "no such file"
-        raise DataError(f"{key}: {reason}: {path}")
+        raise DataError(f"{key}: {reason}: {path.absolute()}")
     header, *records = _read_table(path)
     for name in header[1]:
         if name not in COLUMNS and (close := _similar_column(name)):

@@ -52,7 +52,10 @@ def load_config(args: argparse.Namespace) -> config.AnyConfig:
         return config.load(args.config, overrides)
     path = args.run / "run.json"
     if not path.is_file():
-        raise FileNotFoundError(f"--run: {path} is missing; name the output_dir of a training run")
+        raise FileNotFoundError(
+            f"--run: {path.absolute()} is missing; name the output_dir of a training run. Training needs the checkout: "
+            "scripts and configs/ are not in the wheel"
+        )
     try:
         sections = RunFile.model_validate_json(path.read_bytes()).config
     except ValidationError:

@@ -56,7 +56,9 @@ def check_files(cfg: AnyConfig) -> None:
         "lora.init_from": cfg.lora.init_from,
     }
     problems = [
-        f"{key}: no such file or folder: {path}" for key, path in paths.items() if path and not Path(path).exists()
+        f"{key}: no such file or folder: {Path(path).absolute()}"
+        for key, path in paths.items()
+        if path and not Path(path).exists()
     ]
     for key in ("reward_model_path", "held_out_model_path", "second_model_path"):
         folder = getattr(cfg.reward, key)
