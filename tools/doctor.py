@@ -7,7 +7,8 @@
     faces        the face packs next to insightface's, and the faces of the first clips
     step         one update of the training script at the configuration's size: seconds, peak, and the estimate's
 
-The page names no host and no user, and holds no prompt. Exit code 0: all that could be checked is as expected; 1:
+The step needs the checkout, as training does: the wheel has no scripts and no configs/. The page names no host and no
+user, and holds no prompt. Exit code 0: all that could be checked is as expected; 1:
 something differs; 2: the configuration is refused.
 """
 

@@ -156,7 +156,7 @@ def parse_yaml(text: str, where: str) -> Any:
 def _read(path: Path) -> dict[str, Any]:
     try:
         if not path.is_file():
-            raise ConfigError(f"config file not found: {path}")
+            raise ConfigError(f"config file not found: {path.absolute()}")
         if path.stat().st_size > MOST_BYTES:
             raise ConfigError(f"{path} has {path.stat().st_size} bytes, a configuration at most {MOST_BYTES}")
         text = path.read_text(encoding="utf-8")

@@ -57,7 +57,7 @@ def check_files(cfg: AnyConfig) -> None:
         "lora.init_from": cfg.lora.init_from,
     }
     problems = [
-        f"{key}: no such file or folder: {path}{foreign_path_hint(path)}"
+        f"{key}: no such file or folder: {Path(path).absolute()}{foreign_path_hint(path)}"
         for key, path in paths.items()
         if path and not Path(path).exists()
     ]

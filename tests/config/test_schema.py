@@ -205,9 +205,9 @@ def test_a_key_has_one_place():
         assert len(names) == len(set(names))
 
 
-def test_missing_file(tmp_path):
-    with pytest.raises(ConfigError, match="config file not found: .*none.yaml"):
-        config.load(tmp_path / "none.yaml")
+def test_missing_file():
+    with pytest.raises(ConfigError, match=f"config file not found: {Path.cwd()}/none.yaml"):
+        config.load("none.yaml")
 
 
 def test_override_into_a_null_section(write):
