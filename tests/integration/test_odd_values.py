@@ -44,7 +44,7 @@ RUN = f"--config {GOLDEN}/reward_fl.yaml run.output_dir=INPUTS/run train.max_ste
 TEXTS = [
     "", " ", "0", "-0", "-1", "1e9", "1000000001", "1e400", "-1e-320", "nan", "inf", ".nan", "null", "true", "~", "~/x",
     "a #1", "#", "[" * 3000, "{a: " * 300, "[[1]]", "{a: [b]}", "\udcff.safetensors", "x" * 5000, "x/" * 3000, "é/üß",
-    "two\nlines", "\x1b[31mred", "\u2028", "2026-99-99", "!!python/name:os.system", "&a", "*a", "red=[[", "a:nan", "C:\\a", "-",
+    "two\nlines", "\x1b[31mred", "\u2028", "2026-99-99", "!!python/name:os.system", "&a", "*a", "a:nan", "C:\\a", "-",
 ]  # fmt: skip
 NUMBERS = ["0", "-0", "-1", "0.5", "1e9", "1000000001", "1e30", "1e400", "-1e-320", ".nan", "nan", "inf", "1_0", "0x10"]
 COLLECTIONS = ["[]", "{}", "[0]", "[-1]", "[1000000000]", "[1, 1]", "[.nan]", "[[1]]", "[a]", "{a: 1}", "{a: {a: 1}}"]
