@@ -285,10 +285,7 @@ def compare_velocities(
     ours = run_expert(name, expert)
     distances = {"repeated": max_rel_error(run_expert(name, expert), ours)}
     if work.checkpointing:
-        checkpointing = offload.checkpointing(
-            case.device, inputs_on_host=work.offload_inputs, keep_attention=work.keep_attention
-        )
-        expert.enable_gradient_checkpointing(checkpointing)
+        expert.enable_gradient_checkpointing(offload.checkpointing(case.device, inputs_on_host=work.offload_inputs))
     if name in work.trained:
         with torch.enable_grad():
             distances["with a graph"] = max_rel_error(run_expert(name, expert), ours)
