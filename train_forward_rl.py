@@ -118,11 +118,11 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
         ratio, scaled = torch.ones_like(advantage), plan.advantage_scale * advantage
         if forward.objective == "rvm":
             return forward_rl.rvm_loss(velocity, draw.target, scaled), ratio
-        assert draw.old is not None
+        if draw.old is None or forward.objective not in ("nft", "awm"):
+            raise ValueError(f"forward.objective {forward.objective} has no loss here")
         if forward.objective == "nft":
             settings = {"mix": forward.mix, "largest": forward.advantage_clip}
             return forward_rl.nft_loss(velocity, draw.old, draw.x, draw.x0, draw.sigma, advantage, **settings), ratio
-        assert forward.objective == "awm", f"objective {forward.objective} has no loss here"
         log_prob = partial(forward_rl.awm_log_prob, target=draw.target, sigma=draw.sigma, weighting=forward.weighting)
         log_ratio = log_prob(velocity) - log_prob(draw.old)
         return forward_rl.awm_loss(log_ratio, scaled, forward.clip_range), log_ratio.exp()

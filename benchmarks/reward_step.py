@@ -74,18 +74,16 @@ SUPERVISED = [
     "anchor.target=data",
 ]  # fmt: skip
 ON_DEVICE = [
-    "experts.trained=gpu", "train.active_graphs=keep_on_device", "train.keep_attention=false",
+    "experts.trained=gpu", "train.active_graphs=keep_on_device",
     "train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=false",
 ]  # fmt: skip
 IN_HOST = ["train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true"]
 MODES = {
-    "full_graph": [*RESIDENT, "train.keep_attention=false"],
+    "full_graph": RESIDENT,
     "replay": RESIDENT,
     "keep_on_device": ON_DEVICE,
     "keep_all": [*ON_DEVICE, "train.kept_chunks=1000"],
-    "keep_on_host": [
-        "experts.trained=gpu", "train.active_graphs=keep_on_host", "train.keep_attention=false", *IN_HOST,
-    ],
+    "keep_on_host": ["experts.trained=gpu", "train.active_graphs=keep_on_host", *IN_HOST],
     "swap": ["experts.trained=cpu_swap", "train.active_graphs=replay", "train.kept_steps=null", *IN_HOST],
     "supervised": [*RESIDENT, *SUPERVISED],
     "as_configured": [],
@@ -358,8 +356,7 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int, rates: Rates
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: man 5 proc
     device, backbone, counted = size.latents.device, size.backbone, Counted(size.latents.device)
     work = replace(plan_work(cfg, backbone), reward_bytes=0)
-    on_host, keep = cfg.train.use_gradient_checkpointing_offload, cfg.train.keep_attention
-    checkpointed = offload.checkpointing(device, inputs_on_host=on_host, keep_attention=keep)
+    checkpointed = offload.checkpointing(device, inputs_on_host=cfg.train.use_gradient_checkpointing_offload)
     with counted:
         untrained = [work.untrained] if work.untrained else []
         cached = cfg.experts.untrained == "boundary_cache"  # there is no such expert then

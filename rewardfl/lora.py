@@ -214,10 +214,14 @@ def check_fits(where: str, adapter: Lora, rank: int, alpha: float, shapes: Mappi
 
 def load_adapter(model: ModelMixin, folder: Path) -> None:
     """Fill an injected adapter from an expert's checkpoint folder. Raise InputError for other rank, alpha or layers."""
-    path, config = folder / WEIGHTS_NAME, model.peft_config[POLICY]
-    (adapter,) = read_for(model, path)
-    shapes = {name: value.shape for name, value in adapter_state(model).items()}
-    check_fits(str(path), adapter, config.r, config.lora_alpha, shapes)
+    (adapter,) = read_for(model, folder / WEIGHTS_NAME)
+    _fill(model, adapter)
+
+
+def _fill(model: ModelMixin, adapter: Lora) -> None:
+    """Fill an injected adapter with a LoRA. Raise InputError as check_fits."""
+    config, shapes = model.peft_config[POLICY], {name: value.shape for name, value in adapter_state(model).items()}
+    check_fits(str(adapter.path), adapter, config.r, config.lora_alpha, shapes)
     start_from(model, adapter)
 
 
@@ -243,6 +247,4 @@ def attach_adapter(model: ModelMixin, adapter: Lora) -> None:
         )
     ((rank, scale),) = pairs
     inject(model, rank, scale * rank, sorted(adapter.updates), seed=0)
-    shapes = {name: value.shape for name, value in adapter_state(model).items()}
-    check_fits(str(adapter.path), adapter, rank, scale * rank, shapes)
-    start_from(model, adapter)
+    _fill(model, adapter)

@@ -6,7 +6,8 @@
     faces        the face packs, compared with insightface on the first clip
     step         one update of the training script at the configured size: seconds, TFLOP/s, peak, and the estimate
 
-The page holds no host, user or prompt. Exit code 0: no check differs; 1: one does; 2: the configuration is refused.
+The step needs the checkout, as training does: the wheel has no scripts and no configs/. The page holds no host, user
+or prompt. Exit code 0: no check differs; 1: one does; 2: the configuration is refused.
 """
 
 import sys

@@ -56,7 +56,6 @@ def _names(text: str) -> list[str]:
 
 
 TRAINABLE = ("dit", "dit2")  # a model's experts by falling sigma; a model with one expert has the first
-TORCHS_ATTENTION = ("native", "_native_cudnn", "_native_efficient", "_native_flash")  # diffusers' names
 SPLIT_ATTENTION = ("native", "_native_cudnn", "_native_flash", "flash")  # work with train.context_parallel
 COUPLING = {"chain": 1.0, "bridge": 0.2, "drtune": 0.0, "last": 1.0, "endpoint": 1.0}
 ONE_STEP = ("last", "endpoint")  # gradient modes of one active step
@@ -506,11 +505,8 @@ class GrpoTrainConfig(Section):
     use_gradient_checkpointing: Free[bool] = True
     # Keep the checkpoints (the blocks' inputs) in host memory until the backward pass.
     use_gradient_checkpointing_offload: Free[bool] = False
-    # Recompute a block without its self-attention, whose output stays on the GPU (13.6 GB at 480x832x81, where it is
-    # half of a block's work). Needs use_gradient_checkpointing; not with keep_on_host.
-    keep_attention: Free[bool] = False
     # Compile the experts' blocks at their first call: fewer and larger kernels, with other rounding. Takes minutes at
-    # the start, and again for clips of another size. Not with keep_attention or fp8, FSDP2 or ZeRO-2.
+    # the start, and again for clips of another size. Not with fp8, FSDP2 or ZeRO-2.
     compile_blocks: bool = False
     # Steps in a row that may have a gradient that is not finite, or no judged sample; one more stops the run.
     max_nonfinite: Free[Whole] = 3
@@ -521,10 +517,6 @@ class GrpoTrainConfig(Section):
     def conflicts(self) -> Iterator[str]:
         if self.use_gradient_checkpointing_offload and not self.use_gradient_checkpointing:
             yield "train.use_gradient_checkpointing_offload needs train.use_gradient_checkpointing: true; set it"
-        if self.keep_attention and not self.use_gradient_checkpointing:
-            yield "train.keep_attention needs train.use_gradient_checkpointing: true; set it, or keep_attention: false"
-        if self.keep_attention and self.compile_blocks:
-            yield "train.keep_attention does not go with train.compile_blocks; set one of them to false"
         rule, steps = self.early_stop, self.max_steps
         if rule is not None and steps is not None and steps < rule.window * (rule.patience + 1):
             needed = f"{rule.patience} + 1 (patience) windows of {rule.window} updates"
@@ -569,11 +561,9 @@ class TrainConfig(GrpoTrainConfig):
             yield "train.active_graphs keep_on_host needs train.use_gradient_checkpointing_offload: true; set it"
         if self.active_graphs == "keep_on_device" and self.use_gradient_checkpointing_offload:
             yield "train.active_graphs keep_on_device needs train.use_gradient_checkpointing_offload: false; set it"
-        if self.active_graphs != "replay" and self.keep_attention:
-            yield f"train.keep_attention does not go with train.active_graphs {self.active_graphs}; set it to false"
         if self.active_graphs == "replay" and self.kept_steps is not None:
             yield "train.kept_steps needs train.active_graphs keep_on_host or keep_on_device; set it, or remove this"
-        others = {"active_graphs": "replay", "keep_attention": False, "compile_blocks": False}
+        others = {"active_graphs": "replay", "compile_blocks": False}
         for key, value in others.items() if self.context_parallel > 1 else ():
             if getattr(self, key) != value:
                 yield f"train.context_parallel does not go with train.{key}; set {key}: {str(value).lower()}"
@@ -889,10 +879,6 @@ def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
     trained, named = cfg.model.trainable_models, cfg.lora.lora_base_model
     if named is not None and set(_names(named)) != set(_names(trained)):
         yield f"lora.lora_base_model must be model.trainable_models {shown(trained)}, got {shown(named)}; remove it"
-    backend = cfg.model.attention_backend
-    if cfg.train.keep_attention and backend not in TORCHS_ATTENTION:
-        names = ", ".join(TORCHS_ATTENTION)
-        yield f"train.keep_attention needs model.attention_backend {names}, it is {backend}; set keep_attention: false"
     if cfg.experts.trained == "cpu_swap" and not cfg.train.use_gradient_checkpointing:
         yield "experts.trained cpu_swap needs train.use_gradient_checkpointing: true; set it, or experts.trained: gpu"
     untrained = cfg.experts.untrained

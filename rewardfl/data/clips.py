@@ -99,7 +99,7 @@ def _require_file(path: str | Path) -> None:
     if os.path.isdir(path):  # Path.is_dir raises for names that no file system takes
         raise DataError(f"{path}: is a folder; name a file, make one clip of a folder's frames")
     if not os.path.isfile(path):
-        raise DataError(f"{path}: no such file{foreign_path_hint(path)}")
+        raise DataError(f"{Path(path).absolute()}: no such file{foreign_path_hint(path)}")
     if words := wrong_kind(Path(path), "picture", "text"):
         raise DataError(f"{path}: {words}")
 

@@ -128,7 +128,7 @@ def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Ro
     path = Path(file_name)
     if not path.is_file():
         reason = "is a folder, not a file of rows" if path.is_dir() else "no such file"
-        raise DataError(f"{key}: {reason}: {path}{foreign_path_hint(path)}")
+        raise DataError(f"{key}: {reason}: {path.absolute()}{foreign_path_hint(path)}")
     if path.stat().st_size and (words := wrong_kind(path, "text")):
         raise DataError(f"{key}: {path} {words}")
     header, *records = _read_table(path)

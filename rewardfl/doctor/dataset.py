@@ -26,7 +26,7 @@ from rewardfl.training import plan
 USABLE, UNUSABLE = 0, 2  # exit codes
 BLOCK, STILL = 8, 4.0  # the side of a block in pixels; a still's blocks change by fewer levels of 255
 REPEATED = 0.25  # a repeated frame changes less than this share of what frames that move do
-LOOKS = 16  # frames of a clip whose faces are compared
+COMPARED_FRAMES = 16  # frames of a clip whose faces are compared
 STRANGE = 0.25  # a warning from this share of them with another face than the first's
 ENLARGED, CROPPED = 1.05, 0.75  # warnings: enlarged more than this many times; less than this share of a picture left
 THUMBNAIL = (160, 112)  # width and height
@@ -191,7 +191,7 @@ def report_cuts(report: DatasetReport, contents: Mapping[str, Tensor], faces: fa
     """Add a warning for each video that goes over to another person."""
     for column in contents.keys() & {"video", "reference_video"}:
         frames = contents[column]
-        shown = frames[torch.linspace(0, len(frames) - 1, min(LOOKS, len(frames))).round().long()]
+        shown = frames[torch.linspace(0, len(frames) - 1, min(COMPARED_FRAMES, len(frames))).round().long()]
         cosines = faces.similarity_to_first(data.to_float(shown).to(device))
         others = cosines[cosines < SAME_PERSON]
         if len(others) > 1 and len(others) >= STRANGE * len(cosines):

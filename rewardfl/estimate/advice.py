@@ -16,7 +16,6 @@ KEYS = {
     "untrained_placement": "experts.untrained",
     "checkpointing": "train.use_gradient_checkpointing",
     "offload_inputs": "train.use_gradient_checkpointing_offload",
-    "keep_attention": "train.keep_attention",
     "decode_caches": "train.decode_caches",
     "kept_chunks": "train.kept_chunks",
     "batch": "train.per_device_train_batch_size",
@@ -45,7 +44,6 @@ def alternatives(work: Workload) -> Iterator[Workload]:
         "batch": [n for n in range(work.batch, 0, -1) if work.batch % n == 0],  # an update keeps its samples
         "offload_inputs": [True],
         "checkpointing": [True],
-        "keep_attention": [False],
         "kept_chunks": [0],
         "kept_steps": [*range(work.kept_steps, -1, -1)],
         "samples_on": ["cpu"] if work.latents_kept else [],
@@ -104,7 +102,7 @@ def keep_more_graphs(costs: Costs, work: Workload, machine: Machine, rates: Rate
         return next((run for run in runs if fits(costs, run, machine)), work)
 
     steps = range(len(work.active_experts), work.kept_steps, -1) if work.processes_per_clip == 1 else ()
-    runs = [replace(work, kept_steps=count, keep_attention=False) for count in steps]
+    runs = [replace(work, kept_steps=count) for count in steps]
     after = min(work, first_that_fits(*runs), key=lambda run: _time(costs, run, rates))
     chunks = len(costs.chunks) if work.reward_gradient and len(costs.chunks) > 1 else 0
     more = [replace(after, kept_chunks=count) for count in range(chunks, after.kept_chunks, -1)]

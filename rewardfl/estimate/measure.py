@@ -25,7 +25,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from rewardfl.backbones.protocol import Adapter, ChunksOnMeta, ExpertOnMeta
 from rewardfl.estimate.rates import Operation
-from rewardfl.memory.attention import is_self_attention
 from rewardfl.memory.offload import checkpointing
 from rewardfl.training.workload import Video
 
@@ -59,14 +58,13 @@ FORMULAS = flop_registry | {operator: shape_wrapper(formula) for operator, formu
 class Living(TorchDispatchMode):
     """Sums by kind of the FLOPs of operators by torch's formulas, and the bytes of living storages that they allocate.
 
-    `external` tensors do not count. attention, attention_kept: FLOPs of self-attention's forward passes, and the bytes
-    that train.keep_attention stores of them. The hooks of torch's FlopCounterMode would keep recomputed tensors of
-    checkpoints alive.
+    `external` tensors do not count. The hooks of torch's FlopCounterMode would keep recomputed tensors of checkpoints
+    alive.
     """
 
     def __init__(self, external: Iterable[Tensor]):
         super().__init__()
-        self.attention = self.attention_kept = self.now = self.peak = 0
+        self.now = self.peak = 0
         self.flops = Counter[Operation]()
         self.storages: dict[int, object] = {_storage(tensor): None for tensor in external}
 
@@ -76,9 +74,6 @@ class Living(TorchDispatchMode):
             amount = FORMULAS[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
             name = func.overloadpacket.__name__
             self.flops["attention" if "attention" in name else "convolution" if "conv" in name else "matmul"] += amount
-            if is_self_attention(func, args):
-                self.attention += amount
-                self.attention_kept += nbytes(out)
         inputs = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
         for tensor in _tensors(tree_leaves(out)):
             if _storage(tensor) not in self.storages and _storage(tensor) not in inputs:
@@ -99,7 +94,7 @@ class Living(TorchDispatchMode):
 
 @dataclass(frozen=True, kw_only=True)
 class ByKind:
-    """FLOPs by pass and kind of operation. attention: FLOPs of the forward pass's self-attention."""
+    """FLOPs by pass and kind of operation."""
 
     flops: Counter[tuple[str, Operation]]
 
@@ -112,7 +107,6 @@ class ByKind:
 
     forward = property(lambda self: self.total("forward"))
     backward = property(lambda self: self.total("backward"))
-    attention = property(lambda self: self.total("attention"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +114,6 @@ class Cost(ByKind):
     """Bytes and FLOPs of running something once."""
 
     peak: int  # largest number of living bytes
-    attention_kept: int = 0  # bytes that train.keep_attention stores
     saved: int = 0  # bytes that the graph saves for the backward pass
     graph: int = 0  # bytes that live before the backward pass, with the outputs if they are kept
     forward_peak: int = 0  # largest number of living bytes before the backward pass
@@ -164,8 +157,7 @@ def without_graph(run: Callable[[], Any], external: Iterable[Tensor], name: str 
     """Return the cost of `run()` without gradients. external: tensors that do not count. name: of the pass."""
     with torch.no_grad(), _Flash(), Living(external) as living:
         run()
-    flops = _by_pass({name: living.flops, "attention": Counter({"attention": living.attention})})
-    return Cost(flops=flops, peak=living.peak, attention_kept=living.attention_kept)
+    return Cost(flops=_by_pass({name: living.flops}), peak=living.peak)
 
 
 ENCODER_PARTS = ("encoder", "quant_conv")  # of a VAE
@@ -181,7 +173,7 @@ class ExpertCost(ByKind):
     """Cost of one expert for one video: bytes of weights and activations, of the largest block and of all; FLOPs.
 
     Its passes are forward and backward, with the adapter, and forward_frozen, without it: the reference, the other
-    expert. attention: what train.keep_attention does not repeat.
+    expert.
     """
 
     tokens: int
@@ -194,7 +186,6 @@ class ExpertCost(ByKind):
     stored: int  # every block's input and `shared`, which checkpointing stores of one forward pass
     shared: int  # tensors without a gradient that all blocks take; on the GPU as long as a graph, wherever it is
     nested: int  # such tensors in tuples, as rotary embeddings; checkpoints hold, but do not save them
-    attention_kept: int  # bytes that train.keep_attention stores of one forward pass
     saved: int  # for the backward pass, with the adapter, by all blocks
     saved_outside: int  # and outside of them
     block_saved: int
@@ -274,7 +265,7 @@ def _measure_block(
     network = with_graph(lambda: [kind.run(model)], [kind.x, *trained], model.parameters())
     network_frozen = without_graph(lambda: kind.run(bare), bare.parameters(), "forward_frozen")
     block_weights, weights = nbytes(bare_block.parameters()), nbytes([*bare.parameters(), *bare.buffers()])
-    model.enable_gradient_checkpointing(checkpointing(kind.x.device, inputs_on_host=False, keep_attention=False))
+    model.enable_gradient_checkpointing(checkpointing(kind.x.device, inputs_on_host=False))
     bare.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
     flops, outside_flops = graph.flops + frozen.flops, network.flops + network_frozen.flops
     outside_flops.subtract(flops)  # `-` drops negative counts: the first block has no gradient of its input
@@ -283,7 +274,6 @@ def _measure_block(
         "weights_fp8": nbytes(bare_block.parameters()),
         "adapter_parameters": sum(parameter.numel() for parameter in trained),
         "stored": nbytes(inputs),
-        "attention_kept": frozen.attention_kept,
         "saved": graph.saved,
         **flops,
     }

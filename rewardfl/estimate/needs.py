@@ -38,17 +38,14 @@ def flops(costs: Costs, work: Workload) -> dict[str, float]:
     def total(passes: Mapping[str, float], amount: Callable[[ExpertCost], int]) -> float:
         return sum(count * amount(costs.experts[expert]) for expert, count in passes.items()) / work.processes_per_clip
 
-    def recomputed(expert: ExpertCost) -> int:
-        return expert.forward - expert.attention if work.keep_attention else expert.forward
-
     if work.anchor:
         passes = total(work.anchor, lambda expert: expert.forward + expert.backward)
-        recompute = total(work.anchor, recomputed) if work.checkpointing else 0
+        recompute = total(work.anchor, lambda expert: expert.forward) if work.checkpointing else 0
         reference = total(work.anchor, lambda expert: expert.forward_frozen) if work.anchor_to_reference else 0
         parts["data anchor"] = passes + recompute + reference
     return parts | {
         "replay forward": total(_replayed(work), lambda expert: expert.forward),
-        "replay recompute": total(work.backward_passes, recomputed) if work.checkpointing else 0,
+        "replay recompute": total(work.backward_passes, lambda expert: expert.forward) if work.checkpointing else 0,
         "replay backward": total(work.backward_passes, lambda expert: expert.backward),
         "reference": total(work.reference, lambda expert: expert.forward_frozen),
     }
@@ -342,8 +339,6 @@ def _replay(costs: Costs, work: Workload) -> tuple[dict[str, int], int]:
     if not work.checkpointing:
         return {"all blocks, saved": on_gpu, "backward of one": largest.block_peak - largest.block_saved}, 0
     recompute = {"recompute and backward of one": largest.block_peak}
-    if work.keep_attention:
-        recompute["attention's outputs"] = round(work.graphs * largest.attention_kept)
     if work.offload_inputs:
         return {"two block inputs": 2 * largest.block_input, "what blocks share": on_gpu} | recompute, on_host
     return {"block inputs": on_gpu} | recompute, 0

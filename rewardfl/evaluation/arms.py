@@ -70,7 +70,10 @@ def read_run_file(run: Path) -> RunFile:
     """Read run.json. Raise FileNotFoundError or ValueError if it is missing or damaged."""
     path = run / "run.json"
     if not path.is_file():
-        raise FileNotFoundError(f"--run: {path} is missing; name the output_dir of a training run")
+        raise FileNotFoundError(
+            f"--run: {path.absolute()} is missing; name the output_dir of a training run. Training needs the checkout: "
+            "scripts and configs/ are not in the wheel"
+        )
     try:
         return RunFile.model_validate_json(path.read_bytes())
     except ValidationError:

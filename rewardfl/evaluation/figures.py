@@ -183,7 +183,7 @@ def place_on_scale(scale: Scale, face_sim: Mapping[str, float], base: Mapping[st
 
 
 class Pairs(NamedTuple):
-    """A figure of several arms by person. people: those of `values`, in the order of the rows' ids."""
+    """A figure of several arms by person. people: of `values`, sorted by row id."""
 
     people: list[str]
     values: Tensor  # (arms, people)

@@ -77,7 +77,7 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
     image = None
     if args.image:
         if not args.image.is_file():
-            raise FileNotFoundError(f"--image: no such file: {args.image}{foreign_path_hint(args.image)}")
+            raise FileNotFoundError(f"--image: no such file: {args.image.absolute()}{foreign_path_hint(args.image)}")
         fitted = data.fit(data.read_picture(args.image)[None], args.height, args.width)  # resized to cover, cropped
         image = data.to_float(fitted)[:, 0]
     encode_text = backbone.text_encoder(device)

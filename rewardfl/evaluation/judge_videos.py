@@ -138,7 +138,7 @@ def check_rows(
     rewards = {term.key: term.reward for term in terms}
     for row in rows:
         kinds = [(key, reward.compares_with) for key, reward in rewards.items()]
-        texts = [f"{key} compares with a {kind}, and the row has none" for key, kind in kinds if kind not in row.offers]
+        texts = [f"{key} compares with a {kind}, and the row lacks it" for key, kind in kinds if kind not in row.offers]
         texts += setup_rewards.unusable_prompts(row, rewards)
         size = plan.size_problem(clips, backbone, row.size) if backbone is not None else ""
         problems += [(row.line, text) for text in (*texts, size) if text]
@@ -201,9 +201,9 @@ def finish(study: Study, rows: Sequence[data.Row], about: dict, args: argparse.N
 
 def finish_images(study: Study, rows: Sequence[data.Row], about: dict) -> None:
     """Write the report and the pictures of an image model, and print the figures."""
-    made = image_report.make_report(study.join(rows), study.arms, rows, study.judges.terms)
-    report = made.summarise() | about
+    images = image_report.make_report(study.join(rows), study.arms, rows, study.judges.terms)
+    report = images.summarise() | about
     atomic_write(study.out / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
-    made.draw(study.out)
+    images.draw(study.out)
     print(image_report.format_table(report))
     print(f"\nreport: {study.out / 'report.json'}\npictures: {study.out / 'grid.png'}, {study.out / 'images'}")

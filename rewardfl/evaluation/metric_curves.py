@@ -1,4 +1,4 @@
-"""Curves of several runs on the same axes, such as those of metrics.jsonl."""
+"""Curves of several runs on the same axes, such as metrics.jsonl holds."""
 
 import io
 import math

@@ -84,7 +84,7 @@ class Line(BaseModel):
         return self
 
     def lengths(self) -> list[tuple[str, int]]:
-        """Return numbers of frames and sizes of vectors by recogniser; those of one name must agree."""
+        """Return numbers of frames and sizes of vectors by recogniser, which agree in all records."""
         lengths = [(judge, len(curve)) for judge, curve in self.curves.items()]
         lengths += [(judge, len(frames) - 1) for judge, frames in self.detected.items()]
         vectors = [*self.embedding.items(), *self.pool.items()]
@@ -114,7 +114,7 @@ def read_records(out: Path) -> dict[RecordKey, Record]:
             except ValidationError as error:
                 raise InputError(f"{path}: line {i} is no record ({problem_words(error)}); {WAY_OUT}") from None
             if any(lengths.setdefault(name, length) != length for name, length in line.lengths()):
-                raise InputError(f"{path}: line {i} is no record (other lengths than the lines above); {WAY_OUT}")
+                raise InputError(f"{path}: line {i} is not a record (other lengths than above); {WAY_OUT}")
             records[line.row, line.arm, line.seed] = line.model_dump(exclude_unset=True)
     return records
 

@@ -44,7 +44,7 @@ class ArmReport(BaseModel):
 
 
 class Blocks(BaseModel):
-    """Settings by block, of which those that evaluations are compared by must be there."""
+    """Settings by block. The blocks by which evaluations are compared are required."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, dict[str, str]]
@@ -78,7 +78,7 @@ class Report(BaseModel):
             if not judges.keys() <= arm.per_frame.keys() or lacks_figures:
                 raise ValueError(f"arm {arm.name} lacks figures of a recogniser")
             if arm.against is not None and arm.against not in names:
-                raise ValueError(f"arm {arm.name} is compared with one that is missing")
+                raise ValueError(f"arm {arm.name} is compared with a missing arm")
             if any(change and is_ratio(name) and not change.ratio for name, change in arm.compared.items()):
                 raise ValueError(f"arm {arm.name} lacks a ratio")
         return self
@@ -93,10 +93,10 @@ def find_report(folder: Path) -> Path:
 
 
 def read_report(folder: Path) -> dict[str, Any]:
-    """Read the report of an evaluation of videos. Raise ValueError for a file that is none, or of another version."""
+    """Read the report of an evaluation of videos. Raise ValueError for another file or version."""
     path = find_report(folder)
     try:
         return Report.model_validate_json(path.read_bytes()).model_dump(exclude_unset=True)
     except ValidationError as error:
         words = problem_words(error)
-        raise ValueError(f"{path}: is no report on videos by this evaluate.py ({words}); evaluate again") from None
+        raise ValueError(f"{path}: is not a report on videos by this evaluate.py ({words}); evaluate again") from None

@@ -1,80 +1,19 @@
-"""Attention kernels: their choice, their checks, and checkpointing that does not recompute self-attention."""
+"""Attention kernels: their choice and their checks."""
 
-import contextlib
 import os
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from diffusers import ModelMixin
 from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 from diffusers.models.attention_processor import Attention
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
-
-# torch's own kernels, whose first two inputs are queries and keys, (B, heads, tokens, head_dim)
-KERNELS = {
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
 
 NATIVE = "native"  # torch chooses among its kernels
 VARIABLE = "DIFFUSERS_ATTN_BACKEND"  # of the environment: diffusers' default backend
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # of a gradient's norm: rounding stays far below, faults above
 RESULTS = ("an output", "a queries' gradient", "a keys' gradient", "a values' gradient")
-
-Contexts = tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]
-Outputs = tuple[Any, ...]  # an attention's outputs, tensors and plain numbers
-
-
-def is_self_attention(operator: Callable[..., Any], inputs: tuple[Any, ...]) -> bool:
-    """Return whether an operator is attention of tokens to equally many, which dominates the time of a long video.
-
-    Attention to a prompt's few hundred tokens is cheap to recompute, and its outputs are as large.
-    """
-    return operator in KERNELS and inputs[0].shape[-2] == inputs[1].shape[-2]
-
-
-def keeping_outputs() -> tuple["_KeptAttention", "_KeptAttention"]:
-    """Return contexts for checkpoint's context_fn that keep self-attention's outputs and recompute all else.
-
-    The outputs stay on their device, with the sums for the kernel's backward pass. A block's are tokens x heads x
-    (head_dim numbers of the model's dtype and one float32). Gradients are the same to the last bit. torch's own
-    create_selective_checkpoint_contexts needs equal operations in both passes; the copies of memory.swap differ.
-    """
-    stored: list[Outputs] = []
-    return _KeptAttention(stored, again=False), _KeptAttention(stored, again=True)
-
-
-class _KeptAttention(TorchDispatchMode):
-    """Self-attention's outputs, stored in the forward pass and taken in order `again`, in its recomputation."""
-
-    def __init__(self, stored: list[Outputs], *, again: bool):
-        super().__init__()
-        self.stored, self.again, self.taken = stored, again, 0
-
-    def __enter__(self):
-        self.taken = 0  # a graph may be walked back twice
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.again and is_self_attention(func, args):
-            outputs, self.taken = self.stored[self.taken], self.taken + 1
-            return _clone(outputs)
-        outputs = func(*args, **(kwargs or {}))
-        if is_self_attention(func, args):
-            self.stored.append(_clone(outputs))
-        return outputs
-
-
-def _clone(outputs: Outputs) -> Outputs:
-    """Copy outputs: a model may change its own in place, and a forward pass's would form a cycle with its graph."""
-    return tuple(output.clone() if isinstance(output, Tensor) else output for output in outputs)
 
 
 class BackendError(ValueError):

@@ -10,13 +10,15 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
-from rewardfl.memory.attention import Contexts, keeping_outputs
 from rewardfl.memory.host_pool import OffloadedTensors, host_pool
 from rewardfl.memory.swap import BlockSwap
 
 Placement = Literal["gpu", "cpu_swap", "fp8"]  # of an expert's frozen weights (section `experts`)
+
+# no rng state: these models have no dropout
+_checkpoint: Callable[..., Tensor] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 class InputsOnHost:
@@ -27,9 +29,8 @@ class InputsOnHost:
     recomputed, 335 MB each way at 480x832x81. Inputs shared by all blocks (text, time) stay on the device.
     """
 
-    def __init__(self, device: torch.device, contexts: Callable[[], Contexts] = noop_context_fn):
-        """Take checkpoint's context_fn as `contexts`."""
-        self.pool, self.checkpoint = host_pool(device), _checkpoint(contexts)
+    def __init__(self, device: torch.device):
+        self.pool = host_pool(device)
         self.last_inputs: list[weakref.ref[Tensor]] = []  # of the previous block
         self.last_offloaded: weakref.ref[OffloadedTensors] | None = None
 
@@ -48,7 +49,7 @@ class InputsOnHost:
             return packed if isinstance(packed, Tensor) else offloaded.take(packed)
 
         with saved_tensors_hooks(pack, unpack):
-            return self.checkpoint(block, *inputs)
+            return _checkpoint(block, *inputs)
 
     @contextlib.contextmanager
     def whole_graph(self) -> Iterator[None]:
@@ -65,18 +66,12 @@ def graph_context(active_graphs: str, device: torch.device) -> Callable[[], cont
     return {"replay": contextlib.nullcontext, "keep_on_device": contextlib.nullcontext}[active_graphs]
 
 
-def checkpointing(device: torch.device, *, inputs_on_host: bool, keep_attention: bool) -> Callable[..., Tensor]:
+def checkpointing(device: torch.device, *, inputs_on_host: bool) -> Callable[..., Tensor]:
     """Return the function for diffusers' `enable_gradient_checkpointing(func)` of one network.
 
-    inputs_on_host: offload the blocks' inputs until the backward pass. keep_attention: do not recompute self-attention.
+    inputs_on_host: offload the blocks' inputs until the backward pass.
     """
-    contexts = keeping_outputs if keep_attention else noop_context_fn
-    return InputsOnHost(device, contexts) if inputs_on_host else _checkpoint(contexts)
-
-
-def _checkpoint(contexts: Callable[[], Contexts]) -> Callable[..., Tensor]:
-    # no rng state: these models have no dropout
-    return partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    return InputsOnHost(device) if inputs_on_host else _checkpoint
 
 
 def move_expert(expert: ModelMixin, where: Placement, device: torch.device, block_classes: Sequence[str]) -> ModelMixin:

@@ -11,7 +11,7 @@ from rewardfl.rewards.registry import ResolvedReward
 
 MOST_PROMPTS = 10_000  # that are counted of a table
 MOST_CHARACTERS = 32  # of a prompt, for each token of the limit
-MARKS = 3  # tokens around a prompt; every other token has a byte or more
+SPECIAL_TOKENS = 3  # tokens around a prompt; every other token has a byte or more
 
 
 def prompt_notes(rows: Sequence[data.Row], backbone: Backbone, rewards: Sequence[ResolvedReward]) -> list[str]:
@@ -29,7 +29,7 @@ def prompt_notes(rows: Sequence[data.Row], backbone: Backbone, rewards: Sequence
 
 
 def _note(rows: Sequence[data.Row], reader: str, tokenizer: Path, most: int) -> str:
-    candidates = [row for row in rows if len(row.prompt.encode()) + MARKS > most][:MOST_PROMPTS]
+    candidates = [row for row in rows if len(row.prompt.encode()) + SPECIAL_TOKENS > most][:MOST_PROMPTS]
     if not candidates:
         return ""
     try:

@@ -57,7 +57,7 @@ def check_files(cfg: AnyConfig) -> None:
         "lora.init_from": cfg.lora.init_from,
     }
     problems = [
-        f"{key}: no such file or folder: {path}{foreign_path_hint(path)}"
+        f"{key}: no such file or folder: {Path(path).absolute()}{foreign_path_hint(path)}"
         for key, path in paths.items()
         if path and not Path(path).exists()
     ]
@@ -170,9 +170,8 @@ def load_experts(
         lora.inject(expert, rank, cfg.lora.lora_alpha or rank, list(run_plan.targets), cfg.run.seed + i * SEED_STRIDE)
         expert = place(expert, cfg.experts.trained, job.home)
         if cfg.train.use_gradient_checkpointing:
-            on_host, keep = cfg.train.use_gradient_checkpointing_offload, cfg.train.keep_attention
-            checkpoint = offload.checkpointing(job.device, inputs_on_host=on_host, keep_attention=keep)
-            expert.enable_gradient_checkpointing(checkpoint)
+            on_host = cfg.train.use_gradient_checkpointing_offload
+            expert.enable_gradient_checkpointing(offload.checkpointing(job.device, inputs_on_host=on_host))
         trained[name] = experts[name] = expert
     for expert in experts.values() if job.processes_per_clip > 1 else ():
         context_parallel.split_tokens(expert, job.clip_mesh)

@@ -45,7 +45,6 @@ def make_workload(
         untrained_placement=cfg.experts.untrained,
         checkpointing=cfg.train.use_gradient_checkpointing,
         offload_inputs=cfg.train.use_gradient_checkpointing_offload,
-        keep_attention=cfg.train.keep_attention,
         batch=cfg.train.per_device_train_batch_size,
         anchor_to_reference=cfg.anchor.target == "reference",
     )

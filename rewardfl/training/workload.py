@@ -65,7 +65,6 @@ class Workload:
     untrained_placement: Literal["gpu", "cpu_swap", "fp8", "boundary_cache"] = "gpu"
     checkpointing: bool = True
     offload_inputs: bool = False
-    keep_attention: bool = False
     batch: int = 1
     accumulation: int | None = None  # None where an epoch has a fixed number of videos
     decode_caches: DecodeCaches = "keep"

@@ -210,7 +210,7 @@ def read_lora(path: str | Path, alpha: float | None = None, base: Base | None = 
     if path.is_dir():
         return [lora for file in _files_in(path) for lora in read_lora(file, alpha, base)]
     if not path.is_file():
-        raise InputError(f"no LoRA at {path}{foreign_path_hint(path)}")
+        raise InputError(f"no LoRA at {path.absolute()}{foreign_path_hint(path)}")
     loras = parse_lora(path, *_open(path), alpha, base)
     for lora in loras:
         _check_finite(lora)

@@ -60,7 +60,9 @@ def parse_json_object(text: str | bytes, what: str) -> dict:
 def require_file(path: Path, *kinds: FileKind) -> None:
     """Raise InputError unless a file is there and may be of these kinds by its first bytes (file_kinds.wrong_kind)."""
     if not path.is_file():  # opening a FIFO would wait for a writer
-        raise InputError(f"{path} does not exist, or is no file; get it, or give another{foreign_path_hint(path)}")
+        raise InputError(
+            f"{path.absolute()} does not exist, or is no file; get it, or give another{foreign_path_hint(path)}"
+        )
     if words := wrong_kind(path, *kinds):
         raise InputError(f"{path} {words}")
 

@@ -133,6 +133,7 @@ def test_settings_keep_their_types(write):
     "override, message",
     [
         ("train.lerning_rate=1", "unknown key 'train.lerning_rate', did you mean 'learning_rate'?"),
+        ("train.keep_attention=false", "train.keep_attention was removed: it saved 6 % of the FLOPs"),
         ("train.lora_rank=1", "train.lora_rank -> lora.lora_rank: "),
         ("trian.learning_rate=1", "unknown section 'trian', did you mean 'train'?; sections are run, model, experts,"),
         ("model_paths=x", "model_paths -> model.model_paths: "),
@@ -205,9 +206,9 @@ def test_a_key_has_one_place():
         assert len(names) == len(set(names))
 
 
-def test_missing_file(tmp_path):
-    with pytest.raises(ConfigError, match="config file not found: .*none.yaml"):
-        config.load(tmp_path / "none.yaml")
+def test_missing_file():
+    with pytest.raises(ConfigError, match=f"config file not found: {Path.cwd()}/none.yaml"):
+        config.load("none.yaml")
 
 
 def test_override_into_a_null_section(write):
@@ -372,7 +373,6 @@ UNSTORED = "train.use_gradient_checkpointing=false"
         ("model.trainable_models=dit,dit2 experts.untrained=cpu_swap", "needs one expert that is not trained"),
         (KEPT, "keep_on_host needs train.use_gradient_checkpointing_offload: true; set it"),
         (f"{ON_DEVICE} {OFFLOADED}", "keep_on_device needs train.use_gradient_checkpointing_offload: false; set it"),
-        (f"{ON_DEVICE} train.keep_attention=true", "keep_attention does not go with train.active_graphs keep_on_dev"),
         ("reward.kl_steps=[5,8]", r"must be increasing, of the steps with a gradient \[4, 5, 6, 7\], got \[5, 8\]"),
         ("reward.kl_steps=[]", r"kl_steps must be increasing, of the steps with a gradient .*, got \[\]"),
         ("reward.kl_steps=[7] reward.kl_weight=0", "kl_steps needs a reward.kl_weight above 0; set it, or remove"),
@@ -381,13 +381,11 @@ UNSTORED = "train.use_gradient_checkpointing=false"
         (f"experts.trained=cpu_swap {UNSTORED}", "cpu_swap needs train.use_gradient_c"),
         (f"{FP8} model.distill_lora_low=x model.distill_lora_mode=adapter", "fp8 takes no distillation's adapter; set"),
         (f"{FP8} train.compile_blocks=true", "compile_blocks does not go with experts.untrained fp8"),
-        ("train.keep_attention=true train.compile_blocks=true", "keep_attention does not go with train.compile_blocks"),
         ("reward.min_face_size=900", r"reward.min_face_size 900 is wider than a frame \(832\)"),
         ("reward.min_face_size=99 data.max_pixels=1024", r"reward.min_face_size 99 is wider than a frame \(64\)"),
         (f"{SPLIT} data.max_pixels=9999", "context_parallel divides the tokens of one size; set data.height and width"),
         (f"{SPLIT} model.attention_backend=_flash_3", "context_parallel needs a model.attention_backend of native, _n"),
         (f"{SPLIT} {KEPT}", "context_parallel does not go with train.active_graphs; set active_graphs: replay"),
-        (f"{SPLIT} train.keep_attention=true", "not go with train.keep_attention; set keep_attention: false"),
         (f"{SPLIT} train.compile_blocks=true", "not go with train.compile_blocks; set compile_blocks: false"),
         ("data.num_frames=1 data.fps=8", "data.fps is for videos, got 8 with data.num_frames 1; remove it"),
         (CACHED, "boundary_cache needs a number of noises per clip; set sample.noises_per_sample"),

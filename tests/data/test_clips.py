@@ -3,6 +3,7 @@
 import os
 from types import SimpleNamespace
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -88,3 +89,28 @@ def test_a_full_disk_is_said_and_training_goes_on(tmp_path, monkeypatch, capsys)
     folder = sampled(tmp_path, [torch.zeros(3, 1, 8, 8)] * 3, 3)
     assert sorted(os.listdir(folder)) == ["00.png", "02.png"]
     assert "grid.png could not be written (No space left on device)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["a.mkv", "a.mp4", "a.avi"])
+def test_a_title_in_another_encoding_is_ignored(tmp_path, name):
+    with av.open(tmp_path / name, "w") as out:
+        out.metadata["title"] = "FeteXXX"
+        stream = out.add_stream("mjpeg" if name.endswith("avi") else "libx264", rate=16)
+        stream.width, stream.height = 32, 32
+        stream.pix_fmt = "yuvj420p" if name.endswith("avi") else "yuv420p"
+        for i in range(5):
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(np.full((32, 32, 3), 20 * i, np.uint8), format="rgb24")))
+        out.mux(stream.encode())
+    content = (tmp_path / name).read_bytes()
+    assert b"FeteXXX" in content
+    (tmp_path / name).write_bytes(content.replace(b"FeteXXX", b"F\xeateXXX"[:7]))
+    assert clips.read_video_header(tmp_path / name, 5).size == (32, 32)
+    assert clips.read_video(tmp_path / name).shape == (5, 32, 32, 3)
+
+
+def test_postscript_is_no_picture(tmp_path):
+    """Pillow would start Ghostscript on it."""
+    (tmp_path / "a.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n")
+    for read in (clips.read_picture, clips.check_picture):
+        with pytest.raises(clips.DataError, match="cannot be decoded as a picture"):
+            read(tmp_path / "a.png")

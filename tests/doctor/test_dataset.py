@@ -2,6 +2,7 @@
 
 import csv
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -171,7 +172,7 @@ def test_sizes_under_max_pixels(tmp_path):
         ([], "give --config or --data, got neither"),
         (["--config", "a.yaml", "--data", "{csv}"], "give --config or --data, got both"),
         (["--data", "{csv}"], "metadata.csv): no usable row"),
-        (["--data", "nowhere.csv"], "--data: no such file: nowhere.csv"),
+        (["--data", "nowhere.csv"], f"--data: no such file: {Path.cwd()}/nowhere.csv"),
         (["--data", "{csv}", "--height", "60"], "data.height must be a multiple of 16, at most"),
         (["--data", "{csv}", "--num-frames", "1"], "data.num_frames must be 4k+1 for this VAE, from 5 to"),
     ],

@@ -392,15 +392,6 @@ def change(measured, phase, **fields):
     return (needs.memory(measured, RUN).of(phase) - needs.memory(measured, with_levers(**fields)).of(phase)) / 1e9
 
 
-def test_attention_that_is_kept_takes_memory_and_saves_its_own_work(published):
-    measured, tokens = published(ADAPTER), 21 * 30 * 52
-    one = tokens * (5120 * 2 + 40 * 4)  # the output in bf16, and a float32 for each head
-    assert change(measured, "replay", keep_attention=True) == pytest.approx(-40 * one / 1e9)
-    before, after = needs.flops(measured, RUN), needs.flops(measured, with_levers(keep_attention=True))
-    assert before.pop("replay recompute") - after.pop("replay recompute") == 4 * 40 * 4 * tokens**2 * 5120
-    assert before == after
-
-
 def test_settings_take_from_the_phase_they_are_for(published):
     measured = published(ADAPTER)
     assert change(measured, "replay", offload_inputs=True) == pytest.approx(38 * 0.3355, rel=0.001)  # 2 of 40 stay
@@ -525,11 +516,6 @@ def test_graphs_that_still_fit_are_proposed(published):
     assert changed_settings(after, run) == {"train.active_graphs": "replay", "train.kept_steps": None}
     text = "\n".join(report.fit_verdict(measured, run, machine, RATES["H100"]))
     assert "with more graphs kept it is faster:\n" in text and "  set train.active_graphs: keep_on_host" in text
-    kept_attention = dataclasses.replace(run, keep_attention=True)
-    changed = changed_settings(kept_attention, keep_more_graphs(measured, kept_attention, machine, H100))
-    assert changed == {"train.keep_attention": False} | on_host
-    little = Machine(machine.gpu, sum(plain.host.values()) + 0.5 * stored)  # one kept graph saves less than attention
-    assert keep_more_graphs(measured, kept_attention, little, H100) == kept_attention
     together = dataclasses.replace(run, processes_per_clip=2)  # which does not go with kept graphs
     without_limit = keep_more_graphs(measured, together, Machine(math.inf), H100)
     assert without_limit == dataclasses.replace(together, kept_chunks=21)
@@ -544,7 +530,7 @@ def test_every_alternative_is_a_configuration():
     """Reading its keys and values gives the alternative's own run."""
     seen, fields = set(), [field for field in KEYS if field != "samples_on"]
     unlike = with_levers(batch=4, checkpointing=False, accumulation=2)
-    for run in (unlike, with_levers(keep_attention=True, kept_chunks=2)):
+    for run in (unlike, with_levers(kept_chunks=2)):
         for after in alternatives(run):
             values = {KEYS[field]: getattr(after, field) for field in fields}
             read = configured(*(f"{key}={yaml.safe_dump(value).split()[0]}" for key, value in values.items()))

@@ -190,12 +190,12 @@ def started():
 
 def test_a_run_is_judged_by_what_it_adds_to_its_start(started, tmp_path):
     arm = started["arms"][2]
-    judged = verdict(started, arm)
-    assert judged.sentences[0].startswith("latest keeps the person more than the run's start: ")
-    assert "changes by +0.020 [+0.020, +0.020]" in judged.sentences[0]
-    assert "From base it changes by: latest 0.200 [0.200, 0.200], start 0.180 [" in judged.sentences[0]
-    assert "optical flow is 0.960 [0.960, 0.960] (start 1.000)" in judged.sentences[1]
-    assert judged.sentences[2] == "start: sft (trained by supervised fine-tuning)."
+    result = verdict(started, arm)
+    assert result.sentences[0].startswith("latest keeps the person more than the run's start: ")
+    assert "changes by +0.020 [+0.020, +0.020]" in result.sentences[0]
+    assert "From base it changes by: latest 0.200 [0.200, 0.200], start 0.180 [" in result.sentences[0]
+    assert "optical flow is 0.960 [0.960, 0.960] (start 1.000)" in result.sentences[1]
+    assert result.sentences[2] == "start: sft (trained by supervised fine-tuning)."
     assert "more than base" in verdict(started, started["arms"][1]).sentences[0]
     assert started["compared"] == {"before": "base", "after": "latest"}
     assert started["per_clip"][0][f"{JUDGE}/after"] == 0.6
@@ -434,7 +434,7 @@ def test_any_other_content_is_one_line_or_a_page(runs, monkeypatch, place):
         with contextlib.redirect_stderr(errors):
             code = compare_runs.main()
         text = errors.getvalue()
-        assert code == 0 and not text or text.startswith(f"error: {path}: is no report") and text.count("\n") == 1
+        assert code == 0 and not text or text.startswith(f"error: {path}: is not a report") and text.count("\n") == 1
 
 
 @pytest.mark.parametrize("content", ["", "{", "null", "[1]", "{}", "[" * 100_000, '{"people": NaN}', "\xff"])
@@ -442,7 +442,7 @@ def test_any_other_file_is_one_line(runs, content):
     path = runs / "b" / "evaluation" / "report.json"
     path.write_bytes(content.encode("latin-1"))
     text = run_tool(compare_runs.main, runs / "a", runs / "b", "--out", runs / "page.html", expect=2)
-    assert text.startswith(f"error: {path}: is no report on videos") and text.count("\n") == 1
+    assert text.startswith(f"error: {path}: is not a report on videos") and text.count("\n") == 1
 
 
 def test_different_recognisers_are_not_compared(runs):

@@ -1,6 +1,8 @@
 """What the documents tell a new user to do, done, and what they point at, looked up."""
 
+import argparse
 import fnmatch
+import importlib
 import os
 import re
 import shlex
@@ -13,12 +15,13 @@ from typing import get_args
 import pytest
 import torch
 import yaml
+from accelerate.commands.launch import launch_command_parser
 from conftest import ROOT
 from pipelines import I2V
 
-from rewardfl import config, rewards
+from rewardfl import command_line, config, rewards
 from rewardfl.backbones.wan.files import find_files
-from rewardfl.training import setup_model
+from rewardfl.training import arguments, setup_model
 
 # The files that the guide's commands fetch, as the repositories have them.
 SHARDS = [f"diffusion_pytorch_model-0000{i}-of-00006.safetensors" for i in range(1, 7)]
@@ -232,6 +235,48 @@ def follow(command):
         path = Path(options["--local-dir"], name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
+
+
+class ParsedError(Exception):
+    """The command line was accepted."""
+
+
+def parse(words, monkeypatch):
+    """Give a command of this repository to its own parser, and its configuration to the schema."""
+    if words[:2] == ["accelerate", "launch"]:
+        launch = launch_command_parser().parse_args(words[2:])
+        assert (ROOT / launch.config_file).is_file()
+        words = [launch.training_script, *launch.training_script_args]
+    elif words[0] == "python":
+        words = words[1:]
+    if words[0] in ("-c", "-m") or not words[0].endswith(".py"):
+        return 0
+    accepted = []
+
+    def stop(original):
+        return lambda *args: accepted.append(original(*args)) or (_ for _ in ()).throw(ParsedError)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", words)
+        for name in ("parse_args", "parse_intermixed_args"):
+            patch.setattr(command_line.Parser, name, stop(getattr(argparse.ArgumentParser, name)))
+        if words[0].startswith("train_"):
+            accepted.append(arguments.parse_arguments(""))
+        else:
+            with pytest.raises(ParsedError):
+                importlib.import_module(f"rewardfl_tools.{Path(words[0]).stem}").main()
+    options = vars(accepted[0])
+    if options.get("config"):
+        config.load(ROOT / options["config"], options.get("overrides", ()))
+    return 1
+
+
+def test_commands_of_the_guide_are_parsed(monkeypatch):
+    """By the parsers of accelerate, the scripts and the tools."""
+    text = (ROOT / "docs" / "running_wan.md").read_text()
+    assert sum(parse(words, monkeypatch) for words in commands(text) if words) >= 8
+    with pytest.raises(SystemExit):
+        parse(["python", "tools/convert_lora.py", "--expert", "high"], monkeypatch)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

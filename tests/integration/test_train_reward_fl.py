@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -404,7 +405,7 @@ def write(path, rows):
     [
         ("train.lerning_rate=1", "unknown key 'train.lerning_rate', did you mean 'learning_rate'?"),
         ("data.height=60", "data.height must be a multiple of 16, at most"),
-        ("data.file_name=nowhere.csv", "data.file_name: no such file or folder: nowhere.csv"),
+        ("data.file_name=nowhere.csv", f"data.file_name: no such file or folder: {Path.cwd()}/nowhere.csv"),
         ("train.train_batch_size=3", "train.train_batch_size is 3"),
         ("run.resume_from_checkpoint=nowhere", "run.resume_from_checkpoint: no such folder: nowhere"),
     ],

@@ -29,9 +29,7 @@ def compiled(model):
 @pytest.mark.long
 @pytest.mark.parametrize("where", ["gpu", "cpu_swap"])
 def test_gradients_and_references_are_the_same(where, graphs):
-    checkpoints = [
-        offload.checkpointing(DEVICE, inputs_on_host=on_host, keep_attention=False) for on_host in (False, True)
-    ]
+    checkpoints = [offload.checkpointing(DEVICE, inputs_on_host=on_host) for on_host in (False, True)]
     plain = expert(where, checkpoints[0])
     wanted = gradients(plain)
     for checkpoint in checkpoints:

@@ -8,9 +8,8 @@ import torch
 from pipelines import experts_of, random_pipeline
 from test_swap import DEVICE, gradients, inputs
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from rewardfl.memory import attention, host_pool, offload
+from rewardfl.memory import host_pool, offload
 from rewardfl.memory.host_pool import HostPool, OffloadedTensors
 from rewardfl.memory.swap import BlockSwap
 
@@ -25,10 +24,6 @@ def answer(model):
 def adapted(checkpoint=None):
     """An expert with an adapter that answers, checkpointed by `checkpoint`."""
     return test_swap.expert(checkpoint=checkpoint, layers=LAYERS)
-
-
-def checkpointing(on_host, keep):
-    return offload.checkpointing(DEVICE, inputs_on_host=on_host, keep_attention=keep)
 
 
 @pytest.fixture
@@ -68,62 +63,12 @@ def test_the_blocks_inputs_alone_go_to_the_host_and_come_back_ahead_of_their_tur
         assert log.index(("fetch", block)) < log.index(("take", block))
 
 
-class Attentions(TorchDispatchMode):
-    """Counts the attentions that are computed: of the clip's tokens to each other, and of all."""
-
-    def __init__(self):
-        super().__init__()
-        self.own = self.all = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.own += attention.is_self_attention(func, args)
-        self.all += func in attention.KERNELS
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("where", ["gpu", "cpu_swap"])
-@pytest.mark.parametrize("on_host", [False, True], ids=["inputs there", "inputs in the host"])
-def test_attention_that_is_kept_is_not_computed_again_and_changes_nothing(on_host, where):
-    plain = gradients(adapted())
-    for keep in (False, True):
-        model = offload.move_expert(adapted(checkpointing(on_host=on_host, keep=keep)), where, DEVICE, BLOCKS)
-        with Attentions() as forward:
-            out = answer(model)
-        assert (forward.own, forward.all) == (LAYERS, 2 * LAYERS)  # and the text's
-        with Attentions() as backward:
-            out.square().sum().backward()
-        assert (backward.own, backward.all) == ((0, LAYERS) if keep else (LAYERS, 2 * LAYERS))
-        found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-        assert len(found) > 50 and all(torch.equal(plain[name], gradient) for name, gradient in found.items())
-
-
-@pytest.mark.parametrize("on_host, keep", [(True, False), (False, True)], ids=["inputs", "attention"])
-def test_a_graph_that_is_kept_is_walked_back_twice(on_host, keep):
-    model = adapted(checkpointing(on_host=on_host, keep=keep))
+def test_a_graph_is_walked_back_twice():
+    model = adapted(offload.InputsOnHost(DEVICE))
     out = answer(model).square().sum()
     parameters = [p for p in model.parameters() if p.requires_grad]
     once, again = (torch.autograd.grad(out, parameters, retain_graph=retain) for retain in (True, False))
     assert all(map(torch.equal, once, again))
-
-
-def test_a_model_may_change_an_attentions_output_in_place(monkeypatch):
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: sdpa(*a, **k).mul_(2))
-    plain, kept = (gradients(adapted(checkpointing(on_host=False, keep=keep))) for keep in (False, True))
-    assert all(torch.equal(plain[name], kept[name]) for name in plain)
-
-
-def test_what_is_kept_of_attention_dies_block_by_block_with_the_backward_pass(monkeypatch):
-    kept, alive, clone = weakref.WeakSet(), [], attention._clone
-    model = adapted(checkpointing(on_host=False, keep=True))
-    with monkeypatch.context() as forward:
-        forward.setattr(attention, "_clone", lambda outputs: (own := clone(outputs), kept.add(own[0]))[0])
-        out = answer(model)
-    for module in model.modules():
-        if type(module).__name__ in BLOCKS:
-            module.register_forward_pre_hook(lambda *_: alive.append(len(kept)))
-    out.square().sum().backward()
-    assert alive == [LAYERS, LAYERS - 1, LAYERS - 2, LAYERS - 3] and not kept
 
 
 def test_two_blocks_inputs_are_back_on_the_device_at_once(traffic, monkeypatch):

@@ -90,13 +90,11 @@ def test_gradients_are_the_same_to_the_last_bit(checkpoint, layers):
         assert not torch.equal(reference, answer(swapped, *inputs(swapped)))
 
 
-@pytest.mark.parametrize(
-    "in_host, keep", [(False, False), (True, False), (False, True)], ids=["", "inputs", "attention"]
-)
-def test_only_copies_read_memory_of_the_host(monkeypatch, in_host, keep):
+@pytest.mark.parametrize("in_host", [False, True], ids=["", "inputs"])
+def test_only_copies_read_memory_of_the_host(monkeypatch, in_host):
     """A graph that kept a block's own parameters would find them in the host, where a GPU cannot read them."""
     with apart(monkeypatch) as seen:
-        model = expert("cpu_swap", offload.checkpointing(DEVICE, inputs_on_host=in_host, keep_attention=keep), layers=2)
+        model = expert("cpu_swap", offload.checkpointing(DEVICE, inputs_on_host=in_host), layers=2)
         seen.copied = 0
         gradients(model)
         with torch.no_grad(), lora.reference(model):
@@ -204,7 +202,7 @@ def cudart(monkeypatch):
 
 
 def test_memory_is_unlocked_before_its_addresses_are_given_away(cudart):
-    """A swapped expert is dropped and the next is loaded, as in doctor; the system reuses the addresses."""
+    """A swapped expert is dropped and the next is loaded; the system reuses the addresses."""
     for _ in range(5):
         block = torch.nn.Linear(512, 512).requires_grad_(requires_grad=False)
         packed = pack_block(block, torch.device("cuda"))

@@ -36,9 +36,8 @@ TWO_NOISES = ["train.max_steps=2", "sample.noises_per_sample=2", "train.use_grad
 HOST = [
     "experts.untrained=cpu_swap", "experts.trained=cpu_swap", "train.decode_caches=offload",
     "train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true",
-    "train.keep_attention=true",
 ]  # fmt: skip
-KEPT = [*HOST, "train.active_graphs=keep_on_host", "train.keep_attention=false"]
+KEPT = [*HOST, "train.active_graphs=keep_on_host"]
 BOUNDARY = ["experts.untrained=boundary_cache", "train.decode_caches=segment"]
 
 

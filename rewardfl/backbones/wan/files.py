@@ -106,7 +106,7 @@ def _tokenizer(tokenizer_path: str, default: Path | None = None) -> Path:
 def _find_in_folder(variant: Variant, path: Path, source: Source) -> Parts:
     if not (path / "model_index.json").is_file():
         raise InputError(
-            f"model.model_paths: {source.model_paths} is neither a diffusers pipeline folder (no model_index.json in "
+            f"model.model_paths: {path.absolute()} is neither a diffusers pipeline folder (no model_index.json in "
             "it) nor a wan22_paths.json with the original files"
         )
     for name, kind in read_json(path / "model_index.json").items():

@@ -32,8 +32,8 @@ def pack_files(pack_dir: str | Path) -> tuple[Path, Path]:
     root = Path(pack_dir).expanduser()
     if not root.is_dir():
         raise FileNotFoundError(
-            f"no face pack at {root}: it is a folder of .onnx files, a detector and a recogniser; unpack a zip first"
-            f"{foreign_path_hint(root)}"
+            f"no face pack at {root.absolute()}, which is {'a file' if root.exists() else 'not there'}; name a folder "
+            f"of .onnx files, a detector and a recogniser{foreign_path_hint(root)}"
         )
     folders: dict[Path, dict[Path, Task]] = {}
     for file in sorted(file for depth in range(_DEPTH + 1) for file in root.glob("*/" * depth + "*.onnx")):

@@ -375,6 +375,10 @@ def cut(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def pointer(path):
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+
+
 def first_shard(folder):
     return sorted(folder.glob("*.safetensors"))[0]
 
@@ -396,6 +400,11 @@ DAMAGED = {
     "truncated VAE": (lambda d: cut(first_shard(d / "vae")), "vae.* is cut off"),
     "same expert twice": (same_experts, "are the same weights; Wan2.2 has a high-noise and a low-noise expert"),
     "no tokenizer": (lambda d: shutil.rmtree(d / "tokenizer"), "has no tokenizer folder"),
+    "pointer as tokenizer": (lambda d: pointer(d / "tokenizer" / "tokenizer.json"), "tokenizer.json is a Git LFS"),
+    "pointer as scheduler": (
+        lambda d: pointer(d / "scheduler" / "scheduler_config.json"), "scheduler_config.json is a Git LFS"
+    ),
+    "pointer as config": (lambda d: pointer(d / "vae" / "config.json"), "vae/config.json is a Git LFS"),
     "no config": (lambda d: (d / "transformer" / "config.json").unlink(), "transformer/config.json is missing"),
     "no boundary": (
         lambda d: edit_json(d / "model_index.json", boundary_ratio=None), "has no boundary_ratio between its two"

@@ -63,7 +63,9 @@ def test_home(write, tmp_path, monkeypatch):
 
 
 def test_what_is_no_pack(write, tmp_path):
-    with pytest.raises(FileNotFoundError, match="no face pack at .*nowhere: it is a folder of .onnx files"):
+    with pytest.raises(
+        FileNotFoundError, match="no face pack at .*nowhere, which is not there; name a folder of .onnx files"
+    ):
         pack_files(tmp_path / "nowhere")
     nothing = "has no folder with a detector.* and a recogniser.*its .onnx files: "
     with pytest.raises(FileNotFoundError, match=f"empty {nothing}none"):
@@ -74,7 +76,7 @@ def test_what_is_no_pack(write, tmp_path):
     with pytest.raises(FileNotFoundError, match="one/det.onnx .detector: .*; two/rec.onnx .recogniser: "):
         pack_files(tmp_path / "apart")
     file = write("pack", det="detector", rec="recogniser") / "rec.onnx"
-    with pytest.raises(FileNotFoundError, match="no face pack at .*rec.onnx: it is a folder .*; unpack a zip first"):
+    with pytest.raises(FileNotFoundError, match="no face pack at .*rec.onnx, which is a file; name a folder"):
         pack_files(file)
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ValueError, match="rec.onnx .* is not a whole ONNX file"):
