@@ -34,16 +34,11 @@ FARTHEST = 0.75  # of 1 / fps: largest distance of a frame's time from its sampl
 HD_LINES = 720  # players show a clip of this height or more without a colour matrix by BT.709
 INTERLACED = (2, 3, 4, 5)  # of AVFieldOrder
 UNKNOWN_MATRIX, WRITTEN_MATRIX = 2, 6  # of ITU-T H.273; 6 is BT.601, libav's conversion from RGB
-PICTURE_FORMATS = (
-    "PNG",
-    "JPEG",
-    "WEBP",
-    "GIF",
-    "BMP",
-    "TIFF",
-    "PPM",
-)  # EPS would start Ghostscript on the file's program
+# EPS would start Ghostscript on the file's program
+PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 TRANSPARENT = "has transparent pixels; save it without an alpha channel"
+
+Timed = tuple[float | None, Any]  # a frame's time in seconds, and the frame
 
 # libav conceals damage. Some decoders (ffv1's) report it only in libav's log, which _decode_frames reads. PyAV would
 # skip a message that equals the last one, also that of another clip.
@@ -56,9 +51,6 @@ class DataError(ValueError):
     """Training data that cannot be used. The message names the file, the line and the way out."""
 
 
-Timed = tuple[float | None, Any]  # a frame's time in seconds, and the frame
-
-
 class Header(NamedTuple):
     """Size, frame rate and oddities of a clip by its file's header."""
 
@@ -68,9 +60,9 @@ class Header(NamedTuple):
 
 
 def read_video(path: str | Path, num_frames: int | None = None, fps: float | None = None) -> Tensor:
-    """Return the frames of _select_frames as (F, H, W, 3) uint8 RGB, turned and mirrored by the file's matrix."""
+    """Return the frames of _select_frames as (F, H, W, 3) uint8 RGB, upright."""
     frames = _select_frames(path, _decode_frames(path), num_frames, fps)
-    return torch.from_numpy(np.stack([_pixels(path, frame) for frame in frames]))
+    return torch.stack([_pixels(path, frame) for frame in frames])
 
 
 def _select_frames(
@@ -78,11 +70,8 @@ def _select_frames(
 ) -> Iterator[Any]:
     """Iterate over the first `num_frames` of a file's frames (None: all).
 
-    fps None: the stored frames. A number: for k = 0, 1, ... the frame whose time is nearest to start + k / fps, also
-    for variable frame rates.
-
-    Raise DataError for fewer than `at_least` frames (None: num_frames), for a frame rate below fps and for pauses: a
-    frame that was never filmed has no content.
+    fps: for k = 0, 1, ... the frame whose time is nearest to start + k / fps; None: the stored frames. Raise DataError
+    for fewer than `at_least` frames (None: num_frames), for a frame rate below fps and for pauses without content.
     """
     count, needed = 0, (num_frames or 1) if at_least is None else at_least
     stored = (frame for _, frame in itertools.islice(frames, num_frames))
@@ -106,98 +95,86 @@ def _require_file(path: str | Path) -> None:
 
 @contextmanager
 def _open_video(path: str | Path) -> Iterator[tuple[av.container.InputContainer, av.VideoStream]]:
-    """Open a file and its video. Raise DataError where the header or reading within the block shows a fault."""
+    """Open a file and its video: ffmpeg's choice, the largest, the default before others, no cover picture.
+
+    Raise DataError for a fault that the header shows, or reading within the block.
+    """
     _require_file(path)
     try:
         # a relative name with a colon would be an address; titles may be in any encoding
         with av.open(os.path.abspath(path), metadata_errors="ignore") as container:
-            stream = _select_stream(path, container)
+            videos = [video for video in container.streams.video if video.codec_context is not None]
+            streams = [video for video in videos if not video.disposition & Disposition.attached_pic]
+            if not streams:
+                raise DataError(f"{path}: holds no video that can be decoded")
+            default = Disposition.default
+            stream = max(streams, key=lambda each: each.width * each.height + 5e6 * bool(each.disposition & default))
             stream.thread_type = "NONE"  # _decode_frames cannot read the log of libav's threads
             stream.codec_context.thread_count = 1
-            _check_header(path, stream)
+            if abs(Fraction(stream.sample_aspect_ratio or 1) - 1) > 0.02:  # players stretch such pixels
+                raise DataError(
+                    f"{path}: pixels are {stream.sample_aspect_ratio} as wide as high; make them square with "
+                    "ffmpeg -i IN -vf scale=iw*sar:ih,setsar=1 OUT"
+                )
+            if stream.metadata.get("alpha_mode") == "1":  # VP8 and VP9, whose decoders here drop the alpha channel
+                raise DataError(f"{path}: {TRANSPARENT}")
+            end = os.path.getsize(path)
+            if any(entry.pos + entry.size > end for entry in stream.index_entries):
+                raise DataError(f"{path}: is damaged: the file ends before its index does; copy or download it again")
             yield container, stream
     except av.FFmpegError as error:
         reason = "" if isinstance(error, OSError) else "; it is damaged, or no video"
         raise DataError(f"{path}: cannot be decoded ({error.strerror}){reason}") from error
 
 
-def _select_stream(path: str | Path, container: av.container.InputContainer) -> av.VideoStream:
-    """Select ffmpeg's choice among several videos: the largest, the default before others, no cover picture."""
-    streams = [
-        stream
-        for stream in container.streams.video
-        if stream.codec_context is not None and not stream.disposition & Disposition.attached_pic
-    ]
-    if not streams:
-        raise DataError(f"{path}: holds no video that can be decoded")
-    default = Disposition.default
-    return max(streams, key=lambda stream: stream.width * stream.height + 5e6 * bool(stream.disposition & default))
-
-
-def _check_header(path: str | Path, stream: av.VideoStream) -> None:
-    """Raise DataError for a video that is unusable by its header."""
-    # players stretch such pixels; training would see a squeezed face
-    if abs(Fraction(stream.sample_aspect_ratio or 1) - 1) > 0.02:
-        raise DataError(
-            f"{path}: pixels are {stream.sample_aspect_ratio} as wide as high; make them square with "
-            "ffmpeg -i IN -vf scale=iw*sar:ih,setsar=1 OUT"
-        )
-    if stream.metadata.get("alpha_mode") == "1":  # VP8 and VP9, whose decoders here drop the alpha channel
-        raise DataError(f"{path}: {TRANSPARENT}")
-    end = os.path.getsize(path)
-    if any(entry.pos + entry.size > end for entry in stream.index_entries):
-        raise DataError(f"{path}: is damaged: the file ends before its index does; copy or download it again")
-
-
 def _decode_frames(path: str | Path) -> Iterator[Timed]:
-    """Decode all frames in display order. Raise DataError for damage, a new size, a skew and transparent pixels."""
-    size, packet_damage = None, []
+    """Decode all frames in display order. Raise DataError for damage and a new size."""
+    size, marks = None, []
 
-    def decode(packets: Iterable[av.Packet]) -> Iterator[av.VideoFrame]:
-        for packet in packets:
-            packet_damage.extend(["a packet is marked as corrupt"] * packet.is_corrupt)
-            yield from packet.decode()
+    def decode(packet: av.Packet) -> list[av.VideoFrame]:
+        marks.extend(["a packet is marked as corrupt"] * packet.is_corrupt)
+        return packet.decode()
 
     with _open_video(path) as (container, stream):
-        frames = decode(container.demux(stream))
+        frames = itertools.chain.from_iterable(map(decode, container.demux(stream)))
         for i in itertools.count():
             with av.logging.Capture() as log:  # of this thread
                 frame = next(frames, None)
-            errors = [text.strip() for level, _, text in log if level <= av.logging.ERROR] + packet_damage
-            if errors or (frame is not None and frame.is_corrupt):
-                reason = f" ({errors[0]})" if errors else ""
-                raise DataError(f"{path}: is damaged at frame {i}{reason}; copy it again, or leave it out")
+            errors = [text.strip() for level, _, text in log if level <= av.logging.ERROR] + marks
+            errors += ["a frame is marked as corrupt"] * (frame is not None and frame.is_corrupt)
+            if errors:
+                raise DataError(f"{path}: is damaged at frame {i} ({errors[0]}); copy it again, or leave it out")
             if frame is None:
                 return
             size = size or (frame.height, frame.width)
             if (frame.height, frame.width) != size:
                 change = f"{size[0]} x {size[1]} to {frame.height} x {frame.width}"
                 raise DataError(f"{path}: goes from {change} (height x width) at frame {i}; re-encode it at one size")
-            _orientation(path, frame)
-            may_be_transparent = frame.format.has_palette or any(part.is_alpha for part in frame.format.components)
-            if may_be_transparent and frame.to_ndarray(format="rgba")[..., 3].min() < 255:
-                raise DataError(f"{path}: {TRANSPARENT}")
             yield frame.time, frame
 
 
-def _orientation(path: str | Path, frame: av.VideoFrame) -> np.ndarray:
-    """Return the matrix (2, 2) of -1, 0 and 1 that takes (x, y) as stored to (x, y) on the screen.
+def _pixels(path: str | Path, frame: av.VideoFrame) -> Tensor:
+    """Return a frame as (H, W, 3) uint8 RGB, turned and mirrored by its display matrix.
 
-    Raise DataError unless it is one of the eight turns and mirrorings.
+    Raise DataError for transparent pixels, and for a matrix that is none of the eight turns and mirrorings.
     """
+    has_alpha = frame.format.has_palette or any(part.is_alpha for part in frame.format.components)
+    if has_alpha and frame.to_ndarray(format="rgba")[..., 3].min() < 255:
+        raise DataError(f"{path}: {TRANSPARENT}")
+    pixels = frame.to_ndarray(format="rgb24")
     try:
         side_data: Any = frame.side_data.get("DISPLAYMATRIX")
-    except ValueError as error:  # PyAV does not know all kinds that libav has
+    except ValueError as error:  # PyAV lacks some of libav's types
         raise DataError(f"{path}: {error}, so its orientation cannot be read; re-encode it upright") from error
-    if side_data is None:
-        return np.eye(2, dtype=int)
-    matrix = np.frombuffer(bytes(side_data), np.int32)[:9].reshape(3, 3) / 65536
-    turn = matrix[:2, :2].round().astype(int)
-    unit = np.array_equal(np.abs(turn), np.eye(2)) or np.array_equal(np.abs(turn), 1 - np.eye(2))
-    if not unit or np.abs(matrix[:2, :2] - turn).max() > 0.01 or matrix[:2, 2].any():
-        numbers = ", ".join(f"{number:.3g}" for number in matrix[:2, :2].flatten())
-        raise DataError(f"{path}: is shown turned, skewed or scaled, by the matrix {numbers}; re-encode it upright")
-    return turn
+    if side_data is not None:
+        matrix = np.frombuffer(bytes(side_data), np.int32)[:9].reshape(3, 3)[:2] / 65536  # stored (x, y) to shown
+        turn = matrix[:, :2].round().astype(int)
+        if not np.array_equal(turn @ turn.T, np.eye(2)) or np.abs(matrix - np.c_[turn, [0, 0]]).max() > 0.01:
+            numbers = ", ".join(f"{number:.3g}" for number in matrix[:, :2].flatten())
+            raise DataError(f"{path}: is shown turned, skewed or scaled, by the matrix {numbers}; re-encode it upright")
+        columns, rows = turn.sum(0)  # directions, each 1 or -1
+        pixels = (pixels if turn[0, 0] else pixels.swapaxes(0, 1))[::rows, ::columns]
+    return torch.from_numpy(np.ascontiguousarray(pixels))
 
 
 def read_video_header(
@@ -213,7 +190,6 @@ def read_video_header(
             times = sorted({float(stamp * (stream.time_base or 0)) for stamp in stamps if stamp is not None})
             for _ in _select_frames(path, ((time, None) for time in times), num_frames, fps, at_least):
                 pass
-        rate = float(stream.average_rate) if stream.average_rate else None
         codec = stream.codec_context
         is_yuv = codec.format is not None and not codec.format.is_rgb
         oddities = {
@@ -221,8 +197,8 @@ def read_video_header(
             "interlaced": codec.field_order in INTERLACED,
             "untagged": codec.height >= HD_LINES and codec.colorspace == UNKNOWN_MATRIX and is_yuv,
         }
-        present = tuple(key for key, is_present in oddities.items() if is_present)
-        return Header((stream.height, stream.width), rate, present)
+        rate = float(stream.average_rate) if stream.average_rate else None
+        return Header((stream.height, stream.width), rate, tuple(key for key in oddities if oddities[key]))
 
 
 def _sample_at_rate(path: str | Path, frames: Iterable[Timed], fps: float, num_frames: int | None) -> Iterator[Any]:
@@ -248,18 +224,10 @@ def _sample_at_rate(path: str | Path, frames: Iterable[Timed], fps: float, num_f
         if k == num_frames:
             break
     if rate < SAME_RATE * fps:
-        raise DataError(
-            f"{path}: has {rate:.4g} frames per second, data.fps is {fps:g}; lower it or leave the clip out"
-        )
+        rates = f"{rate:.4g} frames per second, data.fps is {fps:g}"
+        raise DataError(f"{path}: has {rates}; lower it or leave the clip out")
     if pauses:
         raise DataError(f"{path}: has no frame near {pauses[0]:.4g} s, where it pauses; cut it there, or leave it out")
-
-
-def _pixels(path: str | Path, frame: av.VideoFrame) -> np.ndarray:
-    """Return a frame as (H, W, 3) uint8 RGB, upright."""
-    pixels, turn = frame.to_ndarray(format="rgb24"), _orientation(path, frame)
-    columns, rows = turn.sum(0)  # directions, each 1 or -1
-    return np.ascontiguousarray((pixels if turn[0, 0] else pixels.swapaxes(0, 1))[::rows, ::columns])
 
 
 def write_video(path: str | Path, video: Tensor, fps: float) -> None:
@@ -272,7 +240,7 @@ def encode_video(video: Tensor, fps: float) -> bytes:
 
     The same video gives the same bytes. The file is for viewing only: 4:2:0 colour and compression change pixels.
     """
-    frames = _frames(video)
+    frames = to_uint8(video).cpu().numpy()
     _, height, width, _ = frames.shape
     if height % 2 or width % 2:
         raise ValueError(f"H.264 needs an even height and width, got {height} x {width}")
@@ -290,30 +258,24 @@ def encode_video(video: Tensor, fps: float) -> bytes:
 
 def write_picture(path: str | Path, image: Tensor) -> None:
     """Write a video of one frame, as write_video takes it, as PNG, atomically and losslessly."""
-    (pixels,), content = _frames(image), io.BytesIO()
-    Image.fromarray(pixels).save(content, "png")
+    (pixels,), content = to_uint8(image).cpu(), io.BytesIO()
+    Image.fromarray(pixels.numpy()).save(content, "png")
     atomic_write(path, content.getvalue())
 
 
 def side_by_side(pictures: Sequence[Tensor]) -> Tensor:
-    """Tile pictures (h, w, 3) uint8 in a nearly square grid, row by row; return (H, W, 3) uint8.
+    """Tile pictures (h, w, 3) uint8 in a nearly square grid, row by row, up to SHEET_PIXELS; return (H, W, 3) uint8.
 
-    Each is at the upper left of a white cell of the largest height and width. Pictures beyond SHEET_PIXELS are
-    left out.
+    Each is at the upper left of a white cell of the largest height and width.
     """
     height, width = (max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
     shown = pictures[: math.isqrt(SHEET_PIXELS // (height * width)) ** 2]
     columns = math.ceil(math.sqrt(len(shown)))
     sheet = torch.full((math.ceil(len(shown) / columns) * height, columns * width, 3), 255, dtype=torch.uint8)
     for i, picture in enumerate(shown):
-        top, left = i // columns * height, i % columns * width
-        sheet[top : top + picture.shape[0], left : left + picture.shape[1]] = picture
+        cell = sheet[i // columns * height :, i % columns * width :]
+        cell[: picture.shape[0], : picture.shape[1]] = picture
     return sheet
-
-
-def _frames(video: Tensor) -> np.ndarray:
-    """Convert a video as of encode_video to (F, H, W, 3) uint8."""
-    return (video if video.dtype == torch.uint8 else to_uint8(video)).cpu().numpy()
 
 
 def draw_boxes(video: Tensor, boxes: Tensor) -> Tensor:
@@ -332,33 +294,30 @@ def to_float(frames: Tensor) -> Tensor:
 
 
 def to_uint8(video: Tensor) -> Tensor:
-    """Convert a (3, F, H, W) video in [-1, 1] to (F, H, W, 3) uint8 frames, rounded and clipped."""
+    """Convert a (3, F, H, W) video in [-1, 1] to (F, H, W, 3) uint8 frames, rounded and clipped; return uint8 as is."""
+    if video.dtype == torch.uint8:
+        return video
     return ((video.detach().float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 3, 0)
 
 
 def fit(frames: Tensor, height: int, width: int) -> Tensor:
     """Resize (F, H, W, 3) uint8 frames, antialiased, to cover height x width, and crop them at the centre."""
-    old_height, old_width = frames.shape[1:3]
-    if (old_height, old_width) == (height, width):
+    old = frames.shape[1:3]
+    if old == (height, width):
         return frames
-    scale = max(height / old_height, width / old_width)
-    size = (max(height, round(old_height * scale)), max(width, round(old_width * scale)))
+    scale = max(height / old[0], width / old[1])
+    size = (max(height, round(old[0] * scale)), max(width, round(old[1] * scale)))
+    planes = frames.permute(0, 3, 1, 2).float()
+    resized = functional.interpolate(planes, size, mode="bicubic", antialias=True, align_corners=False)
     top, left = (size[0] - height) // 2, (size[1] - width) // 2
-    fitted = []
-    for chunk in frames.split(8):  # 81 frames of 1080p would take 2 GB as float32
-        resized = functional.interpolate(
-            chunk.permute(0, 3, 1, 2).float(), size, mode="bicubic", antialias=True, align_corners=False
-        )
-        cropped = resized[:, :, top : top + height, left : left + width]
-        fitted.append(cropped.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1))
-    return torch.cat(fitted)
+    cropped = resized[:, :, top : top + height, left : left + width]
+    return cropped.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
 
 
 def fit_size(height: int, width: int, max_pixels: int) -> tuple[int, int]:
-    """Return (height, width), multiples of STEP, for a clip of that size: at most max_pixels and the clip's pixels.
+    """Return (height, width), multiples of STEP, of at most max_pixels (>= STEP * STEP) and the clip's pixels.
 
     Prefer the size at which the clip is scaled down least (by its smaller scale), then the one that crops least.
-    max_pixels: at least STEP * STEP.
     """
     pixels = max(STEP**2, min(max_pixels, height * width))
     heights = range(STEP, pixels // STEP + 1, STEP)
@@ -384,7 +343,7 @@ def read_clip(
     """
     fitted, size = [], None
     for frame in _select_frames(path, _decode_frames(path), num_frames, fps, at_least):
-        pixels = torch.from_numpy(_pixels(path, frame))
+        pixels = _pixels(path, frame)
         size = size or clip_size((pixels.shape[0], pixels.shape[1]), height, width, max_pixels)
         fitted.append(fit(pixels[None], *size))
     return torch.cat(fitted)
@@ -393,33 +352,27 @@ def read_clip(
 def read_picture(path: str | Path) -> Tensor:
     """Read a picture file as (H, W, 3) uint8 RGB, upright by its EXIF orientation.
 
-    Raise DataError for a file that is missing or cannot be decoded, and for more pixels than Pillow takes. Raise it for
-    transparent pixels, which have no colour, and for more than 8 bits, which Pillow would clip.
+    Raise the DataErrors of open_picture, and one for transparent pixels, which have no colour.
     """
-    with _open_picture(path) as picture:
-        picture.load()
-        ImageOps.exif_transpose(picture, in_place=True)
+    picture = open_picture(path, decode=True)
     if picture.has_transparency_data and np.array(picture.convert("RGBA"))[..., 3].min() < 255:
         raise DataError(f"{path}: {TRANSPARENT}")
     return torch.from_numpy(np.array(picture if picture.mode == "RGB" else picture.convert("RGB")))
 
 
-def check_picture(path: Path) -> None:
-    """Raise read_picture's DataError as far as the picture's header shows it."""
-    with _open_picture(path):
-        pass
+def open_picture(path: str | Path, *, decode: bool = False) -> Image.Image:
+    """Return a picture: its header, or with `decode` also its pixels, upright.
 
-
-@contextmanager
-def _open_picture(path: str | Path) -> Iterator[Image.Image]:
-    """Open a picture and read its header. Raise read_picture's DataError, also for reading within the block."""
+    Raise DataError unless Pillow can decode the file, for too many pixels, and for more than 8 bits, which are clipped.
+    """
     _require_file(path)
     try:
         with Image.open(path, formats=PICTURE_FORMATS) as picture:
-            if picture.mode.startswith(("I", "F")):
-                raise DataError(f"{path}: has pixels of Pillow's mode {picture.mode}; save it with 8 bits per channel")
-            yield picture
-    except DataError:  # is a ValueError
-        raise
+            if decode:
+                picture.load()
+                ImageOps.exif_transpose(picture, in_place=True)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # SyntaxError: a broken PNG
         raise DataError(f"{path}: cannot be decoded as a picture ({error}); save it as JPEG or PNG") from error
+    if picture.mode.startswith(("I", "F")):
+        raise DataError(f"{path}: has pixels of Pillow's mode {picture.mode}; save it with 8 bits per channel")
+    return picture

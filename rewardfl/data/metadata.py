@@ -20,9 +20,9 @@ from rewardfl.data.clips import (
     SAME_RATE,
     DataError,
     Header,
-    check_picture,
     clip_size,
     fit,
+    open_picture,
     read_clip,
     read_picture,
     read_video_header,
@@ -226,7 +226,7 @@ def inspect_row(row: Row, num_frames: int, fps: float | None = None, *, takes_im
     if row.problem:
         return HeaderInfo(problems=(row.problem,))
     read = partial(read_video_header, num_frames=num_frames, fps=fps)
-    headers, problems = _read_files(row, num_frames, read, check_picture)
+    headers, problems = _read_files(row, num_frames, read, open_picture)
     if takes_image and row.video is None and row.image is None:
         problems.insert(0, "no video, and no image that this model could start from")
     if not row.prompt:

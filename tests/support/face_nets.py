@@ -189,7 +189,7 @@ class MiniSCRFD(nn.Module):
         self.heads = nn.ModuleList(
             nn.ModuleList(nn.Conv2d(head, 2 * channels, 3, 1, 1) for channels in (1, 4, 10)) for _ in range(3)
         )
-        self.scales = nn.Parameter(torch.ones(3))
+        self.scales = nn.ParameterList(torch.ones(()) for _ in range(3))
         _randomise(self, example)
         if example is not None:
             self._aim(example)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import onnx
@@ -46,52 +46,22 @@ def _pad_argument(begin: Numbers, end: Numbers) -> list[int]:
     return [pad for pair in reversed(list(zip(begin, end, strict=True))) for pad in pair]
 
 
-def _symmetric_padding(x: Tensor, pads: Numbers, fill: float) -> tuple[Tensor, Numbers]:
-    """Return x, padded where begin and end differ, and the padding left to the operator, one number per axis."""
-    spatial = x.ndim - 2
-    begin, end = pads[:spatial] or [0] * spatial, pads[spatial:] or [0] * spatial
-    if begin == end:
-        return x, begin
-    return F.pad(x, _pad_argument(begin, end), value=fill), [0] * spatial
+def _conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pads: Numbers = (), kernel_shape: Numbers = (),
+          **window: Any) -> Tensor:  # fmt: skip
+    """Convolve, padded first where begin and end differ."""
+    begin, end = pads[:2] or [0, 0], pads[2:] or [0, 0]
+    if begin != end:
+        x, begin = F.pad(x, _pad_argument(begin, end)), [0, 0]
+    return F.conv2d(x, weight, bias, padding=begin, **window)
 
 
-def _conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    pads: Numbers = (),
-    kernel_shape: Numbers = (),
-    **window: Any,
-) -> Tensor:
-    x, padding = _symmetric_padding(x, pads, 0.0)
-    return (F.conv1d, F.conv2d, F.conv3d)[x.ndim - 3](x, weight, bias, padding=padding, **window)
+def _pool(function: Callable[..., Tensor], *flags: str) -> Callable[..., Tensor]:
+    def pool(x: Tensor, *, kernel_shape: Numbers, pads: Numbers = (), **window: Any) -> Tensor:
+        window |= {flag: bool(window.get(flag)) for flag in flags}
+        # torch's default stride is the kernel; _refusals refuses pads that differ at begin and end
+        return function(x, kernel_shape, **{"stride": 1, "padding": pads[:2] or 0} | window)
 
-
-def _max_pool(x: Tensor, *, kernel_shape: Numbers, pads: Numbers = (), ceil_mode: int = 0, **window: Any) -> Tensor:
-    x, padding = _symmetric_padding(x, pads, -torch.inf)
-    window = {"stride": 1} | window  # torch's default is the kernel
-    pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[x.ndim - 3]
-    return pool(x, kernel_shape, padding=padding, ceil_mode=bool(ceil_mode), **window)
-
-
-def _average_pool(
-    x: Tensor,
-    *,
-    kernel_shape: Numbers,
-    pads: Numbers = (),
-    ceil_mode: int = 0,
-    count_include_pad: int = 0,
-    **window: Any,
-) -> Tensor:
-    padded, padding = _symmetric_padding(x, pads, 0.0)
-    window = {"stride": 1, "padding": padding, "ceil_mode": bool(ceil_mode)} | window
-    window |= {"kernel_size": kernel_shape, "count_include_pad": bool(count_include_pad)}
-    pool = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[x.ndim - 3]
-    if padded is x or count_include_pad:
-        return pool(padded, **window)
-    inside, _ = _symmetric_padding(torch.ones_like(x), pads, 0.0)
-    return pool(padded, **window) / pool(inside, **window)  # both divide by the whole window
+    return pool
 
 
 def _batch_normalization(
@@ -137,84 +107,34 @@ def _cast(x: Tensor, *, to: int) -> Tensor:
     return x if x.is_floating_point() and dtype.is_floating_point else x.to(dtype)
 
 
-# The position of output sample i on the input axis of `size` samples, resized to `out` by `scale`.
-_POSITIONS = {
-    "asymmetric": lambda i, size, out, scale: i / scale,
-    "align_corners": lambda i, size, out, scale: i * (size - 1) / max(out - 1, 1),
-    "half_pixel": lambda i, size, out, scale: (i + 0.5) / scale - 0.5,
-    "pytorch_half_pixel": lambda i, size, out, scale: (i + 0.5) / scale - 0.5 if out > 1 else i,
-}
-
-HALFWAY = 1e-6  # onnxruntime 1.31 rounds a position closer than this to the middle of two pixels to the middle
-
-_NEAREST = {
-    "round_prefer_floor": lambda position: torch.ceil(position - 0.5 - HALFWAY),
-    "round_prefer_ceil": lambda position: torch.floor(position + 0.5 + HALFWAY),
-    "floor": torch.floor,
-    "ceil": torch.ceil,
-}
-
-
 def _resize(
     x: Tensor,
     roi: Sequence[float] | None,
     scales: Sequence[float] | None = None,
     sizes: Numbers | None = None,
-    *,
-    mode: Literal["nearest", "linear"] = "nearest",
-    coordinate_transformation_mode: str = "half_pixel",
-    nearest_mode: str = "round_prefer_floor",
+    **modes: str,
 ) -> Tensor:
-    """Resize the spatial axes one by one, so that sizes frozen at export do not fix the batch.
+    """Repeat or drop pixels of the spatial axes only, so that sizes frozen at export do not fix the batch.
 
     Sizes and positions are rounded to float32 as by onnxruntime: 0.7 of 10 is 7, in float64 it would be 6.
+    modes: _CHOICES has the only ones.
     """
-    axes = range(2, x.ndim)
-    if sizes is not None:
-        outs = {axis: sizes[axis] for axis in axes}
-        scaling = {axis: float(np.float32(outs[axis]) / np.float32(x.shape[axis])) for axis in axes}
-    else:
-        assert scales is not None  # a node has one of the two
-        scaling = {axis: scales[axis] for axis in axes}
-        outs = {axis: int(np.float32(scaling[axis]) * np.float32(x.shape[axis])) for axis in axes}
-    if all(outs[axis] == x.shape[axis] for axis in axes):
-        return x  # also for a scale of 1.01, which moves pixels where another axis changes its size
-    for axis in axes:
-        size, out, scale = x.shape[axis], outs[axis], scaling[axis]
-        if scale == 1:
-            continue
-        rounding = nearest_mode if mode == "nearest" else None
-        low, high, weight = _taps(size, out, scale, coordinate_transformation_mode, rounding, x.device)
-        if mode == "nearest":
-            x = x.index_select(axis, low)
-        else:
-            weight = weight.to(x).view(-1, *[1] * (x.ndim - 1 - axis))
-            x = torch.lerp(x.index_select(axis, low), x.index_select(axis, high), weight)
+    outs = sizes or [int(np.float32(scale) * size) for scale, size in zip(scales or (), x.shape, strict=True)]
+    for axis in range(2, x.ndim):
+        size, out = x.shape[axis], outs[axis]
+        scale = scales[axis] if scales else float(np.float32(out) / np.float32(size))
+        x = x.index_select(axis, _nearest(size, out, scale, x.device))
     return x
 
 
 @cache
-def _taps(
-    size: int, out: int, scale: float, coordinates: str, rounding: str | None, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the lower and upper neighbour of each of `out` samples, and the upper one's weight, copied once.
-
-    rounding: to the one neighbour that mode nearest takes, the lower of the two; None for both.
-    """
-    position = _POSITIONS[coordinates](torch.arange(out, dtype=torch.float32), size, out, scale)
-    position = position.clamp(0, size - 1).double()  # rounding below must not round a second time
-    low = position.floor() if rounding is None else _NEAREST[rounding](position)
-    high = (low + 1).clamp(max=size - 1)
-    return low.long().to(device), high.long().to(device), (position - low).to(device)
+def _nearest(size: int, out: int, scale: float, device: torch.device) -> Tensor:
+    """Return the input index of each of `out` samples, copied to the device once."""
+    return (torch.arange(out, dtype=torch.float32) / scale).long().clamp(max=size - 1).to(device)
 
 
 def _reduce(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def reduced(x: Tensor, axes: Numbers | None = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0) -> Tensor:
-        if not axes and noop_with_empty_axes:
-            return x
-        return function(x, dim=axes or list(range(x.ndim)), keepdim=bool(keepdims))
-
-    return reduced
+    return lambda x, axes=None, keepdims=1: function(x, dim=axes or list(range(x.ndim)), keepdim=bool(keepdims))
 
 
 def _plain(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -223,15 +143,14 @@ def _plain(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 # operators without attributes that torch has under the same name
 _NAMESAKES = (
-    *("Abs", "Add", "Ceil", "Erf", "Exp", "Floor", "Greater", "Less", "Log", "MatMul", "Mul", "Neg", "Pow"),
-    *("Reciprocal", "Relu", "Sigmoid", "Sqrt", "Sub", "Tanh", "Where"),
+    *("Abs", "Add", "Floor", "MatMul", "Mul", "Neg", "Pow", "Reciprocal", "Relu", "Sigmoid", "Sqrt", "Sub", "Where"),
 )
 
 _ZERO = torch.zeros(1)
 
-OPS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
+OPS: dict[str, Callable[..., Tensor]] = {
     **{name: _plain(getattr(torch, name.lower())) for name in _NAMESAKES},
-    "AveragePool": _average_pool,
+    "AveragePool": _pool(F.avg_pool2d, "ceil_mode", "count_include_pad"),
     "BatchNormalization": _batch_normalization,
     "Cast": _cast,
     "Clip": lambda x, min=None, max=None: x.clamp(min, max),
@@ -249,32 +168,23 @@ OPS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
         alpha * ((x.mT if transA else x) @ (y.mT if transB else y)) + beta * bias
     ),
     "GlobalAveragePool": lambda x: x.mean(tuple(range(2, x.ndim)), keepdim=True),
-    "GreaterOrEqual": _plain(torch.greater_equal),
     "HardSigmoid": lambda x, alpha=0.2, beta=0.5: (alpha * x + beta).clamp(0, 1),
     "HardSwish": _plain(F.hardswish),
     "Identity": lambda x: x,
     "LeakyRelu": lambda x, alpha=0.01: F.leaky_relu(x, alpha),
-    "LessOrEqual": _plain(torch.less_equal),
     "Max": lambda *parts: reduce(torch.maximum, parts),
-    "MaxPool": _max_pool,
-    "Min": lambda *parts: reduce(torch.minimum, parts),
+    "MaxPool": _pool(F.max_pool2d, "ceil_mode"),
     "PRelu": lambda x, slope: torch.where(x < 0, x * slope, x),  # keeps a mask for the backward pass, not x
     "Pad": lambda x, pads, value=None, *, mode="constant": F.pad(
         x, _pad_argument(pads[: x.ndim], pads[x.ndim :]), mode, value
     ),
     "ReduceL2": _reduce(torch.linalg.vector_norm),
-    "ReduceMax": _reduce(torch.amax),
     "ReduceMean": _reduce(torch.mean),
-    "ReduceMin": _reduce(torch.amin),
     "ReduceSum": _reduce(torch.sum),
     "Reshape": lambda x, shape: x.reshape([x.shape[i] if size == 0 else size for i, size in enumerate(shape)]),
     "Resize": _resize,
     "Shape": lambda x, start=0, end=None: torch.tensor(x.shape)[start:end],
     "Slice": _slice,
-    "Softmax": lambda x, axis=-1: x.softmax(axis),
-    "Softmax before opset 13": lambda x, axis=1: x.flatten(axis).softmax(-1).view_as(x),
-    # without sizes only the last part may be smaller
-    "Split": lambda x, split=None, axis=0, num_outputs=1: x.split(split or -(-x.shape[axis] // num_outputs), axis),
     "Squeeze": lambda x, axes=None: x.squeeze() if axes is None else x.squeeze(tuple(axes)),
     "Transpose": lambda x, perm=None: x.permute(perm or list(range(x.ndim))[::-1]),
     "Unsqueeze": _unsqueeze,
@@ -282,29 +192,33 @@ OPS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
 
 # the first operand that is a setting: it is read on the CPU and passed as a number or a list
 _FIRST_SETTING = {"ConstantOfShape": 0} | dict.fromkeys(
-    ("Clip", "Dropout", "Expand", "Pad", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", "Reshape",
-     "Resize", "Slice", "Split", "Squeeze", "Unsqueeze"), 1)  # fmt: skip
+    ("Clip", "Dropout", "Expand", "Pad", "ReduceL2", "ReduceMean", "ReduceSum", "Reshape", "Resize", "Slice",
+     "Squeeze", "Unsqueeze"), 1)  # fmt: skip
 
 # Attributes that change nothing, and the value that changes nothing. BatchNormalization's spatial=0 (mxnet exports
 # before opset 9) has statistics per pixel; onnxruntime refuses it. Torch exports cubic_coeff_a in every mode.
 _UNUSED = ("cubic_coeff_a", "extrapolation_value", "momentum", "seed", "storage_order")
-_NEUTRAL: Attributes = dict.fromkeys(("allowzero", "antialias", "exclude_outside", "training_mode"), 0)
+_NEUTRAL: Attributes = dict.fromkeys(
+    ("allowzero", "antialias", "exclude_outside", "noop_with_empty_axes", "training_mode"), 0
+)
 _NEUTRAL |= {"auto_pad": "NOTSET", "dilations": [1, 1], "keep_aspect_ratio_policy": "stretch", "spatial": 1}
 
 _TORCH_NAMES = {"strides": "stride", "dilations": "dilation", "group": "groups"}  # torch refuses what it does not know
 
+_RESIZE_DEFAULTS = {"coordinate_transformation_mode": "half_pixel", "nearest_mode": "round_prefer_floor"}
+
 # the supported values of other attributes; all values where an attribute is not named
 _CHOICES: Mapping[str, Collection] = {
     "auto_pad": ("NOTSET",),
-    "coordinate_transformation_mode": _POSITIONS,
-    "mode": ("nearest", "linear", "constant"),
-    "nearest_mode": _NEAREST,
+    "coordinate_transformation_mode": ("asymmetric",),
+    "mode": ("nearest", "constant"),
+    "nearest_mode": ("floor",),
 }
 
 
 def _attributes(node: onnx.NodeProto) -> Attributes:
     """Return the attributes of a node that have an effect."""
-    attributes: Attributes = {"num_outputs": len(node.output)} if node.op_type == "Split" else {}
+    attributes: Attributes = dict(_RESIZE_DEFAULTS) if node.op_type == "Resize" else {}
     for attribute in node.attribute:
         value = onnx.helper.get_attribute_value(attribute)
         if isinstance(value, onnx.TensorProto):
@@ -319,8 +233,7 @@ def _attributes(node: onnx.NodeProto) -> Attributes:
 def _op_name(node: onnx.NodeProto, opset: int) -> str:
     if node.domain not in ("", "ai.onnx"):
         return f"{node.domain}.{node.op_type}"
-    changed = {"Softmax": 13, "Resize": 11}.get(node.op_type, 0)
-    return f"{node.op_type} before opset {changed}" if opset < changed else node.op_type
+    return "Resize before opset 11" if node.op_type == "Resize" and opset < 11 else node.op_type
 
 
 def _refusals(op: str, node: onnx.NodeProto, attributes: Attributes, used: Collection[str]) -> list[str]:
@@ -332,7 +245,10 @@ def _refusals(op: str, node: onnx.NodeProto, attributes: Attributes, used: Colle
         return [op]
     choices = {name: value for name, value in attributes.items() if name in _CHOICES}
     refused = [f"{op}({name}={value})" for name, value in choices.items() if value not in _CHOICES[name]]
-    refused += [f"{op}(output {i})" for i, name in enumerate(node.output) if i and op != "Split" and name in used]
+    refused += [f"{op}(output {i})" for i, name in enumerate(node.output) if i and name in used]
+    pads = attributes.get("pads", [])
+    if op in ("AveragePool", "MaxPool") and pads[:2] != pads[2:]:
+        refused.append(f"{op}(pads={pads})")
     try:
         inspect.signature(OPS[op]).bind(*node.input, **attributes)
     except TypeError as error:
@@ -378,7 +294,7 @@ class _Step:
     op: str
     attributes: Attributes
     operands: Sequence[str]  # names; "" for an operand left out
-    outputs: Sequence[str]
+    output: str
     on_cpu: bool  # computed from shapes and constants alone
 
     @property
@@ -386,12 +302,10 @@ class _Step:
         """Return the index of the first operand that stays on the CPU."""
         return 0 if self.on_cpu else _FIRST_SETTING.get(self.op, len(self.operands))
 
-    def run(self, operands: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        """Return the outputs by name."""
+    def run(self, operands: Sequence[Tensor | None]) -> Tensor:
         first = _FIRST_SETTING.get(self.op, len(operands))
         settings = [None if value is None else value.tolist() for value in operands[first:]]
-        result = OPS[self.op](*operands[:first], *settings, **self.attributes)
-        return dict(zip(self.outputs, result if isinstance(result, tuple) else (result,), strict=False))
+        return OPS[self.op](*operands[:first], *settings, **self.attributes)
 
 
 class OnnxModule(nn.Module):
@@ -423,7 +337,7 @@ class OnnxModule(nn.Module):
         self._path = path
         self._steps, constants = _compile(graph, opset, path)
         # a value dies after the last step that names it as an operand or output
-        self._last_use = {name: i for i, step in enumerate(self._steps) for name in (*step.operands, *step.outputs)}
+        self._last_use = {name: i for i, step in enumerate(self._steps) for name in (*step.operands, step.output)}
         self._last_use |= dict.fromkeys(self.output_names, len(self._steps))
         on_cpu = {name for step in self._steps for name in step.operands[step.settings :]}
         moved = {name for step in self._steps for name in step.operands[: step.settings] if name in constants}
@@ -448,10 +362,10 @@ class OnnxModule(nn.Module):
             return outputs.flatten(0, 1) if isinstance(outputs, Tensor) else tuple(y.flatten(0, 1) for y in outputs)
         values = {**self._constants, self.input_name: x}
         for i, step in enumerate(self._steps):
-            values |= step.run([self._operand(step, k, values, x) for k in range(len(step.operands))])
-            for name in (*step.operands, *step.outputs):
+            values[step.output] = step.run([self._operand(step, k, values, x) for k in range(len(step.operands))])
+            for name in (*step.operands, step.output):
                 if self._last_use[name] == i:
-                    values.pop(name, None)  # it may stand there twice, and a second output is not computed
+                    values.pop(name, None)  # it may be an operand twice
         outputs = tuple(values[name] for name in self.output_names)
         return outputs[0] if len(outputs) == 1 else outputs
 
@@ -488,13 +402,13 @@ def _compile(graph: onnx.GraphProto, opset: int, path: str | Path) -> tuple[list
             continue
         named = {name for name in node.input if name}
         stays_on_cpu = op == "Shape" or named <= on_cpu | constants.keys()
-        names = {"operands": tuple(node.input), "outputs": tuple(node.output)}
-        step = _Step(op=op, attributes=attributes, on_cpu=stays_on_cpu, **names)
+        operands, output = tuple(node.input), node.output[0]
+        step = _Step(op=op, attributes=attributes, operands=operands, output=output, on_cpu=stays_on_cpu)
         if named <= constants.keys():
-            constants |= step.run([constants[name] if name else None for name in node.input])
+            constants[output] = step.run([constants[name] if name else None for name in operands])
             continue
         if stays_on_cpu:
-            on_cpu.update(node.output)
+            on_cpu.add(output)
         steps.append(step)
     if refused:
         listing = ", ".join(f"{refusal} x {count}" for refusal, count in sorted(refused.items()))

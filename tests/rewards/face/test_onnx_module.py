@@ -65,8 +65,7 @@ FLATTEN = node("Flatten", output="flat")
 
 # name: (nodes, constants, opset); x is (2, 3, 6, 5)
 CASES = {
-    **{op: ([node(op)], {}, 13) for op in ("Abs", "Ceil", "Exp", "Floor", "Identity", "Neg", "Relu")},
-    **{op: ([node(op)], {}, 13) for op in ("Sigmoid", "Tanh")},
+    **{op: ([node(op)], {}, 13) for op in ("Abs", "Floor", "Identity", "Neg", "Relu", "Sigmoid")},
     **{
         f"{op} by channel": ([node(op, "x c")], {"c": VECTOR[0].reshape(3, 1, 1)}, 13)
         for op in ("Add", "Sub", "Mul", "Div", "PRelu")
@@ -87,16 +86,13 @@ CASES = {
     "Conv grouped": ([node("Conv", "x w", group=3)], {"w": WEIGHT[:3, :1]}, 13),
     "MaxPool": ([node("MaxPool", kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])], {}, 13),
     "MaxPool default stride": ([node("MaxPool", kernel_shape=[2, 2])], {}, 13),
-    "MaxPool unequal pads": ([node("MaxPool", kernel_shape=[2, 2], pads=[0, 0, 1, 1])], {}, 13),
     "MaxPool ceil": ([node("MaxPool", kernel_shape=[2, 2], strides=[2, 2], ceil_mode=1)], {}, 13),
     **{
         f"AveragePool pads {pads} counted {counted} ceil {ceil}": (
             [node("AveragePool", kernel_shape=[3, 2], pads=pads, strides=[2, 2], count_include_pad=counted,
                   ceil_mode=ceil)], {}, 19)
-        for pads in ([0, 0, 1, 1], [2, 0, 1, 1], [1, 1, 0, 0]) for counted in (0, 1) for ceil in (0, 1)
+        for pads in ([0, 0, 0, 0], [1, 0, 1, 0]) for counted in (0, 1) for ceil in (0, 1)
     },
-    "MaxPool unequal pads ceil": (
-        [node("MaxPool", kernel_shape=[3, 2], strides=[2, 2], pads=[0, 0, 1, 1], ceil_mode=1)], {}, 13),
     "GlobalAveragePool": ([node("GlobalAveragePool")], {}, 13),
     "BatchNormalization": (
         [node("BatchNormalization", "x s b m v", epsilon=0.01)], dict(zip("sbmv", VECTOR, strict=True)), 13),
@@ -129,39 +125,16 @@ CASES = {
     "ReduceMean": ([node("ReduceMean", axes=[2, 3], keepdims=0)], {}, 13),
     "ReduceSum attribute": ([node("ReduceSum", axes=[-1])], {}, 11),
     "ReduceL2": ([node("ReduceL2", axes=[1])], {}, 13),
-    "ReduceMax": ([node("ReduceMax", axes=[1, -1], keepdims=0)], {}, 11),
-    "ReduceMin all": ([node("ReduceMin")], {}, 13),
     **{
-        f"{op} {words} opset {opset}": ([node(op, "x a" if axes else "x", noop_with_empty_axes=noop)], axes, opset)
-        for op, opset in (("ReduceSum", 13), ("ReduceMax", 18), ("ReduceMin", 20), ("ReduceMean", 18))
-        for words, axes, noop in (
-            ("without axes", {}, 0), ("noop without axes", {}, 1), ("noop", {"a": ints()}, 1),
-            ("empty", {"a": ints()}, 0), ("noop unused", {"a": ints(1, -1)}, 1))
-    },
-    "Split attribute": ([node("Split", axis=1, split=[1, 2], output="p q"), node("Add", "p q")], {}, 11),
-    "Split equal": ([node("Split", axis=2, output="p q"), node("Sub", "q p")], {}, 11),
-    "Split operand": ([node("Split", "x s", axis=-1, output="p q r"), node("Concat", "r p", axis=3)],
-                      {"s": ints(1, 3, 1)}, 13),
-    "Split equal operand left out": ([node("Split", axis=1, output="p q r"), node("Mul", "p r")], {}, 13),
-    "Split num_outputs": (
-        [node("Split", axis=3, num_outputs=3, output="p q r"), node("Concat", "r p", axis=3)], {}, 18),
-    "Split of a shape": (
-        [node("Shape", "x", "s"), node("Split", "s t", output="p q"), node("Concat", "p m", "n", axis=0),
-         node("Reshape", "x n")], {"t": ints(1, 3), "m": ints(-1)}, 13),
-    **{
-        f"{op} opset {opset}": (
-            [node(op, "x c", "b"), node("Where", "b x c")], {"c": VECTOR[0].reshape(3, 1, 1) - 1}, opset)
-        for op in ("Greater", "GreaterOrEqual", "Less", "LessOrEqual") for opset in (12, 16)
+        f"{op} {words} opset {opset}": ([node(op, "x a" if axes else "x")], axes, opset)
+        for op, opset in (("ReduceSum", 13), ("ReduceMean", 18), ("ReduceL2", 18))
+        for words, axes in (("without axes", {}), ("empty", {"a": ints()}), ("operand", {"a": ints(1, -1)}))
     },
     "Equal": ([node("Shape", "x", "s"), node("Equal", "s c", "b"), node("Where", "b s d")],
               {"c": ints(2, -1, 6, -1), "d": ints(7, 8, 9, 10)}, 13),
-    **{op: ([node(op, "x c z")], {"c": VECTOR[0].reshape(3, 1, 1) - 1, "z": f(0.1)}, 13) for op in ("Max", "Min")},
-    **{op: ([node(op)], {}, 14) for op in ("Erf", "HardSigmoid", "HardSwish", "Reciprocal")},
+    **{op: ([node(op, "x c z")], {"c": VECTOR[0].reshape(3, 1, 1) - 1, "z": f(0.1)}, 13) for op in ("Max",)},
+    **{op: ([node(op)], {}, 14) for op in ("HardSigmoid", "HardSwish", "Reciprocal")},
     "HardSigmoid of paddle": ([node("HardSigmoid", alpha=1 / 6, beta=0.5)], {}, 13),
-    "Log": ([node("Exp", "x", "e"), node("Log", "e")], {}, 13),
-    "Softmax": ([node("Softmax", axis=1)], {}, 13),
-    "Softmax default": ([node("Softmax")], {}, 13),
-    "Softmax before opset 13": ([node("Softmax", axis=2)], {}, 11),
     "Cast": ([node("Cast", "x", "i", to=TensorProto.INT64), node("Cast", "i", to=TensorProto.FLOAT)], {}, 13),
     "Cast bool": ([node("Relu", "x", "r"), node("Cast", "r", to=TensorProto.BOOL)], {}, 13),
     "Constant ints": ([node("Constant", "", "s", value_ints=[0, -1]), node("Reshape", "x s")], {}, 13),
@@ -182,20 +155,12 @@ CASES = {
                           nearest_mode="floor")],
         {"two": f(1.5), "st": ints(2), "en": ints(4), "ze": ints(0)}, 13),
     **{
-        f"Resize {mode} {rule} {rounding} {scale}": (
-            [node("Resize", "x r s", mode=mode, coordinate_transformation_mode=rule, nearest_mode=rounding)],
+        f"Resize {scale}": (
+            [node("Resize", "x r s", coordinate_transformation_mode="asymmetric", nearest_mode="floor")],
             {"r": f(), "s": f(1, 1, *scale)}, 13)
-        for mode, rule, rounding in (
-            ("nearest", "asymmetric", "floor"), ("nearest", "half_pixel", "round_prefer_floor"),
-            ("nearest", "half_pixel", "round_prefer_ceil"), ("nearest", "asymmetric", "ceil"),
-            ("linear", "half_pixel", "floor"), ("linear", "pytorch_half_pixel", "floor"),
-            ("linear", "align_corners", "floor"), ("linear", "asymmetric", "floor"))
         for scale in ((2.0, 2.0), (1.5, 0.6), (0.25, 0.2))
     },
 }  # fmt: skip
-
-
-LINEAR = "Resize linear half_pixel floor (1.5, 0.6)"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -206,34 +171,24 @@ def test_op_equals_onnxruntime(case, tmp_path):
     assert_same(by_module(OnnxModule(path), x), by_onnxruntime(path, x))
 
 
-RULES = ("asymmetric", "align_corners", "half_pixel", "pytorch_half_pixel")
-ROUNDINGS = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
-
-
-@pytest.mark.parametrize("mode", ["nearest", "linear"])
-def test_fractional_scales_round_as_in_onnxruntime(mode, tmp_path):
+def test_fractional_scales_round_as_in_onnxruntime(tmp_path):
     """Sizes and positions are float32 there: in float64, 7 of 10 by the scale 0.7 would be 6."""
     rng = np.random.default_rng(7)
     for i in range(120):
-        rule = RULES[i % 4]
         scales = [round(float(scale), 1 + i % 3) for scale in rng.uniform(0.2, 3.2, 2)]
         shape = (1, 2, int(rng.integers(3, 24)), int(rng.integers(3, 24)))
+        constants, names = {"r": f(), "s": f(1, 1, *scales)}, "x r s"
         if i % 2:
-            given = {"r": f(), "s": f(1, 1, *scales)}
-            names = "x r s"
-        else:
             sizes = [max(1, int(scale * size)) for scale, size in zip(scales, shape[2:], strict=True)]
-            given, names = {"r": f(), "e": f(), "t": ints(*shape[:2], *sizes)}, "x r e t"
-        resize = node(
-            "Resize", names, mode=mode, coordinate_transformation_mode=rule, nearest_mode=ROUNDINGS[i // 5 % 4]
-        )
-        path = write(tmp_path / "r.onnx", [resize], given, 13, shape)
+            constants, names = {"r": f(), "e": f(), "t": ints(*shape[:2], *sizes)}, "x r e t"
+        resize = node("Resize", names, coordinate_transformation_mode="asymmetric", nearest_mode="floor")
+        path = write(tmp_path / "r.onnx", [resize], constants, 13, shape)
         x = torch.from_numpy(rng.normal(size=shape).astype(np.float32))
         assert_same(by_module(OnnxModule(path), x), by_onnxruntime(path, x))
 
 
 def test_every_op_has_a_case():
-    tested = {n.op_type for nodes, _, _ in CASES.values() for n in nodes} | {"Softmax before opset 13"}
+    tested = {n.op_type for nodes, _, _ in CASES.values() for n in nodes}
     assert set(OPS) == tested
 
 
@@ -267,7 +222,7 @@ def test_an_op_exported_with_batch_1_runs_image_by_image(case, tmp_path):
 
 @pytest.mark.parametrize(
     "case",
-    [name for name in CASES if name.startswith(("AveragePool", "Split", "Less", "Greater", "Reduce", "Hard", "Max"))
+    [name for name in CASES if name.startswith(("AveragePool", "Reduce", "Hard", "Max"))
      and "shape" not in name],
 )  # fmt: skip
 def test_an_ops_gradient_is_that_of_finite_differences(case, tmp_path):
@@ -304,7 +259,7 @@ def test_half_precision_files_run_in_float32(tmp_path):
     torch.testing.assert_close(OnnxModule(path)(x), x @ torch.tensor(FLAT[:5]).half().float())
 
 
-@pytest.mark.parametrize("case", ["shape arithmetic", "ConstantOfShape", "Gather", "Slice", LINEAR])
+@pytest.mark.parametrize("case", ["shape arithmetic", "ConstantOfShape", "Gather", "Slice", "Resize (1.5, 0.6)"])
 def test_shapes_stay_on_the_cpu_when_the_weights_move(case, tmp_path):
     nodes, constants, opset = CASES[case]
     module = OnnxModule(write(tmp_path / "op.onnx", nodes, constants, opset))
@@ -344,7 +299,7 @@ def test_unsupported_ops_are_named_together_with_the_file(tmp_path):
     ]
     path = write(tmp_path / "odd.onnx", nodes, {"w": f(1.0), "r": f(), "s": f(1, 1, 2, 2)})
     with pytest.raises(
-        ValueError, match=r"odd\.onnx needs .*: LSTM x 1, Resize\(mode=cubic\) x 1, Sin x 2, com\.micro"
+        ValueError, match=r"odd\.onnx needs .*: LSTM x 1, .*Resize\(mode=cubic\) x 1, .*Sin x 2, com\.micro"
     ):
         OnnxModule(path)
 
@@ -355,6 +310,10 @@ def test_unsupported_ops_are_named_together_with_the_file(tmp_path):
         ([node("Conv", "x w", auto_pad="SAME_UPPER")], r"Conv\(auto_pad=SAME_UPPER\)"),
         ([node("AveragePool", kernel_shape=[2, 2], dilations=[2, 2])], "'dilation'"),
         ([helper.make_node("MaxPool", ["x"], ["z", "y"], kernel_shape=[2, 2])], r"MaxPool\(output 1\)"),
+        ([node("MaxPool", kernel_shape=[2, 2], pads=[0, 0, 1, 1])], r"MaxPool\(pads=\[0, 0, 1, 1\]\)"),
+        ([node("Resize", "x w w")], r"Resize\(coordinate_transformation_mode=half_pixel\) x 1"),
+        ([node("Resize", "x w w")], r"Resize\(nearest_mode=round_prefer_floor\) x 1"),
+        ([node("Softmax")], r"needs what .* does not run: Softmax x 1"),
         ([node("Reshape", "x w", allowzero=1)], r"Reshape \(got an unexpected keyword argument 'allowzero'\)"),
         ([node("Pad", "x w w w")], r"Pad \(too many positional arguments\)"),
         ([node("Add", "x w", axis=1, broadcast=1)], r"Add \(got an unexpected keyword argument 'axis'\)"),
