@@ -1,14 +1,13 @@
 """Where tools write: a new path, or what --overwrite may replace, and never an input of the tool. No torch here."""
 
 import fcntl
-import functools
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -20,25 +19,18 @@ _LOCK = "rewardfl.lock"  # in the same folder; the process that fills it holds t
 
 
 def check_inputs(option: str, path: Path, inputs: Iterable[Path]) -> None:
-    """Raise InputError when the output is an input, holds one or is within one, by any name of theirs."""
-
-    @functools.cache
-    def identify(place: str) -> str | tuple[int, int]:
-        try:
-            status = os.stat(place)
-        except OSError:
-            return place
-        return status.st_dev, status.st_ino
-
-    def with_parents(place: str) -> set[str | tuple[int, int]]:
-        return {identify(str(each)) for each in (Path(place), *Path(place).parents)}
-
-    out = os.path.realpath(path)
-    around = with_parents(out)
+    """Raise InputError if the output is an input, holds one or is within one, by any name of theirs."""
+    out = Path(os.path.realpath(path))
     for source in inputs:
-        real = os.path.realpath(source)
-        if identify(real) in around or identify(out) in with_parents(real):
+        real = Path(os.path.realpath(source))
+        if any(_is_same(out, each) for each in (real, *real.parents)) or any(
+            _is_same(real, each) for each in out.parents
+        ):
             raise InputError(f"{option} {path} is, contains or is inside the input {source}; write to another place")
+
+
+def _is_same(a: Path, b: Path) -> bool:
+    return a == b or (os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b))
 
 
 def nearest_existing(path: Path) -> Path:
@@ -47,10 +39,11 @@ def nearest_existing(path: Path) -> Path:
     return next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
 
 
-def _check_parent(option: str, path: Path) -> None:
-    folder = nearest_existing(path.parent)
+def _check_folder(where: str, path: Path) -> None:
+    """Raise InputError if `path` cannot be a folder with new files."""
+    folder = nearest_existing(path)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"{option} {path}: {folder} is not a folder that can be written; give another place")
+        raise InputError(f"{where}: {folder} is not a folder that can be written; give another place")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,41 +58,36 @@ class Target:
 
     def check(self) -> None:
         """Raise InputError unless the path is free, or may be replaced, and is apart from all inputs."""
+        where = f"{self.option} {self.path}"
         if self.path.name in ("", ".."):
-            raise InputError(f"{self.option} {self.path} is not the name of a file or folder to make; add one")
+            raise InputError(f"{where} is not the name of a file or folder to make; add one")
         check_inputs(self.option, self.path, self.inputs)
         if Path.cwd().is_relative_to(os.path.realpath(self.path)):
-            raise InputError(f"{self.option} {self.path} contains the current folder; write to another place")
-        _check_parent(self.option, self.path)
+            raise InputError(f"{where} contains the current folder; write to another place")
+        _check_folder(where, self.path.parent)
         self._check_free()
 
     def _check_free(self) -> None:
-        path, where = self.path, f"{self.option} {self.path}"
-        if not os.path.lexists(path):
-            return
-        if path.is_symlink() or not (path.is_dir() if self.is_folder else path.is_file()):
-            raise InputError(f"{where} is a link, or not a {'folder' if self.is_folder else 'file'}; give another name")
-        if not self.overwrite:
+        path, where, kind = self.path, f"{self.option} {self.path}", "folder" if self.is_folder else "file"
+        if os.path.lexists(path) and (path.is_symlink() or not (path.is_dir() if self.is_folder else path.is_file())):
+            raise InputError(f"{where} is a link, or not a {kind}; give another name")
+        if os.path.lexists(path) and not self.overwrite:
             raise InputError(f"{where} exists; give another name, or --overwrite to replace it")
 
     def write(self, content: bytes) -> None:
         """Write the content of a file. Raise InputError as `check` does."""
-        with self.open() as file:
+        with self.fill() as file:
             file.write(content)
 
     @contextmanager
-    def open(self) -> Iterator[BinaryIO]:
-        """Open the file to fill; it appears when the block ends. Raise InputError if the path was taken meanwhile."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(self.path) as file:
-            yield file
-            self._check_free()
+    def fill(self) -> Iterator[Any]:
+        """Yield the open file, or the path of the folder, to fill. It appears when the block ends.
 
-    @contextmanager
-    def fill(self) -> Iterator[Path]:
-        """Make the folder to fill; it appears when the block ends. Raise InputError if the path was taken meanwhile."""
-        with atomic_directory(self.path) as folder:
-            yield folder
+        Raise InputError if the path was taken meanwhile.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_directory(self.path) if self.is_folder else atomic_file(self.path) as new:
+            yield new
             self._check_free()
 
 
@@ -119,9 +107,7 @@ class Folder:
 
     def check(self, names: Iterable[str]) -> None:
         """Raise InputError when the folder is of something else, or files that it does not list have these names."""
-        if self.path.exists() and not self.path.is_dir():
-            raise InputError(f"--out {self.path} is not a folder; give the name of a folder")
-        _check_parent("--out", self.path / MARK)
+        _check_folder(f"--out {self.path}", self.path)
         listed, content = self.listed(), os.listdir(self.path) if self.path.exists() else []
         foreign = [name for name in content if name != _LOCK and not name.startswith(f"{MARK}.tmp-")]
         if listed is None and foreign and not self.overwrite:
@@ -132,15 +118,14 @@ class Folder:
 
     def claim(self, names: Iterable[str]) -> None:
         """List files in the mark before they are written. Raise InputError as `check` does."""
-        names = list(names)
+        names = {*names}
         self.check(names)
-        self._store({*names, *(self.listed() or ())})
+        self._store(names | {*(self.listed() or ())})
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files and the folders that become empty, and list them no longer."""
-        names = set(names)
-        for name in names:
-            path = self._locate(name)
+        names = {*names}
+        for path in map(self._locate, names):
             path.unlink(missing_ok=True)
             while (path := path.parent) != self.path and path.is_dir() and not any(path.iterdir()):
                 path.rmdir()
@@ -163,22 +148,21 @@ class Folder:
     def listed(self) -> list[str] | None:
         """Return the names in the mark; None without a mark."""
         path = self.path / MARK
-        try:
-            content = path.read_bytes() if path.is_file() and not path.is_symlink() else b""
-            return _Mark.model_validate_json(content).files
-        except ValidationError:
-            return None
+        is_mark = path.is_file() and not path.is_symlink()
+        with suppress(ValidationError):
+            return _Mark.model_validate_json(path.read_bytes()).files if is_mark else None
+        return None
 
     def _store(self, names: set[str]) -> None:
         atomic_write(self.path / MARK, json.dumps({"files": sorted(names)}, indent=2) + "\n")
 
     def _locate(self, name: str) -> Path:
         """Return a file's path. Raise InputError for a name that leads out of the folder, and where no file can be."""
-        parts = Path(name).parts
-        *above, path = [self.path.joinpath(*parts[: i + 1]) for i in range(len(parts))] or [self.path]
-        if not parts or os.path.isabs(name) or ".." in parts or any(each.is_symlink() for each in (*above, path)):
-            raise InputError(f"{self.path / name} is a link or outside the folder; remove it, or its name in {MARK}")
-        for each, fits in (*((each, each.is_dir()) for each in above), (path, path.is_file())):
-            if os.path.lexists(each) and not fits:
-                raise InputError(f"{each} is in the way; move it away, or give another --out")
+        path, parts = self.path / name, Path(name).parts
+        above = [each for each in path.parents if self.path in each.parents]
+        leads_out = not parts or os.path.isabs(name) or ".." in parts
+        is_free = all(each.is_dir() or not each.exists() for each in above) and (path.is_file() or not path.exists())
+        if leads_out or not is_free or any(each.is_symlink() for each in (path, *above)):
+            why = "is outside the folder, or a link or something else is in its way"
+            raise InputError(f"{path} {why}; move that away, or remove the name from {MARK}")
         return path

@@ -23,9 +23,8 @@ _TOOL = "rewardfl convert_lora 1"
 
 def run(args: argparse.Namespace) -> None:
     """Convert a LoRA to other names. Raise InputError with nothing written."""
-    output = Output(path=args.out, report=args.json, overwrite=args.overwrite, tool=_TOOL)
     loras = lora_files.read_lora(args.lora, args.alpha)
-    output.check([args.lora, *(path for lora in loras for path in lora.files)])
+    output = Output(args, _TOOL, [args.lora, *(path for lora in loras for path in lora.files)])
     if output.is_file and len(loras) > 1:
         raise InputError(f"{args.lora} holds both experts; give a folder as --out, it gets a file for each")
     if not output.is_file and any(lora.expert is None and is_wan(lora) for lora in loras):
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
                 lines.append(f"WARNING: {args.dtype} loses part of the update; use --dtype fp32")
         for line in lines:
             print(command_line.one_line(line))
-    output.finish(args, files, report)
+    output.finish(files, report)
 
 
 def is_wan(lora: Lora) -> bool:

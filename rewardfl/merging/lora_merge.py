@@ -43,10 +43,9 @@ Routing = dict[str | None, list[tuple[Lora, LoraOption]]]  # {expert of the base
 
 def run(args: argparse.Namespace) -> None:
     """Merge LoRAs into a checkpoint. Raise InputError with nothing written."""
-    output = Output(path=args.out, report=args.json, overwrite=args.overwrite, tool=_TOOL)
     options = [read_loras(text, args.alpha) for text in args.lora]
     layout = next((each for each in LAYOUTS if all((args.base / name).is_dir() for name in each.values())), None)
-    if layout and (args.rename != "keep" or output.is_file or args.expert):
+    if layout and (args.rename != "keep" or args.out.suffix == ".safetensors" or args.expert):
         raise InputError(
             f"--base {args.base} is a pipeline: the output is a pipeline folder with the same names. For one expert as "
             f"a file or with other names give --base {args.base / list(layout.values())[-1]}"
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     read_files = [file for base in bases.values() for file in base.files]
     for option in options:
         read_files += [option.path, *(file for lora in option.loras for file in lora.files)]
-    output.check([args.base, config, *read_files])
+    output = Output(args, _TOOL, [args.base, config, *read_files])
     routed = route(options, list(bases))
     digests = list_merged(routed, bases)
     plans = {
@@ -82,9 +81,8 @@ def run(args: argparse.Namespace) -> None:
         for folder, weights in merged.items():
             files |= writing.shard(weights, args.max_shard_size, folder)
     else:
-        copied_config = config if args.rename == "keep" and config.is_file() else None
-        files = output.model_files(merged["."], args.max_shard_size, copied_config)
-    output.finish(args, files, report)
+        files = output.model_files(merged["."], config)
+    output.finish(files, report)
 
 
 def open_bases(args: argparse.Namespace, layout: Folders | None) -> tuple[dict[str | None, shards.Checkpoint], Folders]:

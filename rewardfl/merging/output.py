@@ -5,7 +5,6 @@ import glob
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rewardfl import command_line
@@ -15,63 +14,47 @@ from rewardfl.outputs import Target, nearest_existing
 from rewardfl.weights.shards import InputError
 
 
-@dataclass(frozen=True, kw_only=True)
 class Output:
-    """A .safetensors file or a folder, perhaps with a report. overwrite: replace what has their names."""
+    """The --out of a merging tool, a .safetensors file or a folder, and its report at --json."""
 
-    path: Path
-    report: Path | None
-    overwrite: bool
-    tool: str
-
-    @property
-    def is_file(self) -> bool:
-        """Return whether the output is a .safetensors file, not a folder."""
-        return self.path.suffix == ".safetensors"
-
-    def _target(self, inputs: Sequence[Path] = ()) -> Target:
-        is_folder = not self.is_file
-        return Target(option="--out", path=self.path, overwrite=self.overwrite, inputs=inputs, is_folder=is_folder)
-
-    def _report_target(self, report: Path, inputs: Sequence[Path] = ()) -> Target:
-        return Target(option="--json", path=report, overwrite=self.overwrite, inputs=(*inputs, self.path))
-
-    def check(self, inputs: Sequence[Path]) -> None:
-        """Raise InputError when the output or the report would harm an input, each other, or an existing file."""
-        self._target(inputs).check()
+    def __init__(self, args: argparse.Namespace, tool: str, inputs: Sequence[Path]):
+        """Raise InputError if the output or the report would harm an input, each other, or an existing file."""
+        self.args, self.tool, self.path = args, tool, args.out
+        self.is_file = self.path.suffix == ".safetensors"
+        overwrite, is_folder = args.overwrite, not self.is_file
+        self.target = Target(option="--out", path=args.out, overwrite=overwrite, inputs=inputs, is_folder=is_folder)
+        self.target.check()
         index = self.path.with_name(f"{self.path.name}.index.json")
         if self.is_file and index.exists():
-            loads = f"loaders would take its shards and ignore {self.path.name}"
-            raise InputError(f"{index} is in the way: {loads}; delete it")
-        if self.report:
-            self._report_target(self.report, inputs).check()
+            raise InputError(f"{index} is in the way: loaders would take its shards, not {self.path.name}; delete it")
+        if args.json:
+            self.report = Target(option="--json", path=args.json, overwrite=overwrite, inputs=[*inputs, args.out])
+            self.report.check()
 
-    def model_files(self, weights: TensorFile, max_bytes: int, config: Path | None) -> OutputFiles:
-        """Return the files of a model: the one that the output is, or a folder's, with a copy of `config`."""
+    def model_files(self, weights: TensorFile, config: Path) -> OutputFiles:
+        """Return the files of a model: one, or a folder's. A folder with the names of before takes `config`."""
         if self.is_file:
             return {self.path.name: weights}
-        return writing.shard(weights, max_bytes) | ({"config.json": config} if config else {})
+        copied: OutputFiles = {"config.json": config} if self.args.rename == "keep" and config.is_file() else {}
+        return writing.shard(weights, self.args.max_shard_size) | copied
 
-    def finish(self, args: argparse.Namespace, files: OutputFiles, report: dict) -> None:
-        """Write the files and the report. args: --dry-run (write only the report) and --verify.
+    def finish(self, files: OutputFiles, report: dict) -> None:
+        """Write the files and the report; only the report with --dry-run.
 
         files: by their names below the output folder, or the one of an output that is a file. Raise InputError if the
         disk has no room, or the path was taken meanwhile.
         """
         nbytes = writing.count_bytes(files)
-        self._make_room(nbytes)
-        if args.dry_run:
+        self._check_room(nbytes)
+        if self.args.dry_run:
             print(f"dry run: nothing written; {command_line.format_bytes(nbytes)} would be")
         else:
             self._write(files)
-            if args.verify:
-                self._verify(files)
             print(command_line.one_line(f"written: {self.path}"))
-        if self.report:
-            content = json.dumps({"tool": self.tool} | report, indent=2) + "\n"
-            self._report_target(self.report).write(content.encode())
+        if self.args.json:
+            self.report.write(json.dumps({"tool": self.tool} | report, indent=2).encode() + b"\n")
 
-    def _make_room(self, nbytes: int) -> None:
+    def _check_room(self, nbytes: int) -> None:
         """Print which unfinished outputs are left. Raise InputError if the disk has no room."""
         for stray in sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.tmp-*")):
             print(command_line.one_line(f"note: {stray} is of a killed run, or of one that still writes"))
@@ -81,18 +64,15 @@ class Output:
             raise InputError(f"--out {self.path} needs {sizes}")
 
     def _write(self, files: OutputFiles) -> None:
-        with writing.progress_bar(files, str(self.path)) as bar:
-            if not self.is_file:
-                with self._target().fill() as folder:
-                    writing.write_folder(folder, files, bar.update)
-                return
-            (weights,) = (content for content in files.values() if isinstance(content, TensorFile))
-            with self._target().open() as file:
-                writing.write_file(file, weights, bar.update)
-
-    def _verify(self, files: OutputFiles) -> None:
-        with writing.progress_bar(files, "verifying") as bar:
-            for name, content in files.items():
-                if isinstance(content, TensorFile):
+        weights = {name: content for name, content in files.items() if isinstance(content, TensorFile)}
+        with writing.progress_bar(files, str(self.path)) as bar, self.target.fill() as new:
+            if self.is_file:
+                (content,) = weights.values()
+                writing.write_file(new, content, bar.update)
+            else:
+                writing.write_folder(new, files, bar.update)
+        if self.args.verify:
+            with writing.progress_bar(files, "verifying") as bar:
+                for name, content in weights.items():
                     writing.verify(self.path if self.is_file else self.path / name, content, bar.update)
-        print("verified: every tensor was read back and is what was to be written")
+            print("verified: every tensor was read back and is what was to be written")

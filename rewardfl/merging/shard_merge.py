@@ -15,9 +15,8 @@ _TOOL = "rewardfl merge_shards 1"
 def run(args: argparse.Namespace) -> None:
     """Merge the shards. Raise InputError with nothing written."""
     model = shards.open_checkpoint(args.input[0] if len(args.input) == 1 else args.input)
-    output = Output(path=args.out, report=args.json, overwrite=args.overwrite, tool=_TOOL)
     config = model.files[0].with_name("config.json")
-    output.check([*args.input, *model.files, config])
+    output = Output(args, _TOOL, [*args.input, *model.files, config])
     weights = TensorFile(
         plan_parts(model, args.dtype, args.rename), {"format": "pt", **model.metadata, "rewardfl": _TOOL}
     )
@@ -32,8 +31,7 @@ def run(args: argparse.Namespace) -> None:
     listing = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.items())
     size = command_line.format_bytes(weights.nbytes)
     print(f"{len(model.files)} files, {len(weights.parts)} tensors ({listing}), {size}")
-    copied_config = config if args.rename == "keep" and config.is_file() else None
-    output.finish(args, output.model_files(weights, args.max_shard_size, copied_config), report)
+    output.finish(output.model_files(weights, config), report)
     if output.is_file and not args.dry_run:
         print(
             "diffusers: WanTransformer3DModel.from_single_file needs config= (without it, a Wan2.2 file is taken for "

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -92,16 +93,12 @@ def write_folder(folder: Path, files: OutputFiles, progress: Progress) -> None:
                 write_file(file, content, progress)
         elif isinstance(content, bytes):
             path.write_bytes(content)
-        elif content.suffix not in _LINKED or not _link(content, path):
-            shutil.copyfile(content, path)
-
-
-def _link(source: Path, path: Path) -> bool:
-    try:
-        os.link(source.resolve(), path)
-    except OSError:  # another disk, or one without links
-        return False
-    return True
+        else:
+            with suppress(OSError):  # another disk, or one without links
+                if content.suffix in _LINKED:
+                    os.link(content.resolve(), path)
+            if not path.exists():
+                shutil.copyfile(content, path)
 
 
 def count_bytes(files: OutputFiles) -> int:
@@ -115,22 +112,18 @@ def shard(weights: TensorFile, max_bytes: int, folder: str = ".") -> OutputFiles
     A file exceeds max_bytes only if a single tensor does.
     """
     groups: list[list[Part]] = [[]]
-    size = 0
     for part in weights.parts:
-        if groups[-1] and size + part.nbytes > max_bytes:
+        if groups[-1] and sum(each.nbytes for each in (*groups[-1], part)) > max_bytes:
             groups.append([])
-            size = 0
         groups[-1].append(part)
-        size += part.nbytes
-    stem = Path(folder, STEM).as_posix()
-    if len(groups) == 1:
-        return {f"{stem}.safetensors": weights}
-    names = [f"{STEM}-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
-    weight_map = {part.name: name for name, group in zip(names, groups, strict=True) for part in group}
-    index = {"metadata": {"total_size": weights.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
-    files: OutputFiles = {f"{stem}.safetensors.index.json": f"{json.dumps(index, indent=2)}\n".encode()}
-    for name, group in zip(names, groups, strict=True):
-        files[Path(folder, name).as_posix()] = TensorFile(group, weights.metadata)
+    ends = [f"-{i:05d}-of-{len(groups):05d}" for i in range(1, len(groups) + 1)] if len(groups) > 1 else [""]
+    names = [f"{STEM}{end}.safetensors" for end in ends]
+    by_name = dict(zip(names, groups, strict=True))
+    files: OutputFiles = {Path(folder, name).as_posix(): TensorFile(by_name[name], weights.metadata) for name in names}
+    if len(groups) > 1:
+        weight_map = {part.name: name for name, group in by_name.items() for part in group}
+        index = {"metadata": {"total_size": weights.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
+        files[Path(folder, f"{STEM}.safetensors.index.json").as_posix()] = f"{json.dumps(index, indent=2)}\n".encode()
     return files
 
 

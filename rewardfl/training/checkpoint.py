@@ -121,9 +121,7 @@ def _save_state(state: dict[str, Any], path: Path) -> None:
         with path.open("wb") as file:
             torch.save(state, file)
     except RuntimeError as error:  # torch raises "unexpected pos" for any failure to write
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise
+        raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
     try:
         torch.load(path, map_location="meta", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
@@ -144,20 +142,18 @@ def find_checkpoint(output_dir: str | Path, resume: str) -> Path | None:
     checkpoints = list_checkpoints(Path(output_dir))
     if resume == "auto":
         for path in reversed(checkpoints):
-            damage = _damage(path)
-            if not damage:
+            if not (damage := _damage(path)):
                 return path
             warnings.warn(f"skipping checkpoint {path}: {damage}", stacklevel=2)
         return None
     path = Path(resume).resolve()
     if not path.is_dir():
         raise CheckpointError(f"run.resume_from_checkpoint: no such folder: {resume}")
-    if _damage(path):
-        raise CheckpointError(f"run.resume_from_checkpoint: {resume} is not complete: {_damage(path)}")
+    if damage := _damage(path):
+        raise CheckpointError(f"run.resume_from_checkpoint: {resume} is not complete: {damage}")
     resolved = [folder.resolve() for folder in checkpoints]
     after = resolved[resolved.index(path) + 1 :] if path in resolved else []
-    later = ", ".join(folder.name for folder in after if not _damage(folder))
-    if later:
+    if later := ", ".join(folder.name for folder in after if not _damage(folder)):
         ways = "delete them or move them away, or set run.output_dir to a new folder"
         raise CheckpointError(f"run.resume_from_checkpoint: {resume} is followed by {later} in the same run; {ways}")
     return path
@@ -184,60 +180,42 @@ class Manifest(BaseModel):
 
 def _damage(path: Path) -> str:
     """Return in words how a checkpoint is damaged; "" if every file is as it was written."""
-    if not (path / CHECKPOINT_MANIFEST).is_file():
-        return f"{CHECKPOINT_MANIFEST} is missing"
     manifest = _manifest(path)
     named = re.fullmatch(r"step-(\d+)", path.name)
     if manifest is None or str(STATE) not in manifest.files or (named and int(named[1]) != manifest.step):
-        return f"{CHECKPOINT_MANIFEST} is cut off or altered"
+        return f"{CHECKPOINT_MANIFEST} is missing, cut off or altered"
     for name, stated in manifest.files.items():
-        if not (path / name).is_file():
-            return f"{name} is missing"
-        size = (path / name).stat().st_size
-        if size != stated.bytes:
-            return f"{name} has {size} bytes of {stated.bytes}"
-        if sha256(path / name) != stated.sha256:
-            return f"{name} was altered: its sha256 is not that of {CHECKPOINT_MANIFEST}"
+        file = path / name
+        if not file.is_file() or file.stat().st_size != stated.bytes or sha256(file) != stated.sha256:
+            return f"{name} is missing, cut off or altered"
     return ""
 
 
 def _manifest(path: Path) -> Manifest | None:
-    """Return a checkpoint's manifest; None when it is damaged."""
+    """Return a checkpoint's manifest; None when it is missing or damaged."""
     try:
         return Manifest.model_validate_json((path / CHECKPOINT_MANIFEST).read_bytes())
     except (OSError, ValidationError):
         return None
 
 
-def _score(path: Path) -> float:
-    """Return the score that the checkpoint was saved with; -inf without one, or where it is damaged."""
-    manifest = _manifest(path)
-    return -math.inf if manifest is None or manifest.score is None else manifest.score
-
-
 def point_links(output_dir: Path, last: Path | None) -> None:
     """Point `latest` at `last`, and `best` at the checkpoint with the highest score, the earlier of equals."""
-    best = max((path for path in list_checkpoints(output_dir) if _score(path) > -math.inf), key=_score, default=None)
+    manifests = [(path, _manifest(path)) for path in list_checkpoints(output_dir)]
+    scored = [(manifest.score, path) for path, manifest in manifests if manifest and manifest.score is not None]
+    best = max(scored, key=lambda pair: pair[0], default=(0, None))[1]
     for name, path in (("latest", last), ("best", best)):
         if path is not None:
-            _point(output_dir / "checkpoints" / name, path.name)
-
-
-def _point(link: Path, name: str) -> None:
-    temporary = temporary_path(link)
-    try:
-        temporary.symlink_to(name)  # relative, so that the run's folder can be moved
-        os.replace(temporary, link)
-    finally:
-        temporary.unlink(missing_ok=True)
+            link = output_dir / "checkpoints" / name
+            temporary = temporary_path(link)
+            temporary.symlink_to(path.name)  # relative, so that the run's folder can be moved
+            os.replace(temporary, link)  # the next start removes what a failure leaves
 
 
 def _rotate(output_dir: Path, keep_last: int | None) -> None:
     """Delete all but the last `keep_last` checkpoints, and those that a link points at."""
-    if keep_last is None:
-        return
     linked = {(output_dir / "checkpoints" / name).resolve().name for name in ("latest", "best")}
-    for path in list_checkpoints(output_dir)[:-keep_last]:
+    for path in list_checkpoints(output_dir)[:-keep_last] if keep_last else ():
         if path.name not in linked:
             doomed = temporary_path(path)
             os.replace(path, doomed)  # a kill in the middle leaves no half of a checkpoint

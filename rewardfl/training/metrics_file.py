@@ -61,11 +61,11 @@ class MetricsFile:
         if not self.path.is_file():
             return []
         *lines, _cut_off = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
-        return [self._parse(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-
-    def _parse(self, number: int, line: str) -> dict[str, Any]:
-        try:
-            return _Line.model_validate_json(line).model_dump()
-        except ValidationError as error:
-            why = f"line {number} is no line of metrics ({shown(line)}); mend or delete it"
-            raise CheckpointError(f"{self.path}, {why}") from error
+        records = []
+        for number, line in enumerate(lines, 1):
+            try:
+                records += [_Line.model_validate_json(line).model_dump()] if line.strip() else []
+            except ValidationError as error:
+                why = f"line {number} is not a line of metrics ({shown(line)}); mend or delete it"
+                raise CheckpointError(f"{self.path}, {why}") from error
+        return records

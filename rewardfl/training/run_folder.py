@@ -23,6 +23,7 @@ from pydantic import BaseModel, NonNegativeInt, ValidationError
 import rewardfl
 from rewardfl.config import MARKS, Equivalent, Resumed, shown
 from rewardfl.files import TEMPORARY, atomic_write, open_to_append, remove, temporary_path
+from rewardfl.outputs import nearest_existing
 from rewardfl.training import checkpoint
 from rewardfl.training.checkpoint import CheckpointError, as_write_error, find_checkpoint, list_checkpoints, new_run
 from rewardfl.training.state import ResumePoint
@@ -38,16 +39,14 @@ class RunFolder:
     """
 
     path: Path  # from `take` on
-    _lock: IO[bytes]
-
-    def __init__(self):
-        self._files = contextlib.ExitStack()
+    _lock: IO[bytes] | None = None
 
     def __enter__(self) -> "RunFolder":
         return self
 
     def __exit__(self, *_exception) -> None:
-        self._files.close()
+        if self._lock:
+            self._lock.close()
 
     def take(self, path: str | Path) -> None:
         """Create the folder and lock it. Raise CheckpointError where another process has it."""
@@ -55,8 +54,8 @@ class RunFolder:
         with as_write_error(self.path, "nothing was changed"):
             self.path.mkdir(parents=True, exist_ok=True)
             _check_lock(self.path / _LOCK)
-            self._lock = self._files.enter_context(open_to_append(self.path / _LOCK))
-            self._take_lock(self._lock)
+            self._lock = lock = open_to_append(self.path / _LOCK)
+            self._take_lock(lock)
 
     def _take_lock(self, lock: IO[bytes]) -> None:
         try:
@@ -83,14 +82,12 @@ class RunFolder:
 
     def check_present(self) -> None:
         """Raise CheckpointError unless the folder is still the locked one. Call it before each write."""
-        try:
-            if os.path.samestat((self.path / _LOCK).lstat(), os.fstat(self._lock.fileno())):
+        with contextlib.suppress(FileNotFoundError):
+            if self._lock and os.path.samestat((self.path / _LOCK).lstat(), os.fstat(self._lock.fileno())):
                 return
-        except FileNotFoundError:
-            pass
         raise CheckpointError(
-            f"run.output_dir {self.path} was deleted, moved away or replaced during the run ({_LOCK} is gone, or is "
-            "another run's); move it back or take another one, and start the same command again"
+            f"run.output_dir {self.path} was deleted, moved away or replaced during the run; move it back or take "
+            "another one, and start the same command again"
         )
 
 
@@ -123,27 +120,34 @@ def prepare_output_dir(
     metrics = output_dir / "metrics.jsonl"
     holds_run = bool(list_checkpoints(output_dir)) or (metrics.is_file() and metrics.stat().st_size > 0)
     if resume is False and holds_run:
-        raise CheckpointError(
-            f"run.output_dir {output_dir} already holds a run; take another folder, delete it, or resume: "
-            "run.resume_from_checkpoint=auto"
-        )
+        ways = "take another folder, delete it, or resume: run.resume_from_checkpoint=auto"
+        raise CheckpointError(f"run.output_dir {output_dir} already holds a run; {ways}")
     path = find_checkpoint(output_dir, resume) if resume else None
-    if holds_run:
-        _compare_run_json(output_dir, config, base_model)
-        if path is not None:
-            _check_metrics(metrics, path)
+    earlier: list[dict[str, Any]] = []
+    changed: list[dict[str, Any]] = []
+    for run_dir in [*([output_dir] if holds_run else []), *([path.parent.parent] if path else [])]:
+        earlier, changed = _compare_run_json(run_dir, config, base_model)
+    saved = checkpoint.load_metrics(path).encode() if path else b""
+    if path and holds_run and not (metrics.read_bytes() if metrics.is_file() else b"").startswith(saved):
+        copy = shlex.join(["cp", str(path / checkpoint.METRICS), str(metrics)])
+        raise CheckpointError(f"{metrics} has lost or changed lines; put the checkpoint's copy back: {copy}")
     if holds_run and resume == "auto" and run_folder is not None:
         # the links may be old: a kill came between a checkpoint and its links, or the last checkpoint is damaged
         with as_write_error(output_dir / "checkpoints" / "latest", "the checkpoints are as they were"):
             checkpoint.point_links(output_dir, path)
-    return ResumePoint() if path is None else _read_resume_point(path, config, base_model)
+    if path is None:
+        return ResumePoint()
+    step = checkpoint.Manifest.model_validate_json((path / checkpoint.CHECKPOINT_MANIFEST).read_bytes()).step
+    # changes after a lost checkpoint are in force from this one on
+    earlier = [change | {"step": min(change["step"], step)} for change in earlier]
+    return ResumePoint(path=path, step=step, changes=(*earlier, *(change | {"step": step} for change in changed)))
 
 
 def _check_writable(output_dir: Path) -> None:
     """Raise CheckpointError for a folder that cannot be created or written to, or has a foreign file as its lock."""
-    existing = next(path for path in (output_dir, *output_dir.parents) if os.path.lexists(path))
+    existing = nearest_existing(output_dir)
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        why = f"{existing} {'may not be written' if existing.is_dir() else 'is no folder'}"
+        why = f"{existing} {'may not be written' if existing.is_dir() else 'is not a folder'}"
         raise checkpoint.WriteError(f"run.output_dir {output_dir} could not be written ({why}); take another folder")
     with as_write_error(output_dir, "nothing was changed"):
         _check_lock(output_dir / _LOCK)
@@ -171,65 +175,39 @@ def _remove_strays(output_dir: Path) -> None:
                 remove(stray)
 
 
-def _check_metrics(metrics: Path, folder: Path) -> None:
-    """Raise CheckpointError unless metrics.jsonl begins with the checkpoint's lines: `best` and alarms need them."""
-    saved = checkpoint.load_metrics(folder).encode()
-    lines = metrics.read_bytes() if metrics.is_file() else b""
-    if not lines.startswith(saved):
-        number = saved.count(b"\n", 0, len(os.path.commonprefix([lines, saved]))) + 1
-        raise CheckpointError(
-            f"{metrics} has lost or changed lines: line {number} is not the one that {folder} was saved with; put the "
-            f"checkpoint's copy back: {shlex.join(['cp', str(folder / checkpoint.METRICS), str(metrics)])}"
-        )
-
-
-def _read_resume_point(path: Path, config: dict[str, dict], base_model: Mapping[str, str]) -> ResumePoint:
-    """Return the resume point of a complete checkpoint. run.json is in the run's folder above it."""
-    earlier, changed = _compare_run_json(path.parent.parent, config, base_model)
-    checkpoint.load_metrics(path)  # fails now, not after the weights are loaded
-    step = checkpoint.Manifest.model_validate_json((path / checkpoint.CHECKPOINT_MANIFEST).read_bytes()).step
-    # changes after a lost checkpoint are in force from this one on
-    earlier = [change | {"step": min(change["step"], step)} for change in earlier]
-    return ResumePoint(path=path, step=step, changes=(*earlier, *({**change, "step": step} for change in changed)))
-
-
 def _compare_run_json(
     run_dir: Path, config: dict[str, dict], base_model: Mapping[str, str]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return (changes in run.json, new changes: key, old, new). Raise CheckpointError for those not allowed."""
     record = _read_run_json(run_dir / RUN_JSON)
-    old = _flat(record.config | {"base_model": record.base_model})
-    new = _flat(config | {"base_model": base_model})
-    if other_keys := sorted(_flat(record.config).keys() ^ _flat(config).keys()):
-        raise CheckpointError(
-            f"{run_dir / RUN_JSON} was written by another version of rewardfl, with other keys "
-            f"({', '.join(other_keys[:5])}); resume with that version, or {new_run(run_dir / 'checkpoints' / 'latest')}"
-        )
+    restart = new_run(run_dir / "checkpoints" / "latest")
+    old, new = _flat(record.config), _flat(config)
+    if other_keys := sorted(old.keys() ^ new.keys()):
+        version = f"another version of rewardfl, with other keys ({', '.join(other_keys[:5])})"
+        raise CheckpointError(f"{run_dir / RUN_JSON} was written by {version}; resume with that version, or {restart}")
     may_change = MAY_CHANGE
     if "cosine" in (old.get("train.lr_scheduler_type"), new.get("train.lr_scheduler_type")):
         # the learning rate depends on the length of the run
         by_epochs = None in (old.get("train.max_steps"), new.get("train.max_steps"))
         may_change -= {"train.max_steps", *(["train.num_train_epochs"] if by_epochs else [])}
+    old |= _flat({"base_model": record.base_model})
+    new |= _flat({"base_model": base_model})
     differing = [
         {"key": key, "old": old.get(key), "new": new.get(key)}
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key) and key not in may_change
         and not {str(old.get(key)), str(new.get(key))} <= set(EQUIVALENT.get(key, ()))
     ]  # fmt: skip
-    named = new.get("run.resume_with_changes", ())
-    refused = [change for change in differing if change["key"] not in named]
+    refused = [change for change in differing if change["key"] not in new.get("run.resume_with_changes", ())]
     if refused:
-        raise CheckpointError(_refusal(run_dir, refused))
+        keys = {change["key"] for change in refused}
+        accept = f"accept this with run.resume_with_changes=[{','.join(sorted(keys))}], or "
+        base = " (of what model.model_paths leads to)" if any(key.startswith("base_model.") for key in keys) else ""
+        raise CheckpointError(
+            f"{run_dir} holds a run with other settings: {describe_changes(refused)}{base}; set them back, or "
+            f"{accept if keys <= MAY_CHANGE_IF_NAMED else ''}{restart}"
+        )
     return [change.model_dump() for change in record.changes], differing
-
-
-def _refusal(run_dir: Path, refused: Sequence[Mapping[str, Any]]) -> str:
-    keys = [change["key"] for change in refused]
-    ways = ["set them back", new_run(run_dir / "checkpoints" / "latest")]
-    if set(keys) <= MAY_CHANGE_IF_NAMED:
-        ways.insert(1, f"accept this with run.resume_with_changes=[{','.join(keys)}]")
-    base = " (of what model.model_paths leads to)" if any(key.startswith("base_model.") for key in keys) else ""
-    return f"{run_dir} holds a run with other settings: {describe_changes(refused)}{base}; {', or '.join(ways)}"
 
 
 def describe_changes(changes: Sequence[Mapping[str, Any]]) -> str:
@@ -253,11 +231,10 @@ class _RunRecord(BaseModel):
 
 
 def _read_run_json(path: Path) -> _RunRecord:
-    """Read a run.json. Raise CheckpointError where it is missing or damaged."""
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing; put it back, or use another folder")
     try:
         return _RunRecord.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; put it back, or use another folder") from None
     except ValidationError as error:
         way_out = new_run(path.parent / "checkpoints" / "latest")
         raise CheckpointError(f"{path} is damaged; put it back as the run wrote it, or {way_out}") from error
@@ -272,10 +249,8 @@ def library_versions(names: Sequence[str]) -> dict[str, str]:
     imported = {"torch": str(torch.__version__), "rewardfl": rewardfl.__version__}
     versions = {}
     for name in names:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = imported.get(name) or metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 

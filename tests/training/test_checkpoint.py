@@ -76,6 +76,11 @@ def names(folder):
     return sorted(path.name for path in Path(folder).iterdir())
 
 
+def point(link, name):
+    link.unlink()
+    link.symlink_to(name)
+
+
 def fail(*_args, **_kwargs):
     raise OSError("disk full")
 
@@ -205,6 +210,8 @@ def test_a_checkpoint_of_another_folder(tmp_path):
     path = save(tmp_path / "a", 1)
     save(tmp_path / "a", 2)
     assert start(tmp_path / "b", resume=str(path)) == path
+    copied = shutil.copytree(path, path.with_name("my copy"))
+    assert opened(tmp_path / "d", resume=str(copied)) == ResumePoint(path=copied, step=1)
     with pytest.raises(CheckpointError, match="a holds a run with other settings: train.learning_rate"):
         start(tmp_path / "c", changed(train__learning_rate=2e-5), resume=str(path))
 
@@ -533,29 +540,27 @@ def resumable(folder, steps=3):
     return metrics.path
 
 
-CHANGES = {
-    "deleted": (None, 1),
-    "one lost": (lambda lines: lines[0] + lines[2], 2),
-    "cut off": (lambda lines: b"".join(lines)[:-9], 3),
-    "doubled": (lambda lines: lines[0] * 2 + lines[1] + lines[2], 2),
-    "another number": (lambda lines: b"".join(lines).replace(b"0.2", b"0.3"), 2),
-    "zeros": (lambda lines: lines[0] + lines[1] + b"\0" * len(lines[2]), 3),
-}
-
-
-@pytest.mark.parametrize("change, line", CHANGES.values(), ids=CHANGES.keys())
-@pytest.mark.parametrize("named", [False, True])
-def test_lost_or_changed_lines_of_metrics_are_refused(tmp_path, change, line, named):
+@pytest.mark.parametrize("change", [
+    lambda lines: b"",
+    lambda lines: lines[0] + lines[2],
+    lambda lines: b"".join(lines)[:-9],
+    lambda lines: lines[0] * 2 + lines[1] + lines[2],
+    lambda lines: b"".join(lines).replace(b"0.2", b"0.3"),
+    lambda lines: lines[0] + lines[1] + bytes(len(lines[2])),
+], ids=["deleted", "lost", "cut off", "doubled", "another number", "zeros"])  # fmt: skip
+@pytest.mark.parametrize("resume", ["auto", "checkpoints/latest"])
+def test_lost_or_changed_lines_of_metrics_are_refused(tmp_path, change, resume):
     """Early stop, alarms and `best` are computed from them; the message says how to put them back."""
     metrics = resumable(tmp_path / "a run")
-    whole, resume = metrics.read_bytes(), str(metrics.parent / "checkpoints" / "latest") if named else "auto"
-    metrics.unlink() if change is None else metrics.write_bytes(change(whole.splitlines(keepends=True)))
+    content, resume = metrics.read_bytes(), resume if resume == "auto" else str(metrics.parent / resume)
+    lines = change(content.splitlines(keepends=True))
+    metrics.write_bytes(lines) if lines else metrics.unlink()
     before = tree(metrics.parent / "checkpoints")
-    with pytest.raises(CheckpointError, match=f"{metrics} has lost or changed lines: line {line} is not") as error:
+    with pytest.raises(CheckpointError, match=f"{metrics} has lost or changed lines; put the checkpoint's") as error:
         start(metrics.parent, resume=resume)
     assert "\n" not in str(error.value) and tree(metrics.parent / "checkpoints") == before
     subprocess.run(str(error.value).partition("copy back: ")[2], shell=True, check=True)
-    assert metrics.read_bytes() == whole and start(metrics.parent, resume=resume) is not None
+    assert metrics.read_bytes() == content and start(metrics.parent, resume=resume) is not None
 
 
 @pytest.mark.parametrize("tail", [b"", b'{"step": 4, "lo', b'{"step": 4, "loss": 1}\n', b"\0" * 40, b"garbage\n\n"])
@@ -668,29 +673,23 @@ def rewrite(path, **values):
     (path / "manifest.json").write_text(json.dumps(manifest | values))
 
 
-DAMAGE = {
-    "manifest.json is missing": lambda path: (path / "manifest.json").unlink(),
-    "manifest.json is cut off or altered": lambda path: cut(path / "manifest.json"),
-    "manifest.json is cut off or altered (deep)": lambda path: (path / "manifest.json").write_text(DEEP),
-    "manifest.json is cut off or altered (no files)": lambda path: rewrite(path, files={}),
-    "manifest.json is cut off or altered (another step)": lambda path: rewrite(path, step=7),
-    "manifest.json is cut off or altered (score)": lambda path: rewrite(path, score="high"),
-    "state.pt was altered: its sha256 is not that of manifest.json": lambda path: flip(path / "state" / "state.pt"),
-    "state/state.pt is missing": lambda path: (path / "state" / "state.pt").unlink(),
-    "lora.safetensors has [0-9]+ bytes of [0-9]+": lambda path: cut(path / "transformer" / "lora.safetensors"),
-}
-
-
-@pytest.mark.parametrize("message, damage", DAMAGE.items(), ids=DAMAGE.keys())
-def test_damaged_checkpoints(tmp_path, message, damage):
-    message = message.partition("(")[0]
+@pytest.mark.parametrize("name, damage", [
+    ("manifest.json", lambda path: (path / "manifest.json").unlink()),
+    ("manifest.json", lambda path: cut(path / "manifest.json")),
+    ("manifest.json", lambda path: (path / "manifest.json").write_text(DEEP)),
+    ("manifest.json", lambda path: rewrite(path, files={})),
+    ("manifest.json", lambda path: rewrite(path, step=7)),
+    ("manifest.json", lambda path: rewrite(path, score="high")),
+    ("state/state.pt", lambda path: flip(path / "state" / "state.pt")),
+    ("state/state.pt", lambda path: (path / "state" / "state.pt").unlink()),
+    ("lora.safetensors", lambda path: cut(path / "transformer" / "lora.safetensors")),
+])  # fmt: skip
+def test_damaged_checkpoints(tmp_path, name, damage):
     first, last = save(tmp_path, 1), save(tmp_path, 2)
     damage(last)
-    with pytest.warns(UserWarning, match=f"skipping checkpoint .*step-000002: .*{message.strip()}"):
+    with pytest.warns(UserWarning, match=f"skipping checkpoint .*step-000002: .*{name} is missing, cut off or altered"):
         assert checkpoint.find_checkpoint(tmp_path, "auto") == first
-    with pytest.raises(
-        CheckpointError, match=f"run.resume_from_checkpoint: .*step-000002 is not complete: .*{message.strip()}"
-    ):
+    with pytest.raises(CheckpointError, match=f"run.resume_from_.*step-000002 is not complete: .*{name} is missing"):
         checkpoint.find_checkpoint(tmp_path, str(last))
     assert checkpoint.find_checkpoint(tmp_path, str(first)) == first
     damage(first)
@@ -722,7 +721,7 @@ def test_best_has_the_highest_score_and_is_found_again(tmp_path):
     assert links(tmp_path) == {"latest": "step-000006", "best": "step-000004"}
     assert '"score": null' in (tmp_path / "checkpoints" / "step-000002" / "manifest.json").read_text()
     for name in ("latest", "best"):  # as if killed before they were pointed at the last checkpoint
-        checkpoint._point(tmp_path / "checkpoints" / name, "step-000003")
+        point(tmp_path / "checkpoints" / name, "step-000003")
     start(tmp_path)
     assert links(tmp_path) == {"latest": "step-000006", "best": "step-000004"}
     save(tmp_path, 7, 0.8)
@@ -813,7 +812,7 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatc
 def test_a_dry_run_looks_and_changes_nothing(tmp_path):
     """Not the folder of a run that resumes, and none that is not there yet."""
     latest = resumable(tmp_path / "old").parent / "checkpoints" / "latest"
-    checkpoint._point(latest, "step-000001")  # as if killed before it was pointed at the last checkpoint
+    point(latest, "step-000001")  # as if killed before it was pointed at the last checkpoint
     before = tree(tmp_path)
     for name, step in (("old", 3), ("new", 0)):
         config = changed(run__output_dir=str(tmp_path / name))
@@ -824,8 +823,8 @@ def test_a_dry_run_looks_and_changes_nothing(tmp_path):
 @pytest.mark.parametrize(
     "output_dir, settings, message",
     [
-        ("file", {}, "run.output_dir .*file could not be written .*file is no folder"),
-        ("nowhere", {}, "nowhere could not be written .*nowhere is no folder"),
+        ("file", {}, "run.output_dir .*file could not be written .*file is not a folder"),
+        ("nowhere", {}, "nowhere could not be written .*nowhere is not a folder"),
         ("new", {"run__resume_from_checkpoint": "missing"}, "run.resume_from_checkpoint: no such folder: missing"),
         ("old", {"run__resume_from_checkpoint": False}, "already holds a run"),
         ("old", {"train__learning_rate": 1.0}, "other settings: train.learning_rate"),
