@@ -17,6 +17,7 @@ Each process appends to its own file; the main process joins them at the end.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +26,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_valid
 
 from rewardfl.config import shown
 from rewardfl.files import atomic_write, open_to_append
+from rewardfl.outputs import Folder
 from rewardfl.weights.shards import InputError
 
 Record = dict[str, Any]
@@ -138,13 +140,17 @@ def join_records(out: Path) -> list[Record]:
     records = list(read_records(out).values())
     records.sort(key=lambda line: (line["index"], first.get(line["arm"], 2), line["arm"], line["seed"] or 0))
     atomic_write(out / FILE, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
-    for path in out.glob("records-*.jsonl"):
-        path.unlink()
+    for path in _files(out):
+        if path.name != FILE:
+            path.unlink()
     return records
 
 
 def _files(out: Path) -> list[Path]:
-    return sorted(path for path in (out / FILE, *out.glob("records-*.jsonl")) if path.is_file())
+    """Return the files of records. Only the folder's mark names those of other processes."""
+    listed = Folder(out, overwrite=False).listed() or []
+    names = [FILE, *(name for name in listed if re.fullmatch(r"records-[0-9]+\.jsonl", name))]
+    return [out / name for name in names if (out / name).is_file()]
 
 
 def merge_settings(out: Path, settings: Settings) -> Settings:
