@@ -3,7 +3,6 @@
 import argparse
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,10 +11,8 @@ from rewardfl.evaluation import metric_curves, records
 from rewardfl.evaluation.arm_groups import compare_groups
 from rewardfl.evaluation.report import pictures
 from rewardfl.evaluation.report.report_page import TableRow, embed, figure_cell, render
-from rewardfl.evaluation.report.verdicts import CANARIES, MEANINGS, MOVES, compared_arms, healthy, main_judge, verdict
-from rewardfl.evaluation.report_file import find_report, read_report
-
-ALIKE = ("data", "sampling", "judges")  # blocks of the settings that must agree
+from rewardfl.evaluation.report.verdicts import CANARIES, MOVES, compared_arms, explain, main_judge, verdict
+from rewardfl.evaluation.report_file import COMPARED_BLOCKS, find_report, read_report
 
 COMPARED, WHOLE = ("face/face_sim", "face/identity_kept", *MOVES, *CANARIES), ("colour_shift", "frozen_share")
 
@@ -50,15 +47,16 @@ def run(args: argparse.Namespace) -> int:
 
 def read_all(folders: Sequence[Path]) -> list[Evaluated]:
     """Read the evaluations of runs or evaluation folders. Raise FileNotFoundError or ValueError for other folders."""
-    evaluations = []
-    for name, folder in zip(metric_curves.run_labels(folders), folders, strict=True):
-        evaluations.append(Evaluated(name, read_report(folder), metric_curves.read_metrics(folder)))
-    return evaluations
+    names = metric_curves.run_labels(folders)
+    return [
+        Evaluated(name, read_report(folder), metric_curves.read_metrics(folder))
+        for name, folder in zip(names, folders, strict=True)
+    ]
 
 
 def describe_mismatch(evaluations: Sequence[Evaluated]) -> str:
     """Describe the first difference from the first evaluation in data, sampling or judges; empty where none is."""
-    settings = [{block: run.report["settings"][block] for block in ALIKE} for run in evaluations]
+    settings = [{block: run.report["settings"][block] for block in COMPARED_BLOCKS} for run in evaluations]
     for run, others in zip(evaluations, settings, strict=True):
         if problem := records.describe_difference(settings[0], others):
             return f"{run.name} cannot be compared with {evaluations[0].name}: {problem}"
@@ -68,20 +66,18 @@ def describe_mismatch(evaluations: Sequence[Evaluated]) -> str:
 def comparison_page(evaluations: Sequence[Evaluated], problem: str) -> str:
     """Return the page. problem: how the evaluations differ, which the page shows first."""
     joined = join_reports(evaluations)
-    columns = [MEANINGS[key] for key in (*COMPARED, *WHOLE)]
     judge = main_judge(joined)
     curves: dict[tuple, metric_curves.Curve] = {}
     for curve in pictures.face_sim_curves(joined, judge):  # a base that several share is drawn once
         curves.setdefault(tuple(curve.points), curve)
-    training = pictures.draw_training({run.name: run.metrics for run in evaluations})
     values = {
         "title": f"Comparison of {', '.join(run.name for run in evaluations)}",
         "problem": problem,
-        "head": [("run: arm", ""), *((column.label, column.says + healthy(column)) for column in columns)],
+        "head": [("run: arm", ""), *(explain(key, []) for key in (*COMPARED, *WHOLE))],
         "rows": [compare_arm(arm, judge) for arm in joined["arms"] if arm["against"]],
         "front": embed("image/png", metric_curves.encode_figure(pictures.draw_front(joined))),
         "curves": [embed("image/png", pictures.draw_face_sim({judge: list(curves.values())}))],
-        "training": embed("image/png", training) if training else "",
+        "training": embed("image/png", pictures.draw_training({run.name: run.metrics for run in evaluations})),
         "runs": [
             {
                 "name": run.name,
@@ -112,6 +108,6 @@ def join_reports(evaluations: Sequence[Evaluated]) -> dict:
 def compare_arm(arm: Mapping, judge: str) -> TableRow:
     """Return a row with a cell for each figure of an arm that has a base."""
     names = [key.replace("face/", f"{judge}/") for key in COMPARED]
-    cells = [replace(figure_cell(arm, name, [judge]), figure=None) for name in names]
+    cells = [figure_cell(arm, name, [judge])._replace(figure=None) for name in names]
     cells += [figure_cell(arm, name, [judge]) for name in WHOLE]
     return (arm["name"], arm["people"]), cells

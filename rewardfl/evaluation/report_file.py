@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 from rewardfl.evaluation.figures import is_ratio
 from rewardfl.evaluation.records import FORMAT, Bounded, problem_words
 
+COMPARED_BLOCKS = ("data", "sampling", "judges")  # of the settings, in which compared evaluations must agree
+
 ArmName = Annotated[str, Field(max_length=300)]  # charts draw it
 
 
@@ -43,32 +45,20 @@ class ArmReport(BaseModel):
     colour_shift: Ends | None = None
 
 
-class Blocks(BaseModel):
-    """Settings by block, of which those that evaluations are compared by must be there."""
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, dict[str, str]]
-
-    records: dict[str, str]
-    data: dict[str, str]
-    sampling: dict[str, str]
-    judges: dict[str, str]
-
-
 class Report(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     people: NonNegativeInt
     version: str
     command: list[str]
-    settings: Blocks
+    settings: dict[str, dict[str, str]]
     real: RealClips
     arms: list[ArmReport]
 
     @model_validator(mode="after")
     def _is_consistent(self) -> "Report":
         """Raise ValueError unless each arm has the figures of all recognisers, and its base is an arm."""
-        if self.settings.records != {"format": str(FORMAT)}:
+        if self.settings.get("records") != {"format": str(FORMAT)} or not self.settings.keys() >= {*COMPARED_BLOCKS}:
             raise ValueError("another version of evaluate.py wrote it")
         judges, names = self.real.per_frame, [arm.name for arm in self.arms]
         if len({*names}) < len(names):
