@@ -164,15 +164,11 @@ def make_table(records: Sequence[Record], arms: Sequence[str], threshold: float)
 
 def find_identity_scale(records: Sequence[Record], recogniser: str) -> Scale | None:
     """Return the scale of identity kept by records of real clips through the VAE; None where it has no length."""
-    clips = [
-        ThroughVae(
-            person=record["person"],
-            face_sim=record["figures"][f"{recogniser}/face_sim"],
-            face=torch.tensor(record["embedding"][recogniser]),
-            pool=torch.tensor(record["pool"][recogniser]),
-        )
-        for record in records
-    ]
+    clips = []
+    for record in records:
+        face, pool = (torch.tensor(record[key][recogniser]) for key in ("embedding", "pool"))
+        face_sim = record["figures"][f"{recogniser}/face_sim"]
+        clips.append(ThroughVae(person=record["person"], face_sim=face_sim, face=face, pool=pool))
     return identity_kept.find_scale(clips)
 
 
@@ -259,7 +255,7 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], edges: Sequence[fl
         judge: {"another_person": _mean_end(scale.another), "real_through_vae": _mean_end(scale.through_vae)}
         for judge, scale in table.scales.items()
     }
-    report = {
+    report: dict = {
         "people": len(widths), "clips": len(table.figures[arms[0].name]),
         "reading": {"face_sizes": list(edges), "threshold": threshold}, "recognisers": {}, "motion": {},
         "per_clip": per_clip(table, arms, judges), "real": arm_figures(table, REAL, judges), "arms": summaries,
@@ -353,7 +349,7 @@ def repeat_first_arms(table: Table, judges: Sequence[str], arms: Mapping[str, Ma
 
     blocks: dict = {"recognisers": {}, "motion": {which: {} for which in arms} | {"after_to_before": {}}}
     for judge in judges:
-        figures = blocks["recognisers"][judge] = {"cap": mean("real", f"{judge}/cap")}
+        figures: dict = {"cap": mean("real", f"{judge}/cap")}
         for which, arm in list(arms.items())[:2]:
             figures[which] = {key: arm["figures"][f"{judge}/{key}"] for key in ("face_sim", "coverage", *_MOVES)}
             figures[which] |= {
@@ -367,6 +363,7 @@ def repeat_first_arms(table: Table, judges: Sequence[str], arms: Mapping[str, Ma
         }  # fmt: skip
         for to in ("before", "real"):
             figures[f"motion_after_to_{to}"] = {key: change(f"{judge}/{key}", to, median=True) for key in _MOVES}
+        blocks["recognisers"][judge] = figures
     for key in AMOUNTS:
         for which in arms:
             blocks["motion"][which][key] = mean(which, f"motion/{key}")

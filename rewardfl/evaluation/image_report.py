@@ -54,7 +54,7 @@ class ImageReport:
     def summarise(self) -> dict:
         """Return the report: means over prompts with 95 % bootstrap intervals, as one prompt's noises are related.
 
-        The top level compares the first arm that has a base and is no start; `arms` has all of them.
+        The top level compares the first arm that has a base and is not a start; `arms` has all of them.
         """
         compared = [
             {"name": arm.name, "steps": arm.steps, "adapter": str(arm.adapter), "strength": arm.strength}

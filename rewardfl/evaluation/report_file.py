@@ -41,6 +41,7 @@ class ArmReport(BaseModel):
     figures: dict[str, Ends | None]
     per_frame: dict[str, list[Bounded]]
     compared: dict[str, Change | None] = {}
+    over_start: dict[str, Change | None] = {}
     frozen_share: Ends | None = None
     colour_shift: Ends | None = None
 
@@ -60,11 +61,12 @@ class Report(BaseModel):
         """Raise ValueError unless each arm has the figures of all recognisers, and its base is an arm."""
         if self.settings.get("records") != {"format": str(FORMAT)} or not self.settings.keys() >= {*COMPARED_BLOCKS}:
             raise ValueError("another version of evaluate.py wrote it")
-        judges, names = self.real.per_frame, [arm.name for arm in self.arms]
-        if len({*names}) < len(names):
+        judges, names = self.real.per_frame, {arm.name for arm in self.arms}
+        if len(names) < len(self.arms):
             raise ValueError("two arms have one name")
         for arm in self.arms:
-            lacks_figures = arm.against and not {f"{judge}/face_sim" for judge in judges} <= arm.compared.keys()
+            changes = ([arm.compared] if arm.against else []) + ([arm.over_start] if arm.over_start else [])
+            lacks_figures = any(not {f"{judge}/face_sim" for judge in judges} <= change.keys() for change in changes)
             if not judges.keys() <= arm.per_frame.keys() or lacks_figures:
                 raise ValueError(f"arm {arm.name} lacks figures of a recogniser")
             if arm.against is not None and arm.against not in names:

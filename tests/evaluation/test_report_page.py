@@ -84,29 +84,21 @@ def said(report):
 # ---- the verdict
 
 
-def test_the_person_is_kept_where_the_whole_interval_says_so():
-    better, worse, open_ = (said(changed(gain)) for gain in (0.1, -0.1, 0.0))
-    assert (better.person, worse.person, open_.person) == (1, -1, 0)
-    assert "more than base" in better.sentences[0] and "+0.100 [" in better.sentences[0]
-    assert "9 people" in better.sentences[0]
-    assert "less than base" in worse.sentences[0] and "cannot be told" in open_.sentences[0]
-    assert better.moves and "The motion is kept" in better.sentences[1] and better.warnings == ()
-    report = changed()  # an interval that begins at nothing tells nothing
-    change = report["arms"][1]["compared"][f"{JUDGE}/face_sim"]["difference"]
-    for low, high, person in ((0.0, 0.2, 0), (1e-6, 0.2, 1), (-0.2, 0.0, 0), (-0.2, -1e-6, -1)):
-        change |= {"low": low, "high": high}
-        assert said(report).person == person
-
-
 @pytest.mark.parametrize(
-    "name, base, least",
-    [("speed", 0.02, 0.93), ("nonrigid", 0.01, 0.93), ("flow", 1.0, 0.95), ("face_flow", 2.0, 0.95)],
-)
-def test_motion_is_lost_below_what_is_healthy(name, base, least):
-    healthy, lost = (said(changed(**{name: base * (least + more)})) for more in (0.001, -0.001))
-    assert healthy.moves is True and lost.moves is False
-    label = MEANINGS[f"{'motion' if 'flow' in name else 'face'}/{name}"].label
-    assert f"Motion is lost: {label} is {least - 0.001:.3f}" in lost.sentences[1]
+    "low, high, person, words",
+    [
+        (0.05, 0.2, 1, "latest keeps the person more than base: FaceSim by the held-out judge changes by +0.100 [+0"),
+        (-0.2, -0.1, -1, "latest keeps the person less than base: "),
+        (-0.1, 0.1, 0, "Whether latest keeps the person more than base cannot be told: "),
+        (0.0, 0.2, 0, "Whether"), (1e-6, 0.2, 1, "latest"), (-0.2, 0.0, 0, "Whether"), (-0.2, -1e-6, -1, "latest"),
+    ],
+)  # fmt: skip
+def test_the_person_is_kept_if_the_interval_is_on_one_side_of_0(low, high, person, words):
+    report = changed()
+    report["arms"][1]["compared"][f"{JUDGE}/face_sim"]["difference"] |= {"low": low, "high": high}
+    result = said(report)
+    assert result.person == person and result.sentences[0].startswith(words) and "9 people" in result.sentences[0]
+    assert result.moves and "The motion is kept" in result.sentences[1] and result.warnings == ()
 
 
 def test_nothing_is_said_of_what_stands_still_or_has_no_base(tmp_path):
@@ -120,6 +112,8 @@ def test_nothing_is_said_of_what_stands_still_or_has_no_base(tmp_path):
 @pytest.mark.parametrize(
     "figure, well, badly, words",
     [
+        ("speed", 0.0187, 0.0185, "Motion is lost: landmark speed is 0.925"), ("nonrigid", 0.0094, 0.0092, "Motion"),
+        ("flow", 0.951, 0.949, "Motion is lost: optical flow is 0.949"), ("face_flow", 1.91, 1.89, "Motion is lost"),
         ("sharpness", 50 * 0.951, 50 * 0.949, "Sharpness is 0.949 of the base's (healthy: 0.95 and more"),
         ("reversals", -0.781, -0.779, "Reversals is +0.021 from the base's (healthy: 0.02 at most"),
         ("pixel_change", 0.1099, 0.1101, "Pixel change is 1.101"), ("pixel_change", 0.0901, 0.0899, "Pixel change"),
@@ -127,10 +121,11 @@ def test_nothing_is_said_of_what_stands_still_or_has_no_base(tmp_path):
         ("saturation", 0.161, 0.159, "Saturation"), ("red", 0.549, 0.551, "Mean red"), ("blue", 0.451, 0.449, "Mean b"),
     ],
 )  # fmt: skip
-def test_a_canary_warns_of_a_hacked_reward(figure, well, badly, words):
-    assert said(changed(**{figure: well})).warnings == ()
-    (warning,) = said(changed(**{figure: badly})).warnings
-    assert warning.startswith(words)
+def test_motion_and_canaries_speak_outside_what_is_healthy(figure, well, badly, words):
+    healthy, lost = said(changed(**{figure: well})), said(changed(**{figure: badly}))
+    assert healthy.moves and healthy.warnings == ()
+    (line,) = [line for line in (lost.sentences[1], *lost.warnings) if not line.startswith("The motion is kept")]
+    assert line.startswith(words) and lost.moves != line.startswith("Motion")
 
 
 @pytest.mark.parametrize("frozen, people, marked", [(1, NAMES, False), (2, NAMES, True), (2, NAMES + "j", False)])

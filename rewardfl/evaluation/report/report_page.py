@@ -18,8 +18,6 @@ from rewardfl.evaluation.report.pictures import draw_face_sim, draw_front, draw_
 PAGE = 40_000_000  # maximum bytes of a page, with its videos
 NOTES = 2000  # bytes reserved for the note on this limit
 
-FACE_SIZES = "FaceSim by the size of the face"
-
 
 class Cell(NamedTuple):
     """A figure and its changes against base and start. problem: why the former is not healthy; empty where it is."""
@@ -28,9 +26,6 @@ class Cell(NamedTuple):
     change: Mapping | None = None
     problem: str = ""
     over_start: Mapping | None = None
-
-
-TableRow = tuple[tuple[str, str], Sequence[Cell]]  # a name with an explanation, and a cell for each column
 
 
 def digits(value: Interval, *, signed: bool = False) -> list[str]:
@@ -66,7 +61,8 @@ def make_tables(report: Mapping) -> list[dict[str, Any]]:
         cells = [Cell(*(group.get(key, {}).get(f"{judges[-1]}/face_sim") for key in pair)) for group in groups]
         rows.append(((f"{width}: {count} people", ""), cells))
     head = [("face's width in the real clip", ""), *head]
-    return [*(table for table in tables if table["rows"]), {"title": FACE_SIZES, "head": head, "rows": rows}]
+    tables.append({"title": "FaceSim by the size of the face", "head": head, "rows": rows})
+    return [table for table in tables if table["rows"]]
 
 
 def figure_cell(arm: Mapping, name: str, judges: Sequence[str]) -> Cell:
@@ -106,20 +102,15 @@ def report_page(report: Mapping, folder: Path, most: int = PAGE, metrics: Lines 
     judges, against = list(report["real"]["per_frame"]), verdicts.compared_arms(report)
     clips = [(clip, list_shots(clip, folder)) for clip in worst_first(report)]
     values = {
-        "report": report,
+        "report": report, "tables": make_tables(report), "clips": clips, "frozen": FROZEN,
         "title": f"Evaluation of {', '.join(arm['name'] for arm in against) or 'one arm'}",
         "verdicts": [(arm["name"], verdicts.verdict(report, arm)) for arm in against],
-        "tables": make_tables(report),
         "curves": [embed("image/png", draw_face_sim({name: face_sim_curves(report, name)})) for name in judges[::-1]],
         "front": embed("image/png", encode_figure(draw_front(report))),
         "training": embed("image/png", draw_training({"training": metrics or []})),
-        "worst_by": (against or report["arms"])[0]["name"],
-        "judge": judges[-1],
-        "judge_words": verdicts.judge_words(judges[-1]),
-        "clips": clips,
-        "command": shlex.join(report["command"]),
-        "frozen": FROZEN,
-    }
+        "worst_by": (against or report["arms"])[0]["name"], "command": shlex.join(report["command"]),
+        "judge": judges[-1], "judge_words": verdicts.judge_words(judges[-1]),
+    }  # fmt: skip
     room, inside = most - NOTES - len(render("report.html", values | {"inside": 0}).encode()), 0
     for _, shots in clips:
         present = [shot for shot in shots if shot["source"]]
@@ -139,12 +130,9 @@ def embed(mime_type: str, content: bytes) -> str:
 
 def worst_first(report: Mapping) -> list[Mapping]:
     """Sort the clips by FaceSim of the first verdict's arm, else the first arm; clips without its video last."""
-    face_sim, arm = (
-        f"{verdicts.main_judge(report)}/face_sim",
-        (verdicts.compared_arms(report) or report["arms"])[0]["name"],
-    )
-    lowest = {"figures": {face_sim: float("inf")}}
-    return sorted(report["per_clip"], key=lambda clip: clip["arms"].get(arm, lowest)["figures"][face_sim])
+    face_sim, arm = f"{verdicts.main_judge(report)}/face_sim", (verdicts.compared_arms(report) or report["arms"])[0]
+    last = {"figures": {face_sim: float("inf")}}
+    return sorted(report["per_clip"], key=lambda clip: clip["arms"].get(arm["name"], last)["figures"][face_sim])
 
 
 def list_shots(clip: Mapping, folder: Path) -> list[dict[str, Any]]:

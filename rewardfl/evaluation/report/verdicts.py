@@ -13,9 +13,7 @@ UP = math.inf
 
 
 class Meaning(NamedTuple):
-    """A figure in words. low, high: healthy range of arm / base for ratios, else of arm - base; "Reading the figures"
-    of docs/motion.md.
-    """
+    """A figure in words. low, high: healthy range of arm / base for ratios, else of arm - base (docs/motion.md)."""
 
     label: str
     says: str
@@ -26,8 +24,7 @@ class Meaning(NamedTuple):
 MEANINGS = {
     "face/face_sim": Meaning("FaceSim", "Mean cosine of the later frames with the real clip's faces."),
     "face/identity_kept": Meaning(
-        "identity kept",
-        "FaceSim from other people's real clips (0) to the person's own (1), both through the model's VAE.",
+        "identity kept", "FaceSim from others' real clips (0) to the own (1), through the VAE."
     ),
     "face/coverage": Meaning("coverage", "Share of the frames in which a face is detected."),
     "face/drift": Meaning("drift per frame", "Slope of FaceSim along the clip; below 0 it drifts."),
@@ -39,9 +36,7 @@ MEANINGS = {
     "look/face": Meaning("look of the face", "Correlation of eyes and mouth with the real clip's.", -LOOK_GUARD),
     "motion/flow": Meaning("optical flow", "Mean flow over the frame, in pixels per frame.", 0.95),
     "motion/face_flow": Meaning("face flow", "Optical flow in the face's box only.", 0.95),
-    "motion/pixel_change": Meaning(
-        "pixel change", "Mean change of a pixel from frame to frame; above, the picture flickers.", 0.9, 1.1
-    ),
+    "motion/pixel_change": Meaning("pixel change", "Mean change of a pixel; above, the clip flickers.", 0.9, 1.1),
     "motion/sharpness": Meaning("sharpness", "Energy of the finest detail; below, the picture is blurred.", 0.95),
     "motion/reversals": Meaning("reversals", "-1 is steady motion, and 1 trembles.", high=0.02),
     "canary/grid": Meaning("grid energy", "Energy at the period of the model's tokens; 1 is none.", high=GRID_GUARD),
@@ -51,10 +46,7 @@ MEANINGS = {
         for c in ("red", "green", "blue")
     },
     "colour_shift": Meaning("colour shift", "Distance of mean colours from the base's, in RGB of [0, 1]."),
-    "frozen_share": Meaning(
-        "frozen clips",
-        f"Share of clips with less than half of the base's non-rigid motion (healthy: at most {FROZEN_MOST:g}).",
-    ),
+    "frozen_share": Meaning("frozen clips", "Share of clips with less than half of the base's non-rigid motion."),
 }
 
 MOVES = ("face/speed", "face/nonrigid", "motion/flow", "motion/face_flow")  # by which motion is judged
@@ -106,11 +98,7 @@ def describe_unhealthy(name: str, change: Mapping | None, judges: Sequence[str])
 
 
 class Verdict(NamedTuple):
-    """Verdict on an arm.
-
-    person: 1 where the arm keeps the person more than its start, or else its base, -1 where less, 0 where the interval
-    holds 0. moves: whether every measured motion is kept; None where none is measured.
-    """
+    """Verdict on an arm. person: 1 if it is kept more, -1 if less, 0 if that cannot be told. moves: None unmeasured."""
 
     person: int
     moves: bool | None
@@ -129,33 +117,29 @@ def verdict(report: Mapping, arm: Mapping) -> Verdict:
     The person is kept more, or less, if the interval of FaceSim's change is on one side of 0: against the start, or
     without one against the base. Motion is kept if the mean of each of MOVES over the base's is healthy.
     """
-    start = next((other for other in report["arms"] if other["name"] == arm.get("start")), None)
-    person, first = _person(report, arm, start)
-    moves, second = _motion(report, arm)
+    (person, first), (moves, second) = _person(report, arm), _motion(report, arm)
     return Verdict(person, moves, (first, second), tuple(_warnings(report, arm)))
 
 
-def _person(report: Mapping, arm: Mapping, start: Mapping | None) -> tuple[int, str]:
-    face_sim, name = f"{main_judge(report)}/face_sim", arm["name"]
-    base = f"the run's start, {start['origin']}" if start else arm["against"]
-    change = (arm["over_start"] if start else arm["compared"])[face_sim]
+def _person(report: Mapping, arm: Mapping) -> tuple[int, str]:
+    judge, name, base = main_judge(report), arm["name"], arm["against"]
+    starts = [other for other in report["arms"] if other["name"] == arm.get("start")]
+    if starts:
+        base = f"the run's start, {starts[0].get('origin')}"
+    change = (arm.get("over_start") or arm["compared"])[f"{judge}/face_sim"]
     if change is None:
         return 0, f"{name} and {base} have no clip in common, so nothing can be said of the person."
     difference = change["difference"]
     person = 1 if difference["low"] > 0 else -1 if difference["high"] < 0 else 0
     begin = f"{name} keeps the person {'less' if person < 0 else 'more'} than {base}"
-    if not person:
-        begin = f"Whether {begin} cannot be told"
-    sentence = (
-        f"{begin}: FaceSim by {judge_words(main_judge(report))} changes by {format_interval(difference, '+')} "
+    begin = begin if person else f"Whether {begin} cannot be told"
+    both = [(other, other.get("compared", {}).get(f"{judge}/face_sim")) for other in (arm, *starts) if starts]
+    gains = [f"{other['name']} {format_interval(gain['difference'])}" for other, gain in both if gain]
+    return person, (
+        f"{begin}: FaceSim by {judge_words(judge)} changes by {format_interval(difference, '+')} "
         f"(95 % interval over {report['people']} people)."
+        + (f" From {arm['against']} it changes by: {', '.join(gains)}." if gains else "")
     )
-    if start and all(other["compared"][face_sim] for other in (arm, start)):
-        gains = [
-            f"{other['name']} {format_interval(other['compared'][face_sim]['difference'])}" for other in (arm, start)
-        ]
-        sentence += f" From {arm['against']} it changes by: {', '.join(gains)}."
-    return person, sentence
 
 
 def _motion(report: Mapping, arm: Mapping) -> tuple[bool | None, str]:
