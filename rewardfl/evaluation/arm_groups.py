@@ -3,19 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch import Tensor
+import torch
 
 from rewardfl.evaluation.arms import BASE
-from rewardfl.evaluation.figures import (
-    Interval,
-    Table,
-    interval,
-    is_ratio,
-    make_table,
-    pair_people,
-    place_on_scale,
-    ratio_interval,
-)
+from rewardfl.evaluation.figures import Table, format_interval, is_ratio, make_table, pair_people, ratio_interval
 from rewardfl.evaluation.records import read_records
 
 FIGURES = ("look/face", "motion/flow", "motion/face_flow", "motion/sharpness", "motion/reversals")
@@ -37,12 +28,17 @@ def compare_groups(folder: Path, first: Sequence[str], second: Sequence[str]) ->
         pairs = pair_people(*(table.values(arm, name) for arm in arms))
         if not pairs.people:
             raise ValueError(f"--first, --second: {name} has no person in common; name arms of the same people")
-        means = [values.mean(0) for values in pairs.values.split([1, len(first), len(second)])]
-        label, sides, change = compare_sides(table, name, pairs.people, *means)
-        rows.append(f"| {label} | {sides[0]:.3f} | {sides[1]:.3f} | {show(change)} |")
-        left_out += [f"left out, for lack of a clip in some arm: {', '.join(pairs.left_out)} ({label})"] * bool(
-            pairs.left_out
-        )
+        base, left, right = (values.mean(0) for values in pairs.values.split([1, len(first), len(second)]))
+        label, start, unit = name, torch.zeros_like(base), torch.ones_like(base)
+        if name.endswith("/face_sim"):
+            label, scale = f"identity kept ({name.removesuffix('/face_sim')})", table.scales[name.partition("/")[0]]
+            start, unit = torch.tensor([scale.another[person] for person in pairs.people]), scale.lengths(pairs.people)
+        elif is_ratio(name):
+            label, unit = f"{name} over the base's", base
+        means = [f"{ratio_interval(side - start, unit)['mean']:.3f}" for side in (left, right)]
+        rows.append(f"| {label} | {' | '.join(means)} | {format_interval(ratio_interval(left - right, unit), '+')} |")
+        if pairs.left_out:
+            left_out.append(f"left out, for lack of a clip in some arm: {', '.join(pairs.left_out)} ({label})")
     return "\n".join([*rows, *left_out])
 
 
@@ -50,28 +46,6 @@ def listed_figures(table: Table) -> list[str]:
     """Return the figures that are compared, of those that the base has."""
     names = table.names(BASE)
     judges = [name.removesuffix("/face_sim") for name in names if name.endswith("/face_sim")]
-    chosen = {
-        *FIGURES,
-        *(f"{judge}/face_sim" for judge in table.scales),
-        *(f"{judge}/nonrigid" for judge in judges[-1:]),
-    }
+    chosen = {*FIGURES, *(f"{judge}/face_sim" for judge in table.scales)}
+    chosen |= {f"{judge}/nonrigid" for judge in judges[-1:]}
     return [name for name in names if name in chosen or name.startswith("rewards/")]
-
-
-def compare_sides(
-    table: Table, name: str, people: Sequence[str], base: Tensor, first: Tensor, second: Tensor
-) -> tuple[str, list[float], Interval]:
-    """Return label, both sides' means and the interval of their difference. base, first, second: (people,)."""
-    judge, _, key = name.partition("/")
-    if key == "face_sim":
-        sides = [dict(zip(people, side.tolist(), strict=True)) for side in (first, second)]
-        places = [place_on_scale(table.scales[judge], side)["mean"] for side in sides]
-        return f"identity kept ({judge})", places, place_on_scale(table.scales[judge], *sides)
-    if is_ratio(name):
-        ratios = [ratio_interval(side, base)["mean"] for side in (first, second)]
-        return f"{name} over the base's", ratios, ratio_interval(first - second, base)
-    return name, [float(side.mean()) for side in (first, second)], interval(first - second)
-
-
-def show(change: Interval) -> str:
-    return f"{change['mean']:+.3f} [{change['low']:+.3f}, {change['high']:+.3f}]"

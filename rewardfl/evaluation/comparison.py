@@ -3,19 +3,15 @@
 import argparse
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 from rewardfl import outputs
 from rewardfl.evaluation import metric_curves, records
 from rewardfl.evaluation.arm_groups import compare_groups
 from rewardfl.evaluation.report import pictures
-from rewardfl.evaluation.report.report_page import TableRow, embed, figure_cell, render
-from rewardfl.evaluation.report.verdicts import CANARIES, MEANINGS, MOVES, compared_arms, healthy, main_judge, verdict
-from rewardfl.evaluation.report_file import find_report, read_report
-
-ALIKE = ("data", "sampling", "judges")  # blocks of the settings that must agree
+from rewardfl.evaluation.report.report_page import embed, figure_cell, render
+from rewardfl.evaluation.report.verdicts import CANARIES, MOVES, compared_arms, explain, main_judge, verdict
+from rewardfl.evaluation.report_file import COMPARED_BLOCKS, find_report, read_report
 
 COMPARED, WHOLE = ("face/face_sim", "face/identity_kept", *MOVES, *CANARIES), ("colour_shift", "frozen_share")
 
@@ -39,7 +35,10 @@ def run(args: argparse.Namespace) -> int:
     inputs = (*reports, *(folder / "metrics.jsonl" for folder in args.evaluations))
     page = outputs.Target(option="--out", path=args.out, overwrite=args.overwrite, inputs=inputs)
     page.check()
-    evaluations = read_all(args.evaluations)
+    evaluations = [
+        Evaluated(name, read_report(folder), metric_curves.read_metrics(folder))
+        for name, folder in zip(metric_curves.run_labels(args.evaluations), args.evaluations, strict=True)
+    ]
     problem = describe_mismatch(evaluations)
     if problem and not args.anyway:
         raise ValueError(f"{problem}; evaluate them alike, or give --anyway to see them all the same")
@@ -48,17 +47,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_all(folders: Sequence[Path]) -> list[Evaluated]:
-    """Read the evaluations of runs or evaluation folders. Raise FileNotFoundError or ValueError for other folders."""
-    evaluations = []
-    for name, folder in zip(metric_curves.run_labels(folders), folders, strict=True):
-        evaluations.append(Evaluated(name, read_report(folder), metric_curves.read_metrics(folder)))
-    return evaluations
-
-
 def describe_mismatch(evaluations: Sequence[Evaluated]) -> str:
     """Describe the first difference from the first evaluation in data, sampling or judges; empty where none is."""
-    settings = [{block: run.report["settings"][block] for block in ALIKE} for run in evaluations]
+    settings = [{block: run.report["settings"][block] for block in COMPARED_BLOCKS} for run in evaluations]
     for run, others in zip(evaluations, settings, strict=True):
         if problem := records.describe_difference(settings[0], others):
             return f"{run.name} cannot be compared with {evaluations[0].name}: {problem}"
@@ -68,27 +59,25 @@ def describe_mismatch(evaluations: Sequence[Evaluated]) -> str:
 def comparison_page(evaluations: Sequence[Evaluated], problem: str) -> str:
     """Return the page. problem: how the evaluations differ, which the page shows first."""
     joined = join_reports(evaluations)
-    columns = [MEANINGS[key] for key in (*COMPARED, *WHOLE)]
     judge = main_judge(joined)
+    changes = [key.replace("face/", f"{judge}/") for key in COMPARED]
+    rows = []
+    for arm in (arm for arm in joined["arms"] if arm["against"]):
+        cells = [figure_cell(arm, name, [judge])._replace(figure=None) for name in changes]
+        rows.append(((arm["name"], arm["people"]), cells + [figure_cell(arm, name, [judge]) for name in WHOLE]))
     curves: dict[tuple, metric_curves.Curve] = {}
     for curve in pictures.face_sim_curves(joined, judge):  # a base that several share is drawn once
         curves.setdefault(tuple(curve.points), curve)
-    training = pictures.draw_training({run.name: run.metrics for run in evaluations})
     values = {
         "title": f"Comparison of {', '.join(run.name for run in evaluations)}",
         "problem": problem,
-        "head": [("run: arm", ""), *((column.label, column.says + healthy(column)) for column in columns)],
-        "rows": [compare_arm(arm, judge) for arm in joined["arms"] if arm["against"]],
+        "head": [("run: arm", ""), *(explain(key, []) for key in (*COMPARED, *WHOLE))],
+        "rows": rows,
         "front": embed("image/png", metric_curves.encode_figure(pictures.draw_front(joined))),
         "curves": [embed("image/png", pictures.draw_face_sim({judge: list(curves.values())}))],
-        "training": embed("image/png", training) if training else "",
+        "training": embed("image/png", pictures.draw_training({run.name: run.metrics for run in evaluations})),
         "runs": [
-            {
-                "name": run.name,
-                "verdicts": [verdict(run.report, arm) for arm in compared_arms(run.report)],
-                "version": run.report["version"],
-                "command": shlex.join(run.report["command"]),
-            }
+            (run, [verdict(run.report, arm) for arm in compared_arms(run.report)], shlex.join(run.report["command"]))
             for run in evaluations
         ],
     }
@@ -107,11 +96,3 @@ def join_reports(evaluations: Sequence[Evaluated]) -> dict:
         for arm in run.report["arms"]
     ]
     return {"arms": arms, "real": {"per_frame": {judge: real[judge] for judge in judges}}}
-
-
-def compare_arm(arm: Mapping, judge: str) -> TableRow:
-    """Return a row with a cell for each figure of an arm that has a base."""
-    names = [key.replace("face/", f"{judge}/") for key in COMPARED]
-    cells = [replace(figure_cell(arm, name, [judge]), figure=None) for name in names]
-    cells += [figure_cell(arm, name, [judge]) for name in WHOLE]
-    return (arm["name"], arm["people"]), cells

@@ -45,6 +45,8 @@ RATIOS = {*AMOUNTS, *_MOVES, "grid", "saturation"}
 
 _COLOURS = ("canary/red", "canary/green", "canary/blue")
 
+_OF_SHOT = ("curves", "detected", "file")  # keys of a record that the report has for each video
+
 FROZEN = 0.5  # a clip is frozen below this share of the base's non-rigid motion
 
 IN_STRATA = ("face_sim", "drift", "coverage", "nonrigid")
@@ -55,9 +57,10 @@ def is_ratio(name: str) -> bool:
     return not name.startswith("rewards/") and name.rpartition("/")[2] in RATIOS
 
 
-def format_interval(value: Interval) -> str:
-    """Format an interval as mean [low, high]."""
-    return f"{value['mean']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
+def format_interval(value: Interval, sign: str = "") -> str:
+    """Format an interval as mean [low, high]. sign: + to write it before positive numbers."""
+    mean, low, high = (f"{value[key]:{sign}.3f}" for key in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}]"
 
 
 @functools.lru_cache(maxsize=4)
@@ -161,15 +164,11 @@ def make_table(records: Sequence[Record], arms: Sequence[str], threshold: float)
 
 def find_identity_scale(records: Sequence[Record], recogniser: str) -> Scale | None:
     """Return the scale of identity kept by records of real clips through the VAE; None where it has no length."""
-    clips = [
-        ThroughVae(
-            person=record["person"],
-            face_sim=record["figures"][f"{recogniser}/face_sim"],
-            face=torch.tensor(record["embedding"][recogniser]),
-            pool=torch.tensor(record["pool"][recogniser]),
-        )
-        for record in records
-    ]
+    clips = []
+    for record in records:
+        face, pool = (torch.tensor(record[key][recogniser]) for key in ("embedding", "pool"))
+        face_sim = record["figures"][f"{recogniser}/face_sim"]
+        clips.append(ThroughVae(person=record["person"], face_sim=face_sim, face=face, pool=pool))
     return identity_kept.find_scale(clips)
 
 
@@ -242,35 +241,37 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], edges: Sequence[fl
     table = make_table(records, [arm.name for arm in arms], threshold)
     judges = list(next(iter(table.records[REAL].values()))["curves"])
     widths = pair_people({clip: record["face_width"] for clip, record in table.records[REAL].items()}).by_name()
-    report: dict = {"people": len(widths), "clips": len(table.figures[arms[0].name])}
-    report |= {"reading": {"face_sizes": list(edges), "threshold": threshold}}
-    report |= {"recognisers": {}, "motion": {}, "per_clip": per_clip(table, arms, judges)}
-    before, *others = [arm.name for arm in arms if not arm.origin]
-    if others:
-        report["compared"] = {"before": before, "after": others[0]}
-        names = report["compared"] | {"real": REAL}
-        report["recognisers"] = {judge: recogniser_report(table, judge, names) for judge in judges}
-        report["motion"] = motion_report(table, names)
-    first, *larger = edges  # a face on an edge belongs to the middle
     between = [f"{low:g}-{high:g} px" for low, high in itertools.pairwise(edges)]
-    strata: dict[str, list[str]] = {name: [] for name in (f"< {first:g} px", *between, f"> {edges[-1]:g} px")}
-    for person in sorted(widths):
-        index = 0 if widths[person] < first else 1 + sum(widths[person] > edge for edge in larger)
+    strata: dict[str, list[str]] = {name: [] for name in (f"< {edges[0]:g} px", *between, f"> {edges[-1]:g} px")}
+    for person in sorted(widths):  # a face on an edge belongs to the middle
+        index = 0 if widths[person] < edges[0] else 1 + sum(widths[person] > edge for edge in edges[1:])
         list(strata.values())[index].append(person)
-    report["face_sizes"] = {name: len(members) for name, members in strata.items()}
-    report["identity_scale"] = {"missing": table.no_scale, "recognisers": {}}
-    for judge, scale in table.scales.items():
-        ends = {"another_person": scale.another, "real_through_vae": scale.through_vae}
-        by_end = {name: interval(torch.tensor(list(people.values()))) for name, people in ends.items()}
-        report["identity_scale"]["recognisers"][judge] = by_end
-    report["real"] = arm_figures(table, REAL, judges)
-    bases = find_bases(arms)
-    report["arms"] = [arm_report(table, arm, bases[arm.steps], judges, strata) for arm in arms]
-    starts = {arm.steps: arm.name for arm in arms if arm.origin}
-    for arm, summary in zip(arms, report["arms"], strict=True):
+    bases, starts = find_bases(arms), {arm.steps: arm.name for arm in arms if arm.origin}
+    summaries = [arm_report(table, arm, bases[arm.steps], judges, strata) for arm in arms]
+    for arm, summary in zip(arms, summaries, strict=True):
         if arm.adapter and not arm.origin and (start := starts.get(arm.steps)):
             summary |= {"start": start, "over_start": compare_figures(table, arm.name, start, table.names(arm.name))}
+    scales = {
+        judge: {"another_person": _mean_end(scale.another), "real_through_vae": _mean_end(scale.through_vae)}
+        for judge, scale in table.scales.items()
+    }
+    report: dict = {
+        "people": len(widths), "clips": len(table.figures[arms[0].name]),
+        "reading": {"face_sizes": list(edges), "threshold": threshold}, "recognisers": {}, "motion": {},
+        "per_clip": per_clip(table, arms, judges), "real": arm_figures(table, REAL, judges), "arms": summaries,
+        "face_sizes": {name: len(members) for name, members in strata.items()},
+        "identity_scale": {"missing": table.no_scale, "recognisers": scales},
+    }  # fmt: skip
+    first = [summary for summary in summaries if not summary["origin"]][:2]
+    if len(first) == 2:
+        named = dict(zip(("before", "after"), first, strict=True))
+        report["compared"] = {which: summary["name"] for which, summary in named.items()}
+        report |= repeat_first_arms(table, judges, named | {"real": report["real"] | {"name": REAL}})
     return report
+
+
+def _mean_end(people: Mapping[str, float]) -> Interval:
+    return interval(torch.tensor(list(people.values())))
 
 
 def find_bases(arms: Sequence[Arm]) -> dict[int, Arm]:
@@ -332,73 +333,63 @@ def arm_report(table: Table, arm: Arm, base: Arm, judges: Sequence[str], strata:
     return summary
 
 
-def recogniser_report(table: Table, judge: str, names: Mapping[str, str]) -> dict:
-    """Return a recogniser's figures; None for changes without common clips. names: before | after | real -> arm."""
+def repeat_first_arms(table: Table, judges: Sequence[str], arms: Mapping[str, Mapping]) -> dict:
+    """Return the blocks recognisers and motion of the report. arms: before | after | real -> name and figures."""
 
-    def values(which: str, key: str) -> Values:
-        return table.values(names[which], f"{judge}/{key}")
+    def mean(which: str, name: str) -> float | None:
+        figure = arms[which]["figures"].get(name)
+        return figure and figure["mean"]
 
-    figures: dict = {"cap": float(pair_people(values("real", "cap")).values.mean())}
-    for which in ("before", "after"):
-        figures[which] = {key: mean_interval(values(which, key)) for key in ("face_sim", "coverage", *_MOVES)}
-        figures[which]["per_frame"] = table.curve(names[which], judge)
-        figures[which]["last_quarter"] = float(np.mean(list(values(which, "last_quarter").values())))
-    figures["gain"] = None
-    if change := compare(values("after", "face_sim"), values("before", "face_sim"), by_ratio=True):
-        relative = {key: value - 1 for key, value in change["ratio"].items()}
-        figures["gain"] = {
-            "absolute": change["difference"], "relative": relative, "people_improved": change["people_with_more"],
+    def change(name: str, to: str, *, median: bool = False) -> dict | None:
+        after, base = (table.values(arms[which]["name"], name) for which in ("after", to))
+        if (changes := compare(after, base, by_ratio=True)) and median:
+            ratios = [after[clip] / max(base[clip], _LEAST) for clip in after.keys() & base.keys()]
+            return changes["ratio"] | {"median_per_clip": float(np.median(ratios))}
+        return changes
+
+    blocks: dict = {"recognisers": {}, "motion": {which: {} for which in arms} | {"after_to_before": {}}}
+    for judge in judges:
+        figures: dict = {"cap": mean("real", f"{judge}/cap")}
+        for which, arm in list(arms.items())[:2]:
+            figures[which] = {key: arm["figures"][f"{judge}/{key}"] for key in ("face_sim", "coverage", *_MOVES)}
+            figures[which] |= {
+                "per_frame": arm["per_frame"][judge],
+                "last_quarter": mean(which, f"{judge}/last_quarter"),
+            }
+        gain = change(f"{judge}/face_sim", "before")
+        figures["gain"] = gain and {
+            "absolute": gain["difference"], "relative": {key: value - 1 for key, value in gain["ratio"].items()},
+            "people_improved": gain["people_with_more"],
         }  # fmt: skip
-    for to in ("before", "real"):
-        figures[f"motion_after_to_{to}"] = {key: motion_ratio(values("after", key), values(to, key)) for key in _MOVES}
-    return figures
-
-
-def motion_ratio(values: Values, base: Values) -> dict | None:
-    """Return the ratio of the means over people, and the median ratio of a clip; None without common clips."""
-    ratios = [values[clip] / max(base[clip], 1e-9) for clip in values if clip in base]
-    change = compare(values, base, by_ratio=True)
-    return change and change["ratio"] | {"median_per_clip": float(np.median(ratios))}
-
-
-def motion_report(table: Table, names: Mapping[str, str]) -> dict:
-    """Return the motion of the real clips and both arms without a network: means and their changes.
-
-    Leave out clips without the figure (no face, no motion) in some arm; return None where no clip is left.
-    """
-    figures: dict = {which: {} for which in names} | {"after_to_before": {}}
-    for key in (*AMOUNTS, "reversals"):
-        values = {which: table.values(arm, f"motion/{key}") for which, arm in names.items()}
-        pairs = pair_people(*values.values())
-        people = dict(zip(values, pairs.values, strict=True))
-        means = {which: float(means.mean()) if pairs.people else None for which, means in people.items()}
-        if key == "reversals":
-            change = interval(people["after"] - people["before"]) if pairs.people else None
-            figures[key] = means | {"after_minus_before": change}
-            break
-        for which, mean in means.items():
-            figures[which][key] = mean
-        figures["after_to_before"][key] = ratio_interval(people["after"], people["before"]) if pairs.people else None
-    return figures
+        for to in ("before", "real"):
+            figures[f"motion_after_to_{to}"] = {key: change(f"{judge}/{key}", to, median=True) for key in _MOVES}
+        blocks["recognisers"][judge] = figures
+    for key in AMOUNTS:
+        for which in arms:
+            blocks["motion"][which][key] = mean(which, f"motion/{key}")
+        amount = change(f"motion/{key}", "before")
+        blocks["motion"]["after_to_before"][key] = amount and amount["ratio"]
+    reversals = change("motion/reversals", "before")
+    blocks["motion"]["reversals"] = {which: mean(which, "motion/reversals") for which in arms}
+    blocks["motion"]["reversals"]["after_minus_before"] = reversals and reversals["difference"]
+    return blocks
 
 
 def per_clip(table: Table, arms: Sequence[Arm], judges: Sequence[str]) -> list[dict]:
     """Return every clip with its figures by arm and per frame; `before` and `after` are the first two arms."""
-
-    def shot(arm: str, clip: ClipKey) -> dict:
-        record = table.records[arm][clip]
-        return {"figures": table.figures[arm][clip]} | {key: record[key] for key in ("curves", "detected", "file")}
-
     lines = []
-    names = dict(zip(("before", "after"), (arm.name for arm in arms if not arm.origin), strict=False))
-    for clip in table.figures[REAL]:
+    shown = dict(zip(("before", "after"), (arm.name for arm in arms if not arm.origin), strict=False)) | {"real": REAL}
+    for clip, real in table.records[REAL].items():
+        shots = {
+            arm: {"figures": table.figures[arm][clip]} | {key: records[clip][key] for key in _OF_SHOT}
+            for arm, records in table.records.items()
+            if clip in records
+        }
         line: dict = {"id": clip.row, "seed": clip.seed, "motion": {}}
-        for which, arm in (names | {"real": REAL}).items():
+        for which, arm in shown.items():
             figures = table.figures[arm].get(clip, {})
             line["motion"][which] = {key: figures.get(f"motion/{key}") for key in (*AMOUNTS, "reversals")}
             if which != "real":
                 line |= {f"{judge}/{which}": figures.get(f"{judge}/face_sim") for judge in judges}
-        line["real"] = shot(REAL, clip) | {"face_width": table.records[REAL][clip]["face_width"]}
-        line["arms"] = {arm.name: shot(arm.name, clip) for arm in arms if clip in table.figures[arm.name]}
-        lines.append(line)
+        lines.append(line | {"real": shots.pop(REAL) | {"face_width": real["face_width"]}, "arms": shots})
     return lines

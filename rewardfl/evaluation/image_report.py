@@ -8,13 +8,14 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from rewardfl import data
 from rewardfl.evaluation.arms import Arm
 from rewardfl.evaluation.figures import ClipKey, Table, find_bases, format_interval, interval, make_table, pair_people
 from rewardfl.evaluation.records import Record
+from rewardfl.evaluation.report.pictures import draw_cell
 from rewardfl.rewards.scoring import Term
 
 DISAGREEMENTS = "disagreements.png"
@@ -32,11 +33,7 @@ class Disagreement(NamedTuple):
     clip: ClipKey
     side: str  # before | after
     figures: dict[str, float]
-
-    @property
-    def margin(self) -> float:
-        first, second = self.figures.values()
-        return first - second
+    margin: float  # of the first figure over the second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,47 +45,56 @@ class ImageReport:
     prompts: Mapping[str, str]
     terms: Sequence[Term]
 
+    def pairs(self) -> list[tuple[Arm, str]]:
+        """Return each arm that has a base, and the base's name; starts last."""
+        bases = find_bases(self.arms)
+        pairs = [(arm, bases[arm.steps].name) for arm in self.arms if bases[arm.steps] is not arm]
+        return sorted(pairs, key=lambda pair: bool(pair[0].origin))
+
     def summarise(self) -> dict:
         """Return the report: means over prompts with 95 % bootstrap intervals, as one prompt's noises are related.
 
-        The top level compares the first arm that has a base; `arms` has all of them.
+        The top level compares the first arm that has a base and is not a start; `arms` has all of them.
         """
-        clips = sorted(self.table.figures[self.pairs()[0][1]])
         compared = [
             {"name": arm.name, "steps": arm.steps, "adapter": str(arm.adapter), "strength": arm.strength}
-            | {"against": base, **self.compare(arm.name, base)}
+            | {"origin": arm.origin, "against": base, **self.compare(arm.name, base)}
             for arm, base in self.pairs()
         ]
-        first = {key: compared[0][key] for key in ("figures", "disagreements")}
-        report = {"prompts": len({clip.row for clip in clips}), "pairs": len(clips), **first, "arms": compared}
-        return report | {"per_pair": [self.list_scores(clip) for clip in clips]}
-
-    def pairs(self) -> list[tuple[Arm, str]]:
-        """Return each arm that has a base, and the base's name."""
-        bases = find_bases(self.arms)
-        return [(arm, bases[arm.steps].name) for arm in self.arms if bases[arm.steps] is not arm]
+        arm, base = self.pairs()[0]
+        clips, sides = sorted(self.table.figures[base]), {"before": base, "after": arm.name}
+        lines = []
+        for clip in clips:
+            line = {"line": self.table.records[base][clip]["line"], "prompt": self.prompts[clip.row], "seed": clip.seed}
+            for name in self.table.names(base):  # null where invalid
+                line |= {
+                    f"{name.removeprefix('rewards/')}/{side}": self.table.figures[which].get(clip, {}).get(name)
+                    for side, which in sides.items()
+                }
+            lines.append(line)
+        report = {"prompts": len({clip.row for clip in clips}), "pairs": len(clips)}
+        report |= {key: compared[0][key] for key in ("figures", "disagreements")}
+        return report | {"arms": compared, "per_pair": lines}
 
     def compare(self, arm: str, base: str) -> dict:
         """Return an arm's figures before and after, and the number of its pictures that two readers read differently.
 
         win_rate: share of the pictures that score higher after; a tie counts half.
         """
-        trained = {term.label: term.weight > 0 for term in self.terms}
+        trained = {term.label for term in self.terms if term.weight > 0}
         figures, clips = {}, self.table.figures[arm].keys() | self.table.figures[base].keys()
         for name in self.table.names(base):
             before, after = self.table.values(base, name), self.table.values(arm, name)
-            common = before.keys() & after.keys()
-            gain = {clip: after[clip] - before[clip] for clip in common}
+            gain = {clip: after[clip] - before[clip] for clip in before.keys() & after.keys()}
             wins = {clip: (change > 0) + 0.5 * (change == 0) for clip, change in gain.items()}
-            if common:
-                keys = ("before", "after", "gain", "win_rate")
+            if gain:
+                keys, label = ("before", "after", "gain", "win_rate"), name.removeprefix("rewards/")
                 values = map(interval, pair_people(before, after, gain, wins).values)
-                label = name.removeprefix("rewards/")
-                figures[label] = {"trained": trained.get(label, False), **dict(zip(keys, values, strict=True))}
-                figures[label]["left_out"] = len(clips) - len(common)
+                figures[label] = {"trained": label in trained, **dict(zip(keys, values, strict=True))}
+                figures[label]["left_out"] = len(clips) - len(gain)
         counts: dict[str, dict[str, int]] = {}
         for picture in self.disagreements(arm, base):
-            higher, lower = sorted(picture.figures, key=lambda name: -picture.figures[name])
+            lower, higher = sorted(picture.figures, key=lambda name: picture.figures[name])
             counts.setdefault(f"{higher} above {lower}", {"before": 0, "after": 0})[picture.side] += 1
         return {"figures": figures, "disagreements": counts}
 
@@ -99,21 +105,10 @@ class ImageReport:
             names = [f"{term.label}/{part}" for part in term.reward.second_opinion]
             for side, which in (("before", base), ("after", arm)):
                 for clip, measured in self.table.figures[which].items():
-                    figures = {name: measured.get(f"rewards/{name}", math.nan) for name in names}
-                    pictures.append(Disagreement(clip, side, figures))
+                    first, second = (measured.get(f"rewards/{name}", math.nan) for name in names)
+                    figures = dict(zip(names, (first, second), strict=True))
+                    pictures.append(Disagreement(clip, side, figures, first - second))
         return [picture for picture in pictures if abs(picture.margin) > 0]
-
-    def list_scores(self, clip: ClipKey) -> dict:
-        """Return the scores of one prompt and noise, before and after, null where invalid."""
-        arm, base = self.pairs()[0]
-        sides = {"before": self.table.figures[base].get(clip, {}), "after": self.table.figures[arm.name].get(clip, {})}
-        scores = {
-            f"{name.removeprefix('rewards/')}/{side}": figures.get(name)
-            for name in self.table.names(base)
-            for side, figures in sides.items()
-        }
-        line = self.table.records[base][clip]["line"]
-        return {"line": line, "prompt": self.prompts[clip.row], "seed": clip.seed} | scores
 
     def draw(self, out: Path) -> None:
         """Draw out/grid.png, and out/disagreements.png if there are any; remove an earlier one."""
@@ -125,28 +120,29 @@ class ImageReport:
             cells = []
             for picture in spread(sorted(shown, key=lambda picture: -picture.margin)):
                 figures = [f"{name.rpartition('/')[2]} {value:.3g}" for name, value in picture.figures.items()]
-                pixels = self.read(out, arm.name if picture.side == "after" else base, picture.clip)
-                cells.append(draw_cell(pixels, self.prompts[picture.clip.row], ", ".join(figures)))
+                side = arm.name if picture.side == "after" else base
+                cells.append(self._draw_cell(out, [side], picture.clip, ", ".join(figures)))
             data.write_picture(out / DISAGREEMENTS, data.side_by_side(cells)[None])
 
     def draw_grid(self, out: Path) -> list[Tensor]:
         """Draw all arms of up to SHOWN prompts, from the greatest loss to the greatest gain of the first reward."""
-        arm, base = self.pairs()[0]
-        score = f"rewards/{self.terms[0].label}"
+        (arm, base), score = self.pairs()[0], f"rewards/{self.terms[0].label}"
         scores = {which.name: self.table.values(which.name, score) for which in self.arms}
         after, before = scores[arm.name], scores[base]
         clips = [clip for clip in self.table.figures[base] if clip.seed == 0]
         clips.sort(key=lambda clip: after[clip] - before[clip] if clip in after and clip in before else 0.0)
         cells = []
         for clip in spread(clips):
-            row = torch.cat([self.read(out, which.name, clip) for which in self.arms], 1)
-            texts = [f"{which.name} {scores[which.name].get(clip, math.nan):.3g}" for which in self.arms]
-            cells.append(draw_cell(row, self.prompts[clip.row], ", ".join(texts)))
+            texts = [f"{name} {values.get(clip, math.nan):.3g}" for name, values in scores.items()]
+            cells.append(self._draw_cell(out, list(scores), clip, ", ".join(texts)))
         return cells
 
-    def read(self, out: Path, arm: str, clip: ClipKey) -> Tensor:
-        """Read a picture (H, W, 3) uint8 of an arm."""
-        return data.read_picture(out / self.table.records[arm][clip]["file"])
+    def _draw_cell(self, out: Path, arms: Sequence[str], clip: ClipKey, below: str) -> Tensor:
+        """Draw arms' pictures of a clip next to each other, enlarged to a height of about SIDE."""
+        pictures = [data.read_picture(out / self.table.records[arm][clip]["file"]) for arm in arms]
+        image = Image.fromarray(torch.cat(pictures, 1).numpy())
+        image = ImageOps.scale(image, max(1, round(SIDE / image.height)), Image.Resampling.NEAREST)
+        return draw_cell(image, self.prompts[clip.row], below)
 
 
 def make_report(
@@ -165,9 +161,12 @@ def format_table(report: Mapping) -> str:
         for name, figures in arm["figures"].items():
             words = " (trained on)" if figures["trained"] else ""
             left = f"   {figures['left_out']} pairs left out" if figures["left_out"] else ""
-            texts = {key: format_interval(figures[key]) for key in ("before", "after", "gain", "win_rate")}
-            lines += [f"{name}{words}", f"  before {texts['before']}   after {texts['after']}"]
-            lines += [f"  gain {texts['gain']}   better after {texts['win_rate']}{left}"]
+            before, after, gain, wins = (format_interval(figures[k]) for k in ("before", "after", "gain", "win_rate"))
+            lines += [
+                f"{name}{words}",
+                f"  before {before}   after {after}",
+                f"  gain {gain}   better after {wins}{left}",
+            ]
         for which, count in arm["disagreements"].items():
             lines += ["", f"{which}: {count['before']} pictures before, {count['after']} after ({DISAGREEMENTS})"]
     return "\n".join(lines)
@@ -176,13 +175,3 @@ def format_table(report: Mapping) -> str:
 def spread(items: Sequence[_Item]) -> list[_Item]:
     """Return up to SHOWN evenly spaced items, the first and the last among them."""
     return [items[i] for i in np.linspace(0, len(items) - 1, min(SHOWN, len(items))).round().astype(int)]
-
-
-def draw_cell(picture: Tensor, above: str, below: str) -> Tensor:
-    """Draw a picture uint8 (H, W, 3), enlarged to a height of about SIDE, between two lines of text."""
-    image = Image.fromarray(picture.numpy())
-    image = ImageOps.scale(image, max(1, round(SIDE / image.height)), Image.Resampling.NEAREST)
-    cell = ImageOps.expand(image, (4, 16, 4, 18), "white")
-    ImageDraw.Draw(cell).text((4, 2), above[: image.width // 6], fill="black")
-    ImageDraw.Draw(cell).text((4, 17 + image.height), below, fill="black")
-    return torch.from_numpy(np.array(cell))

@@ -69,7 +69,7 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     of_images = cfg.data.num_frames == 1
     if of_images and (wrong := [f"--{name}" for name in FOR_VIDEOS if vars(args)[name]]):
         raise ValueError(f"{wrong[0]}: is for videos, and data.num_frames is 1; remove it")
-    fps = cfg.data.fps or backbones.describe(cfg.model.model_name, Source()).frame_rate
+    fps = cfg.data.fps or (1.0 if of_images else backbones.describe(cfg.model.model_name, Source()).frame_rate)
     rewards = resolve_rewards(measured_rewards(cfg.reward, config.list_reward_specs(cfg, for_evaluation=True)), fps)
     rewards = [(replace(spec, settings={**cls.evaluation_settings, **spec.settings}), cls) for spec, cls in rewards]
     plan.check_frames(cfg.data.num_frames, rewards)

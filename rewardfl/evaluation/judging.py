@@ -123,11 +123,8 @@ def find_references(terms: Sequence[Term], row: data.Row, reference: Tensor) -> 
 
 def judge_image(judges: Judges, image: Tensor, references: References) -> dict:
     """Return the scores of an image (3, 1, H, W) by all rewards, and their parts. Raise RewardError if one fails."""
-    return {
-        "figures": finite(_reward_figures(judges.terms, image, references, parts=True)),
-        "curves": {},
-        "detected": {},
-    }
+    figures = _reward_figures(judges.terms, image, references, parts=True)
+    return {"figures": finite(figures), "curves": {}, "detected": {}}
 
 
 def finite(figures: Figures) -> Figures:

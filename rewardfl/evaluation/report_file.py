@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 from rewardfl.evaluation.figures import is_ratio
 from rewardfl.evaluation.records import FORMAT, Bounded, problem_words
 
+COMPARED_BLOCKS = ("data", "sampling", "judges")  # of the settings, in which compared evaluations must agree
+
 ArmName = Annotated[str, Field(max_length=300)]  # charts draw it
 
 
@@ -39,20 +41,9 @@ class ArmReport(BaseModel):
     figures: dict[str, Ends | None]
     per_frame: dict[str, list[Bounded]]
     compared: dict[str, Change | None] = {}
+    over_start: dict[str, Change | None] = {}
     frozen_share: Ends | None = None
     colour_shift: Ends | None = None
-
-
-class Blocks(BaseModel):
-    """Settings by block. The blocks by which evaluations are compared are required."""
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, dict[str, str]]
-
-    records: dict[str, str]
-    data: dict[str, str]
-    sampling: dict[str, str]
-    judges: dict[str, str]
 
 
 class Report(BaseModel):
@@ -61,20 +52,21 @@ class Report(BaseModel):
     people: NonNegativeInt
     version: str
     command: list[str]
-    settings: Blocks
+    settings: dict[str, dict[str, str]]
     real: RealClips
     arms: list[ArmReport]
 
     @model_validator(mode="after")
     def _is_consistent(self) -> "Report":
         """Raise ValueError unless each arm has the figures of all recognisers, and its base is an arm."""
-        if self.settings.records != {"format": str(FORMAT)}:
+        if self.settings.get("records") != {"format": str(FORMAT)} or not self.settings.keys() >= {*COMPARED_BLOCKS}:
             raise ValueError("another version of evaluate.py wrote it")
-        judges, names = self.real.per_frame, [arm.name for arm in self.arms]
-        if len({*names}) < len(names):
+        judges, names = self.real.per_frame, {arm.name for arm in self.arms}
+        if len(names) < len(self.arms):
             raise ValueError("two arms have one name")
         for arm in self.arms:
-            lacks_figures = arm.against and not {f"{judge}/face_sim" for judge in judges} <= arm.compared.keys()
+            changes = ([arm.compared] if arm.against else []) + ([arm.over_start] if arm.over_start else [])
+            lacks_figures = any(not {f"{judge}/face_sim" for judge in judges} <= change.keys() for change in changes)
             if not judges.keys() <= arm.per_frame.keys() or lacks_figures:
                 raise ValueError(f"arm {arm.name} lacks figures of a recogniser")
             if arm.against is not None and arm.against not in names:

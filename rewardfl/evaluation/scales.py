@@ -163,15 +163,8 @@ def format_scales(scales: Sequence[RewardScale]) -> str:
         term, valid = scale.term, int((~scale.scores.isnan()).sum())
         name = term.label if valid == len(scale.scores) else f"{term.label} ({valid} of {len(scale.scores)} clips)"
         means = [float(values.nanmean()) for values in (scale.scores, scale.norms, scale.cosines)]
-        figures = (
-            means[0],
-            standard_deviation(scale.scores),
-            *means[1:],
-            term.weight,
-            100 * share,
-            equal_weight(scale, scales[0]),
-        )
-        score, std, gradient, cosine, weight, percent, equal = map(format_number, figures)
+        figures = (*means, standard_deviation(scale.scores), term.weight, 100 * share, equal_weight(scale, scales[0]))
+        score, gradient, cosine, std, weight, percent, equal = map(format_number, figures)
         place = f"{term.mean:g}, {term.std:g}"
         rows.append((name, score, std, gradient, cosine, weight, place, f"{percent} %", equal, f"{scale.seconds:.2f}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -189,9 +182,8 @@ def paste(others: Mapping[str, dict], scales: Sequence[RewardScale]) -> str:
     """
     lines: dict = {}
     for scale in scales:
-        average, std = (
-            float(f"{value:.3g}") for value in (float(scale.scores.nanmean()), standard_deviation(scale.scores))
-        )
+        figures = (float(scale.scores.nanmean()), standard_deviation(scale.scores))
+        average, std = (float(f"{value:.3g}") for value in figures)
         if not std > 0:
             continue
         if scale.term.label == "score":

@@ -200,7 +200,7 @@ def _compare_run_json(
     ]  # fmt: skip
     refused = [change for change in differing if change["key"] not in new.get("run.resume_with_changes", ())]
     if refused:
-        keys = {change["key"] for change in refused}
+        keys = {str(change["key"]) for change in refused}
         accept = f"accept this with run.resume_with_changes=[{','.join(sorted(keys))}], or "
         base = " (of what model.model_paths leads to)" if any(key.startswith("base_model.") for key in keys) else ""
         raise CheckpointError(

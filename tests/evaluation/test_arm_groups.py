@@ -5,7 +5,6 @@ from conftest import run_tool
 from test_identity_scale import PEOPLE, through_vae
 from test_judging import ARMS, JUDGE, real, record, summary
 
-from rewardfl.evaluation.figures import ClipKey, pair_people
 from rewardfl.evaluation.records import Writer
 from rewardfl_tools import compare_runs
 
@@ -35,12 +34,6 @@ def test_people_are_paired_by_name_and_who_is_left_out_is_printed(tmp_path):
     assert rows["motion/face_flow over the base's"].endswith("| 1.000 | 1.000 | +0.000 [+0.000, +0.000] |")
     assert rows[f"identity kept ({JUDGE})"].endswith("| +0.000 [+0.000, +0.000] |")
     assert [name for name in rows if "left out" in name and "d, g (motion/face_flow" in name]
-
-
-def test_a_noise_that_one_arm_lacks_counts_in_none():
-    values = {ClipKey("a", seed, "a"): float(seed) for seed in (0, 1)}
-    pairs = pair_people(values, {ClipKey("a", 1, "a"): 5.0, ClipKey("b", 0, "b"): 1.0})
-    assert pairs.people == ["a"] and pairs.values.tolist() == [[1.0], [5.0]] and pairs.left_out == ["b"]
 
 
 def test_groups_are_averaged_and_agree_with_the_report(tmp_path):

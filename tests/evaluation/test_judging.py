@@ -1,6 +1,7 @@
 """The statistics of tools/evaluate.py on records whose answers are known; what it makes of folders; what it refuses."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from conftest import ROOT, run_tool
 from rewardfl import config, data, lora
 from rewardfl.evaluation import judge_videos, judging
 from rewardfl.evaluation.arms import Arm, batches, describe_start, find_videos, make_arms, unique_names
-from rewardfl.evaluation.figures import AMOUNTS, record_figures, summarise
+from rewardfl.evaluation.figures import record_figures, summarise
 from rewardfl.evaluation.records import (
     SETTINGS,
     Writer,
@@ -21,6 +22,7 @@ from rewardfl.evaluation.records import (
 )
 from rewardfl.evaluation.report import pictures
 from rewardfl.evaluation.report.report_page import format_report
+from rewardfl.outputs import MARK
 from rewardfl.rewards import face
 from rewardfl.rewards.pixels.video_motion import video_motion
 from rewardfl.weights.shards import InputError
@@ -71,78 +73,100 @@ def close(value):
     return {"mean": pytest.approx(value), "low": pytest.approx(value), "high": pytest.approx(value)}
 
 
-def test_gain_is_paired_and_relative():
-    report = summary(*pair("a", 0, 0.4, 0.6), *pair("b", 0, 0.6, 0.8))
-    figures = report["recognisers"][JUDGE]
-    assert figures["gain"]["absolute"] == close(0.2)
-    assert figures["gain"]["relative"]["mean"] == pytest.approx(0.7 / 0.5 - 1)
-    assert figures["gain"]["people_improved"] == 1.0 and figures["cap"] == pytest.approx(0.9)
-    assert figures["before"]["face_sim"]["mean"] == pytest.approx(0.5)
-    assert figures["after"]["per_frame"] == [pytest.approx(0.7)] * 8
-    assert report["arms"][1]["compared"][f"{JUDGE}/face_sim"]["difference"] == figures["gain"]["absolute"]
-    assert report["arms"][0]["against"] is None and report["arms"][1]["against"] == "base"
+def mean(value):
+    return {"mean": pytest.approx(value)}
+
+
+def only_difference(value, people_with_more):
+    return {"difference": close(value), "people_with_more": people_with_more, "left_out": 0}
+
+
+def both(seeds=(0,), **figures):
+    return [line for person in "ab" for seed in seeds for line in pair(person, seed, 0.5, 0.6, **figures)]
+
+
+GAIN = [*pair("a", 0, 0.4, 0.6), *pair("b", 0, 0.6, 0.8)]
+ALONE = [*pair("a", 0, 0.4, 0.5), record("a", "latest", 1, face_sim=0.9)]
+FROZEN = [*both((0, 1)), record("c", "base", nonrigid=0.0), record("c", "latest", nonrigid=0.0)]  # c has no half
+FROZEN[1]["figures"][f"{JUDGE}/nonrigid"], FROZEN[5]["figures"][f"{JUDGE}/nonrigid"] = 0.0049, 0.0051
+NO_FACE = pair("a", 0, 0.5, 0.0, face_flow=None, flow=0.5)
+CANARIES = both(red=0.53, green=0.46, grid=3.0, saturation=0.3)
+MOVES = [
+    *pair("a", 0, 0.5, 0.6, flow=0.5), *pair("a", 1, 0.5, 0.6, flow=0.7), *pair("b", 0, 0.5, 0.6, reversals=-0.6),
+]  # fmt: skip
+REWARD = pair("a", 0, 0.5, 0.6)
+REWARD[0]["figures"]["rewards/flow"], REWARD[1]["figures"]["rewards/flow"] = 0.1, -0.8
+
+
+@pytest.mark.parametrize(
+    "records, place, expected",
+    [
+        (GAIN, "recognisers held_out gain absolute", close(0.2)),
+        (GAIN, "recognisers held_out gain relative", mean(0.7 / 0.5 - 1)),
+        (GAIN, "recognisers held_out gain people_improved", 1.0),
+        (GAIN, "recognisers held_out cap", pytest.approx(0.9)),
+        (GAIN, "recognisers held_out before face_sim", mean(0.5)),
+        (GAIN, "recognisers held_out after last_quarter", pytest.approx(0.7)),
+        (GAIN, "recognisers held_out after per_frame", [pytest.approx(0.7)] * 8),
+        (GAIN, "arms 1 compared held_out/face_sim difference", close(0.2)),
+        (GAIN, "arms 0 against", None), (GAIN, "arms 1 against", "base"),
+        # a noise that only one arm has counts in neither
+        (ALONE, "arms 1 compared held_out/face_sim difference", close(0.1)),
+        (ALONE, "arms 1 compared held_out/face_sim left_out", 1),
+        # a face that has frozen
+        (both(speed=0.002), "recognisers held_out motion_after_to_before speed", mean(0.1)),
+        (both(speed=0.002), "recognisers held_out motion_after_to_real speed median_per_clip", pytest.approx(0.1)),
+        (both(speed=0.002), "recognisers held_out motion_after_to_real nonrigid", mean(1.0)),
+        (FROZEN, "arms 1 frozen_share", mean(0.25)),  # half of a's clips, and none of b's
+        # motion without a network: ratios of means over people
+        (MOVES, "motion real flow", pytest.approx(4)), (MOVES, "motion before flow", pytest.approx(1)),
+        (MOVES, "motion after flow", pytest.approx(0.8)),  # 0.6 and 1
+        (MOVES, "motion after_to_before flow", pytest.approx({"mean": 0.8, "low": 0.6, "high": 1.0})),
+        (MOVES, "motion after_to_before sharpness", close(1)),
+        (MOVES, "motion reversals before", pytest.approx(-0.8)),
+        (MOVES, "motion reversals after", pytest.approx(-0.7)),
+        (MOVES, "motion reversals after_minus_before", pytest.approx({"mean": 0.1, "low": 0.0, "high": 0.2})),
+        # a clip without a face is left out of the face's flow only
+        ([*NO_FACE, *pair("b", 0, 0.5, 0.6, face_flow=1.0)], "motion after_to_before face_flow", mean(0.5)),
+        ([*NO_FACE, *pair("b", 0, 0.5, 0.6, face_flow=1.0)], "motion after_to_before flow", mean(0.75)),
+        (NO_FACE, "per_clip 0 motion after face_flow", None),
+        (NO_FACE, "motion after_to_before face_flow", None), (NO_FACE, "motion after face_flow", None),
+        # canaries against the base's
+        (CANARIES, "arms 1 colour_shift", close(0.05)),
+        (CANARIES, "arms 1 compared canary/grid ratio", close(3)),
+        (CANARIES, "arms 1 compared canary/red", only_difference(0.03, 1.0)),
+        # a reward that is called like a motion has no ratio: its scale is its own, and may go through 0
+        (REWARD, "arms 1 compared rewards/flow", only_difference(-0.9, 0.0)),
+        (REWARD, "arms 1 compared motion/flow ratio", close(1)),
+    ],
+)  # fmt: skip
+def test_a_figure_of_the_report(records, place, expected):
+    part = json.loads(json.dumps(summary(*records), allow_nan=False))  # other readers of JSON know no NaN
+    for key in place.split():
+        part = part[int(key) if key.isdigit() else key]
+    if isinstance(expected, dict) and [*expected] == ["mean"]:
+        part = {"mean": part["mean"]}
+    assert part == expected
 
 
 def test_more_noises_of_the_same_people_do_not_narrow_the_interval():
     values = torch.linspace(0.3, 0.8, 6).tolist()
-    once = [one for name, v in zip("abcdef", values, strict=True) for one in pair(name, 0, v, v)]
-    twice = once + [one for name, v in zip("abcdef", values, strict=True) for one in pair(name, 1, v, v)]
-    intervals = [summary(*records)["recognisers"][JUDGE]["before"]["face_sim"] for records in (once, twice)]
-    assert intervals[0] == pytest.approx(intervals[1])
+    once, again = (
+        [one for n, v in zip("abcdef", values, strict=True) for one in pair(n, seed, v, v)] for seed in (0, 1)
+    )
+    figures = [summary(*records)["recognisers"][JUDGE]["before"]["face_sim"] for records in (once, once + again)]
+    assert figures[0] == pytest.approx(figures[1])
     spread = float(np.std(values, ddof=1)) / 6**0.5
-    assert intervals[0]["high"] - intervals[0]["low"] == pytest.approx(2 * 1.96 * spread, rel=0.25)
+    assert figures[0]["high"] - figures[0]["low"] == pytest.approx(2 * 1.96 * spread, rel=0.25)
 
 
-def test_clips_are_compared_with_the_same_noise():
-    """A noise that only one arm has counts in neither."""
-    report = summary(*pair("a", 0, 0.4, 0.5), record("a", "latest", 1, face_sim=0.9))
-    found = report["arms"][1]["compared"][f"{JUDGE}/face_sim"]
-    assert found["difference"] == close(0.1) and found["left_out"] == 1
+def test_arms_without_a_common_clip_or_figure():
     apart = summary(record("a", "base", 0), record("a", "latest", 1))
     assert apart["recognisers"][JUDGE]["gain"] is None
     assert "latest and base have no clip in common" in format_report(json.loads(json.dumps(apart, allow_nan=False)))
-
-
-def test_motion_ratios_see_a_frozen_face():
-    report = summary(*pair("a", 0, 0.5, 0.9, speed=0.002), *pair("b", 0, 0.5, 0.9, speed=0.002))
-    figures = report["recognisers"][JUDGE]
-    assert figures["motion_after_to_before"]["speed"]["mean"] == pytest.approx(0.1)
-    assert figures["motion_after_to_real"]["speed"]["median_per_clip"] == pytest.approx(0.1)
-    assert figures["motion_after_to_real"]["nonrigid"]["mean"] == pytest.approx(1.0)
-
-
-def test_frozen_share_counts_clips_below_half_of_their_base():
-    clips = [pair("a", 0, 0.5, 0.6, nonrigid=0.0049), pair("a", 1, 0.5, 0.6), pair("b", 0, 0.5, 0.6, nonrigid=0.0051)]
-    still = [record("c", "base", nonrigid=0.0), record("c", "latest", nonrigid=0.0)]  # has no half to fall below
-    assert summary(*sum(clips, []), *still)["arms"][1]["frozen_share"]["mean"] == pytest.approx(0.25)  # 1/2 and 0
-
-
-def test_motion_without_a_network_is_a_ratio_of_means_over_people():
-    clips = [
-        *pair("a", 0, 0.5, 0.6, flow=0.5),
-        *pair("a", 1, 0.5, 0.6, flow=0.7),
-        *pair("b", 0, 0.5, 0.6, reversals=-0.6),
-    ]
-    figures = summary(*clips)["motion"]
-    assert [figures[arm]["flow"] for arm in ("real", "before", "after")] == pytest.approx([4, 1, 0.8])  # 0.6 and 1
-    assert figures["after_to_before"]["flow"] == pytest.approx({"mean": 0.8, "low": 0.6, "high": 1.0})
-    assert figures["after_to_before"]["sharpness"] == close(1)
-    assert figures["after"].keys() == figures["after_to_before"].keys() == {*AMOUNTS}
-    reversals = figures["reversals"]
-    assert [reversals[arm] for arm in ("real", "before", "after")] == pytest.approx([-0.8, -0.8, -0.7])
-    assert reversals["after_minus_before"] == pytest.approx({"mean": 0.1, "low": 0.0, "high": 0.2})
-
-
-def test_who_has_no_face_flow_is_left_out_of_it_alone():
-    first = pair("a", 0, 0.5, 0.0, face_flow=None, flow=0.5)
-    report = summary(*first, *pair("b", 0, 0.5, 0.6, face_flow=1.0))
-    assert report["motion"]["after_to_before"]["face_flow"]["mean"] == pytest.approx(0.5)
-    assert report["motion"]["after_to_before"]["flow"]["mean"] == pytest.approx(0.75)
-    assert report["per_clip"][0]["motion"]["after"]["face_flow"] is None
-    alone = summary(*first)
-    assert alone["motion"]["after_to_before"]["face_flow"] is alone["motion"]["after"]["face_flow"] is None
-    assert "face flow" not in format_report(alone).partition("real clips")[0].partition("latest, against")[2]
-    json.dumps(alone, allow_nan=False)  # other readers of JSON know no NaN
+    assert (
+        "face flow" not in format_report(summary(*NO_FACE)).partition("real clips")[0].partition("latest, against")[2]
+    )
 
 
 def test_the_shape_of_a_curve():
@@ -170,42 +194,23 @@ def test_strata_are_by_the_real_clips_face_and_small_ones_are_only_counted():
     assert summary(*people[0], real("a", 39.0), edges=(20.0,))["face_sizes"] == {"< 20 px": 0, "> 20 px": 1}
 
 
-def test_canaries_are_held_against_the_base():
-    after = {"red": 0.53, "green": 0.46, "grid": 3.0, "saturation": 0.3}
-    arm = summary(*pair("a", 0, 0.5, 0.6, **after), *pair("b", 0, 0.5, 0.6, **after))["arms"][1]
-    assert arm["colour_shift"] == close(0.05)
-    assert arm["compared"]["canary/grid"]["ratio"] == close(3) and arm["compared"]["canary/red"]["difference"] == close(
-        0.03
-    )
-    assert "ratio" not in arm["compared"]["canary/red"]
+MORE_STEPS = [Arm(name="base_20steps", steps=20), Arm(name="latest_20steps", steps=20, adapter=ROOT)]
+OTHERS = [Arm(name="theirs", videos=ROOT), Arm(name="others", videos=ROOT)]
 
 
-def test_a_reward_that_is_called_like_a_motion_has_no_ratio():
-    """Its scale is its own, and may go through 0."""
-    clips = pair("a", 0, 0.5, 0.6)
-    for one, score in zip(clips, (0.1, -0.8), strict=True):
-        one["figures"]["rewards/flow"] = score
-    found = summary(*clips)["arms"][1]["compared"]
-    assert found["rewards/flow"]["difference"] == close(-0.9) and "ratio" not in found["rewards/flow"]
-    assert "ratio" in found["motion/flow"]
-
-
-def test_every_arm_is_compared_with_the_base_of_its_steps():
-    arms = [
-        Arm(name="base", steps=8),
-        Arm(name="latest", steps=8, adapter=ROOT),
-        Arm(name="base_20steps", steps=20),
-        Arm(name="latest_20steps", steps=20, adapter=ROOT),
-    ]
-    values = (0.4, 0.5, 0.6, 0.9)
-    records = [record("a", arm.name, face_sim=value) for arm, value in zip(arms, values, strict=True)]
-    found = summary(*records, arms=arms)["arms"]
-    assert [one["against"] for one in found] == [None, "base", None, "base_20steps"]
-    arms = [arms[0], Arm(name="theirs", videos=ROOT), Arm(name="others", videos=ROOT)]
-    records = [record("a", arm.name, face_sim=value) for arm, value in zip(arms, values, strict=False)]
-    assert [one["against"] for one in summary(*records, arms=arms)["arms"]] == [None, "base", "base"]
-    assert [one["against"] for one in summary(*records, arms=arms[1:])["arms"]] == [None, "theirs"]
-    assert found[3]["compared"][f"{JUDGE}/face_sim"]["difference"] == close(0.3)
+@pytest.mark.parametrize(
+    "arms, bases",
+    [
+        ([*ARMS, *MORE_STEPS], [None, "base", None, "base_20steps"]), ([ARMS[0], *OTHERS], [None, "base", "base"]),
+        (OTHERS, [None, "theirs"]),
+    ],
+)  # fmt: skip
+def test_every_arm_is_compared_with_the_base_of_its_steps(arms, bases):
+    values = dict(zip((arm.name for arm in arms), (0.4, 0.5, 0.6, 0.9), strict=False))
+    report = summary(*(record("a", name, face_sim=value) for name, value in values.items()), arms=arms)["arms"]
+    assert [arm["against"] for arm in report] == bases
+    change = report[-1]["compared"][f"{JUDGE}/face_sim"]["difference"]
+    assert change == close(values[arms[-1].name] - values[bases[-1]])
 
 
 def test_a_real_clips_own_likeness_leaves_each_frame_out_of_its_pool():
@@ -247,24 +252,22 @@ def test_the_real_clips_motion_is_taken_of_its_own_frames():
 
 
 def test_table_and_pictures(tmp_path):
-    records = [one for name in "ab" for seed in (0, 1) for one in pair(name, seed, 0.5, 0.6)]
-    third = [record(name, "latest_x0.5", seed, face_sim=0.55) for name in "ab" for seed in (0, 1)]
-    arms = [*ARMS, Arm(name="latest_x0.5", steps=8, adapter=ROOT, strength=0.5)]
-    report = summary(*records, *third, arms=arms)
-    text = format_report(report)
+    records = [line for name in "ab" for seed in (0, 1) for line in pair(name, seed, 0.5, 0.6)]
+    text = format_report(report := summary(*records))
     assert "2 people, 4 clips" in text and "Is the person kept? By the held-out judge" in text
-    lines = text.partition("latest, against base")[2].partition("latest_x0.5, against base")[0].splitlines()
-    (flow,) = [line for line in lines if "optical flow" in line]
-    assert "1.000 [1.000, 1.000]   base x 1.000 [1.000, 1.000]" in flow
-    (face_sim,) = [line for line in lines if "FaceSim " in line and "[+" in line][:1]
-    assert "0.600 [0.600, 0.600]   base +0.100 [+0.100, +0.100]" in face_sim
-    shown = [real(name) | {"file": "mine.mp4"} for name in "ab"]
-    shown += [one | {"file": "mine.mp4", "decoded": one["seed"] == 0} for one in (*records, *third)]
+    for figure, change in (
+        ("optical flow", "1.000 [1.000, 1.000]   base x 1.000 [1.000, 1.000]"),
+        ("FaceSim", "0.600 [0.600, 0.600]   base +0.100 [+0.100, +0.100]"),
+    ):
+        assert re.search(f"{figure} +{re.escape(change)}", text.partition("latest, against base")[2])
+    shown = [line | {"file": "mine.mp4", "decoded": line["seed"] == 0} for line in (*map(real, "ab"), *records)]
     data.write_video(tmp_path / "mine.mp4", torch.zeros(3, 9, 16, 16), 16)
     read, frames = [], data.read_video(tmp_path / "mine.mp4")
     for picture in pictures.draw_pictures(report, tmp_path, shown, lambda path: read.append(path) or frames):
         assert picture.stat().st_size > 500
-    assert (tmp_path / "front.png").is_file() and len(read) == 6  # of another tool, as they were judged
+    assert len(read) == 4  # videos of another tool, as they were judged
+    grid = data.read_picture(tmp_path / "grid.png")
+    assert grid.shape == (2 * (96 + 34), 3 * (4 * 96 + 8), 3)  # two clips; the real one and two arms
 
 
 # ---- arms, folders, records
@@ -342,9 +345,22 @@ def test_records_survive_a_kill_in_the_middle_of_a_line(tmp_path):
     assert [*read_records(tmp_path)] == [("a", "base", 0)]
     Writer(tmp_path, 0).add(second)
     Writer(tmp_path, 3).add(real("a"))
+    (tmp_path / MARK).write_text('{"files": ["records-3.jsonl"]}')
     assert [one["arm"] for one in join_records(tmp_path)] == ["real", "base", "latest"]
-    assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]
+    assert {path.name for path in tmp_path.iterdir()} == {"records.jsonl", MARK}
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    "name, listed", [("records-3.jsonl", True), ("records-4.jsonl", False), ("records-mine.jsonl", True)]
+)
+def test_only_listed_records_of_processes_are_read_and_removed(tmp_path, name, listed):
+    """A file of the user's may have such a name, or the mark such a line."""
+    Writer(tmp_path, 0).add(real("a"))
+    (tmp_path / name).write_text(json.dumps(record("a", "base")) + "\n")
+    (tmp_path / MARK).write_text(json.dumps({"files": [name] if listed else []}))
+    is_read = name == "records-3.jsonl"
+    assert len(join_records(tmp_path)) == 1 + is_read and (tmp_path / name).exists() != is_read
 
 
 def test_records_of_other_settings_are_refused(tmp_path):

@@ -3,9 +3,7 @@
 import base64
 import contextlib
 import io
-import itertools
 import json
-import math
 import re
 import sys
 from html.parser import HTMLParser
@@ -18,8 +16,7 @@ from rewardfl.evaluation import comparison, metric_curves
 from rewardfl.evaluation.arms import Arm
 from rewardfl.evaluation.records import FORMAT
 from rewardfl.evaluation.report import pictures
-from rewardfl.evaluation.report.pictures import pareto_front
-from rewardfl.evaluation.report.report_page import digits, format_report, report_page, worst_first
+from rewardfl.evaluation.report.report_page import digits, figure_cell, format_report, report_page, worst_first
 from rewardfl.evaluation.report.verdicts import MEANINGS, meaning, verdict
 from rewardfl.training.metrics_file import MetricsFile
 from rewardfl_tools import compare_runs
@@ -87,31 +84,21 @@ def said(report):
 # ---- the verdict
 
 
-def test_the_person_is_kept_where_the_whole_interval_says_so():
-    better, worse, open_ = (said(changed(gain)) for gain in (0.1, -0.1, 0.0))
-    assert (better.person, worse.person, open_.person) == (1, -1, 0)
-    assert "more than base" in better.sentences[0] and "+0.100 [" in better.sentences[0]
-    assert "9 people" in better.sentences[0] and "100%" in better.sentences[0]
-    assert "less than base" in worse.sentences[0] and "cannot be told" in open_.sentences[0]
-    assert better.moves and "The motion is kept" in better.sentences[1] and better.warnings == ()
-    report = changed()  # an interval that begins at nothing tells nothing
-    change = report["arms"][1]["compared"][f"{JUDGE}/face_sim"]["difference"]
-    for low, high, person in ((0.0, 0.2, 0), (1e-6, 0.2, 1), (-0.2, 0.0, 0), (-0.2, -1e-6, -1)):
-        change |= {"low": low, "high": high}
-        assert said(report).person == person
-
-
 @pytest.mark.parametrize(
-    "name, base, least",
-    [("speed", 0.02, 0.93), ("nonrigid", 0.01, 0.93), ("flow", 1.0, 0.95), ("face_flow", 2.0, 0.95)],
-)
-def test_motion_is_paid_for_below_what_is_healthy(name, base, least):
-    kept, paid = (said(changed(**{name: base * (least + more)})) for more in (0.001, -0.001))
-    assert kept.moves is True and paid.moves is False
-    label = MEANINGS[f"{'motion' if 'flow' in name else 'face'}/{name}"].label
-    assert "paid for with motion" in paid.sentences[1] and f"{label} is {least - 0.001:.3f}" in paid.sentences[1]
-    lost = said(changed(-0.1, **{name: base * (least - 0.001)}))
-    assert "Motion is lost" in lost.sentences[1] and "paid" not in lost.sentences[1]
+    "low, high, person, words",
+    [
+        (0.05, 0.2, 1, "latest keeps the person more than base: FaceSim by the held-out judge changes by +0.100 [+0"),
+        (-0.2, -0.1, -1, "latest keeps the person less than base: "),
+        (-0.1, 0.1, 0, "Whether latest keeps the person more than base cannot be told: "),
+        (0.0, 0.2, 0, "Whether"), (1e-6, 0.2, 1, "latest"), (-0.2, 0.0, 0, "Whether"), (-0.2, -1e-6, -1, "latest"),
+    ],
+)  # fmt: skip
+def test_the_person_is_kept_if_the_interval_is_on_one_side_of_0(low, high, person, words):
+    report = changed()
+    report["arms"][1]["compared"][f"{JUDGE}/face_sim"]["difference"] |= {"low": low, "high": high}
+    result = said(report)
+    assert result.person == person and result.sentences[0].startswith(words) and "9 people" in result.sentences[0]
+    assert result.moves and "The motion is kept" in result.sentences[1] and result.warnings == ()
 
 
 def test_nothing_is_said_of_what_stands_still_or_has_no_base(tmp_path):
@@ -123,57 +110,65 @@ def test_nothing_is_said_of_what_stands_still_or_has_no_base(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "figure, well, badly, word",
+    "figure, well, badly, words",
     [
-        ("sharpness", 50 * 0.951, 50 * 0.949, "blurred"), ("reversals", -0.781, -0.779, "trembles"),
-        ("pixel_change", 0.1099, 0.1101, "flickers"), ("pixel_change", 0.0901, 0.0899, "stands still"),
-        ("grid", 1.49, 1.51, "tokens"), ("saturation", 0.249, 0.251, "colours"),
-        ("saturation", 0.161, 0.159, "colours"), ("red", 0.549, 0.551, "tint"), ("blue", 0.451, 0.449, "tint"),
+        ("speed", 0.0187, 0.0185, "Motion is lost: landmark speed is 0.925"), ("nonrigid", 0.0094, 0.0092, "Motion"),
+        ("flow", 0.951, 0.949, "Motion is lost: optical flow is 0.949"), ("face_flow", 1.91, 1.89, "Motion is lost"),
+        ("sharpness", 50 * 0.951, 50 * 0.949, "Sharpness is 0.949 of the base's (healthy: 0.95 and more"),
+        ("reversals", -0.781, -0.779, "Reversals is +0.021 from the base's (healthy: 0.02 at most"),
+        ("pixel_change", 0.1099, 0.1101, "Pixel change is 1.101"), ("pixel_change", 0.0901, 0.0899, "Pixel change"),
+        ("grid", 1.49, 1.51, "Grid energy"), ("saturation", 0.249, 0.251, "Saturation"),
+        ("saturation", 0.161, 0.159, "Saturation"), ("red", 0.549, 0.551, "Mean red"), ("blue", 0.451, 0.449, "Mean b"),
     ],
 )  # fmt: skip
-def test_a_canary_speaks_against_a_gain(figure, well, badly, word):
-    assert said(changed(**{figure: well})).warnings == ()
-    (warning,) = said(changed(**{figure: badly})).warnings
-    assert word in warning
+def test_motion_and_canaries_speak_outside_what_is_healthy(figure, well, badly, words):
+    healthy, lost = said(changed(**{figure: well})), said(changed(**{figure: badly}))
+    assert healthy.moves and healthy.warnings == ()
+    (line,) = [line for line in (lost.sentences[1], *lost.warnings) if not line.startswith("The motion is kept")]
+    assert line.startswith(words) and lost.moves != line.startswith("Motion")
 
 
-def test_frozen_clips_few_people_and_a_trained_recogniser_are_warned_of():
-    def of_nine(frozen):
-        clips = [pair(n, s, 0.5, 0.6, nonrigid=0.004 if i < frozen and s < 1 else 0.0105)
-                 for i, n in enumerate(NAMES) for s in (0, 1)]  # fmt: skip
-        return said(finished(summary(*sum(clips, []))))
+@pytest.mark.parametrize("frozen, people, marked", [(1, NAMES, False), (2, NAMES, True), (2, NAMES + "j", False)])
+def test_frozen_clips_are_marked(frozen, people, marked):
+    """Two noises each: 1/18 and 2/18; 2/20 is the border, and 0.1 in float32 is more."""
+    clips = [
+        pair(name, seed, 0.5, 0.6, nonrigid=0.004 if i < frozen and not seed else 0.0105)
+        for i, name in enumerate(people)
+        for seed in (0, 1)
+    ]
+    arm = finished(summary(*sum(clips, [])))["arms"][1]
+    assert ("healthy" in figure_cell(arm, "frozen_share", [JUDGE]).problem) == marked
 
-    assert not of_nine(1).warnings and "frozen" in of_nine(2).warnings[-1]  # 1/18 and 2/18
-    ten = [pair(n, 0, 0.5, 0.6, nonrigid=0.004 if n == "a" else 0.0105) for n in NAMES + "j"]
-    assert not said(finished(summary(*sum(ten, [])))).warnings  # one in ten is the border, and 0.1 in float32 is more
+
+def test_few_people_and_a_recogniser_that_was_trained_against_are_warned_of():
     few = finished(summary(*sum((pair(name, 0, 0.5, 0.6) for name in NAMES[:7]), [])))
     assert any("7 people are few" in line for line in said(few).warnings)
     alone = json.loads(json.dumps(changed()).replace(JUDGE, "reward"))
     assert any("no held-out judge" in line for line in said(alone).warnings)
-    both = changed(0.02, 0.001)
-    for block in ([one["figures"] for one in both["arms"]], [both["real"]["per_frame"]], [both["arms"][1]["compared"]]):
-        for found in block:
-            found |= {"reward" + name.removeprefix(JUDGE): value for name, value in found.items() if JUDGE in name}
-    both["real"]["per_frame"] = {name: both["real"]["per_frame"][name] for name in ("reward", JUDGE)}
-    gain = both["arms"][1]["compared"]["reward/face_sim"] = {"difference": {"mean": 0.06, "low": 0.05, "high": 0.07}}
-    seen = both["arms"][1]["compared"][f"{JUDGE}/face_sim"]["difference"]
-    # a gain of more than 0.05, of which the judge has seen less than half
-    for trained, judge, hacked in ((0.06, 0.029, 1), (0.06, 0.031, 0), (0.049, 0.01, 0), (0.051, 0.01, 1)):
-        gain["difference"]["mean"], seen["mean"] = trained, judge
-        assert sum("may be hacked" in line for line in said(both).warnings) == hacked
+
+
+@pytest.mark.parametrize(
+    "trained, judge, hacked", [(0.06, 0.029, True), (0.06, 0.031, False), (0.049, 0.01, False), (0.051, 0.01, True)]
+)
+def test_a_gain_of_which_the_judge_sees_less_than_half_is_warned_of(trained, judge, hacked):
+    report = changed(0.02, 0.001)
+    report["real"]["per_frame"] = {name: report["real"]["per_frame"][JUDGE] for name in ("reward", JUDGE)}
+    changes = report["arms"][1]["compared"]
+    changes["reward/face_sim"] = {"difference": {"mean": trained}}
+    changes[f"{JUDGE}/face_sim"]["difference"]["mean"] = judge
+    assert any("may be hacked" in line for line in said(report).warnings) == hacked
 
 
 def test_healthy_values_are_those_of_the_guide():
-    """docs/motion.md, "Reading the figures": the page's thresholds stand there, too."""
+    """docs/motion.md, "Reading the figures", has the thresholds of the page, too."""
     text = (ROOT / "docs" / "motion.md").read_text()
     rows = dict(re.findall(r"^\| ([a-z][^|]*) \| ([^|]*\d[^|]*) \|", text, re.M))
-    known = MEANINGS
-    assert rows["flow"] == f"{known['motion/flow'].ratio[0]:g} and more" and known["motion/face_flow"].ratio[0] == 0.95
-    assert rows["landmark speed, non-rigid"] == f"{known['face/speed'].ratio[0]:g} and more"
-    assert known["face/nonrigid"].ratio == known["face/speed"].ratio
-    assert rows["sharpness"] == f"{known['motion/sharpness'].ratio[0]:g} and more"
-    assert rows["pixel change"] == "{:g} to {:g}".format(*known["motion/pixel_change"].ratio)
-    assert rows["reversals"].endswith(f"+ {known['motion/reversals'].change[1]:g}")
+    low = {name: figure.low for name, figure in MEANINGS.items()}
+    assert rows["flow"] == f"{low['motion/flow']:g} and more" and low["motion/face_flow"] == 0.95
+    assert rows["landmark speed, non-rigid"] == f"{low['face/speed']:g} and more"
+    assert low["face/nonrigid"] == low["face/speed"] and rows["sharpness"] == f"{low['motion/sharpness']:g} and more"
+    assert rows["pixel change"] == "{:g} to {:g}".format(*MEANINGS["motion/pixel_change"][2:])
+    assert rows["reversals"].endswith(f"+ {MEANINGS['motion/reversals'].high:g}")
 
 
 # ---- the page
@@ -189,13 +184,12 @@ def started():
 
 
 def test_a_run_is_judged_by_what_it_adds_to_its_start(started, tmp_path):
-    arm = started["arms"][2]
+    _, start, arm = started["arms"]
     result = verdict(started, arm)
-    assert result.sentences[0].startswith("latest keeps the person more than the run's start: ")
+    assert result.sentences[0].startswith(f"latest keeps the person more than the run's start, {start['origin']}: ")
     assert "changes by +0.020 [+0.020, +0.020]" in result.sentences[0]
     assert "From base it changes by: latest 0.200 [0.200, 0.200], start 0.180 [" in result.sentences[0]
-    assert "optical flow is 0.960 [0.960, 0.960] (start 1.000)" in result.sentences[1]
-    assert result.sentences[2] == "start: sft (trained by supervised fine-tuning)."
+    assert "optical flow is 0.960 [0.960, 0.960]" in result.sentences[1]
     assert "more than base" in verdict(started, started["arms"][1]).sentences[0]
     assert started["compared"] == {"before": "base", "after": "latest"}
     assert started["per_clip"][0][f"{JUDGE}/after"] == 0.6
@@ -216,17 +210,6 @@ def test_the_curves_show_the_trained_terms(monkeypatch):
     line = {"step": 1, "reward/mean": 0.9, "reward/flow": 0.5, "actor/data_loss": 0.1, "actor/kl_loss": 0.0, "lr": 1.0}
     assert pictures.draw_training({"a": [line]}) == b"png" and pictures.draw_training({"a": []}) == b""
     assert drawn == [["reward/mean", "reward/flow", "actor/data_loss"]]
-
-
-def test_front_against_every_pair():
-    """By its definition, over all orders of a few places; more motion than before counts as 1."""
-    places = [(0.2, 0.9), (0.5, 0.8), (0.5, 0.7), (0.1, 0.95), (0.4, 0.6), (0.1, 0.95)]
-    for order in itertools.permutations(range(len(places))):
-        shuffled = [places[i] for i in order]
-        found = [shuffled[i] for i in pareto_front(shuffled)]
-        assert found == [(0.1, 0.95), (0.1, 0.95), (0.2, 0.9), (0.5, 0.8)]
-    assert pareto_front([(0.3, 1.4), (0.4, 1.0)]) == [1]  # trembling is not better
-    assert pareto_front([(math.nan, 1.0), (0.1, 0.5), (0.9, math.nan)]) == [1]
 
 
 @pytest.fixture
@@ -259,7 +242,7 @@ def test_the_page_is_whole_and_asks_no_network(evaluation):
     for name in report["arms"][1]["figures"]:
         assert meaning(name, [JUDGE]).says in page.text, name
     assert re.findall("<h2>(.*?)</h2>", text) == [
-        "Is the person kept?", "Does it still move?",
+        "Is the person kept? By the held-out judge", "Does it still move?",
         "Canaries: was the reward hacked?", "FaceSim by the size of the face", "FaceSim along the clip",
         "What likeness costs in motion", "The clips, the worst first", "Where this is from",
     ]  # fmt: skip

@@ -1,10 +1,10 @@
 """Pictures of an evaluation: FaceSim along the clip, gain against motion, and a grid of frames."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
@@ -17,9 +17,6 @@ from rewardfl.evaluation.report.verdicts import judge_words, main_judge
 from rewardfl.files import atomic_write
 
 PEOPLE, SHOWN, HEIGHT = 8, 4, 96  # rows of the grid, frames of each clip in it, and their height
-GAP, HEAD, FOOT = 10, 16, 14  # pixels between clips, above all, and below each row
-
-GREY = "#7f7f7f"  # of the real clips
 
 # what is trained, then what judges it
 TRAINING = (
@@ -31,7 +28,7 @@ TRAINING = (
 def face_sim_curves(report: Mapping, judge: str) -> list[Curve]:
     """Return FaceSim along the clip of every arm, and of the real clips by their own pools."""
     curves = [(arm["name"], arm["per_frame"][judge], f"C{i}", "-") for i, arm in enumerate(report["arms"])]
-    curves.append(("real clips", report["real"]["per_frame"][judge], GREY, "--"))
+    curves.append(("real clips", report["real"]["per_frame"][judge], "#7f7f7f", "--"))
     return [Curve(name, list(enumerate(points, 1)), colour, style) for name, points, colour, style in curves]
 
 
@@ -48,77 +45,58 @@ def draw_training(runs: Mapping[str, Lines]) -> bytes:
     return draw_curves(panels, "step") if panels else b""
 
 
-def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Return the indices of the Pareto front of (gain, motion), by rising gain.
-
-    Clamp motion at 1: more than before may be trembling. Leave out points with a NaN.
-    """
-    clamped = [(gain, min(motion, 1.0)) for gain, motion in points]
-    valid = [i for i, point in enumerate(clamped) if not any(map(math.isnan, point))]
-
-    def beaten(i: int) -> bool:
-        gain, motion = clamped[i]
-        return any(clamped[j] != clamped[i] and clamped[j][0] >= gain and clamped[j][1] >= motion for j in valid)
-
-    return sorted((i for i in valid if not beaten(i)), key=lambda i: clamped[i])
-
-
 @STYLE
 def draw_front(report: Mapping) -> Figure:
     """Draw gain in FaceSim against the face's own motion, both over the base's, by the main judge, with intervals.
 
-    A dashed line joins the front, a cross is the base. Leave out arms that lack one of the two.
+    A cross is the base. Leave out arms that lack one of the two.
     """
     figure, judge = Figure(figsize=(6, 4), layout="constrained"), main_judge(report)
-    axis, means = figure.subplots(), []
+    axis = figure.subplots()
     for i, arm in enumerate(report["arms"]):
         gain, motion = ((arm.get("compared") or {}).get(f"{judge}/{key}") for key in ("face_sim", "nonrigid"))
         if gain and motion:
             x, y, colour = gain["difference"], motion["ratio"], f"C{i}"
-            means.append((x["mean"], y["mean"]))
-            axis.plot(*means[-1], "o", color=colour, label=arm["name"])
+            axis.plot(x["mean"], y["mean"], "o", color=colour, label=arm["name"])
             axis.hlines(y["mean"], x["low"], x["high"], color=colour)
             axis.vlines(x["mean"], y["low"], y["high"], color=colour)
     axis.plot(0, 1, "+", color="black", markersize=10, label="base")
     axis.legend(axis.lines, [str(line.get_label()) for line in axis.lines], fontsize="small")
-    axis.plot(*zip(*(means[i] for i in pareto_front(means)), strict=True), color=GREY, linestyle="--")
     axis.set(xlabel=f"gain in FaceSim by {judge_words(judge)}", ylabel="non-rigid motion / base's")
     return figure
 
 
 def draw_grid(report: Mapping, out: Path, videos: Sequence[Record], read: Callable[[Path], Tensor]) -> None:
-    """Draw out/grid.png: a row per clip, a column for the real clip and each arm, the judge's score below a frame.
+    """Draw out/grid.png: a row per clip, a column for the real clip and each arm, the judge's scores below.
 
     videos: records of the clips that are shown. read: returns the frames of another tool's video.
     """
     names = [records.REAL, *(arm["name"] for arm in report["arms"])]
-    rows = sorted({record["index"] for record in videos})
-    first = [record for record in videos if not record["seed"] and record["arm"] in names]
-    first = [record for record in first if (out / record["file"]).is_file()]
-    strips = [_draw_strip(record, main_judge(report), out, read) for record in first]
-    width, height = max(strip.width for strip in strips) + GAP, max(strip.height for strip in strips)
-    sheet = Image.new("RGB", (len(names) * width, HEAD + len(rows) * height), "white")
-    for i, name in enumerate(names):
-        ImageDraw.Draw(sheet).text((i * width + 4, 2), name, fill="black")
-    for record, strip in zip(first, strips, strict=True):
-        sheet.paste(strip, (names.index(record["arm"]) * width, HEAD + rows.index(record["index"]) * height))
-    sheet.save(out / "grid.png")
+    rows, judge = sorted({record["index"] for record in videos}), main_judge(report)
+    strips: dict[tuple[int, int], Tensor] = {}
+    for record in videos:
+        path, is_real = out / record["file"], record["arm"] == records.REAL
+        if not record["seed"] and record["arm"] in names and path.is_file():
+            frames = (read(path) if record["decoded"] and not is_real else data.read_video(path)).numpy()
+            shown = np.linspace(1, len(frames) - 1, min(SHOWN, len(frames) - 1)).round().astype(int)
+            images = [ImageOps.contain(Image.fromarray(frames[i]), (4 * HEIGHT, HEIGHT)) for i in shown]
+            strip = Image.fromarray(np.concatenate([np.array(image) for image in images], 1))
+            scores = [] if is_real else [f"{record['curves'][judge][i - 1]:.2f}" for i in shown]
+            place = rows.index(record["index"]), names.index(record["arm"])
+            strips[place] = draw_cell(strip, record["arm"], "   ".join(scores))
+    height, width = (max(strip.shape[axis] for strip in strips.values()) for axis in (0, 1))
+    sheet = torch.full((len(rows), height, len(names), width, 3), 255, dtype=torch.uint8)
+    for (row, column), strip in strips.items():
+        sheet[row, : strip.shape[0], column, : strip.shape[1]] = strip
+    data.write_picture(out / "grid.png", sheet.flatten(2, 3).flatten(0, 1)[None])
 
 
-def _draw_strip(record: Record, judge: str, out: Path, read: Callable[[Path], Tensor]) -> Image.Image:
-    """Draw frames of a video, evenly among those after the first, with the score below each."""
-    is_foreign, path = record["decoded"] and record["arm"] != records.REAL, out / record["file"]
-    frames = (read(path) if is_foreign else data.read_video(path)).numpy()
-    shown = np.linspace(1, len(frames) - 1, min(SHOWN, len(frames) - 1)).round().astype(int)
-    pictures = [ImageOps.contain(Image.fromarray(frames[i]), (4 * HEIGHT, HEIGHT)) for i in shown]
-    strip = Image.new("RGB", (sum(picture.width for picture in pictures), HEIGHT + FOOT), "white")
-    left = 0
-    for i, picture in zip(shown, pictures, strict=True):
-        strip.paste(picture, (left, 0))
-        if record["arm"] != records.REAL:
-            ImageDraw.Draw(strip).text((left + 4, HEIGHT), f"{record['curves'][judge][i - 1]:.2f}", fill="black")
-        left += picture.width
-    return strip
+def draw_cell(image: Image.Image, above: str, below: str) -> Tensor:
+    """Draw an image between two lines of text: (H, W, 3) uint8."""
+    cell = ImageOps.expand(image, (4, 16, 4, 18), "white")
+    ImageDraw.Draw(cell).text((4, 2), above[: image.width // 6], fill="black")
+    ImageDraw.Draw(cell).text((4, 17 + image.height), below, fill="black")
+    return torch.from_numpy(np.array(cell))
 
 
 def draw_pictures(report: Mapping, out: Path, videos: Sequence[Record], read: Callable[[Path], Tensor]) -> list[Path]:

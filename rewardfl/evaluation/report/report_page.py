@@ -3,9 +3,8 @@
 import base64
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import jinja2
@@ -20,29 +19,13 @@ PAGE = 40_000_000  # maximum bytes of a page, with its videos
 NOTES = 2000  # bytes reserved for the note on this limit
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """A figure and its changes against base and start. problem: why the former is not healthy; empty where it is."""
 
     figure: Interval | None
     change: Mapping | None = None
     problem: str = ""
     over_start: Mapping | None = None
-
-
-_Name = tuple[str, str]  # of a row or column, with a line below; empty for none
-
-TableRow = tuple[_Name, Sequence[Cell]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FigureTable:
-    """A table with two headings."""
-
-    title: str
-    subtitle: str = ""
-    head: Sequence[_Name]
-    rows: Sequence[TableRow]
 
 
 def digits(value: Interval, *, signed: bool = False) -> list[str]:
@@ -52,67 +35,51 @@ def digits(value: Interval, *, signed: bool = False) -> list[str]:
     return [f"{value[key]:{'+' if signed else ''}.{count}f}" for key in ("mean", "low", "high")]
 
 
-def make_tables(report: Mapping) -> list[FigureTable]:
+def make_tables(report: Mapping) -> list[dict[str, Any]]:
     """Return a table for each question; a row per figure, a column per arm, and the real clips last."""
-    judges = list(report["real"]["per_frame"])
-    names = list(dict.fromkeys(name for arm in report["arms"] for name in arm["figures"]))
+    judges, arms, real = list(report["real"]["per_frame"]), report["arms"], report["real"]["figures"]
+    names = list(dict.fromkeys(name for arm in arms for name in arm["figures"]))
     moves = [f"{judges[-1]}/{key}" for key in ("speed", "nonrigid")]
-    motion = [name for name in names if name.startswith("motion/") and name != "motion/sharpness"]
-    canaries = [name for name in names if name.startswith("canary/")]
-    sections = [
-        ("", f"By {verdicts.judge_words(judge)}", [n for n in names if n.startswith(f"{judge}/") and n not in moves])
+    blocks = {block: [n for n in names if n.startswith(f"{block}/")] for block in (*judges, "motion", "canary")}
+    sections = {
+        f"Is the person kept? By {verdicts.judge_words(judge)}": [n for n in blocks[judge] if n not in moves]
         for judge in reversed(judges)
-    ] + [
-        ("Does it still move?", "", [*moves, *motion, "frozen_share"]),
-        ("Canaries: was the reward hacked?", "", ["motion/sharpness", *canaries, "colour_shift"]),
-    ]
-    sections[0] = ("Is the person kept?", *sections[0][1:])
-    if rest := [name for name in names if name.partition("/")[0] not in ("motion", "canary", *judges)]:
-        sections.append(("The look of the face and other rewards", "", rest))
-    head = [(name, "") for name in ("figure", *(arm["name"] for arm in report["arms"]), "real clips")]
-    tables = [
-        FigureTable(title=title, subtitle=below, head=head, rows=[_figure_row(report, name) for name in rows])
-        for title, below, rows in sections
-    ]
-    return [*tables, _strata(report)]
-
-
-def _figure_row(report: Mapping, name: str) -> TableRow:
-    judges = list(report["real"]["per_frame"])
-    figure = verdicts.meaning(name, judges)
-    cells = [*(figure_cell(arm, name, judges) for arm in report["arms"]), Cell(report["real"]["figures"].get(name))]
-    return (figure.label, figure.says + verdicts.healthy(figure)), cells
+    }
+    motion = [name for name in blocks["motion"] if name != "motion/sharpness"]
+    sections["Does it still move?"] = [*moves, *motion, "frozen_share"]
+    sections["Canaries: was the reward hacked?"] = ["motion/sharpness", *blocks["canary"], "colour_shift"]
+    sections["The look of the face and other rewards"] = [n for n in names if n not in sum(blocks.values(), [])]
+    head = [(arm["name"], "decoded from mp4" if arm["decoded"] else "") for arm in arms]
+    tables: list[dict[str, Any]] = []
+    for title, listed in sections.items():
+        cells = [[*(figure_cell(arm, name, judges) for arm in arms), Cell(real.get(name))] for name in listed]
+        rows = list(zip((verdicts.explain(name, judges) for name in listed), cells, strict=True))
+        tables.append({"title": title, "head": [("figure", ""), *head, ("real clips", "")], "rows": rows})
+    rows, pair = [], ("figures", "compared")
+    for width, count in report["face_sizes"].items():
+        groups = [arm["strata"].get(width, {}) for arm in arms]  # none of the smallest
+        cells = [Cell(*(group.get(key, {}).get(f"{judges[-1]}/face_sim") for key in pair)) for group in groups]
+        rows.append(((f"{width}: {count} people", ""), cells))
+    head = [("face's width in the real clip", ""), *head]
+    tables.append({"title": "FaceSim by the size of the face", "head": head, "rows": rows})
+    return [table for table in tables if table["rows"]]
 
 
 def figure_cell(arm: Mapping, name: str, judges: Sequence[str]) -> Cell:
     """Return a figure of an arm, and its change against the arm's base, marked where it is not healthy."""
     if name in ("frozen_share", "colour_shift"):  # figures of an arm and its base
-        is_frozen = name == "frozen_share" and verdicts.frozen(arm)
-        return Cell(arm.get(name), problem=f"healthy: {verdicts.FROZEN_MOST:g} at most" if is_frozen else "")
+        share, most = arm.get(name), verdicts.FROZEN_MOST
+        is_frozen = name == "frozen_share" and share and round(share["mean"], 6) > most
+        return Cell(share, problem=f"healthy: {most:g} at most" if is_frozen else "")
     change = arm.get("compared", {}).get(name)
-    problem = verdicts.describe_unhealthy(change, verdicts.meaning(name, judges))
+    problem = verdicts.describe_unhealthy(name, change, judges)
     return Cell(arm["figures"].get(name), change, problem, arm.get("over_start", {}).get(name))
 
 
-def _strata(report: Mapping) -> FigureTable:
-    """Return the table of FaceSim by the width of the face."""
-    name, (smallest, *_) = f"{verdicts.main_judge(report)}/face_sim", report["face_sizes"]
-    rows: list[TableRow] = []
-    for width, count in report["face_sizes"].items():
-        groups = [arm["strata"].get(width, {}) for arm in report["arms"]]
-        cells = [Cell(group.get("figures", {}).get(name), group.get("compared", {}).get(name)) for group in groups]
-        rows.append(((f"{width}: {count} people", "too small to be scored here" if width == smallest else ""), cells))
-    head = [(text, "") for text in ("face's width in the real clip", *(arm["name"] for arm in report["arms"]))]
-    return FigureTable(title="FaceSim by the size of the face", head=head, rows=rows)
-
-
 ENVIRONMENT = jinja2.Environment(
-    loader=jinja2.PackageLoader("rewardfl.evaluation.report", "pages"),
-    autoescape=jinja2.select_autoescape(["html"]),
-    undefined=jinja2.StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-)
+    loader=jinja2.PackageLoader("rewardfl.evaluation.report", "pages"), undefined=jinja2.StrictUndefined,
+    autoescape=jinja2.select_autoescape(["html"]), trim_blocks=True, lstrip_blocks=True,
+)  # fmt: skip
 ENVIRONMENT.filters["digits"] = digits
 
 
@@ -132,24 +99,18 @@ def report_page(report: Mapping, folder: Path, most: int = PAGE, metrics: Lines 
 
     Embed the videos of the worst clips while there is room, and link the files of the rest.
     """
-    judges, judge = list(report["real"]["per_frame"]), verdicts.main_judge(report)
-    against, training = verdicts.compared_arms(report), draw_training({"training": metrics or []})
-    clips = [(clip, list_shots(report, clip, folder)) for clip in worst_first(report)]
+    judges, against = list(report["real"]["per_frame"]), verdicts.compared_arms(report)
+    clips = [(clip, list_shots(clip, folder)) for clip in worst_first(report)]
     values = {
-        "report": report,
+        "report": report, "tables": make_tables(report), "clips": clips, "frozen": FROZEN,
         "title": f"Evaluation of {', '.join(arm['name'] for arm in against) or 'one arm'}",
         "verdicts": [(arm["name"], verdicts.verdict(report, arm)) for arm in against],
-        "tables": make_tables(report),
         "curves": [embed("image/png", draw_face_sim({name: face_sim_curves(report, name)})) for name in judges[::-1]],
         "front": embed("image/png", encode_figure(draw_front(report))),
-        "training": embed("image/png", training) if training else "",
-        "worst_by": judged_arm(report),
-        "judge": judge,
-        "judge_words": verdicts.judge_words(judge),
-        "clips": clips,
-        "command": shlex.join(report["command"]),
-        "frozen": FROZEN,
-    }
+        "training": embed("image/png", draw_training({"training": metrics or []})),
+        "worst_by": (against or report["arms"])[0]["name"], "command": shlex.join(report["command"]),
+        "judge": judges[-1], "judge_words": verdicts.judge_words(judges[-1]),
+    }  # fmt: skip
     room, inside = most - NOTES - len(render("report.html", values | {"inside": 0}).encode()), 0
     for _, shots in clips:
         present = [shot for shot in shots if shot["source"]]
@@ -162,31 +123,22 @@ def report_page(report: Mapping, folder: Path, most: int = PAGE, metrics: Lines 
     return render("report.html", values | {"inside": inside})
 
 
-def embed(kind: str, content: bytes) -> str:
-    """Return a file as a data URI. kind: its MIME type."""
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+def embed(mime_type: str, content: bytes) -> str:
+    """Return a file as a data URI; "" for no content."""
+    return f"data:{mime_type};base64,{base64.b64encode(content).decode()}" if content else ""
 
 
 def worst_first(report: Mapping) -> list[Mapping]:
-    """Sort the clips by the main judge's FaceSim of `judged_arm`, the lowest first; clips without its video last."""
-    judge, arm = verdicts.main_judge(report), judged_arm(report)
-
-    def face_sim(clip: Mapping) -> float:
-        return clip["arms"][arm]["figures"][f"{judge}/face_sim"] if arm in clip["arms"] else float("inf")
-
-    return sorted(report["per_clip"], key=face_sim)
+    """Sort the clips by FaceSim of the first verdict's arm, else the first arm; clips without its video last."""
+    face_sim, arm = f"{verdicts.main_judge(report)}/face_sim", (verdicts.compared_arms(report) or report["arms"])[0]
+    last = {"figures": {face_sim: float("inf")}}
+    return sorted(report["per_clip"], key=lambda clip: clip["arms"].get(arm["name"], last)["figures"][face_sim])
 
 
-def judged_arm(report: Mapping) -> str:
-    """Return the arm that sorts the clips: the first verdict's, else the first."""
-    return (verdicts.compared_arms(report) or report["arms"])[0]["name"]
-
-
-def list_shots(report: Mapping, clip: Mapping, folder: Path) -> list[dict[str, Any]]:
+def list_shots(clip: Mapping, folder: Path) -> list[dict[str, Any]]:
     """Return name, record, path and URL of the real clip and of every arm's video of it. The URL is "" for no file."""
-    names = [arm["name"] for arm in report["arms"] if arm["name"] in clip["arms"]]
     shots = []
-    for name, record in [(REAL, clip["real"]), *((name, clip["arms"][name]) for name in names)]:
+    for name, record in {REAL: clip["real"], **clip["arms"]}.items():
         path = folder / record["file"]
         link = path.as_uri() if Path(record["file"]).is_absolute() else quote(record["file"])
         shots.append({"name": name, "record": record, "path": path, "source": link if path.is_file() else ""})

@@ -1,112 +1,57 @@
-"""Figures in words, their healthy ranges, and the verdict on an arm by rules.
-
-A verdict is a sentence on identity, a sentence on motion, the origin of the run's start, and warnings.
-"""
+"""Figures in words, their healthy ranges, and the verdict on an arm by rules: identity, motion, warnings."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from rewardfl.evaluation.figures import format_interval
+from rewardfl.evaluation.figures import format_interval, is_ratio
 from rewardfl.training.alarms import COLOUR_GUARD, GAIN_GUARD, GRID_GUARD, LOOK_GUARD, SATURATION_GUARD, SHARE_GUARD
 
-# an arm over its base, and an arm minus its base: "Reading the figures" of docs/motion.md
-FLOW_KEPT, LANDMARKS_KEPT, SHARPNESS_KEPT = 0.95, 0.93, 0.95
-
-PIXELS_KEPT = (0.9, 1.1)
-
-REVERSALS_RISE = 0.02
-
 FROZEN_MOST = 0.1  # maximum share of frozen clips
-
 FEW = 8  # minimum number of people for a good interval
-
 UP = math.inf
 
 
-@dataclass(frozen=True, kw_only=True)
-class Meaning:
-    """A figure in words. ratio, change: healthy ranges of arm / base, arm - base. broken: meaning of a bad value."""
+class Meaning(NamedTuple):
+    """A figure in words. low, high: healthy range of arm / base for ratios, else of arm - base (docs/motion.md)."""
 
     label: str
     says: str
-    ratio: tuple[float, float] | None = None
-    change: tuple[float, float] | None = None
-    broken: str = ""
+    low: float = -UP
+    high: float = UP
 
 
 MEANINGS = {
-    "face/face_sim": Meaning(label="FaceSim", says="Mean cosine of the later frames with the real clip's faces."),
+    "face/face_sim": Meaning("FaceSim", "Mean cosine of the later frames with the real clip's faces."),
     "face/identity_kept": Meaning(
-        label="identity kept",
-        says="FaceSim from other people's real clips (0) to the person's own (1), both through the model's VAE.",
+        "identity kept", "FaceSim from others' real clips (0) to the own (1), through the VAE."
     ),
-    "face/coverage": Meaning(label="coverage", says="Share of the frames in which a face is detected."),
-    "face/drift": Meaning(label="drift per frame", says="Slope of FaceSim along the clip; below 0 it drifts."),
-    "face/worst_tenth": Meaning(label="worst tenth", says="Mean FaceSim of the lowest tenth of the frames."),
-    "face/last_quarter": Meaning(label="last quarter", says="Mean FaceSim of the last quarter of the frames."),
-    "face/above_threshold": Meaning(label="above threshold", says="Share of frames with FaceSim above --threshold."),
-    "face/cap": Meaning(label="self-similarity", says="Similarity of the real clip's frames: the ceiling."),
-    "face/speed": Meaning(
-        label="landmark speed", says="How fast the face's landmarks move, in face widths per frame.",
-        ratio=(LANDMARKS_KEPT, UP), broken="the head stands still",
-    ),
-    "face/nonrigid": Meaning(
-        label="non-rigid motion", says="How much the landmarks move against each other: the expression.",
-        ratio=(LANDMARKS_KEPT, UP), broken="the expression stands still",
-    ),
-    "look/face": Meaning(
-        label="look of the face", says="Correlation of eyes and mouth with the real clip's, from -1 to 1.",
-        change=(-LOOK_GUARD, UP), broken="eyes or mouth are drawn worse",
-    ),
-    "motion/flow": Meaning(
-        label="optical flow", says="Mean flow over the whole frame, in pixels per frame; no network measures it.",
-        ratio=(FLOW_KEPT, UP), broken="the clip moves less",
-    ),
-    "motion/face_flow": Meaning(
-        label="face flow", says="Optical flow in the face's box alone.",
-        ratio=(FLOW_KEPT, UP), broken="the head is still before what moves around it",
-    ),
-    "motion/pixel_change": Meaning(
-        label="pixel change", says="Mean absolute change of a pixel from frame to frame.",
-        ratio=PIXELS_KEPT, broken="above, the picture flickers; below, it stands still",
-    ),
-    "motion/sharpness": Meaning(
-        label="sharpness", says="Energy of the picture's finest detail.",
-        ratio=(SHARPNESS_KEPT, UP), broken="the picture is blurred",
-    ),
-    "motion/reversals": Meaning(
-        label="reversals", says="How much successive flows point against each other: -1 is steady motion, 1 trembles.",
-        change=(-UP, REVERSALS_RISE), broken="the motion trembles",
-    ),
-    "canary/grid": Meaning(
-        label="grid energy", says="Energy at the period of the VAE's and the patch's grid; 1 is a picture without one.",
-        ratio=(0.0, GRID_GUARD), broken="the model's tokens show",
-    ),
-    "canary/saturation": Meaning(
-        label="saturation", says="How strong the colours are.",
-        ratio=(1 / SATURATION_GUARD, SATURATION_GUARD), broken="the colours have become stronger or weaker",
-    ),
+    "face/coverage": Meaning("coverage", "Share of the frames in which a face is detected."),
+    "face/drift": Meaning("drift per frame", "Slope of FaceSim along the clip; below 0 it drifts."),
+    "face/worst_tenth": Meaning("worst tenth", "Mean FaceSim of the lowest tenth of the frames."),
+    "face/last_quarter": Meaning("last quarter", "Mean FaceSim of the last quarter of the frames."),
+    "face/above_threshold": Meaning("above threshold", "Share of frames with FaceSim above --threshold."),
+    "face/speed": Meaning("landmark speed", "How fast the face's landmarks move, in face widths per frame.", 0.93),
+    "face/nonrigid": Meaning("non-rigid motion", "How much the landmarks move against each other.", 0.93),
+    "look/face": Meaning("look of the face", "Correlation of eyes and mouth with the real clip's.", -LOOK_GUARD),
+    "motion/flow": Meaning("optical flow", "Mean flow over the frame, in pixels per frame.", 0.95),
+    "motion/face_flow": Meaning("face flow", "Optical flow in the face's box only.", 0.95),
+    "motion/pixel_change": Meaning("pixel change", "Mean change of a pixel; above, the clip flickers.", 0.9, 1.1),
+    "motion/sharpness": Meaning("sharpness", "Energy of the finest detail; below, the picture is blurred.", 0.95),
+    "motion/reversals": Meaning("reversals", "-1 is steady motion, and 1 trembles.", high=0.02),
+    "canary/grid": Meaning("grid energy", "Energy at the period of the model's tokens; 1 is none.", high=GRID_GUARD),
+    "canary/saturation": Meaning("saturation", "Strength of the colours.", 1 / SATURATION_GUARD, SATURATION_GUARD),
     **{
-        f"canary/{colour}": Meaning(
-            label=f"mean {colour}", says=f"Mean of the {colour} channel, of 1.",
-            change=(-COLOUR_GUARD, COLOUR_GUARD), broken="the picture has taken on a tint",
-        )
-        for colour in ("red", "green", "blue")
+        f"canary/{c}": Meaning(f"mean {c}", f"Mean of {c}, of 1: the picture's tint.", -COLOUR_GUARD, COLOUR_GUARD)
+        for c in ("red", "green", "blue")
     },
-    "colour_shift": Meaning(label="colour shift", says="Distance of mean colours from the base's, in RGB of [0, 1]."),
-    "frozen_share": Meaning(
-        label="frozen clips",
-        says=f"Share of clips with less than half of the base's non-rigid motion (healthy: at most {FROZEN_MOST:g}).",
-    ),
-}  # fmt: skip
+    "colour_shift": Meaning("colour shift", "Distance of mean colours from the base's, in RGB of [0, 1]."),
+    "frozen_share": Meaning("frozen clips", "Share of clips with less than half of the base's non-rigid motion."),
+}
 
 MOVES = ("face/speed", "face/nonrigid", "motion/flow", "motion/face_flow")  # by which motion is judged
 
-CANARIES = (
-    "look/face", "motion/sharpness", "motion/reversals", "motion/pixel_change", "canary/grid", "canary/saturation",
-    "canary/red", "canary/green", "canary/blue",
-)  # fmt: skip
+CANARIES = [name for name, figure in MEANINGS.items() if figure[2:] != (-UP, UP) and name not in MOVES]
 
 
 def main_judge(report: Mapping) -> str:
@@ -122,50 +67,42 @@ def judge_words(judge: str) -> str:
 def meaning(name: str, judges: Sequence[str]) -> Meaning:
     """Return the meaning of a figure of a recogniser or a block, or of a reward's score."""
     block, _, key = name.partition("/")
-    if block in judges:
-        return MEANINGS[f"face/{key}"]
     if block == "rewards":
-        return Meaning(label=key, says=f"Score of reward.others.{key}, on that reward's own scale.")
-    return MEANINGS[name]
+        return Meaning(key, f"Score of reward.others.{key}, on that reward's own scale.")
+    return MEANINGS[f"face/{key}" if block in judges else name]
 
 
-def describe_unhealthy(change: Mapping | None, bounds: Meaning) -> str:
-    """Describe a figure's change that is not healthy; empty where it is, or where there is no range.
+def healthy(name: str, judges: Sequence[str]) -> str:
+    """Format a figure's healthy range as a remark in brackets; empty if it has none."""
+    low, high = meaning(name, judges)[2:]
+    words = f"{low:g} and more" if high == UP else f"{high:g} at most" if low == -UP else f"{low:g} to {high:g}"
+    unlimited = low == -UP and high == UP
+    return "" if unlimited else f" (healthy: {words}, {'of' if is_ratio(name) else 'from'} the base's)"
 
-    change: from `figures.compare`. Its mean decides, and the border itself is healthy.
-    """
-    key = "ratio" if bounds.ratio else "difference"
-    limits = bounds.ratio or bounds.change
-    if limits is None or not change or not change.get(key):
+
+def explain(name: str, judges: Sequence[str]) -> tuple[str, str]:
+    """Return a figure's label, and its explanation with the healthy range."""
+    return meaning(name, judges).label, meaning(name, judges).says + healthy(name, judges)
+
+
+def describe_unhealthy(name: str, change: Mapping | None, judges: Sequence[str]) -> str:
+    """Describe a figure's change from `figures.compare` if its mean is outside the healthy range, else return ""."""
+    bounds, key = meaning(name, judges), "ratio" if is_ratio(name) else "difference"
+    if not change or not change.get(key):
         return ""
     mean = change[key]["mean"]
-    if limits[0] <= round(mean, 6) <= limits[1]:  # float32 has 0.1 above 0.1
+    if bounds.low <= round(mean, 6) <= bounds.high:  # float32 has 0.1 above 0.1
         return ""
-    text = f"{mean:.3f} of the base's" if bounds.ratio else f"{mean:+.3f} from the base's"
-    return f"{bounds.label[0].upper()}{bounds.label[1:]} is {text}{healthy(bounds)}: {bounds.broken}"
+    text = f"{mean:.3f} of the base's" if key == "ratio" else f"{mean:+.3f} from the base's"
+    return f"{bounds.label.capitalize()} is {text}{healthy(name, judges)}"
 
 
-def healthy(bounds: Meaning) -> str:
-    """Format the healthy range as a remark in brackets; empty where there is none."""
-    limits = bounds.ratio or bounds.change
-    if limits is None:
-        return ""
-    low, high = limits
-    words = f"{low:g} and more" if high == UP else f"{high:g} at most" if low == -UP else f"{low:g} to {high:g}"
-    return f" (healthy: {words}, {'of' if bounds.ratio else 'from'} the base's)"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """Verdict on an arm.
-
-    person: 1 where the arm keeps the person more than its start, or else its base, -1 where less, 0 where the interval
-    holds 0. moves: whether every measured motion is kept; None where none is measured.
-    """
+class Verdict(NamedTuple):
+    """Verdict on an arm. person: 1 if it is kept more, -1 if less, 0 if that cannot be told. moves: None unmeasured."""
 
     person: int
     moves: bool | None
-    sentences: tuple[str, ...]
+    sentences: tuple[str, str]
     warnings: tuple[str, ...]
 
 
@@ -177,91 +114,66 @@ def compared_arms(report: Mapping) -> list[Mapping]:
 def verdict(report: Mapping, arm: Mapping) -> Verdict:
     """Judge an arm that has a base.
 
-    The person is kept more, or less, where the whole interval of FaceSim's change is on one side of 0: against the
-    start, or without one against the base. Motion is kept where the mean of each of MOVES over the base's is healthy.
+    The person is kept more, or less, if the interval of FaceSim's change is on one side of 0: against the start, or
+    without one against the base. Motion is kept if the mean of each of MOVES over the base's is healthy.
     """
-    start = next((other for other in report["arms"] if other["name"] == arm.get("start")), None)
-    person, first = _person(report, arm, start)
-    moves, second = _motion(report, arm, start, person)
-    sentences = (first, second, *([f"{start['name']}: {start['origin']}."] if start else []))
-    return Verdict(person=person, moves=moves, sentences=sentences, warnings=tuple(_warnings(report, arm)))
+    (person, first), (moves, second) = _person(report, arm), _motion(report, arm)
+    return Verdict(person, moves, (first, second), tuple(_warnings(report, arm)))
 
 
-def _person(report: Mapping, arm: Mapping, start: Mapping | None) -> tuple[int, str]:
-    judge, name, base = main_judge(report), arm["name"], "the run's start" if start else arm["against"]
-    changes = arm["over_start"] if start else arm["compared"]
-    face_sim = changes[f"{judge}/face_sim"]
-    if face_sim is None:
+def _person(report: Mapping, arm: Mapping) -> tuple[int, str]:
+    judge, name, base = main_judge(report), arm["name"], arm["against"]
+    starts = [other for other in report["arms"] if other["name"] == arm.get("start")]
+    if starts:
+        base = f"the run's start, {starts[0].get('origin')}"
+    change = (arm.get("over_start") or arm["compared"])[f"{judge}/face_sim"]
+    if change is None:
         return 0, f"{name} and {base} have no clip in common, so nothing can be said of the person."
-    change = face_sim["difference"]
-    person = 1 if change["low"] > 0 else -1 if change["high"] < 0 else 0
-    begin = {
-        1: f"{name} keeps the person more than {base}",
-        0: f"Whether {name} keeps the person more than {base} cannot be told",
-        -1: f"{name} keeps the person less than {base}",
-    }[person]
-    mean, low, high = (f"{change[key]:+.3f}" for key in ("mean", "low", "high"))
-    sentence = (
-        f"{begin}: FaceSim by {judge_words(judge)} changes by {mean} [{low}, {high}] (95 % interval over "
-        f"{report['people']} people), and rises for {face_sim['people_with_more']:.0%} of them"
-        f"{'' if person else '; the interval holds 0'}."
+    difference = change["difference"]
+    person = 1 if difference["low"] > 0 else -1 if difference["high"] < 0 else 0
+    begin = f"{name} keeps the person {'less' if person < 0 else 'more'} than {base}"
+    begin = begin if person else f"Whether {begin} cannot be told"
+    both = [(other, other.get("compared", {}).get(f"{judge}/face_sim")) for other in (arm, *starts) if starts]
+    gains = [f"{other['name']} {format_interval(gain['difference'])}" for other, gain in both if gain]
+    return person, (
+        f"{begin}: FaceSim by {judge_words(judge)} changes by {format_interval(difference, '+')} "
+        f"(95 % interval over {report['people']} people)."
+        + (f" From {arm['against']} it changes by: {', '.join(gains)}." if gains else "")
     )
-    if start:
-        both = [(other["name"], other["compared"][f"{judge}/face_sim"]) for other in (arm, start)]
-        gains = [f"{name} {format_interval(change['difference'])}" for name, change in both if change]
-        sentence += f" From {arm['against']} it changes by: {', '.join(gains)}."
-    return person, sentence
 
 
-def _motion(report: Mapping, arm: Mapping, start: Mapping | None, person: int) -> tuple[bool | None, str]:
+def _motion(report: Mapping, arm: Mapping) -> tuple[bool | None, str]:
     judge = main_judge(report)
-    of_start = start["compared"] if start else {}
-    bases = {base["name"]: base for base in report["arms"]}
-    held: list[str] = []
-    lost: list[str] = []
+    texts: dict[bool, list[str]] = {True: [], False: []}  # by whether it is kept
+    figures = next(base["figures"] for base in report["arms"] if base["name"] == arm["against"])
     for key in MOVES:
         name = key.replace("face/", f"{judge}/")
-        change, before = arm["compared"].get(name), bases[arm["against"]]["figures"].get(name)
+        change, before = arm["compared"].get(name), figures.get(name)
         if change and before and before["mean"] > 0:  # a ratio to a base without motion means nothing
-            texts = lost if describe_unhealthy(change, MEANINGS[key]) else held
-            also = f" (start {of_start[name]['ratio']['mean']:.3f})" if of_start.get(name) else ""
-            texts.append(f"{MEANINGS[key].label} is {format_interval(change['ratio'])}{also}")
-    if lost:
-        begin = "That is paid for with motion" if person > 0 and not start else "Motion is lost"
-        also = f"; kept: {', '.join(held)}" if held else ""
-        return False, f"{begin}: {', '.join(lost)} of the base's{also}."
-    if held:
-        return True, f"The motion is kept: {', '.join(held)} of the base's."
+            text = f"{MEANINGS[key].label} is {format_interval(change['ratio'])}"
+            texts[not describe_unhealthy(name, change, [judge])].append(text)
+    if texts[False]:
+        return False, f"Motion is lost: {', '.join(texts[False])} of the base's."
+    if texts[True]:
+        return True, f"The motion is kept: {', '.join(texts[True])} of the base's."
     return None, "Nothing moves in the base's clips, so its motion has no measure."
 
 
-def frozen(arm: Mapping) -> bool:
-    """Return whether more of the arm's clips are frozen than is healthy."""
-    share = arm.get("frozen_share")
-    return share is not None and round(share["mean"], 6) > FROZEN_MOST
-
-
 def _warnings(report: Mapping, arm: Mapping) -> Iterator[str]:
-    judge, judges, compared = main_judge(report), list(report["real"]["per_frame"]), arm["compared"]
+    judges = list(report["real"]["per_frame"])
     for name in CANARIES:
-        if problem := describe_unhealthy(compared.get(name), MEANINGS[name]):
+        if problem := describe_unhealthy(name, arm["compared"].get(name), judges):
             yield f"{problem}."
-    if frozen(arm):
-        yield (
-            f"{arm['frozen_share']['mean']:.0%} of the clips are frozen: they have less than half of the base's own "
-            f"non-rigid motion (healthy: at most {FROZEN_MOST:.0%})."
-        )
-    changes = [(arm.get("over_start") or compared)[f"{name}/face_sim"] for name in (judges[0], judge)]
-    if judges[0] != judge and all(changes):
-        trained, other = (change["difference"]["mean"] for change in changes)
-        if trained > GAIN_GUARD and other < SHARE_GUARD * trained:
+    changes = arm.get("over_start") or arm["compared"]
+    trained, other = (changes[f"{judge}/face_sim"] for judge in (judges[0], judges[-1]))
+    if len(judges) > 1 and trained and other:
+        gain, seen = trained["difference"]["mean"], other["difference"]["mean"]
+        if gain > GAIN_GUARD and seen < SHARE_GUARD * gain:
             yield (
-                f"The recogniser that was trained against has gained {trained:.3f}, the held-out judge {other:.3f}: "
+                f"The recogniser that was trained against has gained {gain:.3f}, {judge_words(judges[-1])} {seen:.3f}: "
                 "the reward may be hacked."
             )
-    if judge == "reward":
-        yield "There is no held-out judge: the recogniser that was trained against is the only one that speaks here."
-    if arm["decoded"] != {other["name"]: other["decoded"] for other in report["arms"]}[arm["against"]]:
-        yield "One of the two was decoded from mp4 and the other was not; a codec takes detail and motion."
+    if judges == ["reward"]:
+        yield "There is no held-out judge, only the recogniser that was trained against."
     if report["people"] < FEW:
         yield f"{report['people']} people are few, and intervals over fewer than {FEW} are rough."

@@ -352,10 +352,10 @@ def test_evaluate_names_a_reward_that_fails_and_judges_each_size(folder_of, untr
 
 
 def test_arms_of_images_share_their_noises_and_resume(folder_of, untrained, monkeypatch):
-    """Several strengths and step counts. What a stopped evaluation has judged is not sampled again."""
+    """Start, strengths and step counts. What a stopped evaluation has judged is not sampled again."""
     out, count, add = untrained / "arms", [], Writer.add
     words = ["--run", untrained, "--data", folder_of("sd3") / "prompts.csv", "--device", "cpu", "--seeds", 1]
-    words += ["--out", out, "--strengths", "0,1", "--steps", "2,3"]
+    words += ["--out", out, "--strengths", "0,1", "--steps", "2,3", f"lora.init_from={untrained}/checkpoints/latest"]
 
     def stop(self, record):
         count.append(record)
@@ -369,12 +369,15 @@ def test_arms_of_images_share_their_noises_and_resume(folder_of, untrained, monk
     begun = (out / "records.jsonl").read_text()
     run_tool(evaluate.main, *words)
     records = (out / "records.jsonl").read_text()
-    assert len(begun.splitlines()) == 3 and len(records.splitlines()) == 6 * len(PROMPTS)
+    assert len(begun.splitlines()) == 3 and len(records.splitlines()) == 8 * len(PROMPTS)
     assert {*begun.splitlines()} <= {*records.splitlines()}
     report = json.loads((out / "report.json").read_text())
     tail = "" if any(arm["name"] == "latest" for arm in report["arms"]) else "_2steps"
     by_name = {arm["name"]: arm for arm in report["arms"]}
-    assert len(by_name) == 4 and by_name[f"latest_x0{tail}"]["against"] == f"base{tail}"
+    assert len(by_name) == 6 and by_name[f"latest_x0{tail}"]["against"] == f"base{tail}"
+    start = by_name[f"start{tail}"]
+    assert start["figures"] == by_name[f"latest{tail}"]["figures"] and "with a reward" in start["origin"]
+    assert report["figures"] == report["arms"][0]["figures"] and not report["arms"][0]["origin"]
     for name, arm in by_name.items():
         score = arm["figures"]["score"]
         assert (score["before"] == score["after"] and score["win_rate"]["mean"] == 0.5) == ("x0" in name), name
