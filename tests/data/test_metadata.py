@@ -682,33 +682,28 @@ def test_a_cell_that_is_no_file_name(folder):
     assert data.inspect_row(rows[1], 5).problems == ("video: holds a control character; rename the file",)
 
 
-def looks(*sizes_and_rates):
-    rows = [
-        data.Row(index=i, line=i + 2, id=str(i), video=Path(f"{i}.mp4"), prompt="x")
-        for i in range(len(sizes_and_rates))
-    ]
-    return rows, [data.HeaderInfo(header=clips.Header(size, rate, ())) for size, rate in sizes_and_rates]
+HD, SMALL = (480, 832), (16, 16)
+MIXED = [(HD, 30.0), (HD, None), (HD, 16.0)]
 
 
-def test_notes_of_clips():
+@pytest.mark.parametrize("clips_of, max_pixels, fps, rate, words", [
+    ([(HD, 24.0)] * 3 + [(HD, 23.976)], None, None, 24, ()),
+    ([(HD, 24.0)] * 3 + [(SMALL, 24.0), ((400, 400), 24.0)], None, None, 24,
+     ("2 of 5 clips", "line 5, 3.mp4: 16 x 16")),
+    ([(HD, 24.0)] * 3 + [(SMALL, 24.0)], 480 * 832, None, 24, ()),  # none is enlarged
+    (MIXED, None, None, 24, ("2 of 3 clips", "16 (line 4", "30 (line 2", "data.fps: 24")),
+    (MIXED, None, None, 16,
+     ("1 of 3 clips are trained on at 30 (line 2, 0.mp4) frames per second, the model's videos have 16",)),
+    (MIXED, None, 16, 16, ()), (MIXED, None, 16, 24, ("3 of 3 clips are trained on at 16 (line 2",)),
+    (MIXED, None, None, 1, ()),  # an image model takes one frame
+    ([], 480 * 832, None, 16, ()),
+])  # fmt: skip
+def test_notes_of_clips(clips_of, max_pixels, fps, rate, words):
     """Much smaller ones, and rates that are not the model's."""
-    alike = [((480, 832), 24.0)] * 3
-    assert data.clip_notes(*looks(*alike), 480, 832, None, None, 24) == []
-    assert data.clip_notes(*looks(*alike, ((480, 832), 23.976)), 480, 832, None, None, 24) == []
-    small = looks(*alike, ((16, 16), 24.0), ((400, 400), 24.0))
-    (note,) = data.clip_notes(*small, 480, 832, None, None, 24)
-    assert "2 of 5 clips" in note and "line 5, 3.mp4: 16 x 16" in note
-    assert data.clip_notes(*small, 480, 832, 480 * 832, None, 24) == []  # none is enlarged
-    mixed = looks(((480, 832), 30.0), ((480, 832), None), ((480, 832), 16.0))
-    (note,) = data.clip_notes(*mixed, 480, 832, None, None, 24)
-    assert "2 of 3 clips" in note and "16 (line 4" in note and "30 (line 2" in note and "data.fps: 24" in note
-    (note,) = data.clip_notes(*mixed, 480, 832, None, None, 16)
-    assert "1 of 3 clips are trained on at 30 (line 2, 0.mp4) frames per second, the model's videos have 16" in note
-    assert data.clip_notes(*mixed, 480, 832, None, 16, 16) == []
-    (note,) = data.clip_notes(*mixed, 480, 832, None, 16, 24)
-    assert "3 of 3 clips are trained on at 16 (line 2" in note
-    assert data.clip_notes(*mixed, 480, 832, None, None, 1) == []  # an image model takes one frame
-    assert data.clip_notes([], [], 480, 832, 480 * 832, None, 16) == []
+    rows = [data.Row(index=i, line=i + 2, id=str(i), video=Path(f"{i}.mp4"), prompt="x") for i in range(len(clips_of))]
+    looks = [data.HeaderInfo(header=clips.Header(size, stored, ())) for size, stored in clips_of]
+    notes = data.clip_notes(rows, looks, *HD, max_pixels, fps, rate)
+    assert len(notes) == bool(words) and all(word in note for note in notes for word in words)
 
 
 @pytest.mark.parametrize("settings, words", [

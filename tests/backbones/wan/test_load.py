@@ -39,15 +39,10 @@ pytestmark = pytest.mark.slow(100)
 
 MODULES = ("transformer", "transformer_2", "vae", "text_encoder")
 DTYPES = [torch.float32, torch.bfloat16]
-HUB = ", ".join(
-    f"{wan_files.REPOSITORY}:{pattern}"
-    for pattern in (
-        "high_noise_model/diffusion_pytorch_model*.safetensors",
-        "low_noise_model/diffusion_pytorch_model*.safetensors",
-        "models_t5_umt5-xxl-enc-bf16.pth",
-        "Wan2.1_VAE.pth",
-    )
-)
+HUB = ",".join(f"{wan_files.REPOSITORY}:{pattern}" for pattern in (
+    "high_noise_model/diffusion_pytorch_model*.safetensors", "low_noise_model/diffusion_pytorch_model*.safetensors",
+    "models_t5_umt5-xxl-enc-bf16.pth", "Wan2.1_VAE.pth",
+))  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -181,14 +176,23 @@ def test_original_files_equal_from_pretrained(files, given, tmp_path, form):
     assert loaded.tokenizer("a person").input_ids == files.pipe.tokenizer("a person").input_ids
 
 
-def test_list_form(files, given, tmp_path, monkeypatch):
-    """A list in the order high, low, text encoder, VAE; the configurations are the published ones, here small."""
+@pytest.fixture
+def hub(files, monkeypatch):
+    """The original files in the hub's cache, with the published configurations, here small."""
     monkeypatch.setattr(files_module, "published", lambda _: files.configs)
+    monkeypatch.setattr(files_module, "snapshot_download", lambda repository, **_: str(files.original))
+
+
+@pytest.mark.parametrize("form", ["list", "hub"])
+def test_published_configurations_are_those_of_a_list_and_of_the_hub(files, hub, tmp_path, form):
+    """A list is in the order high, low, text encoder, VAE."""
     entries = wan_files.paths(files.original, files.configs) | FORMS["shards"](files, tmp_path)
-    path = tmp_path / "list.json"
-    path.write_text(json.dumps([entries[key] for key in I2V.original_parts]))
-    layout = find(model_paths=str(path), tokenizer_path=entries["tokenizer"])
+    (tmp_path / "list.json").write_text(json.dumps([entries[key] for key in I2V.original_parts]))
+    paths = {"origin_paths": HUB} if form == "hub" else {"model_paths": str(tmp_path / "list.json")}
+    layout = find(**paths, tokenizer_path=entries["tokenizer"])
+    assert layout.tokenizer == Path(entries["tokenizer"])
     assert_same_modules(load_layout(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
+    assert form == "list" or find(**paths).tokenizer.name == "umt5-xxl"
 
 
 def test_published_configurations_are_the_real_models():
@@ -207,21 +211,6 @@ def test_published_configurations_are_the_real_models():
 # -- the hub
 
 
-@pytest.fixture
-def hub(files, monkeypatch):
-    """The original files in the hub's cache."""
-    monkeypatch.setattr(files_module, "published", lambda _: files.configs)
-    monkeypatch.setattr(files_module, "snapshot_download", lambda repository, **_: str(files.original))
-
-
-def test_hub_form(files, hub):
-    layout = find(origin_paths=HUB)
-    assert_same_modules(load_layout(layout, torch.bfloat16), from_pretrained(files.fp32, torch.bfloat16))
-    assert layout.tokenizer.name == "umt5-xxl"
-    layout = find(tokenizer_path=str(files.fp32 / "tokenizer"), origin_paths=HUB)
-    assert layout.tokenizer == files.fp32 / "tokenizer"
-
-
 def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(InputError, match="not in the local hub cache; set model.allow_download: true"):
@@ -238,19 +227,29 @@ def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
     assert asked == [(wan_files.REPOSITORY, ["high_noise_model/diffusion_pytorch_model*.safetensors"], False)]
 
 
-@pytest.mark.parametrize(
-    "paths, message",
-    [
-        ("high_noise_model/*.safetensors", "must be owner/repository:pattern"),
-        (f"{wan_files.REPOSITORY}:weights.pth", "with one of high_noise, low_noise, t5, vae in the pattern, each once"),
-        (f"{wan_files.REPOSITORY}:Wan2.1_VAE.pth", "names no high_noise_model, low_noise_model, text_encoder"),
-        (f"{HUB},{HUB}", "each once"),
-        (HUB.replace("Wan2.1_VAE.pth", "*vae*"), "matches 0 files"),
-    ],
-)
-def test_hub_form_refused(hub, paths, message):
+PATHS_FILES = {  # content of a wan22_paths.json: message
+    "{": "is not JSON",
+    '["a", "b"]': "no text_encoder; no vae; Wan2.2-I2V-A14B takes high_noise_model, low_noise_model",
+    '["a", "b", "c", "d", "e"]': "takes high_noise_model, .*, vae, as an object or as a list in this order",
+    # its keys are those that are taken; of its paths, the first is the first to be missed
+    (ROOT / "examples" / "wan22_paths.json").read_text():
+        "high_noise_model: .*Wan2.2-I2V-A14B/high_noise_model does not exist",
+}  # fmt: skip
+HUB_PATHS = {
+    "high_noise_model/*.safetensors": "must be owner/repository:pattern",
+    f"{wan_files.REPOSITORY}:weights.pth": "with one of high_noise, low_noise, t5, vae in the pattern, each once",
+    f"{wan_files.REPOSITORY}:Wan2.1_VAE.pth": "names no high_noise_model, low_noise_model, text_encoder",
+    f"{HUB},{HUB}": "each once",
+    HUB.replace("Wan2.1_VAE.pth", "*vae*"): "matches 0 files",
+}
+
+
+@pytest.mark.parametrize("content, message", [*PATHS_FILES.items(), *HUB_PATHS.items()])
+def test_names_of_files_are_refused(hub, tmp_path, content, message):
+    (tmp_path / "wan22_paths.json").write_text(content)
+    paths = {"origin_paths": content} if content in HUB_PATHS else {"model_paths": str(tmp_path / "wan22_paths.json")}
     with pytest.raises(InputError, match=message):
-        find(origin_paths=paths)
+        find(**paths)
 
 
 # -- distillation
@@ -348,9 +347,9 @@ def test_distillations_that_do_not_fit_are_refused(files, given, tmp_path):
     with pytest.raises(InputError, match="nan or infinite|alpha of"):
         wan_load.read_distilled(I2V.experts, "", str(tmp_path / "low.safetensors"))
     values = {"blocks.0.attn1.to_q": (torch.ones(4, 20), torch.ones(20, 4), 4.0)}
+    odd = str(wan_files.write_lightning(values, tmp_path / "high_noise.safetensors"))
     for mode in ("fuse", "adapter"):
-        odd = str(wan_files.write_lightning(values, tmp_path / "high_noise.safetensors"))
-        with pytest.raises(InputError, match=r"to_q"):
+        with pytest.raises(InputError, match="to_q"):
             load(given(), torch.float32, distilled=wan_load.read_distilled(I2V.experts, odd, ""), distill_mode=mode)
     state["diffusion_model.blocks.0.norm3.diff_b"] = torch.zeros(24)
     save_file(state, tmp_path / "low.safetensors")
@@ -428,19 +427,19 @@ def test_a_damaged_or_other_folder_is_refused(files, tmp_path, damage):
         backbones.open("wan2_2", Source(model_paths=str(folder)))
 
 
-def test_a_text_encoder_or_vae_without_a_tensor_is_refused(files, tmp_path):
+@pytest.mark.parametrize("part, name, file", [
+    ("vae", "decoder.conv_out.weight", "diffusion_pytorch_model"),
+    ("text_encoder", "encoder.block.1.layer.0.SelfAttention.q.weight", "model"),
+])  # fmt: skip
+def test_a_text_encoder_or_vae_without_a_tensor_is_refused(files, tmp_path, part, name, file):
     """The libraries would fill in random numbers."""
-    for part, gone, name in (
-        ("vae", "decoder.conv_out.weight", "diffusion_pytorch_model"),
-        ("text_encoder", "encoder.block.1.layer.0.SelfAttention.q.weight", "model"),
-    ):
-        folder, state = shutil.copytree(files.fp32, tmp_path / part), files.pipe.components[part].state_dict()
-        for file in (folder / part).glob("*.safetensors*"):
-            file.unlink()
-        state = {key: value.clone() for key, value in state.items() if key != gone}
-        save_file(state, folder / part / f"{name}.safetensors", {"format": "pt"})
-        with pytest.raises(InputError, match=f"lacks {gone}"):
-            load(folder, torch.float32)
+    folder = shutil.copytree(files.fp32, tmp_path / part)
+    for path in (folder / part).glob("*.safetensors*"):
+        path.unlink()
+    state = {key: value.clone() for key, value in files.pipe.components[part].state_dict().items() if key != name}
+    save_file(state, folder / part / f"{file}.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=f"lacks {name}"):
+        load(folder, torch.float32)
 
 
 def as_original_files(name, folder):
@@ -508,28 +507,30 @@ def test_the_published_clip_has_the_tensors_of_its_file():
     assert original["visual.transformer.31.attn.to_qkv.weight"].shape == (3840, 1280)
 
 
-def changed_expert(files, folder, tensors):
-    """The high-noise expert with other tensors, or more of them."""
-    state = wan_files.original_expert(files.pipe.transformer) | tensors
+def expert(folder, state):
+    """The high-noise expert with these tensors."""
     save_file(state, folder / "high_noise.safetensors")
     return {"high_noise_model": "high_noise.safetensors"}
 
 
-WAN21 = {"img_emb.proj.0.weight": torch.zeros(8)}
+def changed_expert(files, folder, tensors):
+    return expert(folder, wan_files.original_expert(files.pipe.transformer) | tensors)
+
+
 FP8 = {
     "blocks.0.self_attn.q.weight": torch.zeros(24, 24).to(torch.float8_e4m3fn),
     "blocks.0.self_attn.q.scale_weight": torch.tensor(0.1),
 }
 
 
-def no_model(files, folder):
-    save_file({"conv_in.weight": torch.zeros(4)}, folder / "high_noise.safetensors")
-    return {"high_noise_model": "high_noise.safetensors"}
-
-
 ORIGINAL = {
-    "Wan2.1": (lambda f, d: changed_expert(f, d, WAN21), "surplus condition_embedder.image_embedder.*Wan2.2-I2V-A14B"),
-    "no Wan model": (no_model, "conv_in.weight are not those of a Wan transformer"),
+    "Wan2.1": (
+        lambda f, d: changed_expert(f, d, {"img_emb.proj.0.weight": torch.zeros(8)}),
+        "surplus condition_embedder.image_embedder.*Wan2.2-I2V-A14B",
+    ),
+    "no Wan model": (
+        lambda f, d: expert(d, {"conv_in.weight": torch.zeros(4)}), "conv_in.weight are not those of a Wan transformer"
+    ),
     "fp8": (
         lambda f, d: changed_expert(f, d, FP8),
         r"is quantised \(tensor .*\): it cannot be trained on as it is; give the fp32, fp16 or bf16 files",
@@ -558,20 +559,6 @@ def test_other_original_files_are_refused(files, given, tmp_path, case):
         backbones.open("wan2_2", Source(model_paths=given(**change(files, tmp_path))))
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("{", "is not JSON"),
-        ('["a", "b"]', "no text_encoder; no vae; Wan2.2-I2V-A14B takes high_noise_model, low_noise_model"),
-        ('["a", "b", "c", "d", "e"]', "takes high_noise_model, .*, vae, as an object or as a list in this order"),
-    ],
-)
-def test_a_broken_paths_file_is_refused(tmp_path, content, message):
-    (tmp_path / "wan22_paths.json").write_text(content)
-    with pytest.raises(InputError, match=message):
-        find(model_paths=str(tmp_path / "wan22_paths.json"))
-
-
 class Malicious:
     def __init__(self, path):
         self.path = path
@@ -580,49 +567,44 @@ class Malicious:
         return Path.touch, (self.path,)
 
 
+PICKLES = {  # (changed content, message); name: of a weight
+    "code": (lambda s, name, d: s | {"extra": Malicious(d / "touched")}, "holds code, which is not run"),
+    "lacking": (
+        lambda s, name, d: {key: value for key, value in s.items() if key != name},
+        r"lacks .* \(1 names differ from those of the config.json of"),
+    "surplus": (lambda s, name, d: s | {"more.weight": torch.zeros(1)}, "has a surplus more.weight"),
+    "shape": (lambda s, name, d: s | {name: torch.zeros(3)}, r"is \(3,\), that of the config.json of"),
+    "list": (lambda s, name, d: [1], "is not a flat dictionary of tensors"),
+    "cut": (lambda s, name, d: s, "bad.pth cannot be read as a torch file: it is cut off"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PICKLES)
 @pytest.mark.parametrize("part", ["text_encoder", "vae"])
-def test_bad_pickles_are_refused(files, given, tmp_path, part):
+def test_bad_pickles_are_refused(files, given, tmp_path, part, case):
     state = torch.load(wan_files.paths(files.original, files.configs)[part], weights_only=True)
-    name = next(name for name in state if name.endswith(".weight"))
-    bad = tmp_path / "bad.pth"
-
-    def refused(content, message):
-        torch.save(content, bad)
-        with pytest.raises(InputError, match=message):
-            load(given(**{part: str(bad)}), torch.float32)
-
-    refused(state | {"extra": Malicious(tmp_path / "touched")}, "holds code, which is not run")
+    change, message = PICKLES[case]
+    torch.save(change(state, next(name for name in state if name.endswith(".weight")), tmp_path), tmp_path / "bad.pth")
+    if case == "cut":
+        cut(tmp_path / "bad.pth")
+    with pytest.raises(InputError, match=message):
+        load(given(**{part: str(tmp_path / "bad.pth")}), torch.float32)
     assert not (tmp_path / "touched").exists()
-    refused(
-        {key: value for key, value in state.items() if key != name},
-        r"lacks .* \(1 names differ from those of the config.json of",
-    )
-    refused(state | {"more.weight": torch.zeros(1)}, "has a surplus more.weight")
-    refused(state | {name: torch.zeros(3)}, r"is \(3,\), that of the config.json of")
-    refused([1], "is not a flat dictionary of tensors")
-    torch.save(state, bad)
-    cut(bad)
-    with pytest.raises(InputError, match="bad.pth cannot be read as a torch file: it is cut off"):
-        load(given(**{part: str(bad)}), torch.float32)
 
 
-def test_what_is_loaded_does_not_follow_its_file(files, given, tmp_path):
+def test_forms_of_a_vae_file_that_may_change_once_it_is_loaded(files, given, tmp_path):
     """Files are mapped while they are read."""
-    vae = Path(shutil.copy(files.original / "Wan2.1_VAE.pth", tmp_path))
-    loaded = load(given(vae=str(vae)), torch.float32)
-    with vae.open("r+b") as file:
-        file.write(bytes(vae.stat().st_size))
-    assert_same_modules(loaded, from_pretrained(files.fp32, torch.float32), ("vae",))
-
-
-def test_old_pickles_and_safetensors_load_too(files, given, tmp_path):
     expected = from_pretrained(files.fp32, torch.float32)
     state = wan_files.original_vae(files.pipe.vae)
-    torch.save(state, tmp_path / "vae.pth", _use_new_zipfile_serialization=False)
+    torch.save(state, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    shutil.copy(files.original / "Wan2.1_VAE.pth", tmp_path / "vae.pth")
     save_file(state, tmp_path / "vae.safetensors")
     save_file(files.pipe.vae.state_dict(), tmp_path / "diffusers.safetensors")
-    for name in ("vae.pth", "vae.safetensors", "diffusers.safetensors"):
-        assert_same_modules(load(given(vae=name), torch.float32), expected, ("vae",))
+    for name in ("old.pth", "vae.pth", "vae.safetensors", "diffusers.safetensors"):
+        loaded = load(given(vae=name), torch.float32)
+        with (tmp_path / name).open("r+b") as file:
+            file.write(bytes((tmp_path / name).stat().st_size))
+        assert_same_modules(loaded, expected, ("vae",))
 
 
 def test_settings_unlike_the_checkpoints_are_told_with_both_numbers(files):
@@ -637,12 +619,6 @@ def test_a_distillation_is_a_part_of_its_expert(files):
     backbone = backbones.open("wan2_2", source)
     assert backbone.parts_of("high_noise") == ["high_noise", "distill_high", "fuse"]
     assert backbone.parts_of("low_noise") == ["low_noise"]
-
-
-def test_example_of_original_files():
-    """Its keys are those that are taken; of its paths, the first is the first to be missed."""
-    with pytest.raises(InputError, match="high_noise_model: .*Wan2.2-I2V-A14B/high_noise_model does not exist"):
-        find(model_paths=str(ROOT / "examples" / "wan22_paths.json"))
 
 
 # -- use
