@@ -149,7 +149,7 @@ def test_the_house_keeps_its_rules(sources):
     [
         ("flow.py", "from rewardfl import data", "flow: an algorithm imports data"),
         ("sde.py", "import diffusers", "sde: an algorithm imports diffusers"),
-        ("forward_rl.py", "import accelerate", "forward_rl: an algorithm imports accelerate"),
+        ("forward_rl.py", "import diffusers", "forward_rl: an algorithm imports diffusers"),
         ("anchor.py", "from rewardfl import data", "anchor: an algorithm imports data"),
         ("config/schema.py", "from rewardfl.files import sha256", "config.schema: the configuration imports files"),
         ("lora.py", "import accelerate", "lora: accelerate is for training/"),

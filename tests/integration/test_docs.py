@@ -16,12 +16,13 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from conftest import ROOT
+from conftest import ROOT, run_tool
 from pipelines import I2V
 
 from rewardfl import command_line, config, rewards
 from rewardfl.backbones.wan.files import find_files
 from rewardfl.training import arguments, setup_model
+from rewardfl_tools import plan_run
 
 # The files that the guide's commands fetch, as the repositories have them.
 SHARDS = [f"diffusion_pytorch_model-0000{i}-of-00006.safetensors" for i in range(1, 7)]
@@ -275,8 +276,18 @@ def test_commands_of_the_guide_are_parsed(monkeypatch):
     """By the parsers of accelerate, the scripts and the tools."""
     text = (ROOT / "docs" / "running_wan.md").read_text()
     assert sum(parse(words, monkeypatch) for words in commands(text) if words) >= 8
+    complete = ["python", "tools/convert_lora.py", "--lora", "x", "--to", "comfy", "--out", "y"]
+    assert parse(complete, monkeypatch) == 1
     with pytest.raises(SystemExit):
-        parse(["python", "tools/convert_lora.py", "--expert", "high"], monkeypatch)
+        parse([*complete, "--expert", "high"], monkeypatch)
+
+
+def test_the_guides_plan_gives_its_figures():
+    text = (ROOT / "docs" / "running_wan.md").read_text()
+    (words,) = [words[2:] for words in commands(text) if "tools/plan_run.py" in words]
+    last = run_tool(plan_run.main, *words).splitlines()[-1]
+    gpu, host = re.search(r": ([\d.]+ GB) a GPU, and ([\d.]+ GB) in host memory for 8 processes", text).groups()
+    assert f"fits: {gpu} of 80.0 GB on the GPU, {host} of 512.0 GB in host memory for 8 processes" in last
 
 
 @pytest.mark.parametrize("name", CONFIGS)
