@@ -33,9 +33,6 @@ def thesis(tmp_path):
     return tmp_path / "thesis.txt"
 
 
-# ---- a file, or a folder that is written in one go
-
-
 @pytest.mark.parametrize("is_folder", [False, True])
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_an_existing_path_is_refused_or_replaced(tmp_path, thesis, entry, is_folder):
@@ -142,8 +139,6 @@ def test_generate_replaces_nothing_without_a_word(tmp_path, name):
     assert line.startswith("error: --out") and name in line and "diffusers" not in line
     assert (tmp_path / "mine.mp4").read_text() == (tmp_path / "image.png").read_text() == "mine"
 
-
-# ---- an evaluation's folder
 
 NAMES = ("report.html", "videos/base/000.mp4")
 

@@ -6,15 +6,14 @@ The section `grpo` identifies a file of train_flow_grpo.py, `forward` one of tra
 values (rewardfl/config/schema.py). This module reads YAML, applies the overrides and reports each wrong key in a line.
 """
 
-import json
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from rewardfl.config.fields import Section, did_you_mean, shown
@@ -31,7 +30,7 @@ _TYPES = {
     "dict_type": "keys and values",
 }
 _REMOVED = {"train.keep_attention": "it saved 6 % of the FLOPs for 8 GB of a GPU"}  # {key: reason}
-
+_NAMELESS = ("missing", "extra_forbidden", "invalid_key")  # errors of keys that the file or the schema lacks
 _OBJECTIVES: dict[str, type[AnyConfig]] = {"grpo": FlowGrpoConfig, "forward": ForwardRlConfig}
 
 
@@ -96,25 +95,22 @@ def dump(cfg: AnyConfig) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """yaml.SafeLoader that raises for aliases, tags, duplicate keys and numbers like 042 and 1:30.
+    """yaml.SafeLoader that raises for aliases, duplicate keys and numbers like 042 and 1:30.
 
     YAML 1.1 reads these as 34 and 90, YAML 1.2 as 42 and as a text.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
-        if isinstance(event, yaml.AliasEvent) or (isinstance(event, yaml.NodeEvent) and event.anchor):
-            raise _refusal("a configuration takes no anchors and aliases (&, *); write the value out", event)
-        if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag is not None:
-            raise _refusal(f"a configuration takes no tags, got {shown(event.tag)}", event)
+        if self.check_event(yaml.AliasEvent):
+            raise _refusal("a configuration takes no aliases (*); write the value out", self.peek_event())
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         self.flatten_mapping(node)
         keys = [key.value for key, _ in node.value]
-        for i, key in enumerate(keys):
-            if key in keys[:i]:
-                raise _refusal(f"{shown(key)} is given twice; remove one", node.value[i][0])
+        for i, (key, _) in enumerate(node.value):
+            if key.value in keys[:i]:
+                raise _refusal(f"{shown(key.value)} is given twice; remove one", key)
         return super().construct_mapping(node, deep)
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
@@ -132,10 +128,31 @@ def _refusal(problem: str, at: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
-def parse_value(text: str, where: str) -> Any:
-    """Return the YAML value of a command line's text. A text without quotes is taken as it is, " #" included."""
-    value = parse_yaml(text, where)
-    return text if isinstance(value, str) and not text.startswith(('"', "'")) else value
+def parse_value(text: str, where: str, expected: Any = Any) -> Any:
+    """Return the YAML value of a command line's text. A text without quotes is taken as it is, " #" included.
+
+    expected: a type. One that takes texts and no numbers gets every text but null and false as it is.
+    """
+    takes_text = _fits(expected, text) and not _fits(expected, 0)
+    if takes_text and text not in ("null", "false") and not text.startswith(('"', "'")):
+        return text
+    try:
+        value = parse_yaml(text, where)
+    except ConfigError:
+        if takes_text:  # half of a pair of quotes
+            return text
+        raise
+    if isinstance(value, str):
+        return value if text.startswith(('"', "'")) else text
+    return value if not takes_text or _fits(expected, value) else text
+
+
+def _fits(expected: Any, value: Any) -> bool:
+    try:
+        TypeAdapter(expected).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -157,18 +174,15 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         if not path.is_file():
             raise ConfigError(f"config file not found: {path.absolute()}")
-        if path.stat().st_size > MOST_BYTES:
-            raise ConfigError(f"{path} has {path.stat().st_size} bytes, a configuration at most {MOST_BYTES}")
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            raw = parse_yaml(file.read(MOST_BYTES + 1), str(path))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 ({error}); save it as UTF-8") from error
-    raw = parse_yaml(text, str(path))
     if not isinstance(raw, dict):
-        raise ConfigError(
-            f"{path} must hold sections ({', '.join(RewardFlConfig.model_fields)}) with keys beneath them"
-        )
+        sections = ", ".join(RewardFlConfig.model_fields)
+        raise ConfigError(f"{path} must hold sections ({sections}) with keys beneath them")
     return raw
 
 
@@ -178,70 +192,38 @@ def _override(raw: dict[str, Any], text: str, schema: type[AnyConfig]) -> list[s
     "section.key.inner=value" sets one key of a value that holds keys, and leaves its other keys.
     """
     name, equals, value = text.partition("=")
-    section, *keys = name.split(".")
-    if not equals:
+    *outer, key = path = name.split(".")
+    if not equals or not all(path):
         return [f"override {shown(text)} must have the form section.key=value"]
-    if section not in SECTIONS[schema]:
-        return [_unknown([section], schema)]
-    if not keys or not all(keys):
-        return [f"override {shown(text)} must name a key: {section}.<key>=value"]
-    if not isinstance(raw[section], dict):
-        return []  # the schema reports the section
-    *outer, key = keys
-    mapping = raw[section] = dict(raw[section])
-    for i, part in enumerate(outer):
+    if path[0] not in SECTIONS[schema]:
+        return [_unknown(path[:1], schema)]
+    if not outer:
+        return [f"override {shown(text)} must name a key: {name}.<key>=value"]
+    mapping = raw
+    for i, part in enumerate(outer, 1):
         inner = mapping.get(part)
         if not isinstance(inner, dict | NoneType):
-            return [f"override {shown(text)}: {_dotted([section, *outer[: i + 1]])} holds {shown(inner)}, no keys"]
-        mapping[part] = dict(inner or {})
-        mapping = mapping[part]
-    reads_text = _is_text(schema, [section, *keys])
-    mapping[key] = _read_text(value, reads_text) if reads_text else parse_value(value, f"override {shown(text)}")
+            return [f"override {shown(text)}: {_dotted(path[:i])} holds {shown(inner)}, no keys"]
+        mapping[part] = mapping = dict(inner or {})
+    try:
+        expected = _annotation(schema, path)
+    except (LookupError, AttributeError):  # there is no such key, which the schema reports
+        expected = Any
+    mapping[key] = parse_value(value, f"override {shown(text)}", expected)
     return []
 
 
-def _is_text(schema: type[BaseModel], key: Sequence[str]) -> tuple[Any, ...]:
-    """Return the members of the type at `key` if it takes texts, choices, false and null only; else nothing."""
-    try:
-        kind = _annotation(schema, key)
-    except (LookupError, AttributeError):  # there is no such key, which the schema reports
-        return ()
-    members = [kind] if get_origin(kind) in (None, Literal) else [_bare(member) for member in get_args(kind)]
-    choices = [word for member in members if get_origin(member) is Literal for word in get_args(member)]
-    plain = [member for member in members if get_origin(member) is not Literal]
-    takes_text = str in plain or any(isinstance(word, str) for word in choices)
-    return (*plain, *choices) if takes_text and {*plain} <= {str, NoneType} else ()
-
-
-def _bare(kind: Any) -> Any:
-    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
-
-
-def _read_text(text: str, members: Sequence[Any]) -> str | bool | None:
-    """Return a text as it was written, without the quotes of a JSON text; null and false where the key takes them."""
-    if (text == "null" and NoneType in members) or (text == "false" and False in members):
-        return None if text == "null" else False
-    try:
-        value = json.loads(text) if text.startswith('"') else text
-    except ValueError:
-        return text
-    return value if isinstance(value, str) else text
-
-
-def describe(error: ValidationError, raw: Mapping[str, Any], schema: type[BaseModel]) -> Iterator[str]:
-    """Yield a line per key, which joins pydantic's errors for the members of a union."""
+def describe(error: ValidationError, raw: Mapping[str, Any], schema: type[BaseModel]) -> list[str]:
+    """Return a line per key, which joins pydantic's errors for the members of a union."""
     by_key: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         by_key.setdefault(_key(detail, raw), []).append(detail)
-    for key, details in by_key.items():
-        yield _line(key, details, schema)
+    return [_line(key, details, schema) for key, details in by_key.items()]
 
 
 def _key(detail: ErrorDetails, raw: Any) -> tuple[int | str, ...]:
     """Return the error's key in the file, without what pydantic appends: members of a union, "[key]" for a name."""
-    if detail["type"] in ("missing", "extra_forbidden", "invalid_key"):
-        return detail["loc"]
-    for depth, part in enumerate(detail["loc"]):
+    for depth, part in enumerate(detail["loc"] if detail["type"] not in _NAMELESS else ()):
         if not (part in raw if isinstance(raw, dict) else isinstance(raw, list) and isinstance(part, int)):
             return detail["loc"][:depth]
         raw = raw[part]
@@ -256,9 +238,8 @@ def _line(key: tuple[int | str, ...], errors: Sequence[ErrorDetails], schema: ty
         return f"{name} is required; write it in the file or pass {name}=..."
     if kind == "model_type":
         return f"section {name!r} must hold keys, got {shown(value)}; write them beneath it or remove the line"
-    # Report only the union member whose type matched.
     matched = [detail for detail in errors if detail["type"] not in (*_TYPES, "literal_error")]
-    words = [_words(detail) for detail in matched or errors]
+    words = map(_words, matched or errors)  # only the union member whose type matched, if one did
     expected = " ".join(detail.get("ctx", {}).get("expected", "") for detail in errors)
     hint = did_you_mean(value, re.findall("'([^']+)'", expected))
     return f"{name} must be {' or '.join(words)}, got {shown(value)}{hint}"
@@ -276,9 +257,9 @@ def _dotted(key: Sequence[int | str]) -> str:
     return shown(".".join(map(str, key)))[1:-1] or "the file"
 
 
-def _annotation(schema: type[BaseModel], key: Sequence[int | str]) -> Any:
+def _annotation(schema: Any, key: Sequence[int | str]) -> Any:
     """Return the type of the value at `key`."""
-    kind: Any = schema
+    kind = schema
     for part in key:
         kind = _without_null(kind)
         kind = get_args(kind)[1] if get_origin(kind) is dict else kind.model_fields[part].annotation

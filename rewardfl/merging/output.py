@@ -4,8 +4,12 @@ import argparse
 import glob
 import json
 import shutil
+import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+
+from tqdm import tqdm
 
 from rewardfl import command_line
 from rewardfl.merging import writing
@@ -44,12 +48,12 @@ class Output:
         files: by their names below the output folder, or the one of an output that is a file. Raise InputError if the
         disk has no room, or the path was taken meanwhile.
         """
-        nbytes = writing.count_bytes(files)
-        self._check_room(nbytes)
+        nbytes = sum(content.nbytes for content in files.values() if isinstance(content, TensorFile))
+        self._check_room(nbytes)  # all else is small, or a link
         if self.args.dry_run:
             print(f"dry run: nothing written; {command_line.format_bytes(nbytes)} would be")
         else:
-            self._write(files)
+            self._write(files, nbytes)
             print(command_line.one_line(f"written: {self.path}"))
         if self.args.json:
             self.report.write(json.dumps({"tool": self.tool} | report, indent=2).encode() + b"\n")
@@ -63,16 +67,17 @@ class Output:
             sizes = f"{command_line.format_bytes(nbytes)}, the disk has {command_line.format_bytes(free)} free"
             raise InputError(f"--out {self.path} needs {sizes}")
 
-    def _write(self, files: OutputFiles) -> None:
+    def _write(self, files: OutputFiles, nbytes: int) -> None:
         weights = {name: content for name, content in files.items() if isinstance(content, TensorFile)}
-        with writing.progress_bar(files, str(self.path)) as bar, self.target.fill() as new:
+        make_bar = partial(tqdm, total=nbytes, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
+        with make_bar(desc=str(self.path)) as bar, self.target.fill() as new:
             if self.is_file:
                 (content,) = weights.values()
                 writing.write_file(new, content, bar.update)
             else:
                 writing.write_folder(new, files, bar.update)
         if self.args.verify:
-            with writing.progress_bar(files, "verifying") as bar:
+            with make_bar(desc="verifying") as bar:
                 for name, content in weights.items():
                     writing.verify(self.path if self.is_file else self.path / name, content, bar.update)
             print("verified: every tensor was read back and is what was to be written")

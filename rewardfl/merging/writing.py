@@ -7,15 +7,12 @@ torch 220.
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import BinaryIO
-
-from tqdm import tqdm
 
 from rewardfl.weights import shards
 from rewardfl.weights.shards import ITEM_BYTES, Entry, InputError
@@ -101,11 +98,6 @@ def write_folder(folder: Path, files: OutputFiles, progress: Progress) -> None:
                 shutil.copyfile(content, path)
 
 
-def count_bytes(files: OutputFiles) -> int:
-    """Return the bytes of the tensors to write; all else is small, or a link."""
-    return sum(content.nbytes for content in files.values() if isinstance(content, TensorFile))
-
-
 def shard(weights: TensorFile, max_bytes: int, folder: str = ".") -> OutputFiles:
     """Return a model's files in a folder, by the names that loaders expect: one, or shards with their index.json.
 
@@ -139,7 +131,3 @@ def verify(path: Path, weights: TensorFile, progress: Progress) -> None:
             if any(file.read(len(content)) != content for content in part.pieces()):
                 raise InputError(f"{path}: {part.name} differs from what was to be written; write it again")
         progress(part.nbytes)
-
-
-def progress_bar(files: OutputFiles, title: str) -> tqdm:
-    return tqdm(total=count_bytes(files), desc=title, unit="B", unit_scale=True, disable=not sys.stderr.isatty())

@@ -23,7 +23,7 @@ from pydantic import BaseModel, NonNegativeInt, ValidationError
 import rewardfl
 from rewardfl.config import MARKS, Equivalent, Resumed, shown
 from rewardfl.files import TEMPORARY, atomic_write, open_to_append, remove, temporary_path
-from rewardfl.outputs import nearest_existing
+from rewardfl.outputs import check_folder
 from rewardfl.training import checkpoint
 from rewardfl.training.checkpoint import CheckpointError, as_write_error, find_checkpoint, list_checkpoints, new_run
 from rewardfl.training.state import ResumePoint
@@ -54,8 +54,8 @@ class RunFolder:
         with as_write_error(self.path, "nothing was changed"):
             self.path.mkdir(parents=True, exist_ok=True)
             _check_lock(self.path / _LOCK)
-            self._lock = lock = open_to_append(self.path / _LOCK)
-            self._take_lock(lock)
+            self._lock = open_to_append(self.path / _LOCK)
+            self._take_lock(self._lock)
 
     def _take_lock(self, lock: IO[bytes]) -> None:
         try:
@@ -108,12 +108,14 @@ def prepare_output_dir(
     run_folder: None for a dry run, which makes the same checks and changes nothing. config: of config.to_dict.
     base_model: {part: digest of its weights}. A run without a finished step may be replaced.
 
-    Raise CheckpointError for a folder that is locked or read-only, for damaged files, and for a run with other settings
-    or another base model. A run in the folder must be resumed.
+    Raise CheckpointError for a folder that is locked, for damaged files, and for a run with other settings or another
+    base model, InputError for a folder that cannot be written. A run in the folder must be resumed.
     """
     output_dir, resume = Path(config["run"]["output_dir"]), config["run"]["resume_from_checkpoint"]
     if run_folder is None:
-        _check_writable(output_dir)
+        check_folder(f"run.output_dir {output_dir}", output_dir)
+        with as_write_error(output_dir, "nothing was changed"):
+            _check_lock(output_dir / _LOCK)
     else:
         run_folder.take(output_dir)
         _remove_strays(output_dir)
@@ -143,23 +145,12 @@ def prepare_output_dir(
     return ResumePoint(path=path, step=step, changes=(*earlier, *(change | {"step": step} for change in changed)))
 
 
-def _check_writable(output_dir: Path) -> None:
-    """Raise CheckpointError for a folder that cannot be created or written to, or has a foreign file as its lock."""
-    existing = nearest_existing(output_dir)
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        why = f"{existing} {'may not be written' if existing.is_dir() else 'is not a folder'}"
-        raise checkpoint.WriteError(f"run.output_dir {output_dir} could not be written ({why}); take another folder")
-    with as_write_error(output_dir, "nothing was changed"):
-        _check_lock(output_dir / _LOCK)
-
-
 def _check_lock(path: Path) -> None:
     """Raise CheckpointError for a link, and for a file with other text than a lock has: it would be lost."""
-    if not os.path.lexists(path):
-        return
     is_file = path.is_file() and not path.is_symlink()
     text = path.open("rb").read(1000) if is_file else b""
-    if not is_file or not re.fullmatch(rb"(process \d{1,20} on .{,300}, started .{,60}\n)?", text):
+    is_lock = is_file and re.fullmatch(rb"(process \d{1,20} on .{,300}, started .{,60}\n)?", text)
+    if os.path.lexists(path) and not is_lock:
         raise CheckpointError(f"{path} is not the lock of a run; move it away, or take another run.output_dir")
 
 
