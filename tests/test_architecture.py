@@ -19,7 +19,7 @@ from conftest import ROOT
 from rewardfl import config
 
 # flat modules of the package that are no mathematics: all others are
-OTHERS = {"__init__", "command_line", "files", "lora", "machine", "optim", "trust"}
+OTHERS = {"__init__", "command_line", "file_kinds", "files", "lora", "machine", "optim", "outputs", "trust"}
 ALGORITHMS = {path.stem for path in (ROOT / "rewardfl").glob("*.py")} - OTHERS
 # inside a room: a face goes through file, graph, detector, identity and reward
 ROOM_FLOORS, MODULE_FLOORS = 7, 5

@@ -77,8 +77,7 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     judges = load_judges(cfg.reward, rewards, args, of_images=of_images)
     rows = check_rows(rows, cfg.data, judges.terms, backbone, quiet=share.quiet)
     files = {arm.name: find_videos(arm.videos, rows) for arm in arms if arm.videos is not None}
-    base: dict[str, str] = {}
-    starts = {}
+    base, starts = {}, {}
     enough_people = not of_images and len({row.who for row in rows}) >= FEWEST
     if backbone is not None:
         base = digest_base_model(backbone)
@@ -86,14 +85,8 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
             trained, targets = plan.trained_experts(cfg, backbone.experts), plan.lora_targets(cfg, backbone)
             starts[Path(start)] = read_start(cfg.lora, backbone, trained, targets, args.run)
     elif enough_people:  # other tools' videos need only the VAE
-        try:
-            backbone = backbones.open(cfg.model.model_name, setup_model.model_source(cfg))
-            backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
-            base = {"vae": digest_files(backbone.weight_files["vae"])}
-        except (ValueError, OSError) as error:
-            backbone = None
-            if main:
-                print(escape_control(f"note: identity kept cannot be measured: {error}"))
+        model_source = setup_model.model_source(cfg)
+        backbone, base = open_vae(cfg.model.model_name, model_source, cfg.data, quiet=share.quiet)
     sampling = {key: value for key, value in config.flat(cfg).items() if key.startswith(SAMPLING)}
     settings = make_settings(sampling, rows, arms, base, list_dependencies(judges, cfg.reward.det_size))
     study = Study(
@@ -115,6 +108,20 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
         finish(study, rows, about, args)
         folder.remove(study.prepared(rows))
     return 0
+
+
+def open_vae(
+    model_name: str, source: Source, clips: config.DataConfig, *, quiet: bool
+) -> tuple[Backbone | None, dict[str, str]]:
+    """Return the model and its VAE's digest; none, with a note, if it cannot be opened."""
+    try:
+        backbone = backbones.open(model_name, source)
+        backbone.check_clips(clips.height, clips.width, clips.num_frames, clips.max_pixels)
+        return backbone, {"vae": digest_files(backbone.weight_files["vae"])}
+    except (ValueError, OSError) as error:
+        if not quiet:
+            print(escape_control(f"note: identity kept cannot be measured: {error}"))
+        return None, {}
 
 
 def check_rows(
