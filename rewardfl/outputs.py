@@ -23,9 +23,8 @@ def check_inputs(option: str, path: Path, inputs: Iterable[Path]) -> None:
     out = Path(os.path.realpath(path))
     for source in inputs:
         real = Path(os.path.realpath(source))
-        if any(_is_same(out, each) for each in (real, *real.parents)) or any(
-            _is_same(real, each) for each in out.parents
-        ):
+        pairs = [(out, each) for each in (real, *real.parents)] + [(real, each) for each in out.parents]
+        if any(_is_same(*pair) for pair in pairs):
             raise InputError(f"{option} {path} is, contains or is inside the input {source}; write to another place")
 
 
@@ -39,7 +38,7 @@ def nearest_existing(path: Path) -> Path:
     return next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
 
 
-def check_can_write(where: str, path: Path) -> None:
+def check_writable(where: str, path: Path) -> None:
     """Raise InputError if `path` cannot be a folder with new files."""
     folder = nearest_existing(path)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
@@ -64,7 +63,7 @@ class Target:
         check_inputs(self.option, self.path, self.inputs)
         if Path.cwd().is_relative_to(os.path.realpath(self.path)):
             raise InputError(f"{where} contains the current folder; write to another place")
-        check_can_write(where, self.path.parent)
+        check_writable(where, self.path.parent)
         self._check_free()
 
     def _check_free(self) -> None:
@@ -107,7 +106,7 @@ class Folder:
 
     def check(self, names: Iterable[str]) -> None:
         """Raise InputError when the folder is of something else, or files that it does not list have these names."""
-        check_can_write(f"--out {self.path}", self.path)
+        check_writable(f"--out {self.path}", self.path)
         listed, content = self.listed(), os.listdir(self.path) if self.path.exists() else []
         foreign = [name for name in content if name != _LOCK and not name.startswith(f"{MARK}.tmp-")]
         if listed is None and foreign and not self.overwrite:

@@ -23,7 +23,7 @@ from pydantic import BaseModel, NonNegativeInt, ValidationError
 import rewardfl
 from rewardfl.config import MARKS, Equivalent, Resumed, shown
 from rewardfl.files import TEMPORARY, atomic_write, open_to_append, remove, temporary_path
-from rewardfl.outputs import check_can_write
+from rewardfl.outputs import check_writable
 from rewardfl.training import checkpoint
 from rewardfl.training.checkpoint import CheckpointError, as_write_error, find_checkpoint, list_checkpoints, new_run
 from rewardfl.training.state import ResumePoint
@@ -113,7 +113,7 @@ def prepare_output_dir(
     """
     output_dir, resume = Path(config["run"]["output_dir"]), config["run"]["resume_from_checkpoint"]
     if run_folder is None:
-        check_can_write(f"run.output_dir {output_dir}", output_dir)
+        check_writable(f"run.output_dir {output_dir}", output_dir)
         with as_write_error(output_dir, "nothing was changed"):
             _check_lock(output_dir / _LOCK)
     else:

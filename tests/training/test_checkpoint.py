@@ -150,7 +150,8 @@ def test_files_have_the_mode_of_the_umask_and_hard_links_their_own(tmp_path):
 
 
 def test_a_new_run_and_going_on_with_it(tmp_path):
-    assert start(tmp_path / "out") is None
+    for config, resume in ((changed(train__learning_rate=2e-5), "auto"), (CONFIG, False), (CONFIG, "auto")):
+        assert start(tmp_path / "out", config, resume=resume) is None  # a run without a step is replaced
     path = save(tmp_path / "out", 25)
     assert start(tmp_path / "out") == path
     longer = changed(run__save_steps=5, run__output_dir="elsewhere/out", train__max_steps=100)
@@ -175,12 +176,6 @@ def test_a_run_is_not_overwritten(tmp_path):
         start(tmp_path)
 
 
-def test_a_run_that_never_finished_a_step_is_replaced(tmp_path):
-    start(tmp_path)
-    assert start(tmp_path, changed(train__learning_rate=2e-5)) is None
-    assert start(tmp_path, CONFIG, resume=False) is None
-
-
 def test_a_checkpoint_of_another_folder(tmp_path):
     start(tmp_path / "a")
     path = save(tmp_path / "a", 1)
@@ -190,6 +185,9 @@ def test_a_checkpoint_of_another_folder(tmp_path):
     assert opened(tmp_path / "d", resume=str(copied)) == ResumePoint(path=copied, step=1)
     with pytest.raises(CheckpointError, match="a holds a run with other settings: train.learning_rate"):
         start(tmp_path / "c", changed(train__learning_rate=2e-5), resume=str(path))
+    for folder, resume in ((tmp_path / "c", str(path)), (tmp_path / "a", "auto")):
+        with pytest.raises(CheckpointError, match="base_model.low_noise 'bb' -> 'cc' .of what model.model_paths leads"):
+            start(folder, resume=resume, base_model=BASE | {"low_noise": "cc"})
 
 
 def test_library_versions(monkeypatch):
@@ -520,11 +518,10 @@ def test_the_checkpoint_of_another_version_is_refused(tmp_path):
             start(folder, resume=resume)
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["garbage", "[1]", "3", "null", "{}", '{"step": -1}', '{"step": "2"}', '{"step": true}', '{"step": 2, "a": "b"}',
-     DEEP, "\0\0"],
-)  # fmt: skip
+@pytest.mark.parametrize("line", [
+    "garbage", "[1]", "3", "null", "{}", '{"step": -1}', '{"step": "2"}', '{"step": true}', '{"step": 2, "a": "b"}',
+    DEEP, "\0\0",
+])  # fmt: skip
 def test_a_line_that_is_none_of_metrics(tmp_path, line):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics.path.write_text(f'{{"step": 1}}\n \n{line}\n{{"step": 3}}\n')
@@ -551,6 +548,9 @@ def test_save_and_load(tmp_path):
     assert names(path) == ["adapter", "manifest.json", "state"]
     loaded = checkpoint.load_state(path)
     assert loaded["position"] == state["position"] and torch.equal(loaded["rng"][0], state["rng"][0])
+    with pytest.raises(CheckpointError, match="state holds something that load_state refuses to read"):
+        checkpoint.save_checkpoint(tmp_path, 26, lambda _: None, {"rng": np.random.RandomState(0)})
+    assert names(tmp_path / "checkpoints") == ["latest", "step-000025"]
 
 
 def test_latest_points_at_the_newest(tmp_path):
@@ -560,12 +560,6 @@ def test_latest_points_at_the_newest(tmp_path):
         assert load_file(latest / "transformer" / "lora.safetensors")["w"][0] == step
     assert checkpoint.find_checkpoint(tmp_path, str(latest)) == path.resolve()
     assert names(tmp_path / "checkpoints") == ["latest", "step-000001", "step-000002"]
-
-
-def test_a_state_that_could_not_be_read_back_is_refused_when_saving(tmp_path):
-    with pytest.raises(CheckpointError, match="state holds something that load_state refuses to read"):
-        checkpoint.save_checkpoint(tmp_path, 1, lambda _: None, {"rng": np.random.RandomState(0)})
-    assert names(tmp_path / "checkpoints") == []
 
 
 def test_find_checkpoint(tmp_path):
@@ -626,32 +620,22 @@ def test_damaged_checkpoints(tmp_path, name, damage):
         assert checkpoint.find_checkpoint(tmp_path, "auto") is None
 
 
-def test_another_base_model_is_refused(tmp_path):
-    start(tmp_path)
-    path = save(tmp_path, 1)
-    message = "base_model.low_noise 'bb' -> 'cc' .of what model.model_paths leads to"
-    for resume in ("auto", str(path)):
-        with pytest.raises(CheckpointError, match=message):
-            start(tmp_path, resume=resume, base_model=BASE | {"low_noise": "cc"})
-
-
-def links(output_dir):
-    return {name: os.readlink(output_dir / "checkpoints" / name) for name in ("latest", "best")}
-
-
 def test_best_has_the_highest_score_and_is_found_again(tmp_path):
+    def links():
+        return {name: os.readlink(tmp_path / "checkpoints" / name) for name in ("latest", "best")}
+
     start(tmp_path)
     for step, score in enumerate([None, float("nan"), 0.5, 0.75, 0.75, 0.25], 1):
         save(tmp_path, step, score)
         assert (tmp_path / "checkpoints" / "best").exists() == (step > 2)
-    assert links(tmp_path) == {"latest": "step-000006", "best": "step-000004"}
+    assert links() == {"latest": "step-000006", "best": "step-000004"}
     assert '"score": null' in (tmp_path / "checkpoints" / "step-000002" / "manifest.json").read_text()
     for name in ("latest", "best"):  # as if killed before they were pointed at the last checkpoint
         point(tmp_path / "checkpoints" / name, "step-000003")
     start(tmp_path)
-    assert links(tmp_path) == {"latest": "step-000006", "best": "step-000004"}
+    assert links() == {"latest": "step-000006", "best": "step-000004"}
     save(tmp_path, 7, 0.8)
-    assert links(tmp_path) == {"latest": "step-000007", "best": "step-000007"}
+    assert links() == {"latest": "step-000007", "best": "step-000007"}
 
 
 def test_rotation_keeps_the_last_ones_and_the_best(tmp_path):
