@@ -98,9 +98,9 @@ class ByKind:
 
     flops: Counter[tuple[str, Operation]]
 
-    def total(self, name: str, kind: Operation | None = None) -> int:
-        """Return the FLOPs of a pass, of all operations or of one kind."""
-        return sum(n for (passed, operation), n in self.flops.items() if passed == name and kind in (None, operation))
+    def total(self, name: str, operation: Operation | None = None) -> int:
+        """Return the FLOPs of a pass, of all operations or of one."""
+        return sum(n for (passed, each), n in self.flops.items() if passed == name and operation in (None, each))
 
     forward = property(lambda self: self.total("forward"))
     backward = property(lambda self: self.total("backward"))

@@ -22,18 +22,18 @@ ADAM_BYTES = 16  # per LoRA parameter: float32 weight, gradient and two moments
 _FLOAT32 = 4
 
 
-def flops(costs: Costs, work: Workload, kind: Operation | None = None) -> dict[str, float]:
-    """Return a process's FLOPs for one video, by part; of all operations or of one kind.
+def flops(costs: Costs, work: Workload, operation: Operation | None = None) -> dict[str, float]:
+    """Return a process's FLOPs for one video, by part; of all operations or of one.
 
     A frozen expert's replayed steps are counted as trained ones.
     """
 
     def decode(chunks: Sequence[ChunkCost], name: str) -> int:
-        return sum(chunk.total(name, kind) for chunk in chunks)
+        return sum(chunk.total(name, operation) for chunk in chunks)
 
     def total(passes: Mapping[str, float], *names: str) -> float:
         amounts = (
-            count * costs.experts[expert].total(name, kind) for expert, count in passes.items() for name in names
+            count * costs.experts[expert].total(name, operation) for expert, count in passes.items() for name in names
         )
         return sum(amounts) / work.processes_per_clip
 
