@@ -29,7 +29,6 @@ def main() -> int:
     )
     measured = "in practice, of an H100 (default) or RTX 4090, with other numbers in TFLOP/s and GB/s"
     parser.add_argument("--rates", type=parse_rates, default="H100", metavar='"RTX 4090,copies=12"', help=measured)
-    parser.add_argument("--tflops", dest="rates", type=parse_rates, help="of all computing; an old name of --rates")
     parser.add_argument("--processes", type=count, default=1, help="GPUs of the run, one process each")
     shardings = ("none", "zero2", "fsdp2")
     parser.add_argument(

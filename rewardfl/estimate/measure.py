@@ -11,9 +11,9 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,12 +98,9 @@ class ByKind:
 
     flops: Counter[tuple[str, Operation]]
 
-    def total(self, name: str) -> int:
-        return sum(amount for (passed, _), amount in self.flops.items() if passed == name)
-
-    def of_kind(self, kind: Operation) -> Self:
-        """Return the cost with the FLOPs of one kind alone."""
-        return replace(self, flops=Counter({key: amount for key, amount in self.flops.items() if key[1] == kind}))
+    def total(self, name: str, operation: Operation | None = None) -> int:
+        """Return the FLOPs of a pass, of all operations or of one."""
+        return sum(n for (passed, each), n in self.flops.items() if passed == name and operation in (None, each))
 
     forward = property(lambda self: self.total("forward"))
     backward = property(lambda self: self.total("backward"))
@@ -220,11 +217,6 @@ class Costs:
     text: Cost  # of encoding one prompt
     image: Cost  # of encoding a clip by the VAE, from its float32 pixels; 0 for an image model
     cached: Mapping[str, int]  # bytes of one sample's conditioning, by part
-
-    def of_kind(self, kind: Operation) -> "Costs":
-        """Return the costs with experts' and chunks' FLOPs of one kind alone."""
-        experts = {name: expert.of_kind(kind) for name, expert in self.experts.items()}
-        return replace(self, experts=experts, chunks=tuple(chunk.of_kind(kind) for chunk in self.chunks))
 
 
 def measure_expert(

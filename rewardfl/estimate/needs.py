@@ -8,12 +8,12 @@ concurrent reward; a distillation LoRA as an adapter.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rewardfl.backbones.protocol import DecodeCaches
 from rewardfl.estimate.measure import ChunkCost, Costs, ExpertCost
-from rewardfl.estimate.rates import OPERATIONS, Rates
+from rewardfl.estimate.rates import OPERATIONS, Operation, Rates
 from rewardfl.training.launch import REDUCE_BUCKET
 from rewardfl.training.workload import Workload
 
@@ -22,32 +22,40 @@ ADAM_BYTES = 16  # per LoRA parameter: float32 weight, gradient and two moments
 _FLOAT32 = 4
 
 
-def flops(costs: Costs, work: Workload) -> dict[str, float]:
-    """Return a process's FLOPs for one video, by part. A frozen expert's replayed steps are counted as trained ones."""
-    decode = sum(chunk.forward for chunk in costs.chunks)
-    rollout = sum(  # a trained expert has its adapter
-        count * (costs.experts[name].forward if name in work.trained else costs.experts[name].forward_frozen)
+def flops(costs: Costs, work: Workload, operation: Operation | None = None) -> dict[str, float]:
+    """Return a process's FLOPs for one video, by part; of all operations or of one.
+
+    A frozen expert's replayed steps are counted as trained ones.
+    """
+
+    def decode(chunks: Sequence[ChunkCost], name: str) -> int:
+        return sum(chunk.total(name, operation) for chunk in chunks)
+
+    def total(passes: Mapping[str, float], *names: str) -> float:
+        amounts = (
+            count * costs.experts[expert].total(name, operation) for expert, count in passes.items() for name in names
+        )
+        return sum(amounts) / work.processes_per_clip
+
+    # in the rollout, only a trained expert has an adapter
+    rollout = sum(
+        total({name: count}, "forward" if name in work.trained else "forward_frozen")
         for name, count in _rolled_out(work).items()
     )
-    parts = {"rollout": rollout / work.processes_per_clip, "decode": decode if work.rollout else 0}
+    parts = {"rollout": rollout, "decode": decode(costs.chunks, "forward") if work.rollout else 0}
     if work.reward_gradient:
-        again = sum(chunk.forward for chunk in _decoded_twice(costs, work))
         decodes = 2 if work.decode_caches == "segment" else 1
-        parts["decode VJP"] = decodes * again + sum(chunk.backward for chunk in costs.chunks)
-
-    def total(passes: Mapping[str, float], amount: Callable[[ExpertCost], int]) -> float:
-        return sum(count * amount(costs.experts[expert]) for expert, count in passes.items()) / work.processes_per_clip
-
+        again = decodes * decode(_decoded_twice(costs, work), "forward")
+        parts["decode VJP"] = again + decode(costs.chunks, "backward")
+    recompute = ["forward"] * work.checkpointing
     if work.anchor:
-        passes = total(work.anchor, lambda expert: expert.forward + expert.backward)
-        recompute = total(work.anchor, lambda expert: expert.forward) if work.checkpointing else 0
-        reference = total(work.anchor, lambda expert: expert.forward_frozen) if work.anchor_to_reference else 0
-        parts["data anchor"] = passes + recompute + reference
+        reference = ["forward_frozen"] * work.anchor_to_reference
+        parts["data anchor"] = total(work.anchor, "forward", "backward", *recompute, *reference)
     return parts | {
-        "replay forward": total(_replayed(work), lambda expert: expert.forward),
-        "replay recompute": total(work.backward_passes, lambda expert: expert.forward) if work.checkpointing else 0,
-        "replay backward": total(work.backward_passes, lambda expert: expert.backward),
-        "reference": total(work.reference, lambda expert: expert.forward_frozen),
+        "replay forward": total(_replayed(work), "forward"),
+        "replay recompute": total(work.backward_passes, *recompute),
+        "replay backward": total(work.backward_passes, "backward"),
+        "reference": total(work.reference, "forward_frozen"),
     }
 
 
@@ -118,7 +126,7 @@ def seconds(costs: Costs, work: Workload, rates: Rates) -> dict[str, tuple[float
 
     Both directions copy at once, one block or chunk ahead of the computing; a pass waits for its first copy.
     """
-    by_kind = [(getattr(rates, kind) * 1e12, flops(costs.of_kind(kind), work)) for kind in OPERATIONS]
+    by_kind = [(getattr(rates, kind) * 1e12, flops(costs, work, kind)) for kind in OPERATIONS]
     compute = {part: sum(amounts[part] / rate for rate, amounts in by_kind) for part in by_kind[0][1]}
     moved, blocks = copies(costs, work), max(cost.weights // cost.block_weights for cost in costs.experts.values())
     chunks = 1 if work.decode_caches == "segment" else len(costs.chunks)  # of segments no cache is copied ahead

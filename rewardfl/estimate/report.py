@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from rewardfl.estimate import needs
-from rewardfl.estimate.advice import INEXACT, Machine, changed_settings, fits, keep_more_graphs, recommend
+from rewardfl.estimate.advice import Machine, changed_settings, lacking, recommend
 from rewardfl.estimate.measure import Costs, measure
 from rewardfl.estimate.rates import OPERATIONS, RATES, Rates
 from rewardfl.machine import usable_memory
@@ -27,7 +27,7 @@ def estimate(work: Workload, machine: Machine, rates: Rates) -> tuple[str, bool]
     costs = measure(work.video)
     tables = [work_table(costs, work, rates), memory_lines(needs.memory(costs, work)), disk_table(costs, work)]
     sections = [*tables, fit_verdict(costs, work, machine, rates)]
-    return "\n\n".join("\n".join(lines) for lines in sections), fits(costs, work, machine)
+    return "\n\n".join("\n".join(lines) for lines in sections), lacking(costs, work, machine) == 0
 
 
 def dry_run(work: Workload, job: Distributed) -> int:
@@ -41,7 +41,7 @@ def dry_run(work: Workload, job: Distributed) -> int:
 def work_table(costs: Costs, work: Workload, rates: Rates) -> list[str]:
     """List FLOPs by part and kind, and seconds at the rates: of one video, and of parts of the run."""
     tokens, shape = costs.experts[work.trained[0]].tokens, "x".join(map(str, costs.shape))
-    flops = [needs.flops(part_costs, work) for part_costs in (costs, *map(costs.of_kind, OPERATIONS))]
+    flops = [needs.flops(costs, work, kind) for kind in (None, *OPERATIONS)]
     times = needs.seconds(costs, work, rates)
     rows = {part: [*(amounts[part] / 1e12 for amounts in flops), *spent] for part, spent in times.items()}
     rows["total"] = [sum(column) for column in zip(*rows.values(), strict=True)]
@@ -90,20 +90,16 @@ def disk_table(costs: Costs, work: Workload) -> list[str]:
 
 def fit_verdict(costs: Costs, work: Workload, machine: Machine, rates: Rates) -> list[str]:
     """Report whether the run fits the machine, and the settings to change when it does not."""
-    needed = _needed(costs, work, machine)
-    enough = fits(costs, work, machine)
-    after = (keep_more_graphs if enough else recommend)(costs, work, machine, rates)
-    if enough and after == work:
-        return [f"fits: {needed}"]
-    lines = [f"fits: {needed}; with more graphs kept it is faster:" if enough else f"does not fit: {needed}"]
+    if lacking(costs, work, machine) == 0:
+        return [f"fits: {_needed(costs, work, machine)}"]
+    lines, after = [f"does not fit: {_needed(costs, work, machine)}"], recommend(costs, work, machine)
     for key, value in changed_settings(work, after).items():
-        note = f"; {INEXACT[value]}" if value in INEXACT else ""
+        note = "; each clip then has a few noises, used in turn" if value == "boundary_cache" else ""
         lines.append(f"  set {key}: {json.dumps(value).strip(chr(34))}{note}")
     before, then = (sum(time for time, _, _ in needs.seconds(costs, run, rates).values()) for run in (work, after))
-    takes = f"takes {_needed(costs, after, machine)}, {100 * (then / before - 1):+.1f} % time"
-    if fits(costs, after, machine):
-        return [*lines, f"  then it {takes}"]
-    return [*lines, f"no setting makes it fit; the closest {takes}"]
+    takes = f"takes {_needed(costs, after, machine)}, {then:.3g} s a video instead of {before:.3g}"
+    fits = lacking(costs, after, machine) == 0
+    return [*lines, f"  then it {takes}" if fits else f"no setting makes it fit; the closest {takes}"]
 
 
 def _needed(costs: Costs, work: Workload, machine: Machine) -> str:

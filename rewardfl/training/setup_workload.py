@@ -3,7 +3,7 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -48,14 +48,10 @@ def make_workload(
         batch=cfg.train.per_device_train_batch_size,
         anchor_to_reference=cfg.anchor.target == "reference",
     )
-    if isinstance(cfg, FlowGrpoConfig):
-        assert isinstance(plan, FlowGrpoPlan)
-        return _flow_grpo(common, cfg, plan)
-    if isinstance(cfg, ForwardRlConfig):
-        assert isinstance(plan, ForwardRlPlan)
-        return _forward_rl(common, cfg, plan)
-    assert isinstance(plan, RewardFlPlan)
-    return _reward_fl(common, cfg, plan)
+    counters: dict[type, Callable[..., Workload]] = {
+        RewardFlConfig: _reward_fl, FlowGrpoConfig: _flow_grpo, ForwardRlConfig: _forward_rl
+    }  # fmt: skip
+    return counters[type(cfg)](common, cfg, plan)
 
 
 def _reward_fl(common: Workload, cfg: RewardFlConfig, plan: RewardFlPlan) -> Workload:

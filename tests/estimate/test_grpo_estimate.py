@@ -14,7 +14,7 @@ from rewardfl import backbones, config, epoch_order, flow, group_plan, sde
 from rewardfl.backbones.protocol import Adapter, Source
 from rewardfl.backbones.wan import model as wan
 from rewardfl.estimate import needs, report
-from rewardfl.estimate.advice import Machine, changed_settings, fits, recommend
+from rewardfl.estimate.advice import Machine, changed_settings, lacking, recommend
 from rewardfl.estimate.rates import RATES, parse_rates
 from rewardfl.training import plan, setup_summary, workload
 
@@ -191,13 +191,12 @@ def test_disk(published):
 
 def test_what_is_recommended(published):
     def settings(run):
-        after = recommend(published, run, Machine(80e9), RATES["H100"])
-        assert fits(published, after, Machine(80e9))
+        after = recommend(published, run, Machine(80e9))
+        assert lacking(published, after, Machine(80e9)) == 0
         return changed_settings(run, after)
 
     assert settings(dataclasses.replace(RUN, samples_in_flight=2400)) == {"grpo.samples_on": "cpu"}
-    # a divisor: groups and samples stay
-    assert settings(dataclasses.replace(RUN, batch=12))["train.per_device_train_batch_size"] == 2
+    assert settings(dataclasses.replace(RUN, batch=12))["train.per_device_train_batch_size"] == 1
 
 
 # ---- the configuration ----

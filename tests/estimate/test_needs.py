@@ -7,7 +7,6 @@ section in brackets): its own hooks and counters on the meta device, and arithme
 import dataclasses
 import gc
 import json
-import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -15,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from conftest import ROOT, measured_before, run_tool
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
@@ -33,16 +31,7 @@ from rewardfl.backbones.wan import meta
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.estimate import measure, needs, report
-from rewardfl.estimate.advice import (
-    KEYS,
-    Machine,
-    alternatives,
-    changed_settings,
-    fits,
-    keep_more_graphs,
-    lacking,
-    recommend,
-)
+from rewardfl.estimate.advice import Machine, changed_settings, lacking, levers, recommend
 from rewardfl.estimate.rates import RATES
 from rewardfl.training.anchors import Anchors
 from rewardfl.training.plan import resolve
@@ -478,17 +467,7 @@ def test_disk(published):
     assert "4 in 100 steps: 7.4 GB" in text and "of 200 clips: 2.9 GB" in text
 
 
-# ---- what to switch on ----
-
-HIGH = dataclasses.replace(
-    RUN, trained=("high_noise",), untrained="low_noise", cacheable=False, replay={"high_noise": 2},
-    backward_passes={"high_noise": 2}, reference={"high_noise": 2},
-)  # fmt: skip
-ACROSS = {"high_noise": 1, "low_noise": 1}
-BOTH = dataclasses.replace(
-    RUN, trained=("high_noise", "low_noise"), untrained=None, cacheable=False, replay=ACROSS, backward_passes=ACROSS,
-    reference=ACROSS,
-)  # fmt: skip
+# ---- the levers ----
 
 
 def planned(cfg, backbone, clips=None, processes=1, sharding="none"):
@@ -502,83 +481,53 @@ def configured(*overrides):
     return planned(config.load(ROOT / "configs" / "wan22_face.yaml", replayed), PUBLISHED)
 
 
-def test_graphs_that_still_fit_are_proposed(published):
-    """As many as fit: of the blocks' inputs on the host or on the GPU."""
-    measured = published(ADAPTER)
-    run = with_levers(active_experts=("low_noise",) * 4, offload_inputs=True)
-    stored, plain = measured.experts["low_noise"].stored, needs.memory(measured, run)
-    shared = 4 * (measured.experts["low_noise"].shared + measured.experts["low_noise"].nested)
-    machine = Machine(plain.peak + shared + needs.RESERVE, sum(plain.host.values()) + 2.5 * stored)
-    after = keep_more_graphs(measured, run, machine, H100)
-    assert after == dataclasses.replace(run, kept_steps=3)  # replay has one on the host anyway
-    on_host = {"train.active_graphs": "keep_on_host", "train.kept_steps": 3}
-    assert changed_settings(run, after) == on_host
-    assert changed_settings(after, run) == {"train.active_graphs": "replay", "train.kept_steps": None}
-    text = "\n".join(report.fit_verdict(measured, run, machine, RATES["H100"]))
-    assert "with more graphs kept it is faster:\n" in text and "  set train.active_graphs: keep_on_host" in text
-    together = dataclasses.replace(run, processes_per_clip=2)  # which does not go with kept graphs
-    without_limit = keep_more_graphs(measured, together, Machine(math.inf), H100)
-    assert without_limit == dataclasses.replace(together, kept_chunks=21)
-    on_device = dataclasses.replace(run, offload_inputs=False)
-    gpu = Machine(needs.memory(measured, on_device).peak + needs.RESERVE + 1.5 * stored)
-    assert changed_settings(on_device, keep_more_graphs(measured, on_device, gpu, H100)) == {
-        "train.active_graphs": "keep_on_device", "train.kept_steps": 1, "train.kept_chunks": 5,
-    }  # fmt: skip
-
-
-def test_every_alternative_is_a_configuration():
-    """Reading its keys and values gives the alternative's own run."""
-    seen, fields = set(), [field for field in KEYS if field != "samples_on"]
-    unlike = with_levers(batch=4, checkpointing=False, accumulation=2)
-    for run in (unlike, with_levers(kept_chunks=2)):
-        for after in alternatives(run):
-            values = {KEYS[field]: getattr(after, field) for field in fields}
-            read = configured(*(f"{key}={yaml.safe_dump(value).split()[0]}" for key, value in values.items()))
-            assert {KEYS[field]: getattr(read, field) for field in fields} == values
-            assert after.batch * after.accumulation == run.batch * run.accumulation
-            seen |= {(key, str(value)) for key, value in changed_settings(run, after).items()}
-    assert {key for key, _ in seen} == set(KEYS.values()) - {"grpo.samples_on"}
-    assert {value for key, value in seen if key == "experts.untrained"} == {"cpu_swap", "fp8", "boundary_cache"}
-
-
-def test_alternatives_are_possible():
-    assert {run.untrained_placement for run in alternatives(BOTH)} == {"gpu"}  # there is no such expert
-    # the low-noise expert comes after the boundary
-    assert {run.untrained_placement for run in alternatives(HIGH)} == {"gpu", "cpu_swap", "fp8"}
+FACE = ROOT / "configs" / "wan22_face.yaml"
+GRADIENT_STORED = ["train.per_device_train_batch_size=2", "train.use_gradient_checkpointing=false"]
 
 
 @pytest.mark.parametrize(
-    "run, memory",
-    [(RUN, 80), (with_levers(batch=4, checkpointing=False), 80), (BOTH, 100), (HIGH, 10)],
-    ids=["one lever", "several", "both", "none is enough"],
+    "overrides, gpu, host",
+    [
+        ([], 120, 500),
+        ([], 80, 500),
+        ([], 40, 500),
+        ([], 24, 500),
+        ([], 10, 500),
+        ([], 80, 20),
+        (GRADIENT_STORED, 80, 500),
+    ],
 )
-def test_recommendation(published, run, memory):
-    """Each recommended setting is needed, and printed; where none is enough, nothing lowers the peak any more."""
-    measured, machine = published(ADAPTER), Machine(memory * 1e9)
-    after = recommend(measured, run, machine, H100)
-    fit = fits(measured, after, machine)
-    assert after != run and fit == (memory > 10) and not fits(measured, run, machine)
-    if fit:
-        for field in KEYS:
-            before = getattr(run, field)
-            if getattr(after, field) != before and field != "accumulation":
-                assert not fits(measured, dataclasses.replace(after, **{field: before}), machine)
-    else:
-        assert all(
-            lacking(measured, other, machine) >= lacking(measured, after, machine) for other in alternatives(run)
-        )
-    text = "\n".join(report.fit_verdict(measured, run, machine, RATES["H100"]))
-    assert "does not fit" in text and ("no setting makes it fit" in text) == (not fit)
-    for key, value in changed_settings(run, after).items():
-        assert f"\n  set {key}: {str(value).lower()}" in text
+def test_the_printed_settings_give_the_recommended_run(published, overrides, gpu, host):
+    measured, machine = published(ADAPTER), Machine(gpu * 1e9, host * 1e9)
+    run = planned(config.load(FACE, overrides), PUBLISHED)
+    after = recommend(measured, run, machine)
+    changed = changed_settings(run, after)
+    settings = [f"{key}={json.dumps(value)}" for key, value in changed.items()]
+    expected = planned(config.load(FACE, [*overrides, *settings]), PUBLISHED)
+    assert dataclasses.replace(after, latents_of_update=expected.latents_of_update) == expected
+    assert (lacking(measured, after, machine) == 0) == (gpu > 10) and lacking(measured, run, machine) > 0
+    text = "\n".join(report.fit_verdict(measured, run, machine, H100))
+    assert text.startswith("does not fit: ") and ("no setting makes it fit" in text) == (gpu == 10)
+    assert text.count("\n  set ") == len(changed) > 0 and " s a video instead of " in text
+    assert ("a few noises" in text) == ((gpu, host) in ((10, 500), (80, 20)))
 
 
-def test_the_cheapest_comes_first(published):
-    """One setting is enough for 100 GB; of those that do, the copies of the decoder's caches hide best."""
+def test_levers_are_pulled_from_the_cheapest_until_the_run_fits(published):
     measured = published(ADAPTER)
-    assert changed_settings(RUN, recommend(measured, RUN, Machine(100e9), H100)) == {"train.decode_caches": "offload"}
-    # what changes the numbers comes last, though the cache saves time
-    assert recommend(measured, RUN, Machine(80e9), H100).untrained_placement == "cpu_swap"
+
+    def changes(run, gpu):
+        return changed_settings(run, recommend(measured, run, Machine(gpu * 1e9)))
+
+    assert changes(RUN, 200) == {} and changes(RUN, 90) == {"experts.untrained": "cpu_swap"}
+    assert changes(RUN, 60) == {"experts.untrained": "cpu_swap", "train.decode_caches": "offload"}
+    run = with_levers(batch=4, accumulation=2, untrained_placement="cpu_swap", decode_caches="offload")
+    assert changes(run, 80)["train.gradient_accumulation_steps"] == 8
+
+
+def test_levers_are_possible():
+    assert not any("untrained_placement" in lever for lever in levers(with_levers(untrained=None, cacheable=False)))
+    assert {"untrained_placement": "cpu_swap"} in levers(with_levers(cacheable=False))
+    assert not any("trained_placement" in lever for lever in levers(with_levers(sharding="fsdp2")))
 
 
 # ---- the tool ----
@@ -712,13 +661,13 @@ def test_plan_run_judges_the_host(monkeypatch, published):
         assert "published; no configurations" in out and "data: not there yet" in out
         assert f" of {host}.0 GB in host memory" in out
     # half of the caches wait in host memory then; a GPU's bytes are not what is lacking
-    assert "\n  set train.decode_caches: segment\n" in out and "+3.8 % time" in out
+    assert "\n  set train.decode_caches: segment\n" in out and " s a video instead of " in out
     monkeypatch.setattr(machine, "usable_memory", lambda: 24e9)
     out = run_tool(plan_run.main, "--config", *arguments, expect=2)  # of this machine
     assert "of 24.0 GB in host memory" in out
 
 
-@pytest.mark.parametrize("word", ["--tflops=0", "--gpu-memory=-1", "--host-gb=nan", "--host-gb=inf", "--processes=0"])
+@pytest.mark.parametrize("word", ["--rates=0", "--gpu-memory=-1", "--host-gb=nan", "--host-gb=inf", "--processes=0"])
 def test_numbers_that_are_no_amounts_are_refused(word):
     (line,) = tool("configs/tiny_face.yaml", word, expect=2).splitlines()
     assert line.startswith(f"error: {word.partition('=')[0]}: must be ")

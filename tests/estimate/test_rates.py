@@ -61,7 +61,7 @@ def test_kinds_of_a_real_expert(pipe):
     x, text, outputs = torch.randn(1, *shape, requires_grad=True), torch.randn(1, 512, model.config.text_dim), []
     forward = by_operator(lambda: outputs.append(model(x, torch.tensor([500.0]), text, return_dict=False)[0].sum()))
     for name, counted in (("forward", forward), ("backward", by_operator(outputs[0].backward))):
-        assert {kind: getattr(predicted.of_kind(kind), name) for kind in OPERATIONS} == counted
+        assert {kind: predicted.total(name, kind) for kind in OPERATIONS} == counted
         assert all(counted.values()) and sum(counted.values()) == getattr(predicted, name)
 
 
@@ -77,20 +77,20 @@ def test_kinds_of_an_image_model():
     model, x, outputs = Experts({"transformer": network}), torch.randn(1, *shape, requires_grad=True), []
     schedule = run_plan.schedule(shape)
     forward = by_operator(lambda: outputs.append(backbone.velocity(model, x, 0, schedule, conditioning).sum()))
-    assert {kind: predicted.of_kind(kind).forward for kind in OPERATIONS} == forward
-    backward = {kind: predicted.of_kind(kind).backward for kind in OPERATIONS}
+    assert {kind: predicted.total("forward", kind) for kind in OPERATIONS} == forward
+    backward = {kind: predicted.total("backward", kind) for kind in OPERATIONS}
     assert backward == pytest.approx(by_operator(outputs[0].backward), rel=0.05)
     assert predicted.backward == 81_657_856  # as torch's counter has it without kinds
 
 
 def test_kinds_of_the_published_model(costs):
     """In TFLOP: the study of the model has 785.5 in linear layers and 892.9 in attention, and 2.5 times that back."""
-    linear, attention = (costs.of_kind(kind).experts["low_noise"] for kind in ("matmul", "attention"))
-    assert linear.forward_frozen / 1e12 == pytest.approx(785.5, rel=1e-3)
-    assert attention.forward_frozen / 1e12 == pytest.approx(892.9, rel=1e-3)
-    assert attention.backward == 2.5 * attention.forward
-    decoder = costs.of_kind("convolution").chunks
-    assert 0.99 < sum(chunk.forward for chunk in decoder) / sum(chunk.forward for chunk in costs.chunks) < 1
+    expert = costs.experts["low_noise"]
+    assert expert.total("forward_frozen", "matmul") / 1e12 == pytest.approx(785.5, rel=1e-3)
+    assert expert.total("forward_frozen", "attention") / 1e12 == pytest.approx(892.9, rel=1e-3)
+    assert expert.total("backward", "attention") == 2.5 * expert.total("forward", "attention")
+    convolutions = sum(chunk.total("forward", "convolution") for chunk in costs.chunks)
+    assert 0.99 < convolutions / sum(chunk.forward for chunk in costs.chunks) < 1
 
 
 def test_seconds_are_flops_by_the_rates(costs):
@@ -180,4 +180,4 @@ def test_the_tool_prints_kinds_and_exposed_copies():
     first, second = (list(map(float, table["total"])) for table in rows)
     assert first[:4] == second[:4] and 0 < first[6] < second[6] < second[4]
     assert sum(first[1:4]) == pytest.approx(first[0], rel=1e-2)
-    assert "matmul 400, attention 400, convolution 400" in run_tool(plan_run.main, *in_host, "--tflops", 400)
+    assert "matmul 400, attention 400, convolution 400" in run_tool(plan_run.main, *in_host, "--rates", 400)
