@@ -111,6 +111,6 @@ def test_a_title_in_another_encoding_is_ignored(tmp_path, name):
 def test_postscript_is_no_picture(tmp_path):
     """Pillow would start Ghostscript on it."""
     (tmp_path / "a.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n")
-    for read in (clips.read_picture, clips.check_picture):
+    for read in (clips.read_picture, clips.open_picture):
         with pytest.raises(clips.DataError, match="cannot be decoded as a picture"):
             read(tmp_path / "a.png")

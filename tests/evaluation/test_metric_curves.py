@@ -41,5 +41,5 @@ def test_curves_of_two_runs(monkeypatch, tmp_path):
 )  # fmt: skip
 def test_a_damaged_file_is_refused(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(line + "\n")
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl, line 1 is no line of metrics"):
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl, line 1 is not a line of metrics"):
         metric_curves.read_metrics(tmp_path)

@@ -267,10 +267,9 @@ def test_tools_refuse_rows_without_text(engine):
     """As the scripts do: tests/integration/test_ocr_recipes.py."""
     cfg = config.load(ROOT / "configs" / "tiny_forward.yaml")
     rows = data.load_metadata(ROOT / "assets" / "tiny_world" / "eval" / "metadata.csv", "--data")[:2]
-    spec = config.RewardSpec(key="reward.others.text", label="text", name="ocr", settings={}, weight=0)
-    with pytest.raises(data.DataError, match=r"2 of 2 rows .*\nline 2: reward.others.text: the prompt quotes no text"):
-        check_rows(rows, cfg.data, [(spec, ocr.Ocr)], quiet=True)
     term = Term(key="reward.others.text", label="text", reward=ocr.Ocr(), weight=0, mean=0, std=1)
+    with pytest.raises(data.DataError, match=r"2 of 2 rows .*\nline 2: reward.others.text: the prompt quotes no text"):
+        check_rows(rows, cfg.data, [term], None, quiet=True)
     (problem,) = missing_references(cfg, rows[0], [term])
     assert problem.startswith("reward.others.text: the prompt quotes no text; ")
 

@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -254,9 +255,12 @@ def test_metadata_gives_prompt_and_real_clip(capsys, clips, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--reward", "motion", "x.mp4"], "error: x.mp4: no such file"),
+        (["--reward", "motion", "x.mp4"], f"error: {Path.cwd()}/x.mp4: no such file"),
         (["--reward", "motion", "--settings", "red", "--", "x.mp4"], "error: --settings 'red': write key=value"),
-        (["--reward", "motion", "--metadata", "none.csv", "x.mp4"], "error: data.file_name: no such file: none.csv"),
+        (
+            ["--reward", "motion", "--metadata", "none.csv", "x.mp4"],
+            f"error: data.file_name: no such file: {Path.cwd()}/none.csv",
+        ),
     ],
 )
 def test_mistakes_are_answered(capsys, arguments, message):
