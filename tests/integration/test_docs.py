@@ -175,7 +175,7 @@ def test_a_worked_change_applies_to_the_code_as_it_is(letter):
 def test_a_worked_change_does_what_is_said_of_it(tmp_path, letter):
     """Its commands, in a copy of the code with its patch: of the adapters the first two are one, and a third is not."""
     patch, scripts = worked_change(letter)
-    for name in ("rewardfl", "tests/golden"):
+    for name in ("rewardfl", "tests/golden", "examples"):
         shutil.copytree(ROOT / name, tmp_path / name)
     for name in ("train_reward_fl.py", "train_flow_grpo.py", "train_forward_rl.py"):
         shutil.copy(ROOT / name, tmp_path)
