@@ -3,7 +3,7 @@
 # ruff: noqa: F401  (this file only re-exports)
 
 from rewardfl.config.fields import Equivalent, Resumed, did_you_mean, shown
-from rewardfl.config.load import ConfigError, describe, dump, flat, load, parse, parse_value, to_dict
+from rewardfl.config.load import ConfigError, describe, dump, flat, load, parse, parse_value, to_dict, without_removed
 from rewardfl.config.schema import (
     MARKS,
     RESERVED_METRICS,

@@ -128,6 +128,15 @@ def _refusal(problem: str, at: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
+def without_removed(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of a run of an earlier version without keys that no longer exist."""
+    return {
+        name: {key: value for key, value in part.items() if f"{name}.{key}" not in _REMOVED}
+        if isinstance(part, dict) else part
+        for name, part in sections.items()
+    }  # fmt: skip
+
+
 def parse_value(text: str, where: str, expected: Any = Any) -> Any:
     """Return the YAML value of a command line's text. A text without quotes is taken as it is, " #" included.
 

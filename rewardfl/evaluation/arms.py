@@ -75,9 +75,10 @@ def read_run_file(run: Path) -> RunFile:
             "scripts and configs/ are not in the wheel"
         )
     try:
-        return RunFile.model_validate_json(path.read_bytes())
+        record = RunFile.model_validate_json(path.read_bytes())
     except ValidationError:
         raise ValueError(f"--run: {path} is not as training writes it; name the output_dir of a training run") from None
+    return RunFile(config=config.without_removed(record.config), init_from=record.init_from)
 
 
 def read_start(

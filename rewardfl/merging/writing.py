@@ -91,11 +91,14 @@ def write_folder(folder: Path, files: OutputFiles, progress: Progress) -> None:
         elif isinstance(content, bytes):
             path.write_bytes(content)
         else:
-            with suppress(OSError):  # another disk, or one without links
-                if content.suffix in _LINKED:
-                    os.link(content.resolve(), path)
-            if not path.exists():
-                shutil.copyfile(content, path)
+            _link_or_copy(content, path)
+
+
+def _link_or_copy(source: Path, path: Path) -> None:
+    with suppress(OSError):  # another disk, or one without links
+        if source.suffix in _LINKED:
+            return os.link(source.resolve(), path)
+    shutil.copyfile(source, path)
 
 
 def shard(weights: TensorFile, max_bytes: int, folder: str = ".") -> OutputFiles:

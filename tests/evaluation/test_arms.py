@@ -1,5 +1,6 @@
-"""rewardfl/evaluation/arms.py: latents that are not finite are never decoded or judged."""
+"""rewardfl/evaluation/arms.py: latents that are not finite are never decoded or judged, and run.json of earlier versions."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from rewardfl.config.schema import SampleConfig
-from rewardfl.evaluation.arms import Arm, Sampler
+from rewardfl.evaluation.arms import Arm, Sampler, read_run_file
 from rewardfl.weights.shards import InputError
 
 
@@ -47,3 +48,9 @@ def test_latents_that_are_not_finite_name_arm_and_row(value):
         return
     with pytest.raises(InputError, match="latest: the latents of line 3, noise 7, are not finite"):
         sampler.sample(jobs, arm)
+
+
+def test_a_run_of_an_earlier_version_is_read_without_the_keys_that_went(tmp_path):
+    sections = {"train": {"keep_attention": False, "max_steps": 3}, "run": {"output_dir": "x"}}
+    (tmp_path / "run.json").write_text(json.dumps({"config": sections}))
+    assert read_run_file(tmp_path).config == {"train": {"max_steps": 3}, "run": {"output_dir": "x"}}

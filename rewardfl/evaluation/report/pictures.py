@@ -18,7 +18,7 @@ from rewardfl.files import atomic_write
 
 PEOPLE, SHOWN, HEIGHT = 8, 4, 96  # rows of the grid, frames of each clip in it, and their height
 
-# what is trained, then what judges it
+# trained terms, then judges
 TRAINING = (
     "actor/loss", "reward/mean", "reward/face_motion", "reward/flow", "actor/data_loss", "actor/kl_loss",
     "reward/held_out", "reward/held_out/flow", "grad_norm",
