@@ -1,4 +1,4 @@
-"""rewardfl/evaluation/arms.py: latents that are not finite are never decoded or judged, and run.json of earlier versions."""
+"""rewardfl/evaluation/arms.py: latents that are not finite are refused, and run.json of earlier versions is read."""
 
 import json
 from pathlib import Path
