@@ -9,7 +9,7 @@ from rewardfl import outputs
 from rewardfl.evaluation import metric_curves, records
 from rewardfl.evaluation.arm_groups import compare_groups
 from rewardfl.evaluation.report import pictures
-from rewardfl.evaluation.report.report_page import embed, figure_cell, render
+from rewardfl.evaluation.report.report_page import Cell, embed, figure_cell, render
 from rewardfl.evaluation.report.verdicts import CANARIES, MOVES, compared_arms, explain, main_judge, verdict
 from rewardfl.evaluation.report_file import COMPARED_BLOCKS, find_report, read_report
 
@@ -63,7 +63,7 @@ def comparison_page(evaluations: Sequence[Evaluated], problem: str) -> str:
     changes = [key.replace("face/", f"{judge}/") for key in COMPARED]
     rows = []
     for arm in (arm for arm in joined["arms"] if arm["against"]):
-        cells = [figure_cell(arm, name, [judge])._replace(figure=None) for name in changes]
+        cells = [Cell(None, *figure_cell(arm, name, [judge])[1:]) for name in changes]
         rows.append(((arm["name"], arm["people"]), cells + [figure_cell(arm, name, [judge]) for name in WHOLE]))
     curves: dict[tuple, metric_curves.Curve] = {}
     for curve in pictures.face_sim_curves(joined, judge):  # a base that several share is drawn once

@@ -26,20 +26,20 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(10 * CALLS)]
 GOLDEN = ROOT / "tests" / "golden"
 # arguments that work; INPUTS is a folder of `inputs` below, with a run of one step and its evaluation
 BASE = {
-    "evaluate": "--run INPUTS/run --data INPUTS/people.csv --seeds 1 --device cpu --out out",
-    "check_dataset": f"--config {GOLDEN}/reward_fl.yaml",
+    "evaluate": "--trust-code --run INPUTS/run --data INPUTS/people.csv --seeds 1 --device cpu --out out",
+    "check_dataset": f"--trust-code --config {GOLDEN}/reward_fl.yaml",
     "compare_runs": "INPUTS/run INPUTS/run/evaluation --out page.html",
     "convert_lora": "--lora INPUTS/comfy.safetensors --to diffusers --out out.safetensors",
-    "doctor": f"--config {GOLDEN}/reward_fl.yaml --only environment --out page.md",
+    "doctor": f"--trust-code --config {GOLDEN}/reward_fl.yaml --only environment --out page.md",
     "generate": f"--model {GOLDEN}/world/pipeline --image INPUTS/face.png --prompt talking --height 32 --width 32 "
     "--num-frames 5 --steps 1 --device cpu --out out.mp4",
     "merge_lora": f"--base {GOLDEN}/world/pipeline/transformer_2 --lora INPUTS/comfy.safetensors --out out",
     "merge_shards": f"--input {GOLDEN}/world/pipeline/transformer_2 --out out.safetensors",
-    "plan_run": f"--config {GOLDEN}/reward_fl.yaml",
-    "reward_scales": f"--config {GOLDEN}/reward_fl.yaml --rows 1 --device cpu",
+    "plan_run": f"--trust-code --config {GOLDEN}/reward_fl.yaml",
+    "reward_scales": f"--trust-code --config {GOLDEN}/reward_fl.yaml --rows 1 --device cpu",
     "serve_reward": "--reward optical_flow --port 0 --device cpu",
 }
-RUN = f"--config {GOLDEN}/reward_fl.yaml run.output_dir=INPUTS/run train.max_steps=1 run.save_steps=1"
+RUN = f"--trust-code --config {GOLDEN}/reward_fl.yaml run.output_dir=INPUTS/run train.max_steps=1 run.save_steps=1"
 
 TEXTS = [
     "", " ", "0", "-0", "-1", "1e9", "1000000001", "1e400", "-1e-320", "nan", "inf", ".nan", "null", "true", "~", "~/x",
@@ -114,7 +114,13 @@ def script_calls(dice, paths):
             files += [ROOT / "tests" / "face.yaml"] if script == "train_reward_fl" else []  # it has no list of steps
             yield (
                 script,
-                ["--config", str(dice.choice(files)), "--dry-run", f"{section}.{key}={key_value(schema, dice, paths)}"],
+                [
+                    "--trust-code",
+                    "--config",
+                    str(dice.choice(files)),
+                    "--dry-run",
+                    f"{section}.{key}={key_value(schema, dice, paths)}",
+                ],
             )
 
 
@@ -205,7 +211,7 @@ def test_odd_values(tmp_path, monkeypatch):
     for number, (tool, arguments) in enumerate(all_calls(actions, dice, paths)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        for name in ("tests", "assets"):  # the configurations name their files from here
+        for name in ("tests", "assets", "examples"):  # the configurations name their files from here
             (folder / name).symlink_to(ROOT / name)
         module = tool if tool.startswith("train_") else f"rewardfl_tools.{tool}"
         arguments = [module, *(text.replace("INPUTS", str(inputs)) for text in arguments)]

@@ -354,7 +354,17 @@ def test_evaluate_names_a_reward_that_fails_and_judges_each_size(folder_of, untr
 def test_arms_of_images_share_their_noises_and_resume(folder_of, untrained, monkeypatch):
     """Start, strengths and step counts. What a stopped evaluation has judged is not sampled again."""
     out, count, add = untrained / "arms", [], Writer.add
-    words = ["--run", untrained, "--data", folder_of("sd3") / "prompts.csv", "--device", "cpu", "--seeds", 1]
+    words = [
+        "--trust-code",
+        "--run",
+        untrained,
+        "--data",
+        folder_of("sd3") / "prompts.csv",
+        "--device",
+        "cpu",
+        "--seeds",
+        1,
+    ]
     words += ["--out", out, "--strengths", "0,1", "--steps", "2,3", f"lora.init_from={untrained}/checkpoints/latest"]
 
     def stop(self, record):
