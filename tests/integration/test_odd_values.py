@@ -27,7 +27,7 @@ GOLDEN = ROOT / "tests" / "golden"
 # arguments that work; INPUTS is a folder of `inputs` below, with a run of one step and its evaluation
 BASE = {
     "evaluate": "--trust-code --run INPUTS/run --data INPUTS/people.csv --seeds 1 --device cpu --out out",
-    "check_dataset": f"--trust-code --config {GOLDEN}/reward_fl.yaml",
+    "check_dataset": f"--config {GOLDEN}/reward_fl.yaml",
     "compare_runs": "INPUTS/run INPUTS/run/evaluation --out page.html",
     "convert_lora": "--lora INPUTS/comfy.safetensors --to diffusers --out out.safetensors",
     "doctor": f"--trust-code --config {GOLDEN}/reward_fl.yaml --only environment --out page.md",
