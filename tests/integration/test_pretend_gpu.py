@@ -107,7 +107,8 @@ def write_clips(folder, sizes, frames):
 
 def planned_memory(arguments, sizes):
     """Return the plan's memory for clips of these sizes (height, width)."""
-    cfg = config.load(ROOT / arguments[2], arguments[3:], config.RewardFlConfig)
+    i = arguments.index("--config") + 1
+    cfg = config.load(ROOT / arguments[i], arguments[i + 1 :], config.RewardFlConfig)
     backbone = setup_model.open_model(cfg)
     work = make_workload(cfg, resolve(cfg, backbone, 1), backbone, [argparse.Namespace(size=size) for size in sizes])
     return needs.memory(measure.measure(work.video), work)

@@ -96,4 +96,5 @@ def write_loras(backbone: Backbone, experts: Experts, folder: Path) -> None:
             weights = writing.TensorFile(
                 parts=[conversion.make_part(*item) for item in state.items()], metadata=metadata
             )
-            writing.write_file(path, weights, lambda count: None)
+            with path.open("wb") as file:
+                writing.write_file(file, weights, lambda count: None)
