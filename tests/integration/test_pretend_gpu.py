@@ -21,7 +21,7 @@ from rewardfl.training import setup_model
 from rewardfl.training.plan import resolve
 from rewardfl.training.setup_workload import make_workload
 
-pytestmark = pytest.mark.pretend
+pytestmark = [pytest.mark.pretend, pytest.mark.usefixtures("trusts_code")]
 SUPPORT = ROOT / "tests" / "support"
 REWARD_FL = ["train_reward_fl.py", "--trust-code", "--config", "tests/golden/reward_fl.yaml"]
 FLOW_GRPO = ["train_flow_grpo.py", "--config", "tests/golden/flow_grpo.yaml", "grpo.inner_epochs=1"]
