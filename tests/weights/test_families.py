@@ -123,9 +123,3 @@ def test_a_lora_counts_once(pipeline, values, tmp_path):
     name = "blocks.0.attn1.to_q.weight"
     before, once = (weights(folder / "transformer_2")[name] for folder in (pipeline, first))
     torch.testing.assert_close(load_file(out)[name] - once, once - before, rtol=1e-3, atol=1e-5)
-
-
-def test_a_base_of_an_older_release_lists_files(values, tmp_path):
-    (adapter,) = lora_files.read_lora(path := DIALECTS["d5"](tmp_path, values))
-    metadata = {"rewardfl_lora_0_low_noise": f"...; sha256 {lora_files.sha256(path)}"}
-    assert lora_files.is_merged(adapter, metadata) and not lora_files.is_merged(adapter, {})

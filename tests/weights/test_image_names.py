@@ -237,7 +237,7 @@ def test_biases_and_magnitudes_of_a_fused_layer_are_divided(folder_of, tmp_path)
         merged[f"transformer_blocks.0.attn.{n}.bias"] - base[f"transformer_blocks.0.attn.{n}.bias"] for n in names
     ]
     torch.testing.assert_close(torch.cat(biases), state[f"{stem}.diff_b"], rtol=1e-5, atol=1e-5)
-    state[f"{stem}.dora_scale"] = torch.rand(1, 32)  # of the inputs: its norm is over the three layers
+    state[f"{stem}.dora_scale"] = torch.rand(1, 32)
     save_file(state, tmp_path / "one.safetensors")
     assert "dora_scale has shape (1, 32), but its layer has 96 outputs" in merge(*arguments, "--force", expect=2)
 
