@@ -368,14 +368,7 @@ def test_what_is_kept_of_a_real_clip(real, other_pack):
     assert len(reward(second_pack_dir=other_pack).fingerprint()["weights"]) == 2
 
 
-@pytest.mark.parametrize(
-    "settings, key",
-    [
-        ({"landmarks": -1.0}, "landmarks"),
-        ({"landmarks": 0.0}, "face_change"),
-        ({"second_pack_dir": "nowhere"}, "nowhere"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(settings, key):
-    with pytest.raises((ValueError, FileNotFoundError), match=key):
-        reward(**settings)
+def test_settings_that_cannot_work_are_refused():
+    for settings, key in (({"landmarks": -1.0}, "landmarks"), ({"landmarks": 0.0}, "face_change")):
+        with pytest.raises(ValueError, match=key):
+            reward(**settings)
