@@ -116,6 +116,11 @@ class Update:
         named = {role: getattr(self, role) for role in ("down", "up", "up_bias", "magnitude", "diff", "diff_b")}
         return {role: source for role, source in named.items() if source is not None}
 
+    def loaded(self) -> "Update":
+        """Return the update with its tensors in memory."""
+        tensors: dict[str, Any] = {role: load_tensor(source) for role, source in self.sources().items()}
+        return replace(self, **tensors)
+
     def biases(self) -> list[tuple[_Source, float]]:
         """Return the tensors added to the bias, and their factors: peft scales up_bias as the product, not diff_b."""
         scaled = [(self.up_bias, self.scale), (self.diff_b, 1.0)]

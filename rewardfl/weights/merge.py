@@ -1,9 +1,7 @@
 """Merging LoRAs into the tensors of a checkpoint, a few rows at a time: in float32 with one rounding at the end."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,15 +105,6 @@ def read_rows(entry: Entry, first: int, count: int) -> Tensor:
     return torch.frombuffer(entry.read(first, count), dtype=TORCH_DTYPES[entry.dtype]).reshape(count, -1).float()
 
 
-def load_updates(updates: Updates) -> Updates:
-    """Load the updates' tensors."""
-    loaded = []
-    for update, strength in updates:
-        tensors: dict[str, Any] = {role: load_tensor(source) for role, source in update.sources().items()}
-        loaded.append((replace(update, **tensors), strength))
-    return loaded
-
-
 def add_updates(entry: Entry, updates: Updates, rows: Tensor, first: int) -> Tensor:
     """Merge updates that are loaded in place into a tensor's rows, (count, -1), from row `first` on.
 
@@ -146,7 +135,7 @@ def merge_tensor(entry: Entry, updates: Updates, dtype: torch.dtype) -> Tensor:
 
     Only a few rows are held next to it.
     """
-    loaded = load_updates(updates)
+    loaded = [(update.loaded(), strength) for update, strength in updates]
     result = torch.empty(entry.shape, dtype=dtype)
     rows = result.view(entry.rows, -1)
     for first, count in row_blocks(entry):
