@@ -57,9 +57,6 @@ def assert_same(actual, expected):
         torch.testing.assert_close(actual[name], value, rtol=1e-6, atol=1e-6, msg=name)
 
 
-# What is merged
-
-
 def test_names_are_those_of_diffusers_converter():
     """All 1095 tensors of the real model and the 1303 of Wan2.1-I2V, one to one, by diffusers' own converter."""
     for image_dim, count in ((None, 1095), (1280, 1303)):
@@ -210,9 +207,6 @@ def test_other_magnitudes_are_refused(pipeline, values, tmp_path, given):
     assert Q in text and all(ending in text for ending in given)
 
 
-# Alpha, dtypes, what is kept
-
-
 def test_alpha_and_where_it_came_from(pipeline, values, tmp_path):
     base, out = pipeline / "transformer_2", tmp_path / "out.safetensors"
     for dialect, source in (
@@ -267,9 +261,6 @@ def test_metadata_says_what_was_merged(pipeline, values, tmp_path):
     umask = os.umask(0)
     os.umask(umask)
     assert out.stat().st_mode & 0o777 == 0o666 & ~umask
-
-
-# What is refused
 
 
 KEY = "diffusion_model.blocks.0.self_attn.q"

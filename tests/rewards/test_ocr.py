@@ -29,9 +29,6 @@ rapidocr = pytest.mark.skipif(not find_spec("rapidocr"), reason="rapidocr is mis
 tesseract = pytest.mark.skipif(not shutil.which("tesseract"), reason="tesseract is missing: apt install tesseract-ocr")
 
 
-# ---- the wanted text ----
-
-
 @pytest.fixture(autouse=True)
 def alphabet(monkeypatch):
     """The dictionary of the engine, which most machines lack."""
@@ -152,8 +149,6 @@ def test_the_score_is_flow_grpos(reading, text, score):
     assert ocr.text_score(ocr.plain_text(reading), ocr.plain_text(text)) == score
 
 
-# ---- the reward, with an engine that reads what a table says ----
-
 READINGS = {10: ["NOW", "Open"], 20: ["OPEN"], 30: ["OPXN"], 40: None, 50: ["", "OPEN"]}  # by the pixels' red
 
 
@@ -260,8 +255,6 @@ def test_tools_refuse_rows_without_text(engine):
     (problem,) = missing_references(cfg, rows[0], [term])
     assert problem.startswith("reward.others.text: the prompt quotes no text; ")
 
-
-# ---- the engines ----
 
 FONTS = ["DejaVuSans.ttf", "DejaVuSerif-Bold.ttf", "DejaVuSansMono-Oblique.ttf", "STIXGeneralItalic.ttf"]
 COLOURS = [("white", "navy"), ("black", "white"), ("firebrick", "wheat"), ("gold", "darkgreen")]

@@ -85,9 +85,6 @@ def test_the_example_is_a_reward(monkeypatch):
     assert rewards.build("my_reward:Contrast", {}).target == 0.5
 
 
-# ---- what a reward may return ----
-
-
 def reward_that_returns(make, *, says_differentiable=True):
     class Mine(Reward):
         name = "mine"
@@ -172,9 +169,6 @@ def test_the_gradient_that_others_send_to_the_video_stays():
     output = reward_that_returns(lambda v: RewardOutput(plain(v) * math.nan, YES, {}))(video, [{}, {}])
     (gradient,) = torch.autograd.grad(output.score.sum() + video.sum(), video)
     assert torch.equal(gradient, torch.ones_like(video))
-
-
-# ---- command line ----
 
 
 @pytest.fixture(scope="module")

@@ -103,9 +103,6 @@ def clip(cells: list[tuple[int, int] | None], seed: int = 0, mouth: list[float] 
     return video
 
 
-# ---- the published networks, from their public definitions ----
-
-
 def _conv_bn(inside: int, outside: int, kernel: int = 3, stride: int = 1) -> nn.Sequential:
     conv = nn.Conv2d(inside, outside, kernel, stride, kernel // 2, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(outside))

@@ -112,9 +112,6 @@ def convert(lora, to, out, *options, expect=0):
     return run_tool(convert_lora.main, "--lora", lora, "--to", to, "--out", out, *options, expect=expect)
 
 
-# Names
-
-
 def test_modules_are_those_of_the_models():
     """Of SD3 and SD3.5, FLUX.1-dev and -schnell, Qwen-Image: every tensor has a place, and every place a tensor."""
     dual = {"dual_attention_layers": (0, 1), "qk_norm": "rms_norm"}
@@ -180,9 +177,6 @@ def test_what_a_converter_drops_or_mangles_is_refused(converted, tmp_path, monke
     image_names._flux_places.cache_clear()
 
 
-# Merging
-
-
 @pytest.mark.parametrize("model, dialect", DIALECTS)
 def test_merged_is_what_diffusers_fuses(folder_of, model, dialect, tmp_path):
     """From the file, and from what tools/convert_lora.py makes of it, which reads back with the same products."""
@@ -244,9 +238,6 @@ def test_dtypes_are_those_of_diffusers(folder_of, model, tmp_path):
         torch.testing.assert_close(value, wanted.bfloat16(), rtol=8e-3, atol=1e-6)
 
 
-# Converting
-
-
 @pytest.mark.parametrize("model", MAKE)
 def test_comfy_reads_diffusers_names_without_alpha(folder_of, model, tmp_path):
     """ComfyUI's comfy/lora.py maps transformer.<name>, and adds lora_B @ lora_A where there is no .alpha."""
@@ -272,9 +263,6 @@ def test_what_a_format_cannot_carry_is_refused(folder_of, kind, to, way_out, tmp
     out = tmp_path / "out.safetensors"
     text = convert(tmp_path / "one.safetensors", to, out, expect=2)
     assert way_out in text and "transformer_blocks.0.attn.to_out.0" in text and not out.exists()
-
-
-# What is refused
 
 
 def halves(stem, out=32, inside=32, ends=DOWN_UP):

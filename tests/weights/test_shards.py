@@ -102,9 +102,6 @@ def test_damaged_indices(world, tmp_path, kind):
         refused(merge_shards.main, index, tmp_path / "new", "--input", source)
 
 
-# A LoRA's metadata
-
-
 CONFIGS = {
     "a list": [], "no JSON": "{", "deep": DEEP, "alpha: text": {"lora_alpha": "abc"},
     "alpha: true": {"lora_alpha": True},
@@ -226,9 +223,6 @@ def test_damaged_torch_files(world, tmp_path, name, content):
 def test_torch_files_of_other_things(world, tmp_path, state):
     torch.save(state, path := tmp_path / "low.pt")
     not_merged(world, tmp_path, path)
-
-
-# alpha_pattern: what peft writes is read as peft reads it
 
 
 PATTERNS = (

@@ -206,9 +206,6 @@ def test_models_are_frozen_and_identified(files, built, tmp_path):
     assert rewards.build("clip_score", {"model_dir": other}).fingerprint() != same.fingerprint()
 
 
-# ---- files that are wrong ----
-
-
 def truncate(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 

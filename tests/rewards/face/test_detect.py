@@ -53,9 +53,6 @@ def placed(scale, angle, x, y):
     return (ARCFACE_TEMPLATE - 56) @ rotation.T + torch.tensor([x, y])
 
 
-# ---- detect ----
-
-
 @functools.lru_cache(maxsize=1)
 def insightface_detector(path, size):
     detector = get_model(str(path), providers=CPU)
@@ -151,9 +148,6 @@ def test_networks_that_do_not_fit_are_refused(scrfd, tmp_path):
         FaceRecogniser(big)
 
 
-# ---- track ----
-
-
 def faces_at(*boxes):
     """Faces at (centre x, centre y, width), in the order given; landmarks carry the centre."""
     rows = torch.tensor(boxes, dtype=torch.float32).view(-1, 3)
@@ -240,9 +234,6 @@ def test_motion_counts_consecutive_detections_only():
     assert landmark_motion(moving(still, still, away, detected=[False, True, True]))[0] == pytest.approx(40 / 50)
 
 
-# ---- align ----
-
-
 def test_the_template_is_insightfaces():
     np.testing.assert_array_equal(ARCFACE_TEMPLATE.numpy(), arcface_dst)
 
@@ -270,9 +261,6 @@ def test_the_crop_is_insightfaces(place, height, width):
     # cv2 rounds to uint8 (0.5) and interpolates at 1/32 pixel; a shift of half a pixel gives about 10
     assert np.abs(crop.numpy() - expected.astype(np.float32)).max() < 2.5
     assert (expected.min() == 0) == (place == "half outside")
-
-
-# ---- embed ----
 
 
 @pytest.fixture(scope="module")
@@ -314,9 +302,6 @@ def test_chunks_change_neither_embeddings_nor_gradient(arcface):
     torch.testing.assert_close(results[0], results[2], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(results[1], results[2], atol=1e-5, rtol=1e-4)
     assert (results[0][1].abs().sum((1, 2, 3)) > 0).all()
-
-
-# ---- score ----
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,6 @@ from rewardfl.rewards.face.vary import vary_crops
 
 PACK = WORLD / "faces" / "reward"
 
-# ---- tracks, of faces that are drawn up ----
-
 
 def scene(*frames):
     """[{name: (centre x, width)} of each frame] -> its Faces, largest first, and the embeddings, by which they differ.
@@ -153,8 +151,6 @@ def test_embeddings_that_are_no_numbers_match_nobody():
     assert all(track.landmarks.isfinite().all() for track in tracks)
 
 
-# ---- whole clips: two people of the tiny world ----
-
 PATCH = 40  # pixels that a person is wide
 
 
@@ -213,9 +209,6 @@ def test_people_of_the_tiny_world_who_cross_are_kept_apart(pack, front, back):
     scores = pack.scores(video, [pool.embeddings for pool in pools[::-1]])
     for score, end in zip(scores, ends[::-1], strict=True):
         assert torch.allclose((score.boxes[:, 0] + score.boxes[:, 2])[[0, -1]] / 2, end)
-
-
-# ---- the reward of two people
 
 
 def reward_of(**settings):

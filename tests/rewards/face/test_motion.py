@@ -92,9 +92,6 @@ def assert_gradient(function, x, gradient, step=1e-7):
         )
 
 
-# ---- the detector with gradient ----
-
-
 def test_the_traced_faces_are_the_detected_ones_to_the_bit(detector, real):
     frames = real.transpose(0, 1)
     detected = detector.detect(frames)
@@ -146,9 +143,6 @@ def test_a_view_is_exact_where_pixels_meet_pixels():
     assert back.tolist() == [7.0, 5.0]
 
 
-# ---- how a track moves ----
-
-
 FACE = torch.tensor([[20.0, 20], [40, 20], [30, 30], [22, 40], [38, 40]])
 
 
@@ -169,8 +163,6 @@ def test_reversals():
     lost = step_reversals(track_of(FACE + up, FACE, FACE + right, FACE, detected=[False, True, True, True]))
     assert lost == pytest.approx(1)
 
-
-# ---- the reward ----
 
 TERMS = {
     "landmarks": {},
@@ -259,8 +251,6 @@ def test_the_gradient_reaches_half_precision(real, slow):
     assert gradient.isfinite().all() and gradient.any()
 
 
-# ---- faces that are lost ----
-
 MOVING = [(2, 2), (3, 2), (3, 3), (4, 3)]
 
 
@@ -310,9 +300,6 @@ def test_a_real_clip_that_hardly_moves_gives_no_ratio(magenta):
     assert not output.valid.any() and output.score.tolist() == [0]
 
 
-# ---- hard to fool ----
-
-
 def test_what_is_drawn_is_a_function_of_the_clip(real, slow, other_pack):
     ours = reward(jitter=True, second_pack_dir=other_pack)
     video, state = slow.clone().requires_grad_(), torch.get_rng_state()
@@ -347,9 +334,6 @@ def test_trembling_is_not_paid(real, slow):
     scores = [one(trembling[None], [reference]).score.item() for one in (plain, strict)]
     parts = strict(trembling[None], [reference]).parts
     assert parts["reversals"].item() > 0.5 and scores[1] == pytest.approx(scores[0] - parts["reversals"].item())
-
-
-# ---- settings, and what is kept ----
 
 
 def test_what_is_kept_of_a_real_clip(real, other_pack):

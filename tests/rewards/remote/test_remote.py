@@ -128,9 +128,6 @@ def answer_of(**tensors):
     return save({name.replace("_", ".", 1): torch.as_tensor(value) for name, value in tensors.items()})
 
 
-# ---- the same scores ----
-
-
 @pytest.mark.parametrize("max_bytes", [400 * MB, 2000], ids=["one request", "split"])
 @pytest.mark.parametrize("send_reference", [False, True])
 def test_scores_are_those_at_home_bit_for_bit(send_reference, max_bytes):
@@ -143,9 +140,6 @@ def test_scores_are_those_at_home_bit_for_bit(send_reference, max_bytes):
     assert output.parts["real"].isnan().all() != send_reference
     assert sum(likeness.batches) == 5 and max(likeness.batches) <= 2
     assert (len(likeness.batches) == 3) == (max_bytes > 2000)
-
-
-# ---- invalid samples ----
 
 
 def test_invalid_samples_score_zero_and_the_others_as_if_alone():
@@ -166,9 +160,6 @@ def test_invalid_samples_score_zero_and_the_others_as_if_alone():
         assert output.score[~output.valid].tolist() == [0, 0, 0, 0]
         assert output.score[3] == at_home(video[:, :, ::2].contiguous(), real=REAL[:, :, :0]).score[3]
         assert output.parts["mean"].isnan().tolist() == [True, True, True, False, True]
-
-
-# ---- a server that is down, slow, wary, overwhelmed ----
 
 
 def test_down():
@@ -266,9 +257,6 @@ def test_too_big_for_the_client_and_for_the_server():
         assert score(remote(url, max_bytes=1500)).valid.all()
 
 
-# ---- a server that lies ----
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -291,9 +279,6 @@ def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch):
     monkeypatch.setattr("rewardfl.rewards.remote.client.MAX_ANSWER_BYTES", 1000)
     with scripted((200, bytes(100_000))) as url, pytest.raises(RewardServerError, match="more than 1000 bytes"):
         score(remote(url), VIDEO[:1], PROMPTS[:1])
-
-
-# ---- settings ----
 
 
 @pytest.mark.parametrize(
@@ -326,9 +311,6 @@ def test_https_is_spoken_and_certificates_are_checked(tmp_path):
             score(reward, VIDEO[:2], PROMPTS[:2])
         reward._tls.load_verify_locations(files["out"])
         assert score(reward, VIDEO[:2], PROMPTS[:2]).valid.all()
-
-
-# ---- the format ----
 
 
 # What version 1 said before its server and client were rebuilt on libraries: a client's request and a server's answer.
@@ -413,9 +395,6 @@ def test_malformed_bodies_are_refused(body, message):
         wire.unpack_request(body)
 
 
-# ---- the server ----
-
-
 def connect(url, sent=b""):
     host, port = url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)), timeout=5)
@@ -498,9 +477,6 @@ def test_one_line_of_log_per_request_without_what_was_in_it(caplog):
     assert all(line.isprintable() for line in lines) and any("this server needs its token" in line for line in lines)
     assert [line[-3:] for line in lines if line.startswith("127.0.0.1:")] == ["401", "200"]
     assert not any(secret in "".join(lines) for secret in ("t0ken", "gue55", "xyz"))
-
-
-# ---- the tool ----
 
 
 def tool(monkeypatch, capsys, *arguments):

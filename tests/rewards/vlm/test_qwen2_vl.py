@@ -74,9 +74,6 @@ def build(files, name, **others):
     return rewards.build(name, settings(files, name, **others))
 
 
-# ---- the published procedure, by transformers and in this file ----
-
-
 def encode(tokenizer, vision, count, text):
     """(1, L) tokens of the whole chat with `count` places for a picture."""
     turns = [
@@ -144,9 +141,6 @@ def published_mu(model, tokenizer, video, prompt):
             x = F.linear(F.relu(x) if place else x, model.rm_head[place].weight, model.rm_head[place].bias)
         found.append(x[0, 0])
     return torch.stack(found)
-
-
-# ---- scores ----
 
 
 @pytest.mark.parametrize(
@@ -226,9 +220,6 @@ def test_a_clip_of_one_frame_has_no_motion_to_judge():
         sampled_frames(1, 16, 2.0, None)
 
 
-# ---- gradients ----
-
-
 @pytest.mark.parametrize("name", ["video_align", "hpsv3"])
 def test_the_gradient_is_that_of_finite_differences(files, name):
     reward = build(files, name, frames=4 if name == "video_align" else 2).double()
@@ -265,9 +256,6 @@ def test_blocks_are_run_again_and_give_the_same_gradient(files):
     torch.testing.assert_close(found[0][1], found[1][1], atol=1e-8, rtol=1e-5)
 
 
-# ---- what makes the score ----
-
-
 def test_parts_are_weighed(files):
     reward = build(files, "video_align", parts={"ta": 0.5, "mq": 2})
     output = reward(VIDEO[None], [reward.reference(VIDEO, PROMPT)])
@@ -293,9 +281,6 @@ def test_bfloat16_is_the_default_and_scores_are_float32(files, name):
     torch.testing.assert_close(output.score.detach(), expected.score, atol=0.2, rtol=0.05)
     (gradient,) = torch.autograd.grad(output.score.sum(), video)
     assert gradient.dtype == torch.float32 and gradient.abs().sum() > 0
-
-
-# ---- the question ----
 
 
 @pytest.mark.parametrize("name", ["video_align", "hpsv3"])
@@ -327,9 +312,6 @@ def test_other_questions_are_refused(files, tmp_path, name):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             build(files, name, prompt_file=path)
-
-
-# ---- files that are wrong ----
 
 
 def edit(path, change):
