@@ -238,15 +238,13 @@ def test_a_small_update_in_bfloat16_is_reported_lost(pipeline, values, tmp_path)
     tiny = {name: (down, 2e-4 * up) for name, (down, up) in values.items()}
     lora = DIALECTS["d5"](tmp_path, tiny)
     report = tmp_path / "report.json"
+    options = ["--lora", lora, "--json", report, "--overwrite", "--out"]
     for extra in (["--dry-run"], []):
-        out = tmp_path / f"out{len(extra)}.safetensors"
-        text = run(
-            "--base", bf16, "--expert", "low", "--lora", lora, "--out", out, "--json", report, "--overwrite", *extra
-        )
+        text = run("--base", bf16, "--expert", "low", *options, tmp_path / f"out{len(extra)}.safetensors", *extra)
         assert "WARNING" in text and "--dtype fp32" in text
         assert json.loads(report.read_text())["kept"]["low_noise"]["share"] < 0.7
     out = tmp_path / "kept.safetensors"
-    assert "WARNING" not in run("--base", fp32, "--lora", lora, "--out", out, "--json", report, "--overwrite")
+    assert "WARNING" not in run("--base", fp32, *options, out)
     assert json.loads(report.read_text())["kept"]["low_noise"]["share"] > 0.999
     assert_same(load_file(out), expected_weights(weights(fp32), tiny))
 
@@ -376,17 +374,13 @@ def test_verify_finds_what_is_wrong(pipeline, values, tmp_path):
 
 
 def test_an_adapter_that_was_never_trained_is_pointed_out(pipeline, values, tmp_path):
-    zero = {name: (down, 0 * up) for name, (down, up) in values.items()}
-    lora = DIALECTS["d5"](tmp_path, zero)
-    assert "zero everywhere" in run(
-        "--base", pipeline / "transformer_2", "--lora", lora, "--out", tmp_path / "o.safetensors"
-    )
+    lora = DIALECTS["d5"](tmp_path, {name: (down, 0 * up) for name, (down, up) in values.items()})
+    arguments = ["--base", pipeline / "transformer_2", "--lora", lora, "--out", tmp_path / "out.safetensors"]
+    assert "zero everywhere" in run(*arguments)
 
 
-def test_a_run_folder_and_a_missing_file_are_explained(pipeline, values, tmp_path):
+def test_a_run_folder_and_a_missing_file_are_explained(pipeline, tmp_path):
     (tmp_path / "run" / "checkpoints" / "latest").mkdir(parents=True)
-    text = refuse(tmp_path / "o.safetensors", "--base", pipeline / "transformer_2", "--lora", tmp_path / "run")
-    assert "checkpoints/latest" in text
-    assert "no LoRA" in refuse(
-        tmp_path / "o.safetensors", "--base", pipeline, "--lora", tmp_path / "absent.safetensors"
-    )
+    for name, message in (("run", "checkpoints/latest"), ("absent.safetensors", "no LoRA")):
+        lora = ["--lora", tmp_path / name]
+        assert message in refuse(tmp_path / "o.safetensors", "--base", pipeline / "transformer_2", *lora)

@@ -204,6 +204,8 @@ def test_hpsv3_is_the_published_one(written, shape, tolerance):
 )
 def test_which_frames_are_shown(count, fps, frames, expected):
     assert sampled_frames(count, fps, 2.0, frames) == expected
+    with pytest.raises(ValueError, match="at least 2 frames, this has 1"):
+        sampled_frames(1, fps, 2.0, frames)
 
 
 @pytest.mark.parametrize("stated, fps", [({}, 24), ({"fps": 8}, 8)])
@@ -213,11 +215,6 @@ def test_a_run_gives_its_frame_rate(files, stated, fps):
     spec = config.RewardSpec(key="reward.name", label="score", name="video_align", settings=own, weight=1.0)
     ((resolved, _),) = rewards.resolve_rewards([spec], 24)
     assert resolved.settings["fps"] == fps
-
-
-def test_a_clip_of_one_frame_has_no_motion_to_judge():
-    with pytest.raises(ValueError, match="at least 2 frames, this has 1"):
-        sampled_frames(1, 16, 2.0, None)
 
 
 @pytest.mark.parametrize("name", ["video_align", "hpsv3"])
@@ -262,8 +259,8 @@ def test_parts_are_weighed(files):
     torch.testing.assert_close(output.score, 2 * output.parts["mq"] + 0.5 * output.parts["ta"])
     with pytest.warns(UserWarning, match="vq alone: .* animation"):
         assert video_align.weigh_parts({"vq": 1}) == [1, 0, 0]
-    for parts, message in (({"vq": 0}, "one of them positive"), ({}, "one of them positive")):
-        with pytest.raises(ValueError, match=message):
+    for parts in ({"vq": 0}, {}):
+        with pytest.raises(ValueError, match="one of them positive"):
             video_align.weigh_parts(parts)
 
 
@@ -303,14 +300,13 @@ def test_questions_depend_on_prompt_and_files(files, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["video_align", "hpsv3"])
 def test_other_questions_are_refused(files, tmp_path, name):
-    path = tmp_path / "question.py"
-    right = settings(files, name)["prompt_file"].read_text()
+    path, right = tmp_path / "question.py", settings(files, name)["prompt_file"].read_text()
     for text, message in (
-        ("def (", "question.py cannot be read as"),
+        ("def (", "cannot be read as"),
         (right.replace("\\nI", "\\ni"), "is another text than that of"),
     ):
         path.write_text(text)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"question.py.* {message}"):
             build(files, name, prompt_file=path)
 
 
