@@ -146,15 +146,6 @@ async def _refuse(request: Request, error: HTTPException) -> Response:
     return JSONResponse({"error": error.detail}, error.status_code, error.headers)
 
 
-def check_host(host: str, token: str) -> None:
-    """Raise ValueError for an address that other machines can reach, unless there is a token."""
-    if host not in ("127.0.0.1", "::1", "localhost") and not token:
-        raise ValueError(
-            f"--host {host}: without a token the server listens on this machine only (127.0.0.1); name the environment "
-            "variable that holds one with --token-env"
-        )
-
-
 def run(args: argparse.Namespace) -> int:
     """Serve a reward until SIGTERM or SIGINT and return the exit code. Raise ValueError for wrong settings."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -162,7 +153,11 @@ def run(args: argparse.Namespace) -> int:
         token = read_token(args.token_env) if args.token_env else ""
     except ValueError as error:
         raise ValueError(f"--token-env must be {error}") from None
-    check_host(args.host, token)  # before weights load
+    if args.host not in ("127.0.0.1", "::1", "localhost") and not token:
+        raise ValueError(
+            f"--host {args.host}: without a token the server listens on this machine only (127.0.0.1); name the "
+            "environment variable that holds one with --token-env"
+        )
     device = command_line.resolve_device(args.device)
     reward = rewards.build(args.reward, parse_settings(args.settings), "--settings")
     try:

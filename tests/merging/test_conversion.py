@@ -42,7 +42,6 @@ def comfy_loads(expert):
 
 
 def test_comfy_keys_are_what_comfy_reads(values, tmp_path):
-    """Names, alpha = rank, and the scale inside the weights: right for readers with and without alpha."""
     source = load_file(DIALECTS["d5"](tmp_path, values)) | {
         "diffusion_model.blocks.0.norm3.diff": torch.rand(24),
         "diffusion_model.blocks.1.diff_m": torch.rand(1, 6, 24),
@@ -71,7 +70,6 @@ def test_comfy_keys_are_what_comfy_reads(values, tmp_path):
 
 @pytest.mark.parametrize("to", ("comfy", "diffusers"))
 def test_our_checkpoint_loads_in_diffusers_again(tmp_path, to):
-    """Both experts: the adapter as trained, and its export loaded by diffusers, answer alike."""
     pipe, plain = random_pipeline(), random_pipeline()
     checkpoint, out = tmp_path / "step-000001", tmp_path / "face"
     for part, seed in (("transformer", 1), ("transformer_2", 2)):

@@ -77,7 +77,6 @@ def test_names_are_those_of_diffusers_converter():
 
 
 def test_both_experts_in_one_file(pipeline, values, tmp_path):
-    """D2: transformer. and transformer_2. in one file, each with its alpha."""
     state, metadata = {}, {}
     down, up = values["blocks.0.attn1.to_q"]
     for component, factor in (("transformer", 1.0), ("transformer_2", 3.0)):
@@ -95,7 +94,6 @@ def test_both_experts_in_one_file(pipeline, values, tmp_path):
 
 @pytest.mark.parametrize("layout", ("original", "comfy", "index", "wan-ai"))
 def test_every_layout_of_the_base(pipeline, expert, values, layout, tmp_path):
-    """Original names, ComfyUI's prefix, shards by their index, and Wan-AI's pipeline folder."""
     base, lora, out = tmp_path / "base_low", DIALECTS["d5"](tmp_path, values), tmp_path / "out"
     prefix = "model.diffusion_model." if layout == "comfy" else ""
     original = {prefix + name: value for name, value in original_expert(expert).items()}

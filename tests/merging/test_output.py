@@ -21,7 +21,6 @@ TOOLS = {"merge_lora": merge_lora, "merge_shards": merge_shards, "convert_lora":
 
 @pytest.fixture
 def place(tmp_path):
-    """Return a folder that holds a file of the user's."""
     (tmp_path / "mine.txt").write_text("mine")
     return tmp_path
 
@@ -89,7 +88,6 @@ def test_every_file_that_is_read_is_an_input(world, place):
 
 @pytest.mark.parametrize("name", ("out", "out.safetensors"))
 def test_a_write_that_breaks_off_leaves_the_earlier_output(world, place, monkeypatch, name):
-    """The next run names what a killed one left, and leaves it."""
     out, stray = place / name, place / f"{name}.tmp-host-1"
     call("merge_shards", world, "--out", out)
     stray.write_text("half")

@@ -191,7 +191,6 @@ def test_score_and_parts_of_pictures(engine):
 
 
 def test_a_video_scores_as_its_frames_do(engine):
-    """Evenly spaced ones, first and last among them."""
     output = score(rewards.build("ocr", {"frames": 3}), clip(30, 99, 99, 40, 99, 99, 20))
     assert output.score.item() == pytest.approx((0.75 + 0 + 1) / 3)
     assert output.parts["exact"].item() == pytest.approx(1 / 3)
@@ -246,7 +245,6 @@ def test_what_is_missing_is_named(monkeypatch):
 
 
 def test_tools_refuse_rows_without_text(engine):
-    """As the scripts do: tests/integration/test_ocr_recipes.py."""
     cfg = config.load(ROOT / "configs" / "tiny_forward.yaml")
     rows = data.load_metadata(ROOT / "assets" / "tiny_world" / "eval" / "metadata.csv", "--data")[:2]
     term = Term(key="reward.others.text", label="text", reward=ocr.Ocr(), weight=0, mean=0, std=1)
@@ -309,7 +307,6 @@ def test_rapidocr_reads_marks_of_unicode_and_its_alphabet_is_known(monkeypatch):
 @rapidocr
 @pytest.mark.long
 def test_a_video_of_one_text_scores_as_its_frames(monkeypatch):
-    """And threads that share an engine read what one thread reads."""
     reward = ocr.Ocr(frames=4)
     frames = [draw("OPEN SOON", 24 + 6 * i, 256, 96, i) for i in range(4)]
     video, alone = torch.cat(frames, 2), [score(reward, frame, '"OPEN S0ON"') for frame in frames]

@@ -80,7 +80,6 @@ def magenta_pack(folder: Path) -> Path:
 
 
 def marked(path: Path) -> None:
-    """Make another file of an .onnx: the same network, whose bytes say something more."""
     model = onnx.load(path)
     model.doc_string = "another file"
     onnx.save(model, path)

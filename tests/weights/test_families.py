@@ -106,7 +106,6 @@ def test_values_that_are_not_finite_name_file_and_tensor(expert, values, tmp_pat
 
 
 def test_a_lora_counts_once(pipeline, values, tmp_path):
-    """By its content: named twice, under another name and other keys, or in the base, also two merges before."""
     path, out = DIALECTS["d5"](tmp_path, values), tmp_path / "out.safetensors"
     run_tool(convert_lora.main, "--lora", path, "--to", "diffusers", "--out", copy := tmp_path / "copy.safetensors")
     assert "the same as another --lora" in merge(pipeline, out, path, path, expect=2)

@@ -97,7 +97,6 @@ DIALECTS = {
 
 
 def write(folder_of, model, dialect, path):
-    """The file, and the base's weights."""
     base = weights(folder_of(model) / "transformer")
     state = DIALECTS[model, dialect](base)
     save_file(state, path, peft_metadata(target_modules=LAYERS[model]) if dialect == "diffusers" else {})
@@ -179,7 +178,6 @@ def test_what_a_converter_drops_or_mangles_is_refused(converted, tmp_path, monke
 
 @pytest.mark.parametrize("model, dialect", DIALECTS)
 def test_merged_is_what_diffusers_fuses(folder_of, model, dialect, tmp_path):
-    """From the file, and from what tools/convert_lora.py makes of it, which reads back with the same products."""
     path, out = tmp_path / "one.safetensors", tmp_path / "merged"
     base = write(folder_of, model, dialect, path)
     text = merge(folder_of(model), path, out, "--verify")
@@ -201,7 +199,6 @@ def test_merged_is_what_diffusers_fuses(folder_of, model, dialect, tmp_path):
 
 
 def test_biases_and_magnitudes_of_a_fused_layer_are_divided(folder_of, tmp_path):
-    """What diffusers drops: diff_b, and DoRA's magnitudes."""
     folder, path, out = folder_of("FLUX.1") / "transformer", tmp_path / "one.safetensors", tmp_path / "out.safetensors"
     base, stem = weights(folder), "lora_unet_double_blocks_0_img_attn_qkv"
     state = original(["double_blocks.0.img_attn.qkv"], alpha=ALPHA)(base)

@@ -118,7 +118,6 @@ WORDS = {"alpha": "alpha", "pattern": "alpha", "hostile": "(.*)*(.*)*y"}
 @pytest.mark.parametrize("place", ("metadata", "adapter_config.json", "component"))
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_damaged_lora_metadata(world, tmp_path, kind, place):
-    """In the file's metadata, by component or not, and in peft's adapter_config.json beside it."""
     given, state = CONFIGS[kind], load_file(world / "pytorch_lora_weights.safetensors")
     path = damaged = tmp_path / "low" / "adapter_model.safetensors"
     path.parent.mkdir()

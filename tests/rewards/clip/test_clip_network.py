@@ -163,7 +163,6 @@ def test_the_gradient_is_that_of_finite_differences(files, name):
 
 
 def test_a_prompt_has_one_embedding_whatever_the_config_says(files, tmp_path):
-    """Padding, the length limit, and the eos_token_id that old (2) and wrong configs give."""
     long = "and " * 40
     for eos in (None, 2, 5):
         folder = clip_files.write_clip(tmp_path / f"eos-{eos}", eos_token_id=eos)

@@ -79,7 +79,6 @@ def test_one_face_at_a_time_is_followed_by_place_alone():
 
 
 def crossing(hidden):
-    """a from left to right in front of b, who goes the other way and is not seen in the frames `hidden`."""
     frames = [{"a": (20.0 + 10 * j, 42), "b": (120.0 - 10 * j, 40)} for j in range(11)]
     return [{name: place for name, place in f.items() if name == "a" or j not in hidden} for j, f in enumerate(frames)]
 
@@ -195,7 +194,6 @@ def likeness(one, other):
 @pytest.mark.parametrize("front,back", [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9)])
 @pytest.mark.slow(5)
 def test_people_of_the_tiny_world_who_cross_are_kept_apart(pack, front, back):
-    """One walks in front of the other, who is hidden for some frames; by place alone the track changes the person."""
     a, b = person(front), person(back)
     alone = [pack.pool(painted((clip, LEFT))).embeddings for clip in (a, b)]
     video = painted((b, TO_THE_LEFT), (a, TO_THE_RIGHT))
@@ -289,7 +287,6 @@ def test_a_clip_of_one_person_is_scored_alike_by_both(everybody):
 
 
 def test_people_who_exchange_their_faces_are_not_paid(everybody, two):
-    """Each is followed by her place, whoever's face is there later on."""
     exchanged = torch.cat([two[:, :1], side_by_side(3, 2)[:, 1:]], 1)
     assert score(everybody, two, two)[1]["worst_person"] > 0.9
     assert score(everybody, exchanged, two)[1]["face_score"] < 0.4
@@ -312,7 +309,6 @@ def test_somebody_who_is_not_there_costs_her_whole_score(everybody, two):
 
 
 def test_real_clips_at_the_edge_of_what_can_be_judged(everybody, two):
-    """No face; only black; a face cut off by the border; a picture shown twice, as rows without a clip have it."""
     assert everybody.reference(torch.full_like(two, -0.2)) is None
     assert everybody.reference(torch.full_like(two, -1.0)) is None
     border = two.roll(-14, -1)  # the left one is half outside
@@ -324,7 +320,6 @@ def test_real_clips_at_the_edge_of_what_can_be_judged(everybody, two):
 
 
 def test_small_faces_of_the_real_clip_are_nobodys(two):
-    """By the first frame's box; of a generated clip none is left out for its size."""
     plain = reward_of().reference(two)
     wide, narrow = sorted(float(boxes[0, 2] - boxes[0, 0]) for boxes in plain["boxes"])[::-1]
     one, none = reward_of(min_face_size=(wide + narrow) / 2), reward_of(min_face_size=wide + 0.1)

@@ -120,7 +120,6 @@ def test_the_gradient_of_the_rounded_input_is_that_of_the_resize(detector, heigh
 
 
 def test_the_backward_runs_every_chunk_again(detector, real, monkeypatch):
-    """What the forward keeps are the frames: the network runs twice, in chunks of two."""
     calls = []
     handle = detector.net.register_forward_pre_hook(lambda module, args: calls.append(args[0].shape))
     frames = real.transpose(0, 1).clone().requires_grad_()
@@ -212,7 +211,6 @@ def test_above_the_cap_there_is_no_gradient(real, slow):
 
 
 def test_the_score_in_numbers(real, slow):
-    """Against the tracks of the detections and sums over masks that are written out."""
     ours = reward(landmarks=2.0, face_change=1.0, background_change=0.5, reversals=0.3)
     output = ours(slow[None], [ours.reference(real)])
     tracks = [track_largest(ours.detectors[0].detect(video.transpose(0, 1))) for video in (slow, real)]
@@ -242,7 +240,6 @@ def test_the_score_in_numbers(real, slow):
 
 
 def test_the_gradient_reaches_half_precision(real, slow):
-    """A video in bfloat16, as under autocast: computed in float32."""
     ours = reward()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         score, gradient = score_and_gradient(ours, slow.bfloat16(), ours.reference(real))
@@ -326,7 +323,6 @@ def test_the_gradient_sees_the_view_and_the_detector_that_were_drawn(real, slow,
 
 
 def test_trembling_is_not_paid(real, slow):
-    """A face that goes to and fro by a pixel has the real clip's speed, and its reversals are taken off."""
     still = slow[:, :1].repeat(1, 9, 1, 1)
     trembling = torch.stack([still[:, j].roll(2 * (j % 2), dims=-1) for j in range(9)], 1)
     plain, strict = reward(), reward(reversals=1.0)

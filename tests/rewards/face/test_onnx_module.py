@@ -178,7 +178,6 @@ def test_op_equals_onnxruntime(case, tmp_path):
 
 
 def test_fractional_scales_round_as_in_onnxruntime(tmp_path):
-    """Sizes and positions are float32 there: in float64, 7 of 10 by the scale 0.7 would be 6."""
     rng = np.random.default_rng(7)
     for i in range(120):
         scales = [round(float(scale), 1 + i % 3) for scale in rng.uniform(0.2, 3.2, 2)]

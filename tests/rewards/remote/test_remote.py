@@ -52,7 +52,6 @@ VIDEO, REAL = videos(frames(5)), videos(frames(5, (5, 4, 6), seed=1))
 
 @contextmanager
 def serving(reward, batch=2, max_bytes=10 * MB, token=""):
-    """The url of a server in a thread."""
     serves = RewardServer(("127.0.0.1", 0), reward, "cpu", batch, max_bytes, token)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(serves.run)
@@ -111,7 +110,6 @@ def score(reward, video=VIDEO, prompts=PROMPTS):
 
 
 def at_home(video=VIDEO, prompts=PROMPTS, real=REAL):
-    """What Likeness says without a server."""
     reward = Likeness()
     return reward(video, [reward.reference(*each) for each in zip(real, prompts, strict=True)])
 
@@ -327,7 +325,6 @@ ANSWER = (
 
 
 def test_the_bytes_on_the_wire_are_those_of_version_1(monkeypatch):
-    """As recorded: old and new understand each other."""
     bodies = []
     pack = wire.pack_request
     monkeypatch.setattr(wire, "pack_request", lambda clips: bodies.append(pack(clips)) or bodies[-1])
@@ -446,7 +443,6 @@ def test_clients_that_leave_or_stall_do_not_hold_a_place(monkeypatch):
 
 
 def test_a_busy_server_is_asked_again(monkeypatch):
-    """For `wait` seconds, which costs none of the tries."""
     monkeypatch.setattr(server, "BODY_SECONDS", 0.05)
     monkeypatch.setattr(wire, "MAX_BODIES", 1)
     scoring, release, scores = threading.Event(), threading.Event(), RewardServer.score

@@ -147,7 +147,6 @@ def published_mu(model, tokenizer, video, prompt):
     "outputs, old_names, lora", [(3, True, True), (1, True, True), (3, False, True), (3, True, False)]
 )
 def test_video_align_is_the_published_one(files, tmp_path, outputs, old_names, lora):
-    """Of frames that need no resizing, to the rounding of float32."""
     folder, answers = tmp_path / "published", video_align.QUESTION.answers
     scorer = vlm_files.write_video_align(folder, files / "qwen", answers, outputs, old_names=old_names, lora=lora)
     reward = build(files, "video_align", checkpoint_dir=folder)
@@ -178,7 +177,6 @@ def test_video_align_resizes_as_published_but_for_rounding(written, video):
     "shape, tolerance", [((112, 112), 2e-5), ((60, 88), 3e-2), ((700, 300), 3e-2), ((20, 30), 3e-2)]
 )
 def test_hpsv3_is_the_published_one(written, shape, tolerance):
-    """Of frames that need no resizing to the rounding of float32, of others to that of PIL's bytes."""
     files, _, scorer = written
     reward = build(files, "hpsv3", frames="all", first_frame=True, chunk=2)
     video = smooth_video(2, 3, *shape)
