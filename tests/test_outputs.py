@@ -64,7 +64,6 @@ def test_what_came_while_the_tool_worked_is_kept(tmp_path, is_folder):
 
 @pytest.mark.parametrize("out", ["a/in", "a", "a/in/x", "hard", "alias/in", "alias/in/x", "linked", "b/../a/in"])
 def test_no_input_is_an_output(tmp_path, monkeypatch, out):
-    """Equal, above or inside, by another spelling, through a linked folder, and by a second name of a file."""
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
         Path(name).mkdir()
@@ -167,7 +166,6 @@ def test_an_evaluation_continues_in_its_folder_edited_or_not(folder):
 
 @pytest.mark.parametrize("mark", [None, "[]", "{", "[" * 100000, '{"files": {"a": null}}', "", "link", "FIFO"])
 def test_a_folder_without_its_mark_needs_overwrite(folder, thesis, mark):
-    """Then only the files in the way are replaced."""
     path = folder.path / MARK
     path.unlink()
     if mark in ENTRIES:

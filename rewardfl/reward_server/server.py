@@ -8,8 +8,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import torch
 import uvicorn
@@ -33,9 +31,7 @@ from rewardfl.rewards.settings import parse_settings
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 256  # at a time, with and without a token; uvicorn answers further ones with 503
-WAIT_SECONDS = 10  # for a place among the bodies in memory
-ASK_AGAIN = {"Retry-After": "1"}  # seconds, short since the client has waited WAIT_SECONDS
-BODY_SECONDS = 120  # for a body to arrive
+BODY_SECONDS = 100  # for a request to find a place in memory and to arrive; less than the client's timeout
 DRAIN_SECONDS = 60  # for running requests when the server stops
 
 
@@ -117,12 +113,20 @@ class RewardServer:
     async def _score(self, request: Request) -> Response:
         start = time.monotonic()
         self._check_headers(request.headers)
-        async with self._place():
-            body = await self._read_body(request)
-            try:
+        try:
+            async with asyncio.timeout(BODY_SECONDS) as deadline, self._places:
+                body = await wire.read_body(request.stream(), self.max_bytes)
+                deadline.reschedule(None)
                 answer, count = await run_in_threadpool(self.score, body)
-            except asyncio.CancelledError:  # uvicorn cancels DRAIN_SECONDS after it begins to stop
-                raise HTTPException(503, "shutting down") from None
+        except TimeoutError:
+            message = f"busy, or a slow body: not received in {BODY_SECONDS} s; ask again"
+            raise HTTPException(503, message, {"Retry-After": "1"}) from None
+        except wire.WireError as error:
+            raise HTTPException(413, f"{error} (--max-mb of this server); lower the client's max_bytes") from None
+        except ClientDisconnect:
+            raise HTTPException(400, "the client went away") from None
+        except asyncio.CancelledError:  # uvicorn cancels DRAIN_SECONDS after it begins to stop
+            raise HTTPException(503, "shutting down") from None
         log.info("%d clips, %.1f MB, %.2f s", count, len(body) / 1e6, time.monotonic() - start)
         return Response(answer, media_type=wire.CONTENT_TYPE)
 
@@ -135,52 +139,11 @@ class RewardServer:
         if headers.get("Content-Type", "").partition(";")[0].strip().lower() != wire.CONTENT_TYPE:
             raise HTTPException(415, f"Content-Type must be {wire.CONTENT_TYPE}, got {headers.get('Content-Type')}")
 
-    async def _read_body(self, request: Request) -> bytes:
-        """Read a request's body. Raise HTTPException when it is too long, does not arrive in time or is cut off."""
-        body = bytearray()
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for block in request.stream():
-                    body += block
-                    if len(body) > self.max_bytes:
-                        message = f"this server takes at most {self.max_bytes} bytes (--max-mb); lower max_bytes"
-                        raise HTTPException(413, message)
-        except TimeoutError:
-            # 503: the client tries again
-            raise HTTPException(503, f"the body came too slowly: {len(body)} bytes; send it again") from None
-        except ClientDisconnect:
-            raise HTTPException(400, f"the client went away after {len(body)} bytes") from None
-        return bytes(body)
-
-    @asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
-        """Hold a place among the requests with bodies in memory. Raise HTTPException when none becomes free."""
-        try:
-            async with asyncio.timeout(WAIT_SECONDS):
-                await self._places.acquire()
-        except TimeoutError:
-            raise HTTPException(503, f"busy: no place came free in {WAIT_SECONDS} s; ask again", ASK_AGAIN) from None
-        try:
-            if self._uvicorn.should_exit:
-                raise HTTPException(503, "shutting down")
-            yield
-        finally:
-            self._places.release()
-
 
 async def _refuse(request: Request, error: HTTPException) -> Response:
     # ascii: a client cannot write line breaks into the log
     log.info("%d %s", error.status_code, ascii(error.detail))
     return JSONResponse({"error": error.detail}, error.status_code, error.headers)
-
-
-def check_host(host: str, token: str) -> None:
-    """Raise ValueError for an address that other machines can reach, unless there is a token."""
-    if host not in ("127.0.0.1", "::1", "localhost") and not token:
-        raise ValueError(
-            f"--host {host}: without a token the server listens on this machine only (127.0.0.1); name the environment "
-            "variable that holds one with --token-env"
-        )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -190,7 +153,11 @@ def run(args: argparse.Namespace) -> int:
         token = read_token(args.token_env) if args.token_env else ""
     except ValueError as error:
         raise ValueError(f"--token-env must be {error}") from None
-    check_host(args.host, token)  # before weights load
+    if args.host not in ("127.0.0.1", "::1", "localhost") and not token:
+        raise ValueError(
+            f"--host {args.host}: without a token the server listens on this machine only (127.0.0.1); name the "
+            "environment variable that holds one with --token-env"
+        )
     device = command_line.resolve_device(args.device)
     reward = rewards.build(args.reward, parse_settings(args.settings), "--settings")
     try:

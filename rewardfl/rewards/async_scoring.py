@@ -51,9 +51,8 @@ class Call(Future[RewardResult]):
 class WorkerPool:
     """Daemon threads that make the calls of a concurrent reward, `count` at a time, first in, first out.
 
-    timeout: seconds from the start of a call after which it has failed. It occupies its thread until it ends. As the
-    queue has `count` places, a call starts before `timeout`, unless all threads are occupied by calls past theirs: then
-    the queued calls fail, too.
+    timeout: seconds from the start of a call after which it has failed. It occupies its thread until it ends. If all
+    threads are occupied by late calls, the queued calls fail, too.
     """
 
     def __init__(self, count: int, timeout: float):

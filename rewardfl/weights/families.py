@@ -15,8 +15,7 @@ _FAMILIES = {
     "Qwen-Image": r"qwen[^a-z0-9]?image",
     "Z-Image": r"(?<![a-z])z[^a-z0-9]?image",
     "Stable Diffusion 1, 2 or XL": r"((?<![a-z])sd|stable[^a-z0-9]?diffusion)[^a-z0-9]?v?(1|2|xl)",
-    "HunyuanVideo": r"hunyuan|framepack", "LTX-Video": r"(?<![a-z])ltxv?(?![a-z])|ltx[^a-z0-9]?video",
-    "CogVideoX": r"cogvideo", "Chroma": r"(?<![a-z])chroma", "HiDream": r"hidream", "Lumina": r"lumina",
+    "HunyuanVideo": r"hunyuan|framepack", "Chroma": r"(?<![a-z])chroma",  # whose layers FLUX.1 has, too
 }  # fmt: skip
 
 # groups of words for variants of a family; two words of one group differ

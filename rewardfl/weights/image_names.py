@@ -1,7 +1,6 @@
 """The names of the layers of SD3, FLUX.1 and Qwen-Image: diffusers', and FLUX.1's original ones. No torch at import.
 
-LoRAs of SD3 and Qwen-Image use diffusers' names. Those of FLUX.1 use them, or the names of Black Forest Labs' code,
-which fuses several of diffusers' layers into one. diffusers' loader of LoRAs splits these.
+LoRAs of FLUX.1 may use the names of Black Forest Labs' code, whose fused layers diffusers' loader of LoRAs splits.
 """
 
 import re

@@ -57,9 +57,6 @@ def assert_same(actual, expected):
         torch.testing.assert_close(actual[name], value, rtol=1e-6, atol=1e-6, msg=name)
 
 
-# What is merged
-
-
 def test_names_are_those_of_diffusers_converter():
     """All 1095 tensors of the real model and the 1303 of Wan2.1-I2V, one to one, by diffusers' own converter."""
     for image_dim, count in ((None, 1095), (1280, 1303)):
@@ -80,7 +77,6 @@ def test_names_are_those_of_diffusers_converter():
 
 
 def test_both_experts_in_one_file(pipeline, values, tmp_path):
-    """D2: transformer. and transformer_2. in one file, each with its alpha."""
     state, metadata = {}, {}
     down, up = values["blocks.0.attn1.to_q"]
     for component, factor in (("transformer", 1.0), ("transformer_2", 3.0)):
@@ -98,7 +94,6 @@ def test_both_experts_in_one_file(pipeline, values, tmp_path):
 
 @pytest.mark.parametrize("layout", ("original", "comfy", "index", "wan-ai"))
 def test_every_layout_of_the_base(pipeline, expert, values, layout, tmp_path):
-    """Original names, ComfyUI's prefix, shards by their index, and Wan-AI's pipeline folder."""
     base, lora, out = tmp_path / "base_low", DIALECTS["d5"](tmp_path, values), tmp_path / "out"
     prefix = "model.diffusion_model." if layout == "comfy" else ""
     original = {prefix + name: value for name, value in original_expert(expert).items()}
@@ -158,30 +153,28 @@ def test_full_differences_bias_modulation_norm_and_convolution(pipeline, expert,
     assert_same(load_file(tmp_path / "out.safetensors"), wanted)
 
 
-def lengths(values, axis):
-    """|values| per output (axis 0) or per input (axis 1), in the number of dimensions that `values` has."""
-    return values.square().sum([i for i in range(values.ndim) if i != axis], keepdim=True).sqrt()
+def lengths(values):
+    """Return |values| per output, in the number of dimensions that `values` has."""
+    return values.flatten(1).norm(dim=1).view(-1, *[1] * (values.ndim - 1))
 
 
 Q, CONV = "blocks.0.attn1.to_q", "patch_embedding"
 
 
 @pytest.mark.parametrize(
-    "name, ending, axis, shape",
+    "name, ending, shape",
     [
-        (Q, "lora_magnitude_vector", 0, (-1,)), (Q, "lora_magnitude_vector.default.weight", 0, (-1,)),
-        (Q, "lora_magnitude_vector", 0, (-1, 1)), (Q, "dora_scale", 0, (-1, 1)), (Q, "dora_scale", 1, (1, -1)),
-        (CONV, "dora_scale", 0, (-1, 1, 1, 1, 1)), (CONV, "dora_scale", 1, (1, -1, 1, 1, 1)),
-        (CONV, "lora_magnitude_vector", 0, (1, -1, 1, 1, 1)),
+        (Q, "lora_magnitude_vector", (-1,)), (Q, "lora_magnitude_vector.default.weight", (-1,)),
+        (Q, "lora_magnitude_vector", (-1, 1)), (Q, "dora_scale", (-1, 1)), (CONV, "dora_scale", (-1, 1, 1, 1, 1)),
+        (CONV, "lora_magnitude_vector", (1, -1, 1, 1, 1)),
     ],
 )  # fmt: skip
-def test_dora_with_strength_and_another_lora(pipeline, expert, tmp_path, monkeypatch, name, ending, axis, shape):
-    """peft's magnitude has one value per output by definition, LyCORIS' says by its shape which axis it is of."""
+def test_dora_with_strength_and_another_lora(pipeline, expert, tmp_path, monkeypatch, name, ending, shape):
     monkeypatch.setattr(merge, "BLOCK_BYTES", 1000)  # a few rows
     base, generator = expert.state_dict()[f"{name}.weight"], torch.Generator().manual_seed(0)
     down = torch.randn(2, *base.shape[1:], generator=generator)
     up = torch.randn(len(base), 2, *[1] * (base.ndim - 2), generator=generator)
-    magnitude = lengths(base, axis)
+    magnitude = lengths(base)
     magnitude = magnitude * (0.5 + torch.rand(magnitude.shape, generator=generator))
     state = {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up, f"{name}.{ending}": magnitude.reshape(shape)}
     state[f"{name}.alpha"] = torch.tensor(1.0)  # of rank 2: half of the product
@@ -191,28 +184,25 @@ def test_dora_with_strength_and_another_lora(pipeline, expert, tmp_path, monkeyp
     given = ["--lora", f"{tmp_path / 'other.safetensors'}:-0.1", "--lora", f"{tmp_path / 'dora.safetensors'}:0.7"]
     run("--base", pipeline / "transformer_2", *given, "--out", out, "--verify")
     moved = base.double() + 0.5 * (up.flatten(1) @ down.flatten(1)).reshape(base.shape).double()
-    wanted = base.double() + 0.7 * (magnitude.double() * moved / lengths(moved, axis) - base.double()) - 0.1
+    wanted = base.double() + 0.7 * (magnitude.double() * moved / lengths(moved) - base.double()) - 0.1
     torch.testing.assert_close(load_file(out)[f"{name}.weight"].double(), wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        {"dora_scale": (24,)}, {"dora_scale": (1, 24, 1)}, {"dora_scale": (1, 23)},
+        {"dora_scale": (24,)}, {"dora_scale": (1, 24)}, {"dora_scale": (23, 1)},
         {"lora_magnitude_vector": (1, 24)}, {"lora_magnitude_vector": (24,), "dora_scale": (24, 1)},
     ],
 )  # fmt: skip
-def test_magnitudes_that_do_not_say_their_axis_are_refused(pipeline, values, tmp_path, given):
-    """A square layer takes 24 values along both axes."""
+def test_other_magnitudes_are_refused(pipeline, values, tmp_path, given):
+    """Of the inputs, as LyCORIS and OneTrainer have them, for one."""
     down, up = values[Q]
     state = {f"{Q}.lora_A.weight": down, f"{Q}.lora_B.weight": up}
     text = refuse_state(
         pipeline, tmp_path, state | {f"{Q}.{ending}": torch.ones(shape) for ending, shape in given.items()}
     )
     assert Q in text and all(ending in text for ending in given)
-
-
-# Alpha, dtypes, what is kept
 
 
 def test_alpha_and_where_it_came_from(pipeline, values, tmp_path):
@@ -246,15 +236,13 @@ def test_a_small_update_in_bfloat16_is_reported_lost(pipeline, values, tmp_path)
     tiny = {name: (down, 2e-4 * up) for name, (down, up) in values.items()}
     lora = DIALECTS["d5"](tmp_path, tiny)
     report = tmp_path / "report.json"
+    options = ["--lora", lora, "--json", report, "--overwrite", "--out"]
     for extra in (["--dry-run"], []):
-        out = tmp_path / f"out{len(extra)}.safetensors"
-        text = run(
-            "--base", bf16, "--expert", "low", "--lora", lora, "--out", out, "--json", report, "--overwrite", *extra
-        )
+        text = run("--base", bf16, "--expert", "low", *options, tmp_path / f"out{len(extra)}.safetensors", *extra)
         assert "WARNING" in text and "--dtype fp32" in text
         assert json.loads(report.read_text())["kept"]["low_noise"]["share"] < 0.7
     out = tmp_path / "kept.safetensors"
-    assert "WARNING" not in run("--base", fp32, "--lora", lora, "--out", out, "--json", report, "--overwrite")
+    assert "WARNING" not in run("--base", fp32, *options, out)
     assert json.loads(report.read_text())["kept"]["low_noise"]["share"] > 0.999
     assert_same(load_file(out), expected_weights(weights(fp32), tiny))
 
@@ -269,9 +257,6 @@ def test_metadata_says_what_was_merged(pipeline, values, tmp_path):
     umask = os.umask(0)
     os.umask(umask)
     assert out.stat().st_mode & 0o777 == 0o666 & ~umask
-
-
-# What is refused
 
 
 KEY = "diffusion_model.blocks.0.self_attn.q"
@@ -387,17 +372,13 @@ def test_verify_finds_what_is_wrong(pipeline, values, tmp_path):
 
 
 def test_an_adapter_that_was_never_trained_is_pointed_out(pipeline, values, tmp_path):
-    zero = {name: (down, 0 * up) for name, (down, up) in values.items()}
-    lora = DIALECTS["d5"](tmp_path, zero)
-    assert "zero everywhere" in run(
-        "--base", pipeline / "transformer_2", "--lora", lora, "--out", tmp_path / "o.safetensors"
-    )
+    lora = DIALECTS["d5"](tmp_path, {name: (down, 0 * up) for name, (down, up) in values.items()})
+    arguments = ["--base", pipeline / "transformer_2", "--lora", lora, "--out", tmp_path / "out.safetensors"]
+    assert "zero everywhere" in run(*arguments)
 
 
-def test_a_run_folder_and_a_missing_file_are_explained(pipeline, values, tmp_path):
+def test_a_run_folder_and_a_missing_file_are_explained(pipeline, tmp_path):
     (tmp_path / "run" / "checkpoints" / "latest").mkdir(parents=True)
-    text = refuse(tmp_path / "o.safetensors", "--base", pipeline / "transformer_2", "--lora", tmp_path / "run")
-    assert "checkpoints/latest" in text
-    assert "no LoRA" in refuse(
-        tmp_path / "o.safetensors", "--base", pipeline, "--lora", tmp_path / "absent.safetensors"
-    )
+    for name, message in (("run", "checkpoints/latest"), ("absent.safetensors", "no LoRA")):
+        lora = ["--lora", tmp_path / name]
+        assert message in refuse(tmp_path / "o.safetensors", "--base", pipeline / "transformer_2", *lora)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from rewardfl import command_line
 from rewardfl.weights import shards
-from rewardfl_tools import convert_lora, generate, merge_lora, merge_shards
+from rewardfl_tools import convert_lora, merge_lora, merge_shards
 
 pytest_plugins = "merging_world"
 TOOLS = {"merge_lora": merge_lora, "merge_shards": merge_shards, "convert_lora": convert_lora}
@@ -21,7 +21,6 @@ TOOLS = {"merge_lora": merge_lora, "merge_shards": merge_shards, "convert_lora":
 
 @pytest.fixture
 def place(tmp_path):
-    """Return a folder that holds a file of the user's."""
     (tmp_path / "mine.txt").write_text("mine")
     return tmp_path
 
@@ -89,7 +88,6 @@ def test_every_file_that_is_read_is_an_input(world, place):
 
 @pytest.mark.parametrize("name", ("out", "out.safetensors"))
 def test_a_write_that_breaks_off_leaves_the_earlier_output(world, place, monkeypatch, name):
-    """The next run names what a killed one left, and leaves it."""
     out, stray = place / name, place / f"{name}.tmp-host-1"
     call("merge_shards", world, "--out", out)
     stray.write_text("half")
@@ -171,18 +169,3 @@ def test_an_error_is_one_line_after_the_bar(capsys, error, code, line):
 
     assert command_line.exit_code(work) == code
     assert capsys.readouterr().err.splitlines()[-1] == line
-
-
-GENERATE = ["--model", "x", "--prompt", "x", "--out", "x.mp4"]
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--shift", "nan"], ["--guidance", "-1"], ["--adapter", "x:1e999"], ["--fps", "0"], ["--steps", "100000"],
-        ["--height", "0"], ["--num-frames", "0"], ["--seed", "-1"], ["--negative-prompt", "x"],
-    ],
-)  # fmt: skip
-def test_generates_options_are_those_of_the_schema(words):
-    (line,) = run_tool(generate.main, *GENERATE, *words, expect=2).splitlines()
-    assert line.startswith(f"error: {words[0]}: ")

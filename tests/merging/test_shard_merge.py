@@ -22,7 +22,6 @@ INDEX = "diffusion_pytorch_model.safetensors.index.json"
 
 @pytest.fixture
 def sharded(expert, tmp_path):
-    """An expert's folder as diffusers saves it in shards."""
     expert.save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
     return tmp_path / "sharded"
 

@@ -25,9 +25,6 @@ COLOUR = f"{TOYS}:Colour"
 pytestmark = pytest.mark.usefixtures("trusts_code")
 
 
-# ---- frames ----
-
-
 def test_which_frames_are_scored():
     assert select_frames(5, "all", first_frame=False) == [1, 2, 3, 4]
     assert select_frames(5, "all", first_frame=True) == [0, 1, 2, 3, 4]
@@ -92,9 +89,6 @@ def test_invalid_samples_have_no_gradient_and_valid_ones_keep_theirs():
     output = rewards.find_reward(COLOUR)()(video, [{}, {}, None])
     (gradient,) = torch.autograd.grad(output.score.sum(), video)
     assert gradient.isfinite().all() and (gradient[1:] == 0).all() and (gradient[0, :, 1:] != 0).all()
-
-
-# ---- colour, JPEG, motion ----
 
 
 def test_colour_is_a_mean_over_channels():

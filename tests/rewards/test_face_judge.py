@@ -75,7 +75,6 @@ def test_the_real_clip_is_the_unit(judge):
 
 
 def test_canaries_are_the_generated_clips_beside_the_real_ones(judge, pack):
-    """A red film, and lines of the model's period: a judge that is not told the period looks for none."""
     reference = judge.reference(REAL)
     film = torch.tensor([0.2, 0.0, 0.0]).view(3, 1, 1, 1)
     red, _ = parts(judge, (REAL + film).clamp(-1, 1), reference)

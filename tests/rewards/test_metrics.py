@@ -48,7 +48,6 @@ def test_keys_are_those_of_the_design_and_every_other_term_has_its_own():
 
 
 def test_no_part_takes_the_key_of_anything_else():
-    """Whatever a part is called: the script's own, the judge's (even where there is none), and every term's stay."""
     terms = [term(), term("red", 0.0), term("score_of_red", 0.0)]
     parts = {name: [100.0] for name in Names.parts}
     judged = [[said(1.0, parts=parts), said(2.0, parts=parts), said(3.0)]]

@@ -80,7 +80,6 @@ def magenta_pack(folder: Path) -> Path:
 
 
 def marked(path: Path) -> None:
-    """Make another file of an .onnx: the same network, whose bytes say something more."""
     model = onnx.load(path)
     model.doc_string = "another file"
     onnx.save(model, path)
@@ -101,9 +100,6 @@ def clip(cells: list[tuple[int, int] | None], seed: int = 0, mouth: list[float] 
             colour = torch.tensor([1.0, -1.0, 1.0 - opened])
             video[:, j, y : y + 8, x : x + 8] = colour[:, None, None]
     return video
-
-
-# ---- the published networks, from their public definitions ----
 
 
 def _conv_bn(inside: int, outside: int, kernel: int = 3, stride: int = 1) -> nn.Sequential:

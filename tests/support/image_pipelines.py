@@ -65,7 +65,6 @@ def t5(tokenizer, width):
 
 
 def talker():
-    """A tokenizer that knows who speaks, as Qwen3's does."""
     words = new_tokenizer()
     words.chat_template = "{% for message in messages %}{{ message['role'] }} {{ message['content'] }}{% endfor %}"
     return words
@@ -89,7 +88,6 @@ def image_vae(channels=4):
 
 
 def perturbed(module, by=0.12):
-    """With weights that matter, all of them."""
     for parameter in module.parameters():
         parameter.data += by * torch.randn_like(parameter)
     return module.eval().requires_grad_(requires_grad=False)

@@ -61,9 +61,6 @@ def small_pipeline() -> WanImageToVideoPipeline:
     return pipe
 
 
-# -- diffusers' layout
-
-
 def rounded(expert: WanTransformer3DModel) -> WanTransformer3DModel:
     """The expert in bfloat16 but for diffusers' float32 islands, as the real repository stores it."""
     expert = copy.deepcopy(expert)
@@ -94,9 +91,6 @@ def write_configs(pipe: WanImageToVideoPipeline, folder: Path) -> Path:
         pipe.components[part].save_config(folder / part)
     pipe.text_encoder.config.save_pretrained(folder / "text_encoder")
     return folder
-
-
-# -- the original layout
 
 
 def with_leaves(modules: list[str], leaves: tuple[str, ...]) -> list[str]:
@@ -260,9 +254,6 @@ def paths(folder: Path, configs: Path, changed: dict[str, object] | None = None)
         "tokenizer": str(folder / "google" / "umt5-xxl"),
         "configs": str(configs),
     } | (changed or {})
-
-
-# -- Lightning
 
 
 def lightning(expert: WanTransformer3DModel, seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:

@@ -79,7 +79,6 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_what_may_change_the_tensors_meaning_is_refused_by_name(world, change, tmp_path):
-    """Next to peft's file, and in diffusers' metadata."""
     (key,) = change
     path = foreign(world, tmp_path / "low_noise", **change)
     with pytest.raises(InputError, match="rank|'r' of" if key == "r" else key):

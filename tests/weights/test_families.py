@@ -106,7 +106,6 @@ def test_values_that_are_not_finite_name_file_and_tensor(expert, values, tmp_pat
 
 
 def test_a_lora_counts_once(pipeline, values, tmp_path):
-    """By its content: named twice, under another name and other keys, or in the base, also two merges before."""
     path, out = DIALECTS["d5"](tmp_path, values), tmp_path / "out.safetensors"
     run_tool(convert_lora.main, "--lora", path, "--to", "diffusers", "--out", copy := tmp_path / "copy.safetensors")
     assert "the same as another --lora" in merge(pipeline, out, path, path, expect=2)
@@ -123,9 +122,3 @@ def test_a_lora_counts_once(pipeline, values, tmp_path):
     name = "blocks.0.attn1.to_q.weight"
     before, once = (weights(folder / "transformer_2")[name] for folder in (pipeline, first))
     torch.testing.assert_close(load_file(out)[name] - once, once - before, rtol=1e-3, atol=1e-5)
-
-
-def test_a_base_of_an_older_release_lists_files(values, tmp_path):
-    (adapter,) = lora_files.read_lora(path := DIALECTS["d5"](tmp_path, values))
-    metadata = {"rewardfl_lora_0_low_noise": f"...; sha256 {lora_files.sha256(path)}"}
-    assert lora_files.is_merged(adapter, metadata) and not lora_files.is_merged(adapter, {})

@@ -1,5 +1,6 @@
 """LoRAs of SD3, FLUX.1 and Qwen-Image in tools/merge_lora.py and tools/convert_lora.py: diffusers merges them alike."""
 
+import functools
 import re
 
 import pytest
@@ -17,35 +18,24 @@ from rewardfl_tools import convert_lora, merge_lora
 MAKE = {"SD3": random_sd3, "FLUX.1": random_flux, "Qwen-Image": random_qwen_image}
 # layers that an adapter changes
 LAYERS = {
-    "SD3": [
-        "transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn2.to_out.0", "transformer_blocks.1.attn.add_k_proj",
-        "transformer_blocks.1.ff.net.0.proj", "transformer_blocks.2.norm1_context.linear", "proj_out",
-    ],
-    "FLUX.1": [
-        "transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.to_add_out", "transformer_blocks.1.ff.net.2",
-        "single_transformer_blocks.1.attn.to_v", "single_transformer_blocks.0.proj_mlp", "x_embedder",
-    ],
-    "Qwen-Image": [
-        "transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.to_add_out", "transformer_blocks.1.img_mod.1",
-        "transformer_blocks.0.txt_mlp.net.0.proj", "transformer_blocks.0.attn.add_v_proj",
-    ],
-    # diffusers reads OneTrainer's names of attention alone
-    "OneTrainer": [
-        "transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.to_add_out", "transformer_blocks.1.attn.to_out.0",
-        "single_transformer_blocks.1.attn.to_v", "transformer_blocks.0.attn.add_k_proj", "x_embedder",
-    ],
-}  # fmt: skip
+    "SD3": "T.0.attn.to_q T.0.attn2.to_out.0 T.1.attn.add_k_proj T.1.ff.net.0.proj T.2.norm1_context.linear proj_out",
+    "FLUX.1": "T.0.attn.to_q T.1.attn.to_add_out T.1.ff.net.2 single_T.1.attn.to_v single_T.0.proj_mlp x_embedder",
+    "Qwen-Image": "T.0.attn.to_q T.1.attn.to_add_out T.1.img_mod.1 T.0.txt_mlp.net.0.proj T.0.attn.add_v_proj",
+    # diffusers reads only OneTrainer's names of attention
+    "OneTrainer": "T.1.attn.to_add_out T.1.attn.to_out.0 single_T.1.attn.to_v T.0.attn.add_k_proj x_embedder",
+}
+LAYERS = {model: names.replace("T.", "transformer_blocks.").split() for model, names in LAYERS.items()}
 
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    made = {}
+    """Return a function from a model's name to the folder of its pipeline."""
 
+    @functools.cache
     def folder(model):
-        if model not in made:
-            made[model] = tmp_path_factory.mktemp("pipeline") / model
-            MAKE[model]().save_pretrained(made[model])
-        return made[model]
+        path = tmp_path_factory.mktemp("pipeline") / model
+        MAKE[model]().save_pretrained(path)
+        return path
 
     return folder
 
@@ -107,22 +97,18 @@ DIALECTS = {
 
 
 def write(folder_of, model, dialect, path):
-    """The file, and the base's weights."""
     base = weights(folder_of(model) / "transformer")
     state = DIALECTS[model, dialect](base)
     save_file(state, path, peft_metadata(target_modules=LAYERS[model]) if dialect == "diffusers" else {})
     return base
 
 
-def merge(*arguments, expect=0):
-    return run_tool(merge_lora.main, *arguments, expect=expect)
+def merge(base, lora, out, *options, expect=0):
+    return run_tool(merge_lora.main, "--base", base, "--lora", lora, "--out", out, *options, expect=expect)
 
 
-def convert(*arguments, expect=0):
-    return run_tool(convert_lora.main, *arguments, expect=expect)
-
-
-# Names
+def convert(lora, to, out, *options, expect=0):
+    return run_tool(convert_lora.main, "--lora", lora, "--to", to, "--out", out, *options, expect=expect)
 
 
 def test_modules_are_those_of_the_models():
@@ -190,17 +176,13 @@ def test_what_a_converter_drops_or_mangles_is_refused(converted, tmp_path, monke
     image_names._flux_places.cache_clear()
 
 
-# Merging
-
-
 @pytest.mark.parametrize("model, dialect", DIALECTS)
 def test_merged_is_what_diffusers_fuses(folder_of, model, dialect, tmp_path):
-    """From the file, and from what tools/convert_lora.py makes of it, which reads back with the same products."""
     path, out = tmp_path / "one.safetensors", tmp_path / "merged"
     base = write(folder_of, model, dialect, path)
-    text = merge("--base", folder_of(model), "--lora", path, "--out", out, "--verify")
+    text = merge(folder_of(model), path, out, "--verify")
     assert model in text and "high_noise" not in text
-    convert("--lora", path, "--to", "diffusers", "--out", tmp_path / "converted", "--verify")
+    convert(path, "diffusers", tmp_path / "converted", "--verify")
     merged, pipe = weights(out / "transformer"), MAKE[model]()
     for lora_file in (path, tmp_path / "converted" / "transformer"):
         pipe.load_lora_weights(str(lora_file))
@@ -217,29 +199,24 @@ def test_merged_is_what_diffusers_fuses(folder_of, model, dialect, tmp_path):
 
 
 def test_biases_and_magnitudes_of_a_fused_layer_are_divided(folder_of, tmp_path):
-    """What diffusers drops: diff_b, and DoRA's magnitudes of the outputs."""
-    base = weights(folder_of("FLUX.1") / "transformer")
-    stem, names = "lora_unet_double_blocks_0_img_attn_qkv", ["to_q", "to_k", "to_v"]
+    folder, path, out = folder_of("FLUX.1") / "transformer", tmp_path / "one.safetensors", tmp_path / "out.safetensors"
+    base, stem = weights(folder), "lora_unet_double_blocks_0_img_attn_qkv"
     state = original(["double_blocks.0.img_attn.qkv"], alpha=ALPHA)(base)
-    state[f"{stem}.dora_scale"] = 1 + torch.rand(96, 1)
-    state[f"{stem}.diff_b"] = torch.randn(96)
-    save_file(state, tmp_path / "one.safetensors")
-    out = tmp_path / "out.safetensors"
-    arguments = ["--base", folder_of("FLUX.1") / "transformer", "--lora", tmp_path / "one.safetensors", "--out", out]
-    merge(*arguments, "--verify")
+    state |= {f"{stem}.dora_scale": 1 + torch.rand(96, 1), f"{stem}.diff_b": torch.randn(96)}
+    save_file(state, path)
+    merge(folder, path, out, "--verify")
+
+    def fused(tensors, leaf):
+        return torch.cat([tensors[f"transformer_blocks.0.attn.to_{letter}.{leaf}"] for letter in "qkv"])
+
     merged = load_file(out)
-    whole = torch.cat([base[f"transformer_blocks.0.attn.{name}.weight"] for name in names])
-    moved = whole + SCALE * state[f"{stem}.lora_up.weight"] @ state[f"{stem}.lora_down.weight"]
-    wanted = state[f"{stem}.dora_scale"] * moved / moved.norm(dim=1, keepdim=True)
-    found = torch.cat([merged[f"transformer_blocks.0.attn.{name}.weight"] for name in names])
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    biases = [
-        merged[f"transformer_blocks.0.attn.{n}.bias"] - base[f"transformer_blocks.0.attn.{n}.bias"] for n in names
-    ]
-    torch.testing.assert_close(torch.cat(biases), state[f"{stem}.diff_b"], rtol=1e-5, atol=1e-5)
-    state[f"{stem}.dora_scale"] = torch.rand(1, 32)  # of the inputs: its norm is over the three layers
-    save_file(state, tmp_path / "one.safetensors")
-    assert "dora_scale has shape (1, 32), but its layer has 96 outputs" in merge(*arguments, "--force", expect=2)
+    moved = fused(base, "weight") + SCALE * state[f"{stem}.lora_up.weight"] @ state[f"{stem}.lora_down.weight"]
+    expected = state[f"{stem}.dora_scale"] * moved / moved.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(fused(merged, "weight"), expected, rtol=1e-5, atol=1e-5)
+    biases = fused(merged, "bias") - fused(base, "bias")
+    torch.testing.assert_close(biases, state[f"{stem}.diff_b"], rtol=1e-5, atol=1e-5)
+    save_file(state | {f"{stem}.dora_scale": torch.rand(1, 32)}, path)
+    assert "dora_scale has shape (1, 32), but its layer has 96 outputs" in merge(folder, path, out, "--force", expect=2)
 
 
 @pytest.mark.parametrize("model", MAKE)
@@ -247,8 +224,8 @@ def test_dtypes_are_those_of_diffusers(folder_of, model, tmp_path):
     """These models keep nothing in float32 when they are loaded in bfloat16."""
     base = write(folder_of, model, "diffusers", tmp_path / "one.safetensors")
     out = tmp_path / "out"
-    arguments = ["--base", folder_of(model) / "transformer", "--lora", tmp_path / "one.safetensors", "--out", out]
-    merge(*arguments, "--dtype", "bf16", "--verify", "--max-shard-size", "60KB")
+    options = ["--dtype", "bf16", "--verify", "--max-shard-size", "60KB"]
+    merge(folder_of(model) / "transformer", tmp_path / "one.safetensors", out, *options)
     assert len(list(out.glob("*-of-*.safetensors"))) > 2
     loaded = type(MAKE[model]().transformer).from_pretrained(out, torch_dtype=torch.bfloat16).state_dict()
     delta = products(tmp_path / "one.safetensors")
@@ -258,15 +235,12 @@ def test_dtypes_are_those_of_diffusers(folder_of, model, tmp_path):
         torch.testing.assert_close(value, wanted.bfloat16(), rtol=8e-3, atol=1e-6)
 
 
-# Converting
-
-
 @pytest.mark.parametrize("model", MAKE)
 def test_comfy_reads_diffusers_names_without_alpha(folder_of, model, tmp_path):
     """ComfyUI's comfy/lora.py maps transformer.<name>, and adds lora_B @ lora_A where there is no .alpha."""
     write(folder_of, model, "diffusers", tmp_path / "one.safetensors")
     out = tmp_path / "face"
-    text = convert("--lora", tmp_path / "one.safetensors", "--to", "comfy", "--out", out)
+    text = convert(tmp_path / "one.safetensors", "comfy", out)
     assert f"ComfyUI reads diffusers' names of {model}" in text.replace("SD3 and FLUX.1", model)
     state = load_file(out / "face.safetensors")
     assert len(state) == 2 * len(LAYERS[model])
@@ -284,83 +258,69 @@ def test_what_a_format_cannot_carry_is_refused(folder_of, kind, to, way_out, tmp
     state[f"lora_unet_double_blocks_0_img_attn_proj.{kind}"] = torch.rand(32, 1 if kind == "dora_scale" else 32)
     save_file(state, tmp_path / "one.safetensors")
     out = tmp_path / "out.safetensors"
-    text = convert("--lora", tmp_path / "one.safetensors", "--to", to, "--out", out, expect=2)
+    text = convert(tmp_path / "one.safetensors", to, out, expect=2)
     assert way_out in text and "transformer_blocks.0.attn.to_out.0" in text and not out.exists()
-
-
-# What is refused
 
 
 def halves(stem, out=32, inside=32, ends=DOWN_UP):
     return {f"{stem}.{ends[0]}.weight": torch.ones(RANK, inside), f"{stem}.{ends[1]}.weight": torch.ones(out, RANK)}
 
 
-REFUSED = {
-    "FLUX.2 in part": (
-        halves("transformer.transformer_blocks.0.attn.to_q") | halves("transformer.transformer_blocks.0.ff.linear_in"),
-        "whose names other keys have",
-    ),
-    "FLUX.2 kohya": (halves("lora_unet_single_blocks_0_linear1", 27 * 32), "864 rows) names no module"),
-    "unknown": (halves("transformer.magic.to_q"), "transformer.magic.to_q.lora_down.weight"),
-    "either": (halves("lora_unet_img_in"), "may be of Qwen-Image or FLUX.1"),
-    "text encoder": (
-        halves("lora_unet_double_blocks_0_img_attn_proj") | halves("lora_te1_text_model_encoder_layers_0_mlp_fc1"),
-        "lora_te1_text_model_encoder_layers_0_mlp_fc1",
-    ),
-    "half": (
-        {"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": torch.ones(RANK, 32)},
-        "transformer_blocks.0.attn.to_q has down (4, 32) but no up",
-    ),
-    "twice": (
-        halves("double_blocks.0.img_attn.qkv", 96) | halves("transformer.transformer_blocks.0.attn.to_k"),
-        "two keys give the",
-    ),
-    "block": (halves("lora_unet_double_blocks_7_img_attn_qkv", 96), "transformer_blocks.7.attn.to_q"),
-    "shape": (halves("lora_unet_double_blocks_0_img_attn_qkv", 192), "(64, 32)"),
-    "other model": (halves("transformer.transformer_blocks.0.img_mlp.net.2", 32, 128), "is for Qwen-Image, the base"),
-    "Wan": (halves("diffusion_model.blocks.0.self_attn.q"), "is for Wan, the base"),
-    "LoKr": ({"lora_unet_double_blocks_0_img_attn_proj.lokr_w1": torch.ones(4, 4)}, "lokr_w1"),
-}  # fmt: skip
+QKV, PROJ = "lora_unet_double_blocks_0_img_attn_qkv", "lora_unet_double_blocks_0_img_attn_proj"
+T0 = "transformer.transformer_blocks.0"
+# (tensors, the message); the last four are refused for the base only
+REFUSED = [
+    (halves(f"{T0}.attn.to_q") | halves(f"{T0}.ff.linear_in"), "whose names other keys have"),  # FLUX.2, in part
+    (halves("lora_unet_single_blocks_0_linear1", 27 * 32), "864 rows) names no module"),  # FLUX.2 of kohya
+    (halves("transformer.magic.to_q"), "transformer.magic.to_q.lora_down.weight"),
+    (halves("lora_unet_img_in"), "may be of Qwen-Image or FLUX.1"),
+    (halves(PROJ) | halves("lora_te1_text_model_encoder_layers_0_mlp_fc1"), "lora_te1_text_model_encoder_layers_0_mlp"),
+    ({f"{QKV}.lora_down.weight": torch.ones(RANK, 32)}, "transformer_blocks.0.attn.to_q has down (4, 32) but no up"),
+    (halves("double_blocks.0.img_attn.qkv", 96) | halves(f"{T0}.attn.to_k"), "two keys give the"),
+    ({f"{PROJ}.lokr_w1": torch.ones(4, 4)}, "lokr_w1"),
+    (halves(QKV.replace("0", "7"), 96), "transformer_blocks.7.attn.to_q"),
+    (halves(QKV, 192), "(64, 32)"),
+    (halves(f"{T0}.img_mlp.net.2", 32, 128), "is for Qwen-Image, the base"),
+    (halves("diffusion_model.blocks.0.self_attn.q"), "is for Wan, the base"),
+]
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_loras_that_are_refused_by_name(folder_of, kind, tmp_path):
-    state, message = REFUSED[kind]
+@pytest.mark.parametrize("state, message", REFUSED, ids=[message for _, message in REFUSED])
+def test_loras_that_are_refused_by_name(folder_of, state, message, tmp_path):
     save_file(state, tmp_path / "one.safetensors")
     out = tmp_path / "merged"
-    text = merge("--base", folder_of("FLUX.1"), "--lora", tmp_path / "one.safetensors", "--out", out, expect=2)
+    text = merge(folder_of("FLUX.1"), tmp_path / "one.safetensors", out, expect=2)
     assert message in text and "one.safetensors" in text and "Traceback" not in text and not out.exists()
-    if kind not in ("block", "shape", "other model", "Wan"):
-        assert message in convert("--lora", tmp_path / "one.safetensors", "--to", "diffusers", "--out", out, expect=2)
+    if message not in [other for _, other in REFUSED[-4:]]:
+        assert message in convert(tmp_path / "one.safetensors", "diffusers", out, expect=2)
         assert not out.exists()
 
 
-BASES = {
-    "original": ("double_blocks.0.img_attn.qkv.weight", "original names"),
-    "strange": ("transformer_blocks.0.attn.magic.weight", "attn.magic.weight has no place in FLUX.1"),
-    "quantised": ("x_embedder.scale_weight", "quantised"),
-}
-
-
-@pytest.mark.parametrize("kind", BASES)
-def test_bases_that_are_refused_by_name(folder_of, kind, tmp_path):
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("double_blocks.0.img_attn.qkv.weight", "original names"),
+        ("transformer_blocks.0.attn.magic.weight", "attn.magic.weight has no place in FLUX.1"),
+        ("x_embedder.scale_weight", "quantised"),
+    ],
+)
+def test_bases_that_are_refused_by_name(folder_of, name, message, tmp_path):
     base, path = write(folder_of, "FLUX.1", "kohya", tmp_path / "one.safetensors"), tmp_path / "base.safetensors"
-    name, message = BASES[kind]
     save_file(base | {name: torch.ones(1)}, path)
-    out = tmp_path / "out.safetensors"
-    text = merge("--base", path, "--lora", tmp_path / "one.safetensors", "--out", out, expect=2)
-    assert message in text and "base.safetensors" in text and not out.exists()
+    text = merge(path, tmp_path / "one.safetensors", tmp_path / "out.safetensors", expect=2)
+    assert message in text and "base.safetensors" in text and not (tmp_path / "out.safetensors").exists()
 
 
 def test_an_image_model_has_no_experts(folder_of, tmp_path):
     path, base, out = tmp_path / "my_low_light.safetensors", folder_of("FLUX.1") / "transformer", tmp_path / "out"
     write(folder_of, "FLUX.1", "kohya", path)
-    assert "have no experts" in merge("--base", base, "--lora", f"{path}@high", "--out", out, expect=2).replace(
-        "has no", "have no"
-    )
-    assert "leave --expert away" in merge("--base", base, "--lora", path, "--expert", "low", "--out", out, expect=2)
-    assert "of Wan alone" in merge("--base", base, "--lora", path, "--rename", "comfy", "--out", out, expect=2)
+    for lora, options, message in (
+        (f"{path}@high", [], "FLUX.1 have no experts"),
+        (path, ["--expert", "low"], "leave --expert away"),
+        (path, ["--rename", "comfy"], "of Wan alone"),
+    ):
+        assert message in merge(base, lora, out, *options, expect=2)
     assert not out.exists()
-    assert "noise" not in merge("--base", base, "--lora", path, "--out", out)  # though the file's name says low
-    convert("--lora", path, "--to", "diffusers", "--out", tmp_path / "converted")
+    assert "noise" not in merge(base, path, out)  # though the file's name says low
+    convert(path, "diffusers", tmp_path / "converted")
     assert [one.name for one in (tmp_path / "converted").iterdir() if one.is_dir()] == ["transformer"]

@@ -142,8 +142,8 @@ class FaceDetector(nn.Module):
     def trace(self, frames: Tensor, chunk: int, view: View | None = None) -> list[Faces]:
         """Return `detect`'s faces with gradient from the landmarks to the frames. Boxes and scores have no gradient.
 
-        `chunk` frames are detected at a time. The backward pass runs each chunk again, so that a clip holds one chunk's
-        graph. view: applied to the frames before detection; the faces are in the pixels of `frames`.
+        `chunk` frames are detected at a time, and again in the backward pass. view: applied to the frames before
+        detection; the faces are in the pixels of `frames`.
 
         The CPU waits for a GPU twice, whatever the number of frames: for the number of detections, and for them.
         """

@@ -44,8 +44,7 @@ class FaceScore(Track):
 class FaceRecogniser(nn.Module):
     """ArcFace or SFace: crops (N, 3, 112, 112), RGB in [-1, 1] -> unit embeddings (N, D), with gradient to the crops.
 
-    `chunk` crops are embedded at a time. The backward pass runs each chunk again, so that a clip holds one chunk's
-    graph.
+    `chunk` crops are embedded at a time, and again in the backward pass.
     """
 
     def __init__(self, path: str | Path, chunk: int = 8):

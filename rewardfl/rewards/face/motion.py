@@ -41,15 +41,12 @@ class FaceMotionReward(Reward):
     clip's, inside and outside the face's box (of a step: both frames' boxes together).
 
     Pixels can move a detector's landmarks without visible motion. Therefore, with a gradient, `jitter` shifts and
-    scales the whole clip a little in each call, and with `second_pack_dir` one of two detectors is drawn. The clip
-    seeds both draws, so that a resumed run and other numbers of processes draw the same. Without a gradient the first
-    detector gets the frames unchanged. `reversals` prices trembling.
-
-    `chunk` frames are detected at a time, and again in the backward pass.
+    scales the clip a little in each call, and with `second_pack_dir` one of two detectors is drawn, both by a seed of
+    the clip. `reversals` prices trembling. `chunk` frames are detected at a time, and again in the backward pass.
 
     Parts: speed, nonrigid, face_change, background_change over the real clip's, NaN where that hardly moves; reversals
     less the real clip's; lost, the share of frames after the first without the face. A sample is invalid when nothing
-    can be compared. The constructor has nine arguments because each is a setting of the configuration.
+    can be compared.
     """
 
     name = "face_motion"

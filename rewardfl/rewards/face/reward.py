@@ -42,8 +42,6 @@ class FaceIdentityReward(Reward):
     hardly moves; motion, the smaller of the two. With "all" also people, their number, and worst_person, the smallest
     face_score. A sample is invalid when its real clip has no usable face, the generated clip has none in any frame, or
     the score is not finite.
-
-    The constructor has nine arguments because each is a setting of the configuration.
     """
 
     name = "face_identity"

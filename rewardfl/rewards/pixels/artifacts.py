@@ -38,8 +38,6 @@ def grid(frames: np.ndarray, periods: Sequence[int]) -> float:
     because a grid is equal in all bands. In white noise of standard deviation s, a sine of amplitude a along an axis of
     N pixels raises its ratio by M N a^2 / (6 s^2).
 
-    Of multiples the longest period is enough: its harmonics include the others'.
-
     An axis of fewer than 4 M pixels cannot separate the periods, and lines of fewer than M have no band: neither is
     measured. NaN without an axis or a period, and for a clip of one frame.
     """

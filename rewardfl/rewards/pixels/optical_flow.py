@@ -29,10 +29,8 @@ class OpticalFlowReward(Reward):
     Unlike landmarks, it does not reward pixels that fool a detector.
 
     The flow is Lucas and Kanade's (IJCAI 1981), of one level, on grey frames of at most FLOW_SIDE pixels. The held-out
-    judge uses Farneback's (OpenCV). On clips of the tiny world the two correlate by 0.95, their reversals by 0.94.
-
-    wanted_flow, in pixels per shrunk frame, and wanted_reversals replace the real clip's where there is none. They may
-    be, for example, the base model's.
+    judge uses Farneback's (OpenCV). wanted_flow, in pixels per shrunk frame, and wanted_reversals replace the real
+    clip's if there is none.
 
     Parts: ratio, r; reversals, b - b_real, NaN for a clip of two frames. A sample is invalid when its real clip stands
     still or has one frame.

@@ -95,8 +95,8 @@ def pixel_change(frames: np.ndarray) -> float:
 def sharpness(frames: np.ndarray) -> float:
     """Return the variance of the Laplacian of the grey frames after the first, in levels of 255 squared.
 
-    The focus measure of Pech-Pacheco et al. (ICPR 2000). It is quadratic in contrast, and grain counts as detail. The
-    mean gradient hardly changes with blur: an edge has the same sum of gradients at any width. NaN for one frame.
+    The focus measure of Pech-Pacheco et al. (ICPR 2000). It is quadratic in contrast, and grain counts as detail. NaN
+    for one frame.
     """
     grey = (cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY) for frame in frames[1:])
     return mean([float(cv2.Laplacian(frame, cv2.CV_32F).var()) for frame in grey])

@@ -125,42 +125,38 @@ class RemoteReward(Reward):
     def forward(self, video: Tensor, batch: Sequence[Reference]) -> RewardOutput:
         """Score videos (B, 3, F, H, W) in [-1, 1], or the output of `held` for them."""
         frames, references = (video, batch) if video.dtype == torch.uint8 else self.held(video, batch)
-        clips = {i: self._clip(frames[i], values) for i, values in enumerate(references) if values is not None}
+        clips = {
+            i: Clip(frames[i], bytes(values["prompt"].tolist()).decode(), values.get("frames"))
+            for i, values in enumerate(references)
+            if values is not None
+        }
         score, valid = torch.zeros(len(video)), torch.zeros(len(video), dtype=torch.bool)
         parts: dict[str, Tensor] = {}
         for group in split_requests(list(clips), clips, self.max_bytes, self.place):
-            score[group], valid[group], group_parts = self._score([clips[i] for i in group])
+            answer = self._request(wire.pack_request([clips[i] for i in group]))
+            try:
+                score[group], valid[group], group_parts = wire.unpack_answer(answer, len(group))
+            except wire.WireError as error:
+                message = f"the answer to {len(group)} clips breaks the format: {error}"
+                raise self._error(f"{message}; is that tools/serve_reward.py of this release?") from None
             for name, values in group_parts.items():
                 parts.setdefault(name, torch.full((len(video),), math.nan))[group] = values
         parts = {name: values.to(video.device) for name, values in parts.items()}
         return RewardOutput(score.to(video.device), valid.to(video.device), parts)
 
-    def _clip(self, frames: Tensor, reference: Mapping[str, Tensor]) -> Clip:
-        prompt = bytes(reference["prompt"].tolist()).decode()
-        return Clip(frames, prompt, reference["frames"].cpu() if self.send_reference else None)
-
     def _frames(self, video: Tensor) -> Tensor:
         return data.to_uint8(video[:, :: self.stride]).cpu().contiguous()
-
-    def _score(self, clips: Sequence[Clip]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return score (B,) float32, valid (B,) bool and parts {name: (B,) float32}, or raise RewardServerError."""
-        answer = self._request(wire.pack_request(clips))
-        try:
-            return wire.unpack_answer(answer, len(clips))
-        except wire.WireError as error:
-            raise self._error(
-                f"the answer to {len(clips)} clips breaks the format: {error}; is that a reward server of this release "
-                "(tools/serve_reward.py)?"
-            ) from None
 
     def _request(self, body: bytes) -> bytes:
         """Send POST /score until its status is 200, and return the answer's body."""
         failures, start = 0, time.monotonic()
         while True:
-            status, retry_after = 0, ""
+            status = 0
             try:
-                status, answer, retry_after = asyncio.run(self._send(body))
+                status, answer = asyncio.run(self._send(body))
                 problem = f"status {status}: {_message(answer)}"
+            except wire.WireError as error:
+                raise self._error(f"{error}; is that a reward server?") from None
             except TimeoutError:
                 problem = f"no answer in {self.timeout:g} s ({self.place}.timeout)"
             except httpx.TransportError as error:
@@ -169,18 +165,17 @@ class RemoteReward(Reward):
                 return answer
             if 0 < status < 500:
                 raise self._error(f"POST /score: {problem}")
-            busy = status == 503 and retry_after and time.monotonic() - start < self.wait
-            failures += not busy
+            failures += status != 503 or time.monotonic() - start >= self.wait
             if failures > self.retries:
                 # 500: the reward raised, maybe for one clip
                 kind = RewardServerError if status == 500 else ServerUnavailableError
                 advice = f"look at the server's log, and whether {self.url}/health answers this machine"
                 raise self._error(f"POST /score failed {failures} times; the last time: {problem}; {advice}", kind)
-            pause = float(retry_after) if busy and retry_after.isdecimal() else FIRST_PAUSE * 2 ** (failures - 1)
+            pause = FIRST_PAUSE * 2 ** (failures - 1)
             self.sleep(min(pause, LONGEST_PAUSE) * (0.5 + self.random.random()))  # jitter spreads the clients
 
-    async def _send(self, body: bytes) -> tuple[int, bytes, str]:
-        """Return status, body and Retry-After, "" for none, of one answer. Raise TimeoutError for one not in time.
+    async def _send(self, body: bytes) -> tuple[int, bytes]:
+        """Return status and body of one answer. Raise TimeoutError for one not in time.
 
         It ignores redirects and the environment's proxies: token and clips are sent to `url` only.
         """
@@ -191,12 +186,7 @@ class RemoteReward(Reward):
             httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=None) as client,
             client.stream("POST", self.url + "/score", headers=headers, content=body) as response,
         ):
-            answer = b""
-            async for block in response.aiter_raw():
-                answer += block
-                if len(answer) > MAX_ANSWER_BYTES:
-                    raise self._error(f"an answer of more than {MAX_ANSWER_BYTES} bytes; is that a reward server?")
-            return response.status_code, answer, response.headers.get("Retry-After", "")
+            return response.status_code, await wire.read_body(response.aiter_raw(), MAX_ANSWER_BYTES)
 
     def _error(self, message: str, kind: type[RewardServerError] = RewardServerError) -> RewardServerError:
         return kind(f"{self.place}.url {self.url}: {message}")

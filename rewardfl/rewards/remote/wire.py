@@ -13,17 +13,16 @@
     errors   JSON {"error": <the problem and advice>} with status
              400 malformed, more than MAX_CLIPS clips or MAX_FRAMES frames, 401 no or a wrong token, 404 no such path,
              405 another method, 413 beyond max_bytes, 415 another content type, 500 the reward failed,
-             503 busy (with Retry-After), shutting down or a body too slow: ask again
+             503 busy or a body too slow (with Retry-After), or shutting down: ask again
 
-A server holds PLACES bodies in memory and lets other requests wait; one that waited too long gets 503 with
-`Retry-After: <seconds>`. A server with a token requires `Authorization: Bearer <token>` on /score; /health is open.
+A server holds MAX_BODIES bodies in memory and lets other requests wait. A server with a token requires
+`Authorization: Bearer <token>` on /score; /health is open.
 
 This file imports only torch and safetensors, so that a server in another environment can use a copy of it.
 """
 
 import json
-import math
-from collections.abc import Sequence
+from collections.abc import AsyncIterable, Sequence
 from dataclasses import dataclass
 
 import safetensors
@@ -84,19 +83,16 @@ def pack_request(clips: Sequence[Clip]) -> bytes:
 def unpack_request(body: bytes) -> list[Clip]:
     """Return the clips of a request; raise WireError for a body that breaks the format."""
     tensors, metadata = _read(body)
-    video = tensors.pop("video", None)
-    if video is None or video.dtype != torch.uint8 or not _are_frames(video, 5):
-        raise WireError(f"tensor 'video' must be (B, F, H, W, 3) uint8 without empty axes, got {_describe(video)}")
+    video = _take(tensors, "video", ("B", "F", "H", "W", 3), torch.uint8)
     if len(video) > MAX_CLIPS:
         raise WireError(f"{len(video)} clips; at most {MAX_CLIPS} are taken in one request")
-    prompts = _prompts(metadata, len(video))
-    references = {f"reference.{i}": tensors.pop(f"reference.{i}", None) for i in range(len(video))}
-    for name, reference in references.items():
-        if reference is not None and (reference.dtype != torch.uint8 or not _are_frames(reference, 4)):
-            raise WireError(f"tensor {name!r} must be (F, H, W, 3) uint8, got {_describe(reference)}")
+    references: list[Tensor | None] = []
+    for name in (f"reference.{i}" for i in range(len(video))):
+        is_there = name in tensors
+        references.append(_take(tensors, name, ("F", "H", "W", 3), torch.uint8) if is_there else None)
     if tensors:
         raise WireError(f"unknown tensor {min(tensors)!r}: next to 'video' there is reference.0 .. {len(video) - 1}")
-    clips = [Clip(*parts) for parts in zip(video, prompts, references.values(), strict=True)]
+    clips = [Clip(*parts) for parts in zip(video, _prompts(metadata, len(video)), references, strict=True)]
     if (frames := sum(clip.frame_count for clip in clips)) > MAX_FRAMES:
         raise WireError(f"{frames} frames; at most {MAX_FRAMES} are taken in one request")
     return clips
@@ -115,14 +111,22 @@ def unpack_answer(body: bytes, count: int) -> tuple[Tensor, Tensor, dict[str, Te
     A score that is not finite makes its clip invalid. An invalid clip scores 0.
     """
     tensors, _ = _read(body)
-    score = _values(tensors, "score", count, (torch.float32,))
-    valid = _values(tensors, "valid", count, (torch.uint8, torch.bool)).bool() & score.isfinite()
-    parts = {}
-    for name in sorted(tensors.keys() - {"score", "valid"}):
-        if not name.startswith("part."):
-            raise WireError(f"unknown tensor {name!r}: there is score, valid and part.<name>")
-        parts[name.removeprefix("part.")] = _values(tensors, name, count, (torch.float32,))
-    return score.where(valid, 0), valid, parts
+    score = _take(tensors, "score", (count,), torch.float32)
+    valid = _take(tensors, "valid", (count,), torch.uint8, torch.bool).bool() & score.isfinite()
+    if foreign := [name for name in tensors if not name.startswith("part.")]:
+        raise WireError(f"unknown tensor {min(foreign)!r}: there is score, valid and part.<name>")
+    parts = {name: _take(tensors, name, (count,), torch.float32) for name in sorted(tensors)}
+    return score.where(valid, 0), valid, {name.removeprefix("part."): values for name, values in parts.items()}
+
+
+async def read_body(blocks: AsyncIterable[bytes], limit: int) -> bytes:
+    """Return the bytes of a request or an answer; raise WireError as soon as there are more than `limit`."""
+    body = bytearray()
+    async for block in blocks:
+        body += block
+        if len(body) > limit:
+            raise WireError(f"a body of more than {limit} bytes")
+    return bytes(body)
 
 
 def _read(body: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -152,17 +156,13 @@ def _prompts(metadata: dict[str, str], count: int) -> list[str]:
     return list(prompts)
 
 
-def _values(tensors: dict[str, Tensor], name: str, count: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
-    values = tensors.get(name)
-    if values is None or values.shape != (count,) or values.dtype not in dtypes:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise WireError(f"tensor {name!r} must be ({count},) {names}, got {_describe(values)}")
-    return values
-
-
-def _are_frames(frames: Tensor, dims: int) -> bool:
-    return frames.ndim == dims and frames.shape[-1] == 3 and math.prod(frames.shape) > 0
-
-
-def _describe(tensor: Tensor | None) -> str:
-    return "none" if tensor is None else f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+def _take(tensors: dict[str, Tensor], name: str, shape: tuple[int | str, ...], *dtypes: torch.dtype) -> Tensor:
+    """Remove and return a tensor. Raise WireError for another dtype or shape; a name in `shape` stands for a length."""
+    tensor = tensors.pop(name, None)
+    actual = "none" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+    if tensor is not None and tensor.dtype in dtypes and tensor.ndim == len(shape) and tensor.numel():
+        fixed = [(size, n) for size, n in zip(shape, tensor.shape, strict=True) if isinstance(size, int)]
+        if all(size == n for size, n in fixed):
+            return tensor
+    expected = f"({', '.join(map(str, shape))}) {' or '.join(map(str, dtypes))} without empty axes"
+    raise WireError(f"tensor {name!r} must be {expected}, got {actual}".replace("torch.", ""))

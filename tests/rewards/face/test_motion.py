@@ -92,9 +92,6 @@ def assert_gradient(function, x, gradient, step=1e-7):
         )
 
 
-# ---- the detector with gradient ----
-
-
 def test_the_traced_faces_are_the_detected_ones_to_the_bit(detector, real):
     frames = real.transpose(0, 1)
     detected = detector.detect(frames)
@@ -123,7 +120,6 @@ def test_the_gradient_of_the_rounded_input_is_that_of_the_resize(detector, heigh
 
 
 def test_the_backward_runs_every_chunk_again(detector, real, monkeypatch):
-    """What the forward keeps are the frames: the network runs twice, in chunks of two."""
     calls = []
     handle = detector.net.register_forward_pre_hook(lambda module, args: calls.append(args[0].shape))
     frames = real.transpose(0, 1).clone().requires_grad_()
@@ -146,9 +142,6 @@ def test_a_view_is_exact_where_pixels_meet_pixels():
     assert back.tolist() == [7.0, 5.0]
 
 
-# ---- how a track moves ----
-
-
 FACE = torch.tensor([[20.0, 20], [40, 20], [30, 30], [22, 40], [38, 40]])
 
 
@@ -169,8 +162,6 @@ def test_reversals():
     lost = step_reversals(track_of(FACE + up, FACE, FACE + right, FACE, detected=[False, True, True, True]))
     assert lost == pytest.approx(1)
 
-
-# ---- the reward ----
 
 TERMS = {
     "landmarks": {},
@@ -220,7 +211,6 @@ def test_above_the_cap_there_is_no_gradient(real, slow):
 
 
 def test_the_score_in_numbers(real, slow):
-    """Against the tracks of the detections and sums over masks that are written out."""
     ours = reward(landmarks=2.0, face_change=1.0, background_change=0.5, reversals=0.3)
     output = ours(slow[None], [ours.reference(real)])
     tracks = [track_largest(ours.detectors[0].detect(video.transpose(0, 1))) for video in (slow, real)]
@@ -250,7 +240,6 @@ def test_the_score_in_numbers(real, slow):
 
 
 def test_the_gradient_reaches_half_precision(real, slow):
-    """A video in bfloat16, as under autocast: computed in float32."""
     ours = reward()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         score, gradient = score_and_gradient(ours, slow.bfloat16(), ours.reference(real))
@@ -258,8 +247,6 @@ def test_the_gradient_reaches_half_precision(real, slow):
     assert score.dtype == torch.float32 and torch.equal(score, exact)
     assert gradient.isfinite().all() and gradient.any()
 
-
-# ---- faces that are lost ----
 
 MOVING = [(2, 2), (3, 2), (3, 3), (4, 3)]
 
@@ -310,9 +297,6 @@ def test_a_real_clip_that_hardly_moves_gives_no_ratio(magenta):
     assert not output.valid.any() and output.score.tolist() == [0]
 
 
-# ---- hard to fool ----
-
-
 def test_what_is_drawn_is_a_function_of_the_clip(real, slow, other_pack):
     ours = reward(jitter=True, second_pack_dir=other_pack)
     video, state = slow.clone().requires_grad_(), torch.get_rng_state()
@@ -339,7 +323,6 @@ def test_the_gradient_sees_the_view_and_the_detector_that_were_drawn(real, slow,
 
 
 def test_trembling_is_not_paid(real, slow):
-    """A face that goes to and fro by a pixel has the real clip's speed, and its reversals are taken off."""
     still = slow[:, :1].repeat(1, 9, 1, 1)
     trembling = torch.stack([still[:, j].roll(2 * (j % 2), dims=-1) for j in range(9)], 1)
     plain, strict = reward(), reward(reversals=1.0)
@@ -347,9 +330,6 @@ def test_trembling_is_not_paid(real, slow):
     scores = [one(trembling[None], [reference]).score.item() for one in (plain, strict)]
     parts = strict(trembling[None], [reference]).parts
     assert parts["reversals"].item() > 0.5 and scores[1] == pytest.approx(scores[0] - parts["reversals"].item())
-
-
-# ---- settings, and what is kept ----
 
 
 def test_what_is_kept_of_a_real_clip(real, other_pack):
@@ -368,14 +348,7 @@ def test_what_is_kept_of_a_real_clip(real, other_pack):
     assert len(reward(second_pack_dir=other_pack).fingerprint()["weights"]) == 2
 
 
-@pytest.mark.parametrize(
-    "settings, key",
-    [
-        ({"landmarks": -1.0}, "landmarks"),
-        ({"landmarks": 0.0}, "face_change"),
-        ({"second_pack_dir": "nowhere"}, "nowhere"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(settings, key):
-    with pytest.raises((ValueError, FileNotFoundError), match=key):
-        reward(**settings)
+def test_settings_that_cannot_work_are_refused():
+    for settings, key in (({"landmarks": -1.0}, "landmarks"), ({"landmarks": 0.0}, "face_change")):
+        with pytest.raises(ValueError, match=key):
+            reward(**settings)

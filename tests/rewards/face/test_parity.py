@@ -23,9 +23,6 @@ PICTURE = torch.from_numpy(BGR[..., ::-1].copy()).permute(2, 0, 1) / 127.5 - 1
 CPU = ["CPUExecutionProvider"]
 
 
-# ---- the published graphs, an eighth as wide ----
-
-
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory):
     folder = published_pack(tmp_path_factory.mktemp("narrow"), PICTURE, det_size=320)
@@ -45,9 +42,6 @@ def test_other_frames(narrow, height, width):
         i = np.abs(boxes[:, :4] - box).max(1).argmin()
         assert np.abs(boxes[i, :4] - box).max() < 0.01 and np.abs(landmarks[i] - points).max() < 0.01
     assert "cosine distance" in check(narrow, frame[:, None])
-
-
-# ---- the start-up check ----
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,6 @@ def reward(pack):
 
 
 def with_cap(reward, cap):
-    """The same networks under another cap."""
     other = copy.copy(reward)
     other.cap = cap
     return other

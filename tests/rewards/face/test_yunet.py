@@ -20,7 +20,6 @@ PICTURE = torch.from_numpy(BGR[..., ::-1].copy()).permute(2, 0, 1) / 127.5 - 1
 
 
 def fitted():
-    """The picture as OpenCV gets it: the detector's square, what is below it black."""
     return cv2.copyMakeBorder(BGR, 0, SIZE - 160, 0, 0, cv2.BORDER_CONSTANT, value=0)
 
 
@@ -67,7 +66,6 @@ def test_faces_are_those_of_opencv(pack):
 
 
 def test_the_gradient_of_a_landmark_is_the_networks(pack):
-    """Of the nose of the best face: the network's own output, a cell's offset in strides, by blue, green and red."""
     detector = FaceDetector(pack_files(pack)[0], SIZE)
     frame = (((PICTURE[None] + 1) * 127.5).round() / 127.5 - 1).requires_grad_()
     (faces,) = detector.trace(frame, 1)

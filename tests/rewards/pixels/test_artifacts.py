@@ -47,7 +47,6 @@ def test_a_sine_of_the_period_adds_its_closed_form():
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("period", [4, 8, 16])
 def test_a_faint_grid_is_seen_along_either_axis(period, axis):
-    """Lines of three levels, in grain and in a photograph."""
     size = (HEIGHT, WIDTH)[axis]
     lines = np.where(np.arange(size) % period == 0, 3.0 if axis else -3.0, 0.0)
     lines = lines[None] if axis else lines[:, None]

@@ -13,7 +13,6 @@ REWARD = WordInk()
 
 @pytest.mark.parametrize("ground", GROUNDS)
 def test_letters_are_of_the_ink_that_they_were_drawn_with(ground):
-    """On every ground, and by a prompt of another ink not at all."""
     generator = torch.Generator().manual_seed(0)
     for drawn, named in product(INKS, INKS):
         picture = draw_word(Word("BGR", drawn, ground), generator)

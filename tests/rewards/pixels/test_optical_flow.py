@@ -54,7 +54,6 @@ def test_a_flat_picture_has_no_flow():
 
 
 def test_it_follows_opencvs():
-    """Of real clips, slow and fast, steady and trembling ones."""
     made = [clip[:, [0, 1, 2, 1, 2, 3, 2, 3, 4]] for clip in clips()] + [clip[:, ::2] for clip in clips()]
     ours, theirs = [], []
     for clip in clips() + made:

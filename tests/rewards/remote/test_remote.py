@@ -52,16 +52,14 @@ VIDEO, REAL = videos(frames(5)), videos(frames(5, (5, 4, 6), seed=1))
 
 @contextmanager
 def serving(reward, batch=2, max_bytes=10 * MB, token=""):
-    """The url of a server in a thread."""
     serves = RewardServer(("127.0.0.1", 0), reward, "cpu", batch, max_bytes, token)
-    thread = threading.Thread(target=serves.run)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{serves.address[1]}"
-    finally:
-        serves.stop()
-        thread.join(20)
-        assert not thread.is_alive()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(serves.run)
+        try:
+            yield f"http://127.0.0.1:{serves.address[1]}"
+        finally:
+            serves.stop()
+            running.result(20)
 
 
 @contextmanager
@@ -90,15 +88,13 @@ def scripted(*answers, tls=None):
     server.handle_error = lambda *_: None
     if tls:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http{'s' if tls else ''}://127.0.0.1:{server.server_address[1]}"
-        assert not left, f"{len(left)} answers were never asked for"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with ThreadPoolExecutor(1) as pool, server:
+        pool.submit(server.serve_forever, 0.01)
+        try:
+            yield f"http{'s' if tls else ''}://127.0.0.1:{server.server_address[1]}"
+            assert not left, f"{len(left)} answers were not used"
+        finally:
+            server.shutdown()
 
 
 def remote(url, **settings):
@@ -114,7 +110,6 @@ def score(reward, video=VIDEO, prompts=PROMPTS):
 
 
 def at_home(video=VIDEO, prompts=PROMPTS, real=REAL):
-    """What Likeness says without a server."""
     reward = Likeness()
     return reward(video, [reward.reference(*each) for each in zip(real, prompts, strict=True)])
 
@@ -125,13 +120,10 @@ def assert_same(output, expected):
     torch.testing.assert_close(vars(output), vars(expected), rtol=0, atol=0, equal_nan=True)
 
 
-def answer_of(score=(0.5, 0.25), valid=(1, 1), **parts):
-    """A body of POST /score's answer as a server might make it."""
-    tensors = {"score": torch.as_tensor(score), "valid": torch.as_tensor(valid, dtype=torch.uint8)}
-    return save(tensors | {name.replace("_", ".", 1): torch.as_tensor(value) for name, value in parts.items()})
-
-
-# ---- the same scores ----
+def answer_of(**tensors):
+    """Return a body of POST /score's answer as a server might make it."""
+    tensors = {"score": (0.5, 0.25), "valid": (True, True)} | tensors
+    return save({name.replace("_", ".", 1): torch.as_tensor(value) for name, value in tensors.items()})
 
 
 @pytest.mark.parametrize("max_bytes", [400 * MB, 2000], ids=["one request", "split"])
@@ -148,59 +140,36 @@ def test_scores_are_those_at_home_bit_for_bit(send_reference, max_bytes):
     assert (len(likeness.batches) == 3) == (max_bytes > 2000)
 
 
-def test_what_a_waiting_call_holds_scores_the_same():
-    """The frames that are sent, one byte a channel; a sample that is not finite is no sample any more."""
-    video = VIDEO.clone()
-    video[3, 0, 1, 1, 1] = float("nan")
+def test_invalid_samples_score_zero_and_the_others_as_if_alone():
+    """The same from what a waiting call holds: the frames that are sent, one byte a channel."""
+    video, prompts = videos(frames(5)), PROMPTS.copy()
+    video[1, 0, 0, 0, 0] = -1  # the server's own word for invalid
+    video[2, 1, 2, 1, 1] = float("nan")  # never sent
+    prompts[4] = "not finite"
     with serving(Likeness()) as url:
         reward = remote(url, frames=2)
-        references = [reward.reference(real, prompt) for real, prompt in zip(REAL, PROMPTS, strict=True)]
-        frames, kept = reward.held(video, references)
-        assert frames.dtype == torch.uint8 and frames.shape == (5, 2, 6, 8, 3) and frames.device.type == "cpu"
-        assert frames.nbytes * 4 * 2 == video.nbytes  # every second frame, one byte instead of four
-        assert [one is None for one in kept] == [False, False, False, True, False]
-        direct, later = reward(video, references), reward(frames, kept)
-    assert direct.score.tolist() == later.score.tolist() and direct.valid.tolist() == later.valid.tolist()
-    assert later.valid.tolist() == [True, True, True, False, True]
-
-
-# ---- invalid samples ----
-
-
-def test_invalid_samples_score_zero_and_the_others_as_if_alone():
-    dark, not_finite = videos(frames(5)), PROMPTS.copy()
-    dark[1, 0, 0, 0, 0] = -1  # the server's own word for invalid
-    dark[2, 1, 1, 1, 1] = float("nan")  # never sent
-    not_finite[4] = "not finite"
-    with serving(Likeness()) as url:
-        reward = remote(url)
-        references = [reward.reference(real, prompt) for real, prompt in zip(REAL, not_finite, strict=True)]
-        output = reward(dark, [None, *references[1:]])
-    assert output.valid.tolist() == [False, False, False, True, False]
-    assert output.score[~output.valid].tolist() == [0, 0, 0, 0]
-    assert output.score[3] == at_home(real=REAL[:, :, :0]).score[3]
-    assert output.parts["mean"].isnan().tolist() == [True, True, True, False, True]
-
-
-# ---- a server that is down, slow, wary, overwhelmed ----
-
-
-def free_port():
-    with closing(socket.socket()) as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
+        references = [None, *(reward.reference(*pair) for pair in zip(REAL[1:], prompts[1:], strict=True))]
+        pixels, left = reward.held(video, references)
+        outputs = reward(video, references), reward(pixels, left)
+    assert pixels.dtype == torch.uint8 and pixels.shape == (5, 2, 6, 8, 3) and pixels.device.type == "cpu"
+    assert [one is None for one in left] == [True, False, True, False, False]
+    for output in outputs:
+        assert output.valid.tolist() == [False, False, False, True, False]
+        assert output.score[~output.valid].tolist() == [0, 0, 0, 0]
+        assert output.score[3] == at_home(video[:, :, ::2].contiguous(), real=REAL[:, :, :0]).score[3]
+        assert output.parts["mean"].isnan().tolist() == [True, True, True, False, True]
 
 
 def test_down():
-    """It is so for each sample, so they are not tried one by one."""
-    reward = remote(f"http://127.0.0.1:{free_port()}", retries=3)
+    """The server is down for each sample, so they are not tried one by one."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+    reward = remote(f"http://127.0.0.1:{port}", retries=3)
     state = random.getstate()
     result = score_safely(reward, VIDEO, [reward.reference(real, "") for real in REAL])
     assert result.failed.all()
-    said = (
-        f"ServerUnavailableError: settings.url {reward.url}: POST /score failed 4 times; the last time: ConnectError: "
-    )
-    assert result.problems[0].startswith(said) and f"whether {reward.url}/health answers" in result.problems[0]
+    start = f"ServerUnavailableError: settings.url {reward.url}: POST /score failed 4 times; the last time: ConnectErr"
+    assert result.problems[0].startswith(start) and f"whether {reward.url}/health answers" in result.problems[0]
     assert [0.25 * 2**i <= wait <= 0.75 * 2**i for i, wait in enumerate(reward.waits)] == [True] * 3
     assert random.getstate() == state, "the training's random numbers"
 
@@ -224,17 +193,10 @@ def test_a_server_that_trickles_is_left_at_the_deadline():
 
 
 def cut_off(handler):
-    handler.send_response(200)
-    handler.send_header("Content-Length", "100000")
-    handler.end_headers()
-    handler.wfile.write(answer_of())
+    handler.reply(200, answer_of(), **{"Content-Length": "100000"})
 
 
-def other_protocol(handler):
-    handler.wfile.write(b"SSH-2")
-
-
-@pytest.mark.parametrize("fault", [(503, b"{}"), cut_off, other_protocol])
+@pytest.mark.parametrize("fault", [(502, b"{}"), cut_off, lambda handler: handler.wfile.write(b"SSH-2")])
 def test_an_error_of_the_server_is_tried_again(fault):
     with scripted(fault, lambda handler: handler.connection.close(), (200, answer_of())) as url:
         reward = remote(url)
@@ -284,37 +246,25 @@ def test_unauthorised(monkeypatch):
         assert score(remote(url, token_env="MINE")).valid.all()
 
 
-@pytest.mark.parametrize("token", ["", "a\nX: y", "ä"])
-def test_tokens_that_no_header_can_hold(monkeypatch, token):
-    monkeypatch.setenv("MINE", token)
-    with pytest.raises(ValueError, match="(that is set: export MINE=<the token>|is ASCII without spaces)"):
-        remote("http://127.0.0.1:1", token_env="MINE")
-
-
 def test_too_big_for_the_client_and_for_the_server():
     with serving(Likeness(), max_bytes=1500) as url:
-        with pytest.raises(
-            ValueError, match=r"settings.max_bytes is 700, .* one clip has \d+ bytes .*; raise it, or send"
-        ):
+        with pytest.raises(ValueError, match=r"settings.max_bytes is 700, .* one clip has \d+ bytes .*; raise it, or"):
             score(remote(url, max_bytes=700))
-        with pytest.raises(RewardServerError, match="status 413: .* at most 1500 bytes .*; lower max_bytes"):
+        with pytest.raises(RewardServerError, match="status 413: .* more than 1500 bytes .*; lower .* max_bytes"):
             score(remote(url))
         assert score(remote(url, max_bytes=1500)).valid.all()
 
 
-# ---- a server that lies ----
-
-
-LIES = [
-    (answer_of(score=(0.5,)), r"tensor 'score' must be \(2,\) float32, got \(1,\) float32"),
-    (save({"score": torch.zeros(2)}), "tensor 'valid' must be .* got none"),
-    (answer_of(part_x=(1, 2)), r"tensor 'part.x' must be \(2,\) float32, got \(2,\) int64"),
-    (answer_of(other=(0.0, 0.0)), "unknown tensor 'other'"),
-    (b"<html>hello</html>", "a safetensors header of"),
-]
-
-
-@pytest.mark.parametrize(("body", "message"), LIES, ids=[message for _, message in LIES])
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (answer_of(score=(0.5,)), r"tensor 'score' must be \(2\) float32 .*, got \(1,\) float32"),
+        (save({"score": torch.zeros(2)}), "tensor 'valid' must be .* got none"),
+        (answer_of(part_x=(1, 2)), r"tensor 'part.x' must be \(2\) float32 .*, got \(2,\) int64"),
+        (answer_of(other=(0.0, 0.0)), "unknown tensor 'other'"),
+        (b"<html>hello</html>", "a safetensors header of"),
+    ],
+)
 def test_lies(body, message):
     with scripted((200, body)) as url:
         reward = remote(url)
@@ -329,9 +279,6 @@ def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch):
         score(remote(url), VIDEO[:1], PROMPTS[:1])
 
 
-# ---- settings ----
-
-
 @pytest.mark.parametrize(
     ("setting", "values"),
     {
@@ -339,10 +286,12 @@ def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch):
         + ["http://host/?x=1", "http://host/a b"],
         "timeout": [0, math.inf],
         "frames": [0, "some", 1.5],
-        "token_env": [5, "NOT_SET"],
+        "token_env": [5, "NOT_SET", "EMPTY", "TWO_LINES", "NOT_ASCII"],
     }.items(),
 )
-def test_settings_that_cannot_work(setting, values):
+def test_settings_that_cannot_work(setting, values, monkeypatch):
+    for name, token in {"EMPTY": "", "TWO_LINES": "a\nX: y", "NOT_ASCII": "ä"}.items():
+        monkeypatch.setenv(name, token)
     for value in values:
         with pytest.raises(ValueError, match=rf"^settings.{setting} must be .*, got [^\n]*$"):
             rewards.build("remote", {"url": "http://127.0.0.1:8400", setting: value})
@@ -362,9 +311,6 @@ def test_https_is_spoken_and_certificates_are_checked(tmp_path):
         assert score(reward, VIDEO[:2], PROMPTS[:2]).valid.all()
 
 
-# ---- the format ----
-
-
 # What version 1 said before its server and client were rebuilt on libraries: a client's request and a server's answer.
 REQUEST = (
     b'\xd8\0\0\0\0\0\0\0{"__metadata__":{"request":"{\\"version\\": 1, \\"prompts\\": [\\"\xc3\xa4\\\\\\"\\\\n\\"]}"},'
@@ -379,7 +325,6 @@ ANSWER = (
 
 
 def test_the_bytes_on_the_wire_are_those_of_version_1(monkeypatch):
-    """As recorded: old and new understand each other."""
     bodies = []
     pack = wire.pack_request
     monkeypatch.setattr(wire, "pack_request", lambda clips: bodies.append(pack(clips)) or bodies[-1])
@@ -395,13 +340,9 @@ def test_the_bytes_on_the_wire_are_those_of_version_1(monkeypatch):
     assert made == ANSWER
 
 
-def clips_of(made, prompts=PROMPTS, references=(None,) * 5):
-    return [Clip(*parts) for parts in zip(made, prompts, references, strict=True)]
-
-
 @pytest.mark.parametrize("prompt", ["", "\x01" * 500, '"\\' * 500, "\U0001f600" * 500])
 def test_no_request_is_bigger_than_its_clips_say(prompt):
-    clips = clips_of(frames(5, (1, 1, 1)), [prompt] * 5, frames(5, (1, 1, 1)))
+    clips = [Clip(pixels, prompt, pixels) for pixels in frames(5, (1, 1, 1))]
     for count in (1, 5):
         body = wire.pack_request(clips[:count])
         assert len(body) <= wire.ENVELOPE_BYTES + sum(clip.nbytes for clip in clips[:count])
@@ -421,9 +362,10 @@ def test_split():
     assert [len(group) for group in pieces(dict.fromkeys(range(5), 1), MB, frames=8000)] == [2, 1, 2]
 
 
-def request_of(tensors=None, request=None):
-    tensors = {"video": frames(2, (1, 1, 1))} if tensors is None else tensors
-    return save(tensors, {"request": json.dumps({"version": 1, "prompts": ["a", "b"]} if request is None else request)})
+def request_of(request=None, count=2, **tensors):
+    """Return a body of POST /score with `count` clips."""
+    tensors = {"video": frames(count, (1, 1, 1))} | {name.replace("_", "."): value for name, value in tensors.items()}
+    return save(tensors, {"request": json.dumps(request or {"version": 1, "prompts": ["a"] * count})})
 
 
 F4 = b'{"video":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}'  # a type that torch does not know
@@ -431,30 +373,23 @@ MALFORMED = [
     ((1 << 40).to_bytes(8, "little") + b"{}", "a safetensors header of 1099511627776 bytes"),
     (len(F4).to_bytes(8, "little") + F4 + b"1", "not safetensors: 'F4'"),
     (REQUEST[:-1], "not safetensors"),
-    (request_of({"clip": frames(2)}), "tensor 'video' must be .* got none"),
-    (request_of({"video": frames(2).float()}), "'video' must be .* got .* float32"),
-    (request_of({"video": frames(2)[:0]}), "'video' must be .* without empty axes"),
-    (request_of({"video": frames(2), "reference.2": frames(2)[0]}), "unknown tensor 'reference.2'"),
-    (request_of({"video": frames(2), "reference.0": frames(2)}), r"'reference.0' must be \(F, H, W, 3\)"),
+    (save({"clip": frames(2)}), "tensor 'video' must be .* got none"),
+    (request_of(video=frames(2).float()), "'video' must be .* got .* float32"),
+    (request_of(video=frames(2)[:0]), "'video' must be .* without empty axes"),
+    (request_of(reference_2=frames(2)[0]), "unknown tensor 'reference.2'"),
+    (request_of(reference_0=frames(2)), r"'reference.0' must be \(F, H, W, 3\)"),
     (save({"video": frames(2)}, {"request": "[" * 100_000}), "must be JSON with version 1"),
-    (request_of(request={"version": 2, "prompts": ["a", "b"]}), "must be JSON with version 1"),
-    (request_of(request={"version": 1, "prompts": ["a"]}), "prompts, 2 strings, got"),
-    (request_of(request={"version": 1, "prompts": 5}), "prompts, 2 strings, got"),
-    (request_of(request={"version": 1, "prompts": "ab"}), "prompts, 2 strings, got"),
-    (request_of(request={"version": 1, "prompts": {"a": 1, "b": 2}}), "prompts, 2 strings, got"),
-    (request_of(request={"version": 1, "prompts": ["a", 1]}), "prompts, 2 strings, got"),
-    (request_of({"video": frames(257, (1, 1, 1))}), "257 clips; at most 256"),
-    (request_of({"video": frames(2, (8193, 1, 1))}), "16386 frames; at most 16384"),
+    (request_of({"version": 2, "prompts": ["a", "b"]}), "must be JSON with version 1"),
+    *((request_of({"version": 1, "prompts": it}), "prompts, 2 strings, got") for it in (["a"], 5, "ab", ["a", 1])),
+    (request_of(count=257), "257 clips; at most 256"),
+    (request_of(video=frames(2, (8193, 1, 1))), "16386 frames; at most 16384"),
 ]
 
 
-@pytest.mark.parametrize(("body", "message"), MALFORMED, ids=[message for _, message in MALFORMED])
+@pytest.mark.parametrize(("body", "message"), MALFORMED)
 def test_malformed_bodies_are_refused(body, message):
     with pytest.raises(WireError, match=message):
         wire.unpack_request(body)
-
-
-# ---- the server ----
 
 
 def connect(url, sent=b""):
@@ -508,8 +443,7 @@ def test_clients_that_leave_or_stall_do_not_hold_a_place(monkeypatch):
 
 
 def test_a_busy_server_is_asked_again(monkeypatch):
-    """For `wait` seconds, which costs none of the tries."""
-    monkeypatch.setattr(server, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(server, "BODY_SECONDS", 0.05)
     monkeypatch.setattr(wire, "MAX_BODIES", 1)
     scoring, release, scores = threading.Event(), threading.Event(), RewardServer.score
 
@@ -522,13 +456,12 @@ def test_a_busy_server_is_asked_again(monkeypatch):
     with serving(Likeness()) as url, ThreadPoolExecutor(1) as pool:
         first = pool.submit(score, remote(url), VIDEO[:1], PROMPTS[:1])
         assert scoring.wait(30)
-        said = "the last time: status 503: busy: no place came free in 0.05 s"
-        with pytest.raises(RewardServerError, match=said):
+        with pytest.raises(RewardServerError, match="the last time: status 503: busy, .* not received in 0.05 s"):
             score(remote(url, wait=0), VIDEO[:1], PROMPTS[:1])
         second, waits = remote(url, retries=0), []
         second.sleep = lambda seconds: waits.append(seconds) or release.set() or first.result()
         assert score(second, VIDEO[:1], PROMPTS[:1]).valid.all()
-        assert waits and all(0.5 <= wait <= 1.5 for wait in waits)
+        assert waits
 
 
 def test_one_line_of_log_per_request_without_what_was_in_it(caplog):
@@ -540,18 +473,6 @@ def test_one_line_of_log_per_request_without_what_was_in_it(caplog):
     assert all(line.isprintable() for line in lines) and any("this server needs its token" in line for line in lines)
     assert [line[-3:] for line in lines if line.startswith("127.0.0.1:")] == ["401", "200"]
     assert not any(secret in "".join(lines) for secret in ("t0ken", "gue55", "xyz"))
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "some.host", ""])
-def test_only_this_machine_without_a_token(host):
-    with pytest.raises(ValueError, match=f"--host {host}: without a token .* --token-env"):
-        server.check_host(host, "")
-    for own in ("127.0.0.1", "::1", "localhost"):
-        server.check_host(own, "")
-    server.check_host(host, "token")
-
-
-# ---- the tool ----
 
 
 def tool(monkeypatch, capsys, *arguments):
@@ -567,7 +488,8 @@ def test_the_tool_refuses_what_cannot_work(monkeypatch, capsys):
     monkeypatch.delenv("NO_TOKEN", raising=False)
     cases = {
         ("--settings", "gain=two"): "--settings.gain must be a number, got 'two'",
-        ("--settings", "gains=2", "--host", "0.0.0.0"): "without a token",
+        ("--settings", "gains=2", "--host", "0.0.0.0"): "--host 0.0.0.0: without a token",
+        ("--settings", "gains=2", "--host", ""): "without a token",
         ("--token-env", "NO_TOKEN"): "--token-env must be the name of an environment variable that is set",
         ("--device", "abacus"): "abacus",
         ("--settings", "gain=["): "--settings 'gain=[' is not valid YAML",
