@@ -14,11 +14,10 @@ Or, of an image model: are the pictures of prompts it never saw better, by every
     python tools/evaluate.py --run outputs/tiny_words --data assets/tiny_words/eval.txt --seeds 4
 
 The base model, the run's start (lora.init_from) and every adapter are sampled from the same noises and compared with
-the real clips. OUT
-(RUN/evaluation) gets records.jsonl (a line per video), report.html (one page to send, with the videos in it),
-report.json, curves.png, grid.png, front.png (gain against motion) and videos/ARM/ROW_seedN.mp4. The same
-command resumes where it was stopped, and one with more seeds, adapters or strengths samples only those. In OUT only
-files are replaced that evaluate.py wrote; changes to them are lost.
+the real clips. OUT (RUN/evaluation) gets records.jsonl (a line per video), report.html (a page with the videos in it),
+report.json, grid.png and videos/ARM/ROW_seedN.mp4. The same command resumes where it was stopped, and one with more
+seeds, adapters or strengths samples only those. In OUT only files are replaced that evaluate.py wrote; changes to them
+are lost.
 What every figure means: docs/evaluate.md. Images are judged by the run's rewards, also at weight 0 (more by
 reward.others.NAME.name=... as overrides): report.json with the win rate, grid.png and images/ARM/ROW_seedN.png.
 Text is read by two engines: disagreements.png shows where they differ.

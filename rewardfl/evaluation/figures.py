@@ -37,11 +37,8 @@ class ClipKey(NamedTuple):
 
 Values = dict[ClipKey, float]  # of one figure of one arm, without clips that lack it
 
-AMOUNTS = ("flow", "face_flow", "pixel_change", "sharpness")  # of the block motion, compared by their ratio
-
-_MOVES = ("speed", "nonrigid")  # of a recogniser, compared by their ratio
-
-RATIOS = {*AMOUNTS, *_MOVES, "grid", "saturation"}
+# compared by their ratio: motion of pixels, of a recogniser's landmarks, and canaries
+RATIOS = {"flow", "face_flow", "pixel_change", "sharpness", "speed", "nonrigid", "grid", "saturation"}
 
 _COLOURS = ("canary/red", "canary/green", "canary/blue")
 
@@ -234,9 +231,9 @@ def compare(values: Values, base: Values, *, by_ratio: bool) -> dict | None:
 def summarise(records: Sequence[Record], arms: Sequence[Arm], edges: Sequence[float], threshold: float) -> dict:
     """Return the report: means over people with 95 % bootstrap intervals.
 
-    arms: without starts, the first is `before`, the second `after`. Each is compared with the first of its step count,
-    another tool's videos with the first of all; adapters also with the start of their step count. edges: ascending
-    widths of the face in the real clip, in pixels; faces below the first are not scored.
+    Each arm is compared with the first of its step count, another tool's videos with the first of all; adapters also
+    with the start of their step count. edges: ascending widths of the face in the real clip, in pixels; faces below the
+    first are not scored.
     """
     table = make_table(records, [arm.name for arm in arms], threshold)
     judges = list(next(iter(table.records[REAL].values()))["curves"])
@@ -255,19 +252,13 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], edges: Sequence[fl
         judge: {"another_person": _mean_end(scale.another), "real_through_vae": _mean_end(scale.through_vae)}
         for judge, scale in table.scales.items()
     }
-    report: dict = {
+    return {
         "people": len(widths), "clips": len(table.figures[arms[0].name]),
-        "reading": {"face_sizes": list(edges), "threshold": threshold}, "recognisers": {}, "motion": {},
-        "per_clip": per_clip(table, arms, judges), "real": arm_figures(table, REAL, judges), "arms": summaries,
+        "reading": {"face_sizes": list(edges), "threshold": threshold},
+        "per_clip": per_clip(table), "real": arm_figures(table, REAL, judges), "arms": summaries,
         "face_sizes": {name: len(members) for name, members in strata.items()},
         "identity_scale": {"missing": table.no_scale, "recognisers": scales},
     }  # fmt: skip
-    first = [summary for summary in summaries if not summary["origin"]][:2]
-    if len(first) == 2:
-        named = dict(zip(("before", "after"), first, strict=True))
-        report["compared"] = {which: summary["name"] for which, summary in named.items()}
-        report |= repeat_first_arms(table, judges, named | {"real": report["real"] | {"name": REAL}})
-    return report
 
 
 def _mean_end(people: Mapping[str, float]) -> Interval:
@@ -333,63 +324,15 @@ def arm_report(table: Table, arm: Arm, base: Arm, judges: Sequence[str], strata:
     return summary
 
 
-def repeat_first_arms(table: Table, judges: Sequence[str], arms: Mapping[str, Mapping]) -> dict:
-    """Return the blocks recognisers and motion of the report. arms: before | after | real -> name and figures."""
-
-    def mean(which: str, name: str) -> float | None:
-        figure = arms[which]["figures"].get(name)
-        return figure and figure["mean"]
-
-    def change(name: str, to: str, *, median: bool = False) -> dict | None:
-        after, base = (table.values(arms[which]["name"], name) for which in ("after", to))
-        if (changes := compare(after, base, by_ratio=True)) and median:
-            ratios = [after[clip] / max(base[clip], _LEAST) for clip in after.keys() & base.keys()]
-            return changes["ratio"] | {"median_per_clip": float(np.median(ratios))}
-        return changes
-
-    blocks: dict = {"recognisers": {}, "motion": {which: {} for which in arms} | {"after_to_before": {}}}
-    for judge in judges:
-        figures: dict = {"cap": mean("real", f"{judge}/cap")}
-        for which, arm in list(arms.items())[:2]:
-            figures[which] = {key: arm["figures"][f"{judge}/{key}"] for key in ("face_sim", "coverage", *_MOVES)}
-            figures[which] |= {
-                "per_frame": arm["per_frame"][judge],
-                "last_quarter": mean(which, f"{judge}/last_quarter"),
-            }
-        gain = change(f"{judge}/face_sim", "before")
-        figures["gain"] = gain and {
-            "absolute": gain["difference"], "relative": {key: value - 1 for key, value in gain["ratio"].items()},
-            "people_improved": gain["people_with_more"],
-        }  # fmt: skip
-        for to in ("before", "real"):
-            figures[f"motion_after_to_{to}"] = {key: change(f"{judge}/{key}", to, median=True) for key in _MOVES}
-        blocks["recognisers"][judge] = figures
-    for key in AMOUNTS:
-        for which in arms:
-            blocks["motion"][which][key] = mean(which, f"motion/{key}")
-        amount = change(f"motion/{key}", "before")
-        blocks["motion"]["after_to_before"][key] = amount and amount["ratio"]
-    reversals = change("motion/reversals", "before")
-    blocks["motion"]["reversals"] = {which: mean(which, "motion/reversals") for which in arms}
-    blocks["motion"]["reversals"]["after_minus_before"] = reversals and reversals["difference"]
-    return blocks
-
-
-def per_clip(table: Table, arms: Sequence[Arm], judges: Sequence[str]) -> list[dict]:
-    """Return every clip with its figures by arm and per frame; `before` and `after` are the first two arms."""
+def per_clip(table: Table) -> list[dict]:
+    """Return every clip with its figures by arm and per frame."""
     lines = []
-    shown = dict(zip(("before", "after"), (arm.name for arm in arms if not arm.origin), strict=False)) | {"real": REAL}
     for clip, real in table.records[REAL].items():
         shots = {
             arm: {"figures": table.figures[arm][clip]} | {key: records[clip][key] for key in _OF_SHOT}
             for arm, records in table.records.items()
             if clip in records
         }
-        line: dict = {"id": clip.row, "seed": clip.seed, "motion": {}}
-        for which, arm in shown.items():
-            figures = table.figures[arm].get(clip, {})
-            line["motion"][which] = {key: figures.get(f"motion/{key}") for key in (*AMOUNTS, "reversals")}
-            if which != "real":
-                line |= {f"{judge}/{which}": figures.get(f"{judge}/face_sim") for judge in judges}
-        lines.append(line | {"real": shots.pop(REAL) | {"face_width": real["face_width"]}, "arms": shots})
+        line = {"id": clip.row, "seed": clip.seed, "real": shots.pop(REAL) | {"face_width": real["face_width"]}}
+        lines.append(line | {"arms": shots})
     return lines

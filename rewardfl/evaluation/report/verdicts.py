@@ -8,7 +8,6 @@ from rewardfl.evaluation.figures import format_interval, is_ratio
 from rewardfl.training.alarms import COLOUR_GUARD, GAIN_GUARD, GRID_GUARD, LOOK_GUARD, SATURATION_GUARD, SHARE_GUARD
 
 FROZEN_MOST = 0.1  # maximum share of frozen clips
-FEW = 8  # minimum number of people for a good interval
 UP = math.inf
 
 
@@ -161,9 +160,6 @@ def _motion(report: Mapping, arm: Mapping) -> tuple[bool | None, str]:
 
 def _warnings(report: Mapping, arm: Mapping) -> Iterator[str]:
     judges = list(report["real"]["per_frame"])
-    for name in CANARIES:
-        if problem := describe_unhealthy(name, arm["compared"].get(name), judges):
-            yield f"{problem}."
     changes = arm.get("over_start") or arm["compared"]
     trained, other = (changes[f"{judge}/face_sim"] for judge in (judges[0], judges[-1]))
     if len(judges) > 1 and trained and other:
@@ -175,5 +171,3 @@ def _warnings(report: Mapping, arm: Mapping) -> Iterator[str]:
             )
     if judges == ["reward"]:
         yield "There is no held-out judge, only the recogniser that was trained against."
-    if report["people"] < FEW:
-        yield f"{report['people']} people are few, and intervals over fewer than {FEW} are rough."
