@@ -248,10 +248,10 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], edges: Sequence[fl
     for arm, summary in zip(arms, summaries, strict=True):
         if arm.adapter and not arm.origin and (start := starts.get(arm.steps)):
             summary |= {"start": start, "over_start": compare_figures(table, arm.name, start, table.names(arm.name))}
-    scales = {
-        judge: {"another_person": _mean_end(scale.another), "real_through_vae": _mean_end(scale.through_vae)}
-        for judge, scale in table.scales.items()
-    }
+    scales = {}
+    for judge, scale in table.scales.items():
+        ends = {"another_person": scale.another, "real_through_vae": scale.through_vae}
+        scales[judge] = {end: interval(torch.tensor(list(people.values()))) for end, people in ends.items()}
     return {
         "people": len(widths), "clips": len(table.figures[arms[0].name]),
         "reading": {"face_sizes": list(edges), "threshold": threshold},
@@ -259,10 +259,6 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], edges: Sequence[fl
         "face_sizes": {name: len(members) for name, members in strata.items()},
         "identity_scale": {"missing": table.no_scale, "recognisers": scales},
     }  # fmt: skip
-
-
-def _mean_end(people: Mapping[str, float]) -> Interval:
-    return interval(torch.tensor(list(people.values())))
 
 
 def find_bases(arms: Sequence[Arm]) -> dict[int, Arm]:
