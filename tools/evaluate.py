@@ -46,13 +46,6 @@ def numbers(kind: Any) -> Callable[[str], list]:
     return lambda text: [read(part) for part in text.split(",")]
 
 
-def ascending(text: str) -> list[float]:
-    values = numbers(schema.NonNegative)(text)
-    if sorted(set(values)) != values:
-        raise argparse.ArgumentTypeError(f"{text!r} must ascend, as 40,80 does")
-    return values
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
@@ -102,14 +95,6 @@ def add_figures(parser: argparse.ArgumentParser) -> None:
         help="a face pack of another recogniser, next to the run's; may be given several times. The last one's word "
         "counts in the report's first sentences",
     )  # fmt: skip
-    figures.add_argument(
-        "--face-sizes", type=ascending, default=[40.0, 80.0], metavar="40,80",
-        help="strata by the face's width in the real clip, in pixels; below the first it is too small to be scored",
-    )  # fmt: skip
-    share = command_line.option_type(schema.Share)
-    figures.add_argument(
-        "--threshold", type=share, default=0.4, help="of FaceSim: the share of frames above it (default: %(default)s)"
-    )
     figures.add_argument(
         "--periods", type=numbers(Period), default=[8, 16], metavar="8,16",
         help="pixels of the VAE's and the patch's grid, which the canaries look for (default: 8,16)",

@@ -5,7 +5,6 @@ clips (person and noise) that both have. A clip without a figure in one of them 
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +45,10 @@ _OF_SHOT = ("curves", "detected", "file")  # keys of a record that the report ha
 
 FROZEN = 0.5  # a clip is frozen below this share of the base's non-rigid motion
 
+THRESHOLD = 0.4  # of FaceSim, for the share of frames above it
+
+FACE_SIZES = (40, 80)  # edges of strata by the face's width in the real clip, in pixels; smaller faces are not scored
+
 IN_STRATA = ("face_sim", "drift", "coverage", "nonrigid")
 
 
@@ -83,7 +86,7 @@ def _with_ends(mean: Tensor, means: Tensor) -> Interval:
     return {"mean": float(mean), "low": low, "high": high}
 
 
-def record_figures(record: Record, threshold: float) -> dict[str, float]:
+def record_figures(record: Record) -> dict[str, float]:
     """Return the figures of a record and of its curves, without missing ones.
 
     drift: the least-squares slope of FaceSim over frames 1 .. F - 1, per frame. worst_tenth, last_quarter: means of at
@@ -97,7 +100,7 @@ def record_figures(record: Record, threshold: float) -> dict[str, float]:
             figures[f"{judge}/drift"] = float(time @ curve / (time @ time))
         figures[f"{judge}/worst_tenth"] = float(np.sort(curve)[: max(1, count // 10)].mean())
         figures[f"{judge}/last_quarter"] = float(curve[-max(1, count // 4) :].mean())
-        figures[f"{judge}/above_threshold"] = float((curve > threshold).mean())
+        figures[f"{judge}/above_threshold"] = float((curve > THRESHOLD).mean())
     return figures
 
 
@@ -134,8 +137,8 @@ class Table:
         return [round(float(value), 4) for value in np.mean(rows, 0)]
 
 
-def make_table(records: Sequence[Record], arms: Sequence[str], threshold: float) -> Table:
-    """Make a table of the records of these arms and of their real clips. threshold: of `above_threshold`."""
+def make_table(records: Sequence[Record], arms: Sequence[str]) -> Table:
+    """Make a table of the records of these arms and of their real clips."""
     by_arm: dict[str, dict[ClipKey, Record]] = {arm: {} for arm in arms}
     real = {record["row"]: record for record in records if record["arm"] == REAL}
     for record in records:
@@ -144,7 +147,7 @@ def make_table(records: Sequence[Record], arms: Sequence[str], threshold: float)
     clips = sorted({clip for arm_records in by_arm.values() for clip in arm_records})
     by_arm[REAL] = {clip: real[clip.row] for clip in clips if clip.row in real}
     figures = {
-        arm: {clip: record_figures(record, threshold) for clip, record in arm_records.items()}
+        arm: {clip: record_figures(record) for clip, record in arm_records.items()}
         for arm, arm_records in by_arm.items()
     }
     rows = {clip.row for clip in clips}
@@ -228,20 +231,19 @@ def compare(values: Values, base: Values, *, by_ratio: bool) -> dict | None:
     return change | {"left_out": len(values.keys() ^ base.keys())}
 
 
-def summarise(records: Sequence[Record], arms: Sequence[Arm], edges: Sequence[float], threshold: float) -> dict:
+def summarise(records: Sequence[Record], arms: Sequence[Arm]) -> dict:
     """Return the report: means over people with 95 % bootstrap intervals.
 
     Each arm is compared with the first of its step count, another tool's videos with the first of all; adapters also
-    with the start of their step count. edges: ascending widths of the face in the real clip, in pixels; faces below the
-    first are not scored.
+    with the start of their step count.
     """
-    table = make_table(records, [arm.name for arm in arms], threshold)
+    table = make_table(records, [arm.name for arm in arms])
     judges = list(next(iter(table.records[REAL].values()))["curves"])
     widths = pair_people({clip: record["face_width"] for clip, record in table.records[REAL].items()}).by_name()
-    between = [f"{low:g}-{high:g} px" for low, high in itertools.pairwise(edges)]
-    strata: dict[str, list[str]] = {name: [] for name in (f"< {edges[0]:g} px", *between, f"> {edges[-1]:g} px")}
+    small, large = FACE_SIZES
+    strata: dict[str, list[str]] = {f"< {small} px": [], f"{small}-{large} px": [], f"> {large} px": []}
     for person in sorted(widths):  # a face on an edge belongs to the middle
-        index = 0 if widths[person] < edges[0] else 1 + sum(widths[person] > edge for edge in edges[1:])
+        index = 0 if widths[person] < small else 2 if widths[person] > large else 1
         list(strata.values())[index].append(person)
     bases, starts = find_bases(arms), {arm.steps: arm.name for arm in arms if arm.origin}
     summaries = [arm_report(table, arm, bases[arm.steps], judges, strata) for arm in arms]
@@ -254,7 +256,6 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], edges: Sequence[fl
         scales[judge] = {end: interval(torch.tensor(list(people.values()))) for end, people in ends.items()}
     return {
         "people": len(widths), "clips": len(table.figures[arms[0].name]),
-        "reading": {"face_sizes": list(edges), "threshold": threshold},
         "per_clip": per_clip(table), "real": arm_figures(table, REAL, judges), "arms": summaries,
         "face_sizes": {name: len(members) for name, members in strata.items()},
         "identity_scale": {"missing": table.no_scale, "recognisers": scales},

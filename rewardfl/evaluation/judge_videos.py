@@ -195,7 +195,7 @@ def finish(study: Study, rows: Sequence[data.Row], about: dict, args: argparse.N
     if not study.judges.faces:
         return finish_images(study, rows, about)
     out, records = study.out, study.join(rows)
-    report = summarise(records, study.arms, args.face_sizes, args.threshold) | about
+    report = summarise(records, study.arms) | about
     atomic_write(out / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
     shown = [row.index for row in rows[:PEOPLE]]
     draw_grid(report, out, [record for record in records if record["index"] in shown], study.read_file)

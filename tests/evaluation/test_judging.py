@@ -63,10 +63,10 @@ def pair(person, seed, before, after, **figures):
     return [record(person, "base", seed, face_sim=before), record(person, "latest", seed, face_sim=after, **figures)]
 
 
-def summary(*records, arms=ARMS, edges=(40.0, 80.0)):
+def summary(*records, arms=ARMS):
     people = dict.fromkeys(one["row"] for one in records if one["arm"] != "real")
     known = {one["row"] for one in records if one["arm"] == "real"}
-    return summarise([*records, *(real(one) for one in people if one not in known)], arms, edges, 0.4)
+    return summarise([*records, *(real(one) for one in people if one not in known)], arms)
 
 
 def close(value):
@@ -163,7 +163,7 @@ def test_arms_without_a_common_clip_or_figure():
 def test_the_shape_of_a_curve():
     def shape(curve):
         return {name.removeprefix(f"{JUDGE}/"): value for name, value in
-                record_figures(record("a", "base", curve=curve), 0.4).items()}  # fmt: skip
+                record_figures(record("a", "base", curve=curve)).items()}  # fmt: skip
 
     figures = shape([0.9 - 0.02 * i for i in range(20)])
     assert (figures["drift"], figures["worst_tenth"], figures["last_quarter"]) == pytest.approx((-0.02, 0.53, 0.56))
@@ -182,7 +182,6 @@ def test_strata_are_by_the_real_clips_face_and_small_ones_are_only_counted():
     assert [*strata] == ["40-80 px", "> 80 px"]
     assert strata["40-80 px"]["figures"][f"{JUDGE}/face_sim"]["mean"] == pytest.approx(0.7)
     assert strata["40-80 px"]["compared"][f"{JUDGE}/face_sim"]["difference"]["mean"] == pytest.approx(0.2)
-    assert summary(*people[0], real("a", 39.0), edges=(20.0,))["face_sizes"] == {"< 20 px": 0, "> 20 px": 1}
 
 
 MORE_STEPS = [Arm(name="base_20steps", steps=20), Arm(name="latest_20steps", steps=20, adapter=ROOT)]
@@ -398,8 +397,8 @@ def test_a_run_with_another_reward_names_the_way_out(tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        ["--strengths", "a"], ["--strengths", "inf"], ["--steps", "0"], ["--seeds", "0"], ["--face-sizes", "80,40"],
-        ["--threshold", "nan"], ["--batch", "0"], ["--periods", "8,,16"], ["--adapter", "x:1e999"], ["--config", "x"],
+        ["--strengths", "a"], ["--strengths", "inf"], ["--steps", "0"], ["--seeds", "0"],
+        ["--batch", "0"], ["--periods", "8,,16"], ["--adapter", "x:1e999"], ["--config", "x"],
         ["--judge", "look=x"], ["--judge", "Big=x"], ["--judge", "fr_feature"], ["--judge", "a=x", "--judge", "a=y"],
     ],
 )  # fmt: skip

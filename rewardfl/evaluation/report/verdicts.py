@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from rewardfl.evaluation.figures import format_interval, is_ratio
+from rewardfl.evaluation.figures import THRESHOLD, format_interval, is_ratio
 from rewardfl.training.alarms import COLOUR_GUARD, GAIN_GUARD, GRID_GUARD, LOOK_GUARD, SATURATION_GUARD, SHARE_GUARD
 
 FROZEN_MOST = 0.1  # maximum share of frozen clips
@@ -29,7 +29,7 @@ MEANINGS = {
     "face/drift": Meaning("drift per frame", "Slope of FaceSim along the clip; below 0 it drifts."),
     "face/worst_tenth": Meaning("worst tenth", "Mean FaceSim of the lowest tenth of the frames."),
     "face/last_quarter": Meaning("last quarter", "Mean FaceSim of the last quarter of the frames."),
-    "face/above_threshold": Meaning("above threshold", "Share of frames with FaceSim above --threshold."),
+    "face/above_threshold": Meaning("above threshold", f"Share of frames with FaceSim above {THRESHOLD}."),
     "face/speed": Meaning("landmark speed", "How fast the face's landmarks move, in face widths per frame.", 0.93),
     "face/nonrigid": Meaning("non-rigid motion", "How much the landmarks move against each other.", 0.93),
     "look/face": Meaning("look of the face", "Correlation of eyes and mouth with the real clip's.", -LOOK_GUARD),
