@@ -116,20 +116,6 @@ def test_frames_that_a_conversion_of_rates_doubles(source, rate, repeats):
     assert warnings == [f"video: {repeats} of 81 frames repeat the one before; leave them out"] * bool(repeats)
 
 
-def test_sizes_under_max_pixels(tmp_path):
-    for name, (height, width) in {"wide": (96, 160), "tall": (160, 96), "wide2": (108, 180)}.items():
-        data.write_video(tmp_path / f"{name}.mp4", nobody(5, height, width), 16)
-    rows = ([f"{name}.mp4", "x"] for name in ("wide", "tall", "wide2"))
-    path = write_csv(tmp_path, *rows, header=["video", "prompt"])
-    out = check(path, ANY_RATE, "data.num_frames=5", f"data.max_pixels={64 * 112}")
-    assert out == [
-        *(f"line {line}: warning: video: nothing moves in its 5 frames" for line in (2, 3, 4)),
-        "3 rows: 3 can be used, 0 cannot",
-        "64 x 112 (height x width): 2 rows",
-        "112 x 64 (height x width): 1 rows",
-    ]
-
-
 @pytest.mark.parametrize("setting, message", [
     (ANY_RATE, "metadata.csv): no usable row"), ("data.height=60", "data.height must be a multiple of 16, at m"),
     ("data.file_name=nowhere.csv", f"data.file_name: no such file: {Path.cwd()}/nowhere.csv"),

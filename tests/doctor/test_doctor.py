@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import json
-import math
 import platform
 import re
 import shutil
@@ -19,7 +18,7 @@ from runs import CONFIG, FAST, GRPO_CONFIG, GRPO_FAST, SMALL
 
 from rewardfl import config, data
 from rewardfl.doctor import checks
-from rewardfl.doctor.checks import Finding, anonymise, write_page
+from rewardfl.doctor.checks import Finding, anonymise
 from rewardfl_tools import doctor
 
 pytestmark = pytest.mark.slow(40)
@@ -68,14 +67,6 @@ def test_folders_and_hosts_are_replaced(monkeypatch):
     monkeypatch.setattr(platform, "node", lambda: "gpu-7.example.org")
     line = anonymise(f"no file {ROOT}/x.onnx, /home/somebody/a b/y on gpu-7.example.org: 0.123456789, 2.13.0, 3.0")
     assert line == "no file ./x.onnx, ~/a b/y on (host): 0.1235, 2.13.0, 3.0"
-
-
-def test_the_page_takes_any_figure_and_any_words(tmp_path):
-    facts = {"a": math.nan, "table": [{"x": 1.5, "y": "a|b"}, {"x": 2}], "words": ["p", "```"], "yes": True}
-    write_page(open_case(tmp_path), {"one": Finding("ok", "it|is", facts)})
-    section = page(tmp_path / "page.md")["one"]
-    assert math.isnan(section["a"]) and section["table"] == [{"x": 1.5, "y": "a|b"}, {"x": 2}]
-    assert section["words"] == ["p", "´´´"] and section["line"] == "it/is"
 
 
 @pytest.mark.parametrize("arguments, message", [

@@ -7,18 +7,15 @@ import gc
 import json
 import shutil
 import weakref
-from pathlib import Path
 
-import clip_files
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT, run_python, run_tool
 from runs import CONFIG, QUICK, environment, launch, table
 from safetensors.torch import save_file
 
-from rewardfl import data, lora, rewards
-from rewardfl.evaluation import arms, judge_videos
+from rewardfl import data, lora
+from rewardfl.evaluation import arms
 from rewardfl.evaluation.records import Writer
 from rewardfl.files import digest_files
 from rewardfl.outputs import Folder
@@ -126,14 +123,6 @@ def copied(straight, tmp_path):
     return shutil.copytree(straight, tmp_path / "out")
 
 
-def test_a_record_that_was_cut_off_is_made_again(run, straight, copied):
-    records = copied / "records.jsonl"
-    records.write_bytes(records.read_bytes()[:-50])
-    call(words(run, copied, *SAME))
-    assert left(copied) == left(straight)
-    assert not (copied / "prepared").exists()
-
-
 def all_files(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "rewardfl.lock"}
 
@@ -195,13 +184,6 @@ def test_a_record_names_no_file_of_its_own(run, straight, copied, tmp_path):
     assert left(copied)[0] == left(straight)[0]
     page = (copied / "report.html").read_text()
     assert "secret" not in page and base64.b64encode(b"secret").decode() not in page
-
-
-def test_an_adapter_that_is_none_is_found_before_anything_is_judged(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(judge_videos, "load_judges", None)
-    (tmp_path / "empty").mkdir()
-    said = call(words(run, tmp_path / "out", "--adapter", tmp_path / "empty"), expect=2)
-    assert "--adapter" in said and not (tmp_path / "out").exists()
 
 
 def test_the_start_is_an_arm(run, tmp_path):
@@ -272,23 +254,6 @@ def test_videos_of_other_tools_need_no_model(run, straight, tmp_path, monkeypatc
     assert report["arms"][1]["against"] == report["arms"][0]["name"]
     mine, theirs = (one["arms"][0]["figures"]["held_out/face_sim"]["mean"] for one in (report, made))
     assert mine == pytest.approx(theirs, abs=0.1) and mine != theirs  # the codec's part
-
-
-def test_agreement_with_the_text_is_a_column(run, straight, tmp_path):
-    """clip_score on the videos, each with the prompt of its row, as the reward itself scores what the files hold."""
-    folder = clip_files.write_clip(tmp_path / "clip")
-    others = f"reward.others={{text: {{name: clip_score, settings: {{model_dir: {folder}}}}}}}"
-    made = straight / "videos" / "latest"
-    said = call([*source(run), *SIZES, others, "--out", tmp_path / "out", "--videos", made])
-    (arm,) = left(tmp_path / "out")[0]["arms"]
-    reward = rewards.build("clip_score", {"model_dir": folder})
-    scores = []
-    for row in data.load_metadata(run / "metadata.csv"):
-        for file in sorted(made.glob(f"{Path(row.video).stem}_seed*.mp4")):
-            video = data.to_float(data.read_video(file))
-            scores.append(reward(video[None], [reward.reference(video, row.prompt)]).score.item())
-    assert len(scores) == 4 and "text" in said
-    assert arm["figures"]["rewards/text"]["mean"] == pytest.approx(np.mean(scores), abs=1e-5)
 
 
 def test_everybody_is_a_column_where_everybody_is_trained(run, tmp_path):

@@ -427,17 +427,14 @@ def test_a_damaged_or_other_folder_is_refused(files, tmp_path, damage):
         backbones.open("wan2_2", Source(model_paths=str(folder)))
 
 
-@pytest.mark.parametrize("part, name, file", [
-    ("vae", "decoder.conv_out.weight", "diffusion_pytorch_model"),
-    ("text_encoder", "encoder.block.1.layer.0.SelfAttention.q.weight", "model"),
-])  # fmt: skip
-def test_a_text_encoder_or_vae_without_a_tensor_is_refused(files, tmp_path, part, name, file):
+@pytest.mark.parametrize("part, file", [("vae", "diffusion_pytorch_model"), ("text_encoder", "model")])
+def test_a_text_encoder_or_vae_without_a_tensor_is_refused(files, tmp_path, part, file):
     """The libraries would fill in random numbers."""
     folder = shutil.copytree(files.fp32, tmp_path / part)
     for path in (folder / part).glob("*.safetensors*"):
         path.unlink()
-    state = {key: value.clone() for key, value in files.pipe.components[part].state_dict().items() if key != name}
-    save_file(state, folder / part / f"{file}.safetensors", {"format": "pt"})
+    *others, (name, _) = files.pipe.components[part].state_dict().items()
+    save_file({key: value.clone() for key, value in others}, folder / part / f"{file}.safetensors", {"format": "pt"})
     with pytest.raises(InputError, match=f"lacks {name}"):
         load(folder, torch.float32)
 
