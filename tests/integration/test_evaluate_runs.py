@@ -127,20 +127,6 @@ def all_files(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "rewardfl.lock"}
 
 
-def test_a_folder_of_the_users_is_refused_and_overwrite_replaces_what_is_in_the_way(run, tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    mine, others = out / "settings.json", out / "records-notes.txt"
-    out.mkdir()
-    for path in (mine, others):
-        path.write_text('{"editor.tabSize": 4}')
-    before = all_files(tmp_path)
-    assert f"error: --out {out} has content" in call(words(run, out), expect=2)
-    assert all_files(tmp_path) == before
-    monkeypatch.setattr(arms, "load_model", stop)
-    call(words(run, out, "--overwrite"), expect=130)
-    assert "sampling" in mine.read_text() and others.read_bytes() == before[others]
-
-
 def test_overwrite_removes_what_the_evaluation_wrote(run, copied, monkeypatch):
     """And nothing else: no clips next to its own. Edits of its own files are lost."""
     mine = [copied / name for name in ("videos/holiday.mp4", "prepared/thesis.txt", "notes.txt")]
@@ -219,29 +205,19 @@ def test_the_start_is_an_arm(run, tmp_path):
 
 @pytest.mark.long
 def test_memory_does_not_grow_with_the_number_of_clips(run, tmp_path, monkeypatch):
-    """While a batch is sampled, or a clip is read, the one before it is alive at most."""
-    alive, most = {}, []
+    """While a batch is sampled, the one before it is alive at most."""
+    videos, alive, sample = [], [], arms.Sampler.sample
 
-    def watch(owner, name, video):
-        work, alive[name] = getattr(owner, name), []
+    def watched(*arguments):
+        batch = sample(*arguments)
+        gc.collect()
+        alive.append(sum(video() is not None for video in videos))
+        videos.append(weakref.ref(batch))
+        return batch
 
-        def watched(*arguments, **settings):
-            made = work(*arguments, **settings)
-            gc.collect()
-            most.append(sum(one() is not None for one in alive[name]))
-            alive[name].append(weakref.ref(video(made)))
-            return made
-
-        monkeypatch.setattr(owner, name, watched)
-
-    watch(arms.Sampler, "sample", lambda videos: videos)
-    watch(data, "load_example", lambda example: example.video)
-    table(run / "metadata.csv", "eval", 4)
-    try:
-        call(words(run, tmp_path, "--batch", "1", "--seeds", "1"))
-    finally:
-        table(run / "metadata.csv", "eval", 2)
-    assert len(alive["sample"]) == 8 and len(alive["load_example"]) == 4 and max(most) <= 1
+    monkeypatch.setattr(arms.Sampler, "sample", watched)
+    call(words(run, tmp_path, "--batch", "1"))
+    assert len(videos) == 8 and max(alive) <= 1
 
 
 def test_videos_of_other_tools_need_no_model(run, straight, tmp_path, monkeypatch):
