@@ -3,9 +3,9 @@
     python tools/compare_runs.py outputs/a outputs/b --out comparison.html
     python tools/compare_runs.py outputs/a/evaluation outputs/compared --out comparison.html
 
-Each is a run that tools/evaluate.py has judged, or the --out of an evaluation. A row per run and arm, gain against
-motion, FaceSim along the clip, and of runs the curves of their training. Evaluations of other people, sampling or
-judges are refused, unless --anyway is given: then the page says how they differ.
+Each is a run that tools/evaluate.py has judged, or the --out of an evaluation. A row per run and arm, FaceSim along the
+clip, and of runs the curves of their training. Evaluations of other people, sampling or judges are refused, unless
+--anyway is given: then the page says how they differ.
 
 Or two groups of arms of one evaluation, usually one training with several seeds each, as a Markdown table:
 

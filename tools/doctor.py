@@ -1,9 +1,8 @@
 """The first hour with published weights: does this machine do what training expects of it? One page to paste.
 
-    python tools/doctor.py --config my.yaml [--out PAGE.md] [--only faces] [section.key=value ...]
+    python tools/doctor.py --config my.yaml [--out PAGE.md] [--only step] [section.key=value ...]
 
     environment  versions, card, driver, disk and memory
-    faces        the face packs, compared with insightface on the first clip
     step         one update of the training script at the configured size: seconds, TFLOP/s, peak, and the estimate
 
 The step needs the checkout, as training does: the wheel has no scripts and no configs/. The page holds no host, user
@@ -23,8 +22,7 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="a run's YAML file, of any training script")
     page = Path(time.strftime("outputs/doctor_%Y%m%d_%H%M%S.md"))
     parser.add_argument("--out", type=Path, default=page, help="the page (default: outputs/doctor_TIME.md)")
-    checks = ("environment", "faces", "step")
-    parser.add_argument("--only", choices=checks, action="append", help="this check; may be repeated")
+    parser.add_argument("--only", choices=("environment", "step"), help="this check")
     count = command_line.option_type(schema.Count)
     parser.add_argument("--clips", type=count, default=4, help="how many of the data's first rows (default: 4)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one, else cpu")

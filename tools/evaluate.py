@@ -14,11 +14,10 @@ Or, of an image model: are the pictures of prompts it never saw better, by every
     python tools/evaluate.py --run outputs/tiny_words --data assets/tiny_words/eval.txt --seeds 4
 
 The base model, the run's start (lora.init_from) and every adapter are sampled from the same noises and compared with
-the real clips. OUT
-(RUN/evaluation) gets records.jsonl (a line per video), report.html (one page to send, with the videos in it),
-report.json, curves.png, grid.png, front.png (gain against motion) and videos/ARM/ROW_seedN.mp4. The same
-command resumes where it was stopped, and one with more seeds, adapters or strengths samples only those. In OUT only
-files are replaced that evaluate.py wrote; changes to them are lost.
+the real clips. OUT (RUN/evaluation) gets records.jsonl (a line per video), report.html (a page with the videos in it),
+report.json, grid.png and videos/ARM/ROW_seedN.mp4. The same command resumes where it was stopped, and one with more
+seeds, adapters or strengths samples only those. In OUT only files are replaced that evaluate.py wrote; changes to them
+are lost.
 What every figure means: docs/evaluate.md. Images are judged by the run's rewards, also at weight 0 (more by
 reward.others.NAME.name=... as overrides): report.json with the win rate, grid.png and images/ARM/ROW_seedN.png.
 Text is read by two engines: disagreements.png shows where they differ.
@@ -45,13 +44,6 @@ def numbers(kind: Any) -> Callable[[str], list]:
     """Return a reader of a list such as 0.5,1. kind: the numbers' type in the schema."""
     read = command_line.option_type(kind)
     return lambda text: [read(part) for part in text.split(",")]
-
-
-def ascending(text: str) -> list[float]:
-    values = numbers(schema.NonNegative)(text)
-    if sorted(set(values)) != values:
-        raise argparse.ArgumentTypeError(f"{text!r} must ascend, as 40,80 does")
-    return values
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -103,14 +95,6 @@ def add_figures(parser: argparse.ArgumentParser) -> None:
         help="a face pack of another recogniser, next to the run's; may be given several times. The last one's word "
         "counts in the report's first sentences",
     )  # fmt: skip
-    figures.add_argument(
-        "--face-sizes", type=ascending, default=[40.0, 80.0], metavar="40,80",
-        help="strata by the face's width in the real clip, in pixels; below the first it is too small to be scored",
-    )  # fmt: skip
-    share = command_line.option_type(schema.Share)
-    figures.add_argument(
-        "--threshold", type=share, default=0.4, help="of FaceSim: the share of frames above it (default: %(default)s)"
-    )
     figures.add_argument(
         "--periods", type=numbers(Period), default=[8, 16], metavar="8,16",
         help="pixels of the VAE's and the patch's grid, which the canaries look for (default: 8,16)",

@@ -27,7 +27,6 @@ from rewardfl.data.metadata import (
     load_example,
     load_metadata,
     notes,
-    read_files,
     usable_rows,
 )
 from rewardfl.data.order import one_shape_batch

@@ -321,30 +321,19 @@ def usable_rows(
     return good, bad
 
 
-def read_files(
+def load_example(
     row: Row, height: int, width: int, num_frames: int, max_pixels: int | None = None, fps: float | None = None
-) -> dict[str, Tensor]:
-    """Return {column: content} of the row's files, each decoded once by read_clip or read_picture.
+) -> Example:
+    """Load the row's files, each decoded once by read_clip or read_picture.
 
-    A reference video has its own size under max_pixels, and may be shorter than the clip: it has REFERENCE_FRAMES to
-    num_frames frames. Raise DataError with the problems of all files.
+    The image is fitted to the clip's size; without a clip, max_pixels applies to the image's shape. A reference video
+    has its own size under max_pixels, and REFERENCE_FRAMES to num_frames frames. A row of a prompt only has the row's
+    size, if any. Raise DataError with the problems of all files.
     """
     read = partial(read_clip, height=height, width=width, num_frames=num_frames, max_pixels=max_pixels, fps=fps)
     contents, problems = _read_files(row, num_frames, read, read_picture)
     if problems:
         raise DataError("; ".join(problems))
-    return contents
-
-
-def load_example(
-    row: Row, height: int, width: int, num_frames: int, max_pixels: int | None = None, fps: float | None = None
-) -> Example:
-    """Load the row's files by read_files.
-
-    The image is fitted to the clip's size; without a clip, max_pixels applies to the image's shape. A prompt alone has
-    the row's size, if any.
-    """
-    contents = read_files(row, height, width, num_frames, max_pixels, fps)
     videos = {column: to_float(content) for column, content in contents.items() if column != "image"}
     video, picture = videos.get("video"), contents.get("image")
     if video is not None:

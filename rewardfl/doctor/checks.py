@@ -1,4 +1,4 @@
-"""The checks of tools/doctor.py: machine, faces and one update. They write one page."""
+"""The checks of tools/doctor.py: the machine, and one update. They write one page."""
 
 import argparse
 import csv
@@ -11,9 +11,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,7 @@ from rewardfl import command_line, config, data, machine, outputs, trust
 from rewardfl.estimate.measure import measure
 from rewardfl.estimate.needs import RESERVE, flops, memory
 from rewardfl.files import atomic_write, escape_control
-from rewardfl.rewards import FaceIdentityReward, build_terms, resolve_rewards
-from rewardfl.rewards.face import parity as face_parity
 from rewardfl.training import cli, setup_model, setup_run
-from rewardfl.training.clip_scan import load_sized_example
 from rewardfl.training.plan import resolve
 from rewardfl.training.run_folder import git_commit, library_versions
 from rewardfl.training.setup_workload import make_workload
@@ -44,7 +40,7 @@ ONE_UPDATE = (
     "train.max_steps=1", "run.sample_videos=0", "run.log_with=none", "run.resume_from_checkpoint=false",
     "run.resume_with_changes=[]", "run.keep_last=null",
 )  # fmt: skip
-OK, DIFFERS, NOT_DONE = "ok", "differs", "could not be done"
+OK, DIFFERS = "ok", "differs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +50,7 @@ class Case:
     args: argparse.Namespace
     script: str  # that trains it
     settings: Mapping[str, str]  # for the page, and digests of the model's files
-    faces: Sequence[config.RewardSpec]  # of face rewards
-    clips: config.DataConfig
     rows: Sequence[data.Row]
-    device: torch.device
     one_update: Sequence[str]  # overrides
     work: Workload  # of that update
 
@@ -75,15 +68,13 @@ def run(args: argparse.Namespace) -> int:
     """Run the checks, write the page after each, and return the exit code. An error of a check is DIFFERS."""
     case = open_case(args)
     findings: dict[str, Finding] = {}
-    for name in (name for name in CHECKS if name in (args.only or CHECKS)):
-        began = time.perf_counter()
+    for name in [args.only] if args.only else CHECKS:
         try:
-            finding = CHECKS[name](case)
+            findings[name] = CHECKS[name](case)
         except (*cli.REFUSALS, OSError, torch.OutOfMemoryError, torch.AcceleratorError) as error:
-            finding = Finding(DIFFERS, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-        findings[name] = replace(finding, facts={**finding.facts, "seconds": time.perf_counter() - began})
+            findings[name] = Finding(DIFFERS, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
         write_page(case, findings)
-        print(escape_control(f"{name}: {finding.status}: {finding.line}"), flush=True)
+        print(escape_control(f"{name}: {findings[name].status}: {findings[name].line}"), flush=True)
     print(f"page: {args.out}")
     return int(any(finding.status == DIFFERS for finding in findings.values()))
 
@@ -91,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 def open_case(args: argparse.Namespace) -> Case:
     """Open the case. Raise, before anything is written, the errors that training would raise."""
     cfg = config.load(args.config, args.overrides)
-    device = torch.device(command_line.resolve_device(args.device))
+    args.device = command_line.resolve_device(args.device)
     backbone = setup_model.open_model(cfg)
     rows = data.load_metadata(cfg.data.file_name)[: args.clips]
     problems = [(row.line, row.problem) for row in rows if row.problem]
@@ -109,28 +100,18 @@ def open_case(args: argparse.Namespace) -> Case:
     one_update = [*args.overrides, *ONE_UPDATE, *first]
     first_cfg = config.load(args.config, one_update)
     work = make_workload(first_cfg, resolve(first_cfg, backbone, 1), backbone, rows)
-    settings = {key: value for key, value in config.flat(cfg).items() if key in SHOWN}
+    settings = {"script": cfg.script} | {key: value for key, value in config.flat(cfg).items() if key in SHOWN}
+    settings |= setup_run.digest_base_model(backbone)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    return Case(
-        args=args,
-        script=cfg.script,
-        settings=settings | setup_run.digest_base_model(backbone),
-        faces=[spec for spec in config.list_reward_specs(cfg) if spec.name in ("face_identity", "face_judge")],
-        clips=cfg.data,
-        rows=rows,
-        device=device,
-        one_update=one_update,
-        work=work,
-    )
+    return Case(args=args, script=cfg.script, settings=settings, rows=rows, one_update=one_update, work=work)
 
 
 def write_page(case: Case, findings: Mapping[str, Finding]) -> None:
     """Write the page, whole or not at all."""
-    shown = {"script": case.script, "clips": str(len(case.rows)), **case.settings}
     worst = DIFFERS if any(finding.status == DIFFERS for finding in findings.values()) else OK
     lines = [f"# rewardfl doctor: {worst}", "", "| check | result | in a line |", "|---|---|---|"]
     lines += [f"| {n} | {f.status} | {anonymise(f.line).replace('|', '/')} |" for n, f in findings.items()]
-    for name, facts in {"configuration": shown, **{n: finding.facts for n, finding in findings.items()}}.items():
+    for name, facts in {"configuration": case.settings, **{n: f.facts for n, f in findings.items()}}.items():
         text = yaml.safe_dump(dict(facts), sort_keys=False, default_flow_style=None, width=160, allow_unicode=True)
         lines += ["", f"## {name}", "", "```yaml", *map(anonymise, text.splitlines()), "```"]
     atomic_write(case.args.out, "\n".join(lines) + "\n")
@@ -168,30 +149,18 @@ def check_machine(case: Case) -> Finding:
     return Finding(OK, line, facts)
 
 
-@torch.no_grad()
-def check_faces(case: Case) -> Finding:
-    """Compare each face pack with insightface's code on the first clip. Raise FaceParityError if they differ."""
-    terms = {term.label: term.reward for term in build_terms(resolve_rewards(case.faces), case.device)}
-    packs = {label: reward.identity for label, reward in terms.items() if isinstance(reward, FaceIdentityReward)}
-    row = next((row for row in case.rows if row.video is not None), None)
-    if not packs or row is None:
-        return Finding(NOT_DONE, "no row names a video" if packs else "the configuration names no face pack")
-    lines = face_parity.check_packs(packs, load_sized_example(case.clips, row).reference.to(case.device))
-    return Finding(NOT_DONE if any("skipped" in line for line in lines) else OK, "; ".join(lines))
-
-
 def check_step(case: Case) -> Finding:
     """Measure the script's first update on these clips. Return DIFFERS if the script fails."""
     script = Path(rewardfl.__file__).parents[1] / case.script
     if not script.is_file():
-        return Finding(NOT_DONE, f"{script.name} is not next to the package; run the tool from a checkout")
+        return Finding(DIFFERS, f"{script.name} is not next to the package; run the tool from a checkout")
     torch.cuda.empty_cache()  # for the script
     with tempfile.TemporaryDirectory(prefix="rewardfl-doctor-", dir=case.args.out.parent) as temporary:
         folder, table, log = (Path(temporary).resolve() / name for name in ("run", "clips.csv", "run.log"))
         write_table(case.rows, table)
         paths = [f"run.output_dir={json.dumps(str(folder))}", f"data.file_name={json.dumps(str(table))}"]
         command = [sys.executable, script, "--config", case.args.config, *trust.permission_arguments()]
-        environment = os.environ | ({"ACCELERATE_USE_CPU": "true"} if case.device.type == "cpu" else {})
+        environment = os.environ | ({"ACCELERATE_USE_CPU": "true"} if case.args.device == "cpu" else {})
         with log.open("w") as output:
             result = subprocess.run([*command, *case.one_update, *paths], stdout=output, stderr=output, env=environment)
         if result.returncode:
@@ -213,7 +182,7 @@ def write_table(rows: Sequence[data.Row], path: Path) -> None:
 def compare_with_estimate(case: Case, metrics: Mapping[str, Any]) -> Finding:
     """Compare an update's line of metrics.jsonl with its estimate; a GPU's peak above the estimate is DIFFERS."""
     costs, videos = measure(case.work.video), case.work.spans[0].of_process
-    needs, peak, gpu = memory(costs, case.work), metrics["memory/peak_gb"], case.device.type == "cuda"
+    needs, peak, gpu = memory(costs, case.work), metrics["memory/peak_gb"], case.args.device == "cuda"
     seconds = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
     facts = {
         "peak memory, GB": peak,
@@ -229,4 +198,4 @@ def compare_with_estimate(case: Case, metrics: Mapping[str, Any]) -> Finding:
     return Finding(OK, line, facts)
 
 
-CHECKS = {"environment": check_machine, "faces": check_faces, "step": check_step}
+CHECKS = {"environment": check_machine, "step": check_step}

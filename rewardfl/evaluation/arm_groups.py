@@ -22,7 +22,7 @@ def compare_groups(folder: Path, first: Sequence[str], second: Sequence[str]) ->
     arms = [BASE, *first, *second]
     if missing := sorted({*arms} - {record["arm"] for record in records}):
         raise ValueError(f"--first, --second: {folder} has no arm {', '.join(missing)}; its records.jsonl names them")
-    table = make_table(records, arms, threshold=0.4)
+    table = make_table(records, arms)
     rows, left_out = ["| figure | first | second | first - second |", "|---|---|---|---|"], []
     for name in listed_figures(table):
         pairs = pair_people(*(table.values(arm, name) for arm in arms))

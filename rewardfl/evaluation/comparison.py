@@ -73,7 +73,6 @@ def comparison_page(evaluations: Sequence[Evaluated], problem: str) -> str:
         "problem": problem,
         "head": [("run: arm", ""), *(explain(key, []) for key in (*COMPARED, *WHOLE))],
         "rows": rows,
-        "front": embed("image/png", metric_curves.encode_figure(pictures.draw_front(joined))),
         "curves": [embed("image/png", pictures.draw_face_sim({judge: list(curves.values())}))],
         "training": embed("image/png", pictures.draw_training({run.name: run.metrics for run in evaluations})),
         "runs": [

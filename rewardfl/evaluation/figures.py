@@ -5,7 +5,6 @@ clips (person and noise) that both have. A clip without a figure in one of them 
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,17 +36,18 @@ class ClipKey(NamedTuple):
 
 Values = dict[ClipKey, float]  # of one figure of one arm, without clips that lack it
 
-AMOUNTS = ("flow", "face_flow", "pixel_change", "sharpness")  # of the block motion, compared by their ratio
-
-_MOVES = ("speed", "nonrigid")  # of a recogniser, compared by their ratio
-
-RATIOS = {*AMOUNTS, *_MOVES, "grid", "saturation"}
+# compared by their ratio: motion of pixels, of a recogniser's landmarks, and canaries
+RATIOS = {"flow", "face_flow", "pixel_change", "sharpness", "speed", "nonrigid", "grid", "saturation"}
 
 _COLOURS = ("canary/red", "canary/green", "canary/blue")
 
 _OF_SHOT = ("curves", "detected", "file")  # keys of a record that the report has for each video
 
 FROZEN = 0.5  # a clip is frozen below this share of the base's non-rigid motion
+
+THRESHOLD = 0.4  # of FaceSim, for the share of frames above it
+
+FACE_SIZES = (40, 80)  # edges of strata by the face's width in the real clip, in pixels; smaller faces are not scored
 
 IN_STRATA = ("face_sim", "drift", "coverage", "nonrigid")
 
@@ -86,7 +86,7 @@ def _with_ends(mean: Tensor, means: Tensor) -> Interval:
     return {"mean": float(mean), "low": low, "high": high}
 
 
-def record_figures(record: Record, threshold: float) -> dict[str, float]:
+def record_figures(record: Record) -> dict[str, float]:
     """Return the figures of a record and of its curves, without missing ones.
 
     drift: the least-squares slope of FaceSim over frames 1 .. F - 1, per frame. worst_tenth, last_quarter: means of at
@@ -100,7 +100,7 @@ def record_figures(record: Record, threshold: float) -> dict[str, float]:
             figures[f"{judge}/drift"] = float(time @ curve / (time @ time))
         figures[f"{judge}/worst_tenth"] = float(np.sort(curve)[: max(1, count // 10)].mean())
         figures[f"{judge}/last_quarter"] = float(curve[-max(1, count // 4) :].mean())
-        figures[f"{judge}/above_threshold"] = float((curve > threshold).mean())
+        figures[f"{judge}/above_threshold"] = float((curve > THRESHOLD).mean())
     return figures
 
 
@@ -137,8 +137,8 @@ class Table:
         return [round(float(value), 4) for value in np.mean(rows, 0)]
 
 
-def make_table(records: Sequence[Record], arms: Sequence[str], threshold: float) -> Table:
-    """Make a table of the records of these arms and of their real clips. threshold: of `above_threshold`."""
+def make_table(records: Sequence[Record], arms: Sequence[str]) -> Table:
+    """Make a table of the records of these arms and of their real clips."""
     by_arm: dict[str, dict[ClipKey, Record]] = {arm: {} for arm in arms}
     real = {record["row"]: record for record in records if record["arm"] == REAL}
     for record in records:
@@ -147,7 +147,7 @@ def make_table(records: Sequence[Record], arms: Sequence[str], threshold: float)
     clips = sorted({clip for arm_records in by_arm.values() for clip in arm_records})
     by_arm[REAL] = {clip: real[clip.row] for clip in clips if clip.row in real}
     figures = {
-        arm: {clip: record_figures(record, threshold) for clip, record in arm_records.items()}
+        arm: {clip: record_figures(record) for clip, record in arm_records.items()}
         for arm, arm_records in by_arm.items()
     }
     rows = {clip.row for clip in clips}
@@ -231,47 +231,35 @@ def compare(values: Values, base: Values, *, by_ratio: bool) -> dict | None:
     return change | {"left_out": len(values.keys() ^ base.keys())}
 
 
-def summarise(records: Sequence[Record], arms: Sequence[Arm], edges: Sequence[float], threshold: float) -> dict:
+def summarise(records: Sequence[Record], arms: Sequence[Arm]) -> dict:
     """Return the report: means over people with 95 % bootstrap intervals.
 
-    arms: without starts, the first is `before`, the second `after`. Each is compared with the first of its step count,
-    another tool's videos with the first of all; adapters also with the start of their step count. edges: ascending
-    widths of the face in the real clip, in pixels; faces below the first are not scored.
+    Each arm is compared with the first of its step count, another tool's videos with the first of all; adapters also
+    with the start of their step count.
     """
-    table = make_table(records, [arm.name for arm in arms], threshold)
+    table = make_table(records, [arm.name for arm in arms])
     judges = list(next(iter(table.records[REAL].values()))["curves"])
     widths = pair_people({clip: record["face_width"] for clip, record in table.records[REAL].items()}).by_name()
-    between = [f"{low:g}-{high:g} px" for low, high in itertools.pairwise(edges)]
-    strata: dict[str, list[str]] = {name: [] for name in (f"< {edges[0]:g} px", *between, f"> {edges[-1]:g} px")}
+    small, large = FACE_SIZES
+    strata: dict[str, list[str]] = {f"< {small} px": [], f"{small}-{large} px": [], f"> {large} px": []}
     for person in sorted(widths):  # a face on an edge belongs to the middle
-        index = 0 if widths[person] < edges[0] else 1 + sum(widths[person] > edge for edge in edges[1:])
+        index = 0 if widths[person] < small else 2 if widths[person] > large else 1
         list(strata.values())[index].append(person)
     bases, starts = find_bases(arms), {arm.steps: arm.name for arm in arms if arm.origin}
     summaries = [arm_report(table, arm, bases[arm.steps], judges, strata) for arm in arms]
     for arm, summary in zip(arms, summaries, strict=True):
         if arm.adapter and not arm.origin and (start := starts.get(arm.steps)):
             summary |= {"start": start, "over_start": compare_figures(table, arm.name, start, table.names(arm.name))}
-    scales = {
-        judge: {"another_person": _mean_end(scale.another), "real_through_vae": _mean_end(scale.through_vae)}
-        for judge, scale in table.scales.items()
-    }
-    report: dict = {
+    scales = {}
+    for judge, scale in table.scales.items():
+        ends = {"another_person": scale.another, "real_through_vae": scale.through_vae}
+        scales[judge] = {end: interval(torch.tensor(list(people.values()))) for end, people in ends.items()}
+    return {
         "people": len(widths), "clips": len(table.figures[arms[0].name]),
-        "reading": {"face_sizes": list(edges), "threshold": threshold}, "recognisers": {}, "motion": {},
-        "per_clip": per_clip(table, arms, judges), "real": arm_figures(table, REAL, judges), "arms": summaries,
+        "per_clip": per_clip(table), "real": arm_figures(table, REAL, judges), "arms": summaries,
         "face_sizes": {name: len(members) for name, members in strata.items()},
         "identity_scale": {"missing": table.no_scale, "recognisers": scales},
     }  # fmt: skip
-    first = [summary for summary in summaries if not summary["origin"]][:2]
-    if len(first) == 2:
-        named = dict(zip(("before", "after"), first, strict=True))
-        report["compared"] = {which: summary["name"] for which, summary in named.items()}
-        report |= repeat_first_arms(table, judges, named | {"real": report["real"] | {"name": REAL}})
-    return report
-
-
-def _mean_end(people: Mapping[str, float]) -> Interval:
-    return interval(torch.tensor(list(people.values())))
 
 
 def find_bases(arms: Sequence[Arm]) -> dict[int, Arm]:
@@ -333,63 +321,15 @@ def arm_report(table: Table, arm: Arm, base: Arm, judges: Sequence[str], strata:
     return summary
 
 
-def repeat_first_arms(table: Table, judges: Sequence[str], arms: Mapping[str, Mapping]) -> dict:
-    """Return the blocks recognisers and motion of the report. arms: before | after | real -> name and figures."""
-
-    def mean(which: str, name: str) -> float | None:
-        figure = arms[which]["figures"].get(name)
-        return figure and figure["mean"]
-
-    def change(name: str, to: str, *, median: bool = False) -> dict | None:
-        after, base = (table.values(arms[which]["name"], name) for which in ("after", to))
-        if (changes := compare(after, base, by_ratio=True)) and median:
-            ratios = [after[clip] / max(base[clip], _LEAST) for clip in after.keys() & base.keys()]
-            return changes["ratio"] | {"median_per_clip": float(np.median(ratios))}
-        return changes
-
-    blocks: dict = {"recognisers": {}, "motion": {which: {} for which in arms} | {"after_to_before": {}}}
-    for judge in judges:
-        figures: dict = {"cap": mean("real", f"{judge}/cap")}
-        for which, arm in list(arms.items())[:2]:
-            figures[which] = {key: arm["figures"][f"{judge}/{key}"] for key in ("face_sim", "coverage", *_MOVES)}
-            figures[which] |= {
-                "per_frame": arm["per_frame"][judge],
-                "last_quarter": mean(which, f"{judge}/last_quarter"),
-            }
-        gain = change(f"{judge}/face_sim", "before")
-        figures["gain"] = gain and {
-            "absolute": gain["difference"], "relative": {key: value - 1 for key, value in gain["ratio"].items()},
-            "people_improved": gain["people_with_more"],
-        }  # fmt: skip
-        for to in ("before", "real"):
-            figures[f"motion_after_to_{to}"] = {key: change(f"{judge}/{key}", to, median=True) for key in _MOVES}
-        blocks["recognisers"][judge] = figures
-    for key in AMOUNTS:
-        for which in arms:
-            blocks["motion"][which][key] = mean(which, f"motion/{key}")
-        amount = change(f"motion/{key}", "before")
-        blocks["motion"]["after_to_before"][key] = amount and amount["ratio"]
-    reversals = change("motion/reversals", "before")
-    blocks["motion"]["reversals"] = {which: mean(which, "motion/reversals") for which in arms}
-    blocks["motion"]["reversals"]["after_minus_before"] = reversals and reversals["difference"]
-    return blocks
-
-
-def per_clip(table: Table, arms: Sequence[Arm], judges: Sequence[str]) -> list[dict]:
-    """Return every clip with its figures by arm and per frame; `before` and `after` are the first two arms."""
+def per_clip(table: Table) -> list[dict]:
+    """Return every clip with its figures by arm and per frame."""
     lines = []
-    shown = dict(zip(("before", "after"), (arm.name for arm in arms if not arm.origin), strict=False)) | {"real": REAL}
     for clip, real in table.records[REAL].items():
         shots = {
             arm: {"figures": table.figures[arm][clip]} | {key: records[clip][key] for key in _OF_SHOT}
             for arm, records in table.records.items()
             if clip in records
         }
-        line: dict = {"id": clip.row, "seed": clip.seed, "motion": {}}
-        for which, arm in shown.items():
-            figures = table.figures[arm].get(clip, {})
-            line["motion"][which] = {key: figures.get(f"motion/{key}") for key in (*AMOUNTS, "reversals")}
-            if which != "real":
-                line |= {f"{judge}/{which}": figures.get(f"{judge}/face_sim") for judge in judges}
-        lines.append(line | {"real": shots.pop(REAL) | {"face_width": real["face_width"]}, "arms": shots})
+        line = {"id": clip.row, "seed": clip.seed, "real": shots.pop(REAL) | {"face_width": real["face_width"]}}
+        lines.append(line | {"arms": shots})
     return lines

@@ -149,7 +149,7 @@ def make_report(
     records: Sequence[Record], arms: Sequence[Arm], rows: Sequence[data.Row], terms: Sequence[Term]
 ) -> ImageReport:
     """Make the report of these records."""
-    table = make_table(records, [arm.name for arm in arms], threshold=0.0)
+    table = make_table(records, [arm.name for arm in arms])
     return ImageReport(table=table, arms=arms, prompts={row.id: row.prompt for row in rows}, terms=terms)
 
 

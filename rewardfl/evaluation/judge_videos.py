@@ -26,7 +26,7 @@ from rewardfl.evaluation.judging import list_dependencies, load_judges, measured
 from rewardfl.evaluation.metric_curves import read_metrics
 from rewardfl.evaluation.processes import connected
 from rewardfl.evaluation.records import FORMAT, SETTINGS, Settings, merge_settings, record_file
-from rewardfl.evaluation.report.pictures import PEOPLE, draw_pictures
+from rewardfl.evaluation.report.pictures import PEOPLE, draw_grid
 from rewardfl.evaluation.report.report_page import format_report, report_page
 from rewardfl.evaluation.study import Study
 from rewardfl.files import atomic_write, digest_files, escape_control
@@ -42,7 +42,7 @@ SAMPLING = ("data.height", "data.width", "data.num_frames", "data.max_pixels", "
 
 FOR_VIDEOS = ("config", "videos", "judge")  # options that image models do not have
 
-REPORTS = ("report.json", "report.html", "grid.png", "curves.png", "front.png")  # written at the end
+REPORTS = ("report.json", "report.html", "grid.png")  # written at the end
 
 
 def run(args: argparse.Namespace) -> int:
@@ -195,15 +195,14 @@ def finish(study: Study, rows: Sequence[data.Row], about: dict, args: argparse.N
     if not study.judges.faces:
         return finish_images(study, rows, about)
     out, records = study.out, study.join(rows)
-    report = summarise(records, study.arms, args.face_sizes, args.threshold) | about
+    report = summarise(records, study.arms) | about
     atomic_write(out / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
     shown = [row.index for row in rows[:PEOPLE]]
-    pictures = draw_pictures(report, out, [record for record in records if record["index"] in shown], study.read_file)
+    draw_grid(report, out, [record for record in records if record["index"] in shown], study.read_file)
     metrics = read_metrics(args.run) if args.run and (args.run / "metrics.jsonl").is_file() else []
     atomic_write(out / "report.html", report_page(report, out, metrics=metrics))
     print(format_report(report))
-    print(f"report: {out / 'report.html'}, {out / 'report.json'}")
-    print(f"pictures: {', '.join(map(str, pictures))}\nvideos: {out / 'videos'}")
+    print(f"report: {out / 'report.html'}, {out / 'report.json'}\npictures: {out / 'grid.png'}, {out / 'videos'}")
 
 
 def finish_images(study: Study, rows: Sequence[data.Row], about: dict) -> None:

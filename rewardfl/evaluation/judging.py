@@ -172,7 +172,9 @@ def judge_video(judges: Judges, video: Tensor, references: References, *, keep_v
     if main is not None:
         patches = cut_patches(video.transpose(0, 1), main.landmarks)
         figures["look/face"] = compare_look(patches, {name: references[f"look/{name}"] for name in patches})
-    figures |= _pixel_figures(frames, None if main is None else main.boxes.numpy(), judges.periods)
+    motion = video_motion(frames, None if main is None else main.boxes.numpy())
+    figures |= {f"motion/{name}": value for name, value in motion.items()}
+    figures |= {f"canary/{name}": value for name, value in measure_artifacts(frames, judges.periods).items()}
     figures |= _reward_figures(judges.terms, video, references)
     record["figures"] = finite(figures)
     if keep_vectors:
@@ -183,15 +185,6 @@ def judge_video(judges: Judges, video: Tensor, references: References, *, keep_v
         }
         record["pool"] = {name: pool.tolist() for name, pool in pools.items()}
     return record
-
-
-def _pixel_figures(frames: np.ndarray, boxes: np.ndarray | None, periods: Sequence[int]) -> Figures:
-    """Return the figures of frames (F, H, W, 3) uint8 that need no network."""
-    motion, artifacts = video_motion(frames, boxes), measure_artifacts(frames, periods)
-    return {
-        **{f"motion/{name}": value for name, value in motion.items()},
-        **{f"canary/{name}": value for name, value in artifacts.items()},
-    }
 
 
 def _reward_figures(terms: Sequence[Term], video: Tensor, references: References, *, parts: bool = False) -> Figures:

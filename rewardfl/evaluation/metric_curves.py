@@ -12,8 +12,6 @@ from matplotlib.figure import Figure
 
 _COLUMNS = 4  # of pictures, at most
 
-STYLE = matplotlib.rc_context({"text.parse_math": False, "axes.grid": True, "grid.alpha": 0.3})  # a name may hold a $
-
 Lines = list[dict[str, float | None]]
 
 
@@ -45,7 +43,7 @@ def metric_curve(name: str, lines: Lines, key: str) -> Curve:
     return Curve(name, [(step, value) for step, value in pairs if step is not None and value is not None])
 
 
-@STYLE
+@matplotlib.rc_context({"text.parse_math": False, "axes.grid": True, "grid.alpha": 0.3})  # a name may hold a $
 def draw_curves(panels: Mapping[str, Sequence[Curve]], label: str, limits: tuple[float, float] | None = None) -> bytes:
     """Draw a panel of curves for each title, as a PNG. The first one's legend is for all.
 
@@ -68,10 +66,6 @@ def draw_curves(panels: Mapping[str, Sequence[Curve]], label: str, limits: tuple
             axis.set_ylim(min(low, limits[0]), max(high, limits[1]))
     first = axes[0][0]  # names may begin with _, which a legend by labels leaves out
     first.legend(first.lines, [str(line.get_label()) for line in first.lines], fontsize="small")
-    return encode_figure(figure)
-
-
-def encode_figure(figure: Figure) -> bytes:
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=110)
     return content.getvalue()

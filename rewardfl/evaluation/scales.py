@@ -19,7 +19,6 @@ from rewardfl.files import escape_control
 from rewardfl.rewards import build_terms
 from rewardfl.rewards.scoring import Reference, Term
 from rewardfl.training import clip_scan, plan, setup_model, setup_rewards
-from rewardfl.training.timer import Timer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,6 @@ class RewardScale:
     scores: Tensor  # (n,)
     norms: Tensor  # (n,) Euclidean, of d score / d video
     cosines: Tensor  # (n,) of that gradient with the first reward's
-    seconds: float  # per clip, with the gradient
 
     @property
     def pull(self) -> float:
@@ -101,12 +99,11 @@ def measure_scales(
     terms: Sequence[Term], videos: Sequence[Tensor], references: Sequence[Sequence[Reference]]
 ) -> list[RewardScale]:
     """Score every video (3, F, H, W) by every reward, one at a time. references: by video and then by reward."""
-    timer, rows = Timer(videos[0].device), []
+    rows = []
     for video, video_references in zip(videos, references, strict=True):
         first, row = None, []
         for term, reference in zip(terms, video_references, strict=True):
-            with timer(term.label):
-                score, gradient = score_and_gradient(term, video, reference)
+            score, gradient = score_and_gradient(term, video, reference)
             first = gradient if term is terms[0] else first
             norm = math.nan if gradient is None else float(gradient.double().norm())
             row.append((score, norm, cosine(gradient, first)))
@@ -115,8 +112,7 @@ def measure_scales(
     scales = []
     for term, columns in zip(terms, figures.unbind(1), strict=True):
         scores, norms, cosines = columns.unbind(1)
-        seconds = timer.seconds[term.label] / len(videos)
-        scales.append(RewardScale(term=term, scores=scores, norms=norms, cosines=cosines, seconds=seconds))
+        scales.append(RewardScale(term=term, scores=scores, norms=norms, cosines=cosines))
     return scales
 
 
@@ -157,16 +153,14 @@ def equal_weight(scale: RewardScale, first: RewardScale) -> float:
 
 
 def format_scales(scales: Sequence[RewardScale]) -> str:
-    heads = ("reward", "score", "std", "gradient", "cosine", "weight", "mean, std", "share", "equal at", "s/clip")
-    rows: list[tuple[str, ...]] = [heads]
+    rows: list[tuple[str, ...]] = [("reward", "score", "std", "gradient", "cosine", "weight", "share", "equal at")]
     for scale, share in zip(scales, shares(scales), strict=True):
         term, valid = scale.term, int((~scale.scores.isnan()).sum())
         name = term.label if valid == len(scale.scores) else f"{term.label} ({valid} of {len(scale.scores)} clips)"
         means = [float(values.nanmean()) for values in (scale.scores, scale.norms, scale.cosines)]
         figures = (*means, standard_deviation(scale.scores), term.weight, 100 * share, equal_weight(scale, scales[0]))
         score, gradient, cosine, std, weight, percent, equal = map(format_number, figures)
-        place = f"{term.mean:g}, {term.std:g}"
-        rows.append((name, score, std, gradient, cosine, weight, place, f"{percent} %", equal, f"{scale.seconds:.2f}"))
+        rows.append((name, score, std, gradient, cosine, weight, f"{percent} %", equal))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 

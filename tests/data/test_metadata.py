@@ -577,8 +577,6 @@ def test_a_prompt_on_each_line(folder):
 def test_a_missing_table_is_named(folder):
     with pytest.raises(DataError, match="data.file_name: is a folder, not a file of rows"):
         data.load_metadata(folder)
-    with pytest.raises(DataError, match="data.file_name: no such file: .*none.csv"):
-        data.load_metadata(folder / "none.csv")
     with pytest.raises(DataError, match=r"evaluation.eval_clips: .*none\.csv"):
         data.load_metadata(folder / "none.csv", "evaluation.eval_clips")
 
@@ -673,15 +671,6 @@ def test_a_file_that_is_cut_off_is_found_by_its_index(folder):
     assert problem_of(row_of(folder / "a.mp4"), 9) == problem
 
 
-def test_a_cell_that_is_no_file_name(folder):
-    prompt = "A person speaks. " * 22 + "really"
-    rows = data.load_metadata(write_csv(folder, f"{prompt},a.mp4", "\x1b[31mred.mp4,x"))
-    with pytest.raises(DataError, match="no such file"):  # columns swapped
-        data.read_video(rows[0].video)
-    assert data.inspect_row(rows[0], 5).problems == (f"{folder}/{prompt}: no such file",)
-    assert data.inspect_row(rows[1], 5).problems == ("video: holds a control character; rename the file",)
-
-
 HD, SMALL = (480, 832), (16, 16)
 MIXED = [(HD, 30.0), (HD, None), (HD, 16.0)]
 
@@ -725,11 +714,9 @@ def test_what_is_odd_about_a_clip_is_noted(folder, settings, words):
 
 def test_every_problem_of_a_row_is_named(folder):
     header = "video,prompt,image,reference_video"
-    path = write_csv(
-        folder, "short.mp4,,gone.png,text.mp4", "a.mp4,x,whole.png,short.mp4", "a.mp4,x,,a.mp4", header=header
-    )
+    path = write_csv(folder, "short.mp4,,gone.png,text.mp4", "a.mp4,x,whole.png,short.mp4", header=header)
     bad_pictures(folder)
-    bad, good, same = data.load_metadata(path)
+    bad, good = data.load_metadata(path)
     assert data.inspect_row(bad, 5).problems == (
         "empty prompt for short.mp4",
         f"{folder}/short.mp4: holds 4 frames, 5 are needed",
@@ -737,7 +724,6 @@ def test_every_problem_of_a_row_is_named(folder):
         f"{folder}/text.mp4: {NO_VIDEO}",
     )
     assert data.inspect_row(good, 5).problems == ()  # a reference may be shorter
-    assert data.inspect_row(same, 10).problems == (f"{folder}/a.mp4: holds 9 frames, 10 are needed",)
     data.write_video(folder / "still.mp4", clip(1), fps=16)
     (row,) = data.load_metadata(write_csv(folder, "a.mp4,x,,still.mp4", header=header))
     assert data.inspect_row(row, 5).problems == (f"{folder}/still.mp4: holds 1 frames, 2 are needed",)
@@ -829,12 +815,8 @@ def test_noises_per_sample():
 def test_boxes_are_drawn_around_what_they_hold():
     video = torch.zeros(3, 2, 8, 10)
     marked = data.draw_boxes(video, torch.tensor([[2.0, 1.0, 5.4, 4.0], [-3.0, 6.0, 30.0, 30.0]]))
-    assert not video.any()
     green = (marked == torch.tensor([-1.0, 1.0, -1.0]).view(3, 1, 1, 1)).all(0)
-    assert (green | (marked.abs() < 0.01).all(0)).all()
     inside = torch.zeros(2, 8, 10, dtype=torch.bool)
-    inside[0, 1:5, 2:6] = True
+    inside[0, 1:5, 2:6], inside[1, 6:, :] = True, True  # the second is cut at the edges
     inside[0, 2:4, 3:5] = False
-    inside[1, 6:, :] = True  # cut at the edges, where the frame still shows
-    inside[1, 7:, 1:9] = True
-    assert torch.equal(green, inside)
+    assert torch.equal(green, inside) and not video.any()

@@ -183,14 +183,6 @@ def test_videos_of_another_tool_have_it_too(evaluated, tmp_path):
 
 
 @pytest.mark.slow(20)
-def test_clips_that_the_vae_does_not_take_are_judged_without_the_scale(evaluated, tmp_path):
-    words = ["--config", CONFIG, "--videos", evaluated / "out" / "videos" / "vae", "--out", tmp_path / "out"]
-    said = call([*words, "--data", evaluated / "metadata.csv", "--device", "cpu", *QUICK, "data.num_frames=4"])
-    assert "identity kept cannot be measured: data.num_frames must be" in said
-    assert "reward/identity_kept" not in read_report(tmp_path / "out")["arms"][0]["figures"]
-
-
-@pytest.mark.slow(20)
 def test_training_measures_it_on_the_held_out_clips(evaluated, tmp_path, monkeypatch):
     """Between the ends that the evaluation has found for the same people. No video has a graph."""
     evaluate_in_training = evaluation.evaluate

@@ -44,15 +44,6 @@ def test_win_rate_counts_a_tie_half_and_leaves_out_what_has_no_score():
     assert "1 pairs left out" in format_table(json.loads(json.dumps(report, allow_nan=False)))
 
 
-def test_a_start_is_an_arm_and_not_the_first_comparison():
-    """A run with lora.init_from has it before the adapters; the top level has what the run reached."""
-    start = Arm(name="start", steps=8, adapter=ARMS[1].adapter, origin="sft (trained with a reward)")
-    records = [*pair(0, 0, 1.0, 4.0), record(0, 0, "start", 3.0)]
-    report = make_report(records, [ARMS[0], start, ARMS[1]], ROWS, terms()).summarise()
-    assert [(arm["name"], arm["origin"]) for arm in report["arms"]] == [("latest", ""), ("start", start.origin)]
-    assert report["figures"]["score"]["gain"]["mean"] == 3.0 and report["per_pair"][0]["score/after"] == 4.0
-
-
 def test_each_arm_is_compared_with_the_base_of_its_steps_and_drawn(tmp_path):
     """Disagreements are counted by arm, and drawn of the first; a reading that is missing is none."""
     more = [Arm(name="base_4steps", steps=4), Arm(name="latest_4steps", steps=4, adapter=tmp_path)]

@@ -1,14 +1,13 @@
 """Curves of metrics.jsonl as runs leave it."""
 
 import pytest
-from matplotlib import pyplot as plt
 
 from rewardfl.evaluation import metric_curves
 from rewardfl.training.checkpoint import CheckpointError
 from rewardfl.training.metrics_file import MetricsFile
 
 
-def test_curves_of_two_runs(monkeypatch, tmp_path):
+def test_curves_of_two_runs(tmp_path):
     """Steps without the metric are left out. Runs with one folder name are labelled by their paths."""
     runs = [tmp_path / name / "run" for name in "ab"]
     for offset, run in enumerate(runs):
@@ -18,18 +17,11 @@ def test_curves_of_two_runs(monkeypatch, tmp_path):
             MetricsFile(run / "metrics.jsonl").append(step, values)
     names = metric_curves.run_labels(runs)
     assert names == [str(run) for run in runs] and metric_curves.run_labels([runs[0], tmp_path / "c"]) == ["run", "c"]
-    lines = dict(zip(names, map(metric_curves.read_metrics, runs), strict=True))
-    drawn = []
-    monkeypatch.setattr(plt.Axes, "plot", lambda axis, x, y, **how: drawn.append((how["label"], x, y)))
-    monkeypatch.setattr(plt.Axes, "legend", lambda *_, **how: None)
-    panels = {
-        key: [metric_curves.metric_curve(name, lines[name], key) for name in names] for key in ("lr", "eval/score")
-    }
-    assert metric_curves.draw_curves(panels, "step").startswith(b"\x89PNG")
-    assert drawn == [
-        (names[0], [0, 1, 2, 3], [0, 1, 2, 3]), (names[1], [0, 1, 2, 3], [1, 2, 3, 4]),
-        (names[0], [1, 3], [0.5, 1.5]), (names[1], [1, 3], [0.5, 1.5]),
-    ]  # fmt: skip
+    lines = [metric_curves.read_metrics(run) for run in runs]
+    curves = [metric_curves.metric_curve("a", each, key) for each in lines for key in ("lr", "eval/score")]
+    assert [curve.points for curve in curves[1::2]] == [[(1, 0.5), (3, 1.5)]] * 2
+    assert [curve.points for curve in curves[::2]] == [[(i, i + offset) for i in range(4)] for offset in (0, 1)]
+    assert metric_curves.draw_curves({"lr": curves[::2]}, "step").startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

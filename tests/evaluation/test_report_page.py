@@ -10,9 +10,9 @@ from html.parser import HTMLParser
 
 import pytest
 from conftest import ROOT, run_tool
+from matplotlib.figure import Figure
 from test_judging import ARMS, JUDGE, pair, real, record, summary
 
-from rewardfl.evaluation import comparison, metric_curves
 from rewardfl.evaluation.arms import Arm
 from rewardfl.evaluation.records import FORMAT
 from rewardfl.evaluation.report import pictures
@@ -106,26 +106,31 @@ def test_nothing_is_said_of_what_stands_still_or_has_no_base(tmp_path):
     clips = [record(name, arm, **still) for name in NAMES for arm in ("base", "latest")]
     assert said(finished(summary(*clips))).moves is None
     page = Document(report_page(finished(summary(record("a", "base"), arms=ARMS[:1])), tmp_path))
-    assert page.wrong == [] and "nothing to compare it with" in page.text and "costs in motion" not in page.text
+    assert page.wrong == [] and "nothing to compare it with" in page.text
 
 
 @pytest.mark.parametrize(
     "figure, well, badly, words",
     [
-        ("speed", 0.0187, 0.0185, "Motion is lost: landmark speed is 0.925"), ("nonrigid", 0.0094, 0.0092, "Motion"),
-        ("flow", 0.951, 0.949, "Motion is lost: optical flow is 0.949"), ("face_flow", 1.91, 1.89, "Motion is lost"),
-        ("sharpness", 50 * 0.951, 50 * 0.949, "Sharpness is 0.949 of the base's (healthy: 0.95 and more"),
-        ("reversals", -0.781, -0.779, "Reversals is +0.021 from the base's (healthy: 0.02 at most"),
-        ("pixel_change", 0.1099, 0.1101, "Pixel change is 1.101"), ("pixel_change", 0.0901, 0.0899, "Pixel change"),
-        ("grid", 1.49, 1.51, "Grid energy"), ("saturation", 0.249, 0.251, "Saturation"),
-        ("saturation", 0.161, 0.159, "Saturation"), ("red", 0.549, 0.551, "Mean red"), ("blue", 0.451, 0.449, "Mean b"),
+        (f"{JUDGE}/speed", 0.0187, 0.0185, "Landmark speed is 0.925"), (f"{JUDGE}/nonrigid", 0.0094, 0.0092, "Non-r"),
+        ("motion/flow", 0.951, 0.949, "Optical flow is 0.949 of"), ("motion/face_flow", 1.91, 1.89, "Face flow is"),
+        ("motion/sharpness", 50 * 0.951, 50 * 0.949, "Sharpness is 0.949 of the base's (healthy: 0.95 and more"),
+        ("motion/reversals", -0.781, -0.779, "Reversals is +0.021 from the base's (healthy: 0.02 at most"),
+        ("motion/pixel_change", 0.1099, 0.1101, "Pixel change is 1.101"),
+        ("motion/pixel_change", 0.0901, 0.0899, "Pixel change"), ("canary/grid", 1.49, 1.51, "Grid energy"),
+        ("canary/saturation", 0.249, 0.251, "Saturation"), ("canary/saturation", 0.161, 0.159, "Saturation"),
+        ("canary/red", 0.549, 0.551, "Mean red"), ("canary/blue", 0.451, 0.449, "Mean b"),
     ],
 )  # fmt: skip
-def test_motion_and_canaries_speak_outside_what_is_healthy(figure, well, badly, words):
-    healthy, lost = said(changed(**{figure: well})), said(changed(**{figure: badly}))
-    assert healthy.moves and healthy.warnings == ()
-    (line,) = [line for line in (lost.sentences[1], *lost.warnings) if not line.startswith("The motion is kept")]
-    assert line.startswith(words) and lost.moves != line.startswith("Motion")
+def test_figures_outside_their_healthy_values_are_marked(figure, well, badly, words):
+    """Four of them decide whether the motion is kept."""
+    block, key = figure.split("/")
+    healthy, lost = (changed(**{key: value}) for value in (well, badly))
+    assert said(healthy).moves and figure_cell(healthy["arms"][1], figure, [JUDGE]).problem == ""
+    assert figure_cell(lost["arms"][1], figure, [JUDGE]).problem.startswith(words)
+    is_motion = key in ("speed", "nonrigid", "flow", "face_flow")
+    assert said(lost).sentences[1].startswith("Motion is lost: " if is_motion else "The motion is kept")
+    assert said(lost).moves != is_motion and said(lost).warnings == ()
 
 
 @pytest.mark.parametrize("frozen, people, marked", [(1, NAMES, False), (2, NAMES, True), (2, NAMES + "j", False)])
@@ -140,9 +145,7 @@ def test_frozen_clips_are_marked(frozen, people, marked):
     assert ("healthy" in figure_cell(arm, "frozen_share", [JUDGE]).problem) == marked
 
 
-def test_few_people_and_a_recogniser_that_was_trained_against_are_warned_of():
-    few = finished(summary(*sum((pair(name, 0, 0.5, 0.6) for name in NAMES[:7]), [])))
-    assert any("7 people are few" in line for line in said(few).warnings)
+def test_a_recogniser_that_was_trained_against_is_warned_of():
     alone = json.loads(json.dumps(changed()).replace(JUDGE, "reward"))
     assert any("no held-out judge" in line for line in said(alone).warnings)
 
@@ -191,8 +194,7 @@ def test_a_run_is_judged_by_what_it_adds_to_its_start(started, tmp_path):
     assert "From base it changes by: latest 0.200 [0.200, 0.200], start 0.180 [" in result.sentences[0]
     assert "optical flow is 0.960 [0.960, 0.960]" in result.sentences[1]
     assert "more than base" in verdict(started, started["arms"][1]).sentences[0]
-    assert started["compared"] == {"before": "base", "after": "latest"}
-    assert started["per_clip"][0][f"{JUDGE}/after"] == 0.6
+    assert started["per_clip"][0]["arms"]["latest"]["figures"][f"{JUDGE}/face_sim"] == 0.6
     page = Document(report_page(started, tmp_path, metrics=[{"step": 1, "actor/data_loss": 0.1}]))
     assert page.text.index("latest keeps") < page.text.index("start keeps") < page.text.index("Is the person kept?")
     assert "supervised" in page.text and "start +0.0200" in page.text and "While it trained" in page.text
@@ -236,7 +238,7 @@ def test_the_page_is_whole_and_asks_no_network(evaluation):
     assert page.values("href", "poster", "data", "srcset", "action") == []
     sources = videos(page)
     assert len(sources) == 12 and all(source.startswith("data:video/mp4;base64,") for source in sources)
-    assert len(page.values("src")) == 12 + 2  # FaceSim along the clip, gain against motion
+    assert len(page.values("src")) == 12 + 1  # FaceSim along the clip
     assert not re.search(r"https?://|@import|url\(|fetch\(|XMLHttp|WebSocket", text) and "default-src 'none'" in text
     assert base64.b64decode(sources[0].partition(",")[2]).startswith(b"real of b")
     for name in report["arms"][1]["figures"]:
@@ -244,11 +246,12 @@ def test_the_page_is_whole_and_asks_no_network(evaluation):
     assert re.findall("<h2>(.*?)</h2>", text) == [
         "Is the person kept? By the held-out judge", "Does it still move?",
         "Canaries: was the reward hacked?", "FaceSim by the size of the face", "FaceSim along the clip",
-        "What likeness costs in motion", "The clips, the worst first", "Where this is from",
+        "The clips, the worst first", "Where this is from",
     ]  # fmt: skip
     assert page.text.index("latest keeps") < page.text.index("Is the person kept?")
     assert all(words in page.text for words in ("rewardfl 9.9", "evaluate.py --run x", "held_out's w.onnx 12"))
-    assert text == report_page(report, folder)
+    shown = [digits(dict.fromkeys(("mean", "low", "high"), value))[0] for value in (0.0123, 0.5, 351.2, 0.0)]
+    assert shown == ["0.0123", "0.500", "351.2", "0.000"]
 
 
 def test_names_are_text(evaluation):
@@ -286,35 +289,16 @@ def test_a_video_that_is_gone_and_an_arm_that_lacks_a_clip_are_said(evaluation):
     assert [clip["id"] for clip in worst_first(report)] == ["b", "c", "a"] and text.count("<figure") == 11
 
 
-def test_scores_are_steps_and_figures_have_digits_that_tell_something(evaluation):
-    report, folder = evaluation
-    clip = next(one for one in report["per_clip"] if one["id"] == "b")
-    clip["real"] |= {"curves": {JUDGE: [0.5, 2, -1]}, "detected": {JUDGE: [True, True, False, True]}}
-    text = report_page(report, folder)
-    assert 'd="M1 1V0.500h1V-1.000h1V2.000h1V1z"' in text and 'd="M2 .88h1v.12h-1z"' in text
-    assert 'viewBox="0 0 4 1"' in text and 'data-scores="0.500 2.000 -1.000"' in text
-    shown = [digits(dict.fromkeys(("mean", "low", "high"), value))[0] for value in (0.0123, 0.5, 351.2, 0.0)]
-    assert shown == ["0.0123", "0.500", "351.2", "0.000"]
-
-
-def test_charts_have_the_figures_and_any_name(evaluation, monkeypatch):
+def test_charts_take_any_name(evaluation, monkeypatch):
     report, _ = evaluation
     report["arms"][1]["name"] = name = "_latest $\\frac$"  # to matplotlib no entry of a legend, and a formula
-    figure = pictures.draw_front(report)
-    axis = figure.axes[0]
-    points = {line.get_label(): (line.get_xdata()[0], line.get_ydata()[0]) for line in axis.lines}
-    compared = report["arms"][1]["compared"]
-    gain, motion = compared[f"{JUDGE}/face_sim"]["difference"], compared[f"{JUDGE}/nonrigid"]["ratio"]
-    assert points["base"] == (0, 1) and points[name] == (gain["mean"], motion["mean"])
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == [name, "latest_x0.5", "base"]
-    drawn = []
-    monkeypatch.setattr(metric_curves, "encode_figure", lambda figure: drawn.append(figure) or b"")
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *to, **how: drawn.append(figure) or save(figure, *to, **how))
     pictures.draw_face_sim({JUDGE: pictures.face_sim_curves(report, JUDGE)})
     axis = drawn[0].axes[0]
     assert [text.get_text() for text in axis.get_legend().get_texts()] == ["base", name, "latest_x0.5", "real clips"]
     assert axis.get_title() == "FaceSim by the held-out judge" and axis.get_ylim() == (0, 1)
     assert [*axis.lines[1].get_ydata()] == report["arms"][1]["per_frame"][JUDGE]
-    drawn[0].savefig(io.BytesIO())
 
 
 # ---- comparing
@@ -339,13 +323,12 @@ def runs(tmp_path):
 
 
 def test_two_runs_on_one_page(runs, monkeypatch):
-    drawn, draw_curves = {}, metric_curves.draw_curves
+    drawn, draw_curves = {}, pictures.draw_curves
 
     def watch(panels, *arguments, **settings):
         drawn.update({title: [curve.name for curve in curves if curve.points] for title, curves in panels.items()})
         return draw_curves(panels, *arguments, **settings)
 
-    monkeypatch.setattr(metric_curves, "draw_curves", watch)
     monkeypatch.setattr(pictures, "draw_curves", watch)
     text = run_tool(compare_runs.main, runs / "a", runs / "b" / "evaluation", "--out", runs / "page.html")
     assert "page.html" in text
@@ -357,7 +340,7 @@ def test_two_runs_on_one_page(runs, monkeypatch):
         "FaceSim by the held-out judge": ["a: base", "a: latest", "evaluation: latest", "real clips"],
         "reward/held_out": ["a"], "grad_norm": ["a"],
     }  # fmt: skip
-    assert len(page.values("src")) == 3
+    assert len(page.values("src")) == 2
 
 
 @pytest.mark.parametrize(
@@ -401,8 +384,7 @@ PLACES = [
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: ".".join(map(str, place)))
 def test_any_other_content_is_one_line_or_a_page(runs, monkeypatch, place):
     """A wrong value at any place, or none there: refused with the file's name, or drawn."""
-    monkeypatch.setattr(metric_curves, "encode_figure", lambda figure: b"")  # drawn, but not encoded
-    monkeypatch.setattr(comparison.metric_curves, "draw_curves", lambda *_: b"")
+    monkeypatch.setattr(pictures, "draw_curves", lambda *_, **settings: b"")
     path = runs / "b" / "evaluation" / "report.json"
     for wrong in WRONG:
         report = part = json.loads((runs / "a" / "evaluation" / "report.json").read_text())
@@ -429,29 +411,19 @@ def test_any_other_file_is_one_line(runs, content):
 
 
 def test_different_recognisers_are_not_compared(runs):
-    """Their scales differ: of two evaluations the last recogniser of both counts."""
+    """Their scales differ."""
     folder = runs / "b" / "evaluation"
     report = (folder / "report.json").read_text()
     write_report(folder, json.loads(report.replace(JUDGE, "third")))
     words = [runs / "a", runs / "b", "--anyway", "--out", runs / "page.html"]
     text = run_tool(compare_runs.main, *words, expect=2)
     assert "no recogniser has judged all" in text
-    both = json.loads(report)
-    for part in (both["real"], *both["arms"]):
-        part["per_frame"]["third"] = part["per_frame"][JUDGE]
-    both["arms"][1]["compared"]["third/face_sim"] = both["arms"][1]["compared"][f"{JUDGE}/face_sim"]
-    write_report(folder, both)
-    run_tool(compare_runs.main, *words)
 
 
-@pytest.mark.parametrize("place", ["own.html", "a/metrics.jsonl", "a/evaluation/report.json", "a", "link.html"])
+@pytest.mark.parametrize("place", ["own.html", "a/metrics.jsonl", "a/evaluation/report.json", "a"])
 def test_a_page_replaces_nothing_without_a_word(runs, place):
     (runs / "own.html").write_text("<p>mine</p>")
-    (runs / "link.html").symlink_to("own.html")
     before = {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}
     text = run_tool(compare_runs.main, runs / "a", runs / "b", "--out", runs / place, expect=2)
     assert text.startswith(f"error: --out {runs / place} ")
     assert before == {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}
-    run_tool(compare_runs.main, runs / "a", runs / "b", "--out", runs / "new" / "page.html")
-    run_tool(compare_runs.main, runs / "a", runs / "b", "--out", runs / "own.html", "--overwrite")
-    assert (runs / "own.html").read_bytes() == (runs / "new" / "page.html").read_bytes()

@@ -31,8 +31,8 @@ def printed(encoding, main, monkeypatch, *arguments):
 def test_tools(encoding, tmp_path, monkeypatch):
     table = tmp_path / "metadata.csv"
     table.write_text(f"video,prompt\n{NAME}.mp4,一个人微笑\n", encoding="utf-8")
-    size = ("--height", 64, "--width", 96, "--num-frames", 9)
-    code, text = printed(encoding, check_dataset.main, monkeypatch, "--data", table, *size)
+    settings = ("--config", ROOT / "configs" / "tiny_face.yaml", f"data.file_name={table}")
+    code, text = printed(encoding, check_dataset.main, monkeypatch, *settings)
     assert code == 2 and r"\u6ca1\u6709.mp4" in text
     folder = tmp_path / NAME
     folder.mkdir()

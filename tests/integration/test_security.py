@@ -83,8 +83,7 @@ def test_names_in_files_do_not_drive_the_terminal(monkeypatch, capsys, tmp_path)
         assert found == code, error
         assert "\x1b" not in out + error and (code == 0 or "x1b[31m" in error)
     assert [line[:8] for line in out.splitlines() if "control character" in line] == ["skipped:"] * 2
-    args = ("check_dataset", "--data", str(table), "--num-frames", "5")
-    monkeypatch.setattr(sys, "argv", list(args))
+    monkeypatch.setattr(sys, "argv", ["check_dataset", "--config", CONFIG, f"data.file_name={table}"])
     assert check_dataset.main() == 2
     said = capsys.readouterr().out
     assert "\x1b" not in said and said.count("problem: ") == 2

@@ -1,20 +1,18 @@
-"""Pictures of an evaluation: FaceSim along the clip, gain against motion, and a grid of frames."""
+"""Pictures of an evaluation: FaceSim along the clip, curves of the training, and a grid of frames."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 
 from rewardfl import data
 from rewardfl.evaluation import records
-from rewardfl.evaluation.metric_curves import STYLE, Curve, Lines, draw_curves, encode_figure, metric_curve
+from rewardfl.evaluation.metric_curves import Curve, Lines, draw_curves, metric_curve
 from rewardfl.evaluation.records import Record
 from rewardfl.evaluation.report.verdicts import judge_words, main_judge
-from rewardfl.files import atomic_write
 
 PEOPLE, SHOWN, HEIGHT = 8, 4, 96  # rows of the grid, frames of each clip in it, and their height
 
@@ -43,27 +41,6 @@ def draw_training(runs: Mapping[str, Lines]) -> bytes:
     panels = {key: [metric_curve(name, lines, key) for name, lines in runs.items()] for key in TRAINING}
     panels = {key: curves for key, curves in panels.items() if any(y for curve in curves for _, y in curve.points)}
     return draw_curves(panels, "step") if panels else b""
-
-
-@STYLE
-def draw_front(report: Mapping) -> Figure:
-    """Draw gain in FaceSim against the face's own motion, both over the base's, by the main judge, with intervals.
-
-    A cross is the base. Leave out arms that lack one of the two.
-    """
-    figure, judge = Figure(figsize=(6, 4), layout="constrained"), main_judge(report)
-    axis = figure.subplots()
-    for i, arm in enumerate(report["arms"]):
-        gain, motion = ((arm.get("compared") or {}).get(f"{judge}/{key}") for key in ("face_sim", "nonrigid"))
-        if gain and motion:
-            x, y, colour = gain["difference"], motion["ratio"], f"C{i}"
-            axis.plot(x["mean"], y["mean"], "o", color=colour, label=arm["name"])
-            axis.hlines(y["mean"], x["low"], x["high"], color=colour)
-            axis.vlines(x["mean"], y["low"], y["high"], color=colour)
-    axis.plot(0, 1, "+", color="black", markersize=10, label="base")
-    axis.legend(axis.lines, [str(line.get_label()) for line in axis.lines], fontsize="small")
-    axis.set(xlabel=f"gain in FaceSim by {judge_words(judge)}", ylabel="non-rigid motion / base's")
-    return figure
 
 
 def draw_grid(report: Mapping, out: Path, videos: Sequence[Record], read: Callable[[Path], Tensor]) -> None:
@@ -97,15 +74,3 @@ def draw_cell(image: Image.Image, above: str, below: str) -> Tensor:
     ImageDraw.Draw(cell).text((4, 2), above[: image.width // 6], fill="black")
     ImageDraw.Draw(cell).text((4, 17 + image.height), below, fill="black")
     return torch.from_numpy(np.array(cell))
-
-
-def draw_pictures(report: Mapping, out: Path, videos: Sequence[Record], read: Callable[[Path], Tensor]) -> list[Path]:
-    """Draw all pictures of an evaluation and return their files. videos, read: as `draw_grid` takes them."""
-    pictures = [out / "grid.png", out / "curves.png"]
-    draw_grid(report, out, videos, read)
-    curves = {judge: face_sim_curves(report, judge) for judge in report["real"]["per_frame"]}
-    atomic_write(out / "curves.png", draw_face_sim(curves))
-    if sum(arm["against"] is not None for arm in report["arms"]) > 1:
-        pictures.append(out / "front.png")
-        atomic_write(out / "front.png", encode_figure(draw_front(report)))
-    return pictures

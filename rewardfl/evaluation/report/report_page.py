@@ -10,10 +10,10 @@ from urllib.parse import quote
 import jinja2
 
 from rewardfl.evaluation.figures import FROZEN, Interval
-from rewardfl.evaluation.metric_curves import Lines, encode_figure
+from rewardfl.evaluation.metric_curves import Lines
 from rewardfl.evaluation.records import REAL
 from rewardfl.evaluation.report import verdicts
-from rewardfl.evaluation.report.pictures import draw_face_sim, draw_front, draw_training, face_sim_curves
+from rewardfl.evaluation.report.pictures import draw_face_sim, draw_training, face_sim_curves
 
 PAGE = 40_000_000  # maximum bytes of a page, with its videos
 NOTES = 2000  # bytes reserved for the note on this limit
@@ -106,7 +106,6 @@ def report_page(report: Mapping, folder: Path, most: int = PAGE, metrics: Lines 
         "title": f"Evaluation of {', '.join(arm['name'] for arm in against) or 'one arm'}",
         "verdicts": [(arm["name"], verdicts.verdict(report, arm)) for arm in against],
         "curves": [embed("image/png", draw_face_sim({name: face_sim_curves(report, name)})) for name in judges[::-1]],
-        "front": embed("image/png", encode_figure(draw_front(report))),
         "training": embed("image/png", draw_training({"training": metrics or []})),
         "worst_by": (against or report["arms"])[0]["name"], "command": shlex.join(report["command"]),
         "judge": judges[-1], "judge_words": verdicts.judge_words(judges[-1]),

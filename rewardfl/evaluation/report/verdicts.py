@@ -4,11 +4,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from rewardfl.evaluation.figures import format_interval, is_ratio
+from rewardfl.evaluation.figures import THRESHOLD, format_interval, is_ratio
 from rewardfl.training.alarms import COLOUR_GUARD, GAIN_GUARD, GRID_GUARD, LOOK_GUARD, SATURATION_GUARD, SHARE_GUARD
 
 FROZEN_MOST = 0.1  # maximum share of frozen clips
-FEW = 8  # minimum number of people for a good interval
 UP = math.inf
 
 
@@ -30,7 +29,7 @@ MEANINGS = {
     "face/drift": Meaning("drift per frame", "Slope of FaceSim along the clip; below 0 it drifts."),
     "face/worst_tenth": Meaning("worst tenth", "Mean FaceSim of the lowest tenth of the frames."),
     "face/last_quarter": Meaning("last quarter", "Mean FaceSim of the last quarter of the frames."),
-    "face/above_threshold": Meaning("above threshold", "Share of frames with FaceSim above --threshold."),
+    "face/above_threshold": Meaning("above threshold", f"Share of frames with FaceSim above {THRESHOLD}."),
     "face/speed": Meaning("landmark speed", "How fast the face's landmarks move, in face widths per frame.", 0.93),
     "face/nonrigid": Meaning("non-rigid motion", "How much the landmarks move against each other.", 0.93),
     "look/face": Meaning("look of the face", "Correlation of eyes and mouth with the real clip's.", -LOOK_GUARD),
@@ -161,9 +160,6 @@ def _motion(report: Mapping, arm: Mapping) -> tuple[bool | None, str]:
 
 def _warnings(report: Mapping, arm: Mapping) -> Iterator[str]:
     judges = list(report["real"]["per_frame"])
-    for name in CANARIES:
-        if problem := describe_unhealthy(name, arm["compared"].get(name), judges):
-            yield f"{problem}."
     changes = arm.get("over_start") or arm["compared"]
     trained, other = (changes[f"{judge}/face_sim"] for judge in (judges[0], judges[-1]))
     if len(judges) > 1 and trained and other:
@@ -175,5 +171,3 @@ def _warnings(report: Mapping, arm: Mapping) -> Iterator[str]:
             )
     if judges == ["reward"]:
         yield "There is no held-out judge, only the recogniser that was trained against."
-    if report["people"] < FEW:
-        yield f"{report['people']} people are few, and intervals over fewer than {FEW} are rough."

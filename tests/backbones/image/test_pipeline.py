@@ -224,9 +224,8 @@ def test_a_shift_by_size_and_steps_is_the_stock_pipelines(folder_of, steps, side
 def test_guidance_of_a_distilled_model_is_told(tmp_path):
     random_flux2_klein(distilled=True).save_pretrained(tmp_path)
     backbone = backbones.describe("flux2_klein", Source(model_paths=str(tmp_path)))
-    assert backbone.differences(None, 1.0) == []
-    (said,) = backbone.differences(None, 4.0)
-    assert "sample.guidance_scale is 4" in said and "distilled" in said
+    (line,) = backbone.differences(None, 4.0)
+    assert "sample.guidance_scale is 4" in line and "distilled" in line and backbone.differences(None, 1.0) == []
 
 
 def test_evaluate_says_what_became_of_the_pictures(folder_of, tmp_path, monkeypatch):
@@ -237,19 +236,16 @@ def test_evaluate_says_what_became_of_the_pictures(folder_of, tmp_path, monkeypa
         f"run.output_dir={run_folder}", "grpo.group_size=2", "grpo.groups=4",
         f"reward.others={{blue: {{name: {COLOUR}, weight: 0, settings: {{red: -0.5, green: -0.5, blue: 1.0}}}}}}",
     )  # fmt: skip
-    words = ["--run", run_folder, "--data", folder / "prompts.csv", "--seeds", 2, "--device", "cpu", "--batch", 3]
-    words.append("--trust-code")
-    said = run_tool(evaluate.main, *words)
+    words = [run_folder, folder / "prompts.csv", "--seeds", 2, "--batch", 3]
+    said = evaluate_run(*words)
     report = json.loads((run_folder / "evaluation" / "report.json").read_text())
     assert report["prompts"] == len(PROMPTS) and report["pairs"] == 2 * len(PROMPTS)
     assert "score (trained on)" in said and "blue\n" in said and "better after" in said
     pairs = report["per_pair"]
     pipe, pair = random_sd3(), pairs[1]
     (row,) = [row for row in data.load_metadata(folder / "prompts.csv") if row.line == pair["line"]]
-    latent = backbones.open("sd3", Source(model_paths=str(folder / "model"), dtype="float32")).latent_shape(
-        SIDE, SIDE, 1
-    )
-    noise = draw_noise((1, *latent), noise_seed(pair["seed"], 0, row.id))[:, :, 0]
+    backbone = backbones.open("sd3", Source(model_paths=str(folder / "model"), dtype="float32"))
+    noise = draw_noise((1, *backbone.latent_shape(SIDE, SIDE, 1)), noise_seed(pair["seed"], 0, row.id))[:, :, 0]
     steps = json.loads((run_folder / "run.json").read_text())["config"]["sample"]["num_inference_steps"]
 
     def redness():
@@ -265,8 +261,7 @@ def test_evaluate_says_what_became_of_the_pictures(folder_of, tmp_path, monkeypa
     for arm in ("base", "latest"):
         assert data.read_picture(run_folder / "evaluation" / "images" / arm / "000_seed0.png").shape == (SIDE, SIDE, 3)
     assert data.read_picture(run_folder / "evaluation" / "grid.png").shape[2] == 3
-    said = run_tool(evaluate.main, *words, "reward.name=motion", expect=2)
-    assert "reward.name" in said
+    assert "reward.name" in evaluate_run(*words, "reward.name=motion", expect=2)
 
 
 OWN_REWARD = """
@@ -331,41 +326,31 @@ def untrained(folder_of, tmp_path_factory):
 def test_what_evaluate_cannot_judge_is_refused_before_weights_load(folder_of, untrained, monkeypatch, words, said):
     monkeypatch.setattr(pipeline.ImageModel, "_load", None)
     words, said = ([word.replace("RUN", str(untrained)) for word in words], said.replace("RUN", str(untrained)))
-    prompts = folder_of("sd3") / "prompts.csv"
-    words = ["--run", untrained, "--data", prompts, "--device", "cpu", "--trust-code", *words]
-    assert said in run_tool(evaluate.main, *words, expect=2)
+    assert said in evaluate_run(untrained, folder_of("sd3") / "prompts.csv", *words, expect=2)
+
+
+def evaluate_run(run, table, *words, expect=0):
+    start = ("--trust-code", "--run", run, "--data", table, "--device", "cpu", "--seeds", 1)
+    return run_tool(evaluate.main, *start, *words, expect=expect)
 
 
 def test_evaluate_names_a_reward_that_fails_and_judges_each_size(folder_of, untrained):
     own = f"reward.others={{own: {{name: '{untrained}/own.py:Broken', weight: 0}}}}"
-    words = ["--trust-code", "--run", untrained, "--device", "cpu", "--seeds", 1, "--data"]
-    said = run_tool(evaluate.main, *words, folder_of("sd3") / "prompts.csv", own, "--force", expect=2)
+    said = evaluate_run(untrained, folder_of("sd3") / "prompts.csv", own, "--force", expect=2)
     assert "error: reward.others.own: RuntimeError: out of order" in said
     (untrained / "two.csv").write_text("prompt,height,width\na ball,,\na ball,32,64\nbad,36,32\n")
-    said = run_tool(evaluate.main, *words, untrained / "two.csv", "data.skip_bad_rows=true", "--force")
+    said = evaluate_run(untrained, untrained / "two.csv", "data.skip_bad_rows=true", "--force")
     assert "skipped: line 4: height must be a multiple of 8" in said and "2 prompts, 2 pairs" in said
     files = sorted((untrained / "evaluation" / "images" / "latest").iterdir())
     assert [data.read_picture(file).shape for file in files] == [(SIDE, SIDE, 3), (SIDE, 2 * SIDE, 3)]
-    assert not any(
-        "nonfinite" in name for name in json.loads((untrained / "evaluation/report.json").read_text())["figures"]
-    )
+    assert "nonfinite" not in str(json.loads((untrained / "evaluation/report.json").read_text())["figures"].keys())
 
 
 def test_arms_of_images_share_their_noises_and_resume(folder_of, untrained, monkeypatch):
     """Start, strengths and step counts. What a stopped evaluation has judged is not sampled again."""
     out, count, add = untrained / "arms", [], Writer.add
-    words = [
-        "--trust-code",
-        "--run",
-        untrained,
-        "--data",
-        folder_of("sd3") / "prompts.csv",
-        "--device",
-        "cpu",
-        "--seeds",
-        1,
-    ]
-    words += ["--out", out, "--strengths", "0,1", "--steps", "2,3", f"lora.init_from={untrained}/checkpoints/latest"]
+    words = [untrained, folder_of("sd3") / "prompts.csv", "--out", out, "--strengths", "0,1", "--steps", "2,3"]
+    words.append(f"lora.init_from={untrained}/checkpoints/latest")
 
     def stop(self, record):
         count.append(record)
@@ -375,9 +360,9 @@ def test_arms_of_images_share_their_noises_and_resume(folder_of, untrained, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(Writer, "add", stop)
-        run_tool(evaluate.main, *words, expect=130)
+        evaluate_run(*words, expect=130)
     begun = (out / "records.jsonl").read_text()
-    run_tool(evaluate.main, *words)
+    evaluate_run(*words)
     records = (out / "records.jsonl").read_text()
     assert len(begun.splitlines()) == 3 and len(records.splitlines()) == 8 * len(PROMPTS)
     assert {*begun.splitlines()} <= {*records.splitlines()}
@@ -393,17 +378,16 @@ def test_arms_of_images_share_their_noises_and_resume(folder_of, untrained, monk
         assert (score["before"] == score["after"] and score["win_rate"]["mean"] == 0.5) == ("x0" in name), name
     with monkeypatch.context() as patch:
         patch.setattr(arms, "load_model", None)
-        run_tool(evaluate.main, *words)
+        evaluate_run(*words)
     assert (out / "records.jsonl").read_text() == records and not (out / "prepared").exists()
 
 
 def test_evaluate_shows_pictures_whose_second_reader_disagrees(folder_of, untrained):
     """An evaluation's settings are the reward's own, if the configuration has none."""
-    words = ["--trust-code", "--run", untrained, "--device", "cpu", "--seeds", 1, "--data", untrained / "three.csv"]
-    (untrained / "three.csv").write_text("prompt\na ball\na red ball\na blue ball\n")
+    (table := untrained / "three.csv").write_text("prompt\na ball\na red ball\na blue ball\n")
     own = f"reward.others.readers.name={untrained}/own.py:TwoReaders"
     folder = untrained / "evaluation"
-    said = run_tool(evaluate.main, *words, own, "--force")
+    said = evaluate_run(untrained, table, own, "--force")
     assert "readers/one above readers/other: 1 pictures before, 1 after (disagreements.png)" in said
     assert json.loads((folder / "report.json").read_text())["disagreements"] == {
         "readers/one above readers/other": {"before": 1, "after": 1},  # scores of 0, 0.5 and 1 against 0.5
@@ -415,7 +399,7 @@ def test_evaluate_shows_pictures_whose_second_reader_disagrees(folder_of, untrai
     for i, picture in enumerate(ones):
         large = picture.repeat_interleave(scale, 0).repeat_interleave(scale, 1)
         assert (shown[16 : 16 + len(large), i * width + 4 :][:, : large.shape[1]] == large).all()
-    said = run_tool(evaluate.main, *words, own, "reward.others.readers.settings.second=false", "--force")
+    said = evaluate_run(untrained, table, own, "reward.others.readers.settings.second=false", "--force")
     assert "disagree" not in said and not (folder / "disagreements.png").exists()
 
 

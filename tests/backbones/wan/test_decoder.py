@@ -10,7 +10,6 @@ from pipelines import FRAMES, random_pipeline, residual_vae
 from rewardfl.backbones.wan import decoder as wan_decoder
 from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.estimate.measure import Living
-from rewardfl.memory.host_pool import OffloadedTensors
 
 
 def denormalised(vae, latents):
@@ -162,39 +161,6 @@ def test_the_decoder_gets_no_gradient():
     vae, latents = sample(torch.float32)
     WanDecoder(vae).vjp(latents, torch.ones(2, 3, FRAMES, 32, 32))
     assert all(p.grad is None for p in vae.parameters())
-
-
-@pytest.mark.parametrize(
-    "caches, expected",
-    [
-        ("offload", "5 4 chunk 3 chunk 2 chunk 1 chunk chunk chunk"),  # chunk 0 has no caches
-        ("segment", "3 5 chunk 4 chunk 3 chunk 2 chunk 1 chunk chunk"),  # stored before chunks 0 and 3
-    ],
-)
-def test_caches_come_back_one_chunk_ahead_and_in_segments_at_their_turn(caches, expected, monkeypatch):
-    decoder, latents = WanDecoder(random_pipeline().vae), torch.randn(1, 16, 6, 4, 4)
-    means = [
-        torch.stack([cache.mean() for cache in chunk if isinstance(cache, torch.Tensor)]).mean().item()
-        for chunk in list(decoder.decode_with_caches(latents).caches.values())[1:]
-    ]
-    decoded = decoder.decode_with_caches(latents, caches=caches)
-    order, fetch, run = [], OffloadedTensors.fetch, wan_decoder.run_chunk
-
-    def fetching(tensors):
-        there = set(tensors.back)
-        fetch(tensors)
-        if tensors.back.keys() - there:
-            mean = torch.stack([cache.mean() for cache in tensors.back.values()]).mean().item()
-            order.append(str(1 + means.index(mean)))
-
-    def running(*arguments, **settings):
-        order.extend(["chunk"] * torch.is_grad_enabled())
-        return run(*arguments, **settings)
-
-    monkeypatch.setattr(OffloadedTensors, "fetch", fetching)
-    monkeypatch.setattr(wan_decoder, "run_chunk", running)
-    decoder.vjp(latents, torch.ones_like(decoded.video), decoded)
-    assert " ".join(order) == expected
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])

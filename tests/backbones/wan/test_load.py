@@ -396,13 +396,9 @@ def make_ti2v(folder):
 DAMAGED = {
     "truncated shard": (lambda d: cut(first_shard(d / "transformer_2")), "transformer_2/.* is cut off"),
     "truncated text encoder": (lambda d: cut(first_shard(d / "text_encoder")), "text_encoder.* is cut off"),
-    "truncated VAE": (lambda d: cut(first_shard(d / "vae")), "vae.* is cut off"),
     "same expert twice": (same_experts, "are the same weights; Wan2.2 has a high-noise and a low-noise expert"),
     "no tokenizer": (lambda d: shutil.rmtree(d / "tokenizer"), "has no tokenizer folder"),
     "pointer as tokenizer": (lambda d: pointer(d / "tokenizer" / "tokenizer.json"), "tokenizer.json is a Git LFS"),
-    "pointer as scheduler": (
-        lambda d: pointer(d / "scheduler" / "scheduler_config.json"), "scheduler_config.json is a Git LFS"
-    ),
     "pointer as config": (lambda d: pointer(d / "vae" / "config.json"), "vae/config.json is a Git LFS"),
     "no config": (lambda d: (d / "transformer" / "config.json").unlink(), "transformer/config.json is missing"),
     "no boundary": (
@@ -427,17 +423,14 @@ def test_a_damaged_or_other_folder_is_refused(files, tmp_path, damage):
         backbones.open("wan2_2", Source(model_paths=str(folder)))
 
 
-@pytest.mark.parametrize("part, name, file", [
-    ("vae", "decoder.conv_out.weight", "diffusion_pytorch_model"),
-    ("text_encoder", "encoder.block.1.layer.0.SelfAttention.q.weight", "model"),
-])  # fmt: skip
-def test_a_text_encoder_or_vae_without_a_tensor_is_refused(files, tmp_path, part, name, file):
+@pytest.mark.parametrize("part, file", [("vae", "diffusion_pytorch_model"), ("text_encoder", "model")])
+def test_a_text_encoder_or_vae_without_a_tensor_is_refused(files, tmp_path, part, file):
     """The libraries would fill in random numbers."""
     folder = shutil.copytree(files.fp32, tmp_path / part)
     for path in (folder / part).glob("*.safetensors*"):
         path.unlink()
-    state = {key: value.clone() for key, value in files.pipe.components[part].state_dict().items() if key != name}
-    save_file(state, folder / part / f"{file}.safetensors", {"format": "pt"})
+    *others, (name, _) = files.pipe.components[part].state_dict().items()
+    save_file({key: value.clone() for key, value in others}, folder / part / f"{file}.safetensors", {"format": "pt"})
     with pytest.raises(InputError, match=f"lacks {name}"):
         load(folder, torch.float32)
 
@@ -544,7 +537,6 @@ ORIGINAL = {
     ),
     "missing": (lambda f, d: {"vae": "nowhere.pth"}, "vae: .*nowhere.pth does not exist"),
     "two VAEs": (lambda f, d: {"vae": [str(f.original / "Wan2.1_VAE.pth")] * 2}, "vae must be one path, it lists 2"),
-    "no VAE": (lambda f, d: {"vae": ""}, "no vae; Wan2.2-I2V-A14B takes high_noise_model, low_noise_model"),
     "unknown key": (lambda f, d: {"image_encoder": "x"}, "unknown key 'image_encoder'"),
     "no tokenizer": (lambda f, d: {"tokenizer": ""}, "tokenizer_path: is empty, and these original files come without"),
     "empty tokenizer": (lambda f, d: {"tokenizer": str(d)}, "has no tokenizer.json or spiece.model; give the folder"),
