@@ -142,7 +142,8 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
             if not interruption.number:  # shutting down: skip the videos
                 shown = held_out or samples
                 generate = partial(sampler.generate, shown)
-                log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, plan.fps, shown, generate, job, done))
+                folder = saving.sample_videos(cfg.run, cfg.data, backbone.frame_rate, shown, generate, job, done)
+                log.show_samples(done, folder)
 
     # ---------------------------------------------------------------------------------- train
     interruption.listen()

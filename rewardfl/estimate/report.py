@@ -25,7 +25,7 @@ def rates_on(device: torch.device) -> Rates:
 def estimate(work: Workload, machine: Machine, rates: Rates) -> tuple[str, bool]:
     """Return the estimate as text, and whether the run fits."""
     costs = measure(work.video)
-    tables = [work_table(costs, work, rates), memory_lines(needs.memory(costs, work)), disk_table(costs, work)]
+    tables = [work_table(costs, work, rates), memory_lines(needs.memory(costs, work))]
     sections = [*tables, fit_verdict(costs, work, machine, rates)]
     return "\n\n".join("\n".join(lines) for lines in sections), lacking(costs, work, machine) == 0
 
@@ -50,8 +50,6 @@ def work_table(costs: Costs, work: Workload, rates: Rates) -> list[str]:
     lines.append(f"  {'':16s}" + "".join(f"{column:>12s}" for column in columns))
     for name, numbers in rows.items():
         lines.append(f"  {name:16s}" + "".join(f"{x:12.0f}" if x >= 100 else f"{x:12.3g}" for x in numbers))
-    passes = ", ".join(f"{cause} {count:.3g}" for cause, count in needs.forward_passes(work).items() if count)
-    lines.append(f"network forward passes for it: {passes}")
     total, time = sum(flops[0].values()), sum(spent for spent, _, _ in times.values())
     for span in work.spans:
         spent = _spent(work.processes, span.videos * total, span.of_process * time)
@@ -76,16 +74,6 @@ def memory_lines(memory: needs.Memory) -> list[str]:
     rows.append(("peak", memory.peak, f"in {phase}; with {reserve} for CUDA, libraries, fragmentation"))
     rows.append(("host", sum(memory.host.values()), f"of each process: {_parts(memory.host) or 'nothing'}"))
     return ["memory of one GPU", *(f"  {name:11s}{format_size(amount):>9s}   {parts}" for name, amount, parts in rows)]
-
-
-def disk_table(costs: Costs, work: Workload) -> list[str]:
-    checkpoint, cache = needs.disk(costs, work)
-    clip = sum(cache.values())
-    count, steps = work.saves, work.steps
-    saves = "" if count is None else f"; {count} in {steps} steps: {format_size(count * checkpoint)}"
-    clips = "" if work.clips is None else f"; of {work.clips} clips: {format_size(work.clips * clip)}"
-    cached = f"  conditioning cache of a clip: {format_size(clip)} ({_parts(cache)}){clips}"
-    return ["disk", f"  a checkpoint: {format_size(checkpoint)}{saves}", cached]
 
 
 def fit_verdict(costs: Costs, work: Workload, machine: Machine, rates: Rates) -> list[str]:

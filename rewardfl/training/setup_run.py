@@ -159,7 +159,6 @@ def open_log(
             job.print(f"note: run.resume_with_changes names {key}, which has not changed")
 
     def begin() -> None:
-        folder.check_present()
         metrics.start()
         packs = {key: files for key, files in run.content.items() if key.startswith("reward.")}
         folder.write_run_json(
@@ -179,7 +178,7 @@ def open_log(
     start_tracker(cfg, job, point.step)
     return Log(
         output_dir=cfg.run.output_dir, logging_steps=cfg.run.logging_steps, motion_alarm=cfg.reward.motion_alarm,
-        early_stop_rule=cfg.train.early_stop, max_nonfinite=cfg.train.max_nonfinite, job=job, folder=folder,
+        early_stop_rule=cfg.train.early_stop, max_nonfinite=cfg.train.max_nonfinite, job=job,
         metrics=metrics, last_step=steps, skipped_in_a_row=restored.skipped_in_a_row if restored else 0,
     )  # fmt: skip
 

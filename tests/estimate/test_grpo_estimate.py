@@ -10,7 +10,7 @@ from conftest import ROOT, measured_before
 from pipelines import I2V, LAYERS
 from test_needs import at_root, planned, tool  # noqa: F401
 
-from rewardfl import backbones, config, epoch_order, flow, group_plan, sde
+from rewardfl import backbones, config, flow, group_plan, sde
 from rewardfl.backbones.protocol import Adapter, Source
 from rewardfl.backbones.wan import model as wan
 from rewardfl.estimate import needs, report
@@ -120,7 +120,7 @@ def test_members_of_one_start_share_the_steps_before_the_window(published, proce
     )
 
 
-# ---- memory and disk ----
+# ---- memory ----
 
 
 def test_memory(published):
@@ -177,15 +177,6 @@ def test_what_is_kept_is_what_a_rollout_leaves(published, window):
         assert kept - sum(published.cached.values()) == nbytes(moved)
 
 
-def test_disk(published):
-    adapter = 4 * published.experts["low_noise"].adapter_parameters
-    # the averaged adapter; Adam's moments, the last weights, the average
-    assert needs.disk(published, RUN)[0] == 5 * adapter
-    assert epoch_order.count_due(6, 4, 20) == 3  # of five epochs of four updates: updates 6, 12, 18 are in 2, 3 and 5
-    assert epoch_order.count_due(40, 4, 20) == 1
-    assert epoch_order.count_due(6, 4, None) is None
-
-
 # ---- what to switch on ----
 
 
@@ -226,13 +217,13 @@ def test_run_of_a_configuration():
             workload.Span("one epoch of 48 samples", 48, 12),
             workload.Span("the run of 2 epochs, without its evaluations", 96, 24),
         ),
-        steps=12, saves=1, clips=48,
+        steps=12,
         reward_bytes=sum(file.stat().st_size for pack in packs for file in pack.glob("*.onnx")),
         processes=4, sharding="fsdp2", untrained_placement="fp8", offload_inputs=True, batch=2, samples_on="cpu",
     )  # fmt: skip
     cfg = config.load(TINY, [*SIX, "evaluation.eval_clips=null", "train.max_steps=null"])  # its length is not known
     drawn = planned(cfg, TINY_MODEL)
-    assert drawn.saves is None and len(drawn.spans) == 2
+    assert len(drawn.spans) == 2
     assert drawn.replay == pytest.approx({"low_noise": 2})
     run_plan = plan.resolve(cfg, TINY_MODEL, 1)
     found = run_plan.draw_windows(None)

@@ -7,19 +7,13 @@ section in brackets): its own hooks and counters on the meta device, and arithme
 import dataclasses
 import gc
 import json
-import re
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, measured_before, run_tool
-from diffusers import WanTransformer3DModel
-from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from pipelines import FRAMES, HEIGHT, I2V, LAYERS, WIDTH, random_variant
-from runs import launch
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import UMT5EncoderModel
@@ -33,7 +27,6 @@ from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.advice import Machine, changed_settings, lacking, levers, recommend
 from rewardfl.estimate.rates import RATES
-from rewardfl.training.anchors import Anchors
 from rewardfl.training.plan import resolve
 from rewardfl.training.setup_workload import make_workload
 from rewardfl.training.workload import Span, Video, Workload
@@ -355,24 +348,6 @@ def test_kept_chunks_take_the_planned_bytes_until_the_vjp(kept):
     assert living.now - measure.nbytes([decoded.video]) == pytest.approx(held, rel=0.01)
 
 
-@pytest.mark.parametrize("kept", [0, 1])
-def test_forward_passes_are_those_of_an_update(kept, monkeypatch, request, tmp_path):
-    """Calls of the networks between the starts of two updates; a recomputation calls their four blocks alone."""
-    calls, starts, accumulate = Counter(), [], Anchors.accumulate
-    request.addfinalizer(register_module_forward_pre_hook(lambda module, _: calls.update([type(module)])).remove)
-    monkeypatch.setattr(Anchors, "accumulate", lambda *given: starts.append(Counter(calls)) or accumulate(*given))
-    settings = ["anchor.weight=1", "anchor.draws=3", "anchor.target=reference", "reward.kl_steps=[3]"]
-    settings += ["train.active_graphs=keep_on_device", "train.kept_steps=1"] * kept
-    settings += ["train.use_gradient_checkpointing=true", "train.max_steps=2", f"run.output_dir={tmp_path}/run"]
-    (line,) = re.findall("network forward passes for it: (.*)", launch(*settings, "--dry-run").stdout)
-    launch(*settings)
-    passes = [(cause, int(count)) for cause, count in (part.rsplit(" ", 1) for part in line.split(", "))]
-    again = sum(count for cause, count in passes if "recomputation" in cause)
-    networks, blocks = (starts[1][kind] - starts[0][kind] for kind in (WanTransformer3DModel, WanTransformerBlock))
-    assert networks == sum(count for _, count in passes) - again == 13 - kept
-    assert blocks / 4 - networks == again == 5
-
-
 # ---- what the settings do ----
 
 
@@ -453,18 +428,6 @@ def test_settings_change_the_work(published):
     rollout = kept - expert.saved_outside - 2 * expert.block_input - expert.shared - expert.nested  # of its own graph
     assert more == dict.fromkeys(before.phases, kept) | {"replay": replay, "rollout": rollout}
     assert difference(with_levers(untrained_placement="cpu_swap", decode_caches="offload", offload_inputs=True)) == {}
-
-
-def test_disk(published):
-    measured = published(ADAPTER)
-    cached = with_levers(untrained_placement="boundary_cache", noises_per_sample=4)
-    assert needs.disk(measured, RUN)[0] == 12 * 153_354_240
-    assert needs.disk(measured, cached)[1] == {
-        "text": 512 * 4096 * 2, "image": 20 * 21 * 60 * 104 * 4, "boundary latents": 4 * 16 * 21 * 60 * 104 * 4,
-    }  # fmt: skip
-    assert "boundary latents" not in needs.disk(measured, RUN)[1]
-    text = "\n".join(report.disk_table(measured, dataclasses.replace(RUN, steps=100, saves=4, clips=200)))
-    assert "4 in 100 steps: 7.4 GB" in text and "of 200 clips: 2.9 GB" in text
 
 
 # ---- the levers ----
@@ -617,8 +580,8 @@ def test_run_of_a_configuration():
             backbone=PUBLISHED, height=480, width=480, num_frames=49, adapter=Adapter(8, ("to_q", "ffn.net.0.proj"))
         ), trained=("high_noise", "low_noise"),
         untrained=None, rollout={"high_noise": 2, "low_noise": 1}, replay={"high_noise": 2, "low_noise": 1},
-        backward_passes={"high_noise": 2, "low_noise": 1}, reward_gradient=True, accumulation=8, saves=2, steps=12,
-        clips=30, reward_bytes=pack, processes=2, sharding="zero2", anchor={"high_noise": 2 / 3, "low_noise": 1 / 3},
+        backward_passes={"high_noise": 2, "low_noise": 1}, reward_gradient=True, accumulation=8, steps=12,
+        reward_bytes=pack, processes=2, sharding="zero2", anchor={"high_noise": 2 / 3, "low_noise": 1 / 3},
         anchor_to_reference=True, spans=(Span("one update of 8 clips per GPU", 8, 8),),
         active_experts=("high_noise", "high_noise", "low_noise"), kept_steps=3, kept_chunks=21, latents_of_update=10,
     )  # fmt: skip
