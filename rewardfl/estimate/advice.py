@@ -18,7 +18,6 @@ KEYS = {
     "kept_chunks": "train.kept_chunks",
     "batch": "train.per_device_train_batch_size",
     "accumulation": "train.gradient_accumulation_steps",
-    "noises_per_sample": "sample.noises_per_sample",
 }  # {field of Workload: configuration key}
 
 
@@ -39,13 +38,9 @@ def lacking(costs: Costs, work: Workload, machine: Machine) -> float:
 
 
 def levers(work: Workload) -> list[dict[str, Any]]:
-    """Return sets of Workload's fields that save memory, in the order in which they cost time on an H100.
-
-    The last one changes the run: each clip then has a few noises, used in turn.
-    """
+    """Return sets of Workload's fields that save memory, in the order in which they cost time on an H100."""
     batch = {"batch": 1, "accumulation": work.accumulation and work.accumulation * work.batch}
     swap = {"trained_placement": "cpu_swap", "checkpointing": True}
-    cache = {"untrained_placement": "boundary_cache", "noises_per_sample": 4}
     return [
         {"samples_on": "cpu"},
         {"untrained_placement": "cpu_swap"} if work.untrained else {},
@@ -56,7 +51,6 @@ def levers(work: Workload) -> list[dict[str, Any]]:
         {"kept_chunks": 0},
         {"kept_steps": 0},
         {"decode_caches": "segment"},
-        cache if work.cacheable else {},
     ]
 
 

@@ -82,8 +82,7 @@ def fit_verdict(costs: Costs, work: Workload, machine: Machine, rates: Rates) ->
         return [f"fits: {_needed(costs, work, machine)}"]
     lines, after = [f"does not fit: {_needed(costs, work, machine)}"], recommend(costs, work, machine)
     for key, value in changed_settings(work, after).items():
-        note = "; each clip then has a few noises, used in turn" if value == "boundary_cache" else ""
-        lines.append(f"  set {key}: {json.dumps(value).strip(chr(34))}{note}")
+        lines.append(f"  set {key}: {json.dumps(value).strip(chr(34))}")
     before, then = (sum(time for time, _, _ in needs.seconds(costs, run, rates).values()) for run in (work, after))
     takes = f"takes {_needed(costs, after, machine)}, {then:.3g} s a video instead of {before:.3g}"
     fits = lacking(costs, after, machine) == 0

@@ -116,7 +116,7 @@ def prepare_output_dir(
     for run_dir in [*([output_dir] if holds_run else []), *([path.parent.parent] if path else [])]:
         earlier, changed = _compare_run_json(run_dir, config, base_model)
     if path:
-        checkpoint.load_metrics(path)  # of another version: refused now
+        checkpoint.load_metrics(path)  # refused if another version wrote it
     if holds_run and resume == "auto" and run_folder is not None:
         # the links may be old: a kill came between a checkpoint and its links, or the last checkpoint is damaged
         with as_write_error(output_dir / "checkpoints" / "latest", "the checkpoints are as they were"):

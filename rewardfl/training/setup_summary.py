@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
 
 from rewardfl import config as configuration
-from rewardfl import flow, group_plan
+from rewardfl import flow
 from rewardfl.backbones.protocol import Backbone, Schedule
 from rewardfl.config import AnchorConfig, AnyConfig, FlowGrpoConfig, ForwardRlConfig, RewardFlConfig
 from rewardfl.config.schema import ForwardConfig, GrpoConfig
@@ -93,44 +92,22 @@ def _batch_arithmetic(cfg: RewardFlConfig, plan: RewardFlPlan, clips: int | None
 
 
 def _group_arithmetic(grpo: GrpoConfig, plan: FlowGrpoPlan, clips: int | None) -> list[str]:
-    geometry, num_steps = plan.geometry, len(plan.experts)
     steps = plan.max_steps if clips is None else plan.count_steps(clips)
     drawn = plan.draw_windows(steps)
-    batches, widest = geometry.forwards_per_update, max(map(len, drawn))
-    rolled = fmean(
-        sum(passes for _, passes in group_plan.rollout_counts(geometry, num_steps, window)) for window in drawn
-    )
-    velocity_passes = plan.forwards_per_velocity
-    guidance = f" x {velocity_passes} (guidance)" if velocity_passes > 1 else ""
-    first = ", ".join(str(list(window)) for window in drawn[:3])
     window = f"{list(plan.active)}"
     if grpo.window != "list":
         owner = "by each group" if grpo.window_per_group else "in each epoch"
-        window = f"{widest} of {window}, drawn {owner}: {first}, ..."
-    lines = [
-        _epoch_line(plan),
-        f"  per process {velocity_passes * rolled:g} forwards without gradient: {geometry.forwards} batches x "
-        f"{num_steps} steps{guidance}{', its first steps once per group' if grpo.same_noise_in_group else ''}",
-        f"an update: {geometry.samples // geometry.updates} samples; per process {velocity_passes * batches * widest} "
-        f"forwards with gradient: {batches} batches x {widest} window steps{guidance}",
-        _updates_line(plan),
-        f"SDE: {grpo.sde}, noise level {grpo.noise_level:g}, window {window}",
-    ]
-    return lines + _run_lines(plan, steps, clips)
+        first = ", ".join(str(list(window)) for window in drawn[:3])
+        window = f"{max(map(len, drawn))} of {window}, drawn {owner}: {first}, ..."
+    sde = f"SDE: {grpo.sde}, noise level {grpo.noise_level:g}, window {window}"
+    return [*_epoch_lines(plan), sde, *_run_lines(plan, steps, clips)]
 
 
 def _forward_arithmetic(forward: ForwardConfig, plan: ForwardRlPlan, clips: int | None) -> list[str]:
-    geometry, velocity_passes = plan.geometry, plan.forwards_per_velocity
-    guidance = f" x {velocity_passes} (guidance)" if velocity_passes > 1 else ""
     moments = "any sigma of" if plan.whole_range else "in turn"
     lines = [
-        _epoch_line(plan),
-        f"  per process {velocity_passes * geometry.forwards * len(plan.experts)} forwards without gradient: "
-        f"{geometry.forwards} batches x {len(plan.experts)} steps{guidance}",
-        f"an update: {geometry.samples // geometry.updates} samples; per process "
-        f"{geometry.forwards_per_update * plan.draws} forwards with gradient: {geometry.forwards_per_update} batches x "
-        f"{plan.draws} draws, {moments} steps {list(plan.active)}",
-        _updates_line(plan),
+        *_epoch_lines(plan),
+        f"draws: {plan.draws} of each sample, {moments} steps {list(plan.active)}",
         f"objective: {forward.objective}, advantage x {plan.advantage_scale:g}, the old policy keeps up to "
         f"{plan.old_decay:g} of itself per epoch; anchors: old policy {forward.old_anchor:g}, base "
         f"{forward.base_anchor:g}",
@@ -138,17 +115,14 @@ def _forward_arithmetic(forward: ForwardConfig, plan: ForwardRlPlan, clips: int 
     return lines + _run_lines(plan, plan.max_steps if clips is None else plan.count_steps(clips), clips)
 
 
-def _epoch_line(plan: GroupPlan) -> str:
+def _epoch_lines(plan: GroupPlan) -> list[str]:
     geometry, processes = plan.geometry, plan.processes
-    return (
+    return [
         f"an epoch: {geometry.groups} groups x {geometry.group_size} = {geometry.samples} samples = "
-        f"{geometry.forwards} forwards x {geometry.batch} batch x {processes} process{'es' if processes > 1 else ''}"
-    )
-
-
-def _updates_line(plan: GroupPlan) -> str:
-    inner, per_epoch = plan.inner_epochs, plan.updates_per_epoch
-    return f"updates: {plan.geometry.updates} per epoch x {inner} inner epochs = {per_epoch}"
+        f"{geometry.forwards} forwards x {geometry.batch} batch x {processes} process{'es' if processes > 1 else ''}",
+        f"updates: {geometry.updates} per epoch x {plan.inner_epochs} inner epochs = {plan.updates_per_epoch}, each of "
+        f"{geometry.samples // geometry.updates} samples",
+    ]
 
 
 def _run_lines(plan: GroupPlan, steps: int | None, clips: int | None) -> list[str]:

@@ -78,15 +78,12 @@ def _reward_fl(common: Workload, cfg: RewardFlConfig, plan: RewardFlPlan) -> Wor
         reference=_times(answers, Counter(experts[i] for i in plan.kl_steps)),
         graphs=1 + both,
         reward_gradient=True,
-        # the steps before the boundary have no gradient
-        cacheable=common.untrained == experts[0] and experts[0] not in replay,
         decode_caches=cfg.train.decode_caches,
         kept_chunks=cfg.train.kept_chunks,
         # the active steps' latents and velocities, x0, its gradient, the noise, and the network's output
         latents_of_update=common.batch * (2 * len(active) + 4),
         active_experts=() if cfg.sample.gradient_mode == "endpoint" else tuple(experts[i] for i in active),
         kept_steps=len(plan.graphs_of),
-        noises_per_sample=cfg.sample.noises_per_sample,
     )
 
 

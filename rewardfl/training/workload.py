@@ -46,7 +46,6 @@ class Workload:
     anchor_to_reference: bool = False  # each of these with a second pass, without a graph
     graphs: int = 1  # passes whose graphs live together
     reward_gradient: bool = False  # the reward's gradient goes back through the decoder
-    cacheable: bool = False  # boundary latents can be computed before training
     averages: int = 0  # moving averages of the adapter that are kept
     samples_in_flight: int = 0  # videos of one process that are stored until an epoch's updates
     latents_kept: Mapping[str, int] = field(default_factory=dict)  # stored latents of each, by samples_on
@@ -69,6 +68,5 @@ class Workload:
     kept_chunks: int = 0  # of the decoder's, the last ones: their graphs are the decoding's
     active_experts: tuple[str, ...] = ()  # of each step with a gradient; where graphs can be kept
     kept_steps: int = 0  # of these steps, the last ones: their graphs are the rollout's
-    noises_per_sample: Literal["fresh"] | int = "fresh"
     samples_on: Literal["gpu", "cpu"] = "gpu"
     group_section: Literal["grpo", "forward"] = "grpo"  # of the configuration, for samples_on

@@ -257,18 +257,9 @@ def test_overview():
     settings = ["grpo.updates_per_epoch=2", "grpo.inner_epochs=2", "sample.guidance_scale=2"]
     text = overview(*settings, "train.per_device_train_batch_size=4", clips=48, processes=3)
     assert "6 groups x 8 = 48 samples = 4 forwards x 4 batch x 3 processes\n" in text
-    assert "per process 64 forwards without gradient: 4 batches x 8 steps x 2 (guidance)\n" in text
-    assert "an update: 24 samples; per process 8 forwards with gradient: 2 batches x 2 window steps x 2" in text
-    assert "updates: 2 per epoch x 2 inner epochs = 4\n" in text
+    assert "updates: 2 per epoch x 2 inner epochs = 4, each of 24 samples\n" in text
     assert "the run: 40 updates = 10 epochs = 60 groups = 1.25 x 48 clips\n" in text
     assert "SDE: flow, noise level 0.7, window 2 of [3, 4, 5, 6], drawn in each epoch: [4, 5], [3, 4], [5, 6], " in text
-
-
-def test_forwards_of_a_shared_start_are_a_mean_over_the_windows(monkeypatch):
-    monkeypatch.setattr(plan.FlowGrpoPlan, "draw_windows", lambda *_: [(3, 4), (4, 5)])
-    settings = ["grpo.same_noise_in_group=true", "grpo.group_size=4", "train.per_device_train_batch_size=2"]
-    # twelve batches; six groups; three or four steps once per group: 6 * 3.5 + 12 * 4.5
-    assert "per process 75 forwards without gradient" in overview(*settings)
 
 
 # ---- the table ----
