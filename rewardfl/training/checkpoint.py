@@ -157,16 +157,12 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
     return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-class _FileRecord(BaseModel):
-    bytes: int
-
-
 class Manifest(BaseModel):
     """manifest.json of a checkpoint: its step, its score for `best`, and its files."""
 
     step: NonNegativeInt
     score: FiniteFloat | None
-    files: dict[str, _FileRecord]
+    files: dict[str, dict[str, Any]]  # {name: {"bytes": size}}
 
 
 def _damage(path: Path) -> str:
@@ -175,7 +171,7 @@ def _damage(path: Path) -> str:
     if manifest is None or str(STATE) not in manifest.files:
         return f"{CHECKPOINT_MANIFEST} is missing or cut off"
     for name, stated in manifest.files.items():
-        if not (path / name).is_file() or (path / name).stat().st_size != stated.bytes:
+        if not (path / name).is_file() or (path / name).stat().st_size != stated.get("bytes"):
             return f"{name} is missing or cut off"
     return ""
 

@@ -153,10 +153,6 @@ def open_log(
     metrics = metrics_file.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl", lines)
     for change in run.changes:
         job.print(f"changed at step {change['step']}: {run_folder.describe_changes([change])}")
-    changed = {change["key"] for change in run.changes}
-    for key in cfg.run.resume_with_changes:
-        if key not in changed:
-            job.print(f"note: run.resume_with_changes names {key}, which has not changed")
 
     def begin() -> None:
         metrics.start()

@@ -26,8 +26,6 @@ def print_run_summary(cfg: AnyConfig, plan: AnyPlan, backbone: Backbone, rows: R
     if isinstance(plan, RewardFlPlan) and plan.supervised:
         rewards = "supervised fine-tuning: trained on the clips alone, without rollouts; no reward is computed"
     notes = [f"note: {note}" for note in backbone.differences(cfg.sample.shift, cfg.sample.guidance_scale)]
-    if isinstance(cfg, configuration.RewardFlConfig) and cfg.reward.kl_gradient == "through_trajectory":
-        notes.append("note: reward.kl_gradient: through_trajectory is now reference_constant; the old name will go")
     if cfg.train.warmup_steps > steps:
         notes.append(f"note: train.warmup_steps {cfg.train.warmup_steps} do not end within the run's {steps} steps")
     arithmetic = overview(cfg, plan, backbone, rows.train)
@@ -141,35 +139,30 @@ def sigma_table(
 
     graphs_of: trained steps whose graphs are the rollout's.
 
-    Flow-GRPO adds for each kind of stochastic step at the configured noise level its std, gradient weight
-    (`flow.gradient_weight`) and noise left over sigma_next (`flow.noise_scale_error`).
+    Flow-GRPO adds of each stochastic step its std, gradient weight (`flow.gradient_weight`) and noise left over
+    sigma_next (`flow.noise_scale_error`).
     """
-    kinds: Sequence[flow.Kind] = ()
-    role, word, level, limit, trained_with = "gradient", "replayed", 0.0, math.inf, ""
+    role, word, heads, sigmas = "gradient", "replayed", "", schedule.sigmas.tolist()
     if grpo is not None:
-        kinds, level, trained_with = ("flow", "dance", "cps"), grpo.noise_level, grpo.sde
-        limit = math.inf if grpo.max_std is None else grpo.max_std
         role, word = "window ", "trained" if grpo.window == "list" else "drawn"
-    heads = "".join(f"{kind + ' std':>11s}{'weight':>8s}{'noise':>7s}" for kind in kinds)
+        heads = f"{grpo.sde + ' std':>11s}{'weight':>8s}{'noise':>7s}"
     lines = [f"step   sigma   timestep  expert      {role}{heads}".rstrip()]
-    sigmas = schedule.sigmas.tolist()
     for i, (sigma, sigma_next) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
-        cells = "".join(_cells(kind, sigma, sigma_next, level, sigmas[1], limit) for kind in kinds)
+        cells = "" if grpo is None else _cells(grpo, sigma, sigma_next, sigmas[1])
         mark = f"{'kept' if i in graphs_of else word if i in trained else '-':{len(role)}s}"
         lines.append(f"{i:4d}  {sigma:6.4f}  {1000 * sigma:9.3f}  {schedule.experts[i]:10s}  {mark}{cells}".rstrip())
-    if kinds:
+    if grpo is not None:
         lines.append(
-            f"at noise level {level:g}, trained with {trained_with}. weight: of the step's gradient, |dmean/dv| / std "
-            "(cps: 2 |dmean/dv| std). noise: what one step leaves / sigma of the next, 1 is exact"
+            "weight: of the step's gradient, |dmean/dv| / std (cps: 2 |dmean/dv| std). noise: what one step leaves / "
+            "sigma of the next, 1 is exact"
         )
     return lines
 
 
-def _cells(kind: flow.Kind, sigma: float, sigma_next: float, level: float, sigma_max: float, limit: float) -> str:
+def _cells(grpo: GrpoConfig, sigma: float, sigma_next: float, sigma_max: float) -> str:
     """Format std, gradient weight and noise-scale error; - where one is not defined."""
-    if kind == "cps" and level > 1:
-        return f"{'-':>11s}{'-':>8s}{'-':>7s}"
-    step: tuple[flow.Kind, float, float, float, float, float] = (kind, sigma, sigma_next, level, sigma_max, limit)
+    limit = math.inf if grpo.max_std is None else grpo.max_std
+    step = (grpo.sde, sigma, sigma_next, grpo.noise_level, sigma_max, limit)
     std = flow.coefficients(*step).std
     weight = f"{flow.gradient_weight(*step):.4f}" if std > 0 else "-"
     noise = f"{flow.noise_scale_error(*step):.3f}" if sigma_next > 0 else "-"

@@ -272,22 +272,17 @@ def cells(step, *overrides):
 
 
 def test_sigma_table():
-    """step, sigma, timestep, expert, window, and (std, weight, noise) of flow, dance and cps."""
-    assert cells(0) == [
-        "0", "1.0000", "1000.000", "high_noise", "-", "0.7000", "0.0397", "1.038", "0.1167", "0.2381", "1.000",
-        "0.8663", "0.0481", "1.000",
-    ]  # fmt: skip
+    """step, sigma, timestep, expert, window, and std, weight and noise."""
+    assert cells(0) == ["0", "1.0000", "1000.000", "high_noise", "-", "0.7000", "0.0397", "1.038"]
     step = (SIGMAS[6], SIGMAS[7], 0.7, SIGMAS[1])
-    for i, kind in enumerate(("flow", "dance", "cps")):
+    for kind in ("flow", "dance", "cps"):
         weight, noise = flow.gradient_weight(kind, *step), flow.noise_scale_error(kind, *step)
         expected = [flow.coefficients(kind, *step).std, weight, noise]
-        assert [float(cell) for cell in cells(6)[5 + 3 * i : 8 + 3 * i]] == pytest.approx(expected, abs=6e-4)
-    assert [cells(i)[13] for i in range(7)] == ["1.000"] * 7  # cps leaves the noise that it should
-    assert cells(7)[5:] == ["0.3819", "1.3584", "-", "0.4518", "1.2384", "-", "0.0000", "-", "-"]
+        assert [float(cell) for cell in cells(6, f"grpo.sde={kind}")[5:]] == pytest.approx(expected, abs=6e-4)
+    assert [cells(i, "grpo.sde=cps")[7] for i in range(7)] == ["1.000"] * 7  # cps leaves the noise that it should
+    assert cells(7)[5:] == ["0.3819", "1.3584", "-"] and cells(7, "grpo.sde=cps")[5:] == ["0.0000", "-", "-"]
     assert [cells(i)[4] for i in range(8)] == ["-"] * 3 + ["drawn"] * 3 + ["-"] * 2
     assert cells(3, "grpo.window=list", "grpo.window_steps=[3]", "grpo.window_bounds=null")[4] == "trained"
-    assert cells(0, "grpo.noise_level=1.2")[5] == "1.2000"
-    assert cells(0, "grpo.noise_level=1.2")[11:] == ["-"] * 3  # there is no such cps
     face = setup_summary.sigma_table(SCHEDULE, (4, 5, 6, 7))
     assert face[3].split() == ["2", "0.9375", "937.500", "high_noise", "-"]
     assert [line.split()[4] for line in face[1:]] == ["-"] * 4 + ["replayed"] * 4
