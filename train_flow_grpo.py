@@ -146,8 +146,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
             if not interruption.number:  # shutting down: skip the videos
                 shown = held_out or samples
                 generate = partial(sampler.generate, shown)
-                folder = saving.sample_videos(cfg.run, cfg.data, backbone.frame_rate, shown, generate, job, done)
-                log.show_samples(done, folder)
+                log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, backbone, shown, generate, job, done))
 
     floor = {}  # of the KL that rounding alone shows
     if cfg.grpo.kl_weight != 0 and cfg.model.dtype == "bfloat16":

@@ -142,8 +142,7 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
             if not interruption.number:  # shutting down: skip the videos
                 shown = held_out or samples
                 generate = partial(sampler.generate, shown)
-                folder = saving.sample_videos(cfg.run, cfg.data, backbone.frame_rate, shown, generate, job, done)
-                log.show_samples(done, folder)
+                log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, backbone, shown, generate, job, done))
 
     # ---------------------------------------------------------------------------------- train
     interruption.listen()

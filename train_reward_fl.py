@@ -135,8 +135,7 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
         with averaged(average, learner.parameters):
             saving.save(cfg.run, job, backbone, learner, log, content, score, last=last)
             if not interruption.number:  # shutting down: skip the videos
-                folder = saving.sample_videos(cfg.run, cfg.data, backbone.frame_rate, samples, generate, job, done)
-                log.show_samples(done, folder)
+                log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, backbone, samples, generate, job, done))
 
     floor = measure_kl_floor(job, builder, partial(get_velocity, policy), plan.kl_steps, cfg.model.dtype)
 

@@ -91,7 +91,7 @@ def samples_dir(output_dir: str, step: int) -> Path:
 def sample_videos(
     run: RunConfig,
     clips: DataConfig,
-    frame_rate: float,
+    backbone: Backbone,
     samples: Sequence[Sample],
     generate: Callable[[int], tuple[int, Tensor]],
     job: Distributed,
@@ -99,11 +99,11 @@ def sample_videos(
 ) -> Path:
     """Write samples/step-*/<n>.mp4 of the first samples, each process its shard, and return the folder. Collective.
 
-    A model of images writes <n>.png, and grid.png of several. frame_rate: the model's, unless `clips` has one.
-    generate: row -> (row, its video (3, F, H, W)), called equally often on every process; it may replace a row with
-    lost inputs. A video that cannot be written, or its real clip not be read, is left out with a warning.
+    A model of images writes <n>.png, and grid.png of several. generate: row -> (row, its video (3, F, H, W)), called
+    equally often on every process; it may replace a row with lost inputs. A video that cannot be written, or its real
+    clip not be read, is left out with a warning.
     """
-    folder, fps = samples_dir(run.output_dir, step), clips.fps or frame_rate
+    folder, fps = samples_dir(run.output_dir, step), clips.fps or backbone.frame_rate
     for n, in_shard in job.shard.padded(range(min(run.sample_videos, len(samples)))):
         row, video = generate(n)
         path = folder / f"{n:02d}.{'png' if video.shape[1] == 1 else 'mp4'}"

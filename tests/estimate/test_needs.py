@@ -7,6 +7,7 @@ section in brackets): its own hooks and counters on the meta device, and arithme
 import dataclasses
 import gc
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -502,51 +503,23 @@ def tool(*arguments, expect=0):
     return run_tool(plan_run.main, "--host-gb", 1000, "--config", *arguments, expect=expect)
 
 
-# {file in configs/: GB of the GPU that it names}; groups of Wan2.2-I2V-A14B run on eight
-FILES = {
-    "wan22_face_16gb": 16,
-    "wan22_face_24gb": 24,
-    "wan22_ti2v_5b_face": 48,
-    "wan21_i2v_face": 80,
-    "wan21_t2v_1_3b_flow_grpo": 16,
-    "wan21_t2v_1_3b_forward": 16,
-    "wan22_ti2v_5b_flow_grpo": 24,
-    "wan22_t2v_flow_grpo": 48,
-    "sd35_flow_grpo": 24,
-    "sd35_forward": 24,
-    "sd35_reward_fl": 24,
-    "flux_flow_grpo": 48,
-    "flux_reward_fl": 80,
-    "qwen_image_flow_grpo": 80,
-    "flux2_klein_flow_grpo": 24,
-    "z_image_flow_grpo": 32,
-}
-ON_EIGHT = {
-    "wan22_flow_grpo": 80,
-    "presets/flow_grpo": 80,
-    "presets/flow_grpo_fast": 80,
-    "presets/guard": 80,
-    "presets/dance_grpo": 141,
-    "wan22_forward": 80,
-    "presets/rvm_wan": 80,
-    "presets/nft_sd35": 80,
-    "presets/awm_sd35": 80,
-    "presets/ocr_sd35": 80,
-    "presets/ocr_sd35_nft": 80,
-    "presets/ocr_wan21_t2v": 80,
+# {configuration: (GPUs, GB of one), in its first comment}
+NAMED = {
+    file: match.groups("1")
+    for file in sorted((ROOT / "configs").rglob("*.yaml"))
+    if (match := re.search(r"(?:(\d+) )?GPUs? of (\d+) GB", file.read_text().replace("\n# ", " ")))
 }
 SMALLER = ["lora.lora_rank=32", "lora.lora_alpha=64", "train.use_gradient_checkpointing_offload=true"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name, memory", (FILES | ON_EIGHT).items())
-def test_the_files_fit_the_gpus_that_they_name(name, memory):
-    file, processes = ROOT / f"configs/{name}.yaml", "8" if name in ON_EIGHT else "1"
+@pytest.mark.parametrize("file", NAMED, ids=lambda file: file.stem)
+def test_the_files_fit_the_gpus_that_they_name(file):
+    processes, memory = NAMED[file]
     arguments = (str(file), "--processes", processes, "--gpu-memory")
     out = tool(*arguments, memory)
     assert "\nfits: " in out and "published; no configurations" in out
-    assert f"{memory} GB" in file.read_text()
-    if memory == 141:  # its comment names what 80 GB take
+    if file.stem == "dance_grpo":  # its comment names what 80 GB take
         assert all(setting in file.read_text() for setting in SMALLER)
         tool(*arguments, 80, *SMALLER)
 
