@@ -643,17 +643,9 @@ def test_the_text_encoder_is_gone_before_the_vae_comes():
         gc.enable()
 
 
-@pytest.mark.parametrize(
-    "file, override, message",
-    [
-        ("wan22_face", "data.height=500", "multiple of 16"),
-        ("wan22_face", "model.trainable_models=dit", "answers at no active step"),
-        ("tiny_flow_grpo", "--processes=5", "do not divide into forward passes of world 5 x batch 8 = 40; take"),
-    ],
-)
-def test_what_cannot_work(file, override, message):
-    out = tool(f"configs/{file}.yaml", "data.max_pixels=null", override, expect=2)
-    assert out.startswith("error: ") and message in out and out.count("\n") == 1
+def test_a_run_that_cannot_work_is_refused():
+    out = tool("configs/wan22_face.yaml", "data.max_pixels=null", "data.height=500", expect=2)
+    assert out.startswith("error: ") and "multiple of 16" in out and out.count("\n") == 1
 
 
 def test_source_of_original_files(monkeypatch, tmp_path):
