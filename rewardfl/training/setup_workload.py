@@ -65,7 +65,6 @@ def _reward_fl(common: Workload, cfg: RewardFlConfig, plan: RewardFlPlan) -> Wor
         anchor=_anchor_passes(cfg, plan),
         averages=int(cfg.train.ema_decay > 0),
         spans=(Span(f"one update of {clips_per_gpu} clips per GPU", clips_per_gpu, clips_per_gpu),),
-        accumulation=cfg.train.gradient_accumulation_steps,
     )
     if plan.supervised:
         return common

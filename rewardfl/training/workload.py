@@ -57,13 +57,12 @@ class Workload:
     processes_per_clip: int = 1  # each with a part of the tokens
     sharding: Sharding = "none"  # over the processes
 
-    # settings that trade memory for time; estimate.advice.KEYS has their keys
+    # settings that trade memory for time; estimate.advice has their keys
     trained_placement: Literal["gpu", "cpu_swap"] = "gpu"  # of the trained experts' frozen weights
     untrained_placement: Literal["gpu", "cpu_swap", "fp8", "boundary_cache"] = "gpu"
     checkpointing: bool = True
     offload_inputs: bool = False
     batch: int = 1
-    accumulation: int | None = None  # None where an epoch has a fixed number of videos
     decode_caches: DecodeCaches = "keep"
     kept_chunks: int = 0  # of the decoder's, the last ones: their graphs are the decoding's
     active_experts: tuple[str, ...] = ()  # of each step with a gradient; where graphs can be kept

@@ -14,7 +14,6 @@ from rewardfl import backbones, config, flow, group_plan, sde
 from rewardfl.backbones.protocol import Adapter, Source
 from rewardfl.backbones.wan import model as wan
 from rewardfl.estimate import needs, report
-from rewardfl.estimate.advice import Machine, changed_settings, lacking, recommend
 from rewardfl.estimate.rates import RATES, parse_rates
 from rewardfl.training import plan, setup_summary, workload
 
@@ -175,19 +174,6 @@ def test_what_is_kept_is_what_a_rollout_leaves(published, window):
     for place, moved in (("gpu", steps.values()), ("cpu", [step.to("meta") for step in steps.values()])):
         kept = needs.kept_bytes(published, asked(f"grpo.samples_on={place}", windows=(window,)))
         assert kept - sum(published.cached.values()) == nbytes(moved)
-
-
-# ---- what to switch on ----
-
-
-def test_what_is_recommended(published):
-    def settings(run):
-        after = recommend(published, run, Machine(80e9))
-        assert lacking(published, after, Machine(80e9)) == 0
-        return changed_settings(run, after)
-
-    assert settings(dataclasses.replace(RUN, samples_in_flight=2400)) == {"grpo.samples_on": "cpu"}
-    assert settings(dataclasses.replace(RUN, batch=12))["train.per_device_train_batch_size"] == 1
 
 
 # ---- the configuration ----
