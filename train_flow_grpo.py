@@ -70,7 +70,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
     job = connect_processes(cfg)
     plan = resolve(cfg, backbone, job.world)
     geometry, per_update, per_epoch = plan.geometry, plan.geometry.forwards_per_update, plan.updates_per_epoch
-    job.backwards_per_update = plan.backwards_per_update  # the last one reduces
+    job.reduce_in_backward(plan.backwards_per_update)
     rows = setup_data.scan_rows(cfg, job, backbone, plan.rewards)
     print_run_summary(cfg, plan, backbone, rows, job)
     resume_point = open_run(cfg, None if dry_run else run_folder, job, backbone)
@@ -102,7 +102,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
     decoder = backbone.load_decoder(job.device)
     scales = evaluation.find_scales(cfg.data, job, terms, conditions, decoder, held_out)
-    model, trained = setup_model.load_experts(cfg, plan, backbone, job, conditions, samples)
+    model, trained = setup_model.load_experts(cfg, plan, backbone, job)
     setup_model.fill_adapters(model, trained, backbone, plan.init, resume_point, restored)
     learner = make_learner(cfg.train, job, backbone, model, trained, steps, restored)
     policy, optimizer, scheduler, parameters = learner.policy, learner.optimizer, learner.scheduler, learner.parameters
@@ -146,7 +146,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
             if not interruption.number:  # shutting down: skip the videos
                 shown = held_out or samples
                 generate = partial(sampler.generate, shown)
-                log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, plan.fps, shown, generate, job, done))
+                log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, backbone, shown, generate, job, done))
 
     floor = {}  # of the KL that rounding alone shows
     if cfg.grpo.kl_weight != 0 and cfg.model.dtype == "bfloat16":

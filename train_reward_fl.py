@@ -59,7 +59,7 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
     backbone = setup_model.open_model(cfg)
     job = connect_processes(cfg)
     plan = resolve(cfg, backbone, job.world)
-    job.backwards_per_update = plan.backwards_per_update  # the last one reduces
+    job.reduce_in_backward(plan.backwards_per_update)
     rows = setup_data.scan_rows(cfg, job, backbone, plan.rewards)
     print_run_summary(cfg, plan, backbone, rows, job)
     resume_point = open_run(cfg, None if dry_run else run_folder, job, backbone)
@@ -88,7 +88,7 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
     decoder, decoding = backbone.load_decoder(job.device), (cfg.train.decode_caches, cfg.train.kept_chunks)
     graphs = plan.graphs_of, offload.graph_context(cfg.train.active_graphs, job.device)
-    model, trained = setup_model.load_experts(cfg, plan, backbone, job, conditions, samples)
+    model, trained = setup_model.load_experts(cfg, plan, backbone, job)
     setup_model.fill_adapters(model, trained, backbone, plan.init, resume_point, restored)
     learner = make_learner(cfg.train, job, backbone, model, trained, steps, restored)
     policy, optimizer, scheduler = learner.policy, learner.optimizer, learner.scheduler
@@ -135,7 +135,7 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
         with averaged(average, learner.parameters):
             saving.save(cfg.run, job, backbone, learner, log, content, score, last=last)
             if not interruption.number:  # shutting down: skip the videos
-                log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, plan.fps, samples, generate, job, done))
+                log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, backbone, samples, generate, job, done))
 
     floor = measure_kl_floor(job, builder, partial(get_velocity, policy), plan.kl_steps, cfg.model.dtype)
 

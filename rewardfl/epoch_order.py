@@ -33,16 +33,6 @@ def total_steps(num_rows: int, global_batch: int, num_train_epochs: int) -> int:
     return math.ceil(num_train_epochs * num_rows / global_batch)
 
 
-def count_due(every: int, per_epoch: int, steps: int | None) -> int | None:
-    """Count the epochs of `per_epoch` updates that contain a multiple of `every`, and the last one.
-
-    None if the number of steps is unknown.
-    """
-    if steps is None:
-        return None
-    return len({math.ceil(step / per_epoch) for step in range(every, steps + 1, every)} | {steps // per_epoch})
-
-
 def due_this_epoch(step: int, per_epoch: int, every: int, steps: int) -> bool:
     """Return whether the epoch that ends with `step` contains a multiple of `every`, or is the last of `steps`."""
     return step // every > (step - per_epoch) // every or step == steps

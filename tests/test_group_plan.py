@@ -69,7 +69,7 @@ def test_every_geometry_that_divides_gives_every_position_once(spread):
 
 @pytest.mark.parametrize("spread", ["contiguous", "spread"])
 def test_a_position_is_the_same_member_whatever_the_geometry(spread):
-    """The one that one process has at it, one by one: group after group, and in each member after member."""
+    """One process has the members one by one: group after group, and in each member after member."""
     accepted = [geometry for geometry in GRID if divides(*geometry)]
     for world, batch, group_size, count in accepted[:: len(accepted) // 40]:
         members = chained(plan(epoch=3, group_size=group_size, groups=count))

@@ -233,7 +233,7 @@ def test_the_plain_clip_silences_one_sign_at_size_and_guard_neither():
 @pytest.mark.parametrize("sde", ["flow", "dance", "cps"])
 @pytest.mark.parametrize("kind", ["clip", "guard"])
 def test_the_first_update_is_reinforce(kind, sde):
-    """A float32 network, rolled out and replayed: ratio exactly 1, gradient that of -mean(A * mean-form density)."""
+    """A float32 network, rolled out and replayed: ratio exactly 1, the gradient of -mean(A * mean-form density)."""
     generator = torch.Generator().manual_seed(0)
     network = torch.nn.Linear(12, 12)
     x, noise = (torch.randn(6, 12, generator=generator) for _ in range(2))

@@ -20,7 +20,6 @@ from rewardfl.config.fields import Section, did_you_mean, shown
 from rewardfl.config.schema import SECTIONS, AnyConfig, FlowGrpoConfig, ForwardRlConfig, RewardFlConfig
 
 MOST_BYTES, MOST_BRACKETS = 100_000, 500  # our longest configuration has 4,000 and 20
-_DECIMAL = re.compile(r"[-+]?(0|[1-9]\d{0,18}|\d*\.\d*(e[-+]\d+)?|\.inf|\.nan)", re.IGNORECASE)
 _TYPES = {
     "int_type": "a whole number",
     "float_type": "a number",
@@ -95,10 +94,7 @@ def dump(cfg: AnyConfig) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """yaml.SafeLoader that raises for aliases, duplicate keys and numbers like 042 and 1:30.
-
-    YAML 1.1 reads these as 34 and 90, YAML 1.2 as 42 and as a text.
-    """
+    """yaml.SafeLoader that raises for aliases, which may nest without end, and for duplicate keys."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -113,14 +109,9 @@ class _Loader(yaml.SafeLoader):
                 raise _refusal(f"{shown(key.value)} is given twice; remove one", key)
         return super().construct_mapping(node, deep)
 
-    def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        if not _DECIMAL.fullmatch(node.value):
-            raise _refusal(f"{shown(node.value)} is no plain decimal number; write it as one, or in quotes", node)
-        return int(node.value) if node.tag.endswith(":int") else self.construct_yaml_float(node)
 
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_number)
-_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_number)
+# as YAML 1.2: 042 is 42, not 34, and 1:30 is refused, not 90
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
 
 
 def _refusal(problem: str, at: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:

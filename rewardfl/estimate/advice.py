@@ -1,25 +1,12 @@
-"""Settings that make a run fit a machine."""
+"""Whether a run fits a machine, and the settings that take less memory."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from rewardfl.estimate.measure import Costs
-from rewardfl.estimate.needs import RESERVE, memory
+from rewardfl.estimate.needs import RESERVE, Memory
 from rewardfl.training.workload import Workload
-
-KEYS = {
-    "trained_placement": "experts.trained",
-    "untrained_placement": "experts.untrained",
-    "checkpointing": "train.use_gradient_checkpointing",
-    "offload_inputs": "train.use_gradient_checkpointing_offload",
-    "decode_caches": "train.decode_caches",
-    "kept_chunks": "train.kept_chunks",
-    "batch": "train.per_device_train_batch_size",
-    "accumulation": "train.gradient_accumulation_steps",
-    "noises_per_sample": "sample.noises_per_sample",
-}  # {field of Workload: configuration key}
 
 
 @dataclass(frozen=True)
@@ -30,54 +17,26 @@ class Machine:
     host: float = math.inf
     processes: int = 1
 
+    def gpu_fits(self, memory: Memory) -> bool:
+        """Return whether a GPU has the run's peak and the reserve."""
+        return self.gpu is None or memory.peak + RESERVE <= self.gpu
 
-def lacking(costs: Costs, work: Workload, machine: Machine) -> float:
-    """Return the bytes that the machine lacks for the run: of a GPU, and of the host's memory."""
-    needed = memory(costs, work)
-    gpu = 0.0 if machine.gpu is None else needed.peak + RESERVE - machine.gpu
-    return max(0.0, gpu) + max(0.0, machine.processes * sum(needed.host.values()) - machine.host)
-
-
-def levers(work: Workload) -> list[dict[str, Any]]:
-    """Return sets of Workload's fields that save memory, in the order in which they cost time on an H100.
-
-    The last one changes the run: each clip then has a few noises, used in turn.
-    """
-    batch = {"batch": 1, "accumulation": work.accumulation and work.accumulation * work.batch}
-    swap = {"trained_placement": "cpu_swap", "checkpointing": True}
-    cache = {"untrained_placement": "boundary_cache", "noises_per_sample": 4}
-    return [
-        {"samples_on": "cpu"},
-        {"untrained_placement": "cpu_swap"} if work.untrained else {},
-        {"decode_caches": "offload"},
-        {"checkpointing": True, "offload_inputs": True},
-        batch,  # an update keeps its samples
-        swap if work.sharding == "none" else {},
-        {"kept_chunks": 0},
-        {"kept_steps": 0},
-        {"decode_caches": "segment"},
-        cache if work.cacheable else {},
-    ]
+    def host_fits(self, memory: Memory) -> bool:
+        """Return whether the host has the memory of all its processes."""
+        return self.processes * sum(memory.host.values()) <= self.host
 
 
-def recommend(costs: Costs, work: Workload, machine: Machine) -> Workload:
-    """Return the run with one lever after the other, without those that save nothing, until it fits the machine."""
-    for lever in 2 * levers(work):  # some save nothing until a later one has lowered another phase
-        candidate = replace(work, **lever)
-        if lacking(costs, candidate, machine) < lacking(costs, work, machine):
-            work = candidate
-    return work
-
-
-def changed_settings(work: Workload, after: Workload) -> Mapping[str, Any]:
-    """Return the configuration keys whose values differ, and their values in `after`."""
-
-    def settings(run: Workload) -> dict[str, Any]:
-        place = "keep_on_host" if run.offload_inputs else "keep_on_device"
-        graphs = {"train.active_graphs": place if run.kept_steps else "replay", "train.kept_steps": run.kept_steps}
-        samples = {f"{run.group_section}.samples_on": run.samples_on}
-        return {key: getattr(run, field) for field, key in KEYS.items()} | graphs | samples
-
-    before = settings(work)
-    changed = {key: value for key, value in settings(after).items() if value != before[key]}
-    return changed | ({"train.kept_steps": None} if changed.get("train.kept_steps") == 0 else {})
+def smaller_settings(work: Workload) -> Mapping[str, Any]:
+    """Return {configuration key: value} that take less memory of a GPU, in the order in which they cost time."""
+    levers = {
+        f"{work.group_section}.samples_on": ("cpu", work.samples_in_flight > 0 and work.samples_on == "gpu"),
+        "experts.untrained": ("cpu_swap", work.untrained is not None and work.untrained_placement == "gpu"),
+        "train.decode_caches": ("offload", work.reward_gradient and work.decode_caches == "keep"),
+        "train.use_gradient_checkpointing": (True, not work.checkpointing),
+        "train.use_gradient_checkpointing_offload": (True, not work.offload_inputs),
+        "train.per_device_train_batch_size": (1, work.batch > 1),
+        "experts.trained": ("cpu_swap", work.sharding == "none" and work.trained_placement == "gpu"),
+        "train.kept_chunks": (0, work.kept_chunks > 0),
+        "train.active_graphs": ("replay", work.kept_steps > 0),
+    }
+    return {key: value for key, (value, helps) in levers.items() if helps}

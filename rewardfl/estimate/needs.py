@@ -1,4 +1,4 @@
-"""Costs of a run: FLOPs of a video, bytes of one GPU by phase, of the host and of the disk. GB is 1e9 bytes.
+"""Costs of a run: FLOPs of a video, bytes of one GPU by phase and of the host. GB is 1e9 bytes.
 
 `measure` has the costs of one block and one chunk; this module multiplies them.
 
@@ -56,20 +56,6 @@ def flops(costs: Costs, work: Workload, operation: Operation | None = None) -> d
         "replay recompute": total(work.backward_passes, *recompute),
         "replay backward": total(work.backward_passes, "backward"),
         "reference": total(work.reference, "forward_frozen"),
-    }
-
-
-def forward_passes(work: Workload) -> dict[str, float]:
-    """Return the experts' forward passes for one video, by cause; means where epochs differ."""
-    anchor = sum(work.anchor.values())
-    return {
-        "rollout": sum(_rolled_out(work).values()),
-        "replay": sum(_replayed(work).values()),
-        "replay's recomputation": work.checkpointing * sum(work.backward_passes.values()),
-        "reference": sum(work.reference.values()),
-        "data anchor": anchor,
-        "its recomputation": work.checkpointing * anchor,
-        "its reference": work.anchor_to_reference * anchor,
     }
 
 
@@ -350,12 +336,3 @@ def _replay(costs: Costs, work: Workload) -> tuple[dict[str, int], int]:
     if work.offload_inputs:
         return {"two block inputs": 2 * largest.block_input, "what blocks share": on_gpu} | recompute, on_host
     return {"block inputs": on_gpu} | recompute, 0
-
-
-def disk(costs: Costs, work: Workload) -> tuple[int, dict[str, int]]:
-    """Return the bytes of a checkpoint (float32 adapter, Adam's moments, average), and of one clip's cache by part."""
-    cache = dict(costs.cached)
-    if work.untrained_placement == "boundary_cache" and isinstance(work.noises_per_sample, int):
-        cache["boundary latents"] = work.noises_per_sample * math.prod(costs.shape) * _FLOAT32
-    copies = 3 + (1 + work.averages if work.averages else 0)  # and the adapter that they are averages of
-    return copies * _FLOAT32 * trained_parameters(costs, work), cache

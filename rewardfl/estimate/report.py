@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from rewardfl.estimate import needs
-from rewardfl.estimate.advice import Machine, changed_settings, lacking, recommend
+from rewardfl.estimate.advice import Machine, smaller_settings
 from rewardfl.estimate.measure import Costs, measure
 from rewardfl.estimate.rates import OPERATIONS, RATES, Rates
 from rewardfl.machine import usable_memory
@@ -25,9 +25,9 @@ def rates_on(device: torch.device) -> Rates:
 def estimate(work: Workload, machine: Machine, rates: Rates) -> tuple[str, bool]:
     """Return the estimate as text, and whether the run fits."""
     costs = measure(work.video)
-    tables = [work_table(costs, work, rates), memory_lines(needs.memory(costs, work)), disk_table(costs, work)]
-    sections = [*tables, fit_verdict(costs, work, machine, rates)]
-    return "\n\n".join("\n".join(lines) for lines in sections), lacking(costs, work, machine) == 0
+    memory = needs.memory(costs, work)
+    sections = [work_table(costs, work, rates), memory_lines(memory), fit_verdict(memory, work, machine)]
+    return "\n\n".join("\n".join(lines) for lines in sections), machine.gpu_fits(memory) and machine.host_fits(memory)
 
 
 def dry_run(work: Workload, job: Distributed) -> int:
@@ -50,14 +50,11 @@ def work_table(costs: Costs, work: Workload, rates: Rates) -> list[str]:
     lines.append(f"  {'':16s}" + "".join(f"{column:>12s}" for column in columns))
     for name, numbers in rows.items():
         lines.append(f"  {name:16s}" + "".join(f"{x:12.0f}" if x >= 100 else f"{x:12.3g}" for x in numbers))
-    passes = ", ".join(f"{cause} {count:.3g}" for cause, count in needs.forward_passes(work).items() if count)
-    lines.append(f"network forward passes for it: {passes}")
     total, time = sum(flops[0].values()), sum(spent for spent, _, _ in times.values())
     for span in work.spans:
         spent = _spent(work.processes, span.videos * total, span.of_process * time)
         lines.append(f"{span.name}: {spent}")
-    encode = costs.text.forward + costs.image.forward
-    return [*lines, f"VAE encode and text: {encode / 1e12:.4g} TFLOP once per clip, then from the cache"]
+    return lines
 
 
 def _spent(processes: int, amount: float, time: float) -> str:
@@ -78,40 +75,23 @@ def memory_lines(memory: needs.Memory) -> list[str]:
     return ["memory of one GPU", *(f"  {name:11s}{format_size(amount):>9s}   {parts}" for name, amount, parts in rows)]
 
 
-def disk_table(costs: Costs, work: Workload) -> list[str]:
-    checkpoint, cache = needs.disk(costs, work)
-    clip = sum(cache.values())
-    count, steps = work.saves, work.steps
-    saves = "" if count is None else f"; {count} in {steps} steps: {format_size(count * checkpoint)}"
-    clips = "" if work.clips is None else f"; of {work.clips} clips: {format_size(work.clips * clip)}"
-    cached = f"  conditioning cache of a clip: {format_size(clip)} ({_parts(cache)}){clips}"
-    return ["disk", f"  a checkpoint: {format_size(checkpoint)}{saves}", cached]
-
-
-def fit_verdict(costs: Costs, work: Workload, machine: Machine, rates: Rates) -> list[str]:
+def fit_verdict(memory: needs.Memory, work: Workload, machine: Machine) -> list[str]:
     """Report whether the run fits the machine, and the settings to change when it does not."""
-    if lacking(costs, work, machine) == 0:
-        return [f"fits: {_needed(costs, work, machine)}"]
-    lines, after = [f"does not fit: {_needed(costs, work, machine)}"], recommend(costs, work, machine)
-    for key, value in changed_settings(work, after).items():
-        note = "; each clip then has a few noises, used in turn" if value == "boundary_cache" else ""
-        lines.append(f"  set {key}: {json.dumps(value).strip(chr(34))}{note}")
-    before, then = (sum(time for time, _, _ in needs.seconds(costs, run, rates).values()) for run in (work, after))
-    takes = f"takes {_needed(costs, after, machine)}, {then:.3g} s a video instead of {before:.3g}"
-    fits = lacking(costs, after, machine) == 0
-    return [*lines, f"  then it {takes}" if fits else f"no setting makes it fit; the closest {takes}"]
-
-
-def _needed(costs: Costs, work: Workload, machine: Machine) -> str:
-    """Format the bytes that a run takes, and those that the machine has."""
-    memory = needs.memory(costs, work)
     host = format_size(machine.processes * sum(memory.host.values()))
     limit = f" of {format_size(machine.host)}" if machine.host < math.inf else ""
     processes = f" for {machine.processes} processes" if machine.processes > 1 else ""
-    text = f"{host}{limit} in host memory{processes}"
-    if machine.gpu is None:
-        return text
-    return f"{format_size(memory.peak + needs.RESERVE)} of {format_size(machine.gpu)} on the GPU, {text}"
+    needed = f"{host}{limit} in host memory{processes}"
+    if machine.gpu is not None:
+        needed = f"{format_size(memory.peak + needs.RESERVE)} of {format_size(machine.gpu)} on the GPU, {needed}"
+    if not machine.host_fits(memory):
+        return [f"does not fit: {needed}", "  start fewer processes, or keep more on the GPU"]
+    if machine.gpu_fits(memory):
+        return [f"fits: {needed}"]
+    settings = smaller_settings(work).items()
+    lines = [f"  {key}: {json.dumps(value).strip(chr(34))}" for key, value in settings] or [
+        "  nothing: take larger GPUs"
+    ]
+    return [f"does not fit: {needed}", "settings that take less, the fastest first:", *lines]
 
 
 def _parts(parts: Mapping[str, float]) -> str:

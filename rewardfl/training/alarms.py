@@ -74,58 +74,38 @@ def broken_guards(
 
     The guards limit how far means over the updates may move. A metric without values breaks none.
 
-    - reward/held_out may fall by the first updates' standard deviation.
-    - flow, landmark motion, sharpness and coverage may fall to `motion` times the first mean.
-    - grid may rise to `grid` times the first mean, reversals by REVERSALS_GUARD.
-    - saturation may change by a factor of SATURATION_GUARD, red, green and blue by COLOUR_GUARD.
-    - the look of the face may fall by LOOK_GUARD, the data loss rise by DATA_LOSS_GUARD of itself.
-    - where the trained face score gains over GAIN_GUARD, the judge's must gain SHARE_GUARD of that.
+    motion: flow, landmark motion, sharpness and coverage may fall to this share of the first mean. grid: the grid may
+    rise to this multiple of it. The judge's score may fall by the first updates' standard deviation. Where the trained
+    face score gains over GAIN_GUARD, the judge's must gain SHARE_GUARD of that.
     """
+    judge, spread = "reward/held_out", _spread("reward/held_out", first)
+    steady = {"flow": "optical flow", "motion": "landmark motion", "sharpness": "sharpness", "coverage": "coverage"}
+    advice = "data loss: the model leaves its data; raise anchor.weight, or lower train.learning_rate"
+    # {metric: (words, lowest, highest)} of last mean / first mean
+    ratios = {f"{judge}/{part}": (words, motion, math.inf) for part, words in steady.items()} | {
+        f"{judge}/grid": ("grid: the model's tokens show", 0.0, grid),
+        f"{judge}/saturation": ("saturation", 1 / SATURATION_GUARD, SATURATION_GUARD),
+        "actor/data_loss": (advice, 0.0, 1 + DATA_LOSS_GUARD),
+    }
+    tint = ("the clips take on a tint", -COLOUR_GUARD, COLOUR_GUARD)
+    # {metric: (words, lowest, highest)} of last mean - first mean
+    differences = {
+        judge: ("the held-out judge's score", -spread, math.inf),
+        f"{judge}/reversals": ("reversals: the clips tremble", -math.inf, REVERSALS_GUARD),
+        f"{judge}/look": ("look of the face: eyes or mouth are drawn worse", -LOOK_GUARD, math.inf),
+        **dict.fromkeys((f"{judge}/red", f"{judge}/green", f"{judge}/blue"), tint),
+    }
     broken = []
-
-    def means(key: str) -> tuple[float, float]:
-        return _mean(key, first), _mean(key, last)
-
-    def judge(part: str, words: str, was: float, now: float, limit: str) -> None:
-        broken.append(f"the held-out judge's {words} (reward/held_out{part}) went from {was:.3f} to {now:.3f}, {limit}")
-
-    was, now = means("reward/held_out")
-    spread = _spread("reward/held_out", first)
-    if now < was - spread:
-        judge("", "score", was, now, f"by more than its standard deviation {spread:.3f}")
-    (score_was, score_now), gain = means("actor/face_score"), now - was
-    if score_now - score_was > GAIN_GUARD and gain < SHARE_GUARD * (score_now - score_was):
-        broken.append(
-            f"the face score (actor/face_score) went from {score_was:.3f} to {score_now:.3f}, and the held-out judge "
-            f"(reward/held_out) from {was:.3f} to {now:.3f}: the reward may be hacked"
-        )
-    parts = {"flow": "optical flow", "motion": "landmark motion", "sharpness": "sharpness", "coverage": "coverage"}
-    for part, words in parts.items():
-        was, now = means(f"reward/held_out/{part}")
-        if was > 0 and now < motion * was:
-            judge(f"/{part}", words, was, now, f"{now / was:.2f} of what it was, below {motion:g}")
-    was, now = means("reward/held_out/reversals")
-    if now - was > REVERSALS_GUARD:
-        judge("/reversals", "reversals", was, now, f"by more than {REVERSALS_GUARD:g}: the clips tremble")
-    was, now = means("reward/held_out/grid")
-    if now > grid * was:
-        judge("/grid", "grid", was, now, f"{now / was:.2f} of what it was, above {grid:g}: the model's tokens show")
-    was, now = means("reward/held_out/saturation")
-    if was > 0 and not was / SATURATION_GUARD <= now <= was * SATURATION_GUARD and math.isfinite(now):
-        judge("/saturation", "saturation", was, now, f"by more than a factor of {SATURATION_GUARD:g}")
-    was, now = means("reward/held_out/look")
-    if now < was - LOOK_GUARD:
-        judge("/look", "look of the face", was, now, f"by more than {LOOK_GUARD:g}: eyes or mouth are drawn worse")
-    was, now = means("actor/data_loss")
-    if now > (1 + DATA_LOSS_GUARD) * was:
-        broken.append(
-            f"the data loss (actor/data_loss) went from {was:.4f} to {now:.4f}, by more than {DATA_LOSS_GUARD:.0%}: "
-            "the model leaves its data; raise anchor.weight, or lower train.learning_rate"
-        )
-    for colour in ("red", "green", "blue"):
-        was, now = means(f"reward/held_out/{colour}")
-        if abs(now - was) > COLOUR_GUARD:
-            judge(f"/{colour}", colour, was, now, f"by more than {COLOUR_GUARD:g}: the clips take on a tint")
+    for key, (words, lowest, highest) in (ratios | differences).items():
+        was, now = _mean(key, first), _mean(key, last)
+        change = now - was if key in differences else now / (was or math.nan)
+        if change < lowest or change > highest:
+            how = f"{'difference' if key in differences else 'factor'} {change:.3f}, allowed {lowest:.3g} to"
+            broken.append(f"{key} went from {was:.3f} to {now:.3f} ({how} {highest:.3g}): {words}")
+    gain, judge_gain = (_mean(key, last) - _mean(key, first) for key in ("actor/face_score", judge))
+    if gain > GAIN_GUARD and judge_gain < SHARE_GUARD * gain:
+        why = f"the held-out judge's ({judge}) by {judge_gain:.3f}: the reward may be hacked"
+        broken.append(f"the face score (actor/face_score) rose by {gain:.3f}, and {why}")
     return broken
 
 

@@ -171,14 +171,9 @@ class Distributed:
     def _engine(self) -> Any:
         return self.accelerator.deepspeed_engine_wrapped.engine if self.sharding == "zero2" else None
 
-    @property
-    def backwards_per_update(self) -> int:
-        """Return the backward passes of each process in an update. The last one reduces the gradients."""
-        return self.accelerator.gradient_accumulation_steps
-
-    @backwards_per_update.setter
-    def backwards_per_update(self, count: int) -> None:
-        self.accelerator.gradient_accumulation_steps = count
+    def reduce_in_backward(self, number: int) -> None:
+        """Reduce the gradients in this backward pass of an update, its last one on each process."""
+        self.accelerator.gradient_accumulation_steps = number
 
     def gradient_reduction(self) -> contextlib.AbstractContextManager:
         """Return the context of all backwards of an update. Every process must have equally many."""

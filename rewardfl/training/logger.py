@@ -16,7 +16,7 @@ from rewardfl import data
 from rewardfl.config import EarlyStopConfig
 from rewardfl.files import escape_control
 from rewardfl.rewards.base import RewardError
-from rewardfl.training import checkpoint, metrics_file, run_folder
+from rewardfl.training import checkpoint, metrics_file
 from rewardfl.training.alarms import alarms, early_stop, score_for_best, suspects
 from rewardfl.training.distributed import Distributed
 
@@ -33,7 +33,6 @@ class Log:
     early_stop_rule: EarlyStopConfig | None
     max_nonfinite: int
     job: Distributed
-    folder: run_folder.RunFolder
     metrics: metrics_file.MetricsFile
     last_step: int  # of the whole run
     skipped_in_a_row: int = 0  # updates without effect, those before a resume included
@@ -68,7 +67,6 @@ class Log:
             return
         self.history.append({"step": step, **metrics})
         with checkpoint.warn_on_write_error(self.job.print, step, last=step == self.last_step):
-            self.folder.check_present()
             self.metrics.append(step, metrics)
         if step % self.logging_steps == 0:
             with checkpoint.warn_on_write_error(self.job.print, step, last=False), self._tracking():

@@ -34,7 +34,6 @@ class RunPlan:
     """What a run does, resolved from its configuration, its model and its number of processes."""
 
     processes: int
-    fps: float  # frames per second of its videos: data.fps, or the model's
     rewards: Sequence[registry.ResolvedReward]
     schedule: Callable[[Shape], Schedule]  # the denoising steps for latents (C, T, h, w)
     experts: tuple[str, ...]  # of each denoising step
@@ -139,7 +138,6 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
     trained, targets = trained_experts(cfg, backbone.experts), tuple(lora_targets(cfg, backbone))
     common: dict[str, Any] = {
         "processes": processes,
-        "fps": cfg.data.fps or backbone.frame_rate,
         "rewards": find_rewards(cfg, backbone, here=here),
         "schedule": partial(make_schedule, cfg.sample, backbone),
         "experts": schedule.experts,

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import re
-import shlex
 import subprocess
 import warnings
 from collections.abc import Mapping, Sequence
@@ -48,47 +47,34 @@ class RunFolder:
         if self._lock:
             self._lock.close()
 
-    def take(self, path: str | Path) -> None:
-        """Create the folder and lock it. Raise CheckpointError where another process has it."""
-        self.path = Path(path)
-        with as_write_error(self.path, "nothing was changed"):
-            self.path.mkdir(parents=True, exist_ok=True)
-            _check_lock(self.path / _LOCK)
-            self._lock = open_to_append(self.path / _LOCK)
-            self._take_lock(self._lock)
-
-    def _take_lock(self, lock: IO[bytes]) -> None:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            owner = lock.read(200).decode(errors="replace").strip() or "a process that is just starting"
-            raise CheckpointError(f"run.output_dir {self.path} is in use by {owner}; take another folder") from None
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            why = f"is on a file system without locks ({error.strerror}); start no second run in it"
-            warnings.warn(f"run.output_dir {self.path} {why}", stacklevel=4)
-        lock.truncate(0)
-        started = datetime.fromtimestamp(psutil.Process().create_time()).isoformat(" ", "seconds")
-        lock.write(f"process {os.getpid()} on {platform.node()}, started {started}\n".encode())
-        lock.flush()
+    def take(self, path: Path) -> None:
+        """Create the folder and lock it. Raise CheckpointError if another process has it."""
+        self.path = path
+        with as_write_error(path, "nothing was changed"):
+            path.mkdir(parents=True, exist_ok=True)
+            _check_lock(path / _LOCK)
+            self._lock = lock = open_to_append(path / _LOCK)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.seek(0)
+                owner = lock.read(200).decode(errors="replace").strip() or "a process that is just starting"
+                raise CheckpointError(f"run.output_dir {path} is in use by {owner}; take another folder") from None
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                why = f"is on a file system without locks ({error.strerror}); start no second run in it"
+                warnings.warn(f"run.output_dir {path} {why}", stacklevel=3)
+            lock.truncate(0)
+            started = datetime.fromtimestamp(psutil.Process().create_time()).isoformat(" ", "seconds")
+            lock.write(f"process {os.getpid()} on {platform.node()}, started {started}\n".encode())
+            lock.flush()
 
     def write_run_json(self, record: Mapping[str, Any]) -> None:
         """Write run.json. A resumed run compares config, base_model and changes; the other keys are for people."""
         path = self.path / RUN_JSON
         with as_write_error(path, "checkpoints and metrics are as they were"):
             atomic_write(path, json.dumps(record, indent=2) + "\n")
-
-    def check_present(self) -> None:
-        """Raise CheckpointError unless the folder is still the locked one. Call it before each write."""
-        with contextlib.suppress(FileNotFoundError):
-            if self._lock and os.path.samestat((self.path / _LOCK).lstat(), os.fstat(self._lock.fileno())):
-                return
-        raise CheckpointError(
-            f"run.output_dir {self.path} was deleted, moved away or replaced during the run; move it back or take "
-            "another one, and start the same command again"
-        )
 
 
 # Keys that a resumed run does not compare, and keys that run.resume_with_changes may name
@@ -129,10 +115,8 @@ def prepare_output_dir(
     changed: list[dict[str, Any]] = []
     for run_dir in [*([output_dir] if holds_run else []), *([path.parent.parent] if path else [])]:
         earlier, changed = _compare_run_json(run_dir, config, base_model)
-    saved = checkpoint.load_metrics(path).encode() if path else b""
-    if path and holds_run and not (metrics.read_bytes() if metrics.is_file() else b"").startswith(saved):
-        copy = shlex.join(["cp", str(path / checkpoint.METRICS), str(metrics)])
-        raise CheckpointError(f"{metrics} has lost or changed lines; put the checkpoint's copy back: {copy}")
+    if path:
+        checkpoint.load_metrics(path)  # refused if another version wrote it
     if holds_run and resume == "auto" and run_folder is not None:
         # the links may be old: a kill came between a checkpoint and its links, or the last checkpoint is damaged
         with as_write_error(output_dir / "checkpoints" / "latest", "the checkpoints are as they were"):
@@ -170,12 +154,15 @@ def _compare_run_json(
     run_dir: Path, config: dict[str, dict], base_model: Mapping[str, str]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return (changes in run.json, new changes: key, old, new). Raise CheckpointError for those not allowed."""
-    record = _read_run_json(run_dir / RUN_JSON)
-    restart = new_run(run_dir / "checkpoints" / "latest")
+    path, restart = run_dir / RUN_JSON, new_run(run_dir / "checkpoints" / "latest")
+    try:
+        record = _RunRecord.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, ValidationError) as error:
+        raise CheckpointError(f"{path} is missing or damaged; put it back as the run wrote it, or {restart}") from error
     old, new = _flat(record.config), _flat(config)
     if other_keys := sorted(old.keys() ^ new.keys()):
         version = f"another version of rewardfl, with other keys ({', '.join(other_keys[:5])})"
-        raise CheckpointError(f"{run_dir / RUN_JSON} was written by {version}; resume with that version, or {restart}")
+        raise CheckpointError(f"{path} was written by {version}; resume with that version, or {restart}")
     may_change = MAY_CHANGE
     if "cosine" in (old.get("train.lr_scheduler_type"), new.get("train.lr_scheduler_type")):
         # the learning rate depends on the length of the run
@@ -189,15 +176,13 @@ def _compare_run_json(
         if old.get(key) != new.get(key) and key not in may_change
         and not {str(old.get(key)), str(new.get(key))} <= set(EQUIVALENT.get(key, ()))
     ]  # fmt: skip
-    refused = [change for change in differing if change["key"] not in new.get("run.resume_with_changes", ())]
-    if refused:
-        keys = {str(change["key"]) for change in refused}
-        accept = f"accept this with run.resume_with_changes=[{','.join(sorted(keys))}], or "
+    if refused := [change for change in differing if change["key"] not in new.get("run.resume_with_changes", ())]:
+        keys = sorted(str(change["key"]) for change in refused)
+        can_accept = set(keys) <= MAY_CHANGE_IF_NAMED
+        accept = f"accept this with run.resume_with_changes=[{','.join(keys)}], or " if can_accept else ""
         base = " (of what model.model_paths leads to)" if any(key.startswith("base_model.") for key in keys) else ""
-        raise CheckpointError(
-            f"{run_dir} holds a run with other settings: {describe_changes(refused)}{base}; set them back, or "
-            f"{accept if keys <= MAY_CHANGE_IF_NAMED else ''}{restart}"
-        )
+        words = f"{describe_changes(refused)}{base}; set them back, or {accept}{restart}"
+        raise CheckpointError(f"{run_dir} holds a run with other settings: {words}")
     return [change.model_dump() for change in record.changes], differing
 
 
@@ -221,16 +206,6 @@ class _RunRecord(BaseModel):
     changes: list[_Change]
 
 
-def _read_run_json(path: Path) -> _RunRecord:
-    try:
-        return _RunRecord.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; put it back, or use another folder") from None
-    except ValidationError as error:
-        way_out = new_run(path.parent / "checkpoints" / "latest")
-        raise CheckpointError(f"{path} is damaged; put it back as the run wrote it, or {way_out}") from error
-
-
 def _flat(config: Mapping[str, Mapping]) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
 
@@ -248,8 +223,6 @@ def library_versions(names: Sequence[str]) -> dict[str, str]:
 def git_commit(folder: str | Path) -> str | None:
     """Return the commit of the checkout around `folder`, with "-dirty" where files differ; None without one."""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:  # git is not installed
-        return None
-    return result.stdout.strip() if result.returncode == 0 else None
+    with contextlib.suppress(FileNotFoundError, subprocess.CalledProcessError):  # no git, no checkout
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
+    return None

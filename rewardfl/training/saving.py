@@ -79,7 +79,6 @@ def save(
 
     if job.main:
         with checkpoint.warn_on_write_error(job.print, state.step, last=last):
-            log.folder.check_present()
             keep_last, lines = settings.keep_last, log.metrics.text
             checkpoint.save_checkpoint(settings.output_dir, state.step, write, vars(state), score, keep_last, lines)
 
@@ -92,7 +91,7 @@ def samples_dir(output_dir: str, step: int) -> Path:
 def sample_videos(
     run: RunConfig,
     clips: DataConfig,
-    fps: float,
+    backbone: Backbone,
     samples: Sequence[Sample],
     generate: Callable[[int], tuple[int, Tensor]],
     job: Distributed,
@@ -104,7 +103,7 @@ def sample_videos(
     equally often on every process; it may replace a row with lost inputs. A video that cannot be written, or its real
     clip not be read, is left out with a warning.
     """
-    folder = samples_dir(run.output_dir, step)
+    folder, fps = samples_dir(run.output_dir, step), clips.fps or backbone.frame_rate
     for n, in_shard in job.shard.padded(range(min(run.sample_videos, len(samples)))):
         row, video = generate(n)
         path = folder / f"{n:02d}.{'png' if video.shape[1] == 1 else 'mp4'}"

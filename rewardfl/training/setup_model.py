@@ -6,24 +6,20 @@ from pathlib import Path
 
 import torch
 from diffusers import ModelMixin
-from torch import Tensor, nn
+from torch import nn
 
 from rewardfl import backbones, lora
-from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Backbone, Experts, Source
 from rewardfl.config import AnyConfig, ConfigError, RewardSpec, list_reward_specs, processes_per_clip
 from rewardfl.config.schema import SharedRewardConfig
 from rewardfl.file_kinds import foreign_path_hint
 from rewardfl.files import sha256
 from rewardfl.memory import attention, compiling, context_parallel, offload
-from rewardfl.noise import draw_noise, noise_seed
 from rewardfl.rewards.face import pack as face_pack
 from rewardfl.rewards.face.detect import FaceDetector
 from rewardfl.training import checkpoint, plan
-from rewardfl.training.conditions import Conditions
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.plan import RunPlan
-from rewardfl.training.samples import Sample
 from rewardfl.training.state import ResumePoint, TrainState
 from rewardfl.weights import lora_files
 
@@ -118,16 +114,11 @@ def open_model(cfg: AnyConfig) -> Backbone:
 
 
 def load_experts(
-    cfg: AnyConfig,
-    run_plan: RunPlan,
-    backbone: Backbone,
-    job: Distributed,
-    conditions: Conditions,
-    samples: Sequence[Sample],
+    cfg: AnyConfig, run_plan: RunPlan, backbone: Backbone, job: Distributed
 ) -> tuple[Experts, dict[str, nn.Module]]:
-    """Load and place all experts, and print the error of fp8 on a sample. Return (experts, trained ones with LoRA)."""
+    """Load and place all experts. Return (experts, trained ones with LoRA)."""
     outside = [name for name in backbone.experts if name not in run_plan.trained]
-    experts: dict[str, nn.Module] = {}  # loaded one at a time, to save host memory
+    experts: dict[str, nn.Module] = {}
 
     def load(name: str) -> ModelMixin:
         expert = backbone.load_expert(name)
@@ -140,29 +131,9 @@ def load_experts(
     def place(expert: ModelMixin, where: offload.Placement, device: torch.device = job.device) -> ModelMixin:
         return offload.move_expert(expert, where, device, backbone.block_classes)
 
-    def velocity(name: str, expert: ModelMixin) -> Tensor:
-        """Return the expert's velocity at its first step, in the first sample."""
-        row, conditioning = conditions.read_or_substitute(samples, 0, skip=cfg.data.skip_bad_rows)
-        conditioning, shape = protocol.move_to(conditioning, job.device), conditions.latent_shape(samples[row])
-        noise = draw_noise((1, *shape), noise_seed(cfg.run.seed, 0, "8 bits"), job.device)
-        step, schedule = run_plan.experts.index(name), run_plan.schedule(shape)
-        return backbone.velocity(Experts({name: expert}), noise, step, schedule, conditioning)
-
     where = cfg.experts.untrained
-    for name in outside:
-        if where == "boundary_cache":
-            break
-        if where != "fp8" or not job.main or name not in run_plan.experts:
-            experts[name] = place(load(name), where)
-            continue
-        with torch.no_grad():  # loaded twice, since two experts at once would exceed the host's memory
-            exact = velocity(name, place(load(name), "cpu_swap"))
-            experts[name] = place(load(name), where)
-            error = float((velocity(name, experts[name]) - exact).norm() / exact.norm())
-        job.print(
-            f"note: with its weights in 8 bits (fp8) the {name} expert's velocity is {error:.2%} away from the exact "
-            "one's, in the first clip at its first step: the run knows another base than the adapter is merged into"
-        )
+    if where != "boundary_cache":
+        experts = {name: place(load(name), where) for name in outside}  # one at a time, to save host memory
     trained: dict[str, nn.Module] = {}
     rank = cfg.lora.lora_rank
     for i, name in enumerate(run_plan.trained):

@@ -153,13 +153,8 @@ def open_log(
     metrics = metrics_file.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl", lines)
     for change in run.changes:
         job.print(f"changed at step {change['step']}: {run_folder.describe_changes([change])}")
-    changed = {change["key"] for change in run.changes}
-    for key in cfg.run.resume_with_changes:
-        if key not in changed:
-            job.print(f"note: run.resume_with_changes names {key}, which has not changed")
 
     def begin() -> None:
-        folder.check_present()
         metrics.start()
         packs = {key: files for key, files in run.content.items() if key.startswith("reward.")}
         folder.write_run_json(
@@ -179,7 +174,7 @@ def open_log(
     start_tracker(cfg, job, point.step)
     return Log(
         output_dir=cfg.run.output_dir, logging_steps=cfg.run.logging_steps, motion_alarm=cfg.reward.motion_alarm,
-        early_stop_rule=cfg.train.early_stop, max_nonfinite=cfg.train.max_nonfinite, job=job, folder=folder,
+        early_stop_rule=cfg.train.early_stop, max_nonfinite=cfg.train.max_nonfinite, job=job,
         metrics=metrics, last_step=steps, skipped_in_a_row=restored.skipped_in_a_row if restored else 0,
     )  # fmt: skip
 

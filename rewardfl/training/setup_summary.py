@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
 
 from rewardfl import config as configuration
-from rewardfl import flow, group_plan
+from rewardfl import flow
 from rewardfl.backbones.protocol import Backbone, Schedule
 from rewardfl.config import AnchorConfig, AnyConfig, FlowGrpoConfig, ForwardRlConfig, RewardFlConfig
 from rewardfl.config.schema import ForwardConfig, GrpoConfig
@@ -27,8 +26,6 @@ def print_run_summary(cfg: AnyConfig, plan: AnyPlan, backbone: Backbone, rows: R
     if isinstance(plan, RewardFlPlan) and plan.supervised:
         rewards = "supervised fine-tuning: trained on the clips alone, without rollouts; no reward is computed"
     notes = [f"note: {note}" for note in backbone.differences(cfg.sample.shift, cfg.sample.guidance_scale)]
-    if isinstance(cfg, configuration.RewardFlConfig) and cfg.reward.kl_gradient == "through_trajectory":
-        notes.append("note: reward.kl_gradient: through_trajectory is now reference_constant; the old name will go")
     if cfg.train.warmup_steps > steps:
         notes.append(f"note: train.warmup_steps {cfg.train.warmup_steps} do not end within the run's {steps} steps")
     arithmetic = overview(cfg, plan, backbone, rows.train)
@@ -93,44 +90,22 @@ def _batch_arithmetic(cfg: RewardFlConfig, plan: RewardFlPlan, clips: int | None
 
 
 def _group_arithmetic(grpo: GrpoConfig, plan: FlowGrpoPlan, clips: int | None) -> list[str]:
-    geometry, num_steps = plan.geometry, len(plan.experts)
     steps = plan.max_steps if clips is None else plan.count_steps(clips)
     drawn = plan.draw_windows(steps)
-    batches, widest = geometry.forwards_per_update, max(map(len, drawn))
-    rolled = fmean(
-        sum(passes for _, passes in group_plan.rollout_counts(geometry, num_steps, window)) for window in drawn
-    )
-    velocity_passes = plan.forwards_per_velocity
-    guidance = f" x {velocity_passes} (guidance)" if velocity_passes > 1 else ""
-    first = ", ".join(str(list(window)) for window in drawn[:3])
     window = f"{list(plan.active)}"
     if grpo.window != "list":
         owner = "by each group" if grpo.window_per_group else "in each epoch"
-        window = f"{widest} of {window}, drawn {owner}: {first}, ..."
-    lines = [
-        _epoch_line(plan),
-        f"  per process {velocity_passes * rolled:g} forwards without gradient: {geometry.forwards} batches x "
-        f"{num_steps} steps{guidance}{', its first steps once per group' if grpo.same_noise_in_group else ''}",
-        f"an update: {geometry.samples // geometry.updates} samples; per process {velocity_passes * batches * widest} "
-        f"forwards with gradient: {batches} batches x {widest} window steps{guidance}",
-        _updates_line(plan),
-        f"SDE: {grpo.sde}, noise level {grpo.noise_level:g}, window {window}",
-    ]
-    return lines + _run_lines(plan, steps, clips)
+        first = ", ".join(str(list(window)) for window in drawn[:3])
+        window = f"{max(map(len, drawn))} of {window}, drawn {owner}: {first}, ..."
+    sde = f"SDE: {grpo.sde}, noise level {grpo.noise_level:g}, window {window}"
+    return [*_epoch_lines(plan), sde, *_run_lines(plan, steps, clips)]
 
 
 def _forward_arithmetic(forward: ForwardConfig, plan: ForwardRlPlan, clips: int | None) -> list[str]:
-    geometry, velocity_passes = plan.geometry, plan.forwards_per_velocity
-    guidance = f" x {velocity_passes} (guidance)" if velocity_passes > 1 else ""
     moments = "any sigma of" if plan.whole_range else "in turn"
     lines = [
-        _epoch_line(plan),
-        f"  per process {velocity_passes * geometry.forwards * len(plan.experts)} forwards without gradient: "
-        f"{geometry.forwards} batches x {len(plan.experts)} steps{guidance}",
-        f"an update: {geometry.samples // geometry.updates} samples; per process "
-        f"{geometry.forwards_per_update * plan.draws} forwards with gradient: {geometry.forwards_per_update} batches x "
-        f"{plan.draws} draws, {moments} steps {list(plan.active)}",
-        _updates_line(plan),
+        *_epoch_lines(plan),
+        f"draws: {plan.draws} of each sample, {moments} steps {list(plan.active)}",
         f"objective: {forward.objective}, advantage x {plan.advantage_scale:g}, the old policy keeps up to "
         f"{plan.old_decay:g} of itself per epoch; anchors: old policy {forward.old_anchor:g}, base "
         f"{forward.base_anchor:g}",
@@ -138,17 +113,14 @@ def _forward_arithmetic(forward: ForwardConfig, plan: ForwardRlPlan, clips: int 
     return lines + _run_lines(plan, plan.max_steps if clips is None else plan.count_steps(clips), clips)
 
 
-def _epoch_line(plan: GroupPlan) -> str:
+def _epoch_lines(plan: GroupPlan) -> list[str]:
     geometry, processes = plan.geometry, plan.processes
-    return (
+    return [
         f"an epoch: {geometry.groups} groups x {geometry.group_size} = {geometry.samples} samples = "
-        f"{geometry.forwards} forwards x {geometry.batch} batch x {processes} process{'es' if processes > 1 else ''}"
-    )
-
-
-def _updates_line(plan: GroupPlan) -> str:
-    inner, per_epoch = plan.inner_epochs, plan.updates_per_epoch
-    return f"updates: {plan.geometry.updates} per epoch x {inner} inner epochs = {per_epoch}"
+        f"{geometry.forwards} forwards x {geometry.batch} batch x {processes} process{'es' if processes > 1 else ''}",
+        f"updates: {geometry.updates} per epoch x {plan.inner_epochs} inner epochs = {plan.updates_per_epoch}, each of "
+        f"{geometry.samples // geometry.updates} samples",
+    ]
 
 
 def _run_lines(plan: GroupPlan, steps: int | None, clips: int | None) -> list[str]:
@@ -167,35 +139,30 @@ def sigma_table(
 
     graphs_of: trained steps whose graphs are the rollout's.
 
-    Flow-GRPO adds for each kind of stochastic step at the configured noise level its std, gradient weight
-    (`flow.gradient_weight`) and noise left over sigma_next (`flow.noise_scale_error`).
+    Flow-GRPO adds of each stochastic step its std, gradient weight (`flow.gradient_weight`) and noise left over
+    sigma_next (`flow.noise_scale_error`).
     """
-    kinds: Sequence[flow.Kind] = ()
-    role, word, level, limit, trained_with = "gradient", "replayed", 0.0, math.inf, ""
+    role, word, heads, sigmas = "gradient", "replayed", "", schedule.sigmas.tolist()
     if grpo is not None:
-        kinds, level, trained_with = ("flow", "dance", "cps"), grpo.noise_level, grpo.sde
-        limit = math.inf if grpo.max_std is None else grpo.max_std
         role, word = "window ", "trained" if grpo.window == "list" else "drawn"
-    heads = "".join(f"{kind + ' std':>11s}{'weight':>8s}{'noise':>7s}" for kind in kinds)
+        heads = f"{grpo.sde + ' std':>11s}{'weight':>8s}{'noise':>7s}"
     lines = [f"step   sigma   timestep  expert      {role}{heads}".rstrip()]
-    sigmas = schedule.sigmas.tolist()
     for i, (sigma, sigma_next) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
-        cells = "".join(_cells(kind, sigma, sigma_next, level, sigmas[1], limit) for kind in kinds)
+        cells = "" if grpo is None else _cells(grpo, sigma, sigma_next, sigmas[1])
         mark = f"{'kept' if i in graphs_of else word if i in trained else '-':{len(role)}s}"
         lines.append(f"{i:4d}  {sigma:6.4f}  {1000 * sigma:9.3f}  {schedule.experts[i]:10s}  {mark}{cells}".rstrip())
-    if kinds:
+    if grpo is not None:
         lines.append(
-            f"at noise level {level:g}, trained with {trained_with}. weight: of the step's gradient, |dmean/dv| / std "
-            "(cps: 2 |dmean/dv| std). noise: what one step leaves / sigma of the next, 1 is exact"
+            "weight: of the step's gradient, |dmean/dv| / std (cps: 2 |dmean/dv| std). noise: what one step leaves / "
+            "sigma of the next, 1 is exact"
         )
     return lines
 
 
-def _cells(kind: flow.Kind, sigma: float, sigma_next: float, level: float, sigma_max: float, limit: float) -> str:
+def _cells(grpo: GrpoConfig, sigma: float, sigma_next: float, sigma_max: float) -> str:
     """Format std, gradient weight and noise-scale error; - where one is not defined."""
-    if kind == "cps" and level > 1:
-        return f"{'-':>11s}{'-':>8s}{'-':>7s}"
-    step: tuple[flow.Kind, float, float, float, float, float] = (kind, sigma, sigma_next, level, sigma_max, limit)
+    limit = math.inf if grpo.max_std is None else grpo.max_std
+    step = (grpo.sde, sigma, sigma_next, grpo.noise_level, sigma_max, limit)
     std = flow.coefficients(*step).std
     weight = f"{flow.gradient_weight(*step):.4f}" if std > 0 else "-"
     noise = f"{flow.noise_scale_error(*step):.3f}" if sigma_next > 0 else "-"

@@ -1,6 +1,5 @@
-"""Count a run's network passes, videos and saves from its configuration and plan, for the estimate."""
+"""Count a run's network passes and videos from its configuration and plan, for the estimate."""
 
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from rewardfl import config as configuration
-from rewardfl import data, epoch_order, group_plan
+from rewardfl import data, group_plan
 from rewardfl.backbones.protocol import Adapter, Backbone
 from rewardfl.config import AnyConfig, FlowGrpoConfig, ForwardRlConfig, GroupRunConfig, RewardFlConfig
 from rewardfl.memory.sharding import Sharding
@@ -36,7 +35,6 @@ def make_workload(
         trained=trained,
         untrained=next((name for name in backbone.experts if name not in trained), None),
         steps=steps,
-        clips=None if rows is None else len(rows),
         reward_bytes=_reward_bytes(cfg),
         processes=plan.processes,
         processes_per_clip=configuration.processes_per_clip(cfg),
@@ -67,8 +65,6 @@ def _reward_fl(common: Workload, cfg: RewardFlConfig, plan: RewardFlPlan) -> Wor
         anchor=_anchor_passes(cfg, plan),
         averages=int(cfg.train.ema_decay > 0),
         spans=(Span(f"one update of {clips_per_gpu} clips per GPU", clips_per_gpu, clips_per_gpu),),
-        saves=None if common.steps is None else math.ceil(common.steps / cfg.run.save_steps),
-        accumulation=cfg.train.gradient_accumulation_steps,
     )
     if plan.supervised:
         return common
@@ -81,15 +77,12 @@ def _reward_fl(common: Workload, cfg: RewardFlConfig, plan: RewardFlPlan) -> Wor
         reference=_times(answers, Counter(experts[i] for i in plan.kl_steps)),
         graphs=1 + both,
         reward_gradient=True,
-        # the steps before the boundary have no gradient
-        cacheable=common.untrained == experts[0] and experts[0] not in replay,
         decode_caches=cfg.train.decode_caches,
         kept_chunks=cfg.train.kept_chunks,
         # the active steps' latents and velocities, x0, its gradient, the noise, and the network's output
         latents_of_update=common.batch * (2 * len(active) + 4),
         active_experts=() if cfg.sample.gradient_mode == "endpoint" else tuple(experts[i] for i in active),
         kept_steps=len(plan.graphs_of),
-        noises_per_sample=cfg.sample.noises_per_sample,
     )
 
 
@@ -153,7 +146,7 @@ def _forward_rl(common: Workload, cfg: ForwardRlConfig, plan: ForwardRlPlan) -> 
 
 
 def _epochs(common: Workload, cfg: GroupRunConfig, plan: GroupPlan) -> Workload:
-    """Count what all scripts with groups have in common: the videos, saves and anchors of an epoch."""
+    """Count what all scripts with groups have in common: the videos and anchors of an epoch."""
     samples, per_epoch = plan.geometry.samples, plan.updates_per_epoch
     per_process = samples // common.processes
     update = f"one update of {samples // plan.geometry.updates} samples, with its share of the rollouts"
@@ -170,7 +163,6 @@ def _epochs(common: Workload, cfg: GroupRunConfig, plan: GroupPlan) -> Workload:
         anchor=_times(cfg.group.inner_epochs, _anchor_passes(cfg, plan)),
         samples_in_flight=per_process,
         spans=tuple(spans),
-        saves=epoch_order.count_due(cfg.run.save_steps, per_epoch, common.steps),
         samples_on=cfg.group.samples_on,
     )
 

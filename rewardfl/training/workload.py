@@ -1,4 +1,4 @@
-"""Records of a run's network passes, videos and saves, for the estimate of time and memory."""
+"""Records of a run's network passes and videos, for the estimate of time and memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -46,31 +46,26 @@ class Workload:
     anchor_to_reference: bool = False  # each of these with a second pass, without a graph
     graphs: int = 1  # passes whose graphs live together
     reward_gradient: bool = False  # the reward's gradient goes back through the decoder
-    cacheable: bool = False  # boundary latents can be computed before training
-    averages: int = 0  # moving averages of the adapter that are kept and saved
+    averages: int = 0  # moving averages of the adapter that are kept
     samples_in_flight: int = 0  # videos of one process that are stored until an epoch's updates
     latents_kept: Mapping[str, int] = field(default_factory=dict)  # stored latents of each, by samples_on
     latents_of_update: int = 0  # further latents on the GPU, of one process in an update
     spans: tuple[Span, ...] = ()
     steps: int | None = None  # updates of the run
-    saves: int | None = None  # its checkpoints
-    clips: int | None = None
     reward_bytes: int = 0  # of the reward networks' weights, where they are on disk
     processes: int = 1  # one for each GPU
     processes_per_clip: int = 1  # each with a part of the tokens
     sharding: Sharding = "none"  # over the processes
 
-    # settings that trade memory for time; estimate.advice.KEYS has their keys
+    # settings that trade memory for time; estimate.advice has their keys
     trained_placement: Literal["gpu", "cpu_swap"] = "gpu"  # of the trained experts' frozen weights
     untrained_placement: Literal["gpu", "cpu_swap", "fp8", "boundary_cache"] = "gpu"
     checkpointing: bool = True
     offload_inputs: bool = False
     batch: int = 1
-    accumulation: int | None = None  # None where an epoch has a fixed number of videos
     decode_caches: DecodeCaches = "keep"
     kept_chunks: int = 0  # of the decoder's, the last ones: their graphs are the decoding's
     active_experts: tuple[str, ...] = ()  # of each step with a gradient; where graphs can be kept
     kept_steps: int = 0  # of these steps, the last ones: their graphs are the rollout's
-    noises_per_sample: Literal["fresh"] | int = "fresh"
     samples_on: Literal["gpu", "cpu"] = "gpu"
     group_section: Literal["grpo", "forward"] = "grpo"  # of the configuration, for samples_on

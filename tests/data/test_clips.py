@@ -55,11 +55,11 @@ def test_what_is_written_can_be_read(tmp_path, monkeypatch, count):
 def sampled(folder, images, count, process=0):
     """samples/ of one step: each of `images` (3, 1, H, W) is what a row gives."""
     cfg = SimpleNamespace(
-        run=SimpleNamespace(output_dir=str(folder), sample_videos=count), data=SimpleNamespace(fps=None)
+        run=SimpleNamespace(output_dir=str(folder), sample_videos=count), data=SimpleNamespace(fps=16)
     )
     rows = [SimpleNamespace(row=SimpleNamespace(video=None)) for _ in images]
     job = SimpleNamespace(shard=Shard(process, 2), main=process == 0, wait=lambda: None)
-    return saving.sample_videos(cfg.run, cfg.data, 16, rows, lambda row: (row, images[row]), job, 3)
+    return saving.sample_videos(cfg.run, cfg.data, None, rows, lambda row: (row, images[row]), job, 3)
 
 
 def test_a_step_has_a_grid_of_its_images(tmp_path):

@@ -73,18 +73,6 @@ def test_the_averaged_weights_are_saved_and_the_last_ones_go_on(straight):
     assert any(not torch.equal(last, averaged) for last, averaged in pairs)
 
 
-def test_a_run_starts_from_another_ones_adapter(straight, tmp_path):
-    """At a rate that moves nothing the averaged adapter is the given one; the reference is not."""
-    launch_grpo(
-        f"run.output_dir={tmp_path}", f"lora.init_from={straight}/checkpoints/latest", "train.learning_rate=1e-12",
-        "train.warmup_steps=0", "train.max_steps=1", "grpo.kl_weight=0.01", "run.sample_videos=0",
-    )  # fmt: skip
-    (line,) = metrics(tmp_path)
-    assert line["policy/kl"] > 0 and line["policy/ratio"] == 1
-    mine, theirs = adapter(tmp_path, 1), adapter(straight, 8)
-    assert all((mine[name] - theirs[name]).abs().max() < 2e-12 for name in mine | theirs)
-
-
 def test_other_clips_are_evaluated_only_when_that_is_said(straight, monkeypatch, capsys, tmp_path):
     run = shutil.copytree(straight, tmp_path / "run", symlinks=True)
     one = f"evaluation.eval_clips={table(tmp_path / 'one.csv', 'eval', 1)}"

@@ -12,13 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
 from PIL import Image
 from pipelines import LinearFlowEuler, latent_shape
 from runs import CACHE, FAST, PACKS, WORLD, adapter, call, launch, metrics
 
-from rewardfl import config, data, lora, reward_flow
+from rewardfl import data, lora, reward_flow
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.data.clips import read_video_header
@@ -258,7 +257,6 @@ def test_another_learning_rate_and_weight(straight, monkeypatch, capsys, tmp_pat
         monkeypatch, capsys, *settings, f"run.resume_with_changes=[{','.join([*keys, 'train.warmup_steps'])}]"
     )
     assert code == 0 and "changed at step 3: train.learning_rate 0.001 -> 0.0005" in out
-    assert "names train.warmup_steps, which has not changed" in out
     assert [line["lr"] for line in metrics(run)[2:]] == [1e-3, 5e-4]
     assert groups == [{"lr": 5e-4, "weight_decay": 0.5}]
     listed = json.loads((run / "run.json").read_text())["changes"]
@@ -338,13 +336,6 @@ def test_generate_equals_stock_diffusers(straight, tmp_path, monkeypatch, capsys
         torch.testing.assert_close(video, stock.transpose(0, 1) * 2 - 1, rtol=0, atol=1e-3)
     assert float((base - ours).abs().max()) > 2e-3  # the adapter matters
     assert float((half - ours).abs().max()) > 1.5e-3 and float((half - base).abs().max()) > 1.5e-3
-
-
-def test_generate_refuses(tmp_path, monkeypatch, capsys):
-    Image.new("RGB", (64, 64)).save(tmp_path / "face.png")
-    command = f"generate.py --model {WORLD}/pipeline --image {tmp_path}/face.png --height 80 --width 80 --out x.mp4"
-    monkeypatch.setattr(sys, "argv", [*command.split(), "--prompt", "a", "--num-frames", "10"])
-    assert generate.main() == 2 and "data.num_frames must be 2k+1" in capsys.readouterr().err
 
 
 def test_generate_writes_what_the_name_says(tmp_path, monkeypatch, capsys):
@@ -445,11 +436,6 @@ def test_dry_run_prints_the_plan(monkeypatch, capsys, no_weights, tmp_path):
     _, out, _ = call(monkeypatch, capsys, "--dry-run", f"run.output_dir={tmp_path / 'run'}", *changes)
     assert "note: train.warmup_steps 999 do not end within the run's " in out
     assert "note: model.min_timestep_boundary is 0.875, the checkpoint says 0.9" in out
-
-
-def test_every_config_parses():
-    for path in (ROOT / "configs").glob("*.yaml"):
-        config.load(path)
 
 
 def test_no_video_is_held_while_the_steps_are_replayed(monkeypatch, tmp_path):

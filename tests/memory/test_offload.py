@@ -76,7 +76,7 @@ def test_two_blocks_inputs_are_back_on_the_device_at_once(traffic, monkeypatch):
     held, begin = [], BlockSwap.begin
     monkeypatch.setattr(BlockSwap, "begin", lambda swap, turn: (held.append(back(alive)), begin(swap, turn))[1])
     gradients(offload.move_expert(adapted(offload.InputsOnHost(DEVICE)), "cpu_swap", DEVICE, BLOCKS))
-    # when a block is computed anew its own have been taken, and those of the block before it are there
+    # when a block is computed anew its own have been taken, and the block before it has its own
     assert held == [0] * LAYERS + [1] * (LAYERS - 2) + [3, 0]
 
 

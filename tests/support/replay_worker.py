@@ -53,7 +53,7 @@ def update(accumulation: int, batch: int, coupling: float, naive: bool, kept: in
     GradientState._reset_state()
     active = ACTIVE[coupling]
     job = Distributed(1.0)
-    job.backwards_per_update = accumulation * len(active)
+    job.reduce_in_backward(accumulation * len(active))
     pipe, model = lora_model(torch.float64)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     policy, optimizer, parameters = job.prepare(model, torch.optim.AdamW(trained), ())

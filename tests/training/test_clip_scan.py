@@ -286,7 +286,8 @@ def test_a_sample_video_whose_clip_is_lost_is_left_out(cfg, tmp_path, capsys):
         asked.append(row)
         return row, torch.zeros(3, 5, 32, 48)
 
-    folders = together(2, lambda job: saving.sample_videos(cfg.run, cfg.data, 16, samples, generate, job, 7))
+    model = SimpleNamespace(frame_rate=16)
+    folders = together(2, lambda job: saving.sample_videos(cfg.run, cfg.data, model, samples, generate, job, 7))
     assert folders == [tmp_path / "run" / "samples" / "step-000007"] * 2
     assert sorted(asked) == [0, 0, 1, 2] and [path.name for path in folders[0].iterdir()] == ["02.mp4"]
     said = capsys.readouterr().out.splitlines()

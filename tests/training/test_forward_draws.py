@@ -29,7 +29,7 @@ BACKBONE = SimpleNamespace(velocity=lambda model, x, step, schedule, given: mode
 
 
 def rollout(rows):
-    """Videos of the given rows; those of one row are of one group."""
+    """Videos of the given rows, in groups by row."""
     members = [Member(row, row, n, 200 + n, 0, 100 + row) for n, row in enumerate(rows)]
     x0 = torch.stack([torch.full(SHAPE, float(row)) for row in rows])
     requested = torch.ones(len(rows), dtype=torch.bool)

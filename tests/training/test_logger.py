@@ -14,7 +14,6 @@ from rewardfl.config import ConfigError
 from rewardfl.rewards import RewardError
 from rewardfl.training import metrics_file
 from rewardfl.training.logger import Log
-from rewardfl.training.run_folder import RunFolder
 from rewardfl.training.setup_run import start_tracker
 
 
@@ -27,8 +26,6 @@ def opened(folder, name, first_step):
         accelerator=accelerator, main=True, print=print, run_on_main=lambda decide, _refusal: decide()
     )
     start_tracker(cfg, job, first_step)
-    run_folder = RunFolder()
-    run_folder.take(folder)
     return Log(
         output_dir=str(folder),
         logging_steps=1,
@@ -36,7 +33,6 @@ def opened(folder, name, first_step):
         early_stop_rule=None,
         max_nonfinite=10,
         job=job,
-        folder=run_folder,
         metrics=metrics_file.MetricsFile(folder / "metrics.jsonl"),
         last_step=10,
     )
@@ -69,7 +65,6 @@ def test_tensorboard_and_a_resumed_run(tmp_path, samples):
     (video,), (grid,) = events.Images("samples/00"), events.Images("samples/grid")
     assert (video.step, video.width, video.height) == (2, 4 * 32, 16)  # four frames in a row
     assert (grid.width, grid.height) == (32, 16)
-    log.folder.__exit__()
     resumed = opened(tmp_path, "tensorboard", 2)  # killed in step 3, which is done again
     resumed.write(3, {"actor/loss": 7.0})
     resumed.job.accelerator.trackers[0].finish()
@@ -105,7 +100,6 @@ def test_wandb_offline(tmp_path, samples, monkeypatch):
         log.show_samples(first_step + 1, samples)
         ids.append(log.job.accelerator.trackers[0].run.id)
         log.job.accelerator.trackers[0].finish()
-        log.folder.__exit__()
     assert ids[0] == ids[1] != ids[2] == (tmp_path / "wandb_run_id").read_text().strip()
 
 

@@ -1,6 +1,5 @@
 """Notes on prompts that are longer than the text encoders of the model and the rewards read."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import clip_files
@@ -15,7 +14,6 @@ from rewardfl.backbones.image.qwen_image import QWEN_IMAGE
 from rewardfl.backbones.image.sd3 import SD3
 from rewardfl.backbones.image.z_image import Z_IMAGE
 from rewardfl.backbones.protocol import Source
-from rewardfl.training import prompt_limits
 from rewardfl.training.prompt_limits import prompt_notes
 
 NO_LIMIT = SimpleNamespace(prompt_limits=dict)
@@ -51,20 +49,11 @@ def test_image_models_have_their_pipelines_limits():
 def test_rewards_by_clip_read_what_their_model_takes(tmp_path, name):
     """The published 77 tokens, or the 24 of this model."""
     clip_files.write_clip(tmp_path / "clip")
-    files = {"hpsv2": {"checkpoint": "x", "tokenizer_dir": tmp_path / "clip"}}.get(
-        name, {"model_dir": tmp_path / "clip"}
-    )
-    most = 77 if name == "hpsv2" else 24
-    spec = config.RewardSpec(key="reward.others.it", label="it", name=name, settings=files, weight=1.0)
+    settings, most = {"model_dir": tmp_path / "clip"}, 24
+    if name == "hpsv2":
+        settings, most = {"checkpoint": "x", "tokenizer_dir": tmp_path / "clip"}, 77
+    spec = config.RewardSpec(key="reward.others.it", label="it", name=name, settings=settings, weight=1.0)
     reward = (spec, rewards.find_reward(name))
     (note,) = prompt_notes(rows_with("ab " * 100, "ab"), NO_LIMIT, [reward])
     assert note.startswith(f"1 of 2 rows have a prompt of more tokens than the {most} that reward.others.it reads")
     assert prompt_notes(rows_with("ab"), NO_LIMIT, [reward]) == []
-
-
-def test_a_big_table_costs_a_bounded_time(monkeypatch):
-    monkeypatch.setattr(prompt_limits, "MOST_PROMPTS", 3)
-    tokenizer = Path(ROOT / "assets" / "tiny_world" / "pipeline" / "tokenizer")
-    backbone = SimpleNamespace(prompt_limits=lambda: {tokenizer: 512})
-    (note,) = prompt_notes(rows_with(*[LONG * 100] * 5), backbone, ())
-    assert note.startswith("3 of 5 rows, of the first 3 long ones, have a prompt")

@@ -79,7 +79,7 @@ def test_check_paths(tmp_path):
 
 @pytest.mark.parametrize("shared,task", [("det.onnx", "detector"), ("rec.onnx", "recogniser")])
 def test_a_judge_that_shares_a_file_is_refused(tmp_path, shared, task):
-    """Wherever the pack is that is trained on; one that is only measured may be the judge's."""
+    """Wherever the trained pack is; a measured pack may be the judge's."""
     pack, judge = magenta_pack(tmp_path / "pack"), magenta_pack(tmp_path / "judge")
     for file in judge.glob("*.onnx"):
         if file.name != shared:

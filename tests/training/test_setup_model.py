@@ -1,6 +1,5 @@
 """Where experts, caches and activations live, and what a warm cache saves, on whole runs."""
 
-import re
 import shutil
 from dataclasses import replace
 
@@ -60,12 +59,10 @@ def test_only_copies_read_what_waits_in_host_memory(plain, tmp_path, monkeypatch
     assert_same(tmp_path, plain)
 
 
-def test_fp8_is_near_and_the_run_prints_how_near(tmp_path, monkeypatch, capsys):
+def test_an_untrained_expert_in_8_bits(tmp_path, monkeypatch, capsys):
     settings = ["experts.untrained=fp8", f"run.output_dir={tmp_path}", "train.max_steps=1"]
-    code, out, _ = call_grpo(monkeypatch, capsys, *GRPO_FAST, *settings)
-    note = r"note: with its weights in 8 bits \(fp8\) the (\w+) expert's velocity is (\d+\.\d+)% away"
-    ((expert, away),) = re.findall(note, out)
-    assert (code, expert) == (0, "high_noise") and 0.5 < float(away) < 10
+    code, _, error = call_grpo(monkeypatch, capsys, *GRPO_FAST, *settings)
+    assert code == 0, error
 
 
 def test_both_experts_train(tmp_path):
