@@ -59,12 +59,12 @@ def conversion_notes(lora: Lora, to: str) -> list[str]:
     """Return messages for the user on the LoRA in other tools."""
     if to == "comfy" and not is_wan(lora):
         return [*lora.notes, f"ComfyUI reads diffusers' names of {' and '.join(lora.models)}; they are written"]
-    dora = [update for update in lora.updates.values() if update.magnitude is not None]
+    dora = [update for update in lora.updates.values() if update.magnitude is not None and update.wd_on_output]
     if to != "comfy" or not dora:
         return list(lora.notes)
     return [
         *lora.notes,
-        f"{dora[0].module} is a DoRA: ComfyUI divides it by the length of the base's rows, peft and "
+        f"{dora[0].module} is a DoRA of the outputs: ComfyUI divides it by the length of the base's rows, peft and "
         "LyCORIS by that of the moved rows; merge it with tools/merge_lora.py to have what was trained",
     ]
 
@@ -116,8 +116,10 @@ def comfy_tensors(update: Update, dtype: torch.dtype) -> dict[str, Tensor]:
         up, down = load_factors(update, dtype)
         state = {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up}
         state[f"{name}.alpha"] = torch.tensor(float(update.rank))
-        if update.magnitude is not None:  # LyCORIS keeps the weight's dimensions
-            state[f"{name}.dora_scale"] = load_tensor(update.magnitude).reshape(-1, *[1] * (down.ndim - 1))
+        if update.magnitude is not None:  # LyCORIS keeps the weight's dimensions: (out, 1, ...), or (1, in, ...)
+            shape = [1] * len(down.shape)
+            shape[0 if update.wd_on_output else 1] = -1
+            state[f"{name}.dora_scale"] = load_tensor(update.magnitude).reshape(shape)
     if update.diff is not None:  # of a table, such as blocks.0.modulation, too: ComfyUI reads no diff_m
         state[f"{name}.diff"] = load_tensor(update.diff)
     if (bias := sum_biases(update)) is not None:
@@ -127,10 +129,15 @@ def comfy_tensors(update: Update, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def diffusers_tensors(lora: Lora, update: Update, dtype: torch.dtype) -> dict[str, Tensor]:
     name = f"transformer.{update.module}"
+    way_out = f"{'use --to comfy, or ' if is_wan(lora) else ''}merge it with tools/merge_lora.py"
     if update.diff is not None or update.down is None:
         raise InputError(
             f"{lora.path}: {update.module} is changed by a full difference, which diffusers' LoRA loader drops without "
-            f"a word; {'use --to comfy, or ' if is_wan(lora) else ''}merge it with tools/merge_lora.py"
+            f"a word; {way_out}"
+        )
+    if not update.wd_on_output:
+        raise InputError(
+            f"{lora.path}: the DoRA magnitude of {update.module} is of the inputs, which peft does not know; {way_out}"
         )
     up, down = load_factors(update, dtype)
     state = {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
@@ -184,14 +191,15 @@ def measure_loss(before: Lora, after: Lora, dtype: torch.dtype, *, verify: bool)
             loss.add_products(old[kind], new[kind])
             if verify and (not loss.intended and loss.error or loss.relative_error > 4 * torch.finfo(dtype).eps):
                 raise InputError(f"{after.path}: {kind} of {module} is not that of {before.path}")
-            if kind != "magnitude":
+            if not kind.startswith("magnitude"):
                 total.add_products(old[kind], new[kind])
     return total
 
 
 def changes(update: Update) -> dict[str, tuple[Tensor, Tensor]]:
     """Return {kind: the two factors of what an update adds or multiplies by, with all scales applied}."""
-    columns = {"difference": update.diff, "bias": sum_biases(update), "magnitude": update.magnitude}
+    axis = "outputs" if update.wd_on_output else "inputs"
+    columns = {"difference": update.diff, "bias": sum_biases(update), f"magnitude of the {axis}": update.magnitude}
     named = {k: (load_tensor(v).reshape(-1, 1), torch.ones(1, 1)) for k, v in columns.items() if v is not None}
     if update.down is not None:
         up, down = (load_tensor(factor).flatten(1) for factor in update.factors)

@@ -101,7 +101,7 @@ def _merged_pieces(entry: Entry, updates: Updates, stored: str) -> Callable[[], 
     """Return the pieces of a tensor with its updates, or cast without one, rounded once to the stored dtype."""
 
     def pieces() -> Iterator[memoryview]:
-        loaded = [(update.loaded(), strength) for update, strength in updates]
+        loaded = merge.load_updates(entry, updates)
         for first, count in merge.row_blocks(entry):
             # a copy, which torch aligns, gives the same bits again: `verify` makes every piece twice
             rows = merge.add_updates(entry, loaded, merge.read_rows(entry, first, count).clone(), first)
@@ -118,13 +118,13 @@ def _merged_pieces(entry: Entry, updates: Updates, stored: str) -> Callable[[], 
 
 
 def estimate_loss(plan: Plan) -> MergeLoss:
-    """Estimate the loss from a few rows of every merged tensor."""
+    """Estimate the loss from a few rows of every merged tensor. A DoRA of the inputs needs all rows."""
     loss = MergeLoss()
     for (name, entry), part in zip(plan.base.tensors.items(), plan.parts, strict=True):
         if name in plan.merged:
             count = min(SAMPLE_ROWS, entry.rows)
             first = (entry.rows - count) // 2
             before = merge.read_rows(entry, first, count)
-            merged = merge.add_updates(entry, plan.merged[name], before.clone(), first)
+            merged = merge.add_updates(entry, merge.load_updates(entry, plan.merged[name]), before.clone(), first)
             loss.add(before, merged, merged.to(TORCH_DTYPES[part.dtype]).float())
     return loss

@@ -89,8 +89,9 @@ def as_bytes(values: Tensor) -> memoryview:
 class Update:
     """A LoRA's change of one module, named as in diffusers: weight += scale * up @ down, and so on.
 
-    up: (out, r, ...), down: (r, in, ...). A `magnitude`, one number per output, makes it a DoRA. `diff` is added to the
-    weight, or to the table of a module `...scale_shift_table`; `diff_b` is added to the bias.
+    up: (out, r, ...), down: (r, in, ...). A `magnitude` makes it a DoRA of the outputs (the weight's rows) or, where
+    wd_on_output is False, of the inputs (its columns). `diff` is added to the weight, or to the table of a module
+    `...scale_shift_table`; `diff_b` is added to the bias.
     """
 
     module: str
@@ -99,6 +100,7 @@ class Update:
     scale: float = 1.0
     up_bias: _Source | None = None
     magnitude: _Source | None = None
+    wd_on_output: bool = True
     diff: _Source | None = None
     diff_b: _Source | None = None
 
@@ -115,11 +117,6 @@ class Update:
     def sources(self) -> dict[str, _Source]:
         named = {role: getattr(self, role) for role in ("down", "up", "up_bias", "magnitude", "diff", "diff_b")}
         return {role: source for role, source in named.items() if source is not None}
-
-    def loaded(self) -> "Update":
-        """Return the update with its tensors in memory."""
-        tensors: dict[str, Any] = {role: load_tensor(source) for role, source in self.sources().items()}
-        return replace(self, **tensors)
 
     def biases(self) -> list[tuple[_Source, float]]:
         """Return the tensors added to the bias, and their factors: peft scales up_bias as the product, not diff_b."""
@@ -421,7 +418,7 @@ def _update(path: Path, module: str, roles: dict[str, _Source], alphas: "_Alphas
         if role in roles and partner not in roles:
             raise InputError(f"{path}: {module} has {role} {shape[role]} but no {partner}; the file is incomplete")
     values = {role: source for role, source in roles.items() if role not in ("alpha", "dora_scale")}
-    scale = 1.0
+    scale, wd_on_output = 1.0, True
     if "down" in roles:
         up, down = shape["up"], shape["down"]
         if min(len(up), len(down)) < 2 or up[1] != down[0] or not down[0]:
@@ -436,26 +433,29 @@ def _update(path: Path, module: str, roles: dict[str, _Source], alphas: "_Alphas
             raise InputError(f"{path}: {module} has a dora_scale and a lora_magnitude_vector; remove one")
         for role in {"dora_scale", "magnitude"} & roles.keys():
             values["magnitude"] = roles[role]
-            _check_magnitude(path, module, role, shape)
-    return Update(module=module, scale=scale, **values)
+            wd_on_output = _is_of_outputs(path, module, role, shape)
+    return Update(module=module, scale=scale, wd_on_output=wd_on_output, **values)
 
 
-def _check_magnitude(path: Path, module: str, role: str, shape: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise InputError unless a magnitude has one value per output, as DoRA's paper and peft have it.
+def _is_of_outputs(path: Path, module: str, role: str, shape: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether a magnitude is of the outputs, not of the inputs. Raise InputError where its shape does not say.
 
-    LyCORIS and OneTrainer keep the weight's number of dimensions in dora_scale: (out, 1, ...), or (1, in, 1, ...) for
-    their DoRA of the inputs. peft's lora_magnitude_vector is (out,), for a convolution (1, out, 1, ...), and as a
-    renamed dora_scale (out, 1, ...).
+    LyCORIS and OneTrainer keep the weight's number of dimensions in dora_scale, so a square layer is no riddle.
+    wd_on_output=True gives (out, 1, ...), the norm over all inputs. wd_on_output=False gives (1, in, 1, ...), the norm
+    over all outputs; so did LyCORIS before the option, and so does OneTrainer by default.
+    peft's lora_magnitude_vector has one value per output (DoraLinearLayer): (out,), for a convolution (1, out, 1, ...),
+    and as a renamed dora_scale (out, 1, ...).
     """
-    ones, out = (1,) * (len(shape["down"]) - 2), shape["up"][0]
-    allowed = {(out, 1, *ones)}
-    if role == "magnitude":
-        allowed |= {(out,)} | ({(1, out, *ones)} if ones else set())
+    ones = (1,) * (len(shape["down"]) - 2)
+    out, inputs = shape["up"][0], shape["down"][1]
+    if role == "dora_scale":
+        allowed = {(1, inputs, *ones): False, (out, 1, *ones): True}
+    else:
+        allowed = {(out,): True, (out, 1, *ones): True} | ({(1, out, *ones): True} if ones else {})
     if shape[role] not in allowed:
         name = "dora_scale" if role == "dora_scale" else "lora_magnitude_vector"
-        raise InputError(
-            f"{path}: the {name} of {module} is {shape[role]}; only one value per output is read: {sorted(allowed)}"
-        )
+        raise InputError(f"{path}: the {name} of {module} is {shape[role]}; it must be one of {sorted(allowed)}")
+    return allowed[shape[role]]
 
 
 def _read_kohya(path: Path, metadata: Mapping[str, str]) -> tuple[float, float] | None:

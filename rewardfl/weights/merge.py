@@ -1,7 +1,9 @@
 """Merging LoRAs into the tensors of a checkpoint, a few rows at a time: in float32 with one rounding at the end."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,10 +107,23 @@ def read_rows(entry: Entry, first: int, count: int) -> Tensor:
     return torch.frombuffer(entry.read(first, count), dtype=TORCH_DTYPES[entry.dtype]).reshape(count, -1).float()
 
 
+def load_updates(entry: Entry, updates: Updates) -> Updates:
+    """Load the updates' tensors. A magnitude of the inputs becomes the factors of the moved weight's columns."""
+    loaded = []
+    for update, strength in updates:
+        tensors: dict[str, Any] = {role: load_tensor(source) for role, source in update.sources().items()}
+        if update.magnitude is not None and not update.wd_on_output:
+            up, down = (tensors[role].flatten(1) for role in ("up", "down"))
+            factors = tensors["magnitude"].flatten() / column_norms(entry, up, down, update.scale)
+            tensors["magnitude"] = factors.repeat_interleave(prod(entry.shape[2:]))  # a convolution's kernel
+        loaded.append((replace(update, **tensors), strength))
+    return loaded
+
+
 def add_updates(entry: Entry, updates: Updates, rows: Tensor, first: int) -> Tensor:
     """Merge updates that are loaded in place into a tensor's rows, (count, -1), from row `first` on.
 
-    A DoRA is W' = m (W + s BA) / |W + s BA| (arXiv 2402.09353, eq. 5), by rows.
+    A DoRA is W' = m (W + s BA) / |W + s BA| (arXiv 2402.09353, eq. 5), by rows or by columns.
     """
     base = rows.clone() if any(update.magnitude is not None for update, _ in updates) else rows
     part = slice(first, first + len(rows))
@@ -123,11 +138,22 @@ def add_updates(entry: Entry, updates: Updates, rows: Tensor, first: int) -> Ten
                 rows.addmm_(up[part], down, alpha=update.scale * strength)
             else:
                 moved = torch.addmm(base, up[part], down, alpha=update.scale)
-                factors = load_tensor(update.magnitude).reshape(-1, 1)[part] / moved.norm(dim=1, keepdim=True)
+                factors = load_tensor(update.magnitude)
+                if update.wd_on_output:
+                    factors = factors.reshape(-1, 1)[part] / moved.norm(dim=1, keepdim=True)
                 rows.add_(moved * factors - base, alpha=strength)
         if update.diff is not None:
             rows.add_(load_tensor(update.diff).reshape(entry.rows, -1)[part], alpha=strength)
     return rows
+
+
+def column_norms(entry: Entry, up: Tensor, down: Tensor, scale: float) -> Tensor:
+    """Return |W + scale * up @ down| of each input over all outputs and the kernel, (in,) float32. Read all of W."""
+    squares = torch.zeros(entry.shape[1], dtype=torch.float64)
+    for first, count in row_blocks(entry):
+        direction = torch.addmm(read_rows(entry, first, count), up[first : first + count], down, alpha=scale)
+        squares += direction.double().square().sum(0).reshape(entry.shape[1], -1).sum(1)
+    return squares.sqrt().float()
 
 
 def merge_tensor(entry: Entry, updates: Updates, dtype: torch.dtype) -> Tensor:
@@ -135,7 +161,7 @@ def merge_tensor(entry: Entry, updates: Updates, dtype: torch.dtype) -> Tensor:
 
     Only a few rows are held next to it.
     """
-    loaded = [(update.loaded(), strength) for update, strength in updates]
+    loaded = load_updates(entry, updates)
     result = torch.empty(entry.shape, dtype=dtype)
     rows = result.view(entry.rows, -1)
     for first, count in row_blocks(entry):

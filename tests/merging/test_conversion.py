@@ -100,19 +100,25 @@ def test_our_checkpoint_loads_in_diffusers_again(tmp_path, to):
         assert {update.scale for update in exported.updates.values()} == {1.0}
 
 
-def test_a_magnitude_is_kept(values, tmp_path):
+@pytest.mark.parametrize("shape", ((-1, 1), (1, -1)))
+def test_a_magnitude_keeps_its_axis(values, tmp_path, shape):
+    """On a square layer only the shape says which; peft has none of the inputs."""
     down, up = values["blocks.0.attn1.to_q"]
     stem = "diffusion_model.blocks.0.self_attn.q"
-    magnitude = torch.rand(24, 1)
+    magnitude = torch.rand(24).reshape(shape)
     state = {f"{stem}.lora_down.weight": down, f"{stem}.lora_up.weight": up, f"{stem}.dora_scale": magnitude}
     save_file(state, tmp_path / "low.safetensors")
     given = ["--lora", tmp_path / "low.safetensors", "--verify"]
     text = run(*given, "--to", "comfy", "--out", tmp_path / "comfy.safetensors")
-    assert "note: blocks.0.attn1.to_q" in text  # ComfyUI computes another DoRA
+    assert ("note: blocks.0.attn1.to_q" in text) == (shape == (-1, 1))  # of the outputs: ComfyUI computes another thing
     assert torch.equal(load_file(tmp_path / "comfy.safetensors")[f"{stem}.dora_scale"], magnitude)
-    run(*given, "--to", "diffusers", "--out", tmp_path / "diffusers.safetensors")
-    (found,) = (value for key, value in load_file(tmp_path / "diffusers.safetensors").items() if "magnitude" in key)
-    assert torch.equal(found, magnitude.flatten())
+    out = tmp_path / "diffusers.safetensors"
+    text = run(*given, "--to", "diffusers", "--out", out, expect=2 if shape == (1, -1) else 0)
+    if shape == (1, -1):
+        assert "blocks.0.attn1.to_q" in text and not out.exists()
+    else:
+        (found,) = (value for key, value in load_file(out).items() if "magnitude" in key)
+        assert torch.equal(found, magnitude.flatten())
 
 
 def test_a_convolution_with_a_magnitude_loads_in_diffusers(tmp_path):

@@ -153,28 +153,30 @@ def test_full_differences_bias_modulation_norm_and_convolution(pipeline, expert,
     assert_same(load_file(tmp_path / "out.safetensors"), wanted)
 
 
-def lengths(values):
-    """Return |values| per output, in the number of dimensions that `values` has."""
-    return values.flatten(1).norm(dim=1).view(-1, *[1] * (values.ndim - 1))
+def lengths(values, axis):
+    """|values| per output (axis 0) or per input (axis 1), in the number of dimensions that `values` has."""
+    return values.square().sum([i for i in range(values.ndim) if i != axis], keepdim=True).sqrt()
 
 
 Q, CONV = "blocks.0.attn1.to_q", "patch_embedding"
 
 
 @pytest.mark.parametrize(
-    "name, ending, shape",
+    "name, ending, axis, shape",
     [
-        (Q, "lora_magnitude_vector", (-1,)), (Q, "lora_magnitude_vector.default.weight", (-1,)),
-        (Q, "lora_magnitude_vector", (-1, 1)), (Q, "dora_scale", (-1, 1)), (CONV, "dora_scale", (-1, 1, 1, 1, 1)),
-        (CONV, "lora_magnitude_vector", (1, -1, 1, 1, 1)),
+        (Q, "lora_magnitude_vector", 0, (-1,)), (Q, "lora_magnitude_vector.default.weight", 0, (-1,)),
+        (Q, "lora_magnitude_vector", 0, (-1, 1)), (Q, "dora_scale", 0, (-1, 1)), (Q, "dora_scale", 1, (1, -1)),
+        (CONV, "dora_scale", 0, (-1, 1, 1, 1, 1)), (CONV, "dora_scale", 1, (1, -1, 1, 1, 1)),
+        (CONV, "lora_magnitude_vector", 0, (1, -1, 1, 1, 1)),
     ],
 )  # fmt: skip
-def test_dora_with_strength_and_another_lora(pipeline, expert, tmp_path, monkeypatch, name, ending, shape):
+def test_dora_with_strength_and_another_lora(pipeline, expert, tmp_path, monkeypatch, name, ending, axis, shape):
+    """peft's magnitude has one value per output by definition, LyCORIS' says by its shape which axis it is of."""
     monkeypatch.setattr(merge, "BLOCK_BYTES", 1000)  # a few rows
     base, generator = expert.state_dict()[f"{name}.weight"], torch.Generator().manual_seed(0)
     down = torch.randn(2, *base.shape[1:], generator=generator)
     up = torch.randn(len(base), 2, *[1] * (base.ndim - 2), generator=generator)
-    magnitude = lengths(base)
+    magnitude = lengths(base, axis)
     magnitude = magnitude * (0.5 + torch.rand(magnitude.shape, generator=generator))
     state = {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up, f"{name}.{ending}": magnitude.reshape(shape)}
     state[f"{name}.alpha"] = torch.tensor(1.0)  # of rank 2: half of the product
@@ -184,19 +186,19 @@ def test_dora_with_strength_and_another_lora(pipeline, expert, tmp_path, monkeyp
     given = ["--lora", f"{tmp_path / 'other.safetensors'}:-0.1", "--lora", f"{tmp_path / 'dora.safetensors'}:0.7"]
     run("--base", pipeline / "transformer_2", *given, "--out", out, "--verify")
     moved = base.double() + 0.5 * (up.flatten(1) @ down.flatten(1)).reshape(base.shape).double()
-    wanted = base.double() + 0.7 * (magnitude.double() * moved / lengths(moved) - base.double()) - 0.1
+    wanted = base.double() + 0.7 * (magnitude.double() * moved / lengths(moved, axis) - base.double()) - 0.1
     torch.testing.assert_close(load_file(out)[f"{name}.weight"].double(), wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        {"dora_scale": (24,)}, {"dora_scale": (1, 24)}, {"dora_scale": (23, 1)},
+        {"dora_scale": (24,)}, {"dora_scale": (1, 24, 1)}, {"dora_scale": (1, 23)},
         {"lora_magnitude_vector": (1, 24)}, {"lora_magnitude_vector": (24,), "dora_scale": (24, 1)},
     ],
 )  # fmt: skip
-def test_other_magnitudes_are_refused(pipeline, values, tmp_path, given):
-    """Of the inputs, as LyCORIS and OneTrainer have them, for one."""
+def test_magnitudes_that_do_not_say_their_axis_are_refused(pipeline, values, tmp_path, given):
+    """A square layer takes 24 values along both axes."""
     down, up = values[Q]
     state = {f"{Q}.lora_A.weight": down, f"{Q}.lora_B.weight": up}
     text = refuse_state(
