@@ -110,8 +110,9 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# as YAML 1.2: 042 is 42, not 34, and 1:30 is refused, not 90
+# as YAML 1.2: 042 is 42, not 34, and 1:30 and 1:30.5 are refused, not 90 and 90.5
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
+_Loader.add_constructor("tag:yaml.org,2002:float", lambda _, node: float(re.sub(r"\.(?=\D)", "", node.value)))
 
 
 def _refusal(problem: str, at: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:

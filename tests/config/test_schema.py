@@ -239,7 +239,7 @@ def test_files_that_are_no_configuration(tmp_path, text, message):
     assert any(re.search(message, line) for line in refused(path))
 
 
-@pytest.mark.parametrize("number", ["0x2a", "0b11", "1:30", "9" * 400, "9" * 5000])
+@pytest.mark.parametrize("number", ["0x2a", "0b11", "1:30", "1:30.5", "9" * 400, "9" * 5000])
 def test_numbers_are_decimal(write, number):
     """YAML 1.1 would read 042 as 34 and 1:30 as 90."""
     assert load(write, "run.seed=042").run.seed == 42
