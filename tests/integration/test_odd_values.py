@@ -20,7 +20,7 @@ from PIL import Image
 
 from rewardfl.config.schema import SECTIONS
 
-SEED, CALLS = int(os.environ.get("ODD_SEED", "59")), int(os.environ.get("ODD_CALLS", "600"))
+SEED, CALLS = int(os.environ.get("ODD_SEED", "59")), int(os.environ.get("ODD_CALLS", "500"))
 pytestmark = [pytest.mark.long, pytest.mark.timeout(10 * CALLS)]
 
 GOLDEN = ROOT / "tests" / "golden"

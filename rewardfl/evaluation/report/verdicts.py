@@ -8,6 +8,7 @@ from rewardfl.evaluation.figures import THRESHOLD, format_interval, is_ratio
 from rewardfl.training.alarms import COLOUR_GUARD, GAIN_GUARD, GRID_GUARD, LOOK_GUARD, SATURATION_GUARD, SHARE_GUARD
 
 FROZEN_MOST = 0.1  # maximum share of frozen clips
+FEW = 8  # minimum number of people for a good interval
 UP = math.inf
 
 
@@ -171,3 +172,5 @@ def _warnings(report: Mapping, arm: Mapping) -> Iterator[str]:
             )
     if judges == ["reward"]:
         yield "There is no held-out judge, only the recogniser that was trained against."
+    if report["people"] < FEW:
+        yield f"{report['people']} people are few, and intervals over fewer than {FEW} are rough."
