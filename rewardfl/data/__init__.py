@@ -18,7 +18,6 @@ from rewardfl.data.clips import (
     write_video,
 )
 from rewardfl.data.metadata import (
-    COLUMNS,
     Example,
     HeaderInfo,
     Row,

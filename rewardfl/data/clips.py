@@ -27,15 +27,8 @@ SHEET_PIXELS = 2**26  # largest number in a sheet of pictures
 # The bits depend on the number of threads. With an odd number of macroblocks libx264's macroblock tree reads
 # uninitialised memory (core 165).
 X264: dict[str, object] = {"crf": "18", "threads": "1", "x264-params": "mbtree=0"}
-HDR = (16, 18)  # transfer functions of ITU-T H.273: PQ and HLG
 SAME_RATE = 0.99  # 23.976 frames per second pass for 24
 SLACK = 1e-3  # seconds: containers round times to milliseconds, and halfway between two frames is the earlier
-FARTHEST = 0.75  # of 1 / fps: largest distance of a frame's time from its sampled instant
-HD_LINES = 720  # players show a clip of this height or more without a colour matrix by BT.709
-INTERLACED = (2, 3, 4, 5)  # of AVFieldOrder
-UNKNOWN_MATRIX, WRITTEN_MATRIX = 2, 6  # of ITU-T H.273; 6 is BT.601, libav's conversion from RGB
-# EPS would start Ghostscript on the file's program
-PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 TRANSPARENT = "has transparent pixels; save it without an alpha channel"
 
 Timed = tuple[float | None, Any]  # a frame's time in seconds, and the frame
@@ -193,9 +186,10 @@ def read_video_header(
         codec = stream.codec_context
         is_yuv = codec.format is not None and not codec.format.is_rgb
         oddities = {
-            "hdr": codec.color_trc in HDR,
-            "interlaced": codec.field_order in INTERLACED,
-            "untagged": codec.height >= HD_LINES and codec.colorspace == UNKNOWN_MATRIX and is_yuv,
+            "hdr": codec.color_trc in (16, 18),  # PQ and HLG in ITU-T H.273
+            "interlaced": codec.field_order in (2, 3, 4, 5),  # of AVFieldOrder
+            # 2 is the unknown matrix; from 720 lines on players take it for BT.709
+            "untagged": codec.height >= 720 and codec.colorspace == 2 and is_yuv,
         }
         rate = float(stream.average_rate) if stream.average_rate else None
         return Header((stream.height, stream.width), rate, tuple(key for key in oddities if oddities[key]))
@@ -204,7 +198,7 @@ def read_video_header(
 def _sample_at_rate(path: str | Path, frames: Iterable[Timed], fps: float, num_frames: int | None) -> Iterator[Any]:
     """Yield the frame nearest to every 1 / fps seconds, in one pass. The last frame lasts as long as the one before."""
     start, gap, rate, k = 0.0, 0.0, math.inf, 0
-    pauses, farthest = [], FARTHEST / fps + SLACK  # pauses: the instants without a near frame
+    pauses, farthest = [], 0.75 / fps + SLACK  # pauses: the instants without a frame as near as `farthest`
     end = (math.inf, None)
     for i, ((time, frame), (next_time, _)) in enumerate(itertools.pairwise(itertools.chain(frames, [end]))):
         if time is None or next_time is None or next_time <= time:
@@ -249,7 +243,7 @@ def encode_video(video: Tensor, fps: float) -> bytes:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
         stream.options = X264
-        stream.codec_context.colorspace = WRITTEN_MATRIX
+        stream.codec_context.colorspace = 6  # BT.601 in ITU-T H.273, libav's conversion from RGB
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
@@ -367,7 +361,8 @@ def open_picture(path: str | Path, *, decode: bool = False) -> Image.Image:
     """
     _require_file(path)
     try:
-        with Image.open(path, formats=PICTURE_FORMATS) as picture:
+        # without EPS, which would start Ghostscript on the file's program
+        with Image.open(path, formats=("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")) as picture:
             if decode:
                 picture.load()
                 ImageOps.exif_transpose(picture, in_place=True)

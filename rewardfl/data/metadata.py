@@ -37,7 +37,6 @@ COLUMNS = ("video", "prompt", "image", "negative_prompt", "reference_video", *SI
 PATHS = ("video", "image", "reference_video")  # the columns that name files
 REFERENCE_FRAMES = 2  # smallest number in a reference video: a face pool leaves out the first
 LONGEST_SIDE = 16_384  # in pixels, as data.height
-LIKE_A_COLUMN = 0.8  # by difflib: a more similar name is taken for a typo
 CLIP_NOTES = {  # {key of Header.oddities: (the oddity, its remedy)}
     "hdr": (
         "are HDR, and are read as the 8 bits of SDR",
@@ -168,7 +167,7 @@ def _read_table(path: Path) -> list[tuple[int, list[str]]]:
 def _similar_column(name: str) -> str:
     """Return the column that an unknown name probably misspells; empty for a column of the user."""
     plain = re.sub(r"[\s-]+", "_", name.casefold())
-    close = difflib.get_close_matches(plain, COLUMNS, 1, LIKE_A_COLUMN)
+    close = difflib.get_close_matches(plain, COLUMNS, 1, cutoff=0.8)
     is_typo = close and plain[0] == close[0][0] and not plain.startswith(f"{close[0]}_")  # not weight, nor video_id
     return close[0] if is_typo else ""
 

@@ -42,12 +42,10 @@ def check_name(name: str, expert: ModelMixin, *, may_download: bool) -> None:
         )
     modules = [module for module in expert.modules() if isinstance(module, Attention | AttentionModuleMixin)]
     processors = {type(module.processor) for module in modules}
-    unsupported = [kind.__name__ for kind in processors if "_attention_backend" not in vars(kind)]
-    if unsupported:
-        kinds = ", ".join(sorted(unsupported))
+    if unsupported := sorted(kind.__name__ for kind in processors if "_attention_backend" not in vars(kind)):
         raise BackendError(
-            f"model.attention_backend {name} would change nothing in this model, whose {kinds} calls torch's own "
-            f"attention; set it to {NATIVE}"
+            f"model.attention_backend {name} would change nothing in this model, whose {', '.join(unsupported)} calls "
+            f"torch's own attention; set it to {NATIVE}"
         )
 
 

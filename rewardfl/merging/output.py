@@ -49,7 +49,12 @@ class Output:
         disk has no room, or the path was taken meanwhile.
         """
         nbytes = sum(content.nbytes for content in files.values() if isinstance(content, TensorFile))
-        self._check_room(nbytes)  # all else is small, or a link
+        for stray in sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.tmp-*")):
+            print(command_line.one_line(f"note: {stray} is of a killed run, or of one that still writes"))
+        free = shutil.disk_usage(nearest_existing(self.path.parent)).free
+        if nbytes > free:  # all else is small, or a link
+            sizes = f"{command_line.format_bytes(nbytes)}, the disk has {command_line.format_bytes(free)} free"
+            raise InputError(f"--out {self.path} needs {sizes}")
         if self.args.dry_run:
             print(f"dry run: nothing written; {command_line.format_bytes(nbytes)} would be")
         else:
@@ -57,15 +62,6 @@ class Output:
             print(command_line.one_line(f"written: {self.path}"))
         if self.args.json:
             self.report.write(json.dumps({"tool": self.tool} | report, indent=2).encode() + b"\n")
-
-    def _check_room(self, nbytes: int) -> None:
-        """Print which unfinished outputs are left. Raise InputError if the disk has no room."""
-        for stray in sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.tmp-*")):
-            print(command_line.one_line(f"note: {stray} is of a killed run, or of one that still writes"))
-        free = shutil.disk_usage(nearest_existing(self.path.parent)).free
-        if nbytes > free:
-            sizes = f"{command_line.format_bytes(nbytes)}, the disk has {command_line.format_bytes(free)} free"
-            raise InputError(f"--out {self.path} needs {sizes}")
 
     def _write(self, files: OutputFiles, nbytes: int) -> None:
         weights = {name: content for name, content in files.items() if isinstance(content, TensorFile)}

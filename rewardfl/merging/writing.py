@@ -18,9 +18,7 @@ from rewardfl.weights import shards
 from rewardfl.weights.shards import ITEM_BYTES, Entry, InputError
 
 STEM = "diffusion_pytorch_model"  # of the files in a diffusers or Wan-AI expert folder
-Bytes = bytes | bytearray | memoryview
 Progress = Callable[[int], object]  # called with the size of each piece that is written, in bytes
-_LINKED = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")  # files that no one edits: links to them save the room
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +28,7 @@ class Part:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    pieces: Callable[[], Iterable[Bytes]] = field(compare=False)
+    pieces: Callable[[], Iterable[bytes | bytearray | memoryview]] = field(compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -96,7 +94,7 @@ def write_folder(folder: Path, files: OutputFiles, progress: Progress) -> None:
 
 def _link_or_copy(source: Path, path: Path) -> None:
     with suppress(OSError):  # another disk, or one without links
-        if source.suffix in _LINKED:
+        if source.suffix in (".safetensors", ".bin", ".pt", ".pth", ".ckpt"):  # files that no one edits
             return os.link(source.resolve(), path)
     shutil.copyfile(source, path)
 

@@ -41,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     trust.add_option(score)
     args = parser.parse_args(arguments)
     if args.command is None:
-        print(list_rewards())
+        words = {"True": "yes", "False": "no", "": "-"}
+        rows = [[str(getattr(find_reward(name), column)) for column in _COLUMNS] for name in sorted(REWARDS)]
+        print(table([dict(zip(_COLUMNS, [words.get(text, text) for text in row], strict=True)) for row in rows]))
         return 0
     try:
         reward = build(args.reward, parse_settings(args.settings), "--settings").to(args.device)
@@ -50,13 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(escape_control(f"error: {error}"), file=sys.stderr)
         return 2
     return 0
-
-
-def list_rewards() -> str:
-    """Return the table of this project's rewards."""
-    words = {"True": "yes", "False": "no", "": "-"}
-    rows = [[str(getattr(find_reward(name), column)) for column in _COLUMNS] for name in sorted(REWARDS)]
-    return table([dict(zip(_COLUMNS, [words.get(text, text) for text in row], strict=True)) for row in rows])
 
 
 @torch.no_grad()

@@ -14,8 +14,6 @@ Reference = Mapping[str, Tensor] | None  # output of `Reward.reference`
 
 NONFINITE = "nonfinite"  # the part that counts scores that were not finite
 
-_is_part_name = re.compile(r"[\w.-]+").fullmatch  # part names become pieces of metric keys
-
 
 class RewardError(ValueError):
     """A reward cannot be built or breaks its contract. The message names its configuration key or its class."""
@@ -167,7 +165,7 @@ def _check(reward: Reward, args: tuple, output: RewardOutput) -> RewardOutput:
     if output.valid.dtype != torch.bool:
         raise ContractError(f"{who}: valid must be bool, it is {output.valid.dtype}")
     for name in output.parts:
-        if not isinstance(name, str) or not _is_part_name(name):
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):  # it becomes a piece of a metric key
             raise ContractError(f"{who}: parts[{name!r}] is no name for a metric; use letters, digits, _ - and .")
     wants_gradient = reward.differentiable and torch.is_grad_enabled() and video.requires_grad
     if wants_gradient and not output.score.requires_grad and output.valid.any():

@@ -27,9 +27,7 @@ from rewardfl.config.schema import Count
 from rewardfl.rewards.base import Reference, Reward, RewardError, RewardOutput, score_clips
 from rewardfl.rewards.frames import select_frames
 
-_SMALL, _ENLARGED = 256, 3  # Tesseract sees pictures with a long side below so many pixels so much larger
 _LINE_CHARACTERS = string.ascii_letters + string.digits  # of a line that Tesseract reads without detection
-_TESSERACT_SECONDS = 60.0
 _DETECTOR, _RECOGNISER = "PP-OCRv6_det_small.onnx", "PP-OCRv6_rec_small.onnx"
 _SAME_LINE, _STACKED = 0.25, 0.5  # shares of the smaller box: of the height on one line, of the width above another
 _SINGLE, _DOUBLE = "'’‘‚‛`´＇", '"“”„‟«»‹›「」『』〝〞〟＂'
@@ -233,13 +231,13 @@ def read_by_tesseract(picture: np.ndarray, *, detect: bool) -> str:
     detect: whether to look for text; otherwise, the picture is one line of Latin letters and digits.
     """
     grey = cv2.cvtColor(picture, cv2.COLOR_RGB2GRAY)  # of noisy colours it reads less
-    if max(grey.shape) < _SMALL:
-        grey = cv2.resize(grey, None, fx=_ENLARGED, fy=_ENLARGED, interpolation=cv2.INTER_CUBIC)
+    if max(grey.shape) < 256:  # it reads large letters better
+        grey = cv2.resize(grey, None, fx=3, fy=3, interpolation=cv2.INTER_CUBIC)
     options = ["--psm", "11"] if detect else ["--psm", "7", "-c", f"tessedit_char_whitelist={_LINE_CHARACTERS}"]
     _, png = cv2.imencode(".png", grey)
     done = subprocess.run(
         ["tesseract", "stdin", "stdout", *options], input=png.tobytes(), capture_output=True,
-        timeout=_TESSERACT_SECONDS, env=os.environ | {"OMP_THREAD_LIMIT": "1"},
+        timeout=60.0, env=os.environ | {"OMP_THREAD_LIMIT": "1"},
     )  # fmt: skip
     if done.returncode:
         words = done.stderr.decode(errors="replace").strip()[-200:]

@@ -33,7 +33,7 @@ def nobody(num_frames=9, height=80, width=80):
     return torch.full((num_frames, height, width, 3), 90, dtype=torch.uint8)
 
 
-def write_csv(folder, *rows, header=data.COLUMNS):
+def write_csv(folder, *rows, header=data.metadata.COLUMNS):
     with (folder / "metadata.csv").open("w", newline="") as file:
         csv.writer(file).writerows([header, *rows])
     return folder / "metadata.csv"

@@ -59,9 +59,7 @@ FLUX = ImageModelSpec(
     mixin=FluxLoraLoaderMixin,
     transformer=FluxTransformer2DModel,
     block_classes=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
-    layer_names={
-        **ATTENTION, "ffn.0": "ff.net.0.proj", "ffn.2": "ff.net.2", **JOINT, "mlp": "proj_mlp",
-    },
+    layer_names={**ATTENTION, "ffn.0": "ff.net.0.proj", "ffn.2": "ff.net.2", **JOINT, "mlp": "proj_mlp"},
     encoders={"text_encoder": CLIPTextModel, "text_encoder_2": T5EncoderModel},
     tokenizers=("tokenizer", "tokenizer_2"),
     encode=_encode,

@@ -68,9 +68,7 @@ QWEN_IMAGE = ImageModelSpec(
     mixin=QwenImageLoraLoaderMixin,
     transformer=QwenImageTransformer2DModel,
     block_classes=("QwenImageTransformerBlock",),
-    layer_names={
-        **ATTENTION, "ffn.0": "img_mlp.net.0.proj", "ffn.2": "img_mlp.net.2", **JOINT,
-    },
+    layer_names={**ATTENTION, "ffn.0": "img_mlp.net.0.proj", "ffn.2": "img_mlp.net.2", **JOINT},
     encoders={"text_encoder": Qwen2_5_VLForConditionalGeneration},
     encode=_encode,
     ask=_model_inputs,

@@ -48,9 +48,7 @@ SD3 = ImageModelSpec(
     mixin=SD3LoraLoaderMixin,
     transformer=SD3Transformer2DModel,
     block_classes=("JointTransformerBlock",),
-    layer_names={
-        **ATTENTION, "ffn.0": "ff.net.0.proj", "ffn.2": "ff.net.2", **JOINT,
-    },
+    layer_names={**ATTENTION, "ffn.0": "ff.net.0.proj", "ffn.2": "ff.net.2", **JOINT},
     encoders={
         "text_encoder": CLIPTextModelWithProjection,
         "text_encoder_2": CLIPTextModelWithProjection,

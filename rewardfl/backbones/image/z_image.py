@@ -47,9 +47,7 @@ Z_IMAGE = ImageModelSpec(
     mixin=ZImageLoraLoaderMixin,
     transformer=ZImageTransformer2DModel,
     block_classes=("ZImageTransformerBlock",),
-    layer_names={
-        **ATTENTION, "ffn.0": "feed_forward.w1", "ffn.2": "feed_forward.w2", "ffn.3": "feed_forward.w3",
-    },
+    layer_names={**ATTENTION, "ffn.0": "feed_forward.w1", "ffn.2": "feed_forward.w2", "ffn.3": "feed_forward.w3"},
     encoders={"text_encoder": Qwen3Model},
     encode=_encode,
     ask=_model_inputs,

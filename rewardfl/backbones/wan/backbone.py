@@ -88,11 +88,9 @@ class Wan(Backbone):
 
     def check_split(self, processes: int, height: int, width: int, num_frames: int) -> None:
         frames = (num_frames - 1) // self.temporal + 1
-        counts = {"tokens": frames * (height // self.pixels_per_token) * (width // self.pixels_per_token)}
-        counts["attention heads"] = stock.read_part_config(self.folder, self.parts[self.experts[0]])[
-            "num_attention_heads"
-        ]
-        for name, count in counts.items():
+        tokens = frames * (height // self.pixels_per_token) * (width // self.pixels_per_token)
+        config = stock.read_part_config(self.folder, self.parts[self.experts[0]])
+        for name, count in {"tokens": tokens, "attention heads": config["num_attention_heads"]}.items():
             if count % processes:
                 raise InputError(f"train.context_parallel {processes} does not divide the {count} {name}; change it")
 
@@ -146,9 +144,8 @@ class Wan(Backbone):
             assert image is not None, "this model takes an image"
             height, width = image.shape[1:]
             frames = (num_frames - 1) // self.temporal + 1
-            placeholder = torch.empty(
-                1, self.channels, frames, height // self.spatial, width // self.spatial, device=device
-            )
+            size = (1, self.channels, frames, height // self.spatial, width // self.spatial)
+            placeholder = torch.empty(size, device=device)
             _, condition, *_ = pipe.prepare_latents(
                 image[None].to(device, torch.float32), 1, self.channels, height, width, num_frames,
                 torch.float32, device, latents=placeholder,

@@ -132,7 +132,9 @@ class WanDecoder:
         decoded = self.decode_with_caches(latents, given) if decoded is None else decoded
         latents, first_sampled = self._whole(latents, given), int(self.frame_given)
         grad_latents = torch.zeros_like(latents)
-        ranges = self._frame_ranges(latents.shape[2])
+        factor = self.vae.config.scale_factor_temporal
+        # the first latent frame has one video frame, every other has `factor`
+        ranges = [slice(0, 1)] + [slice(1 + factor * i, 1 + factor * (i + 1)) for i in range(latents.shape[2] - 1)]
         grad_caches: list[Tensor | None] = [None] * self.vae._cached_conv_counts["decoder"]
         segment: dict[int, StoredCaches] = {}
         end = len(ranges)  # of the chunks that are left
@@ -188,11 +190,6 @@ class WanDecoder:
         statistics = [self.vae.config.latents_mean, self.vae.config.latents_std]
         mean, std = torch.tensor(statistics, dtype=self.vae.dtype, device=self.vae.device).view(2, 1, -1, 1, 1, 1)
         return mean, 1.0 / std
-
-    def _frame_ranges(self, num_latents: int) -> list[slice]:
-        """Return the video frames of each latent frame: one of the first, `temporal factor` of every other."""
-        factor = self.vae.config.scale_factor_temporal
-        return [slice(0, 1)] + [slice(1 + factor * i, 1 + factor * (i + 1)) for i in range(num_latents - 1)]
 
 
 def run_chunk(vae: AutoencoderKLWan, x: Tensor, caches: Caches, *, forget: bool = False) -> tuple[Tensor, Caches]:
@@ -262,8 +259,8 @@ def lean_graph(decoder: WanDecoder3d) -> Iterator[None]:
     for module in normed:
         norms = [child for child in module.children() if isinstance(child, WanRMS_norm)]
         for norm in norms:
-            norm.forward = partial(_in_strips, partial(_run_both, norm.forward, module.nonlinearity.forward))
-        module.nonlinearity.forward = _unchanged
+            norm.forward = partial(_in_strips, norm.forward, module.nonlinearity.forward)
+        module.nonlinearity.forward = lambda x: x
         changed += [*norms, module.nonlinearity]
     try:
         with FrozenConvolutions():
@@ -273,20 +270,11 @@ def lean_graph(decoder: WanDecoder3d) -> Iterator[None]:
             del module.forward  # the class's own is left
 
 
-def _run_both(norm: Callable[[Tensor], Tensor], activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return activation(norm(x))
-
-
-def _unchanged(x: Tensor) -> Tensor:
-    return x
-
-
-def _in_strips(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Run a pointwise `forward(x)`, (..., h, w), in strips; the backward pass recomputes each by itself."""
+def _in_strips(norm: Callable[[Tensor], Tensor], activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Run both, pointwise, on x (..., h, w) in strips; the backward pass recomputes each by itself."""
+    recompute = partial(_recompute, lambda strip: activation(norm(strip)))
     rows = max(1, STRIP * x.shape[-2] // x.numel())
-    if rows >= x.shape[-2]:
-        return _recompute(forward, x)
-    return torch.cat([_recompute(forward, strip) for strip in x.split(rows, -2)], -2)
+    return recompute(x) if rows >= x.shape[-2] else torch.cat([recompute(strip) for strip in x.split(rows, -2)], -2)
 
 
 _recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)

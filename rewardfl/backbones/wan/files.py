@@ -22,9 +22,6 @@ from rewardfl.file_kinds import foreign_path_hint
 from rewardfl.weights import lora_files, merge, shards, wan_names
 from rewardfl.weights.shards import Checkpoint, InputError
 
-# configurations of the published models, for files that come without any: pipeline folders without weights
-_PUBLISHED = Path(__file__).parent / "published"
-
 Parts = dict[str, list[Path]]  # by the variant's original_parts, and tokenizer
 TOKENIZER_FILES = ("tokenizer.json", "spiece.model")  # a tokenizer has either
 
@@ -53,8 +50,8 @@ class Layout:
 
 
 def published(variant: Variant) -> Path:
-    """Return the folder with the published model's configurations."""
-    return _PUBLISHED / variant.published
+    """Return the pipeline folder of the published model's configurations, for files that come without any."""
+    return Path(__file__).parent / "published" / variant.published
 
 
 def find_configs(variant: Variant, model_paths: str) -> Path:

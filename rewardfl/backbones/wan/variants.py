@@ -9,8 +9,6 @@ LAYERS = {
     "q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2",
 }  # fmt: skip
 
-CLIP_LAYERS = {"k_img": "add_k_proj", "v_img": "add_v_proj"}  # attention to CLIP's features
-
 TWO_EXPERTS = {"high_noise": "transformer", "low_noise": "transformer_2"}
 
 
@@ -38,7 +36,8 @@ class Variant:
     @property
     def layer_names(self) -> Mapping[str, str]:
         """Return {short name: diffusers' name} of the layers that a LoRA adapts."""
-        return LAYERS | CLIP_LAYERS if self.clip else LAYERS
+        # the attention to CLIP's features
+        return LAYERS | {"k_img": "add_k_proj", "v_img": "add_v_proj"} if self.clip else LAYERS
 
     @property
     def original_parts(self) -> tuple[str, ...]:

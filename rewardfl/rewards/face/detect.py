@@ -59,11 +59,10 @@ class YuNet:
         return scores, torch.cat([centres - half, centres + half], -1), cells.repeat(1, 5) + offsets * stride
 
 
-Family = Scrfd | YuNet  # the pre- and post-processing of a kind of detector, as published
 YUNET_OUTPUTS = [f"{kind}_{stride}" for kind in ("cls", "obj", "bbox", "kps") for stride in STRIDES]
 
 
-def find_family(names: list[str], path: str | Path) -> tuple[Family, list[int]]:
+def find_family(names: list[str], path: str | Path) -> tuple[Scrfd | YuNet, list[int]]:
     """Return the family of the detector with these output names, and the order of its outputs.
 
     Raise ValueError for any other detector. path: for the message.

@@ -18,7 +18,6 @@ from rewardfl.rewards.pixels.motion import MIN_CHANGE, mean_change, symmetric_ra
 
 # Half of the detector's finest stride to each side covers every position of a face between two of its cells.
 MAX_SHIFT = STRIDES[0] / 2  # detector pixels
-
 MAX_ZOOM = 0.03
 
 # A real clip that moves less gives no ratio.

@@ -18,9 +18,6 @@ from rewardfl.rewards.face.track import MIN_MOTION
 
 PARTS = ("face_score", "cap", "coverage", "motion_speed", "motion_nonrigid", "motion")
 _NUMBERS = ("cap", "speed", "nonrigid", "coverage")  # of a FacePool
-MOST_VIEWS = 64
-MOST_JITTER = 0.1  # face widths; beyond it the crop shows no face
-PARTS_OF_ALL = ("people", "worst_person")  # in addition with people="all"
 
 
 class FaceIdentityReward(Reward):
@@ -62,8 +59,8 @@ class FaceIdentityReward(Reward):
         people: Literal["largest", "all"] = "largest",
         min_face_size: NonNegative = 0.0,
         second_pack_dir: PackFolder | None = None,
-        landmark_jitter: Annotated[NonNegative, Field(le=MOST_JITTER)] = 0.0,
-        views: Annotated[int, Field(ge=0, le=MOST_VIEWS)] = 0,
+        landmark_jitter: Annotated[NonNegative, Field(le=0.1)] = 0.0,  # beyond it the crop shows no face
+        views: Annotated[int, Field(ge=0, le=64)] = 0,
     ):
         super().__init__()
         self.views = views
@@ -76,7 +73,7 @@ class FaceIdentityReward(Reward):
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        return {"largest": PARTS, "all": PARTS + PARTS_OF_ALL}[self.people]
+        return {"largest": PARTS, "all": (*PARTS, "people", "worst_person")}[self.people]
 
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
         """Return the FacePools of a real clip (3, F, H, W) as tensors over K people; None when later frames show none.
@@ -102,7 +99,6 @@ class FaceIdentityReward(Reward):
         return score_clips(video, batch, self._sample, self.part_names)
 
     def _sample(self, video: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
-        """Return score and measured parts of one clip (3, F, H, W)."""
         pools = [reference["embeddings"][reference["owner"] == k] for k in range(len(reference["cap"]))]
         trained = torch.is_grad_enabled() and video.requires_grad
         jitter, views = (self.landmark_jitter, self.views) if trained else (0.0, 0)

@@ -15,7 +15,6 @@ import numpy as np
 # flat picture has ratio 1, and the steps of a smooth slope rounded to 8 bits are no grid.
 GRAIN = 2.0
 NEAREST = 2  # a Hann window spreads a periodic pattern over its frequency and one on either side
-_FEWEST = 2 * NEAREST  # frequencies from one harmonic to the next, needed to separate patterns
 
 
 def measure_artifacts(frames: np.ndarray, periods: Sequence[int]) -> dict[str, float]:
@@ -47,7 +46,7 @@ def grid(frames: np.ndarray, periods: Sequence[int]) -> float:
     grey = [cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY) for frame in frames[1:]]
     ratios: list[float] = []
     for frames_of_lines in (grey, [frame.T for frame in grey]):
-        if frames_of_lines[0].shape[1] < _FEWEST * common or frames_of_lines[0].shape[0] < common:
+        if frames_of_lines[0].shape[1] < 2 * NEAREST * common or frames_of_lines[0].shape[0] < common:
             continue
         energy = np.mean([_energy(lines, common) for lines in frames_of_lines], axis=0)
         length = frames_of_lines[0].shape[1] // common * common

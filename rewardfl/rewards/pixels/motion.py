@@ -34,7 +34,6 @@ class MotionReward(Reward):
         return score_clips(video, batch, self._sample, ("motion_ratio",))
 
     def _sample(self, video: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
-        """Return score and ratio of one clip (3, F, H, W)."""
         ratio = mean_change(video) / reference["motion"].to(video)
         return (symmetric_ratio(ratio), {"motion_ratio": ratio.item()}) if ratio.isfinite() else (None, {})
 

@@ -26,7 +26,6 @@ from rewardfl.rewards.remote.wire import Clip
 from rewardfl.rewards.settings import on_this_machine
 
 MAX_ANSWER_BYTES = 1 << 24  # an answer has a few numbers per clip; a server that sends more is no reward server
-
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before a retry
 
 
@@ -50,9 +49,6 @@ def read_token(variable: str) -> str:
 
 # host, port and path, without user, query and fragment
 _is_url = re.compile(r"https?://(\[[\da-fA-F:]+\]|[\w.-]+)(:[1-9]\d{0,4})?(/[!\"$->@-~]*)?", re.ASCII).fullmatch
-Url = Annotated[str, must_be("like http://127.0.0.1:8400", lambda url: _is_url(url))]
-
-TokenVariable = Annotated[str, on_this_machine(read_token)]
 
 
 class RemoteReward(Reward):
@@ -80,10 +76,10 @@ class RemoteReward(Reward):
 
     def __init__(
         self,
-        url: Url,
+        url: Annotated[str, must_be("like http://127.0.0.1:8400", lambda url: _is_url(url))],
         timeout: Positive = 120.0,
         retries: Whole = 4,
-        token_env: TokenVariable | Literal[""] = "",
+        token_env: Annotated[str, on_this_machine(read_token)] | Literal[""] = "",
         frames: Literal["all"] | Count = "all",
         *,
         send_reference: bool = False,

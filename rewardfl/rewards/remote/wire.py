@@ -31,17 +31,11 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 WIRE_VERSION = 1
-
 MAX_BODIES = 4  # bodies that a server holds at a time: one is scored while the next ones arrive
-
 MAX_CLIPS = 256  # of one request
-
 MAX_FRAMES = 16_384  # of one request, real clips included: a limit of the time that scoring takes
-
 CONTENT_TYPE = "application/x-safetensors"
-
 ENVELOPE_BYTES = 400  # of a request's body without its clips
-
 # The library accepts headers of 100 MB, which take gigabytes once parsed; ours hold a few names and the prompts.
 MAX_HEADER_BYTES = 1 << 22
 

@@ -32,8 +32,6 @@ QUESTION = Question(
 
 MIN_PIXELS = 128 * 28 * 28  # of a frame, vision_process.py:31
 
-FEWEST_FRAMES, MOST_FRAMES = 4, 768  # of a clip sampled at a frame rate, vision_process.py:36
-
 
 class VideoAlignReward(QuestionReward):
     """The weighted sum of visual quality (vq), motion quality (mq) and text alignment (ta), each normalised.
@@ -129,11 +127,11 @@ def sampled_frames(count: int, fps: float, sample_fps: float, frames: int | None
     """Return the indices of an even number of frames, from the first to the last of a clip of `count`.
 
     frames: their number, rounded to even; None for sample_fps a second, 4 to 768. At most `count`
-    (vision_process.py:129 and 202). Raise ValueError for a clip of fewer than two.
+    (vision_process.py:36, 129 and 202). Raise ValueError for a clip of fewer than two.
     """
     if count < 2:
         raise ValueError(f"reward 'video_align' judges clips of at least 2 frames, this has {count}")
-    number = min(max(count / fps * sample_fps, FEWEST_FRAMES), MOST_FRAMES) if frames is None else frames
+    number = min(max(count / fps * sample_fps, 4), 768) if frames is None else frames
     even = min(round(number / 2) * 2, count // 2 * 2)
     return torch.linspace(0, count - 1, even).round().int().tolist()
 
