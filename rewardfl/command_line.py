@@ -67,8 +67,11 @@ def exit_code(work: Callable[[], int | None]) -> int:
         code, line = INTERRUPTED, "interrupted"
     except InputError as error:
         code, line = REFUSED, one_line(f"error: {error}")
+    except OSError as error:
+        why = f"{error.filename or 'the disk'}: {error.strerror}" if error.strerror else error
+        code, line = REFUSED, f"error: {why}"
     except _refusals() as error:
-        code, line = REFUSED, f"error: {_message(error)}"
+        code, line = REFUSED, f"error: {error}"
     print(escape_control(line), file=sys.stderr)  # here `error` and its frames are gone, so a progress bar has ended
     return code
 
@@ -77,13 +80,7 @@ def _refusals() -> tuple[type[Exception], ...]:
     from rewardfl.data.cache import CacheError  # here: they import torch
     from rewardfl.rewards.remote import RewardServerError
 
-    return (CacheError, RewardServerError, ValueError, OSError)
-
-
-def _message(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or 'the disk'}: {error.strerror}"
-    return str(error)
+    return (CacheError, RewardServerError, ValueError)
 
 
 def add_device_options(parser: argparse.ArgumentParser) -> None:
@@ -114,9 +111,8 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
         "--rename", default="keep", choices=("keep", "diffusers", "original", "comfy"),
         help="names of the tensors in the output; comfy: original names behind model.diffusion_model. (default: keep)",
     )  # fmt: skip
-    default = parse_size("5GB")
     parser.add_argument(
-        "--max-shard-size", type=parse_size, default=default, metavar="5GB", help="of files in an output folder"
+        "--max-shard-size", type=parse_size, default="5GB", metavar="5GB", help="of files in an output folder"
     )
 
 

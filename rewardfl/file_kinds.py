@@ -4,8 +4,6 @@ import re
 from pathlib import Path
 from typing import Literal
 
-_HEAD = 1024  # bytes that are looked at
-
 FileKind = Literal["torch", "safetensors", "picture", "text"]
 
 # {kind: (its first bytes, what to tell the user)}; the first that fits counts
@@ -41,7 +39,7 @@ def wrong_kind(path: Path, *right: FileKind) -> str:
     A binary file that has none of these kinds passes.
     """
     with path.open("rb") as file:
-        head = file.read(_HEAD)
+        head = file.read(1024)
     if not head:
         return "is empty (0 bytes); get it again"
     kind = next((kind for kind, (pattern, _) in _KINDS.items() if re.match(pattern, head)), None)

@@ -24,12 +24,8 @@ def check_inputs(option: str, path: Path, inputs: Iterable[Path]) -> None:
     for source in inputs:
         real = Path(os.path.realpath(source))
         pairs = [(out, each) for each in (real, *real.parents)] + [(real, each) for each in out.parents]
-        if any(_is_same(*pair) for pair in pairs):
+        if any(a == b or (os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b)) for a, b in pairs):
             raise InputError(f"{option} {path} is, contains or is inside the input {source}; write to another place")
-
-
-def _is_same(a: Path, b: Path) -> bool:
-    return a == b or (os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b))
 
 
 def nearest_existing(path: Path) -> Path:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rewardfl import flow
 from rewardfl.copies import to_device
-from rewardfl.flow import VelocityFunction
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Kernel:
     sigmas: Tensor
     max_std: float = math.inf
 
-    def transition(self, velocity: VelocityFunction, x: Tensor, step: int) -> tuple[Tensor, float]:
+    def transition(self, velocity: flow.VelocityFunction, x: Tensor, step: int) -> tuple[Tensor, float]:
         """Return (mean (B, ...), std) of x_{step + 1} given x (B, ...)."""
         law = (self.sigmas[step], self.sigmas[step + 1], self.noise_level, self.sigmas[1], self.max_std)
         return flow.transition(self.kind, x, velocity(x, step), *law)
@@ -52,7 +51,7 @@ class Step:
 
 @torch.no_grad()
 def rollout(
-    velocity: VelocityFunction,
+    velocity: flow.VelocityFunction,
     x: Tensor,
     kernel: Kernel,
     window: Sequence[int],
@@ -81,13 +80,13 @@ def rollout(
 
 
 @torch.no_grad()
-def reference_mean(reference: VelocityFunction | None, kernel: Kernel, x: Tensor, step: int) -> Tensor | None:
+def reference_mean(reference: flow.VelocityFunction | None, kernel: Kernel, x: Tensor, step: int) -> Tensor | None:
     """Return the mean of the transition from x (B, C, T, h, w) without the adapter; None without a reference."""
     return None if reference is None else kernel.transition(reference, x, step)[0]
 
 
 @torch.no_grad()
-def kl_floor(reference: VelocityFunction, x: Tensor, kernel: Kernel, window: Sequence[int]) -> float:
+def kl_floor(reference: flow.VelocityFunction, x: Tensor, kernel: Kernel, window: Sequence[int]) -> float:
     """Return the KL of two transitions whose velocities differ by rounding alone: see flow.perturb.
 
     It is the mean over the window's steps of the reference's rollout, without noise, from x (B, ...) at sigma 1.
@@ -101,7 +100,7 @@ def kl_floor(reference: VelocityFunction, x: Tensor, kernel: Kernel, window: Seq
     return float(torch.stack(read).mean())
 
 
-def score(velocity: VelocityFunction, step: Step, index: int, kernel: Kernel) -> tuple[Tensor, Tensor]:
+def score(velocity: flow.VelocityFunction, step: Step, index: int, kernel: Kernel) -> tuple[Tensor, Tensor]:
     """Return (mean (B, ...), log_prob (B,) float64) of a stored step under today's velocity, with its graph."""
     mean, std = kernel.transition(velocity, step.x, index)
     return mean, flow.log_prob(kernel.kind, step.x_next, mean, std)

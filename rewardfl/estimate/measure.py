@@ -157,10 +157,6 @@ def without_graph(run: Callable[[], Any], external: Iterable[Tensor], name: str 
     return Cost(flops=_by_pass({name: living.flops}), peak=living.peak)
 
 
-ENCODER_PARTS = ("encoder", "quant_conv")  # of a VAE
-FULL_CACHES = 3  # from the third chunk on a VAE's caches have two frames, and the cost is constant
-
-
 def nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -322,7 +318,7 @@ def block_arguments(kind: ExpertOnMeta, model: nn.Module, block: nn.Module) -> t
 def measure_chunks(chunks: ChunksOnMeta, module: nn.Module) -> tuple[ChunkCost, ...]:
     """Measure each chunk of a module, forward and backward."""
     x, caches, costs, weights = chunks.latents, chunks.caches, [], list(module.parameters())
-    for _ in range(min(chunks.count, FULL_CACHES)):
+    for _ in range(min(chunks.count, 3)):  # from the third on caches have two frames, and the cost is constant
         start = [cache.detach().requires_grad_() if isinstance(cache, Tensor) else cache for cache in caches]
         held, forward = _tensors(start), partial(lambda x, start: _tensors(tree_leaves(chunks.run(x, start))), x, start)
         frozen = without_graph(forward, [*weights, x, *held])
@@ -358,7 +354,7 @@ def measure(video: Video) -> Costs:
         experts={name: measured[kinds] for name, kinds in parts.experts.items()},
         vae_weights=nbytes(parts.vae.parameters()),
         decoder_weights=nbytes(
-            weight for name, weight in parts.vae.named_parameters() if name.split(".")[0] not in ENCODER_PARTS
+            weight for name, weight in parts.vae.named_parameters() if not name.startswith(("encoder.", "quant_conv."))
         ),
         chunks=measure_chunks(parts.decoder, parts.vae),
         vision_weights=0 if parts.vision is None else nbytes(parts.vision.parameters()),

@@ -37,10 +37,12 @@ def flops(costs: Costs, work: Workload, operation: Operation | None = None) -> d
         )
         return sum(amounts) / work.processes_per_clip
 
+    cached = work.untrained if work.untrained_placement == "boundary_cache" else None
     # in the rollout, only a trained expert has an adapter
     rollout = sum(
         total({name: count}, "forward" if name in work.trained else "forward_frozen")
-        for name, count in _rolled_out(work).items()
+        for name, count in work.rollout.items()
+        if name != cached
     )
     parts = {"rollout": rollout, "decode": decode(costs.chunks, "forward") if work.rollout else 0}
     if work.reward_gradient:
@@ -57,12 +59,6 @@ def flops(costs: Costs, work: Workload, operation: Operation | None = None) -> d
         "replay backward": total(work.backward_passes, "backward"),
         "reference": total(work.reference, "forward_frozen"),
     }
-
-
-def _rolled_out(work: Workload) -> dict[str, float]:
-    """Return the passes of `work.rollout` that are computed in every update."""
-    cached = work.untrained if work.untrained_placement == "boundary_cache" else None
-    return {name: count for name, count in work.rollout.items() if name != cached}
 
 
 def _replayed(work: Workload) -> dict[str, float]:
@@ -170,7 +166,7 @@ def memory(costs: Costs, work: Workload) -> Memory:
     for phase, passes in (("rollout", work.rollout), ("replay", {**work.replay, **work.anchor})):
         if blocks := [costs.experts[name].block_weights for name in swapped if name in passes]:
             phases[phase]["two blocks' weights"] = 2 * max(blocks)
-    parameters = trained_parameters(costs, work)
+    parameters = sum(costs.experts[expert].adapter_parameters for expert in work.trained)
     adapter, optimizer = adapter_bytes(work, parameters)
     samples = work.samples_in_flight * kept_bytes(costs, work)
     caches = decode_caches(_decoded_twice(costs, work), work.decode_caches)[2] if work.reward_gradient else 0
@@ -215,10 +211,6 @@ def _swapped(work: Workload) -> list[str]:
     """Return the experts whose blocks wait in host memory."""
     untrained = [work.untrained] if work.untrained and work.untrained_placement == "cpu_swap" else []
     return [*work.trained, *untrained] if work.trained_placement == "cpu_swap" else untrained
-
-
-def trained_parameters(costs: Costs, work: Workload) -> int:
-    return sum(costs.experts[expert].adapter_parameters for expert in work.trained)
 
 
 def _resident_weights(costs: Costs, work: Workload) -> dict[str, int]:

@@ -32,7 +32,8 @@ def estimate(work: Workload, machine: Machine, rates: Rates) -> tuple[str, bool]
 
 def dry_run(work: Workload, job: Distributed) -> int:
     """Print the estimate. Return the exit code: 2 where the run does not fit this machine."""
-    machine = Machine(total_memory(job.device), usable_memory(), job.processes_per_machine())
+    processes = job.all_reduce_max(job.accelerator.local_process_index) + 1  # of the machine that has the most
+    machine = Machine(total_memory(job.device), usable_memory(), processes)
     text, enough = estimate(work, machine, rates_on(job.device))
     job.print(text)
     return 0 if enough else 2
@@ -52,16 +53,12 @@ def work_table(costs: Costs, work: Workload, rates: Rates) -> list[str]:
         lines.append(f"  {name:16s}" + "".join(f"{x:12.0f}" if x >= 100 else f"{x:12.3g}" for x in numbers))
     total, time = sum(flops[0].values()), sum(spent for spent, _, _ in times.values())
     for span in work.spans:
-        spent = _spent(work.processes, span.videos * total, span.of_process * time)
-        lines.append(f"{span.name}: {spent}")
+        amount, elapsed = span.videos * total, span.of_process * time
+        spent = f"{elapsed:.4g} s" if elapsed < 3600 else f"{elapsed / 3600:.4g} h"
+        gpu_hours = work.processes * elapsed / 3600
+        hours = f" ({gpu_hours:.4g} GPU hours)" if gpu_hours >= 1 else ""
+        lines.append(f"{span.name}: {amount / 1e15:.4g} PFLOP, {spent}{hours}")
     return lines
-
-
-def _spent(processes: int, amount: float, time: float) -> str:
-    """Format a cost. amount: FLOPs of all processes; time: seconds, in parallel."""
-    spent = f"{time:.4g} s" if time < 3600 else f"{time / 3600:.4g} h"
-    hours = f" ({processes * time / 3600:.4g} GPU hours)" if processes * time >= 3600 else ""
-    return f"{amount / 1e15:.4g} PFLOP, {spent}{hours}"
 
 
 def memory_lines(memory: needs.Memory) -> list[str]:
@@ -87,10 +84,8 @@ def fit_verdict(memory: needs.Memory, work: Workload, machine: Machine) -> list[
         return [f"does not fit: {needed}", "  start fewer processes, or keep more on the GPU"]
     if machine.gpu_fits(memory):
         return [f"fits: {needed}"]
-    settings = smaller_settings(work).items()
-    lines = [f"  {key}: {json.dumps(value).strip(chr(34))}" for key, value in settings] or [
-        "  nothing: take larger GPUs"
-    ]
+    lines = [f"  {key}: {json.dumps(value).strip(chr(34))}" for key, value in smaller_settings(work).items()]
+    lines = lines or ["  nothing: take larger GPUs"]
     return [f"does not fit: {needed}", "settings that take less, the fastest first:", *lines]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from rewardfl.evaluation.arms import BASE
-from rewardfl.evaluation.figures import Table, format_interval, is_ratio, make_table, pair_people, ratio_interval
+from rewardfl.evaluation.figures import format_interval, is_ratio, make_table, pair_people, ratio_interval
 from rewardfl.evaluation.records import read_records
 
 FIGURES = ("look/face", "motion/flow", "motion/face_flow", "motion/sharpness", "motion/reversals")
@@ -23,8 +23,12 @@ def compare_groups(folder: Path, first: Sequence[str], second: Sequence[str]) ->
     if missing := sorted({*arms} - {record["arm"] for record in records}):
         raise ValueError(f"--first, --second: {folder} has no arm {', '.join(missing)}; its records.jsonl names them")
     table = make_table(records, arms)
+    names = table.names(BASE)
+    judges = [name.removesuffix("/face_sim") for name in names if name.endswith("/face_sim")]
+    chosen = {*FIGURES, *(f"{judge}/face_sim" for judge in table.scales)}
+    chosen |= {f"{judge}/nonrigid" for judge in judges[-1:]}
     rows, left_out = ["| figure | first | second | first - second |", "|---|---|---|---|"], []
-    for name in listed_figures(table):
+    for name in (name for name in names if name in chosen or name.startswith("rewards/")):
         pairs = pair_people(*(table.values(arm, name) for arm in arms))
         if not pairs.people:
             raise ValueError(f"--first, --second: {name} has no person in common; name arms of the same people")
@@ -40,12 +44,3 @@ def compare_groups(folder: Path, first: Sequence[str], second: Sequence[str]) ->
         if pairs.left_out:
             left_out.append(f"left out, for lack of a clip in some arm: {', '.join(pairs.left_out)} ({label})")
     return "\n".join([*rows, *left_out])
-
-
-def listed_figures(table: Table) -> list[str]:
-    """Return the figures that are compared, of those that the base has."""
-    names = table.names(BASE)
-    judges = [name.removesuffix("/face_sim") for name in names if name.endswith("/face_sim")]
-    chosen = {*FIGURES, *(f"{judge}/face_sim" for judge in table.scales)}
-    chosen |= {f"{judge}/nonrigid" for judge in judges[-1:]}
-    return [name for name in names if name in chosen or name.startswith("rewards/")]

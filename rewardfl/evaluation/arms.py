@@ -25,11 +25,7 @@ from rewardfl.weights.shards import InputError
 
 BASE, START = "base", "start"
 
-TAKEN = (BASE, START, "real", "vae")  # reserved names: no adapter's or tool's arm may have them
-
 WITHOUT_START = "name what the run started from by lora.init_from=PATH, or leave it out by lora.init_from=null"
-
-NAMED = re.compile(r"(.+?)(?:_seed(\d+))?\.mp4")  # NAME.mp4 or NAME_seedN.mp4
 
 NEGATIVE = ""  # key of the negative prompt; no row has this id
 
@@ -158,10 +154,10 @@ def make_arms(
 
 def unique_names(folders: Sequence[Path]) -> list[str]:
     """Return unique names of folders, fit for files: the last parts of each path, as many as tell them apart."""
-    paths, names = [folder.absolute() for folder in folders], []
+    paths, names, reserved = [folder.absolute() for folder in folders], [], {BASE, START, "real", "vae"}
     for count in range(1, max((len(path.parts) for path in paths), default=0) + 1):
         names = [re.sub(r"[^\w.-]", "_", "_".join(path.parts[-count:])) for path in paths]
-        if len(set(names)) == len(names) and not {*TAKEN} & {*names}:
+        if len(set(names)) == len(names) and not reserved & {*names}:
             return names
     return [f"{i}_{name}" for i, name in enumerate(names)]
 
@@ -182,7 +178,7 @@ def find_videos(folder: Path, rows: Sequence[data.Row]) -> Files:
     ids = {str(row.index): row.id for row in rows} | {plain(row.id): row.id for row in rows}
     files: Files = {}
     for path in sorted(folder.glob("*.mp4")):
-        match = NAMED.fullmatch(path.name)
+        match = re.fullmatch(r"(.+?)(?:_seed(\d+))?\.mp4", path.name)
         row_id = match and (ids.get(match[1]) or ids.get(match[1].lstrip("0") or "0"))
         if not match or not row_id:
             continue

@@ -39,17 +39,11 @@ Values = dict[ClipKey, float]  # of one figure of one arm, without clips that la
 # compared by their ratio: motion of pixels, of a recogniser's landmarks, and canaries
 RATIOS = {"flow", "face_flow", "pixel_change", "sharpness", "speed", "nonrigid", "grid", "saturation"}
 
-_COLOURS = ("canary/red", "canary/green", "canary/blue")
-
-_OF_SHOT = ("curves", "detected", "file")  # keys of a record that the report has for each video
-
 FROZEN = 0.5  # a clip is frozen below this share of the base's non-rigid motion
 
 THRESHOLD = 0.4  # of FaceSim, for the share of frames above it
 
 FACE_SIZES = (40, 80)  # edges of strata by the face's width in the real clip, in pixels; smaller faces are not scored
-
-IN_STRATA = ("face_sim", "drift", "coverage", "nonrigid")
 
 
 def is_ratio(name: str) -> bool:
@@ -214,7 +208,8 @@ def frozen_share(values: Values, base: Values) -> Interval | None:
 
 def colour_shift(table: Table, arm: str, base: str) -> Interval | None:
     """Return the distance of the mean colour from the base's, same person and noise, in RGB of [0, 1]."""
-    pairs = [(table.values(arm, name), table.values(base, name)) for name in _COLOURS]
+    colours = ("canary/red", "canary/green", "canary/blue")
+    pairs = [(table.values(arm, name), table.values(base, name)) for name in colours]
     clips = set.intersection(*(set(values) for pair in pairs for values in pair))
     return mean_interval({clip: math.hypot(*(a[clip] - b[clip] for a, b in pairs)) for clip in clips})
 
@@ -311,7 +306,7 @@ def arm_report(table: Table, arm: Arm, base: Arm, judges: Sequence[str], strata:
         summary["compared"] = compare_figures(table, arm.name, against, table.names(arm.name))
         nonrigid = [table.values(name, f"{judges[-1]}/nonrigid") for name in (arm.name, against)]
         summary |= {"frozen_share": frozen_share(*nonrigid), "colour_shift": colour_shift(table, arm.name, against)}
-    names = [f"{judge}/{key}" for judge in judges for key in IN_STRATA]
+    names = [f"{judge}/{key}" for judge in judges for key in ("face_sim", "drift", "coverage", "nonrigid")]
     summary["strata"] = {}
     for name, people in list(strata.items())[1:]:  # faces below the first edge are only counted
         part = table.part(people)
@@ -323,10 +318,10 @@ def arm_report(table: Table, arm: Arm, base: Arm, judges: Sequence[str], strata:
 
 def per_clip(table: Table) -> list[dict]:
     """Return every clip with its figures by arm and per frame."""
-    lines = []
+    lines, keys = [], ("curves", "detected", "file")
     for clip, real in table.records[REAL].items():
         shots = {
-            arm: {"figures": table.figures[arm][clip]} | {key: records[clip][key] for key in _OF_SHOT}
+            arm: {"figures": table.figures[arm][clip]} | {key: records[clip][key] for key in keys}
             for arm, records in table.records.items()
             if clip in records
         }

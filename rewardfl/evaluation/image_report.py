@@ -20,8 +20,6 @@ from rewardfl.rewards.scoring import Term
 
 DISAGREEMENTS = "disagreements.png"
 
-IMAGE_REPORTS = ("report.json", "grid.png", DISAGREEMENTS)  # written at the end
-
 SHOWN, SIDE = 24, 96  # rows of the grid, and the minimum height of a picture in it
 
 _Item = TypeVar("_Item")

@@ -24,7 +24,6 @@ from rewardfl.evaluation.arms import Arm, find_videos, load_config, make_arms, r
 from rewardfl.evaluation.figures import summarise
 from rewardfl.evaluation.judging import list_dependencies, load_judges, measured_rewards
 from rewardfl.evaluation.metric_curves import read_metrics
-from rewardfl.evaluation.processes import connected
 from rewardfl.evaluation.records import FORMAT, SETTINGS, Settings, merge_settings, record_file
 from rewardfl.evaluation.report.pictures import PEOPLE, draw_grid
 from rewardfl.evaluation.report.report_page import format_report, report_page
@@ -40,14 +39,10 @@ from rewardfl.training.shard import Shard
 # keys of the configuration that decide how videos are sampled and clips are read, without paths: files have digests
 SAMPLING = ("data.height", "data.width", "data.num_frames", "data.max_pixels", "data.fps", "sample.", "model.dtype")
 
-FOR_VIDEOS = ("config", "videos", "judge")  # options that image models do not have
-
-REPORTS = ("report.json", "report.html", "grid.png")  # written at the end
-
 
 def run(args: argparse.Namespace) -> int:
     """Judge, report and draw; return the exit code."""
-    with connected() as share, ExitStack() as lock:
+    with processes.connected() as share, ExitStack() as lock:
         device = command_line.resolve_device(args.device)
         args.device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device == "cuda" else device
         return judge_all(args, share, lock)
@@ -67,7 +62,7 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     folders = [path for arm in arms for path in (arm.adapter, arm.videos) if path]
     outputs.check_inputs("--out", folder.path, [source, *args.judge.values(), Path(args.data), *read, *folders])
     of_images = cfg.data.num_frames == 1
-    if of_images and (wrong := [f"--{name}" for name in FOR_VIDEOS if vars(args)[name]]):
+    if of_images and (wrong := [f"--{name}" for name in ("config", "videos", "judge") if vars(args)[name]]):
         raise ValueError(f"{wrong[0]}: is for videos, and data.num_frames is 1; remove it")
     fps = cfg.data.fps or (1.0 if of_images else backbones.describe(cfg.model.model_name, Source()).frame_rate)
     rewards = resolve_rewards(measured_rewards(cfg.reward, config.list_reward_specs(cfg, for_evaluation=True)), fps)
@@ -95,7 +90,7 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     )  # fmt: skip
     names = study.names(rows)
     records = [str(record_file(Path(), rank)) for rank in range(share.processes)]
-    reports = image_report.IMAGE_REPORTS if of_images else REPORTS
+    reports = ("report.json", "grid.png", image_report.DISAGREEMENTS if of_images else "report.html")
     take = partial(take_folder, folder, [*names, *records, *reports, SETTINGS], settings, lock)
     processes.run_on_main(take, main=main)
     rows = study.read_rows(rows, backbone if enough_people else None)

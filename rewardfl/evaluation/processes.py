@@ -12,8 +12,6 @@ from rewardfl.training.shard import Shard
 
 _T = TypeVar("_T")
 
-PATIENCE = timedelta(days=7)  # of a process for the slowest one; a launcher ends all when one has failed
-
 
 @contextmanager
 def connected() -> Iterator[Shard]:
@@ -24,7 +22,8 @@ def connected() -> Iterator[Shard]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Shard(0, 1)
         return
-    dist.init_process_group("gloo", timeout=PATIENCE)
+    # a process waits for the slowest one; a launcher ends all when one has failed
+    dist.init_process_group("gloo", timeout=timedelta(days=7))
     try:
         yield Shard(dist.get_rank(), dist.get_world_size(), quiet=dist.get_rank() > 0)
     finally:

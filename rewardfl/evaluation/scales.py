@@ -12,8 +12,6 @@ from tqdm import tqdm
 
 from rewardfl import command_line, data
 from rewardfl import config as configuration
-from rewardfl.backbones.protocol import Backbone
-from rewardfl.config import RewardFlConfig
 from rewardfl.evaluation import arms
 from rewardfl.files import escape_control
 from rewardfl.rewards import build_terms
@@ -39,7 +37,7 @@ class RewardScale:
 def run(args: argparse.Namespace) -> int:
     """Sample, score and print; return the exit code."""
     device = torch.device(command_line.resolve_device(args.device))
-    cfg = configuration.load(args.config, args.overrides, RewardFlConfig)
+    cfg = configuration.load(args.config, args.overrides, configuration.RewardFlConfig)
     backbone = setup_model.open_model(cfg)
     terms = build_terms(plan.find_rewards(cfg, backbone), device)
     examples: dict[str, tuple[data.Row, data.Example]] = {}
@@ -64,35 +62,22 @@ def run(args: argparse.Namespace) -> int:
             break
     if not examples:
         raise data.DataError(f"{cfg.data.file_name}: no clip can be used")
-    sampler = load_sampler(cfg.sample, cfg.data.num_frames, backbone, examples, args.experts, device)
     base = arms.Arm(name=arms.BASE, steps=cfg.sample.num_inference_steps)
+    inputs = ((row, example.image) for row, example in examples.values())
     with torch.no_grad():  # the videos come from the noise of training's first epoch
+        conditioning = dict(arms.encode_inputs(cfg.sample, cfg.data.num_frames, backbone, inputs, device))
+        model, decoder = arms.load_model(backbone, None, args.experts, device)
+        sampler = arms.Sampler(
+            sampling=cfg.sample, num_frames=cfg.data.num_frames, backbone=backbone, experts=model, decoder=decoder,
+            conditioning=conditioning.__getitem__, sizes={key: example.size for key, (_, example) in examples.items()},
+            device=device,
+        )  # fmt: skip
         rows = tqdm([row for row, _ in examples.values()], desc="sampling")
         videos = [sampler.sample([(row, cfg.run.seed)], base)[0] for row in rows]
     scales = measure_scales(terms, videos, references)
     print(format_scales(scales))
     print(f"\n{paste(configuration.to_dict(cfg)['reward']['others'], scales)}", end="")
     return 0
-
-
-@torch.no_grad()
-def load_sampler(
-    sampling: arms.Sampling,
-    num_frames: int,
-    backbone: Backbone,
-    examples: Mapping[str, tuple[data.Row, data.Example]],
-    experts: arms.InferencePlacement,
-    device: torch.device,
-) -> arms.Sampler:
-    """Load the run's base model. examples: by row id."""
-    inputs = ((row, example.image) for row, example in examples.values())
-    conditioning = dict(arms.encode_inputs(sampling, num_frames, backbone, inputs, device))
-    model, decoder = arms.load_model(backbone, None, experts, device)
-    return arms.Sampler(
-        sampling=sampling, num_frames=num_frames, backbone=backbone, experts=model, decoder=decoder,
-        conditioning=conditioning.__getitem__, sizes={key: example.size for key, (_, example) in examples.items()},
-        device=device,
-    )  # fmt: skip
 
 
 def measure_scales(
@@ -159,14 +144,12 @@ def format_scales(scales: Sequence[RewardScale]) -> str:
         name = term.label if valid == len(scale.scores) else f"{term.label} ({valid} of {len(scale.scores)} clips)"
         means = [float(values.nanmean()) for values in (scale.scores, scale.norms, scale.cosines)]
         figures = (*means, standard_deviation(scale.scores), term.weight, 100 * share, equal_weight(scale, scales[0]))
-        score, gradient, cosine, std, weight, percent, equal = map(format_number, figures)
+        score, gradient, cosine, std, weight, percent, equal = (
+            "-" if math.isnan(figure) else f"{figure:.3g}" for figure in figures
+        )
         rows.append((name, score, std, gradient, cosine, weight, f"{percent} %", equal))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-
-
-def format_number(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.3g}"
 
 
 def paste(others: Mapping[str, dict], scales: Sequence[RewardScale]) -> str:

@@ -18,7 +18,6 @@ from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Backbone, Conditioning
 from rewardfl.config import DataConfig
 from rewardfl.data import cache
-from rewardfl.data.cache import Cache
 from rewardfl.evaluation import arms, judging, processes, records
 from rewardfl.evaluation.arms import Arm, Files, InferencePlacement, Job, Sampler, Sampling
 from rewardfl.evaluation.records import REAL, VAE, Record
@@ -55,9 +54,9 @@ class Study:
         return records.Writer(self.out, self.share.rank)
 
     @cached_property
-    def store(self) -> Cache:
+    def store(self) -> cache.Cache:
         """Return the store of references and conditioning by row, until the evaluation is done."""
-        return Cache(self.out / "prepared")
+        return cache.Cache(self.out / "prepared")
 
     def jobs(self, arm: Arm, rows: Sequence[data.Row]) -> list[Job]:
         """Return the videos of an arm: all noises of a sampled one, the existing files of another tool's."""
@@ -139,14 +138,14 @@ class Study:
 
     def _add(self, row: data.Row, arm: Arm, seed: int | None, video: Tensor, record: Record) -> None:
         """Write the record of a video (3, F, H, W), and the video unless it is another tool's."""
-        file, is_real = self.file(row, arm.name, seed), arm.name == REAL
+        file = self.file(row, arm.name, seed)
         if arm.videos is None:
             (self.out / file).parent.mkdir(parents=True, exist_ok=True)
             if self.judges.faces:
                 data.write_video(self.out / file, video, self.fps)
             else:
                 data.write_picture(self.out / file, video)
-        decoded = is_real or arm.videos is not None
+        decoded = arm.name == REAL or arm.videos is not None
         source = {"arm": arm.name, "seed": seed, "steps": arm.steps, "decoded": decoded, "file": str(file)}
         self.writer.add(head(row) | source | record)
 
@@ -194,9 +193,8 @@ class Study:
         # take the share first: other processes write while this one looks
         if missing := [row for row in self.share.take(rows) if self.store.get(prompt_key(row.id)) is None]:
             inputs = ((row, read_entry(self.store, comparison_key(row)).get("image")) for row in missing)
-            for row_id, conditioning in arms.encode_inputs(
-                self.sampling, self.clips.num_frames, backbone, inputs, device
-            ):
+            encoded = arms.encode_inputs(self.sampling, self.clips.num_frames, backbone, inputs, device)
+            for row_id, conditioning in encoded:
                 self.store.put(prompt_key(row_id), conditioning)
         processes.gather([])  # wait for all
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from rewardfl import anchor
-from rewardfl.anchor import Draw
 from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Backbone, Conditioning, Schedule, Velocity
 from rewardfl.config import AnchorConfig
@@ -50,11 +49,9 @@ class Anchors:
         x0, has_clip = self.latents([member.row for member in members])
         conditioning = protocol.move_to(batch.conditioning, self.device)
         draws = []
-        for n, moment in enumerate(
-            anchor.draw_moments(
-                self.settings.draws, self.steps, self.seed, update, whole_range=self.settings.sigmas == "trained_range"
-            )
-        ):
+        in_range = self.settings.sigmas == "trained_range"
+        moments = anchor.draw_moments(self.settings.draws, self.steps, self.seed, update, whole_range=in_range)
+        for n, moment in enumerate(moments):
             names = [f"anchor/{self.samples[member.row].row.id}/{member.member}" for member in members]
             seeds = [noise_seed(self.seed, update, name, n) for name in names]
             draws.append(self._draw(policy, conditioning, batch.schedule.at(moment), seeds, x0))
@@ -109,13 +106,13 @@ class Anchors:
         x0: Tensor,
         *,
         to_data: bool = False,
-    ) -> Draw:
+    ) -> anchor.Draw:
         """Return a draw at the one step of `at`. The velocity is the prompt's own, without guidance."""
         velocity = Velocity(backbone=self.backbone, model=network, conditioning=conditioning, schedule=at)
-        references = {"data": None, "reference": partial(velocity.reference, step=0)}
-        reference = references["data" if to_data else self.settings.target]
+        to_data = to_data or self.settings.target == "data"
+        reference = None if to_data else partial(velocity.reference, step=0)
         noise = torch.cat([draw_noise((1, *x0.shape[1:]), seed, self.device) for seed in seeds])
-        return Draw(velocity=partial(velocity, step=0), sigma=at.sigmas[0], noise=noise, reference=reference)
+        return anchor.Draw(velocity=partial(velocity, step=0), sigma=at.sigmas[0], noise=noise, reference=reference)
 
     def _read(self, sample: Sample) -> Tensor | None:
         try:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from rewardfl import reward_flow
 from rewardfl.backbones import protocol
-from rewardfl.backbones.protocol import Conditioning, Velocity
 from rewardfl.copies import to_device
 from rewardfl.noise import draw_noise, training_noise_seed
 from rewardfl.training.conditions import Conditions, Schedules, read_or_substitute
@@ -62,7 +61,7 @@ class BatchBuilder:
     def _noise_seed(self, sample: Sample, epoch: int) -> int:
         return training_noise_seed(self.seed, epoch, sample.row.id, self.noises)
 
-    def _read(self, epoch: int, row: int) -> tuple[Conditioning, Tensor]:
+    def _read(self, epoch: int, row: int) -> tuple[protocol.Conditioning, Tensor]:
         sample = self.samples[row]
         seed, shape = self._noise_seed(sample, epoch), self.conditions.latent_shape(sample)
         if self.cached:
@@ -75,7 +74,7 @@ class BatchBuilder:
 def measure_kl_floor(
     job: Distributed,
     starts: BatchBuilder,
-    velocity_of: Callable[[Batch], Velocity],
+    velocity_of: Callable[[Batch], protocol.Velocity],
     kl_steps: Sequence[int],
     dtype: str,
 ) -> dict[str, float]:

@@ -60,9 +60,8 @@ class Conditions:
 
         texts = [(self._text_key(prompt), prompt) for prompt in [*(sample.row.prompt for sample in samples), *prompts]]
         fill_missing(self.store, texts, partial(self.backbone.text_encoder, device), share, "prompts")
-        fill_missing(
-            self.store, [(self._image_key(sample), sample) for sample in samples], image_encoder, share, "images"
-        )
+        images = [(self._image_key(sample), sample) for sample in samples]
+        fill_missing(self.store, images, image_encoder, share, "images")
 
     def fill_latents(
         self, samples: Sequence[Sample], clip_of: Callable[[Sample], Tensor], device: torch.device, share: Shard
@@ -73,9 +72,8 @@ class Conditions:
             encode = self.backbone.video_encoder(device)
             return lambda sample: {"latents": encode(clip_of(sample)[None].to(device))}
 
-        fill_missing(
-            self.store, [(self._latents_key(sample), sample) for sample in samples], video_encoder, share, "latents"
-        )
+        clips = [(self._latents_key(sample), sample) for sample in samples]
+        fill_missing(self.store, clips, video_encoder, share, "latents")
 
     def fill_boundary(
         self, noises: Sequence[tuple[Sample, int]], schedules: Schedules, device: torch.device, share: Shard

@@ -131,10 +131,6 @@ class Distributed:
             raise result[1]
         return result[0]
 
-    def processes_per_machine(self) -> int:
-        """Return the number of processes of the machine that has the most."""
-        return self.all_reduce_max(self.accelerator.local_process_index) + 1
-
     @property
     def sharding(self) -> Sharding:
         """Return the kind of sharding over the processes."""

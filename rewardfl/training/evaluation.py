@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from rewardfl.backbones import protocol
-from rewardfl.backbones.protocol import Decoder
 from rewardfl.config import DataConfig
 from rewardfl.rewards import FaceIdentityReward, async_scoring
 from rewardfl.rewards import metrics as reward_metrics
@@ -26,7 +25,7 @@ def find_scales(
     job: Distributed,
     terms: Sequence[Term],
     conditions: Conditions,
-    decoder: Decoder,
+    decoder: protocol.Decoder,
     clips: Sequence[Sample],
 ) -> dict[int, Scale]:
     """Return {index of a face reward that follows one person: scale of identity kept, from clips through the VAE}."""

@@ -33,15 +33,11 @@ def make_accelerator(max_grad_norm: float, *, log_with: str, output_dir: str | N
     """
     check_environment(os.environ)
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    handlers = [
-        # on a CPU, accelerate runs DeepSpeed as one process unless the backend is set; for others it must stay unset
-        InitProcessGroupKwargs(backend="gloo", timeout=TIMEOUT)
-        if deepspeed and not torch.cuda.is_available()
-        else InitProcessGroupKwargs(timeout=TIMEOUT),
-    ]
+    # on a CPU, accelerate runs DeepSpeed as one process unless the backend is set; for others it must stay unset
+    backend = {"backend": "gloo"} if deepspeed and not torch.cuda.is_available() else {}
     accelerator = Accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
-        kwargs_handlers=handlers,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT, **backend)],
         log_with=None if log_with == "none" else log_with,
         project_config=ProjectConfiguration(logging_dir=f"{output_dir}/logs"),
     )

@@ -20,8 +20,6 @@ from rewardfl.training import checkpoint, metrics_file
 from rewardfl.training.alarms import alarms, early_stop, score_for_best, suspects
 from rewardfl.training.distributed import Distributed
 
-FRAMES_SHOWN = 4  # of each sample video, in trackers
-
 
 @dataclass(kw_only=True)
 class Log:
@@ -75,12 +73,12 @@ class Log:
             tqdm.write(f"step {step}: {warning}")
 
     def show_samples(self, step: int, folder: Path) -> None:
-        """Send the sample videos and images of a folder to the tracker, as samples/<n>."""
+        """Send images and four frames of each sample video of a folder to the tracker, as samples/<n>."""
         for tracker in self.job.accelerator.trackers:
             layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
             for path in sorted([*folder.glob("*.mp4"), *folder.glob("*.png")]):
                 frames = data.read_picture(path)[None] if path.suffix == ".png" else data.read_video(path)
-                shown = torch.linspace(0, len(frames) - 1, min(FRAMES_SHOWN, len(frames))).round().long()
+                shown = torch.linspace(0, len(frames) - 1, min(4, len(frames))).round().long()
                 with checkpoint.warn_on_write_error(self.job.print, step, last=False), self._tracking():
                     tracker.log_images({f"samples/{path.stem}": frames[shown].numpy()}, step=step, **layout)
 

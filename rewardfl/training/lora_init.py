@@ -32,9 +32,8 @@ def read_initial_adapters(
     rank, alpha = settings.lora_rank, settings.lora_alpha or settings.lora_rank
     layers = Adapter(rank, tuple(targets))
     for expert, adapter in by_expert.items():
-        shapes = {
-            name.replace(f".{lora.POLICY}.", "."): s for name, s in backbone.adapter_shapes(expert, layers).items()
-        }
+        named = backbone.adapter_shapes(expert, layers).items()
+        shapes = {name.replace(f".{lora.POLICY}.", "."): shape for name, shape in named}
         lora.check_fits(where, adapter, rank, alpha, shapes)
         backbone.check_not_merged(expert, adapter)
     return by_expert

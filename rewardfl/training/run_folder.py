@@ -28,7 +28,6 @@ from rewardfl.training.checkpoint import CheckpointError, as_write_error, find_c
 from rewardfl.training.state import ResumePoint
 
 _LOCK = "run.lock"
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of a network file system without locks
 
 
 class RunFolder:
@@ -61,7 +60,7 @@ class RunFolder:
                 owner = lock.read(200).decode(errors="replace").strip() or "a process that is just starting"
                 raise CheckpointError(f"run.output_dir {path} is in use by {owner}; take another folder") from None
             except OSError as error:
-                if error.errno not in NO_LOCKS:
+                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # else the disk has no locks
                     raise
                 why = f"is on a file system without locks ({error.strerror}); start no second run in it"
                 warnings.warn(f"run.output_dir {path} {why}", stacklevel=3)

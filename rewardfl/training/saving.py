@@ -15,7 +15,6 @@ from rewardfl.files import escape_control
 from rewardfl.memory import sharding
 from rewardfl.optim import Average, OldPolicy
 from rewardfl.training import checkpoint
-from rewardfl.training.checkpoint import after_early_stop
 from rewardfl.training.clip_scan import load_video
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.learner import Learner
@@ -157,6 +156,6 @@ def close_run(run: RunConfig, job: Distributed, interruption: Interruption, step
         job.print(f"{interruption.name}: stopped after step {step}; the same command resumes it")
         return interruption.exit_code
     if stopped:
-        job.print(f"stopped at step {step}: {stopped}; {after_early_stop(run.output_dir)}")
+        job.print(f"stopped at step {step}: {stopped}; {checkpoint.after_early_stop(run.output_dir)}")
     job.print(f"done: {run.output_dir}/checkpoints/latest")
     return 0

@@ -15,10 +15,8 @@ from rewardfl.rewards import registry
 from rewardfl.rewards.scoring import Term
 from rewardfl.training import batches, clip_scan, plan
 from rewardfl.training.anchors import Anchors
-from rewardfl.training.clip_scan import load_sized_example, load_video
 from rewardfl.training.conditions import Conditions
 from rewardfl.training.distributed import Distributed
-from rewardfl.training.plan import RunPlan
 from rewardfl.training.prompt_limits import prompt_notes
 from rewardfl.training.sampler import DeployedSampler
 from rewardfl.training.samples import Rows, Sample
@@ -26,7 +24,6 @@ from rewardfl.training.setup_rewards import missing_columns, missing_references,
 from rewardfl.training.shard import map_shared
 
 MAX_SIZES = 5  # sizes that a note lists
-FIRST_ROWS = 5  # rows whose targets a start prints
 
 
 def size_notes(cfg: AnyConfig, rows: Sequence[data.Row]) -> list[str]:
@@ -103,7 +100,7 @@ def _scan_table(
     if bad:
         messages.append(f"note: {table}: {len(bad)} of {len(rows)} rows are left out (data.skip_bad_rows)")
     for reward, cls in rewards:
-        if targets := [repr(target) for row in good[:FIRST_ROWS] if (target := cls.prompt_target(row.prompt))]:
+        if targets := [repr(target) for row in good[:5] if (target := cls.prompt_target(row.prompt))]:
             messages.append(f"{reward.key}: {cls.name} looks for {', '.join(targets)} in the first rows of {table}")
     lines = {row.line for row in good}
     good_looks = [look for row, look in zip(rows, looks, strict=True) if row.line in lines]
@@ -144,7 +141,7 @@ def find_samples(
     bad_lines = {line for line, _ in problems}
     good = [row for row in rows if row.line not in bad_lines]
     keys = {row.line: clip_scan.clip_key(row, hashes, size) for row in good}
-    load = partial(load_sized_example, cfg.data)
+    load = partial(clip_scan.load_sized_example, cfg.data)
     scans = job.gather_lists(clip_scan.scan_clips(store, good, keys, load, rewards, job.device, job.shard))
     problems += [(scan.line, scan.problem) for scan in scans if scan.problem]
     rows, bad = data.usable_rows(rows, problems, skip_bad_rows=cfg.data.skip_bad_rows)
@@ -166,7 +163,7 @@ def make_conditions(cfg: AnyConfig, backbone: Backbone, base: Mapping[str, str],
 
 def make_anchors(
     cfg: AnyConfig,
-    run_plan: RunPlan,
+    run_plan: plan.RunPlan,
     backbone: Backbone,
     conditions: Conditions,
     samples: Sequence[Sample],
@@ -186,14 +183,14 @@ def make_anchors(
     )
     clips = [sample for sample in samples if sample.row.video is not None]
     clips = clips if cfg.anchor.weight else clips[: cfg.anchor.measured_clips]
-    conditions.fill_latents(clips, lambda sample: load_video(cfg.data, sample.row), job.device, job.shard)
+    conditions.fill_latents(clips, lambda sample: clip_scan.load_video(cfg.data, sample.row), job.device, job.shard)
     job.wait()
     return anchors
 
 
 def make_batch_builder(
     cfg: configuration.RewardFlConfig,
-    run_plan: RunPlan,
+    run_plan: plan.RunPlan,
     conditions: Conditions,
     samples: Sequence[Sample],
     job: Distributed,

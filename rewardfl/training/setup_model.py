@@ -19,7 +19,6 @@ from rewardfl.rewards.face import pack as face_pack
 from rewardfl.rewards.face.detect import FaceDetector
 from rewardfl.training import checkpoint, plan
 from rewardfl.training.distributed import Distributed
-from rewardfl.training.plan import RunPlan
 from rewardfl.training.state import ResumePoint, TrainState
 from rewardfl.weights import lora_files
 
@@ -114,7 +113,7 @@ def open_model(cfg: AnyConfig) -> Backbone:
 
 
 def load_experts(
-    cfg: AnyConfig, run_plan: RunPlan, backbone: Backbone, job: Distributed
+    cfg: AnyConfig, run_plan: plan.RunPlan, backbone: Backbone, job: Distributed
 ) -> tuple[Experts, dict[str, nn.Module]]:
     """Load and place all experts. Return (experts, trained ones with LoRA)."""
     outside = [name for name in backbone.experts if name not in run_plan.trained]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rewardfl import config as configuration
 from rewardfl import flow
 from rewardfl.backbones.protocol import Backbone, Schedule
-from rewardfl.config import AnchorConfig, AnyConfig, FlowGrpoConfig, ForwardRlConfig, RewardFlConfig
+from rewardfl.config import AnyConfig, FlowGrpoConfig, ForwardRlConfig, RewardFlConfig
 from rewardfl.config.schema import ForwardConfig, GrpoConfig
 from rewardfl.data import Row
 from rewardfl.training.distributed import Distributed
@@ -54,17 +54,13 @@ def overview(cfg: AnyConfig, plan: AnyPlan, backbone: Backbone, rows: Sequence[R
         lines = _batch_arithmetic(cfg, plan, clips)
         table = sigma_table(schedule, plan.active, graphs_of=plan.graphs_of)
     if cfg.anchor.weight:
-        lines.append(_anchor_line(cfg.anchor, plan.anchor_steps))
+        moments = "any moment of" if cfg.anchor.sigmas == "trained_range" else "in turn"
+        target = "the velocity without the adapter" if cfg.anchor.target == "reference" else "the clips"
+        lines.append(
+            f"data anchor: weight {cfg.anchor.weight:g}, {cfg.anchor.draws} draws per sample, {moments} steps "
+            f"{list(plan.anchor_steps)}, fitted to {target}"
+        )
     return "\n".join([*lines, "", *table, ""])
-
-
-def _anchor_line(anchor: AnchorConfig, steps: Sequence[int]) -> str:
-    moments = "any moment of" if anchor.sigmas == "trained_range" else "in turn"
-    target = "the velocity without the adapter" if anchor.target == "reference" else "the clips"
-    return (
-        f"data anchor: weight {anchor.weight:g}, {anchor.draws} draws per sample, {moments} steps {list(steps)}, "
-        f"fitted to {target}"
-    )
 
 
 def _batch_arithmetic(cfg: RewardFlConfig, plan: RewardFlPlan, clips: int | None) -> list[str]:

@@ -15,8 +15,6 @@ from rewardfl.data.cache import Cache, CacheError, Key
 T = TypeVar("T")
 U = TypeVar("U")
 
-READERS = 4  # threads of a process that read files
-
 Gather = Callable[[list], list]  # concatenates the lists of all processes, as accelerate.utils.gather_object
 
 
@@ -78,9 +76,9 @@ def read_entry(store: Cache, key: Key) -> dict[str, Tensor]:
 
 
 def map_shared(look: Callable[[T], U], items: Sequence[T], share: Shard, gather: Gather, what: str) -> list[U]:
-    """Return [look(item)] on every process. Each calls `look` for its shard."""
+    """Return [look(item)] on every process. Each calls `look` for its shard, in four threads."""
     indices = share.take(range(len(items)))
-    with ThreadPoolExecutor(READERS) as pool:
+    with ThreadPoolExecutor(4) as pool:
         results = tqdm(pool.map(look, share.take(items)), total=len(indices), desc=what, disable=share.quiet)
         by_index = dict(gather(list(zip(indices, results, strict=True))))
     return [by_index[i] for i in range(len(items))]

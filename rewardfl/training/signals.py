@@ -25,10 +25,8 @@ class Interruption:
 
     def listen(self) -> None:
         """Handle signals from here on, but a SIGHUP that nohup ignores. Call it on the main thread."""
-        handled = [
-            number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
-        ]
-        self._before = {number: signal.signal(number, self._note) for number in handled}
+        ignored = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else []
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS if number not in ignored}
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if not self.received:

@@ -69,15 +69,9 @@ def forward_rl_metrics(
         f"policy/misfit_{name}": float(misfit[chosen].mean()) if chosen.any() else 0.0
         for name, chosen in (("positive", advantage > 0), ("negative", advantage < 0))
     }
-    return (
-        dict(anchor_metrics)
-        | means
-        | {
-            "actor/loss": anchor_metrics["actor/loss"] + float(samples["loss"].mean()),
-            "policy/deviation": deviation,
-        }
-        | {f"policy/{name}": float(samples[name].mean()) for name in measured}
-    )
+    metrics = dict(anchor_metrics) | means | {"policy/deviation": deviation}
+    metrics["actor/loss"] += float(samples["loss"].mean())
+    return metrics | {f"policy/{name}": float(samples[name].mean()) for name in measured}
 
 
 def flow_grpo_metrics(

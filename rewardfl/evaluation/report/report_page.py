@@ -16,7 +16,6 @@ from rewardfl.evaluation.report import verdicts
 from rewardfl.evaluation.report.pictures import draw_face_sim, draw_training, face_sim_curves
 
 PAGE = 40_000_000  # maximum bytes of a page, with its videos
-NOTES = 2000  # bytes reserved for the note on this limit
 
 
 class Cell(NamedTuple):
@@ -110,7 +109,8 @@ def report_page(report: Mapping, folder: Path, most: int = PAGE, metrics: Lines 
         "worst_by": (against or report["arms"])[0]["name"], "command": shlex.join(report["command"]),
         "judge": judges[-1], "judge_words": verdicts.judge_words(judges[-1]),
     }  # fmt: skip
-    room, inside = most - NOTES - len(render("report.html", values | {"inside": 0}).encode()), 0
+    # 2000 bytes for the note on this limit
+    room, inside = most - 2000 - len(render("report.html", values | {"inside": 0}).encode()), 0
     for _, shots in clips:
         present = [shot for shot in shots if shot["source"]]
         room -= sum(4 * -(-shot["path"].stat().st_size // 3) for shot in present)  # of base64
