@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from rewardfl import __version__, backbones, command_line, config, data, machine, outputs
+from rewardfl import __version__, backbones, command_line, config, data, lora, machine, outputs
 from rewardfl.backbones.protocol import Backbone, Source
 from rewardfl.data import cache
 from rewardfl.evaluation import image_report, processes
@@ -79,6 +79,10 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
         if start := cfg.lora.init_from:
             trained, targets = plan.trained_experts(cfg, backbone.experts), plan.lora_targets(cfg, backbone)
             starts[Path(start)] = read_start(cfg.lora, backbone, trained, targets, args.run)
+        expert = backbone.empty_expert(backbone.experts[0])
+        for adapter in {arm.adapter for arm in arms if arm.adapter} - starts.keys():
+            for file in adapter.glob(f"*/{lora.WEIGHTS_NAME}"):  # now, not after the real clips and the base
+                lora.read_for(expert, file)
     elif enough_people:  # other tools' videos need only the VAE
         model_source = setup_model.model_source(cfg)
         backbone, base = open_vae(cfg.model.model_name, model_source, cfg.data, quiet=share.quiet)

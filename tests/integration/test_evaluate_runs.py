@@ -112,8 +112,7 @@ def test_what_is_known_is_not_sampled_again_and_others_are_refused(run, straight
         assert left(straight) == before
         said = call(words(run, straight, "sample.shift=3"), expect=2)
         assert "sample.shift was 5.0, and is 3.0" in said and "--overwrite" in said
-        said = call(words(run, straight, "--periods", "4"), expect=2)
-        assert "--periods was 8 16, and is 4" in said
+        assert "--periods was 8 16, and is 4" in call(words(run, straight, "--periods", "4"), expect=2)
     assert left(straight) == before
 
 
@@ -186,6 +185,9 @@ def test_the_start_is_an_arm(run, tmp_path):
     record["init_from"] = {"low_noise": digest_files([start])}
     (folder / "run.json").write_text(json.dumps(record))
     arguments = ["--run", folder, *words(run, out, "--seeds", "1")[2:]]
+    (bad := tmp_path / "bad" / "transformer_2").mkdir(parents=True)
+    save_file({name: value / 0 for name, value in tensors.items()}, bad / lora.WEIGHTS_NAME)
+    assert "nan or infinite" in call([*arguments, "--adapter", bad.parent], expect=2) and not out.exists()
     text = call(arguments)
     base, begin, latest = left(out)[0]["arms"]
     assert (base["name"], begin["name"], latest["name"]) == ("base", "start", "latest")
