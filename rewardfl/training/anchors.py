@@ -109,8 +109,8 @@ class Anchors:
     ) -> anchor.Draw:
         """Return a draw at the one step of `at`. The velocity is the prompt's own, without guidance."""
         velocity = Velocity(backbone=self.backbone, model=network, conditioning=conditioning, schedule=at)
-        to_data = to_data or self.settings.target == "data"
-        reference = None if to_data else partial(velocity.reference, step=0)
+        references = {"data": None, "reference": partial(velocity.reference, step=0)}
+        reference = references["data" if to_data else self.settings.target]
         noise = torch.cat([draw_noise((1, *x0.shape[1:]), seed, self.device) for seed in seeds])
         return anchor.Draw(velocity=partial(velocity, step=0), sigma=at.sigmas[0], noise=noise, reference=reference)
 
