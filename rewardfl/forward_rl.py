@@ -23,6 +23,7 @@ from torch import Tensor
 Weighting = Literal["uniform", "sigma", "sigma_squared", "huber", "generalised_huber"]
 
 _ROUNDING = 1e-10  # added below a root by the authors of AWM
+_SMALLEST_DISTANCE = 1e-5  # of an x0 prediction, in NFT's normalisation
 
 
 def _mean(x: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ def nft_loss(
     branches = []
     for branch in (positive, negative):
         error = x - sigma * branch - x0
-        scale = _mean(error.detach().abs()).clamp(min=1e-5)
+        scale = _mean(error.detach().abs()).clamp(min=_SMALLEST_DISTANCE)
         branches.append(_mean(error.square()) / scale)
     return largest / mix * (weight * branches[0] + (1 - weight) * branches[1])
 

@@ -17,8 +17,9 @@ from rewardfl.weights.shards import InputError
 
 _TOOL = "rewardfl merge_lora 1"
 EXPERTS = {"high": "high_noise", "low": "low_noise"}
+# the experts' folders in pipelines
 Folders = dict[str | None, str]  # {expert of the base, None for an image model's: its folder}; "." where it is the base
-LAYOUTS: tuple[Folders, ...] = (  # of pipelines
+LAYOUTS: tuple[Folders, ...] = (
     {"high_noise": "transformer", "low_noise": "transformer_2"},
     {"high_noise": "high_noise_model", "low_noise": "low_noise_model"},
     {"high_noise": "transformer"},  # a single expert has the folder of the first of two

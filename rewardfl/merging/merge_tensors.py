@@ -17,6 +17,7 @@ from rewardfl.weights.merge import Updates
 from rewardfl.weights.shards import Checkpoint, Entry, InputError
 
 STORED_DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}  # --dtype
+SAMPLE_ROWS = 64  # for the estimate of the loss, from each merged tensor
 
 
 @dataclass(kw_only=True)
@@ -121,7 +122,7 @@ def estimate_loss(plan: Plan) -> MergeLoss:
     loss = MergeLoss()
     for (name, entry), part in zip(plan.base.tensors.items(), plan.parts, strict=True):
         if name in plan.merged:
-            count = min(64, entry.rows)
+            count = min(SAMPLE_ROWS, entry.rows)
             first = (entry.rows - count) // 2
             before = merge.read_rows(entry, first, count)
             merged = merge.add_updates(entry, merge.load_updates(entry, plan.merged[name]), before.clone(), first)
