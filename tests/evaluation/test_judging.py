@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -379,8 +380,7 @@ def test_a_run_with_another_reward_names_the_way_out(tmp_path):
     settings += ["reward.motion_weight=0", "data.num_frames=5", f"model.model_paths={world}/pipeline"]
     cfg = config.load(str(ROOT / "configs" / "tiny_flow_grpo.yaml"), settings, config.FlowGrpoConfig)
     (tmp_path / "run.json").write_text(json.dumps({"config": config.to_dict(cfg)}))
-    (tmp_path / "checkpoints" / "latest" / "transformer").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "latest" / "transformer" / lora.WEIGHTS_NAME).touch()
+    shutil.copytree(world / "supervised", tmp_path / "checkpoints" / "latest")
     data.write_video(tmp_path / "nobody.mp4", torch.full((5, 64, 64, 3), 90, dtype=torch.uint8), 8)
     (tmp_path / "metadata.csv").write_text("video,prompt\nnobody.mp4,x\n")
     command = ["--run", tmp_path, "--data", tmp_path / "metadata.csv", "--device", "cpu"]
