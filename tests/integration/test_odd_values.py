@@ -21,7 +21,7 @@ from PIL import Image
 from rewardfl.config.schema import SECTIONS
 
 SEED, CALLS = int(os.environ.get("ODD_SEED", "59")), int(os.environ.get("ODD_CALLS", "500"))
-pytestmark = [pytest.mark.long, pytest.mark.timeout(10 * CALLS)]
+pytestmark = [pytest.mark.long, pytest.mark.slow(120), pytest.mark.timeout(10 * CALLS)]
 
 GOLDEN = ROOT / "tests" / "golden"
 # arguments that work; INPUTS is a folder of `inputs` below, with a run of one step and its evaluation

@@ -21,7 +21,7 @@ from rewardfl.training import setup_model
 from rewardfl.training.plan import resolve
 from rewardfl.training.setup_workload import make_workload
 
-pytestmark = [pytest.mark.pretend, pytest.mark.usefixtures("trusts_code")]
+pytestmark = [pytest.mark.pretend, pytest.mark.slow(400), pytest.mark.usefixtures("trusts_code")]
 SUPPORT = ROOT / "tests" / "support"
 REWARD_FL = ["train_reward_fl.py", "--trust-code", "--config", "tests/golden/reward_fl.yaml"]
 FLOW_GRPO = ["train_flow_grpo.py", "--config", "tests/golden/flow_grpo.yaml", "grpo.inner_epochs=1"]
@@ -114,7 +114,7 @@ def planned_memory(arguments, sizes):
     return needs.memory(measure.measure(work.video), work)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_clip_of_21_chunks_waits_at_most_40_times_an_update(tmp_path):
     """At K = 4, with reward and held-out reward; ten of them are the timer's."""
     clips = write_clips(tmp_path, [(64, 64)] * 2, frames=41)
@@ -126,7 +126,7 @@ def test_a_clip_of_21_chunks_waits_at_most_40_times_an_update(tmp_path):
     assert sum(count for *_, count in waits) <= 2 * 40, waits
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("case, settings", [
     ("reward_fl offload", ["anchor.weight=1", "reward.views=1"]),
     ("flow_grpo", ["grpo.samples_on=cpu"]),
@@ -142,7 +142,7 @@ def test_no_copy_above_1_mb_blocks_an_update(case, settings, tmp_path):
     assert any(row[0] == "start" and row[3] > 1e6 for row in report["blocking"])  # the size shows the fault
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "case, more",
     [
@@ -164,7 +164,7 @@ def test_clips_of_four_sizes_take_the_host_memory_of_the_plan(case, more, tmp_pa
     assert taken == pytest.approx(sum(planned.values()), rel=0.05), planned
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", PLACES)
 def test_a_gpu_holds_what_the_plan_says(mode, tmp_path):
     """The reward's activations are not planned."""

@@ -26,7 +26,7 @@ def compiled(model):
     compiling.compile_blocks(model, BLOCKS)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("where", ["gpu", "cpu_swap"])
 def test_gradients_and_references_are_the_same(where, graphs):
     checkpoints = [offload.checkpointing(DEVICE, inputs_on_host=on_host) for on_host in (False, True)]
@@ -56,7 +56,7 @@ def test_gradients_and_references_are_the_same(where, graphs):
     assert 0 < graphs["unique_graphs"] < 12  # of two models; not one for every block
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_runs_are_the_same_to_rounding(tmp_path, graphs):
     def run(start, name, *settings):
         one = ["train.max_steps=2", "train.use_gradient_checkpointing=true", f"run.output_dir={tmp_path / name}"]

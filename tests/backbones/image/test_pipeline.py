@@ -138,7 +138,7 @@ def test_the_estimate_knows_every_kind_of_block(folder_of, name):
     assert len(decoder) == 1 and decoder[0].backward > decoder[0].forward > 0
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("name, kind", [("flux", "ddp"), ("flux", "fsdp2"), ("z_image", "ddp"), ("z_image", "fsdp2")])
 def test_two_processes_are_one(folder_of, name, kind, tmp_path):
     """A network of two kinds of blocks, whose text and image streams both are gathered one block at a time; and one
