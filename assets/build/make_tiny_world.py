@@ -3,6 +3,7 @@
     python assets/build/make_tiny_world.py                    # assets/tiny_world, under six hours on two CPU cores
     python assets/build/make_tiny_world.py --quick --out DIR  # the whole path with next to no training, a minute
     python assets/build/make_tiny_world.py --distil           # OUT/lightning alone, from OUT/pipeline and OUT/train
+    python assets/build/make_tiny_world.py --photos           # photos of the people and OUT/train_drift, no training
 
 Finished stages stay in --work and are not trained again; delete the folder to start over. The cured model, trained on
 the same clips without drift, stays in --work, too. OUT/figures.json has figures of the written networks, next to a
@@ -20,6 +21,7 @@ from rewardfl.command_line import parse_judge
 def main() -> None:
     parser = make_parser(__doc__, "tiny_world")
     parser.add_argument("--distil", action="store_true", help="write the four-step LoRAs of OUT/pipeline, nothing else")
+    parser.add_argument("--photos", action="store_true", help="write photos and clips that drift, nothing else")
     parser.add_argument(
         "--judge",
         type=parse_judge,
@@ -36,6 +38,9 @@ def main() -> None:
         if missing := [name for name in ("pipeline", "train/metadata.csv") if not (args.out / name).exists()]:
             parser.error(f"--distil: {args.out / missing[0]} is missing; give the folder of a built world as --out")
         build.run_pass((distil.distil, args.out, plan.distil_updates, args.seed, print))
+        return
+    if args.photos:
+        build.write_photos_and_drift(plan, args.out, args.seed)
         return
     work = make_work_folder(args, "tiny_world")
     build.build(plan, args.out, work, args.seed)

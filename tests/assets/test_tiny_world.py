@@ -3,13 +3,15 @@
 How good the assets are is asked by long tests alone.
 """
 
+import csv
 import hashlib
 import itertools
 import json
 
+import make_tiny_world
 import pytest
 import torch
-from conftest import ROOT, run_python
+from conftest import ROOT, run_python, run_tool
 
 from rewardfl import backbones, data
 from rewardfl.backbones.protocol import Source
@@ -31,13 +33,71 @@ def eval_clips(count):
 def test_size_and_metadata():
     assert sum(file.stat().st_size for file in WORLD.rglob("*") if file.is_file()) <= 36e6
     hashes = {}
-    for part, count in (("train", 48), ("validation", 24), ("eval", 48)):
+    for part, count in (("train", 48), ("validation", 24), ("eval", 48), ("train_drift", 48)):
         assert (WORLD / part / "metadata.csv").read_text().splitlines()[0] == "video,prompt"
         rows = data.load_metadata(WORLD / part / "metadata.csv")
         assert not any(data.inspect_row(row, 9).problems for row in rows)
         hashes[part] = {hashlib.sha256(row.video.read_bytes()).hexdigest() for row in rows}
         assert len(hashes[part]) == count
-    assert len(set.union(*hashes.values())) == 48 + 24 + 48
+    assert len(set.union(*hashes.values())) >= 48 + 24 + 48 + 42  # six clips have no drift
+
+
+def test_photos_and_their_tables():
+    files = sorted(WORLD.glob("*/photos/*/*.jpg"))
+    assert len(files) == 600 and sum(file.stat().st_size for file in files) <= 2e6
+    assert len({data.read_picture(file).shape for file in files}) > 300
+    for part in ("train", "validation", "eval"):
+        table = csv.DictReader((WORLD / part / "photos.csv").read_text().splitlines())
+        for row, cells in zip(data.load_metadata(WORLD / part / "metadata.csv"), table, strict=True):
+            assert cells == dict(prompt=row.prompt, image="", photos=f"photos/{row.video.stem}", person=row.video.stem)
+            assert len(list((WORLD / part / cells["photos"]).glob("[0-4].jpg"))) == people.PHOTOS
+
+
+def test_photos_are_drawn_again_without_training(tmp_path):
+    run_tool(make_tiny_world.main, "--photos", "--quick", "--out", tmp_path, expect=None)
+    photos = list(tmp_path.glob("*/photos/*/*.jpg"))
+    assert len(photos) == 8 * people.PHOTOS and not any(tmp_path.glob("train/videos"))
+    for path in photos:  # another processor rounds differently
+        drawn, committed = (data.read_picture(file).float() for file in (path, WORLD / path.relative_to(tmp_path)))
+        assert (drawn - committed).abs().mean() < 1
+    _, mouths = people.draw_photos(torch.rand(len(people.TRAITS)), torch.Generator().manual_seed(0))
+    assert mouths.sort().values.tolist() == [0, 0.25, 0.5, 0.75, 1]  # shut to open
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", ["train", "validation", "eval"])
+def test_photos_show_the_person_of_the_clip(part):
+    """The cosines are inner_face's; the detectors of both packs find every face."""
+    packs = [face.FaceIdentity(WORLD / "faces" / name, faces.DET_SIZE) for name in (*PACKS, "inner_face")]
+    photos, clips = [], []  # embeddings
+    for row in data.load_metadata(WORLD / part / "metadata.csv"):
+        for file in sorted((WORLD / part / "photos" / row.video.stem).iterdir()):
+            still = data.to_float(data.read_picture(file)[None]).expand(-1, 2, -1, -1)
+            pools = [pack.pool(still) for pack in packs]
+            assert all(pools), f"no face in {file}"
+            photos.append(pools[-1].embeddings[0])
+        clips.append(packs[-1].pool(data.load_example(row, people.SIZE, people.SIZE, 9).video).embeddings.mean(0))
+    vectors, person = torch.stack(photos), torch.arange(len(photos)) // people.PHOTOS
+    photo, clip = (vectors @ vectors.T).fill_diagonal_(-1), vectors @ torch.stack(clips).T
+    in_photo, in_clip = person[:, None] == person, person[:, None] == torch.arange(len(clips))  # the same person
+    cosines = (photo[in_photo & (photo > -1)], clip[in_clip], photo[~in_photo], clip[~in_clip])
+    means = [values.mean().item() for values in cosines]
+    nearest = [(index == person).float().mean().item() for index in (person[photo.argmax(1)], clip.argmax(1))]
+    print(f"{part}: photos, clip of the person {means[:2]}, of others {means[2:]}; nearest {nearest}")
+    assert min(means[:2]) > 0.8 and max(means[2:]) < 0.05 and min(nearest) > 0.99
+
+
+@pytest.mark.long
+def test_training_clips_drift_as_the_base_learned_it():
+    clean, drifting = (data.load_metadata(WORLD / part / "metadata.csv") for part in ("train", "train_drift"))
+    assert [row.prompt for row in clean] == [row.prompt for row in drifting]
+    judge, late = measure.load_judges(WORLD)["judge"], []
+    for rows in zip(clean, drifting, strict=True):
+        clips = [data.load_example(row, people.SIZE, people.SIZE, 9).video for row in rows]
+        first = judge.pool(clips[0][:, :1].expand(-1, 2, -1, -1)).embeddings
+        late.append([judge.score(clip, first).per_frame[-4:].mean() for clip in clips])
+    stays, drifts = torch.tensor(late).T
+    assert stays.mean() > 0.75 and drifts.mean() < 0.4 and (stays - drifts > 0.1).sum() == 42  # seven of eight
 
 
 @pytest.mark.long
@@ -120,7 +180,7 @@ def test_quick_rebuild(tmp_path):
     """Every stage of make_tiny_world.py with next to no training."""
     run = run_python(["assets/build/make_tiny_world.py", "--quick", "--out", tmp_path / "world"], cwd=ROOT)
     assert run.returncode == 0, run.stderr[-3000:]
-    for file in ("figures.json", "pipeline_ti2v/model_index.json", "faces/judge/recogniser.onnx"):
+    for file in ("figures.json", "pipeline_ti2v/model_index.json", "faces/judge/recogniser.onnx", "eval/photos.csv"):
         assert (tmp_path / "world" / file).stat().st_size > 0
     assert len(data.load_metadata(tmp_path / "world" / "train" / "metadata.csv")) == 4
     assert "training low" in run.stdout

@@ -3,15 +3,17 @@
 import multiprocessing
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLWan, WanImageToVideoPipeline
+from PIL import Image
 from torch import nn
 
+from rewardfl import data
 from tiny_world import distil, faces, people, second_opinion, strangers, vae, video
 
 
@@ -225,8 +227,32 @@ def build(plan: Plan, out: Path, work: Path, seed: int) -> None:
     for name, count, offset in CLIPS:
         clips, _, prompts = people.draw_clips(getattr(plan, count), seed + offset)
         strangers.write_data_set(out / name, zip(clips, prompts, strict=True))
+    write_photos_and_drift(plan, out, seed)
     run_pass((distil.distil, out, plan.distil_updates, seed, this.log))
     this.log(f"written to {out}")
+
+
+def write_photos_and_drift(plan: Plan, out: Path, seed: int) -> None:
+    """Write photos of the people of all sets, and the training clips with drift as a set of their own."""
+    for name, count, offset in CLIPS:
+        _, drifting, prompts = people.draw_clips(getattr(plan, count), seed + offset)
+        write_photos(out / name, prompts, seed + offset)
+        if name == "train":
+            strangers.write_data_set(out / "train_drift", zip(drifting, prompts, strict=True))
+
+
+def write_photos(folder: Path, prompts: Sequence[str], seed: int) -> None:
+    """Write photos of the people of draw_clips(len(prompts), seed) to folder/photos/, and their table photos.csv."""
+    lines = ["prompt,image,photos,person"]
+    traits = people.draw_people(len(prompts), torch.Generator().manual_seed(seed))
+    for i, prompt in enumerate(prompts):
+        photos, _ = people.draw_photos(traits[i], torch.Generator().manual_seed(1000 * seed + i))
+        (folder / f"photos/{i:03d}").mkdir(parents=True, exist_ok=True)
+        for j, photo in enumerate(photos):
+            pixels = data.to_uint8(photo[:, None])[0].numpy()
+            Image.fromarray(pixels).save(folder / f"photos/{i:03d}/{j}.jpg", quality=85)
+        lines.append(f'"{prompt}",,photos/{i:03d},{i:03d}')
+    (folder / "photos.csv").write_text("\n".join(lines) + "\n")
 
 
 def run_pass(*jobs: tuple) -> None:

@@ -16,6 +16,8 @@ SIZE = 80  # frames are SIZE x SIZE; the face fills them
 NUM_FRAMES = 9
 FPS = 8
 EDGE = 1.2  # px, width of edges
+PHOTOS = 5  # per person
+PHOTO_SIDES = (104, 128)  # px, smallest and largest
 STOCK_FACES, STOCK_SEED = 2, 10  # a dark and a light face
 TRAITS = (
     "skin", "skin_tint", "hair_light", "hair_hue", "hair_volume", "hair_length", "hairline", "parting", "eye_hue",
@@ -137,6 +139,40 @@ def draw_clips(count: int, seed: int) -> tuple[Tensor, Tensor, list[str]]:
     return clips, drifting, prompts
 
 
+def draw_photos(traits: Tensor, generator: torch.Generator) -> tuple[list[Tensor], Tensor]:
+    """Draw PHOTOS pictures (3, H, W) in [-1, 1] of a person (len(TRAITS),), and how far their mouths are open.
+
+    Mouths are (PHOTOS,) from 0, shut, to 1, in any order. Size, pose, scene and light are drawn for each photo.
+    """
+    mouths = torch.randperm(PHOTOS, generator=generator) / (PHOTOS - 1)
+
+    def uniform(low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(1, 1, generator=generator)
+
+    photos = []
+    for mouth in mouths:
+        height, width = torch.randint(PHOTO_SIDES[0], PHOTO_SIDES[1] + 1, (2,), generator=generator).tolist()
+        short, side = sorted((height, width))
+        pose = Motion(
+            x=side / 2 - 0.5 + short * uniform(-0.04, 0.04),
+            y=side / 2 + short * uniform(0.0, 0.05),
+            scale=short * uniform(0.41, 0.46),
+            roll=uniform(-0.1, 0.1),
+            yaw=uniform(-0.3, 0.3),
+            nod=uniform(-0.08, 0.08),
+            blink=uniform(0.0, 1.0) ** 12,  # eyes are shut in one photo of twenty
+            mouth=mouth.view(1, 1),
+        )
+        picture = render(traits[None], pose, generator, side)[0][0, :, 0]
+        angle, place = uniform(0.0, 2 * math.pi), torch.linspace(-0.2, 0.2, side)
+        brightness = 2 ** uniform(-0.4, 0.2) * (1 + angle.cos() * place + angle.sin() * place[:, None])
+        warmth = 1 + uniform(-0.1, 0.1) * torch.tensor([[1.0], [0.0], [-1.0]])[..., None]
+        top, left = (side - height) // 2, (side - width) // 2
+        lit = ((picture + 1) * brightness * warmth - 1).clamp(-1, 1)
+        photos.append(lit[:, top : top + height, left : left + width])
+    return photos, mouths
+
+
 def _mix(value: Tensor, *colours: tuple[float, float, float]) -> Tensor:
     """Interpolate in a palette: value (...,) in [0, 1] -> (..., 3)."""
     palette = torch.tensor(colours)
@@ -146,8 +182,10 @@ def _mix(value: Tensor, *colours: tuple[float, float, float]) -> Tensor:
     return palette[low] * (1 - weight) + palette[low + 1] * weight
 
 
-def render(traits: Tensor, motion: Motion, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw clips: video (N, 3, F, SIZE, SIZE) in [-1, 1], landmarks (N, F, 5, 2) px, face boxes (N, F, 4) px.
+def render(
+    traits: Tensor, motion: Motion, generator: torch.Generator, pixels: int = SIZE
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw clips: video (N, 3, F, pixels, pixels) in [-1, 1], landmarks (N, F, 5, 2) px, boxes (N, F, 4) px.
 
     traits: (N, len(TRAITS)), or (N, F, len(TRAITS)) for a person who changes along the clip. The generator draws
     scenes. Landmarks are the eyes' centres, the nose's tip and the mouth's corners, image left before image right.
@@ -158,14 +196,14 @@ def render(traits: Tensor, motion: Motion, generator: torch.Generator) -> tuple[
     scene = torch.rand(count, 16, generator=generator)[:, None].expand(count, frames, 16).reshape(count * frames, 16)
     trait = {name: traits[..., i].reshape(-1) for i, name in enumerate(TRAITS)}
     pose = {name: value.reshape(-1) for name, value in vars(motion).items()}
-    canvas, landmarks, boxes = _draw(trait, pose, scene)
-    video = canvas.reshape(count, frames, 3, SIZE, SIZE).transpose(1, 2)
+    canvas, landmarks, boxes = _draw(trait, pose, scene, pixels)
+    video = canvas.reshape(count, frames, 3, pixels, pixels).transpose(1, 2)
     return video.clamp(0, 1) * 2 - 1, landmarks.reshape(count, frames, 5, 2), boxes.reshape(count, frames, 4)
 
 
-def _draw(t: dict[str, Tensor], pose: dict[str, Tensor], scene: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw frames (M, 3, SIZE, SIZE) in [0, 1], landmarks (M, 5, 2), boxes (M, 4); all arguments have M rows."""
-    grid = torch.arange(SIZE, dtype=torch.float32)
+def _draw(t: dict[str, Tensor], pose: dict[str, Tensor], scene: Tensor, pixels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw frames (M, 3, pixels, pixels) in [0, 1], landmarks (M, 5, 2), boxes (M, 4); all arguments have M rows."""
+    grid = torch.arange(pixels, dtype=torch.float32)
     px, py = grid[None, None, :], grid[None, :, None]
     scale = pose["scale"][:, None, None]
     dx, dy = (px - pose["x"][:, None, None]) / scale, (py - pose["y"][:, None, None]) / scale
@@ -203,10 +241,10 @@ def _draw(t: dict[str, Tensor], pose: dict[str, Tensor], scene: Tensor) -> tuple
 
     # background: two colours blended along a direction, and one blob
     direction = scene[:, 0] * 2 * math.pi
-    ramp = column(direction.cos()) * (px / SIZE - 0.5) + column(direction.sin()) * (py / SIZE - 0.5)
+    ramp = column(direction.cos()) * (px / pixels - 0.5) + column(direction.sin()) * (py / pixels - 0.5)
     colour_a, colour_b = 0.25 + 0.6 * scene[:, 1:4], 0.15 + 0.6 * scene[:, 4:7]
     canvas = colour_a[:, :, None, None] + (colour_b - colour_a)[:, :, None, None] * (ramp[:, None] + 0.5).clamp(0, 1)
-    blob = (px / SIZE - column(scene[:, 7])) ** 2 + (py / SIZE - column(scene[:, 8])) ** 2
+    blob = (px / pixels - column(scene[:, 7])) ** 2 + (py / pixels - column(scene[:, 8])) ** 2
     blob = blob / (0.19 + 0.16 * column(scene[:, 9])) ** 2
     canvas = canvas * (1 - 0.35 * torch.exp(-blob)[:, None])
 
