@@ -22,6 +22,7 @@ from rewardfl.config.schema import (
     RewardFlConfig,
     RewardSpec,
     active_steps,
+    count_base_noises,
     is_supervised,
     kl_steps,
     list_reward_specs,

@@ -184,7 +184,8 @@ class DataConfig(Section):
     """Section `data` of all scripts."""
 
     # metadata.csv with the columns video and prompt, and optionally image (the model's input instead of the clip's
-    # first frame) and reference_video (the clip for the face and for motion). A row with a prompt alone may have its
+    # first frame), reference_video (the clip for the face and for motion), photos (of the person: a folder, or pictures
+    # between semicolons) and person (a name). A prompt with photos needs no clip. A row with a prompt only may have its
     # own height and width. Paths are relative to the file. Example: examples/metadata.csv; tools/check_dataset.py
     # checks one.
     file_name: ByContent[PathText]
@@ -344,8 +345,14 @@ class SharedRewardConfig(Section):
     min_face_size: NonNegative = 0.0
     # Side in pixels of the square that frames are fitted into for face detection.
     det_size: DetectionSide = 640
-    # Identity similarity above the cap is not rewarded. self_similarity: the real clip's mean pairwise similarity.
+    # Identity similarity above the cap is not rewarded. self_similarity: the mean pairwise similarity of the frames of
+    # the real clip, or of the row's photos; one photo takes the median of the other rows'.
     cap: IfNamed[Cap] = "self_similarity"
+    # What motion is compared with. clip: the row's clip, or without one the base model's own video of the row (adapter
+    # off, the run's sampler, made before training); base: that video for every row.
+    motion_reference: IfNamed[Literal["clip", "base"]] = "clip"
+    # Number of such videos of a row; the mean of their motion counts. sample.noises_per_sample: n takes its n noises.
+    base_noises: IfNamed[Annotated[int, Field(ge=1, le=64)]] = 2
     # Faces embedded at a time; a smaller number takes less memory, with other rounding.
     recogniser_chunk: IfNamed[Count] = 8
     # Threshold of a warning: for the mean motion, as a ratio to the real clip's, and for the judge's flow, landmark
@@ -1002,6 +1009,12 @@ def trained_positions(cfg: AnyConfig) -> tuple[int, ...]:
     """Return the indices in TRAINABLE of the trained experts."""
     names = _names(cfg.model.trainable_models)
     return tuple(i for i, name in enumerate(TRAINABLE) if name in names)
+
+
+def count_base_noises(cfg: AnyConfig) -> int:
+    """Return the number of the base model's videos of a row: of the noises that the run repeats, or base_noises."""
+    repeated = cfg.sample.noises_per_sample if isinstance(cfg, RewardFlConfig) else "fresh"
+    return cfg.reward.base_noises if repeated == "fresh" else repeated
 
 
 def part_weights(cfg: GroupRunConfig) -> dict[str, float]:

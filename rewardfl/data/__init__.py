@@ -21,10 +21,12 @@ from rewardfl.data.metadata import (
     Example,
     HeaderInfo,
     Row,
+    assign_images,
     clip_notes,
     inspect_row,
     load_example,
     load_metadata,
+    load_pictures,
     notes,
     usable_rows,
 )

@@ -5,10 +5,11 @@ import difflib
 import hashlib
 import itertools
 import math
+import random
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,13 @@ from rewardfl.files import is_control
 
 SIZE = ("height", "width")  # the columns of a row's own size
 # of metadata.csv; prompt is required
-COLUMNS = ("video", "prompt", "image", "negative_prompt", "reference_video", *SIZE, "person")
+COLUMNS = ("video", "prompt", "image", "photos", "negative_prompt", "reference_video", *SIZE, "person")
+ALIASES = {"input_image": "image"}  # other names of columns
+PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")  # of the files of a folder of photos
 PATHS = ("video", "image", "reference_video")  # the columns that name files
 REFERENCE_FRAMES = 2  # smallest number in a reference video: a face pool leaves out the first
 LONGEST_SIDE = 16_384  # in pixels, as data.height
+LONGEST_PHOTO = 2_048  # pixels on a side of a photo: more would cost memory, and no recogniser sees it
 CLIP_NOTES = {  # {key of Header.oddities: (the oddity, its remedy)}
     "hdr": (
         "are HDR, and are read as the 8 bits of SDR",
@@ -65,6 +69,7 @@ class Row:
     prompt: str
     problem: str = ""  # of the line itself
     image: Path | None = None  # the model's input; None: the clip's first frame
+    photos: tuple[Path, ...] = ()  # pictures of the person to preserve, instead of the clip's frames
     negative_prompt: str = ""  # see notes
     reference_video: Path | None = None  # with the face to preserve; None: the clip
     size: tuple[int, int] | None = None  # (height, width) of the generated clip; None: data.height and data.width
@@ -73,8 +78,8 @@ class Row:
 
     @property
     def who(self) -> str:
-        """Return the name of the clip's person; a row without a name has a person of its own."""
-        return self.person or self.id
+        """Return the name of the row's person: rows without one share a person if they share their photos."""
+        return self.person or ";".join(map(str, self.photos)) or self.id
 
     @property
     def reference(self) -> Path | None:
@@ -84,13 +89,25 @@ class Row:
     @property
     def offers(self) -> tuple[str, ...]:
         """Return the kinds of reference that the row has (Reward.compares_with)."""
-        pictures = ("nothing",) if self.reference is None else ("nothing", "picture")
-        return pictures if self.reference_video is None and self.video is None else (*pictures, "clip")
+        pictures = ("nothing", "picture") if self.pictures or self.reference else ("nothing",)
+        return pictures if self.reference_video is None and self.video is None else (*pictures, "clip", "motion")
+
+    @property
+    def pictures(self) -> tuple[Path, ...]:
+        """Return the pictures that show the person: the photos, or the image of a row without photos and clips.
+
+        The model's input is left out if two other photos are there: a clip that does not move would copy it.
+        """
+        others = tuple(photo for photo in self.photos if photo != self.image)
+        if self.photos:
+            return others if len(others) >= 2 else self.photos
+        return (self.image,) if self.image and not (self.video or self.reference_video) else ()
 
     @property
     def files(self) -> dict[str, Path | None]:
-        """Return the row's file by column, None for an empty cell."""
-        return {"video": self.video, "image": self.image, "reference_video": self.reference_video}
+        """Return the row's file by column, None for an empty cell; a photo by its column and place."""
+        photos = {f"photos/{i}": path for i, path in enumerate(self.photos)}
+        return {"video": self.video, "image": self.image, "reference_video": self.reference_video, **photos}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +133,10 @@ class Example:
 def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Row]:
     """Load all rows of metadata.csv, usable or not, at least one, in the order of the file.
 
-    Column `prompt`, optional `video`, `image`, `negative_prompt`, `reference_video`, `height`, `width` and `person`; an
-    empty cell means none. Paths are absolute or relative to the file's folder. Any other column (split, source, ...) is
-    ignored, unless its name is nearly one of these. Rows of empty cells are left out. A .txt file has a prompt on each
+    Column `prompt`, optional `video`, `image` (or `input_image`), `photos`, `negative_prompt`, `reference_video`,
+    `height`, `width` and `person`; an empty cell means none. Paths are absolute or relative to the file's folder.
+    photos: a folder, or pictures between semicolons. Any other column (split, source, ...) is ignored, unless its name
+    is nearly one of these. Rows of empty cells are left out. A .txt file has a prompt on each
     line; empty lines are left out. key: the setting that names the file, for messages.
 
     Raise DataError for a file that is missing, not UTF-8 or not CSV, has no row or no prompt column, or misspells a
@@ -131,6 +149,7 @@ def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Ro
     if path.stat().st_size and (words := wrong_kind(path, "text")):
         raise DataError(f"{key}: {path} {words}")
     header, *records = _read_table(path)
+    header = (header[0], [ALIASES.get(name, name) for name in header[1]])
     for name in header[1]:
         if name not in COLUMNS and (close := _similar_column(name)):
             raise DataError(
@@ -177,7 +196,8 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
     if len(cells) > len(header):
         problem = "more cells than columns; put a prompt that holds commas in double quotes"
     else:
-        odd = [name for name in PATHS if any(map(is_control, cell[name]))]  # paths are printed, logged and drawn
+        named = (*PATHS, "photos")
+        odd = [name for name in named if any(map(is_control, cell[name]))]  # paths are printed, logged and drawn
         problem = f"{odd[0]}: holds a control character; rename the file" if odd else _size_problem(cell)
     # only cells with text: an id does not change when the file gets another column, or a person gets a name
     texts = [cell["prompt"], *(f"{name}={cell[name]}" for name in COLUMNS[2:] if cell[name] and name != "person")]
@@ -185,13 +205,42 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
     seen[row_id] += 1  # a repeated line is a separate sample with its own noise
     suffix = f"-{seen[row_id]}" if seen[row_id] > 1 else ""
     video, image, reference = (folder / cell[name] if cell[name] else None for name in PATHS)
+    photos = () if problem else _photo_files(cell["photos"], folder)
+    if cell["photos"] and not photos and not problem:
+        problem = f"photos: no picture in {folder / cell['photos']} ({', '.join(PICTURES)})"
     height, width = ("", "") if problem else (cell[name] for name in SIZE)
     size = (int(height), int(width)) if height else None
     return Row(
         index=index, line=line, id=row_id + suffix, video=video, prompt=cell["prompt"], problem=problem, image=image,
-        negative_prompt=cell["negative_prompt"], reference_video=reference, size=size, person=cell["person"],
-        table=table,
+        photos=photos, negative_prompt=cell["negative_prompt"], reference_video=reference, size=size,
+        person=cell["person"], table=table,
     )  # fmt: skip
+
+
+def _photo_files(cell: str, folder: Path) -> tuple[Path, ...]:
+    """Return the pictures that a cell names, each once, those of a folder in the order of their names."""
+    names = [cell] if (folder / cell).exists() else [name.strip() for name in cell.split(";")]
+    paths: list[Path] = []
+    for path in [folder / name for name in names if name]:
+        inside = sorted(path.iterdir()) if path.is_dir() else [path]
+        paths += [file for file in inside if file == path or file.suffix.lower() in PICTURES]
+    return tuple(dict.fromkeys(paths))
+
+
+def assign_images(rows: Sequence[Row], seed: int) -> list[Row]:
+    """Return the rows, of which each with photos and without a clip or an image starts from a photo.
+
+    The rows of one person take the photos in turn; the seed draws the first one.
+    """
+    turns: dict[str, Iterator[Path]] = {}
+    assigned = []
+    for row in rows:
+        if row.photos and row.video is None and row.image is None:
+            first = random.Random(f"{seed}/{row.person}").randrange(len(row.photos))
+            turn = turns.setdefault(row.who, itertools.cycle([*row.photos[first:], *row.photos[:first]]))
+            row = replace(row, image=next(turn))
+        assigned.append(row)
+    return assigned
 
 
 def _size_problem(cell: Mapping[str, str]) -> str:
@@ -225,7 +274,7 @@ def inspect_row(row: Row, num_frames: int, fps: float | None = None, *, takes_im
     if row.problem:
         return HeaderInfo(problems=(row.problem,))
     read = partial(read_video_header, num_frames=num_frames, fps=fps)
-    headers, problems = _read_files(row, num_frames, read, open_picture)
+    headers, problems = _read_files(row.files, num_frames, read, open_picture)
     if takes_image and row.video is None and row.image is None:
         problems.insert(0, "no video, and no image that this model could start from")
     if not row.prompt:
@@ -234,20 +283,20 @@ def inspect_row(row: Row, num_frames: int, fps: float | None = None, *, takes_im
 
 
 def _read_files(
-    row: Row, num_frames: int, read: Callable[..., Any], read_image: Callable[[Path], Any]
+    files: Mapping[str, Path | None], num_frames: int, read: Callable[..., Any], read_image: Callable[[Path], Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read each of the row's files once; return {column: content} and the problems of the files that failed.
+    """Read each of a row's files once; return {column: content} and the problems of the files that failed.
 
     read: a function of a video, and `at_least`: its smallest number of frames. read_image: one of a picture. Both raise
     DataError.
     """
     contents: dict[str, Any] = {}
     problems = []
-    for column, path in row.files.items():
-        if path is None or (column == "reference_video" and path == row.video):
+    for column, path in files.items():
+        if path is None or (column == "reference_video" and path == files["video"]):
             continue
         try:
-            if column == "image":
+            if column == "image" or column.startswith("photos/"):
                 contents[column] = read_image(path)
             else:
                 contents[column] = read(path, at_least=num_frames if column == "video" else REFERENCE_FRAMES)
@@ -310,27 +359,37 @@ def usable_rows(
     for line, problem in problems:
         by_line.setdefault(line, []).append(problem)
     good = [row for row in rows if row.line not in by_line]
-    bad = [f"line {line}: {'; '.join(texts)}" for line, texts in sorted(by_line.items())]
+    lines: dict[str, list[int]] = {}
+    for line, texts in sorted(by_line.items()):
+        lines.setdefault("; ".join(texts), []).append(line)
+    bad = [f"{_line_numbers(numbers)}: {text}" for text, numbers in lines.items()]
     table = rows[0].table
     if bad and not skip_bad_rows:
-        count = f"{len(bad)} of {len(rows)} rows cannot be used"
+        count = f"{len(by_line)} of {len(rows)} rows cannot be used"
         raise DataError("\n".join([f"{table}: {count}; mend them or set data.skip_bad_rows: true", *bad]))
     if not good:
         raise DataError("\n".join([f"{table}: no usable row", *bad]))
     return good, bad
 
 
+def _line_numbers(lines: Sequence[int]) -> str:
+    """Return the numbers of lines with one problem, the first ones of many."""
+    shown = ", ".join(map(str, lines[:5])) + (", ..." if len(lines) > 5 else "")
+    return f"line {shown}" if len(lines) == 1 else f"lines {shown} ({len(lines)} rows)"
+
+
 def load_example(
     row: Row, height: int, width: int, num_frames: int, max_pixels: int | None = None, fps: float | None = None
 ) -> Example:
-    """Load the row's files, each decoded once by read_clip or read_picture.
+    """Load the row's files except its photos, each decoded once by read_clip or read_picture.
 
     The image is fitted to the clip's size; without a clip, max_pixels applies to the image's shape. A reference video
     has its own size under max_pixels, and REFERENCE_FRAMES to num_frames frames. A row of a prompt only has the row's
     size, if any. Raise DataError with the problems of all files.
     """
     read = partial(read_clip, height=height, width=width, num_frames=num_frames, max_pixels=max_pixels, fps=fps)
-    contents, problems = _read_files(row, num_frames, read, read_picture)
+    clips = {column: path for column, path in row.files.items() if column in PATHS}
+    contents, problems = _read_files(clips, num_frames, read, read_picture)
     if problems:
         raise DataError("; ".join(problems))
     videos = {column: to_float(content) for column, content in contents.items() if column != "image"}
@@ -354,3 +413,18 @@ def load_example(
         frames = 0 if image is None else REFERENCE_FRAMES
         reference = (torch.zeros(3, *size) if image is None else image)[:, None].repeat(1, frames, 1, 1)
     return Example(size=size, video=video, image=image, reference=reference)
+
+
+def load_pictures(row: Row) -> list[Tensor]:
+    """Load Row.pictures, (3, H, W) in [-1, 1], each of its own size, or shrunk to LONGEST_PHOTO pixels on a side.
+
+    Raise the DataErrors of read_picture.
+    """
+    photos = []
+    for path in row.pictures:
+        photo = read_picture(path)
+        scale = LONGEST_PHOTO / max(photo.shape[:2])
+        if scale < 1:
+            photo = fit(photo[None], *(max(1, round(side * scale)) for side in photo.shape[:2]))[0]
+        photos.append(to_float(photo[None])[:, 0])
+    return photos

@@ -42,14 +42,17 @@ def run(args: argparse.Namespace) -> int:
     terms = build_terms(plan.find_rewards(cfg, backbone), device)
     examples: dict[str, tuple[data.Row, data.Example]] = {}
     references: list[list[Reference]] = []
-    for row in data.load_metadata(cfg.data.file_name):
+    rows = data.load_metadata(cfg.data.file_name)
+    for row in data.assign_images(rows, cfg.run.seed) if backbone.takes_image else rows:
         try:
-            if problems := [row.problem] if row.problem else setup_rewards.missing_references(cfg, row, terms):
+            if problems := [row.problem] if row.problem else setup_rewards.missing_references(row, terms):
                 raise data.DataError("; ".join(problems))
             example = clip_scan.load_sized_example(cfg.data, row)
             clip, rewards = example.reference.to(device), [term.reward for term in terms]
+            photos = [photo.to(device) for photo in data.load_pictures(row)]
             row_references: list[Reference] = [
-                reward.reference(clip, row.prompt) if reward.compares_with in row.offers else None for reward in rewards
+                clip_scan.make_reference(reward, row, clip, photos)[0] if reward.compares_with in row.offers else None
+                for reward in rewards
             ]
             if row_references[0] is None:
                 raise data.DataError(f"{rewards[0].nothing_found} {row.reference}")

@@ -23,6 +23,14 @@ class ContractError(RewardError):
     """The output of a reward breaks the contract of RewardOutput."""
 
 
+class PhotoError(ValueError):
+    """Photos that a reward cannot compare with. problems: why, by their place in the list."""
+
+    def __init__(self, problems: Mapping[int, str]):
+        super().__init__("; ".join(f"photo {i}: {why}" for i, why in problems.items()))
+        self.problems = problems
+
+
 class Unavailable(RuntimeError):
     """The reward is down for every sample: do not retry the samples of a batch one by one."""
 
@@ -58,12 +66,26 @@ class Reward(nn.Module):
 
     @property
     def compares_with(self) -> str:
-        """Return the input of `reference`: "clip", "picture" (passed as two equal frames) or "nothing".
+        """Return the input of `reference`: "clip", "motion", "picture" (passed as two equal frames) or "nothing".
 
-        A row without that input raises an error where the reward has a weight.
-        A class that does not override `reference` needs nothing.
+        A row without that input raises an error where the reward has a weight. For "motion", the base model's own video
+        stands for a missing clip. A class that does not override `reference` needs nothing.
         """
-        return "nothing" if type(self).reference is Reward.reference else "clip"
+        return self.comparison({})
+
+    @classmethod
+    def comparison(cls, settings: Mapping[str, Any]) -> str:
+        """Return `compares_with` under these settings, before the reward is built; "" where it is known only then."""
+        if isinstance(cls.compares_with, str):
+            return cls.compares_with
+        if cls.compares_with is not Reward.compares_with:
+            return ""
+        return "nothing" if cls.reference is Reward.reference else "clip"
+
+    @property
+    def measures_motion(self) -> bool:
+        """Return whether `with_motion` takes something from a clip, or from the base model's video of the row."""
+        return self.compares_with == "motion"
 
     @staticmethod
     def prompt_problem(prompt: str) -> str:
@@ -87,6 +109,21 @@ class Reward(nn.Module):
         Called once per sample; the result is cached under `fingerprint` (and the prompt where `uses_prompt`).
         """
         return {}
+
+    def reference_from_photos(self, photos: Sequence[Tensor], prompt: str = "") -> dict[str, Tensor] | None:
+        """Return `reference` of photos of one person, (3, H, W) in [-1, 1] each of its own size, at least one.
+
+        By default it is that of the first. Raise PhotoError for photos that cannot be used.
+        """
+        return self.reference(photos[0][:, None].repeat(1, 2, 1, 1), prompt)
+
+    def with_motion(self, reference: Reference, video: Tensor, prompt: str = "") -> Reference:
+        """Return the reference with the motion of the row's clip (3, F, H, W), or of the base model's video of it."""
+        return self.reference(video, prompt) if self.compares_with == "motion" else reference
+
+    def complete(self, references: Sequence[Reference]) -> list[Reference]:
+        """Return the references of all rows, with what a row takes from the others. Raise RewardError without it."""
+        return list(references)
 
     def fingerprint(self) -> dict[str, object]:
         """Return the weights and settings that `reference` depends on, as plain JSON values."""

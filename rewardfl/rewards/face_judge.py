@@ -1,5 +1,6 @@
 """The held-out judge: identity, motion and look of a clip, by measures that no training used."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
@@ -11,11 +12,13 @@ from torch import Tensor
 from rewardfl import data
 from rewardfl.config.schema import Cap, Count, DetectionSide, NonNegative
 from rewardfl.copies import to_host
-from rewardfl.rewards.base import RewardOutput
+from rewardfl.rewards.base import Reference, RewardOutput
+from rewardfl.rewards.face.align import to_frames
 from rewardfl.rewards.face.identity import FaceScore
 from rewardfl.rewards.face.look import PATCHES, compare_look, cut_patches
 from rewardfl.rewards.face.pack import PackFolder
 from rewardfl.rewards.face.reward import FaceIdentityReward, ratio
+from rewardfl.rewards.face.track import track_largest
 from rewardfl.rewards.pixels.artifacts import GRAIN, measure_artifacts
 from rewardfl.rewards.pixels.motion import MIN_CHANGE
 from rewardfl.rewards.pixels.video_motion import FARNEBACK, LONG_SIDE, video_motion
@@ -73,6 +76,20 @@ class FaceJudge(FaceIdentityReward):
         patches = {f"look/{name}": torch.stack([person[name] for person in people]) for name in PATCHES}
         return pool | patches | {name: torch.tensor(value) for name, value in figures.items()}
 
+    def reference_from_photos(self, photos: Sequence[Tensor], prompt: str = "") -> dict[str, Tensor] | None:
+        """Return face_identity's pool of photos, with neither motion nor look (NaN)."""
+        pool = super().reference_from_photos(photos, prompt)
+        return None if pool is None else pool | {name: torch.tensor(math.nan) for name in (*_LEAST, *DIFFERENCES)}
+
+    def with_motion(self, reference: Reference, video: Tensor, prompt: str = "") -> Reference:
+        """Return face_identity's reference, with the motion and artifacts of the clip (3, F, H, W)."""
+        reference = super().with_motion(reference, video, prompt)
+        track = track_largest(self.identity.detector.detect(to_frames(video)))
+        if reference is None:
+            return None
+        figures = self._measure(video, None if track is None else track.boxes[None].numpy())
+        return {**reference, **{name: torch.tensor(value) for name, value in figures.items()}}
+
     def fingerprint(self) -> dict[str, object]:
         """Return face_identity's fingerprint with the settings of flow, grid and look."""
         look = {name: str(patch) for name, patch in PATCHES.items()}
@@ -94,7 +111,9 @@ class FaceJudge(FaceIdentityReward):
         return ratios | differences | {"look": self._look(video, faces, reference)}
 
     def _look(self, video: Tensor, faces: Sequence[FaceScore | None], reference: Mapping[str, Tensor]) -> float:
-        """Return the mean look of the people; a person who is not found counts as 0."""
+        """Return the mean look of the people; a person who is not found counts as 0. NaN without a real clip."""
+        if not any(f"look/{name}" in reference for name in PATCHES):
+            return math.nan
         values = []
         for k, face in enumerate(faces):
             real = {name: reference[f"look/{name}"][k] for name in PATCHES}

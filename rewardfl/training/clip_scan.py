@@ -1,5 +1,6 @@
 """Read clips once: hashes, references of the rewards, problems by row."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from rewardfl.config import DataConfig
 from rewardfl.data import cache
 from rewardfl.data.cache import Cache, Key
 from rewardfl.rewards import Reward
-from rewardfl.rewards.base import Reference
+from rewardfl.rewards.base import PhotoError, Reference
 from rewardfl.training.samples import Sample
 from rewardfl.training.shard import Gather, Shard, map_shared, read_entry
 
@@ -68,6 +69,7 @@ class ClipScan:
 
     line: int  # of the row
     problem: str = ""  # why the row cannot be trained on
+    skipped: str = ""  # photos that are left out, and why
     size: tuple[int, int] | None = None  # height and width of the generated video; None with a problem
 
 
@@ -79,11 +81,13 @@ def scan_clips(
     rewards: Sequence[Reward],
     device: torch.device,
     share: Shard,
+    *,
+    skip_photos: bool,
 ) -> list[ClipScan]:
     """Read this process's shard of the clips, and store their references of the rewards.
 
     keys: clip_key by the row's line. load: data.load_example. A row has a problem where a file cannot be used, or
-    where the first reward finds no reference in its clip.
+    where the first reward finds no reference in its clip. skip_photos: leave out unusable photos.
     """
     clips: dict[tuple, list[data.Row]] = {}
     for row in rows:  # several prompts may share a clip
@@ -91,7 +95,9 @@ def scan_clips(
     return [
         scan
         for same_clip in tqdm(share.take(clips.values()), desc="clips", disable=share.quiet)
-        for scan in _read_clip(store, same_clip, keys[same_clip[0].line], load, rewards, device)
+        for scan in _read_clip(
+            store, same_clip, keys[same_clip[0].line], load, rewards, device, skip_photos=skip_photos
+        )
     ]
 
 
@@ -102,6 +108,8 @@ def _read_clip(
     load: Callable[[data.Row], data.Example],
     rewards: Sequence[Reward],
     device: torch.device,
+    *,
+    skip_photos: bool,
 ) -> list[ClipScan]:
     """Scan the rows of one clip. It is decoded once, and only where the cache lacks an entry."""
     keys = {row.line: [reference_key(clip, reward, row.prompt) for reward in rewards] for row in rows}
@@ -112,26 +120,55 @@ def _read_clip(
         if reward.compares_with in row.offers
     ]
     entry = store.get(clip)
+    problems: dict[int, str] = {}  # by line
+    skipped: dict[int, str] = {}
     if entry is None or any(store.get(key) is None for _, key, _ in references):
         try:
-            example = load(rows[0])
+            example, photos = load(rows[0]), [photo.to(device) for photo in data.load_pictures(rows[0])]
         except data.DataError as error:
             return [ClipScan(row.line, str(error)) for row in rows]
         video = example.reference.to(device)
         for row, key, reward in references:
             if store.get(key) is None:
-                reference = reward.reference(video, row.prompt)
+                reference, bad = make_reference(reward, row, video, photos)
                 usable = {"usable": torch.tensor(reference is not None)}
                 store.put(key, usable | {f"reference.{name}": value for name, value in (reference or {}).items()})
+                if bad and reward is rewards[0]:
+                    (skipped if skip_photos and reference is not None else problems)[row.line] = bad
         entry = {"size": torch.tensor(example.size)} if example.image is None else {"image": example.image}
         store.put(clip, entry)
     height, width = entry["image"].shape[1:] if "image" in entry else entry["size"].tolist()
+    for row in rows:
+        is_first = bool(rewards) and rewards[0].compares_with in row.offers
+        if is_first and not read_entry(store, keys[row.line][0])["usable"]:
+            problems.setdefault(row.line, f"{rewards[0].nothing_found} {row.reference}")
     return [
-        ClipScan(row.line, size=(height, width))
-        if not rewards or read_entry(store, keys[row.line][0])["usable"]
-        else ClipScan(row.line, f"{rewards[0].nothing_found} {row.reference}")
+        ClipScan(row.line, problems[row.line])
+        if row.line in problems
+        else ClipScan(row.line, skipped=skipped.get(row.line, ""), size=(height, width))
         for row in rows
     ]
+
+
+def make_reference(reward: Reward, row: data.Row, video: Tensor, photos: Sequence[Tensor]) -> tuple[Reference, str]:
+    """Return the row's reference of a reward, and why photos are left out of it; "" for none.
+
+    video: Example.reference. photos: data.load_pictures.
+    """
+    if not photos or reward.compares_with != "picture":
+        return reward.reference(video, row.prompt), ""
+    reference: Reference = None
+    usable, problems = dict(enumerate(photos)), dict[int, str]()
+    while usable and reference is None:
+        try:
+            reference = reward.reference_from_photos([*usable.values()], row.prompt)
+        except PhotoError as error:
+            places = [*usable]
+            problems |= {places[i]: why for i, why in error.problems.items()}
+            usable = {i: photo for i, photo in usable.items() if i not in problems}
+    if "clip" in row.offers:
+        reference = reward.with_motion(reference, video, row.prompt)
+    return reference, "; ".join(f"{row.pictures[i]}: {why}" for i, why in sorted(problems.items()))
 
 
 def load_samples(
@@ -142,17 +179,18 @@ def load_samples(
     rewards: Sequence[Reward],
 ) -> list[Sample]:
     """Return the usable rows as samples, with the cached references. scans: of all processes."""
+
+    def read(reward: Reward, row: data.Row) -> Reference:
+        if reward.compares_with not in row.offers:
+            return None
+        entry = read_entry(store, reference_key(keys[row.line], reward, row.prompt))
+        usable = bool(entry.pop("usable"))
+        return {name.removeprefix("reference."): value for name, value in entry.items()} if usable else None
+
     sizes = {scan.line: scan.size for scan in scans if scan.size is not None}
-    samples = []
-    for row in rows:
-        references: list[Reference] = []
-        for reward in rewards:
-            if reward.compares_with not in row.offers:
-                references.append(None)
-                continue
-            entry = read_entry(store, reference_key(keys[row.line], reward, row.prompt))
-            usable = bool(entry.pop("usable"))
-            reference = {name.removeprefix("reference."): value for name, value in entry.items()}
-            references.append(reference if usable else None)
-        samples.append(Sample(row=row, clip=keys[row.line], size=sizes[row.line], references=tuple(references)))
-    return samples
+    columns = [reward.complete([read(reward, row) for row in rows]) for reward in rewards]
+    references = zip(*columns, strict=True) if rewards else itertools.repeat(())
+    return [
+        Sample(row=row, clip=keys[row.line], size=sizes[row.line], references=tuple(of_row))
+        for row, of_row in zip(rows, references, strict=False)
+    ]

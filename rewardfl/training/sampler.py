@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rewardfl import reward_flow
+from rewardfl import lora, reward_flow
 from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Backbone, Conditioning, Decoder, Experts, Velocity
 from rewardfl.config.schema import WholeSampleConfig
@@ -29,6 +29,11 @@ class DeployedSampler:
     seed: int
     skip: bool
     device: torch.device
+
+    def generate_base(self, clips: Sequence[Sample], row: int, n: int) -> Tensor:
+        """Return the video (3, F, H, W) of `generate` without the policy adapter."""
+        with lora.reference(self.model):
+            return self.generate(clips, row, n)[1]
 
     def generate(self, clips: Sequence[Sample], row: int, n: int = 0) -> tuple[int, Tensor]:
         """Return (row, its video (3, F, H, W)) under the current weights; n: which of its noises."""

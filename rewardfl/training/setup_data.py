@@ -1,9 +1,11 @@
 """Scan the rows of metadata files, and cache the clips' conditioning, latents and references."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+
+from torch import Tensor
 
 from rewardfl import config as configuration
 from rewardfl import data
@@ -13,14 +15,20 @@ from rewardfl.config import AnyConfig, ConfigError, GroupRunConfig
 from rewardfl.data.cache import Cache
 from rewardfl.rewards import registry
 from rewardfl.rewards.scoring import Term
-from rewardfl.training import batches, clip_scan, plan
+from rewardfl.training import base_videos, batches, clip_scan, plan
 from rewardfl.training.anchors import Anchors
 from rewardfl.training.conditions import Conditions
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.prompt_limits import prompt_notes
 from rewardfl.training.sampler import DeployedSampler
 from rewardfl.training.samples import Rows, Sample
-from rewardfl.training.setup_rewards import missing_columns, missing_references, unusable_prompts
+from rewardfl.training.setup_rewards import (
+    check_caps,
+    missing_columns,
+    missing_references,
+    reference_notes,
+    unusable_prompts,
+)
 from rewardfl.training.shard import map_shared
 
 MAX_SIZES = 5  # sizes that a note lists
@@ -76,19 +84,19 @@ def _scan_table(
     rewards: Sequence[registry.ResolvedReward] = (),
 ) -> tuple[list[data.Row], list[str]]:
     """Return (usable rows, messages)."""
+    rows = data.assign_images(rows, cfg.run.seed) if backbone.takes_image else rows
     look = partial(data.inspect_row, num_frames=cfg.data.num_frames, fps=cfg.data.fps, takes_image=backbone.takes_image)
     looks = map_shared(look, rows, job.shard, job.gather_lists, "headers")
     problems = [(row.line, problem) for row, look in zip(rows, looks, strict=True) for problem in look.problems]
-    # the other classes' references depend on their settings: find_samples checks them
-    needs: dict[str, str] = {
-        reward.key: str(cls.compares_with)
+    needs = {
+        reward.key: cls.comparison(reward.settings)
         for i, (reward, cls) in enumerate(rewards)
-        if (reward.weight > 0 or i == 0) and isinstance(cls.compares_with, str)
+        if reward.weight > 0 or i == 0
     }
     classes = {reward.key: cls for reward, cls in rewards}
     for row in rows:
         if not row.problem:
-            texts = missing_columns(cfg, row, needs) + unusable_prompts(row, classes)
+            texts = missing_columns(row, needs) + unusable_prompts(row, classes)
             if row.video is None and configuration.is_supervised(cfg):
                 texts.append("supervised fine-tuning fits the clip of a row, and the row names none (video)")
             problems += [(row.line, text) for text in texts]
@@ -97,8 +105,9 @@ def _scan_table(
     problems += [(row.line, bad_sizes[row.size]) for row in rows if bad_sizes[row.size]]
     good, bad = data.usable_rows(rows, problems, skip_bad_rows=cfg.data.skip_bad_rows)
     messages, table = [f"skipped: {line}" for line in bad], rows[0].table
+    check_caps(good, rewards)
     if bad:
-        messages.append(f"note: {table}: {len(bad)} of {len(rows)} rows are left out (data.skip_bad_rows)")
+        messages.append(f"note: {table}: {len(rows) - len(good)} of {len(rows)} rows are left out (data.skip_bad_rows)")
     for reward, cls in rewards:
         if targets := [repr(target) for row in good[:5] if (target := cls.prompt_target(row.prompt))]:
             messages.append(f"{reward.key}: {cls.name} looks for {', '.join(targets)} in the first rows of {table}")
@@ -106,7 +115,7 @@ def _scan_table(
     good_looks = [look for row, look in zip(rows, looks, strict=True) if row.line in lines]
     sizes = (cfg.data.height, cfg.data.width, cfg.data.max_pixels, cfg.data.fps, backbone.frame_rate)
     notes = [*data.notes(good), *data.clip_notes(good, good_looks, *sizes), *size_notes(cfg, good)]
-    notes += prompt_notes(good, backbone, rewards)
+    notes += prompt_notes(good, backbone, rewards) + reference_notes(cfg, good, rewards)
     return good, [*messages, *(f"note: {table}: {note}" for note in notes)]
 
 
@@ -137,15 +146,18 @@ def find_samples(
     problems = [
         (row.line, unreadable[path]) for row in rows for path in dict.fromkeys(row.files.values()) if path in unreadable
     ]
-    problems += [(row.line, problem) for row in rows for problem in missing_references(cfg, row, terms)]
+    problems += [(row.line, problem) for row in rows for problem in missing_references(row, terms)]
     bad_lines = {line for line, _ in problems}
     good = [row for row in rows if row.line not in bad_lines]
     keys = {row.line: clip_scan.clip_key(row, hashes, size) for row in good}
     load = partial(clip_scan.load_sized_example, cfg.data)
-    scans = job.gather_lists(clip_scan.scan_clips(store, good, keys, load, rewards, job.device, job.shard))
+    skip = cfg.data.skip_bad_rows
+    scans = job.gather_lists(
+        clip_scan.scan_clips(store, good, keys, load, rewards, job.device, job.shard, skip_photos=skip)
+    )
     problems += [(scan.line, scan.problem) for scan in scans if scan.problem]
-    rows, bad = data.usable_rows(rows, problems, skip_bad_rows=cfg.data.skip_bad_rows)
-    for line in bad:
+    rows, bad = data.usable_rows(rows, problems, skip_bad_rows=skip)
+    for line in [*bad, *(f"line {scan.line}: {scan.skipped}" for scan in scans if scan.skipped)]:
         job.print(f"skipped: {line}")
     return clip_scan.load_samples(store, rows, keys, scans, rewards)
 
@@ -211,6 +223,32 @@ def make_batch_builder(
         builder.fill(cfg.run.sample_videos, job.shard)
         job.wait()
     return builder
+
+
+def add_base_motion(
+    cfg: AnyConfig,
+    store: Cache,
+    job: Distributed,
+    samples: Sequence[Sample],
+    terms: Sequence[Term],
+    base: Mapping[str, str],
+    generate: Callable[[int, int], Tensor],
+) -> list[Sample]:
+    """Return the samples, with the base model's motion for rows without a clip, or for all (reward.motion_reference).
+
+    base: of `digest_base_model`. generate: (row, noise) -> the base model's video (3, F, H, W).
+    """
+    every = cfg.reward.motion_reference == "base"
+    rows = [i for i, sample in enumerate(samples) if every or "clip" not in sample.row.offers]
+    sampler = {
+        "base": dict(base),
+        "sample": cfg.sample.model_dump(mode="json"),
+        "dtype": cfg.model.dtype,
+        "seed": cfg.run.seed,
+    }
+    return base_videos.add_motion(
+        store, job, samples, rows, terms, generate, sampler, configuration.count_base_noises(cfg)
+    )
 
 
 def fill_conditions(

@@ -1,5 +1,6 @@
 """Check the rewards: the columns that they need, face packs, and each on a first clip before the model loads."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,16 +12,18 @@ from rewardfl.noise import draw_noise
 from rewardfl.rewards import FaceIdentityReward, Reward
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.rewards.face.pack import describe_packs, file_hashes
+from rewardfl.rewards.face.reward import ONE_PHOTO
+from rewardfl.rewards.registry import ResolvedReward
 from rewardfl.rewards.scoring import RewardError, Term, check_reward
 from rewardfl.training.clip_scan import load_sized_example
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.samples import Sample
 
 
-def missing_references(cfg: AnyConfig, row: data.Row, terms: Sequence[Term]) -> list[str]:
+def missing_references(row: data.Row, terms: Sequence[Term]) -> list[str]:
     """Return in words which references of the trained rewards, or of the first one, the row lacks, and bad prompts."""
     needs = {term.key: term.reward.compares_with for term in terms if term.weight > 0 or term is terms[0]}
-    return missing_columns(cfg, row, needs) + unusable_prompts(row, {term.key: term.reward for term in terms})
+    return missing_columns(row, needs) + unusable_prompts(row, {term.key: term.reward for term in terms})
 
 
 def unusable_prompts(row: data.Row, rewards: Mapping[str, Reward | type[Reward]]) -> list[str]:
@@ -29,16 +32,42 @@ def unusable_prompts(row: data.Row, rewards: Mapping[str, Reward | type[Reward]]
     return [f"{key}: {problem}" for key, problem in problems.items() if problem]
 
 
-def missing_columns(cfg: AnyConfig, row: data.Row, needs: dict[str, str]) -> list[str]:
-    """Return in words which `needs`, {key of a reward: clip or picture}, the row lacks."""
-    if isinstance(cfg, configuration.GroupRunConfig) and "motion" in configuration.part_weights(cfg):
-        needs = needs | {"reward.motion_weight": "clip"}
-    columns = {"clip": "video or reference_video", "picture": "video, reference_video or image"}
+def missing_columns(row: data.Row, needs: Mapping[str, str]) -> list[str]:
+    """Return in words which `needs`, {key of a reward: Reward.comparison}, the row lacks."""
+    columns = {"clip": "video or reference_video", "picture": "photos, image, video or reference_video"}
     return [
         f"{key} compares with a {kind}, and the row names none ({columns[kind]})"
         for key, kind in needs.items()
-        if kind not in row.offers
+        if kind in columns and kind not in row.offers
     ]
+
+
+def reference_notes(cfg: AnyConfig, rows: Sequence[data.Row], rewards: Sequence[ResolvedReward]) -> list[str]:
+    """Return notes on rows without a clip: the pictures of the face, and whose motion theirs is compared with."""
+    comparisons = {cls.comparison(spec.settings) for spec, cls in rewards}
+    counts = Counter(len(row.pictures) for row in rows if row.pictures)
+    listed = ", ".join(f"{number} of {count} rows" for count, number in sorted(counts.items()))
+    notes = [f"faces are compared with pictures, by number: {listed}"] if counts and "picture" in comparisons else []
+    if counts[1] and "picture" in comparisons and cfg.reward.cap == "self_similarity":
+        notes.append(f"{counts[1]} rows have one picture, and the median cap of the other rows (reward.cap)")
+    is_measured = "motion" in comparisons or any(issubclass(cls, FaceIdentityReward) for _, cls in rewards)
+    every = is_measured and cfg.reward.motion_reference == "base"
+    without = sum(every or "clip" not in row.offers for row in rows)
+    if is_measured and without:
+        videos = f"{configuration.count_base_noises(cfg)} videos of the base model"
+        notes.append(f"motion is compared with {videos} for each of {without} rows (reward.motion_reference)")
+    return notes
+
+
+def check_caps(rows: Sequence[data.Row], rewards: Sequence[ResolvedReward]) -> None:
+    """Raise DataError where a face reward's cap is the self-similarity, and each row has one picture alone."""
+    measured = [
+        spec
+        for spec, cls in rewards
+        if issubclass(cls, FaceIdentityReward) and spec.settings.get("cap", "self_similarity") == "self_similarity"
+    ]
+    if measured and all(len(row.pictures) == 1 and "clip" not in row.offers for row in rows):
+        raise data.DataError(ONE_PHOTO)
 
 
 def check_face_packs(

@@ -623,6 +623,7 @@ def test_every_bad_row_is_named(folder, monkeypatch):
     monkeypatch.setattr(clips, "_decode_frames", lambda path: pytest.fail("decoded"))
     rows = data.load_metadata(write_csv(folder, "a.mp4,good", *BAD, "a.mp4,good too"))
     expected = [f"line {i}: {text.format(folder=folder)}" for i, text in enumerate(BAD.values(), start=3)]
+    expected[1:3] = [expected[1].replace("line 4", "lines 4, 5 (2 rows)")]  # one line for one problem
     with pytest.raises(DataError) as error:
         data.usable_rows(rows, problems_of(rows, 5), skip_bad_rows=False)
     first, *lines = str(error.value).splitlines()
@@ -820,3 +821,61 @@ def test_boxes_are_drawn_around_what_they_hold():
     inside[0, 1:5, 2:6], inside[1, 6:, :] = True, True  # the second is cut at the edges
     inside[0, 2:4, 3:5] = False
     assert torch.equal(green, inside) and not video.any()
+
+
+def save_pictures(folder, *names, size=(40, 30)):
+    for i, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((*size, 3), 20 * i + 20, dtype=np.uint8)).save(folder / name)
+
+
+def test_photos_are_a_folder_or_pictures(tmp_path):
+    save_pictures(tmp_path, "anna/2.png", "anna/1.JPG", "b.png", "c.webp", "odd;name.png")
+    (tmp_path / "anna" / "notes.txt").write_text("x")
+    (tmp_path / "empty").mkdir()
+    lines = ["x,,anna", "x,,b.png", "x,b.png,b.png; c.webp;anna", "x,,odd;name.png", "x,,empty", "x,,gone"]
+    (tmp_path / "metadata.csv").write_text("\n".join(["prompt,input_image,photos", *lines]))
+    rows = data.load_metadata(tmp_path / "metadata.csv")
+    names = [[str(path.relative_to(tmp_path)) for path in row.photos] for row in rows]
+    anna = ["anna/1.JPG", "anna/2.png"]
+    assert names == [anna, ["b.png"], ["b.png", "c.webp", *anna], ["odd;name.png"], [], ["gone"]]
+    assert rows[2].image == tmp_path / "b.png" and rows[2].pictures == rows[2].photos[1:]
+    assert (
+        rows[4].problem
+        == f"photos: no picture in {tmp_path / 'empty'} (.bmp, .gif, .jpeg, .jpg, .png, .tif, .tiff, .webp)"
+    )
+    problems = data.inspect_row(rows[5], 5, takes_image=False).problems
+    assert len(problems) == 1 and "gone" in problems[0]
+    assert rows[0].who == rows[0].who != rows[1].who
+    (tmp_path / "metadata.csv").write_text("prompt,image,input_image\nx,b.png,b.png")
+    with pytest.raises(DataError, match="names the column 'image' twice"):
+        data.load_metadata(tmp_path / "metadata.csv")
+
+
+def test_the_rows_of_a_person_start_from_the_photos_in_turn(tmp_path):
+    """The seed draws the first one, and a row's own first frame is not in its pool if two others are there."""
+    save_pictures(tmp_path, "a/0.png", "a/1.png", "a/2.png", "b/0.png", "b/1.png")
+    lines = ["x,a,anna", "y,b,", "y,a,anna", "z,a,anna", "x,b,", "again,a,anna"]
+    (tmp_path / "metadata.csv").write_text("\n".join(["prompt,photos,person", *lines]))
+    rows = data.load_metadata(tmp_path / "metadata.csv")
+    starts = {
+        seed: [row.image.parent.name + row.image.stem for row in data.assign_images(rows, seed)] for seed in range(9)
+    }
+    for names in starts.values():
+        anna = [names[i] for i in (0, 2, 3, 5)]
+        assert {*anna} == {"a0", "a1", "a2"} and anna[3] == anna[0] and {names[1], names[4]} == {"b0", "b1"}
+    assert len({names[0] for names in starts.values()}) == 3
+    assigned = data.assign_images(rows, 0)
+    assert [len(row.pictures) for row in assigned] == [2, 2, 2, 2, 2, 2]
+    assert all((row.image in row.pictures) == (row.photos[0].parent.name == "b") for row in assigned)
+    assert [row.id for row in assigned] == [row.id for row in rows]
+
+
+def test_photos_keep_their_sizes(tmp_path, monkeypatch):
+    save_pictures(tmp_path, "a/0.png", "a/1.png", size=(40, 30))
+    save_pictures(tmp_path, "a/2.png", size=(60, 90))
+    (tmp_path / "metadata.csv").write_text("prompt,photos\nx,a")
+    monkeypatch.setattr("rewardfl.data.metadata.LONGEST_PHOTO", 60)
+    photos = data.load_pictures(data.load_metadata(tmp_path / "metadata.csv")[0])
+    assert [tuple(photo.shape) for photo in photos] == [(3, 40, 30), (3, 40, 30), (3, 40, 60)]
+    assert photos[1].unique().tolist() == [pytest.approx(40 / 127.5 - 1)]

@@ -113,7 +113,7 @@ def of(folder, **settings):
     sizes = {"file_name": str(folder / "metadata.csv"), "height": 32, "width": 48, "num_frames": 5}
     return SimpleNamespace(
         data=config.DataConfig(**sizes | settings),
-        run=SimpleNamespace(output_dir=str(folder / "run"), sample_videos=3),
+        run=SimpleNamespace(output_dir=str(folder / "run"), sample_videos=3, seed=0),
         anchor=config.AnchorConfig(),
     )
 
@@ -197,9 +197,9 @@ def test_every_problem_is_found_and_every_process_knows(cfg, tmp_path, monkeypat
     for samples, said in find(skipping, 2, Cache(tmp_path / "cache"), [Brightness()]):
         assert [sample.row.line for sample in samples] == [2, 3, 4, 6, 8, 9]
         lines = [line.removeprefix("skipped: ").split(":")[0] for line in said]
-        assert lines == ["line 10", "line 12", "note", "line 5", "line 7", "line 11", "line 13"]
+        assert lines == ["line 10", "line 12", "note", "lines 5, 7 (2 rows)", "line 11", "line 13"]
         assert "2 of 12 rows" in said[2]
-        assert "all is black in" in said[5] and "gone.mp4: cannot be read" in said[6]
+        assert "all is black in" in said[4] and "gone.mp4: cannot be read" in said[5]
 
 
 def test_the_file_that_is_named_is_the_one_that_was_read(cfg):

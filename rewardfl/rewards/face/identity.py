@@ -116,6 +116,16 @@ class FaceIdentity(nn.Module):
         embeddings = self._embed(frames[shown.to(frames.device)], track.landmarks[shown])
         return FacePool(embeddings=embeddings, cap=self_similarity(embeddings), **vars(track))
 
+    @torch.no_grad()
+    def embed_photo(self, photo: Tensor, min_width: float = 0.0) -> Tensor | None:
+        """Return the embedding (D,) of the largest face of a photo (3, H, W); None where none is `min_width` wide."""
+        with torch.autocast(photo.device.type, enabled=False):
+            frames = photo[None].float()
+            (faces,) = self.detector.detect(frames)
+            if not len(faces.scores) or faces.boxes[0, 2] - faces.boxes[0, 0] < min_width:
+                return None
+            return self._embed(frames, faces.landmarks[:1])[0]
+
     def score(self, video: Tensor, pool: Tensor) -> FaceScore | None:
         """Return the score of one person; see `scores`."""
         return self.scores(video, [pool])[0]

@@ -55,6 +55,7 @@ class FaceMotionReward(Reward):
     licence = "insightface's packs: non-commercial research; YuNet MIT"
     range = "at most 1; [0, 1] without reversals"
     nothing_found = "no moving face was found in"
+    compares_with = "motion"
 
     def __init__(
         self,

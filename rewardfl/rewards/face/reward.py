@@ -11,13 +11,26 @@ from torch import Tensor
 
 from rewardfl.config.schema import Cap, Count, DetectionSide, NonNegative
 from rewardfl.files import sha256
-from rewardfl.rewards.base import Reward, RewardOutput, invalid_score, score_clips
-from rewardfl.rewards.face.identity import FaceIdentity, FaceScore
+from rewardfl.rewards.base import (
+    PhotoError,
+    Reference,
+    Reward,
+    RewardError,
+    RewardOutput,
+    invalid_score,
+    score_clips,
+)
+from rewardfl.rewards.face.align import to_frames
+from rewardfl.rewards.face.identity import FaceIdentity, FaceScore, self_similarity
 from rewardfl.rewards.face.pack import PackFolder
-from rewardfl.rewards.face.track import MIN_MOTION
+from rewardfl.rewards.face.track import MIN_MOTION, SAME_PERSON, track_largest
 
 PARTS = ("face_score", "cap", "coverage", "motion_speed", "motion_nonrigid", "motion")
 _NUMBERS = ("cap", "speed", "nonrigid", "coverage")  # of a FacePool
+ONE_PHOTO = (
+    "reward.cap: self_similarity takes two photos of a person, or a clip, and no row has them; add photos (the column "
+    "photos), or set reward.cap to a number, such as 0.8"
+)
 
 
 class FaceIdentityReward(Reward):
@@ -27,8 +40,9 @@ class FaceIdentityReward(Reward):
     frame. Generated faces are matched one to one (track.py); a person without a face scores 0. min_face_size: faces
     with a narrower box there, in pixels, are ignored; generated faces may have any size.
 
-    cap: "self_similarity" (the real clip's mean pairwise cosine), "none", or a number in (0, 1]. Above the cap the
-    gradient is zero: no one can be more similar to a person than that person.
+    cap: "self_similarity" (the mean pairwise cosine of the real clip's frames, or of the photos; one photo takes the
+    other rows' median), "none", or a number in (0, 1]. Above the cap the gradient is zero: no one can be more similar
+    to a person than that person.
 
     second_pack_dir: the cosines of this pack's recogniser are averaged with the first's, on the first's landmarks.
     landmark_jitter, with a gradient: deviation, in face widths, of noise on the landmarks, new at each visit. views,
@@ -49,6 +63,7 @@ class FaceIdentityReward(Reward):
     range = "[-1, 1], at most the cap"
     nothing_found = "no face was found in"
     compares_with = "picture"
+    measures_motion = True
 
     def __init__(
         self,
@@ -89,6 +104,46 @@ class FaceIdentityReward(Reward):
         embeddings = torch.cat([pool.embeddings for pool in pools])
         tracks = {name: torch.stack([getattr(pool, name) for pool in pools]) for name in ("boxes", "landmarks")}
         return {"embeddings": embeddings, "owner": owner} | tracks | numbers
+
+    def reference_from_photos(self, photos: Sequence[Tensor], prompt: str = "") -> dict[str, Tensor] | None:
+        """Return the pool of a person's photos, of the largest face of each, without motion (NaN).
+
+        The cap is the photos' mean pairwise cosine; that of one photo is NaN until `complete`. Raise PhotoError for a
+        photo without a face, and for one whose median cosine with the others is below SAME_PERSON.
+        """
+        embeddings = [self.identity.embed_photo(photo, self.min_face_size) for photo in photos]
+        shown = [i for i, embedding in enumerate(embeddings) if embedding is not None]
+        problems = {i: self.nothing_found + " it" for i in range(len(photos)) if i not in shown}
+        pool = torch.stack([embedding for embedding in embeddings if embedding is not None]) if shown else torch.ones(0)
+        if len(shown) > 1:
+            cosines = (pool @ pool.T).cpu().fill_diagonal_(math.nan)
+            for i, median in zip(shown, cosines.nanquantile(0.5, dim=1).tolist(), strict=True):
+                if median < SAME_PERSON:
+                    problems[i] = f"shows another person (median cosine {median:.2f} with the other photos)"
+        if problems:
+            raise PhotoError(dict(sorted(problems.items())))
+        cap = self_similarity(pool) if len(pool) > 1 else math.nan
+        numbers = {name: torch.tensor([cap if name == "cap" else math.nan]) for name in _NUMBERS}
+        return {"embeddings": pool, "owner": torch.zeros(len(pool), dtype=torch.int64)} | numbers
+
+    def with_motion(self, reference: Reference, video: Tensor, prompt: str = "") -> Reference:
+        """Return the reference with the landmark motion of the largest face of a clip (3, F, H, W), if it has one."""
+        track = track_largest(self.identity.detector.detect(to_frames(video)))
+        if reference is None or track is None:
+            return reference
+        motion = {"speed": track.speed, "nonrigid": track.nonrigid, "coverage": track.coverage}
+        return {**reference, **{name: torch.tensor([value]) for name, value in motion.items()}}
+
+    def complete(self, references: Sequence[Reference]) -> list[Reference]:
+        """Return the references with a cap: one photo takes the median cap of the rows that have several."""
+        missing = [r is not None and bool(r["cap"].isnan().any()) for r in references]
+        if self.cap != "self_similarity" or not any(missing):
+            return list(references)
+        caps = [r["cap"] for r, lacks in zip(references, missing, strict=True) if r is not None and not lacks]
+        if not caps:
+            raise RewardError(ONE_PHOTO)
+        cap = torch.cat(caps).quantile(0.5)[None]
+        return [{**r, "cap": cap} if r and lacks else r for r, lacks in zip(references, missing, strict=True)]
 
     def fingerprint(self) -> dict[str, object]:
         """Return what the pools depend on: networks, detection size and the choice of people, but not the cap."""

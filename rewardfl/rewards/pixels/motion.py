@@ -24,6 +24,7 @@ class MotionReward(Reward):
     licence = "this project's"
     range = "[0, 1]"
     nothing_found = "nothing moves in"
+    compares_with = "motion"
 
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
         """Return the real clip's `motion`; None for a still clip or a single frame."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +57,11 @@ class OpticalFlowReward(Reward):
 
     @property
     def compares_with(self) -> str:
-        return "clip" if self.target is None else "nothing"
+        return "motion" if self.target is None else "nothing"
+
+    @classmethod
+    def comparison(cls, settings: Mapping[str, Any]) -> str:
+        return "motion" if settings.get("wanted_flow") is None else "nothing"
 
     @torch.no_grad()
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:

@@ -12,7 +12,7 @@ import re
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import httpx
 import torch
@@ -99,7 +99,11 @@ class RemoteReward(Reward):
 
     @property
     def compares_with(self) -> str:
-        return "clip" if self.send_reference else "nothing"
+        return self.comparison({"send_reference": self.send_reference})
+
+    @classmethod
+    def comparison(cls, settings: Mapping[str, Any]) -> str:
+        return "clip" if settings.get("send_reference") else "nothing"
 
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor]:
         """Return prompt (n,) uint8, its UTF-8; with send_reference also frames (F', H, W, 3) uint8 of the real clip."""

@@ -8,6 +8,7 @@ import torch
 from face_nets import SIZE, clip, magenta_pack
 
 from rewardfl.rewards import FaceIdentityReward
+from rewardfl.rewards.base import PhotoError, RewardError
 from rewardfl.rewards.face.reward import MIN_MOTION
 
 MOUTH = [0.0, 0.1, 0.3, 0.2]
@@ -108,3 +109,44 @@ def test_motion_is_relative_to_the_real_clip(reward):
     assert motion(speaking, sliding)[1:] == [pytest.approx(math.nan, nan_ok=True), motion(speaking, sliding)[0]]
     assert all(math.isnan(ratio) for ratio in motion(REAL, still))
     assert reward.reference(still)["speed"] < MIN_MOTION
+
+
+def test_photos_are_a_pool(reward):
+    """Photos that are frames of a clip give that clip's pool, and its cap; a clip adds its motion."""
+    pool = reward.reference(REAL)
+    photos = list(REAL[:, 1:].unbind(1))
+    reference = reward.reference_from_photos(photos)
+    torch.testing.assert_close(reference["embeddings"], pool["embeddings"])
+    torch.testing.assert_close(reference["cap"], pool["cap"])
+    assert reference["speed"].isnan() and reward(GENERATED[None], [reference]).parts["motion_speed"].isnan()
+    moving = reward.with_motion(reference, REAL)
+    torch.testing.assert_close([moving[name] for name in ("speed", "nonrigid")], [pool["speed"], pool["nonrigid"]])
+    output, expected = reward(GENERATED[None], [moving]), reward(GENERATED[None], [pool])
+    torch.testing.assert_close((output.score, output.parts), (expected.score, expected.parts), equal_nan=True)
+    assert reward.with_motion(reference, EMPTY) is reference
+
+
+def test_one_photo_takes_the_median_cap(reward):
+    one, references = reward.reference_from_photos([REAL[:, 1]]), [reward.reference(REAL), None]
+    assert one["cap"].isnan()
+    capped = with_cap(reward, "self_similarity")
+    others = [references[0] | {"cap": torch.tensor([cap])} for cap in (0.5, 0.9, 0.6)]
+    completed = capped.complete([one, *others, None])
+    assert completed[0]["cap"].item() == pytest.approx(0.6) and completed[1:] == [*others, None]
+    with pytest.raises(RewardError, match="reward.cap: self_similarity takes two photos of a person"):
+        capped.complete([one, one])
+    assert with_cap(reward, 0.8).complete([one]) == [one]
+
+
+def test_photos_of_nobody_and_of_another_person_are_named(reward, monkeypatch):
+    with pytest.raises(PhotoError) as error:
+        reward.reference_from_photos([REAL[:, 1], EMPTY[:, 0], REAL[:, 2]])
+    assert error.value.problems == {1: "no face was found in it"}
+    vectors = torch.nn.functional.normalize(torch.tensor([[1.0, 0.2], [1, 0], [-0.2, 1], [1, -0.2]]))
+    faces = iter([*vectors, *vectors[:2]])
+    monkeypatch.setattr(reward.identity, "embed_photo", lambda *_: next(faces))
+    with pytest.raises(PhotoError) as error:
+        reward.reference_from_photos([REAL[:, 0]] * 4)
+    median = vectors[2] @ vectors[1]
+    assert error.value.problems == {2: f"shows another person (median cosine {median:.2f} with the other photos)"}
+    assert len(reward.reference_from_photos([REAL[:, 0]] * 2)["embeddings"]) == 2

@@ -113,7 +113,7 @@ def test_a_wanted_motion_stands_for_the_real_clips():
     reward, nothing = rewards.build("optical_flow", wanted), torch.zeros(3, 0, 48, 64)
     of_wanted, of_real = reward(made[None], [reward.reference(nothing)]), scored(made, real)
     assert of_wanted.score.item() == pytest.approx(of_real.score.item())
-    assert reward.compares_with == "nothing" and rewards.build("optical_flow", {}).compares_with == "clip"
+    assert reward.compares_with == "nothing" and rewards.build("optical_flow", {}).compares_with == "motion"
     assert reward.fingerprint() != rewards.build("optical_flow", {}).fingerprint()
     for words, said in (
         ({"wanted_flow": 1.0}, "give both or none"),

@@ -1,0 +1,76 @@
+"""The base model's own videos: the motion that rewards compare with where a row has no clip."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from rewardfl.data import cache
+from rewardfl.data.cache import Cache, Key
+from rewardfl.rewards import Reward
+from rewardfl.rewards.base import Reference
+from rewardfl.rewards.scoring import Term
+from rewardfl.training.clip_scan import reference_key
+from rewardfl.training.distributed import Distributed
+from rewardfl.training.samples import Sample
+from rewardfl.training.shard import read_entry
+
+
+@torch.no_grad()
+def add_motion(
+    store: Cache,
+    job: Distributed,
+    samples: Sequence[Sample],
+    rows: Sequence[int],
+    terms: Sequence[Term],
+    generate: Callable[[int, int], Tensor],
+    sampler: Key,
+    noises: int,
+) -> list[Sample]:
+    """Return the samples, with the base model's motion in the references of `rows`. Collective.
+
+    generate: (row, noise) -> the base model's video (3, F, H, W). sampler: identifies its model, settings and noises.
+    The motion is a mean over the row's noises 0 .. `noises` - 1, and is cached.
+    """
+    rewards = [i for i, term in enumerate(terms) if term.reward.measures_motion]
+
+    def key_of(row: int, i: int) -> Key:
+        reference = reference_key(samples[row].clip, terms[i].reward, samples[row].row.prompt)
+        names = {"id": samples[row].row.id, "prompt": samples[row].row.prompt, "noises": noises}
+        return {"kind": "motion", "reference": cache.digest(reference), "sampler": cache.digest(sampler), **names}
+
+    def find_missing() -> list[int]:
+        return [row for row in rows if any(store.get(key_of(row, i)) is None for i in rewards)]
+
+    missing = job.run_on_main(find_missing, ()) if rewards else []
+    for row, in_shard in tqdm(job.shard.padded(missing), desc="base videos", disable=job.shard.quiet):
+        videos, sample = [generate(row, noise) for noise in range(noises)], samples[row]
+        for i in rewards if in_shard else ():
+            motion = measure_motion(terms[i].reward, sample.references[i], videos, sample.row.prompt)
+            store.put(key_of(row, i), {"usable": torch.tensor(motion is not None), **(motion or {})})
+    job.wait()
+    completed = list(samples)
+    for row in rows:
+        references = list(samples[row].references)
+        for i in rewards:
+            motion = read_entry(store, key_of(row, i))
+            references[i] = {**(references[i] or {}), **motion} if motion.pop("usable") else None
+        completed[row] = replace(samples[row], references=tuple(references))
+    return completed
+
+
+def measure_motion(
+    reward: Reward, reference: Reference, videos: Sequence[Tensor], prompt: str
+) -> dict[str, Tensor] | None:
+    """Return what Reward.with_motion changes in a reference, means over the videos; None where none can be used."""
+    results = [reward.with_motion(reference, video, prompt) for video in videos]
+    changes = [
+        {name: value for name, value in result.items() if reference is None or value is not reference.get(name)}
+        for result in results
+        if result is not None
+    ]
+    names = dict.fromkeys(name for change in changes for name in change)
+    means = {name: torch.stack([c[name].float() for c in changes if name in c]).nanmean(0) for name in names}
+    return means if changes else None
