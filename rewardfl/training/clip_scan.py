@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -120,8 +120,6 @@ def _read_clip(
         if reward.compares_with in row.offers
     ]
     entry = store.get(clip)
-    problems: dict[int, str] = {}  # by line
-    skipped: dict[int, str] = {}
     if entry is None or any(store.get(key) is None for _, key, _ in references):
         try:
             example, photos = load(rows[0]), [photo.to(device) for photo in data.load_pictures(rows[0])]
@@ -131,23 +129,24 @@ def _read_clip(
         for row, key, reward in references:
             if store.get(key) is None:
                 reference, bad = make_reference(reward, row, video, photos)
-                usable = {"usable": torch.tensor(reference is not None)}
-                store.put(key, usable | {f"reference.{name}": value for name, value in (reference or {}).items()})
-                if bad and reward is rewards[0]:
-                    (skipped if skip_photos and reference is not None else problems)[row.line] = bad
+                values = {"usable": torch.tensor(reference is not None)}
+                values["skipped"] = torch.tensor(list(bad.encode()), dtype=torch.uint8)
+                store.put(key, values | {f"reference.{name}": value for name, value in (reference or {}).items()})
         entry = {"size": torch.tensor(example.size)} if example.image is None else {"image": example.image}
         store.put(clip, entry)
     height, width = entry["image"].shape[1:] if "image" in entry else entry["size"].tolist()
+    scans = []
     for row in rows:
-        is_first = bool(rewards) and rewards[0].compares_with in row.offers
-        if is_first and not read_entry(store, keys[row.line][0])["usable"]:
-            problems.setdefault(row.line, f"{rewards[0].nothing_found} {row.reference}")
-    return [
-        ClipScan(row.line, problems[row.line])
-        if row.line in problems
-        else ClipScan(row.line, skipped=skipped.get(row.line, ""), size=(height, width))
-        for row in rows
-    ]
+        scan = ClipScan(row.line, size=(height, width))
+        if rewards and rewards[0].compares_with in row.offers:
+            entry = read_entry(store, keys[row.line][0])
+            bad, usable = bytes(entry["skipped"].tolist()).decode(), bool(entry["usable"])
+            if not usable or (bad and not skip_photos):
+                scan = ClipScan(row.line, bad or f"{rewards[0].nothing_found} {row.reference}")
+            else:
+                scan = replace(scan, skipped=bad)
+        scans.append(scan)
+    return scans
 
 
 def make_reference(reward: Reward, row: data.Row, video: Tensor, photos: Sequence[Tensor]) -> tuple[Reference, str]:
@@ -184,8 +183,8 @@ def load_samples(
         if reward.compares_with not in row.offers:
             return None
         entry = read_entry(store, reference_key(keys[row.line], reward, row.prompt))
-        usable = bool(entry.pop("usable"))
-        return {name.removeprefix("reference."): value for name, value in entry.items()} if usable else None
+        values = {name.removeprefix("reference."): value for name, value in entry.items() if "." in name}
+        return values if entry["usable"] else None
 
     sizes = {scan.line: scan.size for scan in scans if scan.size is not None}
     columns = [reward.complete([read(reward, row) for row in rows]) for reward in rewards]
