@@ -104,9 +104,11 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
     log = open_log(cfg, job, run_folder, state, restored, steps)
     del restored  # up to five copies of the adapters
     sampler = setup_data.make_sampler(cfg, job, conditions, decoder, model, negative)
-    add_base_motion = partial(setup_data.add_base_motion, cfg, store, job)  # where a row has no clip
-    samples = add_base_motion(samples, terms, resume_point.base, partial(sampler.generate_base, samples))
-    held_out = add_base_motion(held_out, terms, resume_point.base, partial(sampler.generate_base, held_out))
+    add_base_motion = partial(
+        setup_data.add_base_motion, cfg, job, store, terms, resume_point
+    )  # of rows without a clip
+    samples = add_base_motion(samples, partial(sampler.base, samples))
+    held_out = add_base_motion(held_out, partial(sampler.base, held_out))
     rollouts_on = {"gpu": job.device, "cpu": torch.device("cpu")}[forward.samples_on]
 
     def get_velocity(conditioning: Conditioning, schedule: Schedule, guidance: float = 1.0) -> Velocity:

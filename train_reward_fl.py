@@ -120,19 +120,13 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
             backward=job.backward, micro_batch=micro_batch,
         )  # fmt: skip
 
-    def generate(row: int) -> tuple[int, Tensor]:
-        """Return (row, its video (3, F, H, W)) under the current weights, always from the same noise."""
-        batch = builder.batch([(-1, row)])
+    def generate(row: int, noise: int = -1, *, base: bool = False) -> tuple[int, Tensor]:
+        """Return (row, its video (3, F, H, W)) under the current weights, or the base's, from the noise of an epoch."""
+        batch = builder.batch([(noise, row)])
         velocity, sigmas = get_velocity(model, batch), batch.schedule.sigmas
+        velocity = velocity.reference if base else velocity
         x0 = reward_flow.rollout(velocity, batch.x, sigmas, keep=(), start=batch.start_step).x0
         return batch.rows[0], decoder.decode(x0, batch.conditioning)[0]
-
-    def generate_base(row: int, noise: int) -> Tensor:
-        """Return the base model's video (3, F, H, W) from the row's noise of an epoch."""
-        batch = builder.batch([(noise, row)])
-        velocity, sigmas = get_velocity(model, batch).reference, batch.schedule.sigmas
-        x0 = reward_flow.rollout(velocity, batch.x, sigmas, keep=(), start=batch.start_step).x0
-        return decoder.decode(x0, batch.conditioning)[0].float()
 
     def save(done: int, *, last: bool) -> None:
         """Save a checkpoint and sample videos. All processes call it: each may hold parts of the weights."""
@@ -144,7 +138,7 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
             if not interruption.number:  # shutting down: skip the videos
                 log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, backbone, samples, generate, job, done))
 
-    samples = setup_data.add_base_motion(cfg, store, job, samples, terms, resume_point.base, generate_base)
+    samples = setup_data.add_base_motion(cfg, job, store, terms, resume_point, samples, partial(generate, base=True))
     floor = measure_kl_floor(job, builder, partial(get_velocity, policy), plan.kl_steps, cfg.model.dtype)
 
     # ---------------------------------------------------------------------------------- train

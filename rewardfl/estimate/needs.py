@@ -9,7 +9,7 @@ concurrent reward; a distillation LoRA as an adapter.
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rewardfl.backbones.protocol import DecodeCaches
 from rewardfl.estimate.measure import ChunkCost, Costs, ExpertCost
@@ -59,6 +59,12 @@ def flops(costs: Costs, work: Workload, operation: Operation | None = None) -> d
         "replay backward": total(work.backward_passes, "backward"),
         "reference": total(work.reference, "forward_frozen"),
     }
+
+
+def of_base_video(work: Workload) -> Workload:
+    """Return the work of one of the base model's videos, without the adapter."""
+    without = replace(work, replay={}, backward_passes={}, reference={}, anchor={}, reward_gradient=False)
+    return replace(without, trained=(), rollout=work.base)
 
 
 def _replayed(work: Workload) -> dict[str, float]:

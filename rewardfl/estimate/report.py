@@ -52,12 +52,17 @@ def work_table(costs: Costs, work: Workload, rates: Rates) -> list[str]:
     for name, numbers in rows.items():
         lines.append(f"  {name:16s}" + "".join(f"{x:12.0f}" if x >= 100 else f"{x:12.3g}" for x in numbers))
     total, time = sum(flops[0].values()), sum(spent for spent, _, _ in times.values())
-    for span in work.spans:
-        amount, elapsed = span.videos * total, span.of_process * time
+    spans = [(span.name, span.videos * total, span.of_process * time) for span in work.spans]
+    if work.base_videos:
+        base, at_once = needs.of_base_video(work), work.processes // work.processes_per_clip
+        amount = work.base_videos * sum(needs.flops(costs, base).values())
+        elapsed = work.base_videos / at_once * sum(spent for spent, _, _ in needs.seconds(costs, base, rates).values())
+        spans.append((f"before training, {work.base_videos} videos of the base model", amount, elapsed))
+    for name, amount, elapsed in spans:
         spent = f"{elapsed:.4g} s" if elapsed < 3600 else f"{elapsed / 3600:.4g} h"
         gpu_hours = work.processes * elapsed / 3600
         hours = f" ({gpu_hours:.4g} GPU hours)" if gpu_hours >= 1 else ""
-        lines.append(f"{span.name}: {amount / 1e15:.4g} PFLOP, {spent}{hours}")
+        lines.append(f"{name}: {amount / 1e15:.4g} PFLOP, {spent}{hours}")
     return lines
 
 

@@ -25,13 +25,14 @@ def add_motion(
     samples: Sequence[Sample],
     rows: Sequence[int],
     terms: Sequence[Term],
-    generate: Callable[[int, int], Tensor],
+    generate: Callable[[int, int], tuple[int, Tensor]],
     sampler: Key,
     noises: int,
 ) -> list[Sample]:
     """Return the samples, with the base model's motion in the references of `rows`. Collective.
 
-    generate: (row, noise) -> the base model's video (3, F, H, W). sampler: identifies its model, settings and noises.
+    generate: (row, noise) -> (row, the base model's video (3, F, H, W)). sampler: identifies its model, settings and
+    seed.
     The motion is a mean over the row's noises 0 .. `noises` - 1, and is cached.
     """
     rewards = [i for i, term in enumerate(terms) if term.reward.measures_motion]
@@ -46,7 +47,7 @@ def add_motion(
 
     missing = job.run_on_main(find_missing, ()) if rewards else []
     for row, in_shard in tqdm(job.shard.padded(missing), desc="base videos", disable=job.shard.quiet):
-        videos, sample = [generate(row, noise) for noise in range(noises)], samples[row]
+        videos, sample = [generate(row, noise)[1].float() for noise in range(noises)], samples[row]
         for i in rewards if in_shard else ():
             motion = measure_motion(terms[i].reward, sample.references[i], videos, sample.row.prompt)
             store.put(key_of(row, i), {"usable": torch.tensor(motion is not None), **(motion or {})})

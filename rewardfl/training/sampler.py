@@ -30,10 +30,10 @@ class DeployedSampler:
     skip: bool
     device: torch.device
 
-    def generate_base(self, clips: Sequence[Sample], row: int, n: int) -> Tensor:
-        """Return the video (3, F, H, W) of `generate` without the policy adapter."""
+    def base(self, clips: Sequence[Sample], row: int, n: int) -> tuple[int, Tensor]:
+        """Return what `generate` does, without the policy adapter."""
         with lora.reference(self.model):
-            return self.generate(clips, row, n)[1]
+            return self.generate(clips, row, n)
 
     def generate(self, clips: Sequence[Sample], row: int, n: int = 0) -> tuple[int, Tensor]:
         """Return (row, its video (3, F, H, W)) under the current weights; n: which of its noises."""

@@ -27,9 +27,11 @@ from rewardfl.training.setup_rewards import (
     missing_columns,
     missing_references,
     reference_notes,
+    takes_base_motion,
     unusable_prompts,
 )
 from rewardfl.training.shard import map_shared
+from rewardfl.training.state import ResumePoint
 
 MAX_SIZES = 5  # sizes that a note lists
 
@@ -227,21 +229,20 @@ def make_batch_builder(
 
 def add_base_motion(
     cfg: AnyConfig,
-    store: Cache,
     job: Distributed,
-    samples: Sequence[Sample],
+    store: Cache,
     terms: Sequence[Term],
-    base: Mapping[str, str],
-    generate: Callable[[int, int], Tensor],
+    resume_point: ResumePoint,
+    samples: Sequence[Sample],
+    generate: Callable[[int, int], tuple[int, Tensor]],
 ) -> list[Sample]:
     """Return the samples, with the base model's motion for rows without a clip, or for all (reward.motion_reference).
 
-    base: of `digest_base_model`. generate: (row, noise) -> the base model's video (3, F, H, W).
+    generate: (row, noise) -> (row, the base model's video (3, F, H, W)).
     """
-    every = cfg.reward.motion_reference == "base"
-    rows = [i for i, sample in enumerate(samples) if every or "clip" not in sample.row.offers]
+    rows = [i for i, sample in enumerate(samples) if takes_base_motion(cfg, sample.row)]
     sampler = {
-        "base": dict(base),
+        "base": dict(resume_point.base),
         "sample": cfg.sample.model_dump(mode="json"),
         "dtype": cfg.model.dtype,
         "seed": cfg.run.seed,

@@ -46,17 +46,26 @@ def reference_notes(cfg: AnyConfig, rows: Sequence[data.Row], rewards: Sequence[
     """Return notes on rows without a clip: the pictures of the face, and whose motion theirs is compared with."""
     comparisons = {cls.comparison(spec.settings) for spec, cls in rewards}
     counts = Counter(len(row.pictures) for row in rows if row.pictures)
-    listed = ", ".join(f"{number} of {count} rows" for count, number in sorted(counts.items()))
-    notes = [f"faces are compared with pictures, by number: {listed}"] if counts and "picture" in comparisons else []
+    listed = ", ".join(f"{number} rows with {count}" for count, number in sorted(counts.items()))
+    notes = [f"faces are compared with the row's pictures: {listed}"] if counts and "picture" in comparisons else []
     if counts[1] and "picture" in comparisons and cfg.reward.cap == "self_similarity":
         notes.append(f"{counts[1]} rows have one picture, and the median cap of the other rows (reward.cap)")
-    is_measured = "motion" in comparisons or any(issubclass(cls, FaceIdentityReward) for _, cls in rewards)
-    every = is_measured and cfg.reward.motion_reference == "base"
-    without = sum(every or "clip" not in row.offers for row in rows)
-    if is_measured and without:
+    if without := rows_without_motion(cfg, rows, rewards):
         videos = f"{configuration.count_base_noises(cfg)} videos of the base model"
-        notes.append(f"motion is compared with {videos} for each of {without} rows (reward.motion_reference)")
+        notes.append(f"motion is compared with {videos} for each of {len(without)} rows (reward.motion_reference)")
     return notes
+
+
+def rows_without_motion(cfg: AnyConfig, rows: Sequence[data.Row], rewards: Sequence[ResolvedReward]) -> list[data.Row]:
+    """Return the rows whose motion is compared with the base model's, where a reward measures motion."""
+    if not any(cls.measures_motion is True or cls.comparison(spec.settings) == "motion" for spec, cls in rewards):
+        return []
+    return [row for row in rows if takes_base_motion(cfg, row)]
+
+
+def takes_base_motion(cfg: AnyConfig, row: data.Row) -> bool:
+    """Return whether the row's motion is compared with the base model's."""
+    return {"clip": "clip" not in row.offers, "base": True}[cfg.reward.motion_reference]
 
 
 def check_caps(rows: Sequence[data.Row], rewards: Sequence[ResolvedReward]) -> None:

@@ -14,6 +14,7 @@ from rewardfl.config import AnyConfig, FlowGrpoConfig, ForwardRlConfig, GroupRun
 from rewardfl.memory.sharding import Sharding
 from rewardfl.training.plan import FlowGrpoPlan, ForwardRlPlan, GroupPlan, RewardFlPlan, RunPlan, largest_size
 from rewardfl.training.setup_processes import check_sharding
+from rewardfl.training.setup_rewards import rows_without_motion
 from rewardfl.training.workload import Span, Video, Workload
 
 _WEIGHTS = ({".safetensors"}, {".bin", ".pt", ".pth"}, {".onnx"})  # suffixes by format, in order of preference
@@ -30,6 +31,7 @@ def make_workload(
     adapter, trained = Adapter(cfg.lora.lora_rank, plan.targets), plan.trained
     height, width = largest_size(cfg.data, [row.size for row in rows or ()])
     steps = plan.max_steps if rows is None else plan.count_steps(len(rows))
+    without = rows_without_motion(cfg, rows or (), plan.rewards)
     common = Workload(
         video=Video(backbone=backbone, height=height, width=width, num_frames=cfg.data.num_frames, adapter=adapter),
         trained=trained,
@@ -45,6 +47,8 @@ def make_workload(
         offload_inputs=cfg.train.use_gradient_checkpointing_offload,
         batch=cfg.train.per_device_train_batch_size,
         anchor_to_reference=cfg.anchor.target == "reference",
+        base_videos=configuration.count_base_noises(cfg) * len(without),
+        base=_times(plan.forwards_per_velocity, Counter(plan.experts)) if without else {},
     )
     counters: dict[type, Callable[..., Workload]] = {
         RewardFlConfig: _reward_fl, FlowGrpoConfig: _flow_grpo, ForwardRlConfig: _forward_rl

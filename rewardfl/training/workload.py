@@ -52,6 +52,8 @@ class Workload:
     latents_of_update: int = 0  # further latents on the GPU, of one process in an update
     spans: tuple[Span, ...] = ()
     steps: int | None = None  # updates of the run
+    base_videos: int = 0  # made without the adapter before training, in all
+    base: Mapping[str, float] = field(default_factory=dict)  # passes of one of them, without a graph
     reward_bytes: int = 0  # of the reward networks' weights, where they are on disk
     processes: int = 1  # one for each GPU
     processes_per_clip: int = 1  # each with a part of the tokens

@@ -18,7 +18,7 @@ from rewardfl.config import SECTIONS
 from rewardfl.memory import offload
 from rewardfl.optim import learning_rate_factor
 from rewardfl.rewards.face.reward import FaceIdentityReward
-from rewardfl.training import plan
+from rewardfl.training import plan, setup_rewards
 from rewardfl.training.anchors import Anchors
 from rewardfl.windows import Windows, draw_window
 
@@ -56,6 +56,9 @@ CONSUMERS = {
         guidance=2.0,
         guidance_gradient=word,
     )(X, 0),
+    "reward.motion_reference": lambda word: setup_rewards.takes_base_motion(
+        Record(reward=Record(motion_reference=word)), Record(offers=())
+    ),
     "reward.people": lambda word: FaceIdentityReward.part_names.fget(Record(people=word)),
     "reward.kl_gradient": lambda word: reward_flow.replay(
         None, None, SCHEDULE.sigmas, (0,), X, 1.0, kl_gradient=word, backward=torch.Tensor.backward

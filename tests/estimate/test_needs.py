@@ -434,7 +434,7 @@ def test_settings_change_the_work(published):
 
 def planned(cfg, backbone, clips=None, processes=1, sharding="none"):
     """The work of a configuration; `clips` rows of the usual size."""
-    rows = None if clips is None else [SimpleNamespace(size=None)] * clips
+    rows = None if clips is None else [SimpleNamespace(size=None, offers=("clip",))] * clips
     return make_workload(cfg, resolve(cfg, backbone, processes, here=False), backbone, rows, sharding)
 
 
@@ -623,3 +623,18 @@ def test_source_of_original_files(monkeypatch, tmp_path):
         assert layouts.find_configs(I2V, str(paths)) == (expected or layouts.published(I2V))
     monkeypatch.chdir(own)  # no path is not the folder that the command is started in
     assert layouts.find_configs(I2V, "") == layouts.published(I2V)
+
+
+def test_videos_of_the_base_model_before_training(published):
+    """Those of rows without a clip: passes of each step and one decoding, without an adapter."""
+    cfg = config.load(ROOT / "configs" / "wan22_face.yaml", ["reward.base_noises=3", "train.max_steps=1"])
+    rows = [SimpleNamespace(size=None, offers=offers) for offers in (("clip",), ("picture",), ("picture",))]
+    work = make_workload(cfg, resolve(cfg, PUBLISHED, 4, here=False), PUBLISHED, rows)
+    costs = published(ADAPTER)
+    expert = costs.experts["low_noise"]
+    each = 8 * expert.forward_frozen + sum(chunk.forward for chunk in costs.chunks)
+    assert work.base_videos == 6 and sum(needs.flops(costs, needs.of_base_video(work)).values()) == pytest.approx(each)
+    (line,) = [line for line in report.work_table(costs, work, report.RATES["H100"]) if "videos of the base" in line]
+    assert line.startswith(f"before training, 6 videos of the base model: {6 * each / 1e15:.4g} PFLOP, ")
+    every = config.load(ROOT / "configs" / "wan22_face.yaml", ["reward.motion_reference=base", "train.max_steps=1"])
+    assert make_workload(every, resolve(every, PUBLISHED, 1, here=False), PUBLISHED, rows).base_videos == 3 * 2

@@ -110,7 +110,9 @@ def planned_memory(arguments, sizes):
     i = arguments.index("--config") + 1
     cfg = config.load(ROOT / arguments[i], arguments[i + 1 :], config.RewardFlConfig)
     backbone = setup_model.open_model(cfg)
-    work = make_workload(cfg, resolve(cfg, backbone, 1), backbone, [argparse.Namespace(size=size) for size in sizes])
+    work = make_workload(
+        cfg, resolve(cfg, backbone, 1), backbone, [argparse.Namespace(size=size, offers=("clip",)) for size in sizes]
+    )
     return needs.memory(measure.measure(work.video), work)
 
 
