@@ -44,19 +44,19 @@ def keep_trained(
     """
     if training.group_size > 1:
         return list(rollouts), scored
-    videos: dict[int, tuple[float, CleanRollout]] = {}  # by group, with the advantage
+    videos: dict[int, tuple[float, int, CleanRollout]] = {}  # {group: advantage, - member, video}
     for rollout, advantages in zip(rollouts, scored.advantages, strict=True):
         for i, (member, advantage) in enumerate(zip(rollout.members, advantages.tolist(), strict=True)):
             if advantage > 0 or member.group_id not in videos:
                 inputs = protocol.move_to(protocol.select_rows(rollout.conditioning, [i]), "cpu")
                 requested, x0 = rollout.is_requested[[i]], rollout.x0[[i]].cpu()
                 video = replace(rollout, members=[member], is_requested=requested, conditioning=inputs, x0=x0)
-                videos[member.group_id] = advantage, video
+                videos[member.group_id] = advantage, -member.member, video
     if training.spread == "spread":  # contiguous groups are on one process already
-        videos = dict(sorted(job.gather_lists([*videos.items()]), key=lambda item: item[1][0]))  # the best comes last
+        videos = dict(sorted(job.gather_lists([*videos.items()]), key=lambda item: item[1][:2]))  # the best comes last
     share = [videos[i] for positions in group_plan.positions(training, job.rank) for i in positions]
-    advantages = [torch.tensor([advantage], device=job.device) for advantage, _ in share]
-    return [video for _, video in share], replace(scored, advantages=advantages)
+    advantages = [torch.tensor([advantage], device=job.device) for advantage, _, _ in share]
+    return [video for _, _, video in share], replace(scored, advantages=advantages)
 
 
 @torch.no_grad()
