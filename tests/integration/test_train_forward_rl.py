@@ -107,7 +107,7 @@ def test_a_dead_contrast_ends_the_run(monkeypatch, capsys, tmp_path):
 
 
 def test_best_is_the_plain_regression_on_the_best_videos(monkeypatch, tmp_path):
-    """Loss and gradient are those of mean((v - (noise - x0))^2) by autograd, and eight updates fit the first draws."""
+    """Loss and gradient equal autograd of mean((v - (noise - x0))^2), and eight updates fit the first draws."""
     make, first, expected = train_forward_rl.make_draws, [], []
 
     def watched_make(*arguments, **settings):

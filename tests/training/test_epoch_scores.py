@@ -54,6 +54,6 @@ def test_best_keeps_one_video_of_each_group_whichever_process_has_it():
     job = SimpleNamespace(rank=0, device="cpu", gather_lists=lambda items: sent.extend(items) or sent)
     for rollout, advantages in zip(rollouts, scored.advantages, strict=True):
         share = Geometry(group_size=1, groups=2, spread="spread")
-        videos, kept = keep_trained(job, [rollout], replace(scored, advantages=[advantages]), share)
+        videos, share_scores = keep_trained(job, [rollout], replace(scored, advantages=[advantages]), share)
     assert [[int(video.x0), int(video.conditioning["n"])] for video in videos] == [[1, 1], [4, 4]]
-    assert torch.cat(kept.advantages).tolist() == [1, 0] and scored.metrics["group/zero_variance"] == 0.5
+    assert torch.cat(share_scores.advantages).tolist() == [1, 0] and scored.metrics["group/zero_variance"] == 0.5
