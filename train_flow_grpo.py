@@ -110,11 +110,9 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
     log = open_log(cfg, job, run_folder, state, restored, steps)
     del restored  # up to four copies of the adapters
     sampler = setup_data.make_sampler(cfg, job, conditions, decoder, model, negative)
-    add_base_motion = partial(
-        setup_data.add_base_motion, cfg, job, store, terms, resume_point
-    )  # of rows without a clip
-    samples = add_base_motion(samples, partial(sampler.base, samples))
-    held_out = add_base_motion(held_out, partial(sampler.base, held_out))
+    samples, held_out = setup_data.add_base_motion(
+        cfg, job, store, terms, resume_point, sampler.base, samples, held_out
+    )
     max_std = math.inf if cfg.grpo.max_std is None else cfg.grpo.max_std
     make_kernel = partial(sde.Kernel, cfg.grpo.sde, cfg.grpo.noise_level, max_std=max_std)  # of a schedule's sigmas
     rollouts_on = {"gpu": job.device, "cpu": torch.device("cpu")}[cfg.grpo.samples_on]

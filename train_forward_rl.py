@@ -5,7 +5,7 @@ One epoch:
     1. roll out `group_size` videos of each of `groups` clips by the old policy, as deployed    (reward_flow.rollout)
     2. decode and score them, without a gradient; slow rewards run meanwhile    (rewards.async_scoring)
     3. advantage = how much better than its group a video is, over all processes    (training.epoch_scores)
-    4. noise the clean latents; fit the velocity there, or repel it: RVM, DiffusionNFT or AWM is inline    (forward_rl)
+    4. noise the clean latents; fit the velocity there, or repel it: the objective is inline    (forward_rl)
     5. with a data anchor: the flow-matching loss on the real clips' latents, in the same update    (training.anchors)
     6. the old policy follows the trained one
 
@@ -40,7 +40,7 @@ from rewardfl.rewards import async_scoring, build_terms
 from rewardfl.training import cli, evaluation, invariants, saving, setup_data, setup_model, setup_rewards
 from rewardfl.training.checkpoint import checkpoint_dir
 from rewardfl.training.epoch_scores import score_epoch
-from rewardfl.training.forward_draws import ForwardDraw, make_draws, measure_deviation
+from rewardfl.training.forward_draws import ForwardDraw, keep_trained, make_draws, measure_deviation
 from rewardfl.training.learner import make_average, make_learner, make_old_policy, seed_generators
 from rewardfl.training.plan import check_sizes, resolve
 from rewardfl.training.run_folder import RunFolder
@@ -62,8 +62,8 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
     backbone = setup_model.open_model(cfg)
     job = connect_processes(cfg)
     plan = resolve(cfg, backbone, job.world)
-    forward, geometry = cfg.forward, plan.geometry
-    per_update, per_epoch = geometry.forwards_per_update, plan.updates_per_epoch
+    forward, geometry, training = cfg.forward, plan.geometry, plan.training
+    per_update, per_epoch = training.forwards_per_update, plan.updates_per_epoch
     job.reduce_in_backward(plan.backwards_per_update)
     rows = setup_data.scan_rows(cfg, job, backbone, plan.rewards)
     print_run_summary(cfg, plan, backbone, rows, job)
@@ -82,8 +82,7 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
     check_sizes(cfg, [sample.size for sample in samples])
     ids = [sample.row.id for sample in samples]
     state, restored = resume(cfg, plan, resume_point, job, terms, samples, held_out)
-    steps = plan.count_steps(len(samples))
-    if is_finished(cfg, resume_point, steps, job):
+    if is_finished(cfg, resume_point, steps := plan.count_steps(len(samples)), job):
         return 0
     setup_rewards.check_rewards(cfg, job, terms, samples)
 
@@ -104,11 +103,9 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
     log = open_log(cfg, job, run_folder, state, restored, steps)
     del restored  # up to five copies of the adapters
     sampler = setup_data.make_sampler(cfg, job, conditions, decoder, model, negative)
-    add_base_motion = partial(
-        setup_data.add_base_motion, cfg, job, store, terms, resume_point
-    )  # of rows without a clip
-    samples = add_base_motion(samples, partial(sampler.base, samples))
-    held_out = add_base_motion(held_out, partial(sampler.base, held_out))
+    samples, held_out = setup_data.add_base_motion(
+        cfg, job, store, terms, resume_point, sampler.base, samples, held_out
+    )
     rollouts_on = {"gpu": job.device, "cpu": torch.device("cpu")}[forward.samples_on]
 
     def get_velocity(conditioning: Conditioning, schedule: Schedule, guidance: float = 1.0) -> Velocity:
@@ -121,6 +118,8 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
     def policy_loss(draw: ForwardDraw, velocity: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
         """Return the objective's loss (B,) and AWM's ratio of likelihoods (B,), 1 for the other objectives."""
         ratio, scaled = torch.ones_like(advantage), plan.advantage_scale * advantage
+        if forward.objective == "best":  # as data; the advantage is 0 without a best video, else 1
+            return advantage * forward_rl.distance(velocity, draw.target), ratio
         if forward.objective == "rvm":
             return forward_rl.rvm_loss(velocity, draw.target, scaled), ratio
         if draw.old is None or forward.objective not in ("nft", "awm"):
@@ -191,6 +190,7 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
             with timer("step"), timer("reward"):
                 results = [async_scoring.collect(calls) for calls in pending]
             scored = score_epoch(job, terms, results, rollouts, forward, weights, epoch, first=step == state.step)
+            rollouts, scored = keep_trained(job, rollouts, scored, training)  # best: one video of each group
 
         # 4. Noise this update's videos at its moments. The velocities of the other policies: no graph is alive yet.
         part = slice(update % geometry.updates * per_update, (update % geometry.updates + 1) * per_update)
@@ -202,7 +202,7 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
             )  # fmt: skip
 
         # 5. Update: towards the videos of positive advantage, and away from those of negative.
-        statistics, anchored = [], []
+        statistics, anchored, share = [], [], 1 / (per_update * training.batch)  # a sample's part
         advantages = [advantage for advantage in scored.advantages[part] for _ in moments]
         with timer("step"), timer("replay"), job.gradient_reduction():
             for draw, advantage in zip(draws, advantages, strict=True):
@@ -216,11 +216,9 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
                     job.backward(loss.mean() / (per_update * plan.draws))
                 row = torch.tensor([member.row for member in draw.rollout.members], device=job.device)
                 misfit = forward_rl.distance(velocity, draw.target)
-                values = (loss, advantage, misfit, from_old, from_base, ratio, row)
-                statistics.append([value.detach() for value in values])
+                statistics.append([x.detach() for x in (loss, advantage, misfit, from_old, from_base, ratio, row)])
                 if draw.is_last:
-                    weight = 1 / (per_update * geometry.batch)
-                    anchored.append(anchors.accumulate(job, policy, draw.rollout, step, weight))
+                    anchored.append(anchors.accumulate(job, policy, draw.rollout, step, share))
         with timer("step"):
             seen = job.gather(dict(zip(STATISTICS, map(torch.cat, zip(*statistics, strict=True)), strict=True)))  # (N,)
             with timer("optimizer"):
@@ -254,8 +252,7 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
                 learner.weights.check(done)
         if done == 1 or (ends_epoch and save_due):
             metrics |= anchors.data_loss(job, model)
-        eval_due = due_this_epoch(done, per_epoch, cfg.evaluation.eval_steps, steps) or stopped != ""
-        if ends_epoch and held_out and eval_due:
+        if ends_epoch and held_out and (due_this_epoch(done, per_epoch, cfg.evaluation.eval_steps, steps) or stopped):
             metrics |= evaluate()
         log.write(done, metrics | timer.metrics())
         log.stop_if_stuck(done, scored.why_nothing)

@@ -42,7 +42,7 @@ from rewardfl.training.batches import measure_kl_floor
 from rewardfl.training.learner import make_average, make_learner, seed_generators
 from rewardfl.training.plan import resolve
 from rewardfl.training.run_folder import RunFolder
-from rewardfl.training.samples import Batch
+from rewardfl.training.samples import Batch, Sample
 from rewardfl.training.setup_processes import connect_processes
 from rewardfl.training.setup_run import is_finished, open_log, open_run, resume
 from rewardfl.training.setup_summary import print_run_summary
@@ -120,12 +120,11 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
             backward=job.backward, micro_batch=micro_batch,
         )  # fmt: skip
 
-    def generate(row: int, noise: int = -1, *, base: bool = False) -> tuple[int, Tensor]:
+    def generate(_: Sequence[Sample], row: int, noise: int = -1, *, base: bool = False) -> tuple[int, Tensor]:
         """Return (row, its video (3, F, H, W)) under the current weights, or the base's, from the noise of an epoch."""
         batch = builder.batch([(noise, row)])
-        velocity, sigmas = get_velocity(model, batch), batch.schedule.sigmas
-        velocity = velocity.reference if base else velocity
-        x0 = reward_flow.rollout(velocity, batch.x, sigmas, keep=(), start=batch.start_step).x0
+        velocity = get_velocity(model, batch).reference if base else get_velocity(model, batch)
+        x0 = reward_flow.rollout(velocity, batch.x, batch.schedule.sigmas, keep=(), start=batch.start_step).x0
         return batch.rows[0], decoder.decode(x0, batch.conditioning)[0]
 
     def save(done: int, *, last: bool) -> None:
@@ -136,9 +135,11 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
         with averaged(average, learner.parameters):
             saving.save(cfg.run, job, backbone, learner, log, content, score, last=last)
             if not interruption.number:  # shutting down: skip the videos
-                log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, backbone, samples, generate, job, done))
+                show = partial(generate, samples)
+                log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, backbone, samples, show, job, done))
 
-    samples = setup_data.add_base_motion(cfg, job, store, terms, resume_point, samples, partial(generate, base=True))
+    base_video = partial(generate, base=True)
+    (samples,) = setup_data.add_base_motion(cfg, job, store, terms, resume_point, base_video, samples)
     floor = measure_kl_floor(job, builder, partial(get_velocity, policy), plan.kl_steps, cfg.model.dtype)
 
     # ---------------------------------------------------------------------------------- train

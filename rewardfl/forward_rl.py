@@ -11,8 +11,9 @@ l = mean((v - u)^2), and g
     rvm   1                                          RVM, arXiv 2608.23664
     nft   2 sigma / mean|v_old - u|                  DiffusionNFT, arXiv 2509.16117
     awm   2 w'(l), w of `awm_log_prob`               AWM, arXiv 2509.25050
+    best  2, with A of `best_advantages`: loss A l   rejection sampling: Flow-GRPO, arXiv 2505.05470, appendix C.1
 
-Away from it, nft also pulls v towards v_old, awm's ratio grows or is clipped, and rvm stays as it is.
+Away from it, nft also pulls v towards v_old, awm's ratio grows or is clipped, and rvm and best stay as they are.
 """
 
 from typing import Literal, assert_never
@@ -34,6 +35,18 @@ def _mean(x: Tensor) -> Tensor:
 def distance(velocity: Tensor, other: Tensor) -> Tensor:
     """Return the mean over elements of (velocity - other)^2, (B,) float64; both (B, ...)."""
     return _mean((velocity - other).square())
+
+
+def best_advantages(rewards: Tensor, valid: Tensor) -> Tensor:
+    """Return 1 for the highest reward of each group, the first of equals, and 0 for all others, as `rewards`.
+
+    rewards: (groups, group_size). valid: the same of bool, whether a reward counts. A group without two rewards that
+    differ by more than rounding, a millionth, has no best: all are 0.
+    """
+    highest, best = rewards.masked_fill(~valid, -torch.inf).max(1, keepdim=True)
+    lowest = rewards.masked_fill(~valid, torch.inf).amin(1, keepdim=True)
+    differ = (highest > lowest) & ~highest.isclose(lowest, rtol=1e-6, atol=0)
+    return torch.zeros_like(rewards).scatter(1, best, differ.to(rewards))
 
 
 def rvm_loss(velocity: Tensor, target: Tensor, advantage: Tensor) -> Tensor:

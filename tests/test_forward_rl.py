@@ -94,6 +94,7 @@ def test_all_objectives_are_one_family_at_the_old_policy(case):
     strengths = {
         "rvm": torch.ones(3),
         "nft": 2 * SIGMA / misfit.abs().mean((1, 2, 3)),
+        "best": torch.full((3,), 2.0),
         "uniform": torch.full((3,), 2.0),
         "sigma": 2 * SIGMA.expand(3),
         "sigma_squared": 2 * SIGMA.expand(3) ** 2,
@@ -101,6 +102,7 @@ def test_all_objectives_are_one_family_at_the_old_policy(case):
         "generalised_huber": 2 * SIGMA * loss**-0.75,
     }
     losses = {name: awm(case, name) for name in WEIGHTINGS}
+    losses["best"] = lambda v: case["advantage"] * forward_rl.distance(v, case["target"])
     losses |= {"rvm": lambda v: forward_rl.rvm_loss(v, case["target"], case["advantage"]), "nft": nft(case, 0.3)}
     for name, g in strengths.items():
         expected = column(case["advantage"] * g) * misfit / 24
@@ -127,6 +129,13 @@ def test_awm_clips_on_the_side_of_the_advantage():
     (pull,) = torch.autograd.grad(forward_rl.awm_loss(log_ratio, advantage, 0.2).sum(), log_ratio)
     ratio = log_ratio.detach().exp()
     torch.testing.assert_close(pull, -advantage * ratio * torch.tensor([0.0, 1, 1, 0]))
+
+
+def test_best_is_the_first_of_the_highest_valid_rewards():
+    bad = torch.nan
+    rewards = [[1, 3, 3], [-2, -1, -3], [4, bad, 2], [1, 1 + 1e-7, 1], [0, 0, 0], [5, bad, bad], [bad, bad, bad]]
+    best = forward_rl.best_advantages(torch.tensor(rewards).double(), ~torch.tensor(rewards).isnan())
+    assert best.tolist() == [[0, 1, 0], [0, 1, 0], [1, 0, 0], *[[0, 0, 0]] * 4]
 
 
 def test_nft_weight_is_within_0_and_1():

@@ -660,8 +660,9 @@ class ForwardConfig(GroupConfig):
     """Section `forward` of train_forward_rl.py. The members of a group start from different noises."""
 
     # rvm: the velocity's regression, weighted by the signed advantage. nft: DiffusionNFT, two branches around the old
-    # policy. awm: AWM's clipped ratio of likelihoods. For a model distilled to few steps, rvm (docs/forward_rl.md).
-    objective: Literal["rvm", "nft", "awm"] = "rvm"
+    # policy. awm: AWM's clipped ratio of likelihoods. best: plain regression on each group's best video, as on
+    # data. For a model distilled to few steps, rvm (docs/forward_rl.md).
+    objective: Literal["rvm", "nft", "awm", "best"] = "rvm"
     # Allows nft for a distilled model, which it makes worse.
     allow_distilled: Free[bool] = False
     # Sigmas, each with its noise, of each video in an update: each takes one forward and one backward pass.
@@ -671,7 +672,7 @@ class ForwardConfig(GroupConfig):
     sigmas: IfNamed[Literal["steps", "trained_range"] | Listed[int]] = "steps"
     # The old policy makes the videos. At the end of an epoch it keeps a share of itself and takes the rest from the
     # policy: old_decay_rate * (updates so far - old_decay_start), within 0..old_decay. null takes the objective's: nft
-    # 0.5 and awm 0.3 at a rate of 0.001 from 0; rvm 0, the policy at the start of the epoch.
+    # 0.5 and awm 0.3 at a rate of 0.001 from 0; rvm and best 0, the policy at the start of the epoch.
     old_decay: IfNamed[Annotated[Share, Field(lt=1)] | None] = None
     old_decay_rate: IfNamed[NonNegative] = 0.001
     old_decay_start: IfNamed[Whole] = 0
@@ -696,14 +697,14 @@ class ForwardConfig(GroupConfig):
         ):
             yield f"forward.sigmas must be steps in increasing order, from 0 on, got {shown(list(self.sigmas))}"
         owners = {"mix": "nft", "allow_distilled": "nft", "weighting": "awm", "clip_range": "awm"}
-        for key, owner in owners.items():
-            if self.objective != owner and getattr(self, key) != type(self).model_fields[key].default:
+        owners |= {"advantage_scale": "rvm and awm"}  # nft divides by advantage_clip
+        of_policies = ("advantage_std", "advantage_of", "advantage_clip", "old_decay", "old_anchor")
+        for key, owner in (owners | dict.fromkeys(of_policies, "rvm, nft and awm")).items():
+            if self.objective not in owner and getattr(self, key) != type(self).model_fields[key].default:
                 yield f"forward.{key} is for objective {owner}, got objective {self.objective}; remove it"
-        if self.objective == "nft" and self.advantage_scale is not None:
-            yield "forward.advantage_scale is for rvm and awm: nft divides by advantage_clip; remove it"
-        stays = self.old_decay == 0 or (self.old_decay is None and self.objective == "rvm")
+        stays = self.old_decay == 0 or (self.old_decay is None and self.objective in ("rvm", "best"))
         if stays and (self.old_decay_start or self.old_decay_rate != 0.001):
-            yield "forward.old_decay_rate and old_decay_start do nothing with old_decay 0, rvm's default; remove them"
+            yield "forward.old_decay_rate and _start do nothing with old_decay 0, rvm's and best's default; remove them"
 
 
 class EvaluationConfig(Section):

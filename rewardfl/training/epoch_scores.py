@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rewardfl import grpo
-from rewardfl.config.schema import GroupConfig
+from rewardfl import forward_rl, grpo
+from rewardfl.config.schema import ForwardConfig, GroupConfig
 from rewardfl.rewards import RewardError, async_scoring
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.scoring import RewardResult, Term
@@ -44,13 +44,19 @@ def score_epoch(
     stacked = [async_scoring.stack_rewards(terms, each, part_weights) for each in results]
     rewards, valid, weights = zip(*stacked, strict=True)
     requested = torch.cat([rollout.is_requested for rollout in rollouts])
-    group_ids = torch.tensor([member.group_id for rollout in rollouts for member in rollout.members])
-    local = (torch.cat(rewards), group_ids, torch.cat(valid) & requested, ~requested)
-    rewards, group_ids, valid, replaced = (x.cpu() for x in job.gather([x.to(job.device) for x in local]))
+    positions = torch.tensor([m.group_id * group.group_size + m.member for each in rollouts for m in each.members])
+    local = (torch.cat(rewards), positions, torch.cat(valid) & requested, ~requested)
+    rewards, positions, valid, replaced = (x.cpu() for x in job.gather([x.to(job.device) for x in local]))
     advantages, metrics = grpo.advantages(
-        rewards, group_ids, group_size=group.group_size, std=group.advantage_std, combine=group.advantage_of,
-        weights=weights[0], clip=group.advantage_clip, valid=valid,
+        rewards, positions // group.group_size, group_size=group.group_size, std=group.advantage_std,
+        combine=group.advantage_of, weights=weights[0], clip=group.advantage_clip, valid=valid,
     )  # fmt: skip
+    if isinstance(group, ForwardConfig) and group.objective == "best":
+        total = rewards.double() @ rewards.new_tensor(weights[0], dtype=torch.float64)
+        by_group = positions.argsort().view(-1, group.group_size)
+        best = forward_rl.best_advantages(total[by_group], valid[by_group])
+        advantages[by_group] = best.float()
+        metrics["group/zero_variance"] = float((best.sum(1) == 0).double().mean())
     sizes = [len(rollout.members) for rollout in rollouts]
     first_row = job.rank * len(requested)
     everywhere = job.gather_lists(list(results))

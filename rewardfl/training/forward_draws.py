@@ -9,11 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rewardfl import flow, forward_rl
+from rewardfl import flow, forward_rl, group_plan
+from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Conditioning, Schedule, Velocity
 from rewardfl.copies import to_device
 from rewardfl.noise import draw_noise, noise_seed
 from rewardfl.training.distributed import Distributed
+from rewardfl.training.epoch_scores import EpochScores
 from rewardfl.training.samples import CleanRollout
 
 
@@ -30,6 +32,31 @@ class ForwardDraw:
     target: Tensor  # noise - x0
     old: Tensor | None = None  # velocity of the old policy at x
     base: Tensor | None = None  # velocity of the model without its adapter at x
+
+
+def keep_trained(
+    job: Distributed, rollouts: Sequence[CleanRollout], scored: EpochScores, training: group_plan.Geometry
+) -> tuple[list[CleanRollout], EpochScores]:
+    """Return what the updates train on: all rollouts, or of objective best one video of each group. Collective.
+
+    These are rollouts of one video, on the CPU: the best one, of advantage 1, or without one the first, of advantage 0.
+    training: says which process has which groups; a group_size of 1 stands for best. scored: with all advantages.
+    """
+    if training.group_size > 1:
+        return list(rollouts), scored
+    videos: dict[int, tuple[float, int, CleanRollout]] = {}  # {group: advantage, - member, video}
+    for rollout, advantages in zip(rollouts, scored.advantages, strict=True):
+        for i, (member, advantage) in enumerate(zip(rollout.members, advantages.tolist(), strict=True)):
+            if advantage > 0 or member.group_id not in videos:
+                inputs = protocol.move_to(protocol.select_rows(rollout.conditioning, [i]), "cpu")
+                requested, x0 = rollout.is_requested[[i]], rollout.x0[[i]].cpu()
+                video = replace(rollout, members=[member], is_requested=requested, conditioning=inputs, x0=x0)
+                videos[member.group_id] = advantage, -member.member, video
+    if training.spread == "spread":  # contiguous groups are on one process already
+        videos = dict(sorted(job.gather_lists([*videos.items()]), key=lambda item: item[1][:2]))  # the best comes last
+    share = [videos[i] for positions in group_plan.positions(training, job.rank) for i in positions]
+    advantages = [torch.tensor([advantage], device=job.device) for advantage, _, _ in share]
+    return [video for _, _, video in share], replace(scored, advantages=advantages)
 
 
 @torch.no_grad()
@@ -63,16 +90,10 @@ def make_draws(
         base = velocity.reference(x, 0) if needs_base else None
         draws.append(
             ForwardDraw(
-                rollout=rollout,
-                is_last=n == len(moments) - 1,
-                velocity=partial(velocity, step=0),
-                sigma=sigma,
-                x=x,
-                x0=x0,
-                target=noise - x0,
-                base=base,
+                rollout=rollout, is_last=n == len(moments) - 1, velocity=partial(velocity, step=0), sigma=sigma, x=x,
+                x0=x0, target=noise - x0, base=base,
             )
-        )
+        )  # fmt: skip
     with old_weights():
         old_velocities = [draw.velocity(draw.x) for draw in (draws if needs_old else draws[:1])]
     if needs_old:

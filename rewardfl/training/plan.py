@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, assert_never, overload
 
@@ -75,7 +75,8 @@ class RewardFlPlan(RunPlan):
 class GroupPlan(RunPlan):
     """The plan of a script that compares the rollouts of a group."""
 
-    geometry: Geometry
+    geometry: Geometry  # the rollouts
+    training: Geometry  # what updates train on: the rollouts, or with forward.objective best one of each group
     inner_epochs: int
 
     @property
@@ -161,6 +162,7 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
             windows=windows,
             per_group=cfg.grpo.window_per_group,
             geometry=geometry,
+            training=geometry,
             inner_epochs=cfg.grpo.inner_epochs,
             seed=cfg.run.seed,
         )
@@ -187,16 +189,23 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
 def _forward_fields(cfg: ForwardRlConfig, schedule: Schedule, trained: Sequence[str], processes: int) -> dict[str, Any]:
     """Return the fields of ForwardRlPlan beyond RunPlan's, with the published defaults of the objective."""
     geometry, forward = make_geometry(cfg, processes), cfg.forward
-    default_scale = {"rvm": 0.1, "nft": 1.0, "awm": 1 / forward.advantage_clip}[forward.objective]
-    default_decay = {"rvm": 0.0, "nft": 0.5, "awm": 0.3}[forward.objective]
+    training = geometry
+    if forward.objective == "best":
+        if geometry.groups % (shares := processes * geometry.updates):
+            needs = f"a multiple of {shares} (processes x updates_per_epoch), got {geometry.groups}"
+            raise ConfigError(f"forward.groups must be {needs}, with objective best; change one of them")
+        training = replace(geometry, group_size=1, batch=1)
+    default_scale = {"rvm": 0.1, "nft": 1.0, "awm": 1 / forward.advantage_clip, "best": 1.0}[forward.objective]
+    default_decay = {"rvm": 0.0, "nft": 0.5, "awm": 0.3, "best": 0.0}[forward.objective]
     anchor_draws = cfg.anchor.draws if cfg.anchor.weight else 0
-    needs_old, needs_base = forward.objective != "rvm" or forward.old_anchor > 0, forward.base_anchor > 0
+    needs_old, needs_base = forward.objective in ("nft", "awm") or forward.old_anchor > 0, forward.base_anchor > 0
     measured = {"from_old": needs_old, "from_base": needs_base, "ratio": forward.objective == "awm"}
     return {
         "active": drawn_steps(cfg, schedule, trained),
-        "backwards_per_update": geometry.forwards_per_update * (forward.draws + anchor_draws),
+        "backwards_per_update": training.forwards_per_update * (forward.draws + anchor_draws),
         "clips_at_once": forward.groups,
         "geometry": geometry,
+        "training": training,
         "inner_epochs": forward.inner_epochs,
         "draws": forward.draws,
         "whole_range": forward.sigmas == "trained_range",

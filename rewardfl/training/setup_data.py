@@ -233,23 +233,25 @@ def add_base_motion(
     store: Cache,
     terms: Sequence[Term],
     resume_point: ResumePoint,
-    samples: Sequence[Sample],
-    generate: Callable[[int, int], tuple[int, Tensor]],
-) -> list[Sample]:
-    """Return the samples, with the base model's motion for rows without a clip, or for all (reward.motion_reference).
+    generate: Callable[[Sequence[Sample], int, int], tuple[int, Tensor]],
+    *tables: Sequence[Sample],
+) -> list[list[Sample]]:
+    """Return the samples of tables, with the base model's motion where `takes_base_motion`. Collective.
 
-    generate: (row, noise) -> (row, the base model's video (3, F, H, W)).
+    generate: (samples of a table, row, noise) -> (row, the base model's video (3, F, H, W)).
     """
-    rows = [i for i, sample in enumerate(samples) if takes_base_motion(cfg, sample.row)]
     sampler = {
         "base": dict(resume_point.base),
         "sample": cfg.sample.model_dump(mode="json"),
         "dtype": cfg.model.dtype,
         "seed": cfg.run.seed,
     }
-    return base_videos.add_motion(
-        store, job, samples, rows, terms, generate, sampler, configuration.count_base_noises(cfg)
-    )
+    noises, completed = configuration.count_base_noises(cfg), []
+    for samples in tables:
+        rows = [i for i, sample in enumerate(samples) if takes_base_motion(cfg, sample.row)]
+        videos = partial(generate, samples)
+        completed.append(base_videos.add_motion(store, job, samples, rows, terms, videos, sampler, noises))
+    return completed
 
 
 def fill_conditions(

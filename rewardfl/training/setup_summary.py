@@ -99,9 +99,10 @@ def _group_arithmetic(grpo: GrpoConfig, plan: FlowGrpoPlan, clips: int | None) -
 
 def _forward_arithmetic(forward: ForwardConfig, plan: ForwardRlPlan, clips: int | None) -> list[str]:
     moments = "any sigma of" if plan.whole_range else "in turn"
+    sample = "group's best sample and of no other" if forward.objective == "best" else "sample"
     lines = [
         *_epoch_lines(plan),
-        f"draws: {plan.draws} of each sample, {moments} steps {list(plan.active)}",
+        f"draws: {plan.draws} of each {sample}, {moments} steps {list(plan.active)}",
         f"objective: {forward.objective}, advantage x {plan.advantage_scale:g}, the old policy keeps up to "
         f"{plan.old_decay:g} of itself per epoch; anchors: old policy {forward.old_anchor:g}, base "
         f"{forward.base_anchor:g}",
@@ -115,7 +116,7 @@ def _epoch_lines(plan: GroupPlan) -> list[str]:
         f"an epoch: {geometry.groups} groups x {geometry.group_size} = {geometry.samples} samples = "
         f"{geometry.forwards} forwards x {geometry.batch} batch x {processes} process{'es' if processes > 1 else ''}",
         f"updates: {geometry.updates} per epoch x {plan.inner_epochs} inner epochs = {plan.updates_per_epoch}, each of "
-        f"{geometry.samples // geometry.updates} samples",
+        f"{plan.training.samples // geometry.updates} samples",
     ]
 
 

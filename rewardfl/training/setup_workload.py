@@ -98,7 +98,7 @@ def _anchor_passes(cfg: RewardFlConfig | GroupRunConfig, plan: RunPlan) -> dict[
     return {expert: cfg.anchor.draws * count / len(plan.anchor_steps) for expert, count in counts.items()}
 
 
-def _times(factor: int, passes: Mapping[str, float]) -> Counter[str]:
+def _times(factor: float, passes: Mapping[str, float]) -> Counter[str]:
     return Counter({expert: factor * count for expert, count in passes.items()})
 
 
@@ -131,13 +131,12 @@ def _flow_grpo(common: Workload, cfg: FlowGrpoConfig, plan: FlowGrpoPlan) -> Wor
 
 def _forward_rl(common: Workload, cfg: ForwardRlConfig, plan: ForwardRlPlan) -> Workload:
     forward, experts = cfg.forward, plan.experts
-    counts = Counter(experts[i] for i in plan.active)
-    passes = {name: forward.inner_epochs * plan.draws * count / len(plan.active) for name, count in counts.items()}
+    draws = forward.inner_epochs * plan.draws * plan.training.samples / plan.geometry.samples  # per video
+    passes = _times(draws / len(plan.active), Counter(experts[i] for i in plan.active))
     kept = 2 + plan.needs_old + plan.needs_base
     return replace(
         _epochs(common, cfg, plan),
-        rollout=_times(plan.forwards_per_velocity, Counter(experts))
-        + (Counter(passes) if plan.needs_old else Counter()),
+        rollout=_times(plan.forwards_per_velocity, Counter(experts)) + (passes if plan.needs_old else Counter()),
         replay=passes,
         backward_passes=passes,
         reference=passes if plan.needs_base else {},
@@ -145,7 +144,7 @@ def _forward_rl(common: Workload, cfg: ForwardRlConfig, plan: ForwardRlPlan) -> 
         group_section="forward",
         latents_kept=dict.fromkeys(("gpu", "cpu"), 1),
         # of each draw: the latents with noise, the target, and the velocities of the other policies
-        latents_of_update=common.batch * plan.geometry.forwards_per_update * plan.draws * kept,
+        latents_of_update=plan.training.batch * plan.training.forwards_per_update * plan.draws * kept,
     )
 
 
@@ -153,7 +152,7 @@ def _epochs(common: Workload, cfg: GroupRunConfig, plan: GroupPlan) -> Workload:
     """Count what all scripts with groups have in common: the videos and anchors of an epoch."""
     samples, per_epoch = plan.geometry.samples, plan.updates_per_epoch
     per_process = samples // common.processes
-    update = f"one update of {samples // plan.geometry.updates} samples, with its share of the rollouts"
+    update = f"one update of {plan.training.samples // plan.geometry.updates} samples, with its share of the rollouts"
     spans = [
         Span(update, samples / per_epoch, per_process / per_epoch),
         Span(f"one epoch of {samples} samples", samples, per_process),
@@ -164,7 +163,7 @@ def _epochs(common: Workload, cfg: GroupRunConfig, plan: GroupPlan) -> Workload:
         spans.append(Span(run, epochs * samples, epochs * per_process))
     return replace(
         common,
-        anchor=_times(cfg.group.inner_epochs, _anchor_passes(cfg, plan)),
+        anchor=_times(cfg.group.inner_epochs * plan.training.samples / samples, _anchor_passes(cfg, plan)),
         samples_in_flight=per_process,
         spans=tuple(spans),
         samples_on=cfg.group.samples_on,

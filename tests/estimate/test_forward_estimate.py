@@ -29,6 +29,9 @@ def test_a_video_costs_its_rollout_and_its_draws():
     assert work["rollout"] == 3 * high.forward_frozen + 5 * low.forward
     assert work["replay forward"] == work["replay recompute"] == 2 * low.forward
     assert work["replay backward"] == 2 * low.backward and work["reference"] == 0
+    best = needs.flops(costs, workload("forward.objective=best", "anchor.weight=1"))
+    assert best["replay forward"] == 2 * low.forward / 8 and best["replay backward"] == 2 * low.backward / 8
+    assert best["rollout"] == work["rollout"] and best["data anchor"] == (low.forward + low.backward) / 8
     nft = needs.flops(costs, workload("forward.objective=nft", "forward.base_anchor=1", "forward.inner_epochs=2"))
     assert nft["rollout"] == work["rollout"] + 4 * low.forward  # by the old policy, at each draw
     assert nft["replay forward"] == 4 * low.forward and nft["reference"] == 4 * low.forward_frozen

@@ -6,6 +6,7 @@ import pytest
 import torch
 from runs import FORWARD_FAST, adapter, call_forward, launch_forward, metrics, table
 
+import train_forward_rl
 from rewardfl.optim import OldPolicy
 from rewardfl.training import checkpoint
 from rewardfl.training.distributed import Distributed
@@ -19,6 +20,7 @@ EPOCHS = [
     "forward.base_anchor=0.01", "forward.old_anchor=0.01", "anchor.weight=0.1", "anchor.measured_clips=2",
     "train.max_steps=8",
 ]  # fmt: skip
+BEST = [*(word for word in EPOCHS if "old_" not in word and "mix" not in word), "forward.objective=best"]
 SHORT = ["train.max_steps=1", "run.sample_videos=0"]
 
 
@@ -56,11 +58,14 @@ def test_a_run_logs_the_distances_between_the_policies(straight):
     assert all(line["policy/misfit_positive"] > 0 and line["policy/misfit_negative"] > 0 for line in lines[1:])
 
 
-def test_a_resumed_run_is_the_same_to_the_bit(straight, held_out, tmp_path):
+@pytest.mark.parametrize("settings", [EPOCHS, BEST], ids=["nft", "best"])
+def test_a_resumed_run_is_the_same_to_the_bit(straight, held_out, tmp_path, settings):
+    if settings is BEST:
+        launch_forward(f"run.output_dir={(straight := tmp_path / 'straight')}", *BEST, *held_out)
     run = shutil.copytree(straight, tmp_path / "run", symlinks=True)
     shutil.rmtree(run / "checkpoints" / "step-000008")
     (run / "checkpoints" / "latest").unlink()
-    launch_forward(f"run.output_dir={run}", *EPOCHS, *held_out)
+    launch_forward(f"run.output_dir={run}", *settings, *held_out)
     assert_same(run, straight, 8)
     states = [checkpoint.load_state(path / "checkpoints" / "step-000008") for path in (run, straight)]
     for mine, theirs in zip(*(state["old_policy"] for state in states), strict=True):
@@ -74,12 +79,12 @@ def test_blocks_in_host_memory_change_nothing(straight, held_out, tmp_path):
     assert_same(run, straight, 8)
 
 
-@pytest.mark.parametrize("objective", ["rvm", "nft", "awm"])
-def test_every_objective_learns_and_begins_on_policy(objective, tmp_path):
-    launch_forward(f"run.output_dir={tmp_path}", *SHORT, f"forward.objective={objective}", "forward.old_anchor=1")
+@pytest.mark.parametrize("objective, anchor", [("rvm", "old"), ("nft", "old"), ("awm", "old"), ("best", "base")])
+def test_every_objective_learns_and_begins_on_policy(objective, anchor, tmp_path):
+    launch_forward(f"run.output_dir={tmp_path}", *SHORT, f"forward.objective={objective}", f"forward.{anchor}_anchor=1")
     (line,) = metrics(tmp_path)
-    assert line["policy/from_old"] == 0  # to the bit: the old policy is the policy
-    assert line.get("policy/ratio") == (1 if objective == "awm" else None) and "policy/from_base" not in line
+    assert line[f"policy/from_{anchor}"] == 0  # to the bit: the old policy, like the base, is the policy
+    assert line.get("policy/ratio") == (1 if objective == "awm" else None) and sum("/from_" in key for key in line) == 1
     assert line["grad_norm"] > 0 and line["policy/deviation"] > 0
 
 
@@ -89,9 +94,7 @@ def test_a_video_is_rolled_out_by_the_old_policy(monkeypatch, tmp_path):
     for number, rate in enumerate(("1e-3", "1e-6")):
         monkeypatch.setattr(OldPolicy, "follow", lambda self, parameters, update: None)
         run = tmp_path / str(number)
-        launch_forward(
-            f"run.output_dir={run}", "run.sample_videos=0", "train.max_steps=2", f"train.learning_rate={rate}"
-        )
+        launch_forward(f"run.output_dir={run}", *SHORT, "train.max_steps=2", f"train.learning_rate={rate}")
         rewards.append(metrics(run)[-1]["reward/score"])
     assert rewards[0] == rewards[1]
 
@@ -101,3 +104,24 @@ def test_a_dead_contrast_ends_the_run(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(Distributed, "step", lambda self, optimizer, parameters, max_norm: 1.0)
     code, _, error = call_forward(monkeypatch, capsys, *FORWARD_FAST, *SHORT, f"run.output_dir={tmp_path}")
     assert code == 3 and "policy/deviation is exactly 0 after an update that had advantages" in error
+
+
+def test_best_is_the_plain_regression_on_the_best_videos(monkeypatch, tmp_path):
+    """Loss and gradient equal autograd of mean((v - (noise - x0))^2), and eight updates fit the first draws."""
+    make, first, expected = train_forward_rl.make_draws, [], []
+
+    def watched_make(*arguments, **settings):
+        draws, old = make(*arguments, **settings)
+        first.extend([] if first else draws)
+        loss, again = (sum((d.velocity(d.x) - d.target).square().mean() / len(of) for d in of) for of in (draws, first))
+        parameters = [p for p in draws[0].velocity.func.model.parameters() if p.requires_grad]
+        norm = sum(gradient.square().sum() for gradient in torch.autograd.grad(loss, parameters)) ** 0.5
+        expected.append([loss.item(), norm.item(), again.item()])
+        return draws, old
+
+    monkeypatch.setattr(train_forward_rl, "make_draws", watched_make)
+    epoch = ["forward.inner_epochs=8", "train.max_steps=8", "run.sample_videos=0"]
+    launch_forward(f"run.output_dir={tmp_path}", "forward.objective=best", *epoch)
+    for line, (loss, norm, _) in zip(metrics(tmp_path), expected, strict=True):
+        assert [line["actor/loss"], line["grad_norm"]] == pytest.approx([loss, norm], rel=1e-4)
+    assert expected[-1][2] < 0.95 * expected[0][2]

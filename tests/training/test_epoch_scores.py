@@ -1,16 +1,18 @@
 """The rewards of an epoch: a sample counts as judged only if all trained rewards have a score for it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from rewardfl.config.schema import GrpoConfig
-from rewardfl.group_plan import Member
+from rewardfl.config.schema import ForwardConfig, GrpoConfig
+from rewardfl.group_plan import Geometry, Member
 from rewardfl.rewards import Reward, RewardError, RewardOutput
 from rewardfl.rewards.scoring import RewardResult, Term, failure
 from rewardfl.training.epoch_scores import score_epoch
-from rewardfl.training.samples import Rollout
+from rewardfl.training.forward_draws import keep_trained
+from rewardfl.training.samples import CleanRollout, Rollout
 
 JOB = SimpleNamespace(
     device="cpu", rank=0, gather=lambda tensors: tensors, gather_lists=lambda items: items, print=print
@@ -35,3 +37,23 @@ def test_a_dead_reward_next_to_a_working_one_leaves_no_judged_sample():
         score(0.5, first=True)
     assert "judged 0 of 2" in score(0.5, first=False).why_nothing
     assert score(0.0, first=True).why_nothing == ""  # only measured
+
+
+def test_best_keeps_one_video_of_each_group_whichever_process_has_it():
+    """A video's number is its position. In group 0 the members 2 and 3 are the best, in group 1 all are equal."""
+    rollouts, sent, yes = [], [], torch.ones(4).bool()
+    for numbers in ((0, 3), (1, 2)):  # the members of two processes
+        members = [Member(0, group, n, 0, 0, 0) for group in (0, 1) for n in numbers]
+        x0 = torch.tensor([[4 * member.group_id + member.member] for member in members])
+        rollouts.append(CleanRollout(members=members, is_requested=yes, conditioning={"n": x0}, schedule=None, x0=x0))
+    terms = [Term(key="", label="score", reward=Reward(), weight=weight, mean=0.0, std=1.0) for weight in (1.0, 2.0)]
+    scores = torch.tensor([[[1.0, 5, 5, 5], [0, 0, 0, 0]], [[4, 3, 5, 5], [0, 1, 0, 0]]])  # by process and term
+    results = [[RewardResult(RewardOutput(each, yes, {}), ~yes) for each in process] for process in scores]
+    group = ForwardConfig(group_size=4, groups=2, objective="best")
+    scored = score_epoch(JOB, terms, results, rollouts, group, {}, 0, first=True)
+    job = SimpleNamespace(rank=0, device="cpu", gather_lists=lambda items: sent.extend(items) or sent)
+    for rollout, advantages in zip(rollouts, scored.advantages, strict=True):
+        share = Geometry(group_size=1, groups=2, spread="spread")
+        videos, share_scores = keep_trained(job, [rollout], replace(scored, advantages=[advantages]), share)
+    assert [[int(video.x0), int(video.conditioning["n"])] for video in videos] == [[2, 2], [4, 4]]
+    assert torch.cat(share_scores.advantages).tolist() == [1, 0] and scored.metrics["group/zero_variance"] == 0.5

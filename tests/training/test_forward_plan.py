@@ -23,13 +23,15 @@ def test_the_steps_of_the_trained_expert_are_drawn():
     assert run.backwards_per_update == 64 * (2 + 3) and run.count_steps(100) == 180
     assert resolve("forward.sigmas=[4, 6]").active == (4, 6)
     assert resolve("forward.sigmas=trained_range").whole_range
+    best = resolve("forward.objective=best", "anchor.draws=3", processes=2)  # 32 groups
+    assert best.backwards_per_update == 8 * (2 + 3) and best.training.samples == 32
     both = resolve("model.trainable_models=dit,dit2", "forward.sigmas=[2, 3]", "anchor.weight=0")
     assert both.active == (2, 3)
 
 
 @pytest.mark.parametrize("settings, scale, decay", [
     ((), 0.1, 0.0), (("forward.objective=awm", "forward.advantage_clip=4"), 0.25, 0.3),
-    (("forward.objective=nft", "forward.allow_distilled=true"), 1.0, 0.5),
+    (("forward.objective=nft", "forward.allow_distilled=true"), 1.0, 0.5), (("forward.objective=best",), 1.0, 0.0),
     (("forward.advantage_scale=0.5", "forward.old_decay=0.9"), 0.5, 0.9),
 ])  # fmt: skip
 def test_defaults_are_the_objectives(settings, scale, decay):
@@ -45,8 +47,10 @@ def test_defaults_are_the_objectives(settings, scale, decay):
     (["model.trainable_models=dit,dit2", "forward.sigmas=[4]"], ["high_noise answers at none of the steps [4]"]),
     (["forward.mix=0.1"], ["forward.mix is for objective nft, got objective rvm; remove it"]),
     (["forward.clip_range=0.2"], ["forward.clip_range is for objective awm"]),
-    (["forward.objective=nft", "forward.allow_distilled=true", "forward.advantage_scale=1"], ["nft divides by"]),
-    (["forward.old_decay_rate=0.1"], ["do nothing with old_decay 0, rvm's default"]),
+    (["forward.objective=nft", "forward.allow_distilled=true", "forward.advantage_scale=1"], ["for objective rvm"]),
+    (["forward.objective=best", "forward.advantage_clip=1"], ["advantage_clip is for objective rvm, nft and awm, got"]),
+    (["forward.objective=best", "forward.groups=3"], ["a multiple of 2 (processes x updates_per_epoch), got 3"]),
+    (["forward.old_decay_rate=0.1"], ["do nothing with old_decay 0, rvm's and best's default"]),
     (["forward.old_decay=0", "forward.old_decay_start=3"], ["do nothing with old_decay 0"]),
     (["train.max_steps=3"], ["train.max_steps must be whole epochs of 2 updates, got 3; try 2 or 4"]),
     (["forward.groups=3", "train.per_device_train_batch_size=5"], ["forward.groups, group_size, updates_per_epoch"]),
