@@ -36,7 +36,7 @@ SIZE = ("height", "width")  # the columns of a row's own size
 # of metadata.csv; prompt is required
 COLUMNS = ("video", "prompt", "image", "photos", "negative_prompt", "reference_video", *SIZE, "person")
 ALIASES = {"input_image": "image"}  # other names of columns
-PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")  # of the files of a folder of photos
+PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")  # suffixes of photos in a folder
 PATHS = ("video", "image", "reference_video")  # the columns that name files
 REFERENCE_FRAMES = 2  # smallest number in a reference video: a face pool leaves out the first
 LONGEST_SIDE = 16_384  # in pixels, as data.height
@@ -218,7 +218,7 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
 
 
 def _photo_files(cell: str, folder: Path) -> tuple[Path, ...]:
-    """Return the pictures that a cell names, each once, those of a folder in the order of their names."""
+    """Return the pictures that a cell names, each once, a folder's in the order of their names."""
     names = [cell] if (folder / cell).exists() else [name.strip() for name in cell.split(";")]
     paths: list[Path] = []
     for path in [folder / name for name in names if name]:
@@ -228,7 +228,7 @@ def _photo_files(cell: str, folder: Path) -> tuple[Path, ...]:
 
 
 def assign_images(rows: Sequence[Row], seed: int) -> list[Row]:
-    """Return the rows, of which each with photos and without a clip or an image starts from a photo.
+    """Return the rows. Each that has photos, and neither a clip nor an image, starts from a photo.
 
     The rows of one person take the photos in turn; the seed draws the first one.
     """
@@ -416,7 +416,7 @@ def load_example(
 
 
 def load_pictures(row: Row) -> list[Tensor]:
-    """Load Row.pictures, (3, H, W) in [-1, 1], each of its own size, or shrunk to LONGEST_PHOTO pixels on a side.
+    """Load Row.pictures, (3, H, W) in [-1, 1], each at its size, or shrunk to LONGEST_PHOTO pixels on a side.
 
     Raise the DataErrors of read_picture.
     """

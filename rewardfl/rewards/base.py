@@ -111,9 +111,9 @@ class Reward(nn.Module):
         return {}
 
     def reference_from_photos(self, photos: Sequence[Tensor], prompt: str = "") -> dict[str, Tensor] | None:
-        """Return `reference` of photos of one person, (3, H, W) in [-1, 1] each of its own size, at least one.
+        """Return `reference` of photos of one person, (3, H, W) in [-1, 1] each at its size, at least one.
 
-        By default it is that of the first. Raise PhotoError for photos that cannot be used.
+        By default the first photo counts. Raise PhotoError for photos that cannot be used.
         """
         return self.reference(photos[0][:, None].repeat(1, 2, 1, 1), prompt)
 

@@ -36,9 +36,9 @@ def missing_columns(row: data.Row, needs: Mapping[str, str]) -> list[str]:
     """Return in words which `needs`, {key of a reward: Reward.comparison}, the row lacks."""
     columns = {"clip": "video or reference_video", "picture": "photos, image, video or reference_video"}
     return [
-        f"{key} compares with a {kind}, and the row names none ({columns[kind]})"
-        for key, kind in needs.items()
-        if kind in columns and kind not in row.offers
+        f"{key} compares with a {source}, and the row names none ({columns[source]})"
+        for key, source in needs.items()
+        if source in columns and source not in row.offers
     ]
 
 
@@ -69,7 +69,7 @@ def takes_base_motion(cfg: AnyConfig, row: data.Row) -> bool:
 
 
 def check_caps(rows: Sequence[data.Row], rewards: Sequence[ResolvedReward]) -> None:
-    """Raise DataError where a face reward's cap is the self-similarity, and each row has one picture alone."""
+    """Raise DataError if a face reward's cap is the self-similarity, and each row has only one picture."""
     measured = [
         spec
         for spec, cls in rewards

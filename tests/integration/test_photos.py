@@ -72,8 +72,8 @@ def test_a_resumed_run_is_the_same(tmp_path):
         launch(*settings, f"run.output_dir={tmp_path / 'resumed'}", f"train.max_steps={steps}")
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     assert metrics(straight) == metrics(resumed)
-    mine, theirs = adapter(straight, 2), adapter(resumed, 2)
-    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    before, after = adapter(straight, 2), adapter(resumed, 2)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 REFUSED = {
@@ -125,7 +125,7 @@ def test_two_processes_are_one(tmp_path):
     launch(*common, *folders[0], "train.gradient_accumulation_steps=4")
     done = launch(*common, *folders[1], "train.gradient_accumulation_steps=2", processes=2)
     assert (tmp_path / "2" / "metrics.jsonl").exists(), done.stderr[-3000:]
-    (one,), (two,) = metrics(tmp_path / "1"), metrics(tmp_path / "2")
-    assert one.keys() == two.keys()
+    (single,), (shared,) = metrics(tmp_path / "1"), metrics(tmp_path / "2")
+    assert single.keys() == shared.keys()
     for name in ("grad_norm", "reward/mean", "reward/motion_speed", "reward/flow/ratio", "reward/held_out/flow"):
-        assert two[name] == pytest.approx(one[name], rel=1e-4), name
+        assert shared[name] == pytest.approx(single[name], rel=1e-4), name

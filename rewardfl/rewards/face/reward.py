@@ -108,7 +108,7 @@ class FaceIdentityReward(Reward):
     def reference_from_photos(self, photos: Sequence[Tensor], prompt: str = "") -> dict[str, Tensor] | None:
         """Return the pool of a person's photos, of the largest face of each, without motion (NaN).
 
-        The cap is the photos' mean pairwise cosine; that of one photo is NaN until `complete`. Raise PhotoError for a
+        The cap is the photos' mean pairwise cosine, and NaN for one photo until `complete`. Raise PhotoError for a
         photo without a face, and for one whose median cosine with the others is below SAME_PERSON.
         """
         embeddings = [self.identity.embed_photo(photo, self.min_face_size) for photo in photos]

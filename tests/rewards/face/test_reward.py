@@ -127,15 +127,15 @@ def test_photos_are_a_pool(reward):
 
 
 def test_one_photo_takes_the_median_cap(reward):
-    one, references = reward.reference_from_photos([REAL[:, 1]]), [reward.reference(REAL), None]
-    assert one["cap"].isnan()
+    single, references = reward.reference_from_photos([REAL[:, 1]]), [reward.reference(REAL), None]
+    assert single["cap"].isnan()
     capped = with_cap(reward, "self_similarity")
     others = [references[0] | {"cap": torch.tensor([cap])} for cap in (0.5, 0.9, 0.6)]
-    completed = capped.complete([one, *others, None])
+    completed = capped.complete([single, *others, None])
     assert completed[0]["cap"].item() == pytest.approx(0.6) and completed[1:] == [*others, None]
     with pytest.raises(RewardError, match="reward.cap: self_similarity takes two photos of a person"):
-        capped.complete([one, one])
-    assert with_cap(reward, 0.8).complete([one]) == [one]
+        capped.complete([single, single])
+    assert with_cap(reward, 0.8).complete([single]) == [single]
 
 
 def test_photos_of_nobody_and_of_another_person_are_named(reward, monkeypatch):
