@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from rewardfl.training.clip_scan import load_sized_example
 BLOCK, STILL = 8, 4.0  # the side of a block in pixels; a still's blocks change by fewer levels of 255
 REPEATED = 0.25  # a repeated frame changes less than this share of what frames that move do
 COMPARED_FRAMES = 16  # frames of a clip whose faces are compared
+CUT_FACE = 0.05  # share of a face's width that a crop may cut off
 STRANGE = 0.25  # a warning from this share of them with another face than the first's
 # required keys of a configuration for --data, which has none
 REQUIRED = {"run": {"output_dir": "-"}, "model": {"model_paths": "-"}, "reward": {"reward_model_path": "-"}}
@@ -50,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     backbone = backbones.describe(cfg.model.model_name, Source(model_paths=cfg.model.model_paths))
     backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
     rows = data.load_metadata(cfg.data.file_name)
+    rows = data.assign_images(rows, cfg.run.seed) if backbone.takes_image else rows
     faces = face.FaceIdentity(args.faces, cfg.reward.det_size).to(device) if args.faces else None
     check = partial(inspect, settings=cfg.data, backbone=backbone, faces=faces, device=device)
     with ThreadPoolExecutor(4) as pool:
@@ -81,11 +84,17 @@ def inspect(
     report.size = example.size
     videos = {} if example.video is None else {"video": example.video}
     report.warnings += motion_warnings(videos["video"]) if videos else []
-    if faces is None or row.reference is None:
+    if faces is None:
+        return report
+    if row.photos:
+        photos = [photo.to(device) for photo in data.load_pictures(row)]
+        report.problems += [f"{row.pictures[i]}: {why}" for i, why in faces.photo_pool(photos)[1].items()]
+    if row.reference is None:
         return report
     if row.image is not None and example.image is not None:
         (detections,) = faces.detector.detect(example.image[None].to(device))
         report.warnings += [] if len(detections.boxes) else ["image: no face in the picture"]
+        report.warnings += crop_warnings(row.image, example.size, faces, device)
     for column, clip in (videos | ({"reference_video": example.reference} if row.reference_video else {})).items():
         report.warnings += cut_warnings(column, faces.similarity_to_first(pick_frames(clip).to(device)))
     reference = example.reference
@@ -94,6 +103,24 @@ def inspect(
     elif missing := int((~pool.detected).sum()):
         report.warnings.append(f"{row.reference.name}: its face is lost in {missing} of {len(pool.detected)} frames")
     return report
+
+
+def crop_warnings(image: Path, size: tuple[int, int], faces: face.FaceIdentity, device: torch.device) -> list[str]:
+    """Return a warning if the crop of a picture to the video's `size` (height, width) cuts its largest face."""
+    picture = data.to_float(data.read_picture(image)[None])
+    (detections,) = faces.detector.detect(picture.transpose(0, 1).to(device))
+    if not len(detections.boxes):
+        return []
+    height, width = picture.shape[2:]
+    scale = max(size[0] / height, size[1] / width)
+    kept = size[1] / scale, size[0] / scale  # of the picture's width and height
+    left, top, right, bottom = detections.boxes[0].tolist()
+    across, down = (width - kept[0]) / 2, (height - kept[1]) / 2  # cut off at each side
+    cut = max(across - left, right - width + across, down - top, bottom - height + down)
+    if cut <= CUT_FACE * (right - left):
+        return []
+    words = f"the middle {kept[0]:.0f} x {kept[1]:.0f} of {width} x {height} pixels (width x height) is taken"
+    return [f"image: the crop cuts the face of {image.name}: {words}; crop it yourself, or set data.max_pixels"]
 
 
 def pick_frames(clip: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, CROP_SIZE, Faces, alig
 from rewardfl.rewards.face.detect import FaceDetector
 from rewardfl.rewards.face.onnx_module import OnnxModule
 from rewardfl.rewards.face.pack import is_sface, pack_files
-from rewardfl.rewards.face.track import Embeddings, Track, first_frame, follow_first, follow_known
+from rewardfl.rewards.face.track import SAME_PERSON, Embeddings, Track, first_frame, follow_first, follow_known
 from rewardfl.rewards.face.vary import clip_seed, vary_crops
 
 
@@ -125,6 +125,24 @@ class FaceIdentity(nn.Module):
             if not len(faces.scores) or faces.boxes[0, 2] - faces.boxes[0, 0] < min_width:
                 return None
             return self._embed(frames, faces.landmarks[:1])[0]
+
+    def photo_pool(self, photos: Sequence[Tensor], min_width: float = 0.0) -> tuple[Tensor, dict[int, str]]:
+        """Return (embeddings (P, D) of the photos with a face, {place of an unusable photo: why}).
+
+        A photo shows another person if the median of its cosines with the others is below SAME_PERSON.
+        """
+        embeddings = [self.embed_photo(photo, min_width) for photo in photos]
+        shown = [i for i, embedding in enumerate(embeddings) if embedding is not None]
+        width = f" at least {min_width:g} pixels wide (min_face_size)" if min_width else ""
+        problems = {i: f"no face{width} was found in it" for i in range(len(photos)) if i not in shown}
+        if not shown:
+            return torch.zeros(0, 1), problems
+        pool = torch.stack([embedding for embedding in embeddings if embedding is not None])
+        cosines = (pool @ pool.T).cpu().fill_diagonal_(math.nan)
+        for i, median in zip(shown, cosines.nanquantile(0.5, dim=1).tolist(), strict=True):
+            if median < SAME_PERSON:
+                problems[i] = f"shows another person (median cosine {median:.2f} with the other photos)"
+        return pool, dict(sorted(problems.items()))
 
     def score(self, video: Tensor, pool: Tensor) -> FaceScore | None:
         """Return the score of one person; see `scores`."""

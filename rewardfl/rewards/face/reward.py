@@ -23,7 +23,7 @@ from rewardfl.rewards.base import (
 from rewardfl.rewards.face.align import to_frames
 from rewardfl.rewards.face.identity import FaceIdentity, FaceScore, self_similarity
 from rewardfl.rewards.face.pack import PackFolder
-from rewardfl.rewards.face.track import MIN_MOTION, SAME_PERSON, track_largest
+from rewardfl.rewards.face.track import MIN_MOTION, track_largest
 
 PARTS = ("face_score", "cap", "coverage", "motion_speed", "motion_nonrigid", "motion")
 _NUMBERS = ("cap", "speed", "nonrigid", "coverage")  # of a FacePool
@@ -111,17 +111,9 @@ class FaceIdentityReward(Reward):
         The cap is the photos' mean pairwise cosine, and NaN for one photo until `complete`. Raise PhotoError for a
         photo without a face, and for one whose median cosine with the others is below SAME_PERSON.
         """
-        embeddings = [self.identity.embed_photo(photo, self.min_face_size) for photo in photos]
-        shown = [i for i, embedding in enumerate(embeddings) if embedding is not None]
-        problems = {i: self.nothing_found + " it" for i in range(len(photos)) if i not in shown}
-        pool = torch.stack([embedding for embedding in embeddings if embedding is not None]) if shown else torch.ones(0)
-        if len(shown) > 1:
-            cosines = (pool @ pool.T).cpu().fill_diagonal_(math.nan)
-            for i, median in zip(shown, cosines.nanquantile(0.5, dim=1).tolist(), strict=True):
-                if median < SAME_PERSON:
-                    problems[i] = f"shows another person (median cosine {median:.2f} with the other photos)"
+        pool, problems = self.identity.photo_pool(photos, self.min_face_size)
         if problems:
-            raise PhotoError(dict(sorted(problems.items())))
+            raise PhotoError(problems)
         cap = self_similarity(pool) if len(pool) > 1 else math.nan
         numbers = {name: torch.tensor([cap if name == "cap" else math.nan]) for name in _NUMBERS}
         return {"embeddings": pool, "owner": torch.zeros(len(pool), dtype=torch.int64)} | numbers
