@@ -34,7 +34,7 @@ from rewardfl.files import is_control
 
 SIZE = ("height", "width")  # the columns of a row's own size
 # of metadata.csv; prompt is required
-COLUMNS = ("video", "prompt", "image", "photos", "negative_prompt", "reference_video", *SIZE, "person")
+COLUMNS = ("video", "prompt", "image", "negative_prompt", "reference_video", *SIZE, "person", "photos")
 ALIASES = {"input_image": "image"}  # other names of columns
 PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")  # suffixes of photos in a folder
 PATHS = ("video", "image", "reference_video")  # the columns that name files

@@ -134,3 +134,22 @@ def test_the_examples_are_what_is_read():
     rows = data.load_metadata(ROOT / "examples" / "metadata.csv")
     assert all(not row.problem and row.prompt for row in rows)
     assert any(row.image for row in rows) and any(row.reference_video for row in rows)
+
+
+@pytest.mark.slow(4)
+def test_photos_and_their_crops(tmp_path):
+    """A photo of another person is a problem; a crop that cuts the face of a row's first frame is a warning."""
+    photos = WORLD / "train" / "photos"
+    names = ["003/0", "003/1", "003/2", "006/0"]
+    lines = [
+        f"x,,{photos}/003,",
+        f"x,,{';'.join(f'{photos}/{name}.jpg' for name in names)},",
+        f"x,{photos}/003/1.jpg,,",
+    ]
+    (tmp_path / "metadata.csv").write_text("\n".join(["prompt,image,photos,person", *lines]))
+    pack = ("--faces", WORLD / "faces" / "inner_face")
+    first, *rest = check(tmp_path / "metadata.csv", *pack, "data.max_pixels=6400", expect=2)
+    assert first.startswith(f"line 3: problem: {photos}/006/0.jpg: shows another person (median cosine ")
+    assert rest == ["3 rows: 2 can be used, 1 cannot", "80 x 80 (height x width): 2 rows"]
+    wide = check(tmp_path / "metadata.csv", *pack, "data.height=48", "data.width=80", expect=2)
+    assert any(line.startswith("line 4: warning: image: the crop cuts the face of 1.jpg: the middle ") for line in wide)
