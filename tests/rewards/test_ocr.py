@@ -250,7 +250,7 @@ def test_tools_refuse_rows_without_text(engine):
     term = Term(key="reward.others.text", label="text", reward=ocr.Ocr(), weight=0, mean=0, std=1)
     with pytest.raises(data.DataError, match=r"2 of 2 rows .*\nline 2: reward.others.text: the prompt quotes no text"):
         check_rows(rows, cfg.data, [term], None, quiet=True)
-    (problem,) = missing_references(cfg, rows[0], [term])
+    (problem,) = missing_references(rows[0], [term])
     assert problem.startswith("reward.others.text: the prompt quotes no text; ")
 
 
