@@ -13,12 +13,17 @@ from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, align, similarity_tran
 PATCHES = {"eyes": (slice(34, 70), slice(18, 94)), "mouth": (slice(78, 108), slice(30, 82))}
 
 
+def grey_patches(frames: Tensor, landmarks: Tensor) -> dict[str, Tensor]:
+    """Return the grey patches (F, h, w) of frames (F, 3, H, W) in [-1, 1] by landmarks (F, 5, 2), with gradient."""
+    grey = align(frames.float(), similarity_transform(landmarks, ARCFACE_TEMPLATE)).mean(1)
+    return {name: grey[:, rows, columns] for name, (rows, columns) in PATCHES.items()}
+
+
 @torch.no_grad()
 def cut_patches(frames: Tensor, landmarks: Tensor) -> dict[str, Tensor]:
-    """Return the grey patches (F, h, w) uint8 of frames (F, 3, H, W) in [-1, 1] by landmarks (F, 5, 2)."""
-    crops = align(frames.float(), similarity_transform(landmarks, ARCFACE_TEMPLATE))
-    grey = (crops.mean(1).clamp(-1, 1) * 127.5 + 127.5).round().to(torch.uint8).cpu()
-    return {name: grey[:, rows, columns] for name, (rows, columns) in PATCHES.items()}
+    """Return `grey_patches` as levels (F, h, w) uint8 on the CPU."""
+    patches = grey_patches(frames, landmarks)
+    return {name: (patch.clamp(-1, 1) * 127.5 + 127.5).round().to(torch.uint8).cpu() for name, patch in patches.items()}
 
 
 def compare_look(generated: dict[str, Tensor], real: dict[str, Tensor]) -> float:
