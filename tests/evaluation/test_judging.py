@@ -25,6 +25,7 @@ from rewardfl.evaluation.report import pictures
 from rewardfl.evaluation.report.report_page import format_report
 from rewardfl.outputs import MARK
 from rewardfl.rewards import face
+from rewardfl.rewards.face.look import mouth_movement
 from rewardfl.rewards.pixels.video_motion import video_motion
 from rewardfl.weights.shards import InputError
 from rewardfl_tools import evaluate
@@ -230,6 +231,9 @@ def test_the_real_clips_motion_is_taken_of_its_own_frames():
         pool.cap
     )
     assert figures["held_out/speed"] == pool.speed and figures["canary/saturation"] > 0
+    assert figures["motion/mouth"] == mouth_movement(kept["look/mouth"]) and "motion/silent_mouth" not in figures
+    silent = judging.judge_video(judges, example.video, kept | {"look/mouth": kept["look/mouth"][:1]})["figures"]
+    assert silent["motion/silent_mouth"] == figures["motion/mouth"] and "motion/mouth" not in silent
     assert 10 < record["face_width"] < 64 and record["size"] == [64, 64]
     nobody = data.Example(
         size=(64, 64), video=torch.zeros(3, 9, 64, 64), image=torch.zeros(3, 64, 64),

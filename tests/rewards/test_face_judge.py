@@ -63,6 +63,9 @@ def test_figures_are_of_the_8_bit_frames_over_the_real_clips(judge):
         assert found[name] == pytest.approx(made[name] / real[name], rel=1e-5)
     assert found["reversals"] == pytest.approx(made["reversals"] - real["reversals"], abs=1e-5)
     assert valid and math.isfinite(found["face_flow"])
+    moving = dict.fromkeys(("displacement", "lk_flow", "mouth"), torch.tensor(2.0))
+    ratios, generated = parts(judge, GENERATED, judge.reference(REAL) | moving)[0], judge.reference(GENERATED)
+    assert all(ratios[name] == pytest.approx(generated[name].item() / 2) for name in moving)
     levels = ((GENERATED + 1) * 127.5).round()
     nudged = (levels + 0.4 * (torch.rand(levels.shape) - 0.5)).clamp(0, 255) / 127.5 - 1  # nobody could show it
     assert parts(judge, nudged, judge.reference(REAL))[0]["sharpness"] == found["sharpness"]
