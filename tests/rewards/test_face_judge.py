@@ -8,8 +8,10 @@ from face_nets import SIZE, clip, magenta_pack
 
 from rewardfl import data, rewards
 from rewardfl.rewards import FaceIdentityReward
+from rewardfl.rewards.face.look import cut_patches, mouth_movement
 from rewardfl.rewards.face.reward import PARTS
 from rewardfl.rewards.pixels.artifacts import measure_artifacts
+from rewardfl.rewards.pixels.optical_flow import damped_flow
 from rewardfl.rewards.pixels.video_motion import video_motion
 
 MOUTH = [0.0, 0.1, 0.3, 0.2]
@@ -64,8 +66,12 @@ def test_figures_are_of_the_8_bit_frames_over_the_real_clips(judge):
     assert found["reversals"] == pytest.approx(made["reversals"] - real["reversals"], abs=1e-5)
     assert valid and math.isfinite(found["face_flow"])
     moving = dict.fromkeys(("displacement", "lk_flow", "mouth"), torch.tensor(2.0))
-    ratios, generated = parts(judge, GENERATED, judge.reference(REAL) | moving)[0], judge.reference(GENERATED)
-    assert all(ratios[name] == pytest.approx(generated[name].item() / 2) for name in moving)
+    ratios, own = parts(judge, GENERATED, judge.reference(REAL) | moving)[0], judge.reference(GENERATED)
+    flow, mouth = (
+        damped_flow(GENERATED),
+        mouth_movement(cut_patches(GENERATED.transpose(0, 1), own["landmarks"][0])["mouth"]),
+    )
+    assert [2 * ratios[name] for name in moving] == pytest.approx([own["displacement"].item(), flow, mouth])
     levels = ((GENERATED + 1) * 127.5).round()
     nudged = (levels + 0.4 * (torch.rand(levels.shape) - 0.5)).clamp(0, 255) / 127.5 - 1  # nobody could show it
     assert parts(judge, nudged, judge.reference(REAL))[0]["sharpness"] == found["sharpness"]
