@@ -30,7 +30,7 @@ _LEAST = {
     "flow": 0.05, "face_flow": 0.05, "pixel_change": MIN_CHANGE, "sharpness": 0.1, "saturation": 2 / 255, "grid": 0.0,
     "displacement": 1.0, "lk_flow": MIN_FLOW, "mouth": MOUTH_MOVES,
 }  # fmt: skip
-Patches = dict[str, Tensor]  # of `cut_patches`
+Patches = dict[str, Tensor]  # as `cut_patches` returns them
 DIFFERENCES = ("reversals", "red", "green", "blue")  # figures minus the real clip's
 
 

@@ -207,7 +207,7 @@ def expression_changes(frames: Tensor, landmarks: Tensor) -> dict[str, Tensor]:
         squares = squares - squares.mean(1, keepdim=True)
         squares = squares - squares.mean(0)
         time = torch.arange(len(squares), device=squares.device).to(squares) - (len(squares) - 1) / 2
-        line = time[:, None] * (time @ squares) / time.square().sum().clamp(min=0.5)  # a single frame has none
+        line = time[:, None] * (time @ squares) / time.square().sum().clamp(min=0.5)  # 0 for a single frame
         changes[name] = ((squares - line).square().mean() + 1e-8).sqrt()  # 1e-8: sqrt has no gradient at 0
     return changes
 

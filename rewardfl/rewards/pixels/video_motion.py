@@ -21,10 +21,10 @@ DIRECTED = 0.01  # mean pixels per frame; below it a flow field is Farneback's n
 
 
 def video_motion(frames: np.ndarray, boxes: np.ndarray | None = None) -> dict[str, float]:
-    """Measure a clip (F, H, W, 3) uint8: `mean_flow`, `pixel_change`, `sharpness`, `reversals`, and those of faces.
+    """Measure a clip (F, H, W, 3) uint8: `mean_flow`, `pixel_change`, `sharpness`, `reversals`, and two of faces.
 
     boxes: (F, 4) left, top, right, bottom of its face in pixels, or (K, F, 4) of K faces. face_flow is the mean of
-    their `mean_flow_inside`. displacement is that of the sum of all fields, in pixels per clip: shimmer cancels. A
+    their `mean_flow_inside`, and so is displacement of the sum of all fields, in pixels per clip: shimmer cancels. A
     figure is NaN where there is nothing to measure.
     """
     fields = flow_fields(frames)
