@@ -38,6 +38,7 @@ Values = dict[ClipKey, float]  # of one figure of one arm, without clips that la
 
 # compared by their ratio: motion of pixels, of a recogniser's landmarks, and canaries
 RATIOS = {"flow", "face_flow", "pixel_change", "sharpness", "speed", "nonrigid", "grid", "saturation"}
+RATIOS |= {"displacement", "lk_flow", "mouth"}
 
 FROZEN = 0.5  # a clip is frozen below this share of the base's non-rigid motion
 

@@ -15,9 +15,10 @@ from rewardfl.config.schema import SharedRewardConfig
 from rewardfl.evaluation.records import FACE
 from rewardfl.rewards import RewardError, build_terms, face
 from rewardfl.rewards.base import NONFINITE
-from rewardfl.rewards.face.look import compare_look, cut_patches
+from rewardfl.rewards.face.look import MOUTH_MOVES, compare_look, cut_patches, mouth_movement
 from rewardfl.rewards.face.pack import file_hashes
 from rewardfl.rewards.pixels.artifacts import measure_artifacts
+from rewardfl.rewards.pixels.optical_flow import damped_flow
 from rewardfl.rewards.pixels.video_motion import video_motion
 from rewardfl.rewards.registry import ResolvedReward
 from rewardfl.rewards.scoring import Term, score_safely
@@ -172,8 +173,11 @@ def judge_video(judges: Judges, video: Tensor, references: References, *, keep_v
     if main is not None:
         patches = cut_patches(video.transpose(0, 1), main.landmarks)
         figures["look/face"] = compare_look(patches, {name: references[f"look/{name}"] for name in patches})
+        talks = mouth_movement(references["look/mouth"]) >= MOUTH_MOVES  # in the real clip
+        figures["motion/mouth" if talks else "motion/silent_mouth"] = mouth_movement(patches["mouth"])
     motion = video_motion(frames, None if main is None else main.boxes.numpy())
     figures |= {f"motion/{name}": value for name, value in motion.items()}
+    figures["motion/lk_flow"] = damped_flow(video)
     figures |= {f"canary/{name}": value for name, value in measure_artifacts(frames, judges.periods).items()}
     figures |= _reward_figures(judges.terms, video, references)
     record["figures"] = finite(figures)

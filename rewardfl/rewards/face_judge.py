@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -15,19 +14,23 @@ from rewardfl.copies import to_host
 from rewardfl.rewards.base import Reference, RewardOutput
 from rewardfl.rewards.face.align import to_frames
 from rewardfl.rewards.face.identity import FaceScore
-from rewardfl.rewards.face.look import PATCHES, compare_look, cut_patches
+from rewardfl.rewards.face.look import MOUTH_MOVES, PATCHES, compare_look, cut_patches, mouth_movement
 from rewardfl.rewards.face.pack import PackFolder
 from rewardfl.rewards.face.reward import FaceIdentityReward, ratio
 from rewardfl.rewards.face.track import track_largest
-from rewardfl.rewards.pixels.artifacts import GRAIN, measure_artifacts
+from rewardfl.rewards.pixels.artifacts import GRAIN, mean, measure_artifacts
 from rewardfl.rewards.pixels.motion import MIN_CHANGE
+from rewardfl.rewards.pixels.optical_flow import DAMPED, MIN_FLOW, damped_flow
 from rewardfl.rewards.pixels.video_motion import FARNEBACK, LONG_SIDE, video_motion
 
 # Figures over the real clip's. A real clip with less than this gives no ratio, which would divide by noise: pixels per
-# frame; share of 255; levels of 255 squared; two levels of 255, the difference of a grey clip's channels after a codec.
+# frame; share of 255; levels of 255 squared; two levels of 255, the difference of a grey clip's channels after a codec;
+# pixels per clip and per shrunk frame.
 _LEAST = {
     "flow": 0.05, "face_flow": 0.05, "pixel_change": MIN_CHANGE, "sharpness": 0.1, "saturation": 2 / 255, "grid": 0.0,
+    "displacement": 1.0, "lk_flow": MIN_FLOW, "mouth": MOUTH_MOVES,
 }  # fmt: skip
+Patches = dict[str, Tensor]  # as `cut_patches` returns them
 DIFFERENCES = ("reversals", "red", "green", "blue")  # figures minus the real clip's
 
 
@@ -37,7 +40,8 @@ class FaceJudge(FaceIdentityReward):
     It adds these parts, measured on the 8-bit frames on the CPU, also where the generated clip shows no face:
 
     - over the real clip's, NaN where that is too small: flow, mean optical flow of the frame; face_flow, within the
-      face's box, mean over people; pixel_change; sharpness; saturation. Also grid, without that limit.
+      face's box, and displacement, both means over people; lk_flow, `damped_flow`; mouth, mean of `mouth_movement`;
+      pixel_change; sharpness; saturation. Also grid, without that limit.
     - minus the real clip's: reversals, in [-2, 2], above 0 for a clip that trembles more; red, green, blue, in [-1, 1].
     - look, in [-1, 1]: similarity of eyes and mouth to the real clip's (face/look.py), mean over people.
 
@@ -71,8 +75,8 @@ class FaceJudge(FaceIdentityReward):
         pool = super().reference(video, prompt)
         if pool is None:
             return None
-        figures = self._measure(video, pool["boxes"].numpy())
         people = [cut_patches(video.transpose(0, 1), landmarks) for landmarks in pool["landmarks"]]
+        figures = self._measure(video, list(pool["boxes"]), people)
         patches = {f"look/{name}": torch.stack([person[name] for person in people]) for name in PATCHES}
         return pool | patches | {name: torch.tensor(value) for name, value in figures.items()}
 
@@ -87,14 +91,16 @@ class FaceJudge(FaceIdentityReward):
         track = track_largest(self.identity.detector.detect(to_frames(video)))
         if reference is None:
             return None
-        figures = self._measure(video, None if track is None else track.boxes[None].numpy())
+        tracks = [] if track is None else [track]
+        people = [cut_patches(video.transpose(0, 1), track.landmarks) for track in tracks]
+        figures = self._measure(video, [track.boxes for track in tracks], people)
         return {**reference, **{name: torch.tensor(value) for name, value in figures.items()}}
 
     def fingerprint(self) -> dict[str, object]:
-        """Return face_identity's fingerprint with the settings of flow, grid and look."""
+        """Return face_identity's fingerprint with the settings of flows, grid and look."""
         look = {name: str(patch) for name, patch in PATCHES.items()}
-        measures = {"flow": [*FARNEBACK, LONG_SIDE], "grid": [self.grid_period, GRAIN], "look": look}
-        return super().fingerprint() | measures
+        flows = {"flow": [*FARNEBACK, LONG_SIDE], "lk_flow": DAMPED}
+        return super().fingerprint() | flows | {"grid": [self.grid_period, GRAIN], "look": look}
 
     @torch.no_grad()
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
@@ -103,26 +109,31 @@ class FaceJudge(FaceIdentityReward):
     def measured(
         self, video: Tensor, faces: Sequence[FaceScore | None], reference: Mapping[str, Tensor]
     ) -> dict[str, float]:
-        boxes = [face.boxes.numpy() for face in faces if face is not None]
-        figures = self._measure(video, np.stack(boxes) if boxes else None)
+        shown = [face for face in faces if face is not None]
+        people = [cut_patches(video.transpose(0, 1), face.landmarks) for face in shown]
+        figures = self._measure(video, [face.boxes for face in shown], people)
         real = {name: float(reference[name]) for name in figures}
         ratios = {name: ratio(figures[name], real[name], least) for name, least in _LEAST.items()}
         differences = {name: figures[name] - real[name] for name in DIFFERENCES}
-        return ratios | differences | {"look": self._look(video, faces, reference)}
+        return ratios | differences | {"look": self._look(faces, people, reference)}
 
-    def _look(self, video: Tensor, faces: Sequence[FaceScore | None], reference: Mapping[str, Tensor]) -> float:
+    def _look(
+        self, faces: Sequence[FaceScore | None], people: Sequence[Patches], reference: Mapping[str, Tensor]
+    ) -> float:
         """Return the mean look of the people; a person who is not found counts as 0. NaN without a real clip."""
         if not any(f"look/{name}" in reference for name in PATCHES):
             return math.nan
-        values = []
-        for k, face in enumerate(faces):
-            real = {name: reference[f"look/{name}"][k] for name in PATCHES}
-            patches = None if face is None else cut_patches(video.transpose(0, 1), face.landmarks)
-            values.append(0.0 if patches is None else compare_look(patches, real))
-        return sum(values) / len(values)
+        shown = [k for k, face in enumerate(faces) if face is not None]
+        real = [{name: reference[f"look/{name}"][k] for name in PATCHES} for k in shown]
+        return sum(compare_look(*pair) for pair in zip(people, real, strict=True)) / len(faces)
 
-    def _measure(self, video: Tensor, boxes: np.ndarray | None) -> dict[str, float]:
-        """Return the figures of motion and artifacts of the 8-bit frames of a video (3, F, H, W) in [-1, 1]."""
+    def _measure(self, video: Tensor, boxes: Sequence[Tensor], people: Sequence[Patches]) -> dict[str, float]:
+        """Return the figures of motion and artifacts of the 8-bit frames of a video (3, F, H, W) in [-1, 1].
+
+        boxes: (F, 4) of each person who is found; people: their patches.
+        """
         frames = to_host(data.to_uint8(video)).numpy()  # one copy to the CPU
         periods = [self.grid_period] if self.grid_period else []
-        return video_motion(frames, boxes) | measure_artifacts(frames, periods)
+        motion = video_motion(frames, torch.stack(list(boxes)).numpy() if boxes else None)
+        motion |= {"lk_flow": damped_flow(video), "mouth": mean([mouth_movement(person["mouth"]) for person in people])}
+        return motion | measure_artifacts(frames, periods)

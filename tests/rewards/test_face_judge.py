@@ -8,8 +8,10 @@ from face_nets import SIZE, clip, magenta_pack
 
 from rewardfl import data, rewards
 from rewardfl.rewards import FaceIdentityReward
+from rewardfl.rewards.face.look import cut_patches, mouth_movement
 from rewardfl.rewards.face.reward import PARTS
 from rewardfl.rewards.pixels.artifacts import measure_artifacts
+from rewardfl.rewards.pixels.optical_flow import damped_flow
 from rewardfl.rewards.pixels.video_motion import video_motion
 
 MOUTH = [0.0, 0.1, 0.3, 0.2]
@@ -63,6 +65,10 @@ def test_figures_are_of_the_8_bit_frames_over_the_real_clips(judge):
         assert found[name] == pytest.approx(made[name] / real[name], rel=1e-5)
     assert found["reversals"] == pytest.approx(made["reversals"] - real["reversals"], abs=1e-5)
     assert valid and math.isfinite(found["face_flow"])
+    moving = judge.reference(REAL) | {"lk_flow": torch.tensor(0.5), "mouth": torch.tensor(0.5)}
+    ratios, landmarks = parts(judge, GENERATED, moving)[0], judge.reference(GENERATED)["landmarks"][0]
+    mouth = mouth_movement(cut_patches(GENERATED.transpose(0, 1), landmarks)["mouth"])
+    assert [ratios["lk_flow"], ratios["mouth"]] == pytest.approx([2 * damped_flow(GENERATED), 2 * mouth])
     levels = ((GENERATED + 1) * 127.5).round()
     nudged = (levels + 0.4 * (torch.rand(levels.shape) - 0.5)).clamp(0, 255) / 127.5 - 1  # nobody could show it
     assert parts(judge, nudged, judge.reference(REAL))[0]["sharpness"] == found["sharpness"]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rewardfl.config.schema import Count, DetectionSide, NonNegative
@@ -11,6 +12,7 @@ from rewardfl.files import sha256
 from rewardfl.rewards.base import Reward, RewardOutput, score_clips
 from rewardfl.rewards.face.align import to_frames
 from rewardfl.rewards.face.detect import STRIDES, FaceDetector, View
+from rewardfl.rewards.face.look import PATCHES, grey_patches
 from rewardfl.rewards.face.pack import PackFolder, pack_files
 from rewardfl.rewards.face.track import MIN_MOTION, Track, step_motion, step_reversals, track_largest
 from rewardfl.rewards.face.vary import clip_seed
@@ -24,13 +26,18 @@ MAX_ZOOM = 0.03
 MIN_REAL_MOTION = dict.fromkeys(("speed", "nonrigid"), MIN_MOTION)
 MIN_REAL_MOTION |= dict.fromkeys(("face_change", "background_change"), MIN_CHANGE)
 
-# Motion of a tracked face: of its landmarks (track.py), of pixels inside and outside its boxes (mean_change), and the
-# share of the frames after the first without it.
-NAMES = ("speed", "nonrigid", "reversals", "face_change", "background_change", "lost")
+COARSE = 6  # pixels of the aligned patch whose mean is compared over time, so that noise cancels
+# Added to both sides of a ratio of `expression_changes`: what they are for a still face whose head moves, so that eyes
+# and mouths that hardly change need not change.
+STILL_CHANGE = 0.01
+
+# Motion of a tracked face: of its landmarks (track.py), of pixels inside and outside its boxes (mean_change), of its
+# eyes and mouth, and the share of the frames after the first without it.
+NAMES = ("speed", "nonrigid", "reversals", "face_change", "background_change", *PATCHES, "lost")
 
 
 class FaceMotionReward(Reward):
-    """Weighted mean of the three terms, over those that could be measured.
+    """Weighted mean of the four terms, over those that could be measured.
 
     landmarks: mean of min(s, 1) and min(n, 1), less reversals * max(0, b - b_real). s and n are landmark speed and
     non-rigid motion over the real clip's; b is step_reversals. Above 1 there is no gradient. s or n is left out where
@@ -39,13 +46,16 @@ class FaceMotionReward(Reward):
     face_change, background_change: min(r, 1 / r). r is the mean change of pixels from frame to frame over the real
     clip's, inside and outside the face's box (of a step: both frames' boxes together).
 
+    expression: mean over mouth and eyes of min(r, 1 / r). r is `expression_changes` over the real clip's, both plus
+    STILL_CHANGE: landmarks do not see a mouth open. The crops follow the landmarks, without a gradient to these.
+
     Pixels can move a detector's landmarks without visible motion. Therefore, with a gradient, `jitter` shifts and
     scales the clip a little in each call, and with `second_pack_dir` one of two detectors is drawn, both by a seed of
     the clip. `reversals` prices trembling. `chunk` frames are detected at a time, and again in the backward pass.
 
-    Parts: speed, nonrigid, face_change, background_change over the real clip's, NaN where that hardly moves; reversals
-    less the real clip's; lost, the share of frames after the first without the face. A sample is invalid when nothing
-    can be compared.
+    Parts: speed, nonrigid, face_change, background_change over the real clip's, NaN where that hardly moves; eyes and
+    mouth, r; reversals less the real clip's; lost, the share of frames after the first without the face. A sample is
+    invalid when nothing can be compared.
     """
 
     name = "face_motion"
@@ -67,13 +77,15 @@ class FaceMotionReward(Reward):
         background_change: NonNegative = 0.0,
         reversals: NonNegative = 0.5,
         *,
+        expression: NonNegative = 0.0,
         jitter: bool = True,
         second_pack_dir: PackFolder | None = None,
     ):
         super().__init__()
         self.term_weights = {"landmarks": landmarks, "face_change": face_change, "background_change": background_change}
+        self.term_weights["expression"] = expression
         if not any(self.term_weights.values()):
-            raise ValueError("landmarks, face_change and background_change are all 0: nothing is scored")
+            raise ValueError("landmarks, face_change, background_change and expression are all 0: nothing is scored")
         packs = [pack_dir] if second_pack_dir is None else [pack_dir, second_pack_dir]
         files = [pack_files(pack)[0] for pack in packs]
         self.detectors = torch.nn.ModuleList(FaceDetector(file, det_size) for file in files)
@@ -99,8 +111,9 @@ class FaceMotionReward(Reward):
         return reference if moves.any() else None
 
     def fingerprint(self) -> dict[str, object]:
-        """Return what the reference depends on: detectors and detection size, but no weight of a term."""
-        return {"name": self.name, "weights": self._weights, "det_size": self.det_size}
+        """Return what the reference depends on: detectors, detection size and patches, but no weight of a term."""
+        patches = {name: str(patch) for name, patch in PATCHES.items()} | {"coarse": COARSE}
+        return {"name": self.name, "weights": self._weights, "det_size": self.det_size, "patches": patches}
 
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         return score_clips(video, batch, self._sample, NAMES)
@@ -112,6 +125,7 @@ class FaceMotionReward(Reward):
         real = {name: values[detector, 0 if view is None else 1].item() for name, values in reference.items()}
         moving = [name for name, least in MIN_REAL_MOTION.items() if real[name] >= least]
         ratios = {name: motion[name] / real[name] for name in moving}
+        ratios |= {name: (motion[name] + STILL_CHANGE) / (real[name] + STILL_CHANGE) for name in PATCHES}
         ratios = {name: ratio for name, ratio in ratios.items() if ratio.isfinite()}
         excess = motion["reversals"] - real["reversals"]  # NaN where either is
         parts = {name: ratio.item() for name, ratio in ratios.items()}
@@ -123,6 +137,8 @@ class FaceMotionReward(Reward):
         """Return the weighted mean of the terms that could be measured; None without any."""
         terms = {name: symmetric_ratio(ratios[name]) for name in ("face_change", "background_change") if name in ratios}
         halves = [ratios[name].clamp(max=1) for name in ("speed", "nonrigid") if name in ratios]
+        if patches := [symmetric_ratio(ratios[name]) for name in PATCHES if name in ratios]:
+            terms["expression"] = torch.stack(patches).mean()
         if halves:
             terms["landmarks"] = torch.stack(halves).mean()
             if excess.isfinite():
@@ -148,6 +164,8 @@ class FaceMotionReward(Reward):
                 reversals = step_reversals(track)
             lost = 1 - track.detected[1:].float().mean()
             motion = {"speed": speed, "nonrigid": nonrigid, "reversals": reversals, "lost": lost}
+            with torch.set_grad_enabled(graph and self.term_weights["expression"] > 0):
+                motion |= expression_changes(frames[track.detected], track.landmarks[track.detected].detach())
             inside = _inside(track, frames)
             for name, mask in (("face_change", inside), ("background_change", ~inside)):
                 with torch.set_grad_enabled(graph and self.term_weights[name] > 0):
@@ -174,6 +192,24 @@ def fixed_views(max_shift: float) -> list[View]:
     """Return four views, each shifted to another side by `max_shift` / 2 frame pixels, the mean of the drawn shifts."""
     signs = ((1, 1, 1), (-1, 1, -1), (1, -1, -1), (-1, -1, 1))
     return [View(1 + MAX_ZOOM * zoom / 2, (max_shift * x / 2, max_shift * y / 2)) for zoom, x, y in signs]
+
+
+def expression_changes(frames: Tensor, landmarks: Tensor) -> dict[str, Tensor]:
+    """Return how much eyes and mouth change in frames (F, 3, H, W), in [0, 1], () each, with gradient to the frames.
+
+    It is the standard deviation over time of the aligned grey patch, in squares of COARSE pixels, less the patch's mean
+    in each frame and each square's least-squares line over time: brightness, noise and drift hardly count. landmarks:
+    (F, 5, 2). In two frames nothing changes.
+    """
+    changes = {}
+    for name, patch in grey_patches(frames, landmarks).items():
+        squares = F.avg_pool2d(patch[:, None], COARSE, COARSE // 2).flatten(1)  # (F, n), half overlapping
+        squares = squares - squares.mean(1, keepdim=True)
+        squares = squares - squares.mean(0)
+        time = torch.arange(len(squares), device=squares.device).to(squares) - (len(squares) - 1) / 2
+        line = time[:, None] * (time @ squares) / time.square().sum().clamp(min=0.5)  # 0 for a single frame
+        changes[name] = ((squares - line).square().mean() + 1e-8).sqrt()  # 1e-8: sqrt has no gradient at 0
+    return changes
 
 
 def _inside(track: Track, frames: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from rewardfl.rewards.pixels.motion import symmetric_ratio
 FLOW_SIDE = 128
 _WINDOW = 15  # pixels on a side of the window, in which motion is taken to be uniform
 FLAT = 1e-4  # added to the sums of squared gradients (grey in 0..1), so that the flow of a flat picture is 0, not noise
+DAMPED = 1e-3  # the judge's: flow of weak gradients, such as shimmer, hardly counts
 MIN_FLOW = 0.02  # pixels per shrunk frame; below it a real clip stands still, and a field has no direction
 _GREY = (0.299, 0.587, 0.114)  # OpenCV's
 
@@ -96,11 +97,18 @@ class OpticalFlowReward(Reward):
         return score, {"ratio": ratio.item(), "reversals": excess.item()}
 
 
-def lucas_kanade(video: Tensor) -> Tensor:
+@torch.no_grad()
+def damped_flow(video: Tensor) -> float:
+    """Return the mean length of a video's `lucas_kanade` flow, damped by DAMPED, in pixels per shrunk frame."""
+    with torch.autocast(video.device.type, enabled=False):
+        return float(mean_length(lucas_kanade(video, DAMPED)))
+
+
+def lucas_kanade(video: Tensor, flat: float = FLAT) -> Tensor:
     """Return the flow (x, y) (F - 1, 2, h, w), in pixels, between the frames of a (3, F, H, W) video in [-1, 1].
 
     h x w is the frame's size, shrunk to FLOW_SIDE if larger. The flow of a pixel is the least squares solution of
-    I_x u + I_y v = -I_t over its window, damped by FLAT.
+    I_x u + I_y v = -I_t over its window, damped by `flat`.
     """
     frames = _grey(video)
     middle = F.pad((frames[:-1] + frames[1:]) / 2, (1, 1, 1, 1), mode="replicate")
@@ -111,8 +119,8 @@ def lucas_kanade(video: Tensor) -> Tensor:
     for window in ((_WINDOW, 1), (1, _WINDOW)):  # the mean over a square, one axis at a time
         products = F.avg_pool2d(products, window, 1, [side // 2 for side in window], count_include_pad=False)
     xx, xy, yy, xt, yt = products.split(1, 1)
-    xx, yy = xx + FLAT, yy + FLAT
-    determinant = xx * yy - xy * xy  # at least FLAT squared
+    xx, yy = xx + flat, yy + flat
+    determinant = xx * yy - xy * xy  # at least `flat` squared
     return torch.cat([xy * yt - yy * xt, xy * xt - xx * yt], 1) / determinant
 
 

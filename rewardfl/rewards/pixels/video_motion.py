@@ -21,17 +21,24 @@ DIRECTED = 0.01  # mean pixels per frame; below it a flow field is Farneback's n
 
 
 def video_motion(frames: np.ndarray, boxes: np.ndarray | None = None) -> dict[str, float]:
-    """Measure a clip (F, H, W, 3) uint8: `mean_flow`, `pixel_change`, `sharpness`, `reversals`, and face_flow.
+    """Measure a clip (F, H, W, 3) uint8: `mean_flow`, `pixel_change`, `sharpness`, `reversals`, and two of faces.
 
     boxes: (F, 4) left, top, right, bottom of its face in pixels, or (K, F, 4) of K faces. face_flow is the mean of
-    their `mean_flow_inside`. A figure is NaN where there is nothing to measure.
+    their `mean_flow_inside`, and so is displacement of the sum of all fields, in pixels per clip: shimmer cancels. A
+    figure is NaN where there is nothing to measure.
     """
     fields = flow_fields(frames)
     faces = np.reshape([] if boxes is None else boxes * _shrink(frames), (-1, len(frames), 4))
-    face_flows = [mean_flow_inside(fields, face) for face in faces]
+    total = [np.sum(fields, axis=0)] if fields else []
+
+    def mean_over_faces(fields: Sequence[np.ndarray]) -> float:
+        flows = [mean_flow_inside(fields, face) for face in faces]
+        return mean([flow for flow in flows if not math.isnan(flow)])
+
     return {
         "flow": mean_flow(fields),
-        "face_flow": mean([flow for flow in face_flows if not math.isnan(flow)]),
+        "face_flow": mean_over_faces(fields),
+        "displacement": mean_over_faces(total),
         "pixel_change": pixel_change(frames),
         "sharpness": sharpness(frames),
         "reversals": reversals(fields),

@@ -8,7 +8,7 @@ from conftest import ROOT
 
 from rewardfl import data
 from rewardfl.rewards.face import ARCFACE_TEMPLATE, FaceIdentity
-from rewardfl.rewards.face.look import PATCHES, compare_look, cut_patches, similarity
+from rewardfl.rewards.face.look import PATCHES, compare_look, cut_patches, mouth_movement, similarity
 
 WORLD = ROOT / "assets" / "tiny_world"
 
@@ -42,6 +42,13 @@ def test_similarity_is_the_formula():
             covariance = np.mean((first - first.mean()) * (second - second.mean()))
             assert table[i, j] == pytest.approx(2 * covariance / (first.var() + second.var()), abs=1e-5)
     assert torch.allclose(similarity(torch.tensor(a), torch.tensor(a) + 20).diagonal(), torch.ones(2))
+
+
+def test_the_movement_of_a_mouth_is_the_range_of_its_brightness():
+    patches = torch.full((21, 30, 52), 200, dtype=torch.uint8)
+    patches[:, :, 17:34] -= 4 * torch.arange(21, dtype=torch.uint8)[:, None, None]
+    assert mouth_movement(patches) == pytest.approx(18 * 4 / 200)  # without the first and the last
+    assert mouth_movement(patches // 2) == pytest.approx(18 * 4 / 200)
 
 
 def test_a_real_frame_is_one_and_worse_eyes_are_less(clip):

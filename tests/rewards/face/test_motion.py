@@ -4,6 +4,7 @@ import math
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -14,10 +15,11 @@ from test_detect import moving as track_of
 
 from rewardfl import data, rewards
 from rewardfl.rewards.face import FaceDetector, detect, motion, track_largest
-from rewardfl.rewards.face.align import Faces
+from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, Faces
 from rewardfl.rewards.face.detect import View
-from rewardfl.rewards.face.motion import FaceMotionReward
-from rewardfl.rewards.face.track import step_reversals
+from rewardfl.rewards.face.look import PATCHES
+from rewardfl.rewards.face.motion import COARSE, STILL_CHANGE, FaceMotionReward, expression_changes
+from rewardfl.rewards.face.track import Track, step_reversals
 
 PACK = ROOT / "assets" / "tiny_world" / "faces" / "reward"
 DETECTOR = PACK / "detector.onnx"
@@ -239,6 +241,64 @@ def test_the_score_in_numbers(real, slow):
     assert output.valid.all()
 
 
+def test_expression_changes_in_numbers():
+    torch.manual_seed(0)
+    pattern, size = 0.2 * torch.randn(112, 112), [0.0, 1.0, -1.0, 0.5, 0.0, 2.0]
+    frames = torch.stack([s * pattern for s in size])[:, None].expand(-1, 3, -1, -1)
+    changes = expression_changes(frames, ARCFACE_TEMPLATE.expand(6, 5, 2))
+    residual = np.array(size) - np.polyval(np.polyfit(range(6), size, 1), range(6))
+    for name, (rows, columns) in PATCHES.items():
+        squares = pattern[rows, columns].unfold(0, COARSE, COARSE // 2).unfold(1, COARSE, COARSE // 2).mean((-2, -1))
+        expected = residual.std() * squares.std(correction=0).item()
+        assert changes[name].item() == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def talk(real, detector):
+    """Return two clips (3, 9, 64, 64) of a moving face, talking and silent, and its track."""
+    face = detector.detect(real[:, :1].transpose(0, 1))[0]
+    x, y = face.landmarks[0, 3:].mean(0)
+    mouth = torch.sigmoid(6 - 6 * ((torch.arange(64) - x) / 5) ** 2 - 6 * ((torch.arange(64)[:, None] - y) / 3) ** 2)
+    views = [View(1 + 0.01 * j, (0.7 * j, 0.4 * math.sin(j))) for j in range(-4, 5)]
+    points = [view.zoom * (face.landmarks[0] - 63 / 2) + 63 / 2 + torch.tensor(view.shift) for view in views]
+    track = Track(torch.stack(points), torch.ones(9, dtype=torch.bool), face.boxes[:1].expand(9, 4))
+    faces = [real[:, 0] * (1 - o * mouth) - o * mouth for o in (0.0, 1.0, 0.5, 0.0, 1.0, 0.0, 0.7, 0.0, 0.2)]
+    clips = [[view.of(f[None])[0] for view, f in zip(views, c, strict=True)] for c in (faces, 9 * faces[:1])]
+    return torch.stack(clips[0], 1), torch.stack(clips[1], 1), track
+
+
+def test_the_expression_ignores_motion_and_light(talk):
+    talking, still, track = talk
+    lit = still * torch.linspace(0.8, 1, 9).view(-1, 1, 1) - 0.2 * torch.rand(9, 1, 1)
+    clips = [clip.transpose(0, 1) for clip in (talking, still, lit, still + 0.05 * torch.randn(still.shape))]
+    most, *others = [expression_changes(frames, track.landmarks)["mouth"] for frames in clips]
+    assert max(others) < 0.1 * most
+
+
+@pytest.mark.parametrize("talks", [0, 1])
+def test_a_mouth_moves_as_far_as_the_real_one(talk, monkeypatch, talks):
+    ours, real, other = reward(landmarks=0.0, expression=1.0), talk[1 - talks], talk[talks].clone().requires_grad_()
+    monkeypatch.setattr(motion, "track_largest", lambda faces: talk[2])  # landmarks do not see a mouth open
+    reference = ours.reference(real)
+    assert ours(real[None], [reference]).score.item() == pytest.approx(1, abs=1e-6)
+    output = ours(other[None], [reference])
+    parts = {name: part.item() for name, part in output.parts.items()}
+    change, compared = (ours._measure(v, 0, None)["mouth"].item() + STILL_CHANGE for v in (other, real))
+    assert parts["speed"] == pytest.approx(1) and parts["mouth"] == pytest.approx(change / compared)
+    mouth, eyes = (min(parts[name], 1 / parts[name]) for name in ("mouth", "eyes"))
+    assert mouth < 0.2 and output.score.item() == pytest.approx((mouth + eyes) / 2) and output.score.requires_grad
+
+
+def test_the_gradient_of_the_expression(in_double, talk):
+    frames, landmarks = (0.9 * talk[0].transpose(0, 1).double()).requires_grad_(), talk[2].landmarks
+
+    def change(frames):
+        return sum(expression_changes(frames, landmarks[: len(frames)]).values())
+
+    assert_gradient(change, frames.detach(), torch.autograd.grad(change(frames), frames)[0])
+    assert torch.autograd.grad(change(frames[:1]), frames)[0].isfinite().all()
+
+
 def test_the_gradient_reaches_half_precision(real, slow):
     ours = reward()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -335,7 +395,7 @@ def test_trembling_is_not_paid(real, slow):
 def test_what_is_kept_of_a_real_clip(real, other_pack):
     ours = reward()
     reference = ours.reference(real)
-    assert set(reference) == {"speed", "nonrigid", "reversals", "face_change", "background_change"}
+    assert set(reference) == {"speed", "nonrigid", "reversals", "face_change", "background_change", "mouth", "eyes"}
     assert all(value.shape == (1, 2) and not value.requires_grad for value in reference.values())
     frames = real.transpose(0, 1)
     assert reference["speed"][0, 0].item() == track_largest(ours.detectors[0].detect(frames)).speed
@@ -343,7 +403,8 @@ def test_what_is_kept_of_a_real_clip(real, other_pack):
     assert reference["nonrigid"][0, 1].item() == pytest.approx(sum(one.nonrigid for one in moved) / 4)
     assert 0.5 < reference["nonrigid"][0, 0] / reference["nonrigid"][0, 1] < 2
     fingerprint = ours.fingerprint()
-    assert fingerprint == reward(reversals=1.0, face_change=2.0, jitter=True).fingerprint()
+    assert fingerprint == reward(reversals=1.0, face_change=2.0, expression=1.0, jitter=True).fingerprint()
+    assert fingerprint["patches"]["coarse"] == COARSE  # references of before lack eyes and mouth
     assert fingerprint != reward(det_size=96).fingerprint() != reward(pack_dir=other_pack, det_size=96).fingerprint()
     assert len(reward(second_pack_dir=other_pack).fingerprint()["weights"]) == 2
 

@@ -10,6 +10,7 @@ from conftest import ROOT
 from torch.autograd import gradcheck
 
 from rewardfl import data, rewards
+from rewardfl.rewards.pixels import optical_flow
 from rewardfl.rewards.pixels.optical_flow import FLOW_SIDE, lucas_kanade, mean_length, mean_reversal
 from rewardfl.rewards.pixels.video_motion import flow_fields, mean_flow, reversals
 
@@ -51,6 +52,13 @@ def test_a_flat_picture_has_no_flow():
     video = torch.zeros(3, 2, 32, 32)
     video[:, 1] = 0.1  # all of it brighter
     assert lucas_kanade(video).abs().max() < 1e-6
+
+
+def test_the_judges_flow_is_that_of_less_contrast():
+    video, contrast = moved([(0, 0), (1, 0), (1, 1)]), math.sqrt(optical_flow.FLAT / optical_flow.DAMPED)
+    paler = mean_length(lucas_kanade(video * contrast)).item()
+    assert optical_flow.damped_flow(video) == pytest.approx(paler, rel=1e-4)
+    assert paler < 0.95 * mean_length(lucas_kanade(video))
 
 
 def test_it_follows_opencvs():

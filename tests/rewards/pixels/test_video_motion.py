@@ -50,6 +50,9 @@ def test_flow_inside_a_box_that_alone_moves():
     box = np.array([[36.0, 30.0, 74.0, 66.0]] * 6)
     found = measures.video_motion(clip, box)
     assert found["face_flow"] == pytest.approx(2, rel=0.05) and found["flow"] < 0.7 * found["face_flow"]
+    assert measures.video_motion(clip, box)["displacement"] == pytest.approx(10, rel=0.05)
+    there_and_back = measures.video_motion(TREMBLING[:5], box[:5])
+    assert there_and_back["face_flow"] == pytest.approx(5**0.5, rel=0.05) and there_and_back["displacement"] < 0.1
     away = box.copy()
     away[1:] = [0.0, 80.0, 20.0, 96.0]  # the first pair looks at its first frame's box, the others elsewhere
     fields = measures.flow_fields(clip)
