@@ -205,7 +205,7 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
     seen[row_id] += 1  # a repeated line is a separate sample with its own noise
     suffix = f"-{seen[row_id]}" if seen[row_id] > 1 else ""
     video, image, reference = (folder / cell[name] if cell[name] else None for name in PATHS)
-    photos = () if problem else _photo_files(cell["photos"], folder)
+    photos = () if problem else photo_files(cell["photos"], folder)
     if cell["photos"] and not photos and not problem:
         problem = f"photos: no picture in {folder / cell['photos']} ({', '.join(PICTURES)})"
     height, width = ("", "") if problem else (cell[name] for name in SIZE)
@@ -217,7 +217,7 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
     )  # fmt: skip
 
 
-def _photo_files(cell: str, folder: Path) -> tuple[Path, ...]:
+def photo_files(cell: str, folder: Path) -> tuple[Path, ...]:
     """Return the pictures that a cell names, each once, those of a folder in the order of their names."""
     names = [cell] if (folder / cell).exists() else [name.strip() for name in cell.split(";")]
     paths: list[Path] = []

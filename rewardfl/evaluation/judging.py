@@ -2,8 +2,8 @@
 
 import argparse
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,14 +13,15 @@ from rewardfl import data
 from rewardfl.config import RewardSpec
 from rewardfl.config.schema import SharedRewardConfig
 from rewardfl.evaluation.records import FACE
-from rewardfl.rewards import RewardError, build_terms, face
-from rewardfl.rewards.base import NONFINITE
+from rewardfl.rewards import FaceIdentityReward, RewardError, build_terms, face
+from rewardfl.rewards.base import NONFINITE, PhotoError, Reference
 from rewardfl.rewards.face.look import compare_look, cut_patches
 from rewardfl.rewards.face.pack import file_hashes
 from rewardfl.rewards.pixels.artifacts import measure_artifacts
 from rewardfl.rewards.pixels.video_motion import video_motion
 from rewardfl.rewards.registry import ResolvedReward
 from rewardfl.rewards.scoring import Term, score_safely
+from rewardfl.training import base_videos, clip_scan
 
 References = dict[str, Tensor]  # references of a row; name/part for a judge with several tensors
 
@@ -33,12 +34,16 @@ class NoFaceError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Judges:
-    """All judges. faces: the recognisers, none for images; the last one's detector finds the face for all."""
+    """All judges. faces: the recognisers, none for images; the last one's detector finds the face for all.
+
+    by_photos: the same recognisers as rewards, which pool photos.
+    """
 
     faces: dict[str, face.FaceIdentity]
     terms: Sequence[Term]
     periods: Sequence[int]
     device: str
+    by_photos: Mapping[str, FaceIdentityReward] = field(default_factory=dict)
 
     @property
     def main(self) -> str:
@@ -52,11 +57,14 @@ def load_judges(
     """Load the judges. Raise ValueError without a recogniser, RewardError for a reward that cannot be built."""
     packs, size = {"reward": reward.reward_model_path, "held_out": reward.held_out_model_path}, reward.det_size
     named = [(name, pack) for name, pack in (packs | args.judge).items() if pack is not None]
-    faces = {} if of_images else {name: face.FaceIdentity(pack, size).to(args.device) for name, pack in named}
+    by_photos = (
+        {} if of_images else {name: FaceIdentityReward(pack, det_size=size).to(args.device) for name, pack in named}
+    )
+    faces = {name: reward.identity for name, reward in by_photos.items()}
     if not faces and not of_images:
         raise ValueError("this tool judges faces, and the run has no face pack; name one: --judge NAME=FOLDER")
     terms = build_terms(rewards, torch.device(args.device))
-    return Judges(faces=faces, terms=terms, periods=args.periods, device=args.device)
+    return Judges(faces=faces, terms=terms, periods=args.periods, device=args.device, by_photos=by_photos)
 
 
 def measured_rewards(reward: SharedRewardConfig, specs: Sequence[RewardSpec]) -> list[RewardSpec]:
@@ -110,15 +118,62 @@ def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float)
     return record | {"size": list(example.size), "face_width": float(widths.median()), "fps": fps}, references
 
 
-def find_references(terms: Sequence[Term], row: data.Row, reference: Tensor) -> References:
-    """Return what the rewards compare with. reference: as `data.Example` has it."""
+def pool_photos(judges: Judges, row: data.Row) -> tuple[References, list[Tensor], str]:
+    """Return the recognisers' pools of a row without a clip, the photos (3, H, W) in them, and why others are not.
+
+    A photo that one recogniser cannot use is left out for all. Raise DataError if none is left.
+    """
+    references: References = {}
+    photos, problems = dict(enumerate(data.load_pictures(row))), dict[int, str]()
+    while photos:
+        bad = dict[int, str]()
+        for name, reward in judges.by_photos.items():
+            try:
+                pool = reward.reference_from_photos([photo.to(judges.device) for photo in photos.values()])
+                references |= {f"pool/{name}": pool["embeddings"]} if pool else {}
+            except PhotoError as error:
+                bad |= {[*photos][i]: why for i, why in error.problems.items()}
+        problems |= bad
+        photos = {i: photo for i, photo in photos.items() if i not in bad}
+        if not bad:
+            break
+    why = "; ".join(f"{row.pictures[i]}: {problems[i]}" for i in sorted(problems))
+    if not photos:
+        raise data.DataError(why)
+    return references, [*photos.values()], why
+
+
+def measure_motion(terms: Sequence[Term], references: References, video: Tensor, prompt: str) -> References:
+    """Return what a base's video (3, F, H, W) changes in the references of rewards that measure motion."""
+    changed: References = {}
+    for term in terms:
+        if term.reward.measures_motion:
+            parts = base_videos.measure_motion(term.reward, _reference(term, references), [video], prompt) or {}
+            changed |= {f"term/{term.label}": torch.ones(1)} if parts else {}
+            changed |= {f"term/{term.label}/{name}": value for name, value in parts.items()}
+    return changed
+
+
+def find_references(
+    terms: Sequence[Term], row: data.Row, reference: Tensor, photos: Sequence[Tensor] = ()
+) -> References:
+    """Return what the rewards compare with. reference: as `data.Example` has it. photos: of a row without a clip."""
     references: References = {}
     for term in terms:
-        parts = term.reward.reference(reference, row.prompt) if term.reward.compares_with in row.offers else None
+        offered = term.reward.compares_with in row.offers
+        parts = clip_scan.make_reference(term.reward, row, reference, photos)[0] if offered else None
         if parts is not None:
             references |= {f"term/{term.label}": torch.ones(1)}
             references |= {f"term/{term.label}/{name}": value for name, value in parts.items()}
     return references
+
+
+def relative_distance(frames: Tensor | None, base: Tensor | None) -> float | None:
+    """Return the mean squared difference of two videos (F, H, W, 3) uint8 over the variance of the second, if any."""
+    if frames is None or base is None:
+        return None
+    squares = [(a.float() - b.float()).square().mean() for a, b in zip(frames, base, strict=True)]
+    return finite({"": float(torch.stack(squares).mean() / base.float().var())})[""]
 
 
 def judge_image(judges: Judges, image: Tensor, references: References) -> dict:
@@ -168,8 +223,9 @@ def judge_video(judges: Judges, video: Tensor, references: References, *, keep_v
         record["curves"][name] = [round(value, 6) for value in curve.tolist()]
         record["detected"][name] = [False] * len(frames) if score is None else score.detected.tolist()
     main = scores[judges.main]
-    figures["look/face"] = 0.0
-    if main is not None:
+    has_look = any(name.startswith("look/") for name in references)  # of a real clip
+    figures["look/face"] = 0.0 if has_look else None
+    if main is not None and has_look:
         patches = cut_patches(video.transpose(0, 1), main.landmarks)
         figures["look/face"] = compare_look(patches, {name: references[f"look/{name}"] for name in patches})
     motion = video_motion(frames, None if main is None else main.boxes.numpy())
@@ -190,9 +246,7 @@ def judge_video(judges: Judges, video: Tensor, references: References, *, keep_v
 def _reward_figures(terms: Sequence[Term], video: Tensor, references: References, *, parts: bool = False) -> Figures:
     figures: Figures = {}
     for term in terms:
-        head = f"term/{term.label}"  # there where `Reward.reference` gave something for the real clip
-        compared = {key.removeprefix(f"{head}/"): x for key, x in references.items() if key.startswith(f"{head}/")}
-        result = score_safely(term.reward, video[None], [compared if head in references else None])
+        result = score_safely(term.reward, video[None], [_reference(term, references)])
         if result.failed.any():
             raise RewardError(f"{term.key}: {result.problems[0]}")
         valid = bool(result.output.valid[0])
@@ -201,3 +255,9 @@ def _reward_figures(terms: Sequence[Term], video: Tensor, references: References
             named = {name: float(part[0]) for name, part in result.output.parts.items() if name != NONFINITE}
             figures |= {f"rewards/{term.label}/{name}": value for name, value in named.items()}
     return figures
+
+
+def _reference(term: Term, references: References) -> Reference:
+    head = f"term/{term.label}"  # there where `Reward.reference` gave something for the real clip
+    compared = {key.removeprefix(f"{head}/"): x for key, x in references.items() if key.startswith(f"{head}/")}
+    return compared if head in references else None

@@ -49,13 +49,17 @@ def make_tables(report: Mapping) -> list[dict[str, Any]]:
     sections["Canaries: was the reward hacked?"] = ["motion/sharpness", *blocks["canary"], "colour_shift"]
     sections["The look of the face and other rewards"] = [n for n in names if n not in sum(blocks.values(), [])]
     head = [(arm["name"], "decoded from mp4" if arm["decoded"] else "") for arm in arms]
+    last = [("real clips", "")] if real else []
     tables: list[dict[str, Any]] = []
     for title, listed in sections.items():
-        cells = [[*(figure_cell(arm, name, judges) for arm in arms), Cell(real.get(name))] for name in listed]
+        cells = [
+            [*(figure_cell(arm, name, judges) for arm in arms), *(Cell(real.get(name)) for _ in last)]
+            for name in listed
+        ]
         rows = list(zip((verdicts.explain(name, judges) for name in listed), cells, strict=True))
-        tables.append({"title": title, "head": [("figure", ""), *head, ("real clips", "")], "rows": rows})
+        tables.append({"title": title, "head": [("figure", ""), *head, *last], "rows": rows})
     rows, pair = [], ("figures", "compared")
-    for width, count in report["face_sizes"].items():
+    for width, count in report["face_sizes"].items() if real else ():
         groups = [arm["strata"].get(width, {}) for arm in arms]  # none of the smallest
         cells = [Cell(*(group.get(key, {}).get(f"{judges[-1]}/face_sim") for key in pair)) for group in groups]
         rows.append(((f"{width}: {count} people", ""), cells))
@@ -90,7 +94,10 @@ def render(template: str, values: Mapping[str, Any]) -> str:
 def format_report(report: Mapping) -> str:
     """Format the verdicts, and then the figures of each arm and of the real clips, for a terminal."""
     words = [verdicts.verdict(report, arm) for arm in verdicts.compared_arms(report)]
-    return render("report.txt", {"report": report, "verdicts": words, "tables": make_tables(report)})
+    return render(
+        "report.txt",
+        {"report": report, "verdicts": words, "tables": make_tables(report), "remarks": verdicts.remarks(report)},
+    )
 
 
 def report_page(report: Mapping, folder: Path, most: int = PAGE, metrics: Lines | None = None) -> str:
@@ -101,7 +108,8 @@ def report_page(report: Mapping, folder: Path, most: int = PAGE, metrics: Lines 
     judges, against = list(report["real"]["per_frame"]), verdicts.compared_arms(report)
     clips = [(clip, list_shots(clip, folder)) for clip in worst_first(report)]
     values = {
-        "report": report, "tables": make_tables(report), "clips": clips, "frozen": FROZEN,
+        "report": report, "tables": make_tables(report), "remarks": verdicts.remarks(report), "clips": clips,
+        "frozen": FROZEN,
         "title": f"Evaluation of {', '.join(arm['name'] for arm in against) or 'one arm'}",
         "verdicts": [(arm["name"], verdicts.verdict(report, arm)) for arm in against],
         "curves": [embed("image/png", draw_face_sim({name: face_sim_curves(report, name)})) for name in judges[::-1]],
@@ -137,7 +145,7 @@ def worst_first(report: Mapping) -> list[Mapping]:
 def list_shots(clip: Mapping, folder: Path) -> list[dict[str, Any]]:
     """Return name, record, path and URL of the real clip and of every arm's video of it. The URL is "" for no file."""
     shots = []
-    for name, record in {REAL: clip["real"], **clip["arms"]}.items():
+    for name, record in (({REAL: clip["real"]} if "real" in clip else {}) | clip["arms"]).items():
         path = folder / record["file"]
         link = path.as_uri() if Path(record["file"]).is_absolute() else quote(record["file"])
         shots.append({"name": name, "record": record, "path": path, "source": link if path.is_file() else ""})

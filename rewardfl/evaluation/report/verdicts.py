@@ -26,6 +26,10 @@ MEANINGS = {
     "face/identity_kept": Meaning(
         "identity kept", "FaceSim from others' real clips (0) to the own (1), through the VAE."
     ),
+    "face/identity_kept_photos": Meaning(
+        "identity kept, photos", "FaceSim from others' photos (0) to the own (1), through the VAE."
+    ),
+    "face/accepted": Meaning("accepted", "Share of frames above the FaceSim that 1 % of other people's pictures pass."),
     "face/coverage": Meaning("coverage", "Share of the frames in which a face is detected."),
     "face/drift": Meaning("drift per frame", "Slope of FaceSim along the clip; below 0 it drifts."),
     "face/worst_tenth": Meaning("worst tenth", "Mean FaceSim of the lowest tenth of the frames."),
@@ -46,6 +50,7 @@ MEANINGS = {
         for c in ("red", "green", "blue")
     },
     "colour_shift": Meaning("colour shift", "Distance of mean colours from the base's, in RGB of [0, 1]."),
+    "base/distance": Meaning("distance to base", "Mean squared difference of pixels, over the base's variance."),
     "frozen_share": Meaning("frozen clips", "Share of clips with less than half of the base's non-rigid motion."),
 }
 
@@ -95,6 +100,28 @@ def describe_unhealthy(name: str, change: Mapping | None, judges: Sequence[str])
         return ""
     text = f"{mean:.3f} of the base's" if key == "ratio" else f"{mean:+.3f} from the base's"
     return f"{bounds.label.capitalize()} is {text}{healthy(name, judges)}"
+
+
+def remarks(report: Mapping) -> list[str]:
+    """Return sentences on rows without a clip, verification, and the scale of photos."""
+    lines, checked, without = [], report["verification"], report["clips_without_real"]
+    if without:
+        lines.append(
+            f"{without} clips are of rows without a real clip: faces are compared with photos, motion with the base's, "
+            "and figures that need a real clip are left out."
+        )
+    if checked["missing"]:
+        without_scale = "identity kept on photos, " if without else ""
+        lines.append(f"{without_scale}accepted frames and equal error rate: missing, {checked['missing']}")
+    for judge, threshold in checked["thresholds"].items():
+        rates = ", ".join(f"{arm} {rate[judge]:.3f}" for arm, rate in checked["equal_error_rate"].items())
+        lines.append(
+            f"verification ({judge}): a frame is accepted above FaceSim {threshold:.3f}; equal error rate: {rates}"
+        )
+        if ends := report["photo_scale"]["recognisers"].get(judge):
+            start, end = (ends[name]["mean"] for name in ("another_person", "real_through_vae"))
+            lines.append(f"identity kept on photos ({judge}): 0 is FaceSim {start:.3f}, 1 is {end:.3f}")
+    return lines
 
 
 class Verdict(NamedTuple):
