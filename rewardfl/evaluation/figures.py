@@ -139,18 +139,14 @@ class Table:
                 places[f"{judge}/{name}"] = place_on_scale(scale, *map(pairs.by_name, range(len(arms))))
         return places
 
-    def equal_error_rates(self, arm: str) -> dict[str, float]:
-        """Return the equal error rates of the arm's frames and other people's pictures by recogniser."""
-        clips, rates = self.records[arm].values(), {}
-        for judge, impostors in self.verified.impostors.items():
-            own = torch.tensor([record["curves"][judge] for record in clips]).flatten()
-            rates[judge] = equal_error_rate(own, torch.cat([*impostors.values()]))
-        return rates
+    def frames(self, arm: str, judge: str) -> Tensor:
+        """Return FaceSim of frames 1 .. F - 1 of the arm's clips, (clips, F - 1)."""
+        return torch.tensor([record["curves"][judge] for record in self.records[arm].values()], dtype=torch.float64)
 
     def curve(self, arm: str, judge: str) -> list[float]:
         """Return mean FaceSim of frames 1 .. F - 1 over the arm's clips, empty without clips."""
-        rows = [record["curves"][judge] for record in self.records[arm].values()]
-        return [round(float(value), 4) for value in np.mean(rows, 0)] if rows else []
+        rows = self.frames(arm, judge)
+        return [round(value, 4) for value in rows.mean(0).tolist()] if len(rows) else []
 
 
 def make_table(records: Sequence[Record], arms: Sequence[str], verified: Verification = UNMEASURED) -> Table:
@@ -275,7 +271,10 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], verified: Verifica
         "photo_scale": {"missing": verified.missing, "recognisers": scale_ends(verified.scales)},
         "verification": {
             "missing": verified.missing, "thresholds": dict(verified.thresholds),
-            "equal_error_rate": {arm.name: table.equal_error_rates(arm.name) for arm in arms},
+            "equal_error_rate": {
+                judge: {arm.name: equal_error_rate(table.frames(arm.name, judge), others) for arm in arms}
+                for judge, others in verified.impostors.items()
+            },
         },
         "clips_without_real": len(clips) - len(table.records[REAL]),
     }  # fmt: skip
@@ -283,10 +282,10 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], verified: Verifica
 
 def scale_ends(scales: Mapping[str, Scale]) -> dict[str, dict[str, Interval]]:
     """Return the mean ends of each recogniser's scale, in FaceSim."""
-    ends = {name: {"another_person": s.another, "real_through_vae": s.through_vae} for name, s in scales.items()}
+    parts = {"another_person": "another", "real_through_vae": "through_vae"}
     return {
-        name: {end: interval(torch.tensor([*people.values()])) for end, people in both.items()}
-        for name, both in ends.items()
+        judge: {end: interval(torch.tensor([*vars(scale)[part].values()])) for end, part in parts.items()}
+        for judge, scale in scales.items()
     }
 
 

@@ -28,7 +28,7 @@ from rewardfl.evaluation.records import FORMAT, SETTINGS, Settings, merge_settin
 from rewardfl.evaluation.report.pictures import PEOPLE, draw_grid
 from rewardfl.evaluation.report.report_page import format_report, report_page
 from rewardfl.evaluation.study import Study
-from rewardfl.evaluation.verification import load_others, verify, why_too_few
+from rewardfl.evaluation.verification import People, load_others, verify
 from rewardfl.files import atomic_write, digest_files, escape_control
 from rewardfl.rewards import resolve_rewards
 from rewardfl.rewards.face.identity_kept import FEWEST
@@ -77,7 +77,8 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     rows = check_rows(rows, cfg.data, judges.terms, backbone, quiet=share.quiet)
     files = {arm.name: find_videos(arm.videos, rows) for arm in arms if arm.videos is not None}
     base, starts = {}, {}
-    has_scale = enough_people(rows, others) if not of_images else (False, False)
+    enough_people = not of_images and len({row.who for row in rows if row.video}) >= FEWEST
+    by_photos = not of_images and any(row.video is None for row in rows)
     if backbone is not None:
         base = digest_base_model(backbone)
         if start := cfg.lora.init_from:
@@ -87,29 +88,31 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
         for adapter in {arm.adapter for arm in arms if arm.adapter} - starts.keys():
             for file in adapter.glob(f"*/{lora.WEIGHTS_NAME}"):  # now, not after the real clips and the base
                 lora.read_for(expert, file)
-    elif any(has_scale):  # other tools' videos need only the VAE
+    elif enough_people or by_photos:  # other tools' videos need only the VAE
         model_source = setup_model.model_source(cfg)
         backbone, base = open_vae(cfg.model.model_name, model_source, cfg.data, quiet=share.quiet)
     sampling = {key: value for key, value in config.flat(cfg).items() if key.startswith(SAMPLING)}
-    settings = make_settings(sampling, rows, others, arms, base, list_dependencies(judges, cfg.reward.det_size))
+    settings = make_settings(sampling, rows, arms, base, list_dependencies(judges, cfg.reward.det_size))
     study = Study(
         seeds=args.seeds, batch=args.batch, experts=args.experts, clips=cfg.data, sampling=cfg.sample, out=folder.path,
         arms=tuple(arms), judges=judges, share=share, files=files, fps=fps, starts=starts,
-        others=others, has_scale=has_scale if backbone else (False, False),
     )  # fmt: skip
     names = study.names(rows)
     records = [str(record_file(Path(), rank)) for rank in range(share.processes)]
     reports = ("report.json", "grid.png", image_report.DISAGREEMENTS if of_images else "report.html")
     take = partial(take_folder, folder, [*names, *records, *reports, SETTINGS], settings, lock)
     processes.run_on_main(take, main=main)
-    rows = study.read_rows(rows, backbone)
+    rows = study.read_rows(rows, backbone if enough_people else None)
+    people: People = {}
+    if judges.faces:
+        processes.run_on_main(lambda: people.update(study.embed_people([*rows, *others], backbone)), main=main)
     if backbone is not None:
         study.sample(backbone, rows)
     study.judge_files(rows)
     processes.gather([])  # wait for all
     if main:
         about = {"command": sys.argv, "version": __version__, "settings": settings}
-        finish(study, rows, about, args)
+        finish(study, rows, people, about, args)
         folder.remove(study.prepared(rows))
     return 0
 
@@ -161,17 +164,9 @@ def check_rows(
     return good
 
 
-def enough_people(rows: Sequence[data.Row], others: Sequence[data.Row]) -> tuple[bool, bool]:
-    """Return whether there are enough people for a scale of identity kept, of clips and of photos."""
-    clips, photos = ({row.who for row in rows if (row.video is None) == by_photos} for by_photos in (False, True))
-    lent = {row.who for row in others if row.video is None}
-    return len(clips) >= FEWEST, bool(photos) and not why_too_few(len(photos) + len(lent))
-
-
 def make_settings(
     sampling: Mapping[str, str],
     rows: Sequence[data.Row],
-    others: Sequence[data.Row],
     arms: Sequence[Arm],
     base: Mapping[str, str],
     judges: Mapping[str, str],
@@ -186,7 +181,6 @@ def make_settings(
         "judges": judges,
         "adapters": {arm.name: digest_files([arm.adapter])[:16] for arm in arms if arm.adapter is not None},
         "videos": {arm.name: digest_files([arm.videos])[:16] for arm in arms if arm.videos is not None},
-        "others": {str(path): digest_files([path])[:16] for row in others for path in row.files.values() if path},
     }
 
 
@@ -204,12 +198,12 @@ def take_folder(folder: outputs.Folder, names: Sequence[str], settings: Settings
     atomic_write(folder.path / SETTINGS, json.dumps(merged, indent=2) + "\n")
 
 
-def finish(study: Study, rows: Sequence[data.Row], about: dict, args: argparse.Namespace) -> None:
+def finish(study: Study, rows: Sequence[data.Row], people: People, about: dict, args: argparse.Namespace) -> None:
     """Write the report and the pictures, and print the figures."""
     if not study.judges.faces:
         return finish_images(study, rows, about)
     out, records = study.out, study.join(rows)
-    report = summarise(records, study.arms, verify(study.people(rows))) | about
+    report = summarise(records, study.arms, verify(people, {row.who for row in rows})) | about
     atomic_write(out / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
     shown = [row.index for row in rows[:PEOPLE]]
     draw_grid(report, out, [record for record in records if record["index"] in shown], study.read_file)

@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from rewardfl import data
-from rewardfl.config import RewardSpec
+from rewardfl.config import DataConfig, RewardSpec
 from rewardfl.config.schema import SharedRewardConfig
 from rewardfl.evaluation.records import FACE
+from rewardfl.evaluation.verification import Faces
 from rewardfl.rewards import FaceIdentityReward, RewardError, build_terms, face
-from rewardfl.rewards.base import NONFINITE, PhotoError, Reference
+from rewardfl.rewards.base import NONFINITE, Reference
 from rewardfl.rewards.face.look import compare_look, cut_patches
 from rewardfl.rewards.face.pack import file_hashes
 from rewardfl.rewards.pixels.artifacts import measure_artifacts
@@ -26,6 +27,10 @@ from rewardfl.training import base_videos, clip_scan
 References = dict[str, Tensor]  # references of a row; name/part for a judge with several tensors
 
 Figures = dict[str, float | None]
+
+ThroughVae = Callable[[Tensor, Tensor | None], Tensor]  # a video (3, F, H, W) and its image -> the decoded video
+
+STILL = 5  # frames of a photo that goes through a VAE; the last one counts, which is of a second latent frame
 
 
 class NoFaceError(ValueError):
@@ -94,15 +99,18 @@ def list_dependencies(judges: Judges, det_size: int) -> dict[str, str]:
     return parts | {"--periods": " ".join(map(str, judges.periods)), "reward.det_size": str(det_size)}
 
 
+def find_pools(judges: Judges, row: data.Row, reference: Tensor) -> dict[str, face.FacePool]:
+    """Return the recognisers' pools of a row's real clip. Raise NoFaceError where one finds no face."""
+    pools = {name: identity.pool(reference) for name, identity in judges.faces.items()}
+    if not all(pools.values()):
+        raise NoFaceError(f"no face was found in {row.reference}")
+    return {name: pool for name, pool in pools.items() if pool is not None}
+
+
 def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float) -> tuple[dict, References]:
     """Return a real clip's part of the record and the references of its row. Raise NoFaceError for no face."""
     video, reference = real_video(example).to(judges.device), example.reference.to(judges.device)
-    pools: dict[str, face.FacePool] = {}
-    for name, identity in judges.faces.items():
-        pool = identity.pool(reference)
-        if pool is None:
-            raise NoFaceError(f"no face was found in {row.reference}")
-        pools[name] = pool
+    pools = find_pools(judges, row, reference)
     references: References = {f"pool/{name}": pool.embeddings for name, pool in pools.items()}
     patches = cut_patches(reference.transpose(0, 1), pools[judges.main].landmarks)
     references |= {f"look/{name}": patch for name, patch in patches.items()}
@@ -118,29 +126,40 @@ def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float)
     return record | {"size": list(example.size), "face_width": float(widths.median()), "fps": fps}, references
 
 
-def pool_photos(judges: Judges, row: data.Row) -> tuple[References, list[Tensor], str]:
-    """Return the recognisers' pools of a row without a clip, the photos (3, H, W) in them, and why others are not.
-
-    A photo that one recogniser cannot use is left out for all. Raise DataError if none is left.
-    """
+def pool_photos(judges: Judges, row: data.Row, photos: Sequence[Tensor]) -> References:
+    """Return the recognisers' pools of the row's pictures (3, H, W). Raise DataError for one that cannot be used."""
     references: References = {}
-    photos, problems = dict(enumerate(data.load_pictures(row))), dict[int, str]()
-    while photos:
-        bad = dict[int, str]()
-        for name, reward in judges.by_photos.items():
-            try:
-                pool = reward.reference_from_photos([photo.to(judges.device) for photo in photos.values()])
-                references |= {f"pool/{name}": pool["embeddings"]} if pool else {}
-            except PhotoError as error:
-                bad |= {[*photos][i]: why for i, why in error.problems.items()}
-        problems |= bad
-        photos = {i: photo for i, photo in photos.items() if i not in bad}
-        if not bad:
-            break
-    why = "; ".join(f"{row.pictures[i]}: {problems[i]}" for i in sorted(problems))
-    if not photos:
-        raise data.DataError(why)
-    return references, [*photos.values()], why
+    for name, reward in judges.by_photos.items():
+        pool, problem = clip_scan.make_reference(reward, row, photos[0][:, None].repeat(1, 2, 1, 1), photos)
+        if problem or pool is None:
+            raise data.DataError(problem)
+        references[f"pool/{name}"] = pool["embeddings"]
+    return references
+
+
+def embed_pictures(
+    judges: Judges, row: data.Row, clips: DataConfig, through_vae: ThroughVae | None
+) -> dict[str, Faces]:
+    """Return the faces of the row's pictures, or of its clip's frames, by recogniser. Raise DataError without any."""
+    if not row.pictures:
+        pools = find_pools(judges, row, clip_scan.load_sized_example(clips, row).reference.to(judges.device))
+        return {name: Faces(pool.embeddings, pool.embeddings[:0]) for name, pool in pools.items()}
+    photos = [photo.to(judges.device) for photo in data.load_pictures(row)]
+    stills = [] if through_vae is None else [draw_still(photo, clips, through_vae) for photo in photos]
+    faces = {}
+    for key, pictures in pool_photos(judges, row, photos).items():
+        name = key.removeprefix("pool/")
+        drawn = [judges.faces[name].embed_photo(still) for still in stills]
+        vectors = [torch.zeros_like(pictures[0]) if vector is None else vector for vector in drawn]
+        faces[name] = Faces(pictures, torch.stack([pictures[0], *vectors])[1:])
+    return faces
+
+
+def draw_still(photo: Tensor, clips: DataConfig, through_vae: ThroughVae) -> Tensor:
+    """Return a photo (3, H, W) at the size of the run's clips, encoded and decoded as a still clip."""
+    size = data.clip_size((photo.shape[1], photo.shape[2]), clips.height, clips.width, clips.max_pixels)
+    still = data.to_float(data.fit(data.to_uint8(photo[:, None]), *size)).repeat(1, STILL, 1, 1)
+    return through_vae(still, still[:, 0])[:, -1]
 
 
 def measure_motion(terms: Sequence[Term], references: References, video: Tensor, prompt: str) -> References:
@@ -166,14 +185,6 @@ def find_references(
             references |= {f"term/{term.label}": torch.ones(1)}
             references |= {f"term/{term.label}/{name}": value for name, value in parts.items()}
     return references
-
-
-def relative_distance(frames: Tensor | None, base: Tensor | None) -> float | None:
-    """Return the mean squared difference of two videos (F, H, W, 3) uint8 over the variance of the second, if any."""
-    if frames is None or base is None:
-        return None
-    squares = [(a.float() - b.float()).square().mean() for a, b in zip(frames, base, strict=True)]
-    return finite({"": float(torch.stack(squares).mean() / base.float().var())})[""]
 
 
 def judge_image(judges: Judges, image: Tensor, references: References) -> dict:

@@ -41,7 +41,7 @@ FORMAT = 5  # raise it when a figure is added or computed in another way: such r
 
 FILE, SETTINGS = "records.jsonl", "settings.json"
 
-GROWING = ("model", "adapters", "videos", "others")  # blocks of the settings that may gain and lose names
+GROWING = ("model", "adapters", "videos")  # blocks of the settings that may gain and lose names
 
 WAY_OUT = "give --out another folder, or --overwrite to remove that evaluation"
 

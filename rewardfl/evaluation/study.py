@@ -4,8 +4,7 @@ Real clips come first: they give the references of their rows' videos. A video w
 command resumes. Several processes share the real clips and the batches.
 """
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,15 +22,11 @@ from rewardfl.evaluation import arms, judging, processes, records
 from rewardfl.evaluation.arms import Arm, Files, InferencePlacement, Job, Sampler, Sampling
 from rewardfl.evaluation.figures import find_bases
 from rewardfl.evaluation.records import REAL, VAE, Record
-from rewardfl.evaluation.verification import Faces
+from rewardfl.evaluation.verification import People, why_too_few
 from rewardfl.files import escape_control
 from rewardfl.training.clip_scan import load_sized_example
 from rewardfl.training.shard import Shard, read_entry
 from rewardfl.weights.lora_files import Lora
-
-ThroughVae = Callable[[Tensor, Tensor | None], Tensor]  # a video (3, F, H, W) and its image -> the decoded video
-
-STILL = 5  # frames of a photo that goes through a VAE, of which the last counts: it is of a second latent frame
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +45,6 @@ class Study:
     files: Mapping[str, Files]
     fps: float  # of the videos that it writes
     starts: Mapping[Path, Mapping[str, Lora]]  # lora.init_from as training reads it, by its path
-    others: Sequence[data.Row]  # of --others
-    has_scale: tuple[bool, bool]  # whether the VAE is needed, for the clips and for the photos of rows without one
 
     @cached_property
     def present(self) -> dict[records.RecordKey, Record]:
@@ -67,11 +60,6 @@ class Study:
         """Return the store of references and conditioning by row, until the evaluation is done."""
         return cache.Cache(self.out / "prepared")
 
-    @cached_property
-    def kept(self) -> cache.Cache:
-        """Return the store of embedded pictures and of the base's motion, which later commands need."""
-        return cache.Cache(self.out / "references")
-
     def jobs(self, arm: Arm, rows: Sequence[data.Row]) -> list[Job]:
         """Return the videos of an arm: all noises of a sampled one, the existing files of another tool's."""
         if arm.videos is None:
@@ -86,95 +74,58 @@ class Study:
     def read_rows(self, rows: Sequence[data.Row], vae: Backbone | None) -> list[data.Row]:
         """Store the references of the rows, one at a time, and return the usable rows. Judge real clips if faces are.
 
-        vae: the model whose VAE encodes and decodes them for the scales of identity kept. Raise DataError for unusable
-        files, unless data.skip_bad_rows: then print them.
+        vae: judge them also after this model's VAE has encoded and decoded them, the upper end of identity kept. Raise
+        DataError for clips that cannot be read, unless data.skip_bad_rows: then print them.
         """
-        share, skip = self.share, self.clips.skip_bad_rows
-        problems: tuple[list[tuple[str, int, str]], ...] = ([], [], [])
-        broken, left_out, faceless = problems
-        load_vae = functools.cache(lambda: self._load_vae(vae))
+        share, broken, faceless = self.share, [], []
+        through_vae = None
         # batches are sampled whole, so an arm that lacks one video needs the references of all its rows
         waiting = [jobs for arm in self.arms if self.lacks(arm, jobs := self.jobs(arm, rows))]
         needed = {row.id for jobs in waiting for row, _ in jobs}
-        for row in tqdm(share.take([*rows, *self.others]), desc="references", disable=share.quiet):
+        for row in tqdm(share.take(rows), desc="real clips", disable=share.quiet):
+            real = (REAL, *([VAE] if vae else [])) if self.judges.faces and row.video else ()
+            lacking = [arm for arm in real if (row.id, arm, None) not in self.present]
+            if not lacking and (row.id not in needed or self.store.get(comparison_key(row)) is not None):
+                continue
             try:
-                problem = self._read_row(row, load_vae, is_needed=row.id in needed)
-                left_out += [(row.table, row.line, problem)] if problem else []
+                example = load_sized_example(self.clips, row)
+                if self.judges.faces and row.video is None:
+                    photos = [photo.to(self.judges.device) for photo in data.load_pictures(row)]
+                    references = judging.pool_photos(self.judges, row, photos)
+                    reference = example.reference.to(self.judges.device)
+                    references |= judging.find_references(self.judges.terms, row, reference, photos)
+                elif self.judges.faces:
+                    record, references = judging.judge_real(self.judges, row, example, self.fps)
+                else:
+                    reference = example.reference.to(self.judges.device)
+                    references = judging.find_references(self.judges.terms, row, reference)
             except judging.NoFaceError as error:
-                faceless.append((row.table, row.line, str(error)))
+                faceless.append((row.line, str(error)))
+                continue
             except data.DataError as error:
-                broken.append((row.table, row.line, str(error)))
-        broken, left_out, faceless = (sorted(processes.gather(lines)) for lines in problems)
-        printed = [f"line {line}: {problem}" for _, line, problem in (*left_out, *faceless)]
-        for table in filter(None, (self.others, rows)):
-            refused = [
-                (line, problem)
-                for name, line, problem in (*broken, *([] if skip else left_out))
-                if name == table[0].table
-            ]
-            good, bad = data.usable_rows(table, refused, skip_bad_rows=skip)
-            printed += bad
-        for problem in printed if not share.quiet else ():
-            print(escape_control(f"skipped: {problem}"))
-        hidden = {(name, line) for name, line, _ in faceless}
-        if not (usable := [row for row in good if (row.table, row.line) not in hidden]):
+                broken.append((row.line, str(error)))
+                continue
+            image = {} if example.image is None else {"image": example.image}
+            self.store.put(comparison_key(row), references | image | {"size": torch.tensor(example.size)})
+            if REAL in lacking:
+                self._add(row, Arm(name=REAL), None, judging.real_video(example), record)
+            if vae is not None and VAE in lacking:
+                through_vae = through_vae or self._load_vae(vae)
+                video = through_vae(judging.real_video(example), example.image)
+                record = judging.judge_video(self.judges, video, references, keep_vectors=True)
+                self._add(row, Arm(name=VAE), None, video, record)
+        broken, faceless = processes.gather(broken), sorted(processes.gather(faceless))
+        good, bad = data.usable_rows(rows, broken, skip_bad_rows=self.clips.skip_bad_rows)
+        if not share.quiet:
+            for problem in (*bad, *(f"line {line}: {problem}" for line, problem in faceless)):
+                print(escape_control(f"skipped: {problem}"))
+        hidden = {line for line, _ in faceless}
+        if not (usable := [row for row in good if row.line not in hidden]):
             raise ValueError(f"--data: no clip of {self.clips.file_name} shows a face")
         return usable
 
-    def _read_row(self, row: data.Row, load_vae: Callable[[], ThroughVae], *, is_needed: bool) -> str:
-        """Store a row's references and pictures, and judge its clip. Return why photos are left out."""
-        judges, of_table, by_photos = self.judges, row not in self.others, row.video is None
-        is_judged = judges.faces and of_table and not by_photos
-        lacking = [arm for arm in (REAL, VAE)[: self.has_scale[0] + 1] if (row.id, arm, None) not in self.present]
-        is_stored = not is_needed or self.store.get(comparison_key(row)) is not None
-        is_embedded = not judges.faces or self.kept.get(self.pictures_key(row)) is not None
-        if is_stored and is_embedded and not (is_judged and lacking):
-            return ""
-        problem, photos = "", list[Tensor]()
-        if judges.faces and by_photos:
-            references, photos, problem = judging.pool_photos(judges, row)
-        if of_table or not by_photos:
-            example = load_sized_example(self.clips, row)
-            if not judges.faces or by_photos:
-                reference = example.reference.to(judges.device)
-                references = references | judging.find_references(judges.terms, row, reference, photos)
-            else:
-                record, references = judging.judge_real(judges, row, example, self.fps)
-            image = {} if example.image is None else {"image": example.image}
-            self.store.put(comparison_key(row), references | image | {"size": torch.tensor(example.size)})
-        if judges.faces:
-            self._keep_pictures(row, references, photos, load_vae)
-        if is_judged and REAL in lacking:
-            self._add(row, Arm(name=REAL), None, judging.real_video(example), record)
-        if is_judged and VAE in lacking:
-            video = load_vae()(judging.real_video(example), example.image)
-            record = judging.judge_video(judges, video, references, keep_vectors=True)
-            self._add(row, Arm(name=VAE), None, video, record)
-        return problem
-
-    def _keep_pictures(
-        self,
-        row: data.Row,
-        references: judging.References,
-        photos: Sequence[Tensor],
-        load_vae: Callable[[], ThroughVae],
-    ) -> None:
-        """Keep the embeddings of the row's pictures, and of its photos through the VAE."""
-        clips, stills, entry = self.clips, [], dict[str, Tensor]()
-        for photo in photos if self.has_scale[1] else ():
-            size = data.clip_size((photo.shape[1], photo.shape[2]), clips.height, clips.width, clips.max_pixels)
-            still = data.to_float(data.fit(data.to_uint8(photo[:, None]), *size)).repeat(1, STILL, 1, 1)
-            stills.append(load_vae()(still, still[:, 0])[:, -1])
-        for name, identity in self.judges.faces.items():
-            pictures = references[f"pool/{name}"]
-            vectors = [identity.embed_photo(still) for still in stills]
-            drawn = [torch.zeros_like(pictures[0]) if vector is None else vector for vector in vectors]
-            entry |= {name: pictures, f"{name}/through_vae": torch.stack(drawn) if drawn else pictures[:0]}
-        self.kept.put(self.pictures_key(row), entry)
-
-    def _load_vae(self, backbone: Backbone | None) -> ThroughVae:
-        """Load the VAE and return a function that encodes and decodes a video, given its first image."""
-        assert backbone is not None  # has_scale
+    def _load_vae(self, backbone: Backbone) -> judging.ThroughVae:
+        """Load the VAE and return a function of a video (3, F, H, W) and its image, which encodes and decodes it."""
         device = torch.device(self.judges.device)
         encode_video, encode_image = backbone.video_encoder(device), backbone.image_encoder(device)
         decoder = backbone.load_decoder(device)
@@ -185,14 +136,26 @@ class Study:
 
         return through_vae
 
-    def people(self, rows: Sequence[data.Row]) -> dict[str, dict[str, Faces]]:
-        """Return the pictures of each person's first row, of these rows and of --others, by recogniser and person."""
-        people: dict[str, dict[str, Faces]] = {name: {} for name in self.judges.faces}
-        for row in (*rows, *self.others):
-            who = f"--others: {row.who}" if row in self.others else row.who
-            for name, entry in ((name, self.kept.get(self.pictures_key(row))) for name in people):
-                if entry is not None and who not in people[name]:
-                    people[name][who] = Faces(entry[name], entry[f"{name}/through_vae"], row not in self.others)
+    @torch.no_grad()
+    def embed_people(self, rows: Sequence[data.Row], vae: Backbone | None) -> People:
+        """Return the faces of each person's first row, of these rows or of --others.
+
+        vae: embed photos also after this model's VAE, if there are enough people. Raise DataError for files that cannot
+        be used, unless data.skip_bad_rows.
+        """
+        people: People = {name: {} for name in self.judges.faces}
+        first = {row.who: row for row in reversed(rows)}
+        is_scaled = vae is not None and not why_too_few(sum(row.video is None for row in first.values()))
+        through_vae = self._load_vae(vae) if vae is not None and is_scaled else None
+        for who, row in tqdm(first.items(), desc="people", disable=self.share.quiet):
+            try:
+                faces = judging.embed_pictures(self.judges, row, self.clips, through_vae)
+            except (data.DataError, judging.NoFaceError) as error:
+                if not self.clips.skip_bad_rows:
+                    raise data.DataError(f"{row.table}: line {row.line}: {error}") from None
+                continue
+            for name, by_recogniser in faces.items():
+                people[name][who] = by_recogniser
         return people
 
     def file(self, row: data.Row, arm: str, seed: int | None) -> Path:
@@ -213,7 +176,9 @@ class Study:
                 data.write_picture(self.out / file, video)
         if seed is not None and self.judges.faces:
             frames, base = (self._read_frames(row, each, seed) for each in (arm, find_bases(self.arms)[arm.steps]))
-            record["figures"]["base/distance"] = judging.relative_distance(frames, base)
+            if frames is not None and base is not None:
+                distance = (frames.float() - base.float()).square().mean() / base.float().var()
+                record["figures"] |= judging.finite({"base/distance": float(distance)})
         decoded = arm.name == REAL or arm.videos is not None
         source = {"arm": arm.name, "seed": seed, "steps": arm.steps, "decoded": decoded, "file": str(file)}
         self.writer.add(head(row) | source | record)
@@ -225,19 +190,17 @@ class Study:
             base = find_bases(self.arms)[arm.steps]
             if arm is base:
                 motion = judging.measure_motion(self.judges.terms, references, video, row.prompt)
-                self.kept.put(motion_key(row, base, seed), motion)
-            references |= self.kept.get(motion_key(row, base, seed)) or {}
+                self.store.put(motion_key(row, base, seed), motion)
+            references |= self.store.get(motion_key(row, base, seed)) or {}
         judge = judging.judge_video if self.judges.faces else judging.judge_image
         self._add(row, arm, seed, video, judge(self.judges, video, references))
 
     def _read_frames(self, row: data.Row, arm: Arm, seed: int) -> Tensor | None:
         """Return the frames (F, H, W, 3) uint8 of an arm's file, fitted if of another tool; None without the file."""
-        if (row, seed) not in self.jobs(arm, [row]):
+        path = (row, seed) in self.jobs(arm, [row]) and self.out / self.file(row, arm.name, seed)
+        if not path or not path.is_file():
             return None
-        path = self.out / self.file(row, arm.name, seed)
-        if arm.videos is not None:
-            return data.fit(self.read_file(path), *self.size(row))
-        return data.read_video(path) if path.is_file() else None
+        return data.read_video(path) if arm.videos is None else data.fit(self.read_file(path), *self.size(row))
 
     def sample(self, backbone: Backbone, rows: Sequence[data.Row]) -> None:
         """Sample and judge the videos without a record. Load the model once for each adapter, if at all."""
@@ -333,23 +296,21 @@ class Study:
         for arm in self.arms:
             if arm.videos is None:
                 videos += [self.file(row, arm.name, seed) for row, seed in self.jobs(arm, rows)]
-        keys = [self.pictures_key(row) for row in (*rows, *self.others) if self.judges.faces]
-        for base in find_bases(self.arms).values() if self.judges.faces else ():
-            keys += [motion_key(row, base, seed) for row, seed in self.jobs(base, rows)]
-        kept = [str(self.kept.path(key).relative_to(self.out)) for key in keys]
-        return [*map(str, videos), *kept, *self.prepared(rows)]
+        bases = find_bases(self.arms).values() if self.judges.faces else ()
+        motion = [motion_key(row, base, seed) for base in bases for row, seed in self.jobs(base, rows)]  # stays
+        return [
+            *map(str, videos),
+            *(str(self.store.path(key).relative_to(self.out)) for key in motion),
+            *self.prepared(rows),
+        ]
 
     def prepared(self, rows: Sequence[data.Row]) -> list[str]:
         """Return the files of the store, which are removed at the end."""
         keys = [key for row in rows for key in (comparison_key(row), prompt_key(row.id))]
-        return [str(self.store.path(key).relative_to(self.out)) for key in (*keys, prompt_key(arms.NEGATIVE))]
+        return self._paths([*keys, prompt_key(arms.NEGATIVE)])
 
-    def pictures_key(self, row: data.Row) -> cache.Key:
-        return {"kind": "pictures", "table": row.table, "row": row.id, "through_vae": self.has_scale[1]}
-
-
-def motion_key(row: data.Row, base: Arm, seed: int) -> cache.Key:
-    return {"kind": "motion", "row": row.id, "base": base.name, "seed": seed}
+    def _paths(self, keys: Sequence[cache.Key]) -> list[str]:
+        return [str(self.store.path(key).relative_to(self.out)) for key in keys]
 
 
 def head(row: data.Row) -> dict:
@@ -359,6 +320,10 @@ def head(row: data.Row) -> dict:
 
 def comparison_key(row: data.Row) -> cache.Key:
     return {"kind": "compared_with", "row": row.id}
+
+
+def motion_key(row: data.Row, base: Arm, seed: int) -> cache.Key:
+    return {"kind": "motion", "row": row.id, "base": base.name, "seed": seed}
 
 
 def prompt_key(row_id: str) -> cache.Key:

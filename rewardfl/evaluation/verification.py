@@ -1,7 +1,7 @@
 """Verification against other people's real pictures, and identity kept on the scale of photos; docs/evaluate.md."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,14 +20,16 @@ class Faces(NamedTuple):
 
     pictures: Tensor  # (n, D) unit vectors
     through_vae: Tensor  # (n, D); (0, D) for the frames of a clip, and without a VAE
-    is_evaluated: bool  # else the person is of --others
+
+
+People = dict[str, dict[str, Faces]]  # by recogniser and person
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """By recogniser: cosines of other people's pictures by person, thresholds, and scales of photos."""
+    """By recogniser: cosines (n,) of other people's pictures with all pools, their threshold, the scale of photos."""
 
-    impostors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    impostors: Mapping[str, Tensor] = field(default_factory=dict)
     thresholds: Mapping[str, float] = field(default_factory=dict)
     scales: Mapping[str, Scale] = field(default_factory=dict)
     missing: str = ""  # why there are none
@@ -42,23 +44,24 @@ def why_too_few(people: int) -> str:
     return "" if people > FEWEST_OTHERS else text
 
 
-def verify(recognisers: Mapping[str, Mapping[str, Faces]]) -> Verification:
-    """Return the verification by recognisers, each with the pictures of the same people by name."""
-    if missing := why_too_few(min(map(len, recognisers.values()))):
+def verify(people: People, evaluated: Collection[str]) -> Verification:
+    """Return the verification of the evaluated people, by each recogniser."""
+    if missing := why_too_few(min(map(len, people.values()))):
         return Verification(missing=missing)
-    impostors = {name: impostor_cosines(people) for name, people in recognisers.items()}
-    thresholds = {name: find_threshold(torch.cat([*cosines.values()])) for name, cosines in impostors.items()}
-    scales = {name: scale for name, people in recognisers.items() if (scale := find_photo_scale(people))}
-    return Verification(impostors=impostors, thresholds=thresholds, scales=scales)
+    evaluated = [name for name in evaluated if all(name in faces for faces in people.values())]
+    impostors = {name: impostor_cosines(faces, evaluated) for name, faces in people.items()}
+    scales = {name: find_photo_scale(faces, evaluated) for name, faces in people.items()}
+    return Verification(
+        impostors=impostors,
+        thresholds={name: find_threshold(cosines) for name, cosines in impostors.items()},
+        scales={name: scale for name, scale in scales.items() if scale is not None},
+    )
 
 
-def impostor_cosines(people: Mapping[str, Faces]) -> dict[str, Tensor]:
-    """Return {evaluated person: cosines (n,) of all other people's pictures with the mean of the person's}."""
-    return {
-        name: torch.cat([other.pictures for other in people.values() if other is not faces]) @ faces.pictures.mean(0)
-        for name, faces in people.items()
-        if faces.is_evaluated
-    }
+def impostor_cosines(people: Mapping[str, Faces], evaluated: Collection[str]) -> Tensor:
+    """Return the cosines (n,) of each evaluated person's mean picture with all other people's pictures."""
+    pairs = [(faces, person, other) for other, faces in people.items() for person in evaluated if person != other]
+    return torch.cat([faces.pictures @ people[person].pictures.mean(0) for faces, person, _ in pairs])
 
 
 def find_threshold(cosines: Tensor) -> float:
@@ -69,51 +72,49 @@ def find_threshold(cosines: Tensor) -> float:
 def equal_error_rate(own: Tensor, others: Tensor) -> float:
     """Return the mean of the shares of own cosines (n,) rejected and of others' (m,) passed, where they are closest."""
     levels = torch.cat([own, others]).unique()
-    below = [torch.searchsorted(part.sort().values, levels, right=True) / len(part) for part in (own, others)]
-    rejected, passed = below[0], 1 - below[1]
-    nearest = (rejected - passed).abs().argmin()
-    return float((rejected + passed)[nearest] / 2)
+    rejected, kept = (torch.searchsorted(x.sort().values, levels, right=True) / len(x) for x in (own, others))
+    return float((rejected + 1 - kept)[(rejected - 1 + kept).abs().argmin()] / 2)
 
 
-def find_photo_scale(people: Mapping[str, Faces]) -> Scale | None:
+def find_photo_scale(people: Mapping[str, Faces], evaluated: Collection[str]) -> Scale | None:
     """Return the scale of people with photos: 0 is other people's photos, 1 each photo against the person's others.
 
     All have been through the VAE. One photo takes the median upper end of the people with several. None without such
     people, or without length.
     """
-    measured = {name: faces for name, faces in people.items() if len(faces.through_vae)}
-    ends = dict[str, Tensor]()
-    for name, faces in measured.items():
-        cosines = (faces.through_vae @ faces.pictures.T).fill_diagonal_(torch.nan)
-        ends |= {name: cosines.nanmean()} if faces.is_evaluated else {}
-    if not ends or (upper := torch.stack([*ends.values()])).isnan().all():
+    photos = {name: faces for name, faces in people.items() if len(faces.through_vae)}
+    drawn = {name: faces.through_vae.mean(0) for name, faces in photos.items()}
+    own = [name for name in photos if name in evaluated]
+    cosines = [(photos[name].through_vae @ photos[name].pictures.T).fill_diagonal_(torch.nan).nanmean() for name in own]
+    if not own or (ends := torch.stack(cosines)).isnan().all():
         return None
-    filled = upper.nan_to_num(float(upper.nanquantile(0.5))).tolist()
-    means = {name: (faces.through_vae.mean(0), faces.pictures.mean(0)) for name, faces in measured.items()}
     clips = [
-        ThroughVae(person=name, face_sim=end, face=means[name][0], pool=means[name][1])
-        for name, end in zip(ends, filled, strict=True)
+        ThroughVae(person=name, face_sim=end, face=drawn[name], pool=photos[name].pictures.mean(0))
+        for name, end in zip(own, ends.nan_to_num(float(ends.nanquantile(0.5))).tolist(), strict=True)
     ]
-    return find_scale(clips, [face for name, (face, _) in means.items() if name not in ends])
+    return find_scale(clips, [drawn[name] for name in photos if name not in evaluated])
 
 
 def load_others(path: Path | None, rows: Sequence[data.Row]) -> list[data.Row]:
-    """Return the people of --others: a table, a folder of folders of pictures, or of pictures. None of the rows' files.
+    """Return the people of --others, without those of the rows: a table, or a folder of folders or of pictures.
 
     Raise DataError where none is left.
     """
     if path is None:
         return []
-    table, known = f"--others ({path})", {file.resolve() for row in rows for file in row.files.values() if file}
-    people = [data.photo_files(folder.name, path) for folder in sorted(path.glob("*/"))]
-    people = people or [(photo,) for photo in data.photo_files(".", path)]
-    others = [
-        data.Row(index=i, line=i + 1, id=str(i), video=None, prompt="", photos=photos, table=table)
-        for i, photos in enumerate(people)
-        if photos
-    ]
-    others = data.load_metadata(path, "--others") if path.is_file() else others
-    others = [row for row in others if known.isdisjoint(file.resolve() for file in row.files.values() if file)]
+    if path.is_file():
+        people = data.load_metadata(path, "--others")
+    else:
+        folders = [data.photo_files(folder.name, path) for folder in sorted(path.glob("*/"))]
+        pictures = [each for each in folders if each] or [(photo,) for photo in data.photo_files(".", path)]
+        people = [
+            data.Row(index=i, line=i + 1, id="", video=None, prompt="", photos=photos, table="--others")
+            for i, photos in enumerate(pictures)
+        ]
+    files = {file.resolve() for row in rows for file in row.files.values() if file}
+    others = [row for row in people if files.isdisjoint(file.resolve() for file in row.files.values() if file)]
     if not others:
-        raise data.DataError(f"{table}: no pictures of other people; name a folder of them, or of a folder for each")
-    return others
+        raise data.DataError(
+            f"--others: {path} shows no other people; name a folder of pictures, or of folders of them"
+        )
+    return [replace(row, person=f"--others: {row.who}") for row in others]

@@ -104,23 +104,21 @@ def describe_unhealthy(name: str, change: Mapping | None, judges: Sequence[str])
 
 def remarks(report: Mapping) -> list[str]:
     """Return sentences on rows without a clip, verification, and the scale of photos."""
-    lines, checked, without = [], report["verification"], report["clips_without_real"]
-    if without:
+    lines, checked = [], report["verification"]
+    if without := report["clips_without_real"]:
         lines.append(
-            f"{without} clips are of rows without a real clip: faces are compared with photos, motion with the base's, "
-            "and figures that need a real clip are left out."
+            f"{without} clips have no real clip: their faces are compared with photos, their motion with the base's, and "
+            "figures of a real clip are left out."
         )
     if checked["missing"]:
-        without_scale = "identity kept on photos, " if without else ""
-        lines.append(f"{without_scale}accepted frames and equal error rate: missing, {checked['missing']}")
+        lines.append(f"accepted frames, equal error rate, scale of photos: missing, {checked['missing']}")
     for judge, threshold in checked["thresholds"].items():
-        rates = ", ".join(f"{arm} {rate[judge]:.3f}" for arm, rate in checked["equal_error_rate"].items())
-        lines.append(
-            f"verification ({judge}): a frame is accepted above FaceSim {threshold:.3f}; equal error rate: {rates}"
-        )
+        rates = ", ".join(f"{arm} {rate:.3f}" for arm, rate in checked["equal_error_rate"][judge].items())
+        line = f"verification ({judge}): accepted above FaceSim {threshold:.3f}; equal error rate: {rates}"
         if ends := report["photo_scale"]["recognisers"].get(judge):
-            start, end = (ends[name]["mean"] for name in ("another_person", "real_through_vae"))
-            lines.append(f"identity kept on photos ({judge}): 0 is FaceSim {start:.3f}, 1 is {end:.3f}")
+            start, end = (f"{value['mean']:.3f}" for value in ends.values())
+            line += f"; identity kept on photos: 0 is FaceSim {start}, 1 is {end}"
+        lines.append(line)
     return lines
 
 
