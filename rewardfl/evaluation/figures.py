@@ -272,7 +272,7 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], verified: Verifica
         "verification": {
             "missing": verified.missing, "thresholds": dict(verified.thresholds),
             "equal_error_rate": {
-                judge: {arm.name: equal_error_rate(table.frames(arm.name, judge), others) for arm in arms}
+                judge: {arm.name: equal_error_rate(table.frames(arm.name, judge).flatten(), others) for arm in arms}
                 for judge, others in verified.impostors.items()
             },
         },
@@ -355,8 +355,8 @@ def per_clip(table: Table) -> list[dict]:
             for arm, records in table.records.items()
             if clip in records
         }
+        line: dict = {"id": clip.row, "seed": clip.seed}
         if REAL in shots:
-            shots[REAL]["face_width"] = table.records[REAL][clip]["face_width"]
-        real = {name: shots.pop(name) for name in (REAL,) if name in shots}
-        lines.append({"id": clip.row, "seed": clip.seed, **real, "arms": shots})
+            line["real"] = shots.pop(REAL) | {"face_width": table.records[REAL][clip]["face_width"]}
+        lines.append(line | {"arms": shots})
     return lines

@@ -66,7 +66,7 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     folders = [path for arm in arms for path in (arm.adapter, arm.videos) if path]
     outputs.check_inputs("--out", folder.path, [source, *args.judge.values(), Path(args.data), *read, *folders])
     of_images = cfg.data.num_frames == 1
-    if of_images and (wrong := [f"--{name}" for name in ("config", "videos", "judge") if vars(args)[name]]):
+    if of_images and (wrong := [f"--{name}" for name in ("config", "videos", "judge", "others") if vars(args)[name]]):
         raise ValueError(f"{wrong[0]}: is for videos, and data.num_frames is 1; remove it")
     fps = cfg.data.fps or (1.0 if of_images else described.frame_rate)
     rewards = resolve_rewards(measured_rewards(cfg.reward, config.list_reward_specs(cfg, for_evaluation=True)), fps)
@@ -104,8 +104,8 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     processes.run_on_main(take, main=main)
     rows = study.read_rows(rows, backbone if enough_people else None)
     people: People = {}
-    if judges.faces:
-        processes.run_on_main(lambda: people.update(study.embed_people([*rows, *others], backbone)), main=main)
+    vae = backbone if by_photos else None
+    processes.run_on_main(lambda: people.update(study.embed_people([*rows, *others], vae)), main=main and not of_images)
     if backbone is not None:
         study.sample(backbone, rows)
     study.judge_files(rows)

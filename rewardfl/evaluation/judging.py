@@ -2,8 +2,8 @@
 
 import argparse
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -41,14 +41,14 @@ class NoFaceError(ValueError):
 class Judges:
     """All judges. faces: the recognisers, none for images; the last one's detector finds the face for all.
 
-    by_photos: the same recognisers as rewards, which pool photos.
+    first: the first of them as a reward, which checks photos.
     """
 
     faces: dict[str, face.FaceIdentity]
     terms: Sequence[Term]
     periods: Sequence[int]
     device: str
-    by_photos: Mapping[str, FaceIdentityReward] = field(default_factory=dict)
+    first: FaceIdentityReward | None = None
 
     @property
     def main(self) -> str:
@@ -62,14 +62,13 @@ def load_judges(
     """Load the judges. Raise ValueError without a recogniser, RewardError for a reward that cannot be built."""
     packs, size = {"reward": reward.reward_model_path, "held_out": reward.held_out_model_path}, reward.det_size
     named = [(name, pack) for name, pack in (packs | args.judge).items() if pack is not None]
-    by_photos = (
-        {} if of_images else {name: FaceIdentityReward(pack, det_size=size).to(args.device) for name, pack in named}
-    )
-    faces = {name: reward.identity for name, reward in by_photos.items()}
+    named = [] if of_images else named
+    packed = {name: FaceIdentityReward(pack, det_size=size).to(args.device) for name, pack in named}
+    faces, first = {name: each.identity for name, each in packed.items()}, next(iter(packed.values()), None)
     if not faces and not of_images:
         raise ValueError("this tool judges faces, and the run has no face pack; name one: --judge NAME=FOLDER")
     terms = build_terms(rewards, torch.device(args.device))
-    return Judges(faces=faces, terms=terms, periods=args.periods, device=args.device, by_photos=by_photos)
+    return Judges(faces=faces, terms=terms, periods=args.periods, device=args.device, first=first)
 
 
 def measured_rewards(reward: SharedRewardConfig, specs: Sequence[RewardSpec]) -> list[RewardSpec]:
@@ -127,13 +126,20 @@ def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float)
 
 
 def pool_photos(judges: Judges, row: data.Row, photos: Sequence[Tensor]) -> References:
-    """Return the recognisers' pools of the row's pictures (3, H, W). Raise DataError for one that cannot be used."""
+    """Return the recognisers' pools of the row's pictures (3, H, W).
+
+    Raise DataError for a picture without a face, or of another person by the first recogniser, which training uses.
+    """
+    assert judges.first is not None  # of videos
+    _, problem = clip_scan.make_reference(judges.first, row, photos[0][:, None].repeat(1, 2, 1, 1), photos)
     references: References = {}
-    for name, reward in judges.by_photos.items():
-        pool, problem = clip_scan.make_reference(reward, row, photos[0][:, None].repeat(1, 2, 1, 1), photos)
-        if problem or pool is None:
+    for name, identity in judges.faces.items():
+        vectors = [identity.embed_photo(photo) for photo in photos]
+        lost = [path for path, vector in zip(row.pictures, vectors, strict=True) if vector is None]
+        problem = problem or "; ".join(f"{path}: {judges.first.nothing_found} it" for path in lost)
+        if problem:
             raise data.DataError(problem)
-        references[f"pool/{name}"] = pool["embeddings"]
+        references[f"pool/{name}"] = torch.stack([vector for vector in vectors if vector is not None])
     return references
 
 
@@ -143,15 +149,14 @@ def embed_pictures(
     """Return the faces of the row's pictures, or of its clip's frames, by recogniser. Raise DataError without any."""
     if not row.pictures:
         pools = find_pools(judges, row, clip_scan.load_sized_example(clips, row).reference.to(judges.device))
-        return {name: Faces(pool.embeddings, pool.embeddings[:0]) for name, pool in pools.items()}
+        return {name: Faces(pool.embeddings.cpu(), pool.embeddings[:0].cpu()) for name, pool in pools.items()}
     photos = [photo.to(judges.device) for photo in data.load_pictures(row)]
     stills = [] if through_vae is None else [draw_still(photo, clips, through_vae) for photo in photos]
-    faces = {}
-    for key, pictures in pool_photos(judges, row, photos).items():
-        name = key.removeprefix("pool/")
-        drawn = [judges.faces[name].embed_photo(still) for still in stills]
+    pools, faces = pool_photos(judges, row, photos), {}
+    for name, identity in judges.faces.items():
+        pictures, drawn = pools[f"pool/{name}"], [identity.embed_photo(still) for still in stills]
         vectors = [torch.zeros_like(pictures[0]) if vector is None else vector for vector in drawn]
-        faces[name] = Faces(pictures, torch.stack([pictures[0], *vectors])[1:])
+        faces[name] = Faces(pictures.cpu(), torch.stack([pictures[0], *vectors])[1:].cpu())
     return faces
 
 

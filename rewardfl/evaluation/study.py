@@ -145,8 +145,8 @@ class Study:
         """
         people: People = {name: {} for name in self.judges.faces}
         first = {row.who: row for row in reversed(rows)}
-        is_scaled = vae is not None and not why_too_few(sum(row.video is None for row in first.values()))
-        through_vae = self._load_vae(vae) if vae is not None and is_scaled else None
+        too_few = why_too_few(sum(row.video is None for row in first.values()))
+        through_vae = None if vae is None or too_few else self._load_vae(vae)
         for who, row in tqdm(first.items(), desc="people", disable=self.share.quiet):
             try:
                 faces = judging.embed_pictures(self.judges, row, self.clips, through_vae)
@@ -154,8 +154,8 @@ class Study:
                 if not self.clips.skip_bad_rows:
                     raise data.DataError(f"{row.table}: line {row.line}: {error}") from None
                 continue
-            for name, by_recogniser in faces.items():
-                people[name][who] = by_recogniser
+            for name in people:
+                people[name][who] = faces[name]
         return people
 
     def file(self, row: data.Row, arm: str, seed: int | None) -> Path:
@@ -298,11 +298,7 @@ class Study:
                 videos += [self.file(row, arm.name, seed) for row, seed in self.jobs(arm, rows)]
         bases = find_bases(self.arms).values() if self.judges.faces else ()
         motion = [motion_key(row, base, seed) for base in bases for row, seed in self.jobs(base, rows)]  # stays
-        return [
-            *map(str, videos),
-            *(str(self.store.path(key).relative_to(self.out)) for key in motion),
-            *self.prepared(rows),
-        ]
+        return [*map(str, videos), *self._paths(motion), *self.prepared(rows)]
 
     def prepared(self, rows: Sequence[data.Row]) -> list[str]:
         """Return the files of the store, which are removed at the end."""

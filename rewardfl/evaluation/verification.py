@@ -71,8 +71,9 @@ def find_threshold(cosines: Tensor) -> float:
 
 def equal_error_rate(own: Tensor, others: Tensor) -> float:
     """Return the mean of the shares of own cosines (n,) rejected and of others' (m,) passed, where they are closest."""
-    levels = torch.cat([own, others]).unique()
-    rejected, kept = (torch.searchsorted(x.sort().values, levels, right=True) / len(x) for x in (own, others))
+    parts = [cosines.double().sort().values for cosines in (own, others)]
+    levels = torch.cat(parts).unique()
+    rejected, kept = (torch.searchsorted(part, levels, right=True) / len(part) for part in parts)
     return float((rejected + 1 - kept)[(rejected - 1 + kept).abs().argmin()] / 2)
 
 

@@ -53,8 +53,7 @@ def make_tables(report: Mapping) -> list[dict[str, Any]]:
     tables: list[dict[str, Any]] = []
     for title, listed in sections.items():
         cells = [
-            [*(figure_cell(arm, name, judges) for arm in arms), *(Cell(real.get(name)) for _ in last)]
-            for name in listed
+            [figure_cell(arm, name, judges) for arm in arms] + [Cell(real.get(name))] * len(last) for name in listed
         ]
         rows = list(zip((verdicts.explain(name, judges) for name in listed), cells, strict=True))
         tables.append({"title": title, "head": [("figure", ""), *head, *last], "rows": rows})
@@ -83,7 +82,7 @@ ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("rewardfl.evaluation.report", "pages"), undefined=jinja2.StrictUndefined,
     autoescape=jinja2.select_autoescape(["html"]), trim_blocks=True, lstrip_blocks=True,
 )  # fmt: skip
-ENVIRONMENT.filters["digits"] = digits
+ENVIRONMENT.filters |= {"digits": digits, "remarks": verdicts.remarks}
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:
@@ -94,10 +93,7 @@ def render(template: str, values: Mapping[str, Any]) -> str:
 def format_report(report: Mapping) -> str:
     """Format the verdicts, and then the figures of each arm and of the real clips, for a terminal."""
     words = [verdicts.verdict(report, arm) for arm in verdicts.compared_arms(report)]
-    return render(
-        "report.txt",
-        {"report": report, "verdicts": words, "tables": make_tables(report), "remarks": verdicts.remarks(report)},
-    )
+    return render("report.txt", {"report": report, "verdicts": words, "tables": make_tables(report)})
 
 
 def report_page(report: Mapping, folder: Path, most: int = PAGE, metrics: Lines | None = None) -> str:
@@ -108,8 +104,7 @@ def report_page(report: Mapping, folder: Path, most: int = PAGE, metrics: Lines 
     judges, against = list(report["real"]["per_frame"]), verdicts.compared_arms(report)
     clips = [(clip, list_shots(clip, folder)) for clip in worst_first(report)]
     values = {
-        "report": report, "tables": make_tables(report), "remarks": verdicts.remarks(report), "clips": clips,
-        "frozen": FROZEN,
+        "report": report, "tables": make_tables(report), "clips": clips, "frozen": FROZEN,
         "title": f"Evaluation of {', '.join(arm['name'] for arm in against) or 'one arm'}",
         "verdicts": [(arm["name"], verdicts.verdict(report, arm)) for arm in against],
         "curves": [embed("image/png", draw_face_sim({name: face_sim_curves(report, name)})) for name in judges[::-1]],
@@ -145,7 +140,8 @@ def worst_first(report: Mapping) -> list[Mapping]:
 def list_shots(clip: Mapping, folder: Path) -> list[dict[str, Any]]:
     """Return name, record, path and URL of the real clip and of every arm's video of it. The URL is "" for no file."""
     shots = []
-    for name, record in (({REAL: clip["real"]} if "real" in clip else {}) | clip["arms"]).items():
+    real = {REAL: clip["real"]} if "real" in clip else {}
+    for name, record in (real | clip["arms"]).items():
         path = folder / record["file"]
         link = path.as_uri() if Path(record["file"]).is_absolute() else quote(record["file"])
         shots.append({"name": name, "record": record, "path": path, "source": link if path.is_file() else ""})

@@ -107,8 +107,8 @@ def remarks(report: Mapping) -> list[str]:
     lines, checked = [], report["verification"]
     if without := report["clips_without_real"]:
         lines.append(
-            f"{without} clips have no real clip: their faces are compared with photos, their motion with the base's, and "
-            "figures of a real clip are left out."
+            f"{without} clips have no real clip: their faces are compared with photos, their motion with the base's, "
+            "and figures that need a real clip are left out."
         )
     if checked["missing"]:
         lines.append(f"accepted frames, equal error rate, scale of photos: missing, {checked['missing']}")
@@ -118,6 +118,8 @@ def remarks(report: Mapping) -> list[str]:
         if ends := report["photo_scale"]["recognisers"].get(judge):
             start, end = (f"{value['mean']:.3f}" for value in ends.values())
             line += f"; identity kept on photos: 0 is FaceSim {start}, 1 is {end}"
+        elif without:
+            line += "; identity kept on photos: missing, it takes photos of 10 other people, two of some, and the VAE"
         lines.append(line)
     return lines
 
