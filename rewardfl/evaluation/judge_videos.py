@@ -61,10 +61,10 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     rows = data.load_metadata(args.data, "--data")
     rows = data.assign_images(rows, cfg.run.seed) if described.takes_image else rows
     others = load_others(args.others, rows)
-    source = Path(args.config) if args.config else args.run / "run.json"
     read = [path for row in (*rows, *others) for path in row.files.values() if path]
-    folders = [path for arm in arms for path in (arm.adapter, arm.videos) if path]
-    outputs.check_inputs("--out", folder.path, [source, *args.judge.values(), Path(args.data), *read, *folders])
+    read += [path for arm in arms for path in (arm.adapter, arm.videos) if path]
+    read += [Path(args.config) if args.config else args.run / "run.json", *args.judge.values(), Path(args.data)]
+    outputs.check_inputs("--out", folder.path, read)
     of_images = cfg.data.num_frames == 1
     if of_images and (wrong := [f"--{name}" for name in ("config", "videos", "judge", "others") if vars(args)[name]]):
         raise ValueError(f"{wrong[0]}: is for videos, and data.num_frames is 1; remove it")
@@ -78,7 +78,6 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     files = {arm.name: find_videos(arm.videos, rows) for arm in arms if arm.videos is not None}
     base, starts = {}, {}
     enough_people = not of_images and len({row.who for row in rows if row.video}) >= FEWEST
-    by_photos = not of_images and any(row.video is None for row in rows)
     if backbone is not None:
         base = digest_base_model(backbone)
         if start := cfg.lora.init_from:
@@ -88,31 +87,26 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
         for adapter in {arm.adapter for arm in arms if arm.adapter} - starts.keys():
             for file in adapter.glob(f"*/{lora.WEIGHTS_NAME}"):  # now, not after the real clips and the base
                 lora.read_for(expert, file)
-    elif enough_people or by_photos:  # other tools' videos need only the VAE
-        model_source = setup_model.model_source(cfg)
-        backbone, base = open_vae(cfg.model.model_name, model_source, cfg.data, quiet=share.quiet)
+    elif enough_people or any(row.video is None for row in rows):  # other tools' videos need only the VAE
+        backbone, base = open_vae(cfg.model.model_name, setup_model.model_source(cfg), cfg.data, quiet=share.quiet)
     sampling = {key: value for key, value in config.flat(cfg).items() if key.startswith(SAMPLING)}
     settings = make_settings(sampling, rows, arms, base, list_dependencies(judges, cfg.reward.det_size))
     study = Study(
         seeds=args.seeds, batch=args.batch, experts=args.experts, clips=cfg.data, sampling=cfg.sample, out=folder.path,
         arms=tuple(arms), judges=judges, share=share, files=files, fps=fps, starts=starts,
     )  # fmt: skip
-    names = study.names(rows)
     records = [str(record_file(Path(), rank)) for rank in range(share.processes)]
     reports = ("report.json", "grid.png", image_report.DISAGREEMENTS if of_images else "report.html")
-    take = partial(take_folder, folder, [*names, *records, *reports, SETTINGS], settings, lock)
+    take = partial(take_folder, folder, [*study.names(rows), *records, *reports, SETTINGS], settings, lock)
     processes.run_on_main(take, main=main)
     rows = study.read_rows(rows, backbone if enough_people else None)
-    people: People = {}
-    vae = backbone if by_photos else None
-    processes.run_on_main(lambda: people.update(study.embed_people([*rows, *others], vae)), main=main and not of_images)
+    people = study.embed_people(rows, others, backbone)
     if backbone is not None:
         study.sample(backbone, rows)
     study.judge_files(rows)
     processes.gather([])  # wait for all
     if main:
-        about = {"command": sys.argv, "version": __version__, "settings": settings}
-        finish(study, rows, people, about, args)
+        finish(study, rows, people, {"command": sys.argv, "version": __version__, "settings": settings}, args)
         folder.remove(study.prepared(rows))
     return 0
 

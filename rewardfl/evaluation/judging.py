@@ -99,11 +99,11 @@ def list_dependencies(judges: Judges, det_size: int) -> dict[str, str]:
 
 
 def find_pools(judges: Judges, row: data.Row, reference: Tensor) -> dict[str, face.FacePool]:
-    """Return the recognisers' pools of a row's real clip. Raise NoFaceError where one finds no face."""
-    pools = {name: identity.pool(reference) for name, identity in judges.faces.items()}
-    if not all(pools.values()):
+    """Return the recognisers' pools of a row's real clip. Raise NoFaceError if one finds no face."""
+    pools = {name: pool for name, identity in judges.faces.items() if (pool := identity.pool(reference)) is not None}
+    if len(pools) < len(judges.faces):
         raise NoFaceError(f"no face was found in {row.reference}")
-    return {name: pool for name, pool in pools.items() if pool is not None}
+    return pools
 
 
 def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float) -> tuple[dict, References]:
@@ -130,7 +130,7 @@ def pool_photos(judges: Judges, row: data.Row, photos: Sequence[Tensor]) -> Refe
 
     Raise DataError for a picture without a face, or of another person by the first recogniser, which training uses.
     """
-    assert judges.first is not None  # of videos
+    assert judges.first is not None  # only judges for images lack it
     _, problem = clip_scan.make_reference(judges.first, row, photos[0][:, None].repeat(1, 2, 1, 1), photos)
     references: References = {}
     for name, identity in judges.faces.items():
@@ -239,7 +239,7 @@ def judge_video(judges: Judges, video: Tensor, references: References, *, keep_v
         record["curves"][name] = [round(value, 6) for value in curve.tolist()]
         record["detected"][name] = [False] * len(frames) if score is None else score.detected.tolist()
     main = scores[judges.main]
-    has_look = any(name.startswith("look/") for name in references)  # of a real clip
+    has_look = any(name.startswith("look/") for name in references)  # there is a real clip
     figures["look/face"] = 0.0 if has_look else None
     if main is not None and has_look:
         patches = cut_patches(video.transpose(0, 1), main.landmarks)

@@ -137,25 +137,30 @@ class Study:
         return through_vae
 
     @torch.no_grad()
-    def embed_people(self, rows: Sequence[data.Row], vae: Backbone | None) -> People:
-        """Return the faces of each person's first row, of these rows or of --others.
+    def embed_people(self, rows: Sequence[data.Row], others: Sequence[data.Row], vae: Backbone | None) -> People:
+        """Return the faces of each person's first row on the main process. others: the rows of --others.
 
-        vae: embed photos also after this model's VAE, if there are enough people. Raise DataError for files that cannot
-        be used, unless data.skip_bad_rows.
+        vae: embed photos also after this model's VAE, if there are enough people. Raise DataError for unusable files,
+        unless data.skip_bad_rows.
         """
         people: People = {name: {} for name in self.judges.faces}
-        first = {row.who: row for row in reversed(rows)}
+        first = {row.who: row for row in reversed([*rows, *others])}
         too_few = why_too_few(sum(row.video is None for row in first.values()))
-        through_vae = None if vae is None or too_few else self._load_vae(vae)
-        for who, row in tqdm(first.items(), desc="people", disable=self.share.quiet):
-            try:
-                faces = judging.embed_pictures(self.judges, row, self.clips, through_vae)
-            except (data.DataError, judging.NoFaceError) as error:
-                if not self.clips.skip_bad_rows:
-                    raise data.DataError(f"{row.table}: line {row.line}: {error}") from None
-                continue
-            for name in people:
-                people[name][who] = faces[name]
+
+        def embed() -> None:
+            is_scaled = not too_few and any(row.video is None for row in rows)
+            through_vae = self._load_vae(vae) if vae is not None and is_scaled else None
+            for who, row in tqdm(first.items(), desc="people"):
+                try:
+                    faces = judging.embed_pictures(self.judges, row, self.clips, through_vae)
+                except (data.DataError, judging.NoFaceError) as error:
+                    if not self.clips.skip_bad_rows:
+                        raise data.DataError(f"{row.table}: line {row.line}: {error}") from None
+                    continue
+                for name in people:
+                    people[name][who] = faces[name]
+
+        processes.run_on_main(embed, main=bool(people) and not self.share.quiet)
         return people
 
     def file(self, row: data.Row, arm: str, seed: int | None) -> Path:
@@ -319,7 +324,7 @@ def comparison_key(row: data.Row) -> cache.Key:
 
 
 def motion_key(row: data.Row, base: Arm, seed: int) -> cache.Key:
-    return {"kind": "motion", "row": row.id, "base": base.name, "seed": seed}
+    return {**comparison_key(row), "base": base.name, "seed": seed}
 
 
 def prompt_key(row_id: str) -> cache.Key:

@@ -12,7 +12,7 @@ from rewardfl import data
 from rewardfl.rewards.face.identity_kept import Scale, ThroughVae, find_scale
 
 FEWEST_OTHERS = 10  # other people
-PASSING = 100  # of so many pictures of other people one may pass
+PASSING = 100  # one in so many pictures of other people may pass
 
 
 class Faces(NamedTuple):
@@ -60,8 +60,8 @@ def verify(people: People, evaluated: Collection[str]) -> Verification:
 
 def impostor_cosines(people: Mapping[str, Faces], evaluated: Collection[str]) -> Tensor:
     """Return the cosines (n,) of each evaluated person's mean picture with all other people's pictures."""
-    pairs = [(faces, person, other) for other, faces in people.items() for person in evaluated if person != other]
-    return torch.cat([faces.pictures @ people[person].pictures.mean(0) for faces, person, _ in pairs])
+    means = {name: people[name].pictures.mean(0) for name in evaluated}
+    return torch.cat([people[n].pictures @ mean for name, mean in means.items() for n in people if n != name])
 
 
 def find_threshold(cosines: Tensor) -> float:
@@ -69,12 +69,12 @@ def find_threshold(cosines: Tensor) -> float:
     return float(cosines.sort(descending=True).values[len(cosines) // PASSING])
 
 
-def equal_error_rate(own: Tensor, others: Tensor) -> float:
-    """Return the mean of the shares of own cosines (n,) rejected and of others' (m,) passed, where they are closest."""
-    parts = [cosines.double().sort().values for cosines in (own, others)]
+def equal_error_rate(genuine: Tensor, impostors: Tensor) -> float:
+    """Return the mean of the shares of genuine cosines (n,) rejected and of impostors' (m,) passed, when closest."""
+    parts = [cosines.double().sort().values for cosines in (genuine, impostors)]
     levels = torch.cat(parts).unique()
-    rejected, kept = (torch.searchsorted(part, levels, right=True) / len(part) for part in parts)
-    return float((rejected + 1 - kept)[(rejected - 1 + kept).abs().argmin()] / 2)
+    rejected, missed = (torch.searchsorted(part, levels, right=True) / len(part) for part in parts)
+    return float((rejected + 1 - missed)[(rejected - 1 + missed).abs().argmin()] / 2)
 
 
 def find_photo_scale(people: Mapping[str, Faces], evaluated: Collection[str]) -> Scale | None:
@@ -84,34 +84,27 @@ def find_photo_scale(people: Mapping[str, Faces], evaluated: Collection[str]) ->
     people, or without length.
     """
     photos = {name: faces for name, faces in people.items() if len(faces.through_vae)}
-    drawn = {name: faces.through_vae.mean(0) for name, faces in photos.items()}
-    own = [name for name in photos if name in evaluated]
-    cosines = [(photos[name].through_vae @ photos[name].pictures.T).fill_diagonal_(torch.nan).nanmean() for name in own]
-    if not own or (ends := torch.stack(cosines)).isnan().all():
+    names, drawn = [name for name in photos if name in evaluated], {n: photos[n].through_vae.mean(0) for n in photos}
+    cosines = [(photos[n].through_vae @ photos[n].pictures.T).fill_diagonal_(torch.nan).nanmean() for n in names]
+    if not names or (ends := torch.stack(cosines)).isnan().all():
         return None
     clips = [
         ThroughVae(person=name, face_sim=end, face=drawn[name], pool=photos[name].pictures.mean(0))
-        for name, end in zip(own, ends.nan_to_num(float(ends.nanquantile(0.5))).tolist(), strict=True)
+        for name, end in zip(names, ends.nan_to_num(float(ends.nanquantile(0.5))).tolist(), strict=True)
     ]
     return find_scale(clips, [drawn[name] for name in photos if name not in evaluated])
 
 
 def load_others(path: Path | None, rows: Sequence[data.Row]) -> list[data.Row]:
-    """Return the people of --others, without those of the rows: a table, or a folder of folders or of pictures.
-
-    Raise DataError where none is left.
-    """
+    """Return the people of --others, a table or a folder, but not the rows' people. Raise DataError without any."""
     if path is None:
         return []
-    if path.is_file():
-        people = data.load_metadata(path, "--others")
-    else:
-        folders = [data.photo_files(folder.name, path) for folder in sorted(path.glob("*/"))]
-        pictures = [each for each in folders if each] or [(photo,) for photo in data.photo_files(".", path)]
-        people = [
-            data.Row(index=i, line=i + 1, id="", video=None, prompt="", photos=photos, table="--others")
-            for i, photos in enumerate(pictures)
-        ]
+    folders = [photos for folder in sorted(path.glob("*/")) if (photos := data.photo_files(folder.name, path))]
+    pictures = folders or [(photo,) for photo in data.photo_files(".", path)]
+    people = data.load_metadata(path, "--others") if path.is_file() else [
+        data.Row(index=i, line=i + 1, id="", video=None, prompt="", photos=photos, table="--others")
+        for i, photos in enumerate(pictures)
+    ]  # fmt: skip
     files = {file.resolve() for row in rows for file in row.files.values() if file}
     others = [row for row in people if files.isdisjoint(file.resolve() for file in row.files.values() if file)]
     if not others:
