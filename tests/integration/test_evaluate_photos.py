@@ -13,12 +13,10 @@ from rewardfl_tools import compare_runs
 pytestmark = pytest.mark.slow(60)
 
 PHOTOS = "prompt,video,photos,person\nx,,world/eval/photos/000,000\nx,,world/eval/photos/001,001\n"
-REWARDS = "reward.others={flow: {name: optical_flow}, pixels: {name: motion}}"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A run of one step, a table of photos, and ten other people."""
     folder = tmp_path_factory.mktemp("photos")
     launch(f"run.output_dir={folder / 'run'}", "train.max_steps=1", "run.save_steps=1")
     (folder / "world").symlink_to(WORLD)
@@ -28,8 +26,19 @@ def folder(tmp_path_factory):
 
 
 def words(folder, table, *more):
-    sizes = ["data.height=64", "data.width=64", REWARDS, "--seeds", "1", "--device", "cpu"]
-    return ["--run", folder / "run", "--data", folder / table, "--out", folder / "out" / table, *sizes, *more]
+    sizes = ["data.height=64", "data.width=64", "reward.others={flow: {name: optical_flow}}", "--seeds", "1"]
+    return [
+        "--run",
+        folder / "run",
+        "--data",
+        folder / table,
+        "--out",
+        folder / "out" / table,
+        "--device",
+        "cpu",
+        *sizes,
+        *more,
+    ]
 
 
 def test_photos_and_a_clip(folder, monkeypatch):
