@@ -67,6 +67,11 @@ def parse_arguments() -> argparse.Namespace:
         "of a second noise. They are decoded and brought to the real clip's size; without --run the first folder is "
         "what the others are compared with",
     )  # fmt: skip
+    parser.add_argument(
+        "--others", type=Path, metavar="FOLDER",
+        help="pictures of people who are not in the table: a folder of folders or of pictures, one person each, or a "
+        "table; identity kept on photos and verification need ten",
+    )  # fmt: skip
     count = command_line.option_type(schema.BatchSize)
     parser.add_argument("--seeds", type=count, default=2, help="noises per person or prompt (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="default: RUN/evaluation")

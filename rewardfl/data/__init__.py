@@ -28,6 +28,7 @@ from rewardfl.data.metadata import (
     load_metadata,
     load_pictures,
     notes,
+    photo_files,
     usable_rows,
 )
 from rewardfl.data.order import one_shape_batch

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rewardfl.evaluation.arms import Arm
 from rewardfl.evaluation.records import REAL, VAE, Record
+from rewardfl.evaluation.verification import UNMEASURED, Verification, equal_error_rate
 from rewardfl.rewards.face import identity_kept
 from rewardfl.rewards.face.identity_kept import Scale, ThroughVae
 
@@ -81,11 +82,11 @@ def _with_ends(mean: Tensor, means: Tensor) -> Interval:
     return {"mean": float(mean), "low": low, "high": high}
 
 
-def record_figures(record: Record) -> dict[str, float]:
+def record_figures(record: Record, verified: Verification = UNMEASURED) -> dict[str, float]:
     """Return the figures of a record and of its curves, without missing ones.
 
     drift: the least-squares slope of FaceSim over frames 1 .. F - 1, per frame. worst_tenth, last_quarter: means of at
-    least one frame.
+    least one frame. accepted: the share of frames above a recogniser's threshold.
     """
     figures = {name: value for name, value in record["figures"].items() if value is not None}
     for judge, points in record["curves"].items():
@@ -96,6 +97,8 @@ def record_figures(record: Record) -> dict[str, float]:
         figures[f"{judge}/worst_tenth"] = float(np.sort(curve)[: max(1, count // 10)].mean())
         figures[f"{judge}/last_quarter"] = float(curve[-max(1, count // 4) :].mean())
         figures[f"{judge}/above_threshold"] = float((curve > THRESHOLD).mean())
+        if judge in verified.thresholds:
+            figures[f"{judge}/accepted"] = float((curve > verified.thresholds[judge]).mean())
     return figures
 
 
@@ -110,6 +113,7 @@ class Table:
     records: Mapping[str, Mapping[ClipKey, Record]]
     scales: Mapping[str, Scale]
     no_scale: str
+    verified: Verification = UNMEASURED
 
     def values(self, arm: str, name: str) -> Values:
         return {clip: figures[name] for clip, figures in self.figures[arm].items() if name in figures}
@@ -124,15 +128,29 @@ class Table:
             arm: {clip: named for clip, named in clips.items() if clip.person in people}
             for arm, clips in self.figures.items()
         }
-        return replace(self, figures=figures, scales={})
+        return replace(self, figures=figures, scales={}, verified=UNMEASURED)
+
+    def place(self, judge: str, *arms: Values) -> dict[str, Interval]:
+        """Return the place of an arm's FaceSim, or its change from a base, on the scales of clips and of photos."""
+        scales = {"identity_kept": self.scales.get(judge), "identity_kept_photos": self.verified.scales.get(judge)}
+        places = {}
+        for name, scale in ((name, scale) for name, scale in scales.items() if scale is not None):
+            pairs = pair_people(*({clip: arm[clip] for clip in arm if clip.person in scale.another} for arm in arms))
+            if pairs.people:
+                places[f"{judge}/{name}"] = place_on_scale(scale, *map(pairs.by_name, range(len(arms))))
+        return places
+
+    def frames(self, arm: str, judge: str) -> Tensor:
+        """Return FaceSim of frames 1 .. F - 1 of the arm's clips, (clips, F - 1)."""
+        return torch.tensor([record["curves"][judge] for record in self.records[arm].values()], dtype=torch.float64)
 
     def curve(self, arm: str, judge: str) -> list[float]:
-        """Return mean FaceSim of frames 1 .. F - 1 over the arm's clips."""
-        rows = [record["curves"][judge] for record in self.records[arm].values()]
-        return [round(float(value), 4) for value in np.mean(rows, 0)]
+        """Return mean FaceSim of frames 1 .. F - 1 over the arm's clips, empty without clips."""
+        rows = self.frames(arm, judge)
+        return [round(value, 4) for value in rows.mean(0).tolist()] if len(rows) else []
 
 
-def make_table(records: Sequence[Record], arms: Sequence[str]) -> Table:
+def make_table(records: Sequence[Record], arms: Sequence[str], verified: Verification = UNMEASURED) -> Table:
     """Make a table of the records of these arms and of their real clips."""
     by_arm: dict[str, dict[ClipKey, Record]] = {arm: {} for arm in arms}
     real = {record["row"]: record for record in records if record["arm"] == REAL}
@@ -142,19 +160,19 @@ def make_table(records: Sequence[Record], arms: Sequence[str]) -> Table:
     clips = sorted({clip for arm_records in by_arm.values() for clip in arm_records})
     by_arm[REAL] = {clip: real[clip.row] for clip in clips if clip.row in real}
     figures = {
-        arm: {clip: record_figures(record) for clip, record in arm_records.items()}
+        arm: {clip: record_figures(record, verified) for clip, record in arm_records.items()}
         for arm, arm_records in by_arm.items()
     }
-    rows = {clip.row for clip in clips}
+    rows = {clip.row for clip in by_arm[REAL]}
     through_vae = [record for record in records if record["arm"] == VAE and record["row"] in rows]
     is_complete = {record["row"] for record in through_vae} == rows
     missing = "" if is_complete else "there is no model whose VAE the real clips could go through"
-    no_scale = identity_kept.why_no_scale(len({clip.person for clip in clips}), missing)
-    names = [] if no_scale else through_vae[0]["embedding"]
+    no_scale = identity_kept.why_no_scale(len({clip.person for clip in by_arm[REAL]}), missing) if rows else ""
+    names = [] if no_scale or not rows else through_vae[0]["embedding"]
     scales = {name: scale for name in names if (scale := find_identity_scale(through_vae, name)) is not None}
     if names and not scales:
         no_scale = "real clips through the VAE are no more like their own people than like others"
-    return Table(figures=figures, records=by_arm, scales=scales, no_scale=no_scale)
+    return Table(figures=figures, records=by_arm, scales=scales, no_scale=no_scale, verified=verified)
 
 
 def find_identity_scale(records: Sequence[Record], recogniser: str) -> Scale | None:
@@ -227,14 +245,14 @@ def compare(values: Values, base: Values, *, by_ratio: bool) -> dict | None:
     return change | {"left_out": len(values.keys() ^ base.keys())}
 
 
-def summarise(records: Sequence[Record], arms: Sequence[Arm]) -> dict:
+def summarise(records: Sequence[Record], arms: Sequence[Arm], verified: Verification = UNMEASURED) -> dict:
     """Return the report: means over people with 95 % bootstrap intervals.
 
     Each arm is compared with the first of its step count, another tool's videos with the first of all; adapters also
     with the start of their step count.
     """
-    table = make_table(records, [arm.name for arm in arms])
-    judges = list(next(iter(table.records[REAL].values()))["curves"])
+    table = make_table(records, [arm.name for arm in arms], verified)
+    clips, judges = {clip for figures in table.figures.values() for clip in figures}, list(records[0]["curves"])
     widths = pair_people({clip: record["face_width"] for clip, record in table.records[REAL].items()}).by_name()
     small, large = FACE_SIZES
     strata: dict[str, list[str]] = {f"< {small} px": [], f"{small}-{large} px": [], f"> {large} px": []}
@@ -246,16 +264,30 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm]) -> dict:
     for arm, summary in zip(arms, summaries, strict=True):
         if arm.adapter and not arm.origin and (start := starts.get(arm.steps)):
             summary |= {"start": start, "over_start": compare_figures(table, arm.name, start, table.names(arm.name))}
-    scales = {}
-    for judge, scale in table.scales.items():
-        ends = {"another_person": scale.another, "real_through_vae": scale.through_vae}
-        scales[judge] = {end: interval(torch.tensor(list(people.values()))) for end, people in ends.items()}
     return {
-        "people": len(widths), "clips": len(table.figures[arms[0].name]),
+        "people": len({clip.person for clip in clips}), "clips": len(table.figures[arms[0].name]),
         "per_clip": per_clip(table), "real": arm_figures(table, REAL, judges), "arms": summaries,
         "face_sizes": {name: len(members) for name, members in strata.items()},
-        "identity_scale": {"missing": table.no_scale, "recognisers": scales},
+        "identity_scale": {"missing": table.no_scale, "recognisers": scale_ends(table.scales)},
+        "photo_scale": {"missing": verified.missing, "recognisers": scale_ends(verified.scales)},
+        "verification": {
+            "missing": verified.missing, "thresholds": dict(verified.thresholds),
+            "equal_error_rate": {
+                judge: {arm.name: equal_error_rate(table.frames(arm.name, judge).flatten(), others) for arm in arms}
+                for judge, others in verified.impostors.items()
+            },
+        },
+        "clips_without_real": len(clips) - len(table.records[REAL]),
     }  # fmt: skip
+
+
+def scale_ends(scales: Mapping[str, Scale]) -> dict[str, dict[str, Interval]]:
+    """Return the mean ends of each recogniser's scale, in FaceSim."""
+    parts = {"another_person": "another", "real_through_vae": "through_vae"}
+    return {
+        judge: {end: interval(torch.tensor([*vars(scale)[part].values()])) for end, part in parts.items()}
+        for judge, scale in scales.items()
+    }
 
 
 def find_bases(arms: Sequence[Arm]) -> dict[int, Arm]:
@@ -274,9 +306,8 @@ def mean_figures(table: Table, arm: str, names: Sequence[str]) -> dict[str, Inte
     for name in names:
         figures[name] = mean_interval(table.values(arm, name))
         judge, _, key = name.rpartition("/")
-        if key == "face_sim" and judge in table.scales:
-            people = pair_people(table.values(arm, name)).by_name()
-            figures[f"{judge}/identity_kept"] = place_on_scale(table.scales[judge], people)
+        if key == "face_sim":
+            figures |= table.place(judge, table.values(arm, name))
     return figures
 
 
@@ -287,10 +318,9 @@ def compare_figures(table: Table, arm: str, base: str, names: Sequence[str]) -> 
         block, _, key = name.rpartition("/")
         after, before = table.values(arm, name), table.values(base, name)
         changes[name] = change = compare(after, before, by_ratio=is_ratio(name))
-        if key == "face_sim" and block in table.scales and change:
-            pairs = pair_people(after, before)
-            difference = place_on_scale(table.scales[block], pairs.by_name(0), pairs.by_name(1))
-            changes[f"{block}/identity_kept"] = change | {"difference": difference}
+        if key == "face_sim" and change:
+            moved = table.place(block, after, before)
+            changes |= {figure: change | {"difference": difference} for figure, difference in moved.items()}
     return changes
 
 
@@ -320,12 +350,14 @@ def arm_report(table: Table, arm: Arm, base: Arm, judges: Sequence[str], strata:
 def per_clip(table: Table) -> list[dict]:
     """Return every clip with its figures by arm and per frame."""
     lines, keys = [], ("curves", "detected", "file")
-    for clip, real in table.records[REAL].items():
+    for clip in sorted({clip for figures in table.figures.values() for clip in figures}):
         shots = {
             arm: {"figures": table.figures[arm][clip]} | {key: records[clip][key] for key in keys}
             for arm, records in table.records.items()
             if clip in records
         }
-        line = {"id": clip.row, "seed": clip.seed, "real": shots.pop(REAL) | {"face_width": real["face_width"]}}
+        line: dict = {"id": clip.row, "seed": clip.seed}
+        if REAL in shots:
+            line["real"] = shots.pop(REAL) | {"face_width": table.records[REAL][clip]["face_width"]}
         lines.append(line | {"arms": shots})
     return lines

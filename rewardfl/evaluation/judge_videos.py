@@ -28,6 +28,7 @@ from rewardfl.evaluation.records import FORMAT, SETTINGS, Settings, merge_settin
 from rewardfl.evaluation.report.pictures import PEOPLE, draw_grid
 from rewardfl.evaluation.report.report_page import format_report, report_page
 from rewardfl.evaluation.study import Study
+from rewardfl.evaluation.verification import People, load_others, verify
 from rewardfl.files import atomic_write, digest_files, escape_control
 from rewardfl.rewards import resolve_rewards
 from rewardfl.rewards.face.identity_kept import FEWEST
@@ -56,15 +57,18 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     folder = outputs.Folder(args.out or args.run / "evaluation", args.overwrite)
     usual, adapters = cfg.sample.num_inference_steps, args.adapter or []
     arms = make_arms(adapters, args.strengths, args.steps or [usual], usual, args.videos, args.run, cfg.lora.init_from)
+    described = backbones.describe(cfg.model.model_name, Source())
     rows = data.load_metadata(args.data, "--data")
-    source = Path(args.config) if args.config else args.run / "run.json"
-    read = [path for row in rows for path in row.files.values() if path]
-    folders = [path for arm in arms for path in (arm.adapter, arm.videos) if path]
-    outputs.check_inputs("--out", folder.path, [source, *args.judge.values(), Path(args.data), *read, *folders])
+    rows = data.assign_images(rows, cfg.run.seed) if described.takes_image else rows
+    others = load_others(args.others, rows)
+    read = [path for row in (*rows, *others) for path in row.files.values() if path]
+    read += [path for arm in arms for path in (arm.adapter, arm.videos) if path]
+    read += [Path(args.config) if args.config else args.run / "run.json", *args.judge.values(), Path(args.data)]
+    outputs.check_inputs("--out", folder.path, read)
     of_images = cfg.data.num_frames == 1
-    if of_images and (wrong := [f"--{name}" for name in ("config", "videos", "judge") if vars(args)[name]]):
+    if of_images and (wrong := [f"--{name}" for name in ("config", "videos", "judge", "others") if vars(args)[name]]):
         raise ValueError(f"{wrong[0]}: is for videos, and data.num_frames is 1; remove it")
-    fps = cfg.data.fps or (1.0 if of_images else backbones.describe(cfg.model.model_name, Source()).frame_rate)
+    fps = cfg.data.fps or (1.0 if of_images else described.frame_rate)
     rewards = resolve_rewards(measured_rewards(cfg.reward, config.list_reward_specs(cfg, for_evaluation=True)), fps)
     rewards = [(replace(spec, settings={**cls.evaluation_settings, **spec.settings}), cls) for spec, cls in rewards]
     plan.check_frames(cfg.data.num_frames, rewards)
@@ -73,7 +77,7 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     rows = check_rows(rows, cfg.data, judges.terms, backbone, quiet=share.quiet)
     files = {arm.name: find_videos(arm.videos, rows) for arm in arms if arm.videos is not None}
     base, starts = {}, {}
-    enough_people = not of_images and len({row.who for row in rows}) >= FEWEST
+    enough_people = not of_images and len({row.who for row in rows if row.video}) >= FEWEST
     if backbone is not None:
         base = digest_base_model(backbone)
         if start := cfg.lora.init_from:
@@ -83,28 +87,26 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
         for adapter in {arm.adapter for arm in arms if arm.adapter} - starts.keys():
             for file in adapter.glob(f"*/{lora.WEIGHTS_NAME}"):  # now, not after the real clips and the base
                 lora.read_for(expert, file)
-    elif enough_people:  # other tools' videos need only the VAE
-        model_source = setup_model.model_source(cfg)
-        backbone, base = open_vae(cfg.model.model_name, model_source, cfg.data, quiet=share.quiet)
+    elif enough_people or any(row.video is None for row in rows):  # other tools' videos need only the VAE
+        backbone, base = open_vae(cfg.model.model_name, setup_model.model_source(cfg), cfg.data, quiet=share.quiet)
     sampling = {key: value for key, value in config.flat(cfg).items() if key.startswith(SAMPLING)}
     settings = make_settings(sampling, rows, arms, base, list_dependencies(judges, cfg.reward.det_size))
     study = Study(
         seeds=args.seeds, batch=args.batch, experts=args.experts, clips=cfg.data, sampling=cfg.sample, out=folder.path,
         arms=tuple(arms), judges=judges, share=share, files=files, fps=fps, starts=starts,
     )  # fmt: skip
-    names = study.names(rows)
     records = [str(record_file(Path(), rank)) for rank in range(share.processes)]
     reports = ("report.json", "grid.png", image_report.DISAGREEMENTS if of_images else "report.html")
-    take = partial(take_folder, folder, [*names, *records, *reports, SETTINGS], settings, lock)
+    take = partial(take_folder, folder, [*study.names(rows), *records, *reports, SETTINGS], settings, lock)
     processes.run_on_main(take, main=main)
     rows = study.read_rows(rows, backbone if enough_people else None)
+    people = study.embed_people(rows, others, backbone)
     if backbone is not None:
         study.sample(backbone, rows)
     study.judge_files(rows)
     processes.gather([])  # wait for all
     if main:
-        about = {"command": sys.argv, "version": __version__, "settings": settings}
-        finish(study, rows, about, args)
+        finish(study, rows, people, {"command": sys.argv, "version": __version__, "settings": settings}, args)
         folder.remove(study.prepared(rows))
     return 0
 
@@ -136,15 +138,16 @@ def check_rows(
     backbone: None if nothing is sampled.
     """
     takes_image = backbone is not None and backbone.takes_image
-    missing = [row.line for row in rows if row.video is None]
+    missing = [row.line for row in rows if row.video is None and not row.pictures]
     if missing and clips.num_frames > 1:
-        raise ValueError(f"--data: line {missing[0]} names no video, and only rows with a video are compared")
+        raise ValueError(f"--data: line {missing[0]} names neither a video nor pictures to compare with; add them")
     headers = [data.inspect_row(row, clips.num_frames, clips.fps, takes_image=takes_image) for row in rows]
     problems = [(row.line, text) for row, header in zip(rows, headers, strict=True) for text in header.problems]
     rewards = {term.key: term.reward for term in terms}
     for row in rows:
         kinds = [(key, reward.compares_with) for key, reward in rewards.items()]
-        texts = [f"{key} compares with a {kind}, and the row lacks it" for key, kind in kinds if kind not in row.offers]
+        offers = ("clip", "motion", *row.offers) if clips.num_frames > 1 else row.offers  # left out, or the base's
+        texts = [f"{key} compares with a {kind}, and the row lacks it" for key, kind in kinds if kind not in offers]
         texts += setup_rewards.unusable_prompts(row, rewards)
         size = plan.size_problem(clips, backbone, row.size) if backbone is not None else ""
         problems += [(row.line, text) for text in (*texts, size) if text]
@@ -189,12 +192,12 @@ def take_folder(folder: outputs.Folder, names: Sequence[str], settings: Settings
     atomic_write(folder.path / SETTINGS, json.dumps(merged, indent=2) + "\n")
 
 
-def finish(study: Study, rows: Sequence[data.Row], about: dict, args: argparse.Namespace) -> None:
+def finish(study: Study, rows: Sequence[data.Row], people: People, about: dict, args: argparse.Namespace) -> None:
     """Write the report and the pictures, and print the figures."""
     if not study.judges.faces:
         return finish_images(study, rows, about)
     out, records = study.out, study.join(rows)
-    report = summarise(records, study.arms) | about
+    report = summarise(records, study.arms, verify(people, {row.who for row in rows})) | about
     atomic_write(out / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
     shown = [row.index for row in rows[:PEOPLE]]
     draw_grid(report, out, [record for record in records if record["index"] in shown], study.read_file)

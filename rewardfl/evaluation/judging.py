@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from rewardfl import data
-from rewardfl.config import RewardSpec
+from rewardfl.config import DataConfig, RewardSpec
 from rewardfl.config.schema import SharedRewardConfig
 from rewardfl.evaluation.records import FACE
-from rewardfl.rewards import RewardError, build_terms, face
-from rewardfl.rewards.base import NONFINITE
+from rewardfl.evaluation.verification import Faces
+from rewardfl.rewards import FaceIdentityReward, RewardError, build_terms, face
+from rewardfl.rewards.base import NONFINITE, Reference
 from rewardfl.rewards.face.look import MOUTH_MOVES, compare_look, cut_patches, mouth_movement
 from rewardfl.rewards.face.pack import file_hashes
 from rewardfl.rewards.pixels.artifacts import measure_artifacts
@@ -22,10 +23,15 @@ from rewardfl.rewards.pixels.optical_flow import damped_flow
 from rewardfl.rewards.pixels.video_motion import video_motion
 from rewardfl.rewards.registry import ResolvedReward
 from rewardfl.rewards.scoring import Term, score_safely
+from rewardfl.training import base_videos, clip_scan
 
 References = dict[str, Tensor]  # references of a row; name/part for a judge with several tensors
 
 Figures = dict[str, float | None]
+
+ThroughVae = Callable[[Tensor, Tensor | None], Tensor]  # a video (3, F, H, W) and its image -> the decoded video
+
+STILL = 5  # frames of a photo that goes through a VAE; the last one counts, which is of a second latent frame
 
 
 class NoFaceError(ValueError):
@@ -34,12 +40,16 @@ class NoFaceError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Judges:
-    """All judges. faces: the recognisers, none for images; the last one's detector finds the face for all."""
+    """All judges. faces: the recognisers, none for images; the last one's detector finds the face for all.
+
+    first: the first of them as a reward, which checks photos.
+    """
 
     faces: dict[str, face.FaceIdentity]
     terms: Sequence[Term]
     periods: Sequence[int]
     device: str
+    first: FaceIdentityReward | None = None
 
     @property
     def main(self) -> str:
@@ -53,11 +63,13 @@ def load_judges(
     """Load the judges. Raise ValueError without a recogniser, RewardError for a reward that cannot be built."""
     packs, size = {"reward": reward.reward_model_path, "held_out": reward.held_out_model_path}, reward.det_size
     named = [(name, pack) for name, pack in (packs | args.judge).items() if pack is not None]
-    faces = {} if of_images else {name: face.FaceIdentity(pack, size).to(args.device) for name, pack in named}
+    named = [] if of_images else named
+    packed = {name: FaceIdentityReward(pack, det_size=size).to(args.device) for name, pack in named}
+    faces, first = {name: each.identity for name, each in packed.items()}, next(iter(packed.values()), None)
     if not faces and not of_images:
         raise ValueError("this tool judges faces, and the run has no face pack; name one: --judge NAME=FOLDER")
     terms = build_terms(rewards, torch.device(args.device))
-    return Judges(faces=faces, terms=terms, periods=args.periods, device=args.device)
+    return Judges(faces=faces, terms=terms, periods=args.periods, device=args.device, first=first)
 
 
 def measured_rewards(reward: SharedRewardConfig, specs: Sequence[RewardSpec]) -> list[RewardSpec]:
@@ -87,15 +99,18 @@ def list_dependencies(judges: Judges, det_size: int) -> dict[str, str]:
     return parts | {"--periods": " ".join(map(str, judges.periods)), "reward.det_size": str(det_size)}
 
 
+def find_pools(judges: Judges, row: data.Row, reference: Tensor) -> dict[str, face.FacePool]:
+    """Return the recognisers' pools of a row's real clip. Raise NoFaceError if one finds no face."""
+    pools = {name: pool for name, identity in judges.faces.items() if (pool := identity.pool(reference)) is not None}
+    if len(pools) < len(judges.faces):
+        raise NoFaceError(f"no face was found in {row.reference}")
+    return pools
+
+
 def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float) -> tuple[dict, References]:
     """Return a real clip's part of the record and the references of its row. Raise NoFaceError for no face."""
     video, reference = real_video(example).to(judges.device), example.reference.to(judges.device)
-    pools: dict[str, face.FacePool] = {}
-    for name, identity in judges.faces.items():
-        pool = identity.pool(reference)
-        if pool is None:
-            raise NoFaceError(f"no face was found in {row.reference}")
-        pools[name] = pool
+    pools = find_pools(judges, row, reference)
     references: References = {f"pool/{name}": pool.embeddings for name, pool in pools.items()}
     patches = cut_patches(reference.transpose(0, 1), pools[judges.main].landmarks)
     references |= {f"look/{name}": patch for name, patch in patches.items()}
@@ -111,11 +126,67 @@ def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float)
     return record | {"size": list(example.size), "face_width": float(widths.median()), "fps": fps}, references
 
 
-def find_references(terms: Sequence[Term], row: data.Row, reference: Tensor) -> References:
-    """Return what the rewards compare with. reference: as `data.Example` has it."""
+def pool_photos(judges: Judges, row: data.Row, photos: Sequence[Tensor]) -> References:
+    """Return the recognisers' pools of the row's pictures (3, H, W).
+
+    Raise DataError for a picture without a face, or of another person by the first recogniser, which training uses.
+    """
+    assert judges.first is not None  # only judges for images lack it
+    _, problem = clip_scan.make_reference(judges.first, row, photos[0][:, None].repeat(1, 2, 1, 1), photos)
+    references: References = {}
+    for name, identity in judges.faces.items():
+        vectors = [identity.embed_photo(photo) for photo in photos]
+        lost = [path for path, vector in zip(row.pictures, vectors, strict=True) if vector is None]
+        problem = problem or "; ".join(f"{path}: {judges.first.nothing_found} it" for path in lost)
+        if problem:
+            raise data.DataError(problem)
+        references[f"pool/{name}"] = torch.stack([vector for vector in vectors if vector is not None])
+    return references
+
+
+def embed_pictures(
+    judges: Judges, row: data.Row, clips: DataConfig, through_vae: ThroughVae | None
+) -> dict[str, Faces]:
+    """Return the faces of the row's pictures, or of its clip's frames, by recogniser. Raise DataError without any."""
+    if not row.pictures:
+        pools = find_pools(judges, row, clip_scan.load_sized_example(clips, row).reference.to(judges.device))
+        return {name: Faces(pool.embeddings.cpu(), pool.embeddings[:0].cpu()) for name, pool in pools.items()}
+    photos = [photo.to(judges.device) for photo in data.load_pictures(row)]
+    stills = [] if through_vae is None else [draw_still(photo, clips, through_vae) for photo in photos]
+    pools, faces = pool_photos(judges, row, photos), {}
+    for name, identity in judges.faces.items():
+        pictures, drawn = pools[f"pool/{name}"], [identity.embed_photo(still) for still in stills]
+        vectors = [torch.zeros_like(pictures[0]) if vector is None else vector for vector in drawn]
+        faces[name] = Faces(pictures.cpu(), torch.stack([pictures[0], *vectors])[1:].cpu())
+    return faces
+
+
+def draw_still(photo: Tensor, clips: DataConfig, through_vae: ThroughVae) -> Tensor:
+    """Return a photo (3, H, W) at the size of the run's clips, encoded and decoded as a still clip."""
+    size = data.clip_size((photo.shape[1], photo.shape[2]), clips.height, clips.width, clips.max_pixels)
+    still = data.to_float(data.fit(data.to_uint8(photo[:, None]), *size)).repeat(1, STILL, 1, 1)
+    return through_vae(still, still[:, 0])[:, -1]
+
+
+def measure_motion(terms: Sequence[Term], references: References, video: Tensor, prompt: str) -> References:
+    """Return what a base's video (3, F, H, W) changes in the references of rewards that measure motion."""
+    changed: References = {}
+    for term in terms:
+        if term.reward.measures_motion:
+            parts = base_videos.measure_motion(term.reward, _reference(term, references), [video], prompt) or {}
+            changed |= {f"term/{term.label}": torch.ones(1)} if parts else {}
+            changed |= {f"term/{term.label}/{name}": value for name, value in parts.items()}
+    return changed
+
+
+def find_references(
+    terms: Sequence[Term], row: data.Row, reference: Tensor, photos: Sequence[Tensor] = ()
+) -> References:
+    """Return what the rewards compare with. reference: as `data.Example` has it. photos: of a row without a clip."""
     references: References = {}
     for term in terms:
-        parts = term.reward.reference(reference, row.prompt) if term.reward.compares_with in row.offers else None
+        offered = term.reward.compares_with in row.offers
+        parts = clip_scan.make_reference(term.reward, row, reference, photos)[0] if offered else None
         if parts is not None:
             references |= {f"term/{term.label}": torch.ones(1)}
             references |= {f"term/{term.label}/{name}": value for name, value in parts.items()}
@@ -169,8 +240,9 @@ def judge_video(judges: Judges, video: Tensor, references: References, *, keep_v
         record["curves"][name] = [round(value, 6) for value in curve.tolist()]
         record["detected"][name] = [False] * len(frames) if score is None else score.detected.tolist()
     main = scores[judges.main]
-    figures["look/face"] = 0.0
-    if main is not None:
+    has_look = any(name.startswith("look/") for name in references)  # there is a real clip
+    figures["look/face"] = 0.0 if has_look else None
+    if main is not None and has_look:
         patches = cut_patches(video.transpose(0, 1), main.landmarks)
         figures["look/face"] = compare_look(patches, {name: references[f"look/{name}"] for name in patches})
         talks = mouth_movement(references["look/mouth"]) >= MOUTH_MOVES  # in the real clip
@@ -194,9 +266,7 @@ def judge_video(judges: Judges, video: Tensor, references: References, *, keep_v
 def _reward_figures(terms: Sequence[Term], video: Tensor, references: References, *, parts: bool = False) -> Figures:
     figures: Figures = {}
     for term in terms:
-        head = f"term/{term.label}"  # there where `Reward.reference` gave something for the real clip
-        compared = {key.removeprefix(f"{head}/"): x for key, x in references.items() if key.startswith(f"{head}/")}
-        result = score_safely(term.reward, video[None], [compared if head in references else None])
+        result = score_safely(term.reward, video[None], [_reference(term, references)])
         if result.failed.any():
             raise RewardError(f"{term.key}: {result.problems[0]}")
         valid = bool(result.output.valid[0])
@@ -205,3 +275,9 @@ def _reward_figures(terms: Sequence[Term], video: Tensor, references: References
             named = {name: float(part[0]) for name, part in result.output.parts.items() if name != NONFINITE}
             figures |= {f"rewards/{term.label}/{name}": value for name, value in named.items()}
     return figures
+
+
+def _reference(term: Term, references: References) -> Reference:
+    head = f"term/{term.label}"  # there where `Reward.reference` gave something for the real clip
+    compared = {key.removeprefix(f"{head}/"): x for key, x in references.items() if key.startswith(f"{head}/")}
+    return compared if head in references else None

@@ -4,7 +4,7 @@ Real clips come first: they give the references of their rows' videos. A video w
 command resumes. Several processes share the real clips and the batches.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,9 @@ from rewardfl.config import DataConfig
 from rewardfl.data import cache
 from rewardfl.evaluation import arms, judging, processes, records
 from rewardfl.evaluation.arms import Arm, Files, InferencePlacement, Job, Sampler, Sampling
+from rewardfl.evaluation.figures import find_bases
 from rewardfl.evaluation.records import REAL, VAE, Record
+from rewardfl.evaluation.verification import People, why_too_few
 from rewardfl.files import escape_control
 from rewardfl.training.clip_scan import load_sized_example
 from rewardfl.training.shard import Shard, read_entry
@@ -81,13 +83,18 @@ class Study:
         waiting = [jobs for arm in self.arms if self.lacks(arm, jobs := self.jobs(arm, rows))]
         needed = {row.id for jobs in waiting for row, _ in jobs}
         for row in tqdm(share.take(rows), desc="real clips", disable=share.quiet):
-            real = (REAL, *([VAE] if vae else [])) if self.judges.faces else ()
+            real = (REAL, *([VAE] if vae else [])) if self.judges.faces and row.video else ()
             lacking = [arm for arm in real if (row.id, arm, None) not in self.present]
             if not lacking and (row.id not in needed or self.store.get(comparison_key(row)) is not None):
                 continue
             try:
                 example = load_sized_example(self.clips, row)
-                if self.judges.faces:
+                if self.judges.faces and row.video is None:
+                    photos = [photo.to(self.judges.device) for photo in data.load_pictures(row)]
+                    references = judging.pool_photos(self.judges, row, photos)
+                    reference = example.reference.to(self.judges.device)
+                    references |= judging.find_references(self.judges.terms, row, reference, photos)
+                elif self.judges.faces:
                     record, references = judging.judge_real(self.judges, row, example, self.fps)
                 else:
                     reference = example.reference.to(self.judges.device)
@@ -104,7 +111,7 @@ class Study:
                 self._add(row, Arm(name=REAL), None, judging.real_video(example), record)
             if vae is not None and VAE in lacking:
                 through_vae = through_vae or self._load_vae(vae)
-                video = through_vae(example)
+                video = through_vae(judging.real_video(example), example.image)
                 record = judging.judge_video(self.judges, video, references, keep_vectors=True)
                 self._add(row, Arm(name=VAE), None, video, record)
         broken, faceless = processes.gather(broken), sorted(processes.gather(faceless))
@@ -117,17 +124,44 @@ class Study:
             raise ValueError(f"--data: no clip of {self.clips.file_name} shows a face")
         return usable
 
-    def _load_vae(self, backbone: Backbone) -> Callable[[data.Example], Tensor]:
-        """Load the VAE and return a function that encodes and decodes a real clip."""
+    def _load_vae(self, backbone: Backbone) -> judging.ThroughVae:
+        """Load the VAE and return a function of a video (3, F, H, W) and its image, which encodes and decodes it."""
         device = torch.device(self.judges.device)
         encode_video, encode_image = backbone.video_encoder(device), backbone.image_encoder(device)
         decoder = backbone.load_decoder(device)
 
-        def through_vae(example: data.Example) -> Tensor:
-            conditioning = encode_image(example.image, self.clips.num_frames)
-            return decoder.decode(encode_video(judging.real_video(example)[None]), conditioning)[0].float()
+        def through_vae(video: Tensor, image: Tensor | None) -> Tensor:
+            conditioning = encode_image(image, video.shape[1])
+            return decoder.decode(encode_video(video[None]), conditioning)[0].float()
 
         return through_vae
+
+    @torch.no_grad()
+    def embed_people(self, rows: Sequence[data.Row], others: Sequence[data.Row], vae: Backbone | None) -> People:
+        """Return the faces of each person's first row on the main process. others: the rows of --others.
+
+        vae: embed photos also after this model's VAE, if there are enough people. Raise DataError for unusable files,
+        unless data.skip_bad_rows.
+        """
+        people: People = {name: {} for name in self.judges.faces}
+        first = {row.who: row for row in reversed([*rows, *others])}
+        too_few = why_too_few(sum(row.video is None for row in first.values()))
+
+        def embed() -> None:
+            is_scaled = not too_few and any(row.video is None for row in rows)
+            through_vae = self._load_vae(vae) if vae is not None and is_scaled else None
+            for who, row in tqdm(first.items(), desc="people"):
+                try:
+                    faces = judging.embed_pictures(self.judges, row, self.clips, through_vae)
+                except (data.DataError, judging.NoFaceError) as error:
+                    if not self.clips.skip_bad_rows:
+                        raise data.DataError(f"{row.table}: line {row.line}: {error}") from None
+                    continue
+                for name in people:
+                    people[name][who] = faces[name]
+
+        processes.run_on_main(embed, main=bool(people) and not self.share.quiet)
+        return people
 
     def file(self, row: data.Row, arm: str, seed: int | None) -> Path:
         """Return a video's file: relative to the evaluation's folder and named as --videos takes it, or absolute."""
@@ -145,6 +179,11 @@ class Study:
                 data.write_video(self.out / file, video, self.fps)
             else:
                 data.write_picture(self.out / file, video)
+        if seed is not None and self.judges.faces:
+            frames, base = (self._read_frames(row, each, seed) for each in (arm, find_bases(self.arms)[arm.steps]))
+            if frames is not None and base is not None:
+                distance = (frames.float() - base.float()).square().mean() / base.float().var()
+                record["figures"] |= judging.finite({"base/distance": float(distance)})
         decoded = arm.name == REAL or arm.videos is not None
         source = {"arm": arm.name, "seed": seed, "steps": arm.steps, "decoded": decoded, "file": str(file)}
         self.writer.add(head(row) | source | record)
@@ -152,8 +191,21 @@ class Study:
     def _judge(self, row: data.Row, arm: Arm, seed: int, video: Tensor) -> None:
         """Judge a video (3, F, H, W) in [-1, 1] and write its record."""
         references = read_entry(self.store, comparison_key(row))
+        if self.judges.faces and "clip" not in row.offers:
+            base = find_bases(self.arms)[arm.steps]
+            if arm is base:
+                motion = judging.measure_motion(self.judges.terms, references, video, row.prompt)
+                self.store.put(motion_key(row, base, seed), motion)
+            references |= self.store.get(motion_key(row, base, seed)) or {}
         judge = judging.judge_video if self.judges.faces else judging.judge_image
         self._add(row, arm, seed, video, judge(self.judges, video, references))
+
+    def _read_frames(self, row: data.Row, arm: Arm, seed: int) -> Tensor | None:
+        """Return the frames (F, H, W, 3) uint8 of an arm's file, fitted if of another tool; None without the file."""
+        path = (row, seed) in self.jobs(arm, [row]) and self.out / self.file(row, arm.name, seed)
+        if not path or not path.is_file():
+            return None
+        return data.read_video(path) if arm.videos is None else data.fit(self.read_file(path), *self.size(row))
 
     def sample(self, backbone: Backbone, rows: Sequence[data.Row]) -> None:
         """Sample and judge the videos without a record. Load the model once for each adapter, if at all."""
@@ -215,6 +267,7 @@ class Study:
         """Judge other tools' videos at the real clip's size and number of frames, one at a time."""
         share = self.share
         for arm in self.arms:
+            processes.gather([])  # wait for all: the base's videos are needed
             jobs = self.lacks(arm, self.jobs(arm, rows)) if arm.videos is not None else []
             for row, seed in tqdm(share.take(jobs), desc=arm.name, disable=share.quiet):
                 path = self.files[arm.name][row.id, seed]
@@ -248,12 +301,17 @@ class Study:
         for arm in self.arms:
             if arm.videos is None:
                 videos += [self.file(row, arm.name, seed) for row, seed in self.jobs(arm, rows)]
-        return [*map(str, videos), *self.prepared(rows)]
+        bases = find_bases(self.arms).values() if self.judges.faces else ()
+        motion = [motion_key(row, base, seed) for base in bases for row, seed in self.jobs(base, rows)]  # stays
+        return [*map(str, videos), *self._paths(motion), *self.prepared(rows)]
 
     def prepared(self, rows: Sequence[data.Row]) -> list[str]:
         """Return the files of the store, which are removed at the end."""
         keys = [key for row in rows for key in (comparison_key(row), prompt_key(row.id))]
-        return [str(self.store.path(key).relative_to(self.out)) for key in (*keys, prompt_key(arms.NEGATIVE))]
+        return self._paths([*keys, prompt_key(arms.NEGATIVE)])
+
+    def _paths(self, keys: Sequence[cache.Key]) -> list[str]:
+        return [str(self.store.path(key).relative_to(self.out)) for key in keys]
 
 
 def head(row: data.Row) -> dict:
@@ -263,6 +321,10 @@ def head(row: data.Row) -> dict:
 
 def comparison_key(row: data.Row) -> cache.Key:
     return {"kind": "compared_with", "row": row.id}
+
+
+def motion_key(row: data.Row, base: Arm, seed: int) -> cache.Key:
+    return {**comparison_key(row), "base": base.name, "seed": seed}
 
 
 def prompt_key(row_id: str) -> cache.Key:

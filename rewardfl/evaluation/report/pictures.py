@@ -26,7 +26,8 @@ TRAINING = (
 def face_sim_curves(report: Mapping, judge: str) -> list[Curve]:
     """Return FaceSim along the clip of every arm, and of the real clips by their own pools."""
     curves = [(arm["name"], arm["per_frame"][judge], f"C{i}", "-") for i, arm in enumerate(report["arms"])]
-    curves.append(("real clips", report["real"]["per_frame"][judge], "#7f7f7f", "--"))
+    real = report["real"]["per_frame"][judge]
+    curves += [("real clips", real, "#7f7f7f", "--")] if real else []
     return [Curve(name, list(enumerate(points, 1)), colour, style) for name, points, colour, style in curves]
 
 
@@ -48,7 +49,8 @@ def draw_grid(report: Mapping, out: Path, videos: Sequence[Record], read: Callab
 
     videos: records of the clips that are shown. read: returns the frames of another tool's video.
     """
-    names = [records.REAL, *(arm["name"] for arm in report["arms"])]
+    names = [arm["name"] for arm in report["arms"]]
+    names = [records.REAL, *names] if report["real"]["figures"] else names
     rows, judge = sorted({record["index"] for record in videos}), main_judge(report)
     strips: dict[tuple[int, int], Tensor] = {}
     for record in videos:

@@ -49,13 +49,16 @@ def make_tables(report: Mapping) -> list[dict[str, Any]]:
     sections["Canaries: was the reward hacked?"] = ["motion/sharpness", *blocks["canary"], "colour_shift"]
     sections["The look of the face and other rewards"] = [n for n in names if n not in sum(blocks.values(), [])]
     head = [(arm["name"], "decoded from mp4" if arm["decoded"] else "") for arm in arms]
+    last = [("real clips", "")] if real else []
     tables: list[dict[str, Any]] = []
     for title, listed in sections.items():
-        cells = [[*(figure_cell(arm, name, judges) for arm in arms), Cell(real.get(name))] for name in listed]
+        cells = [
+            [figure_cell(arm, name, judges) for arm in arms] + [Cell(real.get(name))] * len(last) for name in listed
+        ]
         rows = list(zip((verdicts.explain(name, judges) for name in listed), cells, strict=True))
-        tables.append({"title": title, "head": [("figure", ""), *head, ("real clips", "")], "rows": rows})
+        tables.append({"title": title, "head": [("figure", ""), *head, *last], "rows": rows})
     rows, pair = [], ("figures", "compared")
-    for width, count in report["face_sizes"].items():
+    for width, count in report["face_sizes"].items() if real else ():
         groups = [arm["strata"].get(width, {}) for arm in arms]  # none of the smallest
         cells = [Cell(*(group.get(key, {}).get(f"{judges[-1]}/face_sim") for key in pair)) for group in groups]
         rows.append(((f"{width}: {count} people", ""), cells))
@@ -79,7 +82,7 @@ ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("rewardfl.evaluation.report", "pages"), undefined=jinja2.StrictUndefined,
     autoescape=jinja2.select_autoescape(["html"]), trim_blocks=True, lstrip_blocks=True,
 )  # fmt: skip
-ENVIRONMENT.filters["digits"] = digits
+ENVIRONMENT.filters |= {"digits": digits, "remarks": verdicts.remarks}
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:
@@ -137,7 +140,8 @@ def worst_first(report: Mapping) -> list[Mapping]:
 def list_shots(clip: Mapping, folder: Path) -> list[dict[str, Any]]:
     """Return name, record, path and URL of the real clip and of every arm's video of it. The URL is "" for no file."""
     shots = []
-    for name, record in {REAL: clip["real"], **clip["arms"]}.items():
+    real = {REAL: clip["real"]} if "real" in clip else {}
+    for name, record in (real | clip["arms"]).items():
         path = folder / record["file"]
         link = path.as_uri() if Path(record["file"]).is_absolute() else quote(record["file"])
         shots.append({"name": name, "record": record, "path": path, "source": link if path.is_file() else ""})

@@ -26,6 +26,10 @@ MEANINGS = {
     "face/identity_kept": Meaning(
         "identity kept", "FaceSim from others' real clips (0) to the own (1), through the VAE."
     ),
+    "face/identity_kept_photos": Meaning(
+        "identity kept, photos", "FaceSim from others' photos (0) to the own (1), through the VAE."
+    ),
+    "face/accepted": Meaning("accepted", "Share of frames above the FaceSim that 1 % of other people's pictures pass."),
     "face/coverage": Meaning("coverage", "Share of the frames in which a face is detected."),
     "face/drift": Meaning("drift per frame", "Slope of FaceSim along the clip; below 0 it drifts."),
     "face/worst_tenth": Meaning("worst tenth", "Mean FaceSim of the lowest tenth of the frames."),
@@ -50,6 +54,7 @@ MEANINGS = {
         for c in ("red", "green", "blue")
     },
     "colour_shift": Meaning("colour shift", "Distance of mean colours from the base's, in RGB of [0, 1]."),
+    "base/distance": Meaning("distance to base", "Mean squared difference of pixels, over the base's variance."),
     "frozen_share": Meaning("frozen clips", "Share of clips with less than half of the base's non-rigid motion."),
 }
 
@@ -99,6 +104,28 @@ def describe_unhealthy(name: str, change: Mapping | None, judges: Sequence[str])
         return ""
     text = f"{mean:.3f} of the base's" if key == "ratio" else f"{mean:+.3f} from the base's"
     return f"{bounds.label.capitalize()} is {text}{healthy(name, judges)}"
+
+
+def remarks(report: Mapping) -> list[str]:
+    """Return sentences on rows without a clip, verification, and the scale of photos."""
+    lines, checked = [], report["verification"]
+    if without := report["clips_without_real"]:
+        lines.append(
+            f"{without} clips have no real clip: their faces are compared with photos, their motion with the base's, "
+            "and figures that need a real clip are left out."
+        )
+    if checked["missing"]:
+        lines.append(f"accepted frames, equal error rate, scale of photos: missing, {checked['missing']}")
+    for judge, threshold in checked["thresholds"].items():
+        rates = ", ".join(f"{arm} {rate:.3f}" for arm, rate in checked["equal_error_rate"][judge].items())
+        line = f"verification ({judge}): accepted above FaceSim {threshold:.3f}; equal error rate: {rates}"
+        if ends := report["photo_scale"]["recognisers"].get(judge):
+            start, end = (f"{value['mean']:.3f}" for value in ends.values())
+            line += f"; identity kept on photos: 0 is FaceSim {start}, 1 is {end}"
+        elif without:
+            line += "; identity kept on photos: missing, it takes photos of 10 other people, two of some, and the VAE"
+        lines.append(line)
+    return lines
 
 
 class Verdict(NamedTuple):

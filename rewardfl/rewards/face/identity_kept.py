@@ -42,18 +42,19 @@ class ThroughVae:
     pool: Tensor
 
 
-def find_scale(clips: Sequence[ThroughVae]) -> Scale | None:
+def find_scale(clips: Sequence[ThroughVae], others: Sequence[Tensor] = ()) -> Scale | None:
     """Return the scale of one recogniser; None where it has no length in the mean.
 
-    A person's clips count as one: their mean embedding is what the others' pools are compared with.
+    A person's clips count as one: their mean embedding is what the others' pools are compared with. others: mean
+    embeddings (D,) of further people, who have no place on the scale.
     """
     people: dict[str, list[ThroughVae]] = {}
     for clip in clips:
         people.setdefault(clip.person, []).append(clip)
     faces = torch.stack([torch.stack([clip.face for clip in group]).mean(0) for group in people.values()])
     pools = torch.stack([torch.stack([clip.pool for clip in group]).mean(0) for group in people.values()])
-    similarities = pools @ faces.T  # (people, people): of a row's pool and a column's clip
-    floors = (similarities.sum(1) - similarities.diagonal()) / (len(people) - 1)
+    similarities = pools @ torch.stack([*faces, *others]).T  # (people, people and others): pool and face
+    floors = (similarities.sum(1) - similarities.diagonal()) / (len(people) + len(others) - 1)
     ceilings = [sum(clip.face_sim for clip in group) / len(group) for group in people.values()]
     if torch.tensor(ceilings).mean() <= floors.mean():
         return None
