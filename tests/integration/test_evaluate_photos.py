@@ -26,17 +26,14 @@ def folder(tmp_path_factory):
 
 
 def words(folder, table, *more):
-    sizes = ["data.height=64", "data.width=64", "reward.others={flow: {name: optical_flow}}", "--seeds", "1"]
+    words = ["--run", folder / "run", "--data", folder / table, "--out", folder / "out" / table, "--device", "cpu"]
     return [
-        "--run",
-        folder / "run",
-        "--data",
-        folder / table,
-        "--out",
-        folder / "out" / table,
-        "--device",
-        "cpu",
-        *sizes,
+        *words,
+        "--seeds",
+        "1",
+        "data.height=64",
+        "data.width=64",
+        "reward.others={flow: {name: optical_flow}}",
         *more,
     ]
 
