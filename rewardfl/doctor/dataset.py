@@ -113,13 +113,13 @@ def crop_warnings(image: Path, size: tuple[int, int], faces: face.FaceIdentity, 
         return []
     height, width = picture.shape[2:]
     scale = max(size[0] / height, size[1] / width)
-    kept = size[1] / scale, size[0] / scale  # of the picture's width and height
+    taken = size[1] / scale, size[0] / scale  # width and height in the picture
     left, top, right, bottom = detections.boxes[0].tolist()
-    across, down = (width - kept[0]) / 2, (height - kept[1]) / 2  # cut off at each side
+    across, down = (width - taken[0]) / 2, (height - taken[1]) / 2  # cut off at each side
     cut = max(across - left, right - width + across, down - top, bottom - height + down)
     if cut <= CUT_FACE * (right - left):
         return []
-    words = f"the middle {kept[0]:.0f} x {kept[1]:.0f} of {width} x {height} pixels (width x height) is taken"
+    words = f"the middle {taken[0]:.0f} x {taken[1]:.0f} of {width} x {height} pixels (width x height) is taken"
     return [f"image: the crop cuts the face of {image.name}: {words}; crop it yourself, or set data.max_pixels"]
 
 
