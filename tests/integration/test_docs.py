@@ -148,6 +148,13 @@ def test_every_reward_and_objective_is_described():
         assert [name for name in names if f"`{name}`" not in text] == [], document
 
 
+def test_every_forward_objective_has_its_loss():
+    """A line of the formulas, and its name in the text."""
+    text = (ROOT / "docs" / "forward_rl.md").read_text()
+    names = get_args(config.SECTIONS[config.ForwardRlConfig]["forward"].model_fields["objective"].annotation)
+    assert [name for name in names if f"`{name}`" not in text or not re.search(rf"^{name}  ", text, re.M)] == []
+
+
 def test_what_is_brought_over_from_others_is_a_configuration():
     blocks = re.findall(r"^```yaml$(.*?)^```$", (ROOT / "docs" / "compare.md").read_text(), re.M | re.S)
     read = [config.parse(yaml.safe_load(block)) for block in blocks]

@@ -106,10 +106,11 @@ def test_steps_of_a_run():
 
 
 def test_a_schedule_ends_at_the_final_timestep():
-    run = resolve(FACE, "sample.final_timestep=6", "sample.mid_timestep=4")
+    run = resolve(FACE, "sample.final_timestep=6", "sample.mid_timestep=4", "anchor.sigmas=trained_range")
     schedule = run.schedule(TINY.latent_shape(64, 64, 9))
     assert len(schedule) == len(run.experts) == 7 and schedule.sigmas[-1] == 0
     assert torch.equal(schedule.sigmas[:7], resolve(FACE).schedule(TINY.latent_shape(64, 64, 9)).sigmas[:7])
+    assert 0.9 <= schedule.at(2.999).sigmas[0] < schedule.sigmas[2]  # the boundary of the expert of step 2
 
 
 def test_the_largest_size():
