@@ -129,6 +129,13 @@ def test_a_reward_needs_its_frames():
         resolve(FACE, "data.num_frames=1", "reward.motion_weight=1", "reward.held_out_model_path=null")
 
 
+def test_a_reward_gets_the_models_frame_rate():
+    align = "{align: {name: video_align, settings: {checkpoint_dir: x, model_dir: x, prompt_file: x}}}"
+    cfg = config.load(ROOT / FACE, ["data.fps=null", f"reward.others={align}"])
+    model = backbones.describe("wan2_2_ti2v", Source())
+    assert plan.find_rewards(cfg, model, here=False)[-1][0].settings["fps"] == model.frame_rate == 24
+
+
 def test_the_batch_that_is_checked():
     geometry = ["train.per_device_train_batch_size=2", "train.gradient_accumulation_steps=3"]
     assert resolve(FACE, *geometry, "train.train_batch_size=24", processes=4).clips_at_once == 24
