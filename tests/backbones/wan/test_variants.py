@@ -66,8 +66,8 @@ def test_videos_are_generated_at_the_models_frame_rate(folder_of, monkeypatch, t
         run_tool(generate.main, *small, *options, "--out", out)
         assert clips.read_video_header(out, 5).rate == rate
     monkeypatch.setattr(generation, "draw_noise", lambda shape, *_: torch.full(shape, torch.inf))
-    said = run_tool(generate.main, *small, "--out", tmp_path / "inf.mp4", expect=2)
-    assert "error: the latents are not finite" in said and not (tmp_path / "inf.mp4").exists()
+    text = run_tool(generate.main, *small, "--out", tmp_path / "inf.mp4", expect=2)
+    assert "error: the latents are not finite" in text and not (tmp_path / "inf.mp4").exists()
 
 
 @pytest.mark.slow(2)
