@@ -54,3 +54,10 @@ def test_a_run_of_an_earlier_version_is_read_without_the_keys_that_went(tmp_path
     sections = {"train": {"keep_attention": False, "max_steps": 3}, "run": {"output_dir": "x"}}
     (tmp_path / "run.json").write_text(json.dumps({"config": sections}))
     assert read_run_file(tmp_path).config == {"train": {"max_steps": 3}, "run": {"output_dir": "x"}}
+
+
+def test_a_missing_run_is_named_in_full_and_says_what_the_wheel_lacks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = f"--run: {tmp_path}/nowhere/run.json is missing; .* scripts and configs/ are not in the wheel"
+    with pytest.raises(FileNotFoundError, match=words):
+        read_run_file(Path("nowhere"))

@@ -17,7 +17,7 @@ from rewardfl.evaluation.arms import Arm
 from rewardfl.evaluation.records import FORMAT
 from rewardfl.evaluation.report import pictures
 from rewardfl.evaluation.report.report_page import digits, figure_cell, format_report, report_page, worst_first
-from rewardfl.evaluation.report.verdicts import MEANINGS, meaning, verdict
+from rewardfl.evaluation.report.verdicts import FEW, MEANINGS, meaning, verdict
 from rewardfl.training.metrics_file import MetricsFile
 from rewardfl_tools import compare_runs
 
@@ -143,6 +143,13 @@ def test_frozen_clips_are_marked(frozen, people, marked):
     ]
     arm = finished(summary(*sum(clips, [])))["arms"][1]
     assert ("healthy" in figure_cell(arm, "frozen_share", [JUDGE]).problem) == marked
+
+
+def test_few_people_are_warned_of():
+    for names, few in ((NAMES[:FEW], False), (NAMES[: FEW - 1], True)):
+        report = finished(summary(*sum((pair(name, 0, 0.5, 0.6) for name in names), [])))
+        assert (f"{FEW - 1} people are few, and intervals over fewer than {FEW}" in format_report(report)) == few
+    assert f"With {FEW} to 24 people they cover only 90 to 93 %." in (ROOT / "docs" / "evaluate.md").read_text()
 
 
 def test_a_recogniser_that_was_trained_against_is_warned_of():

@@ -142,10 +142,14 @@ def test_keys_that_documents_name_exist():
 
 
 def test_every_reward_and_objective_is_described():
-    objective = config.SECTIONS[config.FlowGrpoConfig]["grpo"].model_fields["objective"]
-    for document, names in (("rewards.md", rewards.REWARDS), ("flow_grpo.md", get_args(objective.annotation))):
+    grpo, forward = (
+        get_args(config.SECTIONS[schema][section].model_fields["objective"].annotation)
+        for schema, section in ((config.FlowGrpoConfig, "grpo"), (config.ForwardRlConfig, "forward"))
+    )
+    for document, names in (("rewards.md", rewards.REWARDS), ("flow_grpo.md", grpo), ("forward_rl.md", forward)):
         text = (ROOT / "docs" / document).read_text()
         assert [name for name in names if f"`{name}`" not in text] == [], document
+    assert [name for name in forward if not re.search(rf"^{name}  ", text, re.M)] == [], "a loss has no formula"
 
 
 def test_what_is_brought_over_from_others_is_a_configuration():

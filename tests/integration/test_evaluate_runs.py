@@ -15,6 +15,7 @@ from runs import CONFIG, QUICK, environment, launch, table
 from safetensors.torch import save_file
 
 from rewardfl import data, lora
+from rewardfl.data.clips import read_video_header
 from rewardfl.evaluation import arms
 from rewardfl.evaluation.records import Writer
 from rewardfl.files import digest_files
@@ -225,7 +226,9 @@ def test_memory_does_not_grow_with_the_number_of_clips(run, tmp_path, monkeypatc
 def test_videos_of_other_tools_need_no_model(run, straight, tmp_path, monkeypatch):
     monkeypatch.setattr(arms, "load_model", None)
     videos = [word for name in ("base", "latest") for word in ("--videos", straight / "videos" / name)]
-    said = call([*source(run), *SIZES, "--out", tmp_path, *videos])
+    settings = [*SIZES, "model.model_name=wan2_2_ti2v_text", "data.fps=null"]
+    said = call([*source(run), *settings, "--out", tmp_path, *videos])
+    assert read_video_header(tmp_path / "videos" / "real" / "000.mp4", 5).rate == 24
     report, made = left(tmp_path)[0], left(straight)[0]
     assert "decoded from mp4" in said
     assert [arm["decoded"] for arm in report["arms"]] == [True, True] and report["clips"] == 4

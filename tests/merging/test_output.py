@@ -1,5 +1,6 @@
 """Tests of the merging tools' outputs, beyond what tests/test_outputs.py tests of any target."""
 
+import copy
 import errno
 import json
 import os
@@ -157,15 +158,16 @@ def test_a_merged_pipeline_is_a_base_again(world, place):
     [
         (KeyboardInterrupt(), 130, "interrupted"),
         (ValueError("--x: no"), 2, "error: --x: no"),
+        (shards.InputError("--x: no"), 2, "error: --x: no"),
         (OSError(errno.EROFS, "Read-only file system", "a/b"), 2, "error: a/b: Read-only file system"),
         (OSError(errno.ENOSPC, "No space left on device"), 2, "error: the disk: No space left on device"),
     ],
 )
 def test_an_error_is_one_line_after_the_bar(capsys, error, code, line):
     def work():
-        with tqdm([1, 2], file=sys.stderr) as bar:
-            for _ in bar:
-                raise error
+        rows = (row for row in tqdm([1, 2], file=sys.stderr))  # open as long as this frame
+        for _ in rows:
+            raise copy.copy(error)  # pytest keeps `error`, and it would keep the frame
 
     assert command_line.exit_code(work) == code
     assert capsys.readouterr().err.splitlines()[-1] == line

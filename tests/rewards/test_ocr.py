@@ -149,7 +149,7 @@ def test_the_score_is_flow_grpos(reading, text, score):
     assert ocr.text_score(ocr.plain_text(reading), ocr.plain_text(text)) == score
 
 
-READINGS = {10: ["NOW", "Open"], 20: ["OPEN"], 30: ["OPXN"], 40: None, 50: ["", "OPEN"]}  # by the pixels' red
+READINGS = {10: ["NOW", "Open"], 20: ["OPEN"], 30: ["OP", "XN"], 40: None, 50: ["", "OPEN"]}  # by the pixels' red
 
 
 @pytest.fixture
@@ -162,9 +162,9 @@ def engine(monkeypatch):
         if picture[0, 0, 2] == 99:
             raise OSError("the engine broke")
         lines = READINGS[int(picture[0, 0, 2])]
-        boxes = np.array([box(20 * i, 0, 20 * i + 10, 9) for i in range(len(lines or ()))])
+        boxes = [box(20 * i, -i, 20 * i + 10, 9 - i) for i in range(len(lines or ()))]  # a line that rises
         scores = lines and [0.5 + 0.25 * (line == "OPEN") for line in lines]
-        return SimpleNamespace(txts=lines, scores=scores, boxes=boxes)
+        return SimpleNamespace(txts=lines and lines[::-1], scores=scores and scores[::-1], boxes=np.array(boxes[::-1]))
 
     monkeypatch.setattr(ocr, "_load_engine", lambda *, detect: read)
     return calls

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from PIL import Image
 
 from rewardfl import config, data, files
@@ -118,12 +119,12 @@ def of(folder, **settings):
     )
 
 
-def find(cfg, processes, store, rewards):
+def find(cfg, processes, store, rewards, limits=dict):
     """Every process's (samples, problems)."""
     terms = [SimpleNamespace(reward=reward, key="reward", weight=1.0) for reward in rewards]
 
     def work(job):
-        rows = setup_data.scan_rows(cfg, job, SimpleNamespace(takes_image=True, frame_rate=8, prompt_limits=dict))
+        rows = setup_data.scan_rows(cfg, job, SimpleNamespace(takes_image=True, frame_rate=8, prompt_limits=limits))
         return setup_data.find_samples(cfg, rows.train, terms, store, job), rows.messages + job.said
 
     return together(processes, work)
@@ -158,7 +159,9 @@ def test_each_file_is_hashed_once_and_each_clip_decoded_once(cfg, counted, tmp_p
 
 
 def test_samples_are_what_was_read(cfg, tmp_path):
-    ((samples, _),) = find(cfg, 1, Cache(tmp_path / "cache"), [Brightness()])
+    limits = {ROOT / "assets" / "tiny_world" / "pipeline" / "tokenizer": 3}  # the one word "another" has more tokens
+    ((samples, (note,)),) = find(cfg, 1, Cache(tmp_path / "cache"), [Brightness()], lambda: limits)
+    assert note.startswith("note: data.file_name (") and "1 of 8 rows have a prompt of more tokens than the 3" in note
     store = Cache(tmp_path / "cache")
     for sample in samples:
         example = data.load_example(sample.row, 32, 48, 5)

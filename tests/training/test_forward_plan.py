@@ -22,7 +22,8 @@ def test_the_steps_of_the_trained_expert_are_drawn():
     # 256 videos in two updates on two processes, one at a time; two draws each, and three of the anchor
     assert run.backwards_per_update == 64 * (2 + 3) and run.count_steps(100) == 180
     assert resolve("forward.sigmas=[4, 6]").active == (4, 6)
-    assert resolve("forward.sigmas=trained_range").whole_range
+    run = resolve("forward.sigmas=trained_range")
+    assert run.whole_range and run.schedule(PUBLISHED.latent_shape(480, 832, 81)).at(2.999).sigmas[0] >= 0.9
     best = resolve("forward.objective=best", "anchor.draws=3", processes=2)  # 32 groups
     assert best.backwards_per_update == 8 * (2 + 3) and best.training.samples == 32
     both = resolve("model.trainable_models=dit,dit2", "forward.sigmas=[2, 3]", "anchor.weight=0")

@@ -106,10 +106,11 @@ def test_steps_of_a_run():
 
 
 def test_a_schedule_ends_at_the_final_timestep():
-    run = resolve(FACE, "sample.final_timestep=6", "sample.mid_timestep=4")
+    run = resolve(FACE, "sample.final_timestep=6", "sample.mid_timestep=4", "anchor.sigmas=trained_range")
     schedule = run.schedule(TINY.latent_shape(64, 64, 9))
     assert len(schedule) == len(run.experts) == 7 and schedule.sigmas[-1] == 0
     assert torch.equal(schedule.sigmas[:7], resolve(FACE).schedule(TINY.latent_shape(64, 64, 9)).sigmas[:7])
+    assert 0.9 <= schedule.at(2.999).sigmas[0] < schedule.sigmas[2]  # the boundary of the expert of step 2
 
 
 def test_the_largest_size():
@@ -126,6 +127,13 @@ def test_a_reward_needs_its_frames():
         ConfigError, match="reward.reward_model_path judges at least 2 frames, and data.num_frames is 1"
     ):
         resolve(FACE, "data.num_frames=1", "reward.motion_weight=1", "reward.held_out_model_path=null")
+
+
+def test_a_reward_gets_the_models_frame_rate():
+    align = "{align: {name: video_align, settings: {checkpoint_dir: x, model_dir: x, prompt_file: x}}}"
+    cfg = config.load(ROOT / FACE, ["data.fps=null", f"reward.others={align}"])
+    model = backbones.describe("wan2_2_ti2v", Source())
+    assert plan.find_rewards(cfg, model, here=False)[-1][0].settings["fps"] == model.frame_rate == 24
 
 
 def test_the_batch_that_is_checked():

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from face_nets import magenta_pack, marked
@@ -10,9 +11,11 @@ from rewardfl import config
 from rewardfl.config import ConfigError
 from rewardfl.data import Row
 from rewardfl.training import setup_model, setup_processes
+from rewardfl.training.checkpoint import WriteError
+from rewardfl.training.run_folder import RunFolder
 from rewardfl.training.setup_data import check_held_out
 from rewardfl.training.setup_processes import check_sharding
-from rewardfl.training.setup_run import check_can_create
+from rewardfl.training.setup_run import check_can_create, open_run
 
 REQUIRED = {
     "run": {"output_dir": "out"},
@@ -153,3 +156,13 @@ def test_a_folder_that_cannot_be_made_is_one_line_before_anything_loads(tmp_path
         check_can_create("data.cache_dir", Path(folder))
     check_can_create("data.cache_dir", Path("new/cache"))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "samples", "logs", "cache"])
+def test_a_run_whose_folders_cannot_be_made_does_not_open(tmp_path, name):
+    (tmp_path / name).touch()
+    job = SimpleNamespace(run_on_main=lambda take, _: take())
+    backbone = SimpleNamespace(weight_files={}, settings=dict)
+    for folder in (None, RunFolder()):
+        with pytest.raises((ConfigError, WriteError), match=f"{tmp_path / name}( cannot be written|: File exists)"):
+            open_run(load(f"run.output_dir={tmp_path}"), folder, job, backbone)

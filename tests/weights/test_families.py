@@ -5,11 +5,14 @@ import json
 import pytest
 import torch
 from conftest import run_tool
-from lora_dialects import DIALECTS, peft_metadata, weights
+from lora_dialects import ALPHA, DIALECTS, RANK, peft_metadata, weights
 from safetensors.torch import load_file, save_file
 
-from rewardfl import lora
+from rewardfl import backbones, lora
+from rewardfl.backbones.protocol import Source
 from rewardfl.backbones.wan import load as wan_load
+from rewardfl.config.schema import LoraConfig
+from rewardfl.training.lora_init import read_initial_adapters
 from rewardfl.weights import families, lora_files, shards
 from rewardfl_tools import convert_lora, merge_lora
 
@@ -93,6 +96,23 @@ def test_another_variant_is_noted(pipeline, values, tmp_path):
     assert "note: " in (text := merge(pipeline, tmp_path / "a.safetensors", path)) and "t2v, not i2v" in text
     path = write_lora(tmp_path, values, {"ss_base_model_version": "wan2.2_i2v", "modelspec.architecture": "mine"})
     assert "trained on" not in merge(pipeline, tmp_path / "b.safetensors", path)
+
+
+def test_no_lora_that_is_merged_is_added_again(pipeline, values, tmp_path):
+    """As a distillation, a start of training, or an adapter of generate and evaluate."""
+    path, part, merged = DIALECTS["d5"](tmp_path, values), tmp_path / "step" / "transformer_2", tmp_path / "merged"
+    part.mkdir(parents=True)
+    DIALECTS["d1"](part, values)
+    settings = LoraConfig(init_from=str(path), lora_rank=RANK, lora_alpha=ALPHA)
+    run_tool(merge_lora.main, "--base", pipeline, "--lora", f"{path}@low", "--out", merged)
+    backbone = backbones.open("wan2_2", Source(model_paths=str(merged)))
+    for read in (
+        lambda: backbones.open("wan2_2", Source(model_paths=str(merged), distilled=("", str(path)))),
+        lambda: read_initial_adapters(settings, backbone, ["low_noise"], [*values]),
+        lambda: backbone.attach_adapters({"low_noise": backbone.empty_expert("low_noise")}, part.parent),
+    ):
+        with pytest.raises(shards.InputError, match=f"is merged into {merged}/transformer_2.* already"):
+            read()
 
 
 def test_values_that_are_not_finite_name_file_and_tensor(expert, values, tmp_path):

@@ -1,6 +1,7 @@
 """Both scripts on small random text-to-image models, whose mathematics test_contract.py asks about."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -297,6 +298,14 @@ class TwoReaders(Reward):
         ones = torch.ones(len(batch))
         return RewardOutput(ones, ones.bool(), {"one": ones / 2, **other})
 """
+
+
+def test_a_web_page_for_a_file_of_the_folder_is_named(folder_of, tmp_path):
+    for part, name in (("vae", "notes.txt"), ("text_encoder", "generation_config.json"), ("tokenizer", "vocab.json")):
+        folder = shutil.copytree(folder_of("sd3") / "model", tmp_path / part)
+        (folder / part / name).write_text("<!DOCTYPE html><html>")
+        with pytest.raises(InputError, match=f"{folder / part / name}.* web page"):
+            backbones.open("sd3", Source(model_paths=str(folder)))
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from rewardfl import backbones, config, data, lora
 from rewardfl.backbones.protocol import Source
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.data import clips
+from rewardfl.evaluation import generation
 from rewardfl.rewards import build_terms, resolve_rewards
 from rewardfl.training import setup_data, setup_model
 from rewardfl.training.setup_processes import connect_processes
@@ -55,7 +56,8 @@ def test_each_model_has_its_frame_rate(name):
     assert backbones.describe(name, Source()).frame_rate == (24 if "ti2v" in name else 16)
 
 
-def test_videos_are_generated_at_the_models_frame_rate(folder_of, tmp_path):
+def test_videos_are_generated_at_the_models_frame_rate(folder_of, monkeypatch, tmp_path):
+    """And none of latents that are not finite."""
     name = "wan2_2_ti2v_text"
     small = ["--height=32", "--width=32", "--num-frames=5", "--steps=1", "--device=cpu", "--dtype=float32"]
     small += ["--model", folder_of(name), "--model-name", name, "--prompt=x"]
@@ -63,6 +65,9 @@ def test_videos_are_generated_at_the_models_frame_rate(folder_of, tmp_path):
         out = tmp_path / f"{rate}.mp4"
         run_tool(generate.main, *small, *options, "--out", out)
         assert clips.read_video_header(out, 5).rate == rate
+    monkeypatch.setattr(generation, "draw_noise", lambda shape, *_: torch.full(shape, torch.inf))
+    text = run_tool(generate.main, *small, "--out", tmp_path / "inf.mp4", expect=2)
+    assert "error: the latents are not finite" in text and not (tmp_path / "inf.mp4").exists()
 
 
 @pytest.mark.slow(2)
