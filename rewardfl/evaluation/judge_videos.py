@@ -57,18 +57,18 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     folder = outputs.Folder(args.out or args.run / "evaluation", args.overwrite)
     usual, adapters = cfg.sample.num_inference_steps, args.adapter or []
     arms = make_arms(adapters, args.strengths, args.steps or [usual], usual, args.videos, args.run, cfg.lora.init_from)
-    described = backbones.describe(cfg.model.model_name, Source())
-    rows = data.load_metadata(args.data, "--data")
-    rows = data.assign_images(rows, cfg.run.seed) if described.takes_image else rows
-    others = load_others(args.others, rows)
-    read = [path for row in (*rows, *others) for path in row.files.values() if path]
-    read += [path for arm in arms for path in (arm.adapter, arm.videos) if path]
-    read += [Path(args.config) if args.config else args.run / "run.json", *args.judge.values(), Path(args.data)]
-    outputs.check_inputs("--out", folder.path, read)
     of_images = cfg.data.num_frames == 1
+    described = None if of_images else backbones.describe(cfg.model.model_name, Source())
+    rows = data.load_metadata(args.data, "--data")
+    rows = data.assign_images(rows, cfg.run.seed) if described and described.takes_image else rows
+    others = load_others(args.others, rows)
+    read = [Path(args.config) if args.config else args.run / "run.json", *args.judge.values(), Path(args.data)]
+    read += [path for row in (*rows, *others) for path in row.files.values() if path]
+    read += [path for arm in arms for path in (arm.adapter, arm.videos) if path]
+    outputs.check_inputs("--out", folder.path, read)
     if of_images and (wrong := [f"--{name}" for name in ("config", "videos", "judge", "others") if vars(args)[name]]):
         raise ValueError(f"{wrong[0]}: is for videos, and data.num_frames is 1; remove it")
-    fps = cfg.data.fps or (1.0 if of_images else described.frame_rate)
+    fps = cfg.data.fps or (described.frame_rate if described else 1.0)
     rewards = resolve_rewards(measured_rewards(cfg.reward, config.list_reward_specs(cfg, for_evaluation=True)), fps)
     rewards = [(replace(spec, settings={**cls.evaluation_settings, **spec.settings}), cls) for spec, cls in rewards]
     plan.check_frames(cfg.data.num_frames, rewards)

@@ -323,7 +323,7 @@ def untrained(folder_of, tmp_path_factory):
     "words, said",
     [
         (["--adapter", "RUN/nowhere"], "RUN/nowhere: holds no */"),
-        (["reward.others={own: {name: 'RUN/own.py:LikeTheClip', weight: 0}}"], "line 2: reward.others.own compares"),
+        (["reward.others={own: {name: 'RUN/own.py:LikeTheClip', weight: 0}}"], "reward.others.own compares"),
         (["reward.others={flow: {name: optical_flow, weight: 0}}"], "reward.others.flow judges at least 2 frames"),
         (["--data", "RUN/sizes.csv"], "line 4: height and width must be whole numbers"),
         (["--data", "RUN/sizes.csv"], "line 5: empty prompt"),
