@@ -28,7 +28,7 @@ from rewardfl.evaluation.records import FORMAT, SETTINGS, Settings, merge_settin
 from rewardfl.evaluation.report.pictures import PEOPLE, draw_grid
 from rewardfl.evaluation.report.report_page import format_report, report_page
 from rewardfl.evaluation.study import Study
-from rewardfl.evaluation.verification import People, load_others, verify
+from rewardfl.evaluation.verification import People, load_others, verify_arms
 from rewardfl.files import atomic_write, digest_files, escape_control
 from rewardfl.rewards import resolve_rewards
 from rewardfl.rewards.face.identity_kept import FEWEST
@@ -197,7 +197,7 @@ def finish(study: Study, rows: Sequence[data.Row], people: People, about: dict, 
     if not study.judges.faces:
         return finish_images(study, rows, about)
     out, records = study.out, study.join(rows)
-    report = summarise(records, study.arms, verify(people, {row.who for row in rows})) | about
+    report = summarise(records, study.arms, verify_arms(people, {row.who for row in rows})) | about
     atomic_write(out / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
     shown = [row.index for row in rows[:PEOPLE]]
     draw_grid(report, out, [record for record in records if record["index"] in shown], study.read_file)

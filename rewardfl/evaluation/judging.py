@@ -13,7 +13,7 @@ from rewardfl import data
 from rewardfl.config import DataConfig, RewardSpec
 from rewardfl.config.schema import SharedRewardConfig
 from rewardfl.evaluation.records import FACE
-from rewardfl.evaluation.verification import Faces
+from rewardfl.evaluation.verification import PersonFaces
 from rewardfl.rewards import FaceIdentityReward, RewardError, build_terms, face
 from rewardfl.rewards.base import NONFINITE, Reference
 from rewardfl.rewards.face.look import MOUTH_MOVES, compare_look, cut_patches, mouth_movement
@@ -29,7 +29,7 @@ References = dict[str, Tensor]  # references of a row; name/part for a judge wit
 
 Figures = dict[str, float | None]
 
-ThroughVae = Callable[[Tensor, Tensor | None], Tensor]  # a video (3, F, H, W) and its image -> the decoded video
+VaePass = Callable[[Tensor, Tensor | None], Tensor]  # a video (3, F, H, W) and its image -> the decoded video
 
 STILL = 5  # frames of a photo that goes through a VAE; the last one counts, which is of a second latent frame
 
@@ -145,23 +145,23 @@ def pool_photos(judges: Judges, row: data.Row, photos: Sequence[Tensor]) -> Refe
 
 
 def embed_pictures(
-    judges: Judges, row: data.Row, clips: DataConfig, through_vae: ThroughVae | None
-) -> dict[str, Faces]:
+    judges: Judges, row: data.Row, clips: DataConfig, through_vae: VaePass | None
+) -> dict[str, PersonFaces]:
     """Return the faces of the row's pictures, or of its clip's frames, by recogniser. Raise DataError without any."""
     if not row.pictures:
         pools = find_pools(judges, row, clip_scan.load_sized_example(clips, row).reference.to(judges.device))
-        return {name: Faces(pool.embeddings.cpu(), pool.embeddings[:0].cpu()) for name, pool in pools.items()}
+        return {name: PersonFaces(pool.embeddings.cpu(), pool.embeddings[:0].cpu()) for name, pool in pools.items()}
     photos = [photo.to(judges.device) for photo in data.load_pictures(row)]
     stills = [] if through_vae is None else [draw_still(photo, clips, through_vae) for photo in photos]
     pools, faces = pool_photos(judges, row, photos), {}
     for name, identity in judges.faces.items():
         pictures, drawn = pools[f"pool/{name}"], [identity.embed_photo(still) for still in stills]
         vectors = [torch.zeros_like(pictures[0]) if vector is None else vector for vector in drawn]
-        faces[name] = Faces(pictures.cpu(), torch.stack([pictures[0], *vectors])[1:].cpu())
+        faces[name] = PersonFaces(pictures.cpu(), torch.stack([pictures[0], *vectors])[1:].cpu())
     return faces
 
 
-def draw_still(photo: Tensor, clips: DataConfig, through_vae: ThroughVae) -> Tensor:
+def draw_still(photo: Tensor, clips: DataConfig, through_vae: VaePass) -> Tensor:
     """Return a photo (3, H, W) at the size of the run's clips, encoded and decoded as a still clip."""
     size = data.clip_size((photo.shape[1], photo.shape[2]), clips.height, clips.width, clips.max_pixels)
     still = data.to_float(data.fit(data.to_uint8(photo[:, None]), *size)).repeat(1, STILL, 1, 1)
@@ -173,7 +173,7 @@ def measure_motion(terms: Sequence[Term], references: References, video: Tensor,
     changed: References = {}
     for term in terms:
         if term.reward.measures_motion:
-            parts = base_videos.measure_motion(term.reward, _reference(term, references), [video], prompt) or {}
+            parts = base_videos.average_motion(term.reward, _reference(term, references), [video], prompt) or {}
             changed |= {f"term/{term.label}": torch.ones(1)} if parts else {}
             changed |= {f"term/{term.label}/{name}": value for name, value in parts.items()}
     return changed

@@ -124,7 +124,7 @@ class Study:
             raise ValueError(f"--data: no clip of {self.clips.file_name} shows a face")
         return usable
 
-    def _load_vae(self, backbone: Backbone) -> judging.ThroughVae:
+    def _load_vae(self, backbone: Backbone) -> judging.VaePass:
         """Load the VAE and return a function of a video (3, F, H, W) and its image, which encodes and decodes it."""
         device = torch.device(self.judges.device)
         encode_video, encode_image = backbone.video_encoder(device), backbone.image_encoder(device)

@@ -15,14 +15,14 @@ FEWEST_OTHERS = 10  # other people
 PASSING = 100  # one in so many pictures of other people may pass
 
 
-class Faces(NamedTuple):
+class PersonFaces(NamedTuple):
     """Embeddings of a person's real pictures. through_vae: of the same photos encoded and decoded, 0 for no face."""
 
     pictures: Tensor  # (n, D) unit vectors
     through_vae: Tensor  # (n, D); (0, D) for the frames of a clip, and without a VAE
 
 
-People = dict[str, dict[str, Faces]]  # by recogniser and person
+People = dict[str, dict[str, PersonFaces]]  # by recogniser and person
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ def why_too_few(people: int) -> str:
     return "" if people > FEWEST_OTHERS else text
 
 
-def verify(people: People, evaluated: Collection[str]) -> Verification:
+def verify_arms(people: People, evaluated: Collection[str]) -> Verification:
     """Return the verification of the evaluated people, by each recogniser."""
     if missing := why_too_few(min(map(len, people.values()))):
         return Verification(missing=missing)
@@ -58,7 +58,7 @@ def verify(people: People, evaluated: Collection[str]) -> Verification:
     )
 
 
-def impostor_cosines(people: Mapping[str, Faces], evaluated: Collection[str]) -> Tensor:
+def impostor_cosines(people: Mapping[str, PersonFaces], evaluated: Collection[str]) -> Tensor:
     """Return the cosines (n,) of each evaluated person's mean picture with all other people's pictures."""
     means = {name: people[name].pictures.mean(0) for name in evaluated}
     return torch.cat([people[n].pictures @ mean for name, mean in means.items() for n in people if n != name])
@@ -77,7 +77,7 @@ def equal_error_rate(genuine: Tensor, impostors: Tensor) -> float:
     return float((rejected + 1 - missed)[(rejected - 1 + missed).abs().argmin()] / 2)
 
 
-def find_photo_scale(people: Mapping[str, Faces], evaluated: Collection[str]) -> Scale | None:
+def find_photo_scale(people: Mapping[str, PersonFaces], evaluated: Collection[str]) -> Scale | None:
     """Return the scale of people with photos: 0 is other people's photos, 1 each photo against the person's others.
 
     All have been through the VAE. One photo takes the median upper end of the people with several. None without such

@@ -49,7 +49,7 @@ def add_motion(
     for row, in_shard in tqdm(job.shard.padded(missing), desc="base videos", disable=job.shard.quiet):
         videos, sample = [generate(row, noise)[1].float() for noise in range(noises)], samples[row]
         for i in rewards if in_shard else ():
-            motion = measure_motion(terms[i].reward, sample.references[i], videos, sample.row.prompt)
+            motion = average_motion(terms[i].reward, sample.references[i], videos, sample.row.prompt)
             store.put(key_of(row, i), {"usable": torch.tensor(motion is not None), **(motion or {})})
     job.wait()
     completed = list(samples)
@@ -62,7 +62,7 @@ def add_motion(
     return completed
 
 
-def measure_motion(
+def average_motion(
     reward: Reward, reference: Reference, videos: Sequence[Tensor], prompt: str
 ) -> dict[str, Tensor] | None:
     """Return what Reward.with_motion changes in a reference, means over the videos; None where none can be used."""

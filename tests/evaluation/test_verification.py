@@ -27,7 +27,7 @@ def make_people(counts):
     random = torch.Generator().manual_seed(1)
     shapes = {name: torch.randn(2, count + 1, 16, generator=random) for name, count in counts.items()}
     vectors = {name: torch.nn.functional.normalize(x[:1, :1] + x[:, 1:] / 2, dim=-1) for name, x in shapes.items()}
-    return {name: verification.Faces(raw, 0.8 * drawn) for name, (raw, drawn) in vectors.items()}
+    return {name: verification.PersonFaces(raw, 0.8 * drawn) for name, (raw, drawn) in vectors.items()}
 
 
 def test_the_ends_of_the_scale_of_photos():
@@ -51,10 +51,10 @@ def test_the_ends_of_the_scale_of_photos():
 def test_other_people_are_ten_and_never_oneself():
     people = make_people(dict.fromkeys("abcdefghijk", 2))
     expected = torch.cat([people[name].pictures for name in people if name != "a"]) @ people["a"].pictures.mean(0)
-    verified = verification.verify({JUDGE: people}, ["a"])
+    verified = verification.verify_arms({JUDGE: people}, ["a"])
     assert torch.allclose(verified.impostors[JUDGE], expected, atol=1e-6)
     assert verified.thresholds[JUDGE] == pytest.approx(float(expected.max()))
-    few = verification.verify({JUDGE: {name: people[name] for name in "abcdefghij"}}, ["a"])
+    few = verification.verify_arms({JUDGE: {name: people[name] for name in "abcdefghij"}}, ["a"])
     assert "10 other people are needed, and there are 9" in few.missing and not few.thresholds and not few.scales
 
 
