@@ -64,7 +64,7 @@ def fork(arguments, folder, took, closed=False, life=None, timed=False):
         waits = 6 * SECONDS if took else 600  # the first call imports; the machine may be busy
         signal.setitimer(signal.ITIMER_REAL, life * took if life else waits)
         try:
-            code = run(arguments, closed)
+            code = run(arguments, closed, BYTES if took else 4 * BYTES)  # what the first call imports takes more
             sys.stdout.flush()
         except BaseException:  # as the interpreter ends: a traceback and exit code 1
             traceback.print_exc()
@@ -74,7 +74,7 @@ def fork(arguments, folder, took, closed=False, life=None, timed=False):
     return process
 
 
-def run(arguments, closed):
+def run(arguments, closed, most):
     """Return the exit code of a tool's main."""
     for stream, name in ((1, "stdout.txt"), (2, "stderr.txt")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
@@ -82,7 +82,7 @@ def run(arguments, closed):
         reader, writer = os.pipe()
         os.close(reader)
         os.dup2(writer, 1)
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + BYTES
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + most
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     sys.argv = arguments
