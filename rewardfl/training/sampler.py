@@ -1,7 +1,7 @@
 """Videos by the ODE of the deployed sampler under the current weights: evaluation and sample videos."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,9 +31,9 @@ class DeployedSampler:
     device: torch.device
 
     def base(self, clips: Sequence[Sample], row: int, n: int) -> tuple[int, Tensor]:
-        """Return what `generate` does, without the policy adapter."""
+        """Return what `generate` does without the policy adapter, in as many steps as a rollout takes."""
         with lora.reference(self.model):
-            return self.generate(clips, row, n)
+            return replace(self, steps=self.settings.num_inference_steps).generate(clips, row, n)
 
     def generate(self, clips: Sequence[Sample], row: int, n: int = 0) -> tuple[int, Tensor]:
         """Return (row, its video (3, F, H, W)) under the current weights; n: which of its noises."""

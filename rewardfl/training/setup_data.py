@@ -244,6 +244,7 @@ def add_base_motion(
         "base": dict(resume_point.base),
         "sample": cfg.sample.model_dump(mode="json"),
         "dtype": cfg.model.dtype,
+        "boundary": cfg.model.min_timestep_boundary,
         "seed": cfg.run.seed,
     }
     noises, completed = configuration.count_base_noises(cfg), []
