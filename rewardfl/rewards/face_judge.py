@@ -132,8 +132,10 @@ class FaceJudge(FaceIdentityReward):
 
         boxes: (F, 4) of each person who is found; people: their patches.
         """
-        frames = to_host(data.to_uint8(video)).numpy()  # one copy to the CPU
+        levels = to_host(data.to_uint8(video))  # one copy to the CPU
+        frames = levels.numpy()
         periods = [self.grid_period] if self.grid_period else []
         motion = video_motion(frames, torch.stack(list(boxes)).numpy() if boxes else None)
-        motion |= {"lk_flow": damped_flow(video), "mouth": mean([mouth_movement(person["mouth"]) for person in people])}
+        motion |= {"lk_flow": damped_flow(data.to_float(levels))}
+        motion |= {"mouth": mean([mouth_movement(person["mouth"]) for person in people])}
         return motion | measure_artifacts(frames, periods)
