@@ -79,26 +79,16 @@ class Study:
         """
         share, broken, faceless = self.share, [], []
         through_vae = None
-        # batches are sampled whole, so an arm that lacks one video needs the references of all its rows
-        waiting = [jobs for arm in self.arms if self.lacks(arm, jobs := self.jobs(arm, rows))]
-        needed = {row.id for jobs in waiting for row, _ in jobs}
+        # batches are sampled whole, so an arm that lacks one video needs the references of all rows
+        is_waiting = any(self.lacks(arm, self.jobs(arm, rows)) for arm in self.arms)
         for row in tqdm(share.take(rows), desc="real clips", disable=share.quiet):
             real = (REAL, *([VAE] if vae else [])) if self.judges.faces and row.video else ()
             lacking = [arm for arm in real if (row.id, arm, None) not in self.present]
-            if not lacking and (row.id not in needed or self.store.get(comparison_key(row)) is not None):
+            if not lacking and (not is_waiting or self.store.get(comparison_key(row)) is not None):
                 continue
             try:
                 example = load_sized_example(self.clips, row)
-                if self.judges.faces and row.video is None:
-                    photos = [photo.to(self.judges.device) for photo in data.load_pictures(row)]
-                    references = judging.pool_photos(self.judges, row, photos)
-                    reference = example.reference.to(self.judges.device)
-                    references |= judging.find_references(self.judges.terms, row, reference, photos)
-                elif self.judges.faces:
-                    record, references = judging.judge_real(self.judges, row, example, self.fps)
-                else:
-                    reference = example.reference.to(self.judges.device)
-                    references = judging.find_references(self.judges.terms, row, reference)
+                references, record = judging.prepare_row(self.judges, row, example, self.fps)
             except judging.NoFaceError as error:
                 faceless.append((row.line, str(error)))
                 continue
@@ -107,13 +97,14 @@ class Study:
                 continue
             image = {} if example.image is None else {"image": example.image}
             self.store.put(comparison_key(row), references | image | {"size": torch.tensor(example.size)})
-            if REAL in lacking:
-                self._add(row, Arm(name=REAL), None, judging.real_video(example), record)
-            if vae is not None and VAE in lacking:
-                through_vae = through_vae or self._load_vae(vae)
-                video = through_vae(judging.real_video(example), example.image)
-                record = judging.judge_video(self.judges, video, references, keep_vectors=True)
-                self._add(row, Arm(name=VAE), None, video, record)
+            for name in lacking:
+                assert example.video is not None
+                video = example.video
+                if vae is not None and name == VAE:
+                    through_vae = through_vae or self._load_vae(vae)
+                    video = through_vae(video, example.image)
+                    record = judging.judge_video(self.judges, video, references, keep_vectors=True)
+                self._add(row, Arm(name=name), None, video, record)
         broken, faceless = processes.gather(broken), sorted(processes.gather(faceless))
         good, bad = data.usable_rows(rows, broken, skip_bad_rows=self.clips.skip_bad_rows)
         if not share.quiet:
@@ -152,7 +143,7 @@ class Study:
             through_vae = self._load_vae(vae) if vae is not None and is_scaled else None
             for who, row in tqdm(first.items(), desc="people"):
                 try:
-                    faces = judging.embed_pictures(self.judges, row, self.clips, through_vae)
+                    faces = judging.embed_person(self.judges, row, self.clips, through_vae)
                 except (data.DataError, judging.NoFaceError) as error:
                     if not self.clips.skip_bad_rows:
                         raise data.DataError(f"{row.table}: line {row.line}: {error}") from None

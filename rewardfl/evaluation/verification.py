@@ -19,7 +19,7 @@ class PersonFaces(NamedTuple):
     """Embeddings of a person's real pictures. through_vae: of the same photos encoded and decoded, 0 for no face."""
 
     pictures: Tensor  # (n, D) unit vectors
-    through_vae: Tensor  # (n, D); (0, D) for the frames of a clip, and without a VAE
+    through_vae: Tensor = torch.zeros(0, 1)  # (n, D); empty for the frames of a clip, and without a VAE
 
 
 People = dict[str, dict[str, PersonFaces]]  # by recogniser and person
