@@ -130,14 +130,18 @@ class Table:
         }
         return replace(self, figures=figures, scales={}, verified=UNMEASURED)
 
-    def place(self, judge: str, *arms: Values) -> dict[str, Interval]:
-        """Return the place of an arm's FaceSim, or its change from a base, on the scales of clips and of photos."""
-        scales = {"identity_kept": self.scales.get(judge), "identity_kept_photos": self.verified.scales.get(judge)}
-        places = {}
-        for name, scale in ((name, scale) for name, scale in scales.items() if scale is not None):
-            pairs = pair_people(*({clip: arm[clip] for clip in arm if clip.person in scale.another} for arm in arms))
+    def place(self, judge: str, *arms: str) -> dict[str, Interval]:
+        """Return the place of an arm, or its change from a second one, on the scales of clips and of photos."""
+        scales, places = {"": self.scales.get(judge), "_photos": self.verified.scales.get(judge)}, {}
+        for kind, scale in ((kind, scale) for kind, scale in scales.items() if scale is not None):
+            face_sim = [
+                self.values(arm, f"{judge}/face_sim") | self.values(arm, f"{judge}/face_sim{kind}") for arm in arms
+            ]
+            pairs = pair_people(
+                *({clip: arm[clip] for clip in arm if clip.person in scale.another} for arm in face_sim)
+            )
             if pairs.people:
-                places[f"{judge}/{name}"] = place_on_scale(scale, *map(pairs.by_name, range(len(arms))))
+                places[f"{judge}/identity_kept{kind}"] = place_on_scale(scale, *map(pairs.by_name, range(len(arms))))
         return places
 
     def frames(self, arm: str, judge: str) -> Tensor:
@@ -269,7 +273,10 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], verified: Verifica
         "per_clip": per_clip(table), "real": arm_figures(table, REAL, judges), "arms": summaries,
         "face_sizes": {name: len(members) for name, members in strata.items()},
         "identity_scale": {"missing": table.no_scale, "recognisers": scale_ends(table.scales)},
-        "photo_scale": {"missing": verified.missing, "recognisers": scale_ends(verified.scales)},
+        "photo_scale": {
+            "missing": verified.missing, "recognisers": scale_ends(verified.scales),
+            "rank_correlation": rank_correlations(summaries, judges),
+        },
         "verification": {
             "missing": verified.missing, "thresholds": dict(verified.thresholds),
             "equal_error_rate": {
@@ -290,6 +297,18 @@ def scale_ends(scales: Mapping[str, Scale]) -> dict[str, dict[str, Interval]]:
     }
 
 
+def rank_correlations(summaries: Sequence[Mapping], judges: Sequence[str]) -> dict[str, float]:
+    """Return Spearman's rank correlation, over three arms or more, of the scales of photos and clips by recogniser."""
+    correlations = {}
+    for judge in judges:
+        names = [f"{judge}/identity_kept{kind}" for kind in ("", "_photos")]
+        pairs = [[s["figures"][name]["mean"] for name in names] for s in summaries if s["figures"].keys() >= {*names}]
+        if len(pairs) >= 3:
+            ranks = torch.tensor(pairs, dtype=torch.float64).argsort(0).argsort(0).double()
+            correlations[judge] = float(torch.corrcoef(ranks.T)[0, 1])
+    return correlations
+
+
 def find_bases(arms: Sequence[Arm]) -> dict[int, Arm]:
     """Return what each arm is compared with, by step count: the first arm of it, for other tools the first of all."""
     return {arm.steps: arm for arm in reversed(arms)} | ({0: arms[0]} if arms[-1].videos else {})
@@ -307,7 +326,7 @@ def mean_figures(table: Table, arm: str, names: Sequence[str]) -> dict[str, Inte
         figures[name] = mean_interval(table.values(arm, name))
         judge, _, key = name.rpartition("/")
         if key == "face_sim":
-            figures |= table.place(judge, table.values(arm, name))
+            figures |= table.place(judge, arm)
     return figures
 
 
@@ -316,10 +335,10 @@ def compare_figures(table: Table, arm: str, base: str, names: Sequence[str]) -> 
     changes: dict[str, dict | None] = {}
     for name in names:
         block, _, key = name.rpartition("/")
-        after, before = table.values(arm, name), table.values(base, name)
-        changes[name] = change = compare(after, before, by_ratio=is_ratio(name))
+        change = compare(table.values(arm, name), table.values(base, name), by_ratio=is_ratio(name))
+        changes[name] = change
         if key == "face_sim" and change:
-            moved = table.place(block, after, before)
+            moved = table.place(block, arm, base)
             changes |= {figure: change | {"difference": difference} for figure, difference in moved.items()}
     return changes
 

@@ -102,69 +102,74 @@ def find_pools(judges: Judges, row: data.Row, reference: Tensor) -> dict[str, fa
     return pools
 
 
-def prepare_row(judges: Judges, row: data.Row, example: data.Example, fps: float) -> tuple[References, Record]:
-    """Return what a row's videos are compared with, and a real clip's part of the record, {} without one.
+def prepare_row(
+    judges: Judges, row: data.Row, example: data.Example, fps: float, *, skip: bool
+) -> tuple[References, Record, str]:
+    """Return what a row's videos are compared with, a real clip's part of the record, and why photos are left out.
 
-    Raise NoFaceError for a clip without a face, DataError for unusable photos.
+    The record is {} without a clip. Raise NoFaceError for a clip without a face, DataError as `pool_photos`.
     """
-    reference = example.reference.to(judges.device)
-    photos = load_photos(judges, row) if judges.faces and example.video is None else []
-    pools = pool_photos(judges, row, photos) if photos else {}
-    references = {f"pool/{name}": pool for name, pool in pools.items()}
+    reference, video = example.reference.to(judges.device), example.video
+    photos, pools, note = pool_photos(judges, row, skip=skip) if judges.faces and row.pictures else ([], {}, "")
+    references = {f"{'photos' if video is not None else 'pool'}/{name}": pool for name, pool in pools.items()}
     for term in judges.terms:
         if term.reward.compares_with in row.offers:
-            references |= _with_label(term, clip_scan.make_reference(term.reward, row, reference, photos)[0])
-    if not judges.faces or example.video is None:
-        return references, {}
-    pools = find_pools(judges, row, reference)
-    references |= {f"pool/{name}": pool.embeddings for name, pool in pools.items()}
-    patches = cut_patches(reference.transpose(0, 1), pools[judges.main].landmarks)
+            references |= label_reference(term, clip_scan.make_reference(term.reward, row, reference, photos)[0])
+    if not judges.faces or video is None:
+        return references, {}, note
+    of_clip = find_pools(judges, row, reference)
+    references |= {f"pool/{name}": pool.embeddings for name, pool in of_clip.items()}
+    patches = cut_patches(reference.transpose(0, 1), of_clip[judges.main].landmarks)
     references |= {f"look/{name}": patch for name, patch in patches.items()}
-    record = judge_video(judges, example.video.to(judges.device), references)
-    record["figures"] |= {f"{name}/cap": pool.cap for name, pool in pools.items()}
-    for name, pool in pools.items() if example.reference is example.video else ():  # its own frames are in the pool
+    references["mouth"] = torch.tensor(mouth_movement(patches["mouth"]))
+    record = judge_video(judges, video.to(judges.device), references)
+    record["figures"] |= {f"{name}/cap": pool.cap for name, pool in of_clip.items()}
+    for name, pool in of_clip.items() if example.reference is video else ():  # its own frames are in the pool
         curve = without_itself(record["curves"][name], record["detected"][name][1:], len(pool.embeddings))
         record["curves"][name] = curve
         record["figures"][f"{name}/face_sim"] = float(np.mean(curve))
-    widths = pools[judges.main].boxes[:, 2] - pools[judges.main].boxes[:, 0]
-    return references, record | {"size": list(example.size), "face_width": float(widths.median()), "fps": fps}
+    width = float(of_clip[judges.main].width.median())
+    return references, record | {"size": list(example.size), "face_width": width, "fps": fps}, note
 
 
-def pool_photos(judges: Judges, row: data.Row, photos: Sequence[Tensor]) -> References:
-    """Return the recognisers' pools of the row's pictures (3, H, W).
+def pool_photos(judges: Judges, row: data.Row, *, skip: bool) -> tuple[list[Tensor], References, str]:
+    """Return the row's usable pictures (3, H, W), the recognisers' pools of them, and why others are left out.
 
-    Raise DataError for a picture without a face, or of another person by the first recogniser, which training uses.
+    A usable one shows a face to each recogniser, and no other person to the first, which training uses. Raise
+    DataError without any, and for an unusable one unless `skip`.
     """
+    photos = [photo.to(judges.device) for photo in data.load_pictures(row)]
     pools, problems = dict[str, dict[int, Tensor]](), dict[int, str]()
     for name, identity in judges.faces.items():
         pools[name], bad = identity.photo_pool(photos, same_person=-1.0 if pools else SAME_PERSON)
         problems |= bad
-    if problems:
-        raise data.DataError("; ".join(f"{row.pictures[i]}: {why}" for i, why in sorted(problems.items())))
-    return {name: torch.stack([*pool.values()]) for name, pool in pools.items()}
+    note = "; ".join(f"{row.pictures[i]}: {why}" for i, why in sorted(problems.items()))
+    usable = [i for i in range(len(photos)) if i not in problems]
+    if note and not (skip and usable):
+        raise data.DataError(note)
+    pooled = {name: torch.stack([pool[i] for i in usable]) for name, pool in pools.items()}
+    return [photos[i] for i in usable], pooled, note
 
 
 def embed_person(
     judges: Judges, row: data.Row, clips: DataConfig, through_vae: VaePass | None
-) -> dict[str, PersonFaces]:
-    """Return the faces of the row's pictures, or of its clip's frames, by recogniser. Raise DataError without any."""
+) -> tuple[dict[str, PersonFaces], str]:
+    """Return the faces of the row's pictures, or of its clip's frames, by recogniser, and why photos are left out.
+
+    Raise NoFaceError or DataError without any.
+    """
     if not row.pictures:
-        clip_pools = find_pools(judges, row, clip_scan.load_sized_example(clips, row).reference.to(judges.device))
-        return {name: PersonFaces(pool.embeddings.cpu()) for name, pool in clip_pools.items()}
-    photos = load_photos(judges, row)
-    pools = pool_photos(judges, row, photos)
+        of_clip = find_pools(judges, row, clip_scan.load_sized_example(clips, row).reference.to(judges.device))
+        return {name: PersonFaces(pool.embeddings.cpu()) for name, pool in of_clip.items()}, ""
+    photos, pools, note = pool_photos(judges, row, skip=clips.skip_bad_rows)
     if through_vae is None:
-        return {name: PersonFaces(pool.cpu()) for name, pool in pools.items()}
+        return {name: PersonFaces(pool.cpu()) for name, pool in pools.items()}, note
     stills, faces = [draw_still(photo, clips, through_vae) for photo in photos], {}
     for name, pool in pools.items():
         drawn = judges.faces[name].photo_pool(stills, same_person=-1.0)[0]
         vectors = [drawn.get(i, torch.zeros_like(pool[0])) for i in range(len(stills))]
         faces[name] = PersonFaces(pool.cpu(), torch.stack(vectors).cpu())
-    return faces
-
-
-def load_photos(judges: Judges, row: data.Row) -> list[Tensor]:
-    return [photo.to(judges.device) for photo in data.load_pictures(row)]
+    return faces, note
 
 
 def draw_still(photo: Tensor, clips: DataConfig, through_vae: VaePass) -> Tensor:
@@ -174,13 +179,15 @@ def draw_still(photo: Tensor, clips: DataConfig, through_vae: VaePass) -> Tensor
     return through_vae(still, still[:, 0])[:, -1]
 
 
-def measure_motion(terms: Sequence[Term], references: References, video: Tensor, prompt: str) -> References:
-    """Return what a base's video (3, F, H, W) changes in the references of rewards that measure motion."""
-    changed: References = {}
-    for term in terms:
+def measure_motion(judges: Judges, references: References, video: Tensor, prompt: str) -> References:
+    """Return what a base's video (3, F, H, W) gives the references of a row without a clip: motion and the mouth's."""
+    score = judges.faces[judges.main].score(video, references[f"pool/{judges.main}"])
+    patches = None if score is None else cut_patches(video.transpose(0, 1), score.landmarks)
+    changed: References = {} if patches is None else {"mouth": torch.tensor(mouth_movement(patches["mouth"]))}
+    for term in judges.terms:
         if term.reward.measures_motion:
-            parts = base_videos.average_motion(term.reward, _reference(term, references), [video], prompt)
-            changed |= _with_label(term, parts or None)
+            parts = base_videos.average_motion(term.reward, term_reference(term, references), [video], prompt)
+            changed |= label_reference(term, parts or None)
     return changed
 
 
@@ -224,14 +231,18 @@ def judge_video(judges: Judges, video: Tensor, references: References, *, keep_v
         curve = torch.zeros(len(frames) - 1) if score is None else score.per_frame
         record["curves"][name] = [round(value, 6) for value in curve.tolist()]
         record["detected"][name] = [False] * len(frames) if score is None else score.detected.tolist()
+        if (photos := references.get(f"photos/{name}")) is not None:  # next to a clip
+            face_sim = 0.0 if score is None else float(score.embedding @ photos.to(score.embedding).mean(0))
+            figures[f"{name}/face_sim_photos"] = face_sim
     main = scores[judges.main]
     has_look = any(name.startswith("look/") for name in references)  # there is a real clip
     figures["look/face"] = 0.0 if has_look else None
-    if main is not None and has_look:
-        patches = cut_patches(video.transpose(0, 1), main.landmarks)
+    patches = {} if main is None else cut_patches(video.transpose(0, 1), main.landmarks)
+    if patches and has_look:
         figures["look/face"] = compare_look(patches, {name: references[f"look/{name}"] for name in patches})
-        talks = mouth_movement(references["look/mouth"]) >= MOUTH_MOVES  # in the real clip
-        figures["motion/mouth" if talks else "motion/silent_mouth"] = mouth_movement(patches["mouth"])
+    if patches and "mouth" in references:  # of the real clip, or the base's video
+        name = "mouth" if references["mouth"] >= MOUTH_MOVES else "silent_mouth"
+        figures[f"motion/{name}"] = mouth_movement(patches["mouth"])
     motion = video_motion(frames, None if main is None else main.boxes.numpy())
     figures |= {f"motion/{name}": value for name, value in motion.items()}
     figures["motion/lk_flow"] = damped_flow(video)
@@ -251,7 +262,7 @@ def judge_video(judges: Judges, video: Tensor, references: References, *, keep_v
 def _reward_figures(terms: Sequence[Term], video: Tensor, references: References, *, parts: bool = False) -> Figures:
     figures: Figures = {}
     for term in terms:
-        result = score_safely(term.reward, video[None], [_reference(term, references)])
+        result = score_safely(term.reward, video[None], [term_reference(term, references)])
         if result.failed.any():
             raise RewardError(f"{term.key}: {result.problems[0]}")
         valid = bool(result.output.valid[0])
@@ -262,14 +273,15 @@ def _reward_figures(terms: Sequence[Term], video: Tensor, references: References
     return figures
 
 
-def _with_label(term: Term, reference: Reference) -> References:
-    """Return a reward's reference with its label in the names; `_reference` is the inverse."""
+def label_reference(term: Term, reference: Reference) -> References:
+    """Return a reward's reference with its label in the names; `term_reference` is the inverse."""
     head = f"term/{term.label}"
     named = {f"{head}/{name}": value for name, value in (reference or {}).items()}
     return {} if reference is None else {head: torch.ones(1), **named}
 
 
-def _reference(term: Term, references: References) -> Reference:
+def term_reference(term: Term, references: References) -> Reference:
+    """Return what a reward compares with, of the references of a row."""
     head = f"term/{term.label}"
     compared = {key.removeprefix(f"{head}/"): x for key, x in references.items() if key.startswith(f"{head}/")}
     return compared if head in references else None

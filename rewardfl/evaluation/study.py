@@ -6,7 +6,7 @@ command resumes. Several processes share the real clips and the batches.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -77,7 +77,7 @@ class Study:
         vae: judge them also after this model's VAE has encoded and decoded them, the upper end of identity kept. Raise
         DataError for clips that cannot be read, unless data.skip_bad_rows: then print them.
         """
-        share, broken, faceless = self.share, [], []
+        share, broken, faceless, notes = self.share, [], [], []
         through_vae = None
         # batches are sampled whole, so an arm that lacks one video needs the references of all rows
         is_waiting = any(self.lacks(arm, self.jobs(arm, rows)) for arm in self.arms)
@@ -88,7 +88,9 @@ class Study:
                 continue
             try:
                 example = load_sized_example(self.clips, row)
-                references, record = judging.prepare_row(self.judges, row, example, self.fps)
+                skip = self.clips.skip_bad_rows
+                references, record, note = judging.prepare_row(self.judges, row, example, self.fps, skip=skip)
+                notes += [(row.line, note)] if note else []
             except judging.NoFaceError as error:
                 faceless.append((row.line, str(error)))
                 continue
@@ -105,15 +107,26 @@ class Study:
                     video = through_vae(video, example.image)
                     record = judging.judge_video(self.judges, video, references, keep_vectors=True)
                 self._add(row, Arm(name=name), None, video, record)
-        broken, faceless = processes.gather(broken), sorted(processes.gather(faceless))
+        broken, faceless, notes = (processes.gather(problems) for problems in (broken, faceless, notes))
         good, bad = data.usable_rows(rows, broken, skip_bad_rows=self.clips.skip_bad_rows)
         if not share.quiet:
-            for problem in (*bad, *(f"line {line}: {problem}" for line, problem in faceless)):
+            for problem in (*bad, *(f"line {line}: {problem}" for line, problem in sorted(faceless + notes))):
                 print(escape_control(f"skipped: {problem}"))
         hidden = {line for line, _ in faceless}
         if not (usable := [row for row in good if row.line not in hidden]):
             raise ValueError(f"--data: no clip of {self.clips.file_name} shows a face")
+        if is_waiting:
+            processes.run_on_main(partial(self._complete, usable), main=not share.quiet)
         return usable
+
+    def _complete(self, rows: Sequence[data.Row]) -> None:
+        """Complete the rewards' references: one photo may take its cap from the other rows. Raise RewardError."""
+        keys = [comparison_key(row) for row in rows]
+        for term in self.judges.terms:
+            references = [judging.term_reference(term, read_entry(self.store, key)) for key in keys]
+            for key, old, new in zip(keys, references, term.reward.complete(references), strict=True):
+                if new is not old:
+                    self.store.put(key, read_entry(self.store, key) | judging.label_reference(term, new))
 
     def _load_vae(self, backbone: Backbone) -> judging.VaePass:
         """Load the VAE and return a function of a video (3, F, H, W) and its image, which encodes and decodes it."""
@@ -136,19 +149,21 @@ class Study:
         """
         people: People = {name: {} for name in self.judges.faces}
         first = {row.who: row for row in reversed([*rows, *others])}
-        too_few = why_too_few(sum(row.video is None for row in first.values()))
+        too_few = why_too_few(sum(bool(row.pictures) for row in first.values()))
 
         def embed() -> None:
-            is_scaled = not too_few and any(row.video is None for row in rows)
+            is_scaled = not too_few and any(row.pictures for row in rows)
             through_vae = self._load_vae(vae) if vae is not None and is_scaled else None
             for who, row in tqdm(first.items(), desc="people"):
                 try:
-                    faces = judging.embed_person(self.judges, row, self.clips, through_vae)
+                    faces, note = judging.embed_person(self.judges, row, self.clips, through_vae)
                 except (data.DataError, judging.NoFaceError) as error:
                     if not self.clips.skip_bad_rows:
                         raise data.DataError(f"{row.table}: line {row.line}: {error}") from None
-                    continue
-                for name in people:
+                    faces, note = {}, str(error)
+                if note and row in others:  # those of the rows are printed
+                    print(escape_control(f"skipped: {row.who}: {note}"))
+                for name in faces:
                     people[name][who] = faces[name]
 
         processes.run_on_main(embed, main=bool(people) and not self.share.quiet)
@@ -185,7 +200,7 @@ class Study:
         if self.judges.faces and "clip" not in row.offers:
             base = find_bases(self.arms)[arm.steps]
             if arm is base:
-                motion = judging.measure_motion(self.judges.terms, references, video, row.prompt)
+                motion = judging.measure_motion(self.judges, references, video, row.prompt)
                 self.store.put(motion_key(row, base, seed), motion)
             references |= self.store.get(motion_key(row, base, seed)) or {}
         judge = judging.judge_video if self.judges.faces else judging.judge_image

@@ -23,6 +23,7 @@ class Meaning(NamedTuple):
 
 MEANINGS = {
     "face/face_sim": Meaning("FaceSim", "Mean cosine of the later frames with the real clip's faces."),
+    "face/face_sim_photos": Meaning("FaceSim, photos", "The same with the photos of a person who also has a clip."),
     "face/identity_kept": Meaning(
         "identity kept", "FaceSim from others' real clips (0) to the own (1), through the VAE."
     ),
@@ -122,6 +123,8 @@ def remarks(report: Mapping) -> list[str]:
         if ends := report["photo_scale"]["recognisers"].get(judge):
             start, end = (f"{value['mean']:.3f}" for value in ends.values())
             line += f"; identity kept on photos: 0 is FaceSim {start}, 1 is {end}"
+            if (rank := report["photo_scale"]["rank_correlation"].get(judge)) is not None:
+                line += f"; Spearman's rank correlation with the scale of clips, over the arms: {rank:.2f}"
         elif without:
             line += "; identity kept on photos: missing, it takes photos of 10 other people, two of some, and the VAE"
         lines.append(line)
