@@ -73,16 +73,14 @@ def measured_rewards(reward: SharedRewardConfig, specs: Sequence[RewardSpec]) ->
     specs: of the configuration. With reward.people: all add `everybody`: the mean identity similarity of all people by
     the pack that judges.
     """
-    measured = list(specs[:1]) if reward.name != "face_identity" else []
-    if reward.people == "all":
-        settings = {
-            "pack_dir": reward.held_out_model_path or reward.reward_model_path, "cap": "none", "people": "all",
-            "det_size": reward.det_size, "min_face_size": reward.min_face_size,
-        }  # fmt: skip
-        measured.append(
-            RewardSpec(key="reward.people", label="everybody", name="face_identity", settings=settings, weight=0.0)
-        )
-    return measured + [spec for spec in specs if spec.key.startswith("reward.others.")]
+    trained = [] if reward.name == "face_identity" else list(specs[:1])
+    settings = {
+        "pack_dir": reward.held_out_model_path or reward.reward_model_path, "cap": "none", "people": "all",
+        "det_size": reward.det_size, "min_face_size": reward.min_face_size,
+    }  # fmt: skip
+    spec = RewardSpec(key="reward.people", label="everybody", name="face_identity", settings=settings, weight=0.0)
+    everybody = [spec] if reward.people == "all" else []
+    return [*trained, *everybody, *(spec for spec in specs if spec.key.startswith("reward.others."))]
 
 
 def list_dependencies(judges: Judges, det_size: int) -> dict[str, str]:
@@ -240,7 +238,7 @@ def judge_video(judges: Judges, video: Tensor, references: References, *, keep_v
     patches = {} if main is None else cut_patches(video.transpose(0, 1), main.landmarks)
     if patches and has_look:
         figures["look/face"] = compare_look(patches, {name: references[f"look/{name}"] for name in patches})
-    if patches and "mouth" in references:  # of the real clip, or the base's video
+    if patches and "mouth" in references:  # the real clip's, or the base's
         name = "mouth" if references["mouth"] >= MOUTH_MOVES else "silent_mouth"
         figures[f"motion/{name}"] = mouth_movement(patches["mouth"])
     motion = video_motion(frames, None if main is None else main.boxes.numpy())

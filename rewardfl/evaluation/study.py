@@ -22,7 +22,7 @@ from rewardfl.evaluation import arms, judging, processes, records
 from rewardfl.evaluation.arms import Arm, Files, InferencePlacement, Job, Sampler, Sampling
 from rewardfl.evaluation.figures import find_bases
 from rewardfl.evaluation.records import REAL, VAE, Record
-from rewardfl.evaluation.verification import People, why_too_few
+from rewardfl.evaluation.verification import People
 from rewardfl.files import escape_control
 from rewardfl.training.clip_scan import load_sized_example
 from rewardfl.training.shard import Shard, read_entry
@@ -144,25 +144,21 @@ class Study:
     def embed_people(self, rows: Sequence[data.Row], others: Sequence[data.Row], vae: Backbone | None) -> People:
         """Return the faces of each person's first row on the main process. others: the rows of --others.
 
-        vae: embed photos also after this model's VAE, if there are enough people. Raise DataError for unusable files,
-        unless data.skip_bad_rows.
+        vae: embed photos also after this model's VAE. Raise DataError for unusable files, unless data.skip_bad_rows.
         """
         people: People = {name: {} for name in self.judges.faces}
-        first = {row.who: row for row in reversed([*rows, *others])}
-        too_few = why_too_few(sum(bool(row.pictures) for row in first.values()))
 
         def embed() -> None:
-            is_scaled = not too_few and any(row.pictures for row in rows)
-            through_vae = self._load_vae(vae) if vae is not None and is_scaled else None
-            for who, row in tqdm(first.items(), desc="people"):
+            through_vae = self._load_vae(vae) if vae is not None and any(row.pictures for row in rows) else None
+            for who, row in tqdm({row.who: row for row in reversed([*rows, *others])}.items(), desc="people"):
                 try:
                     faces, note = judging.embed_person(self.judges, row, self.clips, through_vae)
                 except (data.DataError, judging.NoFaceError) as error:
                     if not self.clips.skip_bad_rows:
                         raise data.DataError(f"{row.table}: line {row.line}: {error}") from None
                     faces, note = {}, str(error)
-                if note and row in others:  # those of the rows are printed
-                    print(escape_control(f"skipped: {row.who}: {note}"))
+                if note and row in others:  # the rows' own are printed before
+                    print(escape_control(f"skipped: {who}: {note}"))
                 for name in faces:
                     people[name][who] = faces[name]
 
@@ -226,13 +222,17 @@ class Study:
         adapters: list[Path | None] = list(dict.fromkeys(arm.adapter for arm, _ in waiting if arm.adapter)) or [None]
         tasks = [(arm, batch) for arm, jobs in waiting for batch in share.take(arms.batches(jobs, sizes, self.batch))]
         total = len(waiting) * len(waiting[0][1])
+
+        def conditioning(row_id: str) -> Conditioning:
+            return protocol.move_to(read_entry(self.store, prompt_key(row_id)), device)
+
         with tqdm(total=total, desc="evaluating", disable=share.quiet) as bar:
             for adapter in adapters:
                 loras = adapter and self.starts.get(adapter, adapter)
                 model, decoder = arms.load_model(backbone, loras, self.experts, device)
                 sampler = Sampler(
                     sampling=self.sampling, num_frames=self.clips.num_frames, backbone=backbone, experts=model,
-                    decoder=decoder, conditioning=self._conditioning, sizes=sizes, device=device,
+                    decoder=decoder, conditioning=conditioning, sizes=sizes, device=device,
                 )  # fmt: skip
                 for arm, batch in tasks:
                     if (arm.adapter or adapters[0]) == adapter:  # the first adapter's model samples the base
@@ -255,9 +255,6 @@ class Study:
             for row_id, conditioning in encoded:
                 self.store.put(prompt_key(row_id), conditioning)
         processes.gather([])  # wait for all
-
-    def _conditioning(self, row_id: str) -> Conditioning:
-        return protocol.move_to(read_entry(self.store, prompt_key(row_id)), self.judges.device)
 
     @torch.no_grad()
     def _sample(self, sampler: Sampler, arm: Arm, batch: Sequence[Job]) -> None:
@@ -304,9 +301,8 @@ class Study:
     def names(self, rows: Sequence[data.Row]) -> list[str]:
         """Return all files that judging writes, relative to the evaluation's folder."""
         videos = [self.file(row, arm, None) for row in rows for arm in (REAL, VAE) if self.judges.faces]
-        for arm in self.arms:
-            if arm.videos is None:
-                videos += [self.file(row, arm.name, seed) for row, seed in self.jobs(arm, rows)]
+        sampled = [(arm, job) for arm in self.arms if arm.videos is None for job in self.jobs(arm, rows)]
+        videos += [self.file(row, arm.name, seed) for arm, (row, seed) in sampled]
         bases = find_bases(self.arms).values() if self.judges.faces else ()
         motion = [motion_key(row, base, seed) for base in bases for row, seed in self.jobs(base, rows)]  # stays
         return [*map(str, videos), *self._paths(motion), *self.prepared(rows)]

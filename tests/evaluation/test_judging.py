@@ -233,6 +233,8 @@ def test_the_real_clips_motion_is_taken_of_its_own_frames():
     mouth, first = references["look/mouth"], {"mouth": torch.zeros(())}
     silent = judging.judge_video(judges, example.video, references | first)["figures"]
     assert figures["motion/mouth"] == silent["motion/silent_mouth"] == judging.mouth_movement(mouth)
+    assert judging.measure_motion(judges, references, example.video, "") == {"mouth": judging.mouth_movement(mouth)}
+    assert judging.measure_motion(judges, references, torch.zeros(3, 9, 64, 64), "") == {}
     assert 10 < record["face_width"] < 64 and record["size"] == [64, 64]
     nobody = data.Example(
         size=(64, 64), video=torch.zeros(3, 9, 64, 64), image=torch.zeros(3, 64, 64),
