@@ -112,8 +112,8 @@ class Study:
         if not share.quiet:
             for problem in (*bad, *(f"line {line}: {problem}" for line, problem in sorted(faceless + notes))):
                 print(escape_control(f"skipped: {problem}"))
-        hidden = {line for line, _ in faceless}
-        if not (usable := [row for row in good if row.line not in hidden]):
+        usable = [row for row in good if row.line not in dict(faceless)]
+        if not usable:
             raise ValueError(f"--data: no clip of {self.clips.file_name} shows a face")
         if is_waiting:
             processes.run_on_main(partial(self._complete, usable), main=not share.quiet)

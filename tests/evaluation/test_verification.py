@@ -60,7 +60,7 @@ def test_other_people_are_ten_and_never_oneself():
 
 
 def test_the_rank_correlation_of_both_scales():
-    places = np.random.default_rng(0).uniform(size=(2, 5))
+    places = np.random.default_rng(0).uniform(size=(2, 9))
     names = [f"{JUDGE}/identity_kept", f"{JUDGE}/identity_kept_photos"]
     arms = [{"figures": dict(zip(names, ({"mean": x} for x in pair), strict=True))} for pair in places.T]
     expected = scipy.stats.spearmanr(*places).statistic

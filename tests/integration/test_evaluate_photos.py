@@ -28,10 +28,11 @@ def folder(tmp_path_factory):
 
 def words(folder, table, *more):
     words = ["--run", folder / "run", "--data", folder / table, "--out", folder / "out" / table, "--device", "cpu"]
+    judge = f"face: {{name: face_judge, settings: {{pack_dir: {JUDGE}, det_size: 128}}}}"
     return [
         *words,
         *more, "--seeds", "1", "data.height=64", "data.width=64", f"data.skip_bad_rows={table == 'mixed.csv'}",
-        f"reward.others={{flow: {{name: optical_flow}}, face: {{name: face_judge, settings: {{pack_dir: {JUDGE}, det_size: 128}}}}}}",
+        f"reward.others={{flow: {{name: optical_flow}}, {judge}}}",
     ]  # fmt: skip
 
 
