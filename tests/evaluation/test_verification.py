@@ -63,8 +63,8 @@ def test_the_rank_correlation_of_both_scales():
     places = np.random.default_rng(0).uniform(size=(2, 9))
     names = [f"{JUDGE}/identity_kept", f"{JUDGE}/identity_kept_photos"]
     arms = [{"figures": dict(zip(names, ({"mean": x} for x in pair), strict=True))} for pair in places.T]
-    expected = scipy.stats.spearmanr(*places).statistic
-    assert rank_correlations([*arms, {"figures": {}}], [JUDGE]) == {JUDGE: pytest.approx(expected)}
+    expected = {JUDGE: pytest.approx(scipy.stats.spearmanr(*places).statistic)}
+    assert rank_correlations([*arms, {"figures": {}}], [JUDGE]) == expected
     assert rank_correlations(arms[:2], [JUDGE]) == {}
 
 
