@@ -22,7 +22,6 @@ What every figure means: docs/evaluate.md. Images are judged by the run's reward
 reward.others.NAME.name=... as overrides): report.json with the win rate, grid.png and images/ARM/ROW_seedN.png.
 Text is read by two engines: disagreements.png shows where they differ.
 
-Training needs the checkout: the wheel has no scripts and no configs/.
 Exit code 0: judged; 2: refused, or the disk is full; 130: stopped by Ctrl-C.
 """
 

@@ -114,40 +114,33 @@ class Table:
     scales: Mapping[str, Scale]
     no_scale: str
     verified: Verification = UNMEASURED
+    people: Sequence[str] | None = None  # who are looked at; None for all
 
     def values(self, arm: str, name: str) -> Values:
-        return {clip: figures[name] for clip, figures in self.figures[arm].items() if name in figures}
+        clips, people = self.figures[arm].items(), self.people
+        return {clip: f[name] for clip, f in clips if name in f and (people is None or clip.person in people)}
 
     def names(self, arm: str) -> list[str]:
         """Return all figures of the arm's clips, in the order of measurement."""
         return list(dict.fromkeys(name for figures in self.figures[arm].values() for name in figures))
 
-    def part(self, people: Sequence[str]) -> "Table":
-        """Return the table of these people, without scales: they need all people."""
-        figures = {
-            arm: {clip: named for clip, named in clips.items() if clip.person in people}
-            for arm, clips in self.figures.items()
-        }
-        return replace(self, figures=figures, scales={}, verified=UNMEASURED)
-
-    def place(self, judge: str, *arms: Values) -> dict[str, Interval]:
-        """Return the place of an arm's FaceSim, or its change from a base, on the scales of clips and of photos."""
-        scales = {"identity_kept": self.scales.get(judge), "identity_kept_photos": self.verified.scales.get(judge)}
-        places = {}
-        for name, scale in ((name, scale) for name, scale in scales.items() if scale is not None):
-            pairs = pair_people(*({clip: arm[clip] for clip in arm if clip.person in scale.another} for arm in arms))
+    def place(self, judge: str, *arms: str) -> dict[str, Interval]:
+        """Return the place of an arm, or its change from a second one, on the scales of clips and of photos."""
+        scales, places = {"": self.scales.get(judge), "_photos": self.verified.scales.get(judge)}, {}
+        for end, scale in ((end, scale) for end, scale in scales.items() if scale is not None):
+            face_sim = [
+                self.values(arm, f"{judge}/face_sim") | self.values(arm, f"{judge}/face_sim{end}") for arm in arms
+            ]
+            pairs = pair_people(
+                *({clip: arm[clip] for clip in arm if clip.person in scale.another} for arm in face_sim)
+            )
             if pairs.people:
-                places[f"{judge}/{name}"] = place_on_scale(scale, *map(pairs.by_name, range(len(arms))))
+                places[f"{judge}/identity_kept{end}"] = place_on_scale(scale, *map(pairs.by_name, range(len(arms))))
         return places
 
     def frames(self, arm: str, judge: str) -> Tensor:
         """Return FaceSim of frames 1 .. F - 1 of the arm's clips, (clips, F - 1)."""
         return torch.tensor([record["curves"][judge] for record in self.records[arm].values()], dtype=torch.float64)
-
-    def curve(self, arm: str, judge: str) -> list[float]:
-        """Return mean FaceSim of frames 1 .. F - 1 over the arm's clips, empty without clips."""
-        rows = self.frames(arm, judge)
-        return [round(value, 4) for value in rows.mean(0).tolist()] if len(rows) else []
 
 
 def make_table(records: Sequence[Record], arms: Sequence[str], verified: Verification = UNMEASURED) -> Table:
@@ -256,9 +249,8 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], verified: Verifica
     widths = pair_people({clip: record["face_width"] for clip, record in table.records[REAL].items()}).by_name()
     small, large = FACE_SIZES
     strata: dict[str, list[str]] = {f"< {small} px": [], f"{small}-{large} px": [], f"> {large} px": []}
-    for person in sorted(widths):  # a face on an edge belongs to the middle
-        index = 0 if widths[person] < small else 2 if widths[person] > large else 1
-        list(strata.values())[index].append(person)
+    for person, width in sorted(widths.items()):  # a face on an edge belongs to the middle
+        list(strata.values())[(width >= small) + (width > large)].append(person)
     bases, starts = find_bases(arms), {arm.steps: arm.name for arm in arms if arm.origin}
     summaries = [arm_report(table, arm, bases[arm.steps], judges, strata) for arm in arms]
     for arm, summary in zip(arms, summaries, strict=True):
@@ -269,7 +261,10 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], verified: Verifica
         "per_clip": per_clip(table), "real": arm_figures(table, REAL, judges), "arms": summaries,
         "face_sizes": {name: len(members) for name, members in strata.items()},
         "identity_scale": {"missing": table.no_scale, "recognisers": scale_ends(table.scales)},
-        "photo_scale": {"missing": verified.missing, "recognisers": scale_ends(verified.scales)},
+        "photo_scale": {
+            "missing": verified.missing, "recognisers": scale_ends(verified.scales),
+            "rank_correlation": rank_correlations(summaries, judges),
+        },
         "verification": {
             "missing": verified.missing, "thresholds": dict(verified.thresholds),
             "equal_error_rate": {
@@ -290,14 +285,30 @@ def scale_ends(scales: Mapping[str, Scale]) -> dict[str, dict[str, Interval]]:
     }
 
 
+def rank_correlations(summaries: Sequence[Mapping], judges: Sequence[str]) -> dict[str, float]:
+    """Return Spearman's rank correlation, over three arms or more, of the scales of photos and clips by recogniser."""
+    correlations = {}
+    for judge in judges:
+        names = [f"{judge}/identity_kept{end}" for end in ("", "_photos")]
+        pairs = [[s["figures"][name]["mean"] for name in names] for s in summaries if s["figures"].keys() >= {*names}]
+        if len(pairs) >= 3:
+            ranks = torch.tensor(pairs, dtype=torch.float64).argsort(0).argsort(0).double()
+            correlations[judge] = float(torch.corrcoef(ranks.T)[0, 1])
+    return correlations
+
+
 def find_bases(arms: Sequence[Arm]) -> dict[int, Arm]:
     """Return what each arm is compared with, by step count: the first arm of it, for other tools the first of all."""
     return {arm.steps: arm for arm in reversed(arms)} | ({0: arms[0]} if arms[-1].videos else {})
 
 
 def arm_figures(table: Table, arm: str, judges: Sequence[str]) -> dict:
-    figures = mean_figures(table, arm, table.names(arm))
-    return {"figures": figures, "per_frame": {judge: table.curve(arm, judge) for judge in judges}}
+    """Return the means of an arm's figures, and mean FaceSim of its clips' frames 1 .. F - 1, [] without clips."""
+    frames = {judge: table.frames(arm, judge) for judge in judges}
+    curves = {
+        judge: [round(x, 4) for x in rows.mean(0).tolist()] if len(rows) else [] for judge, rows in frames.items()
+    }
+    return {"figures": mean_figures(table, arm, table.names(arm)), "per_frame": curves}
 
 
 def mean_figures(table: Table, arm: str, names: Sequence[str]) -> dict[str, Interval | None]:
@@ -307,7 +318,7 @@ def mean_figures(table: Table, arm: str, names: Sequence[str]) -> dict[str, Inte
         figures[name] = mean_interval(table.values(arm, name))
         judge, _, key = name.rpartition("/")
         if key == "face_sim":
-            figures |= table.place(judge, table.values(arm, name))
+            figures |= table.place(judge, arm)
     return figures
 
 
@@ -316,10 +327,10 @@ def compare_figures(table: Table, arm: str, base: str, names: Sequence[str]) -> 
     changes: dict[str, dict | None] = {}
     for name in names:
         block, _, key = name.rpartition("/")
-        after, before = table.values(arm, name), table.values(base, name)
-        changes[name] = change = compare(after, before, by_ratio=is_ratio(name))
+        change = compare(table.values(arm, name), table.values(base, name), by_ratio=is_ratio(name))
+        changes[name] = change
         if key == "face_sim" and change:
-            moved = table.place(block, after, before)
+            moved = table.place(block, arm, base)
             changes |= {figure: change | {"difference": difference} for figure, difference in moved.items()}
     return changes
 
@@ -340,7 +351,7 @@ def arm_report(table: Table, arm: Arm, base: Arm, judges: Sequence[str], strata:
     names = [f"{judge}/{key}" for judge in judges for key in ("face_sim", "drift", "coverage", "nonrigid")]
     summary["strata"] = {}
     for name, people in list(strata.items())[1:]:  # faces below the first edge are only counted
-        part = table.part(people)
+        part = replace(table, people=people, scales={}, verified=UNMEASURED)  # a scale needs all people
         summary["strata"][name] = {"people": len(people), "figures": mean_figures(part, arm.name, names)}
         if against:
             summary["strata"][name]["compared"] = compare_figures(part, arm.name, against, names)

@@ -65,10 +65,8 @@ class ImageReport:
         for clip in clips:
             line = {"line": self.table.records[base][clip]["line"], "prompt": self.prompts[clip.row], "seed": clip.seed}
             for name in self.table.names(base):  # null where invalid
-                line |= {
-                    f"{name.removeprefix('rewards/')}/{side}": self.table.figures[which].get(clip, {}).get(name)
-                    for side, which in sides.items()
-                }
+                figures = {side: self.table.figures[which].get(clip, {}).get(name) for side, which in sides.items()}
+                line |= {f"{name.removeprefix('rewards/')}/{side}": value for side, value in figures.items()}
             lines.append(line)
         report = {"prompts": len({clip.row for clip in clips}), "pairs": len(clips)}
         report |= {key: compared[0][key] for key in ("figures", "disagreements")}
@@ -103,10 +101,10 @@ class ImageReport:
             names = [f"{term.label}/{part}" for part in term.reward.second_opinion]
             for side, which in (("before", base), ("after", arm)):
                 for clip, measured in self.table.figures[which].items():
-                    first, second = (measured.get(f"rewards/{name}", math.nan) for name in names)
-                    figures = dict(zip(names, (first, second), strict=True))
-                    pictures.append(Disagreement(clip, side, figures, first - second))
-        return [picture for picture in pictures if abs(picture.margin) > 0]
+                    figures = {name: measured.get(f"rewards/{name}", math.nan) for name in names}
+                    first, second = figures.values()
+                    pictures += [Disagreement(clip, side, figures, first - second)] if abs(first - second) > 0 else []
+        return pictures
 
     def draw(self, out: Path) -> None:
         """Draw out/grid.png, and out/disagreements.png if there are any; remove an earlier one."""

@@ -141,20 +141,20 @@ def check_rows(
     missing = [row.line for row in rows if row.video is None and not row.pictures]
     if missing and clips.num_frames > 1:
         raise ValueError(f"--data: line {missing[0]} names neither a video nor pictures to compare with; add them")
-    headers = [data.inspect_row(row, clips.num_frames, clips.fps, takes_image=takes_image) for row in rows]
-    problems = [(row.line, text) for row, header in zip(rows, headers, strict=True) for text in header.problems]
-    rewards = {term.key: term.reward for term in terms}
+    rewards, problems = {term.key: term.reward for term in terms}, []
     for row in rows:
+        texts = [*data.inspect_row(row, clips.num_frames, clips.fps, takes_image=takes_image).problems]
         kinds = [(key, reward.compares_with) for key, reward in rewards.items()]
         offers = ("clip", "motion", *row.offers) if clips.num_frames > 1 else row.offers  # left out, or the base's
-        texts = [f"{key} compares with a {kind}, and the row lacks it" for key, kind in kinds if kind not in offers]
+        texts += [f"{key} compares with a {kind}, and the row lacks it" for key, kind in kinds if kind not in offers]
         texts += setup_rewards.unusable_prompts(row, rewards)
-        size = plan.size_problem(clips, backbone, row.size) if backbone is not None else ""
-        problems += [(row.line, text) for text in (*texts, size) if text]
+        texts += [plan.size_problem(clips, backbone, row.size)] if backbone is not None else []
+        problems += [(row.line, text) for text in texts if text]
     good, bad = data.usable_rows(rows, problems, skip_bad_rows=clips.skip_bad_rows)
-    for line in (*(f"note: {note}" for note in data.notes(rows)), *(f"skipped: {line}" for line in bad)):
-        if not quiet:
-            print(escape_control(line))
+    for line in (
+        () if quiet else (*(f"note: {note}" for note in data.notes(rows)), *(f"skipped: {line}" for line in bad))
+    ):
+        print(escape_control(line))
     return good
 
 
@@ -194,24 +194,18 @@ def take_folder(folder: outputs.Folder, names: Sequence[str], settings: Settings
 
 def finish(study: Study, rows: Sequence[data.Row], people: People, about: dict, args: argparse.Namespace) -> None:
     """Write the report and the pictures, and print the figures."""
-    if not study.judges.faces:
-        return finish_images(study, rows, about)
     out, records = study.out, study.join(rows)
-    report = summarise(records, study.arms, verify_arms(people, {row.who for row in rows})) | about
+    if study.judges.faces:
+        report = summarise(records, study.arms, verify_arms(people, {row.who for row in rows})) | about
+        shown = [row.index for row in rows[:PEOPLE]]
+        draw_grid(report, out, [record for record in records if record["index"] in shown], study.read_file)
+        metrics = read_metrics(args.run) if args.run else []
+        atomic_write(out / "report.html", report_page(report, out, metrics=metrics))
+        text, page, folder = format_report(report), f"{out / 'report.html'}, ", "videos"
+    else:
+        images = image_report.make_report(records, study.arms, rows, study.judges.terms)
+        report = images.summarise() | about
+        images.draw(out)
+        text, page, folder = image_report.format_table(report) + "\n", "", "images"
     atomic_write(out / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
-    shown = [row.index for row in rows[:PEOPLE]]
-    draw_grid(report, out, [record for record in records if record["index"] in shown], study.read_file)
-    metrics = read_metrics(args.run) if args.run and (args.run / "metrics.jsonl").is_file() else []
-    atomic_write(out / "report.html", report_page(report, out, metrics=metrics))
-    print(format_report(report))
-    print(f"report: {out / 'report.html'}, {out / 'report.json'}\npictures: {out / 'grid.png'}, {out / 'videos'}")
-
-
-def finish_images(study: Study, rows: Sequence[data.Row], about: dict) -> None:
-    """Write the report and the pictures of an image model, and print the figures."""
-    images = image_report.make_report(study.join(rows), study.arms, rows, study.judges.terms)
-    report = images.summarise() | about
-    atomic_write(study.out / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
-    images.draw(study.out)
-    print(image_report.format_table(report))
-    print(f"\nreport: {study.out / 'report.json'}\npictures: {study.out / 'grid.png'}, {study.out / 'images'}")
+    print(f"{text}\nreport: {page}{out / 'report.json'}\npictures: {out / 'grid.png'}, {out / folder}")

@@ -12,12 +12,13 @@ from torch import Tensor
 from rewardfl import data
 from rewardfl.config import DataConfig, RewardSpec
 from rewardfl.config.schema import SharedRewardConfig
-from rewardfl.evaluation.records import FACE
+from rewardfl.evaluation.records import FACE, Record
 from rewardfl.evaluation.verification import PersonFaces
-from rewardfl.rewards import FaceIdentityReward, RewardError, build_terms, face
+from rewardfl.rewards import RewardError, build_terms, face
 from rewardfl.rewards.base import NONFINITE, Reference
 from rewardfl.rewards.face.look import MOUTH_MOVES, compare_look, cut_patches, mouth_movement
 from rewardfl.rewards.face.pack import file_hashes
+from rewardfl.rewards.face.track import SAME_PERSON
 from rewardfl.rewards.pixels.artifacts import measure_artifacts
 from rewardfl.rewards.pixels.optical_flow import damped_flow
 from rewardfl.rewards.pixels.video_motion import video_motion
@@ -40,16 +41,12 @@ class NoFaceError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Judges:
-    """All judges. faces: the recognisers, none for images; the last one's detector finds the face for all.
-
-    first: the first of them as a reward, which checks photos.
-    """
+    """All judges. faces: the recognisers, none for images; the last one's detector finds the face for all."""
 
     faces: dict[str, face.FaceIdentity]
     terms: Sequence[Term]
     periods: Sequence[int]
     device: str
-    first: FaceIdentityReward | None = None
 
     @property
     def main(self) -> str:
@@ -62,14 +59,12 @@ def load_judges(
 ) -> Judges:
     """Load the judges. Raise ValueError without a recogniser, RewardError for a reward that cannot be built."""
     packs, size = {"reward": reward.reward_model_path, "held_out": reward.held_out_model_path}, reward.det_size
-    named = [(name, pack) for name, pack in (packs | args.judge).items() if pack is not None]
-    named = [] if of_images else named
-    packed = {name: FaceIdentityReward(pack, det_size=size).to(args.device) for name, pack in named}
-    faces, first = {name: each.identity for name, each in packed.items()}, next(iter(packed.values()), None)
+    named = {} if of_images else {name: pack for name, pack in (packs | args.judge).items() if pack is not None}
+    faces = {name: face.FaceIdentity(pack, size).to(args.device) for name, pack in named.items()}
     if not faces and not of_images:
         raise ValueError("this tool judges faces, and the run has no face pack; name one: --judge NAME=FOLDER")
     terms = build_terms(rewards, torch.device(args.device))
-    return Judges(faces=faces, terms=terms, periods=args.periods, device=args.device, first=first)
+    return Judges(faces=faces, terms=terms, periods=args.periods, device=args.device)
 
 
 def measured_rewards(reward: SharedRewardConfig, specs: Sequence[RewardSpec]) -> list[RewardSpec]:
@@ -78,16 +73,14 @@ def measured_rewards(reward: SharedRewardConfig, specs: Sequence[RewardSpec]) ->
     specs: of the configuration. With reward.people: all add `everybody`: the mean identity similarity of all people by
     the pack that judges.
     """
-    measured = list(specs[:1]) if reward.name != "face_identity" else []
-    if reward.people == "all":
-        settings = {
-            "pack_dir": reward.held_out_model_path or reward.reward_model_path, "cap": "none", "people": "all",
-            "det_size": reward.det_size, "min_face_size": reward.min_face_size,
-        }  # fmt: skip
-        measured.append(
-            RewardSpec(key="reward.people", label="everybody", name="face_identity", settings=settings, weight=0.0)
-        )
-    return measured + [spec for spec in specs if spec.key.startswith("reward.others.")]
+    trained = [] if reward.name == "face_identity" else list(specs[:1])
+    settings = {
+        "pack_dir": reward.held_out_model_path or reward.reward_model_path, "cap": "none", "people": "all",
+        "det_size": reward.det_size, "min_face_size": reward.min_face_size,
+    }  # fmt: skip
+    spec = RewardSpec(key="reward.people", label="everybody", name="face_identity", settings=settings, weight=0.0)
+    everybody = [spec] if reward.people == "all" else []
+    return [*trained, *everybody, *(spec for spec in specs if spec.key.startswith("reward.others."))]
 
 
 def list_dependencies(judges: Judges, det_size: int) -> dict[str, str]:
@@ -107,58 +100,74 @@ def find_pools(judges: Judges, row: data.Row, reference: Tensor) -> dict[str, fa
     return pools
 
 
-def judge_real(judges: Judges, row: data.Row, example: data.Example, fps: float) -> tuple[dict, References]:
-    """Return a real clip's part of the record and the references of its row. Raise NoFaceError for no face."""
-    video, reference = real_video(example).to(judges.device), example.reference.to(judges.device)
-    pools = find_pools(judges, row, reference)
-    references: References = {f"pool/{name}": pool.embeddings for name, pool in pools.items()}
-    patches = cut_patches(reference.transpose(0, 1), pools[judges.main].landmarks)
-    references |= {f"look/{name}": patch for name, patch in patches.items()}
-    references |= find_references(judges.terms, row, reference)
-    record = judge_video(judges, video, references)
-    record["figures"] |= {f"{name}/cap": pool.cap for name, pool in pools.items()}
-    if example.reference is example.video:  # its own frames are in the pool
-        for name, pool in pools.items():
-            curve = without_itself(record["curves"][name], record["detected"][name][1:], len(pool.embeddings))
-            record["curves"][name] = curve
-            record["figures"][f"{name}/face_sim"] = float(np.mean(curve))
-    widths = pools[judges.main].boxes[:, 2] - pools[judges.main].boxes[:, 0]
-    return record | {"size": list(example.size), "face_width": float(widths.median()), "fps": fps}, references
+def prepare_row(
+    judges: Judges, row: data.Row, example: data.Example, fps: float, *, skip: bool
+) -> tuple[References, Record, str]:
+    """Return what a row's videos are compared with, a real clip's part of the record, and why photos are left out.
 
-
-def pool_photos(judges: Judges, row: data.Row, photos: Sequence[Tensor]) -> References:
-    """Return the recognisers' pools of the row's pictures (3, H, W).
-
-    Raise DataError for a picture without a face, or of another person by the first recogniser, which training uses.
+    The record is {} without a clip. Raise NoFaceError for a clip without a face, DataError as `pool_photos`.
     """
-    assert judges.first is not None  # only judges for images lack it
-    _, problem = clip_scan.make_reference(judges.first, row, photos[0][:, None].repeat(1, 2, 1, 1), photos)
-    references: References = {}
-    for name, identity in judges.faces.items():
-        vectors = [identity.embed_photo(photo) for photo in photos]
-        lost = [path for path, vector in zip(row.pictures, vectors, strict=True) if vector is None]
-        problem = problem or "; ".join(f"{path}: {judges.first.nothing_found} it" for path in lost)
-        if problem:
-            raise data.DataError(problem)
-        references[f"pool/{name}"] = torch.stack([vector for vector in vectors if vector is not None])
-    return references
+    reference, video = example.reference.to(judges.device), example.video
+    photos, pools, note = pool_photos(judges, row, skip=skip) if judges.faces and row.pictures else ([], {}, "")
+    references = {f"{'photos' if video is not None else 'pool'}/{name}": pool for name, pool in pools.items()}
+    for term in judges.terms:
+        if term.reward.compares_with in row.offers:
+            references |= label_reference(term, clip_scan.make_reference(term.reward, row, reference, photos)[0])
+    if not judges.faces or video is None:
+        return references, {}, note
+    of_clip = find_pools(judges, row, reference)
+    references |= {f"pool/{name}": pool.embeddings for name, pool in of_clip.items()}
+    patches = cut_patches(reference.transpose(0, 1), of_clip[judges.main].landmarks)
+    references |= {f"look/{name}": patch for name, patch in patches.items()}
+    references["mouth"] = torch.tensor(mouth_movement(patches["mouth"]))
+    record = judge_video(judges, video.to(judges.device), references)
+    record["figures"] |= {f"{name}/cap": pool.cap for name, pool in of_clip.items()}
+    for name, pool in of_clip.items() if example.reference is video else ():  # its own frames are in the pool
+        curve = without_itself(record["curves"][name], record["detected"][name][1:], len(pool.embeddings))
+        record["curves"][name] = curve
+        record["figures"][f"{name}/face_sim"] = float(np.mean(curve))
+    width = float(of_clip[judges.main].width.median())
+    return references, record | {"size": list(example.size), "face_width": width, "fps": fps}, note
 
 
-def embed_pictures(
-    judges: Judges, row: data.Row, clips: DataConfig, through_vae: VaePass | None
-) -> dict[str, PersonFaces]:
-    """Return the faces of the row's pictures, or of its clip's frames, by recogniser. Raise DataError without any."""
-    if not row.pictures:
-        pools = find_pools(judges, row, clip_scan.load_sized_example(clips, row).reference.to(judges.device))
-        return {name: PersonFaces(pool.embeddings.cpu(), pool.embeddings[:0].cpu()) for name, pool in pools.items()}
+def pool_photos(judges: Judges, row: data.Row, *, skip: bool) -> tuple[list[Tensor], References, str]:
+    """Return the row's usable pictures (3, H, W), the recognisers' pools of them, and why others are left out.
+
+    A usable one shows a face to each recogniser, and no other person to the first, which training uses. Raise
+    DataError without any, and for an unusable one unless `skip`.
+    """
     photos = [photo.to(judges.device) for photo in data.load_pictures(row)]
-    stills = [] if through_vae is None else [draw_still(photo, clips, through_vae) for photo in photos]
-    pools, faces = pool_photos(judges, row, photos), {}
+    pools, problems = dict[str, dict[int, Tensor]](), dict[int, str]()
     for name, identity in judges.faces.items():
-        pictures, drawn = pools[f"pool/{name}"], [identity.embed_photo(still) for still in stills]
-        vectors = [torch.zeros_like(pictures[0]) if vector is None else vector for vector in drawn]
-        faces[name] = PersonFaces(pictures.cpu(), torch.stack([pictures[0], *vectors])[1:].cpu())
-    return faces
+        pools[name], bad = identity.photo_pool(photos, same_person=-1.0 if pools else SAME_PERSON)
+        problems |= bad
+    note = "; ".join(f"{row.pictures[i]}: {why}" for i, why in sorted(problems.items()))
+    usable = [i for i in range(len(photos)) if i not in problems]
+    if note and not (skip and usable):
+        raise data.DataError(note)
+    pooled = {name: torch.stack([pool[i] for i in usable]) for name, pool in pools.items()}
+    return [photos[i] for i in usable], pooled, note
+
+
+def embed_person(
+    judges: Judges, row: data.Row, clips: DataConfig, through_vae: VaePass | None
+) -> tuple[dict[str, PersonFaces], str]:
+    """Return the faces of the row's pictures, or of its clip's frames, by recogniser, and why photos are left out.
+
+    Raise NoFaceError or DataError without any.
+    """
+    if not row.pictures:
+        of_clip = find_pools(judges, row, clip_scan.load_sized_example(clips, row).reference.to(judges.device))
+        return {name: PersonFaces(pool.embeddings.cpu()) for name, pool in of_clip.items()}, ""
+    photos, pools, note = pool_photos(judges, row, skip=clips.skip_bad_rows)
+    if through_vae is None:
+        return {name: PersonFaces(pool.cpu()) for name, pool in pools.items()}, note
+    stills, faces = [draw_still(photo, clips, through_vae) for photo in photos], {}
+    for name, pool in pools.items():
+        drawn = judges.faces[name].photo_pool(stills, same_person=-1.0)[0]
+        vectors = [drawn.get(i, torch.zeros_like(pool[0])) for i in range(len(stills))]
+        faces[name] = PersonFaces(pool.cpu(), torch.stack(vectors).cpu())
+    return faces, note
 
 
 def draw_still(photo: Tensor, clips: DataConfig, through_vae: VaePass) -> Tensor:
@@ -168,29 +177,16 @@ def draw_still(photo: Tensor, clips: DataConfig, through_vae: VaePass) -> Tensor
     return through_vae(still, still[:, 0])[:, -1]
 
 
-def measure_motion(terms: Sequence[Term], references: References, video: Tensor, prompt: str) -> References:
-    """Return what a base's video (3, F, H, W) changes in the references of rewards that measure motion."""
-    changed: References = {}
-    for term in terms:
+def measure_motion(judges: Judges, references: References, video: Tensor, prompt: str) -> References:
+    """Return what a base's video (3, F, H, W) gives the references of a row without a clip: motion and the mouth's."""
+    score = judges.faces[judges.main].score(video, references[f"pool/{judges.main}"])
+    patches = None if score is None else cut_patches(video.transpose(0, 1), score.landmarks)
+    changed: References = {} if patches is None else {"mouth": torch.tensor(mouth_movement(patches["mouth"]))}
+    for term in judges.terms:
         if term.reward.measures_motion:
-            parts = base_videos.average_motion(term.reward, _reference(term, references), [video], prompt) or {}
-            changed |= {f"term/{term.label}": torch.ones(1)} if parts else {}
-            changed |= {f"term/{term.label}/{name}": value for name, value in parts.items()}
+            parts = base_videos.average_motion(term.reward, term_reference(term, references), [video], prompt)
+            changed |= label_reference(term, parts or None)
     return changed
-
-
-def find_references(
-    terms: Sequence[Term], row: data.Row, reference: Tensor, photos: Sequence[Tensor] = ()
-) -> References:
-    """Return what the rewards compare with. reference: as `data.Example` has it. photos: of a row without a clip."""
-    references: References = {}
-    for term in terms:
-        offered = term.reward.compares_with in row.offers
-        parts = clip_scan.make_reference(term.reward, row, reference, photos)[0] if offered else None
-        if parts is not None:
-            references |= {f"term/{term.label}": torch.ones(1)}
-            references |= {f"term/{term.label}/{name}": value for name, value in parts.items()}
-    return references
 
 
 def judge_image(judges: Judges, image: Tensor, references: References) -> dict:
@@ -202,12 +198,6 @@ def judge_image(judges: Judges, image: Tensor, references: References) -> dict:
 def finite(figures: Figures) -> Figures:
     """Return the figures with None for NaN and infinity, which JSON lacks."""
     return {name: None if v is None or not math.isfinite(v) else float(v) for name, v in figures.items()}
-
-
-def real_video(example: data.Example) -> Tensor:
-    """Return the real clip (3, F, H, W) of a row that has one."""
-    assert example.video is not None  # judge_videos.check_rows refuses rows without a clip
-    return example.video
 
 
 def without_itself(curve: Sequence[float], detected: Sequence[bool], pool: int) -> list[float]:
@@ -239,14 +229,18 @@ def judge_video(judges: Judges, video: Tensor, references: References, *, keep_v
         curve = torch.zeros(len(frames) - 1) if score is None else score.per_frame
         record["curves"][name] = [round(value, 6) for value in curve.tolist()]
         record["detected"][name] = [False] * len(frames) if score is None else score.detected.tolist()
+        if (photos := references.get(f"photos/{name}")) is not None:  # next to a clip
+            face_sim = 0.0 if score is None else float(score.embedding @ photos.to(score.embedding).mean(0))
+            figures[f"{name}/face_sim_photos"] = face_sim
     main = scores[judges.main]
     has_look = any(name.startswith("look/") for name in references)  # there is a real clip
     figures["look/face"] = 0.0 if has_look else None
-    if main is not None and has_look:
-        patches = cut_patches(video.transpose(0, 1), main.landmarks)
+    patches = {} if main is None else cut_patches(video.transpose(0, 1), main.landmarks)
+    if patches and has_look:
         figures["look/face"] = compare_look(patches, {name: references[f"look/{name}"] for name in patches})
-        talks = mouth_movement(references["look/mouth"]) >= MOUTH_MOVES  # in the real clip
-        figures["motion/mouth" if talks else "motion/silent_mouth"] = mouth_movement(patches["mouth"])
+    if patches and "mouth" in references:  # the real clip's, or the base's
+        name = "mouth" if references["mouth"] >= MOUTH_MOVES else "silent_mouth"
+        figures[f"motion/{name}"] = mouth_movement(patches["mouth"])
     motion = video_motion(frames, None if main is None else main.boxes.numpy())
     figures |= {f"motion/{name}": value for name, value in motion.items()}
     figures["motion/lk_flow"] = damped_flow(video)
@@ -266,7 +260,7 @@ def judge_video(judges: Judges, video: Tensor, references: References, *, keep_v
 def _reward_figures(terms: Sequence[Term], video: Tensor, references: References, *, parts: bool = False) -> Figures:
     figures: Figures = {}
     for term in terms:
-        result = score_safely(term.reward, video[None], [_reference(term, references)])
+        result = score_safely(term.reward, video[None], [term_reference(term, references)])
         if result.failed.any():
             raise RewardError(f"{term.key}: {result.problems[0]}")
         valid = bool(result.output.valid[0])
@@ -277,7 +271,15 @@ def _reward_figures(terms: Sequence[Term], video: Tensor, references: References
     return figures
 
 
-def _reference(term: Term, references: References) -> Reference:
-    head = f"term/{term.label}"  # there where `Reward.reference` gave something for the real clip
+def label_reference(term: Term, reference: Reference) -> References:
+    """Return a reward's reference with its label in the names; `term_reference` is the inverse."""
+    head = f"term/{term.label}"
+    named = {f"{head}/{name}": value for name, value in (reference or {}).items()}
+    return {} if reference is None else {head: torch.ones(1), **named}
+
+
+def term_reference(term: Term, references: References) -> Reference:
+    """Return what a reward compares with, of the references of a row."""
+    head = f"term/{term.label}"
     compared = {key.removeprefix(f"{head}/"): x for key, x in references.items() if key.startswith(f"{head}/")}
     return compared if head in references else None

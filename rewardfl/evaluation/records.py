@@ -37,7 +37,7 @@ Settings = Mapping[str, Mapping[str, str]]  # block -> name -> value
 
 REAL, VAE = "real", "vae"
 
-FORMAT = 5  # raise it when a figure is added or computed in another way: such records must not be compared
+FORMAT = 6  # raise it when a figure is added or computed in another way: such records must not be compared
 
 FILE, SETTINGS = "records.jsonl", "settings.json"
 

@@ -96,12 +96,11 @@ def measure_scales(
             norm = math.nan if gradient is None else float(gradient.double().norm())
             row.append((score, norm, cosine(gradient, first)))
         rows.append(row)
-    figures = torch.tensor(rows, dtype=torch.float64)  # (videos, terms, 3)
-    scales = []
-    for term, columns in zip(terms, figures.unbind(1), strict=True):
-        scores, norms, cosines = columns.unbind(1)
-        scales.append(RewardScale(term=term, scores=scores, norms=norms, cosines=cosines))
-    return scales
+    figures = torch.tensor(rows, dtype=torch.float64).permute(1, 2, 0)  # (terms, 3, videos)
+    return [
+        RewardScale(term=term, scores=scores, norms=norms, cosines=cosines)
+        for term, (scores, norms, cosines) in zip(terms, figures, strict=True)
+    ]
 
 
 def score_and_gradient(term: Term, video: Tensor, reference: Reference) -> tuple[float, Tensor | None]:

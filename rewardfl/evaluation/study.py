@@ -6,7 +6,7 @@ command resumes. Several processes share the real clips and the batches.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from rewardfl.evaluation import arms, judging, processes, records
 from rewardfl.evaluation.arms import Arm, Files, InferencePlacement, Job, Sampler, Sampling
 from rewardfl.evaluation.figures import find_bases
 from rewardfl.evaluation.records import REAL, VAE, Record
-from rewardfl.evaluation.verification import People, why_too_few
+from rewardfl.evaluation.verification import People
 from rewardfl.files import escape_control
 from rewardfl.training.clip_scan import load_sized_example
 from rewardfl.training.shard import Shard, read_entry
@@ -77,28 +77,20 @@ class Study:
         vae: judge them also after this model's VAE has encoded and decoded them, the upper end of identity kept. Raise
         DataError for clips that cannot be read, unless data.skip_bad_rows: then print them.
         """
-        share, broken, faceless = self.share, [], []
+        share, broken, faceless, notes = self.share, [], [], []
         through_vae = None
-        # batches are sampled whole, so an arm that lacks one video needs the references of all its rows
-        waiting = [jobs for arm in self.arms if self.lacks(arm, jobs := self.jobs(arm, rows))]
-        needed = {row.id for jobs in waiting for row, _ in jobs}
+        # batches are sampled whole, so an arm that lacks one video needs the references of all rows
+        is_waiting = any(self.lacks(arm, self.jobs(arm, rows)) for arm in self.arms)
         for row in tqdm(share.take(rows), desc="real clips", disable=share.quiet):
             real = (REAL, *([VAE] if vae else [])) if self.judges.faces and row.video else ()
             lacking = [arm for arm in real if (row.id, arm, None) not in self.present]
-            if not lacking and (row.id not in needed or self.store.get(comparison_key(row)) is not None):
+            if not lacking and (not is_waiting or self.store.get(comparison_key(row)) is not None):
                 continue
             try:
                 example = load_sized_example(self.clips, row)
-                if self.judges.faces and row.video is None:
-                    photos = [photo.to(self.judges.device) for photo in data.load_pictures(row)]
-                    references = judging.pool_photos(self.judges, row, photos)
-                    reference = example.reference.to(self.judges.device)
-                    references |= judging.find_references(self.judges.terms, row, reference, photos)
-                elif self.judges.faces:
-                    record, references = judging.judge_real(self.judges, row, example, self.fps)
-                else:
-                    reference = example.reference.to(self.judges.device)
-                    references = judging.find_references(self.judges.terms, row, reference)
+                skip = self.clips.skip_bad_rows
+                references, record, note = judging.prepare_row(self.judges, row, example, self.fps, skip=skip)
+                notes += [(row.line, note)] if note else []
             except judging.NoFaceError as error:
                 faceless.append((row.line, str(error)))
                 continue
@@ -107,22 +99,34 @@ class Study:
                 continue
             image = {} if example.image is None else {"image": example.image}
             self.store.put(comparison_key(row), references | image | {"size": torch.tensor(example.size)})
-            if REAL in lacking:
-                self._add(row, Arm(name=REAL), None, judging.real_video(example), record)
-            if vae is not None and VAE in lacking:
-                through_vae = through_vae or self._load_vae(vae)
-                video = through_vae(judging.real_video(example), example.image)
-                record = judging.judge_video(self.judges, video, references, keep_vectors=True)
-                self._add(row, Arm(name=VAE), None, video, record)
-        broken, faceless = processes.gather(broken), sorted(processes.gather(faceless))
+            for name in lacking:
+                assert example.video is not None
+                video = example.video
+                if vae is not None and name == VAE:
+                    through_vae = through_vae or self._load_vae(vae)
+                    video = through_vae(video, example.image)
+                    record = judging.judge_video(self.judges, video, references, keep_vectors=True)
+                self._add(row, Arm(name=name), None, video, record)
+        broken, faceless, notes = (processes.gather(problems) for problems in (broken, faceless, notes))
         good, bad = data.usable_rows(rows, broken, skip_bad_rows=self.clips.skip_bad_rows)
         if not share.quiet:
-            for problem in (*bad, *(f"line {line}: {problem}" for line, problem in faceless)):
+            for problem in (*bad, *(f"line {line}: {problem}" for line, problem in sorted(faceless + notes))):
                 print(escape_control(f"skipped: {problem}"))
-        hidden = {line for line, _ in faceless}
-        if not (usable := [row for row in good if row.line not in hidden]):
+        usable = [row for row in good if row.line not in dict(faceless)]
+        if not usable:
             raise ValueError(f"--data: no clip of {self.clips.file_name} shows a face")
+        if is_waiting:
+            processes.run_on_main(partial(self._complete, usable), main=not share.quiet)
         return usable
+
+    def _complete(self, rows: Sequence[data.Row]) -> None:
+        """Complete the rewards' references: one photo may take its cap from the other rows. Raise RewardError."""
+        keys = [comparison_key(row) for row in rows]
+        for term in self.judges.terms:
+            references = [judging.term_reference(term, read_entry(self.store, key)) for key in keys]
+            for key, old, new in zip(keys, references, term.reward.complete(references), strict=True):
+                if new is not old:
+                    self.store.put(key, read_entry(self.store, key) | judging.label_reference(term, new))
 
     def _load_vae(self, backbone: Backbone) -> judging.VaePass:
         """Load the VAE and return a function of a video (3, F, H, W) and its image, which encodes and decodes it."""
@@ -140,24 +144,22 @@ class Study:
     def embed_people(self, rows: Sequence[data.Row], others: Sequence[data.Row], vae: Backbone | None) -> People:
         """Return the faces of each person's first row on the main process. others: the rows of --others.
 
-        vae: embed photos also after this model's VAE, if there are enough people. Raise DataError for unusable files,
-        unless data.skip_bad_rows.
+        vae: embed photos also after this model's VAE. Raise DataError for unusable files, unless data.skip_bad_rows.
         """
         people: People = {name: {} for name in self.judges.faces}
-        first = {row.who: row for row in reversed([*rows, *others])}
-        too_few = why_too_few(sum(row.video is None for row in first.values()))
 
         def embed() -> None:
-            is_scaled = not too_few and any(row.video is None for row in rows)
-            through_vae = self._load_vae(vae) if vae is not None and is_scaled else None
-            for who, row in tqdm(first.items(), desc="people"):
+            through_vae = self._load_vae(vae) if vae is not None and any(row.pictures for row in rows) else None
+            for who, row in tqdm({row.who: row for row in reversed([*rows, *others])}.items(), desc="people"):
                 try:
-                    faces = judging.embed_pictures(self.judges, row, self.clips, through_vae)
+                    faces, note = judging.embed_person(self.judges, row, self.clips, through_vae)
                 except (data.DataError, judging.NoFaceError) as error:
                     if not self.clips.skip_bad_rows:
                         raise data.DataError(f"{row.table}: line {row.line}: {error}") from None
-                    continue
-                for name in people:
+                    faces, note = {}, str(error)
+                if note and row in others:  # the rows' own are printed before
+                    print(escape_control(f"skipped: {who}: {note}"))
+                for name in faces:
                     people[name][who] = faces[name]
 
         processes.run_on_main(embed, main=bool(people) and not self.share.quiet)
@@ -194,7 +196,7 @@ class Study:
         if self.judges.faces and "clip" not in row.offers:
             base = find_bases(self.arms)[arm.steps]
             if arm is base:
-                motion = judging.measure_motion(self.judges.terms, references, video, row.prompt)
+                motion = judging.measure_motion(self.judges, references, video, row.prompt)
                 self.store.put(motion_key(row, base, seed), motion)
             references |= self.store.get(motion_key(row, base, seed)) or {}
         judge = judging.judge_video if self.judges.faces else judging.judge_image
@@ -220,13 +222,17 @@ class Study:
         adapters: list[Path | None] = list(dict.fromkeys(arm.adapter for arm, _ in waiting if arm.adapter)) or [None]
         tasks = [(arm, batch) for arm, jobs in waiting for batch in share.take(arms.batches(jobs, sizes, self.batch))]
         total = len(waiting) * len(waiting[0][1])
+
+        def conditioning(row_id: str) -> Conditioning:
+            return protocol.move_to(read_entry(self.store, prompt_key(row_id)), device)
+
         with tqdm(total=total, desc="evaluating", disable=share.quiet) as bar:
             for adapter in adapters:
                 loras = adapter and self.starts.get(adapter, adapter)
                 model, decoder = arms.load_model(backbone, loras, self.experts, device)
                 sampler = Sampler(
                     sampling=self.sampling, num_frames=self.clips.num_frames, backbone=backbone, experts=model,
-                    decoder=decoder, conditioning=self._conditioning, sizes=sizes, device=device,
+                    decoder=decoder, conditioning=conditioning, sizes=sizes, device=device,
                 )  # fmt: skip
                 for arm, batch in tasks:
                     if (arm.adapter or adapters[0]) == adapter:  # the first adapter's model samples the base
@@ -249,9 +255,6 @@ class Study:
             for row_id, conditioning in encoded:
                 self.store.put(prompt_key(row_id), conditioning)
         processes.gather([])  # wait for all
-
-    def _conditioning(self, row_id: str) -> Conditioning:
-        return protocol.move_to(read_entry(self.store, prompt_key(row_id)), self.judges.device)
 
     @torch.no_grad()
     def _sample(self, sampler: Sampler, arm: Arm, batch: Sequence[Job]) -> None:
@@ -298,9 +301,8 @@ class Study:
     def names(self, rows: Sequence[data.Row]) -> list[str]:
         """Return all files that judging writes, relative to the evaluation's folder."""
         videos = [self.file(row, arm, None) for row in rows for arm in (REAL, VAE) if self.judges.faces]
-        for arm in self.arms:
-            if arm.videos is None:
-                videos += [self.file(row, arm.name, seed) for row, seed in self.jobs(arm, rows)]
+        sampled = [(arm, job) for arm in self.arms if arm.videos is None for job in self.jobs(arm, rows)]
+        videos += [self.file(row, arm.name, seed) for arm, (row, seed) in sampled]
         bases = find_bases(self.arms).values() if self.judges.faces else ()
         motion = [motion_key(row, base, seed) for base in bases for row, seed in self.jobs(base, rows)]  # stays
         return [*map(str, videos), *self._paths(motion), *self.prepared(rows)]

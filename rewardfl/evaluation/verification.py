@@ -19,7 +19,7 @@ class PersonFaces(NamedTuple):
     """Embeddings of a person's real pictures. through_vae: of the same photos encoded and decoded, 0 for no face."""
 
     pictures: Tensor  # (n, D) unit vectors
-    through_vae: Tensor  # (n, D); (0, D) for the frames of a clip, and without a VAE
+    through_vae: Tensor = torch.zeros(0, 1)  # (n, D); empty for the frames of a clip, and without a VAE
 
 
 People = dict[str, dict[str, PersonFaces]]  # by recogniser and person
@@ -38,16 +38,11 @@ class Verification:
 UNMEASURED = Verification()
 
 
-def why_too_few(people: int) -> str:
-    """Return why other people are too few, and the remedy; "" for enough. people: of the table and of --others."""
-    text = f"{FEWEST_OTHERS} other people are needed, and there are {people - 1}; name pictures of more by --others"
-    return "" if people > FEWEST_OTHERS else text
-
-
 def verify_arms(people: People, evaluated: Collection[str]) -> Verification:
     """Return the verification of the evaluated people, by each recogniser."""
-    if missing := why_too_few(min(map(len, people.values()))):
-        return Verification(missing=missing)
+    if (others := min(map(len, people.values())) - 1) < FEWEST_OTHERS:
+        text = f"{FEWEST_OTHERS} other people are needed, and there are {others}; name pictures of more by --others"
+        return Verification(missing=text)
     evaluated = [name for name in evaluated if all(name in faces for faces in people.values())]
     impostors = {name: impostor_cosines(faces, evaluated) for name, faces in people.items()}
     scales = {name: find_photo_scale(faces, evaluated) for name, faces in people.items()}
@@ -101,14 +96,11 @@ def load_others(path: Path | None, rows: Sequence[data.Row]) -> list[data.Row]:
         return []
     folders = [photos for folder in sorted(path.glob("*/")) if (photos := data.photo_files(folder.name, path))]
     pictures = folders or [(photo,) for photo in data.photo_files(".", path)]
-    people = data.load_metadata(path, "--others") if path.is_file() else [
-        data.Row(index=i, line=i + 1, id="", video=None, prompt="", photos=photos, table="--others")
-        for i, photos in enumerate(pictures)
-    ]  # fmt: skip
+    row = data.Row(index=0, line=1, id="", video=None, prompt="", table="--others")
+    people = [replace(row, line=i, photos=photos) for i, photos in enumerate(pictures, 1)]
+    people = data.load_metadata(path, "--others") if path.is_file() else people
     files = {file.resolve() for row in rows for file in row.files.values() if file}
     others = [row for row in people if files.isdisjoint(file.resolve() for file in row.files.values() if file)]
     if not others:
-        raise data.DataError(
-            f"--others: {path} shows no other people; name a folder of pictures, or of folders of them"
-        )
+        raise data.DataError(f"--others: {path} shows no other people; name a folder of pictures, or of folders")
     return [replace(row, person=f"--others: {row.who}") for row in others]

@@ -91,9 +91,8 @@ class FaceJudge(FaceIdentityReward):
         track = track_largest(self.identity.detector.detect(to_frames(video)))
         if reference is None:
             return None
-        tracks = [] if track is None else [track]
-        people = [cut_patches(video.transpose(0, 1), track.landmarks) for track in tracks]
-        figures = self._measure(video, [track.boxes for track in tracks], people)
+        people = [] if track is None else [cut_patches(video.transpose(0, 1), track.landmarks)]
+        figures = self._measure(video, [] if track is None else [track.boxes], people)
         return {**reference, **{name: torch.tensor(value) for name, value in figures.items()}}
 
     def fingerprint(self) -> dict[str, object]:

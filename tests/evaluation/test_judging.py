@@ -221,7 +221,7 @@ def test_the_real_clips_motion_is_taken_of_its_own_frames():
     example = data.load_example(row, 64, 64, 9)
     judge = face.FaceIdentity(world / "faces" / "judge", 128)
     judges = judging.Judges(faces={"held_out": judge}, terms=[], periods=(8,), device="cpu")
-    record, references = judging.judge_real(judges, row, example, 16)
+    references, record, _ = judging.prepare_row(judges, row, example, 16, skip=False)
     pool = judge.pool(example.video)
     figures, frames = record["figures"], data.to_uint8(example.video).contiguous().numpy()
     motion = video_motion(frames, pool.boxes.numpy())
@@ -230,16 +230,18 @@ def test_the_real_clips_motion_is_taken_of_its_own_frames():
         pool.cap
     )
     assert figures["held_out/speed"] == pool.speed and figures["canary/saturation"] > 0
-    mouth, first = references["look/mouth"], {"look/mouth": references["look/mouth"][:1]}
+    mouth, first = references["look/mouth"], {"mouth": torch.zeros(())}
     silent = judging.judge_video(judges, example.video, references | first)["figures"]
     assert figures["motion/mouth"] == silent["motion/silent_mouth"] == judging.mouth_movement(mouth)
+    assert judging.measure_motion(judges, references, example.video, "") == {"mouth": judging.mouth_movement(mouth)}
+    assert judging.measure_motion(judges, references, torch.zeros(3, 9, 64, 64), "") == {}
     assert 10 < record["face_width"] < 64 and record["size"] == [64, 64]
     nobody = data.Example(
         size=(64, 64), video=torch.zeros(3, 9, 64, 64), image=torch.zeros(3, 64, 64),
         reference=torch.zeros(3, 9, 64, 64),
     )  # fmt: skip
     with pytest.raises(judging.NoFaceError, match="no face was found"):
-        judging.judge_real(judges, row, nobody, 16)
+        judging.prepare_row(judges, row, nobody, 16, skip=False)
     black = judging.judge_video(judges, torch.full((3, 9, 64, 64), -1.0), references)
     assert black["figures"]["held_out/face_sim"] == 0 and black["curves"]["held_out"] == [0] * 8
     assert black["figures"]["motion/face_flow"] is None and not any(black["detected"]["held_out"])

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from test_judging import ARMS, JUDGE, pair, real
 
 from rewardfl.evaluation import verification
-from rewardfl.evaluation.figures import summarise
+from rewardfl.evaluation.figures import rank_correlations, summarise
 from rewardfl.evaluation.report.report_page import format_report
 from rewardfl.rewards.face.identity_kept import Scale
 
@@ -58,6 +59,15 @@ def test_other_people_are_ten_and_never_oneself():
     assert "10 other people are needed, and there are 9" in few.missing and not few.thresholds and not few.scales
 
 
+def test_the_rank_correlation_of_both_scales():
+    places = np.random.default_rng(0).uniform(size=(2, 9))
+    names = [f"{JUDGE}/identity_kept", f"{JUDGE}/identity_kept_photos"]
+    arms = [{"figures": dict(zip(names, ({"mean": x} for x in pair), strict=True))} for pair in places.T]
+    expected = {JUDGE: pytest.approx(scipy.stats.spearmanr(*places).statistic)}
+    assert rank_correlations([*arms, {"figures": {}}], [JUDGE]) == expected
+    assert rank_correlations(arms[:2], [JUDGE]) == {}
+
+
 def test_a_report_of_photos_and_of_a_mixed_table():
     """b has a clip in the mixed one, so no place on the scale of photos."""
     records = [line for person in "ab" for line in pair(person, 0, 0.5, 0.6 if person == "a" else 0.8)]
@@ -75,6 +85,10 @@ def test_a_report_of_photos_and_of_a_mixed_table():
         place = report["arms"][1]["figures"][f"{JUDGE}/identity_kept_photos"]["mean"]
         change = report["arms"][1]["compared"][f"{JUDGE}/identity_kept_photos"]["difference"]["mean"]
         assert (place, change) == pytest.approx((0.5 / 0.8, 0.1 / 0.8))
+    for line in records:
+        line["figures"][f"{JUDGE}/face_sim_photos"] = 0.3  # next to a clip
+    figures = summarise([real("a"), *records], ARMS, verified)["arms"][0]["figures"]
+    assert figures[f"{JUDGE}/identity_kept_photos"]["mean"] == pytest.approx(0.2 / 0.8)
     assert ["real" in clip for clip in mixed["per_clip"]] == [False, True] and mixed["clips_without_real"] == 1
     assert "it takes 8 people, and there are 1" in mixed["identity_scale"]["missing"] and "real clips" in format_report(
         mixed

@@ -12,6 +12,7 @@ from rewardfl_tools import compare_runs
 
 pytestmark = pytest.mark.slow(60)
 
+JUDGE = WORLD / "faces" / "judge"
 PHOTOS = "prompt,video,photos,person\nx,,world/eval/photos/000,000\nx,,world/eval/photos/001,001\n"
 
 
@@ -27,19 +28,18 @@ def folder(tmp_path_factory):
 
 def words(folder, table, *more):
     words = ["--run", folder / "run", "--data", folder / table, "--out", folder / "out" / table, "--device", "cpu"]
+    judge = f"face: {{name: face_judge, settings: {{pack_dir: {JUDGE}, det_size: 128}}}}"
     return [
-        *words,
-        "--seeds",
-        "1",
-        "data.height=64",
-        "data.width=64",
-        "reward.others={flow: {name: optical_flow}}",
-        *more,
-    ]
+        *words, *more, "--seeds", "1", "data.height=64", "data.width=64", f"data.skip_bad_rows={table == 'mixed.csv'}",
+        f"reward.others={{flow: {{name: optical_flow}}, {judge}}}",
+    ]  # fmt: skip
 
 
 def test_photos_and_a_clip(folder, monkeypatch):
-    (folder / "mixed.csv").write_text(f"{PHOTOS}x,world/eval/videos/002.mp4,,\n")
+    """One row has both; of another one photo is left, which takes its cap from the others."""
+    data.write_picture(folder / "grey.png", torch.full((1, 64, 64, 3), 90, dtype=torch.uint8))
+    rows = "x,world/eval/videos/002.mp4,world/eval/photos/002,\nx,,world/eval/photos/003/0.jpg;grey.png,\n"
+    (folder / "mixed.csv").write_text(PHOTOS + rows)
     arguments = words(folder, "mixed.csv", "--others", folder / "others")
     text, out = call(arguments), folder / "out" / "mixed.csv"
     report = left(out)[0]
@@ -47,13 +47,20 @@ def test_photos_and_a_clip(folder, monkeypatch):
     clips = {"real" in clip: clip["arms"]["base"]["figures"] for clip in report["per_clip"]}
     assert clips[False]["rewards/flow"] == pytest.approx(1) != clips[True]["rewards/flow"]
     assert "look/face" in clips[True].keys() - clips[False].keys()
+    for clip in report["per_clip"]:
+        figures = [arm["figures"] for arm in clip["arms"].values()]
+        (name,) = (name for name in figures[0] if name.endswith("mouth"))  # the same in all arms
+        assert all(name in arm and "motion/displacement" in arm and "rewards/face" in arm for arm in figures)
+        assert ("real" in clip) == ("held_out/face_sim_photos" in figures[0])
+    assert report["arms"][1]["compared"]["motion/displacement"]["ratio"]["mean"] == pytest.approx(1, abs=0.1)
+    assert "skipped: line 5: " in text and "grey.png: no face was found in it" in text
     assert base["base/distance"]["mean"] == 0 < latest["base/distance"]["mean"] < 0.1
     for judge in ("reward", "held_out"):
         assert 0 < report["verification"]["thresholds"][judge] < 0.8
         assert {f"{judge}/accepted", f"{judge}/identity_kept_photos"} < base.keys()
         ends = report["photo_scale"]["recognisers"][judge]
         assert ends["another_person"]["mean"] < 0.3 < ends["real_through_vae"]["mean"] < 1
-    assert "2 clips have no real clip" in text and "2 clips have no real clip" in (out / "report.html").read_text()
+    assert "3 clips have no real clip" in text and "3 clips have no real clip" in (out / "report.html").read_text()
     monkeypatch.setattr(arms, "load_model", None)  # nothing is sampled again
     call(arguments)
     assert left(out)[0] == report
@@ -67,7 +74,6 @@ def test_only_photos_and_no_other_people(folder):
 
 
 def test_bad_photos_are_one_line(folder):
-    data.write_picture(folder / "grey.png", torch.full((1, 64, 64, 3), 90, dtype=torch.uint8))
     (folder / "bad.csv").write_text(f"{PHOTOS}x,,grey.png,grey\n")
     (folder / "none.csv").write_text("prompt\nx\n")
     text = call(words(folder, "bad.csv"), expect=2)

@@ -23,12 +23,9 @@ class Meaning(NamedTuple):
 
 MEANINGS = {
     "face/face_sim": Meaning("FaceSim", "Mean cosine of the later frames with the real clip's faces."),
-    "face/identity_kept": Meaning(
-        "identity kept", "FaceSim from others' real clips (0) to the own (1), through the VAE."
-    ),
-    "face/identity_kept_photos": Meaning(
-        "identity kept, photos", "FaceSim from others' photos (0) to the own (1), through the VAE."
-    ),
+    "face/face_sim_photos": Meaning("FaceSim, photos", "The same with the photos of a person who also has a clip."),
+    "face/identity_kept": Meaning("identity kept", "FaceSim from others' clips (0) to the own (1), through the VAE."),
+    "face/identity_kept_photos": Meaning("identity kept, photos", "The same from others' photos (0) to the own (1)."),
     "face/accepted": Meaning("accepted", "Share of frames above the FaceSim that 1 % of other people's pictures pass."),
     "face/coverage": Meaning("coverage", "Share of the frames in which a face is detected."),
     "face/drift": Meaning("drift per frame", "Slope of FaceSim along the clip; below 0 it drifts."),
@@ -42,8 +39,8 @@ MEANINGS = {
     "motion/face_flow": Meaning("face flow", "Optical flow in the face's box only.", 0.95),
     "motion/displacement": Meaning("displacement", "How far the face has moved in the end: shimmer cancels.", 0.9),
     "motion/lk_flow": Meaning("damped flow", "Lucas-Kanade flow of strong gradients: shimmer hardly counts.", 0.95),
-    "motion/mouth": Meaning("mouth", "How far the mouth opens and shuts where the real one does.", 0.8),
-    "motion/silent_mouth": Meaning("silent mouth", "The same where the real mouth stays as it is.", high=0.03),
+    "motion/mouth": Meaning("mouth", "How far the mouth opens and shuts where the real one, or the base's, does.", 0.8),
+    "motion/silent_mouth": Meaning("silent mouth", "The same where that mouth stays as it is.", high=0.03),
     "motion/pixel_change": Meaning("pixel change", "Mean change of a pixel; above, the clip flickers.", 0.9, 1.1),
     "motion/sharpness": Meaning("sharpness", "Energy of the finest detail; below, the picture is blurred.", 0.95),
     "motion/reversals": Meaning("reversals", "-1 is steady motion, and 1 trembles.", high=0.02),
@@ -122,6 +119,8 @@ def remarks(report: Mapping) -> list[str]:
         if ends := report["photo_scale"]["recognisers"].get(judge):
             start, end = (f"{value['mean']:.3f}" for value in ends.values())
             line += f"; identity kept on photos: 0 is FaceSim {start}, 1 is {end}"
+            if (rank := report["photo_scale"]["rank_correlation"].get(judge)) is not None:
+                line += f"; Spearman's rank correlation with the scale of clips, over the arms: {rank:.2f}"
         elif without:
             line += "; identity kept on photos: missing, it takes photos of 10 other people, two of some, and the VAE"
         lines.append(line)

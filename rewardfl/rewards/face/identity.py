@@ -126,23 +126,27 @@ class FaceIdentity(nn.Module):
                 return None
             return self._embed(frames, faces.landmarks[:1])[0]
 
-    def photo_pool(self, photos: Sequence[Tensor], min_width: float = 0.0) -> tuple[Tensor, dict[int, str]]:
-        """Return (embeddings (P, D) of the photos with a face, {place of an unusable photo: why}).
+    def photo_pool(
+        self, photos: Sequence[Tensor], min_width: float = 0.0, same_person: float = SAME_PERSON
+    ) -> tuple[dict[int, Tensor], dict[int, str]]:
+        """Return ({place of a usable photo: embedding (D,)}, {place of another photo: why it cannot be used}).
 
-        A photo shows another person if the median of its cosines with the others is below SAME_PERSON.
+        A photo shows another person if the median of its cosines with the other usable ones is below `same_person`.
         """
-        embeddings = [self.embed_photo(photo, min_width) for photo in photos]
-        shown = [i for i, embedding in enumerate(embeddings) if embedding is not None]
+        embedded = {i: self.embed_photo(photo, min_width) for i, photo in enumerate(photos)}
+        usable = {i: embedding for i, embedding in embedded.items() if embedding is not None}
         width = f" at least {min_width:g} pixels wide (min_face_size)" if min_width else ""
-        problems = {i: f"no face{width} was found in it" for i in range(len(photos)) if i not in shown}
-        if not shown:
-            return torch.zeros(0, 1), problems
-        pool = torch.stack([embedding for embedding in embeddings if embedding is not None])
-        cosines = (pool @ pool.T).cpu().fill_diagonal_(math.nan)
-        for i, median in zip(shown, cosines.nanquantile(0.5, dim=1).tolist(), strict=True):
-            if median < SAME_PERSON:
-                problems[i] = f"shows another person (median cosine {median:.2f} with the other photos)"
-        return pool, dict(sorted(problems.items()))
+        problems = {i: f"no face{width} was found in it" for i in embedded.keys() - usable.keys()}
+        while usable:
+            pool = torch.stack([*usable.values()])
+            medians = (pool @ pool.T).cpu().fill_diagonal_(math.nan).nanquantile(0.5, dim=1).tolist()
+            strangers = {i: median for i, median in zip(usable, medians, strict=True) if median < same_person}
+            if not strangers:
+                break
+            text = "shows another person (median cosine {:.2f} with the other photos)"
+            problems |= {i: text.format(median) for i, median in strangers.items()}
+            usable = {i: embedding for i, embedding in usable.items() if i not in strangers}
+        return usable, dict(sorted(problems.items()))
 
     def score(self, video: Tensor, pool: Tensor) -> FaceScore | None:
         """Return the score of one person; see `scores`."""

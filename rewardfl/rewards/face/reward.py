@@ -111,9 +111,10 @@ class FaceIdentityReward(Reward):
         The cap is the photos' mean pairwise cosine, and NaN for one photo until `complete`. Raise PhotoError for a
         photo without a face, and for one whose median cosine with the others is below SAME_PERSON.
         """
-        pool, problems = self.identity.photo_pool(photos, self.min_face_size)
+        usable, problems = self.identity.photo_pool(photos, self.min_face_size)
         if problems:
             raise PhotoError(problems)
+        pool = torch.stack([*usable.values()])
         cap = self_similarity(pool) if len(pool) > 1 else math.nan
         numbers = {name: torch.tensor([cap if name == "cap" else math.nan]) for name in _NUMBERS}
         return {"embeddings": pool, "owner": torch.zeros(len(pool), dtype=torch.int64)} | numbers
