@@ -68,6 +68,12 @@ def takes_base_motion(cfg: AnyConfig, row: data.Row) -> bool:
     return {"clip": "clip" not in row.offers, "base": True}[cfg.reward.motion_reference]
 
 
+def takes_base_latents(cfg: AnyConfig, row: data.Row) -> bool:
+    """Return whether the data anchor takes the base model's video in the place of the row's clip."""
+    to_reference = cfg.anchor.weight > 0 and cfg.anchor.target == "reference"
+    return to_reference and takes_base_motion(cfg, row) and row.video is None
+
+
 def check_caps(rows: Sequence[data.Row], rewards: Sequence[ResolvedReward]) -> None:
     """Raise DataError if a face reward's cap is the self-similarity, and each row has only one picture."""
     measured = [
