@@ -40,6 +40,10 @@ CASES = {
     "reward_fl boundary cache": [
         *REWARD_FL, *LOW_NOISE, "experts.untrained=boundary_cache", "sample.noises_per_sample=2",
     ],
+    "reward_fl photos": [
+        *REWARD_FL, "data.file_name=tests/support/photos.csv", "anchor.weight=1", "anchor.target=reference",
+        "reward.others={flow: {name: optical_flow, weight: 1}}",
+    ],
     "reward_fl bfloat16": [*REWARD_FL, "model.dtype=bfloat16"],
     "flow_grpo": FLOW_GRPO,
     "flow_grpo swap": [*FLOW_GRPO, *SWAP],
