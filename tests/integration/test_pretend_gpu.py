@@ -53,6 +53,7 @@ PLACES = {
     "replay": [], "swap": [*SWAP, *OFFLOAD], "keep_on_device": ["train.active_graphs=keep_on_device"],
     "kept chunks": ["train.active_graphs=keep_on_device", "train.kept_chunks=2"],
     "keep_on_host": [*OFFLOAD, "train.active_graphs=keep_on_host"],
+    "base videos": ["reward.motion_reference=base", "reward.others={flow: {name: optical_flow, weight: 1}}"],
 }  # fmt: skip
 PHASES = ("encode", "rollout", "decode", "reward", "replay", "optimizer")
 UPDATE = (*PHASES, "anchor", "step")
@@ -183,6 +184,7 @@ def test_a_gpu_holds_what_the_plan_says(mode, tmp_path):
     for phase in ("rollout", "decode", "replay"):
         planned = max(memory.of(part) for part in memory.phases if part.startswith(phase))  # decode, and its VJP
         assert peaks[phase] == pytest.approx(planned, rel=0.05), (phase, memory.phases)
+    assert peaks["start"] <= 1.05 * memory.peak  # with the base videos
 
 
 @pytest.mark.slow(8)
