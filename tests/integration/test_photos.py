@@ -1,5 +1,6 @@
 """Rows with photos in the place of a clip: the three scripts train on them, and motion is compared with the base's."""
 
+import itertools
 import json
 import math
 import re
@@ -68,14 +69,11 @@ def test_rows_of_all_kinds_train(script, table, tmp_path):
     assert "no face was found" not in output  # the packs' check has a photo to look at
     line = metrics(run)[0]
     assert line["grad_norm"] > 0 and (text or line["reward/valid_fraction"] == 1)
-    judged = [] if text else ["motion_speed", "flow", "sharpness"]
-    assert all(math.isfinite(line[f"reward/held_out/{name}"]) for name in judged)
+    assert text or all(math.isfinite(line[f"reward/held_out/{name}"]) for name in ("motion_speed", "flow", "sharpness"))
     assert (tmp_path / "cache" / "motion").is_dir()
     anchored = without if ANCHOR[0] in more else 0
     assert (f"{anchored} of {len(rows)} rows name no video and have an anchor at a video" in output) == (anchored > 0)
-    assert len([*(tmp_path / "cache").glob("base_latents/*/*")]) == anchored and ("actor/anchor_loss" in line) == (
-        anchored > 0
-    )
+    assert len([*tmp_path.glob("cache/base_latents/*/*")]) == anchored
 
 
 def test_the_untrained_adapter_moves_as_the_base(tmp_path):
@@ -102,11 +100,7 @@ def test_a_resumed_run_is_the_same(tmp_path):
 
 REFUSED = {
     "one picture": (["an image"], [], r"reward.cap: self_similarity takes two photos of a person, or a clip"),
-    "an anchor of data": (
-        ["photos"],
-        ["anchor.weight=1"],
-        "no row names a video.*set it to 0, or anchor.target to ref",
-    ),
+    "an anchor of data": (["photos"], ["anchor.weight=1"], "no row names a video.*0, or anchor.target to reference"),
     "prompts": ([",,", ",,"], ["reward.motion_weight=0"], r"lines 2, 3 \(2 rows\): no video, and no image"),
 }
 
@@ -143,14 +137,9 @@ def test_a_photo_of_another_person_is_named_or_left_out(tmp_path):
 def test_two_processes_are_one(tmp_path):
     """They share the base videos."""
     common = [
-        *FACE,
-        write_table(tmp_path),
-        *MOTION,
-        *ANCHOR,
-        "train.max_steps=2",
-        "run.save_steps=1",
+        *FACE, write_table(tmp_path), *MOTION, *ANCHOR, "train.max_steps=2", "run.save_steps=1",
         "train.max_grad_norm=0.01",
-    ]
+    ]  # fmt: skip
     folders = [[f"run.output_dir={tmp_path}/{n}", f"data.cache_dir={tmp_path}/cache{n}"] for n in (1, 2)]
     launch(*common, *folders[0], "train.gradient_accumulation_steps=4")
     done = launch(*common, *folders[1], "train.gradient_accumulation_steps=2", processes=2)
@@ -163,27 +152,16 @@ def test_two_processes_are_one(tmp_path):
     assert single["actor/anchor_loss"] > 0
 
 
+@pytest.mark.long
 def test_where_the_experts_wait_changes_nothing(tmp_path):
     """Each run makes the base videos itself."""
-    table, common = (
-        write_table(tmp_path, ROWS["photos"]),
-        ["train.use_gradient_checkpointing=true", "train.max_steps=2"],
-    )
-    places = ["experts.trained=gpu"], ["experts.trained=cpu_swap", "experts.untrained=cpu_swap"]
-    runs = [tmp_path / str(n) for n in range(3)]
-    for run, place in zip(runs, (*places, ["experts.untrained=boundary_cache"]), strict=True):
-        launch(
-            *FACE,
-            table,
-            *MOTION,
-            *ANCHOR,
-            *common,
-            *place,
-            "sample.noises_per_sample=1",
-            f"data.cache_dir={run}/cache",
-            f"run.output_dir={run}",
-        )
-    assert metrics(runs[0]) == metrics(runs[1]) == metrics(runs[2])
+    common = [*FACE, write_table(tmp_path, ROWS["photos"]), *MOTION, *ANCHOR, "sample.noises_per_sample=1"]
+    common += ["train.use_gradient_checkpointing=true", "train.max_steps=2", "data.cache_dir=null"]
+    places = {"cpu_swap": ["experts.trained=cpu_swap"], "boundary_cache": [], "gpu": []}
+    for place, more in places.items():
+        launch(*common, *more, f"experts.untrained={place}", f"run.output_dir={tmp_path / place}")
+    swapped, cached, on_gpu = (metrics(tmp_path / place) for place in places)
+    assert swapped == cached == on_gpu and on_gpu[1]["actor/anchor_loss"] > 0
 
 
 @pytest.mark.long
@@ -195,36 +173,21 @@ def test_from_a_folder_of_photos_to_a_lora_for_diffusers(tmp_path):
     (tmp_path / "paths.json").write_text(json.dumps(paths))
     (tmp_path / "prompts.txt").write_text("{name} talks\n{name} nods\n")
     people.mkdir()
-    for name, number in (("anna", "003"), ("bo", "004")):
-        (people / name).symlink_to(PHOTOS / number)
+    (people / "anna").symlink_to(PHOTOS / "003")
     words = ["--photos", people, "--prompts", tmp_path / "prompts.txt", "--out", tmp_path / "people.csv"]
     assert run_python([ROOT / "examples" / "photo_table.py", *words]).returncode == 0
-    both = ["model.trainable_models=dit,dit2", "sample.mid_timestep=0", f"model.model_paths={tmp_path}/paths.json"]
-    launch(
-        *FACE,
-        *MOTION,
-        *both,
-        f"data.file_name={tmp_path}/people.csv",
-        f"run.output_dir={tmp_path}/run",
-        "train.max_steps=1",
-        "run.save_steps=1",
-    )
-    videos, latest = [], tmp_path / "run" / "checkpoints" / "latest"
-    for second in (None, False, True):
-        if second is not None:
-            pipe.load_lora_weights(latest / f"transformer{'_2' * second}", load_into_transformer_2=second)
-        picture, noise = Image.open(PHOTOS / "003" / "0.jpg"), torch.Generator().manual_seed(1)
-        videos.append(
-            pipe(
-                picture,
-                "anna talks",
-                height=48,
-                width=48,
-                num_frames=5,
-                num_inference_steps=4,
-                guidance_scale=1.0,
-                generator=noise,
-                output_type="pt",
-            ).frames
-        )
-    assert not torch.equal(videos[0], videos[1]) and not torch.equal(videos[1], videos[2])
+    settings = ["model.trainable_models=dit,dit2", "sample.mid_timestep=0", f"model.model_paths={tmp_path}/paths.json"]
+    settings += [f"data.file_name={tmp_path}/people.csv", f"run.output_dir={tmp_path}/run", "train.max_steps=1"]
+    launch(*FACE, *MOTION, *settings)
+
+    def generate():
+        pipe.scheduler = pipe.scheduler.from_config(pipe.scheduler.config)  # without the last call's steps
+        picture, size = Image.open(PHOTOS / "003" / "0.jpg"), {"height": 48, "width": 48, "num_frames": 5}
+        settings = {"num_inference_steps": 4, "guidance_scale": 1.0, "generator": torch.Generator().manual_seed(1)}
+        return pipe(picture, "anna talks", **size, **settings, output_type="pt").frames
+
+    videos, latest = [generate(), generate()], tmp_path / "run" / "checkpoints" / "latest"
+    for part, second in (("transformer", False), ("transformer_2", True)):
+        pipe.load_lora_weights(latest / part, load_into_transformer_2=second)
+        videos.append(generate())
+    assert [torch.equal(*pair) for pair in itertools.pairwise(videos)] == [True, False, False]
