@@ -148,8 +148,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
         with averaged(average, parameters):
             saving.save(cfg.run, job, backbone, learner, log, content, score, last=last)
             if not interruption.number:  # shutting down: skip the videos
-                shown = held_out or samples
-                generate = partial(sampler.generate, shown)
+                generate = partial(sampler.generate, shown := held_out or samples)
                 log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, backbone, shown, generate, job, done))
 
     floor = {}  # of the KL that rounding alone shows

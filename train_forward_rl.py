@@ -145,8 +145,7 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
         with averaged(average, parameters):
             saving.save(cfg.run, job, backbone, learner, log, content, score, last=last)
             if not interruption.number:  # shutting down: skip the videos
-                shown = held_out or samples
-                generate = partial(sampler.generate, shown)
+                generate = partial(sampler.generate, shown := held_out or samples)
                 log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, backbone, shown, generate, job, done))
 
     # ---------------------------------------------------------------------------------- train

@@ -138,8 +138,7 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
                 show = partial(generate, samples)
                 log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, backbone, samples, show, job, done))
 
-    base_video = partial(generate, base=True)
-    (samples,) = setup_data.add_base_motion(cfg, job, store, terms, resume_point, base_video, samples)
+    (samples,) = setup_data.add_base_motion(cfg, job, store, terms, resume_point, partial(generate, base=True), samples)
     anchors = setup_data.make_anchors(cfg, plan, conditions, samples, job.device)
     floor = measure_kl_floor(job, builder, partial(get_velocity, policy), plan.kl_steps, cfg.model.dtype)
 
