@@ -97,7 +97,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
     # ---------------------------------------------------------------------------------- fill the cache
     conditions = setup_data.make_conditions(cfg, backbone, resume_point.base, store)
     negative = setup_data.fill_conditions(cfg, conditions, [*samples, *held_out], job)
-    anchors = setup_data.make_anchors(cfg, plan, backbone, conditions, samples, job)
+    setup_data.fill_clip_latents(cfg, conditions, samples, job)
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
     decoder = backbone.load_decoder(job.device)
@@ -113,6 +113,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
     samples, held_out = setup_data.add_base_motion(
         cfg, job, store, terms, resume_point, sampler.base, samples, held_out
     )
+    anchors = setup_data.make_anchors(cfg, plan, conditions, samples, job.device)
     max_std = math.inf if cfg.grpo.max_std is None else cfg.grpo.max_std
     make_kernel = partial(sde.Kernel, cfg.grpo.sde, cfg.grpo.noise_level, max_std=max_std)  # of a schedule's sigmas
     rollouts_on = {"gpu": job.device, "cpu": torch.device("cpu")}[cfg.grpo.samples_on]
@@ -147,8 +148,7 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
         with averaged(average, parameters):
             saving.save(cfg.run, job, backbone, learner, log, content, score, last=last)
             if not interruption.number:  # shutting down: skip the videos
-                shown = held_out or samples
-                generate = partial(sampler.generate, shown)
+                generate = partial(sampler.generate, shown := held_out or samples)
                 log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, backbone, shown, generate, job, done))
 
     floor = {}  # of the KL that rounding alone shows

@@ -89,7 +89,7 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
     # ---------------------------------------------------------------------------------- fill the cache
     conditions = setup_data.make_conditions(cfg, backbone, resume_point.base, store)
     negative = setup_data.fill_conditions(cfg, conditions, [*samples, *held_out], job)
-    anchors = setup_data.make_anchors(cfg, plan, backbone, conditions, samples, job)
+    setup_data.fill_clip_latents(cfg, conditions, samples, job)
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
     decoder = backbone.load_decoder(job.device)
@@ -106,6 +106,7 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
     samples, held_out = setup_data.add_base_motion(
         cfg, job, store, terms, resume_point, sampler.base, samples, held_out
     )
+    anchors = setup_data.make_anchors(cfg, plan, conditions, samples, job.device)
     rollouts_on = {"gpu": job.device, "cpu": torch.device("cpu")}[forward.samples_on]
 
     def get_velocity(conditioning: Conditioning, schedule: Schedule, guidance: float = 1.0) -> Velocity:
@@ -144,8 +145,7 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
         with averaged(average, parameters):
             saving.save(cfg.run, job, backbone, learner, log, content, score, last=last)
             if not interruption.number:  # shutting down: skip the videos
-                shown = held_out or samples
-                generate = partial(sampler.generate, shown)
+                generate = partial(sampler.generate, shown := held_out or samples)
                 log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, backbone, shown, generate, job, done))
 
     # ---------------------------------------------------------------------------------- train

@@ -82,7 +82,7 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
     # ---------------------------------------------------------------------------------- fill the cache
     conditions = setup_data.make_conditions(cfg, backbone, resume_point.base, store)
     negative = setup_data.fill_conditions(cfg, conditions, samples, job)
-    anchors = setup_data.make_anchors(cfg, plan, backbone, conditions, samples, job)
+    setup_data.fill_clip_latents(cfg, conditions, samples, job)
     builder = setup_data.make_batch_builder(cfg, plan, conditions, samples, job)
 
     # ---------------------------------------------------------------------------------- model, adapter, optimizer
@@ -120,12 +120,12 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
             backward=job.backward, micro_batch=micro_batch,
         )  # fmt: skip
 
-    def generate(_: Sequence[Sample], row: int, noise: int = -1, *, base: bool = False) -> tuple[int, Tensor]:
-        """Return (row, its video (3, F, H, W)) under the current weights, or the base's, from the noise of an epoch."""
+    def generate(_: Sequence[Sample], row: int, noise: int = -1, *, base: bool = False) -> tuple[int, Tensor, Tensor]:
+        """Return (row, its video (3, F, H, W), its latents) under the current or base weights; noise: an epoch."""
         batch = builder.batch([(noise, row)])
         velocity = get_velocity(model, batch).reference if base else get_velocity(model, batch)
         x0 = reward_flow.rollout(velocity, batch.x, batch.schedule.sigmas, keep=(), start=batch.start_step).x0
-        return batch.rows[0], decoder.decode(x0, batch.conditioning)[0]
+        return batch.rows[0], decoder.decode(x0, batch.conditioning)[0], x0
 
     def save(done: int, *, last: bool) -> None:
         """Save a checkpoint and sample videos. All processes call it: each may hold parts of the weights."""
@@ -138,8 +138,8 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
                 show = partial(generate, samples)
                 log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, backbone, samples, show, job, done))
 
-    base_video = partial(generate, base=True)
-    (samples,) = setup_data.add_base_motion(cfg, job, store, terms, resume_point, base_video, samples)
+    (samples,) = setup_data.add_base_motion(cfg, job, store, terms, resume_point, partial(generate, base=True), samples)
+    anchors = setup_data.make_anchors(cfg, plan, conditions, samples, job.device)
     floor = measure_kl_floor(job, builder, partial(get_velocity, policy), plan.kl_steps, cfg.model.dtype)
 
     # ---------------------------------------------------------------------------------- train

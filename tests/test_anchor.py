@@ -1,5 +1,6 @@
 """The data anchor: its gradient against autograd, its moments, and both scripts with it, or with nothing else."""
 
+import contextlib
 import csv
 import dataclasses
 import math
@@ -16,13 +17,16 @@ from test_reward_flow import SCHEDULE, assert_same, autograd_gradients, conditio
 from test_reward_flow import replay_gradients as replayed
 from test_train_reward_fl import write
 
-from rewardfl import anchor, backbones, config, data, flow
+from rewardfl import anchor, backbones, config, data, flow, lora
 from rewardfl.backbones.protocol import Source, Velocity
 from rewardfl.backbones.wan import model
 from rewardfl.config import ConfigError
-from rewardfl.data.cache import CacheError
+from rewardfl.data.cache import Cache, CacheError
+from rewardfl.noise import draw_noise, noise_seed
 from rewardfl.training import plan
 from rewardfl.training.anchors import Anchors
+from rewardfl.training.conditions import Conditions
+from rewardfl.training.samples import Batch, Sample
 
 ANCHOR = ["anchor.weight=1", "anchor.draws=2", "anchor.measured_clips=2"]
 SUPERVISED = [*ANCHOR, "reward.reward_weight=0", "reward.kl_weight=0"]
@@ -72,6 +76,35 @@ def test_the_loss_is_the_distance_to_the_datas_velocity():
     assert misfit(lambda x: (x - x0) / sigma).abs().max() < 1e-12  # x leads back to x0
     torch.testing.assert_close(misfit(torch.zeros_like), (noise - x0).square().flatten(1).mean(1))
     assert not misfit(torch.ones_like, reference=torch.ones_like).any()
+
+
+def test_a_row_without_a_clip_is_anchored_at_the_bases_latents(tmp_path):
+    """The loss is the mean square of the difference that the adapter makes to the velocity at the noised latents."""
+    pipe, policy = lora_model(torch.float32)
+    inputs, x0 = conditioning(1, torch.float32, pipe)
+    row, device = SimpleNamespace(id="anna", video=None), torch.device("cpu")
+    sample = Sample(row=row, clip={}, size=(32, 32), references=(), base_latents={"kind": "base_latents"})
+    backbone, digests = backbone_of(pipe), dict.fromkeys(("text", "image", "untrained", "dtype"), "")
+    conditions = Conditions(store=Cache(tmp_path), backbone=backbone, num_frames=5, **digests)
+    conditions.store.put(sample.base_latents, {"latents": x0})
+    settings = config.AnchorConfig(weight=1, target="reference", draws=2)
+    anchors = Anchors(
+        settings=settings, steps=(3, 4), seed=1, backbone=backbone, conditions=conditions, samples=[sample],
+        schedules=None, skip_lost=False, device=device,
+    )  # fmt: skip
+    batch = Batch(rows=[0], replaced=[False], conditioning=inputs, x=x0, schedule=SCHEDULE, start_step=0)
+    job = SimpleNamespace(accumulate=lambda policy: contextlib.nullcontext(), backward=torch.Tensor.backward)
+    (loss,), anchored = anchors.accumulate(job, policy, batch, 7, 1.0)
+    expected = []
+    for n, moment in enumerate(anchor.draw_moments(2, (3, 4), 1, 7, whole_range=False)):
+        at = SCHEDULE.at(moment)
+        velocity = Velocity(backbone=backbone, model=policy, conditioning=inputs, schedule=at)
+        noisy = flow.add_noise(x0, draw_noise(x0.shape, noise_seed(1, 7, "anchor/anna/0", n), device), at.sigmas[0])
+        with lora.reference(policy):
+            base = velocity(noisy, 0)
+        expected.append((velocity(noisy, 0) - base).square().mean())
+    assert anchored.tolist() == [True] and loss > 1e-4
+    torch.testing.assert_close(loss, torch.stack(expected).mean())
 
 
 def test_moments_go_through_the_steps_in_turn():

@@ -438,7 +438,8 @@ class GrpoRewardConfig(SharedRewardConfig):
 class AnchorConfig(Section):
     """Section `anchor` of all scripts: the flow-matching loss on the real clips, next to the reward (anchor.py).
 
-    A row without a video has no such loss. Without reward and KL, train_reward_fl.py is supervised fine-tuning by it.
+    A row without a video has no such loss, except by target reference. Without reward and KL, train_reward_fl.py is
+    supervised fine-tuning by it.
     """
 
     # Weight of the velocity's mean squared error in the loss; 0: no anchor.
@@ -449,7 +450,8 @@ class AnchorConfig(Section):
     # trained_range, any sigma of the trained experts' steps; or a list of denoising steps.
     sigmas: IfNamed[Literal["active", "trained_range"] | Listed[int]] = "active"
     # Target of the velocity: data, the velocity to the real clip; reference, the velocity of the model without its
-    # adapter at the same point, for a distilled model, whose velocity is not the data's.
+    # adapter at the same point, for a distilled model, whose velocity is not the data's, and for a row without a clip:
+    # the point is of the base model's own video, made as for reward.motion_reference. As data it would teach its drift.
     target: IfNamed[Literal["data", "reference"]] = "data"
     # Training clips whose loss is measured at the first step and at every save, always with the same sigmas and
     # noises (actor/data_loss). A rise by more than a tenth is an alarm, and counts in train.early_stop. 0: none.

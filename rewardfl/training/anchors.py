@@ -39,8 +39,8 @@ class Anchors:
     ) -> tuple[Tensor, Tensor]:
         """Accumulate the gradients of `share` times the weighted loss of one forward pass's samples.
 
-        Return the losses (B,) and bool (B,) whether a sample has a clip; both are 0 without an anchor. Raise CacheError
-        for lost latents, unless `skip_lost`.
+        Return the losses (B,) and bool (B,) whether a sample has latents; both are 0 without an anchor. Raise
+        CacheError for lost latents, unless `skip_lost`.
         """
         members = batch.members
         if self.settings.weight == 0:
@@ -67,11 +67,11 @@ class Anchors:
         return {"actor/loss": self.settings.weight * float(losses.mean())} | anchored
 
     def latents(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return latents (B, C, T, h, w) of the rows' clips, 0 without a clip, and bool (B,) whether there is one."""
+        """Return the rows' clip_latents (B, C, T, h, w), 0 without a clip, and bool (B,) whether there are any."""
         latents, present = [], []
         for row in rows:
             sample = self.samples[row]
-            x0 = None if sample.row.video is None else self._read(sample)
+            x0 = self._read(sample) if sample.row.video or sample.base_latents else None
             present.append(x0 is not None)
             latents.append(torch.zeros(1, *self.conditions.latent_shape(sample)) if x0 is None else x0)
         return to_device(torch.cat(latents), self.device), torch.tensor(present, device=self.device)

@@ -1,4 +1,4 @@
-"""The base model's own videos: the motion that rewards compare with where a row has no clip."""
+"""The base model's own videos: motion for the rewards and latents for the data anchor of a row without a clip."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,15 +25,16 @@ def add_motion(
     samples: Sequence[Sample],
     rows: Sequence[int],
     terms: Sequence[Term],
-    generate: Callable[[int, int], tuple[int, Tensor]],
+    generate: Callable[[int, int], tuple[int, Tensor, Tensor]],
     sampler: Key,
     noises: int,
 ) -> list[Sample]:
     """Return the samples, with the base model's motion in the references of `rows`. Collective.
 
-    generate: (row, noise) -> (row, the base model's video (3, F, H, W)). sampler: identifies its model, settings and
-    seed.
-    The motion is a mean over the row's noises 0 .. `noises` - 1, and is cached.
+    generate: (row, noise) -> (row, the base model's video (3, F, H, W), its latents). sampler: identifies its model,
+    settings and seed.
+    The motion is a mean over the row's noises 0 .. `noises` - 1, and is cached; so are the latents of noise 0 where the
+    sample names a cache entry for them.
     """
     rewards = [i for i, term in enumerate(terms) if term.reward.measures_motion]
 
@@ -43,11 +44,17 @@ def add_motion(
         return {"kind": "motion", "reference": cache.digest(reference), "sampler": cache.digest(sampler), **names}
 
     def find_missing() -> list[int]:
-        return [row for row in rows if any(store.get(key_of(row, i)) is None for i in rewards)]
+        keys = {row: [samples[row].base_latents, *(key_of(row, i) for i in rewards)] for row in rows}
+        return [row for row in rows if any(key and store.get(key) is None for key in keys[row])]
 
-    missing = job.run_on_main(find_missing, ()) if rewards else []
+    missing = job.run_on_main(find_missing, ())
     for row, in_shard in tqdm(job.shard.padded(missing), desc="base videos", disable=job.shard.quiet):
-        videos, sample = [generate(row, noise)[1].float() for noise in range(noises)], samples[row]
+        videos, sample = list[Tensor](), samples[row]
+        for noise in range(noises if rewards else 1):
+            _, video, x0 = generate(row, noise)
+            videos.append(video.float())
+            if noise == 0 and in_shard and sample.base_latents:
+                store.put(sample.base_latents, {"latents": x0.float()})
         for i in rewards if in_shard else ():
             motion = average_motion(terms[i].reward, sample.references[i], videos, sample.row.prompt)
             store.put(key_of(row, i), {"usable": torch.tensor(motion is not None), **(motion or {})})

@@ -123,8 +123,8 @@ class Conditions:
         return read_entry(self.store, self._text_key(prompt))
 
     def clip_latents(self, sample: Sample) -> Tensor:
-        """Return the latents (1, C, T, h, w) of the sample's clip, float32 on the CPU (see `fill_latents`)."""
-        return read_entry(self.store, self._latents_key(sample))["latents"]
+        """Return the latents (1, C, T, h, w) of the clip (see `fill_latents`) or base video, float32 on the CPU."""
+        return read_entry(self.store, sample.base_latents or self._latents_key(sample))["latents"]
 
     def boundary_latents(self, sample: Sample, noise_seed: int, schedule: Schedule) -> Tensor:
         """Return the input (1, C, T, h, w) of the second expert's first step, float32 on the CPU."""

@@ -97,7 +97,7 @@ class Distributed:
         return recursively_apply(of_clips, self.accelerator.gather(tensors))
 
     def gather_lists(self, items: list) -> list:
-        """Gather the items of all processes, objects of any kind, in one list."""
+        """Gather the items of all processes, any objects, in one list."""
         return gather_object(items)
 
     def all_reduce_max(self, number: int) -> int:

@@ -66,17 +66,17 @@ def evaluate(
     terms: Sequence[Term],
     pools: Sequence[async_scoring.WorkerPool | None],
     clips: Sequence[Sample],
-    generate: Callable[[int, int], tuple[int, Tensor]],
+    generate: Callable[[int, int], tuple[int, Tensor, Tensor]],
     scales: Mapping[int, Scale],
 ) -> dict[str, float]:
     """Return eval/*: the rewards' scores of `noises` videos of each clip. Each process scores its shard.
 
-    generate: (row, index of its noise) -> (row, its video (3, F, H, W)), called equally often on every process.
-    scales: of `find_scales`.
+    generate: (row, index of its noise) -> (row, its video (3, F, H, W), its latents), called equally often on every
+    process. scales: of `find_scales`.
     """
     outputs, people = [], []
     for (row, n), in_shard in job.shard.padded(itertools.product(range(len(clips)), range(noises))):
-        row, video = generate(row, n)
+        row, video, _ = generate(row, n)
         if in_shard:
             pending = async_scoring.submit(terms, video[None], [clips[row].references], pools)
             outputs.append(async_scoring.collect(pending))

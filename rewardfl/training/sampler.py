@@ -30,13 +30,13 @@ class DeployedSampler:
     skip: bool
     device: torch.device
 
-    def base(self, clips: Sequence[Sample], row: int, n: int) -> tuple[int, Tensor]:
+    def base(self, clips: Sequence[Sample], row: int, n: int) -> tuple[int, Tensor, Tensor]:
         """Return what `generate` does without the policy adapter, in as many steps as a rollout takes."""
         with lora.reference(self.model):
             return replace(self, steps=self.settings.num_inference_steps).generate(clips, row, n)
 
-    def generate(self, clips: Sequence[Sample], row: int, n: int = 0) -> tuple[int, Tensor]:
-        """Return (row, its video (3, F, H, W)) under the current weights; n: which of its noises."""
+    def generate(self, clips: Sequence[Sample], row: int, n: int = 0) -> tuple[int, Tensor, Tensor]:
+        """Return (row, its video (3, F, H, W), its latents) under the current weights; n: which of its noises."""
         row, conditioning = self.conditions.read_or_substitute(clips, row, skip=self.skip)
         shape, seed = self.conditions.latent_shape(clips[row]), noise_seed(self.seed, -1, clips[row].row.id, n)
         conditioning = protocol.move_to(conditioning, self.device)
@@ -46,4 +46,4 @@ class DeployedSampler:
             negative=self.negative, guidance=self.settings.guidance_scale,
         )  # fmt: skip
         x0 = reward_flow.rollout(velocity, draw_noise((1, *shape), seed, self.device), schedule.sigmas, keep=()).x0
-        return row, self.decoder.decode(x0, conditioning)[0].float()
+        return row, self.decoder.decode(x0, conditioning)[0].float(), x0

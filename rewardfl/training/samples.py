@@ -27,6 +27,7 @@ class Sample:
     clip: Key  # identifies the clip as it was read
     size: tuple[int, int]  # height and width of the generated video
     references: tuple[Reference, ...]  # of the real clip, by reward
+    base_latents: Key | None = None  # the base model's, for the data anchor where the row has no clip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,19 +92,19 @@ def sample_videos(
     clips: DataConfig,
     backbone: Backbone,
     samples: Sequence[Sample],
-    generate: Callable[[int], tuple[int, Tensor]],
+    generate: Callable[[int], tuple[int, Tensor, Tensor]],
     job: Distributed,
     step: int,
 ) -> Path:
     """Write samples/step-*/<n>.mp4 of the first samples, each process its shard, and return the folder. Collective.
 
-    A model of images writes <n>.png, and grid.png of several. generate: row -> (row, its video (3, F, H, W)), called
-    equally often on every process; it may replace a row with lost inputs. A video that cannot be written, or its real
-    clip not be read, is left out with a warning.
+    A model of images writes <n>.png, and grid.png of several. generate: row -> (row, its video (3, F, H, W), its
+    latents), called equally often on every process; it may replace a row with lost inputs. A video that cannot be
+    written, or its real clip not be read, is left out with a warning.
     """
     folder, fps = samples_dir(run.output_dir, step), clips.fps or backbone.frame_rate
     for n, in_shard in job.shard.padded(range(min(run.sample_videos, len(samples)))):
-        row, video = generate(n)
+        row, video, _ = generate(n)
         path = folder / f"{n:02d}.{'png' if video.shape[1] == 1 else 'mp4'}"
         if in_shard:
             try:

@@ -2,9 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from rewardfl import config as configuration
@@ -12,7 +14,7 @@ from rewardfl import data
 from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Backbone, Conditioning, Decoder, Experts
 from rewardfl.config import AnyConfig, ConfigError, GroupRunConfig
-from rewardfl.data.cache import Cache
+from rewardfl.data.cache import Cache, digest
 from rewardfl.rewards import registry
 from rewardfl.rewards.scoring import Term
 from rewardfl.training import base_videos, batches, clip_scan, plan
@@ -27,6 +29,7 @@ from rewardfl.training.setup_rewards import (
     missing_columns,
     missing_references,
     reference_notes,
+    takes_base_latents,
     takes_base_motion,
     unusable_prompts,
 )
@@ -122,13 +125,15 @@ def _scan_table(
 
 
 def _anchor_notes(cfg: AnyConfig, rows: Sequence[data.Row]) -> list[str]:
-    """Return a note on rows without a clip to anchor at. Raise DataError where no row has one."""
-    without = sum(row.video is None for row in rows)
-    if cfg.anchor.weight == 0 or not without:
-        return []
-    if without == len(rows):
-        raise data.DataError("anchor.weight: no row names a video, so there is no clip to anchor at; set it to 0")
-    return [f"note: {rows[0].table}: {without} of {len(rows)} rows name no video and have no anchor (anchor.weight)"]
+    """Return notes on rows without a clip to anchor at. Raise DataError if no row has an anchor."""
+    without = [row for row in rows if row.video is None] if cfg.anchor.weight else []
+    base = sum(takes_base_latents(cfg, row) for row in without)
+    if without and len(without) == len(rows) and not base:
+        more = ", or anchor.target to reference" * any(takes_base_motion(cfg, row) for row in rows)
+        raise data.DataError(f"anchor.weight: no row names a video, so no clip to anchor at; set it to 0{more}")
+    counts = {"no anchor (anchor.weight)": len(without) - base, "an anchor at a video of the base model": base}
+    rows_of = f"of {len(rows)} rows name no video and have"
+    return [f"note: {rows[0].table}: {count} {rows_of} {what}" for what, count in counts.items() if count]
 
 
 def open_cache(cfg: AnyConfig) -> Cache:
@@ -175,31 +180,29 @@ def make_conditions(cfg: AnyConfig, backbone: Backbone, base: Mapping[str, str],
     )  # fmt: skip
 
 
-def make_anchors(
-    cfg: AnyConfig,
-    run_plan: plan.RunPlan,
-    backbone: Backbone,
-    conditions: Conditions,
-    samples: Sequence[Sample],
-    job: Distributed,
-) -> Anchors:
-    """Build the run's data anchor, and cache the latents of the clips that it trains on or measures."""
-    anchors = Anchors(
-        settings=cfg.anchor,
-        steps=run_plan.anchor_steps,
-        seed=cfg.run.seed,
-        backbone=backbone,
-        conditions=conditions,
-        samples=samples,
-        schedules=run_plan.schedule,
-        skip_lost=cfg.data.skip_bad_rows,
-        device=job.device,
-    )
+def fill_clip_latents(cfg: AnyConfig, conditions: Conditions, samples: Sequence[Sample], job: Distributed) -> None:
+    """Cache the latents of the clips that the data anchor trains on or measures. Collective."""
     clips = [sample for sample in samples if sample.row.video is not None]
     clips = clips if cfg.anchor.weight else clips[: cfg.anchor.measured_clips]
     conditions.fill_latents(clips, lambda sample: clip_scan.load_video(cfg.data, sample.row), job.device, job.shard)
     job.wait()
-    return anchors
+
+
+def make_anchors(
+    cfg: AnyConfig, run_plan: plan.RunPlan, conditions: Conditions, samples: Sequence[Sample], device: torch.device
+) -> Anchors:
+    """Build the run's data anchor. samples: with their base_latents (add_base_motion)."""
+    return Anchors(
+        settings=cfg.anchor,
+        steps=run_plan.anchor_steps,
+        seed=cfg.run.seed,
+        backbone=conditions.backbone,
+        conditions=conditions,
+        samples=samples,
+        schedules=run_plan.schedule,
+        skip_lost=cfg.data.skip_bad_rows,
+        device=device,
+    )
 
 
 def make_batch_builder(
@@ -233,12 +236,13 @@ def add_base_motion(
     store: Cache,
     terms: Sequence[Term],
     resume_point: ResumePoint,
-    generate: Callable[[Sequence[Sample], int, int], tuple[int, Tensor]],
+    generate: Callable[[Sequence[Sample], int, int], tuple[int, Tensor, Tensor]],
     *tables: Sequence[Sample],
 ) -> list[list[Sample]]:
     """Return the samples of tables, with the base model's motion where `takes_base_motion`. Collective.
 
-    generate: (samples of a table, row, noise) -> (row, the base model's video (3, F, H, W)).
+    The samples of the first table, to train on, have base_latents where `takes_base_latents`.
+    generate: (samples of a table, row, noise) -> (row, the base model's video (3, F, H, W), its latents).
     """
     sampler = {
         "base": dict(resume_point.base),
@@ -247,8 +251,14 @@ def add_base_motion(
         "boundary": cfg.model.min_timestep_boundary,
         "seed": cfg.run.seed,
     }
+
+    def with_latents(sample: Sample) -> Sample:
+        names = {"id": sample.row.id, "prompt": sample.row.prompt, "clip": digest(sample.clip)}
+        key = {"kind": "base_latents", "sampler": digest(sampler), **names}
+        return replace(sample, base_latents=key) if takes_base_latents(cfg, sample.row) else sample
+
     noises, completed = configuration.count_base_noises(cfg), []
-    for samples in tables:
+    for samples in ([with_latents(sample) for sample in tables[0]], *tables[1:]):
         rows = [i for i, sample in enumerate(samples) if takes_base_motion(cfg, sample.row)]
         videos = partial(generate, samples)
         completed.append(base_videos.add_motion(store, job, samples, rows, terms, videos, sampler, noises))

@@ -68,6 +68,12 @@ def takes_base_motion(cfg: AnyConfig, row: data.Row) -> bool:
     return {"clip": "clip" not in row.offers, "base": True}[cfg.reward.motion_reference]
 
 
+def takes_base_latents(cfg: AnyConfig, row: data.Row) -> bool:
+    """Return whether the data anchor takes the base model's video in the place of the row's clip."""
+    to_reference = cfg.anchor.weight > 0 and cfg.anchor.target == "reference"
+    return to_reference and takes_base_motion(cfg, row) and row.video is None
+
+
 def check_caps(rows: Sequence[data.Row], rewards: Sequence[ResolvedReward]) -> None:
     """Raise DataError if a face reward's cap is the self-similarity, and each row has only one picture."""
     measured = [
@@ -84,8 +90,8 @@ def check_face_packs(
 ) -> tuple[dict[str, dict[str, str]], list[str]]:
     """Return ({configuration key: {file: sha256}}, messages) of the face rewards, on every process.
 
-    The main process compares the packs with onnxruntime on the first sample's real clip. Raise FaceParityError on all
-    processes where they differ, DataError where the clip cannot be read.
+    The main process compares the packs with onnxruntime on the first sample's clip or photo. Raise FaceParityError on
+    all processes where they differ, DataError where the clip cannot be read.
     """
     packs = {term.key: term.reward.identity for term in terms if isinstance(term.reward, FaceIdentityReward)}
     if not packs:
@@ -96,8 +102,10 @@ def check_face_packs(
         for key, identity in packs.items():
             if identity.second is not None:
                 hashes[configuration.second_pack_key(key)] = file_hashes([identity.second.file])
-        clip = load_sized_example(cfg.data, samples[0].row).reference.to(job.device)
-        return hashes, describe_packs(hashes) + face_parity.check_packs(packs, clip)
+        clip = load_sized_example(cfg.data, samples[0].row).reference
+        if not clip.shape[1] and samples[0].row.pictures:
+            clip = data.load_pictures(samples[0].row)[0][:, None]
+        return hashes, describe_packs(hashes) + face_parity.check_packs(packs, clip.to(job.device))
 
     return job.run_on_main(check, (face_parity.FaceParityError, data.DataError))
 

@@ -14,7 +14,7 @@ from rewardfl.config import AnyConfig, FlowGrpoConfig, ForwardRlConfig, GroupRun
 from rewardfl.memory.sharding import Sharding
 from rewardfl.training.plan import FlowGrpoPlan, ForwardRlPlan, GroupPlan, RewardFlPlan, RunPlan, largest_size
 from rewardfl.training.setup_processes import check_sharding
-from rewardfl.training.setup_rewards import rows_without_motion
+from rewardfl.training.setup_rewards import rows_without_motion, takes_base_latents
 from rewardfl.training.workload import Span, Video, Workload
 
 _WEIGHTS = ({".safetensors"}, {".bin", ".pt", ".pth"}, {".onnx"})  # suffixes by format, in order of preference
@@ -32,6 +32,8 @@ def make_workload(
     height, width = largest_size(cfg.data, [row.size for row in rows or ()])
     steps = plan.max_steps if rows is None else plan.count_steps(len(rows))
     without = rows_without_motion(cfg, rows or (), plan.rewards)
+    base_videos = configuration.count_base_noises(cfg) * len(without)
+    base_videos = base_videos or sum(takes_base_latents(cfg, row) for row in rows or ())  # the anchor needs one of each
     common = Workload(
         video=Video(backbone=backbone, height=height, width=width, num_frames=cfg.data.num_frames, adapter=adapter),
         trained=trained,
@@ -47,8 +49,8 @@ def make_workload(
         offload_inputs=cfg.train.use_gradient_checkpointing_offload,
         batch=cfg.train.per_device_train_batch_size,
         anchor_to_reference=cfg.anchor.target == "reference",
-        base_videos=configuration.count_base_noises(cfg) * len(without),
-        base=_times(plan.forwards_per_velocity, Counter(plan.experts)) if without else {},
+        base_videos=base_videos,
+        base=_times(plan.forwards_per_velocity, Counter(plan.experts)) if base_videos else {},
     )
     counters: dict[type, Callable[..., Workload]] = {
         RewardFlConfig: _reward_fl, FlowGrpoConfig: _flow_grpo, ForwardRlConfig: _forward_rl

@@ -1,11 +1,17 @@
 """Rows with photos in the place of a clip: the three scripts train on them, and motion is compared with the base's."""
 
+import itertools
+import json
 import math
 import re
 
 import pytest
 import torch
-from runs import FACE_ALONE, WORLD, adapter, launch, launch_forward, launch_grpo, metrics
+import wan_files
+from conftest import ROOT, run_python
+from PIL import Image
+from pipelines import random_variant
+from runs import FACE_ALONE, RED, WORLD, adapter, launch, launch_forward, launch_grpo, metrics
 
 PHOTOS = WORLD / "train" / "photos"
 PACK = WORLD / "faces" / "inner_face"
@@ -30,28 +36,44 @@ def write_table(folder, *rows):
     return f"data.file_name={folder / 'rows.csv'}"
 
 
-MOTION = ["reward.motion_weight=0.5", "reward.others={flow: {name: optical_flow, weight: 1}}"]
 GROUP = "reward.others={flow: {name: optical_flow, weight: 1}}"
+MOTION = ["reward.motion_weight=0.5", GROUP]
+ANCHOR = ["anchor.weight=1", "anchor.target=reference"]
 SCRIPTS = {
-    "reward_fl": (launch, [*MOTION, "train.per_device_train_batch_size=5"]),
-    "flow_grpo": (launch_grpo, [GROUP, "grpo.groups=5"]),
-    "forward_rl": (launch_forward, [GROUP, "forward.groups=5"]),
+    "reward_fl": (launch, MOTION, "train.per_device_train_batch_size"),
+    "flow_grpo": (launch_grpo, [GROUP], "grpo.groups"),
+    "forward_rl": (launch_forward, [GROUP], "forward.groups"),
+}
+TEXT = ["model.model_name=wan2_2_ti2v_text", "model.trainable_models=dit", "data.height=32", "data.width=32"]
+UNSEEN = ["reward.reward_weight=0", "reward.motion_weight=0"]  # random weights draw no face
+TABLES = {  # rows, and settings
+    "all": ([*ROWS.values()], ANCHOR),
+    "one image": ([ROWS["an image"]], ["reward.cap=0.8"]),
+    "prompt of text to video": ([",,"], [*TEXT, *RED, UNSEEN[1]]),
+    "photos of text to video": ([ROWS["photos"]], [*TEXT, *UNSEEN, *ANCHOR]),
 }
 
 
+@pytest.mark.parametrize("table", ["all", *(pytest.param(name, marks=pytest.mark.long) for name in [*TABLES][1:])])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_rows_of_all_kinds_train(script, tmp_path):
-    start, settings = SCRIPTS[script]
-    run = tmp_path / "run"
-    common = [*FACE, write_table(tmp_path), f"data.cache_dir={tmp_path}/cache", f"run.output_dir={run}", *settings]
-    output = start(*common, "train.max_steps=1", "run.save_steps=1").stdout
-    assert "note: motion is compared with 1 videos of the base model for each of 3 rows" in output.replace(
-        f"data.file_name ({tmp_path}/rows.csv): ", ""
-    )
+def test_rows_of_all_kinds_train(script, table, tmp_path):
+    (start, settings, count), (rows, more) = SCRIPTS[script], TABLES[table]
+    run, without = tmp_path / "run", sum(row.startswith(",") for row in rows)
+    common = [*FACE, write_table(tmp_path, *rows), f"data.cache_dir={tmp_path}/cache", f"run.output_dir={run}"]
+    if text := TEXT[0] in more:
+        random_variant("wan2_2_ti2v_text").save_pretrained(tmp_path / "model")
+        common.append(f"model.model_paths={tmp_path}/model")
+    steps = ["train.max_steps=1", "run.save_steps=1", f"{count}={len(rows)}"]
+    output = start(*common, *settings, *more, *steps).stdout.replace(f"data.file_name ({tmp_path}/rows.csv): ", "")
+    assert f"note: motion is compared with 1 videos of the base model for each of {without} rows" in output
+    assert "no face was found" not in output  # the packs' check has a photo to look at
     line = metrics(run)[0]
-    assert line["reward/valid_fraction"] == 1 and line["grad_norm"] > 0
-    assert all(math.isfinite(line[f"reward/held_out/{name}"]) for name in ("motion_speed", "flow", "sharpness"))
+    assert line["grad_norm"] > 0 and (text or line["reward/valid_fraction"] == 1)
+    assert text or all(math.isfinite(line[f"reward/held_out/{name}"]) for name in ("motion_speed", "flow", "sharpness"))
     assert (tmp_path / "cache" / "motion").is_dir()
+    anchored = without if ANCHOR[0] in more else 0
+    assert (f"{anchored} of {len(rows)} rows name no video and have an anchor at a video" in output) == (anchored > 0)
+    assert len([*tmp_path.glob("cache/base_latents/*/*")]) == anchored
 
 
 def test_the_untrained_adapter_moves_as_the_base(tmp_path):
@@ -66,18 +88,19 @@ def test_the_untrained_adapter_moves_as_the_base(tmp_path):
 
 
 def test_a_resumed_run_is_the_same(tmp_path):
-    settings = [*FACE, write_table(tmp_path), *MOTION, "run.save_steps=1", "train.lr_scheduler_type=constant"]
+    settings = [*FACE, write_table(tmp_path), *MOTION, *ANCHOR, "run.save_steps=1", "train.lr_scheduler_type=constant"]
     launch(*settings, f"run.output_dir={tmp_path / 'straight'}", "train.max_steps=2")
     for steps in (1, 2):
         launch(*settings, f"run.output_dir={tmp_path / 'resumed'}", f"train.max_steps={steps}")
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    assert metrics(straight) == metrics(resumed)
+    assert metrics(straight) == metrics(resumed) and metrics(straight)[1]["actor/anchor_loss"] > 0
     before, after = adapter(straight, 2), adapter(resumed, 2)
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 REFUSED = {
     "one picture": (["an image"], [], r"reward.cap: self_similarity takes two photos of a person, or a clip"),
+    "an anchor of data": (["photos"], ["anchor.weight=1"], "no row names a video.*0, or anchor.target to reference"),
     "prompts": ([",,", ",,"], ["reward.motion_weight=0"], r"lines 2, 3 \(2 rows\): no video, and no image"),
 }
 
@@ -114,18 +137,57 @@ def test_a_photo_of_another_person_is_named_or_left_out(tmp_path):
 def test_two_processes_are_one(tmp_path):
     """They share the base videos."""
     common = [
-        *FACE,
-        write_table(tmp_path),
-        *MOTION,
-        "train.max_steps=1",
-        "run.save_steps=1",
+        *FACE, write_table(tmp_path), *MOTION, *ANCHOR, "train.max_steps=2", "run.save_steps=1",
         "train.max_grad_norm=0.01",
-    ]
+    ]  # fmt: skip
     folders = [[f"run.output_dir={tmp_path}/{n}", f"data.cache_dir={tmp_path}/cache{n}"] for n in (1, 2)]
     launch(*common, *folders[0], "train.gradient_accumulation_steps=4")
     done = launch(*common, *folders[1], "train.gradient_accumulation_steps=2", processes=2)
     assert (tmp_path / "2" / "metrics.jsonl").exists(), done.stderr[-3000:]
-    (single,), (shared,) = metrics(tmp_path / "1"), metrics(tmp_path / "2")
-    assert single.keys() == shared.keys()
-    for name in ("grad_norm", "reward/mean", "reward/motion_speed", "reward/flow/ratio", "reward/held_out/flow"):
-        assert shared[name] == pytest.approx(single[name], rel=1e-4), name
+    names = "grad_norm", "reward/mean", "reward/motion_speed", "reward/flow/ratio", "reward/held_out/flow"
+    for single, shared in zip(metrics(tmp_path / "1"), metrics(tmp_path / "2"), strict=True):
+        assert single.keys() == shared.keys()
+        for name in (*names, "actor/anchor_loss"):
+            assert shared[name] == pytest.approx(single[name], rel=1e-4), name
+    assert single["actor/anchor_loss"] > 0
+
+
+@pytest.mark.long
+def test_where_the_experts_wait_changes_nothing(tmp_path):
+    """Each run makes the base videos itself."""
+    common = [*FACE, write_table(tmp_path, ROWS["photos"]), *MOTION, *ANCHOR, "sample.noises_per_sample=1"]
+    common += ["train.use_gradient_checkpointing=true", "train.max_steps=2", "data.cache_dir=null"]
+    places = {"cpu_swap": ["experts.trained=cpu_swap"], "boundary_cache": [], "gpu": []}
+    for place, more in places.items():
+        launch(*common, *more, f"experts.untrained={place}", f"run.output_dir={tmp_path / place}")
+    swapped, cached, on_gpu = (metrics(tmp_path / place) for place in places)
+    assert swapped == cached == on_gpu and on_gpu[1]["actor/anchor_loss"] > 0
+
+
+@pytest.mark.long
+def test_from_a_folder_of_photos_to_a_lora_for_diffusers(tmp_path):
+    """In the published layout, with random weights."""
+    pipe, people = wan_files.small_pipeline(), tmp_path / "people"
+    original = wan_files.write_original(pipe, tmp_path / "original")
+    paths = wan_files.paths(original, wan_files.write_configs(pipe, tmp_path / "configs"))
+    (tmp_path / "paths.json").write_text(json.dumps(paths))
+    (tmp_path / "prompts.txt").write_text("{name} talks\n{name} nods\n")
+    people.mkdir()
+    (people / "anna").symlink_to(PHOTOS / "003")
+    words = ["--photos", people, "--prompts", tmp_path / "prompts.txt", "--out", tmp_path / "people.csv"]
+    assert run_python([ROOT / "examples" / "photo_table.py", *words]).returncode == 0
+    settings = ["model.trainable_models=dit,dit2", "sample.mid_timestep=0", f"model.model_paths={tmp_path}/paths.json"]
+    settings += [f"data.file_name={tmp_path}/people.csv", f"run.output_dir={tmp_path}/run", "train.max_steps=1"]
+    launch(*FACE, *MOTION, *settings)
+
+    def generate():
+        pipe.scheduler = pipe.scheduler.from_config(pipe.scheduler.config)  # without the last call's steps
+        picture, size = Image.open(PHOTOS / "003" / "0.jpg"), {"height": 48, "width": 48, "num_frames": 5}
+        settings = {"num_inference_steps": 4, "guidance_scale": 1.0, "generator": torch.Generator().manual_seed(1)}
+        return pipe(picture, "anna talks", **size, **settings, output_type="pt").frames
+
+    videos, latest = [generate(), generate()], tmp_path / "run" / "checkpoints" / "latest"
+    for part, second in (("transformer", False), ("transformer_2", True)):
+        pipe.load_lora_weights(latest / part, load_into_transformer_2=second)
+        videos.append(generate())
+    assert [torch.equal(*pair) for pair in itertools.pairwise(videos)] == [True, False, False]

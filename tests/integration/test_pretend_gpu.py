@@ -40,6 +40,10 @@ CASES = {
     "reward_fl boundary cache": [
         *REWARD_FL, *LOW_NOISE, "experts.untrained=boundary_cache", "sample.noises_per_sample=2",
     ],
+    "reward_fl photos": [
+        *REWARD_FL, "data.file_name=tests/support/photos.csv", "anchor.weight=1", "anchor.target=reference",
+        "reward.others={flow: {name: optical_flow, weight: 1}}",
+    ],
     "reward_fl bfloat16": [*REWARD_FL, "model.dtype=bfloat16"],
     "flow_grpo": FLOW_GRPO,
     "flow_grpo swap": [*FLOW_GRPO, *SWAP],
@@ -49,6 +53,7 @@ PLACES = {
     "replay": [], "swap": [*SWAP, *OFFLOAD], "keep_on_device": ["train.active_graphs=keep_on_device"],
     "kept chunks": ["train.active_graphs=keep_on_device", "train.kept_chunks=2"],
     "keep_on_host": [*OFFLOAD, "train.active_graphs=keep_on_host"],
+    "base videos": ["reward.motion_reference=base", "reward.others={flow: {name: optical_flow, weight: 1}}"],
 }  # fmt: skip
 PHASES = ("encode", "rollout", "decode", "reward", "replay", "optimizer")
 UPDATE = (*PHASES, "anchor", "step")
@@ -179,6 +184,7 @@ def test_a_gpu_holds_what_the_plan_says(mode, tmp_path):
     for phase in ("rollout", "decode", "replay"):
         planned = max(memory.of(part) for part in memory.phases if part.startswith(phase))  # decode, and its VJP
         assert peaks[phase] == pytest.approx(planned, rel=0.05), (phase, memory.phases)
+    assert peaks["start"] <= 1.05 * memory.peak  # with the base videos
 
 
 @pytest.mark.slow(8)

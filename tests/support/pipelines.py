@@ -79,7 +79,7 @@ def random_variant(name: str) -> WanImageToVideoPipeline | WanPipeline:
 
 
 def residual_vae() -> AutoencoderKLWan:
-    """Of Wan2.2-TI2V-5B's kind: residual, two pixels a side to one before it, 48 channels."""
+    """As Wan2.2-TI2V-5B's: residual, two pixels a side to one before it, 48 channels."""
     vae = AutoencoderKLWan(
         base_dim=4, decoder_base_dim=6, z_dim=48, dim_mult=[1, 2, 2], num_res_blocks=1, attn_scales=[],
         temperal_downsample=[False, True], is_residual=True, in_channels=12, out_channels=12, patch_size=2,

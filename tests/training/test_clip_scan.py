@@ -287,7 +287,7 @@ def test_a_sample_video_whose_clip_is_lost_is_left_out(cfg, tmp_path, capsys):
 
     def generate(row):
         asked.append(row)
-        return row, torch.zeros(3, 5, 32, 48)
+        return row, torch.zeros(3, 5, 32, 48), torch.zeros(1)
 
     model = SimpleNamespace(frame_rate=16)
     folders = together(2, lambda job: saving.sample_videos(cfg.run, cfg.data, model, samples, generate, job, 7))

@@ -59,7 +59,7 @@ def check(identity: FaceIdentity, video: Tensor) -> str:
         from insightface.utils.face_align import norm_crop
     except ImportError as error:
         return f"face parity with {code}: skipped, insightface cannot be imported ({error})"
-    for frame in video.transpose(0, 1).split(1):
+    for frame in video.transpose(0, 1).unsqueeze(1):
         frame = ((frame.float().clamp(-1, 1) + 1) * 127.5).round() / 127.5 - 1  # 8 bits for both codes
         (faces,) = identity.detector.detect(frame)
         if len(faces.scores):

@@ -1,0 +1,54 @@
+"""The base model's videos: how they are sampled, and which are made again."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT
+
+from rewardfl import config
+from rewardfl.backbones.protocol import Experts
+from rewardfl.data.cache import Cache
+from rewardfl.training import setup_data
+from rewardfl.training.sampler import DeployedSampler
+from rewardfl.training.samples import Sample
+from rewardfl.training.shard import Shard
+
+
+def sample_of(name):
+    row = SimpleNamespace(id=name, prompt="talking", video=None, offers=("picture",))
+    return Sample(row=row, clip={}, size=(32, 32), references=())
+
+
+def test_they_take_as_many_steps_as_a_rollout():
+    def schedule(steps, *_):
+        raise RuntimeError(f"{steps} steps")
+
+    conditions = SimpleNamespace(read_or_substitute=lambda *_, skip: (0, {}), latent_shape=lambda _: (1, 1, 2, 2))
+    sampler = DeployedSampler(
+        backbone=SimpleNamespace(schedule=schedule), model=Experts({}), decoder=None, conditions=conditions,
+        negative=None, settings=config.load(ROOT / "tests" / "grpo.yaml").sample, steps=3, seed=1, skip=False,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    for sample, steps in ((sampler.generate, 3), (sampler.base, 8)):
+        with pytest.raises(RuntimeError, match=f"^{steps} steps"):
+            sample([sample_of("0")], 0, 0)
+
+
+def test_another_boundary_or_row_is_sampled_again(tmp_path):
+    """Without a reward that measures motion the anchor takes the first noise's, and only of rows to train on."""
+    generated, store = [], Cache(tmp_path)
+    job = SimpleNamespace(run_on_main=lambda find, errors: find(), wait=lambda: None, shard=Shard(0, 1, quiet=True))
+
+    def generate(samples, row, noise):
+        generated.append((samples[row].row.id, noise))
+        return row, torch.zeros(3, 1, 2, 2), torch.full((1, 1), float(len(generated)))
+
+    reference = ["anchor.weight=1", "anchor.target=reference"]
+    for boundary, names, latents in ((0.9, "a", [1]), (0.8, "a", [2]), (0.9, "ba", [3, 1])):
+        cfg = config.load(ROOT / "tests" / "face.yaml", [*reference, f"model.min_timestep_boundary={boundary}"])
+        tables, point = ([sample_of(name) for name in names], [sample_of("held out")]), SimpleNamespace(base={})
+        samples, held_out = setup_data.add_base_motion(cfg, job, store, [], point, generate, *tables)
+        assert [float(store.get(sample.base_latents)["latents"]) for sample in samples] == latents
+        assert held_out[0].base_latents is None
+    assert generated == [("a", 0), ("a", 0), ("b", 0)]
