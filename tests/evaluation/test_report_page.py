@@ -1,11 +1,8 @@
 """report.html and the page of tools/compare_runs.py, from reports as evaluate makes them; nothing is sampled."""
 
 import base64
-import contextlib
-import io
 import json
 import re
-import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -375,41 +372,10 @@ def test_what_is_no_evaluation_is_refused(runs):
     assert "name two or more" in text
     (folder / "report.json").write_text(json.dumps(report | {"settings": SETTINGS | {"records": {"format": "0"}}}))
     text = run_tool(compare_runs.main, runs / "a", runs / "b", *out, expect=2)
-    assert "another version of evaluate.py" in text
+    assert "is not a report on videos by this version of evaluate.py; evaluate again" in text
 
 
-WRONG = [None, [], "x", -1, 1e308, {"a": 1}]
-PLACES = [
-    ("people",), ("command",), ("settings",), ("settings", "data"), ("settings", "model", "n"), ("real",),
-    ("real", "per_frame"), ("real", "per_frame", JUDGE), ("arms",), ("arms", 0), ("arms", 1, "name"),
-    ("arms", 1, "against"), ("arms", 1, "figures"), ("arms", 1, "figures", "look/face"), ("arms", 1, "per_frame"),
-    ("arms", 1, "per_frame", JUDGE, 0), ("arms", 1, "compared"), ("arms", 1, "compared", f"{JUDGE}/face_sim"),
-    ("arms", 1, "compared", "motion/flow", "ratio"), ("arms", 1, "compared", "motion/flow", "difference", "low"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: ".".join(map(str, place)))
-def test_any_other_content_is_one_line_or_a_page(runs, monkeypatch, place):
-    """A wrong value at any place, or none there: refused with the file's name, or drawn."""
-    monkeypatch.setattr(pictures, "draw_curves", lambda *_, **settings: b"")
-    path = runs / "b" / "evaluation" / "report.json"
-    for wrong in WRONG:
-        report = part = json.loads((runs / "a" / "evaluation" / "report.json").read_text())
-        for key in place[:-1]:
-            part = part[key]
-        part[place[-1]] = wrong
-        path.write_text(json.dumps(report))
-        (runs / "page.html").unlink(missing_ok=True)
-        words = ["compare_runs", str(runs / "a"), str(runs / "b"), "--anyway", "--out", str(runs / "page.html")]
-        monkeypatch.setattr(sys, "argv", words)
-        errors = io.StringIO()
-        with contextlib.redirect_stderr(errors):
-            code = compare_runs.main()
-        text = errors.getvalue()
-        assert code == 0 and not text or text.startswith(f"error: {path}: is not a report") and text.count("\n") == 1
-
-
-@pytest.mark.parametrize("content", ["", "{", "null", "[1]", "{}", "[" * 100_000, '{"people": NaN}', "\xff"])
+@pytest.mark.parametrize("content", ["", "{", "null", "[1]", "[" * 100_000, '{"people": 3, "settings": null}', "\xff"])
 def test_any_other_file_is_one_line(runs, content):
     path = runs / "b" / "evaluation" / "report.json"
     path.write_bytes(content.encode("latin-1"))
