@@ -4,8 +4,8 @@
         data.file_name=data/metadata.csv data.max_pixels=399360 data.fps=16
 
 Problems keep a row from being trained on, warnings do not. --faces looks for a face in the clip that the face is taken
-from; a row without any has a problem. It warns of frames without the face and of a cut to another person. Stills have
-a warning, too.
+from; a row without any has a problem. It warns of frames without the face and of a cut to another person. Stills and
+repeated frames have a warning, too.
 
 Exit code 0: every row can be used; 2: some cannot, or there is nothing to check.
 """

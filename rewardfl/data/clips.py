@@ -112,6 +112,9 @@ def _open_video(path: str | Path) -> Iterator[tuple[av.container.InputContainer,
             # in the metadata: VP8 and VP9, whose decoders here drop the alpha channel
             if stream.metadata.get("alpha_mode") == "1" or pixels and any(part.is_alpha for part in pixels.components):
                 raise DataError(f"{path}: has an alpha channel; save it without one")
+            end = os.path.getsize(path)
+            if any(entry.pos + entry.size > end for entry in stream.index_entries):
+                raise DataError(f"{path}: is damaged: the file ends before its index does; copy or download it again")
             yield container, stream
     except av.FFmpegError as error:
         reason = "" if isinstance(error, OSError) else "; it is damaged, or no video"

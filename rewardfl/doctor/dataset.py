@@ -21,6 +21,7 @@ from rewardfl.training import plan
 from rewardfl.training.clip_scan import load_sized_example
 
 BLOCK, STILL = 8, 4.0  # the side of a block in pixels; a still's blocks change by fewer levels of 255
+REPEATED = 0.25  # a repeated frame changes less than this share of what frames that move do
 COMPARED_FRAMES = 16  # frames of a clip whose faces are compared
 CUT_FACE = 0.05  # share of a face's width that a crop may cut off
 STRANGE = 0.25  # a warning from this share of them with another face than the first's
@@ -75,7 +76,7 @@ def inspect(
         return report
     report.size = example.size
     videos = {} if example.video is None else {"video": example.video}
-    report.warnings += still_warnings(videos["video"]) if videos else []
+    report.warnings += motion_warnings(videos["video"]) if videos else []
     if faces is None:
         return report
     if row.photos:
@@ -132,11 +133,23 @@ def cut_warnings(column: str, cosines: Tensor) -> list[str]:
     ]
 
 
-def still_warnings(video: Tensor) -> list[str]:
-    """Return a warning if a clip (3, F, H, W) in [-1, 1] does not move."""
+def motion_warnings(video: Tensor) -> list[str]:
+    """Return warnings if a clip (3, F, H, W) in [-1, 1] does not move, or repeats frames at a regular interval."""
     blocks = torch.stack([127.5 * torch.nn.functional.avg_pool2d(frame, BLOCK) for frame in video.unbind(1)])
-    is_still = len(blocks) > 1 and bool((blocks - blocks[0]).abs().max() < STILL)
-    return [f"video: nothing moves in its {len(blocks)} frames"] if is_still else []
+    if len(blocks) > 1 and bool((blocks - blocks[0]).abs().max() < STILL):
+        return [f"video: nothing moves in its {len(blocks)} frames"]
+    changes = blocks.diff(dim=0).abs().flatten(1).amax(1)
+    moves = changes > REPEATED * changes.quantile(0.9) if len(changes) else changes.bool()
+    if repeats_regularly(moves) or repeats_regularly(~moves):
+        return [f"video: {int((~moves).sum())} of {len(blocks)} frames repeat the one before; leave them out"]
+    return []
+
+
+def repeats_regularly(events: Tensor) -> bool:
+    """Return whether at least four events (n,) bool come at one interval of two or more, or that and one more."""
+    gaps = Counter(events.nonzero().flatten().diff().tolist())
+    most = max((gaps[gap] + gaps[gap + 1] for gap in gaps if gap > 1), default=0)
+    return most >= 3 and most >= 0.8 * gaps.total() and 2 * int(events.sum()) * max(gaps) >= len(events)
 
 
 def listing(

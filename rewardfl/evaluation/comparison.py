@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
         folder = folder if (folder / records.FILE).is_file() else folder / "evaluation"
         print(compare_groups(folder, args.first.split(","), args.second.split(",")))
         return 0
-    reports = (find_report(folder) for folder in args.evaluations)
+    reports = [find_report(folder) for folder in args.evaluations]
     inputs = (*reports, *(folder / "metrics.jsonl" for folder in args.evaluations))
     page = outputs.Target(option="--out", path=args.out, overwrite=args.overwrite, inputs=inputs)
     page.check()
@@ -39,10 +39,15 @@ def run(args: argparse.Namespace) -> int:
         Evaluated(name, read_report(folder), metric_curves.read_metrics(folder))
         for name, folder in zip(metric_curves.run_labels(args.evaluations), args.evaluations, strict=True)
     ]
-    problem = describe_mismatch(evaluations)
+    try:
+        problem = describe_mismatch(evaluations)
+        content = comparison_page(evaluations, problem)
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        files = ", ".join(map(str, reports))
+        raise ValueError(f"{files}: one is not a report of evaluate.py ({error!r}); evaluate again") from error
     if problem and not args.anyway:
         raise ValueError(f"{problem}; evaluate them alike, or give --anyway to see them all the same")
-    page.write(comparison_page(evaluations, problem).encode())
+    page.write(content.encode())
     print(args.out)
     return 0
 

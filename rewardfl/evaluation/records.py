@@ -48,8 +48,9 @@ WAY_OUT = "give --out another folder, or --overwrite to remove that evaluation"
 FACE = ("face_sim", "coverage", "speed", "nonrigid")  # the figures of a recogniser
 
 
-KEYS = {  # of every record
-    "row", "line", "index", "person", "arm", "seed", "steps", "decoded", "file", "figures", "curves", "detected",
+TYPES: Mapping[str, type] = {  # of the keys of every record
+    "row": str, "line": int, "index": int, "person": str, "arm": str, "steps": int, "decoded": bool, "file": str,
+    "figures": dict, "curves": dict, "detected": dict,
 }  # fmt: skip
 
 
@@ -71,9 +72,10 @@ def read_records(out: Path) -> dict[RecordKey, Record]:
     for path in _files(out):
         *lines, _ = path.read_bytes().split(b"\n")  # the last is empty or truncated
         for i, text in enumerate(lines, 1):
-            if not (record := parse_object(text)).keys() >= KEYS:
+            record = parse_object(text)
+            if not all(isinstance(record.get(key), kind) for key, kind in TYPES.items()):
                 raise InputError(f"{path}: line {i} is no record; {WAY_OUT}")
-            records[record["row"], record["arm"], record["seed"]] = record
+            records[record["row"], record["arm"], record.get("seed")] = record
     return records
 
 

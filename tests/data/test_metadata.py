@@ -631,6 +631,29 @@ def test_a_look_says_what_reading_says(folder, num_frames, fps):
         assert look.header.size == (48, 64) and look.header.rate == 16
 
 
+def cut_off(path, keep):
+    """The index of an mp4 before its frames, of which only the first part is kept."""
+    with (
+        av.open(str(path)) as whole,
+        av.open(f"{path}.new", "w", format="mp4", options={"movflags": "faststart"}) as new,
+    ):
+        stream = new.add_stream_from_template(whole.streams.video[0])
+        for packet in whole.demux(video=0):
+            if packet.dts is not None:
+                packet.stream = stream
+                new.mux(packet)
+    os.replace(f"{path}.new", path)
+    os.truncate(path, int(keep * path.stat().st_size))
+
+
+def test_a_file_that_is_cut_off_is_found_by_its_index(folder):
+    data.write_video(folder / "a.mp4", torch.randint(0, 255, (9, 48, 64, 3), dtype=torch.uint8), fps=16)
+    cut_off(folder / "a.mp4", 0.5)
+    (problem,) = data.inspect_row(row_of(folder / "a.mp4"), 9).problems
+    assert "a.mp4: is damaged: the file ends before its index does" in problem
+    assert problem_of(row_of(folder / "a.mp4"), 9) == problem
+
+
 HD, SMALL = (480, 832), (16, 16)
 MIXED = [(HD, 30.0), (HD, None), (HD, 16.0)]
 

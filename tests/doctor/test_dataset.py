@@ -11,6 +11,7 @@ from PIL import Image
 from pipelines import I2V
 
 from rewardfl import data
+from rewardfl.doctor import dataset
 from rewardfl_tools import check_dataset
 
 WORLD = ROOT / "assets" / "tiny_world"
@@ -96,11 +97,23 @@ def test_every_problem_and_every_warning(tmp_path):
 @pytest.mark.parametrize("frames, words", [
     (person(), ""), (person()[:1].expand(9, -1, -1, -1), "nothing moves in its 9 frames"),
     (torch.cat([person()[:4], person(1)[4:]]), "5 of 8 later frames show another person than the first with a face"),
+    (torch.cat([person()[:6], person()[5:6], person()[5:6], person()[6:]])[:9], ""),  # a pause
+    (person()[:5].repeat_interleave(2, 0)[:9], "4 of 9 frames repeat the one before"),
 ])  # fmt: skip
 def test_what_a_clip_shows_is_judged(tmp_path, frames, words):
     data.write_video(tmp_path / "a.mp4", frames, 16)
     out = check(write_csv(tmp_path, ["a.mp4", "x"], header=["video", "prompt"]), ANY_RATE, *FACES)
     assert [words in line for line in out if "warning" in line] == [True] * bool(words)
+
+
+@pytest.mark.parametrize("source, rate, repeats", [
+    (24, 24, 0), (12, 24, 40), (16, 24, 27), (24, 30, 16), (25, 30, 14), (12, 30, 48), (8, 24, 54),
+])  # fmt: skip
+def test_frames_that_a_conversion_of_rates_doubles(source, rate, repeats):
+    picture = torch.rand(40, 8, 3, generator=torch.Generator().manual_seed(0)).repeat_interleave(12, 0)
+    film = [(255 * picture[2 * i : 2 * i + 96].repeat_interleave(4, 1)).byte() for i in range(81)]
+    warnings = dataset.motion_warnings(data.to_float(torch.stack([film[k * source // rate] for k in range(81)])))
+    assert warnings == [f"video: {repeats} of 81 frames repeat the one before; leave them out"] * bool(repeats)
 
 
 @pytest.mark.parametrize("setting, message", [

@@ -3,13 +3,16 @@
 import base64
 import json
 import re
+from contextlib import suppress
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, run_tool
 from matplotlib.figure import Figure
 from test_judging import ARMS, JUDGE, pair, real, record, summary
 
+from rewardfl.evaluation import comparison
 from rewardfl.evaluation.arms import Arm
 from rewardfl.evaluation.records import FORMAT
 from rewardfl.evaluation.report import pictures
@@ -373,6 +376,31 @@ def test_what_is_no_evaluation_is_refused(runs):
     (folder / "report.json").write_text(json.dumps(report | {"settings": SETTINGS | {"records": {"format": "0"}}}))
     text = run_tool(compare_runs.main, runs / "a", runs / "b", *out, expect=2)
     assert "is not a report on videos by this version of evaluate.py; evaluate again" in text
+
+
+WRONG = [None, [], "x", -1, 1e308, {"a": 1}]
+PLACES = [
+    ("people",), ("command",), ("settings",), ("settings", "data"), ("settings", "model", "n"), ("real",),
+    ("real", "per_frame"), ("real", "per_frame", JUDGE), ("arms",), ("arms", 0), ("arms", 1, "name"),
+    ("arms", 1, "against"), ("arms", 1, "figures"), ("arms", 1, "figures", "look/face"), ("arms", 1, "per_frame"),
+    ("arms", 1, "per_frame", JUDGE, 0), ("arms", 1, "compared"), ("arms", 1, "compared", f"{JUDGE}/face_sim"),
+    ("arms", 1, "compared", "motion/flow", "ratio"), ("arms", 1, "compared", "motion/flow", "difference", "low"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: ".".join(map(str, place)))
+def test_any_other_content_is_refused_or_drawn(runs, monkeypatch, place):
+    monkeypatch.setattr(pictures, "draw_curves", lambda *_, **settings: b"")
+    evaluations, page = [runs / "a", runs / "b"], runs / "page.html"
+    args = SimpleNamespace(evaluations=evaluations, first=None, anyway=True, out=page, overwrite=True)
+    for wrong in WRONG:
+        report = part = json.loads((runs / "a" / "evaluation" / "report.json").read_text())
+        for key in place[:-1]:
+            part = part[key]
+        part[place[-1]] = wrong
+        write_report(runs / "b" / "evaluation", report)
+        with suppress(ValueError):  # the tool's one line
+            comparison.run(args)
 
 
 @pytest.mark.parametrize("content", ["", "{", "null", "[1]", "[" * 100_000, '{"people": 3, "settings": null}', "\xff"])
