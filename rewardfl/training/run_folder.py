@@ -119,7 +119,8 @@ def _compare_run_json(
     except (FileNotFoundError, ValidationError) as error:
         raise CheckpointError(f"{path} is missing or damaged; put it back as the run wrote it, or {restart}") from error
     old, new = _flat(record.config), _flat(config)
-    if other_keys := sorted(old.keys() ^ new.keys()):
+    removed = [key for key in old.keys() - new.keys() if old[key]]  # one that was off changes nothing
+    if other_keys := sorted([*removed, *(new.keys() - old.keys())]):
         version = f"another version of rewardfl, with other keys ({', '.join(other_keys[:5])})"
         raise CheckpointError(f"{path} was written by {version}; resume with that version, or {restart}")
     may_change = MAY_CHANGE
@@ -127,7 +128,7 @@ def _compare_run_json(
         # the learning rate depends on the length of the run
         by_epochs = None in (old.get("train.max_steps"), new.get("train.max_steps"))
         may_change -= {"train.max_steps", *(["train.num_train_epochs"] if by_epochs else [])}
-    old |= _flat({"base_model": record.base_model})
+    old = {key: old[key] for key in new} | _flat({"base_model": record.base_model})
     new |= _flat({"base_model": base_model})
     differing = [
         {"key": key, "old": old.get(key), "new": new.get(key)}

@@ -124,6 +124,7 @@ def test_settings_keep_their_types(write):
     [
         ("train.lerning_rate=1", "unknown key 'train.lerning_rate', did you mean 'learning_rate'?"),
         ("train.keep_attention=false", "train.keep_attention was removed: it saved 6 % of the FLOPs"),
+        ("reward.views=0", "reward.views was removed: it traded identity for motion; delete the key"),
         ("train.lora_rank=1", "train.lora_rank -> lora.lora_rank: "),
         ("trian.learning_rate=1", "unknown section 'trian', did you mean 'train'?; sections are run, model, experts,"),
         ("model_paths=x", "model_paths -> model.model_paths: "),

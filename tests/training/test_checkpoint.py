@@ -150,6 +150,7 @@ def test_files_have_the_mode_of_the_umask_and_hard_links_their_own(tmp_path):
 def test_a_new_run_and_going_on_with_it(tmp_path):
     for config, resume in ((changed(train__learning_rate=2e-5), "auto"), (CONFIG, False), (CONFIG, "auto")):
         assert start(tmp_path / "out", config, resume=resume) is None  # a run without a step is replaced
+    start(tmp_path / "out", changed(reward__views=0))  # by a version with a key that is gone, and was off
     path = save(tmp_path / "out", 25)
     assert start(tmp_path / "out") == path
     longer = changed(run__save_steps=5, run__output_dir="elsewhere/out", train__max_steps=100)
