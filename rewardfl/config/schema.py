@@ -527,9 +527,6 @@ class TrainConfig(GrpoTrainConfig):
 
     # As in GrpoTrainConfig. The reward's gradient is far less noisy than a policy gradient, and drifts sooner.
     learning_rate: IfNamed[Annotated[Positive, Field(le=1)]] = 2.5e-6
-    # Largest norm of the gradient of one sample's loss by its frames, so that no clip outweighs the others; null: no
-    # limit. The metric train/sample_norm is their median before clipping: start with twice that.
-    max_sample_norm: IfNamed[Positive | None] = None
     # Forward passes per process and step.
     gradient_accumulation_steps: Free[BatchSize] = 1
     # Clips per step over all processes, as a check: must equal per device x accumulation x processes.
@@ -763,8 +760,6 @@ class RewardFlConfig(Section):
             yield f"{needs} makes its videos by averaged weights; set train.ema_decay, for example to 0.5"
         if self.reward.kl_weight != 0:
             yield f"{needs} stays near the averaged weights and has no KL; set reward.kl_weight: 0"
-        if self.train.max_sample_norm is not None:
-            yield f"{needs} gives every sample's gradient one length; set train.max_sample_norm: null"
         if self.train.active_graphs != "replay":
             yield f"{needs} has no graphs in its rollout; set train.active_graphs: replay"
 

@@ -340,7 +340,6 @@ UNSTORED = "train.use_gradient_checkpointing=false"
         ("sample.endpoint_length=0.2", "sample.endpoint_length is for gradient_mode endpoint; remove it"),
         (f"{ENDPOINT} reward.kl_weight=0", "endpoint makes its videos by averaged weights; set train.ema_decay"),
         (f"{ENDPOINT} train.ema_decay=0.5", "endpoint stays near the averaged weights and has no KL; set reward.kl"),
-        (f"{ENDPOINT} train.max_sample_norm=1", "gives every sample's gradient one length; set train.max_sample_norm"),
         (f"{ENDPOINT} {KEPT}", "endpoint has no graphs in its rollout; set train.active"),
         ("sample.coupling=0.5", "coupling of gradient_mode chain is 1, got 0.5; take"),
         ("sample.gradient_mode=drtune sample.coupling=1", "coupling of gradient_mode drtune is 0, got 1"),

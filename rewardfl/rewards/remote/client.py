@@ -10,7 +10,7 @@ import random
 import re
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import httpx
@@ -129,8 +129,8 @@ class RemoteReward(Reward):
         }
         score, valid = torch.zeros(len(video)), torch.zeros(len(video), dtype=torch.bool)
         parts: dict[str, Tensor] = {}
-        for group in split_requests(list(clips), clips, self.max_bytes, self.place):
-            answer = self._request(wire.pack_request([clips[i] for i in group]))
+        for group, body in pack_requests(list(clips), clips, self.max_bytes, self.place):
+            answer = self._request(body)
             try:
                 score[group], valid[group], group_parts = wire.unpack_answer(answer, len(group))
             except wire.WireError as error:
@@ -178,21 +178,25 @@ class RemoteReward(Reward):
         return kind(f"{self.place}.url {self.url}: {message}")
 
 
-def split_requests(samples: list[int], clips: Mapping[int, Clip], limit: int, place: str) -> list[list[int]]:
-    """Halve the samples until each request has at most `limit` bytes.
+def pack_requests(
+    samples: list[int], clips: Mapping[int, Clip], limit: int, place: str
+) -> Iterator[tuple[list[int], bytes]]:
+    """Yield samples and the body of their request, halved until each has at most `limit` bytes.
 
     Raise ValueError for a clip that is too large by itself. place: the key of the settings, for messages.
     """
-    size = wire.ENVELOPE_BYTES + sum(clips[i].nbytes for i in samples)
-    if size <= limit or not samples:
-        return [samples] if samples else []
-    if len(samples) == 1:
+    body = wire.pack_request([clips[i] for i in samples]) if samples else b""
+    if len(body) > limit and len(samples) == 1:
         raise ValueError(
-            f"{place}.max_bytes is {limit}, and a request with one clip has {size} bytes; raise it, or send fewer "
+            f"{place}.max_bytes is {limit}, and a request with one clip has {len(body)} bytes; raise it, or send fewer "
             f"frames ({place}.frames: 4)"
         )
+    if len(body) <= limit:
+        yield from [(samples, body)] if samples else []
+        return
     half = len(samples) // 2
-    return [part for side in (samples[:half], samples[half:]) for part in split_requests(side, clips, limit, place)]
+    for part in (samples[:half], samples[half:]):
+        yield from pack_requests(part, clips, limit, place)
 
 
 def _message(answer: bytes) -> str:

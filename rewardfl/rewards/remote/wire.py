@@ -31,7 +31,6 @@ from torch import Tensor
 
 WIRE_VERSION = 1
 CONTENT_TYPE = "application/x-safetensors"
-ENVELOPE_BYTES = 400  # of a request's body without its clips
 # The library accepts headers of 100 MB, which take gigabytes once parsed; ours hold a few names and the prompts.
 MAX_HEADER_BYTES = 1 << 22
 
@@ -47,13 +46,6 @@ class Clip:
     frames: Tensor  # (F, H, W, 3) uint8 RGB
     prompt: str
     reference: Tensor | None = None  # (F', H', W', 3) uint8 RGB
-
-    @property
-    def nbytes(self) -> int:
-        """Return an upper bound of the clip's bytes in a request's body."""
-        pixels = self.frames.nbytes + (0 if self.reference is None else self.reference.nbytes)
-        # a control character takes 7 bytes, escaped in JSON within JSON; the header of "reference.<i>" about 150
-        return pixels + 7 * len(self.prompt.encode()) + 200
 
 
 def pack_request(clips: Sequence[Clip]) -> bytes:

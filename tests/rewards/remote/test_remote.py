@@ -14,7 +14,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -27,7 +26,7 @@ from rewardfl import command_line, data, reward_server, rewards
 from rewardfl.reward_server import server
 from rewardfl.reward_server.server import RewardServer
 from rewardfl.rewards.remote import RemoteReward, RewardServerError, wire
-from rewardfl.rewards.remote.client import split_requests
+from rewardfl.rewards.remote.client import pack_requests
 from rewardfl.rewards.remote.wire import Clip, WireError
 from rewardfl.rewards.scoring import score_safely
 from rewardfl_tools import serve_reward
@@ -126,7 +125,7 @@ def answer_of(**tensors):
     return save({name.replace("_", ".", 1): torch.as_tensor(value) for name, value in tensors.items()})
 
 
-@pytest.mark.parametrize("max_bytes", [400 * MB, 2000], ids=["one request", "split"])
+@pytest.mark.parametrize("max_bytes", [400 * MB, 1300], ids=["one request", "split"])
 @pytest.mark.parametrize("send_reference", [False, True])
 def test_scores_are_those_at_home_bit_for_bit(send_reference, max_bytes):
     likeness = Likeness()
@@ -137,7 +136,7 @@ def test_scores_are_those_at_home_bit_for_bit(send_reference, max_bytes):
     assert set(output.parts) == {"mean", "real"} and output.valid.all()
     assert output.parts["real"].isnan().all() != send_reference
     assert sum(likeness.batches) == 5 and max(likeness.batches) <= 2
-    assert (len(likeness.batches) == 3) == (max_bytes > 2000)
+    assert (len(likeness.batches) == 3) == (max_bytes > 1300)
 
 
 def test_invalid_samples_score_zero_and_the_others_as_if_alone():
@@ -316,24 +315,17 @@ def test_the_bytes_on_the_wire_are_those_of_version_1(monkeypatch):
     assert made == ANSWER
 
 
-@pytest.mark.parametrize("prompt", ["", "\x01" * 500, '"\\' * 500, "\U0001f600" * 500])
-def test_no_request_is_bigger_than_its_clips_say(prompt):
-    clips = [Clip(pixels, prompt, pixels) for pixels in frames(5, (1, 1, 1))]
-    for count in (1, 5):
-        body = wire.pack_request(clips[:count])
-        assert len(body) <= wire.ENVELOPE_BYTES + sum(clip.nbytes for clip in clips[:count])
-
-
-def test_split():
-    def pieces(sizes, limit):
-        clips = {i: SimpleNamespace(nbytes=nbytes) for i, nbytes in sizes.items()}
-        return split_requests(list(clips), clips, limit, "p")
-
-    room = wire.ENVELOPE_BYTES + 100
-    assert pieces({0: 40, 2: 60, 3: 1, 5: 99}, room) == [[0, 2], [3, 5]]
-    assert pieces({0: 40, 2: 61, 3: 1}, room) == [[0], [2, 3]] and pieces({}, room) == []
-    with pytest.raises(ValueError, match=f"p.max_bytes is {room}, and a request with one clip has {room + 1} bytes"):
-        pieces({0: 40, 1: 101}, room)
+def test_a_batch_is_split_by_the_bytes_of_its_requests():
+    clips = {i: Clip(pixels, "x") for i, pixels in enumerate(frames(5, (1, 10, 10)))}
+    sizes = [len(wire.pack_request(list(clips.values())[:count])) for count in range(1, 6)]
+    for limit, groups in ((sizes[4], [[0, 1, 2, 3, 4]]), (sizes[4] - 1, [[0, 1], [2, 3, 4]])):
+        requests = list(pack_requests([*clips], clips, limit, "p"))
+        assert [group for group, _ in requests] == groups and all(len(body) <= limit for _, body in requests)
+    assert list(pack_requests([], {}, 1, "p")) == []
+    with pytest.raises(
+        ValueError, match=f"p.max_bytes is {sizes[0] - 1}, and a request with one clip has {sizes[0]} b"
+    ):
+        list(pack_requests([*clips], clips, sizes[0] - 1, "p"))
 
 
 def request_of(request=None, count=2, **tensors):
