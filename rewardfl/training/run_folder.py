@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from pydantic import BaseModel, NonNegativeInt, ValidationError
+from pydantic import BaseModel, ValidationError
 
 import rewardfl
 from rewardfl.config import MARKS, Equivalent, Resumed, shown
@@ -94,8 +94,6 @@ def prepare_output_dir(
     if path is None:
         return ResumePoint()
     step = checkpoint.Manifest.model_validate_json((path / checkpoint.CHECKPOINT_MANIFEST).read_bytes()).step
-    # changes after a lost checkpoint are in force from this one on
-    earlier = [change | {"step": min(change["step"], step)} for change in earlier]
     return ResumePoint(path=path, step=step, changes=(*earlier, *(change | {"step": step} for change in changed)))
 
 
@@ -143,7 +141,7 @@ def _compare_run_json(
         base = " (of what model.model_paths leads to)" if any(key.startswith("base_model.") for key in keys) else ""
         words = f"{describe_changes(refused)}{base}; set them back, or {accept}{restart}"
         raise CheckpointError(f"{run_dir} holds a run with other settings: {words}")
-    return [change.model_dump() for change in record.changes], differing
+    return record.changes, differing
 
 
 def describe_changes(changes: Sequence[Mapping[str, Any]]) -> str:
@@ -151,19 +149,12 @@ def describe_changes(changes: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{change['key']} {shown(change['old'])} -> {shown(change['new'])}" for change in changes)
 
 
-class _Change(BaseModel):
-    key: str
-    old: Any
-    new: Any
-    step: NonNegativeInt
-
-
 class _RunRecord(BaseModel):
     """The part of run.json that a resumed run reads."""
 
     config: dict[str, dict[str, Any]]
     base_model: dict[str, str]
-    changes: list[_Change]
+    changes: list[dict[str, Any]]
 
 
 def _flat(config: Mapping[str, Mapping]) -> dict[str, Any]:

@@ -12,7 +12,7 @@
              200   JSON {"status": "ok", "reward": <name>, "version": 1, "max_bytes": <of a request's body>}
     errors   JSON {"error": <the problem and advice>} with status
              400 malformed, 401 no or a wrong token, 404 no such path, 405 another method, 413 beyond max_bytes,
-             415 another content type, 500 the reward failed, 503 too many connections: ask again
+             500 the reward failed, 503 too many connections: ask again
 
 A server scores one request after another. A server with a token requires `Authorization: Bearer <token>` on /score;
 /health is open.

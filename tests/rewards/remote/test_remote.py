@@ -380,7 +380,6 @@ def test_errors_are_json_over_the_wire():
         cases = {
             404: {"path": "/"},
             405: {"method": "PUT"},
-            415: {"Content_Type": "application/x-www-form-urlencoded"},
             413: {"content": bytes(101)},
             400: {"content": b"hello"},
         }
