@@ -147,8 +147,6 @@ def close_run(run: RunConfig, job: Distributed, interruption: Interruption, step
     """Close the tracker, print how the run ended, and return the exit code. stopped: why train.early_stop ended it."""
     job.accelerator.end_training()
     if interruption.number:
-        if run.sample_videos and step and not samples_dir(run.output_dir, step).exists():
-            job.print(f"note: {interruption.name} came before the sample videos of step {step}, which are left out")
         job.print(f"{interruption.name}: stopped after step {step}; the same command resumes it")
         return interruption.exit_code
     if stopped:
