@@ -67,14 +67,14 @@ def record_file(out: Path, rank: int) -> Path:
 
 
 def read_records(out: Path) -> dict[RecordKey, Record]:
-    """Return all records of the folder, without truncated lines. Raise InputError for a line that is no record."""
+    """Return all records of the folder, without truncated lines. Raise InputError for another line."""
     records: dict[RecordKey, Record] = {}
     for path in _files(out):
         *lines, _ = path.read_bytes().split(b"\n")  # the last is empty or truncated
         for i, text in enumerate(lines, 1):
             record = parse_object(text)
-            if not all(isinstance(record.get(key), kind) for key, kind in TYPES.items()):
-                raise InputError(f"{path}: line {i} is no record; {WAY_OUT}")
+            if not all(isinstance(record.get(key), cls) for key, cls in TYPES.items()):
+                raise InputError(f"{path}: line {i} is not a record; {WAY_OUT}")
             records[record["row"], record["arm"], record.get("seed")] = record
     return records
 

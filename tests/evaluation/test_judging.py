@@ -422,7 +422,7 @@ def test_a_damaged_run_is_refused(tmp_path, content):
 @pytest.mark.parametrize("text", ["null", "{}", '{"row": 1, "arm": "base"}', "[" * 100_000])
 def test_a_damaged_record_is_refused(tmp_path, text):
     (tmp_path / "records.jsonl").write_text(f"{json.dumps(record('a', 'base'))}\n{text}\n")
-    with pytest.raises(InputError, match=r"records\.jsonl: line 2 is no record; .*--overwrite"):
+    with pytest.raises(InputError, match=r"records\.jsonl: line 2 is not a record; .*--overwrite"):
         read_records(tmp_path)
 
 
