@@ -188,7 +188,7 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
                     ]
                     reward = torch.stack(normalised).sum(0)  # (B,)
                     (grad_video,) = torch.autograd.grad(-reward.sum() / per_process, video)
-                    grad_video, norms = reward_flow.clip_per_sample(grad_video, cfg.train.max_sample_norm, per_process)
+                    norms = per_process * torch.linalg.vector_norm(grad_video.flatten(1), dim=1)  # (B,)
                     reward, scored = reward.detach(), [result.at_rest() for result in scored]
                     del video, normalised  # up to 2 GB
 

@@ -4,6 +4,7 @@ Nothing is written through a link in the last part of a path: a folder from some
 """
 
 import errno
+import fcntl
 import hashlib
 import io
 import os
@@ -11,6 +12,7 @@ import secrets
 import shutil
 import sys
 import unicodedata
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -122,6 +124,25 @@ def open_to_append(path: Path, buffering: int = -1) -> IO[bytes]:
     """Open a file that is written bit by bit, or make it. Raise FileExistsError for a link, a folder or a device."""
     _check_free(path, Path.is_file)
     return open(path, "a+b", buffering, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+
+
+def lock(path: Path) -> IO[bytes]:
+    """Open a file and lock it until it is closed or the process dies. Raise BlockingIOError if another has locked it.
+
+    On a file system without locks it is open only, with a warning.
+    """
+    file = open_to_append(path)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        why = f"is on a file system without locks ({error.strerror}); let no second process write there"
+        warnings.warn(f"{path.parent} {why}", stacklevel=2)
+    return file
 
 
 def _check_free(path: Path, is_replaceable: Callable[[Path], bool]) -> None:

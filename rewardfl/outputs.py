@@ -1,6 +1,5 @@
 """Where tools write: a new path, or what --overwrite may replace, and never an input of the tool. No torch here."""
 
-import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from rewardfl.files import atomic_directory, atomic_file, atomic_write, open_to_append
+from rewardfl.files import atomic_directory, atomic_file, atomic_write, lock
 from rewardfl.weights.shards import InputError
 
 MARK = "rewardfl_files.json"  # in the folder of an evaluation: the names of the files that it may replace and remove
@@ -131,13 +130,11 @@ class Folder:
         """Make the folder and lock it. Raise InputError where another process holds the lock."""
         self.check(())
         self.path.mkdir(parents=True, exist_ok=True)
-        with open_to_append(self.path / _LOCK) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise InputError(f"--out {self.path}: another process writes it; wait, or give another --out") from None
-            except OSError:
-                pass  # a network disk that is mounted without locks
+        try:
+            file = lock(self.path / _LOCK)
+        except BlockingIOError:
+            raise InputError(f"--out {self.path}: another process writes it; wait, or give another --out") from None
+        with file:
             yield
 
     def listed(self) -> list[str] | None:

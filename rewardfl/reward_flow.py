@@ -238,16 +238,3 @@ def _reference_velocity(
         kl = velocity_kl(trajectory.velocities[step], v, sigma).sum()
         (pull,) = torch.autograd.grad(weight * kl, x)
     return v.detach(), pull
-
-
-def clip_per_sample(gradient: Tensor, most: float | None, share: float) -> tuple[Tensor, Tensor]:
-    """Clip each sample's norm to `most`, None for no limit; return the gradient (B, ...) and the norms (B,) before.
-
-    Norms are of each sample's loss; the gradient has 1 / `share` of it. A sample within the limit, and one whose norm
-    is no number, keeps its gradient to the bit.
-    """
-    norms = share * torch.linalg.vector_norm(gradient.flatten(1), dim=1)
-    if most is None:
-        return gradient, norms
-    factors = torch.where(norms > most, most / norms, 1)
-    return gradient * factors.view(-1, *[1] * (gradient.ndim - 1)), norms

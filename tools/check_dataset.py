@@ -2,7 +2,6 @@
 
     python tools/check_dataset.py --config configs/wan22_face.yaml --faces models/antelopev2 \\
         data.file_name=data/metadata.csv data.max_pixels=399360 data.fps=16
-    python tools/check_dataset.py --data data/metadata.csv --max-pixels 399360
 
 Problems keep a row from being trained on, warnings do not. --faces looks for a face in the clip that the face is taken
 from; a row without any has a problem. It warns of frames without the face and of a cut to another person. Stills and
@@ -19,11 +18,7 @@ from rewardfl import command_line
 
 def main() -> int:
     parser = command_line.Parser(__doc__)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--config", help="a run's YAML file")
-    source.add_argument("--data", help="metadata.csv, with the settings' defaults")
-    for option in ("--height", "--width", "--max-pixels", "--num-frames", "--fps"):
-        parser.add_argument(option, help=f"the same as data.{option[2:].replace('-', '_')}=")
+    parser.add_argument("--config", required=True, help="a run's YAML file")
     parser.add_argument("--faces", type=Path, metavar="PACK", help="look for faces, with this folder of .onnx files")
     parser.add_argument("--device", help="for --faces (default: cuda where there is one, else cpu)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")

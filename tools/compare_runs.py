@@ -3,9 +3,9 @@
     python tools/compare_runs.py outputs/a outputs/b --out comparison.html
     python tools/compare_runs.py outputs/a/evaluation outputs/compared --out comparison.html
 
-Each is a run that tools/evaluate.py has judged, or the --out of an evaluation. A row per run and arm, FaceSim along the
-clip, and of runs the curves of their training. Evaluations of other people, sampling or judges are refused, unless
---anyway is given: then the page says how they differ.
+Each is a run that tools/evaluate.py has judged, or the --out of an evaluation. A row per run and arm, and FaceSim along
+the clip. Evaluations of other people, sampling or judges are
+refused.
 
 Or two groups of arms of one evaluation, usually one training with several seeds each, as a Markdown table:
 
@@ -27,14 +27,13 @@ def main() -> int:
     parser = command_line.Parser(__doc__)
     parser.add_argument("evaluations", nargs="+", type=Path, metavar="RUN_OR_EVALUATION", help="folders")
     parser.add_argument("--out", type=Path, metavar="PAGE.html", help="the page to write")
-    parser.add_argument("--anyway", action="store_true", help="compare what was not evaluated alike, and say so")
     for name in ("--first", "--second"):
         parser.add_argument(name, metavar="ARM,ARM", help="arms of one evaluation, compared with the other group")
     command_line.add_overwrite_option(parser)
     args = parser.parse_args()
     if args.first or args.second:
-        if not (args.first and args.second) or len(args.evaluations) > 1 or args.out or args.anyway:
-            parser.error("--first, --second: give both, one evaluation, and neither --out nor --anyway")
+        if not (args.first and args.second) or len(args.evaluations) > 1 or args.out:
+            parser.error("--first, --second: give both, one evaluation, and no --out")
     elif len(args.evaluations) < 2 or not args.out:
         parser.error("RUN_OR_EVALUATION: name two or more, and a page by --out")
     return command_line.run("rewardfl.evaluation.comparison", args)

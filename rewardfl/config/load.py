@@ -28,7 +28,12 @@ _TYPES = {
     "tuple_type": "a list",
     "dict_type": "keys and values",
 }
-_REMOVED = {"train.keep_attention": "it saved 6 % of the FLOPs for 8 GB of a GPU"}  # {key: reason}
+_REMOVED = {  # {key: reason}
+    "train.keep_attention": "it saved 6 % of the FLOPs for 8 GB of a GPU",
+    "train.max_sample_norm": "no measured run gained by it; train/sample_norm shows clips that outweigh others",
+    "reward.landmark_jitter": "no measured run gained by it",
+    "reward.views": "it traded identity for motion",
+}
 _NAMELESS = ("missing", "extra_forbidden", "invalid_key")  # errors of keys that the file or the schema lacks
 _OBJECTIVES: dict[str, type[AnyConfig]] = {"grpo": FlowGrpoConfig, "forward": ForwardRlConfig}
 

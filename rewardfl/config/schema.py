@@ -378,8 +378,6 @@ class SharedRewardConfig(Section):
 class RewardConfig(SharedRewardConfig):
     """Section `reward` of train_reward_fl.py."""
 
-    face_keys = (*SharedRewardConfig.face_keys, "landmark_jitter", "views")
-
     # As in SharedRewardConfig.
     others: IfNamed[dict[Label, TermConfig]] = Field(default_factory=dict)  # type: ignore[assignment]  # never written
     # loss = -reward_weight * (reward - reward_mean) / reward_std + kl_weight * KL. The mean and std are those
@@ -390,12 +388,6 @@ class RewardConfig(SharedRewardConfig):
     # Weight of the reward face_motion next to face_identity, with the same pack, det_size and recogniser_chunk, and its
     # other settings at their defaults. It rewards up to the real clip's landmark motion, with a gradient. 0: no term.
     motion_weight: IfNamed[NonNegative] = 0.0
-    # Deviation, in face widths, of the noise on the landmarks by which face_identity crops a generated face. It is
-    # drawn from the clip, so that training does not see one fixed crop. 0: none; 0.02 is a pixel of 50.
-    landmark_jitter: IfNamed[Annotated[NonNegative, Field(le=0.1)]] = 0.0
-    # Number of additional crops of each generated face, drawn at each step: mirrored, downscaled, off-colour, noisy and
-    # partly covered. The mean over all is trained.
-    views: IfNamed[Annotated[int, Field(ge=0, le=64)]] = 0
     # 0 skips the reference model's forward passes.
     kl_weight: IfNamed[NonNegative] = 1.0
     # Steps with a gradient over which the KL is a mean: each takes one forward pass of the reference. last: the last of
@@ -537,9 +529,6 @@ class TrainConfig(GrpoTrainConfig):
 
     # As in GrpoTrainConfig. The reward's gradient is far less noisy than a policy gradient, and drifts sooner.
     learning_rate: IfNamed[Annotated[Positive, Field(le=1)]] = 2.5e-6
-    # Largest norm of the gradient of one sample's loss by its frames, so that no clip outweighs the others; null: no
-    # limit. The metric train/sample_norm is their median before clipping: start with twice that.
-    max_sample_norm: IfNamed[Positive | None] = None
     # Forward passes per process and step.
     gradient_accumulation_steps: Free[BatchSize] = 1
     # Clips per step over all processes, as a check: must equal per device x accumulation x processes.
@@ -773,8 +762,6 @@ class RewardFlConfig(Section):
             yield f"{needs} makes its videos by averaged weights; set train.ema_decay, for example to 0.5"
         if self.reward.kl_weight != 0:
             yield f"{needs} stays near the averaged weights and has no KL; set reward.kl_weight: 0"
-        if self.train.max_sample_norm is not None:
-            yield f"{needs} gives every sample's gradient one length; set train.max_sample_norm: null"
         if self.train.active_graphs != "replay":
             yield f"{needs} has no graphs in its rollout; set train.active_graphs: replay"
 
@@ -985,8 +972,6 @@ def list_reward_specs(cfg: AnyConfig, pixels_per_token: int = 0, *, for_evaluati
     if reward.name == "face_identity":
         key, settings = "reward.reward_model_path", {"pack_dir": reward.reward_model_path, "cap": reward.cap} | face
         settings |= who | {"second_pack_dir": reward.second_model_path}
-        if isinstance(cfg, RewardFlConfig):
-            settings |= {"landmark_jitter": cfg.reward.landmark_jitter, "views": cfg.reward.views}
     else:
         key, settings = "reward.name", reward.settings
     mean, std = (cfg.reward.reward_mean, cfg.reward.reward_std) if isinstance(cfg, RewardFlConfig) else (0.0, 1.0)

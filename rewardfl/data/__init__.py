@@ -5,7 +5,6 @@
 from rewardfl.data.clips import (
     DataError,
     clip_size,
-    draw_boxes,
     encode_video,
     fit,
     read_clip,

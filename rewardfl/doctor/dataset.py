@@ -25,8 +25,6 @@ REPEATED = 0.25  # a repeated frame changes less than this share of what frames 
 COMPARED_FRAMES = 16  # frames of a clip whose faces are compared
 CUT_FACE = 0.05  # share of a face's width that a crop may cut off
 STRANGE = 0.25  # a warning from this share of them with another face than the first's
-# required keys of a configuration for --data, which has none
-REQUIRED = {"run": {"output_dir": "-"}, "model": {"model_paths": "-"}, "reward": {"reward_model_path": "-"}}
 
 
 @dataclass(kw_only=True)
@@ -43,12 +41,7 @@ class DatasetReport:
 def run(args: argparse.Namespace) -> int:
     """Inspect clips before training, and return the exit code."""
     device = torch.device(command_line.resolve_device(args.device))
-    flags = {key: getattr(args, key) for key in ("height", "width", "max_pixels", "num_frames", "fps")}
-    overrides = [f"data.{key}={value}" for key, value in flags.items() if value is not None] + args.overrides
-    if args.config:
-        cfg = config.load(args.config, overrides)
-    else:
-        cfg = config.parse(REQUIRED | {"data": {"file_name": args.data}}, overrides)
+    cfg = config.load(args.config, args.overrides)
     backbone = backbones.describe(cfg.model.model_name, Source(model_paths=cfg.model.model_paths))
     backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
     rows = data.load_metadata(cfg.data.file_name)

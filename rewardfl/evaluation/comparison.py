@@ -17,11 +17,10 @@ COMPARED, WHOLE = ("face/face_sim", "face/identity_kept", *MOVES, *CANARIES), ("
 
 
 class Evaluated(NamedTuple):
-    """A named evaluation. metrics: lines of metrics.jsonl, empty for no run."""
+    """A named evaluation."""
 
     name: str
     report: Mapping
-    metrics: metric_curves.Lines
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,33 +30,34 @@ def run(args: argparse.Namespace) -> int:
         folder = folder if (folder / records.FILE).is_file() else folder / "evaluation"
         print(compare_groups(folder, args.first.split(","), args.second.split(",")))
         return 0
-    reports = (find_report(folder) for folder in args.evaluations)
-    inputs = (*reports, *(folder / "metrics.jsonl" for folder in args.evaluations))
-    page = outputs.Target(option="--out", path=args.out, overwrite=args.overwrite, inputs=inputs)
+    reports = [find_report(folder) for folder in args.evaluations]
+    page = outputs.Target(option="--out", path=args.out, overwrite=args.overwrite, inputs=reports)
     page.check()
     evaluations = [
-        Evaluated(name, read_report(folder), metric_curves.read_metrics(folder))
+        Evaluated(name, read_report(folder))
         for name, folder in zip(metric_curves.run_labels(args.evaluations), args.evaluations, strict=True)
     ]
-    problem = describe_mismatch(evaluations)
-    if problem and not args.anyway:
-        raise ValueError(f"{problem}; evaluate them alike, or give --anyway to see them all the same")
-    page.write(comparison_page(evaluations, problem).encode())
+    try:
+        check_alike(evaluations)
+        content = comparison_page(evaluations)
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        files = ", ".join(map(str, reports))
+        raise ValueError(f"{files}: one is not a report of evaluate.py ({error!r}); evaluate again") from error
+    page.write(content.encode())
     print(args.out)
     return 0
 
 
-def describe_mismatch(evaluations: Sequence[Evaluated]) -> str:
-    """Describe the first difference from the first evaluation in data, sampling or judges; empty where none is."""
+def check_alike(evaluations: Sequence[Evaluated]) -> None:
+    """Raise ValueError with the first difference from the first evaluation in data, sampling or judges."""
     settings = [{block: run.report["settings"][block] for block in COMPARED_BLOCKS} for run in evaluations]
     for run, others in zip(evaluations, settings, strict=True):
         if problem := records.describe_difference(settings[0], others):
-            return f"{run.name} cannot be compared with {evaluations[0].name}: {problem}"
-    return ""
+            raise ValueError(f"{run.name} and {evaluations[0].name} differ: {problem}; evaluate them alike")
 
 
-def comparison_page(evaluations: Sequence[Evaluated], problem: str) -> str:
-    """Return the page. problem: how the evaluations differ, which the page shows first."""
+def comparison_page(evaluations: Sequence[Evaluated]) -> str:
+    """Return the page."""
     joined = join_reports(evaluations)
     judge = main_judge(joined)
     changes = [key.replace("face/", f"{judge}/") for key in COMPARED]
@@ -70,11 +70,9 @@ def comparison_page(evaluations: Sequence[Evaluated], problem: str) -> str:
         curves.setdefault(tuple(curve.points), curve)
     values = {
         "title": f"Comparison of {', '.join(run.name for run in evaluations)}",
-        "problem": problem,
         "head": [("run: arm", ""), *(explain(key, []) for key in (*COMPARED, *WHOLE))],
         "rows": rows,
         "curves": [embed("image/png", pictures.draw_face_sim({judge: list(curves.values())}))],
-        "training": embed("image/png", pictures.draw_training({run.name: run.metrics for run in evaluations})),
         "runs": [
             (run, [verdict(run.report, arm) for arm in compared_arms(run.report)], shlex.join(run.report["command"]))
             for run in evaluations
@@ -84,14 +82,10 @@ def comparison_page(evaluations: Sequence[Evaluated], problem: str) -> str:
 
 
 def join_reports(evaluations: Sequence[Evaluated]) -> dict:
-    """Join the arms of all reports, to be judged by the last recogniser that all have. Raise ValueError without one."""
-    real = evaluations[0].report["real"]["per_frame"]
-    judges = [judge for judge in real if all(judge in run.report["real"]["per_frame"] for run in evaluations)]
-    if not judges:
-        raise ValueError("no recogniser has judged all of these evaluations; evaluate again with the same --judge")
+    """Join the arms of all reports, to be judged by the last recogniser."""
     arms = [
         arm | {"name": f"{run.name}: {arm['name']}", "people": f"{run.report['people']} people, {arm['clips']} clips"}
         for run in evaluations
         for arm in run.report["arms"]
     ]
-    return {"arms": arms, "real": {"per_frame": {judge: real[judge] for judge in judges}}}
+    return {"arms": arms, "real": evaluations[0].report["real"]}

@@ -19,12 +19,12 @@ Each process appends to its own file; the main process joins them at the end.
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import TypeAdapter, ValidationError
 
-from rewardfl.config import shown
 from rewardfl.files import atomic_write, open_to_append
 from rewardfl.outputs import Folder
 from rewardfl.weights.shards import InputError
@@ -45,58 +45,20 @@ GROWING = ("model", "adapters", "videos")  # blocks of the settings that may gai
 
 WAY_OUT = "give --out another folder, or --overwrite to remove that evaluation"
 
-
-Bounded = Annotated[float, Field(ge=-1e30, le=1e30)]  # float32 holds it
-
 FACE = ("face_sim", "coverage", "speed", "nonrigid")  # the figures of a recogniser
 
 
-class Line(BaseModel):
-    row: str
-    line: int
-    index: int
-    person: str
-    arm: str
-    seed: int | None
-    steps: int
-    decoded: bool
-    file: str
-    figures: dict[str, Bounded | None]
-    curves: dict[str, Annotated[list[Bounded], Field(min_length=1)]]
-    detected: dict[str, list[bool]]
-    size: tuple[int, int] | None = None
-    fps: Bounded | None = None
-    face_width: Bounded | None = None
-    embedding: dict[str, list[Bounded]] = {}
-    pool: dict[str, list[Bounded]] = {}
-
-    @model_validator(mode="after")
-    def _is_complete(self) -> "Line":
-        """Raise ValueError for a generated video without a seed, and for one without a recogniser's figures."""
-        is_real, is_vae = self.arm == REAL, self.arm == VAE
-        lacking = (is_real and not (self.size and self.face_width)) or (is_vae and not (self.embedding and self.pool))
-        if lacking or (self.seed is None) != (is_real or is_vae):
-            raise ValueError("seed, size, face_width, embedding or pool is missing")
-        vectors = (self.embedding, self.pool) if is_vae else ()
-        if any(values.keys() != self.curves.keys() for values in (self.detected, *vectors)):
-            raise ValueError("it does not hold the same recognisers everywhere")
-        keys = (*FACE, "cap") if is_real else FACE
-        if any(self.figures.get(f"{judge}/{key}") is None for judge in self.curves for key in keys):
-            raise ValueError("it lacks figures of a recogniser")
-        return self
-
-    def lengths(self) -> list[tuple[str, int]]:
-        """Return numbers of frames and sizes of vectors by recogniser, which agree in all records."""
-        lengths = [(judge, len(curve)) for judge, curve in self.curves.items()]
-        lengths += [(judge, len(frames) - 1) for judge, frames in self.detected.items()]
-        vectors = [*self.embedding.items(), *self.pool.items()]
-        return lengths + [(f"{judge}'s vectors", len(vector)) for judge, vector in vectors]
+TYPES: Mapping[str, type] = {  # of the keys of every record
+    "row": str, "line": int, "index": int, "person": str, "arm": str, "steps": int, "decoded": bool, "file": str,
+    "figures": dict, "curves": dict, "detected": dict,
+}  # fmt: skip
 
 
-def problem_words(error: ValidationError) -> str:
-    """Return the first problem as key and message."""
-    problem = error.errors()[0]
-    return shown(f"{'.'.join(map(str, problem['loc']))} {problem['msg']}".strip())
+def parse_object(text: bytes) -> dict[str, Any]:
+    """Return the JSON object in a text; empty for any other text."""
+    with suppress(ValueError, RecursionError):
+        return value if isinstance(value := json.loads(text), dict) else {}
+    return {}
 
 
 def record_file(out: Path, rank: int) -> Path:
@@ -105,19 +67,15 @@ def record_file(out: Path, rank: int) -> Path:
 
 
 def read_records(out: Path) -> dict[RecordKey, Record]:
-    """Return all records of the folder, without truncated lines. Raise InputError for a line that is no record."""
+    """Return all records of the folder, without truncated lines. Raise InputError for another line."""
     records: dict[RecordKey, Record] = {}
-    lengths: dict[str, int] = {}
     for path in _files(out):
         *lines, _ = path.read_bytes().split(b"\n")  # the last is empty or truncated
         for i, text in enumerate(lines, 1):
-            try:
-                line = Line.model_validate_json(text)
-            except ValidationError as error:
-                raise InputError(f"{path}: line {i} is no record ({problem_words(error)}); {WAY_OUT}") from None
-            if any(lengths.setdefault(name, length) != length for name, length in line.lengths()):
-                raise InputError(f"{path}: line {i} is not a record (other lengths than above); {WAY_OUT}")
-            records[line.row, line.arm, line.seed] = line.model_dump(exclude_unset=True)
+            record = parse_object(text)
+            if not all(isinstance(record.get(key), cls) for key, cls in TYPES.items()):
+                raise InputError(f"{path}: line {i} is not a record; {WAY_OUT}")
+            records[record["row"], record["arm"], record.get("seed")] = record
     return records
 
 

@@ -1,7 +1,6 @@
 """The output of a merging tool: a file or a folder of weights, and perhaps a report. No torch here."""
 
 import argparse
-import glob
 import json
 import shutil
 import sys
@@ -49,8 +48,6 @@ class Output:
         disk has no room, or the path was taken meanwhile.
         """
         nbytes = sum(content.nbytes for content in files.values() if isinstance(content, TensorFile))
-        for stray in sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.tmp-*")):
-            print(command_line.one_line(f"note: {stray} is of a killed run, or of one that still writes"))
         free = shutil.disk_usage(nearest_existing(self.path.parent)).free
         if nbytes > free:  # all else is small, or a link
             sizes = f"{command_line.format_bytes(nbytes)}, the disk has {command_line.format_bytes(free)} free"

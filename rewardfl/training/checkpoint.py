@@ -61,13 +61,8 @@ def warn_on_write_error(say: Callable[[str], None], step: int, *, last: bool) ->
 
 
 def load_metrics(folder: Path) -> str:
-    """Return metrics.jsonl as it was when the checkpoint was saved. Raise CheckpointError without one."""
-    try:
-        return (folder / METRICS).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder} was written by another version of rewardfl; resume with that version, or {new_run(folder)}"
-        ) from None
+    """Return metrics.jsonl as it was when the checkpoint was saved."""
+    return (folder / METRICS).read_text(encoding="utf-8")
 
 
 CHECKPOINT_MANIFEST = "manifest.json"
@@ -168,7 +163,7 @@ class Manifest(BaseModel):
 def _damage(path: Path) -> str:
     """Return in words how a checkpoint is damaged; "" if every file has its size."""
     manifest = _manifest(path)
-    if manifest is None or str(STATE) not in manifest.files:
+    if manifest is None or not {str(STATE), str(METRICS)} <= manifest.files.keys():
         return f"{CHECKPOINT_MANIFEST} is missing or cut off"
     for name, stated in manifest.files.items():
         if not (path / name).is_file() or (path / name).stat().st_size != stated.get("bytes"):

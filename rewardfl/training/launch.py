@@ -1,10 +1,8 @@
 """Make the Accelerator, and refuse launches that would train something else."""
 
 import os
-import re
 from collections.abc import Mapping
 from datetime import timedelta
-from importlib import metadata
 
 import torch
 from accelerate import Accelerator
@@ -18,7 +16,6 @@ from accelerate.utils import (
 
 TIMEOUT = timedelta(hours=2)  # of a collective: others wait while one process writes sample videos or fills the cache
 REDUCE_BUCKET = 50_000_000  # float32 numbers that ZeRO-2 reduces at a time
-DEEPSPEED = (0, 19, 8)  # the first version that this was measured with
 
 
 class LaunchError(ValueError):
@@ -63,11 +60,6 @@ def check_environment(environment: Mapping[str, str]) -> None:
             f"accelerate's mixed_precision is {precision}, which would cast the float32 adapter; set it to no "
             "(the base model is bfloat16 by model.dtype)"
         )
-    if environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        version = metadata.version("deepspeed")
-        if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < DEEPSPEED:
-            needed = ".".join(map(str, DEEPSPEED))
-            raise LaunchError(f"deepspeed is {version}, {needed} or later is needed: pip install -U deepspeed")
 
 
 def check_processes(accelerator: Accelerator, environment: Mapping[str, str]) -> None:

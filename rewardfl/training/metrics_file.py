@@ -4,21 +4,13 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any
 
 from rewardfl.config import shown
 from rewardfl.files import atomic_write, open_to_append
 from rewardfl.training.checkpoint import CheckpointError, as_write_error
-
-
-class _Line(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
-    __pydantic_extra__: dict[str, Annotated[float, Field(ge=-1e30, le=1e30)] | None]  # charts draw them
-
-    step: Annotated[int, Field(ge=0, le=2**53)]
 
 
 class MetricsFile:
@@ -63,9 +55,11 @@ class MetricsFile:
         *lines, _cut_off = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
         records = []
         for number, line in enumerate(lines, 1):
-            try:
-                records += [_Line.model_validate_json(line).model_dump()] if line.strip() else []
-            except ValidationError as error:
+            record = None
+            with suppress(ValueError, RecursionError):
+                record = json.loads(line or "null")
+            if line and not (isinstance(record, dict) and isinstance(record.get("step"), int)):
                 why = f"line {number} is not a line of metrics ({shown(line)}); mend or delete it"
-                raise CheckpointError(f"{self.path}, {why}") from error
+                raise CheckpointError(f"{self.path}, {why}")
+            records += [record] if record else []
         return records

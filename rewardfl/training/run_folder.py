@@ -1,40 +1,27 @@
 """The folder of one run: its lock, run.json, and the configuration keys that may change on resume."""
 
 import contextlib
-import errno
-import fcntl
 import json
-import os
-import platform
-import re
 import subprocess
-import warnings
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-import psutil
 import torch
-from pydantic import BaseModel, NonNegativeInt, ValidationError
+from pydantic import BaseModel, ValidationError
 
 import rewardfl
 from rewardfl.config import MARKS, Equivalent, Resumed, shown
-from rewardfl.files import TEMPORARY, atomic_write, open_to_append, remove, temporary_path
+from rewardfl.files import TEMPORARY, atomic_write, lock, remove, temporary_path
 from rewardfl.outputs import check_writable
 from rewardfl.training import checkpoint
 from rewardfl.training.checkpoint import CheckpointError, as_write_error, find_checkpoint, list_checkpoints, new_run
 from rewardfl.training.state import ResumePoint
 
-_LOCK = "run.lock"
-
 
 class RunFolder:
-    """A run's folder, locked from `take` to the end of the `with`, or until the process dies.
-
-    The lock is the kernel's on the file run.lock. Its text names its owner, and has no meaning after the run.
-    """
+    """A run's folder, locked from `take` to the end of the `with`, or until the process dies."""
 
     path: Path  # from `take` on
     _lock: IO[bytes] | None = None
@@ -51,23 +38,11 @@ class RunFolder:
         self.path = path
         with as_write_error(path, "nothing was changed"):
             path.mkdir(parents=True, exist_ok=True)
-            _check_lock(path / _LOCK)
-            self._lock = lock = open_to_append(path / _LOCK)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._lock = lock(path / "run.lock")
             except BlockingIOError:
-                lock.seek(0)
-                owner = lock.read(200).decode(errors="replace").strip() or "a process that is just starting"
-                raise CheckpointError(f"run.output_dir {path} is in use by {owner}; take another folder") from None
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # else the disk has no locks
-                    raise
-                why = f"is on a file system without locks ({error.strerror}); start no second run in it"
-                warnings.warn(f"run.output_dir {path} {why}", stacklevel=3)
-            lock.truncate(0)
-            started = datetime.fromtimestamp(psutil.Process().create_time()).isoformat(" ", "seconds")
-            lock.write(f"process {os.getpid()} on {platform.node()}, started {started}\n".encode())
-            lock.flush()
+                why = "is in use by another process; wait until it has ended, or take another folder"
+                raise CheckpointError(f"run.output_dir {path} {why}") from None
 
     def write_run_json(self, record: Mapping[str, Any]) -> None:
         """Write run.json. A resumed run compares config, base_model and changes; the other keys are for people."""
@@ -99,8 +74,6 @@ def prepare_output_dir(
     output_dir, resume = Path(config["run"]["output_dir"]), config["run"]["resume_from_checkpoint"]
     if run_folder is None:
         check_writable(f"run.output_dir {output_dir}", output_dir)
-        with as_write_error(output_dir, "nothing was changed"):
-            _check_lock(output_dir / _LOCK)
     else:
         run_folder.take(output_dir)
         _remove_strays(output_dir)
@@ -114,8 +87,6 @@ def prepare_output_dir(
     changed: list[dict[str, Any]] = []
     for run_dir in [*([output_dir] if holds_run else []), *([path.parent.parent] if path else [])]:
         earlier, changed = _compare_run_json(run_dir, config, base_model)
-    if path:
-        checkpoint.load_metrics(path)  # refused if another version wrote it
     if holds_run and resume == "auto" and run_folder is not None:
         # the links may be old: a kill came between a checkpoint and its links, or the last checkpoint is damaged
         with as_write_error(output_dir / "checkpoints" / "latest", "the checkpoints are as they were"):
@@ -123,30 +94,17 @@ def prepare_output_dir(
     if path is None:
         return ResumePoint()
     step = checkpoint.Manifest.model_validate_json((path / checkpoint.CHECKPOINT_MANIFEST).read_bytes()).step
-    # changes after a lost checkpoint are in force from this one on
-    earlier = [change | {"step": min(change["step"], step)} for change in earlier]
     return ResumePoint(path=path, step=step, changes=(*earlier, *(change | {"step": step} for change in changed)))
 
 
-def _check_lock(path: Path) -> None:
-    """Raise CheckpointError for a link, and for a file with other text than a lock has: it would be lost."""
-    is_file = path.is_file() and not path.is_symlink()
-    text = path.open("rb").read(1000) if is_file else b""
-    is_lock = is_file and re.fullmatch(rb"(process \d{1,20} on .{,300}, started .{,60}\n)?", text)
-    if os.path.lexists(path) and not is_lock:
-        raise CheckpointError(f"{path} is not the lock of a run; move it away, or take another run.output_dir")
-
-
 def _remove_strays(output_dir: Path) -> None:
-    """Check that the folder can be written, and delete the temporary files of a killed run, but none behind a link."""
+    """Check that the folder can be written, and delete the temporary files of a killed run."""
     with as_write_error(output_dir, "nothing was changed"):
         (output_dir / "checkpoints").mkdir(exist_ok=True)
         with temporary_path(output_dir / RUN_JSON).open("xb") as probe:
             probe.write(b"x" * 4096)  # fails now, not after the weights are loaded
-        inside = output_dir.resolve()
-        for stray in [path for pattern in STRAYS for path in inside.glob(pattern)]:
-            if stray.parent.resolve() == stray.parent:
-                remove(stray)
+        for stray in [path for pattern in STRAYS for path in output_dir.glob(pattern)]:
+            remove(stray)
 
 
 def _compare_run_json(
@@ -159,7 +117,8 @@ def _compare_run_json(
     except (FileNotFoundError, ValidationError) as error:
         raise CheckpointError(f"{path} is missing or damaged; put it back as the run wrote it, or {restart}") from error
     old, new = _flat(record.config), _flat(config)
-    if other_keys := sorted(old.keys() ^ new.keys()):
+    removed = [key for key in old.keys() - new.keys() if old[key]]  # one that was off changes nothing
+    if other_keys := sorted([*removed, *(new.keys() - old.keys())]):
         version = f"another version of rewardfl, with other keys ({', '.join(other_keys[:5])})"
         raise CheckpointError(f"{path} was written by {version}; resume with that version, or {restart}")
     may_change = MAY_CHANGE
@@ -167,7 +126,7 @@ def _compare_run_json(
         # the learning rate depends on the length of the run
         by_epochs = None in (old.get("train.max_steps"), new.get("train.max_steps"))
         may_change -= {"train.max_steps", *(["train.num_train_epochs"] if by_epochs else [])}
-    old |= _flat({"base_model": record.base_model})
+    old = {key: old[key] for key in new} | _flat({"base_model": record.base_model})
     new |= _flat({"base_model": base_model})
     differing = [
         {"key": key, "old": old.get(key), "new": new.get(key)}
@@ -182,7 +141,7 @@ def _compare_run_json(
         base = " (of what model.model_paths leads to)" if any(key.startswith("base_model.") for key in keys) else ""
         words = f"{describe_changes(refused)}{base}; set them back, or {accept}{restart}"
         raise CheckpointError(f"{run_dir} holds a run with other settings: {words}")
-    return [change.model_dump() for change in record.changes], differing
+    return record.changes, differing
 
 
 def describe_changes(changes: Sequence[Mapping[str, Any]]) -> str:
@@ -190,19 +149,12 @@ def describe_changes(changes: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{change['key']} {shown(change['old'])} -> {shown(change['new'])}" for change in changes)
 
 
-class _Change(BaseModel):
-    key: str
-    old: Any
-    new: Any
-    step: NonNegativeInt
-
-
 class _RunRecord(BaseModel):
     """The part of run.json that a resumed run reads."""
 
     config: dict[str, dict[str, Any]]
     base_model: dict[str, str]
-    changes: list[_Change]
+    changes: list[dict[str, Any]]
 
 
 def _flat(config: Mapping[str, Mapping]) -> dict[str, Any]:

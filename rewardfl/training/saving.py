@@ -131,10 +131,6 @@ def write_comparison(clips: DataConfig, fps: float, sample: Sample, video: Tenso
     if real.shape != video.shape:
         sizes = " x ".join(map(str, real.shape[1:])), " x ".join(map(str, video.shape[1:]))
         raise data.DataError(f"{sample.row.video}: is {sizes[0]} (frames x height x width) now, it was {sizes[1]}")
-    reference = sample.references[0] if sample.references else None
-    if reference and "boxes" in reference and sample.row.reference_video is None:
-        for boxes in reference["boxes"]:  # of the faces that the reward follows
-            real = data.draw_boxes(real, boxes)
     _write_video(path, torch.cat([real, video.float().cpu()], -1), fps)
 
 
@@ -151,8 +147,6 @@ def close_run(run: RunConfig, job: Distributed, interruption: Interruption, step
     """Close the tracker, print how the run ended, and return the exit code. stopped: why train.early_stop ended it."""
     job.accelerator.end_training()
     if interruption.number:
-        if run.sample_videos and step and not samples_dir(run.output_dir, step).exists():
-            job.print(f"note: {interruption.name} came before the sample videos of step {step}, which are left out")
         job.print(f"{interruption.name}: stopped after step {step}; the same command resumes it")
         return interruption.exit_code
     if stopped:

@@ -204,36 +204,24 @@ def _model_in(folder: Path) -> Path | list[Path]:
     if len(indices) > 1:
         raise InputError(f"{folder} holds {len(indices)} index files ({indices[0].name}, {indices[1].name}); name one")
     if indices:
-        listed = _read_index(indices[0])[0].values()
-        if stray := [file.name for file in files if file.name not in listed]:
-            raise InputError(
-                f"{folder} holds {indices[0].name} and {stray[0]}, which is not one of its shards; loaders take "
-                "the index. Name the file that you mean, or delete the other"
-            )
         return indices[0]
     if len(files) != 1 and not all(_SHARD.search(file.name) for file in files) or not files:
         raise InputError(f"{folder} holds {len(files)} .safetensors files and no index.json; name the model's file")
     return files[0] if len(files) == 1 else files
 
 
-def _read_index(path: Path) -> tuple[dict[str, str], object]:
-    """Return ({tensor: name of a file next to the index}, its total_size or None)."""
-    index = read_json_object(path)
-    weight_map, metadata = index.get("weight_map"), index.get("metadata") or {}
+def _read_index(path: Path) -> dict[str, str]:
+    """Return {tensor: name of a file next to the index}."""
+    weight_map = read_json_object(path).get("weight_map")
     names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     if not names or not all(isinstance(name, str) and re.fullmatch(r"[^/\\]+\.safetensors", name) for name in names):
         raise InputError(f"{path} has no weight_map of tensors to files next to it; it is not an index of shards")
-    return index["weight_map"], metadata.get("total_size") if isinstance(metadata, dict) else metadata
+    return dict(weight_map or {})
 
 
 def _open_index(path: Path) -> Checkpoint:
-    weight_map, total = _read_index(path)
-    joined = _join(path, [path.with_name(name) for name in sorted(set(weight_map.values()))], weight_map)
-    # LightX2V's counts whole files
-    if total not in (None, joined.nbytes, sum(file.stat().st_size for file in joined.files)):
-        sizes = f"says total_size {abbreviate(total)}, its shards hold {joined.nbytes} bytes of tensors"
-        raise InputError(f"{path} {sizes}; they do not belong together")
-    return joined
+    weight_map = _read_index(path)
+    return _join(path, [path.with_name(name) for name in sorted(set(weight_map.values()))], weight_map)
 
 
 def _join(path: Path, files: list[Path], weight_map: dict[str, str]) -> Checkpoint:

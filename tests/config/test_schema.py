@@ -124,6 +124,7 @@ def test_settings_keep_their_types(write):
     [
         ("train.lerning_rate=1", "unknown key 'train.lerning_rate', did you mean 'learning_rate'?"),
         ("train.keep_attention=false", "train.keep_attention was removed: it saved 6 % of the FLOPs"),
+        ("reward.views=0", "reward.views was removed: it traded identity for motion; delete the key"),
         ("train.lora_rank=1", "train.lora_rank -> lora.lora_rank: "),
         ("trian.learning_rate=1", "unknown section 'trian', did you mean 'train'?; sections are run, model, experts,"),
         ("model_paths=x", "model_paths -> model.model_paths: "),
@@ -339,7 +340,6 @@ UNSTORED = "train.use_gradient_checkpointing=false"
         ("sample.endpoint_length=0.2", "sample.endpoint_length is for gradient_mode endpoint; remove it"),
         (f"{ENDPOINT} reward.kl_weight=0", "endpoint makes its videos by averaged weights; set train.ema_decay"),
         (f"{ENDPOINT} train.ema_decay=0.5", "endpoint stays near the averaged weights and has no KL; set reward.kl"),
-        (f"{ENDPOINT} train.max_sample_norm=1", "gives every sample's gradient one length; set train.max_sample_norm"),
         (f"{ENDPOINT} {KEPT}", "endpoint has no graphs in its rollout; set train.active"),
         ("sample.coupling=0.5", "coupling of gradient_mode chain is 1, got 0.5; take"),
         ("sample.gradient_mode=drtune sample.coupling=1", "coupling of gradient_mode drtune is 0, got 1"),

@@ -1,24 +1,23 @@
 """report.html and the page of tools/compare_runs.py, from reports as evaluate makes them; nothing is sampled."""
 
 import base64
-import contextlib
-import io
 import json
 import re
-import sys
+from contextlib import suppress
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, run_tool
 from matplotlib.figure import Figure
 from test_judging import ARMS, JUDGE, pair, real, record, summary
 
+from rewardfl.evaluation import comparison
 from rewardfl.evaluation.arms import Arm
 from rewardfl.evaluation.records import FORMAT
 from rewardfl.evaluation.report import pictures
 from rewardfl.evaluation.report.report_page import digits, figure_cell, format_report, report_page, worst_first
 from rewardfl.evaluation.report.verdicts import FEW, MEANINGS, meaning, verdict
-from rewardfl.training.metrics_file import MetricsFile
 from rewardfl_tools import compare_runs
 
 pytestmark = pytest.mark.slow(20)
@@ -252,7 +251,7 @@ def test_the_page_is_whole_and_asks_no_network(evaluation):
         assert meaning(name, [JUDGE]).says in page.text, name
     assert re.findall("<h2>(.*?)</h2>", text) == [
         "Is the person kept? By the held-out judge", "Does it still move?",
-        "Canaries: was the reward hacked?", "FaceSim by the size of the face", "FaceSim along the clip",
+        "Canaries: was the reward hacked?", "FaceSim along the clip",
         "The clips, the worst first", "Where this is from",
     ]  # fmt: skip
     assert page.text.index("latest keeps") < page.text.index("Is the person kept?")
@@ -317,15 +316,12 @@ def write_report(folder, report):
 
 @pytest.fixture
 def runs(tmp_path):
-    """Two runs that were evaluated alike, a and b, with their metrics."""
+    """Two runs that were evaluated alike, a and b."""
     for name, gain in (("a", 0.1), ("b", 0.2)):
         folder = tmp_path / name / "evaluation"
         folder.mkdir(parents=True)
         report = changed(gain) | {"settings": SETTINGS | {"model": {"n": name}}}
         write_report(folder, report)
-        file = MetricsFile(tmp_path / name / "metrics.jsonl")
-        for step in range(3):
-            file.append(step, {"reward/held_out": 0.5 + gain * step, "grad_norm": 1.0})
     return tmp_path
 
 
@@ -341,13 +337,12 @@ def test_two_runs_on_one_page(runs, monkeypatch):
     assert "page.html" in text
     page = Document((runs / "page.html").read_text())
     assert page.wrong == [] and videos(page) == page.values("href") == []
-    assert "a: latest" in page.text and "evaluation: latest" in page.text and "--anyway" not in page.text
+    assert "a: latest" in page.text and "evaluation: latest" in page.text
     assert "+0.100 [" in page.text and "+0.200 [" in page.text
-    assert drawn == {  # the base once; the metrics of the one run that was named as such, and no metric that is missing
+    assert drawn == {  # the base once
         "FaceSim by the held-out judge": ["a: base", "a: latest", "evaluation: latest", "real clips"],
-        "reward/held_out": ["a"], "grad_norm": ["a"],
-    }  # fmt: skip
-    assert len(page.values("src")) == 2
+    }
+    assert len(page.values("src")) == 1
 
 
 @pytest.mark.parametrize(
@@ -360,9 +355,7 @@ def test_unlike_evaluations_are_refused(runs, block, name):
     write_report(folder, report)
     words = [runs / "a", runs / "b", "--out", runs / "page.html"]
     text = run_tool(compare_runs.main, *words, expect=2)
-    assert f"{block}: {name} was" in text and "--anyway" in text and not (runs / "page.html").exists()
-    text = run_tool(compare_runs.main, *words, "--anyway")
-    assert f"{block}: {name} was" in Document((runs / "page.html").read_text()).text
+    assert f"{block}: {name} was" in text and not (runs / "page.html").exists()
 
 
 def test_what_is_no_evaluation_is_refused(runs):
@@ -375,7 +368,7 @@ def test_what_is_no_evaluation_is_refused(runs):
     assert "name two or more" in text
     (folder / "report.json").write_text(json.dumps(report | {"settings": SETTINGS | {"records": {"format": "0"}}}))
     text = run_tool(compare_runs.main, runs / "a", runs / "b", *out, expect=2)
-    assert "another version of evaluate.py" in text
+    assert "is not a report on videos by this version of evaluate.py; evaluate again" in text
 
 
 WRONG = [None, [], "x", -1, 1e308, {"a": 1}]
@@ -389,27 +382,21 @@ PLACES = [
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: ".".join(map(str, place)))
-def test_any_other_content_is_one_line_or_a_page(runs, monkeypatch, place):
-    """A wrong value at any place, or none there: refused with the file's name, or drawn."""
+def test_any_other_content_is_refused_or_drawn(runs, monkeypatch, place):
     monkeypatch.setattr(pictures, "draw_curves", lambda *_, **settings: b"")
-    path = runs / "b" / "evaluation" / "report.json"
+    evaluations, page = [runs / "a", runs / "b"], runs / "page.html"
+    args = SimpleNamespace(evaluations=evaluations, first=None, out=page, overwrite=True)
     for wrong in WRONG:
         report = part = json.loads((runs / "a" / "evaluation" / "report.json").read_text())
         for key in place[:-1]:
             part = part[key]
         part[place[-1]] = wrong
-        path.write_text(json.dumps(report))
-        (runs / "page.html").unlink(missing_ok=True)
-        words = ["compare_runs", str(runs / "a"), str(runs / "b"), "--anyway", "--out", str(runs / "page.html")]
-        monkeypatch.setattr(sys, "argv", words)
-        errors = io.StringIO()
-        with contextlib.redirect_stderr(errors):
-            code = compare_runs.main()
-        text = errors.getvalue()
-        assert code == 0 and not text or text.startswith(f"error: {path}: is not a report") and text.count("\n") == 1
+        write_report(runs / "b" / "evaluation", report)
+        with suppress(ValueError):  # the tool's one line
+            comparison.run(args)
 
 
-@pytest.mark.parametrize("content", ["", "{", "null", "[1]", "{}", "[" * 100_000, '{"people": NaN}', "\xff"])
+@pytest.mark.parametrize("content", ["", "{", "null", "[1]", "[" * 100_000, '{"people": 3, "settings": null}', "\xff"])
 def test_any_other_file_is_one_line(runs, content):
     path = runs / "b" / "evaluation" / "report.json"
     path.write_bytes(content.encode("latin-1"))
@@ -417,17 +404,7 @@ def test_any_other_file_is_one_line(runs, content):
     assert text.startswith(f"error: {path}: is not a report on videos") and text.count("\n") == 1
 
 
-def test_different_recognisers_are_not_compared(runs):
-    """Their scales differ."""
-    folder = runs / "b" / "evaluation"
-    report = (folder / "report.json").read_text()
-    write_report(folder, json.loads(report.replace(JUDGE, "third")))
-    words = [runs / "a", runs / "b", "--anyway", "--out", runs / "page.html"]
-    text = run_tool(compare_runs.main, *words, expect=2)
-    assert "no recogniser has judged all" in text
-
-
-@pytest.mark.parametrize("place", ["own.html", "a/metrics.jsonl", "a/evaluation/report.json", "a"])
+@pytest.mark.parametrize("place", ["own.html", "a/evaluation/report.json", "a"])
 def test_a_page_replaces_nothing_without_a_word(runs, place):
     (runs / "own.html").write_text("<p>mine</p>")
     before = {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}

@@ -289,7 +289,6 @@ def test_sigterm_in_the_rollouts_saves_the_epoch_before(monkeypatch, capsys, tmp
     send_sigterm(monkeypatch, async_scoring, "submit", lambda *_: calls.append(1) or len(calls) == 3)
     code, out, _ = call_grpo(monkeypatch, capsys, *settings)
     assert code == 143 and "stopped after step 1" in out and len(calls) == 3
-    assert "note: SIGTERM came before the sample videos of step 1, which are left out" in out
     assert not (tmp_path / "samples").exists()
     assert checkpoint.find_checkpoint(tmp_path, "auto").name == "step-000001" and len(metrics(tmp_path)) == 1
 
@@ -465,7 +464,7 @@ def test_a_folder_in_use_is_refused_by_both_processes(tmp_path):
         for process in ranks:
             _, error = process.communicate(timeout=240)
             assert process.returncode == 2 and "Traceback" not in error, error[-3000:]
-            assert f"run.output_dir {tmp_path} is in use by process {os.getpid()} on " in error
+            assert f"run.output_dir {tmp_path} is in use by another process" in error
         assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

@@ -135,7 +135,7 @@ def test_a_clip_of_21_chunks_waits_at_most_40_times_an_update(tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("case, settings", [
-    ("reward_fl offload", ["anchor.weight=1", "reward.views=1"]),
+    ("reward_fl offload", ["anchor.weight=1"]),
     ("flow_grpo", ["grpo.samples_on=cpu"]),
 ])  # fmt: skip
 def test_no_copy_above_1_mb_blocks_an_update(case, settings, tmp_path):

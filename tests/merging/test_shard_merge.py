@@ -153,16 +153,12 @@ def damage(folder, kind):
     elif kind == "wrong shard":
         name = next(iter(shards.read_header(first)[0]))
         index["weight_map"][name] = second.name
-    elif kind == "total size":
-        index["metadata"]["total_size"] += 4
-    elif kind == "surplus file":
-        shutil.copy(first, folder / "merged.safetensors")
     elif kind == "two indices":
         shutil.copy(folder / INDEX, folder / "model.safetensors.index.json")
     elif kind == "empty":
         for file in [*files(folder), folder / INDEX]:
             file.unlink()
-    if kind in ("tensor nowhere", "wrong shard", "total size"):
+    if kind in ("tensor nowhere", "wrong shard"):
         (folder / INDEX).write_text(json.dumps(index))
     return [folder]
 
@@ -173,7 +169,7 @@ def damage(folder, kind):
         ("cut off", "cut off"), ("longer", "not fully covered"), ("missing shard", "does not exist"),
         ("missing of a list", "are given"), ("doubled tensor", "is in"),
         ("tensor nowhere", "in none of"), ("wrong shard", "says"),
-        ("total size", "total_size"), ("surplus file", "merged.safetensors"), ("two indices", "2 index"),
+        ("two indices", "2 index"),
         ("empty", "0 .safetensors"),
     ],
 )  # fmt: skip
@@ -181,14 +177,6 @@ def test_what_is_not_whole_is_refused(sharded, tmp_path, kind, message):
     out = tmp_path / "out.safetensors"
     text = run("--input", *damage(sharded, kind), "--out", out, expect=2)
     assert message in text and not out.exists() and not list(tmp_path.glob("*.tmp-*"))
-
-
-def test_a_total_size_that_counts_whole_files_is_accepted(sharded, tmp_path):
-    """LightX2V's converter writes it so."""
-    index = json.loads((sharded / INDEX).read_text())
-    index["metadata"]["total_size"] = sum(file.stat().st_size for file in files(sharded))
-    (sharded / INDEX).write_text(json.dumps(index))
-    run("--input", sharded, "--out", tmp_path / "out.safetensors")
 
 
 def test_an_index_that_would_hide_the_output_is_refused(sharded, tmp_path):

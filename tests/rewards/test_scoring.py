@@ -117,10 +117,9 @@ def test_terms_of_a_configuration():
     own, judge = config.list_reward_specs(face)
     who = {"people": "largest", "min_face_size": 0}
     assert own.settings == {
-        "pack_dir": "a", "cap": 0.5, "det_size": 640, "chunk": 8, "second_pack_dir": None, "landmark_jitter": 0,
-        "views": 0,
+        "pack_dir": "a", "cap": 0.5, "det_size": 640, "chunk": 8, "second_pack_dir": None,
     } | who and own.weight == 0.1  # fmt: skip
-    assert who.items() <= judge.settings.items() and not {"second_pack_dir", "landmark_jitter"} & judge.settings.keys()
+    assert who.items() <= judge.settings.items() and "second_pack_dir" not in judge.settings
     assert judge.settings["pack_dir"] == "b" and judge.settings["cap"] == "none" and judge.weight == 0
     others["square"]["settings"] = {"powr": 2}
     with pytest.raises(RewardError, match=r"unknown key 'reward.others.square.settings.powr'"):
@@ -178,17 +177,17 @@ def with_others(*labels):
 
 
 def test_settings_of_faces_are_refused_where_nothing_reads_them():
-    settings = {"second_model_path": "c", "people": "all", "min_face_size": 30.0, "landmark_jitter": 0.02, "views": 2}
+    settings = {"second_model_path": "c", "people": "all", "min_face_size": 30.0}
     face = {"reward_model_path": "a", "held_out_model_path": "b"}
     own, judge = config.list_reward_specs(config.parse(BASE | {"reward": face | settings}))
     assert (own.settings["people"], own.settings["min_face_size"]) == ("all", 30)
     assert (judge.settings["people"], judge.settings["min_face_size"]) == ("all", 30)
-    assert (own.settings["second_pack_dir"], own.settings["landmark_jitter"]) == ("c", 0.02)
+    assert own.settings["second_pack_dir"] == "c"
     for key, value in settings.items():
         with pytest.raises(config.ConfigError, match=f"^reward.{key} "):
             config.parse(BASE | {"reward": {"name": "clip_score", key: value}})
     judged = config.parse(BASE | {"reward": {"name": "clip_score", "held_out_model_path": "b", "people": "all"}})
     assert config.list_reward_specs(judged)[1].settings["people"] == "all"
-    for key, value in (("people", "both"), ("min_face_size", -1.0), ("landmark_jitter", 0.2)):
+    for key, value in (("people", "both"), ("min_face_size", -1.0)):
         with pytest.raises(config.ConfigError, match=f"^reward.{key} "):
             config.parse(BASE | {"reward": face | {key: value}})

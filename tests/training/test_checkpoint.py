@@ -4,7 +4,6 @@ import fcntl
 import gc
 import json
 import os
-import platform
 import resource
 import shutil
 import signal
@@ -151,6 +150,7 @@ def test_files_have_the_mode_of_the_umask_and_hard_links_their_own(tmp_path):
 def test_a_new_run_and_going_on_with_it(tmp_path):
     for config, resume in ((changed(train__learning_rate=2e-5), "auto"), (CONFIG, False), (CONFIG, "auto")):
         assert start(tmp_path / "out", config, resume=resume) is None  # a run without a step is replaced
+    start(tmp_path / "out", changed(reward__views=0))  # by a version with a key that is gone, and was off
     path = save(tmp_path / "out", 25)
     assert start(tmp_path / "out") == path
     longer = changed(run__save_steps=5, run__output_dir="elsewhere/out", train__max_steps=100)
@@ -226,11 +226,8 @@ def test_a_folder_in_use_is_refused_and_nothing_in_it_is_changed(tmp_path):
         stray = tmp_path / "checkpoints" / "step-000002.tmp-0123456789abcdef"
         stray.touch()
         before = tree(tmp_path)
-        # by whom: the test's own process
-        message = f"run.output_dir {tmp_path} is in use by process {os.getpid()} on {platform.node()}, started 20"
-        for resume in ("auto", False, str(tmp_path / "checkpoints" / "latest")):
-            with pytest.raises(CheckpointError, match=message):
-                start(tmp_path, resume=resume)
+        with pytest.raises(CheckpointError, match=f"run.output_dir {tmp_path} is in use by another process; wait"):
+            start(tmp_path)
         assert tree(tmp_path) == before
     assert start(tmp_path).name == "step-000001" and not stray.exists()
 
@@ -256,52 +253,24 @@ def test_a_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     number = errno.ENOLCK
-    with pytest.warns(UserWarning, match=f"run.output_dir {tmp_path} .*without locks"):
+    with pytest.warns(UserWarning, match=f"{tmp_path} is on a file system without locks"):
         assert start(tmp_path) is None
     number = errno.EIO
     with pytest.raises(WriteError, match="Input/output error"):
         start(tmp_path)
 
 
-@pytest.mark.parametrize("linked", ["", "checkpoints", "samples", "samples/step-000001"])
-def test_only_temporaries_of_the_run_are_removed_and_none_behind_a_link(tmp_path, linked):
+def test_only_temporaries_of_the_run_are_removed(tmp_path):
     out, end = tmp_path / "out", ".tmp-0123456789abcdef"
     foreign = ("cache/0a/a.safetensors" + end, "notes" + end, "run.json.tmp-draft")
     strays = ("run.json" + end, "metrics.jsonl" + end, "checkpoints/step-000002" + end, f"samples/step-000001/0{end}")
     for name in (*foreign, *strays):
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).touch()
-    if linked:
-        (out / linked).rename(tmp_path / "elsewhere")
-        (out / linked).symlink_to(tmp_path / "elsewhere")
     (out / f"run.json{end[:-1]}0").symlink_to(tmp_path / "elsewhere")
     start(out)
-    behind = {name for name in strays if linked and name.startswith(linked)}
-    assert {name for name in (*foreign, *strays) if (out / name).exists()} == {*foreign, *behind}
+    assert {name for name in (*foreign, *strays) if (out / name).exists()} == {*foreign}
     assert not (out / f"run.json{end[:-1]}0").is_symlink()
-
-
-@pytest.mark.parametrize("resume", [None, "auto"])
-@pytest.mark.parametrize("entry", ["link", "link to nothing", "FIFO", "folder", "text", "more text", "hard link"])
-def test_a_foreign_file_as_lock_is_refused_and_stays(tmp_path, entry, resume):
-    """A folder from somebody else may hold a link to any file; a dry run refuses it, too."""
-    thesis, lock = tmp_path / "thesis.txt", tmp_path / "out" / "run.lock"
-    lock.parent.mkdir()
-    thesis.write_text("my thesis\n")
-    make = {
-        "link": lambda: lock.symlink_to(thesis), "link to nothing": lambda: lock.symlink_to("nowhere"),
-        "FIFO": lambda: os.mkfifo(lock), "folder": lock.mkdir, "text": lambda: lock.write_text("notes"),
-        "more text": lambda: lock.write_text("process 1 on a, started now\nnotes\n"),
-        "hard link": lambda: lock.hardlink_to(thesis),
-    }  # fmt: skip
-    make[entry]()
-    before = tree(tmp_path)
-    with pytest.raises(CheckpointError, match=f"^{lock} is not the lock of a run; move it away"):
-        if resume is None:
-            prepare_output_dir(None, changed(run__output_dir=str(lock.parent)), BASE)
-        else:
-            start(lock.parent)
-    assert tree(tmp_path) == before and names(lock.parent) == ["run.lock"] and not (lock.parent / "nowhere").exists()
 
 
 @pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "run.json.tmp-probe", "checkpoints/latest"])
@@ -394,7 +363,7 @@ def test_values_that_compute_the_same_and_lengths(tmp_path, old, new, refused):
 
 
 def test_changes_add_up(tmp_path):
-    """Over resumptions, each at its step; one whose checkpoints are gone is in force from the one before."""
+    """Over resumptions, each at its step."""
     start(tmp_path)
     rates = []
     for step, before, rate in ((1, 1e-5, 2e-5), (2, 2e-5, 3e-5)):
@@ -405,16 +374,14 @@ def test_changes_add_up(tmp_path):
         rates.append({"key": "train.learning_rate", "old": before, "new": rate, "step": step})
         assert found.changes == tuple(rates)
     assert opened(tmp_path, config).changes == tuple(rates)  # it stays named, and nothing changes
-    shutil.rmtree(tmp_path / "checkpoints" / "step-000002")
-    assert [change["step"] for change in opened(tmp_path, config).changes] == [1, 1]
 
 
 DEEP = "[" * 100_000
 
 
 @pytest.mark.parametrize("content", [
-    None, b"", DEEP.encode(), b"{}", b'{"config": {}, "base_model": {}, "changes": [{}]}', b"\xff\xfe",
-], ids=["missing", "empty", "deep", "no config", "an empty change", "no text"])  # fmt: skip
+    None, b"", DEEP.encode(), b"{}", b"\xff\xfe",
+], ids=["missing", "empty", "deep", "no config", "no text"])  # fmt: skip
 def test_damaged_run_json(tmp_path, content):
     start(tmp_path)
     save(tmp_path, 1)
@@ -457,25 +424,10 @@ def test_metrics_become_the_lines_up_to_the_checkpoint(tmp_path, change, resume)
     assert [line["step"] for line in metrics.read()] == [1, 2, 3, 4] and path.read_text() == metrics.text
 
 
-def test_the_checkpoint_of_another_version_is_refused(tmp_path):
-    """Its metrics are nowhere."""
-    path = resumable(tmp_path).parent / "checkpoints" / "step-000003"
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["files"]["state/metrics.jsonl"]
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    (path / "state" / "metrics.jsonl").unlink()
-    for folder, resume in ((tmp_path, "auto"), (tmp_path / "new", str(path))):
-        with pytest.raises(CheckpointError, match=f"{path} was written by another version of rewardfl; resume with"):
-            start(folder, resume=resume)
-
-
-@pytest.mark.parametrize("line", [
-    "garbage", "[1]", "3", "null", "{}", '{"step": -1}', '{"step": "2"}', '{"step": true}', '{"step": 2, "a": "b"}',
-    DEEP, "\0\0",
-])  # fmt: skip
+@pytest.mark.parametrize("line", ["garbage", "[1]", "{}", '{"step": "2"}', DEEP, "\0\0"])
 def test_a_line_that_is_none_of_metrics(tmp_path, line):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.path.write_text(f'{{"step": 1}}\n \n{line}\n{{"step": 3}}\n')
+    metrics.path.write_text(f'{{"step": 1}}\n\n{line}\n{{"step": 3}}\n')
     with pytest.raises(CheckpointError, match=f"{tmp_path}/metrics.jsonl, line 3 ") as error:
         metrics.read()
     assert len(str(error.value)) < 400
@@ -530,7 +482,8 @@ def rewrite(path, **values):
     ("manifest.json", lambda path: (path / "manifest.json").unlink()),
     ("manifest.json", lambda path: cut(path / "manifest.json")),
     ("manifest.json", lambda path: (path / "manifest.json").write_text(DEEP)),
-    ("manifest.json", lambda path: rewrite(path, files={})),
+    ("manifest.json", lambda path: rewrite(path, files={"state/state.pt": {}})),
+    ("manifest.json", lambda path: rewrite(path, files={"state/metrics.jsonl": {}})),
     ("manifest.json", lambda path: rewrite(path, score="high")),
     ("state/state.pt", lambda path: (path / "state" / "state.pt").unlink()),
     ("lora.safetensors", lambda path: cut(path / "transformer" / "lora.safetensors")),

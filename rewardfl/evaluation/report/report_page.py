@@ -57,13 +57,6 @@ def make_tables(report: Mapping) -> list[dict[str, Any]]:
         ]
         rows = list(zip((verdicts.explain(name, judges) for name in listed), cells, strict=True))
         tables.append({"title": title, "head": [("figure", ""), *head, *last], "rows": rows})
-    rows, pair = [], ("figures", "compared")
-    for width, count in report["face_sizes"].items() if real else ():
-        groups = [arm["strata"].get(width, {}) for arm in arms]  # none of the smallest
-        cells = [Cell(*(group.get(key, {}).get(f"{judges[-1]}/face_sim") for key in pair)) for group in groups]
-        rows.append(((f"{width}: {count} people", ""), cells))
-    head = [("face's width in the real clip", ""), *head]
-    tables.append({"title": "FaceSim by the size of the face", "head": head, "rows": rows})
     return [table for table in tables if table["rows"]]
 
 

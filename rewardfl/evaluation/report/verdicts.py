@@ -175,7 +175,7 @@ def _person(report: Mapping, arm: Mapping) -> tuple[int, str]:
 def _motion(report: Mapping, arm: Mapping) -> tuple[bool | None, str]:
     judge = main_judge(report)
     texts: dict[bool, list[str]] = {True: [], False: []}  # by whether it is kept
-    figures = next(base["figures"] for base in report["arms"] if base["name"] == arm["against"])
+    figures = {other["name"]: other["figures"] for other in report["arms"]}[arm["against"]]
     for key in MOVES:
         name = key.replace("face/", f"{judge}/")
         change, before = arm["compared"].get(name), figures.get(name)

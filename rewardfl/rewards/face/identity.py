@@ -20,7 +20,6 @@ from rewardfl.rewards.face.detect import FaceDetector
 from rewardfl.rewards.face.onnx_module import OnnxModule
 from rewardfl.rewards.face.pack import is_sface, pack_files
 from rewardfl.rewards.face.track import SAME_PERSON, Embeddings, Track, first_frame, follow_first, follow_known
-from rewardfl.rewards.face.vary import clip_seed, vary_crops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,6 @@ class FaceScore(Track):
 
     per_frame: Tensor  # (F - 1,) mean cosine with the pool of frames 1 .. F - 1, in [-1, 1], with gradient
     mean: Tensor  # () of per_frame, with gradient
-    paid: Tensor  # () mean over per_frame and the varied views, with gradient
     embedding: Tensor  # (D,) mean of the unit embeddings of frames 1 .. F - 1, with gradient
 
 
@@ -152,13 +150,10 @@ class FaceIdentity(nn.Module):
         """Return the score of one person; see `scores`."""
         return self.scores(video, [pool])[0]
 
-    def scores(
-        self, video: Tensor, pools: Sequence[Tensor], jitter: float = 0.0, views: int = 0
-    ) -> list[FaceScore | None]:
+    def scores(self, video: Tensor, pools: Sequence[Tensor]) -> list[FaceScore | None]:
         """Return the scores of the people of a generated clip, differentiable to the video; None for a missing person.
 
-        pools: each person's FacePool.embeddings. jitter: deviation, in box widths, of normal noise added to the
-        landmarks that cut out faces; the clip seeds it. views: number of varied crops per crop (vary.py).
+        pools: each person's FacePool.embeddings.
 
         Frames in which the detector loses a face are cut at its last landmarks, so that hiding it costs score.
         """
@@ -171,16 +166,9 @@ class FaceIdentity(nn.Module):
             if not tracked:
                 return [None] * len(pools)
             landmarks = torch.stack([track.landmarks[1:] for track in tracked])  # (people, F - 1, 5, 2)
-            if jitter > 0:
-                widths = torch.stack([track.width[1:] for track in tracked])[..., None, None]
-                generator = torch.Generator().manual_seed(clip_seed(video, "landmarks"))
-                landmarks = landmarks + jitter * widths * torch.randn(landmarks.shape, generator=generator)
             matrices = similarity_transform(landmarks.flatten(0, 1), ARCFACE_TEMPLATE)
             crops = align(frames[1:], matrices.unflatten(0, landmarks.shape[:2]))
-            if views > 0:
-                generator = torch.Generator().manual_seed(clip_seed(video, "views"))
-                crops = torch.cat([crops, *(vary_crops(crops, generator) for _ in range(views))])
-            embeddings = iter(self._recognise(crops).unflatten(0, (1 + views, len(tracked), -1)).unbind(1))
+            embeddings = iter(self._recognise(crops).unflatten(0, (len(tracked), -1)))
             return [
                 None if track is None else _score(next(embeddings), pool, track)
                 for track, pool in zip(tracks, pools, strict=True)
@@ -219,16 +207,10 @@ class FaceIdentity(nn.Module):
 
 
 def _score(embeddings: Tensor, pool: Tensor, track: Track) -> FaceScore:
-    """Return the score of one person. embeddings: (1 + views, F - 1, D), of the unvaried crops first."""
+    """Return the score of one person. embeddings: (F - 1, D)."""
     # all are unit vectors, so the mean of the cosines is the product with the mean embedding
     cosines = embeddings @ pool.to(embeddings).mean(0)
-    return FaceScore(
-        per_frame=cosines[0],
-        mean=cosines[0].mean(),
-        paid=cosines.mean(),
-        embedding=embeddings[0].mean(0),
-        **vars(track),
-    )
+    return FaceScore(per_frame=cosines, mean=cosines.mean(), embedding=embeddings.mean(0), **vars(track))
 
 
 def self_similarity(embeddings: Tensor) -> float:

@@ -1,5 +1,6 @@
 """Motion of the generated face compared with the real one's, by a detector's landmarks, with gradient."""
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 
@@ -15,7 +16,6 @@ from rewardfl.rewards.face.detect import STRIDES, FaceDetector, View
 from rewardfl.rewards.face.look import PATCHES, grey_patches
 from rewardfl.rewards.face.pack import PackFolder, pack_files
 from rewardfl.rewards.face.track import MIN_MOTION, Track, step_motion, step_reversals, track_largest
-from rewardfl.rewards.face.vary import clip_seed
 from rewardfl.rewards.pixels.motion import MIN_CHANGE, mean_change, symmetric_ratio
 
 # Half of the detector's finest stride to each side covers every position of a face between two of its cells.
@@ -186,6 +186,17 @@ class FaceMotionReward(Reward):
     def _max_shift(self, video: Tensor) -> float:
         """Return MAX_SHIFT in frame pixels."""
         return MAX_SHIFT * max(video.shape[-2:]) / self.det_size
+
+
+def clip_seed(video: Tensor) -> int:
+    """Return a seed for random draws on a clip (3, F, H, W).
+
+    It depends on the clip's mean, to 1e-4, so that a resumed run and other numbers of processes draw the same: sums in
+    another order differ by far less. Another noise or step gives another seed.
+    """
+    mean = round(video.detach().double().mean().nan_to_num().item() * 1e4)
+    # hashed: neighbouring means must not give related draws
+    return int.from_bytes(hashlib.sha256(f"{mean}".encode()).digest()[:7], "big")
 
 
 def fixed_views(max_shift: float) -> list[View]:

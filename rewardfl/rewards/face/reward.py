@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from rewardfl.config.schema import Cap, Count, DetectionSide, NonNegative
@@ -45,8 +44,6 @@ class FaceIdentityReward(Reward):
     to a person than that person.
 
     second_pack_dir: the cosines of this pack's recogniser are averaged with the first's, on the first's landmarks.
-    landmark_jitter, with a gradient: deviation, in face widths, of noise on the landmarks, new at each visit. views,
-    with a gradient: the score is the mean over each crop and this many varied crops (vary.py); face_score is not.
 
     Parts, means over people: face_score, the mean before the cap; cap (1 for "none"); coverage, the share of generated
     frames with a detection; motion_speed and motion_nonrigid, landmark motion over the real clip's, NaN where that
@@ -74,12 +71,9 @@ class FaceIdentityReward(Reward):
         people: Literal["largest", "all"] = "largest",
         min_face_size: NonNegative = 0.0,
         second_pack_dir: PackFolder | None = None,
-        landmark_jitter: Annotated[NonNegative, Field(le=0.1)] = 0.0,  # beyond it the crop shows no face
-        views: Annotated[int, Field(ge=0, le=64)] = 0,
     ):
         super().__init__()
-        self.views = views
-        self.cap, self.people, self.min_face_size, self.landmark_jitter = cap, people, min_face_size, landmark_jitter
+        self.cap, self.people, self.min_face_size = cap, people, min_face_size
         if min_face_size:
             self.nothing_found = f"no face at least {min_face_size:g} pixels wide (min_face_size) was found in"
         self.identity = FaceIdentity(pack_dir, det_size, chunk, second_pack_dir)
@@ -148,19 +142,16 @@ class FaceIdentityReward(Reward):
 
     def _sample(self, video: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
         pools = [reference["embeddings"][reference["owner"] == k] for k in range(len(reference["cap"]))]
-        trained = torch.is_grad_enabled() and video.requires_grad
-        jitter, views = (self.landmark_jitter, self.views) if trained else (0.0, 0)
-        faces = self.identity.scores(video, pools, jitter, views)
+        faces = self.identity.scores(video, pools)
         real = [{name: reference[name][k].item() for name in _NUMBERS} for k in range(len(pools))]
         cap = 1.0 if self.cap == "none" else self.cap
         caps = [person["cap"] if isinstance(cap, str) else cap for person in real]
         parts = {"cap": float(np.mean(caps)), "people": float(len(pools))}
         parts["coverage"] = float(np.mean([0.0 if face is None else face.coverage for face in faces]))
         parts |= self.measured(video, faces, reference)
-        scores = [invalid_score(video) if face is None else face.paid for face in faces]
-        means = [score if face is None else face.mean for score, face in zip(scores, faces, strict=True)]
-        paid, face_scores = torch.stack([torch.stack(scores), torch.stack(means)]).tolist()  # one copy
-        if all(face is None for face in faces) or not all(map(math.isfinite, paid)):
+        scores = [invalid_score(video) if face is None else face.mean for face in faces]
+        face_scores = torch.stack(scores).tolist()  # one copy
+        if all(face is None for face in faces) or not all(map(math.isfinite, face_scores)):
             return None, parts
         parts |= _motion(faces, real)
         parts |= {"face_score": float(np.mean(face_scores)), "worst_person": min(face_scores)}

@@ -3,7 +3,6 @@
 wire.py describes the format, docs/rewards_remote.md the setup.
 """
 
-import asyncio
 import json
 import math
 import os
@@ -11,7 +10,7 @@ import random
 import re
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import httpx
@@ -19,13 +18,12 @@ import torch
 from torch import Tensor
 
 from rewardfl import data
-from rewardfl.config.schema import Count, NonNegative, Positive, Whole, must_be
+from rewardfl.config.schema import Count, Positive, Whole, must_be
 from rewardfl.rewards.base import Reference, Reward, RewardOutput, Unavailable
 from rewardfl.rewards.remote import wire
 from rewardfl.rewards.remote.wire import Clip
 from rewardfl.rewards.settings import on_this_machine
 
-MAX_ANSWER_BYTES = 1 << 24  # an answer has a few numbers per clip; a server that sends more is no reward server
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before a retry
 
 
@@ -54,11 +52,11 @@ _is_url = re.compile(r"https?://(\[[\da-fA-F:]+\]|[\w.-]+)(:[1-9]\d{0,4})?(/[!\"
 class RemoteReward(Reward):
     """Scores of the server at `url` for clips, sent as uint8 frames, and prompts; without gradient.
 
-    timeout: seconds for one request, from connecting to the answer's last byte. wait: seconds for which a request to a
-    busy server is repeated. retries: after the first try, for failed connections, timeouts and 5xx. token_env: the
-    environment variable with the server's token, so that no config has a secret. frames: "all", or n for every n-th
-    frame from the first. send_reference: send the real clip, too. max_bytes: of one request; a larger batch is split.
-    parallel: batches that one process sends at a time; as many more wait as uint8 frames (see async_scoring).
+    timeout: seconds without a byte from the server, which scores one request after another. retries: after the first
+    try, for failed connections, timeouts and 5xx. token_env: the environment variable with the server's token, so that
+    no config has a secret. frames: "all", or n for every n-th frame from the first. send_reference: send the real clip,
+    too. max_bytes: of one request; a larger batch is split. parallel: batches that one process sends at a time; as many
+    more wait as uint8 frames (see async_scoring).
 
     A sample whose reference is None or whose pixels are not finite is invalid and is not sent. A sample is also invalid
     when the server marks it so or its score is not finite. Other problems raise RewardServerError.
@@ -77,19 +75,18 @@ class RemoteReward(Reward):
     def __init__(
         self,
         url: Annotated[str, must_be("like http://127.0.0.1:8400", lambda url: _is_url(url))],
-        timeout: Positive = 120.0,
+        timeout: Positive = 300.0,
         retries: Whole = 4,
         token_env: Annotated[str, on_this_machine(read_token)] | Literal[""] = "",
         frames: Literal["all"] | Count = "all",
         *,
         send_reference: bool = False,
         max_bytes: Count = 400_000_000,
-        parallel: Count = wire.MAX_BODIES,
-        wait: NonNegative = 600.0,
+        parallel: Count = 4,
     ):
         super().__init__()
         self.url, self.token = url.rstrip("/"), read_token(token_env) if token_env else ""
-        self.timeout, self.retries, self.wait = timeout, retries, wait
+        self.timeout, self.retries = timeout, retries
         self.stride = 1 if frames == "all" else frames
         self.send_reference = send_reference
         self.max_bytes, self.parallel = max_bytes, parallel
@@ -132,8 +129,8 @@ class RemoteReward(Reward):
         }
         score, valid = torch.zeros(len(video)), torch.zeros(len(video), dtype=torch.bool)
         parts: dict[str, Tensor] = {}
-        for group in split_requests(list(clips), clips, self.max_bytes, self.place):
-            answer = self._request(wire.pack_request([clips[i] for i in group]))
+        for group, body in pack_requests(list(clips), clips, self.max_bytes, self.place):
+            answer = self._request(body)
             try:
                 score[group], valid[group], group_parts = wire.unpack_answer(answer, len(group))
             except wire.WireError as error:
@@ -148,68 +145,58 @@ class RemoteReward(Reward):
         return data.to_uint8(video[:, :: self.stride]).cpu().contiguous()
 
     def _request(self, body: bytes) -> bytes:
-        """Send POST /score until its status is 200, and return the answer's body."""
-        failures, start = 0, time.monotonic()
-        while True:
-            status = 0
-            try:
-                status, answer = asyncio.run(self._send(body))
-                problem = f"status {status}: {_message(answer)}"
-            except wire.WireError as error:
-                raise self._error(f"{error}; is that a reward server?") from None
-            except TimeoutError:
-                problem = f"no answer in {self.timeout:g} s ({self.place}.timeout)"
-            except httpx.TransportError as error:
-                problem = f"{type(error).__name__}: {error}"
-            if status == 200:
-                return answer
-            if 0 < status < 500:
-                raise self._error(f"POST /score: {problem}")
-            failures += status != 503 or time.monotonic() - start >= self.wait
-            if failures > self.retries:
-                # 500: the reward raised, maybe for one clip
-                kind = RewardServerError if status == 500 else ServerUnavailableError
-                advice = f"look at the server's log, and whether {self.url}/health answers this machine"
-                raise self._error(f"POST /score failed {failures} times; the last time: {problem}; {advice}", kind)
-            pause = FIRST_PAUSE * 2 ** (failures - 1)
-            self.sleep(min(pause, LONGEST_PAUSE) * (0.5 + self.random.random()))  # jitter spreads the clients
-
-    async def _send(self, body: bytes) -> tuple[int, bytes]:
-        """Return status and body of one answer. Raise TimeoutError for one not in time.
+        """Send POST /score until its status is 200, and return the answer's body.
 
         It ignores redirects and the environment's proxies: token and clips are sent to `url` only.
         """
-        headers = {"Accept-Encoding": "identity", "Content-Type": wire.CONTENT_TYPE}
+        headers = {"Content-Type": wire.CONTENT_TYPE}
         headers |= {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        async with (
-            asyncio.timeout(self.timeout),  # for all bytes: httpx's own timeout restarts with every byte
-            httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=None) as client,
-            client.stream("POST", self.url + "/score", headers=headers, content=body) as response,
-        ):
-            return response.status_code, await wire.read_body(response.aiter_raw(), MAX_ANSWER_BYTES)
+        for attempt in range(self.retries + 1):
+            if attempt:  # jitter spreads the clients
+                self.sleep(min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE) * (0.5 + self.random.random()))
+            status = 0
+            try:
+                answer = httpx.post(
+                    self.url + "/score", content=body, headers=headers, timeout=self.timeout, verify=self._tls,
+                    trust_env=False,
+                )  # fmt: skip
+                status, problem = answer.status_code, f"status {answer.status_code}: {_message(answer.content)}"
+            except httpx.TimeoutException:
+                problem = f"no answer in {self.timeout:g} s ({self.place}.timeout)"
+            except httpx.RequestError as error:
+                problem = f"{type(error).__name__}: {error}"
+            if status == 200:
+                return answer.content
+            if 0 < status < 500:
+                raise self._error(f"POST /score: {problem}")
+        # 500: the reward raised, maybe for one clip
+        kind = RewardServerError if status == 500 else ServerUnavailableError
+        advice = f"look at the server's log, and whether {self.url}/health answers this machine"
+        raise self._error(f"POST /score failed {attempt + 1} times; the last time: {problem}; {advice}", kind)
 
     def _error(self, message: str, kind: type[RewardServerError] = RewardServerError) -> RewardServerError:
         return kind(f"{self.place}.url {self.url}: {message}")
 
 
-def split_requests(samples: list[int], clips: Mapping[int, Clip], limit: int, place: str) -> list[list[int]]:
-    """Halve the samples until each request has at most `limit` bytes, MAX_CLIPS clips and MAX_FRAMES frames (wire).
+def pack_requests(
+    samples: list[int], clips: Mapping[int, Clip], limit: int, place: str
+) -> Iterator[tuple[list[int], bytes]]:
+    """Yield samples and the body of their request, halved until each has at most `limit` bytes.
 
     Raise ValueError for a clip that is too large by itself. place: the key of the settings, for messages.
     """
-    size = wire.ENVELOPE_BYTES + sum(clips[i].nbytes for i in samples)
-    frames = sum(clips[i].frame_count for i in samples)
-    if not samples or (size <= limit and frames <= wire.MAX_FRAMES and len(samples) <= wire.MAX_CLIPS):
-        return [samples] if samples else []
-    if len(samples) == 1:
+    body = wire.pack_request([clips[i] for i in samples]) if samples else b""
+    if len(body) > limit and len(samples) == 1:
         raise ValueError(
-            f"{place}.max_bytes is {limit}, and a request with one clip has {size} bytes and {frames} frames (at most "
-            f"{wire.MAX_FRAMES}); raise it, or send fewer frames ({place}.frames: 4)"
+            f"{place}.max_bytes is {limit}, and a request with one clip has {len(body)} bytes; raise it, or send fewer "
+            f"frames ({place}.frames: 4)"
         )
+    if len(body) <= limit:
+        yield from [(samples, body)] if samples else []
+        return
     half = len(samples) // 2
-    return [
-        request for part in (samples[:half], samples[half:]) for request in split_requests(part, clips, limit, place)
-    ]
+    for part in (samples[:half], samples[half:]):
+        yield from pack_requests(part, clips, limit, place)
 
 
 def _message(answer: bytes) -> str:

@@ -11,18 +11,17 @@
     GET /health
              200   JSON {"status": "ok", "reward": <name>, "version": 1, "max_bytes": <of a request's body>}
     errors   JSON {"error": <the problem and advice>} with status
-             400 malformed, more than MAX_CLIPS clips or MAX_FRAMES frames, 401 no or a wrong token, 404 no such path,
-             405 another method, 413 beyond max_bytes, 415 another content type, 500 the reward failed,
-             503 busy or a body too slow (with Retry-After), or shutting down: ask again
+             400 malformed, 401 no or a wrong token, 404 no such path, 405 another method, 413 beyond max_bytes,
+             500 the reward failed, 503 too many connections: ask again
 
-A server holds MAX_BODIES bodies in memory and lets other requests wait. A server with a token requires
-`Authorization: Bearer <token>` on /score; /health is open.
+A server scores one request after another. A server with a token requires `Authorization: Bearer <token>` on /score;
+/health is open.
 
 This file imports only torch and safetensors, so that a server in another environment can use a copy of it.
 """
 
 import json
-from collections.abc import AsyncIterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import safetensors
@@ -31,11 +30,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 WIRE_VERSION = 1
-MAX_BODIES = 4  # bodies that a server holds at a time: one is scored while the next ones arrive
-MAX_CLIPS = 256  # of one request
-MAX_FRAMES = 16_384  # of one request, real clips included: a limit of the time that scoring takes
 CONTENT_TYPE = "application/x-safetensors"
-ENVELOPE_BYTES = 400  # of a request's body without its clips
 # The library accepts headers of 100 MB, which take gigabytes once parsed; ours hold a few names and the prompts.
 MAX_HEADER_BYTES = 1 << 22
 
@@ -52,17 +47,6 @@ class Clip:
     prompt: str
     reference: Tensor | None = None  # (F', H', W', 3) uint8 RGB
 
-    @property
-    def nbytes(self) -> int:
-        """Return an upper bound of the clip's bytes in a request's body."""
-        pixels = self.frames.nbytes + (0 if self.reference is None else self.reference.nbytes)
-        # a control character takes 7 bytes, escaped in JSON within JSON; the header of "reference.<i>" about 150
-        return pixels + 7 * len(self.prompt.encode()) + 200
-
-    @property
-    def frame_count(self) -> int:
-        return len(self.frames) + (0 if self.reference is None else len(self.reference))
-
 
 def pack_request(clips: Sequence[Clip]) -> bytes:
     """Return the body of POST /score for one or more clips."""
@@ -78,18 +62,13 @@ def unpack_request(body: bytes) -> list[Clip]:
     """Return the clips of a request; raise WireError for a body that breaks the format."""
     tensors, metadata = _read(body)
     video = _take(tensors, "video", ("B", "F", "H", "W", 3), torch.uint8)
-    if len(video) > MAX_CLIPS:
-        raise WireError(f"{len(video)} clips; at most {MAX_CLIPS} are taken in one request")
     references: list[Tensor | None] = []
     for name in (f"reference.{i}" for i in range(len(video))):
         is_there = name in tensors
         references.append(_take(tensors, name, ("F", "H", "W", 3), torch.uint8) if is_there else None)
     if tensors:
         raise WireError(f"unknown tensor {min(tensors)!r}: next to 'video' there is reference.0 .. {len(video) - 1}")
-    clips = [Clip(*parts) for parts in zip(video, _prompts(metadata, len(video)), references, strict=True)]
-    if (frames := sum(clip.frame_count for clip in clips)) > MAX_FRAMES:
-        raise WireError(f"{frames} frames; at most {MAX_FRAMES} are taken in one request")
-    return clips
+    return [Clip(*parts) for parts in zip(video, _prompts(metadata, len(video)), references, strict=True)]
 
 
 def pack_answer(score: Tensor, valid: Tensor, parts: dict[str, Tensor]) -> bytes:
@@ -111,16 +90,6 @@ def unpack_answer(body: bytes, count: int) -> tuple[Tensor, Tensor, dict[str, Te
         raise WireError(f"unknown tensor {min(foreign)!r}: there is score, valid and part.<name>")
     parts = {name: _take(tensors, name, (count,), torch.float32) for name in sorted(tensors)}
     return score.where(valid, 0), valid, {name.removeprefix("part."): values for name, values in parts.items()}
-
-
-async def read_body(blocks: AsyncIterable[bytes], limit: int) -> bytes:
-    """Return the bytes of a request or an answer; raise WireError as soon as there are more than `limit`."""
-    body = bytearray()
-    async for block in blocks:
-        body += block
-        if len(body) > limit:
-            raise WireError(f"a body of more than {limit} bytes")
-    return bytes(body)
 
 
 def _read(body: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
