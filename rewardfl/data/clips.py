@@ -29,6 +29,7 @@ SHEET_PIXELS = 2**26  # largest number in a sheet of pictures
 X264: dict[str, object] = {"crf": "18", "threads": "1", "x264-params": "mbtree=0"}
 SAME_RATE = 0.99  # 23.976 frames per second pass for 24
 SLACK = 1e-3  # seconds: containers round times to milliseconds, and halfway between two frames is the earlier
+TRANSPARENT = "has transparent pixels; save it without an alpha channel"
 
 Timed = tuple[float | None, Any]  # a frame's time in seconds, and the frame
 
@@ -108,10 +109,8 @@ def _open_video(path: str | Path) -> Iterator[tuple[av.container.InputContainer,
                     f"{path}: pixels are {stream.sample_aspect_ratio} as wide as high; make them square with "
                     "ffmpeg -i IN -vf scale=iw*sar:ih,setsar=1 OUT"
                 )
-            pixels = stream.codec_context.format
-            # in the metadata: VP8 and VP9, whose decoders here drop the alpha channel
-            if stream.metadata.get("alpha_mode") == "1" or pixels and any(part.is_alpha for part in pixels.components):
-                raise DataError(f"{path}: has an alpha channel; save it without one")
+            if stream.metadata.get("alpha_mode") == "1":  # VP8 and VP9, whose decoders here drop the alpha channel
+                raise DataError(f"{path}: {TRANSPARENT}")
             end = os.path.getsize(path)
             if any(entry.pos + entry.size > end for entry in stream.index_entries):
                 raise DataError(f"{path}: is damaged: the file ends before its index does; copy or download it again")
@@ -123,13 +122,18 @@ def _open_video(path: str | Path) -> Iterator[tuple[av.container.InputContainer,
 
 def _decode_frames(path: str | Path) -> Iterator[Timed]:
     """Decode all frames in display order. Raise DataError for damage and a new size."""
-    size = None
+    size, marks = None, []
+
+    def decode(packet: av.Packet) -> list[av.VideoFrame]:
+        marks.extend(["a packet is marked as corrupt"] * packet.is_corrupt)
+        return packet.decode()
+
     with _open_video(path) as (container, stream):
-        frames = container.decode(stream)
+        frames = itertools.chain.from_iterable(map(decode, container.demux(stream)))
         for i in itertools.count():
             with av.logging.Capture() as log:  # of this thread
                 frame = next(frames, None)
-            errors = [text.strip() for level, _, text in log if level <= av.logging.ERROR]
+            errors = [text.strip() for level, _, text in log if level <= av.logging.ERROR] + marks
             errors += ["a frame is marked as corrupt"] * (frame is not None and frame.is_corrupt)
             if errors:
                 raise DataError(f"{path}: is damaged at frame {i} ({errors[0]}); copy it again, or leave it out")
@@ -145,8 +149,11 @@ def _decode_frames(path: str | Path) -> Iterator[Timed]:
 def _pixels(path: str | Path, frame: av.VideoFrame) -> Tensor:
     """Return a frame as (H, W, 3) uint8 RGB, turned and mirrored by its display matrix.
 
-    Raise DataError for a matrix that is none of the eight turns and mirrorings.
+    Raise DataError for transparent pixels, and for a matrix that is none of the eight turns and mirrorings.
     """
+    has_alpha = frame.format.has_palette or any(part.is_alpha for part in frame.format.components)
+    if has_alpha and frame.to_ndarray(format="rgba")[..., 3].min() < 255:
+        raise DataError(f"{path}: {TRANSPARENT}")
     pixels = frame.to_ndarray(format="rgb24")
     try:
         side_data: Any = frame.side_data.get("DISPLAYMATRIX")
@@ -177,9 +184,12 @@ def read_video_header(
             for _ in _select_frames(path, ((time, None) for time in times), num_frames, fps, at_least):
                 pass
         codec = stream.codec_context
+        is_yuv = codec.format is not None and not codec.format.is_rgb
         oddities = {
             "hdr": codec.color_trc in (16, 18),  # PQ and HLG in ITU-T H.273
             "interlaced": codec.field_order in (2, 3, 4, 5),  # of AVFieldOrder
+            # 2 is the unknown matrix; from 720 lines on players take it for BT.709
+            "untagged": codec.height >= 720 and codec.colorspace == 2 and is_yuv,
         }
         rate = float(stream.average_rate) if stream.average_rate else None
         return Header((stream.height, stream.width), rate, tuple(key for key in oddities if oddities[key]))
@@ -313,7 +323,7 @@ def read_clip(
     """Return the frames of _select_frames, (F, H, W, 3) uint8, fitted to clip_size one at a time to save memory.
 
     Raise DataError for a file that is missing or cannot be decoded, for damage that the decoder conceals, for
-    an alpha channel, and as _select_frames.
+    transparent pixels, and as _select_frames.
     """
     fitted, size = [], None
     for frame in _select_frames(path, _decode_frames(path), num_frames, fps, at_least):
@@ -330,7 +340,7 @@ def read_picture(path: str | Path) -> Tensor:
     """
     picture = open_picture(path, decode=True)
     if picture.has_transparency_data and np.array(picture.convert("RGBA"))[..., 3].min() < 255:
-        raise DataError(f"{path}: has transparent pixels; save it without an alpha channel")
+        raise DataError(f"{path}: {TRANSPARENT}")
     return torch.from_numpy(np.array(picture if picture.mode == "RGB" else picture.convert("RGB")))
 
 

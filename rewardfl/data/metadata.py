@@ -50,6 +50,11 @@ CLIP_NOTES = {  # {key of Header.oddities: (the oddity, its remedy)}
         "are interlaced, two moments in each frame, which stay combed",
         "turn fields into frames before (ffmpeg -i IN -vf bwdif OUT)",
     ),
+    "untagged": (
+        "do not name the matrix of their colours and are read by BT.601, as ffmpeg reads them",
+        "players show such sizes by BT.709: name it (ffmpeg -i IN -c copy -bsf:v h264_metadata=matrix_coefficients=1 "
+        "OUT), or know that they are BT.601",
+    ),
 }
 
 

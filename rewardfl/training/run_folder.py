@@ -98,13 +98,15 @@ def prepare_output_dir(
 
 
 def _remove_strays(output_dir: Path) -> None:
-    """Check that the folder can be written, and delete the temporary files of a killed run."""
+    """Check that the folder can be written, and delete the temporary files of a killed run, but none behind a link."""
     with as_write_error(output_dir, "nothing was changed"):
         (output_dir / "checkpoints").mkdir(exist_ok=True)
         with temporary_path(output_dir / RUN_JSON).open("xb") as probe:
             probe.write(b"x" * 4096)  # fails now, not after the weights are loaded
-        for stray in [path for pattern in STRAYS for path in output_dir.glob(pattern)]:
-            remove(stray)
+        inside = output_dir.resolve()
+        for stray in [path for pattern in STRAYS for path in inside.glob(pattern)]:
+            if stray.parent.resolve() == stray.parent:
+                remove(stray)
 
 
 def _compare_run_json(

@@ -204,6 +204,12 @@ def _model_in(folder: Path) -> Path | list[Path]:
     if len(indices) > 1:
         raise InputError(f"{folder} holds {len(indices)} index files ({indices[0].name}, {indices[1].name}); name one")
     if indices:
+        listed = _read_index(indices[0]).values()
+        if stray := [file.name for file in files if file.name not in listed]:
+            raise InputError(
+                f"{folder} holds {indices[0].name} and {stray[0]}, which is not one of its shards; loaders take "
+                "the index. Name the file that you mean, or delete the other"
+            )
         return indices[0]
     if len(files) != 1 and not all(_SHARD.search(file.name) for file in files) or not files:
         raise InputError(f"{folder} holds {len(files)} .safetensors files and no index.json; name the model's file")

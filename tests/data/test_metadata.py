@@ -218,16 +218,34 @@ def test_damage_that_the_decoder_conceals_is_found(tmp_path, name, codec, pixels
         assert "damaged" in problem_of(row_of(tmp_path / name), 9)
 
 
+def test_a_packet_that_the_container_marks_is_found(tmp_path, monkeypatch):
+    data.write_video(tmp_path / "a.mp4", clip(2), fps=16)
+    monkeypatch.setattr(av.Packet, "is_corrupt", True)
+    with pytest.raises(DataError, match="a.mp4: is damaged at frame 0 .a packet is marked"):
+        data.read_video(tmp_path / "a.mp4")
+
+
 @pytest.mark.parametrize("name, codec, pixels", [
     ("a.mov", "qtrle", "argb"), ("a.mov", "png", "rgba"), ("a.mkv", "ffv1", "bgra"),
-    ("a.mov", "prores_ks", "yuva444p10le"), ("a.webm", "libvpx-vp9", "yuva420p"),
+    ("a.mov", "prores_ks", "yuva444p10le"), ("a.gif", "", ""), ("a.webm", "libvpx-vp9", "yuva420p"),
 ])  # fmt: skip
-def test_clips_with_an_alpha_channel_are_refused(tmp_path, name, codec, pixels):
-    """Their hidden colour would be trained on."""
-    encode(tmp_path / name, (codec, pixels, torch.full((3, 48, 64, 4), 90, dtype=torch.uint8), 0))
-    with pytest.raises(DataError, match="a.*: has an alpha channel; save it without one"):
+@pytest.mark.parametrize("alpha", [0, 255])
+def test_transparent_clips_are_refused(tmp_path, name, codec, pixels, alpha):
+    """Their hidden colour would be trained on. An alpha channel that is full everywhere hides nothing."""
+    frames = torch.cat([clip(3), torch.full((3, 48, 64, 1), 255, dtype=torch.uint8)], 3)
+    frames[1:, :8, :8, 3] = alpha
+    if codec:
+        encode(tmp_path / name, (codec, pixels, frames, 0))
+    else:
+        first, *others = map(Image.fromarray, frames.numpy())
+        first.save(tmp_path / name, save_all=True, append_images=others, duration=60, disposal=2)
+    in_header = name == "a.webm"  # VP8's and VP9's alpha is next to the video, and the decoder drops it
+    if alpha == 255 and not in_header:
+        assert data.read_video(tmp_path / name).shape == (3, 48, 64, 3)
+        return
+    with pytest.raises(DataError, match="a.*: has transparent pixels; save it without an alpha channel"):
         data.read_video(tmp_path / name)
-    assert "has an alpha channel" in data.inspect_row(row_of(tmp_path / name), 1).problems[0]
+    assert not in_header or "has transparent pixels" in data.inspect_row(row_of(tmp_path / name), 1).problems[0]
 
 
 def test_of_several_videos_the_one_that_ffmpeg_takes(tmp_path):
@@ -621,16 +639,6 @@ def test_every_bad_row_is_named(folder, monkeypatch):
         data.usable_rows(rows, [(2, "gone")], skip_bad_rows=False)
 
 
-@pytest.mark.parametrize("num_frames, fps", [(9, 16), (10, 16), (9, 30), (5, 8), (6, 8), (10, None), (9, None)])
-def test_a_look_says_what_reading_says(folder, num_frames, fps):
-    look = data.inspect_row(row_of(folder / "a.mp4"), num_frames, fps)
-    if look.problems:
-        assert look.problems == (problem_of(row_of(folder / "a.mp4"), num_frames, fps=fps),)
-    else:
-        assert len(data.read_video(folder / "a.mp4", num_frames, fps)) == num_frames
-        assert look.header.size == (48, 64) and look.header.rate == 16
-
-
 def cut_off(path, keep):
     """The index of an mp4 before its frames, of which only the first part is kept."""
     with (
@@ -644,6 +652,16 @@ def cut_off(path, keep):
                 new.mux(packet)
     os.replace(f"{path}.new", path)
     os.truncate(path, int(keep * path.stat().st_size))
+
+
+@pytest.mark.parametrize("num_frames, fps", [(9, 16), (10, 16), (9, 30), (5, 8), (6, 8), (10, None), (9, None)])
+def test_a_look_says_what_reading_says(folder, num_frames, fps):
+    look = data.inspect_row(row_of(folder / "a.mp4"), num_frames, fps)
+    if look.problems:
+        assert look.problems == (problem_of(row_of(folder / "a.mp4"), num_frames, fps=fps),)
+    else:
+        assert len(data.read_video(folder / "a.mp4", num_frames, fps)) == num_frames
+        assert look.header.size == (48, 64) and look.header.rate == 16
 
 
 def test_a_file_that_is_cut_off_is_found_by_its_index(folder):
@@ -681,10 +699,12 @@ def test_notes_of_clips(clips_of, max_pixels, fps, rate, words):
 @pytest.mark.parametrize("settings, words", [
     ({}, []), ({"curve": 1}, []), ({"pixels": "yuv420p10le", "curve": 16}, ["HDR"]), ({"curve": 18}, ["HDR"]),
     ({"options": {"flags": "+ildct+ilme", "x264-params": "tff=1"}}, ["interlaced", "bwdif"]),
+    ({"height": 720}, ["BT.601", "BT.709"]),
+    ({"height": 720, "options": {"x264-params": "colormatrix=bt709"}}, []),
 ])  # fmt: skip
 def test_what_is_odd_about_a_clip_is_noted(folder, settings, words):
-    """HDR is read as SDR, and interlaced frames as they are: nothing else says it."""
-    film(folder / "odd.mp4", clip(9), range(0, 90, 10), **settings)
+    """HDR is read as SDR, interlaced frames as they are, and an unnamed matrix as BT.601: nothing else says it."""
+    film(folder / "odd.mp4", clip(9, settings.pop("height", 48)), range(0, 90, 10), **settings)
     rows = data.load_metadata(write_csv(folder, "a.mp4,x", "odd.mp4,x"))
     looks = [data.inspect_row(row, 5) for row in rows]
     assert not any(look.problems for look in looks)

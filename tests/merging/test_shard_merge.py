@@ -153,6 +153,8 @@ def damage(folder, kind):
     elif kind == "wrong shard":
         name = next(iter(shards.read_header(first)[0]))
         index["weight_map"][name] = second.name
+    elif kind == "surplus file":
+        shutil.copy(first, folder / "merged.safetensors")
     elif kind == "two indices":
         shutil.copy(folder / INDEX, folder / "model.safetensors.index.json")
     elif kind == "empty":
@@ -169,7 +171,7 @@ def damage(folder, kind):
         ("cut off", "cut off"), ("longer", "not fully covered"), ("missing shard", "does not exist"),
         ("missing of a list", "are given"), ("doubled tensor", "is in"),
         ("tensor nowhere", "in none of"), ("wrong shard", "says"),
-        ("two indices", "2 index"),
+        ("surplus file", "merged.safetensors"), ("two indices", "2 index"),
         ("empty", "0 .safetensors"),
     ],
 )  # fmt: skip

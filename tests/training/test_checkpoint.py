@@ -260,16 +260,21 @@ def test_a_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch):
         start(tmp_path)
 
 
-def test_only_temporaries_of_the_run_are_removed(tmp_path):
+@pytest.mark.parametrize("linked", ["", "checkpoints", "samples/step-000001"])
+def test_only_temporaries_of_the_run_are_removed_and_none_behind_a_link(tmp_path, linked):
     out, end = tmp_path / "out", ".tmp-0123456789abcdef"
     foreign = ("cache/0a/a.safetensors" + end, "notes" + end, "run.json.tmp-draft")
     strays = ("run.json" + end, "metrics.jsonl" + end, "checkpoints/step-000002" + end, f"samples/step-000001/0{end}")
     for name in (*foreign, *strays):
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).touch()
+    if linked:
+        (out / linked).rename(tmp_path / "elsewhere")
+        (out / linked).symlink_to(tmp_path / "elsewhere")
     (out / f"run.json{end[:-1]}0").symlink_to(tmp_path / "elsewhere")
     start(out)
-    assert {name for name in (*foreign, *strays) if (out / name).exists()} == {*foreign}
+    behind = {name for name in strays if linked and name.startswith(linked)}
+    assert {name for name in (*foreign, *strays) if (out / name).exists()} == {*foreign, *behind}
     assert not (out / f"run.json{end[:-1]}0").is_symlink()
 
 
