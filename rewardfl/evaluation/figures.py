@@ -7,7 +7,7 @@ clips (person and noise) that both have. A clip without a figure in one of them 
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -44,8 +44,6 @@ RATIOS |= {"displacement", "lk_flow", "mouth"}
 FROZEN = 0.5  # a clip is frozen below this share of the base's non-rigid motion
 
 THRESHOLD = 0.4  # of FaceSim, for the share of frames above it
-
-FACE_SIZES = (40, 80)  # edges of strata by the face's width in the real clip, in pixels; smaller faces are not scored
 
 
 def is_ratio(name: str) -> bool:
@@ -114,11 +112,9 @@ class Table:
     scales: Mapping[str, Scale]
     no_scale: str
     verified: Verification = UNMEASURED
-    people: Sequence[str] | None = None  # who are looked at; None for all
 
     def values(self, arm: str, name: str) -> Values:
-        clips, people = self.figures[arm].items(), self.people
-        return {clip: f[name] for clip, f in clips if name in f and (people is None or clip.person in people)}
+        return {clip: figures[name] for clip, figures in self.figures[arm].items() if name in figures}
 
     def names(self, arm: str) -> list[str]:
         """Return all figures of the arm's clips, in the order of measurement."""
@@ -246,20 +242,14 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], verified: Verifica
     """
     table = make_table(records, [arm.name for arm in arms], verified)
     clips, judges = {clip for figures in table.figures.values() for clip in figures}, list(records[0]["curves"])
-    widths = pair_people({clip: record["face_width"] for clip, record in table.records[REAL].items()}).by_name()
-    small, large = FACE_SIZES
-    strata: dict[str, list[str]] = {f"< {small} px": [], f"{small}-{large} px": [], f"> {large} px": []}
-    for person, width in sorted(widths.items()):  # a face on an edge belongs to the middle
-        list(strata.values())[(width >= small) + (width > large)].append(person)
     bases, starts = find_bases(arms), {arm.steps: arm.name for arm in arms if arm.origin}
-    summaries = [arm_report(table, arm, bases[arm.steps], judges, strata) for arm in arms]
+    summaries = [arm_report(table, arm, bases[arm.steps], judges) for arm in arms]
     for arm, summary in zip(arms, summaries, strict=True):
         if arm.adapter and not arm.origin and (start := starts.get(arm.steps)):
             summary |= {"start": start, "over_start": compare_figures(table, arm.name, start, table.names(arm.name))}
     return {
         "people": len({clip.person for clip in clips}), "clips": len(table.figures[arms[0].name]),
         "per_clip": per_clip(table), "real": arm_figures(table, REAL, judges), "arms": summaries,
-        "face_sizes": {name: len(members) for name, members in strata.items()},
         "identity_scale": {"missing": table.no_scale, "recognisers": scale_ends(table.scales)},
         "photo_scale": {
             "missing": verified.missing, "recognisers": scale_ends(verified.scales),
@@ -335,8 +325,8 @@ def compare_figures(table: Table, arm: str, base: str, names: Sequence[str]) -> 
     return changes
 
 
-def arm_report(table: Table, arm: Arm, base: Arm, judges: Sequence[str], strata: Mapping[str, Sequence[str]]) -> dict:
-    """Return an arm's figures, their changes unless it is the base, and the strata of face sizes."""
+def arm_report(table: Table, arm: Arm, base: Arm, judges: Sequence[str]) -> dict:
+    """Return an arm's figures, and their changes unless it is the base."""
     against = None if arm is base else base.name
     summary = {
         "name": arm.name, "steps": arm.steps, "adapter": arm.adapter and str(arm.adapter), "strength": arm.strength,
@@ -348,13 +338,6 @@ def arm_report(table: Table, arm: Arm, base: Arm, judges: Sequence[str], strata:
         summary["compared"] = compare_figures(table, arm.name, against, table.names(arm.name))
         nonrigid = [table.values(name, f"{judges[-1]}/nonrigid") for name in (arm.name, against)]
         summary |= {"frozen_share": frozen_share(*nonrigid), "colour_shift": colour_shift(table, arm.name, against)}
-    names = [f"{judge}/{key}" for judge in judges for key in ("face_sim", "drift", "coverage", "nonrigid")]
-    summary["strata"] = {}
-    for name, people in list(strata.items())[1:]:  # faces below the first edge are only counted
-        part = replace(table, people=people, scales={}, verified=UNMEASURED)  # a scale needs all people
-        summary["strata"][name] = {"people": len(people), "figures": mean_figures(part, arm.name, names)}
-        if against:
-            summary["strata"][name]["compared"] = compare_figures(part, arm.name, against, names)
     return summary
 
 

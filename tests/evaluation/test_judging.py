@@ -174,17 +174,6 @@ def test_the_shape_of_a_curve():
     assert shape([0.4, 0.41, 0.5, 0.1])["above_threshold"] == 0.5
 
 
-def test_strata_are_by_the_real_clips_face_and_small_ones_are_only_counted():
-    widths = {"a": 39.0, "b": 40.0, "c": 80.0, "d": 81.0}
-    people = [pair(name, 0, 0.5, after) for name, after in zip("abcd", (0.9, 0.6, 0.8, 0.3), strict=True)]
-    report = summary(*sum(people, []), *(real(name, width) for name, width in widths.items()))
-    assert report["face_sizes"] == {"< 40 px": 1, "40-80 px": 2, "> 80 px": 1}
-    strata = report["arms"][1]["strata"]
-    assert [*strata] == ["40-80 px", "> 80 px"]
-    assert strata["40-80 px"]["figures"][f"{JUDGE}/face_sim"]["mean"] == pytest.approx(0.7)
-    assert strata["40-80 px"]["compared"][f"{JUDGE}/face_sim"]["difference"]["mean"] == pytest.approx(0.2)
-
-
 MORE_STEPS = [Arm(name="base_20steps", steps=20), Arm(name="latest_20steps", steps=20, adapter=ROOT)]
 OTHERS = [Arm(name="theirs", videos=ROOT), Arm(name="others", videos=ROOT)]
 
