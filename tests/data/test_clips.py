@@ -59,7 +59,7 @@ def sampled(folder, images, count, process=0):
     )
     rows = [SimpleNamespace(row=SimpleNamespace(video=None)) for _ in images]
     job = SimpleNamespace(shard=Shard(process, 2), main=process == 0, wait=lambda: None)
-    return saving.sample_videos(cfg.run, cfg.data, None, rows, lambda row: (row, images[row]), job, 3)
+    return saving.sample_videos(cfg.run, cfg.data, None, rows, lambda row: (row, images[row], None), job, 3)
 
 
 def test_a_step_has_a_grid_of_its_images(tmp_path):
