@@ -104,6 +104,11 @@ class Row:
         return (self.image,) if self.image and not (self.video or self.reference_video) else ()
 
     @property
+    def checked_pictures(self) -> tuple[Path, ...]:
+        """Return the pictures, and last the photo that is the model's input, if it is left out of them."""
+        return (*self.pictures, *(photo for photo in self.photos if photo not in self.pictures))
+
+    @property
     def files(self) -> dict[str, Path | None]:
         """Return the row's file by column, None for an empty cell; a photo by its column and place."""
         photos = {f"photos/{i}": path for i, path in enumerate(self.photos)}
@@ -416,12 +421,12 @@ def load_example(
 
 
 def load_pictures(row: Row) -> list[Tensor]:
-    """Load Row.pictures, (3, H, W) in [-1, 1], each at its size, or shrunk to LONGEST_PHOTO pixels on a side.
+    """Load Row.checked_pictures, (3, H, W) in [-1, 1], each at its size, or shrunk to LONGEST_PHOTO pixels on a side.
 
     Raise the DataErrors of read_picture.
     """
     photos = []
-    for path in row.pictures:
+    for path in row.checked_pictures:
         photo = read_picture(path)
         scale = LONGEST_PHOTO / max(photo.shape[:2])
         if scale < 1:

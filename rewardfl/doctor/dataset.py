@@ -81,7 +81,7 @@ def inspect(
         return report
     if row.photos:
         photos = [photo.to(device) for photo in data.load_pictures(row)]
-        report.problems += [f"{row.pictures[i]}: {why}" for i, why in faces.photo_pool(photos)[1].items()]
+        report.problems += [f"{row.checked_pictures[i]}: {why}" for i, why in faces.photo_pool(photos)[1].items()]
     if row.reference is None:
         return report
     if row.image is not None and example.image is not None:

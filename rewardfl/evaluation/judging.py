@@ -134,16 +134,17 @@ def pool_photos(judges: Judges, row: data.Row, *, skip: bool) -> tuple[list[Tens
     """Return the row's usable pictures (3, H, W), the recognisers' pools of them, and why others are left out.
 
     A usable one shows a face to each recogniser, and no other person to the first, which training uses. Raise
-    DataError without any, and for an unusable one unless `skip`.
+    DataError without any, for an unusable one unless `skip`, and if the model's input is one.
     """
     photos = [photo.to(judges.device) for photo in data.load_pictures(row)]
-    pools, problems = dict[str, dict[int, Tensor]](), dict[int, str]()
+    pools, problems, count = dict[str, dict[int, Tensor]](), dict[int, str](), len(row.pictures)
     for name, identity in judges.faces.items():
-        pools[name], bad = identity.photo_pool(photos, same_person=-1.0 if pools else SAME_PERSON)
+        checked, same_person = (photos[:count], -1.0) if pools else (photos, SAME_PERSON)
+        pools[name], bad = identity.photo_pool(checked, same_person=same_person)
         problems |= bad
-    note = "; ".join(f"{row.pictures[i]}: {why}" for i, why in sorted(problems.items()))
-    usable = [i for i in range(len(photos)) if i not in problems]
-    if note and not (skip and usable):
+    note = "; ".join(f"{row.checked_pictures[i]}: {why}" for i, why in sorted(problems.items()))
+    usable = [i for i in range(count) if i not in problems]
+    if note and not (skip and usable and max(problems) < count):
         raise data.DataError(note)
     pooled = {name: torch.stack([pool[i] for i in usable]) for name, pool in pools.items()}
     return [photos[i] for i in usable], pooled, note

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
                 raise data.DataError("; ".join(problems))
             example = clip_scan.load_sized_example(cfg.data, row)
             clip, rewards = example.reference.to(device), [term.reward for term in terms]
-            photos = [photo.to(device) for photo in data.load_pictures(row)]
+            photos = [photo.to(device) for photo in data.load_pictures(row)[: len(row.pictures)]]
             row_references: list[Reference] = [
                 clip_scan.make_reference(reward, row, clip, photos)[0] if reward.compares_with in row.offers else None
                 for reward in rewards

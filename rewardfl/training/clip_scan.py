@@ -128,7 +128,8 @@ def _read_clip(
         video = example.reference.to(device)
         for row, key, reward in references:
             if store.get(key) is None:
-                reference, bad = make_reference(reward, row, video, photos)
+                checked = photos if reward is rewards[0] else photos[: len(row.pictures)]
+                reference, bad = make_reference(reward, row, video, checked)
                 values = {"usable": torch.tensor(reference is not None)}
                 values["skipped"] = torch.tensor(list(bad.encode()), dtype=torch.uint8)
                 store.put(key, values | {f"reference.{name}": value for name, value in (reference or {}).items()})
@@ -152,22 +153,26 @@ def _read_clip(
 def make_reference(reward: Reward, row: data.Row, video: Tensor, photos: Sequence[Tensor]) -> tuple[Reference, str]:
     """Return the row's reference of a reward, and why photos are left out of it; "" for none.
 
-    video: Example.reference. photos: data.load_pictures.
+    video: Example.reference. photos: data.load_pictures, or only Row.pictures: then the model's input is not checked.
+    With an input that cannot be used the reference is None.
     """
     if not photos or reward.compares_with != "picture":
         return reward.reference(video, row.prompt), ""
     reference: Reference = None
-    usable, problems = dict(enumerate(photos)), dict[int, str]()
-    while usable and reference is None:
+    usable, problems, count = dict(enumerate(photos)), dict[int, str](), len(row.pictures)
+    while reference is None and any(i < count for i in usable):
         try:
-            reference = reward.reference_from_photos([*usable.values()], row.prompt)
+            for shown in (len(photos), count):  # the model's input is checked, and not compared with
+                compared = [photo for i, photo in usable.items() if i < shown]
+                reference = reward.reference_from_photos(compared, row.prompt)
         except PhotoError as error:
-            places = [*usable]
+            places, reference = [*usable], None
             problems |= {places[i]: why for i, why in error.problems.items()}
             usable = {i: photo for i, photo in usable.items() if i not in problems}
+    reference = None if problems.keys() & range(count, len(photos)) else reference
     if "clip" in row.offers:
         reference = reward.with_motion(reference, video, row.prompt)
-    return reference, "; ".join(f"{row.pictures[i]}: {why}" for i, why in sorted(problems.items()))
+    return reference, "; ".join(f"{row.checked_pictures[i]}: {why}" for i, why in sorted(problems.items()))
 
 
 def load_samples(

@@ -115,17 +115,16 @@ def test_what_cannot_be_compared_is_refused_before_training(case, dry_run, tmp_p
 
 
 def test_a_photo_of_another_person_is_named_or_left_out(tmp_path):
-    (tmp_path / "anna").mkdir()
+    for folder in ("anna", "other"):
+        (tmp_path / folder).mkdir()
     for i, name in enumerate(("003/0", "003/1", "003/2", "006/0")):
         (tmp_path / "anna" / f"{i}.jpg").symlink_to(PHOTOS / f"{name}.jpg")
     row = f",{PHOTOS}/003/4.jpg,{tmp_path}/anna"
-    settings = [
-        *FACE,
-        *FACE_ALONE,
-        write_table(tmp_path, row),
-        f"run.output_dir={tmp_path / 'run'}",
-        "train.max_steps=1",
-    ]
+    settings = [*FACE, *FACE_ALONE, f"run.output_dir={tmp_path / 'run'}", "train.max_steps=1"]
+    first = write_table(tmp_path / "other", f",{tmp_path}/anna/3.jpg,{tmp_path}/anna")
+    done = launch(*settings, first, "data.skip_bad_rows=true", check=False)  # the model's input shows the other person
+    assert done.returncode == 2 and f"{tmp_path}/anna/3.jpg: shows another person" in done.stderr
+    settings.append(write_table(tmp_path, row))
     done = launch(*settings, check=False)
     assert done.returncode == 2 and f"line 2: {tmp_path}/anna/3.jpg: shows another person (median cosine" in done.stderr
     done = launch(*settings, "data.skip_bad_rows=true")
