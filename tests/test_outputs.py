@@ -224,10 +224,7 @@ def test_a_file_never_replaces_a_link_a_folder_or_a_device(folder, entry, name):
 def test_the_lock_is_no_link(tmp_path, thesis, entry):
     (tmp_path / "out").mkdir()
     ENTRIES[entry](tmp_path / "out" / "rewardfl.lock")
-    with (
-        pytest.raises(FileExistsError, match="is a link, or of"),
-        Folder(tmp_path / "out", False).locked(),
-    ):
+    with pytest.raises(FileExistsError, match="is a link, or of"), Folder(tmp_path / "out", False).locked():
         pytest.fail("the folder was taken")
     assert thesis.read_text() == "thesis" and not (tmp_path / "out" / "nowhere").exists()
 

@@ -126,12 +126,7 @@ def open_vae(
 
 
 def check_rows(
-    rows: Sequence[data.Row],
-    clips: config.DataConfig,
-    terms: Sequence[Term],
-    backbone: Backbone | None,
-    *,
-    quiet: bool,
+    rows: Sequence[data.Row], clips: config.DataConfig, terms: Sequence[Term], backbone: Backbone | None, *, quiet: bool
 ) -> list[data.Row]:
     """Return the rows with usable headers and prompts. Raise DataError or ValueError for others, if not skipped.
 

@@ -100,12 +100,7 @@ class Ocr(Reward):
     evaluation_settings = {"second": "tesseract"}  # a reader that training fooled must be seen
 
     def __init__(
-        self,
-        frames: Count = 4,
-        *,
-        detect: bool = True,
-        second: Literal["tesseract"] | None = None,
-        parallel: Count = 4,
+        self, frames: Count = 4, *, detect: bool = True, second: Literal["tesseract"] | None = None, parallel: Count = 4
     ):
         super().__init__()
         self.frames, self.detect, self.second, self.parallel = frames, detect, second, parallel

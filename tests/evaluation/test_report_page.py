@@ -340,7 +340,7 @@ def test_two_runs_on_one_page(runs, monkeypatch):
     assert "a: latest" in page.text and "evaluation: latest" in page.text
     assert "+0.100 [" in page.text and "+0.200 [" in page.text
     assert drawn == {  # the base once
-        "FaceSim by the held-out judge": ["a: base", "a: latest", "evaluation: latest", "real clips"],
+        "FaceSim by the held-out judge": ["a: base", "a: latest", "evaluation: latest", "real clips"]
     }
     assert len(page.values("src")) == 1
 

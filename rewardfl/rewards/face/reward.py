@@ -10,15 +10,7 @@ from torch import Tensor
 
 from rewardfl.config.schema import Cap, Count, DetectionSide, NonNegative
 from rewardfl.files import sha256
-from rewardfl.rewards.base import (
-    PhotoError,
-    Reference,
-    Reward,
-    RewardError,
-    RewardOutput,
-    invalid_score,
-    score_clips,
-)
+from rewardfl.rewards.base import PhotoError, Reference, Reward, RewardError, RewardOutput, invalid_score, score_clips
 from rewardfl.rewards.face.align import to_frames
 from rewardfl.rewards.face.identity import FaceIdentity, FaceScore, self_similarity
 from rewardfl.rewards.face.pack import PackFolder

@@ -11,14 +11,7 @@ import torch.nn.functional as F
 from runs import WORLD
 
 from rewardfl import data, rewards
-from rewardfl.rewards.face import (
-    ARCFACE_TEMPLATE,
-    FaceIdentity,
-    Faces,
-    align,
-    similarity_transform,
-    track_largest,
-)
+from rewardfl.rewards.face import ARCFACE_TEMPLATE, FaceIdentity, Faces, align, similarity_transform, track_largest
 from rewardfl.rewards.face.track import Track, follow_first, follow_known
 
 PACK = WORLD / "faces" / "reward"

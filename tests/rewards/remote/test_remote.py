@@ -377,12 +377,7 @@ def test_errors_are_json_over_the_wire():
     with serving(Likeness(), token="t", max_bytes=100) as url:
         for token in (None, "Bearer tt", "Basic t", b"Bearer \xe4"):
             assert ask(url, content=bytes(5), Authorization=token).status_code == 401
-        cases = {
-            404: {"path": "/"},
-            405: {"method": "PUT"},
-            413: {"content": bytes(101)},
-            400: {"content": b"hello"},
-        }
+        cases = {404: {"path": "/"}, 405: {"method": "PUT"}, 413: {"content": bytes(101)}, 400: {"content": b"hello"}}
         for status, request in cases.items():
             answer = ask(url, **{"Authorization": "Bearer t"} | request)
             assert answer.status_code == status and answer.json()["error"], request
