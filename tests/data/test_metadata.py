@@ -830,10 +830,8 @@ def test_photos_are_a_folder_or_pictures(tmp_path):
     anna = ["anna/1.JPG", "anna/2.png"]
     assert names == [anna, ["b.png"], ["b.png", "c.webp", *anna], ["odd;name.png"], [], ["gone"]]
     assert rows[2].image == tmp_path / "b.png" and rows[2].pictures == rows[2].photos[1:]
-    assert (
-        rows[4].problem
-        == f"photos: no picture in {tmp_path / 'empty'} (.bmp, .gif, .jpeg, .jpg, .png, .tif, .tiff, .webp)"
-    )
+    formats = ".bmp, .gif, .jpeg, .jpg, .png, .tif, .tiff, .webp"
+    assert rows[4].problem == f"photos: no picture in {tmp_path / 'empty'} ({formats})"
     problems = data.inspect_row(rows[5], 5, takes_image=False).problems
     assert len(problems) == 1 and "gone" in problems[0]
     assert rows[0].who == rows[0].who != rows[1].who

@@ -209,9 +209,8 @@ def test_the_reward_that_is_written_from_nothing_works(tmp_path):
     found = reward(video, [reward.reference(clip)] * 3)
     assert found.score.tolist() == pytest.approx([1, 0.5, 1.5]) and found.valid.all()
     (gradient,) = torch.autograd.grad(found.score.sum(), video)
-    assert (
-        gradient[0, :, 1:].any() and not gradient[:, :, 0].any() and not gradient[2].any()
-    )  # the last is at its limit
+    # the last is at its limit
+    assert gradient[0, :, 1:].any() and not gradient[:, :, 0].any() and not gradient[2].any()
     assert reward.reference(torch.zeros(3, 4, 8, 8)) is None and not reward(video[:1], [None]).valid.any()
 
 

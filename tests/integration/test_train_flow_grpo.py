@@ -245,9 +245,8 @@ def test_each_script_wants_its_own_file(monkeypatch, capsys):
     code, _, error = call(monkeypatch, capsys, "--config", "configs/tiny_flow_grpo.yaml")
     assert code == 2 and "has a section grpo, so it is for train_flow_grpo.py, not train_reward_fl.py" in error
     code, _, error = call_grpo(monkeypatch, capsys, "--config", "configs/tiny_face.yaml")
-    assert (
-        code == 2 and "has no section grpo or forward, so it is for train_reward_fl.py, not train_flow_grpo.py" in error
-    )
+    words = "has no section grpo or forward, so it is for train_reward_fl.py, not train_flow_grpo.py"
+    assert code == 2 and words in error
 
 
 @pytest.mark.parametrize("objective", ["clip", "guard"])

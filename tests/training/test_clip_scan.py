@@ -192,9 +192,7 @@ def test_every_problem_is_found_and_every_process_knows(cfg, tmp_path, monkeypat
     monkeypatch.setattr(setup_data, "map_shared", then_remove)
     for error in find(cfg, 2, Cache(tmp_path / "cache"), [Brightness()]):
         assert isinstance(error, data.DataError) and "data.file_name (" in str(error) and "2 of 12 rows" in str(error)
-        assert (
-            "line 10: " in str(error) and "line 12: empty prompt" in str(error) and "data.skip_bad_rows" in str(error)
-        )
+        assert all(words in str(error) for words in ("line 10: ", "line 12: empty prompt", "data.skip_bad_rows"))
     grey(tmp_path / "gone.mp4", 99)
     skipping = of(tmp_path, skip_bad_rows=True)
     for samples, said in find(skipping, 2, Cache(tmp_path / "cache"), [Brightness()]):
