@@ -4,8 +4,7 @@
     python tools/compare_runs.py outputs/a/evaluation outputs/compared --out comparison.html
 
 Each is a run that tools/evaluate.py has judged, or the --out of an evaluation. A row per run and arm, and FaceSim along
-the clip. Evaluations of other people, sampling or judges are
-refused.
+the clip. Evaluations of other people, sampling or judges are refused.
 
 Or two groups of arms of one evaluation, usually one training with several seeds each, as a Markdown table:
 

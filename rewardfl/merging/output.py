@@ -1,6 +1,7 @@
 """The output of a merging tool: a file or a folder of weights, and perhaps a report. No torch here."""
 
 import argparse
+import glob
 import json
 import shutil
 import sys
@@ -30,6 +31,8 @@ class Output:
         index = self.path.with_name(f"{self.path.name}.index.json")
         if self.is_file and index.exists():
             raise InputError(f"{index} is in the way: loaders would take its shards, not {self.path.name}; delete it")
+        for stray in sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.tmp-*")):
+            print(command_line.one_line(f"note: {stray} is of a killed run, or of one that still writes"))
         if args.json:
             self.report = Target(option="--json", path=args.json, overwrite=overwrite, inputs=[*inputs, args.out])
             self.report.check()

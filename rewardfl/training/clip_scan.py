@@ -151,10 +151,9 @@ def _read_clip(
 
 
 def make_reference(reward: Reward, row: data.Row, video: Tensor, photos: Sequence[Tensor]) -> tuple[Reference, str]:
-    """Return the row's reference of a reward, and why photos are left out of it; "" for none.
+    """Return the row's reference of a reward, None if the model's input is unusable, and why photos are left out.
 
     video: Example.reference. photos: data.load_pictures, or only Row.pictures: then the model's input is not checked.
-    With an input that cannot be used the reference is None.
     """
     if not photos or reward.compares_with != "picture":
         return reward.reference(video, row.prompt), ""
