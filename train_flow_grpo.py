@@ -110,9 +110,8 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
     log = open_log(cfg, job, run_folder, state, restored, steps)
     del restored  # up to four copies of the adapters
     sampler = setup_data.make_sampler(cfg, job, conditions, decoder, model, negative)
-    samples, held_out = setup_data.add_base_motion(
-        cfg, job, store, terms, resume_point, sampler.base, samples, held_out
-    )
+    base = sampler.base
+    samples, held_out = setup_data.add_base_motion(cfg, job, store, terms, resume_point, base, samples, held_out)
     anchors = setup_data.make_anchors(cfg, plan, conditions, samples, job.device)
     max_std = math.inf if cfg.grpo.max_std is None else cfg.grpo.max_std
     make_kernel = partial(sde.Kernel, cfg.grpo.sde, cfg.grpo.noise_level, max_std=max_std)  # of a schedule's sigmas
@@ -148,7 +147,8 @@ def train(cfg: FlowGrpoConfig, interruption: Interruption, run_folder: RunFolder
         with averaged(average, parameters):
             saving.save(cfg.run, job, backbone, learner, log, content, score, last=last)
             if not interruption.number:  # shutting down: skip the videos
-                generate = partial(sampler.generate, shown := held_out or samples)
+                shown = held_out or samples
+                generate = partial(sampler.generate, shown)
                 log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, backbone, shown, generate, job, done))
 
     floor = {}  # of the KL that rounding alone shows

@@ -103,9 +103,8 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
     log = open_log(cfg, job, run_folder, state, restored, steps)
     del restored  # up to five copies of the adapters
     sampler = setup_data.make_sampler(cfg, job, conditions, decoder, model, negative)
-    samples, held_out = setup_data.add_base_motion(
-        cfg, job, store, terms, resume_point, sampler.base, samples, held_out
-    )
+    base = sampler.base
+    samples, held_out = setup_data.add_base_motion(cfg, job, store, terms, resume_point, base, samples, held_out)
     anchors = setup_data.make_anchors(cfg, plan, conditions, samples, job.device)
     rollouts_on = {"gpu": job.device, "cpu": torch.device("cpu")}[forward.samples_on]
 
@@ -145,7 +144,8 @@ def train(cfg: ForwardRlConfig, interruption: Interruption, run_folder: RunFolde
         with averaged(average, parameters):
             saving.save(cfg.run, job, backbone, learner, log, content, score, last=last)
             if not interruption.number:  # shutting down: skip the videos
-                generate = partial(sampler.generate, shown := held_out or samples)
+                shown = held_out or samples
+                generate = partial(sampler.generate, shown)
                 log.show_samples(done, saving.sample_videos(cfg.run, cfg.data, backbone, shown, generate, job, done))
 
     # ---------------------------------------------------------------------------------- train

@@ -121,7 +121,7 @@ def train(cfg: RewardFlConfig, interruption: Interruption, run_folder: RunFolder
         )  # fmt: skip
 
     def generate(_: Sequence[Sample], row: int, noise: int = -1, *, base: bool = False) -> tuple[int, Tensor, Tensor]:
-        """Return (row, its video (3, F, H, W), its latents) under the current or base weights; noise: an epoch."""
+        """Return (row, its video (3, F, H, W), its latents), by the base if asked, from the noise of an epoch."""
         batch = builder.batch([(noise, row)])
         velocity = get_velocity(model, batch).reference if base else get_velocity(model, batch)
         x0 = reward_flow.rollout(velocity, batch.x, batch.schedule.sigmas, keep=(), start=batch.start_step).x0

@@ -123,13 +123,10 @@ class Table:
     def place(self, judge: str, *arms: str) -> dict[str, Interval]:
         """Return the place of an arm, or its change from a second one, on the scales of clips and of photos."""
         scales, places = {"": self.scales.get(judge), "_photos": self.verified.scales.get(judge)}, {}
+        name = f"{judge}/face_sim"  # with the photos of a person who also has a clip: face_sim_photos
         for end, scale in ((end, scale) for end, scale in scales.items() if scale is not None):
-            face_sim = [
-                self.values(arm, f"{judge}/face_sim") | self.values(arm, f"{judge}/face_sim{end}") for arm in arms
-            ]
-            pairs = pair_people(
-                *({clip: arm[clip] for clip in arm if clip.person in scale.another} for arm in face_sim)
-            )
+            face_sim = [self.values(arm, name) | self.values(arm, name + end) for arm in arms]
+            pairs = pair_people(*({c: x for c, x in arm.items() if c.person in scale.another} for arm in face_sim))
             if pairs.people:
                 places[f"{judge}/identity_kept{end}"] = place_on_scale(scale, *map(pairs.by_name, range(len(arms))))
         return places

@@ -128,9 +128,10 @@ def _read_clip(
         video = example.reference.to(device)
         for row, key, reward in references:
             if store.get(key) is None:
-                checked = photos if reward is rewards[0] else photos[: len(row.pictures)]
-                reference, bad = make_reference(reward, row, video, checked)
+                reference, problems = make_reference(reward, row, video, photos)
+                bad = "; ".join(f"{row.checked_pictures[i]}: {why}" for i, why in sorted(problems.items()))
                 values = {"usable": torch.tensor(reference is not None)}
+                values["input_usable"] = torch.tensor(max(problems, default=-1) < len(row.pictures))
                 values["skipped"] = torch.tensor(list(bad.encode()), dtype=torch.uint8)
                 store.put(key, values | {f"reference.{name}": value for name, value in (reference or {}).items()})
         entry = {"size": torch.tensor(example.size)} if example.image is None else {"image": example.image}
@@ -141,7 +142,7 @@ def _read_clip(
         scan = ClipScan(row.line, size=(height, width))
         if rewards and rewards[0].compares_with in row.offers:
             entry = read_entry(store, keys[row.line][0])
-            bad, usable = bytes(entry["skipped"].tolist()).decode(), bool(entry["usable"])
+            bad, usable = bytes(entry["skipped"].tolist()).decode(), entry["usable"] and entry["input_usable"]
             if not usable or (bad and not skip_photos):
                 scan = ClipScan(row.line, bad or f"{rewards[0].nothing_found} {row.reference}")
             else:
@@ -150,13 +151,15 @@ def _read_clip(
     return scans
 
 
-def make_reference(reward: Reward, row: data.Row, video: Tensor, photos: Sequence[Tensor]) -> tuple[Reference, str]:
-    """Return the row's reference of a reward, None if the model's input is unusable, and why photos are left out.
+def make_reference(
+    reward: Reward, row: data.Row, video: Tensor, photos: Sequence[Tensor]
+) -> tuple[Reference, dict[int, str]]:
+    """Return the row's reference of a reward, and {place in Row.checked_pictures of an unusable photo: why}.
 
-    video: Example.reference. photos: data.load_pictures, or only Row.pictures: then the model's input is not checked.
+    video: Example.reference. photos: data.load_pictures, or fewer: then the model's input is not checked.
     """
     if not photos or reward.compares_with != "picture":
-        return reward.reference(video, row.prompt), ""
+        return reward.reference(video, row.prompt), {}
     reference: Reference = None
     usable, problems, count = dict(enumerate(photos)), dict[int, str](), len(row.pictures)
     while reference is None and any(i < count for i in usable):
@@ -168,10 +171,9 @@ def make_reference(reward: Reward, row: data.Row, video: Tensor, photos: Sequenc
             places, reference = [*usable], None
             problems |= {places[i]: why for i, why in error.problems.items()}
             usable = {i: photo for i, photo in usable.items() if i not in problems}
-    reference = None if problems.keys() & range(count, len(photos)) else reference
     if "clip" in row.offers:
         reference = reward.with_motion(reference, video, row.prompt)
-    return reference, "; ".join(f"{row.checked_pictures[i]}: {why}" for i, why in sorted(problems.items()))
+    return reference, problems
 
 
 def load_samples(

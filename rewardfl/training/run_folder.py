@@ -119,7 +119,7 @@ def _compare_run_json(
     except (FileNotFoundError, ValidationError) as error:
         raise CheckpointError(f"{path} is missing or damaged; put it back as the run wrote it, or {restart}") from error
     old, new = _flat(record.config), _flat(config)
-    removed = [key for key in old.keys() - new.keys() if old[key]]  # one that was off changes nothing
+    removed = [key for key in old.keys() - new.keys() if old[key]]  # a key that was off changes nothing
     if other_keys := sorted([*removed, *(new.keys() - old.keys())]):
         version = f"another version of rewardfl, with other keys ({', '.join(other_keys[:5])})"
         raise CheckpointError(f"{path} was written by {version}; resume with that version, or {restart}")
