@@ -30,8 +30,8 @@ _TYPES = {
 }
 _REMOVED = {  # {key: reason}
     "train.keep_attention": "it saved 6 % of the FLOPs for 8 GB of a GPU",
-    "train.max_sample_norm": "no measured run gained by it; train/sample_norm shows clips that outweigh others",
-    "reward.landmark_jitter": "no measured run gained by it",
+    "train.max_sample_norm": "no shipped configuration set it; train/sample_norm shows clips that outweigh others",
+    "reward.landmark_jitter": "no shipped configuration set it",
     "reward.views": "it traded identity for motion",
 }
 _NAMELESS = ("missing", "extra_forbidden", "invalid_key")  # errors of keys that the file or the schema lacks
