@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rewardfl.files import atomic_write
 
-_FORMAT = 5  # raise it when the tensors are computed in another way: old entries are then not found
+_FORMAT = 3  # raise it when the tensors are computed in another way: old entries are then not found
 
 Key = Mapping[str, object]  # plain JSON values; "kind" is the folder
 

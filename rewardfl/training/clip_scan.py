@@ -59,7 +59,7 @@ def clip_key(row: data.Row, hashes: Mapping[Path, str], size: Mapping[str, float
 
 
 def reference_key(clip: Key, reward: Reward, prompt: str) -> Key:
-    key = {"kind": "reference", "clip": cache.digest(clip), "reward": reward.fingerprint()}
+    key = {"kind": "checked_reference", "clip": cache.digest(clip), "reward": reward.fingerprint()}
     return key | {"prompt": prompt} if reward.uses_prompt else key
 
 
