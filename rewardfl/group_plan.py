@@ -142,6 +142,11 @@ def rollout_counts(geometry: Geometry, num_steps: int, window: Sequence[int]) ->
     return [before if i < window[0] else after for i in range(num_steps)]
 
 
+def draw_start_noise(members: Sequence[Member], shape: Sequence[int], device: str | torch.device) -> Tensor:
+    """Return (B, ...) standard normal latents at sigma 1, by member; shape: (1, ...) of one latent."""
+    return torch.cat([draw_noise(shape, member.noise_seed, device) for member in members])
+
+
 def draw_step_noise(members: Sequence[Member], shape: Sequence[int], device: str | torch.device, step: int) -> Tensor:
     """Return (B, ...) standard normal noise of one stochastic step, by member; shape: (1, ...) of one latent."""
     seeds = [noise_seed(member.step_seed, step, "step") for member in members]

@@ -222,7 +222,7 @@ ODD = {
 
 
 # the rooms that resolve a configuration: all others take one section of it, or plain fields
-RESOLVES = re.compile(r"config\..*|training\.plan|training\.setup_\w+")
+RESOLVES = re.compile(r"config\..*|training\.plan|training\.run|training\.setup_\w+")
 WHOLE_TYPES = {
     kind for schema in config.SECTIONS for kind in schema.__mro__ if "train" in getattr(kind, "model_fields", ())
 }
@@ -284,7 +284,7 @@ def test_names_are_defined_once_and_functions_are_short(sources):
 
 @pytest.mark.check  # a change of the algorithm that a contributor tries may be longer
 def test_a_script_stays_readable():
-    limits = {"train_reward_fl.py": 263, "train_flow_grpo.py": 320, "train_forward_rl.py": 282}
+    limits = {"train_reward_fl.py": 180, "train_flow_grpo.py": 190, "train_forward_rl.py": 180}
     lengths = {path.name: len(path.read_text().splitlines()) for path in ROOT.glob("train_*.py")}
     assert lengths.keys() == limits.keys() and all(lengths[name] <= most for name, most in limits.items())
 

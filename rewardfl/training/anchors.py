@@ -21,6 +21,14 @@ from rewardfl.training.samples import Batch, Rollout, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
+class AnchorOutcome:
+    """The data anchor of one pass of B samples."""
+
+    loss: Tensor  # (B,), 0 without an anchor
+    has_clip: Tensor  # (B,) bool, whether a sample has latents
+
+
+@dataclass(frozen=True, kw_only=True)
 class Anchors:
     """The data anchor of a run. steps: the denoising steps that `anchor.sigmas` names (plan.anchor_steps)."""
 
@@ -36,16 +44,15 @@ class Anchors:
 
     def accumulate(
         self, job: Distributed, policy: nn.Module, batch: Batch | Rollout, update: int, share: float
-    ) -> tuple[Tensor, Tensor]:
-        """Accumulate the gradients of `share` times the weighted loss of one forward pass's samples.
+    ) -> AnchorOutcome:
+        """Accumulate the gradients of `share` times the weighted loss of one forward pass's samples; return the losses.
 
-        Return the losses (B,) and bool (B,) whether a sample has latents; both are 0 without an anchor. Raise
-        CacheError for lost latents, unless `skip_lost`.
+        Raise CacheError for lost latents, unless `skip_lost`.
         """
         members = batch.members
         if self.settings.weight == 0:
             losses = torch.zeros(len(members), device=self.device)
-            return losses, losses.bool()
+            return AnchorOutcome(loss=losses, has_clip=losses.bool())
         x0, has_clip = self.latents([member.row for member in members])
         conditioning = protocol.move_to(batch.conditioning, self.device)
         draws = []
@@ -57,14 +64,14 @@ class Anchors:
             draws.append(self._draw(policy, conditioning, batch.schedule.at(moment), seeds, x0))
         weights, micro_batch = share * self.settings.weight * has_clip, partial(job.accumulate, policy)
         losses = anchor.accumulate(draws, x0, weights, backward=job.backward, micro_batch=micro_batch)
-        return losses, has_clip
+        return AnchorOutcome(loss=losses, has_clip=has_clip)
 
-    def metrics(self, losses: Tensor, has_clip: Tensor) -> dict[str, float]:
+    def metrics(self, outcome: AnchorOutcome) -> dict[str, float]:
         """Return the anchor's part of actor/loss, and with an anchor actor/anchor_loss, the mean over the clips."""
-        anchored = (
-            {"actor/anchor_loss": float(losses.sum() / has_clip.sum().clamp(min=1))} if self.settings.weight else {}
-        )
-        return {"actor/loss": self.settings.weight * float(losses.mean())} | anchored
+        metrics = {"actor/loss": self.settings.weight * float(outcome.loss.mean())}
+        if self.settings.weight:
+            metrics["actor/anchor_loss"] = float(outcome.loss.sum() / outcome.has_clip.sum().clamp(min=1))
+        return metrics
 
     def latents(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return the rows' clip_latents (B, C, T, h, w), 0 without a clip, and bool (B,) whether there are any."""

@@ -36,6 +36,8 @@ def add_motion(
     The motion is a mean over the row's noises 0 .. `noises` - 1, and is cached; so are the latents of noise 0 where the
     sample names a cache entry for them.
     """
+    if not rows:
+        return list(samples)
     rewards = [i for i, term in enumerate(terms) if term.reward.measures_motion]
 
     def key_of(row: int, i: int) -> Key:

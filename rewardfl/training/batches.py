@@ -1,4 +1,4 @@
-"""Batches of reward feedback learning, and the rollouts that a Flow-GRPO epoch keeps."""
+"""Batches of reward feedback learning, and videos from the same noises."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rewardfl import reward_flow
+from rewardfl import lora, reward_flow
 from rewardfl.backbones import protocol
+from rewardfl.backbones.protocol import Conditioning, Decoder, Experts, Velocity
+from rewardfl.config.schema import SampleConfig
 from rewardfl.copies import to_device
 from rewardfl.noise import draw_noise, training_noise_seed
 from rewardfl.training.conditions import Conditions, Schedules, read_or_substitute
@@ -69,6 +71,32 @@ class BatchBuilder:
         else:
             x = draw_noise((1, *shape), seed)
         return self.conditions.conditioning(sample), x
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSampler:
+    """The sampler of reward feedback learning: videos from the noises, or boundary latents, that it trains on."""
+
+    builder: BatchBuilder
+    model: Experts
+    decoder: Decoder
+    negative: Conditioning | None
+    settings: SampleConfig
+
+    def base(self, clips: Sequence[Sample], row: int, n: int) -> tuple[int, Tensor, Tensor]:
+        """Return what `generate` does without the policy adapter."""
+        with lora.reference(self.model):
+            return self.generate(clips, row, n)
+
+    def generate(self, _: Sequence[Sample], row: int, n: int = -1) -> tuple[int, Tensor, Tensor]:
+        """Return (row, its video (3, F, H, W), its latents) from the noise of epoch n, by default one of its own."""
+        batch = self.builder.batch([(n, row)])
+        velocity = Velocity(
+            backbone=self.builder.conditions.backbone, model=self.model, conditioning=batch.conditioning,
+            schedule=batch.schedule, negative=self.negative, guidance=self.settings.guidance_scale,
+        )  # fmt: skip
+        x0 = reward_flow.rollout(velocity, batch.x, batch.schedule.sigmas, keep=(), start=batch.start_step).x0
+        return batch.rows[0], self.decoder.decode(x0, batch.conditioning)[0], x0
 
 
 def measure_kl_floor(

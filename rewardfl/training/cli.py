@@ -35,6 +35,10 @@ REFUSALS = (
 )
 
 
+class RunEnded(Exception):
+    """The end of a run that has nothing left to train."""
+
+
 @dataclass
 class Result:
     """The exit code of a script."""
@@ -48,6 +52,8 @@ def exit_codes() -> Iterator[Result]:
     result = Result()
     try:
         yield result
+    except RunEnded:
+        result.exit_code = 0
     except (*REFUSALS, invariants.InvariantError) as error:
         close_bars()
         print(escape_control(f"error: {error}"), file=sys.stderr)

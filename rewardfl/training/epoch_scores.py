@@ -67,8 +67,6 @@ def score_epoch(
     why = reward_metrics.explain_no_judged_sample(terms, everywhere, by_all=True)
     if why and first:
         raise RewardError(f"not one sample of the epoch was judged by all trained rewards; {why}")
-    if why:
-        job.print(f"epoch {epoch}: not one sample was judged by all trained rewards; {why}")
     return EpochScores(
         advantages=advantages[first_row : first_row + len(requested)].to(job.device).split(sizes),
         replaced=replaced,

@@ -22,6 +22,7 @@ from rewardfl.config.schema import SampleConfig, TrainConfig, WholeSampleConfig
 from rewardfl.group_plan import Geometry
 from rewardfl.rewards import registry
 from rewardfl.training.lora_init import read_initial_adapters
+from rewardfl.training.state import NO_BATCHING, Batching
 from rewardfl.weights import lora_files
 from rewardfl.weights.shards import InputError
 from rewardfl.windows import Windows, draw_window
@@ -78,6 +79,11 @@ class GroupPlan(RunPlan):
     geometry: Geometry  # the rollouts
     training: Geometry  # what updates train on: the rollouts, or with forward.objective best one of each group
     inner_epochs: int
+
+    def part(self, update: int) -> slice:
+        """Return which of its forward passes a process trains on in an update of an epoch."""
+        first, count = update % self.geometry.updates, self.training.forwards_per_update
+        return slice(first * count, (first + 1) * count)
 
     @property
     def updates_per_epoch(self) -> int:
@@ -423,7 +429,14 @@ def _listed_steps(key: str, listed: Sequence[int], trained_steps: Sequence[int])
     return tuple(listed)
 
 
-def check_sizes(cfg: GroupRunConfig, sizes: Sequence[tuple[int, int]]) -> None:
-    """Raise ConfigError where a forward pass would get videos of two sizes. sizes: of all clips."""
-    if len(set(sizes)) > 1 and cfg.group.group_size % cfg.train.per_device_train_batch_size:
+def make_batching(cfg: AnyConfig, run_plan: RunPlan, sizes: Sequence[tuple[int, int]]) -> Batching:
+    """Return the numbers of clips that the order of training depends on. sizes: of all clips.
+
+    Raise ConfigError where a forward pass of a script with groups would get videos of two sizes.
+    """
+    per_pass, several = cfg.train.per_device_train_batch_size, len(set(sizes)) > 1
+    if not isinstance(cfg, GroupRunConfig):
+        return Batching(run_plan.clips_at_once, per_pass if several else None)
+    if several and cfg.group.group_size % per_pass:
         raise ConfigError("train.per_device_train_batch_size must divide group_size where clips differ in size")
+    return NO_BATCHING

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from rewardfl import data, group_plan, sde
-from rewardfl.backbones.protocol import Conditioning, Schedule
+from rewardfl.backbones.protocol import Conditioning, Schedule, move_to
 from rewardfl.data.cache import Key
 from rewardfl.rewards.base import Reference
 
@@ -55,6 +56,25 @@ class Rollout:
     is_requested: Tensor  # (B,) bool: False where another clip's conditioning replaces a lost one
     conditioning: Conditioning
     schedule: Schedule
+
+    @property
+    def row(self) -> Tensor:
+        """Return the members' rows (B,)."""
+        return torch.tensor([member.row for member in self.members])
+
+    def with_latents(self, x0: Tensor, device: torch.device) -> "CleanRollout":
+        """Return the rollout with its clean latents, on the device where it waits for the update."""
+        return CleanRollout(
+            members=self.members, is_requested=self.is_requested, conditioning=move_to(self.conditioning, device),
+            schedule=self.schedule, x0=x0.to(device),
+        )  # fmt: skip
+
+    def with_steps(self, kernel: sde.Kernel, steps: dict[int, sde.Step], device: torch.device) -> "StochasticRollout":
+        """Return the rollout with the stochastic steps of its window, on the device where it waits for the update."""
+        return StochasticRollout(
+            members=self.members, is_requested=self.is_requested, conditioning=move_to(self.conditioning, device),
+            schedule=self.schedule, kernel=kernel, steps={i: step.to(device) for i, step in steps.items()},
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from rewardfl.training.learner import Learner
 from rewardfl.training.logger import Log
 from rewardfl.training.samples import Sample
 from rewardfl.training.signals import Interruption
-from rewardfl.training.state import NO_BATCHING, Batching, RunState, TrainState
+from rewardfl.training.state import Batching, RunState, TrainState
 
 
 def collect_state(
@@ -31,8 +31,8 @@ def collect_state(
     run: RunState,
     log: Log,
     step: int,
-    batching: Batching = NO_BATCHING,
-    old_policy: OldPolicy | None = None,
+    batching: Batching,
+    old_policy: OldPolicy,
 ) -> TrainState:
     """Collect the state to resume from after `step`. Collective."""
     weights: dict[str, Any] = {}
@@ -40,7 +40,7 @@ def collect_state(
         shadows = {"shadow_params": sharding.gather_to_cpu(average.shadow_params)}
         weights["parameters"] = sharding.gather_to_cpu(learner.parameters)
         weights["average"] = average.state_dict() | shadows
-    if old_policy is not None:
+    if old_policy.shadow_params:
         weights["old_policy"] = sharding.gather_to_cpu(old_policy.shadow_params)
     return TrainState(
         step=step,

@@ -206,13 +206,14 @@ def make_anchors(
 
 
 def make_batch_builder(
-    cfg: configuration.RewardFlConfig,
-    run_plan: plan.RunPlan,
-    conditions: Conditions,
-    samples: Sequence[Sample],
-    job: Distributed,
-) -> batches.BatchBuilder:
-    """Build the builder of batches, and cache the boundary latents where experts.untrained is boundary_cache."""
+    cfg: AnyConfig, run_plan: plan.RunPlan, conditions: Conditions, samples: Sequence[Sample], job: Distributed
+) -> batches.BatchBuilder | None:
+    """Build the builder of batches, and cache the boundary latents where experts.untrained is boundary_cache.
+
+    Return None for a script with groups, which has none.
+    """
+    if isinstance(cfg, GroupRunConfig):
+        return None
     cached = cfg.experts.untrained == "boundary_cache"
     builder = batches.BatchBuilder(
         samples=samples,
@@ -276,14 +277,20 @@ def fill_conditions(
 
 
 def make_sampler(
-    cfg: GroupRunConfig,
+    cfg: AnyConfig,
     job: Distributed,
     conditions: Conditions,
     decoder: Decoder,
     model: Experts,
     negative: Conditioning | None,
-) -> DeployedSampler:
-    """Build the sampler of evaluations and sample videos. negative: of fill_conditions."""
+    builder: batches.BatchBuilder | None,
+) -> DeployedSampler | batches.TrainingSampler:
+    """Build the sampler of evaluations, sample videos and the base's videos. negative: of fill_conditions."""
+    if builder is not None and not isinstance(cfg, GroupRunConfig):
+        return batches.TrainingSampler(
+            builder=builder, model=model, decoder=decoder, negative=negative, settings=cfg.sample
+        )
+    assert isinstance(cfg, GroupRunConfig)
     return DeployedSampler(
         backbone=conditions.backbone,
         model=model,

@@ -23,7 +23,7 @@ from rewardfl.training.plan import RunPlan
 from rewardfl.training.run_folder import MAY_CHANGE_IF_NAMED, RunFolder, prepare_output_dir
 from rewardfl.training.samples import Sample
 from rewardfl.training.setup_rewards import check_face_packs
-from rewardfl.training.state import NO_BATCHING, Batching, ResumePoint, RunState, TrainState
+from rewardfl.training.state import Batching, ResumePoint, RunState, TrainState
 
 VERSIONED = (
     "rewardfl", "torch", "accelerate", "diffusers", "transformers", "peft", "safetensors", "onnx", "numpy", "av",
@@ -70,8 +70,8 @@ def resume(
     job: Distributed,
     terms: Sequence[Term],
     samples: Sequence[Sample],
-    held_out: Sequence[Sample] = (),
-    batching: Batching = NO_BATCHING,
+    held_out: Sequence[Sample],
+    batching: Batching,
 ) -> tuple[RunState, TrainState | None]:
     """Check the face packs, and load the checkpoint's state; None for a new run.
 

@@ -1,6 +1,7 @@
 """Metrics of one update, over all samples of all processes."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,6 +11,54 @@ from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.scoring import RewardResult, Term
 from rewardfl.training import invariants
 from rewardfl.training.timer import peak_memory_gb
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """The samples (B,) of one pass of reward feedback learning."""
+
+    row: Tensor  # indices of samples
+    replaced: Tensor  # bool, whether another clip replaces one whose cache entries are lost
+    signal: Tensor  # bool, whether the sample has a gradient
+    finite: Tensor  # bool, whether its values before the backward passes are finite
+
+
+@dataclass(kw_only=True)
+class Rewarded:
+    """The rewards of the same samples (B,), which supervised fine-tuning has not."""
+
+    reward: Tensor
+    kl: Tensor
+    cotangent: Tensor  # (B, K) norms of the cotangents of the sample's own loss, by active step
+    valid: Tensor  # of the first reward
+    sample_norm: Tensor  # of the reward's gradient by the frames
+
+
+@dataclass(kw_only=True)
+class ForwardOutcome:
+    """The videos (B,) of one draw of forward-process reinforcement."""
+
+    row: Tensor
+    loss: Tensor
+    advantage: Tensor
+    misfit: Tensor  # the velocity's mean squared error
+    from_old: Tensor  # mean squared distances of the velocity from other policies', 0 without them
+    from_base: Tensor
+    ratio: Tensor  # of AWM's likelihoods
+
+
+@dataclass(kw_only=True)
+class GrpoOutcome:
+    """The samples (B,) of one stochastic step of Flow-GRPO."""
+
+    row: Tensor
+    denoising_step: Tensor
+    advantage: Tensor
+    ratio: Tensor
+    clipped: Tensor  # bool
+    kl: Tensor  # of the transition, from the reference
+    log_prob: Tensor
+    old_log_prob: Tensor  # of the rollout
 
 
 def common_metrics(
@@ -33,53 +82,49 @@ def reward_fl_metrics(
     anchor_metrics: Mapping[str, float],
     terms: Sequence[Term],
     results: Sequence[Sequence[RewardResult]],
-    samples: Mapping[str, Tensor],
+    samples: Rewarded,
     active: Sequence[int],
     kl_weight: float,
 ) -> dict[str, float]:
     """Return the metrics of an update of reward feedback learning.
 
     anchor_metrics: of Anchors.metrics; the policy's loss is added to its actor/loss. results: by batch and term.
-    samples: reward, kl, valid and sample_norm (N,), cotangent (N, K) with K the number of active steps.
     """
-    policy_loss = float(kl_weight * samples["kl"].mean() - samples["reward"].mean())
+    policy_loss = float(kl_weight * samples.kl.mean() - samples.reward.mean())
     metrics = dict(anchor_metrics) | {
         "actor/loss": anchor_metrics["actor/loss"] + policy_loss,
-        "actor/kl_loss": float(samples["kl"].mean()),
-        "reward/valid_fraction": float(samples["valid"].mean()),
+        "actor/kl_loss": float(samples.kl.mean()),
+        "reward/valid_fraction": float(samples.valid.mean()),
         "reward/failed": reward_metrics.failed_fraction(results),
-        "train/sample_norm": float(samples["sample_norm"].median()),
+        "train/sample_norm": float(samples.sample_norm.median()),
     }
     metrics |= reward_metrics.means(terms, results, "reward", metrics, score="mean")
-    norms = samples["cotangent"].mean(0).tolist()
+    norms = samples.cotangent.mean(0).tolist()
     return metrics | {f"grad_norm/step_{i}": norm for i, norm in zip(active, norms, strict=True)}
 
 
 def forward_rl_metrics(
-    anchor_metrics: Mapping[str, float], samples: Mapping[str, Tensor], deviation: float, measured: Sequence[str]
+    anchor_metrics: Mapping[str, float], samples: ForwardOutcome, deviation: float, measured: Sequence[str]
 ) -> dict[str, float]:
     """Return the metrics of an update of forward-process reinforcement.
 
-    samples: loss, advantage, misfit, from_old, from_base and ratio (N,), of all draws; measured: those of the last
-    three that the run has. policy/misfit_positive and _negative are the velocity's mean squared error for videos of
-    advantage above and below 0 (0 without any): the first should fall against the second.
+    measured: those of from_old, from_base and ratio that the run has. policy/misfit_positive and _negative are the
+    velocity's mean squared error for videos of advantage above and below 0 (0 without any): the first should fall
+    against the second.
     """
-    advantage, misfit = samples["advantage"], samples["misfit"]
+    advantage, misfit = samples.advantage, samples.misfit
     means = {
         f"policy/misfit_{name}": float(misfit[chosen].mean()) if chosen.any() else 0.0
         for name, chosen in (("positive", advantage > 0), ("negative", advantage < 0))
     }
     metrics = dict(anchor_metrics) | means | {"policy/deviation": deviation}
-    metrics["actor/loss"] += float(samples["loss"].mean())
-    return metrics | {f"policy/{name}": float(samples[name].mean()) for name in measured}
+    metrics["actor/loss"] += float(samples.loss.mean())
+    return metrics | {f"policy/{name}": float(getattr(samples, name).mean()) for name in measured}
 
 
 def flow_grpo_metrics(
-    anchor_metrics: Mapping[str, float], policy_loss: float, samples: Mapping[str, Tensor]
+    anchor_metrics: Mapping[str, float], policy_loss: float, samples: GrpoOutcome
 ) -> dict[str, float]:
-    """Return the metrics of a Flow-GRPO update. policy_loss: the mean loss of its samples and steps.
-
-    samples: of grpo.policy_statistics.
-    """
+    """Return the metrics of a Flow-GRPO update. policy_loss: the mean loss of its samples and steps."""
     loss = anchor_metrics["actor/loss"] + policy_loss
-    return dict(anchor_metrics) | {"actor/loss": loss} | grpo.policy_statistics(samples)
+    return dict(anchor_metrics) | {"actor/loss": loss} | grpo.policy_statistics(vars(samples))

@@ -213,7 +213,7 @@ def test_flow_grpo_stops_at_an_epoch_that_no_reward_could_judge(monkeypatch, cap
     first = metrics(run)[0]  # nor do its parts touch what the script itself says
     assert first["reward/score/failed"] == first["reward/score/mean"] == first["reward/kl"] == 100
     assert first["reward/failed"] == 0 and first["reward/mean"] == pytest.approx(first["reward/score"], abs=2)
-    assert out.count("epoch 1: not one sample was judged by all trained rewards; ") == 1
+    assert out.count("step 2: not one sample was judged (1 in a row); ") == 1
 
 
 def test_flow_grpo_trains_on_a_server_a_class_and_a_reward_without_gradient(tmp_path):

@@ -1,0 +1,399 @@
+"""The set-up of a run, in the one order that works, and the end of an update. The three scripts share both.
+
+run = start(cfg, interruption, run_folder, dry_run=False)
+for step in run.steps():
+    ...                             # the algorithm: rollouts, rewards, loss, `run.job.backward`
+    run.update_weights(step)        # one AdamW step
+    run.finish_update(step, ...)    # metrics, alarms, evaluation, checkpoint, early stop
+return run.close()
+"""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from rewardfl import config as configuration
+from rewardfl import group_plan
+from rewardfl.backbones import protocol
+from rewardfl.backbones.protocol import Backbone, Conditioning, Decoder, Experts, Schedule, Velocity
+from rewardfl.config import AnyConfig, FlowGrpoConfig, ForwardRlConfig, GroupRunConfig, RewardFlConfig
+from rewardfl.config.schema import SampleConfig
+from rewardfl.epoch_order import due_this_epoch
+from rewardfl.optim import Average, OldPolicy, averaged
+from rewardfl.rewards import build_terms
+from rewardfl.rewards.async_scoring import Call, WorkerPool, collect, make_worker_pools, submit
+from rewardfl.rewards.face.identity_kept import Scale
+from rewardfl.rewards.scoring import Term
+from rewardfl.training import evaluation, plan, saving, setup_data, setup_model, setup_rewards
+from rewardfl.training.anchors import Anchors
+from rewardfl.training.batches import TrainingSampler
+from rewardfl.training.checkpoint import checkpoint_dir
+from rewardfl.training.cli import RunEnded
+from rewardfl.training.conditions import Conditions
+from rewardfl.training.distributed import Distributed
+from rewardfl.training.epoch_scores import EpochScores, score_epoch
+from rewardfl.training.learner import Learner, make_average, make_learner, make_old_policy, seed_generators
+from rewardfl.training.logger import Log
+from rewardfl.training.run_folder import RunFolder
+from rewardfl.training.sampler import DeployedSampler
+from rewardfl.training.samples import Rollout, Rows, Sample
+from rewardfl.training.setup_processes import connect_processes
+from rewardfl.training.setup_run import is_finished, open_log, open_run, resume
+from rewardfl.training.setup_summary import print_run_summary
+from rewardfl.training.setup_workload import make_workload
+from rewardfl.training.signals import Interruption
+from rewardfl.training.state import Batching, ResumePoint, RunState, TrainState
+from rewardfl.training.timer import Timer
+from rewardfl.training.update_metrics import common_metrics
+from rewardfl.training.workload import Workload
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+PlanT = TypeVar("PlanT", bound=plan.AnyPlan)
+SamplerT = TypeVar("SamplerT", bound=DeployedSampler | TrainingSampler)
+OutcomeT = TypeVar("OutcomeT", bound="DataclassInstance")
+
+_SHOWN = {"loss": "actor/loss", "score": "reward/mean", "spread": "reward/std_in_group"}  # next to the progress bar
+
+
+@dataclass(kw_only=True)
+class TrainStep:
+    """One update. In a script with groups an epoch begins with new rollouts; otherwise each update is an epoch."""
+
+    index: int  # of the whole run, from 0
+    epoch: int
+    update: int  # of the epoch, from 0
+    ends_epoch: bool
+    timer: Timer  # seconds by phase, those of the rollouts in the epoch's first update
+    norm: float = math.nan  # of the gradient before clipping; nan or inf where the update was skipped
+    rate: float = math.nan  # learning rate
+
+    @property
+    def number(self) -> int:
+        """Return the updates done after this one."""
+        return self.index + 1
+
+    @property
+    def begins_epoch(self) -> bool:
+        return self.update == 0
+
+
+@dataclass(kw_only=True)
+class Run(Generic[PlanT, SamplerT]):
+    """All that the loop of a script needs, and the end of an update."""
+
+    cfg: AnyConfig
+    plan: PlanT
+    backbone: Backbone
+    job: Distributed
+    interruption: Interruption
+    terms: Sequence[Term]
+    worker_pools: Sequence[WorkerPool | None]  # of slow rewards
+    samples: Sequence[Sample]
+    held_out: Sequence[Sample]  # of evaluation.eval_clips
+    scales: Mapping[int, Scale]  # of identity kept, for held_out
+    state: RunState
+    batching: Batching
+    conditions: Conditions
+    negative: Conditioning | None  # of the negative prompt, with guidance
+    decoder: Decoder
+    model: Experts
+    learner: Learner
+    average: Average | None
+    old_policy: OldPolicy  # of forward-process reinforcement; without parameters elsewhere
+    sampler: SamplerT
+    anchors: Anchors
+    log: Log
+    last_step: int
+    done: int = 0  # updates
+    stopped: str = ""  # why train.early_stop ended the run
+    progress: tqdm = field(init=False)
+
+    @property
+    def policy(self) -> nn.Module:
+        """Return the experts as accelerate wraps them."""
+        return self.learner.policy
+
+    def velocity(
+        self, network: nn.Module, conditioning: Conditioning, schedule: Schedule, guidance: float | None = None
+    ) -> Velocity:
+        """Return the velocity of a network, with guidance (None: sample.guidance_scale)."""
+        sample = self.cfg.sample
+        return Velocity(
+            backbone=self.backbone, model=network, conditioning=protocol.move_to(conditioning, self.job.device),
+            schedule=schedule, negative=self.negative, guidance=sample.guidance_scale if guidance is None else guidance,
+            guidance_gradient=sample.guidance_gradient if isinstance(sample, SampleConfig) else "both",
+        )  # fmt: skip
+
+    def steps(self) -> Iterator[TrainStep]:
+        """Yield the updates, until the last one, a signal or train.early_stop. A new run is evaluated before them."""
+        self.interruption.listen()
+        if self.held_out and self.state.resume_point.path is None:
+            self.log.write(0, self.evaluate())
+        per_epoch, hidden = self.plan.updates_per_epoch, not self.job.accelerator.is_local_main_process
+        self.progress = tqdm(range(self.done, self.last_step), initial=self.done, total=self.last_step, disable=hidden)
+        for index in self.progress:
+            epoch, update = divmod(index, per_epoch)
+            if update == 0:
+                seed_generators(self.cfg.run.seed, index, self.job.data_rank)
+            timer = Timer(self.job.device)
+            yield TrainStep(index=index, epoch=epoch, update=update, ends_epoch=update == per_epoch - 1, timer=timer)
+            if self.stopped or self.interruption.number:
+                return
+
+    def is_interrupted(self) -> bool:
+        """Return whether any process got a signal. Collective."""
+        return self.interruption.any_signal(self.job.all_reduce_max)
+
+    def gather(self, outcomes: Sequence[OutcomeT]) -> OutcomeT:
+        """Return the outcomes of all passes of all processes as one. Collective.
+
+        outcomes: records of one type, whose fields are tensors (B, ...) without a graph.
+        """
+        names = [each.name for each in fields(outcomes[0])]
+        columns = {name: torch.cat([getattr(outcome, name) for outcome in outcomes]) for name in names}
+        return type(outcomes[0])(**self.job.gather(columns))
+
+    def plan_epoch(self, epoch: int) -> list[list[list[group_plan.Member]]]:
+        """Return the members that each process rolls out in an epoch, by forward pass."""
+        assert isinstance(self.plan, plan.GroupPlan)
+        ids, seed = [sample.row.id for sample in self.samples], self.cfg.run.seed
+        return [group_plan.plan(epoch, rank, self.plan.geometry, ids, seed) for rank in range(self.job.world)]
+
+    def read_inputs(self, members: list[group_plan.Member]) -> Rollout:
+        """Return the inputs of a forward pass of members of groups, on the device."""
+        rows = [member.row for member in members]
+        conditioning, ok = self.conditions.batch(self.samples, rows, skip=self.cfg.data.skip_bad_rows)
+        conditioning = protocol.move_to(conditioning, self.job.device)
+        schedule = self.plan.schedule(self.conditions.latent_shape(self.samples[rows[0]]))
+        return Rollout(members=members, is_requested=ok, conditioning=conditioning, schedule=schedule)
+
+    def latent_shape(self, members: Sequence[group_plan.Member]) -> tuple[int, ...]:
+        """Return (1, C, T, h, w), the shape of one member's latents: a forward pass has videos of one size."""
+        return (1, *self.conditions.latent_shape(self.samples[members[0].row]))
+
+    def submit_rewards(self, members: Sequence[group_plan.Member], video: Tensor) -> list[Call]:
+        """Submit videos (B, 3, F, H, W) in [-1, 1] to all rewards. Slow ones are computed meanwhile."""
+        references = [self.samples[member.row].references for member in members]
+        return submit(self.terms, video, references, self.worker_pools)
+
+    def score_epoch(
+        self, step: TrainStep, pending: Sequence[Sequence[Call]], rollouts: Sequence[Rollout]
+    ) -> EpochScores:
+        """Wait for the rewards of an epoch's rollouts, and compare each video with its group. Collective."""
+        assert isinstance(self.cfg, GroupRunConfig)
+        results = [collect(calls) for calls in pending]
+        weights, first = configuration.part_weights(self.cfg), step.index == self.state.step
+        return score_epoch(self.job, self.terms, results, rollouts, self.cfg.group, weights, step.epoch, first=first)
+
+    def update_weights(self, step: TrainStep) -> None:
+        """Take one AdamW step on the gradients of all processes, unless they are not finite. Fill step.norm, rate."""
+        learner = self.learner
+        with step.timer("optimizer"):
+            step.rate = float(learner.scheduler.get_last_lr()[0])
+            step.norm = self.job.step(learner.optimizer, learner.parameters, self.cfg.train.max_grad_norm)
+            if self.average is not None and math.isfinite(step.norm):
+                self.average.step(learner.parameters)
+            learner.scheduler.step()
+
+    def finish_update(
+        self,
+        step: TrainStep,
+        metrics: Mapping[str, float],
+        *,
+        rows: Tensor,
+        finite: Tensor,
+        replaced: Tensor,
+        signal: Tensor,
+        why_nothing: str = "",
+        problems: Collection[str] = (),
+    ) -> None:
+        """Check the update; write its metrics; evaluate and save where it is due. Collective.
+
+        metrics: of the algorithm. Of all samples of all processes: rows (N,), their indices; finite (N,), whether their
+        values before the backward pass were; replaced and signal (N,), as common_metrics takes them. why_nothing: why
+        no sample was judged. problems: of rewards that are only measured.
+        """
+        cfg, done, timer = self.cfg, step.number, step.timer
+        self.done = done
+        metrics = dict(metrics) | common_metrics(self.job.device, done, step.norm, step.rate, replaced, signal)
+        if step.begins_epoch or not why_nothing:  # count a failed epoch once, not per update
+            self.log.count(step.norm, why_nothing)
+        saves = step.ends_epoch and self._is_due(done, cfg.run.save_steps)
+        if done == 1 or saves:
+            metrics |= self.anchors.data_loss(self.job, self.model)
+        if step.ends_epoch:
+            self.stopped = self.log.early_stop(done, metrics)
+        saves = saves or self.stopped != ""
+        if (step.ends_epoch and self.is_interrupted()) or saves or step.index == self.state.step:
+            with timer("invariants"):
+                self.learner.weights.check(done)
+        if self.held_out and step.ends_epoch and (self._is_due(done, self._eval_steps) or self.stopped):
+            metrics |= self.evaluate()
+        self.log.write(done, metrics | timer.metrics())
+        self.log.print_skipped(done, step.norm, [self.samples[row].row.id for row in rows.tolist()], finite)
+        self.log.print_problems(done, why_nothing if step.begins_epoch else "", problems)
+        self.log.stop_if_stuck(done, why_nothing)
+        self.progress.set_postfix({name: f"{metrics[key]:.3f}" for name, key in _SHOWN.items() if key in metrics})
+        if saves and not self.interruption.number:
+            self.save(last=done == self.last_step or self.stopped != "")
+
+    def evaluate(self) -> dict[str, float]:
+        """Return eval/*: the scores of the held-out clips under the averaged weights. Collective."""
+        assert isinstance(self.cfg, GroupRunConfig)
+        generate, noises = partial(self.sampler.generate, self.held_out), self.cfg.evaluation.eval_noises
+        with averaged(self.average, self.learner.parameters):
+            return evaluation.evaluate(
+                noises, self.job, self.terms, self.worker_pools, self.held_out, generate, self.scales
+            )
+
+    def save(self, *, last: bool) -> None:
+        """Save a checkpoint of the averaged weights, and sample videos. All processes call it: each may hold parts."""
+        cfg, job, log, done, learner = self.cfg, self.job, self.log, self.done, self.learner
+        if isinstance(cfg, GroupRunConfig):
+            score = log.score_for_best(done, done - 1, ["eval/held_out", "eval/score"])  # of the weights now saved
+        else:  # a mean since the last scheduled save: a resumed run agrees
+            since = (done - 1) // cfg.run.save_steps * cfg.run.save_steps
+            score = log.score_for_best(done, since, ["reward/held_out", "reward/mean"])
+        state = saving.collect_state(job, learner, self.average, self.state, log, done, self.batching, self.old_policy)
+        with averaged(self.average, learner.parameters):
+            saving.save(cfg.run, job, self.backbone, learner, log, state, score, last=last)
+            if not self.interruption.number:  # shutting down: skip the videos
+                shown = self.held_out or self.samples
+                generate = partial(self.sampler.generate, shown)
+                videos = saving.sample_videos(cfg.run, cfg.data, self.backbone, shown, generate, job, done)
+                log.show_samples(done, videos)
+
+    def close(self) -> int:
+        """Save what a signal has left unsaved, close the run, and return the exit code. Collective."""
+        if self.interruption.number:  # the weights are those of the last update
+            unsaved = self.done > 0 and not checkpoint_dir(self.cfg.run.output_dir, self.done).exists()
+            if self.job.all_reduce_max(int(unsaved)):
+                self.learner.weights.check(self.done)
+                self.save(last=True)
+            self.job.wait()
+        return saving.close_run(self.cfg.run, self.job, self.interruption, self.done, self.stopped)
+
+    @property
+    def rollouts_on(self) -> torch.device:
+        """Return the device of an epoch's rollouts between their rewards and their updates."""
+        assert isinstance(self.cfg, GroupRunConfig)
+        return {"gpu": self.job.device, "cpu": torch.device("cpu")}[self.cfg.group.samples_on]
+
+    @property
+    def _eval_steps(self) -> int:
+        assert isinstance(self.cfg, GroupRunConfig)
+        return self.cfg.evaluation.eval_steps
+
+    def _is_due(self, done: int, every: int) -> bool:
+        return due_this_epoch(done, self.plan.updates_per_epoch, every, self.last_step)
+
+
+RewardFlRun = Run[plan.RewardFlPlan, TrainingSampler]
+FlowGrpoRun = Run[plan.FlowGrpoPlan, DeployedSampler]
+ForwardRlRun = Run[plan.ForwardRlPlan, DeployedSampler]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headers:
+    """What a run reads before it loads weights or clips."""
+
+    cfg: AnyConfig
+    backbone: Backbone
+    job: Distributed
+    plan: plan.AnyPlan
+    rows: Rows
+    resume_point: ResumePoint
+
+    @property
+    def work(self) -> Workload:
+        """Return the work of the run, for the estimate."""
+        return make_workload(self.cfg, self.plan, self.backbone, self.rows.train, self.job.sharding)
+
+
+def read_headers(cfg: AnyConfig, run_folder: RunFolder | None) -> Headers:
+    """Resolve a run from the headers of its files, print its summary, and lock its folder (None: a dry run).
+
+    What cannot train is refused here, by the errors of cli.REFUSALS.
+    """
+    backbone = setup_model.open_model(cfg)
+    job = connect_processes(cfg)
+    run_plan = plan.resolve(cfg, backbone, job.world)
+    job.reduce_in_backward(run_plan.backwards_per_update)
+    rows = setup_data.scan_rows(cfg, job, backbone, run_plan.rewards)
+    print_run_summary(cfg, run_plan, backbone, rows, job)
+    point = open_run(cfg, run_folder, job, backbone)
+    return Headers(cfg=cfg, backbone=backbone, job=job, plan=run_plan, rows=rows, resume_point=point)
+
+
+@overload
+def start(cfg: RewardFlConfig, run_folder: RunFolder, headers: Headers, interruption: Interruption) -> RewardFlRun: ...
+@overload
+def start(cfg: FlowGrpoConfig, run_folder: RunFolder, headers: Headers, interruption: Interruption) -> FlowGrpoRun: ...
+@overload
+def start(
+    cfg: ForwardRlConfig, run_folder: RunFolder, headers: Headers, interruption: Interruption
+) -> ForwardRlRun: ...
+
+
+def start(cfg: AnyConfig, run_folder: RunFolder, headers: Headers, interruption: Interruption) -> Run[Any, Any]:
+    """Make all that a run needs, new or resumed. Raise RunEnded if nothing is left to train."""
+    backbone, job, run_plan, resume_point = headers.backbone, headers.job, headers.plan, headers.resume_point
+    # data, rewards, resume
+    terms = build_terms(run_plan.rewards, job.device)
+    store = setup_data.open_cache(cfg)
+    samples = setup_data.find_samples(cfg, headers.rows.train, terms, store, job)
+    held_out = setup_data.find_samples(cfg, headers.rows.held_out, terms, store, job)
+    batching = plan.make_batching(cfg, run_plan, [sample.size for sample in samples])
+    state, restored = resume(cfg, run_plan, resume_point, job, terms, samples, held_out, batching)
+    last_step = run_plan.count_steps(len(samples))
+    if is_finished(cfg, resume_point, last_step, job):
+        raise RunEnded
+    setup_rewards.check_rewards(cfg, job, terms, samples)
+
+    # encode: the first weights are loaded, and freed
+    conditions = setup_data.make_conditions(cfg, backbone, resume_point.base, store)
+    negative = setup_data.fill_conditions(cfg, conditions, [*samples, *held_out], job)
+    setup_data.fill_clip_latents(cfg, conditions, samples, job)
+    builder = setup_data.make_batch_builder(cfg, run_plan, conditions, samples, job)
+
+    # model, adapter, optimizer
+    decoder = backbone.load_decoder(job.device)
+    scales = evaluation.find_scales(cfg.data, job, terms, conditions, decoder, held_out)
+    model, trained = setup_model.load_experts(cfg, run_plan, backbone, job)
+    setup_model.fill_adapters(model, trained, backbone, run_plan.init, resume_point, restored)
+    learner = make_learner(cfg.train, job, backbone, model, trained, last_step, restored)
+    average, old_policy = _make_averages(cfg, run_plan, learner, restored)
+    log = open_log(cfg, job, run_folder, state, restored, last_step)
+    del restored  # up to five copies of the adapters
+    sampler = setup_data.make_sampler(cfg, job, conditions, decoder, model, negative, builder)
+    samples, held_out = setup_data.add_base_motion(
+        cfg, job, store, terms, resume_point, sampler.base, samples, held_out
+    )
+    return Run(
+        cfg=cfg, plan=run_plan, backbone=backbone, job=job, interruption=interruption, terms=terms, samples=samples,
+        held_out=held_out, scales=scales, state=state, batching=batching, conditions=conditions, negative=negative,
+        decoder=decoder, model=model, learner=learner, average=average, old_policy=old_policy, sampler=sampler, log=log,
+        last_step=last_step, done=state.step,
+        worker_pools=make_worker_pools(terms, cfg.reward.reward_timeout) if isinstance(cfg, GroupRunConfig) else [],
+        anchors=setup_data.make_anchors(cfg, run_plan, conditions, samples, job.device),
+    )  # fmt: skip
+
+
+def _make_averages(
+    cfg: AnyConfig, run_plan: plan.AnyPlan, learner: Learner, restored: TrainState | None
+) -> tuple[Average | None, OldPolicy]:
+    """Return the moving average of the adapters, if the run has one, and the old policy, empty in most scripts."""
+    parameters = learner.parameters
+    decay = cfg.group.ema_decay if isinstance(cfg, GroupRunConfig) else cfg.train.ema_decay or None
+    average = None if decay is None else make_average(decay, parameters, restored)
+    if isinstance(cfg, ForwardRlConfig) and isinstance(run_plan, plan.ForwardRlPlan):
+        return average, make_old_policy(cfg.forward, run_plan.old_decay, parameters, restored)
+    return average, OldPolicy([], lambda _: 0.0)
