@@ -39,14 +39,14 @@ from rewardfl.training.signals import Interruption
 from rewardfl.training.update_metrics import GrpoOutcome, flow_grpo_metrics
 
 
-def train(cfg: FlowGrpoConfig, run: FlowGrpoRun) -> int:
+def train(run: FlowGrpoRun) -> int:
     """Train, and return the exit code: 128 + the number of a signal."""
     plan, job, policy, geometry = run.plan, run.job, run.policy, run.plan.geometry
-    max_std = math.inf if cfg.grpo.max_std is None else cfg.grpo.max_std
-    make_kernel = partial(sde.Kernel, cfg.grpo.sde, cfg.grpo.noise_level, max_std=max_std)  # of a schedule's sigmas
-    clip_low, clip_high = cfg.grpo.clip_range, cfg.grpo.clip_range_high or cfg.grpo.clip_range
-    exact = cfg.model.dtype == "float32" and not cfg.train.compile_blocks
-    tolerance = grpo.ratio_tolerance(cfg.grpo.ratio_tolerance, clip_low, exact=exact)
+    max_std = math.inf if plan.group.max_std is None else plan.group.max_std
+    make_kernel = partial(sde.Kernel, plan.group.sde, plan.group.noise_level, max_std=max_std)  # of a schedule's sigmas
+    clip_low, clip_high = plan.group.clip_range, plan.group.clip_range_high or plan.group.clip_range
+    exact = plan.model.dtype == "float32" and not plan.train.compile_blocks
+    tolerance = grpo.ratio_tolerance(plan.group.ratio_tolerance, clip_low, exact=exact)
 
     def roll_out_prefix(inputs: Rollout, steps_before: int) -> dict[tuple[int, int], Tensor]:
         """Return {member.start: latents before the window}. Members with equal noise share the prefix."""
@@ -59,9 +59,9 @@ def train(cfg: FlowGrpoConfig, run: FlowGrpoRun) -> int:
         return dict(zip(indices, x.split(1), strict=True))
 
     floor = {}  # of the KL that rounding alone shows
-    if cfg.grpo.kl_weight != 0 and cfg.model.dtype == "bfloat16":
+    if plan.group.kl_weight != 0 and plan.model.dtype == "bfloat16":
         (first, *_), *_ = run.plan_epoch(0)[0]
-        inputs, seed = run.read_inputs([first]), noise_seed(cfg.run.seed, 0, "floor")
+        inputs, seed = run.read_inputs([first]), noise_seed(plan.run.seed, 0, "floor")
         velocity = run.velocity(policy, inputs.conditioning, inputs.schedule)
         x, kernel = draw_noise(run.latent_shape([first]), seed, job.device), make_kernel(inputs.schedule.sigmas)
         floor["policy/kl_floor"] = sde.kl_floor(velocity.reference, x, kernel, plan.window(0))
@@ -79,7 +79,7 @@ def train(cfg: FlowGrpoConfig, run: FlowGrpoRun) -> int:
                 with timer("step"):
                     inputs, shape = run.read_inputs(members), run.latent_shape(members)
                     window = plan.window(step.epoch, members[0].group_id)
-                    kernel, keep_means = make_kernel(inputs.schedule.sigmas), cfg.grpo.objective == "guard"
+                    kernel, keep_means = make_kernel(inputs.schedule.sigmas), plan.group.objective == "guard"
                 with timer("step"), timer("rollout"):
                     if is_new:
                         prefixes = roll_out_prefix(inputs, window[0])
@@ -112,17 +112,17 @@ def train(cfg: FlowGrpoConfig, run: FlowGrpoRun) -> int:
                 kernel, transition = rollout.kernel, rollout.steps[i].to(job.device)
                 velocity = run.velocity(policy, rollout.conditioning, rollout.schedule)
                 with job.accumulate(policy):
-                    reference = velocity.reference if cfg.grpo.kl_weight else None
+                    reference = velocity.reference if plan.group.kl_weight else None
                     reference_mean = sde.reference_mean(reference, kernel, transition.x, i)  # no graph is alive yet
                     mean, log_prob = sde.score(velocity, transition, i, kernel)
-                    ratio = grpo.log_ratio(cfg.grpo.objective, log_prob, mean, transition, kernel.kind).exp()
+                    ratio = grpo.log_ratio(plan.group.objective, log_prob, mean, transition, kernel.kind).exp()
                     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
                     loss = torch.maximum(-advantage * ratio, -advantage * clipped_ratio).mean()
                     clipped = grpo.clip_mask(ratio, advantage, clip_low, clip_high)  # these have no gradient
-                    loss = loss / (abs(kernel.dt(i)) if cfg.grpo.objective == "guard" else 1)  # its gradient has |dt|
+                    loss = loss / (abs(kernel.dt(i)) if plan.group.objective == "guard" else 1)  # its gradient has |dt|
                     no_kl = torch.zeros_like(log_prob)  # (B,)
                     kl = no_kl if reference_mean is None else flow.transition_kl(mean, reference_mean, transition.std)
-                    loss = loss + cfg.grpo.kl_weight * kl.mean()
+                    loss = loss + plan.group.kl_weight * kl.mean()
                     job.backward(loss / (per_update * len(rollout.steps)))
                 losses.append(loss.detach())
                 row = rollout.row.to(job.device)
@@ -163,7 +163,7 @@ def main(args: Namespace | None = None) -> int:
 
             result.exit_code = report.dry_run(headers.work, headers.job)
         else:
-            result.exit_code = train(cfg, start(cfg, run_folder, headers, interruption))
+            result.exit_code = train(start(headers, run_folder, interruption))
     return result.exit_code
 
 

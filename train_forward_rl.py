@@ -39,10 +39,10 @@ from rewardfl.training.signals import Interruption
 from rewardfl.training.update_metrics import ForwardOutcome, forward_rl_metrics
 
 
-def train(cfg: ForwardRlConfig, run: ForwardRlRun) -> int:
+def train(run: ForwardRlRun) -> int:
     """Train, and return the exit code: 128 + the number of a signal."""
     plan, job, policy, old, parameters = run.plan, run.job, run.policy, run.old_policy, run.learner.parameters
-    forward, training, per_update = cfg.forward, plan.training, plan.training.forwards_per_update
+    forward, training, per_update = plan.group, plan.training, plan.training.forwards_per_update
 
     def get_velocity(conditioning: Conditioning, schedule: Schedule) -> Velocity:
         """Return the policy's velocity. An update is without guidance, as in DiffusionNFT."""
@@ -100,7 +100,7 @@ def train(cfg: ForwardRlConfig, run: ForwardRlRun) -> int:
         part = plan.part(step.update)
         with timer("step"), timer("old_policy"):
             moments = anchor.draw_moments(
-                plan.draws, plan.active, cfg.run.seed, step.index, whole_range=plan.whole_range
+                plan.draws, plan.active, plan.run.seed, step.index, whole_range=plan.whole_range
             )
             draws, old_velocity = make_draws(
                 rollouts[part], moments, step.index, get_velocity, partial(averaged, old, parameters), job.device,
@@ -160,7 +160,7 @@ def main(args: Namespace | None = None) -> int:
 
             result.exit_code = report.dry_run(headers.work, headers.job)
         else:
-            result.exit_code = train(cfg, start(cfg, run_folder, headers, interruption))
+            result.exit_code = train(start(headers, run_folder, interruption))
     return result.exit_code
 
 

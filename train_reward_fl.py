@@ -43,15 +43,15 @@ from rewardfl.training.signals import Interruption
 from rewardfl.training.update_metrics import Outcome, Rewarded, reward_fl_metrics
 
 
-def train(cfg: RewardFlConfig, run: RewardFlRun) -> int:
+def train(run: RewardFlRun) -> int:
     """Train, and return the exit code: 128 + the number of a signal."""
     plan, job, policy, average = run.plan, run.job, run.policy, run.average
     terms, samples, decoder, builder = run.terms, run.samples, run.decoder, run.sampler.builder
-    active, per_pass = plan.active, cfg.train.per_device_train_batch_size
-    accumulation = cfg.train.gradient_accumulation_steps
+    active, per_pass = plan.active, plan.train.per_device_train_batch_size
+    accumulation = plan.train.gradient_accumulation_steps
     per_process = accumulation * per_pass  # loss denominator of this process
-    ascends = cfg.sample.gradient_mode == "endpoint"
-    graph_context = offload.graph_context(cfg.train.active_graphs, job.device)
+    ascends = plan.sample.gradient_mode == "endpoint"
+    graph_context = offload.graph_context(plan.train.active_graphs, job.device)
     sizes, micro_batch = [sample.size for sample in samples], partial(job.accumulate, policy)
 
     def get_velocity(batch: Batch) -> Velocity:
@@ -62,24 +62,24 @@ def train(cfg: RewardFlConfig, run: RewardFlRun) -> int:
     ) -> reward_flow.Replayed:
         """Accumulate the LoRA gradients of the active steps. The KL to the reference joins the reward here."""
         if ascends:
-            length = cfg.sample.endpoint_length
+            length = plan.sample.endpoint_length
             return reward_flow.replay_endpoint(
                 velocity, trajectory, sigmas, grad_x0, length, 1 / per_process, job.backward, micro_batch
             )
         return reward_flow.replay(
             velocity, trajectory, sigmas, active, grad_x0, plan.coupling, reference=velocity.reference,
-            kl_weight=cfg.reward.kl_weight / per_process, kl_gradient=cfg.reward.kl_gradient, kl_steps=plan.kl_steps,
+            kl_weight=plan.reward.kl_weight / per_process, kl_gradient=plan.reward.kl_gradient, kl_steps=plan.kl_steps,
             backward=job.backward, micro_batch=micro_batch,
         )  # fmt: skip
 
-    floor = measure_kl_floor(job, builder, get_velocity, plan.kl_steps, cfg.model.dtype)
+    floor = measure_kl_floor(job, builder, get_velocity, plan.kl_steps, plan.model.dtype)
     for step in run.steps():
         timer, outcomes, anchored, rewarded, results = step.timer, [], [], [], []
         with timer("step"), job.gradient_reduction():
             for micro in range(accumulation):
                 with timer("encode"):
                     index = (step.index * accumulation + micro) * job.data_world + job.data_rank
-                    batch = builder.batch(data.one_shape_batch(index, per_pass, sizes, cfg.run.seed))
+                    batch = builder.batch(data.one_shape_batch(index, per_pass, sizes, plan.run.seed))
                     sigmas, velocity = batch.schedule.sigmas, get_velocity(batch)
 
                 # 0. The data anchor: the flow-matching loss on the real clips.
@@ -103,7 +103,7 @@ def train(cfg: RewardFlConfig, run: RewardFlRun) -> int:
                 # 2. loss = -reward + kl_weight * KL, a mean over samples. Here: the gradient of -reward by the frames.
                 with timer("decode"):
                     decoded = decoder.decode_with_caches(
-                        trajectory.x0, batch.conditioning, cfg.train.decode_caches, cfg.train.kept_chunks
+                        trajectory.x0, batch.conditioning, plan.train.decode_caches, plan.train.kept_chunks
                     )
                 with timer("reward"):
                     video = decoded.video.float().requires_grad_()  # (B, 3, F, H, W) in [-1, 1]
@@ -145,7 +145,7 @@ def train(cfg: RewardFlConfig, run: RewardFlRun) -> int:
         # 6. Metrics, checks, checkpoint.
         metrics = run.anchors.metrics(run.gather(anchored)) | floor
         if not plan.supervised:
-            metrics |= reward_fl_metrics(metrics, terms, results, run.gather(rewarded), active, cfg.reward.kl_weight)
+            metrics |= reward_fl_metrics(metrics, terms, results, run.gather(rewarded), active, plan.reward.kl_weight)
         run.finish_update(
             step, metrics, rows=gathered.row, finite=gathered.finite, replaced=gathered.replaced,
             signal=gathered.signal, problems=reward_metrics.count_problems(terms, results),
@@ -165,7 +165,7 @@ def main(args: Namespace | None = None) -> int:
 
             result.exit_code = report.dry_run(headers.work, headers.job)
         else:
-            result.exit_code = train(cfg, start(cfg, run_folder, headers, interruption))
+            result.exit_code = train(start(headers, run_folder, interruption))
     return result.exit_code
 
 

@@ -56,7 +56,7 @@ from rewardfl.estimate.measure import measure as measure_costs
 from rewardfl.estimate.rates import Rates, parse_rates
 from rewardfl.estimate.report import rates_on
 from rewardfl.memory import offload
-from rewardfl.training import plan, setup_model
+from rewardfl.training import model_files, plan
 from rewardfl.training.run_folder import git_commit, library_versions
 from rewardfl.training.setup_workload import make_workload
 from rewardfl.training.workload import Workload
@@ -332,7 +332,7 @@ class Size:
 
 def plan_work(cfg: RewardFlConfig, backbone: Backbone) -> Workload:
     """Count the work of one process."""
-    return make_workload(cfg, plan.resolve(cfg, backbone, 1, here=False), backbone, None)
+    return make_workload(plan.resolve(cfg, backbone, 1, here=False), backbone, None)
 
 
 def make_size(cfg: RewardFlConfig, backbone: Backbone, device: torch.device) -> Size:
@@ -514,7 +514,7 @@ def main() -> None:
     print("\n".join(f"- {name}: {value}" for name, value in report.items()) + f"\n\n{NOTE}\n", flush=True)
     report["sizes"] = []
     with tempfile.TemporaryDirectory() as home:
-        described = backbones.describe(base.model.model_name, setup_model.model_source(base))
+        described = backbones.describe(base.model.model_name, model_files.model_source(base.model))
         folder = resize(described, args.layers, args.heads, args.vae_channels, Path(home))
         for point in points:
             more = [*args.overrides, *filter(None, [point]), f"model.model_paths={folder}"]
@@ -523,7 +523,7 @@ def main() -> None:
                 return config.load(args.config, [*more, *(EXACT if mode != "as_configured" else []), *MODES[mode]])
 
             cfg = load(args.modes[0])
-            size = make_size(cfg, backbones.describe(cfg.model.model_name, setup_model.model_source(cfg)), device)
+            size = make_size(cfg, backbones.describe(cfg.model.model_name, model_files.model_source(cfg.model)), device)
             shape = "x".join(map(str, size.latents.shape))
             tokens = max(expert.tokens for expert in size.costs.experts.values())
             steps = len(config.active_steps(cfg))

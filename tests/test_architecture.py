@@ -222,7 +222,7 @@ ODD = {
 
 
 # the rooms that resolve a configuration: all others take one section of it, or plain fields
-RESOLVES = re.compile(r"config\..*|training\.plan|training\.run|training\.setup_\w+")
+RESOLVES = re.compile(r"config\..*|training\.plan|training\.run")
 WHOLE_TYPES = {
     kind for schema in config.SECTIONS for kind in schema.__mro__ if "train" in getattr(kind, "model_fields", ())
 }

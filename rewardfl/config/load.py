@@ -88,9 +88,9 @@ def to_dict(cfg: AnyConfig) -> dict[str, dict[str, Any]]:
     return cfg.model_dump(mode="json")
 
 
-def flat(cfg: AnyConfig) -> dict[str, str]:
-    """Return {section.key: value} as text, which every tracker takes."""
-    return {f"{section}.{key}": str(value) for section, keys in to_dict(cfg).items() for key, value in keys.items()}
+def flat(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return {section.key: value} as text, which every tracker takes. settings: of to_dict."""
+    return {f"{section}.{key}": str(value) for section, keys in settings.items() for key, value in keys.items()}
 
 
 def dump(cfg: AnyConfig) -> str:

@@ -25,8 +25,7 @@ from rewardfl import command_line, config, data, machine, outputs, trust
 from rewardfl.estimate.measure import measure
 from rewardfl.estimate.needs import RESERVE, flops, memory
 from rewardfl.files import atomic_write, escape_control
-from rewardfl.training import cli, setup_model, setup_run
-from rewardfl.training.plan import resolve
+from rewardfl.training import cli, plan, setup_run
 from rewardfl.training.run_folder import git_commit, library_versions
 from rewardfl.training.setup_workload import make_workload
 from rewardfl.training.workload import Workload
@@ -83,7 +82,7 @@ def open_case(args: argparse.Namespace) -> Case:
     """Open the case. Raise, before anything is written, the errors that training would raise."""
     cfg = config.load(args.config, args.overrides)
     args.device = command_line.resolve_device(args.device)
-    backbone = setup_model.open_model(cfg)
+    backbone = plan.open_model(cfg)
     rows = data.load_metadata(cfg.data.file_name)[: args.clips]
     problems = [(row.line, row.problem) for row in rows if row.problem]
     rows, _ = data.usable_rows(rows, problems, skip_bad_rows=cfg.data.skip_bad_rows)
@@ -99,8 +98,9 @@ def open_case(args: argparse.Namespace) -> Case:
         first = ["train.train_batch_size=null"]  # it counts the clips of all processes
     one_update = [*args.overrides, *ONE_UPDATE, *first]
     first_cfg = config.load(args.config, one_update)
-    work = make_workload(first_cfg, resolve(first_cfg, backbone, 1), backbone, rows)
-    settings = {"script": cfg.script} | {key: value for key, value in config.flat(cfg).items() if key in SHOWN}
+    work = make_workload(plan.resolve(first_cfg, backbone, 1), backbone, rows)
+    values = config.flat(config.to_dict(cfg))
+    settings = {"script": cfg.script} | {key: value for key, value in values.items() if key in SHOWN}
     settings |= setup_run.digest_base_model(backbone)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     return Case(args=args, script=cfg.script, settings=settings, rows=rows, one_update=one_update, work=work)

@@ -77,10 +77,9 @@ def read_run_file(run: Path) -> RunFile:
     return RunFile(config=config.without_removed(record.config), init_from=record.init_from)
 
 
-def read_start(
-    settings: LoraConfig, backbone: Backbone, trained: Sequence[str], targets: Sequence[str], run: Path
-) -> Mapping[str, Lora]:
+def read_start(settings: LoraConfig, backbone: Backbone, trained: Sequence[str], run: Path) -> Mapping[str, Lora]:
     """Read lora.init_from as training does, by expert. Raise InputError unless run.json has the same digests."""
+    targets = lora.target_modules(settings.lora_target_modules, backbone.layer_names)
     loras = read_initial_adapters(settings, backbone, trained, targets)
     digests = read_run_file(run).init_from
     if loras and digests and digests != {name: digest_files([adapter.path]) for name, adapter in loras.items()}:

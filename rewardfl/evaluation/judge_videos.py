@@ -33,7 +33,7 @@ from rewardfl.files import atomic_write, digest_files, escape_control
 from rewardfl.rewards import resolve_rewards
 from rewardfl.rewards.face.identity_kept import FEWEST
 from rewardfl.rewards.scoring import Term
-from rewardfl.training import plan, setup_model, setup_rewards
+from rewardfl.training import model_files, plan, setup_rewards
 from rewardfl.training.setup_run import digest_base_model
 from rewardfl.training.shard import Shard
 
@@ -72,7 +72,7 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     rewards = resolve_rewards(measured_rewards(cfg.reward, config.list_reward_specs(cfg, for_evaluation=True)), fps)
     rewards = [(replace(spec, settings={**cls.evaluation_settings, **spec.settings}), cls) for spec, cls in rewards]
     plan.check_frames(cfg.data.num_frames, rewards)
-    backbone = setup_model.open_model(cfg) if any(arm.videos is None for arm in arms) else None
+    backbone = plan.open_model(cfg) if any(arm.videos is None for arm in arms) else None
     judges = load_judges(cfg.reward, rewards, args, of_images=of_images)
     rows = check_rows(rows, cfg.data, judges.terms, backbone, quiet=share.quiet)
     files = {arm.name: find_videos(arm.videos, rows) for arm in arms if arm.videos is not None}
@@ -81,15 +81,16 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     if backbone is not None:
         base = digest_base_model(backbone)
         if start := cfg.lora.init_from:
-            trained, targets = plan.trained_experts(cfg, backbone.experts), plan.lora_targets(cfg, backbone)
-            starts[Path(start)] = read_start(cfg.lora, backbone, trained, targets, args.run)
+            trained = plan.trained_experts(cfg, backbone.experts)
+            starts[Path(start)] = read_start(cfg.lora, backbone, trained, args.run)
         expert = backbone.empty_expert(backbone.experts[0])
         for adapter in {arm.adapter for arm in arms if arm.adapter} - starts.keys():
             for file in adapter.glob(f"*/{lora.WEIGHTS_NAME}"):  # now, not after the real clips and the base
                 lora.read_for(expert, file)
     elif enough_people or any(row.video is None for row in rows):  # other tools' videos need only the VAE
-        backbone, base = open_vae(cfg.model.model_name, setup_model.model_source(cfg), cfg.data, quiet=share.quiet)
-    sampling = {key: value for key, value in config.flat(cfg).items() if key.startswith(SAMPLING)}
+        source = model_files.model_source(cfg.model)
+        backbone, base = open_vae(cfg.model.model_name, source, cfg.data, quiet=share.quiet)
+    sampling = {key: value for key, value in config.flat(config.to_dict(cfg)).items() if key.startswith(SAMPLING)}
     settings = make_settings(sampling, rows, arms, base, list_dependencies(judges, cfg.reward.det_size))
     study = Study(
         seeds=args.seeds, batch=args.batch, experts=args.experts, clips=cfg.data, sampling=cfg.sample, out=folder.path,

@@ -16,7 +16,7 @@ from rewardfl.evaluation import arms
 from rewardfl.files import escape_control
 from rewardfl.rewards import build_terms
 from rewardfl.rewards.scoring import Reference, Term
-from rewardfl.training import clip_scan, plan, setup_model, setup_rewards
+from rewardfl.training import clip_scan, plan, setup_rewards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Sample, score and print; return the exit code."""
     device = torch.device(command_line.resolve_device(args.device))
     cfg = configuration.load(args.config, args.overrides, configuration.RewardFlConfig)
-    backbone = setup_model.open_model(cfg)
+    backbone = plan.open_model(cfg)
     terms = build_terms(plan.find_rewards(cfg, backbone), device)
     examples: dict[str, tuple[data.Row, data.Example]] = {}
     references: list[list[Reference]] = []

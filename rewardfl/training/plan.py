@@ -1,26 +1,47 @@
 """Resolve a configuration for its model and its number of processes: `resolve` returns the plan of the run."""
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, assert_never, overload
 
+from rewardfl import backbones, data, epoch_order, lora
 from rewardfl import config as configuration
-from rewardfl import data, epoch_order, lora
 from rewardfl.backbones.protocol import Backbone, Schedule, Shape
 from rewardfl.config import (
+    AnchorConfig,
     AnyConfig,
     ConfigError,
     DataConfig,
+    EvaluationConfig,
     FlowGrpoConfig,
     ForwardRlConfig,
+    GroupConfig,
     GroupRunConfig,
+    GrpoTrainConfig,
     RewardFlConfig,
 )
-from rewardfl.config.schema import SampleConfig, TrainConfig, WholeSampleConfig
+from rewardfl.config.schema import (
+    ExpertsConfig,
+    ForwardConfig,
+    GrpoConfig,
+    GrpoExpertsConfig,
+    GrpoRewardConfig,
+    LoraConfig,
+    ModelConfig,
+    RewardConfig,
+    RunConfig,
+    SampleConfig,
+    SharedRewardConfig,
+    TrainConfig,
+    WholeSampleConfig,
+)
 from rewardfl.group_plan import Geometry
+from rewardfl.memory import attention
 from rewardfl.rewards import registry
+from rewardfl.training import model_files
 from rewardfl.training.lora_init import read_initial_adapters
 from rewardfl.training.state import NO_BATCHING, Batching
 from rewardfl.weights import lora_files
@@ -34,7 +55,19 @@ EPOCHS = 100  # epochs to take windows from, where the run's length is not known
 class RunPlan:
     """What a run does, resolved from its configuration, its model and its number of processes."""
 
+    # the sections that are only read
+    run: RunConfig
+    model: ModelConfig
+    placement: ExpertsConfig | GrpoExpertsConfig  # section experts
+    lora: LoraConfig
+    data: DataConfig
+    sample: SampleConfig | WholeSampleConfig
+    reward: SharedRewardConfig
+    anchor: AnchorConfig
+    train: GrpoTrainConfig
+
     processes: int
+    processes_per_clip: int  # that compute each clip together
     rewards: Sequence[registry.ResolvedReward]
     schedule: Callable[[Shape], Schedule]  # the denoising steps for latents (C, T, h, w)
     experts: tuple[str, ...]  # of each denoising step
@@ -45,15 +78,15 @@ class RunPlan:
     anchor_steps: tuple[int, ...]  # denoising steps of anchor.sigmas, increasing
     forwards_per_velocity: int  # two with guidance
     backwards_per_update: int  # of one process
-    max_steps: int | None  # train.max_steps
-    num_train_epochs: int  # visits of every clip, without max_steps
     clips_at_once: int  # clips of an epoch's rollouts; for reward feedback learning of an update
+    base_noises: int  # videos of the base model that a row's motion is compared with
+    supervised: bool = False  # the data anchor is the whole loss
 
     def count_steps(self, clips: int) -> int:
         """Count the updates of the run: max_steps, or num_train_epochs visits of every clip."""
-        if self.max_steps is not None:
-            return self.max_steps
-        epochs = epoch_order.total_steps(clips, self.clips_at_once, self.num_train_epochs)
+        if self.train.max_steps is not None:
+            return self.train.max_steps
+        epochs = epoch_order.total_steps(clips, self.clips_at_once, self.train.num_train_epochs)
         return epochs * self.updates_per_epoch
 
     @property
@@ -66,19 +99,27 @@ class RunPlan:
 class RewardFlPlan(RunPlan):
     """The plan of train_reward_fl.py."""
 
+    placement: ExpertsConfig
+    sample: SampleConfig
+    reward: RewardConfig
+    train: TrainConfig
     graphs_of: tuple[int, ...]  # active steps whose graphs are those of the rollout; the others are replayed
     kl_steps: tuple[int, ...]  # active steps with a KL; empty without one
     coupling: float  # weight of the gradient from one active step to the one before it
-    supervised: bool  # the data anchor is the whole loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPlan(RunPlan):
     """The plan of a script that compares the rollouts of a group."""
 
+    placement: GrpoExpertsConfig
+    sample: WholeSampleConfig
+    reward: GrpoRewardConfig
+    evaluation: EvaluationConfig
+    group: GroupConfig  # section grpo or forward
     geometry: Geometry  # the rollouts
     training: Geometry  # what updates train on: the rollouts, or with forward.objective best one of each group
-    inner_epochs: int
+    part_weights: Mapping[str, float]  # of parts of the first reward that are trained next to its score
 
     def part(self, update: int) -> slice:
         """Return which of its forward passes a process trains on in an update of an epoch."""
@@ -88,13 +129,14 @@ class GroupPlan(RunPlan):
     @property
     def updates_per_epoch(self) -> int:
         """Return the updates that train on one set of rollouts."""
-        return self.geometry.updates * self.inner_epochs
+        return self.geometry.updates * self.group.inner_epochs
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardRlPlan(GroupPlan):
     """The plan of train_forward_rl.py. `active` are the steps whose sigmas are drawn."""
 
+    group: ForwardConfig
     draws: int  # of each video in an update
     whole_range: bool  # sigmas between the steps, too
     advantage_scale: float
@@ -108,13 +150,13 @@ class ForwardRlPlan(GroupPlan):
 class FlowGrpoPlan(GroupPlan):
     """The plan of train_flow_grpo.py."""
 
+    group: GrpoConfig
     windows: Windows
-    per_group: bool  # whether each group has a window of its own
-    seed: int
 
     def window(self, epoch: int, group: int = 0) -> tuple[int, ...]:
         """Return the stochastic steps of a group in an epoch, increasing; there are equally many in all of them."""
-        return draw_window(self.windows, epoch * self.geometry.groups + group if self.per_group else epoch, self.seed)
+        position = epoch * self.geometry.groups + group if self.group.window_per_group else epoch
+        return draw_window(self.windows, position, self.run.seed)
 
     def draw_windows(self, steps: int | None) -> list[tuple[int, ...]]:
         """Return the window of each epoch of the run, or of the first EPOCHS where its length is not known."""
@@ -122,6 +164,19 @@ class FlowGrpoPlan(GroupPlan):
 
 
 AnyPlan = RewardFlPlan | FlowGrpoPlan | ForwardRlPlan
+
+
+def open_model(cfg: AnyConfig) -> Backbone:
+    """Open the model, and check its files by their headers and the configuration against them."""
+    model_files.check_files(cfg.data, cfg.model, cfg.lora, cfg.reward)
+    backbone = backbones.open(cfg.model.model_name, model_files.model_source(cfg.model))
+    backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
+    if (processes := configuration.processes_per_clip(cfg)) > 1:
+        backbone.check_split(processes, cfg.data.height, cfg.data.width, cfg.data.num_frames)
+    if cfg.model.attention_backend != attention.NATIVE or attention.VARIABLE in os.environ:
+        network = next(iter(backbone.on_meta(512, 512, cfg.data.num_frames).experts.values()))[0].build(None)
+        attention.check_name(cfg.model.attention_backend, network, may_download=cfg.model.allow_download)
+    return backbone
 
 
 @overload
@@ -142,20 +197,8 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
     """
     shape = backbone.latent_shape(*largest_size(cfg.data, ()), cfg.data.num_frames)
     schedule = make_schedule(cfg.sample, backbone, shape)
-    trained, targets = trained_experts(cfg, backbone.experts), tuple(lora_targets(cfg, backbone))
-    common: dict[str, Any] = {
-        "processes": processes,
-        "rewards": find_rewards(cfg, backbone, here=here),
-        "schedule": partial(make_schedule, cfg.sample, backbone),
-        "experts": schedule.experts,
-        "trained": trained,
-        "targets": targets,
-        "init": read_initial_adapters(cfg.lora, backbone, trained, targets) if here else {},
-        "anchor_steps": anchor_steps(cfg, schedule, trained),
-        "forwards_per_velocity": 2 if cfg.sample.guidance_scale != 1 else 1,
-        "max_steps": cfg.train.max_steps,
-        "num_train_epochs": cfg.train.num_train_epochs,
-    }
+    trained = trained_experts(cfg, backbone.experts)
+    common = _shared_fields(cfg, backbone, schedule, trained, here=here) | {"processes": processes}
     draws = cfg.anchor.draws if cfg.anchor.weight else 0
     if isinstance(cfg, FlowGrpoConfig):
         windows, geometry = make_windows(cfg, schedule.experts, trained), make_geometry(cfg, processes)
@@ -166,11 +209,8 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
             backwards_per_update=geometry.forwards_per_update * (window_size + draws),
             clips_at_once=cfg.grpo.groups,
             windows=windows,
-            per_group=cfg.grpo.window_per_group,
             geometry=geometry,
             training=geometry,
-            inner_epochs=cfg.grpo.inner_epochs,
-            seed=cfg.run.seed,
         )
     if isinstance(cfg, ForwardRlConfig):
         return ForwardRlPlan(**common, **_forward_fields(cfg, schedule, trained, processes))
@@ -190,6 +230,42 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
         coupling=configuration.resolve_coupling(cfg),
         supervised=supervised,
     )
+
+
+def _shared_fields(
+    cfg: AnyConfig, backbone: Backbone, schedule: Schedule, trained: tuple[str, ...], *, here: bool
+) -> dict[str, Any]:
+    """Return the fields of RunPlan, and of GroupPlan, that do not depend on the processes."""
+    rewards = find_rewards(cfg, backbone, here=here)
+    targets = tuple(lora.target_modules(cfg.lora.lora_target_modules, backbone.layer_names))
+    if here:
+        lora.check_targets(targets, backbone.linear_layers(), backbone.layer_names)
+        model_files.check_shared_networks(cfg.reward, [spec for spec, _ in rewards])
+    groups: dict[str, Any] = {}
+    if isinstance(cfg, GroupRunConfig):
+        weights = configuration.part_weights(cfg)
+        groups = {"evaluation": cfg.evaluation, "group": cfg.group, "part_weights": weights}
+    return groups | {
+        "run": cfg.run,
+        "model": cfg.model,
+        "placement": cfg.experts,
+        "lora": cfg.lora,
+        "data": cfg.data,
+        "sample": cfg.sample,
+        "reward": cfg.reward,
+        "anchor": cfg.anchor,
+        "train": cfg.train,
+        "processes_per_clip": configuration.processes_per_clip(cfg),
+        "rewards": rewards,
+        "schedule": partial(make_schedule, cfg.sample, backbone),
+        "experts": schedule.experts,
+        "trained": trained,
+        "targets": targets,
+        "init": read_initial_adapters(cfg.lora, backbone, trained, targets) if here else {},
+        "anchor_steps": anchor_steps(cfg, schedule, trained),
+        "forwards_per_velocity": 2 if cfg.sample.guidance_scale != 1 else 1,
+        "base_noises": configuration.count_base_noises(cfg),
+    }
 
 
 def _forward_fields(cfg: ForwardRlConfig, schedule: Schedule, trained: Sequence[str], processes: int) -> dict[str, Any]:
@@ -212,7 +288,6 @@ def _forward_fields(cfg: ForwardRlConfig, schedule: Schedule, trained: Sequence[
         "clips_at_once": forward.groups,
         "geometry": geometry,
         "training": training,
-        "inner_epochs": forward.inner_epochs,
         "draws": forward.draws,
         "whole_range": forward.sigmas == "trained_range",
         "advantage_scale": default_scale if forward.advantage_scale is None else forward.advantage_scale,
@@ -356,11 +431,6 @@ def make_windows(cfg: FlowGrpoConfig, experts: Sequence[str], trained: Sequence[
     return windows
 
 
-def lora_targets(cfg: AnyConfig, backbone: Backbone) -> list[str]:
-    """Return diffusers' names, or their ends, of the layers that get an adapter."""
-    return lora.target_modules(cfg.lora.lora_target_modules, backbone.layer_names)
-
-
 def check_active_experts(cfg: RewardFlConfig, backbone: Backbone, schedule: Schedule) -> None:
     """Raise ConfigError where a trained expert has no active step, or an active step gives no gradient.
 
@@ -429,14 +499,14 @@ def _listed_steps(key: str, listed: Sequence[int], trained_steps: Sequence[int])
     return tuple(listed)
 
 
-def make_batching(cfg: AnyConfig, run_plan: RunPlan, sizes: Sequence[tuple[int, int]]) -> Batching:
+def make_batching(run_plan: RunPlan, sizes: Sequence[tuple[int, int]]) -> Batching:
     """Return the numbers of clips that the order of training depends on. sizes: of all clips.
 
     Raise ConfigError where a forward pass of a script with groups would get videos of two sizes.
     """
-    per_pass, several = cfg.train.per_device_train_batch_size, len(set(sizes)) > 1
-    if not isinstance(cfg, GroupRunConfig):
+    per_pass, several = run_plan.train.per_device_train_batch_size, len(set(sizes)) > 1
+    if not isinstance(run_plan, GroupPlan):
         return Batching(run_plan.clips_at_once, per_pass if several else None)
-    if several and cfg.group.group_size % per_pass:
+    if several and run_plan.group.group_size % per_pass:
         raise ConfigError("train.per_device_train_batch_size must divide group_size where clips differ in size")
     return NO_BATCHING

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from rewardfl import config as configuration
 from rewardfl import group_plan
 from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Backbone, Conditioning, Decoder, Experts, Schedule, Velocity
-from rewardfl.config import AnyConfig, FlowGrpoConfig, ForwardRlConfig, GroupRunConfig, RewardFlConfig
+from rewardfl.config import AnyConfig, FlowGrpoConfig, ForwardRlConfig, RewardFlConfig
 from rewardfl.config.schema import SampleConfig
 from rewardfl.epoch_order import due_this_epoch
 from rewardfl.optim import Average, OldPolicy, averaged
@@ -53,12 +53,9 @@ from rewardfl.training.timer import Timer
 from rewardfl.training.update_metrics import common_metrics
 from rewardfl.training.workload import Workload
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 PlanT = TypeVar("PlanT", bound=plan.AnyPlan)
 SamplerT = TypeVar("SamplerT", bound=DeployedSampler | TrainingSampler)
-OutcomeT = TypeVar("OutcomeT", bound="DataclassInstance")
+OutcomeT = TypeVar("OutcomeT")  # a dataclass
 
 _SHOWN = {"loss": "actor/loss", "score": "reward/mean", "spread": "reward/std_in_group"}  # next to the progress bar
 
@@ -89,7 +86,6 @@ class TrainStep:
 class Run(Generic[PlanT, SamplerT]):
     """All that the loop of a script needs, and the end of an update."""
 
-    cfg: AnyConfig
     plan: PlanT
     backbone: Backbone
     job: Distributed
@@ -125,7 +121,7 @@ class Run(Generic[PlanT, SamplerT]):
         self, network: nn.Module, conditioning: Conditioning, schedule: Schedule, guidance: float | None = None
     ) -> Velocity:
         """Return the velocity of a network, with guidance (None: sample.guidance_scale)."""
-        sample = self.cfg.sample
+        sample = self.plan.sample
         return Velocity(
             backbone=self.backbone, model=network, conditioning=protocol.move_to(conditioning, self.job.device),
             schedule=schedule, negative=self.negative, guidance=sample.guidance_scale if guidance is None else guidance,
@@ -142,7 +138,7 @@ class Run(Generic[PlanT, SamplerT]):
         for index in self.progress:
             epoch, update = divmod(index, per_epoch)
             if update == 0:
-                seed_generators(self.cfg.run.seed, index, self.job.data_rank)
+                seed_generators(self.plan.run.seed, index, self.job.data_rank)
             timer = Timer(self.job.device)
             yield TrainStep(index=index, epoch=epoch, update=update, ends_epoch=update == per_epoch - 1, timer=timer)
             if self.stopped or self.interruption.number:
@@ -157,20 +153,20 @@ class Run(Generic[PlanT, SamplerT]):
 
         outcomes: records of one type, whose fields are tensors (B, ...) without a graph.
         """
-        names = [each.name for each in fields(outcomes[0])]
+        names = [each.name for each in fields(cast(Any, outcomes[0]))]
         columns = {name: torch.cat([getattr(outcome, name) for outcome in outcomes]) for name in names}
         return type(outcomes[0])(**self.job.gather(columns))
 
     def plan_epoch(self, epoch: int) -> list[list[list[group_plan.Member]]]:
         """Return the members that each process rolls out in an epoch, by forward pass."""
         assert isinstance(self.plan, plan.GroupPlan)
-        ids, seed = [sample.row.id for sample in self.samples], self.cfg.run.seed
+        ids, seed = [sample.row.id for sample in self.samples], self.plan.run.seed
         return [group_plan.plan(epoch, rank, self.plan.geometry, ids, seed) for rank in range(self.job.world)]
 
     def read_inputs(self, members: list[group_plan.Member]) -> Rollout:
         """Return the inputs of a forward pass of members of groups, on the device."""
         rows = [member.row for member in members]
-        conditioning, ok = self.conditions.batch(self.samples, rows, skip=self.cfg.data.skip_bad_rows)
+        conditioning, ok = self.conditions.batch(self.samples, rows, skip=self.plan.data.skip_bad_rows)
         conditioning = protocol.move_to(conditioning, self.job.device)
         schedule = self.plan.schedule(self.conditions.latent_shape(self.samples[rows[0]]))
         return Rollout(members=members, is_requested=ok, conditioning=conditioning, schedule=schedule)
@@ -188,17 +184,17 @@ class Run(Generic[PlanT, SamplerT]):
         self, step: TrainStep, pending: Sequence[Sequence[Call]], rollouts: Sequence[Rollout]
     ) -> EpochScores:
         """Wait for the rewards of an epoch's rollouts, and compare each video with its group. Collective."""
-        assert isinstance(self.cfg, GroupRunConfig)
-        results = [collect(calls) for calls in pending]
-        weights, first = configuration.part_weights(self.cfg), step.index == self.state.step
-        return score_epoch(self.job, self.terms, results, rollouts, self.cfg.group, weights, step.epoch, first=first)
+        assert isinstance(self.plan, plan.GroupPlan)
+        results, first = [collect(calls) for calls in pending], step.index == self.state.step
+        group, weights = self.plan.group, self.plan.part_weights
+        return score_epoch(self.job, self.terms, results, rollouts, group, weights, step.epoch, first=first)
 
     def update_weights(self, step: TrainStep) -> None:
         """Take one AdamW step on the gradients of all processes, unless they are not finite. Fill step.norm, rate."""
         learner = self.learner
         with step.timer("optimizer"):
             step.rate = float(learner.scheduler.get_last_lr()[0])
-            step.norm = self.job.step(learner.optimizer, learner.parameters, self.cfg.train.max_grad_norm)
+            step.norm = self.job.step(learner.optimizer, learner.parameters, self.plan.train.max_grad_norm)
             if self.average is not None and math.isfinite(step.norm):
                 self.average.step(learner.parameters)
             learner.scheduler.step()
@@ -221,12 +217,11 @@ class Run(Generic[PlanT, SamplerT]):
         values before the backward pass were; replaced and signal (N,), as common_metrics takes them. why_nothing: why
         no sample was judged. problems: of rewards that are only measured.
         """
-        cfg, done, timer = self.cfg, step.number, step.timer
-        self.done = done
+        self.done, done, timer = step.number, step.number, step.timer
         metrics = dict(metrics) | common_metrics(self.job.device, done, step.norm, step.rate, replaced, signal)
         if step.begins_epoch or not why_nothing:  # count a failed epoch once, not per update
             self.log.count(step.norm, why_nothing)
-        saves = step.ends_epoch and self._is_due(done, cfg.run.save_steps)
+        saves = step.ends_epoch and self._is_due(done, self.plan.run.save_steps)
         if done == 1 or saves:
             metrics |= self.anchors.data_loss(self.job, self.model)
         if step.ends_epoch:
@@ -247,8 +242,8 @@ class Run(Generic[PlanT, SamplerT]):
 
     def evaluate(self) -> dict[str, float]:
         """Return eval/*: the scores of the held-out clips under the averaged weights. Collective."""
-        assert isinstance(self.cfg, GroupRunConfig)
-        generate, noises = partial(self.sampler.generate, self.held_out), self.cfg.evaluation.eval_noises
+        assert isinstance(self.plan, plan.GroupPlan)
+        generate, noises = partial(self.sampler.generate, self.held_out), self.plan.evaluation.eval_noises
         with averaged(self.average, self.learner.parameters):
             return evaluation.evaluate(
                 noises, self.job, self.terms, self.worker_pools, self.held_out, generate, self.scales
@@ -256,41 +251,41 @@ class Run(Generic[PlanT, SamplerT]):
 
     def save(self, *, last: bool) -> None:
         """Save a checkpoint of the averaged weights, and sample videos. All processes call it: each may hold parts."""
-        cfg, job, log, done, learner = self.cfg, self.job, self.log, self.done, self.learner
-        if isinstance(cfg, GroupRunConfig):
+        settings, job, log, done, learner = self.plan.run, self.job, self.log, self.done, self.learner
+        if isinstance(self.plan, plan.GroupPlan):
             score = log.score_for_best(done, done - 1, ["eval/held_out", "eval/score"])  # of the weights now saved
         else:  # a mean since the last scheduled save: a resumed run agrees
-            since = (done - 1) // cfg.run.save_steps * cfg.run.save_steps
+            since = (done - 1) // settings.save_steps * settings.save_steps
             score = log.score_for_best(done, since, ["reward/held_out", "reward/mean"])
         state = saving.collect_state(job, learner, self.average, self.state, log, done, self.batching, self.old_policy)
         with averaged(self.average, learner.parameters):
-            saving.save(cfg.run, job, self.backbone, learner, log, state, score, last=last)
+            saving.save(settings, job, self.backbone, learner, log, state, score, last=last)
             if not self.interruption.number:  # shutting down: skip the videos
                 shown = self.held_out or self.samples
                 generate = partial(self.sampler.generate, shown)
-                videos = saving.sample_videos(cfg.run, cfg.data, self.backbone, shown, generate, job, done)
+                videos = saving.sample_videos(settings, self.plan.data, self.backbone, shown, generate, job, done)
                 log.show_samples(done, videos)
 
     def close(self) -> int:
         """Save what a signal has left unsaved, close the run, and return the exit code. Collective."""
         if self.interruption.number:  # the weights are those of the last update
-            unsaved = self.done > 0 and not checkpoint_dir(self.cfg.run.output_dir, self.done).exists()
+            unsaved = self.done > 0 and not checkpoint_dir(self.plan.run.output_dir, self.done).exists()
             if self.job.all_reduce_max(int(unsaved)):
                 self.learner.weights.check(self.done)
                 self.save(last=True)
             self.job.wait()
-        return saving.close_run(self.cfg.run, self.job, self.interruption, self.done, self.stopped)
+        return saving.close_run(self.plan.run, self.job, self.interruption, self.done, self.stopped)
 
     @property
     def rollouts_on(self) -> torch.device:
         """Return the device of an epoch's rollouts between their rewards and their updates."""
-        assert isinstance(self.cfg, GroupRunConfig)
-        return {"gpu": self.job.device, "cpu": torch.device("cpu")}[self.cfg.group.samples_on]
+        assert isinstance(self.plan, plan.GroupPlan)
+        return {"gpu": self.job.device, "cpu": torch.device("cpu")}[self.plan.group.samples_on]
 
     @property
     def _eval_steps(self) -> int:
-        assert isinstance(self.cfg, GroupRunConfig)
-        return self.cfg.evaluation.eval_steps
+        assert isinstance(self.plan, plan.GroupPlan)
+        return self.plan.evaluation.eval_steps
 
     def _is_due(self, done: int, every: int) -> bool:
         return due_this_epoch(done, self.plan.updates_per_epoch, every, self.last_step)
@@ -302,98 +297,101 @@ ForwardRlRun = Run[plan.ForwardRlPlan, DeployedSampler]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Headers:
+class Headers(Generic[PlanT]):
     """What a run reads before it loads weights or clips."""
 
-    cfg: AnyConfig
+    settings: dict[str, dict[str, Any]]  # of config.to_dict
     backbone: Backbone
     job: Distributed
-    plan: plan.AnyPlan
+    plan: PlanT
     rows: Rows
     resume_point: ResumePoint
 
     @property
     def work(self) -> Workload:
         """Return the work of the run, for the estimate."""
-        return make_workload(self.cfg, self.plan, self.backbone, self.rows.train, self.job.sharding)
+        return make_workload(self.plan, self.backbone, self.rows.train, self.job.sharding)
 
 
-def read_headers(cfg: AnyConfig, run_folder: RunFolder | None) -> Headers:
+@overload
+def read_headers(cfg: RewardFlConfig, run_folder: RunFolder | None) -> Headers[plan.RewardFlPlan]: ...
+@overload
+def read_headers(cfg: FlowGrpoConfig, run_folder: RunFolder | None) -> Headers[plan.FlowGrpoPlan]: ...
+@overload
+def read_headers(cfg: ForwardRlConfig, run_folder: RunFolder | None) -> Headers[plan.ForwardRlPlan]: ...
+
+
+def read_headers(cfg: AnyConfig, run_folder: RunFolder | None) -> Headers[Any]:
     """Resolve a run from the headers of its files, print its summary, and lock its folder (None: a dry run).
 
     What cannot train is refused here, by the errors of cli.REFUSALS.
     """
-    backbone = setup_model.open_model(cfg)
-    job = connect_processes(cfg)
+    settings, per_clip = configuration.to_dict(cfg), configuration.processes_per_clip(cfg)
+    backbone = plan.open_model(cfg)
+    job = connect_processes(cfg.run, cfg.model, cfg.experts, cfg.train, per_clip)
     run_plan = plan.resolve(cfg, backbone, job.world)
     job.reduce_in_backward(run_plan.backwards_per_update)
-    rows = setup_data.scan_rows(cfg, job, backbone, run_plan.rewards)
-    print_run_summary(cfg, run_plan, backbone, rows, job)
-    point = open_run(cfg, run_folder, job, backbone)
-    return Headers(cfg=cfg, backbone=backbone, job=job, plan=run_plan, rows=rows, resume_point=point)
+    rows = setup_data.scan_rows(run_plan, job, backbone)
+    print_run_summary(configuration.dump(cfg), run_plan, backbone, rows, job)
+    point = open_run(settings, run_folder, job, backbone)
+    return Headers(settings=settings, backbone=backbone, job=job, plan=run_plan, rows=rows, resume_point=point)
 
 
-@overload
-def start(cfg: RewardFlConfig, run_folder: RunFolder, headers: Headers, interruption: Interruption) -> RewardFlRun: ...
-@overload
-def start(cfg: FlowGrpoConfig, run_folder: RunFolder, headers: Headers, interruption: Interruption) -> FlowGrpoRun: ...
-@overload
-def start(
-    cfg: ForwardRlConfig, run_folder: RunFolder, headers: Headers, interruption: Interruption
-) -> ForwardRlRun: ...
-
-
-def start(cfg: AnyConfig, run_folder: RunFolder, headers: Headers, interruption: Interruption) -> Run[Any, Any]:
+def start(headers: Headers[PlanT], run_folder: RunFolder, interruption: Interruption) -> Run[PlanT, Any]:
     """Make all that a run needs, new or resumed. Raise RunEnded if nothing is left to train."""
     backbone, job, run_plan, resume_point = headers.backbone, headers.job, headers.plan, headers.resume_point
     # data, rewards, resume
     terms = build_terms(run_plan.rewards, job.device)
-    store = setup_data.open_cache(cfg)
-    samples = setup_data.find_samples(cfg, headers.rows.train, terms, store, job)
-    held_out = setup_data.find_samples(cfg, headers.rows.held_out, terms, store, job)
-    batching = plan.make_batching(cfg, run_plan, [sample.size for sample in samples])
-    state, restored = resume(cfg, run_plan, resume_point, job, terms, samples, held_out, batching)
+    store = setup_data.open_cache(run_plan)
+    samples = setup_data.find_samples(run_plan.data, headers.rows.train, terms, store, job)
+    held_out = setup_data.find_samples(run_plan.data, headers.rows.held_out, terms, store, job)
+    batching = plan.make_batching(run_plan, [sample.size for sample in samples])
+    state, restored = resume(run_plan, resume_point, job, terms, samples, held_out, batching)
     last_step = run_plan.count_steps(len(samples))
-    if is_finished(cfg, resume_point, last_step, job):
+    if is_finished(run_plan, resume_point, last_step, job):
         raise RunEnded
-    setup_rewards.check_rewards(cfg, job, terms, samples)
+    setup_rewards.check_rewards(run_plan, job, terms, samples)
+
+    pools: list[WorkerPool | None] = []
+    if isinstance(run_plan, plan.GroupPlan):
+        pools = make_worker_pools(terms, run_plan.reward.reward_timeout)
 
     # encode: the first weights are loaded, and freed
-    conditions = setup_data.make_conditions(cfg, backbone, resume_point.base, store)
-    negative = setup_data.fill_conditions(cfg, conditions, [*samples, *held_out], job)
-    setup_data.fill_clip_latents(cfg, conditions, samples, job)
-    builder = setup_data.make_batch_builder(cfg, run_plan, conditions, samples, job)
+    conditions = setup_data.make_conditions(run_plan, backbone, resume_point.base, store)
+    negative = setup_data.fill_conditions(run_plan.sample, conditions, [*samples, *held_out], job)
+    setup_data.fill_clip_latents(run_plan, conditions, samples, job)
+    builder = setup_data.make_batch_builder(run_plan, conditions, samples, job)
 
     # model, adapter, optimizer
     decoder = backbone.load_decoder(job.device)
-    scales = evaluation.find_scales(cfg.data, job, terms, conditions, decoder, held_out)
-    model, trained = setup_model.load_experts(cfg, run_plan, backbone, job)
+    scales = evaluation.find_scales(run_plan.data, job, terms, conditions, decoder, held_out)
+    model, trained = setup_model.load_experts(run_plan, backbone, job)
     setup_model.fill_adapters(model, trained, backbone, run_plan.init, resume_point, restored)
-    learner = make_learner(cfg.train, job, backbone, model, trained, last_step, restored)
-    average, old_policy = _make_averages(cfg, run_plan, learner, restored)
-    log = open_log(cfg, job, run_folder, state, restored, last_step)
+    learner = make_learner(run_plan.train, job, backbone, model, trained, last_step, restored)
+    average, old_policy = _make_averages(run_plan, learner, restored)
+    log = open_log(run_plan, headers.settings, job, run_folder, state, restored, last_step)
     del restored  # up to five copies of the adapters
-    sampler = setup_data.make_sampler(cfg, job, conditions, decoder, model, negative, builder)
+    sampler = setup_data.make_sampler(run_plan, job, conditions, decoder, model, negative, builder)
     samples, held_out = setup_data.add_base_motion(
-        cfg, job, store, terms, resume_point, sampler.base, samples, held_out
+        run_plan, job, store, terms, resume_point, sampler.base, samples, held_out
     )
     return Run(
-        cfg=cfg, plan=run_plan, backbone=backbone, job=job, interruption=interruption, terms=terms, samples=samples,
+        plan=run_plan, backbone=backbone, job=job, interruption=interruption, terms=terms, samples=samples,
         held_out=held_out, scales=scales, state=state, batching=batching, conditions=conditions, negative=negative,
         decoder=decoder, model=model, learner=learner, average=average, old_policy=old_policy, sampler=sampler, log=log,
         last_step=last_step, done=state.step,
-        worker_pools=make_worker_pools(terms, cfg.reward.reward_timeout) if isinstance(cfg, GroupRunConfig) else [],
-        anchors=setup_data.make_anchors(cfg, run_plan, conditions, samples, job.device),
+        worker_pools=pools,
+        anchors=setup_data.make_anchors(run_plan, conditions, samples, job.device),
     )  # fmt: skip
 
 
 def _make_averages(
-    cfg: AnyConfig, run_plan: plan.AnyPlan, learner: Learner, restored: TrainState | None
+    run_plan: plan.AnyPlan, learner: Learner, restored: TrainState | None
 ) -> tuple[Average | None, OldPolicy]:
     """Return the moving average of the adapters, if the run has one, and the old policy, empty in most scripts."""
     parameters = learner.parameters
-    decay = cfg.group.ema_decay if isinstance(cfg, GroupRunConfig) else cfg.train.ema_decay or None
+    decay = run_plan.group.ema_decay if isinstance(run_plan, plan.GroupPlan) else run_plan.train.ema_decay or None
     average = None if decay is None else make_average(decay, parameters, restored)
-    if isinstance(cfg, ForwardRlConfig) and isinstance(run_plan, plan.ForwardRlPlan):
-        return average, make_old_policy(cfg.forward, run_plan.old_decay, parameters, restored)
+    if isinstance(run_plan, plan.ForwardRlPlan):
+        return average, make_old_policy(run_plan.group, run_plan.old_decay, parameters, restored)
     return average, OldPolicy([], lambda _: 0.0)

@@ -9,13 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rewardfl import config as configuration
 from rewardfl import data
 from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Backbone, Conditioning, Decoder, Experts
-from rewardfl.config import AnyConfig, ConfigError, GroupRunConfig
+from rewardfl.config import ConfigError, DataConfig
+from rewardfl.config.schema import SharedSampleConfig
 from rewardfl.data.cache import Cache, digest
-from rewardfl.rewards import registry
 from rewardfl.rewards.scoring import Term
 from rewardfl.training import base_videos, batches, clip_scan, plan
 from rewardfl.training.anchors import Anchors
@@ -39,29 +38,27 @@ from rewardfl.training.state import ResumePoint
 MAX_SIZES = 5  # sizes that a note lists
 
 
-def size_notes(cfg: AnyConfig, rows: Sequence[data.Row]) -> list[str]:
+def size_notes(clips: DataConfig, rows: Sequence[data.Row]) -> list[str]:
     """Return a note on the number of rows by generated size, where some have a size of their own."""
     if not any(row.size for row in rows):
         return []
-    counts = Counter(row.size or (cfg.data.height, cfg.data.width) for row in rows)
+    counts = Counter(row.size or (clips.height, clips.width) for row in rows)
     listed = [f"{height} x {width} ({count} rows)" for (height, width), count in counts.most_common(MAX_SIZES)]
     listed += ["..."] if len(counts) > MAX_SIZES else []
     return [f"sizes (height x width): {', '.join(listed)}; the sigmas and the estimate below are of the largest"]
 
 
-def scan_rows(
-    cfg: AnyConfig, job: Distributed, backbone: Backbone, rewards: Sequence[registry.ResolvedReward] = ()
-) -> Rows:
-    """Read the headers of all clips, and check the columns that the rewards need. rewards: of the plan.
+def scan_rows(run_plan: plan.RunPlan, job: Distributed, backbone: Backbone) -> Rows:
+    """Read the headers of all clips, and check the columns that the rewards need.
 
     Raise DataError that lists the unusable rows, unless data.skip_bad_rows, and where no row is left.
     """
-    rows, messages = _scan_table(cfg, data.load_metadata(cfg.data.file_name), job, backbone, rewards)
-    messages += _anchor_notes(cfg, rows)
+    rows, messages = _scan_table(run_plan, data.load_metadata(run_plan.data.file_name), job, backbone)
+    messages += _anchor_notes(run_plan, rows)
     held_out: list[data.Row] = []
-    if isinstance(cfg, configuration.GroupRunConfig) and cfg.evaluation.eval_clips:
-        table = data.load_metadata(cfg.evaluation.eval_clips, "evaluation.eval_clips")
-        held_out, more = _scan_table(cfg, table, job, backbone, rewards)
+    if isinstance(run_plan, plan.GroupPlan) and run_plan.evaluation.eval_clips:
+        table = data.load_metadata(run_plan.evaluation.eval_clips, "evaluation.eval_clips")
+        held_out, more = _scan_table(run_plan, table, job, backbone)
         messages += [*more, *check_held_out(rows, held_out)]
     return Rows(rows, held_out, messages)
 
@@ -82,15 +79,12 @@ def check_held_out(rows: Sequence[data.Row], held_out: Sequence[data.Row]) -> li
 
 
 def _scan_table(
-    cfg: AnyConfig,
-    rows: Sequence[data.Row],
-    job: Distributed,
-    backbone: Backbone,
-    rewards: Sequence[registry.ResolvedReward] = (),
+    run_plan: plan.RunPlan, rows: Sequence[data.Row], job: Distributed, backbone: Backbone
 ) -> tuple[list[data.Row], list[str]]:
     """Return (usable rows, messages)."""
-    rows = data.assign_images(rows, cfg.run.seed) if backbone.takes_image else rows
-    look = partial(data.inspect_row, num_frames=cfg.data.num_frames, fps=cfg.data.fps, takes_image=backbone.takes_image)
+    clips, rewards = run_plan.data, run_plan.rewards
+    rows = data.assign_images(rows, run_plan.run.seed) if backbone.takes_image else rows
+    look = partial(data.inspect_row, num_frames=clips.num_frames, fps=clips.fps, takes_image=backbone.takes_image)
     looks = map_shared(look, rows, job.shard, job.gather_lists, "headers")
     problems = [(row.line, problem) for row, look in zip(rows, looks, strict=True) for problem in look.problems]
     needs = {
@@ -102,13 +96,13 @@ def _scan_table(
     for row in rows:
         if not row.problem:
             texts = missing_columns(row, needs) + unusable_prompts(row, classes)
-            if row.video is None and configuration.is_supervised(cfg):
+            if row.video is None and run_plan.supervised:
                 texts.append("supervised fine-tuning fits the clip of a row, and the row names none (video)")
             problems += [(row.line, text) for text in texts]
-    split = configuration.processes_per_clip(cfg)
-    bad_sizes = {size: plan.size_problem(cfg.data, backbone, size, split) for size in {row.size for row in rows}}
+    split = run_plan.processes_per_clip
+    bad_sizes = {size: plan.size_problem(clips, backbone, size, split) for size in {row.size for row in rows}}
     problems += [(row.line, bad_sizes[row.size]) for row in rows if bad_sizes[row.size]]
-    good, bad = data.usable_rows(rows, problems, skip_bad_rows=cfg.data.skip_bad_rows)
+    good, bad = data.usable_rows(rows, problems, skip_bad_rows=clips.skip_bad_rows)
     messages, table = [f"skipped: {line}" for line in bad], rows[0].table
     check_caps(good, rewards)
     if bad:
@@ -118,37 +112,37 @@ def _scan_table(
             messages.append(f"{reward.key}: {cls.name} looks for {', '.join(targets)} in the first rows of {table}")
     lines = {row.line for row in good}
     good_looks = [look for row, look in zip(rows, looks, strict=True) if row.line in lines]
-    sizes = (cfg.data.height, cfg.data.width, cfg.data.max_pixels, cfg.data.fps, backbone.frame_rate)
-    notes = [*data.notes(good), *data.clip_notes(good, good_looks, *sizes), *size_notes(cfg, good)]
-    notes += prompt_notes(good, backbone, rewards) + reference_notes(cfg, good, rewards)
+    sizes = (clips.height, clips.width, clips.max_pixels, clips.fps, backbone.frame_rate)
+    notes = [*data.notes(good), *data.clip_notes(good, good_looks, *sizes), *size_notes(clips, good)]
+    notes += prompt_notes(good, backbone, rewards) + reference_notes(run_plan, good)
     return good, [*messages, *(f"note: {table}: {note}" for note in notes)]
 
 
-def _anchor_notes(cfg: AnyConfig, rows: Sequence[data.Row]) -> list[str]:
+def _anchor_notes(run_plan: plan.RunPlan, rows: Sequence[data.Row]) -> list[str]:
     """Return notes on rows without a clip to anchor at. Raise DataError if no row has an anchor."""
-    without = [row for row in rows if row.video is None] if cfg.anchor.weight else []
-    base = sum(takes_base_latents(cfg, row) for row in without)
+    without = [row for row in rows if row.video is None] if run_plan.anchor.weight else []
+    base = sum(takes_base_latents(run_plan, row) for row in without)
     if without and len(without) == len(rows) and not base:
-        more = ", or anchor.target to reference" * any(takes_base_motion(cfg, row) for row in rows)
+        more = ", or anchor.target to reference" * any(takes_base_motion(run_plan, row) for row in rows)
         raise data.DataError(f"anchor.weight: no row names a video, so no clip to anchor at; set it to 0{more}")
     counts = {"no anchor (anchor.weight)": len(without) - base, "an anchor at a video of the base model": base}
     rows_of = f"of {len(rows)} rows name no video and have"
     return [f"note: {rows[0].table}: {count} {rows_of} {what}" for what, count in counts.items() if count]
 
 
-def open_cache(cfg: AnyConfig) -> Cache:
+def open_cache(run_plan: plan.RunPlan) -> Cache:
     """Open the cache of values that are computed once per clip."""
-    return Cache(cfg.data.cache_dir or f"{cfg.run.output_dir}/cache")
+    return Cache(run_plan.data.cache_dir or f"{run_plan.run.output_dir}/cache")
 
 
 def find_samples(
-    cfg: AnyConfig, rows: Sequence[data.Row], terms: Sequence[Term], store: Cache, job: Distributed
+    clips: DataConfig, rows: Sequence[data.Row], terms: Sequence[Term], store: Cache, job: Distributed
 ) -> list[Sample]:
     """Read the clips of scan_rows once, cache the rewards' references, and print the rows that are left out."""
     if not rows:
         return []
     rewards = [term.reward for term in terms]
-    size = {name: getattr(cfg.data, name) for name in ("height", "width", "num_frames", "max_pixels", "fps")}
+    size = {name: getattr(clips, name) for name in ("height", "width", "num_frames", "max_pixels", "fps")}
     hashes, unreadable = clip_scan.hash_files(rows, job.shard, job.gather_lists)
     problems = [
         (row.line, unreadable[path]) for row in rows for path in dict.fromkeys(row.files.values()) if path in unreadable
@@ -157,8 +151,8 @@ def find_samples(
     bad_lines = {line for line, _ in problems}
     good = [row for row in rows if row.line not in bad_lines]
     keys = {row.line: clip_scan.clip_key(row, hashes, size) for row in good}
-    load = partial(clip_scan.load_sized_example, cfg.data)
-    skip = cfg.data.skip_bad_rows
+    load = partial(clip_scan.load_sized_example, clips)
+    skip = clips.skip_bad_rows
     scans = job.gather_lists(
         clip_scan.scan_clips(store, good, keys, load, rewards, job.device, job.shard, skip_photos=skip)
     )
@@ -169,70 +163,73 @@ def find_samples(
     return clip_scan.load_samples(store, rows, keys, scans, rewards)
 
 
-def make_conditions(cfg: AnyConfig, backbone: Backbone, base: Mapping[str, str], store: Cache) -> Conditions:
+def make_conditions(run_plan: plan.RunPlan, backbone: Backbone, base: Mapping[str, str], store: Cache) -> Conditions:
     """Return the cached conditioning of clips. base: of `digest_base_model`."""
     first = " ".join(base.get(part, part) for part in backbone.parts_of(backbone.experts[0]))
     # two models with one VAE condition differently on an image
-    image = " ".join([cfg.model.model_name, *(base[part] for part in ("vae", "image_encoder") if part in base)])
+    image = " ".join([run_plan.model.model_name, *(base[part] for part in ("vae", "image_encoder") if part in base)])
     return Conditions(
-        store=store, backbone=backbone, text=base["text_encoder"], image=image, untrained=first, dtype=cfg.model.dtype,
-        num_frames=cfg.data.num_frames,
+        store=store, backbone=backbone, text=base["text_encoder"], image=image, untrained=first,
+        dtype=run_plan.model.dtype, num_frames=run_plan.data.num_frames,
     )  # fmt: skip
 
 
-def fill_clip_latents(cfg: AnyConfig, conditions: Conditions, samples: Sequence[Sample], job: Distributed) -> None:
+def fill_clip_latents(
+    run_plan: plan.RunPlan, conditions: Conditions, samples: Sequence[Sample], job: Distributed
+) -> None:
     """Cache the latents of the clips that the data anchor trains on or measures. Collective."""
     clips = [sample for sample in samples if sample.row.video is not None]
-    clips = clips if cfg.anchor.weight else clips[: cfg.anchor.measured_clips]
-    conditions.fill_latents(clips, lambda sample: clip_scan.load_video(cfg.data, sample.row), job.device, job.shard)
+    clips = clips if run_plan.anchor.weight else clips[: run_plan.anchor.measured_clips]
+    load = partial(clip_scan.load_video, run_plan.data)
+    conditions.fill_latents(clips, lambda sample: load(sample.row), job.device, job.shard)
     job.wait()
 
 
 def make_anchors(
-    cfg: AnyConfig, run_plan: plan.RunPlan, conditions: Conditions, samples: Sequence[Sample], device: torch.device
+    run_plan: plan.RunPlan, conditions: Conditions, samples: Sequence[Sample], device: torch.device
 ) -> Anchors:
     """Build the run's data anchor. samples: with their base_latents (add_base_motion)."""
     return Anchors(
-        settings=cfg.anchor,
+        settings=run_plan.anchor,
         steps=run_plan.anchor_steps,
-        seed=cfg.run.seed,
+        seed=run_plan.run.seed,
         backbone=conditions.backbone,
         conditions=conditions,
         samples=samples,
         schedules=run_plan.schedule,
-        skip_lost=cfg.data.skip_bad_rows,
+        skip_lost=run_plan.data.skip_bad_rows,
         device=device,
     )
 
 
 def make_batch_builder(
-    cfg: AnyConfig, run_plan: plan.RunPlan, conditions: Conditions, samples: Sequence[Sample], job: Distributed
+    run_plan: plan.RunPlan, conditions: Conditions, samples: Sequence[Sample], job: Distributed
 ) -> batches.BatchBuilder | None:
     """Build the builder of batches, and cache the boundary latents where experts.untrained is boundary_cache.
 
     Return None for a script with groups, which has none.
     """
-    if isinstance(cfg, GroupRunConfig):
+    if not isinstance(run_plan, plan.RewardFlPlan):
         return None
-    cached = cfg.experts.untrained == "boundary_cache"
+    cached = run_plan.placement.untrained == "boundary_cache"
     builder = batches.BatchBuilder(
         samples=samples,
         conditions=conditions,
         schedules=run_plan.schedule,
-        seed=cfg.run.seed,
-        noises=cfg.sample.noises_per_sample,
+        seed=run_plan.run.seed,
+        noises=run_plan.sample.noises_per_sample,
         cached=cached,
-        skip=cfg.data.skip_bad_rows,
+        skip=run_plan.data.skip_bad_rows,
         device=job.device,
     )
     if cached:
-        builder.fill(cfg.run.sample_videos, job.shard)
+        builder.fill(run_plan.run.sample_videos, job.shard)
         job.wait()
     return builder
 
 
 def add_base_motion(
-    cfg: AnyConfig,
+    run_plan: plan.RunPlan,
     job: Distributed,
     store: Cache,
     terms: Sequence[Term],
@@ -247,37 +244,37 @@ def add_base_motion(
     """
     sampler = {
         "base": dict(resume_point.base),
-        "sample": cfg.sample.model_dump(mode="json"),
-        "dtype": cfg.model.dtype,
-        "boundary": cfg.model.min_timestep_boundary,
-        "seed": cfg.run.seed,
+        "sample": run_plan.sample.model_dump(mode="json"),
+        "dtype": run_plan.model.dtype,
+        "boundary": run_plan.model.min_timestep_boundary,
+        "seed": run_plan.run.seed,
     }
 
     def with_latents(sample: Sample) -> Sample:
         names = {"id": sample.row.id, "prompt": sample.row.prompt, "clip": digest(sample.clip)}
         key = {"kind": "base_latents", "sampler": digest(sampler), **names}
-        return replace(sample, base_latents=key) if takes_base_latents(cfg, sample.row) else sample
+        return replace(sample, base_latents=key) if takes_base_latents(run_plan, sample.row) else sample
 
-    noises, completed = configuration.count_base_noises(cfg), []
+    noises, completed = run_plan.base_noises, []
     for samples in ([with_latents(sample) for sample in tables[0]], *tables[1:]):
-        rows = [i for i, sample in enumerate(samples) if takes_base_motion(cfg, sample.row)]
+        rows = [i for i, sample in enumerate(samples) if takes_base_motion(run_plan, sample.row)]
         videos = partial(generate, samples)
         completed.append(base_videos.add_motion(store, job, samples, rows, terms, videos, sampler, noises))
     return completed
 
 
 def fill_conditions(
-    cfg: AnyConfig, conditions: Conditions, samples: Sequence[Sample], job: Distributed
+    sample: SharedSampleConfig, conditions: Conditions, samples: Sequence[Sample], job: Distributed
 ) -> Conditioning | None:
     """Compute the missing conditioning. Return the negative prompt's on the device, or None without guidance."""
-    guided = cfg.sample.guidance_scale != 1
-    conditions.fill(samples, job.device, job.shard, [cfg.sample.negative_prompt] if guided else [])
+    guided = sample.guidance_scale != 1
+    conditions.fill(samples, job.device, job.shard, [sample.negative_prompt] if guided else [])
     job.wait()
-    return protocol.move_to(conditions.text_conditioning(cfg.sample.negative_prompt), job.device) if guided else None
+    return protocol.move_to(conditions.text_conditioning(sample.negative_prompt), job.device) if guided else None
 
 
 def make_sampler(
-    cfg: AnyConfig,
+    run_plan: plan.RunPlan,
     job: Distributed,
     conditions: Conditions,
     decoder: Decoder,
@@ -286,20 +283,20 @@ def make_sampler(
     builder: batches.BatchBuilder | None,
 ) -> DeployedSampler | batches.TrainingSampler:
     """Build the sampler of evaluations, sample videos and the base's videos. negative: of fill_conditions."""
-    if builder is not None and not isinstance(cfg, GroupRunConfig):
+    if builder is not None and isinstance(run_plan, plan.RewardFlPlan):
         return batches.TrainingSampler(
-            builder=builder, model=model, decoder=decoder, negative=negative, settings=cfg.sample
+            builder=builder, model=model, decoder=decoder, negative=negative, settings=run_plan.sample
         )
-    assert isinstance(cfg, GroupRunConfig)
+    assert isinstance(run_plan, plan.GroupPlan)
     return DeployedSampler(
         backbone=conditions.backbone,
         model=model,
         decoder=decoder,
         conditions=conditions,
         negative=negative,
-        settings=cfg.sample,
-        steps=cfg.evaluation.eval_inference_steps or cfg.sample.num_inference_steps,
-        seed=cfg.run.seed,
-        skip=cfg.data.skip_bad_rows,
+        settings=run_plan.sample,
+        steps=run_plan.evaluation.eval_inference_steps or run_plan.sample.num_inference_steps,
+        seed=run_plan.run.seed,
+        skip=run_plan.data.skip_bad_rows,
         device=job.device,
     )

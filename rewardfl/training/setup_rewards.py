@@ -7,7 +7,7 @@ import torch
 
 from rewardfl import config as configuration
 from rewardfl import data
-from rewardfl.config import AnyConfig
+from rewardfl.config import DataConfig
 from rewardfl.noise import draw_noise
 from rewardfl.rewards import FaceIdentityReward, Reward
 from rewardfl.rewards.face import parity as face_parity
@@ -17,6 +17,7 @@ from rewardfl.rewards.registry import ResolvedReward
 from rewardfl.rewards.scoring import RewardError, Term, check_reward
 from rewardfl.training.clip_scan import load_sized_example
 from rewardfl.training.distributed import Distributed
+from rewardfl.training.plan import RewardFlPlan, RunPlan
 from rewardfl.training.samples import Sample
 
 
@@ -42,36 +43,36 @@ def missing_columns(row: data.Row, needs: Mapping[str, str]) -> list[str]:
     ]
 
 
-def reference_notes(cfg: AnyConfig, rows: Sequence[data.Row], rewards: Sequence[ResolvedReward]) -> list[str]:
+def reference_notes(plan: RunPlan, rows: Sequence[data.Row]) -> list[str]:
     """Return notes on rows without a clip: the pictures of the face, and whose motion theirs is compared with."""
-    comparisons = {cls.comparison(spec.settings) for spec, cls in rewards}
+    comparisons = {cls.comparison(spec.settings) for spec, cls in plan.rewards}
     counts = Counter(len(row.pictures) for row in rows if row.pictures)
     listed = ", ".join(f"{number} rows with {count}" for count, number in sorted(counts.items()))
     notes = [f"faces are compared with the row's pictures: {listed}"] if counts and "picture" in comparisons else []
-    if counts[1] and "picture" in comparisons and cfg.reward.cap == "self_similarity":
+    if counts[1] and "picture" in comparisons and plan.reward.cap == "self_similarity":
         notes.append(f"{counts[1]} rows have one picture, and the median cap of the other rows (reward.cap)")
-    if without := rows_without_motion(cfg, rows, rewards):
-        videos = f"{configuration.count_base_noises(cfg)} videos of the base model"
+    if without := rows_without_motion(plan, rows):
+        videos = f"{plan.base_noises} videos of the base model"
         notes.append(f"motion is compared with {videos} for each of {len(without)} rows (reward.motion_reference)")
     return notes
 
 
-def rows_without_motion(cfg: AnyConfig, rows: Sequence[data.Row], rewards: Sequence[ResolvedReward]) -> list[data.Row]:
+def rows_without_motion(plan: RunPlan, rows: Sequence[data.Row]) -> list[data.Row]:
     """Return the rows whose motion is compared with the base model's, where a reward measures motion."""
-    if not any(cls.measures_motion is True or cls.comparison(spec.settings) == "motion" for spec, cls in rewards):
+    if not any(cls.measures_motion is True or cls.comparison(spec.settings) == "motion" for spec, cls in plan.rewards):
         return []
-    return [row for row in rows if takes_base_motion(cfg, row)]
+    return [row for row in rows if takes_base_motion(plan, row)]
 
 
-def takes_base_motion(cfg: AnyConfig, row: data.Row) -> bool:
+def takes_base_motion(plan: RunPlan, row: data.Row) -> bool:
     """Return whether the row's motion is compared with the base model's."""
-    return {"clip": "clip" not in row.offers, "base": True}[cfg.reward.motion_reference]
+    return {"clip": "clip" not in row.offers, "base": True}[plan.reward.motion_reference]
 
 
-def takes_base_latents(cfg: AnyConfig, row: data.Row) -> bool:
+def takes_base_latents(plan: RunPlan, row: data.Row) -> bool:
     """Return whether the data anchor takes the base model's video in the place of the row's clip."""
-    to_reference = cfg.anchor.weight > 0 and cfg.anchor.target == "reference"
-    return to_reference and takes_base_motion(cfg, row) and row.video is None
+    to_reference = plan.anchor.weight > 0 and plan.anchor.target == "reference"
+    return to_reference and takes_base_motion(plan, row) and row.video is None
 
 
 def check_caps(rows: Sequence[data.Row], rewards: Sequence[ResolvedReward]) -> None:
@@ -86,7 +87,7 @@ def check_caps(rows: Sequence[data.Row], rewards: Sequence[ResolvedReward]) -> N
 
 
 def check_face_packs(
-    cfg: AnyConfig, terms: Sequence[Term], samples: Sequence[Sample], job: Distributed
+    clips: DataConfig, terms: Sequence[Term], samples: Sequence[Sample], job: Distributed
 ) -> tuple[dict[str, dict[str, str]], list[str]]:
     """Return ({configuration key: {file: sha256}}, messages) of the face rewards, on every process.
 
@@ -102,7 +103,7 @@ def check_face_packs(
         for key, identity in packs.items():
             if identity.second is not None:
                 hashes[configuration.second_pack_key(key)] = file_hashes([identity.second.file])
-        clip = load_sized_example(cfg.data, samples[0].row).reference
+        clip = load_sized_example(clips, samples[0].row).reference
         if not clip.shape[1] and samples[0].row.pictures:
             clip = data.load_pictures(samples[0].row)[0][:, None]
         return hashes, describe_packs(hashes) + face_parity.check_packs(packs, clip.to(job.device))
@@ -110,7 +111,7 @@ def check_face_packs(
     return job.run_on_main(check, (face_parity.FaceParityError, data.DataError))
 
 
-def check_rewards(cfg: AnyConfig, job: Distributed, terms: Sequence[Term], samples: Sequence[Sample]) -> None:
+def check_rewards(plan: RunPlan, job: Distributed, terms: Sequence[Term], samples: Sequence[Sample]) -> None:
     """Check each reward on the first sample's clip, or on noise, before the model loads.
 
     Raise RewardError for one that breaks its contract (rewards.checked). Other errors are printed. Concurrent rewards
@@ -119,11 +120,11 @@ def check_rewards(cfg: AnyConfig, job: Distributed, terms: Sequence[Term], sampl
 
     def judge() -> list[str]:
         first = samples[0]
-        video = load_sized_example(cfg.data, first.row).video
+        video = load_sized_example(plan.data, first.row).video
         if video is None:
-            video = draw_noise((3, cfg.data.num_frames, *first.size), cfg.run.seed, torch.device("cpu")).clamp(-1, 1)
-        by_gradient = isinstance(cfg, configuration.RewardFlConfig)
-        count = min(2, cfg.train.per_device_train_batch_size)  # two detect a mean over the batch
+            video = draw_noise((3, plan.data.num_frames, *first.size), plan.run.seed, torch.device("cpu")).clamp(-1, 1)
+        by_gradient = isinstance(plan, RewardFlPlan)
+        count = min(2, plan.train.per_device_train_batch_size)  # two detect a mean over the batch
         errors = {
             term.key: check_reward(
                 term, video.to(job.device), reference, count, with_gradient=by_gradient and term.weight > 0

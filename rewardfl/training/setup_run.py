@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rewardfl.backbones.protocol import Backbone
-from rewardfl.config import AnyConfig, ConfigError, flat, to_dict
+from rewardfl.config import ConfigError, flat
+from rewardfl.config.schema import RunConfig
 from rewardfl.data.cache import digest
 from rewardfl.files import atomic_write, digest_files
 from rewardfl.rewards.scoring import Term
@@ -37,16 +38,21 @@ def digest_base_model(backbone: Backbone) -> dict[str, str]:
     return parts | {"settings": digest(backbone.settings())}
 
 
-def open_run(cfg: AnyConfig, folder: RunFolder | None, job: Distributed, backbone: Backbone) -> ResumePoint:
-    """Lock the run folder (None in a dry run) on the main process, and return where to resume on all processes."""
+def open_run(
+    settings: dict[str, dict[str, Any]], folder: RunFolder | None, job: Distributed, backbone: Backbone
+) -> ResumePoint:
+    """Lock the run folder (None in a dry run) on the main process, and return where to resume on all processes.
+
+    settings: of config.to_dict.
+    """
     base = digest_base_model(backbone)
 
     def take() -> ResumePoint:
-        point = prepare_output_dir(folder, to_dict(cfg), base)
-        output_dir = Path(cfg.run.output_dir)
+        point = prepare_output_dir(folder, settings, base)
+        output_dir = Path(settings["run"]["output_dir"])
         for name in ("checkpoints", "samples", "logs"):
             check_can_create(f"run.output_dir {output_dir}: its folder", output_dir / name)
-        check_can_create("data.cache_dir", Path(cfg.data.cache_dir or output_dir / "cache"))
+        check_can_create("data.cache_dir", Path(settings["data"]["cache_dir"] or output_dir / "cache"))
         return point
 
     return replace(job.run_on_main(take, (checkpoint.CheckpointError, ConfigError)), base=base)
@@ -64,7 +70,6 @@ def check_can_create(key: str, folder: Path) -> None:
 
 
 def resume(
-    cfg: AnyConfig,
     run_plan: RunPlan,
     resume_point: ResumePoint,
     job: Distributed,
@@ -77,7 +82,7 @@ def resume(
 
     Raise CheckpointError where the content of files, or the batching of reward feedback learning, has changed since.
     """
-    packs, messages = check_face_packs(cfg, terms, samples, job)
+    packs, messages = check_face_packs(run_plan.data, terms, samples, job)
     for message in messages:
         job.print(message)
     content = {
@@ -86,21 +91,22 @@ def resume(
         "lora.init_from": {expert: digest_files([adapter.path]) for expert, adapter in run_plan.init.items()},
         **packs,
     }
-    restored, changes = _load_state(cfg, resume_point, content, batching)
+    restored, changes = _load_state(run_plan.run, resume_point, content, batching)
     return RunState(resume_point=resume_point, content=content, changes=changes), restored
 
 
-def is_finished(cfg: AnyConfig, resume_point: ResumePoint, steps: int, job: Distributed) -> bool:
+def is_finished(run_plan: RunPlan, resume_point: ResumePoint, steps: int, job: Distributed) -> bool:
     """Tell, and print why, whether the run has all its `steps` already or train.early_stop has ended it."""
-    rule, path = cfg.train.early_stop, resume_point.path
+    rule, path = run_plan.train.early_stop, resume_point.path
     if rule is not None and path is not None:
         history = [json.loads(line) for line in checkpoint.load_metrics(path).splitlines()]
         if why := alarms.early_stop(history, **dict(rule)):
-            job.print(f"nothing to train: {path} is the last step's; {why}; {after_early_stop(cfg.run.output_dir)}")
+            after = after_early_stop(run_plan.run.output_dir)
+            job.print(f"nothing to train: {path} is the last step's; {why}; {after}")
             return True
     if resume_point.step < steps:
         return False
-    key = "train.num_train_epochs" if cfg.train.max_steps is None else "train.max_steps"
+    key = "train.num_train_epochs" if run_plan.train.max_steps is None else "train.max_steps"
     job.print(
         f"nothing to train: {resume_point.step} steps are done already ({resume_point.path}), {key} asks for {steps} "
         "in all; raise it to go on"
@@ -109,7 +115,7 @@ def is_finished(cfg: AnyConfig, resume_point: ResumePoint, steps: int, job: Dist
 
 
 def _load_state(
-    cfg: AnyConfig, point: ResumePoint, content: Mapping[str, Mapping[str, str]], batching: Batching
+    run: RunConfig, point: ResumePoint, content: Mapping[str, Mapping[str, str]], batching: Batching
 ) -> tuple[TrainState | None, list[dict[str, Any]]]:
     """Return (the checkpoint's state, all changes that were allowed); (None, []) for a new run."""
     folder, changes = point.path, list(point.changes)
@@ -120,7 +126,7 @@ def _load_state(
         old, new = state.content.get(key, {}), content.get(key, {})
         if list(old.items()) == list(new.items()):
             continue
-        if key in cfg.run.resume_with_changes:
+        if key in run.resume_with_changes:
             changes.append({"key": key, "old": digest(old), "new": digest(new), "step": point.step})
             continue
         names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
@@ -143,14 +149,23 @@ def _load_state(
 
 
 def open_log(
-    cfg: AnyConfig, job: Distributed, folder: RunFolder, run: RunState, restored: TrainState | None, steps: int
+    run_plan: RunPlan,
+    settings: dict[str, dict[str, Any]],
+    job: Distributed,
+    folder: RunFolder,
+    run: RunState,
+    restored: TrainState | None,
+    steps: int,
 ) -> Log:
-    """Write run.json, begin metrics.jsonl and the tracker, and return the log. steps: of the whole run."""
+    """Write run.json, begin metrics.jsonl and the tracker, and return the log.
+
+    settings: of config.to_dict. steps: of the whole run.
+    """
     point, lines = run.resume_point, ""
     if point.path is not None:
         lines = checkpoint.load_metrics(point.path)
         job.print(f"resuming from {point.path} at step {point.step}")
-    metrics = metrics_file.MetricsFile(Path(cfg.run.output_dir) / "metrics.jsonl", lines)
+    metrics = metrics_file.MetricsFile(Path(run_plan.run.output_dir) / "metrics.jsonl", lines)
     for change in run.changes:
         job.print(f"changed at step {change['step']}: {run_folder.describe_changes([change])}")
 
@@ -159,7 +174,7 @@ def open_log(
         packs = {key: files for key, files in run.content.items() if key.startswith("reward.")}
         folder.write_run_json(
             {
-                "config": to_dict(cfg),
+                "config": settings,
                 "command": sys.argv,
                 "versions": run_folder.library_versions(VERSIONED),
                 "git_commit": run_folder.git_commit(Path(__file__).parent),
@@ -171,32 +186,36 @@ def open_log(
         )
 
     job.run_on_main(begin, checkpoint.CheckpointError)
-    start_tracker(cfg, job, point.step)
+    start_tracker(run_plan.run, settings, job, point.step)
     return Log(
-        output_dir=cfg.run.output_dir, logging_steps=cfg.run.logging_steps, motion_alarm=cfg.reward.motion_alarm,
-        early_stop_rule=cfg.train.early_stop, max_nonfinite=cfg.train.max_nonfinite, job=job,
-        metrics=metrics, last_step=steps, skipped_in_a_row=restored.skipped_in_a_row if restored else 0,
+        output_dir=run_plan.run.output_dir, logging_steps=run_plan.run.logging_steps,
+        motion_alarm=run_plan.reward.motion_alarm, early_stop_rule=run_plan.train.early_stop,
+        max_nonfinite=run_plan.train.max_nonfinite, job=job, metrics=metrics, last_step=steps,
+        skipped_in_a_row=restored.skipped_in_a_row if restored else 0,
     )  # fmt: skip
 
 
-def start_tracker(cfg: AnyConfig, job: Distributed, first_step: int) -> None:
-    """Start run.log_with's tracker on the main process. Raise ConfigError where it fails, as wandb without a key."""
-    folder = Path(cfg.run.output_dir)
+def start_tracker(run: RunConfig, settings: dict[str, dict[str, Any]], job: Distributed, first_step: int) -> None:
+    """Start run.log_with's tracker on the main process, and show it the settings (config.to_dict).
+
+    Raise ConfigError if it fails, as wandb does without a key.
+    """
+    folder = Path(run.output_dir)
     errors: tuple[type[Exception], ...] = (OSError,)
-    settings: dict[str, Any] = {"purge_step": first_step + 1}
-    if cfg.run.log_with == "wandb" and job.main:
+    options: dict[str, Any] = {"purge_step": first_step + 1}
+    if run.log_with == "wandb" and job.main:
         import wandb
 
         errors, id_file = (OSError, wandb.Error), folder / "wandb_run_id"
         if not (first_step and id_file.is_file()):
             atomic_write(id_file, f"{uuid.uuid4().hex[:8]}\n")
         run_id = id_file.read_text(encoding="utf-8").strip()
-        settings = {"name": folder.name, "dir": folder, "id": run_id, "resume": "allow"}
+        options = {"name": folder.name, "dir": folder, "id": run_id, "resume": "allow"}
 
     def start() -> None:
         try:
-            job.accelerator.init_trackers("rewardfl", flat(cfg), {cfg.run.log_with: settings})
+            job.accelerator.init_trackers("rewardfl", flat(settings), {run.log_with: options})
         except errors as error:
-            raise ConfigError(f"run.log_with: {cfg.run.log_with} cannot start: {error}; set it to none") from error
+            raise ConfigError(f"run.log_with: {run.log_with} cannot start: {error}; set it to none") from error
 
     job.run_on_main(start, ConfigError)

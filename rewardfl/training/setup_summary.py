@@ -3,76 +3,71 @@
 import math
 from collections.abc import Sequence
 
-from rewardfl import config as configuration
 from rewardfl import flow
 from rewardfl.backbones.protocol import Backbone, Schedule
-from rewardfl.config import AnyConfig, FlowGrpoConfig, ForwardRlConfig, RewardFlConfig
-from rewardfl.config.schema import ForwardConfig, GrpoConfig
+from rewardfl.config.schema import GrpoConfig
 from rewardfl.data import Row
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.plan import AnyPlan, FlowGrpoPlan, ForwardRlPlan, GroupPlan, RewardFlPlan, largest_size
 from rewardfl.training.samples import Rows
 
 
-def print_run_summary(cfg: AnyConfig, plan: AnyPlan, backbone: Backbone, rows: Rows, job: Distributed) -> None:
-    """Print notes, the configuration, the rewards, the arithmetic and the sigmas."""
+def print_run_summary(settings: str, plan: AnyPlan, backbone: Backbone, rows: Rows, job: Distributed) -> None:
+    """Print notes, the configuration, the rewards, the arithmetic and the sigmas. settings: of config.dump."""
     specs, steps = plan.rewards, plan.count_steps(len(rows.train))
     trained = [f"{spec.weight:g} x {spec.label} ({spec.name})" for spec, _ in specs if spec.weight > 0]
-    if isinstance(cfg, configuration.GroupRunConfig):
-        trained += [f"{weight:g} x {part}" for part, weight in configuration.part_weights(cfg).items()]
-    trained += [f"{cfg.anchor.weight:g} x the data anchor"] if cfg.anchor.weight else []
+    if isinstance(plan, GroupPlan):
+        trained += [f"{weight:g} x {part}" for part, weight in plan.part_weights.items()]
+    trained += [f"{plan.anchor.weight:g} x the data anchor"] if plan.anchor.weight else []
     measured = [f"{spec.label} ({spec.name})" for spec, _ in specs if spec.weight == 0]
     rewards = f"trained on {' + '.join(trained)}; only measured: {', '.join(measured) or 'nothing'}"
-    if isinstance(plan, RewardFlPlan) and plan.supervised:
+    if plan.supervised:
         rewards = "supervised fine-tuning: trained on the clips alone, without rollouts; no reward is computed"
-    notes = [f"note: {note}" for note in backbone.differences(cfg.sample.shift, cfg.sample.guidance_scale)]
-    if cfg.train.warmup_steps > steps:
-        notes.append(f"note: train.warmup_steps {cfg.train.warmup_steps} do not end within the run's {steps} steps")
-    arithmetic = overview(cfg, plan, backbone, rows.train)
-    for line in [*notes, *rows.messages, configuration.dump(cfg), rewards, arithmetic]:
+    notes = [f"note: {note}" for note in backbone.differences(plan.sample.shift, plan.sample.guidance_scale)]
+    if plan.train.warmup_steps > steps:
+        notes.append(f"note: train.warmup_steps {plan.train.warmup_steps} do not end within the run's {steps} steps")
+    arithmetic = overview(plan, backbone, rows.train)
+    for line in [*notes, *rows.messages, settings, rewards, arithmetic]:
         job.print(line)
 
 
-def overview(cfg: AnyConfig, plan: AnyPlan, backbone: Backbone, rows: Sequence[Row] | None) -> str:
+def overview(plan: AnyPlan, backbone: Backbone, rows: Sequence[Row] | None) -> str:
     """Return the arithmetic of batches, steps and gradients, and the sigmas of the largest clips.
 
     rows: the clips to train on; None where they are not known.
     """
-    size = largest_size(cfg.data, [row.size for row in rows or ()])
-    schedule = plan.schedule(backbone.latent_shape(*size, cfg.data.num_frames))
-    clips = None if rows is None else len(rows)
-    if isinstance(cfg, FlowGrpoConfig):
-        assert isinstance(plan, FlowGrpoPlan)
-        lines = _group_arithmetic(cfg.grpo, plan, clips)
-        table = sigma_table(schedule, plan.active, cfg.grpo)
-    elif isinstance(cfg, ForwardRlConfig):
-        assert isinstance(plan, ForwardRlPlan)
-        lines = _forward_arithmetic(cfg.forward, plan, clips)
+    size = largest_size(plan.data, [row.size for row in rows or ()])
+    schedule = plan.schedule(backbone.latent_shape(*size, plan.data.num_frames))
+    clips, anchor = None if rows is None else len(rows), plan.anchor
+    if isinstance(plan, FlowGrpoPlan):
+        lines = _group_arithmetic(plan, clips)
+        table = sigma_table(schedule, plan.active, plan.group)
+    elif isinstance(plan, ForwardRlPlan):
+        lines = _forward_arithmetic(plan, clips)
         table = sigma_table(schedule, plan.active)
     else:
-        assert isinstance(plan, RewardFlPlan)
-        lines = _batch_arithmetic(cfg, plan, clips)
+        lines = _batch_arithmetic(plan, clips)
         table = sigma_table(schedule, plan.active, graphs_of=plan.graphs_of)
-    if cfg.anchor.weight:
-        moments = "any moment of" if cfg.anchor.sigmas == "trained_range" else "in turn"
-        target = "the velocity without the adapter" if cfg.anchor.target == "reference" else "the clips"
+    if anchor.weight:
+        moments = "any moment of" if anchor.sigmas == "trained_range" else "in turn"
+        target = "the velocity without the adapter" if anchor.target == "reference" else "the clips"
         lines.append(
-            f"data anchor: weight {cfg.anchor.weight:g}, {cfg.anchor.draws} draws per sample, {moments} steps "
+            f"data anchor: weight {anchor.weight:g}, {anchor.draws} draws per sample, {moments} steps "
             f"{list(plan.anchor_steps)}, fitted to {target}"
         )
     return "\n".join([*lines, "", *table, ""])
 
 
-def _batch_arithmetic(cfg: RewardFlConfig, plan: RewardFlPlan, clips: int | None) -> list[str]:
-    train, sample, at_once = cfg.train, cfg.sample, plan.clips_at_once
+def _batch_arithmetic(plan: RewardFlPlan, clips: int | None) -> list[str]:
+    train, sample, at_once = plan.train, plan.sample, plan.clips_at_once
     split = f" / {train.context_parallel} of a clip" if train.context_parallel > 1 else ""
     lines = [
         f"batch: {train.per_device_train_batch_size} per process x {train.gradient_accumulation_steps} accumulation x "
         f"{plan.processes} processes{split} = {at_once} clips per step",
         f"gradient: {sample.gradient_mode} through steps {list(plan.active)}, coupling "
-        f"{plan.coupling:g}, KL weight {cfg.reward.kl_weight:g} ({cfg.reward.kl_gradient}) at "
+        f"{plan.coupling:g}, KL weight {plan.reward.kl_weight:g} ({plan.reward.kl_gradient}) at "
         f"{list(plan.kl_steps)}",
-        f"untrained expert: {cfg.experts.untrained}; decoder caches: {train.decode_caches}",
+        f"untrained expert: {plan.placement.untrained}; decoder caches: {train.decode_caches}",
     ]
     if plan.supervised:
         lines = lines[:1]
@@ -85,8 +80,9 @@ def _batch_arithmetic(cfg: RewardFlConfig, plan: RewardFlPlan, clips: int | None
     return [lines[0], visited, *lines[1:]]
 
 
-def _group_arithmetic(grpo: GrpoConfig, plan: FlowGrpoPlan, clips: int | None) -> list[str]:
-    steps = plan.max_steps if clips is None else plan.count_steps(clips)
+def _group_arithmetic(plan: FlowGrpoPlan, clips: int | None) -> list[str]:
+    grpo = plan.group
+    steps = plan.train.max_steps if clips is None else plan.count_steps(clips)
     drawn = plan.draw_windows(steps)
     window = f"{list(plan.active)}"
     if grpo.window != "list":
@@ -97,7 +93,8 @@ def _group_arithmetic(grpo: GrpoConfig, plan: FlowGrpoPlan, clips: int | None) -
     return [*_epoch_lines(plan), sde, *_run_lines(plan, steps, clips)]
 
 
-def _forward_arithmetic(forward: ForwardConfig, plan: ForwardRlPlan, clips: int | None) -> list[str]:
+def _forward_arithmetic(plan: ForwardRlPlan, clips: int | None) -> list[str]:
+    forward = plan.group
     moments = "any sigma of" if plan.whole_range else "in turn"
     sample = "group's best sample and of no other" if forward.objective == "best" else "sample"
     lines = [
@@ -107,15 +104,15 @@ def _forward_arithmetic(forward: ForwardConfig, plan: ForwardRlPlan, clips: int 
         f"{plan.old_decay:g} of itself per epoch; anchors: old policy {forward.old_anchor:g}, base "
         f"{forward.base_anchor:g}",
     ]
-    return lines + _run_lines(plan, plan.max_steps if clips is None else plan.count_steps(clips), clips)
+    return lines + _run_lines(plan, plan.train.max_steps if clips is None else plan.count_steps(clips), clips)
 
 
 def _epoch_lines(plan: GroupPlan) -> list[str]:
-    geometry, processes = plan.geometry, plan.processes
+    geometry, processes, inner = plan.geometry, plan.processes, plan.group.inner_epochs
     return [
         f"an epoch: {geometry.groups} groups x {geometry.group_size} = {geometry.samples} samples = "
         f"{geometry.forwards} forwards x {geometry.batch} batch x {processes} process{'es' if processes > 1 else ''}",
-        f"updates: {geometry.updates} per epoch x {plan.inner_epochs} inner epochs = {plan.updates_per_epoch}, each of "
+        f"updates: {geometry.updates} per epoch x {inner} inner epochs = {plan.updates_per_epoch}, each of "
         f"{plan.training.samples // geometry.updates} samples",
     ]
 

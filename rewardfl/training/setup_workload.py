@@ -2,17 +2,15 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from rewardfl import config as configuration
 from rewardfl import data, group_plan
 from rewardfl.backbones.protocol import Adapter, Backbone
-from rewardfl.config import AnyConfig, FlowGrpoConfig, ForwardRlConfig, GroupRunConfig, RewardFlConfig
 from rewardfl.memory.sharding import Sharding
-from rewardfl.training.plan import FlowGrpoPlan, ForwardRlPlan, GroupPlan, RewardFlPlan, RunPlan, largest_size
+from rewardfl.training.plan import AnyPlan, FlowGrpoPlan, ForwardRlPlan, GroupPlan, RewardFlPlan, RunPlan, largest_size
 from rewardfl.training.setup_processes import check_sharding
 from rewardfl.training.setup_rewards import rows_without_motion, takes_base_latents
 from rewardfl.training.workload import Span, Video, Workload
@@ -21,55 +19,55 @@ _WEIGHTS = ({".safetensors"}, {".bin", ".pt", ".pth"}, {".onnx"})  # suffixes by
 
 
 def make_workload(
-    cfg: AnyConfig, plan: RunPlan, backbone: Backbone, rows: Sequence[data.Row] | None, sharding: Sharding = "none"
+    plan: AnyPlan, backbone: Backbone, rows: Sequence[data.Row] | None, sharding: Sharding = "none"
 ) -> Workload:
     """Count the work of the run. rows: the clips to train on; None where they are not known.
 
     Raise ConfigError where the sharding does not go with the configuration.
     """
-    check_sharding(cfg, sharding)
-    adapter, trained = Adapter(cfg.lora.lora_rank, plan.targets), plan.trained
-    height, width = largest_size(cfg.data, [row.size for row in rows or ()])
-    steps = plan.max_steps if rows is None else plan.count_steps(len(rows))
-    without = rows_without_motion(cfg, rows or (), plan.rewards)
-    base_videos = configuration.count_base_noises(cfg) * len(without)
-    base_videos = base_videos or sum(takes_base_latents(cfg, row) for row in rows or ())  # the anchor needs one of each
+    check_sharding(plan.placement, plan.train, plan.processes_per_clip, sharding)
+    adapter, trained = Adapter(plan.lora.lora_rank, plan.targets), plan.trained
+    height, width = largest_size(plan.data, [row.size for row in rows or ()])
+    steps = plan.train.max_steps if rows is None else plan.count_steps(len(rows))
+    without = rows_without_motion(plan, rows or ())
+    base_videos = plan.base_noises * len(without)
+    # the anchor needs one of each
+    base_videos = base_videos or sum(takes_base_latents(plan, row) for row in rows or ())
     common = Workload(
-        video=Video(backbone=backbone, height=height, width=width, num_frames=cfg.data.num_frames, adapter=adapter),
+        video=Video(backbone=backbone, height=height, width=width, num_frames=plan.data.num_frames, adapter=adapter),
         trained=trained,
         untrained=next((name for name in backbone.experts if name not in trained), None),
         steps=steps,
-        reward_bytes=_reward_bytes(cfg),
+        reward_bytes=_reward_bytes(plan),
         processes=plan.processes,
-        processes_per_clip=configuration.processes_per_clip(cfg),
+        processes_per_clip=plan.processes_per_clip,
         sharding=sharding,
-        trained_placement=cfg.experts.trained,
-        untrained_placement=cfg.experts.untrained,
-        checkpointing=cfg.train.use_gradient_checkpointing,
-        offload_inputs=cfg.train.use_gradient_checkpointing_offload,
-        batch=cfg.train.per_device_train_batch_size,
-        anchor_to_reference=cfg.anchor.target == "reference",
+        trained_placement=plan.placement.trained,
+        untrained_placement=plan.placement.untrained,
+        checkpointing=plan.train.use_gradient_checkpointing,
+        offload_inputs=plan.train.use_gradient_checkpointing_offload,
+        batch=plan.train.per_device_train_batch_size,
+        anchor_to_reference=plan.anchor.target == "reference",
         base_videos=base_videos,
         base=_times(plan.forwards_per_velocity, Counter(plan.experts)) if base_videos else {},
     )
-    counters: dict[type, Callable[..., Workload]] = {
-        RewardFlConfig: _reward_fl, FlowGrpoConfig: _flow_grpo, ForwardRlConfig: _forward_rl
-    }  # fmt: skip
-    return counters[type(cfg)](common, cfg, plan)
+    if isinstance(plan, FlowGrpoPlan):
+        return _flow_grpo(common, plan)
+    return _forward_rl(common, plan) if isinstance(plan, ForwardRlPlan) else _reward_fl(common, plan)
 
 
-def _reward_fl(common: Workload, cfg: RewardFlConfig, plan: RewardFlPlan) -> Workload:
+def _reward_fl(common: Workload, plan: RewardFlPlan) -> Workload:
     experts, active = plan.experts, plan.active
     answers, replay = plan.forwards_per_velocity, Counter(experts[i] for i in active)
-    both = answers == 2 and cfg.sample.guidance_gradient == "both"
+    both = answers == 2 and plan.sample.guidance_gradient == "both"
     # steps that pass a gradient on have a second backward pass: through the reference, or of the reward alone
-    is_separate = cfg.reward.kl_gradient in ("exact", "fixed_trajectory")
+    is_separate = plan.reward.kl_gradient in ("exact", "fixed_trajectory")
     twice = [i for i in plan.kl_steps if i != active[0]] if plan.coupling != 0 and is_separate else []
-    clips_per_gpu = cfg.train.per_device_train_batch_size * cfg.train.gradient_accumulation_steps
+    clips_per_gpu = plan.train.per_device_train_batch_size * plan.train.gradient_accumulation_steps
     common = replace(
         common,
-        anchor=_anchor_passes(cfg, plan),
-        averages=int(cfg.train.ema_decay > 0),
+        anchor=_anchor_passes(plan),
+        averages=int(plan.train.ema_decay > 0),
         spans=(Span(f"one update of {clips_per_gpu} clips per GPU", clips_per_gpu, clips_per_gpu),),
     )
     if plan.supervised:
@@ -83,29 +81,29 @@ def _reward_fl(common: Workload, cfg: RewardFlConfig, plan: RewardFlPlan) -> Wor
         reference=_times(answers, Counter(experts[i] for i in plan.kl_steps)),
         graphs=1 + both,
         reward_gradient=True,
-        decode_caches=cfg.train.decode_caches,
-        kept_chunks=cfg.train.kept_chunks,
+        decode_caches=plan.train.decode_caches,
+        kept_chunks=plan.train.kept_chunks,
         # the active steps' latents and velocities, x0, its gradient, the noise, and the network's output
         latents_of_update=common.batch * (2 * len(active) + 4),
-        active_experts=() if cfg.sample.gradient_mode == "endpoint" else tuple(experts[i] for i in active),
+        active_experts=() if plan.sample.gradient_mode == "endpoint" else tuple(experts[i] for i in active),
         kept_steps=len(plan.graphs_of),
     )
 
 
-def _anchor_passes(cfg: RewardFlConfig | GroupRunConfig, plan: RunPlan) -> dict[str, float]:
+def _anchor_passes(plan: RunPlan) -> dict[str, float]:
     """Return the data anchor's draws for one sample of an update, by expert; means where the draws differ."""
-    if cfg.anchor.weight == 0:
+    if plan.anchor.weight == 0:
         return {}
     counts = Counter(plan.experts[i] for i in plan.anchor_steps)
-    return {expert: cfg.anchor.draws * count / len(plan.anchor_steps) for expert, count in counts.items()}
+    return {expert: plan.anchor.draws * count / len(plan.anchor_steps) for expert, count in counts.items()}
 
 
 def _times(factor: float, passes: Mapping[str, float]) -> Counter[str]:
     return Counter({expert: factor * count for expert, count in passes.items()})
 
 
-def _flow_grpo(common: Workload, cfg: FlowGrpoConfig, plan: FlowGrpoPlan) -> Workload:
-    grpo, experts, geometry = cfg.grpo, plan.experts, plan.geometry
+def _flow_grpo(common: Workload, plan: FlowGrpoPlan) -> Workload:
+    grpo, experts, geometry = plan.group, plan.experts, plan.geometry
     drawn, answers = plan.draw_windows(common.steps), plan.forwards_per_velocity
     per_process = geometry.samples // common.processes
     counts = [group_plan.rollout_counts(geometry, len(experts), window) for window in drawn]
@@ -116,7 +114,7 @@ def _flow_grpo(common: Workload, cfg: FlowGrpoConfig, plan: FlowGrpoPlan) -> Wor
         replay[experts[i]] += answers * grpo.inner_epochs * fmean(i in window for window in drawn)
     means = max(map(len, drawn)) if grpo.objective == "guard" else 0
     return replace(
-        _epochs(common, cfg, plan),
+        _epochs(common, plan),
         rollout=rollout,
         replay=replay,
         backward_passes=replay,
@@ -131,13 +129,13 @@ def _flow_grpo(common: Workload, cfg: FlowGrpoConfig, plan: FlowGrpoPlan) -> Wor
     )
 
 
-def _forward_rl(common: Workload, cfg: ForwardRlConfig, plan: ForwardRlPlan) -> Workload:
-    forward, experts = cfg.forward, plan.experts
+def _forward_rl(common: Workload, plan: ForwardRlPlan) -> Workload:
+    forward, experts = plan.group, plan.experts
     draws = forward.inner_epochs * plan.draws * plan.training.samples / plan.geometry.samples  # per video
     passes = _times(draws / len(plan.active), Counter(experts[i] for i in plan.active))
     kept = 2 + plan.needs_old + plan.needs_base
     return replace(
-        _epochs(common, cfg, plan),
+        _epochs(common, plan),
         rollout=_times(plan.forwards_per_velocity, Counter(experts)) + (passes if plan.needs_old else Counter()),
         replay=passes,
         backward_passes=passes,
@@ -150,7 +148,7 @@ def _forward_rl(common: Workload, cfg: ForwardRlConfig, plan: ForwardRlPlan) -> 
     )
 
 
-def _epochs(common: Workload, cfg: GroupRunConfig, plan: GroupPlan) -> Workload:
+def _epochs(common: Workload, plan: GroupPlan) -> Workload:
     """Count what all scripts with groups have in common: the videos and anchors of an epoch."""
     samples, per_epoch = plan.geometry.samples, plan.updates_per_epoch
     per_process = samples // common.processes
@@ -165,16 +163,16 @@ def _epochs(common: Workload, cfg: GroupRunConfig, plan: GroupPlan) -> Workload:
         spans.append(Span(run, epochs * samples, epochs * per_process))
     return replace(
         common,
-        anchor=_times(cfg.group.inner_epochs * plan.training.samples / samples, _anchor_passes(cfg, plan)),
+        anchor=_times(plan.group.inner_epochs * plan.training.samples / samples, _anchor_passes(plan)),
         samples_in_flight=per_process,
         spans=tuple(spans),
-        samples_on=cfg.group.samples_on,
+        samples_on=plan.group.samples_on,
     )
 
 
-def _reward_bytes(cfg: AnyConfig) -> int:
+def _reward_bytes(plan: RunPlan) -> int:
     """Return the bytes of the weights on disk that the rewards' settings name, each path once."""
-    settings = [value for spec in configuration.list_reward_specs(cfg) for value in spec.settings.values()]
+    settings = [value for spec, _ in plan.rewards for value in spec.settings.values()]
     total = 0
     for path in {Path(value) for value in settings if isinstance(value, str) and value and os.path.exists(value)}:
         files = [path] if path.is_file() else list(path.rglob("*"))

@@ -18,7 +18,7 @@ BACKBONE = backbones.describe("wan2_2", Source(model_paths=PIPELINE, dtype="floa
 
 def workload(*settings, processes=1):
     cfg = config.load(ROOT / "tests" / "forward.yaml", settings)
-    return make_workload(cfg, resolve(cfg, BACKBONE, processes, here=False), BACKBONE, rows=None)
+    return make_workload(resolve(cfg, BACKBONE, processes, here=False), BACKBONE, rows=None)
 
 
 def test_a_video_costs_its_rollout_and_its_draws():

@@ -236,7 +236,7 @@ def test_total_steps():
 def overview(*overrides, clips=None, processes=1):
     cfg = config.load(ROOT / TINY, [*SIX, *overrides])
     rows = None if clips is None else [SimpleNamespace(size=None, offers=("clip",))] * clips
-    return setup_summary.overview(cfg, plan.resolve(cfg, TINY_MODEL, processes), TINY_MODEL, rows)
+    return setup_summary.overview(plan.resolve(cfg, TINY_MODEL, processes), TINY_MODEL, rows)
 
 
 def test_overview():

@@ -435,7 +435,7 @@ def test_settings_change_the_work(published):
 def planned(cfg, backbone, clips=None, processes=1, sharding="none"):
     """The work of a configuration; `clips` rows of the usual size."""
     rows = None if clips is None else [SimpleNamespace(size=None, offers=("clip",))] * clips
-    return make_workload(cfg, resolve(cfg, backbone, processes, here=False), backbone, rows, sharding)
+    return make_workload(resolve(cfg, backbone, processes, here=False), backbone, rows, sharding)
 
 
 def configured(*overrides):
@@ -629,7 +629,7 @@ def test_videos_of_the_base_model_before_training(published):
     """Those of rows without a clip: passes of each step and one decoding, without an adapter."""
     cfg = config.load(ROOT / "configs" / "wan22_face.yaml", ["reward.base_noises=3", "train.max_steps=1"])
     rows = [SimpleNamespace(size=None, offers=offers) for offers in (("clip",), ("picture",), ("picture",))]
-    work = make_workload(cfg, resolve(cfg, PUBLISHED, 4, here=False), PUBLISHED, rows)
+    work = make_workload(resolve(cfg, PUBLISHED, 4, here=False), PUBLISHED, rows)
     costs = published(ADAPTER)
     expert = costs.experts["low_noise"]
     each = 8 * expert.forward_frozen + sum(chunk.forward for chunk in costs.chunks)
@@ -637,4 +637,4 @@ def test_videos_of_the_base_model_before_training(published):
     (line,) = [line for line in report.work_table(costs, work, report.RATES["H100"]) if "videos of the base" in line]
     assert line.startswith(f"before training, 6 videos of the base model: {6 * each / 1e15:.4g} PFLOP, ")
     every = config.load(ROOT / "configs" / "wan22_face.yaml", ["reward.motion_reference=base", "train.max_steps=1"])
-    assert make_workload(every, resolve(every, PUBLISHED, 1, here=False), PUBLISHED, rows).base_videos == 3 * 2
+    assert make_workload(resolve(every, PUBLISHED, 1, here=False), PUBLISHED, rows).base_videos == 3 * 2

@@ -17,7 +17,7 @@ from rewardfl.backbones.protocol import Adapter, Experts, Source
 from rewardfl.backbones.wan import meta
 from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.rates import OPERATIONS, RATES, Rates, parse_rates
-from rewardfl.training import setup_model
+from rewardfl.training import model_files, plan
 from rewardfl.training.plan import resolve
 from rewardfl.training.setup_workload import make_workload
 from rewardfl.training.workload import Video, Workload
@@ -68,9 +68,9 @@ def test_kinds_of_a_real_expert(pipe):
 def test_kinds_of_an_image_model():
     """Its first block has no gradient of the text: with four blocks that is 4 % of the matrix products."""
     cfg = config.load(ROOT / "configs" / "tiny_words_sft.yaml", [])
-    backbone = setup_model.open_model(cfg)
+    backbone = plan.open_model(cfg)
     run_plan = resolve(cfg, backbone, 1)
-    predicted = measure.measure(make_workload(cfg, run_plan, backbone, None).video).experts["transformer"]
+    predicted = measure.measure(make_workload(run_plan, backbone, None).video).experts["transformer"]
     network, shape = backbone.load_expert("transformer"), backbone.latent_shape(32, 96, 1)
     lora.inject(network, 16, 16, list(run_plan.targets), seed=0)
     conditioning = backbone.collate([backbone.text_encoder(torch.device("cpu"))('the word "ABC" in red on white')])
@@ -146,7 +146,7 @@ def test_a_benchmark_counts_the_planned_copies(mode, clips):
     """One update on the tiny model. The first active step's latents have no gradient, which the plan does not know."""
     settings = ["data.height=32", "data.width=32", "data.num_frames=5", f"train.per_device_train_batch_size={clips}"]
     cfg = config.load(ROOT / "tests/face.yaml", [*settings, *reward_step.EXACT, *reward_step.MODES[mode]])
-    backbone = backbones.describe(cfg.model.model_name, setup_model.model_source(cfg))
+    backbone = backbones.describe(cfg.model.model_name, model_files.model_source(cfg.model))
     size, work = reward_step.make_size(cfg, backbone, torch.device("cpu")), reward_step.plan_work(cfg, backbone)
     figures, _ = reward_step.measure(mode, size, cfg, 1, H100)
     planned = [clips * sum(amounts) for amounts in zip(*needs.copies(size.costs, work).values(), strict=True)]

@@ -21,7 +21,7 @@ from pipelines import I2V
 
 from rewardfl import command_line, config, rewards
 from rewardfl.backbones.wan.files import find_files
-from rewardfl.training import arguments, setup_model
+from rewardfl.training import arguments, model_files
 from rewardfl_tools import plan_run
 
 # The files that the guide's commands fetch, as the repositories have them.
@@ -299,7 +299,7 @@ def test_the_configs_find_what_the_guide_downloads(monkeypatch, tmp_path, name):
     for command in commands(guide("2. Model")):
         follow(command)
     cfg = config.load(ROOT / "configs" / name)
-    layout = find_files(I2V, setup_model.model_source(cfg))
+    layout = find_files(I2V, model_files.model_source(cfg.model))
     for expert, (folder,) in layout.experts.items():
         assert {path.name for path in folder.iterdir()} == set(EXPERT), expert
     if config.is_supervised(cfg):  # neither a distillation nor a face pack

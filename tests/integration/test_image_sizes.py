@@ -13,9 +13,9 @@ from test_pipeline import PROMPTS, folder_of, settings  # noqa: F401  (a fixture
 from rewardfl import backbones, config, data, lora, reward_flow, sde
 from rewardfl.backbones.image.flux import pack
 from rewardfl.backbones.protocol import Experts, Velocity
-from rewardfl.rewards import build_terms, resolve_rewards
-from rewardfl.training import batches, plan, setup_data, setup_model, setup_run, setup_workload
-from rewardfl.training.setup_processes import connect_processes
+from rewardfl.rewards import build_terms
+from rewardfl.training import batches, model_files, plan, setup_data, setup_run, setup_workload
+from rewardfl.training import run as run_module
 from rewardfl_tools import plan_run
 
 pytestmark = [pytest.mark.slow(180), pytest.mark.usefixtures("trusts_code")]
@@ -83,12 +83,12 @@ def test_two_sizes_train_and_a_resumed_run_is_an_uninterrupted_one(folder_of, ho
 def opened(words):
     """(configuration, model, samples, conditions), as the scripts open them."""
     cfg = config.load(CONFIG, words)
-    backbone, job = setup_model.open_model(cfg), connect_processes(cfg)
-    store, rows = setup_data.open_cache(cfg), setup_data.scan_rows(cfg, job, backbone).train
-    terms = build_terms(resolve_rewards(config.list_reward_specs(cfg)), job.device)
-    samples = setup_data.find_samples(cfg, rows, terms, store, job)
-    conditions = setup_data.make_conditions(cfg, backbone, setup_run.digest_base_model(backbone), store)
-    setup_data.fill_conditions(cfg, conditions, samples, job)
+    headers = run_module.read_headers(cfg, None)
+    backbone, job, run_plan, store = headers.backbone, headers.job, headers.plan, setup_data.open_cache(headers.plan)
+    terms = build_terms(run_plan.rewards, job.device)
+    samples = setup_data.find_samples(cfg.data, headers.rows.train, terms, store, job)
+    conditions = setup_data.make_conditions(run_plan, backbone, setup_run.digest_base_model(backbone), store)
+    setup_data.fill_conditions(cfg.sample, conditions, samples, job)
     return cfg, backbone, samples, conditions
 
 
@@ -139,7 +139,7 @@ REFUSED = [
 def test_a_size_that_cannot_be_is_refused_with_its_line(folder_of, monkeypatch, capsys, columns, row, said, tmp_path):  # noqa: F811
     table = write(tmp_path / "sizes.csv", [f"a red ball{',' * columns.count(',')}", row], columns)
     words = [*settings("sd3", folder_of("sd3")), table, f"run.output_dir={tmp_path / 'run'}", "--trust-code"]
-    monkeypatch.setattr(setup_run, "open_run", None)  # before anything loads or is written
+    monkeypatch.setattr(run_module, "open_run", None)  # before anything loads or is written
     code, _, error = call(monkeypatch, capsys, *words)
     assert code == 2 and "1 of 2 rows cannot be used" in error and f"\nline 3: {said}" in error, error
     if "; width" in said:
@@ -154,10 +154,10 @@ def test_the_estimate_is_of_the_largest(folder_of, tmp_path):  # noqa: F811
 
     def work_of(*more):
         cfg = config.load(CONFIG, [*words, *more])
-        backbone = backbones.open("flux", setup_model.model_source(cfg))
+        backbone = backbones.open("flux", model_files.model_source(cfg.model))
         run_plan, rows = plan.resolve(cfg, backbone, 1), data.load_metadata(cfg.data.file_name)
         rows = [row for row in rows if not plan.size_problem(cfg.data, backbone, row.size)]
-        video = setup_workload.make_workload(cfg, run_plan, backbone, rows).video
+        video = setup_workload.make_workload(run_plan, backbone, rows).video
         shape = backbone.latent_shape(video.height, video.width, video.num_frames)
         return video, run_plan.schedule(shape).sigmas
 

@@ -17,7 +17,7 @@ from conftest import ROOT
 from rewardfl import config
 from rewardfl.data.clips import read_video, write_video
 from rewardfl.estimate import measure, needs
-from rewardfl.training import setup_model
+from rewardfl.training import plan
 from rewardfl.training.plan import resolve
 from rewardfl.training.setup_workload import make_workload
 
@@ -114,9 +114,9 @@ def planned_memory(arguments, sizes):
     """Return the plan's memory for clips of these sizes (height, width)."""
     i = arguments.index("--config") + 1
     cfg = config.load(ROOT / arguments[i], arguments[i + 1 :], config.RewardFlConfig)
-    backbone = setup_model.open_model(cfg)
+    backbone = plan.open_model(cfg)
     work = make_workload(
-        cfg, resolve(cfg, backbone, 1), backbone, [argparse.Namespace(size=size, offers=("clip",)) for size in sizes]
+        resolve(cfg, backbone, 1), backbone, [argparse.Namespace(size=size, offers=("clip",)) for size in sizes]
     )
     return needs.memory(measure.measure(work.video), work)
 

@@ -6,13 +6,16 @@ import pytest
 import torch
 from conftest import ROOT
 
-from rewardfl import config
-from rewardfl.backbones.protocol import Experts
+from rewardfl import backbones, config
+from rewardfl.backbones.protocol import Experts, Source
 from rewardfl.data.cache import Cache
 from rewardfl.training import setup_data
+from rewardfl.training.plan import resolve
 from rewardfl.training.sampler import DeployedSampler
 from rewardfl.training.samples import Sample
 from rewardfl.training.shard import Shard
+
+PIPELINE = ROOT / "assets" / "tiny_world" / "pipeline"
 
 
 def sample_of(name):
@@ -47,8 +50,10 @@ def test_another_boundary_or_row_is_sampled_again(tmp_path):
     reference = ["anchor.weight=1", "anchor.target=reference"]
     for boundary, names, latents in ((0.9, "a", [1]), (0.8, "a", [2]), (0.9, "ba", [3, 1])):
         cfg = config.load(ROOT / "tests" / "face.yaml", [*reference, f"model.min_timestep_boundary={boundary}"])
+        backbone = backbones.describe("wan2_2", Source(model_paths=str(PIPELINE), dtype="float32"))
+        run_plan = resolve(cfg, backbone, 1, here=False)
         tables, point = ([sample_of(name) for name in names], [sample_of("held out")]), SimpleNamespace(base={})
-        samples, held_out = setup_data.add_base_motion(cfg, job, store, [], point, generate, *tables)
+        samples, held_out = setup_data.add_base_motion(run_plan, job, store, [], point, generate, *tables)
         assert [float(store.get(sample.base_latents)["latents"]) for sample in samples] == latents
         assert held_out[0].base_latents is None
     assert generated == [("a", 0), ("a", 0), ("b", 0)]

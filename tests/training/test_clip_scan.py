@@ -114,6 +114,9 @@ def of(folder, **settings):
     sizes = {"file_name": str(folder / "metadata.csv"), "height": 32, "width": 48, "num_frames": 5}
     return SimpleNamespace(
         data=config.DataConfig(**sizes | settings),
+        rewards=(),
+        supervised=False,
+        processes_per_clip=1,
         run=SimpleNamespace(output_dir=str(folder / "run"), sample_videos=3, seed=0),
         anchor=config.AnchorConfig(),
     )
@@ -125,7 +128,7 @@ def find(cfg, processes, store, rewards, limits=dict):
 
     def work(job):
         rows = setup_data.scan_rows(cfg, job, SimpleNamespace(takes_image=True, frame_rate=8, prompt_limits=limits))
-        return setup_data.find_samples(cfg, rows.train, terms, store, job), rows.messages + job.said
+        return setup_data.find_samples(cfg.data, rows.train, terms, store, job), rows.messages + job.said
 
     return together(processes, work)
 
@@ -227,7 +230,7 @@ def check_packs(cfg, processes, reward):
     terms = [SimpleNamespace(reward=reward, key="reward.reward_model_path")]
 
     def work(job):
-        return setup_rewards.check_face_packs(cfg, terms, [sample], job)
+        return setup_rewards.check_face_packs(cfg.data, terms, [sample], job)
 
     return together(processes, work)
 

@@ -25,7 +25,7 @@ def opened(folder, name, first_step):
     job = SimpleNamespace(
         accelerator=accelerator, main=True, print=print, run_on_main=lambda decide, _refusal: decide()
     )
-    start_tracker(cfg, job, first_step)
+    start_tracker(cfg.run, config.to_dict(cfg), job, first_step)
     return Log(
         output_dir=str(folder),
         logging_steps=1,

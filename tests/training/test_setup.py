@@ -10,7 +10,7 @@ from face_nets import magenta_pack, marked
 from rewardfl import config
 from rewardfl.config import ConfigError
 from rewardfl.data import Row
-from rewardfl.training import setup_model, setup_processes
+from rewardfl.training import model_files, setup_processes
 from rewardfl.training.checkpoint import WriteError
 from rewardfl.training.run_folder import RunFolder
 from rewardfl.training.setup_data import check_held_out
@@ -29,27 +29,35 @@ def load(*overrides):
     return config.parse(REQUIRED, overrides)
 
 
+def check_files(cfg):
+    model_files.check_files(cfg.data, cfg.model, cfg.lora, cfg.reward)
+
+
 def check_networks(*overrides):
     cfg = load(*overrides)
-    setup_model.check_shared_networks(cfg.reward, config.list_reward_specs(cfg))
+    model_files.check_shared_networks(cfg.reward, config.list_reward_specs(cfg))
 
 
 def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setattr(setup_processes, "get_available_trackers", lambda: ["tensorboard"])
     with pytest.raises(ConfigError, match="run.log_with: wandb is not installed; pip install wandb, or set"):
-        setup_processes.connect_processes(load("run.log_with=wandb"))
+        cfg = load("run.log_with=wandb")
+        setup_processes.connect_processes(cfg.run, cfg.model, cfg.experts, cfg.train, 1)
 
 
 @pytest.mark.parametrize(
     "setting", ["experts.trained=cpu_swap", "train.compile_blocks=true", "train.context_parallel=2"]
 )
 def test_what_sharded_weights_exclude(setting):
-    check_sharding(load(setting), "none")
+    def check(cfg, sharding):
+        check_sharding(cfg.experts, cfg.train, config.processes_per_clip(cfg), sharding)
+
+    check(load(setting), "none")
     for sharding in ("zero2", "fsdp2"):
         message = f"^{setting.partition('=')[0]} .*{sharding}.*configs/accelerate/ddp.yaml"
         with pytest.raises(ConfigError, match=message):
-            check_sharding(load(setting), sharding)
-        check_sharding(load(), sharding)
+            check(load(setting), sharding)
+        check(load(), sharding)
 
 
 def test_check_paths(tmp_path):
@@ -62,7 +70,7 @@ def test_check_paths(tmp_path):
     overrides = [f"{key}={path}" for key, path in paths.items()]
     cfg = load(*overrides, "reward.det_size=64")
     with pytest.raises(ConfigError) as error:
-        setup_model.check_files(cfg)
+        check_files(cfg)
     lines = str(error.value).splitlines()
     assert [line.split(":")[0] for line in lines] == list(paths) and all(str(tmp_path) in line for line in lines)
     for folder in (pipeline, pack, judge, tmp_path / "tokens"):
@@ -72,12 +80,12 @@ def test_check_paths(tmp_path):
     magenta_pack(pack / "antelopev2")
     for file in magenta_pack(judge / "models" / "buffalo_l").glob("*.onnx"):
         marked(file)
-    setup_model.check_files(cfg)
+    check_files(cfg)
     with pytest.raises(ConfigError, match="^reward.reward_model_path: .* only takes .64, 64. pixels, det_size is 640"):
-        setup_model.check_files(load(*overrides))
+        check_files(load(*overrides))
     (pack / "antelopev2" / "rec.onnx").unlink()
     with pytest.raises(ConfigError, match=r"^reward.reward_model_path: .*pack has no folder with .* a recogniser"):
-        setup_model.check_files(cfg)
+        check_files(cfg)
 
 
 @pytest.mark.parametrize("shared,task", [("det.onnx", "detector"), ("rec.onnx", "recogniser")])
@@ -165,4 +173,4 @@ def test_a_run_whose_folders_cannot_be_made_does_not_open(tmp_path, name):
     backbone = SimpleNamespace(weight_files={}, settings=dict)
     for folder in (None, RunFolder()):
         with pytest.raises((ConfigError, WriteError), match=f"{tmp_path / name}( cannot be written|: File exists)"):
-            open_run(load(f"run.output_dir={tmp_path}"), folder, job, backbone)
+            open_run(config.to_dict(load(f"run.output_dir={tmp_path}")), folder, job, backbone)

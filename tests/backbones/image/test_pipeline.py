@@ -21,7 +21,7 @@ from rewardfl.estimate import measure
 from rewardfl.evaluation import arms, image_report
 from rewardfl.evaluation.records import Writer
 from rewardfl.noise import draw_noise, noise_seed
-from rewardfl.training import setup_model
+from rewardfl.training import model_files, setup_model
 from rewardfl.weights.shards import InputError
 from rewardfl_tools import evaluate, generate
 
@@ -202,7 +202,7 @@ def test_prompts_of_several_lengths_are_one_batch(folder_of, name):
 
 def test_a_shift_by_size_and_a_fixed_one(folder_of):
     cfg = config.load(CONFIG, settings("flux", folder_of("flux")))
-    backbone = backbones.open("flux", setup_model.model_source(cfg))
+    backbone = backbones.open("flux", model_files.model_source(cfg.model))
     small, large = (backbone.schedule(4, None, backbone.latent_shape(side, side, 1)).sigmas for side in (32, 512))
     assert (large[1:-1] > small[1:-1]).all()
     fixed = [backbone.schedule(4, 3.0, backbone.latent_shape(side, side, 1)).sigmas for side in (32, 512)]

@@ -12,7 +12,7 @@ from conftest import ROOT
 from rewardfl import backbones, config, lora
 from rewardfl.backbones.image.pipeline import PUBLISHED
 from rewardfl.backbones.protocol import Source
-from rewardfl.training import plan, setup_model
+from rewardfl.training import model_files
 from rewardfl.weights.shards import InputError
 
 # What the published files hold. Halves of a size in bytes are of index files (16 bits a number) that the repository
@@ -117,8 +117,9 @@ def test_a_path_that_leads_nowhere_and_names_nothing_is_refused(tmp_path):
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_name_what_the_model_has(name):
     cfg = config.load(ROOT / "configs" / f"{name}.yaml")
-    backbone = backbones.describe(cfg.model.model_name, setup_model.model_source(cfg))
-    lora.check_targets(plan.lora_targets(cfg, backbone), backbone.linear_layers(), backbone.layer_names)
+    backbone = backbones.describe(cfg.model.model_name, model_files.model_source(cfg.model))
+    targets = lora.target_modules(cfg.lora.lora_target_modules, backbone.layer_names)
+    lora.check_targets(targets, backbone.linear_layers(), backbone.layer_names)
     backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
     assert cfg.sample.shift is None and cfg.model.trainable_models == "dit"
 
@@ -126,7 +127,7 @@ def test_recipes_name_what_the_model_has(name):
 def test_the_four_steps_of_the_recipe_are_those_that_it_names():
     """Of linspace(1, 0, 5) at shift 3, by the formula of sample.shift; diffusers' own range ends at 0.003."""
     cfg = config.load(ROOT / "configs" / "sd35_reward_fl.yaml")
-    backbone = backbones.describe("sd3", setup_model.model_source(cfg))
+    backbone = backbones.describe("sd3", model_files.model_source(cfg.model))
     schedule = backbone.schedule(cfg.sample.num_inference_steps, None, backbone.latent_shape(512, 512, 1))
     even = torch.linspace(1, 0, 5)
     assert schedule.until(cfg.sample.final_timestep).sigmas == pytest.approx(3 * even / (1 + 2 * even), abs=4e-3)

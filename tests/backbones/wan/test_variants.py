@@ -16,9 +16,8 @@ from rewardfl.backbones.protocol import Source
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.data import clips
 from rewardfl.evaluation import generation
-from rewardfl.rewards import build_terms, resolve_rewards
-from rewardfl.training import setup_data, setup_model
-from rewardfl.training.setup_processes import connect_processes
+from rewardfl.rewards import build_terms
+from rewardfl.training import run, setup_data
 from rewardfl_tools import convert_lora, generate, merge_lora
 
 OTHERS = [name for name, variant in VARIANTS.items() if name != "wan2_2"]
@@ -113,11 +112,12 @@ def test_a_picture_says_who_is_asked_for(folder_of, tmp_path):
     places = [f"run.output_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
     table = [f"data.file_name={tmp_path / 'people.csv'}", "data.height=64", "data.width=64"]
     cfg = config.load(CONFIG, [*FAST, *model(text, folder_of(text)), *table, *places, "reward.cap=0.9"])
-    backbone, job = setup_model.open_model(cfg), connect_processes(cfg)
-    assert not backbone.takes_image
-    terms = build_terms(resolve_rewards(config.list_reward_specs(cfg)), job.device)
-    rows = setup_data.scan_rows(cfg, job, backbone)
-    (sample,) = setup_data.find_samples(cfg, rows.train, terms, setup_data.open_cache(cfg), job)
+    headers = run.read_headers(cfg, None)
+    job, run_plan = headers.job, headers.plan
+    assert not headers.backbone.takes_image
+    terms = build_terms(run_plan.rewards, job.device)
+    store = setup_data.open_cache(run_plan)
+    (sample,) = setup_data.find_samples(cfg.data, headers.rows.train, terms, store, job)
     face, judge = sample.references
     assert face["embeddings"].shape == (1, 512) and face["speed"].isnan() and judge["flow"].isnan()
     video = data.to_float(clip)[None]
