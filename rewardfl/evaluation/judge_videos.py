@@ -18,6 +18,7 @@ import torch
 
 from rewardfl import __version__, backbones, command_line, config, data, lora, machine, outputs
 from rewardfl.backbones.protocol import Backbone, Source
+from rewardfl.config.schema import ModelConfig
 from rewardfl.data import cache
 from rewardfl.evaluation import image_report, processes
 from rewardfl.evaluation.arms import Arm, find_videos, load_config, make_arms, read_start
@@ -88,8 +89,7 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
             for file in adapter.glob(f"*/{lora.WEIGHTS_NAME}"):  # now, not after the real clips and the base
                 lora.read_for(expert, file)
     elif enough_people or any(row.video is None for row in rows):  # other tools' videos need only the VAE
-        source = model_files.model_source(cfg.model)
-        backbone, base = open_vae(cfg.model.model_name, source, cfg.data, quiet=share.quiet)
+        backbone, base = open_vae(cfg.model, cfg.data, quiet=share.quiet)
     sampling = {key: value for key, value in config.flat(config.to_dict(cfg)).items() if key.startswith(SAMPLING)}
     settings = make_settings(sampling, rows, arms, base, list_dependencies(judges, cfg.reward.det_size))
     study = Study(
@@ -112,12 +112,10 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     return 0
 
 
-def open_vae(
-    model_name: str, source: Source, clips: config.DataConfig, *, quiet: bool
-) -> tuple[Backbone | None, dict[str, str]]:
+def open_vae(model: ModelConfig, clips: config.DataConfig, *, quiet: bool) -> tuple[Backbone | None, dict[str, str]]:
     """Return the model and its VAE's digest; none, with a note, if it cannot be opened."""
     try:
-        backbone = backbones.open(model_name, source)
+        backbone = backbones.open(model.model_name, model_files.model_source(model))
         backbone.check_clips(clips.height, clips.width, clips.num_frames, clips.max_pixels)
         return backbone, {"vae": digest_files(backbone.weight_files["vae"])}
     except (ValueError, OSError) as error:
