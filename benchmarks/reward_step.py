@@ -246,7 +246,7 @@ class Update:
     velocity: Velocity
     decoder: WanDecoder
     x: Tensor  # (B, C, T, h, w), the noise
-    cotangent: Callable[[Tensor], Tensor]  # of a video: the gradient of the loss, the KL aside
+    cotangent: Callable[[Tensor], Tensor]  # a video -> the gradient of the loss without the KL
 
     @property
     def active(self) -> tuple[int, ...]:
@@ -359,7 +359,7 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int, rates: Rates
     checkpointed = offload.checkpointing(device, inputs_on_host=cfg.train.use_gradient_checkpointing_offload)
     with counted:
         untrained = [work.untrained] if work.untrained else []
-        cached = cfg.experts.untrained == "boundary_cache"  # there is no such expert then
+        cached = cfg.experts.untrained == "boundary_cache"  # such an expert is then absent
         experts = {} if cached else {name: new_expert(cfg, backbone, name, device, None) for name in untrained}
         experts |= {name: new_expert(cfg, backbone, name, device, copy.copy(checkpointed)) for name in work.trained}
         model = Experts({name: experts[name] for name in backbone.experts if name in experts}, untrained)
@@ -401,7 +401,7 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int, rates: Rates
 
 
 def phase_rows(updates: Sequence[Meter], costs: Costs, work: Workload, rates: Rates) -> list[dict[str, Any]]:
-    """Return a row for each phase, with the plan's numbers if it has that phase, and one for the whole update."""
+    """Return a row for each phase, with the plan's numbers if it has that phase, and one for the complete update."""
     planned_flops, planned_seconds = needs.flops(costs, work), needs.seconds(costs, work, rates)
     memory, table = needs.memory(costs, work), []
     planned = set(updates[0].seconds) <= set(PHASES)

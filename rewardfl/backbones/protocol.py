@@ -21,7 +21,7 @@ from rewardfl.copies import to_device
 from rewardfl.weights import lora_files, shards
 from rewardfl.weights.shards import InputError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of the frozen weights, by config word
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # the frozen weights' dtypes, by config word
 DecodeCaches = Literal["keep", "offload", "segment"]  # train.decode_caches
 
 Conditioning = dict[str, Tensor]  # a batch's inputs to the networks, each (B, ...), under the backbone's names
@@ -41,7 +41,7 @@ class Adapter:
 class Schedule:
     """The denoising steps of one schedule: step i goes from sigmas[i] to sigmas[i + 1].
 
-    `experts` alone assigns steps to experts; nothing else compares a sigma or a timestep with their boundary.
+    Only `experts` assigns steps to experts; nothing else compares a sigma or a timestep with their boundary.
     """
 
     sigmas: Tensor  # (N + 1,) float32, descending; the last is 0
@@ -74,7 +74,7 @@ class Schedule:
         return next((i for i, expert in enumerate(self.experts) if expert != self.experts[0]), len(self))
 
     def at(self, moment: float) -> "Schedule":
-        """Return one step to 0 from the sigma at `moment`: 4 is that of step 4, 4.5 is half-way to that of step 5.
+        """Return one step to 0 from the sigma at `moment`: 4 is step 4's sigma, 4.5 is half-way to step 5's.
 
         A moment beyond the boundary of the step's expert is mapped evenly to the part of the interval above it.
         """
@@ -116,7 +116,7 @@ class Experts(nn.Module):
 class Decoded:
     """A decoded batch, and the state with which the decoder's `vjp` need not decode again.
 
-    video: (B, 3, F, H, W) in [-1, 1]. caches: by chunk, those before it; with segments only those of every n-th chunk
+    video: (B, 3, F, H, W) in [-1, 1]. caches: by chunk, the caches before it; with segments only for every n-th chunk
     from chunk 0. graphs: by the chunk after it, the graph of the last chunks, if they are kept.
     """
 
@@ -162,9 +162,9 @@ class Source:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExpertOnMeta:
-    """A network of one block on the meta device; a network with several kinds of blocks has one for each kind."""
+    """A network of one block on the meta device; a network with several types of blocks has one for each type."""
 
-    count: int  # of blocks of this kind in the whole network
+    count: int  # number of blocks of this type in the complete network
     build: Callable[[Adapter | None], ModelMixin]  # the network of one block, frozen but for the adapter
     x: Tensor  # one sample's latents; requires a gradient
     run: Callable[[ModelMixin], Tensor]  # the network's output for x
@@ -179,21 +179,21 @@ class ChunksOnMeta:
     latents: Tensor  # the input of each chunk; requires a gradient
     run: Callable[[Tensor, Caches], tuple[Tensor, Caches]]
     caches: Caches  # before the first chunk
-    vjp_context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext  # of `run` with a graph
+    vjp_context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext  # for `run` with a graph
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnMeta:
     """A model's parts on the meta device for one video, measured by `rewardfl.estimate`."""
 
-    experts: Mapping[str, tuple[ExpertOnMeta, ...]]  # by kind of block; equal networks are one object
+    experts: Mapping[str, tuple[ExpertOnMeta, ...]]  # by type of block; equal networks are one object
     vae: nn.Module
     decoder: ChunksOnMeta
     encode_clip: Callable[[], object]  # by the VAE; of an image model nothing
     vision: nn.Module | None  # a second encoder of the image
     text_encoder: nn.Module
     encode_text: Callable[[], object]
-    conditioning: Mapping[str, Tensor]  # of one sample, as it is cached
+    conditioning: Mapping[str, Tensor]  # one sample's, as it is cached
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +249,7 @@ class Backbone(Protocol):
     def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:
         """Return the denoising steps of latents of this shape, by the stock scheduler's own arithmetic.
 
-        shift: of the sigmas; None for that of the model's scheduler. Raise InputError where that is unknown.
+        shift: of the sigmas; None for the shift of the model's scheduler. Raise InputError if that is unknown.
         """
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> Shape:
@@ -259,7 +259,7 @@ class Backbone(Protocol):
         """Raise InputError for clips of an unsupported size; with max_pixels, height and width are ignored."""
 
     def check_split(self, processes: int, height: int, width: int, num_frames: int) -> None:
-        """Raise InputError where `processes` cannot have equal parts of a clip's tokens and attention heads."""
+        """Raise InputError if `processes` cannot have equal parts of a clip's tokens and attention heads."""
         raise InputError(f"train.context_parallel {processes}: this model does not split its tokens; set it to 1")
 
     def differences(self, shift: float | None, guidance: float) -> list[str]:
@@ -326,7 +326,7 @@ class Backbone(Protocol):
         """
 
     def guide(self, velocity: Tensor, away: Tensor, scale: float) -> Tensor:
-        """Return the guided velocity from those of the prompt and of the negative one, as in the stock pipeline."""
+        """Return the velocity guided by the prompt's and the negative prompt's velocities, as in the stock pipeline."""
         return away + scale * (velocity - away)
 
     def save_adapter(self, name: str, expert: ModelMixin, folder: Path, state: dict[str, Tensor]) -> None:

@@ -31,7 +31,7 @@ def pipeline_class(name: str) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file. Raise InputError if it is missing or of another kind."""
+    """Read the object in a JSON file. Raise InputError if it is missing or of another type."""
     if not path.is_file():
         raise InputError(f"{path} is missing; the folder must have diffusers' layout")
     return shards.read_json_object(path)
@@ -74,7 +74,7 @@ def size_problems(height: int, width: int, max_pixels: int | None, *, multiple: 
             f"data.max_pixels gives sides in multiples of 16, this model takes multiples of {multiple}; remove "
             "max_pixels and set data.height and data.width"
         ]
-    if longest and max_pixels > longest**2:  # of a square clip
+    if longest and max_pixels > longest**2:  # the area of a square clip
         return [f"data.max_pixels must be at most {longest**2}, got {max_pixels}"]
     return []
 
@@ -94,7 +94,7 @@ def cast(model: Model, dtype: torch.dtype) -> Model:
 
 
 def load_pretrained(kind: type[Model], path: Path, dtype: torch.dtype) -> Model:
-    """Load a model from its folder. Raise InputError where the library would fill in random numbers."""
+    """Load a model from its folder. Raise InputError if the library would fill in random numbers."""
     make: Any = kind
     precision = {"torch_dtype" if issubclass(kind, ModelMixin) else "dtype": dtype}
     model, report = make.from_pretrained(path, **precision, local_files_only=True, output_loading_info=True)

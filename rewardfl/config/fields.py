@@ -83,9 +83,9 @@ Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 BatchSize = Annotated[int, Field(ge=1, le=10_000)]
 Steps = Annotated[int, Field(ge=1, le=100_000)]
 Denoising = Annotated[int, Field(ge=1, le=1_000)]  # sampling steps: the model has 1000 timesteps
-StepIndex = Annotated[int, Field(ge=0, le=999)]  # of the sampling steps, from 0
+StepIndex = Annotated[int, Field(ge=0, le=999)]  # index of a sampling step, from 0
 Side = Annotated[int, Field(ge=1, le=16_384)]
-DetectionSide = Annotated[int, Field(ge=32, le=4_096, multiple_of=32)]  # of the coarsest stride of a face detector
+DetectionSide = Annotated[int, Field(ge=32, le=4_096, multiple_of=32)]  # multiples of a face detector's coarsest stride
 Pixels = Annotated[int, Field(ge=16 * 16, le=16_384**2)]
 # float32 would make a smaller or larger number 0 or infinite, here or in a product
 Number = Annotated[
@@ -99,7 +99,7 @@ Positive = Annotated[Number, Field(gt=0, le=1e12), _not_tiny]
 NonNegative = Annotated[Number, Field(ge=0, le=1e12), _not_tiny]
 Share = Annotated[Number, Field(ge=0, le=1)]
 FrameRate = Annotated[Number, Field(ge=0.1, le=1_000)]
-# of scores: beyond these, weight * (score - mean) / std would be a constant
+# a score's mean and deviation: beyond these limits, weight * (score - mean) / std would be a constant
 Mean = Annotated[Number, Field(ge=-1e6, le=1e6)]
 Deviation = Annotated[Number, Field(ge=1e-6, le=1e6)]
 Cap = Literal["self_similarity", "none"] | Annotated[Number, Field(gt=0, le=1)]

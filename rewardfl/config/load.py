@@ -73,7 +73,7 @@ def parse(raw: Mapping[str, Any], overrides: Sequence[str] = ()) -> AnyConfig:
 
 
 def _schema_of(raw: Mapping[str, Any]) -> type[AnyConfig]:
-    """Return the whole configuration that a file's sections say: one of them names the script's objective."""
+    """Return the complete configuration that a file's sections say: one of them names the script's objective."""
     return next((schema for section, schema in _OBJECTIVES.items() if section in raw), RewardFlConfig)
 
 
@@ -213,7 +213,7 @@ def _override(raw: dict[str, Any], text: str, schema: type[AnyConfig]) -> list[s
         mapping[part] = mapping = dict(inner or {})
     try:
         expected = _annotation(schema, path)
-    except (LookupError, AttributeError):  # there is no such key, which the schema reports
+    except (LookupError, AttributeError):  # the key does not exist, which the schema reports
         expected = Any
     mapping[key] = parse_value(value, f"override {shown(text)}", expected)
     return []

@@ -1,7 +1,7 @@
 """The schema of a configuration: its sections, and the checks of each.
 
 The models below are the reference: a field's comment says its meaning, its type says its values. Relative paths start
-at the directory of the command. Each script has its whole configuration: RewardFlConfig, FlowGrpoConfig and
+at the directory of the command. Each script has its complete configuration: RewardFlConfig, FlowGrpoConfig and
 ForwardRlConfig. The types and the marks Free, ByContent, IfNamed and Equivalent are in fields.py.
 """
 
@@ -189,8 +189,8 @@ class DataConfig(Section):
     # own height and width. Paths are relative to the file. Example: examples/metadata.csv; tools/check_dataset.py
     # checks one.
     file_name: ByContent[PathText]
-    # Pixels, multiples of 16; clips are resized to cover height x width and cropped at the centre. For rows with a
-    # prompt alone the columns height and width count instead.
+    # Pixels, multiples of 16; clips are resized to cover height x width and cropped at the centre. For rows with
+    # only a prompt, the columns height and width count instead.
     height: Side = 480
     width: Side = 832
     # Instead of height and width: every clip keeps its shape and is scaled down to at most this many pixels, both sides
@@ -242,7 +242,7 @@ class SampleConfig(SharedSampleConfig):
     # Steps with a gradient, as an increasing list within 0..final_timestep, instead of mid..final.
     active_steps: Listed[int] | None = None
     # How the reward's gradient travels back from one active step to the one before: chain (exactly), bridge
-    # (damped), drtune (not at all); last and endpoint differentiate final_timestep alone and ignore mid_timestep.
+    # (damped), drtune (not at all); last and endpoint differentiate only final_timestep and ignore mid_timestep.
     # endpoint moves every sample equally far up its reward, from videos of the averaged weights (DiffusionOPSD).
     gradient_mode: Literal["chain", "bridge", "drtune", "last", "endpoint"] = "chain"
     # Weight of that path; null takes the mode's: chain 1, bridge 0.2, drtune 0, last and endpoint 1. Only bridge takes
@@ -253,7 +253,7 @@ class SampleConfig(SharedSampleConfig):
     # "fresh": new noise at each visit of a clip; n: each clip has n noises, used in turn, so that the steps before the
     # first active one can be cached.
     noises_per_sample: Literal["fresh"] | BatchSize = "fresh"
-    # Differentiated part of a guided velocity: both passes (exactly), or the conditional one alone, with the negative
+    # Differentiated part of a guided velocity: both passes (exactly), or only the conditional one, with the negative
     # prompt's velocity as a constant: half the backward and half the graph, and another gradient.
     guidance_gradient: Literal["both", "conditional"] = "both"
 
@@ -321,10 +321,10 @@ class TermConfig(GrpoTermConfig):
 class SharedRewardConfig(Section):
     """Keys of section `reward` in all scripts."""
 
-    face_keys: ClassVar[tuple[str, ...]] = ("second_model_path", "motion_weight")  # of face_identity alone
+    face_keys: ClassVar[tuple[str, ...]] = ("second_model_path", "motion_weight")  # only for face_identity
 
-    # The trained reward: identity similarity of the generated face to the real clip's (face_identity), another one that
-    # `python -m rewardfl.rewards` lists, or a class of your own, package.module:Class or path/to/file.py:Class.
+    # The trained reward: identity similarity of the generated face to the real clip's (face_identity), another reward
+    # that `python -m rewardfl.rewards` lists, or a class of your own, package.module:Class or path/to/file.py:Class.
     name: PathText = "face_identity"
     # Arguments of a reward other than face_identity, which has the keys below.
     settings: IfNamed[dict[Name, Setting]] = Field(default_factory=dict)
@@ -380,8 +380,8 @@ class RewardConfig(SharedRewardConfig):
 
     # As in SharedRewardConfig.
     others: IfNamed[dict[Label, TermConfig]] = Field(default_factory=dict)  # type: ignore[assignment]  # never written
-    # loss = -reward_weight * (reward - reward_mean) / reward_std + kl_weight * KL. The mean and std are those
-    # of the untrained model's reward, so that reward_weight has one meaning for every recogniser.
+    # loss = -reward_weight * (reward - reward_mean) / reward_std + kl_weight * KL. The mean and std
+    # describe the untrained model's reward, so that reward_weight has one meaning for every recogniser.
     reward_weight: IfNamed[NonNegative] = 0.1
     reward_mean: IfNamed[Mean] = 0.54
     reward_std: IfNamed[Deviation] = 0.16
@@ -459,7 +459,7 @@ class AnchorConfig(Section):
 class EarlyStopConfig(Section):
     """`train.early_stop` of all scripts: when the held-out judge ends a run (alarms.py: broken_guards).
 
-    The updates are cut into windows. The run ends, as after its last step, when each of `patience` whole windows in a
+    The updates are cut into windows. The run ends, as after its last step, when each of `patience` full windows in a
     row breaks a guard, compared with the run's first window. The guards read reward/held_out and reward/held_out/... of
     the trained videos in metrics.jsonl. A window breaks one when:
 
@@ -511,8 +511,8 @@ class GrpoTrainConfig(Section):
     compile_blocks: bool = False
     # Steps in a row that may have a gradient that is not finite, or no judged sample; one more stops the run.
     max_nonfinite: Free[Whole] = 3
-    # When the held-out judge ends the run, with exit code 0 and a checkpoint; null: never. With groups at the end
-    # of an epoch. An ended run resumes when this is null or more patient.
+    # When the held-out judge ends the run, with exit code 0 and a checkpoint; null: never. With groups, at an
+    # epoch's end. An ended run resumes when this is null or more patient.
     early_stop: Free[EarlyStopConfig | None] = None
 
     def conflicts(self) -> Iterator[str]:
@@ -546,7 +546,7 @@ class TrainConfig(GrpoTrainConfig):
     # Steps whose graphs are kept, the last ones with a gradient; the others are replayed. null: all.
     kept_steps: Free[Count | None] = None
     # Processes that compute each clip together, for Wan models without sharding. In the experts each has a part of the
-    # tokens, which divides activations and time; decoder and rewards work on the whole clip in all of them. It must
+    # tokens, which divides activations and time; decoder and rewards work on the full clip in all of them. It must
     # divide the processes, the tokens and the attention heads. The backend native computes attention again to go back.
     context_parallel: Free[Annotated[Count, Field(le=64)]] = 1
     # Decay of an average of the weights (rising from 0.1 to this), which sample videos and checkpoints use. 0: the last
@@ -582,7 +582,7 @@ class GroupConfig(Section):
     inner_epochs: BatchSize = 1
     # Memory for an epoch's latents and conditioning between rollout and update.
     samples_on: Free[Literal["gpu", "cpu"]] = "gpu"
-    # Divisor of (reward - mean of the group): the group's standard deviation, that of all the epoch's rewards, the
+    # Divisor of (reward - mean of the group): the standard deviation of the group, of all the epoch's rewards, the
     # largest of the epoch's groups, or 1.
     advantage_std: IfNamed[Literal["group", "global", "max_group", "none"]] = "group"
     # Several rewards: normalise their weighted sum, or each before summing (so that a small deviation counts as much).
@@ -594,9 +594,9 @@ class GroupConfig(Section):
 
 
 class GrpoConfig(GroupConfig):
-    """Section `grpo` of train_flow_grpo.py. With several updates per epoch, the ratio is 1 in the first alone."""
+    """Section `grpo` of train_flow_grpo.py. With several updates per epoch, the ratio is 1 only in the first."""
 
-    # All members of a group start from the same noise and differ by the SDE steps' noise alone. The steps before the
+    # All members of a group start from the same noise and differ only by the SDE steps' noise. The steps before the
     # window are then computed once per group.
     same_noise_in_group: bool = False
 
@@ -617,7 +617,7 @@ class GrpoConfig(GroupConfig):
     # First and last + 1 of the steps that random and fraction draw from; null is all. Steps of an untrained expert and
     # the last step, whose noise no step would remove, are never drawn.
     window_bounds: Listed[int] | None = None
-    # Each group draws a window of its own, instead of one for all groups of the epoch: Flash-GRPO with window_size 1.
+    # Each group draws its own window, instead of one for all groups of the epoch: Flash-GRPO with window_size 1.
     # For one trained expert, and a batch that divides group_size.
     window_per_group: bool = False
 
@@ -625,7 +625,7 @@ class GrpoConfig(GroupConfig):
     # a video its bias silences every sample of negative advantage).
     objective: Literal["guard", "clip"] = "guard"
     # The ratio is clipped to 1 - clip_range .. 1 + clip_range_high (null: clip_range). Not transferable between
-    # objectives, resolutions and kinds of sde.
+    # objectives, resolutions and values of sde.
     clip_range: IfNamed[Annotated[Number, Field(gt=0, lt=1)]] = 2e-6
     clip_range_high: IfNamed[Positive | None] = None
     # Weight of the KL divergence from the untrained model, over the trained steps; 0 skips its forward passes.
@@ -668,12 +668,12 @@ class ForwardConfig(GroupConfig):
     old_decay_rate: IfNamed[NonNegative] = 0.001
     old_decay_start: IfNamed[Whole] = 0
     # Weights of mean((v - v_old)^2) and mean((v - v_base)^2), the distances from the old policy's velocity and from
-    # that of the model without its adapter. The data anchor's is anchor.weight.
+    # the velocity of the model without its adapter. The data anchor's is anchor.weight.
     old_anchor: IfNamed[NonNegative] = 0.0
     base_anchor: IfNamed[NonNegative] = 0.0
-    # Divisor of the advantage: that of all the epoch's rewards, as in the published code of the three.
+    # Divisor of the advantage: standard deviation of all the epoch's rewards, as in the published code of the three.
     advantage_std: IfNamed[Literal["group", "global", "max_group", "none"]] = "global"
-    # Factor of the clipped advantage; null takes the objective's: rvm 0.1, awm 1 / advantage_clip. nft has none.
+    # Factor of the clipped advantage; null takes the objective's: rvm 0.1, awm 1 / advantage_clip. nft has no factor.
     advantage_scale: IfNamed[Positive | None] = None
     # For nft: the distance of its branches from the old policy, its authors' beta.
     mix: IfNamed[Annotated[Share, Field(gt=0)]] = 1.0
@@ -713,7 +713,7 @@ class EvaluationConfig(Section):
 
 
 class RewardFlConfig(Section):
-    """The whole configuration of train_reward_fl.py."""
+    """The complete configuration of train_reward_fl.py."""
 
     script: ClassVar[str] = "train_reward_fl.py"
 
@@ -789,7 +789,7 @@ class GroupRunConfig(Section):
 
 
 class FlowGrpoConfig(GroupRunConfig):
-    """The whole configuration of train_flow_grpo.py."""
+    """The complete configuration of train_flow_grpo.py."""
 
     script: ClassVar[str] = "train_flow_grpo.py"
 
@@ -816,7 +816,7 @@ class FlowGrpoConfig(GroupRunConfig):
 
 
 class ForwardRlConfig(GroupRunConfig):
-    """The whole configuration of train_forward_rl.py."""
+    """The complete configuration of train_forward_rl.py."""
 
     script: ClassVar[str] = "train_forward_rl.py"
 
@@ -842,7 +842,7 @@ class ForwardRlConfig(GroupRunConfig):
 
 
 AnyConfig = RewardFlConfig | FlowGrpoConfig | ForwardRlConfig
-# {whole configuration: {section: its model}}
+# {complete configuration: {section: its model}}
 SECTIONS: dict[type[AnyConfig], dict[str, type[Section]]] = {
     schema: {section: cast(type[Section], field.annotation) for section, field in schema.model_fields.items()}
     for schema in (RewardFlConfig, FlowGrpoConfig, ForwardRlConfig)
@@ -909,7 +909,7 @@ def _resume_conflicts(cfg: AnyConfig) -> Iterator[str]:
 
 
 def active_steps(cfg: RewardFlConfig) -> tuple[int, ...]:
-    """Return the sampling steps with a gradient, increasing; final_timestep alone for some gradient_modes."""
+    """Return the sampling steps with a gradient, increasing; only final_timestep for some gradient_modes."""
     sample = cfg.sample
     if sample.gradient_mode in ONE_STEP:
         return (sample.final_timestep,)
@@ -927,7 +927,7 @@ def kl_steps(cfg: RewardFlConfig) -> tuple[int, ...]:
 
 
 def is_supervised(cfg: AnyConfig) -> bool:
-    """Return whether the data anchor is the whole loss: no reward has a weight, and there is no KL."""
+    """Return whether the data anchor is the entire loss: no reward has a weight, and there is no KL."""
     if not isinstance(cfg, RewardFlConfig) or cfg.anchor.weight == 0:
         return False
     reward = cfg.reward

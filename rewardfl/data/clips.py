@@ -34,7 +34,7 @@ TRANSPARENT = "has transparent pixels; save it without an alpha channel"
 Timed = tuple[float | None, Any]  # a frame's time in seconds, and the frame
 
 # libav conceals damage. Some decoders (ffv1's) report it only in libav's log, which _decode_frames reads. PyAV would
-# skip a message that equals the last one, also that of another clip.
+# skip a message that equals the last one, even another clip's.
 av.logging.set_level(av.logging.ERROR)
 av.logging.set_skip_repeated(False)
 logging.getLogger("libav").addHandler(logging.NullHandler())  # else Python prints messages outside of _decode_frames
@@ -48,7 +48,7 @@ class Header(NamedTuple):
     """Size, frame rate and oddities of a clip by its file's header."""
 
     size: tuple[int, int]  # (height, width) as stored
-    rate: float | None  # frames per second; None where the header has none
+    rate: float | None  # frames per second; None if the header has no rate
     oddities: tuple[str, ...]  # keys of metadata.CLIP_NOTES
 
 
@@ -131,7 +131,7 @@ def _decode_frames(path: str | Path) -> Iterator[Timed]:
     with _open_video(path) as (container, stream):
         frames = itertools.chain.from_iterable(map(decode, container.demux(stream)))
         for i in itertools.count():
-            with av.logging.Capture() as log:  # of this thread
+            with av.logging.Capture() as log:  # the log of this thread
                 frame = next(frames, None)
             errors = [text.strip() for level, _, text in log if level <= av.logging.ERROR] + marks
             errors += ["a frame is marked as corrupt"] * (frame is not None and frame.is_corrupt)
@@ -187,7 +187,7 @@ def read_video_header(
         is_yuv = codec.format is not None and not codec.format.is_rgb
         oddities = {
             "hdr": codec.color_trc in (16, 18),  # PQ and HLG in ITU-T H.273
-            "interlaced": codec.field_order in (2, 3, 4, 5),  # of AVFieldOrder
+            "interlaced": codec.field_order in (2, 3, 4, 5),  # values of AVFieldOrder
             # 2 is the unknown matrix; from 720 lines on players take it for BT.709
             "untagged": codec.height >= 720 and codec.colorspace == 2 and is_yuv,
         }
@@ -301,11 +301,11 @@ def fit(frames: Tensor, height: int, width: int) -> Tensor:
 def fit_size(height: int, width: int, max_pixels: int) -> tuple[int, int]:
     """Return (height, width), multiples of STEP, of at most max_pixels (>= STEP * STEP) and the clip's pixels.
 
-    Prefer the size at which the clip is scaled down least (by its smaller scale), then the one that crops least.
+    Prefer the size at which the clip is scaled down least (by its smaller scale), then the size that crops least.
     """
     pixels = max(STEP**2, min(max_pixels, height * width))
     heights = range(STEP, pixels // STEP + 1, STEP)
-    # the width of the whole clip at that height, at most what the pixels allow
+    # the width of the full clip at that height, at most what the pixels allow
     sizes = [(h, STEP * min(-(-h * width // (height * STEP)), pixels // (h * STEP))) for h in heights]
     # max takes the first of equals: where the width decides, more height would only be cropped
     return max(sizes, key=lambda size: min(size[0] / height, size[1] / width))

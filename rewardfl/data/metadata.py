@@ -33,7 +33,7 @@ from rewardfl.file_kinds import foreign_path_hint, wrong_kind
 from rewardfl.files import is_control
 
 SIZE = ("height", "width")  # the columns of a row's own size
-# of metadata.csv; prompt is required
+# the columns of metadata.csv; prompt is required
 COLUMNS = ("video", "prompt", "image", "negative_prompt", "reference_video", *SIZE, "person", "photos")
 ALIASES = {"input_image": "image"}  # other names of columns
 PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")  # suffixes of photos in a folder
@@ -67,7 +67,7 @@ class Row:
     id: str
     video: Path | None  # the real clip; None: the row has a prompt, and perhaps an image
     prompt: str
-    problem: str = ""  # of the line itself
+    problem: str = ""  # a problem of the line itself
     image: Path | None = None  # the model's input; None: the clip's first frame
     photos: tuple[Path, ...] = ()  # pictures of the person to preserve, instead of the clip's frames
     negative_prompt: str = ""  # see notes
@@ -88,7 +88,7 @@ class Row:
 
     @property
     def offers(self) -> tuple[str, ...]:
-        """Return the kinds of reference that the row has (Reward.compares_with)."""
+        """Return the types of reference that the row has (Reward.compares_with)."""
         pictures = ("nothing", "picture") if self.pictures or self.reference else ("nothing",)
         return pictures if self.reference_video is None and self.video is None else (*pictures, "clip", "motion")
 
@@ -131,7 +131,7 @@ class Example:
     video: Tensor | None  # (3, F, H, W), the real clip
     image: Tensor | None  # (3, H, W), the model's input
     # (3, F', H', W'), for rewards: reference_video, else `video`, else `image` as a still clip of REFERENCE_FRAMES
-    # frames; F' = 0 where the row has none of them
+    # frames; F' = 0 if the row lacks all of them
     reference: Tensor
 
 

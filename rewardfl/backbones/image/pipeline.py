@@ -78,7 +78,7 @@ class ImageModelSpec:
     """One architecture of text-to-image models.
 
     published: its name. pipeline: diffusers' class. mixin: that pipeline's LoRA loader. encoders, tokenizers: of the
-    text, by the pipeline's names. encode: (a pipeline of these alone, prompt, device) -> conditioning. ask: (latents
+    text, by the pipeline's names. encode: (a pipeline of only these, prompt, device) -> conditioning. ask: (latents
     (B, C, h, w), times (B,) from 1000 to 0, conditioning, embedded guidance) -> the network's arguments by name.
     answer: (its output, these latents) -> velocity, of their shape. guide: as in Backbone, at the pipeline's own scale;
     not called at 1 (no guidance); None for the formula there. vae: its class. decode: (vae, sampled latents)
@@ -88,7 +88,7 @@ class ImageModelSpec:
     scheduler's configuration) -> the logarithm of a shift by size. longest_side: of images in latents, by the
     network's configuration, None for any. tokens: (configurations) -> {text encoder, or a module of it: the length of a
     prompt in it}. prompt_tokens: {tokenizer: tokens of a plain prompt that are read}; one of two equal tokenizers.
-    shapes: (the network's configuration, tokens) -> those of `encode`'s output, for one sample. streams:
+    shapes: (the network's configuration, tokens) -> the shapes of `encode`'s output, for one sample. streams:
     as in ExpertOnMeta.
     """
 
@@ -232,7 +232,7 @@ class ImageModel(Backbone):
         )
 
     def _network_on_meta(self, latents: Tensor, conditioning: Conditioning) -> tuple[ExpertOnMeta, ...]:
-        """Return a network of one block for each kind of blocks: those of one list with equal weight shapes."""
+        """Return a network of one block for each type: the blocks of one list with equal weight shapes are one type."""
         flat, time = latents.detach().squeeze(2).requires_grad_(), torch.empty(1, device="meta")
         guidance = 1.0 if self.configs[EXPERT].get("guidance_embeds") else None
 
@@ -249,7 +249,7 @@ class ImageModel(Backbone):
         return tuple(ExpertOnMeta(count=n, build=build, x=flat, run=run, streams=streams) for build, n in builds)
 
     def _one_block(self, name: str, index: int, adapter: Adapter | None) -> ModelMixin:
-        """Return a network of block `index` of the list `name` alone, on the meta device, in its trained dtypes.
+        """Return a network with one block, `index` of the list `name`, on the meta device, in its trained dtypes.
 
         Targets of the adapter that it lacks are left out.
         """
@@ -386,7 +386,7 @@ def open(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
 def describe(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
     """Return the model of a folder's configurations, without weights. Raise InputError for another model's.
 
-    For a missing path they are those of the published model that its last part names.
+    For a missing path, they are the configurations of the published model that its last part names.
     """
     folder = Path(source.model_paths)
     if not folder.exists():
@@ -429,7 +429,7 @@ def describe(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
 
 
 def _check_scheduler(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise InputError unless a shift alone, which may depend on the size, gives the scheduler's sigmas."""
+    """Raise InputError unless only a shift, which may depend on the size, gives the scheduler's sigmas."""
     sigmas = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas", "stochastic_sampling")
     expected = {"_class_name": "FlowMatchEulerDiscreteScheduler"} | dict.fromkeys(sigmas, False)
     for key, value in expected.items():

@@ -1,4 +1,4 @@
-"""Qwen-Image: a vision-language model's text features, one network on packed latents, a VAE of Wan's kind.
+"""Qwen-Image: a vision-language model's text features, one network on packed latents, a VAE of Wan's type.
 
 Its conditioning: text (B, T, d), T the tokens of the batch's longest prompt; mask (B, T) of the tokens of each prompt.
 """
@@ -16,7 +16,7 @@ from rewardfl.backbones.image.flux import pack, unpack
 from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, PATCH, ImageModelSpec, describe, open
 from rewardfl.backbones.protocol import Conditioning
 
-TOKENS = 128  # of a prompt, for the estimate alone: prompts are not padded
+TOKENS = 128  # tokens of a prompt, only for the estimate: prompts are not padded
 
 
 def _encode(pipe: Any, prompt: str, device: torch.device) -> Conditioning:

@@ -75,7 +75,7 @@ class Wan(Backbone):
         return (self.channels, frames, height // self.spatial, width // self.spatial)
 
     def check_clips(self, height: int, width: int, num_frames: int, max_pixels: int | None = None) -> None:
-        # diffusers' pipeline demands 16 of every model; beyond the positions there is no rotary embedding
+        # diffusers' pipeline demands 16 of every model; beyond the positions, rotary embeddings do not exist
         multiple, longest = math.lcm(16, self.pixels_per_token), self.positions * self.pixels_per_token
         problems = stock.size_problems(height, width, max_pixels, multiple=multiple, longest=longest)
         least, most = self.temporal + 1, (self.positions - 1) * self.temporal + 1  # one frame would be the image
@@ -95,7 +95,7 @@ class Wan(Backbone):
                 raise InputError(f"train.context_parallel {processes} does not divide the {count} {name}; change it")
 
     def differences(self, shift: float | None, guidance: float) -> list[str]:
-        """Compare the boundary alone: converted checkpoints state another shift than their originals."""
+        """Compare only the boundary: converted checkpoints state another shift than their originals."""
         stated = stock.read_json(self.folder / "model_index.json").get("boundary_ratio")
         if None in (stated, self.boundary) or stated == self.boundary:
             return []
@@ -140,7 +140,7 @@ class Wan(Backbone):
 
         @torch.no_grad()
         def encode(image: Tensor | None, num_frames: int) -> Conditioning:
-            """Return mask and image latents, or these alone, and CLIP's features, by the pipeline's own code."""
+            """Return mask and image latents, or only image latents, and CLIP's features, by the pipeline's own code."""
             assert image is not None, "this model takes an image"
             height, width = image.shape[1:]
             frames = (num_frames - 1) // self.temporal + 1
@@ -190,7 +190,7 @@ class Wan(Backbone):
             latents = torch.cat([x, given["image"].to(x.dtype)], 1)
         elif self.variant.image == "frame":
             latents = torch.cat([given["image"].to(x.dtype), x], 2)
-        if self.variant.token_times:  # of patches, as in the pipeline; the image's are 0
+        if self.variant.token_times:  # a time for each patch, as in the pipeline; the image's are 0
             tokens, image_frames = x.shape[3] // _PATCH * (x.shape[4] // _PATCH), latents.shape[2] - x.shape[2]
             time = torch.cat([time.new_zeros(tokens * image_frames), time.expand(tokens * x.shape[2])])
         if self.variant.clip:

@@ -55,7 +55,7 @@ class _Graph:
     def pull_back(
         self, grad_frames: Sequence[Tensor], grad_after: Sequence[Tensor | None]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the gradient of the latents (B, C, chunks, h, w), and those of the first caches; None of no tensor.
+        """Return the gradients of the latents (B, C, chunks, h, w) and of the first caches; None for non-tensors.
 
         grad_frames: by chunk. grad_after: of the caches after the last one, None counts as zero.
         """
@@ -93,7 +93,7 @@ class WanDecoder:
         """Decode for a later `vjp`, which may run once if chunks are kept.
 
         caches: keep (on the device), offload (in host memory; the VJP copies them one chunk ahead), or segment (in host
-        memory, those of every ceil(sqrt(T))-th chunk; the VJP decodes each segment again for the others, and copies a
+        memory, for every ceil(sqrt(T))-th chunk; the VJP decodes each segment again for the others, and copies a
         chunk's at its turn). kept_chunks: the last chunks whose graph stays for the VJP. The gradients are the same to
         the last bit. None stores no caches.
         """
@@ -137,7 +137,7 @@ class WanDecoder:
         ranges = [slice(0, 1)] + [slice(1 + factor * i, 1 + factor * (i + 1)) for i in range(latents.shape[2] - 1)]
         grad_caches: list[Tensor | None] = [None] * self.vae._cached_conv_counts["decoder"]
         segment: dict[int, StoredCaches] = {}
-        end = len(ranges)  # of the chunks that are left
+        end = len(ranges)  # the end of the remaining chunks
         while end > first_sampled:
             graph = decoded.graphs.pop(end, None)
             if graph is None:

@@ -103,7 +103,7 @@ def _load_part(
 ) -> Any:
     """Load a part from its folder, or from its original file: .safetensors, or a pickle without code.
 
-    Raise InputError where names or shapes differ. Tied weights count once.
+    Raise InputError if names or shapes differ. Tied weights count once.
     """
     path: Path = getattr(layout, part)
     if path.is_dir():

@@ -18,7 +18,7 @@ from rewardfl.backbones.wan.decoder import lean_graph, run_chunk
 from rewardfl.backbones.wan.model import TEXT_LENGTH, new_expert
 from rewardfl.backbones.wan.variants import Variant
 
-CLIP_TOKENS = 257  # of a picture: CLIP-H's 16 x 16 patches and its class
+CLIP_TOKENS = 257  # tokens of a picture: CLIP-H's 16 x 16 patches and its class
 meta = partial(torch.empty, device="meta")
 
 
