@@ -51,7 +51,7 @@ class Case:
     settings: Mapping[str, str]  # for the page, and digests of the model's files
     rows: Sequence[data.Row]
     one_update: Sequence[str]  # overrides
-    work: Workload  # of that update
+    work: Workload  # the work of that update
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def open_case(args: argparse.Namespace) -> Case:
 
 
 def write_page(case: Case, findings: Mapping[str, Finding]) -> None:
-    """Write the page, whole or not at all."""
+    """Write the page, completely or not at all."""
     worst = DIFFERS if any(finding.status == DIFFERS for finding in findings.values()) else OK
     lines = [f"# rewardfl doctor: {worst}", "", "| check | result | in a line |", "|---|---|---|"]
     lines += [f"| {n} | {f.status} | {anonymise(f.line).replace('|', '/')} |" for n, f in findings.items()]

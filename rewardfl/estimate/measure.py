@@ -30,7 +30,7 @@ from rewardfl.training.workload import Video
 
 
 class _Flash(TorchFunctionMode):
-    """Attention by a fused kernel; on the meta device torch would take one that stores the scores."""
+    """Attention by a fused kernel; on the meta device torch would take a kernel that stores the scores."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -56,7 +56,7 @@ FORMULAS = flop_registry | {operator: shape_wrapper(formula) for operator, formu
 
 
 class Living(TorchDispatchMode):
-    """Sums by kind of the FLOPs of operators by torch's formulas, and the bytes of living storages that they allocate.
+    """Count the FLOPs of operators by type, with torch's formulas, and the bytes of living storages that they allocate.
 
     `external` tensors do not count. The hooks of torch's FlopCounterMode would keep recomputed tensors of checkpoints
     alive.
@@ -94,7 +94,7 @@ class Living(TorchDispatchMode):
 
 @dataclass(frozen=True, kw_only=True)
 class ByKind:
-    """FLOPs by pass and kind of operation."""
+    """FLOPs by pass and type of operation."""
 
     flops: Counter[tuple[str, Operation]]
 
@@ -173,7 +173,7 @@ class ExpertCost(ByKind):
     weights: int
     block_weights: int
     other_weights: int
-    weights_fp8: int  # of the whole expert under diffusers' layerwise casting
+    weights_fp8: int  # the complete expert's under diffusers' layerwise casting
     adapter_parameters: int  # a number
     block_input: int
     stored: int  # every block's input and `shared`, which checkpointing stores of one forward pass
@@ -182,7 +182,7 @@ class ExpertCost(ByKind):
     saved: int  # for the backward pass, with the adapter, by all blocks
     saved_outside: int  # and outside of them
     block_saved: int
-    block_peak: int  # of one block's forward and backward pass, without its input
+    block_peak: int  # in one block's forward and backward pass, without its input
     block_peak_frozen: int  # the same without a graph
     forward_frozen = property(lambda self: self.total("forward_frozen"))
 
@@ -193,32 +193,32 @@ class ChunkCost(ByKind):
 
     caches_in: int
     peak: int  # without a graph; with the output caches
-    peak_vjp: int  # of forward, backward and the cotangents
+    peak_vjp: int  # with forward, backward and the cotangents
     graph: int  # between forward and backward, without the output caches
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Costs of a whole model for one video. `shape`: (C, T, h, w) of its latents."""
+    """Costs of a complete model for one video. `shape`: (C, T, h, w) of its latents."""
 
     shape: tuple[int, int, int, int]
     num_pixels: int  # values in the video
     itemsize: int  # bytes of one number of the frozen weights' dtype
     experts: Mapping[str, ExpertCost]  # by name
     vae_weights: int
-    decoder_weights: int  # of the VAE without its encoder, as in training
+    decoder_weights: int  # the VAE's without its encoder, as in training
     chunks: tuple[ChunkCost, ...]  # by latent frame
-    vision_weights: int  # of a separate image encoder, or 0
+    vision_weights: int  # a separate image encoder's, or 0
     text_weights: int
-    text: Cost  # of encoding one prompt
-    image: Cost  # of encoding a clip by the VAE, from its float32 pixels; 0 for an image model
+    text: Cost  # for encoding one prompt
+    image: Cost  # for encoding a clip by the VAE, from its float32 pixels; 0 for an image model
     cached: Mapping[str, int]  # bytes of one sample's conditioning, by part
 
 
 def measure_expert(
     kinds: Sequence[ExpertOnMeta], dtype: torch.dtype, block_classes: Sequence[str], adapter: Adapter | None
 ) -> ExpertCost:
-    """Return one network's cost, from one block of each kind. dtype: of its frozen weights."""
+    """Return one network's cost, from one block of each type. dtype: of its frozen weights."""
     blocks = [_measure_block(kind, dtype, block_classes, adapter) for kind in kinds]
     outside, largest = blocks[0][2], Counter[str]()
     sums = Counter(outside)
@@ -299,7 +299,7 @@ def _packed(run: Callable[[], Any]) -> int:
 
 
 def block_arguments(kind: ExpertOnMeta, model: nn.Module, block: nn.Module) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return a block's arguments by name in a pass through the network, and those of them with a gradient."""
+    """Return a block's arguments by name in a pass through the network, and the list of those with a gradient."""
     arguments: dict[str, Any] = {}
 
     def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -117,7 +117,7 @@ def seconds(costs: Costs, work: Workload, rates: Rates) -> dict[str, tuple[float
     by_kind = [(getattr(rates, kind) * 1e12, flops(costs, work, kind)) for kind in OPERATIONS]
     compute = {part: sum(amounts[part] / rate for rate, amounts in by_kind) for part in by_kind[0][1]}
     moved, blocks = copies(costs, work), max(cost.weights // cost.block_weights for cost in costs.experts.values())
-    chunks = 1 if work.decode_caches == "segment" else len(costs.chunks)  # of segments no cache is copied ahead
+    chunks = 1 if work.decode_caches == "segment" else len(costs.chunks)  # segments copy no cache ahead
     spent = {}
     for part, computing in compute.items():
         into, out = (amount / rates.copies / 1e9 for amount in moved.get(part, (0, 0)))
@@ -225,7 +225,7 @@ def _resident_weights(costs: Costs, work: Workload) -> dict[str, int]:
     for expert in work.trained:
         cost = costs.experts[expert]
         blocks, stays = cost.weights - cost.other_weights, cost.other_weights
-        if work.trained_placement == "gpu" and work.sharding == "fsdp2":  # the current and the next block are whole
+        if work.trained_placement == "gpu" and work.sharding == "fsdp2":  # the current and next block are unsharded
             stays += blocks // work.processes + 2 * cost.block_weights
         elif work.trained_placement == "gpu":
             stays += blocks
@@ -239,9 +239,9 @@ def _resident_weights(costs: Costs, work: Workload) -> dict[str, int]:
 
 def adapter_bytes(work: Workload, parameters: int) -> tuple[int, int]:
     """Return the bytes of training `parameters` parameters: on each GPU, without activations, and in the host."""
-    if work.sharding == "zero2":  # weight and gradient whole, and a reduction buffer; optimizer shard in the host
+    if work.sharding == "zero2":  # full weight and gradient, and a reduction buffer; optimizer shard in the host
         return 2 * _FLOAT32 * parameters + _FLOAT32 * REDUCE_BUCKET, ADAM_BYTES * parameters // work.processes
-    if work.sharding == "fsdp2":  # all four sharded, and the gradient whole until an update's last backward
+    if work.sharding == "fsdp2":  # all four sharded, and the full gradient until an update's last backward
         return ADAM_BYTES * parameters // work.processes + _FLOAT32 * parameters, 0
     return ADAM_BYTES * parameters, 0
 
@@ -298,7 +298,7 @@ def _largest(costs: Costs, work: Workload) -> ExpertCost:
 
 
 def _graph_bytes(costs: Costs, work: Workload, steps: int, begun: int = 0) -> tuple[int, int]:
-    """Return the bytes of graphs on the GPU and in the host: of whole `steps`, and of `begun` ones.
+    """Return the bytes of graphs on the GPU and in the host: of complete `steps`, and of `begun` ones.
 
     Of a begun one nothing waits that is saved outside of the blocks.
     """

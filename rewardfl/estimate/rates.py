@@ -1,4 +1,4 @@
-"""What GPUs reach in practice, by kind of operation: an estimate's seconds are FLOPs and bytes by these rates."""
+"""What GPUs reach in practice, by type of operation: an estimate's seconds are FLOPs and bytes by these rates."""
 
 from argparse import ArgumentTypeError
 from dataclasses import asdict, dataclass, replace

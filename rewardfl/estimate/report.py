@@ -32,7 +32,7 @@ def estimate(work: Workload, machine: Machine, rates: Rates) -> tuple[str, bool]
 
 def dry_run(work: Workload, job: Distributed) -> int:
     """Print the estimate. Return the exit code: 2 where the run does not fit this machine."""
-    processes = job.all_reduce_max(job.accelerator.local_process_index) + 1  # of the machine that has the most
+    processes = job.all_reduce_max(job.accelerator.local_process_index) + 1  # on the machine that has the most
     machine = Machine(total_memory(job.device), usable_memory(), processes)
     text, enough = estimate(work, machine, rates_on(job.device))
     job.print(text)
@@ -40,7 +40,7 @@ def dry_run(work: Workload, job: Distributed) -> int:
 
 
 def work_table(costs: Costs, work: Workload, rates: Rates) -> list[str]:
-    """List FLOPs by part and kind, and seconds at the rates: of one video, and of parts of the run."""
+    """List FLOPs by part and operation, and seconds at the rates: of one video, and of parts of the run."""
     tokens, shape = costs.experts[work.trained[0]].tokens, "x".join(map(str, costs.shape))
     flops = [needs.flops(costs, work, kind) for kind in (None, *OPERATIONS)]
     times = needs.seconds(costs, work, rates)

@@ -31,7 +31,7 @@ NEGATIVE = ""  # key of the negative prompt; no row has this id
 
 Sampling = SampleConfig | WholeSampleConfig
 
-InferencePlacement = Literal["gpu", "cpu_swap"]  # of the experts, as `offload.move_expert` takes it
+InferencePlacement = Literal["gpu", "cpu_swap"]  # the experts' placement, as `offload.move_expert` takes it
 
 Files = dict[tuple[str, int], Path]  # another tool's videos by row id and number of the noise
 
@@ -107,9 +107,9 @@ class Arm:
     name: str
     steps: int = 0  # sampling steps; 0 for another tool's videos
     adapter: Path | None = None  # a checkpoint; None for the base model
-    strength: float = 1.0  # of the adapter
+    strength: float = 1.0  # the adapter's factor
     videos: Path | None = None  # another tool's videos, judged as they are
-    origin: str = ""  # of the run's start: its path and training; empty for others
+    origin: str = ""  # the run's start: its path and training; empty for others
 
 
 def make_arms(
@@ -124,7 +124,7 @@ def make_arms(
     """Return, for each step count of a run, the base model, its start and all adapters, and then other tools' videos.
 
     named: adapters by --adapter, each with its strength; without any and without videos the run's latest. strengths: of
-    every adapter. usual: the step count that names omit. Raise ValueError where two arms would have one name,
+    every adapter. usual: the step count that names omit. Raise ValueError if two arms would have one name,
     FileNotFoundError for a folder without an adapter, before anything loads.
     """
     if strengths and any(strength != 1 for _, strength in named):

@@ -35,7 +35,7 @@ class ClipKey(NamedTuple):
     person: str
 
 
-Values = dict[ClipKey, float]  # of one figure of one arm, without clips that lack it
+Values = dict[ClipKey, float]  # values of one figure of one arm, without clips that lack it
 
 # compared by their ratio: motion of pixels, of a recogniser's landmarks, and canaries
 RATIOS = {"flow", "face_flow", "pixel_change", "sharpness", "speed", "nonrigid", "grid", "saturation"}
@@ -43,7 +43,7 @@ RATIOS |= {"displacement", "lk_flow", "mouth"}
 
 FROZEN = 0.5  # a clip is frozen below this share of the base's non-rigid motion
 
-THRESHOLD = 0.4  # of FaceSim, for the share of frames above it
+THRESHOLD = 0.4  # a limit of FaceSim, for the share of frames above it
 
 
 def is_ratio(name: str) -> bool:

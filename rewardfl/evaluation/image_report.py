@@ -31,7 +31,7 @@ class Disagreement(NamedTuple):
     clip: ClipKey
     side: str  # before | after
     figures: dict[str, float]
-    margin: float  # of the first figure over the second
+    margin: float  # margin of the first figure over the second
 
 
 @dataclass(frozen=True, kw_only=True)

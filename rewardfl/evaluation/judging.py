@@ -68,7 +68,7 @@ def load_judges(
 
 
 def measured_rewards(reward: SharedRewardConfig, specs: Sequence[RewardSpec]) -> list[RewardSpec]:
-    """Return the rewards that are measured next to the faces: reward.others, and a trained reward that is no face.
+    """Return the rewards that are measured next to the faces: reward.others, and the trained one unless face_identity.
 
     specs: of the configuration. With reward.people: all add `everybody`: the mean identity similarity of all people by
     the pack that judges.

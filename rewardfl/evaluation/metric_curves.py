@@ -10,7 +10,7 @@ from typing import NamedTuple
 import matplotlib
 from matplotlib.figure import Figure
 
-_COLUMNS = 4  # of pictures, at most
+_COLUMNS = 4  # pictures in a row, at most
 
 Lines = list[dict[str, float | None]]
 

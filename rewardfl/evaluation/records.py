@@ -48,7 +48,7 @@ WAY_OUT = "give --out another folder, or --overwrite to remove that evaluation"
 FACE = ("face_sim", "coverage", "speed", "nonrigid")  # the figures of a recogniser
 
 
-TYPES: Mapping[str, type] = {  # of the keys of every record
+TYPES: Mapping[str, type] = {  # the types of every record's keys
     "row": str, "line": int, "index": int, "person": str, "arm": str, "steps": int, "decoded": bool, "file": str,
     "figures": dict, "curves": dict, "detected": dict,
 }  # fmt: skip
@@ -80,7 +80,7 @@ def read_records(out: Path) -> dict[RecordKey, Record]:
 
 
 class Writer:
-    """Appends whole records to the file of a process, which it first writes again without a truncated line."""
+    """Appends complete records to the file of a process, which it first writes again without a truncated line."""
 
     def __init__(self, out: Path, rank: int):
         self.path = record_file(out, rank)
@@ -88,7 +88,7 @@ class Writer:
         atomic_write(self.path, content[: content.rfind(b"\n") + 1])
 
     def add(self, record: Record) -> None:
-        with open_to_append(self.path, buffering=0) as file:  # one system call: a kill leaves the whole line or nothing
+        with open_to_append(self.path, buffering=0) as file:  # one system call: a kill leaves a full line or nothing
             file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
 
 
@@ -105,14 +105,14 @@ def join_records(out: Path) -> list[Record]:
 
 
 def _files(out: Path) -> list[Path]:
-    """Return the files of records. Only the folder's mark names those of other processes."""
+    """Return the files of records. Only the folder's mark names other processes' files."""
     listed = Folder(out, overwrite=False).listed() or []
     names = [FILE, *(name for name in listed if re.fullmatch(r"records-[0-9]+\.jsonl", name))]
     return [out / name for name in names if (out / name).is_file()]
 
 
 def merge_settings(out: Path, settings: Settings) -> Settings:
-    """Merge settings into the folder's; GROWING blocks may gain names. Raise InputError where another one differs."""
+    """Merge settings into the folder's; GROWING blocks may gain names. Raise InputError if another one differs."""
     path = out / SETTINGS
     old: Settings = {}
     if path.is_file():

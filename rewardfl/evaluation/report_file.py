@@ -5,7 +5,7 @@ from typing import Any
 
 from rewardfl.evaluation.records import FORMAT, parse_object
 
-COMPARED_BLOCKS = ("data", "sampling", "judges")  # of the settings, in which compared evaluations must agree
+COMPARED_BLOCKS = ("data", "sampling", "judges")  # blocks of the settings in which compared evaluations must agree
 
 
 def find_report(folder: Path) -> Path:

@@ -21,7 +21,7 @@ from rewardfl.training import clip_scan, plan, setup_rewards
 
 @dataclass(frozen=True, kw_only=True)
 class RewardScale:
-    """Scores of one reward on n videos, NaN where invalid. Gradients are NaN also where the reward has none."""
+    """Scores of one reward on n videos, NaN where invalid. Gradients are NaN also where the reward has no gradient."""
 
     term: Term
     scores: Tensor  # (n,)

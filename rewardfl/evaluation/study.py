@@ -43,7 +43,7 @@ class Study:
     judges: judging.Judges
     share: Shard
     files: Mapping[str, Files]
-    fps: float  # of the videos that it writes
+    fps: float  # frame rate of the videos that it writes
     starts: Mapping[Path, Mapping[str, Lora]]  # lora.init_from as training reads it, by its path
 
     @cached_property
@@ -79,7 +79,7 @@ class Study:
         """
         share, broken, faceless, notes = self.share, [], [], []
         through_vae = None
-        # batches are sampled whole, so an arm that lacks one video needs the references of all rows
+        # batches are sampled completely, so an arm that lacks one video needs the references of all rows
         is_waiting = any(self.lacks(arm, self.jobs(arm, rows)) for arm in self.arms)
         for row in tqdm(share.take(rows), desc="real clips", disable=share.quiet):
             real = (REAL, *([VAE] if vae else [])) if self.judges.faces and row.video else ()
@@ -258,7 +258,7 @@ class Study:
 
     @torch.no_grad()
     def _sample(self, sampler: Sampler, arm: Arm, batch: Sequence[Job]) -> None:
-        """Sample a batch unless all its records exist. Sample an incomplete one whole: bits depend on its size."""
+        """Sample a batch unless all its records exist. Sample an incomplete batch in full: bits depend on its size."""
         missing = self.lacks(arm, batch)
         if not missing:
             return
@@ -283,7 +283,7 @@ class Study:
         return data.read_clip(path, clips.height, clips.width, clips.num_frames, clips.max_pixels, clips.fps)
 
     def join(self, rows: Sequence[data.Row]) -> list[Record]:
-        """Join the records of all processes into one file, and return those of these rows, sorted.
+        """Join the records of all processes into one file, and return the records of these rows, sorted.
 
         Compute index and file of each record again, so an edited file cannot name another one. Raise ValueError for
         a record without the figures of these judges.

@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 NATIVE = "native"  # torch chooses among its kernels
-VARIABLE = "DIFFUSERS_ATTN_BACKEND"  # of the environment: diffusers' default backend
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # of a gradient's norm: rounding stays far below, faults above
+VARIABLE = "DIFFUSERS_ATTN_BACKEND"  # environment variable of diffusers' default backend
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # share of a gradient's norm, far above rounding, below faults
 RESULTS = ("an output", "a queries' gradient", "a keys' gradient", "a values' gradient")
 
 
@@ -21,7 +21,7 @@ class BackendError(ValueError):
 
 
 def check_name(name: str, expert: ModelMixin, *, may_download: bool) -> None:
-    """Raise BackendError where diffusers has no such backend, or this kind of network would not use it.
+    """Raise BackendError if diffusers has no such backend, or this type of network would not use it.
 
     expert: of the run's architecture, of any size, on any device.
     """
@@ -50,9 +50,9 @@ def check_name(name: str, expert: ModelMixin, *, may_download: bool) -> None:
 
 
 def check_backward(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise BackendError where the backend is not installed, does not run on `device`, or has a wrong gradient there.
+    """Raise BackendError if the backend is not installed, does not run on `device`, or has a wrong gradient there.
 
-    A small attention's output and gradients are compared with those of torch's plain matrix products in float32.
+    A small attention's output and gradients are compared with results of torch's plain matrix products in float32.
     """
     if name == NATIVE:
         return

@@ -18,7 +18,7 @@ def compile_blocks(expert: ModelMixin, block_classes: Sequence[str]) -> None:
 
     block_classes: the names of their classes. A block's hooks stay outside, above all those that bring its weights
     (rewardfl.memory.swap); diffusers' compile_repeated_blocks compiles them too, and fails. A block that torch cannot
-    compile as a whole, or would compile in more than FORMS forms, is an error. torch would otherwise run it
+    compile in one graph, or would compile in more than FORMS forms, is an error. torch would otherwise run it
     uncompiled.
     """
     blocks = [module for module in expert.modules() if type(module).__name__ in block_classes]
@@ -32,7 +32,7 @@ def compile_blocks(expert: ModelMixin, block_classes: Sequence[str]) -> None:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise BackendError where torch cannot compile a function with a gradient for `device`."""
+    """Raise BackendError if torch cannot compile a function with a gradient for `device`."""
     double = torch.compile(lambda x: x + x)
     x = torch.ones(64, device=device, requires_grad=True)
     try:

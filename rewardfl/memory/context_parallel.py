@@ -23,7 +23,7 @@ def split_tokens(expert: ModelMixin, mesh: DeviceMesh) -> None:
     """Split the tokens of every call of an expert over the processes of a clip.
 
     These call it together, with equal inputs, and have equal gradients of its output. The gradient of the hidden states
-    is then the whole one. The mean over processes of a parameter's gradient is the mean over clips.
+    is then complete. The mean over processes of a parameter's gradient is the mean over clips.
     """
     group, processes = mesh["ulysses"].get_group(), mesh["ulysses"].size()
 

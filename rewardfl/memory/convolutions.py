@@ -1,4 +1,4 @@
-"""Convolutions whose graph holds no activation: the gradient of the input needs the weight alone.
+"""Convolutions whose graph holds no activation: the gradient of the input needs only the weight.
 
 torch saves the input of each convolution for the gradient of its weight, frozen or not. In a VAE's decoder these inputs
 are most of the graph.

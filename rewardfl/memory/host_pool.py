@@ -1,7 +1,7 @@
 """Tensors in host memory until they are needed, in pages that all of them share.
 
 Block inputs, kept graphs and decoder caches of clips of any size wait here. The pool grows to the bytes that have
-waited at once, and each tensor takes whole pages. All copies run on one stream, so a page can be used again as soon as
+waited at once, and each tensor takes entire pages. All copies run on one stream, so a page can be used again as soon as
 its last copy is enqueued.
 """
 
@@ -66,7 +66,7 @@ def host_pool(device: torch.device) -> HostPool:
 class OffloadedTensors:
     """Tensors in host memory; their pages are free when this object dies.
 
-    before: the tensors that are needed after these, as a backward pass needs those of the block before.
+    before: the tensors that are needed after these, as a backward pass needs the tensors of the block before.
     """
 
     def __init__(self, pool: HostPool, before: "weakref.ref[OffloadedTensors] | None" = None):

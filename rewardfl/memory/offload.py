@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from rewardfl.memory.host_pool import OffloadedTensors, host_pool
 from rewardfl.memory.swap import BlockSwap
 
-Placement = Literal["gpu", "cpu_swap", "fp8"]  # of an expert's frozen weights (section `experts`)
+Placement = Literal["gpu", "cpu_swap", "fp8"]  # placement of an expert's frozen weights (section `experts`)
 
 # no rng state: these models have no dropout
 _checkpoint: Callable[..., Tensor] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -31,7 +31,7 @@ class InputsOnHost:
 
     def __init__(self, device: torch.device):
         self.pool = host_pool(device)
-        self.last_inputs: list[weakref.ref[Tensor]] = []  # of the previous block
+        self.last_inputs: list[weakref.ref[Tensor]] = []  # inputs of the previous block
         self.last_offloaded: weakref.ref[OffloadedTensors] | None = None
 
     def __call__(self, block: Callable[..., Tensor], *inputs: object) -> Tensor:

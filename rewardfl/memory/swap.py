@@ -6,7 +6,7 @@ previous one's. So the device holds two blocks' weights during a pass and none b
 to the last bit.
 
 A block of Wan2.2-A14B has 0.70 GB of them: 28 ms at 25 GB/s, while it computes 42 TFLOP at 480x832x81. diffusers' group
-offloading prefetches in the order of the forward pass alone (hooks/group_offloading.py), and takes the weights away
+offloading prefetches only in the order of the forward pass (hooks/group_offloading.py), and takes the weights away
 from a graph that still needs them.
 """
 

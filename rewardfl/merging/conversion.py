@@ -120,7 +120,7 @@ def comfy_tensors(update: Update, dtype: torch.dtype) -> dict[str, Tensor]:
             shape = [1] * len(down.shape)
             shape[0 if update.wd_on_output else 1] = -1
             state[f"{name}.dora_scale"] = load_tensor(update.magnitude).reshape(shape)
-    if update.diff is not None:  # of a table, such as blocks.0.modulation, too: ComfyUI reads no diff_m
+    if update.diff is not None:  # also a table's, such as blocks.0.modulation: ComfyUI reads no diff_m
         state[f"{name}.diff"] = load_tensor(update.diff)
     if (bias := sum_biases(update)) is not None:
         state[f"{name}.diff_b"] = bias
@@ -176,7 +176,7 @@ def make_part(name: str, value: Tensor) -> Part:
 def measure_loss(before: Lora, after: Lora, dtype: torch.dtype, *, verify: bool) -> MergeLoss:
     """Measure the share of the products, differences and biases that is left.
 
-    Raise InputError where another part is missing or new; verify: also where one has other values than by rounding.
+    Raise InputError if another part is missing or new; verify: also if one has other values than by rounding.
     """
     total = MergeLoss()
     for module, update in before.updates.items():
@@ -197,7 +197,7 @@ def measure_loss(before: Lora, after: Lora, dtype: torch.dtype, *, verify: bool)
 
 
 def changes(update: Update) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return {kind: the two factors of what an update adds or multiplies by, with all scales applied}."""
+    """Return {part: the two factors of what an update adds or multiplies by, with all scales applied}."""
     axis = "outputs" if update.wd_on_output else "inputs"
     columns = {"difference": update.diff, "bias": sum_biases(update), f"magnitude of the {axis}": update.magnitude}
     named = {k: (load_tensor(v).reshape(-1, 1), torch.ones(1, 1)) for k, v in columns.items() if v is not None}

@@ -116,7 +116,7 @@ def read_loras(text: str, alpha: float | None) -> LoraOption:
 def route(options: list[LoraOption], experts: list[str | None]) -> Routing:
     """Assign LoRAs to the base's experts.
 
-    Raise InputError where an expert is unknown, or a LoRA has none in the base.
+    Raise InputError if an expert is unknown, or a LoRA has no expert in the base.
     """
     routed: Routing = {expert: [] for expert in experts}
     for option in options:

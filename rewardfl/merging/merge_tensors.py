@@ -68,14 +68,14 @@ class Plan:
     base: Checkpoint
     parts: list[Part]
     merged: Mapping[str, Updates]
-    naming: str  # of the base: diffusers or original
+    naming: str  # the base's names: diffusers or original
 
 
 def plan_merge(base: Checkpoint, loras: Sequence[tuple[Lora, float]], dtype: str, names: str) -> Plan:
     """Return the parts of the merged checkpoint.
 
     dtype: keep | fp32 | bf16 | fp16; names: keep | diffusers | original | comfy. bf16 and fp16 leave in float32 the
-    tensors that diffusers keeps there. Raise InputError where an update does not fit (rewardfl/weights/merge.py).
+    tensors that diffusers keeps there. Raise InputError if an update does not fit (rewardfl/weights/merge.py).
     """
     merged = merge.updates_by_tensor(base, loras)
     models, naming, commons = merge.match_names(base)

@@ -17,13 +17,13 @@ from typing import BinaryIO
 from rewardfl.weights import shards
 from rewardfl.weights.shards import ITEM_BYTES, Entry, InputError
 
-STEM = "diffusion_pytorch_model"  # of the files in a diffusers or Wan-AI expert folder
+STEM = "diffusion_pytorch_model"  # stem of the files in a diffusers or Wan-AI expert folder
 Progress = Callable[[int], object]  # called with the size of each piece that is written, in bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A tensor to write: its bytes are those of its pieces, one after the other."""
+    """A tensor to write: its bytes are its pieces' bytes, one after the other."""
 
     name: str
     dtype: str

@@ -30,7 +30,7 @@ from rewardfl.rewards.settings import parse_settings
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 256  # at a time, with and without a token; uvicorn answers further ones with 503
+MAX_CONNECTIONS = 256  # at a time, with and without a token; uvicorn refuses further ones with 503
 DRAIN_SECONDS = 60  # for running requests when the server stops
 
 
@@ -68,15 +68,15 @@ class RewardServer:
         ))  # fmt: skip
 
     def run(self) -> None:
-        """Serve until `stop`, in the main thread also until a signal; then answer the running requests."""
+        """Serve until `stop`, in the main thread also until a signal; then complete the running requests."""
         self._uvicorn.run(sockets=[self._socket])
 
     def stop(self) -> None:
-        """End `run` from any thread: take no more requests and answer the running ones."""
+        """End `run` from any thread: take no more requests and complete the running ones."""
         self._uvicorn.should_exit = True
 
     def score(self, body: bytes) -> tuple[bytes, int]:
-        """Return the answer to the body of POST /score, and the number of clips. Raise HTTPException for an error."""
+        """Return the response to the body of POST /score, and the number of clips. Raise HTTPException for an error."""
         try:
             clips = wire.unpack_request(body)
         except wire.WireError as error:

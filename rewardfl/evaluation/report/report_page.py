@@ -109,7 +109,7 @@ def report_page(report: Mapping, folder: Path, most: int = PAGE, metrics: Lines 
     room, inside = most - 2000 - len(render("report.html", values | {"inside": 0}).encode()), 0
     for _, shots in clips:
         present = [shot for shot in shots if shot["source"]]
-        room -= sum(4 * -(-shot["path"].stat().st_size // 3) for shot in present)  # of base64
+        room -= sum(4 * -(-shot["path"].stat().st_size // 3) for shot in present)  # length in base64
         if room < 0:
             break
         for shot in present:

@@ -79,7 +79,7 @@ def meaning(name: str, judges: Sequence[str]) -> Meaning:
 
 
 def healthy(name: str, judges: Sequence[str]) -> str:
-    """Format a figure's healthy range as a remark in brackets; empty if it has none."""
+    """Format a figure's healthy range as a remark in brackets; empty without one."""
     low, high = meaning(name, judges)[2:]
     words = f"{low:g} and more" if high == UP else f"{high:g} at most" if low == -UP else f"{low:g} to {high:g}"
     unlimited = low == -UP and high == UP
