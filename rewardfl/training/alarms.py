@@ -112,8 +112,8 @@ def broken_guards(
 def early_stop(history: Sequence[dict[str, float]], *, window: int, patience: int, motion: float, grid: float) -> str:
     """Return in one line why train.early_stop ends a run with this history; "" where the run continues.
 
-    The updates are cut into windows. The run ends when each of the last `patience` whole windows breaks a guard,
-    compared with the first. It depends on metrics.jsonl alone, so a resumed run ends at the same update.
+    The updates are cut into windows. The run ends when each of the last `patience` full windows breaks a guard,
+    compared with the first. It depends only on metrics.jsonl, so a resumed run ends at the same update.
 
     history: the lines of metrics.jsonl. motion, grid: see broken_guards.
     """

@@ -1,4 +1,4 @@
-"""The command line of the training scripts. It imports no torch, so that --help answers at once."""
+"""The command line of the training scripts. It imports no torch, so that --help prints at once."""
 
 import argparse
 

@@ -89,7 +89,7 @@ class TrainingSampler:
             return self.generate(clips, row, n)
 
     def generate(self, _: Sequence[Sample], row: int, n: int = -1) -> tuple[int, Tensor, Tensor]:
-        """Return (row, its video (3, F, H, W), its latents) from the noise of epoch n, by default one of its own."""
+        """Return (row, its video (3, F, H, W), its latents) from the noise of epoch n, by default a separate one."""
         batch = self.builder.batch([(n, row)])
         velocity = Velocity(
             backbone=self.builder.conditions.backbone, model=self.model, conditioning=batch.conditioning,
@@ -106,7 +106,7 @@ def measure_kl_floor(
     kl_steps: Sequence[int],
     dtype: str,
 ) -> dict[str, float]:
-    """Return {"actor/kl_floor": the KL that rounding alone shows}, and print it; {} in float32 or without KL."""
+    """Return {"actor/kl_floor": the KL that comes only from rounding}, and print it; {} in float32 or without KL."""
     if not kl_steps or dtype != "bfloat16":
         return {}
     batch = starts.batch([(0, 0)])

@@ -48,7 +48,7 @@ class Result:
 
 @contextmanager
 def exit_codes() -> Iterator[Result]:
-    """Map the refusals of the block to one line on stderr and an exit code: 2, or that of a broken invariant."""
+    """Map the refusals of the block to one line on stderr and an exit code: 2, or a broken invariant's."""
     result = Result()
     try:
         yield result

@@ -67,7 +67,7 @@ def reference_key(clip: Key, reward: Reward, prompt: str) -> Key:
 class ClipScan:
     """Result of reading one row's files, gathered on all processes."""
 
-    line: int  # of the row
+    line: int  # line of the row
     problem: str = ""  # why the row cannot be trained on
     skipped: str = ""  # photos that are left out, and why
     size: tuple[int, int] | None = None  # height and width of the generated video; None with a problem

@@ -109,7 +109,7 @@ class Conditions:
         return self.text_conditioning(sample.row.prompt) | read_entry(self.store, self._image_key(sample))
 
     def read_or_substitute(self, samples: Sequence[Sample], row: int, *, skip: bool) -> tuple[int, Conditioning]:
-        """Return (row, its conditioning). With `skip`, another row replaces one that the cache lost."""
+        """Return (row, its conditioning). With `skip`, another row replaces a row that the cache lost."""
         return read_or_substitute(samples, row, lambda i: self.conditioning(samples[i]), skip=skip)
 
     def batch(self, samples: Sequence[Sample], rows: Sequence[int], *, skip: bool) -> tuple[Conditioning, Tensor]:

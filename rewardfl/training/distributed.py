@@ -63,7 +63,7 @@ class Distributed:
         log_with: str = "none",
         output_dir: str | None = None,
     ):
-        """Connect the processes. Raise LaunchError where they differ from the launcher's request.
+        """Connect the processes. Raise LaunchError if they differ from the launcher's request.
 
         max_grad_norm: as for `step`. cpu_threads: of each process on a CPU; None divides the cores.
         processes_per_clip: processes in a row that compute the same clips, each with a part of the tokens. log_with,
@@ -118,7 +118,7 @@ class Distributed:
     def run_on_main(self, decide: Callable[[], _T], refusal: type[Exception] | tuple[type[Exception], ...]) -> _T:
         """Run `decide` on the main process, and return its result or raise its `refusal` on all processes.
 
-        An error of one process alone would leave the others waiting in a collective.
+        An error of only one process would leave the others waiting in a collective.
         """
         result: list = [None, None]
         if self.main:
@@ -133,7 +133,7 @@ class Distributed:
 
     @property
     def sharding(self) -> Sharding:
-        """Return the kind of sharding over the processes."""
+        """Return the type of sharding over the processes."""
         kinds: dict[DistributedType, Sharding] = {DistributedType.DEEPSPEED: "zero2", DistributedType.FSDP: "fsdp2"}
         return kinds.get(self.accelerator.distributed_type, "none")
 
@@ -222,7 +222,7 @@ class Distributed:
             moments = {i: {name: full_tensor(value) for name, value in of.items()} for i, of in state["state"].items()}
             return state | {"state": moments}
         adam, flat = self._adam()
-        state = adam.state[flat]  # of this process's part: step, exp_avg, exp_avg_sq; empty before the first update
+        state = adam.state[flat]  # this process's part: step, exp_avg, exp_avg_sq; empty before the first update
         parts = {name: value for name, value in state.items() if value.ndim}
         gathered = {
             i: {"step": state["step"].cpu().clone()}

@@ -24,8 +24,8 @@ class ForwardDraw:
     """One draw of sigma and noise for the B videos of a forward pass. All tensors but sigma are (B, C, T, h, w)."""
 
     rollout: CleanRollout
-    is_last: bool  # of its rollout in this update
-    velocity: Callable[[Tensor], Tensor]  # of the policy at sigma, without guidance
+    is_last: bool  # the last draw of its rollout in this update
+    velocity: Callable[[Tensor], Tensor]  # the policy's at sigma, without guidance
     sigma: Tensor
     x: Tensor  # the clean latents with noise
     x0: Tensor
@@ -76,7 +76,7 @@ def make_draws(
     Call it before a graph is alive. moments: of the schedule (anchor.draw_moments). get_velocity: of the policy.
     old_weights: the context of the old policy. needs_old, needs_base: whether the draws have these velocities.
 
-    All members of a group have the same noise, which depends on the group, the update and the draw alone. Advantages
+    All members of a group have the same noise, which depends only on the group, the update and the draw. Advantages
     add up to 0 in a group, so most of the noise cancels in the gradient, and its expectation stays (the gradient is a
     third shorter on the tiny world, docs/results/tiny_forward.md).
     """

@@ -47,7 +47,7 @@ def no_signal(step: int, norm: float, signals: Tensor) -> float:
     """Return the metric train/no_signal: 1.0 where the update's gradient norm is exactly 0 for a reason, else 0.0.
 
     signals: (N,) bool over all processes, whether the sample had a cotangent, an unclipped advantage or a KL
-    divergence. Raise GradientMissing where the norm is 0 although one had.
+    divergence. Raise GradientMissing if the norm is 0 although one had.
     """
     if norm == 0 and signals.any():
         raise GradientMissing(
@@ -58,7 +58,7 @@ def no_signal(step: int, norm: float, signals: Tensor) -> float:
 
 
 def check_contrast(step: int, norm: float, deviation: float, advantages: Tensor) -> None:
-    """Raise GradientMissing where an update with an advantage left the policy's velocity exactly the old policy's.
+    """Raise GradientMissing if an update with an advantage left the policy's velocity exactly the old policy's.
 
     norm: of the gradient; an update with nan or inf was skipped. deviation: forward_rl.deviation after the optimizer's
     step. advantages: (N,) of all processes.

@@ -14,7 +14,7 @@ from accelerate.utils import (
     ProjectConfiguration,
 )
 
-TIMEOUT = timedelta(hours=2)  # of a collective: others wait while one process writes sample videos or fills the cache
+TIMEOUT = timedelta(hours=2)  # for a collective: others wait while one process writes sample videos or fills the cache
 REDUCE_BUCKET = 50_000_000  # float32 numbers that ZeRO-2 reduces at a time
 
 
@@ -25,7 +25,7 @@ class LaunchError(ValueError):
 def make_accelerator(max_grad_norm: float, *, log_with: str, output_dir: str | None) -> Accelerator:
     """Make the Accelerator of a training script (see distributed.Distributed).
 
-    Raise LaunchError where the processes differ from the launcher's request. DeepSpeed's settings are written here: a
+    Raise LaunchError if the processes differ from the launcher's request. DeepSpeed's settings are written here: a
     `gradient_clipping` of "auto" would be 1.0, whatever max_norm `clip_grad_norm_` gets.
     """
     check_environment(os.environ)

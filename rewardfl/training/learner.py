@@ -44,7 +44,7 @@ def make_learner(
     steps: int,
     restored: TrainState | None,
 ) -> Learner:
-    """Build AdamW and its schedule over the loaded adapters, or restore them. steps: of the whole run."""
+    """Build AdamW and its schedule over the loaded adapters, or restore them. steps: the run's total."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=train.learning_rate, weight_decay=train.weight_decay)
     # a plain scheduler: accelerate's steps once per process

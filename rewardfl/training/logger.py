@@ -32,7 +32,7 @@ class Log:
     max_nonfinite: int
     job: Distributed
     metrics: metrics_file.MetricsFile
-    last_step: int  # of the whole run
+    last_step: int  # total number of updates
     skipped_in_a_row: int = 0  # updates without effect, those before a resume included
 
     def __post_init__(self) -> None:

@@ -32,7 +32,7 @@ class MetricsFile:
     def append(self, step: int, values: Mapping[str, float]) -> None:
         """Append a line {"step": step, **values}, null for nan and inf.
 
-        After a WriteError the next call writes the whole file.
+        After a WriteError the next call writes the complete file.
         """
         record = {"step": step} | {key: value if math.isfinite(value) else None for key, value in values.items()}
         line = json.dumps(record) + "\n"
@@ -49,7 +49,7 @@ class MetricsFile:
             self._complete = True
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all whole lines; none without a file. Raise CheckpointError for a line that `append` did not write."""
+        """Return all full lines; none without a file. Raise CheckpointError for a line that `append` did not write."""
         if not self.path.is_file():
             return []
         *lines, _cut_off = self.path.read_text(encoding="utf-8", errors="replace").split("\n")

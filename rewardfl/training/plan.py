@@ -70,17 +70,17 @@ class RunPlan:
     processes_per_clip: int  # that compute each clip together
     rewards: Sequence[registry.ResolvedReward]
     schedule: Callable[[Shape], Schedule]  # the denoising steps for latents (C, T, h, w)
-    experts: tuple[str, ...]  # of each denoising step
+    experts: tuple[str, ...]  # the expert of each denoising step
     trained: tuple[str, ...]  # experts that get an adapter
     targets: tuple[str, ...]  # their layers that get one: diffusers' names, or ends of them
     init: Mapping[str, lora_files.Lora]  # {expert: the LoRA that its adapter starts from}, of lora.init_from
-    active: tuple[int, ...]  # denoising steps with a gradient, increasing; for Flow-GRPO those of all windows
+    active: tuple[int, ...]  # denoising steps with a gradient, increasing; for Flow-GRPO the steps of all windows
     anchor_steps: tuple[int, ...]  # denoising steps of anchor.sigmas, increasing
     forwards_per_velocity: int  # two with guidance
-    backwards_per_update: int  # of one process
+    backwards_per_update: int  # backward passes of one process
     clips_at_once: int  # clips of an epoch's rollouts; for reward feedback learning of an update
     base_noises: int  # videos of the base model that a row's motion is compared with
-    supervised: bool = False  # the data anchor is the whole loss
+    supervised: bool = False  # the data anchor is the entire loss
 
     def count_steps(self, clips: int) -> int:
         """Count the updates of the run: max_steps, or num_train_epochs visits of every clip."""
@@ -103,7 +103,7 @@ class RewardFlPlan(RunPlan):
     sample: SampleConfig
     reward: RewardConfig
     train: TrainConfig
-    graphs_of: tuple[int, ...]  # active steps whose graphs are those of the rollout; the others are replayed
+    graphs_of: tuple[int, ...]  # active steps that keep the rollout's graphs; the others are replayed
     kl_steps: tuple[int, ...]  # active steps with a KL; empty without one
     coupling: float  # weight of the gradient from one active step to the one before it
 
@@ -119,7 +119,7 @@ class GroupPlan(RunPlan):
     group: GroupConfig  # section grpo or forward
     geometry: Geometry  # the rollouts
     training: Geometry  # what updates train on: the rollouts, or with forward.objective best one of each group
-    part_weights: Mapping[str, float]  # of parts of the first reward that are trained next to its score
+    part_weights: Mapping[str, float]  # weights of the first reward's parts that are trained next to its score
 
     def part(self, update: int) -> slice:
         """Return which of its forward passes a process trains on in an update of an epoch."""
@@ -137,13 +137,13 @@ class ForwardRlPlan(GroupPlan):
     """The plan of train_forward_rl.py. `active` are the steps whose sigmas are drawn."""
 
     group: ForwardConfig
-    draws: int  # of each video in an update
+    draws: int  # draws of each video in an update
     whole_range: bool  # sigmas between the steps, too
     advantage_scale: float
     old_decay: float  # the largest share of itself that the old policy keeps
     needs_old: bool  # the old policy's velocity
     needs_base: bool  # the velocity of the model without its adapter
-    measured: tuple[str, ...]  # of the metrics policy/from_old, from_base and ratio
+    measured: tuple[str, ...]  # which of the metrics policy/from_old, from_base and ratio
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,7 +299,7 @@ def _forward_fields(cfg: ForwardRlConfig, schedule: Schedule, trained: Sequence[
 
 
 def check_batch(train: TrainConfig, processes: int) -> int:
-    """Return the clips per step over all processes. Raise ConfigError where the processes do not fit `train`."""
+    """Return the clips per step over all processes. Raise ConfigError if the processes do not fit `train`."""
     if processes % train.context_parallel:
         raise ConfigError(
             f"train.context_parallel {train.context_parallel} does not divide the {processes} processes; start others"
@@ -321,7 +321,7 @@ def find_rewards(cfg: AnyConfig, backbone: Backbone, *, here: bool = True) -> li
     """Find the rewards' classes. here: files in their settings must exist.
 
     Raise RewardError for a missing reward, wrong settings, or a trained one without a gradient. Raise ConfigError for
-    one that needs longer clips.
+    a reward that needs longer clips.
     """
     specs = configuration.list_reward_specs(cfg, backbone.pixels_per_token)
     rewards = registry.resolve_rewards(specs, cfg.data.fps or backbone.frame_rate, here=here)
@@ -332,7 +332,7 @@ def find_rewards(cfg: AnyConfig, backbone: Backbone, *, here: bool = True) -> li
 
 
 def check_frames(num_frames: int, rewards: Sequence[registry.ResolvedReward]) -> None:
-    """Raise ConfigError where a reward needs more frames than the clips have."""
+    """Raise ConfigError if a reward needs more frames than the clips have."""
     for spec, cls in rewards:
         if num_frames < cls.fewest_frames:
             needs = f"{spec.key} judges at least {cls.fewest_frames} frames, and data.num_frames is {num_frames}"
@@ -373,7 +373,7 @@ def make_schedule(sample: SampleConfig | WholeSampleConfig, backbone: Backbone, 
 
 
 def trained_experts(cfg: AnyConfig, experts: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the trained experts. Raise ConfigError where the model has fewer."""
+    """Return the names of the trained experts. Raise ConfigError if the model has fewer."""
     chosen = configuration.trained_positions(cfg)
     if max(chosen) >= len(experts):
         names = ", ".join(configuration.TRAINABLE[: len(experts)])
@@ -382,7 +382,7 @@ def trained_experts(cfg: AnyConfig, experts: Sequence[str]) -> tuple[str, ...]:
 
 
 def make_geometry(cfg: GroupRunConfig, processes: int) -> Geometry:
-    """Build the geometry of an epoch. Raise ConfigError where the groups do not divide into passes and updates."""
+    """Build the geometry of an epoch. Raise ConfigError if the groups do not divide into passes and updates."""
     group, section = cfg.group, "forward" if isinstance(cfg, ForwardRlConfig) else "grpo"
     try:
         return Geometry(
@@ -400,9 +400,9 @@ def make_geometry(cfg: GroupRunConfig, processes: int) -> Geometry:
 
 
 def make_windows(cfg: FlowGrpoConfig, experts: Sequence[str], trained: Sequence[str]) -> Windows:
-    """Build the windows of steps that an epoch may train: those of trained experts, without the last step.
+    """Build the windows of steps that an epoch may train: steps of trained experts, without the last step.
 
-    experts: of each step. Raise ConfigError where no window is possible, or a trained expert is in none.
+    experts: of each step. Raise ConfigError if no window is possible, or a trained expert is in none.
     """
     grpo = cfg.grpo
     table = ", ".join(f"{i}: {expert}" for i, expert in enumerate(experts))
@@ -432,7 +432,7 @@ def make_windows(cfg: FlowGrpoConfig, experts: Sequence[str], trained: Sequence[
 
 
 def check_active_experts(cfg: RewardFlConfig, backbone: Backbone, schedule: Schedule) -> None:
-    """Raise ConfigError where a trained expert has no active step, or an active step gives no gradient.
+    """Raise ConfigError if a trained expert has no active step, or an active step gives no gradient.
 
     A frozen expert's step only passes a gradient on to a trained expert's earlier step.
     """
@@ -459,7 +459,7 @@ def check_active_experts(cfg: RewardFlConfig, backbone: Backbone, schedule: Sche
 
 
 def anchor_steps(cfg: AnyConfig, schedule: Schedule, trained: Sequence[str]) -> tuple[int, ...]:
-    """Return the increasing steps of anchor.sigmas. Raise ConfigError where a listed step's expert is not trained."""
+    """Return the increasing steps of anchor.sigmas. Raise ConfigError if a listed step's expert is not trained."""
     trained_steps = tuple(i for i, expert in enumerate(schedule.experts) if expert in trained)
     sigmas = cfg.anchor.sigmas
     if sigmas == "trained_range":
@@ -477,7 +477,7 @@ def anchor_steps(cfg: AnyConfig, schedule: Schedule, trained: Sequence[str]) -> 
 def drawn_steps(cfg: ForwardRlConfig, schedule: Schedule, trained: Sequence[str]) -> tuple[int, ...]:
     """Return the increasing steps of forward.sigmas.
 
-    Raise ConfigError where a listed step's expert is not trained, or a trained expert has no step.
+    Raise ConfigError if a listed step's expert is not trained, or a trained expert has no step.
     """
     steps = tuple(i for i, expert in enumerate(schedule.experts) if expert in trained)
     if isinstance(sigmas := cfg.forward.sigmas, tuple):
@@ -502,7 +502,7 @@ def _listed_steps(key: str, listed: Sequence[int], trained_steps: Sequence[int])
 def make_batching(run_plan: RunPlan, sizes: Sequence[tuple[int, int]]) -> Batching:
     """Return the numbers of clips that the order of training depends on. sizes: of all clips.
 
-    Raise ConfigError where a forward pass of a script with groups would get videos of two sizes.
+    Raise ConfigError if a forward pass of a script with groups would get videos of two sizes.
     """
     per_pass, several = run_plan.train.per_device_train_batch_size, len(set(sizes)) > 1
     if not isinstance(run_plan, GroupPlan):

@@ -10,7 +10,7 @@ from rewardfl import data
 from rewardfl.backbones.protocol import Backbone
 from rewardfl.rewards.registry import ResolvedReward
 
-MOST_CHARACTERS = 32  # of a prompt, for each token of the limit
+MOST_CHARACTERS = 32  # characters of a prompt, for each token of the limit
 SPECIAL_TOKENS = 3  # tokens around a prompt; every other token has a byte or more
 
 

@@ -64,12 +64,12 @@ _SHOWN = {"loss": "actor/loss", "score": "reward/mean", "spread": "reward/std_in
 class TrainStep:
     """One update. In a script with groups an epoch begins with new rollouts; otherwise each update is an epoch."""
 
-    index: int  # of the whole run, from 0
+    index: int  # number of the update in the run, from 0
     epoch: int
-    update: int  # of the epoch, from 0
+    update: int  # number of the update in the epoch, from 0
     ends_epoch: bool
-    timer: Timer  # seconds by phase, those of the rollouts in the epoch's first update
-    norm: float = math.nan  # of the gradient before clipping; nan or inf where the update was skipped
+    timer: Timer  # seconds by phase; the rollouts count in the epoch's first update
+    norm: float = math.nan  # the gradient's before clipping; nan or inf where the update was skipped
     rate: float = math.nan  # learning rate
 
     @property
@@ -91,19 +91,19 @@ class Run(Generic[PlanT, SamplerT]):
     job: Distributed
     interruption: Interruption
     terms: Sequence[Term]
-    worker_pools: Sequence[WorkerPool | None]  # of slow rewards
+    worker_pools: Sequence[WorkerPool | None]  # for slow rewards
     samples: Sequence[Sample]
-    held_out: Sequence[Sample]  # of evaluation.eval_clips
-    scales: Mapping[int, Scale]  # of identity kept, for held_out
+    held_out: Sequence[Sample]  # the samples of evaluation.eval_clips
+    scales: Mapping[int, Scale]  # scales of identity kept, for held_out
     state: RunState
     batching: Batching
     conditions: Conditions
-    negative: Conditioning | None  # of the negative prompt, with guidance
+    negative: Conditioning | None  # the negative prompt's, with guidance
     decoder: Decoder
     model: Experts
     learner: Learner
     average: Average | None
-    old_policy: OldPolicy  # of forward-process reinforcement; without parameters elsewhere
+    old_policy: OldPolicy  # for forward-process reinforcement; without parameters elsewhere
     sampler: SamplerT
     anchors: Anchors
     log: Log
@@ -253,7 +253,7 @@ class Run(Generic[PlanT, SamplerT]):
         """Save a checkpoint of the averaged weights, and sample videos. All processes call it: each may hold parts."""
         settings, job, log, done, learner = self.plan.run, self.job, self.log, self.done, self.learner
         if isinstance(self.plan, plan.GroupPlan):
-            score = log.score_for_best(done, done - 1, ["eval/held_out", "eval/score"])  # of the weights now saved
+            score = log.score_for_best(done, done - 1, ["eval/held_out", "eval/score"])  # score of weights now saved
         else:  # a mean since the last scheduled save: a resumed run agrees
             since = (done - 1) // settings.save_steps * settings.save_steps
             score = log.score_for_best(done, since, ["reward/held_out", "reward/mean"])
@@ -268,7 +268,7 @@ class Run(Generic[PlanT, SamplerT]):
 
     def close(self) -> int:
         """Save what a signal has left unsaved, close the run, and return the exit code. Collective."""
-        if self.interruption.number:  # the weights are those of the last update
+        if self.interruption.number:  # the weights are the last update's
             unsaved = self.done > 0 and not checkpoint_dir(self.plan.run.output_dir, self.done).exists()
             if self.job.all_reduce_max(int(unsaved)):
                 self.learner.weights.check(self.done)
@@ -300,7 +300,7 @@ ForwardRlRun = Run[plan.ForwardRlPlan, DeployedSampler]
 class Headers(Generic[PlanT]):
     """What a run reads before it loads weights or clips."""
 
-    settings: dict[str, dict[str, Any]]  # of config.to_dict
+    settings: dict[str, dict[str, Any]]  # the result of config.to_dict
     backbone: Backbone
     job: Distributed
     plan: PlanT

@@ -16,7 +16,7 @@ class Rows:
     """Rows with valid file headers, and the messages to print about all rows."""
 
     train: list[data.Row]
-    held_out: list[data.Row]  # of evaluation.eval_clips
+    held_out: list[data.Row]  # the rows of evaluation.eval_clips
     messages: list[str]
 
 
@@ -27,7 +27,7 @@ class Sample:
     row: data.Row
     clip: Key  # identifies the clip as it was read
     size: tuple[int, int]  # height and width of the generated video
-    references: tuple[Reference, ...]  # of the real clip, by reward
+    references: tuple[Reference, ...]  # the real clip's, by reward
     base_latents: Key | None = None  # the base model's, for the data anchor where the row has no clip
 
 
@@ -89,4 +89,4 @@ class StochasticRollout(Rollout):
     """A rollout of Flow-GRPO."""
 
     kernel: sde.Kernel
-    steps: dict[int, sde.Step]  # of the window
+    steps: dict[int, sde.Step]  # the window's steps

@@ -67,8 +67,8 @@ def save(
 ) -> None:
     """Save a checkpoint of the adapters as they are now. Collective; the main process writes.
 
-    state: see collect_state. score: of `best`. last: the run's last checkpoint, whose write errors are raised; those of
-    others are printed.
+    state: see collect_state. score: of `best`. last: the run's last checkpoint, whose write errors are raised; other
+    checkpoints' errors are printed.
     """
     adapters = {name: lora.adapter_state(expert) for name, expert in learner.trained.items()}
 

@@ -64,7 +64,7 @@ def scan_rows(run_plan: plan.RunPlan, job: Distributed, backbone: Backbone) -> R
 
 
 def check_held_out(rows: Sequence[data.Row], held_out: Sequence[data.Row]) -> list[str]:
-    """Return a note on clips both trained on and evaluated. Raise ConfigError where none is held out."""
+    """Return a note on clips both trained on and evaluated. Raise ConfigError if none is held out."""
 
     def content(row: data.Row) -> tuple[str | Path, ...]:
         return (row.prompt, *(path.resolve() for path in row.files.values() if path is not None))
@@ -207,7 +207,7 @@ def make_batch_builder(
 ) -> batches.BatchBuilder | None:
     """Build the builder of batches, and cache the boundary latents where experts.untrained is boundary_cache.
 
-    Return None for a script with groups, which has none.
+    Return None for a script with groups, which needs no builder.
     """
     if not isinstance(run_plan, plan.RewardFlPlan):
         return None

@@ -60,7 +60,7 @@ def fill_adapters(
     resume_point: ResumePoint,
     restored: TrainState | None,
 ) -> None:
-    """Load the adapters from the checkpoint or `init`. Raise CheckpointError where the checkpoint lacks one."""
+    """Load the adapters from the checkpoint or `init`. Raise CheckpointError if the checkpoint lacks one."""
     folder = resume_point.path
     if folder is None or restored is None:
         for name, adapter in init.items():

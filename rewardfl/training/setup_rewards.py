@@ -114,7 +114,7 @@ def check_face_packs(
 def check_rewards(plan: RunPlan, job: Distributed, terms: Sequence[Term], samples: Sequence[Sample]) -> None:
     """Check each reward on the first sample's clip, or on noise, before the model loads.
 
-    Raise RewardError for one that breaks its contract (rewards.checked). Other errors are printed. Concurrent rewards
+    Raise RewardError if one breaks its contract (rewards.checked). Other errors are printed. Concurrent rewards
     are skipped: start-up would block on them.
     """
 

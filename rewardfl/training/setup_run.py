@@ -80,7 +80,7 @@ def resume(
 ) -> tuple[RunState, TrainState | None]:
     """Check the face packs, and load the checkpoint's state; None for a new run.
 
-    Raise CheckpointError where the content of files, or the batching of reward feedback learning, has changed since.
+    Raise CheckpointError if the content of files, or the batching of reward feedback learning, has changed since.
     """
     packs, messages = check_face_packs(run_plan.data, terms, samples, job)
     for message in messages:
@@ -159,7 +159,7 @@ def open_log(
 ) -> Log:
     """Write run.json, begin metrics.jsonl and the tracker, and return the log.
 
-    settings: of config.to_dict. steps: of the whole run.
+    settings: of config.to_dict. steps: the total number of updates.
     """
     point, lines = run.resume_point, ""
     if point.path is not None:

@@ -23,7 +23,7 @@ def make_workload(
 ) -> Workload:
     """Count the work of the run. rows: the clips to train on; None where they are not known.
 
-    Raise ConfigError where the sharding does not go with the configuration.
+    Raise ConfigError if the sharding does not go with the configuration.
     """
     check_sharding(plan.placement, plan.train, plan.processes_per_clip, sharding)
     adapter, trained = Adapter(plan.lora.lora_rank, plan.targets), plan.trained
@@ -60,7 +60,7 @@ def _reward_fl(common: Workload, plan: RewardFlPlan) -> Workload:
     experts, active = plan.experts, plan.active
     answers, replay = plan.forwards_per_velocity, Counter(experts[i] for i in active)
     both = answers == 2 and plan.sample.guidance_gradient == "both"
-    # steps that pass a gradient on have a second backward pass: through the reference, or of the reward alone
+    # steps that pass a gradient on have a second backward pass: through the reference, or of only the reward
     is_separate = plan.reward.kl_gradient in ("exact", "fixed_trajectory")
     twice = [i for i in plan.kl_steps if i != active[0]] if plan.coupling != 0 and is_separate else []
     clips_per_gpu = plan.train.per_device_train_batch_size * plan.train.gradient_accumulation_steps
@@ -143,7 +143,7 @@ def _forward_rl(common: Workload, plan: ForwardRlPlan) -> Workload:
         averages=2,
         group_section="forward",
         latents_kept=dict.fromkeys(("gpu", "cpu"), 1),
-        # of each draw: the latents with noise, the target, and the velocities of the other policies
+        # for each draw: the latents with noise, the target, and the velocities of the other policies
         latents_of_update=plan.training.batch * plan.training.forwards_per_update * plan.draws * kept,
     )
 

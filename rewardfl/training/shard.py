@@ -65,7 +65,7 @@ def fill_missing(
 
 
 def read_entry(store: Cache, key: Key) -> dict[str, Tensor]:
-    """Return an entry of `fill_missing`. Raise CacheError where it is missing."""
+    """Return an entry of `fill_missing`. Raise CacheError if it is missing."""
     entry = store.get(key)
     if entry is None:
         raise CacheError(

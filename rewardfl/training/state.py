@@ -30,17 +30,17 @@ NO_BATCHING = Batching()
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """What a checkpoint restores next to its adapters. Tensors are whole, on the CPU."""
+    """What a checkpoint restores next to its adapters. Tensors are complete, on the CPU."""
 
     step: int  # updates done
     skipped_in_a_row: int  # updates without effect before it
-    content: dict[str, dict[str, str]]  # of RunState
+    content: dict[str, dict[str, str]]  # see RunState
     optimizer: dict[str, Any]
     scheduler: dict[str, Any]
     parameters: list[Tensor] | None = None  # where the checkpoint's adapters are an average of them
     average: dict[str, Any] | None = None  # state of this average
-    old_policy: list[Tensor] | None = None  # of forward-process reinforcement
-    global_batch: int | None = None  # of Batching
+    old_policy: list[Tensor] | None = None  # for forward-process reinforcement
+    global_batch: int | None = None  # see Batching
     one_shape_batch: int | None = None
 
 

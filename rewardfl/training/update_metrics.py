@@ -30,8 +30,8 @@ class Rewarded:
     reward: Tensor
     kl: Tensor
     cotangent: Tensor  # (B, K) norms of the cotangents of the sample's own loss, by active step
-    valid: Tensor  # of the first reward
-    sample_norm: Tensor  # of the reward's gradient by the frames
+    valid: Tensor  # whether the first reward is valid
+    sample_norm: Tensor  # norm of the reward's gradient by the frames
 
 
 @dataclass(kw_only=True)
@@ -44,7 +44,7 @@ class ForwardOutcome:
     misfit: Tensor  # the velocity's mean squared error
     from_old: Tensor  # mean squared distances of the velocity from other policies', 0 without them
     from_base: Tensor
-    ratio: Tensor  # of AWM's likelihoods
+    ratio: Tensor  # ratio of AWM's likelihoods
 
 
 @dataclass(kw_only=True)
@@ -56,9 +56,9 @@ class GrpoOutcome:
     advantage: Tensor
     ratio: Tensor
     clipped: Tensor  # bool
-    kl: Tensor  # of the transition, from the reference
+    kl: Tensor  # KL of the transition, from the reference
     log_prob: Tensor
-    old_log_prob: Tensor  # of the rollout
+    old_log_prob: Tensor  # the rollout's
 
 
 def common_metrics(
@@ -108,7 +108,7 @@ def forward_rl_metrics(
 ) -> dict[str, float]:
     """Return the metrics of an update of forward-process reinforcement.
 
-    measured: those of from_old, from_base and ratio that the run has. policy/misfit_positive and _negative are the
+    measured: which of from_old, from_base and ratio the run has. policy/misfit_positive and _negative are the
     velocity's mean squared error for videos of advantage above and below 0 (0 without any): the first should fall
     against the second.
     """

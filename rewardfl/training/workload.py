@@ -54,20 +54,20 @@ class Workload:
     steps: int | None = None  # updates of the run
     base_videos: int = 0  # made without the adapter before training, in all
     base: Mapping[str, float] = field(default_factory=dict)  # passes of one of them, without a graph
-    reward_bytes: int = 0  # of the reward networks' weights, where they are on disk
+    reward_bytes: int = 0  # bytes of the reward networks' weights, where they are on disk
     processes: int = 1  # one for each GPU
     processes_per_clip: int = 1  # each with a part of the tokens
     sharding: Sharding = "none"  # over the processes
 
     # settings that trade memory for time; estimate.advice has their keys
-    trained_placement: Literal["gpu", "cpu_swap"] = "gpu"  # of the trained experts' frozen weights
+    trained_placement: Literal["gpu", "cpu_swap"] = "gpu"  # placement of the trained experts' frozen weights
     untrained_placement: Literal["gpu", "cpu_swap", "fp8", "boundary_cache"] = "gpu"
     checkpointing: bool = True
     offload_inputs: bool = False
     batch: int = 1
     decode_caches: DecodeCaches = "keep"
-    kept_chunks: int = 0  # of the decoder's, the last ones: their graphs are the decoding's
-    active_experts: tuple[str, ...] = ()  # of each step with a gradient; where graphs can be kept
-    kept_steps: int = 0  # of these steps, the last ones: their graphs are the rollout's
+    kept_chunks: int = 0  # the number of last chunks that keep the decoding's graphs
+    active_experts: tuple[str, ...] = ()  # the expert of each step with a gradient; where graphs can be kept
+    kept_steps: int = 0  # the number of last such steps that keep the rollout's graphs
     samples_on: Literal["gpu", "cpu"] = "gpu"
-    group_section: Literal["grpo", "forward"] = "grpo"  # of the configuration, for samples_on
+    group_section: Literal["grpo", "forward"] = "grpo"  # section of the configuration, for samples_on

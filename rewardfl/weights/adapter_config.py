@@ -28,7 +28,7 @@ _HARMLESS = {
 _INITS = (True, "gaussian", "eva", "orthogonal", "mica")
 _ALLOWED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": _INITS}
 # A pattern's key that is a module's name, or the end of one. peft reads it as a regular expression, so users write `^`
-# before a whole name. peft itself writes names only.
+# before a full name. peft itself writes names only.
 _PATTERN = r"\^?(?:[\w-]|\\?\.)+\$?"
 
 

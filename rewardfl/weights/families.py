@@ -41,7 +41,7 @@ def read_statements(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def other_variants(statements: Mapping[str, str], base: str) -> list[str]:
-    """Return the words for another variant than that of `base`, a text such as a path; none for what it leaves open."""
+    """Return the words for another variant than `base`'s, a text such as a path; none for what it leaves open."""
     words = []
     for text in statements.values():
         for group in _VARIANTS:

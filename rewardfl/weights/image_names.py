@@ -52,7 +52,7 @@ ALL_ROWS = 21504  # assumed for a layer of unknown size: rows of FLUX.1's widest
 
 @dataclass(frozen=True)
 class ModuleSlice:
-    """A module of diffusers, and its rows of a fused layer's outputs; empty for the whole layer."""
+    """A module of diffusers, and its rows of a fused layer's outputs; empty for the entire layer."""
 
     module: str
     rows: tuple[int, ...] = ()

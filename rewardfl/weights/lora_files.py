@@ -129,7 +129,7 @@ class Lora:
     """One expert's updates.
 
     models: those whose names the keys are; several where they share them. expert: high_noise, low_noise or None, where
-    the file does not say it or the model has none. alpha_source: a text for the user. expert_by_name: the file's name
+    the file does not say it or the model has one expert. alpha_source: text for users. expert_by_name: the file's name
     gives the expert, not its keys. statements: families.read_statements of the file.
     """
 
@@ -175,7 +175,7 @@ def _split(key: str) -> _Key:
             name, expert = match[1], None
             while prefix := next((prefix for prefix in _CONTAINERS if name.startswith(prefix)), None):
                 name, expert = name.removeprefix(prefix), "low_noise" if prefix in _LOW_NOISE else expert
-            if role == "diff_m":  # of the table that the original code calls `modulation`, in a block or the head
+            if role == "diff_m":  # the table that the original code calls `modulation`, in a block or the head
                 name, role = f"{name}.modulation", "diff"
             return name, role, expert
     return key, "", None
@@ -200,7 +200,7 @@ def read_lora(path: str | Path, alpha: float | None = None, base: Base | None = 
     """Read and check all LoRAs of a file or folder, one per expert, in the normal form.
 
     path: a .safetensors or torch file, a peft adapter folder, a folder with one LoRA file, or a checkpoint of
-    a training script. alpha: used where the file has none (default: the rank). base: {the only model that it may be
+    a training script. alpha: used if the file lacks it (default: the rank). base: {the only model that it may be
     for: its layers, to read their names, too}. Raise InputError for keys that no module of one of the models has, for
     text encoders, LoKr, LoHa and other methods. So too for missing halves, ranks that disagree, contradicting alphas,
     metadata that names another model, and values that are not finite.
@@ -240,7 +240,7 @@ def parse_lora(
     ranks = {key: sources[key].shape[0] for key, (_, role, _) in keys.items() if role == "down" and sources[key].shape}
     models, slices = _find_modules(path, keys, rows, base)
     by_expert: dict[str | None, dict[str, dict[str, _Source]]] = {}
-    names: dict[str, str] = {}  # of the modules in this file
+    names: dict[str, str] = {}  # names of the modules in this file
     both = any(key.startswith(_LOW_NOISE) for key in sources)
     for key, (name, role, expert) in keys.items():
         if both and expert is None:
@@ -317,7 +317,7 @@ def _count_rows(keys: Mapping[str, _Key], sources: Mapping[str, _Source]) -> dic
 def _find_modules(
     path: Path, keys: Mapping[str, _Key], rows: Mapping[str, int], base: Base | None
 ) -> tuple[tuple[str, ...], dict[str, tuple[ModuleSlice, ...]]]:
-    """Return (the models that have all of the names, {name: its modules in them}). Raise InputError where none has."""
+    """Return (the models that have all of the names, {name: its modules in them}). Raise InputError if none has."""
     models = None if base is None else [*base]
     slices: dict[str, dict[str, tuple[ModuleSlice, ...]]] = {}
     for key, (name, role, expert) in keys.items():
@@ -394,7 +394,7 @@ def check_torch(path: Path) -> None:
 
 
 def load_torch(path: Path) -> Any:
-    """Load a torch file, mapped. Raise InputError for a damaged file, for code and for another kind of file."""
+    """Load a torch file, mapped. Raise InputError for a damaged file, for code and for another type of file."""
     check_torch(path)
     try:  # files from before torch 1.6 are no zip, and cannot be mapped
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -438,9 +438,9 @@ def _update(path: Path, module: str, roles: dict[str, _Source], alphas: "_Alphas
 
 
 def _is_of_outputs(path: Path, module: str, role: str, shape: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return whether a magnitude is of the outputs, not of the inputs. Raise InputError where its shape does not say.
+    """Return whether a magnitude is of the outputs, not of the inputs. Raise InputError if its shape does not say.
 
-    LyCORIS and OneTrainer keep the weight's number of dimensions in dora_scale, so a square layer is no riddle.
+    LyCORIS and OneTrainer keep the weight's number of dimensions in dora_scale, so a square layer is not ambiguous.
     wd_on_output=True gives (out, 1, ...), the norm over all inputs. wd_on_output=False gives (1, in, 1, ...), the norm
     over all outputs; so did LyCORIS before the option, and so does OneTrainer by default.
     peft's lora_magnitude_vector has one value per output (DoraLinearLayer): (out,), for a convolution (1, out, 1, ...),
@@ -477,7 +477,7 @@ class _Alphas:
 
     path: Path
     config: AdapterConfig
-    names: Mapping[str, str]  # of the modules in the file
+    names: Mapping[str, str]  # names of the modules in the file
     kohya: tuple[float, float] | None
     fallback: float | None
     used: Counter[str] = field(default_factory=Counter)
@@ -514,7 +514,7 @@ class _Alphas:
         return scale
 
     def check_parts(self, updates: Mapping[str, Update]) -> None:
-        """Raise InputError where the configuration names DoRA or biases and their tensors are missing."""
+        """Raise InputError if the configuration names DoRA or biases and their tensors are missing."""
         low_rank = {name: update for name, update in updates.items() if update.down is not None}
         plain = [name for name, update in low_rank.items() if update.magnitude is None]
         if self.config.use_dora and plain:
@@ -524,7 +524,7 @@ class _Alphas:
 
 
 def assign_expert(loras: list[Lora], expert: str | None) -> list[Lora]:
-    """Return the LoRAs with the user's expert, if one. Raise InputError where keys or file names mean another."""
+    """Return the LoRAs with the user's expert, if one. Raise InputError if keys or file names mean another."""
     if expert is None:
         return loras
     for lora in loras:

@@ -12,7 +12,7 @@ from rewardfl.weights import families, image_names, shards, wan_names
 from rewardfl.weights.lora_files import TORCH_DTYPES, WAN, Lora, Update, load_tensor
 from rewardfl.weights.shards import BLOCK_BYTES, Checkpoint, Entry, InputError
 
-Updates = Sequence[tuple[Update, float]]  # of a tensor, with their strengths
+Updates = Sequence[tuple[Update, float]]  # a tensor's updates, with their strengths
 
 
 def changes_nothing(lora: Lora) -> bool:
@@ -34,7 +34,7 @@ def variant_notes(lora: Lora, base: Checkpoint) -> list[str]:
 
 
 def list_additions(update: Update, names: Collection[str]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Yield (tensor of the base, by diffusers' name; kind; shape) of each addition. names: the base's."""
+    """Yield (tensor of the base, by diffusers' name; part; shape) of each addition. names: the base's."""
     weight = update.module if update.module in names else f"{update.module}.weight"
     if update.down is not None:
         yield weight, "up @ down", (update.factors[0].shape[0], *update.factors[1].shape[1:])
@@ -77,7 +77,7 @@ def match_names(base: Checkpoint) -> tuple[tuple[str, ...], str, dict[str, str]]
 
 
 def updates_by_tensor(base: Checkpoint, loras: Sequence[tuple[Lora, float]]) -> Mapping[str, Updates]:
-    """Return {tensor of the base: its updates with their strengths}. Raise InputError where one does not fit."""
+    """Return {tensor of the base: its updates with their strengths}. Raise InputError if one does not fit."""
     shards.check_unquantised(base)
     models, _, commons = match_names(base)
     by_diffusers_name = {commons[name]: entry for name, entry in base.tensors.items()}
@@ -157,7 +157,7 @@ def column_norms(entry: Entry, up: Tensor, down: Tensor, scale: float) -> Tensor
 
 
 def merge_tensor(entry: Entry, updates: Updates, dtype: torch.dtype) -> Tensor:
-    """Return a whole tensor of the file with the updates added in float32, rounded once to `dtype`.
+    """Return a full tensor of the file with the updates added in float32, rounded once to `dtype`.
 
     Only a few rows are held next to it.
     """

@@ -1,6 +1,6 @@
 """Safetensors checkpoints as tables of byte ranges, by their checked headers.
 
-No torch here: copying shards takes 34 MiB, importing torch alone 220. The format is a length, a JSON header and the
+No torch here: copying shards takes 34 MiB, just importing torch 220. The format is a length, a JSON header and the
 tensors' bytes (https://github.com/huggingface/safetensors, section Format).
 """
 
@@ -22,9 +22,9 @@ ITEM_BYTES = {
     "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
 
-BLOCK_BYTES = 1 << 20  # of a file, read and written at a time
+BLOCK_BYTES = 1 << 20  # bytes of a file, read and written at a time
 
-QUANTISED_LEAVES = ("scale_weight", "scale_input", "weight_scale", "comfy_quant", "scaled_fp8")  # of scale tensors
+QUANTISED_LEAVES = ("scale_weight", "scale_input", "weight_scale", "comfy_quant", "scaled_fp8")  # scale tensors' names
 
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$")  # the end of a shard's name, with their number
 
@@ -58,7 +58,7 @@ def parse_json_object(text: str | bytes, what: str) -> dict:
 
 
 def require_file(path: Path, *kinds: FileKind) -> None:
-    """Raise InputError unless a file is there and may be of these kinds by its first bytes (file_kinds.wrong_kind)."""
+    """Raise InputError unless a file is there and may be of these types by its first bytes (file_kinds.wrong_kind)."""
     if not path.is_file():  # opening a FIFO would wait for a writer
         raise InputError(
             f"{path.absolute()} does not exist, or is no file; get it, or give another{foreign_path_hint(path)}"
@@ -74,7 +74,7 @@ def read_json_object(path: Path) -> dict:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise InputError for a configuration or tokenizer file in a folder that is of another kind, or damaged."""
+    """Raise InputError for a configuration or tokenizer file in a folder that is of another type, or damaged."""
     for path in sorted(folder.iterdir()):
         if path.suffix == ".json":
             content = read_json_object(path)
@@ -124,7 +124,7 @@ class Entry:
             yield buffer
 
     def read_into(self, buffer: bytearray | memoryview, start: int = 0) -> None:
-        """Fill the buffer with the tensor's bytes from byte `start` on. Raise OSError where the file ends before."""
+        """Fill the buffer with the tensor's bytes from byte `start` on. Raise OSError if the file ends before."""
         with self.file.open("rb") as file:
             file.seek(self.offset + start)
             if file.readinto(buffer) < len(buffer):
@@ -153,9 +153,9 @@ def is_safetensors(path: Path) -> bool:
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return the tensors and the metadata of a safetensors file, from its header alone.
+    """Return the tensors and the metadata of a safetensors file, from only its header.
 
-    Raise InputError for a cut-off file, bytes that no tensor owns, and any other kind of file.
+    Raise InputError for a cut-off file, bytes that no tensor owns, and any other type of file.
     """
     require_file(path, "safetensors")
     try:
@@ -231,7 +231,7 @@ def _open_index(path: Path) -> Checkpoint:
 
 
 def _join(path: Path, files: list[Path], weight_map: dict[str, str]) -> Checkpoint:
-    """Join the tensors of all shards. Raise InputError where they differ from a weight_map that is not empty."""
+    """Join the tensors of all shards. Raise InputError if they differ from a weight_map that is not empty."""
     tensors: dict[str, Entry] = {}
     metadata: dict[str, str] = {}
     for file in files:
