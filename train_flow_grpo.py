@@ -21,7 +21,7 @@ from functools import partial
 from rewardfl.training.arguments import parse_arguments
 
 if __name__ == "__main__":
-    ARGUMENTS = parse_arguments(__doc__)  # before torch is imported: --help answers at once
+    ARGUMENTS = parse_arguments(__doc__)  # before torch is imported: --help prints at once
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ def train(run: FlowGrpoRun) -> int:
     """Train, and return the exit code: 128 + the number of a signal."""
     plan, job, policy, geometry = run.plan, run.job, run.policy, run.plan.geometry
     max_std = math.inf if plan.group.max_std is None else plan.group.max_std
-    make_kernel = partial(sde.Kernel, plan.group.sde, plan.group.noise_level, max_std=max_std)  # of a schedule's sigmas
+    make_kernel = partial(sde.Kernel, plan.group.sde, plan.group.noise_level, max_std=max_std)  # takes the sigmas
     clip_low, clip_high = plan.group.clip_range, plan.group.clip_range_high or plan.group.clip_range
     exact = plan.model.dtype == "float32" and not plan.train.compile_blocks
     tolerance = grpo.ratio_tolerance(plan.group.ratio_tolerance, clip_low, exact=exact)
@@ -58,7 +58,7 @@ def train(run: FlowGrpoRun) -> int:
         x = reward_flow.rollout(velocity, x, inputs.schedule.sigmas[: steps_before + 1], keep=()).x0
         return dict(zip(indices, x.split(1), strict=True))
 
-    floor = {}  # of the KL that rounding alone shows
+    floor = {}  # the KL that comes only from rounding
     if plan.group.kl_weight != 0 and plan.model.dtype == "bfloat16":
         (first, *_), *_ = run.plan_epoch(0)[0]
         inputs, seed = run.read_inputs([first]), noise_seed(plan.run.seed, 0, "floor")
@@ -132,7 +132,7 @@ def train(run: FlowGrpoRun) -> int:
                 )  # fmt: skip
                 outcomes.append(outcome)
                 if i == max(rollout.steps):
-                    share = 1 / (per_update * geometry.batch)  # of one sample in the loss of this process
+                    share = 1 / (per_update * geometry.batch)  # share of one sample in the loss of this process
                     anchored.append(run.anchors.accumulate(job, policy, rollout, step.index, share))
         with timer("step"):
             seen = run.gather(outcomes)

@@ -21,7 +21,7 @@ from functools import partial
 from rewardfl.training.arguments import parse_arguments
 
 if __name__ == "__main__":
-    ARGUMENTS = parse_arguments(__doc__)  # before torch is imported: --help answers at once
+    ARGUMENTS = parse_arguments(__doc__)  # before torch is imported: --help prints at once
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ def train(run: ForwardRlRun) -> int:
     for step in run.steps():
         timer = step.timer
         if step.begins_epoch:
-            # 1. Roll out this process's videos by the old policy. Their clean latents alone are stored.
+            # 1. Roll out this process's videos by the old policy. Only their clean latents are stored.
             rollouts, pending = [], []
             for members in run.plan_epoch(step.epoch)[job.rank]:
                 if run.is_interrupted():  # nothing changed since the last update
@@ -107,7 +107,7 @@ def train(run: ForwardRlRun) -> int:
                 needs_old=plan.needs_old, needs_base=plan.needs_base,
             )  # fmt: skip
 
-        # 5. Update: towards the videos of positive advantage, and away from those of negative.
+        # 5. Update: towards the videos of positive advantage, and away from videos of negative.
         outcomes, anchored = [], []
         advantages = [advantage for advantage in scored.advantages[part] for _ in moments]
         with timer("step"), timer("replay"), job.gradient_reduction():
@@ -127,7 +127,7 @@ def train(run: ForwardRlRun) -> int:
                 )  # fmt: skip
                 outcomes.append(outcome)
                 if draw.is_last:
-                    share = 1 / (per_update * training.batch)  # of one sample in the loss of this process
+                    share = 1 / (per_update * training.batch)  # share of one sample in the loss of this process
                     anchored.append(run.anchors.accumulate(job, policy, draw.rollout, step.index, share))
         with timer("step"):
             seen = run.gather(outcomes)

@@ -21,7 +21,7 @@ from functools import partial
 from rewardfl.training.arguments import parse_arguments
 
 if __name__ == "__main__":
-    ARGUMENTS = parse_arguments(__doc__)  # before torch is imported: --help answers at once
+    ARGUMENTS = parse_arguments(__doc__)  # before torch is imported: --help prints at once
 
 import torch
 from torch import Tensor

@@ -5,7 +5,7 @@
 A reward alone leads a model away from its data: faces smear, and networks akin to the reward's still score them high.
 The anchor prevents it without a reference model (DDRL, arXiv 2512.04332; the pretraining loss of ReFL, arXiv
 2304.05977). Alone it is supervised fine-tuning. Moments of a schedule are denoising steps: 4 is the sigma of step 4,
-and 4.5 is half-way to that of step 5.
+and 4.5 is half-way to the sigma of step 5.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from rewardfl.noise import noise_seed
 class Draw:
     """One draw of the loss for B clips: velocity(y) (B, ...) at sigma, the noise (B, ...) in y.
 
-    reference: the velocity to fit in place of noise - x0, such as that of a distilled model without its adapter.
+    reference: the velocity to fit in place of noise - x0, such as a distilled model's without its adapter.
     """
 
     velocity: Callable[[Tensor], Tensor]

@@ -21,7 +21,7 @@ LONGEST_LINE = 2000  # characters of a message: names come from files
 # first words of the figures' names, which no judge may have
 NO_JUDGE = ("reward", "held_out", "rewards", "look", "motion", "canary")
 
-Strength = Annotated[Number, Field(ge=-1000, le=1000)]  # of an adapter
+Strength = Annotated[Number, Field(ge=-1000, le=1000)]  # strength of an adapter
 
 
 class Parser(argparse.ArgumentParser):

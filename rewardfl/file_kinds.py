@@ -6,7 +6,7 @@ from typing import Literal
 
 FileKind = Literal["torch", "safetensors", "picture", "text"]
 
-# {kind: (its first bytes, what to tell the user)}; the first that fits counts
+# {type: (its first bytes, what to tell the user)}; the first that fits counts
 _KINDS = {
     "pointer": (rb"version https://git-lfs", "a Git LFS pointer; run git lfs pull in its folder, or download the file"),
     "page": (
@@ -34,9 +34,9 @@ _FOREIGN_PATHS = {
 
 
 def wrong_kind(path: Path, *right: FileKind) -> str:
-    """Return words that complete "PATH ..." if a file is empty or of another kind than `right`; else "".
+    """Return words that complete "PATH ..." if a file is empty or of another type than `right`; else "".
 
-    A binary file that has none of these kinds passes.
+    A binary file without any of these types passes.
     """
     with path.open("rb") as file:
         head = file.read(1024)

@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all, and text for terminals. No torch here.
+"""Files and folders that are written completely or not at all, and text for terminals. No torch here.
 
 Nothing is written through a link in the last part of a path: a folder from somebody else may hold links to any file.
 """
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, BinaryIO
 
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a model's file, for its digest
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # samples of a model's file, for its digest
 TEMPORARY = ".tmp-" + "[0-9a-f]" * 16  # pattern of the end of temporary_path's names
 
 
@@ -67,7 +67,7 @@ def is_control(character: str) -> bool:
 
 
 def atomic_write(path: str | Path, content: bytes | str) -> None:
-    """Write `content` to `path` whole or not at all, even in a power cut."""
+    """Write `content` to `path` completely or not at all, even in a power cut."""
     with atomic_file(Path(path)) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 

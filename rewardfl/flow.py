@@ -13,7 +13,7 @@ variance. On Gaussian data its std ends 3 % low at a = 0.3, 15 % at 0.7. The kin
     dance   the same with g = a                                              DanceGRPO, arXiv 2505.07818
     cps     the marginal's own coefficients, part of its noise redrawn       Flow-CPS, arXiv 2509.05952
 
-a is the noise_level. `std` always includes sqrt(-dt): it is the whole transition's.
+a is the noise_level. `std` always includes sqrt(-dt): it is the complete transition's.
 """
 
 import math
@@ -63,7 +63,7 @@ def velocity_kl(velocity: Tensor, reference: Tensor, sigma: Tensor) -> Tensor:
     return ((velocity - reference) ** 2).flatten(1).mean(1) / (2 * sigma**2)
 
 
-PERTURBATION = 2.0**-16  # far below bfloat16's resolution of 2^-8: it changes a velocity by rounding alone
+PERTURBATION = 2.0**-16  # far below bfloat16's resolution of 2^-8: it changes a velocity only by rounding
 
 
 def perturb(velocity: VelocityFunction) -> VelocityFunction:
@@ -82,7 +82,7 @@ def perturb(velocity: VelocityFunction) -> VelocityFunction:
 
 @dataclass(frozen=True, kw_only=True)
 class Coefficients:
-    """One transition: mean = x * x_t + velocity * v_t; std of the whole step; dt = sigma_next - sigma < 0."""
+    """One transition: mean = x * x_t + velocity * v_t; std of the full step; dt = sigma_next - sigma < 0."""
 
     x: float
     velocity: float
@@ -124,7 +124,7 @@ def coefficients(
     elif kind != "dance":
         assert_never(kind)
     g2 = min(g2, max_std**2 / -dt)
-    pull = g2 / (2 * sigma)  # of the score: g^2 / 2 * -score = pull * x1^
+    pull = g2 / (2 * sigma)  # the score's pull: g^2 / 2 * -score = pull * x1^
     return Coefficients(x=1 + pull * dt, velocity=(1 + pull * (1 - sigma)) * dt, std=math.sqrt(-g2 * dt), dt=dt)
 
 
@@ -201,7 +201,7 @@ def log_prob(kind: Kind, x_next: Tensor, mean: Tensor, std: float) -> Tensor:
 def transition_kl(mean: Tensor, mean_ref: Tensor, std: float) -> Tensor:
     """Return (B,) float64 KL divergence per dimension of two transitions of one std: mean square / (2 std^2).
 
-    Flow-GRPO's eq. 13, whose variance includes dt (its code for SD3 has none). Raise ValueError as in `log_prob`.
+    Flow-GRPO's eq. 13, whose variance includes dt (its code for SD3 omits it). Raise ValueError as in `log_prob`.
     """
     _refuse_deterministic(std)
     return _mean_square(mean, mean_ref) / (2 * std**2)

@@ -24,7 +24,7 @@ from torch import Tensor
 Weighting = Literal["uniform", "sigma", "sigma_squared", "huber", "generalised_huber"]
 
 _ROUNDING = 1e-10  # added below a root by the authors of AWM
-_SMALLEST_DISTANCE = 1e-5  # of an x0 prediction, in NFT's normalisation
+_SMALLEST_DISTANCE = 1e-5  # distance of an x0 prediction, in NFT's normalisation
 
 
 def _mean(x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def best_advantages(rewards: Tensor, valid: Tensor) -> Tensor:
 def rvm_loss(velocity: Tensor, target: Tensor, advantage: Tensor) -> Tensor:
     """Return RVM's loss (B,), whose gradient by the velocity (B, ...) is  advantage * (velocity - target) / D.
 
-    target: noise - x0, (B, ...). advantage: (B,), scaled, of either sign. The value is that of the surrogate
+    target: noise - x0, (B, ...). advantage: (B,), scaled, of either sign. The value is the surrogate
     0.5 mean((v - sg[v - advantage (v - target)])^2): it is bounded below for a negative advantage, where the weighted
     regression itself is not (FastVideo's port, rvm_faithful.py).
     """
@@ -122,7 +122,7 @@ def awm_log_prob(
 def awm_loss(log_ratio: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
     """Return PPO's clipped loss (B,): max(-A q, -A clip(q, 1 - clip_range, 1 + clip_range)),  q = exp(log_ratio).
 
-    log_ratio: `awm_log_prob` of the policy less that of the old one, (B,).
+    log_ratio: `awm_log_prob` of the policy minus the old policy's, (B,).
     """
     ratio = log_ratio.exp()
     return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range))

@@ -16,12 +16,12 @@ from rewardfl.noise import draw_noise, noise_seed
 class Member(NamedTuple):
     """One rollout of an epoch. Carry group_id through rewards and gathers: no text or picture identifies a group."""
 
-    row: int  # of the training data: prompt and image
+    row: int  # row of the training data: prompt and image
     group_id: int  # 0 .. groups - 1 within the epoch
     member: int  # 0 .. group_size - 1 within the group
-    noise_seed: int  # of the latents at sigma 1; one per group under Geometry.same_noise
-    step_seed: int  # of the noise of the SDE steps: never shared, or the group's rollouts would be equal
-    group_seed: int  # of noise that all members of the group share
+    noise_seed: int  # seed of the latents at sigma 1; one per group under Geometry.same_noise
+    step_seed: int  # seed of the noise of the SDE steps: never shared, or the group's rollouts would be equal
+    group_seed: int  # seed of noise that all members of the group share
 
     @property
     def start(self) -> tuple[int, int]:
@@ -44,7 +44,7 @@ class Geometry:
     """
 
     group_size: int
-    groups: int  # of an epoch, over all processes
+    groups: int  # groups of an epoch, over all processes
     world: int = 1  # processes
     batch: int = 1  # samples of one forward pass of one process
     updates: int = 1
@@ -120,7 +120,7 @@ def plan(epoch: int, rank: int, geometry: Geometry, sample_ids: Sequence[str], s
 def needs_prefix(plans: Sequence[Sequence[Sequence[Member]]]) -> list[bool]:
     """Return by forward pass whether some process has a start that its previous pass had not.
 
-    plans: of all processes. Where False, the latents before the window are those of the previous pass. The result is
+    plans: of all processes. Where False, the latents before the window are the previous pass's. The result is
     the same on every process: all must call the model equally often.
     """
     starts = [[{member.start for member in members} for members in process] for process in plans]
@@ -132,7 +132,7 @@ def rollout_counts(geometry: Geometry, num_steps: int, window: Sequence[int]) ->
     """Return by step (videos, forward passes) of one process in an epoch, without guidance.
 
     With the same noise in a group the steps before the window are computed once for all its members in a pass. Their
-    videos are those of the process that has the most; the passes are the same on all processes.
+    videos are counted in the process that has the most; the passes are the same on all processes.
     """
     plans = [plan(0, rank, geometry, ("",), seed=0) for rank in range(geometry.world)]
     new = needs_prefix(plans)

@@ -14,7 +14,7 @@ the first: D is 65 thousand for an image and 2.1 million for 480x832x81 video. T
 2 %, a clip range of 1e-4 silences every sample of negative advantage and none of positive. The objective `guard`
 removes that term. Clip ranges are not transferable between resolutions or objectives.
 
-The reference and the ratio use the live weights; their average (optim.Average) is for evaluation alone.
+The reference and the ratio use the live weights; their average (optim.Average) is only for evaluation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -171,7 +171,7 @@ def policy_statistics(samples: Mapping[str, Tensor]) -> dict[str, float]:
     samples: advantage, ratio, clipped, kl (of the transitions, from the reference), log_prob and old_log_prob.
     policy/approximate_kl is half the mean square of the log-ratio of the scores: Schulman's second estimator.
     policy/clip_fraction is of all samples. _positive and _negative are of the samples with an advantage above and
-    below 0 (0 without any). If the two differ much, the ratio is biased and one sign alone learns.
+    below 0 (0 without any). If the two differ much, the ratio is biased and only one sign learns.
     """
     is_clipped, advantage = samples["clipped"].double(), samples["advantage"]
 
@@ -206,7 +206,7 @@ def check_ratio(log_prob: Tensor, old_log_prob: Tensor, tolerance: float, steps:
 
     Raise RatioError for a difference above `tolerance`. All arguments: (N,), `steps` the indices in the schedule. Equal
     weights differ by exactly 0 in float32 with equal batches. In bfloat16 they do not: with a tolerance near the clip
-    range rounding alone clips samples.
+    range, mere rounding clips samples.
     """
     differences = (log_prob - old_log_prob).detach().abs()
     largest = {int(i): float(differences[steps == i].amax()) for i in steps.unique()}

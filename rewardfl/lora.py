@@ -91,7 +91,7 @@ def inject(model: ModelMixin, rank: int, alpha: float, targets: list[str], seed:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=names), adapter_name=POLICY)
-    for layer in _layers(model):  # peft activates the last adapter alone; a distillation LoRA must stay on
+    for layer in _layers(model):  # peft activates only the last adapter; a distillation LoRA must stay on
         layer._active_adapter = [name for name in (DISTILLED, POLICY) if name in layer.lora_A]
         if POLICY in layer.lora_A:
             _compute_as(MasterLinear, layer, POLICY)
@@ -101,7 +101,7 @@ def inject(model: ModelMixin, rank: int, alpha: float, targets: list[str], seed:
 def attach_frozen(model: ModelMixin, distilled: Lora) -> None:
     """Add a distillation LoRA to policy and reference; it is never trained or saved.
 
-    Raise InputError where it holds more than plain low-rank updates, or does not fit the model.
+    Raise InputError if it holds more than plain low-rank updates, or does not fit the model.
     """
     modules = dict(model.named_modules())
     for name, update in distilled.updates.items():

@@ -58,7 +58,7 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def _quota(group: Path) -> float:
-    """Return a group's CPU quota in cores, infinite where it has none."""
+    """Return a group's CPU quota in cores, infinite if it has no quota."""
     quota, _, period = _read(group / "cpu.max").partition(" ")
     if not period:
         quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")

@@ -18,7 +18,7 @@ def noise_seed(run_seed: int, epoch: int, sample_id: str, member: int = 0) -> in
 def training_noise_seed(run_seed: int, epoch: int, sample_id: str, noises_per_sample: str | int) -> int:
     """Return noise_seed for a sample's visit in `epoch`: new in each ("fresh"), or the same n in turn (n).
 
-    Epoch -1 is that of the sample videos, whose noise is always its own.
+    Epoch -1 is the epoch of the sample videos, whose noise is always its own.
     """
     if isinstance(noises_per_sample, str) or epoch < 0:
         return noise_seed(run_seed, epoch, sample_id)

@@ -127,7 +127,7 @@ class Folder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Make the folder and lock it. Raise InputError where another process holds the lock."""
+        """Make the folder and lock it. Raise InputError if another process holds the lock."""
         self.check(())
         self.path.mkdir(parents=True, exist_ok=True)
         try:

@@ -93,7 +93,7 @@ def rollout(
 
 @torch.no_grad()
 def kl_floor(reference: VelocityFunction, x: Tensor, sigmas: Tensor, active: Sequence[int], start: int = 0) -> float:
-    """Return the KL of `replay` for two velocities that differ by rounding alone: see flow.perturb.
+    """Return the KL of `replay` for two velocities that differ only by rounding: see flow.perturb.
 
     It is the mean over the active steps of the reference's rollout from x (B, ...) at sigmas[start].
     """

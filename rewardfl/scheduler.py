@@ -2,9 +2,9 @@
 
     pipe.scheduler = FlowMatchSDEScheduler.from_config(pipe.scheduler.config, noise_level=0.7, noise_window=[0, 1])
 
-has the pipeline's own sigmas; FlowMatchSDEScheduler(shift=5.0) those of `flow.linear_sigmas`, as Wan2.2-Lightning has.
+has the pipeline's own sigmas; FlowMatchSDEScheduler(shift=5.0) has `flow.linear_sigmas`, as Wan2.2-Lightning has.
 
-Stock pipelines use `step(...)[0]` alone. For log-probabilities, call `step` in your own loop, or replay the latents of
+Stock pipelines use only `step(...)[0]`. For log-probabilities, call `step` in your own loop, or replay the latents of
 `callback_on_step_end`: step(velocity, t, x, step_index=i, next_sample=x_next).
 """
 
@@ -47,8 +47,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
 
     kind, noise_level: as in flow.py; noise_level 0 is the ODE throughout. noise_window: indices of inference steps,
     None for all but the last, whose noise nothing would remove. schedule: for a pipeline that gives no sigmas, `stock`
-    makes those of FlowMatchEulerDiscreteScheduler. `linear` makes those of `flow.linear_sigmas`, for a config with a
-    shift alone. The other fourteen arguments are those of FlowMatchEulerDiscreteScheduler.
+    makes FlowMatchEulerDiscreteScheduler's. `linear` makes `flow.linear_sigmas`, for a config with only a shift.
+    The other fourteen arguments are FlowMatchEulerDiscreteScheduler's.
 
     Steps are counted from 0 or from `set_begin_index`, never looked up by the timestep's value.
     """
@@ -81,13 +81,13 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         stock = inspect.signature(FlowMatchEulerDiscreteScheduler.__init__).parameters
         super().__init__(**{name: self.config[name] for name in stock if name != "self"})
         self.num_inference_steps = None
-        self.noise_window: tuple[int, ...] = ()  # of the schedule that set_timesteps makes
+        self.noise_window: tuple[int, ...] = ()  # window of the schedule that set_timesteps makes
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Self:
         """Make the scheduler of a config; one of FlowMatchEulerDiscreteScheduler keeps its schedule.
 
-        kwargs: arguments that replace those of the config. Raise ValueError for the config of another scheduler, whose
+        kwargs: arguments that replace the config's. Raise ValueError for the config of another scheduler, whose
         sigmas are made otherwise.
         """
         name = config.get("_class_name", FlowMatchEulerDiscreteScheduler.__name__)

@@ -62,7 +62,7 @@ def rollout(
 ) -> tuple[Tensor, dict[int, Step]]:
     """Return (x0 (B, ...), the window's steps by index) from x (B, ...) float32 at sigmas[start].
 
-    window: the stochastic steps. noise: step -> (B, ...) standard normal. keep_means: for the objective `guard` alone.
+    window: the stochastic steps. noise: step -> (B, ...) standard normal. keep_means: only for the objective `guard`.
     """
     sigmas, steps = kernel.sigmas, {}
     for i in range(start, len(sigmas) - 1):
@@ -87,7 +87,7 @@ def reference_mean(reference: flow.VelocityFunction | None, kernel: Kernel, x: T
 
 @torch.no_grad()
 def kl_floor(reference: flow.VelocityFunction, x: Tensor, kernel: Kernel, window: Sequence[int]) -> float:
-    """Return the KL of two transitions whose velocities differ by rounding alone: see flow.perturb.
+    """Return the KL of two transitions whose velocities differ only by rounding: see flow.perturb.
 
     It is the mean over the window's steps of the reference's rollout, without noise, from x (B, ...) at sigma 1.
     """

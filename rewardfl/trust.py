@@ -1,4 +1,4 @@
-"""Permission to load code that a configuration or a run folder names. A command line alone gives it."""
+"""Permission to load code that a configuration or a run folder names. Only a command line gives it."""
 
 import argparse
 

@@ -58,7 +58,7 @@ class WorkerPool:
     def __init__(self, count: int, timeout: float):
         self.timeout = timeout
         self._queue: queue.Queue[tuple[Call, Work]] = queue.Queue(count)
-        self._stuck = False  # did a call find no place in time, and has none ended since?
+        self._stuck = False  # did a call find no place in time, and did no call end since?
         for _ in range(count):
             threading.Thread(target=self._work, daemon=True).start()
 

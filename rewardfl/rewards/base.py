@@ -53,14 +53,14 @@ class Reward(nn.Module):
     name: str = ""  # in configs, tables and cache keys
     differentiable: bool = False  # does the score have a gradient to the video?
     uses_prompt: bool = False  # does `reference` depend on the prompt?
-    fewest_frames: int = 1  # of a clip that it can score; 2 for rewards that compare frames with each other
+    fewest_frames: int = 1  # frames of a clip that it can score; 2 for rewards that compare frames with each other
     concurrent: bool = False  # may calls run in threads, several at a time? For rewards that wait, e.g. for a server
     parallel: int = 4  # calls at a time of a concurrent reward
     place: str = "settings"  # the key of its settings, for messages: build_terms sets the configuration's
     weights: str = ""  # the files that it needs; empty for none
-    licence: str = ""  # of the weights, or of the code where there are none
-    range: str = ""  # of the score
-    evaluation_settings: Mapping[str, object] = {}  # of tools/evaluate.py where the configuration has none
+    licence: str = ""  # licence of the weights, or of the code without weights
+    range: str = ""  # range of the score
+    evaluation_settings: Mapping[str, object] = {}  # for tools/evaluate.py if the configuration lacks them
     second_opinion: tuple[str, str] | tuple[()] = ()  # two parts that should agree: evaluations show where they do not
     nothing_found: str = "nothing to compare with was found in"  # the message for a clip without a reference
 
@@ -183,7 +183,7 @@ def _watch(reward: Reward, args: tuple) -> tuple:
     video, batch = args
     if len(batch) != len(video):
         raise RewardError(f"{len(video)} videos need as many references, got {len(batch)}")
-    # a view: a hook on it changes this reward's gradient only, not that of other rewards of the same video
+    # a view: a hook on it changes this reward's gradient only, not the gradient of other rewards of the same video
     return video.view_as(video), batch
 
 

@@ -1,6 +1,6 @@
 """Text rendering: how much of the text that the prompt quotes an OCR engine reads in the picture.
 
-The score is that of Flow-GRPO's ocr reward (Liu et al. 2025, arXiv 2505.05470).
+The score is Flow-GRPO's ocr reward (Liu et al. 2025, arXiv 2505.05470).
 """
 
 import functools
@@ -27,7 +27,7 @@ from rewardfl.config.schema import Count
 from rewardfl.rewards.base import Reference, Reward, RewardError, RewardOutput, score_clips
 from rewardfl.rewards.frames import select_frames
 
-_LINE_CHARACTERS = string.ascii_letters + string.digits  # of a line that Tesseract reads without detection
+_LINE_CHARACTERS = string.ascii_letters + string.digits  # characters of a line that Tesseract reads without detection
 _DETECTOR, _RECOGNISER = "PP-OCRv6_det_small.onnx", "PP-OCRv6_rec_small.onnx"
 _SAME_LINE, _STACKED = 0.25, 0.5  # shares of the smaller box: of the height on one line, of the width above another
 _SINGLE, _DOUBLE = "'’‘‚‛`´＇", '"“”„‟«»‹›「」『』〝〞〟＂'
@@ -73,7 +73,7 @@ def text_score(reading: str, target: str) -> float:
 
     Both are of plain_text, and the target is not empty.
     """
-    from rapidfuzz.distance import Levenshtein  # of the extra `ocr`
+    from rapidfuzz.distance import Levenshtein  # from the extra `ocr`
 
     return 1.0 if target in reading else 1 - min(Levenshtein.distance(reading, target), len(target)) / len(target)
 
@@ -221,11 +221,11 @@ def _load_engine(*, detect: bool):
 
 
 def read_by_tesseract(picture: np.ndarray, *, detect: bool) -> str:
-    """Return what tesseract reads in an RGB picture (H, W, 3) uint8. Raise RuntimeError where it fails.
+    """Return what tesseract reads in an RGB picture (H, W, 3) uint8. Raise RuntimeError if it fails.
 
     detect: whether to look for text; otherwise, the picture is one line of Latin letters and digits.
     """
-    grey = cv2.cvtColor(picture, cv2.COLOR_RGB2GRAY)  # of noisy colours it reads less
+    grey = cv2.cvtColor(picture, cv2.COLOR_RGB2GRAY)  # it reads less in noisy colours
     if max(grey.shape) < 256:  # it reads large letters better
         grey = cv2.resize(grey, None, fx=3, fy=3, interpolation=cv2.INTER_CUBIC)
     options = ["--psm", "11"] if detect else ["--psm", "7", "-c", f"tessedit_char_whitelist={_LINE_CHARACTERS}"]

@@ -38,8 +38,8 @@ REWARDS: dict[str, str] = {
 def build(name: str, settings: Mapping[str, object], place: str = "settings") -> Reward:
     """Build the reward `name` (see find_reward) with `settings`; each call is checked (see attach_checks).
 
-    place: the key of the settings, for messages. Raise ValueError for an unknown name, a class that is no reward or may
-    not be loaded, and settings that are unknown, missing or of another type.
+    place: the key of the settings, for messages. Raise ValueError for an unknown name, a class that is not a reward or
+    may not be loaded, and settings that are unknown, missing or of another type.
     """
     cls = find_reward(name)
     return attach_checks(cls(**check_settings(cls, settings, place)))

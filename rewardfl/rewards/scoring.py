@@ -44,7 +44,7 @@ class RewardResult:
 def check_reward(term: Term, video: Tensor, reference: Reference, count: int, *, with_gradient: bool) -> str:
     """Score `count` copies of a video (3, F, H, W); return the message of the reward's exception, "" for none.
 
-    Raise RewardError where it breaks its contract, since every later call would.
+    Raise RewardError if it breaks its contract, since every later call would.
     """
     try:
         with torch.set_grad_enabled(with_gradient):
@@ -96,7 +96,7 @@ def failure(count: int, problem: str) -> RewardResult:
 
 
 def concat_results(results: Sequence[RewardResult]) -> RewardResult:
-    """Concatenate one reward's detached results of several batches; parts are NaN where a batch has none."""
+    """Concatenate one reward's detached results of several batches; parts are NaN where a batch lacks them."""
     outputs = [result.output for result in results]
     parts = {
         name: torch.cat([output.parts.get(name, torch.full_like(output.score, torch.nan)) for output in outputs])

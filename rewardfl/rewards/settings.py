@@ -48,7 +48,7 @@ def setting_types(cls: type) -> dict[str, tuple[Any, bool]]:
     The names of a TypedDict in **name: Unpack[TypedDict] are among them. Other *args and **kwargs are not.
     """
     try:
-        hints = get_type_hints(cls.__init__, include_extras=True)  # type: ignore[misc]  # of this very class
+        hints = get_type_hints(cls.__init__, include_extras=True)  # type: ignore[misc]  # this very class's
     except NameError:  # a type that is imported under TYPE_CHECKING only
         hints = {}
     types = {}

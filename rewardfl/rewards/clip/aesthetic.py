@@ -10,7 +10,7 @@ from rewardfl.rewards.clip.network import ImageTower, check_state, load_clip, lo
 from rewardfl.rewards.frames import FrameReward, FrameSettings
 from rewardfl.rewards.settings import ExistingPath
 
-WIDTH = 768  # of CLIP ViT-L/14's embedding
+WIDTH = 768  # width of CLIP ViT-L/14's embedding
 
 
 class AestheticReward(FrameReward):

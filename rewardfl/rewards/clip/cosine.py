@@ -16,7 +16,7 @@ class ClipScoreReward(PromptReward):
 
     weight * max(cosine(frame, prompt), 0), section 3 of the paper, where w = 2.5 stretches it to about [0, 1].
     weight: 100 is per cent of the cosine, the scale of torchmetrics' clip_score. The paper's prefix "A photo depicts"
-    is not added. Below a cosine of 0 there is no gradient; natural pairs have 0.1 to 0.35. model_dir: any CLIP.
+    is not added. Below a cosine of 0 the gradient is 0; natural pairs have 0.1 to 0.35. model_dir: any CLIP.
     tokenizer_dir: "" for the tokenizer in model_dir. Other settings: FrameReward.
     """
 
@@ -45,7 +45,7 @@ class PickScoreReward(PromptReward):
 
     exp(logit_scale) * cosine(frame, prompt) / divisor: section 4 of the paper, a CLIP ViT-H/14 tuned on choices.
     model_dir: yuvalkirstain/PickScore_v1. tokenizer_dir: a folder with CLIP's tokenizer, "" for model_dir; the authors
-    use that of laion/CLIP-ViT-H-14-laion2B-s32B-b79K. divisor: 26 is Flow-GRPO's scale (about 0.8), 1 the published
+    use laion/CLIP-ViT-H-14-laion2B-s32B-b79K's. divisor: 26 is Flow-GRPO's scale (about 0.8), 1 the published
     scale (about 20), where a difference of d means odds of exp(d). Other settings: FrameReward.
     """
 

@@ -72,7 +72,7 @@ class Hpsv2Reward(PromptReward):
 
 
 def letterbox(frames: Tensor, size: int) -> Tensor:
-    """Resize whole frames (N, 3, H, W) in [-1, 1] to (N, 3, size, size) with black bars, HPSv2's transform.
+    """Resize full frames (N, 3, H, W) in [-1, 1] to (N, 3, size, size) with black bars, HPSv2's transform.
 
     Bicubic to a longer edge of `size` pixels, on floats that may overshoot [0, 1], then CLIP's normalisation. With
     antialias, torchvision's default since 0.17. HPSv2's torchvision had none for tensors; without it the gradient would

@@ -47,7 +47,7 @@ def load_weights(path: str | Path, key: str = "") -> dict[str, Tensor]:
 
 
 def check_state(path: str | Path, what: str, state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raise ValueError where a file's tensors have other names or shapes than the `expected` ones of `what`."""
+    """Raise ValueError if a file's tensors have other names or shapes than the `expected` ones of `what`."""
     pairs = ({(name, value.shape) for name, value in tensors.items()} for tensors in (state, expected))
     if different := {name for name, _ in set.symmetric_difference(*pairs)}:
         raise ValueError(f"{path} is not {what}: it differs in {list_some(different)}")
@@ -97,7 +97,7 @@ def check_model_type(folder: str | Path, model_type: str) -> None:
 
 
 def _check_files(folder: str | Path) -> None:
-    """Raise InputError for a file of a transformers folder that is of another kind, or damaged."""
+    """Raise InputError for a file of a transformers folder that is of another type, or damaged."""
     shards.check_folder(Path(folder))
     for path in sorted(Path(folder).iterdir()):
         if path.suffix == ".safetensors":
@@ -166,7 +166,7 @@ class TextTower(nn.Module):
     def forward(self, prompt: str) -> Tensor:
         """Embed a prompt; one of more tokens than the model's limit (77) is truncated before its end-of-text token."""
         tokens = self.tokenizer(prompt, truncation=True, max_length=self.limit, return_tensors="pt").input_ids
-        # One prompt needs no padding, and attention is causal: the last state is that of the end-of-text token.
+        # One prompt needs no padding, and attention is causal: the last state is the end-of-text token's.
         # pooler_output would depend on the folder's padding token and eos_token_id, which is wrong in some configs.
         states = self.model(tokens.to(self.projection.weight.device)).last_hidden_state
         return F.normalize(self.projection(states[0, -1]), dim=-1)

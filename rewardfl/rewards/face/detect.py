@@ -25,7 +25,7 @@ class Scrfd:
     """SCRFD, insightface/model_zoo/retinaface.py: boxes as distances of sides from the cell."""
 
     anchors = 2  # per cell
-    threshold = 0.5  # of the score
+    threshold = 0.5  # for the score
     nms_iou = 0.4
     last_pixel = 1  # added to the difference of a box's corners for the length of its sides
 
@@ -36,7 +36,7 @@ class Scrfd:
     def read(self, outputs: list[Tensor], cells: Tensor, stride: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return scores (B, n, 1), box corners (B, n, 4) and landmarks (B, n, 10) in pixels of the input.
 
-        outputs: those of this stride, (B, n, ...) each. cells: (n, 2), the top left corner of each anchor's cell.
+        outputs: of this stride, (B, n, ...) each. cells: (n, 2), the top left corner of each anchor's cell.
         """
         scores, distances, offsets = outputs
         distances = distances * stride
@@ -177,7 +177,7 @@ class FaceDetector(nn.Module):
     def fit(self, frames: Tensor) -> tuple[Tensor, float]:
         """Return the detector's input (N, 3, det_size, det_size), and its pixels per frame pixel.
 
-        The values are rounded to 8 bits, twice. The gradient is that of the bilinear resize without rounding.
+        The values are rounded to 8 bits, twice. The gradient is the bilinear resize's without rounding.
         """
         height, width = frames.shape[-2:]
         ratio = height / width

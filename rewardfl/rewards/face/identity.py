@@ -178,7 +178,7 @@ class FaceIdentity(nn.Module):
     def similarity_to_first(self, video: Tensor) -> Tensor:
         """Return the cosines (n,) with the largest face of the first frame that has one, of later frames with faces.
 
-        A frame's cosine is that of its most similar face.
+        A frame's cosine is its most similar face's.
         """
         frames = to_frames(video)
         faces = self.detector.detect(frames)

@@ -57,7 +57,7 @@ def mouth_movement(patches: Tensor) -> float:
 def similarity(first: Tensor, second: Tensor) -> Tensor:
     """Return (M, N): 2 cov / (var + var) of patches (M, h, w) and (N, h, w), blind to their brightness.
 
-    It is the contrast and structure of SSIM (Wang et al. 2004, eq. 6 to 10, without constants) over a whole patch.
+    It is the contrast and structure of SSIM (Wang et al. 2004, eq. 6 to 10, without constants) over an entire patch.
     """
     a, b = (patches.flatten(1).float() for patches in (first, second))
     a, b = a - a.mean(1, keepdim=True), b - b.mean(1, keepdim=True)

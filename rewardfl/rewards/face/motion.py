@@ -40,7 +40,7 @@ class FaceMotionReward(Reward):
     """Weighted mean of the four terms, over those that could be measured.
 
     landmarks: mean of min(s, 1) and min(n, 1), less reversals * max(0, b - b_real). s and n are landmark speed and
-    non-rigid motion over the real clip's; b is step_reversals. Above 1 there is no gradient. s or n is left out where
+    non-rigid motion over the real clip's; b is step_reversals. Above 1 the gradient is 0. s or n is left out where
     the real clip hardly moves.
 
     face_change, background_change: min(r, 1 / r). r is the mean change of pixels from frame to frame over the real
@@ -99,7 +99,7 @@ class FaceMotionReward(Reward):
         """Return the motion of a real clip (3, F, H, W), by name, each (detectors, 2); None when nothing moves.
 
         A clip seen through a view is compared with the second column, the mean over `views`: on moved pixels landmarks
-        tremble differently, which alone may raise the small non-rigid motion by half.
+        tremble differently, which by itself may raise the small non-rigid motion by half.
         """
         all_views = (None, *fixed_views(self._max_shift(video)))
         table: dict[str, list[list[float]]] = {name: [] for name in NAMES[:-1]}

@@ -259,7 +259,7 @@ def _refusals(op: str, node: onnx.NodeProto, attributes: Attributes, used: Colle
 def read_graph(path: str | Path) -> tuple[onnx.GraphProto, int]:
     """Return the graph of an ONNX file and its opset version.
 
-    Raise FileNotFoundError without such a file, ValueError unless it is a whole ONNX model.
+    Raise FileNotFoundError without such a file, ValueError unless it is a complete ONNX model.
     """
     path = Path(path)
     if path.is_file() and (words := wrong_kind(path)):
@@ -295,7 +295,7 @@ class _Step:
     attributes: Attributes
     operands: Sequence[str]  # names; "" for an operand left out
     output: str
-    on_cpu: bool  # computed from shapes and constants alone
+    on_cpu: bool  # computed only from shapes and constants
 
     @property
     def settings(self) -> int:
@@ -390,7 +390,7 @@ def _compile(graph: onnx.GraphProto, opset: int, path: str | Path) -> tuple[list
         raise ValueError(f"{path} holds a damaged tensor ({error}); fetch or export it again") from error
     used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
     refused: Counter[str] = Counter()
-    on_cpu: set[str] = set()  # shapes, and results computed from shapes and constants alone
+    on_cpu: set[str] = set()  # shapes, and results computed only from shapes and constants
     steps = []
     for node in graph.node:
         op, attributes = _op_name(node, opset), _attributes(node)

@@ -149,7 +149,7 @@ def is_sface(path: str | Path) -> bool:
 def describe_packs(packs: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Return a line for each file of packs, with hash and licence. packs: {setting of a pack: its `file_hashes`}.
 
-    The hash determines the licence. A name alone does not: AuraFace's recogniser has the name of antelopev2's.
+    The hash determines the licence. A name by itself does not: AuraFace's recogniser has the name of antelopev2's.
     """
     lines, unknown = [], False
     for setting, files in packs.items():

@@ -23,7 +23,7 @@ KEEP_ALL = 1.0
 
 
 class FaceParityError(ValueError):
-    """Our faces differ from those of a pack's published code, so that rewards would be wrong."""
+    """Our faces differ from the faces of a pack's published code, so that rewards would be wrong."""
 
 
 def check_packs(packs: Mapping[str, FaceIdentity], video: Tensor) -> list[str]:

@@ -17,7 +17,7 @@ from rewardfl.rewards.face.pack import PackFolder
 from rewardfl.rewards.face.track import MIN_MOTION, track_largest
 
 PARTS = ("face_score", "cap", "coverage", "motion_speed", "motion_nonrigid", "motion")
-_NUMBERS = ("cap", "speed", "nonrigid", "coverage")  # of a FacePool
+_NUMBERS = ("cap", "speed", "nonrigid", "coverage")  # numbers of a FacePool
 ONE_PHOTO = (
     "reward.cap: self_similarity takes two photos of a person, or a clip, and no row has them; add photos (the column "
     "photos), or set reward.cap to a number, such as 0.8"
@@ -40,7 +40,7 @@ class FaceIdentityReward(Reward):
     Parts, means over people: face_score, the mean before the cap; cap (1 for "none"); coverage, the share of generated
     frames with a detection; motion_speed and motion_nonrigid, landmark motion over the real clip's, NaN where that
     hardly moves; motion, the smaller of the two. With "all" also people, their number, and worst_person, the smallest
-    face_score. A sample is invalid when its real clip has no usable face, the generated clip has none in any frame, or
+    face_score. A sample is invalid when its real clip has no usable face, no generated frame has one, or
     the score is not finite.
     """
 
@@ -79,7 +79,7 @@ class FaceIdentityReward(Reward):
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
         """Return the FacePools of a real clip (3, F, H, W) as tensors over K people; None when later frames show none.
 
-        embeddings (P, D): those of all people in turn. owner (P,): the person of each. boxes (K, F, 4), landmarks
+        embeddings (P, D): of all people in turn. owner (P,): the person of each. boxes (K, F, 4), landmarks
         (K, F, 5, 2), and the other fields (K,).
         """
         pools = self.identity.pools(video, everybody=self.people == "all", min_width=self.min_face_size)

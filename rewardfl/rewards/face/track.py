@@ -18,7 +18,7 @@ MIN_STEP = 0.005
 # it for SFace (FaceRecognizerSF); different people are below it with ArcFace, too.
 SAME_PERSON = 0.363
 
-Embeddings = Sequence[Tensor]  # of the n detections of each frame, (n, D), unit, on the CPU, without a graph
+Embeddings = Sequence[Tensor]  # for the n detections of each frame, (n, D), unit, on the CPU, without a graph
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Track:
 
 
 def track_largest(faces: Sequence[Faces]) -> Track | None:
-    """Track the largest face of the first frame that has one, by position alone; return None when no frame has one.
+    """Track the largest face of the first frame that has one, only by position; return None when no frame has one.
 
     In each later frame, the detection that overlaps the last box most is the same face; the nearest centre decides
     when none overlaps. Its centre must be within one face width and its width within a factor of two. Frames without
@@ -108,7 +108,7 @@ def _near(box: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class _Trail:
-    """The detections of a face so far, row by frame, and the embeddings (p, D) of its person for when it has none."""
+    """The detections of a face so far, row by frame, and its person's embeddings (p, D) for when `rows` is empty."""
 
     rows: dict[int, int] = field(default_factory=dict)
     reference: Tensor = field(default_factory=lambda: torch.zeros(1, 1))

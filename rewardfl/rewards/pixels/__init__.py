@@ -1,1 +1,1 @@
-"""Rewards and measures computed from pixels alone."""
+"""Rewards and measures computed only from pixels."""

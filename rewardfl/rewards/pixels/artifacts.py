@@ -20,7 +20,7 @@ NEAREST = 2  # a Hann window spreads a periodic pattern over its frequency and o
 def measure_artifacts(frames: np.ndarray, periods: Sequence[int]) -> dict[str, float]:
     """Measure a clip (F, H, W, 3) uint8: `grid`, `saturation`, and the means of red, green and blue in [0, 1].
 
-    periods: in pixels, those of the VAE and of the transformer's patch. NaN where there is nothing to measure.
+    periods: in pixels, the VAE's and the transformer patch's. NaN where there is nothing to measure.
     """
     colours = {
         colour: mean([float(frame[..., i].mean()) / 255 for frame in frames[1:]])
@@ -30,7 +30,7 @@ def measure_artifacts(frames: np.ndarray, periods: Sequence[int]) -> dict[str, f
 
 
 def grid(frames: np.ndarray, periods: Sequence[int]) -> float:
-    """Return the energy at `periods` and their harmonics over that of neighbouring frequencies.
+    """Return the energy at `periods` and their harmonics over the energy of neighbouring frequencies.
 
     The ratio is averaged over both axes and all harmonics. It is about 1 without a pattern of these periods, and
     somewhat less for a blurred picture. Lines are averaged in bands as wide as the periods' least common multiple, M,
@@ -80,7 +80,7 @@ def _energy(lines: np.ndarray, band: int) -> np.ndarray:
 
 
 def _neighbour_energy(energy: np.ndarray, frequency: int, spacing: int) -> float:
-    """Return the mean energy on both sides of a frequency, up to a third of `spacing`, that of harmonics."""
+    """Return the mean energy on both sides of a frequency, up to a third of the harmonics' `spacing`."""
     distances = np.arange(NEAREST, max(NEAREST, spacing // 3) + 1)
     neighbours = np.concatenate([frequency - distances, frequency + distances])
     nyquist = len(energy) - 1

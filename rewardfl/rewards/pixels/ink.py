@@ -1,4 +1,4 @@
-"""The colour of a written word against the one that its prompt names, on the tiny words (assets/tiny_words)."""
+"""The colour of a written word against the colour that its prompt names, on the tiny words (assets/tiny_words)."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -11,7 +11,7 @@ MIN_CHANGE = 0.5 / 255  # a real clip whose pixels change by less than half a le
 
 
 class MotionReward(Reward):
-    """min(r, 1 / r) with r = mean |x_(t+1) - x_t| of the generated clip over that of the real one.
+    """min(r, 1 / r) with r = mean |x_(t+1) - x_t| of the generated clip over the real clip's.
 
     1 when both move equally, 0 for a still clip, less than 1 for a clip that moves more, so that trembling does not
     pay. It measures the amount of change, not what moves: use it next to another reward, against freezing. Parts:

@@ -15,7 +15,7 @@ from rewardfl.rewards.pixels.artifacts import mean
 # cv2.calcOpticalFlowFarneback: pyramid scale, levels, window, iterations, poly_n, poly_sigma, flags
 FARNEBACK = (0.5, 3, 11, 5, 5, 1.1, 0)
 # For speed, flow is computed on frames shrunk to this many pixels on their long side, and given in pixels of the
-# original. All measures of 81 frames of 480 x 832 take 1.7 s of one core; unshrunk, flow alone took 17 s.
+# original. All measures of 81 frames of 480 x 832 take 1.7 s of one core; unshrunk, just the flow took 17 s.
 LONG_SIDE = 256
 DIRECTED = 0.01  # mean pixels per frame; below it a flow field is Farneback's noise and has no direction
 

@@ -32,11 +32,11 @@ class RewardServerError(RuntimeError):
 
 
 class ServerUnavailableError(RewardServerError, Unavailable):
-    """The server is down, busy or does not answer in time."""
+    """The server is down, busy or does not respond in time."""
 
 
 def read_token(variable: str) -> str:
-    """Return the token in an environment variable. Raise ValueError for none or one that no header can hold."""
+    """Return the token in an environment variable. Raise ValueError if it is missing or no header can hold it."""
     token = os.environ.get(variable, "")
     if not token:
         raise ValueError(f"the name of an environment variable that is set: export {variable}=<the token>")
@@ -145,7 +145,7 @@ class RemoteReward(Reward):
         return data.to_uint8(video[:, :: self.stride]).cpu().contiguous()
 
     def _request(self, body: bytes) -> bytes:
-        """Send POST /score until its status is 200, and return the answer's body.
+        """Send POST /score until its status is 200, and return the response's body.
 
         It ignores redirects and the environment's proxies: token and clips are sent to `url` only.
         """
@@ -200,7 +200,7 @@ def pack_requests(
 
 
 def _message(answer: bytes) -> str:
-    """Return the server's message as one line: the error of its JSON, else the start of its answer."""
+    """Return the server's message as one line: the error of its JSON, else the start of its text."""
     try:
         return repr(str(json.loads(answer)["error"])[:1000])[1:-1]
     except (ValueError, LookupError, TypeError, RecursionError):  # no JSON, or without the key

@@ -72,7 +72,7 @@ def unpack_request(body: bytes) -> list[Clip]:
 
 
 def pack_answer(score: Tensor, valid: Tensor, parts: dict[str, Tensor]) -> bytes:
-    """Return the body of the answer; all tensors are (B,)."""
+    """Return the body of the response; all tensors are (B,)."""
     tensors = {"score": score.float(), "valid": valid.to(torch.uint8)}
     tensors |= {f"part.{name}": values.float() for name, values in parts.items()}
     return save({name: values.detach().cpu().contiguous() for name, values in tensors.items()})

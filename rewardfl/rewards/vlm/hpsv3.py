@@ -22,7 +22,7 @@ QUESTION = Question(
     answers=("<|Reward|>",),
 )
 
-PIXELS = 256 * 28 * 28  # of an image, minimum and maximum, inference.py:98
+PIXELS = 256 * 28 * 28  # pixels of an image, minimum and maximum, inference.py:98
 
 
 class Hpsv3Reward(QuestionReward, FrameReward):

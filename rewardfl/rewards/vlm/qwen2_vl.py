@@ -34,7 +34,7 @@ LoraScale = tuple[int, float]  # rank, and factor of up @ down
 def to_patches(images: Tensor, patch: int, merge: int, frames: int) -> Tensor:
     """Cut normalised images (T, 3, H, W) to (T / frames * H / patch * W / patch, 3 * frames * patch * patch).
 
-    The order is that of transformers' processors. Rows: time, squares of merge x merge patches (one token of the
+    The order is as in transformers' processors. Rows: time, squares of merge x merge patches (one token of the
     model), patches within a square. Columns: channel, frame, row, column. T is a multiple of `frames`, H and W of
     patch * merge.
     """
@@ -95,7 +95,7 @@ def load_qwen_tokenizer(folder: str | Path, question: Question, config: Qwen2VLC
     return tokenizer
 
 
-# transformers' prefixes of the model's halves, since 4.52 and before (VideoAlign issue 15) -> those of Qwen2VLModel
+# transformers' prefixes of the model's halves, since 4.52 and before (VideoAlign issue 15) -> Qwen2VLModel's
 HALVES = {"model.language_model.": "language_model.", "model.visual.": "visual.", "model.": "language_model."}
 
 
@@ -154,7 +154,7 @@ class Judge(nn.Module):
     def recompute(self) -> None:
         """Enable activation checkpointing of all blocks.
 
-        transformers' own switch works in training mode only, and a frozen judge has none.
+        transformers' own switch works in training mode only, which a frozen judge is never in.
         """
         for block in (*self.model.visual.blocks, *self.model.language_model.layers):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)

@@ -30,7 +30,7 @@ QUESTION = Question(
     answers=("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>"),
 )
 
-MIN_PIXELS = 128 * 28 * 28  # of a frame, vision_process.py:31
+MIN_PIXELS = 128 * 28 * 28  # pixels of a frame, vision_process.py:31
 
 
 class VideoAlignReward(QuestionReward):
@@ -110,7 +110,7 @@ class VideoAlignReward(QuestionReward):
 
 
 def weigh_parts(parts: Mapping[Any, float]) -> list[float]:
-    """Return the weights of vq, mq and ta. Raise ValueError where all are 0, warn where only vq has one."""
+    """Return the weights of vq, mq and ta. Raise ValueError if all are 0, warn if only vq has one."""
     weights = [float(parts.get(name, 0)) for name in _PARTS]
     if not any(weights):
         raise ValueError(f"reward 'video_align': parts must be weights, at least one of them positive, got {parts!r}")
