@@ -112,7 +112,7 @@ def _files(out: Path) -> list[Path]:
 
 
 def merge_settings(out: Path, settings: Settings) -> Settings:
-    """Merge settings into the folder's; GROWING blocks may gain names. Raise InputError if another one differs."""
+    """Merge settings into the folder's; GROWING blocks may gain names. Raise InputError if any other block differs."""
     path = out / SETTINGS
     old: Settings = {}
     if path.is_file():
