@@ -230,8 +230,9 @@ class Run(Generic[PlanT, SamplerT]):
         if (step.ends_epoch and self.is_interrupted()) or saves or step.index == self.state.step:
             with timer("invariants"):
                 self.learner.weights.check(done)
-        if self.held_out and step.ends_epoch and (self._is_due(done, self._eval_steps) or self.stopped):
-            metrics |= self.evaluate()
+        if isinstance(self.plan, plan.GroupPlan) and self.held_out and step.ends_epoch:
+            is_due = self.stopped != "" or self._is_due(done, self.plan.evaluation.eval_steps)
+            metrics |= self.evaluate() if is_due else {}
         self.log.write(done, metrics | timer.metrics())
         self.log.print_skipped(done, step.norm, [self.samples[row].row.id for row in rows.tolist()], finite)
         self.log.print_problems(done, why_nothing if step.begins_epoch else "", problems)
@@ -281,11 +282,6 @@ class Run(Generic[PlanT, SamplerT]):
         """Return the device of an epoch's rollouts between their rewards and their updates."""
         assert isinstance(self.plan, plan.GroupPlan)
         return {"gpu": self.job.device, "cpu": torch.device("cpu")}[self.plan.group.samples_on]
-
-    @property
-    def _eval_steps(self) -> int:
-        assert isinstance(self.plan, plan.GroupPlan)
-        return self.plan.evaluation.eval_steps
 
     def _is_due(self, done: int, every: int) -> bool:
         return due_this_epoch(done, self.plan.updates_per_epoch, every, self.last_step)
