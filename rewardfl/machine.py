@@ -34,7 +34,7 @@ def set_thread_defaults(environment: MutableMapping[str, str]) -> None:
     """Set OpenMP's number of threads, and how long they spin before they sleep, unless the user has set it.
 
     libgomp's default of 300,000 turns stalls a parallel operation whenever another process takes a core. With no turns
-    two threads are no faster than one (docs/log.md). libgomp reads the variables when torch loads it.
+    two threads are no faster than one. libgomp reads the variables when torch loads it.
     """
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", "3000")
