@@ -26,8 +26,8 @@ from rewardfl.config import AnyConfig, FlowGrpoConfig, ForwardRlConfig, RewardFl
 from rewardfl.config.schema import SampleConfig
 from rewardfl.epoch_order import due_this_epoch
 from rewardfl.optim import Average, OldPolicy, averaged
-from rewardfl.rewards import build_terms
-from rewardfl.rewards.async_scoring import Call, WorkerPool, collect, make_worker_pools, submit
+from rewardfl.rewards import async_scoring, build_terms
+from rewardfl.rewards.async_scoring import Call, WorkerPool
 from rewardfl.rewards.face.identity_kept import Scale
 from rewardfl.rewards.scoring import Term
 from rewardfl.training import evaluation, plan, saving, setup_data, setup_model, setup_rewards
@@ -178,14 +178,14 @@ class Run(Generic[PlanT, SamplerT]):
     def submit_rewards(self, members: Sequence[group_plan.Member], video: Tensor) -> list[Call]:
         """Submit videos (B, 3, F, H, W) in [-1, 1] to all rewards. Slow ones are computed meanwhile."""
         references = [self.samples[member.row].references for member in members]
-        return submit(self.terms, video, references, self.worker_pools)
+        return async_scoring.submit(self.terms, video, references, self.worker_pools)
 
     def score_epoch(
         self, step: TrainStep, pending: Sequence[Sequence[Call]], rollouts: Sequence[Rollout]
     ) -> EpochScores:
         """Wait for the rewards of an epoch's rollouts, and compare each video with its group. Collective."""
         assert isinstance(self.plan, plan.GroupPlan)
-        results, first = [collect(calls) for calls in pending], step.index == self.state.step
+        results, first = [async_scoring.collect(calls) for calls in pending], step.index == self.state.step
         group, weights = self.plan.group, self.plan.part_weights
         return score_epoch(self.job, self.terms, results, rollouts, group, weights, step.epoch, first=first)
 
@@ -350,7 +350,7 @@ def start(headers: Headers[PlanT], run_folder: RunFolder, interruption: Interrup
 
     pools: list[WorkerPool | None] = []
     if isinstance(run_plan, plan.GroupPlan):
-        pools = make_worker_pools(terms, run_plan.reward.reward_timeout)
+        pools = async_scoring.make_worker_pools(terms, run_plan.reward.reward_timeout)
 
     # encode: the first weights are loaded, and freed
     conditions = setup_data.make_conditions(run_plan, backbone, resume_point.base, store)
