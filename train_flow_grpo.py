@@ -93,8 +93,8 @@ def train(run: FlowGrpoRun) -> int:
                     video = run.decoder.decode(x0, inputs.conditioning).float()  # (B, 3, F, H, W) in [-1, 1]
                 with timer("step"), timer("reward"):
                     pending.append(run.submit_rewards(members, video))
-                del video  # the updates do not need it
                 rollouts.append(inputs.with_steps(kernel, steps, run.rollouts_on))
+                del video, inputs, x0, steps, velocity  # the updates do not need them
             if run.interruption.number:
                 break
 

@@ -86,8 +86,8 @@ def train(run: ForwardRlRun) -> int:
                     video = run.decoder.decode(x0, inputs.conditioning).float()  # (B, 3, F, H, W) in [-1, 1]
                 with timer("step"), timer("reward"):
                     pending.append(run.submit_rewards(members, video))
-                del video  # the updates do not need it
                 rollouts.append(inputs.with_latents(x0, run.rollouts_on))
+                del video, inputs, x0, velocity  # the updates do not need them
             if run.interruption.number:
                 break
 
