@@ -99,8 +99,7 @@ def train(run: FlowGrpoRun) -> int:
                 break
 
             # 3. Advantages: how much better than its group a video is, over all processes.
-            with timer("step"), timer("reward"):
-                scored = run.score_epoch(step, pending, rollouts)
+            scored = run.score_epoch(step, pending, rollouts)
 
         # 4. Update: score the window's steps of this part of the rollouts again, with a graph.
         outcomes, losses, anchored, part = [], [], [], plan.part(step.update)

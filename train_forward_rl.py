@@ -92,8 +92,7 @@ def train(run: ForwardRlRun) -> int:
                 break
 
             # 3. Advantages: how much better than its group a video is, over all processes.
-            with timer("step"), timer("reward"):
-                scored = run.score_epoch(step, pending, rollouts)
+            scored = run.score_epoch(step, pending, rollouts)
             rollouts, scored = keep_trained(job, rollouts, scored, training)  # best: one video of each group
 
         # 4. Noise this update's videos at its moments. The velocities of the other policies: no graph is alive yet.

@@ -185,8 +185,9 @@ class Run(Generic[PlanT, SamplerT]):
     ) -> EpochScores:
         """Wait for the rewards of an epoch's rollouts, and compare each video with its group. Collective."""
         assert isinstance(self.plan, plan.GroupPlan)
-        results, first = [async_scoring.collect(calls) for calls in pending], step.index == self.state.step
-        group, weights = self.plan.group, self.plan.part_weights
+        with step.timer("step"), step.timer("reward"):
+            results = [async_scoring.collect(calls) for calls in pending]
+        group, weights, first = self.plan.group, self.plan.part_weights, step.index == self.state.step
         return score_epoch(self.job, self.terms, results, rollouts, group, weights, step.epoch, first=first)
 
     def update_weights(self, step: TrainStep) -> None:
