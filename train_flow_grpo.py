@@ -71,8 +71,8 @@ def train(run: FlowGrpoRun) -> int:
         timer = step.timer
         if step.begins_epoch:
             # 1. Roll out this process's videos. Only the window's steps are stochastic; they are stored.
-            rollouts, pending = [], []
-            plans = run.plan_epoch(step.epoch)
+            rollouts, pending, plans = [], [], run.plan_epoch(step.epoch)
+            prefixes: dict[tuple[int, int], Tensor] = {}
             for members, is_new in zip(plans[job.rank], group_plan.needs_prefix(plans), strict=True):
                 if run.is_interrupted():  # nothing changed since the last update
                     break
@@ -81,8 +81,7 @@ def train(run: FlowGrpoRun) -> int:
                     window = plan.window(step.epoch, members[0].group_id)
                     kernel, keep_means = make_kernel(inputs.schedule.sigmas), plan.group.objective == "guard"
                 with timer("step"), timer("rollout"):
-                    if is_new:
-                        prefixes = roll_out_prefix(inputs, window[0])
+                    prefixes = roll_out_prefix(inputs, window[0]) if is_new else prefixes
                     x = torch.cat([prefixes[member.start] for member in members])
                     noise = partial(group_plan.draw_step_noise, members, shape, job.device)
                     velocity = run.velocity(policy, inputs.conditioning, inputs.schedule)
