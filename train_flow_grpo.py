@@ -60,7 +60,7 @@ def train(run: FlowGrpoRun) -> int:
 
     floor = {}  # the KL that comes only from rounding
     if plan.group.kl_weight != 0 and plan.model.dtype == "bfloat16":
-        (first, *_), *_ = run.plan_epoch(0)[0]
+        first = group_plan.Member(row=0, group_id=0, member=0, noise_seed=0, step_seed=0, group_seed=0)
         inputs, seed = run.read_inputs([first]), noise_seed(plan.run.seed, 0, "floor")
         velocity = run.velocity(policy, inputs.conditioning, inputs.schedule)
         x, kernel = draw_noise(run.latent_shape([first]), seed, job.device), make_kernel(inputs.schedule.sigmas)

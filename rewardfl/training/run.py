@@ -1,6 +1,6 @@
 """The set-up of a run, in the one order that works, and the end of an update. The three scripts share both.
 
-run = start(cfg, interruption, run_folder, dry_run=False)
+run = start(read_headers(cfg, run_folder), run_folder, interruption)
 for step in run.steps():
     ...                             # the algorithm: rollouts, rewards, loss, `run.job.backward`
     run.update_weights(step)        # one AdamW step
