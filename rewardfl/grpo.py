@@ -193,12 +193,12 @@ class RatioError(RuntimeError):
     """The policy before its first update differs from the policy of the rollout."""
 
 
-def ratio_tolerance(requested: float | None, clip_range: float, *, exact: bool) -> float:
-    """Return check_ratio's tolerance: as requested, else 0 where replay equals the rollout bit for bit.
+def ratio_tolerance(clip_range: float, *, exact: bool) -> float:
+    """Return check_ratio's tolerance: 0 if replay equals the rollout bit for bit, else 0.1 * clip_range.
 
     exact: in float32, unless the blocks are compiled; a pass with a graph then has other kernels than one without.
     """
-    return requested if requested is not None else 0.0 if exact else 0.1 * clip_range
+    return 0.0 if exact else 0.1 * clip_range
 
 
 def check_ratio(log_prob: Tensor, old_log_prob: Tensor, tolerance: float, steps: Tensor) -> dict[int, float]:

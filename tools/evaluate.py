@@ -19,7 +19,7 @@ report.json, grid.png and videos/ARM/ROW_seedN.mp4. The same command resumes whe
 seeds, adapters or strengths samples only those. In OUT only files are replaced that evaluate.py wrote; changes to them
 are lost.
 What every figure means: docs/evaluate.md. Images are judged by the run's rewards, also at weight 0 (more by
-reward.others.NAME.name=... as overrides): report.json with the win rate, grid.png and images/ARM/ROW_seedN.png.
+reward.terms.NAME.name=... as overrides): report.json with the win rate, grid.png and images/ARM/ROW_seedN.png.
 Text is read by two engines: disagreements.png shows where they differ.
 
 Exit code 0: judged; 2: refused, or the disk is full; 130: stopped by Ctrl-C.

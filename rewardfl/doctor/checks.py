@@ -31,8 +31,8 @@ from rewardfl.training.setup_workload import make_workload
 from rewardfl.training.workload import Workload
 
 SHOWN = (
-    "model.model_name", "model.dtype", "model.attention_backend", "model.trainable_models", "experts.trained",
-    "experts.untrained", "lora.lora_rank", "data.height", "data.width", "data.max_pixels", "data.num_frames",
+    "model.model_name", "model.dtype", "model.attention_backend", "model.trainable_models", "train.memory",
+    "lora.lora_rank", "data.height", "data.width", "data.max_pixels", "data.num_frames",
     "sample.num_inference_steps", "sample.shift", "sample.guidance_scale",
 )  # fmt: skip
 ONE_UPDATE = (

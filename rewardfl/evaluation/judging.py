@@ -68,19 +68,19 @@ def load_judges(
 
 
 def measured_rewards(reward: SharedRewardConfig, specs: Sequence[RewardSpec]) -> list[RewardSpec]:
-    """Return the rewards that are measured next to the faces: reward.others, and the trained one unless face_identity.
+    """Return the rewards that are measured next to the faces: all terms, without face_identity as score.
 
     specs: of the configuration. With reward.people: all add `everybody`: the mean identity similarity of all people by
     the pack that judges.
     """
-    trained = [] if reward.name == "face_identity" else list(specs[:1])
+    trained = [] if reward.terms["score"].name == "face_identity" else list(specs[:1])
     settings = {
         "pack_dir": reward.held_out_model_path or reward.reward_model_path, "cap": "none", "people": "all",
         "det_size": reward.det_size, "min_face_size": reward.min_face_size,
     }  # fmt: skip
     spec = RewardSpec(key="reward.people", label="everybody", name="face_identity", settings=settings, weight=0.0)
     everybody = [spec] if reward.people == "all" else []
-    return [*trained, *everybody, *(spec for spec in specs if spec.key.startswith("reward.others."))]
+    return [*trained, *everybody, *(spec for spec in specs if spec.label in reward.others)]
 
 
 def list_dependencies(judges: Judges, det_size: int) -> dict[str, str]:

@@ -74,7 +74,7 @@ def meaning(name: str, judges: Sequence[str]) -> Meaning:
     """Return the meaning of a figure of a recogniser or a block, or of a reward's score."""
     block, _, key = name.partition("/")
     if block == "rewards":
-        return Meaning(key, f"Score of reward.others.{key}, on that reward's own scale.")
+        return Meaning(key, f"Score of reward.terms.{key}, on that reward's own scale.")
     return MEANINGS[f"face/{key}" if block in judges else name]
 
 
