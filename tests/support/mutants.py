@@ -66,6 +66,7 @@ def run_test(folder: Path, test: str) -> int:
         os.chdir(folder)
         sys.path.insert(0, str(folder))
         os.environ["PYTHONPATH"] = str(folder)
+        sys.dont_write_bytecode = True  # bytecode of one fault would serve for the next of equal size and second
         with open(os.devnull, "w") as null:
             os.dup2(null.fileno(), 1)
             os.dup2(null.fileno(), 2)
