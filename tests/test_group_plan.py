@@ -1,6 +1,5 @@
 """Order, noise, group plans over many geometries, starts, loaders and windows."""
 
-import functools
 import itertools
 from collections import Counter
 
@@ -152,17 +151,6 @@ def test_the_noise_of_a_step_is_the_members_own_whatever_its_batch():
     )
 
 
-def test_plan_refuses_what_cannot_be():
-    for geometry, multiple in {(2, 2, 3, 5): 4, (2, 5, 3, 4): 10, (3, 2, 4, 5): 3}.items():
-        world, batch, size, groups = geometry
-        message = f"groups {groups} x group_size {size} = .* {world} x batch {batch} = .* a multiple of {multiple}$"
-        with pytest.raises(ValueError, match=message):
-            plan(world=world, batch=batch, groups=groups, group_size=size)
-        plan(world=world, batch=batch, groups=multiple, group_size=size)
-    with pytest.raises(ValueError, match="updates must divide the 12 forward passes of a process, got 5"):
-        plan(world=2, updates=5)
-
-
 # ------------------------------------------------------------------------------------------------------------
 # Windows
 
@@ -194,17 +182,3 @@ def test_windows_depend_on_seed_and_epoch_alone():
     torch.manual_seed(123)
     torch.rand(5)
     assert draw(0) == first != draw(1)
-
-
-def test_windows_refuse_what_cannot_be():
-    draw = functools.partial(window, num_steps=8, epoch=0, seed=0)
-    with pytest.raises(ValueError, match=r"usable \[0, 1, 2\].*got \[2, 7\]"):
-        draw("list", usable=[0, 1, 2], steps=[2, 7])
-    with pytest.raises(ValueError, match=r"each once, got \[1, 1\]"):
-        draw("list", steps=[1, 1])
-    with pytest.raises(ValueError, match=r"each once, got \[\]"):
-        draw("list")
-    with pytest.raises(ValueError, match=r"no 3 steps in a row among the usable \[2, 4\]"):
-        draw("random", usable=[0, 2, 4, 6], size=3, bounds=(1, 5))
-    with pytest.raises(ValueError, match=r"no 1 steps in a row among the usable \[\]"):
-        draw("fraction", usable=[0, 1], bounds=(3, 5))

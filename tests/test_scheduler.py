@@ -190,9 +190,6 @@ def test_config_round_trip(tmp_path, caplog):
     quiet = FlowMatchSDEScheduler.from_config(scheduler.config, noise_level=0.0)  # the evaluation's
     quiet.set_timesteps(4)
     assert quiet.noise_window == ()
-    for key in ("invert_sigmas", "stochastic_sampling"):
-        with pytest.raises(ValueError, match="invert_sigmas and stochastic_sampling .* not supported"):
-            FlowMatchSDEScheduler.from_config(FlowMatchEulerDiscreteScheduler(**{key: True}).config)
 
 
 # ---- the noise window ----
@@ -211,23 +208,6 @@ def test_a_window_of_several_drawn_steps():
     assert drawn == sorted(chosen.tolist())
     scheduler, *_ = ready(1)
     assert scheduler.noise_window == ()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"noise_window": [1, 4]}, r"noise_window \[1, 4\]: there are steps 0 to 3"),
-        ({"noise_window": [-1]}, r"noise_window \[-1\]: there are steps 0 to 3"),
-        ({"noise_window": [2, 3], "kind": "cps"}, r"noise_window \[2, 3\]: cps makes step 3 deterministic"),
-        ({"kind": "sde"}, "kind must be one of ode, flow, dance, cps, got 'sde'"),
-        ({"noise_level": -0.1}, "noise_level must be >= 0"),
-    ],
-)
-def test_refused_windows(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        ready(4, **arguments)
-    with pytest.raises(TypeError):
-        ready(4, noise_window=[0.5])
 
 
 # ---- steps ----

@@ -106,7 +106,7 @@ def test_a_dead_contrast_ends_the_run(monkeypatch, capsys, tmp_path):
     assert code == 3 and "policy/deviation is exactly 0 after an update that had advantages" in error
 
 
-def test_best_is_the_plain_regression_on_the_best_videos(monkeypatch, tmp_path):
+def test_best_is_regression_on_the_best_videos(monkeypatch, tmp_path):
     """Loss and gradient equal autograd of mean((v - (noise - x0))^2), and eight updates fit the first draws."""
     make, first, expected = train_forward_rl.make_draws, [], []
 

@@ -35,10 +35,10 @@ def served(reward, output):
     with output.open("w") as file:
         server = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=file, stderr=subprocess.STDOUT)
     try:
-        while not (found := re.search(r"(http://[\d.]+:\d+).*\n", output.read_text())):
+        while not (url := re.search(r"(http://[\d.]+:\d+).*\n", output.read_text())):
             assert server.poll() is None, output.read_text()
             time.sleep(0.05)
-        yield found[1]
+        yield url[1]
     finally:
         server.terminate()
         server.wait(timeout=30)
@@ -69,18 +69,13 @@ def test_a_sum_of_rewards_and_some_that_only_measure(tmp_path):
     "overrides, message",
     [
         (["--trust-code", *RED, "reward.settings={rad: 1}"], "unknown key 'reward.settings.rad', did you mean 'red'"),
-        (["reward.name=ocr"], "ocr has no gradient, as its class says"),
         ([others(x={"name": "face_motion", "settings": {"pack_dir": "no/such"}})], "reward.others.x.settings.pack_dir"),
         ([others(x={"name": "examples/my_reward.py:Contrast"})], "examples/my_reward.py; --trust-code on the command"),
-        ([others(motion={"name": "motion"})], "reward.others.motion: "),
-        (["reward.reward_weight=0"], "nothing is trained"),
     ],
 )  # fmt: skip
 def test_rewards_that_cannot_be_had(monkeypatch, capsys, tmp_path, overrides, message):
-    """Before anything is read or written, and by a dry run likewise."""
-    for dry in ([], ["--dry-run"]):
-        code, out, error = call(monkeypatch, capsys, *dry, *FAST, f"run.output_dir={tmp_path / 'run'}", *overrides)
-        assert code == 2 and message in error and not out and not (tmp_path / "run").exists()
+    code, out, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path / 'run'}", *overrides)
+    assert code == 2 and message in error and not out and not (tmp_path / "run").exists()
 
 
 ODD = """
@@ -95,15 +90,14 @@ class Odd(Reward):
 class Mean(Odd):
     def forward(self, video, batch):
         return RewardOutput(video.mean()[None], video.new_ones(len(video)).bool(), {})
-
-class Late(Odd):
-    def forward(self, video, batch):
-        raise KeyError("no such key")
 """
 
 
+LATE = f"{ODD}\nclass Late(Odd):\n    def forward(self, video, batch):\n        raise KeyError('no such key')"
+
+
 @pytest.mark.parametrize("start, fast, name", [(call, FAST, "Odd"), (call_grpo, GRPO_FAST, "Mean")])
-def test_what_breaks_the_contract_is_found_before_a_model_is_loaded(monkeypatch, capsys, tmp_path, start, fast, name):
+def test_a_broken_reward_is_refused_before_the_model_loads(monkeypatch, capsys, tmp_path, start, fast, name):
     """Mean gives what one video asks for, and GRPO_FAST takes two at a time."""
     (tmp_path / "odd.py").write_text(ODD)
     monkeypatch.setattr(setup_model, "load_experts", lambda *_: pytest.fail("the model was loaded"))
@@ -113,8 +107,8 @@ def test_what_breaks_the_contract_is_found_before_a_model_is_loaded(monkeypatch,
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_what_else_a_reward_raises_is_said_and_left_to_training(monkeypatch, capsys, tmp_path):
-    (tmp_path / "odd.py").write_text(ODD)
+def test_another_error_of_a_reward_is_only_a_note(monkeypatch, capsys, tmp_path):
+    (tmp_path / "odd.py").write_text(LATE)
     monkeypatch.setattr(setup_model, "load_experts", lambda *_: pytest.exit("far enough"))
     late = others(x={"name": f"{tmp_path / 'odd.py'}:Late"})
     with pytest.raises(pytest.exit.Exception):
@@ -122,18 +116,11 @@ def test_what_else_a_reward_raises_is_said_and_left_to_training(monkeypatch, cap
     assert "note: reward.others.x does not judge the first clip: KeyError: 'no such key'" in capsys.readouterr().out
 
 
-def test_the_plan_says_what_is_trained_on(monkeypatch, capsys, tmp_path):
-    two = others(red={"name": COLOUR, "weight": 0.5}, blue={"name": COLOUR})
-    _, out, _ = call(monkeypatch, capsys, "--dry-run", *FAST, "--trust-code", f"run.output_dir={tmp_path}", two)
-    assert f"trained on 0.1 x score (face_identity) + 0.5 x red ({COLOUR}); only measured: held_out" in out
-    assert f"held_out (face_judge), blue ({COLOUR})" in out
-
-
 ONE_STEP = ["--trust-code", *RED, "reward.reward_std=0.1", "reward.reward_mean=0", "train.max_steps=1"]
 ONE_STEP.append("run.sample_videos=0")
 
 
-def test_labels_and_parts_leave_the_scripts_own_values_alone(tmp_path):
+def test_labels_and_parts_change_no_other_value(tmp_path):
     """A reward whose parts, and others whose labels, are called as the script calls its own trains as one without."""
     runs = {
         "plain": [f"reward.name={OWN}:Unnamed"],
@@ -201,7 +188,7 @@ def test_a_first_update_without_a_judged_sample_stops_the_run(monkeypatch, capsy
     assert out.count("not one sample was judged (1 in a row)") == 1
 
 
-def test_flow_grpo_stops_at_an_epoch_that_no_reward_could_judge(monkeypatch, capsys, tmp_path):
+def test_flow_grpo_stops_without_a_judged_sample(monkeypatch, capsys, tmp_path):
     """In the first epoch of a start at once; later it goes on for as many as train.max_nonfinite."""
     run = tmp_path / "dies"
     settings = [*GRPO_FAST, "--trust-code", "run.sample_videos=0", "train.max_steps=4", "train.max_nonfinite=1"]
@@ -216,7 +203,7 @@ def test_flow_grpo_stops_at_an_epoch_that_no_reward_could_judge(monkeypatch, cap
     assert out.count("step 2: not one sample was judged (1 in a row); ") == 1
 
 
-def test_flow_grpo_trains_on_a_server_a_class_and_a_reward_without_gradient(tmp_path):
+def test_flow_grpo_trains_on_a_sum_with_a_server(tmp_path):
     """The server answers beside the rollouts; the sum of four, one of them only measured."""
     with served(COLOUR, tmp_path / "server") as url:
         launch_grpo(
@@ -234,13 +221,3 @@ def test_flow_grpo_trains_on_a_server_a_class_and_a_reward_without_gradient(tmp_
     assert first["reward/mean"] == pytest.approx(total, rel=1e-5)
     assert first["reward/valid_fraction"] == 1 and first["reward/failed"] == 0
     assert first["grad_norm"] > 0 and second["grad_norm"] > 0
-
-
-def test_flow_grpo_without_its_server_stops_with_the_way_out(monkeypatch, capsys, tmp_path):
-    far = others(far={"name": "remote", "weight": 1.0, "settings": {"url": "http://127.0.0.1:9", "retries": 0}})
-    settings = [f"run.output_dir={tmp_path}", "train.max_steps=1", far]
-    code, out, error = call_grpo(monkeypatch, capsys, *GRPO_FAST, *settings)
-    assert code == 2 and "error: not one sample of the epoch was judged by all trained rewards; reward." in error
-    assert "reward.others.far (RemoteReward) judged 0 of 4 samples, 4 failed, 0 invalid" in error
-    assert "reward.others.far.settings.url http://127.0.0.1:9: " in error and "127.0.0.1:9/health answers" in error
-    assert "(4 samples)" in out

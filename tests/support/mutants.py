@@ -14,6 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 FAILED, LIMIT = 1, 300  # pytest's exit code for failed tests; seconds
 
@@ -70,8 +72,6 @@ def run_test(folder: Path, test: str) -> int:
         with open(os.devnull, "w") as null:
             os.dup2(null.fileno(), 1)
             os.dup2(null.fileno(), 2)
-        import pytest
-
         os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"tests/{test}"])))
     end = time.monotonic() + LIMIT
     while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
