@@ -9,7 +9,6 @@ Stock pipelines use only `step(...)[0]`. For log-probabilities, call `step` in y
 """
 
 import inspect
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -126,8 +125,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
             return ()
         steps = range(len(self.timesteps))
         chosen = self.config.noise_window
-        # python ints, also of an integer tensor, whose elements are equal to no int in a set
-        window = tuple(steps[:-1] if chosen is None else map(operator.index, chosen))
+        window = tuple(steps[:-1] if chosen is None else chosen)
         for i in window:
             if i not in steps:
                 raise ValueError(f"noise_window {list(window)}: there are steps 0 to {steps[-1]}")

@@ -88,6 +88,10 @@ def test_two_clips_of_two_processes_each(pipeline, tmp_path):
     assert_same_updates(updates(tmp_path / "four", pipeline, 4, SPLIT), one)
 
 
+def test_diffusers_has_these_backends_in_parallel():
+    assert set(SPLIT_ATTENTION) <= _AttentionBackendRegistry._supports_context_parallel
+
+
 @pytest.mark.parametrize(
     "overrides, message",
     [
@@ -95,11 +99,7 @@ def test_two_clips_of_two_processes_each(pipeline, tmp_path):
         (["train.context_parallel=3", "data.num_frames=7"], "train.context_parallel 3 does not divide the 64 tokens"),
     ],
 )
-def test_what_two_processes_cannot_share(monkeypatch, capsys, tmp_path, overrides, message):
+def test_an_uneven_share_is_refused(monkeypatch, capsys, tmp_path, overrides, message):
     settings = [*COMMON[3:], SPLIT, *overrides, f"run.output_dir={tmp_path}", "--dry-run"]
     code, _, error = call(monkeypatch, capsys, *settings)
     assert code == 2 and message in error
-
-
-def test_diffusers_has_these_backends_in_parallel():
-    assert set(SPLIT_ATTENTION) <= _AttentionBackendRegistry._supports_context_parallel

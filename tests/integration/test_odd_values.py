@@ -112,16 +112,8 @@ def script_calls(dice, paths):
         for script, section, _, key, schema in dice.sample(keys, len(keys)):
             files = [GOLDEN / f"{script.removeprefix('train_')}.yaml"]
             files += [ROOT / "tests" / "face.yaml"] if script == "train_reward_fl" else []  # it has no list of steps
-            yield (
-                script,
-                [
-                    "--trust-code",
-                    "--config",
-                    str(dice.choice(files)),
-                    "--dry-run",
-                    f"{section}.{key}={key_value(schema, dice, paths)}",
-                ],
-            )
+            override = f"{section}.{key}={key_value(schema, dice, paths)}"
+            yield script, ["--trust-code", "--config", str(dice.choice(files)), "--dry-run", override]
 
 
 def tool_calls(actions, dice, paths):
