@@ -117,7 +117,7 @@ def test_awm_gradients_are_those_of_finite_differences(case, weighting):
 
 
 @pytest.mark.parametrize("weighting", ["huber", "generalised_huber"])
-def test_awm_of_a_perfect_velocity_is_zero_and_has_a_gradient_of_zero(case, weighting):
+def test_awm_is_flat_at_a_perfect_velocity(case, weighting):
     assert forward_rl.awm_log_prob(case["target"], case["target"], SIGMA, weighting).abs().max() < 1e-12
     pull = gradient(lambda v: forward_rl.awm_log_prob(v, case["target"], SIGMA, weighting), case["target"])
     assert (pull == 0).all()
@@ -151,7 +151,7 @@ def test_the_old_policys_published_schedules():
     assert [forward_rl.old_decay(n, **second) for n in (0, 74, 75, 95, 900)] == pytest.approx([0, 0, 0, 0.15, 0.999])
 
 
-def test_deviation_is_0_for_equal_policies_alone(case):
+def test_deviation_is_0_only_for_equal_policies(case):
     assert forward_rl.deviation(case["old"], case["old"]) == 0
     assert forward_rl.deviation(1.02 * case["old"], case["old"]) == pytest.approx(0.02)
 

@@ -75,10 +75,9 @@ BEST = [
 
 
 def run(kind, out, *runs, **more):
-    """Runs, one after the other in the same processes, into out/<script>, or the output_dir that a run names; of each,
-    every process's account of it.
+    """Run scripts in the same processes, into out/<script> or their output_dir; return all processes' accounts of each.
 
-    They must have been what REALLY says.
+    Check that they were what REALLY says.
     """
     watcher = [str(ROOT / "tests" / "support" / "distributed_worker.py"), str(out / "ranks")]
     for script, *arguments in runs:
@@ -155,7 +154,7 @@ FL, PG, FORWARD_RL = "train_reward_fl.py", "train_flow_grpo.py", "train_forward_
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    """(the account, the folder) of one process: four updates of four clips each, two by policy gradient, and one for
+    """Return account and folder of one process: four updates of four clips each, two by policy gradient, and one for
     each place of the boundary, of two clips."""
     out = tmp_path_factory.mktemp("one")
     rewards = [*REWARD_FL, "train.gradient_accumulation_steps=4", "train.max_steps=4"]
@@ -166,11 +165,10 @@ def one(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=KINDS)
 def two(request, one, tmp_path_factory):
-    """(the kind, the accounts by run, the folder) of two processes of two micro-batches each: the second and third of
-    these updates, on from one process's checkpoint, with graphs that the rollout keeps, all by policy gradient, and all
-    of the places, of one clip each.
+    """Return the launcher, the accounts by run, and the folder of two processes of two micro-batches each.
 
-    Under data parallelism the blocks of the places wait in host memory.
+    They make the second and third of these updates, from one process's checkpoint, with kept graphs, all by policy
+    gradient, and all places, of one clip each. Under data parallelism the blocks of the places wait in host memory.
     """
     out = tmp_path_factory.mktemp(request.param)
     shutil.copytree(one[1] / FL, out / FL, symlinks=True)
@@ -212,15 +210,16 @@ def norm(tensors):
     return torch.cat([tensor.flatten() for tensor in tensors]).norm()
 
 
-def assert_same_moments(mine, theirs):
-    """Of an optimizer_state."""
-    assert mine["state"].keys() == theirs["state"].keys()
-    for i, right in theirs["state"].items():
-        assert mine["state"][i]["step"] == right["step"] and mine["state"][i]["step"].shape == ()
+def assert_same_moments(folders, step):
+    """Compare the optimizers' states of two runs."""
+    ours, right = (checkpoint.load_state(folder / "checkpoints" / step)["optimizer"] for folder in folders)
+    assert ours["state"].keys() == right["state"].keys()
+    for i, moments in right["state"].items():
+        assert ours["state"][i]["step"] == moments["step"] and ours["state"][i]["step"].shape == ()
         for name in ("exp_avg", "exp_avg_sq"):
-            tolerance = 1e-2 * float(right[name].abs().max())
-            torch.testing.assert_close(mine["state"][i][name], right[name], rtol=1e-2, atol=tolerance)
-    (a,), (b,) = mine["param_groups"], theirs["param_groups"]
+            tolerance = 1e-2 * float(moments[name].abs().max())
+            torch.testing.assert_close(ours["state"][i][name], moments[name], rtol=1e-2, atol=tolerance)
+    (a,), (b,) = ours["param_groups"], right["param_groups"]
     assert a.keys() == b.keys() and a["params"] == b["params"] and a["lr"] == b["lr"]
 
 
@@ -246,12 +245,11 @@ def test_two_processes_are_one_with_more_accumulation(one, two):
         assert rank.get("replayed", 0) == clips * replayed
     assert account["replayed"] == 4 * 4 * 2
     assert_same_adapter(folder, right, "step-000003")
-    states = [checkpoint.load_state(path / "checkpoints" / "step-000003") for path in (folder, right)]
-    assert_same_moments(*(state["optimizer"] for state in states))
+    assert_same_moments((folder, right), "step-000003")
     assert len(list((folder / "samples" / "step-000003").iterdir())) == 1
 
 
-def test_one_process_goes_on_from_two(one, two, tmp_path, monkeypatch):
+def test_one_process_resumes_two(one, two, tmp_path, monkeypatch):
     shutil.copytree(two[2] / FL, tmp_path / "run", symlinks=True)
     find = setup_data.find_samples
 
@@ -282,7 +280,7 @@ def test_policy_updates_do_not_depend_on_the_processes(one, two):
     for a, b in zip(*(state["parameters"] + state["average"]["shadow_params"] for state in states), strict=True):
         assert type(a) is torch.Tensor
         torch.testing.assert_close(a, b, rtol=0, atol=1e-2 * 1e-4 + 1e-6)
-    assert_same_moments(*(state["optimizer"] for state in states))
+    assert_same_moments(folders, "step-000002")
     assert states[0]["average"]["optimization_step"] == states[1]["average"]["optimization_step"] == 2
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import shutil
 import weakref
 
 import pytest
@@ -71,21 +70,6 @@ def test_averaged_weights_are_saved_with_the_trained_ones(straight):
     assert average == pytest.approx(sorted(float(p.double().sum()) for p in saved.values()), abs=1e-12)
     pairs = zip(state["parameters"], state["average"]["shadow_params"], strict=True)
     assert any(not torch.equal(last, averaged) for last, averaged in pairs)
-
-
-def test_other_evaluation_clips_must_be_named(straight, monkeypatch, capsys, tmp_path):
-    run = shutil.copytree(straight, tmp_path / "run", symlinks=True)
-    one = f"evaluation.eval_clips={table(tmp_path / 'one.csv', 'eval', 1)}"
-    settings = [*GRPO_FAST, f"run.output_dir={run}", *EPOCHS, JUDGE, one, "train.max_steps=8"]
-    code, _, error = call_grpo(monkeypatch, capsys, *settings)
-    named = "run.resume_with_changes=[evaluation.eval_clips]"
-    assert code == 2 and named in error
-    assert "something else in evaluation.eval_clips: 1 gone, new or of other content (" in error
-    code, out, _ = call_grpo(monkeypatch, capsys, *settings, named, "train.max_steps=12")
-    assert code == 0 and "changed at step 8: evaluation.eval_clips" in out
-    assert metrics(run)[: len(metrics(straight))] == metrics(straight)
-    (change,) = json.loads((run / "run.json").read_text())["changes"]
-    assert change["key"] == "evaluation.eval_clips" and change["old"] != change["new"] and change["step"] == 8
 
 
 # -- rewards that fail
@@ -191,23 +175,6 @@ def test_evaluation_is_the_ode_of_the_averaged_weights(monkeypatch, capsys, tmp_
     state = checkpoint.load_state(tmp_path / "checkpoints" / "step-000001")
     pairs = zip(state["parameters"], state["average"]["shadow_params"], strict=True)
     assert any(not torch.equal(last, averaged) for last, averaged in pairs)
-
-
-def test_a_run_that_its_judge_ends_is_finished(straight, monkeypatch, capsys, tmp_path, held_out):
-    """At the end of an epoch, with a checkpoint and an evaluation of its weights, by whose judge `best` is chosen."""
-    common = [
-        *GRPO_FAST, *EPOCHS, JUDGE, held_out, "run.sample_videos=0", "run.save_steps=100", "evaluation.eval_steps=100",
-    ]  # fmt: skip
-    rule = "train.early_stop={window: 3, patience: 1, motion: 1, grid: 1}"  # any loss of motion; an epoch has 4 updates
-    settings = [*common, f"run.output_dir={tmp_path}", "train.max_steps=12", rule]
-    code, out, error = call_grpo(monkeypatch, capsys, *settings)
-    assert code == 0 and "stopped at step 8: train.early_stop: compared with steps 1 to 3, steps 4 to 6 " in out, error
-    assert "no checkpoint became" in out  # by the same rule
-    lines = metrics(tmp_path)
-    assert [line["step"] for line in lines if "eval/held_out/grid" in line] == [0, 8]
-    assert lines[8] == metrics(straight)[8]  # without the rule
-    score = checkpoint._manifest(straight / "checkpoints" / "step-000008").score
-    assert score == lines[8]["eval/held_out"] != lines[8]["eval/score"]
 
 
 # -- what is refused
