@@ -244,15 +244,3 @@ def test_a_clip_without_latents_is_an_error_or_skipped(capsys):
 def test_anchors_that_cannot_work_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         config.load("tests/face.yaml", settings)
-
-
-@pytest.mark.slow(15)
-def test_the_committed_adapter_is_nearer_to_the_clips(tmp_path):
-    """assets/tiny_world/supervised, from which the demo starts: an update without a rate measures it."""
-    losses = {}
-    for start in ("null", "assets/tiny_world/supervised"):
-        out = tmp_path / str(len(losses))
-        settings = [*ALONE, "lora.lora_rank=16", f"lora.init_from={start}", "train.max_steps=1"]
-        launch(*settings, "train.learning_rate=1e-12", "data.height=80", "data.width=80", f"run.output_dir={out}")
-        losses[start] = metrics(out)[0]["actor/data_loss"]
-    assert losses["assets/tiny_world/supervised"] < 0.8 * losses["null"]

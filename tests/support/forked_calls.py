@@ -2,10 +2,9 @@
 
     python forked_calls.py CALLS.json RESULTS.json AT_ONCE
 
-A call is {arguments, folder} and may have {closed, life, timed}. `arguments` is its sys.argv, with a module for the
-program; `folder` is where it works and has its output, in stdout.txt and stderr.txt. With `closed` the reader of
-its standard output is gone. With `life` it is killed at this share of the time of its module's last `timed` call.
-A module's first call warms up: what it imported is imported for the next ones.
+A call is {arguments, folder} and may have {life, timed}. `arguments` is its sys.argv, with a module for the program;
+`folder` is where it works and has its output, in stdout.txt and stderr.txt. With `life` it is killed at this share of
+the time of its module's last `timed` call. A module's first call warms up: its imports serve the next ones.
 """
 
 import contextlib
@@ -56,7 +55,7 @@ def main():
     Path(sys.argv[2]).write_text(json.dumps([results[number] for number in range(len(calls))]))
 
 
-def fork(arguments, folder, took, closed=False, life=None, timed=False):
+def fork(arguments, folder, took, life=None, timed=False):
     """Start a call and return its process id."""
     process = os.fork()
     if process == 0:
@@ -64,7 +63,7 @@ def fork(arguments, folder, took, closed=False, life=None, timed=False):
         waits = 6 * SECONDS if took else 600  # the first call imports; the machine may be busy
         signal.setitimer(signal.ITIMER_REAL, life * took if life else waits)
         try:
-            code = run(arguments, closed, BYTES if took else 4 * BYTES)  # what the first call imports takes more
+            code = run(arguments, BYTES if took else 4 * BYTES)  # what the first call imports takes more
             sys.stdout.flush()
         except BaseException:  # as the interpreter ends: a traceback and exit code 1
             traceback.print_exc()
@@ -74,14 +73,10 @@ def fork(arguments, folder, took, closed=False, life=None, timed=False):
     return process
 
 
-def run(arguments, closed, most):
+def run(arguments, most):
     """Return the exit code of a tool's main."""
     for stream, name in ((1, "stdout.txt"), (2, "stderr.txt")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
-    if closed:
-        reader, writer = os.pipe()
-        os.close(reader)
-        os.dup2(writer, 1)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + most
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
