@@ -67,8 +67,8 @@ def strays(run):
 def assert_same(run, straight, step):
     """Metrics, adapter and links of a run to the last bit, and no more files than it should have."""
     assert metrics(run) == metrics(straight)
-    mine, theirs = adapter(run, step), adapter(straight, step)
-    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    actual, expected = adapter(run, step), adapter(straight, step)
+    assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
     for name in ("latest", "best"):
         assert (run / "checkpoints" / name).resolve().name == (straight / "checkpoints" / name).resolve().name
     assert sorted(path.name for path in run.iterdir()) == sorted(path.name for path in straight.iterdir())
@@ -382,9 +382,9 @@ def test_the_samples_of_a_gradient_that_is_not_finite_are_named(monkeypatch, cap
     pull_back, backward, batch_of = WanDecoder.vjp, Distributed.backward, data.one_shape_batch
     calls, batches = [], []
 
-    def broken(decoder, x0, grad_video, decoded, given):
+    def broken(decoder, x0, grad_video, decoded, conditioning):
         calls.append(1)
-        gradient = pull_back(decoder, x0, grad_video, decoded, given)
+        gradient = pull_back(decoder, x0, grad_video, decoded, conditioning)
         if len(calls) == 2:
             gradient[1, 0, 0, 0, 0] = torch.inf
         return gradient
@@ -401,10 +401,10 @@ def test_the_samples_of_a_gradient_that_is_not_finite_are_named(monkeypatch, cap
     assert code == 0 and [line["grad_norm"] is None for line in metrics(tmp_path)] == [False, True, True, False]
     ids = [line.split(",")[0] for line in (WORLD / "train" / "metadata.csv").read_text().splitlines()[1:]]
     (_, bad), (third, fourth) = ([ids[row].split("/")[-1] for _, row in batch] for batch in batches[1:3])
-    said = re.findall(r"step (.): gradient norm (?:nan|inf), skipped \((.) in a row\); it became so (.*)", out)
-    assert [line[:2] for line in said] == [("2", "1"), ("3", "2")]
-    assert re.fullmatch(f"before the backward pass, of [^,]*{bad}#[^,]*", said[0][2])
-    assert re.fullmatch(f"in the backward pass of [^,]*{third}#[^,]*, [^,]*{fourth}#[^,]*", said[1][2])
+    skips = re.findall(r"step (.): gradient norm (?:nan|inf), skipped \((.) in a row\); it became so (.*)", out)
+    assert [line[:2] for line in skips] == [("2", "1"), ("3", "2")]
+    assert re.fullmatch(f"before the backward pass, of [^,]*{bad}#[^,]*", skips[0][2])
+    assert re.fullmatch(f"in the backward pass of [^,]*{third}#[^,]*, [^,]*{fourth}#[^,]*", skips[1][2])
 
 
 # -- two starts on one folder
@@ -473,6 +473,6 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path):
     assert "SIGTERM: stopped after step" in run.stdout and run.returncode != 0
     last = metrics(tmp_path / "run")[-1]["step"]
     assert last < 10 and checkpoint.find_checkpoint(tmp_path / "run", "auto").name == f"step-{last:06d}"
-    told = run.stderr.count("exitcode  : 143") + run.stderr.count("exitcode: 143")
+    exits = run.stderr.count("exitcode  : 143") + run.stderr.count("exitcode: 143")
     # torch's launcher may want to kill a process that has just gone, and fails then before it reports
-    assert told >= 1 or "ProcessLookupError" in run.stderr
+    assert exits >= 1 or "ProcessLookupError" in run.stderr

@@ -65,8 +65,8 @@ def updates(out, pipeline, processes, *overrides):
     return {name: (torch.load(folder / f"{i}.pt"), metrics(out / name)[0]) for i, name in enumerate(RUNS)}
 
 
-def assert_same_updates(mine, right):
-    for name, (gradients, line) in mine.items():
+def assert_same_updates(actual, right):
+    for name, (gradients, line) in actual.items():
         largest = max(gradient.abs().max() for gradient in right[name][0])
         assert largest > 0
         apart = [float((a - b).abs().max() / largest) for a, b in zip(gradients, right[name][0], strict=True)]
@@ -76,16 +76,16 @@ def assert_same_updates(mine, right):
 
 
 def test_two_processes_of_one_clip_make_the_update_of_one(pipeline, tmp_path):
-    one = updates(tmp_path / "one", pipeline, 1, "train.gradient_accumulation_steps=2")
-    two = updates(tmp_path / "two", pipeline, 2, "train.gradient_accumulation_steps=2", SPLIT)
-    assert_same_updates(two, one)
+    single = updates(tmp_path / "one", pipeline, 1, "train.gradient_accumulation_steps=2")
+    shared = updates(tmp_path / "two", pipeline, 2, "train.gradient_accumulation_steps=2", SPLIT)
+    assert_same_updates(shared, single)
     assert len(list((tmp_path / "two" / "both" / "samples" / "step-000001").iterdir())) == 3
 
 
 @pytest.mark.nightly
 def test_two_clips_of_two_processes_each(pipeline, tmp_path):
-    one = updates(tmp_path / "one", pipeline, 1, "train.gradient_accumulation_steps=2")
-    assert_same_updates(updates(tmp_path / "four", pipeline, 4, SPLIT), one)
+    single = updates(tmp_path / "one", pipeline, 1, "train.gradient_accumulation_steps=2")
+    assert_same_updates(updates(tmp_path / "four", pipeline, 4, SPLIT), single)
 
 
 def test_diffusers_has_these_backends_in_parallel():

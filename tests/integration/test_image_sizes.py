@@ -30,8 +30,8 @@ def write(path, rows, columns="prompt,height,width"):
 
 def two_sizes(folder):
     """The first two rows have the usual size, the other two the second."""
-    own = ["", "", *[f"{SIZES[1][0]},{SIZES[1][1]}"] * 2]
-    rows = [f"{prompt},{size or ','}" for prompt, size in zip(PROMPTS, own, strict=True)]
+    row_sizes = ["", "", *[f"{SIZES[1][0]},{SIZES[1][1]}"] * 2]
+    rows = [f"{prompt},{size or ','}" for prompt, size in zip(PROMPTS, row_sizes, strict=True)]
     return write(folder / "sizes.csv", rows)
 
 
@@ -76,11 +76,11 @@ def test_two_sizes_train_and_resume(folder_of, how, tmp_path, monkeypatch):  # n
         run(f"train.max_steps={steps}", f"run.output_dir={tmp_path / 'resumed'}")
     straight, resumed = (metrics(tmp_path / name) for name in ("straight", "resumed"))
     assert straight == resumed and all(line["grad_norm"] > 0 for line in straight[-2:])
-    mine, theirs = (adapter(tmp_path / name, 2) for name in ("straight", "resumed"))
-    assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+    actual, expected = (adapter(tmp_path / name, 2) for name in ("straight", "resumed"))
+    assert actual.keys() == expected.keys() and all(torch.equal(actual[key], expected[key]) for key in actual)
 
 
-def opened(words):
+def open_samples(words):
     """(configuration, model, samples, conditions), as the scripts open them."""
     cfg = config.load(CONFIG, words)
     headers = run_module.read_headers(cfg, None)
@@ -97,7 +97,7 @@ def test_latents_of_each_size_are_the_stock_pipelines(folder_of, tmp_path):  # n
     places = [f"data.cache_dir={tmp_path / 'cache'}", f"run.output_dir={tmp_path / 'run'}"]
     table = write(tmp_path / "one.csv", [f"{PROMPTS[0]},{height},{width}" for height, width in SIZES])
     words = [*settings("flux", folder_of("flux")), *places, "sample.num_inference_steps=4", "sample.mid_timestep=2"]
-    cfg, backbone, samples, conditions = opened([*words, "sample.final_timestep=3", table])
+    cfg, backbone, samples, conditions = open_samples([*words, "sample.final_timestep=3", table])
     assert [sample.size for sample in samples] == SIZES and samples[0].clip != samples[1].clip
     starts = batches.BatchBuilder(
         samples=samples, conditions=conditions, schedules=partial(plan.make_schedule, cfg.sample, backbone),

@@ -37,10 +37,10 @@ def wheel(tmp_path_factory):
 
 def leave_out(folder, names):
     """Of the checkout's root what git does not track, and the assets' files, which are many."""
-    found = shutil.ignore_patterns("__pycache__")(folder, names)
+    ignored = shutil.ignore_patterns("__pycache__")(folder, names)
     if Path(folder) == ROOT:
-        found |= shutil.ignore_patterns("build", "outputs", "models", "data", "*.egg-info", ".*")(folder, names)
-    return found | ({"tiny_world"} if Path(folder) == ROOT / "assets" else set())
+        ignored |= shutil.ignore_patterns("build", "outputs", "models", "data", "*.egg-info", ".*")(folder, names)
+    return ignored | ({"tiny_world"} if Path(folder) == ROOT / "assets" else set())
 
 
 @pytest.fixture(scope="module")

@@ -262,8 +262,8 @@ def test_no_video_is_held_during_updates(monkeypatch, tmp_path):
     """Of 480x832x81 each takes 0.4 GB, at the moment at which most is needed."""
     videos, alive, decode, update = [], [], WanDecoder.decode, Distributed.gradient_reduction
 
-    def seen_decode(self, latents, given):
-        video = decode(self, latents, given)
+    def seen_decode(self, latents, conditioning):
+        video = decode(self, latents, conditioning)
         videos.append(weakref.ref(video))
         return video
 

@@ -96,10 +96,10 @@ def test_clips_of_several_shapes_and_all_columns(clips, tmp_path):
     assert len(re.findall(r"note: data.file_name \(.*\): 1 of 3 rows have a negative_prompt", run.stdout)) == 1
     lines = metrics(tmp_path / "run")
     assert len(lines) == 2 and all(line["grad_norm"] > 0 and line["reward/valid_fraction"] == 1 for line in lines)
-    made = tmp_path / "run" / "samples" / "step-000002"
-    assert data.read_video(made / "00.mp4").shape == (5, 64, 128, 3)  # real | generated
-    assert data.read_video(made / "01.mp4").shape == (5, 64, 160, 3)
-    assert read_video_header(made / "00.mp4", 5).rate == 8
+    outputs = tmp_path / "run" / "samples" / "step-000002"
+    assert data.read_video(outputs / "00.mp4").shape == (5, 64, 128, 3)  # real | generated
+    assert data.read_video(outputs / "01.mp4").shape == (5, 64, 160, 3)
+    assert read_video_header(outputs / "00.mp4", 5).rate == 8
     other = ["train.per_device_train_batch_size=1", "train.gradient_accumulation_steps=2", "train.max_steps=3"]
     refused = launch(*settings, *other, check=False)
     assert refused.returncode == 2 and "trained on 2 clips of one size per forward pass" in refused.stderr
@@ -132,8 +132,8 @@ def test_what_computes_the_same_may_change(straight, tmp_path):
         f"reward.reward_model_path={tmp_path}/packs/reward", f"reward.held_out_model_path={tmp_path}/packs/judge",
     )  # fmt: skip
     assert metrics(run) == metrics(straight)
-    mine, theirs = adapter(run, 6), adapter(straight, 6)
-    assert equal(mine, theirs)
+    actual, expected = adapter(run, 6), adapter(straight, 6)
+    assert equal(actual, expected)
     assert json.loads((run / "run.json").read_text())["changes"] == []
 
 
@@ -161,8 +161,8 @@ def test_other_content_is_refused(monkeypatch, capsys, clips, tmp_path):
     assert "something else in reward.held_out_model_path: 2 gone, new or of other content (" in error
 
 
-def equal(mine, theirs):
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+def equal(actual, expected):
+    return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 # breaks at any loss of motion, or any more grid: what one clip after another does
@@ -236,8 +236,8 @@ def test_a_run_starts_from_another_ones_adapter(straight, monkeypatch, capsys, t
     launch(*settings)
     (line,) = metrics(tmp_path / "run")
     assert line["actor/kl_loss"] > 0 and line["lr"] == 1e-12
-    mine, theirs = adapter(tmp_path / "run", 1), adapter(straight, 6)
-    assert all((mine[name] - theirs[name]).abs().max() < 2e-12 for name in mine | theirs)
+    actual, expected = adapter(tmp_path / "run", 1), adapter(straight, 6)
+    assert all((actual[name] - expected[name]).abs().max() < 2e-12 for name in actual | expected)
     digests = json.loads((tmp_path / "run" / "run.json").read_text())["init_from"]
     assert digests.keys() == {"low_noise"}
     # a resumed run does not read it, but it must have the same content
@@ -301,26 +301,26 @@ def test_generate_equals_stock_diffusers(straight, tmp_path, monkeypatch, capsys
 def test_generate_writes_what_the_name_says(tmp_path, monkeypatch, capsys):
     """An mp4 to look at; an array or PNG files that hold the pixels; nothing is replaced, nothing is guessed."""
     video = torch.rand(3, 5, 32, 48, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    pixels, made = data.to_uint8(video).numpy(), []
+    pixels, outputs = data.to_uint8(video).numpy(), []
 
     def call(out):
         command = f"generate.py --model m --image i --prompt p --fps 8 --out {out}"
         monkeypatch.setattr(sys, "argv", command.split())
-        monkeypatch.setattr(generation, "generate", lambda args: made.append(args) or video)
+        monkeypatch.setattr(generation, "generate", lambda args: outputs.append(args) or video)
         return generate.main(), capsys.readouterr()
 
     for name in ("new/a.mp4", "new/a.npy", "new/frames"):
-        code, said = call(tmp_path / name)
-        assert code == 0 and said.out.strip() == str(tmp_path / name)
+        code, printed = call(tmp_path / name)
+        assert code == 0 and printed.out.strip() == str(tmp_path / name)
     assert data.read_video(tmp_path / "new" / "a.mp4").shape == (5, 32, 48, 3)
     assert read_video_header(tmp_path / "new" / "a.mp4", 5).rate == 8
     assert np.array_equal(np.load(tmp_path / "new" / "a.npy"), pixels)
     frames = [np.asarray(Image.open(path)) for path in sorted((tmp_path / "new" / "frames").iterdir())]
     assert np.array_equal(np.stack(frames), pixels)
     for name in ("a.mov", "new/frames", "new"):
-        made.clear()
-        code, said = call(tmp_path / name)
-        assert code == 2 and "--out" in said.err and str(tmp_path / name) in said.err and not made
+        outputs.clear()
+        code, printed = call(tmp_path / name)
+        assert code == 2 and "--out" in printed.err and str(tmp_path / name) in printed.err and not outputs
 
 
 # -- bad input: refused before weights load, with the way out

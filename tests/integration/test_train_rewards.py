@@ -61,8 +61,8 @@ def test_a_sum_of_rewards_and_some_that_only_measure(tmp_path):
     assert first["reward/valid_fraction"] == 1
     cfg = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["reward"]
     face = cfg["reward_weight"] * (first["reward/mean"] - cfg["reward_mean"]) / cfg["reward_std"]
-    red, own = 0.5 * (first["reward/red"] - 0.1) / 0.2, 0.3 * first["reward/contrast"]
-    assert first["actor/kl_loss"] == 0 and first["actor/loss"] == pytest.approx(-face - red - own, rel=1e-4)
+    red, user = 0.5 * (first["reward/red"] - 0.1) / 0.2, 0.3 * first["reward/contrast"]
+    assert first["actor/kl_loss"] == 0 and first["actor/loss"] == pytest.approx(-face - red - user, rel=1e-4)
 
 
 @pytest.mark.parametrize(
