@@ -92,7 +92,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         name = config.get("_class_name", FlowMatchEulerDiscreteScheduler.__name__)
         if name not in (FlowMatchEulerDiscreteScheduler.__name__, FlowMatchSDEScheduler.__name__, cls.__name__):
             raise ValueError(
-                f"{name} makes its sigmas in a way of its own, which FlowMatchSDEScheduler does not have; give it the "
+                f"{name} makes its sigmas in another way than FlowMatchSDEScheduler; give it the "
                 "config of a FlowMatchEulerDiscreteScheduler, or make FlowMatchSDEScheduler(shift=...) directly"
             )
         schedule = "stock" if name == FlowMatchEulerDiscreteScheduler.__name__ else "linear"

@@ -32,7 +32,7 @@ def trusts_code(monkeypatch):
 
 
 def pytest_collection_modifyitems(items):
-    """Put the files with the longest runs first: a worker takes whole files, and the last one would be waited for.
+    """Put the files with the longest runs first: a worker takes complete files, and would wait for the last one.
 
     A file that launches runs has `pytestmark = pytest.mark.slow(seconds)`, which `make quick` leaves out.
     """

@@ -126,14 +126,14 @@ def test_a_moment_lies_between_steps():
 
 
 def test_no_moment_is_beyond_its_experts_boundary():
-    whole, cut = (model.schedule(8, 5.0, ("high", "low"), boundary) for boundary in (0.9, 0.9))
-    whole = dataclasses.replace(whole, boundary=0.0)
+    uncut, cut = (model.schedule(8, 5.0, ("high", "low"), boundary) for boundary in (0.9, 0.9))
+    uncut = dataclasses.replace(uncut, boundary=0.0)
     step = cut.handover - 1
     moments = (step + torch.rand(2000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).tolist()
-    before, after = ([float(schedule.at(moment).sigmas[0]) for moment in moments] for schedule in (whole, cut))
+    before, after = ([float(schedule.at(moment).sigmas[0]) for moment in moments] for schedule in (uncut, cut))
     assert min(before) < 0.9 <= min(after) and min(after) < 0.901 and max(after) <= float(cut.sigmas[step])
     assert all(new == old for old, new in zip(before, after, strict=True) if old > 0.9001)  # the others keep their bits
-    assert all(torch.equal(whole.at(moment).sigmas, cut.at(moment).sigmas) for moment in (0.7, step + 1.9, 7.99))
+    assert all(torch.equal(uncut.at(moment).sigmas, cut.at(moment).sigmas) for moment in (0.7, step + 1.9, 7.99))
 
 
 # -- the scripts
@@ -195,7 +195,7 @@ def test_rows_without_a_clip_have_no_anchor(tmp_path):
 
 
 def test_every_trained_expert_must_be_reached():
-    """By the anchor's own steps where it is alone: steps 4 to 7 are the low-noise expert's."""
+    """By the anchor's steps if nothing else trains: steps 4 to 7 are the low-noise expert's."""
     backbone = backbones.describe("wan2_2", Source(model_paths="assets/tiny_world/pipeline"))
 
     def check(*settings):

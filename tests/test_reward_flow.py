@@ -1,4 +1,4 @@
-"""Replay against plain autograd through the whole chain, and the accounting of accumulation, batches and processes."""
+"""Replay against plain autograd through the chain, and the accounting of accumulation, batches and processes."""
 
 import contextlib
 import weakref
@@ -59,7 +59,7 @@ def autograd_gradients(pipe, model, cond, x, active, coupling, kl_weight, kl_gra
             v = velocity(scaled, i)
             seen = x.detach() if kl_gradient == "fixed_trajectory" else scaled
             anchor = v if seen is scaled else velocity(seen, i)
-            with lora.reference(model):  # not Velocity.reference, which has a graph of its own
+            with lora.reference(model):  # not Velocity.reference, which has another graph
                 v_ref = velocity(seen, i)
             if kl_gradient != "exact":
                 v_ref = v_ref.detach()

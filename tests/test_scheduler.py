@@ -157,8 +157,8 @@ def test_the_config_of_a_stock_scheduler_keeps_its_schedule(config, steps, tmp_p
 
 
 def test_the_config_of_another_scheduler_is_refused(tmp_path):
-    UniPCMultistepScheduler(use_flow_sigmas=True, flow_shift=5.0).save_pretrained(tmp_path)  # Wan's own
-    with pytest.raises(ValueError, match="UniPCMultistepScheduler makes its sigmas in a way of its own"):
+    UniPCMultistepScheduler(use_flow_sigmas=True, flow_shift=5.0).save_pretrained(tmp_path)  # Wan's scheduler
+    with pytest.raises(ValueError, match="UniPCMultistepScheduler makes its sigmas in another way"):
         FlowMatchSDEScheduler.from_pretrained(tmp_path)
 
 

@@ -159,7 +159,7 @@ def assert_same_after_kills(script, launch_again, settings, straight, tmp_path):
     run, dice = tmp_path / "run", random.Random(8)
     arguments = command(script, f"run.output_dir={run}", *settings)
     with started(arguments) as process:
-        wait_for_lines(process, run, EPOCH + 2)  # with that of step 0: past the first save, which is resumed from
+        wait_for_lines(process, run, EPOCH + 2)  # step 0 has a line: past the first save, from which it resumes
     assert (run / "checkpoints" / "latest").exists()
     assert sum(killed(arguments, run, dice) for _ in range(KILLS)) >= 0.5 * KILLS
     launch_again(f"run.output_dir={run}", *settings)
@@ -222,7 +222,7 @@ def test_killed_merges(tmp_path):
 
 @pytest.mark.long
 def test_killed_evaluations(tmp_path):
-    """The same command continues an evaluation, to the report of one that nothing stopped."""
+    """The same command continues an evaluation, to the report of an uninterrupted evaluation."""
     dice, run, people = random.Random(10), tmp_path / "run", table(tmp_path / "metadata.csv", "eval", 2)
     launch(f"run.output_dir={run}", "train.max_steps=1", "run.save_steps=1")
     (tmp_path / "assets").symlink_to(ROOT / "assets")
@@ -364,12 +364,12 @@ def test_another_clip_stands_in_for_a_lost_one(monkeypatch, capsys, tmp_path):
     assert [line["data/replaced"] for line in metrics(tmp_path)] == [0, 1, 1]
     assert all(line["reward/valid_fraction"] == 1 and line["grad_norm"] > 0 for line in metrics(tmp_path))
     clips = [data.read_video(tmp_path / "samples" / "step-000003" / name) for name in ("00.mp4", "01.mp4")]
-    assert torch.equal(*clips)  # of the one that is left
+    assert torch.equal(*clips)  # both show the remaining clip
 
 
 @pytest.mark.long
 def test_members_of_a_lost_clip_leave_their_group(monkeypatch, capsys, tmp_path):
-    """Both groups are of other clips: the one that is left is trained on."""
+    """The groups have different clips: the remaining one is trained on."""
     settings = [*loses_images(monkeypatch, tmp_path, 1, GRPO_FAST), "train.max_steps=2", "data.skip_bad_rows=true"]
     code, out, _ = call_grpo(monkeypatch, capsys, *settings)
     lines = metrics(tmp_path)
@@ -411,7 +411,7 @@ def test_the_samples_of_a_gradient_that_is_not_finite_are_named(monkeypatch, cap
 
 
 def test_a_folder_in_use_is_refused_by_both_processes(tmp_path):
-    """The first process alone looks at the folder; the other ends with it, and does not wait in a collective.
+    """Only the first process looks at the folder; the other ends with it, and does not wait in a collective.
 
     Started without a launcher, which would end the other one itself.
     """

@@ -149,7 +149,7 @@ def placed_runs(folder, accumulation):
     return runs
 
 
-FL, PG, FORWARD_RL = "train_reward_fl.py", "train_flow_grpo.py", "train_forward_rl.py"  # of a folder with runs
+FL, PG, FORWARD_RL = "train_reward_fl.py", "train_flow_grpo.py", "train_forward_rl.py"  # folders with runs
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +241,7 @@ def test_two_processes_are_one_with_more_accumulation(single, double):
     assert [update["moved"] for update in account["updates"]] == [True, False, True, True]
     for rank in ranks:
         assert [update["moved"] for update in rank["updates"]] == [False, True]
-        clips, replayed = 2 * 2, 1 if double[0] == "ddp" else 0  # of two active steps the others have kept their graphs
+        clips, replayed = 2 * 2, 1 if double[0] == "ddp" else 0  # the other active steps have kept their graphs
         assert rank.get("replayed", 0) == clips * replayed
     assert account["replayed"] == 4 * 4 * 2
     assert_same_adapter(folder, right, "step-000003")

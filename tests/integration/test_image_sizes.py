@@ -20,7 +20,7 @@ from rewardfl_tools import plan_run
 
 pytestmark = [pytest.mark.slow(180), pytest.mark.usefixtures("trusts_code")]
 
-SIZES = [(SIDE, SIDE), (SIDE, 2 * SIDE)]  # of the rows in turn; data.height and data.width are the first's
+SIZES = [(SIDE, SIDE), (SIDE, 2 * SIDE)]  # the rows' sizes in turn; data.height and data.width are the first
 
 
 def write(path, rows, columns="prompt,height,width"):

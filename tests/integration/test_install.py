@@ -45,7 +45,7 @@ def leave_out(folder, names):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """bin/ of an environment that has the wheel; the libraries that it needs are those of this process."""
+    """Return bin/ of an environment with the wheel and this process's libraries."""
     folder = tmp_path_factory.mktemp("venv")
     call(sys.executable, "-m", "venv", "--without-pip", folder)
     paths = sysconfig.get_paths("venv", {"base": str(folder), "platbase": str(folder)})

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make
 
 @pytest.fixture
 def make(tmp_path):
-    """make in a folder of its own; gives (exit code, what it says)."""
+    """Return a call of make in an empty folder, which returns (exit code, standard error)."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in ("pyproject.toml", "requirements-dev.txt"):
         (tmp_path / name).touch()

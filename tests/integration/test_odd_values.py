@@ -54,7 +54,7 @@ ENDINGS += ["=" + "[" * 4000, "=2026-99-99"]
 SUFFIXES = ["", ".safetensors", ".yaml", ".json", ".csv", ".png", ".mp4"]
 CONTENTS = {"empty": b"", "html": b"<!doctype html>\n", "deep": b"[" * 5000, "bytes": b"\xff\xfe\0\n" * 50}
 NAMES = "report.json run.json model_index.json config.json metadata.csv adapter_config.json metrics.jsonl settings.json"
-# exit code 2 without an error: the answer to what was asked
+# exit code 2 without an error: the requested result
 ANSWERS = re.compile(r"^does not fit|^\d+ rows: \d+ can be used", re.MULTILINE)
 
 
@@ -132,7 +132,7 @@ def tool_calls(actions, dice, paths):
 
 
 def change(arguments, action, dice, paths):
-    """Give an option an odd value, in place of the one that it has."""
+    """Replace an option's value by an odd one."""
     name = max(action.option_strings, key=len, default=None)
     if action.nargs == 0:
         arguments.append(name)

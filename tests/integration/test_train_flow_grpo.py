@@ -159,7 +159,7 @@ def test_members_of_one_noise_share_the_steps_before_the_window(monkeypatch, cap
         assert trained(monkeypatch, capsys, tmp_path / str(same), *settings)[0] == 0
         spread[same] = metrics(tmp_path / str(same))[0]["reward/std_in_group"]
     assert seen == {True: [(1, 2)] * 2, False: [(2, 2)] * 4}
-    assert 0 < spread[True] < spread[False]  # by the noise of two late steps alone members differ less
+    assert 0 < spread[True] < spread[False]  # members differ less if only the noise of two late steps differs
 
 
 def test_evaluation_is_the_ode_of_the_averaged_weights(monkeypatch, capsys, tmp_path, held_out):

@@ -18,7 +18,7 @@ import time
 import traceback
 from pathlib import Path
 
-SECONDS, BYTES = 20, 2 * 10**9  # of the processor and of memory, for a call
+SECONDS, BYTES = 20, 2 * 10**9  # processor time and memory for a call
 
 
 def run_calls(calls, folder, at_once=2, timeout=1800):
@@ -46,7 +46,7 @@ def main():
             wait(running, results)
         if module not in took:
             for name in Path(call["folder"], "modules.txt").read_text().split():
-                with contextlib.suppress(ImportError):  # of a name that a package has put into sys.modules itself
+                with contextlib.suppress(ImportError):  # a package may put other names into sys.modules
                     importlib.import_module(name)
         if module not in took or "timed" in call:
             took[module] = time.monotonic() - start

@@ -1,6 +1,6 @@
 """Faults that the pretend GPU must see, and right code that it must not complain about: prints {name: seen} as JSON.
 
-python planted_faults.py, in a process of its own: the pretend device patches torch.
+python planted_faults.py, in another process than the tests: the pretend device patches torch.
 """
 
 import contextlib
@@ -166,7 +166,7 @@ def update(*, swapped: bool, inputs_on_host: bool) -> list[torch.Tensor]:
 
 
 def package() -> None:
-    """The package's own streams, whole and with one line taken out."""
+    """Run the package's streams, complete and without one line."""
     swapped, on_host = {"swapped": True, "inputs_on_host": False}, {"swapped": False, "inputs_on_host": True}
     right = update(swapped=False, inputs_on_host=False)
     for name, how in {"swap": swapped, "inputs on host": on_host}.items():

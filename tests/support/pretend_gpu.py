@@ -183,7 +183,7 @@ def set_tag(tensor: Tensor, place: str) -> Tag:
 
 
 def free_device(tag: Tag, size: int) -> None:
-    """Give the memory back to its stream; the allocator itself waits for streams named by record_stream alone."""
+    """Give the memory back to its stream; the allocator itself waits only for streams named by record_stream."""
     memory = tag.memory
     ledger.live(-size)
     for stream in tag.recorded_streams:
@@ -311,7 +311,7 @@ class PretendDevice(TorchDispatchMode):
 
 
 def refuse_mixed(func, name: str, args, inputs: list[Tensor], places: list[str]) -> None:
-    """Raise MixedDevices where CUDA would refuse the host tensors among the inputs."""
+    """Raise MixedDevices if CUDA would refuse the host tensors among the inputs."""
     pointwise = torch.Tag.pointwise in func.tags
     indices = {id(t) for t in tensors_in(args[1:2])} if name in INDEXING and places[0] == "device" else set()
     wrong = []
@@ -552,7 +552,7 @@ def current(stream):
 
 
 class Cudart:
-    """The two calls of the CUDA runtime that the package makes, with CUDA's answer for overlapping memory."""
+    """The two calls of the CUDA runtime that the package makes, with CUDA's error for overlapping memory."""
 
     def cudaHostRegister(self, address, size, flags):
         for start, length in ledger.registered.items():

