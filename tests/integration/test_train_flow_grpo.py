@@ -183,7 +183,6 @@ def test_evaluation_is_the_ode_of_the_averaged_weights(monkeypatch, capsys, tmp_
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["grpo.groups=3", "train.per_device_train_batch_size=4"], "take groups of this size in a multiple of 2"),
         (["grpo.window=list", "grpo.window_steps=[4]"], "usable are the steps of dit2 (model.trainable_models) but"),
         (["model.trainable_models=dit,dit2", "grpo.window_bounds=[0, 2]"], "low_noise answers at no step that"),
         (["lora.lora_target_modules=q,kk"], "lora.lora_target_modules: 'kk' matches no linear layer"),

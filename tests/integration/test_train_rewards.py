@@ -65,19 +65,6 @@ def test_a_sum_of_rewards_and_some_that_only_measure(tmp_path):
     assert first["actor/kl_loss"] == 0 and first["actor/loss"] == pytest.approx(-face - red - user, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "overrides, message",
-    [
-        (["--trust-code", *RED, "reward.settings={rad: 1}"], "unknown key 'reward.settings.rad', did you mean 'red'"),
-        ([others(x={"name": "face_motion", "settings": {"pack_dir": "no/such"}})], "reward.others.x.settings.pack_dir"),
-        ([others(x={"name": "examples/my_reward.py:Contrast"})], "examples/my_reward.py; --trust-code on the command"),
-    ],
-)  # fmt: skip
-def test_rewards_that_cannot_be_had(monkeypatch, capsys, tmp_path, overrides, message):
-    code, out, error = call(monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path / 'run'}", *overrides)
-    assert code == 2 and message in error and not out and not (tmp_path / "run").exists()
-
-
 ODD = """
 from rewardfl.rewards import Reward, RewardOutput
 
