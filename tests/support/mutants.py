@@ -62,13 +62,19 @@ def copy_tree(folder: Path) -> None:
             shutil.copy2(ROOT / name, folder / name)
 
 
+def write_module(path: Path, text: str) -> None:
+    """Write a module and remove its bytecode, which would serve for a text of equal size within the same second."""
+    path.write_text(text)
+    for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
+        compiled.unlink()
+
+
 def run_test(folder: Path, test: str) -> int:
     """Return pytest's exit code for one test, run in a fork of this process, which has the heavy imports."""
     if (child := os.fork()) == 0:
         os.chdir(folder)
         sys.path.insert(0, str(folder))
         os.environ["PYTHONPATH"] = str(folder)
-        sys.dont_write_bytecode = True  # bytecode of one fault would serve for the next of equal size and second
         with open(os.devnull, "w") as null:
             os.dup2(null.fileno(), 1)
             os.dup2(null.fileno(), 2)
@@ -98,14 +104,14 @@ def main(parts: list[str]) -> int:
         for file, rows in faults.items():
             text = (folder / file).read_text()
             for part, fault, test in rows:
-                (folder / file).write_text(text.replace(part, fault))
+                write_module(folder / file, text.replace(part, fault))
                 code = run_test(folder, test)
                 planted, missed = planted + 1, missed + (code != FAILED)
                 print(
                     "seen  " if code == FAILED else f"MISSED (exit code {code})", file, f"{part!r} -> {fault!r}", test
                 )
                 sys.stdout.flush()
-            (folder / file).write_text(text)
+            write_module(folder / file, text)
     print(f"{planted - missed} of {planted} faults are seen")
     return missed
 
