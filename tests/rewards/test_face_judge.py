@@ -117,3 +117,21 @@ def test_a_clip_without_a_face_has_flow_and_no_face_flow(judge):
     assert not valid and found["coverage"] == 0 and math.isnan(found["face_flow"]) and math.isnan(found["face_score"])
     assert math.isfinite(found["pixel_change"])
     assert all(math.isnan(value) for name, value in parts(judge, REAL, None)[0].items() if name != "nonfinite")
+
+
+def test_photos_take_their_motion_from_a_clip(judge):
+    reference = judge.reference_from_photos(list(REAL[:, 1:].unbind(1)))
+    assert all(math.isnan(parts(judge, GENERATED, reference)[0][name]) for name in (*MEASURED, "look"))
+    found, expected = (
+        parts(judge, GENERATED, r)[0] for r in (judge.with_motion(reference, REAL), judge.reference(REAL))
+    )
+    assert [found[name] for name in MEASURED] == pytest.approx([expected[name] for name in MEASURED])
+    assert math.isnan(found["look"])
+
+
+def test_a_missing_person_has_no_look(judge):
+    reference = judge.reference(REAL)
+    face = judge.identity.score(REAL, reference["embeddings"])
+    patches = cut_patches(REAL.transpose(0, 1), face.landmarks)
+    two = {name: value.repeat(2, 1, 1, 1) if name.startswith("look/") else value for name, value in reference.items()}
+    assert judge._look([face, None], [patches], two) == pytest.approx(0.5)

@@ -139,8 +139,8 @@ def test_a_view_is_exact_where_pixels_meet_pixels():
     twice = View(2.0, (0.0, 0.0)).of(frames)  # about the centre, pixel (4, 5)
     torch.testing.assert_close(twice[:, :, 4, 5], frames[:, :, 4, 5])
     torch.testing.assert_close(twice[:, :, 6, 9], frames[:, :, 5, 7])
-    points = torch.tensor([[9.0, 6.0]])
-    (back,) = View(2.0, (0.0, 0.0)).undo(Faces(torch.zeros(0, 4), torch.zeros(0), points), frames).landmarks
+    points = torch.tensor([[10.0, 5.0]])
+    (back,) = View(2.0, (1.0, -1.0)).undo(Faces(torch.zeros(0, 4), torch.zeros(0), points), frames).landmarks
     assert back.tolist() == [7.0, 5.0]
 
 
