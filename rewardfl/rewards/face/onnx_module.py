@@ -48,14 +48,13 @@ def _conv(
     kernel_shape: Numbers = (),
     pads: Numbers = (0, 0, 0, 0),
     strides: Numbers = (1, 1),
-    dilations: Numbers = (1, 1),
     group: int = 1,
 ) -> Tensor:
     """Convolve, padded first where begin and end differ."""
     top, left, bottom, right = pads
     if (top, left) != (bottom, right):
         x, top, left = F.pad(x, [left, right, top, bottom]), 0, 0
-    return F.conv2d(x, weight, bias, strides, (top, left), dilations, group)
+    return F.conv2d(x, weight, bias, strides, (top, left), groups=group)
 
 
 def _batch_normalization(
@@ -104,12 +103,17 @@ def _resize(
     roi: Sequence[float] | None,
     scales: Sequence[float] | None = None,
     sizes: Numbers | None = None,
-    **modes: str,
+    *,
+    mode: str = "nearest",
+    coordinate_transformation_mode: str = "half_pixel",
+    nearest_mode: str = "round_prefer_floor",
 ) -> Tensor:
     """Repeat pixels of the spatial axes only, so that sizes frozen at export do not fix the batch.
 
-    Raise ValueError unless each axis becomes an integer times as long. modes: _CHOICES has the only ones.
+    Raise ValueError for another mode, and unless each axis becomes an integer times as long.
     """
+    if (modes := (mode, coordinate_transformation_mode, nearest_mode)) != ("nearest", "asymmetric", "floor"):
+        raise ValueError(f"Resize by {', '.join(modes)}, where only nearest, asymmetric, floor is known")
     for axis in range(2, x.ndim):
         size = x.shape[axis]
         factor = sizes[axis] / size if sizes else (scales or ())[axis]
@@ -171,20 +175,10 @@ _FIRST_SETTING |= dict.fromkeys(("Dropout", "Expand", "ReduceMean", "Reshape", "
 _UNUSED = ("cubic_coeff_a", "extrapolation_value", "momentum", "seed", "storage_order")
 _NEUTRAL: Attributes = {"allowzero": 0, "auto_pad": "NOTSET", "dilations": [1, 1], "spatial": 1, "training_mode": 0}
 
-_RESIZE_DEFAULTS = {"coordinate_transformation_mode": "half_pixel", "nearest_mode": "round_prefer_floor"}
-
-# the supported values of other attributes; all values where an attribute is not named
-_CHOICES: Mapping[str, Collection] = {
-    "auto_pad": ("NOTSET",),
-    "coordinate_transformation_mode": ("asymmetric",),
-    "mode": ("nearest",),
-    "nearest_mode": ("floor",),
-}
-
 
 def _attributes(node: onnx.NodeProto) -> Attributes:
     """Return the attributes of a node that have an effect."""
-    attributes: Attributes = dict(_RESIZE_DEFAULTS) if node.op_type == "Resize" else {}
+    attributes: Attributes = {}
     for attribute in node.attribute:
         value = onnx.helper.get_attribute_value(attribute)
         if isinstance(value, onnx.TensorProto):
@@ -206,9 +200,7 @@ def _refusals(node: onnx.NodeProto, attributes: Attributes, used: Collection[str
         return [f"{node.domain}.{op}"]
     if op not in OPS:
         return [op]
-    choices = {name: value for name, value in attributes.items() if name in _CHOICES}
-    refused = [f"{op}({name}={value})" for name, value in choices.items() if value not in _CHOICES[name]]
-    refused += [f"{op}(output {i})" for i, name in enumerate(node.output) if i and name in used]
+    refused = [f"{op}(output {i})" for i, name in enumerate(node.output) if i and name in used]
     pads = attributes.get("pads", [])
     if op in ("AveragePool", "MaxPool") and pads[:2] != pads[2:]:
         refused.append(f"{op}(pads={pads})")
