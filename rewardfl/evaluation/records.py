@@ -1,7 +1,8 @@
 """Records of a running evaluation: one JSON line per judged video, and the settings they depend on.
 
-A line has these keys. The real clip has arm `real`, seed null, and also face_width in pixels. Arm `vae` is the real clip encoded and decoded by the model's VAE: seed null, with embedding and pool by
-recogniser (`judging.judge_video` with keep_vectors).
+A line has these keys. The real clip has arm `real`, seed null, and also face_width in pixels. Arm `vae` is the real
+clip encoded and decoded by the model's VAE: seed null, with embedding and pool by recogniser (`judging.judge_video`
+with keep_vectors).
 
     row, line, index   the row of the table: its id, its line, its position
     person             column `person`, else the row's id
@@ -67,7 +68,7 @@ def read_records(out: Path) -> dict[RecordKey, Record]:
         *lines, _ = path.read_bytes().split(b"\n")  # the last is empty or truncated
         for i, text in enumerate(lines, 1):
             record = parse_object(text)
-            if not KEYS <= record.keys():
+            if KEYS - record.keys():
                 raise InputError(f"{path}: line {i} is not a record; {WAY_OUT}")
             records[record["row"], record["arm"], record["seed"]] = record
     return records

@@ -230,8 +230,8 @@ class Study:
                 decoder=decoder, conditioning=conditioning, sizes=sizes, device=device,
             )  # fmt: skip
             # the first adapter's model samples the base
-            own = [task for task in tasks if (task[0].adapter or adapters[0]) == adapter]
-            for arm, batch in tqdm(own, desc="sampling", disable=self.share.quiet):
+            chosen = [task for task in tasks if (task[0].adapter or adapters[0]) == adapter]
+            for arm, batch in tqdm(chosen, desc="sampling", disable=self.share.quiet):
                 self._sample(sampler, arm, batch)
             del model, decoder, sampler  # before the next one is loaded
 
