@@ -459,6 +459,12 @@ def test_settings_that_take_less(published):
     assert report.fit_verdict(memory, RUN, Machine(141e9))[0].startswith("fits: ")
 
 
+def test_a_run_fits_with_its_reserve(published):
+    memory = needs.memory(published(ADAPTER), RUN)
+    assert Machine(memory.peak + needs.RESERVE).gpu_fits(memory)
+    assert not Machine(memory.peak + needs.RESERVE - 1).gpu_fits(memory)
+
+
 # ---- the tool ----
 
 
