@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from diffusers import ModelMixin, WanTransformer3DModel
@@ -23,7 +23,7 @@ from rewardfl.weights.shards import InputError
 
 Load = Callable[[Sequence[str]], Any]  # parts -> a frozen WanImageToVideoPipeline that has them, on the CPU
 
-_PATCH = 2  # latents on a side of one token, of every published transformer
+PATCH = 2  # latents on a side of one token, of every published transformer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,24 +45,6 @@ class Wan(Backbone):
     channels: int
     positions: int
     source: Source = Source()
-
-    block_classes: ClassVar = ("WanTransformerBlock",)
-
-    @property
-    def takes_image(self) -> bool:
-        return self.variant.image != "none"
-
-    @property
-    def frame_rate(self) -> float:
-        return self.variant.frame_rate
-
-    @property
-    def layer_names(self) -> Mapping[str, str]:
-        return self.variant.layer_names
-
-    @property
-    def pixels_per_token(self) -> int:
-        return self.spatial * _PATCH
 
     def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:
         """Return the schedule, which is the same for latents of every shape."""
@@ -160,15 +142,12 @@ class Wan(Backbone):
     def video_encoder(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         vae = self.load(["vae"]).vae.to(device)
         skipped = int(self.variant.image == "frame")
-        mean, std = (
-            torch.tensor(values, device=device).view(1, -1, 1, 1, 1)
-            for values in (vae.config.latents_mean, vae.config.latents_std)
-        )
+        mean, scale = stock.latent_statistics(vae, torch.float32)
 
         @torch.no_grad()
         def encode_video(video: Tensor) -> Tensor:
             posterior = vae.encode(video.to(device, vae.dtype)).latent_dist
-            return ((posterior.mode().float() - mean) * (1.0 / std))[:, :, skipped:]
+            return ((posterior.mode().float() - mean) * scale)[:, :, skipped:]
 
         return encode_video
 
@@ -191,7 +170,7 @@ class Wan(Backbone):
         elif self.variant.image == "frame":
             latents = torch.cat([given["image"].to(x.dtype), x], 2)
         if self.variant.token_times:  # a time for each patch, as in the pipeline; the image's are 0
-            tokens, image_frames = x.shape[3] // _PATCH * (x.shape[4] // _PATCH), latents.shape[2] - x.shape[2]
+            tokens, image_frames = x.shape[3] // PATCH * (x.shape[4] // PATCH), latents.shape[2] - x.shape[2]
             time = torch.cat([time.new_zeros(tokens * image_frames), time.expand(tokens * x.shape[2])])
         if self.variant.clip:
             more["encoder_hidden_states_image"] = given["clip"].to(self.dtype)
@@ -231,7 +210,7 @@ def _make_wan(
     variant: Variant, folder: Path, source: Source, load_parts: Load, weight_files: Mapping[str, list[Path]]
 ) -> Wan:
     vae, *networks = (stock.read_part_config(folder, part) for part in ("vae", *variant.parts.values()))
-    two, boundary = len(variant.experts) > 1, source.boundary
+    two, boundary, spatial = len(variant.experts) > 1, source.boundary, vae.get("scale_factor_spatial", 8)
     of_two = {"model.min_timestep_boundary": boundary, "model.distill_lora_low": source.distilled[1]}
     unused = {"model.embedded_guidance": source.embedded_guidance} | ({} if two else of_two)
     stock.refuse_settings(variant.published, unused)
@@ -241,10 +220,15 @@ def _make_wan(
         dtype=DTYPES[source.dtype],
         lora_loader=WanLoraLoaderMixin,
         weight_files=weight_files,
+        block_classes=("WanTransformerBlock",),
+        layer_names=variant.layer_names,
+        pixels_per_token=spatial * PATCH,
+        takes_image=variant.image != "none",
+        frame_rate=variant.frame_rate,
         variant=variant,
         load=load_parts,
         boundary=files.boundary_ratio(folder) if two and boundary is None else boundary,
-        spatial=vae.get("scale_factor_spatial", 8),
+        spatial=spatial,
         temporal=vae.get("scale_factor_temporal", 4),
         channels=vae.get("z_dim", 16),
         positions=min(network.get("rope_max_seq_len", 1024) for network in networks),

@@ -11,17 +11,16 @@ from conftest import run_tool
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from image_pipelines import SIDE, random_flux, random_flux2_klein, random_qwen_image, random_sd3, random_z_image
 from lora_dialects import read_adapter
-from runs import COLOUR, CONFIG, GRPO_FAST, RED, call, launch, launch_grpo, metrics
+from runs import COLOUR, GRPO_FAST, RED, call, launch, launch_grpo, metrics
 
-from rewardfl import backbones, config, data, lora
+from rewardfl import backbones, data, lora
 from rewardfl.backbones.image import pipeline, qwen_image, z_image
 from rewardfl.backbones.image.flux import pack
 from rewardfl.backbones.protocol import Adapter, Experts, Schedule, Source
 from rewardfl.estimate import measure
 from rewardfl.evaluation import arms, image_report
-from rewardfl.evaluation.records import Writer
 from rewardfl.noise import draw_noise, noise_seed
-from rewardfl.training import model_files, setup_model
+from rewardfl.training import setup_model
 from rewardfl.weights.shards import InputError
 from rewardfl_tools import evaluate, generate
 
@@ -105,13 +104,9 @@ def test_generate_is_the_stock_pipeline(folder_of, tmp_path):
     ).images[0]  # fmt: skip
     ours = data.read_picture(tmp_path / "new" / "ball.png").permute(2, 0, 1) / 255
     assert (ours - stock).abs().max() < 1 / 255
-    said = run_tool(generate.main, *words, "--num-frames", 5, "--out", tmp_path / "b.png", expect=2)
-    assert "num_frames" in said and not (tmp_path / "b.png").exists()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in ("qwen_image", "flux2_klein") else pytest.mark.long) for n in MODELS]
-)
+@pytest.mark.parametrize("name", ["qwen_image", "flux2_klein", pytest.param("z_image", marks=pytest.mark.long)])
 def test_the_estimate_knows_every_kind_of_block(folder_of, name):
     """Weights, adapter and FLOPs of the real network, whose blocks differ."""
     source = Source(model_paths=str(folder_of(name) / "model"), dtype="float32", embedded_guidance=MODELS[name][1])
@@ -140,10 +135,9 @@ def test_the_estimate_knows_every_kind_of_block(folder_of, name):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name, kind", [("flux", "ddp"), ("flux", "fsdp2"), ("z_image", "ddp"), ("z_image", "fsdp2")])
+@pytest.mark.parametrize("name, kind", [("flux", "fsdp2"), ("z_image", "ddp")])
 def test_two_processes_are_one(folder_of, name, kind, tmp_path):
-    """A network of two kinds of blocks, whose text and image streams both are gathered one block at a time; and one
-    that takes lists and gives one."""
+    """With two types of blocks, whose text and image streams are gathered one block at a time; and with lists."""
     words = [
         "train_flow_grpo.py", "--config", "tests/grpo.yaml", *GRPO_FAST,
         *settings(name, folder_of(name)),
@@ -162,24 +156,21 @@ def test_two_processes_are_one(folder_of, name, kind, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "override, said",
+    "override, message",
     [
         ("data.num_frames=5", "data.num_frames must be 1, got 5"),
         (f"data.height={SIDE + 4}", f"data.height must be a multiple of 8, at most 96, got {SIDE + 4}"),
         ("model.embedded_guidance=3.5", "model.embedded_guidance: "),
-        ("model.min_timestep_boundary=0.9", "model.min_timestep_boundary: "),
         ("model.model_name=flux", "set model.model_name to the model that it is"),
         ("model.trainable_models=dit2", "model.trainable_models"),
-        ("lora.lora_target_modules=nothing", "lora.lora_target_modules"),
         ("train.context_parallel=2", "train.context_parallel 2: this model does not split its tokens; set it to 1"),
-        ("reward.name=motion", "reward.name judges at least 2 frames, and data.num_frames is 1"),
     ],
 )
-def test_what_does_not_fit_is_refused(folder_of, monkeypatch, capsys, override, said, tmp_path):
+def test_a_setting_that_does_not_fit_is_refused(folder_of, monkeypatch, capsys, override, message, tmp_path):
     words = [*settings("sd3", folder_of("sd3")), f"run.output_dir={tmp_path / 'run'}", "train.max_steps=1"]
     monkeypatch.setattr(setup_model, "load_experts", None)
     code, _, error = call(monkeypatch, capsys, "--trust-code", *words, override)
-    assert code == 2 and said in error, error
+    assert code == 2 and message in error, error
     assert not (tmp_path / "run" / "run.json").exists()
 
 
@@ -200,9 +191,8 @@ def test_prompts_of_several_lengths_are_one_batch(folder_of, name):
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-4)
 
 
-def test_a_shift_by_size_and_a_fixed_one(folder_of):
-    cfg = config.load(CONFIG, settings("flux", folder_of("flux")))
-    backbone = backbones.open("flux", model_files.model_source(cfg.model))
+def test_a_shift_by_size_and_a_fixed_one():
+    backbone = backbones.describe("flux", Source(model_paths="FLUX.1-dev", embedded_guidance=3.5))
     small, large = (backbone.schedule(4, None, backbone.latent_shape(side, side, 1)).sigmas for side in (32, 512))
     assert (large[1:-1] > small[1:-1]).all()
     fixed = [backbone.schedule(4, 3.0, backbone.latent_shape(side, side, 1)).sigmas for side in (32, 512)]
@@ -211,20 +201,15 @@ def test_a_shift_by_size_and_a_fixed_one(folder_of):
     torch.testing.assert_close(fixed[0], torch.cat([3 * s / (1 + 2 * s), torch.zeros(1)]))
 
 
-@pytest.mark.parametrize("steps, side", [(4, 32), (28, 128), (50, 128), (4, 264), (50, 264)])  # above 4300 tokens
-def test_a_shift_by_size_and_steps_is_the_stock_pipelines(folder_of, steps, side):
-    backbone = backbones.open(
-        "flux2_klein", Source(model_paths=str(folder_of("flux2_klein") / "model"), dtype="float32")
-    )
-    scheduler = random_flux2_klein().scheduler
-    mu = compute_empirical_mu((side // 2) ** 2, steps)
-    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
-    assert torch.equal(backbone.schedule(steps, None, (4, 1, side, side)).sigmas, scheduler.sigmas)
-
-
-def test_guidance_of_a_distilled_model_is_told(tmp_path):
-    random_flux2_klein(distilled=True).save_pretrained(tmp_path)
+def test_a_shift_by_size_and_steps_and_guidance_of_a_distilled_model(tmp_path):
+    """As in the stock pipeline, above 4300 tokens, too; guidance of a distilled model is noted."""
+    pipe = random_flux2_klein(distilled=True)
+    pipe.save_pretrained(tmp_path)
     backbone = backbones.describe("flux2_klein", Source(model_paths=str(tmp_path)))
+    for steps, side in ((4, 32), (28, 128), (50, 264)):
+        mu = compute_empirical_mu((side // 2) ** 2, steps)
+        pipe.scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+        assert torch.equal(backbone.schedule(steps, None, (4, 1, side, side)).sigmas, pipe.scheduler.sigmas)
     (line,) = backbone.differences(None, 4.0)
     assert "sample.guidance_scale is 4" in line and "distilled" in line and backbone.differences(None, 1.0) == []
 
@@ -326,10 +311,8 @@ def untrained(folder_of, tmp_path_factory):
         (["reward.others={own: {name: 'RUN/own.py:LikeTheClip', weight: 0}}"], "reward.others.own compares"),
         (["reward.others={flow: {name: optical_flow, weight: 0}}"], "reward.others.flow judges at least 2 frames"),
         (["--data", "RUN/sizes.csv"], "line 4: height and width must be whole numbers"),
-        (["--data", "RUN/sizes.csv"], "line 5: empty prompt"),
         (["--data", "RUN/clip.csv"], "line 2: RUN/gone.mp4: no such file"),
         (["--data", "RUN/nowhere.csv"], "--data: no such file: RUN/nowhere.csv"),
-        (["--out", "RUN"], "--out RUN is, contains or is inside the input RUN/run.json"),
     ],
 )
 def test_what_evaluate_cannot_judge_is_refused_before_weights_load(folder_of, untrained, monkeypatch, words, said):
@@ -355,26 +338,14 @@ def test_evaluate_names_a_reward_that_fails_and_judges_each_size(folder_of, untr
     assert "nonfinite" not in str(json.loads((untrained / "evaluation/report.json").read_text())["figures"].keys())
 
 
-def test_arms_of_images_share_their_noises_and_resume(folder_of, untrained, monkeypatch):
-    """Start, strengths and step counts. What a stopped evaluation has judged is not sampled again."""
-    out, count, add = untrained / "arms", [], Writer.add
+def test_arms_of_images_share_their_noises(folder_of, untrained, monkeypatch):
+    """Start, strengths and step counts. A second call samples no picture again."""
+    out = untrained / "arms"
     words = [untrained, folder_of("sd3") / "prompts.csv", "--out", out, "--strengths", "0,1", "--steps", "2,3"]
     words.append(f"lora.init_from={untrained}/checkpoints/latest")
-
-    def stop(self, record):
-        count.append(record)
-        if len(count) > 3:
-            raise KeyboardInterrupt
-        add(self, record)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Writer, "add", stop)
-        evaluate_run(*words, expect=130)
-    begun = (out / "records.jsonl").read_text()
     evaluate_run(*words)
     records = (out / "records.jsonl").read_text()
-    assert len(begun.splitlines()) == 3 and len(records.splitlines()) == 8 * len(PROMPTS)
-    assert {*begun.splitlines()} <= {*records.splitlines()}
+    assert len(records.splitlines()) == 8 * len(PROMPTS)
     report = json.loads((out / "report.json").read_text())
     tail = "" if any(arm["name"] == "latest" for arm in report["arms"]) else "_2steps"
     by_name = {arm["name"]: arm for arm in report["arms"]}
@@ -385,9 +356,8 @@ def test_arms_of_images_share_their_noises_and_resume(folder_of, untrained, monk
     for name, arm in by_name.items():
         score = arm["figures"]["score"]
         assert (score["before"] == score["after"] and score["win_rate"]["mean"] == 0.5) == ("x0" in name), name
-    with monkeypatch.context() as patch:
-        patch.setattr(arms, "load_model", None)
-        evaluate_run(*words)
+    monkeypatch.setattr(arms, "load_model", None)
+    evaluate_run(*words)
     assert (out / "records.jsonl").read_text() == records and not (out / "prepared").exists()
 
 
