@@ -64,10 +64,12 @@ class Tenant:
     folder: Path
     pipeline: type
     frame_given: bool = False  # the first latent frame is the image, and not sampled
-    told: float | None = None  # what FLUX.1 is
+    embedded_guidance: float | None = None  # FLUX.1-dev's input
 
     def open(self, dtype: str = "float32") -> Backbone:
-        return backbones.open(self.name, Source(model_paths=str(self.folder), dtype=dtype, embedded_guidance=self.told))
+        return backbones.open(
+            self.name, Source(model_paths=str(self.folder), dtype=dtype, embedded_guidance=self.embedded_guidance)
+        )
 
     def stock(self, dtype: torch.dtype = torch.float32):
         pipe = aligned(self.pipeline.from_pretrained(self.folder, torch_dtype=dtype))
@@ -134,7 +136,8 @@ class PackedTenant(ImageTenant):
     def sample(self, pipe, noise, guidance, output_type):
         images = pipe(
             prompt=PROMPT, negative_prompt=NEGATIVE, height=HEIGHT, width=WIDTH, num_inference_steps=STEPS,
-            guidance_scale=self.told, true_cfg_scale=guidance, latents=pack(noise[:, :, 0]), output_type=output_type,
+            guidance_scale=self.embedded_guidance, true_cfg_scale=guidance, latents=pack(noise[:, :, 0]),
+            output_type=output_type,
         ).images  # fmt: skip
         return unpack(images, noise[:, :, 0]).unsqueeze(2) if output_type == "latent" else images.unsqueeze(1)
 
@@ -178,7 +181,7 @@ class ZImageTenant(ImageTenant):
 
 
 IMAGE_TENANTS = {
-    "sd3": (random_sd3, ImageTenant, {}), "flux": (random_flux, PackedTenant, {"told": 2.5}),
+    "sd3": (random_sd3, ImageTenant, {}), "flux": (random_flux, PackedTenant, {"embedded_guidance": 2.5}),
     "qwen_image": (random_qwen_image, QwenTenant, {}), "flux2_klein": (random_flux2_klein, KleinTenant, {}),
     "z_image": (random_z_image, ZImageTenant, {}),
 }  # fmt: skip
@@ -254,35 +257,22 @@ def schedule_of(backbone):
     return backbone.schedule(STEPS, shift, backbone.latent_shape(HEIGHT, WIDTH, frames_of(backbone)))
 
 
-def encoded(backbone):
-    """(conditioning of the prompt and the image, of the negative prompt), once for every backbone."""
+def conditioning_of(backbone, batch=1, prompt=PROMPT, *, short=False):
+    """Encode once for each backbone. short: cut the padding of prompts; FLUX.1's gradients take a sixth of the time."""
     if id(backbone) not in ENCODED:
         text, seen = backbone.text_encoder(CPU), backbone.image_encoder(CPU)(image(), frames_of(backbone))
-        ENCODED[id(backbone)] = text(PROMPT) | seen, text(NEGATIVE), backbone  # which is so kept, and its id with it
-    return ENCODED[id(backbone)][:2]
-
-
-def first_words(given):
-    """What pipelines pad to 512 tokens, cut: gradients take a fraction of the time (FLUX.1: a sixth)."""
-    return given | {name: given[name][:, :WORDS] for name in ("text", "mask") if name in given}
-
-
-def conditioning_of(backbone, batch=1, *, short=False):
-    given = encoded(backbone)[0]
-    return backbone.collate([first_words(given) if short else given] * batch)
-
-
-def negative_of(backbone, *, short=False):
-    given = encoded(backbone)[1]
-    return first_words(given) if short else given
+        ENCODED[id(backbone)] = {PROMPT: text(PROMPT) | seen, NEGATIVE: text(NEGATIVE), "backbone": backbone}
+    values = ENCODED[id(backbone)][prompt]
+    if short:
+        values = values | {name: values[name][:, :WORDS] for name in ("text", "mask") if name in values}
+    return backbone.collate([values] * batch)
 
 
 def velocity_of(backbone, experts, batch=1, guidance=1.0, *, short=False):
-    negative = negative_of(backbone, short=short) if guidance != 1 else None
-    given = conditioning_of(backbone, batch, short=short)
     return Velocity(
-        backbone=backbone, model=experts, conditioning=given, schedule=schedule_of(backbone), negative=negative,
-        guidance=guidance,
+        backbone=backbone, model=experts, schedule=schedule_of(backbone), guidance=guidance,
+        conditioning=conditioning_of(backbone, batch, short=short),
+        negative=conditioning_of(backbone, prompt=NEGATIVE, short=short),
     )  # fmt: skip
 
 
@@ -371,12 +361,11 @@ def test_replay_is_autograd_through_the_chain(backbone, differentiated):
     schedule, active, guidance = schedule_of(backbone), [1, 3, 5], 3.5
     x = noise_of(backbone, 2).double()
     g = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    model, conditioning = dataclasses.replace(backbone, dtype=torch.float64), conditioning_of(backbone, 2, short=True)
-    negative = negative_of(backbone, short=True)
     experts, _ = experts_of(backbone, adapted=True, dtype=torch.float64)
-    towards = Velocity(backbone=model, model=experts, conditioning=conditioning, schedule=schedule)
-    other = conditioning | {name: value.expand(2, *value.shape[1:]) for name, value in negative.items()}
-    away = dataclasses.replace(towards, conditioning=other)
+    model = dataclasses.replace(backbone, dtype=torch.float64)
+    towards = dataclasses.replace(velocity_of(backbone, experts, 2, short=True), backbone=model)
+    negative = conditioning_of(backbone, 2, NEGATIVE, short=True)
+    away = dataclasses.replace(towards, conditioning=towards.conditioning | negative)
 
     def guided(y, i):
         constant = away(y, i)
@@ -393,7 +382,7 @@ def test_replay_is_autograd_through_the_chain(backbone, differentiated):
     ((g * y).sum() + 0.3 * kl.sum()).backward()
     expected = gradients(experts)
     experts.zero_grad()
-    velocity = dataclasses.replace(towards, negative=negative, guidance=guidance, guidance_gradient=differentiated)
+    velocity = dataclasses.replace(towards, guidance=guidance, guidance_gradient=differentiated)
     trajectory = reward_flow.rollout(velocity, x, schedule.sigmas, active)
     reward_flow.replay(
         velocity, trajectory, schedule.sigmas, active, g, 1.0,
@@ -423,15 +412,15 @@ def test_a_clips_latents_are_the_stock_pipelines(tenant, backbone, monkeypatch):
 
 def test_the_decoders_pullback_is_its_derivative(backbone):
     """Against finite differences of decode; and decode is the stock pipeline's pixels."""
-    decoder, x, given = backbone.load_decoder(CPU), 0.5 * noise_of(backbone), conditioning_of(backbone)
-    decoded = decoder.decode_with_caches(x, given=given)
-    assert torch.equal(decoded.video, decoder.decode(x, given))
+    decoder, x, conditioning = backbone.load_decoder(CPU), 0.5 * noise_of(backbone), conditioning_of(backbone)
+    decoded = decoder.decode_with_caches(x, given=conditioning)
+    assert torch.equal(decoded.video, decoder.decode(x, conditioning))
     generator = torch.Generator().manual_seed(2)
     g, d = torch.randn(decoded.video.shape, generator=generator), torch.randn(x.shape, generator=generator)
     inside = decoded.video.abs() < 0.9  # far from where pixels are clamped
-    grad = decoder.vjp(x, g * inside, decoded, given)
+    grad = decoder.vjp(x, g * inside, decoded, conditioning)
     eps = 1e-3
-    there, back = (decoder.decode(x + way * eps * d, given) for way in (1, -1))
+    there, back = (decoder.decode(x + way * eps * d, conditioning) for way in (1, -1))
     slope = ((there - back) / (2 * eps) * g * inside).sum()
     assert float((grad * d).sum()) == pytest.approx(float(slope), rel=2e-2)
 
@@ -480,10 +469,10 @@ def test_a_saved_adapter_gives_the_stock_pipeline_our_pixels(tenant, backbone, t
     pipe = tenant.stock()
     for folder in sorted(path for path in tmp_path.iterdir()):
         pipe.load_lora_weights(folder, **({"load_into_transformer_2": True} if folder.name.endswith("_2") else {}))
-    theirs = tenant.sample(pipe, noise, 1.0, "pt").transpose(1, 2) * 2 - 1
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+    expected = tenant.sample(pipe, noise, 1.0, "pt").transpose(1, 2) * 2 - 1
+    torch.testing.assert_close(ours, expected, rtol=0, atol=2e-6)
     again, plain = experts_of(backbone)
     backbone.attach_adapters(plain, tmp_path)
     with torch.no_grad():
-        ours, theirs = (velocity_of(backbone, one)(noise, 0) for one in (experts, again))
-    assert torch.equal(ours, theirs)
+        ours, expected = (velocity_of(backbone, network)(noise, 0) for network in (experts, again))
+    assert torch.equal(ours, expected)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from rewardfl.weights.shards import InputError
 
 Load = Callable[[Sequence[str]], Any]  # parts -> a frozen WanImageToVideoPipeline that has them, on the CPU
 
-PATCH = 2  # latents on a side of one token, of every published transformer
+_PATCH = 2  # latents on a side of one token, of every published transformer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +170,7 @@ class Wan(Backbone):
         elif self.variant.image == "frame":
             latents = torch.cat([given["image"].to(x.dtype), x], 2)
         if self.variant.token_times:  # a time for each patch, as in the pipeline; the image's are 0
-            tokens, image_frames = x.shape[3] // PATCH * (x.shape[4] // PATCH), latents.shape[2] - x.shape[2]
+            tokens, image_frames = x.shape[3] // _PATCH * (x.shape[4] // _PATCH), latents.shape[2] - x.shape[2]
             time = torch.cat([time.new_zeros(tokens * image_frames), time.expand(tokens * x.shape[2])])
         if self.variant.clip:
             more["encoder_hidden_states_image"] = given["clip"].to(self.dtype)
@@ -198,17 +198,16 @@ def open(name: str, source: Source) -> Wan:
     load.check_distilled(loras, experts)
     load_parts = partial(load.load_pipeline, layout, experts, DTYPES[source.dtype], loras, source.distill_mode)
     distillations = {name: [Path(path)] for name, path in zip(DISTILLATIONS, source.distilled, strict=True) if path}
-    return _make_wan(variant, layout.configs, source, load_parts, layout.weight_files(experts) | distillations)
+    weight_files = layout.weight_files(experts) | distillations
+    return replace(_describe(variant, layout.configs, source), load=load_parts, weight_files=weight_files)
 
 
 def describe(name: str, source: Source) -> Wan:
     """Return the model of a folder of configurations, without weights."""
-    return _make_wan(VARIANTS[name], files.find_configs(VARIANTS[name], source.model_paths), source, _refuse_load, {})
+    return _describe(VARIANTS[name], files.find_configs(VARIANTS[name], source.model_paths), source)
 
 
-def _make_wan(
-    variant: Variant, folder: Path, source: Source, load_parts: Load, weight_files: Mapping[str, list[Path]]
-) -> Wan:
+def _describe(variant: Variant, folder: Path, source: Source) -> Wan:
     vae, *networks = (stock.read_part_config(folder, part) for part in ("vae", *variant.parts.values()))
     two, boundary, spatial = len(variant.experts) > 1, source.boundary, vae.get("scale_factor_spatial", 8)
     of_two = {"model.min_timestep_boundary": boundary, "model.distill_lora_low": source.distilled[1]}
@@ -219,14 +218,14 @@ def _make_wan(
         parts=variant.parts,
         dtype=DTYPES[source.dtype],
         lora_loader=WanLoraLoaderMixin,
-        weight_files=weight_files,
+        weight_files={},
         block_classes=("WanTransformerBlock",),
         layer_names=variant.layer_names,
-        pixels_per_token=spatial * PATCH,
+        pixels_per_token=spatial * _PATCH,
         takes_image=variant.image != "none",
         frame_rate=variant.frame_rate,
         variant=variant,
-        load=load_parts,
+        load=_refuse_load,
         boundary=files.boundary_ratio(folder) if two and boundary is None else boundary,
         spatial=spatial,
         temporal=vae.get("scale_factor_temporal", 4),

@@ -38,26 +38,26 @@ TOKENS = {"qwen_image": qwen_image.TOKENS, "z_image": z_image.TOKENS}  # of an e
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    made = {}
+    folders = {}
 
     def folder(name):
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name)
-            MODELS[name][0]().save_pretrained(made[name] / "model")
-            (made[name] / "prompts.csv").write_text("\n".join(["prompt", *PROMPTS, ""]))
-        return made[name]
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp(name)
+            MODELS[name][0]().save_pretrained(folders[name] / "model")
+            (folders[name] / "prompts.csv").write_text("\n".join(["prompt", *PROMPTS, ""]))
+        return folders[name]
 
     return folder
 
 
 def settings(name, folder):
     """What a configuration says of the model and its prompts."""
-    told = MODELS[name][1]
+    guidance = MODELS[name][1]
     return [
         f"model.model_name={name}", f"model.model_paths={folder / 'model'}", "model.trainable_models=dit", *RED,
         f"data.file_name={folder / 'prompts.csv'}", f"data.cache_dir={folder / 'cache'}", "data.num_frames=1",
         f"data.height={SIDE}", f"data.width={SIDE}", "sample.shift=null", "reward.others={}", "reward.motion_weight=0",
-        *([] if told is None else [f"model.embedded_guidance={told}"]),
+        *([] if guidance is None else [f"model.embedded_guidance={guidance}"]),
     ]  # fmt: skip
 
 
@@ -120,13 +120,15 @@ def test_the_estimate_knows_every_kind_of_block(folder_of, name):
     model = backbone.load_expert("transformer")
     assert predicted.weights == measure.nbytes([*model.parameters(), *model.buffers()])
     schedule = backbone.schedule(4, None, shape)
-    told = backbone.text_encoder(torch.device("cpu"))(PROMPTS[0])
+    conditioning = backbone.text_encoder(torch.device("cpu"))(PROMPTS[0])
     if name in TOKENS:
-        told = {key: torch.cat([value] * TOKENS[name], 1)[:, : TOKENS[name]] for key, value in told.items()}
-    assert {k: v.shape for k, v in told.items()} == {k: v.shape for k, v in parts.conditioning.items()}
+        conditioning = {
+            key: torch.cat([value] * TOKENS[name], 1)[:, : TOKENS[name]] for key, value in conditioning.items()
+        }
+    assert {k: v.shape for k, v in conditioning.items()} == {k: v.shape for k, v in parts.conditioning.items()}
     x, network = torch.randn(1, *shape), Experts({"transformer": model})
     with torch.no_grad(), measure.Living([]) as living:
-        velocity = backbone.velocity(network, x, 0, schedule, told)
+        velocity = backbone.velocity(network, x, 0, schedule, conditioning)
     assert velocity.shape == x.shape and living.flops.total() == predicted.forward_frozen
     lora.inject(model, 4, 4, list(targets), seed=0)
     assert predicted.adapter_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -144,15 +146,15 @@ def test_two_processes_are_one(folder_of, name, kind, tmp_path):
         "grpo.group_size=4", "grpo.spread=spread", "train.per_device_train_batch_size=1", "grpo.kl_weight=0.01",
         "train.max_steps=2", "run.save_steps=2", "train.warmup_steps=0", "train.max_grad_norm=0.01",
     ]  # fmt: skip
-    found = []
+    runs = []
     for launched in ("cpu", kind):
         folder = tmp_path / launched
         distributed.run(launched, folder, words, BREAK_GRADIENT="-1:-1")
-        found.append(folder / "train_flow_grpo.py")
-    mine, theirs = (metrics(run) for run in found)
+        runs.append(folder / "train_flow_grpo.py")
+    actual, expected = (metrics(run) for run in runs)
     keys = ("grad_norm", "reward/mean", "reward/std_in_group", "policy/kl")
-    distributed.assert_same_lines(mine[-2:], theirs[-2:], keys, rel=1e-3)
-    distributed.assert_same_adapter(*found, "step-000002")
+    distributed.assert_same_lines(actual[-2:], expected[-2:], keys, rel=1e-3)
+    distributed.assert_same_adapter(*runs, "step-000002")
 
 
 @pytest.mark.parametrize(
@@ -179,15 +181,17 @@ def test_prompts_of_several_lengths_are_one_batch(folder_of, name):
     """What is padded is masked: each answer is that of its prompt alone."""
     backbone = backbones.open(name, Source(model_paths=str(folder_of(name) / "model"), dtype="float32"))
     encode, model = backbone.text_encoder(torch.device("cpu")), backbone.load_expert("transformer")
-    told = [encode(prompt) for prompt in ("a ball", PROMPTS[-1])]
-    both = backbone.collate(told)
-    assert both["mask"].sum(1).tolist() == [one["text"].shape[1] for one in told] and not both["mask"].all()
+    conditioning = [encode(prompt) for prompt in ("a ball", PROMPTS[-1])]
+    both = backbone.collate(conditioning)
+    assert (
+        both["mask"].sum(1).tolist() == [values["text"].shape[1] for values in conditioning] and not both["mask"].all()
+    )
     shape = backbone.latent_shape(SIDE, SIDE, 1)
     schedule, x = backbone.schedule(4, None, shape), torch.randn(2, *shape)
     network = Experts({"transformer": model})
     with torch.no_grad():
         together = backbone.velocity(network, x, 1, schedule, both)
-        alone = [backbone.velocity(network, x[i : i + 1], 1, schedule, told[i]) for i in range(2)]
+        alone = [backbone.velocity(network, x[i : i + 1], 1, schedule, conditioning[i]) for i in range(2)]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-4)
 
 
@@ -223,10 +227,10 @@ def test_evaluate_says_what_became_of_the_pictures(folder_of, tmp_path, monkeypa
         f"reward.others={{blue: {{name: {COLOUR}, weight: 0, settings: {{red: -0.5, green: -0.5, blue: 1.0}}}}}}",
     )  # fmt: skip
     words = [run_folder, folder / "prompts.csv", "--seeds", 2, "--batch", 3]
-    said = evaluate_run(*words)
+    output = evaluate_run(*words)
     report = json.loads((run_folder / "evaluation" / "report.json").read_text())
     assert report["prompts"] == len(PROMPTS) and report["pairs"] == 2 * len(PROMPTS)
-    assert "score (trained on)" in said and "blue\n" in said and "better after" in said
+    assert "score (trained on)" in output and "blue\n" in output and "better after" in output
     pairs = report["per_pair"]
     pipe, pair = random_sd3(), pairs[1]
     (row,) = [row for row in data.load_metadata(folder / "prompts.csv") if row.line == pair["line"]]
@@ -305,7 +309,7 @@ def untrained(folder_of, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, output",
     [
         (["--adapter", "RUN/nowhere"], "RUN/nowhere: holds no */"),
         (["reward.others={own: {name: 'RUN/own.py:LikeTheClip', weight: 0}}"], "reward.others.own compares"),
@@ -315,10 +319,10 @@ def untrained(folder_of, tmp_path_factory):
         (["--data", "RUN/nowhere.csv"], "--data: no such file: RUN/nowhere.csv"),
     ],
 )
-def test_what_evaluate_cannot_judge_is_refused_before_weights_load(folder_of, untrained, monkeypatch, words, said):
+def test_what_evaluate_cannot_judge_is_refused_before_weights_load(folder_of, untrained, monkeypatch, words, output):
     monkeypatch.setattr(pipeline.ImageModel, "_load", None)
-    words, said = ([word.replace("RUN", str(untrained)) for word in words], said.replace("RUN", str(untrained)))
-    assert said in evaluate_run(untrained, folder_of("sd3") / "prompts.csv", *words, expect=2)
+    words, output = ([word.replace("RUN", str(untrained)) for word in words], output.replace("RUN", str(untrained)))
+    assert output in evaluate_run(untrained, folder_of("sd3") / "prompts.csv", *words, expect=2)
 
 
 def evaluate_run(run, table, *words, expect=0):
@@ -328,11 +332,11 @@ def evaluate_run(run, table, *words, expect=0):
 
 def test_evaluate_names_a_reward_that_fails_and_judges_each_size(folder_of, untrained):
     own = f"reward.others={{own: {{name: '{untrained}/own.py:Broken', weight: 0}}}}"
-    said = evaluate_run(untrained, folder_of("sd3") / "prompts.csv", own, "--force", expect=2)
-    assert "error: reward.others.own: RuntimeError: out of order" in said
+    output = evaluate_run(untrained, folder_of("sd3") / "prompts.csv", own, "--force", expect=2)
+    assert "error: reward.others.own: RuntimeError: out of order" in output
     (untrained / "two.csv").write_text("prompt,height,width\na ball,,\na ball,32,64\nbad,36,32\n")
-    said = evaluate_run(untrained, untrained / "two.csv", "data.skip_bad_rows=true", "--force")
-    assert "skipped: line 4: height must be a multiple of 8" in said and "2 prompts, 2 pairs" in said
+    output = evaluate_run(untrained, untrained / "two.csv", "data.skip_bad_rows=true", "--force")
+    assert "skipped: line 4: height must be a multiple of 8" in output and "2 prompts, 2 pairs" in output
     files = sorted((untrained / "evaluation" / "images" / "latest").iterdir())
     assert [data.read_picture(file).shape for file in files] == [(SIDE, SIDE, 3), (SIDE, 2 * SIDE, 3)]
     assert "nonfinite" not in str(json.loads((untrained / "evaluation/report.json").read_text())["figures"].keys())
@@ -366,8 +370,8 @@ def test_evaluate_shows_pictures_whose_second_reader_disagrees(folder_of, untrai
     (table := untrained / "three.csv").write_text("prompt\na ball\na red ball\na blue ball\n")
     own = f"reward.others.readers.name={untrained}/own.py:TwoReaders"
     folder = untrained / "evaluation"
-    said = evaluate_run(untrained, table, own, "--force")
-    assert "readers/one above readers/other: 1 pictures before, 1 after (disagreements.png)" in said
+    output = evaluate_run(untrained, table, own, "--force")
+    assert "readers/one above readers/other: 1 pictures before, 1 after (disagreements.png)" in output
     assert json.loads((folder / "report.json").read_text())["disagreements"] == {
         "readers/one above readers/other": {"before": 1, "after": 1},  # scores of 0, 0.5 and 1 against 0.5
         "readers/other above readers/one": {"before": 1, "after": 1},
@@ -378,8 +382,8 @@ def test_evaluate_shows_pictures_whose_second_reader_disagrees(folder_of, untrai
     for i, picture in enumerate(ones):
         large = picture.repeat_interleave(scale, 0).repeat_interleave(scale, 1)
         assert (shown[16 : 16 + len(large), i * width + 4 :][:, : large.shape[1]] == large).all()
-    said = evaluate_run(untrained, table, own, "reward.others.readers.settings.second=false", "--force")
-    assert "disagree" not in said and not (folder / "disagreements.png").exists()
+    output = evaluate_run(untrained, table, own, "reward.others.readers.settings.second=false", "--force")
+    assert "disagree" not in output and not (folder / "disagreements.png").exists()
 
 
 def test_a_schedule_that_does_not_fall_is_refused():

@@ -41,7 +41,7 @@ HELD = {
     ("Z-Image", "text_encoder"): 4_022_468_096,
     ("Z-Image", "vae"): 83_819_683,
 }
-# by model.model_name: a published model, and the guidance that it is told
+# by model.model_name: a published model, and its embedded guidance
 MODELS = {
     "sd3": ("stable-diffusion-3.5-medium", None), "flux": ("FLUX.1-dev", 3.5), "qwen_image": ("Qwen-Image", None),
     "flux2_klein": ("FLUX.2-klein-base-4B", None), "z_image": ("Z-Image", None),
@@ -64,15 +64,16 @@ def unknown_keys(cls, config):
 @pytest.mark.parametrize("folder, part", HELD)
 def test_sizes_are_those_of_the_published_files(folder, part):
     library, name = read(folder, "model_index.json")[part]
-    given, cls = read(folder, f"{part}/config.json"), getattr({"diffusers": diffusers}.get(library, transformers), name)
-    assert library == "transformers" or (not unknown_keys(cls, given) and given["_class_name"] == name)
-    model = stock.new_on_meta(cls, given)
+    settings = read(folder, f"{part}/config.json")
+    cls = getattr({"diffusers": diffusers}.get(library, transformers), name)
+    assert library == "transformers" or (not unknown_keys(cls, settings) and settings["_class_name"] == name)
+    model = stock.new_on_meta(cls, settings)
     saved = model.state_dict().keys()
     buffers = [value for name, value in model.named_buffers() if name in saved]
     assert sum(value.numel() for value in [*model.parameters(), *buffers]) == HELD[folder, part]
 
 
-def test_the_folders_are_whole():
+def test_the_folders_are_complete():
     """The parts that model_index.json names, but for the tokenizers, and nothing else."""
     assert {path.name for path in PUBLISHED.iterdir()} == {folder for folder, _ in HELD}
     for folder in PUBLISHED.iterdir():
@@ -87,23 +88,23 @@ def test_the_folders_are_whole():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_described_by_the_name_of_its_path(name, tmp_path):
-    published, told = MODELS[name]
-    source = Source(model_paths=str(tmp_path / published), embedded_guidance=told)
+    published, guidance = MODELS[name]
+    source = Source(model_paths=str(tmp_path / published), embedded_guidance=guidance)
     backbone = backbones.describe(name, source)
     assert backbone.described_by().startswith(f"{PUBLISHED / published} (published; ")
     assert backbone.latent_shape(512, 512, 1)[1:] == (1, 64, 64)
     with pytest.raises(InputError, match=f"model.model_paths: .*{published} has no weights"):
         backbones.open(name, source)
-    (tmp_path / published).mkdir()  # a folder that is there speaks for itself
-    for ask in (backbones.describe, backbones.open):
+    (tmp_path / published).mkdir()  # an existing folder is used as it is
+    for read_model in (backbones.describe, backbones.open):
         with pytest.raises(InputError, match="model.model_paths: .*no model_index.json"):
-            ask(name, source)
+            read_model(name, source)
 
 
-def test_a_path_that_leads_nowhere_and_names_nothing_is_refused(tmp_path):
-    for ask in (backbones.describe, backbones.open):
+def test_a_path_that_names_no_model_is_refused(tmp_path):
+    for read_model in (backbones.describe, backbones.open):
         with pytest.raises(InputError, match="model.model_paths: .*FLUX.1-def") as refused:
-            ask("flux", Source(model_paths=str(tmp_path / "FLUX.1-def"), embedded_guidance=3.5))
+            read_model("flux", Source(model_paths=str(tmp_path / "FLUX.1-def"), embedded_guidance=3.5))
         assert all(folder in str(refused.value) for folder, _ in HELD)
     with pytest.raises(InputError, match="model.model_name: flux .*QwenImagePipeline"):
         backbones.describe("flux", Source(model_paths=str(tmp_path / "Qwen-Image"), embedded_guidance=3.5))

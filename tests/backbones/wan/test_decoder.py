@@ -31,8 +31,8 @@ def test_decode_equals_diffusers():
     assert torch.equal(WanDecoder(vae).decode(latents), expected) and expected.shape == (2, 3, FRAMES, 32, 32)
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_vjp_equals_autograd(given):
+@pytest.mark.parametrize("with_caches", [True, False])
+def test_vjp_equals_autograd(with_caches):
     vae, latents = sample(torch.float64, scale=3.0)
     leaf = latents.clone().requires_grad_()
     video = vae.decode(denormalised(vae, leaf)).sample
@@ -40,7 +40,7 @@ def test_vjp_equals_autograd(given):
     assert 0.001 < saturated < 0.9  # the clamp's zero gradient is part of what is compared
     cotangent = torch.randn_like(video)
     (expected,) = torch.autograd.grad(video, leaf, cotangent)
-    decoded = WanDecoder(vae).decode_with_caches(latents) if given else None
+    decoded = WanDecoder(vae).decode_with_caches(latents) if with_caches else None
     actual = WanDecoder(vae).vjp(latents, cotangent, decoded)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12 * float(expected.abs().max()))
     assert all(parameter.grad is None for parameter in vae.parameters())
@@ -112,15 +112,15 @@ def test_kept_chunks_are_decoded_once_and_give_the_same_bits(first_given, caches
         return run(*arguments, **settings)
 
     monkeypatch.setattr(wan_decoder, "run_chunk", counted)
-    for kept in (0, 1, 4, 9):
-        decoded = decoder.decode_with_caches(latents, given, caches, kept)
+    for count in (0, 1, 4, 9):
+        decoded = decoder.decode_with_caches(latents, given, caches, count)
         assert torch.equal(decoded.video, expected.video) and not decoded.video.requires_grad
-        first_chunks = range(max(6 - kept, 0) + first_given)
+        first_chunks = range(max(6 - count, 0) + first_given)
         assert list(decoded.caches) == list(first_chunks[:: 3 if caches == "segment" else 1])
         chunks.clear()
         assert torch.equal(decoder.vjp(latents, cotangent, decoded, given), gradient)
         counts.append(len(chunks))
-        assert counts[-1] <= counts[0] - min(kept, 6)
+        assert counts[-1] <= counts[0] - min(count, 6)
 
 
 def test_norms_in_strips_give_the_same_gradient(monkeypatch):

@@ -82,7 +82,7 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture
-def given(files, tmp_path):
+def write_paths(files, tmp_path):
     """Writes a wan22_paths.json, with the named parts changed, and gives its path."""
 
     def write(**changed):
@@ -100,13 +100,13 @@ def everything(module):
 
 def assert_same_modules(actual, expected, modules=MODULES):
     for name in modules:
-        mine, theirs = everything(actual.components[name]), everything(expected.components[name])
-        assert mine.keys() == theirs.keys(), name
-        for key in theirs:
-            assert mine[key].dtype == theirs[key].dtype, (name, key)
-            assert torch.equal(mine[key], theirs[key]), (name, key)
+        actual_values, expected_values = everything(actual.components[name]), everything(expected.components[name])
+        assert actual_values.keys() == expected_values.keys(), name
+        for key in expected_values:
+            assert actual_values[key].dtype == expected_values[key].dtype, (name, key)
+            assert torch.equal(actual_values[key], expected_values[key]), (name, key)
         assert set(actual.components[name].state_dict()) == set(expected.components[name].state_dict())
-        assert not any(parameter.requires_grad for parameter in mine.values())
+        assert not any(parameter.requires_grad for parameter in actual_values.values())
         assert not actual.components[name].training
 
 
@@ -168,8 +168,8 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_original_files_equal_from_pretrained(files, given, tmp_path, form):
-    model = given(**FORMS[form](files, tmp_path))
+def test_original_files_equal_from_pretrained(files, write_paths, tmp_path, form):
+    model = write_paths(**FORMS[form](files, tmp_path))
     for dtype in DTYPES if form == "folders" else DTYPES[1:]:
         loaded = load(model, dtype)
         assert_same_modules(loaded, from_pretrained(files.fp32, dtype))
@@ -215,16 +215,16 @@ def test_the_hub_is_asked_only_when_allowed(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(InputError, match="not in the local hub cache; set model.allow_download: true"):
         find(origin_paths=HUB)
-    asked = []
+    requests = []
 
     def snapshot_download(repository, allow_patterns, local_files_only):
-        asked.append((repository, allow_patterns, local_files_only))
+        requests.append((repository, allow_patterns, local_files_only))
         raise LocalEntryNotFoundError("no connection")
 
     monkeypatch.setattr(files_module, "snapshot_download", snapshot_download)
     with pytest.raises(InputError, match="not in the local hub cache and could not be fetched: no connection"):
         find(origin_paths=HUB, allow_download=True)
-    assert asked == [(wan_files.REPOSITORY, ["high_noise_model/diffusion_pytorch_model*.safetensors"], False)]
+    assert requests == [(wan_files.REPOSITORY, ["high_noise_model/diffusion_pytorch_model*.safetensors"], False)]
 
 
 PATHS_FILES = {  # content of a wan22_paths.json: message
@@ -260,10 +260,10 @@ def distilled(files):
     return wan_load.read_distilled(I2V.experts, files.loras["high_noise"], files.loras["low_noise"])
 
 
-def test_fused_distillation_is_exact(files, given, distilled):
+def test_fused_distillation_is_exact(files, write_paths, distilled):
     """base + alpha/r up @ down, rounded once: within half a spacing of float64's. Rounding first is not."""
     for dtype, slack in ((torch.float32, 1.0), (torch.bfloat16, 1e-3)):
-        fused, base = load(given(), dtype, distilled=distilled), files.pipe
+        fused, base = load(write_paths(), dtype, distilled=distilled), files.pipe
         twice = 0
         for expert, part in TWO_EXPERTS.items():
             values = files.lightning[expert]
@@ -274,11 +274,11 @@ def test_fused_distillation_is_exact(files, given, distilled):
                     assert torch.equal(value, original.to(value.dtype)), name
                     continue
                 down, up, alpha = values[module]
-                wanted = original.double() + alpha / wan_files.RANK * up.double() @ down.double()
-                half = torch.finfo(dtype).eps / 2 * torch.exp2(wanted.abs().log2().floor())
-                assert ((value.double() - wanted).abs() <= (1 + slack) * half + 1e-7).all(), name
+                exact = original.double() + alpha / wan_files.RANK * up.double() @ down.double()
+                half = torch.finfo(dtype).eps / 2 * torch.exp2(exact.abs().log2().floor())
+                assert ((value.double() - exact).abs() <= (1 + slack) * half + 1e-7).all(), name
                 early = original.to(dtype) + (alpha / wan_files.RANK * up @ down).to(dtype)
-                twice += int(((early.double() - wanted).abs() > (1 + slack) * half + 1e-7).sum())
+                twice += int(((early.double() - exact).abs() > (1 + slack) * half + 1e-7).sum())
         assert dtype == torch.float32 or twice > 100
 
 
@@ -289,10 +289,10 @@ def velocity(model, sigma=0.5):
     return model(x, torch.tensor([1000 * sigma]), text, return_dict=False)[0]
 
 
-def test_adapter_is_the_fused_model_in_policy_and_reference(files, given, distilled, tmp_path):
-    fused = load(given(), torch.float32, distilled=distilled)
-    pipe = load(given(), torch.float32, distilled=distilled, distill_mode="adapter")
-    plain = load(given(), torch.float32)
+def test_adapter_is_the_fused_model_in_policy_and_reference(files, write_paths, distilled, tmp_path):
+    fused = load(write_paths(), torch.float32, distilled=distilled)
+    pipe = load(write_paths(), torch.float32, distilled=distilled, distill_mode="adapter")
+    plain = load(write_paths(), torch.float32)
     for part in TWO_EXPERTS.values():
         model = pipe.components[part]
         base = velocity(model).detach()
@@ -308,14 +308,14 @@ def test_adapter_is_the_fused_model_in_policy_and_reference(files, given, distil
         with lora.reference(model):
             assert torch.equal(velocity(model), base)
         save_adapter(model, tmp_path / part)
-        again = load(given(), torch.float32, distilled=distilled, distill_mode="adapter").components[part]
+        again = load(write_paths(), torch.float32, distilled=distilled, distill_mode="adapter").components[part]
         (adapter,) = lora.read_for(again, tmp_path / part / lora.WEIGHTS_NAME)
         lora.attach_adapter(again, adapter)
         assert torch.equal(velocity(again), policy)
 
 
-def test_adapter_stays_float32_on_a_bfloat16_base(files, given, distilled):
-    pipe = load(given(), torch.bfloat16, distilled=distilled, distill_mode="adapter")
+def test_adapter_stays_float32_on_a_bfloat16_base(files, write_paths, distilled):
+    pipe = load(write_paths(), torch.bfloat16, distilled=distilled, distill_mode="adapter")
     for expert, part in TWO_EXPERTS.items():
         for name, (down, up, alpha) in files.lightning[expert].items():
             layer = pipe.components[part].get_submodule(name)
@@ -325,7 +325,7 @@ def test_adapter_stays_float32_on_a_bfloat16_base(files, given, distilled):
         assert velocity(pipe.components[part]).dtype == torch.bfloat16
 
 
-def test_distillations_that_do_not_fit_are_refused(files, given, tmp_path):
+def test_distillations_that_do_not_fit_are_refused(files, write_paths, tmp_path):
     high, low = files.loras["high_noise"], files.loras["low_noise"]
     with pytest.raises(InputError, match="have each other's names; swap them"):
         wan_load.read_distilled(I2V.experts, low, high)
@@ -342,12 +342,14 @@ def test_distillations_that_do_not_fit_are_refused(files, given, tmp_path):
     odd = str(wan_files.write_lightning(values, tmp_path / "high_noise.safetensors"))
     for mode in ("fuse", "adapter"):
         with pytest.raises(InputError, match="to_q"):
-            load(given(), torch.float32, distilled=wan_load.read_distilled(I2V.experts, odd, ""), distill_mode=mode)
+            load(
+                write_paths(), torch.float32, distilled=wan_load.read_distilled(I2V.experts, odd, ""), distill_mode=mode
+            )
     state["diffusion_model.blocks.0.norm3.diff_b"] = torch.zeros(24)
     save_file(state, tmp_path / "low.safetensors")
     with pytest.raises(InputError, match="more than a low-rank update .* set model.distill_lora_mode: fuse"):
         odd = wan_load.read_distilled(I2V.experts, "", str(tmp_path / "low.safetensors"))
-        load(given(), torch.float32, distilled=odd, distill_mode="adapter")
+        load(write_paths(), torch.float32, distilled=odd, distill_mode="adapter")
 
 
 # -- refusals
@@ -430,10 +432,10 @@ def as_original_files(name, folder):
     pipe = random_variant(name)
     pipe.save_pretrained(folder / "pipeline")
     state = convert_wan_transformer_to_diffusers({old: old for old in expert_names(pipe.transformer.config)})
-    own = pipe.transformer.state_dict()
-    assert state.keys() == own.keys()
+    expected = pipe.transformer.state_dict()
+    assert state.keys() == expected.keys()
     parts = {"text_encoder": "pipeline/text_encoder", "tokenizer": "pipeline/tokenizer", "configs": "pipeline"}
-    wan_files.write_shards({old: own[new].clone() for new, old in state.items()}, folder / "expert")
+    wan_files.write_shards({old: expected[new].clone() for new, old in state.items()}, folder / "expert")
     if name == "wan2_1_i2v":
         encoder = wan_files.original_image_encoder(pipe.image_encoder)
         torch.save(encoder, folder / "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth")
@@ -462,8 +464,8 @@ def test_original_files_of_models_with_parts_of_their_own(tmp_path, name):
     stock, paths = as_original_files(name, tmp_path)
     pipe = load(paths, torch.float32, VARIANTS[name])
     for part in ("transformer", "vae", *(["image_encoder"] if name == "wan2_1_i2v" else [])):
-        ours, theirs = pipe.components[part].state_dict(), stock.components[part].state_dict()
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours), part
+        ours, expected = pipe.components[part].state_dict(), stock.components[part].state_dict()
+        assert ours.keys() == expected.keys() and all(torch.equal(ours[key], expected[key]) for key in ours), part
     if name == "wan2_1_i2v":
         picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8))
         assert torch.equal(pipe.encode_image(picture, "cpu"), stock.encode_image(picture, "cpu"))
@@ -527,10 +529,10 @@ ORIGINAL = {
 
 
 @pytest.mark.parametrize("case", ORIGINAL)
-def test_other_original_files_are_refused(files, given, tmp_path, case):
+def test_other_original_files_are_refused(files, write_paths, tmp_path, case):
     change, message = ORIGINAL[case]
     with pytest.raises(InputError, match=message):
-        backbones.open("wan2_2", Source(model_paths=given(**change(files, tmp_path))))
+        backbones.open("wan2_2", Source(model_paths=write_paths(**change(files, tmp_path))))
 
 
 PICKLES = {  # message: changed content; name: of a weight
@@ -544,15 +546,15 @@ PICKLES = {  # message: changed content; name: of a weight
 
 @pytest.mark.parametrize("message", PICKLES)
 @pytest.mark.parametrize("part", ["text_encoder", "vae"])
-def test_a_bad_pickle_is_refused(files, given, tmp_path, part, message):
+def test_a_bad_pickle_is_refused(files, write_paths, tmp_path, part, message):
     state = torch.load(wan_files.paths(files.original, files.configs)[part], weights_only=True)
     name = next(name for name in state if name.endswith(".weight"))
     torch.save(PICKLES[message](state, name), tmp_path / "bad.pth")
     with pytest.raises(InputError, match=message):
-        load(given(**{part: str(tmp_path / "bad.pth")}), torch.float32)
+        load(write_paths(**{part: str(tmp_path / "bad.pth")}), torch.float32)
 
 
-def test_forms_of_a_vae_file_that_may_change_once_it_is_loaded(files, given, tmp_path):
+def test_forms_of_a_vae_file_that_may_change_once_it_is_loaded(files, write_paths, tmp_path):
     """Files are mapped while they are read."""
     expected = from_pretrained(files.fp32, torch.float32)
     state = wan_files.original_vae(files.pipe.vae)
@@ -561,7 +563,7 @@ def test_forms_of_a_vae_file_that_may_change_once_it_is_loaded(files, given, tmp
     save_file(state, tmp_path / "vae.safetensors")
     save_file(files.pipe.vae.state_dict(), tmp_path / "diffusers.safetensors")
     for name in ("old.pth", "vae.pth", "vae.safetensors", "diffusers.safetensors"):
-        loaded = load(given(vae=name), torch.float32)
+        loaded = load(write_paths(vae=name), torch.float32)
         with (tmp_path / name).open("r+b") as file:
             file.write(bytes((tmp_path / name).stat().st_size))
         assert_same_modules(loaded, expected, ("vae",))
@@ -589,15 +591,14 @@ def test_files_without_configurations_have_the_published_ones(monkeypatch, tmp_p
 # -- use
 
 
-def test_generate_from_original_files_with_guidance_and_distillation(files, given, tmp_path, monkeypatch):
+def test_generate_from_original_files_with_guidance_and_distillation(files, write_paths, tmp_path, monkeypatch):
     """tools/generate.py against the stock pipeline with Lightning attached by diffusers itself."""
     _, image = picture()
     Image.fromarray(data.to_uint8(image[:, None])[0].numpy()).save(tmp_path / "face.png")
     videos = []
     monkeypatch.setattr(data, "encode_video", lambda video, fps: videos.append(video) or b"")
-    command = (
-        f"generate.py --model {given()} --image {tmp_path}/face.png --height 32 --width 32 --num-frames 5 --steps 4"
-    )
+    command = f"generate.py --model {write_paths()} --image {tmp_path}/face.png --height 32 --width 32 --num-frames 5"
+    command += " --steps 4"
     command += f" --seed 5 --dtype float32 --device cpu --out {tmp_path}/x.mp4 --guidance 3.5 --negative-prompt glasses"
     command += f" --distill-lora-high {files.loras['high_noise']} --distill-lora-low {files.loras['low_noise']}"
     monkeypatch.setattr(sys, "argv", [*command.split(), "--prompt", "a person, talking"])
