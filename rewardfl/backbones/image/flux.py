@@ -65,7 +65,7 @@ FLUX = ImageModelSpec(
     encode=_encode,
     inputs=_model_inputs,
     velocity=unpack,
-    tokens=lambda configs: {"text_encoder": CLIP_TOKENS, "text_encoder_2": T5_TOKENS},
+    tokens=lambda limits: {"text_encoder": CLIP_TOKENS, "text_encoder_2": T5_TOKENS},
     prompt_tokens={"tokenizer": CLIP_TOKENS, "tokenizer_2": T5_TOKENS},
     shapes=lambda network, tokens: {
         "text": (T5_TOKENS, network["joint_attention_dim"]), "pooled": (network["pooled_projection_dim"],),

@@ -84,7 +84,7 @@ FLUX2_KLEIN = ImageModelSpec(
     decode=_decode,
     encode_image=_encode_image,
     mu=_mu,
-    tokens=lambda configs: {"text_encoder": TOKENS},
+    tokens=lambda limits: {"text_encoder": TOKENS},
     prompt_tokens={"tokenizer": TOKENS - 3},  # "<|im_start|>user\n" comes before the prompt
     shapes=lambda network, tokens: {"text": (TOKENS, network["joint_attention_dim"])},
 )  # fmt: skip

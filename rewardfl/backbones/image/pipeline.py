@@ -42,7 +42,6 @@ PATCH = 2  # latents on a side of one token
 
 # configurations of published models by their names: pipeline folders without weights; docs/images.md has the sources
 PUBLISHED = Path(__file__).parent / "published"
-Configs = Mapping[str, Mapping[str, Any]]  # by part: its config.json
 
 # short names of the layers: of the image's stream, and of a separate text stream
 ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0"}
@@ -86,7 +85,7 @@ class ImageModelSpec:
 
     sigmas: (steps) -> the scheduler's argument in the pipeline, None for its default. mu: (tokens, steps, the
     scheduler's configuration) -> the logarithm of a shift by size. longest_side: of images in latents, by the
-    network's configuration, None for any. tokens: (configurations) -> {text encoder, or a module of it: the length of a
+    network's configuration, None for any. tokens: (prompts' limits) -> {text encoder, or a module of it: the length of a
     prompt in it}. prompt_tokens: {tokenizer: tokens of a plain prompt that are read}; one of two equal tokenizers.
     shapes: (the network's configuration, tokens) -> the shapes of `encode`'s output, for one sample. streams:
     as in ExpertOnMeta.
@@ -102,7 +101,7 @@ class ImageModelSpec:
     encode: Callable[[Any, str, torch.device], Conditioning]
     inputs: Callable[[Tensor, Tensor, Conditioning, float | None], dict[str, Any]]
     velocity: Callable[[Any, Tensor], Tensor]
-    tokens: Callable[[Configs], Mapping[str, int]]
+    tokens: Callable[[Mapping[str, int]], Mapping[str, int]]
     prompt_tokens: Mapping[str, int]
     shapes: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, tuple[int, ...]]]
     tokenizers: tuple[str, ...] = ("tokenizer",)
@@ -125,7 +124,7 @@ class ImageModel(Backbone):
     """
 
     spec: ImageModelSpec
-    configs: Configs
+    configs: Mapping[str, Mapping[str, Any]]
     guidance: float | None
     spatial: int
 
@@ -171,18 +170,20 @@ class ImageModel(Backbone):
     def settings(self) -> dict[str, Any]:
         return stock.settings(self.configs)
 
+    @property
+    def _limits(self) -> dict[str, int]:
+        """Return the spec's prompt_tokens; a tokenizer may allow less."""
+        limits = self.spec.prompt_tokens.items()
+        return {name: min(most, self.configs.get(name, {}).get("model_max_length", most)) for name, most in limits}
+
     def prompt_limits(self) -> Mapping[Path, int]:
-        return {
-            self.folder / name: min(most, self.configs.get(name, {}).get("model_max_length", most))
-            for name, most in self.spec.prompt_tokens.items()
-            if self.weight_files
-        }
+        return {self.folder / name: most for name, most in self._limits.items()} if self.weight_files else {}
 
     def on_meta(self, height: int, width: int, num_frames: int) -> OnMeta:
         shape = self.latent_shape(height, width, num_frames)
         vae = stock.cast(stock.new_on_meta(self.spec.vae, self.configs["vae"]), self.dtype)
         encoders = {name: stock.new_on_meta(cls, self.configs[name]) for name, cls in self.spec.encoders.items()}
-        text, tokens = stock.cast(nn.ModuleDict(encoders), self.dtype).eval(), self.spec.tokens(self.configs)
+        text, tokens = stock.cast(nn.ModuleDict(encoders), self.dtype).eval(), self.spec.tokens(self._limits)
         shapes = self.spec.shapes(self.configs[EXPERT], tokens)
         conditioning = {
             name: torch.ones(1, *shape, dtype=torch.long)  # the numbers of a mask are read

@@ -72,7 +72,7 @@ QWEN_IMAGE = ImageModelSpec(
     vae=AutoencoderKLQwenImage,
     decode=_decode,
     encode_image=_encode_image,
-    tokens=lambda configs: {"text_encoder.model.language_model": TOKENS},  # without its vision part
+    tokens=lambda limits: {"text_encoder.model.language_model": TOKENS},  # without its vision part
     prompt_tokens={"tokenizer": 1024},
     shapes=lambda network, tokens: {"text": (TOKENS, network["joint_attention_dim"]), "mask": (TOKENS,)},
 )  # fmt: skip
