@@ -199,7 +199,7 @@ def tenant_of(name, folder):
 
 # two experts and channels, one and a given frame, an image
 SHORT = ("wan2_2", "wan2_2_ti2v", "sd3", "flux", "qwen_image", "flux2_klein", "z_image")
-FULL = ("wan2_2", "sd3")  # all tests; the others have those of what their specs state
+FULL = ("wan2_2", "sd3")  # all tests; the others show that their specs are right
 # layers without a gradient: the last block's text output is not used
 UNUSED = {"SD3Transformer2DModel": "blocks.2.attn.add_q_proj"}
 

@@ -85,8 +85,8 @@ class ImageModelSpec:
 
     sigmas: (steps) -> the scheduler's argument in the pipeline, None for its default. mu: (tokens, steps, the
     scheduler's configuration) -> the logarithm of a shift by size. longest_side: of images in latents, by the
-    network's configuration, None for any. tokens: (prompts' limits) -> {text encoder, or a module of it: the length of a
-    prompt in it}. prompt_tokens: {tokenizer: tokens of a plain prompt that are read}; one of two equal tokenizers.
+    network's configuration, None for any. tokens: (limits) -> {text encoder, or a module of it: the length of a prompt
+    in it}. prompt_tokens: {tokenizer: tokens of a plain prompt that are read}; one of two equal tokenizers.
     shapes: (the network's configuration, tokens) -> the shapes of `encode`'s output, for one sample. streams:
     as in ExpertOnMeta.
     """

@@ -1,4 +1,4 @@
-"""Both scripts on small random text-to-image models, whose mathematics test_contract.py asks about."""
+"""Both scripts on small random text-to-image models, whose mathematics test_contract.py checks."""
 
 import shutil
 
@@ -25,13 +25,13 @@ from rewardfl_tools import generate
 pytestmark = pytest.mark.slow(210)
 
 PROMPTS = ["a red ball", "a blue ball", "a ball", "the ball and the red ball"]
-# how one is made, what it is told
+# by model.model_name: its builder, and its embedded guidance
 MODELS = {
     "sd3": (random_sd3, None), "flux": (random_flux, 3.5), "qwen_image": (random_qwen_image, None),
     "flux2_klein": (random_flux2_klein, None), "z_image": (random_z_image, None),
 }  # fmt: skip
 FIRST_LAYER = {"z_image": "layers.0.attention.to_q"}
-TOKENS = {"qwen_image": qwen_image.TOKENS, "z_image": z_image.TOKENS}  # of an estimate, where prompts are as they are
+TOKENS = {"qwen_image": qwen_image.TOKENS, "z_image": z_image.TOKENS}  # for the estimate, of prompts that are not padded
 
 
 @pytest.fixture(scope="module")
