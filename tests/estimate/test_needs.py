@@ -453,7 +453,10 @@ def configured(*overrides):
     return planned(config.load(ROOT / "configs" / "wan22_face.yaml", replayed), PUBLISHED)
 
 
-def test_settings_that_take_less(published):
+LARGE = needs.Memory(resident={"expert": 90e9}, phases={"replay": {"blocks": 10e9}}, encode={}, host={"caches": 6e9})
+
+
+def test_settings_that_take_less():
     large = with_levers(checkpointing=False, batch=2, kept_chunks=3, kept_steps=2, samples_in_flight=24)
     assert list(smaller_settings(large).items()) == [
         ("grpo.samples_on", "cpu"), ("experts.untrained", "cpu_swap"), ("train.decode_caches", "offload"),
@@ -463,16 +466,14 @@ def test_settings_that_take_less(published):
     ]  # fmt: skip
     assert "experts.trained" not in smaller_settings(with_levers(sharding="fsdp2"))
     assert "experts.untrained" not in smaller_settings(with_levers(untrained=None))
-    memory = needs.memory(published(ADAPTER), RUN)
-    text = "\n".join(report.fit_verdict(memory, RUN, Machine(80e9, 500e9)))
+    text = "\n".join(report.fit_verdict(LARGE, RUN, Machine(80e9, 500e9)))
     assert text.startswith("does not fit: ") and "\n  train.decode_caches: offload\n" in text
-    assert report.fit_verdict(memory, RUN, Machine(141e9))[0].startswith("fits: ")
+    assert report.fit_verdict(LARGE, RUN, Machine(141e9))[0].startswith("fits: ")
 
 
-def test_a_run_fits_with_its_reserve(published):
-    memory = needs.memory(published(ADAPTER), RUN)
-    assert Machine(memory.peak + needs.RESERVE).gpu_fits(memory)
-    assert not Machine(memory.peak + needs.RESERVE - 1).gpu_fits(memory)
+def test_a_run_fits_with_its_reserve_and_all_processes():
+    assert LARGE.peak == 100e9 and Machine(102e9).gpu_fits(LARGE) and not Machine(101e9).gpu_fits(LARGE)
+    assert Machine(None, 12e9, 2).host_fits(LARGE) and not Machine(None, 12e9, 3).host_fits(LARGE)
 
 
 # ---- the tool ----

@@ -31,7 +31,10 @@ MODELS = {
     "flux2_klein": (random_flux2_klein, None), "z_image": (random_z_image, None),
 }  # fmt: skip
 FIRST_LAYER = {"z_image": "layers.0.attention.to_q"}
-TOKENS = {"qwen_image": qwen_image.TOKENS, "z_image": z_image.TOKENS}  # for the estimate, of prompts that are not padded
+TOKENS = {
+    "qwen_image": qwen_image.TOKENS,
+    "z_image": z_image.TOKENS,
+}  # for the estimate, of prompts that are not padded
 
 
 @pytest.fixture(scope="module")
