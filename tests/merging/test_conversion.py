@@ -100,6 +100,17 @@ def test_our_checkpoint_loads_in_diffusers_again(tmp_path, to):
         assert {update.scale for update in exported.updates.values()} == {1.0}
 
 
+@pytest.mark.parametrize("to", ("comfy", "diffusers"))
+def test_ranks_that_differ_keep_their_scale(values, tmp_path, to):
+    """Most layers have the rank of peft's configuration, one has a pattern."""
+    state, out = load_file(DIALECTS["d5"](tmp_path, values)), tmp_path / "out.safetensors"
+    stem, (down, up) = "diffusion_model.blocks.0.self_attn.q", values["blocks.0.attn1.to_q"]
+    state |= {f"{stem}.lora_down.weight": down[:2].clone(), f"{stem}.lora_up.weight": up[:, :2].clone()}
+    save_file(state, tmp_path / "low.safetensors")
+    run("--lora", tmp_path / "low.safetensors", "--to", to, "--out", out, "--verify")
+    torch.testing.assert_close(products(out)["blocks.0.attn1.to_q"], ALPHA / 2 * up[:, :2] @ down[:2])
+
+
 @pytest.mark.parametrize("shape", ((-1, 1), (1, -1)))
 def test_a_magnitude_keeps_its_axis(values, tmp_path, shape):
     """On a square layer only the shape says which; peft has none of the inputs."""

@@ -87,6 +87,27 @@ def test_every_file_that_is_read_is_an_input(world, place):
         assert snapshot(place) == before
 
 
+@pytest.mark.parametrize("tool", ("merge_shards", "convert_lora"))
+def test_no_tool_replaces_its_own_input(world, place, tool):
+    """Nor a file that an index or a folder names, nor an input behind a link."""
+    shutil.copytree(world / "pipeline" / "transformer_2", place / "base")
+    shutil.copytree(world / "peft", place / "peft")
+    (weights,) = (place / "base").glob("*.safetensors")
+    index = place / "base" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {name: weights.name for name in load_file(weights)}}))
+    source, inside = {
+        "merge_shards": (["--input", index], weights),
+        "convert_lora": (["--lora", place / "peft", "--to", "comfy"], place / "peft" / "adapter_model.safetensors"),
+    }[tool]
+    (place / "link").symlink_to(inside.parent)
+    before = snapshot(place)
+    for option, path in (("--out", inside), ("--out", place / "link" / inside.name), ("--json", inside)):
+        arguments = {"--out": place / "out.safetensors"} | {option: path}
+        words = [word for pair in arguments.items() for word in pair]
+        assert f"{option} {path} is" in run_tool(TOOLS[tool].main, *source, *words, "--overwrite", expect=2)
+    assert snapshot(place) == before
+
+
 @pytest.mark.parametrize("name", ("out", "out.safetensors"))
 def test_a_write_that_breaks_off_leaves_the_earlier_output(world, place, monkeypatch, name):
     out, stray = place / name, place / f"{name}.tmp-host-1"

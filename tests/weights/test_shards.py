@@ -148,6 +148,14 @@ def test_damaged_kohya_metadata(world, tmp_path, values, alpha, rank):
     assert "ss_network" in not_merged(world, tmp_path, path)
 
 
+def test_kohyas_alpha_is_of_its_rank(tmp_path, values):
+    """Each layer has the scale of the metadata's rank, whatever its own."""
+    path = DIALECTS["d10_metadata"](tmp_path, values)
+    save_file(load_file(path), path, {"ss_network_alpha": "2", "ss_network_dim": "8"})
+    (lora,) = lora_files.read_lora(path)
+    assert {update.scale for update in lora.updates.values()} == {0.25}
+
+
 @pytest.mark.parametrize("strength", ("1e39", "1e-46", "0"))
 def test_strengths_beyond_float32(world, tmp_path, strength):
     path = world / "pytorch_lora_weights.safetensors"
