@@ -129,8 +129,8 @@ def test_without_links_weights_are_copies(world, place, monkeypatch):
         assert copy.read_bytes() == path.read_bytes() and not copy.samefile(path)
 
 
-@pytest.mark.parametrize("target", ("FIFO", "nowhere"))
-def test_a_base_with_a_device_or_a_dead_link_is_refused(world, place, target):
+@pytest.mark.parametrize("target", ("FIFO", "nowhere", ".."))
+def test_a_base_with_a_device_or_a_bad_link_is_refused(world, place, target):
     base, out = place / "base", place / "out"
     shutil.copytree(world / "pipeline", base)
     odd = base / "vae" / "odd"

@@ -8,7 +8,7 @@ from lora_dialects import ALPHA, DIALECTS, RANK, peft_metadata
 from merging_world import merge
 from safetensors.torch import load_file, save_file
 
-from rewardfl import backbones, lora
+from rewardfl import backbones
 from rewardfl.backbones.protocol import Source
 from rewardfl.config.schema import LoraConfig
 from rewardfl.merging import lora_merge
@@ -202,13 +202,3 @@ def test_a_merged_lora_is_not_added_again(pipeline, values, tmp_path):
     ):
         with pytest.raises(InputError, match=f"is merged into {merged}/transformer_2.* already"):
             read()
-
-
-def test_a_models_own_layers_are_read_too(expert, values, tmp_path):
-    """FLUX.2 and Z-Image have layers that no table lists; an adapter must be for the model's family."""
-    save_file({"transformer.blocks.0.magic.lora_A.weight": torch.ones(2, 3)}, tmp_path / "a.safetensors")
-    with pytest.raises(InputError, match="magic"):
-        lora.read_for(expert, tmp_path / "a.safetensors")
-    save_file({f"transformer.magic.lora_{half}.weight": torch.ones(2, 2) for half in "AB"}, tmp_path / "b.safetensors")
-    (adapter,) = lora_files.read_lora(tmp_path / "b.safetensors", base={"FLUX.2": ["magic"]})
-    assert adapter.models == ("FLUX.2",) and [*adapter.updates] == ["magic"]
