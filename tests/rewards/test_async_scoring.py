@@ -29,8 +29,8 @@ class Number(Reward):
         return RewardOutput(score, torch.ones(len(video)).bool(), {"half": score / 2} if self.parts else {})
 
 
-def term(reward, label="score", weight=1.0):
-    return Term(key=label, label=label, reward=attach_checks(reward), weight=weight, mean=0.0, std=1.0)
+def term(reward, label="score", weight=1.0, std=1.0):
+    return Term(key=label, label=label, reward=attach_checks(reward), weight=weight, mean=0.0, std=std)
 
 
 def judged(*terms, timeout=5.0):
@@ -54,7 +54,7 @@ def test_what_is_weighed_and_what_is_only_measured():
     terms = [
         term(Number(nan=(1.0,))),
         term(Number(raises=(3.0,)), "other", 0.0),
-        term(Number(nan=(2.0,)), "third", 2.0),
+        term(Number(nan=(2.0,)), "third", 4.0, std=2.0),
     ]
     found = judged(*terms)
     rewards, valid, weights = async_scoring.stack_rewards(terms, found, {"half": 0.5})

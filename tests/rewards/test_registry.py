@@ -14,6 +14,7 @@ from conftest import ROOT
 from rewardfl import data, rewards
 from rewardfl.rewards import REWARDS, Reward, RewardOutput, __main__, find_reward
 from rewardfl.rewards.base import attach_checks
+from rewardfl.rewards.settings import parse_settings
 
 VIDEO = 1.8 * torch.rand(2, 3, 4, 16, 16, generator=torch.Generator().manual_seed(0)) - 0.9
 pytestmark = pytest.mark.usefixtures("trusts_code")
@@ -58,6 +59,10 @@ def test_transformers_is_not_imported_for_those_that_do_without():
 def test_what_cannot_be_built_is_refused(name, settings, message):
     with pytest.raises(ValueError, match=re.escape(message).replace(r"\.\*", ".*")):
         rewards.build(name, settings)
+
+
+def test_an_empty_setting_is_an_empty_text():
+    assert parse_settings(["token_env=", "frames=4", "a=b=c"]) == {"token_env": "", "frames": 4, "a": "b=c"}
 
 
 def test_a_module_that_fails_to_import_says_why(tmp_path, monkeypatch):

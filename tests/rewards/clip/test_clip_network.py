@@ -152,6 +152,13 @@ def test_preprocessing_is_pils_but_for_its_rounding(shape):
     assert difference.max() < 1.01 / 255 / 0.26 and difference.mean() < 0.35 / 255 / 0.26
 
 
+def test_pixels_outside_the_range_are_clipped():
+    bright = torch.full((1, 3, SIZE, SIZE), 1.5, requires_grad=True)
+    pixels = preprocess(bright, SIZE)
+    torch.testing.assert_close(pixels, preprocess(torch.ones_like(bright), SIZE))
+    assert not torch.autograd.grad(pixels.sum(), bright)[0].any()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gradient_is_that_of_finite_differences(files, name):
     reward = rewards.build(name, settings(files, name) | {"chunk": 2, "pooling": "worst-2"}).double()

@@ -98,6 +98,8 @@ def test_the_score():
     paid, fined = (scored(trembling, real, reversals=weight) for weight in (0, 1))
     assert paid.score.item() > 0.8 and paid.score - fined.score == pytest.approx(fined.parts["reversals"])
     assert fined.parts["reversals"].item() > 1.8
+    steadier = [scored(real, trembling, reversals=weight).score.item() for weight in (0, 1)]
+    assert steadier[0] == steadier[1]  # less trembling than the real clip gains nothing
 
 
 def test_what_cannot_be_compared():

@@ -254,6 +254,11 @@ def test_lies(body, message):
         assert not reward.waits
 
 
+def test_a_score_that_is_not_finite_is_invalid():
+    score, valid, _ = wire.unpack_answer(answer_of(score=(math.nan, 0.5)), 2)
+    assert (score.tolist(), valid.tolist()) == ([0, 0.5], [False, True])
+
+
 @pytest.mark.parametrize(
     ("setting", "values"),
     {
