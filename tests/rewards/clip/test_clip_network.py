@@ -153,10 +153,11 @@ def test_preprocessing_is_pils_but_for_its_rounding(shape):
 
 
 def test_pixels_outside_the_range_are_clipped():
-    bright = torch.full((1, 3, SIZE, SIZE), 1.5, requires_grad=True)
-    pixels = preprocess(bright, SIZE)
-    torch.testing.assert_close(pixels, preprocess(torch.ones_like(bright), SIZE))
-    assert not torch.autograd.grad(pixels.sum(), bright)[0].any()
+    frames = (4 * VIDEO.transpose(0, 1)).requires_grad_()
+    pixels = preprocess(frames, SIZE)
+    torch.testing.assert_close(pixels, preprocess(frames.clamp(-1, 1), SIZE))
+    (gradient,) = torch.autograd.grad(pixels.sum(), frames)
+    assert not gradient[frames.abs() > 1].any() and gradient.any()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -217,7 +218,7 @@ def truncate(path):
 
 
 def test_wrong_clip_folders_are_refused(files, tmp_path):
-    with pytest.raises(ValueError, match="nowhere is no folder of a transformers model: it has no config.json"):
+    with pytest.raises(ValueError, match="nowhere/config.json does not exist"):
         load_clip(tmp_path / "nowhere")
     folder = shutil.copytree(files / "clip", tmp_path / "clip")
     state = load_file(files / "clip" / "model.safetensors")
@@ -225,10 +226,13 @@ def test_wrong_clip_folders_are_refused(files, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     for spoil, message in (
         (lambda: truncate(folder / "model.safetensors"), "is cut off, damaged"),
-        (lambda: save_file(vision, folder / "model.safetensors"), "weights lack text_model.embeddings.* more"),
+        (
+            lambda: save_file(vision, folder / "model.safetensors"),
+            r"weights lack \d+ tensors, such as text_model.embeddings",
+        ),
         (
             lambda: (folder / "config.json").write_text(json.dumps(config | {"model_type": "siglip"})),
-            "is of a model of type 'siglip'; one of type 'clip' is needed",
+            "config.json has model type 'siglip'; 'clip' is needed",
         ),
     ):
         spoil()
@@ -252,7 +256,7 @@ def test_wrong_heads_are_refused(files, tmp_path):
     for write, message in (
         (lambda: None, "head must be a file or folder that exists"),
         (lambda: torch.save(nn.Linear(2, 2), path), "head.pth cannot be read as a torch file: it holds code"),
-        (lambda: torch.save(nn.Linear(2, 2).state_dict(), path), "head.pth is not the head .* it differs in 0.bias, "),
+        (lambda: torch.save(nn.Linear(2, 2).state_dict(), path), "head.pth is not the head .* such as 0.bias"),
         (lambda: torch.save([1], path), "head.pth holds no tensors by name$"),
     ):
         write()
@@ -269,7 +273,7 @@ def test_wrong_hps_checkpoints_are_refused(files, tmp_path):
     for content, message in (
         (state, "hps.pt holds no tensors by name under 'state_dict'"),
         ({"state_dict": state | {"visual.extra": torch.ones(1)}}, "is not open_clip's ViT-H-14: .* visual.extra$"),
-        ({"state_dict": state | {last: torch.ones(3, 3)}}, r"differs in vision_model.encoder.layers.1.mlp.fc1.weight"),
+        ({"state_dict": state | {last: torch.ones(3, 3)}}, r"such as vision_model.encoder.layers.1.mlp.fc1.weight"),
     ):
         torch.save(content, path)
         with pytest.raises(ValueError, match=message):

@@ -255,7 +255,7 @@ def test_parts_are_weighed(files):
     reward = build(files, "video_align", parts={"ta": 0.5, "mq": 2})
     output = reward(VIDEO[None], [reward.reference(VIDEO, PROMPT)])
     torch.testing.assert_close(output.score, 2 * output.parts["mq"] + 0.5 * output.parts["ta"])
-    with pytest.warns(UserWarning, match="vq alone: .* animation"):
+    with pytest.warns(UserWarning, match="only vq: .* animation"):
         assert video_align.weigh_parts({"vq": 1}) == [1, 0, 0]
     for parts in ({"vq": 0}, {}):
         with pytest.raises(ValueError, match="one of them positive"):
@@ -286,9 +286,6 @@ def test_questions_depend_on_prompt_and_files(files, tmp_path, name):
     assert not torch.equal(tokens, reward.reference(VIDEO, OTHER)["tokens"])
     with pytest.raises(ValueError, match=f"reward '{name}' compares a clip with its prompt, which is empty"):
         reward.reference(VIDEO)
-    for sign in (reward.judge.question.vision, reward.judge.question.answers[-1], "<|im_end|>"):
-        with pytest.raises(ValueError, match="in it, which Qwen2-VL reserves for itself"):
-            reward.reference(VIDEO, f"a {sign} dog")
     assert build(files, name).fingerprint() == reward.fingerprint()
     other = shutil.copy(settings(files, name)["prompt_file"], tmp_path / "other.py")
     with open(other, "a") as file:
@@ -301,7 +298,7 @@ def test_other_questions_are_refused(files, tmp_path, name):
     path, right = tmp_path / "question.py", settings(files, name)["prompt_file"].read_text()
     for text, message in (
         ("def (", "cannot be read as"),
-        (right.replace("\\nI", "\\ni"), "is another text than that of"),
+        (right.replace("\\nI", "\\ni"), "is not the text of"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=f"question.py.* {message}"):
@@ -321,9 +318,12 @@ def test_other_base_models_are_refused(written, tmp_path):
         (lambda: (folder / "tokenizer.json").unlink(), "not None, and none of <|VQ_reward|>"),
         (lambda: truncate(folder / "tokenizer.json"), "is not JSON, or cut off"),
         (lambda: tokenizer.save_pretrained(folder), "not 264, and none of <|VQ_reward|>, <|MQ_reward|>"),  # has them
-        (lambda: edit(config, lambda c: c.update(model_type="qwen2_5_vl")), "type 'qwen2_5_vl'; one of type"),
+        (lambda: edit(config, lambda c: c.update(model_type="qwen2_5_vl")), "type 'qwen2_5_vl'; 'qwen2_vl' is needed"),
         (lambda: edit(config, lambda c: c.update(video_token_id=3)), "<|video_pad|> at config.json's 3, not 264"),
-        (lambda: edit(config, lambda c: c["vision_config"].update(mlp_ratio=3)), "in visual.blocks.0.mlp.fc1.bias, "),
+        (
+            lambda: edit(config, lambda c: c["vision_config"].update(mlp_ratio=3)),
+            "such as visual.blocks.0.mlp.fc1.bias",
+        ),
     ):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(files / "qwen", folder)
@@ -336,8 +336,8 @@ def test_wrong_hpsv3_files_are_refused(files, tmp_path):
     path = tmp_path / "HPSv3.safetensors"
     state = load_file(files / "HPSv3.safetensors")
     for changed, message in (
-        (state | {"rm_head.5.weight": torch.ones(1, 16)}, "head: it differs in 5.weight$"),
-        (state | {"model.norm.weight": torch.ones(2)}, "Qwen2-VL .* differs in language_model.norm.weight$"),
+        (state | {"rm_head.5.weight": torch.ones(1, 16)}, "head: it differs in 1 tensors, such as 5.weight$"),
+        (state | {"model.norm.weight": torch.ones(2)}, "Qwen2-VL .* such as language_model.norm.weight$"),
     ):
         save_file(changed, path)
         with pytest.raises(ValueError, match=message):
@@ -382,17 +382,15 @@ def test_wrong_configurations_of_video_align_are_refused(folder):
     path = folder / "model_config.json"
     right = path.read_text()
     for change, message in (
-        (lambda c: c["data_config"].update(prompt_template_type="simple"), "data_config.prompt_template_type: "),
-        (lambda c: c["data_config"].update(sample_type="multi_pts"), "sample_type: Input should be 'uniform'"),
-        (lambda c: c["model_config"].update(use_special_tokens=False), "use_special_tokens: Input should be True"),
-        (lambda c: c.pop("data_config"), "data_config.fps: Field required; "),
-        (lambda c: c["inference_config"].pop("MQ_std"), "inference_config.MQ_std: Field required"),
-        (lambda c: c["inference_config"].update(MQ_std=0), "MQ_std: Input should be greater than 0"),
+        (lambda c: c["data_config"].update(prompt_template_type="simple"), "was trained on another question"),
+        (lambda c: c["model_config"].update(use_special_tokens=False), "was trained on another question"),
+        (lambda c: c.pop("data_config"), "lacks 'data_config', which KwaiVGI/VideoReward has"),
+        (lambda c: c["inference_config"].pop("MQ_std"), "lacks 'MQ_std', which"),
     ):
         path.write_text(right)
         edit(path, change)
-        with pytest.raises(ValueError, match=f"model_config.json is not as KwaiVGI/VideoReward has it: .*{message}"):
+        with pytest.raises(ValueError, match=f"model_config.json.* {message}"):
             read_training_config(path)
     path.unlink()
-    with pytest.raises(ValueError, match="model_config.json cannot be read"):
+    with pytest.raises(ValueError, match="model_config.json does not exist"):
         read_training_config(path)
