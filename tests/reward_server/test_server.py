@@ -14,12 +14,12 @@ import httpx
 import pytest
 import torch
 from conftest import ROOT
-from remote_rewards import PROMPTS, REAL, VIDEO, ScaledMean, make_frames, make_videos
+from remote_rewards import PROMPTS, REAL, VIDEO, ScaledMean, make_client, make_frames, make_videos
 
 from rewardfl import command_line, reward_server, rewards
 from rewardfl.reward_server import server
 from rewardfl.reward_server.server import RewardServer
-from rewardfl.rewards.remote import RemoteReward, RewardServerError, wire
+from rewardfl.rewards.remote import RewardServerError, wire
 from rewardfl.rewards.scoring import score_safely
 from rewardfl_tools import serve_reward
 
@@ -36,13 +36,6 @@ def serving(reward, batch=2, max_bytes=10 * MB, token=""):
         finally:
             reward_server.stop()
             running.result(20)
-
-
-def make_client(url, **settings):
-    """Return a RemoteReward that does not wait before it tries again."""
-    reward = RemoteReward(**{"url": url, "timeout": 10, **settings})
-    reward.sleep = lambda seconds: None
-    return reward
 
 
 def score(reward, video=VIDEO, prompts=PROMPTS, real=REAL):

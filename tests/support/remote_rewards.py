@@ -6,6 +6,7 @@ import torch
 
 from rewardfl import data
 from rewardfl.rewards import Reward, RewardOutput
+from rewardfl.rewards.remote import RemoteReward
 
 PROMPTS = ["a person, talking", "", "eine Frau in München", "他在说话", 'quotes " and \\ and \x01']
 
@@ -63,3 +64,11 @@ class ScaledMean(Reward):
             return [float("nan")] * 3
         mean, real = video.mean(), reference["real"]
         return [self.gain * len(prompt) * mean - torch.nan_to_num((mean - real).abs()), mean, real]
+
+
+def make_client(url, **settings):
+    """Return a RemoteReward that notes its pauses in `pauses` instead of waiting."""
+    reward = RemoteReward(**{"url": url, "timeout": 10, **settings})
+    reward.pauses = []
+    reward.sleep = reward.pauses.append
+    return reward

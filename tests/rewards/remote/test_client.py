@@ -1,68 +1,41 @@
-"""The client of a reward server: what it sends, retries and refuses, against scripted servers."""
+"""The client of a reward server: what it sends, retries and refuses."""
 
 import math
 import random
 import socket
 import ssl
-import subprocess
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing
 
+import httpx
 import pytest
 import torch
-from remote_rewards import PROMPTS, REAL, VIDEO, make_frames
+from remote_rewards import PROMPTS, REAL, VIDEO, make_client, make_frames
 from safetensors.torch import save
 
 from rewardfl import rewards
-from rewardfl.rewards.remote import RemoteReward, RewardServerError, wire
+from rewardfl.rewards.remote import RewardServerError, wire
 from rewardfl.rewards.remote.client import pack_requests
 from rewardfl.rewards.scoring import score_safely
 
 ANSWER = save({"score": torch.tensor([0.5, 0.25]), "valid": torch.tensor([True, True])})
 
 
-@contextmanager
-def scripted_server(*answers, tls=None):
-    """Yield the url of a server with these answers, (status, body) or functions of the handler. tls: its context."""
-    left = list(answers)
+@pytest.fixture
+def answers(monkeypatch):
+    """Yield the list of the server's answers, httpx.Response or an exception; all must be used."""
+    left = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.close_connection = True
-            answer = left.pop(0)
-            answer(self) if callable(answer) else self.reply(*answer)
+    def post(url, *, content, headers, timeout, verify, trust_env):
+        assert url == "http://host/score" and headers["Content-Type"] == wire.CONTENT_TYPE and timeout == 10
+        assert verify.verify_mode == ssl.CERT_REQUIRED and verify.check_hostname and not trust_env
+        answer = left.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
-        def reply(self, status, body, **headers):
-            self.send_response(status)
-            for name, value in {"Content-Length": str(len(body)), **headers}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.handle_error = lambda *_: None
-    if tls:
-        server.socket = tls.wrap_socket(server.socket, server_side=True)
-    with ThreadPoolExecutor(1) as pool, server:
-        pool.submit(server.serve_forever, 0.01)
-        try:
-            yield f"http{'s' if tls else ''}://127.0.0.1:{server.server_address[1]}"
-            assert not left, f"{len(left)} answers were not used"
-        finally:
-            server.shutdown()
-
-
-def make_client(url, **settings):
-    """Return a RemoteReward that notes its pauses in `pauses` instead of waiting."""
-    reward = RemoteReward(**{"url": url, "timeout": 10, **settings})
-    reward.pauses = []
-    reward.sleep = reward.pauses.append
-    return reward
+    monkeypatch.setattr(httpx, "post", post)
+    yield left
+    assert not left
 
 
 def score_two(reward):
@@ -82,35 +55,28 @@ def test_a_server_that_is_down_fails_every_sample_at_once():
     assert random.getstate() == state, "the training's random numbers"
 
 
-def cut_off(handler):
-    handler.reply(200, ANSWER, **{"Content-Length": "100000"})
+def test_an_error_of_the_server_is_tried_again(answers):
+    errors = httpx.RemoteProtocolError("cut off"), httpx.ReadTimeout("late"), httpx.Response(502)
+    answers.extend([*errors, httpx.Response(200, content=ANSWER)])
+    reward = make_client("http://host/")
+    assert score_two(reward).score.tolist() == [0.5, 0.25]
+    assert len(reward.pauses) == 3
 
 
-@pytest.mark.parametrize("fault", [(502, b"{}"), cut_off, lambda handler: handler.wfile.write(b"SSH-2")])
-def test_an_error_of_the_server_is_tried_again(fault):
-    with scripted_server(fault, lambda handler: handler.connection.close(), (200, ANSWER)) as url:
-        reward = make_client(url)
-        assert score_two(reward).score.tolist() == [0.5, 0.25]
-        assert len(reward.pauses) == 2
-
-
-@pytest.mark.parametrize("status", [302, 404])
-def test_a_refusal_is_not_tried_again(status):
-    refusal, elsewhere = b"no\n\x1b[31m" + b"x" * 5000, {"Location": "http://127.0.0.1:1/"}
-    with scripted_server(lambda handler: handler.reply(status, refusal, **elsewhere)) as url:
-        reward = make_client(url)
-        message = rf"settings.url {url}: POST /score: status {status}: no \\x1b\[31mx{{5}}"
-        with pytest.raises(RewardServerError, match=message) as error:
-            score_two(reward)
-        assert not reward.pauses and str(error.value).isprintable() and len(str(error.value)) < 1500
-
-
-def test_a_malformed_answer_is_not_tried_again():
-    with scripted_server((200, b"<html>hello</html>")) as url:
-        reward = make_client(url)
-        with pytest.raises(RewardServerError, match=f"{url}: the answer to 2 clips breaks the format: not safetensors"):
-            score_two(reward)
-        assert not reward.pauses
+@pytest.mark.parametrize(
+    "status, body, message",
+    [
+        (302, b"", "POST /score: status 302: $"),
+        (404, b"no\n\x1b[31m" + b"x" * 5000, r"POST /score: status 404: no \\x1b\[31mx{5}"),
+        (200, b"<html>hello</html>", "the answer to 2 clips breaks the format: not safetensors"),
+    ],
+)
+def test_a_refusal_is_not_tried_again(answers, status, body, message):
+    answers.append(httpx.Response(status, content=body))
+    reward = make_client("http://host")
+    with pytest.raises(RewardServerError, match=f"^settings.url http://host: {message}") as error:
+        score_two(reward)
+    assert not reward.pauses and str(error.value).isprintable() and len(str(error.value)) < 1500
 
 
 @pytest.mark.parametrize(
@@ -129,20 +95,6 @@ def test_wrong_settings_are_refused(setting, values, monkeypatch):
     for value in values:
         with pytest.raises(ValueError, match=rf"^settings.{setting} must be .*, got [^\n]*$"):
             rewards.build("remote", {"url": "http://127.0.0.1:8400", setting: value})
-
-
-def test_certificates_are_checked(tmp_path):
-    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1"
-    files = {"keyout": tmp_path / "key", "out": tmp_path / "certificate"}
-    subprocess.run([*make.split(), "-keyout", files["keyout"], "-out", files["out"]], check=True, capture_output=True)
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(files["out"], files["keyout"])
-    with scripted_server((200, ANSWER), tls=tls) as url:
-        reward = make_client(url, retries=0)
-        with pytest.raises(RewardServerError, match="CERTIFICATE_VERIFY_FAILED"):
-            score_two(reward)
-        reward._tls.load_verify_locations(files["out"])
-        assert score_two(reward).valid.all()
 
 
 def test_a_batch_is_split_by_the_bytes_of_its_requests():

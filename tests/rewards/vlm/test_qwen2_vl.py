@@ -12,6 +12,7 @@ import vlm_files
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_clip_network import pictures, smooth_video, truncate
+from transformers import Qwen2Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from rewardfl import config, rewards
@@ -277,104 +278,107 @@ def test_questions_depend_on_prompt_and_files(files, tmp_path, name):
     assert build(files, name, prompt_file=other).fingerprint() != reward.fingerprint()
 
 
-@pytest.mark.parametrize("name", ["video_align", "hpsv3"])
-def test_other_questions_are_refused(files, tmp_path, name):
-    path, right = tmp_path / "question.py", settings(files, name)["prompt_file"].read_text()
-    for text, message in (
-        ("def (", "cannot be read as"),
-        (right.replace("\\nI", "\\ni"), "is not the text of"),
-    ):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=f"question.py.* {message}"):
-            build(files, name, prompt_file=path)
+def test_the_lora_has_the_rank_and_factor_of_the_configuration(files, tmp_path):
+    rank, alpha, path = vlm_files.RANK, vlm_files.ALPHA, tmp_path / "model_config.json"
+    shutil.copy(files / "video_align" / path.name, path)
+    assert read_training_config(path).lora == (rank, alpha / rank)
+    edit(path, "peft_lora_config", use_rslora=True)
+    assert read_training_config(path).lora == (rank, alpha / rank**0.5)
+    edit(path, "peft_lora_config", lora_enable=False)
+    assert read_training_config(path).lora is None
 
 
-def edit(path, change):
+def edit(path, section, **values):
+    """Change keys of a section of a JSON file, "" for the file; None deletes a key."""
     content = json.loads(path.read_text())
-    change(content)
+    target = content[section] if section else content
+    target.update(values)
+    for key in [key for key, value in target.items() if value is None]:
+        del target[key]
     path.write_text(json.dumps(content))
 
 
-def test_other_base_models_are_refused(written, tmp_path):
-    files, (_, tokenizer), _ = written
-    folder, config = tmp_path / "qwen", tmp_path / "qwen" / "config.json"
-    for spoil, message in (
-        (lambda: (folder / "tokenizer.json").unlink(), "not None, and none of <|VQ_reward|>"),
-        (lambda: truncate(folder / "tokenizer.json"), "is not JSON, or cut off"),
-        (lambda: tokenizer.save_pretrained(folder), "not 264, and none of <|VQ_reward|>, <|MQ_reward|>"),  # has them
-        (lambda: edit(config, lambda c: c.update(model_type="qwen2_5_vl")), "'qwen2_5_vl'; 'qwen2_vl' is needed"),
-        (lambda: edit(config, lambda c: c.update(video_token_id=3)), "<|video_pad|> at config.json's 3, not 264"),
+def replace_text(path, old, new):
+    path.write_text(path.read_text().replace(old, new))
+
+
+def edit_state(path, load, save, **values):
+    """Change tensors of a file, by the end of their names; None deletes one."""
+    state = load(path)
+    for end, value in values.items():
+        (name,) = [name for name in state if name.endswith(end.replace("__", "."))]
+        state[name] = value
+    save({name: value for name, value in state.items() if value is not None}, path)
+
+
+def add_answers(folder):
+    tokenizer = Qwen2Tokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(list(video_align.QUESTION.answers), special_tokens=True)
+    tokenizer.save_pretrained(folder)
+
+
+CONFIG, MODEL, STEP = (
+    "video_align/model_config.json",
+    "video_align/checkpoint-11352/model.pth",
+    "video_align/checkpoint-",
+)
+UP, NO_FIT = "model.layers.1.mlp.up_proj", "LoRA of language_model.layers.1.mlp.up_proj.weight does not fit"
+WRONG_FILES = [
+    ("video_align", lambda f: replace_text(f / "prompt_template.py", "import", "def ("), "cannot be read as"),
+    ("video_align", lambda f: replace_text(f / "prompt_template.py", "\\nI", "\\ni"), "is not the text of"),
+    ("hpsv3", lambda f: replace_text(f / "data_collator_qwen.py", "\\nI", "\\ni"), "is not the text of"),
+    ("video_align", lambda f: (f / "qwen/tokenizer.json").unlink(), "not None, and none of <|VQ_reward|>"),
+    ("video_align", lambda f: truncate(f / "qwen/tokenizer.json"), "is not JSON, or cut off"),
+    ("video_align", lambda f: add_answers(f / "qwen"), "not 264, and none of <|VQ_reward|>, <|MQ_reward|>"),
+    ("video_align", lambda f: edit(f / "qwen/config.json", "", model_type="qwen3"), "'qwen3'; 'qwen2_vl' is needed"),
+    ("video_align", lambda f: edit(f / "qwen/config.json", "", video_token_id=3), "at config.json's 3, not 264"),
+    (
+        "video_align",
+        lambda f: edit(f / "qwen/config.json", "vision_config", mlp_ratio=3),
+        "such as visual.blocks.0.mlp",
+    ),
+    (
+        "hpsv3",
+        lambda f: edit_state(f / "HPSv3.safetensors", load_file, save_file, rm_head__5__weight=torch.ones(1, 16)),
+        "head: it differs in 1 tensors, such as 5.weight",
+    ),
+    (
+        "hpsv3",
+        lambda f: edit_state(f / "HPSv3.safetensors", load_file, save_file, model__norm__weight=torch.ones(2)),
+        "such as language_model.norm.weight",
+    ),
+    ("video_align", lambda f: truncate(f / MODEL), "model.pth cannot be read as a torch file: it is cut off"),
+    *(
         (
-            lambda: edit(config, lambda c: c["vision_config"].update(mlp_ratio=3)),
-            "such as visual.blocks.0.mlp.fc1.",
-        ),
-    ):
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(files / "qwen", folder)
-        spoil()
-        with pytest.raises(ValueError, match=re.escape(message)):
-            build(files, "video_align", model_dir=folder)
+            "video_align",
+            lambda f, end=end: edit_state(f / MODEL, torch.load, torch.save, **{f"{UP}.{end}": None}),
+            NO_FIT,
+        )
+        for end in ("lora_B.default.weight", "base_layer.weight")
+    ),
+    (
+        "video_align",
+        lambda f: edit(f / CONFIG, "peft_lora_config", lora_r=8),
+        "does not fit the layer, or is not of rank 8",
+    ),
+    # the step before it has an empty file
+    ("video_align", lambda f: shutil.rmtree(f / f"{STEP}11352"), "is not a scorer with this head"),
+    (
+        "video_align",
+        lambda f: [shutil.rmtree(f / f"{STEP}{i}") for i in (11352, 900)],
+        "has no folder checkpoint-<step>",
+    ),
+    ("video_align", lambda f: edit(f / CONFIG, "data_config", prompt_template_type="simple"), "on another question"),
+    ("video_align", lambda f: edit(f / CONFIG, "model_config", use_special_tokens=False), "on another question"),
+    ("video_align", lambda f: edit(f / CONFIG, "", data_config=None), "lacks 'data_config', which KwaiVGI/VideoReward"),
+    ("video_align", lambda f: edit(f / CONFIG, "inference_config", MQ_std=None), "lacks 'MQ_std', which"),
+    ("video_align", lambda f: (f / CONFIG).unlink(), "model_config.json does not exist"),
+]
 
 
-def test_wrong_hpsv3_files_are_refused(files, tmp_path):
-    path = tmp_path / "HPSv3.safetensors"
-    state = load_file(files / "HPSv3.safetensors")
-    for changed, message in (
-        (state | {"rm_head.5.weight": torch.ones(1, 16)}, "head: it differs in 1 tensors, such as 5.weight$"),
-        (state | {"model.norm.weight": torch.ones(2)}, "Qwen2-VL .* such as language_model.norm.weight$"),
-    ):
-        save_file(changed, path)
-        with pytest.raises(ValueError, match=message):
-            build(files, "hpsv3", checkpoint=path)
-
-
-@pytest.fixture
-def folder(files, tmp_path):
-    return shutil.copytree(files / "video_align", tmp_path / "video_align")
-
-
-def test_wrong_checkpoints_of_video_align_are_refused(files, folder):
-    path = folder / "checkpoint-11352" / "model.pth"
-    state = torch.load(path)
-    layer = "base_model.model.model.layers.1.mlp.up_proj"
-    fit = r"LoRA of language_model.layers.1.mlp.up_proj.weight does not fit"
-    for write, message in (
-        (lambda: truncate(path), "model.pth cannot be read as a torch file: it is cut off"),
-        (lambda: torch.save({k: v for k, v in state.items() if k != f"{layer}.lora_B.default.weight"}, path), fit),
-        (lambda: torch.save({k: v for k, v in state.items() if k != f"{layer}.base_layer.weight"}, path), fit),
-        (lambda: shutil.rmtree(path.parent), "is not a scorer with this head"),  # the step before it, an empty one
-        (lambda: shutil.rmtree(folder / "checkpoint-900"), "has no folder checkpoint-<step>"),
-    ):
-        write()
-        with pytest.raises(ValueError, match=message):
-            build(files, "video_align", checkpoint_dir=folder)
-
-
-def test_the_lora_has_the_rank_and_factor_of_the_configuration(files, folder):
-    path = folder / "model_config.json"
-    for change, rank in (({"lora_r": 8}, 8), ({"lora_enable": False}, 0)):
-        edit(path, lambda c, change=change: c["peft_lora_config"].update(change))
-        with pytest.raises(ValueError, match=f"does not fit .* rank {rank}$"):
-            build(files, "video_align", checkpoint_dir=folder)
-    rank, alpha = vlm_files.RANK, vlm_files.ALPHA
-    assert read_training_config(files / "video_align" / "model_config.json").lora == (rank, alpha / rank)
-    edit(path, lambda c: c["peft_lora_config"].update(lora_enable=True, lora_r=4, use_rslora=True))
-    assert read_training_config(path).lora == (rank, alpha / rank**0.5)
-
-
-def test_wrong_configurations_of_video_align_are_refused(folder):
-    path = folder / "model_config.json"
-    right = path.read_text()
-    for change, message in (
-        (lambda c: c["data_config"].update(prompt_template_type="simple"), "was trained on another question"),
-        (lambda c: c["model_config"].update(use_special_tokens=False), "was trained on another question"),
-        (lambda c: c.pop("data_config"), "lacks 'data_config', which KwaiVGI/VideoReward has"),
-        (lambda c: c["inference_config"].pop("MQ_std"), "lacks 'MQ_std', which"),
-    ):
-        path.write_text(right)
-        edit(path, change)
-        with pytest.raises(ValueError, match=f"model_config.json.* {message}"):
-            read_training_config(path)
-    path.unlink()
-    with pytest.raises(ValueError, match="model_config.json does not exist"):
-        read_training_config(path)
+@pytest.mark.parametrize("name, spoil, message", WRONG_FILES)
+def test_wrong_files_are_refused(files, tmp_path, name, spoil, message):
+    folder = shutil.copytree(files, tmp_path / "files")
+    spoil(folder)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(folder, name)
