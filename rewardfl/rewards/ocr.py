@@ -209,7 +209,7 @@ def _load_engine(*, detect: bool):
     files = {f"{task}.model_path": str(folder / name) for task, name in (("Det", _DETECTOR), ("Rec", _RECOGNISER))}
     if missing := [file for file in files.values() if not os.path.isfile(file)]:
         raise RewardError(f"reward ocr: rapidocr lacks {missing[0]}; pip install --force-reinstall 'rewardfl[ocr]'")
-    threads = {f"EngineConfig.onnxruntime.{kind}_op_num_threads": 1 for kind in ("intra", "inter")}
+    threads = {f"EngineConfig.onnxruntime.{scope}_op_num_threads": 1 for scope in ("intra", "inter")}
     switches = {"Global.use_det": detect, "Global.use_cls": False, "Global.log_level": "error"}  # no upside-down text
     return rapidocr.RapidOCR(params=files | threads | switches)
 

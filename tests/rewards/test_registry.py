@@ -48,10 +48,10 @@ def test_transformers_is_imported_on_use():
         (COLOUR, {"rd": 1}, "unknown key 'settings.rd', did you mean 'red'?; it takes red, green, blue, "),
         ("motion", {"chunk": 1}, "unknown key 'settings.chunk'; it takes none"),
         ("aesthetic", {"head": "x"}, "settings.model_dir is required; it takes model_dir, head, "),
-        ("nowhere.py:Mine", {}, "there is no file nowhere.py to take a reward from"),
+        ("nowhere.py:Mine", {}, "nowhere.py is not a file"),
         ("nowhere:Mine", {}, "reward 'nowhere:Mine' cannot be imported (No module named 'nowhere'); .*PYTHONPATH"),
         ("rewardfl.rewards.base:Rewards", {}, "rewardfl.rewards.base defines no 'Rewards', did you mean 'Reward'?"),
-        ("rewardfl.rewards:RewardOutput", {}, "is no subclass of rewardfl.rewards.Reward; derive"),
+        ("rewardfl.rewards:RewardOutput", {}, "is not a subclass of rewardfl.rewards.Reward; derive"),
         ("rewardfl.rewards.base:Reward", {}, "must have a class attribute `name`"),
     ],
 )
@@ -190,7 +190,7 @@ def test_the_table_lists_every_reward(capsys):
     lines = out.splitlines()
     assert code == 0 and lines[0].split() == ["name", "differentiable", "range", "weights", "licence"]
     assert [line.split()[0] for line in lines[1:]] == sorted(REWARDS)
-    assert re.search(r"^motion +yes +\[0, 1\] +- +this project's$", out, re.MULTILINE)
+    assert re.search(r"^motion +True +\[0, 1\] +- +this project's$", out, re.MULTILINE)
 
 
 def scores(out):

@@ -73,8 +73,8 @@ class OpticalFlowReward(Reward):
 
     def fingerprint(self) -> dict[str, object]:
         """Return the settings of the flow and the wanted motion, but not the weight of reversals."""
-        wanted = {} if self.wanted_flow is None else {"wanted": [self.wanted_flow, self.wanted_reversals]}
-        return {"name": self.name, "flow": [FLOW_SIDE, _WINDOW, FLAT], **wanted}
+        target = {} if self.wanted_flow is None else {"wanted": [self.wanted_flow, self.wanted_reversals]}
+        return {"name": self.name, "flow": [FLOW_SIDE, _WINDOW, FLAT], **target}
 
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         with torch.autocast(video.device.type, enabled=False):

@@ -126,9 +126,9 @@ class RemoteReward(Reward):
         score, valid = torch.zeros(len(video)), torch.zeros(len(video), dtype=torch.bool)
         parts: dict[str, Tensor] = {}
         for group, body in pack_requests(list(clips), clips, self.max_bytes, self.place) if clips else ():
-            answer = self._request(body)
+            response = self._request(body)
             try:
-                score[group], valid[group], group_parts = wire.unpack_answer(answer, len(group))
+                score[group], valid[group], group_parts = wire.unpack_answer(response, len(group))
             except wire.WireError as error:
                 message = f"the answer to {len(group)} clips breaks the format: {error}"
                 raise self._error(f"{message}; is that tools/serve_reward.py of this release?") from None
@@ -148,27 +148,27 @@ class RemoteReward(Reward):
                 self.sleep(min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE) * (0.5 + self.random.random()))
             status = 0
             try:
-                answer = httpx.post(
+                response = httpx.post(
                     self.url + "/score", content=body, headers=headers, timeout=self.timeout, verify=self._tls,
                     trust_env=False,
                 )  # fmt: skip
-                message = escape_control(answer.text[:1000]).replace("\n", " ")
-                status, problem = answer.status_code, f"status {answer.status_code}: {message}"
+                message = escape_control(response.text[:1000]).replace("\n", " ")
+                status, problem = response.status_code, f"status {response.status_code}: {message}"
             except httpx.TimeoutException:
                 problem = f"no answer in {self.timeout:g} s ({self.place}.timeout)"
             except httpx.RequestError as error:
                 problem = f"{type(error).__name__}: {error}"
             if status == 200:
-                return answer.content
+                return response.content
             if 0 < status < 500:
                 raise self._error(f"POST /score: {problem}")
         # 500: the reward raised, maybe for one clip
-        kind = RewardServerError if status == 500 else ServerUnavailableError
+        error_class = RewardServerError if status == 500 else ServerUnavailableError
         advice = f"look at the server's log, and whether {self.url}/health answers this machine"
-        raise self._error(f"POST /score failed {attempt + 1} times; the last time: {problem}; {advice}", kind)
+        raise self._error(f"POST /score failed {attempt + 1} times; the last time: {problem}; {advice}", error_class)
 
-    def _error(self, message: str, kind: type[RewardServerError] = RewardServerError) -> RewardServerError:
-        return kind(f"{self.place}.url {self.url}: {message}")
+    def _error(self, message: str, error_class: type[RewardServerError] = RewardServerError) -> RewardServerError:
+        return error_class(f"{self.place}.url {self.url}: {message}")
 
 
 def pack_requests(
