@@ -76,7 +76,7 @@ def select_frames(count: int, frames: Frames, *, first_frame: bool) -> list[int]
     return sorted(set(torch.linspace(start, count - 1, frames).round().int().tolist()))
 
 
-def to_frames(
+def to_uint8_frames(
     video: Tensor, batch: Sequence[Reference], frames: Sequence[int] | slice
 ) -> tuple[Tensor, list[Reference]]:
     """Return the frames of videos (B, 3, F, H, W) in [-1, 1] as (B, F', H, W, 3) uint8 in CPU memory, and references.

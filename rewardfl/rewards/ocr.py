@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rewardfl.config.schema import Count
 from rewardfl.rewards.base import Reference, Reward, RewardError, RewardOutput, score_clips
-from rewardfl.rewards.frames import select_frames, to_frames
+from rewardfl.rewards.frames import select_frames, to_uint8_frames
 
 _LINE_CHARACTERS = string.ascii_letters + string.digits  # characters of a line that Tesseract reads without detection
 _DETECTOR, _RECOGNISER = "PP-OCRv6_det_small.onnx", "PP-OCRv6_rec_small.onnx"
@@ -139,8 +139,8 @@ class Ocr(Reward):
         return {"target": torch.tensor(list(quoted_text(prompt).encode()), dtype=torch.uint8)}
 
     def held(self, video: Tensor, batch: Sequence[Reference]) -> tuple[Tensor, Sequence[Reference]]:
-        """Return the frames to read, (B, F', H, W, 3) uint8, and references, as to_frames."""
-        return to_frames(video, batch, select_frames(video.shape[2], self.frames, first_frame=True))
+        """Return the frames to read, (B, F', H, W, 3) uint8, and references, as to_uint8_frames."""
+        return to_uint8_frames(video, batch, select_frames(video.shape[2], self.frames, first_frame=True))
 
     @torch.no_grad()
     def forward(self, video: Tensor, batch: Sequence[Reference]) -> RewardOutput:

@@ -20,7 +20,7 @@ from rewardfl import data
 from rewardfl.config.schema import Count, Positive, Whole, must_be
 from rewardfl.files import escape_control
 from rewardfl.rewards.base import Reference, Reward, RewardOutput, Unavailable
-from rewardfl.rewards.frames import to_frames
+from rewardfl.rewards.frames import to_uint8_frames
 from rewardfl.rewards.remote import wire
 from rewardfl.rewards.remote.wire import Clip
 from rewardfl.rewards.settings import on_this_machine
@@ -111,8 +111,8 @@ class RemoteReward(Reward):
         return {"name": self.name, "frames": self.stride if self.send_reference else None}
 
     def held(self, video: Tensor, batch: Sequence[Reference]) -> tuple[Tensor, Sequence[Reference]]:
-        """Return the frames to send, (B, F', H, W, 3) uint8, and references, as to_frames."""
-        return to_frames(video, batch, slice(None, None, self.stride))
+        """Return the frames to send, (B, F', H, W, 3) uint8, and references, as to_uint8_frames."""
+        return to_uint8_frames(video, batch, slice(None, None, self.stride))
 
     @torch.no_grad()
     def forward(self, video: Tensor, batch: Sequence[Reference]) -> RewardOutput:

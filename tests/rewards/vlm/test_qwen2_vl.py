@@ -302,13 +302,12 @@ def replace_text(path, old, new):
     path.write_text(path.read_text().replace(old, new))
 
 
-def edit_state(path, load, save, **values):
-    """Change tensors of a file, by the end of their names; None deletes one."""
+def edit_state(path, end, value=None):
+    """Change the last tensor whose name ends with `end`; None deletes it."""
+    load, save = (load_file, save_file) if path.suffix == ".safetensors" else (torch.load, torch.save)
     state = load(path)
-    for end, value in values.items():
-        (name,) = [name for name in state if name.endswith(end.replace("__", "."))]
-        state[name] = value
-    save({name: value for name, value in state.items() if value is not None}, path)
+    name = [name for name in state if name.endswith(end)][-1]
+    save({key: tensor for key, tensor in (state | {name: value}).items() if tensor is not None}, path)
 
 
 def add_answers(folder):
@@ -317,66 +316,43 @@ def add_answers(folder):
     tokenizer.save_pretrained(folder)
 
 
-CONFIG, MODEL, STEP = (
-    "video_align/model_config.json",
-    "video_align/checkpoint-11352/model.pth",
-    "video_align/checkpoint-",
-)
-UP, NO_FIT = "model.layers.1.mlp.up_proj", "LoRA of language_model.layers.1.mlp.up_proj.weight does not fit"
-WRONG_FILES = [
-    ("video_align", lambda f: replace_text(f / "prompt_template.py", "import", "def ("), "cannot be read as"),
-    ("video_align", lambda f: replace_text(f / "prompt_template.py", "\\nI", "\\ni"), "is not the text of"),
-    ("hpsv3", lambda f: replace_text(f / "data_collator_qwen.py", "\\nI", "\\ni"), "is not the text of"),
-    ("video_align", lambda f: (f / "qwen/tokenizer.json").unlink(), "not None, and none of <|VQ_reward|>"),
-    ("video_align", lambda f: truncate(f / "qwen/tokenizer.json"), "is not JSON, or cut off"),
-    ("video_align", lambda f: add_answers(f / "qwen"), "not 264, and none of <|VQ_reward|>, <|MQ_reward|>"),
-    ("video_align", lambda f: edit(f / "qwen/config.json", "", model_type="qwen3"), "'qwen3'; 'qwen2_vl' is needed"),
-    ("video_align", lambda f: edit(f / "qwen/config.json", "", video_token_id=3), "at config.json's 3, not 264"),
-    (
-        "video_align",
-        lambda f: edit(f / "qwen/config.json", "vision_config", mlp_ratio=3),
-        "such as visual.blocks.0.mlp",
-    ),
-    (
-        "hpsv3",
-        lambda f: edit_state(f / "HPSv3.safetensors", load_file, save_file, rm_head__5__weight=torch.ones(1, 16)),
-        "head: it differs in 1 tensors, such as 5.weight",
-    ),
-    (
-        "hpsv3",
-        lambda f: edit_state(f / "HPSv3.safetensors", load_file, save_file, model__norm__weight=torch.ones(2)),
-        "such as language_model.norm.weight",
-    ),
-    ("video_align", lambda f: truncate(f / MODEL), "model.pth cannot be read as a torch file: it is cut off"),
-    *(
+CONFIG, STEPS, HPSV3 = "video_align/model_config.json", "video_align/checkpoint-*", "HPSv3.safetensors"
+MODEL = "video_align/checkpoint-11352/model.pth"
+NO_FIT = "LoRA of language_model.layers.1.mlp.up_proj.weight does not fit"
+WRONG_FILES = {
+    "video_align": [
+        (lambda f: replace_text(f / "prompt_template.py", "import", "def ("), "cannot be read as"),
+        (lambda f: replace_text(f / "prompt_template.py", "\\nI", "\\ni"), "is not the text of"),
+        (lambda f: (f / "qwen/tokenizer.json").unlink(), "not None, and none of <|VQ_reward|>"),
+        (lambda f: truncate(f / "qwen/tokenizer.json"), "is not JSON, or cut off"),
+        (lambda f: add_answers(f / "qwen"), "not 264, and none of <|VQ_reward|>, <|MQ_reward|>"),
+        (lambda f: edit(f / "qwen/config.json", "", model_type="qwen3"), "'qwen3'; 'qwen2_vl' is needed"),
+        (lambda f: edit(f / "qwen/config.json", "", video_token_id=3), "at config.json's 3, not 264"),
+        (lambda f: edit(f / "qwen/config.json", "vision_config", mlp_ratio=3), "such as visual.blocks.0.mlp"),
+        (lambda f: truncate(f / MODEL), "model.pth cannot be read as a torch file: it is cut off"),
+        (lambda f: edit_state(f / MODEL, "up_proj.lora_B.default.weight"), NO_FIT),
+        (lambda f: edit_state(f / MODEL, "up_proj.base_layer.weight"), NO_FIT),
+        (lambda f: edit(f / CONFIG, "peft_lora_config", lora_r=8), "does not fit the layer, or is not of rank 8"),
+        (lambda f: shutil.rmtree((f / MODEL).parent), "is not a scorer with this head"),  # the other step's is empty
         (
-            "video_align",
-            lambda f, end=end: edit_state(f / MODEL, torch.load, torch.save, **{f"{UP}.{end}": None}),
-            NO_FIT,
-        )
-        for end in ("lora_B.default.weight", "base_layer.weight")
-    ),
-    (
-        "video_align",
-        lambda f: edit(f / CONFIG, "peft_lora_config", lora_r=8),
-        "does not fit the layer, or is not of rank 8",
-    ),
-    # the step before it has an empty file
-    ("video_align", lambda f: shutil.rmtree(f / f"{STEP}11352"), "is not a scorer with this head"),
-    (
-        "video_align",
-        lambda f: [shutil.rmtree(f / f"{STEP}{i}") for i in (11352, 900)],
-        "has no folder checkpoint-<step>",
-    ),
-    ("video_align", lambda f: edit(f / CONFIG, "data_config", prompt_template_type="simple"), "on another question"),
-    ("video_align", lambda f: edit(f / CONFIG, "model_config", use_special_tokens=False), "on another question"),
-    ("video_align", lambda f: edit(f / CONFIG, "", data_config=None), "lacks 'data_config', which KwaiVGI/VideoReward"),
-    ("video_align", lambda f: edit(f / CONFIG, "inference_config", MQ_std=None), "lacks 'MQ_std', which"),
-    ("video_align", lambda f: (f / CONFIG).unlink(), "model_config.json does not exist"),
-]
+            lambda f: [path.unlink() or path.parent.rmdir() for path in f.glob(f"{STEPS}/*")],
+            "has no folder checkpoint-",
+        ),
+        (lambda f: edit(f / CONFIG, "data_config", prompt_template_type="simple"), "on another question"),
+        (lambda f: edit(f / CONFIG, "model_config", use_special_tokens=False), "on another question"),
+        (lambda f: edit(f / CONFIG, "", data_config=None), "lacks 'data_config', which KwaiVGI/VideoReward has"),
+        (lambda f: edit(f / CONFIG, "inference_config", MQ_std=None), "lacks 'MQ_std', which"),
+        (lambda f: (f / CONFIG).unlink(), "model_config.json does not exist"),
+    ],
+    "hpsv3": [
+        (lambda f: replace_text(f / "data_collator_qwen.py", "\\nI", "\\ni"), "is not the text of"),
+        (lambda f: edit_state(f / HPSV3, "rm_head.5.weight", torch.ones(1, 16)), "head: it differs in 1 tensors, such"),
+        (lambda f: edit_state(f / HPSV3, "model.norm.weight", torch.ones(2)), "such as language_model.norm.weight"),
+    ],
+}
 
 
-@pytest.mark.parametrize("name, spoil, message", WRONG_FILES)
+@pytest.mark.parametrize("name, spoil, message", [(name, *case) for name in WRONG_FILES for case in WRONG_FILES[name]])
 def test_wrong_files_are_refused(files, tmp_path, name, spoil, message):
     folder = shutil.copytree(files, tmp_path / "files")
     spoil(folder)
