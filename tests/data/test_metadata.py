@@ -539,6 +539,8 @@ def test_ids_do_not_depend_on_the_other_rows(folder):
     assert again[0].id == first[0].id and len({row.id for row in again}) == 3
     (old,) = data.load_metadata(write_csv(folder, "a.mp4,x"))
     assert old.id == "a.mp4#b1ba07e5"  # blake2b of the prompt only; runs that resume know it
+    (same,) = data.load_metadata(write_csv(folder, "a.mp4,x,anna", header="video,prompt,person"))
+    assert same.id == old.id
     header = "video,prompt,image,reference_video"
     rows = data.load_metadata(
         write_csv(folder, "a.mp4,x,,", "a.mp4,x,b.png,", "a.mp4,x,,b.png", "a.mp4,x,,", header=header)

@@ -2,6 +2,8 @@
 
 import threading
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,8 +16,9 @@ from rewardfl import config, data, files
 from rewardfl.data import clips, metadata
 from rewardfl.data.cache import Cache
 from rewardfl.rewards import FaceIdentityReward, Reward
+from rewardfl.rewards.base import PhotoError
 from rewardfl.rewards.face import parity as face_parity
-from rewardfl.training import saving, setup_data, setup_rewards
+from rewardfl.training import clip_scan, saving, setup_data, setup_rewards
 from rewardfl.training import shard as shard_module
 
 
@@ -176,6 +179,12 @@ def test_samples_are_what_was_read(cfg, tmp_path):
         assert sample.clip["video"] == files.sha256(sample.row.video)
 
 
+def test_a_row_of_its_own_size_has_another_key(cfg):
+    row = data.Row(index=0, line=2, id="a", video=None, prompt="x", size=(32, 64))
+    key = clip_scan.clip_key(row, {}, {"height": 48, "width": 48, "num_frames": 1, "max_pixels": None, "fps": None})
+    assert (key["height"], key["width"]) == (32, 64)
+
+
 def test_every_problem_is_found_and_every_process_knows(cfg, tmp_path, monkeypatch):
     """What the headers show, what reading shows, what the reward shows, and a file that vanishes in between."""
     grey(tmp_path / "short.mp4", 99, num_frames=3)
@@ -204,6 +213,41 @@ def test_every_problem_is_found_and_every_process_knows(cfg, tmp_path, monkeypat
         assert lines == ["line 10", "line 12", "note", "lines 5, 7 (2 rows)", "line 11", "line 13"]
         assert "2 of 12 rows" in said[2]
         assert "all is black in" in said[4] and "gone.mp4: cannot be read" in said[5]
+
+
+class Bright(Brightness):
+    """Compares with photos, and refuses dark ones."""
+
+    compares_with = "picture"
+
+    def reference_from_photos(self, photos, prompt=""):
+        if dark := {i: "is dark" for i, photo in enumerate(photos) if photo.mean() < 0}:
+            raise PhotoError(dark)
+        return {"count": len(photos)}
+
+    def with_motion(self, reference, video, prompt=""):
+        return reference | {"motion": video.shape[1]}
+
+
+@pytest.mark.parametrize("levels, image, count, bad", [
+    ([1, 1, 1], 0, 2, []), ([1, 1, 1], None, 3, []), ([1, -1, 1], None, 2, [1]), ([-1, -1], None, None, [0, 1]),
+    ([-1, 1, 1], 0, 2, [2]),  # the model's input is checked, and not compared with
+    ([1, 1, -1], 0, 1, [1]), ([], None, None, []),
+])  # fmt: skip
+def test_dark_photos_are_named_and_left_out(levels, image, count, bad):
+    """bad: places in the row's pictures, of which the model's input is the last."""
+    paths = tuple(Path(f"{i}.png") for i in range(len(levels)))
+    row = data.Row(
+        index=0, line=2, id="a", prompt="x", video=None, photos=paths, image=None if image is None else paths[image]
+    )
+    by_path = dict(zip(paths, [torch.full((3, 4, 4), float(level)) for level in levels], strict=True))
+    photos = [by_path[path] for path in row.checked_pictures]
+    reference, problems = clip_scan.make_reference(Bright(), row, torch.full((3, 0, 4, 4), -1.0), photos)
+    assert problems == dict.fromkeys(bad, "is dark") and (reference and reference["count"]) == count
+    filmed = replace(row, video=Path("a.mp4"))
+    if count:
+        reference, _ = clip_scan.make_reference(Bright(), filmed, torch.ones(3, 5, 4, 4), photos)
+        assert reference == {"count": count, "motion": 5}
 
 
 def test_the_file_that_is_named_is_the_one_that_was_read(cfg):
