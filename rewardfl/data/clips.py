@@ -134,9 +134,6 @@ def _open_video(path: str | Path) -> Iterator[tuple[av.container.InputContainer,
                 raise DataError(f"{words} with ffmpeg -i IN -vf scale=iw*sar:ih,setsar=1 OUT")
             if stream.metadata.get("alpha_mode") == "1":  # VP8 and VP9, whose decoders here drop the alpha channel
                 raise DataError(TRANSPARENT)
-            end = os.path.getsize(path)
-            if any(entry.pos + entry.size > end for entry in stream.index_entries):
-                raise DataError("is damaged: the file ends before its index does; copy or download it again")
             yield container, stream
     except av.FFmpegError as error:
         reason = "" if isinstance(error, OSError) else "; it is damaged, or no video"

@@ -16,7 +16,6 @@ from PIL import Image
 
 from rewardfl import data
 from rewardfl.data import DataError, clips
-from rewardfl.evaluation import generation
 
 
 def psnr(a, b):
@@ -57,13 +56,6 @@ def test_the_same_frames_are_the_same_bytes(tmp_path):
     finally:
         libc.mallopt(M_PERTURB, 0)
     assert len(contents) == 1 and b" threads=1 " in contents.pop()  # bits would depend on the number of cores
-
-
-def test_lossless_files_hold_the_pixels(tmp_path):
-    (tmp_path / "a.npy").write_bytes(generation.encode(data.to_float(gradients()), ".npy", 16))
-    assert np.array_equal(np.load(tmp_path / "a.npy"), gradients().numpy())
-    (tmp_path / "a.png").write_bytes(generation.encode(data.to_float(gradients(1)), ".png", 16))
-    assert np.array_equal(np.asarray(Image.open(tmp_path / "a.png")), gradients(1)[0].numpy())
 
 
 SKEWED = "is shown turned, skewed or scaled, by the matrix"
@@ -193,19 +185,17 @@ def test_a_colon_in_a_name_is_not_a_protocol(tmp_path, monkeypatch):
     assert len(data.read_video("take:1.mp4")) == 2
 
 
-@pytest.mark.parametrize("name", ["a.mkv", "a.mp4"])
-def test_a_title_in_another_encoding_is_ignored(tmp_path, name):
-    with av.open(tmp_path / name, "w") as out:
+def test_a_title_in_another_encoding_is_ignored(tmp_path):
+    with av.open(tmp_path / "a.mkv", "w") as out:
         out.metadata["title"] = "FeteXXX"
         stream = out.add_stream("libx264", rate=16)
         stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
         out.mux(stream.encode(av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8), format="rgb24")))
         out.mux(stream.encode())
-    content = (tmp_path / name).read_bytes()
-    assert b"FeteXXX" in content
-    (tmp_path / name).write_bytes(content.replace(b"FeteXXX", b"F\xeateXXX"[:7]))
-    assert clips.read_video_header(tmp_path / name, 1).size == (32, 32)
-    assert clips.read_video(tmp_path / name).shape == (1, 32, 32, 3)
+    content = (tmp_path / "a.mkv").read_bytes()
+    (tmp_path / "a.mkv").write_bytes(content.replace(b"FeteXXX", b"F\xeateXXX"[:7]))
+    assert b"F\xeate" in (tmp_path / "a.mkv").read_bytes()
+    assert clips.read_video(tmp_path / "a.mkv").shape == (1, 32, 32, 3)
 
 
 def test_a_size_that_changes_is_refused(tmp_path):
@@ -288,24 +278,6 @@ def test_the_header_and_reading_refuse_too_few_and_too_slow_frames(tmp_path, num
             read(tmp_path / "a.mp4", num_frames, fps)
 
 
-def test_a_file_that_ends_before_its_index_is_refused(tmp_path):
-    """An mp4 with its index in front, of which only the first half was copied."""
-    noise = torch.randint(0, 255, (9, 48, 64, 3), dtype=torch.uint8)
-    data.write_video(tmp_path / "a.mp4", noise, fps=16)
-    settings = {"format": "mp4", "options": {"movflags": "faststart"}}
-    with av.open(str(tmp_path / "a.mp4")) as complete, av.open(str(tmp_path / "b.mp4"), "w", **settings) as new:
-        stream = new.add_stream_from_template(complete.streams.video[0])
-        for packet in complete.demux(video=0):
-            if packet.dts is not None:
-                packet.stream = stream
-                new.mux(packet)
-    content = (tmp_path / "b.mp4").read_bytes()
-    (tmp_path / "b.mp4").write_bytes(content[: len(content) // 2])
-    for read in (clips.read_video_header, data.read_video):
-        with pytest.raises(DataError, match="b.mp4: is damaged: the file ends before its index does"):
-            read(tmp_path / "b.mp4", 9)
-
-
 # ---- sizes
 
 
@@ -373,18 +345,15 @@ def test_frames_are_fitted_one_at_a_time(tmp_path):
 # ---- pictures
 
 
-@pytest.mark.parametrize("orientation", [2, 3, 6])
-def test_pictures_come_upright(tmp_path, orientation):
-    upright = turned_picture(tmp_path / "a.jpg", orientation)
-    read = data.read_picture(tmp_path / "a.jpg")
-    assert read.shape == (48, 64, 3) and read.dtype == torch.uint8 and psnr(read, upright) > 30
-
-
-def test_pictures_of_other_modes_become_rgb(tmp_path):
-    pixels = gradients(1)[0].numpy()
+def test_pictures_come_upright_in_rgb(tmp_path):
+    for orientation in (2, 3, 6):
+        upright = turned_picture(tmp_path / "a.jpg", orientation)
+        read = data.read_picture(tmp_path / "a.jpg")
+        assert read.shape == (48, 64, 3) and read.dtype == torch.uint8 and psnr(read, upright) > 30
+    picture = Image.fromarray(gradients(1)[0].numpy())
     for mode in ("L", "P", "RGBA", "LA"):
-        Image.fromarray(pixels).convert(mode).save(tmp_path / "a.png")  # opaque
-        expected = np.array(Image.fromarray(pixels).convert(mode).convert("RGB"))
+        picture.convert(mode).save(tmp_path / "a.png")  # opaque
+        expected = np.array(picture.convert(mode).convert("RGB"))
         assert np.array_equal(data.read_picture(tmp_path / "a.png").numpy(), expected)
 
 
@@ -436,21 +405,16 @@ def pictures(*sizes):
     return [torch.randint(0, 256, (*size, 3), dtype=torch.uint8, generator=generator) for size in sizes]
 
 
-@pytest.mark.parametrize("count, rows, columns", [(1, 1, 1), (2, 1, 2), (12, 3, 4)])
-def test_full_rows_of_one_size_are_diffusers_grid(count, rows, columns):
-    shown = pictures(*[(5, 7)] * count)
-    expected = make_image_grid([Image.fromarray(picture.numpy()) for picture in shown], rows, columns)
-    assert np.array_equal(data.side_by_side(shown), expected)
-
-
-def test_smaller_pictures_are_padded_with_white():
+def test_a_sheet_is_diffusers_grid_padded_with_white():
+    for count, rows, columns in ((1, 1, 1), (2, 1, 2), (12, 3, 4)):
+        shown = pictures(*[(5, 7)] * count)
+        expected = make_image_grid([Image.fromarray(picture.numpy()) for picture in shown], rows, columns)
+        assert np.array_equal(data.side_by_side(shown), expected)
     wide, high, small = pictures((4, 8), (6, 2), (3, 3))
-    sheet = data.side_by_side([wide, high, small])
-    assert sheet.shape == (12, 16, 3)
     expected = torch.full((12, 16, 3), 255, dtype=torch.uint8)
     for (top, left), picture in {(0, 0): wide, (0, 8): high, (6, 0): small}.items():
         expected[top : top + picture.shape[0], left : left + picture.shape[1]] = picture
-    assert torch.equal(sheet, expected)
+    assert torch.equal(data.side_by_side([wide, high, small]), expected)
 
 
 def test_a_sheet_that_is_written_can_be_read(tmp_path, monkeypatch):

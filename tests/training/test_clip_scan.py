@@ -1,8 +1,8 @@
-"""What the processes of a run share of reading the data: one process here is a thread that gathers with the others."""
+"""What is read of each file once: hashes, references, problems, and the packs of the start-up check."""
 
-import threading
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,12 +19,13 @@ from rewardfl.rewards import FaceIdentityReward, Reward
 from rewardfl.rewards.base import PhotoError
 from rewardfl.rewards.face import parity as face_parity
 from rewardfl.training import clip_scan, setup_data, setup_rewards
-from rewardfl.training import shard as shard_module
+from rewardfl.training.shard import Shard, map_shared, read_entry
 
 LINES = [
     "0.mp4,x,,", "1.mp4,x,,", "0.mp4,another,,", "2.mp4,x,a.png,", "3.mp4,x,,4.mp4", "2.mp4,y,a.png,", "4.mp4,x,,",
     "0.mp4,x,a.png,", "0.mp4,x,,",
 ]  # fmt: skip
+SIZE = {"height": 32, "width": 48, "num_frames": 5}
 
 
 class Brightness(Reward):
@@ -41,46 +42,13 @@ class Brightness(Reward):
         return {"mean": video.mean()} if video.mean() > -0.9 else None
 
 
-def together(count, work):
-    """Return what work(job) returned or raised in each of `count` processes that gather from each other."""
-    barrier, offered, results = threading.Barrier(count, timeout=60), [None] * count, [None] * count
-
-    def process(rank):
-        def gather(part):
-            offered[rank] = part
-            barrier.wait()
-            joined = [item for process_part in offered for item in process_part]
-            barrier.wait()
-            return joined
-
-        def run_on_main(decide, refusal):
-            outcome = (None, None)
-            if rank == 0:
-                try:
-                    outcome = (decide(), None)
-                except refusal as error:
-                    outcome = (None, error)
-            (value, error), *_ = gather([outcome])
-            if error:
-                raise error
-            return value
-
-        printed = []
-        job = SimpleNamespace(
-            shard=shard_module.Shard(rank, count, quiet=True), gather_lists=gather, device=torch.device("cpu"),
-            printed=printed, print=printed.append, run_on_main=run_on_main,
-        )  # fmt: skip
-        try:
-            results[rank] = work(job)
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=process, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+def one_process():
+    """Return the job of one process, with what it prints."""
+    printed = []
+    return SimpleNamespace(
+        shard=Shard(0, 1, quiet=True), gather_lists=list, device=torch.device("cpu"), printed=printed,
+        print=printed.append, run_on_main=lambda decide, _refusal: decide(),
+    )  # fmt: skip
 
 
 def grey(path, level, num_frames=5):
@@ -117,22 +85,18 @@ def plan(tmp_path):
 
 
 def make_plan(folder, **settings):
-    sizes = {"file_name": str(folder / "metadata.csv"), "height": 32, "width": 48, "num_frames": 5}
     return SimpleNamespace(
-        data=config.DataConfig(**sizes | settings), rewards=(), supervised=False, processes_per_clip=1,
-        run=SimpleNamespace(seed=0), anchor=config.AnchorConfig(),
+        data=config.DataConfig(file_name=str(folder / "metadata.csv"), **SIZE, **settings), rewards=(),
+        supervised=False, processes_per_clip=1, run=SimpleNamespace(seed=0), anchor=config.AnchorConfig(),
     )  # fmt: skip
 
 
-def find_samples(plan, processes, store, rewards, limits=dict):
-    """Return every process's (samples, messages)."""
+def find_samples(plan, store, rewards, limits=dict):
+    """Return the samples and the messages."""
     terms = [SimpleNamespace(reward=reward, key="reward", weight=1.0) for reward in rewards]
-
-    def work(job):
-        rows = setup_data.scan_rows(plan, job, SimpleNamespace(takes_image=True, frame_rate=8, prompt_limits=limits))
-        return setup_data.find_samples(plan.data, rows.train, terms, store, job), rows.messages + job.printed
-
-    return together(processes, work)
+    job = one_process()
+    rows = setup_data.scan_rows(plan, job, SimpleNamespace(takes_image=True, frame_rate=8, prompt_limits=limits))
+    return setup_data.find_samples(plan.data, rows.train, terms, store, job), rows.messages + job.printed
 
 
 def plain(samples):
@@ -141,36 +105,44 @@ def plain(samples):
     return [(sample.row, sample.clip, sample.size, refs) for sample, refs in zip(samples, references, strict=True)]
 
 
-@pytest.mark.parametrize("processes", [1, 3])
-def test_each_file_is_hashed_once_and_each_clip_decoded_once(plan, counted, tmp_path, processes):
+def test_each_file_is_hashed_once_and_each_clip_decoded_once(plan, counted, tmp_path):
     rewards = [Brightness(), Brightness(uses_prompt=True)]
     rewards[1].name = "reader"
-    results = find_samples(plan, processes, Cache(tmp_path / "cache"), rewards)
+    samples, messages = find_samples(plan, Cache(tmp_path / "cache"), rewards)
     once = dict.fromkeys([*(f"{i}.mp4" for i in range(5)), "a.png"], 1)
-    assert counted["sha256"] == once
+    assert counted["sha256"] == once and messages == []
     # 4.mp4 is a clip, and another's reference; 0.mp4 is also with a picture
-    assert counted["_decode_frames"] == {"0.mp4": 2, "1.mp4": 1, "2.mp4": 1, "3.mp4": 1, "4.mp4": 2}
-    assert counted["read_picture"] == {"a.png": 2}
+    decoded = {"0.mp4": 2, "1.mp4": 1, "2.mp4": 1, "3.mp4": 1, "4.mp4": 2}
+    assert counted["_decode_frames"] == decoded and counted["read_picture"] == {"a.png": 2}
     assert len(rewards[0].prompts) == 6 and len(rewards[1].prompts) == 8  # of a clip; of a clip and a prompt
-    for samples, messages in results:
-        assert plain(samples) == plain(results[0][0]) and messages == []
-        assert [sample.row.line for sample in samples] == [*range(2, 11)]
-    # with all of it in the cache nothing is decoded, on any number of processes
+    assert [sample.row.line for sample in samples] == [*range(2, 11)]
     for counter in counted.values():
         counter.clear()
-    for samples, _ in find_samples(plan, 2, Cache(tmp_path / "cache"), rewards):
-        assert plain(samples) == plain(results[0][0])
+    cached, _ = find_samples(plan, Cache(tmp_path / "cache"), rewards)
+    assert plain(cached) == plain(samples)
     assert counted["sha256"] == once and not counted["_decode_frames"] and not counted["read_picture"]
+    # two processes decode each clip once, and store the same
+    rows, store = [sample.row for sample in samples], Cache(tmp_path / "other")
+    keys, load = {sample.row.line: sample.clip for sample in samples}, partial(data.load_example, **SIZE)
+    scans = [
+        scan
+        for rank in range(2)
+        for scan in clip_scan.scan_clips(
+            store, rows, keys, load, rewards, torch.device("cpu"), Shard(rank, 2, quiet=True), skip_photos=False
+        )
+    ]
+    assert counted["_decode_frames"] == decoded
+    assert plain(clip_scan.load_samples(store, rows, keys, scans, rewards)) == plain(samples)
 
 
 def test_samples_are_the_content_of_the_files(plan, tmp_path):
     limits = {ROOT / "assets" / "tiny_world" / "pipeline" / "tokenizer": 3}  # the one word "another" has more tokens
-    ((samples, (note,)),) = find_samples(plan, 1, Cache(tmp_path / "cache"), [Brightness()], lambda: limits)
+    samples, (note,) = find_samples(plan, Cache(tmp_path / "cache"), [Brightness()], lambda: limits)
     assert note.startswith("note: data.file_name (") and "1 of 9 rows have a prompt of more tokens than the 3" in note
     store = Cache(tmp_path / "cache")
     for sample in samples:
         example = data.load_example(sample.row, 32, 48, 5)
-        assert torch.equal(shard_module.read_entry(store, sample.clip)["image"], example.image)
+        assert torch.equal(read_entry(store, sample.clip)["image"], example.image)
         assert sample.size == (32, 48) and sample.references[0]["mean"] == example.reference.mean()
         assert sample.clip["video"] == files.sha256(sample.row.video)
 
@@ -181,7 +153,7 @@ def test_a_row_of_its_own_size_has_another_key():
     assert (key["height"], key["width"]) == (32, 64)
 
 
-def test_every_process_knows_every_problem(plan, tmp_path, monkeypatch):
+def test_every_problem_is_named_or_skipped(plan, tmp_path, monkeypatch):
     """A header's, a decoder's, the reward's, and that of a file that vanishes in between."""
     grey(tmp_path / "short.mp4", 99, num_frames=3)
     grey(tmp_path / "black.mp4", 0)
@@ -189,26 +161,24 @@ def test_every_process_knows_every_problem(plan, tmp_path, monkeypatch):
     (tmp_path / "a.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])  # its header is left
     with (tmp_path / "metadata.csv").open("a") as file:
         file.write("short.mp4,x\nblack.mp4,x\n4.mp4,\ngone.mp4,x\n")
-    map_shared = shard_module.map_shared
+    with pytest.raises(data.DataError, match=r"data.file_name \(.*2 of 13 rows.*data.skip_bad_rows") as error:
+        find_samples(plan, Cache(tmp_path / "cache"), [Brightness()])
+    assert "line 11: " in str(error.value) and "line 13: empty prompt" in str(error.value)
 
     def then_remove(*arguments):
-        headers = map_shared(*arguments)
+        results = map_shared(*arguments)
         if arguments[-1] == "headers":
-            (tmp_path / "gone.mp4").unlink(missing_ok=True)
-        return headers
+            (tmp_path / "gone.mp4").unlink()
+        return results
 
     monkeypatch.setattr(setup_data, "map_shared", then_remove)
-    for error in find_samples(plan, 2, Cache(tmp_path / "cache"), [Brightness()]):
-        assert isinstance(error, data.DataError) and "data.file_name (" in str(error) and "2 of 13 rows" in str(error)
-        assert all(words in str(error) for words in ("line 11: ", "line 13: empty prompt", "data.skip_bad_rows"))
-    grey(tmp_path / "gone.mp4", 99)
     skipping = make_plan(tmp_path, skip_bad_rows=True)
-    for samples, messages in find_samples(skipping, 2, Cache(tmp_path / "cache"), [Brightness()]):
-        assert [sample.row.line for sample in samples] == [2, 3, 4, 6, 8, 10]
-        lines = [line.removeprefix("skipped: ").split(":")[0] for line in messages]
-        assert lines == ["line 11", "line 13", "note", "lines 5, 7, 9 (3 rows)", "line 12", "line 14"]
-        assert "2 of 13 rows" in messages[2]
-        assert "all is black in" in messages[4] and "gone.mp4: cannot be read" in messages[5]
+    samples, messages = find_samples(skipping, Cache(tmp_path / "cache"), [Brightness()])
+    assert [sample.row.line for sample in samples] == [2, 3, 4, 6, 8, 10]
+    lines = [line.removeprefix("skipped: ").split(":")[0] for line in messages]
+    assert lines == ["line 11", "line 13", "note", "lines 5, 7, 9 (3 rows)", "line 12", "line 14"]
+    assert "2 of 13 rows" in messages[2] and "all is black in" in messages[4]
+    assert "gone.mp4: cannot be read" in messages[5]
 
 
 class Bright(Brightness):
@@ -249,10 +219,9 @@ def test_dark_photos_are_named_and_left_out(levels, image, count, bad):
 def test_an_error_names_the_table_that_was_read(plan):
     plan.data = config.DataConfig(**vars(plan.data) | {"num_frames": 6})
     rows = data.load_metadata(plan.data.file_name, "evaluation.eval_clips")
-    job = SimpleNamespace(shard=shard_module.Shard(0, 1, quiet=True), gather_lists=list)
     backbone = SimpleNamespace(takes_image=True, frame_rate=8, prompt_limits=dict)
     with pytest.raises(data.DataError, match=r"evaluation.eval_clips \(.*\): 9 of 9 rows"):
-        setup_data._scan_table(plan, rows, job, backbone)
+        setup_data._scan_table(plan, rows, one_process(), backbone)
 
 
 # ---- the start-up check of face packs
@@ -266,41 +235,27 @@ class Face(FaceIdentityReward):
         self.identity = SimpleNamespace(files=(), second=None)
 
 
-def check_packs(plan, processes, reward):
+def check_packs(plan, reward):
     sample = SimpleNamespace(row=data.load_metadata(plan.data.file_name)[0])
     terms = [SimpleNamespace(reward=reward, key="reward.reward_model_path")]
-    return together(processes, lambda job: setup_rewards.check_face_packs(plan.data, terms, [sample], job))
+    return setup_rewards.check_face_packs(plan.data, terms, [sample], one_process())
 
 
-def test_a_second_recogniser_is_recorded_under_its_key(plan, monkeypatch, tmp_path):
-    """Published packs name their recognisers alike."""
+def test_face_packs_are_compared_on_the_first_clip(plan, monkeypatch, tmp_path, counted):
+    """A second recogniser is recorded under its key: published packs name their recognisers alike."""
+    shapes = []
+    monkeypatch.setattr(face_parity, "check_packs", lambda packs, clip: shapes.append(clip.shape) or ["the same"])
     first, second = (tmp_path / name / "glintr100.onnx" for name in ("first", "second"))
     for file in (first, second):
         file.parent.mkdir()
         file.write_text(file.parent.name)
     reward = Face()
     reward.identity = SimpleNamespace(files=(first,), second=SimpleNamespace(file=second))
-    monkeypatch.setattr(face_parity, "check_packs", lambda packs, clip: [])
-    ((hashes, messages),) = check_packs(plan, 1, reward)
+    hashes, messages = check_packs(plan, reward)
     keys = ["reward.reward_model_path", "reward.second_model_path"]
     assert {key: list(names) for key, names in hashes.items()} == dict.fromkeys(keys, ["glintr100.onnx"])
     assert len({names["glintr100.onnx"] for names in hashes.values()}) == 2
-    assert [line.split(":")[0] for line in messages][:2] == keys
-
-
-def test_only_the_main_process_compares_packs(plan, monkeypatch, counted):
-    shapes = []
-    monkeypatch.setattr(face_parity, "check_packs", lambda packs, clip: shapes.append(clip.shape) or ["the same"])
-    results = check_packs(plan, 3, Face())
-    assert results == [({"reward.reward_model_path": {}}, ["the same"])] * 3
+    lines = [line.split(":")[0] for line in messages]
+    assert lines[:2] == keys and lines[-1] == "the same"
     assert shapes == [(3, 5, 32, 48)] and sum(counted["_decode_frames"].values()) == 1
-    assert check_packs(plan, 2, Brightness()) == [({}, [])] * 2 and len(shapes) == 1  # without a face reward
-
-
-@pytest.mark.parametrize("error", [face_parity.FaceParityError("another face"), data.DataError("cannot be decoded")])
-def test_a_refused_pack_stops_all_processes(plan, monkeypatch, error):
-    def refuse(packs, clip):
-        raise error
-
-    monkeypatch.setattr(face_parity, "check_packs", refuse)
-    assert [(type(raised), str(raised)) for raised in check_packs(plan, 2, Face())] == [(type(error), str(error))] * 2
+    assert check_packs(plan, Brightness()) == ({}, []) and len(shapes) == 1  # without a face reward
