@@ -217,7 +217,7 @@ def _sample_at_rate(frames: Iterable[Timed], fps: float, num_frames: int | None)
     for i, ((time, frame), (next_time, _)) in enumerate(itertools.pairwise(itertools.chain(frames, [end]))):
         if time is None or next_time is None or next_time <= time:
             count = i if time is None else i + 1
-            raise DataError(f"frame {count} has no time of its own; re-encode it, or set data.fps: null")
+            raise DataError(f"frame {count} has no valid time; re-encode it, or set data.fps: null")
         start, is_last = time if i == 0 else start, next_time == math.inf
         lasts = min(max(0.0, gap - SLACK), 1 / fps)
         if not is_last:

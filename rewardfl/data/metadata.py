@@ -186,8 +186,7 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
     photos = () if problem else photo_files(cell["photos"], folder)
     if cell["photos"] and not photos and not problem:
         problem = f"photos: no picture in {folder / cell['photos']} ({', '.join(PICTURES)})"
-    height, width = ("", "") if problem else (cell[name] for name in SIZE)
-    size = (int(height), int(width)) if height else None
+    size = (int(cell["height"]), int(cell["width"])) if cell["height"] and not problem else None
     return Row(
         index=index, line=line, id=row_id + suffix, video=video, prompt=cell["prompt"], problem=problem, image=image,
         photos=photos, negative_prompt=cell["negative_prompt"], reference_video=reference, size=size,
@@ -210,7 +209,7 @@ def assign_images(rows: Sequence[Row], seed: int) -> list[Row]:
 
     The rows of one person take the photos in turn; the seed draws the first one.
     """
-    turns = Counter[str]()  # of each person
+    turns = Counter[str]()  # {person: rows}
     assigned = []
     for row in rows:
         if row.photos and row.video is None and row.image is None:

@@ -11,7 +11,7 @@ import torch
 
 from rewardfl import command_line, config, data, machine
 from rewardfl.backbones.protocol import DTYPES
-from rewardfl.config.schema import ModelConfig
+from rewardfl.config.schema import ModelConfig, SharedRewardConfig
 from rewardfl.files import escape_control
 from rewardfl.memory import attention
 from rewardfl.rewards.face import FaceIdentity, parity
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     checks = {
         "environment": describe_machine,
         "attention": partial(check_attention, cfg.model, device),
-        "faces": partial(check_faces, cfg, device),
+        "faces": partial(check_faces, cfg.reward, cfg.data, cfg.run.seed, device),
     }
     code = 0
     for name, check in checks.items():
@@ -69,18 +69,17 @@ def check_attention(model: ModelConfig, device: torch.device) -> str:
     if name == attention.NATIVE:
         return f"{name}: torch's kernels need no check"
     attention.check_backward(name, DTYPES[model.dtype], device)
-    return f"{name}: its output and gradients on {device.type} in {model.dtype} are those of plain matrix products"
+    return f"{name}: its output and gradients on {device.type} in {model.dtype} equal plain matrix products"
 
 
-def check_faces(cfg: config.AnyConfig, device: torch.device) -> str:
+def check_faces(reward: SharedRewardConfig, settings: config.DataConfig, seed: int, device: torch.device) -> str:
     """Compare the face packs with their published code on the first row. Raise FaceParityError if they differ."""
-    folders = {key: getattr(cfg.reward, key) for key in ("reward_model_path", "held_out_model_path")}
     packs = {
-        f"reward.{key}": FaceIdentity(folder, cfg.reward.det_size).to(device)
-        for key, folder in folders.items()
-        if folder
+        f"reward.{key}": FaceIdentity(folder, reward.det_size, second_pack_dir=second).to(device)
+        for key, second in {"reward_model_path": reward.second_model_path, "held_out_model_path": None}.items()
+        if (folder := getattr(reward, key))
     }
     if not packs:
         return "the configuration names no pack"
-    (row,) = data.assign_images(data.load_metadata(cfg.data.file_name)[:1], cfg.run.seed)
-    return "; ".join(parity.check_packs(packs, load_sized_example(cfg.data, row).reference.to(device)))
+    (row,) = data.assign_images(data.load_metadata(settings.file_name)[:1], seed)
+    return "; ".join(parity.check_packs(packs, load_sized_example(settings, row).reference.to(device)))

@@ -44,7 +44,7 @@ def test_a_video_is_written_and_read(tmp_path):
 
 
 def test_the_same_frames_are_the_same_bytes(tmp_path):
-    """Whatever memory held before: 48 x 64 is an odd number of macroblocks, of which libx264 reads one too many."""
+    """Whatever memory held before: libx264 reads one macroblock too many of an odd number, as in 48 x 64."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         pytest.skip("only glibc sets what fresh memory holds")
@@ -215,7 +215,7 @@ def test_a_size_that_changes_is_refused(tmp_path):
     assert data.read_video(tmp_path / "a.h264", 3).shape == (3, 48, 64, 3)
     with pytest.raises(DataError, match="a.h264: goes from 48 x 64 to 96 x 64 .height x width. at frame 3"):
         data.read_video(tmp_path / "a.h264", 4)
-    with pytest.raises(DataError, match="a.h264: frame 0 has no time of its own; re-encode it, or set data.fps: null"):
+    with pytest.raises(DataError, match="a.h264: frame 0 has no valid time; re-encode it, or set data.fps: null"):
         data.read_video(tmp_path / "a.h264", 3, fps=16)
 
 
@@ -376,8 +376,8 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "folder").mkdir()
     Image.fromarray(np.concatenate([pixels, pixels[..., :1]], -1)).save(tmp_path / "glass.png")
     Image.fromarray(pixels[..., 0].astype(np.uint16) * 257).save(tmp_path / "deep.png")
-    Image.fromarray(pixels).save(tmp_path / "whole.png")
-    content = (tmp_path / "whole.png").read_bytes()
+    Image.fromarray(pixels).save(tmp_path / "good.png")
+    content = (tmp_path / "good.png").read_bytes()
     (tmp_path / "cut.png").write_bytes(content[: len(content) // 2])
     (tmp_path / "text.png").write_text("no picture")
     (tmp_path / "script.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n")

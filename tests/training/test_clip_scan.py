@@ -114,7 +114,7 @@ def test_each_file_is_hashed_once_and_each_clip_decoded_once(plan, counted, tmp_
     # 4.mp4 is a clip, and another's reference; 0.mp4 is also with a picture
     decoded = {"0.mp4": 2, "1.mp4": 1, "2.mp4": 1, "3.mp4": 1, "4.mp4": 2}
     assert counted["_decode_frames"] == decoded and counted["read_picture"] == {"a.png": 2}
-    assert len(rewards[0].prompts) == 6 and len(rewards[1].prompts) == 8  # of a clip; of a clip and a prompt
+    assert len(rewards[0].prompts) == 6 and len(rewards[1].prompts) == 8  # once a clip; once a clip and a prompt
     assert [sample.row.line for sample in samples] == [*range(2, 11)]
     for counter in counted.values():
         counter.clear()
@@ -154,7 +154,7 @@ def test_a_row_of_its_own_size_has_another_key():
 
 
 def test_every_problem_is_named_or_skipped(plan, tmp_path, monkeypatch):
-    """A header's, a decoder's, the reward's, and that of a file that vanishes in between."""
+    """Found in a header, by a decoder and by the reward, and a file that vanishes in between."""
     grey(tmp_path / "short.mp4", 99, num_frames=3)
     grey(tmp_path / "black.mp4", 0)
     grey(tmp_path / "gone.mp4", 99)
@@ -201,7 +201,7 @@ class Bright(Brightness):
     ([1, 1, -1], 0, 1, [1]), ([], None, None, []),
 ])  # fmt: skip
 def test_dark_photos_are_named_and_left_out(levels, image, count, bad):
-    """bad: places in the row's pictures, of which the model's input is the last."""
+    """bad: places in the row's pictures; the model's input is the last."""
     paths = tuple(Path(f"{i}.png") for i in range(len(levels)))
     row = data.Row(
         index=0, line=2, id="a", prompt="x", video=None, photos=paths, image=None if image is None else paths[image]
