@@ -1,6 +1,5 @@
 """Read clips once: hashes, references of the rewards, problems by row."""
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -159,11 +158,12 @@ def make_reference(
         return reward.reference(video, row.prompt), {}
     reference: Reference = None
     usable, problems, count = dict(enumerate(photos)), dict[int, str](), len(row.pictures)
-    while reference is None and any(i < count for i in usable):
+    while any(i < count for i in usable):
         try:
             for shown in (len(photos), count):  # the model's input is checked, and not compared with
                 compared = [photo for i, photo in usable.items() if i < shown]
                 reference = reward.reference_from_photos(compared, row.prompt)
+            break
         except PhotoError as error:
             places, reference = [*usable], None
             problems |= {places[i]: why for i, why in error.problems.items()}
@@ -191,8 +191,7 @@ def load_samples(
 
     sizes = {scan.line: scan.size for scan in scans if scan.size is not None}
     columns = [reward.complete([read(reward, row) for row in rows]) for reward in rewards]
-    references = zip(*columns, strict=True) if rewards else itertools.repeat(())
     return [
-        Sample(row=row, clip=keys[row.line], size=sizes[row.line], references=tuple(of_row))
-        for row, of_row in zip(rows, references, strict=False)
+        Sample(row=row, clip=keys[row.line], size=sizes[row.line], references=tuple(column[i] for column in columns))
+        for i, row in enumerate(rows)
     ]

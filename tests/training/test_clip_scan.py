@@ -189,7 +189,7 @@ class Bright(Brightness):
     def reference_from_photos(self, photos, prompt=""):
         if dark := {i: "is dark" for i, photo in enumerate(photos) if photo.mean() < 0}:
             raise PhotoError(dark)
-        return {"count": len(photos)}
+        return {"count": len(photos)} if photos[0].mean() < 2 else None
 
     def with_motion(self, reference, video, prompt=""):
         return reference | {"motion": video.shape[1]}
@@ -199,6 +199,7 @@ class Bright(Brightness):
     ([1, 1, 1], 0, 2, []), ([1, 1, 1], None, 3, []), ([1, -1, 1], None, 2, [1]), ([-1, -1], None, None, [0, 1]),
     ([-1, 1, 1], 0, 2, [2]),  # the model's input is checked, and not compared with
     ([1, 1, -1], 0, 1, [1]), ([], None, None, []),
+    ([3, 3], None, None, []),  # without a reason
 ])  # fmt: skip
 def test_dark_photos_are_named_and_left_out(levels, image, count, bad):
     """bad: places in the row's pictures; the model's input is the last."""
