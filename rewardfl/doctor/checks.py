@@ -4,6 +4,7 @@ import argparse
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the checks, print a line about each, and return the exit code: 1 after an error of a check."""
     cfg = config.load(args.config, args.overrides)
     device = torch.device(command_line.resolve_device(args.device))
-    checks = {
+    checks: dict[str, Callable[[], str]] = {
         "environment": describe_machine,
         "attention": partial(check_attention, cfg.model, device),
         "faces": partial(check_faces, cfg.reward, cfg.data, cfg.run.seed, device),

@@ -85,9 +85,10 @@ def inspect_faces(report: DatasetReport, example: data.Example, faces: face.Face
     photos = [photo.to(device) for photo in data.load_pictures(row)] if row.photos else []
     if photos:
         report.problems += [f"{row.checked_pictures[i]}: {why}" for i, why in faces.photo_pool(photos)[1].items()]
-    if row.image is not None:
-        report.warnings += picture_warnings(row.image, example, faces, device)
-    for column, clip in {"video": example.video, "reference_video": row.reference_video and reference}.items():
+    if row.image is not None and example.image is not None:
+        report.warnings += picture_warnings(row.image, example.image, faces, device)
+    clips = {"video": example.video, "reference_video": reference if row.reference_video else None}
+    for column, clip in clips.items():
         if clip is not None:
             report.warnings += cut_warnings(column, faces.similarity_to_first(pick_frames(clip).to(device)))
     if row.reference is None:
@@ -98,18 +99,18 @@ def inspect_faces(report: DatasetReport, example: data.Example, faces: face.Face
         report.warnings.append(f"{row.reference.name}: its face is lost in {missing} of {len(pool.detected)} frames")
 
 
-def picture_warnings(path: Path, example: data.Example, faces: face.FaceIdentity, device: torch.device) -> list[str]:
-    """Return warnings if a first frame shows no face, or if its crop to the video's size cuts the largest face."""
+def picture_warnings(path: Path, image: Tensor, faces: face.FaceIdentity, device: torch.device) -> list[str]:
+    """Return warnings if `image`, the crop (3, H, W) of a picture, shows no face, or if it cuts the largest face."""
     picture = data.to_float(data.read_picture(path)[None])
     (shown,), (detections,) = (
-        faces.detector.detect(images.to(device)) for images in (example.image[None], picture.transpose(0, 1))
+        faces.detector.detect(frames.to(device)) for frames in (image[None], picture.transpose(0, 1))
     )
     warnings = [] if len(shown.boxes) else ["image: no face in the picture"]
     if not len(detections.boxes):
         return warnings
     height, width = picture.shape[2:]
-    scale = max(example.size[0] / height, example.size[1] / width)
-    taken = example.size[1] / scale, example.size[0] / scale  # width and height in the picture
+    scale = max(image.shape[1] / height, image.shape[2] / width)
+    taken = image.shape[2] / scale, image.shape[1] / scale  # width and height in the picture
     left, top, right, bottom = detections.boxes[0].tolist()
     across, down = (width - taken[0]) / 2, (height - taken[1]) / 2  # cut off at each side
     cut = max(across - left, right - width + across, down - top, bottom - height + down)
