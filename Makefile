@@ -10,7 +10,7 @@ RUN := outputs/tiny_face
 INTERPRETER = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 .PHONY: demo photos faces realface test quick lowest long nightly lint check chaos golden golden-record pretend format clean \
-    interpreter
+    mutants interpreter
 
 # Two processes with half of the cores and of the batch each: faster than one, and 1.7 times as fast beside a busy program
 TWO = ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 --
@@ -63,7 +63,7 @@ long: $(READY)
 # What takes too long for CI; before an issue is resolved
 nightly: $(READY)
 	$(PYTEST) -m nightly
-	$(MAKE) lowest chaos realface
+	$(MAKE) lowest chaos realface mutants
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -77,6 +77,10 @@ check: lint test
 chaos: $(READY)
 	CHAOS_KILLS=10 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist load tests/integration/test_chaos.py -k killed
 	PLACES=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration/test_distributed.py -k place_of_the_boundary
+
+# Planted faults of the product, each seen by its test
+mutants: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/mutants.py
 
 # Whole updates on a GPU that torch is made to pretend
 pretend: $(READY)

@@ -44,9 +44,9 @@ def train(run: FlowGrpoRun) -> int:
     plan, job, policy, geometry = run.plan, run.job, run.policy, run.plan.geometry
     max_std = math.inf if plan.group.max_std is None else plan.group.max_std
     make_kernel = partial(sde.Kernel, plan.group.sde, plan.group.noise_level, max_std=max_std)  # takes the sigmas
-    clip_low, clip_high = plan.group.clip_range, plan.group.clip_range_high or plan.group.clip_range
+    clip_low, clip_high = plan.group.clip_ends
     exact = plan.model.dtype == "float32" and not plan.train.compile_blocks
-    tolerance = grpo.ratio_tolerance(plan.group.ratio_tolerance, clip_low, exact=exact)
+    tolerance = grpo.ratio_tolerance(clip_low, exact=exact)
 
     def roll_out_prefix(inputs: Rollout, steps_before: int) -> dict[tuple[int, int], Tensor]:
         """Return {member.start: latents before the window}. Members with equal noise share the prefix."""

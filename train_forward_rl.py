@@ -60,7 +60,7 @@ def train(run: ForwardRlRun) -> int:
         if forward.objective == "nft":
             loss = forward_rl.nft_loss(
                 velocity, draw.old, draw.x, draw.x0, draw.sigma, advantage,
-                mix=forward.mix, largest=forward.advantage_clip,
+                mix=forward.mix, largest=forward.advantage.clip,
             )  # fmt: skip
             return loss, ratio
         log_prob = partial(forward_rl.awm_log_prob, target=draw.target, sigma=draw.sigma, weighting=forward.weighting)
@@ -117,7 +117,7 @@ def train(run: ForwardRlRun) -> int:
                     none = torch.zeros_like(loss)  # (B,)
                     from_old = none if draw.old is None else forward_rl.distance(velocity, draw.old)
                     from_base = none if draw.base is None else forward_rl.distance(velocity, draw.base)
-                    loss = loss + forward.old_anchor * from_old + forward.base_anchor * from_base
+                    loss = loss + forward.old_policy.anchor * from_old + forward.base_anchor * from_base
                     job.backward(loss.mean() / (per_update * plan.draws))
                 outcome = ForwardOutcome(
                     row=draw.rollout.row.to(job.device), loss=loss.detach(), advantage=advantage,

@@ -51,7 +51,7 @@ def train(run: RewardFlRun) -> int:
     accumulation = plan.train.gradient_accumulation_steps
     per_process = accumulation * per_pass  # loss denominator of this process
     ascends = plan.sample.gradient_mode == "endpoint"
-    graph_context = offload.graph_context(plan.train.active_graphs, job.device)
+    graph_context = offload.graph_context(plan.memory.active_graphs, job.device)
     sizes, micro_batch = [sample.size for sample in samples], partial(job.accumulate, policy)
 
     def get_velocity(batch: Batch) -> Velocity:
@@ -103,7 +103,7 @@ def train(run: RewardFlRun) -> int:
                 # 2. loss = -reward + kl_weight * KL, a mean over samples. Here: the gradient of -reward by the frames.
                 with timer("decode"):
                     decoded = decoder.decode_with_caches(
-                        trajectory.x0, batch.conditioning, plan.train.decode_caches, plan.train.kept_chunks
+                        trajectory.x0, batch.conditioning, plan.memory.decode_caches, plan.memory.kept_chunks
                     )
                 with timer("reward"):
                     video = decoded.video.float().requires_grad_()  # (B, 3, F, H, W) in [-1, 1]

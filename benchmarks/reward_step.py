@@ -62,29 +62,29 @@ from rewardfl.training.setup_workload import make_workload
 from rewardfl.training.workload import Workload
 
 EXACT = [
-    "sample.gradient_mode=chain", "sample.coupling=null", "reward.kl_gradient=reference_constant",
+    "sample.gradient_mode=chain", "reward.kl_gradient=reference_constant",
     "reward.kl_steps=null",
 ]  # fmt: skip
 RESIDENT = [
-    "experts.trained=gpu", "train.active_graphs=replay", "train.kept_steps=null",
-    "train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=false",
+    "train.memory.trained=gpu", "train.memory.active_graphs=replay", "train.memory.kept_steps=null",
+    "train.memory.use_gradient_checkpointing=true", "train.memory.use_gradient_checkpointing_offload=false",
 ]  # fmt: skip
 SUPERVISED = [
-    "reward.reward_weight=0", "reward.motion_weight=0", "reward.kl_weight=0", "reward.others={}", "anchor.weight=1",
+    "reward.terms={score: {weight: 0}}", "reward.kl_weight=0", "anchor.weight=1",
     "anchor.target=data",
 ]  # fmt: skip
 ON_DEVICE = [
-    "experts.trained=gpu", "train.active_graphs=keep_on_device",
-    "train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=false",
+    "train.memory.trained=gpu", "train.memory.active_graphs=keep_on_device",
+    "train.memory.use_gradient_checkpointing=true", "train.memory.use_gradient_checkpointing_offload=false",
 ]  # fmt: skip
-IN_HOST = ["train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true"]
+IN_HOST = ["train.memory.use_gradient_checkpointing=true", "train.memory.use_gradient_checkpointing_offload=true"]
 MODES = {
     "full_graph": RESIDENT,
     "replay": RESIDENT,
     "keep_on_device": ON_DEVICE,
-    "keep_all": [*ON_DEVICE, "train.kept_chunks=1000"],
-    "keep_on_host": ["experts.trained=gpu", "train.active_graphs=keep_on_host", *IN_HOST],
-    "swap": ["experts.trained=cpu_swap", "train.active_graphs=replay", "train.kept_steps=null", *IN_HOST],
+    "keep_all": [*ON_DEVICE, "train.memory.kept_chunks=1000"],
+    "keep_on_host": ["train.memory.trained=gpu", "train.memory.active_graphs=keep_on_host", *IN_HOST],
+    "swap": ["train.memory.trained=cpu_swap", "train.memory.active_graphs=replay", "train.memory.kept_steps=null", *IN_HOST],
     "supervised": [*RESIDENT, *SUPERVISED],
     "as_configured": [],
 }  # fmt: skip
@@ -208,10 +208,10 @@ def fill(model: nn.Module, device: torch.device, home: torch.device, seed: int) 
 def new_expert(
     cfg: RewardFlConfig, backbone: Backbone, name: str, device: torch.device, checkpointed: Callable | None
 ) -> nn.Module:
-    """Build an expert, placed as `experts` says. checkpointed: calls a trained expert's blocks; None: not trained."""
+    """Build an expert, placed as `train.memory` says. checkpointed: calls a trained expert's blocks; None: not trained."""
     dims = stock.read_part_config(backbone.folder, backbone.variant.parts[name])
     expert: WanTransformer3DModel = wan.new_expert(dims, DTYPES[cfg.model.dtype], dims["num_layers"], None)
-    where = cfg.experts.untrained if checkpointed is None else cfg.experts.trained
+    where = cfg.train.memory.untrained if checkpointed is None else cfg.train.memory.trained
     home = torch.device("cpu") if where == "cpu_swap" else device
     fill(expert, device, home, cfg.run.seed)
     expert.rope = WanRotaryPosEmbed(dims["attention_head_dim"], dims["patch_size"], dims["rope_max_seq_len"]).to(home)
@@ -223,7 +223,7 @@ def new_expert(
             if "lora_B" in parameter_name:
                 drawn = torch.randn(parameter.shape, generator=generator)
                 parameter.data = (ADAPTED * rank**-0.5 * drawn).to(parameter)
-        if cfg.train.use_gradient_checkpointing:
+        if cfg.train.memory.use_gradient_checkpointing:
             expert.enable_gradient_checkpointing(checkpointed)
     return offload.move_expert(expert, where, device, backbone.block_classes)
 
@@ -261,14 +261,14 @@ def replay_update(update: Update, meter: Meter) -> None:
     """Run the update as train_reward_fl.py does."""
     cfg, velocity, decoder, x = update.cfg, update.velocity, update.decoder, update.x
     sigmas, conditioning = velocity.schedule.sigmas, velocity.conditioning
-    count = 0 if cfg.train.active_graphs == "replay" else cfg.train.kept_steps or len(update.active)
+    count = 0 if cfg.train.memory.active_graphs == "replay" else cfg.train.memory.kept_steps or len(update.active)
     graphs_of = update.active[len(update.active) - count :]
-    with_graph = offload.graph_context(cfg.train.active_graphs, x.device)
-    first = velocity.schedule.handover if cfg.experts.untrained == "boundary_cache" else 0
+    with_graph = offload.graph_context(cfg.train.memory.active_graphs, x.device)
+    first = velocity.schedule.handover if cfg.train.memory.untrained == "boundary_cache" else 0
     with meter("rollout"):
         trajectory = reward_flow.rollout(velocity, x, sigmas, update.active, first, graphs_of, with_graph)
     with meter("decode"):
-        settings = cfg.train.decode_caches, cfg.train.kept_chunks
+        settings = cfg.train.memory.decode_caches, cfg.train.memory.kept_chunks
         decoded = decoder.decode_with_caches(trajectory.x0, conditioning, *settings)
     grad_video = update.cotangent(decoded.video.float())
     with meter("decode VJP"):
@@ -276,7 +276,7 @@ def replay_update(update: Update, meter: Meter) -> None:
     del decoded, grad_video
     with meter("replay"):
         reward_flow.replay(
-            velocity, trajectory, sigmas, update.active, grad_x0, config.resolve_coupling(cfg),
+            velocity, trajectory, sigmas, update.active, grad_x0, cfg.sample.coupling,
             reference=velocity.reference, kl_weight=update.kl_weight, kl_gradient=cfg.reward.kl_gradient,
             kl_steps=config.kl_steps(cfg),
         )  # fmt: skip
@@ -286,7 +286,7 @@ def full_graph(update: Update, meter: Meter) -> None:
     """Run the update with one graph from the first active step to the frames, by autograd."""
     velocity, x, kl = update.velocity, update.x, 0.0
     sigmas, active = velocity.schedule.sigmas, update.active
-    first = velocity.schedule.handover if update.cfg.experts.untrained == "boundary_cache" else 0
+    first = velocity.schedule.handover if update.cfg.train.memory.untrained == "boundary_cache" else 0
     with meter("forward"):
         for i in range(first, len(sigmas) - 1):
             with torch.set_grad_enabled(i in active):  # the other steps' velocities are constants
@@ -356,10 +356,10 @@ def measure(mode: str, size: Size, cfg: RewardFlConfig, steps: int, rates: Rates
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: man 5 proc
     device, backbone, counted = size.latents.device, size.backbone, Counted(size.latents.device)
     work = replace(plan_work(cfg, backbone), reward_bytes=0)
-    checkpointed = offload.checkpointing(device, inputs_on_host=cfg.train.use_gradient_checkpointing_offload)
+    checkpointed = offload.checkpointing(device, inputs_on_host=cfg.train.memory.use_gradient_checkpointing_offload)
     with counted:
         untrained = [work.untrained] if work.untrained else []
-        cached = cfg.experts.untrained == "boundary_cache"  # such an expert is then absent
+        cached = cfg.train.memory.untrained == "boundary_cache"  # such an expert is then absent
         experts = {} if cached else {name: new_expert(cfg, backbone, name, device, None) for name in untrained}
         experts |= {name: new_expert(cfg, backbone, name, device, copy.copy(checkpointed)) for name in work.trained}
         model = Experts({name: experts[name] for name in backbone.experts if name in experts}, untrained)

@@ -121,7 +121,7 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)\s*([KMG]?)B?", text.strip().upper())
     nbytes = int(float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "G": 1e9}[match[2]]) if match else 0
     if nbytes < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size of a file; write 5GB or 500MB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file size; write 5GB or 500MB")
     return nbytes
 
 

@@ -19,15 +19,13 @@ a is the noise_level. `std` always includes sqrt(-dt): it is the complete transi
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, assert_never, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 Kind = Literal["ode", "flow", "dance", "cps"]
 VelocityFunction = Callable[[Tensor, int], Tensor]  # (x (B, ...), denoising step) -> velocity (B, ...)
-
-_KINDS = get_args(Kind)
 
 Scalar = Tensor | float
 
@@ -102,8 +100,8 @@ def coefficients(
     """
     dt = float(sigma_next - sigma)  # the float32 difference, as in euler_step and diffusers
     sigma, sigma_next, sigma_cap = float(sigma), float(sigma_next), float(sigma_cap)
-    if kind not in _KINDS:
-        raise ValueError(f"kind must be one of {', '.join(_KINDS)}, got {kind!r}")
+    if kind not in get_args(Kind):
+        raise ValueError(f"kind must be one of {', '.join(get_args(Kind))}, got {kind!r}")
     if not 0 <= sigma_next < sigma <= 1:
         raise ValueError(f"a step walks sigma down within [0, 1], got {sigma:g} to {sigma_next:g}")
     if noise_level < 0 or (kind == "cps" and noise_level > 1):
@@ -121,8 +119,6 @@ def coefficients(
         if capped == 1:
             raise ValueError("flow at sigma 1 needs a sigma_cap below 1, such as the schedule's second sigma")
         g2 *= sigma / (1 - capped)
-    elif kind != "dance":
-        assert_never(kind)
     g2 = min(g2, max_std**2 / -dt)
     pull = g2 / (2 * sigma)  # the score's pull: g^2 / 2 * -score = pull * x1^
     return Coefficients(x=1 + pull * dt, velocity=(1 + pull * (1 - sigma)) * dt, std=math.sqrt(-g2 * dt), dt=dt)

@@ -16,7 +16,7 @@ l = mean((v - u)^2), and g
 Away from it, nft also pulls v towards v_old, awm's ratio grows or is clipped, and rvm and best stay as they are.
 """
 
-from typing import Literal, assert_never
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -105,18 +105,14 @@ def awm_log_prob(
     authors' scripts/train_sd3_awm.py.
     """
     loss, sigma = distance(velocity, target), sigma.double()
-    match weighting:
-        case "uniform":
-            return -loss
-        case "sigma":
-            return -sigma * loss
-        case "sigma_squared":
-            return -(sigma**2) * loss
-        case "huber":
-            return -sigma * ((loss + _ROUNDING).sqrt() - _ROUNDING**0.5)
-        case "generalised_huber":
-            return -sigma * ((loss + _ROUNDING) ** power - _ROUNDING**power) / power
-    assert_never(weighting)
+    weighted = {
+        "uniform": loss,
+        "sigma": sigma * loss,
+        "sigma_squared": sigma**2 * loss,
+        "huber": sigma * ((loss + _ROUNDING).sqrt() - _ROUNDING**0.5),
+        "generalised_huber": sigma * ((loss + _ROUNDING) ** power - _ROUNDING**power) / power,
+    }
+    return -weighted[weighting]
 
 
 def awm_loss(log_ratio: Tensor, advantage: Tensor, clip_range: float) -> Tensor:

@@ -142,8 +142,6 @@ def replay(
     Raise ValueError for an active step without a gradient: it needs trained parameters, or with a coupling an earlier
     active step that has some. Without its backward FSDP2 might lose the reduction.
     """
-    if kl_gradient not in _KL_PATHS:
-        raise ValueError(f"kl_gradient must be one of {', '.join(_KL_PATHS)}, got {kl_gradient!r}")
     through_reference, without_policy = _KL_PATHS[kl_gradient]
     with_kl = {*(active if kl_steps is None else kl_steps)} if kl_weight != 0 else set()
     g = grad_x0

@@ -9,7 +9,6 @@ Stock pipelines use only `step(...)[0]`. For log-probabilities, call `step` in y
 """
 
 import inspect
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -93,7 +92,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         name = config.get("_class_name", FlowMatchEulerDiscreteScheduler.__name__)
         if name not in (FlowMatchEulerDiscreteScheduler.__name__, FlowMatchSDEScheduler.__name__, cls.__name__):
             raise ValueError(
-                f"{name} makes its sigmas in a way of its own, which FlowMatchSDEScheduler does not have; give it the "
+                f"{name} makes its sigmas in another way than FlowMatchSDEScheduler; give it the "
                 "config of a FlowMatchEulerDiscreteScheduler, or make FlowMatchSDEScheduler(shift=...) directly"
             )
         schedule = "stock" if name == FlowMatchEulerDiscreteScheduler.__name__ else "linear"
@@ -126,8 +125,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
             return ()
         steps = range(len(self.timesteps))
         chosen = self.config.noise_window
-        # python ints, also of an integer tensor, whose elements are equal to no int in a set
-        window = tuple(steps[:-1] if chosen is None else map(operator.index, chosen))
+        window = tuple(steps[:-1] if chosen is None else chosen)
         for i in window:
             if i not in steps:
                 raise ValueError(f"noise_window {list(window)}: there are steps 0 to {steps[-1]}")

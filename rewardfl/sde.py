@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rewardfl import flow
+from rewardfl import flow, reward_flow
 from rewardfl.copies import to_device
 
 
@@ -91,12 +91,11 @@ def kl_floor(reference: flow.VelocityFunction, x: Tensor, kernel: Kernel, window
 
     It is the mean over the window's steps of the reference's rollout, without noise, from x (B, ...) at sigma 1.
     """
+    latents = reward_flow.rollout(reference, x, kernel.sigmas[: max(window) + 2], window).kept
     jittered, read = flow.perturb(reference), []
-    for i in range(max(window) + 1):
-        if i in window:
-            (mean, std), (other, _) = (kernel.transition(velocity, x, i) for velocity in (reference, jittered))
-            read.append(flow.transition_kl(other, mean, std).mean())
-        x = flow.euler_step(x, reference(x, i), kernel.sigmas[i], kernel.sigmas[i + 1])
+    for i, before in latents.items():
+        (mean, std), (other, _) = (kernel.transition(velocity, before, i) for velocity in (reference, jittered))
+        read.append(flow.transition_kl(other, mean, std).mean())
     return float(torch.stack(read).mean())
 
 

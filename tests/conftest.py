@@ -1,18 +1,15 @@
-"""What pytest itself needs: where things are, and which tests run first.
+"""Fixtures of all tests, and the order in which they run.
 
 It imports nothing heavy: pytest's first process, which only hands out tests, reads it too.
 """
 
 import contextlib
+import copy
 import gc
-import hashlib
 import io
 import os
-import pickle
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -25,14 +22,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # the suite runs several workers
 
 import pytest  # noqa: E402
 
-SHARED = "REWARDFL_TEST_SHARED"  # of the environment: a folder of all workers
-
-
-def pytest_configure(config):
-    if SHARED not in os.environ:  # a worker has its parent's
-        os.environ[SHARED] = tempfile.mkdtemp(prefix="rewardfl-test-shared-")
-        config.add_cleanup(lambda: shutil.rmtree(os.environ[SHARED]))
-
 
 @pytest.fixture
 def trusts_code(monkeypatch):
@@ -43,7 +32,7 @@ def trusts_code(monkeypatch):
 
 
 def pytest_collection_modifyitems(items):
-    """Put the files with the longest runs first: a worker takes whole files, and the last one would be waited for.
+    """Put the files with the longest runs first: a worker takes complete files, and would wait for the last one.
 
     A file that launches runs has `pytestmark = pytest.mark.slow(seconds)`, which `make quick` leaves out.
     """
@@ -55,7 +44,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=seconds, reverse=True)
 
 
-# Garbage would be looked for among all that is imported, a third of the time that collecting the tests takes
+# Garbage collection over all imports takes a third of the time in which tests are collected
 gc.disable()
 
 
@@ -65,26 +54,25 @@ def pytest_collection_finish():
     gc.enable()
 
 
+measured = {}
+
+
 def measured_before(video):
-    """What rewardfl.estimate.measure.measure gives, of this process or of another worker."""
+    """Return what rewardfl.estimate.measure.measure returns, from memory if this process has measured it."""
     from rewardfl.estimate import measure
 
-    model = (os.path.abspath(video.backbone.described_by()), video.backbone.dtype)  # a path, and words
+    model = (os.path.abspath(video.backbone.described_by()), video.backbone.dtype)
     key = repr((*model, video.height, video.width, video.num_frames, video.adapter))
-    file = Path(os.environ[SHARED], hashlib.sha256(key.encode()).hexdigest())
-    if not file.exists():
-        part = file.with_suffix(f".{os.getpid()}")
-        part.write_bytes(pickle.dumps(measure.measure(video)))
-        part.rename(file)
-    return pickle.loads(file.read_bytes())
+    if key not in measured:
+        measured[key] = measure.measure(video)
+    return copy.deepcopy(measured[key])
 
 
 @pytest.fixture(autouse=True)
 def measured_once(monkeypatch):
-    """What an estimate measures on the meta device, which is the same each time, is measured once for all workers."""
-    from rewardfl.estimate import report
-
-    monkeypatch.setattr(report, "measure", measured_before)
+    """Measure once what an estimate measures on the meta device: it is the same each time."""
+    if report := sys.modules.get("rewardfl.estimate.report"):  # most tests do not import it
+        monkeypatch.setattr(report, "measure", measured_before)
 
 
 @pytest.fixture
@@ -102,13 +90,13 @@ def pipe():
 
 
 def run_python(arguments, timeout=280, **settings):
-    """Run a Python of its own, as a user does."""
+    """Run Python in another process, as a user does."""
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, **settings)
 
 
 def run_tool(main, *arguments, expect=0):
-    """Run a merging tool's main in this process as the shell would; returns what it printed."""
+    """Run a tool's main in this process as the shell would; return what it printed."""
     output, argv = io.StringIO(), sys.argv
     sys.argv = ["tool", *map(str, arguments)]
     try:

@@ -1,7 +1,6 @@
 """Schedules and Euler steps against closed forms and diffusers."""
 
 import math
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,6 @@ def test_sigmas_are_lightnings_schedule():
     assert flow.linear_sigmas(4, 5.0).mul(1000).tolist() == pytest.approx([1000, 937.5, 833.3333, 625, 0], abs=1e-3)
     sigmas = flow.linear_sigmas(40, 5.0)
     assert sigmas.dtype == torch.float32 and sigmas.tolist() == pytest.approx(exact_sigmas(40, 5.0), abs=6e-8)
-    with pytest.raises(ValueError, match="num_steps >= 1"):
-        flow.linear_sigmas(0, 5.0)
 
 
 def test_velocity_kl_is_a_gaussian_kl_per_dimension():
@@ -167,7 +164,6 @@ def test_without_noise_every_kind_is_the_euler_step(kind):
         mean, std = flow.transition(kind, x, v, *step_arguments(i, 1e-4))
         torch.testing.assert_close(mean, euler, rtol=0, atol=1e-6)
         assert 0 <= std < 2e-4
-        assert flow.coefficients(kind, *step_arguments(i, 2e-4)).std == pytest.approx(2 * std)
 
 
 def test_dt_is_the_float32_difference_of_float32_sigmas():
@@ -195,21 +191,16 @@ def test_log_prob_and_kl_are_torchs(kind):
 
 
 @pytest.mark.parametrize("kind", STOCHASTIC)
-def test_replay_scores_the_stored_sample_bit_for_bit(kind):
-    """float32: the ratio before an update is 1, not nearly 1; a batch of two is two of one."""
+def test_a_batch_of_two_is_two_of_one_bit_for_bit(kind):
     x, v, noise = batch()
     for i in range(9):
         mean, std = flow.transition(kind, x, v, *step_arguments(i))
         x_next = flow.sample(mean, std, noise)
-        recorded = flow.log_prob(kind, x_next, mean, std)
-        again, std_again = flow.transition(kind, x.clone(), v.clone(), *step_arguments(i))
-        replayed = flow.log_prob(kind, x_next.clone(), again, std_again)
-        assert torch.equal(torch.exp(replayed - recorded), torch.ones(2, dtype=torch.float64))
-        for b in range(2):
-            one = slice(b, b + 1)
-            mean_b, std_b = flow.transition(kind, x[one], v[one], *step_arguments(i))
-            assert torch.equal(flow.sample(mean_b, std_b, noise[one]), x_next[one])
-            assert torch.equal(flow.log_prob(kind, x_next[one], mean_b, std_b), recorded[one])
+        log_prob = flow.log_prob(kind, x_next, mean, std)
+        for b in (slice(0, 1), slice(1, 2)):
+            mean_b, std_b = flow.transition(kind, x[b], v[b], *step_arguments(i))
+            assert torch.equal(flow.sample(mean_b, std_b, noise[b]), x_next[b])
+            assert torch.equal(flow.log_prob(kind, x_next[b], mean_b, std_b), log_prob[b])
         assert mean.dtype == x_next.dtype == torch.float32
         x = x_next
 
@@ -269,38 +260,3 @@ def test_noise_scale_errors_over_the_schedule(kind, noise_level, expected):
     """Measured from the published code (shift 5): why Flow-SDE rollouts look noisy, and its late steps worst."""
     errors = [flow.noise_scale_error(kind, *step_arguments(i, noise_level)) for i in range(9)]
     assert [errors[i] for i in expected] == pytest.approx([*expected.values()], abs=6e-4)
-    with pytest.raises(ValueError, match="a step to sigma 0 has no noise scale"):
-        flow.noise_scale_error(kind, *step_arguments(9, noise_level))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("flow", 1.0, 0.9, 0.7, 1.0), "sigma 1 needs a sigma_cap below 1"),
-        (("sde", 0.5, 0.4, 0.7, 0.9), "kind must be one of ode, flow, dance, cps, got 'sde'"),
-        (("dance", 0.0, 0.0, 0.7, 0.9), r"walks sigma down within \[0, 1\], got 0 to 0"),
-        (("dance", 0.4, 0.5, 0.7, 0.9), r"walks sigma down within \[0, 1\], got 0.4 to 0.5"),
-        (("flow", 1.1, 0.5, 0.7, 0.9), r"walks sigma down within \[0, 1\], got 1.1 to 0.5"),
-        (("ode", 0.5, -0.1, 0.7, 0.9), r"walks sigma down within \[0, 1\], got 0.5 to -0.1"),
-        (("flow", 0.5, 0.4, -0.7, 0.9), "noise_level must be >= 0"),
-        (("cps", 0.5, 0.4, 1.2, 0.9), "<= 1 for cps, got 1.2 for cps"),
-    ],
-)
-def test_refused_transitions(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        flow.coefficients(*arguments)
-
-
-@pytest.mark.parametrize("kind", STOCHASTIC)
-def test_deterministic_steps_have_no_density(kind):
-    x, v, _ = batch()
-    for arguments in (("ode", *step_arguments(3)), (kind, *step_arguments(3, 0.0)), ("cps", *step_arguments(9))):
-        mean, std = flow.transition(arguments[0], x, v, *arguments[1:])
-        for score in (flow.transition_kl, partial(flow.log_prob, kind)):
-            for deterministic in (std, math.nan):
-                with pytest.raises(ValueError, match="a deterministic step .* has no density: leave it out"):
-                    score(mean, mean + 1e-3, deterministic)
-            with pytest.raises(ValueError, match=r"one shape \(B, ...\), got \(2, 3, 5, 7\) and \(1, 3, 5, 7\)"):
-                score(mean, mean[:1], 0.1)  # it would broadcast across samples
-        with pytest.raises(ValueError, match="has no density"):
-            flow.gradient_weight(*arguments)

@@ -69,26 +69,6 @@ def test_nft_gradient_is_exact_at_any_distance(case, mix):
     torch.testing.assert_close(gradient(nft(case, mix), velocity), expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("mix", [1.0, 0.1])
-def test_nft_near_the_old_policy_is_the_family_with_an_anchor(mix):
-    """s 2 / (D mean|v_old - u|) [A (v_old - u) + Amax mix (v - v_old)], to first order in a random gap.
-
-    The gap also changes the two normalisations, along the misfit and by 1 / sqrt(D): 1 % of the anchor here.
-    """
-    generator, size = torch.Generator().manual_seed(4), 100_000
-    x0, noise, old, gap = torch.randn(4, 1, size, generator=generator, dtype=torch.float64).unbind(0)
-    misfit, advantage, gap = old - (noise - x0), torch.tensor([1.7], dtype=torch.float64), 1e-6 * gap
-    scale = SIGMA * 2 / size / misfit.abs().mean()
-    x = flow.add_noise(x0, noise, SIGMA)
-
-    def loss(velocity):
-        return forward_rl.nft_loss(velocity, old, x, x0, SIGMA, advantage, mix=mix, largest=LARGEST)
-
-    change = gradient(loss, old + gap) - gradient(loss, old)
-    expected = scale * LARGEST * mix * gap
-    assert (change - expected).norm() < 0.02 * expected.norm()
-
-
 def test_all_objectives_are_one_family_at_the_old_policy(case):
     misfit, loss = case["old"] - case["target"], forward_rl.distance(case["old"], case["target"])
     strengths = {
@@ -117,7 +97,7 @@ def test_awm_gradients_are_those_of_finite_differences(case, weighting):
 
 
 @pytest.mark.parametrize("weighting", ["huber", "generalised_huber"])
-def test_awm_of_a_perfect_velocity_is_zero_and_has_a_gradient_of_zero(case, weighting):
+def test_awm_is_flat_at_a_perfect_velocity(case, weighting):
     assert forward_rl.awm_log_prob(case["target"], case["target"], SIGMA, weighting).abs().max() < 1e-12
     pull = gradient(lambda v: forward_rl.awm_log_prob(v, case["target"], SIGMA, weighting), case["target"])
     assert (pull == 0).all()
@@ -151,32 +131,6 @@ def test_the_old_policys_published_schedules():
     assert [forward_rl.old_decay(n, **second) for n in (0, 74, 75, 95, 900)] == pytest.approx([0, 0, 0, 0.15, 0.999])
 
 
-def test_deviation_is_0_for_equal_policies_alone(case):
+def test_deviation_is_0_only_for_equal_policies(case):
     assert forward_rl.deviation(case["old"], case["old"]) == 0
     assert forward_rl.deviation(1.02 * case["old"], case["old"]) == pytest.approx(0.02)
-
-
-@pytest.mark.parametrize("objective", ["rvm", "nft", "awm"])
-def test_samples_move_towards_the_reward(objective):
-    """x0 ~ N(m, 1) has the velocity  E[noise - x0 | x]  in closed form. A reward for larger x0 raises m."""
-    generator = torch.Generator().manual_seed(0)
-    mean, x0, noise = torch.zeros(()).requires_grad_(), *torch.randn(2, 4096, 1, generator=generator)
-    sigma = torch.tensor(0.5)
-    x, target = flow.add_noise(x0, noise, sigma), noise - x0
-
-    def velocity(m):  # of the posterior given x; the mean of x0 and the noise follow from the joint Gaussian
-        variance = (1 - sigma) ** 2 + sigma**2
-        residual = (x - (1 - sigma) * m) / variance
-        return sigma * residual - (m + (1 - sigma) * residual)
-
-    advantage = (x0 - x0.mean())[:, 0] / x0.std()
-    if objective == "rvm":
-        loss = forward_rl.rvm_loss(velocity(mean), target, advantage)
-    elif objective == "nft":
-        old = velocity(mean.detach())
-        loss = forward_rl.nft_loss(velocity(mean), old, x, x0, sigma, advantage, mix=1.0, largest=5.0)
-    else:
-        log_prob = forward_rl.awm_log_prob(velocity(mean), target, sigma)
-        loss = forward_rl.awm_loss(log_prob - log_prob.detach(), advantage, 1.0)
-    loss.mean().backward()
-    assert mean.grad < -0.05

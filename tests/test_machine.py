@@ -49,20 +49,19 @@ def test_a_process_takes_its_share(monkeypatch):
     assert machine.threads_of_process(5, 8) == 5
 
 
-@pytest.mark.parametrize("entry", ["import train_reward_fl", "import train_flow_grpo", "import train_forward_rl"])
 @pytest.mark.slow(12)
-def test_threads_soon_sleep_while_they_wait(entry):
+def test_threads_soon_sleep_while_they_wait():
     """libgomp prints what it has read, when torch loads it: the variables are set before."""
     environment = {key: value for key, value in os.environ.items() if key not in THREADS}
     environment["OMP_DISPLAY_ENV"] = "verbose"
-    code = f"{entry}; import torch; print(torch.get_num_threads())"
+    code = "import train_flow_grpo, torch; print(torch.get_num_threads())"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "GOMP_SPINCOUNT = '3000'" in run.stderr and run.stdout.split()[-1] == str(machine.usable_cores())
 
 
 @pytest.mark.parametrize("name", THREADS)
-def test_a_users_own_setting_of_the_threads_stays(name):
+def test_a_users_setting_of_the_threads_stays(name):
     environment = {name: "7"}
     machine.set_thread_defaults(environment)
     assert environment[name] == "7" and len(environment) == 2

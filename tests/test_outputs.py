@@ -1,4 +1,4 @@
-"""The rule of outputs: a new path, or what --overwrite names; an evaluation's folder; never an input, never a link."""
+"""Outputs: a new path, or one that --overwrite names; an evaluation's folder; never an input, never a link."""
 
 import json
 import os
@@ -6,12 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import run_tool
 
-from rewardfl import files, outputs
+from rewardfl import outputs
 from rewardfl.outputs import MARK, Folder, Target
 from rewardfl.weights.shards import InputError
-from rewardfl_tools import generate
 
 
 def contents(folder):
@@ -54,7 +52,7 @@ def test_an_existing_path_is_refused_or_replaced(tmp_path, thesis, entry, is_fol
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
-def test_what_came_while_the_tool_worked_is_kept(tmp_path, is_folder):
+def test_a_path_that_appears_meanwhile_stays(tmp_path, is_folder):
     target = Target(option="--out", path=tmp_path / "new" / "out", overwrite=False, is_folder=is_folder)
     target.check()
     with pytest.raises(InputError, match="exists"), target.fill():
@@ -62,7 +60,7 @@ def test_what_came_while_the_tool_worked_is_kept(tmp_path, is_folder):
     assert os.listdir(tmp_path / "new") == ["out"] and not (is_folder and any(target.path.iterdir()))
 
 
-@pytest.mark.parametrize("out", ["a/in", "a", "a/in/x", "hard", "alias/in", "alias/in/x", "linked", "b/../a/in"])
+@pytest.mark.parametrize("out", ["a/in", "a", "a/in/x", "hard", "alias/in/x", "linked", "b/../a/in"])
 def test_no_input_is_an_output(tmp_path, monkeypatch, out):
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
@@ -83,7 +81,7 @@ def test_no_input_is_an_output(tmp_path, monkeypatch, out):
 
 
 @pytest.mark.parametrize("out", [".", "..", "/", "loop/x", "thesis.txt/x", "here"])
-def test_a_path_where_nothing_can_be(tmp_path, thesis, monkeypatch, out):
+def test_an_impossible_path_is_refused(tmp_path, thesis, monkeypatch, out):
     """The last one is the current folder, by its name."""
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "here").mkdir()
@@ -100,43 +98,6 @@ def test_a_linked_parent_is_a_place(tmp_path):
     target.check()
     target.write(b"ours")
     assert (tmp_path / "disk" / "a" / "b.txt").read_text() == "ours"
-
-
-@pytest.mark.parametrize("entry", ["file", "FIFO", "link", "link to nothing"])
-def test_a_folder_is_written_over_no_link_and_no_file(tmp_path, entry):
-    ENTRIES[entry](tmp_path / "out")
-    with pytest.raises(FileExistsError), files.atomic_directory(tmp_path / "out"):
-        pytest.fail("the block ran")
-    assert os.listdir(tmp_path) == ["out"]
-
-
-def test_a_folder_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").touch()
-    replace, calls = os.replace, []
-
-    def fail_once(*paths):
-        calls.append(paths)
-        if len(calls) == 2:
-            raise OSError("the disk is gone")
-        replace(*paths)
-
-    monkeypatch.setattr(os, "replace", fail_once)
-    with pytest.raises(OSError, match="gone"), files.atomic_directory(tmp_path / "out") as folder:
-        (folder / "new").touch()
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "old"]
-
-
-@pytest.mark.parametrize("name", ["mine.mp4", "folder", "x.gif", "image.png", "model/x.mp4"])
-def test_generate_replaces_nothing_without_a_word(tmp_path, name):
-    for folder in ("folder", "model"):
-        (tmp_path / folder).mkdir()
-    for file in ("mine.mp4", "image.png"):
-        (tmp_path / file).write_text("mine")
-    arguments = ["--model", tmp_path / "model", "--image", tmp_path / "image.png", "--device", "cpu", "--prompt", "x"]
-    (line,) = run_tool(generate.main, *arguments, "--out", tmp_path / name, expect=2).splitlines()
-    assert line.startswith("error: --out") and name in line and "diffusers" not in line
-    assert (tmp_path / "mine.mp4").read_text() == (tmp_path / "image.png").read_text() == "mine"
 
 
 NAMES = ("report.html", "videos/base/000.mp4")
@@ -164,7 +125,7 @@ def test_an_evaluation_continues_in_its_folder_edited_or_not(folder):
     assert {path.name for path in contents(folder.path)} == {"holiday.mp4", MARK, "rewardfl.lock"}
 
 
-@pytest.mark.parametrize("mark", [None, "[]", "{", "[" * 100000, '{"files": {"a": null}}', "", "link", "FIFO"])
+@pytest.mark.parametrize("mark", [None, "[]", "{", '{"files": {"a": null}}', "link", "FIFO"])
 def test_a_folder_without_its_mark_needs_overwrite(folder, thesis, mark):
     path = folder.path / MARK
     path.unlink()
@@ -209,7 +170,7 @@ def test_no_listed_name_leads_out(folder, thesis, name, overwrite):
     assert contents(thesis.parent) == before and (folder.path / "link").is_symlink()
 
 
-@pytest.mark.parametrize("name", [NAMES[1], "videos/base", "videos"])
+@pytest.mark.parametrize("name", [NAMES[1], "videos/base"])
 @pytest.mark.parametrize("entry", ["link", "link to nothing", "FIFO", "other"])
 def test_a_file_never_replaces_a_link_a_folder_or_a_device(folder, entry, name):
     path = folder.path / name
@@ -218,15 +179,6 @@ def test_a_file_never_replaces_a_link_a_folder_or_a_device(folder, entry, name):
     for overwrite in (False, True):
         with pytest.raises(InputError, match="is outside the folder, or a link or something else is in its way"):
             Folder(folder.path, overwrite).claim(NAMES)
-
-
-@pytest.mark.parametrize("entry", ["link", "link to nothing", "FIFO", "folder"])
-def test_the_lock_is_no_link(tmp_path, thesis, entry):
-    (tmp_path / "out").mkdir()
-    ENTRIES[entry](tmp_path / "out" / "rewardfl.lock")
-    with pytest.raises(FileExistsError, match="is a link, or of"), Folder(tmp_path / "out", False).locked():
-        pytest.fail("the folder was taken")
-    assert thesis.read_text() == "thesis" and not (tmp_path / "out" / "nowhere").exists()
 
 
 def test_one_process_fills_a_folder(tmp_path):

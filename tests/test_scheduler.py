@@ -57,16 +57,17 @@ def seeded(*seeds):
 # ---- in the stock pipeline ----
 
 
-def test_without_noise_the_pipeline_samples_as_linear_flow_euler_bit_for_bit(pipe):
+def test_without_noise_the_pipeline_samples_by_euler_steps(pipe):
     expected = sampled(pipe, LinearFlowEuler.from_config(STOCK))
-    for arguments in ({"noise_level": 0.0}, {"kind": "ode"}, {"noise_window": []}):
-        assert torch.equal(sampled(pipe, FlowMatchSDEScheduler.from_config(LINEAR, **arguments)), expected)
+    assert torch.equal(sampled(pipe, FlowMatchSDEScheduler.from_config(LINEAR, noise_level=0.0)), expected)
+    for arguments in ({"kind": "ode"}, {"noise_window": []}):
+        assert ready(4, **arguments)[0].noise_window == ()
     torch.manual_seed(0)
     assert not torch.allclose(sampled(pipe, FlowMatchSDEScheduler.from_config(LINEAR)), expected, atol=1e-2)
 
 
 @pytest.mark.parametrize("kind", STOCHASTIC)
-def test_the_pipelines_latents_replay_to_the_recorded_log_prob_exactly(pipe, kind):
+def test_the_pipelines_latents_replay_to_the_same_log_prob(pipe, kind):
     """Both experts in the window; the velocity of the replay is ours, at the latents that the pipeline went through."""
     scheduler = Recording.from_config(LINEAR, kind=kind, noise_window=[1, 2])
     scheduler.records = []
@@ -109,40 +110,25 @@ def test_the_guides_example_runs(monkeypatch):
 # ---- schedules ----
 
 
-@pytest.mark.parametrize("steps", [1, 4, 10])
-def test_schedule_is_linear_sigmas(steps):
-    scheduler, _, _ = ready(steps)
-    assert torch.equal(scheduler.sigmas, flow.linear_sigmas(steps, 5.0))
-    assert torch.equal(scheduler.timesteps, 1000 * scheduler.sigmas[:-1])
-    assert len(scheduler.timesteps) == steps == scheduler.num_inference_steps
-
-
 @pytest.mark.parametrize(
     ("config", "arguments"),
     [
         ({"shift": 3.0}, {}),  # SD3, FLUX.1-schnell
-        ({"use_dynamic_shifting": True, "max_shift": 1.15}, {"mu": 0.9}),  # FLUX.1-dev
         ({"use_dynamic_shifting": True, "max_shift": 0.9, "shift_terminal": 0.02}, {"mu": 0.7}),  # Qwen-Image
     ],
 )
-def test_given_sigmas_are_treated_as_the_stock_scheduler_treats_them(config, arguments):
+def test_given_sigmas_are_the_stock_schedulers(config, arguments):
     stock = FlowMatchEulerDiscreteScheduler(**config)
     ours = FlowMatchSDEScheduler.from_config(stock.config, noise_level=0.0)
-    sigmas = torch.linspace(1, 1 / 6, 6).tolist()  # as FluxPipeline and QwenImagePipeline pass them
-    x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
-    results = []
+    samples = []
     for scheduler in (stock, ours):
-        scheduler.set_timesteps(sigmas=sigmas, **arguments)
+        scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / 6, 6).tolist(), **arguments)  # as the pipelines pass them
         scheduler.set_begin_index(0)
-        sample = x
+        sample = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
         for t in scheduler.timesteps:
             sample = scheduler.step(torch.tanh(sample), t, sample, return_dict=False)[0]
-        results.append(sample)
-    assert torch.equal(ours.sigmas, stock.sigmas) and torch.equal(ours.timesteps, stock.timesteps)
-    assert torch.equal(*results)
-    if ours.config.use_dynamic_shifting:
-        with pytest.raises(ValueError, match="`mu` must be passed"):
-            ours.set_timesteps(6)
+        samples.append(sample)
+    assert torch.equal(ours.sigmas, stock.sigmas) and torch.equal(*samples)
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -171,8 +157,8 @@ def test_the_config_of_a_stock_scheduler_keeps_its_schedule(config, steps, tmp_p
 
 
 def test_the_config_of_another_scheduler_is_refused(tmp_path):
-    UniPCMultistepScheduler(use_flow_sigmas=True, flow_shift=5.0).save_pretrained(tmp_path)  # Wan's own
-    with pytest.raises(ValueError, match="UniPCMultistepScheduler makes its sigmas in a way of its own"):
+    UniPCMultistepScheduler(use_flow_sigmas=True, flow_shift=5.0).save_pretrained(tmp_path)  # Wan's scheduler
+    with pytest.raises(ValueError, match="UniPCMultistepScheduler makes its sigmas in another way"):
         FlowMatchSDEScheduler.from_pretrained(tmp_path)
 
 
@@ -186,48 +172,19 @@ def test_config_round_trip(tmp_path, caplog):
     loaded.set_timesteps(4)
     assert loaded.noise_window == (1, 2) and loaded.config.kind == "cps" and loaded.config.noise_level == 0.8
     assert torch.equal(loaded.sigmas, flow.linear_sigmas(4, 5.0))
+    assert torch.equal(loaded.timesteps, 1000 * loaded.sigmas[:-1]) and loaded.num_inference_steps == 4
     assert not caplog.records  # diffusers warns of keys that a class does not take
-    quiet = FlowMatchSDEScheduler.from_config(scheduler.config, noise_level=0.0)  # the evaluation's
-    quiet.set_timesteps(4)
-    assert quiet.noise_window == ()
-    for key in ("invert_sigmas", "stochastic_sampling"):
-        with pytest.raises(ValueError, match="invert_sigmas and stochastic_sampling .* not supported"):
-            FlowMatchSDEScheduler.from_config(FlowMatchEulerDiscreteScheduler(**{key: True}).config)
 
 
 # ---- the noise window ----
 
 
 def test_a_window_of_several_drawn_steps():
-    """Drawn steps become python ints, and the default counts inference steps."""
-    scheduler, velocity, sample = ready(10)
-    assert scheduler.noise_window == tuple(range(9))
-    chosen = torch.randperm(5, generator=torch.Generator().manual_seed(0))[:2]
-    scheduler, velocity, sample = ready(10, noise_window=chosen)
-    assert scheduler.noise_window == tuple(chosen.tolist())
-    assert all(type(i) is int for i in scheduler.noise_window)
+    """The default window is all inference steps but the last."""
+    assert ready(10)[0].noise_window == tuple(range(9)) and ready(1)[0].noise_window == ()
+    scheduler, velocity, sample = ready(10, noise_window=[3, 1])
     outputs = [scheduler.step(velocity, t, sample, seeded(0, 1)) for t in scheduler.timesteps]
-    drawn = [i for i, output in enumerate(outputs) if output.log_prob is not None]
-    assert drawn == sorted(chosen.tolist())
-    scheduler, *_ = ready(1)
-    assert scheduler.noise_window == ()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"noise_window": [1, 4]}, r"noise_window \[1, 4\]: there are steps 0 to 3"),
-        ({"noise_window": [-1]}, r"noise_window \[-1\]: there are steps 0 to 3"),
-        ({"noise_window": [2, 3], "kind": "cps"}, r"noise_window \[2, 3\]: cps makes step 3 deterministic"),
-        ({"kind": "sde"}, "kind must be one of ode, flow, dance, cps, got 'sde'"),
-        ({"noise_level": -0.1}, "noise_level must be >= 0"),
-    ],
-)
-def test_refused_windows(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        ready(4, **arguments)
-    with pytest.raises(TypeError):
-        ready(4, noise_window=[0.5])
+    assert [i for i, output in enumerate(outputs) if output.log_prob is not None] == [1, 3]
 
 
 # ---- steps ----
@@ -295,7 +252,7 @@ def test_steps_are_counted_not_looked_up():
     scheduler.step(velocity, scheduler.timesteps[3], sample)
     with pytest.raises(ValueError, match="step 4: the schedule has steps 0 to 3"):
         scheduler.step(velocity, scheduler.timesteps[3], sample)
-    scheduler.set_timesteps(4)  # starts anew
+    scheduler.set_timesteps(4)  # starts again
     scheduler.timesteps = torch.full((4,), 999)  # int64, as UniPC's, and all alike
     assert len({scheduler.step(velocity, t, sample).std for t in scheduler.timesteps}) == 4
     with pytest.raises(ValueError, match="no schedule: call set_timesteps first"):

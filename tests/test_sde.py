@@ -27,7 +27,7 @@ X = noise(100)
 @pytest.mark.parametrize("window", [(0, 1), (1, 3)])
 def test_a_rollout_is_the_schedulers(kernel, window):
     """FlowMatchSDEScheduler, itself held to closed forms, stepped with the same noise."""
-    x0, kept = sde.rollout(network(0.5), X, kernel, window, noise)
+    x0, steps = sde.rollout(network(0.5), X, kernel, window, noise)
     scheduler = FlowMatchSDEScheduler(shift=5.0, kind=kernel.kind, noise_level=kernel.noise_level, noise_window=window)
     scheduler.set_timesteps(6)
     x = X
@@ -38,31 +38,31 @@ def test_a_rollout_is_the_schedulers(kernel, window):
                 kernel.kind, x, v, SIGMAS[i], SIGMAS[i + 1], kernel.noise_level, sigma_cap=SIGMAS[1]
             )
             out = scheduler.step(v, t, x, next_sample=mean + std * noise(i))
-            step = kept[i]
+            step = steps[i]
             assert torch.equal(step.x, x) and torch.equal(step.x_next, out.prev_sample) and step.std == out.std
             assert torch.equal(step.mean, out.mean) and torch.equal(step.log_prob, out.log_prob)
         else:
             out = scheduler.step(v, t, x)
         x = out.prev_sample
-    assert kept.keys() == set(window) and torch.equal(x0, x)
+    assert steps.keys() == set(window) and torch.equal(x0, x)
 
 
 def test_without_a_window_it_is_diffusers_euler():
-    x0, kept = sde.rollout(network(0.5), X, KERNELS[0], (), noise)
+    x0, steps = sde.rollout(network(0.5), X, KERNELS[0], (), noise)
     scheduler = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(sigmas=SIGMAS[:-1].double().numpy())
     x = X
     for i, t in enumerate(scheduler.timesteps):
         x = scheduler.step(network(0.5)(x, i), t, x).prev_sample
-    assert not kept
+    assert not steps
     torch.testing.assert_close(x0, x)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.kind)
 def test_the_score_of_the_same_weights_is_the_same_bits_and_has_a_gradient(kernel):
-    _, kept = sde.rollout(network(0.5), X, kernel, (1, 2), noise)
+    _, steps = sde.rollout(network(0.5), X, kernel, (1, 2), noise)
     weight = torch.tensor(0.5, requires_grad=True)
-    for i, step in kept.items():
+    for i, step in steps.items():
         mean, log_prob = sde.score(network(weight), step, i, kernel)
         assert torch.equal(mean, step.mean) and torch.equal(log_prob, step.log_prob)
         (gradient,) = torch.autograd.grad(log_prob.sum(), weight)
@@ -74,16 +74,16 @@ def test_the_score_of_the_same_weights_is_the_same_bits_and_has_a_gradient(kerne
 def test_a_rollout_may_start_at_its_window():
     kernel, window = KERNELS[0], (2, 3)
     before = reward_flow.rollout(network(0.5), X, SIGMAS[:3], keep=()).x0
-    whole, kept = sde.rollout(network(0.5), X, kernel, window, noise)
+    complete, steps = sde.rollout(network(0.5), X, kernel, window, noise)
     rest, again = sde.rollout(network(0.5), before, kernel, window, noise, start=2)
-    assert torch.equal(whole, rest) and all(torch.equal(kept[i].x_next, again[i].x_next) for i in window)
+    assert torch.equal(complete, rest) and all(torch.equal(steps[i].x_next, again[i].x_next) for i in window)
 
 
 def test_a_step_moves_with_all_that_it_holds():
-    _, kept = sde.rollout(network(0.5), X, KERNELS[0], (1,), noise)
-    moved = kept[1].to("meta")
+    _, steps = sde.rollout(network(0.5), X, KERNELS[0], (1,), noise)
+    moved = steps[1].to("meta")
     assert {value.device.type for value in vars(moved).values() if isinstance(value, torch.Tensor)} == {"meta"}
-    assert moved.std == kept[1].std
+    assert moved.std == steps[1].std
 
 
 def test_what_is_only_measured_keeps_no_graph():

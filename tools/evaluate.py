@@ -19,7 +19,7 @@ report.json, grid.png and videos/ARM/ROW_seedN.mp4. The same command resumes whe
 seeds, adapters or strengths samples only those. In OUT only files are replaced that evaluate.py wrote; changes to them
 are lost.
 What every figure means: docs/evaluate.md. Images are judged by the run's rewards, also at weight 0 (more by
-reward.others.NAME.name=... as overrides): report.json with the win rate, grid.png and images/ARM/ROW_seedN.png.
+reward.terms.NAME.name=... as overrides): report.json with the win rate, grid.png and images/ARM/ROW_seedN.png.
 Text is read by two engines: disagreements.png shows where they differ.
 
 Exit code 0: judged; 2: refused, or the disk is full; 130: stopped by Ctrl-C.
@@ -39,9 +39,9 @@ from rewardfl.config import schema
 Period = Annotated[int, Field(ge=2, le=1000)]  # in pixels
 
 
-def numbers(kind: Any) -> Callable[[str], list]:
-    """Return a reader of a list such as 0.5,1. kind: the numbers' type in the schema."""
-    read = command_line.option_type(kind)
+def numbers(number: Any) -> Callable[[str], list]:
+    """Return a reader of a list such as 0.5,1. number: the numbers' type in the schema."""
+    read = command_line.option_type(number)
     return lambda text: [read(part) for part in text.split(",")]
 
 
@@ -88,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--judge: two recognisers have one name; give one another")
     args.judge = judges
     if args.config and (not args.videos or args.adapter or args.steps or args.strengths or not args.out):
-        parser.error("--config is for --videos and --out alone; to sample from adapters give --run")
+        parser.error("--config takes only --videos and --out; to sample from adapters give --run")
     return args
 
 

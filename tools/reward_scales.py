@@ -3,10 +3,10 @@
     python tools/reward_scales.py --config configs/tiny_face.yaml --rows 4 [section.key=value ...]
 
 The base model's videos of the first clips, sampled as in training, are scored by every reward of the configuration of
-train_reward_fl.py. Printed of each: mean and standard deviation of its score; the norm of its gradient by the video,
-per clip, and that gradient's cosine with the first reward's; its weight, its share of the gradient as weighted, and the
-weight with which it would pull as hard as the first. Then the lines to paste into the yaml that bring every reward to
-its own scale. The KL is no reward, and not in here.
+train_reward_fl.py. Printed of each: mean and standard deviation of its score, which the configuration takes as the
+reward's mean and std; the norm of its gradient by the video, per clip, and that gradient's cosine with the first
+reward's; its weight, its share of the gradient as weighted, and the weight with which it would pull as hard as the
+first. The KL is not a reward, and not in here.
 """
 
 import sys

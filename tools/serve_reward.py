@@ -1,4 +1,4 @@
-"""Serve a reward to trainings on this machine or others, for `reward.name: remote` (docs/rewards_remote.md).
+"""Serve a reward to trainings on this machine or others, for `reward.terms.score.name: remote` (docs/rewards_remote.md).
 
     python tools/serve_reward.py --reward face_identity --settings pack_dir=models/antelopev2 --device cuda
     REWARD_TOKEN=... python tools/serve_reward.py --trust-code --reward my_reward.py:Mine \\
@@ -22,7 +22,7 @@ PORT = Annotated[int, Field(ge=0, le=65535)]
 
 def main() -> int:
     parser = command_line.Parser(__doc__)
-    parser.add_argument("--reward", required=True, help="a name, as reward.name in a config")
+    parser.add_argument("--reward", required=True, help="a name, as reward.terms.score.name in a config")
     parser.add_argument("--settings", nargs="*", default=[], metavar="key=value", help="of the reward")
     parser.add_argument("--host", default="127.0.0.1", help="another address than this machine's own needs a token")
     parser.add_argument("--port", type=option_type(PORT), default=8400, help="0 takes a free one and prints it")

@@ -152,7 +152,6 @@ class Source:
     model_paths: str = ""
     tokenizer_path: str = ""
     origin_paths: str = ""
-    allow_download: bool = False
     boundary: float | None = None  # the sigma between two experts; None: from the files
     embedded_guidance: float | None = None  # input of a guidance-distilled network
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

@@ -2,10 +2,20 @@
 
 # ruff: noqa: F401  (this file only re-exports)
 
-from rewardfl.config.fields import Equivalent, Resumed, did_you_mean, shown
-from rewardfl.config.load import ConfigError, describe, dump, flat, load, parse, parse_value, to_dict, without_removed
+from rewardfl.config.fields import did_you_mean, shown
+from rewardfl.config.load import (
+    ConfigError,
+    describe,
+    dump,
+    flat,
+    load,
+    parse,
+    parse_value,
+    read_saved,
+    to_dict,
+    without_removed,
+)
 from rewardfl.config.schema import (
-    MARKS,
     RESERVED_METRICS,
     SECTIONS,
     TRAINABLE,
@@ -26,9 +36,7 @@ from rewardfl.config.schema import (
     is_supervised,
     kl_steps,
     list_reward_specs,
-    part_weights,
     processes_per_clip,
-    resolve_coupling,
     second_pack_key,
     trained_positions,
 )

@@ -1,23 +1,17 @@
-"""Field types, validators and resume marks of the configuration, and the two helpers that its messages share.
-
-When a run resumes, each key must have its old value unless it is marked: Free, ByContent (a path, compared by its
-content), IfNamed (in run.resume_with_changes) or Equivalent (one of the values for another).
-"""
+"""Field types and validators of the configuration, and the two helpers that its messages share."""
 
 import difflib
 import os
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from enum import Enum
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Section(BaseModel):
-    """Settings, read strictly: true is no 1, 1.0 no number of steps, and an unknown key raises."""
+    """Settings, read strictly: true is not 1, 1.0 is not an integer, and an unknown key raises."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -26,25 +20,7 @@ class Section(BaseModel):
         yield from ()
 
 
-class Resumed(Enum):
-    """How a key may change when a run resumes. A key without this mark must have its old value."""
-
-    FREE = "may change: it does not affect the result"
-    BY_CONTENT = "a path, which may change: what it leads to is compared"
-    IF_NAMED = "may change, or its content, when run.resume_with_changes names it, which run.json then lists"
-
-
-@dataclass(frozen=True)
-class Equivalent:
-    """Values that compute the same numbers: a run may resume with one for the other."""
-
-    values: tuple[str, ...]
-
-
 _T = TypeVar("_T")
-Free = Annotated[_T, Resumed.FREE]
-ByContent = Annotated[_T, Resumed.BY_CONTENT]
-IfNamed = Annotated[_T, Resumed.IF_NAMED]
 
 
 def must_be(words: str, holds: Callable[[Any], object]) -> AfterValidator:
@@ -98,6 +74,17 @@ _not_tiny = must_be("0 or at least 1e-12", lambda value: not 0 < value < 1e-12)
 Positive = Annotated[Number, Field(gt=0, le=1e12), _not_tiny]
 NonNegative = Annotated[Number, Field(ge=0, le=1e12), _not_tiny]
 Share = Annotated[Number, Field(ge=0, le=1)]
+ClipRange = Annotated[Number, Field(gt=0, lt=1)]
+_is_bridge = re.compile(r"bridge:0?\.\d{1,6}").fullmatch
+Bridge = Annotated[
+    str,
+    must_be(
+        "chain, bridge, bridge:WEIGHT (between 0 and 1), drtune, last or endpoint",
+        lambda text: _is_bridge(text) and float(text[7:]),
+    ),
+]
+_are_epochs = re.compile(r"[1-9]\d{0,3} epochs?").fullmatch
+Epochs = Annotated[str, must_be("a whole number, or epochs, such as 3 epochs", _are_epochs)]
 FrameRate = Annotated[Number, Field(ge=0.1, le=1_000)]
 # a score's mean and deviation: beyond these limits, weight * (score - mean) / std would be a constant
 Mean = Annotated[Number, Field(ge=-1e6, le=1e6)]

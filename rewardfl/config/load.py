@@ -16,8 +16,9 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from rewardfl.config.aliases import RENAMED, merge, modernise
 from rewardfl.config.fields import Section, did_you_mean, shown
-from rewardfl.config.schema import SECTIONS, AnyConfig, FlowGrpoConfig, ForwardRlConfig, RewardFlConfig
+from rewardfl.config.schema import PRESETS, SECTIONS, AnyConfig, FlowGrpoConfig, ForwardRlConfig, RewardFlConfig
 
 MOST_BYTES, MOST_BRACKETS = 100_000, 500  # our longest configuration has 4,000 and 20
 _TYPES = {
@@ -28,12 +29,26 @@ _TYPES = {
     "tuple_type": "a list",
     "dict_type": "keys and values",
 }
+_GROUPS_PLACE = "samples are placed in a row on as few processes as possible"
 _REMOVED = {  # {key: reason}
+    "run.logging_steps": "every step is logged",
+    "model.allow_download": "fetch the files before the run, by `hf download`",
+    "reward.recogniser_chunk": "eight faces are embedded at a time",
+    "reward.motion_alarm": "the alarm is at 0.8",
+    "reward.reward_timeout": "a concurrent reward has 600 seconds",
+    "train.max_nonfinite": "a fourth step in a row without a finite gradient or a judged sample stops the run",
+    "grpo.ratio_tolerance": "it is 0 in float32, and 0.1 * clip_range in bfloat16 or with train.compile_blocks",
+    "grpo.spread": _GROUPS_PLACE,
+    "forward.spread": _GROUPS_PLACE,
+    "forward.allow_distilled": "nft makes a distilled model worse; take objective rvm",
     "train.keep_attention": "it saved 6 % of the FLOPs for 8 GB of a GPU",
     "train.max_sample_norm": "no shipped configuration set it; train/sample_norm shows clips that outweigh others",
     "reward.landmark_jitter": "no shipped configuration set it",
     "reward.views": "it traded identity for motion",
 }
+_CONSTANTS = {  # {removed key that changes numbers: what the code does today}
+    "reward.recogniser_chunk": 8, "reward.views": 0, "reward.landmark_jitter": 0.0, "train.max_sample_norm": None,
+}  # fmt: skip
 _NAMELESS = ("missing", "extra_forbidden", "invalid_key")  # errors of keys that the file or the schema lacks
 _OBJECTIVES: dict[str, type[AnyConfig]] = {"grpo": FlowGrpoConfig, "forward": ForwardRlConfig}
 
@@ -60,8 +75,10 @@ def load(path: str | Path, overrides: Sequence[str] = (), schema: type[AnyConfig
 def parse(raw: Mapping[str, Any], overrides: Sequence[str] = ()) -> AnyConfig:
     """Return the checked configuration of {section: {key: value}}, as in run.json's "config". Raise as `load` does."""
     schema = _schema_of(raw)
-    sections: dict[str, Any] = {**dict.fromkeys(SECTIONS[schema], {}), **raw}
-    problems = [problem for text in overrides for problem in _override(sections, text, schema)]
+    today, problems = modernise(raw, {}, groups=schema is not RewardFlConfig)
+    sections: dict[str, Any] = {**dict.fromkeys(SECTIONS[schema], {}), **today}
+    problems += [problem for text in overrides for problem in _override(sections, text, schema)]
+    _apply_preset(sections, schema)
     try:
         cfg = schema.model_validate(sections)
     except ValidationError as error:
@@ -134,6 +151,23 @@ def without_removed(sections: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def read_saved(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the settings of a run.json of this or an earlier version. Raise ConfigError if today's keys cannot."""
+    schema = _schema_of(raw)
+    today, problems = modernise(without_removed(raw), {}, groups=schema is not RewardFlConfig)
+    for key, constant in _CONSTANTS.items():
+        section, _, name = key.partition(".")
+        if (value := (raw.get(section) or {}).get(name, constant)) != constant:
+            problems.append(f"{key} was {shown(value)}, and is {shown(constant)} today: {_REMOVED[key]}")
+    try:
+        saved = to_dict(schema.model_validate(today))
+    except ValidationError as error:
+        problems += describe(error, today, schema)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return saved
+
+
 def parse_value(text: str, where: str, expected: Any = Any) -> Any:
     """Return the YAML value of a command line's text. A text without quotes is taken as it is, " #" included.
 
@@ -201,22 +235,49 @@ def _override(raw: dict[str, Any], text: str, schema: type[AnyConfig]) -> list[s
     *outer, key = path = name.split(".")
     if not equals or not all(path):
         return [f"override {shown(text)} must have the form section.key=value"]
-    if path[0] not in SECTIONS[schema]:
+    if path[0] not in SECTIONS[schema] and name not in RENAMED:
         return [_unknown(path[:1], schema)]
     if not outer:
         return [f"override {shown(text)} must name a key: {name}.<key>=value"]
-    mapping = raw
-    for i, part in enumerate(outer, 1):
-        inner = mapping.get(part)
-        if not isinstance(inner, dict | NoneType):
-            return [f"override {shown(text)}: {_dotted(path[:i])} holds {shown(inner)}, no keys"]
-        mapping[part] = mapping = dict(inner or {})
     try:
         expected = _annotation(schema, path)
     except (LookupError, AttributeError):  # the key does not exist, which the schema reports
         expected = Any
-    mapping[key] = parse_value(value, f"override {shown(text)}", expected)
+    change: Any = parse_value(value, f"override {shown(text)}", expected)
+    for part in reversed(path):
+        change = {part: change}
+    today, problems = modernise(change, raw, groups=schema is not RewardFlConfig)
+    if today != change:
+        if path == ["reward", "others"]:  # in place of those of the file
+            raw["reward"] = {**raw["reward"], "terms": {"score": (raw["reward"].get("terms") or {}).get("score", {})}}
+        merge(raw, today)
+        return problems
+    mapping = raw
+    for i, part in enumerate(outer, 1):
+        inner, change = mapping.get(part), change[part]
+        if not isinstance(inner, dict | NoneType):
+            return [f"override {shown(text)}: {_dotted(path[:i])} holds {shown(inner)}, no keys"]
+        mapping[part] = mapping = dict(inner or {})
+    mapping[key] = change[key]
     return []
+
+
+def _apply_preset(sections: dict[str, Any], schema: type[AnyConfig]) -> None:
+    """Set the keys of train.memory that its preset names, as far as the run has them and they are not given."""
+    train, sample = sections["train"] or {}, sections["sample"] or {}
+    memory = train.get("memory") if isinstance(train, dict) else None
+    if not isinstance(memory, dict) or memory.get("preset") not in PRESETS:
+        return
+    preset = PRESETS[memory["preset"]]
+    unfit = set(preset) - _without_null(_annotation(schema, ("train", "memory"))).model_fields.keys()
+    if "," in str((sections["model"] or {}).get("trainable_models")):
+        unfit.add("untrained")
+    if (sections["data"] or {}).get("num_frames") == 1:
+        unfit.add("kept_chunks")
+    if sample.get("gradient_mode") == "endpoint" or train.get("context_parallel", 1) != 1:
+        unfit.add("active_graphs")
+    fitting = {key: value for key, value in preset.items() if key not in unfit}
+    sections["train"] = train | {"memory": fitting | memory}
 
 
 def describe(error: ValidationError, raw: Mapping[str, Any], schema: type[BaseModel]) -> list[str]:

@@ -2,27 +2,27 @@
 
 The models below are the reference: a field's comment says its meaning, its type says its values. Relative paths start
 at the directory of the command. Each script has its complete configuration: RewardFlConfig, FlowGrpoConfig and
-ForwardRlConfig. The types and the marks Free, ByContent, IfNamed and Equivalent are in fields.py.
+ForwardRlConfig. The types are in fields.py, the older names of keys in aliases.py, and
+which keys may change when a run resumes is in resuming.py.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rewardfl.config.fields import (
     BatchSize,
-    ByContent,
+    Bridge,
     Cap,
+    ClipRange,
     Count,
     Denoising,
     DetectionSide,
     Deviation,
-    Equivalent,
+    Epochs,
     FrameRate,
-    Free,
-    IfNamed,
     Label,
     Listed,
     Mean,
@@ -35,7 +35,6 @@ from rewardfl.config.fields import (
     Pixels,
     PlainText,
     Positive,
-    Resumed,
     Section,
     Seed,
     Setting,
@@ -46,9 +45,9 @@ from rewardfl.config.fields import (
     Text,
     Whole,
     did_you_mean,
-    must_be,
     shown,
 )
+from rewardfl.config.resuming import FREE, NAMED
 
 
 def _names(text: str) -> list[str]:
@@ -58,6 +57,7 @@ def _names(text: str) -> list[str]:
 TRAINABLE = ("dit", "dit2")  # a model's experts by falling sigma; a model with one expert has the first
 SPLIT_ATTENTION = ("native", "_native_cudnn", "_native_flash", "flash")  # work with train.context_parallel
 COUPLING = {"chain": 1.0, "bridge": 0.2, "drtune": 0.0, "last": 1.0, "endpoint": 1.0}
+MEMORY, TERMS = "train.memory", "reward.terms"  # in messages
 ONE_STEP = ("last", "endpoint")  # gradient modes of one active step
 # reward/<name> of the scripts themselves, and of face_identity's parts that alarms and documents mean
 RESERVED_METRICS = ("mean", "std_in_group", "valid_fraction", "failed", "score", "held_out", "coverage", "motion")
@@ -67,28 +67,40 @@ class RunConfig(Section):
     """Section `run` of all scripts. A step is one optimizer update."""
 
     # Folder for run.json, metrics.jsonl, checkpoints/ and samples/. Holds one run.
-    output_dir: Free[PathText]
+    output_dir: PathText
     # Seed of the data order, of every sample's noise and of the adapter's initial values.
     seed: Seed = 42
     # Steps between checkpoints with sample videos; also after the last step. With groups at the epoch's end.
-    save_steps: Free[Count] = 25
+    save_steps: Count = 25
     # Number of last checkpoints to keep, next to the one of checkpoints/best; null keeps all.
-    keep_last: Free[Count | None] = None
-    # Steps between metrics on the console and in the tracker; metrics.jsonl has every step.
-    logging_steps: Free[Count] = 1
+    keep_last: Count | None = None
     # "auto" resumes from the latest complete checkpoint in output_dir, or starts from step 0 without one; a path names
     # a checkpoint (.../checkpoints/step-000025); false starts from step 0.
-    resume_from_checkpoint: Free[PathText | Off] = "auto"
+    resume_from_checkpoint: PathText | Off = "auto"
     # Keys marked IfNamed that may differ from run.json when a run resumes, such as [train.learning_rate]. Each change
     # is printed and listed in run.json (key, old, new, step). May stay when nothing differs any more.
-    resume_with_changes: Free[Listed[str]] = ()
+    resume_with_changes: Listed[str] = ()
     # Tracker next to metrics.jsonl, on the first process. wandb has to be installed (pip install wandb).
-    log_with: Free[Literal["tensorboard", "wandb", "none"]] = "tensorboard"
+    log_with: Literal["tensorboard", "wandb", "none"] = "tensorboard"
     # Sample videos written at each save.
-    sample_videos: Free[Annotated[int, Field(ge=0, le=1_000)]] = 2
+    sample_videos: Annotated[int, Field(ge=0, le=1_000)] = 2
     # Threads per process without a GPU. null divides the usable cores (at most the container's CPU quota) among the
     # processes. The number changes the rounding.
-    cpu_threads: Free[Annotated[Count, Field(le=1_024)] | None] = None
+    cpu_threads: Annotated[Count, Field(le=1_024)] | None = None
+
+
+class DistillLoraConfig(Section):
+    """`model.distill_lora`: LoRAs of a distillation to few steps (Wan2.2-Lightning), in any tool's names."""
+
+    # One file per expert.
+    high: PathLine = ""
+    low: PathLine = ""
+    # fuse: merged in the LoRA's precision, then rounded once to model.dtype. adapter: separate from the weights, active
+    # in policy and reference; slower, and exact for every dtype.
+    mode: Literal["fuse", "adapter"] = "fuse"
+
+    def __bool__(self) -> bool:
+        return bool(self.high or self.low)
 
 
 class ModelConfig(Section):
@@ -98,26 +110,18 @@ class ModelConfig(Section):
     model_name: Text = "wan2_2"
     # Pipeline folder in diffusers layout (model_index.json, transformer/, transformer_2/, vae/, ...), or a
     # wan22_paths.json that names the original files (examples/wan22_paths.json). Empty: see the next key.
-    model_paths: ByContent[PathLine] = ""
+    model_paths: PathLine = ""
     # Instead of model_paths: original files in hub repositories, "repository:pattern, ..." with high_noise,
-    # low_noise, t5 and VAE in the patterns. Taken from the local hub cache; fetched only with allow_download.
-    model_id_with_origin_paths: ByContent[PlainText] = ""
-    # Whether files that the hub cache lacks may be downloaded.
-    allow_download: Free[bool] = False
+    # low_noise, t5 and VAE in the patterns. Taken from the local hub cache, which `hf download` fills.
+    model_id_with_origin_paths: PlainText = ""
     # Tokenizer folder; empty takes the model's own (original files have none but on the hub).
-    tokenizer_path: ByContent[PathLine] = ""
-    # Distillation LoRAs (Wan2.2-Lightning, one file per expert, any tool's names), part of the base model.
-    distill_lora_high: ByContent[PathLine] = ""
-    distill_lora_low: ByContent[PathLine] = ""
-    # fuse: added to the weights in the file's precision, before the one rounding to `dtype`. adapter: separate from
-    # the weights, active in policy and reference; slower, and exact for every `dtype`.
-    distill_lora_mode: Literal["fuse", "adapter"] = "fuse"
+    tokenizer_path: PathLine = ""
+    # Distillation LoRAs, part of the base model.
+    distill_lora: DistillLoraConfig = DistillLoraConfig()
     # Experts whose adapter is trained, comma separated: dit (high noise, or the only one), dit2 (low noise).
     trainable_models: Text = "dit2"
     # Lowest sigma of the high-noise expert; null takes the pipeline's boundary_ratio, if it has one.
     min_timestep_boundary: Share | None = None
-    # Upper end of the high-noise expert's sigmas; only 1 is accepted, because no other expert covers sigmas above it.
-    max_timestep_boundary: Annotated[Number, must_be("1: no expert answers above it", lambda value: value == 1)] = 1.0
     # Guidance input of a guidance-distilled network (FLUX.1-dev: 3.5); null for others.
     embedded_guidance: Annotated[Number, Field(ge=0, le=100)] | None = None
     # Attention backend by diffusers' name: native is torch's choice; flash and _flash_3 need their packages. The start
@@ -130,43 +134,72 @@ class ModelConfig(Section):
         if bool(self.model_paths) == bool(self.model_id_with_origin_paths):
             which = "both are" if self.model_paths else "neither is"
             yield f"model.model_paths or model.model_id_with_origin_paths must be given, {which}"
-        if self.distill_lora_mode == "adapter" and not (self.distill_lora_high or self.distill_lora_low):
-            yield "model.distill_lora_mode adapter needs model.distill_lora_high or model.distill_lora_low"
+        if self.distill_lora.mode == "adapter" and not self.distill_lora:
+            yield "model.distill_lora.mode adapter needs model.distill_lora.high or low"
         chosen = _names(self.trainable_models)
         if not set(chosen) <= set(TRAINABLE) or len(set(chosen)) < len(chosen):
             yield f"model.trainable_models takes {' or '.join(TRAINABLE)} or both, got {shown(self.trainable_models)}"
 
 
-class SharedExpertsConfig(Section):
-    """Keys of section `experts` in all scripts."""
+class MemoryConfig(Section):
+    """`train.memory` of all scripts: what waits where, or is computed again. Only fp8 and boundary_cache round.
 
+    A preset sets the keys that are not given, as far as they fit the run: PRESETS.
+    """
+
+    preset: Literal["fast", "80gb", "24gb", "16gb"] | None = None
     # Place of the trained expert's frozen weights. gpu: on the GPU. cpu_swap: in host memory, one copy per process;
     # blocks are copied to the GPU one ahead of their turn, in the forward and the backward pass (needs
-    # train.use_gradient_checkpointing; not with FSDP2 or ZeRO-2).
-    trained: Annotated[Literal["gpu", "cpu_swap"], Equivalent(("gpu", "cpu_swap"))] = "gpu"
-
-
-class ExpertsConfig(SharedExpertsConfig):
-    """Section `experts` of train_reward_fl.py."""
-
+    # use_gradient_checkpointing; not with FSDP2 or ZeRO-2).
+    trained: Literal["gpu", "cpu_swap"] = "gpu"
     # Place of the untrained expert. gpu, cpu_swap: as for `trained`. fp8: on the GPU in 8 bits, half the size, weights
-    # rounded by about 3 %. boundary_cache: not loaded while training; its latents at the boundary are computed once per
-    # clip and noise, and cached (needs sample.noises_per_sample: n).
-    untrained: Annotated[Literal["gpu", "cpu_swap", "fp8", "boundary_cache"], Equivalent(("gpu", "cpu_swap"))] = "gpu"
+    # rounded by about 3 %.
+    untrained: Literal["gpu", "cpu_swap", "fp8"] = "gpu"
+    # Recompute activations in the backward pass instead of keeping them.
+    use_gradient_checkpointing: bool = True
+    # Keep the checkpoints (the blocks' inputs) in host memory until the backward pass.
+    use_gradient_checkpointing_offload: bool = False
 
 
-class GrpoExpertsConfig(SharedExpertsConfig):
-    """Section `experts` of the scripts with groups, whose rollouts start from new noise: no boundary to cache."""
+class RewardFlMemoryConfig(MemoryConfig):
+    """`train.memory` of train_reward_fl.py."""
 
-    # As in ExpertsConfig.
-    untrained: Annotated[Literal["gpu", "cpu_swap", "fp8"], Equivalent(("gpu", "cpu_swap"))] = "gpu"
+    # As above. boundary_cache: not loaded while training; its latents at the boundary are computed once per clip and
+    # noise, and cached (needs sample.noises_per_sample: n).
+    untrained: Literal["gpu", "cpu_swap", "fp8", "boundary_cache"] = "gpu"  # type: ignore[assignment]  # never written
+    # The VAE decoder's caches between decode and its backward pass. keep: on the GPU; offload: in host memory;
+    # segment: in host memory for every few chunks only, the others are recomputed (one decode more).
+    decode_caches: Literal["keep", "offload", "segment"] = "keep"
+    # Latent frames of a video, the last ones, whose decoder graph stays until the backward pass. Each saves a second
+    # forward pass, and takes 3.4 GB at 480x832 but none of the caches' 1.9 GB.
+    kept_chunks: Annotated[int, Field(ge=0, le=1000)] = 0
+    # Stored of the steps with a gradient. replay: their latents; each step is recomputed with a graph in the backward
+    # pass. keep_on_host and keep_on_device: the graphs of the rollout, which saves one forward pass of each step. They
+    # hold the blocks' inputs, 13.4 GB for each step at 480x832x81, in host memory or on the GPU.
+    active_graphs: Literal["replay", "keep_on_host", "keep_on_device"] = "replay"
+    # Steps whose graphs are kept, the last ones with a gradient; the others are replayed. null: all.
+    kept_steps: Count | None = None
+
+
+class GroupMemoryConfig(MemoryConfig):
+    """`train.memory` of the scripts with groups."""
+
+    # Memory for an epoch's latents and conditioning between rollout and update.
+    samples_on: Literal["gpu", "cpu"] = "gpu"
+
+
+_SWAP = {"trained": "cpu_swap", "untrained": "cpu_swap", "use_gradient_checkpointing_offload": True}
+PRESETS: dict[str, dict[str, Any]] = {
+    "fast": {"use_gradient_checkpointing": False},
+    "80gb": {"untrained": "cpu_swap", "active_graphs": "keep_on_device", "kept_chunks": 2, "decode_caches": "offload"},
+    "24gb": _SWAP | {"decode_caches": "segment"},
+    "16gb": _SWAP | {"decode_caches": "segment", "samples_on": "cpu"},
+}
 
 
 class LoraConfig(Section):
     """Section `lora` of all scripts."""
 
-    # Models with an adapter; null means trainable_models, the only accepted value.
-    lora_base_model: Free[PlainText | None] = None
     # Rank of the update, at most the 5120 inputs of the A14B's layers.
     lora_rank: Annotated[int, Field(ge=1, le=5_120)] = 32
     # The update is scaled by lora_alpha / lora_rank; null means lora_rank, a scale of 1.
@@ -177,7 +210,7 @@ class LoraConfig(Section):
     # rank, alpha and layers: the adapter starts from its weights, the optimizer and the steps start from zero. The KL's
     # reference stays the base model without an adapter. A resumed run does not read it, but its content must not have
     # changed. null: the adapter starts from zero.
-    init_from: ByContent[IfNamed[PathText | None]] = None
+    init_from: PathText | None = None
 
 
 class DataConfig(Section):
@@ -188,7 +221,7 @@ class DataConfig(Section):
     # between semicolons) and person (a name). A prompt with photos needs no clip. A row with a prompt only may have its
     # own height and width. Paths are relative to the file. Example: examples/metadata.csv; tools/check_dataset.py
     # checks one.
-    file_name: ByContent[PathText]
+    file_name: PathText
     # Pixels, multiples of 16; clips are resized to cover height x width and cropped at the centre. For rows with
     # only a prompt, the columns height and width count instead.
     height: Side = 480
@@ -203,10 +236,10 @@ class DataConfig(Section):
     fps: FrameRate | None = None
     # Folder for text embeddings, image latents, face pools and boundary latents, computed once per clip. null:
     # <run.output_dir>/cache. Runs may share it; all processes must see the same folder.
-    cache_dir: Free[PathText | None] = None
+    cache_dir: PathText | None = None
     # Skip and list unusable rows instead of stopping. A clip whose cache entries are lost during the run is replaced
     # by the next one and counted (data/replaced).
-    skip_bad_rows: Free[bool] = False
+    skip_bad_rows: bool = False
 
     def conflicts(self) -> Iterator[str]:
         if self.num_frames == 1 and self.fps is not None:
@@ -242,12 +275,9 @@ class SampleConfig(SharedSampleConfig):
     # Steps with a gradient, as an increasing list within 0..final_timestep, instead of mid..final.
     active_steps: Listed[int] | None = None
     # How the reward's gradient travels back from one active step to the one before: chain (exactly), bridge
-    # (damped), drtune (not at all); last and endpoint differentiate only final_timestep and ignore mid_timestep.
+    # (damped to 0.2, or bridge:WEIGHT), drtune (not at all); last and endpoint differentiate only final_timestep.
     # endpoint moves every sample equally far up its reward, from videos of the averaged weights (DiffusionOPSD).
-    gradient_mode: Literal["chain", "bridge", "drtune", "last", "endpoint"] = "chain"
-    # Weight of that path; null takes the mode's: chain 1, bridge 0.2, drtune 0, last and endpoint 1. Only bridge takes
-    # another, between 0 and 1.
-    coupling: Share | None = None
+    gradient_mode: Literal["chain", "bridge", "drtune", "last", "endpoint"] | Bridge = "chain"
     # How far gradient_mode endpoint goes up the reward, as a share of the latents' norm.
     endpoint_length: Annotated[Number, Field(gt=0, le=1)] = 0.1
     # "fresh": new noise at each visit of a clip; n: each clip has n noises, used in turn, so that the steps before the
@@ -257,14 +287,19 @@ class SampleConfig(SharedSampleConfig):
     # prompt's velocity as a constant: half the backward and half the graph, and another gradient.
     guidance_gradient: Literal["both", "conditional"] = "both"
 
+    @property
+    def coupling(self) -> float:
+        """Return the weight in 0..1 of the gradient from one active step to the one before it."""
+        mode, _, weight = self.gradient_mode.partition(":")
+        return float(weight) if weight else COUPLING[mode]
+
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
         if self.guidance_gradient != "both" and self.guidance_scale == 1:
             yield "sample.guidance_gradient does nothing without guidance; set sample.guidance_scale, or remove it"
         if self.gradient_mode != "endpoint" and self.endpoint_length != 0.1:
             yield "sample.endpoint_length is for gradient_mode endpoint; remove it"
-        last, steps = self.final_timestep, self.num_inference_steps
-        mode, coupling = self.gradient_mode, self.coupling
+        last, steps, mode = self.final_timestep, self.num_inference_steps, self.gradient_mode
         if last >= steps:
             yield f"sample.final_timestep must be at most {steps - 1} for {steps} sampling steps, got {last}"
         if self.active_steps is not None:
@@ -275,10 +310,6 @@ class SampleConfig(SharedSampleConfig):
                 yield f"sample.active_steps does nothing in gradient_mode {mode}; remove it"
         elif self.mid_timestep > last and mode not in ONE_STEP:
             yield f"sample.mid_timestep must be at most final_timestep {last}, got {self.mid_timestep}"
-        if mode == "bridge" and coupling is not None and not 0 < coupling < 1:
-            yield f"sample.coupling {coupling:g} is not between 0 and 1; take gradient_mode chain for 1, drtune for 0"
-        if mode != "bridge" and coupling not in (None, COUPLING[mode]):
-            yield f"sample.coupling of gradient_mode {mode} is {COUPLING[mode]:g}, got {coupling:g}; take mode bridge"
 
 
 class WholeSampleConfig(SharedSampleConfig):
@@ -299,44 +330,61 @@ class GrpoSampleConfig(WholeSampleConfig):
         yield from super().conflicts()
 
 
-class GrpoTermConfig(Section):
-    """One of `reward.others` of train_flow_grpo.py and train_forward_rl.py."""
+class TermConfig(Section):
+    """One of `reward.terms` of all scripts."""
 
-    # A reward as in reward.name.
-    name: Text
-    # Weight of its score in the trained sum. 0: only measured.
-    weight: NonNegative = 0.0
-    # Arguments of the reward.
+    # A reward that `python -m rewardfl.rewards` lists, or a class of your own, package.module:Class or
+    # path/to/file.py:Class. By default face_identity as score, and the label for others.
+    name: PathText
+    # Weight in the trained sum; 0: only measured. By default that of the section for score, and 0 for others.
+    weight: NonNegative
+    # Arguments of the reward. face_identity takes none, its keys are those of section reward; face_motion without a
+    # pack_dir has that section's reward_model_path and det_size.
     settings: dict[Name, Setting] = Field(default_factory=dict)
 
 
-class TermConfig(GrpoTermConfig):
-    """One of `reward.others` of train_reward_fl.py."""
+class RewardFlTermConfig(TermConfig):
+    """One of `reward.terms` of train_reward_fl.py."""
 
-    # The trained term is weight * (score - mean) / std.
-    mean: Mean = 0.0
-    std: Deviation = 1.0
+    # The trained term is weight * (score - mean) / std. Both describe the untrained model's reward, so that a weight
+    # has one meaning for every recogniser. By default 0.54 and 0.16 for face_identity as score, 0 and 1 for others.
+    mean: Mean
+    std: Deviation
+
+
+class PartWeights(Section):
+    """`reward.terms.score.parts`: parts of face_identity without a gradient, weighted into the sum."""
+
+    # Share of frames with a face.
+    coverage: NonNegative = 0.0
+    # Motion as a ratio to the real clip's, at most 1.
+    motion: NonNegative = 0.0
+
+
+class GroupTermConfig(TermConfig):
+    """One of `reward.terms` of the scripts with groups."""
+
+    # For face_identity as score.
+    parts: PartWeights = PartWeights()
 
 
 class SharedRewardConfig(Section):
     """Keys of section `reward` in all scripts."""
 
-    face_keys: ClassVar[tuple[str, ...]] = ("second_model_path", "motion_weight")  # only for face_identity
+    DEFAULT_WEIGHT: ClassVar[float]  # of the label score
 
-    # The trained reward: identity similarity of the generated face to the real clip's (face_identity), another reward
-    # that `python -m rewardfl.rewards` lists, or a class of your own, package.module:Class or path/to/file.py:Class.
-    name: PathText = "face_identity"
-    # Arguments of a reward other than face_identity, which has the keys below.
-    settings: IfNamed[dict[Name, Setting]] = Field(default_factory=dict)
+    # Rewards by label, with metrics reward/<label>. score is the first one and always there: by default the identity
+    # similarity of the generated face to the real clip's (face_identity).
+    terms: dict[Label, TermConfig] = Field({}, validate_default=True)
     # Folder with one face detector and one recogniser (.onnx): antelopev2, buffalo_l, AuraFace; also the folder that
     # the zip unpacks to, or an insightface root (models/antelopev2).
-    reward_model_path: ByContent[PathText | None] = None
+    reward_model_path: PathText | None = None
     # A second such folder for the held-out judge (metrics reward/held_out and reward/held_out/...), never trained on;
     # null: no judge. It must share neither the detector's nor the recogniser's file with a trained pack.
-    held_out_model_path: ByContent[IfNamed[PathText | None]] = None
+    held_out_model_path: PathText | None = None
     # Another such folder, or null: each cosine of face_identity is then the mean over both recognisers on the same
     # crops. It must share no file with the judge's, and no recogniser with reward_model_path.
-    second_model_path: ByContent[IfNamed[PathText | None]] = None
+    second_model_path: PathText | None = None
     # Scored people of face_identity and of the judge, by the real clip's first frame with a face. largest: the largest
     # face; all: every face, each with its own pool and cap, and the mean is trained.
     people: Literal["largest", "all"] = "largest"
@@ -347,84 +395,99 @@ class SharedRewardConfig(Section):
     det_size: DetectionSide = 640
     # Identity similarity above the cap is not rewarded. self_similarity: the mean pairwise similarity of the frames of
     # the real clip, or of the row's photos; one photo takes the median of the other rows'.
-    cap: IfNamed[Cap] = "self_similarity"
+    cap: Cap = "self_similarity"
     # What motion is compared with. clip: the row's clip, or without one the base model's own video of the row (adapter
     # off, the run's sampler, made before training); base: that video for every row.
-    motion_reference: IfNamed[Literal["clip", "base"]] = "clip"
+    motion_reference: Literal["clip", "base"] = "clip"
     # Number of such videos of a row; the mean of their motion counts. sample.noises_per_sample: n takes its n noises.
-    base_noises: IfNamed[Annotated[int, Field(ge=1, le=64)]] = 2
-    # Faces embedded at a time; a smaller number takes less memory, with other rounding.
-    recogniser_chunk: IfNamed[Count] = 8
-    # Threshold of a warning: for the mean motion, as a ratio to the real clip's, and for the judge's flow, landmark
-    # motion, sharpness and coverage, as a share of their values in the run's first updates.
-    motion_alarm: Free[NonNegative] = 0.8
-    # More rewards by label, with metrics reward/<label>: trained with their weight, or only measured.
-    others: IfNamed[dict[Label, GrpoTermConfig]] = Field(default_factory=dict)
+    base_noises: Annotated[int, Field(ge=1, le=64)] = 2
+
+    @field_validator("terms", mode="before")
+    @classmethod
+    def _fill_terms(cls, terms: object) -> object:
+        """Put the first reward and all defaults into the terms; null removes a term of the file."""
+        if not isinstance(terms, dict):
+            return terms
+        given: dict[str, Any] = {"score": {}, **terms}
+        filled = {label: cls._fill(label, term) if isinstance(term, dict) else term for label, term in given.items()}
+        return {label: term for label, term in filled.items() if term is not None}
+
+    @classmethod
+    def _fill(cls, label: str, term: dict[str, Any]) -> dict[str, Any]:
+        first = label == "score"
+        name = term.get("name", "face_identity" if first else label)
+        return {"name": name, "weight": cls.DEFAULT_WEIGHT if first else 0.0} | term
+
+    @property
+    def others(self) -> dict[str, TermConfig]:
+        """Return the terms but the first."""
+        return {label: term for label, term in self.terms.items() if label != "score"}
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether a term has a weight."""
+        return any(term.weight for term in self.terms.values())
 
     def conflicts(self) -> Iterator[str]:
-        if self.name == "face_identity" and self.settings:
-            names = shown(list(self.settings))
-            yield f"reward.settings: face_identity takes none, its keys are those of section reward; got {names}"
+        name = self.terms["score"].name
+        if name == "face_identity" and self.terms["score"].settings:
+            names = shown(list(self.terms["score"].settings))
+            yield f"{TERMS}.score.settings: face_identity takes none, its keys are those of section reward; got {names}"
         shared = ("people", "min_face_size") if self.held_out_model_path is None else ()  # with the judge
-        for key in (*self.face_keys, *shared) if self.name != "face_identity" else ():
+        for key in ("second_model_path", *shared) if name != "face_identity" else ():
             if getattr(self, key) != type(self).model_fields[key].default:
-                yield f"reward.{key} is for face_identity, not {shown(self.name)}; remove it"
+                yield f"reward.{key} is for face_identity, not {shown(name)}; remove it"
         for label in self.others:
             base = label.removesuffix("_std")  # eval/<label>_std is the deviation of eval/<label>
             if label in RESERVED_METRICS or (base != label and base in ("score", "held_out", *self.others)):
-                yield f"reward.others.{label}: the metrics have a key of that name already; choose another label"
+                yield f"{TERMS}.{label}: the metrics have a key of that name already; choose another label"
 
 
 class RewardConfig(SharedRewardConfig):
     """Section `reward` of train_reward_fl.py."""
 
-    # As in SharedRewardConfig.
-    others: IfNamed[dict[Label, TermConfig]] = Field(default_factory=dict)  # type: ignore[assignment]  # never written
-    # loss = -reward_weight * (reward - reward_mean) / reward_std + kl_weight * KL. The mean and std
-    # describe the untrained model's reward, so that reward_weight has one meaning for every recogniser.
-    reward_weight: IfNamed[NonNegative] = 0.1
-    reward_mean: IfNamed[Mean] = 0.54
-    reward_std: IfNamed[Deviation] = 0.16
-    # Weight of the reward face_motion next to face_identity, with the same pack, det_size and recogniser_chunk, and its
-    # other settings at their defaults. It rewards up to the real clip's landmark motion, with a gradient. 0: no term.
-    motion_weight: IfNamed[NonNegative] = 0.0
+    DEFAULT_WEIGHT: ClassVar[float] = 0.1
+
+    # As in SharedRewardConfig. loss = -sum of the terms + kl_weight * KL.
+    terms: dict[Label, RewardFlTermConfig] = Field({}, validate_default=True)  # type: ignore[assignment]
+
+    @classmethod
+    def _fill(cls, label: str, term: dict[str, Any]) -> dict[str, Any]:
+        filled = super()._fill(label, term)
+        measured = label == "score" and filled["name"] == "face_identity"  # by docs/rewards.md, on real clips
+        return {"mean": 0.54 if measured else 0.0, "std": 0.16 if measured else 1.0} | filled
+
     # 0 skips the reference model's forward passes.
-    kl_weight: IfNamed[NonNegative] = 1.0
+    kl_weight: NonNegative = 1.0
     # Steps with a gradient over which the KL is a mean: each takes one forward pass of the reference. last: the last of
     # them; null: all.
-    kl_steps: IfNamed[Literal["last"] | Listed[int] | None] = None
+    kl_steps: Literal["last"] | Listed[int] | None = None
     # How the KL's gradient travels back along the trajectory to earlier active steps: exact (the gradient of the KL,
     # inactive steps held fixed), fixed_trajectory (not at all) or reference_constant (as in ROLL: the reference's
-    # velocity is a constant). through_trajectory is an old name of the last.
-    kl_gradient: Annotated[
-        IfNamed[Literal["exact", "fixed_trajectory", "reference_constant", "through_trajectory"]],
-        Equivalent(("reference_constant", "through_trajectory")),
-    ] = "reference_constant"
-
-    def conflicts(self) -> Iterator[str]:
-        yield from super().conflicts()
-        if self.motion_weight and "face_motion" in self.others:
-            yield "reward.others.face_motion: reward.motion_weight adds a reward of that label; choose another label"
+    # velocity is a constant).
+    kl_gradient: Literal["exact", "fixed_trajectory", "reference_constant"] = "reference_constant"
 
 
 class GrpoRewardConfig(SharedRewardConfig):
     """Section `reward` of train_flow_grpo.py and train_forward_rl.py, where a reward needs no gradient."""
 
-    face_keys = (*SharedRewardConfig.face_keys, "coverage_weight")
+    DEFAULT_WEIGHT: ClassVar[float] = 1.0
 
-    # Weight of reward.name in the sum.
-    reward_weight: IfNamed[NonNegative] = 1.0
-    # For face_identity, the trained sum has coverage_weight * (share of frames with a face) and motion_weight * (motion
-    # as a ratio to the real clip's, at most 1). Neither has a gradient.
-    coverage_weight: IfNamed[NonNegative] = 0.0
-    motion_weight: IfNamed[NonNegative] = 0.0
-    # Timeout in seconds of a reward that runs concurrently with the rollouts (such as `remote`); it fails its samples.
-    reward_timeout: Free[Annotated[Positive, Field(le=1_000_000)]] = 600.0
+    # As in SharedRewardConfig.
+    terms: dict[Label, GroupTermConfig] = Field({}, validate_default=True)  # type: ignore[assignment]
+
+    @property
+    def part_weights(self) -> dict[str, float]:
+        """Return {part of the first reward: its weight} for the parts that are trained next to its score."""
+        return {part: weight for part, weight in self.terms["score"].parts if weight > 0}
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
-        if self.reward_weight == 0 and all(term.weight == 0 for term in self.others.values()):
-            yield "reward.reward_weight is 0, and so are the weights of reward.others: nothing is trained"
+        for label, term in self.terms.items():
+            if term.parts != PartWeights() and (label != "score" or term.name != "face_identity"):
+                yield f"{TERMS}.{label}.parts are for face_identity as score; remove them"
+        if not self.is_trained:
+            yield "reward.terms: no weight is above 0, so nothing is trained; set one"
 
 
 class AnchorConfig(Section):
@@ -435,19 +498,19 @@ class AnchorConfig(Section):
     """
 
     # Weight of the velocity's mean squared error in the loss; 0: no anchor.
-    weight: IfNamed[NonNegative] = 0.0
+    weight: NonNegative = 0.0
     # Sigmas, each with its noise, of each clip in an update: each takes one forward and one backward pass.
-    draws: IfNamed[Annotated[int, Field(ge=1, le=1_000)]] = 1
+    draws: Annotated[int, Field(ge=1, le=1_000)] = 1
     # Where on the schedule: active, the steps that the policy's loss trains (in Flow-GRPO those that windows draw);
     # trained_range, any sigma of the trained experts' steps; or a list of denoising steps.
-    sigmas: IfNamed[Literal["active", "trained_range"] | Listed[int]] = "active"
+    sigmas: Literal["active", "trained_range"] | Listed[int] = "active"
     # Target of the velocity: data, the velocity to the real clip; reference, the velocity of the model without its
     # adapter at the same point, for a distilled model, whose velocity is not the data's, and for a row without a clip:
     # the point is of the base model's own video, made as for reward.motion_reference. As data it would teach its drift.
-    target: IfNamed[Literal["data", "reference"]] = "data"
+    target: Literal["data", "reference"] = "data"
     # Training clips whose loss is measured at the first step and at every save, always with the same sigmas and
     # noises (actor/data_loss). A rise by more than a tenth is an alarm, and counts in train.early_stop. 0: none.
-    measured_clips: IfNamed[Annotated[int, Field(ge=0, le=10_000)]] = 0
+    measured_clips: Annotated[int, Field(ge=0, le=10_000)] = 0
 
     def conflicts(self) -> Iterator[str]:
         if not isinstance(self.sigmas, str) and (
@@ -484,41 +547,48 @@ class GrpoTrainConfig(Section):
     """Section `train` of all scripts."""
 
     # Peak learning rate of AdamW.
-    learning_rate: IfNamed[Annotated[Positive, Field(le=1)]] = 1e-4
-    # After warmup: constant (both spellings), or cosine down to 0 at the last step.
-    lr_scheduler_type: Annotated[
-        IfNamed[Literal["constant", "constant_with_warmup", "cosine"]], Equivalent(("constant", "constant_with_warmup"))
-    ] = "constant"
+    learning_rate: Annotated[Positive, Field(le=1)] = 1e-4
+    # After warmup: constant, or cosine down to 0 at the last step.
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
     # Steps of linear warmup from 0; 0 is none.
-    warmup_steps: IfNamed[Whole] = 10
+    warmup_steps: Whole = 10
     # AdamW's decoupled weight decay.
-    weight_decay: IfNamed[Annotated[NonNegative, Field(le=1)]] = 0.0
-    # Steps (optimizer updates) in all; null takes num_train_epochs passes over the data. A run may resume with another
-    # number; under a cosine, which it stretches, only if run.resume_with_changes names it.
-    max_steps: Free[IfNamed[Steps | None]] = None
-    # Passes over the data when max_steps is null.
-    num_train_epochs: Free[IfNamed[Annotated[int, Field(ge=1, le=10_000)]]] = 1
+    weight_decay: Annotated[NonNegative, Field(le=1)] = 0.0
+    # Steps (optimizer updates) in all, or "3 epochs", passes over the data. A run may resume with another number; under
+    # a cosine, which it stretches, only if run.resume_with_changes names it.
+    max_steps: Steps | Epochs = "1 epoch"
     # Clips per process and forward pass.
-    per_device_train_batch_size: Free[BatchSize] = 1
+    per_device_train_batch_size: BatchSize = 1
     # Largest norm of the gradient; a larger one is scaled down to it.
-    max_grad_norm: IfNamed[Positive] = 1.0
-    # Recompute activations in the backward pass instead of keeping them.
-    use_gradient_checkpointing: Free[bool] = True
-    # Keep the checkpoints (the blocks' inputs) in host memory until the backward pass.
-    use_gradient_checkpointing_offload: Free[bool] = False
+    max_grad_norm: Positive = 1.0
+    # What waits where.
+    memory: GroupMemoryConfig = GroupMemoryConfig()
     # Compile the experts' blocks at their first call: fewer and larger kernels, with other rounding. Takes minutes at
     # the start, and again for clips of another size. Not with fp8, FSDP2 or ZeRO-2.
     compile_blocks: bool = False
-    # Steps in a row that may have a gradient that is not finite, or no judged sample; one more stops the run.
-    max_nonfinite: Free[Whole] = 3
     # When the held-out judge ends the run, with exit code 0 and a checkpoint; null: never. With groups, at an
     # epoch's end. An ended run resumes when this is null or more patient.
-    early_stop: Free[EarlyStopConfig | None] = None
+    early_stop: EarlyStopConfig | None = None
+
+    @property
+    def steps(self) -> int | None:
+        """Return the number of updates; None if it is one of epochs."""
+        return self.max_steps if isinstance(self.max_steps, int) else None
+
+    @property
+    def epochs(self) -> int:
+        """Return the number of passes over the data, if `steps` is None."""
+        return int(str(self.max_steps).split()[0])
 
     def conflicts(self) -> Iterator[str]:
-        if self.use_gradient_checkpointing_offload and not self.use_gradient_checkpointing:
-            yield "train.use_gradient_checkpointing_offload needs train.use_gradient_checkpointing: true; set it"
-        rule, steps = self.early_stop, self.max_steps
+        memory = self.memory
+        if memory.use_gradient_checkpointing_offload and not memory.use_gradient_checkpointing:
+            yield f"{MEMORY}.use_gradient_checkpointing_offload needs {MEMORY}.use_gradient_checkpointing: true; set it"
+        if memory.trained == "cpu_swap" and not memory.use_gradient_checkpointing:
+            yield f"{MEMORY}.trained cpu_swap needs {MEMORY}.use_gradient_checkpointing: true; set it, or trained: gpu"
+        if memory.untrained == "fp8" and self.compile_blocks:
+            yield f"train.compile_blocks does not go with {MEMORY}.untrained fp8; set {MEMORY}.untrained: cpu_swap"
+        rule, steps = self.early_stop, self.steps
         if rule is not None and steps is not None and steps < rule.window * (rule.patience + 1):
             needed = f"{rule.patience} + 1 (patience) windows of {rule.window} updates"
             yield f"train.early_stop needs {needed}, train.max_steps {steps} are fewer; make one of them smaller"
@@ -528,43 +598,55 @@ class TrainConfig(GrpoTrainConfig):
     """Section `train` of train_reward_fl.py."""
 
     # As in GrpoTrainConfig. The reward's gradient is far less noisy than a policy gradient, and drifts sooner.
-    learning_rate: IfNamed[Annotated[Positive, Field(le=1)]] = 2.5e-6
+    learning_rate: Annotated[Positive, Field(le=1)] = 2.5e-6
     # Forward passes per process and step.
-    gradient_accumulation_steps: Free[BatchSize] = 1
+    gradient_accumulation_steps: BatchSize = 1
     # Clips per step over all processes, as a check: must equal per device x accumulation x processes.
-    train_batch_size: Free[Count | None] = None
-    # The VAE decoder's caches between decode and its backward pass. keep: on the GPU; offload: in host memory;
-    # segment: in host memory for every few chunks only, the others are recomputed (one decode more).
-    decode_caches: Free[Literal["keep", "offload", "segment"]] = "keep"
-    # Latent frames of a video, the last ones, whose decoder graph stays until the backward pass. Each saves a second
-    # forward pass, and takes 3.4 GB at 480x832 but none of the caches' 1.9 GB.
-    kept_chunks: Free[Annotated[int, Field(ge=0, le=1000)]] = 0
-    # Stored of the steps with a gradient. replay: their latents; each step is recomputed with a graph in the backward
-    # pass. keep_on_host and keep_on_device: the graphs of the rollout, which saves one forward pass of each step. They
-    # hold the blocks' inputs, 13.4 GB for each step at 480x832x81, in host memory or on the GPU.
-    active_graphs: Free[Literal["replay", "keep_on_host", "keep_on_device"]] = "replay"
-    # Steps whose graphs are kept, the last ones with a gradient; the others are replayed. null: all.
-    kept_steps: Free[Count | None] = None
+    train_batch_size: Count | None = None
+    # As in GrpoTrainConfig.
+    memory: RewardFlMemoryConfig = RewardFlMemoryConfig()  # type: ignore[assignment]  # never written
     # Processes that compute each clip together, for Wan models without sharding. In the experts each has a part of the
     # tokens, which divides activations and time; decoder and rewards work on the full clip in all of them. It must
     # divide the processes, the tokens and the attention heads. The backend native computes attention again to go back.
-    context_parallel: Free[Annotated[Count, Field(le=64)]] = 1
+    context_parallel: Annotated[Count, Field(le=64)] = 1
     # Decay of an average of the weights (rising from 0.1 to this), which sample videos and checkpoints use. 0: the last
     # weights. Training and judging do not use it, except in gradient_mode endpoint, whose videos are the average's.
     ema_decay: Annotated[Number, Field(ge=0, lt=1)] = 0.0
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
-        if self.active_graphs == "keep_on_host" and not self.use_gradient_checkpointing_offload:
-            yield "train.active_graphs keep_on_host needs train.use_gradient_checkpointing_offload: true; set it"
-        if self.active_graphs == "keep_on_device" and self.use_gradient_checkpointing_offload:
-            yield "train.active_graphs keep_on_device needs train.use_gradient_checkpointing_offload: false; set it"
-        if self.active_graphs == "replay" and self.kept_steps is not None:
-            yield "train.kept_steps needs train.active_graphs keep_on_host or keep_on_device; set it, or remove this"
-        others = {"active_graphs": "replay", "compile_blocks": False}
-        for key, value in others.items() if self.context_parallel > 1 else ():
-            if getattr(self, key) != value:
-                yield f"train.context_parallel does not go with train.{key}; set {key}: {str(value).lower()}"
+        graphs, offload = self.memory.active_graphs, f"{MEMORY}.use_gradient_checkpointing_offload"
+        if graphs == "keep_on_host" and not self.memory.use_gradient_checkpointing_offload:
+            yield f"{MEMORY}.active_graphs keep_on_host needs {offload}: true; set it"
+        if graphs == "keep_on_device" and self.memory.use_gradient_checkpointing_offload:
+            yield f"{MEMORY}.active_graphs keep_on_device needs {offload}: false; set it"
+        if graphs == "replay" and self.memory.kept_steps is not None:
+            yield f"{MEMORY}.kept_steps needs active_graphs keep_on_host or keep_on_device; set it, or remove this"
+        if self.context_parallel > 1 and graphs != "replay":
+            yield f"train.context_parallel does not go with {MEMORY}.active_graphs; set active_graphs: replay"
+        if self.context_parallel > 1 and self.compile_blocks:
+            yield "train.context_parallel does not go with train.compile_blocks; set compile_blocks: false"
+
+
+class AdvantageConfig(Section):
+    """`grpo.advantage` and `forward.advantage`: how a group's rewards become advantages."""
+
+    # Divisor of (reward - mean of the group): the standard deviation of the group, of all the epoch's rewards, the
+    # largest of the epoch's groups, or 1.
+    std: Literal["group", "global", "max_group", "none"] = "group"
+    # Several rewards: normalise the weighted sum, or each reward first (so that a small deviation counts as much).
+    of: Literal["sum", "per_reward"] = "sum"
+    # Largest absolute advantage.
+    clip: Positive = 5.0
+
+
+class ForwardAdvantageConfig(AdvantageConfig):
+    """`forward.advantage`."""
+
+    # As above; by default all the epoch's rewards, as in the published code of rvm, nft and awm.
+    std: Literal["group", "global", "max_group", "none"] = "global"
+    # Factor of the clipped advantage; null takes the objective's: rvm 0.1, awm 1 / clip. nft has no factor.
+    scale: Positive | None = None
 
 
 class GroupConfig(Section):
@@ -574,23 +656,46 @@ class GroupConfig(Section):
     group_size: Annotated[int, Field(ge=2, le=1_000)] = 16
     # Groups per epoch, over all processes.
     groups: BatchSize = 48
-    # Processes of a group's members: contiguous, in a row on as few as possible; spread, on all.
-    spread: Free[Literal["contiguous", "spread"]] = "contiguous"
     # Updates per pass over an epoch's samples, each with a part of them.
     updates_per_epoch: BatchSize = 1
     # Passes over an epoch's samples.
     inner_epochs: BatchSize = 1
-    # Memory for an epoch's latents and conditioning between rollout and update.
-    samples_on: Free[Literal["gpu", "cpu"]] = "gpu"
-    # Divisor of (reward - mean of the group): the standard deviation of the group, of all the epoch's rewards, the
-    # largest of the epoch's groups, or 1.
-    advantage_std: IfNamed[Literal["group", "global", "max_group", "none"]] = "group"
-    # Several rewards: normalise their weighted sum, or each before summing (so that a small deviation counts as much).
-    advantage_of: IfNamed[Literal["sum", "per_reward"]] = "sum"
-    advantage_clip: IfNamed[Positive] = 5.0
+    # How rewards become advantages.
+    advantage: AdvantageConfig = AdvantageConfig()
     # Decay of the averaged weights (rising from 0.1 to this), which evaluation, sample videos and checkpoints use.
     # 0: the last weights.
     ema_decay: Annotated[Number, Field(ge=0, lt=1)] = 0.9
+
+
+class WindowConfig(Section):
+    """`grpo.window`: which steps are stochastic. One of steps, size and fraction; size 2 without any."""
+
+    # These steps, in every epoch.
+    steps: Listed[int] | None = None
+    # Number of steps in a row, drawn in each epoch.
+    size: Denoising | None = None
+    # Share of all steps, drawn in each epoch.
+    fraction: Annotated[Share, Field(gt=0)] | None = None
+    # [first, last + 1] of the steps that size and fraction draw from; null is all. Steps of an untrained expert and the
+    # last step, whose noise no step would remove, are never drawn.
+    within: Listed[int] | None = None
+    # Each group draws its own window, instead of one for all groups of the epoch: Flash-GRPO with size 1. For one
+    # trained expert, and a batch that divides group_size.
+    per_group: bool = False
+
+    @property
+    def rule(self) -> Literal["list", "random", "fraction"]:
+        """Return how the steps are chosen."""
+        return "list" if self.steps is not None else "random" if self.fraction is None else "fraction"
+
+    def conflicts(self) -> Iterator[str]:
+        given = [key for key in ("steps", "size", "fraction") if getattr(self, key) is not None]
+        if len(given) > 1:
+            yield f"grpo.window has {' and '.join(given)}; remove all but one of them"
+        if self.steps is not None and self.per_group:
+            yield "grpo.window.per_group is for size and fraction; remove it, or steps"
+        if self.steps is not None and self.within is not None:
+            yield "grpo.window.within is for size and fraction; remove it, or steps"
 
 
 class GrpoConfig(GroupConfig):
@@ -602,49 +707,46 @@ class GrpoConfig(GroupConfig):
 
     # Kernel of the stochastic steps: flow (Flow-GRPO), dance (DanceGRPO) or cps (Flow-CPS), with this much noise.
     sde: Literal["flow", "dance", "cps"] = "flow"
-    noise_level: IfNamed[Annotated[Number, Field(ge=0.001, le=10)]] = 0.7
+    noise_level: Annotated[Number, Field(ge=0.001, le=10)] = 0.7
     # Largest deviation of one step's noise, for flow and dance; null: no limit. LongCat has 0.45.
-    max_std: IfNamed[Annotated[Number, Field(ge=0.001, le=10)] | None] = None
-    # The stochastic steps, which are trained; the others are steps of the ODE. list: window_steps. random: window_size
-    # steps in a row, drawn in each epoch. fraction: window_fraction of all steps, drawn in each epoch.
-    window: Literal["list", "random", "fraction"] = "random"
-    # For list.
-    window_steps: Listed[int] | None = None
-    # For random.
-    window_size: Denoising = 2
-    # For fraction.
-    window_fraction: Annotated[Share, Field(gt=0)] = 0.6
-    # First and last + 1 of the steps that random and fraction draw from; null is all. Steps of an untrained expert and
-    # the last step, whose noise no step would remove, are never drawn.
-    window_bounds: Listed[int] | None = None
-    # Each group draws its own window, instead of one for all groups of the epoch: Flash-GRPO with window_size 1.
-    # For one trained expert, and a batch that divides group_size.
-    window_per_group: bool = False
-
+    max_std: Annotated[Number, Field(ge=0.001, le=10)] | None = None
+    # The stochastic steps, which are trained; the others are steps of the ODE.
+    window: WindowConfig = WindowConfig()
     # guard: GRPO-Guard's ratio without its bias, every step weighted by 1/dt. clip: PPO's, for images (at the size of
     # a video its bias silences every sample of negative advantage).
     objective: Literal["guard", "clip"] = "guard"
-    # The ratio is clipped to 1 - clip_range .. 1 + clip_range_high (null: clip_range). Not transferable between
+    # The ratio is clipped to 1 - clip_range .. 1 + clip_range; [low, high] are two of them. Not transferable between
     # objectives, resolutions and values of sde.
-    clip_range: IfNamed[Annotated[Number, Field(gt=0, lt=1)]] = 2e-6
-    clip_range_high: IfNamed[Positive | None] = None
+    clip_range: ClipRange | Annotated[Listed[ClipRange], Field(min_length=2, max_length=2)] = 2e-6
     # Weight of the KL divergence from the untrained model, over the trained steps; 0 skips its forward passes.
-    kl_weight: IfNamed[NonNegative] = 0.0
-    # Largest |log-probability of the replay - of the rollout| before an epoch's first update; more stops the run.
-    # null: 0 in float32, 0.1 * clip_range in bfloat16 or with train.compile_blocks.
-    ratio_tolerance: Free[NonNegative | None] = None
+    kl_weight: NonNegative = 0.0
+
+    @property
+    def clip_ends(self) -> tuple[float, float]:
+        """Return how far the ratio may go below and above 1."""
+        low, high = (self.clip_range, self.clip_range) if isinstance(self.clip_range, float) else self.clip_range
+        return low, high
 
     def conflicts(self) -> Iterator[str]:
+        yield from self.window.conflicts()
         if self.sde == "cps" and self.noise_level > 1:
             yield f"grpo.noise_level of sde cps must be at most 1, got {self.noise_level:g}"
         if self.sde == "cps" and self.max_std is not None:
             yield "grpo.max_std is for sde flow and dance, cps leaves as much noise as it finds; remove it"
-        if (self.window == "list") != (self.window_steps is not None):
-            yield "grpo.window_steps and grpo.window: list go together; set both, or neither"
-        if self.window == "list" and self.window_per_group:
-            yield "grpo.window_per_group is for grpo.window random and fraction; remove it, or window: list"
-        if self.window == "list" and self.window_bounds is not None:
-            yield "grpo.window_bounds are for grpo.window random and fraction; remove them, or window: list"
+
+
+class OldPolicyConfig(Section):
+    """`forward.old_policy`: at the end of an epoch it keeps a share of itself and takes the rest from the policy.
+
+    The share is rate * (updates so far - start), within 0..decay.
+    """
+
+    # null takes the objective's: nft 0.5, awm 0.3; rvm and best 0, the policy at the start of the epoch.
+    decay: Annotated[Share, Field(lt=1)] | None = None
+    rate: NonNegative = 0.001
+    start: Whole = 0
+    # Weight of mean((v - v_old)^2), the distance from the old policy's velocity.
+    anchor: NonNegative = 0.0
 
 
 class ForwardConfig(GroupConfig):
@@ -654,48 +756,42 @@ class ForwardConfig(GroupConfig):
     # policy. awm: AWM's clipped ratio of likelihoods. best: plain regression on each group's best video, as on
     # data. For a model distilled to few steps, rvm (docs/forward_rl.md).
     objective: Literal["rvm", "nft", "awm", "best"] = "rvm"
-    # Allows nft for a distilled model, which it makes worse.
-    allow_distilled: Free[bool] = False
     # Sigmas, each with its noise, of each video in an update: each takes one forward and one backward pass.
-    draws: IfNamed[Annotated[int, Field(ge=1, le=1_000)]] = 2
+    draws: Annotated[int, Field(ge=1, le=1_000)] = 2
     # Where on the schedule: steps, the sigmas of the trained experts' denoising steps, in turn, which the sampler asks
     # for; trained_range, any sigma between these steps; or a list of denoising steps.
-    sigmas: IfNamed[Literal["steps", "trained_range"] | Listed[int]] = "steps"
-    # The old policy makes the videos. At the end of an epoch it keeps a share of itself and takes the rest from the
-    # policy: old_decay_rate * (updates so far - old_decay_start), within 0..old_decay. null takes the objective's: nft
-    # 0.5 and awm 0.3 at a rate of 0.001 from 0; rvm and best 0, the policy at the start of the epoch.
-    old_decay: IfNamed[Annotated[Share, Field(lt=1)] | None] = None
-    old_decay_rate: IfNamed[NonNegative] = 0.001
-    old_decay_start: IfNamed[Whole] = 0
-    # Weights of mean((v - v_old)^2) and mean((v - v_base)^2), the distances from the old policy's velocity and from
-    # the velocity of the model without its adapter. The data anchor's is anchor.weight.
-    old_anchor: IfNamed[NonNegative] = 0.0
-    base_anchor: IfNamed[NonNegative] = 0.0
-    # Divisor of the advantage: standard deviation of all the epoch's rewards, as in the published code of the three.
-    advantage_std: IfNamed[Literal["group", "global", "max_group", "none"]] = "global"
-    # Factor of the clipped advantage; null takes the objective's: rvm 0.1, awm 1 / advantage_clip. nft has no factor.
-    advantage_scale: IfNamed[Positive | None] = None
+    sigmas: Literal["steps", "trained_range"] | Listed[int] = "steps"
+    # The old policy makes the videos.
+    old_policy: OldPolicyConfig = OldPolicyConfig()
+    # Weight of mean((v - v_base)^2), the distance from the velocity of the model without its adapter. The old policy's
+    # is old_policy.anchor, the data anchor's anchor.weight.
+    base_anchor: NonNegative = 0.0
+    # As in GroupConfig.
+    advantage: ForwardAdvantageConfig = ForwardAdvantageConfig()
     # For nft: the distance of its branches from the old policy, its authors' beta.
-    mix: IfNamed[Annotated[Share, Field(gt=0)]] = 1.0
+    mix: Annotated[Share, Field(gt=0)] = 1.0
     # For awm: its likelihood as a function of the regression's loss l (forward_rl.awm_log_prob).
-    weighting: IfNamed[Literal["uniform", "sigma", "sigma_squared", "huber", "generalised_huber"]] = "generalised_huber"
+    weighting: Literal["uniform", "sigma", "sigma_squared", "huber", "generalised_huber"] = "generalised_huber"
     # For awm: the ratio is clipped to 1 - clip_range .. 1 + clip_range.
-    clip_range: IfNamed[Annotated[Share, Field(gt=0)]] = 1.0
+    clip_range: Annotated[Share, Field(gt=0)] = 1.0
 
     def conflicts(self) -> Iterator[str]:
         if not isinstance(self.sigmas, str) and (
             not self.sigmas or list(self.sigmas) != sorted(set(self.sigmas)) or self.sigmas[0] < 0
         ):
             yield f"forward.sigmas must be steps in increasing order, from 0 on, got {shown(list(self.sigmas))}"
-        owners = {"mix": "nft", "allow_distilled": "nft", "weighting": "awm", "clip_range": "awm"}
-        owners |= {"advantage_scale": "rvm and awm"}  # nft divides by advantage_clip
-        of_policies = ("advantage_std", "advantage_of", "advantage_clip", "old_decay", "old_anchor")
-        for key, owner in (owners | dict.fromkeys(of_policies, "rvm, nft and awm")).items():
+        owners = {"mix": "nft", "weighting": "awm", "clip_range": "awm"}
+        for key, owner in (owners | {"old_policy": "rvm, nft and awm"}).items():
             if self.objective not in owner and getattr(self, key) != type(self).model_fields[key].default:
                 yield f"forward.{key} is for objective {owner}, got objective {self.objective}; remove it"
-        stays = self.old_decay == 0 or (self.old_decay is None and self.objective in ("rvm", "best"))
-        if stays and (self.old_decay_start or self.old_decay_rate != 0.001):
-            yield "forward.old_decay_rate and _start do nothing with old_decay 0, rvm's and best's default; remove them"
+        if self.objective == "best" and self.advantage != ForwardAdvantageConfig():
+            yield "forward.advantage is for objective rvm, nft and awm, got objective best; remove it"
+        if self.objective == "nft" and self.advantage.scale is not None:  # it divides by the clip
+            yield "forward.advantage.scale is for objective rvm and awm, got objective nft; remove it"
+        old = self.old_policy
+        stays = old.decay == 0 or (old.decay is None and self.objective in ("rvm", "best"))
+        if stays and (old.rate, old.start) != (0.001, 0):
+            yield "forward.old_policy.rate and start do nothing with decay 0, rvm's and best's default; remove them"
 
 
 class EvaluationConfig(Section):
@@ -703,13 +799,13 @@ class EvaluationConfig(Section):
 
     # metadata.csv of held-out clips; null: no evaluation, and sample videos of training clips. Measure by a held-out
     # reward, too: reward.held_out_model_path, or one of reward.others with weight 0.
-    eval_clips: ByContent[IfNamed[PathText | None]] = None
+    eval_clips: PathText | None = None
     # Steps between evaluations (at the epoch's end); also before the first step and after the last.
-    eval_steps: Free[Count] = 50
+    eval_steps: Count = 50
     # Sampling steps; null takes sample.num_inference_steps.
-    eval_inference_steps: IfNamed[Denoising | None] = None
+    eval_inference_steps: Denoising | None = None
     # Videos per clip, each from its own noise, the same in each evaluation.
-    eval_noises: IfNamed[BatchSize] = 1
+    eval_noises: BatchSize = 1
 
 
 class RewardFlConfig(Section):
@@ -719,7 +815,6 @@ class RewardFlConfig(Section):
 
     run: RunConfig
     model: ModelConfig
-    experts: ExpertsConfig
     lora: LoraConfig
     data: DataConfig
     sample: SampleConfig
@@ -736,16 +831,16 @@ class RewardFlConfig(Section):
             yield f"reward.kl_steps must be increasing, of the steps with a gradient {list(active)}, got {list(steps)}"
         if self.sample.gradient_mode == "endpoint" and not is_supervised(self):
             yield from self._endpoint_conflicts()
-        if self.train.kept_chunks > 0 and self.data.num_frames == 1:
-            yield f"train.kept_chunks is for videos, got {self.train.kept_chunks} with data.num_frames 1; remove it"
+        if (kept := self.train.memory.kept_chunks) > 0 and self.data.num_frames == 1:
+            yield f"{MEMORY}.kept_chunks is for videos, got {kept} with data.num_frames 1; remove it"
         if self.train.context_parallel > 1 and self.data.max_pixels is not None:
             yield "train.context_parallel divides the tokens of one size; set data.height and width, not max_pixels"
         if self.train.context_parallel > 1 and self.model.attention_backend not in SPLIT_ATTENTION:
             names = ", ".join(SPLIT_ATTENTION)
             yield f"train.context_parallel needs a model.attention_backend of {names}; take one of them"
-        if self.experts.untrained != "boundary_cache":
+        if self.train.memory.untrained != "boundary_cache":
             return
-        needs = "experts.untrained boundary_cache needs"
+        needs = f"{MEMORY}.untrained boundary_cache needs"
         if is_supervised(self):
             yield f"{needs} rollouts, and supervised fine-tuning (anchor.weight alone) makes none; set it to cpu_swap"
         if trained_positions(self) != (1,):
@@ -753,7 +848,7 @@ class RewardFlConfig(Section):
         if self.sample.noises_per_sample == "fresh":
             yield f"{needs} a number of noises per clip; set sample.noises_per_sample to, for example, 4"
         if self.sample.guidance_scale != 1:
-            yield f"{needs} sampling without guidance; set sample.guidance_scale: 1, or experts.untrained: cpu_swap"
+            yield f"{needs} sampling without guidance; set sample.guidance_scale: 1, or untrained: cpu_swap"
 
     def _endpoint_conflicts(self) -> Iterator[str]:
         """Yield the settings that gradient_mode endpoint excludes."""
@@ -762,8 +857,8 @@ class RewardFlConfig(Section):
             yield f"{needs} makes its videos by averaged weights; set train.ema_decay, for example to 0.5"
         if self.reward.kl_weight != 0:
             yield f"{needs} stays near the averaged weights and has no KL; set reward.kl_weight: 0"
-        if self.train.active_graphs != "replay":
-            yield f"{needs} has no graphs in its rollout; set train.active_graphs: replay"
+        if self.train.memory.active_graphs != "replay":
+            yield f"{needs} has no graphs in its rollout; set {MEMORY}.active_graphs: replay"
 
 
 class GroupRunConfig(Section):
@@ -773,7 +868,6 @@ class GroupRunConfig(Section):
 
     run: RunConfig
     model: ModelConfig
-    experts: GrpoExpertsConfig
     lora: LoraConfig
     data: DataConfig
     sample: WholeSampleConfig
@@ -803,14 +897,14 @@ class FlowGrpoConfig(GroupRunConfig):
     def conflicts(self) -> Iterator[str]:
         yield from _shared_conflicts(self)
         yield from _epoch_conflicts(self)
-        bounds, steps = self.grpo.window_bounds, self.sample.num_inference_steps
-        if bounds is not None and not (len(bounds) == 2 and 0 <= bounds[0] < bounds[1] <= steps):
-            values = shown(list(bounds))
-            yield f"grpo.window_bounds must be two numbers [first, last + 1] within 0..{steps}, got {values}"
+        within, steps = self.grpo.window.within, self.sample.num_inference_steps
+        if within is not None and not (len(within) == 2 and 0 <= within[0] < within[1] <= steps):
+            values = shown(list(within))
+            yield f"grpo.window.within must be two numbers [first, last + 1] within 0..{steps}, got {values}"
         batch = self.train.per_device_train_batch_size
-        if self.grpo.window_per_group and self.grpo.group_size % batch:
+        if self.grpo.window.per_group and self.grpo.group_size % batch:
             yield (
-                f"grpo.window_per_group needs passes of one group: train.per_device_train_batch_size {batch} must "
+                f"grpo.window.per_group needs passes of one group: train.per_device_train_batch_size {batch} must "
                 f"divide grpo.group_size {self.grpo.group_size}"
             )
 
@@ -829,11 +923,10 @@ class ForwardRlConfig(GroupRunConfig):
     def conflicts(self) -> Iterator[str]:
         yield from _shared_conflicts(self)
         yield from _epoch_conflicts(self)
-        distilled = self.model.distill_lora_high or self.model.distill_lora_low
-        if self.forward.objective == "nft" and distilled and not self.forward.allow_distilled:
+        if self.forward.objective == "nft" and self.model.distill_lora:
             yield (
-                "forward.objective nft makes a distilled model worse (docs/forward_rl.md), and model.distill_lora_* "
-                "names its distillation; set forward.objective: rvm, or forward.allow_distilled: true"
+                "forward.objective nft makes a distilled model worse (docs/forward_rl.md), and model.distill_lora "
+                "names its distillation; set forward.objective: rvm"
             )
         steps = () if isinstance(self.forward.sigmas, str) else self.forward.sigmas
         if steps and steps[-1] > self.sample.final_timestep:
@@ -847,18 +940,15 @@ SECTIONS: dict[type[AnyConfig], dict[str, type[Section]]] = {
     schema: {section: cast(type[Section], field.annotation) for section, field in schema.model_fields.items()}
     for schema in (RewardFlConfig, FlowGrpoConfig, ForwardRlConfig)
 }
-# {section.key: the marks of its field}
-MARKS: dict[str, list[object]] = {
-    f"{section}.{key}": field.metadata
-    for sections in SECTIONS.values()
-    for section, kind in sections.items()
-    for key, field in kind.model_fields.items()
-}
 
 
 def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
     yield from _resume_conflicts(cfg)
-    if cfg.reward.name == "face_identity" and cfg.reward.reward_model_path is None and not is_supervised(cfg):
+    if (
+        cfg.reward.terms["score"].name == "face_identity"
+        and cfg.reward.reward_model_path is None
+        and not is_supervised(cfg)
+    ):
         yield "reward.reward_model_path is required for face_identity; name the folder of a face pack"
     if is_supervised(cfg) and cfg.train.early_stop is not None:
         yield "train.early_stop needs videos; supervised fine-tuning (anchor.weight alone) makes none, so remove it"
@@ -873,24 +963,17 @@ def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
         yield f"reward.min_face_size {cfg.reward.min_face_size:g} is wider than a frame ({widest}), so no face counts"
     if cfg.train.early_stop is not None and cfg.reward.held_out_model_path is None:
         yield "train.early_stop needs a held-out judge; set reward.held_out_model_path, or remove train.early_stop"
-    trained, named = cfg.model.trainable_models, cfg.lora.lora_base_model
-    if named is not None and set(_names(named)) != set(_names(trained)):
-        yield f"lora.lora_base_model must be model.trainable_models {shown(trained)}, got {shown(named)}; remove it"
-    if cfg.experts.trained == "cpu_swap" and not cfg.train.use_gradient_checkpointing:
-        yield "experts.trained cpu_swap needs train.use_gradient_checkpointing: true; set it, or experts.trained: gpu"
-    untrained = cfg.experts.untrained
+    untrained = cfg.train.memory.untrained
     if untrained != "gpu" and len(trained_positions(cfg)) != 1:
-        yield f"experts.untrained {untrained} needs one expert that is not trained; set model.trainable_models to one"
-    if untrained == "fp8" and cfg.train.compile_blocks:
-        yield "train.compile_blocks does not go with experts.untrained fp8; set experts.untrained: cpu_swap"
-    if untrained == "fp8" and cfg.model.distill_lora_mode == "adapter":
-        yield "experts.untrained fp8 takes no distillation's adapter; set model.distill_lora_mode: fuse"
+        yield f"{MEMORY}.untrained {untrained} needs one expert that is not trained; set model.trainable_models to one"
+    if untrained == "fp8" and cfg.model.distill_lora.mode == "adapter":
+        yield f"{MEMORY}.untrained fp8 takes no distillation's adapter; set model.distill_lora.mode: fuse"
 
 
 def _epoch_conflicts(cfg: GroupRunConfig) -> Iterator[str]:
     if (samples := cfg.group.groups * cfg.group.group_size) > 1_000_000:
         yield f"groups x group_size must be at most 1000000 samples per epoch, got {samples}; make one of them smaller"
-    per_epoch, max_steps = cfg.group.updates_per_epoch * cfg.group.inner_epochs, cfg.train.max_steps or 0
+    per_epoch, max_steps = cfg.group.updates_per_epoch * cfg.group.inner_epochs, cfg.train.steps or 0
     if max_steps % per_epoch:
         below = max_steps - max_steps % per_epoch
         near = " or ".join(str(n) for n in (below, below + per_epoch) if n)
@@ -902,9 +985,9 @@ def _resume_conflicts(cfg: AnyConfig) -> Iterator[str]:
     for key in cfg.run.resume_with_changes:
         if key not in keys:
             yield f"run.resume_with_changes: there is no key {shown(key)}{did_you_mean(key, keys)}"
-        elif Resumed.FREE in MARKS[key] and Resumed.IF_NAMED not in MARKS[key]:
+        elif key in FREE and key not in NAMED:
             yield f"run.resume_with_changes: {key} may change without being named; remove it"
-        elif Resumed.IF_NAMED not in MARKS[key]:
+        elif key not in NAMED:
             yield f"run.resume_with_changes: {key} cannot change in a run; start a new one by lora.init_from"
 
 
@@ -930,19 +1013,12 @@ def is_supervised(cfg: AnyConfig) -> bool:
     """Return whether the data anchor is the entire loss: no reward has a weight, and there is no KL."""
     if not isinstance(cfg, RewardFlConfig) or cfg.anchor.weight == 0:
         return False
-    reward = cfg.reward
-    weights = [reward.reward_weight, reward.motion_weight, *(term.weight for term in reward.others.values())]
-    return reward.kl_weight == 0 and not any(weights)
+    return cfg.reward.kl_weight == 0 and not cfg.reward.is_trained
 
 
 def processes_per_clip(cfg: AnyConfig) -> int:
     """Return the number of processes that compute each clip together."""
     return cfg.train.context_parallel if isinstance(cfg, RewardFlConfig) else 1
-
-
-def resolve_coupling(cfg: RewardFlConfig) -> float:
-    """Return the weight in 0..1 of the gradient from one active step to the one before it."""
-    return COUPLING[cfg.sample.gradient_mode] if cfg.sample.coupling is None else cfg.sample.coupling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -967,25 +1043,29 @@ def list_reward_specs(cfg: AnyConfig, pixels_per_token: int = 0, *, for_evaluati
     if is_supervised(cfg) and not for_evaluation:
         return []
     reward = cfg.reward
-    face = {"det_size": reward.det_size, "chunk": reward.recogniser_chunk}
+    face: dict[str, Any] = {"det_size": reward.det_size}
     who = {"people": reward.people, "min_face_size": reward.min_face_size}
-    if reward.name == "face_identity":
-        key, settings = "reward.reward_model_path", {"pack_dir": reward.reward_model_path, "cap": reward.cap} | face
-        settings |= who | {"second_pack_dir": reward.second_model_path}
-    else:
-        key, settings = "reward.name", reward.settings
-    mean, std = (cfg.reward.reward_mean, cfg.reward.reward_std) if isinstance(cfg, RewardFlConfig) else (0.0, 1.0)
-    scale = {"weight": reward.reward_weight, "mean": mean, "std": std}
-    specs = [RewardSpec(key=key, label="score", name=reward.name, settings=settings, **scale)]
+    specs = [_reward_spec(reward, "score")]
+    if specs[0].name == "face_identity":
+        settings = {"pack_dir": reward.reward_model_path, "cap": reward.cap} | face | who
+        settings |= {"second_pack_dir": reward.second_model_path}
+        specs = [replace(specs[0], key="reward.reward_model_path", settings=settings)]
     if reward.held_out_model_path is not None:
         key = "reward.held_out_model_path"
         judge = {"pack_dir": reward.held_out_model_path, "cap": "none", "grid_period": pixels_per_token} | face | who
         specs.append(RewardSpec(key=key, label="held_out", name="face_judge", settings=judge, weight=0.0))
-    if isinstance(cfg, RewardFlConfig) and cfg.reward.motion_weight:
-        key, name, settings = "reward.motion_weight", "face_motion", {"pack_dir": reward.reward_model_path} | face
-        specs.append(RewardSpec(key=key, label=name, name=name, settings=settings, weight=cfg.reward.motion_weight))
-    others = reward.others.items()
-    return specs + [RewardSpec(key=f"reward.others.{label}", label=label, **vars(term)) for label, term in others]
+    return specs + [_reward_spec(reward, label) for label in reward.others]
+
+
+def _reward_spec(reward: SharedRewardConfig, label: str) -> RewardSpec:
+    """Return a term as RewardSpec."""
+    term = reward.terms[label]
+    settings = term.settings
+    if term.name == "face_motion" and "pack_dir" not in settings:
+        settings = {"pack_dir": reward.reward_model_path, "det_size": reward.det_size} | settings
+    scale = {"mean": term.mean, "std": term.std} if isinstance(term, RewardFlTermConfig) else {}
+    key = f"{TERMS}.{label}"
+    return RewardSpec(key=key, label=label, name=term.name, settings=settings, weight=term.weight, **scale)
 
 
 def second_pack_key(key: str) -> str:
@@ -1003,9 +1083,3 @@ def count_base_noises(cfg: AnyConfig) -> int:
     """Return the number of the base model's videos of a row: of the noises that the run repeats, or base_noises."""
     repeated = cfg.sample.noises_per_sample if isinstance(cfg, RewardFlConfig) else "fresh"
     return cfg.reward.base_noises if repeated == "fresh" else repeated
-
-
-def part_weights(cfg: GroupRunConfig) -> dict[str, float]:
-    """Return {part of the first reward: its weight} for the parts that are trained next to its score."""
-    weights = {"coverage": cfg.reward.coverage_weight, "motion": cfg.reward.motion_weight}
-    return {name: weight for name, weight in weights.items() if weight > 0}

@@ -29,14 +29,14 @@ class Machine:
 def smaller_settings(work: Workload) -> Mapping[str, Any]:
     """Return {configuration key: value} that take less memory of a GPU, in the order in which they cost time."""
     levers = {
-        f"{work.group_section}.samples_on": ("cpu", work.samples_in_flight > 0 and work.samples_on == "gpu"),
-        "experts.untrained": ("cpu_swap", work.untrained is not None and work.untrained_placement == "gpu"),
-        "train.decode_caches": ("offload", work.reward_gradient and work.decode_caches == "keep"),
-        "train.use_gradient_checkpointing": (True, not work.checkpointing),
-        "train.use_gradient_checkpointing_offload": (True, not work.offload_inputs),
+        "train.memory.samples_on": ("cpu", work.samples_in_flight > 0 and work.samples_on == "gpu"),
+        "train.memory.untrained": ("cpu_swap", work.untrained is not None and work.untrained_placement == "gpu"),
+        "train.memory.decode_caches": ("offload", work.reward_gradient and work.decode_caches == "keep"),
+        "train.memory.use_gradient_checkpointing": (True, not work.checkpointing),
+        "train.memory.use_gradient_checkpointing_offload": (True, not work.offload_inputs),
         "train.per_device_train_batch_size": (1, work.batch > 1),
-        "experts.trained": ("cpu_swap", work.sharding == "none" and work.trained_placement == "gpu"),
-        "train.kept_chunks": (0, work.kept_chunks > 0),
-        "train.active_graphs": ("replay", work.kept_steps > 0),
+        "train.memory.trained": ("cpu_swap", work.sharding == "none" and work.trained_placement == "gpu"),
+        "train.memory.kept_chunks": (0, work.kept_chunks > 0),
+        "train.memory.active_graphs": ("replay", work.kept_steps > 0),
     }
     return {key: value for key, (value, helps) in levers.items() if helps}

@@ -4,7 +4,7 @@ import argparse
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from rewardfl import config, data, lora, reward_flow
+from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Backbone, Conditioning, Decoder, Experts, Velocity
 from rewardfl.config.schema import LoraConfig, SampleConfig, WholeSampleConfig
 from rewardfl.files import digest_files
@@ -87,19 +88,6 @@ def read_start(settings: LoraConfig, backbone: Backbone, trained: Sequence[str],
     return loras
 
 
-def describe_start(path: str) -> str:
-    """Return the path of a start and, if a run.json above it tells, how it was trained."""
-    resolved = Path(path).resolve()
-    runs = [folder for folder in (resolved, *resolved.parents[:4]) if (folder / "run.json").is_file()]
-    try:
-        supervised = config.is_supervised(config.parse(read_run_file(runs[0]).config, []))
-    except (IndexError, OSError, ValueError):
-        return path
-    updates = re.search(r"/step-0*(\d+)", resolved.as_posix())
-    words = "by supervised fine-tuning" if supervised else "with a reward"
-    return f"{path} (trained {words}{f', {updates[1]} updates' if updates else ''})"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Arm:
     """One way to make every row's video. The name must be fit for a file's."""
@@ -109,7 +97,7 @@ class Arm:
     adapter: Path | None = None  # a checkpoint; None for the base model
     strength: float = 1.0  # the adapter's factor
     videos: Path | None = None  # another tool's videos, judged as they are
-    origin: str = ""  # the run's start: its path and training; empty for others
+    origin: str = ""  # the path of the run's start; empty for others
 
 
 def make_arms(
@@ -141,7 +129,7 @@ def make_arms(
         tail = "" if count == usual else f"_{count}steps"
         arms.append(Arm(name=BASE + tail, steps=count))
         if start:
-            arms.append(Arm(name=START + tail, steps=count, adapter=Path(start), origin=describe_start(start)))
+            arms.append(Arm(name=START + tail, steps=count, adapter=Path(start), origin=start))
         for folder, strength in ((folder, strength) for folder, of_folder in adapters for strength in of_folder):
             name = names[folder] + ("" if strength == 1 else f"_x{strength:g}") + tail
             arms.append(Arm(name=name, steps=count, adapter=folder, strength=strength))
@@ -197,26 +185,26 @@ def find_videos(folder: Path, rows: Sequence[data.Row]) -> Files:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """A model with an adapter. conditioning: by row id and by NEGATIVE. sizes: (H, W) by row id."""
+    """A model with an adapter. conditioning: of `encode_inputs`. sizes: (H, W) by row id."""
 
     sampling: Sampling
     num_frames: int
     backbone: Backbone
     experts: Experts
     decoder: Decoder
-    conditioning: Callable[[str], Conditioning]
+    conditioning: Mapping[str, Conditioning]
     sizes: Mapping[str, tuple[int, int]]
     device: torch.device
 
     def sample(self, batch: Sequence[Job], arm: Arm) -> Tensor:
         """Sample jobs of one size by the ODE: (B, 3, F, H, W) in [-1, 1]. A job has the same noise in every arm."""
-        conditioning = self.backbone.collate([self.conditioning(row.id) for row, _ in batch])
+        conditioning = self.backbone.collate([self._conditioning(row.id) for row, _ in batch])
         shape = self.backbone.latent_shape(*self.sizes[batch[0][0].id], self.num_frames)
         schedule = self.backbone.schedule(arm.steps, self.sampling.shift, shape)
         if arm.steps == self.sampling.num_inference_steps:
             schedule = schedule.until(self.sampling.final_timestep)
         guidance = self.sampling.guidance_scale
-        negative = self.conditioning(NEGATIVE) if guidance != 1 else None
+        negative = self._conditioning(NEGATIVE) if guidance != 1 else None
         velocity = Velocity(
             backbone=self.backbone, model=self.experts, conditioning=conditioning, schedule=schedule, negative=negative,
             guidance=guidance,
@@ -234,6 +222,9 @@ class Sampler:
                 )
         return self.decoder.decode(x0, conditioning).float()
 
+    def _conditioning(self, row_id: str) -> Conditioning:
+        return protocol.move_to(self.conditioning[row_id], self.device)
+
 
 def encode_inputs(
     sampling: Sampling,
@@ -241,13 +232,14 @@ def encode_inputs(
     backbone: Backbone,
     inputs: Iterable[tuple[data.Row, Tensor | None]],
     device: torch.device,
-) -> Iterator[tuple[str, Conditioning]]:
-    """Yield row id and conditioning of each row and image (3, H, W) in [-1, 1]; before them NEGATIVE where guided."""
-    encode_text, encode_image = backbone.text_encoder(device), backbone.image_encoder(device)
+) -> dict[str, Conditioning]:
+    """Return the conditioning, on the CPU, of rows and their images (3, H, W) by row id, and by NEGATIVE if guided."""
+    encode_text, encode_image, encoded = backbone.text_encoder(device), backbone.image_encoder(device), {}
     if sampling.guidance_scale != 1:
-        yield NEGATIVE, encode_text(sampling.negative_prompt)
+        encoded[NEGATIVE] = protocol.move_to(encode_text(sampling.negative_prompt), "cpu")
     for row, image in inputs:
-        yield row.id, encode_text(row.prompt) | encode_image(image, num_frames)
+        encoded[row.id] = protocol.move_to(encode_text(row.prompt) | encode_image(image, num_frames), "cpu")
+    return encoded
 
 
 def load_model(

@@ -52,8 +52,13 @@ def is_ratio(name: str) -> bool:
 
 
 def format_interval(value: Interval, sign: str = "") -> str:
-    """Format an interval as mean [low, high]. sign: + to write it before positive numbers."""
-    mean, low, high = (f"{value[key]:{sign}.3f}" for key in ("mean", "low", "high"))
+    """Format an interval as mean [low, high], with as many digits as the largest of them needs.
+
+    sign: + to write it before positive numbers.
+    """
+    largest = max(map(abs, value.values()))
+    count = 1 if largest >= 100 else 4 if 0 < largest < 0.1 else 3
+    mean, low, high = (f"{value[key]:{sign}.{count}f}" for key in ("mean", "low", "high"))
     return f"{mean} [{low}, {high}]"
 
 
@@ -65,18 +70,15 @@ def resampled(count: int) -> Tensor:
 
 def interval(values: Tensor) -> Interval:
     """Return the mean of (n,) values and the ends of its 95 % bootstrap interval."""
-    return _with_ends(values.mean(), values[resampled(len(values))].mean(1))
+    return ratio_interval(values, torch.ones_like(values))
 
 
 def ratio_interval(numerator: Tensor, denominator: Tensor) -> Interval:
     """Return the ratio of two means of (n,) values with its interval."""
     rows = resampled(len(numerator))
     ratios = numerator[rows].mean(1) / denominator[rows].mean(1).clamp(min=_LEAST)
-    return _with_ends(numerator.mean() / denominator.mean().clamp(min=_LEAST), ratios)
-
-
-def _with_ends(mean: Tensor, means: Tensor) -> Interval:
-    low, high = means.quantile(torch.tensor([0.025, 0.975])).tolist()
+    low, high = ratios.quantile(torch.tensor([0.025, 0.975])).tolist()
+    mean = numerator.mean() / denominator.mean().clamp(min=_LEAST)
     return {"mean": float(mean), "low": low, "high": high}
 
 
@@ -128,7 +130,8 @@ class Table:
             face_sim = [self.values(arm, name) | self.values(arm, name + end) for arm in arms]
             pairs = pair_people(*({c: x for c, x in arm.items() if c.person in scale.another} for arm in face_sim))
             if pairs.people:
-                places[f"{judge}/identity_kept{end}"] = place_on_scale(scale, *map(pairs.by_name, range(len(arms))))
+                by_name = [dict(zip(pairs.people, values.tolist(), strict=True)) for values in pairs.values]
+                places[f"{judge}/identity_kept{end}"] = place_on_scale(scale, *by_name)
         return places
 
     def frames(self, arm: str, judge: str) -> Tensor:
@@ -187,9 +190,6 @@ class Pairs(NamedTuple):
     values: Tensor  # (arms, people)
     left_out: list[str]  # people without a clip that all arms have
 
-    def by_name(self, arm: int = 0) -> dict[str, float]:
-        return dict(zip(self.people, self.values[arm].tolist(), strict=True))
-
 
 def pair_people(*arms: Values) -> Pairs:
     """Pair arms by name: each person's mean over the clips (row and noise) that all arms have."""
@@ -243,7 +243,7 @@ def summarise(records: Sequence[Record], arms: Sequence[Arm], verified: Verifica
     summaries = [arm_report(table, arm, bases[arm.steps], judges) for arm in arms]
     for arm, summary in zip(arms, summaries, strict=True):
         if arm.adapter and not arm.origin and (start := starts.get(arm.steps)):
-            summary |= {"start": start, "over_start": compare_figures(table, arm.name, start, table.names(arm.name))}
+            summary |= {"start": start, "over_start": compare_figures(table, arm.name, start)}
     return {
         "people": len({clip.person for clip in clips}), "clips": len(table.figures[arms[0].name]),
         "per_clip": per_clip(table), "real": arm_figures(table, REAL, judges), "arms": summaries,
@@ -290,29 +290,24 @@ def find_bases(arms: Sequence[Arm]) -> dict[int, Arm]:
 
 
 def arm_figures(table: Table, arm: str, judges: Sequence[str]) -> dict:
-    """Return the means of an arm's figures, and mean FaceSim of its clips' frames 1 .. F - 1, [] without clips."""
-    frames = {judge: table.frames(arm, judge) for judge in judges}
-    curves = {
-        judge: [round(x, 4) for x in rows.mean(0).tolist()] if len(rows) else [] for judge, rows in frames.items()
-    }
-    return {"figures": mean_figures(table, arm, table.names(arm)), "per_frame": curves}
-
-
-def mean_figures(table: Table, arm: str, names: Sequence[str]) -> dict[str, Interval | None]:
-    """Return the means of these figures, and identity kept by the recognisers that have a scale."""
+    """Return the means of an arm's figures with identity kept, and mean FaceSim of its clips' frames 1 .. F - 1."""
     figures: dict[str, Interval | None] = {}
-    for name in names:
+    for name in table.names(arm):
         figures[name] = mean_interval(table.values(arm, name))
         judge, _, key = name.rpartition("/")
         if key == "face_sim":
             figures |= table.place(judge, arm)
-    return figures
+    frames = {judge: table.frames(arm, judge) for judge in judges}
+    curves = {
+        judge: [round(x, 4) for x in rows.mean(0).tolist()] if len(rows) else [] for judge, rows in frames.items()
+    }
+    return {"figures": figures, "per_frame": curves}
 
 
-def compare_figures(table: Table, arm: str, base: str, names: Sequence[str]) -> dict[str, dict | None]:
-    """Return the changes of these figures against the base, and of identity kept."""
+def compare_figures(table: Table, arm: str, base: str) -> dict[str, dict | None]:
+    """Return the changes of an arm's figures against the base, and of identity kept."""
     changes: dict[str, dict | None] = {}
-    for name in names:
+    for name in table.names(arm):
         block, _, key = name.rpartition("/")
         change = compare(table.values(arm, name), table.values(base, name), by_ratio=is_ratio(name))
         changes[name] = change
@@ -332,7 +327,7 @@ def arm_report(table: Table, arm: Arm, base: Arm, judges: Sequence[str]) -> dict
         "origin": arm.origin,
     }  # fmt: skip
     if against:
-        summary["compared"] = compare_figures(table, arm.name, against, table.names(arm.name))
+        summary["compared"] = compare_figures(table, arm.name, against)
         nonrigid = [table.values(name, f"{judges[-1]}/nonrigid") for name in (arm.name, against)]
         summary |= {"frozen_share": frozen_share(*nonrigid), "colour_shift": colour_shift(table, arm.name, against)}
     return summary

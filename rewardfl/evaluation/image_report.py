@@ -4,25 +4,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from torch import Tensor
 
 from rewardfl import data
 from rewardfl.evaluation.arms import Arm
-from rewardfl.evaluation.figures import ClipKey, Table, find_bases, format_interval, interval, make_table, pair_people
-from rewardfl.evaluation.records import Record
+from rewardfl.evaluation.figures import ClipKey, Table, find_bases, format_interval, interval, pair_people
 from rewardfl.evaluation.report.pictures import draw_cell
 from rewardfl.rewards.scoring import Term
 
 DISAGREEMENTS = "disagreements.png"
 
 SHOWN, SIDE = 24, 96  # rows of the grid, and the minimum height of a picture in it
-
-_Item = TypeVar("_Item")
 
 
 class Disagreement(NamedTuple):
@@ -107,46 +103,41 @@ class ImageReport:
         return pictures
 
     def draw(self, out: Path) -> None:
-        """Draw out/grid.png, and out/disagreements.png if there are any; remove an earlier one."""
-        data.write_picture(out / "grid.png", data.side_by_side(self.draw_grid(out))[None])
-        (out / DISAGREEMENTS).unlink(missing_ok=True)
-        arm, base = self.pairs()[0]
-        if pictures := self.disagreements(arm.name, base):
-            shown = [picture for picture in pictures if picture.side == "after"] or pictures
-            cells = []
-            for picture in spread(sorted(shown, key=lambda picture: -picture.margin)):
-                figures = [f"{name.rpartition('/')[2]} {value:.3g}" for name, value in picture.figures.items()]
-                side = arm.name if picture.side == "after" else base
-                cells.append(self._draw_cell(out, [side], picture.clip, ", ".join(figures)))
-            data.write_picture(out / DISAGREEMENTS, data.side_by_side(cells)[None])
+        """Draw out/grid.png: all arms of prompts, from the greatest loss to the greatest gain of the first reward.
 
-    def draw_grid(self, out: Path) -> list[Tensor]:
-        """Draw all arms of up to SHOWN prompts, from the greatest loss to the greatest gain of the first reward."""
+        Draw out/disagreements.png if there are any; remove an earlier one.
+        """
         (arm, base), score = self.pairs()[0], f"rewards/{self.terms[0].label}"
         scores = {which.name: self.table.values(which.name, score) for which in self.arms}
         after, before = scores[arm.name], scores[base]
         clips = [clip for clip in self.table.figures[base] if clip.seed == 0]
         clips.sort(key=lambda clip: after[clip] - before[clip] if clip in after and clip in before else 0.0)
+        texts = {
+            clip: [f"{name} {values.get(clip, math.nan):.3g}" for name, values in scores.items()] for clip in clips
+        }
+        self._draw_sheet(out / "grid.png", [(list(scores), clip, texts[clip]) for clip in clips])
+        (out / DISAGREEMENTS).unlink(missing_ok=True)
+        pictures = sorted(self.disagreements(arm.name, base), key=lambda picture: -picture.margin)
         cells = []
-        for clip in spread(clips):
-            texts = [f"{name} {values.get(clip, math.nan):.3g}" for name, values in scores.items()]
-            cells.append(self._draw_cell(out, list(scores), clip, ", ".join(texts)))
-        return cells
+        for picture in [picture for picture in pictures if picture.side == "after"] or pictures:
+            figures = [f"{name.rpartition('/')[2]} {value:.3g}" for name, value in picture.figures.items()]
+            cells.append(([arm.name if picture.side == "after" else base], picture.clip, figures))
+        if cells:
+            self._draw_sheet(out / DISAGREEMENTS, cells)
 
-    def _draw_cell(self, out: Path, arms: Sequence[str], clip: ClipKey, below: str) -> Tensor:
-        """Draw arms' pictures of a clip next to each other, enlarged to a height of about SIDE."""
-        pictures = [data.read_picture(out / self.table.records[arm][clip]["file"]) for arm in arms]
-        image = Image.fromarray(torch.cat(pictures, 1).numpy())
-        image = ImageOps.scale(image, max(1, round(SIDE / image.height)), Image.Resampling.NEAREST)
-        return draw_cell(image, self.prompts[clip.row], below)
+    def _draw_sheet(self, path: Path, cells: Sequence[tuple[list[str], ClipKey, list[str]]]) -> None:
+        """Draw up to SHOWN evenly spaced cells, the first and the last among them.
 
-
-def make_report(
-    records: Sequence[Record], arms: Sequence[Arm], rows: Sequence[data.Row], terms: Sequence[Term]
-) -> ImageReport:
-    """Make the report of these records."""
-    table = make_table(records, [arm.name for arm in arms])
-    return ImageReport(table=table, arms=arms, prompts={row.id: row.prompt for row in rows}, terms=terms)
+        Each has arms' pictures of a clip next to each other, enlarged to a height of about SIDE, and texts below.
+        """
+        sheet = []
+        for i in np.linspace(0, len(cells) - 1, min(SHOWN, len(cells))).round().astype(int):
+            arms, clip, texts = cells[i]
+            files = [path.parent / self.table.records[arm][clip]["file"] for arm in arms]
+            image = Image.fromarray(torch.cat([data.read_picture(file) for file in files], 1).numpy())
+            image = ImageOps.scale(image, max(1, round(SIDE / image.height)), Image.Resampling.NEAREST)
+            sheet.append(draw_cell(image, self.prompts[clip.row], ", ".join(texts)))
+        data.write_picture(path, data.side_by_side(sheet)[None])
 
 
 def format_table(report: Mapping) -> str:
@@ -166,8 +157,3 @@ def format_table(report: Mapping) -> str:
         for which, count in arm["disagreements"].items():
             lines += ["", f"{which}: {count['before']} pictures before, {count['after']} after ({DISAGREEMENTS})"]
     return "\n".join(lines)
-
-
-def spread(items: Sequence[_Item]) -> list[_Item]:
-    """Return up to SHOWN evenly spaced items, the first and the last among them."""
-    return [items[i] for i in np.linspace(0, len(items) - 1, min(SHOWN, len(items))).round().astype(int)]

@@ -22,9 +22,8 @@ from rewardfl.config.schema import ModelConfig
 from rewardfl.data import cache
 from rewardfl.evaluation import image_report, processes
 from rewardfl.evaluation.arms import Arm, find_videos, load_config, make_arms, read_start
-from rewardfl.evaluation.figures import summarise
+from rewardfl.evaluation.figures import make_table, summarise
 from rewardfl.evaluation.judging import list_dependencies, load_judges, measured_rewards
-from rewardfl.evaluation.metric_curves import read_metrics
 from rewardfl.evaluation.records import FORMAT, SETTINGS, Settings, merge_settings, record_file
 from rewardfl.evaluation.report.pictures import PEOPLE, draw_grid
 from rewardfl.evaluation.report.report_page import format_report, report_page
@@ -107,8 +106,7 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     study.judge_files(rows)
     processes.gather([])  # wait for all
     if main:
-        finish(study, rows, people, {"command": sys.argv, "version": __version__, "settings": settings}, args)
-        folder.remove(study.prepared(rows))
+        finish(study, rows, people, {"command": sys.argv, "version": __version__, "settings": settings})
     return 0
 
 
@@ -138,16 +136,14 @@ def check_rows(
     rewards, problems = {term.key: term.reward for term in terms}, []
     for row in rows:
         texts = [*data.inspect_row(row, clips.num_frames, clips.fps, takes_image=takes_image).problems]
-        kinds = [(key, reward.compares_with) for key, reward in rewards.items()]
-        offers = ("clip", "motion", *row.offers) if clips.num_frames > 1 else row.offers  # left out, or the base's
-        texts += [f"{key} compares with a {kind}, and the row lacks it" for key, kind in kinds if kind not in offers]
+        if clips.num_frames == 1:  # of videos the figure is left out, or the motion is the base's
+            texts += setup_rewards.missing_columns(row, {key: each.compares_with for key, each in rewards.items()})
         texts += setup_rewards.unusable_prompts(row, rewards)
         texts += [plan.size_problem(clips, backbone, row.size)] if backbone is not None else []
         problems += [(row.line, text) for text in texts if text]
     good, bad = data.usable_rows(rows, problems, skip_bad_rows=clips.skip_bad_rows)
-    for line in (
-        () if quiet else (*(f"note: {note}" for note in data.notes(rows)), *(f"skipped: {line}" for line in bad))
-    ):
+    notes = [f"note: {note}" for note in data.notes(rows)] + [f"skipped: {line}" for line in bad]
+    for line in () if quiet else notes:
         print(escape_control(line))
     return good
 
@@ -186,18 +182,18 @@ def take_folder(folder: outputs.Folder, names: Sequence[str], settings: Settings
     atomic_write(folder.path / SETTINGS, json.dumps(merged, indent=2) + "\n")
 
 
-def finish(study: Study, rows: Sequence[data.Row], people: People, about: dict, args: argparse.Namespace) -> None:
+def finish(study: Study, rows: Sequence[data.Row], people: People, about: dict) -> None:
     """Write the report and the pictures, and print the figures."""
     out, records = study.out, study.join(rows)
     if study.judges.faces:
         report = summarise(records, study.arms, verify_arms(people, {row.who for row in rows})) | about
         shown = [row.index for row in rows[:PEOPLE]]
         draw_grid(report, out, [record for record in records if record["index"] in shown], study.read_file)
-        metrics = read_metrics(args.run) if args.run else []
-        atomic_write(out / "report.html", report_page(report, out, metrics=metrics))
+        atomic_write(out / "report.html", report_page(report, out))
         text, page, folder = format_report(report), f"{out / 'report.html'}, ", "videos"
     else:
-        images = image_report.make_report(records, study.arms, rows, study.judges.terms)
+        table, prompts = make_table(records, [arm.name for arm in study.arms]), {row.id: row.prompt for row in rows}
+        images = image_report.ImageReport(table=table, arms=study.arms, prompts=prompts, terms=study.judges.terms)
         report = images.summarise() | about
         images.draw(out)
         text, page, folder = image_report.format_table(report) + "\n", "", "images"

@@ -1,8 +1,8 @@
 """Records of a running evaluation: one JSON line per judged video, and the settings they depend on.
 
-A line has these keys. The real clip has arm `real`, seed null, and also size (height, width), fps and face_width in
-pixels. Arm `vae` is the real clip encoded and decoded by the model's VAE: seed null, with embedding and pool by
-recogniser (`judging.judge_video` with keep_vectors).
+A line has these keys. The real clip has arm `real`, seed null, and also face_width in pixels. Arm `vae` is the real
+clip encoded and decoded by the model's VAE: seed null, with embedding and pool by recogniser (`judging.judge_video`
+with keep_vectors).
 
     row, line, index   the row of the table: its id, its line, its position
     person             column `person`, else the row's id
@@ -22,8 +22,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
 
 from rewardfl.files import atomic_write, open_to_append
 from rewardfl.outputs import Folder
@@ -48,10 +46,7 @@ WAY_OUT = "give --out another folder, or --overwrite to remove that evaluation"
 FACE = ("face_sim", "coverage", "speed", "nonrigid")  # the figures of a recogniser
 
 
-TYPES: Mapping[str, type] = {  # the types of every record's keys
-    "row": str, "line": int, "index": int, "person": str, "arm": str, "steps": int, "decoded": bool, "file": str,
-    "figures": dict, "curves": dict, "detected": dict,
-}  # fmt: skip
+KEYS = {"row", "line", "index", "person", "arm", "seed", "steps", "decoded", "file", "figures", "curves", "detected"}
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
@@ -73,9 +68,9 @@ def read_records(out: Path) -> dict[RecordKey, Record]:
         *lines, _ = path.read_bytes().split(b"\n")  # the last is empty or truncated
         for i, text in enumerate(lines, 1):
             record = parse_object(text)
-            if not all(isinstance(record.get(key), cls) for key, cls in TYPES.items()):
+            if KEYS - record.keys():
                 raise InputError(f"{path}: line {i} is not a record; {WAY_OUT}")
-            records[record["row"], record["arm"], record.get("seed")] = record
+            records[record["row"], record["arm"], record["seed"]] = record
     return records
 
 
@@ -114,16 +109,11 @@ def _files(out: Path) -> list[Path]:
 def merge_settings(out: Path, settings: Settings) -> Settings:
     """Merge settings into the folder's; GROWING blocks may gain names. Raise InputError if any other block differs."""
     path = out / SETTINGS
-    old: Settings = {}
-    if path.is_file():
-        try:
-            old = TypeAdapter(dict[str, dict[str, str]]).validate_json(path.read_bytes())
-        except ValidationError:
-            raise InputError(f"{path} holds no settings of an evaluation; {WAY_OUT}") from None
-        if problem := describe_difference(old, settings):
-            raise InputError(f"{out} holds records of other settings: {problem}; {WAY_OUT}")
-    elif _files(out):
+    old: Settings = parse_object(path.read_bytes()) if path.is_file() else {}
+    if not old and _files(out):
         raise InputError(f"{out} holds records, and no {SETTINGS} that says of what; {WAY_OUT}")
+    if old and (problem := describe_difference(old, settings)):
+        raise InputError(f"{out} holds records of other settings: {problem}; {WAY_OUT}")
     return {block: {**old.get(block, {}), **values} for block, values in settings.items()}
 
 

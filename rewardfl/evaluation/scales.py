@@ -2,11 +2,10 @@
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import yaml
 from torch import Tensor
 from tqdm import tqdm
 
@@ -68,18 +67,16 @@ def run(args: argparse.Namespace) -> int:
     base = arms.Arm(name=arms.BASE, steps=cfg.sample.num_inference_steps)
     inputs = ((row, example.image) for row, example in examples.values())
     with torch.no_grad():  # the videos come from the noise of training's first epoch
-        conditioning = dict(arms.encode_inputs(cfg.sample, cfg.data.num_frames, backbone, inputs, device))
+        conditioning = arms.encode_inputs(cfg.sample, cfg.data.num_frames, backbone, inputs, device)
         model, decoder = arms.load_model(backbone, None, args.experts, device)
         sampler = arms.Sampler(
             sampling=cfg.sample, num_frames=cfg.data.num_frames, backbone=backbone, experts=model, decoder=decoder,
-            conditioning=conditioning.__getitem__, sizes={key: example.size for key, (_, example) in examples.items()},
+            conditioning=conditioning, sizes={key: example.size for key, (_, example) in examples.items()},
             device=device,
         )  # fmt: skip
         rows = tqdm([row for row, _ in examples.values()], desc="sampling")
         videos = [sampler.sample([(row, cfg.run.seed)], base)[0] for row in rows]
-    scales = measure_scales(terms, videos, references)
-    print(format_scales(scales))
-    print(f"\n{paste(configuration.to_dict(cfg)['reward']['others'], scales)}", end="")
+    print(format_scales(measure_scales(terms, videos, references)))
     return 0
 
 
@@ -140,37 +137,14 @@ def equal_weight(scale: RewardScale, first: RewardScale) -> float:
 
 
 def format_scales(scales: Sequence[RewardScale]) -> str:
-    rows: list[tuple[str, ...]] = [("reward", "score", "std", "gradient", "cosine", "weight", "share", "equal at")]
+    rows: list[tuple[str, ...]] = [("reward", "mean", "std", "gradient", "cosine", "weight", "share", "equal at")]
     for scale, share in zip(scales, shares(scales), strict=True):
         term, valid = scale.term, int((~scale.scores.isnan()).sum())
         name = term.label if valid == len(scale.scores) else f"{term.label} ({valid} of {len(scale.scores)} clips)"
-        means = [float(values.nanmean()) for values in (scale.scores, scale.norms, scale.cosines)]
-        figures = (*means, standard_deviation(scale.scores), term.weight, 100 * share, equal_weight(scale, scales[0]))
-        score, gradient, cosine, std, weight, percent, equal = (
-            "-" if math.isnan(figure) else f"{figure:.3g}" for figure in figures
-        )
-        rows.append((name, score, std, gradient, cosine, weight, f"{percent} %", equal))
+        mean, norm, cosine = (float(values.nanmean()) for values in (scale.scores, scale.norms, scale.cosines))
+        std, equal = standard_deviation(scale.scores), equal_weight(scale, scales[0])
+        figures = (mean, std, norm, cosine, term.weight, 100 * share, equal)
+        texts = ["-" if math.isnan(figure) else f"{figure:.3g}" for figure in figures]
+        rows.append((name, *texts[:5], f"{texts[5]} %", texts[6]))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-
-
-def paste(others: Mapping[str, dict], scales: Sequence[RewardScale]) -> str:
-    """Return the YAML of `reward` with which (score - mean) / std of every reward has mean 0 and std 1.
-
-    others: reward.others of the configuration.
-    """
-    lines: dict = {}
-    for scale in scales:
-        figures = (float(scale.scores.nanmean()), standard_deviation(scale.scores))
-        average, std = (float(f"{value:.3g}") for value in figures)
-        if not std > 0:
-            continue
-        if scale.term.label == "score":
-            lines |= {"reward_mean": average, "reward_std": std}
-        elif scale.term.label in others and scale.term.weight > 0:
-            changed = others[scale.term.label] | {"mean": average, "std": std}
-            lines.setdefault("others", {})[scale.term.label] = changed
-    if not lines:
-        return "# no reward differs between these clips: give more --rows\n"
-    note = "# to paste; a weight / std counts, so another std needs another weight for the same pull\n"
-    return note + yaml.safe_dump({"reward": lines}, sort_keys=False)

@@ -5,8 +5,8 @@ command resumes. Several processes share the real clips and the batches.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -14,8 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rewardfl import data
-from rewardfl.backbones import protocol
-from rewardfl.backbones.protocol import Backbone, Conditioning
+from rewardfl.backbones.protocol import Backbone
 from rewardfl.config import DataConfig
 from rewardfl.data import cache
 from rewardfl.evaluation import arms, judging, processes, records
@@ -25,8 +24,9 @@ from rewardfl.evaluation.records import REAL, VAE, Record
 from rewardfl.evaluation.verification import People
 from rewardfl.files import escape_control
 from rewardfl.training.clip_scan import load_sized_example
-from rewardfl.training.shard import Shard, read_entry
+from rewardfl.training.shard import Shard
 from rewardfl.weights.lora_files import Lora
+from rewardfl.weights.shards import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,7 @@ class Study:
     files: Mapping[str, Files]
     fps: float  # frame rate of the videos that it writes
     starts: Mapping[Path, Mapping[str, Lora]]  # lora.init_from as training reads it, by its path
+    references: dict[str, judging.References] = field(default_factory=dict)  # by row id, of `read_rows`
 
     @cached_property
     def present(self) -> dict[records.RecordKey, Record]:
@@ -57,7 +58,7 @@ class Study:
 
     @cached_property
     def store(self) -> cache.Cache:
-        """Return the store of references and conditioning by row, until the evaluation is done."""
+        """Return the store of the base's motion, which stays: more arms may follow."""
         return cache.Cache(self.out / "prepared")
 
     def jobs(self, arm: Arm, rows: Sequence[data.Row]) -> list[Job]:
@@ -66,67 +67,53 @@ class Study:
             return [(row, seed) for seed in range(self.seeds) for row in rows]
         return [(row, seed) for row in rows for row_id, seed in sorted(self.files[arm.name]) if row_id == row.id]
 
-    def lacks(self, arm: Arm, jobs: Sequence[Job]) -> list[Job]:
+    def missing(self, arm: Arm, jobs: Sequence[Job]) -> list[Job]:
         """Return the jobs without a record."""
         return [(row, seed) for row, seed in jobs if (row.id, arm.name, seed) not in self.present]
 
     @torch.no_grad()
     def read_rows(self, rows: Sequence[data.Row], vae: Backbone | None) -> list[data.Row]:
-        """Store the references of the rows, one at a time, and return the usable rows. Judge real clips if faces are.
+        """Find the references of the rows, and return the usable rows. Judge real clips if faces are.
 
         vae: judge them also after this model's VAE has encoded and decoded them, the upper end of identity kept. Raise
-        DataError for clips that cannot be read, unless data.skip_bad_rows: then print them.
+        DataError for clips that cannot be read or show no face, unless data.skip_bad_rows: then print them.
         """
-        share, broken, faceless, notes = self.share, [], [], []
-        through_vae = None
+        problems, notes, references, through_vae = [], [], [], None
         # batches are sampled completely, so an arm that lacks one video needs the references of all rows
-        is_waiting = any(self.lacks(arm, self.jobs(arm, rows)) for arm in self.arms)
-        for row in tqdm(share.take(rows), desc="real clips", disable=share.quiet):
+        is_waiting = any(self.missing(arm, self.jobs(arm, rows)) for arm in self.arms)
+        for row in tqdm(self.share.take(rows), desc="real clips", disable=self.share.quiet):
             real = (REAL, *([VAE] if vae else [])) if self.judges.faces and row.video else ()
-            lacking = [arm for arm in real if (row.id, arm, None) not in self.present]
-            if not lacking and (not is_waiting or self.store.get(comparison_key(row)) is not None):
+            unjudged = [arm for arm in real if (row.id, arm, None) not in self.present]
+            if not unjudged and not is_waiting:
                 continue
             try:
                 example = load_sized_example(self.clips, row)
                 skip = self.clips.skip_bad_rows
-                references, record, note = judging.prepare_row(self.judges, row, example, self.fps, skip=skip)
-                notes += [(row.line, note)] if note else []
-            except judging.NoFaceError as error:
-                faceless.append((row.line, str(error)))
-                continue
+                compared, pools, note = judging.prepare_row(self.judges, row, example, skip=skip)
             except data.DataError as error:
-                broken.append((row.line, str(error)))
+                problems.append((row.line, str(error)))
                 continue
-            image = {} if example.image is None else {"image": example.image}
-            self.store.put(comparison_key(row), references | image | {"size": torch.tensor(example.size)})
-            for name in lacking:
-                assert example.video is not None
-                video = example.video
-                if vae is not None and name == VAE:
-                    through_vae = through_vae or self._load_vae(vae)
-                    video = through_vae(video, example.image)
-                    record = judging.judge_video(self.judges, video, references, keep_vectors=True)
-                self._add(row, Arm(name=name), None, video, record)
-        broken, faceless, notes = (processes.gather(problems) for problems in (broken, faceless, notes))
-        good, bad = data.usable_rows(rows, broken, skip_bad_rows=self.clips.skip_bad_rows)
-        if not share.quiet:
-            for problem in (*bad, *(f"line {line}: {problem}" for line, problem in sorted(faceless + notes))):
-                print(escape_control(f"skipped: {problem}"))
-        usable = [row for row in good if row.line not in dict(faceless)]
-        if not usable:
-            raise ValueError(f"--data: no clip of {self.clips.file_name} shows a face")
-        if is_waiting:
-            processes.run_on_main(partial(self._complete, usable), main=not share.quiet)
+            notes += [(row.line, f"line {row.line}: {note}")] if note else []
+            references.append((row.id, compared))
+            video = example.video
+            if video is not None and REAL in unjudged:
+                self._add(row, Arm(name=REAL), None, video, judging.judge_real(self.judges, example, compared, pools))
+            if video is not None and vae is not None and VAE in unjudged:
+                through_vae = through_vae or self._load_vae(vae)
+                video = through_vae(video, example.image)
+                record = judging.judge_video(self.judges, video, compared, keep_vectors=True)
+                self._add(row, Arm(name=VAE), None, video, record)
+        problems, notes, references = (processes.gather(items) for items in (problems, notes, references))
+        usable, bad = data.usable_rows(rows, problems, skip_bad_rows=self.clips.skip_bad_rows)
+        for line in () if self.share.quiet else (*bad, *(note for _, note in sorted(notes))):
+            print(escape_control(f"skipped: {line}"))
+        self.references.update(references)
+        for term in self.judges.terms if is_waiting else ():  # one photo may take its cap from the other rows
+            row_terms = [self.references[row.id].terms for row in usable]
+            completed = term.reward.complete([terms.get(term.label) for terms in row_terms])
+            for terms, reference in zip(row_terms, completed, strict=True):
+                terms[term.label] = reference
         return usable
-
-    def _complete(self, rows: Sequence[data.Row]) -> None:
-        """Complete the rewards' references: one photo may take its cap from the other rows. Raise RewardError."""
-        keys = [comparison_key(row) for row in rows]
-        for term in self.judges.terms:
-            references = [judging.term_reference(term, read_entry(self.store, key)) for key in keys]
-            for key, old, new in zip(keys, references, term.reward.complete(references), strict=True):
-                if new is not old:
-                    self.store.put(key, read_entry(self.store, key) | judging.label_reference(term, new))
 
     def _load_vae(self, backbone: Backbone) -> judging.VaePass:
         """Load the VAE and return a function of a video (3, F, H, W) and its image, which encodes and decodes it."""
@@ -153,7 +140,7 @@ class Study:
             for who, row in tqdm({row.who: row for row in reversed([*rows, *others])}.items(), desc="people"):
                 try:
                     faces, note = judging.embed_person(self.judges, row, self.clips, through_vae)
-                except (data.DataError, judging.NoFaceError) as error:
+                except data.DataError as error:
                     if not self.clips.skip_bad_rows:
                         raise data.DataError(f"{row.table}: line {row.line}: {error}") from None
                     faces, note = {}, str(error)
@@ -192,13 +179,17 @@ class Study:
 
     def _judge(self, row: data.Row, arm: Arm, seed: int, video: Tensor) -> None:
         """Judge a video (3, F, H, W) in [-1, 1] and write its record."""
-        references = read_entry(self.store, comparison_key(row))
+        references = self.references[row.id]
         if self.judges.faces and "clip" not in row.offers:
             base = find_bases(self.arms)[arm.steps]
             if arm is base:
-                motion = judging.measure_motion(self.judges, references, video, row.prompt)
-                self.store.put(motion_key(row, base, seed), motion)
-            references |= self.store.get(motion_key(row, base, seed)) or {}
+                measured = judging.measure_motion(self.judges, references, video, row.prompt)
+                self.store.put(motion_key(row, base, seed), measured)
+            if (motion := self.store.get(motion_key(row, base, seed))) is None:
+                raise InputError(
+                    f"{self.out}: the motion of {base.name} is missing, line {row.line}; {records.WAY_OUT}"
+                )
+            references = judging.with_motion(references, motion)
         judge = judging.judge_video if self.judges.faces else judging.judge_image
         self._add(row, arm, seed, video, judge(self.judges, video, references))
 
@@ -207,95 +198,73 @@ class Study:
         path = (row, seed) in self.jobs(arm, [row]) and self.out / self.file(row, arm.name, seed)
         if not path or not path.is_file():
             return None
-        return data.read_video(path) if arm.videos is None else data.fit(self.read_file(path), *self.size(row))
+        return data.read_video(path) if arm.videos is None else self.read_file(path, row)
 
+    @torch.no_grad()
     def sample(self, backbone: Backbone, rows: Sequence[data.Row]) -> None:
-        """Sample and judge the videos without a record. Load the model once for each adapter, if at all."""
+        """Sample and judge the videos without a record. Load the model once for each adapter, if at all.
+
+        A batch that lacks some records is sampled in full: bits depend on its size.
+        """
         sampled = [(arm, self.jobs(arm, rows)) for arm in self.arms if arm.videos is None]
-        waiting = [(arm, jobs) for arm, jobs in sampled if self.lacks(arm, jobs)]
-        if not waiting:
+        waiting = [(arm, jobs) for arm, jobs in sampled if self.missing(arm, jobs)]
+        sizes = {row_id: references.size for row_id, references in self.references.items()}
+        tasks = [
+            (arm, batch)
+            for arm, jobs in waiting
+            for batch in self.share.take(arms.batches(jobs, sizes, self.batch))
+            if self.missing(arm, batch)
+        ]
+        if not tasks:
             return
-        share, device = self.share, torch.device(self.judges.device)
-        needed = sorted({row for _, jobs in waiting for row, _ in jobs}, key=lambda row: row.index)
-        self._encode(backbone, needed, device)
-        sizes = {row.id: self.size(row) for row in needed}
-        adapters: list[Path | None] = list(dict.fromkeys(arm.adapter for arm, _ in waiting if arm.adapter)) or [None]
-        tasks = [(arm, batch) for arm, jobs in waiting for batch in share.take(arms.batches(jobs, sizes, self.batch))]
-        total = len(waiting) * len(waiting[0][1])
+        device = torch.device(self.judges.device)
+        needed = {row.id: (row, self.references[row.id].image) for _, batch in tasks for row, _ in batch}
+        inputs = needed.values()
+        conditioning = arms.encode_inputs(self.sampling, self.clips.num_frames, backbone, inputs, device)
+        adapters: list[Path | None] = list(dict.fromkeys(arm.adapter for arm, _ in tasks if arm.adapter)) or [None]
+        for adapter in adapters:
+            loras = adapter and self.starts.get(adapter, adapter)
+            model, decoder = arms.load_model(backbone, loras, self.experts, device)
+            sampler = Sampler(
+                sampling=self.sampling, num_frames=self.clips.num_frames, backbone=backbone, experts=model,
+                decoder=decoder, conditioning=conditioning, sizes=sizes, device=device,
+            )  # fmt: skip
+            # the first adapter's model samples the base
+            chosen = [task for task in tasks if (task[0].adapter or adapters[0]) == adapter]
+            for arm, batch in tqdm(chosen, desc="sampling", disable=self.share.quiet):
+                self._sample(sampler, arm, batch)
+            del model, decoder, sampler  # before the next one is loaded
 
-        def conditioning(row_id: str) -> Conditioning:
-            return protocol.move_to(read_entry(self.store, prompt_key(row_id)), device)
-
-        with tqdm(total=total, desc="evaluating", disable=share.quiet) as bar:
-            for adapter in adapters:
-                loras = adapter and self.starts.get(adapter, adapter)
-                model, decoder = arms.load_model(backbone, loras, self.experts, device)
-                sampler = Sampler(
-                    sampling=self.sampling, num_frames=self.clips.num_frames, backbone=backbone, experts=model,
-                    decoder=decoder, conditioning=conditioning, sizes=sizes, device=device,
-                )  # fmt: skip
-                for arm, batch in tasks:
-                    if (arm.adapter or adapters[0]) == adapter:  # the first adapter's model samples the base
-                        self._sample(sampler, arm, batch)
-                        bar.update(len(batch) * share.processes)
-                del model, decoder, sampler  # before the next one is loaded
-
-    def size(self, row: data.Row) -> tuple[int, int]:
-        """Return height and width of the row's videos."""
-        height, width = read_entry(self.store, comparison_key(row))["size"].tolist()
-        return height, width
-
-    @torch.no_grad()
-    def _encode(self, backbone: Backbone, rows: Sequence[data.Row], device: torch.device) -> None:
-        """Encode and store the missing conditioning of this process's share of the rows; wait for all processes."""
-        # take the share first: other processes write while this one looks
-        if missing := [row for row in self.share.take(rows) if self.store.get(prompt_key(row.id)) is None]:
-            inputs = ((row, read_entry(self.store, comparison_key(row)).get("image")) for row in missing)
-            encoded = arms.encode_inputs(self.sampling, self.clips.num_frames, backbone, inputs, device)
-            for row_id, conditioning in encoded:
-                self.store.put(prompt_key(row_id), conditioning)
-        processes.gather([])  # wait for all
-
-    @torch.no_grad()
     def _sample(self, sampler: Sampler, arm: Arm, batch: Sequence[Job]) -> None:
-        """Sample a batch unless all its records exist. Sample an incomplete batch in full: bits depend on its size."""
-        missing = self.lacks(arm, batch)
-        if not missing:
-            return
         for (row, seed), video in zip(batch, sampler.sample(batch, arm), strict=True):
-            if (row, seed) in missing:
+            if self.missing(arm, [(row, seed)]):
                 self._judge(row, arm, seed, video)
 
     def judge_files(self, rows: Sequence[data.Row]) -> None:
         """Judge other tools' videos at the real clip's size and number of frames, one at a time."""
-        share = self.share
         for arm in self.arms:
             processes.gather([])  # wait for all: the base's videos are needed
-            jobs = self.lacks(arm, self.jobs(arm, rows)) if arm.videos is not None else []
-            for row, seed in tqdm(share.take(jobs), desc=arm.name, disable=share.quiet):
-                path = self.files[arm.name][row.id, seed]
-                video = data.to_float(data.fit(self.read_file(path), *self.size(row))).to(self.judges.device)
-                self._judge(row, arm, seed, video)
+            jobs = self.missing(arm, self.jobs(arm, rows)) if arm.videos is not None else []
+            for row, seed in tqdm(self.share.take(jobs), desc=arm.name, disable=self.share.quiet):
+                frames = self.read_file(self.files[arm.name][row.id, seed], row)
+                self._judge(row, arm, seed, data.to_float(frames).to(self.judges.device))
 
-    def read_file(self, path: Path) -> Tensor:
-        """Return the frames (F, H, W, 3) uint8 of another tool's video that are judged."""
+    def read_file(self, path: Path, row: data.Row | None = None) -> Tensor:
+        """Return the frames (F, H, W, 3) uint8 of another tool's video that are judged, fitted to a row's size."""
         clips = self.clips
-        return data.read_clip(path, clips.height, clips.width, clips.num_frames, clips.max_pixels, clips.fps)
+        frames = data.read_clip(path, clips.height, clips.width, clips.num_frames, clips.max_pixels, clips.fps)
+        return frames if row is None else data.fit(frames, *self.references[row.id].size)
 
     def join(self, rows: Sequence[data.Row]) -> list[Record]:
         """Join the records of all processes into one file, and return the records of these rows, sorted.
 
-        Compute index and file of each record again, so an edited file cannot name another one. Raise ValueError for
-        a record without the figures of these judges.
+        Compute index and file of each record again, so an edited file cannot name another one.
         """
         by_id, files, joined = {row.id: row for row in rows}, self.files, []
         for record in records.join_records(self.out):
             row, arm, seed = record["row"], record["arm"], record["seed"]
-            if row not in by_id or (arm in files and (seed is None or (row, seed) not in files[arm])):
-                continue
-            if record["curves"].keys() != self.judges.faces.keys():
-                raise ValueError(f"{self.out}: a record of {row} lacks figures of the judges; {records.WAY_OUT}")
-            joined.append(record | head(by_id[row]) | {"file": str(self.file(by_id[row], arm, seed))})
+            if row in by_id and (arm not in files or (row, seed) in files[arm]):
+                joined.append(record | head(by_id[row]) | {"file": str(self.file(by_id[row], arm, seed))})
         return joined
 
     def names(self, rows: Sequence[data.Row]) -> list[str]:
@@ -304,16 +273,8 @@ class Study:
         sampled = [(arm, job) for arm in self.arms if arm.videos is None for job in self.jobs(arm, rows)]
         videos += [self.file(row, arm.name, seed) for arm, (row, seed) in sampled]
         bases = find_bases(self.arms).values() if self.judges.faces else ()
-        motion = [motion_key(row, base, seed) for base in bases for row, seed in self.jobs(base, rows)]  # stays
-        return [*map(str, videos), *self._paths(motion), *self.prepared(rows)]
-
-    def prepared(self, rows: Sequence[data.Row]) -> list[str]:
-        """Return the files of the store, which are removed at the end."""
-        keys = [key for row in rows for key in (comparison_key(row), prompt_key(row.id))]
-        return self._paths([*keys, prompt_key(arms.NEGATIVE)])
-
-    def _paths(self, keys: Sequence[cache.Key]) -> list[str]:
-        return [str(self.store.path(key).relative_to(self.out)) for key in keys]
+        keys = [motion_key(row, base, seed) for base in bases for row, seed in self.jobs(base, rows)]
+        return [*map(str, videos), *(str(self.store.path(key).relative_to(self.out)) for key in keys)]
 
 
 def head(row: data.Row) -> dict:
@@ -321,13 +282,5 @@ def head(row: data.Row) -> dict:
     return {"row": row.id, "line": row.line, "index": row.index, "person": row.who}
 
 
-def comparison_key(row: data.Row) -> cache.Key:
-    return {"kind": "compared_with", "row": row.id}
-
-
 def motion_key(row: data.Row, base: Arm, seed: int) -> cache.Key:
-    return {**comparison_key(row), "base": base.name, "seed": seed}
-
-
-def prompt_key(row_id: str) -> cache.Key:
-    return {"kind": "prompt", "row": row_id}
+    return {"kind": "motion", "row": row.id, "base": base.name, "seed": seed}

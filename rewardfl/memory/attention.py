@@ -20,7 +20,7 @@ class BackendError(ValueError):
     """A run cannot use its configured attention backend."""
 
 
-def check_name(name: str, expert: ModelMixin, *, may_download: bool) -> None:
+def check_name(name: str, expert: ModelMixin) -> None:
     """Raise BackendError if diffusers has no such backend, or this type of network would not use it.
 
     expert: of the run's architecture, of any size, on any device.
@@ -35,10 +35,9 @@ def check_name(name: str, expert: ModelMixin, *, may_download: bool) -> None:
     names = [backend.value for backend in AttentionBackendName]
     if name not in names:
         raise BackendError(f"model.attention_backend {name} is none of diffusers': {', '.join(names)}")
-    if name.endswith("_hub") and not may_download:
+    if name.endswith("_hub"):
         raise BackendError(
-            f"model.attention_backend {name} is a kernel that would be downloaded; set model.allow_download: true, or "
-            f"attention_backend: {NATIVE}"
+            f"model.attention_backend {name} would be downloaded; take one that is installed, or {NATIVE}"
         )
     modules = [module for module in expert.modules() if isinstance(module, Attention | AttentionModuleMixin)]
     processors = {type(module.processor) for module in modules}

@@ -25,6 +25,8 @@ from rewardfl.rewards.scoring import Reference, RewardResult, Term, failure, sco
 
 Work = Callable[[], RewardResult]
 
+CALL_TIMEOUT = 600.0  # seconds of a concurrent reward
+
 
 class Call(Future[RewardResult]):
     """A reward of `count` samples, done or not. timeout: see WorkerPool.
@@ -42,7 +44,7 @@ class Call(Future[RewardResult]):
             left = self.since + self.timeout - time.monotonic()
             if left <= 0:
                 self.cancel()
-                return failure(self.count, f"no answer within {self.timeout:g} s (reward.reward_timeout)")
+                return failure(self.count, f"no answer within {self.timeout:g} s")
             with suppress(TimeoutError):
                 self.result(left)
         return self.result()
@@ -85,7 +87,7 @@ class WorkerPool:
             del call, work  # the videos
 
 
-def make_worker_pools(terms: Sequence[Term], timeout: float) -> list[WorkerPool | None]:
+def make_worker_pools(terms: Sequence[Term], timeout: float = CALL_TIMEOUT) -> list[WorkerPool | None]:
     """Return a worker pool for each concurrent term, None for the others. timeout: see WorkerPool."""
     return [WorkerPool(term.reward.parallel, timeout) if term.reward.concurrent else None for term in terms]
 

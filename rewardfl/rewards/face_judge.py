@@ -75,24 +75,18 @@ class FaceJudge(FaceIdentityReward):
         pool = super().reference(video, prompt)
         if pool is None:
             return None
-        people = [cut_patches(video.transpose(0, 1), landmarks) for landmarks in pool["landmarks"]]
-        figures = self._measure(video, list(pool["boxes"]), people)
+        figures, people = self._measure(video, list(pool["landmarks"]), list(pool["boxes"]))
         patches = {f"look/{name}": torch.stack([person[name] for person in people]) for name in PATCHES}
         return pool | patches | {name: torch.tensor(value) for name, value in figures.items()}
-
-    def reference_from_photos(self, photos: Sequence[Tensor], prompt: str = "") -> dict[str, Tensor] | None:
-        """Return face_identity's pool of photos, with neither motion nor look (NaN)."""
-        pool = super().reference_from_photos(photos, prompt)
-        return None if pool is None else pool | {name: torch.tensor(math.nan) for name in (*_LEAST, *DIFFERENCES)}
 
     def with_motion(self, reference: Reference, video: Tensor, prompt: str = "") -> Reference:
         """Return face_identity's reference, with the motion and artifacts of the clip (3, F, H, W)."""
         reference = super().with_motion(reference, video, prompt)
-        track = track_largest(self.identity.detector.detect(to_frames(video)))
         if reference is None:
             return None
-        people = [] if track is None else [cut_patches(video.transpose(0, 1), track.landmarks)]
-        figures = self._measure(video, [] if track is None else [track.boxes], people)
+        track = track_largest(self.identity.detector.detect(to_frames(video)))
+        tracks = [] if track is None else [track]
+        figures, _ = self._measure(video, [track.landmarks for track in tracks], [track.boxes for track in tracks])
         return {**reference, **{name: torch.tensor(value) for name, value in figures.items()}}
 
     def fingerprint(self) -> dict[str, object]:
@@ -109,32 +103,29 @@ class FaceJudge(FaceIdentityReward):
         self, video: Tensor, faces: Sequence[FaceScore | None], reference: Mapping[str, Tensor]
     ) -> dict[str, float]:
         shown = [face for face in faces if face is not None]
-        people = [cut_patches(video.transpose(0, 1), face.landmarks) for face in shown]
-        figures = self._measure(video, [face.boxes for face in shown], people)
-        real = {name: float(reference[name]) for name in figures}
+        figures, people = self._measure(video, [face.landmarks for face in shown], [face.boxes for face in shown])
+        real = {name: float(reference.get(name, math.nan)) for name in figures}  # NaN for photos
         ratios = {name: ratio(figures[name], real[name], least) for name, least in _LEAST.items()}
         differences = {name: figures[name] - real[name] for name in DIFFERENCES}
-        return ratios | differences | {"look": self._look(faces, people, reference)}
+        if "look/eyes" not in reference:
+            return ratios | differences | {"look": math.nan}
+        owners = [k for k, face in enumerate(faces) if face is not None]
+        patches = [{name: reference[f"look/{name}"][k] for name in PATCHES} for k in owners]
+        looks = [compare_look(*pair) for pair in zip(people, patches, strict=True)]
+        return ratios | differences | {"look": sum(looks) / len(faces)}  # 0 for a person who is not found
 
-    def _look(
-        self, faces: Sequence[FaceScore | None], people: Sequence[Patches], reference: Mapping[str, Tensor]
-    ) -> float:
-        """Return the mean look of the people; a person who is not found counts as 0. NaN without a real clip."""
-        if not any(f"look/{name}" in reference for name in PATCHES):
-            return math.nan
-        shown = [k for k, face in enumerate(faces) if face is not None]
-        real = [{name: reference[f"look/{name}"][k] for name in PATCHES} for k in shown]
-        return sum(compare_look(*pair) for pair in zip(people, real, strict=True)) / len(faces)
+    def _measure(
+        self, video: Tensor, landmarks: Sequence[Tensor], boxes: Sequence[Tensor]
+    ) -> tuple[dict[str, float], list[Patches]]:
+        """Return the figures of motion and artifacts of the 8-bit frames, and each person's patches.
 
-    def _measure(self, video: Tensor, boxes: Sequence[Tensor], people: Sequence[Patches]) -> dict[str, float]:
-        """Return the figures of motion and artifacts of the 8-bit frames of a video (3, F, H, W) in [-1, 1].
-
-        boxes: (F, 4) of each person who is found; people: their patches.
+        video: (3, F, H, W) in [-1, 1]. landmarks (F, 5, 2), boxes (F, 4): of each person who is in it.
         """
+        people = [cut_patches(video.transpose(0, 1), points) for points in landmarks]
         levels = to_host(data.to_uint8(video))  # one copy to the CPU
         frames = levels.numpy()
         periods = [self.grid_period] if self.grid_period else []
         motion = video_motion(frames, torch.stack(list(boxes)).numpy() if boxes else None)
         motion |= {"lk_flow": damped_flow(data.to_float(levels))}
         motion |= {"mouth": mean([mouth_movement(person["mouth"]) for person in people])}
-        return motion | measure_artifacts(frames, periods)
+        return motion | measure_artifacts(frames, periods), people

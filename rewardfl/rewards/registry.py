@@ -56,7 +56,7 @@ def resolve_rewards(specs: Sequence[RewardSpec], fps: float = 1.0, *, here: bool
         try:
             cls = find_reward(spec.name)
         except ValueError as error:
-            key = f"{spec.key}.name" if spec.key.startswith("reward.others.") else spec.key
+            key = f"{spec.key}.name" if spec.key.startswith("reward.terms.") else spec.key
             raise RewardError(f"{key}: {error}") from error
         try:
             _, needs_fps = setting_types(cls).get("fps", (None, False))
@@ -79,8 +79,8 @@ def check_trainable(chosen: Sequence[ResolvedReward]) -> None:
             )
     if not any(spec.weight > 0 for spec, _ in chosen):
         raise RewardError(
-            "reward.reward_weight is 0, and so are the weights of reward.others: nothing is trained; for supervised "
-            "fine-tuning set anchor.weight: 1 and reward.kl_weight: 0"
+            "reward.terms: no weight is above 0, so nothing is trained; for supervised fine-tuning set "
+            "anchor.weight: 1 and reward.kl_weight: 0"
         )
 
 
@@ -102,9 +102,7 @@ def build_terms(chosen: Sequence[ResolvedReward], device: torch.device) -> list[
 
 def _settings_key(key: str) -> str:
     """Return the configuration key of the settings of the reward that `key` names."""
-    if key.startswith("reward.others."):
-        return f"{key}.settings"
-    return "reward.settings" if key == "reward.name" else key
+    return f"{key}.settings" if key.startswith("reward.terms.") else key
 
 
 def find_reward(name: str) -> type[Reward]:

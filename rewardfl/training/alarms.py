@@ -5,7 +5,9 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 _WINDOW = 10  # updates whose means are compared
-
+# Smallest motion over the real clip's. Smallest flow, landmark motion, sharpness and coverage of the judge over their
+# values in the run's first updates.
+MOTION_ALARM = 0.8
 REVERSALS_GUARD = 0.1  # rise of the mean reversals; -1 is steady motion, 1 a change of direction with every frame
 # Factors. Over five updates on the tiny world a healthy run changes its grid by 1.08 and its saturation by 1.04. A run
 # that trains on a colour reaches 10 and 3.
@@ -41,11 +43,11 @@ def suspects(ids: Sequence[str], finite: Sequence[bool]) -> str:
     return f"in the backward pass of {', '.join(dict.fromkeys(ids))}"
 
 
-def alarms(history: Sequence[dict[str, float]], motion_alarm: float, window: int = _WINDOW) -> Iterator[str]:
+def alarms(history: Sequence[dict[str, float]], window: int = _WINDOW) -> Iterator[str]:
     """Yield warnings about the last `window` updates: falling reward, frozen faces, guards of the held-out judge.
 
     The last window is compared with the run's first. The reward may fall by the first window's standard deviation.
-    The trained detector's motion may fall to `motion_alarm` of the real clips'. `broken_guards` has the judge's limits.
+    The trained detector's motion may fall to MOTION_ALARM of the real clips'. `broken_guards` has the judge's limits.
 
     history: the lines of metrics.jsonl, without step 0. Call it after every update: it reports once per window.
     """
@@ -62,9 +64,9 @@ def alarms(history: Sequence[dict[str, float]], motion_alarm: float, window: int
             "updates: the run unlearns; go back to checkpoints/best, lower train.learning_rate or raise kl_weight"
         )
     motion = _mean("reward/motion", last)
-    if motion < motion_alarm:
-        yield f"motion is {motion:.2f} of the real clips', below reward.motion_alarm {motion_alarm:g}"
-    yield from broken_guards(first, last, motion_alarm)
+    if motion < MOTION_ALARM:
+        yield f"motion is {motion:.2f} of the real clips', below {MOTION_ALARM:g}"
+    yield from broken_guards(first, last, MOTION_ALARM)
 
 
 def broken_guards(

@@ -48,8 +48,8 @@ def score_epoch(
     local = (torch.cat(rewards), positions, torch.cat(valid) & requested, ~requested)
     rewards, positions, valid, replaced = (x.cpu() for x in job.gather([x.to(job.device) for x in local]))
     advantages, metrics = grpo.advantages(
-        rewards, positions // group.group_size, group_size=group.group_size, std=group.advantage_std,
-        combine=group.advantage_of, weights=weights[0], clip=group.advantage_clip, valid=valid,
+        rewards, positions // group.group_size, group_size=group.group_size, std=group.advantage.std,
+        combine=group.advantage.of, weights=weights[0], clip=group.advantage.clip, valid=valid,
     )  # fmt: skip
     if isinstance(group, ForwardConfig) and group.objective == "best":
         total = rewards.double() @ rewards.new_tensor(weights[0], dtype=torch.float64)

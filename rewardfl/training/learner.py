@@ -82,7 +82,7 @@ def make_old_policy(
     forward: ForwardConfig, largest: float, parameters: Sequence[nn.Parameter], restored: TrainState | None
 ) -> OldPolicy:
     """Build the old policy of forward-process reinforcement, or restore it. largest: of forward_rl.old_decay."""
-    start, rate = forward.old_decay_start, forward.old_decay_rate
+    start, rate = forward.old_policy.start, forward.old_policy.rate
     old = OldPolicy(parameters, partial(forward_rl.old_decay, start=start, rate=rate, largest=largest))
     if restored is not None and restored.old_policy is not None:
         old.shadow_params = list(map(sharding.shard_like, restored.old_policy, parameters))

@@ -17,8 +17,10 @@ from rewardfl.config import EarlyStopConfig
 from rewardfl.files import escape_control
 from rewardfl.rewards.base import RewardError
 from rewardfl.training import checkpoint, metrics_file
-from rewardfl.training.alarms import alarms, early_stop, score_for_best, suspects
+from rewardfl.training.alarms import MOTION_ALARM, alarms, early_stop, score_for_best, suspects
 from rewardfl.training.distributed import Distributed
+
+MAX_WITHOUT_EFFECT = 3  # updates in a row without a finite gradient or a judged sample
 
 
 @dataclass(kw_only=True)
@@ -26,10 +28,7 @@ class Log:
     """The log of a run. The main process writes; all of them count skipped updates."""
 
     output_dir: str
-    logging_steps: int
-    motion_alarm: float
     early_stop_rule: EarlyStopConfig | None
-    max_nonfinite: int
     job: Distributed
     metrics: metrics_file.MetricsFile
     last_step: int  # total number of updates
@@ -66,10 +65,9 @@ class Log:
         self.history.append({"step": step, **metrics})
         with checkpoint.warn_on_write_error(self.job.print, step, last=step == self.last_step):
             self.metrics.append(step, metrics)
-        if step % self.logging_steps == 0:
-            with checkpoint.warn_on_write_error(self.job.print, step, last=False), self._tracking():
-                self.job.accelerator.log(metrics, step=step)
-        for warning in alarms(self.history, self.motion_alarm):
+        with checkpoint.warn_on_write_error(self.job.print, step, last=False), self._tracking():
+            self.job.accelerator.log(metrics, step=step)
+        for warning in alarms(self.history):
             tqdm.write(f"step {step}: {warning}")
 
     def show_samples(self, step: int, folder: Path) -> None:
@@ -94,7 +92,7 @@ class Log:
 
     def score_for_best(self, step: int, since: int, keys: Sequence[str]) -> float | None:
         """Return the score of checkpoints/best (alarms.score_for_best) by the limits of train.early_stop, if set."""
-        rule, limits = self.early_stop_rule, dict[str, Any](motion=self.motion_alarm)
+        rule, limits = self.early_stop_rule, dict[str, Any](motion=MOTION_ALARM)
         if rule is not None:
             limits = {"window": rule.window, "motion": rule.motion, "grid": rule.grid}
         score, broken = score_for_best(self.history, since, keys, **limits)
@@ -111,11 +109,11 @@ class Log:
         self.skipped_in_a_row = 0 if has_effect else self.skipped_in_a_row + 1
 
     def stop_if_stuck(self, step: int, why_nothing: str) -> None:
-        """Raise RewardError or SystemExit after more than max_nonfinite updates in a row without effect.
+        """Raise RewardError or SystemExit after more than MAX_WITHOUT_EFFECT updates in a row without effect.
 
         The first update of a run must have a judged sample: a reward that never worked is not waited for.
         """
-        if self.skipped_in_a_row <= self.max_nonfinite and not (why_nothing and step == 1):
+        if self.skipped_in_a_row <= MAX_WITHOUT_EFFECT and not (why_nothing and step == 1):
             return
         count = self.skipped_in_a_row
         stopped = f"stopped at step {step}: {count} update{'s' if count > 1 else ''} in a row"

@@ -18,12 +18,11 @@ def model_source(model: ModelConfig) -> Source:
         model_paths=model.model_paths,
         tokenizer_path=model.tokenizer_path,
         origin_paths=model.model_id_with_origin_paths,
-        allow_download=model.allow_download,
         boundary=model.min_timestep_boundary,
         embedded_guidance=model.embedded_guidance,
         dtype=model.dtype,
-        distilled=(model.distill_lora_high, model.distill_lora_low),
-        distill_mode=model.distill_lora_mode,
+        distilled=(model.distill_lora.high, model.distill_lora.low),
+        distill_mode=model.distill_lora.mode,
     )
 
 
@@ -32,8 +31,8 @@ def check_files(data: DataConfig, model: ModelConfig, adapter: LoraConfig, rewar
     paths = {
         "data.file_name": data.file_name,
         "model.model_paths": model.model_paths,
-        "model.distill_lora_high": model.distill_lora_high,
-        "model.distill_lora_low": model.distill_lora_low,
+        "model.distill_lora.high": model.distill_lora.high,
+        "model.distill_lora.low": model.distill_lora.low,
         "model.tokenizer_path": model.tokenizer_path,
         "lora.init_from": adapter.init_from,
     }

@@ -24,14 +24,15 @@ from rewardfl.config import (
     RewardFlConfig,
 )
 from rewardfl.config.schema import (
-    ExpertsConfig,
     ForwardConfig,
+    GroupMemoryConfig,
     GrpoConfig,
-    GrpoExpertsConfig,
     GrpoRewardConfig,
     LoraConfig,
+    MemoryConfig,
     ModelConfig,
     RewardConfig,
+    RewardFlMemoryConfig,
     RunConfig,
     SampleConfig,
     SharedRewardConfig,
@@ -58,7 +59,7 @@ class RunPlan:
     # the sections that are only read
     run: RunConfig
     model: ModelConfig
-    placement: ExpertsConfig | GrpoExpertsConfig  # section experts
+    memory: MemoryConfig  # train.memory
     lora: LoraConfig
     data: DataConfig
     sample: SampleConfig | WholeSampleConfig
@@ -83,10 +84,10 @@ class RunPlan:
     supervised: bool = False  # the data anchor is the entire loss
 
     def count_steps(self, clips: int) -> int:
-        """Count the updates of the run: max_steps, or num_train_epochs visits of every clip."""
-        if self.train.max_steps is not None:
-            return self.train.max_steps
-        epochs = epoch_order.total_steps(clips, self.clips_at_once, self.train.num_train_epochs)
+        """Count the updates of the run: of train.max_steps, or of its visits of every clip."""
+        if self.train.steps is not None:
+            return self.train.steps
+        epochs = epoch_order.total_steps(clips, self.clips_at_once, self.train.epochs)
         return epochs * self.updates_per_epoch
 
     @property
@@ -99,7 +100,7 @@ class RunPlan:
 class RewardFlPlan(RunPlan):
     """The plan of train_reward_fl.py."""
 
-    placement: ExpertsConfig
+    memory: RewardFlMemoryConfig
     sample: SampleConfig
     reward: RewardConfig
     train: TrainConfig
@@ -112,7 +113,7 @@ class RewardFlPlan(RunPlan):
 class GroupPlan(RunPlan):
     """The plan of a script that compares the rollouts of a group."""
 
-    placement: GrpoExpertsConfig
+    memory: GroupMemoryConfig
     sample: WholeSampleConfig
     reward: GrpoRewardConfig
     evaluation: EvaluationConfig
@@ -155,7 +156,7 @@ class FlowGrpoPlan(GroupPlan):
 
     def window(self, epoch: int, group: int = 0) -> tuple[int, ...]:
         """Return the stochastic steps of a group in an epoch, increasing; there are equally many in all of them."""
-        position = epoch * self.geometry.groups + group if self.group.window_per_group else epoch
+        position = epoch * self.geometry.groups + group if self.group.window.per_group else epoch
         return draw_window(self.windows, position, self.run.seed)
 
     def draw_windows(self, steps: int | None) -> list[tuple[int, ...]]:
@@ -175,7 +176,7 @@ def open_model(cfg: AnyConfig) -> Backbone:
         backbone.check_split(processes, cfg.data.height, cfg.data.width, cfg.data.num_frames)
     if cfg.model.attention_backend != attention.NATIVE or attention.VARIABLE in os.environ:
         network = next(iter(backbone.on_meta(512, 512, cfg.data.num_frames).experts.values()))[0].build(None)
-        attention.check_name(cfg.model.attention_backend, network, may_download=cfg.model.allow_download)
+        attention.check_name(cfg.model.attention_backend, network)
     return backbone
 
 
@@ -217,9 +218,12 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
     check_active_experts(cfg, backbone, schedule)
     active, supervised = configuration.active_steps(cfg), configuration.is_supervised(cfg)
     replayed = 0 if supervised else len(active)
-    count = 0 if cfg.train.active_graphs == "replay" else cfg.train.kept_steps or len(active)
+    memory = cfg.train.memory
+    count = 0 if memory.active_graphs == "replay" else memory.kept_steps or len(active)
     if count > len(active):
-        raise ConfigError(f"train.kept_steps is {count}, but {len(active)} steps have a gradient; make it smaller")
+        raise ConfigError(
+            f"train.memory.kept_steps is {count}, but {len(active)} steps have a gradient; make it smaller"
+        )
     return RewardFlPlan(
         **common,
         active=active,
@@ -227,7 +231,7 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
         kl_steps=configuration.kl_steps(cfg),
         backwards_per_update=cfg.train.gradient_accumulation_steps * (replayed + draws),
         clips_at_once=check_batch(cfg.train, processes),
-        coupling=configuration.resolve_coupling(cfg),
+        coupling=cfg.sample.coupling,
         supervised=supervised,
     )
 
@@ -243,12 +247,11 @@ def _shared_fields(
         model_files.check_shared_networks(cfg.reward, [spec for spec, _ in rewards])
     groups: dict[str, Any] = {}
     if isinstance(cfg, GroupRunConfig):
-        weights = configuration.part_weights(cfg)
-        groups = {"evaluation": cfg.evaluation, "group": cfg.group, "part_weights": weights}
+        groups = {"evaluation": cfg.evaluation, "group": cfg.group, "part_weights": cfg.reward.part_weights}
     return groups | {
         "run": cfg.run,
         "model": cfg.model,
-        "placement": cfg.experts,
+        "memory": cfg.train.memory,
         "lora": cfg.lora,
         "data": cfg.data,
         "sample": cfg.sample,
@@ -277,10 +280,13 @@ def _forward_fields(cfg: ForwardRlConfig, schedule: Schedule, trained: Sequence[
             needs = f"a multiple of {shares} (processes x updates_per_epoch), got {geometry.groups}"
             raise ConfigError(f"forward.groups must be {needs}, with objective best; change one of them")
         training = replace(geometry, group_size=1, batch=1)
-    default_scale = {"rvm": 0.1, "nft": 1.0, "awm": 1 / forward.advantage_clip, "best": 1.0}[forward.objective]
+    default_scale = {"rvm": 0.1, "nft": 1.0, "awm": 1 / forward.advantage.clip, "best": 1.0}[forward.objective]
     default_decay = {"rvm": 0.0, "nft": 0.5, "awm": 0.3, "best": 0.0}[forward.objective]
     anchor_draws = cfg.anchor.draws if cfg.anchor.weight else 0
-    needs_old, needs_base = forward.objective in ("nft", "awm") or forward.old_anchor > 0, forward.base_anchor > 0
+    needs_old, needs_base = (
+        forward.objective in ("nft", "awm") or forward.old_policy.anchor > 0,
+        forward.base_anchor > 0,
+    )
     measured = {"from_old": needs_old, "from_base": needs_base, "ratio": forward.objective == "awm"}
     return {
         "active": drawn_steps(cfg, schedule, trained),
@@ -290,8 +296,8 @@ def _forward_fields(cfg: ForwardRlConfig, schedule: Schedule, trained: Sequence[
         "training": training,
         "draws": forward.draws,
         "whole_range": forward.sigmas == "trained_range",
-        "advantage_scale": default_scale if forward.advantage_scale is None else forward.advantage_scale,
-        "old_decay": default_decay if forward.old_decay is None else forward.old_decay,
+        "advantage_scale": default_scale if forward.advantage.scale is None else forward.advantage.scale,
+        "old_decay": default_decay if forward.old_policy.decay is None else forward.old_policy.decay,
         "needs_old": needs_old,
         "needs_base": needs_base,
         "measured": tuple(name for name, has in measured.items() if has),
@@ -391,7 +397,6 @@ def make_geometry(cfg: GroupRunConfig, processes: int) -> Geometry:
             world=processes,
             batch=cfg.train.per_device_train_batch_size,
             updates=group.updates_per_epoch,
-            spread=group.spread,
             same_noise=isinstance(cfg, FlowGrpoConfig) and cfg.grpo.same_noise_in_group,
         )
     except ValueError as error:
@@ -404,26 +409,26 @@ def make_windows(cfg: FlowGrpoConfig, experts: Sequence[str], trained: Sequence[
 
     experts: of each step. Raise ConfigError if no window is possible, or a trained expert is in none.
     """
-    grpo = cfg.grpo
+    window = cfg.grpo.window
     table = ", ".join(f"{i}: {expert}" for i, expert in enumerate(experts))
     try:
         windows = Windows(
-            kind=grpo.window,
+            kind=window.rule,
             # no step would remove the noise of the last one
             usable=[i for i, expert in enumerate(experts[:-1]) if expert in trained],
-            steps=grpo.window_steps or (),
-            size=grpo.window_size,
-            bounds=grpo.window_bounds,
-            fraction=grpo.window_fraction,
+            steps=window.steps or (),
+            size=window.size or 2,
+            bounds=window.within,
+            fraction=window.fraction or 0.0,
         )
         draw_window(windows, 0, cfg.run.seed)
     except ValueError as error:
         usable = f"usable are the steps of {cfg.model.trainable_models} (model.trainable_models) but the last: {table}"
         raise ConfigError(f"grpo.window: {error}; {usable}") from error
-    if grpo.window_per_group and len(trained) > 1:
+    if window.per_group and len(trained) > 1:
         raise ConfigError(
-            "grpo.window_per_group needs one trained expert, since all processes must train the same one at a time, "
-            f"got model.trainable_models {cfg.model.trainable_models}; train one, or set window_per_group: false"
+            "grpo.window.per_group needs one trained expert, since all processes must train the same one at a time, "
+            f"got model.trainable_models {cfg.model.trainable_models}; train one, or set per_group: false"
         )
     if idle := [name for name in trained if name not in {experts[i] for i in windows.drawable}]:
         why = f"{', '.join(idle)} answers at no step that grpo.window may draw ({table}) and would not learn"
@@ -437,7 +442,7 @@ def check_active_experts(cfg: RewardFlConfig, backbone: Backbone, schedule: Sche
     A frozen expert's step only passes a gradient on to a trained expert's earlier step.
     """
     trained, experts = trained_experts(cfg, backbone.experts), schedule.experts
-    active, coupling = configuration.active_steps(cfg), configuration.resolve_coupling(cfg)
+    active, coupling = configuration.active_steps(cfg), cfg.sample.coupling
     way_out = "sample.mid_timestep or sample.active_steps"
     if configuration.is_supervised(cfg):
         active, way_out = anchor_steps(cfg, schedule, trained), "anchor.sigmas (trained_range reaches every expert)"

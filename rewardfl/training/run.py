@@ -282,7 +282,7 @@ class Run(Generic[PlanT, SamplerT]):
     def rollouts_on(self) -> torch.device:
         """Return the device of an epoch's rollouts between their rewards and their updates."""
         assert isinstance(self.plan, plan.GroupPlan)
-        return {"gpu": self.job.device, "cpu": torch.device("cpu")}[self.plan.group.samples_on]
+        return {"gpu": self.job.device, "cpu": torch.device("cpu")}[self.plan.memory.samples_on]
 
     def _is_due(self, done: int, every: int) -> bool:
         return due_this_epoch(done, self.plan.updates_per_epoch, every, self.last_step)
@@ -325,7 +325,7 @@ def read_headers(cfg: AnyConfig, run_folder: RunFolder | None) -> Headers[Any]:
     """
     settings, per_clip = configuration.to_dict(cfg), configuration.processes_per_clip(cfg)
     backbone = plan.open_model(cfg)
-    job = connect_processes(cfg.run, cfg.model, cfg.experts, cfg.train, per_clip)
+    job = connect_processes(cfg.run, cfg.model, cfg.train, per_clip)
     run_plan = plan.resolve(cfg, backbone, job.world)
     job.reduce_in_backward(run_plan.backwards_per_update)
     rows = setup_data.scan_rows(run_plan, job, backbone)
@@ -351,7 +351,7 @@ def start(headers: Headers[PlanT], run_folder: RunFolder, interruption: Interrup
 
     pools: list[WorkerPool | None] = []
     if isinstance(run_plan, plan.GroupPlan):
-        pools = async_scoring.make_worker_pools(terms, run_plan.reward.reward_timeout)
+        pools = async_scoring.make_worker_pools(terms)
 
     # encode: the first weights are loaded, and freed
     conditions = setup_data.make_conditions(run_plan, backbone, resume_point.base, store)

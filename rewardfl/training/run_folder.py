@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 import rewardfl
-from rewardfl.config import MARKS, Equivalent, Resumed, shown
+from rewardfl.config import ConfigError, read_saved, resuming, shown
 from rewardfl.files import TEMPORARY, atomic_write, lock, remove, temporary_path
 from rewardfl.outputs import check_writable
 from rewardfl.training import checkpoint
@@ -51,10 +51,6 @@ class RunFolder:
             atomic_write(path, json.dumps(record, indent=2) + "\n")
 
 
-# Keys that a resumed run does not compare, and keys that run.resume_with_changes may name
-MAY_CHANGE = frozenset(key for key, marks in MARKS.items() if Resumed.FREE in marks or Resumed.BY_CONTENT in marks)
-MAY_CHANGE_IF_NAMED = frozenset(key for key, marks in MARKS.items() if Resumed.IF_NAMED in marks)
-EQUIVALENT = {key: mark.values for key, marks in MARKS.items() for mark in marks if isinstance(mark, Equivalent)}
 RUN_JSON = "run.json"
 # temporary files of a killed process, safe to delete for the holder of the lock
 STRAYS = [name + TEMPORARY for name in (RUN_JSON, "metrics.jsonl", "checkpoints/*", "samples/*/*")]
@@ -118,27 +114,24 @@ def _compare_run_json(
         record = _RunRecord.model_validate_json(path.read_bytes())
     except (FileNotFoundError, ValidationError) as error:
         raise CheckpointError(f"{path} is missing or damaged; put it back as the run wrote it, or {restart}") from error
-    old, new = _flat(record.config), _flat(config)
-    removed = [key for key in old.keys() - new.keys() if old[key]]  # a key that was off changes nothing
-    if other_keys := sorted([*removed, *(new.keys() - old.keys())]):
-        version = f"another version of rewardfl, with other keys ({', '.join(other_keys[:5])})"
-        raise CheckpointError(f"{path} was written by {version}; resume with that version, or {restart}")
-    may_change = MAY_CHANGE
-    if "cosine" in (old.get("train.lr_scheduler_type"), new.get("train.lr_scheduler_type")):
-        # the learning rate depends on the length of the run
-        by_epochs = None in (old.get("train.max_steps"), new.get("train.max_steps"))
-        may_change -= {"train.max_steps", *(["train.num_train_epochs"] if by_epochs else [])}
-    old = {key: old[key] for key in new} | _flat({"base_model": record.base_model})
-    new |= _flat({"base_model": base_model})
+    try:
+        old, new = resuming.comparable(read_saved(record.config)), resuming.comparable(config)
+    except ConfigError as error:
+        version = f"another version of rewardfl ({str(error).splitlines()[0]})"
+        raise CheckpointError(f"{path} was written by {version}; resume with that version, or {restart}") from error
+    may_change = resuming.FREE | resuming.BY_CONTENT
+    if "cosine" in (old["train.lr_scheduler_type"], new["train.lr_scheduler_type"]):
+        may_change -= {"train.max_steps"}  # the learning rate depends on the length of the run
+    old |= {f"base_model.{part}": digest for part, digest in record.base_model.items()}
+    new |= {f"base_model.{part}": digest for part, digest in base_model.items()}
     differing = [
         {"key": key, "old": old.get(key), "new": new.get(key)}
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key) and key not in may_change
-        and not {str(old.get(key)), str(new.get(key))} <= set(EQUIVALENT.get(key, ()))
-    ]  # fmt: skip
+    ]
     if refused := [change for change in differing if change["key"] not in new.get("run.resume_with_changes", ())]:
         keys = sorted(str(change["key"]) for change in refused)
-        can_accept = set(keys) <= MAY_CHANGE_IF_NAMED
+        can_accept = set(keys) <= resuming.NAMED
         accept = f"accept this with run.resume_with_changes=[{','.join(keys)}], or " if can_accept else ""
         base = " (of what model.model_paths leads to)" if any(key.startswith("base_model.") for key in keys) else ""
         words = f"{describe_changes(refused)}{base}; set them back, or {accept}{restart}"
@@ -157,10 +150,6 @@ class _RunRecord(BaseModel):
     config: dict[str, dict[str, Any]]
     base_model: dict[str, str]
     changes: list[dict[str, Any]]
-
-
-def _flat(config: Mapping[str, Mapping]) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
 
 
 def library_versions(names: Sequence[str]) -> dict[str, str]:

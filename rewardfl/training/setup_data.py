@@ -205,13 +205,13 @@ def make_anchors(
 def make_batch_builder(
     run_plan: plan.RunPlan, conditions: Conditions, samples: Sequence[Sample], job: Distributed
 ) -> batches.BatchBuilder | None:
-    """Build the builder of batches, and cache the boundary latents where experts.untrained is boundary_cache.
+    """Build the builder of batches, and cache the boundary latents where train.memory.untrained is boundary_cache.
 
     Return None for a script with groups, which needs no builder.
     """
     if not isinstance(run_plan, plan.RewardFlPlan):
         return None
-    cached = run_plan.placement.untrained == "boundary_cache"
+    cached = run_plan.memory.untrained == "boundary_cache"
     builder = batches.BatchBuilder(
         samples=samples,
         conditions=conditions,

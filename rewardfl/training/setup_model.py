@@ -33,7 +33,7 @@ def load_experts(run_plan: plan.RunPlan, backbone: Backbone, job: Distributed) -
     def place(expert: ModelMixin, where: offload.Placement, device: torch.device = job.device) -> ModelMixin:
         return offload.move_expert(expert, where, device, backbone.block_classes)
 
-    where = run_plan.placement.untrained
+    where = run_plan.memory.untrained
     if where != "boundary_cache":
         experts = {name: place(load(name), where) for name in outside}  # one at a time, to save host memory
     trained: dict[str, nn.Module] = {}
@@ -42,9 +42,9 @@ def load_experts(run_plan: plan.RunPlan, backbone: Backbone, job: Distributed) -
         expert = load(name)
         seed = run_plan.run.seed + i * SEED_STRIDE
         lora.inject(expert, rank, run_plan.lora.lora_alpha or rank, list(run_plan.targets), seed)
-        expert = place(expert, run_plan.placement.trained, job.home)
-        if run_plan.train.use_gradient_checkpointing:
-            on_host = run_plan.train.use_gradient_checkpointing_offload
+        expert = place(expert, run_plan.memory.trained, job.home)
+        if run_plan.memory.use_gradient_checkpointing:
+            on_host = run_plan.memory.use_gradient_checkpointing_offload
             expert.enable_gradient_checkpointing(offload.checkpointing(job.device, inputs_on_host=on_host))
         trained[name] = experts[name] = expert
     for expert in experts.values() if job.processes_per_clip > 1 else ():

@@ -12,6 +12,7 @@ from typing import Any
 
 from rewardfl.backbones.protocol import Backbone
 from rewardfl.config import ConfigError, flat
+from rewardfl.config.resuming import NAMED
 from rewardfl.config.schema import RunConfig
 from rewardfl.data.cache import digest
 from rewardfl.files import atomic_write, digest_files
@@ -21,7 +22,7 @@ from rewardfl.training.checkpoint import after_early_stop
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.logger import Log
 from rewardfl.training.plan import RunPlan
-from rewardfl.training.run_folder import MAY_CHANGE_IF_NAMED, RunFolder, prepare_output_dir
+from rewardfl.training.run_folder import RunFolder, prepare_output_dir
 from rewardfl.training.samples import Sample
 from rewardfl.training.setup_rewards import check_face_packs
 from rewardfl.training.state import Batching, ResumePoint, RunState, TrainState
@@ -106,10 +107,9 @@ def is_finished(run_plan: RunPlan, resume_point: ResumePoint, steps: int, job: D
             return True
     if resume_point.step < steps:
         return False
-    key = "train.num_train_epochs" if run_plan.train.max_steps is None else "train.max_steps"
     job.print(
-        f"nothing to train: {resume_point.step} steps are done already ({resume_point.path}), {key} asks for {steps} "
-        "in all; raise it to go on"
+        f"nothing to train: {resume_point.step} steps are done already ({resume_point.path}), train.max_steps asks for "
+        f"{steps} in all; raise it to continue"
     )
     return True
 
@@ -132,7 +132,7 @@ def _load_state(
         names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
         listed = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
         words = f"{len(names)} gone, new or of other content ({listed})" if names else "in another order"
-        named = f", or accept this with run.resume_with_changes=[{key}]" if key in MAY_CHANGE_IF_NAMED else ""
+        named = f", or accept this with run.resume_with_changes=[{key}]" if key in NAMED else ""
         raise checkpoint.CheckpointError(
             f"{folder} was trained with something else in {key}: {words}; put it back{named}, or "
             f"{checkpoint.new_run(folder)}"
@@ -188,9 +188,8 @@ def open_log(
     job.run_on_main(begin, checkpoint.CheckpointError)
     start_tracker(run_plan.run, settings, job, point.step)
     return Log(
-        output_dir=run_plan.run.output_dir, logging_steps=run_plan.run.logging_steps,
-        motion_alarm=run_plan.reward.motion_alarm, early_stop_rule=run_plan.train.early_stop,
-        max_nonfinite=run_plan.train.max_nonfinite, job=job, metrics=metrics, last_step=steps,
+        output_dir=run_plan.run.output_dir, early_stop_rule=run_plan.train.early_stop, job=job, metrics=metrics,
+        last_step=steps,
         skipped_in_a_row=restored.skipped_in_a_row if restored else 0,
     )  # fmt: skip
 

@@ -67,7 +67,7 @@ def _batch_arithmetic(plan: RewardFlPlan, clips: int | None) -> list[str]:
         f"gradient: {sample.gradient_mode} through steps {list(plan.active)}, coupling "
         f"{plan.coupling:g}, KL weight {plan.reward.kl_weight:g} ({plan.reward.kl_gradient}) at "
         f"{list(plan.kl_steps)}",
-        f"untrained expert: {plan.placement.untrained}; decoder caches: {train.decode_caches}",
+        f"untrained expert: {plan.memory.untrained}; decoder caches: {plan.memory.decode_caches}",
     ]
     if plan.supervised:
         lines = lines[:1]
@@ -82,11 +82,11 @@ def _batch_arithmetic(plan: RewardFlPlan, clips: int | None) -> list[str]:
 
 def _group_arithmetic(plan: FlowGrpoPlan, clips: int | None) -> list[str]:
     grpo = plan.group
-    steps = plan.train.max_steps if clips is None else plan.count_steps(clips)
+    steps = plan.train.steps if clips is None else plan.count_steps(clips)
     drawn = plan.draw_windows(steps)
     window = f"{list(plan.active)}"
-    if grpo.window != "list":
-        owner = "by each group" if grpo.window_per_group else "in each epoch"
+    if grpo.window.rule != "list":
+        owner = "by each group" if grpo.window.per_group else "in each epoch"
         first = ", ".join(str(list(window)) for window in drawn[:3])
         window = f"{max(map(len, drawn))} of {window}, drawn {owner}: {first}, ..."
     sde = f"SDE: {grpo.sde}, noise level {grpo.noise_level:g}, window {window}"
@@ -101,10 +101,10 @@ def _forward_arithmetic(plan: ForwardRlPlan, clips: int | None) -> list[str]:
         *_epoch_lines(plan),
         f"draws: {plan.draws} of each {sample}, {moments} steps {list(plan.active)}",
         f"objective: {forward.objective}, advantage x {plan.advantage_scale:g}, the old policy keeps up to "
-        f"{plan.old_decay:g} of itself per epoch; anchors: old policy {forward.old_anchor:g}, base "
+        f"{plan.old_decay:g} of itself per epoch; anchors: old policy {forward.old_policy.anchor:g}, base "
         f"{forward.base_anchor:g}",
     ]
-    return lines + _run_lines(plan, plan.train.max_steps if clips is None else plan.count_steps(clips), clips)
+    return lines + _run_lines(plan, plan.train.steps if clips is None else plan.count_steps(clips), clips)
 
 
 def _epoch_lines(plan: GroupPlan) -> list[str]:
@@ -138,7 +138,7 @@ def sigma_table(
     """
     role, word, heads, sigmas = "gradient", "replayed", "", schedule.sigmas.tolist()
     if grpo is not None:
-        role, word = "window ", "trained" if grpo.window == "list" else "drawn"
+        role, word = "window ", "trained" if grpo.window.rule == "list" else "drawn"
         heads = f"{grpo.sde + ' std':>11s}{'weight':>8s}{'noise':>7s}"
     lines = [f"step   sigma   timestep  expert      {role}{heads}".rstrip()]
     for i, (sigma, sigma_next) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):

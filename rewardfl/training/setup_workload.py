@@ -25,10 +25,10 @@ def make_workload(
 
     Raise ConfigError if the sharding does not go with the configuration.
     """
-    check_sharding(plan.placement, plan.train, plan.processes_per_clip, sharding)
+    check_sharding(plan.train, plan.processes_per_clip, sharding)
     adapter, trained = Adapter(plan.lora.lora_rank, plan.targets), plan.trained
     height, width = largest_size(plan.data, [row.size for row in rows or ()])
-    steps = plan.train.max_steps if rows is None else plan.count_steps(len(rows))
+    steps = plan.train.steps if rows is None else plan.count_steps(len(rows))
     without = rows_without_motion(plan, rows or ())
     base_videos = plan.base_noises * len(without)
     # the anchor needs one of each
@@ -42,10 +42,10 @@ def make_workload(
         processes=plan.processes,
         processes_per_clip=plan.processes_per_clip,
         sharding=sharding,
-        trained_placement=plan.placement.trained,
-        untrained_placement=plan.placement.untrained,
-        checkpointing=plan.train.use_gradient_checkpointing,
-        offload_inputs=plan.train.use_gradient_checkpointing_offload,
+        trained_placement=plan.memory.trained,
+        untrained_placement=plan.memory.untrained,
+        checkpointing=plan.memory.use_gradient_checkpointing,
+        offload_inputs=plan.memory.use_gradient_checkpointing_offload,
         batch=plan.train.per_device_train_batch_size,
         anchor_to_reference=plan.anchor.target == "reference",
         base_videos=base_videos,
@@ -81,8 +81,8 @@ def _reward_fl(common: Workload, plan: RewardFlPlan) -> Workload:
         reference=_times(answers, Counter(experts[i] for i in plan.kl_steps)),
         graphs=1 + both,
         reward_gradient=True,
-        decode_caches=plan.train.decode_caches,
-        kept_chunks=plan.train.kept_chunks,
+        decode_caches=plan.memory.decode_caches,
+        kept_chunks=plan.memory.kept_chunks,
         # the active steps' latents and velocities, x0, its gradient, the noise, and the network's output
         latents_of_update=common.batch * (2 * len(active) + 4),
         active_experts=() if plan.sample.gradient_mode == "endpoint" else tuple(experts[i] for i in active),
@@ -166,7 +166,7 @@ def _epochs(common: Workload, plan: GroupPlan) -> Workload:
         anchor=_times(plan.group.inner_epochs * plan.training.samples / samples, _anchor_passes(plan)),
         samples_in_flight=per_process,
         spans=tuple(spans),
-        samples_on=plan.group.samples_on,
+        samples_on=plan.memory.samples_on,
     )
 
 

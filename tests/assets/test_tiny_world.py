@@ -112,7 +112,7 @@ def test_the_packs_share_no_file_and_no_architecture():
     """What fools the reward's networks is to be seen by the judge's."""
     operators = {}
     for pack, file in itertools.product(PACKS, ("detector", "recogniser")):
-        graph, _ = read_graph(WORLD / "faces" / pack / f"{file}.onnx")
+        graph = read_graph(WORLD / "faces" / pack / f"{file}.onnx")
         convolutions = [node for node in graph.node if node.op_type == "Conv"]
         groups = {a.i for node in convolutions for a in node.attribute if a.name == "group"}
         operators[pack, file] = {node.op_type for node in graph.node}

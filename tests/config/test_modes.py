@@ -9,25 +9,25 @@ import pytest
 import torch
 
 import train_forward_rl
-from rewardfl import config, flow, forward_rl, group_plan, grpo, reward_flow
+from rewardfl import flow, forward_rl, grpo, reward_flow
 from rewardfl.backbones.protocol import Schedule, Velocity
 from rewardfl.backbones.wan import load
 from rewardfl.backbones.wan.backbone import DTYPES
 from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.config import SECTIONS
+from rewardfl.config.fields import Section
+from rewardfl.config.schema import SampleConfig
 from rewardfl.memory import offload
 from rewardfl.optim import learning_rate_factor
 from rewardfl.rewards.face.reward import FaceIdentityReward
 from rewardfl.training import plan, setup_rewards
 from rewardfl.training.anchors import Anchors
-from rewardfl.windows import Windows, draw_window
 
 WORD: Any = "new"
 CPU, X, ONE = torch.device("cpu"), torch.zeros(2, 1, 1, 2, 2), torch.ones(2)
 SCHEDULE = Schedule(torch.tensor([1.0, 0.5, 0.0]), torch.tensor([1000.0, 500.0]), ("high", "high"))
 BACKBONE = Record(velocity=lambda *arguments: X)
 STEP = Record(log_prob=ONE, mean=X, std=1.0)
-GEOMETRY = Record(forwards_per_update=1, forwards=1, world=1, batch=1, spread=WORD)
 
 
 def train_by(word):
@@ -40,13 +40,11 @@ def train_by(word):
 
 
 CONSUMERS = {
-    "model.distill_lora_mode": lambda word: load.load_pipeline(Record(variant=None), {}, torch.float32, (), word),
+    "model.distill_lora.mode": lambda word: load.load_pipeline(Record(variant=None), {}, torch.float32, (), word),
     "model.dtype": lambda word: DTYPES[word],
-    "experts.trained": lambda word: offload.move_expert(torch.nn.Linear(1, 1), word, CPU, ()),
-    "experts.untrained": lambda word: offload.move_expert(torch.nn.Linear(1, 1), word, CPU, ()),
-    "sample.gradient_mode": lambda word: config.resolve_coupling(
-        Record(sample=Record(gradient_mode=word, coupling=None))
-    ),
+    "train.memory.trained": lambda word: offload.move_expert(torch.nn.Linear(1, 1), word, CPU, ()),
+    "train.memory.untrained": lambda word: offload.move_expert(torch.nn.Linear(1, 1), word, CPU, ()),
+    "sample.gradient_mode": lambda word: SampleConfig.coupling.fget(Record(gradient_mode=word)),
     "sample.guidance_gradient": lambda word: Velocity(
         backbone=BACKBONE,
         model=None,
@@ -68,20 +66,20 @@ CONSUMERS = {
         Record(settings=Record(target=word), backbone=BACKBONE, device=CPU), None, {}, SCHEDULE, [0, 1], X
     ),
     "train.lr_scheduler_type": lambda word: learning_rate_factor(word, 0, 1),
-    "train.decode_caches": lambda word: WanDecoder.decode_with_caches(Record(_whole=lambda x, given: x), X, None, word),
-    "train.active_graphs": lambda word: offload.graph_context(word, CPU),
-    "grpo.spread": lambda word: group_plan.positions(GEOMETRY, 0),
-    "grpo.advantage_std": lambda word: grpo.advantages(ONE, torch.zeros(2), group_size=2, std=word),
-    "grpo.advantage_of": lambda word: grpo.advantages(ONE, torch.zeros(2), group_size=2, combine=word),
+    "train.memory.decode_caches": lambda word: WanDecoder.decode_with_caches(
+        Record(_whole=lambda x, given: x), X, None, word
+    ),
+    "train.memory.active_graphs": lambda word: offload.graph_context(word, CPU),
+    "grpo.advantage.std": lambda word: grpo.advantages(ONE, torch.zeros(2), group_size=2, std=word),
+    "grpo.advantage.of": lambda word: grpo.advantages(ONE, torch.zeros(2), group_size=2, combine=word),
     "grpo.sde": lambda word: flow.coefficients(word, 1.0, 0.5, 0.5, 0.9),
-    "grpo.window": lambda word: draw_window(Windows(kind=word, usable=(0, 1)), 0, 0),
     "grpo.objective": lambda word: grpo.log_ratio(word, ONE, X, STEP),
     "forward.objective": train_by,
     "forward.sigmas": lambda word: plan.drawn_steps(Record(forward=Record(sigmas=word)), SCHEDULE, ["high"]),
     "forward.weighting": lambda word: forward_rl.awm_log_prob(X, X, ONE, word),
 }
 # the same consumer, a dictionary in the scripts' first lines, accelerate's own check, a number or list instead
-OTHERS = {"forward.spread", "forward.advantage_std", "forward.advantage_of", "forward.samples_on", "grpo.samples_on"}
+OTHERS = {"forward.advantage.std", "forward.advantage.of", "train.memory.samples_on", "train.memory.preset"}
 OTHERS |= {"run.log_with", "reward.cap", "reward.kl_steps", "sample.noises_per_sample"}
 
 
@@ -91,13 +89,18 @@ def words(kind):
     return [word for word in get_args(kind) if isinstance(word, str)] if get_origin(kind) is Literal else inner
 
 
+def flat(sections):
+    """Return {section.key: type}, those of nested sections included."""
+    types = {}
+    for name, section in sections.items():
+        fields = {f"{name}.{key}": field.annotation for key, field in section.model_fields.items()}
+        nested = {key: kind for key, kind in fields.items() if isinstance(kind, type) and issubclass(kind, Section)}
+        types |= fields | flat(nested)
+    return types
+
+
 def test_every_choice_of_the_schema_has_a_row_above():
-    fields = {
-        f"{section}.{key}": field.annotation
-        for sections in SECTIONS.values()
-        for section, kind in sections.items()
-        for key, field in kind.model_fields.items()
-    }
+    fields = {key: kind for sections in SECTIONS.values() for key, kind in flat(sections).items()}
     assert {key for key, kind in fields.items() if words(kind)} == CONSUMERS.keys() | OTHERS
 
 

@@ -1,4 +1,4 @@
-"""rewardfl/evaluation/arms.py: latents that are not finite are refused, and run.json of earlier versions is read."""
+"""Arms and their names, other tools' videos, batches, and what a run's folder says."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rewardfl import data, lora
 from rewardfl.config.schema import SampleConfig
-from rewardfl.evaluation.arms import Arm, Sampler, read_run_file
+from rewardfl.evaluation.arms import Arm, Sampler, batches, find_videos, make_arms, read_run_file, unique_names
 from rewardfl.weights.shards import InputError
+
+
+def make_rows(count, id="{}"):
+    return [data.Row(index=i, line=i + 2, id=id.format(i), video=None, prompt="x") for i in range(count)]
 
 
 class Backbone:
@@ -35,12 +40,11 @@ class Backbone:
 
 @pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])
 def test_latents_that_are_not_finite_name_arm_and_row(value):
-    decoder = SimpleNamespace(decode=lambda x0, conditioning: x0.clamp(-1, 1))
-    rows = [SimpleNamespace(id=name, line=line) for name, line in (("a", 2), ("b", 3))]
+    rows = make_rows(2)
     sampler = Sampler(
         sampling=SampleConfig(num_inference_steps=8), num_frames=1, backbone=Backbone(value),
-        experts=torch.nn.Identity(), decoder=decoder, conditioning=lambda row: {},
-        sizes={row.id: (2, 2) for row in rows}, device=torch.device("cpu"),
+        experts=torch.nn.Identity(), decoder=SimpleNamespace(decode=lambda x0, conditioning: x0.clamp(-1, 1)),
+        conditioning={row.id: {} for row in rows}, sizes={row.id: (2, 2) for row in rows}, device=torch.device("cpu"),
     )  # fmt: skip
     arm, jobs = Arm(name="latest", steps=1, adapter=Path("x")), [(row, 7) for row in rows]
     if value == 0:
@@ -50,13 +54,62 @@ def test_latents_that_are_not_finite_name_arm_and_row(value):
         sampler.sample(jobs, arm)
 
 
-def test_a_run_of_an_earlier_version_is_read_without_the_keys_that_went(tmp_path):
+def test_batches_hold_clips_of_one_size():
+    rows = make_rows(5)
+    jobs = [(row, seed) for seed in (0, 1) for row in rows]
+    assert batches(jobs, dict.fromkeys("01234", (64, 64)), 4) == [jobs[:4], jobs[4:8], jobs[8:]]
+    sizes = {"0": (64, 64), "1": (64, 80), "2": (64, 64), "3": (64, 80), "4": (64, 64)}
+    mixed = batches(jobs, sizes, 4)
+    assert sorted(map(jobs.index, sum(mixed, []))) == list(range(10))
+    assert [len(batch) for batch in mixed] == [4, 2, 4]
+    assert all(len({sizes[row.id] for row, _ in batch}) == 1 for batch in mixed)
+
+
+def test_arms_are_named_by_what_tells_them_apart(tmp_path):
+    first, second = tmp_path / "a" / "latest", tmp_path / "b" / "latest"
+    for folder in (first, second):
+        (folder / "transformer").mkdir(parents=True)
+        (folder / "transformer" / lora.WEIGHTS_NAME).touch()
+    arms = make_arms([(first, 1.0), (first, 0.5), (second, 1.0)], None, [8, 20], 8, [], tmp_path)
+    names = ["base", "a_latest", "a_latest_x0.5", "b_latest"]
+    assert [arm.name for arm in arms] == [*names, *(f"{name}_20steps" for name in names)]
+    assert arms[5].steps == 20 and arms[2].strength == 0.5
+    for adapters, strengths, steps, videos in (
+        ([first, first], None, [8], []), ([first], [1, 1], [8], []), ([first], None, [8, 8], []),
+        ([first], None, [8], [first]),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="is there twice"):
+            make_arms([(path, 1.0) for path in adapters], strengths, steps, 8, videos, tmp_path)
+    assert unique_names([tmp_path / "base"]) != ["base"] and unique_names([tmp_path / "start"]) != ["start"]
+    arms = make_arms([(first, 1.0)], [0.5, 1.0], [8, 20], 8, [], tmp_path, str(second))
+    names = ["base", "start", "latest_x0.5", "latest"]
+    assert [arm.name for arm in arms] == [*names, *(f"{name}_20steps" for name in names)]
+    assert [arm.origin for arm in arms[:3]] == ["", str(second), ""] and arms[1].adapter == second
+
+
+def test_a_folders_videos_are_named_by_place_or_id(tmp_path):
+    rows = make_rows(3, "clips/{}.mp4#ab")
+    ignored = ("notes.mp4", "007.mp4", ".mp4", "0\n0.mp4", "_seed1.mp4")
+    for name in ("000.mp4", "1_seed1.mp4", "1.mp4", "clips_2.mp4_ab.mp4", *ignored):
+        (tmp_path / name).touch()
+    assert {key: path.name for key, path in find_videos(tmp_path, rows).items()} == {
+        (rows[0].id, 0): "000.mp4", (rows[1].id, 0): "1.mp4", (rows[1].id, 1): "1_seed1.mp4",
+        (rows[2].id, 0): "clips_2.mp4_ab.mp4",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="line 5"):
+        find_videos(tmp_path, make_rows(4, "clips/{}.mp4#ab"))
+    (tmp_path / "002.mp4").touch()
+    with pytest.raises(ValueError, match="002.mp4"):
+        find_videos(tmp_path, rows)
+
+
+def test_a_run_of_an_earlier_version_is_read(tmp_path):
     sections = {"train": {"keep_attention": False, "max_steps": 3}, "run": {"output_dir": "x"}}
     (tmp_path / "run.json").write_text(json.dumps({"config": sections}))
     assert read_run_file(tmp_path).config == {"train": {"max_steps": 3}, "run": {"output_dir": "x"}}
 
 
-def test_a_missing_run_is_named_in_full_and_says_what_the_wheel_lacks(tmp_path, monkeypatch):
+def test_a_missing_run_is_named_in_full(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = f"--run: {tmp_path}/nowhere/run.json is missing; .* scripts and configs/ are not in the wheel"
     with pytest.raises(FileNotFoundError, match=words):

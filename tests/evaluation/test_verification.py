@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from test_judging import ARMS, JUDGE, pair, real
+from evaluation_records import ARMS, JUDGE, pair, real
 
 from rewardfl.evaluation import verification
 from rewardfl.evaluation.figures import rank_correlations, summarise
@@ -19,8 +19,8 @@ def test_one_percent_of_other_people_pass(count, passing):
 
 
 def test_the_equal_error_rate():
-    sure, similar = (torch.tensor([0.6, 0.7, 0.8]), torch.tensor([0.1, 0.2])), torch.tensor([0.1, 0.2, 0.4, 0.5])
-    pairs = [sure, sure[::-1], (similar, similar), (torch.tensor([0.3, 0.6, 0.7, 0.8]), similar)]
+    apart, similar = (torch.tensor([0.6, 0.7, 0.8]), torch.tensor([0.1, 0.2])), torch.tensor([0.1, 0.2, 0.4, 0.5])
+    pairs = [apart, apart[::-1], (similar, similar), (torch.tensor([0.3, 0.6, 0.7, 0.8]), similar)]
     assert [verification.equal_error_rate(*pair) for pair in pairs] == pytest.approx([0, 1, 0.5, 0.25])
 
 
@@ -36,10 +36,8 @@ def test_the_ends_of_the_scale_of_photos():
     people = make_people({"a": 3, "b": 2, "c": 1, "x": 2})
     scale = verification.find_photo_scale(people, ["a", "b", "c"])
     for name in scale.another:
-        pool, others = (
-            people[name].pictures.numpy(),
-            [people[other].through_vae.numpy() for other in {*"abcx"} - {name}],
-        )
+        pool = people[name].pictures.numpy()
+        others = [people[other].through_vae.numpy() for other in {*"abcx"} - {name}]
         means = [np.mean([[v @ p for p in pool] for v in drawn]) for drawn in others]
         assert scale.another[name] == pytest.approx(np.mean(means), abs=1e-6)
     for name, count in (("a", 3), ("b", 2)):
@@ -90,6 +88,5 @@ def test_a_report_of_photos_and_of_a_mixed_table():
     figures = summarise([real("a"), *records], ARMS, verified)["arms"][0]["figures"]
     assert figures[f"{JUDGE}/identity_kept_photos"]["mean"] == pytest.approx(0.2 / 0.8)
     assert ["real" in clip for clip in mixed["per_clip"]] == [False, True] and mixed["clips_without_real"] == 1
-    assert "it takes 8 people, and there are 1" in mixed["identity_scale"]["missing"] and "real clips" in format_report(
-        mixed
-    )
+    assert "it takes 8 people, and there are 1" in mixed["identity_scale"]["missing"]
+    assert "real clips" in format_report(mixed)

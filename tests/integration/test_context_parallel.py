@@ -65,8 +65,8 @@ def updates(out, pipeline, processes, *overrides):
     return {name: (torch.load(folder / f"{i}.pt"), metrics(out / name)[0]) for i, name in enumerate(RUNS)}
 
 
-def assert_same_updates(mine, right):
-    for name, (gradients, line) in mine.items():
+def assert_same_updates(actual, right):
+    for name, (gradients, line) in actual.items():
         largest = max(gradient.abs().max() for gradient in right[name][0])
         assert largest > 0
         apart = [float((a - b).abs().max() / largest) for a, b in zip(gradients, right[name][0], strict=True)]
@@ -76,16 +76,20 @@ def assert_same_updates(mine, right):
 
 
 def test_two_processes_of_one_clip_make_the_update_of_one(pipeline, tmp_path):
-    one = updates(tmp_path / "one", pipeline, 1, "train.gradient_accumulation_steps=2")
-    two = updates(tmp_path / "two", pipeline, 2, "train.gradient_accumulation_steps=2", SPLIT)
-    assert_same_updates(two, one)
+    single = updates(tmp_path / "one", pipeline, 1, "train.gradient_accumulation_steps=2")
+    shared = updates(tmp_path / "two", pipeline, 2, "train.gradient_accumulation_steps=2", SPLIT)
+    assert_same_updates(shared, single)
     assert len(list((tmp_path / "two" / "both" / "samples" / "step-000001").iterdir())) == 3
 
 
 @pytest.mark.nightly
 def test_two_clips_of_two_processes_each(pipeline, tmp_path):
-    one = updates(tmp_path / "one", pipeline, 1, "train.gradient_accumulation_steps=2")
-    assert_same_updates(updates(tmp_path / "four", pipeline, 4, SPLIT), one)
+    single = updates(tmp_path / "one", pipeline, 1, "train.gradient_accumulation_steps=2")
+    assert_same_updates(updates(tmp_path / "four", pipeline, 4, SPLIT), single)
+
+
+def test_diffusers_has_these_backends_in_parallel():
+    assert set(SPLIT_ATTENTION) <= _AttentionBackendRegistry._supports_context_parallel
 
 
 @pytest.mark.parametrize(
@@ -95,11 +99,7 @@ def test_two_clips_of_two_processes_each(pipeline, tmp_path):
         (["train.context_parallel=3", "data.num_frames=7"], "train.context_parallel 3 does not divide the 64 tokens"),
     ],
 )
-def test_what_two_processes_cannot_share(monkeypatch, capsys, tmp_path, overrides, message):
+def test_an_uneven_share_is_refused(monkeypatch, capsys, tmp_path, overrides, message):
     settings = [*COMMON[3:], SPLIT, *overrides, f"run.output_dir={tmp_path}", "--dry-run"]
     code, _, error = call(monkeypatch, capsys, *settings)
     assert code == 2 and message in error
-
-
-def test_diffusers_has_these_backends_in_parallel():
-    assert set(SPLIT_ATTENTION) <= _AttentionBackendRegistry._supports_context_parallel

@@ -75,10 +75,9 @@ BEST = [
 
 
 def run(kind, out, *runs, **more):
-    """Runs, one after the other in the same processes, into out/<script>, or the output_dir that a run names; of each,
-    every process's account of it.
+    """Run scripts in the same processes, into out/<script> or their output_dir; return all processes' accounts of each.
 
-    They must have been what REALLY says.
+    Check that they were what REALLY says.
     """
     watcher = [str(ROOT / "tests" / "support" / "distributed_worker.py"), str(out / "ranks")]
     for script, *arguments in runs:
@@ -150,12 +149,12 @@ def placed_runs(folder, accumulation):
     return runs
 
 
-FL, PG, FORWARD_RL = "train_reward_fl.py", "train_flow_grpo.py", "train_forward_rl.py"  # of a folder with runs
+FL, PG, FORWARD_RL = "train_reward_fl.py", "train_flow_grpo.py", "train_forward_rl.py"  # folders with runs
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory):
-    """(the account, the folder) of one process: four updates of four clips each, two by policy gradient, and one for
+def single(tmp_path_factory):
+    """Return account and folder of one process: four updates of four clips each, two by policy gradient, and one for
     each place of the boundary, of two clips."""
     out = tmp_path_factory.mktemp("one")
     rewards = [*REWARD_FL, "train.gradient_accumulation_steps=4", "train.max_steps=4"]
@@ -165,15 +164,14 @@ def one(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def two(request, one, tmp_path_factory):
-    """(the kind, the accounts by run, the folder) of two processes of two micro-batches each: the second and third of
-    these updates, on from one process's checkpoint, with graphs that the rollout keeps, all by policy gradient, and all
-    of the places, of one clip each.
+def double(request, single, tmp_path_factory):
+    """Return the launcher, the accounts by run, and the folder of two processes of two micro-batches each.
 
-    Under data parallelism the blocks of the places wait in host memory.
+    They make the second and third of these updates, from one process's checkpoint, with kept graphs, all by policy
+    gradient, and all places, of one clip each. Under data parallelism the blocks of the places wait in host memory.
     """
     out = tmp_path_factory.mktemp(request.param)
-    shutil.copytree(one[1] / FL, out / FL, symlinks=True)
+    shutil.copytree(single[1] / FL, out / FL, symlinks=True)
     for step in (2, 3, 4):
         shutil.rmtree(out / FL / "checkpoints" / f"step-{step:06d}")
     kept = ["train.active_graphs=keep_on_device", f"train.kept_steps={1 if request.param == 'ddp' else 2}"]
@@ -185,22 +183,22 @@ def two(request, one, tmp_path_factory):
     return request.param, accounts, out
 
 
-def assert_same_lines(mine, theirs, keys, rel=1e-4):
-    for a, b in zip(mine, theirs, strict=True):
+def assert_same_lines(actual, expected, keys, rel=1e-4):
+    for a, b in zip(actual, expected, strict=True):
         for key in keys:
             assert a[key] == pytest.approx(b[key], rel=rel), (a["step"], key)
 
 
-def assert_same_adapter(mine, theirs, step, moved_by=1e-2, whole_by=1e-5):
+def assert_same_adapter(actual, expected, step, moved_by=1e-2, whole_by=1e-5):
     """To rounding; what moved is less alike, because Adam's first steps divide rounding by rounding.
 
     Gradients that were not reduced would put it 1 apart.
     """
-    files = sorted((theirs / "checkpoints" / step).glob(f"*/{lora.WEIGHTS_NAME}"))
+    files = sorted((expected / "checkpoints" / step).glob(f"*/{lora.WEIGHTS_NAME}"))
     assert files
     for file in files:
         b = read_adapter(file)
-        a = read_adapter(mine / file.relative_to(theirs))
+        a = read_adapter(actual / file.relative_to(expected))
         apart = {name: a[name] - b[name] for name in b}
         moved = [name for name in b if "lora_B" in name]
         assert norm(apart.values()) <= whole_by * norm(b.values()), file
@@ -212,15 +210,16 @@ def norm(tensors):
     return torch.cat([tensor.flatten() for tensor in tensors]).norm()
 
 
-def assert_same_moments(mine, theirs):
-    """Of an optimizer_state."""
-    assert mine["state"].keys() == theirs["state"].keys()
-    for i, right in theirs["state"].items():
-        assert mine["state"][i]["step"] == right["step"] and mine["state"][i]["step"].shape == ()
+def assert_same_moments(folders, step):
+    """Compare the optimizers' states of two runs."""
+    ours, right = (checkpoint.load_state(folder / "checkpoints" / step)["optimizer"] for folder in folders)
+    assert ours["state"].keys() == right["state"].keys()
+    for i, moments in right["state"].items():
+        assert ours["state"][i]["step"] == moments["step"] and ours["state"][i]["step"].shape == ()
         for name in ("exp_avg", "exp_avg_sq"):
-            tolerance = 1e-2 * float(right[name].abs().max())
-            torch.testing.assert_close(mine["state"][i][name], right[name], rtol=1e-2, atol=tolerance)
-    (a,), (b,) = mine["param_groups"], theirs["param_groups"]
+            tolerance = 1e-2 * float(moments[name].abs().max())
+            torch.testing.assert_close(ours["state"][i][name], moments[name], rtol=1e-2, atol=tolerance)
+    (a,), (b,) = ours["param_groups"], right["param_groups"]
     assert a.keys() == b.keys() and a["params"] == b["params"] and a["lr"] == b["lr"]
 
 
@@ -230,29 +229,28 @@ FL_KEYS = (
 )  # fmt: skip
 
 
-def test_two_processes_are_one_with_more_accumulation(one, two):
+def test_two_processes_are_one_with_more_accumulation(single, double):
     """They take up its checkpoint, skip what it skips, and leave what it leaves."""
-    (account, right), ranks, folder = (one[0], one[1] / FL), two[1][0], two[2] / FL
-    mine, theirs = metrics(folder), metrics(right)
-    assert [line["step"] for line in mine] == [1, 2, 3] and mine[0] == theirs[0]
-    assert [line["reward/valid_fraction"] for line in theirs] == [0.75] * 4  # so on one of two processes
-    assert mine[1]["grad_norm"] is None and theirs[1]["grad_norm"] is None
-    assert_same_lines(mine[1:2], theirs[1:2], FL_KEYS[1:], rel=1e-5)
-    assert_same_lines(mine[2:], theirs[2:3], FL_KEYS)
+    (account, right), ranks, folder = (single[0], single[1] / FL), double[1][0], double[2] / FL
+    actual, expected = metrics(folder), metrics(right)
+    assert [line["step"] for line in actual] == [1, 2, 3] and actual[0] == expected[0]
+    assert [line["reward/valid_fraction"] for line in expected] == [0.75] * 4  # so on one of two processes
+    assert actual[1]["grad_norm"] is None and expected[1]["grad_norm"] is None
+    assert_same_lines(actual[1:2], expected[1:2], FL_KEYS[1:], rel=1e-5)
+    assert_same_lines(actual[2:], expected[2:3], FL_KEYS)
     assert [update["moved"] for update in account["updates"]] == [True, False, True, True]
     for rank in ranks:
         assert [update["moved"] for update in rank["updates"]] == [False, True]
-        clips, replayed = 2 * 2, 1 if two[0] == "ddp" else 0  # of two active steps the others have kept their graphs
+        clips, replayed = 2 * 2, 1 if double[0] == "ddp" else 0  # the other active steps have kept their graphs
         assert rank.get("replayed", 0) == clips * replayed
     assert account["replayed"] == 4 * 4 * 2
     assert_same_adapter(folder, right, "step-000003")
-    states = [checkpoint.load_state(path / "checkpoints" / "step-000003") for path in (folder, right)]
-    assert_same_moments(*(state["optimizer"] for state in states))
+    assert_same_moments((folder, right), "step-000003")
     assert len(list((folder / "samples" / "step-000003").iterdir())) == 1
 
 
-def test_one_process_goes_on_from_two(one, two, tmp_path, monkeypatch):
-    shutil.copytree(two[2] / FL, tmp_path / "run", symlinks=True)
+def test_one_process_resumes_two(single, double, tmp_path, monkeypatch):
+    shutil.copytree(double[2] / FL, tmp_path / "run", symlinks=True)
     find = setup_data.find_samples
 
     def faceless(*arguments, **settings):
@@ -264,45 +262,45 @@ def test_one_process_goes_on_from_two(one, two, tmp_path, monkeypatch):
     monkeypatch.setattr(setup_data, "find_samples", faceless)
     again = ["train.gradient_accumulation_steps=4", "train.max_steps=4", f"run.output_dir={tmp_path / 'run'}"]
     launch_as(REWARD_FL, *again)
-    assert_same_lines(metrics(tmp_path / "run")[3:], metrics(one[1] / FL)[3:], FL_KEYS, rel=1e-3)
-    assert_same_adapter(tmp_path / "run", one[1] / FL, "step-000004")
+    assert_same_lines(metrics(tmp_path / "run")[3:], metrics(single[1] / FL)[3:], FL_KEYS, rel=1e-3)
+    assert_same_adapter(tmp_path / "run", single[1] / FL, "step-000004")
 
 
-def test_policy_updates_do_not_depend_on_the_processes(one, two):
-    folders = [two[2] / PG, one[1] / PG]
-    mine, theirs = map(metrics, folders)
-    assert [line["step"] for line in mine] == [0, 1, 2]
-    assert all(line["policy/ratio"] == pytest.approx(1, abs=1e-4) for line in mine[1:])
+def test_policy_updates_do_not_depend_on_the_processes(single, double):
+    folders = [double[2] / PG, single[1] / PG]
+    actual, expected = map(metrics, folders)
+    assert [line["step"] for line in actual] == [0, 1, 2]
+    assert all(line["policy/ratio"] == pytest.approx(1, abs=1e-4) for line in actual[1:])
     keys = ("grad_norm", "reward/mean", "reward/std_in_group", "actor/anchor_loss", "actor/loss", "policy/kl")
-    assert_same_lines(mine[1:2], theirs[1:2], keys[:4], rel=1e-5)
-    assert_same_lines(mine[2:], theirs[2:], keys, rel=1e-3)
-    assert_same_lines([mine[0], mine[2]], [theirs[0], theirs[2]], ["eval/score"])  # the second: of averaged weights
+    assert_same_lines(actual[1:2], expected[1:2], keys[:4], rel=1e-5)
+    assert_same_lines(actual[2:], expected[2:], keys, rel=1e-3)
+    assert_same_lines(actual[::2], expected[::2], ["eval/score"])  # the second: by averaged weights
     assert_same_adapter(*folders, "step-000002")  # the averaged weights
     states = [checkpoint.load_state(path / "checkpoints" / "step-000002") for path in folders]
     for a, b in zip(*(state["parameters"] + state["average"]["shadow_params"] for state in states), strict=True):
         assert type(a) is torch.Tensor
         torch.testing.assert_close(a, b, rtol=0, atol=1e-2 * 1e-4 + 1e-6)
-    assert_same_moments(*(state["optimizer"] for state in states))
+    assert_same_moments(folders, "step-000002")
     assert states[0]["average"]["optimization_step"] == states[1]["average"]["optimization_step"] == 2
 
 
 @pytest.mark.parametrize("name", [FORWARD_RL, "best"])
-def test_forward_updates_do_not_depend_on_the_processes(one, two, name):
-    folders = [two[2] / name, one[1] / name]
-    mine, theirs = map(metrics, folders)
+def test_forward_updates_do_not_depend_on_the_processes(single, double, name):
+    folders = [double[2] / name, single[1] / name]
+    actual, expected = map(metrics, folders)
     # without policy/deviation, for which a process keeps one batch
     keys = ("grad_norm", "reward/mean", "actor/loss", "actor/anchor_loss", "policy/misfit_positive")
-    assert_same_lines(mine[:1], theirs[:1], keys, rel=1e-4)
+    assert_same_lines(actual[:1], expected[:1], keys, rel=1e-4)
     distances = ["policy/from_old", "policy/from_base"][name == "best" :]
-    assert_same_lines(mine[1:], theirs[1:], [*keys, *distances], rel=1e-2)
-    assert name == "best" or mine[3]["policy/from_old"] < mine[3]["policy/from_base"]
+    assert_same_lines(actual[1:], expected[1:], [*keys, *distances], rel=1e-2)
+    assert name == "best" or actual[3]["policy/from_old"] < actual[3]["policy/from_base"]
     states = [checkpoint.load_state(path / "checkpoints" / "step-000004") for path in folders]
     for a, b in zip(*(state["old_policy"] for state in states), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-2 * 1e-4 + 1e-6)
 
 
-def test_the_place_of_the_boundary_does_not_matter(one, two):
+def test_the_place_of_the_boundary_does_not_matter(single, double):
     """Two processes of one clip each against one of two: the same forward passes, so only the sum's order differs."""
-    folder = two[2]
+    folder = double[2]
     for place in PLACES:
-        assert_same_adapter(folder / place, one[1] / place, "latest", whole_by=1e-6)
+        assert_same_adapter(folder / place, single[1] / place, "latest", whole_by=1e-6)

@@ -304,7 +304,7 @@ def test_the_configs_find_what_the_guide_downloads(monkeypatch, tmp_path, name):
         assert {path.name for path in folder.iterdir()} == set(EXPERT), expert
     if config.is_supervised(cfg):  # neither a distillation nor a face pack
         return
-    for expert, path in {"high": cfg.model.distill_lora_high, "low": cfg.model.distill_lora_low}.items():
+    for expert, path in {"high": cfg.model.distill_lora.high, "low": cfg.model.distill_lora.low}.items():
         assert Path(path).is_file() and expert in Path(path).name and "I2V" in path
     packs = [cfg.reward.reward_model_path, cfg.reward.held_out_model_path]
     assert all(f"| {Path(pack).name} " in guide("3. Faces") for pack in packs)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import run_tool
 from runs import WORLD, launch
-from test_evaluate_runs import call, left
+from test_evaluate_runs import call, read
 
 from rewardfl import data
 from rewardfl.evaluation import arms
@@ -35,14 +35,14 @@ def words(folder, table, *more):
     ]  # fmt: skip
 
 
-def test_photos_and_a_clip(folder, monkeypatch):
-    """One row has both; of another one photo is left, which takes its cap from the others."""
+def test_a_table_of_photos_and_a_clip(folder, monkeypatch):
+    """A row has both; another has one usable photo, which takes its cap from the other rows."""
     data.write_picture(folder / "grey.png", torch.full((1, 64, 64, 3), 90, dtype=torch.uint8))
     rows = "x,world/eval/videos/002.mp4,world/eval/photos/002,\nx,,world/eval/photos/003/0.jpg;grey.png,\n"
     (folder / "mixed.csv").write_text(PHOTOS + rows)
     arguments = words(folder, "mixed.csv", "--others", folder / "others")
     text, out = call(arguments), folder / "out" / "mixed.csv"
-    report = left(out)[0]
+    report = read(out)[0]
     base, latest = (arm["figures"] for arm in report["arms"])
     clips = {"real" in clip: clip["arms"]["base"]["figures"] for clip in report["per_clip"]}
     assert clips[False]["rewards/flow"] == pytest.approx(1) != clips[True]["rewards/flow"]
@@ -63,13 +63,13 @@ def test_photos_and_a_clip(folder, monkeypatch):
     assert "3 clips have no real clip" in text and "3 clips have no real clip" in (out / "report.html").read_text()
     monkeypatch.setattr(arms, "load_model", None)  # nothing is sampled again
     call(arguments)
-    assert left(out)[0] == report
+    assert read(out)[0] == report
 
 
-def test_only_photos_and_no_other_people(folder):
+def test_few_people_are_not_verified(folder):
     text, out = call(words(folder, "table.csv")), folder / "out" / "table.csv"
     assert "missing, 10 other people are needed, and there are 1; name pictures of more by --others" in text
-    assert left(out)[0]["real"]["figures"] == {} and not (out / "videos" / "real").exists()
+    assert read(out)[0]["real"]["figures"] == {} and not (out / "videos" / "real").exists()
     run_tool(compare_runs.main, out, out, "--out", folder / "page.html")
 
 

@@ -3,10 +3,8 @@
 import argparse
 import base64
 import contextlib
-import gc
 import json
 import shutil
-import weakref
 
 import pytest
 import torch
@@ -27,7 +25,7 @@ pytestmark = pytest.mark.slow(40)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of one step, and a table of two people beside it."""
+    """A run of one step, next to a table of two people."""
     folder = tmp_path_factory.mktemp("run")
     launch(f"run.output_dir={folder / 'run'}", "train.max_steps=1", "run.save_steps=1")
     table(folder / "metadata.csv", "eval", 2)
@@ -42,21 +40,13 @@ def words(run, out, *more):
             "--out", str(out), "--batch", "2", "--device", "cpu", *more]  # fmt: skip
 
 
-SIZES = [word for word in QUICK if word.startswith("data.") and "file_name" not in word]
-
-
-def source(folder):
-    """Arguments for another tool's videos of the folder's table."""
-    return ["--config", CONFIG, "--data", folder / "metadata.csv", "--device", "cpu"]
-
-
 def call(arguments, expect=0):
     with contextlib.chdir(ROOT):
         return run_tool(evaluate.main, *arguments, expect=expect)
 
 
-def left(out):
-    """What an evaluation leaves, apart from how it was called."""
+def read(out):
+    """Return an evaluation's report without its command, its records and its picture."""
     report = json.loads((out / "report.json").read_text())
     del report["command"]
     return report, (out / "records.jsonl").read_text(), (out / "grid.png").read_bytes()
@@ -70,9 +60,9 @@ def straight(run, tmp_path_factory):
     return out
 
 
-def test_arms_share_their_noises(straight):
-    """At strength 0 an adapter is the base, to the last figure; other steps and strengths are other videos."""
-    report, records, _ = left(straight)
+def test_an_adapter_of_strength_0_is_the_base(straight):
+    """To the last figure; other steps and strengths are other videos."""
+    report, records, _ = read(straight)
     by_name = {arm["name"]: arm for arm in report["arms"]}
     assert [*by_name] == ["base", "latest_x0", "latest", "base_2steps", "latest_x0_2steps", "latest_2steps"]
     for tail in ("", "_2steps"):
@@ -83,10 +73,9 @@ def test_arms_share_their_noises(straight):
     page = (straight / "report.html").read_text()
     assert page.count('src="data:video/mp4') == 4 * 7 and "latest_x0_2steps" in page  # the real clip and six arms
     assert (straight / "videos" / "latest_2steps" / "001_seed1.mp4").is_file()
-    assert not (straight / "prepared").exists()
 
 
-def test_stopped_and_resumed_is_as_if_nothing_had_happened(run, straight, tmp_path, monkeypatch):
+def test_a_resumed_evaluation_equals_one_that_was_not_stopped(run, straight, tmp_path, monkeypatch):
     add, count, videos = Writer.add, [], 3
 
     def stop(self, record):
@@ -99,22 +88,20 @@ def test_stopped_and_resumed_is_as_if_nothing_had_happened(run, straight, tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(Writer, "add", stop)
         assert call(arguments, expect=130).endswith("\ninterrupted\n")
-    known = (tmp_path / "records.jsonl").read_text()
-    assert len(known.splitlines()) == videos
+    assert len((tmp_path / "records.jsonl").read_text().splitlines()) == videos
     call(arguments)
-    assert left(tmp_path) == left(straight)
+    assert read(tmp_path) == read(straight)
 
 
-def test_what_is_known_is_not_sampled_again_and_others_are_refused(run, straight, monkeypatch):
-    before = left(straight)
-    with monkeypatch.context() as patch:
-        patch.setattr(arms, "load_model", None)  # whoever asks for it fails
-        call(words(run, straight, *SAME))
-        assert left(straight) == before
-        said = call(words(run, straight, "sample.shift=3"), expect=2)
-        assert "sample.shift was 5.0, and is 3.0" in said and "--overwrite" in said
-        assert "--periods was 8 16, and is 4" in call(words(run, straight, "--periods", "4"), expect=2)
-    assert left(straight) == before
+def test_judged_videos_are_not_sampled_again_and_other_settings_are_refused(run, straight, monkeypatch):
+    before = read(straight)
+    monkeypatch.setattr(arms, "load_model", None)
+    call(words(run, straight, *SAME))
+    assert read(straight) == before
+    error = call(words(run, straight, "sample.shift=3"), expect=2)
+    assert "sample.shift was 5.0, and is 3.0" in error and "--overwrite" in error
+    assert "--periods was 8 16, and is 4" in call(words(run, straight, "--periods", "4"), expect=2)
+    assert read(straight) == before
 
 
 @pytest.fixture
@@ -127,53 +114,49 @@ def all_files(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "rewardfl.lock"}
 
 
-def test_overwrite_removes_what_the_evaluation_wrote(run, copied, monkeypatch):
-    """And nothing else: no clips next to its own. Edits of its own files are lost."""
-    mine = [copied / name for name in ("videos/holiday.mp4", "prepared/thesis.txt", "notes.txt")]
-    for path in (*mine, copied / "videos" / "latest_x0" / "000_seed0.mp4"):
+def test_overwrite_removes_only_what_the_evaluation_wrote(run, copied, monkeypatch):
+    """Edits of its files are lost."""
+    users = [copied / name for name in ("videos/holiday.mp4", "prepared/thesis.txt", "notes.txt")]
+    for path in (*users, copied / "videos" / "latest_x0" / "000_seed0.mp4"):
         path.parent.mkdir(exist_ok=True)
-        path.write_text("mine")
+        path.write_text("text")
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(arms, "load_model", stop)
     call(words(run, copied, "sample.shift=3", "--overwrite"), expect=130)
-    assert all(path.read_text() == "mine" for path in mine)
+    assert all(path.read_text() == "text" for path in users)
     files = {str(path.relative_to(copied)) for path in all_files(copied / "videos")}
     assert files == {"videos/holiday.mp4", "videos/real/000.mp4", "videos/real/001.mp4"}
 
 
-def stop(*_):
-    raise KeyboardInterrupt
-
-
-def test_no_input_is_written(run, copied):
+def test_an_output_at_an_input_or_in_use_is_refused(run, copied):
     before = all_files(copied)
     videos = ["--videos", copied / "videos" / "base"]
     for out, inputs in ((copied, videos), (copied / "videos" / "base" / "x", videos), (run, []), (run / "run", [])):
-        said = call(words(run, out, *inputs, "--overwrite"), expect=2)
-        assert said.startswith(f"error: --out {out} is, contains or is inside the input")
+        error = call(words(run, out, *inputs, "--overwrite"), expect=2)
+        assert error.startswith(f"error: --out {out} is, contains or is inside the input")
     assert all_files(copied) == before
-
-
-def test_one_evaluation_works_in_a_folder(run, copied):
     with Folder(copied, overwrite=False).locked():
         assert "another process" in call(words(run, copied, *SAME), expect=2)
 
 
-def test_a_record_names_no_file_of_its_own(run, straight, copied, tmp_path):
-    """An edited record cannot bring another file into the page."""
+def test_an_edited_record_brings_no_other_file_into_the_page(run, straight, copied, tmp_path):
     (tmp_path / "secret.mp4").write_text("secret")
     records = copied / "records.jsonl"
     lines = [json.loads(line) for line in records.read_text().splitlines()]
-    for line, file in zip(lines, ("../secret.mp4", str(tmp_path / "secret.mp4"), "settings.json"), strict=False):
+    for line, file in zip(lines, ("../secret.mp4", str(tmp_path / "secret.mp4")), strict=False):
         line["file"] = file
     records.write_text("".join(json.dumps(line) + "\n" for line in lines))
     call(words(run, copied, *SAME))
-    assert left(copied)[0] == left(straight)[0]
+    assert read(copied)[0] == read(straight)[0]
     page = (copied / "report.html").read_text()
     assert "secret" not in page and base64.b64encode(b"secret").decode() not in page
 
 
 def test_the_start_is_an_arm(run, tmp_path):
-    """In another tool's names; the start is the run's own adapter, so its videos are the run's."""
+    """In another tool's names; the start is the run's adapter, so its videos are the run's."""
     folder, start, out = (tmp_path / name for name in ("run", "kohya.safetensors", "out"))
     shutil.copytree(run / "run", folder)
     tensors = {}
@@ -190,72 +173,61 @@ def test_the_start_is_an_arm(run, tmp_path):
     save_file({name: value / 0 for name, value in tensors.items()}, bad / lora.WEIGHTS_NAME)
     assert "nan or infinite" in call([*arguments, "--adapter", bad.parent], expect=2) and not out.exists()
     text = call(arguments)
-    base, begin, latest = left(out)[0]["arms"]
+    base, begin, latest = read(out)[0]["arms"]
     assert (base["name"], begin["name"], latest["name"]) == ("base", "start", "latest")
     assert begin["figures"] == latest["figures"] != base["figures"]
     assert f"more than the run's start, {start} cannot be told" in text
-    assert "While it trained" in (out / "report.html").read_text()
     save_file({name: 2 * value for name, value in tensors.items()}, start)
     assert "has changed since" in call(arguments, expect=2)
     start.unlink()
     text = call(arguments, expect=2)
     assert f"lora.init_from: {start}: no such file or folder" in text and "lora.init_from=null" in text
     call([*arguments, "lora.init_from=null"])
-    assert [arm["name"] for arm in left(out)[0]["arms"]] == ["base", "latest"]
+    assert [arm["name"] for arm in read(out)[0]["arms"]] == ["base", "latest"]
     only_videos = argparse.Namespace(config=None, run=folder, overrides=[], data="x", videos=[out], adapter=None)
     assert arms.load_config(only_videos).lora.init_from is None
 
 
-@pytest.mark.long
-def test_memory_does_not_grow_with_the_number_of_clips(run, tmp_path, monkeypatch):
-    """While a batch is sampled, the one before it is alive at most."""
-    videos, alive, sample = [], [], arms.Sampler.sample
-
-    def watched(*arguments):
-        batch = sample(*arguments)
-        gc.collect()
-        alive.append(sum(video() is not None for video in videos))
-        videos.append(weakref.ref(batch))
-        return batch
-
-    monkeypatch.setattr(arms.Sampler, "sample", watched)
-    call(words(run, tmp_path, "--batch", "1"))
-    assert len(videos) == 8 and max(alive) <= 1
+def judge_files(folder, out, videos, *settings):
+    """Judge other tools' videos of the folder's table; return the text and the report."""
+    source = ["--config", CONFIG, "--data", folder / "metadata.csv", "--device", "cpu", "--out", out]
+    text = call([*source, *(word for name in videos for word in ("--videos", name)), *settings])
+    return text, read(out)[0]
 
 
 def test_videos_of_other_tools_need_no_model(run, straight, tmp_path, monkeypatch):
     monkeypatch.setattr(arms, "load_model", None)
-    videos = [word for name in ("base", "latest") for word in ("--videos", straight / "videos" / name)]
-    settings = [*SIZES, "model.model_name=wan2_2_ti2v_text", "data.fps=null"]
-    said = call([*source(run), *settings, "--out", tmp_path, *videos])
+    sizes = [word for word in QUICK if word.startswith("data.") and "file_name" not in word]
+    videos = [straight / "videos" / name for name in ("base", "latest")]
+    settings = [*sizes, "model.model_name=wan2_2_ti2v_text", "data.fps=null"]
+    text, report = judge_files(run, tmp_path, videos, *settings)
     assert read_video_header(tmp_path / "videos" / "real" / "000.mp4", 5).rate == 24
-    report, made = left(tmp_path)[0], left(straight)[0]
-    assert "decoded from mp4" in said
+    assert "decoded from mp4" in text
     assert [arm["decoded"] for arm in report["arms"]] == [True, True] and report["clips"] == 4
     assert report["arms"][1]["against"] == report["arms"][0]["name"]
-    mine, theirs = (one["arms"][0]["figures"]["held_out/face_sim"]["mean"] for one in (report, made))
-    assert mine == pytest.approx(theirs, abs=0.1) and mine != theirs  # the codec's part
+    sampled = read(straight)[0]
+    decoded, exact = (each["arms"][0]["figures"]["held_out/face_sim"]["mean"] for each in (report, sampled))
+    assert decoded == pytest.approx(exact, abs=0.1) and decoded != exact  # the codec's part
 
 
-def test_everybody_is_a_column_where_everybody_is_trained(run, tmp_path):
-    """Two people side by side; as they are, and with one of them in the other's place, whose likeness then counts 0."""
-    (one, other) = (data.read_video(row.video) for row in data.load_metadata(run / "metadata.csv"))
-    for name, pair in (("real", (one, other)), ("both/000", (one, other)), ("twice/000", (one, one))):
+def test_everybody_is_a_column_if_all_people_are_trained(run, tmp_path):
+    """Two people side by side; as they are, and with the first in the second's place, whose similarity counts 0."""
+    (first, second) = (data.read_video(row.video) for row in data.load_metadata(run / "metadata.csv"))
+    for name, pair in (("real", (first, second)), ("both/000", (first, second)), ("twice/000", (first, first))):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         data.write_video(tmp_path / f"{name}.mp4", torch.cat(pair, 2), 8)
     (tmp_path / "metadata.csv").write_text("video,prompt\nreal.mp4,two people\n")
-    videos = [word for name in ("both", "twice") for word in ("--videos", tmp_path / name)]
     settings = ["data.width=128", "reward.det_size=256", "reward.people=all"]
-    call([*source(tmp_path), "--out", tmp_path / "out", *videos, *settings])
-    both, twice = (arm["figures"]["rewards/everybody"]["mean"] for arm in left(tmp_path / "out")[0]["arms"])
-    assert both > 0.7 and twice == pytest.approx(both / 2, abs=0.15)  # the other one is 0.2 alike
+    _, report = judge_files(tmp_path, tmp_path / "out", [tmp_path / "both", tmp_path / "twice"], *settings)
+    both, twice = (arm["figures"]["rewards/everybody"]["mean"] for arm in report["arms"])
+    assert both > 0.7 and twice == pytest.approx(both / 2, abs=0.15)  # their similarity is 0.2
 
 
 @pytest.mark.long
-def test_two_processes_are_as_one(run, straight, tmp_path):
+def test_two_processes_write_the_records_of_one(run, straight, tmp_path):
     start = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--"]  # torchrun has a --run-path
     arguments = ["tools/evaluate.py", *words(run, tmp_path, *SAME)]
     done = run_python([*start, *arguments], cwd=ROOT, env=environment())
     assert (tmp_path / "report.json").is_file(), done.stderr
-    assert left(tmp_path)[1:] == left(straight)[1:]
-    assert left(tmp_path)[0]["arms"] == left(straight)[0]["arms"]
+    assert read(tmp_path)[1:] == read(straight)[1:]
+    assert read(tmp_path)[0]["arms"] == read(straight)[0]["arms"]

@@ -37,15 +37,15 @@ def wheel(tmp_path_factory):
 
 def leave_out(folder, names):
     """Of the checkout's root what git does not track, and the assets' files, which are many."""
-    found = shutil.ignore_patterns("__pycache__")(folder, names)
+    ignored = shutil.ignore_patterns("__pycache__")(folder, names)
     if Path(folder) == ROOT:
-        found |= shutil.ignore_patterns("build", "outputs", "models", "data", "*.egg-info", ".*")(folder, names)
-    return found | ({"tiny_world"} if Path(folder) == ROOT / "assets" else set())
+        ignored |= shutil.ignore_patterns("build", "outputs", "models", "data", "*.egg-info", ".*")(folder, names)
+    return ignored | ({"tiny_world"} if Path(folder) == ROOT / "assets" else set())
 
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """bin/ of an environment that has the wheel; the libraries that it needs are those of this process."""
+    """Return bin/ of an environment with the wheel and this process's libraries."""
     folder = tmp_path_factory.mktemp("venv")
     call(sys.executable, "-m", "venv", "--without-pip", folder)
     paths = sysconfig.get_paths("venv", {"base": str(folder), "platbase": str(folder)})

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make
 
 @pytest.fixture
 def make(tmp_path):
-    """make in a folder of its own; gives (exit code, what it says)."""
+    """Return a call of make in an empty folder, which returns (exit code, standard error)."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in ("pyproject.toml", "requirements-dev.txt"):
         (tmp_path / name).touch()
@@ -38,11 +38,11 @@ def python(path, version):
 
 def test_an_older_interpreter_is_refused(make, tmp_path):
     old = python(tmp_path / "bin" / "python3", (3, 10))
-    for code, said in (make("demo", f"PYTHON={old}"), make("test", path=old.parent)):
-        assert code == 2 and "3.10" in said and "3.11" in said and "Traceback" not in said
+    for code, error in (make("demo", f"PYTHON={old}"), make("test", path=old.parent)):
+        assert code == 2 and "3.10" in error and "3.11" in error and "Traceback" not in error
     assert not (tmp_path / ".venv").exists()
     python(tmp_path / ".venv" / "bin" / "python", (3, 12))
     other = python(tmp_path / "other" / "python3", (3, 13))
-    code, said = make("test", f"PYTHON={other}")  # another than .venv's
-    assert code == 2 and "3.12" in said and "3.13" in said and str(other) in said
+    code, error = make("test", f"PYTHON={other}")  # another than .venv's
+    assert code == 2 and "3.12" in error and "3.13" in error and str(other) in error
     assert make("interpreter", path=other.parent) == (0, "")  # .venv is there, PYTHON was not asked for

@@ -54,7 +54,7 @@ ENDINGS += ["=" + "[" * 4000, "=2026-99-99"]
 SUFFIXES = ["", ".safetensors", ".yaml", ".json", ".csv", ".png", ".mp4"]
 CONTENTS = {"empty": b"", "html": b"<!doctype html>\n", "deep": b"[" * 5000, "bytes": b"\xff\xfe\0\n" * 50}
 NAMES = "report.json run.json model_index.json config.json metadata.csv adapter_config.json metrics.jsonl settings.json"
-# exit code 2 without an error: the answer to what was asked
+# exit code 2 without an error: the requested result
 ANSWERS = re.compile(r"^does not fit|^\d+ rows: \d+ can be used", re.MULTILINE)
 
 
@@ -112,16 +112,8 @@ def script_calls(dice, paths):
         for script, section, _, key, schema in dice.sample(keys, len(keys)):
             files = [GOLDEN / f"{script.removeprefix('train_')}.yaml"]
             files += [ROOT / "tests" / "face.yaml"] if script == "train_reward_fl" else []  # it has no list of steps
-            yield (
-                script,
-                [
-                    "--trust-code",
-                    "--config",
-                    str(dice.choice(files)),
-                    "--dry-run",
-                    f"{section}.{key}={key_value(schema, dice, paths)}",
-                ],
-            )
+            override = f"{section}.{key}={key_value(schema, dice, paths)}"
+            yield script, ["--trust-code", "--config", str(dice.choice(files)), "--dry-run", override]
 
 
 def tool_calls(actions, dice, paths):
@@ -140,7 +132,7 @@ def tool_calls(actions, dice, paths):
 
 
 def change(arguments, action, dice, paths):
-    """Give an option an odd value, in place of the one that it has."""
+    """Replace an option's value by an odd one."""
     name = max(action.option_strings, key=len, default=None)
     if action.nargs == 0:
         arguments.append(name)
@@ -186,7 +178,7 @@ def problems(call, result):
 
 def describe(call, faults):
     """Return a failed call as a shell would take it, and the last lines of its output."""
-    command = shlex.join(call["arguments"])[:500] + (" | true" if call["closed"] else "")
+    command = shlex.join(call["arguments"])[:500]
     tails = [Path(call["folder"], name).read_text(errors="replace")[-700:] for name in ("stdout.txt", "stderr.txt")]
     return "\n".join([f"{', '.join(faults)}: {command}", *tails]).encode(errors="backslashreplace").decode()
 
@@ -215,8 +207,7 @@ def test_odd_values(tmp_path, monkeypatch):
             (folder / name).symlink_to(ROOT / name)
         module = tool if tool.startswith("train_") else f"rewardfl_tools.{tool}"
         arguments = [module, *(text.replace("INPUTS", str(inputs)) for text in arguments)]
-        closed = number > len(actions) + 1 and dice.random() < 0.05
-        calls.append({"arguments": arguments, "folder": str(folder), "closed": closed})
+        calls.append({"arguments": arguments, "folder": str(folder)})
     results = run_calls(calls, tmp_path, timeout=10 * CALLS)
     ends = [(call, [*problems(call, result)]) for call, result in zip(calls, results, strict=True)]
     failures = [describe(call, faults) for call, faults in ends if faults]

@@ -1,4 +1,4 @@
-"""What comes from outside (checkpoints, weights, the network, metadata.csv, the config) is data: it is not run."""
+"""Checkpoints, weights, the network, metadata.csv and the config are data: nothing in them is run."""
 
 import csv
 import json
@@ -44,17 +44,11 @@ def test_nothing_pickled_is_loaded():
 
 
 def test_rows_cannot_write_outside(monkeypatch, capsys, tmp_path):
-    """Clips in a folder beside that of metadata.csv, and prompts like paths: what is written is named by numbers."""
-    table, run = tmp_path / "data" / "metadata.csv", tmp_path / "run"
-    table.parent.mkdir()
-    (tmp_path / "clips").mkdir()
-    with (WORLD / "train" / "metadata.csv").open() as file:
-        rows = list(csv.DictReader(file))[:2]
-    for i, row in enumerate(rows):
-        (tmp_path / "clips" / f"{i}.mp4").write_bytes((WORLD / "train" / row["video"]).read_bytes())
-    with table.open("w", newline="") as file:
-        lines = [(f"../clips/{i}.mp4", f"../../../escaped{i}/\\0 a person, talking") for i in range(2)]
-        csv.writer(file).writerows([("video", "prompt"), *lines])
+    """Clips outside of the table's folder, and prompts like paths: written files are named by numbers."""
+    run, video = tmp_path / "run", next((WORLD / "train" / "videos").iterdir())
+    (tmp_path / "data").mkdir()
+    table = tmp_path / "data" / "metadata.csv"
+    table.write_text("\n".join(["video,prompt", *(f"{video},../../../escaped{i}/\\0 a person" for i in range(2))]))
     before = {*tmp_path.rglob("*")}
     code, _, error = call(
         monkeypatch, capsys, *FAST, f"run.output_dir={run}", f"data.file_name={table}", f"data.cache_dir={run}/cache",
@@ -69,7 +63,7 @@ RED = "\x1b[31m"  # a terminal that gets this writes in red
 
 
 def test_names_in_files_do_not_drive_the_terminal(monkeypatch, capsys, tmp_path):
-    """Neither a row that names a file so, which is one that cannot be used, nor a message that quotes a file."""
+    """Rows that name such a file are skipped or refused; messages that quote them escape it."""
     table = tmp_path / "metadata.csv"
     video = next((WORLD / "train" / "videos").iterdir())
     rows = [(str(video), "x"), (f"{RED}a\n.mp4", "x"), (f"b{RED}.mp4", f"{RED}y")]
@@ -79,19 +73,16 @@ def test_names_in_files_do_not_drive_the_terminal(monkeypatch, capsys, tmp_path)
         with table.open("w", newline="") as file:
             csv.writer(file).writerows([header, *rows])
         skip = f"data.skip_bad_rows={str(code == 0).lower()}"
-        found, out, error = call(monkeypatch, capsys, *QUICK, *start, skip, "--dry-run")
-        assert found == code, error
+        exit_code, out, error = call(monkeypatch, capsys, *QUICK, *start, skip, "--dry-run")
+        assert exit_code == code, error
         assert "\x1b" not in out + error and (code == 0 or "x1b[31m" in error)
     (line,) = [line for line in out.splitlines() if "control character" in line]
     assert line.startswith("skipped: lines 4, 5 (2 rows): video: holds a control character")
-    monkeypatch.setattr(sys, "argv", ["check_dataset", "--config", CONFIG, f"data.file_name={table}"])
-    assert check_dataset.main() == 2
-    said = capsys.readouterr().out
-    assert "\x1b" not in said and said.count("problem: ") == 2
+    out = run_tool(check_dataset.main, "--config", CONFIG, f"data.file_name={table}", expect=2)
+    assert "\x1b" not in out and out.count("problem: ") == 2
 
 
-def test_what_is_printed(capsys):
-    """Line breaks and what people write stay."""
+def test_only_control_characters_are_escaped(capsys):
     text, shown = f"a\nb{RED}\r\x9bé 你\u202f", "a\nb\\x1b[31m\\r\\x9bé 你\u202f"
     Distributed.print(SimpleNamespace(accelerator=SimpleNamespace(print=print)), text)
     assert capsys.readouterr().out == shown + "\n" and files.escape_control(shown) == shown
@@ -152,23 +143,23 @@ def command_of(name, stranger, source="own.py"):
 @pytest.mark.parametrize("source", ["own.py", "own"])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_code_that_a_configuration_names_is_not_run(stranger, monkeypatch, name, source):
-    """Neither a file nor a module of another package, whatever an earlier command line of the process allowed."""
+    """Neither a file nor a module of another package, even if an earlier command line allowed it."""
     if (name, source) == ("evaluate a run", "own"):
         return
     monkeypatch.setattr(trust, "_allowed", True)
     main, words = command_of(name, stranger, source)
     words += ["--", "0.mp4"] if name == "score" else []
-    said = run_tool(main, *words, expect=2)
+    out = run_tool(main, *words, expect=2)
     refused = f"{stranger}/own.py:Own is code of {stranger}/own.py" if source == "own.py" else "own:Own is code of own"
-    assert f"{refused}; --trust-code on the command line loads it" in said
-    assert said.count("\n") == 1 and said.startswith("error: ")
+    assert f"{refused}; --trust-code on the command line loads it" in out
+    assert out.count("\n") == 1 and out.startswith("error: ")
     assert not (stranger / "own.py.ran").exists() and "own" not in sys.modules
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_code_is_run_where_the_command_line_says_so_and_its_settings_are_checked(stranger, name):
+def test_trusted_code_runs_and_its_settings_are_checked(stranger, name):
     main, words = command_of(name, stranger)
     words += ["--trust-code"] if name != "score" else ["--trust-code", "--", "0.mp4"]
-    said = run_tool(main, *words, expect=2)
+    out = run_tool(main, *words, expect=2)
     assert (stranger / "own.py.ran").exists()
-    assert "settings.red" in said and said.count("\n") == 1, "the constructor's annotation, and it has no default"
+    assert "settings.red" in out and out.count("\n") == 1, "the constructor's annotation, and it has no default"

@@ -41,8 +41,8 @@ def straight(tmp_path_factory, held_out):
 
 def assert_same(run, straight, step):
     assert metrics(run) == metrics(straight)
-    mine, theirs = adapter(run, step), adapter(straight, step)
-    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    actual, right = adapter(run, step), adapter(straight, step)
+    assert actual.keys() == right.keys() and all(torch.equal(actual[name], right[name]) for name in actual)
 
 
 def test_a_run_logs_the_distances_between_the_policies(straight):
@@ -68,8 +68,8 @@ def test_a_resumed_run_is_the_same_to_the_bit(straight, held_out, tmp_path, sett
     launch_forward(f"run.output_dir={run}", *settings, *held_out)
     assert_same(run, straight, 8)
     states = [checkpoint.load_state(path / "checkpoints" / "step-000008") for path in (run, straight)]
-    for mine, theirs in zip(*(state["old_policy"] for state in states), strict=True):
-        assert torch.equal(mine, theirs)
+    for actual, right in zip(*(state["old_policy"] for state in states), strict=True):
+        assert torch.equal(actual, right)
 
 
 def test_blocks_in_host_memory_change_nothing(straight, held_out, tmp_path):
@@ -106,7 +106,7 @@ def test_a_dead_contrast_ends_the_run(monkeypatch, capsys, tmp_path):
     assert code == 3 and "policy/deviation is exactly 0 after an update that had advantages" in error
 
 
-def test_best_is_the_plain_regression_on_the_best_videos(monkeypatch, tmp_path):
+def test_best_is_regression_on_the_best_videos(monkeypatch, tmp_path):
     """Loss and gradient equal autograd of mean((v - (noise - x0))^2), and eight updates fit the first draws."""
     make, first, expected = train_forward_rl.make_draws, [], []
 

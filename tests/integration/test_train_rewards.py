@@ -29,23 +29,23 @@ def others(**terms):
 
 @contextlib.contextmanager
 def served(reward, output):
-    """The url of a reward server in a process of its own, which says it in the file `output`."""
+    """Yield the url of a reward server in another process, which prints it into the file `output`."""
     command = [sys.executable, "tools/serve_reward.py", "--trust-code", "--reward", reward]
     command += ["--port", "0", "--device", "cpu"]
     with output.open("w") as file:
         server = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=file, stderr=subprocess.STDOUT)
     try:
-        while not (found := re.search(r"(http://[\d.]+:\d+).*\n", output.read_text())):
+        while not (url := re.search(r"(http://[\d.]+:\d+).*\n", output.read_text())):
             assert server.poll() is None, output.read_text()
             time.sleep(0.05)
-        yield found[1]
+        yield url[1]
     finally:
         server.terminate()
         server.wait(timeout=30)
 
 
 def test_a_sum_of_rewards_and_some_that_only_measure(tmp_path):
-    """The face, a colour and a class of the user's are trained; a server in another process is looked at."""
+    """The face, a colour and a user's class are trained; a server in another process only measures."""
     with served(COLOUR, tmp_path / "server") as url:
         launch(
             "--trust-code", f"run.output_dir={tmp_path / 'run'}", "train.max_steps=2",
@@ -56,31 +56,13 @@ def test_a_sum_of_rewards_and_some_that_only_measure(tmp_path):
             ),
         )  # fmt: skip
     first = metrics(tmp_path / "run")[0]
-    assert first["reward/far"] == pytest.approx(first["reward/red"], abs=2e-3)  # the server sees whole levels
+    assert first["reward/far"] == pytest.approx(first["reward/red"], abs=2e-3)  # the server sees levels of 8 bits
     assert first["reward/contrast"] > 0 and math.isfinite(first["reward/held_out"])
     assert first["reward/valid_fraction"] == 1
     cfg = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["reward"]
     face = cfg["reward_weight"] * (first["reward/mean"] - cfg["reward_mean"]) / cfg["reward_std"]
-    red, own = 0.5 * (first["reward/red"] - 0.1) / 0.2, 0.3 * first["reward/contrast"]
-    assert first["actor/kl_loss"] == 0 and first["actor/loss"] == pytest.approx(-face - red - own, rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    "overrides, message",
-    [
-        (["--trust-code", *RED, "reward.settings={rad: 1}"], "unknown key 'reward.settings.rad', did you mean 'red'"),
-        (["reward.name=ocr"], "ocr has no gradient, as its class says"),
-        ([others(x={"name": "face_motion", "settings": {"pack_dir": "no/such"}})], "reward.others.x.settings.pack_dir"),
-        ([others(x={"name": "examples/my_reward.py:Contrast"})], "examples/my_reward.py; --trust-code on the command"),
-        ([others(motion={"name": "motion"})], "reward.others.motion: "),
-        (["reward.reward_weight=0"], "nothing is trained"),
-    ],
-)  # fmt: skip
-def test_rewards_that_cannot_be_had(monkeypatch, capsys, tmp_path, overrides, message):
-    """Before anything is read or written, and by a dry run likewise."""
-    for dry in ([], ["--dry-run"]):
-        code, out, error = call(monkeypatch, capsys, *dry, *FAST, f"run.output_dir={tmp_path / 'run'}", *overrides)
-        assert code == 2 and message in error and not out and not (tmp_path / "run").exists()
+    red, user = 0.5 * (first["reward/red"] - 0.1) / 0.2, 0.3 * first["reward/contrast"]
+    assert first["actor/kl_loss"] == 0 and first["actor/loss"] == pytest.approx(-face - red - user, rel=1e-4)
 
 
 ODD = """
@@ -95,15 +77,14 @@ class Odd(Reward):
 class Mean(Odd):
     def forward(self, video, batch):
         return RewardOutput(video.mean()[None], video.new_ones(len(video)).bool(), {})
-
-class Late(Odd):
-    def forward(self, video, batch):
-        raise KeyError("no such key")
 """
 
 
+LATE = f"{ODD}\nclass Late(Odd):\n    def forward(self, video, batch):\n        raise KeyError('no such key')"
+
+
 @pytest.mark.parametrize("start, fast, name", [(call, FAST, "Odd"), (call_grpo, GRPO_FAST, "Mean")])
-def test_what_breaks_the_contract_is_found_before_a_model_is_loaded(monkeypatch, capsys, tmp_path, start, fast, name):
+def test_a_broken_reward_is_refused_before_the_model_loads(monkeypatch, capsys, tmp_path, start, fast, name):
     """Mean gives what one video asks for, and GRPO_FAST takes two at a time."""
     (tmp_path / "odd.py").write_text(ODD)
     monkeypatch.setattr(setup_model, "load_experts", lambda *_: pytest.fail("the model was loaded"))
@@ -113,8 +94,8 @@ def test_what_breaks_the_contract_is_found_before_a_model_is_loaded(monkeypatch,
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_what_else_a_reward_raises_is_said_and_left_to_training(monkeypatch, capsys, tmp_path):
-    (tmp_path / "odd.py").write_text(ODD)
+def test_another_error_of_a_reward_is_only_a_note(monkeypatch, capsys, tmp_path):
+    (tmp_path / "odd.py").write_text(LATE)
     monkeypatch.setattr(setup_model, "load_experts", lambda *_: pytest.exit("far enough"))
     late = others(x={"name": f"{tmp_path / 'odd.py'}:Late"})
     with pytest.raises(pytest.exit.Exception):
@@ -122,19 +103,12 @@ def test_what_else_a_reward_raises_is_said_and_left_to_training(monkeypatch, cap
     assert "note: reward.others.x does not judge the first clip: KeyError: 'no such key'" in capsys.readouterr().out
 
 
-def test_the_plan_says_what_is_trained_on(monkeypatch, capsys, tmp_path):
-    two = others(red={"name": COLOUR, "weight": 0.5}, blue={"name": COLOUR})
-    _, out, _ = call(monkeypatch, capsys, "--dry-run", *FAST, "--trust-code", f"run.output_dir={tmp_path}", two)
-    assert f"trained on 0.1 x score (face_identity) + 0.5 x red ({COLOUR}); only measured: held_out" in out
-    assert f"held_out (face_judge), blue ({COLOUR})" in out
-
-
 ONE_STEP = ["--trust-code", *RED, "reward.reward_std=0.1", "reward.reward_mean=0", "train.max_steps=1"]
 ONE_STEP.append("run.sample_videos=0")
 
 
-def test_labels_and_parts_leave_the_scripts_own_values_alone(tmp_path):
-    """A reward whose parts, and others whose labels, are called as the script calls its own trains as one without."""
+def test_labels_and_parts_change_no_other_value(tmp_path):
+    """Parts and labels that have names of the script's own values leave these values as they are."""
     runs = {
         "plain": [f"reward.name={OWN}:Unnamed"],
         "parts": [f"reward.name={OWN}:Names"],
@@ -180,7 +154,7 @@ def test_the_documented_yaml_is_what_the_config_takes(tmp_path):
 
 
 def test_what_is_only_measured_may_fail(monkeypatch, capsys, tmp_path):
-    """A server that is down, from the first step on: said once with the key that names it, counted, and gone past."""
+    """A server that is down from the first step on is named once and counted, and training continues."""
     far = others(far={"name": "remote", "settings": {"url": "http://127.0.0.1:9", "retries": 0}})
     settings = [*FAST, f"run.output_dir={tmp_path}", *ONE_STEP, "train.max_steps=2", far]
     code, out, error = call(monkeypatch, capsys, *settings)
@@ -201,8 +175,8 @@ def test_a_first_update_without_a_judged_sample_stops_the_run(monkeypatch, capsy
     assert out.count("not one sample was judged (1 in a row)") == 1
 
 
-def test_flow_grpo_stops_at_an_epoch_that_no_reward_could_judge(monkeypatch, capsys, tmp_path):
-    """In the first epoch of a start at once; later it goes on for as many as train.max_nonfinite."""
+def test_flow_grpo_stops_without_a_judged_sample(monkeypatch, capsys, tmp_path):
+    """In the first epoch of a start at once; later after more than train.max_nonfinite updates."""
     run = tmp_path / "dies"
     settings = [*GRPO_FAST, "--trust-code", "run.sample_videos=0", "train.max_steps=4", "train.max_nonfinite=1"]
     settings += [f"run.output_dir={run}", f"reward.name={OWN}:Dies"]
@@ -210,37 +184,20 @@ def test_flow_grpo_stops_at_an_epoch_that_no_reward_could_judge(monkeypatch, cap
     assert code == 2 and "stopped at step 3: 2 updates in a row taught nothing; reward.name (Dies)" in error
     assert [line["reward/valid_fraction"] for line in metrics(run)] == [1, 0, 0]
     assert [line["grad_norm"] > 0 for line in metrics(run)] == [True, False, False]
-    first = metrics(run)[0]  # nor do its parts touch what the script itself says
+    first = metrics(run)[0]  # parts do not change the script's own values
     assert first["reward/score/failed"] == first["reward/score/mean"] == first["reward/kl"] == 100
     assert first["reward/failed"] == 0 and first["reward/mean"] == pytest.approx(first["reward/score"], abs=2)
     assert out.count("step 2: not one sample was judged (1 in a row); ") == 1
 
 
-def test_flow_grpo_trains_on_a_server_a_class_and_a_reward_without_gradient(tmp_path):
-    """The server answers beside the rollouts; the sum of four, one of them only measured."""
+def test_flow_grpo_trains_on_a_sum_with_a_server(tmp_path):
+    """The server scores next to the rollouts."""
     with served(COLOUR, tmp_path / "server") as url:
-        launch_grpo(
-            "--trust-code", f"run.output_dir={tmp_path / 'run'}", "train.max_steps=2", "reward.name=remote",
-            "reward.reward_weight=2", f"reward.settings={json.dumps({'url': url})}",
-            others(
-                size={"name": f"{ROOT}/examples/toys.py:JpegSize", "weight": 0.5},
-                contrast={"name": "examples/my_reward.py:Contrast", "weight": 1.0, "settings": {"target": 0.25}},
-                red={"name": COLOUR},
-            ),
-        )  # fmt: skip
-    first, second = metrics(tmp_path / "run")
-    assert first["reward/score"] == pytest.approx(first["reward/red"], abs=2e-3)  # the server sees whole levels
-    total = 2 * first["reward/score"] + 0.5 * first["reward/size"] + first["reward/contrast"]
-    assert first["reward/mean"] == pytest.approx(total, rel=1e-5)
-    assert first["reward/valid_fraction"] == 1 and first["reward/failed"] == 0
-    assert first["grad_norm"] > 0 and second["grad_norm"] > 0
-
-
-def test_flow_grpo_without_its_server_stops_with_the_way_out(monkeypatch, capsys, tmp_path):
-    far = others(far={"name": "remote", "weight": 1.0, "settings": {"url": "http://127.0.0.1:9", "retries": 0}})
-    settings = [f"run.output_dir={tmp_path}", "train.max_steps=1", far]
-    code, out, error = call_grpo(monkeypatch, capsys, *GRPO_FAST, *settings)
-    assert code == 2 and "error: not one sample of the epoch was judged by all trained rewards; reward." in error
-    assert "reward.others.far (RemoteReward) judged 0 of 4 samples, 4 failed, 0 invalid" in error
-    assert "reward.others.far.settings.url http://127.0.0.1:9: " in error and "127.0.0.1:9/health answers" in error
-    assert "(4 samples)" in out
+        contrast = {"name": "examples/my_reward.py:Contrast", "weight": 1.0, "settings": {"target": 0.25}}
+        settings = ["train.max_steps=1", "reward.name=remote", f"reward.settings={json.dumps({'url': url})}"]
+        settings += ["reward.reward_weight=2", others(contrast=contrast, red={"name": COLOUR})]
+        launch_grpo(f"run.output_dir={tmp_path / 'run'}", *settings)
+    (line,) = metrics(tmp_path / "run")
+    assert line["reward/score"] == pytest.approx(line["reward/red"], abs=2e-3)  # the server sees levels of 8 bits
+    assert line["reward/mean"] == pytest.approx(2 * line["reward/score"] + line["reward/contrast"], rel=1e-5)
+    assert line["reward/valid_fraction"] == 1 and line["reward/failed"] == 0 < line["grad_norm"]

@@ -2,10 +2,9 @@
 
     python forked_calls.py CALLS.json RESULTS.json AT_ONCE
 
-A call is {arguments, folder} and may have {closed, life, timed}. `arguments` is its sys.argv, with a module for the
-program; `folder` is where it works and has its output, in stdout.txt and stderr.txt. With `closed` the reader of
-its standard output is gone. With `life` it is killed at this share of the time of its module's last `timed` call.
-A module's first call warms up: what it imported is imported for the next ones.
+A call is {arguments, folder} and may have {life, timed}. `arguments` is its sys.argv, with a module for the program;
+`folder` is where it works and has its output, in stdout.txt and stderr.txt. With `life` it is killed at this share of
+the time of its module's last `timed` call. A module's first call warms up: its imports serve the next ones.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ import time
 import traceback
 from pathlib import Path
 
-SECONDS, BYTES = 20, 2 * 10**9  # of the processor and of memory, for a call
+SECONDS, BYTES = 20, 2 * 10**9  # processor time and memory for a call
 
 
 def run_calls(calls, folder, at_once=2, timeout=1800):
@@ -47,7 +46,7 @@ def main():
             wait(running, results)
         if module not in took:
             for name in Path(call["folder"], "modules.txt").read_text().split():
-                with contextlib.suppress(ImportError):  # of a name that a package has put into sys.modules itself
+                with contextlib.suppress(ImportError):  # a package may put other names into sys.modules
                     importlib.import_module(name)
         if module not in took or "timed" in call:
             took[module] = time.monotonic() - start
@@ -56,7 +55,7 @@ def main():
     Path(sys.argv[2]).write_text(json.dumps([results[number] for number in range(len(calls))]))
 
 
-def fork(arguments, folder, took, closed=False, life=None, timed=False):
+def fork(arguments, folder, took, life=None, timed=False):
     """Start a call and return its process id."""
     process = os.fork()
     if process == 0:
@@ -64,7 +63,7 @@ def fork(arguments, folder, took, closed=False, life=None, timed=False):
         waits = 6 * SECONDS if took else 600  # the first call imports; the machine may be busy
         signal.setitimer(signal.ITIMER_REAL, life * took if life else waits)
         try:
-            code = run(arguments, closed, BYTES if took else 4 * BYTES)  # what the first call imports takes more
+            code = run(arguments, BYTES if took else 4 * BYTES)  # what the first call imports takes more
             sys.stdout.flush()
         except BaseException:  # as the interpreter ends: a traceback and exit code 1
             traceback.print_exc()
@@ -74,14 +73,10 @@ def fork(arguments, folder, took, closed=False, life=None, timed=False):
     return process
 
 
-def run(arguments, closed, most):
+def run(arguments, most):
     """Return the exit code of a tool's main."""
     for stream, name in ((1, "stdout.txt"), (2, "stderr.txt")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
-    if closed:
-        reader, writer = os.pipe()
-        os.close(reader)
-        os.dup2(writer, 1)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + most
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))

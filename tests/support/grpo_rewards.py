@@ -14,7 +14,7 @@ class Fails(Reward):
     how = ""
 
     def forward(self, video, batch):
-        # samples differ by their noise alone, so the redder one is the same whatever the batch it comes in
+        # samples differ only by their noise, so the redder one does not depend on its batch
         score = video[:, 0].flatten(1).mean(1)
         if len(video) == 2:
             Fails.redder = float(score.max())
@@ -62,7 +62,7 @@ class Unnamed(Names):
 
 
 class Dies(Names):
-    """Has a score for the clip on which it is tried, and for the first two batches, alone."""
+    """Has a score only for the clip on which it is tried, and for the first two batches."""
 
     differentiable = False
 

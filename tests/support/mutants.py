@@ -14,6 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 FAILED, LIMIT = 1, 300  # pytest's exit code for failed tests; seconds
 
@@ -60,6 +62,13 @@ def copy_tree(folder: Path) -> None:
             shutil.copy2(ROOT / name, folder / name)
 
 
+def write_module(path: Path, text: str) -> None:
+    """Write a module and remove its bytecode, which would serve for a text of equal size within the same second."""
+    path.write_text(text)
+    for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
+        compiled.unlink()
+
+
 def run_test(folder: Path, test: str) -> int:
     """Return pytest's exit code for one test, run in a fork of this process, which has the heavy imports."""
     if (child := os.fork()) == 0:
@@ -69,8 +78,6 @@ def run_test(folder: Path, test: str) -> int:
         with open(os.devnull, "w") as null:
             os.dup2(null.fileno(), 1)
             os.dup2(null.fileno(), 2)
-        import pytest
-
         os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"tests/{test}"])))
     end = time.monotonic() + LIMIT
     while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
@@ -97,14 +104,14 @@ def main(parts: list[str]) -> int:
         for file, rows in faults.items():
             text = (folder / file).read_text()
             for part, fault, test in rows:
-                (folder / file).write_text(text.replace(part, fault))
+                write_module(folder / file, text.replace(part, fault))
                 code = run_test(folder, test)
                 planted, missed = planted + 1, missed + (code != FAILED)
                 print(
                     "seen  " if code == FAILED else f"MISSED (exit code {code})", file, f"{part!r} -> {fault!r}", test
                 )
                 sys.stdout.flush()
-            (folder / file).write_text(text)
+            write_module(folder / file, text)
     print(f"{planted - missed} of {planted} faults are seen")
     return missed
 

@@ -1,6 +1,6 @@
 """Faults that the pretend GPU must see, and right code that it must not complain about: prints {name: seen} as JSON.
 
-python planted_faults.py, in a process of its own: the pretend device patches torch.
+python planted_faults.py, in another process than the tests: the pretend device patches torch.
 """
 
 import contextlib
@@ -64,21 +64,22 @@ def mixed_devices() -> None:
         device.new_zeros(2) + device.to("cpu").to("cuda")[0, :2]
 
 
+# by the counter that rises, or for fine work does not; device and host are 4 x 4, locked is page-locked
+WAITS = {
+    "waits: item": lambda device, host, locked: device.sum().item(),
+    "waits: boolean index": lambda device, host, locked: device[device > 0],
+    "waits: to": lambda device, host, locked: host.to("cuda"),
+    "fine: work on the device": lambda device, host, locked: (device @ device).relu().mean(),
+    "fine: asynchronous copy": lambda device, host, locked: locked.to("cuda", non_blocking=True),
+    "fine: copy of pin_memory": lambda device, host, locked: host.pin_memory().to("cuda", non_blocking=True),
+}
+
+
 def waits() -> None:
-    device, host = torch.ones(4, 4, device="cuda"), torch.ones(4, 4)
-    locked = torch.ones(1024, pin_memory=True)
-    with counts("waits: item", ledger.waits):
-        device.sum().item()
-    with counts("waits: boolean index", ledger.waits):
-        device[device > 0]
-    with counts("waits: to", ledger.waits):
-        host.to("cuda")
-    with counts("fine: work on the device", ledger.waits):
-        (device @ device).relu().mean()
-    with counts("fine: asynchronous copy", ledger.waits):
-        locked.to("cuda", non_blocking=True)
-    with counts("fine: copy of pin_memory", ledger.waits):
-        host.pin_memory().to("cuda", non_blocking=True)
+    device, host, locked = torch.ones(4, 4, device="cuda"), torch.ones(4, 4), torch.ones(1024, pin_memory=True)
+    for name, work in WAITS.items():
+        with counts(name, ledger.waits):
+            work(device, host, locked)
     with counts("hazard: host writes under a copy", ledger.hazards):
         locked.add_(1)
     torch.cuda.synchronize()
@@ -118,12 +119,10 @@ def streams() -> None:
         del tensor
         torch.zeros(777, device="cuda")  # the allocator gives the same memory again
 
-    with counts("hazard: no record_stream", ledger.hazards):
-        free_early(recorded=False)
-    torch.cuda.synchronize()
-    with counts("fine: record_stream", ledger.hazards):
-        free_early(recorded=True)
-    torch.cuda.synchronize()
+    for name, recorded in {"hazard: no record_stream": False, "fine: record_stream": True}.items():
+        with counts(name, ledger.hazards):
+            free_early(recorded=recorded)
+        torch.cuda.synchronize()
 
 
 def registered_memory() -> None:
@@ -167,7 +166,7 @@ def update(*, swapped: bool, inputs_on_host: bool) -> list[torch.Tensor]:
 
 
 def package() -> None:
-    """The package's own streams, whole and with one line taken out."""
+    """Run the package's streams, complete and without one line."""
     swapped, on_host = {"swapped": True, "inputs_on_host": False}, {"swapped": False, "inputs_on_host": True}
     right = update(swapped=False, inputs_on_host=False)
     for name, how in {"swap": swapped, "inputs on host": on_host}.items():

@@ -45,7 +45,7 @@ class MixedDevices(RuntimeError):
 
 
 class Memory:
-    """A piece of device or page-locked host memory, and who touched it last: (stream, clock)."""
+    """A piece of device or page-locked host memory, with its last uses: (stream, clock)."""
 
     def __init__(self, size: int):
         self.size, self.last_write, self.reads = size, None, {}
@@ -183,7 +183,7 @@ def set_tag(tensor: Tensor, place: str) -> Tag:
 
 
 def free_device(tag: Tag, size: int) -> None:
-    """Give the memory back to its stream; the allocator itself waits for streams named by record_stream alone."""
+    """Give the memory back to its stream; the allocator itself waits only for streams named by record_stream."""
     memory = tag.memory
     ledger.live(-size)
     for stream in tag.recorded_streams:
@@ -193,16 +193,17 @@ def free_device(tag: Tag, size: int) -> None:
     ledger.free[tag.stream, memory.size].append(memory)
 
 
-def lock(tag: Tag) -> None:
-    """Make the memory of a host tag page-locked."""
+def lock(tensor: Tensor) -> None:
+    """Make a host tensor page-locked."""
+    tag = set_tag(tensor, "host")
     tag.memory = tag.memory or Memory(size=0)
 
 
 def is_locked(tensor: Tensor) -> bool:
-    """Return whether the host tensor lies in page-locked memory, its own or registered."""
+    """Return whether the host tensor is in page-locked or registered memory."""
     address = unwrapped(tensor).data_ptr()
     if any(start <= address < start + size for start, size in ledger.registered.items()):
-        lock(set_tag(tensor, "host"))
+        lock(tensor)
     tag = tag_of(tensor)
     return tag is not None and tag.memory is not None
 
@@ -310,7 +311,7 @@ class PretendDevice(TorchDispatchMode):
 
 
 def refuse_mixed(func, name: str, args, inputs: list[Tensor], places: list[str]) -> None:
-    """Raise MixedDevices where CUDA would refuse the host tensors among the inputs."""
+    """Raise MixedDevices if CUDA would refuse the host tensors among the inputs."""
     pointwise = torch.Tag.pointwise in func.tags
     indices = {id(t) for t in tensors_in(args[1:2])} if name in INDEXING and places[0] == "device" else set()
     wrong = []
@@ -408,7 +409,8 @@ def factory(real, name: str):
         like = name.endswith("_like")
         if (device is not None and device.type == "meta") or (device is None and like and is_meta(template)):
             return real(*args, **kwargs)
-        if device is None and not like and default_device_is_set():
+        modes = map(type, torch.overrides._get_current_function_mode_stack())
+        if device is None and not like and any(mode.__name__ == "DeviceContext" for mode in modes):
             return real(*args, **kwargs)
         place = "host" if device is None or device.type != "cuda" else "device"
         if device is None and like:
@@ -419,19 +421,14 @@ def factory(real, name: str):
             raise RuntimeError("pretend GPU: expected a 'cuda' device type for generator but found 'cpu'")
         with placing(place):
             result = real(*args, **kwargs)
-        tag = set_tag(result, place)
+        set_tag(result, place)
         if locked:
-            lock(tag)
+            lock(result)
         if name in ("tensor", "scalar_tensor") and place == "device":
             note_upload(f"torch.{name} of numbers")
         return result
 
     return make
-
-
-def default_device_is_set() -> bool:
-    modes = torch.overrides._get_current_function_mode_stack()
-    return any(type(mode).__name__ == "DeviceContext" for mode in modes)
 
 
 FACTORIES = (
@@ -491,7 +488,7 @@ def patch_tensor() -> None:
         if is_locked(self):
             return self
         result = self.clone()
-        lock(set_tag(result, "host"))
+        lock(result)
         return result
 
     def record_stream(self, stream):
@@ -554,12 +551,8 @@ def current(stream):
         ledger.thread.stream = before
 
 
-def current_stream(device=None):
-    return Stream(name=ledger.stream)
-
-
 class Cudart:
-    """The two calls of the CUDA runtime that the package makes, with CUDA's answer for overlapping memory."""
+    """The two calls of the CUDA runtime that the package makes, with CUDA's error for overlapping memory."""
 
     def cudaHostRegister(self, address, size, flags):
         for start, length in ledger.registered.items():
@@ -589,8 +582,9 @@ def patch_cuda() -> None:
     replacements = dict(
         _lazy_init=lambda: None, is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0,
         set_device=lambda device: None, synchronize=synchronize, Stream=Stream, Event=Event, stream=current,
-        current_stream=current_stream, empty_cache=lambda: None, max_memory_allocated=lambda device=None: 0,
-        reset_peak_memory_stats=lambda device=None: None, mem_get_info=lambda device=None: (TOTAL_MEMORY, TOTAL_MEMORY),
+        current_stream=lambda device=None: Stream(name=ledger.stream), empty_cache=lambda: None,
+        max_memory_allocated=lambda device=None: 0, reset_peak_memory_stats=lambda device=None: None,
+        mem_get_info=lambda device=None: (TOTAL_MEMORY, TOTAL_MEMORY),
         get_device_properties=lambda device=None: properties, get_device_name=lambda device=None: properties.name,
         get_device_capability=lambda device=None: (9, 0), is_bf16_supported=lambda *a, **k: True,
         manual_seed_all=lambda seed: None, cudart=Cudart, check_error=check_error,

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,9 +57,9 @@ face_parity.check = check_parity_once
 
 
 def table(path, part, clips):
-    """A metadata.csv of the first `clips` of the world's train or eval.
+    """Write a metadata.csv of the first `clips` of the world's train or eval; return its path.
 
-    It names them through a link beside it: noise is drawn by these names, so that no test depends on the checkout.
+    It names them through a link next to it: noise is drawn by these names, so that no test depends on the checkout.
     """
     head, *rows = (WORLD / part / "metadata.csv").read_text().splitlines()[: clips + 1]
     link = Path(path).parent / "world"
@@ -71,10 +72,8 @@ def table(path, part, clips):
 # a quarter of the world's own size: faces are found in it, and no claim is about the size
 SMALL = ["data.height=32", "data.width=32", "data.num_frames=5"]
 FACE_ALONE = ["reward.motion_weight=0", "reward.others={}"]
-CONSTANT_RATE = [
-    "train.lr_scheduler_type=constant",
-    "train.learning_rate=1e-3",
-]  # with another one no length may change
+# with another rate no length may change
+CONSTANT_RATE = ["train.lr_scheduler_type=constant", "train.learning_rate=1e-3"]
 QUICK = [
     "lora.lora_rank=4", "run.cpu_threads=1", "run.sample_videos=1", "run.log_with=none", f"data.cache_dir={CACHE}",
     *SMALL, *FACE_ALONE, *CONSTANT_RATE,
@@ -104,23 +103,22 @@ def environment():
     return os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def launch(*overrides, processes=1, check=True):
-    """Run train_reward_fl.py with FAST settings: one process is this one."""
-    return _launch(train_reward_fl, CONFIG, [*FAST, *overrides], processes, check)
+def _launch(script, config, fast, *overrides, processes=1, check=True):
+    """Run a script with its fast settings: one process is this one."""
+    arguments = [f"{script.__name__}.py", "--config", config, "--trust-code", *fast, *overrides]
+    if processes > 1:  # gloo may abort at exit after all is done; the files tell
+        start = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+        return run_python([*start, *arguments], cwd=ROOT, env=environment())
+    return _here(script, arguments, check)
 
 
-def launch_grpo(*overrides, processes=1, check=True):
-    """Run train_flow_grpo.py with GRPO_FAST settings: one process is this one."""
-    return _launch(train_flow_grpo, GRPO_CONFIG, [*GRPO_FAST, *overrides], processes, check)
-
-
-def launch_forward(*overrides, processes=1, check=True):
-    """Run train_forward_rl.py with FORWARD_FAST settings: one process is this one."""
-    return _launch(train_forward_rl, FORWARD_CONFIG, [*FORWARD_FAST, *overrides], processes, check)
+launch = partial(_launch, train_reward_fl, CONFIG, FAST)
+launch_grpo = partial(_launch, train_flow_grpo, GRPO_CONFIG, GRPO_FAST)
+launch_forward = partial(_launch, train_forward_rl, FORWARD_CONFIG, FORWARD_FAST)
 
 
 def launch_as(arguments, *overrides, check=True):
-    """A script and its arguments, in this process."""
+    """Run a script with its arguments in this process."""
     script = importlib.import_module(arguments[0].removesuffix(".py"))
     return _here(script, [*arguments, *overrides], check)
 
@@ -155,14 +153,6 @@ def command(script, *overrides):
     return [script, "--config", config, *fast, *overrides]
 
 
-def _launch(script, config, overrides, processes, check):
-    arguments = [f"{script.__name__}.py", "--config", config, "--trust-code", *overrides]
-    if processes > 1:  # gloo may abort at exit after all is done; the files tell
-        start = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
-        return run_python([*start, *arguments], cwd=ROOT, env=environment())
-    return _here(script, arguments, check)
-
-
 def _here(script, arguments, check):
     out, err, before = io.StringIO(), io.StringIO(), (sys.argv, os.getcwd())
     sys.argv = arguments
@@ -186,24 +176,15 @@ def adapter(run, step):
     return read_adapter(run / "checkpoints" / f"step-{step:06d}" / "transformer_2" / lora.WEIGHTS_NAME)
 
 
-def call(monkeypatch, capsys, *arguments):
-    """train_reward_fl.py's main in this process: exit code, standard output and error."""
-    return _call(train_reward_fl, CONFIG, monkeypatch, capsys, arguments)
-
-
-def call_grpo(monkeypatch, capsys, *arguments):
-    """train_flow_grpo.py's."""
-    return _call(train_flow_grpo, GRPO_CONFIG, monkeypatch, capsys, arguments)
-
-
-def call_forward(monkeypatch, capsys, *arguments):
-    """train_forward_rl.py's."""
-    return _call(train_forward_rl, FORWARD_CONFIG, monkeypatch, capsys, arguments)
-
-
-def _call(script, config, monkeypatch, capsys, arguments):
+def _call(script, config, monkeypatch, capsys, *arguments):
+    """Return the exit code, standard output and error of a script's main in this process."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", "--config", config, *arguments])
     code = script.main()
     out = capsys.readouterr()
     return code, out.out, out.err
+
+
+call = partial(_call, train_reward_fl, CONFIG)
+call_grpo = partial(_call, train_flow_grpo, GRPO_CONFIG)
+call_forward = partial(_call, train_forward_rl, FORWARD_CONFIG)

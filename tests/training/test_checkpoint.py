@@ -17,19 +17,27 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import rewardfl
+from rewardfl import config as configuration
 from rewardfl import files
-from rewardfl.config import MARKS, SECTIONS, Equivalent, FlowGrpoConfig, Resumed, RewardFlConfig
+from rewardfl.config import SECTIONS, resuming
 from rewardfl.training import checkpoint, run_folder
 from rewardfl.training.checkpoint import CheckpointError, WriteError
 from rewardfl.training.metrics_file import MetricsFile
-from rewardfl.training.run_folder import MAY_CHANGE, MAY_CHANGE_IF_NAMED, RunFolder, prepare_output_dir
+from rewardfl.training.run_folder import RunFolder, prepare_output_dir
 from rewardfl.training.state import ResumePoint
 from rewardfl.weights.shards import InputError
 
-CONFIG = {
-    "run": {"output_dir": "out", "save_steps": 25, "resume_from_checkpoint": "auto", "resume_with_changes": []},
-    "train": {"learning_rate": 1e-5, "max_steps": None},
-}
+CONFIG = configuration.to_dict(
+    configuration.parse(
+        {
+            "run": {"output_dir": "out"},
+            "model": {"model_paths": "weights"},
+            "data": {"file_name": "clips.csv"},
+            "reward": {"reward_model_path": "pack"},
+            "train": {"learning_rate": 1e-5, "max_steps": 50},
+        }
+    )
+)
 BASE = {"high_noise": "aa", "low_noise": "bb"}
 
 
@@ -150,7 +158,7 @@ def test_files_have_the_mode_of_the_umask_and_hard_links_their_own(tmp_path):
 def test_a_new_run_and_going_on_with_it(tmp_path):
     for config, resume in ((changed(train__learning_rate=2e-5), "auto"), (CONFIG, False), (CONFIG, "auto")):
         assert start(tmp_path / "out", config, resume=resume) is None  # a run without a step is replaced
-    start(tmp_path / "out", changed(reward__views=0))  # by a version with a key that is gone, and was off
+    start(tmp_path / "out", changed(reward__views=0))  # by a version with another key, which was off
     path = save(tmp_path / "out", 25)
     assert start(tmp_path / "out") == path
     longer = changed(run__save_steps=5, run__output_dir="elsewhere/out", train__max_steps=100)
@@ -165,11 +173,14 @@ def test_a_run_is_not_overwritten(tmp_path):
     for config, resume, message in (
         (CONFIG, False, "already holds a run; take another folder, .* resume: run.resume_from_checkpoint=auto"),
         (changed(train__learning_rate=2e-5, run__save_steps=3), "auto", differing),
-        (changed(train__new=None), "auto", "run.json was written by another version .*train.new.; resume with that"),
     ):
         with pytest.raises(CheckpointError, match=message):
             start(tmp_path, config, resume=resume)
     assert start(tmp_path) is None  # the same run, killed before its first checkpoint
+    start(tmp_path / "new", changed(train__new=1))
+    save(tmp_path / "new", 1)
+    with pytest.raises(CheckpointError, match="was written by another version .*train.new.*; resume with that"):
+        start(tmp_path / "new")
 
 
 def test_a_checkpoint_of_another_folder(tmp_path):
@@ -297,74 +308,53 @@ def test_no_link_in_a_run_folder_is_written_through(tmp_path, name):
 
 
 COSINE = {"train__lr_scheduler_type": "cosine"}
-
-
-def whole_config(**keys):
-    """Return a value for every key of all schemas, the key's name: keys set as section__key=value."""
-    named = {key.replace(".", "__"): key for key in MARKS}
-    return changed({}, **named | {"run__resume_with_changes": []} | keys)
-
-
-def test_every_key_that_changes(tmp_path):
-    """Free: the run resumes. Others: refused with both values; one that may be accepted resumes when it is named."""
-    start(tmp_path, whole_config())
-    save(tmp_path, 1)
-    for key in MARKS.keys() - {"run.output_dir", "run.resume_from_checkpoint"}:
-        other = whole_config(**{key.replace(".", "__"): ["another"]})
-        other["run"] |= {"output_dir": str(tmp_path), "resume_from_checkpoint": "auto"}
-        if key in MAY_CHANGE:
-            assert prepare_output_dir(None, other, BASE).changes == ()
-            continue
-        with pytest.raises(CheckpointError, match=f"other settings: {key} '{key}' -> .'another'.;") as error:
-            prepare_output_dir(None, other, BASE)
-        assert (f"run.resume_with_changes=[{key}]" in str(error.value)) == (key in MAY_CHANGE_IF_NAMED)
-        other["run"]["resume_with_changes"] = [key]
-        if key in MAY_CHANGE_IF_NAMED:
-            change = {"key": key, "old": key, "new": ["another"], "step": 1}
-            assert prepare_output_dir(None, other, BASE).changes == (change,)
-
-
-def test_what_must_never_change():
-    fixed = "run.seed model.dtype model.trainable_models lora.lora_rank lora.lora_target_modules data.num_frames"
-    fixed += " reward.name grpo.group_size grpo.updates_per_epoch grpo.ema_decay sample.num_inference_steps"
-    assert set(fixed.split()) <= MARKS.keys() - MAY_CHANGE - MAY_CHANGE_IF_NAMED
-    assert {"train.learning_rate", "reward.reward_weight", "lora.init_from"} <= MAY_CHANGE_IF_NAMED
-
-
-def test_both_scripts_say_the_same_of_a_key():
-    for name in SECTIONS[RewardFlConfig].keys() & SECTIONS[FlowGrpoConfig].keys():
-        fields = [sections[name].model_fields for sections in SECTIONS.values()]
-        for key in fields[0].keys() & fields[1].keys():
-            marks = [[mark for mark in of[key].metadata if isinstance(mark, Resumed | Equivalent)] for of in fields]
-            assert marks[0] == marks[1], (name, key)
+GONE = {"reward__recogniser_chunk": 4}
 
 
 @pytest.mark.parametrize("old, new, refused", [
-    ({"experts__untrained": "cpu_swap"}, {"experts__untrained": "gpu"}, None),
-    ({"experts__trained": "gpu"}, {"experts__trained": "cpu_swap"}, None),
-    ({"experts__untrained": "gpu"}, {"experts__untrained": "fp8"}, "experts.untrained"),
-    ({"train__lr_scheduler_type": "constant"}, {"train__lr_scheduler_type": "constant_with_warmup"}, None),
+    ({}, {"run__save_steps": 5, "data__cache_dir": "cache", "train__context_parallel": 2}, None),
+    ({}, {"model__model_paths": "elsewhere", "data__file_name": "other.csv"}, None),  # by content
+    ({"train__memory": {"untrained": "cpu_swap"}}, {"train__memory": {"untrained": "gpu"}}, None),
+    ({"train__memory": {"trained": "gpu"}}, {"train__memory": {"trained": "cpu_swap"}}, None),
+    ({"train__memory": {"untrained": "gpu"}}, {"train__memory": {"untrained": "fp8"}}, "train.memory"),
+    ({"train__lr_scheduler_type": "constant_with_warmup"}, {"train__lr_scheduler_type": "constant"}, None),
     ({"train__lr_scheduler_type": "constant"}, {"train__lr_scheduler_type": "cosine"}, "train.lr_scheduler_type"),
     ({"train__max_steps": 10}, {"train__max_steps": 20}, None),
-    ({"train__max_steps": None, "train__num_train_epochs": 1}, {"train__num_train_epochs": 2}, None),
+    ({"train__max_steps": "1 epoch"}, {"train__max_steps": "2 epochs"}, None),
     ({"train__max_steps": 10} | COSINE, {"train__max_steps": 20}, "train.max_steps"),
-    ({"train__max_steps": None, "train__num_train_epochs": 1} | COSINE, {"train__num_train_epochs": 2},
-     "train.num_train_epochs"),
-    ({"train__max_steps": 10, "train__num_train_epochs": 1} | COSINE, {"train__num_train_epochs": 2}, None),
+    ({"train__max_steps": "1 epoch"} | COSINE, {"train__max_steps": "2 epochs"}, "train.max_steps"),
+    ({}, {"run__seed": 1}, "run.seed"), ({}, {"lora__lora_rank": 8}, "lora.lora_rank"),
+    ({"reward__motion_weight": 0.5}, {}, "reward.terms"), (GONE, {}, "reward.recogniser_chunk was 4, and is 8 today"),
+    ({"run__logging_steps": 10, "reward__views": 0}, {}, None),  # removed keys that changed no number, or were off
 ])  # fmt: skip
-def test_values_that_compute_the_same_and_lengths(tmp_path, old, new, refused):
-    """More steps are free unless the learning rate decays to the last one."""
-    start(tmp_path, whole_config(**old))
-    path, other = save(tmp_path, 1), whole_config(**old | new)
+def test_what_may_change_when_a_run_resumes(tmp_path, old, new, refused):
+    """A key that changes no number may; the others are refused, and named ones accepted if resuming.NAMED has them."""
+    start(tmp_path, changed(**old))
+    today = changed(**{key: value for key, value in (old | new).items() if key in new or old == old | COSINE})
+    merged = configuration.to_dict(configuration.parse(today))
+    path = save(tmp_path, 1)
     if refused is None:
-        assert opened(tmp_path, other) == ResumePoint(path=path, step=1)
+        assert opened(tmp_path, merged) == ResumePoint(path=path, step=1)
         return
     with pytest.raises(CheckpointError, match=refused) as error:
-        start(tmp_path, other)
-    if old.keys() & COSINE and old == old | COSINE:  # the length may be accepted
-        assert f"run.resume_with_changes=[{refused}]" in str(error.value)
-        other["run"]["resume_with_changes"] = [refused]
-        assert [change["key"] for change in opened(tmp_path, other).changes] == [refused]
+        start(tmp_path, merged)
+    assert (f"run.resume_with_changes=[{refused}]" in str(error.value)) == (refused in resuming.NAMED)
+    if refused in resuming.NAMED:
+        merged["run"]["resume_with_changes"] = [refused]
+        assert [change["key"] for change in opened(tmp_path, merged).changes] == [refused]
+
+
+def test_the_keys_that_may_change_exist():
+    keys = {
+        f"{name}.{key}"
+        for sections in SECTIONS.values()
+        for name, kind in sections.items()
+        for key in kind.model_fields
+    }
+    assert keys >= resuming.FREE | resuming.BY_CONTENT | resuming.NAMED
+    fixed = "run.seed model.dtype model.trainable_models lora.lora_rank lora.lora_target_modules data.num_frames"
+    fixed += " grpo.group_size grpo.updates_per_epoch grpo.ema_decay sample.num_inference_steps"
+    assert set(fixed.split()) <= keys - resuming.FREE - resuming.BY_CONTENT - resuming.NAMED
 
 
 def test_changes_add_up(tmp_path):

@@ -65,7 +65,7 @@ def resolve(file, *overrides, processes=1):
 
 TINY = backbones.describe("wan2_2", Source(model_paths=str(ROOT / "assets/tiny_world/pipeline")))
 FACE, GRPO = "tests/face.yaml", "tests/grpo.yaml"
-ALONE = ["reward.reward_weight=0", "reward.kl_weight=0", "reward.motion_weight=0", "reward.others={}"]
+ALONE = ["reward.terms={score: {weight: 0}}", "reward.kl_weight=0"]
 ALONE += ["train.early_stop=null"]
 
 
@@ -131,7 +131,7 @@ def test_a_reward_needs_its_frames():
 
 def test_a_reward_gets_the_models_frame_rate():
     align = "{align: {name: video_align, settings: {checkpoint_dir: x, model_dir: x, prompt_file: x}}}"
-    cfg = config.load(ROOT / FACE, ["data.fps=null", f"reward.others={align}"])
+    cfg = config.load(ROOT / FACE, ["data.fps=null", f"reward.terms={align}"])
     model = backbones.describe("wan2_2_ti2v", Source())
     assert plan.find_rewards(cfg, model, here=False)[-1][0].settings["fps"] == model.frame_rate == 24
 
@@ -159,9 +159,9 @@ def test_the_steps_of_the_kl():
 
 
 def test_the_last_active_steps_keep_their_graphs():
-    steps, kept = ["sample.mid_timestep=4", "sample.final_timestep=7"], "train.active_graphs=keep_on_device"
+    steps, kept = ["sample.mid_timestep=4", "sample.final_timestep=7"], "train.memory.active_graphs=keep_on_device"
     assert resolve(FACE, *steps).graphs_of == ()
     assert resolve(FACE, *steps, kept, processes=4).graphs_of == (4, 5, 6, 7)
-    assert resolve(FACE, *steps, kept, "train.kept_steps=1").graphs_of == (7,)
-    with pytest.raises(ConfigError, match="train.kept_steps is 5, but 4 steps have a gradient; make it smaller"):
-        resolve(FACE, *steps, kept, "train.kept_steps=5")
+    assert resolve(FACE, *steps, kept, "train.memory.kept_steps=1").graphs_of == (7,)
+    with pytest.raises(ConfigError, match="train.memory.kept_steps is 5, but 4 steps have a gradient; make it smaller"):
+        resolve(FACE, *steps, kept, "train.memory.kept_steps=5")

@@ -1,7 +1,6 @@
 """The files of a Wan model, and checks of their headers before any weight is read.
 
-A model is a diffusers folder, or the original files that Wan-AI, ComfyUI and Lightning ship. Nothing is downloaded
-unless `model.allow_download` is true.
+A model is a diffusers folder, or the original files that Wan-AI, ComfyUI and Lightning ship. Nothing is downloaded.
 """
 
 import re
@@ -162,7 +161,7 @@ def _find_in_hub(variant: Variant, source: Source) -> Parts:
                 f"{', '.join(words)} in the pattern, each once"
             )
         patterns = [pattern] if source.tokenizer_path or key != "text_encoder" else [pattern, "google/umt5-xxl/*"]
-        parts[key] = sorted(_snapshot(repository, patterns, allow_download=source.allow_download).glob(pattern))
+        parts[key] = sorted(_snapshot(repository, patterns).glob(pattern))
         if not parts[key] or (len(parts[key]) > 1 and key not in expert_keys):
             raise InputError(f"model.model_id_with_origin_paths: {item!r} matches {len(parts[key])} files")
     if missing := [key for key in keys if key not in parts]:
@@ -171,17 +170,15 @@ def _find_in_hub(variant: Variant, source: Source) -> Parts:
     return parts | ({"tokenizer": [tokenizer]} if tokenizer.is_dir() else {})
 
 
-def _snapshot(repository: str, patterns: list[str], *, allow_download: bool) -> Path:
-    """Return the repository's folder in the hub cache; use the network only with allow_download."""
+def _snapshot(repository: str, patterns: list[str]) -> Path:
+    """Return the repository's folder in the hub cache."""
     try:
-        return Path(snapshot_download(repository, allow_patterns=patterns, local_files_only=not allow_download))
-    except LocalEntryNotFoundError as error:
-        why = (
-            f" and could not be fetched: {error}"
-            if allow_download
-            else "; set model.allow_download: true to fetch it (126 GB for Wan2.2-I2V-A14B), or give model.model_paths"
-        )
-        raise InputError(f"model.model_id_with_origin_paths: {repository} is not in the local hub cache{why}") from None
+        return Path(snapshot_download(repository, allow_patterns=patterns, local_files_only=True))
+    except LocalEntryNotFoundError:
+        raise InputError(
+            f"model.model_id_with_origin_paths: {repository} is not in the local hub cache; fetch it by `hf download "
+            f"{repository}` (126 GB for Wan2.2-I2V-A14B), or give model.model_paths"
+        ) from None
 
 
 def open_experts(layout: Layout) -> dict[str, Checkpoint]:

@@ -1,47 +1,49 @@
-"""Pictures of an evaluation: FaceSim along the clip, curves of the training, and a grid of frames."""
+"""Pictures of an evaluation: FaceSim along the clip, and a grid of frames."""
 
+import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 
 from rewardfl import data
 from rewardfl.evaluation import records
-from rewardfl.evaluation.metric_curves import Curve, Lines, draw_curves, metric_curve
 from rewardfl.evaluation.records import Record
 from rewardfl.evaluation.report.verdicts import judge_words, main_judge
 
 PEOPLE, SHOWN, HEIGHT = 8, 4, 96  # rows of the grid, frames of each clip in it, and their height
 
-# trained terms, then judges
-TRAINING = (
-    "actor/loss", "reward/mean", "reward/face_motion", "reward/flow", "actor/data_loss", "actor/kl_loss",
-    "reward/held_out", "reward/held_out/flow", "grad_norm",
-)  # fmt: skip
 
+@matplotlib.rc_context({"text.parse_math": False, "axes.grid": True, "grid.alpha": 0.3})  # a name may hold a $
+def draw_face_sim(report: Mapping, judge: str) -> bytes:
+    """Draw FaceSim along the clip of every arm, and of the real clips by their own pools, as a PNG.
 
-def face_sim_curves(report: Mapping, judge: str) -> list[Curve]:
-    """Return FaceSim along the clip of every arm, and of the real clips by their own pools."""
-    curves = [(arm["name"], arm["per_frame"][judge], f"C{i}", "-") for i, arm in enumerate(report["arms"])]
-    real = report["real"]["per_frame"][judge]
-    curves += [("real clips", real, "#7f7f7f", "--")] if real else []
-    return [Curve(name, list(enumerate(points, 1)), colour, style) for name, points, colour, style in curves]
-
-
-def draw_face_sim(curves: Mapping[str, Sequence[Curve]]) -> bytes:
-    """Draw FaceSim along the clip, a panel for each recogniser, as a PNG."""
-    panels = {f"FaceSim by {judge_words(judge)}": judge_curves for judge, judge_curves in curves.items()}
-    return draw_curves(panels, "frame", limits=(0, 1))
-
-
-def draw_training(runs: Mapping[str, Lines]) -> bytes:
-    """Draw the metrics TRAINING of runs by name, a panel each, as a PNG; empty without any. Leave out zeros."""
-    panels = {key: [metric_curve(name, lines, key) for name, lines in runs.items()] for key in TRAINING}
-    panels = {key: curves for key, curves in panels.items() if any(y for curve in curves for _, y in curve.points)}
-    return draw_curves(panels, "step") if panels else b""
+    Arms with equal curves, such as a base that several evaluations share, are one line.
+    """
+    names: dict[tuple[float, ...], list[str]] = {}
+    for arm in report["arms"]:
+        names.setdefault(tuple(arm["per_frame"][judge]), []).append(arm["name"])
+    figure = Figure(figsize=(5, 4), layout="constrained")
+    axis = figure.subplots()
+    for points in names:
+        axis.plot(range(1, len(points) + 1), points, marker="." if len(points) < 20 else "")
+    if real := report["real"]["per_frame"][judge]:
+        axis.plot(range(1, len(real) + 1), real, color="#7f7f7f", linestyle="--")
+        names[tuple(real)] = ["real clips"]
+    axis.set_title(f"FaceSim by {judge_words(judge)}")
+    axis.set_xlabel("frame")
+    low, high = axis.get_ylim()
+    axis.set_ylim(min(low, 0), max(high, 1))
+    # names may begin with _, which a legend by labels leaves out
+    axis.legend(axis.lines, [", ".join(arms) for arms in names.values()], fontsize="small")
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=110)
+    return content.getvalue()
 
 
 def draw_grid(report: Mapping, out: Path, videos: Sequence[Record], read: Callable[[Path], Tensor]) -> None:
@@ -49,8 +51,7 @@ def draw_grid(report: Mapping, out: Path, videos: Sequence[Record], read: Callab
 
     videos: records of the clips that are shown. read: returns the frames of another tool's video.
     """
-    names = [arm["name"] for arm in report["arms"]]
-    names = [records.REAL, *names] if report["real"]["figures"] else names
+    names = [*([records.REAL] if report["real"]["figures"] else []), *(arm["name"] for arm in report["arms"])]
     rows, judge = sorted({record["index"] for record in videos}), main_judge(report)
     strips: dict[tuple[int, int], Tensor] = {}
     for record in videos:

@@ -9,11 +9,10 @@ from urllib.parse import quote
 
 import jinja2
 
-from rewardfl.evaluation.figures import FROZEN, Interval
-from rewardfl.evaluation.metric_curves import Lines
+from rewardfl.evaluation.figures import FROZEN, Interval, format_interval
 from rewardfl.evaluation.records import REAL
 from rewardfl.evaluation.report import verdicts
-from rewardfl.evaluation.report.pictures import draw_face_sim, draw_training, face_sim_curves
+from rewardfl.evaluation.report.pictures import draw_face_sim
 
 PAGE = 40_000_000  # maximum bytes of a page, with its videos
 
@@ -25,13 +24,6 @@ class Cell(NamedTuple):
     change: Mapping | None = None
     problem: str = ""
     over_start: Mapping | None = None
-
-
-def digits(value: Interval, *, signed: bool = False) -> list[str]:
-    """Format mean, low and high with as many digits as the largest of them needs."""
-    largest = max(map(abs, value.values()))
-    count = 1 if largest >= 100 else 4 if 0 < largest < 0.1 else 3
-    return [f"{value[key]:{'+' if signed else ''}.{count}f}" for key in ("mean", "low", "high")]
 
 
 def make_tables(report: Mapping) -> list[dict[str, Any]]:
@@ -49,23 +41,22 @@ def make_tables(report: Mapping) -> list[dict[str, Any]]:
     sections["Canaries: was the reward hacked?"] = ["motion/sharpness", *blocks["canary"], "colour_shift"]
     sections["The look of the face and other rewards"] = [n for n in names if n not in sum(blocks.values(), [])]
     head = [(arm["name"], "decoded from mp4" if arm["decoded"] else "") for arm in arms]
-    last = [("real clips", "")] if real else []
+    head += [("real clips", "")] if real else []
     tables: list[dict[str, Any]] = []
     for title, listed in sections.items():
-        cells = [
-            [figure_cell(arm, name, judges) for arm in arms] + [Cell(real.get(name))] * len(last) for name in listed
-        ]
-        rows = list(zip((verdicts.explain(name, judges) for name in listed), cells, strict=True))
-        tables.append({"title": title, "head": [("figure", ""), *head, *last], "rows": rows})
+        rows = []
+        for name in listed:
+            cells = [figure_cell(arm, name, judges) for arm in arms] + ([Cell(real.get(name))] if real else [])
+            rows.append((verdicts.explain(name, judges), cells))
+        tables.append({"title": title, "head": [("figure", ""), *head], "rows": rows})
     return [table for table in tables if table["rows"]]
 
 
 def figure_cell(arm: Mapping, name: str, judges: Sequence[str]) -> Cell:
     """Return a figure of an arm, and its change against the arm's base, marked where it is not healthy."""
     if name in ("frozen_share", "colour_shift"):  # figures of an arm and its base
-        share, most = arm.get(name), verdicts.FROZEN_MOST
-        is_frozen = name == "frozen_share" and share and round(share["mean"], 6) > most
-        return Cell(share, problem=f"healthy: {most:g} at most" if is_frozen else "")
+        share = arm.get(name)
+        return Cell(share, problem=verdicts.describe_unhealthy(name, {"difference": share}, judges))
     change = arm.get("compared", {}).get(name)
     problem = verdicts.describe_unhealthy(name, change, judges)
     return Cell(arm["figures"].get(name), change, problem, arm.get("over_start", {}).get(name))
@@ -75,7 +66,7 @@ ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("rewardfl.evaluation.report", "pages"), undefined=jinja2.StrictUndefined,
     autoescape=jinja2.select_autoescape(["html"]), trim_blocks=True, lstrip_blocks=True,
 )  # fmt: skip
-ENVIRONMENT.filters |= {"digits": digits, "remarks": verdicts.remarks}
+ENVIRONMENT.filters |= {"interval": format_interval, "remarks": verdicts.remarks}
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:
@@ -89,8 +80,8 @@ def format_report(report: Mapping) -> str:
     return render("report.txt", {"report": report, "verdicts": words, "tables": make_tables(report)})
 
 
-def report_page(report: Mapping, folder: Path, most: int = PAGE, metrics: Lines | None = None) -> str:
-    """Return the page of an evaluation in `folder`. most: maximum bytes. metrics: of the run's training.
+def report_page(report: Mapping, folder: Path, most: int = PAGE) -> str:
+    """Return the page of an evaluation in `folder`. most: maximum bytes.
 
     Embed the videos of the worst clips while there is room, and link the files of the rest.
     """
@@ -100,8 +91,7 @@ def report_page(report: Mapping, folder: Path, most: int = PAGE, metrics: Lines 
         "report": report, "tables": make_tables(report), "clips": clips, "frozen": FROZEN,
         "title": f"Evaluation of {', '.join(arm['name'] for arm in against) or 'one arm'}",
         "verdicts": [(arm["name"], verdicts.verdict(report, arm)) for arm in against],
-        "curves": [embed("image/png", draw_face_sim({name: face_sim_curves(report, name)})) for name in judges[::-1]],
-        "training": embed("image/png", draw_training({"training": metrics or []})),
+        "curves": [embed("image/png", draw_face_sim(report, name)) for name in judges[::-1]],
         "worst_by": (against or report["arms"])[0]["name"], "command": shlex.join(report["command"]),
         "judge": judges[-1], "judge_words": verdicts.judge_words(judges[-1]),
     }  # fmt: skip
@@ -119,8 +109,8 @@ def report_page(report: Mapping, folder: Path, most: int = PAGE, metrics: Lines 
 
 
 def embed(mime_type: str, content: bytes) -> str:
-    """Return a file as a data URI; "" for no content."""
-    return f"data:{mime_type};base64,{base64.b64encode(content).decode()}" if content else ""
+    """Return a file as a data URI."""
+    return f"data:{mime_type};base64,{base64.b64encode(content).decode()}"
 
 
 def worst_first(report: Mapping) -> list[Mapping]:
@@ -132,8 +122,7 @@ def worst_first(report: Mapping) -> list[Mapping]:
 
 def list_shots(clip: Mapping, folder: Path) -> list[dict[str, Any]]:
     """Return name, record, path and URL of the real clip and of every arm's video of it. The URL is "" for no file."""
-    shots = []
-    real = {REAL: clip["real"]} if "real" in clip else {}
+    shots, real = [], {REAL: clip["real"]} if "real" in clip else {}
     for name, record in (real | clip["arms"]).items():
         path = folder / record["file"]
         link = path.as_uri() if Path(record["file"]).is_absolute() else quote(record["file"])

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from rewardfl.evaluation.figures import THRESHOLD, format_interval, is_ratio
 from rewardfl.training.alarms import COLOUR_GUARD, GAIN_GUARD, GRID_GUARD, LOOK_GUARD, SATURATION_GUARD, SHARE_GUARD
 
-FROZEN_MOST = 0.1  # maximum share of frozen clips
 FEW = 8  # minimum number of people for a good interval
 UP = math.inf
 
@@ -46,18 +45,17 @@ MEANINGS = {
     "motion/reversals": Meaning("reversals", "-1 is steady motion, and 1 trembles.", high=0.02),
     "canary/grid": Meaning("grid energy", "Energy at the period of the model's tokens; 1 is none.", high=GRID_GUARD),
     "canary/saturation": Meaning("saturation", "Strength of the colours.", 1 / SATURATION_GUARD, SATURATION_GUARD),
-    **{
-        f"canary/{c}": Meaning(f"mean {c}", f"Mean of {c}, of 1: the picture's tint.", -COLOUR_GUARD, COLOUR_GUARD)
-        for c in ("red", "green", "blue")
-    },
+    "canary/red": Meaning("mean red", "Mean of red, of 1: the picture's tint.", -COLOUR_GUARD, COLOUR_GUARD),
+    "canary/green": Meaning("mean green", "Mean of green, of 1: the picture's tint.", -COLOUR_GUARD, COLOUR_GUARD),
+    "canary/blue": Meaning("mean blue", "Mean of blue, of 1: the picture's tint.", -COLOUR_GUARD, COLOUR_GUARD),
     "colour_shift": Meaning("colour shift", "Distance of mean colours from the base's, in RGB of [0, 1]."),
     "base/distance": Meaning("distance to base", "Mean squared difference of pixels, over the base's variance."),
-    "frozen_share": Meaning("frozen clips", "Share of clips with less than half of the base's non-rigid motion."),
+    "frozen_share": Meaning("frozen clips", "Share of clips with under half of the base's non-rigid motion.", high=0.1),
 }
 
 MOVES = ("face/speed", "face/nonrigid", "motion/flow", "motion/face_flow")  # by which motion is judged
 
-CANARIES = [name for name, figure in MEANINGS.items() if figure[2:] != (-UP, UP) and name not in MOVES]
+CANARIES = [name for name, figure in MEANINGS.items() if figure[2:] != (-UP, UP) and "/" in name and name not in MOVES]
 
 
 def main_judge(report: Mapping) -> str:
@@ -74,7 +72,7 @@ def meaning(name: str, judges: Sequence[str]) -> Meaning:
     """Return the meaning of a figure of a recogniser or a block, or of a reward's score."""
     block, _, key = name.partition("/")
     if block == "rewards":
-        return Meaning(key, f"Score of reward.others.{key}, on that reward's own scale.")
+        return Meaning(key, f"Score of reward.terms.{key}, on that reward's own scale.")
     return MEANINGS[f"face/{key}" if block in judges else name]
 
 
@@ -153,9 +151,8 @@ def verdict(report: Mapping, arm: Mapping) -> Verdict:
 
 def _person(report: Mapping, arm: Mapping) -> tuple[int, str]:
     judge, name, base = main_judge(report), arm["name"], arm["against"]
-    starts = [other for other in report["arms"] if other["name"] == arm.get("start")]
-    if starts:
-        base = f"the run's start, {starts[0].get('origin')}"
+    for start in (other for other in report["arms"] if other["name"] == arm.get("start")):
+        base = f"the run's start, {start['origin']}"
     change = (arm.get("over_start") or arm["compared"])[f"{judge}/face_sim"]
     if change is None:
         return 0, f"{name} and {base} have no clip in common, so nothing can be said of the person."
@@ -163,12 +160,9 @@ def _person(report: Mapping, arm: Mapping) -> tuple[int, str]:
     person = 1 if difference["low"] > 0 else -1 if difference["high"] < 0 else 0
     begin = f"{name} keeps the person {'less' if person < 0 else 'more'} than {base}"
     begin = begin if person else f"Whether {begin} cannot be told"
-    both = [(other, other.get("compared", {}).get(f"{judge}/face_sim")) for other in (arm, *starts) if starts]
-    gains = [f"{other['name']} {format_interval(gain['difference'])}" for other, gain in both if gain]
     return person, (
         f"{begin}: FaceSim by {judge_words(judge)} changes by {format_interval(difference, '+')} "
         f"(95 % interval over {report['people']} people)."
-        + (f" From {arm['against']} it changes by: {', '.join(gains)}." if gains else "")
     )
 
 
@@ -192,7 +186,7 @@ def _motion(report: Mapping, arm: Mapping) -> tuple[bool | None, str]:
 def _warnings(report: Mapping, arm: Mapping) -> Iterator[str]:
     judges = list(report["real"]["per_frame"])
     changes = arm.get("over_start") or arm["compared"]
-    trained, other = (changes[f"{judge}/face_sim"] for judge in (judges[0], judges[-1]))
+    trained, other = changes[f"{judges[0]}/face_sim"], changes[f"{judges[-1]}/face_sim"]
     if len(judges) > 1 and trained and other:
         gain, seen = trained["difference"]["mean"], other["difference"]["mean"]
         if gain > GAIN_GUARD and seen < SHARE_GUARD * gain:

@@ -2,7 +2,7 @@
 
 Frames are (N, 3, H, W), RGB in [-1, 1]. Pixel coordinates are OpenCV's: (x, y) from the top left, pixel centres at
 integers. Decoding and suppression are insightface's for SCRFD and OpenCV's for YuNet (FaceDetectorYN).
-tests/rewards/face/test_detect.py and test_yunet.py compare them with these libraries.
+tests/rewards/face/test_detect.py compares them with these libraries.
 """
 
 from dataclasses import dataclass, replace

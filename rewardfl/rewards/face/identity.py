@@ -1,7 +1,7 @@
 """The people of a video: detect (no gradient) -> track -> align (gradient) -> embed (gradient) -> score.
 
 Template, normalisation, decoding and suppression are insightface's, so that scores compare with those published for
-its packs. tests/rewards/face/test_detect.py compares every stage with insightface.
+its packs. test_align.py, test_detect.py and test_identity.py in tests/rewards/face/ compare each with insightface.
 """
 
 import math

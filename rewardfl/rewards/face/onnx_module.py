@@ -5,14 +5,13 @@ optimizer gets them. Shapes and values computed from them stay on the CPU, off t
 Semantics: https://onnx.ai/onnx/operators/, checked against onnxruntime in tests/rewards/face/test_onnx_module.py.
 
 A function in OPS takes a node's operands, None for one left out, and its attributes by their ONNX names. A setting
-(a shape, axes, a bound) has the same name as operand and as the attribute that it is in older opsets.
+(a shape, axes) has the same name as operand and as the attribute that it is in older opsets.
 """
 
 import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -41,27 +40,21 @@ def _tensor(proto: onnx.TensorProto) -> Tensor:
     return torch.tensor(array.astype(np.float32) if dtype.is_floating_point else array).to(dtype)
 
 
-def _pad_argument(begin: Numbers, end: Numbers) -> list[int]:
-    """Return torch's padding: (begin, end) pairs from the last axis to the first."""
-    return [pad for pair in reversed(list(zip(begin, end, strict=True))) for pad in pair]
-
-
-def _conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pads: Numbers = (), kernel_shape: Numbers = (),
-          **window: Any) -> Tensor:  # fmt: skip
+def _conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    kernel_shape: Numbers = (),
+    pads: Numbers = (0, 0, 0, 0),
+    strides: Numbers = (1, 1),
+    group: int = 1,
+) -> Tensor:
     """Convolve, padded first where begin and end differ."""
-    begin, end = pads[:2] or [0, 0], pads[2:] or [0, 0]
-    if begin != end:
-        x, begin = F.pad(x, _pad_argument(begin, end)), [0, 0]
-    return F.conv2d(x, weight, bias, padding=begin, **window)
-
-
-def _pool(function: Callable[..., Tensor], *flags: str) -> Callable[..., Tensor]:
-    def pool(x: Tensor, *, kernel_shape: Numbers, pads: Numbers = (), **window: Any) -> Tensor:
-        window |= {flag: bool(window.get(flag)) for flag in flags}
-        # torch's default stride is the kernel; _refusals refuses pads that differ at begin and end
-        return function(x, kernel_shape, **{"stride": 1, "padding": pads[:2] or 0} | window)
-
-    return pool
+    top, left, bottom, right = pads
+    if (top, left) != (bottom, right):
+        x, top, left = F.pad(x, [left, right, top, bottom]), 0, 0
+    return F.conv2d(x, weight, bias, strides, (top, left), groups=group)
 
 
 def _batch_normalization(
@@ -87,13 +80,11 @@ def _unsqueeze(x: Tensor, axes: Numbers) -> Tensor:
 def _slice(
     x: Tensor, starts: Numbers, ends: Numbers, axes: Numbers | None = None, steps: Numbers | None = None
 ) -> Tensor:
+    index = [slice(None)] * x.ndim
     axes, steps = axes or range(len(starts)), steps or [1] * len(starts)
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
-        # Python clamps the bounds as ONNX does, and torch has no negative steps
-        picked = range(x.shape[axis])[start:end:step]
-        bounds = (picked.start, picked.stop, picked.step) if picked else (0, 0, 1)
-        x = x.index_select(axis, torch.arange(*bounds, device=x.device))  # made on the device: nothing waits
-    return x
+        index[axis] = slice(start, end, step)
+    return x[tuple(index)]
 
 
 def _gather(x: Tensor, indices: Tensor, *, axis: int = 0) -> Tensor:
@@ -112,29 +103,24 @@ def _resize(
     roi: Sequence[float] | None,
     scales: Sequence[float] | None = None,
     sizes: Numbers | None = None,
-    **modes: str,
+    *,
+    mode: str = "nearest",
+    coordinate_transformation_mode: str = "half_pixel",
+    nearest_mode: str = "round_prefer_floor",
 ) -> Tensor:
-    """Repeat or drop pixels of the spatial axes only, so that sizes frozen at export do not fix the batch.
+    """Repeat pixels of the spatial axes only, so that sizes frozen at export do not fix the batch.
 
-    Sizes and positions are rounded to float32 as by onnxruntime: 0.7 of 10 is 7, in float64 it would be 6.
-    modes: _CHOICES has the only ones.
+    Raise ValueError for another mode, and unless each axis becomes an integer times as long.
     """
-    outs = sizes or [int(np.float32(scale) * size) for scale, size in zip(scales or (), x.shape, strict=True)]
+    if (modes := (mode, coordinate_transformation_mode, nearest_mode)) != ("nearest", "asymmetric", "floor"):
+        raise ValueError(f"Resize by {', '.join(modes)}, where only nearest, asymmetric, floor is known")
     for axis in range(2, x.ndim):
-        size, out = x.shape[axis], outs[axis]
-        scale = scales[axis] if scales else float(np.float32(out) / np.float32(size))
-        x = x.index_select(axis, _nearest(size, out, scale, x.device))
+        size = x.shape[axis]
+        factor = sizes[axis] / size if sizes else (scales or ())[axis]
+        if factor < 1 or factor != int(factor):
+            raise ValueError(f"Resize by a factor of {factor:g}, which is not an integer")
+        x = x.index_select(axis, torch.arange(size * int(factor), device=x.device) // int(factor))
     return x
-
-
-@cache
-def _nearest(size: int, out: int, scale: float, device: torch.device) -> Tensor:
-    """Return the input index of each of `out` samples, copied to the device once."""
-    return (torch.arange(out, dtype=torch.float32) / scale).long().clamp(max=size - 1).to(device)
-
-
-def _reduce(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda x, axes=None, keepdims=1: function(x, dim=axes or list(range(x.ndim)), keepdim=bool(keepdims))
 
 
 def _plain(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -142,18 +128,17 @@ def _plain(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 # operators without attributes that torch has under the same name
-_NAMESAKES = (
-    *("Abs", "Add", "Floor", "MatMul", "Mul", "Neg", "Pow", "Reciprocal", "Relu", "Sigmoid", "Sqrt", "Sub", "Where"),
-)
+_NAMESAKES = ("Abs", "Add", "Floor", "MatMul", "Mul", "Relu", "Sigmoid", "Sqrt", "Sub", "Where")
 
 _ZERO = torch.zeros(1)
 
 OPS: dict[str, Callable[..., Tensor]] = {
     **{name: _plain(getattr(torch, name.lower())) for name in _NAMESAKES},
-    "AveragePool": _pool(F.avg_pool2d, "ceil_mode", "count_include_pad"),
+    "AveragePool": lambda x, *, kernel_shape, pads=(0, 0), strides=1, ceil_mode=0, count_include_pad=0: F.avg_pool2d(
+        x, kernel_shape, strides, pads[:2], bool(ceil_mode), bool(count_include_pad)
+    ),
     "BatchNormalization": _batch_normalization,
     "Cast": _cast,
-    "Clip": lambda x, min=None, max=None: x.clamp(min, max),
     "Concat": lambda *parts, axis: torch.cat(parts, axis),
     "Constant": lambda **values: torch.as_tensor(*values.values()),  # one attribute: a tensor, a number or a list
     "ConstantOfShape": lambda shape, value=_ZERO: value.expand(shape),
@@ -167,58 +152,33 @@ OPS: dict[str, Callable[..., Tensor]] = {
     "Gemm": lambda x, y, bias=0.0, alpha=1.0, beta=1.0, transA=0, transB=0: (
         alpha * ((x.mT if transA else x) @ (y.mT if transB else y)) + beta * bias
     ),
-    "GlobalAveragePool": lambda x: x.mean(tuple(range(2, x.ndim)), keepdim=True),
-    "HardSigmoid": lambda x, alpha=0.2, beta=0.5: (alpha * x + beta).clamp(0, 1),
-    "HardSwish": _plain(F.hardswish),
     "Identity": lambda x: x,
-    "LeakyRelu": lambda x, alpha=0.01: F.leaky_relu(x, alpha),
-    "Max": lambda *parts: reduce(torch.maximum, parts),
-    "MaxPool": _pool(F.max_pool2d, "ceil_mode"),
-    "PRelu": lambda x, slope: torch.where(x < 0, x * slope, x),  # keeps a mask for the backward pass, not x
-    "Pad": lambda x, pads, value=None, *, mode="constant": F.pad(
-        x, _pad_argument(pads[: x.ndim], pads[x.ndim :]), mode, value
+    "MaxPool": lambda x, *, kernel_shape, pads=(0, 0), strides=1, ceil_mode=0: F.max_pool2d(
+        x, kernel_shape, strides, pads[:2], ceil_mode=bool(ceil_mode)
     ),
-    "ReduceL2": _reduce(torch.linalg.vector_norm),
-    "ReduceMean": _reduce(torch.mean),
-    "ReduceSum": _reduce(torch.sum),
+    "PRelu": lambda x, slope: torch.where(x < 0, x * slope, x),  # keeps a mask for the backward pass, not x
+    "ReduceMean": lambda x, axes=None, keepdims=1: x.mean(axes or list(range(x.ndim)), bool(keepdims)),
     "Reshape": lambda x, shape: x.reshape([x.shape[i] if size == 0 else size for i, size in enumerate(shape)]),
     "Resize": _resize,
     "Shape": lambda x, start=0, end=None: torch.tensor(x.shape)[start:end],
     "Slice": _slice,
-    "Squeeze": lambda x, axes=None: x.squeeze() if axes is None else x.squeeze(tuple(axes)),
     "Transpose": lambda x, perm=None: x.permute(perm or list(range(x.ndim))[::-1]),
     "Unsqueeze": _unsqueeze,
 }
 
 # the first operand that is a setting: it is read on the CPU and passed as a number or a list
-_FIRST_SETTING = {"ConstantOfShape": 0} | dict.fromkeys(
-    ("Clip", "Dropout", "Expand", "Pad", "ReduceL2", "ReduceMean", "ReduceSum", "Reshape", "Resize", "Slice",
-     "Squeeze", "Unsqueeze"), 1)  # fmt: skip
+_FIRST_SETTING = {"ConstantOfShape": 0}
+_FIRST_SETTING |= dict.fromkeys(("Dropout", "Expand", "ReduceMean", "Reshape", "Resize", "Slice", "Unsqueeze"), 1)
 
 # Attributes that change nothing, and the value that changes nothing. BatchNormalization's spatial=0 (mxnet exports
 # before opset 9) has statistics per pixel; onnxruntime refuses it. Torch exports cubic_coeff_a in every mode.
 _UNUSED = ("cubic_coeff_a", "extrapolation_value", "momentum", "seed", "storage_order")
-_NEUTRAL: Attributes = dict.fromkeys(
-    ("allowzero", "antialias", "exclude_outside", "noop_with_empty_axes", "training_mode"), 0
-)
-_NEUTRAL |= {"auto_pad": "NOTSET", "dilations": [1, 1], "keep_aspect_ratio_policy": "stretch", "spatial": 1}
-
-_TORCH_NAMES = {"strides": "stride", "dilations": "dilation", "group": "groups"}  # torch refuses what it does not know
-
-_RESIZE_DEFAULTS = {"coordinate_transformation_mode": "half_pixel", "nearest_mode": "round_prefer_floor"}
-
-# the supported values of other attributes; all values where an attribute is not named
-_CHOICES: Mapping[str, Collection] = {
-    "auto_pad": ("NOTSET",),
-    "coordinate_transformation_mode": ("asymmetric",),
-    "mode": ("nearest", "constant"),
-    "nearest_mode": ("floor",),
-}
+_NEUTRAL: Attributes = {"allowzero": 0, "auto_pad": "NOTSET", "dilations": [1, 1], "spatial": 1, "training_mode": 0}
 
 
 def _attributes(node: onnx.NodeProto) -> Attributes:
     """Return the attributes of a node that have an effect."""
-    attributes: Attributes = dict(_RESIZE_DEFAULTS) if node.op_type == "Resize" else {}
+    attributes: Attributes = {}
     for attribute in node.attribute:
         value = onnx.helper.get_attribute_value(attribute)
         if isinstance(value, onnx.TensorProto):
@@ -226,26 +186,21 @@ def _attributes(node: onnx.NodeProto) -> Attributes:
         elif isinstance(value, bytes):
             value = value.decode()
         if attribute.name not in _UNUSED and (attribute.name not in _NEUTRAL or value != _NEUTRAL[attribute.name]):
-            attributes[_TORCH_NAMES.get(attribute.name, attribute.name)] = value
+            attributes[attribute.name] = value
     return attributes
 
 
-def _op_name(node: onnx.NodeProto, opset: int) -> str:
-    if node.domain not in ("", "ai.onnx"):
-        return f"{node.domain}.{node.op_type}"
-    return "Resize before opset 11" if node.op_type == "Resize" and opset < 11 else node.op_type
-
-
-def _refusals(op: str, node: onnx.NodeProto, attributes: Attributes, used: Collection[str]) -> list[str]:
+def _refusals(node: onnx.NodeProto, attributes: Attributes, used: Collection[str]) -> list[str]:
     """Return the operator or attributes of this node that cannot be run; [] when it can.
 
     used: names of values that any node or output reads.
     """
+    op = node.op_type
+    if node.domain not in ("", "ai.onnx"):
+        return [f"{node.domain}.{op}"]
     if op not in OPS:
         return [op]
-    choices = {name: value for name, value in attributes.items() if name in _CHOICES}
-    refused = [f"{op}({name}={value})" for name, value in choices.items() if value not in _CHOICES[name]]
-    refused += [f"{op}(output {i})" for i, name in enumerate(node.output) if i and name in used]
+    refused = [f"{op}(output {i})" for i, name in enumerate(node.output) if i and name in used]
     pads = attributes.get("pads", [])
     if op in ("AveragePool", "MaxPool") and pads[:2] != pads[2:]:
         refused.append(f"{op}(pads={pads})")
@@ -256,8 +211,8 @@ def _refusals(op: str, node: onnx.NodeProto, attributes: Attributes, used: Colle
     return refused
 
 
-def read_graph(path: str | Path) -> tuple[onnx.GraphProto, int]:
-    """Return the graph of an ONNX file and its opset version.
+def read_graph(path: str | Path) -> onnx.GraphProto:
+    """Return the graph of an ONNX file.
 
     Raise FileNotFoundError without such a file, ValueError unless it is a complete ONNX model.
     """
@@ -272,8 +227,7 @@ def read_graph(path: str | Path) -> tuple[onnx.GraphProto, int]:
         ) from error
     if not model.graph.output:
         raise ValueError(f"{path} ({path.stat().st_size} bytes) holds no ONNX graph; fetch or export it again")
-    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 1)
-    return model.graph, opset
+    return model.graph
 
 
 def graph_inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
@@ -323,7 +277,7 @@ class OnnxModule(nn.Module):
 
     def __init__(self, path: str | Path):
         super().__init__()
-        graph, opset = read_graph(path)
+        graph = read_graph(path)
         inputs = graph_inputs(graph)
         if len(inputs) != 1:
             raise ValueError(f"{path} has {len(inputs)} inputs ({[i.name for i in inputs]}); OnnxModule runs one")
@@ -332,7 +286,7 @@ class OnnxModule(nn.Module):
         self.output_names = [value.name for value in graph.output]
         self.first_nodes = [node.name for node in graph.node[:8]]
         self._path = path
-        self._steps, constants = _compile(graph, opset, path)
+        self._steps, constants = _compile(graph, path)
         # a value dies after the last step that names it as an operand or output
         self._last_use = {name: i for i, step in enumerate(self._steps) for name in (*step.operands, step.output)}
         self._last_use |= dict.fromkeys(self.output_names, len(self._steps))
@@ -378,7 +332,7 @@ class OnnxModule(nn.Module):
         return value.to(x.device, x.dtype if value.is_floating_point() else value.dtype)
 
 
-def _compile(graph: onnx.GraphProto, opset: int, path: str | Path) -> tuple[list[_Step], dict[str, Tensor]]:
+def _compile(graph: onnx.GraphProto, path: str | Path) -> tuple[list[_Step], dict[str, Tensor]]:
     """Return the steps that depend on the input, and all constants by name. Fold arithmetic on constants.
 
     Raise ValueError listing every unsupported operator and attribute, and how many nodes need it, and for a weight
@@ -393,14 +347,14 @@ def _compile(graph: onnx.GraphProto, opset: int, path: str | Path) -> tuple[list
     on_cpu: set[str] = set()  # shapes, and results computed only from shapes and constants
     steps = []
     for node in graph.node:
-        op, attributes = _op_name(node, opset), _attributes(node)
-        if refusals := _refusals(op, node, attributes, used):
+        attributes = _attributes(node)
+        if refusals := _refusals(node, attributes, used):
             refused.update(refusals)
             continue
         named = {name for name in node.input if name}
-        stays_on_cpu = op == "Shape" or named <= on_cpu | constants.keys()
+        stays_on_cpu = node.op_type == "Shape" or named <= on_cpu | constants.keys()
         operands, output = tuple(node.input), node.output[0]
-        step = _Step(op=op, attributes=attributes, operands=operands, output=output, on_cpu=stays_on_cpu)
+        step = _Step(op=node.op_type, attributes=attributes, operands=operands, output=output, on_cpu=stays_on_cpu)
         if named <= constants.keys():
             constants[output] = step.run([constants[name] if name else None for name in operands])
             continue

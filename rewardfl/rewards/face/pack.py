@@ -77,7 +77,7 @@ PackFolder = Annotated[PathSetting, on_this_machine(_check_pack)]
 
 def _task(path: Path) -> Task:
     """Return the task of a network by insightface's rule on the graph's inputs and outputs."""
-    graph, _ = read_graph(path)
+    graph = read_graph(path)
     if len(graph.output) >= 5:
         return "detector"
     shapes = [value_shape(value) for value in graph_inputs(graph)]
@@ -90,7 +90,7 @@ def _task(path: Path) -> Task:
 
 def describe_network(path: Path) -> str:
     """Return the shapes that an .onnx file takes and gives."""
-    graph, _ = read_graph(path)
+    graph = read_graph(path)
     takes, gives = (
         ", ".join(" x ".join(str(side or "?") for side in value_shape(value)) or "()" for value in values)
         for values in (graph_inputs(graph), graph.output)

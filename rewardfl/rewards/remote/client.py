@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rewardfl import data
-from rewardfl.config.schema import Count, Positive, Whole, must_be
+from rewardfl.config.fields import Count, Positive, Whole, must_be
 from rewardfl.rewards.base import Reference, Reward, RewardOutput, Unavailable
 from rewardfl.rewards.remote import wire
 from rewardfl.rewards.remote.wire import Clip

@@ -1,16 +1,14 @@
-"""The look of a face against plain numpy, and what it makes of worse and worse eyes."""
+"""The look of a face against OpenCV and numpy, and its fall with a blur."""
 
 import cv2
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from runs import WORLD
 
 from rewardfl import data
 from rewardfl.rewards.face import ARCFACE_TEMPLATE, FaceIdentity
 from rewardfl.rewards.face.look import PATCHES, compare_look, cut_patches, mouth_movement, similarity
-
-WORLD = ROOT / "assets" / "tiny_world"
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +20,7 @@ def clip():
     return video, pool.landmarks
 
 
-def test_patches_are_opencvs(clip):
+def test_patches_equal_opencvs(clip):
     video, landmarks = clip
     patches = cut_patches(video.transpose(0, 1), landmarks)
     grey = ((video.mean(0) + 1) * 127.5).numpy()
@@ -30,10 +28,10 @@ def test_patches_are_opencvs(clip):
         matrix, _ = cv2.estimateAffinePartial2D(landmarks[i].numpy(), ARCFACE_TEMPLATE.numpy(), method=cv2.LMEDS)
         expected = cv2.warpAffine(grey[i], matrix, (112, 112))
         for name, (rows, columns) in PATCHES.items():
-            assert np.abs(patches[name][i].numpy() - expected[rows, columns]).mean() < 4  # of 255
+            assert np.abs(patches[name][i].numpy() - expected[rows, columns]).mean() < 4  # levels
 
 
-def test_similarity_is_the_formula():
+def test_similarity_equals_the_formula():
     random = np.random.default_rng(0)
     a, b = random.uniform(0, 255, (2, 5, 6)), random.uniform(0, 255, (3, 5, 6))
     table = similarity(torch.tensor(a), torch.tensor(b))
@@ -44,14 +42,14 @@ def test_similarity_is_the_formula():
     assert torch.allclose(similarity(torch.tensor(a), torch.tensor(a) + 20).diagonal(), torch.ones(2))
 
 
-def test_a_mouth_moves_as_far_as_its_brightness_comes_back():
+def test_a_mouth_moves_as_far_as_brightness_returns():
     patches = torch.full((4, 30, 52), 200, dtype=torch.uint8)
     for levels, moves in (([200, 120, 120, 180], 60), ([100, 140, 140, 60], 40), ([200, 90, 80, 70], 0)):
         patches[:, :, 17:34] = torch.tensor(levels, dtype=torch.uint8)[:, None, None]
         assert mouth_movement(patches) == mouth_movement(patches // 2) == pytest.approx(moves / 200)
 
 
-def test_a_real_frame_is_one_and_worse_eyes_are_less(clip):
+def test_a_real_frame_scores_1_and_a_blur_less(clip):
     video, landmarks = clip
     frames = video.transpose(0, 1)
     real = cut_patches(frames, landmarks)
@@ -64,10 +62,10 @@ def test_a_real_frame_is_one_and_worse_eyes_are_less(clip):
     assert 1 > looks[0] > looks[1] > looks[2] > 0
 
 
-def test_the_first_half_does_not_count(clip):
+def test_the_first_half_is_ignored(clip):
     video, landmarks = clip
     real = cut_patches(video.transpose(0, 1), landmarks)
-    made = {name: patches.clone() for name, patches in real.items()}
-    for patches in made.values():
+    generated = {name: patches.clone() for name, patches in real.items()}
+    for patches in generated.values():
         patches[:4] = 0
-    assert compare_look(made, real) == pytest.approx(1)
+    assert compare_look(generated, real) == pytest.approx(1)

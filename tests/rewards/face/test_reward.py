@@ -1,30 +1,27 @@
-"""The face reward of one person: cap, motion, invalid samples, gradients."""
+"""The face reward of one person and of several: cap, motion, invalid samples, photos, gradients."""
 
 import copy
+import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
-from face_nets import SIZE, clip, magenta_pack
+import torch.nn.functional as F
+from face_nets import EMPTY, GENERATED, MOUTH, REAL, SIZE, add_noise, clip, load_person, magenta_pack
+from runs import WORLD
 
+from rewardfl import rewards
 from rewardfl.rewards import FaceIdentityReward
 from rewardfl.rewards.base import PhotoError, RewardError
-from rewardfl.rewards.face.reward import MIN_MOTION
-
-MOUTH = [0.0, 0.1, 0.3, 0.2]
-REAL = clip([(2, 2), (2, 2), (3, 2), (3, 3)], seed=1, mouth=MOUTH)
-GENERATED = clip([(2, 2), (3, 2), None, (4, 2)], seed=2, mouth=MOUTH)
-EMPTY = clip([None] * 4, seed=3)
+from rewardfl.rewards.face import ARCFACE_TEMPLATE, align, similarity_transform
+from rewardfl.rewards.face.reward import MIN_MOTION, PARTS, ratio
+from rewardfl.rewards.face.track import Track
 
 
 @pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    return magenta_pack(tmp_path_factory.mktemp("pack"))
-
-
-@pytest.fixture(scope="module")
-def reward(pack):
-    return FaceIdentityReward(pack, cap="none", det_size=SIZE, chunk=2)
+def reward(tmp_path_factory):
+    return FaceIdentityReward(magenta_pack(tmp_path_factory.mktemp("pack")), cap="none", det_size=SIZE, chunk=2)
 
 
 def with_cap(reward, cap):
@@ -49,17 +46,17 @@ def test_the_cap_stops_score_and_gradient_but_not_the_part(reward):
         assert output.parts["cap"].item() == pytest.approx(cap)
 
 
-def test_self_similarity_caps_at_the_real_clips_own(reward):
+def test_self_similarity_caps_at_the_real_clips(reward):
     pool = reward.reference(REAL)
-    own = pool["cap"].item()
-    assert 0 < own < 1
+    cap = pool["cap"].item()
+    assert 0 < cap < 1
     capped = with_cap(reward, "self_similarity")
-    # the real clip frozen at a frame of its own pool is more alike than its frames are among each other
+    # one frame of the pool is more similar to the pool than its frames are to each other
     frozen = REAL[:, 2:3].repeat(1, 4, 1, 1)
     output = capped(torch.stack([frozen, GENERATED]), [pool, pool])
-    assert output.parts["face_score"][0] > own
-    torch.testing.assert_close(output.score[0].item(), own)
-    assert output.parts["cap"].tolist() == pytest.approx([own] * 2)
+    assert output.parts["face_score"][0] > cap
+    torch.testing.assert_close(output.score[0].item(), cap)
+    assert output.parts["cap"].tolist() == pytest.approx([cap] * 2)
 
 
 def test_only_the_generated_frames_of_valid_samples_carry_gradient(reward):
@@ -76,19 +73,15 @@ def test_only_the_generated_frames_of_valid_samples_carry_gradient(reward):
     assert output.parts["face_score"].isnan().tolist() == [False, True, True]
 
 
-@pytest.mark.parametrize("where", [1, 2])
-def test_nan_pixels_make_a_sample_invalid_and_leak_nowhere(reward, where):
+def test_nan_pixels_make_only_their_sample_invalid(reward):
     broken = GENERATED.clone()
-    broken[:, where] = math.nan
+    broken[:, 2] = math.nan
     video = torch.stack([broken, GENERATED]).requires_grad_()
     pool = reward.reference(REAL)
     output = reward(video, [pool, pool])
     assert output.valid.tolist() == [False, True] and output.score[0] == 0
     (gradient,) = torch.autograd.grad(output.score.sum(), video)
     assert gradient.isfinite().all() and gradient[1].abs().sum() > 0
-    none_valid = reward(video, [pool, None])
-    (gradient,) = torch.autograd.grad(none_valid.score.sum(), video)
-    assert none_valid.score.tolist() == [0, 0] and torch.equal(gradient, torch.zeros_like(video))
 
 
 def test_motion_is_relative_to_the_real_clip(reward):
@@ -102,13 +95,16 @@ def test_motion_is_relative_to_the_real_clip(reward):
 
     assert motion(REAL, REAL) == pytest.approx([1, 1, 1])
     assert motion(still, REAL) == pytest.approx([0, 0, 0], abs=1e-6)
-    # a face that drifts rigidly does not pass for a living one
+    # a rigid drift has no nonrigid motion
     speed, nonrigid, least = motion(sliding, REAL)
     assert speed > 1 and nonrigid == pytest.approx(0, abs=1e-6) and least == nonrigid
-    # a real clip that moves in one way only gives that ratio, one that stands still gives none
+    # a real clip gives the ratios of how it moves, and a still clip gives none
     assert motion(speaking, sliding)[1:] == [pytest.approx(math.nan, nan_ok=True), motion(speaking, sliding)[0]]
     assert all(math.isnan(ratio) for ratio in motion(REAL, still))
-    assert reward.reference(still)["speed"] < MIN_MOTION
+
+
+def test_a_ratio_over_noise_is_not_measured():
+    assert math.isnan(ratio(1.0, 0.9 * MIN_MOTION, MIN_MOTION)) and ratio(1.0, 2.0, MIN_MOTION) == 0.5
 
 
 def test_photos_are_a_pool(reward):
@@ -138,7 +134,7 @@ def test_one_photo_takes_the_median_cap(reward):
     assert with_cap(reward, 0.8).complete([single]) == [single]
 
 
-def test_photos_of_nobody_and_of_another_person_are_named(reward, monkeypatch):
+def test_photos_without_the_persons_face_are_named(reward, monkeypatch):
     with pytest.raises(PhotoError) as error:
         reward.reference_from_photos([REAL[:, 1], EMPTY[:, 0], REAL[:, 2]])
     assert error.value.problems == {1: "no face was found in it"}
@@ -150,3 +146,129 @@ def test_photos_of_nobody_and_of_another_person_are_named(reward, monkeypatch):
     median = vectors[2] @ vectors[1]
     assert error.value.problems == {2: f"shows another person (median cosine {median:.2f} with the other photos)"}
     assert len(reward.reference_from_photos([REAL[:, 0]] * 2)["embeddings"]) == 2
+
+
+def reward_of(**settings):
+    settings = {"pack_dir": WORLD / "faces" / "reward", "det_size": 256, "people": "all"} | settings
+    return rewards.build("face_identity", settings)
+
+
+@pytest.fixture(scope="module")
+def everybody():
+    return reward_of()
+
+
+@pytest.fixture(scope="module")
+def two():
+    return torch.cat([load_person(2), load_person(3)], -1)
+
+
+def score(reward, video, real):
+    output = reward(video[None], [reward.reference(real)])
+    return output, {name: float(part[0]) for name, part in output.parts.items()}
+
+
+def track_side(side, networks, video):
+    """Return (embeddings (F, D), track) of the face whose centre is in this half of each frame."""
+    embeddings, landmarks, boxes = [], [], []
+    for frame, faces in zip(video.transpose(0, 1), networks.detector.detect(video.transpose(0, 1)), strict=True):
+        (row,) = [i for i, box in enumerate(faces.boxes) if ((box[0] + box[2]) / 2 > 64) == side]
+        crop = align(frame[None], similarity_transform(faces.landmarks[[row]], ARCFACE_TEMPLATE))
+        embeddings.append(networks.recogniser(crop)[0].numpy())
+        landmarks.append(faces.landmarks[row])
+        boxes.append(faces.boxes[row])
+    return np.stack(embeddings), Track(torch.stack(landmarks), torch.ones(len(boxes)).bool(), torch.stack(boxes))
+
+
+@pytest.mark.slow(2)
+def test_the_score_is_the_mean_of_people_capped_each(everybody, two):
+    output, parts = score(everybody, add_noise(two), two)
+    assert set(parts) == {*PARTS, "people", "worst_person", "nonfinite"} and output.valid.all()
+    means, caps, speeds, motions = [], [], [], []
+    for side in (0, 1):  # frame by frame the face on this side, and cosine by cosine
+        (embeddings, track), (pool, real) = (
+            track_side(side, everybody.identity, video) for video in (add_noise(two), two)
+        )
+        means.append(np.mean([a @ b for a, b in itertools.product(embeddings[1:], pool[1:])]))
+        caps.append(np.mean([a @ b for a, b in itertools.permutations(pool[1:], 2)]))
+        speeds.append(track.speed / real.speed)
+        motions.append(min(speeds[-1], track.nonrigid / real.nonrigid))
+    assert parts["people"] == 2 and abs(means[0] - means[1]) > 0.01 and abs(caps[0] - caps[1]) > 0.01
+    assert parts["face_score"] == pytest.approx(sum(means) / 2, abs=1e-4)
+    assert parts["worst_person"] == pytest.approx(min(means), abs=1e-4)
+    assert parts["cap"] == pytest.approx(sum(caps) / 2, abs=1e-4)
+    assert output.score.item() == pytest.approx(sum(map(min, means, caps)) / 2, abs=1e-4)
+    assert parts["motion_speed"] == pytest.approx(sum(speeds) / 2, rel=1e-3)
+    assert parts["motion"] == pytest.approx(sum(motions) / 2, rel=1e-3)
+    # a clip is more similar to its own pools than their frames are to each other: each person reaches the cap
+    output, parts = score(everybody, two, two)
+    assert output.score.item() == pytest.approx(sum(caps) / 2, abs=1e-4)
+    assert parts["face_score"] > output.score.item() + 2e-3
+    capped = score(reward_of(cap=sum(means) / 2), add_noise(two), two)[0]
+    assert capped.score.item() == pytest.approx((min(means) + sum(means) / 2) / 2, abs=1e-4)
+
+
+def test_one_person_scores_the_same_with_both_settings(everybody):
+    single, largest = F.pad(load_person(2)[..., 12:-12], (4, 84), value=-0.2), reward_of(people="largest")
+    (all_output, parts), (output, expected) = (score(r, add_noise(single), single) for r in (everybody, largest))
+    assert torch.equal(all_output.score, output.score) and parts["people"] == 1
+    assert expected == {name: parts[name] for name in expected} and parts["worst_person"] == parts["face_score"]
+    prints = [r.fingerprint() for r in (everybody, largest, reward_of(people="largest", min_face_size=9))]
+    assert all(a != b for a, b in itertools.combinations(prints, 2))  # references are cached apart
+
+
+def test_people_who_exchange_their_faces_score_low(everybody, two):
+    exchanged = torch.cat([two[:, :1], two.roll(64, -1)[:, 1:]], 1)
+    assert score(everybody, two, two)[1]["worst_person"] > 0.9
+    assert score(everybody, exchanged, two)[1]["face_score"] < 0.4
+
+
+def test_a_missing_person_scores_0(everybody, two):
+    left = two.clone()
+    left[..., 64:] = -0.2
+    output, parts = score(everybody, left, two)
+    assert output.valid.all() and parts["people"] == 2 and parts["worst_person"] == 0
+    # equal but for the cap
+    assert parts["face_score"] == pytest.approx(output.score.item(), abs=0.01) and 0.3 < parts["face_score"] <= 0.5
+    assert parts["coverage"] == 0.5 and 0 <= parts["motion"] < 0.8
+    # both hide after the first frame: they are cut where they were
+    hidden = torch.cat([two[:, :1], torch.full_like(two[:, 1:], -1.0)], 1).requires_grad_()
+    output = everybody(hidden[None], [everybody.reference(two)])
+    assert output.valid.all() and output.score.item() < 0.4 and output.parts["coverage"].item() == 0
+    (gradient,) = torch.autograd.grad(output.score.sum(), hidden)
+    assert gradient[:, 1:].isfinite().all() and gradient[..., :64].any() and gradient[..., 64:].any()
+
+
+def test_small_faces_of_the_real_clip_are_left_out(everybody, two):
+    plain = everybody.reference(two)
+    wide, narrow = sorted(float(boxes[0, 2] - boxes[0, 0]) for boxes in plain["boxes"])[::-1]
+    first, none = reward_of(min_face_size=(wide + narrow) / 2), reward_of(min_face_size=wide + 0.1)
+    assert torch.equal(first.reference(two)["boxes"], plain["boxes"][:1])
+    assert none.reference(two) is None and "min_face_size" in none.nothing_found
+    smaller = F.interpolate(two.transpose(0, 1), scale_factor=0.75, mode="bilinear").transpose(0, 1)
+    output = first(smaller[None], [first.reference(two)])  # generated faces may be small
+    assert output.valid.all() and output.parts["coverage"].item() == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"second_pack_dir": WORLD / "faces" / "judge"}])
+@pytest.mark.slow(5)
+def test_the_gradient_equals_finite_differences(monkeypatch, two, settings):
+    """It is taken for two people, with detection held still, which has no gradient."""
+    ours, step = reward_of(cap="none", **settings), 1e-3
+    reference, video = ours.reference(two), add_noise(two, 0.1)
+    faces = ours.identity.detector.detect(video.transpose(0, 1))
+    monkeypatch.setattr(ours.identity.detector, "detect", lambda frames: faces)
+    direction = F.interpolate(torch.randn(9, 3, 8, 16, generator=torch.Generator().manual_seed(3)), (64, 128))
+    direction = direction.transpose(0, 1)
+    up, centre, down = (video + sign * step * direction for sign in (1, 0, -1))
+    centre.requires_grad_()
+    (gradient,) = torch.autograd.grad(ours(centre[None], [reference]).score.sum(), centre)
+    up, down = (ours(side[None].requires_grad_(), [reference]).score.item() for side in (up, down))
+    slope = (gradient * direction).sum().item()
+    assert abs(slope) > 1e-3 and slope == pytest.approx((up - down) / (2 * step), rel=0.03)
+
+
+@pytest.mark.parametrize("key,value", [("people", "both"), ("cap", 1.5), ("min_face_size", math.nan)])
+def test_a_setting_out_of_range_is_refused(key, value):
+    with pytest.raises(ValueError, match=f"^settings.{key} must be .* got"):
+        reward_of(**{key: value})

@@ -1,0 +1,194 @@
+"""Older names of keys: `modernise` translates a file or an override that has them.
+
+The seeds' names are for ever, the others for one release.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rewardfl.config.fields import shown
+
+MEMORY_KEYS = (
+    "use_gradient_checkpointing", "use_gradient_checkpointing_offload", "decode_caches", "kept_chunks", "active_graphs",
+    "kept_steps",
+)  # fmt: skip
+RENAMED = {  # {old: new}
+    "experts.trained": "train.memory.trained",
+    "experts.untrained": "train.memory.untrained",
+    **{f"train.{key}": f"train.memory.{key}" for key in MEMORY_KEYS},
+    **{f"{group}.samples_on": "train.memory.samples_on" for group in ("grpo", "forward")},
+    **{
+        f"{group}.advantage_{key}": f"{group}.advantage.{key}"
+        for group in ("grpo", "forward")
+        for key in ("std", "of", "clip", "scale")
+    },
+    "forward.old_decay": "forward.old_policy.decay",
+    "forward.old_decay_rate": "forward.old_policy.rate",
+    "forward.old_decay_start": "forward.old_policy.start",
+    "forward.old_anchor": "forward.old_policy.anchor",
+    "model.distill_lora_high": "model.distill_lora.high",
+    "model.distill_lora_low": "model.distill_lora.low",
+    "model.distill_lora_mode": "model.distill_lora.mode",
+    "reward.name": "reward.terms.score.name",
+    "reward.settings": "reward.terms.score.settings",
+    "reward.reward_weight": "reward.terms.score.weight",
+    "reward.reward_mean": "reward.terms.score.mean",
+    "reward.reward_std": "reward.terms.score.std",
+    "reward.coverage_weight": "reward.terms.score.parts.coverage",
+    "grpo.window_size": "grpo.window.size",
+    "grpo.window_fraction": "grpo.window.fraction",
+    "grpo.window_bounds": "grpo.window.within",
+    "grpo.window_per_group": "grpo.window.per_group",
+}
+_VALUES = {  # {key: {old value: new value}}
+    "train.lr_scheduler_type": {"constant_with_warmup": "constant"},
+    "reward.kl_gradient": {"through_trajectory": "reference_constant"},
+}
+_COUPLING = {"chain": 1, "drtune": 0, "last": 1, "endpoint": 1}  # the only ones that these modes take
+
+
+def modernise(
+    sections: Mapping[str, Any], known: Mapping[str, Any], *, groups: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Return (the sections with today's keys, problems).
+
+    known: what an override is applied to, or {}. groups: of a script with groups.
+    """
+    new: dict[str, Any] = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in sections.items()}
+    problems: list[str] = []
+    if isinstance(memory := _get(new, "train.memory"), str):
+        new["train"]["memory"] = {"preset": memory}
+    for key, values in _VALUES.items():
+        if (value := _get(new, key)) in values:
+            _put(new, key, values[value])
+    _rename_window(new)
+    _rename_steps(new, known)
+    problems += _drop_constants(new, known)
+    _rename_rewards(new, groups=groups)
+    for old, name in RENAMED.items():
+        if _has(new, old):
+            value = _pop(new, old)
+            if _has(new, name):
+                problems.append(f"{old} is an older name of {name}, which is given, too; remove {old}")
+            _put(new, name, value)
+    if new.get("experts") == {}:
+        del new["experts"]
+    return new, problems
+
+
+def merge(sections: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Put `changes` into `sections`, key by key; a value that holds keys keeps its others."""
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(sections.get(key), dict):
+            sections[key] = dict(sections[key])
+            merge(sections[key], value)
+        else:
+            sections[key] = value
+
+
+def _rename_window(new: dict[str, Any]) -> None:
+    mode, steps = _get(new, "grpo.window"), _pop(new, "grpo.window_steps")
+    if steps is not None:
+        new["grpo"]["window"] = {"steps": steps, "size": None, "fraction": None, "within": None}
+    elif isinstance(mode, str):
+        modes: dict[str, dict[str, Any]] = {"random": {"size": 2}, "fraction": {"fraction": 0.6}}
+        choices = modes.get(mode, {})
+        kept = {key for key in choices if _has(new, f"grpo.window_{key}")}
+        new["grpo"]["window"] = {key: value for key, value in choices.items() if key not in kept}
+        if choices:
+            new["grpo"]["window"] |= dict.fromkeys({"steps", "size", "fraction"} - choices.keys())
+            for key in {"window_size", "window_fraction"} - {f"window_{key}" for key in choices}:
+                new["grpo"].pop(key, None)
+    if _has(new, "grpo.clip_range_high"):
+        high = _pop(new, "grpo.clip_range_high")
+        if high is not None:
+            new["grpo"]["clip_range"] = [new["grpo"].get("clip_range", 2e-6), high]
+
+
+def _rename_steps(new: dict[str, Any], known: Mapping[str, Any]) -> None:
+    epochs = _pop(new, "train.num_train_epochs")
+    if (
+        _has(new, "train.max_steps")
+        and _get(new, "train.max_steps") is None
+        or epochs
+        and not _has(new, "train.max_steps")
+    ):
+        if isinstance(_get(known, "train.max_steps"), int) and epochs:
+            return
+        _put(new, "train.max_steps", f"{epochs or 1} epochs")
+
+
+def _drop_constants(new: dict[str, Any], known: Mapping[str, Any]) -> list[str]:
+    """Drop keys that say what is so anyway. Return a line for each that says something else."""
+    problems = []
+    if (boundary := _pop(new, "model.max_timestep_boundary")) not in (None, 1, "1"):
+        problems.append(
+            f"model.max_timestep_boundary must be 1: no expert is used above it, got {shown(boundary)}; remove it"
+        )
+    trained = _get(new, "model.trainable_models") or _get(known, "model.trainable_models") or "dit2"
+    if (named := _pop(new, "lora.lora_base_model")) is not None and _names(named) != _names(trained):
+        problems.append(
+            f"lora.lora_base_model must be model.trainable_models {shown(trained)}, got {shown(named)}; remove it"
+        )
+    coupling = _pop(new, "sample.coupling")
+    mode = _get(new, "sample.gradient_mode") or _get(known, "sample.gradient_mode") or "chain"
+    if coupling is not None and str(mode).startswith("bridge"):
+        new["sample"]["gradient_mode"] = f"bridge:{float(coupling):g}" if coupling != 0.2 else "bridge"
+    elif coupling is not None and coupling != _COUPLING.get(mode):
+        problems.append(
+            f"sample.coupling is for gradient_mode bridge, got {shown(mode)}; set gradient_mode: bridge:WEIGHT"
+        )
+    return problems
+
+
+def _names(text: object) -> set[str]:
+    return {name.strip() for name in str(text).split(",")}
+
+
+def _rename_rewards(new: dict[str, Any], *, groups: bool) -> None:
+    reward = new.get("reward")
+    if not isinstance(reward, dict):
+        return
+    if "name" in reward and not groups:  # the defaults were face_identity's for every reward
+        reward.setdefault("reward_mean", 0.54)
+        reward.setdefault("reward_std", 0.16)
+    motion, others = reward.pop("motion_weight", None), reward.pop("others", None)
+    if motion == 0:
+        motion = None
+        if not groups:
+            _put(new, "reward.terms.face_motion", None)
+    if motion is not None and groups:
+        _put(new, "reward.terms.score.parts.motion", motion)
+    elif motion is not None:
+        _put(new, "reward.terms.face_motion", {"weight": motion})
+    reward = new["reward"]
+    if isinstance(others, dict):
+        reward["terms"] = {**reward.get("terms", {}), **others}
+    elif others is not None:
+        reward["terms"] = others
+
+
+def _get(sections: Mapping[str, Any], key: str) -> Any:
+    """Return the value at section.key; None without one."""
+    value: Any = sections
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _has(sections: Mapping[str, Any], key: str) -> bool:
+    outer, _, last = key.rpartition(".")
+    return isinstance(mapping := _get(sections, outer), dict) and last in mapping
+
+
+def _pop(sections: dict[str, Any], key: str) -> Any:
+    outer, _, last = key.rpartition(".")
+    return mapping.pop(last, None) if isinstance(mapping := _get(sections, outer), dict) else None
+
+
+def _put(sections: dict[str, Any], key: str, value: Any) -> None:
+    *outer, last = key.split(".")
+    mapping = sections
+    for part in outer:
+        mapping[part] = mapping = dict(mapping[part]) if isinstance(mapping.get(part), dict) else {}
+    mapping[last] = value

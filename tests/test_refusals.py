@@ -1,0 +1,88 @@
+"""What the mathematics refuses, before a wrong index or option becomes a wrong number."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from rewardfl import flow, group_plan, grpo, reward_flow, sde
+from rewardfl.group_plan import Geometry
+from rewardfl.scheduler import FlowMatchSDEScheduler
+from rewardfl.windows import Windows, draw_window
+
+TWO, X = torch.zeros(2), torch.zeros(2, 3)
+STEP = sde.Step(x=X, x_next=X, mean=X, std=1.0, log_prob=TWO)
+REWARDS, IDS = torch.arange(8.0), torch.arange(8) // 4
+WITH_NAN = torch.tensor([math.nan, *range(7)])
+TRAJECTORY = reward_flow.Trajectory(x0=X, kept={})
+
+
+def advantages(rewards=REWARDS, ids=IDS, group_size=4, **options):
+    return grpo.advantages(rewards, ids, group_size=group_size, **options)
+
+
+def draw(kind, usable=range(8), **settings):
+    return draw_window(Windows(kind=kind, usable=usable, **settings), 0, 0)
+
+
+def schedule(**arguments):
+    FlowMatchSDEScheduler(shift=5.0, **arguments).set_timesteps(4)
+
+
+def plan(world, batch, group_size, groups, **more):
+    geometry = Geometry(world=world, batch=batch, group_size=group_size, groups=groups, **more)
+    return group_plan.plan(0, 0, geometry, ["a"], 0)
+
+
+REFUSED = [
+    ("num_steps >= 1", lambda: flow.linear_sigmas(0, 5.0)),
+    ("sigma 1 needs a sigma_cap below 1", lambda: flow.coefficients("flow", 1.0, 0.9, 0.7, 1.0)),
+    ("one of ode, flow, dance, cps, got 'sde'", lambda: flow.coefficients("sde", 0.5, 0.4, 0.7, 0.9)),
+    (r"walks sigma down .*, got 0 to 0", lambda: flow.coefficients("dance", 0.0, 0.0, 0.7, 0.9)),
+    (r"walks sigma down .*, got 0.4 to 0.5", lambda: flow.coefficients("dance", 0.4, 0.5, 0.7, 0.9)),
+    (r"walks sigma down .*, got 1.1 to 0.5", lambda: flow.coefficients("flow", 1.1, 0.5, 0.7, 0.9)),
+    (r"walks sigma down .*, got 0.5 to -0.1", lambda: flow.coefficients("ode", 0.5, -0.1, 0.7, 0.9)),
+    ("noise_level must be >= 0", lambda: flow.coefficients("flow", 0.5, 0.4, -0.7, 0.9)),
+    ("<= 1 for cps, got 1.2 for cps", lambda: flow.coefficients("cps", 0.5, 0.4, 1.2, 0.9)),
+    ("has no noise scale", lambda: flow.noise_scale_error("dance", 0.4, 0.0, 0.7, 0.9)),
+    ("has no density", lambda: flow.gradient_weight("ode", 0.5, 0.4, 0.7, 0.9)),
+    ("has no density", lambda: flow.gradient_weight("cps", 0.5, 0.0, 0.7, 0.9)),
+    ("has no density: leave it out", lambda: flow.log_prob("flow", X, X, 0.0)),
+    ("has no density: leave it out", lambda: flow.log_prob("cps", X, X, math.nan)),
+    ("has no density: leave it out", lambda: flow.transition_kl(X, X, 0.0)),
+    (r"one shape \(B, ...\), got \(2, 3\) and \(1, 3\)", lambda: flow.log_prob("cps", X, X[:1], 0.1)),
+    (r"one shape \(B, ...\), got \(2, 3\) and \(1, 3\)", lambda: flow.transition_kl(X, X[:1], 0.1)),
+    ("'batch'", lambda: advantages(std="batch")),
+    ("'product'", lambda: advantages(combine="product")),
+    ("group_size must be at least 2.*got 1", lambda: advantages(ids=torch.arange(8), group_size=1)),
+    ("groups must have 4 members, but group 0 has 1: gather", lambda: advantages(ids=torch.arange(8))),
+    ("1 of 8 valid rewards are not finite; mark such samples valid=False", lambda: advantages(WITH_NAN)),
+    ("'ppo'", lambda: grpo.log_ratio("ppo", TWO, X, STEP)),
+    (r"must be \(B,\).*, got \(2, 1\), \(2,\) and \(2, 3\)", lambda: grpo.log_ratio("clip", TWO[:, None], X, STEP)),
+    (r"got \(2,\), \(2,\) and \(1, 3\)", lambda: grpo.log_ratio("guard", TWO, X[:1], STEP)),
+    ("needs the means of the roll", lambda: grpo.log_ratio("guard", TWO, X, dataclasses.replace(STEP, mean=None))),
+    ("has no density", lambda: grpo.log_ratio("guard", TWO, X, dataclasses.replace(STEP, std=0.0))),
+    ("through", lambda: reward_flow.replay(None, TRAJECTORY, X, [5], X, 1.0, kl_gradient="through")),
+    (r"usable \[0, 1, 2\].*got \[2, 7\]", lambda: draw("list", usable=[0, 1, 2], steps=[2, 7])),
+    (r"each once, got \[1, 1\]", lambda: draw("list", steps=[1, 1])),
+    (r"each once, got \[\]", lambda: draw("list")),
+    (r"no 3 steps in a row .* \[2, 4\]", lambda: draw("random", usable=[0, 2, 4, 6], size=3, bounds=(1, 5))),
+    (r"no 1 steps in a row among the usable \[\]", lambda: draw("fraction", usable=[0, 1], bounds=(3, 5))),
+    ("groups 5 x group_size 3 = .* 2 x batch 2 = .* a multiple of 4$", lambda: plan(2, 2, 3, 5)),
+    ("groups 4 x group_size 3 = .* 2 x batch 5 = .* a multiple of 10$", lambda: plan(2, 5, 3, 4)),
+    ("groups 5 x group_size 4 = .* 3 x batch 2 = .* a multiple of 3$", lambda: plan(3, 2, 4, 5)),
+    ("updates must divide the 12 forward passes of a process, got 5", lambda: plan(2, 1, 4, 6, updates=5)),
+    (r"noise_window \[1, 4\]: there are steps 0 to 3", lambda: schedule(noise_window=[1, 4])),
+    (r"noise_window \[-1\]: there are steps 0 to 3", lambda: schedule(noise_window=[-1])),
+    (r"noise_window \[2, 3\]: cps makes step 3 deter", lambda: schedule(noise_window=[2, 3], kind="cps")),
+    ("kind must be one of ode, flow, dance, cps, got 'sde'", lambda: schedule(kind="sde")),
+    ("invert_sigmas and stochastic_sampling .* not supported", lambda: schedule(invert_sigmas=True)),
+    ("invert_sigmas and stochastic_sampling .* not supported", lambda: schedule(stochastic_sampling=True)),
+]
+
+
+@pytest.mark.parametrize(("message", "call"), REFUSED)
+def test_what_cannot_work_is_refused(message, call):
+    with pytest.raises((KeyError, ValueError), match=message):
+        call()
