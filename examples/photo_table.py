@@ -3,7 +3,8 @@
 python examples/photo_table.py --photos people --prompts prompts.txt --out people.csv
 
 A folder in --photos has one person's photos; pictures in --photos itself are one person's. {name} in a prompt becomes
-the folder's name. Then: python tools/check_dataset.py --data people.csv --faces PACK
+the folder's name. Then:
+python tools/check_dataset.py --config configs/wan22_face_photos.yaml --faces PACK data.file_name=people.csv
 """
 
 import csv

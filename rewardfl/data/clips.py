@@ -54,26 +54,51 @@ class Header(NamedTuple):
 
 def read_video(path: str | Path, num_frames: int | None = None, fps: float | None = None) -> Tensor:
     """Return the frames of _select_frames as (F, H, W, 3) uint8 RGB, upright."""
-    frames = _select_frames(path, _decode_frames(path), num_frames, fps)
-    return torch.stack([_pixels(path, frame) for frame in frames])
+    with _open_video(path) as (container, stream):
+        frames = _select_frames(_decode_frames(container, stream), num_frames, fps)
+        return torch.stack([_pixels(frame) for frame in frames])
 
 
-def _select_frames(
-    path: str | Path, frames: Iterable[Timed], num_frames: int | None, fps: float | None, at_least: int | None = None
-) -> Iterator[Any]:
-    """Iterate over the first `num_frames` of a file's frames (None: all).
+def read_clip(
+    path: str | Path, height: int, width: int, num_frames: int, max_pixels: int | None = None,
+    fps: float | None = None, at_least: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the frames of _select_frames, (F, H, W, 3) uint8, fitted to clip_size one at a time to save memory.
 
-    fps: for k = 0, 1, ... the frame whose time is nearest to start + k / fps; None: the stored frames. Raise DataError
-    for fewer than `at_least` frames (None: num_frames), for a frame rate below fps and for pauses without content.
+    Raise the DataErrors of _open_video, _decode_frames, _select_frames and _pixels.
     """
-    count, needed = 0, (num_frames or 1) if at_least is None else at_least
-    stored = (frame for _, frame in itertools.islice(frames, num_frames))
-    for frame in stored if fps is None else _sample_at_rate(path, frames, fps, num_frames):
-        count += 1
-        yield frame
-    if count < needed:
-        rate = "" if fps is None else f" at {fps:g} fps"
-        raise DataError(f"{path}: holds {count} frames{rate}, {needed} are needed")
+    fitted, size = [], None
+    with _open_video(path) as (container, stream):
+        for frame in _select_frames(_decode_frames(container, stream), num_frames, fps, at_least):
+            pixels = _pixels(frame)
+            size = size or clip_size((pixels.shape[0], pixels.shape[1]), height, width, max_pixels)
+            fitted.append(fit(pixels[None], *size))
+    return torch.cat(fitted)
+
+
+def read_video_header(
+    path: str | Path, num_frames: int, fps: float | None = None, at_least: int | None = None
+) -> Header:
+    """Read the Header of a clip, without decoding a frame. Raise the DataErrors of read_clip that packets show.
+
+    The header's number of frames may be wrong. The packets' times decide, which are never fewer than the frames.
+    """
+    with _open_video(path) as (container, stream):
+        stamps = [packet.pts for packet in container.demux(stream) if packet.size and not packet.is_discard]
+        if None not in stamps:
+            times = sorted({float(stamp * (stream.time_base or 0)) for stamp in stamps if stamp is not None})
+            for _ in _select_frames(((time, None) for time in times), num_frames, fps, at_least):
+                pass
+        codec = stream.codec_context
+        is_yuv = codec.format is not None and not codec.format.is_rgb
+        oddities = {
+            "hdr": codec.color_trc in (16, 18),  # PQ and HLG in ITU-T H.273
+            "interlaced": codec.field_order in (2, 3, 4, 5),  # values of AVFieldOrder
+            # 2 is the unknown matrix; from 720 lines on players take it for BT.709
+            "untagged": codec.height >= 720 and codec.colorspace == 2 and is_yuv,
+        }
+        rate = float(stream.average_rate) if stream.average_rate else None
+        return Header((stream.height, stream.width), rate, tuple(key for key in oddities if oddities[key]))
 
 
 def _require_file(path: str | Path) -> None:
@@ -90,7 +115,7 @@ def _require_file(path: str | Path) -> None:
 def _open_video(path: str | Path) -> Iterator[tuple[av.container.InputContainer, av.VideoStream]]:
     """Open a file and its video: ffmpeg's choice, the largest, the default before others, no cover picture.
 
-    Raise DataError for a fault that the header shows, or reading within the block.
+    Raise DataError for a fault that the header shows. Errors of the block become DataErrors that name the file.
     """
     _require_file(path)
     try:
@@ -99,28 +124,25 @@ def _open_video(path: str | Path) -> Iterator[tuple[av.container.InputContainer,
             videos = [video for video in container.streams.video if video.codec_context is not None]
             streams = [video for video in videos if not video.disposition & Disposition.attached_pic]
             if not streams:
-                raise DataError(f"{path}: holds no video that can be decoded")
+                raise DataError("holds no video that can be decoded")
             default = Disposition.default
             stream = max(streams, key=lambda each: each.width * each.height + 5e6 * bool(each.disposition & default))
             stream.thread_type = "NONE"  # _decode_frames cannot read the log of libav's threads
             stream.codec_context.thread_count = 1
             if abs(Fraction(stream.sample_aspect_ratio or 1) - 1) > 0.02:  # players stretch such pixels
-                raise DataError(
-                    f"{path}: pixels are {stream.sample_aspect_ratio} as wide as high; make them square with "
-                    "ffmpeg -i IN -vf scale=iw*sar:ih,setsar=1 OUT"
-                )
+                words = f"pixels are {stream.sample_aspect_ratio} as wide as high; make them square"
+                raise DataError(f"{words} with ffmpeg -i IN -vf scale=iw*sar:ih,setsar=1 OUT")
             if stream.metadata.get("alpha_mode") == "1":  # VP8 and VP9, whose decoders here drop the alpha channel
-                raise DataError(f"{path}: {TRANSPARENT}")
-            end = os.path.getsize(path)
-            if any(entry.pos + entry.size > end for entry in stream.index_entries):
-                raise DataError(f"{path}: is damaged: the file ends before its index does; copy or download it again")
+                raise DataError(TRANSPARENT)
             yield container, stream
     except av.FFmpegError as error:
         reason = "" if isinstance(error, OSError) else "; it is damaged, or no video"
         raise DataError(f"{path}: cannot be decoded ({error.strerror}){reason}") from error
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
 
 
-def _decode_frames(path: str | Path) -> Iterator[Timed]:
+def _decode_frames(container: av.container.InputContainer, stream: av.VideoStream) -> Iterator[Timed]:
     """Decode all frames in display order. Raise DataError for damage and a new size."""
     size, marks = None, []
 
@@ -128,82 +150,74 @@ def _decode_frames(path: str | Path) -> Iterator[Timed]:
         marks.extend(["a packet is marked as corrupt"] * packet.is_corrupt)
         return packet.decode()
 
-    with _open_video(path) as (container, stream):
-        frames = itertools.chain.from_iterable(map(decode, container.demux(stream)))
-        for i in itertools.count():
-            with av.logging.Capture() as log:  # the log of this thread
-                frame = next(frames, None)
-            errors = [text.strip() for level, _, text in log if level <= av.logging.ERROR] + marks
-            errors += ["a frame is marked as corrupt"] * (frame is not None and frame.is_corrupt)
-            if errors:
-                raise DataError(f"{path}: is damaged at frame {i} ({errors[0]}); copy it again, or leave it out")
-            if frame is None:
-                return
-            size = size or (frame.height, frame.width)
-            if (frame.height, frame.width) != size:
-                change = f"{size[0]} x {size[1]} to {frame.height} x {frame.width}"
-                raise DataError(f"{path}: goes from {change} (height x width) at frame {i}; re-encode it at one size")
-            yield frame.time, frame
+    frames = itertools.chain.from_iterable(map(decode, container.demux(stream)))
+    for i in itertools.count():
+        with av.logging.Capture() as log:  # the log of this thread
+            frame = next(frames, None)
+        errors = [text.strip() for level, _, text in log if level <= av.logging.ERROR] + marks
+        errors += ["a frame is marked as corrupt"] * (frame is not None and frame.is_corrupt)
+        if errors:
+            raise DataError(f"is damaged at frame {i} ({errors[0]}); copy it again, or leave it out")
+        if frame is None:
+            return
+        size = size or (frame.height, frame.width)
+        if (frame.height, frame.width) != size:
+            change = f"{size[0]} x {size[1]} to {frame.height} x {frame.width}"
+            raise DataError(f"goes from {change} (height x width) at frame {i}; re-encode it at one size")
+        yield frame.time, frame
 
 
-def _pixels(path: str | Path, frame: av.VideoFrame) -> Tensor:
+def _pixels(frame: av.VideoFrame) -> Tensor:
     """Return a frame as (H, W, 3) uint8 RGB, turned and mirrored by its display matrix.
 
     Raise DataError for transparent pixels, and for a matrix that is none of the eight turns and mirrorings.
     """
     has_alpha = frame.format.has_palette or any(part.is_alpha for part in frame.format.components)
     if has_alpha and frame.to_ndarray(format="rgba")[..., 3].min() < 255:
-        raise DataError(f"{path}: {TRANSPARENT}")
+        raise DataError(TRANSPARENT)
     pixels = frame.to_ndarray(format="rgb24")
     try:
         side_data: Any = frame.side_data.get("DISPLAYMATRIX")
     except ValueError as error:  # PyAV lacks some of libav's types
-        raise DataError(f"{path}: {error}, so its orientation cannot be read; re-encode it upright") from error
+        raise DataError(f"{error}, so its orientation cannot be read; re-encode it upright") from error
     if side_data is not None:
         matrix = np.frombuffer(bytes(side_data), np.int32)[:9].reshape(3, 3)[:2] / 65536  # stored (x, y) to shown
         turn = matrix[:, :2].round().astype(int)
         if not np.array_equal(turn @ turn.T, np.eye(2)) or np.abs(matrix - np.c_[turn, [0, 0]]).max() > 0.01:
             numbers = ", ".join(f"{number:.3g}" for number in matrix[:, :2].flatten())
-            raise DataError(f"{path}: is shown turned, skewed or scaled, by the matrix {numbers}; re-encode it upright")
+            raise DataError(f"is shown turned, skewed or scaled, by the matrix {numbers}; re-encode it upright")
         columns, rows = turn.sum(0)  # directions, each 1 or -1
         pixels = (pixels if turn[0, 0] else pixels.swapaxes(0, 1))[::rows, ::columns]
     return torch.from_numpy(np.ascontiguousarray(pixels))
 
 
-def read_video_header(
-    path: str | Path, num_frames: int, fps: float | None = None, at_least: int | None = None
-) -> Header:
-    """Read the Header of a clip, without decoding a frame. Raise the DataErrors of read_clip that packets show.
+def _select_frames(
+    frames: Iterable[Timed], num_frames: int | None, fps: float | None, at_least: int | None = None
+) -> Iterator[Any]:
+    """Iterate over the first `num_frames` frames (None: all).
 
-    The header's number of frames may be wrong. The packets' times decide, which are never fewer than the frames.
+    fps: for k = 0, 1, ... the frame whose time is nearest to start + k / fps; None: the stored frames. Raise DataError
+    for fewer than `at_least` frames (None: num_frames), for a frame rate below fps and for pauses without content.
     """
-    with _open_video(path) as (container, stream):
-        stamps = [packet.pts for packet in container.demux(stream) if packet.size and not packet.is_discard]
-        if None not in stamps:
-            times = sorted({float(stamp * (stream.time_base or 0)) for stamp in stamps if stamp is not None})
-            for _ in _select_frames(path, ((time, None) for time in times), num_frames, fps, at_least):
-                pass
-        codec = stream.codec_context
-        is_yuv = codec.format is not None and not codec.format.is_rgb
-        oddities = {
-            "hdr": codec.color_trc in (16, 18),  # PQ and HLG in ITU-T H.273
-            "interlaced": codec.field_order in (2, 3, 4, 5),  # values of AVFieldOrder
-            # 2 is the unknown matrix; from 720 lines on players take it for BT.709
-            "untagged": codec.height >= 720 and codec.colorspace == 2 and is_yuv,
-        }
-        rate = float(stream.average_rate) if stream.average_rate else None
-        return Header((stream.height, stream.width), rate, tuple(key for key in oddities if oddities[key]))
+    count, needed = 0, (num_frames or 1) if at_least is None else at_least
+    stored = (frame for _, frame in itertools.islice(frames, num_frames))
+    for frame in stored if fps is None else _sample_at_rate(frames, fps, num_frames):
+        count += 1
+        yield frame
+    if count < needed:
+        rate = "" if fps is None else f" at {fps:g} fps"
+        raise DataError(f"holds {count} frames{rate}, {needed} are needed")
 
 
-def _sample_at_rate(path: str | Path, frames: Iterable[Timed], fps: float, num_frames: int | None) -> Iterator[Any]:
+def _sample_at_rate(frames: Iterable[Timed], fps: float, num_frames: int | None) -> Iterator[Any]:
     """Yield the frame nearest to every 1 / fps seconds, in one pass. The last frame lasts as long as the one before."""
     start, gap, rate, k = 0.0, 0.0, math.inf, 0
-    pauses, farthest = [], 0.75 / fps + SLACK  # pauses: the instants without a frame as near as `farthest`
+    pause, farthest = None, 0.75 / fps + SLACK  # pause: the first instant without a frame as near as `farthest`
     end = (math.inf, None)
     for i, ((time, frame), (next_time, _)) in enumerate(itertools.pairwise(itertools.chain(frames, [end]))):
         if time is None or next_time is None or next_time <= time:
             count = i if time is None else i + 1
-            raise DataError(f"{path}: frame {count} has no time of its own; re-encode it, or set data.fps: null")
+            raise DataError(f"frame {count} has no valid time; re-encode it, or set data.fps: null")
         start, is_last = time if i == 0 else start, next_time == math.inf
         lasts = min(max(0.0, gap - SLACK), 1 / fps)
         if not is_last:
@@ -211,17 +225,16 @@ def _sample_at_rate(path: str | Path, frames: Iterable[Timed], fps: float, num_f
             lasts = gap / 2 + SLACK
         while k != num_frames and start + k / fps <= time + lasts:
             late = start + k / fps - time
-            if max(-late, 0 if is_last else late) > farthest:
-                pauses.append(k / fps)
+            if pause is None and max(-late, 0 if is_last else late) > farthest:
+                pause = k / fps
             yield frame
             k += 1
         if k == num_frames:
             break
     if rate < SAME_RATE * fps:
-        rates = f"{rate:.4g} frames per second, data.fps is {fps:g}"
-        raise DataError(f"{path}: has {rates}; lower it or leave the clip out")
-    if pauses:
-        raise DataError(f"{path}: has no frame near {pauses[0]:.4g} s, where it pauses; cut it there, or leave it out")
+        raise DataError(f"has {rate:.4g} frames per second, data.fps is {fps:g}; lower it or leave the clip out")
+    if pause is not None:
+        raise DataError(f"has no frame near {pause:.4g} s, where it pauses; cut it there, or leave it out")
 
 
 def write_video(path: str | Path, video: Tensor, fps: float) -> None:
@@ -298,39 +311,23 @@ def fit(frames: Tensor, height: int, width: int) -> Tensor:
     return cropped.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
 
 
-def fit_size(height: int, width: int, max_pixels: int) -> tuple[int, int]:
-    """Return (height, width), multiples of STEP, of at most max_pixels (>= STEP * STEP) and the clip's pixels.
+def clip_size(source: tuple[int, int], height: int, width: int, max_pixels: int | None) -> tuple[int, int]:
+    """Return the (height, width) to which a clip of `source` (height, width) pixels is fitted.
 
-    Prefer the size at which the clip is scaled down least (by its smaller scale), then the size that crops least.
+    max_pixels (>= STEP * STEP): multiples of STEP, of at most these pixels and the clip's. Prefer the size at which the
+    clip is scaled down least (by its smaller scale), then the size that crops least. None: `height` and `width`.
     """
+    if max_pixels is None:
+        return height, width
+    height, width = source
     pixels = max(STEP**2, min(max_pixels, height * width))
-    heights = range(STEP, pixels // STEP + 1, STEP)
-    # the width of the full clip at that height, at most what the pixels allow
-    sizes = [(h, STEP * min(-(-h * width // (height * STEP)), pixels // (h * STEP))) for h in heights]
+    # for each height the width of the full clip, or what the pixels allow
+    sizes = [
+        (h, STEP * min(-(-h * width // (height * STEP)), pixels // (h * STEP)))
+        for h in range(STEP, pixels // STEP + 1, STEP)
+    ]
     # max takes the first of equals: where the width decides, more height would only be cropped
     return max(sizes, key=lambda size: min(size[0] / height, size[1] / width))
-
-
-def clip_size(source: tuple[int, int], height: int, width: int, max_pixels: int | None) -> tuple[int, int]:
-    """Return the (height, width) to which a clip of `source` (height, width) pixels is fitted."""
-    return (height, width) if max_pixels is None else fit_size(*source, max_pixels)
-
-
-def read_clip(
-    path: str | Path, height: int, width: int, num_frames: int, max_pixels: int | None = None,
-    fps: float | None = None, at_least: int | None = None,
-) -> Tensor:  # fmt: skip
-    """Return the frames of _select_frames, (F, H, W, 3) uint8, fitted to clip_size one at a time to save memory.
-
-    Raise DataError for a file that is missing or cannot be decoded, for damage that the decoder conceals, for
-    transparent pixels, and as _select_frames.
-    """
-    fitted, size = [], None
-    for frame in _select_frames(path, _decode_frames(path), num_frames, fps, at_least):
-        pixels = _pixels(path, frame)
-        size = size or clip_size((pixels.shape[0], pixels.shape[1]), height, width, max_pixels)
-        fitted.append(fit(pixels[None], *size))
-    return torch.cat(fitted)
 
 
 def read_picture(path: str | Path) -> Tensor:

@@ -7,8 +7,8 @@ import itertools
 import math
 import random
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,18 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewardfl.data.clips import (
-    SAME_RATE,
-    DataError,
-    Header,
-    clip_size,
-    fit,
-    open_picture,
-    read_clip,
-    read_picture,
-    read_video_header,
-    to_float,
-)
+from rewardfl.data import clips
+from rewardfl.data.clips import SAME_RATE, DataError
 from rewardfl.file_kinds import foreign_path_hint, wrong_kind
 from rewardfl.files import is_control
 
@@ -41,20 +31,11 @@ PATHS = ("video", "image", "reference_video")  # the columns that name files
 REFERENCE_FRAMES = 2  # smallest number in a reference video: a face pool leaves out the first
 LONGEST_SIDE = 16_384  # in pixels, as data.height
 LONGEST_PHOTO = 2_048  # pixels on a side of a photo: more would cost memory, and no recogniser sees it
-CLIP_NOTES = {  # {key of Header.oddities: (the oddity, its remedy)}
-    "hdr": (
-        "are HDR, and are read as the 8 bits of SDR",
-        "they look grey then: turn them into SDR before (ffmpeg's filters zscale and tonemap)",
-    ),
-    "interlaced": (
-        "are interlaced, two moments in each frame, which stay combed",
-        "turn fields into frames before (ffmpeg -i IN -vf bwdif OUT)",
-    ),
-    "untagged": (
-        "do not name the matrix of their colours and are read by BT.601, as ffmpeg reads them",
-        "players show such sizes by BT.709: name it (ffmpeg -i IN -c copy -bsf:v h264_metadata=matrix_coefficients=1 "
-        "OUT), or know that they are BT.601",
-    ),
+CLIP_NOTES = {  # {key of Header.oddities: the oddity and its remedy}
+    "hdr": "are HDR, and are read as the 8 bits of SDR, grey: turn them into SDR before (ffmpeg's zscale and tonemap)",
+    "interlaced": "are interlaced and stay combed: turn fields into frames before (ffmpeg -i IN -vf bwdif OUT)",
+    "untagged": "do not name the matrix of their colours: they are read by BT.601, as by ffmpeg, and shown by BT.709; "
+    "name it (ffmpeg -i IN -c copy -bsf:v h264_metadata=matrix_coefficients=1 OUT), or know that they are BT.601",
 }
 
 
@@ -120,7 +101,7 @@ class HeaderInfo:
     """The result of inspect_row: the problems of a row and the header of its clip."""
 
     problems: tuple[str, ...] = ()
-    header: Header | None = None  # None without a clip, or where it cannot be used
+    header: clips.Header | None = None  # None without a clip, or where it cannot be used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,23 +134,23 @@ def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Ro
         raise DataError(f"{key}: {reason}: {path.absolute()}{foreign_path_hint(path)}")
     if path.stat().st_size and (words := wrong_kind(path, "text")):
         raise DataError(f"{key}: {path} {words}")
-    header, *records = _read_table(path)
-    header = (header[0], [ALIASES.get(name, name) for name in header[1]])
-    for name in header[1]:
-        if name not in COLUMNS and (close := _similar_column(name)):
-            raise DataError(
-                f"{path}: unknown column {name!r}, did you mean {close!r}? A column of your own needs another name"
-            )
-        if name in COLUMNS and header[1].count(name) > 1:
+    (_, names), *records = _read_table(path)
+    header = [ALIASES.get(name, name) for name in names]
+    for name in header:
+        close = difflib.get_close_matches(name.casefold(), COLUMNS, 1, cutoff=0.8)
+        is_typo = close and name[0].casefold() == close[0][0] and not name.startswith(f"{close[0]}_")
+        if name not in COLUMNS and is_typo:  # not weight, nor video_id
+            raise DataError(f"{path}: unknown column {name!r}, did you mean {close[0]!r}? Rename another column")
+        if name in COLUMNS and header.count(name) > 1:
             raise DataError(f"{path}: the first line names the column {name!r} twice; remove one")
-    if "prompt" not in header[1]:
-        names = ", ".join(header[1]) or "nothing"
-        raise DataError(f"{path}: the first line must name the column 'prompt', it names {names}")
+    if "prompt" not in header:
+        listed = ", ".join(header) or "nothing"
+        raise DataError(f"{path}: the first line must name the column 'prompt', it names {listed}")
     table = f"{key} ({path})"
     if not records:
         raise DataError(f"{table}: no usable row: the file holds none")
     seen = Counter[str]()
-    return [_row(i, line, header[1], cells, path.parent, seen, table) for i, (line, cells) in enumerate(records)]
+    return [_row(i, line, header, cells, path.parent, seen, table) for i, (line, cells) in enumerate(records)]
 
 
 def _read_table(path: Path) -> list[tuple[int, list[str]]]:
@@ -186,14 +167,6 @@ def _read_table(path: Path) -> list[tuple[int, list[str]]]:
             reason = f"line {reader.line_num}: {error}; save it as UTF-8, and close every double quote up to there"
             raise DataError(f"{path}: {reason}") from error
     return [(line, cells) for line, cells in stripped if any(cells)] or [(1, [])]  # spreadsheets write empty rows
-
-
-def _similar_column(name: str) -> str:
-    """Return the column that an unknown name probably misspells; empty for a column of the user."""
-    plain = re.sub(r"[\s-]+", "_", name.casefold())
-    close = difflib.get_close_matches(plain, COLUMNS, 1, cutoff=0.8)
-    is_typo = close and plain[0] == close[0][0] and not plain.startswith(f"{close[0]}_")  # not weight, nor video_id
-    return close[0] if is_typo else ""
 
 
 def _row(index: int, line: int, header: list[str], cells: list[str], folder: Path, seen: Counter, table: str) -> Row:
@@ -213,8 +186,7 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
     photos = () if problem else photo_files(cell["photos"], folder)
     if cell["photos"] and not photos and not problem:
         problem = f"photos: no picture in {folder / cell['photos']} ({', '.join(PICTURES)})"
-    height, width = ("", "") if problem else (cell[name] for name in SIZE)
-    size = (int(height), int(width)) if height else None
+    size = (int(cell["height"]), int(cell["width"])) if cell["height"] and not problem else None
     return Row(
         index=index, line=line, id=row_id + suffix, video=video, prompt=cell["prompt"], problem=problem, image=image,
         photos=photos, negative_prompt=cell["negative_prompt"], reference_video=reference, size=size,
@@ -237,28 +209,28 @@ def assign_images(rows: Sequence[Row], seed: int) -> list[Row]:
 
     The rows of one person take the photos in turn; the seed draws the first one.
     """
-    turns: dict[str, Iterator[Path]] = {}
+    turns = Counter[str]()  # {person: rows}
     assigned = []
     for row in rows:
         if row.photos and row.video is None and row.image is None:
             first = random.Random(f"{seed}/{row.person}").randrange(len(row.photos))
-            turn = turns.setdefault(row.who, itertools.cycle([*row.photos[first:], *row.photos[:first]]))
-            row = replace(row, image=next(turn))
+            photo = row.photos[(first + turns[row.who]) % len(row.photos)]
+            turns[row.who] += 1
+            row = replace(row, image=photo)
         assigned.append(row)
     return assigned
 
 
 def _size_problem(cell: Mapping[str, str]) -> str:
-    """Describe why a row's height and width are no size; empty for a valid size, or none."""
+    """Return why a row's height and width cannot be used; empty for a valid size, or without one."""
     values = [cell[name] for name in SIZE]
-    if not any(values):
-        return ""
-    if shaped := [name for name in PATHS if cell[name]]:
+    if any(values) and (shaped := [name for name in PATHS if cell[name]]):
         return (
-            f"height and width next to {shaped[0]}: only rows of a prompt alone have a size of their own; empty the "
-            "cells, or rename the columns; data.max_pixels keeps the shape of each clip"
+            f"height and width next to {shaped[0]}: only rows of a prompt alone have their size; empty the cells, or "
+            "rename the columns; data.max_pixels keeps the shape of each clip"
         )
-    if not all(re.fullmatch("[1-9][0-9]{0,4}", value) and int(value) <= LONGEST_SIDE for value in values):
+    is_size = all(re.fullmatch("[1-9][0-9]{0,4}", value) and int(value) <= LONGEST_SIDE for value in values)
+    if any(values) and not is_size:
         shown = " and ".join(repr(value[:40]) for value in values)
         return f"height and width must be whole numbers of pixels from 1 to {LONGEST_SIDE}, got {shown}"
     return ""
@@ -267,7 +239,7 @@ def _size_problem(cell: Mapping[str, str]) -> str:
 def notes(rows: Sequence[Row]) -> list[str]:
     """Return a message for each column of the rows that has no effect."""
     count = sum(row.negative_prompt != "" for row in rows)
-    words = "have a negative_prompt, which has no effect: sample.negative_prompt is that of all rows"
+    words = "have a negative_prompt, which has no effect: sample.negative_prompt is used for all rows"
     return [f"{count} of {len(rows)} rows {words}"] if count else []
 
 
@@ -278,8 +250,8 @@ def inspect_row(row: Row, num_frames: int, fps: float | None = None, *, takes_im
     """
     if row.problem:
         return HeaderInfo(problems=(row.problem,))
-    read = partial(read_video_header, num_frames=num_frames, fps=fps)
-    headers, problems = _read_files(row.files, num_frames, read, open_picture)
+    read = partial(clips.read_video_header, num_frames=num_frames, fps=fps)
+    headers, problems = _read_files(row.files, num_frames, read, clips.open_picture)
     if takes_image and row.video is None and row.image is None:
         problems.insert(0, "no video, and no image that this model could start from")
     if not row.prompt:
@@ -319,38 +291,31 @@ def clip_notes(
     fps: float | None,
     model_rate: float,
 ) -> list[str]:
-    """Return messages about usable clips: enlarged ones, CLIP_NOTES, and frame rates that are not the model's.
+    """Return messages about usable clips: enlarged ones, frame rates that are not the model's, and CLIP_NOTES.
 
     model_rate: frames per second of the model's videos; 1 for a model of images.
     """
-    clips = [
-        (f"line {row.line}, {row.video.name}", info.header)
+    headers = {
+        f"line {row.line}, {row.video.name}": info.header
         for row, info in zip(rows, infos, strict=True)
         if row.video and info.header
-    ]
-    small = [clip for clip in clips if math.prod(clip[1].size) < height * width / 2]
-    messages = []
-    if small and max_pixels is None:
-        place, (size, *_) = min(small, key=lambda clip: math.prod(clip[1].size))
-        messages.append(
-            f"{len(small)} of {len(rows)} clips have less than half of the pixels of {height} x {width}, and are "
-            f"enlarged; the smallest is {place}: {size[0]} x {size[1]} (height x width)"
-        )
-    rates = [(rate, place) for place, header in clips if (rate := fps or header.rate)]
-    rates.sort(key=lambda rate_and_place: rate_and_place[0])
-    other = [(rate, place) for rate, place in rates if not SAME_RATE <= rate / model_rate <= 1 / SAME_RATE]
+    }
+    places = {
+        words: [place for place, header in headers.items() if key in header.oddities]
+        for key, words in CLIP_NOTES.items()
+    }
+    if max_pixels is None:
+        words = f"have less than half of the pixels of {height} x {width} (height x width), and are enlarged"
+        places[words] = [place for place, header in headers.items() if math.prod(header.size) < height * width / 2]
+    rates = {place: fps or header.rate or model_rate for place, header in headers.items()}
+    other = [place for place, rate in rates.items() if not SAME_RATE <= rate / model_rate <= 1 / SAME_RATE]
     if other and model_rate > 1:
-        (slow, first), (fast, last) = other[0], other[-1]
-        upwards = f" to {fast:.4g} ({last})" if slow < fast else ""
-        messages.append(
-            f"{len(other)} of {len(rows)} clips are trained on at {slow:.4g} ({first}){upwards} frames per second, the "
-            f"model's videos have {model_rate:g}: their motion is learned at another speed; data.fps: {model_rate:g} "
-            "takes frames at the model's rate, and refuses slower clips"
+        words = (
+            f"are trained on at {rates[other[0]]:.4g} frames per second, or not at the model's {model_rate:g}, "
+            f"which teaches another speed; data.fps: {model_rate:g} takes frames at that rate, and refuses slower clips"
         )
-    for key, (oddity, remedy) in CLIP_NOTES.items():
-        if odd := [place for place, header in clips if key in header.oddities]:
-            messages.append(f"{len(odd)} of {len(rows)} clips {oddity}, the first is {odd[0]}; {remedy}")
-    return messages
+        places[words] = other
+    return [f"{len(odd)} of {len(rows)} clips {words} (first {odd[0]})" for words, odd in places.items() if odd]
 
 
 def usable_rows(
@@ -360,27 +325,24 @@ def usable_rows(
 
     Raise DataError with these lines unless `skip_bad_rows`, and when no row is left.
     """
-    by_line: dict[int, list[str]] = {}
-    for line, problem in problems:
-        by_line.setdefault(line, []).append(problem)
-    good = [row for row in rows if row.line not in by_line]
-    lines: dict[str, list[int]] = {}
-    for line, texts in sorted(by_line.items()):
-        lines.setdefault("; ".join(texts), []).append(line)
-    bad = [f"{_line_numbers(numbers)}: {text}" for text, numbers in lines.items()]
+    texts: dict[int, list[str]] = defaultdict(list)  # problems by line
+    for line, problem in sorted(problems, key=lambda line_and_problem: line_and_problem[0]):
+        texts[line].append(problem)
+    lines: dict[str, list[int]] = defaultdict(list)  # lines by problem
+    for line, line_texts in texts.items():
+        lines["; ".join(line_texts)].append(line)
+    bad = []
+    for text, numbers in lines.items():
+        shown = ", ".join(map(str, numbers[:5])) + ", ..." * (len(numbers) > 5)
+        bad.append(f"line {shown}: {text}" if len(numbers) == 1 else f"lines {shown} ({len(numbers)} rows): {text}")
+    good = [row for row in rows if row.line not in texts]
     table = rows[0].table
     if bad and not skip_bad_rows:
-        count = f"{len(by_line)} of {len(rows)} rows cannot be used"
+        count = f"{len(texts)} of {len(rows)} rows cannot be used"
         raise DataError("\n".join([f"{table}: {count}; mend them or set data.skip_bad_rows: true", *bad]))
     if not good:
         raise DataError("\n".join([f"{table}: no usable row", *bad]))
     return good, bad
-
-
-def _line_numbers(lines: Sequence[int]) -> str:
-    """Return the numbers of lines with one problem, the first ones of many."""
-    shown = ", ".join(map(str, lines[:5])) + (", ..." if len(lines) > 5 else "")
-    return f"line {shown}" if len(lines) == 1 else f"lines {shown} ({len(lines)} rows)"
 
 
 def load_example(
@@ -392,17 +354,18 @@ def load_example(
     has its own size under max_pixels, and REFERENCE_FRAMES to num_frames frames. A row of a prompt only has the row's
     size, if any. Raise DataError with the problems of all files.
     """
-    read = partial(read_clip, height=height, width=width, num_frames=num_frames, max_pixels=max_pixels, fps=fps)
-    clips = {column: path for column, path in row.files.items() if column in PATHS}
-    contents, problems = _read_files(clips, num_frames, read, read_picture)
+    read = partial(clips.read_clip, height=height, width=width, num_frames=num_frames, max_pixels=max_pixels, fps=fps)
+    files = {column: row.files[column] for column in PATHS}
+    contents, problems = _read_files(files, num_frames, read, clips.read_picture)
     if problems:
         raise DataError("; ".join(problems))
-    videos = {column: to_float(content) for column, content in contents.items() if column != "image"}
-    video, picture = videos.get("video"), contents.get("image")
+    picture = contents.pop("image", None)
+    videos = {column: clips.to_float(frames) for column, frames in contents.items()}
+    video = videos.get("video")
     if video is not None:
         size = (video.shape[2], video.shape[3])
     elif picture is not None:
-        size = clip_size((picture.shape[0], picture.shape[1]), height, width, max_pixels)
+        size = clips.clip_size((picture.shape[0], picture.shape[1]), height, width, max_pixels)
     elif max_pixels is None:
         size = row.size or (height, width)
     else:
@@ -412,11 +375,12 @@ def load_example(
         )
     image = None if video is None else video[:, 0]
     if picture is not None:
-        image = to_float(fit(picture[None], *size))[:, 0]
+        image = clips.to_float(clips.fit(picture[None], *size))[:, 0]
     reference = videos.get("reference_video", video)
-    if reference is None:
-        frames = 0 if image is None else REFERENCE_FRAMES
-        reference = (torch.zeros(3, *size) if image is None else image)[:, None].repeat(1, frames, 1, 1)
+    if reference is None and image is not None:
+        reference = image[:, None].repeat(1, REFERENCE_FRAMES, 1, 1)
+    elif reference is None:
+        reference = torch.zeros(3, 0, *size)
     return Example(size=size, video=video, image=image, reference=reference)
 
 
@@ -427,9 +391,9 @@ def load_pictures(row: Row) -> list[Tensor]:
     """
     photos = []
     for path in row.checked_pictures:
-        photo = read_picture(path)
+        photo = clips.read_picture(path)
         scale = LONGEST_PHOTO / max(photo.shape[:2])
         if scale < 1:
-            photo = fit(photo[None], *(max(1, round(side * scale)) for side in photo.shape[:2]))[0]
-        photos.append(to_float(photo[None])[:, 0])
+            photo = clips.fit(photo[None], *(max(1, round(side * scale)) for side in photo.shape[:2]))[0]
+        photos.append(clips.to_float(photo[None])[:, 0])
     return photos

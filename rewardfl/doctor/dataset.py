@@ -64,56 +64,62 @@ def inspect(
     """Return the row's report, without regard to other rows. faces: on the device; None does not look for faces."""
     header = data.inspect_row(row, settings.num_frames, settings.fps, takes_image=backbone.takes_image)
     size_problem = plan.size_problem(settings, backbone, row.size)
-    report = DatasetReport(
-        row=row, header=header, problems=[*header.problems, *([size_problem] if size_problem else [])]
-    )
+    report = DatasetReport(row=row, header=header, problems=[*header.problems, *filter(None, [size_problem])])
     if report.problems:
         return report
     try:
         example = load_sized_example(settings, row)
+        report.size = example.size
+        if example.video is not None:
+            report.warnings += motion_warnings(example.video)
+        if faces is not None:
+            inspect_faces(report, example, faces, device)
     except data.DataError as error:
         report.problems.append(str(error))
-        return report
-    report.size = example.size
-    videos = {} if example.video is None else {"video": example.video}
-    report.warnings += motion_warnings(videos["video"]) if videos else []
-    if faces is None:
-        return report
-    if row.photos:
-        photos = [photo.to(device) for photo in data.load_pictures(row)]
+    return report
+
+
+def inspect_faces(report: DatasetReport, example: data.Example, faces: face.FaceIdentity, device: torch.device) -> None:
+    """Add the problems and warnings of the row's faces to its report."""
+    row, reference = report.row, example.reference
+    photos = [photo.to(device) for photo in data.load_pictures(row)] if row.photos else []
+    if photos:
         report.problems += [f"{row.checked_pictures[i]}: {why}" for i, why in faces.photo_pool(photos)[1].items()]
-    if row.reference is None:
-        return report
     if row.image is not None and example.image is not None:
-        (detections,) = faces.detector.detect(example.image[None].to(device))
-        report.warnings += [] if len(detections.boxes) else ["image: no face in the picture"]
-        report.warnings += crop_warnings(row.image, example.size, faces, device)
-    for column, clip in (videos | ({"reference_video": example.reference} if row.reference_video else {})).items():
-        report.warnings += cut_warnings(column, faces.similarity_to_first(pick_frames(clip).to(device)))
-    reference = example.reference
+        report.warnings += picture_warnings(row.image, example.image, faces, device)
+    clips = {"video": example.video, "reference_video": reference if row.reference_video else None}
+    for column, clip in clips.items():
+        if clip is not None:
+            report.warnings += cut_warnings(column, faces.similarity_to_first(pick_frames(clip).to(device)))
+    if row.reference is None:
+        return
     if (pool := faces.pool(pick_frames(reference).to(device)) or faces.pool(reference.to(device))) is None:
         report.problems.append(f"no face was found in {row.reference}")
     elif missing := int((~pool.detected).sum()):
         report.warnings.append(f"{row.reference.name}: its face is lost in {missing} of {len(pool.detected)} frames")
-    return report
 
 
-def crop_warnings(image: Path, size: tuple[int, int], faces: face.FaceIdentity, device: torch.device) -> list[str]:
-    """Return a warning if the crop of a picture to the video's `size` (height, width) cuts its largest face."""
-    picture = data.to_float(data.read_picture(image)[None])
-    (detections,) = faces.detector.detect(picture.transpose(0, 1).to(device))
+def picture_warnings(path: Path, image: Tensor, faces: face.FaceIdentity, device: torch.device) -> list[str]:
+    """Return warnings if `image`, the crop (3, H, W) of a picture, shows no face, or if it cuts the largest face."""
+    picture = data.to_float(data.read_picture(path)[None])
+    (shown,), (detections,) = (
+        faces.detector.detect(frames.to(device)) for frames in (image[None], picture.transpose(0, 1))
+    )
+    warnings = [] if len(shown.boxes) else ["image: no face in the picture"]
     if not len(detections.boxes):
-        return []
+        return warnings
     height, width = picture.shape[2:]
-    scale = max(size[0] / height, size[1] / width)
-    taken = size[1] / scale, size[0] / scale  # width and height in the picture
+    scale = max(image.shape[1] / height, image.shape[2] / width)
+    taken = image.shape[2] / scale, image.shape[1] / scale  # width and height in the picture
     left, top, right, bottom = detections.boxes[0].tolist()
     across, down = (width - taken[0]) / 2, (height - taken[1]) / 2  # cut off at each side
     cut = max(across - left, right - width + across, down - top, bottom - height + down)
-    if cut <= CUT_FACE * (right - left):
-        return []
-    words = f"the middle {taken[0]:.0f} x {taken[1]:.0f} of {width} x {height} pixels (width x height) is taken"
-    return [f"image: the crop cuts the face of {image.name}: {words}; crop it yourself, or set data.max_pixels"]
+    if cut > CUT_FACE * (right - left):
+        words = f"the middle {taken[0]:.0f} x {taken[1]:.0f} of {width} x {height} pixels (width x height) is taken"
+        warnings.append(
+            f"image: the crop cuts the face of {path.name}: {words}; crop it yourself, or set data.max_pixels"
+        )
+    return warnings
 
 
 def pick_frames(clip: Tensor) -> Tensor:

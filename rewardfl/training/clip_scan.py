@@ -1,8 +1,8 @@
 """Read clips once: hashes, references of the rewards, problems by row."""
 
-import itertools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -86,69 +86,65 @@ def scan_clips(
 ) -> list[ClipScan]:
     """Read this process's shard of the clips, and store their references of the rewards.
 
-    keys: clip_key by the row's line. load: data.load_example. A row has a problem where a file cannot be used, or
-    where the first reward finds no reference in its clip. skip_photos: leave out unusable photos.
+    keys: clip_key by the row's line. load: data.load_example. A row has a problem if a file cannot be used, or if the
+    first reward finds no reference in its clip. skip_photos: leave out unusable photos. A clip is decoded once, and
+    only if the cache lacks an entry.
     """
-    clips: dict[tuple, list[data.Row]] = {}
+    clips: dict[tuple, list[data.Row]] = defaultdict(list)
     for row in rows:  # several prompts may share a clip
-        clips.setdefault((*row.files.values(), row.size), []).append(row)
-    return [
-        scan
-        for same_clip in tqdm(share.take(clips.values()), desc="clips", disable=share.quiet)
-        for scan in _read_clip(
-            store, same_clip, keys[same_clip[0].line], load, rewards, device, skip_photos=skip_photos
-        )
-    ]
+        clips[(*row.files.values(), row.size)].append(row)
+    scans = []
+    for same_clip in tqdm(share.take(clips.values()), desc="clips", disable=share.quiet):
+        clip = keys[same_clip[0].line]
+        try:
+            _store_references(store, same_clip, clip, load, rewards, device)
+        except data.DataError as error:
+            scans += [ClipScan(row.line, str(error)) for row in same_clip]
+        else:
+            scans += [_scan_row(store, row, clip, rewards, skip_photos=skip_photos) for row in same_clip]
+    return scans
 
 
-def _read_clip(
+def _store_references(
     store: Cache,
     rows: Sequence[data.Row],
     clip: Key,
     load: Callable[[data.Row], data.Example],
     rewards: Sequence[Reward],
     device: torch.device,
-    *,
-    skip_photos: bool,
-) -> list[ClipScan]:
-    """Scan the rows of one clip. It is decoded once, and only where the cache lacks an entry."""
-    keys = {row.line: [reference_key(clip, reward, row.prompt) for reward in rewards] for row in rows}
-    references = [
-        (row, key, reward)
+) -> None:
+    """Store the entries of a clip that the cache lacks: its image or size, and its rows' references of the rewards."""
+    references = {
+        cache.digest(key): (row, key, reward)  # rows with one prompt share it
         for row in rows
-        for key, reward in zip(keys[row.line], rewards, strict=True)
-        if reward.compares_with in row.offers
-    ]
-    entry = store.get(clip)
-    if entry is None or any(store.get(key) is None for _, key, _ in references):
-        try:
-            example, photos = load(rows[0]), [photo.to(device) for photo in data.load_pictures(rows[0])]
-        except data.DataError as error:
-            return [ClipScan(row.line, str(error)) for row in rows]
-        video = example.reference.to(device)
-        for row, key, reward in references:
-            if store.get(key) is None:
-                reference, problems = make_reference(reward, row, video, photos)
-                bad = "; ".join(f"{row.checked_pictures[i]}: {why}" for i, why in sorted(problems.items()))
-                values = {"usable": torch.tensor(reference is not None)}
-                values["input_usable"] = torch.tensor(max(problems, default=-1) < len(row.pictures))
-                values["skipped"] = torch.tensor(list(bad.encode()), dtype=torch.uint8)
-                store.put(key, values | {f"reference.{name}": value for name, value in (reference or {}).items()})
-        entry = {"size": torch.tensor(example.size)} if example.image is None else {"image": example.image}
-        store.put(clip, entry)
+        for reward in rewards
+        if reward.compares_with in row.offers and store.get(key := reference_key(clip, reward, row.prompt)) is None
+    }
+    if not references and store.get(clip) is not None:
+        return
+    example, photos = load(rows[0]), [photo.to(device) for photo in data.load_pictures(rows[0])]
+    video = example.reference.to(device)
+    for row, key, reward in references.values():
+        reference, problems = make_reference(reward, row, video, photos)
+        bad = "; ".join(f"{row.checked_pictures[i]}: {why}" for i, why in sorted(problems.items()))
+        values = {f"reference.{name}": value for name, value in (reference or {}).items()}
+        values["usable"] = torch.tensor(reference is not None)
+        values["input_usable"] = torch.tensor(max(problems, default=-1) < len(row.pictures))
+        values["skipped"] = torch.tensor(list(bad.encode()), dtype=torch.uint8)
+        store.put(key, values)
+    store.put(clip, {"size": torch.tensor(example.size)} if example.image is None else {"image": example.image})
+
+
+def _scan_row(store: Cache, row: data.Row, clip: Key, rewards: Sequence[Reward], *, skip_photos: bool) -> ClipScan:
+    """Return a row's result from the cache. It must have a reference of the first reward, if that compares with it."""
+    entry, skipped = read_entry(store, clip), ""
     height, width = entry["image"].shape[1:] if "image" in entry else entry["size"].tolist()
-    scans = []
-    for row in rows:
-        scan = ClipScan(row.line, size=(height, width))
-        if rewards and rewards[0].compares_with in row.offers:
-            entry = read_entry(store, keys[row.line][0])
-            bad, usable = bytes(entry["skipped"].tolist()).decode(), entry["usable"] and entry["input_usable"]
-            if not usable or (bad and not skip_photos):
-                scan = ClipScan(row.line, bad or f"{rewards[0].nothing_found} {row.reference}")
-            else:
-                scan = replace(scan, skipped=bad)
-        scans.append(scan)
-    return scans
+    if rewards and rewards[0].compares_with in row.offers:
+        entry = read_entry(store, reference_key(clip, rewards[0], row.prompt))
+        skipped = bytes(entry["skipped"].tolist()).decode()
+        if not (entry["usable"] and entry["input_usable"]) or (skipped and not skip_photos):
+            return ClipScan(row.line, problem=skipped or f"{rewards[0].nothing_found} {row.reference}")
+    return ClipScan(row.line, skipped=skipped, size=(height, width))
 
 
 def make_reference(
@@ -162,11 +158,12 @@ def make_reference(
         return reward.reference(video, row.prompt), {}
     reference: Reference = None
     usable, problems, count = dict(enumerate(photos)), dict[int, str](), len(row.pictures)
-    while reference is None and any(i < count for i in usable):
+    while any(i < count for i in usable):
         try:
             for shown in (len(photos), count):  # the model's input is checked, and not compared with
                 compared = [photo for i, photo in usable.items() if i < shown]
                 reference = reward.reference_from_photos(compared, row.prompt)
+            break
         except PhotoError as error:
             places, reference = [*usable], None
             problems |= {places[i]: why for i, why in error.problems.items()}
@@ -194,8 +191,7 @@ def load_samples(
 
     sizes = {scan.line: scan.size for scan in scans if scan.size is not None}
     columns = [reward.complete([read(reward, row) for row in rows]) for reward in rewards]
-    references = zip(*columns, strict=True) if rewards else itertools.repeat(())
     return [
-        Sample(row=row, clip=keys[row.line], size=sizes[row.line], references=tuple(of_row))
-        for row, of_row in zip(rows, references, strict=False)
+        Sample(row=row, clip=keys[row.line], size=sizes[row.line], references=tuple(column[i] for column in columns))
+        for i, row in enumerate(rows)
     ]

@@ -30,7 +30,7 @@ BASE = {
     "check_dataset": f"--config {GOLDEN}/reward_fl.yaml",
     "compare_runs": "INPUTS/run INPUTS/run/evaluation --out page.html",
     "convert_lora": "--lora INPUTS/comfy.safetensors --to diffusers --out out.safetensors",
-    "doctor": f"--trust-code --config {GOLDEN}/reward_fl.yaml --only environment --out page.md",
+    "doctor": f"--config {GOLDEN}/reward_fl.yaml --device cpu",
     "generate": f"--model {GOLDEN}/world/pipeline --image INPUTS/face.png --prompt talking --height 32 --width 32 "
     "--num-frames 5 --steps 1 --device cpu --out out.mp4",
     "merge_lora": f"--base {GOLDEN}/world/pipeline/transformer_2 --lora INPUTS/comfy.safetensors --out out",

@@ -17,7 +17,7 @@ from rewardfl import config, files, lora, trust
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.rewards.__main__ import main as score_main
 from rewardfl.training.distributed import Distributed
-from rewardfl_tools import check_dataset, doctor, evaluate, plan_run, reward_scales, serve_reward
+from rewardfl_tools import check_dataset, evaluate, plan_run, reward_scales, serve_reward
 
 pytestmark = pytest.mark.slow(40)
 
@@ -94,7 +94,6 @@ COMMANDS = {
     "train_flow_grpo": (train_flow_grpo.main, ["--config", GRPO_CONFIG, "--dry-run"]),
     "train_forward_rl": (train_forward_rl.main, ["--config", FORWARD_CONFIG, "--dry-run"]),
     "plan_run": (plan_run.main, ["--config", CONFIG]),
-    "doctor": (doctor.main, ["--config", CONFIG, "--device", "cpu", "--out", "OUT/doctor"]),
     "reward_scales": (reward_scales.main, ["--config", CONFIG, "--device", "cpu"]),
     "evaluate": (
         evaluate.main,
