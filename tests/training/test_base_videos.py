@@ -27,12 +27,15 @@ def test_they_take_as_many_steps_as_a_rollout():
     def schedule(steps, *_):
         raise RuntimeError(f"{steps} steps")
 
-    conditions = SimpleNamespace(read_or_substitute=lambda *_, skip: (0, {}), latent_shape=lambda _: (1, 1, 2, 2))
-    sampler = DeployedSampler(
-        backbone=SimpleNamespace(schedule=schedule), model=Experts({}), decoder=None, conditions=conditions,
-        negative=None, settings=config.load(ROOT / "tests" / "grpo.yaml").sample, steps=3, seed=1, skip=False,
-        device=torch.device("cpu"),
+    conditions = SimpleNamespace(
+        read_or_substitute=lambda *_, skip: (0, {}), latent_shape=lambda _: (1, 1, 2, 2),
+        backbone=SimpleNamespace(schedule=schedule),
     )  # fmt: skip
+    run_plan = config.load(ROOT / "tests" / "grpo.yaml", ["evaluation.eval_inference_steps=3"])  # has the same sections
+    model, device = Experts({}), torch.device("cpu")
+    sampler = DeployedSampler(
+        plan=run_plan, model=model, decoder=None, conditions=conditions, negative=None, device=device
+    )
     for sample, steps in ((sampler.generate, 3), (sampler.base, 8)):
         with pytest.raises(RuntimeError, match=f"^{steps} steps"):
             sample([sample_of("0")], 0, 0)
