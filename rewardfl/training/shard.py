@@ -62,7 +62,8 @@ def fill_missing(
         return network()(item)
 
     distinct = {cache.digest(key): (key, item) for key, item in entries}.values()
-    for key, item in tqdm(share.take(distinct), desc=what, disable=share.quiet):
+    shard = share.take(distinct)
+    for key, item in tqdm(shard, desc=what, disable=share.quiet or not shard):
         read_entry(store, key, functools.partial(compute, item))
 
 

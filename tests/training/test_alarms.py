@@ -25,7 +25,7 @@ def test_suspects_are_named_once():
 
 
 def updates(motion, score, judge, count=30):
-    """Return metrics of `count` updates, in which motion, face score and judge go from the first value to the second."""
+    """Return metrics of updates in which motion, face score and judge go from the first value to the second."""
     ends = {"reward/motion": motion, "actor/face_score": score, "reward/held_out": judge}
     return [
         {"step": i + 1} | {key: first + (last - first) * i / (count - 1) for key, (first, last) in ends.items()}
