@@ -14,7 +14,7 @@ from rewardfl import config, data, lora, reward_flow, sde
 from rewardfl.backbones.image.flux import pack
 from rewardfl.backbones.protocol import Experts, Velocity
 from rewardfl.rewards import build_terms
-from rewardfl.training import batches, plan, setup_data, setup_run
+from rewardfl.training import batches, setup_data, setup_run
 from rewardfl.training import run as run_module
 from rewardfl_tools import plan_run
 
