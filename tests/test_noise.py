@@ -1,35 +1,3 @@
-<<<<<<< HEAD
-import torch
-
-from rewardfl.noise import draw_noise, noise_seed, stable_hash, training_noise_seed
-
-
-def test_seeds_are_distinct():
-    cells = [(s, e, i, m) for s in range(4) for e in range(12) for i in ("a", "b", "1/a") for m in range(4)]
-    seeds = {noise_seed(*cell) for cell in cells}
-    assert len(seeds) == len(cells) and all(0 <= seed < 2**63 for seed in seeds)
-    assert noise_seed(42, 1, "clip#1", 2) == 8305654411088914815  # the same in every process
-    assert not any(stable_hash(f"order/{s}/{e}") in seeds for s in range(4) for e in range(12))
-
-
-def test_noise_does_not_depend_on_the_global_generator_or_the_batch():
-    torch.manual_seed(0)
-    first = draw_noise((16, 3, 4, 4), 11)
-    torch.manual_seed(1)
-    assert torch.equal(draw_noise((16, 3, 4, 4), 11), first)
-    assert first.dtype == torch.float32 and first.shape == (16, 3, 4, 4)
-    assert not torch.equal(draw_noise((16, 3, 4, 4), 12), first)
-    assert abs(first.mean()) < 0.1 and abs(first.std() - 1) < 0.1
-
-
-def test_noises_per_sample():
-    def seeds(n):
-        return [training_noise_seed(42, epoch, "a", n) for epoch in range(6)]
-
-    assert len(set(seeds("fresh"))) == 6
-    assert len(set(seeds(2))) == 2 and seeds(2)[:2] * 3 == seeds(2)
-    assert len(set(seeds(1))) == 1 and len(set(seeds(6))) == 6
-=======
 """Seeds and draws of noise."""
 
 import torch
@@ -57,4 +25,3 @@ def test_noise_depends_only_on_its_seed():
     torch.manual_seed(1)
     assert torch.equal(draw_noise((16, 3, 4, 4), 11), first) and not torch.equal(draw_noise((16, 3, 4, 4), 12), first)
     assert abs(first.mean()) < 0.1 and abs(first.std() - 1) < 0.1
->>>>>>> main
