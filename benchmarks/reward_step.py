@@ -84,7 +84,9 @@ MODES = {
     "keep_on_device": ON_DEVICE,
     "keep_all": [*ON_DEVICE, "train.memory.kept_chunks=1000"],
     "keep_on_host": ["train.memory.trained=gpu", "train.memory.active_graphs=keep_on_host", *IN_HOST],
-    "swap": ["train.memory.trained=cpu_swap", "train.memory.active_graphs=replay", "train.memory.kept_steps=null", *IN_HOST],
+    "swap": [
+        "train.memory.trained=cpu_swap", "train.memory.active_graphs=replay", "train.memory.kept_steps=null", *IN_HOST,
+    ],
     "supervised": [*RESIDENT, *SUPERVISED],
     "as_configured": [],
 }  # fmt: skip
@@ -208,7 +210,7 @@ def fill(model: nn.Module, device: torch.device, home: torch.device, seed: int) 
 def new_expert(
     cfg: RewardFlConfig, backbone: Backbone, name: str, device: torch.device, checkpointed: Callable | None
 ) -> nn.Module:
-    """Build an expert, placed as `train.memory` says. checkpointed: calls a trained expert's blocks; None: not trained."""
+    """Build an expert, placed as `train.memory` says. checkpointed: calls a trained expert's blocks; None: frozen."""
     dims = stock.read_part_config(backbone.folder, backbone.variant.parts[name])
     expert: WanTransformer3DModel = wan.new_expert(dims, DTYPES[cfg.model.dtype], dims["num_layers"], None)
     where = cfg.train.memory.untrained if checkpointed is None else cfg.train.memory.trained

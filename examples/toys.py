@@ -1,4 +1,4 @@
-"""Two rewards for first runs and tests. A script loads them with --trust-code reward.terms.score.name=examples/toys.py:Colour."""
+"""Two rewards for first runs and tests: --trust-code reward.terms.score.name=examples/toys.py:Colour loads one."""
 
 import io
 from typing import Unpack

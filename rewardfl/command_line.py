@@ -98,7 +98,6 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="a .safetensors file, or a folder")
     parser.add_argument("--dry-run", action="store_true", help="check everything, report, write nothing")
     parser.add_argument("--verify", action="store_true", help="read the output back and compare it with the input")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
     add_overwrite_option(parser)
 
 

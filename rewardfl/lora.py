@@ -61,12 +61,12 @@ class PreciseLinear(nn.Linear):
         return nn.functional.linear(x.to(self.weight.dtype), self.weight)
 
 
-def _compute_as(kind: type[nn.Linear], layer: BaseTunerLayer, adapter: str) -> None:
-    """Replace an adapter's matrices by layers of class `kind` with the same parameters; peft stops casting inputs."""
+def _compute_as(linear_class: type[nn.Linear], layer: BaseTunerLayer, adapter: str) -> None:
+    """Replace an adapter's matrices by layers of a class, with the same parameters; peft stops casting inputs."""
     for matrices in (layer.lora_A, layer.lora_B):
         weight = matrices[adapter].weight
         with torch.device("meta"):
-            linear = kind(weight.shape[1], weight.shape[0], bias=False)
+            linear = linear_class(weight.shape[1], weight.shape[0], bias=False)
         linear.weight = weight
         matrices[adapter] = linear
     layer.cast_input_dtype_enabled = False
@@ -99,22 +99,15 @@ def inject(model: ModelMixin, rank: int, alpha: float, targets: list[str], seed:
 
 
 def attach_frozen(model: ModelMixin, distilled: Lora) -> None:
-    """Add a distillation LoRA to policy and reference; it is never trained or saved.
+    """Add a distillation LoRA, which fits the model, to policy and reference; it is never trained or saved.
 
-    Raise InputError if it holds more than plain low-rank updates, or does not fit the model.
+    Raise InputError if it holds more than plain low-rank updates.
     """
-    modules = dict(model.named_modules())
     for name, update in distilled.updates.items():
         if update.sources().keys() != {"down", "up"}:
             raise InputError(
                 f"{distilled.path}: {name} has more than a low-rank update (a bias, a difference or a DoRA magnitude); "
                 "set model.distill_lora_mode: fuse"
-            )
-        up, down = update.factors
-        shape = (up.shape[0], *down.shape[1:])
-        if name not in modules or tuple(modules[name].weight.shape) != shape:
-            raise InputError(
-                f"{distilled.path}: {name} of shape {shape} is no layer of the model; it is for another one"
             )
     ranks = {name: update.rank for name, update in distilled.updates.items()}
     alphas = {name: update.scale * update.rank for name, update in distilled.updates.items()}
@@ -156,7 +149,7 @@ def reference(model: nn.Module) -> Iterator[None]:
 
 
 def set_strength(model: nn.Module, strength: float) -> None:
-    """Scale the policy adapter, where the model has one, to `strength` times its trained effect."""
+    """Scale the policy adapter, if the model has one, to `strength` times its trained effect."""
     for layer in _layers(model):
         if POLICY in layer.lora_A:
             layer.set_scale(POLICY, strength)

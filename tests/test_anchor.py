@@ -87,10 +87,8 @@ def test_a_row_without_a_clip_is_anchored_at_the_bases_latents(tmp_path):
     conditions = Conditions(store=Cache(tmp_path), backbone=backbone, num_frames=5, **digests)
     conditions.store.put(sample.base_latents, {"latents": x0})
     settings = config.AnchorConfig(weight=1, target="reference", draws=2)
-    anchors = Anchors(
-        settings=settings, steps=(3, 4), seed=1, backbone=backbone, conditions=conditions, samples=[sample],
-        schedules=None, skip_lost=False, device=device,
-    )  # fmt: skip
+    run_plan = SimpleNamespace(anchor=settings, anchor_steps=(3, 4), run=SimpleNamespace(seed=1))
+    anchors = Anchors(plan=run_plan, conditions=conditions, samples=[sample], device=device)
     batch = Batch(rows=[0], replaced=[False], conditioning=inputs, x=x0, schedule=SCHEDULE, start_step=0)
     job = SimpleNamespace(accumulate=lambda policy: contextlib.nullcontext(), backward=torch.Tensor.backward)
     outcome = anchors.accumulate(job, policy, batch, 7, 1.0)
@@ -219,11 +217,11 @@ def test_a_clip_without_latents_is_an_error_or_skipped(capsys):
 
     row = SimpleNamespace(id="0", video="a.mp4")
     conditions = SimpleNamespace(clip_latents=lost, latent_shape=lambda sample: (2, 1, 4, 4))
-    fields = {"steps": (4,), "seed": 1, "backbone": None, "samples": [SimpleNamespace(row=row)], "schedules": None}
-    fields |= {"settings": config.AnchorConfig(weight=1), "conditions": conditions, "device": torch.device("cpu")}
+    settings = {"conditions": conditions, "samples": [SimpleNamespace(row=row)], "device": torch.device("cpu")}
+    raises, skips = (SimpleNamespace(data=SimpleNamespace(skip_bad_rows=skip)) for skip in (False, True))
     with pytest.raises(CacheError):
-        Anchors(**fields, skip_lost=False).latents([0])
-    latents, has_clip = Anchors(**fields, skip_lost=True).latents([0])
+        Anchors(plan=raises, **settings).latents([0])
+    latents, has_clip = Anchors(plan=skips, **settings).latents([0])
     assert not latents.any() and has_clip.tolist() == [False]
     assert "skipped: 0 has no anchor: latents are missing" in "".join(capsys.readouterr())
 

@@ -5,8 +5,8 @@
     python tools/merge_shards.py --input low.safetensors --out transformer_2 --rename diffusers --max-shard-size 10GB
 
 The input is a folder, an index.json, a file, or all shards by name; every byte of it is accounted for or the tool
-refuses: missing, cut-off, doubled and surplus shards, a total_size that is wrong. A copy in the same dtype needs no
-torch and 30 MiB of memory. Exit codes: 0 written, 2 refused with nothing written.
+refuses: missing, cut-off, doubled and surplus shards. A copy in the same dtype needs no torch and 30 MiB of memory.
+Exit codes: 0 written, 2 refused with nothing written.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Serve a reward to trainings on this machine or others, for `reward.terms.score.name: remote` (docs/rewards_remote.md).
+"""Serve a reward to trainings on this machine or others, for the reward `remote` (docs/rewards_remote.md).
 
     python tools/serve_reward.py --reward face_identity --settings pack_dir=models/antelopev2 --device cuda
     REWARD_TOKEN=... python tools/serve_reward.py --trust-code --reward my_reward.py:Mine \\

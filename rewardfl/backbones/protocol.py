@@ -70,8 +70,8 @@ class Schedule:
 
     @property
     def handover(self) -> int:
-        """Return the first step of the second expert; the number of steps where there is none."""
-        return next((i for i, expert in enumerate(self.experts) if expert != self.experts[0]), len(self))
+        """Return the first step of the second expert; the number of steps without one."""
+        return self.experts.count(self.experts[0])
 
     def at(self, moment: float) -> "Schedule":
         """Return one step to 0 from the sigma at `moment`: 4 is step 4's sigma, 4.5 is half-way to step 5's.
@@ -204,7 +204,10 @@ class Backbone(Protocol):
     folder: a pipeline's configurations. parts: {expert (model.trainable_models: dit, dit2), in the order of their
     steps: its folder in a pipeline}. dtype: in which the networks compute. lora_loader: the stock pipeline's mixin.
     weight_files: of each part (text_encoder, vae, the experts, distillations), which identify the weights; empty for a
-    described model.
+    described model. block_classes: the names of the classes of its blocks, which FSDP gathers one at a time.
+    layer_names: {short name that lora.lora_target_modules may use: diffusers' name}. pixels_per_token: on a side of one
+    token, the VAE's factor times the patch. takes_image: whether an image, by default the clip's first frame, is an
+    input of the networks. frame_rate: the frames per second of its videos; 1 for a model of images.
     """
 
     folder: Path
@@ -212,33 +215,16 @@ class Backbone(Protocol):
     dtype: torch.dtype
     lora_loader: type[LoraBaseMixin]
     weight_files: Mapping[str, list[Path]]
+    block_classes: tuple[str, ...]
+    layer_names: Mapping[str, str]
+    pixels_per_token: int
+    takes_image: bool = False
+    frame_rate: float = 1.0
 
     @property
     def experts(self) -> tuple[str, ...]:
         """Return the names of its networks in the order of their steps."""
         return tuple(self.parts)
-
-    @property
-    def block_classes(self) -> tuple[str, ...]:
-        """Return the names of the classes of its blocks, which FSDP gathers one at a time."""
-
-    @property
-    def layer_names(self) -> Mapping[str, str]:
-        """Return {short name that lora.lora_target_modules may use: diffusers' name}."""
-
-    @property
-    def takes_image(self) -> bool:
-        """Return whether an image, by default the clip's first frame, is an input of the networks."""
-        return False
-
-    @property
-    def frame_rate(self) -> float:
-        """Return the frames per second of its videos; 1 for a model of images."""
-        return 1.0
-
-    @property
-    def pixels_per_token(self) -> int:
-        """Return the pixels on a side of one token: the VAE's factor times the patch."""
 
     def described_by(self) -> str:
         """Return the source of the model's shape, in words."""

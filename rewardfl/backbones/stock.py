@@ -79,11 +79,11 @@ def size_problems(height: int, width: int, max_pixels: int | None, *, multiple: 
     return []
 
 
-def new_on_meta(kind: type[Model], config: Mapping[str, Any]) -> Model:
+def new_on_meta(cls: type[Model], config: Mapping[str, Any]) -> Model:
     """Return a model of diffusers or transformers on the meta device."""
-    make: Any = kind
+    make: Any = cls
     with torch.device("meta"):
-        return make.from_config(dict(config)) if issubclass(kind, ModelMixin) else make(make.config_class(**config))
+        return make.from_config(dict(config)) if issubclass(cls, ModelMixin) else make(make.config_class(**config))
 
 
 def cast(model: Model, dtype: torch.dtype) -> Model:
@@ -93,10 +93,17 @@ def cast(model: Model, dtype: torch.dtype) -> Model:
     return model
 
 
-def load_pretrained(kind: type[Model], path: Path, dtype: torch.dtype) -> Model:
+def latent_statistics(vae: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return mean and 1 / standard deviation of a VAE's latents by channel, (1, C, 1, 1, 1) each, on its device."""
+    statistics = [vae.config.latents_mean, vae.config.latents_std]
+    mean, std = torch.tensor(statistics, dtype=dtype, device=vae.device).view(2, 1, -1, 1, 1, 1)
+    return mean, 1.0 / std
+
+
+def load_pretrained(cls: type[Model], path: Path, dtype: torch.dtype) -> Model:
     """Load a model from its folder. Raise InputError if the library would fill in random numbers."""
-    make: Any = kind
-    precision = {"torch_dtype" if issubclass(kind, ModelMixin) else "dtype": dtype}
+    make: Any = cls
+    precision = {"torch_dtype" if issubclass(cls, ModelMixin) else "dtype": dtype}
     model, report = make.from_pretrained(path, **precision, local_files_only=True, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):
         raise InputError(f"{path} lacks {missing[0]} ({len(missing)} such tensors)")

@@ -16,15 +16,11 @@ class FrozenConvolutions(TorchFunctionMode):
     """Runs convolutions with frozen weights without saving their inputs; values and gradients are the same bits."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in (torch.conv2d, torch.conv3d) and not kwargs and _is_plain(*args):
+        # as modules call them: x, weight, bias, stride, padding, dilation, groups
+        is_module_call = func in (torch.conv2d, torch.conv3d) and len(args) == 7
+        if is_module_call and not any(isinstance(part, Tensor) and part.requires_grad for part in args[1:3]):
             return _FrozenConvolution.apply(func, *args)
         return func(*args, **(kwargs or {}))
-
-
-def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None = None, *how: Any) -> bool:
-    """Return whether weight and bias are frozen, the input has a batch, and stride, padding and dilation are tuples."""
-    is_frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
-    return is_frozen and x.ndim == weight.ndim and len(how) == 4 and all(isinstance(part, tuple) for part in how[:3])
 
 
 class _FrozenConvolution(torch.autograd.Function):

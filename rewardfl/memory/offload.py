@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from rewardfl.memory.host_pool import OffloadedTensors, host_pool
 from rewardfl.memory.swap import BlockSwap
 
-Placement = Literal["gpu", "cpu_swap", "fp8"]  # placement of an expert's frozen weights (section `experts`)
+Placement = Literal["gpu", "cpu_swap", "fp8"]  # placement of an expert's frozen weights (train.memory)
 
 # no rng state: these models have no dropout
 _checkpoint: Callable[..., Tensor] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)

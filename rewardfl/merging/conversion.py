@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,6 @@ from torch import Tensor
 from rewardfl import command_line
 from rewardfl.files import sha256
 from rewardfl.merging import merge_tensors
-from rewardfl.merging.merge_tensors import MergeLoss
 from rewardfl.merging.output import Output
 from rewardfl.merging.writing import OutputFiles, Part, TensorFile
 from rewardfl.weights import lora_files, wan_names
@@ -24,49 +22,36 @@ _TOOL = "rewardfl convert_lora 1"
 def run(args: argparse.Namespace) -> None:
     """Convert a LoRA to other names. Raise InputError with nothing written."""
     loras = lora_files.read_lora(args.lora, args.alpha)
-    output = Output(args, _TOOL, [args.lora, *(path for lora in loras for path in lora.files)])
+    output = Output(args, [args.lora, *(path for lora in loras for path in lora.files)])
     if output.is_file and len(loras) > 1:
         raise InputError(f"{args.lora} holds both experts; give a folder as --out, it gets a file for each")
-    if not output.is_file and any(lora.expert is None and is_wan(lora) for lora in loras):
+    if not output.is_file and any(lora.expert is None and lora.is_wan for lora in loras):
         raise InputError(f"{args.lora} does not say which expert it is for; give a file as --out")
-    report: dict[str, Any] = {"input": str(args.lora), "files": {}}
     dtype = TORCH_DTYPES[merge_tensors.STORED_DTYPES[args.dtype]]
     files: OutputFiles = {}
     for lora in loras:
         name = file_name(args, lora)
         path = args.out if output.is_file else args.out / name
-        line = f"{lora.path} -> {path}: {len(lora.updates)} modules, alpha from {lora.alpha_source}"
-        report["files"][str(path)] = line
-        lines = [line, *(f"note: {note}" for note in conversion_notes(lora, args.to))]
+        lines = [f"{lora.path} -> {path}: {len(lora.updates)} modules, alpha from {lora.alpha_source}"]
+        lines += [f"note: {note}" for note in conversion_notes(lora, args.to)]
+        print(*map(command_line.one_line, lines), sep="\n")
         state, metadata = convert(lora, args.to, dtype)
         files[name] = TensorFile([make_part(*item) for item in state.items()], metadata)
-        (converted,) = lora_files.parse_lora(path, state, metadata)
-        loss = measure_loss(lora, converted, dtype, verify=args.verify)
-        if args.dtype != "fp32" and loss.intended:
-            lines.append(f"{lora.path}: update kept {loss.share:.1%}, error {loss.relative_error:.2%} of it")
-            if loss.relative_error > 0.01:
-                lines.append(f"WARNING: {args.dtype} loses part of the update; use --dtype fp32")
-        for line in lines:
-            print(command_line.one_line(line))
-    output.finish(files, report)
-
-
-def is_wan(lora: Lora) -> bool:
-    return lora_files.WAN in lora.models
+    output.finish(files)
 
 
 def conversion_notes(lora: Lora, to: str) -> list[str]:
     """Return messages for the user on the LoRA in other tools."""
-    if to == "comfy" and not is_wan(lora):
-        return [*lora.notes, f"ComfyUI reads diffusers' names of {' and '.join(lora.models)}; they are written"]
+    notes = list(lora.notes)
+    if to == "comfy" and not lora.is_wan:
+        notes.append(f"ComfyUI reads diffusers' names of {' and '.join(lora.models)}; they are written")
     dora = [update for update in lora.updates.values() if update.magnitude is not None and update.wd_on_output]
-    if to != "comfy" or not dora:
-        return list(lora.notes)
-    return [
-        *lora.notes,
-        f"{dora[0].module} is a DoRA of the outputs: ComfyUI divides it by the length of the base's rows, peft and "
-        "LyCORIS by that of the moved rows; merge it with tools/merge_lora.py to have what was trained",
-    ]
+    if to == "comfy" and dora:
+        notes.append(
+            f"{dora[0].module} is a DoRA of the outputs: ComfyUI divides it by the length of the base's rows, peft and "
+            "LyCORIS by the length of the moved rows; merge it with tools/merge_lora.py to have what was trained"
+        )
+    return notes
 
 
 def file_name(args: argparse.Namespace, lora: Lora) -> str:
@@ -77,20 +62,25 @@ def file_name(args: argparse.Namespace, lora: Lora) -> str:
 
 
 def convert(lora: Lora, to: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors in the names of `to`, and the metadata. Raise InputError for parts `to` cannot hold."""
+    """Return the tensors in the names of `to`, and the metadata. Print a warning for a tensor that loses 1 %.
+
+    Raise InputError for parts that `to` cannot hold.
+    """
     state: dict[str, Tensor] = {}
     for update in lora.updates.values():
-        if to == "comfy" and not is_wan(lora) and (update.magnitude is not None or update.biases()):
+        if to == "comfy" and not lora.is_wan and (update.magnitude is not None or update.biases()):
             raise InputError(
                 f"{lora.path}: {update.module} has a bias or a DoRA magnitude, which ComfyUI does not read under "
                 "diffusers' names; use --to diffusers, or merge it with tools/merge_lora.py"
             )
-        is_comfy = to == "comfy" and is_wan(lora)
+        is_comfy = to == "comfy" and lora.is_wan
         state |= comfy_tensors(update, dtype) if is_comfy else diffusers_tensors(lora, update, dtype)
     for name, value in state.items():
         state[name] = value.to(dtype).contiguous()
         if not bool(torch.isfinite(state[name]).all()):
             raise InputError(f"{lora.path}: {name} does not fit into {dtype}; use --dtype fp32")
+        if (state[name].float() - value).norm() > 0.01 * value.norm():
+            print(command_line.one_line(f"WARNING: {dtype} loses part of {name}; use --dtype fp32"))
     source = command_line.one_line(lora.path.name)
     metadata = {"format": "pt", "rewardfl": _TOOL, "rewardfl_source": f"{source} {sha256(lora.path)}"}
     if to == "diffusers":
@@ -129,7 +119,7 @@ def comfy_tensors(update: Update, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def diffusers_tensors(lora: Lora, update: Update, dtype: torch.dtype) -> dict[str, Tensor]:
     name = f"transformer.{update.module}"
-    way_out = f"{'use --to comfy, or ' if is_wan(lora) else ''}merge it with tools/merge_lora.py"
+    way_out = f"{'use --to comfy, or ' if lora.is_wan else ''}merge it with tools/merge_lora.py"
     if update.diff is not None or update.down is None:
         raise InputError(
             f"{lora.path}: {update.module} is changed by a full difference, which diffusers' LoRA loader drops without "
@@ -171,40 +161,6 @@ def make_part(name: str, value: Tensor) -> Part:
     return Part(
         name=name, dtype=dtypes[value.dtype], shape=tuple(value.shape), pieces=lambda: [lora_files.as_bytes(value)]
     )
-
-
-def measure_loss(before: Lora, after: Lora, dtype: torch.dtype, *, verify: bool) -> MergeLoss:
-    """Measure the share of the products, differences and biases that is left.
-
-    Raise InputError if another part is missing or new; verify: also if one has other values than by rounding.
-    """
-    total = MergeLoss()
-    for module, update in before.updates.items():
-        old, new = changes(update), changes(after.updates[module])
-        if old.keys() != new.keys():
-            raise InputError(
-                f"{after.path}: {module} would have {', '.join(new)} instead of {', '.join(old)}; report it, this is a "
-                "fault of the tool"
-            )
-        for kind in old:
-            loss = MergeLoss()
-            loss.add_products(old[kind], new[kind])
-            if verify and (not loss.intended and loss.error or loss.relative_error > 4 * torch.finfo(dtype).eps):
-                raise InputError(f"{after.path}: {kind} of {module} is not that of {before.path}")
-            if not kind.startswith("magnitude"):
-                total.add_products(old[kind], new[kind])
-    return total
-
-
-def changes(update: Update) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return {part: the two factors of what an update adds or multiplies by, with all scales applied}."""
-    axis = "outputs" if update.wd_on_output else "inputs"
-    columns = {"difference": update.diff, "bias": sum_biases(update), f"magnitude of the {axis}": update.magnitude}
-    named = {k: (load_tensor(v).reshape(-1, 1), torch.ones(1, 1)) for k, v in columns.items() if v is not None}
-    if update.down is not None:
-        up, down = (load_tensor(factor).flatten(1) for factor in update.factors)
-        named["product"] = update.scale * up, down
-    return named
 
 
 def sum_biases(update: Update) -> Tensor | None:

@@ -16,22 +16,15 @@ def run(args: argparse.Namespace) -> None:
     """Merge the shards. Raise InputError with nothing written."""
     model = shards.open_checkpoint(args.input[0] if len(args.input) == 1 else args.input)
     config = model.files[0].with_name("config.json")
-    output = Output(args, _TOOL, [*args.input, *model.files, config])
+    output = Output(args, [*args.input, *model.files, config])
     weights = TensorFile(
         plan_parts(model, args.dtype, args.rename), {"format": "pt", **model.metadata, "rewardfl": _TOOL}
     )
-    dtypes = dict(sorted(Counter(part.dtype for part in weights.parts).items()))
-    report = {
-        "input": [str(path) for path in model.files],
-        "tensors": len(weights.parts),
-        "bytes_in": model.nbytes,
-        "bytes_out": weights.nbytes,
-        "dtypes": dtypes,
-    }
-    listing = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.items())
+    dtypes = sorted(Counter(part.dtype for part in weights.parts).items())
+    listing = ", ".join(f"{count} {dtype}" for dtype, count in dtypes)
     size = command_line.format_bytes(weights.nbytes)
     print(f"{len(model.files)} files, {len(weights.parts)} tensors ({listing}), {size}")
-    output.finish(output.model_files(weights, config), report)
+    output.finish(output.model_files(weights, config))
     if output.is_file and not args.dry_run:
         print(
             "diffusers: WanTransformer3DModel.from_single_file needs config= (without it, a Wan2.2 file is taken for "

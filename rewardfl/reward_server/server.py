@@ -13,7 +13,6 @@ import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -110,7 +109,10 @@ class RewardServer:
 
     async def _score(self, request: Request) -> Response:
         start = time.monotonic()
-        self._check_headers(request.headers)
+        token, expected = request.headers.get("Authorization", ""), f"Bearer {self.token}"
+        # in constant time, so that the time does not reveal the token
+        if self.token and not hmac.compare_digest(token.encode(), expected.encode()):
+            raise HTTPException(401, "this server needs its token (Authorization: Bearer); set the client's token_env")
         body = bytearray()
         try:
             async for block in request.stream():
@@ -126,13 +128,6 @@ class RewardServer:
             raise HTTPException(400, "the client went away") from None
         log.info("%d clips, %.1f MB, %.2f s", count, len(body) / 1e6, time.monotonic() - start)
         return Response(answer, media_type=wire.CONTENT_TYPE)
-
-    def _check_headers(self, headers: Headers) -> None:
-        """Raise HTTPException for a wrong token, before the body is read."""
-        actual, expected = headers.get("Authorization", ""), f"Bearer {self.token}"
-        # in constant time, so that the time does not reveal the token
-        if self.token and not hmac.compare_digest(actual.encode(), expected.encode()):
-            raise HTTPException(401, "this server needs its token (Authorization: Bearer); set the client's token_env")
 
 
 async def _refuse(request: Request, error: HTTPException) -> Response:

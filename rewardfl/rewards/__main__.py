@@ -41,9 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     trust.add_option(score)
     args = parser.parse_args(arguments)
     if args.command is None:
-        words = {"True": "yes", "False": "no", "": "-"}
-        rows = [[str(getattr(find_reward(name), column)) for column in _COLUMNS] for name in sorted(REWARDS)]
-        print(table([dict(zip(_COLUMNS, [words.get(text, text) for text in row], strict=True)) for row in rows]))
+        classes = [find_reward(name) for name in sorted(REWARDS)]
+        print(table([{column: str(getattr(cls, column)) or "-" for column in _COLUMNS} for cls in classes]))
         return 0
     try:
         reward = build(args.reward, parse_settings(args.settings), "--settings").to(args.device)

@@ -71,11 +71,14 @@ class Reward(nn.Module):
         A row without that input raises an error where the reward has a weight. For "motion", the base model's own video
         stands for a missing clip. A class that does not override `reference` needs nothing.
         """
-        return self.comparison({})
+        return self.comparison(vars(self))
 
     @classmethod
     def comparison(cls, settings: Mapping[str, Any]) -> str:
-        """Return `compares_with` under these settings, before the reward is built; "" where it is known only then."""
+        """Return `compares_with` under these settings, before the reward is built; "" if it is known only then.
+
+        A built reward passes its attributes, which have the settings' names.
+        """
         if isinstance(cls.compares_with, str):
             return cls.compares_with
         if cls.compares_with is not Reward.compares_with:
@@ -203,7 +206,7 @@ def _check(reward: Reward, args: tuple, output: RewardOutput) -> RewardOutput:
         raise ContractError(f"{who}: valid must be bool, it is {output.valid.dtype}")
     for name in output.parts:
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):  # it becomes a piece of a metric key
-            raise ContractError(f"{who}: parts[{name!r}] is no name for a metric; use letters, digits, _ - and .")
+            raise ContractError(f"{who}: parts[{name!r}] is not a name for a metric; use letters, digits, _ - and .")
     wants_gradient = reward.differentiable and torch.is_grad_enabled() and video.requires_grad
     if wants_gradient and not output.score.requires_grad and output.valid.any():
         raise ContractError(f"{who} says that it is differentiable, but its score has no gradient to the video")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rewardfl import data
 from rewardfl.config.schema import Count
 from rewardfl.rewards.base import Reference, Reward, RewardOutput, score_clips
 from rewardfl.rewards.settings import Frames, Pooling
@@ -73,6 +74,18 @@ def select_frames(count: int, frames: Frames, *, first_frame: bool) -> list[int]
     if frames == 1:
         return [(start + count - 1) // 2]
     return sorted(set(torch.linspace(start, count - 1, frames).round().int().tolist()))
+
+
+def to_uint8_frames(
+    video: Tensor, batch: Sequence[Reference], frames: Sequence[int] | slice
+) -> tuple[Tensor, list[Reference]]:
+    """Return the frames of videos (B, 3, F, H, W) in [-1, 1] as (B, F', H, W, 3) uint8 in CPU memory, and references.
+
+    The reference of a clip is None if its pixels are not finite: as uint8 they would be arbitrary colours.
+    """
+    finite = video.flatten(1).isfinite().all(1).tolist()
+    levels = torch.stack([data.to_uint8(clip[:, frames]) for clip in video]).cpu().contiguous()
+    return levels, [reference if ok else None for reference, ok in zip(batch, finite, strict=True)]
 
 
 def pool(scores: Tensor, pooling: str) -> Tensor:

@@ -73,12 +73,12 @@ def explain_no_judged_sample(terms: Sequence[Term], batches: Batches, *, by_all:
 
 def _describe_term(term: Term, result: RewardResult) -> str:
     """Return how many samples a term judged, failed and left invalid, and its last error."""
-    count, judged, failed = len(result.failed), int(result.output.valid.sum()), int(result.failed.sum())
+    count, valid, failed = len(result.failed), int(result.output.valid.sum()), int(result.failed.sum())
     nonfinite = int(result.output.parts.get(NONFINITE, torch.zeros(1)).nan_to_num().sum())
     last = f"; its last error: {result.problems[-1]}" if result.problems else ""
     return (
-        f"{term.key} ({type(term.reward).__qualname__}) judged {judged} of {count} samples, {failed} failed, "
-        f"{count - judged - failed} invalid, {nonfinite} of them with a score that is not finite{last}"
+        f"{term.key} ({type(term.reward).__qualname__}) judged {valid} of {count} samples, {failed} failed, "
+        f"{count - valid - failed} invalid, {nonfinite} of them with a score that is not finite{last}"
     )
 
 

@@ -22,10 +22,9 @@ import onnx
 import torch
 from torch import Tensor
 
-from rewardfl import data
 from rewardfl.config.schema import Count
 from rewardfl.rewards.base import Reference, Reward, RewardError, RewardOutput, score_clips
-from rewardfl.rewards.frames import select_frames
+from rewardfl.rewards.frames import select_frames, to_uint8_frames
 
 _LINE_CHARACTERS = string.ascii_letters + string.digits  # characters of a line that Tesseract reads without detection
 _DETECTOR, _RECOGNISER = "PP-OCRv6_det_small.onnx", "PP-OCRv6_rec_small.onnx"
@@ -140,19 +139,14 @@ class Ocr(Reward):
         return {"target": torch.tensor(list(quoted_text(prompt).encode()), dtype=torch.uint8)}
 
     def held(self, video: Tensor, batch: Sequence[Reference]) -> tuple[Tensor, Sequence[Reference]]:
-        """Return the frames to read, (B, F', H, W, 3) uint8, and references, None where pixels are not finite."""
-        finite = video.flatten(1).isfinite().all(1).tolist()
-        selected = video[:, :, select_frames(video.shape[2], self.frames, first_frame=True)]
-        pictures = torch.stack([data.to_uint8(clip) for clip in selected]).cpu().contiguous()
-        return pictures, [reference if ok else None for reference, ok in zip(batch, finite, strict=True)]
+        """Return the frames to read, (B, F', H, W, 3) uint8, and references, as to_uint8_frames."""
+        return to_uint8_frames(video, batch, select_frames(video.shape[2], self.frames, first_frame=True))
 
     @torch.no_grad()
     def forward(self, video: Tensor, batch: Sequence[Reference]) -> RewardOutput:
-        """Score videos (B, 3, F, H, W) in [-1, 1], or the output of `held` for them."""
+        """Score videos (B, 3, F, H, W) in [-1, 1], or the output of `held` for them, on the CPU."""
         pictures, references = (video, batch) if video.dtype == torch.uint8 else self.held(video, batch)
-        output = score_clips(pictures, references, self._score_clip, self._part_names)
-        parts = {name: part.to(video.device) for name, part in output.parts.items()}
-        return RewardOutput(output.score.to(video.device), output.valid.to(video.device), parts)
+        return score_clips(pictures, references, self._score_clip, self._part_names)
 
     def _score_clip(self, clip: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
         """Return the means of score and parts over the pictures (F, H, W, 3); confidence, over those with a reading."""
@@ -215,7 +209,7 @@ def _load_engine(*, detect: bool):
     files = {f"{task}.model_path": str(folder / name) for task, name in (("Det", _DETECTOR), ("Rec", _RECOGNISER))}
     if missing := [file for file in files.values() if not os.path.isfile(file)]:
         raise RewardError(f"reward ocr: rapidocr lacks {missing[0]}; pip install --force-reinstall 'rewardfl[ocr]'")
-    threads = {f"EngineConfig.onnxruntime.{kind}_op_num_threads": 1 for kind in ("intra", "inter")}
+    threads = {f"EngineConfig.onnxruntime.{scope}_op_num_threads": 1 for scope in ("intra", "inter")}
     switches = {"Global.use_det": detect, "Global.use_cls": False, "Global.log_level": "error"}  # no upside-down text
     return rapidocr.RapidOCR(params=files | threads | switches)
 

@@ -132,7 +132,7 @@ def find_reward(name: str) -> type[Reward]:
     if cls is None:
         raise ValueError(f"{source} defines no {attribute!r}{did_you_mean(attribute, vars(module))}")
     if not isinstance(cls, type) or not issubclass(cls, Reward):
-        raise ValueError(f"{name} is no subclass of rewardfl.rewards.Reward; derive your class from it")
+        raise ValueError(f"{name} is not a subclass of rewardfl.rewards.Reward; derive your class from it")
     if not cls.name:
         raise ValueError(f"{name} must have a class attribute `name`, under which its references are cached")
     return cls
@@ -140,7 +140,7 @@ def find_reward(name: str) -> type[Reward]:
 
 def _import_file(path: Path):
     if not path.is_file():
-        raise ValueError(f"there is no file {path} to take a reward from; a relative path is seen from {Path.cwd()}")
+        raise ValueError(f"{path} is not a file; give the file of your reward, a relative path starts at {Path.cwd()}")
     name = f"rewardfl_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # as for every .py file

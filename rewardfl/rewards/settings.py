@@ -58,7 +58,7 @@ def setting_types(cls: type) -> dict[str, tuple[Any, bool]]:
             types[parameter.name] = (_readable(hint), parameter.default is parameter.empty)
         elif get_origin(hint) is Unpack:
             optional = get_type_hints(get_args(hint)[0], include_extras=True)
-            types |= {name: (_readable(kind), False) for name, kind in optional.items()}
+            types |= {name: (_readable(annotation), False) for name, annotation in optional.items()}
     return types
 
 
@@ -75,7 +75,7 @@ def check_settings(
     problems = [f"unknown key {shown(f'{place}.{key}')}{did_you_mean(key, types)}; {takes}" for key in sorted(unknown)]
     missing = [key for key, (_, required) in types.items() if required and key not in settings]
     problems += [f"{place}.{key} is required; {takes}" for key in missing]
-    fields: dict[str, Any] = {name: (kind, None) for name, (kind, _) in types.items()}
+    fields: dict[str, Any] = {name: (annotation, None) for name, (annotation, _) in types.items()}
     strict = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False, protected_namespaces=())
     model = create_model("Settings", __config__=strict, **fields)
     values = {key: value for key, value in settings.items() if key in types}
@@ -99,13 +99,13 @@ def parse_settings(texts: Sequence[str]) -> dict[str, object]:
     return settings
 
 
-def _readable(kind: Any) -> Any:
+def _readable(annotation: Any) -> Any:
     """Return the type as read from YAML: finite numbers, lists for tuples, strings for paths."""
-    origin = get_origin(kind) or kind
-    if kind is float:
+    origin = get_origin(annotation) or annotation
+    if annotation is float:
         return Number
     if origin in (Union, UnionType):
-        return Union[tuple(map(_readable, get_args(kind)))]  # noqa: UP007  (`|` takes no tuple)
+        return Union[tuple(map(_readable, get_args(annotation)))]  # noqa: UP007  (`|` takes no tuple)
     if isinstance(origin, type) and issubclass(origin, tuple | set | frozenset | Path | Enum):
-        return Annotated[kind, Strict(strict=False)]
-    return kind
+        return Annotated[annotation, Strict(strict=False)]
+    return annotation

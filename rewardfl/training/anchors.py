@@ -10,13 +10,13 @@ from tqdm import tqdm
 
 from rewardfl import anchor
 from rewardfl.backbones import protocol
-from rewardfl.backbones.protocol import Backbone, Conditioning, Schedule, Velocity
-from rewardfl.config import AnchorConfig
+from rewardfl.backbones.protocol import Conditioning, Schedule, Velocity
 from rewardfl.copies import to_device
 from rewardfl.data.cache import CacheError
 from rewardfl.noise import draw_noise, noise_seed
-from rewardfl.training.conditions import Conditions, Schedules
+from rewardfl.training.conditions import Conditions
 from rewardfl.training.distributed import Distributed
+from rewardfl.training.plan import RunPlan
 from rewardfl.training.samples import Batch, Rollout, Sample
 
 
@@ -30,16 +30,11 @@ class AnchorOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Anchors:
-    """The data anchor of a run. steps: the denoising steps that `anchor.sigmas` names (plan.anchor_steps)."""
+    """The data anchor of a run. With data.skip_bad_rows a clip with a lost cache entry has none."""
 
-    settings: AnchorConfig
-    steps: tuple[int, ...]
-    seed: int
-    backbone: Backbone
+    plan: RunPlan
     conditions: Conditions
     samples: Sequence[Sample]
-    schedules: Schedules
-    skip_lost: bool  # a clip whose cache entry is lost has no anchor; else it is an error
     device: torch.device
 
     def accumulate(
@@ -47,29 +42,29 @@ class Anchors:
     ) -> AnchorOutcome:
         """Accumulate the gradients of `share` times the weighted loss of one forward pass's samples; return the losses.
 
-        Raise CacheError for lost latents, unless `skip_lost`.
+        Raise CacheError for lost latents, unless data.skip_bad_rows.
         """
-        members = batch.members
-        if self.settings.weight == 0:
+        members, settings, seed = batch.members, self.plan.anchor, self.plan.run.seed
+        if settings.weight == 0:
             losses = torch.zeros(len(members), device=self.device)
             return AnchorOutcome(loss=losses, has_clip=losses.bool())
         x0, has_clip = self.latents([member.row for member in members])
         conditioning = protocol.move_to(batch.conditioning, self.device)
         draws = []
-        in_range = self.settings.sigmas == "trained_range"
-        moments = anchor.draw_moments(self.settings.draws, self.steps, self.seed, update, whole_range=in_range)
+        in_range = settings.sigmas == "trained_range"
+        moments = anchor.draw_moments(settings.draws, self.plan.anchor_steps, seed, update, whole_range=in_range)
         for n, moment in enumerate(moments):
             names = [f"anchor/{self.samples[member.row].row.id}/{member.member}" for member in members]
-            seeds = [noise_seed(self.seed, update, name, n) for name in names]
+            seeds = [noise_seed(seed, update, name, n) for name in names]
             draws.append(self._draw(policy, conditioning, batch.schedule.at(moment), seeds, x0))
-        weights, micro_batch = share * self.settings.weight * has_clip, partial(job.accumulate, policy)
+        weights, micro_batch = share * settings.weight * has_clip, partial(job.accumulate, policy)
         losses = anchor.accumulate(draws, x0, weights, backward=job.backward, micro_batch=micro_batch)
         return AnchorOutcome(loss=losses, has_clip=has_clip)
 
     def metrics(self, outcome: AnchorOutcome) -> dict[str, float]:
         """Return the anchor's part of actor/loss, and with an anchor actor/anchor_loss, the mean over the clips."""
-        metrics = {"actor/loss": self.settings.weight * float(outcome.loss.mean())}
-        if self.settings.weight:
+        metrics = {"actor/loss": self.plan.anchor.weight * float(outcome.loss.mean())}
+        if self.plan.anchor.weight:
             metrics["actor/anchor_loss"] = float(outcome.loss.sum() / outcome.has_clip.sum().clamp(min=1))
         return metrics
 
@@ -77,27 +72,32 @@ class Anchors:
         """Return the rows' clip_latents (B, C, T, h, w), 0 without a clip, and bool (B,) whether there are any."""
         latents, present = [], []
         for row in rows:
-            sample = self.samples[row]
-            x0 = self._read(sample) if sample.row.video or sample.base_latents else None
+            sample, x0 = self.samples[row], None
+            try:
+                x0 = self.conditions.clip_latents(sample) if sample.row.video or sample.base_latents else None
+            except CacheError as error:
+                if not self.plan.data.skip_bad_rows:
+                    raise
+                tqdm.write(f"skipped: {sample.row.id} has no anchor: {error}")
             present.append(x0 is not None)
             latents.append(torch.zeros(1, *self.conditions.latent_shape(sample)) if x0 is None else x0)
         return to_device(torch.cat(latents), self.device), torch.tensor(present, device=self.device)
 
     @torch.no_grad()
     def data_loss(self, job: Distributed, model: nn.Module) -> dict[str, float]:
-        """Return {"actor/data_loss": mean over the measured clips and `steps`}; {} without clips. Collective.
+        """Return {"actor/data_loss": mean over the measured clips and anchor steps}; {} without clips. Collective.
 
-        The noises are the same at every call. With `skip_lost`, a clip with lost latents is left out.
+        The noises are the same at every call. With data.skip_bad_rows, a clip with lost latents is left out.
         """
         clips = [row for row, sample in enumerate(self.samples) if sample.row.video is not None]
         losses = []
-        for row, in_shard in job.shard.padded(clips[: self.settings.measured_clips]):
+        for row, in_shard in job.shard.padded(clips[: self.plan.anchor.measured_clips]):
             sample = self.samples[row]
-            schedule = self.schedules(self.conditions.latent_shape(sample))
+            schedule = self.plan.schedule(self.conditions.latent_shape(sample))
             x0, has_clip = self.latents([row])
             conditioning = protocol.move_to(self.conditions.conditioning(sample), self.device)
-            for step in self.steps:
-                seeds = [noise_seed(self.seed, -1, f"anchor/{sample.row.id}", step)]
+            for step in self.plan.anchor_steps:
+                seeds = [noise_seed(self.plan.run.seed, -1, f"anchor/{sample.row.id}", step)]
                 draw = self._draw(model, conditioning, schedule.at(step), seeds, x0, to_data=True)
                 loss = anchor.velocity_misfit(draw, x0)
                 losses += loss.tolist() if in_shard and has_clip else []
@@ -115,17 +115,8 @@ class Anchors:
         to_data: bool = False,
     ) -> anchor.Draw:
         """Return a draw at the one step of `at`. The velocity is the prompt's own, without guidance."""
-        velocity = Velocity(backbone=self.backbone, model=network, conditioning=conditioning, schedule=at)
+        velocity = Velocity(backbone=self.conditions.backbone, model=network, conditioning=conditioning, schedule=at)
         references = {"data": None, "reference": partial(velocity.reference, step=0)}
-        reference = references["data" if to_data else self.settings.target]
+        reference = references["data" if to_data else self.plan.anchor.target]
         noise = torch.cat([draw_noise((1, *x0.shape[1:]), seed, self.device) for seed in seeds])
         return anchor.Draw(velocity=partial(velocity, step=0), sigma=at.sigmas[0], noise=noise, reference=reference)
-
-    def _read(self, sample: Sample) -> Tensor | None:
-        try:
-            return self.conditions.clip_latents(sample)
-        except CacheError as error:
-            if not self.skip_lost:
-                raise
-            tqdm.write(f"skipped: {sample.row.id} has no anchor: {error}")
-            return None

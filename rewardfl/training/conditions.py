@@ -80,13 +80,12 @@ class Conditions:
     ) -> None:
         """Compute the missing boundary latents of (sample, noise seed) on `device`. The first expert is then freed."""
 
-        def first_expert() -> Callable[[tuple[Sample, int]], Mapping[str, Tensor]]:
+        def first_expert() -> Callable[[tuple[Sample, int, Schedule]], Mapping[str, Tensor]]:
             first = self.backbone.experts[0]
             experts = Experts({first: self.backbone.load_expert(first).to(device)})
 
-            def run(item: tuple[Sample, int]) -> Mapping[str, Tensor]:
-                sample, seed = item
-                schedule = schedules(self.latent_shape(sample))
+            def run(item: tuple[Sample, int, Schedule]) -> Mapping[str, Tensor]:
+                sample, seed, schedule = item
                 conditioning = protocol.move_to(self.conditioning(sample), device)
                 velocity = Velocity(backbone=self.backbone, model=experts, conditioning=conditioning, schedule=schedule)
                 x = draw_noise((1, *self.latent_shape(sample)), seed, device)
@@ -94,10 +93,8 @@ class Conditions:
 
             return run
 
-        entries = [
-            (self._boundary_key(sample, seed, schedules(self.latent_shape(sample))), (sample, seed))
-            for sample, seed in noises
-        ]
+        items = [(sample, seed, schedules(self.latent_shape(sample))) for sample, seed in noises]
+        entries = [(self._boundary_key(*item), item) for item in items]
         fill_missing(self.store, entries, first_expert, share, "boundary latents")
 
     def latent_shape(self, sample: Sample) -> Shape:
@@ -140,12 +137,7 @@ class Conditions:
         return {"kind": "latents", "model": self.image, "clip": cache.digest(sample.clip)}
 
     def _boundary_key(self, sample: Sample, noise_seed: int, schedule: Schedule) -> Key:
-        return {
-            "kind": "boundary",
-            "model": self.untrained,
-            "dtype": self.dtype,
-            "seed": noise_seed,
-            "text": cache.digest(self._text_key(sample.row.prompt)),
-            "image": cache.digest(self._image_key(sample)),
-            "sigmas": schedule.sigmas[: schedule.handover + 1].tolist(),
-        }
+        text, image = cache.digest(self._text_key(sample.row.prompt)), cache.digest(self._image_key(sample))
+        sigmas = schedule.sigmas[: schedule.handover + 1].tolist()
+        network = {"kind": "boundary", "model": self.untrained, "dtype": self.dtype}
+        return network | {"seed": noise_seed, "text": text, "image": image, "sigmas": sigmas}

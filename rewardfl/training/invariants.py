@@ -78,18 +78,16 @@ def bit_sums(tensors: Sequence[Tensor]) -> Tensor:
     equal sums on every device, and any single changed element changes it. A tensor that FSDP shards gives the sum of
     the local part.
     """
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return torch.tensor([_bit_sum(part.detach()) for part in local], dtype=torch.int64)
-
-
-def _bit_sum(tensor: Tensor) -> int:
-    octets = tensor.contiguous().view(-1).view(torch.uint8)
-    if octets.storage_offset() % 8:  # DeepSpeed's buffer aligns to four bytes
-        octets = octets.clone()
-    whole = len(octets) // 8 * 8
-    # int64 words: a CPU sums any other width 20 times slower
-    words, tail = octets[:whole].view(torch.int64).sum(), octets[whole:].sum(dtype=torch.int64)
-    return int(words + tail)
+    sums = []
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        octets = local.detach().contiguous().view(-1).view(torch.uint8)
+        if octets.storage_offset() % 8:  # DeepSpeed's buffer aligns to four bytes
+            octets = octets.clone()
+        # int64 words and a tail: a CPU sums any other width 20 times slower
+        tail = len(octets) // 8 * 8
+        sums.append(int(octets[:tail].view(torch.int64).sum() + octets[tail:].sum(dtype=torch.int64)))
+    return torch.tensor(sums, dtype=torch.int64)
 
 
 def frozen_parameters(model: Experts) -> dict[str, Tensor]:

@@ -28,11 +28,11 @@ def make_accelerator(max_grad_norm: float, *, log_with: str, output_dir: str | N
     Raise LaunchError if the processes differ from the launcher's request. DeepSpeed's settings are written here: a
     `gradient_clipping` of "auto" would be 1.0, whatever max_norm `clip_grad_norm_` gets.
     """
-    check_environment(os.environ)
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     # on a CPU, accelerate runs DeepSpeed as one process unless the backend is set; for others it must stay unset
     backend = {"backend": "gloo"} if deepspeed and not torch.cuda.is_available() else {}
     accelerator = Accelerator(
+        mixed_precision="no",  # whatever the launcher says: it would cast the float32 adapter
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT, **backend)],
         log_with=None if log_with == "none" else log_with,
@@ -50,16 +50,6 @@ def make_accelerator(max_grad_norm: float, *, log_with: str, output_dir: str | N
         # a GPU buffer of 2 GB by default, more than ZeRO-2 saves for a LoRA
         accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] = REDUCE_BUCKET
     return accelerator
-
-
-def check_environment(environment: Mapping[str, str]) -> None:
-    """Raise LaunchError for problems seen before processes connect."""
-    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision != "no":
-        raise LaunchError(
-            f"accelerate's mixed_precision is {precision}, which would cast the float32 adapter; set it to no "
-            "(the base model is bfloat16 by model.dtype)"
-        )
 
 
 def check_processes(accelerator: Accelerator, environment: Mapping[str, str]) -> None:

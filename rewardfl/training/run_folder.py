@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ValidationError
@@ -20,18 +20,10 @@ from rewardfl.training.checkpoint import CheckpointError, as_write_error, find_c
 from rewardfl.training.state import ResumePoint
 
 
-class RunFolder:
+class RunFolder(contextlib.ExitStack):
     """A run's folder, locked from `take` to the end of the `with`, or until the process dies."""
 
     path: Path  # from `take` on
-    _lock: IO[bytes] | None = None
-
-    def __enter__(self) -> "RunFolder":
-        return self
-
-    def __exit__(self, *_exception) -> None:
-        if self._lock:
-            self._lock.close()
 
     def take(self, path: Path) -> None:
         """Create the folder and lock it. Raise CheckpointError if another process has it."""
@@ -39,7 +31,7 @@ class RunFolder:
         with as_write_error(path, "nothing was changed"):
             path.mkdir(parents=True, exist_ok=True)
             try:
-                self._lock = lock(path / "run.lock")
+                self.enter_context(lock(path / "run.lock"))
             except BlockingIOError:
                 why = "is in use by another process; wait until it has ended, or take another folder"
                 raise CheckpointError(f"run.output_dir {path} {why}") from None

@@ -82,10 +82,6 @@ def save(
             checkpoint.save_checkpoint(settings.output_dir, state.step, write, vars(state), score, keep_last, lines)
 
 
-def samples_dir(output_dir: str, step: int) -> Path:
-    return Path(output_dir) / "samples" / f"step-{step:06d}"
-
-
 @torch.no_grad()
 def sample_videos(
     run: RunConfig,
@@ -102,7 +98,8 @@ def sample_videos(
     latents), called equally often on every process; it may replace a row with lost inputs. A video that cannot be
     written, or its real clip not be read, is left out with a warning.
     """
-    folder, fps = samples_dir(run.output_dir, step), clips.fps or backbone.frame_rate
+    folder = Path(run.output_dir) / "samples" / f"step-{step:06d}"
+    fps = clips.fps or backbone.frame_rate
     for n, in_shard in job.shard.padded(range(min(run.sample_videos, len(samples)))):
         row, video, _ = generate(n)
         path = folder / f"{n:02d}.{'png' if video.shape[1] == 1 else 'mp4'}"

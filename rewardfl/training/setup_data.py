@@ -189,17 +189,7 @@ def make_anchors(
     run_plan: plan.RunPlan, conditions: Conditions, samples: Sequence[Sample], device: torch.device
 ) -> Anchors:
     """Build the run's data anchor. samples: with their base_latents (add_base_motion)."""
-    return Anchors(
-        settings=run_plan.anchor,
-        steps=run_plan.anchor_steps,
-        seed=run_plan.run.seed,
-        backbone=conditions.backbone,
-        conditions=conditions,
-        samples=samples,
-        schedules=run_plan.schedule,
-        skip_lost=run_plan.data.skip_bad_rows,
-        device=device,
-    )
+    return Anchors(plan=run_plan, conditions=conditions, samples=samples, device=device)
 
 
 def make_batch_builder(
@@ -211,19 +201,9 @@ def make_batch_builder(
     """
     if not isinstance(run_plan, plan.RewardFlPlan):
         return None
-    cached = run_plan.memory.untrained == "boundary_cache"
-    builder = batches.BatchBuilder(
-        samples=samples,
-        conditions=conditions,
-        schedules=run_plan.schedule,
-        seed=run_plan.run.seed,
-        noises=run_plan.sample.noises_per_sample,
-        cached=cached,
-        skip=run_plan.data.skip_bad_rows,
-        device=job.device,
-    )
-    if cached:
-        builder.fill(run_plan.run.sample_videos, job.shard)
+    builder = batches.BatchBuilder(plan=run_plan, conditions=conditions, samples=samples, device=job.device)
+    if builder.cached:
+        builder.fill(job.shard)
         job.wait()
     return builder
 
@@ -283,20 +263,9 @@ def make_sampler(
     builder: batches.BatchBuilder | None,
 ) -> DeployedSampler | batches.TrainingSampler:
     """Build the sampler of evaluations, sample videos and the base's videos. negative: of fill_conditions."""
-    if builder is not None and isinstance(run_plan, plan.RewardFlPlan):
-        return batches.TrainingSampler(
-            builder=builder, model=model, decoder=decoder, negative=negative, settings=run_plan.sample
-        )
+    if builder is not None:
+        return batches.TrainingSampler(builder=builder, model=model, decoder=decoder, negative=negative)
     assert isinstance(run_plan, plan.GroupPlan)
     return DeployedSampler(
-        backbone=conditions.backbone,
-        model=model,
-        decoder=decoder,
-        conditions=conditions,
-        negative=negative,
-        settings=run_plan.sample,
-        steps=run_plan.evaluation.eval_inference_steps or run_plan.sample.num_inference_steps,
-        seed=run_plan.run.seed,
-        skip=run_plan.data.skip_bad_rows,
-        device=job.device,
+        plan=run_plan, model=model, decoder=decoder, conditions=conditions, negative=negative, device=job.device
     )

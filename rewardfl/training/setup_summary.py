@@ -39,14 +39,15 @@ def overview(plan: AnyPlan, backbone: Backbone, rows: Sequence[Row] | None) -> s
     size = largest_size(plan.data, [row.size for row in rows or ()])
     schedule = plan.schedule(backbone.latent_shape(*size, plan.data.num_frames))
     clips, anchor = None if rows is None else len(rows), plan.anchor
+    steps = plan.train.steps if clips is None else plan.count_steps(clips)
     if isinstance(plan, FlowGrpoPlan):
-        lines = _group_arithmetic(plan, clips)
+        lines = _group_arithmetic(plan, clips, steps)
         table = sigma_table(schedule, plan.active, plan.group)
     elif isinstance(plan, ForwardRlPlan):
-        lines = _forward_arithmetic(plan, clips)
+        lines = _forward_arithmetic(plan, clips, steps)
         table = sigma_table(schedule, plan.active)
     else:
-        lines = _batch_arithmetic(plan, clips)
+        lines = _batch_arithmetic(plan, clips, steps)
         table = sigma_table(schedule, plan.active, graphs_of=plan.graphs_of)
     if anchor.weight:
         moments = "any moment of" if anchor.sigmas == "trained_range" else "in turn"
@@ -58,7 +59,7 @@ def overview(plan: AnyPlan, backbone: Backbone, rows: Sequence[Row] | None) -> s
     return "\n".join([*lines, "", *table, ""])
 
 
-def _batch_arithmetic(plan: RewardFlPlan, clips: int | None) -> list[str]:
+def _batch_arithmetic(plan: RewardFlPlan, clips: int | None, steps: int | None) -> list[str]:
     train, sample, at_once = plan.train, plan.sample, plan.clips_at_once
     split = f" / {train.context_parallel} of a clip" if train.context_parallel > 1 else ""
     lines = [
@@ -73,17 +74,14 @@ def _batch_arithmetic(plan: RewardFlPlan, clips: int | None) -> list[str]:
         lines = lines[:1]
     if plan.forwards_per_velocity > 1:
         lines.append(f"guidance: {sample.guidance_scale:g}, gradient of {sample.guidance_gradient}")
-    if clips is None:
-        return lines
-    steps = plan.count_steps(clips)
-    visited = f"steps: {steps} = {steps * at_once} samples = {steps * at_once / clips:.2f} x {clips} rows"
-    return [lines[0], visited, *lines[1:]]
+    if clips is not None and steps is not None:
+        samples = steps * at_once
+        lines.insert(1, f"steps: {steps} = {samples} samples = {samples / clips:.2f} x {clips} rows")
+    return lines
 
 
-def _group_arithmetic(plan: FlowGrpoPlan, clips: int | None) -> list[str]:
-    grpo = plan.group
-    steps = plan.train.steps if clips is None else plan.count_steps(clips)
-    drawn = plan.draw_windows(steps)
+def _group_arithmetic(plan: FlowGrpoPlan, clips: int | None, steps: int | None) -> list[str]:
+    grpo, drawn = plan.group, plan.draw_windows(steps)
     window = f"{list(plan.active)}"
     if grpo.window.rule != "list":
         owner = "by each group" if grpo.window.per_group else "in each epoch"
@@ -93,18 +91,18 @@ def _group_arithmetic(plan: FlowGrpoPlan, clips: int | None) -> list[str]:
     return [*_epoch_lines(plan), sde, *_run_lines(plan, steps, clips)]
 
 
-def _forward_arithmetic(plan: ForwardRlPlan, clips: int | None) -> list[str]:
+def _forward_arithmetic(plan: ForwardRlPlan, clips: int | None, steps: int | None) -> list[str]:
     forward = plan.group
     moments = "any sigma of" if plan.whole_range else "in turn"
     sample = "group's best sample and of no other" if forward.objective == "best" else "sample"
-    lines = [
+    return [
         *_epoch_lines(plan),
         f"draws: {plan.draws} of each {sample}, {moments} steps {list(plan.active)}",
         f"objective: {forward.objective}, advantage x {plan.advantage_scale:g}, the old policy keeps up to "
         f"{plan.old_decay:g} of itself per epoch; anchors: old policy {forward.old_policy.anchor:g}, base "
         f"{forward.base_anchor:g}",
+        *_run_lines(plan, steps, clips),
     ]
-    return lines + _run_lines(plan, plan.train.steps if clips is None else plan.count_steps(clips), clips)
 
 
 def _epoch_lines(plan: GroupPlan) -> list[str]:

@@ -1,5 +1,6 @@
 """Divide work among processes, and compute cache entries once."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,28 +46,33 @@ class Shard:
 
 def fill_missing(
     store: Cache,
-    wanted: Iterable[tuple[Key, T]],
-    ready: Callable[[], Callable[[T], Mapping[str, Tensor]]],
+    entries: Iterable[tuple[Key, T]],
+    load: Callable[[], Callable[[T], Mapping[str, Tensor]]],
     share: Shard,
     what: str,
 ) -> None:
-    """Compute the entries of this process's shard of `wanted` that the cache lacks.
+    """Compute the entries of this process's shard that the cache lacks.
 
-    wanted: (key, input of `compute`), the same on all processes. ready: loads the network and returns `compute`; it is
-    called only if something is missing.
+    entries: (key, input of the network), the same on all processes. load: return the network; it is called only if an
+    entry is missing.
     """
-    distinct = {cache.digest(key): (key, item) for key, item in wanted}.values()
-    missing = [(key, item) for key, item in share.take(distinct) if store.get(key) is None]
-    if not missing:
-        return
-    compute = ready()
-    for key, item in tqdm(missing, desc=what, disable=share.quiet):
-        store.put(key, compute(item))
+    network = functools.cache(load)
+
+    def compute(item: T) -> Mapping[str, Tensor]:
+        return network()(item)
+
+    distinct = {cache.digest(key): (key, item) for key, item in entries}.values()
+    shard = share.take(distinct)
+    for key, item in tqdm(shard, desc=what, disable=share.quiet or not shard):
+        read_entry(store, key, functools.partial(compute, item))
 
 
-def read_entry(store: Cache, key: Key) -> dict[str, Tensor]:
-    """Return an entry of `fill_missing`. Raise CacheError if it is missing."""
+def read_entry(store: Cache, key: Key, compute: Callable[[], Mapping[str, Tensor]] | None = None) -> dict[str, Tensor]:
+    """Read a cache entry, else compute it and share it. Raise CacheError without `compute`, if nobody has shared it."""
     entry = store.get(key)
+    if entry is None and compute is not None:
+        entry = dict(compute())
+        store.put(key, entry)
     if entry is None:
         raise CacheError(
             f"{store.path(key)} was prepared and is missing or damaged; keep data.cache_dir on a disk that all "

@@ -6,7 +6,7 @@ changes nothing, or must hold nothing. Every other key is refused by name. No to
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -55,10 +55,6 @@ class AdapterConfig(BaseModel):
         """Return the alpha of the first pattern that fits a module's name in the file, as peft does."""
         fitting = (alpha for pattern, alpha in self.alpha_pattern.items() if _fits(pattern, module))
         return next(fitting, self.lora_alpha)
-
-    def unused_patterns(self, modules: Collection[str]) -> list[str]:
-        """Return the keys of alpha_pattern that fit no module, which peft allows. modules: by the names in the file."""
-        return [pattern for pattern in self.alpha_pattern if not any(_fits(pattern, name) for name in modules)]
 
 
 def read_adapter_config(

@@ -1,6 +1,7 @@
 """The names of the layers of SD3, FLUX.1 and Qwen-Image: diffusers', and FLUX.1's original ones. No torch at import.
 
-LoRAs of FLUX.1 may use the names of Black Forest Labs' code, whose fused layers diffusers' loader of LoRAs splits.
+diffusers' own classes and its loader of LoRAs say which they are: the imports wait for a file that is not Wan's.
+LoRAs of FLUX.1 may use the names of Black Forest Labs' code, whose fused layers the loader splits.
 """
 
 import re
@@ -9,43 +10,10 @@ from functools import cache
 
 from rewardfl.weights.shards import Checkpoint, InputError
 
-_ATTENTION = "to_q to_k to_v to_out.0 norm_q norm_k"
-_JOINT = f"{_ATTENTION} add_q_proj add_k_proj add_v_proj to_add_out norm_added_q norm_added_k"
-_FEED_FORWARD = "norm1.linear norm1_context.linear ff.net.0.proj ff.net.2 ff_context.net.0.proj ff_context.net.2"
-
-
-def _under(prefix: str, names: str) -> set[str]:
-    return {f"{prefix}.{name}" for name in names.split()}
-
-
-_SHARED = _under("transformer_blocks.N.attn", _JOINT) | {"norm_out.linear", "proj_out"}
-_SHARED |= _under("time_text_embed.timestep_embedder", "linear_1 linear_2")
-_POOLED = _under("time_text_embed.text_embedder", "linear_1 linear_2") | {"context_embedder"}
-
-# the modules with tensors in diffusers' transformers, N for the number of a block
-LORA_MODULES = {
-    "SD3": _SHARED
-    | _POOLED
-    | _under("transformer_blocks.N", _FEED_FORWARD)
-    | _under("transformer_blocks.N.attn2", _ATTENTION)
-    | {"pos_embed.proj", "pos_embed.pos_embed"},
-    "FLUX.1": _SHARED
-    | _POOLED
-    | _under("transformer_blocks.N", _FEED_FORWARD)
-    | _under("single_transformer_blocks.N", "norm.linear proj_mlp proj_out attn.to_q attn.to_k attn.to_v")
-    | _under("single_transformer_blocks.N.attn", "norm_q norm_k")
-    | _under("time_text_embed.guidance_embedder", "linear_1 linear_2")
-    | {"x_embedder"},
-    "Qwen-Image": _SHARED
-    | _under("transformer_blocks.N", "img_mod.1 img_mlp.net.0.proj img_mlp.net.2")
-    | _under("transformer_blocks.N", "txt_mod.1 txt_mlp.net.0.proj txt_mlp.net.2")
-    | {"img_in", "txt_in", "txt_norm"},
-}
+IMAGE_MODELS = ("SD3", "FLUX.1", "Qwen-Image")
 
 # a layer in Black Forest Labs' code, or in a LoRA of XLabs
 _FLUX_ORIGINAL = r"((double|single)_blocks|time_in|vector_in|guidance_in|final_layer)[._].+|(img|txt)_in"
-
-_FLAT = {model: {name.replace(".", "_"): name for name in names} for model, names in LORA_MODULES.items()}
 
 ALL_ROWS = 21504  # assumed for a layer of unknown size: rows of FLUX.1's widest, which divides as all others do
 
@@ -65,13 +33,36 @@ def _template(name: str) -> tuple[str, str]:
     return name, ""
 
 
+def _module_template(tensor: str) -> str:
+    return _template(re.sub(r"\.(weight|bias)$", "", tensor))[0]
+
+
+@cache
+def module_names() -> dict[str, dict[str, str]]:
+    """Return {image model: {a module with underscores for its dots: its name}}, N for a block's number."""
+    import torch
+    from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Transformer2DModel
+
+    with torch.device("meta"):  # with all optional layers; the last block of SD3 lacks some
+        transformers = (
+            SD3Transformer2DModel(num_layers=2, dual_attention_layers=(0,), qk_norm="rms_norm"),
+            FluxTransformer2DModel(num_layers=1, num_single_layers=1, guidance_embeds=True),
+            QwenImageTransformer2DModel(num_layers=1),
+        )
+    modules = [{_module_template(tensor) for tensor in transformer.state_dict()} for transformer in transformers]
+    flat = [{name.replace(".", "_"): name for name in names} for names in modules]
+    return dict(zip(IMAGE_MODELS, flat, strict=True))
+
+
 def find_modules(name: str, rows: int) -> dict[str, tuple[ModuleSlice, ...]]:
     """Return {image model: its modules that a LoRA calls `name`}, without models that have none. rows: outputs."""
     template, number = _template(name)
-    places: dict[str, tuple[ModuleSlice, ...]] = {}
-    for model, flat in _FLAT.items():
-        if module := flat.get(template.replace(".", "_")):
-            places[model] = (ModuleSlice(module.replace(".N.", f".{number}.")),)
+    flat = template.replace(".", "_")
+    places: dict[str, tuple[ModuleSlice, ...]] = {
+        model: (ModuleSlice(modules[flat].replace(".N.", f".{number}.")),)
+        for model, modules in module_names().items()
+        if flat in modules
+    }
     if re.fullmatch(_FLUX_ORIGINAL, name) and (original := _flux_places(name, rows)):
         places["FLUX.1"] = original
     return places
@@ -84,7 +75,7 @@ def _flux_places(name: str, rows: int) -> tuple[ModuleSlice, ...]:
     The loader gets a LoRA of rank 1 whose rows hold their own numbers. So dropped and doubled rows are visible. Biases
     and DoRA magnitudes, which the loader would drop, can follow the same rows.
     """
-    import torch  # here, as no other names need these
+    import torch
     from diffusers.loaders import FluxLoraLoaderMixin
 
     stem, (down, up) = f"lora_unet_{name.replace('.', '_')}", ("lora_down", "lora_up")
@@ -100,10 +91,10 @@ def _flux_places(name: str, rows: int) -> tuple[ModuleSlice, ...]:
         for key, value in converted.items()
         if key.endswith(".lora_B.weight")
     }
-    if any(_template(module)[0] not in LORA_MODULES["FLUX.1"] for module in numbers):
-        return ()
     all_rows = list(range(rows))
     if sorted(number for part in numbers.values() for number in part) != all_rows:
+        return ()
+    if any(_template(module)[0] not in module_names()["FLUX.1"].values() for module in numbers):
         return ()
     return tuple(ModuleSlice(module, () if part == all_rows else tuple(part)) for module, part in numbers.items())
 
@@ -113,16 +104,21 @@ def match_models(checkpoint: Checkpoint) -> tuple[str, ...]:
 
     Raise InputError for FLUX.1 in its original names, and for single tensors that the closest image model lacks.
     """
-    modules = {name: _template(re.sub(r"\.(weight|bias)$", "", name))[0] for name in checkpoint.tensors}
-    if models := tuple(model for model, names in LORA_MODULES.items() if names.issuperset(modules.values())):
+    modules = {name: _module_template(name) for name in checkpoint.tensors}
+    if any(re.search(r"(^|\.)blocks\.", name) for name in modules):  # Wan's
+        return ()
+    unknown = {
+        model: [name for name, module in modules.items() if module not in names.values()]
+        for model, names in module_names().items()
+    }
+    if models := tuple(model for model, names in unknown.items() if not names):
         return models
     if any(re.search(r"(^|\.)(double|single)_blocks\.", name) for name in modules):
         raise InputError(
             f"{checkpoint.path} has the original names of FLUX.1, FLUX.2 or a model like them, with fused layers; "
             "merge into the folder in diffusers' layout (transformer/)"
         )
-    unknown = {model: [name for name in modules if modules[name] not in names] for model, names in LORA_MODULES.items()}
-    model = min(unknown, key=lambda model: len(unknown[model]))
-    if len(unknown[model]) < len(modules) / 2:
-        raise InputError(f"{checkpoint.path}: tensor {unknown[model][0]} has no place in {model}, whose names it has")
+    model, names = min(unknown.items(), key=lambda item: len(item[1]))
+    if len(names) < len(modules) / 2:
+        raise InputError(f"{checkpoint.path}: tensor {names[0]} has no place in {model}, whose names it has")
     return ()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewardfl.file_kinds import first_line, foreign_path_hint
+from rewardfl.file_kinds import first_line, foreign_path_hint, wrong_kind
 from rewardfl.weights import adapter_config, families, image_names, shards, wan_names
 from rewardfl.weights.adapter_config import AdapterConfig
 from rewardfl.weights.image_names import ModuleSlice
@@ -34,12 +34,12 @@ TORCH_DTYPES = {
     "I32": torch.int32,
 }  # fmt: skip
 
-# prefixes of a module's name; two of them mean the low-noise expert
+# what may precede a module's name; two of the prefixes mean the low-noise expert
 _LOW_NOISE = ("pipe.dit2.", "transformer_2.")
-_CONTAINERS = (
-    *_LOW_NOISE, "pipe.dit.", "transformer.", "base_model.model.", "model.diffusion_model.", "diffusion_model.",
-    "lora_unet__", "lora_unet_", "lora_transformer_",
-)  # fmt: skip
+_PREFIXES = (
+    r"((?P<low>pipe\.dit2\.|transformer_2\.)|pipe\.dit\.|transformer\.|base_model\.model\.|(model\.)?diffusion_model\.|"
+    r"lora_unet__?|lora_transformer_)*"
+)
 
 # the end of a key and the role of its tensor; an adapter's name may precede `.weight`
 _ROLES = [
@@ -54,8 +54,6 @@ _ROLES = [
     (r"\.lora_magnitude_vector(?:\.[\w-]+)?(?:\.weight)?", "magnitude"),
 ]
 WAN = "Wan"
-_READ = f"LoRAs of {WAN}, {', '.join(image_names.LORA_MODULES)} are read"
-_LONGEST_KEY = 500  # characters; the longest key of a Wan module has about 90
 _FLOAT32 = torch.finfo(torch.float32)  # a scale must fit into it
 
 # errors of torch.load on a damaged file: its readers of zip and pickle check little
@@ -143,6 +141,10 @@ class Lora:
     statements: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def is_wan(self) -> bool:
+        return WAN in self.models
+
+    @property
     def files(self) -> tuple[Path, ...]:
         """Return the files that were read: the LoRA's, and peft's configuration next to it, if there."""
         config = self.path.with_name(adapter_config.CONFIG_NAME)
@@ -168,16 +170,11 @@ def resolve_name(name: str) -> str | None:
 
 def _split(key: str) -> _Key:
     """Split a LoRA's key; the role is empty when its ending is not known."""
-    if len(key) > _LONGEST_KEY:
-        return key, "", None
-    for pattern, role in _ROLES:
-        if match := re.fullmatch(r"(.+?)" + pattern, key):
-            name, expert = match[1], None
-            while prefix := next((prefix for prefix in _CONTAINERS if name.startswith(prefix)), None):
-                name, expert = name.removeprefix(prefix), "low_noise" if prefix in _LOW_NOISE else expert
-            if role == "diff_m":  # the table that the original code calls `modulation`, in a block or the head
-                name, role = f"{name}.modulation", "diff"
-            return name, role, expert
+    for ending, role in _ROLES:
+        if match := re.fullmatch(f"{_PREFIXES}(?P<name>.+?){ending}", key):
+            name, expert = match["name"], "low_noise" if match["low"] else None
+            # the table that the original code calls `modulation`, in a block or the head
+            return (f"{name}.modulation", "diff", expert) if role == "diff_m" else (name, role, expert)
     return key, "", None
 
 
@@ -210,27 +207,15 @@ def read_lora(path: str | Path, alpha: float | None = None, base: Base | None = 
         return [lora for file in _files_in(path) for lora in read_lora(file, alpha, base)]
     if not path.is_file():
         raise InputError(f"no LoRA at {path.absolute()}{foreign_path_hint(path)}")
-    loras = parse_lora(path, *_open(path), alpha, base)
-    for lora in loras:
-        _check_finite(lora)
+    sources, metadata = _open(path)
+    loras = _parse(path, sources, metadata, alpha, base or {})
+    if infinite := [key for key, source in sources.items() if not bool(torch.isfinite(load_tensor(source)).all())]:
+        raise InputError(f"{path}: {infinite[0]} has values that are nan or infinite; give an earlier checkpoint")
     return loras
 
 
-def _check_finite(lora: Lora) -> None:
-    """Raise InputError for a tensor with nan or infinity."""
-    for module, update in lora.updates.items():
-        for role, source in update.sources().items():
-            if not bool(torch.isfinite(load_tensor(source)).all()):
-                name = source.name if isinstance(source, Entry) else f"{role} of {module}"
-                raise InputError(f"{lora.path}: {name} has values that are nan or infinite; give an earlier checkpoint")
-
-
-def parse_lora(
-    path: Path,
-    sources: Mapping[str, _Source],
-    metadata: Mapping[str, str],
-    alpha: float | None = None,
-    base: Base | None = None,
+def _parse(
+    path: Path, sources: Mapping[str, _Source], metadata: Mapping[str, str], alpha: float | None, base: Base
 ) -> list[Lora]:
     """Return the LoRAs in a file's tensors by key and its metadata; see read_lora."""
     keys = {key: _split(key) for key in sources}
@@ -259,9 +244,6 @@ def parse_lora(
         alphas = _Alphas(path=path, config=config, names=names, kohya=kohya, fallback=alpha)
         updates = {module: _update(path, module, roles, alphas) for module, roles in modules.items()}
         alphas.check_parts(updates)
-        notes = [] if note is None else [note]
-        if unused := config.unused_patterns(names.values()):
-            notes.append(f"{path}: alpha_pattern names {abbreviate(unused[0])}, which the file lacks")
         by_name = expert_in_path(path.absolute()) if WAN in models and expert is None else None
         base_key = families.STATEMENT_KEYS[2]
         trained_on = config.base_model_name_or_path or metadata.get(base_key, "")
@@ -270,7 +252,7 @@ def parse_lora(
             path=path, models=_stated_models(path, models, statements), statements=statements,
             expert=expert or by_name, updates=updates,
             alpha_source=", ".join(f"{source} ({count})" for source, count in alphas.used.items()) or "no products",
-            notes=tuple(notes), expert_by_name=by_name is not None,
+            notes=() if note is None else (note,), expert_by_name=by_name is not None,
         )  # fmt: skip
         loras.append(lora)
     return loras
@@ -315,28 +297,27 @@ def _count_rows(keys: Mapping[str, _Key], sources: Mapping[str, _Source]) -> dic
 
 
 def _find_modules(
-    path: Path, keys: Mapping[str, _Key], rows: Mapping[str, int], base: Base | None
+    path: Path, keys: Mapping[str, _Key], rows: Mapping[str, int], base: Base
 ) -> tuple[tuple[str, ...], dict[str, tuple[ModuleSlice, ...]]]:
     """Return (the models that have all of the names, {name: its modules in them}). Raise InputError if none has."""
-    models = None if base is None else [*base]
+    models = [*(base or (*image_names.IMAGE_MODELS, WAN))]
     slices: dict[str, dict[str, tuple[ModuleSlice, ...]]] = {}
     for key, (name, role, expert) in keys.items():
-        outputs = rows.get(name, image_names.ALL_ROWS)
-        slices[name] = image_names.find_modules(name, outputs) if role and expert is None else {}
+        outputs, before = rows.get(name, image_names.ALL_ROWS), models
+        may_be_image = role and expert is None and models != [WAN] and not name.startswith("blocks")
+        slices[name] = image_names.find_modules(name, outputs) if may_be_image else {}
         if role and (module := resolve_name(name)) is not None:
             slices[name][WAN] = (ModuleSlice(module),)
-        for model, layers in (base or {}).items():
-            if role and name in layers:
-                slices[name][model] = (ModuleSlice(name),)
-        before, models = models, [model for model in models or slices[name] if model in slices[name]]
+        slices[name] |= {model: (ModuleSlice(name),) for model, layers in base.items() if role and name in layers}
+        models = [model for model in models if model in slices[name]]
         if not models:
-            owner = f"{' or '.join(before)}, whose names other keys have" if before else f"a transformer; {_READ}"
+            names = f"{' or '.join(before)}, whose names other keys have" if len(slices) > 1 else "a transformer"
             raise InputError(
-                f"{path}: {key[:_LONGEST_KEY]} (as {abbreviate(name)}, {outputs} rows) names no module of {owner}. "
-                "Text encoders, LoKr, LoHa and others are not read, since a skipped key is lost silently; merge it by "
-                "the tool that trained it, or with diffusers (pipe.fuse_lora)"
+                f"{path}: {abbreviate(key)} (as {abbreviate(name)}, {outputs} rows) names no module of {names}. LoRAs "
+                f"of {WAN}, {', '.join(image_names.IMAGE_MODELS)} are read; text encoders, LoKr, LoHa and others are "
+                "not, since a skipped key is lost silently; merge it by the tool that trained it, or with diffusers "
+                "(pipe.fuse_lora)"
             )
-    assert models
     if any(parts[model] != parts[models[0]] for parts in slices.values() for model in models):
         raise InputError(
             f"{path} may be of {' or '.join(models)}, which call different layers so; write diffusers' names"
@@ -375,7 +356,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _open(path: Path) -> tuple[dict[str, _Source], dict[str, str]]:
-    if path.suffix == ".safetensors" or shards.is_safetensors(path):
+    if path.suffix == ".safetensors" or not wrong_kind(path, "safetensors"):
         tensors, metadata = shards.read_header(path)
         return {**tensors}, metadata
     state = read_torch(path)
@@ -412,20 +393,16 @@ def read_torch(path: Path) -> dict[str, Tensor]:
 
 def _update(path: Path, module: str, roles: dict[str, _Source], alphas: "_Alphas") -> Update:
     shape = {role: tuple(source.shape) for role, source in roles.items()}
-    for role, partner in (
-        ("down", "up"), ("up", "down"), ("up_bias", "up"), ("alpha", "up"), ("magnitude", "up"), ("dora_scale", "up"),
-    ):  # fmt: skip
-        if role in roles and partner not in roles:
+    for role in roles:
+        partner = "down" if role == "up" else "up"
+        if role not in ("diff", "diff_b") and partner not in roles:
             raise InputError(f"{path}: {module} has {role} {shape[role]} but no {partner}; the file is incomplete")
     values = {role: source for role, source in roles.items() if role not in ("alpha", "dora_scale")}
     scale, wd_on_output = 1.0, True
     if "down" in roles:
         up, down = shape["up"], shape["down"]
         if min(len(up), len(down)) < 2 or up[1] != down[0] or not down[0]:
-            raise InputError(
-                f"{path}: {module} has down {down} and up {up}; their ranks (rows of down, columns of up) must agree "
-                "and be at least 1"
-            )
+            raise InputError(f"{path}: {module} has down {down} and up {up}; their ranks must agree and be at least 1")
         if any(size != 1 for size in up[2:]):
             raise InputError(f"{path}: up of {module} is {up}, not a 1x1 kernel")
         scale = alphas.scale(module, down[0], roles.get("alpha"))

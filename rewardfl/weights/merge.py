@@ -1,6 +1,6 @@
 """Merging LoRAs into the tensors of a checkpoint, a few rows at a time: in float32 with one rounding at the end."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -8,61 +8,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewardfl.weights import families, image_names, shards, wan_names
+from rewardfl.weights import image_names, shards, wan_names
 from rewardfl.weights.lora_files import TORCH_DTYPES, WAN, Lora, Update, load_tensor
 from rewardfl.weights.shards import BLOCK_BYTES, Checkpoint, Entry, InputError
 
 Updates = Sequence[tuple[Update, float]]  # a tensor's updates, with their strengths
 
 
-def changes_nothing(lora: Lora) -> bool:
-    """Return whether `up`, `diff` and biases are zero, as before training."""
-    parts = (part for update in lora.updates.values() for part in update.sources().items())
-    return not any(bool(load_tensor(source).any()) for role, source in parts if role not in ("down", "magnitude"))
-
-
-def variant_notes(lora: Lora, base: Checkpoint) -> list[str]:
-    """Return a note for each statement of the LoRA's file that names another variant of the base's family."""
-    entries = {common: base.tensors[name] for name, common in match_names(base)[2].items()}
-    words = " ".join(base.path.absolute().parts[-4:])
-    if "patch_embedding.weight" in entries and "proj_out.weight" in entries:  # the channels of Wan tell its task
-        inputs, outputs = entries["patch_embedding.weight"].shape[1], entries["proj_out.weight"].rows // 4
-        is_old = "condition_embedder.image_embedder.norm1.weight" in entries
-        words = f"{'wan2.1' if is_old else 'wan2.2'} i2v {words}" if inputs != outputs else f"t2v {words}"
-    variants = families.other_variants(lora.statements, words)
-    return [f"{lora.path} was trained on {variant}; check that it fits" for variant in variants]
-
-
-def list_additions(update: Update, names: Collection[str]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Yield (tensor of the base, by diffusers' name; part; shape) of each addition. names: the base's."""
-    weight = update.module if update.module in names else f"{update.module}.weight"
-    if update.down is not None:
-        yield weight, "up @ down", (update.factors[0].shape[0], *update.factors[1].shape[1:])
-    if update.diff is not None:
-        yield weight, "diff", tuple(update.diff.shape)
-    for source, _ in update.biases():
-        yield f"{update.module}.bias", "bias", tuple(source.shape)
-
-
 def find_targets(lora: Lora, update: Update, names: Mapping[str, Entry]) -> set[str]:
-    """Return the tensors that an update changes.
+    """Return the tensors that an update changes, by diffusers' names.
 
     names: the base's tensors by diffusers' names. Raise InputError when it lacks one, or has one of another shape.
     """
-    targets = set()
-    for target, kind, added in list_additions(update, names):
+    weight = update.module if update.module in names else f"{update.module}.weight"
+    additions = [(f"{update.module}.bias", "bias", tuple(source.shape)) for source, _ in update.biases()]
+    if update.down is not None:
+        additions.append((weight, "up @ down", (update.factors[0].shape[0], *update.factors[1].shape[1:])))
+    if update.diff is not None:
+        additions.append((weight, "diff", tuple(update.diff.shape)))
+    for target, part, shape in additions:
         if target not in names:
             raise InputError(
                 f"{lora.path}: the base has no {target} for the LoRA's {update.module}; it was trained on another "
                 "model (with more blocks, or as Wan2.1-I2V has image projections that Wan2.2 lacks)"
             )
-        shape = names[target].shape
-        if 0 in shape:
-            raise InputError(f"{names[target].file}: {names[target].name} is {shape}; there is nothing to merge into")
-        if added != shape:
-            raise InputError(f"{lora.path}: {kind} of {update.module} is {added}, the base's {target} is {shape}")
-        targets.add(target)
-    return targets
+        if names[target].shape != shape:
+            raise InputError(
+                f"{lora.path}: {part} of {update.module} is {shape}, the base's {target} is {names[target].shape}"
+            )
+    return {target for target, *_ in additions}
 
 
 def match_names(base: Checkpoint) -> tuple[tuple[str, ...], str, dict[str, str]]:

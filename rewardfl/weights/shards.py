@@ -145,13 +145,6 @@ class Checkpoint:
         return sum(entry.nbytes for entry in self.tensors.values())
 
 
-def is_safetensors(path: Path) -> bool:
-    """Return whether a file begins as a safetensors file does: a length within the file, then a JSON object."""
-    with path.open("rb") as file:
-        head = file.read(9)
-    return head[8:] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size
-
-
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     """Return the tensors and the metadata of a safetensors file, from only its header.
 
@@ -190,7 +183,8 @@ def open_checkpoint(source: Path | list[Path]) -> Checkpoint:
     elif source.is_dir():
         return open_checkpoint(_model_in(source))
     elif source.name.endswith(".index.json"):
-        checkpoint = _open_index(source)
+        weight_map = _read_index(source)
+        checkpoint = _join(source, [source.with_name(name) for name in sorted(set(weight_map.values()))], weight_map)
     else:
         checkpoint = _join(source, [source], {})
     if not checkpoint.tensors:
@@ -225,11 +219,6 @@ def _read_index(path: Path) -> dict[str, str]:
     return dict(weight_map or {})
 
 
-def _open_index(path: Path) -> Checkpoint:
-    weight_map = _read_index(path)
-    return _join(path, [path.with_name(name) for name in sorted(set(weight_map.values()))], weight_map)
-
-
 def _join(path: Path, files: list[Path], weight_map: dict[str, str]) -> Checkpoint:
     """Join the tensors of all shards. Raise InputError if they differ from a weight_map that is not empty."""
     tensors: dict[str, Entry] = {}
@@ -240,7 +229,6 @@ def _join(path: Path, files: list[Path], weight_map: dict[str, str]) -> Checkpoi
                 f"{file} is one of {int(number[1])} shards; {len(files)} are given: give their folder, index.json "
                 "or all of them"
             )
-    for file in files:
         entries, more = read_header(file)
         for name, entry in entries.items():
             if name in tensors:
@@ -254,12 +242,10 @@ def _join(path: Path, files: list[Path], weight_map: dict[str, str]) -> Checkpoi
     return Checkpoint(path=path, tensors=tensors, files=tuple(files), metadata=metadata)
 
 
-MERGING_QUANTISED = (
-    "most of an update would be rounded away. Merge into the fp32, fp16 or bf16 checkpoint and quantise the result"
-)
-
-
-def check_unquantised(base: Checkpoint, why: str = MERGING_QUANTISED) -> None:
+def check_unquantised(
+    base: Checkpoint,
+    why: str = "most of an update would be lost. Merge into the fp32, fp16 or bf16 checkpoint and quantise the result",
+) -> None:
     """Raise InputError for fp8, int8 and other quantised checkpoints, by dtype or by their scale tensors.
 
     why: the rest of the message, with the way out.

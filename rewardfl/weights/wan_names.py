@@ -79,14 +79,14 @@ def detect_naming(checkpoint: Checkpoint) -> tuple[str, dict[str, str]]:
     names = list(checkpoint.tensors)
     prefix = next(prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in names))
     bare = {name: name.removeprefix(prefix) for name in names}
-    for kind, rename in (("diffusers", to_original), ("original", to_diffusers)):
+    for naming, rename in (("diffusers", to_original), ("original", to_diffusers)):
         renamed = {name: new for name, stem in bare.items() if (new := rename(stem)) is not None}
         unknown = [name for name in names if name not in renamed]
         if not unknown:
-            return kind, bare if kind == "diffusers" else renamed
+            return naming, bare if naming == "diffusers" else renamed
         if len(unknown) < len(bare) / 2:
             raise InputError(
-                f"{checkpoint.path}: tensor {unknown[0]} has no place in a Wan transformer with {kind} names "
+                f"{checkpoint.path}: tensor {unknown[0]} has no place in a Wan transformer with {naming} names "
                 f"({len(unknown)} such of {len(bare)}); only Wan2.x I2V and T2V transformers are supported"
             )
     raise InputError(f"{checkpoint.path}: tensors such as {names[0]} are not those of a Wan transformer")

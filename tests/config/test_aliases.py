@@ -43,10 +43,8 @@ def test_a_shipped_configuration_of_the_tiny_worlds_still_loads(file):
     ("", "experts.untrained=fp8", "train.memory={untrained: fp8}"),
     ("", "reward.motion_weight=0.5", "reward.terms.face_motion.weight=0.5"),
     ("", "reward.motion_weight=0", ""), ("", "lora.lora_base_model=dit2 model.max_timestep_boundary=1", ""),
-    (
-        "",
-        "reward.name=motion reward.reward_weight=2", "reward.terms.score={name: motion, weight: 2, mean: 0.54, std: 0.16}",
-    ),
+    ("", "reward.name=motion reward.reward_weight=2",
+     "reward.terms.score={name: motion, weight: 2, mean: 0.54, std: 0.16}"),
     ("", "reward.others={a: {name: motion}} reward.others.a.weight=1", "reward.terms.a={name: motion, weight: 1}"),
     ("", "reward.terms.a.name=motion reward.others={}", ""),
     ("", "reward.terms.motion.weight=1 reward.terms.motion=null", ""),

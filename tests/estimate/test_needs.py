@@ -21,12 +21,12 @@ from transformers import UMT5EncoderModel
 
 from rewardfl import backbones, config, lora, machine
 from rewardfl.backbones.protocol import Adapter, Experts, Source
-from rewardfl.backbones.wan import files as layouts
 from rewardfl.backbones.wan import meta
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.advice import Machine, smaller_settings
+from rewardfl.estimate.rates import OPERATIONS
 from rewardfl.training.plan import resolve
 from rewardfl.training.setup_workload import make_workload
 from rewardfl.training.workload import Span, Video, Workload
@@ -124,15 +124,8 @@ def test_an_anchor_costs_a_replayed_step_for_each_draw(published):
     assert {name for name, amount in needs.flops(measured, supervised).items() if amount} == {"data anchor"}
 
 
-@pytest.mark.parametrize(
-    "adapter, per_element, expected",  # bytes per token and channel, GB [section 4]
-    [
-        (None, 41.6, 6.98),
-        (Adapter(32, TARGETS[:4]), 45.8, 7.68),  # the report's is a LoRA in bfloat16, which keeps as much
-        (ADAPTER, 53.2, 8.93),
-    ],
-    ids=["no LoRA", "LoRA on attention", "LoRA"],
-)
+# bytes per token and channel, GB [section 4]
+@pytest.mark.parametrize("adapter, per_element, expected", [(None, 41.6, 6.98), (ADAPTER, 53.2, 8.93)])
 def test_saved_bytes_of_a_block(published, adapter, per_element, expected):
     expert = published(adapter).experts["low_noise"]
     assert expert.block_saved / 1e9 == pytest.approx(expected, rel=0.01)
@@ -162,33 +155,33 @@ def test_weights(published):
     assert measured.text_weights / 1e9 == pytest.approx(11.4, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "fields, expected",  # the plans of section 5, GB; "high on CPU, segment VAE": its caches are in the host here
-    [({}, 113), ({"untrained_placement": "cpu_swap", "decode_caches": "offload"}, 58)],
-    ids=["both bf16, chunk VAE", "high on CPU"],
-)
-def test_peak_memory_of_the_plans(published, fields, expected):
-    peak = needs.memory(published(ADAPTER), with_levers(**fields)).peak
-    assert peak / 1e9 == pytest.approx(expected, rel=0.1)
+def test_peak_memory_of_the_plans(published):
+    """In GB [section 5]; "high on CPU, segment VAE": its caches are in the host here."""
+    swapped = with_levers(untrained_placement="cpu_swap", decode_caches="offload")
+    for run, expected in ((RUN, 113), (swapped, 58)):
+        assert needs.memory(published(ADAPTER), run).peak / 1e9 == pytest.approx(expected, rel=0.1)
 
 
 def test_what_sharding_leaves_on_a_gpu(published, processes=8):
     """In parts: 16 bytes of 153.4 million under fsdp2, and 27.9 GB of blocks; zero2 takes the moments away."""
     measured, run = published(ADAPTER), dataclasses.replace(RUN, processes=processes)
-    found = {
+    by_sharding = {
         name: needs.memory(measured, dataclasses.replace(run, sharding=name)) for name in ("none", "zero2", "fsdp2")
     }
     expert, lora = "low_noise expert", "LoRA, gradient, Adam"
     trained = measured.experts["low_noise"].adapter_parameters
     block = measured.experts["low_noise"].block_weights
-    assert found["none"].resident[lora] == 16 * trained and found["none"].host == {}
-    assert found["zero2"].resident[lora] == 8 * trained + 200_000_000
-    assert found["zero2"].host == {"optimizer": 16 * trained // processes}
-    assert found["zero2"].resident[expert] == found["none"].resident[expert]
-    assert found["fsdp2"].resident[lora] == 16 * trained // processes + 4 * trained
-    assert found["fsdp2"].resident[expert] == 40 * block // processes + 2 * block + (28637218944 - 40 * block)
-    assert found["fsdp2"].peak < found["zero2"].peak < found["none"].peak and found["fsdp2"].host == {}
-    untrained = {name: need.resident["high_noise expert (gpu)"] for name, need in found.items()}
+    assert by_sharding["none"].resident[lora] == 16 * trained and by_sharding["none"].host == {}
+    assert by_sharding["zero2"].resident[lora] == 8 * trained + 200_000_000
+    assert by_sharding["zero2"].host == {"optimizer": 16 * trained // processes}
+    assert by_sharding["zero2"].resident[expert] == by_sharding["none"].resident[expert]
+    assert by_sharding["fsdp2"].resident[lora] == 16 * trained // processes + 4 * trained
+    assert by_sharding["fsdp2"].resident[expert] == 40 * block // processes + 2 * block + (28637218944 - 40 * block)
+    assert (
+        by_sharding["fsdp2"].peak < by_sharding["zero2"].peak < by_sharding["none"].peak
+        and by_sharding["fsdp2"].host == {}
+    )
+    untrained = {name: need.resident["high_noise expert (gpu)"] for name, need in by_sharding.items()}
     assert len(set(untrained.values())) == 1  # is not in the module that is prepared
 
 
@@ -247,13 +240,13 @@ def test_peak_counts_what_lives_at_once():
     assert (peak(exp), peak(exp, keep=False)) == (4 * 4000, 3 * 4000)
 
 
-def hooked_bytes(forward, given):
+def hooked_bytes(forward, external):
     """What `measure.with_graph` counts as saved, of real tensors and by their addresses."""
-    known, saved = {tensor.untyped_storage().data_ptr() for tensor in given}, {}
+    ignored, saved = {tensor.untyped_storage().data_ptr() for tensor in external}, {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
+        if storage.data_ptr() not in ignored:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
@@ -270,6 +263,17 @@ def counted(run):
     return counter.get_total_flops(), result
 
 
+def by_operator(run):
+    """FLOPs by kind, of torch's own counter and its names of operators."""
+    with FlopCounterMode(display=False, custom_mapping=measure.FUSED) as counter:
+        run()
+    sums = dict.fromkeys(OPERATIONS, 0)
+    kinds = {"mm": "matmul", "addmm": "matmul", "bmm": "matmul", "convolution": "convolution"}
+    for operator, amount in counter.get_flop_counts()["Global"].items():
+        sums[kinds.get(str(operator).removeprefix("aten.").removesuffix("_backward"), "attention")] += amount
+    return sums
+
+
 def test_real_expert(pipe):
     """Saved bytes and FLOPs of real tensors, whose attention is torch's own choice, equal those on the meta device."""
     model = pipe.transformer_2  # of two blocks
@@ -283,12 +287,14 @@ def test_real_expert(pipe):
     real = dataclasses.replace(
         expert, x=x, run=lambda model: model(x, torch.tensor([500.0]), text, return_dict=False)[0]
     )
-    given, _ = measure.block_arguments(real, model, model.blocks[0])
-    shared = [one for one in tree_leaves(given) if not one.requires_grad]
-    assert hooked_bytes(lambda: model.blocks[0](**given), [*model.parameters(), *shared]) == predicted.block_saved
-    forward, velocity = counted(lambda: real.run(model))
-    backward, _ = counted(lambda: velocity.sum().backward())
-    assert (forward, backward) == (predicted.forward, predicted.backward)
+    inputs, _ = measure.block_arguments(real, model, model.blocks[0])
+    shared = [value for value in tree_leaves(inputs) if not value.requires_grad]
+    assert hooked_bytes(lambda: model.blocks[0](**inputs), [*model.parameters(), *shared]) == predicted.block_saved
+    outputs = []
+    forward = by_operator(lambda: outputs.append(real.run(model).sum()))
+    for name, flops in (("forward", forward), ("backward", by_operator(outputs[0].backward))):
+        assert {kind: predicted.total(name, kind) for kind in OPERATIONS} == flops
+        assert all(flops.values()) and sum(flops.values()) == getattr(predicted, name)
     with lora.reference(model), torch.no_grad():
         assert counted(lambda: real.run(model))[0] == predicted.forward_frozen
     parts = [*model.parameters(), *model.buffers()]
@@ -317,32 +323,34 @@ def test_real_variant(name, tmp_path):
     clip = stock.image_encoder if VARIANTS[name].clip else None
     assert predicted.vision_weights == (measure.nbytes(clip.parameters()) if clip else 0)
     image = torch.zeros(3, HEIGHT, WIDTH)
-    work, given = counted(lambda: backbone.text_encoder(cpu)("a person") | backbone.image_encoder(cpu)(image, FRAMES))
+    work, conditioning = counted(
+        lambda: backbone.text_encoder(cpu)("a person") | backbone.image_encoder(cpu)(image, FRAMES)
+    )
     if name == "wan2_2":  # whose image is encoded as a whole clip
         assert work == predicted.text.forward + predicted.image.forward
-    assert {part: measure.nbytes([value]) for part, value in given.items()} == predicted.cached
+    assert {part: measure.nbytes([value]) for part, value in conditioning.items()} == predicted.cached
     x = torch.randn(1, *shape)
     for i, expert in enumerate(schedule.experts):
         model = Experts({expert: backbone.load_expert(expert)})
         with torch.no_grad():
-            work, _ = counted(lambda model=model, i=i: backbone.velocity(model, x, i, schedule, given))
+            work, _ = counted(lambda model=model, i=i: backbone.velocity(model, x, i, schedule, conditioning))
         assert work == predicted.experts[expert].forward_frozen
         assert measure.nbytes([*model.parameters(), *model.buffers()]) == predicted.experts[expert].weights
-    work, decoded = counted(lambda: backbone.load_decoder(cpu).decode_with_caches(x, given=given))
+    work, decoded = counted(lambda: backbone.load_decoder(cpu).decode_with_caches(x, given=conditioning))
     assert work == sum(chunk.forward for chunk in predicted.chunks)
     assert decoded.video.numel() == predicted.num_pixels
     held = [[cache for cache in caches if isinstance(cache, torch.Tensor)] for caches in decoded.caches.values()]
     assert [measure.nbytes(caches) for caches in held] == [chunk.caches_in for chunk in predicted.chunks]
 
 
-@pytest.mark.parametrize("kept", [0, 1, 2, 9])
-def test_kept_chunks_take_the_planned_bytes_until_the_vjp(kept):
+@pytest.mark.parametrize("chunks", [0, 2, 9])
+def test_kept_chunks_take_the_planned_bytes_until_the_vjp(chunks):
     measured, source = measure.measure(TINY), Source(model_paths=str(PIPELINE), dtype="float32")
     decoder = backbones.open("wan2_2", source).load_decoder(torch.device("cpu"))
     latents = torch.randn(1, *measured.shape)
     with measure.Living([*decoder.vae.parameters(), latents]) as living:
-        decoded = decoder.decode_with_caches(latents, kept_chunks=kept)
-    planned = needs.memory(measured, with_levers(kept_chunks=kept)).phases["reward"]
+        decoded = decoder.decode_with_caches(latents, kept_chunks=chunks)
+    planned = needs.memory(measured, with_levers(kept_chunks=chunks)).phases["reward"]
     held = sum(amount for part, amount in planned.items() if not part.startswith("frames"))
     assert living.now - measure.nbytes([decoded.video]) == pytest.approx(held, rel=0.01)
 
@@ -350,13 +358,13 @@ def test_kept_chunks_take_the_planned_bytes_until_the_vjp(kept):
 # ---- what the settings do ----
 
 
-def change(measured, phase, **fields):
-    """GB that a phase takes less with these settings."""
-    return (needs.memory(measured, RUN).of(phase) - needs.memory(measured, with_levers(**fields)).of(phase)) / 1e9
-
-
 def test_settings_take_from_the_phase_they_are_for(published):
     measured = published(ADAPTER)
+
+    def change(measured, phase, **fields):
+        """GB that a phase takes less with these settings."""
+        return (needs.memory(measured, RUN).of(phase) - needs.memory(measured, with_levers(**fields)).of(phase)) / 1e9
+
     assert change(measured, "replay", offload_inputs=True) == pytest.approx(38 * 0.3355, rel=0.001)  # 2 of 40 stay
     for caches, chunks in (("offload", 2), ("segment", 1)):  # while a chunk's are there, the next are on their way
         assert change(measured, "decode VJP", decode_caches=caches) == pytest.approx(36.8 - chunks * 1.89, rel=0.01)
@@ -366,8 +374,8 @@ def test_settings_take_from_the_phase_they_are_for(published):
     without = change(measured, "replay", checkpointing=False)  # 40 blocks' saved bytes for 40 inputs and one block's
     assert without == pytest.approx(13.4 - 39 * 8.91, rel=0.01)
     for phase in ("rollout", "decode", "reward", "decode VJP", "replay"):
-        one = needs.memory(measured, RUN)
-        activations = one.of(phase) - sum(one.resident.values())
+        plain = needs.memory(measured, RUN)
+        activations = plain.of(phase) - sum(plain.resident.values())
         assert change(measured, phase, batch=3) == pytest.approx(-2 * activations / 1e9)
     for phase, graphs in (("decode", 3), ("reward", 3), ("decode VJP", 2)):  # the VJP has one of its own
         more = -change(measured, phase, kept_chunks=3) + 2 * 1.89  # GB; they have the first one's caches alone
@@ -388,10 +396,10 @@ def test_settings_take_from_the_phase_they_are_for(published):
 def test_processes_that_share_a_clip_divide_the_experts_part(published):
     measured, two = published(ADAPTER), with_levers(processes_per_clip=2)
     for phase, share in (("rollout", 0.5), ("decode VJP", 1), ("replay", 0.5)):
-        one, half = (sum(needs.memory(measured, run).phases[phase].values()) for run in (RUN, two))
-        assert half == pytest.approx(share * one)
-    one, half = needs.flops(measured, RUN), needs.flops(measured, two)
-    assert {name: half[name] / one[name] for name in one} == dict.fromkeys(one, 0.5) | {"decode": 1, "decode VJP": 1}
+        full, half = (sum(needs.memory(measured, run).phases[phase].values()) for run in (RUN, two))
+        assert half == pytest.approx(share * full)
+    full, half = needs.flops(measured, RUN), needs.flops(measured, two)
+    assert {name: half[name] / full[name] for name in full} == dict.fromkeys(full, 0.5) | {"decode": 1, "decode VJP": 1}
 
 
 def test_settings_change_the_work(published):
@@ -415,17 +423,19 @@ def test_settings_change_the_work(published):
     assert difference(with_levers(decode_caches="segment", kept_chunks=2)) == {
         "decode VJP": base["decode"] - 2 * sum(forwards[-2:]),
     }  # fmt: skip
-    kept = with_levers(kept_steps=3, active_experts=("low_noise",) * 4, offload_inputs=True)
-    assert difference(kept) == {"replay forward": -3 * expert.forward}
-    assert needs.memory(measured, kept).host == {"block inputs": 3 * (expert.stored + expert.saved_outside)}
+    with_graphs = with_levers(kept_steps=3, active_experts=("low_noise",) * 4, offload_inputs=True)
+    assert difference(with_graphs) == {"replay forward": -3 * expert.forward}
+    assert needs.memory(measured, with_graphs).host == {"block inputs": 3 * (expert.stored + expert.saved_outside)}
     on_device, before = (
-        needs.memory(measured, dataclasses.replace(kept, offload_inputs=False, kept_steps=k)) for k in (3, 0)
+        needs.memory(measured, dataclasses.replace(with_graphs, offload_inputs=False, kept_steps=k)) for k in (3, 0)
     )
     more = {phase: on_device.of(phase) - before.of(phase) for phase in before.phases}
     outside, stored = 3 * expert.saved_outside, expert.stored + expert.nested
-    replay, kept = 2 * (stored + expert.saved_outside), 3 * stored + outside
-    rollout = kept - expert.saved_outside - 2 * expert.block_input - expert.shared - expert.nested  # of its own graph
-    assert more == dict.fromkeys(before.phases, kept) | {"replay": replay, "rollout": rollout}
+    replay, waiting = 2 * (stored + expert.saved_outside), 3 * stored + outside
+    rollout = (
+        waiting - expert.saved_outside - 2 * expert.block_input - expert.shared - expert.nested
+    )  # of its own graph
+    assert more == dict.fromkeys(before.phases, waiting) | {"replay": replay, "rollout": rollout}
     assert difference(with_levers(untrained_placement="cpu_swap", decode_caches="offload", offload_inputs=True)) == {}
 
 
@@ -443,7 +453,10 @@ def configured(*overrides):
     return planned(config.load(ROOT / "configs" / "wan22_face.yaml", replayed), PUBLISHED)
 
 
-def test_settings_that_take_less(published):
+LARGE = needs.Memory(resident={"expert": 90e9}, phases={"replay": {"blocks": 10e9}}, encode={}, host={"caches": 6e9})
+
+
+def test_settings_that_take_less():
     large = with_levers(checkpointing=False, batch=2, kept_chunks=3, kept_steps=2, samples_in_flight=24)
     assert list(smaller_settings(large).items()) == [
         ("grpo.samples_on", "cpu"), ("experts.untrained", "cpu_swap"), ("train.decode_caches", "offload"),
@@ -453,10 +466,14 @@ def test_settings_that_take_less(published):
     ]  # fmt: skip
     assert "experts.trained" not in smaller_settings(with_levers(sharding="fsdp2"))
     assert "experts.untrained" not in smaller_settings(with_levers(untrained=None))
-    memory = needs.memory(published(ADAPTER), RUN)
-    text = "\n".join(report.fit_verdict(memory, RUN, Machine(80e9, 500e9)))
+    text = "\n".join(report.fit_verdict(LARGE, RUN, Machine(80e9, 500e9)))
     assert text.startswith("does not fit: ") and "\n  train.decode_caches: offload\n" in text
-    assert report.fit_verdict(memory, RUN, Machine(141e9))[0].startswith("fits: ")
+    assert report.fit_verdict(LARGE, RUN, Machine(141e9))[0].startswith("fits: ")
+
+
+def test_a_run_fits_with_its_reserve_and_all_processes():
+    assert LARGE.peak == 100e9 and Machine(102e9).gpu_fits(LARGE) and not Machine(101e9).gpu_fits(LARGE)
+    assert Machine(None, 12e9, 2).host_fits(LARGE) and not Machine(None, 12e9, 3).host_fits(LARGE)
 
 
 # ---- the tool ----
@@ -524,29 +541,22 @@ def test_run_of_a_configuration():
         active_experts=("high_noise", "high_noise", "low_noise"), kept_steps=3, kept_chunks=21, latents_of_update=10,
     )  # fmt: skip
     assert needs.memory(measured_before(TINY), run).resident["reward networks' weights"] == pack > 1e6
-    as_shipped = configured()
+
+
+def test_guidance_and_a_kl_of_its_own_add_passes():
+    guided, eight = "sample.guidance_scale=5", {"low_noise": 8}
     assert configured("data.max_pixels=null").video == RUN.video
-    assert (as_shipped.rollout, as_shipped.replay) == ({"high_noise": 3, "low_noise": 5}, LAST_FOUR)
-    assert as_shipped.backward_passes == as_shipped.reference == LAST_FOUR
-    plain, guided = configured(), ["sample.guidance_scale=5"]
-    half = [*guided, "sample.guidance_gradient=conditional"]
-
-    def times(factor, passes):
-        return {expert: factor * count for expert, count in passes.items()}
-
-    both = configured(*guided)
-    assert both.rollout == times(2, plain.rollout) and both.reference == times(2, LAST_FOUR) and both.graphs == 2
-    assert both.replay == both.backward_passes == times(2, LAST_FOUR)
-    one = configured(*half)  # the other answer is a pass without a graph
-    assert one.rollout == {"high_noise": 6, "low_noise": 14} and one.graphs == 1
-    assert one.replay == one.backward_passes == LAST_FOUR and one.reference == times(2, LAST_FOUR)
-    for apart in (
-        "reward.kl_gradient=fixed_trajectory",
-        "reward.kl_gradient=exact",
-    ):  # one more backward a coupled step
-        assert (configured(apart).replay, configured(apart).backward_passes) == (LAST_FOUR, {"low_noise": 7})
-        assert configured(apart, "sample.gradient_mode=drtune").backward_passes == LAST_FOUR
-    assert configured("reward.kl_gradient=exact", *guided).backward_passes == {"low_noise": 14}
+    plain, both = configured(), configured(guided)
+    half = configured(guided, "sample.guidance_gradient=conditional")  # the other pass has no graph
+    assert [run.rollout["low_noise"] for run in (plain, both, half)] == [5, 10, 14]
+    assert [run.graphs for run in (plain, both, half)] == [1, 2, 1]
+    assert [run.reference for run in (plain, both, half)] == [LAST_FOUR, eight, eight]
+    for run, passes in ((plain, LAST_FOUR), (both, eight), (half, LAST_FOUR)):
+        assert run.replay == run.backward_passes == passes
+    apart = "reward.kl_gradient=exact"  # one more backward pass for each coupled step
+    assert (configured(apart).replay, configured(apart).backward_passes) == (LAST_FOUR, {"low_noise": 7})
+    assert configured(apart, "sample.gradient_mode=drtune").backward_passes == LAST_FOUR
+    assert configured(apart, guided).backward_passes == {"low_noise": 14}
 
 
 # ---- the host's memory ----
@@ -567,10 +577,12 @@ def test_plan_run_judges_the_host(monkeypatch, published):
     assert "of 24.0 GB in host memory" in out
 
 
-@pytest.mark.parametrize("word", ["--rates=0", "--gpu-memory=-1", "--host-gb=nan", "--host-gb=inf", "--processes=0"])
-def test_numbers_that_are_no_amounts_are_refused(word):
-    (line,) = tool("configs/tiny_face.yaml", word, expect=2).splitlines()
-    assert line.startswith(f"error: {word.partition('=')[0]}: must be ")
+def test_a_run_that_cannot_work_is_refused():
+    for option in ("--rates", "--gpu-memory", "--host-gb", "--processes"):
+        (line,) = tool("configs/tiny_face.yaml", f"{option}=0", expect=2).splitlines()
+        assert line.startswith(f"error: {option}: must be ")
+    (line,) = tool("configs/wan22_face.yaml", "data.max_pixels=null", "data.height=500", expect=2).splitlines()
+    assert line.startswith("error: ") and "multiple of 16" in line
 
 
 def test_rewards_are_there_while_prompts_and_clips_are_encoded(tmp_path):
@@ -596,7 +608,7 @@ def test_the_text_encoder_is_gone_before_the_vae_comes():
     backbone = backbones.open("wan2_2", Source(model_paths=str(PIPELINE), dtype="float32"))
 
     def encoders():
-        return [one for one in gc.get_objects() if type(one) is UMT5EncoderModel]
+        return [value for value in gc.get_objects() if type(value) is UMT5EncoderModel]
 
     gc.collect()
     gc.disable()
@@ -608,21 +620,6 @@ def test_the_text_encoder_is_gone_before_the_vae_comes():
         assert len(encoders()) == before
     finally:
         gc.enable()
-
-
-def test_a_run_that_cannot_work_is_refused():
-    out = tool("configs/wan22_face.yaml", "data.max_pixels=null", "data.height=500", expect=2)
-    assert out.startswith("error: ") and "multiple of 16" in out and out.count("\n") == 1
-
-
-def test_source_of_original_files(monkeypatch, tmp_path):
-    own, paths = ROOT / "assets" / "tiny_world" / "pipeline", tmp_path / "wan22_paths.json"
-    # empty, as examples/wan22_paths.json has it: the published model's
-    for content, expected in (([], None), ({"configs": ""}, None), ({"configs": str(own)}, own)):
-        paths.write_text(json.dumps(content))
-        assert layouts.find_configs(I2V, str(paths)) == (expected or layouts.published(I2V))
-    monkeypatch.chdir(own)  # no path is not the folder that the command is started in
-    assert layouts.find_configs(I2V, "") == layouts.published(I2V)
 
 
 def test_videos_of_the_base_model_before_training(published):

@@ -8,13 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, measured_before, run_tool
-from pipelines import I2V, LAYERS
-from torch.utils.flop_counter import FlopCounterMode
+from pipelines import LAYERS
+from test_needs import by_operator
 
 from benchmarks import reward_step
 from rewardfl import backbones, config, lora
 from rewardfl.backbones.protocol import Adapter, Experts, Source
-from rewardfl.backbones.wan import meta
 from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.rates import OPERATIONS, RATES, Rates, parse_rates
 from rewardfl.training import model_files, plan
@@ -39,30 +38,6 @@ IN_HOST = dataclasses.replace(RUN, **PLACES, offload_inputs=True)
 @pytest.fixture(scope="module")
 def costs():
     return measured_before(VIDEO)
-
-
-def by_operator(run):
-    """FLOPs by kind, of torch's own counter and its names of operators."""
-    with FlopCounterMode(display=False, custom_mapping=measure.FUSED) as counter:
-        run()
-    sums = dict.fromkeys(OPERATIONS, 0)
-    kinds = {"mm": "matmul", "addmm": "matmul", "bmm": "matmul", "convolution": "convolution"}
-    for operator, amount in counter.get_flop_counts()["Global"].items():
-        sums[kinds.get(str(operator).removeprefix("aten.").removesuffix("_backward"), "attention")] += amount
-    return sums
-
-
-def test_kinds_of_a_real_expert(pipe):
-    """Forward and backward of two blocks with an adapter."""
-    model, shape = pipe.transformer_2, (pipe.transformer_2.config.in_channels, 2, 8, 10)
-    lora.inject(model, 4, 4, list(LAYERS), seed=0)
-    expert = meta.expert_on_meta(model.config, torch.float32, shape, I2V)
-    predicted = measure.measure_expert([expert], torch.float32, ["WanTransformerBlock"], Adapter(4, tuple(LAYERS)))
-    x, text, outputs = torch.randn(1, *shape, requires_grad=True), torch.randn(1, 512, model.config.text_dim), []
-    forward = by_operator(lambda: outputs.append(model(x, torch.tensor([500.0]), text, return_dict=False)[0].sum()))
-    for name, counted in (("forward", forward), ("backward", by_operator(outputs[0].backward))):
-        assert {kind: predicted.total(name, kind) for kind in OPERATIONS} == counted
-        assert all(counted.values()) and sum(counted.values()) == getattr(predicted, name)
 
 
 def test_kinds_of_an_image_model():
@@ -116,11 +91,14 @@ def test_copies_of_weights_inputs_and_caches(costs):
     }  # fmt: skip
     batch = needs.copies(costs, dataclasses.replace(IN_HOST, batch=2))
     assert batch["rollout"] == (4 * blocks, 0) and batch["replay forward"][1] == 4 * expert.stored
-    kept = needs.copies(
+    with_graphs = needs.copies(
         costs, dataclasses.replace(IN_HOST, trained_placement="gpu", active_experts=4 * ("low_noise",), kept_steps=3)
     )
     outside = 3 * expert.saved_outside  # of the kept graphs, there and back
-    assert kept["rollout"] == (3 * blocks, 3 * expert.stored + outside) and kept["replay forward"] == (0, expert.stored)
+    assert with_graphs["rollout"] == (3 * blocks, 3 * expert.stored + outside) and with_graphs["replay forward"] == (
+        0,
+        expert.stored,
+    )
     segments = needs.copies(costs, dataclasses.replace(RUN, decode_caches="segment"))
     steady = costs.chunks[-1].caches_in  # of the chunks 0, which has none, 5, 10, 15 and 20 of 21
     assert segments["decode"] == (0, 4 * steady)

@@ -14,7 +14,7 @@ from rewardfl import config, data, lora, reward_flow, sde
 from rewardfl.backbones.image.flux import pack
 from rewardfl.backbones.protocol import Experts, Velocity
 from rewardfl.rewards import build_terms
-from rewardfl.training import batches, plan, setup_data, setup_run
+from rewardfl.training import batches, setup_data, setup_run
 from rewardfl.training import run as run_module
 from rewardfl_tools import plan_run
 
@@ -89,7 +89,7 @@ def open_samples(words):
     samples = setup_data.find_samples(cfg.data, headers.rows.train, terms, store, job)
     conditions = setup_data.make_conditions(run_plan, backbone, setup_run.digest_base_model(backbone), store)
     setup_data.fill_conditions(cfg.sample, conditions, samples, job)
-    return cfg, backbone, samples, conditions
+    return run_plan, backbone, samples, conditions
 
 
 def test_latents_of_each_size_are_the_stock_pipelines(folder_of, tmp_path):  # noqa: F811
@@ -97,12 +97,11 @@ def test_latents_of_each_size_are_the_stock_pipelines(folder_of, tmp_path):  # n
     places = [f"data.cache_dir={tmp_path / 'cache'}", f"run.output_dir={tmp_path / 'run'}"]
     table = write(tmp_path / "one.csv", [f"{PROMPTS[0]},{height},{width}" for height, width in SIZES])
     words = [*settings("flux", folder_of("flux")), *places, "sample.num_inference_steps=4", "sample.mid_timestep=2"]
-    cfg, backbone, samples, conditions = open_samples([*words, "sample.final_timestep=3", table])
-    assert [sample.size for sample in samples] == SIZES and samples[0].clip != samples[1].clip
-    starts = batches.BatchBuilder(
-        samples=samples, conditions=conditions, schedules=partial(plan.make_schedule, cfg.sample, backbone),
-        seed=0, noises="fresh", cached=False, skip=False, device=torch.device("cpu"),
-    )  # fmt: skip
+    run_plan, backbone, samples, conditions = open_samples([*words, "sample.final_timestep=3", table])
+    assert [sample.size for sample in samples] == SIZES
+    assert samples[0].clip != samples[1].clip and samples[0].row.id != samples[1].row.id
+    device = torch.device("cpu")
+    starts = batches.BatchBuilder(plan=run_plan, conditions=conditions, samples=samples, device=device)
     model, pipe = Experts({"transformer": backbone.load_expert("transformer")}), random_flux()
     for row, (height, width) in enumerate(SIZES):
         batch = starts.batch([(0, row)])

@@ -24,8 +24,9 @@ def test_a_run_of_an_earlier_commit_resumes(tmp_path, script):
             link.unlink()
             link.symlink_to(target)
     command = [ROOT / f"train_{script}.py", "--config", ROOT / f"tests/golden/{script}.yaml", "--trust-code"]
-    settings = ["lora.lora_rank=1", "train.lr_scheduler_type=constant", "train.max_steps=8", f"run.output_dir={tmp_path / script}"]
-    settings += [f"data.cache_dir={tmp_path / 'cache'}", *(["evaluation.eval_clips=null"] if script != "reward_fl" else [])]
+    settings = ["lora.lora_rank=1", "train.lr_scheduler_type=constant", "train.max_steps=8"]
+    settings += [f"run.output_dir={tmp_path / script}", f"data.cache_dir={tmp_path / 'cache'}"]
+    settings += ["evaluation.eval_clips=null"] if script != "reward_fl" else []
     done = run_python([*command, *settings], cwd=ROOT, env=os.environ | {"ACCELERATE_USE_CPU": "true"})
     assert done.returncode == 0, done.stderr
     assert "resuming from" in done.stdout and "at step 4" in done.stdout

@@ -31,19 +31,19 @@ def compiled(model):
 def test_gradients_and_references_are_the_same(where, graphs):
     checkpoints = [offload.checkpointing(DEVICE, inputs_on_host=on_host) for on_host in (False, True)]
     plain = expert(where, checkpoints[0])
-    wanted = gradients(plain)
+    expected = gradients(plain)
     for checkpoint in checkpoints:
         model = expert(where, checkpoint, change=compiled)
         for _ in range(2):
-            found = gradients(model)
-            assert found.keys() == wanted.keys() and len(found) > 50
-            for name, gradient in wanted.items():
-                assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+            actual = gradients(model)
+            assert actual.keys() == expected.keys() and len(actual) > 50
+            for name, gradient in expected.items():
+                assert (actual[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
         with lora.reference(model), lora.reference(plain):  # reward.kl_gradient: exact
             pulls = []
-            for one in (model, plain):
-                x, text = inputs(one)
-                (pull,) = torch.autograd.grad(answer(one, x.requires_grad_(), text).square().sum(), x)
+            for network in (model, plain):
+                x, text = inputs(network)
+                (pull,) = torch.autograd.grad(answer(network, x.requires_grad_(), text).square().sum(), x)
                 pulls.append(pull)
             assert (pulls[0] - pulls[1]).norm() <= 1e-5 * pulls[1].norm()
         with torch.no_grad():
@@ -59,17 +59,17 @@ def test_gradients_and_references_are_the_same(where, graphs):
 @pytest.mark.nightly
 def test_runs_are_the_same_to_rounding(tmp_path, graphs):
     def run(start, name, *settings):
-        one = ["train.max_steps=2", "train.use_gradient_checkpointing=true", f"run.output_dir={tmp_path / name}"]
-        start(*one, *settings)
+        common = ["train.max_steps=2", "train.use_gradient_checkpointing=true", f"run.output_dir={tmp_path / name}"]
+        start(*common, *settings)
         return metrics(tmp_path / name), adapter(tmp_path / name, 2)
 
     for start, name in ((launch, "fl"), (launch_grpo, "grpo")):
         (plain, before), (lines, after) = (
             run(start, f"{name}{on}", f"train.compile_blocks={json.dumps(on)}") for on in (False, True)
         )
-        for mine, theirs in zip(lines, plain, strict=True):
+        for line, other in zip(lines, plain, strict=True):
             for key in ("reward/mean", "grad_norm"):
-                assert mine[key] == pytest.approx(theirs[key], rel=1e-3), (name, key)
+                assert line[key] == pytest.approx(other[key], rel=1e-3), (name, key)
         assert before.keys() == after.keys() and graphs["unique_graphs"] >= 3, name
         graphs.clear()
         for key, value in before.items():  # AdamW divides by the gradient: elements near zero move by rounding
@@ -90,7 +90,7 @@ def test_a_machine_without_a_compiler_is_refused(monkeypatch):
     """The message names what is missing, and the way out."""
 
     def cannot(function):
-        def failing(*given):
+        def failing(*arguments):
             raise RuntimeError("InvalidCxxCompiler: no working C++ compiler\nmore")
 
         return failing

@@ -46,8 +46,8 @@ def gradients(model):
     model.zero_grad()
     x, text = inputs(model)
     answer(model, x.requires_grad_(), text).square().sum().backward()
-    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return found | {"x": x.grad}
+    actual = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return actual | {"x": x.grad}
 
 
 @pytest.fixture
@@ -64,8 +64,8 @@ def watched(monkeypatch):
         return memory, there
 
     def watched():
-        found, happened[:] = list(happened), []
-        return found
+        actual, happened[:] = list(happened), []
+        return actual
 
     watched.most, watched.alive = 0, alive
     monkeypatch.setattr(BlockSwap, "fetch", sending)
@@ -74,13 +74,13 @@ def watched(monkeypatch):
 
 
 @pytest.mark.parametrize("layers", [1, 2, LAYERS])
-@pytest.mark.parametrize("checkpoint", [None, offload.InputsOnHost(DEVICE)], ids=["kept", "host"])
+@pytest.mark.parametrize("checkpoint", [None, offload.InputsOnHost(DEVICE)], ids=["device", "host"])
 def test_gradients_are_the_same_to_the_last_bit(checkpoint, layers):
     plain, swapped = gradients(expert(layers=layers)), expert("cpu_swap", checkpoint, layers)
     for _ in range(2):
-        found = gradients(swapped)
-        assert plain.keys() == found.keys() and len(plain) > 10 * layers
-        assert all(torch.equal(plain[name], found[name]) for name in plain)
+        actual = gradients(swapped)
+        assert plain.keys() == actual.keys() and len(plain) > 10 * layers
+        assert all(torch.equal(plain[name], actual[name]) for name in plain)
     with torch.no_grad(), lora.reference(swapped):
         reference = answer(swapped, *inputs(swapped))
     with torch.no_grad():
@@ -141,13 +141,13 @@ def test_another_order_is_slower_and_not_wrong(watched):
 
 def test_a_pass_that_breaks_off_leaves_nothing_wrong(watched):
     plain, swapped = gradients(expert()), expert("cpu_swap")
-    broken = swapped.blocks[2].register_forward_pre_hook(lambda module, given: 1 / 0)
+    broken = swapped.blocks[2].register_forward_pre_hook(lambda module, inputs: 1 / 0)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             gradients(swapped)
     broken.remove()
-    found = gradients(swapped)
-    assert all(torch.equal(plain[name], found[name]) for name in plain)
+    actual = gradients(swapped)
+    assert all(torch.equal(plain[name], actual[name]) for name in plain)
 
 
 def test_between_its_turns_a_block_lies_in_one_piece_of_host_memory():

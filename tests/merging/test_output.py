@@ -22,7 +22,7 @@ TOOLS = {"merge_lora": merge_lora, "merge_shards": merge_shards, "convert_lora":
 
 @pytest.fixture
 def place(tmp_path):
-    (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / "notes.txt").write_text("notes")
     return tmp_path
 
 
@@ -47,44 +47,40 @@ def snapshot(folder):
 
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize("name", ("out", "out.safetensors"))
-def test_overwrite_replaces_an_edited_output_and_the_report(world, place, tool, name):
-    out, report = place / name, place / "report.json"
-    call(tool, world, "--out", out, "--json", report)
-    assert json.loads(report.read_bytes())["tool"] == f"rewardfl {tool} 1"
+def test_overwrite_replaces_an_edited_output(world, place, tool, name):
+    out = place / name
+    call(tool, world, "--out", out)
     before = snapshot(place), snapshot(world)
-    for arguments in (["--out", out], ["--out", place / "b.safetensors", "--json", report]):
-        assert "--overwrite" in call(tool, world, *arguments, expect=2)
+    assert "--overwrite" in call(tool, world, "--out", out, expect=2)
     assert (snapshot(place), snapshot(world)) == before
     (out / "thesis.txt" if out.is_dir() else out).write_text("edited")
-    report.write_text("edited")
-    call(tool, world, "--out", out, "--json", report, "--force", "--verify", "--dtype", "fp16")  # an alias
+    call(tool, world, "--out", out, "--force", "--verify", "--dtype", "fp16")  # an alias
     assert snapshot(place).keys() == before[0].keys() and snapshot(place) != before[0]
-    assert json.loads(report.read_bytes())["tool"]
 
 
-def test_every_file_that_is_read_is_an_input(world, place):
-    """Not even --overwrite replaces the base, a shard that only an index names, the configuration or a LoRA."""
-    base, lora = place / "base", place / "low.safetensors"
-    shutil.copytree(world / "pipeline", base)
-    shutil.copy(world / "comfy.safetensors", lora)
-    expert = base / "transformer_2"
-    index = expert / "model.safetensors.index.json"
-    (weights,) = expert.glob("*.safetensors")
+@pytest.mark.parametrize("tool", TOOLS)
+def test_no_tool_replaces_its_own_input(world, place, tool):
+    """Nor a file that only an index or a folder names, nor an input behind a link, not even with --overwrite."""
+    shutil.copytree(world / "pipeline" / "transformer_2", place / "base")
+    shutil.copytree(world / "peft", place / "peft")
+    (weights,), lora = (place / "base").glob("*.safetensors"), place / "peft"
+    index = place / "base" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {name: weights.name for name in load_file(weights)}}))
-    (place / "link.json").symlink_to(expert / "config.json")
-    out = place / "out"
-    for source, option, path in (
-        (base, "--out", base / "vae" / ".." / "x"), (index, "--out", weights), (index, "--out", lora),
-        (expert, "--json", weights), (weights, "--json", expert / "config.json"), (weights, "--json", out / "a.json"),
-        (weights, "--json", lora), (weights, "--json", place), (weights, "--json", place / "link.json"),
-    ):  # fmt: skip
-        before = snapshot(place)
-        options = {"--base": source, "--lora": f"{lora}@low", "--out": out} | {option: path}
-        words = [word for pair in options.items() for word in pair] + ["--overwrite"]
+    adapter = [lora / "adapter_model.safetensors", lora / "adapter_config.json", lora / "x.safetensors"]
+    base = [weights, place / "base" / "config.json"]
+    source, paths = {
+        "merge_lora": (["--base", index, "--lora", f"{lora}@low", "--expert", "low"], [*base, *adapter]),
+        "merge_shards": (["--input", index], base),
+        "convert_lora": (["--lora", lora, "--to", "comfy"], adapter),
+    }[tool]
+    (place / "link").symlink_to(paths[0].parent)
+    (place / "link.safetensors").symlink_to(place / "notes.txt")
+    before = snapshot(place)
+    for path in (*paths, place / "link" / paths[0].name, place, place / "link.safetensors"):
         for extra in ([], ["--dry-run"]):
-            expert_option = [] if source == base else ["--expert", "low"]
-            assert f"{option} {path}" in run_tool(merge_lora.main, *words, *expert_option, *extra, expect=2), path
-        assert snapshot(place) == before
+            text = run_tool(TOOLS[tool].main, *source, "--out", path, "--overwrite", *extra, expect=2)
+            assert f"--out {path} " in text, path
+    assert snapshot(place) == before
 
 
 @pytest.mark.parametrize("name", ("out", "out.safetensors"))
@@ -99,7 +95,7 @@ def test_a_write_that_breaks_off_leaves_the_earlier_output(world, place, monkeyp
             call("merge_shards", world, "--out", out, "--overwrite")
     assert snapshot(place) == before
     assert f"note: {stray}" in call("merge_shards", world, "--out", out, "--overwrite", "--verify")
-    assert sorted(path.name for path in place.iterdir()) == sorted(["mine.txt", name, stray.name])
+    assert sorted(path.name for path in place.iterdir()) == sorted(["notes.txt", name, stray.name])
 
 
 def merged_pipeline(world, out):
@@ -112,9 +108,9 @@ def test_weights_are_links_and_what_people_edit_are_copies(world, place):
     base = world / "pipeline"
     merged = "transformer_2/diffusion_pytorch_model.safetensors"
     for path in (path for path in base.rglob("*") if path.is_file() and not path.match(merged)):
-        there = out / path.relative_to(base)
-        assert there.read_bytes() == path.read_bytes()
-        assert there.samefile(path) == (path.suffix == ".safetensors"), path
+        output = out / path.relative_to(base)
+        assert output.read_bytes() == path.read_bytes()
+        assert output.samefile(path) == (path.suffix == ".safetensors"), path
     config = base / "scheduler" / "scheduler_config.json"
     before = config.read_bytes()
     with (out / "scheduler" / "scheduler_config.json").open("r+") as file:
@@ -134,7 +130,7 @@ def test_without_links_weights_are_copies(world, place, monkeypatch):
 
 
 @pytest.mark.parametrize("target", ("FIFO", "nowhere", ".."))
-def test_a_base_with_what_cannot_be_copied_is_refused(world, place, target):
+def test_a_base_with_a_device_or_a_bad_link_is_refused(world, place, target):
     base, out = place / "base", place / "out"
     shutil.copytree(world / "pipeline", base)
     odd = base / "vae" / "odd"
@@ -142,15 +138,6 @@ def test_a_base_with_what_cannot_be_copied_is_refused(world, place, target):
     lora = world / "comfy.safetensors"
     assert str(odd) in run_tool(merge_lora.main, "--base", base, "--lora", lora, "--out", out, expect=2)
     assert not out.exists() and not list(place.glob("*.tmp-*"))
-
-
-def test_a_merged_pipeline_is_a_base_again(world, place):
-    first, second = place / "first", place / "second"
-    merged_pipeline(world, first)
-    lora = f"{world / 'comfy.safetensors'}:1"  # it is merged a second time
-    run_tool(merge_lora.main, "--base", first, "--lora", lora, "--out", second, "--verify")
-    names = [{path.relative_to(each) for path in each.rglob("*")} for each in (world / "pipeline", first, second)]
-    assert names[0] == names[1] == names[2]
 
 
 @pytest.mark.parametrize(

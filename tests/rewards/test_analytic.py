@@ -25,7 +25,7 @@ COLOUR = f"{TOYS}:Colour"
 pytestmark = pytest.mark.usefixtures("trusts_code")
 
 
-def test_which_frames_are_scored():
+def test_frames_are_selected_evenly():
     assert select_frames(5, "all", first_frame=False) == [1, 2, 3, 4]
     assert select_frames(5, "all", first_frame=True) == [0, 1, 2, 3, 4]
     assert select_frames(81, "first_middle_last", first_frame=False) == [1, 40, 80]
@@ -36,7 +36,7 @@ def test_which_frames_are_scored():
     assert select_frames(1, "all", first_frame=False) == select_frames(1, 3, first_frame=False) == [0]  # an image
 
 
-def test_what_their_scores_come_to():
+def test_scores_of_frames_are_pooled():
     scores = torch.tensor([3.0, 1.0, 2.0, 6.0])
     assert [pool(scores, pooling).item() for pooling in ("mean", "min", "worst-2", "worst-9")] == [3, 1, 1.5, 3]
 
@@ -46,13 +46,14 @@ def test_bad_frame_settings_are_refused():
         ({"frames": "some"}, "settings.frames must be 'all' or 'first_middle_last' or a whole number, got 'some'"),
         ({"pooling": "worst-0"}, "settings.pooling must be mean, min or worst-k with a number k, .* got 'worst-0'"),
         ({"chunk": 0}, "settings.chunk must be at least 1, got 0"),
+        ({"first_frame": 1}, "settings.first_frame must be true or false, got 1"),
     ):
         with pytest.raises(ValueError, match=message):
             rewards.build(COLOUR, setting)
 
 
-def test_chunks_change_nothing_but_the_memory():
-    """One chunk's graph at a time: the tower runs once per chunk forward, and once more in the backward."""
+def test_chunks_change_only_the_memory():
+    """The network runs once per chunk forward, and once more in the backward pass."""
 
     class Squares(FrameReward):
         name, differentiable = "squares", True
@@ -82,15 +83,6 @@ def test_chunks_change_nothing_but_the_memory():
         assert not Squares("all", "mean", chunk=8)(video, batch).score.requires_grad
 
 
-def test_invalid_samples_have_no_gradient_and_valid_ones_keep_theirs():
-    broken = VIDEO.clone()
-    broken[:, 2] = math.inf
-    video = torch.stack([VIDEO, broken, VIDEO]).requires_grad_()
-    output = rewards.find_reward(COLOUR)()(video, [{}, {}, None])
-    (gradient,) = torch.autograd.grad(output.score.sum(), video)
-    assert gradient.isfinite().all() and (gradient[1:] == 0).all() and (gradient[0, :, 1:] != 0).all()
-
-
 def test_colour_is_a_mean_over_channels():
     video = torch.full((1, 3, 3, 8, 8), -1.0)
     video[:, 0] = 1.0  # red
@@ -102,7 +94,7 @@ def test_colour_is_a_mean_over_channels():
     assert output.score.item() == pytest.approx(((VIDEO[:, 1:] + 1) / 2).mean().item() * 3, rel=1e-5)
 
 
-def test_jpeg_size_is_that_of_pil():
+def test_jpeg_size_and_invalid_samples():
     reward = rewards.build(f"{TOYS}:JpegSize", {"quality": 80})
     smooth = VIDEO.mean((2, 3), keepdim=True).expand_as(VIDEO)
     sizes = []
@@ -113,11 +105,16 @@ def test_jpeg_size_is_that_of_pil():
     output = reward(torch.stack([VIDEO, smooth]).requires_grad_(), [{}, {}])
     assert output.score[0].item() == pytest.approx(-sum(sizes) / len(sizes)) and not output.score.requires_grad
     assert output.score[0] < output.score[1] < 0 and not reward.differentiable
-    broken = torch.full_like(VIDEO, math.nan)
-    assert reward(torch.stack([VIDEO, broken]), [{}, {}]).valid.tolist() == [True, False]
+    broken = VIDEO.clone()
+    broken[:, 2] = math.inf
+    video = torch.stack([VIDEO, broken, VIDEO]).requires_grad_()
+    output = rewards.find_reward(COLOUR)()(video, [{}, {}, None])
+    (gradient,) = torch.autograd.grad(output.score.sum(), video)
+    assert gradient.isfinite().all() and (gradient[1:] == 0).all() and (gradient[0, :, 1:] != 0).all()
+    assert output.valid.tolist() == [True, False, False]
 
 
-def test_motion_is_best_at_the_real_clips_own():
+def test_motion_is_best_at_the_real_clips_motion():
     reward = rewards.build("motion", {})
     reference = reward.reference(VIDEO, "ignored")
     middle = VIDEO.mean(1, keepdim=True)
@@ -148,7 +145,7 @@ def test_motion_needs_a_real_clip_that_moves():
 
 
 @pytest.mark.parametrize("name", [COLOUR, "motion"])
-def test_gradients_are_those_of_finite_differences(name):
+def test_gradients_equal_finite_differences(name):
     reward = rewards.build(name, {})
     reference = reward.reference(random_video(3).double())
     video = VIDEO[None].double().requires_grad_()

@@ -1,4 +1,4 @@
-"""Several rewards at a time: the sum, what is only measured, what is refused."""
+"""Several rewards: their weighted sum, rewards that only measure, and the configuration's keys for them."""
 
 import pytest
 import torch
@@ -7,11 +7,12 @@ from rewardfl import config
 from rewardfl.rewards import Reward, RewardError, RewardOutput, build_terms, registry, resolve_rewards
 from rewardfl.rewards.scoring import Term, score_terms
 
-OWN = f"{__file__}:Brightness"  # a user's own class in a file
+USERS_CLASS = f"{__file__}:Brightness"
 BASE = {
     "run": {"output_dir": "out"}, "model": {"model_paths": "m"}, "lora": {}, "data": {"file_name": "d.csv"},
     "sample": {}, "train": {},
 }  # fmt: skip
+FACE = {"reward_model_path": "a", "held_out_model_path": "b"}
 VIDEO = torch.rand(3, 3, 2, 4, 4, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
 
@@ -29,165 +30,158 @@ class Brightness(Reward):
         return RewardOutput((video**self.power).flatten(1).mean(1) * valid, valid, {})
 
 
-def total(terms, judged):
-    """What train_reward_fl.py trains on; test_train_rewards.py compares its loss."""
-    pairs = [(term, one.output) for term, one in zip(terms, judged, strict=True) if term.weight > 0]
+class Raises(Brightness):
+    def forward(self, video, batch):
+        raise OSError("no server")
+
+
+def make_term(reward, weight, mean=0.0, std=1.0):
+    return Term(key="reward.others.x", label="x", reward=reward, weight=weight, mean=mean, std=std)
+
+
+def make_terms():
+    return [make_term(Brightness(), 0.5, 0.1, 2.0), make_term(Brightness(2), 3.0), make_term(Brightness(3), 0.0)]
+
+
+def weighted_sum(terms, results):
+    """Return what train_reward_fl.py trains on; test_train_rewards.py compares its loss."""
+    pairs = [(term, result.output) for term, result in zip(terms, results, strict=True) if term.weight > 0]
     return sum(term.weight * (output.score - term.mean) / term.std * output.valid for term, output in pairs)
 
 
-def terms():
-    return [
-        Term(key="reward.name", label="score", reward=Brightness(), weight=0.5, mean=0.1, std=2.0),
-        Term(key="reward.others.square", label="square", reward=Brightness(2), weight=3.0, mean=0.0, std=1.0),
-        Term(key="reward.others.cube", label="cube", reward=Brightness(3), weight=0.0, mean=0.0, std=1.0),
-    ]
-
-
-def test_the_sum_and_its_gradient():
+def test_the_weighted_sum_has_its_gradient():
     video = VIDEO.clone().requires_grad_()
-    judged = score_terms(terms(), video, [({}, {}, {})] * 3)
+    results = score_terms(make_terms(), video, [({}, {}, {})] * 3)
     means = [(VIDEO**power).flatten(1).mean(1) for power in (1, 2, 3)]
-    for one, mean in zip(judged, means, strict=True):
-        torch.testing.assert_close(one.output.score.detach(), mean)
-    gained = total(terms(), judged)
-    torch.testing.assert_close(gained.detach(), 0.5 * (means[0] - 0.1) / 2 + 3 * means[1])
-    (gradient,) = torch.autograd.grad(gained.sum(), video)
+    for result, mean in zip(results, means, strict=True):
+        torch.testing.assert_close(result.output.score.detach(), mean)
+    total = weighted_sum(make_terms(), results)
+    torch.testing.assert_close(total.detach(), 0.5 * (means[0] - 0.1) / 2 + 3 * means[1])
+    (gradient,) = torch.autograd.grad(total.sum(), video)
     torch.testing.assert_close(gradient, (0.25 + 6 * VIDEO) / VIDEO[0].numel())
-    assert not judged[2].output.score.requires_grad  # measured without a graph
+    assert not results[2].output.score.requires_grad  # measured without a graph
 
 
-class Raises(Brightness):
-    def forward(self, video, batch):
-        raise OSError("nobody is there")
-
-
-def test_a_reward_that_only_measures_costs_nothing_but_its_own_numbers():
-    def of(weight):
-        return [
-            terms()[0],
-            Term(key="reward.others.far", label="far", reward=Raises(), weight=weight, mean=0.0, std=1.0),
-        ]
-
+def test_only_a_trained_reward_may_raise():
+    terms = [make_terms()[0], make_term(Raises(), 0.0)]
     video = VIDEO.clone().requires_grad_()
-    first, far = score_terms(of(0.0), video, [({}, {})] * 3)
+    first, failed = score_terms(terms, video, [({}, {})] * 3)
     assert first.output.score.requires_grad and not first.failed.any()
-    assert far.failed.all() and not far.output.valid.any() and far.problems == ("OSError: nobody is there",) * 3
-    torch.testing.assert_close(total(of(0.0), [first, far]), total(of(0.0)[:1], [first]))
-    with pytest.raises(OSError, match="nobody is there"):  # one that is trained on is never missed silently
-        score_terms(of(0.1), video, [({}, {})] * 3)
+    assert failed.failed.all() and not failed.output.valid.any() and failed.problems == ("OSError: no server",) * 3
+    torch.testing.assert_close(weighted_sum(terms, [first, failed]), weighted_sum(terms[:1], [first]))
+    with pytest.raises(OSError, match="no server"):
+        score_terms([terms[0], make_term(Raises(), 0.1)], video, [({}, {})] * 3)
 
 
-def test_a_sample_that_one_reward_cannot_score_is_scored_by_the_others():
+def test_an_invalid_sample_keeps_the_other_rewards():
     video = VIDEO.clone().requires_grad_()
-    gained = total(terms(), score_terms(terms(), video, [({}, {}, {}), (None, {}, {}), ({}, None, {})]))
-    (gradient,) = torch.autograd.grad(gained.sum(), video)
+    results = score_terms(make_terms(), video, [({}, {}, {}), (None, {}, {}), ({}, None, {})])
+    (gradient,) = torch.autograd.grad(weighted_sum(make_terms(), results).sum(), video)
     count = VIDEO[0].numel()
     torch.testing.assert_close(gradient[1], 6 * VIDEO[1] / count)
     torch.testing.assert_close(gradient[2], torch.full_like(VIDEO[2], 0.25 / count))
 
 
-def test_what_cannot_be_trained_is_refused():
+def test_rewards_that_cannot_be_trained_are_refused():
     class Blind(Brightness):
         differentiable = False
 
-    def wanted(weight):
+    def spec(weight):
         return config.RewardSpec(key="reward.others.x", label="x", name="blind", settings={}, weight=weight)
 
     with pytest.raises(RewardError, match="reward.others.x: blind has no gradient.*measure it .weight 0."):
-        registry.check_trainable([(wanted(0.1), Blind)])
+        registry.check_trainable([(spec(0.1), Blind)])
     with pytest.raises(RewardError, match="nothing is trained"):
-        registry.check_trainable([(wanted(0), Blind)])
-    registry.check_trainable([(wanted(1), Brightness), (wanted(0), Blind)])
+        registry.check_trainable([(spec(0), Blind)])
+    registry.check_trainable([(spec(1), Brightness), (spec(0), Blind)])
+
+
+def list_specs(reward, **options):
+    return config.list_reward_specs(config.parse(BASE | {"reward": reward}), **options)
 
 
 @pytest.mark.usefixtures("trusts_code")
-def test_terms_of_a_configuration():
-    others = {"square": {"name": OWN, "weight": 2, "std": 4, "settings": {"power": 2}}}
-    reward = {"name": OWN, "reward_weight": 0.3, "reward_mean": 0.2, "reward_std": 0.1, "others": others}
-    wanted = config.list_reward_specs(config.parse(BASE | {"reward": reward}))
-    built = build_terms(resolve_rewards(wanted), torch.device("cpu"))
-    assert [(term.label, term.weight, term.mean, term.std, term.reward.power) for term in built] == [
+def test_terms_are_built_from_a_configuration():
+    others = {"square": {"name": USERS_CLASS, "weight": 2, "std": 4, "settings": {"power": 2}}}
+    reward = {"name": USERS_CLASS, "reward_weight": 0.3, "reward_mean": 0.2, "reward_std": 0.1, "others": others}
+    terms = build_terms(resolve_rewards(list_specs(reward)), torch.device("cpu"))
+    assert [(term.label, term.weight, term.mean, term.std, term.reward.power) for term in terms] == [
         ("score", 0.3, 0.2, 0.1, 1), ("square", 2.0, 0.0, 4.0, 2),
     ]  # fmt: skip
-    clips = {"reward": {"name": OWN, "reward_weight": 0, "kl_weight": 0}, "anchor": {"weight": 1}}
+    clips = {"reward": {"name": USERS_CLASS, "reward_weight": 0, "kl_weight": 0}, "anchor": {"weight": 1}}
     supervised = config.parse(BASE | clips)  # it scores nothing, but its pictures can be judged
     assert config.list_reward_specs(supervised) == []
     assert [spec.label for spec in config.list_reward_specs(supervised, for_evaluation=True)] == ["score"]
-    face = config.parse(BASE | {"reward": {"reward_model_path": "a", "held_out_model_path": "b", "cap": 0.5}})
-    own, judge = config.list_reward_specs(face)
-    who = {"people": "largest", "min_face_size": 0}
-    assert own.settings == {
-        "pack_dir": "a", "cap": 0.5, "det_size": 640, "chunk": 8, "second_pack_dir": None,
-    } | who and own.weight == 0.1  # fmt: skip
-    assert who.items() <= judge.settings.items() and "second_pack_dir" not in judge.settings
-    assert judge.settings["pack_dir"] == "b" and judge.settings["cap"] == "none" and judge.weight == 0
     others["square"]["settings"] = {"powr": 2}
     with pytest.raises(RewardError, match=r"unknown key 'reward.others.square.settings.powr'"):
-        resolve_rewards(config.list_reward_specs(config.parse(BASE | {"reward": reward})))
-    for change, message in [
-        ({"name": "face_identity"}, "reward.reward_model_path is required for face_identity"),
-        ({"name": "face_identity", "reward_model_path": "a", "settings": {"x": 1}}, "face_identity takes none"),
-        ({"others": {"x": {"weight": 1}}}, "reward.others.x.name is required"),
-        ({"others": {"x": {"name": "b", "wight": 1}}}, "unknown key 'reward.others.x.wight', did you mean 'weight'"),
-        ({"others": ["x"]}, "reward.others must be keys and values"),
-    ]:
-        with pytest.raises(config.ConfigError, match=message):
-            config.parse(BASE | {"reward": reward | change})
+        resolve_rewards(list_specs(reward))
 
 
-def test_motion_beside_the_face():
-    """motion_weight of reward feedback learning is a term of its own; 0 is none."""
-    red = {"name": "clip_score", "weight": 0.1}
-    face = {"reward_model_path": "a", "held_out_model_path": "b", "det_size": 128, "recogniser_chunk": 3}
+def test_keys_of_faces_are_settings_of_both_recognisers():
+    reward, judge = list_specs(FACE | {"cap": 0.5})
+    people = {"people": "largest", "min_face_size": 0}
+    assert reward.settings == {
+        "pack_dir": "a", "cap": 0.5, "det_size": 640, "chunk": 8, "second_pack_dir": None,
+    } | people and reward.weight == 0.1  # fmt: skip
+    assert people.items() <= judge.settings.items() and "second_pack_dir" not in judge.settings
+    assert judge.settings["pack_dir"] == "b" and judge.settings["cap"] == "none" and judge.weight == 0
+    reward, judge = list_specs(FACE | {"second_model_path": "c", "people": "all", "min_face_size": 30.0})
+    for spec in (reward, judge):
+        assert (spec.settings["people"], spec.settings["min_face_size"]) == ("all", 30)
+    assert reward.settings["second_pack_dir"] == "c"
+    _, judge = list_specs({"name": "clip_score", "held_out_model_path": "b", "people": "all"})
+    assert judge.settings["people"] == "all"
 
-    def wanted(**reward):
-        return config.list_reward_specs(config.parse(BASE | {"reward": face | reward}))
 
-    assert [one.label for one in wanted(others={"red": red})] == ["score", "held_out", "red"]
-    _, _, motion, _ = wanted(others={"red": red}, motion_weight=0.2)
+def test_motion_weight_adds_face_motion():
+    clip = {"name": "clip_score", "weight": 0.1}
+    face = FACE | {"det_size": 128, "recogniser_chunk": 3}
+    assert [spec.label for spec in list_specs(face | {"others": {"clip": clip}})] == ["score", "held_out", "clip"]
+    _, _, motion, _ = list_specs(face | {"others": {"clip": clip}, "motion_weight": 0.2})
     settings = {"pack_dir": "a", "det_size": 128, "chunk": 3}
     assert motion == config.RewardSpec(
         key="reward.motion_weight", label="face_motion", name="face_motion", settings=settings, weight=0.2
     )
-    assert len(wanted(others={"face_motion": red})) == 3
-    for change, key in [
-        ({"others": {"face_motion": red}}, "reward.others.face_motion"),
-        ({"name": "clip_score"}, "reward.motion_weight"),
-    ]:
-        with pytest.raises(config.ConfigError, match=f"^{key}"):
-            wanted(motion_weight=0.2, **change)
+    assert len(list_specs(face | {"others": {"face_motion": clip}})) == 3
 
 
-def test_labels():
-    for label in ("mean", "score", "held_out", "motion", "failed", "score_std", "red_std"):  # another metric's name
+CLIP = {"name": "clip_score"}
+
+
+@pytest.mark.parametrize(
+    "reward, message",
+    [
+        ({"name": "face_identity"}, "reward.reward_model_path is required for face_identity"),
+        (FACE | {"settings": {"x": 1}}, "reward.settings.*face_identity takes none"),
+        (CLIP | {"others": {"x": {"weight": 1}}}, "reward.others.x.name is required"),
+        (CLIP | {"others": {"x": CLIP | {"wight": 1}}}, "unknown key 'reward.others.x.wight', did you mean 'weight'"),
+        (CLIP | {"others": ["x"]}, "reward.others must be keys and values"),
+        (FACE | {"motion_weight": 0.2, "others": {"face_motion": CLIP}}, "^reward.others.face_motion"),
+        (CLIP | {"motion_weight": 0.2}, "^reward.motion_weight"),
+        (CLIP | {"second_model_path": "c"}, "^reward.second_model_path "),
+        (CLIP | {"people": "all"}, "^reward.people "),
+        (CLIP | {"min_face_size": 30.0}, "^reward.min_face_size "),
+        (FACE | {"people": "both"}, "^reward.people "),
+        (FACE | {"min_face_size": -1.0}, "^reward.min_face_size "),
+    ],
+)
+def test_wrong_keys_of_rewards_are_refused(reward, message):
+    with pytest.raises(config.ConfigError, match=message):
+        list_specs(reward)
+
+
+def list_labelled(*labels):
+    return list_specs(CLIP | {"others": dict.fromkeys(labels, CLIP)})
+
+
+def test_labels_that_name_other_metrics_are_refused():
+    for label in ("mean", "score", "held_out", "motion", "failed", "score_std", "red_std"):
         with pytest.raises(config.ConfigError, match=f"^reward.others.{label}: "):
-            config.parse(with_others("red", label))
-    for label in ("", "a b", "a/b", "a.b", "line\n", "a\x1b[31m"):  # no piece of a key
+            list_labelled("red", label)
+    for label in ("", "a b", "a/b", "a.b", "line\n", "a\x1b[31m"):
         with pytest.raises(config.ConfigError, match="^reward.others.* must be a name of 1 to 80 letters") as error:
-            config.parse(with_others(label))
+            list_labelled(label)
         assert repr(label) in str(error.value) and str(error.value).isprintable()
     for label in ("kl", "total", "std", "rot-grün_2"):
-        (_, term) = config.list_reward_specs(config.parse(with_others(label)))
+        (_, term) = list_labelled(label)
         assert (term.label, term.key) == (label, f"reward.others.{label}")
-
-
-def with_others(*labels):
-    others = {label: {"name": "clip_score"} for label in labels}
-    return BASE | {"reward": {"name": "clip_score", "others": others}}
-
-
-def test_settings_of_faces_are_refused_where_nothing_reads_them():
-    settings = {"second_model_path": "c", "people": "all", "min_face_size": 30.0}
-    face = {"reward_model_path": "a", "held_out_model_path": "b"}
-    own, judge = config.list_reward_specs(config.parse(BASE | {"reward": face | settings}))
-    assert (own.settings["people"], own.settings["min_face_size"]) == ("all", 30)
-    assert (judge.settings["people"], judge.settings["min_face_size"]) == ("all", 30)
-    assert own.settings["second_pack_dir"] == "c"
-    for key, value in settings.items():
-        with pytest.raises(config.ConfigError, match=f"^reward.{key} "):
-            config.parse(BASE | {"reward": {"name": "clip_score", key: value}})
-    judged = config.parse(BASE | {"reward": {"name": "clip_score", "held_out_model_path": "b", "people": "all"}})
-    assert config.list_reward_specs(judged)[1].settings["people"] == "all"
-    for key, value in (("people", "both"), ("min_face_size", -1.0)):
-        with pytest.raises(config.ConfigError, match=f"^reward.{key} "):
-            config.parse(BASE | {"reward": face | {key: value}})

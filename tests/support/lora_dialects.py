@@ -20,18 +20,18 @@ DOWN_UP, AB, ROLL = ("lora_down", "lora_up"), ("lora_A", "lora_B"), ("lora_A.def
 
 
 def factors(model, seed=0):
-    """{diffusers name: (down, up)} for the modules above, of the sizes that `model` (a transformer) has."""
+    """Return {diffusers name: (down, up)} for the modules above, in the sizes of `model`, a transformer."""
     generator = torch.Generator().manual_seed(seed)
-    found = {}
+    pairs = {}
     for _, name in MODULES:
         out_features, in_features = model.get_submodule(name).weight.shape
         down = torch.randn(RANK, in_features, generator=generator) / in_features**0.5
-        found[name] = (down, torch.randn(out_features, RANK, generator=generator))
-    return found
+        pairs[name] = (down, torch.randn(out_features, RANK, generator=generator))
+    return pairs
 
 
 def lora_tensors(halves, *, prefix="", ends=DOWN_UP, scale=1.0, alpha=None, flat=False):
-    """The tensors of {name: (down, up)} by key: `prefix` before the name, `flat` with underscores for dots."""
+    """Return the tensors of {name: (down, up)} by key: `prefix` before the name, `flat` with underscores for dots."""
     state = {}
     for name, (down, up) in halves.items():
         stem = prefix + (name.replace(".", "_") if flat else name)
@@ -42,13 +42,13 @@ def lora_tensors(halves, *, prefix="", ends=DOWN_UP, scale=1.0, alpha=None, flat
 
 
 def peft_metadata(alpha=ALPHA, **more):
-    """peft's configuration, as diffusers saves it."""
+    """Return peft's configuration as diffusers saves it."""
     config = {"r": RANK, "lora_alpha": alpha} | more
     return {"lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in config.items()})}
 
 
 def weights(folder):
-    """The tensors of all files in a folder."""
+    """Return the tensors of all files in a folder."""
     return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
@@ -58,7 +58,7 @@ def read_adapter(path):
 
 
 def products(path):
-    """{module: scale * up @ down} by the reader."""
+    """Return {module: scale * up @ down} by the reader."""
     (lora,) = lora_files.read_lora(path)
     return {
         name: update.scale * lora_files.load_tensor(update.up) @ lora_files.load_tensor(update.down)

@@ -60,6 +60,7 @@ def copy_tree(folder: Path) -> None:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
+    (folder / "rewardfl_tools").symlink_to("tools")  # the installed package of this name is another checkout's
 
 
 def write_module(path: Path, text: str) -> None:

@@ -94,7 +94,9 @@ def residual_vae() -> AutoencoderKLWan:
 def backbone_of(pipe) -> Wan:
     """The model of a pipeline that is loaded."""
     return Wan(
-        variant=I2V, parts=I2V.parts, folder=Path(), weight_files={}, lora_loader=WanLoraLoaderMixin,
+        variant=I2V, parts=I2V.parts, folder=Path(), weight_files={}, lora_loader=WanLoraLoaderMixin, takes_image=True,
+        block_classes=("WanTransformerBlock",), layer_names=LAYER_NAMES,
+        pixels_per_token=2 * pipe.vae_scale_factor_spatial,
         load=lambda parts: pipe, boundary=pipe.config.boundary_ratio, dtype=pipe.transformer_2.dtype,
         spatial=pipe.vae_scale_factor_spatial, temporal=pipe.vae_scale_factor_temporal, channels=pipe.vae.config.z_dim,
         positions=min(expert.config.rope_max_seq_len for expert in (pipe.transformer, pipe.transformer_2)),

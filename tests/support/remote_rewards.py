@@ -1,20 +1,38 @@
-"""A reward that test_remote.py serves."""
+"""A reward that the tests of the reward server serve, and its inputs."""
 
 import time
 
 import torch
 
+from rewardfl import data
 from rewardfl.rewards import Reward, RewardOutput
+from rewardfl.rewards.remote import RemoteReward
+
+PROMPTS = ["a person, talking", "", "eine Frau in München", "他在说话", 'quotes " and \\ and \x01']
 
 
-class Likeness(Reward):
-    """Mean over pixels, times a number of the prompt, minus the distance to the real clip's mean if there is one.
+def make_frames(count, shape=(4, 6, 8), seed=0):
+    """Return (count, F, H, W, 3) uint8; the first pixel is bright: ScaledMean calls the clips valid."""
+    frames = torch.randint(0, 256, (count, *shape, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    frames[:, 0, 0, 0] = 200
+    return frames
 
-    Clips whose first red value is below -0.9 are invalid; the prompt says what else goes wrong.
+
+def make_videos(frames):
+    return torch.stack([data.to_float(clip) for clip in frames]).contiguous()
+
+
+VIDEO, REAL = make_videos(make_frames(5)), make_videos(make_frames(5, (5, 4, 6), seed=1))
+
+
+class ScaledMean(Reward):
+    """Mean over pixels, times the length of the prompt, minus the distance to the real clip's mean if there is one.
+
+    Clips whose first red value is below -0.9 are invalid. The prompts "fails" and "not finite" do what they say.
     """
 
-    name, differentiable = "likeness", True
-    compares_with = "nothing"  # necessarily
+    name, differentiable = "scaled_mean", True
+    compares_with = "nothing"  # a real clip is optional
 
     def __init__(self, gain: float = 1.0, seconds: float = 0.0):
         super().__init__()
@@ -28,25 +46,29 @@ class Likeness(Reward):
 
     def forward(self, video, batch):
         assert self.scoring == 0, "two at a time on the device"
-        self.scoring += 1
-        time.sleep(self.seconds)
         self.batches.append(len(video))
-        results = [self._sample(clip, reference) for clip, reference in zip(video, batch, strict=True)]
-        self.scoring -= 1
-        score, valid, mean, real = zip(*results, strict=True)
-        parts = {"mean": torch.stack(mean), "real": torch.stack(real)}
-        return RewardOutput(torch.stack(score), torch.tensor(valid), parts)
+        self.scoring += 1
+        try:
+            time.sleep(self.seconds)
+            rows = [self._sample(clip, reference) for clip, reference in zip(video, batch, strict=True)]
+        finally:
+            self.scoring -= 1
+        score, mean, real = torch.tensor(rows).T
+        return RewardOutput(score, video[:, 0, 0, 0, 0] >= -0.9, {"mean": mean, "real": real})
 
     def _sample(self, video, reference):
-        nothing, nan = video[:0].sum(), torch.tensor(float("nan"))
-        if reference is None or video[0, 0, 0, 0] < -0.9:
-            return nothing, False, nan, nan
         prompt = bytes(reference["prompt"].tolist()).decode()
         if prompt == "fails":
-            self.scoring -= 1
             raise RuntimeError("no memory for that")
         if prompt == "not finite":
-            return nan, True, nan, nan
-        mean = video.mean()
-        away = torch.nan_to_num((mean - reference["real"]).abs())
-        return self.gain * len(prompt) * mean - away, True, mean, reference["real"]
+            return [float("nan")] * 3
+        mean, real = video.mean(), reference["real"]
+        return [self.gain * len(prompt) * mean - torch.nan_to_num((mean - real).abs()), mean, real]
+
+
+def make_client(url, **settings):
+    """Return a RemoteReward that notes its pauses in `pauses` instead of waiting."""
+    reward = RemoteReward(**{"url": url, "timeout": 10, **settings})
+    reward.pauses = []
+    reward.sleep = reward.pauses.append
+    return reward

@@ -2,7 +2,7 @@
 
 argv: OUT. Every case is a global batch of accumulation x batch x processes samples; each sample's noise and
 conditioning are a function of its number alone. `naive` leaves accelerate's division in place, the error that
-the test must see. `kept` is the number of active steps whose graphs are the rollout's.
+the test must see. `kept_steps` is the number of active steps whose graphs are the rollout's.
 With two processes per clip, diffusers' enable_parallelism is told of a GPU, which it wants to count.
 """
 
@@ -28,7 +28,7 @@ KL_WEIGHT = 0.7
 CASES = [
     (2, 1, 1.0, True, 0, 1),
     *((ga, batch, c, False, 0, 1) for ga, batch in ((1, 2), (2, 1)) for c in (0.0, 0.2, 1.0)),
-    *((2, 1, 1.0, False, kept, 1) for kept in (1, 3)),
+    *((2, 1, 1.0, False, kept_steps, 1) for kept_steps in (1, 3)),
     (1, 2, 1.0, False, 0, 2), (2, 1, 0.2, False, 0, 2),
 ]  # fmt: skip
 
@@ -47,7 +47,9 @@ def batch_of(numbers: list[int], pipe) -> tuple[Conditioning, torch.Tensor]:
     return backbone_of(pipe).collate(conditions), torch.cat(noises)
 
 
-def update(accumulation: int, batch: int, coupling: float, naive: bool, kept: int, per_clip: int) -> tuple[dict, int]:
+def update(
+    accumulation: int, batch: int, coupling: float, naive: bool, kept_steps: int, per_clip: int
+) -> tuple[dict, int]:
     """Gradients of one update after their reduction, and how many backwards accelerate synchronised."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
@@ -76,7 +78,7 @@ def update(accumulation: int, batch: int, coupling: float, naive: bool, kept: in
         conditioning, x = batch_of(list(range(first, first + batch)), pipe)
         velocity = Velocity(backbone=backbone_of(pipe), model=policy, conditioning=conditioning, schedule=SCHEDULE)
         trajectory = reward_flow.rollout(
-            velocity, x, SCHEDULE.sigmas, active, graphs_of=active[len(active) - kept :],
+            velocity, x, SCHEDULE.sigmas, active, graphs_of=active[len(active) - kept_steps :],
             with_graph=contextlib.nullcontext,
         )  # fmt: skip
         decoded = WanDecoder(pipe.vae).decode_with_caches(trajectory.x0)

@@ -140,9 +140,9 @@ def original_vae_names() -> list[str]:
 def original_state(model, names: list[str], converter) -> dict[str, torch.Tensor]:
     """The model's tensors by original name; the converter says which diffusers name each of `names` becomes."""
     state = model.state_dict()
-    found = converter({name: name for name in names})
-    assert found.keys() == state.keys(), sorted(found.keys() ^ state.keys())[:4]
-    return {original: state[name].clone() for name, original in found.items()}
+    converted = converter({name: name for name in names})
+    assert converted.keys() == state.keys(), sorted(converted.keys() ^ state.keys())[:4]
+    return {original: state[name].clone() for name, original in converted.items()}
 
 
 def original_expert(model: WanTransformer3DModel) -> dict[str, torch.Tensor]:
@@ -157,14 +157,14 @@ def original_vae(model: AutoencoderKLWan) -> dict[str, torch.Tensor]:
 def original_residual_vae(model: AutoencoderKLWan) -> dict[str, torch.Tensor]:
     """Of Wan2.2_VAE.pth: a level is a list of blocks and then what resamples; the rest is as in Wan2.1_VAE.pth."""
     rest = [name for name in original_vae_names() if "samples" not in name]
-    found = convert_wan_vae_to_diffusers({name: name for name in rest})
+    converted = convert_wan_vae_to_diffusers({name: name for name in rest})
     inner = {"norm1": "residual.0", "conv1": "residual.2", "norm2": "residual.3", "conv2": "residual.6"}
     inner |= {"conv_shortcut": "shortcut"}
     blocks = model.config.num_res_blocks
     state = {}
     for name, value in model.state_dict().items():
-        if name in found:
-            state[found[name]] = value.clone()
+        if name in converted:
+            state[converted[name]] = value.clone()
             continue
         side, kind, level, *path = name.split(".")
         way = {"down_blocks": "downsamples", "up_blocks": "upsamples"}[kind]

@@ -19,9 +19,9 @@ JOB = SimpleNamespace(
 )
 
 
-def score(remote_weight, *, first):
+def score(remote_weight, *, first, requested=(True, True)):
     members = [Member(0, 0, n, 0, 0, 0) for n in range(2)]
-    rollout = Rollout(members=members, is_requested=torch.ones(2).bool(), conditioning={}, schedule=None)
+    rollout = Rollout(members=members, is_requested=torch.tensor(requested), conditioning={}, schedule=None)
     face = RewardResult(RewardOutput(torch.tensor([0.0, 1.0]), torch.ones(2).bool(), {}), torch.zeros(2).bool())
     terms = [
         Term(key=key, label=label, reward=Reward(), weight=weight, mean=0.0, std=1.0)
@@ -37,6 +37,13 @@ def test_a_dead_reward_next_to_a_working_one_leaves_no_judged_sample():
         score(0.5, first=True)
     assert "judged 0 of 2" in score(0.5, first=False).why_nothing
     assert score(0.0, first=True).why_nothing == ""  # only measured
+
+
+def test_a_replaced_sample_does_not_count_in_its_group():
+    scored = score(0.0, first=True)
+    assert torch.cat(list(scored.advantages)).tolist() != [0, 0] and scored.replaced.tolist() == [False, False]
+    scored = score(0.0, first=True, requested=(True, False))
+    assert torch.cat(list(scored.advantages)).tolist() == [0, 0] and scored.replaced.tolist() == [False, True]
 
 
 def test_best_keeps_one_video_of_each_group_whichever_process_has_it():

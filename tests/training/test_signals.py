@@ -1,4 +1,4 @@
-"""What a signal does between two step boundaries: in this process, and in one of its own."""
+"""A signal during training is noted until the next step; a second one ends the process."""
 
 import os
 import signal
@@ -26,42 +26,34 @@ def without_nohup():
 def test_a_signal_is_noted_and_agreed_on(number):
     before = signal.getsignal(number)
     with Interruption() as interruption:
+        assert signal.getsignal(number) == before
         interruption.listen()
-        assert not interruption.any_signal(lambda own: own)
+        assert not interruption.any_signal(lambda received: received)
         os.kill(os.getpid(), number)
         assert interruption.received == number
-        assert interruption.any_signal(lambda own: own)
+        assert interruption.any_signal(lambda received: received)
         assert interruption.exit_code == 128 + number and interruption.name == signal.Signals(number).name
     assert signal.getsignal(number) == before
 
 
-def test_another_process_was_sent_one():
-    interruption, asked = Interruption(), []
+def test_a_signal_of_another_process_stops_this_one():
+    interruption, calls = Interruption(), []
 
-    def largest(own):
-        asked.append(own)
+    def largest(received):
+        calls.append(received)
         return 15
 
     assert interruption.any_signal(largest) and interruption.received == 0 and interruption.exit_code == 143
-    assert interruption.any_signal(largest) and asked == [0]  # no collective after all have agreed
-
-
-def test_before_listening_a_signal_does_what_it_always_does():
-    before = signal.getsignal(signal.SIGTERM)
-    with Interruption():
-        assert signal.getsignal(signal.SIGTERM) == before
+    assert interruption.any_signal(largest) and calls == [0]  # no collective after all have agreed
 
 
 def test_a_hangup_that_nohup_ignores_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with Interruption() as interruption:
-            interruption.listen()
-            os.kill(os.getpid(), signal.SIGHUP)
-            os.kill(os.getpid(), signal.SIGTERM)  # comes later, and is seen
-            assert interruption.received == signal.SIGTERM
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Interruption() as interruption:
+        interruption.listen()
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interruption.received == signal.SIGTERM
 
 
 STARTING = """
@@ -76,10 +68,7 @@ with Interruption():
 def test_ctrl_c_before_the_first_step_is_one_line():
     done = subprocess.run([sys.executable, "-c", STARTING], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 130 and done.stderr.count("\n") == 1 and "SIGINT" in done.stderr
-
-
-def test_other_exceptions_before_the_first_step_pass():
-    with pytest.raises(ZeroDivisionError), Interruption():
+    with pytest.raises(ZeroDivisionError), Interruption():  # other exceptions pass
         raise ZeroDivisionError
 
 

@@ -1,19 +1,17 @@
-"""LoRAs of SD3, FLUX.1 and Qwen-Image in tools/merge_lora.py and tools/convert_lora.py: diffusers merges them alike."""
+"""LoRAs of SD3, FLUX.1 and Qwen-Image are merged and converted as diffusers does, or refused."""
 
 import functools
-import re
 
 import pytest
 import torch
-from conftest import run_tool
 from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Transformer2DModel
 from diffusers.loaders import FluxLoraLoaderMixin
 from image_pipelines import random_flux, random_qwen_image, random_sd3
 from lora_dialects import AB, ALPHA, DOWN_UP, RANK, ROLL, SCALE, lora_tensors, peft_metadata, products, weights
+from merging_world import convert, merge, refuse
 from safetensors.torch import load_file, save_file
 
 from rewardfl.weights import image_names, lora_files, shards
-from rewardfl_tools import convert_lora, merge_lora
 
 MAKE = {"SD3": random_sd3, "FLUX.1": random_flux, "Qwen-Image": random_qwen_image}
 # layers that an adapter changes
@@ -29,7 +27,7 @@ LAYERS = {model: names.replace("T.", "transformer_blocks.").split() for model, n
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    """Return a function from a model's name to the folder of its pipeline."""
+    """Return a function from a model's name to its pipeline's folder."""
 
     @functools.cache
     def folder(model):
@@ -80,9 +78,9 @@ def original(names, **form):
     return tensors
 
 
-# {(model, dialect): its tensors for the base's weights}; each is one that diffusers reads
+# {(model, dialect): its tensors for the base's weights}; diffusers reads each
 DIALECTS = {
-    ("SD3", "diffusers"): named("SD3"), ("SD3", "no alpha"): named("SD3"), ("FLUX.1", "diffusers"): named("FLUX.1"),
+    ("SD3", "diffusers"): named("SD3"), ("FLUX.1", "diffusers"): named("FLUX.1"),
     ("FLUX.1", "ai-toolkit"): named("FLUX.1", scale=SCALE), ("FLUX.1", "alpha keys"): named("FLUX.1", alpha=ALPHA),
     ("FLUX.1", "kohya"): original(KOHYA, alpha=ALPHA), ("FLUX.1", "kohya without alpha"): original(KOHYA),
     ("FLUX.1", "comfy"): original(KOHYA, prefix="diffusion_model.", flat=False, alpha=ALPHA),
@@ -103,35 +101,24 @@ def write(folder_of, model, dialect, path):
     return base
 
 
-def merge(base, lora, out, *options, expect=0):
-    return run_tool(merge_lora.main, "--base", base, "--lora", lora, "--out", out, *options, expect=expect)
-
-
-def convert(lora, to, out, *options, expect=0):
-    return run_tool(convert_lora.main, "--lora", lora, "--to", to, "--out", out, *options, expect=expect)
-
-
-def test_modules_are_those_of_the_models():
-    """Of SD3 and SD3.5, FLUX.1-dev and -schnell, Qwen-Image: every tensor has a place, and every place a tensor."""
-    dual = {"dual_attention_layers": (0, 1), "qk_norm": "rms_norm"}
-    settings = {
-        "SD3": (SD3Transformer2DModel, [{}, dual]),
-        "FLUX.1": (FluxTransformer2DModel, [{"guidance_embeds": True}, {}]),
-        "Qwen-Image": (QwenImageTransformer2DModel, [{}]),
-    }
-    for model, (kind, all_of) in settings.items():
-        seen = set()
-        for given in all_of:
-            with torch.device("meta"):
-                names = list(kind(**given).state_dict())
-            modules = {re.sub(r"\.(weight|bias)$", "", name) for name in names}
-            seen |= {re.sub(r"(?<=blocks\.)\d+", "N", name) for name in modules}
-            checkpoint = shards.Checkpoint(path=None, tensors=dict.fromkeys(names), files=(), metadata={})
-            assert image_names.match_models(checkpoint) == (model,)
-            for name in modules:  # by both names, and back
-                for alias in (name, name.replace(".", "_")):
-                    assert image_names.find_modules(alias, 8)[model] == (image_names.ModuleSlice(name),)
-        assert seen == image_names.LORA_MODULES[model]
+@pytest.mark.parametrize(
+    "model, transformer, settings",
+    [
+        ("SD3", SD3Transformer2DModel, {}),
+        ("SD3", SD3Transformer2DModel, {"dual_attention_layers": (0, 1), "qk_norm": "rms_norm"}),
+        ("FLUX.1", FluxTransformer2DModel, {"guidance_embeds": True}), ("FLUX.1", FluxTransformer2DModel, {}),
+        ("Qwen-Image", QwenImageTransformer2DModel, {}),
+    ],
+)  # fmt: skip
+def test_full_models_have_these_modules(model, transformer, settings):
+    """SD3 and SD3.5, FLUX.1-dev and -schnell, Qwen-Image: each tensor has a place, by both forms of its name."""
+    with torch.device("meta"):
+        names = list(transformer(**settings).state_dict())
+    checkpoint = shards.Checkpoint(path=None, tensors=dict.fromkeys(names), files=(), metadata={})
+    assert image_names.match_models(checkpoint) == (model,)
+    for name in {name.removesuffix(".weight").removesuffix(".bias") for name in names}:
+        for alias in (name, name.replace(".", "_")):
+            assert image_names.find_modules(alias, 8)[model] == (image_names.ModuleSlice(name),)
 
 
 ORIGINAL = {  # {layer of FLUX.1 as its original code or XLabs calls it: (outputs, how many modules hold it)}
@@ -145,17 +132,17 @@ ORIGINAL = {  # {layer of FLUX.1 as its original code or XLabs calls it: (output
 @pytest.mark.parametrize("name", ORIGINAL)
 def test_original_names_are_those_of_diffusers_converter(name, tmp_path):
     """At FLUX.1's size, of rank one with a different number in each row."""
-    out, modules = ORIGINAL[name]
+    rows, modules = ORIGINAL[name]
     form = {"prefix": "lora_unet_", "flat": True, "alpha": None if "final" in name else 0.5}  # which diffusers drops
     form = {"ends": ("down", "up")} if "processor" in name else form
-    save_file(lora_tensors({name: (torch.ones(1, 1), torch.randn(out, 1))}, **form), tmp_path / "lora.safetensors")
-    found = products(tmp_path / "lora.safetensors")
+    save_file(lora_tensors({name: (torch.ones(1, 1), torch.randn(rows, 1))}, **form), tmp_path / "lora.safetensors")
+    updates = products(tmp_path / "lora.safetensors")
     converted = FluxLoraLoaderMixin.lora_state_dict(str(tmp_path / "lora.safetensors"))
-    assert len(found) == modules and len(converted) == 2 * modules
+    assert len(updates) == modules and len(converted) == 2 * modules
     for key, down in converted.items():
         if key.endswith(".lora_A.weight"):
             module = key.removeprefix("transformer.").removesuffix(".lora_A.weight")
-            assert torch.equal(found[module], converted[key.replace("_A.", "_B.")] @ down), module
+            assert torch.equal(updates[module], converted[key.replace("_A.", "_B.")] @ down), module
 
 
 @pytest.mark.parametrize(
@@ -167,7 +154,7 @@ def test_original_names_are_those_of_diffusers_converter(name, tmp_path):
         {},
     ],
 )
-def test_what_a_converter_drops_or_mangles_is_refused(converted, tmp_path, monkeypatch):
+def test_rows_that_a_converter_drops_or_mangles_are_refused(converted, tmp_path, monkeypatch):
     monkeypatch.setattr(FluxLoraLoaderMixin, "lora_state_dict", lambda state: converted)
     save_file(halves("lora_unet_txt_in", 8) | halves("lora_unet_vector_in_in_layer", 8), tmp_path / "lora.safetensors")
     image_names._flux_places.cache_clear()
@@ -178,19 +165,19 @@ def test_what_a_converter_drops_or_mangles_is_refused(converted, tmp_path, monke
 
 @pytest.mark.parametrize("model, dialect", DIALECTS)
 def test_merged_is_what_diffusers_fuses(folder_of, model, dialect, tmp_path):
-    path, out = tmp_path / "one.safetensors", tmp_path / "merged"
+    path, out = tmp_path / "lora.safetensors", tmp_path / "merged"
     base = write(folder_of, model, dialect, path)
-    text = merge(folder_of(model), path, out, "--verify")
+    text = merge("--base", folder_of(model), "--lora", path, "--out", out, "--verify")
     assert model in text and "high_noise" not in text
-    convert(path, "diffusers", tmp_path / "converted", "--verify")
+    convert("--lora", path, "--to", "diffusers", "--out", tmp_path / "converted", "--verify")
     merged, pipe = weights(out / "transformer"), MAKE[model]()
     for lora_file in (path, tmp_path / "converted" / "transformer"):
         pipe.load_lora_weights(str(lora_file))
         pipe.fuse_lora()
         pipe.unload_lora_weights()
-        wanted = pipe.transformer.state_dict()
-        assert merged.keys() == wanted.keys()
-        for name, value in wanted.items():
+        fused = pipe.transformer.state_dict()
+        assert merged.keys() == fused.keys()
+        for name, value in fused.items():
             torch.testing.assert_close(merged[name], value, rtol=1e-5, atol=1e-5, msg=name)
         pipe.transformer.load_state_dict(base)
     changed = {name for name, value in merged.items() if not torch.equal(value, base[name])}
@@ -199,12 +186,12 @@ def test_merged_is_what_diffusers_fuses(folder_of, model, dialect, tmp_path):
 
 
 def test_biases_and_magnitudes_of_a_fused_layer_are_divided(folder_of, tmp_path):
-    folder, path, out = folder_of("FLUX.1") / "transformer", tmp_path / "one.safetensors", tmp_path / "out.safetensors"
+    folder, path, out = folder_of("FLUX.1") / "transformer", tmp_path / "lora.safetensors", tmp_path / "out.safetensors"
     base, stem = weights(folder), "lora_unet_double_blocks_0_img_attn_qkv"
     state = original(["double_blocks.0.img_attn.qkv"], alpha=ALPHA)(base)
     state |= {f"{stem}.dora_scale": 1 + torch.rand(96, 1), f"{stem}.diff_b": torch.randn(96)}
     save_file(state, path)
-    merge(folder, path, out, "--verify")
+    merge("--base", folder, "--lora", path, "--out", out, "--verify")
 
     def fused(tensors, leaf):
         return torch.cat([tensors[f"transformer_blocks.0.attn.to_{letter}.{leaf}"] for letter in "qkv"])
@@ -216,50 +203,45 @@ def test_biases_and_magnitudes_of_a_fused_layer_are_divided(folder_of, tmp_path)
     biases = fused(merged, "bias") - fused(base, "bias")
     torch.testing.assert_close(biases, state[f"{stem}.diff_b"], rtol=1e-5, atol=1e-5)
     save_file(state | {f"{stem}.dora_scale": torch.rand(1, 32)}, path)
-    assert "dora_scale has shape (1, 32), but its layer has 96 outputs" in merge(folder, path, out, "--force", expect=2)
+    text = refuse(merge, tmp_path / "new.safetensors", "--base", folder, "--lora", path)
+    assert "dora_scale has shape (1, 32), but its layer has 96 outputs" in text
 
 
-@pytest.mark.parametrize("model", MAKE)
-def test_dtypes_are_those_of_diffusers(folder_of, model, tmp_path):
-    """These models keep nothing in float32 when they are loaded in bfloat16."""
-    base = write(folder_of, model, "diffusers", tmp_path / "one.safetensors")
-    out = tmp_path / "out"
-    options = ["--dtype", "bf16", "--verify", "--max-shard-size", "60KB"]
-    merge(folder_of(model) / "transformer", tmp_path / "one.safetensors", out, *options)
-    assert len(list(out.glob("*-of-*.safetensors"))) > 2
-    loaded = type(MAKE[model]().transformer).from_pretrained(out, torch_dtype=torch.bfloat16).state_dict()
-    delta = products(tmp_path / "one.safetensors")
-    for name, value in weights(out).items():
-        wanted = base[name] + delta.get(name.removesuffix(".weight"), 0)
-        assert value.dtype == torch.bfloat16 and torch.equal(value, loaded[name])
-        torch.testing.assert_close(value, wanted.bfloat16(), rtol=8e-3, atol=1e-6)
+def test_nothing_stays_in_float32(folder_of, tmp_path):
+    """These models keep no tensor in float32 when diffusers loads them in bfloat16; Wan does."""
+    base = write(folder_of, "SD3", "diffusers", tmp_path / "lora.safetensors")
+    merge("--base", folder_of("SD3") / "transformer", "--lora", tmp_path / "lora.safetensors", "--out",
+          tmp_path / "out", "--dtype", "bf16")  # fmt: skip
+    delta = products(tmp_path / "lora.safetensors")
+    for name, value in weights(tmp_path / "out").items():
+        expected = base[name] + delta.get(name.removesuffix(".weight"), 0)
+        torch.testing.assert_close(value, expected.bfloat16(), rtol=8e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("model", MAKE)
 def test_comfy_reads_diffusers_names_without_alpha(folder_of, model, tmp_path):
-    """ComfyUI's comfy/lora.py maps transformer.<name>, and adds lora_B @ lora_A where there is no .alpha."""
-    write(folder_of, model, "diffusers", tmp_path / "one.safetensors")
+    """ComfyUI's comfy/lora.py maps transformer.<name>, and adds lora_B @ lora_A if there is no .alpha."""
+    write(folder_of, model, "diffusers", tmp_path / "lora.safetensors")
     out = tmp_path / "face"
-    text = convert(tmp_path / "one.safetensors", "comfy", out)
+    text = convert("--lora", tmp_path / "lora.safetensors", "--to", "comfy", "--out", out)
     assert f"ComfyUI reads diffusers' names of {model}" in text.replace("SD3 and FLUX.1", model)
     state = load_file(out / "face.safetensors")
     assert len(state) == 2 * len(LAYERS[model])
-    for name, value in products(tmp_path / "one.safetensors").items():
+    for name, value in products(tmp_path / "lora.safetensors").items():
         up, down = state[f"transformer.{name}.lora_B.weight"], state[f"transformer.{name}.lora_A.weight"]
         torch.testing.assert_close(up @ down, value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    "kind, to, way_out", [("dora_scale", "comfy", "--to diffusers"), ("diff", "diffusers", "merge")]
+    "role, to, way_out", [("dora_scale", "comfy", "--to diffusers"), ("diff", "diffusers", "merge")]
 )
-def test_what_a_format_cannot_carry_is_refused(folder_of, kind, to, way_out, tmp_path):
+def test_parts_that_a_format_lacks_are_refused(folder_of, role, to, way_out, tmp_path):
     base = weights(folder_of("FLUX.1") / "transformer")
     state = original(["double_blocks.0.img_attn.proj"], alpha=ALPHA)(base)
-    state[f"lora_unet_double_blocks_0_img_attn_proj.{kind}"] = torch.rand(32, 1 if kind == "dora_scale" else 32)
-    save_file(state, tmp_path / "one.safetensors")
-    out = tmp_path / "out.safetensors"
-    text = convert(tmp_path / "one.safetensors", to, out, expect=2)
-    assert way_out in text and "transformer_blocks.0.attn.to_out.0" in text and not out.exists()
+    state[f"lora_unet_double_blocks_0_img_attn_proj.{role}"] = torch.rand(32, 1 if role == "dora_scale" else 32)
+    save_file(state, tmp_path / "lora.safetensors")
+    text = refuse(convert, tmp_path / "out.safetensors", "--lora", tmp_path / "lora.safetensors", "--to", to)
+    assert way_out in text and "transformer_blocks.0.attn.to_out.0" in text
 
 
 def halves(stem, out=32, inside=32, ends=DOWN_UP):
@@ -273,7 +255,7 @@ REFUSED = [
     (halves(f"{T0}.attn.to_q") | halves(f"{T0}.ff.linear_in"), "whose names other keys have"),  # FLUX.2, in part
     (halves("lora_unet_single_blocks_0_linear1", 27 * 32), "864 rows) names no module"),  # FLUX.2 of kohya
     (halves("transformer.magic.to_q"), "transformer.magic.to_q.lora_down.weight"),
-    (halves("lora_unet_img_in"), "may be of Qwen-Image or FLUX.1"),
+    (halves("lora_unet_img_in"), "may be of FLUX.1 or Qwen-Image"),
     (halves(PROJ) | halves("lora_te1_text_model_encoder_layers_0_mlp_fc1"), "lora_te1_text_model_encoder_layers_0_mlp"),
     ({f"{QKV}.lora_down.weight": torch.ones(RANK, 32)}, "transformer_blocks.0.attn.to_q has down (4, 32) but no up"),
     (halves("double_blocks.0.img_attn.qkv", 96) | halves(f"{T0}.attn.to_k"), "two keys give the"),
@@ -287,13 +269,14 @@ REFUSED = [
 
 @pytest.mark.parametrize("state, message", REFUSED, ids=[message for _, message in REFUSED])
 def test_loras_that_are_refused_by_name(folder_of, state, message, tmp_path):
-    save_file(state, tmp_path / "one.safetensors")
-    out = tmp_path / "merged"
-    text = merge(folder_of("FLUX.1"), tmp_path / "one.safetensors", out, expect=2)
-    assert message in text and "one.safetensors" in text and "Traceback" not in text and not out.exists()
+    path = tmp_path / "lora.safetensors"
+    save_file(state, path)
+    text = refuse(merge, tmp_path / "merged", "--base", folder_of("FLUX.1"), "--lora", path)
+    assert message in text and "lora.safetensors" in text
     if message not in [other for _, other in REFUSED[-4:]]:
-        assert message in convert(tmp_path / "one.safetensors", "diffusers", out, expect=2)
-        assert not out.exists()
+        with pytest.raises(shards.InputError) as error:
+            lora_files.read_lora(path)
+        assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -302,25 +285,27 @@ def test_loras_that_are_refused_by_name(folder_of, state, message, tmp_path):
         ("double_blocks.0.img_attn.qkv.weight", "original names"),
         ("transformer_blocks.0.attn.magic.weight", "attn.magic.weight has no place in FLUX.1"),
         ("x_embedder.scale_weight", "quantised"),
+        (None, "are not those of a Wan transformer"),
     ],
 )
 def test_bases_that_are_refused_by_name(folder_of, name, message, tmp_path):
-    base, path = write(folder_of, "FLUX.1", "kohya", tmp_path / "one.safetensors"), tmp_path / "base.safetensors"
-    save_file(base | {name: torch.ones(1)}, path)
-    text = merge(path, tmp_path / "one.safetensors", tmp_path / "out.safetensors", expect=2)
-    assert message in text and "base.safetensors" in text and not (tmp_path / "out.safetensors").exists()
+    base, path = write(folder_of, "FLUX.1", "kohya", tmp_path / "lora.safetensors"), tmp_path / "base.safetensors"
+    state = {f"layer.{i}": torch.ones(1) for i in range(3)} if name is None else base | {name: torch.ones(1)}
+    save_file(state, path)
+    out = tmp_path / "out.safetensors"
+    text = refuse(merge, out, "--base", path, "--lora", tmp_path / "lora.safetensors")
+    assert message in text and "base.safetensors" in text
 
 
 def test_an_image_model_has_no_experts(folder_of, tmp_path):
-    path, base, out = tmp_path / "my_low_light.safetensors", folder_of("FLUX.1") / "transformer", tmp_path / "out"
+    path, base, out = tmp_path / "my_low_noise.safetensors", folder_of("FLUX.1") / "transformer", tmp_path / "out"
     write(folder_of, "FLUX.1", "kohya", path)
     for lora, options, message in (
         (f"{path}@high", [], "FLUX.1 have no experts"),
         (path, ["--expert", "low"], "leave --expert away"),
-        (path, ["--rename", "comfy"], "of Wan alone"),
+        (path, ["--rename", "comfy"], "knows the names of Wan only"),
     ):
-        assert message in merge(base, lora, out, *options, expect=2)
-    assert not out.exists()
-    assert "noise" not in merge(base, path, out)  # though the file's name says low
-    convert(path, "diffusers", tmp_path / "converted")
-    assert [one.name for one in (tmp_path / "converted").iterdir() if one.is_dir()] == ["transformer"]
+        assert message in refuse(merge, out, "--base", base, "--lora", lora, *options)
+    assert "for FLUX.1\n" in merge("--base", base, "--lora", path, "--out", out)  # though the file's name says low
+    convert("--lora", path, "--to", "diffusers", "--out", tmp_path / "converted")
+    assert [each.name for each in (tmp_path / "converted").iterdir() if each.is_dir()] == ["transformer"]

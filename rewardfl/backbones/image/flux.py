@@ -63,9 +63,9 @@ FLUX = ImageModelSpec(
     encoders={"text_encoder": CLIPTextModel, "text_encoder_2": T5EncoderModel},
     tokenizers=("tokenizer", "tokenizer_2"),
     encode=_encode,
-    ask=_model_inputs,
-    answer=unpack,
-    tokens=lambda configs: {"text_encoder": CLIP_TOKENS, "text_encoder_2": T5_TOKENS},
+    inputs=_model_inputs,
+    velocity=unpack,
+    tokens=lambda limits: {"text_encoder": CLIP_TOKENS, "text_encoder_2": T5_TOKENS},
     prompt_tokens={"tokenizer": CLIP_TOKENS, "tokenizer_2": T5_TOKENS},
     shapes=lambda network, tokens: {
         "text": (T5_TOKENS, network["joint_attention_dim"]), "pooled": (network["pooled_projection_dim"],),

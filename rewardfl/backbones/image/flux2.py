@@ -78,13 +78,13 @@ FLUX2_KLEIN = ImageModelSpec(
     },
     encoders={"text_encoder": Qwen3ForCausalLM},
     encode=_encode,
-    ask=_model_inputs,
-    answer=unpack,
+    inputs=_model_inputs,
+    velocity=unpack,
     vae=AutoencoderKLFlux2,
     decode=_decode,
     encode_image=_encode_image,
     mu=_mu,
-    tokens=lambda configs: {"text_encoder": TOKENS},
+    tokens=lambda limits: {"text_encoder": TOKENS},
     prompt_tokens={"tokenizer": TOKENS - 3},  # "<|im_start|>user\n" comes before the prompt
     shapes=lambda network, tokens: {"text": (TOKENS, network["joint_attention_dim"])},
 )  # fmt: skip

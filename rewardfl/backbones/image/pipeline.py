@@ -42,7 +42,6 @@ PATCH = 2  # latents on a side of one token
 
 # configurations of published models by their names: pipeline folders without weights; docs/images.md has the sources
 PUBLISHED = Path(__file__).parent / "published"
-Configs = Mapping[str, Mapping[str, Any]]  # by part: its config.json
 
 # short names of the layers: of the image's stream, and of a separate text stream
 ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0"}
@@ -78,16 +77,16 @@ class ImageModelSpec:
     """One architecture of text-to-image models.
 
     published: its name. pipeline: diffusers' class. mixin: that pipeline's LoRA loader. encoders, tokenizers: of the
-    text, by the pipeline's names. encode: (a pipeline of only these, prompt, device) -> conditioning. ask: (latents
+    text, by the pipeline's names. encode: (a pipeline of only these, prompt, device) -> conditioning. inputs: (latents
     (B, C, h, w), times (B,) from 1000 to 0, conditioning, embedded guidance) -> the network's arguments by name.
-    answer: (its output, these latents) -> velocity, of their shape. guide: as in Backbone, at the pipeline's own scale;
-    not called at 1 (no guidance); None for the formula there. vae: its class. decode: (vae, sampled latents)
+    velocity: (its output, these latents) -> velocity, of their shape. guide: as in Backbone, at the pipeline's own
+    scale; not called at 1 (no guidance); None for the formula there. vae: its class. decode: (vae, sampled latents)
     -> pixels, both of one frame. encode_image: the inverse, by the mode of its posterior.
 
     sigmas: (steps) -> the scheduler's argument in the pipeline, None for its default. mu: (tokens, steps, the
     scheduler's configuration) -> the logarithm of a shift by size. longest_side: of images in latents, by the
-    network's configuration, None for any. tokens: (configurations) -> {text encoder, or a module of it: the length of a
-    prompt in it}. prompt_tokens: {tokenizer: tokens of a plain prompt that are read}; one of two equal tokenizers.
+    network's configuration, None for any. tokens: (limits) -> {text encoder, or a module of it: the length of a prompt
+    in it}. prompt_tokens: {tokenizer: tokens of a plain prompt that are read}; one of two equal tokenizers.
     shapes: (the network's configuration, tokens) -> the shapes of `encode`'s output, for one sample. streams:
     as in ExpertOnMeta.
     """
@@ -100,9 +99,9 @@ class ImageModelSpec:
     layer_names: Mapping[str, str]
     encoders: Mapping[str, type[PreTrainedModel]]
     encode: Callable[[Any, str, torch.device], Conditioning]
-    ask: Callable[[Tensor, Tensor, Conditioning, float | None], dict[str, Any]]
-    answer: Callable[[Any, Tensor], Tensor]
-    tokens: Callable[[Configs], Mapping[str, int]]
+    inputs: Callable[[Tensor, Tensor, Conditioning, float | None], dict[str, Any]]
+    velocity: Callable[[Any, Tensor], Tensor]
+    tokens: Callable[[Mapping[str, int]], Mapping[str, int]]
     prompt_tokens: Mapping[str, int]
     shapes: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, tuple[int, ...]]]
     tokenizers: tuple[str, ...] = ("tokenizer",)
@@ -121,30 +120,13 @@ class ImageModel(Backbone):
     """The Backbone of an image model. Its conditioning is its spec's.
 
     configs: by part, with the scheduler's and the tokenizers'. guidance: the network's input, None for a network
-    without it.
+    without it. spatial: the pixels on a side of one latent.
     """
 
-    kind: ImageModelSpec
-    configs: Configs
+    spec: ImageModelSpec
+    configs: Mapping[str, Mapping[str, Any]]
     guidance: float | None
-
-    @property
-    def block_classes(self) -> tuple[str, ...]:
-        return self.kind.block_classes
-
-    @property
-    def layer_names(self) -> Mapping[str, str]:
-        return self.kind.layer_names
-
-    @property
-    def spatial(self) -> int:
-        """Return the pixels on a side of one latent."""
-        vae = self.configs["vae"]
-        return 2 ** len(vae.get("temperal_downsample") or vae["block_out_channels"][1:])
-
-    @property
-    def pixels_per_token(self) -> int:
-        return self.spatial * PATCH
+    spatial: int
 
     def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:
         """Return the stock scheduler's steps, as in the stock pipeline; a given shift is the same at all sizes."""
@@ -152,8 +134,8 @@ class ImageModel(Backbone):
         scheduler = FlowMatchEulerDiscreteScheduler.from_config({**self.configs["scheduler"], **fixed})
         config, (height, width) = scheduler.config, latent_shape[2:]
         tokens = height // PATCH * (width // PATCH)
-        mu = self.kind.mu(tokens, steps, config) if config.use_dynamic_shifting else None
-        scheduler.set_timesteps(steps, sigmas=self.kind.sigmas(steps), mu=mu)
+        mu = self.spec.mu(tokens, steps, config) if config.use_dynamic_shifting else None
+        scheduler.set_timesteps(steps, sigmas=self.spec.sigmas(steps), mu=mu)
         return Schedule(scheduler.sigmas, scheduler.timesteps, self.experts * steps)
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> Shape:
@@ -162,12 +144,12 @@ class ImageModel(Backbone):
         return (channels, num_frames, height // self.spatial, width // self.spatial)
 
     def check_clips(self, height: int, width: int, num_frames: int, max_pixels: int | None = None) -> None:
-        side = self.kind.longest_side(self.configs[EXPERT])
+        side = self.spec.longest_side(self.configs[EXPERT])
         problems = stock.size_problems(
             height, width, max_pixels, multiple=self.pixels_per_token, longest=side and side * self.spatial
         )
         if num_frames != 1:
-            problems.append(f"data.num_frames must be 1, got {num_frames}: {self.kind.published} makes images")
+            problems.append(f"data.num_frames must be 1, got {num_frames}: {self.spec.published} makes images")
         if problems:
             raise InputError("\n".join(problems))
 
@@ -183,24 +165,26 @@ class ImageModel(Backbone):
         return lines
 
     def empty_expert(self, expert: str) -> ModelMixin:
-        return stock.new_on_meta(self.kind.transformer, self.configs[expert])
+        return stock.new_on_meta(self.spec.transformer, self.configs[expert])
 
     def settings(self) -> dict[str, Any]:
         return stock.settings(self.configs)
 
+    @property
+    def _limits(self) -> dict[str, int]:
+        """Return the spec's prompt_tokens; a tokenizer may allow less."""
+        limits = self.spec.prompt_tokens.items()
+        return {name: min(most, self.configs.get(name, {}).get("model_max_length", most)) for name, most in limits}
+
     def prompt_limits(self) -> Mapping[Path, int]:
-        return {
-            self.folder / name: min(most, self.configs.get(name, {}).get("model_max_length", most))
-            for name, most in self.kind.prompt_tokens.items()
-            if self.weight_files
-        }
+        return {self.folder / name: most for name, most in self._limits.items()} if self.weight_files else {}
 
     def on_meta(self, height: int, width: int, num_frames: int) -> OnMeta:
         shape = self.latent_shape(height, width, num_frames)
-        vae = stock.cast(stock.new_on_meta(self.kind.vae, self.configs["vae"]), self.dtype)
-        encoders = {name: stock.new_on_meta(kind, self.configs[name]) for name, kind in self.kind.encoders.items()}
-        text, tokens = stock.cast(nn.ModuleDict(encoders), self.dtype).eval(), self.kind.tokens(self.configs)
-        shapes = self.kind.shapes(self.configs[EXPERT], tokens)
+        vae = stock.cast(stock.new_on_meta(self.spec.vae, self.configs["vae"]), self.dtype)
+        encoders = {name: stock.new_on_meta(cls, self.configs[name]) for name, cls in self.spec.encoders.items()}
+        text, tokens = stock.cast(nn.ModuleDict(encoders), self.dtype).eval(), self.spec.tokens(self._limits)
+        shapes = self.spec.shapes(self.configs[EXPERT], tokens)
         conditioning = {
             name: torch.ones(1, *shape, dtype=torch.long)  # the numbers of a mask are read
             if name == "mask"
@@ -220,7 +204,7 @@ class ImageModel(Backbone):
             decoder=ChunksOnMeta(
                 count=1,
                 latents=latents,
-                run=lambda x, *_: (self.kind.decode(vae, x), []),
+                run=lambda x, *_: (self.spec.decode(vae, x), []),
                 caches=[],
                 vjp_context=FrozenConvolutions,
             ),
@@ -237,15 +221,15 @@ class ImageModel(Backbone):
         guidance = 1.0 if self.configs[EXPERT].get("guidance_embeds") else None
 
         def run(model: ModelMixin) -> Tensor:
-            inputs = self.kind.ask(flat, time, conditioning, guidance)
-            return self.kind.answer(model(**inputs, return_dict=False)[0], flat)
+            inputs = self.spec.inputs(flat, time, conditioning, guidance)
+            return self.spec.velocity(model(**inputs, return_dict=False)[0], flat)
 
-        kinds: dict[tuple[str, tuple], list[int]] = {}
+        equal_blocks: dict[tuple[str, tuple], list[int]] = {}
         for name, blocks in _block_lists(self.empty_expert(EXPERT), self.block_classes):
             for i, block in enumerate(blocks):
-                kinds.setdefault((name, tuple(value.shape for value in block.parameters())), []).append(i)
-        builds = [(partial(self._one_block, name, equal[0]), len(equal)) for (name, _), equal in kinds.items()]
-        streams = self.kind.streams
+                equal_blocks.setdefault((name, tuple(value.shape for value in block.parameters())), []).append(i)
+        builds = [(partial(self._one_block, name, equal[0]), len(equal)) for (name, _), equal in equal_blocks.items()]
+        streams = self.spec.streams
         return tuple(ExpertOnMeta(count=n, build=build, x=flat, run=run, streams=streams) for build, n in builds)
 
     def _one_block(self, name: str, index: int, adapter: Adapter | None) -> ModelMixin:
@@ -266,35 +250,35 @@ class ImageModel(Backbone):
     def text_encoder(self, device: torch.device) -> Callable[[str], Conditioning]:
         parts: dict[str, Any] = {EXPERT: None, "vae": None}
         parts["scheduler"] = FlowMatchEulerDiscreteScheduler.from_config(dict(self.configs["scheduler"]))
-        for name in self.kind.tokenizers:
+        for name in self.spec.tokenizers:
             parts[name] = AutoTokenizer.from_pretrained(self.folder / name, local_files_only=True)
-        for name, kind in self.kind.encoders.items():
-            parts[name] = self._load(name, kind)
-        pipe = stock.pipeline_class(self.kind.pipeline)(**parts).to(device)
+        for name, cls in self.spec.encoders.items():
+            parts[name] = self._load(name, cls)
+        pipe = stock.pipeline_class(self.spec.pipeline)(**parts).to(device)
 
         @torch.no_grad()
         def encode(prompt: str) -> Conditioning:
-            return self.kind.encode(pipe, prompt, device)
+            return self.spec.encode(pipe, prompt, device)
 
         return encode
 
     def video_encoder(self, device: torch.device) -> Callable[[Tensor], Tensor]:
-        vae = self._load("vae", self.kind.vae).to(device)
+        vae = self._load("vae", self.spec.vae).to(device)
 
         @torch.no_grad()
         def encode_video(video: Tensor) -> Tensor:
-            return self.kind.encode_image(vae, video.to(device, vae.dtype)).float()
+            return self.spec.encode_image(vae, video.to(device, vae.dtype)).float()
 
         return encode_video
 
     def load_expert(self, name: str) -> ModelMixin:
-        return self._load(name, self.kind.transformer)
+        return self._load(name, self.spec.transformer)
 
     def load_decoder(self, device: torch.device) -> "ImageDecoder":
-        vae = self._load("vae", self.kind.vae)
+        vae = self._load("vae", self.spec.vae)
         vae.encoder = nn.Identity()  # some VAEs count its modules
         vae.quant_conv = None
-        return ImageDecoder(vae.to(device), self.kind.decode)
+        return ImageDecoder(vae.to(device), self.spec.decode)
 
     def collate(self, items: Sequence[Conditioning]) -> Conditioning:
         """Pad texts of several lengths with zeros, which a spec with such texts masks."""
@@ -306,14 +290,14 @@ class ImageModel(Backbone):
         times = schedule.timestep(step, x.device).expand(len(x))  # they stay float32
         cast = {name: value.to(self.dtype) if value.is_floating_point() else value for name, value in given.items()}
         latents = x.squeeze(2).to(self.dtype)
-        output = experts(schedule.experts[step], **self.kind.ask(latents, times, cast, self.guidance))
-        return self.kind.answer(output, latents).to(x.dtype).unsqueeze(2)
+        output = experts(schedule.experts[step], **self.spec.inputs(latents, times, cast, self.guidance))
+        return self.spec.velocity(output, latents).to(x.dtype).unsqueeze(2)
 
     def guide(self, velocity: Tensor, away: Tensor, scale: float) -> Tensor:
-        return (self.kind.guide or super().guide)(velocity, away, scale)
+        return (self.spec.guide or super().guide)(velocity, away, scale)
 
-    def _load(self, part: str, kind: type[nn.Module]) -> Any:
-        model = stock.load_pretrained(kind, self.folder / part, self.dtype)
+    def _load(self, part: str, cls: type[nn.Module]) -> Any:
+        model = stock.load_pretrained(cls, self.folder / part, self.dtype)
         return model.requires_grad_(requires_grad=False).eval()
 
 
@@ -360,30 +344,30 @@ def _block_lists(model: nn.Module, block_classes: Sequence[str]) -> list[tuple[s
     ]
 
 
-def open(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
+def open(spec: ImageModelSpec, name: str, source: Source) -> ImageModel:
     """Open a pipeline folder by its headers. Raise InputError unless the tensors are exactly this model's."""
-    model = describe(kind, name, source)
+    model = describe(spec, name, source)
     if PUBLISHED in model.folder.parents:
         raise InputError(
             f"model.model_paths: {source.model_paths} has no weights; download {model.folder.name} into it, in "
             "diffusers' layout. Without weights there is the estimate of tools/plan_run.py"
         )
-    parts = (EXPERT, "vae", *kind.encoders, *kind.tokenizers)
-    if absent := [part for part in parts if not (model.folder / part).is_dir()]:
+    others = ("vae", *spec.encoders, *spec.tokenizers)
+    if absent := [part for part in (EXPERT, *others) if not (model.folder / part).is_dir()]:
         raise InputError(f"model.model_paths: {model.folder} has no {absent[0]} folder")
     checkpoint = stock.open_network(model.folder / EXPERT)
     shapes = {name: value.shape for name, value in checkpoint.tensors.items()}
     stock.check_tensors(checkpoint.path, shapes, model.empty_expert(EXPERT).state_dict(), "its config.json")
-    for part in ("vae", *kind.encoders):
-        shards.open_checkpoint(model.folder / part)
-    for part in ("vae", *kind.encoders, *kind.tokenizers):
+    for part in others:
+        if part not in spec.tokenizers:
+            shards.open_checkpoint(model.folder / part)
         shards.check_folder(model.folder / part)
-    encoders = [model.folder / part for part in (*kind.encoders, *kind.tokenizers)]
-    weights = {EXPERT: list(checkpoint.files), "text_encoder": encoders, "vae": [model.folder / "vae"]}
+    vae, *encoders = (model.folder / part for part in others)
+    weights = {EXPERT: list(checkpoint.files), "text_encoder": encoders, "vae": [vae]}
     return replace(model, weight_files=weights)
 
 
-def describe(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
+def describe(spec: ImageModelSpec, name: str, source: Source) -> ImageModel:
     """Return the model of a folder's configurations, without weights. Raise InputError for another model's.
 
     For a missing path, they are the configurations of the published model that its last part names.
@@ -400,19 +384,23 @@ def describe(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
     if not (folder / "model_index.json").is_file():
         raise InputError(f"model.model_paths: {folder} is no diffusers pipeline folder (no model_index.json in it)")
     pipeline = stock.read_json(folder / "model_index.json").get("_class_name")
-    if pipeline != kind.pipeline:
+    if pipeline != spec.pipeline:
         raise InputError(
-            f"model.model_name: {name} is {kind.published}, a {kind.pipeline}, but {folder} (model.model_paths) is a "
+            f"model.model_name: {name} is {spec.published}, a {spec.pipeline}, but {folder} (model.model_paths) is a "
             f"{pipeline}; set model.model_name to the model that it is"
         )
-    parts = (EXPERT, "vae", *kind.encoders)
+    parts = (EXPERT, "vae", *spec.encoders)
     configs = {part: stock.read_part_config(folder, part) for part in parts}
     configs["scheduler"] = stock.read_json(folder / "scheduler" / "scheduler_config.json")
-    for part in kind.tokenizers:
+    for part in spec.tokenizers:
         path = folder / part / "tokenizer_config.json"
         if path.is_file() and (length := stock.read_json(path).get("model_max_length")):
             configs[part] = {"model_max_length": length}
-    _check_scheduler(folder, configs["scheduler"])
+    if (scheduler := configs["scheduler"].get("_class_name")) != "FlowMatchEulerDiscreteScheduler":
+        raise InputError(
+            f"{folder}/scheduler/scheduler_config.json: _class_name is {scheduler}, must be "
+            "FlowMatchEulerDiscreteScheduler; give the folder of the published pipeline"
+        )
     guided, guidance = configs[EXPERT].get("guidance_embeds", False), source.embedded_guidance
     if guided and guidance is None:
         raise InputError(f"model.embedded_guidance: {folder} takes a guidance as input; set it (published: 3.5)")
@@ -421,17 +409,11 @@ def describe(kind: ImageModelSpec, name: str, source: Source) -> ImageModel:
         "model.model_id_with_origin_paths": source.origin_paths, "model.min_timestep_boundary": source.boundary,
         "model.distill_lora_high": source.distilled[0], "model.distill_lora_low": source.distilled[1],
     }  # fmt: skip
-    stock.refuse_settings(kind.published, unused)
+    stock.refuse_settings(spec.published, unused)
+    vae = configs["vae"]
+    spatial = 2 ** len(vae.get("temperal_downsample") or vae["block_out_channels"][1:])
     return ImageModel(
-        folder=folder, parts={EXPERT: EXPERT}, dtype=DTYPES[source.dtype], lora_loader=kind.mixin, weight_files={},
-        kind=kind, configs=configs, guidance=guidance,
+        folder=folder, parts={EXPERT: EXPERT}, dtype=DTYPES[source.dtype], lora_loader=spec.mixin, weight_files={},
+        block_classes=spec.block_classes, layer_names=spec.layer_names, pixels_per_token=spatial * PATCH,
+        spec=spec, configs=configs, guidance=guidance, spatial=spatial,
     )  # fmt: skip
-
-
-def _check_scheduler(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise InputError unless only a shift, which may depend on the size, gives the scheduler's sigmas."""
-    sigmas = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas", "stochastic_sampling")
-    expected = {"_class_name": "FlowMatchEulerDiscreteScheduler"} | dict.fromkeys(sigmas, False)
-    for key, value in expected.items():
-        if (config.get(key) or False) != value:
-            raise InputError(f"{folder}/scheduler/scheduler_config.json: {key} is {config[key]!r}, must be {value!r}")

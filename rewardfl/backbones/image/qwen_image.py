@@ -12,6 +12,7 @@ from diffusers.loaders import QwenImageLoraLoaderMixin
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+from rewardfl.backbones import stock
 from rewardfl.backbones.image.flux import pack, unpack
 from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, PATCH, ImageModelSpec, describe, open
 from rewardfl.backbones.protocol import Conditioning
@@ -45,20 +46,14 @@ def _guide(velocity: Tensor, away: Tensor, scale: float) -> Tensor:
     return unpack(guided, velocity.squeeze(2)).unsqueeze(2)
 
 
-def _statistics(vae: AutoencoderKLQwenImage) -> tuple[Tensor, Tensor]:
-    """Return mean and 1 / standard deviation of the latents by channel, (1, C, 1, 1, 1) float32 each."""
-    mean, std = torch.tensor(vae.config.latents_mean), torch.tensor(vae.config.latents_std)
-    return mean.view(1, -1, 1, 1, 1), (1 / std).view(1, -1, 1, 1, 1)
-
-
 def _encode_image(vae: AutoencoderKLQwenImage, image: Tensor) -> Tensor:
     latents = vae.encode(image).latent_dist.mode()
-    mean, scale = _statistics(vae)
+    mean, scale = stock.latent_statistics(vae, torch.float32)
     return (latents - mean.to(latents)) * scale.to(latents)
 
 
 def _decode(vae: AutoencoderKLQwenImage, latents: Tensor) -> Tensor:
-    mean, scale = _statistics(vae)
+    mean, scale = stock.latent_statistics(vae, torch.float32)
     return vae.decode(latents / scale.to(latents) + mean.to(latents), return_dict=False)[0]
 
 
@@ -71,13 +66,13 @@ QWEN_IMAGE = ImageModelSpec(
     layer_names={**ATTENTION, "ffn.0": "img_mlp.net.0.proj", "ffn.2": "img_mlp.net.2", **JOINT},
     encoders={"text_encoder": Qwen2_5_VLForConditionalGeneration},
     encode=_encode,
-    ask=_model_inputs,
-    answer=unpack,
+    inputs=_model_inputs,
+    velocity=unpack,
     guide=_guide,
     vae=AutoencoderKLQwenImage,
     decode=_decode,
     encode_image=_encode_image,
-    tokens=lambda configs: {"text_encoder.model.language_model": TOKENS},  # without its vision part
+    tokens=lambda limits: {"text_encoder.model.language_model": TOKENS},  # without its vision part
     prompt_tokens={"tokenizer": 1024},
     shapes=lambda network, tokens: {"text": (TOKENS, network["joint_attention_dim"]), "mask": (TOKENS,)},
 )  # fmt: skip

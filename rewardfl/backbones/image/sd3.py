@@ -12,7 +12,7 @@ from diffusers.loaders import SD3LoraLoaderMixin
 from torch import Tensor
 from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
-from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, Configs, ImageModelSpec, describe, open
+from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, ImageModelSpec, describe, open
 from rewardfl.backbones.protocol import Conditioning
 
 T5_TOKENS = 256  # a prompt's length in diffusers' pipeline
@@ -35,13 +35,6 @@ def _model_inputs(x: Tensor, times: Tensor, conditioning: Conditioning, guidance
     }
 
 
-def _tokens(configs: Configs) -> dict[str, int]:
-    """Return the padded lengths of prompts in diffusers' pipeline; a tokenizer may allow less."""
-    lengths = {"tokenizer": 77, "tokenizer_3": T5_TOKENS}
-    clip, t5 = (min(most, configs.get(name, {}).get("model_max_length", most)) for name, most in lengths.items())
-    return {"text_encoder": clip, "text_encoder_2": clip, "text_encoder_3": t5}
-
-
 SD3 = ImageModelSpec(
     published="Stable Diffusion 3",
     pipeline="StableDiffusion3Pipeline",
@@ -56,11 +49,14 @@ SD3 = ImageModelSpec(
     },
     tokenizers=("tokenizer", "tokenizer_2", "tokenizer_3"),
     encode=_encode,
-    ask=_model_inputs,
-    answer=lambda output, x: output,
+    inputs=_model_inputs,
+    velocity=lambda output, x: output,
     sigmas=lambda steps: None,
     longest_side=lambda network: network["pos_embed_max_size"] * network["patch_size"],
-    tokens=_tokens,
+    tokens=lambda limits: {
+        "text_encoder": limits["tokenizer"], "text_encoder_2": limits["tokenizer"],
+        "text_encoder_3": limits["tokenizer_3"],
+    },
     prompt_tokens={"tokenizer": 77, "tokenizer_3": T5_TOKENS},
     shapes=lambda network, tokens: {
         "text": (tokens["text_encoder"] + tokens["text_encoder_3"], network["joint_attention_dim"]),

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from diffusers import ModelMixin, WanTransformer3DModel
@@ -45,24 +45,6 @@ class Wan(Backbone):
     channels: int
     positions: int
     source: Source = Source()
-
-    block_classes: ClassVar = ("WanTransformerBlock",)
-
-    @property
-    def takes_image(self) -> bool:
-        return self.variant.image != "none"
-
-    @property
-    def frame_rate(self) -> float:
-        return self.variant.frame_rate
-
-    @property
-    def layer_names(self) -> Mapping[str, str]:
-        return self.variant.layer_names
-
-    @property
-    def pixels_per_token(self) -> int:
-        return self.spatial * _PATCH
 
     def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:
         """Return the schedule, which is the same for latents of every shape."""
@@ -160,15 +142,12 @@ class Wan(Backbone):
     def video_encoder(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         vae = self.load(["vae"]).vae.to(device)
         skipped = int(self.variant.image == "frame")
-        mean, std = (
-            torch.tensor(values, device=device).view(1, -1, 1, 1, 1)
-            for values in (vae.config.latents_mean, vae.config.latents_std)
-        )
+        mean, scale = stock.latent_statistics(vae, torch.float32)
 
         @torch.no_grad()
         def encode_video(video: Tensor) -> Tensor:
             posterior = vae.encode(video.to(device, vae.dtype)).latent_dist
-            return ((posterior.mode().float() - mean) * (1.0 / std))[:, :, skipped:]
+            return ((posterior.mode().float() - mean) * scale)[:, :, skipped:]
 
         return encode_video
 
@@ -219,19 +198,18 @@ def open(name: str, source: Source) -> Wan:
     load.check_distilled(loras, experts)
     load_parts = partial(load.load_pipeline, layout, experts, DTYPES[source.dtype], loras, source.distill_mode)
     distillations = {name: [Path(path)] for name, path in zip(DISTILLATIONS, source.distilled, strict=True) if path}
-    return _make_wan(variant, layout.configs, source, load_parts, layout.weight_files(experts) | distillations)
+    weight_files = layout.weight_files(experts) | distillations
+    return replace(_describe(variant, layout.configs, source), load=load_parts, weight_files=weight_files)
 
 
 def describe(name: str, source: Source) -> Wan:
     """Return the model of a folder of configurations, without weights."""
-    return _make_wan(VARIANTS[name], files.find_configs(VARIANTS[name], source.model_paths), source, _refuse_load, {})
+    return _describe(VARIANTS[name], files.find_configs(VARIANTS[name], source.model_paths), source)
 
 
-def _make_wan(
-    variant: Variant, folder: Path, source: Source, load_parts: Load, weight_files: Mapping[str, list[Path]]
-) -> Wan:
+def _describe(variant: Variant, folder: Path, source: Source) -> Wan:
     vae, *networks = (stock.read_part_config(folder, part) for part in ("vae", *variant.parts.values()))
-    two, boundary = len(variant.experts) > 1, source.boundary
+    two, boundary, spatial = len(variant.experts) > 1, source.boundary, vae.get("scale_factor_spatial", 8)
     of_two = {"model.min_timestep_boundary": boundary, "model.distill_lora_low": source.distilled[1]}
     unused = {"model.embedded_guidance": source.embedded_guidance} | ({} if two else of_two)
     stock.refuse_settings(variant.published, unused)
@@ -240,11 +218,16 @@ def _make_wan(
         parts=variant.parts,
         dtype=DTYPES[source.dtype],
         lora_loader=WanLoraLoaderMixin,
-        weight_files=weight_files,
+        weight_files={},
+        block_classes=("WanTransformerBlock",),
+        layer_names=variant.layer_names,
+        pixels_per_token=spatial * _PATCH,
+        takes_image=variant.image != "none",
+        frame_rate=variant.frame_rate,
         variant=variant,
-        load=load_parts,
+        load=_refuse_load,
         boundary=files.boundary_ratio(folder) if two and boundary is None else boundary,
-        spatial=vae.get("scale_factor_spatial", 8),
+        spatial=spatial,
         temporal=vae.get("scale_factor_temporal", 4),
         channels=vae.get("z_dim", 16),
         positions=min(network.get("rope_max_seq_len", 1024) for network in networks),

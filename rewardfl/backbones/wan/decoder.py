@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
+from rewardfl.backbones import stock
 from rewardfl.backbones.protocol import Caches, Conditioning, DecodeCaches, Decoded
 from rewardfl.memory.convolutions import FrozenConvolutions
 from rewardfl.memory.host_pool import OffloadedTensors, host_pool
@@ -187,9 +188,7 @@ class WanDecoder:
 
         diffusers' pipeline divides by 1 / std; the same roundings give the same pixels.
         """
-        statistics = [self.vae.config.latents_mean, self.vae.config.latents_std]
-        mean, std = torch.tensor(statistics, dtype=self.vae.dtype, device=self.vae.device).view(2, 1, -1, 1, 1, 1)
-        return mean, 1.0 / std
+        return stock.latent_statistics(self.vae, self.vae.dtype)
 
 
 def run_chunk(vae: AutoencoderKLWan, x: Tensor, caches: Caches, *, forget: bool = False) -> tuple[Tensor, Caches]:

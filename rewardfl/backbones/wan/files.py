@@ -69,13 +69,13 @@ def find_files(variant: Variant, source: Source) -> Layout:
     their order. Each of its entries is a file, a folder of shards, an index.json or a list of shards, relative to the
     json file. origin_paths: "repository:pattern,..." as in DiffSynth and ROLL, from the local hub cache or downloaded.
     """
+    path = Path(source.model_paths)
     if source.origin_paths:
         configs, parts = published(variant), _find_in_hub(variant, source)
-    elif Path(source.model_paths).suffix == ".json" and Path(source.model_paths).is_file():
-        configs, parts = find_configs(variant, source.model_paths), _read_paths(variant, Path(source.model_paths))
+    elif path.suffix == ".json" and path.is_file():
+        configs, parts = find_configs(variant, source.model_paths), _read_paths(variant, path)
     else:
-        configs = Path(source.model_paths)
-        parts = _find_in_folder(variant, configs, source)
+        configs, parts = path, _find_in_folder(variant, path, source)
     experts = {name: parts[key] for name, key in zip(variant.experts, variant.original_parts, strict=False)}
     return Layout(
         variant=variant, configs=configs, experts=experts, text_encoder=parts["text_encoder"][0], vae=parts["vae"][0],

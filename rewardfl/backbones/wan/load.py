@@ -192,7 +192,7 @@ def read_distilled(experts: Sequence[str], first: str, second: str) -> list[Lora
         loras += lora_files.assign_expert(adapters, expert)
     if crossed == 2:
         raise InputError(f"{both} have each other's names; swap them, or rename the files")
-    if len(loras) == 2 and _same_lora(*loras):
+    if first and first == second:
         raise InputError(f"{both} are the same LoRA; each expert has its own")
     return loras
 
@@ -204,10 +204,3 @@ def check_distilled(loras: Sequence[Lora], checkpoints: Mapping[str, Checkpoint]
         merge.updates_by_tensor(checkpoint, [(adapter, 1.0)])
         if lora_files.is_merged(adapter, checkpoint.metadata):
             raise InputError(f"{adapter.path} is merged into {checkpoint.path} already; remove it from the settings")
-
-
-def _same_lora(first: Lora, second: Lora) -> bool:
-    name = next(iter(first.updates))
-    a, b = first.updates[name].sources(), second.updates[name].sources() if name in second.updates else {}
-    load = lora_files.load_tensor
-    return a.keys() == b.keys() and all(torch.equal(load(a[role]), load(b[role])) for role in a)

@@ -33,7 +33,7 @@ class AestheticReward(FrameReward):
         if model.config.projection_dim != WIDTH:
             raise ValueError(
                 f"{model_dir} embeds images in {model.config.projection_dim} numbers, the aesthetic head takes "
-                f"{WIDTH}: those of CLIP ViT-L/14"
+                f"{WIDTH}; give CLIP ViT-L/14"
             )
         self.image = ImageTower(model)
 

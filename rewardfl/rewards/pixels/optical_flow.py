@@ -54,11 +54,7 @@ class OpticalFlowReward(Reward):
         if (wanted_flow is None) != (wanted_reversals is None):
             raise ValueError("wanted_flow and wanted_reversals stand for the real clip's together; give both or none")
         self.reversals = reversals
-        self.target = None if wanted_flow is None or wanted_reversals is None else (wanted_flow, wanted_reversals)
-
-    @property
-    def compares_with(self) -> str:
-        return "motion" if self.target is None else "nothing"
+        self.wanted_flow, self.wanted_reversals = wanted_flow, wanted_reversals
 
     @classmethod
     def comparison(cls, settings: Mapping[str, Any]) -> str:
@@ -67,8 +63,8 @@ class OpticalFlowReward(Reward):
     @torch.no_grad()
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
         """Return mean length of flow, in pixels per shrunk frame, and reversals, of the real clip or the settings."""
-        if self.target is not None:
-            return {name: torch.tensor(value) for name, value in zip(("flow", "reversals"), self.target, strict=True)}
+        if self.wanted_flow is not None:
+            return {"flow": torch.tensor(self.wanted_flow), "reversals": torch.tensor(self.wanted_reversals)}
         if video.shape[1] < 2:
             return None
         fields = lucas_kanade(video)
@@ -77,8 +73,8 @@ class OpticalFlowReward(Reward):
 
     def fingerprint(self) -> dict[str, object]:
         """Return the settings of the flow and the wanted motion, but not the weight of reversals."""
-        fingerprint: dict[str, object] = {"name": self.name, "flow": [FLOW_SIDE, _WINDOW, FLAT]}
-        return fingerprint if self.target is None else fingerprint | {"wanted": list(self.target)}
+        target = {} if self.wanted_flow is None else {"wanted": [self.wanted_flow, self.wanted_reversals]}
+        return {"name": self.name, "flow": [FLOW_SIDE, _WINDOW, FLAT], **target}
 
     def forward(self, video: Tensor, batch: Sequence[Mapping[str, Tensor] | None]) -> RewardOutput:
         with torch.autocast(video.device.type, enabled=False):

@@ -3,7 +3,6 @@
 wire.py describes the format, docs/rewards_remote.md the setup.
 """
 
-import json
 import math
 import os
 import random
@@ -19,7 +18,9 @@ from torch import Tensor
 
 from rewardfl import data
 from rewardfl.config.fields import Count, Positive, Whole, must_be
+from rewardfl.files import escape_control
 from rewardfl.rewards.base import Reference, Reward, RewardOutput, Unavailable
+from rewardfl.rewards.frames import to_uint8_frames
 from rewardfl.rewards.remote import wire
 from rewardfl.rewards.remote.wire import Clip
 from rewardfl.rewards.settings import on_this_machine
@@ -94,10 +95,6 @@ class RemoteReward(Reward):
         self.random = random.Random()  # the global one belongs to the training, which resumes exactly
         self._tls = ssl.create_default_context()  # the system's certificates
 
-    @property
-    def compares_with(self) -> str:
-        return self.comparison({"send_reference": self.send_reference})
-
     @classmethod
     def comparison(cls, settings: Mapping[str, Any]) -> str:
         return "clip" if settings.get("send_reference") else "nothing"
@@ -105,22 +102,21 @@ class RemoteReward(Reward):
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor]:
         """Return prompt (n,) uint8, its UTF-8; with send_reference also frames (F', H, W, 3) uint8 of the real clip."""
         reference = {"prompt": torch.tensor(list(prompt.encode()), dtype=torch.uint8)}
-        return reference | {"frames": self._frames(video)} if self.send_reference else reference
+        if self.send_reference:
+            reference["frames"] = data.to_uint8(video[:, :: self.stride]).cpu().contiguous()
+        return reference
 
     def fingerprint(self) -> dict[str, object]:
         """Return the selection of the real clip's frames; the reference does not depend on the server."""
         return {"name": self.name, "frames": self.stride if self.send_reference else None}
 
     def held(self, video: Tensor, batch: Sequence[Reference]) -> tuple[Tensor, Sequence[Reference]]:
-        """Return the frames to send, (B, F', H, W, 3) uint8, at most a quarter of the pixels' bytes, and references."""
-        # a clip with pixels that are not finite is invalid: as uint8 they would be arbitrary colours
-        finite = video.flatten(1).isfinite().all(1).tolist()
-        frames = torch.stack([self._frames(clip) for clip in video])
-        return frames, [reference if ok else None for reference, ok in zip(batch, finite, strict=True)]
+        """Return the frames to send, (B, F', H, W, 3) uint8, and references, as to_uint8_frames."""
+        return to_uint8_frames(video, batch, slice(None, None, self.stride))
 
     @torch.no_grad()
     def forward(self, video: Tensor, batch: Sequence[Reference]) -> RewardOutput:
-        """Score videos (B, 3, F, H, W) in [-1, 1], or the output of `held` for them."""
+        """Score videos (B, 3, F, H, W) in [-1, 1], or the output of `held` for them, on the CPU."""
         frames, references = (video, batch) if video.dtype == torch.uint8 else self.held(video, batch)
         clips = {
             i: Clip(frames[i], bytes(values["prompt"].tolist()).decode(), values.get("frames"))
@@ -129,20 +125,16 @@ class RemoteReward(Reward):
         }
         score, valid = torch.zeros(len(video)), torch.zeros(len(video), dtype=torch.bool)
         parts: dict[str, Tensor] = {}
-        for group, body in pack_requests(list(clips), clips, self.max_bytes, self.place):
-            answer = self._request(body)
+        for group, body in pack_requests(list(clips), clips, self.max_bytes, self.place) if clips else ():
+            response = self._request(body)
             try:
-                score[group], valid[group], group_parts = wire.unpack_answer(answer, len(group))
+                score[group], valid[group], group_parts = wire.unpack_answer(response, len(group))
             except wire.WireError as error:
                 message = f"the answer to {len(group)} clips breaks the format: {error}"
                 raise self._error(f"{message}; is that tools/serve_reward.py of this release?") from None
             for name, values in group_parts.items():
                 parts.setdefault(name, torch.full((len(video),), math.nan))[group] = values
-        parts = {name: values.to(video.device) for name, values in parts.items()}
-        return RewardOutput(score.to(video.device), valid.to(video.device), parts)
-
-    def _frames(self, video: Tensor) -> Tensor:
-        return data.to_uint8(video[:, :: self.stride]).cpu().contiguous()
+        return RewardOutput(score, valid, parts)
 
     def _request(self, body: bytes) -> bytes:
         """Send POST /score until its status is 200, and return the response's body.
@@ -156,26 +148,27 @@ class RemoteReward(Reward):
                 self.sleep(min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE) * (0.5 + self.random.random()))
             status = 0
             try:
-                answer = httpx.post(
+                response = httpx.post(
                     self.url + "/score", content=body, headers=headers, timeout=self.timeout, verify=self._tls,
                     trust_env=False,
                 )  # fmt: skip
-                status, problem = answer.status_code, f"status {answer.status_code}: {_message(answer.content)}"
+                message = escape_control(response.text[:1000]).replace("\n", " ")
+                status, problem = response.status_code, f"status {response.status_code}: {message}"
             except httpx.TimeoutException:
                 problem = f"no answer in {self.timeout:g} s ({self.place}.timeout)"
             except httpx.RequestError as error:
                 problem = f"{type(error).__name__}: {error}"
             if status == 200:
-                return answer.content
+                return response.content
             if 0 < status < 500:
                 raise self._error(f"POST /score: {problem}")
         # 500: the reward raised, maybe for one clip
-        kind = RewardServerError if status == 500 else ServerUnavailableError
+        error_class = RewardServerError if status == 500 else ServerUnavailableError
         advice = f"look at the server's log, and whether {self.url}/health answers this machine"
-        raise self._error(f"POST /score failed {attempt + 1} times; the last time: {problem}; {advice}", kind)
+        raise self._error(f"POST /score failed {attempt + 1} times; the last time: {problem}; {advice}", error_class)
 
-    def _error(self, message: str, kind: type[RewardServerError] = RewardServerError) -> RewardServerError:
-        return kind(f"{self.place}.url {self.url}: {message}")
+    def _error(self, message: str, error_class: type[RewardServerError] = RewardServerError) -> RewardServerError:
+        return error_class(f"{self.place}.url {self.url}: {message}")
 
 
 def pack_requests(
@@ -185,23 +178,15 @@ def pack_requests(
 
     Raise ValueError for a clip that is too large by itself. place: the key of the settings, for messages.
     """
-    body = wire.pack_request([clips[i] for i in samples]) if samples else b""
-    if len(body) > limit and len(samples) == 1:
+    body = wire.pack_request([clips[i] for i in samples])
+    if len(body) <= limit:
+        yield samples, body
+        return
+    if len(samples) == 1:
         raise ValueError(
             f"{place}.max_bytes is {limit}, and a request with one clip has {len(body)} bytes; raise it, or send fewer "
             f"frames ({place}.frames: 4)"
         )
-    if len(body) <= limit:
-        yield from [(samples, body)] if samples else []
-        return
     half = len(samples) // 2
     for part in (samples[:half], samples[half:]):
         yield from pack_requests(part, clips, limit, place)
-
-
-def _message(answer: bytes) -> str:
-    """Return the server's message as one line: the error of its JSON, else the start of its text."""
-    try:
-        return repr(str(json.loads(answer)["error"])[:1000])[1:-1]
-    except (ValueError, LookupError, TypeError, RecursionError):  # no JSON, or without the key
-        return repr(answer[:80])

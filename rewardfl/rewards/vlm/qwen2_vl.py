@@ -23,7 +23,7 @@ from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLModel
 
 from rewardfl.files import digest_files
 from rewardfl.rewards.base import Reward
-from rewardfl.rewards.clip.network import check_model_type, check_state, list_some, load_tokenizer, load_weights
+from rewardfl.rewards.clip.network import check_model_type, check_state, load_tokenizer, load_weights
 
 Dtype = Literal["bfloat16", "float32"]
 
@@ -75,8 +75,8 @@ def read_text(path: str | Path, question: Question) -> str:
     text = "".join(strings.get(name, "") for name in question.literals)
     if hashlib.sha256(text.encode()).hexdigest() != question.digest:
         raise ValueError(
-            f"{path}: {' + '.join(question.literals)} is another text than that of {question.source}, on which the "
-            "weights were trained; fetch that file"
+            f"{path}: {' + '.join(question.literals)} is not the text of {question.source}, on which the weights were "
+            "trained; fetch that file"
         )
     return text
 
@@ -160,14 +160,7 @@ class Judge(nn.Module):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
     def ask(self, prompt: str) -> Tensor:
-        """Return the tokens (L,) of the question about a clip of this prompt, with one placeholder for the images.
-
-        Raise ValueError for a prompt with one of the tokenizer's special tokens.
-        """
-        if special := [token for token in self.tokenizer.get_added_vocab() if token in prompt]:
-            raise ValueError(
-                f"the prompt {prompt!r} has {list_some(special)} in it, which Qwen2-VL reserves for itself"
-            )
+        """Return the tokens (L,) of the question about a clip of this prompt, with one placeholder for the images."""
         # Qwen2-VL-Instruct's chat template for an image and a text, up to the start of the answer
         turns = (
             "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>"

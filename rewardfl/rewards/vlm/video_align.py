@@ -5,12 +5,13 @@ File and line numbers refer to github.com/KwaiVGI/VideoAlign at commit 219ab9d.
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import AliasPath, BaseModel, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field
 from torch import Tensor, nn
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
@@ -19,6 +20,7 @@ from rewardfl.rewards.base import Reference, RewardOutput, score_clips
 from rewardfl.rewards.clip.network import normalise, unit_range
 from rewardfl.rewards.settings import ExistingPath
 from rewardfl.rewards.vlm.qwen2_vl import Dtype, LoraScale, Question, QuestionReward, load_judge
+from rewardfl.weights.shards import read_json_object
 
 _PARTS = ("vq", "mq", "ta")  # the order of the tokens and of the head's rows, train_reward.py:95
 
@@ -81,10 +83,8 @@ class VideoAlignReward(QuestionReward):
         )  # fmt: skip
         if checkpointing:
             self.judge.recompute()
-        statistics = self.trained.inference_config
-        norm = torch.tensor(list(statistics.model_dump().values()) if statistics else [0.0] * 3 + [1.0] * 3)
-        for name, values in (("chosen", torch.tensor(weights)), ("mean", norm[:3]), ("std", norm[3:])):
-            self.register_buffer(name, values, persistent=False)
+        for name, values in (("chosen", weights), ("mean", self.trained.mean), ("std", self.trained.std)):
+            self.register_buffer(name, torch.tensor(values), persistent=False)
 
     def forward(self, video: Tensor, batch: Sequence[Reference]) -> RewardOutput:
         with torch.autocast(video.device.type, enabled=False):
@@ -116,7 +116,7 @@ def weigh_parts(parts: Mapping[Any, float]) -> list[float]:
         raise ValueError(f"reward 'video_align': parts must be weights, at least one of them positive, got {parts!r}")
     if weights[1:] == [0, 0]:
         warnings.warn(
-            "reward 'video_align' with vq alone: videos that are trained on it become animation (DanceGRPO issue 74; "
+            "reward 'video_align' with only vq: videos that are trained on it become animation (DanceGRPO issue 74; "
             "its author calls that typical); give mq a weight, too, and look at the videos",
             stacklevel=3,
         )
@@ -136,58 +136,44 @@ def sampled_frames(count: int, fps: float, sample_fps: float, frames: int | None
     return torch.linspace(0, count - 1, even).round().int().tolist()
 
 
-def _key(section: str, name: str, default: Any = ...) -> Any:
-    """Return the field of a model that is this key of a section of the file."""
-    return Field(default, validation_alias=AliasPath(section, name))
-
-
-class Statistics(BaseModel):
-    """Mean and deviation of each part on the authors' data."""
-
-    VQ_mean: float
-    MQ_mean: float
-    TA_mean: float
-    VQ_std: PositiveFloat
-    MQ_std: PositiveFloat
-    TA_std: PositiveFloat
-
-
-class TrainingConfig(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
     """The settings in model_config.json of a model that was trained on this question.
 
     fps: frames a second that the model is given; frames: their number instead, or None. pixels: maximum of a frame.
-    outputs: rows of the head.
+    outputs: rows of the head. lora: its rank and factor, None without a LoRA. mean, std: of vq, mq and ta on the
+    authors' data.
     """
 
-    fps: PositiveFloat = _key("data_config", "fps")
-    frames: int | None = _key("data_config", "num_frames", None)
-    pixels: int = _key("data_config", "max_frame_pixels")
-    template: Literal["detailed_special"] = _key("data_config", "prompt_template_type")
-    sampling: Literal["uniform"] = _key("data_config", "sample_type", "uniform")
-    outputs: int = _key("model_config", "output_dim")
-    special_tokens: Literal[True] = _key("model_config", "use_special_tokens")
-    lora_enable: bool = _key("peft_lora_config", "lora_enable")
-    lora_r: PositiveInt = _key("peft_lora_config", "lora_r")
-    lora_alpha: float = _key("peft_lora_config", "lora_alpha")
-    use_rslora: bool = _key("peft_lora_config", "use_rslora", default=False)
-    inference_config: Statistics | None = None  # None: the parts are not normalised (inference.py:68)
-
-    @property
-    def lora(self) -> LoraScale | None:
-        """Return the LoRA's rank and factor, None without a LoRA."""
-        factor = self.lora_alpha / (self.lora_r**0.5 if self.use_rslora else self.lora_r)
-        return (self.lora_r, factor) if self.lora_enable else None
+    fps: float
+    frames: int | None
+    pixels: int
+    outputs: int
+    lora: LoraScale | None
+    mean: list[float]
+    std: list[float]
 
 
 def read_training_config(path: Path) -> TrainingConfig:
     """Read model_config.json. Raise ValueError for a missing or other file, or a model of another question."""
+    config = read_json_object(path)
     try:
-        return TrainingConfig.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error}); KwaiVGI/VideoReward has it next to checkpoint-*") from error
-    except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        raise ValueError(f"{path} is not as KwaiVGI/VideoReward has it: {problems}") from error
+        data, model, lora = (config[section] for section in ("data_config", "model_config", "peft_lora_config"))
+        if data["prompt_template_type"] != "detailed_special" or not model["use_special_tokens"]:
+            raise ValueError(f"{path}: this model was trained on another question; give KwaiVGI/VideoReward")
+        statistics, rank = config["inference_config"], lora["lora_r"]
+        factor = lora["lora_alpha"] / (rank**0.5 if lora.get("use_rslora") else rank)
+        return TrainingConfig(
+            fps=data["fps"],
+            frames=data.get("num_frames"),
+            pixels=data["max_frame_pixels"],
+            outputs=model["output_dim"],
+            lora=(rank, factor) if lora["lora_enable"] else None,
+            mean=[statistics[f"{part.upper()}_mean"] for part in _PARTS],
+            std=[statistics[f"{part.upper()}_std"] for part in _PARTS],
+        )
+    except KeyError as error:
+        raise ValueError(f"{path} lacks {error}, which KwaiVGI/VideoReward has; fetch its file") from error
 
 
 def newest_checkpoint(folder: Path) -> Path:

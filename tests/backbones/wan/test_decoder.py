@@ -28,12 +28,11 @@ def test_decode_equals_diffusers():
     vae, latents = sample(torch.float32)
     with torch.no_grad():
         expected = vae.decode(denormalised(vae, latents)).sample
-    assert torch.equal(WanDecoder(vae).decode(latents), expected)
-    assert WanDecoder(vae).decode(latents).shape == (2, 3, FRAMES, 32, 32)
+    assert torch.equal(WanDecoder(vae).decode(latents), expected) and expected.shape == (2, 3, FRAMES, 32, 32)
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_vjp_equals_autograd(given):
+@pytest.mark.parametrize("with_caches", [True, False])
+def test_vjp_equals_autograd(with_caches):
     vae, latents = sample(torch.float64, scale=3.0)
     leaf = latents.clone().requires_grad_()
     video = vae.decode(denormalised(vae, leaf)).sample
@@ -41,13 +40,14 @@ def test_vjp_equals_autograd(given):
     assert 0.001 < saturated < 0.9  # the clamp's zero gradient is part of what is compared
     cotangent = torch.randn_like(video)
     (expected,) = torch.autograd.grad(video, leaf, cotangent)
-    decoded = WanDecoder(vae).decode_with_caches(latents) if given else None
+    decoded = WanDecoder(vae).decode_with_caches(latents) if with_caches else None
     actual = WanDecoder(vae).vjp(latents, cotangent, decoded)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12 * float(expected.abs().max()))
+    assert all(parameter.grad is None for parameter in vae.parameters())
 
 
-def test_the_residual_decoder_with_a_frame_that_is_given_equals_autograd():
-    """Of TI2V-5B: the first latent frame is the conditioning's, and the gradient is of the others."""
+def test_the_residual_decoder_equals_autograd():
+    """For TI2V-5B: the first latent frame is the conditioning's, and has no gradient."""
     torch.manual_seed(1)
     vae = residual_vae().double()
     first, latents = (3 * torch.randn(2, 48, frames, 4, 4, dtype=torch.float64) for frames in (1, 2))
@@ -63,20 +63,6 @@ def test_the_residual_decoder_with_a_frame_that_is_given_equals_autograd():
         torch.testing.assert_close(decoded.video, video.detach(), rtol=0, atol=1e-13)
         actual = decoder.vjp(latents, cotangent, decoded, given)
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12 * float(expected.abs().max()))
-
-
-@pytest.mark.parametrize("caches", ["offload", "segment"])
-@pytest.mark.slow(2)
-def test_caches_kept_elsewhere_give_the_same_bits(caches):
-    torch.manual_seed(1)
-    vae = random_pipeline().vae
-    latents = 3 * torch.randn(2, 16, 8, 8, 8)
-    decoder = WanDecoder(vae)
-    kept, other = decoder.decode_with_caches(latents), decoder.decode_with_caches(latents, caches=caches)
-    assert torch.equal(other.video, kept.video)
-    assert list(other.caches) == (list(range(8)) if caches == "offload" else [0, 3, 6])
-    cotangent = torch.randn_like(kept.video)
-    assert torch.equal(WanDecoder(vae).vjp(latents, cotangent, other), WanDecoder(vae).vjp(latents, cotangent, kept))
 
 
 def peak_of_vjp(latents):
@@ -104,7 +90,7 @@ def test_a_lean_graph_gives_the_same_bits(residual, dtype, monkeypatch):
     decoder = WanDecoder(vae)
     cotangent = torch.randn(decoder.decode(latents).shape)
     lean = decoder.vjp(latents, cotangent)
-    assert not any("forward" in vars(module) for module in vae.decoder.modules())  # left as it was
+    assert not any("forward" in vars(module) for module in vae.decoder.modules())
     monkeypatch.setattr(wan_decoder, "lean_graph", lambda decoder: contextlib.nullcontext())
     assert torch.equal(lean, decoder.vjp(latents, cotangent))
 
@@ -116,24 +102,25 @@ def test_kept_chunks_are_decoded_once_and_give_the_same_bits(first_given, caches
     vae = residual_vae() if first_given else random_pipeline().vae
     decoder, given = WanDecoder(vae, first_given), {"image": torch.randn(1, vae.config.z_dim, 1, 4, 4)}
     latents = torch.randn(1, vae.config.z_dim, 6, 4, 4)
-    expected = decoder.decode_with_caches(latents, given, caches)
+    expected = decoder.decode_with_caches(latents, given)
     cotangent = torch.randn(expected.video.shape)
-    chunks, run = [], wan_decoder.run_chunk
+    gradient = decoder.vjp(latents, cotangent, expected, given)
+    counts, chunks, run = [], [], wan_decoder.run_chunk
 
     def counted(*arguments, **settings):
         chunks.append(1)
         return run(*arguments, **settings)
 
     monkeypatch.setattr(wan_decoder, "run_chunk", counted)
-    gradient = decoder.vjp(latents, cotangent, expected, given)
-    replayed = len(chunks)
-    for kept in (1, 4, 9):
-        decoded = decoder.decode_with_caches(latents, given, caches, kept)
+    for count in (0, 1, 4, 9):
+        decoded = decoder.decode_with_caches(latents, given, caches, count)
         assert torch.equal(decoded.video, expected.video) and not decoded.video.requires_grad
-        assert len(decoded.caches) <= 6 + first_given - min(kept, 6)
+        first_chunks = range(max(6 - count, 0) + first_given)
+        assert list(decoded.caches) == list(first_chunks[:: 3 if caches == "segment" else 1])
         chunks.clear()
         assert torch.equal(decoder.vjp(latents, cotangent, decoded, given), gradient)
-        assert len(chunks) <= replayed - min(kept, 6)
+        counts.append(len(chunks))
+        assert counts[-1] <= counts[0] - min(count, 6)
 
 
 def test_norms_in_strips_give_the_same_gradient(monkeypatch):
@@ -146,7 +133,8 @@ def test_norms_in_strips_give_the_same_gradient(monkeypatch):
     monkeypatch.setattr(WanRMS_norm, "forward", lambda norm, x: (normed.append(x), forward(norm, x))[1])
     monkeypatch.setattr(wan_decoder, "STRIP", 700)
     strips = decoder.vjp(latents, cotangent)
-    assert max(x.numel() for x in normed if x.requires_grad) < 40 * 32 * 4 * 8 / 8  # of the largest picture
+    recomputed = [x for x in normed if x.requires_grad]
+    assert recomputed and all(x.numel() <= 700 or x.shape[-2] == 1 for x in recomputed)
     assert (strips - whole).abs().max() < 1e-6 * whole.abs().max()
 
 
@@ -155,12 +143,6 @@ def test_a_lean_graph_takes_half_the_memory(monkeypatch):
     lean = peak_of_vjp(latents)
     monkeypatch.setattr(wan_decoder, "lean_graph", lambda decoder: contextlib.nullcontext())
     assert lean < 0.5 * peak_of_vjp(latents)
-
-
-def test_the_decoder_gets_no_gradient():
-    vae, latents = sample(torch.float32)
-    WanDecoder(vae).vjp(latents, torch.ones(2, 3, FRAMES, 32, 32))
-    assert all(p.grad is None for p in vae.parameters())
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])

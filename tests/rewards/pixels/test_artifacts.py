@@ -1,4 +1,4 @@
-"""What tells a picture made to please a reward, on pictures whose answers are known."""
+"""Artifacts on pictures with known values."""
 
 import cv2
 import numpy as np
@@ -37,11 +37,11 @@ def test_a_sine_of_the_period_adds_its_closed_form():
     steps = (2 * np.sin(np.pi / 8)) ** 2  # the energy that differences have of what a picture has at 1 / 8
     for amplitude in (1.0, 2.0):
         expected = 8 * WIDTH * amplitude**2 / 6 * steps / (8**2 * steps + measures.GRAIN)
-        found = [
+        gains = [
             measures.grid(clip(noise(seed=i) + sine(8, amplitude)), [8]) - measures.grid(clip(noise(seed=i)), [8])
             for i in range(8)
         ]
-        assert np.mean(found) == pytest.approx(expected / 8, rel=0.15)
+        assert np.mean(gains) == pytest.approx(expected / 8, rel=0.15)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -55,12 +55,12 @@ def test_a_faint_grid_is_seen_along_either_axis(period, axis):
         assert measures.grid(clip(picture + lines), [8, 16]) > 1.2 * measures.grid(clip(picture), [8, 16])
 
 
-def test_a_pattern_of_another_period_is_no_grid():
+def test_a_pattern_of_another_period_is_not_a_grid():
     for period in (7, 9, 5.5):
         assert measures.grid(clip(noise(3.0) + sine(period, 3.0)), [8]) < 1.1
 
 
-def test_a_picture_without_a_grid_has_one():
+def test_the_ratio_is_one_without_a_grid():
     slope = 40 + 0.9 * X[None] + 0.4 * np.arange(HEIGHT)[:, None]
     blurred = [cv2.GaussianBlur(photo(), (0, 0), sigma) for sigma in (1, 2, 4)]
     edge = np.where(X[None] > 61, 200.0, 30.0) + np.zeros((HEIGHT, 1))
@@ -72,7 +72,7 @@ def test_a_picture_without_a_grid_has_one():
     assert np.mean(many) == pytest.approx(1, abs=0.05)
 
 
-def test_what_the_given_image_shows_is_left_out():
+def test_the_given_image_is_left_out():
     frames = clip(noise())
     frames[0] = clip(noise() + sine(8, 20.0))[1]
     assert measures.measure_artifacts(frames, [8]) == measures.measure_artifacts(clip(noise()), [8])
@@ -80,9 +80,9 @@ def test_what_the_given_image_shows_is_left_out():
 
 def test_axes_that_are_too_small_are_left_out():
     lines = noise(3.0) + sine(8, 4.0)
-    both, one = measures.grid(clip(lines), [8]), measures.grid(clip(lines[:31]), [8])
-    assert one > 1.5 * both  # the mean over both axes is diluted by the one without lines
-    assert one == measures.grid(clip(lines[:24]), [8])  # whole bands alone
+    both_axes, one_axis = measures.grid(clip(lines), [8]), measures.grid(clip(lines[:31]), [8])
+    assert one_axis > 1.5 * both_axes  # the mean over both axes is diluted by the one without lines
+    assert one_axis == measures.grid(clip(lines[:24]), [8])  # only complete bands
     assert np.isnan(measures.grid(clip(lines[:31, :31]), [8])) and not np.isnan(measures.grid(clip(lines[:32]), [8]))
     assert np.isnan(measures.grid(clip(lines[:7]), [8]))  # no band
 
@@ -93,13 +93,13 @@ def test_saturation_and_colour_by_hand():
     frames[1, :2] = [255, 0, 0]
     frames[1, 2:, :2] = [102, 102, 102]
     frames[1, 2:, 2:] = [0, 51, 102]
-    found = measures.measure_artifacts(frames, [8])
-    assert found["saturation"] == pytest.approx(0.5 * 1 + 0.25 * 0 + 0.25 * 0.4)
-    assert (found["red"], found["green"], found["blue"]) == pytest.approx(
+    values = measures.measure_artifacts(frames, [8])
+    assert values["saturation"] == pytest.approx(0.5 * 1 + 0.25 * 0 + 0.25 * 0.4)
+    assert (values["red"], values["green"], values["blue"]) == pytest.approx(
         (0.5 + 0.25 * 0.4, 0.25 * 0.4 + 0.25 * 0.2, 0.25 * 0.4 + 0.25 * 0.4)
     )
 
 
 def test_one_frame_has_nothing_to_measure():
-    found = measures.measure_artifacts(clip(noise())[:1], [8])
-    assert all(np.isnan(list(found.values())))
+    values = measures.measure_artifacts(clip(noise())[:1], [8])
+    assert all(np.isnan(list(values.values())))

@@ -10,6 +10,7 @@ import transformers
 from conftest import ROOT
 
 from rewardfl import backbones, config, lora
+from rewardfl.backbones import stock
 from rewardfl.backbones.image.pipeline import PUBLISHED
 from rewardfl.backbones.protocol import Source
 from rewardfl.training import model_files
@@ -40,7 +41,7 @@ HELD = {
     ("Z-Image", "text_encoder"): 4_022_468_096,
     ("Z-Image", "vae"): 83_819_683,
 }
-# by model.model_name: a published model, and the guidance that it is told
+# by model.model_name: a published model, and its embedded guidance
 MODELS = {
     "sd3": ("stable-diffusion-3.5-medium", None), "flux": ("FLUX.1-dev", 3.5), "qwen_image": ("Qwen-Image", None),
     "flux2_klein": ("FLUX.2-klein-base-4B", None), "z_image": ("Z-Image", None),
@@ -55,29 +56,24 @@ def read(folder, file):
     return json.loads((PUBLISHED / folder / file).read_text())
 
 
-def is_expected(kind, given):
-    """Whether a class of diffusers knows every key: it would ignore the others."""
-    return set(given) <= {*inspect.signature(kind.__init__).parameters, "_class_name"}
+def unknown_keys(cls, config):
+    """Return the keys of a configuration that a class of diffusers would ignore."""
+    return set(config) - {*inspect.signature(cls.__init__).parameters, "_class_name"}
 
 
 @pytest.mark.parametrize("folder, part", HELD)
 def test_sizes_are_those_of_the_published_files(folder, part):
     library, name = read(folder, "model_index.json")[part]
-    given = read(folder, f"{part}/config.json")
-    with torch.device("meta"):
-        if library == "diffusers":
-            kind = getattr(diffusers, name)
-            assert is_expected(kind, given) and given["_class_name"] == name
-            model = kind.from_config(given)
-        else:
-            kind = getattr(transformers, name)
-            model = kind(kind.config_class(**given))
+    settings = read(folder, f"{part}/config.json")
+    cls = getattr({"diffusers": diffusers}.get(library, transformers), name)
+    assert library == "transformers" or (not unknown_keys(cls, settings) and settings["_class_name"] == name)
+    model = stock.new_on_meta(cls, settings)
     saved = model.state_dict().keys()
     buffers = [value for name, value in model.named_buffers() if name in saved]
     assert sum(value.numel() for value in [*model.parameters(), *buffers]) == HELD[folder, part]
 
 
-def test_the_folders_are_whole():
+def test_the_folders_are_complete():
     """The parts that model_index.json names, but for the tokenizers, and nothing else."""
     assert {path.name for path in PUBLISHED.iterdir()} == {folder for folder, _ in HELD}
     for folder in PUBLISHED.iterdir():
@@ -87,28 +83,28 @@ def test_the_folders_are_whole():
         assert parts == {part for other, part in HELD if other == folder.name} | {"scheduler"}
         assert {path.suffix for path in folder.rglob("*") if path.is_file()} == {".json"}
         scheduler = read(folder.name, "scheduler/scheduler_config.json")
-        assert is_expected(getattr(diffusers, scheduler["_class_name"]), scheduler)
+        assert not unknown_keys(getattr(diffusers, scheduler["_class_name"]), scheduler)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_described_by_the_name_of_its_path(name, tmp_path):
-    published, told = MODELS[name]
-    source = Source(model_paths=str(tmp_path / published), embedded_guidance=told)
+    published, guidance = MODELS[name]
+    source = Source(model_paths=str(tmp_path / published), embedded_guidance=guidance)
     backbone = backbones.describe(name, source)
     assert backbone.described_by().startswith(f"{PUBLISHED / published} (published; ")
     assert backbone.latent_shape(512, 512, 1)[1:] == (1, 64, 64)
     with pytest.raises(InputError, match=f"model.model_paths: .*{published} has no weights"):
         backbones.open(name, source)
-    (tmp_path / published).mkdir()  # a folder that is there speaks for itself
-    for ask in (backbones.describe, backbones.open):
+    (tmp_path / published).mkdir()  # an existing folder is used as it is
+    for read_model in (backbones.describe, backbones.open):
         with pytest.raises(InputError, match="model.model_paths: .*no model_index.json"):
-            ask(name, source)
+            read_model(name, source)
 
 
-def test_a_path_that_leads_nowhere_and_names_nothing_is_refused(tmp_path):
-    for ask in (backbones.describe, backbones.open):
+def test_a_path_that_names_no_model_is_refused(tmp_path):
+    for read_model in (backbones.describe, backbones.open):
         with pytest.raises(InputError, match="model.model_paths: .*FLUX.1-def") as refused:
-            ask("flux", Source(model_paths=str(tmp_path / "FLUX.1-def"), embedded_guidance=3.5))
+            read_model("flux", Source(model_paths=str(tmp_path / "FLUX.1-def"), embedded_guidance=3.5))
         assert all(folder in str(refused.value) for folder, _ in HELD)
     with pytest.raises(InputError, match="model.model_name: flux .*QwenImagePipeline"):
         backbones.describe("flux", Source(model_paths=str(tmp_path / "Qwen-Image"), embedded_guidance=3.5))
