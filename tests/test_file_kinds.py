@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rewardfl import data
-from rewardfl.file_kinds import foreign_path_hint
+from rewardfl.file_kinds import foreign_path_hint, wrong_kind
 from rewardfl.rewards.clip.network import load_tokenizer, load_weights
 from rewardfl.rewards.face.onnx_module import read_graph
 from rewardfl.weights import lora_files, shards
@@ -54,6 +54,13 @@ def test_a_wrong_file_is_named(tmp_path, name):
         with pytest.raises(ValueError, match=rf"{name}.*{message}") as error:
             LOADERS[name](tmp_path / name)
         assert "\n" not in str(error.value)
+
+
+def test_a_file_of_the_right_type_passes(tmp_path):
+    """The length in a safetensors file's first bytes may look like a pickle."""
+    path = tmp_path / "model"
+    path.write_bytes(b"\x80\x02" + bytes(6) + b"{}")
+    assert wrong_kind(path).startswith("is a safetensors file") and wrong_kind(path, "safetensors") == ""
 
 
 class Code:

@@ -226,6 +226,7 @@ def test_peak_counts_what_lives_at_once():
 
     assert measure.without_graph(run, [x]).peak == 4000 + 3960
     assert measure.without_graph(lambda: (x * 2, x.add_(1)), [x]).peak == 4000
+    assert measure.without_graph(lambda: x.view(-1), []).peak == 0  # older memory
     leaf = x.clone().requires_grad_()
 
     def peak(graph, **how):

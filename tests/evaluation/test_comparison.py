@@ -101,7 +101,7 @@ def test_two_runs_are_on_one_page(runs, monkeypatch):
     assert "a: latest" in page.text and "evaluation: latest" in page.text
     assert "+0.100 [" in page.text and "+0.200 [" in page.text
     names = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
-    assert names == ["a: base, evaluation: base", "a: latest", "evaluation: latest", "real clips"]
+    assert names == ["a: base\nevaluation: base", "a: latest", "evaluation: latest", "real clips"]
     assert len(page.values("src")) == 1
 
 

@@ -36,12 +36,12 @@ def rollout(rows):
     return CleanRollout(members=members, is_requested=requested, conditioning={}, schedule=SCHEDULE, x0=x0)
 
 
-def draws(rollouts, step=7, moments=(2.0, 3.5), needs_old=True):
+def draw(rollouts, step=7, moments=(2.0, 3.5), needs_old=True):
     policy = Policy(3.0)
     parameters = [policy.weight]
     old = OldPolicy(parameters, lambda update: 0.5)
     old.shadow_params[0].fill_(2.0)
-    made, kept = make_draws(
+    draws, old_velocity = make_draws(
         rollouts, moments, step,
         lambda conditioning, schedule: Velocity(
             backbone=BACKBONE, model=policy, conditioning=conditioning, schedule=schedule
@@ -49,31 +49,31 @@ def draws(rollouts, step=7, moments=(2.0, 3.5), needs_old=True):
         lambda: averaged(old, parameters), torch.device("cpu"), needs_old=needs_old, needs_base=False,
     )  # fmt: skip
     assert policy.weight == 3.0  # the swap is undone
-    return made, kept
+    return draws, old_velocity
 
 
 def test_a_draw_is_x0_with_noise_at_its_moment():
-    made, kept = draws([rollout([1, 2]), rollout([5, 6])])
-    assert [draw.is_last for draw in made] == [False, True] * 2
-    assert [float(draw.sigma) for draw in made[:2]] == [float(SCHEDULE.at(m).sigmas[0]) for m in (2.0, 3.5)]
-    for draw in made:
-        torch.testing.assert_close(draw.x, (1 - draw.sigma) * draw.x0 + draw.sigma * (draw.target + draw.x0))
-        assert torch.equal(draw.old, 2 * draw.x) and torch.equal(draw.velocity(draw.x), 3 * draw.x)
-    assert torch.equal(kept, made[0].old)
-    assert forward_rl.deviation(made[0].velocity(made[0].x), kept).item() == pytest.approx(0.5)
+    draws, old_velocity = draw([rollout([1, 2]), rollout([5, 6])])
+    assert [each.is_last for each in draws] == [False, True] * 2
+    assert [float(each.sigma) for each in draws[:2]] == [float(SCHEDULE.at(m).sigmas[0]) for m in (2.0, 3.5)]
+    for each in draws:
+        torch.testing.assert_close(each.x, (1 - each.sigma) * each.x0 + each.sigma * (each.target + each.x0))
+        assert torch.equal(each.old, 2 * each.x) and torch.equal(each.velocity(each.x), 3 * each.x)
+    assert torch.equal(old_velocity, draws[0].old)
+    assert forward_rl.deviation(draws[0].velocity(draws[0].x), old_velocity).item() == pytest.approx(0.5)
 
 
-def test_the_first_draw_alone_is_compared_where_no_loss_needs_the_old_policy():
-    made, kept = draws([rollout([1, 2])], needs_old=False)
-    assert [draw.old for draw in made] == [None, None] and torch.equal(kept, 2 * made[0].x)
+def test_only_the_first_draw_is_compared_if_no_loss_needs_the_old_policy():
+    draws, old_velocity = draw([rollout([1, 2])], needs_old=False)
+    assert [each.old for each in draws] == [None, None] and torch.equal(old_velocity, 2 * draws[0].x)
 
 
-def test_noises_depend_on_group_draw_and_update_alone():
-    together, _ = draws([rollout([1, 2, 1])])
-    alone = [draws([rollout([row])])[0] for row in (1, 2, 1)]
+def test_noises_depend_only_on_group_draw_and_update():
+    together, _ = draw([rollout([1, 2, 1])])
+    by_row = [draw([rollout([row])])[0] for row in (1, 2, 1)]
     for n in range(2):
-        assert torch.equal(together[n].target, torch.cat([of_row[n].target for of_row in alone]))
-    noises = [draw.target + draw.x0 for draw in (*together, *draws([rollout([1, 2, 1])], step=8)[0])]
+        assert torch.equal(together[n].target, torch.cat([draws[n].target for draws in by_row]))
+    noises = [each.target + each.x0 for each in (*together, *draw([rollout([1, 2, 1])], step=8)[0])]
     for noise in noises:
         torch.testing.assert_close(noise[0], noise[2])
         assert not torch.allclose(noise[0], noise[1])

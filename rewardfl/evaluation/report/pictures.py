@@ -40,7 +40,7 @@ def draw_face_sim(report: Mapping, judge: str) -> bytes:
     low, high = axis.get_ylim()
     axis.set_ylim(min(low, 0), max(high, 1))
     # names may begin with _, which a legend by labels leaves out
-    axis.legend(axis.lines, [", ".join(arms) for arms in names.values()], fontsize="small")
+    axis.legend(axis.lines, ["\n".join(arms) for arms in names.values()], fontsize="small")
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=110)
     return content.getvalue()
