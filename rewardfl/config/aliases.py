@@ -29,6 +29,8 @@ RENAMED = {  # {old: new}
     "model.distill_lora_high": "model.distill_lora.high",
     "model.distill_lora_low": "model.distill_lora.low",
     "model.distill_lora_mode": "model.distill_lora.mode",
+    "reward.others": "reward.terms",
+    "reward.motion_weight": "reward.terms.face_motion.weight",
     "reward.name": "reward.terms.score.name",
     "reward.settings": "reward.terms.score.settings",
     "reward.reward_weight": "reward.terms.score.weight",
@@ -65,6 +67,8 @@ def modernise(
     _rename_steps(new, known)
     problems += _drop_constants(new, known)
     _rename_rewards(new, groups=groups)
+    if isinstance(named := _get(new, "run.resume_with_changes"), list):
+        new["run"]["resume_with_changes"] = [_changed_key(key) for key in named]
     for old, name in RENAMED.items():
         if _has(new, old):
             value = _pop(new, old)
@@ -74,6 +78,11 @@ def modernise(
     if new.get("experts") == {}:
         del new["experts"]
     return new, problems
+
+
+def _changed_key(key: object) -> object:
+    """Return the section and key that an older name in run.resume_with_changes means."""
+    return ".".join(RENAMED[key].split(".")[:2]) if isinstance(key, str) and key in RENAMED else key
 
 
 def merge(sections: dict[str, Any], changes: Mapping[str, Any]) -> None:

@@ -944,6 +944,7 @@ SECTIONS: dict[type[AnyConfig], dict[str, type[Section]]] = {
 
 def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
     yield from _resume_conflicts(cfg)
+    yield from _keys_without_effect(cfg)
     if (
         cfg.reward.terms["score"].name == "face_identity"
         and cfg.reward.reward_model_path is None
@@ -968,6 +969,27 @@ def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
         yield f"{MEMORY}.untrained {untrained} needs one expert that is not trained; set model.trainable_models to one"
     if untrained == "fp8" and cfg.model.distill_lora.mode == "adapter":
         yield f"{MEMORY}.untrained fp8 takes no distillation's adapter; set model.distill_lora.mode: fuse"
+
+
+def _keys_without_effect(cfg: AnyConfig) -> Iterator[str]:
+    """Yield a line for each key that differs from its default and that nothing in this run reads."""
+    first = cfg.reward.terms["score"].name
+    anchored = cfg.anchor.weight > 0 or cfg.anchor.measured_clips > 0
+    needs: list[tuple[Section, str, tuple[str, ...], bool, str]] = [
+        (cfg.anchor, "anchor", ("draws", "target", "sigmas"), anchored, "an anchor.weight or anchor.measured_clips"),
+        (cfg.reward, "reward", ("cap",), first == "face_identity", "face_identity as reward.terms.score"),
+    ]
+    if isinstance(cfg, RewardFlConfig):
+        has_kl = cfg.reward.kl_weight > 0
+        needs.append((cfg.reward, "reward", ("kl_gradient",), has_kl, "a reward.kl_weight above 0"))
+    else:
+        keys = ("eval_inference_steps", "eval_noises")
+        has_clips = cfg.evaluation.eval_clips is not None
+        needs.append((cfg.evaluation, "evaluation", keys, has_clips, "evaluation.eval_clips"))
+    for section, name, keys, is_read, what in needs:
+        for key in keys if not is_read else ():
+            if getattr(section, key) != type(section).model_fields[key].default:
+                yield f"{name}.{key} does nothing without {what}; set it, or remove {key}"
 
 
 def _epoch_conflicts(cfg: GroupRunConfig) -> Iterator[str]:
