@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, assert_never
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,9 +36,8 @@ class Geometry:
     updates: optimizer updates per epoch. Each takes the next of the epoch's forward passes, so its members are the same
     for any world and batch.
 
-    spread: `contiguous` gives each process one run of an update's groups. A group is then on one process if its size
-    divides the process's samples per update. `spread` gives each forward pass of all processes the next groups, so that
-    a group is complete as early as possible. In both, a batch that divides group_size never mixes rows.
+    Each process has one run of an update's groups. A group is on one process if its size divides the process's samples
+    per update. A batch that divides group_size never mixes rows.
 
     Raise ValueError for a geometry that does not divide, and for updates that do not.
     """
@@ -48,7 +47,6 @@ class Geometry:
     world: int = 1  # processes
     batch: int = 1  # samples of one forward pass of one process
     updates: int = 1
-    spread: Literal["contiguous", "spread"] = "contiguous"
     same_noise: bool = False  # within a group
 
     def __post_init__(self):
@@ -82,10 +80,6 @@ def positions(geometry: Geometry, rank: int) -> list[range]:
     per_update, world, batch = geometry.forwards_per_update, geometry.world, geometry.batch
 
     def start(forward: int) -> int:
-        if geometry.spread == "spread":
-            return (forward * world + rank) * batch
-        if geometry.spread != "contiguous":
-            assert_never(geometry.spread)
         update, offset = divmod(forward, per_update)
         return ((update * world + rank) * per_update + offset) * batch
 
@@ -96,7 +90,7 @@ def plan(epoch: int, rank: int, geometry: Geometry, sample_ids: Sequence[str], s
     """Return the forward passes of process `rank` in `epoch`: lists of geometry.batch members, equally many per rank.
 
     An epoch is the next `groups` rows of the stream `sample_at`, `group_size` members of each. Together the processes
-    roll out the same members for any world, batch and spread; (seed, epoch) is all the state. groups may exceed the
+    roll out the same members for any world and batch; (seed, epoch) is all the state. groups may exceed the
     number of rows: a row that comes twice in an epoch is two groups with different noise. sample_ids: one per row
     (`data.Row.id`), the key of its noise.
     """

@@ -28,7 +28,7 @@ from rewardfl.training.conditions import Conditions
 from rewardfl.training.samples import Batch, Sample
 
 ANCHOR = ["anchor.weight=1", "anchor.draws=2", "anchor.measured_clips=2"]
-SUPERVISED = [*ANCHOR, "reward.reward_weight=0", "reward.kl_weight=0"]
+SUPERVISED = [*ANCHOR, "reward.terms.score.weight=0", "reward.kl_weight=0"]
 ALONE = [*SUPERVISED, "reward.motion_weight=0", "reward.others={}"]
 
 
@@ -236,7 +236,8 @@ def test_a_clip_without_latents_is_an_error_or_skipped(capsys):
         (["reward.reward_model_path=null", "anchor.weight=1"], "reward.reward_model_path is required"),
         ([*ALONE, "train.early_stop={}"], "train.early_stop needs videos"),
         ([*ALONE, "anchor.target=reference"], "anchor.target reference is where the model starts"),
-        ([*ALONE, "experts.untrained=boundary_cache", "sample.noises_per_sample=2"], "boundary_cache needs rollouts"),
+        ([*ALONE, "train.memory.untrained=boundary_cache",
+        "sample.noises_per_sample=2"], "boundary_cache needs rollouts"),
     ],
 )  # fmt: skip
 def test_anchors_that_cannot_work_are_refused(settings, message):

@@ -37,40 +37,34 @@ def chained(parts):
     return list(itertools.chain.from_iterable(parts))
 
 
-@pytest.mark.parametrize("spread", ["contiguous", "spread"])
-def test_every_geometry_that_divides_gives_every_position_once(spread):
-    """In the documented order, of every number of updates: rank by rank, or forward pass by forward pass."""
+def test_every_geometry_that_divides_gives_every_position_once():
+    """In the documented order, of every number of updates: rank by rank."""
     accepted = [geometry for geometry in GRID if divides(*geometry)]
     assert (len(GRID), len(accepted)) == (2592, 1105)
     for world, batch, group_size, count in accepted:
-        geometry = Geometry(group_size=group_size, groups=count, world=world, batch=batch, spread=spread)
+        geometry = Geometry(group_size=group_size, groups=count, world=world, batch=batch)
         everything = range(0, group_size * count, batch)  # where the forward passes start
         for updates in {1, 2, 3, geometry.forwards} if geometry.forwards < 32 else {1, 2}:
             if geometry.forwards % updates:
                 continue
-            geometry = Geometry(
-                group_size=group_size, groups=count, world=world, batch=batch, updates=updates, spread=spread
-            )
+            geometry = Geometry(group_size=group_size, groups=count, world=world, batch=batch, updates=updates)
             lists = [group_plan.positions(geometry, rank) for rank in range(world)]
             assert {len(forwards) for forwards in lists} == {geometry.forwards}
             assert {(len(at), at.step) for at in chained(lists)} == {(batch, 1)}
             share = geometry.forwards_per_update
             of_update = [[forwards[u : u + share] for forwards in lists] for u in range(0, geometry.forwards, share)]
-            if spread == "spread":
-                of_update = [zip(*forwards, strict=True) for forwards in of_update]
             assert [at.start for forwards in of_update for at in chained(forwards)] == list(everything)
             if group_size % batch == 0:  # no forward pass mixes rows: the first and the last of it are one group's
                 assert all(at[0] // group_size == at[-1] // group_size for at in chained(lists))
 
 
-@pytest.mark.parametrize("spread", ["contiguous", "spread"])
-def test_a_position_is_the_same_member_whatever_the_geometry(spread):
+def test_a_position_is_the_same_member_whatever_the_geometry():
     """One process has the members one by one: group after group, and in each member after member."""
     accepted = [geometry for geometry in GRID if divides(*geometry)]
     for world, batch, group_size, count in accepted[:: len(accepted) // 40]:
         members = chained(plan(epoch=3, group_size=group_size, groups=count))
         assert [(m.group_id, m.member) for m in members] == [*itertools.product(range(count), range(group_size))]
-        geometry = dict(group_size=group_size, groups=count, world=world, batch=batch, spread=spread)
+        geometry = dict(group_size=group_size, groups=count, world=world, batch=batch)
         for rank in range(world):
             expected = [[members[i] for i in at] for at in group_plan.positions(Geometry(**geometry), rank)]
             assert plan(epoch=3, rank=rank, **geometry) == expected
@@ -120,18 +114,18 @@ def test_epochs_depend_only_on_seed_and_epoch():
     assert few == {(m.row, m.member): m.noise_seed for m in epoch_of(1, groups=6)}
 
 
-@pytest.mark.parametrize("same, spread", [(True, "contiguous"), (True, "spread"), (False, "contiguous")])
+@pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_process_has_every_start_that_it_needs(same, spread, world):
+def test_a_process_has_every_start_that_it_needs(same, world):
     """needs_prefix is true exactly where a process's pass has a start that its pass before lacked."""
-    geometry = dict(world=world, batch=2, spread=spread, same_noise=same)
+    geometry = dict(world=world, batch=2, same_noise=same)
     plans = [plan(4, rank, list("abcde"), 1, **geometry) for rank in range(world)]
     new = group_plan.needs_prefix(plans)
     assert new[0] and len(new) == len(plans[0])
     for i in range(1, len(new)):
         lacking = [{m.start for m in plan[i]} - {m.start for m in plan[i - 1]} for plan in plans]
         assert new[i] == any(lacking)
-    if same and spread == "contiguous":
+    if same:
         assert sum(new) < len(new)  # the second half of a group needs nothing
     if not same:
         assert all(new)

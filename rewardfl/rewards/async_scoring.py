@@ -25,8 +25,6 @@ from rewardfl.rewards.scoring import Reference, RewardResult, Term, failure, sco
 
 Work = Callable[[], RewardResult]
 
-CALL_TIMEOUT = 600.0  # seconds of a concurrent reward
-
 
 class Call(Future[RewardResult]):
     """A reward of `count` samples, done or not. timeout: see WorkerPool.
@@ -87,9 +85,10 @@ class WorkerPool:
             del call, work  # the videos
 
 
-def make_worker_pools(terms: Sequence[Term], timeout: float = CALL_TIMEOUT) -> list[WorkerPool | None]:
-    """Return a worker pool for each concurrent term, None for the others. timeout: see WorkerPool."""
-    return [WorkerPool(term.reward.parallel, timeout) if term.reward.concurrent else None for term in terms]
+def make_worker_pools(terms: Sequence[Term]) -> list[WorkerPool | None]:
+    """Return a worker pool for each concurrent term, None for the others."""
+    rewards = [term.reward for term in terms]
+    return [WorkerPool(each.parallel, each.call_timeout) if each.concurrent else None for each in rewards]
 
 
 def submit(

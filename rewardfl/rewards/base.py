@@ -56,6 +56,7 @@ class Reward(nn.Module):
     fewest_frames: int = 1  # frames of a clip that it can score; 2 for rewards that compare frames with each other
     concurrent: bool = False  # may calls run in threads, several at a time? For rewards that wait, e.g. for a server
     parallel: int = 4  # calls at a time of a concurrent reward
+    call_timeout: float = 600.0  # seconds after which such a call has failed
     place: str = "settings"  # the key of its settings, for messages: build_terms sets the configuration's
     weights: str = ""  # the files that it needs; empty for none
     licence: str = ""  # licence of the weights, or of the code without weights

@@ -52,7 +52,7 @@ def keep_trained(
                 requested, x0 = rollout.is_requested[[i]], rollout.x0[[i]].cpu()
                 video = replace(rollout, members=[member], is_requested=requested, conditioning=inputs, x0=x0)
                 videos[member.group_id] = advantage, -member.member, video
-    if training.spread == "spread":  # contiguous groups are on one process already
+    if training.world > 1:  # a group may be on two processes
         videos = dict(sorted(job.gather_lists([*videos.items()]), key=lambda item: item[1][:2]))  # the best comes last
     share = [videos[i] for positions in group_plan.positions(training, job.rank) for i in positions]
     advantages = [torch.tensor([advantage], device=job.device) for advantage, _, _ in share]

@@ -51,7 +51,12 @@ def test_an_error_of_one_check_leaves_the_others(monkeypatch):
 
 
 def test_torchs_choice_of_kernels_and_no_packs_need_no_check(monkeypatch):
-    settings = ["reward.motion_weight=0", "reward.others={}", "reward.name=brightness", "reward.reward_model_path=null"]
+    settings = [
+        "reward.motion_weight=0",
+        "reward.others={}",
+        "reward.terms.score.name=brightness",
+        "reward.reward_model_path=null",
+    ]
     lines = check(monkeypatch, *settings, "reward.held_out_model_path=null")
     assert lines["attention"] == "ok: native: torch's kernels need no check"
     assert lines["faces"] == "ok: the configuration names no pack"

@@ -25,7 +25,7 @@ def test_a_video_costs_its_rollout_and_its_draws():
     """8 steps, of which the low-noise expert has 5; two draws, each with its recomputation under checkpointing."""
     costs = measured_before(workload().video)
     high, low = costs.experts["high_noise"], costs.experts["low_noise"]
-    work = needs.flops(costs, workload("train.use_gradient_checkpointing=true"))
+    work = needs.flops(costs, workload("train.memory.use_gradient_checkpointing=true"))
     assert work["rollout"] == 3 * high.forward_frozen + 5 * low.forward
     assert work["replay forward"] == work["replay recompute"] == 2 * low.forward
     assert work["replay backward"] == 2 * low.backward and work["reference"] == 0
@@ -38,7 +38,7 @@ def test_a_video_costs_its_rollout_and_its_draws():
 
 
 def test_advice_names_the_forward_section():
-    assert smaller_settings(workload())["forward.samples_on"] == "cpu"
+    assert smaller_settings(workload())["train.memory.samples_on"] == "cpu"
 
 
 def test_memory_holds_two_averages_and_the_draws_of_an_update():
@@ -49,5 +49,5 @@ def test_memory_holds_two_averages_and_the_draws_of_an_update():
     assert resident["averaged LoRA"] == 2 * 4 * low.adapter_parameters
     assert resident["the update's latents"] == 8 * 2 * 2 * latents  # 8 of a process's 16 videos: with noise, and target
     assert needs.kept_bytes(costs, run) == latents + sum(costs.cached.values())
-    more = workload("forward.updates_per_epoch=2", "forward.old_anchor=1", "forward.base_anchor=1", processes=2)
+    more = workload("forward.updates_per_epoch=2", "forward.old_policy.anchor=1", "forward.base_anchor=1", processes=2)
     assert needs.memory(costs, more).resident["the update's latents"] == 8 * 2 * 4 * latents

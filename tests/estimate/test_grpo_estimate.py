@@ -23,12 +23,12 @@ SCHEDULE = wan.schedule(8, 5.0, I2V.experts, 0.9)
 SIGMAS, EXPERTS = tuple(SCHEDULE.sigmas.tolist()), SCHEDULE.experts  # three steps of high noise, five of low
 TINY = "tests/grpo.yaml"
 PIPELINE = ROOT / "assets/tiny_world/pipeline"
-SIX = ["grpo.groups=6", "grpo.same_noise_in_group=false", "grpo.window_bounds=null"]  # overrides of TINY
+SIX = ["grpo.groups=6", "grpo.same_noise_in_group=false", "grpo.window.within=null"]  # overrides of TINY
 PUBLISHED = backbones.describe("wan2_2", Source())
 TINY_MODEL = backbones.describe("wan2_2", Source(model_paths=str(PIPELINE), dtype="float32"))
 VIDEO = workload.Video(backbone=PUBLISHED, height=480, width=832, num_frames=17, adapter=ADAPTER)
 PLAIN = [
-    *SIX, "grpo.group_size=4", "train.per_device_train_batch_size=1", "train.use_gradient_checkpointing=true",
+    *SIX, "grpo.group_size=4", "train.per_device_train_batch_size=1", "train.memory.use_gradient_checkpointing=true",
     "evaluation.eval_clips=null", "reward.held_out_model_path=null", "reward.reward_model_path=nowhere",
     "grpo.objective=guard", "grpo.kl_weight=0", "train.max_steps=36",
 ]  # fmt: skip
@@ -85,9 +85,9 @@ def test_settings_change_the_work(published):
     assert difference(guided) == pytest.approx(replays | {"rollout": base["rollout"]})  # doubled
     assert difference("grpo.inner_epochs=2") == pytest.approx(replays)
     assert difference("grpo.inner_epochs=3", guided, kl)["reference"] == pytest.approx(12 * expert.forward_frozen)
-    without = difference("train.use_gradient_checkpointing=false")
+    without = difference("train.memory.use_gradient_checkpointing=false")
     assert without == pytest.approx({"replay recompute": -2 * expert.forward})
-    several = ("grpo.updates_per_epoch=3", "train.per_device_train_batch_size=4", "grpo.samples_on=cpu")
+    several = ("grpo.updates_per_epoch=3", "train.per_device_train_batch_size=4", "train.memory.samples_on=cpu")
     assert difference(*several, processes=2) == {}
     # by epoch: a window of two steps and twice one of one
     mixed = needs.flops(published, work_of(windows=((3, 4), (5,), (5,))))
@@ -95,22 +95,21 @@ def test_settings_change_the_work(published):
 
 
 @pytest.mark.parametrize(
-    "processes, batch, spread, clips, passes",
+    "processes, batch, clips, passes",
     [
-        (1, 1, "contiguous", 6, 6),  # six groups of four, a group at a time
-        (1, 8, "contiguous", 6, 3),  # two groups at a time
-        (4, 1, "contiguous", 3, 3),  # six samples: a group and half another; new ones come at passes 0, 2 and 4
-        (4, 1, "spread", 6, 6),  # one member of each group: nothing is shared
+        (1, 1, 6, 6),  # six groups of four, a group at a time
+        (1, 8, 6, 3),  # two groups at a time
+        (4, 1, 3, 3),  # six samples: a group and half another; new ones come at passes 0, 2 and 4
     ],
 )
-def test_members_of_one_start_share_the_steps_before_the_window(published, processes, batch, spread, clips, passes):
-    geometry = group_plan.Geometry(group_size=4, groups=6, world=processes, batch=batch, spread=spread, same_noise=True)
+def test_members_of_one_start_share_the_steps_before_the_window(published, processes, batch, clips, passes):
+    geometry = group_plan.Geometry(group_size=4, groups=6, world=processes, batch=batch, same_noise=True)
     samples = 24 // processes
     after, apart = (samples, samples // batch), dataclasses.replace(geometry, same_noise=False)
     assert group_plan.rollout_counts(geometry, 8, (3, 4)) == [(clips, passes)] * 3 + [after] * 5
     assert group_plan.rollout_counts(geometry, 8, (0, 4)) == [after] * 8
     assert group_plan.rollout_counts(apart, 8, (3, 4)) == [after] * 8
-    expert, settings = published.experts["low_noise"], ["grpo.same_noise_in_group=true", f"grpo.spread={spread}"]
+    expert, settings = published.experts["low_noise"], ["grpo.same_noise_in_group=true"]
     run = work_of(*settings, f"train.per_device_train_batch_size={batch}", processes=processes)
     share = clips / samples
     assert needs.flops(published, run)["rollout"] == pytest.approx(
@@ -132,7 +131,9 @@ def test_memory(published):
     assert needs.kept_bytes(published, work_of("grpo.objective=clip")) == 3 * latents + conditioning
     apart = work_of(windows=((3,), (3, 5)))  # x 3, 4, 5, 6, two means, in the widest window
     assert needs.kept_bytes(published, apart) == (4 + 2) * latents + conditioning
-    host = needs.memory(published, work_of("grpo.samples_on=cpu", "experts.untrained=cpu_swap", processes=2))
+    host = needs.memory(
+        published, work_of("train.memory.samples_on=cpu", "train.memory.untrained=cpu_swap", processes=2)
+    )
     assert host.host == {  # a step's own x and x_next, and its mean
         "swapped experts": expert.weights - expert.other_weights,
         "the epoch's samples": 12 * (6 * latents + conditioning),
@@ -171,7 +172,7 @@ def test_what_is_kept_is_what_a_rollout_leaves(published, window):
         return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
     for place, moved in (("gpu", steps.values()), ("cpu", [step.to("meta") for step in steps.values()])):
-        stored = needs.kept_bytes(published, work_of(f"grpo.samples_on={place}", windows=(window,)))
+        stored = needs.kept_bytes(published, work_of(f"train.memory.samples_on={place}", windows=(window,)))
         assert stored - sum(published.cached.values()) == nbytes(moved)
 
 
@@ -180,10 +181,11 @@ def test_what_is_kept_is_what_a_rollout_leaves(published, window):
 
 def test_run_of_a_configuration():
     settings = [
-        "sample.guidance_scale=3.5", "grpo.kl_weight=0.1", "grpo.spread=spread", "grpo.same_noise_in_group=true",
+        "sample.guidance_scale=3.5", "grpo.kl_weight=0.1", "grpo.same_noise_in_group=true",
         "grpo.updates_per_epoch=3", "grpo.inner_epochs=2", "grpo.sde=dance", "grpo.noise_level=0.3", "grpo.window=list",
-        "grpo.window_steps=[4,6]", "grpo.samples_on=cpu", "experts.untrained=fp8", "train.max_steps=12",
-        "train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true", "run.save_steps=9",
+        "grpo.window.steps=[4,6]", "train.memory.samples_on=cpu", "train.memory.untrained=fp8", "train.max_steps=12",
+        "train.memory.use_gradient_checkpointing=true", "train.memory.use_gradient_checkpointing_offload=true",
+        "run.save_steps=9",
         "train.per_device_train_batch_size=2",
     ]  # fmt: skip
     packs = (ROOT / "assets/tiny_world/faces" / name for name in ("reward", "judge"))
@@ -260,19 +262,19 @@ def keys_without_effect(file):
     cfg, written = config.load(file), yaml.safe_load(file.read_text())
     works = {
         "sample.negative_prompt": cfg.sample.guidance_scale != 1,
-        "model.distill_lora_mode": bool(cfg.model.distill_lora_high or cfg.model.distill_lora_low),
+        "model.distill_lora.mode": bool(cfg.model.distill_lora_high or cfg.model.distill_lora_low),
         "data.height": cfg.data.max_pixels is None,
         "data.width": cfg.data.max_pixels is None,
         "train.num_train_epochs": cfg.train.max_steps is None,
-        "train.use_gradient_checkpointing_offload": cfg.train.use_gradient_checkpointing,
-        "reward.settings": cfg.reward.name != "face_identity",
+        "train.memory.use_gradient_checkpointing_offload": cfg.train.use_gradient_checkpointing,
+        "reward.terms.score.settings": cfg.reward.name != "face_identity",
     }
     if isinstance(cfg, config.FlowGrpoConfig):
-        windows = {"list": "grpo.window_steps", "random": "grpo.window_size", "fraction": "grpo.window_fraction"}
+        windows = {"list": "grpo.window.steps", "random": "grpo.window.size", "fraction": "grpo.window.fraction"}
         works |= {key: cfg.grpo.window == word for word, key in windows.items()}
-        works["grpo.window_bounds"] = cfg.grpo.window != "list"
+        works["grpo.window.within"] = cfg.grpo.window != "list"
         several = any(term.weight > 0 for term in cfg.reward.others.values())
-        works["grpo.advantage_of"] = several or bool(cfg.reward.coverage_weight or cfg.reward.motion_weight)
+        works["grpo.advantage.of"] = several or bool(cfg.reward.coverage_weight or cfg.reward.motion_weight)
         works |= {f"evaluation.{key}": bool(cfg.evaluation.eval_clips) for key in written.get("evaluation", ())}
     keys = [f"{section}.{key}" for section, content in written.items() for key in content]
     return [f"{file}: {key}" for key in keys if not works.get(key, True)]

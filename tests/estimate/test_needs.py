@@ -119,7 +119,7 @@ def test_an_anchor_costs_a_replayed_step_for_each_draw(published):
     assert needs.memory(measured, anchored) == needs.memory(measured, RUN)
     more = needs.flops(measured, dataclasses.replace(anchored, anchor_to_reference=True))
     assert more["data anchor"] == pytest.approx(2 * step + plain["reference"] / 2)
-    alone = ["reward.reward_weight=0", "reward.motion_weight=0", "reward.others={}", "reward.kl_weight=0"]
+    alone = ["reward.terms.score.weight=0", "reward.motion_weight=0", "reward.others={}", "reward.kl_weight=0"]
     supervised = configured(*alone, "anchor.target=data", "anchor.draws=2")
     assert {name for name, amount in needs.flops(measured, supervised).items() if amount} == {"data anchor"}
 
@@ -450,7 +450,7 @@ def planned(cfg, backbone, clips=None, processes=1, sharding="none"):
 
 
 def configured(*overrides):
-    replayed = ["train.active_graphs=replay", "train.kept_chunks=0", "reward.kl_steps=null", *overrides]
+    replayed = ["train.memory.active_graphs=replay", "train.memory.kept_chunks=0", "reward.kl_steps=null", *overrides]
     return planned(config.load(ROOT / "configs" / "wan22_face.yaml", replayed), PUBLISHED)
 
 
@@ -460,15 +460,16 @@ LARGE = needs.Memory(resident={"expert": 90e9}, phases={"replay": {"blocks": 10e
 def test_settings_that_take_less():
     large = with_levers(checkpointing=False, batch=2, kept_chunks=3, kept_steps=2, samples_in_flight=24)
     assert list(smaller_settings(large).items()) == [
-        ("grpo.samples_on", "cpu"), ("experts.untrained", "cpu_swap"), ("train.decode_caches", "offload"),
-        ("train.use_gradient_checkpointing", True), ("train.use_gradient_checkpointing_offload", True),
-        ("train.per_device_train_batch_size", 1), ("experts.trained", "cpu_swap"), ("train.kept_chunks", 0),
-        ("train.active_graphs", "replay"),
+        ("train.memory.samples_on", "cpu"), ("train.memory.untrained", "cpu_swap"), ("train.memory.decode_caches",
+        "offload"),
+        ("train.memory.use_gradient_checkpointing", True), ("train.memory.use_gradient_checkpointing_offload", True),
+        ("train.per_device_train_batch_size", 1), ("train.memory.trained", "cpu_swap"), ("train.memory.kept_chunks", 0),
+        ("train.memory.active_graphs", "replay"),
     ]  # fmt: skip
-    assert "experts.trained" not in smaller_settings(with_levers(sharding="fsdp2"))
-    assert "experts.untrained" not in smaller_settings(with_levers(untrained=None))
+    assert "train.memory.trained" not in smaller_settings(with_levers(sharding="fsdp2"))
+    assert "train.memory.untrained" not in smaller_settings(with_levers(untrained=None))
     text = "\n".join(report.fit_verdict(LARGE, RUN, Machine(80e9, 500e9)))
-    assert text.startswith("does not fit: ") and "\n  train.decode_caches: offload\n" in text
+    assert text.startswith("does not fit: ") and "\n  train.memory.decode_caches: offload\n" in text
     assert report.fit_verdict(LARGE, RUN, Machine(141e9))[0].startswith("fits: ")
 
 
@@ -495,7 +496,7 @@ NAMED = {
     for file in sorted((ROOT / "configs").rglob("*.yaml"))
     if (match := re.search(r"(?:(\d+) )?GPUs? of (\d+) GB", file.read_text().replace("\n# ", " ")))
 }
-SMALLER = ["lora.lora_rank=32", "lora.lora_alpha=64", "train.use_gradient_checkpointing_offload=true"]
+SMALLER = ["lora.lora_rank=32", "lora.lora_alpha=64", "train.memory.use_gradient_checkpointing_offload=true"]
 
 
 @pytest.mark.long
@@ -565,8 +566,8 @@ def test_guidance_and_a_kl_of_its_own_add_passes():
 
 def test_plan_run_judges_the_host(monkeypatch, published):
     monkeypatch.setattr(report, "measure", lambda video: published(ADAPTER))
-    arguments = ["configs/wan22_face.yaml", "experts.untrained=cpu_swap", "train.decode_caches=offload"]
-    arguments += ["train.active_graphs=replay", "train.kept_chunks=0"]
+    arguments = ["configs/wan22_face.yaml", "train.memory.untrained=cpu_swap", "train.memory.decode_caches=offload"]
+    arguments += ["train.memory.active_graphs=replay", "train.memory.kept_chunks=0"]
     for host, processes, code in (("70", "1", 0), ("60", "1", 2), ("520", "8", 0), ("510", "8", 2)):
         out = tool(*arguments, "--host-gb", host, "--processes", processes, expect=code)
         assert ("\nfits: " in out) == (code == 0) and ("\ndoes not fit: " in out) == (code == 2)
@@ -595,7 +596,7 @@ def test_rewards_are_there_while_prompts_and_clips_are_encoded(tmp_path):
     judge.write_bytes(bytes(300))
     hps = {"name": "hpsv2", "weight": 1, "settings": {"checkpoint": str(judge), "tokenizer_dir": "nowhere"}}
     pick = {"name": "pickscore", "weight": 1, "settings": {"model_dir": str(model)}}
-    others = f"reward.others={json.dumps({'hps': hps, 'pick': pick})}"
+    others = f"reward.terms={json.dumps({'hps': hps, 'pick': pick})}"
     run = configured("reward.reward_model_path=nowhere", "reward.held_out_model_path=null", others)
     assert run.reward_bytes == 5300
     measured = measured_before(TINY)

@@ -151,7 +151,12 @@ def test_rates_of_a_text_and_of_this_machine(monkeypatch):
 
 
 def test_the_tool_prints_kinds_and_exposed_copies():
-    in_host = ("--config", "tests/face.yaml", "experts.trained=cpu_swap", "train.use_gradient_checkpointing=true")
+    in_host = (
+        "--config",
+        "tests/face.yaml",
+        "train.memory.trained=cpu_swap",
+        "train.memory.use_gradient_checkpointing=true",
+    )
     texts = [run_tool(plan_run.main, *in_host, *more) for more in ((), ("--rates", "RTX 4090,copies=1"))]
     assert "one video at TFLOP/s: matmul 130, attention 150, convolution 20; 1 GB/s" in texts[1]
     rows = [{line[:18].strip(): line[18:].split() for line in text.splitlines()} for text in texts]

@@ -17,7 +17,7 @@ from rewardfl.rewards.scoring import Term
 def make_report(records, arms, *second_opinion):
     reward = Reward()
     reward.second_opinion = second_opinion
-    term = Term(key="reward.name", label="score", reward=reward, weight=1.0, mean=0.0, std=1.0)
+    term = Term(key="reward.terms.score.name", label="score", reward=reward, weight=1.0, mean=0.0, std=1.0)
     table = make_table(records, [arm.name for arm in arms])
     return ImageReport(table=table, arms=arms, prompts={"0": "0 balls", "1": "1 balls"}, terms=[term])
 

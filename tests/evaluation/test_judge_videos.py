@@ -17,7 +17,7 @@ WORLD = ROOT / "assets" / "tiny_world"
 
 
 def test_a_run_that_cannot_be_judged_is_refused_with_the_way_out(tmp_path):
-    settings = ["reward.name=motion", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
+    settings = ["reward.terms.score.name=motion", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
     settings += ["reward.motion_weight=0", "data.num_frames=5", f"model.model_paths={WORLD}/pipeline"]
     cfg = config.load(str(ROOT / "configs" / "tiny_flow_grpo.yaml"), settings, config.FlowGrpoConfig)
     (tmp_path / "run.json").write_text(json.dumps({"config": config.to_dict(cfg)}))

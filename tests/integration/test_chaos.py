@@ -176,7 +176,7 @@ def test_killed_between_epochs(straight_grpo, epochs, tmp_path):
 def test_killed_with_an_old_policy(epochs, tmp_path):
     """train_forward_rl.py, the same, with an old policy that lags behind."""
     settings = [setting.replace("grpo.", "forward.") for setting in epochs]
-    settings += ["forward.objective=nft", "forward.old_decay_rate=0.1"]
+    settings += ["forward.objective=nft", "forward.old_policy.rate=0.1"]
     launch_forward(f"run.output_dir={tmp_path / 'straight'}", *settings)
     assert_same_after_kills("train_forward_rl.py", launch_forward, settings, tmp_path / "straight", tmp_path)
 
@@ -299,7 +299,7 @@ def test_a_resumed_reward_draws_the_same_numbers(monkeypatch, capsys, tmp_path):
     (tmp_path / "noisy.py").write_text(NOISY)
     settings = [
         *FAST, "run.sample_videos=0", "run.save_steps=1",
-        "--trust-code", f"reward.name={tmp_path / 'noisy.py'}:Noisy", "reward.reward_model_path=null",
+        "--trust-code", f"reward.terms.score.name={tmp_path / 'noisy.py'}:Noisy", "reward.reward_model_path=null",
         "reward.held_out_model_path=null", "train.max_steps=2", f"run.output_dir={tmp_path / 'run'}",
     ]  # fmt: skip
     assert call(monkeypatch, capsys, *settings)[0] == 0
@@ -438,7 +438,8 @@ def hit(tmp_path, how, *settings):
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD.replace("HIT", how))
     run = launch(
-        f"run.output_dir={tmp_path / 'run'}", f"reward.name={reward}:Hit", "--trust-code", "train.max_steps=100",
+        f"run.output_dir={tmp_path / 'run'}", f"reward.terms.score.name={reward}:Hit", "--trust-code",
+        "train.max_steps=100",
         "reward.reward_model_path=null", "reward.held_out_model_path=null", *settings, processes=2, check=False,
     )  # fmt: skip
     return run, float((tmp_path / "hit").read_text())

@@ -26,12 +26,12 @@ COMMON = [
 # the reward's gradient and the KL's go through both experts' steps, of which one or two are trained
 BOTH = [
     "model.trainable_models=dit,dit2", "sample.mid_timestep=1", "sample.final_timestep=2", "reward.kl_gradient=exact",
-    "train.use_gradient_checkpointing=false",
+    "train.memory.use_gradient_checkpointing=false",
 ]  # fmt: skip
 SWAPPED = [
-    "model.trainable_models=dit", "sample.mid_timestep=1", "sample.final_timestep=3", "experts.trained=cpu_swap",
-    "experts.untrained=cpu_swap", "train.use_gradient_checkpointing=true",
-    "train.use_gradient_checkpointing_offload=true", "reward.kl_gradient=fixed_trajectory",
+    "model.trainable_models=dit", "sample.mid_timestep=1", "sample.final_timestep=3", "train.memory.trained=cpu_swap",
+    "train.memory.untrained=cpu_swap", "train.memory.use_gradient_checkpointing=true",
+    "train.memory.use_gradient_checkpointing_offload=true", "reward.kl_gradient=fixed_trajectory",
 ]  # fmt: skip
 RUNS = {"both": BOTH, "swapped": SWAPPED}
 

@@ -50,10 +50,10 @@ REWARD_FL = [
 # two updates an epoch, each of a group of four whose members are on both processes
 GRPO = [
     "train_flow_grpo.py", "--config", "tests/grpo.yaml", *COMMON, "sample.num_inference_steps=4",
-    "grpo.groups=2", "grpo.group_size=4", "grpo.window_size=2", "grpo.spread=spread", "grpo.kl_weight=0.01",
+    "grpo.groups=2", "grpo.group_size=4", "grpo.window.size=2", "grpo.kl_weight=0.01",
     "grpo.updates_per_epoch=2", "train.per_device_train_batch_size=1", "--trust-code", *RED,
-    "grpo.window_bounds=[1, 3]", "grpo.same_noise_in_group=true", "run.save_steps=2",
-    "reward.coverage_weight=0",
+    "grpo.window.within=[1, 3]", "grpo.same_noise_in_group=true", "run.save_steps=2",
+    "reward.terms.score.parts.coverage=0",
     "evaluation.eval_inference_steps=2", "train.max_steps=2", "model.trainable_models=dit,dit2",
     f"evaluation.eval_clips={table(f'{CACHE}/one.csv', 'eval', 1)}", *ANCHOR,
 ]  # fmt: skip
@@ -61,16 +61,16 @@ GRPO = [
 # DeepSpeed moves an expert without a gradient by its momentum, and torch's AdamW does not
 FORWARD = [
     "train_forward_rl.py", "--config", "tests/forward.yaml", *COMMON, "sample.num_inference_steps=4",
-    "forward.objective=nft", "forward.groups=2", "forward.group_size=4", "forward.spread=spread",
-    "forward.updates_per_epoch=2", "forward.draws=4", "forward.old_decay_rate=0.1", "forward.old_anchor=0.1",
+    "forward.objective=nft", "forward.groups=2", "forward.group_size=4",
+    "forward.updates_per_epoch=2", "forward.draws=4", "forward.old_policy.rate=0.1", "forward.old_policy.anchor=0.1",
     "forward.base_anchor=0.1",
     "train.per_device_train_batch_size=1", "--trust-code", *RED, "reward.motion_weight=0", "run.save_steps=2",
     "train.max_steps=4", "model.trainable_models=dit,dit2", *ANCHOR,
 ]  # fmt: skip
 # a best video may be on either process, and is trained on by one of them
 BEST = [
-    *FORWARD, "forward.objective=best", "forward.groups=4", "forward.group_size=2", "forward.old_decay_rate=0.001",
-    "forward.old_anchor=0", "train.use_gradient_checkpointing=true",
+    *FORWARD, "forward.objective=best", "forward.groups=4", "forward.group_size=2", "forward.old_policy.rate=0.001",
+    "forward.old_policy.anchor=0", "train.memory.use_gradient_checkpointing=true",
 ]  # fmt: skip
 
 
@@ -103,10 +103,10 @@ def run(kind, out, *runs, **more):
 
 ONE_UPDATE = [
     "sample.num_inference_steps=4", "train.max_steps=1", "model.dtype=bfloat16", "run.sample_videos=0",
-    "train.max_grad_norm=1.0", "train.use_gradient_checkpointing=true",
+    "train.max_grad_norm=1.0", "train.memory.use_gradient_checkpointing=true",
 ]  # fmt: skip
 ONE_GROUP = [
-    "grpo.groups=1", "grpo.updates_per_epoch=1", "grpo.ratio_tolerance=1e-3", "evaluation.eval_clips=null",
+    "grpo.groups=1", "grpo.updates_per_epoch=1", "grpo.clip_range=1e-2", "evaluation.eval_clips=null",
 ]  # fmt: skip
 BOTH = "model.trainable_models=dit,dit2"
 # steps 0 and 1 are the high-noise expert's. A frozen expert's step before the first trained one is refused
@@ -128,7 +128,7 @@ REWARD_PLACES |= {
     "guided, half": [*REWARD_PLACES["both"], *GUIDED, "sample.guidance_gradient=conditional"],
 }
 POLICY_PLACES = {
-    "high": ["model.trainable_models=dit", "grpo.window_bounds=[0, 2]"], "both": [BOTH], "guided": [BOTH, *GUIDED],
+    "high": ["model.trainable_models=dit", "grpo.window.within=[0, 2]"], "both": [BOTH], "guided": [BOTH, *GUIDED],
 }  # fmt: skip
 # by default one of those that went wrong before; `make chaos` runs all
 ALL_PLACES = [*(f"reward, {name}" for name in REWARD_PLACES), *(f"policy, {name}" for name in POLICY_PLACES)]
@@ -174,11 +174,14 @@ def double(request, single, tmp_path_factory):
     shutil.copytree(single[1] / FL, out / FL, symlinks=True)
     for step in (2, 3, 4):
         shutil.rmtree(out / FL / "checkpoints" / f"step-{step:06d}")
-    kept = ["train.active_graphs=keep_on_device", f"train.kept_steps={1 if request.param == 'ddp' else 2}"]
+    kept = [
+        "train.memory.active_graphs=keep_on_device",
+        f"train.memory.kept_steps={1 if request.param == 'ddp' else 2}",
+    ]
     rewards = [*REWARD_FL, *kept, "train.gradient_accumulation_steps=2", "train.max_steps=3"]
     places = [[*BEST, f"run.output_dir={out / 'best'}"], *placed_runs(out, accumulation=1)]
     if request.param == "ddp":  # the same numbers, whose weights wait in host memory
-        places = [[*words, "experts.trained=cpu_swap"] for words in places]
+        places = [[*words, "train.memory.trained=cpu_swap"] for words in places]
     accounts = run(request.param, out, rewards, GRPO, FORWARD, *places, NOBODY_ON="3", BREAK_GRADIENT="1:0")
     return request.param, accounts, out
 

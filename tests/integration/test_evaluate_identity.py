@@ -79,7 +79,7 @@ def test_videos_of_another_tool_have_a_scale(evaluated, tmp_path):
 def test_training_measures_identity_kept_as_evaluate(evaluated, tmp_path):
     """Between the ends that the evaluation measured of the same people."""
     launch_grpo(
-        f"run.output_dir={tmp_path}", "train.max_steps=1", "reward.name=face_identity", "reward.others={}",
+        f"run.output_dir={tmp_path}", "train.max_steps=1", "reward.terms.score.name=face_identity", "reward.others={}",
         f"reward.reward_model_path={WORLD / 'faces' / 'reward'}",
         f"reward.held_out_model_path={WORLD / 'faces' / 'judge'}",
         f"evaluation.eval_clips={evaluated / 'metadata.csv'}",

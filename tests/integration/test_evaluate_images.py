@@ -84,7 +84,7 @@ def test_evaluate_says_what_became_of_the_pictures(model, tmp_path, monkeypatch)
     launch_grpo(
         *settings("sd3", model), "train.learning_rate=5e-2", "train.warmup_steps=0", "train.max_steps=2",
         f"run.output_dir={run_folder}", "grpo.group_size=2", "grpo.groups=4",
-        f"reward.others={{blue: {{name: {COLOUR}, weight: 0, settings: {{red: -0.5, green: -0.5, blue: 1.0}}}}}}",
+        f"reward.terms={{blue: {{name: {COLOUR}, weight: 0, settings: {{red: -0.5, green: -0.5, blue: 1.0}}}}}}",
     )  # fmt: skip
     words = [run_folder, model / "prompts.csv", "--seeds", 2, "--batch", 3]
     output = evaluate_run(*words)
@@ -111,15 +111,15 @@ def test_evaluate_says_what_became_of_the_pictures(model, tmp_path, monkeypatch)
     for arm in ("base", "latest"):
         assert data.read_picture(run_folder / "evaluation" / "images" / arm / "000_seed0.png").shape == (SIDE, SIDE, 3)
     assert data.read_picture(run_folder / "evaluation" / "grid.png").shape[2] == 3
-    assert "reward.name" in evaluate_run(*words, "reward.name=motion", expect=2)
+    assert "reward.terms.score.name" in evaluate_run(*words, "reward.terms.score.name=motion", expect=2)
 
 
 @pytest.mark.parametrize(
     "words, output",
     [
         (["--adapter", "RUN/nowhere"], "RUN/nowhere: holds no */"),
-        (["reward.others={own: {name: 'RUN/own.py:LikeTheClip', weight: 0}}"], "reward.others.own compares"),
-        (["reward.others={flow: {name: optical_flow, weight: 0}}"], "reward.others.flow judges at least 2 frames"),
+        (["reward.terms={own: {name: 'RUN/own.py:LikeTheClip', weight: 0}}"], "reward.terms.own compares"),
+        (["reward.terms={flow: {name: optical_flow, weight: 0}}"], "reward.terms.flow judges at least 2 frames"),
         (["--data", "RUN/sizes.csv"], "line 4: height and width must be whole numbers"),
         (["--data", "RUN/clip.csv"], "line 2: RUN/gone.mp4: no such file"),
         (["--data", "RUN/nowhere.csv"], "--data: no such file: RUN/nowhere.csv"),
@@ -132,9 +132,9 @@ def test_what_evaluate_cannot_judge_is_refused_before_weights_load(model, untrai
 
 
 def test_evaluate_names_a_reward_that_fails_and_judges_each_size(model, untrained):
-    own = f"reward.others={{own: {{name: '{untrained}/own.py:Broken', weight: 0}}}}"
+    own = f"reward.terms={{own: {{name: '{untrained}/own.py:Broken', weight: 0}}}}"
     output = evaluate_run(untrained, model / "prompts.csv", own, "--force", expect=2)
-    assert "error: reward.others.own: RuntimeError: out of order" in output
+    assert "error: reward.terms.own: RuntimeError: out of order" in output
     (untrained / "two.csv").write_text("prompt,height,width\na ball,,\na ball,32,64\nbad,36,32\n")
     output = evaluate_run(untrained, untrained / "two.csv", "data.skip_bad_rows=true", "--force")
     assert "skipped: line 4: height must be a multiple of 8" in output and "2 prompts, 2 pairs" in output
@@ -169,7 +169,7 @@ def test_arms_of_images_share_their_noises(model, untrained, monkeypatch):
 def test_evaluate_shows_pictures_whose_second_reader_disagrees(model, untrained):
     """An evaluation's settings are the reward's own, if the configuration has none."""
     (table := untrained / "three.csv").write_text("prompt\na ball\na red ball\na blue ball\n")
-    own = f"reward.others.readers.name={untrained}/own.py:TwoReaders"
+    own = f"reward.terms.readers.name={untrained}/own.py:TwoReaders"
     folder = untrained / "evaluation"
     output = evaluate_run(untrained, table, own, "--force")
     assert "readers/one above readers/other: 1 pictures before, 1 after (disagreements.png)" in output
@@ -183,5 +183,5 @@ def test_evaluate_shows_pictures_whose_second_reader_disagrees(model, untrained)
     for i, picture in enumerate(ones):
         large = picture.repeat_interleave(scale, 0).repeat_interleave(scale, 1)
         assert (shown[16 : 16 + len(large), i * width + 4 :][:, : large.shape[1]] == large).all()
-    output = evaluate_run(untrained, table, own, "reward.others.readers.settings.second=false", "--force")
+    output = evaluate_run(untrained, table, own, "reward.terms.readers.settings.second=false", "--force")
     assert "disagree" not in output and not (folder / "disagreements.png").exists()

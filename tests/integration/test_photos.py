@@ -24,7 +24,8 @@ ROWS = {
 }
 pytestmark = pytest.mark.slow(60)
 FACE = [
-    "reward.name=face_identity", f"reward.reward_model_path={PACK}", f"reward.held_out_model_path={WORLD}/faces/judge",
+    "reward.terms.score.name=face_identity", f"reward.reward_model_path={PACK}",
+    f"reward.held_out_model_path={WORLD}/faces/judge",
     "reward.base_noises=1", "data.height=48", "data.width=48", "run.sample_videos=0", "train.warmup_steps=0",
 ]  # fmt: skip
 
@@ -36,7 +37,7 @@ def write_table(folder, *rows):
     return f"data.file_name={folder / 'rows.csv'}"
 
 
-GROUP = "reward.others={flow: {name: optical_flow, weight: 1}}"
+GROUP = "reward.terms={flow: {name: optical_flow, weight: 1}}"
 MOTION = ["reward.motion_weight=0.5", GROUP]
 ANCHOR = ["anchor.weight=1", "anchor.target=reference"]
 SCRIPTS = {
@@ -45,7 +46,7 @@ SCRIPTS = {
     "forward_rl": (launch_forward, [GROUP], "forward.groups"),
 }
 TEXT = ["model.model_name=wan2_2_ti2v_text", "model.trainable_models=dit", "data.height=32", "data.width=32"]
-UNSEEN = ["reward.reward_weight=0", "reward.motion_weight=0"]  # random weights draw no face
+UNSEEN = ["reward.terms.score.weight=0", "reward.motion_weight=0"]  # random weights draw no face
 TABLES = {  # rows, and settings
     "all": ([*ROWS.values()], ANCHOR),
     "one image": ([ROWS["an image"]], ["reward.cap=0.8"]),
@@ -155,10 +156,10 @@ def test_two_processes_are_one(tmp_path):
 def test_where_the_experts_wait_changes_nothing(tmp_path):
     """Each run makes the base videos itself."""
     common = [*FACE, write_table(tmp_path, ROWS["photos"]), *MOTION, *ANCHOR, "sample.noises_per_sample=1"]
-    common += ["train.use_gradient_checkpointing=true", "train.max_steps=2", "data.cache_dir=null"]
-    places = {"cpu_swap": ["experts.trained=cpu_swap"], "boundary_cache": [], "gpu": []}
+    common += ["train.memory.use_gradient_checkpointing=true", "train.max_steps=2", "data.cache_dir=null"]
+    places = {"cpu_swap": ["train.memory.trained=cpu_swap"], "boundary_cache": [], "gpu": []}
     for place, more in places.items():
-        launch(*common, *more, f"experts.untrained={place}", f"run.output_dir={tmp_path / place}")
+        launch(*common, *more, f"train.memory.untrained={place}", f"run.output_dir={tmp_path / place}")
     swapped, cached, on_gpu = (metrics(tmp_path / place) for place in places)
     assert swapped == cached == on_gpu and on_gpu[1]["actor/anchor_loss"] > 0
 

@@ -30,19 +30,23 @@ FOUR_STEPS = [
     "sample.num_inference_steps=8", "sample.final_timestep=7", "sample.active_steps=[4, 5, 6, 7]",
     "model.trainable_models=dit2",
 ]  # fmt: skip
-SWAP = ["experts.trained=cpu_swap", "experts.untrained=cpu_swap", "train.use_gradient_checkpointing=true"]
-OFFLOAD = ["train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true"]
+SWAP = [
+    "train.memory.trained=cpu_swap",
+    "train.memory.untrained=cpu_swap",
+    "train.memory.use_gradient_checkpointing=true",
+]
+OFFLOAD = ["train.memory.use_gradient_checkpointing=true", "train.memory.use_gradient_checkpointing_offload=true"]
 CASES = {
     "reward_fl": REWARD_FL,
     "reward_fl swap": [*REWARD_FL, *LOW_NOISE, *SWAP],
-    "reward_fl offload": [*REWARD_FL, *OFFLOAD, "train.decode_caches=offload"],
-    "reward_fl kept graphs": [*REWARD_FL, *OFFLOAD, "train.active_graphs=keep_on_host"],
+    "reward_fl offload": [*REWARD_FL, *OFFLOAD, "train.memory.decode_caches=offload"],
+    "reward_fl kept graphs": [*REWARD_FL, *OFFLOAD, "train.memory.active_graphs=keep_on_host"],
     "reward_fl boundary cache": [
-        *REWARD_FL, *LOW_NOISE, "experts.untrained=boundary_cache", "sample.noises_per_sample=2",
+        *REWARD_FL, *LOW_NOISE, "train.memory.untrained=boundary_cache", "sample.noises_per_sample=2",
     ],
     "reward_fl photos": [
         *REWARD_FL, "data.file_name=tests/support/photos.csv", "anchor.weight=1", "anchor.target=reference",
-        "reward.others={flow: {name: optical_flow, weight: 1}}",
+        "reward.terms={flow: {name: optical_flow, weight: 1}}",
     ],
     "reward_fl bfloat16": [*REWARD_FL, "model.dtype=bfloat16"],
     "flow_grpo": FLOW_GRPO,
@@ -50,10 +54,10 @@ CASES = {
     "flow_grpo guidance": [*FLOW_GRPO, "sample.guidance_scale=2"],
 }  # fmt: skip
 PLACES = {
-    "replay": [], "swap": [*SWAP, *OFFLOAD], "keep_on_device": ["train.active_graphs=keep_on_device"],
-    "kept chunks": ["train.active_graphs=keep_on_device", "train.kept_chunks=2"],
-    "keep_on_host": [*OFFLOAD, "train.active_graphs=keep_on_host"],
-    "base videos": ["reward.motion_reference=base", "reward.others={flow: {name: optical_flow, weight: 1}}"],
+    "replay": [], "swap": [*SWAP, *OFFLOAD], "keep_on_device": ["train.memory.active_graphs=keep_on_device"],
+    "kept chunks": ["train.memory.active_graphs=keep_on_device", "train.memory.kept_chunks=2"],
+    "keep_on_host": [*OFFLOAD, "train.memory.active_graphs=keep_on_host"],
+    "base videos": ["reward.motion_reference=base", "reward.terms={flow: {name: optical_flow, weight: 1}}"],
 }  # fmt: skip
 PHASES = ("encode", "rollout", "decode", "reward", "replay", "optimizer")
 UPDATE = (*PHASES, "anchor", "step")
@@ -136,7 +140,7 @@ def test_a_clip_of_21_chunks_waits_at_most_40_times_an_update(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("case, settings", [
     ("reward_fl offload", ["anchor.weight=1"]),
-    ("flow_grpo", ["grpo.samples_on=cpu"]),
+    ("flow_grpo", ["train.memory.samples_on=cpu"]),
 ])  # fmt: skip
 def test_no_copy_above_1_mb_blocks_an_update(case, settings, tmp_path):
     """Noise, latents, image conditioning, crops and the judge's frames have more than 1 MB here."""
@@ -153,8 +157,8 @@ def test_no_copy_above_1_mb_blocks_an_update(case, settings, tmp_path):
 @pytest.mark.parametrize(
     "case, more",
     [
-        ("reward_fl offload", ["train.decode_caches=offload"]),
-        ("reward_fl offload", ["train.decode_caches=segment"]),
+        ("reward_fl offload", ["train.memory.decode_caches=offload"]),
+        ("reward_fl offload", ["train.memory.decode_caches=segment"]),
         ("reward_fl kept graphs", FOUR_STEPS),
     ],
 )

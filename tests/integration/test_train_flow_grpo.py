@@ -13,7 +13,7 @@ from runs import GRPO_FAST, WORLD, adapter, call, call_grpo, launch_grpo, metric
 
 from rewardfl import data, grpo, reward_flow, sde
 from rewardfl.backbones.wan.decoder import WanDecoder
-from rewardfl.training import checkpoint
+from rewardfl.training import checkpoint, logger
 from rewardfl.training.distributed import Distributed
 
 pytestmark = pytest.mark.slow(200)
@@ -79,20 +79,19 @@ def test_averaged_weights_are_saved_with_the_trained_ones(straight):
     "reward, failed, note", [("Raises", 0.5, "RuntimeError: the judge is not at home (2 samples)"), ("Nan", 0.0, "")]
 )
 def test_an_invalid_sample_leaves_its_group(tmp_path, reward, failed, note):
-    reward = [f"reward.name={REWARDS}:{reward}", "grpo.groups=1", "grpo.group_size=4"]
+    reward = [f"reward.terms.score.name={REWARDS}:{reward}", "grpo.groups=1", "grpo.group_size=4"]
     run = launch_grpo(f"run.output_dir={tmp_path}", *reward, "train.max_steps=1")
     (line,) = metrics(tmp_path)
     assert line["reward/valid_fraction"] == 0.5 and line["reward/failed"] == failed and line["grad_norm"] > 0
-    assert note in run.stdout and ("reward.name: " in run.stdout) == bool(note)
+    assert note in run.stdout and ("reward.terms.score.name: " in run.stdout) == bool(note)
 
 
 def test_a_reward_that_hangs_only_fails(tmp_path):
     others = json.dumps({"slow": {"name": f"{REWARDS}:Hangs", "weight": 0}})
-    limits = ["train.max_steps=1", "reward.reward_timeout=0.5"]
-    run = launch_grpo(f"run.output_dir={tmp_path}", *limits, f"reward.others={others}")
+    run = launch_grpo(f"run.output_dir={tmp_path}", "train.max_steps=1", f"reward.terms={others}")
     (line,) = metrics(tmp_path)
     assert line["reward/valid_fraction"] == 1 and line["reward/failed"] == 1 and line["grad_norm"] > 0
-    assert "reward.others.slow: no answer within 0.5 s (reward.reward_timeout) (4 samples)" in run.stdout
+    assert "reward.terms.slow: no answer within 0.5 s (4 samples)" in run.stdout
 
 
 # -- in this process, where the pieces can be watched
@@ -108,11 +107,15 @@ def trained(monkeypatch, capsys, run, *settings, max_steps=1):
 @pytest.mark.parametrize(
     "settings",
     [
-        ["grpo.sde=dance", "grpo.noise_level=0.3", "grpo.objective=clip", "grpo.advantage_std=global"],
-        ["grpo.sde=cps", "grpo.window=list", "grpo.window_steps=[3]", "grpo.samples_on=cpu"],
+        ["grpo.sde=dance", "grpo.noise_level=0.3", "grpo.objective=clip", "grpo.advantage.std=global"],
+        ["grpo.sde=cps", "grpo.window=list", "grpo.window.steps=[3]", "train.memory.samples_on=cpu"],
         ["sample.guidance_scale=2", "sample.negative_prompt=ugly", "grpo.window=fraction", "grpo.kl_weight=0.1"],
-        ["model.trainable_models=dit,dit2", "grpo.window_size=4", "grpo.advantage_std=none"],
-        ["train.use_gradient_checkpointing=true", "experts.untrained=cpu_swap", "experts.trained=cpu_swap"],
+        ["model.trainable_models=dit,dit2", "grpo.window.size=4", "grpo.advantage.std=none"],
+        [
+            "train.memory.use_gradient_checkpointing=true",
+            "train.memory.untrained=cpu_swap",
+            "train.memory.trained=cpu_swap",
+        ],
     ],
 )
 def test_other_settings_begin_on_policy(monkeypatch, capsys, tmp_path, settings):
@@ -135,8 +138,9 @@ def test_another_policy_than_the_rollouts_stops_the_run(monkeypatch, capsys, tmp
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted(monkeypatch, capsys, tmp_path):
     backward = Distributed.backward
     monkeypatch.setattr(Distributed, "backward", lambda job, loss: backward(job, loss * torch.nan))
+    monkeypatch.setattr(logger, "MAX_WITHOUT_EFFECT", 1)
     with pytest.raises(SystemExit, match="stopped at step 2: 2 updates in a row were not finite"):
-        trained(monkeypatch, capsys, tmp_path, "train.max_nonfinite=1", max_steps=4)
+        trained(monkeypatch, capsys, tmp_path, max_steps=4)
     assert [line["grad_norm"] for line in metrics(tmp_path)] == [None, None]
     skips = re.findall(r"skipped \((.) in a row\); it became so in the backward pass", capsys.readouterr().out)
     assert skips == ["1", "2"]
@@ -183,8 +187,8 @@ def test_evaluation_is_the_ode_of_the_averaged_weights(monkeypatch, capsys, tmp_
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["grpo.window=list", "grpo.window_steps=[4]"], "usable are the steps of dit2 (model.trainable_models) but"),
-        (["model.trainable_models=dit,dit2", "grpo.window_bounds=[0, 2]"], "low_noise answers at no step that"),
+        (["grpo.window=list", "grpo.window.steps=[4]"], "usable are the steps of dit2 (model.trainable_models) but"),
+        (["model.trainable_models=dit,dit2", "grpo.window.within=[0, 2]"], "low_noise answers at no step that"),
         (["lora.lora_target_modules=q,kk"], "lora.lora_target_modules: 'kk' matches no linear layer"),
     ],
 )
@@ -286,7 +290,7 @@ def test_every_group_may_have_a_window_of_its_own(monkeypatch, tmp_path):
 
     monkeypatch.setattr(sde, "rollout", seen_rollout)
     launch_grpo(
-        f"run.output_dir={tmp_path}", "grpo.window_per_group=true", "grpo.window_size=1", "grpo.groups=4",
+        f"run.output_dir={tmp_path}", "grpo.window.per_group=true", "grpo.window.size=1", "grpo.groups=4",
         "train.max_steps=3", "run.sample_videos=0", "sample.num_inference_steps=8",
     )  # fmt: skip
     assert len(drawn) == 12 and all(len(window) == 1 for window in drawn)

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow(150)
 # two updates share an epoch, which is gone through twice; the old policy and both anchors take part
 EPOCHS = [
     "forward.updates_per_epoch=2", "forward.inner_epochs=2", "run.save_steps=4", "train.warmup_steps=0",
-    "forward.objective=nft", "forward.mix=0.5", "forward.old_decay=0.5", "forward.old_decay_rate=0.1",
-    "forward.base_anchor=0.01", "forward.old_anchor=0.01", "anchor.weight=0.1", "anchor.measured_clips=2",
+    "forward.objective=nft", "forward.mix=0.5", "forward.old_policy.decay=0.5", "forward.old_policy.rate=0.1",
+    "forward.base_anchor=0.01", "forward.old_policy.anchor=0.01", "anchor.weight=0.1", "anchor.measured_clips=2",
     "train.max_steps=8",
 ]  # fmt: skip
 BEST = [*(word for word in EPOCHS if "old_" not in word and "mix" not in word), "forward.objective=best"]
@@ -73,7 +73,11 @@ def test_a_resumed_run_is_the_same_to_the_bit(straight, held_out, tmp_path, sett
 
 
 def test_blocks_in_host_memory_change_nothing(straight, held_out, tmp_path):
-    swapped = ["experts.trained=cpu_swap", "experts.untrained=cpu_swap", "train.use_gradient_checkpointing=true"]
+    swapped = [
+        "train.memory.trained=cpu_swap",
+        "train.memory.untrained=cpu_swap",
+        "train.memory.use_gradient_checkpointing=true",
+    ]
     run = tmp_path / "run"
     launch_forward(f"run.output_dir={run}", *EPOCHS, *held_out, *swapped)
     assert_same(run, straight, 8)

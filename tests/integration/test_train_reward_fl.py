@@ -124,9 +124,10 @@ def test_what_computes_the_same_may_change(straight, tmp_path):
         (tmp_path / name).symlink_to(target)
     shutil.copy(f"{CACHE}/metadata.csv", tmp_path / "other.csv")
     launch(
-        f"run.output_dir={run}", "train.max_steps=6", "run.save_steps=2", "train.decode_caches=segment",
-        "train.kept_chunks=2", "train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true",
-        "experts.untrained=cpu_swap", "train.max_nonfinite=7", "reward.motion_alarm=0.1", "lora.lora_base_model=dit2",
+        f"run.output_dir={run}", "train.max_steps=6", "run.save_steps=2", "train.memory.decode_caches=segment",
+        "train.memory.kept_chunks=2", "train.memory.use_gradient_checkpointing=true",
+        "train.memory.use_gradient_checkpointing_offload=true",
+        "train.memory.untrained=cpu_swap", "lora.lora_base_model=dit2",
         "data.skip_bad_rows=true", f"data.cache_dir={tmp_path / 'cache'}", f"data.file_name={tmp_path / 'other.csv'}",
         f"model.model_paths={tmp_path / 'model'}", f"model.tokenizer_path={WORLD}/pipeline/tokenizer",
         f"reward.reward_model_path={tmp_path}/packs/reward", f"reward.held_out_model_path={tmp_path}/packs/judge",

@@ -16,7 +16,7 @@ from runs import COLOUR, FAST, GRPO_FAST, RED, adapter, call, call_grpo, environ
 from rewardfl import config, rewards
 from rewardfl.rewards import build_terms, resolve_rewards
 from rewardfl.rewards.settings import setting_types
-from rewardfl.training import setup_model
+from rewardfl.training import logger, setup_model
 
 pytestmark = pytest.mark.slow(190)
 
@@ -24,7 +24,7 @@ OWN = ROOT / "tests" / "support" / "grpo_rewards.py"
 
 
 def others(**terms):
-    return f"reward.others={json.dumps(terms)}"  # JSON is YAML
+    return f"reward.terms={json.dumps(terms)}"  # JSON is YAML
 
 
 @contextlib.contextmanager
@@ -90,7 +90,7 @@ def test_a_broken_reward_is_refused_before_the_model_loads(monkeypatch, capsys, 
     monkeypatch.setattr(setup_model, "load_experts", lambda *_: pytest.fail("the model was loaded"))
     odd = others(x={"name": f"{tmp_path / 'odd.py'}:{name}"})
     code, _, error = start(monkeypatch, capsys, *fast, f"run.output_dir={tmp_path / 'run'}", "--trust-code", odd)
-    assert code == 2 and f"reward.others.x: reward {name}: score must be a tensor of one value per video" in error
+    assert code == 2 and f"reward.terms.x: reward {name}: score must be a tensor of one value per video" in error
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -100,20 +100,20 @@ def test_another_error_of_a_reward_is_only_a_note(monkeypatch, capsys, tmp_path)
     late = others(x={"name": f"{tmp_path / 'odd.py'}:Late"})
     with pytest.raises(pytest.exit.Exception):
         call(monkeypatch, capsys, *FAST, f"run.output_dir={tmp_path / 'run'}", "--trust-code", late)
-    assert "note: reward.others.x does not judge the first clip: KeyError: 'no such key'" in capsys.readouterr().out
+    assert "note: reward.terms.x does not judge the first clip: KeyError: 'no such key'" in capsys.readouterr().out
 
 
-ONE_STEP = ["--trust-code", *RED, "reward.reward_std=0.1", "reward.reward_mean=0", "train.max_steps=1"]
+ONE_STEP = ["--trust-code", *RED, "reward.terms.score.std=0.1", "reward.terms.score.mean=0", "train.max_steps=1"]
 ONE_STEP.append("run.sample_videos=0")
 
 
 def test_labels_and_parts_change_no_other_value(tmp_path):
     """Parts and labels that have names of the script's own values leave these values as they are."""
     runs = {
-        "plain": [f"reward.name={OWN}:Unnamed"],
-        "parts": [f"reward.name={OWN}:Names"],
+        "plain": [f"reward.terms.score.name={OWN}:Unnamed"],
+        "parts": [f"reward.terms.score.name={OWN}:Names"],
         "labels": [
-            f"reward.name={OWN}:Unnamed",
+            f"reward.terms.score.name={OWN}:Unnamed",
             others(**{name: {"name": COLOUR} for name in ("kl", "valid", "row", "finite", "replaced", "total")}),
         ],
     }
@@ -146,7 +146,10 @@ def test_the_documented_yaml_is_what_the_config_takes(tmp_path):
         first, judge = build_terms(resolve_rewards(config.list_reward_specs(cfg)), torch.device("cpu"))
         assert first.reward.url == "http://127.0.0.1:8400" and not first.reward.send_reference
         assert judge.reward.url == "http://127.0.0.1:8401" and judge.reward.send_reference
-        assert (first.reward.place, judge.reward.place) == ("reward.settings", "reward.others.judge.settings")
+        assert (first.reward.place, judge.reward.place) == (
+            "reward.terms.score.settings",
+            "reward.terms.judge.settings",
+        )
     # every setting of the page's table is one of the reward's, and the other way round
     table = page[: page.index("## What goes wrong")].split("The settings:")[1]
     settings = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
@@ -161,27 +164,28 @@ def test_what_is_only_measured_may_fail(monkeypatch, capsys, tmp_path):
     assert code == 0, error
     assert [(line["reward/failed"], line["reward/far"]) for line in metrics(tmp_path)] == [(1, None)] * 2
     assert all(line["grad_norm"] > 0 and line["reward/valid_fraction"] == 1 for line in metrics(tmp_path))
-    assert out.count("reward.others.far.settings.url http://127.0.0.1:9: ") == 1
+    assert out.count("reward.terms.far.settings.url http://127.0.0.1:9: ") == 1
 
 
 def test_a_first_update_without_a_judged_sample_stops_the_run(monkeypatch, capsys, tmp_path):
-    settings = [*FAST, *ONE_STEP, "--trust-code", f"reward.name={OWN}:Never", "train.max_steps=4"]
+    settings = [*FAST, *ONE_STEP, "--trust-code", f"reward.terms.score.name={OWN}:Never", "train.max_steps=4"]
     settings.append(f"run.output_dir={tmp_path}")
     code, out, error = call(monkeypatch, capsys, *settings)
     assert code == 2
-    stopped = "error: stopped at step 1: 1 update in a row taught nothing; reward.name (Never) judged 0 of 1 samples"
+    stopped = "error: stopped at step 1: 1 update in a row taught nothing; reward.terms.score.name (Never) judged 0 of 1 samples"
     assert error.splitlines()[-1].startswith(stopped)
     assert [line["reward/valid_fraction"] for line in metrics(tmp_path)] == [0]
     assert out.count("not one sample was judged (1 in a row)") == 1
 
 
 def test_flow_grpo_stops_without_a_judged_sample(monkeypatch, capsys, tmp_path):
-    """In the first epoch of a start at once; later after more than train.max_nonfinite updates."""
+    """In the first epoch of a start at once; later after several updates."""
     run = tmp_path / "dies"
-    settings = [*GRPO_FAST, "--trust-code", "run.sample_videos=0", "train.max_steps=4", "train.max_nonfinite=1"]
-    settings += [f"run.output_dir={run}", f"reward.name={OWN}:Dies"]
+    settings = [*GRPO_FAST, "--trust-code", "run.sample_videos=0", "train.max_steps=4"]
+    monkeypatch.setattr(logger, "MAX_WITHOUT_EFFECT", 1)
+    settings += [f"run.output_dir={run}", f"reward.terms.score.name={OWN}:Dies"]
     code, out, error = call_grpo(monkeypatch, capsys, *settings)
-    assert code == 2 and "stopped at step 3: 2 updates in a row taught nothing; reward.name (Dies)" in error
+    assert code == 2 and "stopped at step 3: 2 updates in a row taught nothing; reward.terms.score.name (Dies)" in error
     assert [line["reward/valid_fraction"] for line in metrics(run)] == [1, 0, 0]
     assert [line["grad_norm"] > 0 for line in metrics(run)] == [True, False, False]
     first = metrics(run)[0]  # parts do not change the script's own values
@@ -194,8 +198,12 @@ def test_flow_grpo_trains_on_a_sum_with_a_server(tmp_path):
     """The server scores next to the rollouts."""
     with served(COLOUR, tmp_path / "server") as url:
         contrast = {"name": "examples/my_reward.py:Contrast", "weight": 1.0, "settings": {"target": 0.25}}
-        settings = ["train.max_steps=1", "reward.name=remote", f"reward.settings={json.dumps({'url': url})}"]
-        settings += ["reward.reward_weight=2", others(contrast=contrast, red={"name": COLOUR})]
+        settings = [
+            "train.max_steps=1",
+            "reward.terms.score.name=remote",
+            f"reward.terms.score.settings={json.dumps({'url': url})}",
+        ]
+        settings += ["reward.terms.score.weight=2", others(contrast=contrast, red={"name": COLOUR})]
         launch_grpo(f"run.output_dir={tmp_path / 'run'}", *settings)
     (line,) = metrics(tmp_path / "run")
     assert line["reward/score"] == pytest.approx(line["reward/red"], abs=2e-3)  # the server sees levels of 8 bits

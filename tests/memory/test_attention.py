@@ -46,17 +46,16 @@ def test_a_backend_that_is_wrong_is_refused(monkeypatch, broken, words):
 def test_a_backend_that_would_not_be_used_is_refused(monkeypatch):
     with torch.device("meta"):
         wan, sd3 = WanTransformer3DModel(num_layers=1), SD3Transformer2DModel(num_layers=1)
-    check_name("_native_math", wan, may_download=False)
-    check_name("flash_hub", wan, may_download=True)
-    check_name("native", sd3, may_download=False)
-    refusals = [("flesh", wan, "none of diffusers'"), ("flash_hub", wan, "model.allow_download")]
+    check_name("_native_math", wan)
+    check_name("native", sd3)
+    refusals = [("flesh", wan, "none of diffusers'"), ("flash_hub", wan, "would be downloaded")]
     for name, network, words in [*refusals, ("_native_math", sd3, "JointAttnProcessor2_0")]:
         with pytest.raises(BackendError, match=words):
-            check_name(name, network, may_download=False)
+            check_name(name, network)
     monkeypatch.setenv(attention.VARIABLE, "sage")  # diffusers would take it without a word
-    check_name("sage", wan, may_download=False)
+    check_name("sage", wan)
     with pytest.raises(BackendError, match="unset"):
-        check_name("native", wan, may_download=False)
+        check_name("native", wan)
 
 
 def test_a_run_uses_the_configured_backend(tmp_path, native_again):

@@ -59,7 +59,11 @@ def test_gradients_and_references_are_the_same(where, graphs):
 @pytest.mark.nightly
 def test_runs_are_the_same_to_rounding(tmp_path, graphs):
     def run(start, name, *settings):
-        common = ["train.max_steps=2", "train.use_gradient_checkpointing=true", f"run.output_dir={tmp_path / name}"]
+        common = [
+            "train.max_steps=2",
+            "train.memory.use_gradient_checkpointing=true",
+            f"run.output_dir={tmp_path / name}",
+        ]
         start(*common, *settings)
         return metrics(tmp_path / name), adapter(tmp_path / name, 2)
 

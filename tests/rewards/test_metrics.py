@@ -13,7 +13,7 @@ NAN = math.nan
 SCRIPT_KEYS = {"reward/mean": 7.0, "reward/valid_fraction": 0.5, "reward/std_in_group": 3.0}
 
 
-def make_term(label="score", weight=1.0, key="reward.name"):
+def make_term(label="score", weight=1.0, key="reward.terms.score.name"):
     return Term(key=key, label=label, reward=Reward(), weight=weight, mean=0.0, std=1.0)
 
 
@@ -64,20 +64,23 @@ def test_no_part_takes_the_key_of_anything_else():
 
 
 def test_failures_are_counted_and_explained():
-    terms = [make_term(), make_term("far", 0.0, "reward.others.far"), make_term("red", 0.5, "reward.others.red")]
+    terms = [make_term(), make_term("far", 0.0, "reward.terms.far"), make_term("red", 0.5, "reward.terms.red")]
     lost = result(0.0, 0.0, valid=[False, False], nonfinite=[1.0, 0.0])
     half, other_half = result(1.0, 0.0, valid=[True, False]), result(0.0, 1.0, valid=[False, True])
     late = [failure(1, "KeyError: x"), result(1.0), failure(1, "late")]
     batches = [[lost, failure(2, "OSError: gone"), lost], late]
     assert metrics.count_problems(terms, batches) == {
-        "reward.others.far: OSError: gone": 2, "reward.name: KeyError: x": 1, "reward.others.red: late": 1,
+        "reward.terms.far: OSError: gone": 2, "reward.terms.score.name: KeyError: x": 1, "reward.terms.red: late": 1,
     }  # fmt: skip
     assert metrics.failed_fraction(batches) == 1 and metrics.failed_fraction([[lost, half]]) == 0
     assert metrics.explain_no_judged_sample(terms, [*batches, [lost, lost, half]], by_all=False) == ""
     why = metrics.explain_no_judged_sample(terms, [[half, lost, other_half]], by_all=True)
-    assert "reward.name (Reward) judged 1 of 2 samples" in why and "reward.others.red (Reward) judged 1 of 2" in why
+    assert (
+        "reward.terms.score.name (Reward) judged 1 of 2 samples" in why
+        and "reward.terms.red (Reward) judged 1 of 2" in why
+    )
     why = metrics.explain_no_judged_sample(terms, [*batches, late], by_all=False)
     counts = "judged 0 of 4 samples, 2 failed, 2 invalid, 1 of them with a score that is not finite; its last error: "
-    assert f"reward.name (Reward) {counts}KeyError: x; " in why and why.endswith("; its last error: late")
+    assert f"reward.terms.score.name (Reward) {counts}KeyError: x; " in why and why.endswith("; its last error: late")
     assert "far" not in why and "\n" not in why
     assert metrics.explain_no_judged_sample(terms[1:2], [[lost]], by_all=True) == ""  # no trained reward

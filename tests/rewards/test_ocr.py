@@ -189,9 +189,9 @@ def test_samples_are_invalid_or_failed(engine):
 
 def test_batches_go_through_worker_threads(engine):
     reward = rewards.build("ocr", {"parallel": 2})
-    term = Term(key="reward.name", label="score", reward=reward, weight=1, mean=0, std=1)
+    term = Term(key="reward.terms.score.name", label="score", reward=reward, weight=1, mean=0, std=1)
     reference = reward.reference(NO_CLIP, '"OPEN"')
-    (result,) = collect(submit([term], clip(30), [[reference]], make_worker_pools([term], 10.0)))
+    (result,) = collect(submit([term], clip(30), [[reference]], make_worker_pools([term])))
     assert result.output.score.item() == 0.75 and engine[0][0] is not threading.main_thread()
 
 
@@ -223,11 +223,11 @@ def test_missing_engines_and_texts_are_refused(monkeypatch):
 def test_tools_refuse_rows_without_text(engine):
     cfg = config.load(ROOT / "configs" / "tiny_forward.yaml")
     rows = data.load_metadata(ROOT / "assets" / "tiny_world" / "eval" / "metadata.csv", "--data")[:2]
-    term = Term(key="reward.others.text", label="text", reward=ocr.Ocr(), weight=0, mean=0, std=1)
-    with pytest.raises(data.DataError, match=r"2 of 2 rows .*\nline 2: reward.others.text: the prompt quotes no text"):
+    term = Term(key="reward.terms.text", label="text", reward=ocr.Ocr(), weight=0, mean=0, std=1)
+    with pytest.raises(data.DataError, match=r"2 of 2 rows .*\nline 2: reward.terms.text: the prompt quotes no text"):
         check_rows(rows, cfg.data, [term], None, quiet=True)
     (problem,) = missing_references(rows[0], [term])
-    assert problem.startswith("reward.others.text: the prompt quotes no text; ")
+    assert problem.startswith("reward.terms.text: the prompt quotes no text; ")
 
 
 FONTS = ["DejaVuSans.ttf", "DejaVuSerif-Bold.ttf", "DejaVuSansMono-Oblique.ttf", "STIXGeneralItalic.ttf"]

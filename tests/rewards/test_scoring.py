@@ -36,7 +36,7 @@ class Raises(Brightness):
 
 
 def make_term(reward, weight, mean=0.0, std=1.0):
-    return Term(key="reward.others.x", label="x", reward=reward, weight=weight, mean=mean, std=std)
+    return Term(key="reward.terms.x", label="x", reward=reward, weight=weight, mean=mean, std=std)
 
 
 def make_terms():
@@ -87,9 +87,9 @@ def test_rewards_that_cannot_be_trained_are_refused():
         differentiable = False
 
     def spec(weight):
-        return config.RewardSpec(key="reward.others.x", label="x", name="blind", settings={}, weight=weight)
+        return config.RewardSpec(key="reward.terms.x", label="x", name="blind", settings={}, weight=weight)
 
-    with pytest.raises(RewardError, match="reward.others.x: blind has no gradient.*measure it .weight 0."):
+    with pytest.raises(RewardError, match="reward.terms.x: blind has no gradient.*measure it .weight 0."):
         registry.check_trainable([(spec(0.1), Blind)])
     with pytest.raises(RewardError, match="nothing is trained"):
         registry.check_trainable([(spec(0), Blind)])
@@ -113,14 +113,14 @@ def test_terms_are_built_from_a_configuration():
     assert config.list_reward_specs(supervised) == []
     assert [spec.label for spec in config.list_reward_specs(supervised, for_evaluation=True)] == ["score"]
     others["square"]["settings"] = {"powr": 2}
-    with pytest.raises(RewardError, match=r"unknown key 'reward.others.square.settings.powr'"):
+    with pytest.raises(RewardError, match=r"unknown key 'reward.terms.square.settings.powr'"):
         resolve_rewards(list_specs(reward))
 
 
 def test_keys_of_faces_are_settings_of_both_recognisers():
     reward, judge = list_specs(FACE | {"cap": 0.5})
     people = {"people": "largest", "min_face_size": 0}
-    assert reward.settings == {
+    assert reward.terms.score.settings == {
         "pack_dir": "a", "cap": 0.5, "det_size": 640, "chunk": 8, "second_pack_dir": None,
     } | people and reward.weight == 0.1  # fmt: skip
     assert people.items() <= judge.settings.items() and "second_pack_dir" not in judge.settings
@@ -128,19 +128,19 @@ def test_keys_of_faces_are_settings_of_both_recognisers():
     reward, judge = list_specs(FACE | {"second_model_path": "c", "people": "all", "min_face_size": 30.0})
     for spec in (reward, judge):
         assert (spec.settings["people"], spec.settings["min_face_size"]) == ("all", 30)
-    assert reward.settings["second_pack_dir"] == "c"
+    assert reward.terms.score.settings["second_pack_dir"] == "c"
     _, judge = list_specs({"name": "clip_score", "held_out_model_path": "b", "people": "all"})
     assert judge.settings["people"] == "all"
 
 
-def test_motion_weight_adds_face_motion():
+def test_face_motion_takes_the_face_pack_of_the_section():
     clip = {"name": "clip_score", "weight": 0.1}
-    face = FACE | {"det_size": 128, "recogniser_chunk": 3}
+    face = FACE | {"det_size": 128}
     assert [spec.label for spec in list_specs(face | {"others": {"clip": clip}})] == ["score", "held_out", "clip"]
     _, _, motion, _ = list_specs(face | {"others": {"clip": clip}, "motion_weight": 0.2})
-    settings = {"pack_dir": "a", "det_size": 128, "chunk": 3}
+    settings = {"pack_dir": "a", "det_size": 128}
     assert motion == config.RewardSpec(
-        key="reward.motion_weight", label="face_motion", name="face_motion", settings=settings, weight=0.2
+        key="reward.terms.face_motion", label="face_motion", name="face_motion", settings=settings, weight=0.2
     )
     assert len(list_specs(face | {"others": {"face_motion": clip}})) == 3
 
@@ -152,12 +152,9 @@ CLIP = {"name": "clip_score"}
     "reward, message",
     [
         ({"name": "face_identity"}, "reward.reward_model_path is required for face_identity"),
-        (FACE | {"settings": {"x": 1}}, "reward.settings.*face_identity takes none"),
-        (CLIP | {"others": {"x": {"weight": 1}}}, "reward.others.x.name is required"),
-        (CLIP | {"others": {"x": CLIP | {"wight": 1}}}, "unknown key 'reward.others.x.wight', did you mean 'weight'"),
-        (CLIP | {"others": ["x"]}, "reward.others must be keys and values"),
-        (FACE | {"motion_weight": 0.2, "others": {"face_motion": CLIP}}, "^reward.others.face_motion"),
-        (CLIP | {"motion_weight": 0.2}, "^reward.motion_weight"),
+        (FACE | {"settings": {"x": 1}}, "reward.terms.score.settings.*face_identity takes none"),
+        (CLIP | {"others": {"x": CLIP | {"wight": 1}}}, "unknown key 'reward.terms.x.wight', did you mean 'weight'"),
+        (CLIP | {"others": ["x"]}, "reward.terms must be keys and values"),
         (CLIP | {"second_model_path": "c"}, "^reward.second_model_path "),
         (CLIP | {"people": "all"}, "^reward.people "),
         (CLIP | {"min_face_size": 30.0}, "^reward.min_face_size "),
@@ -176,12 +173,12 @@ def list_labelled(*labels):
 
 def test_labels_that_name_other_metrics_are_refused():
     for label in ("mean", "score", "held_out", "motion", "failed", "score_std", "red_std"):
-        with pytest.raises(config.ConfigError, match=f"^reward.others.{label}: "):
+        with pytest.raises(config.ConfigError, match=f"^reward.terms.{label}: "):
             list_labelled("red", label)
     for label in ("", "a b", "a/b", "a.b", "line\n", "a\x1b[31m"):
-        with pytest.raises(config.ConfigError, match="^reward.others.* must be a name of 1 to 80 letters") as error:
+        with pytest.raises(config.ConfigError, match="^reward.terms.* must be a name of 1 to 80 letters") as error:
             list_labelled(label)
         assert repr(label) in str(error.value) and str(error.value).isprintable()
     for label in ("kl", "total", "std", "rot-grün_2"):
         (_, term) = list_labelled(label)
-        assert (term.label, term.key) == (label, f"reward.others.{label}")
+        assert (term.label, term.key) == (label, f"reward.terms.{label}")

@@ -37,7 +37,7 @@ class Nan(Fails):
 
 
 class Hangs(Fails):
-    how, concurrent = "hangs", True
+    how, concurrent, call_timeout = "hangs", True, 0.5
 
 
 class Names(Reward):

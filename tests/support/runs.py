@@ -85,12 +85,12 @@ FAST = [
     "train.gradient_accumulation_steps=1", "train.per_device_train_batch_size=1", "reward.kl_weight=9",
 ]  # fmt: skip
 COLOUR = f"{ROOT}/examples/toys.py:Colour"
-RED = [f"reward.name={COLOUR}", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
+RED = [f"reward.terms.score.name={COLOUR}", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
 # five sampling steps, of which the third and fourth are the window; two groups of two; the colour is a black box
 GRPO_FAST = [
-    *QUICK, "sample.num_inference_steps=5", "grpo.groups=2", "grpo.group_size=2", "grpo.window_size=2",
+    *QUICK, "sample.num_inference_steps=5", "grpo.groups=2", "grpo.group_size=2", "grpo.window.size=2",
     "train.per_device_train_batch_size=2", "--trust-code", *RED, "evaluation.eval_clips=null",
-    "grpo.window_bounds=null", "grpo.same_noise_in_group=false",
+    "grpo.window.within=null", "grpo.same_noise_in_group=false",
 ]  # fmt: skip
 # the same groups and black box
 FORWARD_FAST = [

@@ -41,10 +41,10 @@ EVALUATION = {"step": 0, "eval/score": 0.5}  # before the first update
 
 @pytest.mark.parametrize("before", [[], [EVALUATION]], ids=["updates", "evaluated"])
 @pytest.mark.parametrize("history, words", [
-    (FREEZES, "reward.motion_alarm 0.8"), (HACKED, "held-out judge"), (HEALTHY, None),
+    (FREEZES, "below 0.8"), (HACKED, "held-out judge"), (HEALTHY, None),
 ])  # fmt: skip
 def test_alarms_sound_after_each_window_from_the_second_on(before, history, words):
-    sounded = {n: list(alarms(before + history[:n], 0.8)) for n in range(31)}
+    sounded = {n: list(alarms(before + history[:n])) for n in range(31)}
     assert [n for n, warnings in sounded.items() if warnings] == ([20, 30] if words else [])
     assert words is None or words in sounded[20][0]
 
@@ -63,10 +63,10 @@ def test_alarms_sound_after_each_window_from_the_second_on(before, history, word
     ],
 )  # fmt: skip
 def test_the_judge_compares_with_the_first_updates(part, first, last, breaks):
-    """At reward.motion_alarm 0.8, of the means over the first and the last ten of thirty updates."""
+    """At 0.8, of the means over the first and the last ten of thirty updates."""
     key = f"reward/{part}"
     history = [line | {key: first if line["step"] <= 10 else last} for line in HEALTHY]
-    warnings = list(alarms(history, 0.8))
+    warnings = list(alarms(history))
     assert len(warnings) == breaks and all(key in warning for warning in warnings)
 
 

@@ -25,14 +25,19 @@ def score(remote_weight, *, first, requested=(True, True)):
     face = RewardResult(RewardOutput(torch.tensor([0.0, 1.0]), torch.ones(2).bool(), {}), torch.zeros(2).bool())
     terms = [
         Term(key=key, label=label, reward=Reward(), weight=weight, mean=0.0, std=1.0)
-        for key, label, weight in (("reward.name", "score", 1.0), ("reward.others.far", "far", remote_weight))
+        for key, label, weight in (
+            ("reward.terms.score.name", "score", 1.0),
+            ("reward.terms.far", "far", remote_weight),
+        )
     ]
     results = [[face, failure(2, "ConnectError: refused")]]
     return score_epoch(JOB, terms, results, [rollout], GrpoConfig(group_size=2), {}, 0, first=first)
 
 
 def test_a_dead_reward_next_to_a_working_one_leaves_no_judged_sample():
-    account = "reward.name .Reward. judged 2 of 2 .* reward.others.far .Reward. judged 0 of 2 samples, 2 failed"
+    account = (
+        "reward.terms.score.name .Reward. judged 2 of 2 .* reward.terms.far .Reward. judged 0 of 2 samples, 2 failed"
+    )
     with pytest.raises(RewardError, match=f"{account}.*; its last error: ConnectError: refused"):
         score(0.5, first=True)
     assert "judged 0 of 2" in score(0.5, first=False).why_nothing
@@ -60,7 +65,7 @@ def test_best_keeps_one_video_of_each_group_whichever_process_has_it():
     scored = score_epoch(JOB, terms, results, rollouts, group, {}, 0, first=True)
     job = SimpleNamespace(rank=0, device="cpu", gather_lists=lambda items: sent.extend(items) or sent)
     for rollout, advantages in zip(rollouts, scored.advantages, strict=True):
-        share = Geometry(group_size=1, groups=2, spread="spread")
+        share = Geometry(group_size=1, groups=2, world=2)
         videos, share_scores = keep_trained(job, [rollout], replace(scored, advantages=[advantages]), share)
     assert [[int(video.x0), int(video.conditioning["n"])] for video in videos] == [[2, 2], [4, 4]]
     assert torch.cat(share_scores.advantages).tolist() == [1, 0] and scored.metrics["group/zero_variance"] == 0.5

@@ -30,10 +30,13 @@ def test_the_steps_of_the_trained_expert_are_drawn():
     assert both.active == (2, 3)
 
 
+UNDISTILLED = ["model.distill_lora.high=", "model.distill_lora.low="]
+
+
 @pytest.mark.parametrize("settings, scale, decay", [
-    ((), 0.1, 0.0), (("forward.objective=awm", "forward.advantage_clip=4"), 0.25, 0.3),
-    (("forward.objective=nft", "forward.allow_distilled=true"), 1.0, 0.5), (("forward.objective=best",), 1.0, 0.0),
-    (("forward.advantage_scale=0.5", "forward.old_decay=0.9"), 0.5, 0.9),
+    ((), 0.1, 0.0), (("forward.objective=awm", "forward.advantage.clip=4"), 0.25, 0.3),
+    (("forward.objective=nft", *UNDISTILLED), 1.0, 0.5), (("forward.objective=best",), 1.0, 0.0),
+    (("forward.advantage.scale=0.5", "forward.old_policy.decay=0.9"), 0.5, 0.9),
 ])  # fmt: skip
 def test_defaults_are_the_objectives(settings, scale, decay):
     run = resolve(*settings)
@@ -41,15 +44,15 @@ def test_defaults_are_the_objectives(settings, scale, decay):
 
 
 @pytest.mark.parametrize("settings, words", [
-    (["forward.objective=nft"], ["nft makes a distilled model worse", "forward.objective: rvm", "allow_distilled"]),
+    (["forward.objective=nft"], ["nft makes a distilled model worse", "forward.objective: rvm"]),
     (["forward.sigmas=[1, 4]"], ["forward.sigmas: no trained expert answers at the steps [1]", "[3, 4, 5, 6, 7]"]),
     (["forward.sigmas=[4, 3]"], ["forward.sigmas must be steps in increasing order"]),
     (["forward.sigmas=[8]"], ["forward.sigmas must lie in 0..7"]),
     (["model.trainable_models=dit,dit2", "forward.sigmas=[4]"], ["high_noise answers at none of the steps [4]"]),
     (["forward.mix=0.1"], ["forward.mix is for objective nft, got objective rvm; remove it"]),
-    (["forward.objective=best", "forward.advantage_clip=1"], ["advantage_clip is for objective rvm, nft and awm, got"]),
+    (["forward.objective=best", "forward.advantage.clip=1"], ["advantage is for objective rvm, nft and awm, got"]),
     (["forward.objective=best", "forward.groups=3"], ["a multiple of 2 (processes x updates_per_epoch), got 3"]),
-    (["forward.old_decay_rate=0.1"], ["do nothing with old_decay 0, rvm's and best's default"]),
+    (["forward.old_policy.rate=0.1"], ["do nothing with old_decay 0, rvm's and best's default"]),
     (["train.max_steps=3"], ["train.max_steps must be whole epochs of 2 updates, got 3; try 2 or 4"]),
     (["forward.groups=3", "train.per_device_train_batch_size=5"], ["forward.groups, group_size, updates_per_epoch"]),
     (["grpo.kl_weight=1"], ["grpo is for train_flow_grpo.py, whose file has a section grpo; remove it"]),

@@ -27,7 +27,7 @@ def open_log(folder, tracker, first_step):
     )
     start_tracker(cfg.run, config.to_dict(cfg), job, first_step)
     return Log(
-        output_dir=str(folder), logging_steps=1, motion_alarm=0.5, early_stop_rule=None, max_nonfinite=10, job=job,
+        output_dir=str(folder), early_stop_rule=None, job=job,
         metrics=metrics_file.MetricsFile(folder / "metrics.jsonl"), last_step=10,
     )  # fmt: skip
 
@@ -90,12 +90,12 @@ def test_a_resumed_wandb_run_keeps_its_id(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("step, empty, norm, stops", [
-    (1, 1, 1.0, RewardError), (2, 1, 1.0, None), (5, 2, 1.0, None), (5, 3, 1.0, RewardError),
-    (1, 1, float("nan"), None), (3, 3, float("nan"), SystemExit),
+    (1, 1, 1.0, RewardError), (2, 1, 1.0, None), (5, 3, 1.0, None), (5, 4, 1.0, RewardError),
+    (1, 1, float("nan"), None), (4, 4, float("nan"), SystemExit),
 ])  # fmt: skip
 def test_a_run_stops_without_a_judged_sample_in_the_first_update_or_in_several_in_a_row(step, empty, norm, stops):
     log = object.__new__(Log)  # only its counts are used
-    log.max_nonfinite, log.skipped_in_a_row, why = 2, 0, "" if norm != norm else "face: judged 0 of 4"
+    log.skipped_in_a_row, why = 0, "" if norm != norm else "face: judged 0 of 4"
     for _ in range(empty):
         log.count(norm, why)
     with pytest.raises(stops, match=f"stopped at step {step}: ") if stops else contextlib.nullcontext():

@@ -41,8 +41,8 @@ def test_rewards_by_clip_read_what_their_model_takes(tmp_path, name):
     settings, most = {"model_dir": tmp_path / "clip"}, 24
     if name == "hpsv2":
         settings, most = {"checkpoint": "x", "tokenizer_dir": tmp_path / "clip"}, 77
-    spec = config.RewardSpec(key="reward.others.it", label="it", name=name, settings=settings, weight=1.0)
+    spec = config.RewardSpec(key="reward.terms.it", label="it", name=name, settings=settings, weight=1.0)
     reward = (spec, rewards.find_reward(name))
     (note,) = prompt_notes(rows_with("ab " * 100, "ab"), NO_LIMIT, [reward])
-    assert note.startswith(f"1 of 2 rows have a prompt of more tokens than the {most} that reward.others.it reads")
+    assert note.startswith(f"1 of 2 rows have a prompt of more tokens than the {most} that reward.terms.it reads")
     assert prompt_notes(rows_with("ab"), NO_LIMIT, [reward]) == []

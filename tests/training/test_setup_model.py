@@ -31,13 +31,13 @@ def plain(tmp_path_factory):
     return run
 
 
-TWO_NOISES = ["train.max_steps=2", "sample.noises_per_sample=2", "train.use_gradient_checkpointing=false"]
+TWO_NOISES = ["train.max_steps=2", "sample.noises_per_sample=2", "train.memory.use_gradient_checkpointing=false"]
 HOST = [
-    "experts.untrained=cpu_swap", "experts.trained=cpu_swap", "train.decode_caches=offload",
-    "train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true",
+    "train.memory.untrained=cpu_swap", "train.memory.trained=cpu_swap", "train.memory.decode_caches=offload",
+    "train.memory.use_gradient_checkpointing=true", "train.memory.use_gradient_checkpointing_offload=true",
 ]  # fmt: skip
-KEPT = [*HOST, "train.active_graphs=keep_on_host"]
-BOUNDARY = ["experts.untrained=boundary_cache", "train.decode_caches=segment"]
+KEPT = [*HOST, "train.memory.active_graphs=keep_on_host"]
+BOUNDARY = ["train.memory.untrained=boundary_cache", "train.memory.decode_caches=segment"]
 
 
 def assert_same(run, plain):
@@ -60,7 +60,7 @@ def test_only_copies_read_what_waits_in_host_memory(plain, tmp_path, monkeypatch
 
 
 def test_an_untrained_expert_in_8_bits(tmp_path, monkeypatch, capsys):
-    settings = ["experts.untrained=fp8", f"run.output_dir={tmp_path}", "train.max_steps=1"]
+    settings = ["train.memory.untrained=fp8", f"run.output_dir={tmp_path}", "train.max_steps=1"]
     code, _, error = call_grpo(monkeypatch, capsys, *GRPO_FAST, *settings)
     assert code == 0, error
 

@@ -18,7 +18,7 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("sharding", ["zero2", "fsdp2"])
 @pytest.mark.parametrize("key, value", [
-    ("experts.trained", "cpu_swap"), ("train.compile_blocks", "true"), ("train.context_parallel", "2"),
+    ("train.memory.trained", "cpu_swap"), ("train.compile_blocks", "true"), ("train.context_parallel", "2"),
 ])  # fmt: skip
 def test_what_sharded_weights_exclude(key, value, sharding):
     plain, cfg = config.parse(REQUIRED), config.parse(REQUIRED, [f"{key}={value}"])

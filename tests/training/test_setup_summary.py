@@ -14,7 +14,7 @@ from rewardfl.training import plan, setup_summary
 SCHEDULE = wan.schedule(8, 5.0, I2V.experts, 0.9)
 SIGMAS, EXPERTS = tuple(SCHEDULE.sigmas.tolist()), SCHEDULE.experts  # three steps of high noise, five of low
 TINY = ROOT / "tests" / "grpo.yaml"
-SIX = ["grpo.groups=6", "grpo.same_noise_in_group=false", "grpo.window_bounds=null"]  # overrides of TINY
+SIX = ["grpo.groups=6", "grpo.same_noise_in_group=false", "grpo.window.within=null"]  # overrides of TINY
 TINY_MODEL = backbones.describe("wan2_2", Source(model_paths=str(ROOT / "assets/tiny_world/pipeline"), dtype="float32"))
 
 
@@ -34,7 +34,7 @@ def test_overview():
 
 
 def cells(step, *overrides):
-    cfg = config.load(TINY, [*SIX, "grpo.window_bounds=[3, 6]", *overrides])
+    cfg = config.load(TINY, [*SIX, "grpo.window.within=[3, 6]", *overrides])
     windows = plan.make_windows(cfg, EXPERTS, ["low_noise"])
     return setup_summary.sigma_table(SCHEDULE, windows.drawable, cfg.grpo)[1 + step].split()
 
@@ -50,7 +50,7 @@ def test_sigma_table():
     assert [cells(i, "grpo.sde=cps")[7] for i in range(7)] == ["1.000"] * 7  # cps leaves the noise that it should
     assert cells(7)[5:] == ["0.3819", "1.3584", "-"] and cells(7, "grpo.sde=cps")[5:] == ["0.0000", "-", "-"]
     assert [cells(i)[4] for i in range(8)] == ["-"] * 3 + ["drawn"] * 3 + ["-"] * 2
-    assert cells(3, "grpo.window=list", "grpo.window_steps=[3]", "grpo.window_bounds=null")[4] == "trained"
+    assert cells(3, "grpo.window=list", "grpo.window.steps=[3]", "grpo.window.within=null")[4] == "trained"
     face = setup_summary.sigma_table(SCHEDULE, (4, 5, 6, 7))
     assert face[3].split() == ["2", "0.9375", "937.500", "high_noise", "-"]
     assert [line.split()[4] for line in face[1:]] == ["-"] * 4 + ["replayed"] * 4

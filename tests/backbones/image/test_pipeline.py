@@ -144,7 +144,7 @@ def test_two_processes_are_one(folder_of, name, kind, tmp_path):
     words = [
         "train_flow_grpo.py", "--config", "tests/grpo.yaml", *GRPO_FAST,
         *settings(name, folder_of(name)),
-        "grpo.group_size=4", "grpo.spread=spread", "train.per_device_train_batch_size=1", "grpo.kl_weight=0.01",
+        "grpo.group_size=4", "train.per_device_train_batch_size=1", "grpo.kl_weight=0.01",
         "train.max_steps=2", "run.save_steps=2", "train.warmup_steps=0", "train.max_grad_norm=0.01",
     ]  # fmt: skip
     runs = []

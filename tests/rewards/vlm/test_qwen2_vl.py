@@ -201,7 +201,9 @@ def test_frames_are_sampled_evenly(count, fps, frames, expected):
 def test_a_run_passes_its_frame_rate(files, chosen, fps):
     values = settings(files, "video_align") | chosen
     values = {key: value for key, value in values.items() if key != "fps" or chosen}
-    spec = config.RewardSpec(key="reward.name", label="score", name="video_align", settings=values, weight=1.0)
+    spec = config.RewardSpec(
+        key="reward.terms.score.name", label="score", name="video_align", settings=values, weight=1.0
+    )
     ((resolved, _),) = rewards.resolve_rewards([spec], 24)
     assert resolved.settings["fps"] == fps
 
