@@ -66,7 +66,7 @@ def modernise(
     _rename_window(new)
     _rename_steps(new, known)
     problems += _drop_constants(new, known)
-    _rename_rewards(new, groups=groups)
+    problems += _rename_rewards(new, groups=groups)
     if isinstance(named := _get(new, "run.resume_with_changes"), list):
         new["run"]["resume_with_changes"] = [_changed_key(key) for key in named]
     for old, name in RENAMED.items():
@@ -154,27 +154,24 @@ def _names(text: object) -> set[str]:
     return {name.strip() for name in str(text).split(",")}
 
 
-def _rename_rewards(new: dict[str, Any], *, groups: bool) -> None:
+def _rename_rewards(new: dict[str, Any], *, groups: bool) -> list[str]:
     reward = new.get("reward")
     if not isinstance(reward, dict):
-        return
+        return []
     if "name" in reward and not groups:  # the defaults were face_identity's for every reward
         reward.setdefault("reward_mean", 0.54)
         reward.setdefault("reward_std", 0.16)
     motion, others = reward.pop("motion_weight", None), reward.pop("others", None)
-    if motion == 0:
-        motion = None
-        if not groups:
-            _put(new, "reward.terms.face_motion", None)
     if motion is not None and groups:
         _put(new, "reward.terms.score.parts.motion", motion)
     elif motion is not None:
-        _put(new, "reward.terms.face_motion", {"weight": motion})
+        _put(new, "reward.terms.face_motion", {"weight": motion} if motion else None)
     reward = new["reward"]
-    if isinstance(others, dict):
+    if not isinstance(others, dict | None):
+        return [f"reward.others must be keys and values, got {shown(others)}"]
+    if others is not None:
         reward["terms"] = {**reward.get("terms", {}), **others}
-    elif others is not None:
-        reward["terms"] = others
+    return []
 
 
 def _get(sections: Mapping[str, Any], key: str) -> Any:

@@ -108,7 +108,7 @@ def trained(monkeypatch, capsys, run, *settings, max_steps=1):
     "settings",
     [
         ["grpo.sde=dance", "grpo.noise_level=0.3", "grpo.objective=clip", "grpo.advantage.std=global"],
-        ["grpo.sde=cps", "grpo.window=list", "grpo.window.steps=[3]", "train.memory.samples_on=cpu"],
+        ["grpo.sde=cps", "grpo.window={steps: [3]}", "train.memory.samples_on=cpu"],
         ["sample.guidance_scale=2", "sample.negative_prompt=ugly", "grpo.window=fraction", "grpo.kl_weight=0.1"],
         ["model.trainable_models=dit,dit2", "grpo.window.size=4", "grpo.advantage.std=none"],
         [
@@ -187,7 +187,7 @@ def test_evaluation_is_the_ode_of_the_averaged_weights(monkeypatch, capsys, tmp_
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["grpo.window=list", "grpo.window.steps=[4]"], "usable are the steps of dit2 (model.trainable_models) but"),
+        (["grpo.window={steps: [4]}"], "usable are the steps of dit2 (model.trainable_models) but"),
         (["model.trainable_models=dit,dit2", "grpo.window.within=[0, 2]"], "low_noise answers at no step that"),
         (["lora.lora_target_modules=q,kk"], "lora.lora_target_modules: 'kk' matches no linear layer"),
     ],

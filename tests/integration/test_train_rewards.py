@@ -172,7 +172,9 @@ def test_a_first_update_without_a_judged_sample_stops_the_run(monkeypatch, capsy
     settings.append(f"run.output_dir={tmp_path}")
     code, out, error = call(monkeypatch, capsys, *settings)
     assert code == 2
-    stopped = "error: stopped at step 1: 1 update in a row taught nothing; reward.terms.score (Never) judged 0 of 1 samples"
+    stopped = (
+        "error: stopped at step 1: 1 update in a row taught nothing; reward.terms.score (Never) judged 0 of 1 samples"
+    )
     assert error.splitlines()[-1].startswith(stopped)
     assert [line["reward/valid_fraction"] for line in metrics(tmp_path)] == [0]
     assert out.count("not one sample was judged (1 in a row)") == 1

@@ -34,7 +34,9 @@ def make_term(reward, label="score", weight=1.0, std=1.0):
 
 
 def score(*terms, timeout=5.0):
-    pools = async_scoring.make_worker_pools(terms, timeout)
+    for term in terms:
+        term.reward.call_timeout = timeout
+    pools = async_scoring.make_worker_pools(terms)
     return async_scoring.collect(async_scoring.submit(terms, VIDEO, [[{} for _ in terms]] * 4, pools))
 
 
@@ -82,7 +84,8 @@ class Waits(Number):
 def test_a_late_reward_fails_and_the_others_are_scored():
     event = threading.Event()
     terms = [make_term(Waits(event)), make_term(Number(), "quick")]
-    pools = async_scoring.make_worker_pools(terms, 0.2)
+    terms[0].reward.call_timeout = 0.2
+    pools = async_scoring.make_worker_pools(terms)
     pending = async_scoring.submit(terms, VIDEO, [[{}, {}]] * 4, pools)  # returns before the event is set
     late, quick = async_scoring.collect(pending)
     assert late.failed.all() and not late.output.valid.any()

@@ -120,15 +120,15 @@ def test_terms_are_built_from_a_configuration():
 def test_keys_of_faces_are_settings_of_both_recognisers():
     reward, judge = list_specs(FACE | {"cap": 0.5})
     people = {"people": "largest", "min_face_size": 0}
-    assert reward.terms.score.settings == {
-        "pack_dir": "a", "cap": 0.5, "det_size": 640, "chunk": 8, "second_pack_dir": None,
+    assert reward.settings == {
+        "pack_dir": "a", "cap": 0.5, "det_size": 640, "second_pack_dir": None,
     } | people and reward.weight == 0.1  # fmt: skip
     assert people.items() <= judge.settings.items() and "second_pack_dir" not in judge.settings
     assert judge.settings["pack_dir"] == "b" and judge.settings["cap"] == "none" and judge.weight == 0
     reward, judge = list_specs(FACE | {"second_model_path": "c", "people": "all", "min_face_size": 30.0})
     for spec in (reward, judge):
         assert (spec.settings["people"], spec.settings["min_face_size"]) == ("all", 30)
-    assert reward.terms.score.settings["second_pack_dir"] == "c"
+    assert reward.settings["second_pack_dir"] == "c"
     _, judge = list_specs({"name": "clip_score", "held_out_model_path": "b", "people": "all"})
     assert judge.settings["people"] == "all"
 
@@ -154,7 +154,7 @@ CLIP = {"name": "clip_score"}
         ({"name": "face_identity"}, "reward.reward_model_path is required for face_identity"),
         (FACE | {"settings": {"x": 1}}, "reward.terms.score.settings.*face_identity takes none"),
         (CLIP | {"others": {"x": CLIP | {"wight": 1}}}, "unknown key 'reward.terms.x.wight', did you mean 'weight'"),
-        (CLIP | {"others": ["x"]}, "reward.terms must be keys and values"),
+        (CLIP | {"others": ["x"]}, "reward.others must be keys and values"),
         (CLIP | {"second_model_path": "c"}, "^reward.second_model_path "),
         (CLIP | {"people": "all"}, "^reward.people "),
         (CLIP | {"min_face_size": 30.0}, "^reward.min_face_size "),
@@ -172,7 +172,7 @@ def list_labelled(*labels):
 
 
 def test_labels_that_name_other_metrics_are_refused():
-    for label in ("mean", "score", "held_out", "motion", "failed", "score_std", "red_std"):
+    for label in ("mean", "held_out", "motion", "failed", "score_std", "red_std"):
         with pytest.raises(config.ConfigError, match=f"^reward.terms.{label}: "):
             list_labelled("red", label)
     for label in ("", "a b", "a/b", "a.b", "line\n", "a\x1b[31m"):

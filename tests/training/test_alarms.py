@@ -83,7 +83,7 @@ def test_a_data_loss_that_rises_by_more_than_a_tenth_breaks_a_guard():
 def test_a_score_may_fall_by_its_first_deviation(low, breaks):
     """The first updates' scores 0.9, 1.1, 0.9, ... have a standard deviation of 0.1."""
     scores = [0.9 + 0.2 * (i % 2) for i in range(10)] + [low] * 10
-    (*warnings,) = alarms([line | {"reward/mean": mean} for line, mean in zip(HEALTHY, scores, strict=False)], 0.8)
+    (*warnings,) = alarms([line | {"reward/mean": mean} for line, mean in zip(HEALTHY, scores, strict=False)])
     assert len(warnings) == breaks
     assert all(f"reward/mean is {low:.3f}, it was 1.000" in line and "unlearns" in line for line in warnings)
     judged = [{"step": i, "reward/held_out": score} for i, score in enumerate(scores)]

@@ -63,9 +63,11 @@ def test_best_keeps_one_video_of_each_group_whichever_process_has_it():
     results = [[RewardResult(RewardOutput(each, yes, {}), ~yes) for each in process] for process in scores]
     group = ForwardConfig(group_size=4, groups=2, objective="best")
     scored = score_epoch(JOB, terms, results, rollouts, group, {}, 0, first=True)
-    job = SimpleNamespace(rank=0, device="cpu", gather_lists=lambda items: sent.extend(items) or sent)
-    for rollout, advantages in zip(rollouts, scored.advantages, strict=True):
-        share = Geometry(group_size=1, groups=2, world=2)
-        videos, share_scores = keep_trained(job, [rollout], replace(scored, advantages=[advantages]), share)
-    assert [[int(video.x0), int(video.conditioning["n"])] for video in videos] == [[2, 2], [4, 4]]
-    assert torch.cat(share_scores.advantages).tolist() == [1, 0] and scored.metrics["group/zero_variance"] == 0.5
+    share = Geometry(group_size=1, groups=2, world=2)
+    for rank, expected in ((0, ([[2, 2]], [1])), (1, ([[4, 4]], [0]))):
+        job = SimpleNamespace(rank=rank, device="cpu", gather_lists=lambda items: sent.extend(items) or sent)
+        for rollout, advantages in zip(rollouts, scored.advantages, strict=True):
+            videos, share_scores = keep_trained(job, [rollout], replace(scored, advantages=[advantages]), share)
+        numbers = [[int(video.x0), int(video.conditioning["n"])] for video in videos]
+        assert (numbers, torch.cat(share_scores.advantages).tolist()) == expected
+    assert scored.metrics["group/zero_variance"] == 0.5

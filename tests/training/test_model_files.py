@@ -68,7 +68,7 @@ def test_each_missing_path_and_each_damaged_pack_has_a_line(tmp_path):
     ("reward.second_model_path", ["reward.reward_model_path={other}", "{key}={pack}"]),
     ("reward.terms.more.settings.pack_dir", [
         "reward.terms.score.name=motion", "reward.reward_model_path=null",
-        "reward.terms={{more: {{name: face_identity, weight: 0.1, settings: {{pack_dir: {pack}}}}}}}",
+        "reward.terms.more={{name: face_identity, weight: 0.1, settings: {{pack_dir: {pack}}}}}",
     ]),
 ])  # fmt: skip
 def test_a_judge_that_shares_a_network_is_refused(tmp_path, shared, task, key, overrides):

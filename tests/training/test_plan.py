@@ -70,13 +70,14 @@ ALONE += ["train.early_stop=null"]
 
 
 def test_the_plan_of_reward_feedback_learning():
-    batch = ["train.per_device_train_batch_size=2", "train.gradient_accumulation_steps=3", "anchor.draws=5"]
+    batch = ["train.per_device_train_batch_size=2", "train.gradient_accumulation_steps=3"]
+    anchored = [*batch, "anchor.weight=1", "anchor.draws=5"]
     run = resolve(FACE, *batch, processes=4)
     assert run.active == (4, 5, 6, 7) and run.experts == ("high_noise",) * 3 + ("low_noise",) * 5
     assert run.clips_at_once == 24 and run.trained == ("low_noise",) and not run.supervised
     assert run.backwards_per_update == 3 * 4
-    assert resolve(FACE, *batch, "anchor.weight=1").backwards_per_update == 3 * (4 + 5)
-    supervised = resolve(FACE, *batch, "anchor.weight=1", *ALONE)
+    assert resolve(FACE, *anchored).backwards_per_update == 3 * (4 + 5)
+    supervised = resolve(FACE, *anchored, *ALONE)
     assert supervised.supervised and supervised.backwards_per_update == 3 * 5
 
 
@@ -106,7 +107,7 @@ def test_steps_of_a_run():
 
 
 def test_a_schedule_ends_at_the_final_timestep():
-    run = resolve(FACE, "sample.final_timestep=6", "sample.mid_timestep=4", "anchor.sigmas=trained_range")
+    run = resolve(FACE, "sample.final_timestep=6", "sample.mid_timestep=4")
     schedule = run.schedule(TINY.latent_shape(64, 64, 9))
     assert len(schedule) == len(run.experts) == 7 and schedule.sigmas[-1] == 0
     assert torch.equal(schedule.sigmas[:7], resolve(FACE).schedule(TINY.latent_shape(64, 64, 9)).sigmas[:7])

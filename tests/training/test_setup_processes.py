@@ -13,7 +13,7 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setattr(setup_processes, "get_available_trackers", lambda: ["tensorboard"])
     cfg = config.parse(REQUIRED, ["run.log_with=wandb"])
     with pytest.raises(ConfigError, match="run.log_with: wandb is not installed; pip install wandb, or set"):
-        setup_processes.connect_processes(cfg.run, cfg.model, cfg.experts, cfg.train, 1)
+        setup_processes.connect_processes(cfg.run, cfg.model, cfg.train, 1)
 
 
 @pytest.mark.parametrize("sharding", ["zero2", "fsdp2"])
@@ -23,7 +23,7 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
 def test_what_sharded_weights_exclude(key, value, sharding):
     plain, cfg = config.parse(REQUIRED), config.parse(REQUIRED, [f"{key}={value}"])
     per_clip = config.processes_per_clip(cfg)
-    check_sharding(plain.experts, plain.train, 1, sharding)
-    check_sharding(cfg.experts, cfg.train, per_clip, "none")
+    check_sharding(plain.train, 1, sharding)
+    check_sharding(cfg.train, per_clip, "none")
     with pytest.raises(ConfigError, match=f"^{key} .*{sharding}.*configs/accelerate/ddp.yaml"):
-        check_sharding(cfg.experts, cfg.train, per_clip, sharding)
+        check_sharding(cfg.train, per_clip, sharding)

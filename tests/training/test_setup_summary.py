@@ -50,7 +50,7 @@ def test_sigma_table():
     assert [cells(i, "grpo.sde=cps")[7] for i in range(7)] == ["1.000"] * 7  # cps leaves the noise that it should
     assert cells(7)[5:] == ["0.3819", "1.3584", "-"] and cells(7, "grpo.sde=cps")[5:] == ["0.0000", "-", "-"]
     assert [cells(i)[4] for i in range(8)] == ["-"] * 3 + ["drawn"] * 3 + ["-"] * 2
-    assert cells(3, "grpo.window=list", "grpo.window.steps=[3]", "grpo.window.within=null")[4] == "trained"
+    assert cells(3, "grpo.window={steps: [3]}")[4] == "trained"
     face = setup_summary.sigma_table(SCHEDULE, (4, 5, 6, 7))
     assert face[3].split() == ["2", "0.9375", "937.500", "high_noise", "-"]
     assert [line.split()[4] for line in face[1:]] == ["-"] * 4 + ["replayed"] * 4
