@@ -63,7 +63,12 @@ CONSUMERS = {
     ),
     "anchor.sigmas": lambda word: plan.anchor_steps(Record(anchor=Record(sigmas=word)), SCHEDULE, ["high"]),
     "anchor.target": lambda word: Anchors._draw(
-        Record(settings=Record(target=word), backbone=BACKBONE, device=CPU), None, {}, SCHEDULE, [0, 1], X
+        Record(plan=Record(anchor=Record(target=word)), conditions=Record(backbone=BACKBONE), device=CPU),
+        None,
+        {},
+        SCHEDULE,
+        [0, 1],
+        X,
     ),
     "train.lr_scheduler_type": lambda word: learning_rate_factor(word, 0, 1),
     "train.memory.decode_caches": lambda word: WanDecoder.decode_with_caches(

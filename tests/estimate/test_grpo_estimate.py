@@ -183,7 +183,8 @@ def test_run_of_a_configuration():
     settings = [
         "sample.guidance_scale=3.5", "grpo.kl_weight=0.1", "grpo.same_noise_in_group=true",
         "grpo.updates_per_epoch=3", "grpo.inner_epochs=2", "grpo.sde=dance", "grpo.noise_level=0.3",
-        "grpo.window={steps: [4, 6]}", "train.memory.samples_on=cpu", "train.memory.untrained=fp8", "train.max_steps=12",
+        "grpo.window={steps: [4, 6]}", "train.memory.samples_on=cpu", "train.memory.untrained=fp8",
+        "train.max_steps=12",
         "train.memory.use_gradient_checkpointing=true", "train.memory.use_gradient_checkpointing_offload=true",
         "run.save_steps=9",
         "train.per_device_train_batch_size=2",

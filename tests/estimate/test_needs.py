@@ -596,7 +596,7 @@ def test_rewards_are_there_while_prompts_and_clips_are_encoded(tmp_path):
     judge.write_bytes(bytes(300))
     hps = {"name": "hpsv2", "weight": 1, "settings": {"checkpoint": str(judge), "tokenizer_dir": "nowhere"}}
     pick = {"name": "pickscore", "weight": 1, "settings": {"model_dir": str(model)}}
-    others = f"reward.terms={json.dumps({'hps': hps, 'pick': pick})}"
+    others = f"reward.others={json.dumps({'hps': hps, 'pick': pick})}"
     run = configured("reward.reward_model_path=nowhere", "reward.held_out_model_path=null", others)
     assert run.reward_bytes == 5300
     measured = measured_before(TINY)

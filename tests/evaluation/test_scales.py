@@ -86,7 +86,7 @@ def test_what_cannot_be_judged_is_left_out():
 
 
 def test_the_table_of_clips_of_the_tiny_world(monkeypatch):
-    others = f"reward.terms={{change: {{name: motion, weight: 0.3}}, red: {{name: {COLOUR}}}}}"
+    others = f"reward.others={{change: {{name: motion, weight: 0.3}}, red: {{name: {COLOUR}}}}}"
     monkeypatch.chdir(ROOT)
     options = ["--trust-code", "--rows", "2", "--device", "cpu"]
     head, *rows = run_tool(reward_scales.main, "--config", CONFIG, *FAST, others, *options).splitlines()[-5:]
@@ -99,7 +99,7 @@ def test_the_table_of_clips_of_the_tiny_world(monkeypatch):
     [
         (CONFIG, ["reward.reward_weigt=1"], "reward_weigt"),
         (CONFIG, ["data.file_name=no/such.csv"], "no/such.csv"),
-        (CONFIG, ["reward.terms={a: {name: face_judge, weight: 1}}"], "reward.terms.a"),
+        (CONFIG, ["reward.others={a: {name: face_judge, weight: 1}}"], "reward.terms.a"),
         ("configs/tiny_flow_grpo.yaml", [], "tiny_flow_grpo.yaml"),
         (CONFIG, ["--rows", "0"], "--rows"),
     ],

@@ -84,7 +84,7 @@ def test_evaluate_says_what_became_of_the_pictures(model, tmp_path, monkeypatch)
     launch_grpo(
         *settings("sd3", model), "train.learning_rate=5e-2", "train.warmup_steps=0", "train.max_steps=2",
         f"run.output_dir={run_folder}", "grpo.group_size=2", "grpo.groups=4",
-        f"reward.terms={{blue: {{name: {COLOUR}, weight: 0, settings: {{red: -0.5, green: -0.5, blue: 1.0}}}}}}",
+        f"reward.others={{blue: {{name: {COLOUR}, weight: 0, settings: {{red: -0.5, green: -0.5, blue: 1.0}}}}}}",
     )  # fmt: skip
     words = [run_folder, model / "prompts.csv", "--seeds", 2, "--batch", 3]
     output = evaluate_run(*words)
@@ -118,8 +118,8 @@ def test_evaluate_says_what_became_of_the_pictures(model, tmp_path, monkeypatch)
     "words, output",
     [
         (["--adapter", "RUN/nowhere"], "RUN/nowhere: holds no */"),
-        (["reward.terms={own: {name: 'RUN/own.py:LikeTheClip', weight: 0}}"], "reward.terms.own compares"),
-        (["reward.terms={flow: {name: optical_flow, weight: 0}}"], "reward.terms.flow judges at least 2 frames"),
+        (["reward.others={own: {name: 'RUN/own.py:LikeTheClip', weight: 0}}"], "reward.terms.own compares"),
+        (["reward.others={flow: {name: optical_flow, weight: 0}}"], "reward.terms.flow judges at least 2 frames"),
         (["--data", "RUN/sizes.csv"], "line 4: height and width must be whole numbers"),
         (["--data", "RUN/clip.csv"], "line 2: RUN/gone.mp4: no such file"),
         (["--data", "RUN/nowhere.csv"], "--data: no such file: RUN/nowhere.csv"),
@@ -132,7 +132,7 @@ def test_what_evaluate_cannot_judge_is_refused_before_weights_load(model, untrai
 
 
 def test_evaluate_names_a_reward_that_fails_and_judges_each_size(model, untrained):
-    own = f"reward.terms={{own: {{name: '{untrained}/own.py:Broken', weight: 0}}}}"
+    own = f"reward.others={{own: {{name: '{untrained}/own.py:Broken', weight: 0}}}}"
     output = evaluate_run(untrained, model / "prompts.csv", own, "--force", expect=2)
     assert "error: reward.terms.own: RuntimeError: out of order" in output
     (untrained / "two.csv").write_text("prompt,height,width\na ball,,\na ball,32,64\nbad,36,32\n")

@@ -31,7 +31,7 @@ def words(folder, table, *more):
     judge = f"face: {{name: face_judge, settings: {{pack_dir: {JUDGE}, det_size: 128}}}}"
     return [
         *words, *more, "--seeds", "1", "data.height=64", "data.width=64", f"data.skip_bad_rows={table == 'mixed.csv'}",
-        f"reward.terms={{flow: {{name: optical_flow}}, {judge}}}",
+        f"reward.others={{flow: {{name: optical_flow}}, {judge}}}",
     ]  # fmt: skip
 
 

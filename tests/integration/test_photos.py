@@ -37,7 +37,7 @@ def write_table(folder, *rows):
     return f"data.file_name={folder / 'rows.csv'}"
 
 
-GROUP = "reward.terms={flow: {name: optical_flow, weight: 1}}"
+GROUP = "reward.others={flow: {name: optical_flow, weight: 1}}"
 MOTION = ["reward.motion_weight=0.5", GROUP]
 ANCHOR = ["anchor.weight=1", "anchor.target=reference"]
 SCRIPTS = {

@@ -46,7 +46,7 @@ CASES = {
     ],
     "reward_fl photos": [
         *REWARD_FL, "data.file_name=tests/support/photos.csv", "anchor.weight=1", "anchor.target=reference",
-        "reward.terms={flow: {name: optical_flow, weight: 1}}",
+        "reward.others={flow: {name: optical_flow, weight: 1}}",
     ],
     "reward_fl bfloat16": [*REWARD_FL, "model.dtype=bfloat16"],
     "flow_grpo": FLOW_GRPO,
@@ -57,7 +57,7 @@ PLACES = {
     "replay": [], "swap": [*SWAP, *OFFLOAD], "keep_on_device": ["train.memory.active_graphs=keep_on_device"],
     "kept chunks": ["train.memory.active_graphs=keep_on_device", "train.memory.kept_chunks=2"],
     "keep_on_host": [*OFFLOAD, "train.memory.active_graphs=keep_on_host"],
-    "base videos": ["reward.motion_reference=base", "reward.terms={flow: {name: optical_flow, weight: 1}}"],
+    "base videos": ["reward.motion_reference=base", "reward.others={flow: {name: optical_flow, weight: 1}}"],
 }  # fmt: skip
 PHASES = ("encode", "rollout", "decode", "reward", "replay", "optimizer")
 UPDATE = (*PHASES, "anchor", "step")

@@ -117,7 +117,7 @@ class Own(Colour):
 def stranger(tmp_path, monkeypatch):
     """A folder with code, which is a module as well, and a run.json that names it."""
     (tmp_path / "own.py").write_text(OWN)
-    cfg = config.to_dict(config.load(CONFIG, [f"reward.terms={{x: {{name: '{tmp_path}/own.py:Own'}}}}"]))
+    cfg = config.to_dict(config.load(CONFIG, [f"reward.others={{x: {{name: '{tmp_path}/own.py:Own'}}}}"]))
     (tmp_path / "run.json").write_text(json.dumps({"config": cfg}))
     adapter = tmp_path / "checkpoints" / "latest" / "transformer" / lora.WEIGHTS_NAME
     adapter.parent.mkdir(parents=True)
@@ -136,7 +136,7 @@ def command_of(name, stranger, source="own.py"):
     main, words = COMMANDS[name]
     words = [word.replace("OUT", str(stranger)) for word in words]
     if words[0] == "--config":
-        words.append(f"reward.terms={{x: {{name: '{stranger}/own.py:Own', settings: {{red: a}}}}}}")
+        words.append(f"reward.others={{x: {{name: '{stranger}/own.py:Own', settings: {{red: a}}}}}}")
     return main, [word.replace(f"{stranger}/own.py", "own") if source == "own" else word for word in words]
 
 

@@ -88,7 +88,7 @@ def test_an_invalid_sample_leaves_its_group(tmp_path, reward, failed, note):
 
 def test_a_reward_that_hangs_only_fails(tmp_path):
     others = json.dumps({"slow": {"name": f"{REWARDS}:Hangs", "weight": 0}})
-    run = launch_grpo(f"run.output_dir={tmp_path}", "train.max_steps=1", f"reward.terms={others}")
+    run = launch_grpo(f"run.output_dir={tmp_path}", "train.max_steps=1", f"reward.others={others}")
     (line,) = metrics(tmp_path)
     assert line["reward/valid_fraction"] == 1 and line["reward/failed"] == 1 and line["grad_norm"] > 0
     assert "reward.terms.slow: no answer within 0.5 s (4 samples)" in run.stdout

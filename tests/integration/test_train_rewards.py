@@ -24,7 +24,7 @@ OWN = ROOT / "tests" / "support" / "grpo_rewards.py"
 
 
 def others(**terms):
-    return f"reward.terms={json.dumps(terms)}"  # JSON is YAML
+    return f"reward.others={json.dumps(terms)}"  # JSON is YAML
 
 
 @contextlib.contextmanager
@@ -172,9 +172,8 @@ def test_a_first_update_without_a_judged_sample_stops_the_run(monkeypatch, capsy
     settings.append(f"run.output_dir={tmp_path}")
     code, out, error = call(monkeypatch, capsys, *settings)
     assert code == 2
-    stopped = (
-        "error: stopped at step 1: 1 update in a row taught nothing; reward.terms.score (Never) judged 0 of 1 samples"
-    )
+    words = "1 update in a row taught nothing; reward.terms.score (Never) judged 0 of 1 samples"
+    stopped = f"error: stopped at step 1: {words}"
     assert error.splitlines()[-1].startswith(stopped)
     assert [line["reward/valid_fraction"] for line in metrics(tmp_path)] == [0]
     assert out.count("not one sample was judged (1 in a row)") == 1

@@ -93,7 +93,7 @@ def test_prompts_alone_train_a_text_to_video_model(folder_of, tmp_path):
 
     lacks = "reward.reward_model_path compares with a picture, and the row names none (photos, image"
     assert f"lines 2, 3, 4 (3 rows): {lacks}" in refused(launch, "--dry-run")
-    flow = "reward.terms={flow: {name: optical_flow, weight: 0.1}}"  # compares with the base model's videos
+    flow = "reward.others={flow: {name: optical_flow, weight: 0.1}}"  # compares with the base model's videos
     launch(*rest, *RED, flow, "train.max_steps=1", f"run.output_dir={tmp_path / 'measured'}")
     (row,) = metrics(tmp_path / "measured")
     assert 0.5 < row["reward/flow/ratio"] < 2
