@@ -42,7 +42,7 @@ class Trajectory:
     """
 
     x0: Tensor
-    kept: dict[int, Tensor]
+    latents: dict[int, Tensor]
     graphs: dict[int, Tensor] = field(default_factory=dict)
     velocities: dict[int, Tensor] = field(default_factory=dict)
 
@@ -88,7 +88,7 @@ def rollout(
             latents.setdefault(i, x)
             velocities[i] = v
         x = euler_step(x, v, sigmas[i], sigmas[i + 1])
-    return Trajectory(x0=x, kept=latents, graphs=graphs, velocities=velocities)
+    return Trajectory(x0=x, latents=latents, graphs=graphs, velocities=velocities)
 
 
 @torch.no_grad()
@@ -97,7 +97,7 @@ def kl_floor(reference: VelocityFunction, x: Tensor, sigmas: Tensor, active: Seq
 
     It is the mean over the active steps of the reference's rollout from x (B, ...) at sigmas[start].
     """
-    latents = rollout(reference, x, sigmas, active, start).kept
+    latents = rollout(reference, x, sigmas, active, start).latents
     jittered = flow.perturb(reference)
     read = [velocity_kl(jittered(latents[i], i), reference(latents[i], i), sigmas[i]).mean() for i in active]
     return float(torch.stack(read).mean())
@@ -150,7 +150,7 @@ def replay(
     order = sorted(active, reverse=True)
     for i in order:
         couples = coupling != 0 and i != order[-1]  # no active step precedes the first one
-        v, x = trajectory.graphs.pop(i, None), trajectory.kept[i]
+        v, x = trajectory.graphs.pop(i, None), trajectory.latents[i]
         x = x.detach().requires_grad_(couples) if v is None else x
         h = sigmas[i + 1] - sigmas[i]
         cotangents.append(g.detach().flatten(1).norm(dim=1))
@@ -204,7 +204,7 @@ def replay_endpoint(
     grad_x0: (B, ...) `share` times each sample's gradient of -reward. length: a share of x0's norm. backward,
     micro_batch: as in `replay`.
     """
-    ((step, x),) = trajectory.kept.items()
+    ((step, x),) = trajectory.latents.items()
     rows = (-1, *[1] * (grad_x0.ndim - 1))
     slope = torch.linalg.vector_norm(grad_x0.flatten(1), dim=1)
     reach = length * torch.linalg.vector_norm(trajectory.x0.flatten(1), dim=1)
@@ -228,7 +228,7 @@ def _reference_velocity(
     The second is d/dx_i of weight * sum_b KL_b(v, v_ref(x_i)), with the rollout's velocity v; None for weight 0. Its
     graph is freed before the policy's is built.
     """
-    x = trajectory.kept[step].detach().requires_grad_(weight != 0)
+    x = trajectory.latents[step].detach().requires_grad_(weight != 0)
     with torch.set_grad_enabled(weight != 0):
         v = reference(x, step)
         if weight == 0:

@@ -91,7 +91,7 @@ def kl_floor(reference: flow.VelocityFunction, x: Tensor, kernel: Kernel, window
 
     It is the mean over the window's steps of the reference's rollout, without noise, from x (B, ...) at sigma 1.
     """
-    latents = reward_flow.rollout(reference, x, kernel.sigmas[: max(window) + 2], window).kept
+    latents = reward_flow.rollout(reference, x, kernel.sigmas[: max(window) + 2], window).latents
     jittered, read = flow.perturb(reference), []
     for i, before in latents.items():
         (mean, std), (other, _) = (kernel.transition(velocity, before, i) for velocity in (reference, jittered))

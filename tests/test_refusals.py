@@ -15,7 +15,7 @@ TWO, X = torch.zeros(2), torch.zeros(2, 3)
 STEP = sde.Step(x=X, x_next=X, mean=X, std=1.0, log_prob=TWO)
 REWARDS, IDS = torch.arange(8.0), torch.arange(8) // 4
 WITH_NAN = torch.tensor([math.nan, *range(7)])
-TRAJECTORY = reward_flow.Trajectory(x0=X, kept={})
+TRAJECTORY = reward_flow.Trajectory(x0=X, latents={})
 
 
 def advantages(rewards=REWARDS, ids=IDS, group_size=4, **options):

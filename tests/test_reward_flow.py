@@ -150,7 +150,7 @@ def test_stopping_early_decodes_the_x0_prediction():
     assert shortened.experts == SCHEDULE.experts[:5] and torch.equal(shortened.timesteps, SCHEDULE.timesteps[:5])
     full = reward_flow.rollout(velocity, x, SCHEDULE.sigmas, [4])
     with torch.no_grad():
-        expected = full.kept[4] - SCHEDULE.sigmas[4] * velocity(full.kept[4], 4)
+        expected = full.latents[4] - SCHEDULE.sigmas[4] * velocity(full.latents[4], 4)
     early = reward_flow.rollout(velocity, x, shortened.sigmas, [4])
     torch.testing.assert_close(early.x0, expected)
 
@@ -182,7 +182,7 @@ def test_the_floor_of_the_kl_is_what_a_tiny_update_reads(dtype, low, high):
             parameter.data = 1e-4 * torch.randn(parameter.shape, generator=generator)
     read, of_policy = [], []
     with torch.no_grad():
-        for i, latents in reward_flow.rollout(velocity.reference, x, schedule.sigmas, active, start=4).kept.items():
+        for i, latents in reward_flow.rollout(velocity.reference, x, schedule.sigmas, active, start=4).latents.items():
             read.append(flow.velocity_kl(velocity(latents, i), velocity.reference(latents, i), schedule.sigmas[i]))
             (mean, _), reference = (kernel.transition(v, latents, i) for v in (velocity, velocity.reference))
             of_policy.append(flow.transition_kl(mean, *reference))
@@ -259,7 +259,7 @@ def published_endpoint_loss(velocity, trajectory, sigma, gradient, share, advant
     per_sample = (-1, *[1] * (y0.ndim - 1))
     step = length * y0.flatten(1).norm(dim=1).view(per_sample) * gradient
     step = step / gradient.flatten(1).norm(dim=1).view(per_sample)
-    v, z = velocity(trajectory.kept[5], 5), trajectory.kept[5]
+    v, z = velocity(trajectory.latents[5], 5), trajectory.latents[5]
     loss = 0
     for sign, weight in ((1, advantage / 10 + 0.5), (-1, 0.5 - advantage / 10)):
         y = z - sigma * ((1 - sign * b) * v_old + sign * b * v)

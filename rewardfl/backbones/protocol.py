@@ -131,16 +131,24 @@ class Decoder(Protocol):
     given: the batch's conditioning, which may hold latents of the video that are not sampled.
     """
 
-    def decode(self, latents: Tensor, given: Conditioning | None = None) -> Tensor:
+    def decode(self, latents: Tensor, conditioning: Conditioning | None = None) -> Tensor:
         """Return the video, without gradient."""
 
     def decode_with_caches(
-        self, latents: Tensor, given: Conditioning | None = None, caches: DecodeCaches = "keep", kept_chunks: int = 0
+        self,
+        latents: Tensor,
+        conditioning: Conditioning | None = None,
+        caches: DecodeCaches = "keep",
+        kept_chunks: int = 0,
     ) -> Decoded:
         """Return the video and the state for a later `vjp`. kept_chunks: the last ones, whose graph is kept."""
 
     def vjp(
-        self, latents: Tensor, grad_video: Tensor, decoded: Decoded | None = None, given: Conditioning | None = None
+        self,
+        latents: Tensor,
+        grad_video: Tensor,
+        decoded: Decoded | None = None,
+        conditioning: Conditioning | None = None,
     ) -> Tensor:
         """Return (d video / d latents)^T grad_video, (B, C, T, h, w)."""
 
@@ -304,7 +312,9 @@ class Backbone(Protocol):
     def collate(self, items: Sequence[Conditioning]) -> Conditioning:
         """Return one batch of several."""
 
-    def velocity(self, model: nn.Module, x: Tensor, step: int, schedule: Schedule, given: Conditioning) -> Tensor:
+    def velocity(
+        self, model: nn.Module, x: Tensor, step: int, schedule: Schedule, conditioning: Conditioning
+    ) -> Tensor:
         """Return the velocity, noise - x0, at latents x (B, C, T, h, w) of a denoising step, in the dtype of x.
 
         model: Experts, or their wrapper; it is called once.

@@ -50,7 +50,7 @@ _COUPLING = {"chain": 1, "drtune": 0, "last": 1, "endpoint": 1}  # the only ones
 
 
 def modernise(
-    sections: Mapping[str, Any], known: Mapping[str, Any], *, groups: bool
+    sections: Mapping[str, Any], before: Mapping[str, Any], *, groups: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """Return (the sections with today's keys, problems).
 
@@ -64,11 +64,11 @@ def modernise(
         if (value := _get(new, key)) in values:
             _put(new, key, values[value])
     _rename_window(new)
-    _rename_steps(new, known)
-    problems += _drop_constants(new, known)
+    _rename_steps(new, before)
+    problems += _drop_constants(new, before)
     problems += _rename_rewards(new, groups=groups)
-    if isinstance(named := _get(new, "run.resume_with_changes"), list):
-        new["run"]["resume_with_changes"] = [_changed_key(key) for key in named]
+    if isinstance(changes := _get(new, "run.resume_with_changes"), list):
+        new["run"]["resume_with_changes"] = [_changed_key(key) for key in changes]
     for old, name in RENAMED.items():
         if _has(new, old):
             value = _pop(new, old)
@@ -102,8 +102,8 @@ def _rename_window(new: dict[str, Any]) -> None:
     elif isinstance(mode, str):
         modes: dict[str, dict[str, Any]] = {"random": {"size": 2}, "fraction": {"fraction": 0.6}}
         choices = modes.get(mode, {})
-        kept = {key for key in choices if _has(new, f"grpo.window_{key}")}
-        new["grpo"]["window"] = {key: value for key, value in choices.items() if key not in kept}
+        present = {key for key in choices if _has(new, f"grpo.window_{key}")}
+        new["grpo"]["window"] = {key: value for key, value in choices.items() if key not in present}
         if choices:
             new["grpo"]["window"] |= dict.fromkeys({"steps", "size", "fraction"} - choices.keys())
             for key in {"window_size", "window_fraction"} - {f"window_{key}" for key in choices}:
@@ -114,7 +114,7 @@ def _rename_window(new: dict[str, Any]) -> None:
             new["grpo"]["clip_range"] = [new["grpo"].get("clip_range", 2e-6), high]
 
 
-def _rename_steps(new: dict[str, Any], known: Mapping[str, Any]) -> None:
+def _rename_steps(new: dict[str, Any], before: Mapping[str, Any]) -> None:
     epochs = _pop(new, "train.num_train_epochs")
     if (
         _has(new, "train.max_steps")
@@ -122,25 +122,25 @@ def _rename_steps(new: dict[str, Any], known: Mapping[str, Any]) -> None:
         or epochs
         and not _has(new, "train.max_steps")
     ):
-        if isinstance(_get(known, "train.max_steps"), int) and epochs:
+        if isinstance(_get(before, "train.max_steps"), int) and epochs:
             return
         _put(new, "train.max_steps", f"{epochs or 1} epochs")
 
 
-def _drop_constants(new: dict[str, Any], known: Mapping[str, Any]) -> list[str]:
-    """Drop keys that say what is so anyway. Return a line for each that says something else."""
+def _drop_constants(new: dict[str, Any], before: Mapping[str, Any]) -> list[str]:
+    """Drop keys whose only valid value is the default. Return a line for each other value."""
     problems = []
     if (boundary := _pop(new, "model.max_timestep_boundary")) not in (None, 1, "1"):
         problems.append(
             f"model.max_timestep_boundary must be 1: no expert is used above it, got {shown(boundary)}; remove it"
         )
-    trained = _get(new, "model.trainable_models") or _get(known, "model.trainable_models") or "dit2"
-    if (named := _pop(new, "lora.lora_base_model")) is not None and _names(named) != _names(trained):
+    trained = _get(new, "model.trainable_models") or _get(before, "model.trainable_models") or "dit2"
+    if (changes := _pop(new, "lora.lora_base_model")) is not None and _names(changes) != _names(trained):
         problems.append(
-            f"lora.lora_base_model must be model.trainable_models {shown(trained)}, got {shown(named)}; remove it"
+            f"lora.lora_base_model must be model.trainable_models {shown(trained)}, got {shown(changes)}; remove it"
         )
     coupling = _pop(new, "sample.coupling")
-    mode = _get(new, "sample.gradient_mode") or _get(known, "sample.gradient_mode") or "chain"
+    mode = _get(new, "sample.gradient_mode") or _get(before, "sample.gradient_mode") or "chain"
     if coupling is not None and str(mode).startswith("bridge"):
         new["sample"]["gradient_mode"] = f"bridge:{float(coupling):g}" if coupling != 0.2 else "bridge"
     elif coupling is not None and coupling != _COUPLING.get(mode):

@@ -408,8 +408,8 @@ class SharedRewardConfig(Section):
         """Put the first reward and all defaults into the terms; null removes a term of the file."""
         if not isinstance(terms, dict):
             return terms
-        given: dict[str, Any] = {"score": {}, **terms}
-        filled = {label: cls._fill(label, term) if isinstance(term, dict) else term for label, term in given.items()}
+        chosen: dict[str, Any] = {"score": {}, **terms}
+        filled = {label: cls._fill(label, term) if isinstance(term, dict) else term for label, term in chosen.items()}
         return {label: term for label, term in filled.items() if term is not None}
 
     @classmethod
@@ -689,9 +689,9 @@ class WindowConfig(Section):
         return "list" if self.steps is not None else "random" if self.fraction is None else "fraction"
 
     def conflicts(self) -> Iterator[str]:
-        given = [key for key in ("steps", "size", "fraction") if getattr(self, key) is not None]
-        if len(given) > 1:
-            yield f"grpo.window has {' and '.join(given)}; remove all but one of them"
+        chosen = [key for key in ("steps", "size", "fraction") if getattr(self, key) is not None]
+        if len(chosen) > 1:
+            yield f"grpo.window has {' and '.join(chosen)}; remove all but one of them"
         if self.steps is not None and self.per_group:
             yield "grpo.window.per_group is for size and fraction; remove it, or steps"
         if self.steps is not None and self.within is not None:

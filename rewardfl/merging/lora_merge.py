@@ -164,7 +164,7 @@ def list_merged(routed: Routing, bases: Mapping[str | None, shards.Checkpoint]) 
 
 
 def describe_loras(options: list[LoraOption]) -> dict[str, str]:
-    """Print what is known of each LoRA; return the lines by their keys in the output's metadata."""
+    """Print the origin of each LoRA; return the lines by their keys in the output's metadata."""
     record = {}
     for number, option in enumerate(options):
         for lora in option.loras:
@@ -207,7 +207,7 @@ def print_plan(name: str, plan: merge_tensors.Plan) -> None:
 def other_files(base: Path, merged: set[str]) -> Iterator[tuple[Path, Path]]:
     """Yield a pipeline's files without the merged experts' weights, and their paths in the output.
 
-    Follow symbolic links, as in a hub cache. Raise InputError for what is neither a file nor a folder.
+    Follow symbolic links, as in a hub cache. Raise InputError for anything but a file or a folder.
     """
     for name in sorted(glob.glob("**", root_dir=base, recursive=True)):  # no hidden ones
         source, path = base / name, Path(name)

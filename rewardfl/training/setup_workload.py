@@ -133,7 +133,7 @@ def _forward_rl(common: Workload, plan: ForwardRlPlan) -> Workload:
     forward, experts = plan.group, plan.experts
     draws = forward.inner_epochs * plan.draws * plan.training.samples / plan.geometry.samples  # per video
     passes = _times(draws / len(plan.active), Counter(experts[i] for i in plan.active))
-    kept = 2 + plan.needs_old + plan.needs_base
+    latents_of_video = 2 + plan.needs_old + plan.needs_base
     return replace(
         _epochs(common, plan),
         rollout=_times(plan.forwards_per_velocity, Counter(experts)) + (passes if plan.needs_old else Counter()),
@@ -144,7 +144,7 @@ def _forward_rl(common: Workload, plan: ForwardRlPlan) -> Workload:
         group_section="forward",
         latents_kept=dict.fromkeys(("gpu", "cpu"), 1),
         # for each draw: the latents with noise, the target, and the velocities of the other policies
-        latents_of_update=plan.training.batch * plan.training.forwards_per_update * plan.draws * kept,
+        latents_of_update=plan.training.batch * plan.training.forwards_per_update * plan.draws * latents_of_video,
     )
 
 

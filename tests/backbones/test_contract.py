@@ -413,7 +413,7 @@ def test_a_clips_latents_are_the_stock_pipelines(tenant, backbone, monkeypatch):
 def test_the_decoders_pullback_is_its_derivative(backbone):
     """Against finite differences of decode; and decode is the stock pipeline's pixels."""
     decoder, x, conditioning = backbone.load_decoder(CPU), 0.5 * noise_of(backbone), conditioning_of(backbone)
-    decoded = decoder.decode_with_caches(x, given=conditioning)
+    decoded = decoder.decode_with_caches(x, conditioning=conditioning)
     assert torch.equal(decoded.video, decoder.decode(x, conditioning))
     generator = torch.Generator().manual_seed(2)
     g, d = torch.randn(decoded.video.shape, generator=generator), torch.randn(x.shape, generator=generator)

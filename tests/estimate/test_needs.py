@@ -337,7 +337,7 @@ def test_real_variant(name, tmp_path):
             work, _ = counted(lambda model=model, i=i: backbone.velocity(model, x, i, schedule, conditioning))
         assert work == predicted.experts[expert].forward_frozen
         assert measure.nbytes([*model.parameters(), *model.buffers()]) == predicted.experts[expert].weights
-    work, decoded = counted(lambda: backbone.load_decoder(cpu).decode_with_caches(x, given=conditioning))
+    work, decoded = counted(lambda: backbone.load_decoder(cpu).decode_with_caches(x, conditioning=conditioning))
     assert work == sum(chunk.forward for chunk in predicted.chunks)
     assert decoded.video.numel() == predicted.num_pixels
     held = [[cache for cache in caches if isinstance(cache, torch.Tensor)] for caches in decoded.caches.values()]

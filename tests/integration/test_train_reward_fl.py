@@ -195,7 +195,7 @@ def test_endpoint_rolls_out_with_the_average(monkeypatch, capsys, tmp_path):
     replay = reward_flow.replay_endpoint
 
     def watched(velocity, trajectory, *others, **hooks):
-        ((step, x),) = trajectory.kept.items()
+        ((step, x),) = trajectory.latents.items()
         with torch.no_grad():
             gaps.append(float((velocity(x, step) - trajectory.velocities[step]).abs().max()))
         return replay(velocity, trajectory, *others, **hooks)

@@ -38,7 +38,7 @@ def read_faults() -> Faults:
 
 
 def problems(faults: Faults) -> list[str]:
-    """Return what is wrong with the table: a part that its file has not exactly once, a test that does not exist."""
+    """Return the faults of the table: a part that its file has not exactly once, a test that does not exist."""
     lines = []
     for file, rows in faults.items():
         text = (ROOT / file).read_text()

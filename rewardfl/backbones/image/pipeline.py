@@ -286,9 +286,13 @@ class ImageModel(Backbone):
             name: pad_sequence([row for item in items for row in item[name]], batch_first=True) for name in items[0]
         }
 
-    def velocity(self, experts: nn.Module, x: Tensor, step: int, schedule: Schedule, given: Conditioning) -> Tensor:
+    def velocity(
+        self, experts: nn.Module, x: Tensor, step: int, schedule: Schedule, conditioning: Conditioning
+    ) -> Tensor:
         times = schedule.timestep(step, x.device).expand(len(x))  # they stay float32
-        cast = {name: value.to(self.dtype) if value.is_floating_point() else value for name, value in given.items()}
+        cast = {
+            name: value.to(self.dtype) if value.is_floating_point() else value for name, value in conditioning.items()
+        }
         latents = x.squeeze(2).to(self.dtype)
         output = experts(schedule.experts[step], **self.spec.inputs(latents, times, cast, self.guidance))
         return self.spec.velocity(output, latents).to(x.dtype).unsqueeze(2)
@@ -313,17 +317,25 @@ class ImageDecoder:
         return self.pixels(self.vae, latents.to(self.vae.dtype)).clamp(-1, 1)
 
     @torch.no_grad()
-    def decode(self, latents: Tensor, given: Conditioning | None = None) -> Tensor:
+    def decode(self, latents: Tensor, conditioning: Conditioning | None = None) -> Tensor:
         return self._image(latents)
 
     def decode_with_caches(
-        self, latents: Tensor, given: Conditioning | None = None, caches: DecodeCaches = "keep", kept_chunks: int = 0
+        self,
+        latents: Tensor,
+        conditioning: Conditioning | None = None,
+        caches: DecodeCaches = "keep",
+        kept_chunks: int = 0,
     ) -> Decoded:
         """Return the image without caches, for any `caches`: it is one chunk. `kept_chunks` is for videos."""
         return Decoded(self.decode(latents), {})
 
     def vjp(
-        self, latents: Tensor, grad_video: Tensor, decoded: Decoded | None = None, given: Conditioning | None = None
+        self,
+        latents: Tensor,
+        grad_video: Tensor,
+        decoded: Decoded | None = None,
+        conditioning: Conditioning | None = None,
     ) -> Tensor:
         """Return (B, C, 1, h, w), image by image: one graph is as large as all else of a step together."""
         gradients: list[Tensor] = []

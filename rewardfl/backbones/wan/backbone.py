@@ -162,23 +162,25 @@ class Wan(Backbone):
     def collate(self, items: Sequence[Conditioning]) -> Conditioning:
         return {name: torch.cat([item[name] for item in items]) for name in items[0]}
 
-    def velocity(self, experts: nn.Module, x: Tensor, step: int, schedule: Schedule, given: Conditioning) -> Tensor:
+    def velocity(
+        self, experts: nn.Module, x: Tensor, step: int, schedule: Schedule, conditioning: Conditioning
+    ) -> Tensor:
         # the time stays float32: 892.857 would be 892 in bfloat16
         time, latents, more = schedule.timestep(step, x.device), x, {}
         if self.variant.image == "channels":
-            latents = torch.cat([x, given["image"].to(x.dtype)], 1)
+            latents = torch.cat([x, conditioning["image"].to(x.dtype)], 1)
         elif self.variant.image == "frame":
-            latents = torch.cat([given["image"].to(x.dtype), x], 2)
+            latents = torch.cat([conditioning["image"].to(x.dtype), x], 2)
         if self.variant.token_times:  # a time for each patch, as in the pipeline; the image's are 0
             tokens, image_frames = x.shape[3] // _PATCH * (x.shape[4] // _PATCH), latents.shape[2] - x.shape[2]
             time = torch.cat([time.new_zeros(tokens * image_frames), time.expand(tokens * x.shape[2])])
         if self.variant.clip:
-            more["encoder_hidden_states_image"] = given["clip"].to(self.dtype)
+            more["encoder_hidden_states_image"] = conditioning["clip"].to(self.dtype)
         output = experts(
             schedule.experts[step],
             hidden_states=latents.to(self.dtype),
             timestep=time.expand(len(x), *time.shape),
-            encoder_hidden_states=given["text"].to(self.dtype),
+            encoder_hidden_states=conditioning["text"].to(self.dtype),
             **more,
         )
         if self.variant.image == "frame":

@@ -79,15 +79,15 @@ class WanDecoder:
     vae: AutoencoderKLWan
     frame_given: bool = False
 
-    def decode(self, latents: Tensor, given: Conditioning | None = None) -> Tensor:
+    def decode(self, latents: Tensor, conditioning: Conditioning | None = None) -> Tensor:
         """Return the video (B, 3, F, H, W) in [-1, 1] of normalised latents (B, C, T, H/s, W/s)."""
-        return self.decode_with_caches(latents, given, None).video
+        return self.decode_with_caches(latents, conditioning, None).video
 
     @torch.no_grad()
     def decode_with_caches(
         self,
         latents: Tensor,
-        given: Conditioning | None = None,
+        conditioning: Conditioning | None = None,
         caches: DecodeCaches | None = "keep",
         kept_chunks: int = 0,
     ) -> Decoded:
@@ -98,7 +98,7 @@ class WanDecoder:
         chunk's at its turn). kept_chunks: the last chunks whose graph stays for the VJP. The gradients are the same to
         the last bit. None stores no caches.
         """
-        latents = self._whole(latents, given)
+        latents = self._whole(latents, conditioning)
         count = latents.shape[2]
         stride = {None: 1, "keep": 1, "offload": 1, "segment": math.ceil(math.sqrt(count))}[caches]  # between caches
         first_kept = max(count - kept_chunks, int(self.frame_given))
@@ -116,22 +116,26 @@ class WanDecoder:
             chunks.append(frames)
         return Decoded(torch.cat(chunks, 2), stored, graphs)
 
-    def _whole(self, latents: Tensor, given: Conditioning | None) -> Tensor:
+    def _whole(self, latents: Tensor, conditioning: Conditioning | None) -> Tensor:
         if not self.frame_given:
             return latents
-        assert given is not None, "a decoder with a given frame is called with the batch's conditioning"
-        return torch.cat([given["image"].to(latents), latents], 2)
+        assert conditioning is not None, "a decoder with a given frame is called with the batch's conditioning"
+        return torch.cat([conditioning["image"].to(latents), latents], 2)
 
     def vjp(
-        self, latents: Tensor, grad_video: Tensor, decoded: Decoded | None = None, given: Conditioning | None = None
+        self,
+        latents: Tensor,
+        grad_video: Tensor,
+        decoded: Decoded | None = None,
+        conditioning: Conditioning | None = None,
     ) -> Tensor:
         """Return (d video / d latents)^T grad_video, (B, C, T, h, w), equal to autograd through `vae.decode`.
 
         grad_video: (B, 3, F, H, W); as in autograd, it counts as zero where the decoder's output is clamped. decoded:
         from `decode_with_caches` on the same latents; None: computed here.
         """
-        decoded = self.decode_with_caches(latents, given) if decoded is None else decoded
-        latents, first_sampled = self._whole(latents, given), int(self.frame_given)
+        decoded = self.decode_with_caches(latents, conditioning) if decoded is None else decoded
+        latents, first_sampled = self._whole(latents, conditioning), int(self.frame_given)
         grad_latents = torch.zeros_like(latents)
         factor = self.vae.config.scale_factor_temporal
         # the first latent frame has one video frame, every other has `factor`
