@@ -14,7 +14,7 @@ from rewardfl.noise import noise_seed
 class Windows:
     """The steps of a schedule that may be stochastic and trained.
 
-    kind: `list`, the given `steps`. `random`: `size` steps in a row (Flow-GRPO-Fast). `fraction`: that share of the
+    rule: `list`, the given `steps`. `random`: `size` steps in a row (Flow-GRPO-Fast). `fraction`: that share of the
     steps, rounded and at least one, not necessarily in a row (DanceGRPO draws 0.6). Both draw in each epoch from
     bounds[0] <= step < bounds[1], by default all steps.
 
@@ -22,7 +22,7 @@ class Windows:
     density there, yet it only leaves noise in the sample; every published recipe leaves it out.
     """
 
-    kind: Literal["list", "random", "fraction"]
+    rule: Literal["list", "random", "fraction"]
     usable: Sequence[int]
     steps: Sequence[int] = ()
     size: int = 1
@@ -32,7 +32,7 @@ class Windows:
     @property
     def drawable(self) -> tuple[int, ...]:
         """Return the steps that some epoch's window may have, ascending."""
-        if self.kind == "list":
+        if self.rule == "list":
             return tuple(sorted(self.steps))
         low, high = self.bounds or (0, math.inf)
         return tuple(step for step in sorted(self.usable) if low <= step < high)
@@ -44,23 +44,23 @@ def draw_window(windows: Windows, epoch: int, seed: int) -> tuple[int, ...]:
     Raise ValueError for a window that fits nowhere, and for listed steps that are not usable.
     """
     candidates, usable = windows.drawable, sorted(windows.usable)
-    if windows.kind == "list":
+    if windows.rule == "list":
         if not candidates or len(set(candidates) & set(usable)) < len(candidates):
             raise ValueError(f"steps must be some of the usable {usable}, each once, got {list(windows.steps)}")
         return candidates
     generator = torch.Generator().manual_seed(noise_seed(seed, epoch, "window"))
-    size = windows.size if windows.kind == "random" else 1
+    size = windows.size if windows.rule == "random" else 1
     starts = [s for s in candidates if set(range(s, s + size)) <= set(candidates)]
     if not starts:
         raise ValueError(
             f"no {size} steps in a row among the usable {list(candidates)} within the bounds; take a smaller window or "
             "wider bounds"
         )
-    if windows.kind == "random":
+    if windows.rule == "random":
         start = starts[int(torch.randint(len(starts), (), generator=generator))]
         return tuple(range(start, start + size))
-    if windows.kind != "fraction":
-        assert_never(windows.kind)
+    if windows.rule != "fraction":
+        assert_never(windows.rule)
     count = max(1, round(windows.fraction * len(candidates)))
     drawn = torch.randperm(len(candidates), generator=generator)[:count].tolist()
     return tuple(sorted(candidates[i] for i in drawn))

@@ -140,7 +140,7 @@ def test_the_noise_of_a_step_does_not_depend_on_the_batch():
 
 
 def window(kind, num_steps, *, epoch, seed, **settings):
-    return draw_window(Windows(kind=kind, **{"usable": range(num_steps)} | settings), epoch, seed)
+    return draw_window(Windows(rule=kind, **{"usable": range(num_steps)} | settings), epoch, seed)
 
 
 def test_windows_are_the_requested_steps():

@@ -23,7 +23,7 @@ def advantages(rewards=REWARDS, ids=IDS, group_size=4, **options):
 
 
 def draw(kind, usable=range(8), **settings):
-    return draw_window(Windows(kind=kind, usable=usable, **settings), 0, 0)
+    return draw_window(Windows(rule=kind, usable=usable, **settings), 0, 0)
 
 
 def schedule(**arguments):

@@ -298,12 +298,12 @@ def _key(detail: ErrorDetails, raw: Any) -> tuple[int | str, ...]:
 
 
 def _line(key: tuple[int | str, ...], errors: Sequence[ErrorDetails], schema: type[BaseModel]) -> str:
-    kind, value, name = errors[0]["type"], errors[0]["input"], _dotted(key)
-    if kind in ("extra_forbidden", "invalid_key"):
+    problem, value, name = errors[0]["type"], errors[0]["input"], _dotted(key)
+    if problem in ("extra_forbidden", "invalid_key"):
         return _unknown(key, schema)
-    if kind == "missing":
+    if problem == "missing":
         return f"{name} is required; write it in the file or pass {name}=..."
-    if kind == "model_type":
+    if problem == "model_type":
         return f"section {name!r} must hold keys, got {shown(value)}; write them beneath it or remove the line"
     matched = [detail for detail in errors if detail["type"] not in (*_TYPES, "literal_error")]
     words = map(_words, matched or errors)  # only the union member whose type matched, if one did
@@ -326,18 +326,22 @@ def _dotted(key: Sequence[int | str]) -> str:
 
 def _annotation(schema: Any, key: Sequence[int | str]) -> Any:
     """Return the type of the value at `key`."""
-    kind = schema
+    annotation = schema
     for part in key:
-        kind = _without_null(kind)
-        kind = get_args(kind)[1] if get_origin(kind) is dict else kind.model_fields[part].annotation
-    return kind
+        annotation = _without_null(annotation)
+        annotation = (
+            get_args(annotation)[1] if get_origin(annotation) is dict else annotation.model_fields[part].annotation
+        )
+    return annotation
 
 
-def _without_null(kind: Any) -> Any:
+def _without_null(annotation: Any) -> Any:
     """Return the section of a type `Section | None`, and any other type as it is."""
-    if get_origin(kind) is dict:
-        return kind
-    return next((item for item in get_args(kind) if isinstance(item, type) and issubclass(item, Section)), kind)
+    if get_origin(annotation) is dict:
+        return annotation
+    return next(
+        (item for item in get_args(annotation) if isinstance(item, type) and issubclass(item, Section)), annotation
+    )
 
 
 def _unknown(key: Sequence[int | str], schema: Any) -> str:
@@ -346,7 +350,7 @@ def _unknown(key: Sequence[int | str], schema: Any) -> str:
     if name in _REMOVED:
         return f"{name} was removed: {_REMOVED[name]}; delete the key"
     for owner, sections in ({schema: SECTIONS[schema]} | SECTIONS).items() if len(key) <= 2 else ():
-        target = next((section for section, kind in sections.items() if last in kind.model_fields), None)
+        target = next((section for section, model in sections.items() if last in model.model_fields), None)
         if target is not None and owner is schema:
             return f"{name} -> {target}.{last}: keys live in their sections, move it there"
         if target is not None or name in sections:

@@ -1003,7 +1003,7 @@ def _epoch_conflicts(cfg: GroupRunConfig) -> Iterator[str]:
 
 
 def _resume_conflicts(cfg: AnyConfig) -> Iterator[str]:
-    keys = [f"{section}.{key}" for section, kind in SECTIONS[type(cfg)].items() for key in kind.model_fields]
+    keys = [f"{section}.{key}" for section, model in SECTIONS[type(cfg)].items() for key in model.model_fields]
     for key in cfg.run.resume_with_changes:
         if key not in keys:
             yield f"run.resume_with_changes: there is no key {shown(key)}{did_you_mean(key, keys)}"

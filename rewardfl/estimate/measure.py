@@ -147,7 +147,7 @@ def with_graph(
 
 
 def _by_pass(passes: Mapping[str, Counter[Operation]]) -> Counter[tuple[str, Operation]]:
-    return Counter({(name, kind): amount for name, kinds in passes.items() for kind, amount in kinds.items()})
+    return Counter({(name, operation): amount for name, costs in passes.items() for operation, amount in costs.items()})
 
 
 def without_graph(run: Callable[[], Any], external: Iterable[Tensor], name: str = "forward") -> Cost:
@@ -216,14 +216,14 @@ class Costs:
 
 
 def measure_expert(
-    kinds: Sequence[ExpertOnMeta], dtype: torch.dtype, block_classes: Sequence[str], adapter: Adapter | None
+    forms: Sequence[ExpertOnMeta], dtype: torch.dtype, block_classes: Sequence[str], adapter: Adapter | None
 ) -> ExpertCost:
     """Return one network's cost, from one block of each type. dtype: of its frozen weights."""
-    blocks = [_measure_block(kind, dtype, block_classes, adapter) for kind in kinds]
+    blocks = [_measure_block(form, dtype, block_classes, adapter) for form in forms]
     outside, largest = blocks[0][2], Counter[str]()
     sums = Counter(outside)
-    for kind, (additive, maxima, _) in zip(kinds, blocks, strict=True):
-        sums.update({name: kind.count * amount for name, amount in additive.items()})
+    for form, (additive, maxima, _) in zip(forms, blocks, strict=True):
+        sums.update({name: form.count * amount for name, amount in additive.items()})
         largest |= maxima
     flops = Counter({key: amount for key, amount in sums.items() if isinstance(key, tuple)})
     others = {name: amount for name, amount in sums.items() if isinstance(name, str)}
@@ -231,16 +231,16 @@ def measure_expert(
 
 
 def _measure_block(
-    kind: ExpertOnMeta, dtype: torch.dtype, block_classes: Sequence[str], adapter: Adapter | None
+    form: ExpertOnMeta, dtype: torch.dtype, block_classes: Sequence[str], adapter: Adapter | None
 ) -> tuple[dict[Any, int], Counter[str], dict[Any, int]]:
     """Return fields of ExpertCost and keys of its flops: sums over blocks, their maxima, those outside of blocks."""
-    model, bare = kind.build(adapter), kind.build(None)
+    model, bare = form.build(adapter), form.build(None)
     block, bare_block = (
         next(module for module in network.modules() if type(module).__name__ in block_classes)
         for network in (model, bare)
     )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    arguments, inputs = block_arguments(kind, bare, bare_block)
+    arguments, inputs = block_arguments(form, bare, bare_block)
     shared = [value for value in _tensors(tree_leaves(arguments)) if not value.requires_grad]
     saved_once = nbytes(value for value in _tensors(arguments.values()) if not value.requires_grad)
 
@@ -250,10 +250,10 @@ def _measure_block(
     graph = with_graph(lambda: run(block), [*inputs, *trained], [*model.parameters(), *shared])
     adapted = without_graph(lambda: run(block), [*model.parameters(), *inputs, *shared])
     frozen = without_graph(lambda: run(bare_block), [*bare.parameters(), *inputs, *shared], "forward_frozen")
-    network = with_graph(lambda: [kind.run(model)], [kind.x, *trained], model.parameters())
-    network_frozen = without_graph(lambda: kind.run(bare), bare.parameters(), "forward_frozen")
+    network = with_graph(lambda: [form.run(model)], [form.x, *trained], model.parameters())
+    network_frozen = without_graph(lambda: form.run(bare), bare.parameters(), "forward_frozen")
     block_weights, weights = nbytes(bare_block.parameters()), nbytes([*bare.parameters(), *bare.buffers()])
-    model.enable_gradient_checkpointing(checkpointing(kind.x.device, inputs_on_host=False))
+    model.enable_gradient_checkpointing(checkpointing(form.x.device, inputs_on_host=False))
     bare.enable_layerwise_casting(torch.float8_e4m3fn, dtype)
     flops, outside_flops = graph.flops + frozen.flops, network.flops + network_frozen.flops
     outside_flops.subtract(flops)  # `-` drops negative counts: the first block has no gradient of its input
@@ -279,7 +279,7 @@ def _measure_block(
         "stored": saved_once,
         "shared": saved_once,
         "nested": nbytes(shared) - saved_once,
-        "saved_outside": _packed(lambda: kind.run(model)) - nbytes(inputs) - saved_once,
+        "saved_outside": _packed(lambda: form.run(model)) - nbytes(inputs) - saved_once,
         **outside_flops,
     }
     return additive, maxima, outside
@@ -298,7 +298,7 @@ def _packed(run: Callable[[], Any]) -> int:
     return sum(sizes)
 
 
-def block_arguments(kind: ExpertOnMeta, model: nn.Module, block: nn.Module) -> tuple[dict[str, Any], list[Tensor]]:
+def block_arguments(form: ExpertOnMeta, model: nn.Module, block: nn.Module) -> tuple[dict[str, Any], list[Tensor]]:
     """Return a block's arguments by name in a pass through the network, and the list of those with a gradient."""
     arguments: dict[str, Any] = {}
 
@@ -307,12 +307,12 @@ def block_arguments(kind: ExpertOnMeta, model: nn.Module, block: nn.Module) -> t
 
     hook = block.register_forward_pre_hook(note, with_kwargs=True)
     with torch.no_grad():
-        kind.run(model)
+        form.run(model)
     hook.remove()
-    for name in kind.streams:
+    for name in form.streams:
         if arguments.get(name) is not None:
             arguments[name] = torch.empty_like(arguments[name], requires_grad=True)
-    return arguments, [arguments[name] for name in kind.streams if arguments.get(name) is not None]
+    return arguments, [arguments[name] for name in form.streams if arguments.get(name) is not None]
 
 
 def measure_chunks(chunks: ChunksOnMeta, module: nn.Module) -> tuple[ChunkCost, ...]:
@@ -343,15 +343,15 @@ def measure(video: Video) -> Costs:
     backbone, size = video.backbone, (video.height, video.width, video.num_frames)
     parts = backbone.on_meta(*size)
     measured = {  # equal experts are one object, which is measured once
-        kinds: measure_expert(kinds, backbone.dtype, backbone.block_classes, video.adapter)
-        for kinds in set(parts.experts.values())
+        forms: measure_expert(forms, backbone.dtype, backbone.block_classes, video.adapter)
+        for forms in set(parts.experts.values())
     }
     text = parts.text_encoder
     return Costs(
         shape=backbone.latent_shape(*size),
         num_pixels=3 * math.prod(size),
         itemsize=backbone.dtype.itemsize,
-        experts={name: measured[kinds] for name, kinds in parts.experts.items()},
+        experts={name: measured[forms] for name, forms in parts.experts.items()},
         vae_weights=nbytes(parts.vae.parameters()),
         decoder_weights=nbytes(
             weight for name, weight in parts.vae.named_parameters() if not name.startswith(("encoder.", "quant_conv."))

@@ -413,7 +413,7 @@ def make_windows(cfg: FlowGrpoConfig, experts: Sequence[str], trained: Sequence[
     table = ", ".join(f"{i}: {expert}" for i, expert in enumerate(experts))
     try:
         windows = Windows(
-            kind=window.rule,
+            rule=window.rule,
             # no step would remove the noise of the last one
             usable=[i for i, expert in enumerate(experts[:-1]) if expert in trained],
             steps=window.steps or (),

@@ -68,7 +68,7 @@ def fill_missing(
 
 
 def read_entry(store: Cache, key: Key, compute: Callable[[], Mapping[str, Tensor]] | None = None) -> dict[str, Tensor]:
-    """Read a cache entry, else compute and share it. Raise CacheError without `compute`, if no process has shared it."""
+    """Read a cache entry, else compute and share it. Raise CacheError if no process has it or may compute it."""
     entry = store.get(key)
     if entry is None and compute is not None:
         entry = dict(compute())
