@@ -63,7 +63,7 @@ def modernise(
     for key, values in _VALUES.items():
         if (value := _get(new, key)) in values:
             _put(new, key, values[value])
-    _rename_window(new)
+    _rename_window(new, before)
     _rename_steps(new, before)
     problems += _drop_constants(new, before)
     problems += _rename_rewards(new, groups=groups)
@@ -95,7 +95,7 @@ def merge(sections: dict[str, Any], changes: Mapping[str, Any]) -> None:
             sections[key] = value
 
 
-def _rename_window(new: dict[str, Any]) -> None:
+def _rename_window(new: dict[str, Any], before: Mapping[str, Any]) -> None:
     mode, steps = _get(new, "grpo.window"), _pop(new, "grpo.window_steps")
     if steps is not None:
         new["grpo"]["window"] = {"steps": steps, "size": None, "fraction": None, "within": None}
@@ -108,10 +108,10 @@ def _rename_window(new: dict[str, Any]) -> None:
             new["grpo"]["window"] |= dict.fromkeys({"steps", "size", "fraction"} - choices.keys())
             for key in {"window_size", "window_fraction"} - {f"window_{key}" for key in choices}:
                 new["grpo"].pop(key, None)
-    if _has(new, "grpo.clip_range_high"):
-        high = _pop(new, "grpo.clip_range_high")
-        if high is not None:
-            new["grpo"]["clip_range"] = [new["grpo"].get("clip_range", 2e-6), high]
+    high = _pop(new, "grpo.clip_range_high")
+    if high is not None:
+        low = _get(new, "grpo.clip_range") or _get(before, "grpo.clip_range") or 2e-6
+        new["grpo"]["clip_range"] = [low[0] if isinstance(low, list) else low, high]
 
 
 def _rename_steps(new: dict[str, Any], before: Mapping[str, Any]) -> None:

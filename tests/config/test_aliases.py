@@ -58,6 +58,7 @@ def test_a_shipped_configuration_of_the_tiny_worlds_still_loads(file):
     ),
     ("grpo", "grpo.window=list grpo.window_steps=[2,3]", "grpo.window={steps: [2, 3]}"),
     ("grpo", "grpo.window=fraction", "grpo.window.fraction=0.6"),
+    ("grpo", "grpo.clip_range=1e-5 grpo.clip_range_high=2e-5", "grpo.clip_range=[1e-5, 2e-5]"),
     ("grpo", "grpo.window=random grpo.window_size=3 grpo.window_bounds=[1,5]", "grpo.window={size: 3, within: [1, 5]}"),
     ("grpo", "grpo.clip_range=1e-5 grpo.samples_on=cpu", "grpo.clip_range=1e-5 train.memory.samples_on=cpu"),
     ("grpo", "grpo.advantage_std=none grpo.advantage_of=per_reward", "grpo.advantage={std: none, of: per_reward}"),

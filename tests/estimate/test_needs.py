@@ -522,7 +522,6 @@ def test_run_of_a_configuration():
     settings = [
         "sample.num_inference_steps=4", "sample.shift=3", "sample.final_timestep=2", "sample.mid_timestep=0",
         "sample.gradient_mode=drtune", "reward.kl_weight=0", "reward.kl_steps=null",
-        "reward.kl_gradient=fixed_trajectory",
         "model.trainable_models=dit,dit2", "model.min_timestep_boundary=0.8", "run.save_steps=7",
         "reward.reward_model_path=assets/tiny_world/faces/reward", "reward.held_out_model_path=null",
         "train.gradient_accumulation_steps=8", "train.max_steps=12", "lora.lora_rank=8",

@@ -31,14 +31,11 @@ def test_a_dry_run_of_a_preset_and_of_rows_without_text(name, tmp_path):
         "train.per_device_train_batch_size=8",
     ]  # fmt: skip
     out = run_tool(script.main, *words, expect=2)
+    assert "2 of 3 rows cannot be used; mend them or set data.skip_bad_rows: true\nline 2: reward.terms.score: " in out
     assert (
-        "2 of 3 rows cannot be used; mend them or set data.skip_bad_rows: true\nline 2: reward.terms.score.name: "
-        in out
-    )
-    assert (
-        "\nline 3: reward.terms.score.name: the prompt has a quotation mark without a partner; " in out
+        "\nline 3: reward.terms.score: the prompt has a quotation mark without a partner; " in out
         and "'a \"wide'" in out
     )
     out = run_tool(script.main, *words, "data.skip_bad_rows=true")
-    assert "skipped: line 3: reward.terms.score.name: the prompt" in out and "trained on 1 x score (ocr)" in out
+    assert "skipped: line 3: reward.terms.score: the prompt" in out and "trained on 1 x score (ocr)" in out
     assert "\nreward.name: ocr looks for 'OPEN' in the first rows of data.file_name (" in out

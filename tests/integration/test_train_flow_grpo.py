@@ -83,7 +83,7 @@ def test_an_invalid_sample_leaves_its_group(tmp_path, reward, failed, note):
     run = launch_grpo(f"run.output_dir={tmp_path}", *reward, "train.max_steps=1")
     (line,) = metrics(tmp_path)
     assert line["reward/valid_fraction"] == 0.5 and line["reward/failed"] == failed and line["grad_norm"] > 0
-    assert note in run.stdout and ("reward.terms.score.name: " in run.stdout) == bool(note)
+    assert note in run.stdout and ("reward.terms.score: " in run.stdout) == bool(note)
 
 
 def test_a_reward_that_hangs_only_fails(tmp_path):

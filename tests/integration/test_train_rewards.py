@@ -59,8 +59,8 @@ def test_a_sum_of_rewards_and_some_that_only_measure(tmp_path):
     assert first["reward/far"] == pytest.approx(first["reward/red"], abs=2e-3)  # the server sees levels of 8 bits
     assert first["reward/contrast"] > 0 and math.isfinite(first["reward/held_out"])
     assert first["reward/valid_fraction"] == 1
-    cfg = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["reward"]
-    face = cfg["reward_weight"] * (first["reward/mean"] - cfg["reward_mean"]) / cfg["reward_std"]
+    score = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["reward"]["terms"]["score"]
+    face = score["weight"] * (first["reward/mean"] - score["mean"]) / score["std"]
     red, user = 0.5 * (first["reward/red"] - 0.1) / 0.2, 0.3 * first["reward/contrast"]
     assert first["actor/kl_loss"] == 0 and first["actor/loss"] == pytest.approx(-face - red - user, rel=1e-4)
 
@@ -186,7 +186,7 @@ def test_flow_grpo_stops_without_a_judged_sample(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(logger, "MAX_WITHOUT_EFFECT", 1)
     settings += [f"run.output_dir={run}", f"reward.terms.score.name={OWN}:Dies"]
     code, out, error = call_grpo(monkeypatch, capsys, *settings)
-    assert code == 2 and "stopped at step 3: 2 updates in a row taught nothing; reward.terms.score.name (Dies)" in error
+    assert code == 2 and "stopped at step 3: 2 updates in a row taught nothing; reward.terms.score (Dies)" in error
     assert [line["reward/valid_fraction"] for line in metrics(run)] == [1, 0, 0]
     assert [line["grad_norm"] > 0 for line in metrics(run)] == [True, False, False]
     first = metrics(run)[0]  # parts do not change the script's own values
