@@ -111,7 +111,7 @@ def test_evaluate_says_what_became_of_the_pictures(model, tmp_path, monkeypatch)
     for arm in ("base", "latest"):
         assert data.read_picture(run_folder / "evaluation" / "images" / arm / "000_seed0.png").shape == (SIDE, SIDE, 3)
     assert data.read_picture(run_folder / "evaluation" / "grid.png").shape[2] == 3
-    assert "reward.terms.score.name" in evaluate_run(*words, "reward.terms.score.name=motion", expect=2)
+    assert "reward.terms.score judges" in evaluate_run(*words, "reward.terms.score.name=motion", expect=2)
 
 
 @pytest.mark.parametrize(

@@ -38,4 +38,4 @@ def test_a_dry_run_of_a_preset_and_of_rows_without_text(name, tmp_path):
     )
     out = run_tool(script.main, *words, "data.skip_bad_rows=true")
     assert "skipped: line 3: reward.terms.score: the prompt" in out and "trained on 1 x score (ocr)" in out
-    assert "\nreward.name: ocr looks for 'OPEN' in the first rows of data.file_name (" in out
+    assert "\nreward.terms.score: ocr looks for 'OPEN' in the first rows of data.file_name (" in out
