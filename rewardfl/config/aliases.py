@@ -99,15 +99,14 @@ def _rename_window(new: dict[str, Any], before: Mapping[str, Any]) -> None:
     mode, steps = _get(new, "grpo.window"), _pop(new, "grpo.window_steps")
     if steps is not None:
         new["grpo"]["window"] = {"steps": steps, "size": None, "fraction": None, "within": None}
-    elif isinstance(mode, str):
-        modes: dict[str, dict[str, Any]] = {"random": {"size": 2}, "fraction": {"fraction": 0.6}}
-        choices = modes.get(mode, {})
-        present = {key for key in choices if _has(new, f"grpo.window_{key}")}
-        new["grpo"]["window"] = {key: value for key, value in choices.items() if key not in present}
-        if choices:
-            new["grpo"]["window"] |= dict.fromkeys({"steps", "size", "fraction"} - choices.keys())
-            for key in {"window_size", "window_fraction"} - {f"window_{key}" for key in choices}:
-                new["grpo"].pop(key, None)
+    elif mode in ("random", "fraction"):
+        default: dict[str, Any] = {"random": {"size": 2}, "fraction": {"fraction": 0.6}}[mode]
+        (key,) = default
+        others = {"steps", "size", "fraction"} - default.keys()
+        for other in others:
+            new["grpo"].pop(f"window_{other}", None)
+        new["grpo"]["window"] = {} if _has(new, f"grpo.window_{key}") else default
+        new["grpo"]["window"] |= dict.fromkeys(others)
     high = _pop(new, "grpo.clip_range_high")
     if high is not None:
         low = _get(new, "grpo.clip_range") or _get(before, "grpo.clip_range") or 2e-6

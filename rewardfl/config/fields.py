@@ -98,6 +98,7 @@ PathLine = Annotated[_Line, _fits]
 PathText = Annotated[Text, _fits]
 Off = Annotated[Literal[False], BeforeValidator(lambda value: None if value == 0 and value is not False else value)]
 Listed = Annotated[tuple[_T, ...], Field(strict=False)]  # a strict tuple would not take a YAML list
+ClipRanges = Annotated[Listed[ClipRange], must_be("one number or [low, high]", lambda values: len(values) == 2)]
 Name = Annotated[
     str, must_be("a name of 1 to 80 printable characters", lambda name: name.isprintable() and 1 <= len(name) <= 80)
 ]

@@ -17,6 +17,7 @@ from rewardfl.config.fields import (
     Bridge,
     Cap,
     ClipRange,
+    ClipRanges,
     Count,
     Denoising,
     DetectionSide,
@@ -409,6 +410,8 @@ class SharedRewardConfig(Section):
         if not isinstance(terms, dict):
             return terms
         chosen: dict[str, Any] = {"score": {}, **terms}
+        if chosen["score"] is None:
+            raise ValueError("keys and values with score, which may have weight 0 but cannot be removed")
         filled = {label: cls._fill(label, term) if isinstance(term, dict) else term for label, term in chosen.items()}
         return {label: term for label, term in filled.items() if term is not None}
 
@@ -717,7 +720,7 @@ class GrpoConfig(GroupConfig):
     objective: Literal["guard", "clip"] = "guard"
     # The ratio is clipped to 1 - clip_range .. 1 + clip_range; [low, high] are two of them. Not transferable between
     # objectives, resolutions and values of sde.
-    clip_range: ClipRange | Annotated[Listed[ClipRange], Field(min_length=2, max_length=2)] = 2e-6
+    clip_range: ClipRange | ClipRanges = 2e-6
     # Weight of the KL divergence from the untrained model, over the trained steps; 0 skips its forward passes.
     kl_weight: NonNegative = 0.0
 
