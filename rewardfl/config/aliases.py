@@ -100,13 +100,13 @@ def _rename_window(new: dict[str, Any], before: Mapping[str, Any]) -> None:
     if steps is not None:
         new["grpo"]["window"] = {"steps": steps, "size": None, "fraction": None, "within": None}
     elif mode in ("random", "fraction"):
-        default: dict[str, Any] = {"random": {"size": 2}, "fraction": {"fraction": 0.6}}[mode]
-        (key,) = default
-        others = {"steps", "size", "fraction"} - default.keys()
+        key, default = ("size", 2) if mode == "random" else ("fraction", 0.6)
+        others = {"steps", "size", "fraction"} - {key}
         for other in others:
             new["grpo"].pop(f"window_{other}", None)
-        new["grpo"]["window"] = {} if _has(new, f"grpo.window_{key}") else default
-        new["grpo"]["window"] |= dict.fromkeys(others)
+        new["grpo"]["window"] = dict.fromkeys(others)
+        if not _has(new, f"grpo.window_{key}"):
+            new["grpo"]["window"][key] = default
     high = _pop(new, "grpo.clip_range_high")
     if high is not None:
         low = _get(new, "grpo.clip_range") or _get(before, "grpo.clip_range") or 2e-6
