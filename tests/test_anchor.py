@@ -202,12 +202,12 @@ def test_every_trained_expert_must_be_reached():
     check("model.trainable_models=dit", "anchor.sigmas=trained_range")
     check("model.trainable_models=dit,dit2", "anchor.sigmas=[1, 5]")
     with pytest.raises(
-        ConfigError, match=r"dit answers at no active step of \[4, 5, 6, 7\].*; train dit2, or change anchor"
+        ConfigError, match=r"dit is used at no active step of \[4, 5, 6, 7\].*; train dit2, or change anchor"
     ):
         check("model.trainable_models=dit,dit2")
-    with pytest.raises(ConfigError, match=r"would not learn .*\); change anchor.sigmas"):
+    with pytest.raises(ConfigError, match=r"would not be trained .*\); change anchor.sigmas"):
         check("model.trainable_models=dit")
-    with pytest.raises(ConfigError, match=r"no trained expert answers at the steps \[1\]"):
+    with pytest.raises(ConfigError, match=r"no trained expert is used at the steps \[1\]"):
         check("anchor.sigmas=[1, 5]")
 
 

@@ -431,8 +431,8 @@ def make_windows(cfg: FlowGrpoConfig, experts: Sequence[str], trained: Sequence[
             f"got model.trainable_models {cfg.model.trainable_models}; train one, or set per_group: false"
         )
     if idle := [name for name in trained if name not in {experts[i] for i in windows.drawable}]:
-        why = f"{', '.join(idle)} answers at no step that grpo.window may draw ({table}) and would not learn"
-        raise ConfigError(f"model.trainable_models: {why}; train the other alone, or widen the window")
+        why = f"{', '.join(idle)} is used at no step that grpo.window may draw ({table}) and would not be trained"
+        raise ConfigError(f"model.trainable_models: {why}; train only the other, or widen the window")
     return windows
 
 
@@ -453,7 +453,7 @@ def check_active_experts(cfg: RewardFlConfig, backbone: Backbone, schedule: Sche
     if idle:
         useful = ",".join(words[expert] for expert in backbone.experts if expert in active_experts)
         train = f"train {useful}, or change" if useful else "change"
-        why = f"{', '.join(idle)} answers at no active step of {list(active)} and would not learn ({table})"
+        why = f"{', '.join(idle)} is used at no active step of {list(active)} and would not be trained ({table})"
         raise ConfigError(f"model.trainable_models: {why}; {train} {way_out}")
     trained_steps = [i for i in active if experts[i] in trained]
     useless = [i for i in active if i not in trained_steps and (coupling == 0 or i < trained_steps[0])]
@@ -491,8 +491,8 @@ def drawn_steps(cfg: ForwardRlConfig, schedule: Schedule, trained: Sequence[str]
         assert_never(sigmas)
     if idle := [name for name in trained if name not in {schedule.experts[i] for i in steps}]:
         raise ConfigError(
-            f"model.trainable_models: {', '.join(idle)} answers at none of the steps {list(steps)} (forward.sigmas) "
-            "and would not learn; train the other alone, or change forward.sigmas or sample.num_inference_steps"
+            f"model.trainable_models: {', '.join(idle)} is used at none of the steps {list(steps)} (forward.sigmas) "
+            "and would not be trained; train only the other, or change forward.sigmas or sample.num_inference_steps"
         )
     return steps
 
@@ -500,7 +500,7 @@ def drawn_steps(cfg: ForwardRlConfig, schedule: Schedule, trained: Sequence[str]
 def _listed_steps(key: str, listed: Sequence[int], trained_steps: Sequence[int]) -> tuple[int, ...]:
     """Return the listed steps. Raise ConfigError for one of an untrained expert."""
     if foreign := [i for i in listed if i not in trained_steps]:
-        raise ConfigError(f"{key}: no trained expert answers at the steps {foreign}; take some of {[*trained_steps]}")
+        raise ConfigError(f"{key}: no trained expert is used at the steps {foreign}; take some of {[*trained_steps]}")
     return tuple(listed)
 
 

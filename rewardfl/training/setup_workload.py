@@ -58,8 +58,8 @@ def make_workload(
 
 def _reward_fl(common: Workload, plan: RewardFlPlan) -> Workload:
     experts, active = plan.experts, plan.active
-    answers, replay = plan.forwards_per_velocity, Counter(experts[i] for i in active)
-    both = answers == 2 and plan.sample.guidance_gradient == "both"
+    passes_of_velocity, replay = plan.forwards_per_velocity, Counter(experts[i] for i in active)
+    both = passes_of_velocity == 2 and plan.sample.guidance_gradient == "both"
     # steps that pass a gradient on have a second backward pass: through the reference, or of only the reward
     is_separate = plan.reward.kl_gradient in ("exact", "fixed_trajectory")
     twice = [i for i in plan.kl_steps if i != active[0]] if plan.coupling != 0 and is_separate else []
@@ -75,10 +75,11 @@ def _reward_fl(common: Workload, plan: RewardFlPlan) -> Workload:
     return replace(
         common,
         # and the velocity that replay takes as a constant
-        rollout=_times(answers, Counter(experts)) + (replay if answers == 2 and not both else Counter()),
+        rollout=_times(passes_of_velocity, Counter(experts))
+        + (replay if passes_of_velocity == 2 and not both else Counter()),
         replay=_times(1 + both, replay),
         backward_passes=_times(1 + both, replay + Counter(experts[i] for i in twice)),
-        reference=_times(answers, Counter(experts[i] for i in plan.kl_steps)),
+        reference=_times(passes_of_velocity, Counter(experts[i] for i in plan.kl_steps)),
         graphs=1 + both,
         reward_gradient=True,
         decode_caches=plan.memory.decode_caches,
@@ -104,14 +105,14 @@ def _times(factor: float, passes: Mapping[str, float]) -> Counter[str]:
 
 def _flow_grpo(common: Workload, plan: FlowGrpoPlan) -> Workload:
     grpo, experts, geometry = plan.group, plan.experts, plan.geometry
-    drawn, answers = plan.draw_windows(common.steps), plan.forwards_per_velocity
+    drawn, passes_of_velocity = plan.draw_windows(common.steps), plan.forwards_per_velocity
     per_process = geometry.samples // common.processes
     counts = [group_plan.rollout_counts(geometry, len(experts), window) for window in drawn]
     rollout, replay = dict.fromkeys(experts, 0.0), dict.fromkeys(common.trained, 0.0)
     for i, expert in enumerate(experts):
-        rollout[expert] += answers * fmean(passes[i][0] for passes in counts) / per_process
+        rollout[expert] += passes_of_velocity * fmean(passes[i][0] for passes in counts) / per_process
     for i in plan.active:
-        replay[experts[i]] += answers * grpo.inner_epochs * fmean(i in window for window in drawn)
+        replay[experts[i]] += passes_of_velocity * grpo.inner_epochs * fmean(i in window for window in drawn)
     means = max(map(len, drawn)) if grpo.objective == "guard" else 0
     return replace(
         _epochs(common, plan),
@@ -119,7 +120,7 @@ def _flow_grpo(common: Workload, plan: FlowGrpoPlan) -> Workload:
         replay=replay,
         backward_passes=replay,
         reference=replay if grpo.kl_weight != 0 else {},
-        graphs=answers,
+        graphs=passes_of_velocity,
         averages=1,
         # K steps in a row have K + 1 latents on the GPU, where two steps share one, and 2 K on the host
         latents_kept={

@@ -45,10 +45,10 @@ def test_defaults_are_the_objectives(settings, scale, decay):
 
 @pytest.mark.parametrize("settings, words", [
     (["forward.objective=nft"], ["nft makes a distilled model worse", "forward.objective: rvm"]),
-    (["forward.sigmas=[1, 4]"], ["forward.sigmas: no trained expert answers at the steps [1]", "[3, 4, 5, 6, 7]"]),
+    (["forward.sigmas=[1, 4]"], ["forward.sigmas: no trained expert is used at the steps [1]", "[3, 4, 5, 6, 7]"]),
     (["forward.sigmas=[4, 3]"], ["forward.sigmas must be steps in increasing order"]),
     (["forward.sigmas=[8]"], ["forward.sigmas must lie in 0..7"]),
-    (["model.trainable_models=dit,dit2", "forward.sigmas=[4]"], ["high_noise answers at none of the steps [4]"]),
+    (["model.trainable_models=dit,dit2", "forward.sigmas=[4]"], ["high_noise is used at none of the steps [4]"]),
     (["forward.mix=0.1"], ["forward.mix is for objective nft, got objective rvm; remove it"]),
     (["forward.objective=best", "forward.advantage.clip=1"], ["advantage is for objective rvm, nft and awm, got"]),
     (["forward.objective=best", "forward.groups=3"], ["a multiple of 2 (processes x updates_per_epoch), got 3"]),

@@ -41,9 +41,9 @@ def test_active_steps_that_train(active, trained, coupling):
 @pytest.mark.parametrize(
     "active,trained,coupling,words",
     [
-        ((4, 7), HIGH, 1.0, ["model.trainable_models: dit answers at no active step", "train dit2"]),
-        ((4, 7), BOTH, 1.0, ["model.trainable_models: dit answers at no active step", "train dit2"]),
-        ((0, 1), LOW, 1.0, ["model.trainable_models: dit2 answers at no active step", "train dit"]),
+        ((4, 7), HIGH, 1.0, ["model.trainable_models: dit is used at no active step", "train dit2"]),
+        ((4, 7), BOTH, 1.0, ["model.trainable_models: dit is used at no active step", "train dit2"]),
+        ((0, 1), LOW, 1.0, ["model.trainable_models: dit2 is used at no active step", "train dit"]),
         # frozen steps before the first trained one: nobody takes the gradient that they hand on
         ((2, 3, 4), LOW, 1.0, ["sample.mid_timestep", "[2] of [2, 3, 4]", "take [3, 4]"]),
         ((0, 2, 7), LOW, 0.2, ["sample.active_steps", "[0, 2] of [0, 2, 7]", "take [7]"]),
