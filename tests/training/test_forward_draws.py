@@ -78,14 +78,3 @@ def test_noises_depend_only_on_group_draw_and_update():
         torch.testing.assert_close(noise[0], noise[2])
         assert not torch.allclose(noise[0], noise[1])
     assert not any(torch.allclose(a, b) for a, b in itertools.combinations(noises, 2))
-
-
-def test_the_old_policy_follows():
-    weight = nn.Parameter(torch.tensor([1.0, 0.1]))
-    old = OldPolicy([weight], lambda update: 0.0 if update < 3 else 0.75)
-    weight.data = torch.tensor([0.3, 1e-9])
-    old.follow([weight], 2)
-    assert torch.equal(old.shadow_params[0], weight)  # to the bit, which a weighted mean would not be
-    weight.data += 1
-    old.follow([weight], 3)
-    torch.testing.assert_close(old.shadow_params[0], weight.detach() - 0.75)
