@@ -118,7 +118,7 @@ def test_epochs_depend_only_on_seed_and_epoch():
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_process_has_every_start_that_it_needs(same, batch, world):
     """needs_prefix is true exactly where a process's pass has a start that its pass before lacked."""
-    geometry = dict(world=world, batch=batch, same_noise=same, groups=9)
+    geometry = dict(world=world, batch=batch, same_noise=same, groups=3 * batch)
     plans = [plan(4, rank, list("abcde"), 1, **geometry) for rank in range(world)]
     new = group_plan.needs_prefix(plans)
     assert new[0] and len(new) == len(plans[0])
