@@ -61,7 +61,7 @@ def modernise(
     if isinstance(memory := _get(new, "train.memory"), str):
         new["train"]["memory"] = {"preset": memory}
     for key, values in _VALUES.items():
-        if (value := _get(new, key)) in values:
+        if isinstance(value := _get(new, key), str) and value in values:
             _put(new, key, values[value])
     _rename_window(new, before)
     _rename_steps(new, before)
@@ -110,7 +110,7 @@ def _rename_window(new: dict[str, Any], before: Mapping[str, Any]) -> None:
     high = _pop(new, "grpo.clip_range_high")
     if high is not None:
         low = _get(new, "grpo.clip_range") or _get(before, "grpo.clip_range") or 2e-6
-        new["grpo"]["clip_range"] = [low[0] if isinstance(low, list) else low, high]
+        new["grpo"]["clip_range"] = [low[0] if isinstance(low, list) and low else low, high]
 
 
 def _rename_steps(new: dict[str, Any], before: Mapping[str, Any]) -> None:
@@ -139,8 +139,10 @@ def _drop_constants(new: dict[str, Any], before: Mapping[str, Any]) -> list[str]
             f"lora.lora_base_model must be model.trainable_models {shown(trained)}, got {shown(changes)}; remove it"
         )
     coupling = _pop(new, "sample.coupling")
-    mode = _get(new, "sample.gradient_mode") or _get(before, "sample.gradient_mode") or "chain"
-    if coupling is not None and str(mode).startswith("bridge"):
+    mode = str(_get(new, "sample.gradient_mode") or _get(before, "sample.gradient_mode") or "chain")
+    if coupling is not None and not isinstance(coupling, int | float):
+        problems.append(f"sample.coupling must be a number, got {shown(coupling)}")
+    elif coupling is not None and mode.startswith("bridge"):
         new["sample"]["gradient_mode"] = f"bridge:{float(coupling):g}" if coupling != 0.2 else "bridge"
     elif coupling is not None and coupling != _COUPLING.get(mode):
         problems.append(
@@ -168,7 +170,7 @@ def _rename_rewards(new: dict[str, Any], *, groups: bool) -> list[str]:
     reward = new["reward"]
     if not isinstance(others, dict | None):
         return [f"reward.others must be keys and values, got {shown(others)}"]
-    if others is not None:
+    if others is not None and isinstance(reward.get("terms", {}), dict):
         reward["terms"] = {**reward.get("terms", {}), **others}
     return []
 
