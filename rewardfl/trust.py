@@ -22,11 +22,6 @@ def add_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def permission_arguments() -> list[str]:
-    """Return the arguments that give another process the permission of this one."""
-    return [OPTION] if _allowed else []
-
-
 def refusal_message(name: str, source: str) -> str:
     """Return why the reward `name` of a module or file `source` may not be loaded; "" where it may."""
     if _allowed or not source.endswith(".py") and source.partition(".")[0] == "rewardfl":

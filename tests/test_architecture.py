@@ -114,8 +114,8 @@ def violations(sources: Sources) -> list[str]:
             lines += [f"{name}: the configuration imports {other}" for other in others]
         if "accelerate" in below and room != "training":
             lines.append(f"{name}: accelerate is for training/ and the scripts")
-        if room not in ("estimate", "doctor") and any(child(other, "") == "estimate" for other in below & house.keys()):
-            lines.append(f"{name}: the estimate is for --dry-run, plan_run, doctor and benchmarks")
+        if room != "estimate" and any(child(other, "") == "estimate" for other in below & house.keys()):
+            lines.append(f"{name}: the estimate is for --dry-run, plan_run and benchmarks")
         if any(other.startswith(".") for other in below):
             lines.append(f"{name}: a relative import")
     for folder in ["", *{name.rpartition(".")[0] for name in house if "." in name}]:

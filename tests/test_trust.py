@@ -22,4 +22,4 @@ def test_a_permission_ends_with_its_command_line(monkeypatch):
         parser = argparse.ArgumentParser()
         trust.add_option(parser)
         parser.parse_args(arguments)
-        assert trust.permission_arguments() == arguments
+        assert (trust.refusal_message("mine:Reward", "mine") == "") == bool(arguments)

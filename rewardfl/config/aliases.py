@@ -54,20 +54,20 @@ def modernise(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return (the sections with today's keys, problems).
 
-    known: what an override is applied to, or {}. groups: of a script with groups.
+    before: what an override is applied to, or {}. groups: for a script with groups.
     """
     new: dict[str, Any] = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in sections.items()}
     problems: list[str] = []
-    if isinstance(memory := _get(new, "train.memory"), str):
+    if isinstance(memory := find(new, "train.memory"), str):
         new["train"]["memory"] = {"preset": memory}
     for key, values in _VALUES.items():
-        if isinstance(value := _get(new, key), str) and value in values:
+        if isinstance(value := find(new, key), str) and value in values:
             _put(new, key, values[value])
     _rename_window(new, before)
     _rename_steps(new, before)
     problems += _drop_constants(new, before)
-    problems += _rename_rewards(new, groups=groups)
-    if isinstance(changes := _get(new, "run.resume_with_changes"), list):
+    problems += _rename_rewards(new, before, groups=groups)
+    if isinstance(changes := find(new, "run.resume_with_changes"), list):
         new["run"]["resume_with_changes"] = [_changed_key(key) for key in changes]
     for old, name in RENAMED.items():
         if _has(new, old):
@@ -96,7 +96,7 @@ def merge(sections: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def _rename_window(new: dict[str, Any], before: Mapping[str, Any]) -> None:
-    mode, steps = _get(new, "grpo.window"), _pop(new, "grpo.window_steps")
+    mode, steps = find(new, "grpo.window"), _pop(new, "grpo.window_steps")
     if steps is not None:
         new["grpo"]["window"] = {"steps": steps, "size": None, "fraction": None, "within": None}
     elif mode in ("random", "fraction"):
@@ -109,21 +109,19 @@ def _rename_window(new: dict[str, Any], before: Mapping[str, Any]) -> None:
             new["grpo"]["window"][key] = default
     high = _pop(new, "grpo.clip_range_high")
     if high is not None:
-        low = _get(new, "grpo.clip_range") or _get(before, "grpo.clip_range") or 2e-6
+        low = find(new, "grpo.clip_range") or find(before, "grpo.clip_range") or 2e-6
         new["grpo"]["clip_range"] = [low[0] if isinstance(low, list) and low else low, high]
 
 
 def _rename_steps(new: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Say num_train_epochs by max_steps. A number of steps, of the file too, outranked the epochs."""
     epochs = _pop(new, "train.num_train_epochs")
-    if (
-        _has(new, "train.max_steps")
-        and _get(new, "train.max_steps") is None
-        or epochs
-        and not _has(new, "train.max_steps")
-    ):
-        if isinstance(_get(before, "train.max_steps"), int) and epochs:
-            return
-        _put(new, "train.max_steps", f"{epochs or 1} epochs")
+    if _has(new, "train.max_steps"):
+        replaced = find(new, "train.max_steps") is None
+    else:
+        replaced = epochs is not None and not isinstance(find(before, "train.max_steps"), int)
+    if replaced:
+        _put(new, "train.max_steps", "1 epoch" if epochs in (None, 1) else f"{epochs} epochs")
 
 
 def _drop_constants(new: dict[str, Any], before: Mapping[str, Any]) -> list[str]:
@@ -133,13 +131,13 @@ def _drop_constants(new: dict[str, Any], before: Mapping[str, Any]) -> list[str]
         problems.append(
             f"model.max_timestep_boundary must be 1: no expert is used above it, got {shown(boundary)}; remove it"
         )
-    trained = _get(new, "model.trainable_models") or _get(before, "model.trainable_models") or "dit2"
+    trained = find(new, "model.trainable_models") or find(before, "model.trainable_models") or "dit2"
     if (changes := _pop(new, "lora.lora_base_model")) is not None and _names(changes) != _names(trained):
         problems.append(
             f"lora.lora_base_model must be model.trainable_models {shown(trained)}, got {shown(changes)}; remove it"
         )
     coupling = _pop(new, "sample.coupling")
-    mode = str(_get(new, "sample.gradient_mode") or _get(before, "sample.gradient_mode") or "chain")
+    mode = str(find(new, "sample.gradient_mode") or find(before, "sample.gradient_mode") or "chain")
     if coupling is not None and not isinstance(coupling, int | float):
         problems.append(f"sample.coupling must be a number, got {shown(coupling)}")
     elif coupling is not None and mode.startswith("bridge"):
@@ -155,13 +153,13 @@ def _names(text: object) -> set[str]:
     return {name.strip() for name in str(text).split(",")}
 
 
-def _rename_rewards(new: dict[str, Any], *, groups: bool) -> list[str]:
+def _rename_rewards(new: dict[str, Any], before: Mapping[str, Any], *, groups: bool) -> list[str]:
     reward = new.get("reward")
     if not isinstance(reward, dict):
         return []
     if "name" in reward and not groups:  # the defaults were face_identity's for every reward
-        reward.setdefault("reward_mean", 0.54)
-        reward.setdefault("reward_std", 0.16)
+        reward.setdefault("reward_mean", find(before, "reward.terms.score.mean", 0.54))
+        reward.setdefault("reward_std", find(before, "reward.terms.score.std", 0.16))
     motion, others = reward.pop("motion_weight", None), reward.pop("others", None)
     if motion is not None and groups:
         _put(new, "reward.terms.score.parts.motion", motion)
@@ -175,22 +173,24 @@ def _rename_rewards(new: dict[str, Any], *, groups: bool) -> list[str]:
     return []
 
 
-def _get(sections: Mapping[str, Any], key: str) -> Any:
-    """Return the value at section.key; None without one."""
+def find(sections: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """Return the value at section.key, or the default without one, or if a section does not hold keys."""
     value: Any = sections
     for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
+        if not isinstance(value, dict) or part not in value:
+            return default
+        value = value[part]
     return value
 
 
 def _has(sections: Mapping[str, Any], key: str) -> bool:
     outer, _, last = key.rpartition(".")
-    return isinstance(mapping := _get(sections, outer), dict) and last in mapping
+    return isinstance(mapping := find(sections, outer), dict) and last in mapping
 
 
 def _pop(sections: dict[str, Any], key: str) -> Any:
     outer, _, last = key.rpartition(".")
-    return mapping.pop(last, None) if isinstance(mapping := _get(sections, outer), dict) else None
+    return mapping.pop(last, None) if isinstance(mapping := find(sections, outer), dict) else None
 
 
 def _put(sections: dict[str, Any], key: str, value: Any) -> None:

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from rewardfl.config.aliases import RENAMED, merge, modernise
+from rewardfl.config.aliases import RENAMED, find, merge, modernise
 from rewardfl.config.fields import Section, did_you_mean, shown
 from rewardfl.config.schema import PRESETS, SECTIONS, AnyConfig, FlowGrpoConfig, ForwardRlConfig, RewardFlConfig
 
@@ -264,20 +264,18 @@ def _override(raw: dict[str, Any], text: str, schema: type[AnyConfig]) -> list[s
 
 def _apply_preset(sections: dict[str, Any], schema: type[AnyConfig]) -> None:
     """Set the keys of train.memory that its preset names, as far as the run has them and they are not given."""
-    train, sample = sections["train"] or {}, sections["sample"] or {}
-    memory = train.get("memory") if isinstance(train, dict) else None
-    if not isinstance(memory, dict) or memory.get("preset") not in PRESETS:
-        return
-    preset = PRESETS[memory["preset"]]
+    name = find(sections, "train.memory.preset")
+    preset = PRESETS.get(name, {}) if isinstance(name, str) else {}
     unfit = set(preset) - _without_null(_annotation(schema, ("train", "memory"))).model_fields.keys()
-    if "," in str((sections["model"] or {}).get("trainable_models")):
+    if "," in str(find(sections, "model.trainable_models")):
         unfit.add("untrained")
-    if (sections["data"] or {}).get("num_frames") == 1:
+    if find(sections, "data.num_frames") == 1:
         unfit.add("kept_chunks")
-    if sample.get("gradient_mode") == "endpoint" or train.get("context_parallel", 1) != 1:
+    if find(sections, "sample.gradient_mode") == "endpoint" or find(sections, "train.context_parallel", 1) != 1:
         unfit.add("active_graphs")
     fitting = {key: value for key, value in preset.items() if key not in unfit}
-    sections["train"] = train | {"memory": fitting | memory}
+    if fitting:
+        sections["train"] = sections["train"] | {"memory": fitting | sections["train"]["memory"]}
 
 
 def describe(error: ValidationError, raw: Mapping[str, Any], schema: type[BaseModel]) -> list[str]:

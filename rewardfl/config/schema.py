@@ -143,9 +143,10 @@ class ModelConfig(Section):
 
 
 class MemoryConfig(Section):
-    """`train.memory` of all scripts: what waits where, or is computed again. Only fp8 and boundary_cache round.
+    """`train.memory` of all scripts: what waits where, or is computed again.
 
-    A preset sets the keys that are not given, as far as they fit the run: PRESETS.
+    Only `untrained` fp8 and boundary_cache change numbers. A preset sets the keys that are not given, as far
+    as they fit the run: PRESETS.
     """
 
     preset: Literal["fast", "80gb", "24gb", "16gb"] | None = None
@@ -801,7 +802,7 @@ class EvaluationConfig(Section):
     """Section `evaluation` of the scripts with groups: held-out clips, sampled by the ODE with the averaged weights."""
 
     # metadata.csv of held-out clips; null: no evaluation, and sample videos of training clips. Measure by a held-out
-    # reward, too: reward.held_out_model_path, or one of reward.others with weight 0.
+    # reward, too: reward.held_out_model_path, or one of reward.terms with weight 0.
     eval_clips: PathText | None = None
     # Steps between evaluations (at the epoch's end); also before the first step and after the last.
     eval_steps: Count = 50
@@ -1060,7 +1061,7 @@ class RewardSpec:
 
 
 def list_reward_specs(cfg: AnyConfig, pixels_per_token: int = 0, *, for_evaluation: bool = False) -> list[RewardSpec]:
-    """List the trained reward, then the held-out judge, face_motion and reward.others, as far as they are configured.
+    """List the first reward, then the held-out judge if it is configured, then the other terms.
 
     Supervised fine-tuning makes no video to score: its list is empty, unless it is for_evaluation. pixels_per_token:
     the period of the grid that the judge measures; 0: it measures none.

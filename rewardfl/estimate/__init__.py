@@ -1,1 +1,1 @@
-"""Cost estimate of a run before it starts: FLOPs, memory by phase, disk. For --dry-run, plan_run and doctor."""
+"""Cost estimate of a run before it starts: FLOPs, memory by phase, disk. For --dry-run and plan_run."""

@@ -49,7 +49,9 @@ def test_a_shipped_configuration_of_the_tiny_worlds_still_loads(file):
     ("", "reward.terms.a.name=motion reward.others={}", ""),
     ("", "reward.terms.motion.weight=1 reward.terms.motion=null", ""),
     ("", "sample.gradient_mode=bridge sample.coupling=0.5", "sample.gradient_mode=bridge:0.5"),
-    ("", "train.num_train_epochs=3", "train.max_steps=3 epochs"),
+    ("", "train.num_train_epochs=3", "train.max_steps=3 epochs"), ("", "train.num_train_epochs=1", ""),
+    ("", "reward.terms.score.mean=0.3 reward.terms.score.std=1 reward.name=motion",
+     "reward.terms.score={name: motion, mean: 0.3, std: 1}"),
     ("", "train.max_steps=7 train.num_train_epochs=3", "train.max_steps=7"),
     ("", "reward.kl_gradient=through_trajectory", "reward.kl_gradient=reference_constant"),
     (
@@ -98,6 +100,7 @@ def _without_empty_windows(cfg):
     ("grpo", ["grpo.window=blah"], "section 'grpo.window' must hold keys, got 'blah'"),
     ("grpo", ["grpo.window=list"], "section 'grpo.window' must hold keys, got 'list'"),
     ("", ["reward.terms.score=null"], "reward.terms must be keys and values with score, which may have weight 0"),
+    ("", ["train.memory.preset=[1]"], "train.memory.preset must be 'fast', "),
     ("", ["run.logging_steps=5"], "run.logging_steps was removed: every step is logged; delete the key"),
     ("grpo", ["grpo.spread=spread"], "grpo.spread was removed"),
     ("grpo", ["grpo.window={size: 2, fraction: 0.5}"], "grpo.window has size and fraction; remove all but one"),

@@ -68,7 +68,7 @@ QUOTED = [
 
 
 @pytest.mark.parametrize("override, expected", [
-    ("run.output_dir=out/lr=3", "out/lr=3"), ("train.max_steps=null", "1 epochs"),
+    ("run.output_dir=out/lr=3", "out/lr=3"), ("train.max_steps=null", "1 epoch"),
     ("train.max_steps=2 epochs", "2 epochs"), ("train.learning_rate=1", 1.0),
     ("reward.cap=none", "none"), ("reward.cap=0.7", 0.7), ("sample.noises_per_sample=4", 4),
     ("run.resume_from_checkpoint=false", False), ("run.resume_from_checkpoint=a #b", "a #b"),

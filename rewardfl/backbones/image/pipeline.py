@@ -413,6 +413,8 @@ def describe(spec: ImageModelSpec, name: str, source: Source) -> ImageModel:
             f"{folder}/scheduler/scheduler_config.json: _class_name is {scheduler}, must be "
             "FlowMatchEulerDiscreteScheduler; give the folder of the published pipeline"
         )
+    if configs["scheduler"].get("stochastic_sampling"):  # the rollouts here are the ODE
+        raise InputError(f"{folder}/scheduler/scheduler_config.json: stochastic_sampling must be false; set it")
     guided, guidance = configs[EXPERT].get("guidance_embeds", False), source.embedded_guidance
     if guided and guidance is None:
         raise InputError(f"model.embedded_guidance: {folder} takes a guidance as input; set it (published: 3.5)")

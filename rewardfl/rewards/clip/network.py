@@ -4,16 +4,19 @@ The published scorers preprocess images with PIL on bytes. This does it in torch
 the frames. The scores agree to the rounding of PIL's bytes (tests/rewards/clip/test_clip_network.py measures it).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer, PreTrainedTokenizerBase
 
+from rewardfl.file_kinds import first_line
 from rewardfl.files import digest_files
 from rewardfl.rewards.frames import FrameReward, FrameSettings
 from rewardfl.weights import lora_files, shards
@@ -103,7 +106,8 @@ def load_clip(folder: str | Path) -> CLIPModel:
     check_model_type(folder, "clip")
     _check_files(folder)
     options = {"local_files_only": True, "dtype": torch.float32, "output_loading_info": True}
-    model, info = CLIPModel.from_pretrained(folder, **options)
+    with _as_value_error(folder):
+        model, info = CLIPModel.from_pretrained(folder, **options)
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ValueError(f"{folder}: the weights lack {len(missing)} tensors, such as {missing[0]}; fetch all files")
@@ -113,7 +117,17 @@ def load_clip(folder: str | Path) -> CLIPModel:
 def load_tokenizer(tokenizer_class: type[Tokenizer], folder: str | Path) -> Tokenizer:
     """Load a tokenizer from a folder; raise ValueError for broken files. Without files it has two tokens."""
     _check_files(folder)
-    return tokenizer_class.from_pretrained(folder, local_files_only=True)
+    with _as_value_error(folder):
+        return tokenizer_class.from_pretrained(folder, local_files_only=True)
+
+
+@contextmanager
+def _as_value_error(folder: str | Path) -> Iterator[None]:
+    """Raise transformers' errors for damaged or other files as ValueError, in one line."""
+    try:
+        yield
+    except (KeyError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"{folder} cannot be read, fetch it again ({first_line(error)})") from error
 
 
 class ImageTower(nn.Module):

@@ -160,7 +160,12 @@ class Judge(nn.Module):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
     def ask(self, prompt: str) -> Tensor:
-        """Return the tokens (L,) of the question about a clip of this prompt, with one placeholder for the images."""
+        """Return the tokens (L,) of the question about a clip of this prompt, with one placeholder for the images.
+
+        Raise ValueError for a prompt with one of the tokenizer's special tokens.
+        """
+        if special := sorted(token for token in self.tokenizer.get_added_vocab() if token in prompt):
+            raise ValueError(f"the prompt {prompt!r} has {special[0]} in it, which Qwen2-VL reserves for itself")
         # Qwen2-VL-Instruct's chat template for an image and a text, up to the start of the answer
         turns = (
             "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>"

@@ -161,7 +161,11 @@ def read_training_config(path: Path) -> TrainingConfig:
         data, model, lora = (config[section] for section in ("data_config", "model_config", "peft_lora_config"))
         if data["prompt_template_type"] != "detailed_special" or not model["use_special_tokens"]:
             raise ValueError(f"{path}: this model was trained on another question; give KwaiVGI/VideoReward")
-        statistics, rank = config["inference_config"], lora["lora_r"]
+        parts, rank = [part.upper() for part in _PARTS], lora["lora_r"]
+        # without it the authors do not normalise (inference.py:68)
+        statistics = config.get("inference_config") or {
+            f"{part}_{name}": value for part in parts for name, value in (("mean", 0.0), ("std", 1.0))
+        }
         factor = lora["lora_alpha"] / (rank**0.5 if lora.get("use_rslora") else rank)
         return TrainingConfig(
             fps=data["fps"],
@@ -169,8 +173,8 @@ def read_training_config(path: Path) -> TrainingConfig:
             pixels=data["max_frame_pixels"],
             outputs=model["output_dim"],
             lora=(rank, factor) if lora["lora_enable"] else None,
-            mean=[statistics[f"{part.upper()}_mean"] for part in _PARTS],
-            std=[statistics[f"{part.upper()}_std"] for part in _PARTS],
+            mean=[statistics[f"{part}_mean"] for part in parts],
+            std=[statistics[f"{part}_std"] for part in parts],
         )
     except KeyError as error:
         raise ValueError(f"{path} lacks {error}, which KwaiVGI/VideoReward has; fetch its file") from error

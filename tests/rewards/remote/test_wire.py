@@ -44,6 +44,7 @@ F4 = b'{"video":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}'  # a type that
 MALFORMED = [
     (len(F4).to_bytes(8, "little") + F4 + b"1", "not safetensors: 'F4'"),
     (REQUEST[:-1], "not safetensors"),
+    ((1 << 40).to_bytes(8, "little") + b"{}", "a safetensors header of 1099511627776 bytes"),
     (save({"clip": make_frames(2)}), "tensor 'video' must be .* got none"),
     (make_request(video=make_frames(2).float()), "'video' must be .* got .* float32"),
     (make_request(video=make_frames(2)[:0]), "'video' must be .* without empty axes"),
@@ -72,7 +73,7 @@ def make_answer(**tensors):
         (make_answer(score=(0.5,)), r"tensor 'score' must be \(2\) float32 .*, got \(1,\) float32"),
         (save({"score": torch.zeros(2)}), "tensor 'valid' must be .* got none"),
         (make_answer(part_x=(1, 2)), r"tensor 'part.x' must be \(2\) float32 .*, got \(2,\) int64"),
-        (b"<html>hello</html>", "not safetensors"),
+        (b"<html>hello</html>", "a safetensors header of"),
     ],
 )
 def test_a_malformed_answer_is_refused(body, message):

@@ -274,6 +274,9 @@ def test_questions_depend_on_prompt_and_files(files, tmp_path, name):
     assert not torch.equal(tokens, reward.reference(VIDEO, OTHER)["tokens"])
     with pytest.raises(ValueError, match=f"reward '{name}' compares a clip with its prompt, which is empty"):
         reward.reference(VIDEO)
+    for sign in (reward.judge.question.vision, reward.judge.question.answers[-1], "<|im_end|>"):
+        with pytest.raises(ValueError, match="in it, which Qwen2-VL reserves for itself"):
+            reward.reference(VIDEO, f"a {sign} dog")
     assert build(files, name).fingerprint() == reward.fingerprint()
     other = tmp_path / "other.py"
     other.write_text(settings(files, name)["prompt_file"].read_text() + "\n")
