@@ -99,7 +99,7 @@ ADAPTED = 0.02  # std of a new adapter's B: with B = 0 its A has no gradient, an
 NOTE = """Random weights and conditioning. The reward is analytic: a random cotangent of the frames. Face networks, text
 encoder, VAE encoder and distillation take no part. Seconds are medians of the updates behind the first. Bytes are
 the first update's on a CPU, and all updates' maximum on a GPU; GB is 1e9 bytes. `plan` is what rewardfl.estimate says;
-its TFLOP are those of the tensors' shapes, so that what is computed twice counts twice."""
+its TFLOP are those of the tensors' shapes, so that a repeated computation counts twice."""
 
 
 class Counted(Living):
@@ -482,7 +482,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vae-channels", type=int, help="the VAE's channels at full size")
     parser.add_argument("--rates", type=parse_rates, help="of the planned seconds, in TFLOP/s and GB/s")
     parser.add_argument("--vary", metavar="section.key=value,value ...", help="all modes at each of these values")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write there what is printed")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the printed figures to FILE")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args()
     args.modes = args.modes.split(",")

@@ -42,6 +42,10 @@ RENAMED = {  # {old: new}
     "grpo.window_bounds": "grpo.window.within",
     "grpo.window_per_group": "grpo.window.per_group",
 }
+DEPENDENT = {  # older keys whose meaning another key decides: as overrides they are read after it
+    "grpo.clip_range_high", "grpo.window_bounds", "grpo.window_fraction", "grpo.window_size", "grpo.window_steps",
+    "sample.coupling", "train.num_train_epochs",
+}  # fmt: skip
 _VALUES = {  # {key: {old value: new value}}
     "train.lr_scheduler_type": {"constant_with_warmup": "constant"},
     "reward.kl_gradient": {"through_trajectory": "reference_constant"},
@@ -114,13 +118,15 @@ def _rename_window(new: dict[str, Any], before: Mapping[str, Any]) -> None:
 
 
 def _rename_steps(new: dict[str, Any], before: Mapping[str, Any]) -> None:
-    """Say num_train_epochs by max_steps. A number of steps, of the file too, outranked the epochs."""
-    epochs = _pop(new, "train.num_train_epochs")
+    """Say num_train_epochs by max_steps. A number of steps, of the file too, outranked the epochs; null left them."""
+    epochs, earlier = _pop(new, "train.num_train_epochs"), find(before, "train.max_steps")
     if _has(new, "train.max_steps"):
         replaced = find(new, "train.max_steps") is None
     else:
-        replaced = epochs is not None and not isinstance(find(before, "train.max_steps"), int)
-    if replaced:
+        replaced = epochs is not None and not isinstance(earlier, int)
+    if replaced and epochs is None and isinstance(earlier, str):
+        new["train"]["max_steps"] = earlier
+    elif replaced:
         _put(new, "train.max_steps", "1 epoch" if epochs in (None, 1) else f"{epochs} epochs")
 
 

@@ -1,6 +1,6 @@
 """Reading a configuration: one YAML file plus `section.key=value` overrides, checked before anything loads.
 
-An override reaches into a key that holds keys, too: `reward.others.flow.weight=0.3`.
+An override reaches into a key that holds keys, too: `reward.terms.flow.weight=0.3`.
 
 The section `grpo` identifies a file of train_flow_grpo.py, `forward` one of train_forward_rl.py. pydantic checks the
 values (rewardfl/config/schema.py). This module reads YAML, applies the overrides and reports each wrong key in a line.
@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from rewardfl.config.aliases import RENAMED, find, merge, modernise
+from rewardfl.config.aliases import DEPENDENT, RENAMED, find, merge, modernise
 from rewardfl.config.fields import Section, did_you_mean, shown
 from rewardfl.config.schema import PRESETS, SECTIONS, AnyConfig, FlowGrpoConfig, ForwardRlConfig, RewardFlConfig
 
@@ -77,7 +77,8 @@ def parse(raw: Mapping[str, Any], overrides: Sequence[str] = ()) -> AnyConfig:
     schema = _schema_of(raw)
     today, problems = modernise(raw, {}, groups=schema is not RewardFlConfig)
     sections: dict[str, Any] = {**dict.fromkeys(SECTIONS[schema], {}), **today}
-    problems += [problem for text in overrides for problem in _override(sections, text, schema)]
+    in_order = sorted(overrides, key=lambda text: text.partition("=")[0] in DEPENDENT)
+    problems += [problem for text in in_order for problem in _override(sections, text, schema)]
     _apply_preset(sections, schema)
     try:
         cfg = schema.model_validate(sections)
@@ -248,7 +249,7 @@ def _override(raw: dict[str, Any], text: str, schema: type[AnyConfig]) -> list[s
         change = {part: change}
     today, problems = modernise(change, raw, groups=schema is not RewardFlConfig)
     if today != change:
-        if path == ["reward", "others"]:  # in place of those of the file
+        if path == ["reward", "others"]:  # it replaces the file's
             raw["reward"] = {**raw["reward"], "terms": {"score": (raw["reward"].get("terms") or {}).get("score", {})}}
         merge(raw, today)
         return problems

@@ -340,7 +340,7 @@ class TermConfig(Section):
     name: PathText
     # Weight in the trained sum; 0: only measured. By default that of the section for score, and 0 for others.
     weight: NonNegative
-    # Arguments of the reward. face_identity takes none, its keys are those of section reward; face_motion without a
+    # Arguments of the reward. face_identity takes none, its keys are in section reward; face_motion without a
     # pack_dir has that section's reward_model_path and det_size.
     settings: dict[Name, Setting] = Field(default_factory=dict)
 
@@ -373,7 +373,7 @@ class GroupTermConfig(TermConfig):
 class SharedRewardConfig(Section):
     """Keys of section `reward` in all scripts."""
 
-    DEFAULT_WEIGHT: ClassVar[float]  # of the label score
+    DEFAULT_WEIGHT: ClassVar[float]  # the label score's
 
     # Rewards by label, with metrics reward/<label>. score is the first one and always there: by default the identity
     # similarity of the generated face to the real clip's (face_identity).
@@ -436,7 +436,7 @@ class SharedRewardConfig(Section):
         name = self.terms["score"].name
         if name == "face_identity" and self.terms["score"].settings:
             names = shown(list(self.terms["score"].settings))
-            yield f"{TERMS}.score.settings: face_identity takes none, its keys are those of section reward; got {names}"
+            yield f"{TERMS}.score.settings: face_identity takes none, its keys are in section reward; got {names}"
         shared = ("people", "min_face_size") if self.held_out_model_path is None else ()  # with the judge
         for key in ("second_model_path", *shared) if name != "face_identity" else ():
             if getattr(self, key) != type(self).model_fields[key].default:

@@ -136,7 +136,7 @@ def check_rows(
     rewards, problems = {term.key: term.reward for term in terms}, []
     for row in rows:
         texts = [*data.inspect_row(row, clips.num_frames, clips.fps, takes_image=takes_image).problems]
-        if clips.num_frames == 1:  # of videos the figure is left out, or the motion is the base's
+        if clips.num_frames == 1:  # for videos the figure is left out, or the motion is the base's
             texts += setup_rewards.missing_columns(row, {key: each.compares_with for key, each in rewards.items()})
         texts += setup_rewards.unusable_prompts(row, rewards)
         texts += [plan.size_problem(clips, backbone, row.size)] if backbone is not None else []

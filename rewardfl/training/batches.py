@@ -23,7 +23,7 @@ from rewardfl.training.shard import Shard
 class BatchBuilder:
     """Builds the batches of reward feedback learning: x is each clip's noise, or its cached boundary latents.
 
-    With data.skip_bad_rows another clip replaces one that the cache has lost.
+    With data.skip_bad_rows another clip replaces a clip that the cache has lost.
     """
 
     plan: RewardFlPlan

@@ -53,6 +53,11 @@ def test_a_shipped_configuration_of_the_tiny_worlds_still_loads(file):
     ("", "reward.terms.score.mean=0.3 reward.terms.score.std=1 reward.name=motion",
      "reward.terms.score={name: motion, mean: 0.3, std: 1}"),
     ("", "train.max_steps=7 train.num_train_epochs=3", "train.max_steps=7"),
+    ("", "train.max_steps=7 train.num_train_epochs=3 train.max_steps=null", "train.max_steps=3 epochs"),
+    ("", "train.max_steps='3 epochs' train.max_steps=null", "train.max_steps=3 epochs"),
+    ("", "sample.coupling=0.5 sample.gradient_mode=bridge", "sample.gradient_mode=bridge:0.5"),
+    ("grpo", "grpo.window_size=3 grpo.window=random", "grpo.window.size=3"),
+    ("grpo", "grpo.clip_range_high=2e-5 grpo.clip_range=1e-5", "grpo.clip_range=[1e-5, 2e-5]"),
     ("", "reward.kl_gradient=through_trajectory", "reward.kl_gradient=reference_constant"),
     (
         "grpo",
