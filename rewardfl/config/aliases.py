@@ -3,7 +3,8 @@
 The seeds' names are for ever, the others for one release.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rewardfl.config.fields import shown
@@ -42,10 +43,16 @@ RENAMED = {  # {old: new}
     "grpo.window_bounds": "grpo.window.within",
     "grpo.window_per_group": "grpo.window.per_group",
 }
-DEPENDENT = {  # older keys whose meaning another key decides: as overrides they are read after it
-    "grpo.clip_range_high", "grpo.window_bounds", "grpo.window_fraction", "grpo.window_size", "grpo.window_steps",
-    "sample.coupling", "train.num_train_epochs",
-}  # fmt: skip
+_WINDOW = r"grpo\.window(\.|=\s*\{)"
+DEPENDENT = {  # {older key whose meaning another key decides: override that says the same in today's form}
+    "grpo.clip_range_high": r"grpo\.clip_range=\s*\[",
+    "grpo.window_bounds": _WINDOW,
+    "grpo.window_fraction": _WINDOW,
+    "grpo.window_size": _WINDOW,
+    "grpo.window_steps": _WINDOW,
+    "sample.coupling": r"sample\.gradient_mode=\s*[\"']?bridge:",
+    "train.num_train_epochs": r"train\.max_steps=.*epoch",
+}
 _VALUES = {  # {key: {old value: new value}}
     "train.lr_scheduler_type": {"constant_with_warmup": "constant"},
     "reward.kl_gradient": {"through_trajectory": "reference_constant"},
@@ -82,6 +89,18 @@ def modernise(
     if new.get("experts") == {}:
         del new["experts"]
     return new, problems
+
+
+def order(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return (the overrides, with the keys of DEPENDENT last, problems): both forms of one setting are refused."""
+    keys = [text.partition("=")[0] for text in overrides]
+    problems = [
+        f"{key} is an older form of {shown(text)}, which is given, too; remove {key}"
+        for key in keys
+        for text in overrides
+        if key in DEPENDENT and re.match(DEPENDENT[key], text)
+    ]
+    return sorted(overrides, key=lambda text: text.partition("=")[0] in DEPENDENT), problems
 
 
 def _changed_key(key: object) -> object:

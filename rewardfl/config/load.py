@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from rewardfl.config.aliases import DEPENDENT, RENAMED, find, merge, modernise
+from rewardfl.config.aliases import RENAMED, find, merge, modernise, order
 from rewardfl.config.fields import Section, did_you_mean, shown
 from rewardfl.config.schema import PRESETS, SECTIONS, AnyConfig, FlowGrpoConfig, ForwardRlConfig, RewardFlConfig
 
@@ -77,8 +77,8 @@ def parse(raw: Mapping[str, Any], overrides: Sequence[str] = ()) -> AnyConfig:
     schema = _schema_of(raw)
     today, problems = modernise(raw, {}, groups=schema is not RewardFlConfig)
     sections: dict[str, Any] = {**dict.fromkeys(SECTIONS[schema], {}), **today}
-    in_order = sorted(overrides, key=lambda text: text.partition("=")[0] in DEPENDENT)
-    problems += [problem for text in in_order for problem in _override(sections, text, schema)]
+    overrides, conflicts = order(overrides)
+    problems += [*conflicts, *(problem for text in overrides for problem in _override(sections, text, schema))]
     _apply_preset(sections, schema)
     try:
         cfg = schema.model_validate(sections)
