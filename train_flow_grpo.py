@@ -13,7 +13,6 @@ One epoch:
 
 import rewardfl  # noqa: F401, I001  before torch: it sets how OpenMP's threads wait (rewardfl/machine.py)
 
-import math
 import sys
 from argparse import Namespace
 from functools import partial
@@ -24,66 +23,33 @@ if __name__ == "__main__":
     ARGUMENTS = parse_arguments(__doc__)  # before torch is imported: --help prints at once
 
 import torch
-from torch import Tensor
 
-from rewardfl import config as configuration
-from rewardfl import flow, group_plan, grpo, reward_flow, sde
-from rewardfl.backbones import protocol
+from rewardfl import flow, group_plan, grpo, sde
 from rewardfl.config import FlowGrpoConfig
-from rewardfl.noise import draw_noise, noise_seed
-from rewardfl.training import cli
-from rewardfl.training.run import FlowGrpoRun, read_headers, start
-from rewardfl.training.run_folder import RunFolder
-from rewardfl.training.samples import Rollout
-from rewardfl.training.signals import Interruption
+from rewardfl.script import open_command
+from rewardfl.training.run import FlowGrpoRun
 from rewardfl.training.update_metrics import GrpoOutcome, flow_grpo_metrics
 
 
 def train(run: FlowGrpoRun) -> int:
     """Train, and return the exit code: 128 + the number of a signal."""
     plan, job, policy, geometry = run.plan, run.job, run.policy, run.plan.geometry
-    max_std = math.inf if plan.group.max_std is None else plan.group.max_std
-    make_kernel = partial(sde.Kernel, plan.group.sde, plan.group.noise_level, max_std=max_std)  # takes the sigmas
     clip_low, clip_high = plan.group.clip_ends
-    exact = plan.model.dtype == "float32" and not plan.train.compile_blocks
-    tolerance = grpo.ratio_tolerance(clip_low, exact=exact)
-
-    def roll_out_prefix(inputs: Rollout, steps_before: int) -> dict[tuple[int, int], Tensor]:
-        """Return {member.start: latents before the window}. Members with equal noise share the prefix."""
-        indices = {member.start: i for i, member in enumerate(inputs.members)}
-        members, shape = [inputs.members[i] for i in indices.values()], run.latent_shape(inputs.members)
-        x = group_plan.draw_start_noise(members, shape, job.device)
-        conditioning = protocol.select_rows(inputs.conditioning, [*indices.values()])
-        velocity = run.velocity(policy, conditioning, inputs.schedule)
-        x = reward_flow.rollout(velocity, x, inputs.schedule.sigmas[: steps_before + 1], keep=()).x0
-        return dict(zip(indices, x.split(1), strict=True))
-
-    floor = {}  # the KL that comes only from rounding
-    if plan.group.kl_weight != 0 and plan.model.dtype == "bfloat16":
-        first = group_plan.Member(row=0, group_id=0, member=0, noise_seed=0, step_seed=0, group_seed=0)
-        inputs, seed = run.read_inputs([first]), noise_seed(plan.run.seed, 0, "floor")
-        velocity = run.velocity(policy, inputs.conditioning, inputs.schedule)
-        x, kernel = draw_noise(run.latent_shape([first]), seed, job.device), make_kernel(inputs.schedule.sigmas)
-        floor["policy/kl_floor"] = sde.kl_floor(velocity.reference, x, kernel, plan.window(0))
-        job.print(f"note: in bfloat16 this model's KL reads about {floor['policy/kl_floor']:.1e} from rounding alone")
 
     for step in run.steps():
         timer = step.timer
         if step.begins_epoch:
             # 1. Roll out this process's videos. Only the window's steps are stochastic; they are stored.
-            rollouts, pending, plans = [], [], run.plan_epoch(step.epoch)
-            prefixes: dict[tuple[int, int], Tensor] = {}
-            for members, is_new in zip(plans[job.rank], group_plan.needs_prefix(plans), strict=True):
+            rollouts, pending = [], []
+            for members, is_new in run.plan_epoch(step.epoch):
                 if run.is_interrupted():  # nothing changed since the last update
                     break
                 with timer("step"):
-                    inputs, shape = run.read_inputs(members), run.latent_shape(members)
-                    window = plan.window(step.epoch, members[0].group_id)
-                    kernel, keep_means = make_kernel(inputs.schedule.sigmas), plan.group.objective == "guard"
+                    inputs, window = run.read_inputs(members), plan.window(step.epoch, members[0].group_id)
+                    kernel, keep_means = plan.kernel(inputs.schedule.sigmas), plan.group.objective == "guard"
                 with timer("step"), timer("rollout"):
-                    prefixes = roll_out_prefix(inputs, window[0]) if is_new else prefixes
-                    x = torch.cat([prefixes[member.start] for member in members])
-                    noise = partial(group_plan.draw_step_noise, members, shape, job.device)
+                    x = run.roll_out_prefix(inputs, window[0], is_new=is_new)
+                    noise = partial(group_plan.draw_step_noise, members, inputs.shape, job.device)
                     velocity = run.velocity(policy, inputs.conditioning, inputs.schedule)
                     x0, steps = sde.rollout(velocity, x, kernel, window, noise, window[0], keep_means=keep_means)
 
@@ -135,14 +101,14 @@ def train(run: FlowGrpoRun) -> int:
         with timer("step"):
             seen = run.gather(outcomes)
             if step.begins_epoch:  # nothing was updated since the rollout
-                grpo.check_ratio(seen.log_prob, seen.old_log_prob, tolerance, seen.denoising_step)
+                grpo.check_ratio(seen.log_prob, seen.old_log_prob, plan.ratio_tolerance, seen.denoising_step)
             run.update_weights(step)
 
         # 5. Metrics, checks, checkpoint.
         anchors = run.gather(anchored)
         policy_loss = float(job.gather(torch.stack(losses).mean()[None]).mean())
         signal = ((seen.advantage != 0) & ~seen.clipped) | (seen.kl > 0) | (anchors.loss > 0).any()
-        metrics = flow_grpo_metrics(run.anchors.metrics(anchors), policy_loss, seen) | scored.metrics | floor
+        metrics = flow_grpo_metrics(run.anchors.metrics(anchors), policy_loss, seen) | scored.metrics
         run.finish_update(
             step, metrics, rows=seen.row, finite=seen.log_prob.isfinite(), replaced=scored.replaced, signal=signal,
             why_nothing=scored.why_nothing,
@@ -153,16 +119,9 @@ def train(run: FlowGrpoRun) -> int:
 def main(args: Namespace | None = None) -> int:
     """Run the command line and return the exit code."""
     args = args or parse_arguments(__doc__)
-    with cli.exit_codes() as result, Interruption() as interruption, RunFolder() as run_folder:
-        cfg = configuration.load(args.config, args.overrides, FlowGrpoConfig)
-        headers = read_headers(cfg, None if args.dry_run else run_folder)
-        if args.dry_run:
-            from rewardfl.estimate import report  # only a dry run needs it
-
-            result.exit_code = report.dry_run(headers.work, headers.job)
-        else:
-            result.exit_code = train(start(headers, run_folder, interruption))
-    return result.exit_code
+    with open_command(args, FlowGrpoConfig) as command:
+        command.exit_code = train(command.start())
+    return command.exit_code
 
 
 if __name__ == "__main__":

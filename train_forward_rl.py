@@ -26,30 +26,24 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from rewardfl import anchor, forward_rl, group_plan, reward_flow
-from rewardfl import config as configuration
-from rewardfl.backbones.protocol import Conditioning, Schedule, Velocity
+from rewardfl import forward_rl, group_plan, reward_flow
 from rewardfl.config import ForwardRlConfig
-from rewardfl.optim import averaged
-from rewardfl.training import cli, invariants
-from rewardfl.training.forward_draws import ForwardDraw, keep_trained, make_draws, measure_deviation
-from rewardfl.training.run import ForwardRlRun, read_headers, start
-from rewardfl.training.run_folder import RunFolder
-from rewardfl.training.signals import Interruption
+from rewardfl.script import open_command
+from rewardfl.training import invariants
+from rewardfl.training.forward_draws import ForwardDraw, keep_trained, make_draws
+from rewardfl.training.run import ForwardRlRun
 from rewardfl.training.update_metrics import ForwardOutcome, forward_rl_metrics
 
 
 def train(run: ForwardRlRun) -> int:
     """Train, and return the exit code: 128 + the number of a signal."""
-    plan, job, policy, old, parameters = run.plan, run.job, run.policy, run.old_policy, run.learner.parameters
-    forward, training, per_update = plan.group, plan.training, plan.training.forwards_per_update
+    plan, job, policy, forward = run.plan, run.job, run.policy, run.plan.group
+    training, per_update = plan.training, plan.training.forwards_per_update
+    get_velocity = partial(run.velocity, policy, guidance=1.0)  # an update is without guidance, as in DiffusionNFT
 
-    def get_velocity(conditioning: Conditioning, schedule: Schedule) -> Velocity:
-        """Return the policy's velocity. An update is without guidance, as in DiffusionNFT."""
-        return run.velocity(policy, conditioning, schedule, guidance=1.0)
-
-    def policy_loss(draw: ForwardDraw, velocity: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
+    def policy_loss(draw: ForwardDraw, velocity: Tensor) -> tuple[Tensor, Tensor]:
         """Return the objective's loss (B,) and AWM's ratio of likelihoods (B,), 1 for the other objectives."""
+        advantage = draw.advantage
         ratio, scaled = torch.ones_like(advantage), plan.advantage_scale * advantage
         if forward.objective == "best":  # as data; the advantage is 0 without a best video, else 1
             return advantage * forward_rl.distance(velocity, draw.target), ratio
@@ -72,13 +66,13 @@ def train(run: ForwardRlRun) -> int:
         if step.begins_epoch:
             # 1. Roll out this process's videos by the old policy. Only their clean latents are stored.
             rollouts, pending = [], []
-            for members in run.plan_epoch(step.epoch)[job.rank]:
+            for members, _ in run.plan_epoch(step.epoch):
                 if run.is_interrupted():  # nothing changed since the last update
                     break
-                with timer("step"), timer("rollout"), averaged(old, parameters):
+                with timer("step"), timer("rollout"), run.rollout_weights():
                     inputs = run.read_inputs(members)
                     velocity = run.velocity(policy, inputs.conditioning, inputs.schedule)
-                    x = group_plan.draw_start_noise(members, run.latent_shape(members), job.device)
+                    x = group_plan.draw_start_noise(members, inputs.shape, job.device)
                     x0 = reward_flow.rollout(velocity, x, inputs.schedule.sigmas, keep=()).x0
 
                 # 2. Decode and score. A slow reward runs while the next videos are rolled out.
@@ -98,29 +92,24 @@ def train(run: ForwardRlRun) -> int:
         # 4. Noise this update's videos at its moments. The velocities of the other policies: no graph is alive yet.
         part = plan.part(step.update)
         with timer("step"), timer("old_policy"):
-            moments = anchor.draw_moments(
-                plan.draws, plan.active, plan.run.seed, step.index, whole_range=plan.whole_range
-            )
             draws, old_velocity = make_draws(
-                rollouts[part], moments, step.index, get_velocity, partial(averaged, old, parameters), job.device,
-                needs_old=plan.needs_old, needs_base=plan.needs_base,
-            )  # fmt: skip
+                plan, step.index, rollouts[part], scored.advantages[part], get_velocity, run.rollout_weights, job.device
+            )
 
         # 5. Update: towards the videos of positive advantage, and away from videos of negative.
         outcomes, anchored = [], []
-        advantages = [advantage for advantage in scored.advantages[part] for _ in moments]
         with timer("step"), timer("replay"), job.gradient_reduction():
-            for draw, advantage in zip(draws, advantages, strict=True):
+            for draw in draws:
                 with job.accumulate(policy):
                     velocity = draw.velocity(draw.x)
-                    loss, ratio = policy_loss(draw, velocity, advantage)
+                    loss, ratio = policy_loss(draw, velocity)
                     none = torch.zeros_like(loss)  # (B,)
                     from_old = none if draw.old is None else forward_rl.distance(velocity, draw.old)
                     from_base = none if draw.base is None else forward_rl.distance(velocity, draw.base)
                     loss = loss + forward.old_policy.anchor * from_old + forward.base_anchor * from_base
                     job.backward(loss.mean() / (per_update * plan.draws))
                 outcome = ForwardOutcome(
-                    row=draw.rollout.row.to(job.device), loss=loss.detach(), advantage=advantage,
+                    row=draw.rollout.row.to(job.device), loss=loss.detach(), advantage=draw.advantage,
                     misfit=forward_rl.distance(velocity, draw.target).detach(), from_old=from_old.detach(),
                     from_base=from_base.detach(), ratio=ratio.detach(),
                 )  # fmt: skip
@@ -132,14 +121,14 @@ def train(run: ForwardRlRun) -> int:
             seen = run.gather(outcomes)
             run.update_weights(step)
             with timer("old_policy"):
-                deviation = measure_deviation(job, draws[0], old_velocity)
+                deviation = float(job.gather(draws[0].deviation(old_velocity)).mean())
         del draws
 
         # 6. The old policy follows. Metrics, checks, checkpoint.
         if step.ends_epoch:
-            old.follow(parameters, step.number)
+            run.old_policy.follow(step.number)
         anchors = run.gather(anchored)
-        metrics = forward_rl_metrics(run.anchors.metrics(anchors), seen, deviation, plan.measured) | scored.metrics
+        metrics = forward_rl_metrics(run.anchors.metrics(anchors), seen, deviation, plan) | scored.metrics
         invariants.check_contrast(step.number, step.norm, deviation, seen.advantage)
         run.finish_update(
             step, metrics, rows=seen.row, finite=seen.misfit.isfinite(), replaced=scored.replaced,
@@ -151,16 +140,9 @@ def train(run: ForwardRlRun) -> int:
 def main(args: Namespace | None = None) -> int:
     """Run the command line and return the exit code."""
     args = args or parse_arguments(__doc__)
-    with cli.exit_codes() as result, Interruption() as interruption, RunFolder() as run_folder:
-        cfg = configuration.load(args.config, args.overrides, ForwardRlConfig)
-        headers = read_headers(cfg, None if args.dry_run else run_folder)
-        if args.dry_run:
-            from rewardfl.estimate import report  # only a dry run needs it
-
-            result.exit_code = report.dry_run(headers.work, headers.job)
-        else:
-            result.exit_code = train(start(headers, run_folder, interruption))
-    return result.exit_code
+    with open_command(args, ForwardRlConfig) as command:
+        command.exit_code = train(command.start())
+    return command.exit_code
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import rewardfl  # noqa: F401, I001  before torch: it sets how OpenMP's threads 
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from functools import partial
 
 from rewardfl.training.arguments import parse_arguments
@@ -24,63 +23,37 @@ if __name__ == "__main__":
     ARGUMENTS = parse_arguments(__doc__)  # before torch is imported: --help prints at once
 
 import torch
-from torch import Tensor
 
-from rewardfl import config as configuration
-from rewardfl import data, reward_flow
-from rewardfl.backbones.protocol import Velocity
+from rewardfl import reward_flow
 from rewardfl.config import RewardFlConfig
-from rewardfl.memory import offload
-from rewardfl.optim import averaged
-from rewardfl.rewards import metrics as reward_metrics
-from rewardfl.rewards.scoring import score_terms
-from rewardfl.training import cli
-from rewardfl.training.batches import measure_kl_floor
-from rewardfl.training.run import RewardFlRun, read_headers, start
-from rewardfl.training.run_folder import RunFolder
-from rewardfl.training.samples import Batch
-from rewardfl.training.signals import Interruption
+from rewardfl.script import open_command
+from rewardfl.training.run import RewardFlRun
 from rewardfl.training.update_metrics import Outcome, Rewarded, reward_fl_metrics
 
 
 def train(run: RewardFlRun) -> int:
     """Train, and return the exit code: 128 + the number of a signal."""
-    plan, job, policy, average = run.plan, run.job, run.policy, run.average
-    terms, samples, decoder, builder = run.terms, run.samples, run.decoder, run.sampler.builder
-    active, per_pass = plan.active, plan.train.per_device_train_batch_size
+    plan, job, policy, terms, decoder, active = run.plan, run.job, run.policy, run.terms, run.decoder, run.plan.active
     accumulation = plan.train.gradient_accumulation_steps
-    per_process = accumulation * per_pass  # loss denominator of this process
-    ascends = plan.sample.gradient_mode == "endpoint"
-    graph_context = offload.graph_context(plan.memory.active_graphs, job.device)
-    sizes, micro_batch = [sample.size for sample in samples], partial(job.accumulate, policy)
+    per_process = accumulation * plan.train.per_device_train_batch_size  # loss denominator of this process
+    ascends, micro_batch = plan.sample.gradient_mode == "endpoint", partial(job.accumulate, policy)
+    # The LoRA gradients of the active steps. The KL to the reference joins the reward here.
+    replay = partial(
+        reward_flow.replay, coupling=plan.coupling, kl_weight=plan.reward.kl_weight / per_process,
+        kl_gradient=plan.reward.kl_gradient, kl_steps=plan.kl_steps, backward=job.backward, micro_batch=micro_batch,
+    )  # fmt: skip
+    ascend = partial(
+        reward_flow.replay_endpoint, length=plan.sample.endpoint_length, share=1 / per_process, backward=job.backward,
+        micro_batch=micro_batch,
+    )  # fmt: skip
 
-    def get_velocity(batch: Batch) -> Velocity:
-        return run.velocity(policy, batch.conditioning, batch.schedule)
-
-    def replay(
-        velocity: Velocity, trajectory: reward_flow.Trajectory, sigmas: Tensor, active: Sequence[int], grad_x0: Tensor
-    ) -> reward_flow.Replayed:
-        """Accumulate the LoRA gradients of the active steps. The KL to the reference joins the reward here."""
-        if ascends:
-            length = plan.sample.endpoint_length
-            return reward_flow.replay_endpoint(
-                velocity, trajectory, sigmas, grad_x0, length, 1 / per_process, job.backward, micro_batch
-            )
-        return reward_flow.replay(
-            velocity, trajectory, sigmas, active, grad_x0, plan.coupling, reference=velocity.reference,
-            kl_weight=plan.reward.kl_weight / per_process, kl_gradient=plan.reward.kl_gradient, kl_steps=plan.kl_steps,
-            backward=job.backward, micro_batch=micro_batch,
-        )  # fmt: skip
-
-    floor = measure_kl_floor(job, builder, get_velocity, plan.kl_steps, plan.model.dtype)
     for step in run.steps():
         timer, outcomes, anchored, rewarded, results = step.timer, [], [], [], []
         with timer("step"), job.gradient_reduction():
             for micro in range(accumulation):
                 with timer("encode"):
-                    index = (step.index * accumulation + micro) * job.data_world + job.data_rank
-                    batch = builder.batch(data.one_shape_batch(index, per_pass, sizes, plan.run.seed))
-                    sigmas, velocity = batch.schedule.sigmas, get_velocity(batch)
+                    batch = run.read_batch(step, micro)
+                    sigmas, velocity = batch.schedule.sigmas, run.velocity(policy, batch.conditioning, batch.schedule)
 
                 # 0. The data anchor: the flow-matching loss on the real clips.
                 with timer("anchor"):
@@ -95,10 +68,8 @@ def train(run: RewardFlRun) -> int:
                     continue
 
                 # 1. Noise -> latents. The latents before the active steps are kept, or these steps' graphs.
-                with timer("rollout"), averaged(average if ascends else None, run.learner.parameters):
-                    trajectory = reward_flow.rollout(
-                        velocity, batch.x, sigmas, active, batch.start_step, plan.graphs_of, graph_context
-                    )
+                with timer("rollout"), run.rollout_weights():
+                    trajectory = reward_flow.rollout(velocity, batch.x, sigmas, active, batch.start_step, run.graphs)
 
                 # 2. loss = -reward + kl_weight * KL, a mean over samples. Here: the gradient of -reward by the frames.
                 with timer("decode"):
@@ -107,7 +78,7 @@ def train(run: RewardFlRun) -> int:
                     )
                 with timer("reward"):
                     video = decoded.video.float().requires_grad_()  # (B, 3, F, H, W) in [-1, 1]
-                    scored = score_terms(terms, video, [samples[row].references for row in batch.rows])
+                    scored = run.score(batch.rows, video)
                     normalised = [
                         term.weight * (result.output.score - term.mean) / term.std * result.output.valid
                         for term, result in zip(terms, scored, strict=True)
@@ -126,7 +97,11 @@ def train(run: RewardFlRun) -> int:
 
                 # 4. Back through the active steps: one forward pass each, unless its graph was kept.
                 with timer("replay"):
-                    replayed = replay(velocity, trajectory, sigmas, active, grad_x0)
+                    replayed = (
+                        ascend(velocity, trajectory, sigmas, grad_x0)
+                        if ascends
+                        else replay(velocity, trajectory, sigmas, active, grad_x0, reference=velocity.reference)
+                    )
                 outcome.signal |= grad_x0.flatten(1).any(1) | (replayed.kl > 0)
                 outcome.finite &= (trajectory.x0 + grad_x0).flatten(1).isfinite().all(1) & replayed.kl.isfinite()
                 cotangents = replayed.cotangents * per_process  # (B, K) of the sample's own loss
@@ -139,17 +114,17 @@ def train(run: RewardFlRun) -> int:
         # 5. One AdamW step on the gradients of all samples of all processes.
         with timer("step"):
             gathered = run.gather(outcomes)
-            results = job.gather_lists(results if job.first_of_clip else [])
+            update_results = run.gather_results(results)
             run.update_weights(step)
 
         # 6. Metrics, checks, checkpoint.
-        metrics = run.anchors.metrics(run.gather(anchored)) | floor
+        metrics = run.anchors.metrics(run.gather(anchored))
         if not plan.supervised:
-            metrics |= reward_fl_metrics(metrics, terms, results, run.gather(rewarded), active, plan.reward.kl_weight)
+            weight, samples = plan.reward.kl_weight, run.gather(rewarded)
+            metrics |= reward_fl_metrics(metrics, terms, update_results.by_pass, samples, active, weight)
         run.finish_update(
             step, metrics, rows=gathered.row, finite=gathered.finite, replaced=gathered.replaced,
-            signal=gathered.signal, problems=reward_metrics.count_problems(terms, results),
-            why_nothing=reward_metrics.explain_no_judged_sample(terms, results, by_all=False),
+            signal=gathered.signal, problems=update_results.problems, why_nothing=update_results.why_nothing,
         )  # fmt: skip
     return run.close()
 
@@ -157,16 +132,9 @@ def train(run: RewardFlRun) -> int:
 def main(args: Namespace | None = None) -> int:
     """Run the command line and return the exit code."""
     args = args or parse_arguments(__doc__)
-    with cli.exit_codes() as result, Interruption() as interruption, RunFolder() as run_folder:
-        cfg = configuration.load(args.config, args.overrides, RewardFlConfig)
-        headers = read_headers(cfg, None if args.dry_run else run_folder)
-        if args.dry_run:
-            from rewardfl.estimate import report  # only a dry run needs it
-
-            result.exit_code = report.dry_run(headers.work, headers.job)
-        else:
-            result.exit_code = train(start(headers, run_folder, interruption))
-    return result.exit_code
+    with open_command(args, RewardFlConfig) as command:
+        command.exit_code = train(command.start())
+    return command.exit_code
 
 
 if __name__ == "__main__":

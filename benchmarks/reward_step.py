@@ -265,10 +265,10 @@ def replay_update(update: Update, meter: Meter) -> None:
     sigmas, conditioning = velocity.schedule.sigmas, velocity.conditioning
     count = 0 if cfg.train.memory.active_graphs == "replay" else cfg.train.memory.kept_steps or len(update.active)
     graphs_of = update.active[len(update.active) - count :]
-    with_graph = offload.graph_context(cfg.train.memory.active_graphs, x.device)
+    graphs = reward_flow.KeptGraphs(graphs_of, offload.graph_context(cfg.train.memory.active_graphs, x.device))
     first = velocity.schedule.handover if cfg.train.memory.untrained == "boundary_cache" else 0
     with meter("rollout"):
-        trajectory = reward_flow.rollout(velocity, x, sigmas, update.active, first, graphs_of, with_graph)
+        trajectory = reward_flow.rollout(velocity, x, sigmas, update.active, first, graphs)
     with meter("decode"):
         settings = cfg.train.memory.decode_caches, cfg.train.memory.kept_chunks
         decoded = decoder.decode_with_caches(trajectory.x0, conditioning, *settings)

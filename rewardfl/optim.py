@@ -40,19 +40,19 @@ class OldPolicy(EMAModel):
 
     def __init__(self, parameters: Sequence[nn.Parameter], decay: Callable[[int], float]):
         super().__init__(parameters)
-        self._decay = decay
+        self._parameters, self._decay = parameters, decay
 
     def get_decay(self, optimization_step: int) -> float:
         return self._decay(optimization_step)
 
-    def follow(self, parameters: Sequence[nn.Parameter], update: int) -> None:
-        """Move towards the parameters after `update` updates; with a share of 0, become equal to them to the bit."""
+    def follow(self, update: int) -> None:
+        """Move towards the trained policy after `update` updates; with a share of 0, become equal to it to the bit."""
         if self._decay(update) == 0:
-            for shadow, parameter in zip(self.shadow_params, parameters, strict=True):
+            for shadow, parameter in zip(self.shadow_params, self._parameters, strict=True):
                 shadow.copy_(parameter.detach())
             return
         self.optimization_step = update - 1
-        self.step(parameters)
+        self.step(self._parameters)
 
 
 @contextlib.contextmanager

@@ -59,6 +59,14 @@ class Replayed:
     cotangents: Tensor
 
 
+@dataclass(frozen=True)
+class KeptGraphs:
+    """The steps whose velocity a rollout computes with a graph, each in its context."""
+
+    steps: Sequence[int] = ()
+    context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+
+
 @torch.no_grad()
 def rollout(
     velocity: VelocityFunction,
@@ -66,20 +74,18 @@ def rollout(
     sigmas: Tensor,
     keep: Sequence[int],
     start: int = 0,
-    graphs_of: Sequence[int] = (),
-    with_graph: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    with_graphs: KeptGraphs = KeptGraphs(),
 ) -> Trajectory:
     """Sample x (B, ...) float32 at sigmas[start] by Euler steps through the rest of `sigmas`.
 
     keep: the steps whose x_i and velocity the trajectory holds. The last sigma is 0 for x0; a shorter head of a
-    schedule gives the latents of its next step. graphs_of: if in `keep`, too, their velocity is computed with a graph
-    for `replay`, each in a context of `with_graph`.
+    schedule gives the latents of its next step. with_graphs: of steps in `keep`, for `replay`.
     """
     latents, graphs, velocities = {}, {}, {}
     for i in range(start, len(sigmas) - 1):
-        if i in keep and i in graphs_of:
+        if i in keep and i in with_graphs.steps:
             latents[i] = x.detach().requires_grad_(i != min(keep))  # no active step precedes the first one
-            with torch.enable_grad(), with_graph():
+            with torch.enable_grad(), with_graphs.context():
                 graphs[i] = velocity(latents[i], i)
             v = graphs[i].detach()
         else:

@@ -18,7 +18,7 @@ import pytest
 from conftest import ROOT
 
 # flat modules of the package that are no mathematics: all others are
-OTHERS = {"__init__", "command_line", "file_kinds", "files", "lora", "machine", "optim", "outputs", "trust"}
+OTHERS = {"__init__", "command_line", "file_kinds", "files", "lora", "machine", "optim", "outputs", "script", "trust"}
 ALGORITHMS = {path.stem for path in (ROOT / "rewardfl").glob("*.py")} - OTHERS
 # inside a room: a face goes through file, graph, detector, identity and reward
 ROOM_FLOORS, MODULE_FLOORS = 7, 5
@@ -114,7 +114,7 @@ def violations(sources: Sources) -> list[str]:
             lines += [f"{name}: the configuration imports {other}" for other in others]
         if "accelerate" in below and room != "training":
             lines.append(f"{name}: accelerate is for training/ and the scripts")
-        if room != "estimate" and any(child(other, "") == "estimate" for other in below & house.keys()):
+        if room not in ("estimate", "script") and any(child(other, "") == "estimate" for other in below & house.keys()):
             lines.append(f"{name}: the estimate is for --dry-run, plan_run and benchmarks")
         if any(other.startswith(".") for other in below):
             lines.append(f"{name}: a relative import")

@@ -36,8 +36,8 @@ def test_the_old_policy_follows_by_its_share():
     weight = torch.nn.Parameter(torch.tensor([1.0, 0.1]))
     old = OldPolicy([weight], lambda update: 0.0 if update < 3 else 0.75)
     weight.data = torch.tensor([0.3, 1e-9])
-    old.follow([weight], 2)
+    old.follow(2)
     assert torch.equal(old.shadow_params[0], weight)  # to the bit, which a weighted mean would not be
     weight.data += 1
-    old.follow([weight], 3)
+    old.follow(3)
     torch.testing.assert_close(old.shadow_params[0], weight.detach() - 0.75)

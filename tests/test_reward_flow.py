@@ -80,13 +80,15 @@ def gradients(model):
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+NO_GRAPHS = reward_flow.KeptGraphs()
+
+
 def replay_gradients(
-    pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, kl_steps=None, graphs_of=(),
-    with_graph=contextlib.nullcontext,
+    pipe, model, cond, x, active, coupling, kl_weight, kl_gradient, kl_steps=None, graphs=NO_GRAPHS
 ):  # fmt: skip
     velocity, sigmas = velocity_of(pipe, model, cond), SCHEDULE.sigmas
-    trajectory = reward_flow.rollout(velocity, x, sigmas, active, graphs_of=graphs_of, with_graph=with_graph)
-    assert set(trajectory.graphs) == set(graphs_of)
+    trajectory = reward_flow.rollout(velocity, x, sigmas, active, with_graphs=graphs)
+    assert set(trajectory.graphs) == set(graphs.steps)
     decoded = WanDecoder(pipe.vae).decode_with_caches(trajectory.x0)
     video = decoded.video.requires_grad_()
     (grad_video,) = torch.autograd.grad(-quadratic_reward(video).sum(), video)
@@ -309,7 +311,7 @@ def test_kept_graphs_give_the_same_gradients(active, coupling, kl_weight, kl_gra
         passes.append([])
         with_graph = on_host.whole_graph if keep_on_host else contextlib.nullcontext
         settings = active, coupling, kl_weight, kl_gradient, kl_steps
-        results.append(replay_gradients(pipe, model, cond, x, *settings, graphs_of, with_graph))
+        results.append(replay_gradients(pipe, model, cond, x, *settings, reward_flow.KeptGraphs(graphs_of, with_graph)))
         (expected, x0, kl), (actual, x0_kept, kl_kept) = results[0], results[-1]
         assert torch.equal(x0, x0_kept) and torch.equal(kl, kl_kept) and expected.keys() == actual.keys()
         assert all(torch.equal(expected[name], actual[name]) for name in expected)
@@ -327,7 +329,9 @@ def test_a_kept_graph_takes_little_device_memory():
             model.inside.low_noise.enable_gradient_checkpointing(on_host)
         with Living([*model.parameters(), x, *cond.values()]) as living:
             with_graph = contextlib.nullcontext if on_host is None else on_host.whole_graph
-            trajectory = reward_flow.rollout(velocity, x, SCHEDULE.sigmas, [5], 5, [5], with_graph)
+            trajectory = reward_flow.rollout(
+                velocity, x, SCHEDULE.sigmas, [5], 5, reward_flow.KeptGraphs([5], with_graph)
+            )
             sizes.append(living.now - nbytes([trajectory.x0, trajectory.graphs[5]]))  # the host's memory is not counted
         del trajectory
     assert sizes[0] > 20 * sizes[1] > 0, sizes

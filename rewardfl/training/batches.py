@@ -1,6 +1,6 @@
 """Batches of reward feedback learning, and videos from the same noises."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +13,6 @@ from rewardfl.backbones.protocol import Conditioning, Decoder, Experts, Velocity
 from rewardfl.copies import to_device
 from rewardfl.noise import draw_noise, training_noise_seed
 from rewardfl.training.conditions import Conditions, read_or_substitute
-from rewardfl.training.distributed import Distributed
 from rewardfl.training.plan import RewardFlPlan
 from rewardfl.training.samples import Batch, Sample
 from rewardfl.training.shard import Shard
@@ -96,20 +95,3 @@ class TrainingSampler:
         )  # fmt: skip
         x0 = reward_flow.rollout(velocity, batch.x, batch.schedule.sigmas, keep=(), start=batch.start_step).x0
         return batch.rows[0], self.decoder.decode(x0, batch.conditioning)[0], x0
-
-
-def measure_kl_floor(
-    job: Distributed,
-    starts: BatchBuilder,
-    velocity_of: Callable[[Batch], protocol.Velocity],
-    kl_steps: Sequence[int],
-    dtype: str,
-) -> dict[str, float]:
-    """Return {"actor/kl_floor": the KL that comes only from rounding}, and print it; {} in float32 or without KL."""
-    if not kl_steps or dtype != "bfloat16":
-        return {}
-    batch = starts.batch([(0, 0)])
-    reference, sigmas = velocity_of(batch).reference, batch.schedule.sigmas
-    floor = reward_flow.kl_floor(reference, batch.x, sigmas, kl_steps, batch.start_step)
-    job.print(f"note: in bfloat16 this model's KL reads about {floor:.1e} from rounding alone")
-    return {"actor/kl_floor": floor}

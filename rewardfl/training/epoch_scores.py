@@ -73,3 +73,18 @@ def score_epoch(
         metrics=metrics,
         why_nothing=why,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateResults:
+    """The results of an update of reward feedback learning, by pass and term, over all processes."""
+
+    by_pass: Sequence[Sequence[RewardResult]]
+    problems: Mapping[str, int]  # messages of failed samples, with their counts
+    why_nothing: str  # why no sample was judged; "" where one was
+
+
+def explain_results(terms: Sequence[Term], results: Sequence[Sequence[RewardResult]]) -> UpdateResults:
+    """Return the results with what the metrics say of failures. results: by pass and term."""
+    why = reward_metrics.explain_no_judged_sample(terms, results, by_all=False)
+    return UpdateResults(by_pass=results, problems=reward_metrics.count_problems(terms, results), why_nothing=why)

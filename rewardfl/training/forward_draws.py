@@ -9,13 +9,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rewardfl import flow, forward_rl, group_plan
+from rewardfl import anchor, flow, forward_rl, group_plan
 from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Conditioning, Schedule, Velocity
 from rewardfl.copies import to_device
 from rewardfl.noise import draw_noise, noise_seed
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.epoch_scores import EpochScores
+from rewardfl.training.plan import ForwardRlPlan
 from rewardfl.training.samples import CleanRollout
 
 
@@ -32,6 +33,12 @@ class ForwardDraw:
     target: Tensor  # noise - x0
     old: Tensor | None = None  # velocity of the old policy at x
     base: Tensor | None = None  # velocity of the model without its adapter at x
+    advantage: Tensor  # (B,)
+
+    @torch.no_grad()
+    def deviation(self, old: Tensor) -> Tensor:
+        """Return forward_rl.deviation (1,) of the policy as it is now from a velocity of the old policy at x."""
+        return forward_rl.deviation(self.velocity(self.x), old)[None]
 
 
 def keep_trained(
@@ -61,50 +68,40 @@ def keep_trained(
 
 @torch.no_grad()
 def make_draws(
+    plan: ForwardRlPlan,
+    update: int,
     rollouts: Sequence[CleanRollout],
-    moments: Sequence[float],
-    step: int,
+    advantages: Sequence[Tensor],
     get_velocity: Callable[[Conditioning, Schedule], Velocity],
     old_weights: Callable[[], contextlib.AbstractContextManager],
     device: torch.device,
-    *,
-    needs_old: bool,
-    needs_base: bool,
 ) -> tuple[list[ForwardDraw], Tensor]:
-    """Return the draws of update `step`, of each rollout in turn, and the old policy's velocity of the first.
+    """Return the draws of an update, of each rollout in turn, and the old policy's velocity of the first.
 
-    Call it before a graph is alive. moments: of the schedule (anchor.draw_moments). get_velocity: of the policy.
-    old_weights: the context of the old policy. needs_old, needs_base: whether the draws have these velocities.
+    Call it before a graph is alive. update: its index in the run. advantages: (B,) by rollout. get_velocity: of the
+    policy. old_weights: the context of the old policy.
 
     All members of a group have the same noise, which depends only on the group, the update and the draw. Advantages
     add up to 0 in a group, so most of the noise cancels in the gradient, and its expectation stays (the gradient is a
     third shorter on the tiny world, docs/results/tiny_forward.md).
     """
-    draws = []
-    for rollout, (n, moment) in itertools.product(rollouts, enumerate(moments)):
+    moments = anchor.draw_moments(plan.draws, plan.active, plan.run.seed, update, whole_range=plan.whole_range)
+    pairs, draws = zip(rollouts, advantages, strict=True), []
+    for (rollout, advantage), (n, moment) in itertools.product(pairs, enumerate(moments)):
         velocity, x0 = get_velocity(rollout.conditioning, rollout.schedule.at(moment)), to_device(rollout.x0, device)
         sigma = velocity.schedule.sigmas[0]
-        seeds = [noise_seed(member.group_seed, step, "forward", n) for member in rollout.members]
+        seeds = [noise_seed(member.group_seed, update, "forward", n) for member in rollout.members]
         noise = torch.cat([draw_noise((1, *x0.shape[1:]), seed, device) for seed in seeds])
         x = flow.add_noise(x0, noise, sigma)
-        base = velocity.reference(x, 0) if needs_base else None
+        base = velocity.reference(x, 0) if plan.needs_base else None
         draws.append(
             ForwardDraw(
                 rollout=rollout, is_last=n == len(moments) - 1, velocity=partial(velocity, step=0), sigma=sigma, x=x,
-                x0=x0, target=noise - x0, base=base,
+                x0=x0, target=noise - x0, base=base, advantage=advantage,
             )
         )  # fmt: skip
     with old_weights():
-        old_velocities = [draw.velocity(draw.x) for draw in (draws if needs_old else draws[:1])]
-    if needs_old:
+        old_velocities = [draw.velocity(draw.x) for draw in (draws if plan.needs_old else draws[:1])]
+    if plan.needs_old:
         draws = [replace(draw, old=velocity) for draw, velocity in zip(draws, old_velocities, strict=True)]
     return draws, old_velocities[0]
-
-
-@torch.no_grad()
-def measure_deviation(job: Distributed, draw: ForwardDraw, old: Tensor) -> float:
-    """Return forward_rl.deviation of the policy as it is now on a kept draw, the mean over processes. Collective.
-
-    old: the old policy's velocity of this draw (make_draws).
-    """
-    return float(job.gather(forward_rl.deviation(draw.velocity(draw.x), old)[None]).mean())

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, assert_never, overload
 
-from rewardfl import backbones, data, epoch_order, lora
+from torch import Tensor
+
+from rewardfl import backbones, data, epoch_order, grpo, lora, sde
 from rewardfl import config as configuration
 from rewardfl.backbones.protocol import Backbone, Schedule, Shape
 from rewardfl.config import (
@@ -158,6 +160,17 @@ class FlowGrpoPlan(GroupPlan):
         """Return the stochastic steps of a group in an epoch, increasing; there are equally many in all of them."""
         position = epoch * self.geometry.groups + group if self.group.window.per_group else epoch
         return draw_window(self.windows, position, self.run.seed)
+
+    def kernel(self, sigmas: Tensor) -> sde.Kernel:
+        """Return the law of the stochastic steps on a schedule's sigmas."""
+        max_std = math.inf if self.group.max_std is None else self.group.max_std
+        return sde.Kernel(self.group.sde, self.group.noise_level, sigmas, max_std)
+
+    @property
+    def ratio_tolerance(self) -> float:
+        """Return the tolerance of grpo.check_ratio."""
+        exact = self.model.dtype == "float32" and not self.train.compile_blocks
+        return grpo.ratio_tolerance(self.group.clip_ends[0], exact=exact)
 
     def draw_windows(self, steps: int | None) -> list[tuple[int, ...]]:
         """Return the window of each epoch of the run, or of the first EPOCHS where its length is not known."""

@@ -1,6 +1,6 @@
 """The set-up of a run, in the one order that works, and the end of an update. The three scripts share both.
 
-run = start(read_headers(cfg, run_folder), run_folder, interruption)
+run = command.start()    # rewardfl/script.py
 for step in run.steps():
     ...                             # the algorithm: rollouts, rewards, loss, `run.job.backward`
     run.update_weights(step)        # one AdamW step
@@ -8,41 +8,44 @@ for step in run.steps():
 return run.close()
 """
 
+import contextlib
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Generic, TypeVar, cast, overload
+from typing import Any, Generic, TypeVar, cast
 
 import torch
+from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from rewardfl import config as configuration
-from rewardfl import group_plan
+from rewardfl import data, group_plan, reward_flow, sde
 from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Backbone, Conditioning, Decoder, Experts, Schedule, Velocity
-from rewardfl.config import AnyConfig, FlowGrpoConfig, ForwardRlConfig, RewardFlConfig
+from rewardfl.config import AnyConfig
 from rewardfl.config.schema import SampleConfig
 from rewardfl.epoch_order import due_this_epoch
+from rewardfl.memory import offload
+from rewardfl.noise import draw_noise, noise_seed
 from rewardfl.optim import Average, OldPolicy, averaged
-from rewardfl.rewards import async_scoring, build_terms
+from rewardfl.rewards import async_scoring, build_terms, scoring
 from rewardfl.rewards.async_scoring import Call, WorkerPool
 from rewardfl.rewards.face.identity_kept import Scale
-from rewardfl.rewards.scoring import Term
+from rewardfl.rewards.scoring import RewardResult, Term
 from rewardfl.training import evaluation, plan, saving, setup_data, setup_model, setup_rewards
 from rewardfl.training.anchors import Anchors
 from rewardfl.training.batches import TrainingSampler
 from rewardfl.training.checkpoint import checkpoint_dir
-from rewardfl.training.cli import RunEnded
 from rewardfl.training.conditions import Conditions
 from rewardfl.training.distributed import Distributed
-from rewardfl.training.epoch_scores import EpochScores, score_epoch
+from rewardfl.training.epoch_scores import EpochScores, UpdateResults, explain_results, score_epoch
 from rewardfl.training.learner import Learner, make_average, make_learner, make_old_policy, seed_generators
 from rewardfl.training.logger import Log
 from rewardfl.training.run_folder import RunFolder
 from rewardfl.training.sampler import DeployedSampler
-from rewardfl.training.samples import Rollout, Rows, Sample
+from rewardfl.training.samples import Batch, Rollout, Rows, Sample
 from rewardfl.training.setup_processes import connect_processes
 from rewardfl.training.setup_run import is_finished, open_log, open_run, resume
 from rewardfl.training.setup_summary import print_run_summary
@@ -58,6 +61,13 @@ SamplerT = TypeVar("SamplerT", bound=DeployedSampler | TrainingSampler)
 OutcomeT = TypeVar("OutcomeT")  # a dataclass
 
 _SHOWN = {"loss": "actor/loss", "score": "reward/mean", "spread": "reward/std_in_group"}  # next to the progress bar
+
+
+class RunEnded(Exception):
+    """The end of a command without training: after a dry run, or where nothing is left to train."""
+
+    def __init__(self, exit_code: int = 0):
+        self.exit_code = exit_code
 
 
 @dataclass(kw_only=True)
@@ -104,6 +114,7 @@ class Run(Generic[PlanT, SamplerT]):
     learner: Learner
     average: Average | None
     old_policy: OldPolicy  # for forward-process reinforcement; without parameters elsewhere
+    graphs: reward_flow.KeptGraphs  # of reward feedback learning's rollouts
     sampler: SamplerT
     anchors: Anchors
     log: Log
@@ -111,6 +122,8 @@ class Run(Generic[PlanT, SamplerT]):
     done: int = 0  # updates
     stopped: str = ""  # why train.early_stop ended the run
     progress: tqdm = field(init=False)
+    kl_floor: dict[str, float] = field(init=False)  # {metric: the KL that comes only from rounding}
+    prefixes: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # see roll_out_prefix
 
     @property
     def policy(self) -> nn.Module:
@@ -130,6 +143,7 @@ class Run(Generic[PlanT, SamplerT]):
 
     def steps(self) -> Iterator[TrainStep]:
         """Yield the updates, until the last one, a signal or train.early_stop. A new run is evaluated before them."""
+        self.kl_floor = self._measure_kl_floor()
         self.interruption.listen()
         if self.held_out and self.state.resume_point.path is None:
             self.log.write(0, self.evaluate())
@@ -144,6 +158,13 @@ class Run(Generic[PlanT, SamplerT]):
             if self.stopped or self.interruption.number:
                 return
 
+    def rollout_weights(self) -> contextlib.AbstractContextManager:
+        """Swap in the weights that roll out: the old policy's, with gradient_mode endpoint the average, or none."""
+        source: EMAModel | None = self.old_policy if isinstance(self.plan, plan.ForwardRlPlan) else None
+        if isinstance(self.plan, plan.RewardFlPlan) and self.plan.sample.gradient_mode == "endpoint":
+            source = self.average
+        return averaged(source, self.learner.parameters)
+
     def is_interrupted(self) -> bool:
         """Return whether any process got a signal. Collective."""
         return self.interruption.any_signal(self.job.all_reduce_max)
@@ -157,23 +178,54 @@ class Run(Generic[PlanT, SamplerT]):
         columns = {name: torch.cat([getattr(outcome, name) for outcome in outcomes]) for name in names}
         return type(outcomes[0])(**self.job.gather(columns))
 
-    def plan_epoch(self, epoch: int) -> list[list[list[group_plan.Member]]]:
-        """Return the members that each process rolls out in an epoch, by forward pass."""
+    def read_batch(self, step: TrainStep, micro: int) -> Batch:
+        """Return the inputs of forward pass `micro` of an update of reward feedback learning, on the device."""
+        assert isinstance(self.plan, plan.RewardFlPlan) and isinstance(self.sampler, TrainingSampler)
+        train, sizes = self.plan.train, [sample.size for sample in self.samples]
+        index = (step.index * train.gradient_accumulation_steps + micro) * self.job.data_world + self.job.data_rank
+        visits = data.one_shape_batch(index, train.per_device_train_batch_size, sizes, self.plan.run.seed)
+        return self.sampler.builder.batch(visits)
+
+    def score(self, rows: Sequence[int], video: Tensor) -> list[RewardResult]:
+        """Return the result of each reward for the videos (B, 3, F, H, W) in [-1, 1] of rows, with their graph."""
+        return scoring.score_terms(self.terms, video, [self.samples[row].references for row in rows])
+
+    def gather_results(self, results: Sequence[Sequence[RewardResult]]) -> UpdateResults:
+        """Return the rewards' results of all passes of all processes. results: by pass and term. Collective."""
+        return explain_results(self.terms, self.job.gather_lists([*results] if self.job.first_of_clip else []))
+
+    def plan_epoch(self, epoch: int) -> list[tuple[list[group_plan.Member], bool]]:
+        """Return this process's forward passes of an epoch: (members, whether a process needs new prefixes)."""
         assert isinstance(self.plan, plan.GroupPlan)
         ids, seed = [sample.row.id for sample in self.samples], self.plan.run.seed
-        return [group_plan.plan(epoch, rank, self.plan.geometry, ids, seed) for rank in range(self.job.world)]
+        plans = [group_plan.plan(epoch, rank, self.plan.geometry, ids, seed) for rank in range(self.job.world)]
+        return list(zip(plans[self.job.rank], group_plan.needs_prefix(plans), strict=True))
 
     def read_inputs(self, members: list[group_plan.Member]) -> Rollout:
         """Return the inputs of a forward pass of members of groups, on the device."""
         rows = [member.row for member in members]
         conditioning, ok = self.conditions.batch(self.samples, rows, skip=self.plan.data.skip_bad_rows)
         conditioning = protocol.move_to(conditioning, self.job.device)
-        schedule = self.plan.schedule(self.conditions.latent_shape(self.samples[rows[0]]))
-        return Rollout(members=members, is_requested=ok, conditioning=conditioning, schedule=schedule)
+        shape = self.conditions.latent_shape(self.samples[rows[0]])  # a forward pass has videos of one size
+        return Rollout(
+            members=members, is_requested=ok, conditioning=conditioning, schedule=self.plan.schedule(shape),
+            shape=(1, *shape),
+        )  # fmt: skip
 
-    def latent_shape(self, members: Sequence[group_plan.Member]) -> tuple[int, ...]:
-        """Return (1, C, T, h, w), the shape of one member's latents: a forward pass has videos of one size."""
-        return (1, *self.conditions.latent_shape(self.samples[members[0].row]))
+    def roll_out_prefix(self, inputs: Rollout, steps: int, *, is_new: bool) -> Tensor:
+        """Return the latents (B, C, T, h, w) after the first `steps` steps. Members with equal noise share them.
+
+        is_new: of plan_epoch. False: no process has noise that its previous pass had not, and its latents are kept.
+        """
+        if is_new:
+            indices = {member.start: i for i, member in enumerate(inputs.members)}
+            members = [inputs.members[i] for i in indices.values()]
+            x = group_plan.draw_start_noise(members, inputs.shape, self.job.device)
+            conditioning = protocol.select_rows(inputs.conditioning, [*indices.values()])
+            velocity = self.velocity(self.policy, conditioning, inputs.schedule)
+            x = reward_flow.rollout(velocity, x, inputs.schedule.sigmas[: steps + 1], keep=()).x0
+            self.prefixes = dict(zip(indices, x.split(1), strict=True))
+        return torch.cat([self.prefixes[member.start] for member in inputs.members])
 
     def submit_rewards(self, members: Sequence[group_plan.Member], video: Tensor) -> list[Call]:
         """Submit videos (B, 3, F, H, W) in [-1, 1] to all rewards. Slow ones are computed meanwhile."""
@@ -219,7 +271,8 @@ class Run(Generic[PlanT, SamplerT]):
         no sample was judged. problems: of rewards that are only measured.
         """
         self.done, done, timer = step.number, step.number, step.timer
-        metrics = dict(metrics) | common_metrics(self.job.device, done, step.norm, step.rate, replaced, signal)
+        common = common_metrics(self.job.device, done, step.norm, step.rate, replaced, signal)
+        metrics = {**metrics, **self.kl_floor, **common}
         if step.begins_epoch or not why_nothing:  # count a failed epoch once, not per update
             self.log.count(step.norm, why_nothing)
         saves = step.ends_epoch and self._is_due(done, self.plan.run.save_steps)
@@ -284,6 +337,28 @@ class Run(Generic[PlanT, SamplerT]):
         assert isinstance(self.plan, plan.GroupPlan)
         return {"gpu": self.job.device, "cpu": torch.device("cpu")}[self.plan.memory.samples_on]
 
+    def _measure_kl_floor(self) -> dict[str, float]:
+        """Return the metric of the KL that comes only from rounding, and print it; {} in float32 or without a KL."""
+        if self.plan.model.dtype != "bfloat16":
+            return {}
+        if isinstance(self.plan, plan.RewardFlPlan) and self.plan.kl_steps:
+            assert isinstance(self.sampler, TrainingSampler)
+            batch, steps = self.sampler.builder.batch([(0, 0)]), self.plan.kl_steps
+            reference = self.velocity(self.policy, batch.conditioning, batch.schedule).reference
+            floor = reward_flow.kl_floor(reference, batch.x, batch.schedule.sigmas, steps, batch.start_step)
+            name = "actor/kl_floor"
+        elif isinstance(self.plan, plan.FlowGrpoPlan) and self.plan.group.kl_weight != 0:
+            member = group_plan.Member(row=0, group_id=0, member=0, noise_seed=0, step_seed=0, group_seed=0)
+            inputs, seed = self.read_inputs([member]), noise_seed(self.plan.run.seed, 0, "floor")
+            reference = self.velocity(self.policy, inputs.conditioning, inputs.schedule).reference
+            x, kernel = draw_noise(inputs.shape, seed, self.job.device), self.plan.kernel(inputs.schedule.sigmas)
+            floor = sde.kl_floor(reference, x, kernel, self.plan.window(0))
+            name = "policy/kl_floor"
+        else:
+            return {}
+        self.job.print(f"note: in bfloat16 this model's KL reads about {floor:.1e} from rounding alone")
+        return {name: floor}
+
     def _is_due(self, done: int, every: int) -> bool:
         return due_this_epoch(done, self.plan.updates_per_epoch, every, self.last_step)
 
@@ -294,13 +369,13 @@ ForwardRlRun = Run[plan.ForwardRlPlan, DeployedSampler]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Headers(Generic[PlanT]):
+class Headers:
     """What a run reads before it loads weights or clips."""
 
     settings: dict[str, dict[str, Any]]  # the result of config.to_dict
     backbone: Backbone
     job: Distributed
-    plan: PlanT
+    plan: plan.AnyPlan
     rows: Rows
     resume_point: ResumePoint
 
@@ -310,18 +385,10 @@ class Headers(Generic[PlanT]):
         return make_workload(self.plan, self.backbone, self.rows.train, self.job.sharding)
 
 
-@overload
-def read_headers(cfg: RewardFlConfig, run_folder: RunFolder | None) -> Headers[plan.RewardFlPlan]: ...
-@overload
-def read_headers(cfg: FlowGrpoConfig, run_folder: RunFolder | None) -> Headers[plan.FlowGrpoPlan]: ...
-@overload
-def read_headers(cfg: ForwardRlConfig, run_folder: RunFolder | None) -> Headers[plan.ForwardRlPlan]: ...
-
-
-def read_headers(cfg: AnyConfig, run_folder: RunFolder | None) -> Headers[Any]:
+def read_headers(cfg: AnyConfig, run_folder: RunFolder | None) -> Headers:
     """Resolve a run from the headers of its files, print its summary, and lock its folder (None: a dry run).
 
-    What cannot train is refused here, by the errors of cli.REFUSALS.
+    What cannot train is refused here, by the errors of script.REFUSALS.
     """
     settings, per_clip = configuration.to_dict(cfg), configuration.processes_per_clip(cfg)
     backbone = plan.open_model(cfg)
@@ -334,7 +401,7 @@ def read_headers(cfg: AnyConfig, run_folder: RunFolder | None) -> Headers[Any]:
     return Headers(settings=settings, backbone=backbone, job=job, plan=run_plan, rows=rows, resume_point=point)
 
 
-def start(headers: Headers[PlanT], run_folder: RunFolder, interruption: Interruption) -> Run[PlanT, Any]:
+def start(headers: Headers, run_folder: RunFolder, interruption: Interruption) -> Run[Any, Any]:
     """Make all that a run needs, new or resumed. Raise RunEnded if nothing is left to train."""
     backbone, job, run_plan, resume_point = headers.backbone, headers.job, headers.plan, headers.resume_point
     # data, rewards, resume
@@ -376,10 +443,15 @@ def start(headers: Headers[PlanT], run_folder: RunFolder, interruption: Interrup
         plan=run_plan, backbone=backbone, job=job, interruption=interruption, terms=terms, samples=samples,
         held_out=held_out, scales=scales, state=state, batching=batching, conditions=conditions, negative=negative,
         decoder=decoder, model=model, learner=learner, average=average, old_policy=old_policy, sampler=sampler, log=log,
-        last_step=last_step, done=state.step,
-        worker_pools=pools,
+        last_step=last_step, done=state.step, worker_pools=pools, graphs=_kept_graphs(run_plan, job),
         anchors=setup_data.make_anchors(run_plan, conditions, samples, job.device),
     )  # fmt: skip
+
+
+def _kept_graphs(run_plan: plan.AnyPlan, job: Distributed) -> reward_flow.KeptGraphs:
+    if not isinstance(run_plan, plan.RewardFlPlan):
+        return reward_flow.KeptGraphs()
+    return reward_flow.KeptGraphs(run_plan.graphs_of, offload.graph_context(run_plan.memory.active_graphs, job.device))
 
 
 def _make_averages(

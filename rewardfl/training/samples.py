@@ -56,6 +56,7 @@ class Rollout:
     is_requested: Tensor  # (B,) bool: False where another clip's conditioning replaces a lost one
     conditioning: Conditioning
     schedule: Schedule
+    shape: tuple[int, ...]  # (1, C, T, h, w), of one member's latents
 
     @property
     def row(self) -> Tensor:
@@ -66,14 +67,15 @@ class Rollout:
         """Return the rollout with its clean latents, on the device where it waits for the update."""
         return CleanRollout(
             members=self.members, is_requested=self.is_requested, conditioning=move_to(self.conditioning, device),
-            schedule=self.schedule, x0=x0.to(device),
+            schedule=self.schedule, shape=self.shape, x0=x0.to(device),
         )  # fmt: skip
 
     def with_steps(self, kernel: sde.Kernel, steps: dict[int, sde.Step], device: torch.device) -> "StochasticRollout":
         """Return the rollout with the stochastic steps of its window, on the device where it waits for the update."""
         return StochasticRollout(
             members=self.members, is_requested=self.is_requested, conditioning=move_to(self.conditioning, device),
-            schedule=self.schedule, kernel=kernel, steps={i: step.to(device) for i, step in steps.items()},
+            schedule=self.schedule, shape=self.shape, kernel=kernel,
+            steps={i: step.to(device) for i, step in steps.items()},
         )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from rewardfl import grpo
 from rewardfl.rewards import metrics as reward_metrics
 from rewardfl.rewards.scoring import RewardResult, Term
 from rewardfl.training import invariants
+from rewardfl.training.plan import ForwardRlPlan
 from rewardfl.training.timer import peak_memory_gb
 
 
@@ -104,11 +105,11 @@ def reward_fl_metrics(
 
 
 def forward_rl_metrics(
-    anchor_metrics: Mapping[str, float], samples: ForwardOutcome, deviation: float, measured: Sequence[str]
+    anchor_metrics: Mapping[str, float], samples: ForwardOutcome, deviation: float, plan: ForwardRlPlan
 ) -> dict[str, float]:
     """Return the metrics of an update of forward-process reinforcement.
 
-    measured: which of from_old, from_base and ratio the run has. policy/misfit_positive and _negative are the
+    policy/misfit_positive and _negative are the
     velocity's mean squared error for videos of advantage above and below 0 (0 without any): the first should fall
     against the second.
     """
@@ -119,7 +120,7 @@ def forward_rl_metrics(
     }
     metrics = dict(anchor_metrics) | means | {"policy/deviation": deviation}
     metrics["actor/loss"] += float(samples.loss.mean())
-    return metrics | {f"policy/{name}": float(getattr(samples, name).mean()) for name in measured}
+    return metrics | {f"policy/{name}": float(getattr(samples, name).mean()) for name in plan.measured}
 
 
 def flow_grpo_metrics(

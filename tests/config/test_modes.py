@@ -36,7 +36,7 @@ def train_by(word):
     (loss,) = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "policy_loss")
     names = vars(train_forward_rl) | {"forward": Record(objective=word), "plan": Record(advantage_scale=1.0)}
     exec(compile(ast.Module([loss], []), "policy_loss", "exec"), names)
-    return names["policy_loss"](Record(old=X), X, ONE)
+    return names["policy_loss"](Record(old=X, advantage=ONE), X)
 
 
 CONSUMERS = {

@@ -1,5 +1,6 @@
 """Output that is not UTF-8 (Windows consoles, LANG=de_DE) escapes what it lacks; no command ends in a traceback."""
 
+import argparse
 import io
 import os
 import subprocess
@@ -8,7 +9,8 @@ import sys
 import pytest
 from conftest import ROOT
 
-from rewardfl.training import cli
+from rewardfl.config import RewardFlConfig
+from rewardfl.script import open_command
 from rewardfl.training.arguments import parse_arguments
 from rewardfl_tools import check_dataset
 
@@ -37,9 +39,9 @@ def test_tools_escape_what_the_console_lacks(tmp_path, monkeypatch):
 def test_scripts_escape_what_the_console_lacks(encoding, monkeypatch):
     def main():
         parse_arguments("")
-        with cli.exit_codes() as result:
+        with open_command(argparse.Namespace(), RewardFlConfig) as command:
             print(NAME)
-        return result.exit_code
+        return command.exit_code
 
     words = ("--config", ROOT / "configs" / "wan22_face_80gb.yaml", "--dry-run")
     code, text = printed(encoding, main, monkeypatch, *words)

@@ -96,7 +96,7 @@ def test_a_video_is_rolled_out_by_the_old_policy(monkeypatch, tmp_path):
     """With an old policy that never moves, the second epoch's videos do not depend on what the first has learned."""
     rewards = []
     for number, rate in enumerate(("1e-3", "1e-6")):
-        monkeypatch.setattr(OldPolicy, "follow", lambda self, parameters, update: None)
+        monkeypatch.setattr(OldPolicy, "follow", lambda self, update: None)
         run = tmp_path / str(number)
         launch_forward(f"run.output_dir={run}", *SHORT, "train.max_steps=2", f"train.learning_rate={rate}")
         rewards.append(metrics(run)[-1]["reward/score"])

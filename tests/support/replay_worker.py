@@ -6,7 +6,6 @@ the test must see. `kept_steps` is the number of active steps whose graphs are t
 With two processes per clip, diffusers' enable_parallelism is told of a GPU, which it wants to count.
 """
 
-import contextlib
 import os
 import sys
 from pathlib import Path
@@ -77,10 +76,8 @@ def update(
         first = (micro * (job.world // per_clip) + job.rank // per_clip) * batch
         conditioning, x = batch_of(list(range(first, first + batch)), pipe)
         velocity = Velocity(backbone=backbone_of(pipe), model=policy, conditioning=conditioning, schedule=SCHEDULE)
-        trajectory = reward_flow.rollout(
-            velocity, x, SCHEDULE.sigmas, active, graphs_of=active[len(active) - kept_steps :],
-            with_graph=contextlib.nullcontext,
-        )  # fmt: skip
+        graphs = reward_flow.KeptGraphs(active[len(active) - kept_steps :])
+        trajectory = reward_flow.rollout(velocity, x, SCHEDULE.sigmas, active, with_graphs=graphs)
         decoded = WanDecoder(pipe.vae).decode_with_caches(trajectory.x0)
         video = decoded.video.requires_grad_()
         (grad_video,) = torch.autograd.grad(-quadratic_reward(video).sum() / per_process, video)

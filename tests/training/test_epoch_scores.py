@@ -21,7 +21,7 @@ JOB = SimpleNamespace(
 
 def score(remote_weight, *, first, requested=(True, True)):
     members = [Member(0, 0, n, 0, 0, 0) for n in range(2)]
-    rollout = Rollout(members=members, is_requested=torch.tensor(requested), conditioning={}, schedule=None)
+    rollout = Rollout(members=members, is_requested=torch.tensor(requested), conditioning={}, schedule=None, shape=())
     face = RewardResult(RewardOutput(torch.tensor([0.0, 1.0]), torch.ones(2).bool(), {}), torch.zeros(2).bool())
     terms = [
         Term(key=key, label=label, reward=Reward(), weight=weight, mean=0.0, std=1.0)
@@ -57,7 +57,8 @@ def test_best_keeps_one_video_of_each_group_whichever_process_has_it():
     for numbers in ((0, 3), (1, 2)):  # the members of two processes
         members = [Member(0, group, n, 0, 0, 0) for group in (0, 1) for n in numbers]
         x0 = torch.tensor([[4 * member.group_id + member.member] for member in members])
-        rollouts.append(CleanRollout(members=members, is_requested=yes, conditioning={"n": x0}, schedule=None, x0=x0))
+        videos = {"conditioning": {"n": x0}, "schedule": None, "shape": (), "x0": x0}
+        rollouts.append(CleanRollout(members=members, is_requested=yes, **videos))
     terms = [Term(key="", label="score", reward=Reward(), weight=weight, mean=0.0, std=1.0) for weight in (1.0, 2.0)]
     scores = torch.tensor([[[1.0, 5, 5, 5], [0, 0, 0, 0]], [[4, 3, 5, 5], [0, 1, 0, 0]]])  # by process and term
     results = [[RewardResult(RewardOutput(each, yes, {}), ~yes) for each in process] for process in scores]

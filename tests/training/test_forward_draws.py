@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rewardfl import flow, forward_rl
+from rewardfl import anchor, flow, forward_rl
 from rewardfl.backbones.protocol import Schedule, Velocity
 from rewardfl.group_plan import Member
 from rewardfl.optim import OldPolicy, averaged
@@ -33,20 +33,28 @@ def rollout(rows):
     members = [Member(row, row, n, 200 + n, 0, 100 + row) for n, row in enumerate(rows)]
     x0 = torch.stack([torch.full(SHAPE, float(row)) for row in rows])
     requested = torch.ones(len(rows), dtype=torch.bool)
-    return CleanRollout(members=members, is_requested=requested, conditioning={}, schedule=SCHEDULE, x0=x0)
+    return CleanRollout(
+        members=members, is_requested=requested, conditioning={}, schedule=SCHEDULE, shape=(1, *SHAPE), x0=x0
+    )
 
 
-def draw(rollouts, step=7, moments=(2.0, 3.5), needs_old=True):
+MOMENTS = {"steps": (2, 3), "seed": 0, "whole_range": True}
+
+
+def draw(rollouts, step=7, needs_old=True):
+    plan = SimpleNamespace(
+        draws=2, active=(2, 3), run=SimpleNamespace(seed=0), whole_range=True, needs_old=needs_old, needs_base=False
+    )
     policy = Policy(3.0)
     parameters = [policy.weight]
     old = OldPolicy(parameters, lambda update: 0.5)
     old.shadow_params[0].fill_(2.0)
     draws, old_velocity = make_draws(
-        rollouts, moments, step,
+        plan, step, rollouts, [torch.tensor(rollout.members[0].row) for rollout in rollouts],
         lambda conditioning, schedule: Velocity(
             backbone=BACKBONE, model=policy, conditioning=conditioning, schedule=schedule
         ),
-        lambda: averaged(old, parameters), torch.device("cpu"), needs_old=needs_old, needs_base=False,
+        lambda: averaged(old, parameters), torch.device("cpu"),
     )  # fmt: skip
     assert policy.weight == 3.0  # the swap is undone
     return draws, old_velocity
@@ -55,7 +63,9 @@ def draw(rollouts, step=7, moments=(2.0, 3.5), needs_old=True):
 def test_a_draw_is_x0_with_noise_at_its_moment():
     draws, old_velocity = draw([rollout([1, 2]), rollout([5, 6])])
     assert [each.is_last for each in draws] == [False, True] * 2
-    assert [float(each.sigma) for each in draws[:2]] == [float(SCHEDULE.at(m).sigmas[0]) for m in (2.0, 3.5)]
+    assert [float(each.sigma) for each in draws[:2]] == [
+        float(SCHEDULE.at(m).sigmas[0]) for m in anchor.draw_moments(2, update=7, **MOMENTS)
+    ]
     for each in draws:
         torch.testing.assert_close(each.x, (1 - each.sigma) * each.x0 + each.sigma * (each.target + each.x0))
         assert torch.equal(each.old, 2 * each.x) and torch.equal(each.velocity(each.x), 3 * each.x)
