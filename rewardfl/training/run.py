@@ -114,7 +114,7 @@ class Run(Generic[PlanT, SamplerT]):
     learner: Learner
     average: Average | None
     old_policy: OldPolicy  # for forward-process reinforcement; without parameters elsewhere
-    graphs: reward_flow.KeptGraphs  # of reward feedback learning's rollouts
+    graphs: reward_flow.KeptGraphs  # kept by the rollouts of reward feedback learning
     sampler: SamplerT
     anchors: Anchors
     log: Log

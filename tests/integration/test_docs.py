@@ -158,7 +158,7 @@ def test_what_is_brought_over_from_others_is_a_configuration():
     assert [cfg.run.output_dir for cfg in read] == ["outputs/from_roll", "outputs/from_unirl"]
 
 
-CHANGES = ["a", "b", "c", "d"]  # (e) is a file of its own: test_the_reward_that_is_written_from_nothing_works
+CHANGES = ["a", "b", "c", "d"]  # (e) adds one file: test_the_reward_that_is_written_from_nothing_works
 
 
 def worked_change(letter):
