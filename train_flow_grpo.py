@@ -48,7 +48,7 @@ def train(run: FlowGrpoRun) -> int:
                     inputs, window = run.read_inputs(members), plan.window(step.epoch, members[0].group_id)
                     kernel, keep_means = plan.kernel(inputs.schedule.sigmas), plan.group.objective == "guard"
                 with timer("step"), timer("rollout"):
-                    x = run.roll_out_prefix(inputs, window[0], is_new=is_new)
+                    x = run.roll_out_prefix(inputs, window[0], is_new=is_new)  # once for members of equal noise
                     noise = partial(group_plan.draw_step_noise, members, inputs.shape, job.device)
                     velocity = run.velocity(policy, inputs.conditioning, inputs.schedule)
                     x0, steps = sde.rollout(velocity, x, kernel, window, noise, window[0], keep_means=keep_means)
