@@ -141,6 +141,7 @@ def test_keys_that_documents_name_exist():
             assert not fields or any(key in one for one in fields), f"{document.name} names {section}.{key}"
 
 
+@pytest.mark.check
 def test_every_reward_and_objective_is_described():
     grpo, forward = (
         get_args(config.SECTIONS[schema][section].model_fields["objective"].annotation)
