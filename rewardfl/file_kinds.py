@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from rewardfl.files import open_file
+
 FileKind = Literal["torch", "safetensors", "picture", "text"]
 
 # {type: (its first bytes, what to tell the user)}; the first that fits counts
@@ -38,7 +40,7 @@ def wrong_kind(path: Path, *right: FileKind) -> str:
 
     A binary file without any of these types passes.
     """
-    with path.open("rb") as file:
+    with open_file(path) as file:
         head = file.read(1024)
     if not head:
         return "is empty (0 bytes); get it again"

@@ -13,6 +13,7 @@ import shutil
 import sys
 import unicodedata
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -163,9 +164,24 @@ def temporary_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
 
 
+def open_file(path: str | Path) -> BinaryIO:
+    """Open a file to read, or a member of a zip archive: ARCHIVE.zip/MEMBER. Raise OSError if it cannot be read."""
+    path = Path(path)
+    archive = next((parent for parent in path.parents if parent.suffix == ".zip" and parent.is_file()), None)
+    if archive is None:
+        return path.open("rb")
+    try:
+        with zipfile.ZipFile(archive) as members:
+            return io.BytesIO(members.read(path.relative_to(archive).as_posix()))
+    except KeyError as error:
+        raise FileNotFoundError(errno.ENOENT, "the archive has no such member", str(path)) from error
+    except zipfile.BadZipFile as error:
+        raise OSError(errno.EIO, f"the archive is damaged ({error})", str(path)) from error
+
+
 def sha256(path: str | Path) -> str:
     """Return the hash of a file's content, 64 hex digits."""
-    with Path(path).open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -185,10 +201,12 @@ def digest_files(files: Sequence[Path]) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     listed = [file for path in files for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-    for file in filter(Path.is_file, listed):
-        size = file.stat().st_size
-        digest.update(size.to_bytes(8, "little"))
-        with file.open("rb") as content:
+    for file in listed:
+        if file.is_dir():
+            continue
+        with open_file(file) as content:
+            size = content.seek(0, os.SEEK_END)
+            digest.update(size.to_bytes(8, "little"))
             for i in range(SAMPLES):
                 content.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1))
                 digest.update(content.read(SAMPLE_BYTES))

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rewardfl.file_kinds import foreign_path_hint, wrong_kind
-from rewardfl.files import atomic_write
+from rewardfl.files import atomic_write, open_file
 
 STEP = 16  # diffusers' Wan pipeline takes heights and widths in multiples of it
 SHEET_PIXELS = 2**26  # largest number in a sheet of pictures
@@ -105,9 +105,12 @@ def _require_file(path: str | Path) -> None:
     """Raise DataError unless `path` is a file."""
     if os.path.isdir(path):  # Path.is_dir raises for names that no file system takes
         raise DataError(f"{path}: is a folder; name a file, make one clip of a folder's frames")
-    if not os.path.isfile(path):
-        raise DataError(f"{Path(path).absolute()}: no such file{foreign_path_hint(path)}")
-    if words := wrong_kind(Path(path), "picture", "text"):
+    try:
+        words = wrong_kind(Path(path), "picture", "text")
+    except OSError as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise DataError(f"{Path(path).absolute()}: {reason}{foreign_path_hint(path)}") from error
+    if words:
         raise DataError(f"{path}: {words}")
 
 
@@ -119,8 +122,8 @@ def _open_video(path: str | Path) -> Iterator[tuple[av.container.InputContainer,
     """
     _require_file(path)
     try:
-        # a relative name with a colon would be an address; titles may be in any encoding
-        with av.open(os.path.abspath(path), metadata_errors="ignore") as container:
+        # titles may be in any encoding
+        with open_file(path) as file, av.open(file, metadata_errors="ignore") as container:
             videos = [video for video in container.streams.video if video.codec_context is not None]
             streams = [video for video in videos if not video.disposition & Disposition.attached_pic]
             if not streams:
@@ -349,7 +352,8 @@ def open_picture(path: str | Path, *, decode: bool = False) -> Image.Image:
     _require_file(path)
     try:
         # without EPS, which would start Ghostscript on the file's program
-        with Image.open(path, formats=("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")) as picture:
+        formats = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+        with open_file(path) as file, Image.open(file, formats=formats) as picture:
             if decode:
                 picture.load()
                 ImageOps.exif_transpose(picture, in_place=True)

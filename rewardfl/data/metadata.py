@@ -120,7 +120,8 @@ def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Ro
     """Load all rows of metadata.csv, usable or not, at least one, in the order of the file.
 
     Column `prompt`, optional `video`, `image` (or `input_image`), `photos`, `negative_prompt`, `reference_video`,
-    `height`, `width` and `person`; an empty cell means none. Paths are absolute or relative to the file's folder.
+    `height`, `width` and `person`; an empty cell means none. Paths are absolute or relative to the file's folder, and
+    may name a member of a zip archive (pictures.zip/1.png).
     photos: a folder, or pictures between semicolons. Any other column (split, source, ...) is ignored, unless its name
     is nearly one of these. Rows of empty cells are left out. A .txt file has a prompt on each
     line; empty lines are left out. key: the setting that names the file, for messages.
@@ -179,7 +180,8 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
         problem = f"{odd[0]}: holds a control character; rename the file" if odd else _size_problem(cell)
     # only cells with text: an id does not change when the file gets another column, or a person gets a name
     texts = [cell["prompt"], *(f"{name}={cell[name]}" for name in COLUMNS[2:] if cell[name] and name != "person")]
-    row_id = f"{cell['video'] or 'prompt'}#{hashlib.blake2b(chr(10).join(texts).encode(), digest_size=4).hexdigest()}"
+    clip = cell["video"].split(".zip/")[-1] or "prompt"  # a packed data set keeps its noise
+    row_id = f"{clip}#{hashlib.blake2b(chr(10).join(texts).encode(), digest_size=4).hexdigest()}"
     seen[row_id] += 1  # a repeated line is a separate sample with its own noise
     suffix = f"-{seen[row_id]}" if seen[row_id] > 1 else ""
     video, image, reference = (folder / cell[name] if cell[name] else None for name in PATHS)

@@ -141,3 +141,4 @@ def test_the_tool_builds_it_from_a_seed(tmp_path):
     assert kept <= made
     for name in ("train.txt", "validation.txt", "eval.txt", "train/metadata.csv"):
         assert (tmp_path / "words" / name).read_text() == (WORDS / name).read_text()
+    assert (tmp_path / "words/train/pictures.zip").read_bytes() == (WORDS / "train/pictures.zip").read_bytes()

@@ -1,4 +1,5 @@
 import re
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from PIL import Image
 
 from rewardfl import data
 from rewardfl.data import DataError, clips
+from rewardfl.files import digest_files, sha256
 
 HEADER = "video,prompt,image,reference_video"
 
@@ -45,6 +47,32 @@ def test_a_table_has_its_rows_in_order(folder):
     assert [row.index for row in rows] == [0, 1, 2] and [row.line for row in rows] == [2, 4, 5]
     assert [row.prompt for row in rows] == ["a person speaks", "one, two\nand three", "a person speaks"]
     assert all(row.video == folder / "a.mp4" and row.problem == "" for row in rows)
+
+
+def test_a_path_may_lead_into_a_zip_archive(folder):
+    """A packed clip has the same frames and hash, and the archive is not in its id; faults are named."""
+    save_pictures(folder, "b.png", "c.png")
+    names, header = ["a.mp4", "b.png", "c.png"], "video,prompt,image,photos"
+    with zipfile.ZipFile(folder / "all.zip", "w") as archive:
+        for name in names:
+            archive.write(folder / name, f"in/{name}")
+    (folder / "bad.zip").write_bytes(b"PK\x03\x04")
+    (plain,) = load(folder, "a.mp4,x,b.png,c.png", header=header)
+    lines = ["all.zip/b.png,x,,", "all.zip/../b.png,x,,", "bad.zip/b.png,x,,"]
+    packed, missing, outside, damaged = load(
+        folder, "all.zip/in/a.mp4,x,all.zip/in/b.png,all.zip/in/c.png", *lines, header=header
+    )
+    assert data.inspect_row(packed, 5) == data.inspect_row(plain, 5)
+    for read in (sha256, lambda path: digest_files([path])):
+        assert [read(path) for path in packed.files.values() if path] == [read(folder / name) for name in names]
+    assert packed.id.startswith("in/a.mp4#")
+    contents = [data.load_example(row, 32, 48, 5) for row in (packed, plain)]
+    assert torch.equal(contents[0].video, contents[1].video) and torch.equal(contents[0].image, contents[1].image)
+    assert torch.equal(data.load_pictures(packed)[0], data.load_pictures(plain)[0])
+    assert data.inspect_row(missing, 1).problems == (f"{folder}/all.zip/b.png: no such file",)
+    assert data.inspect_row(outside, 1).problems == (f"{folder}/all.zip/../b.png: no such file",)
+    (problem,) = data.inspect_row(damaged, 1).problems
+    assert problem.startswith(f"{folder}/bad.zip/b.png: the archive is damaged")
 
 
 REFUSED = {  # content of a table: the refusal

@@ -2,15 +2,17 @@
 
 import csv
 import time
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 import tiny_pipeline
-from rewardfl.data import write_picture
+from rewardfl.data import to_uint8, write_picture
 from rewardfl.rewards.ocr import Ocr
 from tiny_words import model
 from tiny_words.drawing import HEIGHT, WIDTH, draw_word, draw_words, read_prompt
@@ -68,7 +70,7 @@ def build(plan: Plan, out: Path, work: Path, seed: int) -> None:
 
 
 def write_words(plan: Plan, out: Path, seed: int) -> None:
-    """Write OUT/{train,validation,eval}.txt, and OUT/train/ with right drawings of the training words."""
+    """Write OUT/{train,validation,eval}.txt, and OUT/train/ with right drawings of the training words in one zip."""
     generator = torch.Generator().manual_seed(seed)
     held_out = draw_words(plan.validation_words + plan.eval_words, generator, held_out=True)
     words = {
@@ -79,12 +81,15 @@ def write_words(plan: Plan, out: Path, seed: int) -> None:
     (out / "train").mkdir(parents=True, exist_ok=True)
     for name, part in words.items():
         (out / f"{name}.txt").write_text("".join(f"{word.prompt}\n" for word in part))
-    with open(out / "train" / "metadata.csv", "w", newline="") as file:
+    archive = zipfile.ZipFile(out / "train" / "pictures.zip", "w")  # PNG is compressed already
+    with archive, open(out / "train" / "metadata.csv", "w", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(["video", "prompt"])
         for word in words["train"]:
-            write_picture(out / "train" / f"{word.text}.png", draw_word(word, generator)[:, None])
-            table.writerow([f"{word.text}.png", word.prompt])
+            (pixels,) = to_uint8(draw_word(word, generator)[:, None])
+            with archive.open(zipfile.ZipInfo(f"{word.text}.png"), "w") as picture:
+                Image.fromarray(pixels.numpy()).save(picture, "png")
+            table.writerow([f"pictures.zip/{word.text}.png", word.prompt])
 
 
 def measure(folder: Path, seed: int, count: int) -> dict[str, object]:
