@@ -5,6 +5,8 @@ an epoch and numbers; nothing depends on the number of processes.
 """
 
 import math
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
 import torch
@@ -23,6 +25,29 @@ def sample_at(position: int, num_rows: int, seed: int) -> tuple[int, int]:
     """Return (epoch, row) at `position` (from 0) of the endless stream of epochs."""
     epoch, offset = divmod(position, num_rows)
     return epoch, visit_order(num_rows, seed, epoch)[offset]
+
+
+def one_shape_batch(index: int, batch_size: int, shapes: Sequence[Hashable], seed: int) -> list[tuple[int, int]]:
+    """Return batch `index` (from 0) of the run: `batch_size` samples (epoch, row) of one shape.
+
+    Samples of the stream queue by shape, and each `batch_size` of a shape make a batch as soon as they are complete.
+    None is padded, repeated or left out: each sample of each epoch is in one batch, with that epoch's noise. Samples
+    that still queue at the end of the run are not trained on. With one shape, or batch_size 1, this is the stream
+    itself. With several shapes it is replayed from its start: 0.02 s at index 10,000.
+    """
+    queues = defaultdict[Hashable, list[tuple[int, int]]](list)
+    is_stream = batch_size == 1 or len(set(shapes)) == 1
+    position, batches = (index * batch_size, index) if is_stream else (0, 0)
+    while True:
+        epoch, row = sample_at(position, len(shapes), seed)
+        queue = queues[shapes[row]]
+        queue.append((epoch, row))
+        position += 1
+        if len(queue) == batch_size:
+            if batches == index:
+                return queue
+            queue.clear()
+            batches += 1
 
 
 def total_steps(num_rows: int, global_batch: int, num_train_epochs: int) -> int:

@@ -152,7 +152,7 @@ def test_the_house_keeps_its_rules(sources):
         ("data/clips.py", "from .order import micro_batch", "data.clips: a relative import"),
         ("files.py", "from rewardfl.rewards import base", "rewardfl: a circle among"),
         ("training/plan.py", "first = 'high_noise'", "training.plan: names a model"),
-        ("data/order.py", "wan_order = 1", "data.order: names a model"),
+        ("data/cache.py", "wan_order = 1", "data.cache: names a model"),
     ],
 )
 def test_a_broken_rule_is_seen(sources, file, line, broken):

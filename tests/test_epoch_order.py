@@ -1,5 +1,9 @@
 """The order of rows, and the epochs that end with a save."""
 
+from collections import Counter, defaultdict
+
+import pytest
+
 from rewardfl import epoch_order
 
 
@@ -18,3 +22,23 @@ def test_the_last_batch_of_the_last_epoch_counts():
 def test_an_epoch_with_a_multiple_ends_with_a_save():
     due = [step for step in range(3, 23, 3) if epoch_order.due_this_epoch(step, per_epoch=3, every=5, steps=21)]
     assert due == [6, 12, 15, 21]
+
+
+SHAPES = {"two": "aabababbaab", "a rare one": "aaaaaaabaaa", "one": "aaaaaaaaaaa"}
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_batches_of_one_shape_are_those_of_a_queue(shapes, batch_size):
+    """Against samples that really queue up, and leave when batch_size of a shape are there."""
+    queues, expected = defaultdict(list), []
+    for position in range(40 * len(shapes)):
+        epoch, row = epoch_order.sample_at(position, len(shapes), seed=3)
+        queues[shapes[row]].append((epoch, row))
+        if len(queues[shapes[row]]) == batch_size:
+            expected.append(queues.pop(shapes[row]))
+    assert [epoch_order.one_shape_batch(i, batch_size, shapes, seed=3) for i in range(len(expected))] == expected
+    used = Counter(sample for batch in expected for sample in batch)
+    assert set(used.values()) == {1}  # no sample comes twice
+    visits = Counter(row for _, row in used)
+    assert max(visits.values()) - min(visits.values()) <= batch_size

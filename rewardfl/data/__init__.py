@@ -30,4 +30,4 @@ from rewardfl.data.metadata import (
     photo_files,
     usable_rows,
 )
-from rewardfl.data.order import one_shape_batch
+from rewardfl.epoch_order import one_shape_batch
