@@ -25,7 +25,7 @@ from rewardfl.rewards.pixels.optical_flow import damped_flow
 from rewardfl.rewards.pixels.video_motion import video_motion
 from rewardfl.rewards.registry import ResolvedReward
 from rewardfl.rewards.scoring import Term, score_safely
-from rewardfl.training import base_videos, clip_scan
+from rewardfl.training import clip_scan
 
 Figures = dict[str, float | None]
 
@@ -191,7 +191,7 @@ def measure_motion(judges: Judges, references: References, video: Tensor, prompt
     motion = {} if patches is None else {"mouth": torch.tensor(mouth_movement(patches["mouth"]))}
     for term in judges.terms:
         if term.reward.measures_motion:
-            parts = base_videos.average_motion(term.reward, references.terms.get(term.label), [video], prompt)
+            parts = clip_scan.average_motion(term.reward, references.terms.get(term.label), [video], prompt)
             motion |= {f"{term.label}/{name}": value for name, value in (parts or {}).items()}
     return motion
 

@@ -173,6 +173,21 @@ def make_reference(
     return reference, problems
 
 
+def average_motion(
+    reward: Reward, reference: Reference, videos: Sequence[Tensor], prompt: str
+) -> dict[str, Tensor] | None:
+    """Return what Reward.with_motion changes in a reference, means over the videos; None where none can be used."""
+    results = [reward.with_motion(reference, video, prompt) for video in videos]
+    changes = [
+        {name: value for name, value in result.items() if reference is None or value is not reference.get(name)}
+        for result in results
+        if result is not None
+    ]
+    names = dict.fromkeys(name for change in changes for name in change)
+    means = {name: torch.stack([c[name].float() for c in changes if name in c]).nanmean(0) for name in names}
+    return means if changes else None
+
+
 def load_samples(
     store: Cache,
     rows: Sequence[data.Row],

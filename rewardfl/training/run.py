@@ -41,10 +41,10 @@ from rewardfl.training.checkpoint import checkpoint_dir
 from rewardfl.training.conditions import Conditions
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.epoch_scores import EpochScores, UpdateResults, explain_results, score_epoch
+from rewardfl.training.evaluation import DeployedSampler
 from rewardfl.training.learner import Learner, make_average, make_learner, make_old_policy, seed_generators
 from rewardfl.training.logger import Log
 from rewardfl.training.run_folder import RunFolder
-from rewardfl.training.sampler import DeployedSampler
 from rewardfl.training.samples import Batch, Rollout, Rows, Sample
 from rewardfl.training.setup_processes import connect_processes
 from rewardfl.training.setup_run import is_finished, open_log, open_run, resume

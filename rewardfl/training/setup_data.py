@@ -8,20 +8,21 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from rewardfl import data
 from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Backbone, Conditioning, Decoder, Experts
 from rewardfl.config import ConfigError, DataConfig
 from rewardfl.config.schema import SharedSampleConfig
-from rewardfl.data.cache import Cache, digest
+from rewardfl.data.cache import Cache, Key, digest
 from rewardfl.rewards.scoring import Term
-from rewardfl.training import base_videos, batches, clip_scan, plan
+from rewardfl.training import batches, clip_scan, plan
 from rewardfl.training.anchors import Anchors
 from rewardfl.training.conditions import Conditions
 from rewardfl.training.distributed import Distributed
+from rewardfl.training.evaluation import DeployedSampler
 from rewardfl.training.prompt_limits import prompt_notes
-from rewardfl.training.sampler import DeployedSampler
 from rewardfl.training.samples import Rows, Sample
 from rewardfl.training.setup_rewards import (
     check_caps,
@@ -32,7 +33,7 @@ from rewardfl.training.setup_rewards import (
     takes_base_motion,
     unusable_prompts,
 )
-from rewardfl.training.shard import map_shared
+from rewardfl.training.shard import map_shared, read_entry
 from rewardfl.training.state import ResumePoint
 
 MAX_SIZES = 5  # sizes that a note lists
@@ -239,7 +240,60 @@ def add_base_motion(
     for samples in ([with_latents(sample) for sample in tables[0]], *tables[1:]):
         rows = [i for i, sample in enumerate(samples) if takes_base_motion(run_plan, sample.row)]
         videos = partial(generate, samples)
-        completed.append(base_videos.add_motion(store, job, samples, rows, terms, videos, sampler, noises))
+        completed.append(_add_motion(store, job, samples, rows, terms, videos, sampler, noises))
+    return completed
+
+
+@torch.no_grad()
+def _add_motion(
+    store: Cache,
+    job: Distributed,
+    samples: Sequence[Sample],
+    rows: Sequence[int],
+    terms: Sequence[Term],
+    generate: Callable[[int, int], tuple[int, Tensor, Tensor]],
+    sampler: Key,
+    noises: int,
+) -> list[Sample]:
+    """Return the samples, with the base model's motion in the references of `rows`. Collective.
+
+    generate: (row, noise) -> (row, the base model's video (3, F, H, W), its latents). sampler: identifies its model,
+    settings and seed.
+    The motion is a mean over the row's noises 0 .. `noises` - 1, and is cached; so are the latents of noise 0 where the
+    sample names a cache entry for them.
+    """
+    if not rows:
+        return list(samples)
+    rewards = [i for i, term in enumerate(terms) if term.reward.measures_motion]
+
+    def key_of(row: int, i: int) -> Key:
+        reference = clip_scan.reference_key(samples[row].clip, terms[i].reward, samples[row].row.prompt)
+        names = {"id": samples[row].row.id, "prompt": samples[row].row.prompt, "noises": noises}
+        return {"kind": "motion", "reference": digest(reference), "sampler": digest(sampler), **names}
+
+    def find_missing() -> list[int]:
+        keys = {row: [samples[row].base_latents, *(key_of(row, i) for i in rewards)] for row in rows}
+        return [row for row in rows if any(key and store.get(key) is None for key in keys[row])]
+
+    missing = job.run_on_main(find_missing, ())
+    for row, in_shard in tqdm(job.shard.padded(missing), desc="base videos", disable=job.shard.quiet):
+        videos, sample = list[Tensor](), samples[row]
+        for noise in range(noises if rewards else 1):
+            _, video, x0 = generate(row, noise)
+            videos.append(video.float())
+            if noise == 0 and in_shard and sample.base_latents:
+                store.put(sample.base_latents, {"latents": x0.float()})
+        for i in rewards if in_shard else ():
+            motion = clip_scan.average_motion(terms[i].reward, sample.references[i], videos, sample.row.prompt)
+            store.put(key_of(row, i), {"usable": torch.tensor(motion is not None), **(motion or {})})
+    job.wait()
+    completed = list(samples)
+    for row in rows:
+        references = list(samples[row].references)
+        for i in rewards:
+            motion = read_entry(store, key_of(row, i))
+            references[i] = {**(references[i] or {}), **motion} if motion.pop("usable") else None
+        completed[row] = replace(samples[row], references=tuple(references))
     return completed
 
 

@@ -17,10 +17,10 @@ from rewardfl.config.schema import RunConfig
 from rewardfl.data.cache import digest
 from rewardfl.files import atomic_write, digest_files
 from rewardfl.rewards.scoring import Term
-from rewardfl.training import alarms, checkpoint, metrics_file, run_folder
+from rewardfl.training import alarms, checkpoint, run_folder
 from rewardfl.training.checkpoint import after_early_stop
 from rewardfl.training.distributed import Distributed
-from rewardfl.training.logger import Log
+from rewardfl.training.logger import Log, MetricsFile
 from rewardfl.training.plan import RunPlan
 from rewardfl.training.run_folder import RunFolder, prepare_output_dir
 from rewardfl.training.samples import Sample
@@ -165,7 +165,7 @@ def open_log(
     if point.path is not None:
         lines = checkpoint.load_metrics(point.path)
         job.print(f"resuming from {point.path} at step {point.step}")
-    metrics = metrics_file.MetricsFile(Path(run_plan.run.output_dir) / "metrics.jsonl", lines)
+    metrics = MetricsFile(Path(run_plan.run.output_dir) / "metrics.jsonl", lines)
     for change in run.changes:
         job.print(f"changed at step {change['step']}: {run_folder.describe_changes([change])}")
 

@@ -42,7 +42,7 @@ from runs import (
 from rewardfl import data
 from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.rewards import async_scoring
-from rewardfl.training import checkpoint, metrics_file
+from rewardfl.training import checkpoint, logger
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.run_folder import RunFolder
 from rewardfl_tools import merge_lora
@@ -261,13 +261,13 @@ def send_sigterm(monkeypatch, owner, name, when):
 def test_sigterm_in_the_updates_finishes_the_epoch(straight_grpo, epochs, monkeypatch, capsys, tmp_path):
     """And the same command goes on to what an uninterrupted run would have been."""
     settings = [*GRPO_FAST, f"run.output_dir={tmp_path}", *epochs, "run.save_steps=100"]
-    send_sigterm(monkeypatch, metrics_file.MetricsFile, "append", lambda _self, step, _values: step == EPOCH - 1)
+    send_sigterm(monkeypatch, logger.MetricsFile, "append", lambda _self, step, _values: step == EPOCH - 1)
     code, out, _ = call_grpo(monkeypatch, capsys, *settings)
     assert code == 143 and f"SIGTERM: stopped after step {EPOCH}; the same command resumes it" in out
     assert metrics(tmp_path) == metrics(straight_grpo)[: EPOCH + 1]
     assert checkpoint.find_checkpoint(tmp_path, "auto").name == f"step-{EPOCH:06d}"
     monkeypatch.undo()
-    metrics_file.MetricsFile(tmp_path / "metrics.jsonl").append(EPOCH + 1, {"actor/loss": 123.0})  # begun, and killed
+    logger.MetricsFile(tmp_path / "metrics.jsonl").append(EPOCH + 1, {"actor/loss": 123.0})  # begun, and killed
     code, out, _ = call_grpo(monkeypatch, capsys, *settings)
     assert code == 0 and f"step-{EPOCH:06d} at step {EPOCH}" in out
     assert_same(tmp_path, straight_grpo, GRPO_LAST)
@@ -330,14 +330,14 @@ def test_a_full_disk_costs_one_checkpoint(monkeypatch, capsys, tmp_path):
 
 def loses_images(monkeypatch, tmp_path, count, fast=FAST):
     """Settings for a run in tmp_path on two clips; `count` of them cannot be read from the cache after a step."""
-    append, cache = metrics_file.MetricsFile.append, tmp_path / "cache"
+    append, cache = logger.MetricsFile.append, tmp_path / "cache"
 
     def losing(self, step, values):
         append(self, step, values)
         for path in sorted((cache / "image").rglob("*.safetensors"))[:count]:
             path.write_bytes(b"\0" * 100)
 
-    monkeypatch.setattr(metrics_file.MetricsFile, "append", losing)
+    monkeypatch.setattr(logger.MetricsFile, "append", losing)
     clips = table(tmp_path / "metadata.csv", "train", 2)
     places = [f"run.output_dir={tmp_path}", f"data.cache_dir={cache}", f"data.file_name={clips}"]
     return [*fast, *places, "run.sample_videos=2", "run.save_steps=1"]

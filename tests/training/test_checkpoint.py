@@ -22,7 +22,7 @@ from rewardfl import files
 from rewardfl.config import SECTIONS, resuming
 from rewardfl.training import checkpoint, run_folder
 from rewardfl.training.checkpoint import CheckpointError, WriteError
-from rewardfl.training.metrics_file import MetricsFile
+from rewardfl.training.logger import MetricsFile
 from rewardfl.training.run_folder import RunFolder, prepare_output_dir
 from rewardfl.training.state import ResumePoint
 from rewardfl.weights.shards import InputError

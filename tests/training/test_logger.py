@@ -13,8 +13,7 @@ from test_model_files import REQUIRED
 from rewardfl import config, data
 from rewardfl.config import ConfigError
 from rewardfl.rewards import RewardError
-from rewardfl.training import metrics_file
-from rewardfl.training.logger import Log
+from rewardfl.training.logger import Log, MetricsFile
 from rewardfl.training.setup_run import start_tracker
 
 
@@ -28,7 +27,7 @@ def open_log(folder, tracker, first_step):
     start_tracker(cfg.run, config.to_dict(cfg), job, first_step)
     return Log(
         output_dir=str(folder), early_stop_rule=None, job=job,
-        metrics=metrics_file.MetricsFile(folder / "metrics.jsonl"), last_step=10,
+        metrics=MetricsFile(folder / "metrics.jsonl"), last_step=10,
     )  # fmt: skip
 
 

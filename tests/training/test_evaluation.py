@@ -8,7 +8,7 @@ from conftest import ROOT
 
 from rewardfl import config
 from rewardfl.backbones.protocol import Experts
-from rewardfl.training.sampler import DeployedSampler
+from rewardfl.training.evaluation import DeployedSampler
 
 
 @pytest.mark.parametrize("method, steps", [("generate", 3), ("base", 8)])
