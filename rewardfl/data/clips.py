@@ -63,10 +63,7 @@ def read_clip(
     path: str | Path, height: int, width: int, num_frames: int, max_pixels: int | None = None,
     fps: float | None = None, at_least: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the frames of _select_frames, (F, H, W, 3) uint8, fitted to clip_size one at a time to save memory.
-
-    Raise the DataErrors of _open_video, _decode_frames, _select_frames and _pixels.
-    """
+    """Return the frames of _select_frames, (F, H, W, 3) uint8, fitted to clip_size one at a time to save memory."""
     fitted, size = [], None
     with _open_video(path) as (container, stream):
         for frame in _select_frames(_decode_frames(container, stream), num_frames, fps, at_least):
@@ -79,11 +76,9 @@ def read_clip(
 def read_video_header(
     path: str | Path, num_frames: int, fps: float | None = None, at_least: int | None = None
 ) -> Header:
-    """Read the Header of a clip, without decoding a frame. Raise the DataErrors of read_clip that packets show.
-
-    The header's number of frames may be wrong. The packets' times decide, which are never fewer than the frames.
-    """
+    """Read the Header of a clip, without decoding a frame. Raise the DataErrors of read_clip that packets show."""
     with _open_video(path) as (container, stream):
+        # the header's number of frames may be wrong; packets are never fewer than frames
         stamps = [packet.pts for packet in container.demux(stream) if packet.size and not packet.is_discard]
         if None not in stamps:
             times = sorted({float(stamp * (stream.time_base or 0)) for stamp in stamps if stamp is not None})
@@ -102,7 +97,6 @@ def read_video_header(
 
 
 def _require_file(path: str | Path) -> None:
-    """Raise DataError unless `path` is a file."""
     if os.path.isdir(path):  # Path.is_dir raises for names that no file system takes
         raise DataError(f"{path}: is a folder; name a file, make one clip of a folder's frames")
     try:
@@ -118,7 +112,7 @@ def _require_file(path: str | Path) -> None:
 def _open_video(path: str | Path) -> Iterator[tuple[av.container.InputContainer, av.VideoStream]]:
     """Open a file and its video: ffmpeg's choice, the largest, the default before others, no cover picture.
 
-    Raise DataError for a fault that the header shows. Errors of the block become DataErrors that name the file.
+    Raise a DataError that names the file for a fault that the header shows, and for errors of the block.
     """
     _require_file(path)
     try:
@@ -141,7 +135,7 @@ def _open_video(path: str | Path) -> Iterator[tuple[av.container.InputContainer,
     except av.FFmpegError as error:
         reason = "" if isinstance(error, OSError) else "; it is damaged, or no video"
         raise DataError(f"{path}: cannot be decoded ({error.strerror}){reason}") from error
-    except DataError as error:
+    except ValueError as error:  # also PyAV's, for side data that it does not know
         raise DataError(f"{path}: {error}") from error
 
 
@@ -171,18 +165,12 @@ def _decode_frames(container: av.container.InputContainer, stream: av.VideoStrea
 
 
 def _pixels(frame: av.VideoFrame) -> Tensor:
-    """Return a frame as (H, W, 3) uint8 RGB, turned and mirrored by its display matrix.
-
-    Raise DataError for transparent pixels, and for a matrix that is none of the eight turns and mirrorings.
-    """
+    """Return a frame as (H, W, 3) uint8 RGB, turned and mirrored by its display matrix."""
     has_alpha = frame.format.has_palette or any(part.is_alpha for part in frame.format.components)
     if has_alpha and frame.to_ndarray(format="rgba")[..., 3].min() < 255:
         raise DataError(TRANSPARENT)
     pixels = frame.to_ndarray(format="rgb24")
-    try:
-        side_data: Any = frame.side_data.get("DISPLAYMATRIX")
-    except ValueError as error:  # PyAV lacks some of libav's types
-        raise DataError(f"{error}, so its orientation cannot be read; re-encode it upright") from error
+    side_data: Any = frame.side_data.get("DISPLAYMATRIX")
     if side_data is not None:
         matrix = np.frombuffer(bytes(side_data), np.int32)[:9].reshape(3, 3)[:2] / 65536  # stored (x, y) to shown
         turn = matrix[:, :2].round().astype(int)
@@ -334,10 +322,7 @@ def clip_size(source: tuple[int, int], height: int, width: int, max_pixels: int 
 
 
 def read_picture(path: str | Path) -> Tensor:
-    """Read a picture file as (H, W, 3) uint8 RGB, upright by its EXIF orientation.
-
-    Raise the DataErrors of open_picture, and one for transparent pixels, which have no colour.
-    """
+    """Read a picture file as (H, W, 3) uint8 RGB, upright by its EXIF orientation. Raise DataError for others."""
     picture = open_picture(path, decode=True)
     if picture.has_transparency_data and np.array(picture.convert("RGBA"))[..., 3].min() < 255:
         raise DataError(f"{path}: {TRANSPARENT}")
@@ -345,10 +330,7 @@ def read_picture(path: str | Path) -> Tensor:
 
 
 def open_picture(path: str | Path, *, decode: bool = False) -> Image.Image:
-    """Return a picture: its header, or with `decode` also its pixels, upright.
-
-    Raise DataError unless Pillow can decode the file, for too many pixels, and for more than 8 bits, which are clipped.
-    """
+    """Return a picture: its header, or with `decode` also its pixels, upright. Raise DataError for unusable ones."""
     _require_file(path)
     try:
         # without EPS, which would start Ghostscript on the file's program

@@ -119,15 +119,10 @@ class Example:
 def load_metadata(file_name: str | Path, key: str = "data.file_name") -> list[Row]:
     """Load all rows of metadata.csv, usable or not, at least one, in the order of the file.
 
-    Column `prompt`, optional `video`, `image` (or `input_image`), `photos`, `negative_prompt`, `reference_video`,
-    `height`, `width` and `person`; an empty cell means none. Paths are absolute or relative to the file's folder, and
-    may name a member of a zip archive (pictures.zip/1.png).
-    photos: a folder, or pictures between semicolons. Any other column (split, source, ...) is ignored, unless its name
-    is nearly one of these. Rows of empty cells are left out. A .txt file has a prompt on each
-    line; empty lines are left out. key: the setting that names the file, for messages.
-
-    Raise DataError for a file that is missing, not UTF-8 or not CSV, has no row or no prompt column, or misspells a
-    column.
+    It has the COLUMNS; an empty cell means none. Paths are absolute or relative to the file's folder, and may name a
+    member of a zip archive (pictures.zip/1.png). photos: a folder, or pictures between semicolons. Any other column is
+    ignored, unless its name is nearly one of these. A .txt file has a prompt on each line. Empty lines are left out.
+    key: the setting that names the file, for messages. Raise DataError for a file that cannot be read so.
     """
     path = Path(file_name)
     if not path.is_file():
@@ -207,10 +202,7 @@ def photo_files(cell: str, folder: Path) -> tuple[Path, ...]:
 
 
 def assign_images(rows: Sequence[Row], seed: int) -> list[Row]:
-    """Return the rows. Each that has photos, and neither a clip nor an image, starts from a photo.
-
-    The rows of one person take the photos in turn; the seed draws the first one.
-    """
+    """Return the rows; those with photos, and neither a clip nor an image, start from their person's photos in turn."""
     turns = Counter[str]()  # {person: rows}
     assigned = []
     for row in rows:
@@ -246,10 +238,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 def inspect_row(row: Row, num_frames: int, fps: float | None = None, *, takes_image: bool = True) -> HeaderInfo:
-    """Inspect a row's line and its files' headers; return its problems and its clip's header.
-
-    takes_image: whether the model starts from an image.
-    """
+    """Inspect a row's line and its files' headers. takes_image: whether the model starts from an image."""
     if row.problem:
         return HeaderInfo(problems=(row.problem,))
     read = partial(clips.read_video_header, num_frames=num_frames, fps=fps)
@@ -266,8 +255,7 @@ def _read_files(
 ) -> tuple[dict[str, Any], list[str]]:
     """Read each of a row's files once; return {column: content} and the problems of the files that failed.
 
-    read: a function of a video, and `at_least`: its smallest number of frames. read_image: one of a picture. Both raise
-    DataError.
+    read: takes a video, and `at_least`: its smallest number of frames. read_image: takes a picture.
     """
     contents: dict[str, Any] = {}
     problems = []
@@ -387,10 +375,7 @@ def load_example(
 
 
 def load_pictures(row: Row) -> list[Tensor]:
-    """Load Row.checked_pictures, (3, H, W) in [-1, 1], each at its size, or shrunk to LONGEST_PHOTO pixels on a side.
-
-    Raise the DataErrors of read_picture.
-    """
+    """Load Row.checked_pictures, (3, H, W) in [-1, 1], each at its size, or shrunk to LONGEST_PHOTO pixels a side."""
     photos = []
     for path in row.checked_pictures:
         photo = clips.read_picture(path)

@@ -44,12 +44,10 @@ def suspects(ids: Sequence[str], finite: Sequence[bool]) -> str:
 
 
 def alarms(history: Sequence[dict[str, float]], window: int = _WINDOW) -> Iterator[str]:
-    """Yield warnings about the last `window` updates: falling reward, frozen faces, guards of the held-out judge.
+    """Yield warnings about the last `window` updates, compared with the run's first; once per window.
 
-    The last window is compared with the run's first. The reward may fall by the first window's standard deviation.
-    The trained detector's motion may fall to MOTION_ALARM of the real clips'. `broken_guards` has the judge's limits.
-
-    history: the lines of metrics.jsonl, without step 0. Call it after every update: it reports once per window.
+    The reward may fall by the first window's standard deviation, motion to MOTION_ALARM of the real clips'.
+    `broken_guards` has the held-out judge's limits. history: the lines of metrics.jsonl after every update.
     """
     history = _updates(history)
     if len(history) < 2 * window or len(history) % window:
@@ -72,15 +70,12 @@ def alarms(history: Sequence[dict[str, float]], window: int = _WINDOW) -> Iterat
 def broken_guards(
     first: Sequence[dict[str, float]], last: Sequence[dict[str, float]], motion: float, grid: float = GRID_GUARD
 ) -> list[str]:
-    """Return a line for each guard that the updates `last` break, compared with the run's `first` updates.
+    """Return a line for each guard that the means over the updates `last` break, compared with the `first` updates.
 
-    The guards limit how far means over the updates may move. A metric without values breaks none.
-
-    motion: flow, landmark motion, sharpness and coverage may fall to this share of the first mean. grid: the grid may
-    rise to this multiple of it. The judge's score may fall by the first updates' standard deviation. Where the trained
-    face score gains over GAIN_GUARD, the judge's must gain SHARE_GUARD of that.
+    motion: smallest flow, landmark motion, sharpness and coverage, as a share of the first mean. grid: largest grid, as
+    a multiple of it. A metric without values breaks no guard.
     """
-    judge, spread = "reward/held_out", _spread("reward/held_out", first)
+    judge, spread = "reward/held_out", _spread("reward/held_out", first)  # the judge's score may fall by the spread
     steady = {"flow": "optical flow", "motion": "landmark motion", "sharpness": "sharpness", "coverage": "coverage"}
     advice = "data loss: the model leaves its data; raise anchor.weight, or lower train.learning_rate"
     # {metric: (words, lowest, highest)} of last mean / first mean
@@ -114,10 +109,8 @@ def broken_guards(
 def early_stop(history: Sequence[dict[str, float]], *, window: int, patience: int, motion: float, grid: float) -> str:
     """Return in one line why train.early_stop ends a run with this history; "" where the run continues.
 
-    The updates are cut into windows. The run ends when each of the last `patience` full windows breaks a guard,
-    compared with the first. It depends only on metrics.jsonl, so a resumed run ends at the same update.
-
-    history: the lines of metrics.jsonl. motion, grid: see broken_guards.
+    It ends when each of the last `patience` full windows of updates breaks a guard (broken_guards), compared with the
+    first. history: the lines of metrics.jsonl: a resumed run ends at the same update.
     """
     updates = _updates(history)
     windows = [updates[end - window : end] for end in range(window, len(updates) + 1, window)]
@@ -143,10 +136,9 @@ def score_for_best(
     motion: float,
     grid: float = GRID_GUARD,
 ) -> tuple[float | None, list[str]]:
-    """Return (score, guards that this checkpoint breaks). checkpoints/best has the highest score.
+    """Return (score of a checkpoint, guards that it breaks). The score is `recent_mean`; None with a broken guard.
 
-    The score is `recent_mean` after step `since`; None where a guard is broken. The guards compare the updates since
-    then, at least `window` (None: _WINDOW), with the run's first `window`.
+    The guards compare the updates after step `since`, at least `window` (None: _WINDOW), with the run's first `window`.
     """
     updates, window = _updates(history), window or _WINDOW
     count = max(window, sum(line["step"] > since for line in updates))

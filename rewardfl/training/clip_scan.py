@@ -32,20 +32,10 @@ def load_sized_example(settings: DataConfig, row: data.Row) -> data.Example:
     return data.load_example(row, *size, max_pixels=settings.max_pixels, fps=settings.fps)
 
 
-def hash_files(rows: Sequence[data.Row], share: Shard, gather: Gather) -> tuple[dict[Path, str], dict[Path, str]]:
-    """Return ({file of the rows: sha256}, {unreadable file: why}) on every process. One process reads each file."""
+def hash_files(rows: Sequence[data.Row], share: Shard, gather: Gather) -> dict[Path, str]:
+    """Return {file of the rows: sha256} on every process. One process reads each file."""
     paths = list(dict.fromkeys(path for row in rows for path in row.files.values() if path is not None))
-    results = dict(zip(paths, map_shared(_hash_file, paths, share, gather, "files"), strict=True))
-    hashes = {path: sha for path, (sha, _) in results.items() if sha}
-    return hashes, {path: why for path, (_, why) in results.items() if why}
-
-
-def _hash_file(path: Path) -> tuple[str, str]:
-    """Return (sha256, ""), or ("", why the file cannot be read)."""
-    try:
-        return files.sha256(path), ""
-    except OSError as error:
-        return "", f"{path}: cannot be read ({error.strerror})"
+    return dict(zip(paths, map_shared(files.sha256, paths, share, gather, "files"), strict=True))
 
 
 def clip_key(row: data.Row, hashes: Mapping[Path, str], size: Mapping[str, float | None]) -> Key:
@@ -86,9 +76,8 @@ def scan_clips(
 ) -> list[ClipScan]:
     """Read this process's shard of the clips, and store their references of the rewards.
 
-    keys: clip_key by the row's line. load: data.load_example. A row has a problem if a file cannot be used, or if the
-    first reward finds no reference in its clip. skip_photos: leave out unusable photos. A clip is decoded once, and
-    only if the cache lacks an entry.
+    keys: clip_key by the row's line. A row has a problem if a file cannot be used, or if the first reward finds no
+    reference in its clip. skip_photos: leave out unusable photos. A clip is decoded only if the cache lacks an entry.
     """
     clips: dict[tuple, list[data.Row]] = defaultdict(list)
     for row in rows:  # several prompts may share a clip
@@ -152,7 +141,7 @@ def make_reference(
 ) -> tuple[Reference, dict[int, str]]:
     """Return the row's reference of a reward, and {place in Row.checked_pictures of an unusable photo: why}.
 
-    video: Example.reference. photos: data.load_pictures, or fewer: then the model's input is not checked.
+    video: Example.reference. photos: data.load_pictures; without its last one the model's input is not checked.
     """
     if not photos or reward.compares_with != "picture":
         return reward.reference(video, row.prompt), {}

@@ -11,13 +11,9 @@ An update is
 The gradients are reduced over the processes once, whatever the number of backwards: under data parallelism in `step`,
 under FSDP2 in the last backward (accelerate counts them), under ZeRO-2 at the end of `gradient_reduction`.
 
-Data parallelism takes no wrapper. torch's DistributedDataParallel would prepare a backward in the forward before it, so
-it cannot keep the graphs of several forwards, and it copies the gradients.
-
-DeepSpeed is driven through its engine. Accelerate's wrapper calls `engine.step()` inside the last backward: before any
-check, and before a reduction that spans all backwards. DeepSpeed's own accumulation is not used either, for two
-reasons. It reduces in every backward. With optimizer offload it also adds to stale buffers of a parameter that is not
-part of the first backward, such as one of two experts.
+Data parallelism takes no wrapper: DistributedDataParallel cannot keep the graphs of several forwards. DeepSpeed is
+driven through its engine: accelerate's wrapper calls `engine.step()` inside the last backward. DeepSpeed's accumulation
+reduces in every backward, and with offload adds to stale buffers of an expert that the first backward left out.
 """
 
 import contextlib
@@ -66,8 +62,7 @@ class Distributed:
         """Connect the processes. Raise LaunchError if they differ from the launcher's request.
 
         max_grad_norm: as for `step`. cpu_threads: of each process on a CPU; None divides the cores.
-        processes_per_clip: processes in a row that compute the same clips, each with a part of the tokens. log_with,
-        output_dir: the tracker and the run's folder.
+        processes_per_clip: processes in a row that compute the same clips, each with a part of the tokens.
         """
         self.accelerator = make_accelerator(max_grad_norm, log_with=log_with, output_dir=output_dir)
         self.device = self.accelerator.device
@@ -90,11 +85,8 @@ class Distributed:
 
     def gather(self, tensors: _T) -> _T:
         """Gather the tensors (one, a list or a dict) of all clips' processes, concatenated along the first axis."""
-
-        def of_clips(tensor: Tensor) -> Tensor:
-            return tensor.unflatten(0, (self.world, -1))[:: self.processes_per_clip].flatten(0, 1)
-
-        return recursively_apply(of_clips, self.accelerator.gather(tensors))
+        gathered, parts, step = self.accelerator.gather(tensors), (self.world, -1), self.processes_per_clip
+        return recursively_apply(lambda tensor: tensor.unflatten(0, parts)[::step].flatten(0, 1), gathered)
 
     def gather_lists(self, items: list) -> list:
         """Gather the items of all processes, any objects, in one list."""
@@ -116,10 +108,7 @@ class Distributed:
         return tensor
 
     def run_on_main(self, decide: Callable[[], _T], refusal: type[Exception] | tuple[type[Exception], ...]) -> _T:
-        """Run `decide` on the main process, and return its result or raise its `refusal` on all processes.
-
-        An error of only one process would leave the others waiting in a collective.
-        """
+        """Run `decide` on the main process, and return its result or raise its `refusal` on all processes."""
         result: list = [None, None]
         if self.main:
             try:
@@ -145,10 +134,9 @@ class Distributed:
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, block_classes: Sequence[str]
     ) -> tuple[nn.Module, AcceleratedOptimizer, list[nn.Parameter]]:
-        """Return (wrapped model, optimizer, trained parameters). FSDP replaces the parameters.
+        """Return (wrapped model, optimizer, trained parameters). FSDP replaces the parameters, ZeRO-2 copies them.
 
-        Call it with the final values in the model: ZeRO-2 copies them here. block_classes: class names of the model's
-        blocks, which FSDP gathers one at a time.
+        block_classes: class names of the model's blocks, which FSDP gathers one at a time.
         """
         accelerator = self.accelerator
         if self.sharding == "none":  # the model is placed already
@@ -191,8 +179,8 @@ class Distributed:
     def step(self, optimizer: AcceleratedOptimizer, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
         """Clip the gradients, update where they are finite, and clear them. Return their norm before clipping.
 
-        The norm is over all processes, so all of them skip or none does. ZeRO-2 clips and skips by itself, by the same
-        rule (max_norm is in its configuration). Where it skips, its norm is infinity.
+        The norm is over all processes, so all of them skip or none does. ZeRO-2 follows the same rule by itself
+        (max_norm is in its configuration). Where it skips, its norm is infinity.
         """
         engine = self._engine
         if engine is not None:

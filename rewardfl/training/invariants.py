@@ -1,9 +1,5 @@
 """Invariants that are checked during training. A run that breaks one stops with an error and an exit code.
 
-    a gradient of exactly 0 has a reason: no sample of the update had anything to learn from   GradientMissing
-    all processes hold the same trained weights, after the first update and at every save      WeightsDiffer
-    the base model has not changed since training began, checked at the same times             BaseChanged
-
 Each is decided on numbers that are equal on all processes: all stop together.
 """
 
@@ -26,7 +22,7 @@ class InvariantError(RuntimeError):
 
 
 class GradientMissing(InvariantError):
-    """No parameter got a gradient although samples of the update had a signal."""
+    """No parameter got a gradient although samples of the update had something to learn from."""
 
     exit_code = 3
 
@@ -46,8 +42,8 @@ class BaseChanged(InvariantError):
 def no_signal(step: int, norm: float, signals: Tensor) -> float:
     """Return the metric train/no_signal: 1.0 where the update's gradient norm is exactly 0 for a reason, else 0.0.
 
-    signals: (N,) bool over all processes, whether the sample had a cotangent, an unclipped advantage or a KL
-    divergence. Raise GradientMissing if the norm is 0 although one had.
+    signals: (N,) bool over all processes, whether the sample had something to learn from. Raise GradientMissing if the
+    norm is 0 although one had.
     """
     if norm == 0 and signals.any():
         raise GradientMissing(
@@ -74,9 +70,7 @@ def check_contrast(step: int, norm: float, deviation: float, advantages: Tensor)
 def bit_sums(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of each tensor's bits, read as integers modulo 2^64: (P,) int64 on the CPU.
 
-    Each is computed on the tensor's device, without a copy. The sum is exact in any order. Equal weights therefore have
-    equal sums on every device, and any single changed element changes it. A tensor that FSDP shards gives the sum of
-    the local part.
+    It is exact in any order, and any single changed element changes it. Under FSDP it is of the local part.
     """
     sums = []
     for tensor in tensors:
@@ -99,10 +93,7 @@ def frozen_parameters(model: Experts) -> dict[str, Tensor]:
 
 
 def check_loaded(accelerator: Accelerator, model: Experts) -> None:
-    """Raise WeightsDiffer unless all processes have loaded the same model and adapters, as two nodes may not.
-
-    Call it before `prepare` shards them.
-    """
+    """Raise WeightsDiffer unless all processes, before sharding, have loaded the same model and adapters."""
     loaded = frozen_parameters(model) | dict(model.named_parameters())
     differ = _differ(accelerator, bit_sums(list(loaded.values())))
     if differ.any():
@@ -113,10 +104,7 @@ def check_loaded(accelerator: Accelerator, model: Experts) -> None:
 
 
 class Weights:
-    """The trained and frozen weights of a run, with the base's checksums from when training began.
-
-    model: as accelerator.prepare has left it.
-    """
+    """The trained and frozen weights of a prepared model, with the base's checksums from when training began."""
 
     def __init__(self, accelerator: Accelerator, model: Experts):
         self.accelerator = accelerator
@@ -125,17 +113,14 @@ class Weights:
         self.base_sums = bit_sums(list(self.base.values()))
 
     def check(self, step: int) -> None:
-        """Raise BaseChanged or WeightsDiffer where the base has changed or trained weights differ. Collective.
-
-        Under FSDP no process has all of a trained parameter, so these are not compared.
-        """
+        """Raise BaseChanged or WeightsDiffer where the base has changed or trained weights differ. Collective."""
         changed = bit_sums(list(self.base.values())) != self.base_sums
         everywhere = _gather_rows(self.accelerator, changed.long()).any(0)
         if everywhere.any():
             parameters = _list(self.base, everywhere)
             raise BaseChanged(f"step {step}: {parameters} of the base are not what they were when training began")
         if self.accelerator.distributed_type == DistributedType.FSDP:
-            return
+            return  # no process has all of a trained parameter
         differ = _differ(self.accelerator, bit_sums(list(self.trained.values())))
         if differ.any():
             raise WeightsDiffer(f"step {step}: {_list(self.trained, differ)} are not the same on all processes")

@@ -23,11 +23,7 @@ class LaunchError(ValueError):
 
 
 def make_accelerator(max_grad_norm: float, *, log_with: str, output_dir: str | None) -> Accelerator:
-    """Make the Accelerator of a training script (see distributed.Distributed).
-
-    Raise LaunchError if the processes differ from the launcher's request. DeepSpeed's settings are written here: a
-    `gradient_clipping` of "auto" would be 1.0, whatever max_norm `clip_grad_norm_` gets.
-    """
+    """Make the Accelerator of a training script. Raise LaunchError if the processes differ from the request."""
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     # on a CPU, accelerate runs DeepSpeed as one process unless the backend is set; for others it must stay unset
     backend = {"backend": "gloo"} if deepspeed and not torch.cuda.is_available() else {}
@@ -41,7 +37,7 @@ def make_accelerator(max_grad_norm: float, *, log_with: str, output_dir: str | N
     check_processes(accelerator, os.environ)
     if deepspeed:
         accelerator.state.deepspeed_plugin.deepspeed_config |= {
-            "gradient_clipping": max_grad_norm,
+            "gradient_clipping": max_grad_norm,  # "auto" would be 1.0
             "gradient_accumulation_steps": 1,  # Distributed.gradient_reduction accumulates
             "train_micro_batch_size_per_gpu": 1,  # required, without effect
             "zero_force_ds_cpu_optimizer": False,  # torch's AdamW: the same arithmetic everywhere, nothing to compile

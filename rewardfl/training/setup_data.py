@@ -36,24 +36,19 @@ from rewardfl.training.setup_rewards import (
 from rewardfl.training.shard import map_shared, read_entry
 from rewardfl.training.state import ResumePoint
 
-MAX_SIZES = 5  # sizes that a note lists
-
 
 def size_notes(clips: DataConfig, rows: Sequence[data.Row]) -> list[str]:
     """Return a note on the number of rows by generated size, where some have a size of their own."""
     if not any(row.size for row in rows):
         return []
     counts = Counter(row.size or (clips.height, clips.width) for row in rows)
-    listed = [f"{height} x {width} ({count} rows)" for (height, width), count in counts.most_common(MAX_SIZES)]
-    listed += ["..."] if len(counts) > MAX_SIZES else []
+    listed = [f"{height} x {width} ({count} rows)" for (height, width), count in counts.most_common(5)]
+    listed += ["..."] if len(counts) > 5 else []
     return [f"sizes (height x width): {', '.join(listed)}; the sigmas and the estimate below are of the largest"]
 
 
 def scan_rows(run_plan: plan.RunPlan, job: Distributed, backbone: Backbone) -> Rows:
-    """Read the headers of all clips, and check the columns that the rewards need.
-
-    Raise DataError that lists the unusable rows, unless data.skip_bad_rows, and where no row is left.
-    """
+    """Read the headers of all clips; check the columns that rewards need. Raise the DataErrors of usable_rows."""
     rows, messages = _scan_table(run_plan, data.load_metadata(run_plan.data.file_name), job, backbone)
     messages += _anchor_notes(run_plan, rows)
     held_out: list[data.Row] = []
@@ -85,24 +80,23 @@ def _scan_table(
     """Return (usable rows, messages)."""
     clips, rewards = run_plan.data, run_plan.rewards
     rows = data.assign_images(rows, run_plan.run.seed) if backbone.takes_image else rows
-    look = partial(data.inspect_row, num_frames=clips.num_frames, fps=clips.fps, takes_image=backbone.takes_image)
-    looks = map_shared(look, rows, job.shard, job.gather_lists, "headers")
-    problems = [(row.line, problem) for row, look in zip(rows, looks, strict=True) for problem in look.problems]
+    inspect = partial(data.inspect_row, num_frames=clips.num_frames, fps=clips.fps, takes_image=backbone.takes_image)
+    infos = map_shared(inspect, rows, job.shard, job.gather_lists, "headers")
     needs = {
         reward.key: cls.comparison(reward.settings)
         for i, (reward, cls) in enumerate(rewards)
         if reward.weight > 0 or i == 0
     }
-    classes = {reward.key: cls for reward, cls in rewards}
-    for row in rows:
+    classes, split = {reward.key: cls for reward, cls in rewards}, run_plan.processes_per_clip
+    bad_sizes = {size: plan.size_problem(clips, backbone, size, split) for size in {row.size for row in rows}}
+    problems = []
+    for row, info in zip(rows, infos, strict=True):
+        texts = [*info.problems, bad_sizes[row.size]]
         if not row.problem:
-            texts = missing_columns(row, needs) + unusable_prompts(row, classes)
+            texts += missing_columns(row, needs) + unusable_prompts(row, classes)
             if row.video is None and run_plan.supervised:
                 texts.append("supervised fine-tuning fits the clip of a row, and the row names none (video)")
-            problems += [(row.line, text) for text in texts]
-    split = run_plan.processes_per_clip
-    bad_sizes = {size: plan.size_problem(clips, backbone, size, split) for size in {row.size for row in rows}}
-    problems += [(row.line, bad_sizes[row.size]) for row in rows if bad_sizes[row.size]]
+        problems += [(row.line, text) for text in texts if text]
     good, bad = data.usable_rows(rows, problems, skip_bad_rows=clips.skip_bad_rows)
     messages, table = [f"skipped: {line}" for line in bad], rows[0].table
     check_caps(good, rewards)
@@ -112,9 +106,9 @@ def _scan_table(
         if targets := [repr(target) for row in good[:5] if (target := cls.prompt_target(row.prompt))]:
             messages.append(f"{reward.key}: {cls.name} looks for {', '.join(targets)} in the first rows of {table}")
     lines = {row.line for row in good}
-    good_looks = [look for row, look in zip(rows, looks, strict=True) if row.line in lines]
+    good_infos = [info for row, info in zip(rows, infos, strict=True) if row.line in lines]
     sizes = (clips.height, clips.width, clips.max_pixels, clips.fps, backbone.frame_rate)
-    notes = [*data.notes(good), *data.clip_notes(good, good_looks, *sizes), *size_notes(clips, good)]
+    notes = [*data.notes(good), *data.clip_notes(good, good_infos, *sizes), *size_notes(clips, good)]
     notes += prompt_notes(good, backbone, rewards) + reference_notes(run_plan, good)
     return good, [*messages, *(f"note: {table}: {note}" for note in notes)]
 
@@ -144,11 +138,8 @@ def find_samples(
         return []
     rewards = [term.reward for term in terms]
     size = {name: getattr(clips, name) for name in ("height", "width", "num_frames", "max_pixels", "fps")}
-    hashes, unreadable = clip_scan.hash_files(rows, job.shard, job.gather_lists)
-    problems = [
-        (row.line, unreadable[path]) for row in rows for path in dict.fromkeys(row.files.values()) if path in unreadable
-    ]
-    problems += [(row.line, problem) for row in rows for problem in missing_references(row, terms)]
+    hashes = clip_scan.hash_files(rows, job.shard, job.gather_lists)
+    problems = [(row.line, problem) for row in rows for problem in missing_references(row, terms)]
     bad_lines = {line for line, _ in problems}
     good = [row for row in rows if row.line not in bad_lines]
     keys = {row.line: clip_scan.clip_key(row, hashes, size) for row in good}
@@ -196,10 +187,7 @@ def make_anchors(
 def make_batch_builder(
     run_plan: plan.RunPlan, conditions: Conditions, samples: Sequence[Sample], job: Distributed
 ) -> batches.BatchBuilder | None:
-    """Build the builder of batches, and cache the boundary latents where train.memory.untrained is boundary_cache.
-
-    Return None for a script with groups, which needs no builder.
-    """
+    """Build the builder of batches, and cache its boundary latents. Return None for a script with groups."""
     if not isinstance(run_plan, plan.RewardFlPlan):
         return None
     builder = batches.BatchBuilder(plan=run_plan, conditions=conditions, samples=samples, device=job.device)
@@ -220,8 +208,8 @@ def add_base_motion(
 ) -> list[list[Sample]]:
     """Return the samples of tables, with the base model's motion where `takes_base_motion`. Collective.
 
-    The samples of the first table, to train on, have base_latents where `takes_base_latents`.
-    generate: (samples of a table, row, noise) -> (row, the base model's video (3, F, H, W), its latents).
+    Those of the first table have base_latents where `takes_base_latents`. generate: (samples of a table, row, noise) ->
+    (row, the base model's video (3, F, H, W), its latents).
     """
     sampler = {
         "base": dict(resume_point.base),
@@ -255,12 +243,10 @@ def _add_motion(
     sampler: Key,
     noises: int,
 ) -> list[Sample]:
-    """Return the samples, with the base model's motion in the references of `rows`. Collective.
+    """Return the samples, with the base model's motion in the references of `rows`.
 
-    generate: (row, noise) -> (row, the base model's video (3, F, H, W), its latents). sampler: identifies its model,
-    settings and seed.
-    The motion is a mean over the row's noises 0 .. `noises` - 1, and is cached; so are the latents of noise 0 where the
-    sample names a cache entry for them.
+    It is a mean over the row's noises 0 .. `noises` - 1, and is cached; so are the latents of noise 0 where the sample
+    names a cache entry for them. sampler: identifies the model, its settings and seed.
     """
     if not rows:
         return list(samples)

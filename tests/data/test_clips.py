@@ -4,7 +4,6 @@ import random
 import re
 import tracemalloc
 import zlib
-from fractions import Fraction
 
 import av
 import numpy as np
@@ -86,20 +85,6 @@ def test_clips_come_as_players_show_them(tmp_path):
         else:
             with pytest.raises(DataError, match=f"a.mp4: {shown}"):
                 data.read_video(path)
-
-
-def test_an_orientation_that_cannot_be_read_is_refused(tmp_path):
-    """libav 8 passes the EXIF of Motion JPEG on as side data of a type that PyAV does not know."""
-    turned_picture(tmp_path / "a.jpg", 2)
-    with av.open(str(tmp_path / "a.avi"), "w") as container:
-        stream = container.add_stream("mjpeg", rate=16)
-        stream.height, stream.width, stream.pix_fmt = 48, 64, "yuvj420p"
-        for time in range(2):
-            packet = av.Packet((tmp_path / "a.jpg").read_bytes())
-            packet.pts, packet.dts, packet.time_base, packet.stream = time, time, Fraction(1, 16), stream
-            container.mux(packet)
-    with pytest.raises(DataError, match="a.avi: .* so its orientation cannot be read; re-encode it upright"):
-        data.read_video(tmp_path / "a.avi")
 
 
 @pytest.mark.parametrize("full", [False, True])
