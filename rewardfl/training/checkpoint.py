@@ -85,10 +85,9 @@ def save_checkpoint(
 ) -> Path:
     """Write checkpoints/step-<step> atomically, update the links `latest` and `best`, and return its path.
 
-    write_adapter: writes the adapter's files into the folder of its argument. state: tensors, numbers, strings, and
-    dicts and lists of them. score: larger is better; None or nan never becomes `best`. keep_last: number of
-    checkpoints to keep besides `latest` and `best`; None keeps all. metrics: the lines of metrics.jsonl. Raise
-    WriteError where the disk fails: the checkpoints of before are unchanged, and nothing of this one is left.
+    write_adapter: writes the adapter's files into a folder. score: larger is better; None or nan never becomes `best`.
+    keep_last: number of checkpoints to keep besides `latest` and `best`; None keeps all. metrics: the lines of
+    metrics.jsonl. Raise WriteError where the disk fails: nothing of this checkpoint is left.
     """
     path = checkpoint_dir(output_dir, step)
     record = {"step": step, "score": score if score is not None and math.isfinite(score) else None}
@@ -123,8 +122,8 @@ def load_state(path: str | Path) -> dict[str, Any]:
 def find_checkpoint(output_dir: str | Path, resume: str) -> Path | None:
     """Return the checkpoint to resume from, or None for a new run.
 
-    resume: "auto" takes the last complete checkpoint, with a warning about incomplete ones after it. A path must be
-    complete and, within output_dir, the last: later ones would mix two histories. Raise CheckpointError otherwise.
+    resume: "auto" takes the last complete checkpoint, and warns of others. A path must be complete and, within
+    output_dir, the last: later ones would mix two histories. Raise CheckpointError otherwise.
     """
     checkpoints = list_checkpoints(Path(output_dir))
     if resume == "auto":

@@ -37,18 +37,14 @@ def read_or_substitute(
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Cached conditioning, clip latents and boundary latents (the first expert's output) of samples.
-
-    text, image, untrained: digests of the networks that compute the entries; untrained is the first expert. dtype: of
-    these networks. num_frames: of every clip.
-    """
+    """Cached conditioning, clip latents and boundary latents (the first expert's output) of samples."""
 
     store: Cache
     backbone: Backbone
-    text: str
+    text: str  # digests of the networks that compute the entries
     image: str
-    untrained: str
-    dtype: str
+    untrained: str  # the first expert
+    dtype: str  # of these networks
     num_frames: int
 
     def fill(self, samples: Sequence[Sample], device: torch.device, share: Shard, prompts: Sequence[str] = ()) -> None:

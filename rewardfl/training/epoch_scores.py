@@ -39,7 +39,7 @@ def score_epoch(
     """Compare each video with its group. Collective.
 
     results: of the terms, by forward pass. first: of this start of the run. Raise RewardError if no sample of the first
-    epoch was judged by all terms with a weight: a reward that has failed since the start is not waited for.
+    epoch was judged by all terms with a weight.
     """
     stacked = [async_scoring.stack_rewards(terms, each, part_weights) for each in results]
     rewards, valid, weights = zip(*stacked, strict=True)

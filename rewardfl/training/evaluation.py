@@ -113,8 +113,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Return eval/*: the rewards' scores of `noises` videos of each clip. Each process scores its shard.
 
-    generate: (row, index of its noise) -> (row, its video (3, F, H, W), its latents), called equally often on every
-    process. scales: of `find_scales`.
+    generate: (row, index of its noise) -> (row, its video (3, F, H, W), its latents). scales: of `find_scales`.
     """
     outputs, people = [], []
     for (row, n), in_shard in job.shard.padded(itertools.product(range(len(clips)), range(noises))):

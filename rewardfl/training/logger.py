@@ -25,10 +25,7 @@ MAX_WITHOUT_EFFECT = 3  # updates in a row without a finite gradient or a judged
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object per step. Call `start` before the first `append` of a process.
-
-    text: all lines of the run; at first those up to the checkpoint that it resumes from.
-    """
+    """metrics.jsonl: one JSON object per step. text: all lines, at first those up to the checkpoint."""
 
     def __init__(self, path: str | Path, text: str = ""):
         self.path = Path(path)
@@ -41,10 +38,7 @@ class MetricsFile:
             atomic_write(self.path, self.text)
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
-        """Append a line {"step": step, **values}, null for nan and inf.
-
-        After a WriteError the next call writes the complete file.
-        """
+        """Append a line {"step": step, **values}, null for nan and inf. After a WriteError write the complete file."""
         record = {"step": step} | {key: value if math.isfinite(value) else None for key, value in values.items()}
         line = json.dumps(record) + "\n"
         self.text += line
@@ -154,17 +148,14 @@ class Log:
         return score
 
     def count(self, norm: float, why_nothing: str) -> None:
-        """Count an update without effect, and reset the count after one with effect. Call it on all processes.
-
-        norm: the update's gradient norm; nan and inf were skipped. why_nothing: why no sample was judged, or "".
-        """
+        """Count updates without effect in a row: skipped ones (norm nan or inf), and without a judged sample."""
         has_effect = math.isfinite(norm) and not why_nothing
         self.skipped_in_a_row = 0 if has_effect else self.skipped_in_a_row + 1
 
     def stop_if_stuck(self, step: int, why_nothing: str) -> None:
         """Raise RewardError or SystemExit after more than MAX_WITHOUT_EFFECT updates in a row without effect.
 
-        The first update of a run must have a judged sample: a reward that never worked is not waited for.
+        The first update of a run must have a judged sample.
         """
         if self.skipped_in_a_row <= MAX_WITHOUT_EFFECT and not (why_nothing and step == 1):
             return

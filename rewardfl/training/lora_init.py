@@ -14,8 +14,7 @@ def read_initial_adapters(
 ) -> dict[str, lora_files.Lora]:
     """Read the headers of lora.init_from, and return {expert: the LoRA that its adapter starts from}; {} without.
 
-    names: the trained experts. targets: the layers with an adapter. Raise InputError if the experts, rank, alpha,
-    layers or shapes differ from the run's.
+    names: the trained experts. targets: the layers with an adapter. Raise InputError if one differs from the run's.
     """
     if settings.init_from is None:
         return {}

@@ -54,10 +54,8 @@ def prepare_output_dir(
     """Create and lock the run's folder, remove temporary files of a killed run, and return where to resume.
 
     run_folder: None for a dry run, which makes the same checks and changes nothing. config: of config.to_dict.
-    base_model: {part: digest of its weights}. A run without a finished step may be replaced.
-
-    Raise CheckpointError for a folder that is locked, for damaged files, and for a run with other settings or another
-    base model, InputError for a folder that cannot be written. A run in the folder must be resumed.
+    base_model: {part: digest of its weights}. Raise CheckpointError for a folder that is locked or damaged, or holds
+    a run that is not to be resumed, or has other settings or another base model, InputError if it cannot be written.
     """
     output_dir, resume = Path(config["run"]["output_dir"]), config["run"]["resume_from_checkpoint"]
     if run_folder is None:

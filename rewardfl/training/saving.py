@@ -67,8 +67,7 @@ def save(
 ) -> None:
     """Save a checkpoint of the adapters as they are now. Collective; the main process writes.
 
-    state: see collect_state. score: of `best`. last: the run's last checkpoint, whose write errors are raised; other
-    checkpoints' errors are printed.
+    state: of collect_state. score: of `best`. last: the run's last checkpoint; write errors of others are printed.
     """
     adapters = {name: lora.adapter_state(expert) for name, expert in learner.trained.items()}
 
@@ -95,8 +94,7 @@ def sample_videos(
     """Write samples/step-*/<n>.mp4 of the first samples, each process its shard, and return the folder. Collective.
 
     A model of images writes <n>.png, and grid.png of several. generate: row -> (row, its video (3, F, H, W), its
-    latents), called equally often on every process; it may replace a row with lost inputs. A video that cannot be
-    written, or its real clip not be read, is left out with a warning.
+    latents). A video that cannot be written, or its real clip not be read, is left out with a warning.
     """
     folder = Path(run.output_dir) / "samples" / f"step-{step:06d}"
     fps = clips.fps or backbone.frame_rate

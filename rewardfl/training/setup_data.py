@@ -17,22 +17,13 @@ from rewardfl.config import ConfigError, DataConfig
 from rewardfl.config.schema import SharedSampleConfig
 from rewardfl.data.cache import Cache, Key, digest
 from rewardfl.rewards.scoring import Term
-from rewardfl.training import batches, clip_scan, plan
+from rewardfl.training import batches, clip_scan, plan, setup_rewards
 from rewardfl.training.anchors import Anchors
 from rewardfl.training.conditions import Conditions
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.evaluation import DeployedSampler
 from rewardfl.training.prompt_limits import prompt_notes
 from rewardfl.training.samples import Rows, Sample
-from rewardfl.training.setup_rewards import (
-    check_caps,
-    missing_columns,
-    missing_references,
-    reference_notes,
-    takes_base_latents,
-    takes_base_motion,
-    unusable_prompts,
-)
 from rewardfl.training.shard import map_shared, read_entry
 from rewardfl.training.state import ResumePoint
 
@@ -93,13 +84,13 @@ def _scan_table(
     for row, info in zip(rows, infos, strict=True):
         texts = [*info.problems, bad_sizes[row.size]]
         if not row.problem:
-            texts += missing_columns(row, needs) + unusable_prompts(row, classes)
+            texts += setup_rewards.missing_columns(row, needs) + setup_rewards.unusable_prompts(row, classes)
             if row.video is None and run_plan.supervised:
                 texts.append("supervised fine-tuning fits the clip of a row, and the row names none (video)")
         problems += [(row.line, text) for text in texts if text]
     good, bad = data.usable_rows(rows, problems, skip_bad_rows=clips.skip_bad_rows)
     messages, table = [f"skipped: {line}" for line in bad], rows[0].table
-    check_caps(good, rewards)
+    setup_rewards.check_caps(good, rewards)
     if bad:
         messages.append(f"note: {table}: {len(rows) - len(good)} of {len(rows)} rows are left out (data.skip_bad_rows)")
     for reward, cls in rewards:
@@ -109,16 +100,16 @@ def _scan_table(
     good_infos = [info for row, info in zip(rows, infos, strict=True) if row.line in lines]
     sizes = (clips.height, clips.width, clips.max_pixels, clips.fps, backbone.frame_rate)
     notes = [*data.notes(good), *data.clip_notes(good, good_infos, *sizes), *size_notes(clips, good)]
-    notes += prompt_notes(good, backbone, rewards) + reference_notes(run_plan, good)
+    notes += prompt_notes(good, backbone, rewards) + setup_rewards.reference_notes(run_plan, good)
     return good, [*messages, *(f"note: {table}: {note}" for note in notes)]
 
 
 def _anchor_notes(run_plan: plan.RunPlan, rows: Sequence[data.Row]) -> list[str]:
     """Return notes on rows without a clip to anchor at. Raise DataError if no row has an anchor."""
     without = [row for row in rows if row.video is None] if run_plan.anchor.weight else []
-    base = sum(takes_base_latents(run_plan, row) for row in without)
+    base = sum(setup_rewards.takes_base_latents(run_plan, row) for row in without)
     if without and len(without) == len(rows) and not base:
-        more = ", or anchor.target to reference" * any(takes_base_motion(run_plan, row) for row in rows)
+        more = ", or anchor.target to reference" * any(setup_rewards.takes_base_motion(run_plan, row) for row in rows)
         raise data.DataError(f"anchor.weight: no row names a video, so no clip to anchor at; set it to 0{more}")
     counts = {"no anchor (anchor.weight)": len(without) - base, "an anchor at a video of the base model": base}
     rows_of = f"of {len(rows)} rows name no video and have"
@@ -139,7 +130,7 @@ def find_samples(
     rewards = [term.reward for term in terms]
     size = {name: getattr(clips, name) for name in ("height", "width", "num_frames", "max_pixels", "fps")}
     hashes = clip_scan.hash_files(rows, job.shard, job.gather_lists)
-    problems = [(row.line, problem) for row in rows for problem in missing_references(row, terms)]
+    problems = [(row.line, problem) for row in rows for problem in setup_rewards.missing_references(row, terms)]
     bad_lines = {line for line, _ in problems}
     good = [row for row in rows if row.line not in bad_lines]
     keys = {row.line: clip_scan.clip_key(row, hashes, size) for row in good}
@@ -222,11 +213,11 @@ def add_base_motion(
     def with_latents(sample: Sample) -> Sample:
         names = {"id": sample.row.id, "prompt": sample.row.prompt, "clip": digest(sample.clip)}
         key = {"kind": "base_latents", "sampler": digest(sampler), **names}
-        return replace(sample, base_latents=key) if takes_base_latents(run_plan, sample.row) else sample
+        return replace(sample, base_latents=key) if setup_rewards.takes_base_latents(run_plan, sample.row) else sample
 
     noises, completed = run_plan.base_noises, []
     for samples in ([with_latents(sample) for sample in tables[0]], *tables[1:]):
-        rows = [i for i, sample in enumerate(samples) if takes_base_motion(run_plan, sample.row)]
+        rows = [i for i, sample in enumerate(samples) if setup_rewards.takes_base_motion(run_plan, sample.row)]
         videos = partial(generate, samples)
         completed.append(_add_motion(store, job, samples, rows, terms, videos, sampler, noises))
     return completed

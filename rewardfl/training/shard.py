@@ -33,10 +33,9 @@ class Shard:
         return list(items)[self.rank :: self.processes]
 
     def padded(self, items: Iterable) -> list[tuple[Any, bool]]:
-        """Return this process's items for forward passes, each with True where it is the one to report the result.
+        """Return this process's items for forward passes, each with True where this process reports the result.
 
-        A clip's processes have the same items, and the first reports. Every process gets equally many, padded by
-        another's: a forward pass under FSDP needs all processes.
+        Every process gets equally many, padded by another's: a forward pass under FSDP needs all processes.
         """
         items, clips = list(items), self.processes // self.processes_per_clip
         clip, place = divmod(self.rank, self.processes_per_clip)
@@ -53,26 +52,19 @@ def fill_missing(
 ) -> None:
     """Compute the entries of this process's shard that the cache lacks.
 
-    entries: (key, input of the network), the same on all processes. load: return the network; it is called only if an
-    entry is missing.
+    entries: (key, input of the network), the same on all processes. load: returns the network, if an entry is missing.
     """
     network = functools.cache(load)
-
-    def compute(item: T) -> Mapping[str, Tensor]:
-        return network()(item)
-
     distinct = {cache.digest(key): (key, item) for key, item in entries}.values()
     shard = share.take(distinct)
     for key, item in tqdm(shard, desc=what, disable=share.quiet or not shard):
-        read_entry(store, key, functools.partial(compute, item))
+        if store.get(key) is None:
+            store.put(key, network()(item))
 
 
-def read_entry(store: Cache, key: Key, compute: Callable[[], Mapping[str, Tensor]] | None = None) -> dict[str, Tensor]:
-    """Read a cache entry, else compute and share it. Raise CacheError if no process has it or may compute it."""
+def read_entry(store: Cache, key: Key) -> dict[str, Tensor]:
+    """Read a cache entry that a process has computed. Raise CacheError if it is lost."""
     entry = store.get(key)
-    if entry is None and compute is not None:
-        entry = dict(compute())
-        store.put(key, entry)
     if entry is None:
         raise CacheError(
             f"{store.path(key)} was prepared and is missing or damaged; keep data.cache_dir on a disk that all "
