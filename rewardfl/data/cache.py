@@ -47,7 +47,7 @@ class Cache:
             metadata = json.loads(content[8 : 8 + length])["__metadata__"]
             is_whole = metadata.get("key") == _text(key) and metadata.get("data") == _hash(data)
             return load(content) if is_whole else None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError):
+        except (ValueError, KeyError, TypeError, AttributeError, SafetensorError):
             return None
 
     def put(self, key: Key, tensors: Mapping[str, Tensor]) -> None:

@@ -162,7 +162,7 @@ class Manifest(BaseModel):
 def _damage(path: Path) -> str:
     """Return in words how a checkpoint is damaged; "" if every file has its size."""
     manifest = _manifest(path)
-    if manifest is None or not {str(STATE), str(METRICS)} <= manifest.files.keys():
+    if manifest is None:
         return f"{CHECKPOINT_MANIFEST} is missing or cut off"
     for name, stated in manifest.files.items():
         if not (path / name).is_file() or (path / name).stat().st_size != stated.get("bytes"):

@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rewardfl import data
-from rewardfl.config import EarlyStopConfig, shown
+from rewardfl.config import EarlyStopConfig
 from rewardfl.files import atomic_write, escape_control, open_to_append
 from rewardfl.rewards.base import RewardError
 from rewardfl.training import checkpoint
@@ -52,22 +52,6 @@ class MetricsFile:
             else:
                 atomic_write(self.path, self.text)
             self._complete = True
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return all full lines; none without a file. Raise CheckpointError for a line that `append` did not write."""
-        if not self.path.is_file():
-            return []
-        *lines, _cut_off = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
-        records = []
-        for number, line in enumerate(lines, 1):
-            record = None
-            with suppress(ValueError, RecursionError):
-                record = json.loads(line or "null")
-            if line and not (isinstance(record, dict) and isinstance(record.get("step"), int)):
-                why = f"line {number} is not a line of metrics ({shown(line)}); mend or delete it"
-                raise checkpoint.CheckpointError(f"{self.path}, {why}")
-            records += [record] if record else []
-        return records
 
 
 @dataclass(kw_only=True)

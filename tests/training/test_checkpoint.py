@@ -1,4 +1,3 @@
-import contextlib
 import errno
 import fcntl
 import gc
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import rewardfl
@@ -73,6 +71,10 @@ def save(output_dir, step, score=None, keep_last=None, metrics=""):
     return checkpoint.save_checkpoint(output_dir, step, write_adapter, {"step": step}, score, keep_last, metrics)
 
 
+def complete_lines(metrics):
+    return [json.loads(line) for line in metrics.path.read_text().split("\n")[:-1]]
+
+
 def names(folder):
     return sorted(path.name for path in Path(folder).iterdir())
 
@@ -127,14 +129,11 @@ def test_a_kill_leaves_the_old_file_and_the_old_folder(tmp_path):
 
 def test_atomic_directory(tmp_path):
     path = tmp_path / "deep" / "folder"
-    with files.atomic_directory(path) as folder:
-        assert not path.exists() and folder.parent == path.parent
-        (folder / "a").write_text("1")
-    assert names(path) == ["a"] and names(path.parent) == ["folder"]
-    with files.atomic_directory(path) as folder:
-        (folder / "b").write_text("2")
-        assert names(path) == ["a"]
-    assert names(path) == ["b"] and names(path.parent) == ["folder"]
+    for name, before in (("a", []), ("b", ["a"])):
+        with files.atomic_directory(path) as folder:
+            (folder / name).write_text("1")
+            assert (names(path) if path.exists() else []) == before
+        assert names(path) == [name] and names(path.parent) == ["folder"]
     with pytest.raises(OSError, match="disk full"), files.atomic_directory(path) as folder:
         (folder / "c").write_text("3")
         fail()
@@ -216,8 +215,6 @@ def test_git_commit(tmp_path, monkeypatch):
     assert len(commit) == 40
     (tmp_path / "a").write_text("2")
     assert run_folder.git_commit(tmp_path) == f"{commit}-dirty"
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert run_folder.git_commit(tmp_path) is None
 
 
 def tree(folder):
@@ -243,32 +240,13 @@ def test_a_folder_in_use_is_refused_and_nothing_in_it_is_changed(tmp_path):
     assert start(tmp_path).name == "step-000001" and not stray.exists()
 
 
-def test_the_kernel_lets_go_of_a_dead_processs_folder(tmp_path):
-    """Also while a child that it has started lives on."""
-    run_and_kill(
-        "import subprocess\n"
-        "lock = run_folder.RunFolder()\nlock.take(folder)\n"
-        "child = subprocess.Popen(['sleep', '60'])\n(folder / 'child').write_text(str(child.pid))\nkill()",
-        tmp_path,
-    )
-    try:
-        with RunFolder() as run_folder:
-            run_folder.take(tmp_path)
-    finally:
-        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
-
-
 def test_a_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch):
     def refuse(*_):
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    number = errno.ENOLCK
     with pytest.warns(UserWarning, match=f"{tmp_path} is on a file system without locks"):
         assert start(tmp_path) is None
-    number = errno.EIO
-    with pytest.raises(WriteError, match="Input/output error"):
-        start(tmp_path)
 
 
 @pytest.mark.parametrize("linked", ["", "checkpoints", "samples/step-000001"])
@@ -315,14 +293,11 @@ GONE = {"reward__recogniser_chunk": 4}
     ({}, {"run__save_steps": 5, "data__cache_dir": "cache", "train__context_parallel": 2}, None),
     ({}, {"model__model_paths": "elsewhere", "data__file_name": "other.csv"}, None),  # by content
     ({"train__memory": {"untrained": "cpu_swap"}}, {"train__memory": {"untrained": "gpu"}}, None),
-    ({"train__memory": {"trained": "gpu"}}, {"train__memory": {"trained": "cpu_swap"}}, None),
     ({"train__memory": {"untrained": "gpu"}}, {"train__memory": {"untrained": "fp8"}}, "train.memory"),
     ({"train__lr_scheduler_type": "constant_with_warmup"}, {"train__lr_scheduler_type": "constant"}, None),
     ({"train__lr_scheduler_type": "constant"}, {"train__lr_scheduler_type": "cosine"}, "train.lr_scheduler_type"),
     ({"train__max_steps": 10}, {"train__max_steps": 20}, None),
-    ({"train__max_steps": "1 epoch"}, {"train__max_steps": "2 epochs"}, None),
     ({"train__max_steps": 10} | COSINE, {"train__max_steps": 20}, "train.max_steps"),
-    ({"train__max_steps": "1 epoch"} | COSINE, {"train__max_steps": "2 epochs"}, "train.max_steps"),
     ({}, {"run__seed": 1}, "run.seed"), ({}, {"lora__lora_rank": 8}, "lora.lora_rank"),
     ({"reward__motion_weight": 0.5}, {}, "reward.terms"), (GONE, {}, "reward.recogniser_chunk was 4, and is 8 today"),
     ({"run__logging_steps": 10, "reward__views": 0}, {}, None),  # removed keys that changed no number, or were off
@@ -371,12 +346,7 @@ def test_changes_add_up(tmp_path):
     assert opened(tmp_path, config).changes == tuple(rates)  # it stays named, and nothing changes
 
 
-DEEP = "[" * 100_000
-
-
-@pytest.mark.parametrize("content", [
-    None, b"", DEEP.encode(), b"{}", b"\xff\xfe",
-], ids=["missing", "empty", "deep", "no config", "no text"])  # fmt: skip
+@pytest.mark.parametrize("content", [None, b"", b"{}", b"\xff\xfe"], ids=["missing", "empty", "no config", "no text"])
 def test_damaged_run_json(tmp_path, content):
     start(tmp_path)
     save(tmp_path, 1)
@@ -398,44 +368,28 @@ def resumable(folder, steps=3):
 
 
 @pytest.mark.parametrize("change", [
-    lambda lines: b"",
-    lambda lines: lines[0] + lines[2],
-    lambda lines: b"".join(lines)[:-9],
-    lambda lines: b"".join(lines) + b'{"step": 4, "lo',
-    lambda lines: b"".join(lines) + b'{"step": 4, "loss": 1}\n',
-    lambda lines: b"".join(lines) + bytes(40),
-], ids=["deleted", "lost", "cut off", "half a line more", "a line more", "zeros more"])  # fmt: skip
-@pytest.mark.parametrize("resume", ["auto", "checkpoints/latest"])
-def test_metrics_become_the_lines_up_to_the_checkpoint(tmp_path, change, resume):
+    lambda content: content[:-9], lambda content: content + b'{"step": 4, "lo',
+    lambda content: content + b'{"step": 4, "loss": 1}\n',
+], ids=["cut off", "half a line more", "a line more"])  # fmt: skip
+def test_metrics_become_the_lines_up_to_the_checkpoint(tmp_path, change):
     """Early stop, alarms and `best` are computed from them."""
     path = resumable(tmp_path)
-    content, resume = path.read_bytes(), resume if resume == "auto" else str(tmp_path / resume)
-    lines = change(content.splitlines(keepends=True))
-    path.write_bytes(lines) if lines else path.unlink()
-    metrics = MetricsFile(path, checkpoint.load_metrics(start(tmp_path, resume=resume)))
+    content = path.read_bytes()
+    path.write_bytes(change(content))
+    metrics = MetricsFile(path, checkpoint.load_metrics(start(tmp_path)))
     metrics.start()
     assert path.read_bytes() == content
     metrics.append(4, {})
-    assert [line["step"] for line in metrics.read()] == [1, 2, 3, 4] and path.read_text() == metrics.text
-
-
-@pytest.mark.parametrize("line", ["garbage", "[1]", "{}", '{"step": "2"}', DEEP, "\0\0"])
-def test_a_line_that_is_none_of_metrics(tmp_path, line):
-    metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.path.write_text(f'{{"step": 1}}\n\n{line}\n{{"step": 3}}\n')
-    with pytest.raises(CheckpointError, match=f"{tmp_path}/metrics.jsonl, line 3 ") as error:
-        metrics.read()
-    assert len(str(error.value)) < 400
+    assert [line["step"] for line in complete_lines(metrics)] == [1, 2, 3, 4] and path.read_text() == metrics.text
 
 
 def test_metrics(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    assert metrics.read() == []
     for step in (1, 2):
         metrics.append(step, {"lr": 1e-6, "actor/loss": step / 2, "epoch": step})
     metrics.append(3, {"grad_norm": float("nan"), "actor/loss": float("-inf")})
-    assert metrics.read()[1] == {"step": 2, "lr": 1e-6, "actor/loss": 1.0, "epoch": 2}
-    assert metrics.read()[2] == {"step": 3, "grad_norm": None, "actor/loss": None}
+    assert complete_lines(metrics)[1] == {"step": 2, "lr": 1e-6, "actor/loss": 1.0, "epoch": 2}
+    assert complete_lines(metrics)[2] == {"step": 3, "grad_norm": None, "actor/loss": None}
     assert names(tmp_path) == ["metrics.jsonl"]
 
 
@@ -468,18 +422,8 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-10])
 
 
-def rewrite(path, **values):
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | values))
-
-
 @pytest.mark.parametrize("name, damage", [
-    ("manifest.json", lambda path: (path / "manifest.json").unlink()),
     ("manifest.json", lambda path: cut(path / "manifest.json")),
-    ("manifest.json", lambda path: (path / "manifest.json").write_text(DEEP)),
-    ("manifest.json", lambda path: rewrite(path, files={"state/state.pt": {}})),
-    ("manifest.json", lambda path: rewrite(path, files={"state/metrics.jsonl": {}})),
-    ("manifest.json", lambda path: rewrite(path, score="high")),
     ("state/state.pt", lambda path: (path / "state" / "state.pt").unlink()),
     ("lora.safetensors", lambda path: cut(path / "transformer" / "lora.safetensors")),
 ])  # fmt: skip
@@ -540,21 +484,11 @@ def full(monkeypatch):
     signal.signal(signal.SIGXFSZ, before)
 
 
-def tensors(folder):
-    """As lora.save_adapter does."""
-    try:
-        save_file({"w": torch.zeros(10_000)}, folder / "lora.safetensors")
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-
-
-@pytest.mark.parametrize("part", ["adapter", "state"])
-def test_a_full_disk_costs_the_checkpoint_and_nothing_else(tmp_path, part, full):
+def test_a_full_disk_costs_the_checkpoint_and_nothing_else(tmp_path, full):
     start(tmp_path)
     first = save(tmp_path, 1)
-    arguments = (tensors, {}) if part == "adapter" else (lambda _: None, {"w": torch.zeros(10_000)})
     with pytest.raises(WriteError, match="step-000002 could not be written .*File too large.*run.keep_last: n keeps"):
-        checkpoint.save_checkpoint(tmp_path, 2, *arguments)
+        checkpoint.save_checkpoint(tmp_path, 2, lambda _: None, {"w": torch.zeros(10_000)})
     gc.collect()  # Python 3.12.1 died of what the error held
     assert names(tmp_path / "checkpoints") == ["latest", "step-000001"]
     assert start(tmp_path) == first
@@ -572,19 +506,16 @@ def test_metrics_that_could_not_be_written_are_written_later(tmp_path, full):
     for step in (2, 3):
         with pytest.raises(WriteError, match="metrics.jsonl could not be written .*too large.* are kept in memory"):
             metrics.append(step, {"loss": 1.0})
-        assert [line["step"] for line in metrics.read()] == [1]
+        assert [line["step"] for line in complete_lines(metrics)] == [1]
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     metrics.append(4, {"loss": 1.0})
-    assert [line["step"] for line in metrics.read()] == [1, 2, 3, 4]
+    assert [line["step"] for line in complete_lines(metrics)] == [1, 2, 3, 4]
 
 
 def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(WriteError, match="out could not be written .Not a directory.*nothing was changed; free space"):
         start(tmp_path / "file" / "out")
-    monkeypatch.setattr(run_folder, "temporary_path", fail)
-    with pytest.raises(WriteError, match="could not be written .disk full"):
-        start(tmp_path / "out")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(InputError, match=f"run.output_dir {tmp_path}/new: {tmp_path} is not a folder that can be wr"):
         prepare_output_dir(None, changed(run__output_dir=str(tmp_path / "new")), BASE)
@@ -601,33 +532,28 @@ def test_a_dry_run_looks_and_changes_nothing(tmp_path):
     assert tree(tmp_path) == before and names(tmp_path) == ["old"] and os.readlink(latest) == "step-000001"
 
 
-@pytest.mark.parametrize(
-    "output_dir, settings, message",
-    [
-        ("file", {}, "run.output_dir .*file: .*file is not a folder that can be written"),
-        ("nowhere", {}, "nowhere: .*nowhere is not a folder that can be written"),
-        ("new", {"run__resume_from_checkpoint": "missing"}, "run.resume_from_checkpoint: no such folder: missing"),
-        ("old", {"run__resume_from_checkpoint": False}, "already holds a run"),
-        ("old", {"train__learning_rate": 1.0}, "other settings: train.learning_rate"),
-    ],
-)
-def test_a_dry_run_is_refused_what_a_start_is_refused(tmp_path, output_dir, settings, message):
+def test_a_dry_run_is_refused_what_a_start_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     resumable(tmp_path / "old")
     before = tree(tmp_path)
-    config = changed(run__output_dir=str(tmp_path / output_dir), **settings)
-    with pytest.raises((CheckpointError, InputError), match=message):
-        prepare_output_dir(None, config, BASE)
-    assert tree(tmp_path) == before
-    with RunFolder() as run_folder, pytest.raises(CheckpointError):
-        prepare_output_dir(run_folder, config, BASE)
+    for name, settings, message in (
+        ("file", {}, "run.output_dir .*file: .*file is not a folder that can be written"),
+        ("new", {"run__resume_from_checkpoint": "missing"}, "run.resume_from_checkpoint: no such folder: missing"),
+        ("old", {"train__learning_rate": 1.0}, "other settings: train.learning_rate"),
+    ):
+        config = changed(run__output_dir=str(tmp_path / name), **settings)
+        with pytest.raises((CheckpointError, InputError), match=message):
+            prepare_output_dir(None, config, BASE)
+        assert tree(tmp_path) == before
+        with RunFolder() as run_folder, pytest.raises(CheckpointError):
+            prepare_output_dir(run_folder, config, BASE)
+        shutil.rmtree(tmp_path / "new", ignore_errors=True)
 
 
-@pytest.mark.parametrize("last, error", [(False, WriteError), (True, WriteError), (False, CheckpointError)])
-def test_a_write_error_is_a_warning_unless_it_is_the_last(last, error):
+def test_a_write_error_is_a_warning_unless_it_is_the_last():
     lines = []
-    raises = pytest.raises(error, match="no room") if last or error is CheckpointError else contextlib.nullcontext()
-    with raises, checkpoint.warn_on_write_error(lines.append, 3, last=last):
-        raise error("no room")
-    assert lines == ([] if last or error is CheckpointError else ["warning: step 3: no room"])
+    with checkpoint.warn_on_write_error(lines.append, 3, last=False):
+        raise WriteError("no room")
+    with pytest.raises(WriteError), checkpoint.warn_on_write_error(lines.append, 4, last=True):
+        raise WriteError("no room")
+    assert lines == ["warning: step 3: no room"]
