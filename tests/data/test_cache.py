@@ -42,9 +42,6 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(CacheError, match="No space left on device.*data.cache_dir") as error:
         Cache(tmp_path).put(KEY, {"a": torch.ones(2)})
     assert str(tmp_path) in str(error.value)
-    (tmp_path / "file").touch()
-    with pytest.raises(CacheError, match="Not a directory"):
-        Cache(tmp_path / "file").put(KEY, {"a": torch.ones(2)})
 
 
 def with_header(content, change):
@@ -58,9 +55,7 @@ DAMAGES = {
     "truncated": lambda content: content[:-3],
     "flipped": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
     "header is a list": lambda content: with_header(content, lambda text: b"[]"),
-    "header is not text": lambda content: with_header(content, lambda text: b"\xff" + text),
     "metadata is null": lambda content: with_header(content, lambda text: b'{"__metadata__": null}'),
-    "another dtype": lambda content: with_header(content, lambda text: text.replace(b"F32", b"F64")),
     "another entry": lambda content: with_header(content, lambda text: text.replace(b"a person", b"A person")),
 }
 
