@@ -164,7 +164,7 @@ def temporary_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
 
 
-def open_file(path: str | Path) -> BinaryIO:
+def open_file(path: str | Path) -> io.BufferedReader | io.BytesIO:
     """Open a file to read, or a member of a zip archive: ARCHIVE.zip/MEMBER. Raise OSError if it cannot be read."""
     path = Path(path)
     archive = next((parent for parent in path.parents if parent.suffix == ".zip" and parent.is_file()), None)

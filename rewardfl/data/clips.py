@@ -117,7 +117,7 @@ def _open_video(path: str | Path) -> Iterator[tuple[av.container.InputContainer,
     _require_file(path)
     try:
         # titles may be in any encoding
-        with open_file(path) as file, av.open(file, metadata_errors="ignore") as container:
+        with open_file(path) as file, av.open(file, "r", metadata_errors="ignore") as container:
             videos = [video for video in container.streams.video if video.codec_context is not None]
             streams = [video for video in videos if not video.disposition & Disposition.attached_pic]
             if not streams:

@@ -122,11 +122,7 @@ def write_comparison(clips: DataConfig, fps: float, sample: Sample, video: Tenso
     if sample.row.video is None:
         _write_video(path, video.float().cpu(), fps)
         return
-    real = load_video(clips, sample.row)
-    if real.shape != video.shape:
-        sizes = " x ".join(map(str, real.shape[1:])), " x ".join(map(str, video.shape[1:]))
-        raise data.DataError(f"{sample.row.video}: is {sizes[0]} (frames x height x width) now, it was {sizes[1]}")
-    _write_video(path, torch.cat([real, video.float().cpu()], -1), fps)
+    _write_video(path, torch.cat([load_video(clips, sample.row), video.float().cpu()], -1), fps)
 
 
 def _write_video(path: Path, video: Tensor, fps: float) -> None:

@@ -60,7 +60,6 @@ def test_a_sample_whose_clip_is_lost_is_left_out(tmp_path, capsys, process, warn
     """Each process generates as often as before, and the other videos are written."""
     clips = [tmp_path / f"{i}.mp4" for i in range(3)]
     clips[0].write_text("not a video any more")
-    data.write_video(clips[1], torch.zeros(5, 96, 48, 3, dtype=torch.uint8), fps=16)  # another shape
     data.write_video(clips[2], torch.zeros(5, 32, 48, 3, dtype=torch.uint8), fps=16)
     folder, rows = write_samples(tmp_path / "run", [torch.zeros(3, 5, 32, 48)] * 3, 3, process, clips, 32)
     assert folder == tmp_path / "run" / "samples" / "step-000003" and len(rows) == 2
