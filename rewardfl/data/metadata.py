@@ -220,7 +220,7 @@ def _size_problem(cell: Mapping[str, str]) -> str:
     values = [cell[name] for name in SIZE]
     if any(values) and (shaped := [name for name in PATHS if cell[name]]):
         return (
-            f"height and width next to {shaped[0]}: only rows of a prompt alone have their size; empty the cells, or "
+            f"height and width next to {shaped[0]}: only rows of just a prompt have their size; empty the cells, or "
             "rename the columns; data.max_pixels keeps the shape of each clip"
         )
     is_size = all(re.fullmatch("[1-9][0-9]{0,4}", value) and int(value) <= LONGEST_SIDE for value in values)

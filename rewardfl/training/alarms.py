@@ -77,15 +77,14 @@ def broken_guards(
     """
     judge, spread = "reward/held_out", _spread("reward/held_out", first)  # the judge's score may fall by the spread
     steady = {"flow": "optical flow", "motion": "landmark motion", "sharpness": "sharpness", "coverage": "coverage"}
-    advice = "data loss: the model leaves its data; raise anchor.weight, or lower train.learning_rate"
-    # {metric: (words, lowest, highest)} of last mean / first mean
-    ratios = {f"{judge}/{part}": (words, motion, math.inf) for part, words in steady.items()} | {
+    leaves = "data loss: the model leaves its data; raise anchor.weight, or lower train.learning_rate"
+    tint = ("the clips take on a tint", -COLOUR_GUARD, COLOUR_GUARD)
+    # {metric: (words, lowest, highest)} of last mean / first mean, and of last mean - first mean
+    factors = {f"{judge}/{part}": (words, motion, math.inf) for part, words in steady.items()} | {
         f"{judge}/grid": ("grid: the model's tokens show", 0.0, grid),
         f"{judge}/saturation": ("saturation", 1 / SATURATION_GUARD, SATURATION_GUARD),
-        "actor/data_loss": (advice, 0.0, 1 + DATA_LOSS_GUARD),
+        "actor/data_loss": (leaves, 0.0, 1 + DATA_LOSS_GUARD),
     }
-    tint = ("the clips take on a tint", -COLOUR_GUARD, COLOUR_GUARD)
-    # {metric: (words, lowest, highest)} of last mean - first mean
     differences = {
         judge: ("the held-out judge's score", -spread, math.inf),
         f"{judge}/reversals": ("reversals: the clips tremble", -math.inf, REVERSALS_GUARD),
@@ -93,12 +92,12 @@ def broken_guards(
         **dict.fromkeys((f"{judge}/red", f"{judge}/green", f"{judge}/blue"), tint),
     }
     broken = []
-    for key, (words, lowest, highest) in (ratios | differences).items():
+    for key, (words, lowest, highest) in (factors | differences).items():
         was, now = _mean(key, first), _mean(key, last)
-        change = now - was if key in differences else now / (was or math.nan)
+        name, change = ("factor", now / (was or math.nan)) if key in factors else ("difference", now - was)
         if change < lowest or change > highest:
-            how = f"{'difference' if key in differences else 'factor'} {change:.3f}, allowed {lowest:.3g} to"
-            broken.append(f"{key} went from {was:.3f} to {now:.3f} ({how} {highest:.3g}): {words}")
+            how = f"{name} {change:.3f}, allowed {lowest:.3g} to {highest:.3g}"
+            broken.append(f"{key} went from {was:.3f} to {now:.3f} ({how}): {words}")
     gain, judge_gain = (_mean(key, last) - _mean(key, first) for key in ("actor/face_score", judge))
     if gain > GAIN_GUARD and judge_gain < SHARE_GUARD * gain:
         why = f"the held-out judge's ({judge}) by {judge_gain:.3f}: the reward may be hacked"

@@ -123,8 +123,8 @@ class Distributed:
     @property
     def sharding(self) -> Sharding:
         """Return the type of sharding over the processes."""
-        kinds: dict[DistributedType, Sharding] = {DistributedType.DEEPSPEED: "zero2", DistributedType.FSDP: "fsdp2"}
-        return kinds.get(self.accelerator.distributed_type, "none")
+        names: dict[DistributedType, Sharding] = {DistributedType.DEEPSPEED: "zero2", DistributedType.FSDP: "fsdp2"}
+        return names.get(self.accelerator.distributed_type, "none")
 
     @property
     def home(self) -> torch.device:

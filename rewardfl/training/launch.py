@@ -52,15 +52,15 @@ def check_processes(accelerator: Accelerator, environment: Mapping[str, str]) ->
     """Raise LaunchError unless the processes are connected in the way that the launcher requested."""
     world = int(environment.get("WORLD_SIZE", "1"))
     plugins = {"ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED, "ACCELERATE_USE_FSDP": DistributedType.FSDP}
-    for key, kind in plugins.items():
-        if environment.get(key) == "true" and accelerator.distributed_type != kind:
+    for key, requested in plugins.items():
+        if environment.get(key) == "true" and accelerator.distributed_type != requested:
             actual = f"{accelerator.distributed_type.value} with {accelerator.num_processes} of {world} processes"
-            needs = "; FSDP needs GPUs" if kind == DistributedType.FSDP else ""
-            raise LaunchError(f"{kind.value} was requested, accelerate gives {actual}{needs}")
+            needs = "; FSDP needs GPUs" if requested == DistributedType.FSDP else ""
+            raise LaunchError(f"{requested.value} was requested, accelerate gives {actual}{needs}")
     if accelerator.num_processes != world or (world > 1 and accelerator.distributed_type == DistributedType.NO):
         raise LaunchError(
             f"the launcher started {world} processes, accelerate sees {accelerator.num_processes} "
-            f"({accelerator.distributed_type.value}): each would train alone"
+            f"({accelerator.distributed_type.value}): each would train by itself"
         )
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None and plugin.zero_stage != 2:

@@ -34,8 +34,8 @@ class Interruption:
         elif time.monotonic() - self._noted_at > ECHO:
             os._exit(128 + number)
 
-    def __exit__(self, kind: type[BaseException] | None, *_exception) -> None:
-        if not self._before and kind is KeyboardInterrupt:  # one line instead of a traceback
+    def __exit__(self, error: type[BaseException] | None, *_exception) -> None:
+        if not self._before and error is KeyboardInterrupt:  # one line instead of a traceback
             print("SIGINT: stopped before the first step; the same command starts again", file=sys.stderr)
             raise SystemExit(128 + signal.SIGINT)
         for number, before in self._before.items():

@@ -49,13 +49,12 @@ def changed(base=CONFIG, **keys):
 
 
 def opened(output_dir, config=CONFIG, resume="auto", base_model=BASE):
-    """What the script does before its first step; what it goes on from. The lock is let go of."""
+    """Return what the script resumes from; it holds the lock no longer."""
     run = config["run"] | {"output_dir": str(output_dir), "resume_from_checkpoint": resume}
     with RunFolder() as run_folder:
-        found = prepare_output_dir(run_folder, config | {"run": run}, base_model)
-        record = {"config": config, "base_model": base_model, "changes": found.changes, "command": ["train.py"]}
-        run_folder.write_run_json(record)
-    return found
+        point = prepare_output_dir(run_folder, config | {"run": run}, base_model)
+        run_folder.write_run_json({"config": config, "base_model": base_model, "changes": point.changes})
+    return point
 
 
 def start(*arguments, **settings):
@@ -77,11 +76,6 @@ def complete_lines(metrics):
 
 def names(folder):
     return sorted(path.name for path in Path(folder).iterdir())
-
-
-def point(link, name):
-    link.unlink()
-    link.symlink_to(name)
 
 
 def fail(*_args, **_kwargs):
@@ -320,12 +314,8 @@ def test_what_may_change_when_a_run_resumes(tmp_path, old, new, refused):
 
 
 def test_the_keys_that_may_change_exist():
-    keys = {
-        f"{name}.{key}"
-        for sections in SECTIONS.values()
-        for name, kind in sections.items()
-        for key in kind.model_fields
-    }
+    sections = [item for each in SECTIONS.values() for item in each.items()]
+    keys = {f"{name}.{key}" for name, section in sections for key in section.model_fields}
     assert keys >= resuming.FREE | resuming.BY_CONTENT | resuming.NAMED
     fixed = "run.seed model.dtype model.trainable_models lora.lora_rank lora.lora_target_modules data.num_frames"
     fixed += " grpo.group_size grpo.updates_per_epoch grpo.ema_decay sample.num_inference_steps"
@@ -340,9 +330,8 @@ def test_changes_add_up(tmp_path):
         save(tmp_path, step)
         config = changed(train__learning_rate=rate)
         config["run"]["resume_with_changes"] = ["train.learning_rate"]
-        found = opened(tmp_path, config)
         rates.append({"key": "train.learning_rate", "old": before, "new": rate, "step": step})
-        assert found.changes == tuple(rates)
+        assert opened(tmp_path, config).changes == tuple(rates)
     assert opened(tmp_path, config).changes == tuple(rates)  # it stays named, and nothing changes
 
 
@@ -456,7 +445,7 @@ def test_best_has_the_highest_score_and_is_found_again(tmp_path):
     assert links() == {"latest": "step-000006", "best": "step-000004"}
     assert '"score": null' in (tmp_path / "checkpoints" / "step-000002" / "manifest.json").read_text()
     for name in ("latest", "best"):  # as if killed before they were pointed at the last checkpoint
-        point(tmp_path / "checkpoints" / name, "step-000003")
+        (tmp_path / "checkpoints" / name).unlink()
     start(tmp_path)
     assert links() == {"latest": "step-000006", "best": "step-000004"}
     save(tmp_path, 7, 0.8)
@@ -500,9 +489,9 @@ def test_metrics_that_could_not_be_written_are_written_later(tmp_path, full):
     """A file that may grow by ten bytes takes the beginning of a line, which must not spoil the next."""
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics.append(1, {"loss": 1.0})
-    whole = metrics.path.read_text()
+    content = metrics.path.read_text()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 10, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(content) + 10, limits[1]))
     for step in (2, 3):
         with pytest.raises(WriteError, match="metrics.jsonl could not be written .*too large.* are kept in memory"):
             metrics.append(step, {"loss": 1.0})
@@ -524,12 +513,12 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatc
 def test_a_dry_run_looks_and_changes_nothing(tmp_path):
     """Neither an old folder nor a new one."""
     latest = resumable(tmp_path / "old").parent / "checkpoints" / "latest"
-    point(latest, "step-000001")  # as if killed before it was pointed at the last checkpoint
+    latest.unlink()  # as if killed before it was pointed at the last checkpoint
     before = tree(tmp_path)
     for name, step in (("old", 3), ("new", 0)):
         config = changed(run__output_dir=str(tmp_path / name))
         assert prepare_output_dir(None, config, BASE).step == step
-    assert tree(tmp_path) == before and names(tmp_path) == ["old"] and os.readlink(latest) == "step-000001"
+    assert tree(tmp_path) == before and names(tmp_path) == ["old"] and not latest.is_symlink()
 
 
 def test_a_dry_run_is_refused_what_a_start_is_refused(tmp_path):

@@ -208,14 +208,6 @@ def test_dark_photos_are_named_and_left_out(levels, image, count, bad):
         assert reference == {"count": count, "motion": 5}
 
 
-def test_an_error_names_the_table_that_was_read(plan):
-    plan.data = config.DataConfig(**vars(plan.data) | {"num_frames": 6})
-    rows = data.load_metadata(plan.data.file_name, "evaluation.eval_clips")
-    backbone = SimpleNamespace(takes_image=True, frame_rate=8, prompt_limits=dict)
-    with pytest.raises(data.DataError, match=r"evaluation.eval_clips \(.*\): 9 of 9 rows"):
-        setup_data._scan_table(plan, rows, one_process(), backbone)
-
-
 # ---- the start-up check of face packs
 
 
