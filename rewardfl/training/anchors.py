@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from rewardfl import anchor
-from rewardfl.backbones import protocol
-from rewardfl.backbones.protocol import Conditioning, Schedule, Velocity
+from rewardfl.backbones.protocol import Conditioning, Schedule, Velocity, move_to
 from rewardfl.copies import to_device
 from rewardfl.data.cache import CacheError
 from rewardfl.noise import draw_noise, noise_seed
@@ -49,7 +48,7 @@ class Anchors:
             losses = torch.zeros(len(members), device=self.device)
             return AnchorOutcome(loss=losses, has_clip=losses.bool())
         x0, has_clip = self.latents([member.row for member in members])
-        conditioning = protocol.move_to(batch.conditioning, self.device)
+        conditioning = move_to(batch.conditioning, self.device)
         draws = []
         in_range = settings.sigmas == "trained_range"
         moments = anchor.draw_moments(settings.draws, self.plan.anchor_steps, seed, update, whole_range=in_range)
@@ -95,7 +94,7 @@ class Anchors:
             sample = self.samples[row]
             schedule = self.plan.schedule(self.conditions.latent_shape(sample))
             x0, has_clip = self.latents([row])
-            conditioning = protocol.move_to(self.conditions.conditioning(sample), self.device)
+            conditioning = move_to(self.conditions.conditioning(sample), self.device)
             for step in self.plan.anchor_steps:
                 seeds = [noise_seed(self.plan.run.seed, -1, f"anchor/{sample.row.id}", step)]
                 draw = self._draw(model, conditioning, schedule.at(step), seeds, x0, to_data=True)

@@ -11,8 +11,7 @@ from tqdm import tqdm
 
 from rewardfl import data, files
 from rewardfl.config import DataConfig
-from rewardfl.data import cache
-from rewardfl.data.cache import Cache, Key
+from rewardfl.data.cache import Cache, Key, digest
 from rewardfl.rewards import Reward
 from rewardfl.rewards.base import PhotoError, Reference
 from rewardfl.training.samples import Sample
@@ -49,7 +48,7 @@ def clip_key(row: data.Row, hashes: Mapping[Path, str], size: Mapping[str, float
 
 
 def reference_key(clip: Key, reward: Reward, prompt: str) -> Key:
-    key = {"kind": "checked_reference", "clip": cache.digest(clip), "reward": reward.fingerprint()}
+    key = {"kind": "checked_reference", "clip": digest(clip), "reward": reward.fingerprint()}
     return key | {"prompt": prompt} if reward.uses_prompt else key
 
 
@@ -104,7 +103,7 @@ def _store_references(
 ) -> None:
     """Store the entries of a clip that the cache lacks: its image or size, and its rows' references of the rewards."""
     references = {
-        cache.digest(key): (row, key, reward)  # rows with one prompt share it
+        digest(key): (row, key, reward)  # rows with one prompt share it
         for row in rows
         for reward in rewards
         if reward.compares_with in row.offers and store.get(key := reference_key(clip, reward, row.prompt)) is None

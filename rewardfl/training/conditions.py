@@ -9,10 +9,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rewardfl import reward_flow
-from rewardfl.backbones import protocol
-from rewardfl.backbones.protocol import Backbone, Conditioning, Experts, Schedule, Shape, Velocity
-from rewardfl.data import cache
-from rewardfl.data.cache import Cache, CacheError, Key
+from rewardfl.backbones.protocol import Backbone, Conditioning, Experts, Schedule, Shape, Velocity, move_to
+from rewardfl.data.cache import Cache, CacheError, Key, digest
 from rewardfl.noise import draw_noise
 from rewardfl.training.samples import Sample
 from rewardfl.training.shard import Shard, T, fill_missing, read_entry
@@ -82,7 +80,7 @@ class Conditions:
 
             def run(item: tuple[Sample, int, Schedule]) -> Mapping[str, Tensor]:
                 sample, seed, schedule = item
-                conditioning = protocol.move_to(self.conditioning(sample), device)
+                conditioning = move_to(self.conditioning(sample), device)
                 velocity = Velocity(backbone=self.backbone, model=experts, conditioning=conditioning, schedule=schedule)
                 x = draw_noise((1, *self.latent_shape(sample)), seed, device)
                 return {"x": reward_flow.rollout(velocity, x, schedule.sigmas[: schedule.handover + 1], keep=()).x0}
@@ -127,13 +125,13 @@ class Conditions:
         return {"kind": "text", "model": self.text, "dtype": self.dtype, "prompt": prompt}
 
     def _image_key(self, sample: Sample) -> Key:
-        return {"kind": "image", "model": self.image, "dtype": self.dtype, "clip": cache.digest(sample.clip)}
+        return {"kind": "image", "model": self.image, "dtype": self.dtype, "clip": digest(sample.clip)}
 
     def _latents_key(self, sample: Sample) -> Key:
-        return {"kind": "latents", "model": self.image, "clip": cache.digest(sample.clip)}
+        return {"kind": "latents", "model": self.image, "clip": digest(sample.clip)}
 
     def _boundary_key(self, sample: Sample, noise_seed: int, schedule: Schedule) -> Key:
-        text, image = cache.digest(self._text_key(sample.row.prompt)), cache.digest(self._image_key(sample))
+        text, image = digest(self._text_key(sample.row.prompt)), digest(self._image_key(sample))
         sigmas = schedule.sigmas[: schedule.handover + 1].tolist()
         network = {"kind": "boundary", "model": self.untrained, "dtype": self.dtype}
         return network | {"seed": noise_seed, "text": text, "image": image, "sigmas": sigmas}

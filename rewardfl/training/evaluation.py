@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from rewardfl import lora, reward_flow
-from rewardfl.backbones import protocol
-from rewardfl.backbones.protocol import Conditioning, Decoder, Experts, Velocity
+from rewardfl.backbones.protocol import Conditioning, Decoder, Experts, Velocity, move_to
 from rewardfl.config import DataConfig
 from rewardfl.noise import draw_noise, noise_seed
 from rewardfl.rewards import FaceIdentityReward, async_scoring
@@ -51,7 +50,7 @@ class DeployedSampler:
         steps = steps or self.plan.evaluation.eval_inference_steps or settings.num_inference_steps
         row, conditioning = self.conditions.read_or_substitute(clips, row, skip=self.plan.data.skip_bad_rows)
         shape, seed = self.conditions.latent_shape(clips[row]), noise_seed(self.plan.run.seed, -1, clips[row].row.id, n)
-        conditioning = protocol.move_to(conditioning, self.device)
+        conditioning = move_to(conditioning, self.device)
         schedule = backbone.schedule(steps, settings.shift, shape)
         velocity = Velocity(
             backbone=backbone, model=self.model, conditioning=conditioning, schedule=schedule, negative=self.negative,
@@ -87,7 +86,7 @@ def find_scales(
     job.wait()
     through_vae = []
     for sample in job.shard.take(clips):
-        conditioning = protocol.move_to(conditions.conditioning(sample), job.device)
+        conditioning = move_to(conditions.conditioning(sample), job.device)
         video = decoder.decode(conditions.clip_latents(sample).to(job.device), conditioning)[0].float()
         for i, judge in judges.items():
             pool = sample.references[i]["embeddings"]

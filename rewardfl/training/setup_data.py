@@ -11,8 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rewardfl import data
-from rewardfl.backbones import protocol
-from rewardfl.backbones.protocol import Backbone, Conditioning, Decoder, Experts
+from rewardfl.backbones.protocol import Backbone, Conditioning, Decoder, Experts, move_to
 from rewardfl.config import ConfigError, DataConfig
 from rewardfl.config.schema import SharedSampleConfig
 from rewardfl.data.cache import Cache, Key, digest
@@ -281,7 +280,7 @@ def fill_conditions(
     guided = sample.guidance_scale != 1
     conditions.fill(samples, job.device, job.shard, [sample.negative_prompt] if guided else [])
     job.wait()
-    return protocol.move_to(conditions.text_conditioning(sample.negative_prompt), job.device) if guided else None
+    return move_to(conditions.text_conditioning(sample.negative_prompt), job.device) if guided else None
 
 
 def make_sampler(

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from tqdm import tqdm
 
-from rewardfl.data import cache
-from rewardfl.data.cache import Cache, CacheError, Key
+from rewardfl.data.cache import Cache, CacheError, Key, digest
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -55,7 +54,7 @@ def fill_missing(
     entries: (key, input of the network), the same on all processes. load: returns the network, if an entry is missing.
     """
     network = functools.cache(load)
-    distinct = {cache.digest(key): (key, item) for key, item in entries}.values()
+    distinct = {digest(key): (key, item) for key, item in entries}.values()
     shard = share.take(distinct)
     for key, item in tqdm(shard, desc=what, disable=share.quiet or not shard):
         if store.get(key) is None:

@@ -2,7 +2,6 @@ import ctypes
 import math
 import random
 import re
-import tracemalloc
 import zlib
 
 import av
@@ -308,16 +307,6 @@ def test_read_clip_is_fit_of_read_video(tmp_path):
     assert len(data.read_clip(tmp_path / "a.mp4", 32, 32, 40, at_least=9)) == 9
     turn(tmp_path / "a.mp4", 0, 0x10000, -0x10000, 0)
     assert data.read_clip(tmp_path / "a.mp4", 32, 32, 4, max_pixels=48 * 112).shape == (4, 112, 48, 3)
-
-
-def test_frames_are_fitted_one_at_a_time(tmp_path):
-    """20 frames of 640 x 480 are 18 MB, and four times as much as floats."""
-    data.write_video(tmp_path / "a.mp4", gradients(1, 480, 640).expand(20, -1, -1, -1), fps=16)
-    tracemalloc.start()  # sees numpy's arrays; each frame becomes one
-    data.read_clip(tmp_path / "a.mp4", 48, 64, 20)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 5e6
 
 
 # ---- pictures
