@@ -1,5 +1,6 @@
 """Write checkpoints and sample videos, and close a run."""
 
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -138,8 +139,9 @@ def close_run(run: RunConfig, job: Distributed, interruption: Interruption, step
     """Close the tracker, print how the run ended, and return the exit code. stopped: why train.early_stop ended it."""
     job.accelerator.end_training()
     if interruption.number:
-        job.print(f"{interruption.name}: stopped after step {step}; the same command resumes it")
-        return interruption.exit_code
+        name = signal.Signals(interruption.number).name
+        job.print(f"{name}: stopped after step {step}; the same command resumes it")
+        return 128 + interruption.number  # as a shell does
     if stopped:
         job.print(f"stopped at step {step}: {stopped}; {checkpoint.after_early_stop(run.output_dir)}")
     job.print(f"done: {run.output_dir}/checkpoints/latest")

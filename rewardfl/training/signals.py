@@ -45,12 +45,3 @@ class Interruption:
         """Tell whether any process got a signal. Collective. largest: the maximum over all processes."""
         self.number = self.number or largest(self.received)
         return self.number != 0
-
-    @property
-    def name(self) -> str:
-        return signal.Signals(self.number).name
-
-    @property
-    def exit_code(self) -> int:
-        """Return 128 + the signal's number, as a shell does."""
-        return 128 + self.number
