@@ -1,10 +1,11 @@
-"""Files that are not what their names promise, by their first bytes, and paths of other systems. No torch here."""
+"""Files in zip archives, files that are not what their names promise, and paths of other systems. No torch here."""
 
+import errno
+import io
 import re
+import zipfile
 from pathlib import Path
 from typing import Literal
-
-from rewardfl.files import open_file
 
 FileKind = Literal["torch", "safetensors", "picture", "text"]
 
@@ -33,6 +34,21 @@ _FOREIGN_PATHS = {
     r"(^|/)[a-z][a-z0-9+.-]+:/": "it is an address, and nothing is downloaded: download it and name the file",
     r"(^|/)(~|\$|%\w+%)": "~ and variables are not replaced here: write the path in full",
 }
+
+
+def open_file(path: str | Path) -> io.BufferedReader | io.BytesIO:
+    """Open a file to read, or a member of a zip archive: ARCHIVE.zip/MEMBER. Raise OSError if it cannot be read."""
+    path = Path(path)
+    archive = next((parent for parent in path.parents if parent.suffix == ".zip" and parent.is_file()), None)
+    if archive is None:
+        return path.open("rb")
+    try:
+        with zipfile.ZipFile(archive) as members:
+            return io.BytesIO(members.read(path.relative_to(archive).as_posix()))
+    except KeyError as error:
+        raise FileNotFoundError(errno.ENOENT, "the archive has no such member", str(path)) from error
+    except zipfile.BadZipFile as error:
+        raise OSError(errno.EIO, f"the archive is damaged ({error})", str(path)) from error
 
 
 def wrong_kind(path: Path, *right: FileKind) -> str:

@@ -13,11 +13,12 @@ import shutil
 import sys
 import unicodedata
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, BinaryIO
+
+from rewardfl.file_kinds import open_file
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # samples of a model's file, for its digest
 TEMPORARY = ".tmp-" + "[0-9a-f]" * 16  # pattern of the end of temporary_path's names
@@ -162,21 +163,6 @@ def remove(path: Path) -> None:
 def temporary_path(path: Path) -> Path:
     """Return a new path of the unfinished `path`: next to it, on the same file system."""
     return path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
-
-
-def open_file(path: str | Path) -> io.BufferedReader | io.BytesIO:
-    """Open a file to read, or a member of a zip archive: ARCHIVE.zip/MEMBER. Raise OSError if it cannot be read."""
-    path = Path(path)
-    archive = next((parent for parent in path.parents if parent.suffix == ".zip" and parent.is_file()), None)
-    if archive is None:
-        return path.open("rb")
-    try:
-        with zipfile.ZipFile(archive) as members:
-            return io.BytesIO(members.read(path.relative_to(archive).as_posix()))
-    except KeyError as error:
-        raise FileNotFoundError(errno.ENOENT, "the archive has no such member", str(path)) from error
-    except zipfile.BadZipFile as error:
-        raise OSError(errno.EIO, f"the archive is damaged ({error})", str(path)) from error
 
 
 def sha256(path: str | Path) -> str:

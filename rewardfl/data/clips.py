@@ -19,8 +19,8 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn import functional
 
-from rewardfl.file_kinds import foreign_path_hint, wrong_kind
-from rewardfl.files import atomic_write, open_file
+from rewardfl.file_kinds import foreign_path_hint, open_file, wrong_kind
+from rewardfl.files import atomic_write
 
 STEP = 16  # diffusers' Wan pipeline takes heights and widths in multiples of it
 SHEET_PIXELS = 2**26  # largest number in a sheet of pictures
