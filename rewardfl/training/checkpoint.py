@@ -87,7 +87,7 @@ def save_checkpoint(
 
     write_adapter: writes the adapter's files into a folder. score: larger is better; None or nan never becomes `best`.
     keep_last: number of checkpoints to keep besides `latest` and `best`; None keeps all. metrics: the lines of
-    metrics.jsonl. Raise WriteError where the disk fails: nothing of this checkpoint is left.
+    metrics.jsonl. Raise WriteError if the disk fails: nothing of this checkpoint is left.
     """
     path = checkpoint_dir(output_dir, step)
     record = {"step": step, "score": score if score is not None and math.isfinite(score) else None}

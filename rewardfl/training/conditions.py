@@ -42,7 +42,7 @@ class Conditions:
     text: str  # digests of the networks that compute the entries
     image: str
     untrained: str  # the first expert
-    dtype: str  # of these networks
+    dtype: str  # the networks run in it
     num_frames: int
 
     def fill(self, samples: Sequence[Sample], device: torch.device, share: Shard, prompts: Sequence[str] = ()) -> None:
