@@ -82,7 +82,7 @@ MODES = {
     "full_graph": RESIDENT,
     "replay": RESIDENT,
     "keep_on_device": ON_DEVICE,
-    "keep_all": [*ON_DEVICE, "train.memory.kept_chunks=1000"],
+    "keep_all": ON_DEVICE,  # and all chunks of the decoder
     "keep_on_host": ["train.memory.trained=gpu", "train.memory.active_graphs=keep_on_host", *IN_HOST],
     "swap": [
         "train.memory.trained=cpu_swap", "train.memory.active_graphs=replay", "train.memory.kept_steps=null", *IN_HOST,
@@ -522,7 +522,12 @@ def main() -> None:
             more = [*args.overrides, *filter(None, [point]), f"model.model_paths={folder}"]
 
             def load(mode: str, more: Sequence[str] = more) -> RewardFlConfig:
-                return config.load(args.config, [*more, *(EXACT if mode != "as_configured" else []), *MODES[mode]])
+                settings = [*more, *(EXACT if mode != "as_configured" else []), *MODES[mode]]
+                cfg = config.load(args.config, settings)
+                if mode != "keep_all":
+                    return cfg
+                chunks = described.latent_shape(cfg.data.height, cfg.data.width, cfg.data.num_frames)[1]
+                return config.load(args.config, [*settings, f"train.memory.kept_chunks={chunks}"])
 
             cfg = load(args.modes[0])
             size = make_size(cfg, backbones.describe(cfg.model.model_name, model_files.model_source(cfg.model)), device)

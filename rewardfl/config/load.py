@@ -18,7 +18,15 @@ from pydantic_core import ErrorDetails
 
 from rewardfl.config.aliases import RENAMED, find, merge, modernise, order
 from rewardfl.config.fields import Section, did_you_mean, shown
-from rewardfl.config.schema import PRESETS, SECTIONS, AnyConfig, FlowGrpoConfig, ForwardRlConfig, RewardFlConfig
+from rewardfl.config.schema import (
+    ONE_STEP,
+    PRESETS,
+    SECTIONS,
+    AnyConfig,
+    FlowGrpoConfig,
+    ForwardRlConfig,
+    RewardFlConfig,
+)
 
 MOST_BYTES, MOST_BRACKETS = 100_000, 500  # our longest configuration has 4,000 and 20
 _TYPES = {
@@ -144,9 +152,10 @@ def _refusal(problem: str, at: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
 
 
 def without_removed(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections of a run of an earlier version without keys that no longer exist."""
+    """Return the sections of a run of an earlier version without keys that no longer exist, or do nothing."""
+    idle = {"sample.mid_timestep"} if find(sections, "sample.gradient_mode") in ONE_STEP else set()
     return {
-        name: {key: value for key, value in part.items() if f"{name}.{key}" not in _REMOVED}
+        name: {key: value for key, value in part.items() if f"{name}.{key}" not in _REMOVED.keys() | idle}
         if isinstance(part, dict) else part
         for name, part in sections.items()
     }  # fmt: skip

@@ -986,6 +986,8 @@ def _keys_without_effect(cfg: AnyConfig) -> Iterator[str]:
     if isinstance(cfg, RewardFlConfig):
         has_kl = cfg.reward.kl_weight > 0
         needs.append((cfg.reward, "reward", ("kl_gradient",), has_kl, "a reward.kl_weight above 0"))
+        several = cfg.sample.gradient_mode not in ONE_STEP
+        needs.append((cfg.sample, "sample", ("mid_timestep",), several, "a sample.gradient_mode of several steps"))
     else:
         keys = ("eval_inference_steps", "eval_noises")
         has_clips = cfg.evaluation.eval_clips is not None

@@ -237,6 +237,10 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
         raise ConfigError(
             f"train.memory.kept_steps is {count}, but {len(active)} steps have a gradient; make it smaller"
         )
+    if memory.kept_chunks > shape[1]:
+        raise ConfigError(
+            f"train.memory.kept_chunks is {memory.kept_chunks}, but a video has {shape[1]} chunks; make it smaller"
+        )
     return RewardFlPlan(
         **common,
         active=active,

@@ -145,3 +145,5 @@ def test_a_memory_preset_sets_what_fits_and_is_not_given(overrides, values):
 def test_saved_settings_are_read_by_todays_keys():
     old = json.loads(json.dumps(SHIPPED["configs/wan22_face_24gb.yaml"]))
     assert config.read_saved(old)["train"]["memory"]["decode_caches"] == "segment"
+    old["sample"] |= {"gradient_mode": "last", "mid_timestep": 2}  # refused today
+    assert config.read_saved(old)["sample"]["mid_timestep"] == 4

@@ -521,6 +521,7 @@ def test_tiny_config():
 def test_run_of_a_configuration():
     settings = [
         "sample.num_inference_steps=4", "sample.shift=3", "sample.final_timestep=2", "sample.mid_timestep=0",
+        "train.memory.kept_chunks=13",
         "sample.gradient_mode=drtune", "reward.kl_weight=0", "reward.kl_steps=null",
         "model.trainable_models=dit,dit2", "model.min_timestep_boundary=0.8", "run.save_steps=7",
         "reward.reward_model_path=assets/tiny_world/faces/reward", "reward.held_out_model_path=null",
@@ -539,7 +540,7 @@ def test_run_of_a_configuration():
         backward_passes={"high_noise": 2, "low_noise": 1}, reward_gradient=True, steps=12,
         reward_bytes=pack, processes=2, sharding="zero2", anchor={"high_noise": 2 / 3, "low_noise": 1 / 3},
         anchor_to_reference=True, spans=(Span("one update of 8 clips per GPU", 8, 8),),
-        active_experts=("high_noise", "high_noise", "low_noise"), kept_steps=3, kept_chunks=21, latents_of_update=10,
+        active_experts=("high_noise", "high_noise", "low_noise"), kept_steps=3, kept_chunks=13, latents_of_update=10,
     )  # fmt: skip
     assert needs.memory(measured_before(TINY), run).resident["reward networks' weights"] == pack > 1e6
 

@@ -116,10 +116,12 @@ REWARD_PLACES = {
     "frozen last": ["model.trainable_models=dit", "sample.mid_timestep=1", "sample.final_timestep=3"],
     "both": [BOTH, "sample.mid_timestep=1", "sample.final_timestep=2"],
     "both, apart": [BOTH, "sample.active_steps=[0,3]", "sample.final_timestep=3", "sample.gradient_mode=drtune"],
-    "one step": ["model.trainable_models=dit2", "sample.gradient_mode=last", "sample.final_timestep=3"],
+    "one step": [
+        "model.trainable_models=dit2", "sample.gradient_mode=last", "sample.final_timestep=3", "sample.mid_timestep=4",
+    ],
     "endpoint": [
         "model.trainable_models=dit2", "sample.gradient_mode=endpoint", "sample.final_timestep=3",
-        "reward.kl_weight=0", "train.ema_decay=0.5", "train.max_steps=3",
+        "reward.kl_weight=0", "train.ema_decay=0.5", "train.max_steps=3", "sample.mid_timestep=4",
     ],
 }  # fmt: skip
 GUIDED = ["sample.guidance_scale=3", "sample.negative_prompt=a blurred picture"]

@@ -52,7 +52,7 @@ def test_rows_cannot_write_outside(monkeypatch, capsys, tmp_path):
     before = {*tmp_path.rglob("*")}
     code, _, error = call(
         monkeypatch, capsys, *FAST, f"run.output_dir={run}", f"data.file_name={table}", f"data.cache_dir={run}/cache",
-        "train.max_steps=1", "run.sample_videos=2", "sample.gradient_mode=last", "reward.kl_weight=0",
+        "train.max_steps=1", "run.sample_videos=2", "sample.mid_timestep=3", "reward.kl_weight=0",
     )  # fmt: skip
     assert code == 0, error
     assert [path for path in {*tmp_path.rglob("*")} - before if run not in (path, *path.parents)] == []

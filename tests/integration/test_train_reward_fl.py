@@ -90,7 +90,7 @@ def test_clips_of_several_shapes_and_all_columns(clips, tmp_path):
     settings = [
         f"run.output_dir={tmp_path / 'run'}", f"data.file_name={path}", "data.max_pixels=5120", "data.fps=8",
         "data.num_frames=5", "train.max_steps=2", "run.sample_videos=2", "sample.gradient_mode=last",
-        "reward.kl_weight=0",
+        "reward.kl_weight=0", "sample.mid_timestep=4",
     ]  # fmt: skip
     run = launch(*settings, "train.per_device_train_batch_size=2")
     assert len(re.findall(r"note: data.file_name \(.*\): 1 of 3 rows have a negative_prompt", run.stdout)) == 1
@@ -190,7 +190,7 @@ def test_a_run_that_its_judge_ends_is_finished(straight, monkeypatch, capsys, tm
 def test_endpoint_rolls_out_with_the_average(monkeypatch, capsys, tmp_path):
     """A run that was resumed has the same weights, bit for bit."""
     settings = [*FAST, "sample.gradient_mode=endpoint", "train.ema_decay=0.9", "reward.kl_weight=0"]
-    settings += ["run.save_steps=2", "run.sample_videos=0", "train.max_steps=3"]
+    settings += ["sample.mid_timestep=4", "run.save_steps=2", "run.sample_videos=0", "train.max_steps=3"]
     run, resumed, gaps = tmp_path / "run", tmp_path / "resumed", []
     replay = reward_flow.replay_endpoint
 

@@ -166,3 +166,6 @@ def test_the_last_active_steps_keep_their_graphs():
     assert resolve(FACE, *steps, kept, "train.memory.kept_steps=1").graphs_of == (7,)
     with pytest.raises(ConfigError, match="train.memory.kept_steps is 5, but 4 steps have a gradient; make it smaller"):
         resolve(FACE, *steps, kept, "train.memory.kept_steps=5")
+    assert resolve(FACE, "train.memory.kept_chunks=5", "data.num_frames=9").memory.kept_chunks == 5
+    with pytest.raises(ConfigError, match="kept_chunks is 6, but a video has 5 chunks; make it smaller"):
+        resolve(FACE, "train.memory.kept_chunks=6", "data.num_frames=9")
