@@ -58,8 +58,7 @@ from rewardfl.estimate.report import rates_on
 from rewardfl.memory import offload
 from rewardfl.training import model_files, plan
 from rewardfl.training.run_folder import git_commit, library_versions
-from rewardfl.training.setup_workload import make_workload
-from rewardfl.training.workload import Workload
+from rewardfl.training.workload import Workload, make_workload
 
 EXACT = [
     "sample.gradient_mode=chain", "reward.kl_gradient=reference_constant",

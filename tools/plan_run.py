@@ -45,7 +45,7 @@ def plan_run(args: argparse.Namespace) -> int:
     from rewardfl import backbones, config, data, machine
     from rewardfl.estimate.advice import Machine
     from rewardfl.estimate.report import estimate
-    from rewardfl.training import model_files, plan, setup_summary, setup_workload
+    from rewardfl.training import model_files, plan, setup_summary, workload
 
     cfg = config.load(args.config, args.overrides)
     rows = data.load_metadata(cfg.data.file_name) if Path(cfg.data.file_name).is_file() else None
@@ -56,7 +56,7 @@ def plan_run(args: argparse.Namespace) -> int:
         problems = [(row.line, text) for row in rows if (text := plan.size_problem(cfg.data, backbone, row.size))]
         rows, _ = data.usable_rows(rows, problems, skip_bad_rows=cfg.data.skip_bad_rows)
     overview = setup_summary.overview(run_plan, backbone, rows)
-    planned = setup_workload.make_workload(run_plan, backbone, rows, args.sharding)
+    planned = workload.make_workload(run_plan, backbone, rows, args.sharding)
     print(f"model's shape from {backbone.described_by()}")
     print(f"data: {'not there yet' if rows is None else f'{len(rows)} clips'}: {cfg.data.file_name}\n")
     host = machine.usable_memory() if args.host_gb is None else args.host_gb * 1e9

@@ -5,42 +5,13 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, assert_never, overload
+from typing import Any, assert_never
 
 from torch import Tensor
 
 from rewardfl import backbones, data, epoch_order, grpo, lora, sde
-from rewardfl import config as configuration
 from rewardfl.backbones.protocol import Backbone, Schedule, Shape
-from rewardfl.config import (
-    AnchorConfig,
-    AnyConfig,
-    ConfigError,
-    DataConfig,
-    EvaluationConfig,
-    FlowGrpoConfig,
-    ForwardRlConfig,
-    GroupConfig,
-    GroupRunConfig,
-    GrpoTrainConfig,
-    RewardFlConfig,
-)
-from rewardfl.config.schema import (
-    ForwardConfig,
-    GroupMemoryConfig,
-    GrpoConfig,
-    GrpoRewardConfig,
-    LoraConfig,
-    MemoryConfig,
-    ModelConfig,
-    RewardConfig,
-    RewardFlMemoryConfig,
-    RunConfig,
-    SampleConfig,
-    SharedRewardConfig,
-    TrainConfig,
-    WholeSampleConfig,
-)
+from rewardfl.config import ConfigError, schema
 from rewardfl.group_plan import Geometry
 from rewardfl.memory import attention
 from rewardfl.rewards import registry
@@ -59,15 +30,15 @@ class RunPlan:
     """What a run does, resolved from its configuration, its model and its number of processes."""
 
     # the sections that are only read
-    run: RunConfig
-    model: ModelConfig
-    memory: MemoryConfig  # train.memory
-    lora: LoraConfig
-    data: DataConfig
-    sample: SampleConfig | WholeSampleConfig
-    reward: SharedRewardConfig
-    anchor: AnchorConfig
-    train: GrpoTrainConfig
+    run: schema.RunConfig
+    model: schema.ModelConfig
+    memory: schema.MemoryConfig  # train.memory
+    lora: schema.LoraConfig
+    data: schema.DataConfig
+    sample: schema.SampleConfig | schema.WholeSampleConfig
+    reward: schema.SharedRewardConfig
+    anchor: schema.AnchorConfig
+    train: schema.GrpoTrainConfig
 
     processes: int
     processes_per_clip: int  # that compute each clip together
@@ -102,10 +73,10 @@ class RunPlan:
 class RewardFlPlan(RunPlan):
     """The plan of train_reward_fl.py."""
 
-    memory: RewardFlMemoryConfig
-    sample: SampleConfig
-    reward: RewardConfig
-    train: TrainConfig
+    memory: schema.RewardFlMemoryConfig
+    sample: schema.SampleConfig
+    reward: schema.RewardConfig
+    train: schema.TrainConfig
     graphs_of: tuple[int, ...]  # active steps that keep the rollout's graphs; the others are replayed
     kl_steps: tuple[int, ...]  # active steps with a KL; empty without one
     coupling: float  # weight of the gradient from one active step to the one before it
@@ -115,11 +86,11 @@ class RewardFlPlan(RunPlan):
 class GroupPlan(RunPlan):
     """The plan of a script that compares the rollouts of a group."""
 
-    memory: GroupMemoryConfig
-    sample: WholeSampleConfig
-    reward: GrpoRewardConfig
-    evaluation: EvaluationConfig
-    group: GroupConfig  # section grpo or forward
+    memory: schema.GroupMemoryConfig
+    sample: schema.WholeSampleConfig
+    reward: schema.GrpoRewardConfig
+    evaluation: schema.EvaluationConfig
+    group: schema.GroupConfig  # section grpo or forward
     geometry: Geometry  # the rollouts
     training: Geometry  # what updates train on: the rollouts, or with forward.objective best one of each group
     part_weights: Mapping[str, float]  # weights of the first reward's parts that are trained next to its score
@@ -139,7 +110,7 @@ class GroupPlan(RunPlan):
 class ForwardRlPlan(GroupPlan):
     """The plan of train_forward_rl.py. `active` are the steps whose sigmas are drawn."""
 
-    group: ForwardConfig
+    group: schema.ForwardConfig
     draws: int  # draws of each video in an update
     whole_range: bool  # sigmas between the steps, too
     advantage_scale: float
@@ -153,7 +124,7 @@ class ForwardRlPlan(GroupPlan):
 class FlowGrpoPlan(GroupPlan):
     """The plan of train_flow_grpo.py."""
 
-    group: GrpoConfig
+    group: schema.GrpoConfig
     windows: Windows
 
     def window(self, epoch: int, group: int = 0) -> tuple[int, ...]:
@@ -180,12 +151,12 @@ class FlowGrpoPlan(GroupPlan):
 AnyPlan = RewardFlPlan | FlowGrpoPlan | ForwardRlPlan
 
 
-def open_model(cfg: AnyConfig) -> Backbone:
+def open_model(cfg: schema.AnyConfig) -> Backbone:
     """Open the model, and check its files by their headers and the configuration against them."""
     model_files.check_files(cfg.data, cfg.model, cfg.lora, cfg.reward)
     backbone = backbones.open(cfg.model.model_name, model_files.model_source(cfg.model))
     backbone.check_clips(cfg.data.height, cfg.data.width, cfg.data.num_frames, cfg.data.max_pixels)
-    if (processes := configuration.processes_per_clip(cfg)) > 1:
+    if (processes := schema.processes_per_clip(cfg)) > 1:
         backbone.check_split(processes, cfg.data.height, cfg.data.width, cfg.data.num_frames)
     if cfg.model.attention_backend != attention.NATIVE or attention.VARIABLE in os.environ:
         network = next(iter(backbone.on_meta(512, 512, cfg.data.num_frames).experts.values()))[0].build(None)
@@ -193,17 +164,7 @@ def open_model(cfg: AnyConfig) -> Backbone:
     return backbone
 
 
-@overload
-def resolve(cfg: RewardFlConfig, backbone: Backbone, processes: int, *, here: bool = ...) -> RewardFlPlan: ...
-@overload
-def resolve(cfg: FlowGrpoConfig, backbone: Backbone, processes: int, *, here: bool = ...) -> FlowGrpoPlan: ...
-@overload
-def resolve(cfg: ForwardRlConfig, backbone: Backbone, processes: int, *, here: bool = ...) -> ForwardRlPlan: ...
-@overload
-def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = ...) -> AnyPlan: ...
-
-
-def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = True) -> AnyPlan:
+def resolve(cfg: schema.AnyConfig, backbone: Backbone, processes: int, *, here: bool = True) -> AnyPlan:
     """Resolve the configuration. Of files, only the header of lora.init_from is read.
 
     here: the run's files must be on this machine. Raise ConfigError, RewardError or InputError for what cannot
@@ -212,41 +173,33 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
     shape = backbone.latent_shape(*largest_size(cfg.data, ()), cfg.data.num_frames)
     schedule = make_schedule(cfg.sample, backbone, shape)
     trained = trained_experts(cfg, backbone.experts)
-    common = _shared_fields(cfg, backbone, schedule, trained, here=here) | {"processes": processes}
+    shared = partial(_shared_fields, cfg, backbone, processes, schedule, trained, here=here)
     draws = cfg.anchor.draws if cfg.anchor.weight else 0
-    if isinstance(cfg, FlowGrpoConfig):
+    if isinstance(cfg, schema.FlowGrpoConfig):
         windows, geometry = make_windows(cfg, schedule.experts, trained), make_geometry(cfg, processes)
         window_size = len(draw_window(windows, 0, cfg.run.seed))
         return FlowGrpoPlan(
-            **common,
-            active=windows.drawable,
+            **shared(windows.drawable),
             backwards_per_update=geometry.forwards_per_update * (window_size + draws),
             clips_at_once=cfg.grpo.groups,
             windows=windows,
             geometry=geometry,
             training=geometry,
         )
-    if isinstance(cfg, ForwardRlConfig):
-        return ForwardRlPlan(**common, **_forward_fields(cfg, schedule, trained, processes))
-    check_active_experts(cfg, backbone, schedule)
-    active, supervised = configuration.active_steps(cfg), configuration.is_supervised(cfg)
-    replayed = 0 if supervised else len(active)
-    memory = cfg.train.memory
+    if isinstance(cfg, schema.ForwardRlConfig):
+        return ForwardRlPlan(**shared(drawn_steps(cfg, schedule, trained)), **_forward_fields(cfg, processes, draws))
+    active, supervised, memory = schema.active_steps(cfg), schema.is_supervised(cfg), cfg.train.memory
+    check_active_experts(cfg, schedule, trained, active)
     count = 0 if memory.active_graphs == "replay" else memory.kept_steps or len(active)
-    if count > len(active):
-        raise ConfigError(
-            f"train.memory.kept_steps is {count}, but {len(active)} steps have a gradient; make it smaller"
-        )
-    if memory.kept_chunks > shape[1]:
-        raise ConfigError(
-            f"train.memory.kept_chunks is {memory.kept_chunks}, but a video has {shape[1]} chunks; make it smaller"
-        )
+    for key, most, what in (("kept_steps", len(active), "steps with a gradient"), ("kept_chunks", shape[1], "chunks")):
+        number = getattr(memory, key) or 0
+        if number > most:
+            raise ConfigError(f"train.memory.{key} is {number}, but there are {most} {what}; make it smaller")
     return RewardFlPlan(
-        **common,
-        active=active,
+        **shared(active),
         graphs_of=active[len(active) - count :],
-        kl_steps=configuration.kl_steps(cfg),
-        backwards_per_update=cfg.train.gradient_accumulation_steps * (replayed + draws),
+        kl_steps=schema.kl_steps(cfg),
+        backwards_per_update=cfg.train.gradient_accumulation_steps * ((0 if supervised else len(active)) + draws),
         clips_at_once=check_batch(cfg.train, processes),
         coupling=cfg.sample.coupling,
         supervised=supervised,
@@ -254,59 +207,60 @@ def resolve(cfg: AnyConfig, backbone: Backbone, processes: int, *, here: bool = 
 
 
 def _shared_fields(
-    cfg: AnyConfig, backbone: Backbone, schedule: Schedule, trained: tuple[str, ...], *, here: bool
+    cfg: schema.AnyConfig,
+    backbone: Backbone,
+    processes: int,
+    schedule: Schedule,
+    trained: tuple[str, ...],
+    active: tuple[int, ...],
+    *,
+    here: bool,
 ) -> dict[str, Any]:
-    """Return the fields of RunPlan, and of GroupPlan, that do not depend on the processes."""
+    """Return the fields of RunPlan, and of GroupPlan, that the scripts resolve alike."""
     rewards = find_rewards(cfg, backbone, here=here)
     targets = tuple(lora.target_modules(cfg.lora.lora_target_modules, backbone.layer_names))
     if here:
         lora.check_targets(targets, backbone.linear_layers(), backbone.layer_names)
         model_files.check_shared_networks(cfg.reward, [spec for spec, _ in rewards])
     groups: dict[str, Any] = {}
-    if isinstance(cfg, GroupRunConfig):
-        groups = {"evaluation": cfg.evaluation, "group": cfg.group, "part_weights": cfg.reward.part_weights}
-    return groups | {
-        "run": cfg.run,
-        "model": cfg.model,
-        "memory": cfg.train.memory,
-        "lora": cfg.lora,
-        "data": cfg.data,
-        "sample": cfg.sample,
-        "reward": cfg.reward,
-        "anchor": cfg.anchor,
-        "train": cfg.train,
-        "processes_per_clip": configuration.processes_per_clip(cfg),
-        "rewards": rewards,
-        "schedule": partial(make_schedule, cfg.sample, backbone),
-        "experts": schedule.experts,
-        "trained": trained,
-        "targets": targets,
-        "init": read_initial_adapters(cfg.lora, backbone, trained, targets) if here else {},
-        "anchor_steps": anchor_steps(cfg, schedule, trained),
-        "forwards_per_velocity": 2 if cfg.sample.guidance_scale != 1 else 1,
-        "base_noises": configuration.count_base_noises(cfg),
-    }
+    if isinstance(cfg, schema.GroupRunConfig):
+        groups = {"group": cfg.group, "part_weights": cfg.reward.part_weights}
+    sections = {name: section for name, section in cfg if name not in ("grpo", "forward")}
+    return (
+        sections
+        | groups
+        | {
+            "memory": cfg.train.memory,
+            "processes": processes,
+            "processes_per_clip": schema.processes_per_clip(cfg),
+            "rewards": rewards,
+            "schedule": partial(make_schedule, cfg.sample, backbone),
+            "experts": schedule.experts,
+            "trained": trained,
+            "targets": targets,
+            "init": read_initial_adapters(cfg.lora, backbone, trained, targets) if here else {},
+            "active": active,
+            "anchor_steps": anchor_steps(cfg.anchor, schedule, trained, active),
+            "forwards_per_velocity": 2 if cfg.sample.guidance_scale != 1 else 1,
+            "base_noises": schema.count_base_noises(cfg),
+        }
+    )
 
 
-def _forward_fields(cfg: ForwardRlConfig, schedule: Schedule, trained: Sequence[str], processes: int) -> dict[str, Any]:
-    """Return the fields of ForwardRlPlan beyond RunPlan's, with the published defaults of the objective."""
+def _forward_fields(cfg: schema.ForwardRlConfig, processes: int, anchor_draws: int) -> dict[str, Any]:
+    """Return the fields of ForwardRlPlan that the other plans lack, with the published defaults of the objective."""
     geometry, forward = make_geometry(cfg, processes), cfg.forward
-    training = geometry
-    if forward.objective == "best":
+    training, objective, old = geometry, forward.objective, forward.old_policy
+    if objective == "best":
         if geometry.groups % (shares := processes * geometry.updates):
             needs = f"a multiple of {shares} (processes x updates_per_epoch), got {geometry.groups}"
             raise ConfigError(f"forward.groups must be {needs}, with objective best; change one of them")
         training = replace(geometry, group_size=1, batch=1)
-    default_scale = {"rvm": 0.1, "nft": 1.0, "awm": 1 / forward.advantage.clip, "best": 1.0}[forward.objective]
-    default_decay = {"rvm": 0.0, "nft": 0.5, "awm": 0.3, "best": 0.0}[forward.objective]
-    anchor_draws = cfg.anchor.draws if cfg.anchor.weight else 0
-    needs_old, needs_base = (
-        forward.objective in ("nft", "awm") or forward.old_policy.anchor > 0,
-        forward.base_anchor > 0,
-    )
-    measured = {"from_old": needs_old, "from_base": needs_base, "ratio": forward.objective == "awm"}
+    default_scale = {"rvm": 0.1, "nft": 1.0, "awm": 1 / forward.advantage.clip, "best": 1.0}[objective]
+    default_decay = {"rvm": 0.0, "nft": 0.5, "awm": 0.3, "best": 0.0}[objective]
+    needs_old, needs_base = objective in ("nft", "awm") or old.anchor > 0, forward.base_anchor > 0
+    measured = {"from_old": needs_old, "from_base": needs_base, "ratio": objective == "awm"}
     return {
-        "active": drawn_steps(cfg, schedule, trained),
         "backwards_per_update": training.forwards_per_update * (forward.draws + anchor_draws),
         "clips_at_once": forward.groups,
         "geometry": geometry,
@@ -314,14 +268,14 @@ def _forward_fields(cfg: ForwardRlConfig, schedule: Schedule, trained: Sequence[
         "draws": forward.draws,
         "whole_range": forward.sigmas == "trained_range",
         "advantage_scale": default_scale if forward.advantage.scale is None else forward.advantage.scale,
-        "old_decay": default_decay if forward.old_policy.decay is None else forward.old_policy.decay,
+        "old_decay": default_decay if old.decay is None else old.decay,
         "needs_old": needs_old,
         "needs_base": needs_base,
         "measured": tuple(name for name, has in measured.items() if has),
     }
 
 
-def check_batch(train: TrainConfig, processes: int) -> int:
+def check_batch(train: schema.TrainConfig, processes: int) -> int:
     """Return the clips per step over all processes. Raise ConfigError if the processes do not fit `train`."""
     if processes % train.context_parallel:
         raise ConfigError(
@@ -340,16 +294,16 @@ def check_batch(train: TrainConfig, processes: int) -> int:
     )
 
 
-def find_rewards(cfg: AnyConfig, backbone: Backbone, *, here: bool = True) -> list[registry.ResolvedReward]:
+def find_rewards(cfg: schema.AnyConfig, backbone: Backbone, *, here: bool = True) -> list[registry.ResolvedReward]:
     """Find the rewards' classes. here: files in their settings must exist.
 
     Raise RewardError for a missing reward, wrong settings, or a trained one without a gradient. Raise ConfigError for
     a reward that needs longer clips.
     """
-    specs = configuration.list_reward_specs(cfg, backbone.pixels_per_token)
+    specs = schema.list_reward_specs(cfg, backbone.pixels_per_token)
     rewards = registry.resolve_rewards(specs, cfg.data.fps or backbone.frame_rate, here=here)
     check_frames(cfg.data.num_frames, rewards)
-    if isinstance(cfg, RewardFlConfig) and not configuration.is_supervised(cfg):
+    if isinstance(cfg, schema.RewardFlConfig) and not schema.is_supervised(cfg):
         registry.check_trainable(rewards)
     return rewards
 
@@ -362,7 +316,7 @@ def check_frames(num_frames: int, rewards: Sequence[registry.ResolvedReward]) ->
             raise ConfigError(f"{needs}; take a reward that judges pictures (docs/rewards.md), or remove it")
 
 
-def largest_size(settings: DataConfig, sizes: Iterable[tuple[int, int] | None]) -> tuple[int, int]:
+def largest_size(settings: schema.DataConfig, sizes: Iterable[tuple[int, int] | None]) -> tuple[int, int]:
     """Return (height, width) of the largest generated clips: with max_pixels a square, which has the most tokens.
 
     sizes: rows' own height and width; None for a row of the usual size. Without rows it is the usual size.
@@ -374,7 +328,7 @@ def largest_size(settings: DataConfig, sizes: Iterable[tuple[int, int] | None]) 
 
 
 def size_problem(
-    settings: DataConfig, backbone: Backbone, size: tuple[int, int] | None, processes_per_clip: int = 1
+    settings: schema.DataConfig, backbone: Backbone, size: tuple[int, int] | None, processes_per_clip: int = 1
 ) -> str:
     """Return why the model cannot make clips of a row's own (height, width); "" where it can."""
     if size is None:
@@ -390,23 +344,23 @@ def size_problem(
     return ""
 
 
-def make_schedule(sample: SampleConfig | WholeSampleConfig, backbone: Backbone, shape: Shape) -> Schedule:
+def make_schedule(sample: schema.SampleConfig | schema.WholeSampleConfig, backbone: Backbone, shape: Shape) -> Schedule:
     """Return the run's denoising steps for latents of `shape` (C, T, h, w)."""
     return backbone.schedule(sample.num_inference_steps, sample.shift, shape).until(sample.final_timestep)
 
 
-def trained_experts(cfg: AnyConfig, experts: Sequence[str]) -> tuple[str, ...]:
+def trained_experts(cfg: schema.AnyConfig, experts: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the trained experts. Raise ConfigError if the model has fewer."""
-    chosen = configuration.trained_positions(cfg)
+    chosen = schema.trained_positions(cfg)
     if max(chosen) >= len(experts):
-        names = ", ".join(configuration.TRAINABLE[: len(experts)])
+        names = ", ".join(schema.TRAINABLE[: len(experts)])
         raise ConfigError(f"model.trainable_models: {cfg.model.trainable_models}; this model has only {names}")
     return tuple(experts[i] for i in chosen)
 
 
-def make_geometry(cfg: GroupRunConfig, processes: int) -> Geometry:
+def make_geometry(cfg: schema.GroupRunConfig, processes: int) -> Geometry:
     """Build the geometry of an epoch. Raise ConfigError if the groups do not divide into passes and updates."""
-    group, section = cfg.group, "forward" if isinstance(cfg, ForwardRlConfig) else "grpo"
+    group, section = cfg.group, "forward" if isinstance(cfg, schema.ForwardRlConfig) else "grpo"
     try:
         return Geometry(
             group_size=group.group_size,
@@ -414,14 +368,14 @@ def make_geometry(cfg: GroupRunConfig, processes: int) -> Geometry:
             world=processes,
             batch=cfg.train.per_device_train_batch_size,
             updates=group.updates_per_epoch,
-            same_noise=isinstance(cfg, FlowGrpoConfig) and cfg.grpo.same_noise_in_group,
+            same_noise=isinstance(cfg, schema.FlowGrpoConfig) and cfg.grpo.same_noise_in_group,
         )
     except ValueError as error:
         keys = f"{section}.groups, group_size, updates_per_epoch (updates), train.per_device_train_batch_size (batch)"
         raise ConfigError(f"{keys}: {error}") from error
 
 
-def make_windows(cfg: FlowGrpoConfig, experts: Sequence[str], trained: Sequence[str]) -> Windows:
+def make_windows(cfg: schema.FlowGrpoConfig, experts: Sequence[str], trained: Sequence[str]) -> Windows:
     """Build the windows of steps that an epoch may train: steps of trained experts, without the last step.
 
     experts: of each step. Raise ConfigError if no window is possible, or a trained expert is in none.
@@ -447,56 +401,55 @@ def make_windows(cfg: FlowGrpoConfig, experts: Sequence[str], trained: Sequence[
             "grpo.window.per_group needs one trained expert, since all processes must train the same one at a time, "
             f"got model.trainable_models {cfg.model.trainable_models}; train one, or set per_group: false"
         )
-    if idle := [name for name in trained if name not in {experts[i] for i in windows.drawable}]:
-        why = f"{', '.join(idle)} is used at no step that grpo.window may draw ({table}) and would not be trained"
-        raise ConfigError(f"model.trainable_models: {why}; train only the other, or widen the window")
+    _check_used(trained, experts, windows.drawable, "grpo.window")
     return windows
 
 
-def check_active_experts(cfg: RewardFlConfig, backbone: Backbone, schedule: Schedule) -> None:
+def _check_used(trained: Sequence[str], experts: Sequence[str], steps: Sequence[int], keys: str) -> None:
+    """Raise ConfigError if a trained expert is used at none of the steps that `keys` set. experts: of every step."""
+    if idle := [name for name in trained if name not in {experts[i] for i in steps}]:
+        table = ", ".join(f"{i}: {expert}" for i, expert in enumerate(experts))
+        raise ConfigError(
+            f"model.trainable_models: {', '.join(idle)} is used at none of the steps {list(steps)} and would not be "
+            f"trained ({table}); train only the other, or change {keys}"
+        )
+
+
+def check_active_experts(
+    cfg: schema.RewardFlConfig, schedule: Schedule, trained: Sequence[str], active: Sequence[int]
+) -> None:
     """Raise ConfigError if a trained expert has no active step, or an active step gives no gradient.
 
     A frozen expert's step only passes a gradient on to a trained expert's earlier step.
     """
-    trained, experts = trained_experts(cfg, backbone.experts), schedule.experts
-    active, coupling = configuration.active_steps(cfg), cfg.sample.coupling
-    way_out = "sample.mid_timestep or sample.active_steps"
-    if configuration.is_supervised(cfg):
-        active, way_out = anchor_steps(cfg, schedule, trained), "anchor.sigmas (trained_range reaches every expert)"
-    table = ", ".join(f"{i}: {expert}" for i, expert in enumerate(experts))
-    active_experts = {experts[i] for i in active}
-    words = dict(zip(backbone.experts, configuration.TRAINABLE, strict=False))
-    idle = [words[expert] for expert in trained if expert not in active_experts]
-    if idle:
-        useful = ",".join(words[expert] for expert in backbone.experts if expert in active_experts)
-        train = f"train {useful}, or change" if useful else "change"
-        why = f"{', '.join(idle)} is used at no active step of {list(active)} and would not be trained ({table})"
-        raise ConfigError(f"model.trainable_models: {why}; {train} {way_out}")
-    trained_steps = [i for i in active if experts[i] in trained]
-    useless = [i for i in active if i not in trained_steps and (coupling == 0 or i < trained_steps[0])]
-    if useless:
-        why = f"the active steps {useless} of {list(active)} give no gradient to model.trainable_models ({table})"
-        ways = f"{[i for i in active if i not in useless]}, or model.trainable_models={','.join(words.values())}"
-        raise ConfigError(f"sample.mid_timestep, sample.active_steps: {why}; take {ways}")
+    keys, experts = "sample.mid_timestep or sample.active_steps", schedule.experts
+    if schema.is_supervised(cfg):
+        active = anchor_steps(cfg.anchor, schedule, trained, active)
+        keys = "anchor.sigmas (trained_range reaches every expert)"
+    _check_used(trained, experts, active, keys)
+    first = min(i for i in active if experts[i] in trained)
+    if useless := [i for i in active if experts[i] not in trained and (cfg.sample.coupling == 0 or i < first)]:
+        ways = f"{[i for i in active if i not in useless]}, or model.trainable_models={','.join(schema.TRAINABLE)}"
+        raise ConfigError(
+            f"sample.mid_timestep, sample.active_steps: the active steps {useless} of {list(active)} give no gradient "
+            f"to {', '.join(trained)} (model.trainable_models); take {ways}"
+        )
 
 
-def anchor_steps(cfg: AnyConfig, schedule: Schedule, trained: Sequence[str]) -> tuple[int, ...]:
+def anchor_steps(
+    anchor: schema.AnchorConfig, schedule: Schedule, trained: Sequence[str], active: Sequence[int]
+) -> tuple[int, ...]:
     """Return the increasing steps of anchor.sigmas. Raise ConfigError if a listed step's expert is not trained."""
     trained_steps = tuple(i for i, expert in enumerate(schedule.experts) if expert in trained)
-    sigmas = cfg.anchor.sigmas
-    if sigmas == "trained_range":
+    if anchor.sigmas == "trained_range":
         return trained_steps
-    if sigmas == "active":
-        if isinstance(cfg, FlowGrpoConfig):
-            return tuple(make_windows(cfg, schedule.experts, trained).drawable)
-        if isinstance(cfg, ForwardRlConfig):
-            return drawn_steps(cfg, schedule, trained)
-        return tuple(i for i in configuration.active_steps(cfg) if i in trained_steps)
-    assert isinstance(sigmas, tuple), f"anchor.sigmas {sigmas} has no branch"
-    return _listed_steps("anchor.sigmas", sigmas, trained_steps)
+    if anchor.sigmas == "active":
+        return tuple(i for i in active if i in trained_steps)
+    assert isinstance(anchor.sigmas, tuple), f"anchor.sigmas {anchor.sigmas} has no branch"
+    return _listed_steps("anchor.sigmas", anchor.sigmas, trained_steps)
 
 
-def drawn_steps(cfg: ForwardRlConfig, schedule: Schedule, trained: Sequence[str]) -> tuple[int, ...]:
+def drawn_steps(cfg: schema.ForwardRlConfig, schedule: Schedule, trained: Sequence[str]) -> tuple[int, ...]:
     """Return the increasing steps of forward.sigmas.
 
     Raise ConfigError if a listed step's expert is not trained, or a trained expert has no step.
@@ -506,18 +459,14 @@ def drawn_steps(cfg: ForwardRlConfig, schedule: Schedule, trained: Sequence[str]
         steps = _listed_steps("forward.sigmas", sigmas, steps)
     elif sigmas != "steps" and sigmas != "trained_range":
         assert_never(sigmas)
-    if idle := [name for name in trained if name not in {schedule.experts[i] for i in steps}]:
-        raise ConfigError(
-            f"model.trainable_models: {', '.join(idle)} is used at none of the steps {list(steps)} (forward.sigmas) "
-            "and would not be trained; train only the other, or change forward.sigmas or sample.num_inference_steps"
-        )
+    _check_used(trained, schedule.experts, steps, "forward.sigmas or sample.num_inference_steps")
     return steps
 
 
 def _listed_steps(key: str, listed: Sequence[int], trained_steps: Sequence[int]) -> tuple[int, ...]:
     """Return the listed steps. Raise ConfigError for one of an untrained expert."""
-    if foreign := [i for i in listed if i not in trained_steps]:
-        raise ConfigError(f"{key}: no trained expert is used at the steps {foreign}; take some of {[*trained_steps]}")
+    if untrained := [i for i in listed if i not in trained_steps]:
+        raise ConfigError(f"{key}: no trained expert is used at the steps {untrained}; take some of {[*trained_steps]}")
     return tuple(listed)
 
 

@@ -49,12 +49,11 @@ from rewardfl.training.samples import Batch, Rollout, Rows, Sample
 from rewardfl.training.setup_processes import connect_processes
 from rewardfl.training.setup_run import is_finished, open_log, open_run, resume
 from rewardfl.training.setup_summary import print_run_summary
-from rewardfl.training.setup_workload import make_workload
 from rewardfl.training.signals import Interruption
 from rewardfl.training.state import Batching, ResumePoint, RunState, TrainState
 from rewardfl.training.timer import Timer
 from rewardfl.training.update_metrics import common_metrics
-from rewardfl.training.workload import Workload
+from rewardfl.training.workload import Workload, make_workload
 
 PlanT = TypeVar("PlanT", bound=plan.AnyPlan)
 SamplerT = TypeVar("SamplerT", bound=DeployedSampler | TrainingSampler)

@@ -61,7 +61,7 @@ CONSUMERS = {
     "reward.kl_gradient": lambda word: reward_flow.replay(
         None, None, SCHEDULE.sigmas, (0,), X, 1.0, kl_gradient=word, backward=torch.Tensor.backward
     ),
-    "anchor.sigmas": lambda word: plan.anchor_steps(Record(anchor=Record(sigmas=word)), SCHEDULE, ["high"]),
+    "anchor.sigmas": lambda word: plan.anchor_steps(Record(sigmas=word), SCHEDULE, ["high"], ()),
     "anchor.target": lambda word: Anchors._draw(
         Record(plan=Record(anchor=Record(target=word)), conditions=Record(backbone=BACKBONE), device=CPU),
         None,

@@ -8,7 +8,7 @@ from rewardfl.backbones.protocol import Source
 from rewardfl.estimate import needs
 from rewardfl.estimate.advice import smaller_settings
 from rewardfl.training.plan import resolve
-from rewardfl.training.setup_workload import make_workload
+from rewardfl.training.workload import make_workload
 
 pytestmark = pytest.mark.slow(10)
 

@@ -28,8 +28,7 @@ from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.advice import Machine, smaller_settings
 from rewardfl.estimate.rates import OPERATIONS
 from rewardfl.training.plan import resolve
-from rewardfl.training.setup_workload import make_workload
-from rewardfl.training.workload import Span, Video, Workload
+from rewardfl.training.workload import Span, Video, Workload, make_workload
 from rewardfl_tools import plan_run
 
 pytestmark = pytest.mark.slow(110)

@@ -18,8 +18,7 @@ from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.rates import OPERATIONS, RATES, Rates, parse_rates
 from rewardfl.training import model_files, plan
 from rewardfl.training.plan import resolve
-from rewardfl.training.setup_workload import make_workload
-from rewardfl.training.workload import Video, Workload
+from rewardfl.training.workload import Video, Workload, make_workload
 from rewardfl_tools import plan_run
 
 pytestmark = pytest.mark.slow(40)

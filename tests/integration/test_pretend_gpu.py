@@ -19,7 +19,7 @@ from rewardfl.data.clips import read_video, write_video
 from rewardfl.estimate import measure, needs
 from rewardfl.training import plan
 from rewardfl.training.plan import resolve
-from rewardfl.training.setup_workload import make_workload
+from rewardfl.training.workload import make_workload
 
 pytestmark = [pytest.mark.pretend, pytest.mark.slow(400), pytest.mark.usefixtures("trusts_code")]
 SUPPORT = ROOT / "tests" / "support"

@@ -188,7 +188,7 @@ def test_evaluation_is_the_ode_of_the_averaged_weights(monkeypatch, capsys, tmp_
     "overrides, message",
     [
         (["grpo.window={steps: [4]}"], "usable are the steps of dit2 (model.trainable_models) but"),
-        (["model.trainable_models=dit,dit2", "grpo.window.within=[0, 2]"], "low_noise is used at no step that"),
+        (["model.trainable_models=dit,dit2", "grpo.window.within=[0, 2]"], "low_noise is used at none of"),
         (["lora.lora_target_modules=q,kk"], "lora.lora_target_modules: 'kk' matches no linear layer"),
     ],
 )

@@ -41,9 +41,9 @@ def test_active_steps_that_train(active, trained, coupling):
 @pytest.mark.parametrize(
     "active,trained,coupling,words",
     [
-        ((4, 7), HIGH, 1.0, ["model.trainable_models: dit is used at no active step", "train dit2"]),
-        ((4, 7), BOTH, 1.0, ["model.trainable_models: dit is used at no active step", "train dit2"]),
-        ((0, 1), LOW, 1.0, ["model.trainable_models: dit2 is used at no active step", "train dit"]),
+        ((4, 7), HIGH, 1.0, ["high_noise is used at none of the steps [4, 7]"]),
+        ((4, 7), BOTH, 1.0, ["high_noise is used at none of the steps [4, 7]"]),
+        ((0, 1), LOW, 1.0, ["low_noise is used at none of the steps [0, 1]"]),
         # frozen steps before the first trained one: nobody takes the gradient that they hand on
         ((2, 3, 4), LOW, 1.0, ["sample.mid_timestep", "[2] of [2, 3, 4]", "take [3, 4]"]),
         ((0, 2, 7), LOW, 0.2, ["sample.active_steps", "[0, 2] of [0, 2, 7]", "take [7]"]),
@@ -164,8 +164,8 @@ def test_the_last_active_steps_keep_their_graphs():
     assert resolve(FACE, *steps).graphs_of == ()
     assert resolve(FACE, *steps, kept, processes=4).graphs_of == (4, 5, 6, 7)
     assert resolve(FACE, *steps, kept, "train.memory.kept_steps=1").graphs_of == (7,)
-    with pytest.raises(ConfigError, match="train.memory.kept_steps is 5, but 4 steps have a gradient; make it smaller"):
+    with pytest.raises(ConfigError, match="train.memory.kept_steps is 5, but there are 4 steps with a gradient"):
         resolve(FACE, *steps, kept, "train.memory.kept_steps=5")
     assert resolve(FACE, "train.memory.kept_chunks=5", "data.num_frames=9").memory.kept_chunks == 5
-    with pytest.raises(ConfigError, match="kept_chunks is 6, but a video has 5 chunks; make it smaller"):
+    with pytest.raises(ConfigError, match="kept_chunks is 6, but there are 5 chunks"):
         resolve(FACE, "train.memory.kept_chunks=6", "data.num_frames=9")
