@@ -1,8 +1,7 @@
-"""The configuration: rewardfl/config/schema.py explains each key, rewardfl/config/load.py reads the files."""
+"""The configuration: schema.py explains each key, load.py reads the files."""
 
 # ruff: noqa: F401  (this file only re-exports)
 
-from rewardfl.config.fields import did_you_mean, shown
 from rewardfl.config.load import (
     ConfigError,
     describe,
@@ -18,25 +17,21 @@ from rewardfl.config.load import (
 from rewardfl.config.schema import (
     RESERVED_METRICS,
     SECTIONS,
-    TRAINABLE,
     AnchorConfig,
     AnyConfig,
     DataConfig,
     EarlyStopConfig,
-    EvaluationConfig,
     FlowGrpoConfig,
     ForwardRlConfig,
-    GroupConfig,
-    GroupRunConfig,
     GrpoTrainConfig,
     RewardFlConfig,
     RewardSpec,
     active_steps,
-    count_base_noises,
+    did_you_mean,
     is_supervised,
     kl_steps,
     list_reward_specs,
     processes_per_clip,
-    second_pack_key,
+    shown,
     trained_positions,
 )

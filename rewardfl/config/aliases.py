@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rewardfl.config.fields import shown
+from rewardfl.config.schema import shown
 
 MEMORY_KEYS = (
     "use_gradient_checkpointing", "use_gradient_checkpointing_offload", "decode_caches", "kept_chunks", "active_graphs",

@@ -17,7 +17,6 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from rewardfl.config.aliases import RENAMED, find, merge, modernise, order
-from rewardfl.config.fields import Section, did_you_mean, shown
 from rewardfl.config.schema import (
     ONE_STEP,
     PRESETS,
@@ -26,6 +25,9 @@ from rewardfl.config.schema import (
     FlowGrpoConfig,
     ForwardRlConfig,
     RewardFlConfig,
+    Section,
+    did_you_mean,
+    shown,
 )
 
 MOST_BYTES, MOST_BRACKETS = 100_000, 500  # our longest configuration has 4,000 and 20

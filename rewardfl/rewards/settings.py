@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, Unpack, get_args, get_origin,
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Strict, ValidationError, ValidationInfo, create_model
 
 from rewardfl.config import describe, did_you_mean, parse_value, shown
-from rewardfl.config.fields import Count, Number, PathText, must_be
+from rewardfl.config.schema import Count, Number, PathText, must_be
 
 
 def on_this_machine(check: Callable[[str], object]) -> AfterValidator:

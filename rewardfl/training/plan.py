@@ -190,6 +190,7 @@ def resolve(cfg: schema.AnyConfig, backbone: Backbone, processes: int, *, here: 
         return ForwardRlPlan(**shared(drawn_steps(cfg, schedule, trained)), **_forward_fields(cfg, processes, draws))
     active, supervised, memory = schema.active_steps(cfg), schema.is_supervised(cfg), cfg.train.memory
     check_active_experts(cfg, schedule, trained, active)
+    replayed = 0 if supervised else len(active)
     count = 0 if memory.active_graphs == "replay" else memory.kept_steps or len(active)
     for key, most, what in (("kept_steps", len(active), "steps with a gradient"), ("kept_chunks", shape[1], "chunks")):
         number = getattr(memory, key) or 0
@@ -199,7 +200,7 @@ def resolve(cfg: schema.AnyConfig, backbone: Backbone, processes: int, *, here: 
         **shared(active),
         graphs_of=active[len(active) - count :],
         kl_steps=schema.kl_steps(cfg),
-        backwards_per_update=cfg.train.gradient_accumulation_steps * ((0 if supervised else len(active)) + draws),
+        backwards_per_update=cfg.train.gradient_accumulation_steps * (replayed + draws),
         clips_at_once=check_batch(cfg.train, processes),
         coupling=cfg.sample.coupling,
         supervised=supervised,

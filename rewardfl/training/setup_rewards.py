@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from rewardfl import config as configuration
 from rewardfl import data
 from rewardfl.config import DataConfig
+from rewardfl.config.schema import second_pack_key
 from rewardfl.noise import draw_noise
 from rewardfl.rewards import FaceIdentityReward, Reward
 from rewardfl.rewards.face import parity as face_parity
@@ -102,7 +102,7 @@ def check_face_packs(
         hashes = {key: file_hashes(identity.files) for key, identity in packs.items()}
         for key, identity in packs.items():
             if identity.second is not None:
-                hashes[configuration.second_pack_key(key)] = file_hashes([identity.second.file])
+                hashes[second_pack_key(key)] = file_hashes([identity.second.file])
         clip = load_sized_example(clips, samples[0].row).reference
         if not clip.shape[1] and samples[0].row.pictures:
             clip = data.load_pictures(samples[0].row)[0][:, None]

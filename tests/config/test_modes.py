@@ -15,8 +15,7 @@ from rewardfl.backbones.wan import load
 from rewardfl.backbones.wan.backbone import DTYPES
 from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.config import SECTIONS
-from rewardfl.config.fields import Section
-from rewardfl.config.schema import SampleConfig
+from rewardfl.config.schema import SampleConfig, Section
 from rewardfl.memory import offload
 from rewardfl.optim import learning_rate_factor
 from rewardfl.rewards.face.reward import FaceIdentityReward

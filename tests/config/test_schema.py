@@ -325,7 +325,7 @@ def test_the_largest_values(write):
     assert cfg.run.seed == 2**63 - 1
 
 
-STEPS = r"sample.active_steps must be increasing steps in 0..7 \(final_timestep\), got "
+STEPS = "must be steps in increasing order, from 0 on, got "
 KEPT = "train.memory.active_graphs=keep_on_host"
 ON_DEVICE, OFFLOADED = (
     "train.memory.active_graphs=keep_on_device",
@@ -341,12 +341,12 @@ UNSTORED = "train.memory.use_gradient_checkpointing=false"
     [
         ("sample.mid_timestep=6 sample.final_timestep=5", "mid_timestep must be at most final_timestep 5, got 6"),
         ("sample.final_timestep=8", "final_timestep must be at most 7 for 8 sampling steps, got 8"),
-        ("sample.active_steps=[6,8]", STEPS + r"\[6, 8\]"),
+        ("sample.active_steps=[6,8]", r"active_steps must lie in 0..7 \(the sampling steps\), got \[6, 8\]"),
         ("sample.active_steps=[-1,2]", STEPS + r"\[-1, 2\]"),
         ("sample.active_steps=[]", STEPS + r"\[\]"),
-        ("sample.active_steps=[5,4]", STEPS + r"\[5, 4\]"),
+        ("reward.kl_steps=[5,4]", STEPS + r"\[5, 4\]"),
         ("sample.active_steps=[6,7] sample.gradient_mode=last", "active_steps does nothing in gradient_mode last"),
-        ("sample.endpoint_length=0.2", "sample.endpoint_length is for gradient_mode endpoint; remove it"),
+        ("sample.endpoint_length=0.2", "endpoint_length does nothing without gradient_mode endpoint; set it, or"),
         (f"{ENDPOINT} reward.kl_weight=0", "endpoint makes its videos by averaged weights; set train.ema_decay"),
         (f"{ENDPOINT} train.ema_decay=0.5", "endpoint stays near the averaged weights and has no KL; set reward.kl"),
         (f"{ENDPOINT} {KEPT}", "endpoint has no graphs in its rollout; set train.memory.active"),
@@ -367,14 +367,10 @@ UNSTORED = "train.memory.use_gradient_checkpointing=false"
             f"{ON_DEVICE} {OFFLOADED}",
             "keep_on_device needs train.memory.use_gradient_checkpointing_offload: false; set it",
         ),
-        ("reward.kl_steps=[5,8]", r"must be increasing, of the steps with a gradient \[4, 5, 6, 7\], got \[5, 8\]"),
-        ("reward.kl_steps=[]", r"kl_steps must be increasing, of the steps with a gradient .*, got \[\]"),
+        ("reward.kl_steps=[5,8]", r"must be some of the steps with a gradient \[4, 5, 6, 7\], got \[5, 8\]"),
         ("reward.kl_steps=[7] reward.kl_weight=0", "kl_steps needs a reward.kl_weight above 0; set it, or remove"),
-        (
-            "train.memory.kept_chunks=2 data.num_frames=1",
-            "kept_chunks is for videos, got 2 with data.num_frames 1; remove it",
-        ),
-        ("train.memory.kept_steps=1", "kept_steps needs active_graphs keep_on_host or keep_on_device; set it, or"),
+        ("train.memory.kept_chunks=2 data.num_frames=1", "kept_chunks does nothing without videos"),
+        ("train.memory.kept_steps=1", "kept_steps does nothing without active_graphs keep_on_host or keep_on_"),
         (f"train.memory.trained=cpu_swap {UNSTORED}", "cpu_swap needs train.memory.use_gradient_c"),
         (f"{FP8} model.distill_lora.low=x model.distill_lora.mode=adapter", "fp8 takes no distillation's adapter; set"),
         (f"{FP8} train.compile_blocks=true", "compile_blocks does not go with train.memory.untrained fp8"),
@@ -388,15 +384,12 @@ UNSTORED = "train.memory.use_gradient_checkpointing=false"
             "sample.gradient_mode=last sample.mid_timestep=5",
             "mid_timestep does nothing without a sample.gradient_mode of several steps; set it, or remove mid_timestep",
         ),
-        ("data.num_frames=1 data.fps=8", "data.fps is for videos, got 8 with data.num_frames 1; remove it"),
+        ("data.num_frames=1 data.fps=8", "data.fps does nothing without videos .a data.num_frames above 1.; set it"),
         (CACHED, "boundary_cache needs a number of noises per clip; set sample.noises_per_sample"),
         (f"{CACHED} model.trainable_models=dit sample.noises_per_sample=2", "needs the training of dit2"),
         ("train.early_stop={}", "train.early_stop needs a held-out judge; set reward.held_out_model_path"),
         ("train.early_stop={} train.max_steps=14", "needs 2 .* windows of 5 updates, train.max_steps 14 are"),
-        (
-            f"{UNSTORED} train.memory.use_gradient_checkpointing_offload=true",
-            "offload needs train.memory.use_gradient_checkpointing",
-        ),
+        (f"{UNSTORED} {OFFLOADED}", "offload does nothing without train.memory.use_gradient_checkpointing; set it"),
     ],
 )
 def test_combinations_that_cannot_work(write, overrides, message):
@@ -445,7 +438,7 @@ def test_round_trip_through_yaml_and_json(write, tmp_path):
 def test_the_room_imports_nothing_else_of_the_package():
     code = "import sys, rewardfl.config; print(*(name for name in sys.modules if name[:8] in ('rewardfl', 'torch')))"
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    room = {f"rewardfl.config{name}" for name in ("", ".aliases", ".fields", ".load", ".resuming", ".schema")}
+    room = {f"rewardfl.config{name}" for name in ("", ".aliases", ".load", ".resuming", ".schema")}
     assert set(shown.split()) == {"rewardfl", "rewardfl.machine", *room}
 
 

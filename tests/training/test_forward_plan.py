@@ -52,7 +52,7 @@ def test_defaults_are_the_objectives(settings, scale, decay):
     (["forward.mix=0.1"], ["forward.mix is for objective nft, got objective rvm; remove it"]),
     (["forward.objective=best", "forward.advantage.clip=1"], ["advantage is for objective rvm, nft and awm, got"]),
     (["forward.objective=best", "forward.groups=3"], ["a multiple of 2 (processes x updates_per_epoch), got 3"]),
-    (["forward.old_policy.rate=0.1"], ["do nothing with decay 0, rvm's and best's default"]),
+    (["forward.old_policy.rate=0.1"], ["old_policy.rate does nothing without a decay above 0"]),
     (["train.max_steps=3"], ["train.max_steps must be whole epochs of 2 updates, got 3; try 2 or 4"]),
     (["forward.groups=3", "train.per_device_train_batch_size=5"], ["forward.groups, group_size, updates_per_epoch"]),
     (["grpo.kl_weight=1"], ["grpo is for train_flow_grpo.py, whose file has a section grpo; remove it"]),

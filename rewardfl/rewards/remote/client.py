@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rewardfl import data
-from rewardfl.config.fields import Count, Positive, Whole, must_be
+from rewardfl.config.schema import Count, Positive, Whole, must_be
 from rewardfl.files import escape_control
 from rewardfl.rewards.base import Reference, Reward, RewardOutput, Unavailable
 from rewardfl.rewards.frames import to_uint8_frames
