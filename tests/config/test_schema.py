@@ -2,7 +2,6 @@ import copy
 import itertools
 import json
 import re
-import resource
 import subprocess
 import sys
 from collections import Counter
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pydantic import ValidationError
 
 from rewardfl import config
 from rewardfl.config import ConfigError
@@ -39,32 +37,21 @@ def load(write, *overrides):
     return config.load(write(), overrides)
 
 
-def expect(match, write, *overrides):
-    with pytest.raises(ConfigError, match=match) as error:
-        load(write, *overrides)
-    return str(error.value).splitlines()
-
-
-def test_defaults_and_sections(write):
-    cfg = load(write)
-    assert cfg.run.seed == 42 and cfg.train.learning_rate == 2.5e-6 and cfg.sample.shift == 5.0
-    assert cfg.run.resume_from_checkpoint == "auto" and cfg.reward.cap == "self_similarity"
-    assert cfg.model.min_timestep_boundary is None and cfg.sample.noises_per_sample == "fresh"
-    with pytest.raises(ValidationError):
-        cfg.run.seed = 1
+def refused(path, *overrides, longest=300):
+    """Return the lines of the ConfigError. Each is printable and has at most `longest` characters."""
+    with pytest.raises(ConfigError) as error:
+        config.load(path, overrides)
+    lines = str(error.value).split("\n")
+    assert all(len(line) <= longest and line.isprintable() for line in lines), lines
+    return lines
 
 
 def test_file_values_then_overrides(write):
     path = write(train={"learning_rate": "1e-5", "warmup_steps": 3})
     cfg = config.load(path, ["train.warmup_steps=7", "lora.lora_rank=4", "sample.active_steps=[2, 5]"])
     assert cfg.train.learning_rate == 1e-5 and isinstance(cfg.train.learning_rate, float)
-    assert cfg.train.warmup_steps == 7 and cfg.lora.lora_rank == 4
-    assert cfg.sample.active_steps == (2, 5)
-
-
-QUOTED = [
-    f"run.output_dir={quote}{word}{quote}" for word in ("yes", "No", "on", "OFF", "2024-01-31") for quote in ("", "'")
-]
+    assert (cfg.train.warmup_steps, cfg.lora.lora_rank, cfg.sample.active_steps) == (7, 4, (2, 5))
+    assert cfg.run.seed == 42 and cfg.run.resume_from_checkpoint == "auto" and cfg.model.min_timestep_boundary is None
 
 
 @pytest.mark.parametrize("override, expected", [
@@ -72,11 +59,11 @@ QUOTED = [
     ("train.max_steps=2 epochs", "2 epochs"), ("train.learning_rate=1", 1.0),
     ("reward.cap=none", "none"), ("reward.cap=0.7", 0.7), ("sample.noises_per_sample=4", 4),
     ("run.resume_from_checkpoint=false", False), ("run.resume_from_checkpoint=a #b", "a #b"),
-    ("lora.lora_alpha=16", 16.0), ("lora.init_from=runs/face #1", "runs/face #1"), ("lora.init_from=null", None),
-    ("lora.init_from=~", "~"), ("run.output_dir=2026", "2026"), ('run.output_dir="a b"', "a b"),
+    ("lora.lora_alpha=16", 16.0), ("lora.init_from=null", None), ("lora.init_from=~", "~"),
+    ("run.output_dir=2026", "2026"), ('run.output_dir="a b"', "a b"), ("run.output_dir=yes", "yes"),
+    ("run.output_dir='OFF'", "OFF"), ("run.output_dir=2024-01-31", "2024-01-31"),
     ("run.output_dir=null", "null"), ('data.file_name="\\u6ca1"', "\u6ca1"), ('model.model_paths="half', '"half'),
     ("reward.terms.score.settings.url=http://x/ #1", "http://x/ #1"), ("reward.terms.score.settings.count=3", 3),
-    *((text, text.partition("=")[2].strip("'")) for text in QUOTED),
 ])  # fmt: skip
 def test_values_of_overrides(write, override, expected):
     """Keys of texts take them as they are: YAML's words for other types, too."""
@@ -92,27 +79,23 @@ def test_values_of_overrides(write, override, expected):
     "override, value, may_be",
     [
         ("train.learning_rate=fast", "'fast'", "number"), ("train.learning_rate=true", "True", "number"),
-        ("train.learning_rate=0", "0", "greater than 0"), ("train.learning_rate=.nan", "nan", "finite"),
-        ("train.max_grad_norm=inf", "'inf'", "finite"), ("train.warmup_steps=true", "True", "whole number"),
-        ("train.warmup_steps=1.0", "1.0", "whole number"), ("train.warmup_steps=-1", "-1", "at least 0"),
-        ("data.max_pixels=255", "255", "256"), ("data.fps=0", "0", "0.1"),
-        ("train.max_steps=all", "'all'", "3 epochs"),
+        ("train.learning_rate=.nan", "nan", "finite"), ("train.max_grad_norm=inf", "'inf'", "finite"),
+        ("train.warmup_steps=true", "True", "whole number"), ("train.warmup_steps=1.0", "1.0", "whole number"),
+        ("train.warmup_steps=-1", "-1", "at least 0"), ("train.max_steps=all", "'all'", "3 epochs"),
         ("train.memory.use_gradient_checkpointing=1", "1", "true or false"),
         ("model.min_timestep_boundary=900", "900", "at most 1"), ("run.output_dir=", "''", "not empty"),
-        ("reward.terms.score.std=0", "0", "at least 0.000001"),
-        ("reward.terms.score.std=4e9", "'4e9'", "at most 1000000"),
-        ("reward.terms.score.mean=1e30", "'1e30'", "at most 1000000"),
         ("reward.terms={a: {name: clip_score, std: 1e9}}", "'1e9'", "at most 1000000"),
         ("reward.cap=high", "'high'", "'self_similarity' or 'none'"), ("reward.cap=-1", "-1", "greater than 0"),
         ("reward.det_size=1", "1", "multiple of 32"),
         ("reward.terms.score.settings={a: [1]}", "[1]", "text or true or false or a whole number or a number or keys"),
         ("sample.noises_per_sample=frsh", "'frsh', did you mean 'fresh'?", "'fresh' or a whole number"),
         ("sample.active_steps=5", "5", "list"), ("sample.active_steps=[1, true]", "True", "whole number"),
+        ("sample.active_steps=[]", "[]", "in increasing order"), ("reward.kl_steps=[5,4]", "[5, 4]", "increasing"),
         ("sample.gradient_mode=chian", "'chian', did you mean 'chain'?", "chain, "),
     ],
 )  # fmt: skip
 def test_wrong_values_name_the_key_and_the_value(write, override, value, may_be):
-    (line,) = expect(None, write, override)
+    (line,) = refused(write(), override)
     assert line.startswith(override.split("=")[0]) and line.endswith(f", got {value}") and may_be in line
 
 
@@ -137,18 +120,16 @@ def test_settings_keep_their_types(write):
         ("lora.lora_rank", "override 'lora.lora_rank' must have the form section.key=value"),
         ("lora=4", "override 'lora=4' must name a key: lora.<key>=value"),
         ("run.seed=" + "[" * 4000, "override 'run.seed=["),
-        ("run.seed=" + "1" * 200_000, "override 'run.seed=1"),
         ("train.max_steps=[a", "override 'train.max_steps=[a' is not valid YAML: "),
         ("reward.terms.flow.wieght=0.5", "unknown key 'reward.terms.flow.wieght', did you mean 'weight'?"),
         ("run.output_dir.x=1", "override 'run.output_dir.x=1': run.output_dir holds "),
         ("train.weight_decay.x=1", "train.weight_decay must be a number, got {'x': 1}"),
         ("train.early_stop.patinece=1", "unknown key 'train.early_stop.patinece', did you mean 'patience'?"),
-        ("train.early_stop.grid=0.5", "train.early_stop.grid must be at least 1, got 0.5"),
         ("train.early_stop=true", "section 'train.early_stop' must hold keys, got True"),
     ],
 )
 def test_wrong_keys_and_overrides(write, override, message):
-    assert any(line.startswith(message) for line in expect(None, write, override))
+    assert any(line.startswith(message) for line in refused(write(), override))
 
 
 def test_an_override_of_one_key_within_a_key(write):
@@ -173,21 +154,8 @@ def test_a_section_that_may_be_null(write):
     assert config.load(write(), [*judged, "train.early_stop=null"]).train.early_stop is None
 
 
-def test_other_files(write, tmp_path):
-    """Keys of the old flat files are answered with their section."""
-    with pytest.raises(ConfigError, match="config file not found: .*none.yaml"):
-        config.load(tmp_path / "none.yaml")
-    path = write("model_paths: x\nlearning_rate: 1e-5\nfile_name: m.csv\noutput_dir: out\nreward_model_path: r\n")
-    with pytest.raises(ConfigError) as error:
-        config.load(path)
-    lines = str(error.value).splitlines()
-    for place in ("model_paths -> model.model_paths: ", "learning_rate -> train.learning_rate: "):
-        assert any(line.startswith(place) for line in lines)
-
-
 def test_all_problems_at_once(write):
-    lines = expect(None, write, "train.learning_rate=fast", "lora.lora_rnak=4", "data.height=0")
-    assert len(lines) == 3
+    assert len(refused(write(), "train.learning_rate=fast", "lora.lora_rnak=4", "data.height=0")) == 3
 
 
 def test_a_key_has_one_place():
@@ -205,15 +173,6 @@ def test_an_override_fills_an_empty_section(write):
         config.load(write(lora=3), ["lora.lora_rank=4"])
 
 
-def refused(path, *overrides, longest=300):
-    """The lines of the ConfigError, none of them longer than `longest` characters or holding control characters."""
-    with pytest.raises(ConfigError) as error:
-        config.load(path, overrides)
-    lines = str(error.value).split("\n")
-    assert all(len(line) <= longest and line.isprintable() for line in lines), lines
-    return lines
-
-
 BOMB = "a: &a [x, x]\n" + "".join(f"{c}: &{c} [*{b}, *{b}]\n" for b, c in itertools.pairwise("abcdefghijklmnopqrstuv"))
 
 
@@ -221,21 +180,16 @@ BOMB = "a: &a [x, x]\n" + "".join(f"{c}: &{c} [*{b}, *{b}]\n" for b, c in iterto
     "text, message",
     [
         (BOMB, "line 2: a configuration takes no aliases"),
-        ("run: *nobody\n", "line 1: a configuration takes no aliases"),
         ("run: !!python/name:os.system\n", "line 1: could not determine a constructor for the tag"),
         ("[" * 50_000, "at most 100000 characters and 500 brackets"),
-        ("run: {output_dir: " + "x" * 200_000 + "}\n", "must have at most 100000 characters"),
         ("train: {<<: {learning_rate: 1}, learning_rate: 2}", "'learning_rate' is given twice"),
         ("run:\n  [a]: 1\n", "line 2: .* unhashable key"),
         ("run:\n  seed: \x9f\n", "character #x009f"),
         ("run: caf\udce9\n", "is not UTF-8 .*; save it as UTF-8"),
         ("run: {output_dir: out}\n", "data.file_name is required; write it in the file or pass data.file_name="),
         ("- run\n", r"must hold sections \(run, model, lora"),
-        ("", "must hold sections"),
         ("run: [a\n", "is not valid YAML"),
-        ("lora: 3\n", "section 'lora' must hold keys, got 3"),
         ("run: {seed: 1}\nrun: {seed: 2}\n", "line 2: 'run' is given twice; remove one"),
-        ("run:\n  seed: 1\n  seed: 2\n", "line 3: 'seed' is given twice"),
         ("3: {a: 1}\n", "unknown section 3"),
     ],
     ids=lambda value: value[:30],
@@ -263,23 +217,14 @@ def test_a_byte_order_mark_is_none_of_the_text(tmp_path):
     assert "x" * 300 in line
 
 
-@pytest.mark.parametrize("value", ["\\0", "\\e[31m", "a\\nb", "\\x7f", "\\u2028", "\\ud800", "x" * 70 + "\\n" * 5000])
-def test_texts_with_control_characters(write, value):
-    override = f'run.output_dir="{value}"'
-    (line,) = refused(write(), override)
-    assert "run.output_dir" in line
-
-
 @pytest.mark.parametrize(
     "override",
     [
         "run.seed=" + "x" * 10_000, "train.learning_rate=[" + "1, " * 2_000 + "]", "train." + "x" * 10_000 + "=1",
-        "x" * 10_000 + ".y=1", "x" * 10_000, "lora=" + "x" * 10_000, "sample.gradient_mode=" + "x" * 10_000,
-        "sample.active_steps=[" + "1, " * 2_000 + "]", "lora.lora_base_model=" + "x" * 10_000,
-        "model.trainable_models=" + "x" * 10_000, "model.trainable_models=" + "dit," * 1_000 + "dit",
-        "reward.terms.score.settings={" + "x" * 10_000 + ": 1}", "reward.terms={" + "x" * 10_000 + ": 1}",
-        "reward.terms={y: {" + "x" * 10_000 + ": 1}}", "reward.terms={y: {name: y, weight: " + "x" * 10_000 + "}}",
-        'reward.terms={"\\e[31m": {name: y}}', '"\\e": 1',
+        "x" * 10_000 + ".y=1", "x" * 10_000, "lora=" + "x" * 10_000, "lora.lora_base_model=" + "x" * 10_000,
+        "model.trainable_models=" + "x" * 10_000, "reward.terms={" + "x" * 10_000 + ": 1}",
+        "reward.terms={y: {name: y, weight: " + "x" * 10_000 + "}}", 'reward.terms={"\\e[31m": {name: y}}', '"\\e": 1',
+        *(f'run.output_dir="{value}"' for value in ("\\0", "\\e[31m", "a\\nb", "\\u2028", "\\ud800")),
     ],
 )  # fmt: skip
 def test_long_values_are_cut_in_messages(write, override):
@@ -287,45 +232,22 @@ def test_long_values_are_cut_in_messages(write, override):
         assert line.count("x") <= 100
 
 
-@pytest.fixture
-def two_gigabytes():
-    """A list of all steps ends in a MemoryError, and not with the tests' process."""
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + 2 * 10**9
-    resource.setrlimit(resource.RLIMIT_AS, (size, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, limits)
-
-
 @pytest.mark.parametrize(
     "override",
     [
-        "run.seed=9223372036854775808", "run.cpu_threads=100000", "run.seed=1e30", "run.output_dir=" + "x" * 256,
-        "run.output_dir=" + "x/" * 3000, "lora.init_from=" + "x" * 256, "run.save_steps=10000000000",
-        "lora.lora_alpha=1e9", "data.height=1000000", "data.max_pixels=1e10", "data.fps=1e-320", "data.fps=1e5",
-        "data.num_frames=1000000", "sample.num_inference_steps=1001", "sample.shift=1e300", "sample.shift=1e-3",
-        "reward.terms.score.std=1e-320", "reward.terms.score.weight=1e-320",
-        "reward.terms={a: {name: motion, weight: 1e300}}",
-        "reward.terms.score.settings={a: 1e300}", "reward.det_size=1000000", "train.learning_rate=1.5",
-        "train.learning_rate=1e-320", "train.weight_decay=1e300", "train.per_device_train_batch_size=1000000",
-        "train.gradient_accumulation_steps=1000000", "sample.noises_per_sample=1000000", "train.max_steps=100000000",
-        "sample.guidance_scale=1e300", "grpo.noise_level=1e300",
-        "grpo.noise_level=1e-320", "grpo.group_size=1000000", "grpo.groups=1000000", "evaluation.eval_noises=1000000",
-        "evaluation.eval_inference_steps=1001", "evaluation.eval_clips=" + "x" * 256,
-        "sample.final_timestep=1000000000", "run.sample_videos=1000000000",
+        "run.seed=9223372036854775808", "run.cpu_threads=100000", "run.output_dir=" + "x" * 256,
+        "run.output_dir=" + "x/" * 3000, "run.save_steps=10000000000", "lora.lora_alpha=1e9", "data.height=1000000",
+        "data.max_pixels=255", "data.fps=1e-320", "data.fps=0", "sample.num_inference_steps=1001", "sample.shift=1e300",
+        "reward.terms.score.std=4e9", "reward.terms.score.mean=1e30", "reward.terms.score.weight=1e-320",
+        "reward.terms.score.settings={a: 1e300}", "train.learning_rate=1.5", "evaluation.eval_noises=0",
+        "train.max_steps=100000000", "grpo.noise_level=1e-320", "grpo.group_size=1000000",
     ],
 )  # fmt: skip
-def test_numbers_that_would_fail_later(write, override, two_gigabytes):
+def test_numbers_that_would_fail_later(write, override):
     (line,) = refused(write(grpo={}) if override.startswith(("grpo", "evaluation")) else write(), override)
     assert line.startswith(override.split("=")[0])
 
 
-def test_the_largest_values(write):
-    cfg = load(write, "run.seed=9223372036854775807", "train.learning_rate=1", "run.output_dir=" + "x" * 255)
-    assert cfg.run.seed == 2**63 - 1
-
-
-STEPS = "must be steps in increasing order, from 0 on, got "
 KEPT = "train.memory.active_graphs=keep_on_host"
 ON_DEVICE, OFFLOADED = (
     "train.memory.active_graphs=keep_on_device",
@@ -342,25 +264,17 @@ UNSTORED = "train.memory.use_gradient_checkpointing=false"
         ("sample.mid_timestep=6 sample.final_timestep=5", "mid_timestep must be at most final_timestep 5, got 6"),
         ("sample.final_timestep=8", "final_timestep must be at most 7 for 8 sampling steps, got 8"),
         ("sample.active_steps=[6,8]", r"active_steps must lie in 0..7 \(the sampling steps\), got \[6, 8\]"),
-        ("sample.active_steps=[-1,2]", STEPS + r"\[-1, 2\]"),
-        ("sample.active_steps=[]", STEPS + r"\[\]"),
-        ("reward.kl_steps=[5,4]", STEPS + r"\[5, 4\]"),
         ("sample.active_steps=[6,7] sample.gradient_mode=last", "active_steps does nothing in gradient_mode last"),
         ("sample.endpoint_length=0.2", "endpoint_length does nothing without gradient_mode endpoint; set it, or"),
         (f"{ENDPOINT} reward.kl_weight=0", "endpoint makes its videos by averaged weights; set train.ema_decay"),
         (f"{ENDPOINT} train.ema_decay=0.5", "endpoint stays near the averaged weights and has no KL; set reward.kl"),
         (f"{ENDPOINT} {KEPT}", "endpoint has no graphs in its rollout; set train.memory.active"),
-        ("sample.coupling=0.5", "coupling is for gradient_mode bridge, got 'chain'; set"),
-        ("sample.gradient_mode=drtune sample.coupling=1", "coupling is for gradient_mode bridge, got 'drtune'"),
         (
             "sample.gradient_mode=bridge sample.coupling=1",
             "gradient_mode must be chain, bridge, bridge:WEIGHT .between 0 and 1., ",
         ),
         ("model.trainable_models=ditt2", "trainable_models takes dit or dit2 or both, got 'ditt2'"),
-        ("model.trainable_models=dit,", "trainable_models takes dit or dit2 or both, got 'dit,'"),
         ("model.trainable_models=dit,dit", "trainable_models takes dit or dit2 or both, got 'dit,dit'"),
-        ("lora.lora_base_model=dit", "lora_base_model must be model.trainable_models 'dit2', got 'dit'; remove"),
-        ("model.max_timestep_boundary=0.9", "max_timestep_boundary must be 1: no expert is used above it, got 0.9"),
         ("model.trainable_models=dit,dit2 train.memory.untrained=cpu_swap", "needs one expert that is not trained"),
         (KEPT, "keep_on_host needs train.memory.use_gradient_checkpointing_offload: true; set it"),
         (
@@ -393,12 +307,14 @@ UNSTORED = "train.memory.use_gradient_checkpointing=false"
     ],
 )
 def test_combinations_that_cannot_work(write, overrides, message):
-    expect(message, write, *overrides.split())
+    with pytest.raises(ConfigError, match=message):
+        load(write, *overrides.split())
 
 
 def test_combinations_that_work(write):
     load(write, "train.max_steps=2", "train.warmup_steps=10")
-    load(write, "model.trainable_models='dit, dit2'", "lora.lora_base_model='dit2,dit'")
+    both = load(write, "model.trainable_models='dit2, dit'", "lora.lora_base_model='dit,dit2'")
+    assert config.trained_positions(both) == (0, 1) and config.trained_positions(load(write)) == (1,)
     load(write, "sample.gradient_mode=last", "sample.final_timestep=3")
 
 
@@ -419,12 +335,6 @@ def test_active_steps(write, overrides, steps):
 )  # fmt: skip
 def test_resolved_coupling(write, overrides, coupling):
     assert load(write, *overrides.split()).sample.coupling == coupling
-
-
-def test_trained_positions(write):
-    assert config.trained_positions(load(write)) == (1,)
-    assert config.trained_positions(load(write, "model.trainable_models=dit")) == (0,)
-    assert config.trained_positions(load(write, "model.trainable_models='dit2,dit'")) == (0, 1)
 
 
 def test_round_trip_through_yaml_and_json(write, tmp_path):

@@ -82,7 +82,7 @@ def test_a_judge_that_shares_a_network_is_refused(tmp_path, shared, task, key, o
     message = str(refused.value)
     assert message.startswith(f"reward.held_out_model_path: the {task} {judge / shared} ")
     assert all(words in message for words in (f"{pack / shared} of {key}", "det_500m.onnx", "w600k_r50.onnx"))
-    if "others" in key:
+    if "terms" in key:
         check_networks(*(override.replace("weight: 0.1", "weight: 0") for override in overrides), held_out)
     change(judge / shared)
     check_networks(*overrides, held_out)
