@@ -87,25 +87,27 @@ OTHERS = {"forward.advantage.std", "forward.advantage.of", "train.memory.samples
 OTHERS |= {"run.log_with", "reward.cap", "reward.kl_steps", "sample.noises_per_sample"}
 
 
-def words(kind):
+def words(annotation):
     """Return the texts of a type's Literals."""
-    inner = [word for argument in get_args(kind) if not isinstance(argument, str) for word in words(argument)]
-    return [word for word in get_args(kind) if isinstance(word, str)] if get_origin(kind) is Literal else inner
+    if get_origin(annotation) is Literal:
+        return [word for word in get_args(annotation) if isinstance(word, str)]
+    return [word for argument in get_args(annotation) for word in words(argument)]
 
 
 def flat(sections):
     """Return {section.key: type}, those of nested sections included."""
-    types = {}
-    for name, section in sections.items():
-        fields = {f"{name}.{key}": field.annotation for key, field in section.model_fields.items()}
-        nested = {key: kind for key, kind in fields.items() if isinstance(kind, type) and issubclass(kind, Section)}
-        types |= fields | flat(nested)
-    return types
+    fields = {
+        f"{name}.{key}": field.annotation
+        for name, section in sections.items()
+        for key, field in section.model_fields.items()
+    }
+    nested = {key: field for key, field in fields.items() if isinstance(field, type) and issubclass(field, Section)}
+    return fields | flat(nested) if nested else fields
 
 
 def test_every_choice_of_the_schema_has_a_row_above():
-    fields = {key: kind for sections in SECTIONS.values() for key, kind in flat(sections).items()}
-    assert {key for key, kind in fields.items() if words(kind)} == CONSUMERS.keys() | OTHERS
+    fields = {key: field for sections in SECTIONS.values() for key, field in flat(sections).items()}
+    assert {key for key, field in fields.items() if words(field)} == CONSUMERS.keys() | OTHERS
 
 
 @pytest.mark.parametrize("key", CONSUMERS)
