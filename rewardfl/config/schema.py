@@ -29,6 +29,18 @@ class Section(BaseModel):
         yield from ()
 
 
+# (section, its name, keys, whether the run reads them, what they need)
+Readers = list[tuple[Section, str, tuple[str, ...], bool, str]]
+
+
+def _unread(readers: Readers) -> Iterator[str]:
+    """Yield a line for each key that differs from its default and that nothing in this run reads."""
+    for section, name, keys, is_read, need in readers:
+        for key in keys if not is_read else ():
+            if getattr(section, key) != type(section).model_fields[key].default:
+                yield f"{name}.{key} does nothing without {need}; set it, or remove {key}"
+
+
 _T = TypeVar("_T")
 
 
@@ -143,6 +155,7 @@ TRAINABLE = ("dit", "dit2")  # a model's experts by falling sigma; a model with 
 SPLIT_ATTENTION = ("native", "_native_cudnn", "_native_flash", "flash")  # work with train.context_parallel
 COUPLING = {"chain": 1.0, "bridge": 0.2, "drtune": 0.0, "last": 1.0, "endpoint": 1.0}
 MEMORY, TERMS = "train.memory", "reward.terms"  # in messages
+GUIDANCE, VIDEOS = "guidance (a sample.guidance_scale but 1)", "videos (a data.num_frames above 1)"
 ONE_STEP = ("last", "endpoint")  # gradient modes of one active step
 # reward/<name> of the scripts themselves, and of face_identity's parts that alarms and documents mean
 RESERVED_METRICS = ("mean", "std_in_group", "valid_fraction", "failed", "score", "held_out", "coverage", "motion")
@@ -382,20 +395,12 @@ class SampleConfig(SharedSampleConfig):
 
 
 class WholeSampleConfig(SharedSampleConfig):
-    """Section `sample` of train_forward_rl.py: any number of steps."""
+    """Section `sample` of the scripts with groups: any number of steps."""
 
     @property
     def final_timestep(self) -> int:
         """Return the last step: a rollout always takes every step."""
         return self.num_inference_steps - 1
-
-
-class GrpoSampleConfig(WholeSampleConfig):
-    """Section `sample` of train_flow_grpo.py."""
-
-    def conflicts(self) -> Iterator[str]:
-        if self.num_inference_steps < 2:
-            yield "sample.num_inference_steps must be at least 2, got 1: the last step is never stochastic"
 
 
 class TermConfig(Section):
@@ -825,16 +830,6 @@ class ForwardConfig(GroupConfig):
     # For awm: the ratio is clipped to 1 - clip_range .. 1 + clip_range.
     clip_range: Annotated[Share, Field(gt=0)] = 1.0
 
-    def conflicts(self) -> Iterator[str]:
-        owners = {"mix": "nft", "weighting": "awm", "clip_range": "awm"}
-        for key, owner in (owners | {"old_policy": "rvm, nft and awm"}).items():
-            if self.objective not in owner and getattr(self, key) != type(self).model_fields[key].default:
-                yield f"forward.{key} is for objective {owner}, got objective {self.objective}; remove it"
-        if self.objective == "best" and self.advantage != ForwardAdvantageConfig():
-            yield "forward.advantage is for objective rvm, nft and awm, got objective best; remove it"
-        if self.objective == "nft" and self.advantage.scale is not None:  # it divides by the clip
-            yield "forward.advantage.scale is for objective rvm and awm, got objective nft; remove it"
-
 
 class EvaluationConfig(Section):
     """Section `evaluation` of the scripts with groups: held-out clips, sampled by the ODE with the averaged weights."""
@@ -866,6 +861,7 @@ class RewardFlConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         yield from _shared_conflicts(self)
+        yield from _unread(self._readers())
         steps, active = self.reward.kl_steps, active_steps(self)
         if steps not in (None, "last") and self.reward.kl_weight == 0:
             yield "reward.kl_steps needs a reward.kl_weight above 0; set it, or remove kl_steps"
@@ -889,6 +885,18 @@ class RewardFlConfig(Section):
             yield f"{needs} a number of noises per clip; set sample.noises_per_sample to, for example, 4"
         if self.sample.guidance_scale != 1:
             yield f"{needs} sampling without guidance; set sample.guidance_scale: 1, or untrained: cpu_swap"
+
+    def _readers(self) -> Readers:
+        sample, memory, mode = self.sample, self.train.memory, self.sample.gradient_mode
+        has_kl, has_graphs = self.reward.kl_weight > 0, memory.active_graphs != "replay"
+        return [
+            (self.reward, "reward", ("kl_gradient",), has_kl, "a reward.kl_weight above 0"),
+            (sample, "sample", ("mid_timestep",), mode not in ONE_STEP, "a sample.gradient_mode of several steps"),
+            (sample, "sample", ("endpoint_length",), mode == "endpoint", "gradient_mode endpoint"),
+            (sample, "sample", ("guidance_gradient",), sample.guidance_scale != 1, GUIDANCE),
+            (memory, MEMORY, ("kept_steps",), has_graphs, "active_graphs keep_on_host or keep_on_device"),
+            (memory, MEMORY, ("kept_chunks",), self.data.num_frames > 1, VIDEOS),
+        ]
 
     def _endpoint_conflicts(self) -> Iterator[str]:
         """Yield the settings that gradient_mode endpoint excludes."""
@@ -927,7 +935,6 @@ class FlowGrpoConfig(GroupRunConfig):
 
     script: ClassVar[str] = "train_flow_grpo.py"
 
-    sample: GrpoSampleConfig
     grpo: GrpoConfig
 
     @property
@@ -937,6 +944,13 @@ class FlowGrpoConfig(GroupRunConfig):
     def conflicts(self) -> Iterator[str]:
         yield from _shared_conflicts(self)
         yield from _epoch_conflicts(self)
+        window = self.grpo.window
+        yield from _unread(
+            [
+                (window, "grpo.window", ("per_group", "within"), window.steps is None, "a size or fraction"),
+                (self.grpo, "grpo", ("max_std",), self.grpo.sde != "cps", "sde flow or dance"),
+            ]
+        )
         batch = self.train.per_device_train_batch_size
         if self.grpo.window.per_group and self.grpo.group_size % batch:
             yield (
@@ -959,12 +973,24 @@ class ForwardRlConfig(GroupRunConfig):
     def conflicts(self) -> Iterator[str]:
         yield from _shared_conflicts(self)
         yield from _epoch_conflicts(self)
+        yield from _unread(self._readers())
         if self.forward.objective == "nft" and self.model.distill_lora:
             yield (
                 "forward.objective nft makes a distilled model worse (docs/forward_rl.md), and model.distill_lora "
                 "names its distillation; set forward.objective: rvm"
             )
         yield from _late_steps("forward.sigmas", self.forward.sigmas, self.sample.final_timestep)
+
+    def _readers(self) -> Readers:
+        forward, objective, old = self.forward, self.forward.objective, self.forward.old_policy
+        moves = bool(objective in ("nft", "awm") if old.decay is None else old.decay)
+        return [
+            (forward, "forward", ("mix",), objective == "nft", "objective nft"),
+            (forward, "forward", ("weighting", "clip_range"), objective == "awm", "objective awm"),
+            (forward, "forward", ("advantage", "old_policy"), objective != "best", "objective rvm, nft or awm"),
+            (forward.advantage, "forward.advantage", ("scale",), objective != "nft", "objective rvm or awm"),
+            (old, "forward.old_policy", ("rate", "start"), moves, "a decay above 0"),
+        ]
 
 
 AnyConfig = RewardFlConfig | FlowGrpoConfig | ForwardRlConfig
@@ -977,7 +1003,7 @@ SECTIONS: dict[type[AnyConfig], dict[str, type[Section]]] = {
 
 def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
     yield from _resume_conflicts(cfg)
-    yield from _keys_without_effect(cfg)
+    yield from _unread(_shared_readers(cfg))
     if (
         cfg.reward.terms["score"].name == "face_identity"
         and cfg.reward.reward_model_path is None
@@ -989,9 +1015,6 @@ def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
     if is_supervised(cfg) and cfg.anchor.target == "reference":
         yield "anchor.target reference is where the model starts, so anchor.weight alone trains nothing; set it to data"
     yield from _late_steps("anchor.sigmas", cfg.anchor.sigmas, cfg.sample.final_timestep)
-    widest = cfg.data.width if cfg.data.max_pixels is None else cfg.data.max_pixels // 16
-    if cfg.reward.min_face_size > widest:
-        yield f"reward.min_face_size {cfg.reward.min_face_size:g} is wider than a frame ({widest}), so no face counts"
     if cfg.train.early_stop is not None and cfg.reward.held_out_model_path is None:
         yield "train.early_stop needs a held-out judge; set reward.held_out_model_path, or remove train.early_stop"
     untrained = cfg.train.memory.untrained
@@ -1006,59 +1029,26 @@ def _late_steps(key: str, steps: str | tuple[int, ...], last: int) -> Iterator[s
         yield f"{key} must lie in 0..{last} (the sampling steps), got {shown(list(steps))}"
 
 
-def _keys_without_effect(cfg: AnyConfig) -> Iterator[str]:
-    """Yield a line for each key that differs from its default and that nothing in this run reads."""
+def _shared_readers(cfg: AnyConfig) -> Readers:
     face, judged = cfg.reward.terms["score"].name == "face_identity", cfg.reward.held_out_model_path is not None
-    anchored, is_video = cfg.anchor.weight > 0 or cfg.anchor.measured_clips > 0, cfg.data.num_frames > 1
-    distill, memory, guidance = cfg.model.distill_lora, cfg.train.memory, "guidance (a sample.guidance_scale but 1)"
-    guided, stored = cfg.sample.guidance_scale != 1, memory.use_gradient_checkpointing
-    # (section, its name, keys, whether they are read, what they need)
-    rows: list[tuple[Section, str, tuple[str, ...], bool, str]] = [
+    anchored, guided = cfg.anchor.weight > 0 or cfg.anchor.measured_clips > 0, cfg.sample.guidance_scale != 1
+    distill, memory = cfg.model.distill_lora, cfg.train.memory
+    stored = memory.use_gradient_checkpointing
+    return [
         (cfg.anchor, "anchor", ("draws", "target", "sigmas"), anchored, "an anchor.weight or anchor.measured_clips"),
-        (cfg.data, "data", ("fps",), is_video, "videos (a data.num_frames above 1)"),
+        (cfg.data, "data", ("fps",), cfg.data.num_frames > 1, VIDEOS),
         (distill, "model.distill_lora", ("mode",), bool(distill), "model.distill_lora.high or low"),
         (cfg.reward, "reward", ("cap", "second_model_path"), face, "face_identity as reward.terms.score"),
         (cfg.reward, "reward", ("people", "min_face_size"), face or judged, "face_identity or a judge"),
-        (cfg.sample, "sample", ("negative_prompt",), guided, guidance),
+        (cfg.sample, "sample", ("negative_prompt",), guided, GUIDANCE),
         (memory, MEMORY, ("use_gradient_checkpointing_offload",), stored, f"{MEMORY}.use_gradient_checkpointing"),
     ]
-    if isinstance(cfg, RewardFlConfig):
-        mode, has_kl, memory = cfg.sample.gradient_mode, cfg.reward.kl_weight > 0, cfg.train.memory
-        has_graphs = memory.active_graphs != "replay"
-        rows += [
-            (cfg.reward, "reward", ("kl_gradient",), has_kl, "a reward.kl_weight above 0"),
-            (cfg.sample, "sample", ("mid_timestep",), mode not in ONE_STEP, "a sample.gradient_mode of several steps"),
-            (cfg.sample, "sample", ("endpoint_length",), mode == "endpoint", "gradient_mode endpoint"),
-            (cfg.sample, "sample", ("guidance_gradient",), guided, guidance),
-            (memory, MEMORY, ("kept_steps",), has_graphs, "active_graphs keep_on_host or keep_on_device"),
-            (memory, MEMORY, ("kept_chunks",), is_video, "videos (a data.num_frames above 1)"),
-        ]
-    else:
-        has_clips, keys = cfg.evaluation.eval_clips is not None, ("eval_inference_steps", "eval_noises")
-        rows.append((cfg.evaluation, "evaluation", keys, has_clips, "evaluation.eval_clips"))
-    if isinstance(cfg, FlowGrpoConfig):
-        window = cfg.grpo.window
-        rows += [
-            (
-                window,
-                "grpo.window",
-                ("per_group", "within"),
-                window.steps is None,
-                "a size or fraction",
-            ),
-            (cfg.grpo, "grpo", ("max_std",), cfg.grpo.sde != "cps", "sde flow or dance"),
-        ]
-    if isinstance(cfg, ForwardRlConfig):
-        old = cfg.forward.old_policy
-        moves = bool(cfg.forward.objective in ("nft", "awm") if old.decay is None else old.decay)
-        rows.append((old, "forward.old_policy", ("rate", "start"), moves, "a decay above 0"))
-    for section, name, keys, is_read, what in rows:
-        for key in keys if not is_read else ():
-            if getattr(section, key) != type(section).model_fields[key].default:
-                yield f"{name}.{key} does nothing without {what}; set it, or remove {key}"
 
 
 def _epoch_conflicts(cfg: GroupRunConfig) -> Iterator[str]:
+    evaluation, keys = cfg.evaluation, ("eval_inference_steps", "eval_noises")
+    has_clips = evaluation.eval_clips is not None
+    yield from _unread([(evaluation, "evaluation", keys, has_clips, "evaluation.eval_clips")])
     per_epoch, max_steps = cfg.group.updates_per_epoch * cfg.group.inner_epochs, cfg.train.steps or 0
     if max_steps % per_epoch:
         below = max_steps - max_steps % per_epoch
@@ -1068,13 +1058,13 @@ def _epoch_conflicts(cfg: GroupRunConfig) -> Iterator[str]:
 
 def _resume_conflicts(cfg: AnyConfig) -> Iterator[str]:
     keys = [f"{section}.{key}" for section, model in SECTIONS[type(cfg)].items() for key in model.model_fields]
+    changeable = NAMED & {*keys}
     for key in cfg.run.resume_with_changes:
-        if key not in keys:
-            yield f"run.resume_with_changes: there is no key {shown(key)}{did_you_mean(key, keys)}"
-        elif key in FREE and key not in NAMED:
+        if key in FREE - NAMED:
             yield f"run.resume_with_changes: {key} may change without being named; remove it"
-        elif key not in NAMED:
-            yield f"run.resume_with_changes: {key} cannot change in a run; start a new one by lora.init_from"
+        elif key not in changeable:
+            hint = did_you_mean(key, changeable) or "; start a new run by lora.init_from"
+            yield f"run.resume_with_changes: {shown(key)} cannot change in a run{hint}"
 
 
 def active_steps(cfg: RewardFlConfig) -> tuple[int, ...]:

@@ -288,8 +288,6 @@ UNSTORED = "train.memory.use_gradient_checkpointing=false"
         (f"train.memory.trained=cpu_swap {UNSTORED}", "cpu_swap needs train.memory.use_gradient_c"),
         (f"{FP8} model.distill_lora.low=x model.distill_lora.mode=adapter", "fp8 takes no distillation's adapter; set"),
         (f"{FP8} train.compile_blocks=true", "compile_blocks does not go with train.memory.untrained fp8"),
-        ("reward.min_face_size=900", r"reward.min_face_size 900 is wider than a frame \(832\)"),
-        ("reward.min_face_size=99 data.max_pixels=1024", r"reward.min_face_size 99 is wider than a frame \(64\)"),
         (f"{SPLIT} data.max_pixels=9999", "context_parallel divides the tokens of one size; set data.height and width"),
         (f"{SPLIT} model.attention_backend=_flash_3", "context_parallel needs a model.attention_backend of native, _n"),
         (f"{SPLIT} {KEPT}", "context_parallel does not go with train.memory.active_graphs; set active_graphs: replay"),
