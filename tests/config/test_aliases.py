@@ -6,6 +6,7 @@ import re
 import pytest
 import yaml
 from conftest import ROOT
+from test_schema import REQUIRED
 
 from rewardfl import config
 from rewardfl.config import ConfigError
@@ -13,16 +14,10 @@ from rewardfl.config import ConfigError
 SHIPPED = yaml.safe_load((ROOT / "tests/config/shipped_f297b06.yaml").read_text())
 # the tiny worlds' have other values today, or are gone
 CHANGED = {file for file in SHIPPED if file.startswith("configs/tiny_")}
-OLD = {
-    "model": {"model_paths": "weights", "trainable_models": "dit2"},
-    "run": {"output_dir": "out"},
-    "data": {"file_name": "clips.csv"},
-    "reward": {"reward_model_path": "pack"},
-}
 
 
 def load(script_section, *overrides):
-    return config.parse(OLD | ({script_section: {}} if script_section else {}), overrides)
+    return config.parse(REQUIRED | ({script_section: {}} if script_section else {}), overrides)
 
 
 @pytest.mark.parametrize("file", sorted(SHIPPED.keys() - CHANGED))
@@ -104,7 +99,7 @@ def test_an_old_key_without_its_effect_is_refused(section, overrides, message):
 
 
 def test_a_file_with_both_names_of_a_key_is_refused():
-    raw = OLD | {"train": {"decode_caches": "keep", "memory": {"decode_caches": "offload"}}}
+    raw = REQUIRED | {"train": {"decode_caches": "keep", "memory": {"decode_caches": "offload"}}}
     with pytest.raises(ConfigError, match="train.decode_caches is an older name of train.memory.decode_caches, which"):
         config.parse(raw)
 

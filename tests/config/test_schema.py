@@ -23,35 +23,30 @@ REQUIRED = {
 }
 
 
-@pytest.fixture
-def write(tmp_path):
-    def write(text=None, **sections):
-        path = tmp_path / "run.yaml"
-        path.write_text(text or yaml.safe_dump(REQUIRED | sections))
-        return path
-
-    return write
+def load(*overrides):
+    return config.parse(REQUIRED, overrides)
 
 
-def load(write, *overrides):
-    return config.load(write(), overrides)
-
-
-def refused(path, *overrides, longest=300):
-    """Return the lines of the ConfigError. Each is printable and has at most `longest` characters."""
+def refused(*overrides, raw=REQUIRED, longest=300):
+    """Return the lines of the ConfigError. raw: sections, or a file's path. Each line is printable and short."""
     with pytest.raises(ConfigError) as error:
-        config.load(path, overrides)
+        (config.load if isinstance(raw, Path) else config.parse)(raw, overrides)
     lines = str(error.value).split("\n")
     assert all(len(line) <= longest and line.isprintable() for line in lines), lines
     return lines
 
 
-def test_file_values_then_overrides(write):
-    path = write(train={"learning_rate": "1e-5", "warmup_steps": 3})
+def test_file_values_then_overrides(tmp_path):
+    path = tmp_path / "run.yaml"  # with a byte order mark
+    path.write_text("\ufeff" + yaml.safe_dump(REQUIRED | {"train": {"learning_rate": "1e-5", "warmup_steps": 3}}))
     cfg = config.load(path, ["train.warmup_steps=7", "lora.lora_rank=4", "sample.active_steps=[2, 5]"])
     assert cfg.train.learning_rate == 1e-5 and isinstance(cfg.train.learning_rate, float)
     assert (cfg.train.warmup_steps, cfg.lora.lora_rank, cfg.sample.active_steps) == (7, 4, (2, 5))
     assert cfg.run.seed == 42 and cfg.run.resume_from_checkpoint == "auto" and cfg.model.min_timestep_boundary is None
+    path.write_text(config.dump(cfg))
+    assert config.load(path) == cfg
+    (line,) = refused(raw=tmp_path / ("x" * 300), longest=600)
+    assert "x" * 300 in line
 
 
 @pytest.mark.parametrize("override, expected", [
@@ -65,11 +60,10 @@ def test_file_values_then_overrides(write):
     ("run.output_dir=null", "null"), ('data.file_name="\\u6ca1"', "\u6ca1"), ('model.model_paths="half', '"half'),
     ("reward.terms.score.settings.url=http://x/ #1", "http://x/ #1"), ("reward.terms.score.settings.count=3", 3),
 ])  # fmt: skip
-def test_values_of_overrides(write, override, expected):
+def test_values_of_overrides(override, expected):
     """Keys of texts take them as they are: YAML's words for other types, too."""
-    value = config.to_dict(
-        load(write, *(["reward.terms.score.name=remote"] if "settings" in override else []), override)
-    )
+    others = ["reward.terms.score.name=remote"] if "settings" in override else []
+    value = config.to_dict(load(*others, override))
     for part in override.partition("=")[0].split("."):
         value = value[part]
     assert value == expected and type(value) is type(expected)
@@ -94,15 +88,15 @@ def test_values_of_overrides(write, override, expected):
         ("sample.gradient_mode=chian", "'chian', did you mean 'chain'?", "chain, "),
     ],
 )  # fmt: skip
-def test_wrong_values_name_the_key_and_the_value(write, override, value, may_be):
-    (line,) = refused(write(), override)
+def test_wrong_values_name_the_key_and_the_value(override, value, may_be):
+    (line,) = refused(override)
     assert line.startswith(override.split("=")[0]) and line.endswith(f", got {value}") and may_be in line
 
 
-def test_settings_keep_their_types(write):
+def test_settings_keep_their_types():
     given = {"a": 1, "b": 1.5, "c": "1e-5", "d": True, "e": None, "f": 1.0}
     text = yaml.safe_dump({"name": "motion", "settings": given}, default_flow_style=True)
-    settings = load(write, f"reward.terms.score={text}").reward.terms["score"].settings
+    settings = load(f"reward.terms.score={text}").reward.terms["score"].settings
     assert [(key, type(value), value) for key, value in settings.items()] == [
         (key, type(value), value) for key, value in given.items()
     ]
@@ -128,13 +122,13 @@ def test_settings_keep_their_types(write):
         ("train.early_stop=true", "section 'train.early_stop' must hold keys, got True"),
     ],
 )
-def test_wrong_keys_and_overrides(write, override, message):
-    assert any(line.startswith(message) for line in refused(write(), override))
+def test_wrong_keys_and_overrides(override, message):
+    assert any(line.startswith(message) for line in refused(override))
 
 
-def test_an_override_of_one_key_within_a_key(write):
+def test_an_override_of_one_key_within_a_key():
     """It keeps the others, adds what is not there yet, and changes nothing that was read before."""
-    raw = yaml.safe_load(write().read_text())
+    raw = copy.deepcopy(REQUIRED)
     raw["reward"]["others"] = {"flow": {"name": "optical_flow", "weight": 0.3, "settings": {"reversals": 2.0}}}
     before = copy.deepcopy(raw)
     others = config.parse(
@@ -145,17 +139,17 @@ def test_an_override_of_one_key_within_a_key(write):
     assert raw == before and others["flow"].name == "optical_flow"
 
 
-def test_a_section_that_may_be_null(write):
+def test_a_section_that_may_be_null():
     judged = ["reward.held_out_model_path=judge", "train.early_stop.patience=3"]
-    assert config.load(write()).train.early_stop is None
-    cfg = config.load(write(), judged)
+    assert load().train.early_stop is None and load(*judged, "train.early_stop=null").train.early_stop is None
+    cfg = load(*judged)
     assert (cfg.train.early_stop.patience, cfg.train.early_stop.motion) == (3, 0.8)
     assert config.parse(yaml.safe_load(config.dump(cfg))) == cfg
-    assert config.load(write(), [*judged, "train.early_stop=null"]).train.early_stop is None
+    assert config.parse(json.loads(json.dumps(config.to_dict(cfg)))) == cfg
 
 
-def test_all_problems_at_once(write):
-    assert len(refused(write(), "train.learning_rate=fast", "lora.lora_rnak=4", "data.height=0")) == 3
+def test_all_problems_at_once():
+    assert len(refused("train.learning_rate=fast", "lora.lora_rnak=4", "data.height=0")) == 3
 
 
 def test_a_key_has_one_place():
@@ -165,12 +159,13 @@ def test_a_key_has_one_place():
         assert len(names) == len(set(names))
 
 
-def test_an_override_fills_an_empty_section(write):
-    assert config.load(write(lora=None), ["lora.lora_rank=4"]).lora.lora_rank == 4
-    with pytest.raises(ConfigError, match="section 'lora' must hold keys, got None; write them beneath it or remove"):
-        config.load(write(lora=None))
-    with pytest.raises(ConfigError, match="'lora.lora_rank=4': lora holds 3, no keys"):
-        config.load(write(lora=3), ["lora.lora_rank=4"])
+def test_an_override_fills_an_empty_section():
+    assert config.parse(REQUIRED | {"lora": None}, ["lora.lora_rank=4"]).lora.lora_rank == 4
+    (line,) = refused(raw=REQUIRED | {"lora": None})
+    assert line == "section 'lora' must hold keys, got None; write them beneath it or remove the line"
+    assert "override 'lora.lora_rank=4': lora holds 3, no keys" in refused(
+        "lora.lora_rank=4", raw=REQUIRED | {"lora": 3}
+    )
 
 
 BOMB = "a: &a [x, x]\n" + "".join(f"{c}: &{c} [*{b}, *{b}]\n" for b, c in itertools.pairwise("abcdefghijklmnopqrstuv"))
@@ -197,24 +192,16 @@ BOMB = "a: &a [x, x]\n" + "".join(f"{c}: &{c} [*{b}, *{b}]\n" for b, c in iterto
 def test_files_that_are_no_configuration(tmp_path, text, message):
     path = tmp_path / "run.yaml"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert any(re.search(message, line) for line in refused(path))
+    assert any(re.search(message, line) for line in refused(raw=path))
 
 
 @pytest.mark.parametrize("number", ["0x2a", "0b11", "1:30", "1:30.5", "9" * 400, "9" * 5000])
-def test_numbers_are_decimal(write, number):
+def test_numbers_are_decimal(number):
     """YAML 1.1 would read 042 as 34 and 1:30 as 90."""
-    assert load(write, "run.seed=042").run.seed == 42
+    assert load("run.seed=042").run.seed == 42
     for override in (f"run.seed={number}", f"train.learning_rate={number}"):
-        (line,) = refused(write(), override)
+        (line,) = refused(override)
         assert override.partition("=")[0] in line
-
-
-def test_a_byte_order_mark_is_none_of_the_text(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_bytes(b"\xef\xbb\xbf" + yaml.safe_dump(REQUIRED).encode())
-    assert config.load(path).run.output_dir == "out"
-    (line,) = refused(tmp_path / ("x" * 300), longest=600)
-    assert "x" * 300 in line
 
 
 @pytest.mark.parametrize(
@@ -227,8 +214,8 @@ def test_a_byte_order_mark_is_none_of_the_text(tmp_path):
         *(f'run.output_dir="{value}"' for value in ("\\0", "\\e[31m", "a\\nb", "\\u2028", "\\ud800")),
     ],
 )  # fmt: skip
-def test_long_values_are_cut_in_messages(write, override):
-    for line in refused(write(), override):
+def test_long_values_are_cut_in_messages(override):
+    for line in refused(override):
         assert line.count("x") <= 100
 
 
@@ -243,8 +230,8 @@ def test_long_values_are_cut_in_messages(write, override):
         "train.max_steps=100000000", "grpo.noise_level=1e-320", "grpo.group_size=1000000",
     ],
 )  # fmt: skip
-def test_numbers_that_would_fail_later(write, override):
-    (line,) = refused(write(grpo={}) if override.startswith(("grpo", "evaluation")) else write(), override)
+def test_numbers_that_would_fail_later(override):
+    (line,) = refused(override, raw=REQUIRED | ({"grpo": {}} if override.startswith(("grpo", "eval")) else {}))
     assert line.startswith(override.split("=")[0])
 
 
@@ -304,16 +291,16 @@ UNSTORED = "train.memory.use_gradient_checkpointing=false"
         (f"{UNSTORED} {OFFLOADED}", "offload does nothing without train.memory.use_gradient_checkpointing; set it"),
     ],
 )
-def test_combinations_that_cannot_work(write, overrides, message):
+def test_combinations_that_cannot_work(overrides, message):
     with pytest.raises(ConfigError, match=message):
-        load(write, *overrides.split())
+        load(*overrides.split())
 
 
-def test_combinations_that_work(write):
-    load(write, "train.max_steps=2", "train.warmup_steps=10")
-    both = load(write, "model.trainable_models='dit2, dit'", "lora.lora_base_model='dit,dit2'")
-    assert config.trained_positions(both) == (0, 1) and config.trained_positions(load(write)) == (1,)
-    load(write, "sample.gradient_mode=last", "sample.final_timestep=3")
+def test_combinations_that_work():
+    load("train.max_steps=2", "train.warmup_steps=10")
+    both = load("model.trainable_models='dit2, dit'", "lora.lora_base_model='dit,dit2'")
+    assert config.trained_positions(both) == (0, 1) and config.trained_positions(load()) == (1,)
+    load("sample.gradient_mode=last", "sample.final_timestep=3")
 
 
 @pytest.mark.parametrize("overrides, steps", [
@@ -321,8 +308,8 @@ def test_combinations_that_work(write):
     (f"{ENDPOINT} train.ema_decay=0.5 reward.kl_weight=0 sample.final_timestep=2", (2,)),
     ("sample.active_steps=[0,6]", (0, 6)),
 ])  # fmt: skip
-def test_active_steps(write, overrides, steps):
-    assert config.active_steps(load(write, *overrides.split())) == steps
+def test_active_steps(overrides, steps):
+    assert config.active_steps(load(*overrides.split())) == steps
 
 
 @pytest.mark.parametrize(
@@ -331,16 +318,8 @@ def test_active_steps(write, overrides, steps):
      ("sample.gradient_mode=drtune sample.coupling=0", 0.0), ("sample.gradient_mode=last", 1.0),
      ("sample.gradient_mode=bridge:0.5", 0.5)],
 )  # fmt: skip
-def test_resolved_coupling(write, overrides, coupling):
-    assert load(write, *overrides.split()).sample.coupling == coupling
-
-
-def test_round_trip_through_yaml_and_json(write, tmp_path):
-    cfg = load(write, "sample.active_steps=[2, 3]", "train.learning_rate=1e-5", "run.resume_from_checkpoint=false")
-    again = tmp_path / "again.yaml"
-    again.write_text(config.dump(cfg))
-    assert config.load(again) == cfg
-    assert json.loads(json.dumps(config.to_dict(cfg))) == config.to_dict(cfg)
+def test_resolved_coupling(overrides, coupling):
+    assert load(*overrides.split()).sample.coupling == coupling
 
 
 def test_the_room_imports_nothing_else_of_the_package():
