@@ -152,6 +152,9 @@ def _names(text: str) -> list[str]:
 
 
 TRAINABLE = ("dit", "dit2")  # a model's experts by falling sigma; a model with one expert has the first
+ExpertNames = Annotated[
+    str, must_be("dit or dit2 or both", lambda text: sorted(_names(text)) in (["dit"], ["dit2"], [*TRAINABLE]))
+]
 SPLIT_ATTENTION = ("native", "_native_cudnn", "_native_flash", "flash")  # work with train.context_parallel
 COUPLING = {"chain": 1.0, "bridge": 0.2, "drtune": 0.0, "last": 1.0, "endpoint": 1.0}
 MEMORY, TERMS = "train.memory", "reward.terms"  # in messages
@@ -175,8 +178,8 @@ class RunConfig(Section):
     # "auto" resumes from the latest complete checkpoint in output_dir, or starts from step 0 without one; a path names
     # a checkpoint (.../checkpoints/step-000025); false starts from step 0.
     resume_from_checkpoint: PathText | Off = "auto"
-    # Keys marked IfNamed that may differ from run.json when a run resumes, such as [train.learning_rate]. Each change
-    # is printed and listed in run.json (key, old, new, step). May stay when nothing differs any more.
+    # Keys (resuming.py: NAMED) that may differ from run.json when a run resumes, such as [train.learning_rate]. Each
+    # change is printed and listed in run.json.
     resume_with_changes: Listed[str] = ()
     # Tracker next to metrics.jsonl, on the first process. wandb has to be installed (pip install wandb).
     log_with: Literal["tensorboard", "wandb", "none"] = "tensorboard"
@@ -217,7 +220,7 @@ class ModelConfig(Section):
     # Distillation LoRAs, part of the base model.
     distill_lora: DistillLoraConfig = DistillLoraConfig()
     # Experts whose adapter is trained, comma separated: dit (high noise, or the only one), dit2 (low noise).
-    trainable_models: Text = "dit2"
+    trainable_models: ExpertNames = "dit2"
     # Lowest sigma of the high-noise expert; null takes the pipeline's boundary_ratio, if it has one.
     min_timestep_boundary: Share | None = None
     # Guidance input of a guidance-distilled network (FLUX.1-dev: 3.5); null for others.
@@ -232,9 +235,6 @@ class ModelConfig(Section):
         if bool(self.model_paths) == bool(self.model_id_with_origin_paths):
             which = "both are" if self.model_paths else "neither is"
             yield f"model.model_paths or model.model_id_with_origin_paths must be given, {which}"
-        chosen = _names(self.trainable_models)
-        if not set(chosen) <= set(TRAINABLE) or len(set(chosen)) < len(chosen):
-            yield f"model.trainable_models takes {' or '.join(TRAINABLE)} or both, got {shown(self.trainable_models)}"
 
 
 class MemoryConfig(Section):
@@ -588,18 +588,13 @@ class EarlyStopConfig(Section):
     """`train.early_stop` of all scripts: when the held-out judge ends a run (alarms.py: broken_guards).
 
     The updates are cut into windows. The run ends, as after its last step, when each of `patience` full windows in a
-    row breaks a guard, compared with the run's first window. The guards read reward/held_out and reward/held_out/... of
-    the trained videos in metrics.jsonl. A window breaks one when:
-
-    - The mean of reward/held_out fell by more than the standard deviation of the first window's updates, or gained less
-      than half of the trained face score's gain.
-    - Flow, landmark motion, sharpness or coverage is below `motion` of its first value.
-    - The grid is above `grid` times its first value.
-    - Reversals, saturation or mean colours moved as far as for a warning.
+    row breaks a guard, compared with the run's first window. The guards read the trained videos' reward/held_out and
+    reward/held_out/... They are `motion` and `grid`, and three more: the mean of reward/held_out fell by more than the
+    standard deviation of the first window's updates; it gained less than half of the trained face score's gain;
+    reversals, saturation or mean colours moved as far as for a warning.
     """
 
-    # Updates in a window, and windows in a row that must break a guard. The first window is the measure: it should end
-    # before the run can go wrong.
+    # Updates in a window, and windows in a row that must break a guard. The first one should end before drift begins.
     window: Annotated[Count, Field(ge=2)] = 5
     patience: Count = 2
     # Smallest share of the first flow, landmark motion, sharpness and coverage; 0 turns these guards off.
