@@ -223,29 +223,24 @@ def _shared_fields(
     if here:
         lora.check_targets(targets, backbone.linear_layers(), backbone.layer_names)
         model_files.check_shared_networks(cfg.reward, [spec for spec, _ in rewards])
-    groups: dict[str, Any] = {}
+    fields = {name: section for name, section in cfg if name not in ("grpo", "forward")}
     if isinstance(cfg, schema.GroupRunConfig):
-        groups = {"group": cfg.group, "part_weights": cfg.reward.part_weights}
-    sections = {name: section for name, section in cfg if name not in ("grpo", "forward")}
-    return (
-        sections
-        | groups
-        | {
-            "memory": cfg.train.memory,
-            "processes": processes,
-            "processes_per_clip": schema.processes_per_clip(cfg),
-            "rewards": rewards,
-            "schedule": partial(make_schedule, cfg.sample, backbone),
-            "experts": schedule.experts,
-            "trained": trained,
-            "targets": targets,
-            "init": read_initial_adapters(cfg.lora, backbone, trained, targets) if here else {},
-            "active": active,
-            "anchor_steps": anchor_steps(cfg.anchor, schedule, trained, active),
-            "forwards_per_velocity": 2 if cfg.sample.guidance_scale != 1 else 1,
-            "base_noises": schema.count_base_noises(cfg),
-        }
-    )
+        fields |= {"group": cfg.group, "part_weights": cfg.reward.part_weights}
+    return fields | {
+        "memory": cfg.train.memory,
+        "processes": processes,
+        "processes_per_clip": schema.processes_per_clip(cfg),
+        "rewards": rewards,
+        "schedule": partial(make_schedule, cfg.sample, backbone),
+        "experts": schedule.experts,
+        "trained": trained,
+        "targets": targets,
+        "init": read_initial_adapters(cfg.lora, backbone, trained, targets) if here else {},
+        "active": active,
+        "anchor_steps": anchor_steps(cfg.anchor, schedule, trained, active),
+        "forwards_per_velocity": 2 if cfg.sample.guidance_scale != 1 else 1,
+        "base_noises": schema.count_base_noises(cfg),
+    }
 
 
 def _forward_fields(cfg: schema.ForwardRlConfig, processes: int, anchor_draws: int) -> dict[str, Any]:
