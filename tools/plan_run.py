@@ -43,8 +43,7 @@ def main() -> int:
 def plan_run(args: argparse.Namespace) -> int:
     # here, so that --help and mistakes in the arguments need no torch
     from rewardfl import backbones, config, data, machine
-    from rewardfl.estimate.advice import Machine
-    from rewardfl.estimate.report import estimate
+    from rewardfl.estimate.report import Machine, estimate
     from rewardfl.training import model_files, plan, setup_summary, workload
 
     cfg = config.load(args.config, args.overrides)

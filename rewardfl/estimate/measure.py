@@ -1,9 +1,8 @@
 """Costs of a model's parts, measured on the meta device, without data. Bytes and FLOPs are plain integers.
 
-One transformer block and three chunks of the decoder run in real size, forward and backward. torch's FLOP formulas, its
-saved-tensor hooks and a count of living storages measure them. `needs` computes the cost of a run from the results.
-
-The meta device takes torch's composite rms_norm, which saves more for the backward pass than the GPU's fused one.
+One transformer block and three chunks of the decoder run in real size, forward and backward; `needs` computes the cost
+of a run from the results. The meta device takes torch's composite rms_norm, which saves more for the backward pass than
+the GPU's fused one.
 """
 
 import inspect
@@ -56,16 +55,16 @@ FORMULAS = flop_registry | {operator: shape_wrapper(formula) for operator, formu
 
 
 class Living(TorchDispatchMode):
-    """Count the FLOPs of operators by type, with torch's formulas, and the bytes of living storages that they allocate.
+    """Count FLOPs by pass (`name`) and operation, with torch's formulas, and the living bytes that operators allocate.
 
     `external` tensors do not count. The hooks of torch's FlopCounterMode would keep recomputed tensors of checkpoints
     alive.
     """
 
-    def __init__(self, external: Iterable[Tensor]):
+    def __init__(self, external: Iterable[Tensor], name: str = "forward"):
         super().__init__()
         self.now = self.peak = 0
-        self.flops = Counter[Operation]()
+        self.name, self.flops = name, Counter[tuple[str, Operation]]()
         self.storages: dict[int, object] = {_storage(tensor): None for tensor in external}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -73,7 +72,8 @@ class Living(TorchDispatchMode):
         if func.overloadpacket in FORMULAS:
             amount = FORMULAS[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
             name = func.overloadpacket.__name__
-            self.flops["attention" if "attention" in name else "convolution" if "conv" in name else "matmul"] += amount
+            operation = "attention" if "attention" in name else "convolution" if "conv" in name else "matmul"
+            self.flops[self.name, operation] += amount
         inputs = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
         for tensor in _tensors(tree_leaves(out)):
             if _storage(tensor) not in self.storages and _storage(tensor) not in inputs:
@@ -133,7 +133,7 @@ def with_graph(
     with _Flash(), Living([*external, *leaves]) as living:
         with saved_tensors_hooks(note, lambda tensor: tensor):
             outputs = forward()
-        forward, forward_peak = living.flops.copy(), living.peak
+        living.name, forward_peak = "backward", living.peak
         free = {_storage(tensor) for tensor in external}
         edges = [get_gradient_edge(output) for output in outputs]
         cotangents = [torch.empty_like(output) for output in outputs]
@@ -142,19 +142,14 @@ def with_graph(
         graph = living.now - nbytes(cotangents)
         torch.autograd.backward(edges, cotangents)
     saved_bytes = sum(size for storage, size in saved.items() if storage not in free)
-    flops = _by_pass({"forward": forward, "backward": living.flops - forward})
-    return Cost(flops=flops, peak=living.peak, saved=saved_bytes, graph=graph, forward_peak=forward_peak)
-
-
-def _by_pass(passes: Mapping[str, Counter[Operation]]) -> Counter[tuple[str, Operation]]:
-    return Counter({(name, operation): amount for name, costs in passes.items() for operation, amount in costs.items()})
+    return Cost(flops=living.flops, peak=living.peak, saved=saved_bytes, graph=graph, forward_peak=forward_peak)
 
 
 def without_graph(run: Callable[[], Any], external: Iterable[Tensor], name: str = "forward") -> Cost:
     """Return the cost of `run()` without gradients. external: tensors that do not count. name: of the pass."""
-    with torch.no_grad(), _Flash(), Living(external) as living:
+    with torch.no_grad(), _Flash(), Living(external, name) as living:
         run()
-    return Cost(flops=_by_pass({name: living.flops}), peak=living.peak)
+    return Cost(flops=living.flops, peak=living.peak)
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -163,10 +158,9 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertCost(ByKind):
-    """Cost of one expert for one video: bytes of weights and activations, of the largest block and of all; FLOPs.
+    """FLOPs and bytes of one expert for one video.
 
-    Its passes are forward and backward, with the adapter, and forward_frozen, without it: the reference, the other
-    expert.
+    Its passes are forward and backward, with the adapter, and forward_frozen, without it.
     """
 
     tokens: int
@@ -180,7 +174,7 @@ class ExpertCost(ByKind):
     shared: int  # tensors without a gradient that all blocks take; on the GPU as long as a graph, wherever it is
     nested: int  # such tensors in tuples, as rotary embeddings; checkpoints hold, but do not save them
     saved: int  # for the backward pass, with the adapter, by all blocks
-    saved_outside: int  # and outside of them
+    saved_outside: int  # the same outside of the blocks
     block_saved: int
     block_peak: int  # in one block's forward and backward pass, without its input
     block_peak_frozen: int  # the same without a graph
@@ -199,7 +193,7 @@ class ChunkCost(ByKind):
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Costs of a complete model for one video. `shape`: (C, T, h, w) of its latents."""
+    """Costs of a model for one video. shape: (C, T, h, w) of its latents."""
 
     shape: tuple[int, int, int, int]
     num_pixels: int  # values in the video

@@ -1,6 +1,4 @@
-"""Costs of a run: FLOPs of a video, bytes of one GPU by phase and of the host. GB is 1e9 bytes.
-
-`measure` has the costs of one block and one chunk; this module multiplies them.
+"""Costs of a run: FLOPs of a video, bytes of one GPU by phase and of the host, from the costs that `measure` returns.
 
 Not counted: activations of the rewards' networks, and their weights where the files are missing; videos that wait for a
 concurrent reward; a distillation LoRA as an adapter.
@@ -194,19 +192,12 @@ def memory(costs: Costs, work: Workload) -> Memory:
         "decoder caches": work.batch * caches,
     }
     rewards = {"reward networks' weights": work.reward_bytes}  # loaded first
-    encode = {
-        "encode text": {"text encoder": costs.text_weights, "activations": costs.text.peak} | rewards,
-        "encode clip": {
-            "VAE": costs.vae_weights,
-            "image encoder": costs.vision_weights,
-            "activations": costs.image.peak,
-            **rewards,
-        },
-    }
-    if not costs.image.peak:
-        del encode["encode clip"]
-    before = {phase: _without_zeros(parts) for phase, parts in encode.items()}
-    return Memory(resident=_without_zeros(resident), phases=phases, encode=before, host=_without_zeros(host))
+    text = {"text encoder": costs.text_weights, "activations": costs.text.peak} | rewards
+    clip = {"VAE": costs.vae_weights, "image encoder": costs.vision_weights, "activations": costs.image.peak} | rewards
+    encode = {"encode text": _without_zeros(text)}
+    if costs.image.peak:
+        encode["encode clip"] = _without_zeros(clip)
+    return Memory(resident=_without_zeros(resident), phases=phases, encode=encode, host=_without_zeros(host))
 
 
 def _without_zeros(amounts: Mapping[str, int]) -> dict[str, int]:
@@ -257,27 +248,22 @@ def _decoding(costs: Costs, work: Workload) -> dict[str, dict[str, int]]:
     decoded, pixels = costs.num_pixels * costs.itemsize, _FLOAT32 * costs.num_pixels
     frames = {"frames by chunk": decoded}
     if not work.reward_gradient:
-        chunk = max(decoded, *(chunk.caches_in + chunk.peak for chunk in costs.chunks))
-        return {
-            "decode": {"one chunk, its caches and the next's": chunk} | frames,  # or the frames in one
-            "reward": {"frames, also float32": decoded + pixels},
-        }
+        chunk = max(decoded, *(chunk.caches_in + chunk.peak for chunk in costs.chunks))  # or the frames in one
+        decode = {"one chunk, its caches and the next's": chunk} | frames
+        return {"decode": decode, "reward": {"frames, also float32": decoded + pixels}}
     first = _decoded_twice(costs, work)
     gpu, chunk_caches, _ = decode_caches(first, work.decode_caches)
     last = costs.chunks[len(first) :]
     graphs = {"kept chunks": sum(chunk.graph for chunk in last) + last[0].caches_in} if last else {}
     chunk = max(decoded, *(chunk.peak for chunk in costs.chunks))  # or the frames in one
     vjp = max(chunk.peak_vjp for chunk in costs.chunks)
+    both = gpu + (2 if work.decode_caches == "offload" else 1) * chunk_caches  # also the next chunk's
+    without_last = {name: amount - last[-1].graph for name, amount in graphs.items()}  # which is in the chunk's bytes
+    backward = {"one chunk, forward and backward": vjp, "frames and gradient": decoded + pixels}
     return {
         "decode": {"decoder caches": gpu + chunk_caches, "one chunk, no graph": chunk} | frames | graphs,
         "reward": {"decoder caches": gpu, "frames, also float32, and gradient": decoded + 2 * pixels} | graphs,
-        "decode VJP": {
-            "decoder caches": gpu
-            + (2 if work.decode_caches == "offload" else 1) * chunk_caches,  # and the next chunk's
-            "one chunk, forward and backward": vjp,
-            "frames and gradient": decoded + pixels,
-        }
-        | {name: amount - last[-1].graph for name, amount in graphs.items()},  # the last one is among the chunk's bytes
+        "decode VJP": {"decoder caches": both} | backward | without_last,
     }
 
 
@@ -298,10 +284,7 @@ def _largest(costs: Costs, work: Workload) -> ExpertCost:
 
 
 def _graph_bytes(costs: Costs, work: Workload, steps: int, begun: int = 0) -> tuple[int, int]:
-    """Return the bytes of graphs on the GPU and in the host: of complete `steps`, and of `begun` ones.
-
-    Of a begun one nothing waits that is saved outside of the blocks.
-    """
+    """Return the bytes of graphs on the GPU and in the host: of `steps` and of `begun` ones, without their outside."""
     largest, count = _largest(costs, work), work.graphs * (steps + begun)
     stored = largest.stored if work.checkpointing else largest.saved + largest.shared
     saved = count * stored + work.graphs * steps * largest.saved_outside
@@ -311,15 +294,15 @@ def _graph_bytes(costs: Costs, work: Workload, steps: int, begun: int = 0) -> tu
 
 
 def _rollout(costs: Costs, work: Workload) -> dict[str, int]:
-    """Return the bytes of the last pass of one video's rollout, with a graph if it is kept, as the graphs before it."""
+    """Return the bytes of the last pass of one video's rollout, and of the graphs before it if they are kept."""
     largest = _largest(costs, work)
     block = max(cost.block_peak_frozen for cost in costs.experts.values())
     block += 2 * largest.block_input if work.offload_inputs or not work.kept_steps else 0
-    parts = {"the last update's latents": 2 * len(work.active_experts) * math.prod(costs.shape) * _FLOAT32}
-    if work.kept_steps:
-        parts["kept graphs"] = _graph_bytes(costs, work, work.kept_steps - 1, 1)[0]
-    else:
-        block += largest.shared + largest.nested
+    block += 0 if work.kept_steps else largest.shared + largest.nested
+    parts = {
+        "the last update's latents": 2 * len(work.active_experts) * math.prod(costs.shape) * _FLOAT32,
+        "kept graphs": _graph_bytes(costs, work, work.kept_steps - 1, 1)[0] if work.kept_steps else 0,
+    }
     return {"one block, no graph": block} | _without_zeros(parts)
 
 

@@ -69,7 +69,7 @@ class Workload:
     processes_per_clip: int = 1  # each with a part of the tokens
     sharding: Sharding = "none"  # over the processes
 
-    # settings that trade memory for time; estimate.advice has their keys
+    # settings that trade memory for time; estimate.report has their keys
     trained_placement: Literal["gpu", "cpu_swap"] = "gpu"  # placement of the trained experts' frozen weights
     untrained_placement: Literal["gpu", "cpu_swap", "fp8", "boundary_cache"] = "gpu"
     checkpointing: bool = True

@@ -6,7 +6,7 @@ from conftest import ROOT, measured_before
 from rewardfl import backbones, config
 from rewardfl.backbones.protocol import Source
 from rewardfl.estimate import needs
-from rewardfl.estimate.advice import smaller_settings
+from rewardfl.estimate.report import smaller_settings
 from rewardfl.training.plan import resolve
 from rewardfl.training.workload import make_workload
 

@@ -25,8 +25,8 @@ from rewardfl.backbones.wan import meta
 from rewardfl.backbones.wan import model as wan
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.estimate import measure, needs, report
-from rewardfl.estimate.advice import Machine, smaller_settings
 from rewardfl.estimate.rates import OPERATIONS
+from rewardfl.estimate.report import Machine, smaller_settings
 from rewardfl.training.plan import resolve
 from rewardfl.training.workload import Span, Video, Workload, make_workload
 from rewardfl_tools import plan_run
