@@ -1,11 +1,10 @@
-"""The data anchor: the flow-matching loss on real clips' latents, next to a reward or alone.
+"""The data anchor: the flow-matching loss on real clips' latents, next to a reward or without one.
 
     y = (1 - sigma) x0 + sigma noise,   loss = mean((velocity(y) - (noise - x0))^2)
 
-A reward alone leads a model away from its data: faces smear, and networks akin to the reward's still score them high.
-The anchor prevents it without a reference model (DDRL, arXiv 2512.04332; the pretraining loss of ReFL, arXiv
-2304.05977). Alone it is supervised fine-tuning. Moments of a schedule are denoising steps: 4 is the sigma of step 4,
-and 4.5 is half-way to the sigma of step 5.
+The anchor keeps a model with its data, without a reference model (DDRL, arXiv 2512.04332; the pretraining loss of ReFL,
+arXiv 2304.05977). With no reward it is supervised fine-tuning. Moments of a schedule are denoising steps: 4 is the
+sigma of step 4, and 4.5 is half-way to the sigma of step 5.
 """
 
 import contextlib
@@ -57,9 +56,8 @@ def accumulate(
 ) -> Tensor:
     """Accumulate the parameters' gradients of  sum_b weights_b * loss_b ; return the losses (B,), without a graph.
 
-    loss_b is the mean over the draws; one graph is alive at a time. x0: latents (B, ...) of real clips. weights: (B,),
-    with every averaging over the batch and the accumulation; 0 for a sample without a clip. backward, micro_batch: as
-    in `reward_flow.replay`; each is called once per draw.
+    loss_b is the mean over the draws. x0: latents (B, ...) of real clips. weights: (B,), 0 for a sample without a clip.
+    backward, micro_batch: as in `reward_flow.replay`; each is called once per draw.
     """
     losses = torch.zeros_like(weights)
     for draw in draws:

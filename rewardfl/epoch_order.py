@@ -1,7 +1,6 @@
 """The order of rows in epochs, and the epochs that end with a save or an evaluation.
 
-Position p of the training stream is sample p % num_rows in the order of epoch p // num_rows. Pure functions of a seed,
-an epoch and numbers; nothing depends on the number of processes.
+Position p of the training stream is sample p % num_rows in the order of epoch p // num_rows, for any number of GPUs.
 """
 
 import math

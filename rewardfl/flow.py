@@ -1,19 +1,18 @@
-"""Rectified-flow sampling mathematics. Imports torch only.
+"""Rectified-flow sampling mathematics.
 
 Convention:   x = (1 - sigma) * x0 + sigma * noise      sigma in [0, 1], 1 is pure noise
               velocity = dx / dsigma = noise - x0       sampling walks sigma down: sigma_next < sigma
 
-A stochastic step is a Gaussian N(mean, std^2) whose mean is linear in x and velocity (`coefficients`). In the limit of
-small steps flow and dance sample the marginals of the ODE. cps has their noise scale at any step size, but too little
-variance. On Gaussian data its std ends 3 % low at a = 0.3, 15 % at 0.7. The kinds:
+A stochastic step is a Gaussian N(mean, std^2) whose mean is linear in x and velocity (`coefficients`); std includes
+sqrt(-dt). a is the noise_level. In the limit of small steps flow and dance sample the marginals of the ODE. cps has
+their noise scale at any step size, but too little variance. On Gaussian data its std ends 3 % low at a = 0.3, 15 % at
+0.7.
 
     ode     x + dt v, std 0
     flow    Euler-Maruyama of  dx = [v - g^2 score / 2] dt + g dw,  g = a sqrt(sigma / (1 - sigma))   Flow-GRPO,
             arXiv 2505.05470, eq. 8 and 9; score = -(x + (1 - sigma) v) / sigma
     dance   the same with g = a                                              DanceGRPO, arXiv 2505.07818
     cps     the marginal's own coefficients, part of its noise redrawn       Flow-CPS, arXiv 2509.05952
-
-a is the noise_level. `std` always includes sqrt(-dt): it is the complete transition's.
 """
 
 import math
@@ -33,11 +32,9 @@ Scalar = Tensor | float
 def linear_sigmas(num_steps: int, shift: float) -> Tensor:
     """Return (num_steps + 1,) float32 sigmas from 1 to 0: shift * s / (1 + (shift - 1) * s) over s = linspace(1, 0).
 
-    Computed in float64. This is the schedule of Wan2.2-Lightning. diffusers' own FlowMatchEulerDiscreteScheduler
-    shifts an already shifted range; `scheduler.FlowMatchSDEScheduler` gives this one to a stock pipeline.
+    Computed in float64. This is the schedule of Wan2.2-Lightning; diffusers' own FlowMatchEulerDiscreteScheduler
+    shifts an already shifted range.
     """
-    if num_steps < 1 or shift <= 0:
-        raise ValueError(f"linear_sigmas needs num_steps >= 1 and shift > 0, got {num_steps} and {shift}")
     s = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
     return (shift * s / (1 + (shift - 1) * s)).float()
 
@@ -55,8 +52,8 @@ def add_noise(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
 def velocity_kl(velocity: Tensor, reference: Tensor, sigma: Tensor) -> Tensor:
     """Return the distance (B,) of two velocities at one sigma: mean over elements of (v - v_ref)^2 / (2 sigma^2).
 
-    It is the KL divergence per dimension of two Gaussian steps, of means h * (v - v_ref) apart and std h * sigma. This
-    is the anchor of IPRO (arXiv 2510.14255) with the weight of Alibaba's ROLL.
+    It is the KL divergence per dimension of two Gaussian steps, of means h * (v - v_ref) apart and std h * sigma: the
+    anchor of IPRO (arXiv 2510.14255) with the weight of Alibaba's ROLL.
     """
     return ((velocity - reference) ** 2).flatten(1).mean(1) / (2 * sigma**2)
 
@@ -67,8 +64,8 @@ PERTURBATION = 2.0**-16  # far below bfloat16's resolution of 2^-8: it changes a
 def perturb(velocity: VelocityFunction) -> VelocityFunction:
     """Return the same velocity at latents with a relative PERTURBATION by fixed noise.
 
-    A bfloat16 network then rounds differently in all layers, as after an equally small update. The divergence between
-    the two velocities is its floor on this model: values below it are rounding. In float32 it is about 1e-10.
+    A bfloat16 network then rounds differently in all layers, as after an equally small update. Divergences below that
+    of the two velocities are rounding.
     """
 
     def at(x: Tensor, step: int) -> Tensor:
@@ -93,10 +90,10 @@ def coefficients(
 ) -> Coefficients:
     """Return the transition from sigma to sigma_next, in float64. sigmas: scalars, best on the CPU (they are read).
 
-    noise_level: a; 0 makes every kind the ODE. sigma_cap: the largest sigma in flow's g, which is infinite at 1. It is
-    normally the schedule's second sigma, as in Flow-GRPO's code for sigma 1. The drift takes the true sigma. max_std:
-    flow's and dance's g is at most max_std / sqrt(-dt) (LongCat, ModelTC/GenRL 82a867e). Raise ValueError unless sigma
-    falls within [0, 1]; an epsilon would turn a wrong index into a step of noise.
+    noise_level: a; 0 makes every step the ODE's. sigma_cap: the largest sigma in flow's g, which is infinite at 1;
+    normally the schedule's second sigma, as in Flow-GRPO's code. The drift takes the true sigma. max_std: flow's and
+    dance's g is at most max_std / sqrt(-dt) (LongCat, ModelTC/GenRL 82a867e). Raise ValueError unless sigma falls
+    within [0, 1]; an epsilon would turn a wrong index into a step of noise.
     """
     dt = float(sigma_next - sigma)  # the float32 difference, as in euler_step and diffusers
     sigma, sigma_next, sigma_cap = float(sigma), float(sigma_next), float(sigma_cap)
@@ -104,8 +101,6 @@ def coefficients(
         raise ValueError(f"kind must be one of {', '.join(get_args(Kind))}, got {kind!r}")
     if not 0 <= sigma_next < sigma <= 1:
         raise ValueError(f"a step walks sigma down within [0, 1], got {sigma:g} to {sigma_next:g}")
-    if noise_level < 0 or (kind == "cps" and noise_level > 1):
-        raise ValueError(f"noise_level must be >= 0, and <= 1 for cps, got {noise_level:g} for {kind}")
     if kind == "ode" or noise_level == 0:
         return Coefficients(x=1.0, velocity=dt, std=0.0, dt=dt)
     if kind == "cps":  # (1 - sigma_next) x0^ + old x1^,  x0^ = x - sigma v,  x1^ = x + (1 - sigma) v
@@ -116,8 +111,6 @@ def coefficients(
     g2 = noise_level**2
     if kind == "flow":
         capped = min(sigma, sigma_cap)
-        if capped == 1:
-            raise ValueError("flow at sigma 1 needs a sigma_cap below 1, such as the schedule's second sigma")
         g2 *= sigma / (1 - capped)
     g2 = min(g2, max_std**2 / -dt)
     pull = g2 / (2 * sigma)  # the score's pull: g^2 / 2 * -score = pull * x1^
@@ -136,8 +129,8 @@ def transition(
 ) -> tuple[Tensor, float]:
     """Return (mean (B, ...), std) of x at sigma_next given x, velocity (B, ...) at sigma; std 0 is deterministic.
 
-    The other arguments and the errors: `coefficients`. Rollout and replay both call this, so equal velocities give
-    equal bits. ode, and every kind at noise_level 0, equals `euler_step` to the bit.
+    The other arguments and the errors: `coefficients`. Equal velocities give equal bits in rollout and replay. ode, and
+    noise_level 0, equals `euler_step` to the bit.
     """
     c = coefficients(kind, sigma, sigma_next, noise_level, sigma_cap, max_std)
     return c.x * x + c.velocity * velocity, c.std
@@ -158,19 +151,15 @@ def gradient_weight(
 def noise_scale_error(
     kind: Kind, sigma: Scalar, sigma_next: Scalar, noise_level: float, sigma_cap: Scalar, max_std: float = math.inf
 ) -> float:
-    """Return the std of the noise after one step from the exact marginal, over sigma_next: 1 is exact.
+    """Return the std of the noise after one step from the exact marginal, over sigma_next > 0: 1 is exact.
 
     For a single x0, x = (1 - sigma) x0 + sigma n and v = n - x0. The step, mean = cx x + cv v, ends at
 
         (1 - sigma_next) x0 + (cx sigma + cv) n + std z,      n, z ~ N(0, 1).
 
-    x0's part is exact in every kind; the noise's is sqrt((cx sigma + cv)^2 + std^2) / sigma_next. At 1.2 the next
-    network call gets 20 % more noise than its timestep says. ode and cps: always 1, up to rounding. Raise ValueError
-    for sigma_next 0, and as in `coefficients`.
+    At 1.2 the next network call gets 20 % more noise than its timestep says. ode and cps: 1, up to rounding.
     """
     c = coefficients(kind, sigma, sigma_next, noise_level, sigma_cap, max_std)
-    if float(sigma_next) == 0:
-        raise ValueError("a step to sigma 0 has no noise scale to compare with: leave it out")
     return math.hypot(c.x * float(sigma) + c.velocity, c.std) / float(sigma_next)
 
 
@@ -184,8 +173,7 @@ def log_prob(kind: Kind, x_next: Tensor, mean: Tensor, std: float) -> Tensor:
 
     cps: the mean of -(x_next - mean)^2, its authors' score, which weights the steps on purpose (`gradient_weight`).
     The mean, not the sum, as in all published code. float64, because ratios are clipped at 1e-6 to 1e-4 and float32
-    resolves only 1e-7 of a log-probability near 1. Raise ValueError for a deterministic step, and for unequal shapes,
-    which would broadcast across samples.
+    resolves only 1e-7 of a log-probability near 1. Raise ValueError for a deterministic step.
     """
     _refuse_deterministic(std)
     error = _mean_square(x_next, mean)
@@ -205,10 +193,6 @@ def transition_kl(mean: Tensor, mean_ref: Tensor, std: float) -> Tensor:
 
 def _mean_square(x: Tensor, mean: Tensor) -> Tensor:
     """Return (B,) float64 mean over elements of (x - mean)^2. Summed in float64, it is independent of the split."""
-    if x.shape != mean.shape:
-        raise ValueError(
-            f"sample and means must be of one shape (B, ...), got {tuple(x.shape)} and {tuple(mean.shape)}"
-        )
     return (x - mean).square().flatten(1).mean(1, dtype=torch.float64)
 
 

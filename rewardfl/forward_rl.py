@@ -1,7 +1,7 @@
 """Forward-process reinforcement: advantage-weighted regression of the velocity on a model's own clean samples.
 
-A rollout by the old policy, with any sampler, gives x0 and an advantage A. No trajectory is stored. An update draws
-noise and sigma, and fits or repels the velocity at
+A rollout by the old policy, with any sampler, gives x0 and an advantage A. An update draws noise and sigma, and fits or
+repels the velocity at
 
     x = (1 - sigma) x0 + sigma noise    towards    u = noise - x0.
 
@@ -24,7 +24,6 @@ from torch import Tensor
 Weighting = Literal["uniform", "sigma", "sigma_squared", "huber", "generalised_huber"]
 
 _ROUNDING = 1e-10  # added below a root by the authors of AWM
-_SMALLEST_DISTANCE = 1e-5  # distance of an x0 prediction, in NFT's normalisation
 
 
 def _mean(x: Tensor) -> Tensor:
@@ -40,8 +39,8 @@ def distance(velocity: Tensor, other: Tensor) -> Tensor:
 def best_advantages(rewards: Tensor, valid: Tensor) -> Tensor:
     """Return 1 for the highest reward of each group, the first of equals, and 0 for all others, as `rewards`.
 
-    rewards: (groups, group_size). valid: the same of bool, whether a reward counts. A group without two rewards that
-    differ by more than rounding, a millionth, has no best: all are 0.
+    rewards: (groups, group_size); valid: the same of bool. A group whose valid rewards differ by no more than rounding,
+    a millionth, has no best: all are 0.
     """
     highest, best = rewards.masked_fill(~valid, -torch.inf).max(1, keepdim=True)
     lowest = rewards.masked_fill(~valid, torch.inf).amin(1, keepdim=True)
@@ -52,9 +51,9 @@ def best_advantages(rewards: Tensor, valid: Tensor) -> Tensor:
 def rvm_loss(velocity: Tensor, target: Tensor, advantage: Tensor) -> Tensor:
     """Return RVM's loss (B,), whose gradient by the velocity (B, ...) is  advantage * (velocity - target) / D.
 
-    target: noise - x0, (B, ...). advantage: (B,), scaled, of either sign. The value is the surrogate
-    0.5 mean((v - sg[v - advantage (v - target)])^2): it is bounded below for a negative advantage, where the weighted
-    regression itself is not (FastVideo's port, rvm_faithful.py).
+    target: noise - x0, (B, ...). advantage: (B,), of either sign. The value is the surrogate
+    0.5 mean((v - sg[v - advantage (v - target)])^2), bounded below for a negative advantage, where the weighted
+    regression is not (FastVideo's port, rvm_faithful.py).
     """
     pull = advantage.view(-1, *[1] * (velocity.ndim - 1)) * (velocity - target)
     return 0.5 * distance(velocity, (velocity - pull).detach())
@@ -84,14 +83,10 @@ def nft_loss(
     r is `nft_weight` of the advantage (B,). velocity, old: (B, ...), old without a graph; x (B, ...): x0 with noise at
     `sigma`. mix: the authors' beta, in (0, 1]; at 1 the branches are the policy and its mirror image.
     """
-    positive = mix * velocity + (1 - mix) * old
-    negative = (1 + mix) * old - mix * velocity
-    weight = nft_weight(advantage.double(), largest)
-    branches = []
-    for branch in (positive, negative):
+    weight, branches = nft_weight(advantage.double(), largest), []
+    for branch in (mix * velocity + (1 - mix) * old, (1 + mix) * old - mix * velocity):
         error = x - sigma * branch - x0
-        scale = _mean(error.detach().abs()).clamp(min=_SMALLEST_DISTANCE)
-        branches.append(_mean(error.square()) / scale)
+        branches.append(_mean(error.square()) / _mean(error.detach().abs()).clamp(min=1e-5))
     return largest / mix * (weight * branches[0] + (1 - weight) * branches[1])
 
 
@@ -100,9 +95,7 @@ def awm_log_prob(
 ) -> Tensor:
     """Return AWM's stand-in for the log-likelihood of x0, (B,) float64: -w(l), with l = mean((velocity - target)^2).
 
-    w(l) is l for uniform, sigma l for sigma, sigma^2 l for sigma_squared, sigma sqrt(l) for huber and
-    sigma l^power / power for generalised_huber. The last two have 1e-10 added to l, and are 0 at l = 0 as in the
-    authors' scripts/train_sd3_awm.py.
+    huber and generalised_huber have 1e-10 added to l, and are 0 at l = 0 as in the authors' scripts/train_sd3_awm.py.
     """
     loss, sigma = distance(velocity, target), sigma.double()
     weighted = {

@@ -33,13 +33,8 @@ class Member(NamedTuple):
 class Geometry:
     """The distribution of an epoch's rollouts over processes, forward passes and updates.
 
-    updates: optimizer updates per epoch. Each takes the next of the epoch's forward passes, so its members are the same
-    for any world and batch.
-
-    Each process has one run of an update's groups. A group is on one process if its size divides the process's samples
-    per update. A batch that divides group_size never mixes rows.
-
-    Raise ValueError for a geometry that does not divide, and for updates that do not.
+    updates: optimizer updates per epoch. An update's members are the same for any world and batch, and each process has
+    one run of its groups. A batch that divides group_size never mixes rows. Raise ValueError for what does not divide.
     """
 
     group_size: int

@@ -1,8 +1,7 @@
 """Group-relative policy optimisation of flow models: advantages, clipped objectives, the check of the ratio.
 
 Flow-GRPO (arXiv 2505.05470) and DanceGRPO (arXiv 2505.07818) treat every SDE step of a rollout as an action of a
-Gaussian policy N(mean, std^2). `group_size` rollouts of one row, a prompt AND its image, are a group. A rollout's
-advantage is its reward above its group's mean. `group_plan` distributes the rollouts.
+Gaussian policy N(mean, std^2). `group_size` rollouts of one row, a prompt AND its image, are a group.
 
 Log-probabilities are means over the latent's D dimensions, as in every published code base; a sum, the true density, is
 unstable (flow_grpo issue 143). That shapes the ratio. With rel = rms(mean - old_mean) / std,
@@ -13,8 +12,6 @@ So the change of policy that a clip range allows grows with D. The second term, 
 the first: D is 65 thousand for an image and 2.1 million for 480x832x81 video. There, after the first update at rel =
 2 %, a clip range of 1e-4 silences every sample of negative advantage and none of positive. The objective `guard`
 removes that term. Clip ranges are not transferable between resolutions or objectives.
-
-The reference and the ratio use the live weights; their average (optim.Average) is only for evaluation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,15 +56,18 @@ def advantages(
     `reward/valid_fraction`, `group/zero_variance` (fraction of groups without varying rewards).
 
     Raise ValueError for incomplete groups (rewards that were not gathered) and a valid reward that is not finite.
-    Raise KeyError for unknown options.
     """
     columns = rewards.detach().double().reshape(len(rewards), -1)
     valid = torch.ones_like(group_ids, dtype=torch.bool) if valid is None else valid
     if not columns[valid].isfinite().all():
         bad = int((~columns[valid].isfinite()).any(1).sum())
         raise ValueError(f"{bad} of {int(valid.sum())} valid rewards are not finite; mark such samples valid=False")
-    ids, index, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    _check_groups(ids, sizes, group_size)
+    _, index, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    if (sizes != group_size).any():
+        raise ValueError(
+            f"groups must have {group_size} members, but they have {sizes.tolist()}: gather rewards and group ids from "
+            "all processes first"
+        )
     weight = columns.new_tensor(weights)
     total = columns @ weight
     parts, weight = {"sum": (total[:, None], weight.new_ones(1)), "per_reward": (columns, weight)}[combine]
@@ -86,16 +86,6 @@ def advantages(
         "group/zero_variance": float(flat.all(1).double().mean()),
     }
     return (centred @ weight).clamp(-clip, clip).float(), logged
-
-
-def _check_groups(ids: Tensor, sizes: Tensor, group_size: int) -> None:
-    if group_size < 2:
-        raise ValueError(f"group_size must be at least 2: one sample cannot be compared, got {group_size}")
-    for i in (sizes != group_size).nonzero()[:1, 0]:
-        raise ValueError(
-            f"groups must have {group_size} members, but group {int(ids[i])} has {int(sizes[i])}: gather rewards and "
-            "group ids from all processes first"
-        )
 
 
 def _group_statistics(parts: Tensor, index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,21 +118,11 @@ def log_ratio(
     with the rollout's draw noise = (x_next - old_mean) / std. The caller divides its loss by |dt|, since each step's
     gradient is proportional to |dt|. At r = 1 the gradient of -A r is -A * grad log_prob for `clip` and
     -A * std * grad log_prob for `guard`. CPS scores -(x_next - mean)^2 without 1 / (2 std^2), which `guard` restores.
-
-    Raise ValueError for another objective, shapes that do not fit, and std = 0: such a step has no density.
     """
-    if log_prob.shape != step.log_prob.shape or log_prob.ndim != 1 or len(mean) != len(log_prob):
-        raise ValueError(
-            f"log-probabilities must be (B,) and means (B, ...), got {tuple(log_prob.shape)}, "
-            f"{tuple(step.log_prob.shape)} and {tuple(mean.shape)}"
-        )
     difference = log_prob - step.log_prob
     if objective == "clip":
         return difference
-    if objective != "guard":
-        raise ValueError(f"objective must be clip or guard, got {objective!r}")
-    if step.mean is None:
-        raise ValueError("guard needs the means of the rollout: sde.rollout(keep_means=True)")
+    assert step.mean is not None, "guard needs sde.rollout(keep_means=True)"
     score = difference / (2 * step.std**2) if kind == "cps" else difference
     return (score + flow.transition_kl(mean, step.mean, step.std)) * step.std
 
@@ -157,8 +137,8 @@ def policy_statistics(samples: Mapping[str, Tensor]) -> dict[str, float]:
 
     samples: advantage, ratio, clipped, kl (of the transitions, from the reference), log_prob and old_log_prob.
     policy/approximate_kl is half the mean square of the log-ratio of the scores: Schulman's second estimator.
-    policy/clip_fraction is of all samples. _positive and _negative are of the samples with an advantage above and
-    below 0 (0 without any). If the two differ much, the ratio is biased and only one sign learns.
+    policy/clip_fraction_positive and _negative are of the samples with an advantage above and below 0 (0 without any).
+    If the two differ much, the ratio is biased and only one sign learns.
     """
     is_clipped, advantage = samples["clipped"].double(), samples["advantage"]
 
@@ -181,19 +161,14 @@ class RatioError(RuntimeError):
 
 
 def ratio_tolerance(clip_range: float, *, exact: bool) -> float:
-    """Return check_ratio's tolerance: 0 if replay equals the rollout bit for bit, else 0.1 * clip_range.
-
-    exact: in float32, unless the blocks are compiled; a pass with a graph then has other kernels than one without.
-    """
+    """Return check_ratio's tolerance: 0 for `exact` (float32, blocks not compiled), else 0.1 * clip_range."""
     return 0.0 if exact else 0.1 * clip_range
 
 
 def check_ratio(log_prob: Tensor, old_log_prob: Tensor, tolerance: float, steps: Tensor) -> dict[int, float]:
     """Return {step: largest |log_prob - old_log_prob|}, before any update.
 
-    Raise RatioError for a difference above `tolerance`. All arguments: (N,), `steps` the indices in the schedule. Equal
-    weights differ by exactly 0 in float32 with equal batches. In bfloat16 they do not: with a tolerance near the clip
-    range, mere rounding clips samples.
+    Raise RatioError for a difference above `tolerance`. All arguments: (N,), `steps` the indices in the schedule.
     """
     differences = (log_prob - old_log_prob).detach().abs()
     largest = {int(i): float(differences[steps == i].amax()) for i in steps.unique()}

@@ -46,8 +46,7 @@ def _matches(target: str, name: str) -> bool:
 class MasterLinear(nn.Linear):
     """A linear layer that casts its weight, of higher precision, and computes in its input's dtype.
 
-    The weight's gradient has the weight's dtype. The backward pass keeps the input itself, shared with neighbouring
-    layers, and no copy in the weight's dtype.
+    The backward pass keeps the input itself, shared with neighbouring layers, and no copy in the weight's dtype.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,11 +75,9 @@ def inject(model: ModelMixin, rank: int, alpha: float, targets: list[str], seed:
     """Freeze `model` and add a trainable LoRA, in float32 for any dtype of the base; it changes nothing yet (B = 0).
 
     A bfloat16 LoRA would lose most updates: an Adam step of 2.5e-6 on a weight of 0.01 is below its rounding. It still
-    computes in the base's dtype, from one cast per forward pass: docs/performance.md. Raise InputError for a target
-    that matches no module of the blocks.
+    computes in the base's dtype. Raise InputError for a target that matches no module of the blocks.
     """
-    modules = dict(model.named_modules())
-    layers = [name for name, module in modules.items() if isinstance(module, (nn.Linear, BaseTunerLayer))]
+    modules, layers = dict(model.named_modules()), _linear_layers(model)
     check_targets(targets, layers, {})
     names: list[str] = []
     for target in targets:
@@ -96,6 +93,10 @@ def inject(model: ModelMixin, rank: int, alpha: float, targets: list[str], seed:
         if POLICY in layer.lora_A:
             _compute_as(MasterLinear, layer, POLICY)
     cast_training_params(model, torch.float32)
+
+
+def _linear_layers(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, BaseTunerLayer))]
 
 
 def attach_frozen(model: ModelMixin, distilled: Lora) -> None:
@@ -137,14 +138,13 @@ def reference(model: nn.Module) -> Iterator[None]:
     checkpointed forward is recomputed with the adapters active then. Backpropagate a forward made within the context
     within it (as protocol.Velocity.reference does), and one made outside, outside.
     """
-    layers = _layers(model)
-    active = [list(layer.active_adapters) for layer in layers]
-    for layer, names in zip(layers, active, strict=True):
+    active = [(layer, list(layer.active_adapters)) for layer in _layers(model)]
+    for layer, names in active:
         layer._active_adapter = [name for name in names if name != POLICY]
     try:
         yield
     finally:
-        for layer, names in zip(layers, active, strict=True):
+        for layer, names in active:
             layer._active_adapter = names
 
 
@@ -180,9 +180,8 @@ def order_metadata(path: Path) -> None:
 
 def read_for(model: ModelMixin, path: str | Path) -> list[Lora]:
     """Read LoRAs that must be for a model, by its own layers' names, too. Raise InputError as read_lora."""
-    layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, BaseTunerLayer))]
     family = families.stated_family(type(model).__name__) or type(model).__name__
-    return read_lora(path, base={family: layers})
+    return read_lora(path, base={family: _linear_layers(model)})
 
 
 def check_fits(where: str, adapter: Lora, rank: int, alpha: float, shapes: Mapping[str, Sequence[int]]) -> None:

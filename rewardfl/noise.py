@@ -1,7 +1,4 @@
-"""Seeds and draws of noise: a stable hash of run seed, epoch, sample and member.
-
-Nothing depends on the number of processes or the batch size.
-"""
+"""Seeds and draws of noise: a stable hash of run seed, epoch, sample and member, on any number of processes."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,10 +13,7 @@ def noise_seed(run_seed: int, epoch: int, sample_id: str, member: int = 0) -> in
 
 
 def training_noise_seed(run_seed: int, epoch: int, sample_id: str, noises_per_sample: str | int) -> int:
-    """Return noise_seed for a sample's visit in `epoch`: new in each ("fresh"), or the same n in turn (n).
-
-    Epoch -1 is the epoch of the sample videos, whose noise is always its own.
-    """
+    """Return noise_seed for a sample's visit in `epoch`: new in each ("fresh", epoch -1), or the same n in turn (n)."""
     if isinstance(noises_per_sample, str) or epoch < 0:
         return noise_seed(run_seed, epoch, sample_id)
     return noise_seed(run_seed, 0, sample_id, epoch % noises_per_sample)

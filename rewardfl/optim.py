@@ -10,13 +10,12 @@ from torch import nn
 
 def learning_rate_factor(kind: str, warmup_steps: int, steps: int) -> Callable[[int], float]:
     """Return step (from 0) -> learning-rate factor: linear warmup, then constant, or a cosine down to 0 at `steps`."""
-    decays = {"constant": False, "constant_with_warmup": False, "cosine": True}[kind]
 
     def factor(step: int) -> float:
         if step < warmup_steps:
             return (step + 1) / warmup_steps
         done = (step - warmup_steps) / max(1, steps - warmup_steps)
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, done))) if decays else 1.0
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, done))) if kind == "cosine" else 1.0
 
     return factor
 
@@ -33,10 +32,7 @@ class Average(EMAModel):
 
 
 class OldPolicy(EMAModel):
-    """The policy of forward-process reinforcement that makes the videos: it follows the trained one.
-
-    decay: update -> the share of itself that it keeps (forward_rl.old_decay).
-    """
+    """The policy that makes forward-process RL's videos. decay: update -> share of itself (forward_rl.old_decay)."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], decay: Callable[[int], float]):
         super().__init__(parameters)

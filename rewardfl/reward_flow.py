@@ -5,7 +5,7 @@
 With g the cotangent of x_{i+1}, one replayed step adds  h_i (dv_i/dtheta)^T g  to the parameters' gradients
 and hands g + coupling * h_i (dv_i/dx_i)^T g  to the step before. coupling 1 is the exact chain rule (DRaFT-K,
 arXiv 2309.17400). 0 stops the gradient at the network's input (DRTune, arXiv 2405.00760). 0.1 to 0.3 is the
-bridge between them (FlowBP, arXiv 2606.11075). Memory is one step's graph, whatever the number of active steps.
+bridge between them (FlowBP, arXiv 2606.11075). Memory is one step's graph.
 """
 
 import contextlib
@@ -19,14 +19,12 @@ from torch import Tensor
 from rewardfl import flow
 from rewardfl.flow import VelocityFunction, euler_step, velocity_kl
 
-# see `replay`; the last is an old name of reference_constant
-KlGradient = Literal["exact", "fixed_trajectory", "reference_constant", "through_trajectory"]
+KlGradient = Literal["exact", "fixed_trajectory", "reference_constant"]  # see `replay`
 # whether the KL's gradient by x_i passes through the reference's velocity, and whether it leaves out the policy's
 _KL_PATHS: dict[KlGradient, tuple[bool, bool]] = {
     "exact": (True, False),
     "fixed_trajectory": (False, True),
     "reference_constant": (False, False),
-    "through_trajectory": (False, False),
 }
 
 # below this first-order rise of the reward over an ascent of `replay_endpoint`, the ascent's direction is rounding
@@ -35,10 +33,10 @@ SMALLEST_GAIN = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """x0: (B, ...) the end of a rollout; kept: x_i (B, ...) by step index i, for the requested steps.
+    """x0: (B, ...) the end of a rollout; latents: x_i (B, ...) by step index i, for the requested steps.
 
-    graphs: velocity(x_i, i) (B, ...) with its graph from x_i, of some of these steps. velocities: the same values
-    without a graph, of all these steps.
+    graphs: velocity(x_i, i) with its graph from x_i, of some of these steps. velocities: the same without a graph, of
+    all these steps.
     """
 
     x0: Tensor
@@ -51,8 +49,7 @@ class Trajectory:
 class Replayed:
     """kl: (B,) of each sample; cotangents: (B, K) norms of each active step's cotangent. Both without a graph.
 
-    The cotangent of step i is the objective's gradient with respect to x_{i+1}, as the steps after i leave it. The
-    columns are the active steps from first to last.
+    The cotangent of step i is the objective's gradient by x_{i+1}, as the steps after i leave it.
     """
 
     kl: Tensor
@@ -126,27 +123,22 @@ def replay(
 ) -> Replayed:
     """Accumulate the parameters' gradients of  <grad_x0, x0> + kl_weight * sum_b KL_b ; return KL_b and norms.
 
-    grad_x0: (B, ...) gradient of the loss with respect to the rollout's x0. It includes every averaging over the batch
-    and the accumulation; `kl_weight` likewise multiplies a sum over samples. active: step indices whose velocity is
+    grad_x0: (B, ...) gradient of the loss by the rollout's x0. It includes every averaging over the batch and the
+    accumulation; `kl_weight` likewise multiplies a sum over samples. active: step indices whose velocity is
     differentiated; the steps between them pass the cotangent on unchanged. KL_b is `flow.velocity_kl` against
     `reference`, averaged over `kl_steps`, which are active steps; None: over all of them.
 
-    kl_gradient: how the KL reaches the parameters of earlier active steps, through x_i. With coupling 0 the three are
-    equal:
+    kl_gradient: how the KL reaches the parameters of earlier active steps, through x_i (equal for coupling 0):
 
-        exact               the gradient of the KL, with the same coupling; the reference's velocity depends on x_i,
-                            too, so `reference` must have a graph from x_i (one more backward per coupled step)
+        exact               the gradient of the KL, with the same coupling; `reference` must have a graph from x_i (one
+                            more backward per coupled step)
         fixed_trajectory    x_i is a constant for the KL (one more backward per coupled step)
         reference_constant  the reference's velocity is a constant, as in ROLL: close to the base model this is not the
-                            KL's gradient. through_trajectory is its old name.
+                            KL's gradient
 
     Graphs of the trajectory are walked back and released one by one; without them each velocity is computed again.
-    backward: accumulates a scalar's gradients, unscaled. `accelerator.backward` divides by its accumulation count, and
-    so would the cotangent read from x_i; a caller's `backward` must undo that. micro_batch: the context of one forward
-    and backward, called once per active step.
-
-    Raise ValueError for an active step without a gradient: it needs trained parameters, or with a coupling an earlier
-    active step that has some. Without its backward FSDP2 might lose the reduction.
+    backward: accumulates a scalar's gradients, unscaled (`accelerator.backward` divides by its accumulation count).
+    micro_batch: the context of one forward and backward, called once per active step.
     """
     through_reference, without_policy = _KL_PATHS[kl_gradient]
     with_kl = {*(active if kl_steps is None else kl_steps)} if kl_weight != 0 else set()
@@ -175,11 +167,6 @@ def replay(
                 if couples and without_policy:
                     (chain,) = torch.autograd.grad(loss, x, retain_graph=True)
                 loss = loss + kl_weight * step_kl.sum()
-            if not loss.requires_grad:
-                raise ValueError(
-                    f"step {i} gives nothing a gradient: its expert is frozen and no active step before it takes one; "
-                    "it must not be among the active steps"
-                )
             backward(loss)
         if couples:
             chain = x.grad if chain is None else chain
@@ -202,10 +189,9 @@ def replay_endpoint(
 
         loss = 5 mean((x0(v) - x0 - ascent)^2) / mean|x0(v) - x0 - ascent|,   ascent = -length |x0| grad_x0 / |grad_x0|
 
-    The denominator is a constant, so every sample pulls equally hard. x0 is the rollout's, by an older policy; the
-    policy's distance from it reduces the ascent. This is DiffusionOPSD (arXiv 2608.24646) with one ascent step, where
-    its two branches are one loss, whatever the sample's advantage. A sample whose reward would rise by less than
-    SMALLEST_GAIN gets no gradient: its direction is rounding.
+    The denominator is a constant, so every sample pulls equally hard. x0 is the rollout's, by an older policy. This is
+    DiffusionOPSD (arXiv 2608.24646) with one ascent step, where its two branches are one loss, whatever the sample's
+    advantage. A sample whose reward would rise by less than SMALLEST_GAIN gets no gradient.
 
     grad_x0: (B, ...) `share` times each sample's gradient of -reward. length: a share of x0's norm. backward,
     micro_batch: as in `replay`.
@@ -229,10 +215,9 @@ def replay_endpoint(
 def _reference_velocity(
     reference: VelocityFunction, trajectory: Trajectory, step: int, sigma: Tensor, weight: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the reference's velocity at x_i, without a graph, and the KL's gradient at x_i through it.
+    """Return the reference's velocity at x_i, without a graph, and d/dx_i of weight * sum_b KL_b(v, v_ref(x_i)).
 
-    The second is d/dx_i of weight * sum_b KL_b(v, v_ref(x_i)), with the rollout's velocity v; None for weight 0. Its
-    graph is freed before the policy's is built.
+    v is the rollout's velocity. The second is None for weight 0.
     """
     x = trajectory.latents[step].detach().requires_grad_(weight != 0)
     with torch.set_grad_enabled(weight != 0):

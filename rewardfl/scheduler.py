@@ -3,9 +3,8 @@
     pipe.scheduler = FlowMatchSDEScheduler.from_config(pipe.scheduler.config, noise_level=0.7, noise_window=[0, 1])
 
 has the pipeline's own sigmas; FlowMatchSDEScheduler(shift=5.0) has `flow.linear_sigmas`, as Wan2.2-Lightning has.
-
-Stock pipelines use only `step(...)[0]`. For log-probabilities, call `step` in your own loop, or replay the latents of
-`callback_on_step_end`: step(velocity, t, x, step_index=i, next_sample=x_next).
+For log-probabilities, replay the latents of `callback_on_step_end`: step(velocity, t, x, step_index=i,
+next_sample=x_next).
 """
 
 import inspect
@@ -44,12 +43,10 @@ class FlowMatchSDEOutput(BaseOutput):
 class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     """Steps in the noise window are drawn from `flow.transition`, the others are Euler steps of the ODE.
 
-    kind, noise_level: as in flow.py; noise_level 0 is the ODE throughout. noise_window: indices of inference steps,
-    None for all but the last, whose noise nothing would remove. schedule: for a pipeline that gives no sigmas, `stock`
-    makes FlowMatchEulerDiscreteScheduler's. `linear` makes `flow.linear_sigmas`, for a config with only a shift.
-    The other fourteen arguments are FlowMatchEulerDiscreteScheduler's.
-
-    Steps are counted from 0 or from `set_begin_index`, never looked up by the timestep's value.
+    kind, noise_level: as in flow.py. noise_window: indices of inference steps, None for all but the last, whose noise
+    nothing would remove. schedule: for a pipeline that gives no sigmas, `stock` makes FlowMatchEulerDiscreteScheduler's
+    and `linear` makes `flow.linear_sigmas`, for a config with only a shift. The other arguments are
+    FlowMatchEulerDiscreteScheduler's. Steps are counted from 0 or from `set_begin_index`, never looked up by timestep.
     """
 
     @register_to_config
@@ -86,8 +83,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     def from_config(cls, config: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Self:
         """Make the scheduler of a config; one of FlowMatchEulerDiscreteScheduler keeps its schedule.
 
-        kwargs: arguments that replace the config's. Raise ValueError for the config of another scheduler, whose
-        sigmas are made otherwise.
+        kwargs: arguments that replace the config's. Raise ValueError for the config of another scheduler.
         """
         name = config.get("_class_name", FlowMatchEulerDiscreteScheduler.__name__)
         if name not in (FlowMatchEulerDiscreteScheduler.__name__, FlowMatchSDEScheduler.__name__, cls.__name__):
@@ -147,15 +143,11 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         """Step from sample (B, ...) by the velocity model_output (B, ...), in float32.
 
         timestep: must be the schedule's at this step. generator: of the noise, one or one per sample; None is torch's
-        global one, as in stock pipelines. next_sample: score this instead of drawing. step_index: take this step and
-        leave the count unchanged; by default the next one.
+        global one. next_sample: score this instead of drawing. step_index: take this step and leave the count
+        unchanged; by default the next one.
         """
-        if self.num_inference_steps is None:
-            raise ValueError("no schedule: call set_timesteps first")
         next_index = self.step_index if self.step_index is not None else self.begin_index or 0
         index = next_index if step_index is None else step_index
-        if not 0 <= index < self.num_inference_steps:
-            raise ValueError(f"step {index}: the schedule has steps 0 to {self.num_inference_steps - 1}")
         expected = float(self.timesteps[index])
         if float(timestep) != expected:
             raise ValueError(

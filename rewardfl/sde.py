@@ -1,7 +1,6 @@
 """Rollouts with a window of stochastic steps, and the scores of those steps then and now.
 
-The window's steps are drawn from `flow.transition` and stored; the others are Euler steps of the ODE. A stored step is
-scored again, with a graph, from its stored latents: equal weights give equal bits.
+The window's steps are drawn from `flow.transition` and stored; the others are Euler steps of the ODE.
 """
 
 import math
@@ -87,9 +86,9 @@ def reference_mean(reference: flow.VelocityFunction | None, kernel: Kernel, x: T
 
 @torch.no_grad()
 def kl_floor(reference: flow.VelocityFunction, x: Tensor, kernel: Kernel, window: Sequence[int]) -> float:
-    """Return the KL of two transitions whose velocities differ only by rounding: see flow.perturb.
+    """Return the KL of two transitions whose velocities differ only by rounding (flow.perturb).
 
-    It is the mean over the window's steps of the reference's rollout, without noise, from x (B, ...) at sigma 1.
+    The mean over the window's steps of the reference's rollout, without noise, from x (B, ...) at sigma 1.
     """
     latents = reward_flow.rollout(reference, x, kernel.sigmas[: max(window) + 2], window).latents
     jittered, read = flow.perturb(reference), []

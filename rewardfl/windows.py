@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import Literal
 
 import torch
 
@@ -16,10 +16,8 @@ class Windows:
 
     rule: `list`, the given `steps`. `random`: `size` steps in a row (Flow-GRPO-Fast). `fraction`: that share of the
     steps, rounded and at least one, not necessarily in a row (DanceGRPO draws 0.6). Both draw in each epoch from
-    bounds[0] <= step < bounds[1], by default all steps.
-
-    usable: the steps with std > 0, without the last. CPS has std = 0 at the last step. Flow-SDE and Dance-SDE have a
-    density there, yet it only leaves noise in the sample; every published recipe leaves it out.
+    bounds[0] <= step < bounds[1], by default all steps. usable: the steps with std > 0, without the last, whose noise
+    would only stay in the sample; every published recipe leaves it out.
     """
 
     rule: Literal["list", "random", "fraction"]
@@ -39,7 +37,7 @@ class Windows:
 
 
 def draw_window(windows: Windows, epoch: int, seed: int) -> tuple[int, ...]:
-    """Return the SDE steps of an epoch, ascending: the same on every process. epoch: or any other number of a draw.
+    """Return the SDE steps of an epoch, ascending: the same on every process.
 
     Raise ValueError for a window that fits nowhere, and for listed steps that are not usable.
     """
@@ -59,8 +57,6 @@ def draw_window(windows: Windows, epoch: int, seed: int) -> tuple[int, ...]:
     if windows.rule == "random":
         start = starts[int(torch.randint(len(starts), (), generator=generator))]
         return tuple(range(start, start + size))
-    if windows.rule != "fraction":
-        assert_never(windows.rule)
     count = max(1, round(windows.fraction * len(candidates)))
     drawn = torch.randperm(len(candidates), generator=generator)[:count].tolist()
     return tuple(sorted(candidates[i] for i in drawn))

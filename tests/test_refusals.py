@@ -1,25 +1,21 @@
 """What the mathematics refuses, before a wrong index or option becomes a wrong number."""
 
-import dataclasses
 import math
 
 import pytest
 import torch
 
-from rewardfl import flow, group_plan, grpo, reward_flow, sde
+from rewardfl import flow, group_plan, grpo
 from rewardfl.group_plan import Geometry
 from rewardfl.scheduler import FlowMatchSDEScheduler
 from rewardfl.windows import Windows, draw_window
 
-TWO, X = torch.zeros(2), torch.zeros(2, 3)
-STEP = sde.Step(x=X, x_next=X, mean=X, std=1.0, log_prob=TWO)
-REWARDS, IDS = torch.arange(8.0), torch.arange(8) // 4
+X, REWARDS, IDS = torch.zeros(2, 3), torch.arange(8.0), torch.arange(8) // 4
 WITH_NAN = torch.tensor([math.nan, *range(7)])
-TRAJECTORY = reward_flow.Trajectory(x0=X, latents={})
 
 
-def advantages(rewards=REWARDS, ids=IDS, group_size=4, **options):
-    return grpo.advantages(rewards, ids, group_size=group_size, **options)
+def advantages(rewards=REWARDS, ids=IDS):
+    return grpo.advantages(rewards, ids, group_size=4)
 
 
 def draw(kind, usable=range(8), **settings):
@@ -36,34 +32,18 @@ def plan(world, batch, group_size, groups, **more):
 
 
 REFUSED = [
-    ("num_steps >= 1", lambda: flow.linear_sigmas(0, 5.0)),
-    ("sigma 1 needs a sigma_cap below 1", lambda: flow.coefficients("flow", 1.0, 0.9, 0.7, 1.0)),
     ("one of ode, flow, dance, cps, got 'sde'", lambda: flow.coefficients("sde", 0.5, 0.4, 0.7, 0.9)),
     (r"walks sigma down .*, got 0 to 0", lambda: flow.coefficients("dance", 0.0, 0.0, 0.7, 0.9)),
     (r"walks sigma down .*, got 0.4 to 0.5", lambda: flow.coefficients("dance", 0.4, 0.5, 0.7, 0.9)),
     (r"walks sigma down .*, got 1.1 to 0.5", lambda: flow.coefficients("flow", 1.1, 0.5, 0.7, 0.9)),
     (r"walks sigma down .*, got 0.5 to -0.1", lambda: flow.coefficients("ode", 0.5, -0.1, 0.7, 0.9)),
-    ("noise_level must be >= 0", lambda: flow.coefficients("flow", 0.5, 0.4, -0.7, 0.9)),
-    ("<= 1 for cps, got 1.2 for cps", lambda: flow.coefficients("cps", 0.5, 0.4, 1.2, 0.9)),
-    ("has no noise scale", lambda: flow.noise_scale_error("dance", 0.4, 0.0, 0.7, 0.9)),
     ("has no density", lambda: flow.gradient_weight("ode", 0.5, 0.4, 0.7, 0.9)),
     ("has no density", lambda: flow.gradient_weight("cps", 0.5, 0.0, 0.7, 0.9)),
     ("has no density: leave it out", lambda: flow.log_prob("flow", X, X, 0.0)),
     ("has no density: leave it out", lambda: flow.log_prob("cps", X, X, math.nan)),
     ("has no density: leave it out", lambda: flow.transition_kl(X, X, 0.0)),
-    (r"one shape \(B, ...\), got \(2, 3\) and \(1, 3\)", lambda: flow.log_prob("cps", X, X[:1], 0.1)),
-    (r"one shape \(B, ...\), got \(2, 3\) and \(1, 3\)", lambda: flow.transition_kl(X, X[:1], 0.1)),
-    ("'batch'", lambda: advantages(std="batch")),
-    ("'product'", lambda: advantages(combine="product")),
-    ("group_size must be at least 2.*got 1", lambda: advantages(ids=torch.arange(8), group_size=1)),
-    ("groups must have 4 members, but group 0 has 1: gather", lambda: advantages(ids=torch.arange(8))),
+    (r"must have 4 members, but they have \[1, 1, .*: gather", lambda: advantages(ids=torch.arange(8))),
     ("1 of 8 valid rewards are not finite; mark such samples valid=False", lambda: advantages(WITH_NAN)),
-    ("'ppo'", lambda: grpo.log_ratio("ppo", TWO, X, STEP)),
-    (r"must be \(B,\).*, got \(2, 1\), \(2,\) and \(2, 3\)", lambda: grpo.log_ratio("clip", TWO[:, None], X, STEP)),
-    (r"got \(2,\), \(2,\) and \(1, 3\)", lambda: grpo.log_ratio("guard", TWO, X[:1], STEP)),
-    ("needs the means of the roll", lambda: grpo.log_ratio("guard", TWO, X, dataclasses.replace(STEP, mean=None))),
-    ("has no density", lambda: grpo.log_ratio("guard", TWO, X, dataclasses.replace(STEP, std=0.0))),
-    ("through", lambda: reward_flow.replay(None, TRAJECTORY, X, [5], X, 1.0, kl_gradient="through")),
     (r"usable \[0, 1, 2\].*got \[2, 7\]", lambda: draw("list", usable=[0, 1, 2], steps=[2, 7])),
     (r"each once, got \[1, 1\]", lambda: draw("list", steps=[1, 1])),
     (r"each once, got \[\]", lambda: draw("list")),
@@ -84,5 +64,5 @@ REFUSED = [
 
 @pytest.mark.parametrize(("message", "call"), REFUSED)
 def test_what_cannot_work_is_refused(message, call):
-    with pytest.raises((KeyError, ValueError), match=message):
+    with pytest.raises(ValueError, match=message):
         call()

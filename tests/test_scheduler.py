@@ -250,10 +250,6 @@ def test_steps_are_counted_not_looked_up():
         flow.coefficients("flow", scheduler.sigmas[2], scheduler.sigmas[3], 0.7, scheduler.sigmas[1]).std
     )
     scheduler.step(velocity, scheduler.timesteps[3], sample)
-    with pytest.raises(ValueError, match="step 4: the schedule has steps 0 to 3"):
-        scheduler.step(velocity, scheduler.timesteps[3], sample)
     scheduler.set_timesteps(4)  # starts again
     scheduler.timesteps = torch.full((4,), 999)  # int64, as UniPC's, and all alike
     assert len({scheduler.step(velocity, t, sample).std for t in scheduler.timesteps}) == 4
-    with pytest.raises(ValueError, match="no schedule: call set_timesteps first"):
-        FlowMatchSDEScheduler().step(velocity, 1000.0, sample)

@@ -27,8 +27,8 @@ def check_name(name: str, expert: ModelMixin) -> None:
     """
     if os.environ.get(VARIABLE, name) != name:
         raise BackendError(
-            f"the environment's {VARIABLE} is {os.environ[VARIABLE]} and model.attention_backend is {name}; unset the "
-            "one and say it with the other"
+            f"the environment's {VARIABLE} is {os.environ[VARIABLE]} and model.attention_backend is {name}; set only "
+            "one of them"
         )
     if name == NATIVE:
         return

@@ -14,12 +14,11 @@ FORMS = 32
 
 
 def compile_blocks(expert: ModelMixin, block_classes: Sequence[str]) -> None:
-    """Compile the blocks' forward passes, each class of block once, when they are first called.
+    """Compile the forward passes of the blocks (names of their classes), each class once, when they are first called.
 
-    block_classes: the names of their classes. A block's hooks stay outside, above all those that bring its weights
-    (rewardfl.memory.swap); diffusers' compile_repeated_blocks compiles them too, and fails. A block that torch cannot
-    compile in one graph, or would compile in more than FORMS forms, is an error. torch would otherwise run it
-    uncompiled.
+    A block's hooks stay outside, above all those that bring its weights (rewardfl.memory.swap); diffusers'
+    compile_repeated_blocks compiles them too, and fails. A block that torch cannot compile in one graph, or would
+    compile in more than FORMS forms, is an error.
     """
     blocks = [module for module in expert.modules() if type(module).__name__ in block_classes]
     for kind in {type(block) for block in blocks}:

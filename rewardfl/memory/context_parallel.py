@@ -1,8 +1,7 @@
 """Context parallelism: several processes compute the velocity of one clip, each with a part of its tokens.
 
-diffusers splits the tokens before the first block and gathers the velocity after the last one. Self-attention exchanges
-tokens for heads (DeepSpeed-Ulysses, arXiv 2309.14509). Its backward pass leaves every process with the gradients of its
-own tokens; `split_tokens` completes them.
+diffusers splits the tokens before the first block and gathers the velocity after the last one (DeepSpeed-Ulysses, arXiv
+2309.14509). Its backward pass leaves every process with the gradients of its own tokens; `split_tokens` completes them.
 """
 
 from typing import Any

@@ -1,8 +1,7 @@
-"""Tensors in host memory until they are needed, in pages that all of them share.
+"""Pinned pages for offloaded tensors: block inputs, kept graphs and decoder caches of clips of any size.
 
-Block inputs, kept graphs and decoder caches of clips of any size wait here. The pool grows to the bytes that have
-waited at once, and each tensor takes entire pages. All copies run on one stream, so a page can be used again as soon as
-its last copy is enqueued.
+The pool grows to the peak offloaded size. All copies run on one stream, so a page can be used again as soon as its last
+copy is enqueued.
 """
 
 import contextlib
@@ -19,10 +18,7 @@ PAGE_BYTES = 2**21  # bytes: 0.1 ms of copying, and 1.7 % of a decoder's caches 
 
 
 class HostPool:
-    """Pages of host memory, page-locked for a GPU, and the stream of the copies to and from them.
-
-    On a CPU the same copies are made.
-    """
+    """Pages of host memory, page-locked for a GPU, and the stream of the copies to and from them."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -59,8 +55,8 @@ _pool = cache(HostPool)
 
 
 def host_pool(device: torch.device) -> HostPool:
-    """Return the pool of this process for a device: cuda and cuda:0 have the same."""
-    return _pool(torch.empty(0, device=device).device)
+    """Return the pool of this process for a device."""
+    return _pool(torch.empty(0, device=device).device)  # cuda and cuda:0 have the same
 
 
 class OffloadedTensors:

@@ -2,12 +2,10 @@
 
 A block's turn is one call of it: in a forward pass, or when the backward pass of a checkpointed one recomputes it.
 While it runs, the weights of the next turn are copied: in a forward pass the next block's, in a backward pass the
-previous one's. So the device holds two blocks' weights during a pass and none between passes. The results are the same
-to the last bit.
+previous one's. So the device holds two blocks' weights during a pass and none between passes.
 
-A block of Wan2.2-A14B has 0.70 GB of them: 28 ms at 25 GB/s, while it computes 42 TFLOP at 480x832x81. diffusers' group
-offloading prefetches only in the order of the forward pass (hooks/group_offloading.py), and takes the weights away
-from a graph that still needs them.
+diffusers' group offloading prefetches only in the order of the forward pass (hooks/group_offloading.py), and takes the
+weights away from a graph that still needs them.
 """
 
 import mmap
@@ -44,10 +42,9 @@ class Packed:
     host: Tensor  # (bytes,) uint8, page-locked where there is a GPU
 
     def work_from(self, memory: Tensor) -> None:
-        """Give the block parameters in `memory`: `host`, or a copy of it on the device.
+        """Give the block new parameters in `memory`, a copy of `host` on the device.
 
-        They are new parameters: a graph keeps those that an operator has saved, and would find the block's original
-        ones in host memory in its backward pass.
+        A graph keeps parameters that an operator has saved; the original ones are in host memory in its backward pass.
         """
         for weight in self.stored:
             setattr(weight.module, weight.name, nn.Parameter(weight.view(memory), requires_grad=False))
@@ -74,10 +71,7 @@ def pack_block(block: nn.Module, device: torch.device) -> Packed:
 
 
 class _Pages(mmap.mmap):
-    """Host memory of this process, page-locked for a GPU.
-
-    It is unlocked before the system reuses its addresses: CUDA would refuse to lock them again, and keep the old pages.
-    """
+    """Host memory, page-locked for a GPU, and unlocked at its end: CUDA would refuse to lock its addresses again."""
 
     locked_at: int | None = None  # the address that CUDA knows
 
@@ -88,10 +82,7 @@ class _Pages(mmap.mmap):
 
 
 def host_memory(size: int, device: torch.device) -> Tensor:
-    """Return (size,) uint8 of host memory, page-locked for a GPU as `device`, which then copies without the CPU.
-
-    torch's own page-locked memory comes in powers of two: 1.07 GB for a block of 0.70.
-    """
+    """Return (size,) uint8 of host memory, page-locked for a GPU; torch's own comes in powers of two."""
     pages = _Pages(-1, size)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if device.type == "cuda":
@@ -105,10 +96,7 @@ class BlockSwap:
 
     blocks: in the order of their turns in a forward pass; in another order the copies do not overlap with computation.
     They are changed in place. Weights that require a gradient, an adapter's, stay where they are. On a CPU the same
-    copies are made, so that all but their overlap can be tested without a GPU.
-
-    A graph needs its block's weights, so it must be a checkpointed one (torch.utils.checkpoint, without reentry). That
-    graph keeps its copy on the device alive until its backward pass.
+    copies are made. A graph must be a checkpointed one (torch.utils.checkpoint, without reentry).
     """
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device):
@@ -134,10 +122,7 @@ class BlockSwap:
             self.ahead = following, *self.fetch(following)
 
     def following(self, turn: int) -> int | None:
-        """Return the block of the next turn after block `turn`, None at the end of a pass.
-
-        A forward pass goes up. With a graph, its last block is the first that the backward pass recomputes.
-        """
+        """Return the next turn's block, None at the end of a pass. The backward pass begins with the last block."""
         last_block = len(self.packed) - 1
         if turn == last_block and self.last != last_block:
             return turn if torch.is_grad_enabled() else None

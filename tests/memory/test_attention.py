@@ -54,7 +54,7 @@ def test_a_backend_that_would_not_be_used_is_refused(monkeypatch):
             check_name(name, network)
     monkeypatch.setenv(attention.VARIABLE, "sage")  # diffusers would take it without a word
     check_name("sage", wan)
-    with pytest.raises(BackendError, match="unset"):
+    with pytest.raises(BackendError, match="set only one"):
         check_name("native", wan)
 
 
