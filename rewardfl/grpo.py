@@ -122,6 +122,8 @@ def log_ratio(
     difference = log_prob - step.log_prob
     if objective == "clip":
         return difference
+    if objective != "guard":
+        raise ValueError(f"objective must be clip or guard, got {objective!r}")
     assert step.mean is not None, "guard needs sde.rollout(keep_means=True)"
     score = difference / (2 * step.std**2) if kind == "cps" else difference
     return (score + flow.transition_kl(mean, step.mean, step.std)) * step.std

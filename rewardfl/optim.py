@@ -8,14 +8,15 @@ from diffusers.training_utils import EMAModel
 from torch import nn
 
 
-def learning_rate_factor(kind: str, warmup_steps: int, steps: int) -> Callable[[int], float]:
+def learning_rate_factor(schedule: str, warmup_steps: int, steps: int) -> Callable[[int], float]:
     """Return step (from 0) -> learning-rate factor: linear warmup, then constant, or a cosine down to 0 at `steps`."""
+    decays = {"constant": False, "constant_with_warmup": False, "cosine": True}[schedule]
 
     def factor(step: int) -> float:
         if step < warmup_steps:
             return (step + 1) / warmup_steps
         done = (step - warmup_steps) / max(1, steps - warmup_steps)
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, done))) if kind == "cosine" else 1.0
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, done))) if decays else 1.0
 
     return factor
 

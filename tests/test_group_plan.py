@@ -139,8 +139,8 @@ def test_the_noise_of_a_step_does_not_depend_on_the_batch():
     assert not torch.equal(both[0], both[1]) and not torch.equal(both, later)
 
 
-def window(kind, num_steps, *, epoch, seed, **settings):
-    return draw_window(Windows(rule=kind, **{"usable": range(num_steps)} | settings), epoch, seed)
+def window(rule, num_steps, *, epoch, seed, **settings):
+    return draw_window(Windows(rule=rule, **{"usable": range(num_steps)} | settings), epoch, seed)
 
 
 def test_windows_are_the_requested_steps():

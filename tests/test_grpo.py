@@ -203,8 +203,8 @@ def test_the_plain_clip_silences_one_sign_at_size_and_guard_neither():
 
 
 @pytest.mark.parametrize("sde", ["flow", "dance", "cps"])
-@pytest.mark.parametrize("kind", ["clip", "guard"])
-def test_the_first_update_is_reinforce(kind, sde):
+@pytest.mark.parametrize("objective", ["clip", "guard"])
+def test_the_first_update_is_reinforce(objective, sde):
     """A float32 network, rolled out and replayed: ratio exactly 1, the gradient of -mean(A * mean-form density)."""
     generator = torch.Generator().manual_seed(0)
     network = torch.nn.Linear(12, 12)
@@ -219,15 +219,15 @@ def test_the_first_update_is_reinforce(kind, sde):
     mean, _ = flow.transition(sde, x, network(x), *arguments)
     log_prob = flow.log_prob(sde, x_next, mean, std)
     loss, samples = policy_loss(
-        kind, log_prob, old, advantage, clip_low=1e-6, clip_high=1e-6, mean=mean, old_mean=old_mean, std=std, dt=dt,
-        normalised=sde != "cps", reference_mean=old_mean, kl_weight=0.1,
+        objective, log_prob, old, advantage, clip_low=1e-6, clip_high=1e-6, mean=mean, old_mean=old_mean, std=std,
+        dt=dt, normalised=sde != "cps", reference_mean=old_mean, kl_weight=0.1,
     )  # fmt: skip
     assert samples["ratio"].tolist() == [1] * 6 and not samples["clipped"].any() and not samples["kl"].any()
     assert loss.dtype == samples["kl"].dtype == torch.float64  # float32 would resolve 1e-7 of a ratio
     ours = torch.autograd.grad(loss, [*network.parameters()], retain_graph=True)
     # guard's ratio and KL of two Gaussians are of the density, whatever is scored
     density = -((x_next - mean) ** 2).mean(1) / (2 * std**2)
-    if kind == "clip":
+    if objective == "clip":
         weight, scored = 1.0, log_prob if sde != "cps" else density * 2 * std**2
     else:
         weight, scored = std / abs(dt), density
@@ -277,7 +277,7 @@ def test_check_ratio_names_the_steps_and_the_causes():
 @pytest.mark.parametrize("objective", ["clip", "guard", "clip with kl"])
 def test_a_gaussian_policy_learns_a_black_box_reward(objective):
     """Two rows with other targets; the reward is a number without gradient; two updates per rollout."""
-    kind, with_kl = objective.split()[0], objective.endswith("kl")
+    name, with_kl = objective.split()[0], objective.endswith("kl")
     targets, std, dt = torch.tensor([[1.0, -1.0], [-0.5, 0.8]]), 0.3, -0.3
     means = torch.zeros(2, 2, requires_grad=True)
     optimizer = torch.optim.SGD([means], lr=0.1)
@@ -295,7 +295,7 @@ def test_a_gaussian_policy_learns_a_black_box_reward(objective):
         for _ in range(2):
             mean = means[rows]
             loss, _ = policy_loss(
-                kind, gaussian_log_prob(x_next, mean, std), old, advantage, clip_low=0.2, clip_high=0.2,
+                name, gaussian_log_prob(x_next, mean, std), old, advantage, clip_low=0.2, clip_high=0.2,
                 mean=mean, old_mean=old_mean, std=std, dt=dt,
                 reference_mean=torch.zeros_like(mean), kl_weight=0.4 if with_kl else 0.0,
             )  # fmt: skip

@@ -7,7 +7,7 @@ from rewardfl.optim import Average, OldPolicy, averaged, learning_rate_factor
 
 
 def test_learning_rates_warm_up_and_end_at_zero():
-    factors = {kind: learning_rate_factor(kind, 2, 6) for kind in ("constant_with_warmup", "cosine")}
+    factors = {schedule: learning_rate_factor(schedule, 2, 6) for schedule in ("constant_with_warmup", "cosine")}
     assert [factors["constant_with_warmup"](step) for step in range(4)] == [0.5, 1, 1, 1]
     expected = [0.5, 1, 1, 0.85355, 0.5, 0.14645, 0, 0]
     assert [factors["cosine"](step) for step in range(8)] == pytest.approx(expected, abs=1e-5)

@@ -18,8 +18,8 @@ def advantages(rewards=REWARDS, ids=IDS):
     return grpo.advantages(rewards, ids, group_size=4)
 
 
-def draw(kind, usable=range(8), **settings):
-    return draw_window(Windows(rule=kind, usable=usable, **settings), 0, 0)
+def draw(rule, usable=range(8), **settings):
+    return draw_window(Windows(rule=rule, usable=usable, **settings), 0, 0)
 
 
 def schedule(**arguments):

@@ -66,10 +66,10 @@ def test_without_noise_the_pipeline_samples_by_euler_steps(pipe):
     assert not torch.allclose(sampled(pipe, FlowMatchSDEScheduler.from_config(LINEAR)), expected, atol=1e-2)
 
 
-@pytest.mark.parametrize("kind", STOCHASTIC)
-def test_the_pipelines_latents_replay_to_the_same_log_prob(pipe, kind):
+@pytest.mark.parametrize("sde", STOCHASTIC)
+def test_the_pipelines_latents_replay_to_the_same_log_prob(pipe, sde):
     """Both experts in the window; the velocity of the replay is ours, at the latents that the pipeline went through."""
-    scheduler = Recording.from_config(LINEAR, kind=kind, noise_window=[1, 2])
+    scheduler = Recording.from_config(LINEAR, kind=sde, noise_window=[1, 2])
     scheduler.records = []
     torch.manual_seed(1)
     final = sampled(pipe, scheduler)
@@ -190,17 +190,17 @@ def test_a_window_of_several_drawn_steps():
 # ---- steps ----
 
 
-@pytest.mark.parametrize("kind", STOCHASTIC)
-def test_a_step_is_the_transition_of_its_index(kind):
-    scheduler, velocity, sample = ready(4, kind=kind, noise_level=0.6)
+@pytest.mark.parametrize("sde", STOCHASTIC)
+def test_a_step_is_the_transition_of_its_index(sde):
+    scheduler, velocity, sample = ready(4, kind=sde, noise_level=0.6)
     for i in range(3):
         output = scheduler.step(velocity, scheduler.timesteps[i], sample, seeded(i, i + 1))
         arguments = (scheduler.sigmas[i], scheduler.sigmas[i + 1], 0.6, scheduler.sigmas[1])
-        mean, std = flow.transition(kind, sample, velocity, *arguments)
+        mean, std = flow.transition(sde, sample, velocity, *arguments)
         noise = torch.cat([torch.randn(1, 3, 4, generator=generator) for generator in seeded(i, i + 1)])
         assert torch.equal(output.mean, mean) and output.std == std
         assert torch.equal(output.prev_sample, flow.sample(mean, std, noise))
-        assert torch.equal(output.log_prob, flow.log_prob(kind, output.prev_sample, mean, std))
+        assert torch.equal(output.log_prob, flow.log_prob(sde, output.prev_sample, mean, std))
     final = scheduler.step(velocity, scheduler.timesteps[3], sample)
     assert final.log_prob is None and final.std == 0
     assert torch.equal(final.prev_sample, flow.euler_step(sample, velocity, scheduler.sigmas[3], scheduler.sigmas[4]))

@@ -93,7 +93,7 @@ class Living(TorchDispatchMode):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ByKind:
+class Flops:
     """FLOPs by pass and type of operation."""
 
     flops: Counter[tuple[str, Operation]]
@@ -107,7 +107,7 @@ class ByKind:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost(ByKind):
+class Cost(Flops):
     """Bytes and FLOPs of running something once."""
 
     peak: int  # largest number of living bytes
@@ -157,7 +157,7 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertCost(ByKind):
+class ExpertCost(Flops):
     """FLOPs and bytes of one expert for one video.
 
     Its passes are forward and backward, with the adapter, and forward_frozen, without it.
@@ -182,7 +182,7 @@ class ExpertCost(ByKind):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkCost(ByKind):
+class ChunkCost(Flops):
     """Bytes and FLOPs of one chunk's pass through the VAE's decoder. Other bytes are without the input caches."""
 
     caches_in: int

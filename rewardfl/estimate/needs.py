@@ -112,8 +112,8 @@ def seconds(costs: Costs, work: Workload, rates: Rates) -> dict[str, tuple[float
 
     Both directions copy at once, one block or chunk ahead of the computing; a pass waits for its first copy.
     """
-    by_kind = [(getattr(rates, kind) * 1e12, flops(costs, work, kind)) for kind in OPERATIONS]
-    compute = {part: sum(amounts[part] / rate for rate, amounts in by_kind) for part in by_kind[0][1]}
+    by_operation = [(getattr(rates, operation) * 1e12, flops(costs, work, operation)) for operation in OPERATIONS]
+    compute = {part: sum(amounts[part] / rate for rate, amounts in by_operation) for part in by_operation[0][1]}
     moved, blocks = copies(costs, work), max(cost.weights // cost.block_weights for cost in costs.experts.values())
     chunks = 1 if work.decode_caches == "segment" else len(costs.chunks)  # segments copy no cache ahead
     spent = {}

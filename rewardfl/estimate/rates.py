@@ -21,8 +21,8 @@ class Rates:
     copies: float
 
     def __str__(self) -> str:
-        kinds = ", ".join(f"{kind} {getattr(self, kind):g}" for kind in OPERATIONS)
-        return f"TFLOP/s: {kinds}; {self.copies:g} GB/s to and from the host"
+        speeds = ", ".join(f"{name} {getattr(self, name):g}" for name in OPERATIONS)
+        return f"TFLOP/s: {speeds}; {self.copies:g} GB/s to and from the host"
 
 
 RATES = {
@@ -48,11 +48,11 @@ def parse_rates(text: str) -> Rates:
     """
     rates = RATES["H100"]
     for word in text.split(","):
-        kind, _, rate = word.rpartition("=")
+        name, _, rate = word.rpartition("=")
         if word in RATES:
             rates = RATES[word]
-        elif kind in ("", *asdict(rates)):
-            rates = replace(rates, **dict.fromkeys([kind] if kind else OPERATIONS, option_type(Positive)(rate)))
+        elif name in ("", *asdict(rates)):
+            rates = replace(rates, **dict.fromkeys([name] if name else OPERATIONS, option_type(Positive)(rate)))
         else:
-            raise ArgumentTypeError(f"must name {', '.join([*RATES, *asdict(rates)])}, got {kind!r}")
+            raise ArgumentTypeError(f"must name {', '.join([*RATES, *asdict(rates)])}, got {name!r}")
     return rates

@@ -60,7 +60,7 @@ def dry_run(work: Workload, job: Distributed) -> int:
 def work_table(costs: Costs, work: Workload, rates: Rates) -> list[str]:
     """List FLOPs by part and operation, and seconds at the rates: of one video, and of parts of the run."""
     tokens, shape = costs.experts[work.trained[0]].tokens, "x".join(map(str, costs.shape))
-    flops = [needs.flops(costs, work, kind) for kind in (None, *OPERATIONS)]
+    flops = [needs.flops(costs, work, operation) for operation in (None, *OPERATIONS)]
     times = needs.seconds(costs, work, rates)
     rows = {part: [*(amounts[part] / 1e12 for amounts in flops), *spent] for part, spent in times.items()}
     rows["total"] = [sum(column) for column in zip(*rows.values(), strict=True)]

@@ -41,7 +41,7 @@ def check_name(name: str, expert: ModelMixin) -> None:
         )
     modules = [module for module in expert.modules() if isinstance(module, Attention | AttentionModuleMixin)]
     processors = {type(module.processor) for module in modules}
-    if unsupported := sorted(kind.__name__ for kind in processors if "_attention_backend" not in vars(kind)):
+    if unsupported := sorted(each.__name__ for each in processors if "_attention_backend" not in vars(each)):
         raise BackendError(
             f"model.attention_backend {name} would change nothing in this model, whose {', '.join(unsupported)} calls "
             f"torch's own attention; set it to {NATIVE}"

@@ -21,12 +21,12 @@ def compile_blocks(expert: ModelMixin, block_classes: Sequence[str]) -> None:
     compile in more than FORMS forms, is an error.
     """
     blocks = [module for module in expert.modules() if type(module).__name__ in block_classes]
-    for kind in {type(block) for block in blocks}:
+    for block_class in {type(block) for block in blocks}:
         forward = torch.compile(  # type: ignore[call-overload]  # the overloads that torch declares lack the last two
-            kind.forward, fullgraph=True, recompile_limit=FORMS, isolate_recompiles=True
+            block_class.forward, fullgraph=True, recompile_limit=FORMS, isolate_recompiles=True
         )
         for block in blocks:
-            if type(block) is kind:
+            if type(block) is block_class:
                 block.forward = MethodType(forward, block)
 
 

@@ -68,7 +68,7 @@ class OffloadedTensors:
     def __init__(self, pool: HostPool, before: "weakref.ref[OffloadedTensors] | None" = None):
         self.pool, self.before = pool, before
         self.pages: list[list[Tensor]] = []
-        self.kinds: list[tuple[torch.Size, torch.dtype, list[int]]] = []  # shape in memory, dtype, its dimensions
+        self.layouts: list[tuple[torch.Size, torch.dtype, list[int]]] = []  # shape in memory, dtype, its dimensions
         self.back: dict[int, Tensor] = {}  # copies on the device, by number
         self.arrived: torch.cuda.Event | None = None  # the end of these copies
 
@@ -83,7 +83,7 @@ class OffloadedTensors:
         octets = dense.view(-1).view(torch.uint8)
         pages = self.pool.take(len(octets))
         self.pages.append(pages)
-        self.kinds.append((dense.shape, tensor.dtype, [order.index(dimension) for dimension in range(tensor.ndim)]))
+        self.layouts.append((dense.shape, tensor.dtype, [order.index(dimension) for dimension in range(tensor.ndim)]))
         with self.pool.copying([octets]):
             for page, piece in zip(pages, octets.split(PAGE_BYTES), strict=True):
                 page[: len(piece)].copy_(piece, non_blocking=True)
@@ -93,7 +93,7 @@ class OffloadedTensors:
         """Start to copy the missing tensors to the device."""
         missing = {
             i: torch.empty(shape, dtype=dtype, device=self.pool.device)
-            for i, (shape, dtype, _) in enumerate(self.kinds)
+            for i, (shape, dtype, _) in enumerate(self.layouts)
             if i not in self.back
         }
         with self.pool.copying(missing.values()):
@@ -111,7 +111,7 @@ class OffloadedTensors:
             self.fetch()
         if self.arrived is not None:
             torch.cuda.current_stream(self.pool.device).wait_event(self.arrived)
-        tensor = self.back.pop(number).permute(self.kinds[number][2])
+        tensor = self.back.pop(number).permute(self.layouts[number][2])
         before = None if self.before is None else self.before()
         if before is not None:
             before.fetch()

@@ -69,8 +69,8 @@ def published():
 
     def get(adapter):
         if adapter not in measured:
-            kinds = PUBLISHED.on_meta(480, 832, 81).experts["low_noise"]
-            expert = measure.measure_expert(kinds, BF16, PUBLISHED.block_classes, adapter)
+            forms = PUBLISHED.on_meta(480, 832, 81).experts["low_noise"]
+            expert = measure.measure_expert(forms, BF16, PUBLISHED.block_classes, adapter)
             experts = {"high_noise": expert, "low_noise": expert}
             measured[adapter] = dataclasses.replace(measured[ADAPTER], experts=experts)
         return measured[adapter]
@@ -109,7 +109,7 @@ def test_flops_of_a_clip(published):
 
 
 def test_an_anchor_costs_a_replayed_step_for_each_draw(published):
-    """And nothing else; supervised fine-tuning costs its draws alone."""
+    """And nothing else; supervised fine-tuning costs only its draws."""
     measured = published(ADAPTER)
     anchored = dataclasses.replace(RUN, anchor={"low_noise": 2})
     plain, work = needs.flops(measured, RUN), needs.flops(measured, anchored)
@@ -219,7 +219,7 @@ def test_peak_counts_what_lives_at_once():
 
     def run():
         y = x * 2
-        z = y[10:].view(-1) * 2  # a view is no memory of its own
+        z = y[10:].view(-1) * 2  # a view takes no memory
         del y
         return z + x[:990]
 
@@ -264,13 +264,13 @@ def counted(run):
 
 
 def by_operator(run):
-    """FLOPs by kind, of torch's own counter and its names of operators."""
+    """FLOPs by operation, of torch's own counter and its names of operators."""
     with FlopCounterMode(display=False, custom_mapping=measure.FUSED) as counter:
         run()
     sums = dict.fromkeys(OPERATIONS, 0)
-    kinds = {"mm": "matmul", "addmm": "matmul", "bmm": "matmul", "convolution": "convolution"}
+    names = {"mm": "matmul", "addmm": "matmul", "bmm": "matmul", "convolution": "convolution"}
     for operator, amount in counter.get_flop_counts()["Global"].items():
-        sums[kinds.get(str(operator).removeprefix("aten.").removesuffix("_backward"), "attention")] += amount
+        sums[names.get(str(operator).removeprefix("aten.").removesuffix("_backward"), "attention")] += amount
     return sums
 
 
@@ -293,7 +293,7 @@ def test_real_expert(pipe):
     outputs = []
     forward = by_operator(lambda: outputs.append(real.run(model).sum()))
     for name, flops in (("forward", forward), ("backward", by_operator(outputs[0].backward))):
-        assert {kind: predicted.total(name, kind) for kind in OPERATIONS} == flops
+        assert {each: predicted.total(name, each) for each in OPERATIONS} == flops
         assert all(flops.values()) and sum(flops.values()) == getattr(predicted, name)
     with lora.reference(model), torch.no_grad():
         assert counted(lambda: real.run(model))[0] == predicted.forward_frozen
@@ -326,7 +326,7 @@ def test_real_variant(name, tmp_path):
     work, conditioning = counted(
         lambda: backbone.text_encoder(cpu)("a person") | backbone.image_encoder(cpu)(image, FRAMES)
     )
-    if name == "wan2_2":  # whose image is encoded as a whole clip
+    if name == "wan2_2":  # whose image is encoded as a clip
         assert work == predicted.text.forward + predicted.image.forward
     assert {part: measure.nbytes([value]) for part, value in conditioning.items()} == predicted.cached
     x = torch.randn(1, *shape)
@@ -378,7 +378,7 @@ def test_settings_take_from_the_phase_they_are_for(published):
         activations = plain.of(phase) - sum(plain.resident.values())
         assert change(measured, phase, batch=3) == pytest.approx(-2 * activations / 1e9)
     for phase, graphs in (("decode", 3), ("reward", 3), ("decode VJP", 2)):  # the VJP has one of its own
-        more = -change(measured, phase, kept_chunks=3) + 2 * 1.89  # GB; they have the first one's caches alone
+        more = -change(measured, phase, kept_chunks=3) + 2 * 1.89  # GB; they have the first chunk's caches
         assert more == pytest.approx(graphs * 3.36, rel=0.01)
     frames = needs.memory(measured, RUN).phases["reward"]["frames, also float32, and gradient"]
     assert frames == 3 * 81 * 480 * 832 * (2 + 4 + 4)
@@ -477,6 +477,43 @@ def test_a_run_fits_with_its_reserve_and_all_processes():
     assert Machine(None, 12e9, 2).host_fits(LARGE) and not Machine(None, 12e9, 3).host_fits(LARGE)
 
 
+# ---- train_forward_rl.py, on the tiny world ----
+
+
+def forward_workload(*settings, processes=1):
+    return planned(config.load(ROOT / "tests" / "forward.yaml", settings), TINY.backbone, processes=processes)
+
+
+def test_a_video_costs_its_rollout_and_its_draws():
+    """8 steps, of which the low-noise expert has 5; two draws, each with its recomputation under checkpointing."""
+    costs = measured_before(forward_workload().video)
+    high, low = costs.experts["high_noise"], costs.experts["low_noise"]
+    work = needs.flops(costs, forward_workload("train.memory.use_gradient_checkpointing=true"))
+    assert work["rollout"] == 3 * high.forward_frozen + 5 * low.forward
+    assert work["replay forward"] == work["replay recompute"] == 2 * low.forward
+    assert work["replay backward"] == 2 * low.backward and work["reference"] == 0
+    best = needs.flops(costs, forward_workload("forward.objective=best", "anchor.weight=1"))
+    assert best["replay forward"] == 2 * low.forward / 8 and best["replay backward"] == 2 * low.backward / 8
+    assert best["rollout"] == work["rollout"] and best["data anchor"] == (low.forward + low.backward) / 8
+    nft = forward_workload("forward.objective=nft", "forward.base_anchor=1", "forward.inner_epochs=2")
+    nft = needs.flops(costs, nft)
+    assert nft["rollout"] == work["rollout"] + 4 * low.forward  # by the old policy, at each draw
+    assert nft["replay forward"] == 4 * low.forward and nft["reference"] == 4 * low.forward_frozen
+
+
+def test_memory_holds_two_averages_and_the_draws_of_an_update():
+    run = forward_workload("forward.updates_per_epoch=2", processes=2)
+    costs, latents = measured_before(run.video), 16 * 5 * 20 * 20 * 4
+    resident = needs.memory(costs, run).resident
+    low = costs.experts["low_noise"]
+    assert resident["averaged LoRA"] == 2 * 4 * low.adapter_parameters
+    assert resident["the update's latents"] == 8 * 2 * 2 * latents  # 8 of a process's 16 videos: with noise, and target
+    assert needs.kept_bytes(costs, run) == latents + sum(costs.cached.values())
+    anchors = ["forward.old_policy.anchor=1", "forward.base_anchor=1"]
+    more = forward_workload("forward.updates_per_epoch=2", *anchors, processes=2)
+    assert needs.memory(costs, more).resident["the update's latents"] == 8 * 2 * 4 * latents
+
+
 # ---- the tool ----
 
 
@@ -508,13 +545,6 @@ def test_the_files_fit_the_gpus_that_they_name(file):
     if file.stem == "dance_grpo":  # its comment names what 80 GB take
         assert all(setting in file.read_text() for setting in SMALLER)
         tool(*arguments, 80, *SMALLER)
-
-
-def test_tiny_config():
-    out = tool("configs/tiny_face.yaml")
-    assert "fits: 2.2 GB of 80.0 GB" in out
-    assert "500 tokens" in out and "model's shape from assets/tiny_world/pipeline\n" in out
-    assert "data: 48 clips" in out and "replayed" in out
 
 
 def test_run_of_a_configuration():

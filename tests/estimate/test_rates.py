@@ -1,4 +1,4 @@
-"""Seconds of the plan: FLOPs by kind against torch's own counter, copies against those that a benchmark counts."""
+"""Seconds of the plan: FLOPs by operation against torch's own counter, copies against those that a benchmark counts."""
 
 import dataclasses
 import math
@@ -39,7 +39,7 @@ def costs():
     return measured_before(VIDEO)
 
 
-def test_kinds_of_an_image_model():
+def test_operations_of_an_image_model():
     """Its first block has no gradient of the text: with four blocks that is 4 % of the matrix products."""
     cfg = config.load(ROOT / "configs" / "tiny_words_sft.yaml", [])
     backbone = plan.open_model(cfg)
@@ -51,13 +51,13 @@ def test_kinds_of_an_image_model():
     model, x, outputs = Experts({"transformer": network}), torch.randn(1, *shape, requires_grad=True), []
     schedule = run_plan.schedule(shape)
     forward = by_operator(lambda: outputs.append(backbone.velocity(model, x, 0, schedule, conditioning).sum()))
-    assert {kind: predicted.total("forward", kind) for kind in OPERATIONS} == forward
-    backward = {kind: predicted.total("backward", kind) for kind in OPERATIONS}
+    assert {each: predicted.total("forward", each) for each in OPERATIONS} == forward
+    backward = {each: predicted.total("backward", each) for each in OPERATIONS}
     assert backward == pytest.approx(by_operator(outputs[0].backward), rel=0.05)
-    assert predicted.backward == 81_657_856  # as torch's counter has it without kinds
+    assert predicted.backward == 81_657_856  # as in torch's counter
 
 
-def test_kinds_of_the_published_model(costs):
+def test_operations_of_the_published_model(costs):
     """In TFLOP: the study of the model has 785.5 in linear layers and 892.9 in attention, and 2.5 times that back."""
     expert = costs.experts["low_noise"]
     assert expert.total("forward_frozen", "matmul") / 1e12 == pytest.approx(785.5, rel=1e-3)
@@ -71,7 +71,7 @@ def test_seconds_are_flops_by_the_rates(costs):
     flops, even = needs.flops(costs, RUN), needs.seconds(costs, RUN, parse_rates("400"))
     assert even == {part: (pytest.approx(amount / 400e12), 0, 0) for part, amount in flops.items()}
     endless = dict.fromkeys((*OPERATIONS, "copies"), math.inf)
-    matmul, attention, convolution = (needs.seconds(costs, RUN, Rates(**endless | {kind: 100})) for kind in OPERATIONS)
+    matmul, attention, convolution = (needs.seconds(costs, RUN, Rates(**endless | {each: 100})) for each in OPERATIONS)
     vjp = [spent["decode VJP"][0] for spent in (matmul, attention, convolution)]
     assert vjp[0] == 0 < vjp[1] < 0.01 * vjp[2] and sum(vjp) == pytest.approx(4 * even["decode VJP"][0])
     # the house's own study expects this of an H100, within a quarter
@@ -90,14 +90,10 @@ def test_copies_of_weights_inputs_and_caches(costs):
     }  # fmt: skip
     batch = needs.copies(costs, dataclasses.replace(IN_HOST, batch=2))
     assert batch["rollout"] == (4 * blocks, 0) and batch["replay forward"][1] == 4 * expert.stored
-    with_graphs = needs.copies(
-        costs, dataclasses.replace(IN_HOST, trained_placement="gpu", active_experts=4 * ("low_noise",), kept_steps=3)
-    )
-    outside = 3 * expert.saved_outside  # of the kept graphs, there and back
-    assert with_graphs["rollout"] == (3 * blocks, 3 * expert.stored + outside) and with_graphs["replay forward"] == (
-        0,
-        expert.stored,
-    )
+    kept = dataclasses.replace(IN_HOST, trained_placement="gpu", active_experts=4 * ("low_noise",), kept_steps=3)
+    with_graphs, outside = needs.copies(costs, kept), 3 * expert.saved_outside  # of the kept graphs, there and back
+    assert with_graphs["rollout"] == (3 * blocks, 3 * expert.stored + outside)
+    assert with_graphs["replay forward"] == (0, expert.stored)
     segments = needs.copies(costs, dataclasses.replace(RUN, decode_caches="segment"))
     steady = costs.chunks[-1].caches_in  # of the chunks 0, which has none, 5, 10, 15 and 20 of 21
     assert segments["decode"] == (0, 4 * steady)
@@ -149,13 +145,9 @@ def test_rates_of_a_text_and_of_this_machine(monkeypatch):
         assert report.rates_on(SimpleNamespace(type="cuda")) == RATES[gpu]
 
 
-def test_the_tool_prints_kinds_and_exposed_copies():
-    in_host = (
-        "--config",
-        "tests/face.yaml",
-        "train.memory.trained=cpu_swap",
-        "train.memory.use_gradient_checkpointing=true",
-    )
+def test_the_tool_prints_operations_and_exposed_copies():
+    in_host = ["--config", "tests/face.yaml", "train.memory.trained=cpu_swap"]
+    in_host.append("train.memory.use_gradient_checkpointing=true")
     texts = [run_tool(plan_run.main, *in_host, *more) for more in ((), ("--rates", "RTX 4090,copies=1"))]
     assert "one video at TFLOP/s: matmul 130, attention 150, convolution 20; 1 GB/s" in texts[1]
     rows = [{line[:18].strip(): line[18:].split() for line in text.splitlines()} for text in texts]

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from runs import adapter, launch, launch_grpo, metrics
-from test_swap import DEVICE, answer, expert, gradients, inputs
+from test_swap import DEVICE, expert, gradients, inputs, velocity
 
 from rewardfl import lora
 from rewardfl.memory import compiling, offload
@@ -43,16 +43,16 @@ def test_gradients_and_references_are_the_same(where, graphs):
             pulls = []
             for network in (model, plain):
                 x, text = inputs(network)
-                (pull,) = torch.autograd.grad(answer(network, x.requires_grad_(), text).square().sum(), x)
+                (pull,) = torch.autograd.grad(velocity(network, x.requires_grad_(), text).square().sum(), x)
                 pulls.append(pull)
             assert (pulls[0] - pulls[1]).norm() <= 1e-5 * pulls[1].norm()
         with torch.no_grad():
-            rolled = answer(model, *inputs(model))
+            rolled = velocity(model, *inputs(model))
             with lora.reference(model), lora.reference(plain):
                 assert torch.allclose(
-                    answer(model, *inputs(model)), answer(plain, *inputs(plain)), rtol=1e-4, atol=1e-5
+                    velocity(model, *inputs(model)), velocity(plain, *inputs(plain)), rtol=1e-4, atol=1e-5
                 )
-        assert torch.allclose(rolled, answer(model, *inputs(model)), rtol=1e-5, atol=1e-6)  # replay
+        assert torch.allclose(rolled, velocity(model, *inputs(model)), rtol=1e-5, atol=1e-6)  # replay
     assert 0 < graphs["unique_graphs"] < 12  # of two models; not one for every block
 
 
@@ -82,12 +82,12 @@ def test_runs_are_the_same_to_rounding(tmp_path, graphs):
 
 @pytest.mark.long
 def test_more_forms_than_are_allowed_end_the_run(graphs, monkeypatch):
-    """torch alone would go on without compiling, and log a warning."""
+    """torch would continue without compiling, and log a warning."""
     monkeypatch.setattr(compiling, "FORMS", 1)
     model = expert(change=compiled)
     gradients(model)
     with torch.no_grad(), pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        answer(model, *inputs(model))
+        velocity(model, *inputs(model))
 
 
 def test_a_machine_without_a_compiler_is_refused(monkeypatch):

@@ -37,7 +37,7 @@ def test_a_tensor_comes_back_as_it_left(pool, tensor):
 
 
 def test_clips_of_mixed_sizes_share_their_memory(pool):
-    """Four sizes, each as 20 tensors and a small one, in any order: the largest alone takes as much."""
+    """Four sizes, each as 20 tensors and a small one, in any order: the largest takes as much."""
     largest = 20 * 1024 + 64
     for size in (700, 1024, 300, 555, 1024, 701):
         offloaded = OffloadedTensors(pool)

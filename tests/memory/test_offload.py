@@ -16,13 +16,13 @@ from rewardfl.memory.swap import BlockSwap
 BLOCKS, LAYERS = ["WanTransformerBlock"], 4
 
 
-def answer(model):
+def velocity(model):
     x, text = (value.to(model.dtype) for value in inputs(model))
-    return test_swap.answer(model, x, text)
+    return test_swap.velocity(model, x, text)
 
 
 def adapted(checkpoint=None):
-    """An expert with an adapter that answers, checkpointed by `checkpoint`."""
+    """An expert with an adapter that is not zero, checkpointed by `checkpoint`."""
     return test_swap.expert(checkpoint=checkpoint, layers=LAYERS)
 
 
@@ -47,12 +47,12 @@ def traffic(monkeypatch):
 
 def test_the_blocks_inputs_alone_go_to_the_host_and_come_back_ahead_of_their_turn(traffic):
     log, alive = traffic
-    out = answer(adapted(offload.InputsOnHost(DEVICE)))
+    out = velocity(adapted(offload.InputsOnHost(DEVICE)))
     # text and time with the first block, which cannot know that the others take the same
     assert log == [("put", 0)] * 3 + [("put", block) for block in range(1, LAYERS)]
     assert len(alive) == LAYERS
     tokens = (1, 3 * 4 * 4, 2 * 12)  # of 4 x 4 patches in 3 frames
-    assert all(waiting.kinds[0] == (tokens, torch.float32, [0, 1, 2]) for waiting in alive)
+    assert all(waiting.layouts[0] == (tokens, torch.float32, [0, 1, 2]) for waiting in alive)
     log.clear()
     out.square().sum().backward()
     last = LAYERS - 1
@@ -65,7 +65,7 @@ def test_the_blocks_inputs_alone_go_to_the_host_and_come_back_ahead_of_their_tur
 
 def test_a_graph_is_walked_back_twice():
     model = adapted(offload.InputsOnHost(DEVICE))
-    out = answer(model).square().sum()
+    out = velocity(model).square().sum()
     parameters = [p for p in model.parameters() if p.requires_grad]
     once, again = (torch.autograd.grad(out, parameters, retain_graph=retain) for retain in (True, False))
     assert all(map(torch.equal, once, again))
@@ -94,9 +94,9 @@ def test_what_waits_dies_with_its_graph_and_leaves_its_room_to_the_next(traffic,
     once = pool.size
     gradients(model)
     assert not alive
-    answer(model)  # a graph that nobody goes back through
+    velocity(model)  # a graph that nobody goes back through
     assert not alive and pool.size == once
-    first, second = answer(model), answer(model)  # two that live together
+    first, second = velocity(model), velocity(model)  # two that live together
     assert len(alive) == 2 * LAYERS and pool.size == 2 * once
     del first, second
     gradients(model)
@@ -112,14 +112,14 @@ def test_fp8_rounds_the_blocks_linear_weights_alone():
             for parameter in module.parameters():
                 parameter.data = parameter.data.to(torch.float8_e4m3fn).to(torch.bfloat16)
     with torch.no_grad():
-        before, expected = answer(model), answer(rounded)
+        before, expected = velocity(model), velocity(rounded)
         placed = offload.move_expert(model, "fp8", DEVICE, BLOCKS)
-        assert torch.equal(answer(placed), expected)
+        assert torch.equal(velocity(placed), expected)
         assert not torch.equal(expected, before)
-    kinds = {name: p.dtype for name, p in placed.named_parameters()}
-    assert kinds["blocks.0.attn1.to_q.weight"] == torch.float8_e4m3fn
-    assert kinds["blocks.0.norm2.weight"] != torch.float8_e4m3fn
-    assert kinds["condition_embedder.time_embedder.linear_1.weight"] != torch.float8_e4m3fn
+    dtypes = {name: p.dtype for name, p in placed.named_parameters()}
+    assert dtypes["blocks.0.attn1.to_q.weight"] == torch.float8_e4m3fn
+    assert dtypes["blocks.0.norm2.weight"] != torch.float8_e4m3fn
+    assert dtypes["condition_embedder.time_embedder.linear_1.weight"] != torch.float8_e4m3fn
 
 
 def test_experts_outside_the_module_answer_and_are_not_seen():
