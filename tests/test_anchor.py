@@ -201,8 +201,6 @@ def test_every_trained_expert_must_be_reached():
 
     check("model.trainable_models=dit", "anchor.sigmas=trained_range")
     check("model.trainable_models=dit,dit2", "anchor.sigmas=[1, 5]")
-    with pytest.raises(ConfigError, match=r"is used at none of the steps \[4, 5, 6, 7\].*, or change anchor"):
-        check("model.trainable_models=dit,dit2")
     with pytest.raises(ConfigError, match=r"would not be trained .*, or change anchor.sigmas"):
         check("model.trainable_models=dit")
     with pytest.raises(ConfigError, match=r"no trained expert is used at the steps \[1\]"):
@@ -229,8 +227,6 @@ def test_a_clip_without_latents_is_an_error_or_skipped(capsys):
     [
         (["anchor.sigmas=[3,2]"], "anchor.sigmas must be steps in increasing order"),
         (["anchor.sigmas=[2,8]"], r"anchor.sigmas must lie in 0..7"),
-        (["anchor.sigmas=most"], "anchor.sigmas must be "),
-        (["anchor.draws=0"], "anchor.draws must be at least 1"),
         (["reward.reward_model_path=null", "anchor.weight=1"], "reward.reward_model_path is required"),
         ([*ALONE, "train.early_stop={}"], "train.early_stop needs videos"),
         ([*ALONE, "anchor.target=reference"], "anchor.target reference is where the model starts"),

@@ -71,28 +71,6 @@ def test_work_of_a_sample(published):
     assert high["rollout"] == pytest.approx(3 * expert.forward + 5 * expert.forward_frozen)
 
 
-def test_settings_change_the_work(published):
-    expert, base = published.experts["low_noise"], needs.flops(published, RUN)
-
-    def difference(*overrides, **more):
-        after = needs.flops(published, work_of(*overrides, **more))
-        return {name: after[name] - base[name] for name in base if after[name] != pytest.approx(base[name])}
-
-    replays = {name: base[name] for name in ("replay forward", "replay recompute", "replay backward")}
-    kl, guided = "grpo.kl_weight=1", "sample.guidance_scale=2"
-    assert difference(kl) == pytest.approx({"reference": 2 * expert.forward_frozen})
-    assert difference(guided) == pytest.approx(replays | {"rollout": base["rollout"]})  # doubled
-    assert difference("grpo.inner_epochs=2") == pytest.approx(replays)
-    assert difference("grpo.inner_epochs=3", guided, kl)["reference"] == pytest.approx(12 * expert.forward_frozen)
-    without = difference("train.memory.use_gradient_checkpointing=false")
-    assert without == pytest.approx({"replay recompute": -2 * expert.forward})
-    several = ("grpo.updates_per_epoch=3", "train.per_device_train_batch_size=4", "train.memory.samples_on=cpu")
-    assert difference(*several, processes=2) == {}
-    # by epoch: a window of two steps and twice one of one
-    mixed = needs.flops(published, work_of(windows=((3, 4), (5,), (5,))))
-    assert mixed["replay backward"] == pytest.approx(4 / 3 * expert.backward)
-
-
 @pytest.mark.parametrize(
     "processes, batch, clips, passes",
     [
@@ -212,14 +190,6 @@ def test_run_of_a_configuration():
     drawn, windows = planned(cfg, TINY_MODEL), plan.resolve(cfg, TINY_MODEL, 1).draw_windows(None)
     assert len(drawn.spans) == 2 and drawn.replay == pytest.approx({"low_noise": 2})
     assert set(windows) == {(3, 4), (4, 5), (5, 6)} and len(windows) == 100
-
-
-def test_total_steps():
-    passes = ["train.max_steps=null", "train.num_train_epochs=2", "grpo.updates_per_epoch=3", "grpo.inner_epochs=2"]
-    cfg = config.load(ROOT / TINY, [*SIX, *passes])
-    # 40 visits of clips by 6 groups at a time: 7 epochs
-    assert plan.resolve(cfg, TINY_MODEL, 1).count_steps(20) == 7 * 6
-    assert plan.resolve(config.load(ROOT / TINY), TINY_MODEL, 1).count_steps(20) == 40
 
 
 def test_costs_in_words(published):
