@@ -136,21 +136,15 @@ def transition(
     return c.x * x + c.velocity * velocity, c.std
 
 
-def gradient_weight(
-    kind: Kind, sigma: Scalar, sigma_next: Scalar, noise_level: float, sigma_cap: Scalar, max_std: float = math.inf
-) -> float:
+def gradient_weight(kind: Kind, c: Coefficients) -> float:
     """Return the rms over a step's noise of d(D * log_prob) / dv per element: the pull of its `log_prob`.
 
     It is |dmean/dv| / std, and for cps 2 |dmean/dv| std. Steps of large weight dominate an unweighted objective.
     """
-    c = coefficients(kind, sigma, sigma_next, noise_level, sigma_cap, max_std)
-    _refuse_deterministic(c.std)
     return 2 * abs(c.velocity) * c.std if kind == "cps" else abs(c.velocity) / c.std
 
 
-def noise_scale_error(
-    kind: Kind, sigma: Scalar, sigma_next: Scalar, noise_level: float, sigma_cap: Scalar, max_std: float = math.inf
-) -> float:
+def noise_scale_error(c: Coefficients, sigma: Scalar, sigma_next: Scalar) -> float:
     """Return the std of the noise after one step from the exact marginal, over sigma_next > 0: 1 is exact.
 
     For a single x0, x = (1 - sigma) x0 + sigma n and v = n - x0. The step, mean = cx x + cv v, ends at
@@ -159,7 +153,6 @@ def noise_scale_error(
 
     At 1.2 the next network call gets 20 % more noise than its timestep says. ode and cps: 1, up to rounding.
     """
-    c = coefficients(kind, sigma, sigma_next, noise_level, sigma_cap, max_std)
     return math.hypot(c.x * float(sigma) + c.velocity, c.std) / float(sigma_next)
 
 

@@ -84,10 +84,9 @@ def positions(geometry: Geometry, rank: int) -> list[range]:
 def plan(epoch: int, rank: int, geometry: Geometry, sample_ids: Sequence[str], seed: int) -> list[list[Member]]:
     """Return the forward passes of process `rank` in `epoch`: lists of geometry.batch members, equally many per rank.
 
-    An epoch is the next `groups` rows of the stream `sample_at`, `group_size` members of each. Together the processes
-    roll out the same members for any world and batch; (seed, epoch) is all the state. groups may exceed the
-    number of rows: a row that comes twice in an epoch is two groups with different noise. sample_ids: one per row
-    (`data.Row.id`), the key of its noise.
+    An epoch is the next `groups` rows of the stream `sample_at`, `group_size` members of each, the same for any world
+    and batch. A row that comes twice in an epoch is two groups with different noise. sample_ids: one per row, the key
+    of its noise.
     """
 
     def member_at(position: int) -> Member:

@@ -8,10 +8,8 @@ unstable (flow_grpo issue 143). That shapes the ratio. With rel = rms(mean - old
 
     log ratio = rel * z / sqrt(D) - rel^2 / 2,      z ~ N(0, 1).
 
-So the change of policy that a clip range allows grows with D. The second term, below zero for every sample, outgrows
-the first: D is 65 thousand for an image and 2.1 million for 480x832x81 video. There, after the first update at rel =
-2 %, a clip range of 1e-4 silences every sample of negative advantage and none of positive. The objective `guard`
-removes that term. Clip ranges are not transferable between resolutions or objectives.
+The second term, below zero for every sample, outgrows the first with D (docs/flow_grpo.md); the objective `guard`
+removes it. Clip ranges are not transferable between resolutions or objectives.
 """
 
 from collections.abc import Mapping, Sequence
@@ -110,8 +108,8 @@ def log_ratio(
 
         log r = log_prob - old_log_prob.
 
-    `guard`, GRPO-Guard (arXiv 2510.22319: RatioNorm), removes the bias of the mean form (see the module). It scales by
-    std so that steps share one clip range:
+    `guard`, GRPO-Guard (arXiv 2510.22319: RatioNorm), removes the second term and scales by std, so that steps share a
+    clip range:
 
         log r = (log_prob - old_log_prob + KL(mean, old_mean)) * std  =  mean_over_dims((mean - old_mean) * noise),
 

@@ -233,17 +233,21 @@ def test_gradient_of_log_prob(sde):
     (gradient,) = torch.autograd.grad(score(on_policy).sum(), on_policy)
     rms_noise = noise.square().mean().sqrt()
     rms = gradient.square().mean().sqrt() * noise[0].numel() / rms_noise
-    assert float(rms) == pytest.approx(flow.gradient_weight(sde, *step_arguments(3)), rel=1e-9)
+    assert float(rms) == pytest.approx(flow.gradient_weight(sde, flow.coefficients(sde, *step_arguments(3))), rel=1e-9)
 
 
 def test_gradient_weights_over_the_schedule():
     """Measured from the published code (shift 5, 10 steps): the last flow step pulls 46 times as hard as the first."""
-    flow_weights = [flow.gradient_weight("flow", *step_arguments(i, 0.7)) for i in range(10)]
-    dance_weights = [flow.gradient_weight("dance", *step_arguments(i, 0.3)) for i in range(10)]
+
+    def weights(sde, noise_level, steps=10):
+        steps = [flow.coefficients(sde, *step_arguments(i, noise_level)) for i in range(steps)]
+        return [flow.gradient_weight(sde, step) for step in steps]
+
+    flow_weights, dance_weights = weights("flow", 0.7), weights("dance", 0.3)
     assert (flow_weights[0], flow_weights[9]) == pytest.approx((0.031, 1.43), abs=5e-3)
     assert (dance_weights[0], dance_weights[9]) == pytest.approx((0.49, 2.15), abs=5e-3)
     assert flow_weights == sorted(flow_weights)
-    cps_weights = [flow.gradient_weight("cps", *step_arguments(i)) for i in range(9)]
+    cps_weights = weights("cps", 0.7, 9)
     assert max(cps_weights) / min(cps_weights) < 7
 
 
@@ -258,5 +262,6 @@ def test_gradient_weights_over_the_schedule():
 )
 def test_noise_scale_errors_over_the_schedule(sde, noise_level, expected):
     """Measured from the published code (shift 5): why Flow-SDE rollouts look noisy, and its late steps worst."""
-    errors = [flow.noise_scale_error(sde, *step_arguments(i, noise_level)) for i in range(9)]
+    steps = [step_arguments(i, noise_level) for i in range(9)]
+    errors = [flow.noise_scale_error(flow.coefficients(sde, *step), *step[:2]) for step in steps]
     assert [errors[i] for i in expected] == pytest.approx([*expected.values()], abs=6e-4)

@@ -74,10 +74,8 @@ def move_expert(expert: ModelMixin, where: Placement, device: torch.device, bloc
 
     where: gpu, all on `device`. cpu_swap: the blocks' weights in host memory, copied for their turn
     (rewardfl.memory.swap); a graph through it must then be checkpointed. fp8: on `device`, linear weights stored as
-    float8_e4m3fn and cast to the expert's dtype in turn, without norms and embeddings. Not for an expert with an
-    adapter: diffusers then keeps peft from casting the layers' inputs to the adapter's float32.
-
-    block_classes: the names of the classes of its blocks.
+    float8_e4m3fn and cast to the expert's dtype in turn; not for an expert with an adapter, whose input casts diffusers
+    then prevents. block_classes: the names of the classes of its blocks.
     """
     if where == "cpu_swap":
         return _swap_blocks(expert, device, block_classes)

@@ -154,8 +154,7 @@ def sigma_table(
 def _cells(grpo: GrpoConfig, sigma: float, sigma_next: float, sigma_max: float) -> str:
     """Format std, gradient weight and noise-scale error; - where one is not defined."""
     limit = math.inf if grpo.max_std is None else grpo.max_std
-    step = (grpo.sde, sigma, sigma_next, grpo.noise_level, sigma_max, limit)
-    std = flow.coefficients(*step).std
-    weight = f"{flow.gradient_weight(*step):.4f}" if std > 0 else "-"
-    noise = f"{flow.noise_scale_error(*step):.3f}" if sigma_next > 0 else "-"
-    return f"{std:11.4f}{weight:>8s}{noise:>7s}"
+    step = flow.coefficients(grpo.sde, sigma, sigma_next, grpo.noise_level, sigma_max, limit)
+    weight = f"{flow.gradient_weight(grpo.sde, step):.4f}" if step.std > 0 else "-"
+    noise = f"{flow.noise_scale_error(step, sigma, sigma_next):.3f}" if sigma_next > 0 else "-"
+    return f"{step.std:11.4f}{weight:>8s}{noise:>7s}"

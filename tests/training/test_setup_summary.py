@@ -42,10 +42,9 @@ def cells(step, *overrides):
 def test_sigma_table():
     """step, sigma, timestep, expert, window, and std, weight and noise."""
     assert cells(0) == ["0", "1.0000", "1000.000", "high_noise", "-", "0.7000", "0.0397", "1.038"]
-    step = (SIGMAS[6], SIGMAS[7], 0.7, SIGMAS[1])
     for sde in ("flow", "dance", "cps"):
-        weight, noise = flow.gradient_weight(sde, *step), flow.noise_scale_error(sde, *step)
-        expected = [flow.coefficients(sde, *step).std, weight, noise]
+        step = flow.coefficients(sde, SIGMAS[6], SIGMAS[7], 0.7, SIGMAS[1])
+        expected = [step.std, flow.gradient_weight(sde, step), flow.noise_scale_error(step, SIGMAS[6], SIGMAS[7])]
         assert [float(cell) for cell in cells(6, f"grpo.sde={sde}")[5:]] == pytest.approx(expected, abs=6e-4)
     assert [cells(i, "grpo.sde=cps")[7] for i in range(7)] == ["1.000"] * 7  # cps leaves the noise that it should
     assert cells(7)[5:] == ["0.3819", "1.3584", "-"] and cells(7, "grpo.sde=cps")[5:] == ["0.0000", "-", "-"]
