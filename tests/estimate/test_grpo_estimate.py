@@ -5,11 +5,13 @@ import dataclasses
 import pytest
 import torch
 from conftest import ROOT, measured_before
-from pipelines import I2V, LAYERS
+from pipelines import I2V
+from test_needs import TINY as TINY_VIDEO
+from test_needs import VIDEO as LONG_VIDEO
 from test_needs import at_root, planned, tool  # noqa: F401
 
-from rewardfl import backbones, config, group_plan, sde
-from rewardfl.backbones.protocol import Adapter, Source
+from rewardfl import config, group_plan, sde
+from rewardfl.backbones.protocol import Adapter
 from rewardfl.backbones.wan import model as wan
 from rewardfl.estimate import needs, report
 from rewardfl.estimate.rates import RATES, parse_rates
@@ -17,15 +19,10 @@ from rewardfl.training import plan, workload
 
 pytestmark = pytest.mark.slow(150)
 
-ADAPTER = Adapter(32, tuple(LAYERS))
-SCHEDULE = wan.schedule(8, 5.0, I2V.experts, 0.9)
-SIGMAS, EXPERTS = tuple(SCHEDULE.sigmas.tolist()), SCHEDULE.experts  # three steps of high noise, five of low
-TINY = "tests/grpo.yaml"
-PIPELINE = ROOT / "assets/tiny_world/pipeline"
+SIGMAS = wan.schedule(8, 5.0, I2V.experts, 0.9).sigmas  # three steps of high noise, five of low
+TINY, TINY_MODEL = "tests/grpo.yaml", TINY_VIDEO.backbone
 SIX = ["grpo.groups=6", "grpo.same_noise_in_group=false", "grpo.window.within=null"]  # overrides of TINY
-PUBLISHED = backbones.describe("wan2_2", Source())
-TINY_MODEL = backbones.describe("wan2_2", Source(model_paths=str(PIPELINE), dtype="float32"))
-VIDEO = workload.Video(backbone=PUBLISHED, height=480, width=832, num_frames=17, adapter=ADAPTER)
+VIDEO = dataclasses.replace(LONG_VIDEO, num_frames=17)
 PLAIN = [
     *SIX, "grpo.group_size=4", "train.per_device_train_batch_size=1", "train.memory.use_gradient_checkpointing=true",
     "evaluation.eval_clips=null", "reward.held_out_model_path=null", "reward.reward_model_path=nowhere",
@@ -140,7 +137,7 @@ def test_memory(published):
 @pytest.mark.parametrize("window", [(3, 4), (0, 1, 2, 6)])
 def test_what_is_kept_is_what_a_rollout_leaves(published, window):
     """The bytes of its tensors, each storage once: where they were made, and after they have moved."""
-    kernel = sde.Kernel("flow", 0.7, torch.tensor(SIGMAS))
+    kernel = sde.Kernel("flow", 0.7, SIGMAS)
     x = torch.zeros(1, *published.shape)
     _, steps = sde.rollout(lambda x, step: x, x, kernel, window, lambda step: torch.ones_like(x))
 
@@ -171,7 +168,7 @@ def test_run_of_a_configuration():
     run = planned(cfg, TINY_MODEL, 48, 4, "fsdp2")
     # guided; two members of a group on each process share the four steps before the window
     passes = {"low_noise": 2 * 2 * 2}  # of two steps, two inner epochs, guided
-    adapter = Adapter(cfg.lora.lora_rank, ADAPTER.targets)
+    adapter = Adapter(cfg.lora.lora_rank, VIDEO.adapter.targets)
     assert run == workload.Workload(
         video=workload.Video(backbone=TINY_MODEL, height=80, width=80, num_frames=9, adapter=adapter),
         trained=("low_noise",), untrained="high_noise",

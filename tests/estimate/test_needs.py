@@ -111,7 +111,7 @@ def test_flops_of_a_clip(published):
 def test_an_anchor_costs_a_replayed_step_for_each_draw(published):
     """And nothing else; supervised fine-tuning costs only its draws."""
     measured = published(ADAPTER)
-    anchored = dataclasses.replace(RUN, anchor={"low_noise": 2})
+    anchored = with_levers(anchor={"low_noise": 2})
     plain, work = needs.flops(measured, RUN), needs.flops(measured, anchored)
     step = sum(plain[f"replay {part}"] for part in ("forward", "recompute", "backward")) / 4
     assert work.pop("data anchor") == pytest.approx(2 * step) and work == plain
@@ -163,7 +163,7 @@ def test_peak_memory_of_the_plans(published):
 
 def test_what_sharding_leaves_on_a_gpu(published, processes=8):
     """In parts: 16 bytes of 153.4 million under fsdp2, and 27.9 GB of blocks; zero2 takes the moments away."""
-    measured, run = published(ADAPTER), dataclasses.replace(RUN, processes=processes)
+    measured, run = published(ADAPTER), with_levers(processes=processes)
     by_sharding = {
         name: needs.memory(measured, dataclasses.replace(run, sharding=name)) for name in ("none", "zero2", "fsdp2")
     }
@@ -194,10 +194,8 @@ def test_one_expert_costs_what_its_placement_says(published):
     assert resident("fp8") - resident("boundary_cache") == pytest.approx(14.3, rel=0.03)
     expert = measured.experts["high_noise"]
     assert resident("cpu_swap") - resident("boundary_cache") == pytest.approx(expert.other_weights / 1e9)  # embeddings
-    swapped = [
-        needs.memory(measured, with_levers(untrained_placement="cpu_swap", trained_placement=at))
-        for at in ("gpu", "cpu_swap")
-    ]
+    places = [with_levers(untrained_placement="cpu_swap", trained_placement=at) for at in ("gpu", "cpu_swap")]
+    swapped = [needs.memory(measured, run) for run in places]
     blocks = 28637218944 - expert.other_weights
     assert [need.host for need in swapped] == [{"swapped experts": blocks}, {"swapped experts": 2 * blocks}]
     for need in swapped:  # the block at work and the next, of either expert
@@ -205,10 +203,8 @@ def test_one_expert_costs_what_its_placement_says(published):
         assert "two blocks' weights" not in need.phases["decode VJP"]
     assert [need.phases["replay"].get("two blocks' weights") for need in swapped] == [None, 2 * expert.block_weights]
     assert swapped[0].of("decode") - swapped[1].of("decode") == blocks
-    both = dataclasses.replace(RUN, trained=("high_noise", "low_noise"), untrained=None)
-    assert sum(needs.memory(measured, both).resident.values()) / 1e9 == pytest.approx(
-        2 * (28.64 + 2.45) + 0.25, rel=0.01
-    )
+    both = needs.memory(measured, with_levers(trained=("high_noise", "low_noise"), untrained=None)).resident
+    assert sum(both.values()) / 1e9 == pytest.approx(2 * (28.64 + 2.45) + 0.25, rel=0.01)
 
 
 # ---- reality ----
@@ -410,8 +406,8 @@ def test_settings_change_the_work(published):
         after = needs.flops(measured, run)
         return {name: after[name] - base[name] for name in base if after[name] != base[name]}
 
-    assert difference(dataclasses.replace(RUN, reference={})) == {"reference": -4 * expert.forward_frozen}
-    assert difference(dataclasses.replace(RUN, backward_passes={"low_noise": 7})) == {
+    assert difference(with_levers(reference={})) == {"reference": -4 * expert.forward_frozen}
+    assert difference(with_levers(backward_passes={"low_noise": 7})) == {
         "replay recompute": 3 * expert.forward, "replay backward": 3 * expert.backward,
     }  # fmt: skip
     assert difference(with_levers(untrained_placement="boundary_cache")) == {"rollout": -3 * expert.forward_frozen}
@@ -629,7 +625,7 @@ def test_rewards_are_there_while_prompts_and_clips_are_encoded(tmp_path):
     run = configured("reward.reward_model_path=nowhere", "reward.held_out_model_path=null", others)
     assert run.reward_bytes == 5300
     measured = measured_before(TINY)
-    more, none = (needs.memory(measured, dataclasses.replace(RUN, reward_bytes=n)).by_phase for n in (5300, 0))
+    more, none = (needs.memory(measured, with_levers(reward_bytes=n)).by_phase for n in (5300, 0))
     assert {phase: more[phase] - none[phase] for phase in more} == dict.fromkeys(more, 5300)
     assert {"encode text", "encode clip"} < more.keys()
 

@@ -8,28 +8,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, measured_before, run_tool
-from pipelines import LAYERS
-from test_needs import by_operator
+from test_needs import RUN as WITHOUT_ANCHOR
+from test_needs import VIDEO, by_operator, planned
 
 from benchmarks import reward_step
 from rewardfl import backbones, config, lora
-from rewardfl.backbones.protocol import Adapter, Experts, Source
+from rewardfl.backbones.protocol import Experts
 from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.rates import OPERATIONS, RATES, Rates, parse_rates
 from rewardfl.training import model_files, plan
-from rewardfl.training.plan import resolve
-from rewardfl.training.workload import Video, Workload, make_workload
 from rewardfl_tools import plan_run
 
 pytestmark = pytest.mark.slow(40)
 
-PUBLISHED = backbones.describe("wan2_2", Source(dtype="bfloat16"))
-VIDEO = Video(backbone=PUBLISHED, height=480, width=832, num_frames=81, adapter=Adapter(32, tuple(LAYERS)))
-STEPS, H100 = {"low_noise": 4}, RATES["H100"]
-RUN = Workload(
-    video=VIDEO, trained=("low_noise",), untrained="high_noise", rollout={"high_noise": 3, "low_noise": 5},
-    replay=STEPS, backward_passes=STEPS, reference=STEPS, anchor={"low_noise": 1}, reward_gradient=True,
-)  # fmt: skip
+H100 = RATES["H100"]
+RUN = dataclasses.replace(WITHOUT_ANCHOR, anchor={"low_noise": 1})
 PLACES = {"trained_placement": "cpu_swap", "untrained_placement": "cpu_swap", "decode_caches": "offload"}
 IN_HOST = dataclasses.replace(RUN, **PLACES, offload_inputs=True)
 
@@ -43,8 +36,8 @@ def test_operations_of_an_image_model():
     """Its first block has no gradient of the text: with four blocks that is 4 % of the matrix products."""
     cfg = config.load(ROOT / "configs" / "tiny_words_sft.yaml", [])
     backbone = plan.open_model(cfg)
-    run_plan = resolve(cfg, backbone, 1)
-    predicted = measure.measure(make_workload(run_plan, backbone, None).video).experts["transformer"]
+    run_plan = plan.resolve(cfg, backbone, 1)
+    predicted = measure.measure(planned(cfg, backbone).video).experts["transformer"]
     network, shape = backbone.load_expert("transformer"), backbone.latent_shape(32, 96, 1)
     lora.inject(network, 16, 16, list(run_plan.targets), seed=0)
     conditioning = backbone.collate([backbone.text_encoder(torch.device("cpu"))('the word "ABC" in red on white')])
