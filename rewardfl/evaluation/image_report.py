@@ -1,10 +1,10 @@
 """Report of an evaluation of an image model: each arm's scores against its base's, prompt by prompt, and pictures."""
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,22 +12,13 @@ from PIL import Image, ImageOps
 
 from rewardfl import data
 from rewardfl.evaluation.arms import Arm
-from rewardfl.evaluation.figures import ClipKey, Table, find_bases, format_interval, interval, pair_people
+from rewardfl.evaluation.figures import ClipKey, Table, find_bases, interval, pair_people
 from rewardfl.evaluation.report.pictures import draw_cell
 from rewardfl.rewards.scoring import Term
 
 DISAGREEMENTS = "disagreements.png"
 
 SHOWN, SIDE = 24, 96  # rows of the grid, and the minimum height of a picture in it
-
-
-class Disagreement(NamedTuple):
-    """A picture whose two figures differ. figures: both by name, in the order of the reward's second_opinion."""
-
-    clip: ClipKey
-    side: str  # before | after
-    figures: dict[str, float]
-    margin: float  # margin of the first figure over the second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +47,15 @@ class ImageReport:
             for arm, base in self.pairs()
         ]
         arm, base = self.pairs()[0]
-        clips, sides = sorted(self.table.figures[base]), {"before": base, "after": arm.name}
         lines = []
-        for clip in clips:
+        for clip in sorted(self.table.figures[base]):
             line = {"line": self.table.records[base][clip]["line"], "prompt": self.prompts[clip.row], "seed": clip.seed}
             for name in self.table.names(base):  # null where invalid
-                figures = {side: self.table.figures[which].get(clip, {}).get(name) for side, which in sides.items()}
-                line |= {f"{name.removeprefix('rewards/')}/{side}": value for side, value in figures.items()}
+                for side, which in (("before", base), ("after", arm.name)):
+                    figures = self.table.figures[which].get(clip, {})
+                    line[f"{name.removeprefix('rewards/')}/{side}"] = figures.get(name)
             lines.append(line)
-        report = {"prompts": len({clip.row for clip in clips}), "pairs": len(clips)}
+        report = {"prompts": len({clip.row for clip in self.table.figures[base]}), "pairs": len(lines)}
         report |= {key: compared[0][key] for key in ("figures", "disagreements")}
         return report | {"arms": compared, "per_pair": lines}
 
@@ -76,30 +67,33 @@ class ImageReport:
         trained = {term.label for term in self.terms if term.weight > 0}
         figures, clips = {}, self.table.figures[arm].keys() | self.table.figures[base].keys()
         for name in self.table.names(base):
-            before, after = self.table.values(base, name), self.table.values(arm, name)
+            label, before, after = (
+                name.removeprefix("rewards/"),
+                self.table.values(base, name),
+                self.table.values(arm, name),
+            )
             gain = {clip: after[clip] - before[clip] for clip in before.keys() & after.keys()}
             wins = {clip: (change > 0) + 0.5 * (change == 0) for clip, change in gain.items()}
             if gain:
-                keys, label = ("before", "after", "gain", "win_rate"), name.removeprefix("rewards/")
-                values = map(interval, pair_people(before, after, gain, wins).values)
-                figures[label] = {"trained": label in trained, **dict(zip(keys, values, strict=True))}
-                figures[label]["left_out"] = len(clips) - len(gain)
+                intervals = map(interval, pair_people(before, after, gain, wins).values)
+                figures[label] = dict(zip(("before", "after", "gain", "win_rate"), intervals, strict=True))
+                figures[label] |= {"trained": label in trained, "left_out": len(clips) - len(gain)}
         counts: dict[str, dict[str, int]] = {}
-        for picture in self.disagreements(arm, base):
-            lower, higher = sorted(picture.figures, key=lambda name: picture.figures[name])
-            counts.setdefault(f"{higher} above {lower}", {"before": 0, "after": 0})[picture.side] += 1
+        for _, side, readings in self.disagreements(arm, base):
+            lower, higher = sorted(readings, key=lambda name: readings[name])
+            counts.setdefault(f"{higher} above {lower}", {"before": 0, "after": 0})[side] += 1
         return {"figures": figures, "disagreements": counts}
 
-    def disagreements(self, arm: str, base: str) -> list[Disagreement]:
-        """Return the pictures whose reward's second opinion differs from its first."""
+    def disagreements(self, arm: str, base: str) -> list[tuple[ClipKey, str, dict[str, float]]]:
+        """Return the pictures whose reward's second opinion differs, with "before" or "after" and both figures."""
         pictures = []
         for term in (term for term in self.terms if term.reward.second_opinion):
             names = [f"{term.label}/{part}" for part in term.reward.second_opinion]
             for side, which in (("before", base), ("after", arm)):
-                for clip, measured in self.table.figures[which].items():
-                    figures = {name: measured.get(f"rewards/{name}", math.nan) for name in names}
-                    first, second = figures.values()
-                    pictures += [Disagreement(clip, side, figures, first - second)] if abs(first - second) > 0 else []
+                for clip, figures in self.table.figures[which].items():
+                    first, second = (figures.get(f"rewards/{name}", math.nan) for name in names)
+                    if abs(first - second) > 0:
+                        pictures.append((clip, side, dict(zip(names, (first, second), strict=True))))
         return pictures
 
     def draw(self, out: Path) -> None:
@@ -117,11 +111,12 @@ class ImageReport:
         }
         self._draw_sheet(out / "grid.png", [(list(scores), clip, texts[clip]) for clip in clips])
         (out / DISAGREEMENTS).unlink(missing_ok=True)
-        pictures = sorted(self.disagreements(arm.name, base), key=lambda picture: -picture.margin)
+        pictures = self.disagreements(arm.name, base)
+        pictures.sort(key=lambda picture: operator.sub(*picture[2].values()), reverse=True)
         cells = []
-        for picture in [picture for picture in pictures if picture.side == "after"] or pictures:
-            figures = [f"{name.rpartition('/')[2]} {value:.3g}" for name, value in picture.figures.items()]
-            cells.append(([arm.name if picture.side == "after" else base], picture.clip, figures))
+        for clip, side, readings in [picture for picture in pictures if picture[1] == "after"] or pictures:
+            figures = [f"{name.rpartition('/')[2]} {value:.3g}" for name, value in readings.items()]
+            cells.append(([arm.name if side == "after" else base], clip, figures))
         if cells:
             self._draw_sheet(out / DISAGREEMENTS, cells)
 
@@ -138,22 +133,3 @@ class ImageReport:
             image = ImageOps.scale(image, max(1, round(SIDE / image.height)), Image.Resampling.NEAREST)
             sheet.append(draw_cell(image, self.prompts[clip.row], ", ".join(texts)))
         data.write_picture(path, data.side_by_side(sheet)[None])
-
-
-def format_table(report: Mapping) -> str:
-    """Format the report's figures for a terminal."""
-    lines = [f"{report['prompts']} prompts, {report['pairs']} pairs; mean [95 % interval over prompts]"]
-    for arm in report["arms"]:
-        lines += ["", f"{arm['name']}, against {arm['against']}"]
-        for name, figures in arm["figures"].items():
-            words = " (trained on)" if figures["trained"] else ""
-            left = f"   {figures['left_out']} pairs left out" if figures["left_out"] else ""
-            before, after, gain, wins = (format_interval(figures[k]) for k in ("before", "after", "gain", "win_rate"))
-            lines += [
-                f"{name}{words}",
-                f"  before {before}   after {after}",
-                f"  gain {gain}   better after {wins}{left}",
-            ]
-        for which, count in arm["disagreements"].items():
-            lines += ["", f"{which}: {count['before']} pictures before, {count['after']} after ({DISAGREEMENTS})"]
-    return "\n".join(lines)

@@ -20,14 +20,14 @@ from rewardfl import __version__, backbones, command_line, config, data, lora, m
 from rewardfl.backbones.protocol import Backbone, Source
 from rewardfl.config.schema import ModelConfig
 from rewardfl.data import cache
-from rewardfl.evaluation import image_report, processes
+from rewardfl.evaluation import image_report
 from rewardfl.evaluation.arms import Arm, find_videos, load_config, make_arms, read_start
 from rewardfl.evaluation.figures import make_table, summarise
 from rewardfl.evaluation.judging import list_dependencies, load_judges, measured_rewards
 from rewardfl.evaluation.records import FORMAT, SETTINGS, Settings, merge_settings, record_file
 from rewardfl.evaluation.report.pictures import PEOPLE, draw_grid
-from rewardfl.evaluation.report.report_page import format_report, report_page
-from rewardfl.evaluation.study import Study
+from rewardfl.evaluation.report.report_page import format_report, render, report_page
+from rewardfl.evaluation.study import Study, connected, gather, run_on_main
 from rewardfl.evaluation.verification import People, load_others, verify_arms
 from rewardfl.files import atomic_write, digest_files, escape_control
 from rewardfl.rewards import resolve_rewards
@@ -43,7 +43,7 @@ SAMPLING = ("data.height", "data.width", "data.num_frames", "data.max_pixels", "
 
 def run(args: argparse.Namespace) -> int:
     """Judge, report and draw; return the exit code."""
-    with processes.connected() as share, ExitStack() as lock:
+    with connected() as share, ExitStack() as lock:
         device = command_line.resolve_device(args.device)
         args.device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device == "cuda" else device
         return judge_all(args, share, lock)
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     """Judge all arms; return the exit code. The folder's lock against other evaluations enters `lock`."""
-    cfg, main = load_config(args), not share.quiet
+    cfg = load_config(args)
     threads = machine.threads_of_process(cfg.run.cpu_threads, share.processes)
     torch.set_num_threads(min(torch.get_num_threads(), threads))
     folder = outputs.Folder(args.out or args.run / "evaluation", args.overwrite)
@@ -97,15 +97,15 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
     )  # fmt: skip
     records = [str(record_file(Path(), rank)) for rank in range(share.processes)]
     reports = ("report.json", "grid.png", image_report.DISAGREEMENTS if of_images else "report.html")
-    take = partial(take_folder, folder, [*study.names(rows), *records, *reports, SETTINGS], settings, lock)
-    processes.run_on_main(take, main=main)
+    names = [*study.names(rows), *records, *reports, SETTINGS]
+    run_on_main(partial(take_folder, folder, names, settings, lock), share)
     rows = study.read_rows(rows, backbone if enough_people else None)
     people = study.embed_people(rows, others, backbone)
     if backbone is not None:
         study.sample(backbone, rows)
     study.judge_files(rows)
-    processes.gather([])  # wait for all
-    if main:
+    gather([])  # wait for all
+    if not share.quiet:
         finish(study, rows, people, {"command": sys.argv, "version": __version__, "settings": settings})
     return 0
 
@@ -196,6 +196,6 @@ def finish(study: Study, rows: Sequence[data.Row], people: People, about: dict) 
         images = image_report.ImageReport(table=table, arms=study.arms, prompts=prompts, terms=study.judges.terms)
         report = images.summarise() | about
         images.draw(out)
-        text, page, folder = image_report.format_table(report) + "\n", "", "images"
+        text, page, folder = render("images.txt", {"report": report}), "", "images"
     atomic_write(out / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
     print(f"{text}\nreport: {page}{out / 'report.json'}\npictures: {out / 'grid.png'}, {out / folder}")

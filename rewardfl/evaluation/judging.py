@@ -120,7 +120,7 @@ def prepare_row(
     There are no pools without a clip. Raise DataError for a clip without a face, and as `pool_photos`.
     """
     reference = example.reference.to(judges.device)
-    photos, of_photos, note = pool_photos(judges, row, skip=skip) if judges.faces and row.pictures else ([], {}, "")
+    photos, of_photos, note = pool_photos(judges, row, skip=skip) if row.pictures else ([], {}, "")
     terms: dict[str, Reference] = {}
     for term in judges.terms:
         if term.reward.compares_with in row.offers:

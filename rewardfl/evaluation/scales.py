@@ -11,11 +11,12 @@ from tqdm import tqdm
 
 from rewardfl import command_line, data
 from rewardfl import config as configuration
-from rewardfl.evaluation import arms
+from rewardfl.evaluation import arms, judging
 from rewardfl.files import escape_control
 from rewardfl.rewards import build_terms
 from rewardfl.rewards.scoring import Reference, Term
-from rewardfl.training import clip_scan, plan, setup_rewards
+from rewardfl.training import plan, setup_rewards
+from rewardfl.training.clip_scan import load_sized_example
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,44 +40,37 @@ def run(args: argparse.Namespace) -> int:
     cfg = configuration.load(args.config, args.overrides, configuration.RewardFlConfig)
     backbone = plan.open_model(cfg)
     terms = build_terms(plan.find_rewards(cfg, backbone), device)
-    examples: dict[str, tuple[data.Row, data.Example]] = {}
-    references: list[list[Reference]] = []
+    judges = judging.Judges(faces={}, terms=terms, periods=(), device=str(device))
+    usable: dict[str, tuple[data.Row, judging.References]] = {}
     rows = data.load_metadata(cfg.data.file_name)
     for row in data.assign_images(rows, cfg.run.seed) if backbone.takes_image else rows:
         try:
             if problems := [row.problem] if row.problem else setup_rewards.missing_references(row, terms):
                 raise data.DataError("; ".join(problems))
-            example = clip_scan.load_sized_example(cfg.data, row)
-            clip, rewards = example.reference.to(device), [term.reward for term in terms]
-            photos = [photo.to(device) for photo in data.load_pictures(row)[: len(row.pictures)]]
-            row_references: list[Reference] = [
-                clip_scan.make_reference(reward, row, clip, photos)[0] if reward.compares_with in row.offers else None
-                for reward in rewards
-            ]
-            if row_references[0] is None:
-                raise data.DataError(f"{rewards[0].nothing_found} {row.reference}")
+            references = judging.prepare_row(judges, row, load_sized_example(cfg.data, row), skip=False)[0]
+            if references.terms.get(terms[0].label) is None:
+                raise data.DataError(f"{terms[0].reward.nothing_found} {row.reference}")
+            usable[row.id] = row, references
         except data.DataError as error:
             print(escape_control(f"skipped: line {row.line}: {error}"))
-            continue
-        references.append(row_references)
-        examples[row.id] = row, example
-        if len(examples) == args.rows:
+        if len(usable) == args.rows:
             break
-    if not examples:
+    if not usable:
         raise data.DataError(f"{cfg.data.file_name}: no clip can be used")
     base = arms.Arm(name=arms.BASE, steps=cfg.sample.num_inference_steps)
-    inputs = ((row, example.image) for row, example in examples.values())
+    inputs = ((row, references.image) for row, references in usable.values())
     with torch.no_grad():  # the videos come from the noise of training's first epoch
         conditioning = arms.encode_inputs(cfg.sample, cfg.data.num_frames, backbone, inputs, device)
         model, decoder = arms.load_model(backbone, None, args.experts, device)
         sampler = arms.Sampler(
             sampling=cfg.sample, num_frames=cfg.data.num_frames, backbone=backbone, experts=model, decoder=decoder,
-            conditioning=conditioning, sizes={key: example.size for key, (_, example) in examples.items()},
+            conditioning=conditioning, sizes={key: references.size for key, (_, references) in usable.items()},
             device=device,
         )  # fmt: skip
-        rows = tqdm([row for row, _ in examples.values()], desc="sampling")
+        rows = tqdm([row for row, _ in usable.values()], desc="sampling")
         videos = [sampler.sample([(row, cfg.run.seed)], base)[0] for row in rows]
-    print(format_scales(measure_scales(terms, videos, references)))
+    compared = [[references.terms.get(term.label) for term in terms] for _, references in usable.values()]
+    print(format_scales(measure_scales(terms, videos, compared)))
     return 0
 
 
@@ -117,12 +111,6 @@ def cosine(a: Tensor | None, b: Tensor | None) -> float:
     return float(torch.nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0))
 
 
-def standard_deviation(values: Tensor) -> float:
-    """Return the standard deviation without NaN; NaN for fewer than two values."""
-    valid = values[~values.isnan()]
-    return float(valid.std()) if len(valid) > 1 else math.nan
-
-
 def shares(scales: Sequence[RewardScale]) -> list[float]:
     """Return each reward's share of the sum of all weighted gradients' norms; 0 for those that only measure."""
     pulls = [scale.pull if scale.term.weight > 0 else 0.0 for scale in scales]
@@ -137,13 +125,18 @@ def equal_weight(scale: RewardScale, first: RewardScale) -> float:
 
 
 def format_scales(scales: Sequence[RewardScale]) -> str:
+    """Return a table of the rewards. Invalid scores are left out, and counted next to the reward's name."""
     rows: list[tuple[str, ...]] = [("reward", "mean", "std", "gradient", "cosine", "weight", "share", "equal at")]
     for scale, share in zip(scales, shares(scales), strict=True):
-        term, valid = scale.term, int((~scale.scores.isnan()).sum())
-        name = term.label if valid == len(scale.scores) else f"{term.label} ({valid} of {len(scale.scores)} clips)"
-        mean, norm, cosine = (float(values.nanmean()) for values in (scale.scores, scale.norms, scale.cosines))
-        std, equal = standard_deviation(scale.scores), equal_weight(scale, scales[0])
-        figures = (mean, std, norm, cosine, term.weight, 100 * share, equal)
+        term, valid = scale.term, scale.scores[~scale.scores.isnan()]
+        name = (
+            term.label
+            if len(valid) == len(scale.scores)
+            else f"{term.label} ({len(valid)} of {len(scale.scores)} clips)"
+        )
+        std = float(valid.std()) if len(valid) > 1 else math.nan
+        gradient = (float(values.nanmean()) for values in (scale.norms, scale.cosines))
+        figures = (float(valid.mean()), std, *gradient, term.weight, 100 * share, equal_weight(scale, scales[0]))
         texts = ["-" if math.isnan(figure) else f"{figure:.3g}" for figure in figures]
         rows.append((name, *texts[:5], f"{texts[5]} %", texts[6]))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -4,12 +4,16 @@ Real clips come first: they give the references of their rows' videos. A video w
 command resumes. Several processes share the real clips and the batches.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
@@ -17,7 +21,7 @@ from rewardfl import data
 from rewardfl.backbones.protocol import Backbone
 from rewardfl.config import DataConfig
 from rewardfl.data import cache
-from rewardfl.evaluation import arms, judging, processes, records
+from rewardfl.evaluation import arms, judging, records
 from rewardfl.evaluation.arms import Arm, Files, InferencePlacement, Job, Sampler, Sampling
 from rewardfl.evaluation.figures import find_bases
 from rewardfl.evaluation.records import REAL, VAE, Record
@@ -27,6 +31,41 @@ from rewardfl.training.clip_scan import load_sized_example
 from rewardfl.training.shard import Shard
 from rewardfl.weights.lora_files import Lora
 from rewardfl.weights.shards import InputError
+
+
+@contextmanager
+def connected() -> Iterator[Shard]:
+    """Connect the processes of torchrun or accelerate over gloo, and yield this one's share; without them, all."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield Shard(0, 1)
+        return
+    # a process waits for the slowest one; a launcher ends all when one has failed
+    dist.init_process_group("gloo", timeout=timedelta(days=7))
+    try:
+        yield Shard(dist.get_rank(), dist.get_world_size(), quiet=dist.get_rank() > 0)
+    finally:
+        dist.destroy_process_group()
+
+
+def gather(items: list) -> list:
+    """Concatenate the items of all processes, which must all call this; wait for all."""
+    if not dist.is_initialized():
+        return items
+    lists: list = [None] * dist.get_world_size()
+    dist.all_gather_object(lists, items)
+    return [item for part in lists for item in part]
+
+
+def run_on_main(work: Callable[[], None], share: Shard) -> None:
+    """Call `work` on the main process, and raise its refusal on all processes."""
+    errors: list[Exception] = []
+    if not share.quiet:
+        try:
+            work()
+        except (ValueError, OSError) as error:
+            errors = [error]
+    for error in gather(errors):
+        raise error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +142,7 @@ class Study:
                 video = through_vae(video, example.image)
                 record = judging.judge_video(self.judges, video, compared, keep_vectors=True)
                 self._add(row, Arm(name=VAE), None, video, record)
-        problems, notes, references = (processes.gather(items) for items in (problems, notes, references))
+        problems, notes, references = (gather(items) for items in (problems, notes, references))
         usable, bad = data.usable_rows(rows, problems, skip_bad_rows=self.clips.skip_bad_rows)
         for line in () if self.share.quiet else (*bad, *(note for _, note in sorted(notes))):
             print(escape_control(f"skipped: {line}"))
@@ -149,7 +188,8 @@ class Study:
                 for name in faces:
                     people[name][who] = faces[name]
 
-        processes.run_on_main(embed, main=bool(people) and not self.share.quiet)
+        if people:
+            run_on_main(embed, self.share)
         return people
 
     def file(self, row: data.Row, arm: str, seed: int | None) -> Path:
@@ -206,21 +246,19 @@ class Study:
 
         A batch that lacks some records is sampled in full: bits depend on its size.
         """
-        sampled = [(arm, self.jobs(arm, rows)) for arm in self.arms if arm.videos is None]
-        waiting = [(arm, jobs) for arm, jobs in sampled if self.missing(arm, jobs)]
         sizes = {row_id: references.size for row_id, references in self.references.items()}
         tasks = [
             (arm, batch)
-            for arm, jobs in waiting
-            for batch in self.share.take(arms.batches(jobs, sizes, self.batch))
+            for arm in self.arms
+            if arm.videos is None and self.missing(arm, self.jobs(arm, rows))
+            for batch in self.share.take(arms.batches(self.jobs(arm, rows), sizes, self.batch))
             if self.missing(arm, batch)
         ]
         if not tasks:
             return
         device = torch.device(self.judges.device)
-        needed = {row.id: (row, self.references[row.id].image) for _, batch in tasks for row, _ in batch}
-        inputs = needed.values()
-        conditioning = arms.encode_inputs(self.sampling, self.clips.num_frames, backbone, inputs, device)
+        inputs = {row.id: (row, self.references[row.id].image) for _, batch in tasks for row, _ in batch}
+        conditioning = arms.encode_inputs(self.sampling, self.clips.num_frames, backbone, inputs.values(), device)
         adapters: list[Path | None] = list(dict.fromkeys(arm.adapter for arm, _ in tasks if arm.adapter)) or [None]
         for adapter in adapters:
             loras = adapter and self.starts.get(adapter, adapter)
@@ -232,18 +270,15 @@ class Study:
             # the first adapter's model samples the base
             chosen = [task for task in tasks if (task[0].adapter or adapters[0]) == adapter]
             for arm, batch in tqdm(chosen, desc="sampling", disable=self.share.quiet):
-                self._sample(sampler, arm, batch)
+                for (row, seed), video in zip(batch, sampler.sample(batch, arm), strict=True):
+                    if self.missing(arm, [(row, seed)]):
+                        self._judge(row, arm, seed, video)
             del model, decoder, sampler  # before the next one is loaded
-
-    def _sample(self, sampler: Sampler, arm: Arm, batch: Sequence[Job]) -> None:
-        for (row, seed), video in zip(batch, sampler.sample(batch, arm), strict=True):
-            if self.missing(arm, [(row, seed)]):
-                self._judge(row, arm, seed, video)
 
     def judge_files(self, rows: Sequence[data.Row]) -> None:
         """Judge other tools' videos at the real clip's size and number of frames, one at a time."""
         for arm in self.arms:
-            processes.gather([])  # wait for all: the base's videos are needed
+            gather([])  # wait for all: the base's videos are needed
             jobs = self.missing(arm, self.jobs(arm, rows)) if arm.videos is not None else []
             for row, seed in tqdm(self.share.take(jobs), desc=arm.name, disable=self.share.quiet):
                 frames = self.read_file(self.files[arm.name][row.id, seed], row)

@@ -9,7 +9,8 @@ from evaluation_records import ARMS
 from rewardfl import data
 from rewardfl.evaluation.arms import Arm
 from rewardfl.evaluation.figures import make_table
-from rewardfl.evaluation.image_report import ImageReport, format_table
+from rewardfl.evaluation.image_report import ImageReport
+from rewardfl.evaluation.report.report_page import render
 from rewardfl.rewards import Reward
 from rewardfl.rewards.scoring import Term
 
@@ -41,7 +42,7 @@ def test_a_tie_is_half_a_win_and_a_missing_score_is_left_out():
     assert report["prompts"] == 2 and report["pairs"] == 4 and report["arms"][0]["against"] == "base"
     scores = {"score/before": None, "score/after": 2.0}
     assert report["per_pair"][3] == {"line": 3, "prompt": "1 balls", "seed": 1} | scores
-    assert "1 pairs left out" in format_table(json.loads(json.dumps(report, allow_nan=False)))
+    assert "1 pairs left out" in render("images.txt", {"report": json.loads(json.dumps(report, allow_nan=False))})
 
 
 def test_each_arm_is_compared_with_the_base_of_its_steps_and_drawn(tmp_path):
