@@ -25,19 +25,25 @@ Strength = Annotated[Number, Field(ge=-1000, le=1000)]  # strength of an adapter
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line with the tool's docstring as its help. A mistake is one line that names the option."""
+    """A command line with the tool's docstring as its help. A mistake is one line that names the option.
 
-    def __init__(self, description: str | None):
+    config: the help of --config, for tools that read a configuration with overrides.
+    """
+
+    def __init__(self, description: str | None, config: str = ""):
         protect_console()
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if config:
+            self.add_argument("--config", required=True, help=config)
+            self.add_argument("overrides", nargs="*", metavar="section.key=value")
 
     def error(self, message: str) -> NoReturn:
         self.exit(REFUSED, one_line(f"error: {message.removeprefix('argument ')}") + "\n")
 
 
-def option_type(kind: Any) -> Callable[[str], Any]:
-    """Return a reader of an option's text, for `type=`. kind: a type of the schema; `null` means None."""
-    adapter: TypeAdapter = TypeAdapter(kind)
+def option_type(expected: Any) -> Callable[[str], Any]:
+    """Return a reader of an option's text, for `type=`. expected: a type of the schema; `null` means None."""
+    adapter: TypeAdapter = TypeAdapter(expected)
 
     def read(text: str) -> Any:
         try:
@@ -85,9 +91,8 @@ def _refusals() -> tuple[type[Exception], ...]:
 
 def add_device_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
-    parser.add_argument(
-        "--experts", choices=("gpu", "cpu_swap"), default="gpu", help="cpu_swap: blocks come from host memory in turn"
-    )
+    text = "cpu_swap: blocks come from host memory in turn"
+    parser.add_argument("--experts", choices=("gpu", "cpu_swap"), default="gpu", help=text)
 
 
 def add_overwrite_option(parser: argparse.ArgumentParser, text: str = "replace files and folders that exist") -> None:
@@ -102,17 +107,12 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_layout_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dtype", default="keep", choices=("keep", "fp32", "bf16", "fp16"),
-        help="of the output; bf16 and fp16 leave in float32 what diffusers keeps there (default: keep)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--rename", default="keep", choices=("keep", "diffusers", "original", "comfy"),
-        help="names of the tensors in the output; comfy: original names behind model.diffusion_model. (default: keep)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-shard-size", type=parse_size, default="5GB", metavar="5GB", help="of files in an output folder"
-    )
+    text = "of the output; bf16 and fp16 leave in float32 what diffusers keeps there (default: keep)"
+    parser.add_argument("--dtype", default="keep", choices=("keep", "fp32", "bf16", "fp16"), help=text)
+    text = "names of the tensors in the output; comfy: original names behind model.diffusion_model. (default: keep)"
+    parser.add_argument("--rename", default="keep", choices=("keep", "diffusers", "original", "comfy"), help=text)
+    text = "of files in an output folder"
+    parser.add_argument("--max-shard-size", type=parse_size, default="5GB", metavar="5GB", help=text)
 
 
 def parse_size(text: str) -> int:
@@ -140,10 +140,8 @@ def parse_judge(text: str) -> tuple[str, Path]:
     """Return name and folder of NAME=FOLDER, as --judge names a recogniser."""
     name, _, folder = text.partition("=")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in NO_JUDGE or not folder:
-        names = ", ".join(NO_JUDGE)
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be NAME=FOLDER, NAME of small letters, digits and underscores, and none of {names}"
-        )
+        words = f"NAME of small letters, digits and underscores, and none of {', '.join(NO_JUDGE)}"
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=FOLDER, {words}")
     return name, Path(folder)
 
 

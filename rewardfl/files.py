@@ -1,7 +1,4 @@
-"""Files and folders that are written completely or not at all, and text for terminals. No torch here.
-
-Nothing is written through a link in the last part of a path: a folder from somebody else may hold links to any file.
-"""
+"""Files and folders that are written completely or not at all, never through a link; text for terminals. No torch."""
 
 import errno
 import fcntl
@@ -52,10 +49,8 @@ def protect_console() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         elif type(stream) is io.TextIOWrapper:  # not a test's capture
             stream.flush()
-            console = _Console(
-                stream.buffer, stream.encoding, "backslashreplace", None, stream.line_buffering, write_through=True
-            )
-            setattr(sys, name, console)
+            options = {"line_buffering": stream.line_buffering, "write_through": True}
+            setattr(sys, name, _Console(stream.buffer, stream.encoding, "backslashreplace", **options))
 
 
 def escape_control(text: str) -> str:
@@ -64,8 +59,8 @@ def escape_control(text: str) -> str:
 
 
 def is_control(character: str) -> bool:
-    """Return whether a terminal would obey the character, or fail on it, instead of showing it."""
-    return unicodedata.category(character) in ("Cc", "Cs")  # control characters, and halves that cannot be printed
+    """Return whether a terminal would obey the character, or fail on it as on half a surrogate pair."""
+    return unicodedata.category(character) in ("Cc", "Cs")
 
 
 def atomic_write(path: str | Path, content: bytes | str) -> None:

@@ -62,10 +62,10 @@ class Target:
         self._check_free()
 
     def _check_free(self) -> None:
-        path, where, kind = self.path, f"{self.option} {self.path}", "folder" if self.is_folder else "file"
-        if os.path.lexists(path) and (path.is_symlink() or not (path.is_dir() if self.is_folder else path.is_file())):
-            raise InputError(f"{where} is a link, or not a {kind}; give another name")
-        if os.path.lexists(path) and not self.overwrite:
+        path, where = self.path, f"{self.option} {self.path}"
+        if path.is_symlink() or (path.exists() and not (path.is_dir() if self.is_folder else path.is_file())):
+            raise InputError(f"{where} is a link, or not a {'folder' if self.is_folder else 'file'}; give another name")
+        if path.exists() and not self.overwrite:
             raise InputError(f"{where} exists; give another name, or --overwrite to replace it")
 
     def write(self, content: bytes) -> None:
@@ -110,20 +110,18 @@ class Folder:
             if self._locate(name).exists() and not self.overwrite and name not in (listed or ()):
                 raise InputError(f"{self.path / name} is in the way; move it away, or give --overwrite to replace it")
 
-    def claim(self, names: Iterable[str]) -> None:
+    def claim(self, names: Sequence[str]) -> None:
         """List files in the mark before they are written. Raise InputError as `check` does."""
-        names = {*names}
         self.check(names)
-        self._store(names | {*(self.listed() or ())})
+        self._store({*names, *(self.listed() or ())})
 
-    def remove(self, names: Iterable[str]) -> None:
+    def remove(self, names: Sequence[str]) -> None:
         """Remove files and the folders that become empty, and list them no longer."""
-        names = {*names}
         for path in map(self._locate, names):
             path.unlink(missing_ok=True)
             while (path := path.parent) != self.path and path.is_dir() and not any(path.iterdir()):
                 path.rmdir()
-        self._store({*(self.listed() or ())} - names)
+        self._store({*(self.listed() or ())} - {*names})
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -150,11 +148,9 @@ class Folder:
 
     def _locate(self, name: str) -> Path:
         """Return a file's path. Raise InputError for a name that leads out of the folder, and where no file can be."""
-        path, parts = self.path / name, Path(name).parts
-        above = [each for each in path.parents if self.path in each.parents]
-        leads_out = not parts or os.path.isabs(name) or ".." in parts
-        is_free = all(each.is_dir() or not each.exists() for each in above) and (path.is_file() or not path.exists())
-        if leads_out or not is_free or any(each.is_symlink() for each in (path, *above)):
+        path = self.path / name
+        in_folder = f"{os.path.realpath(self.path)}/{os.path.normpath(name)}"
+        if os.path.realpath(path) != in_folder or (path.exists() and not path.is_file()):
             why = "is outside the folder, or a link or something else is in its way"
             raise InputError(f"{path} {why}; move that away, or remove the name from {MARK}")
         return path

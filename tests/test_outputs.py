@@ -38,7 +38,6 @@ def test_an_existing_path_is_refused_or_replaced(tmp_path, thesis, entry, is_fol
     ENTRIES[entry](path)
     for overwrite in (False, True):
         target = Target(option="--out", path=path, overwrite=overwrite, is_folder=is_folder)
-        before = contents(tmp_path)
         if overwrite and entry == ("folder" if is_folder else "file"):
             target.check()
             with target.fill() as new:
@@ -47,7 +46,6 @@ def test_an_existing_path_is_refused_or_replaced(tmp_path, thesis, entry, is_fol
         else:
             with pytest.raises(InputError, match=f"^--out {path} .*; give another name"):
                 target.check()
-            assert contents(tmp_path) == before
     assert thesis.read_text() == "thesis" and sorted(os.listdir(tmp_path)) == ["out", "thesis.txt"]
 
 
@@ -71,13 +69,11 @@ def test_no_input_is_an_output(tmp_path, monkeypatch, out):
     Path("linked").symlink_to("a/in")
     if not source.is_dir():
         Path("hard").hardlink_to(source)
-    before = contents(tmp_path)
     target = Target(option="--out", path=Path(out), overwrite=True, inputs=[Path("b"), source])
     with pytest.raises(InputError, match=f"--out {out} is, contains or is inside the input a/in; write to another"):
         target.check()
     with pytest.raises(InputError, match="is inside the input"):
         outputs.check_inputs("--out", Path(out), [tmp_path / "a" / "in"])
-    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("out", [".", "..", "/", "loop/x", "thesis.txt/x", "here"])
@@ -89,15 +85,6 @@ def test_an_impossible_path_is_refused(tmp_path, thesis, monkeypatch, out):
     path = tmp_path / "here" if out == "here" else Path(out if out in (".", "..", "/") else tmp_path / out)
     with pytest.raises(InputError, match="^--out "):
         Target(option="--out", path=path, overwrite=True, is_folder=True).check()
-
-
-def test_a_linked_parent_is_a_place(tmp_path):
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "outputs").symlink_to("disk")
-    target = Target(option="--out", path=tmp_path / "outputs" / "a" / "b.txt", overwrite=False)
-    target.check()
-    target.write(b"ours")
-    assert (tmp_path / "disk" / "a" / "b.txt").read_text() == "ours"
 
 
 NAMES = ("report.html", "videos/base/000.mp4")
@@ -134,10 +121,8 @@ def test_a_folder_without_its_mark_needs_overwrite(folder, thesis, mark):
         path.symlink_to("../thesis.txt") if mark == "link" else ENTRIES[mark](path)
     elif mark is not None:
         path.write_text(mark)
-    before = contents(folder.path)
     with pytest.raises(InputError, match=f"has content and no {MARK}; .*--overwrite"), folder.locked():
         pytest.fail("the folder was taken")
-    assert contents(folder.path) == before
     taken = Folder(folder.path, overwrite=True)
     with taken.locked():
         taken.remove(NAMES)
@@ -148,10 +133,8 @@ def test_a_folder_without_its_mark_needs_overwrite(folder, thesis, mark):
 
 def test_a_file_in_the_way_needs_overwrite(folder):
     (folder.path / "grid.png").write_text("mine")
-    before = contents(folder.path)
     with pytest.raises(InputError, match="grid.png is in the way; .*--overwrite"):
         folder.claim(["grid.png"])
-    assert contents(folder.path) == before
     Folder(folder.path, overwrite=True).claim(["grid.png"])
     assert "grid.png" in folder.listed()
 
@@ -170,15 +153,16 @@ def test_no_listed_name_leads_out(folder, thesis, name, overwrite):
     assert contents(thesis.parent) == before and (folder.path / "link").is_symlink()
 
 
-@pytest.mark.parametrize("name", [NAMES[1], "videos/base"])
-@pytest.mark.parametrize("entry", ["link", "link to nothing", "FIFO", "other"])
-def test_a_file_never_replaces_a_link_a_folder_or_a_device(folder, entry, name):
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    "entry, name", [(entry, NAMES[1]) for entry in ("link", "folder", "FIFO")] + [("link to nothing", "videos/base")]
+)
+def test_a_file_never_replaces_a_link_a_folder_or_a_device(folder, entry, name, overwrite):
     path = folder.path / name
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    ENTRIES[entry if entry in ENTRIES else "folder" if name == NAMES[1] else "file"](path)
-    for overwrite in (False, True):
-        with pytest.raises(InputError, match="is outside the folder, or a link or something else is in its way"):
-            Folder(folder.path, overwrite).claim(NAMES)
+    ENTRIES[entry](path)
+    with pytest.raises(InputError, match="is outside the folder, or a link or something else is in its way"):
+        Folder(folder.path, overwrite).claim(NAMES)
 
 
 def test_one_process_fills_a_folder(tmp_path):

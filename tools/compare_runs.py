@@ -1,18 +1,14 @@
 """Evaluations of two or more runs next to each other, on one page that opens without a network.
 
     python tools/compare_runs.py outputs/a outputs/b --out comparison.html
-    python tools/compare_runs.py outputs/a/evaluation outputs/compared --out comparison.html
 
-Each is a run that tools/evaluate.py has judged, or the --out of an evaluation. A row per run and arm, and FaceSim along
-the clip. Evaluations of other people, sampling or judges are refused.
-
-Or two groups of arms of one evaluation, usually one training with several seeds each, as a Markdown table:
+Each is a run that tools/evaluate.py has judged, or the --out of an evaluation; other people, sampling or judges are
+refused. Or two groups of arms of one evaluation, usually one training with several seeds each, as a Markdown table:
 
     python tools/compare_runs.py outputs/compared --first demo_s42,demo_s1,demo_s2 --second sft_s42,sft_s1,sft_s2
 
 People are paired by name, over the clips that all arms and the base have; each person's mean over a group's arms
 counts. Identity kept is on its scale, motion over the base's. Brackets are 95 % bootstrap intervals over people.
-
 Exit code 0: written or printed; 2: an evaluation or arm is missing, they are not alike, or --out exists.
 """
 

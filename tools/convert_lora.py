@@ -4,11 +4,9 @@
     python tools/convert_lora.py --lora lightning_low_noise.safetensors --to diffusers --out lightning
 
 LoRAs of Wan, SD3, FLUX.1 and Qwen-Image are read. `comfy` (diffusion_model.<original name>.lora_down / lora_up / alpha)
-loads in ComfyUI, DiffSynth, LightX2V, VideoX-Fun and diffusers; for SD3, FLUX.1 and Qwen-Image it is diffusers' names,
-which ComfyUI reads. `diffusers` is what pipe.load_lora_weights and tools/generate.py read. The scale is folded into
-the weights and alpha set to the rank, so that a reader that ignores alpha (as ComfyUI that of our checkpoints) is
-right too. A LoRA for one expert becomes one .safetensors file or a folder, one for both a folder, in which each expert
-has its file (diffusers: transformer/ and transformer_2/); one of an image model a file or a folder that holds it.
+loads in ComfyUI, DiffSynth, LightX2V, VideoX-Fun and diffusers; for image models it is diffusers' names, which ComfyUI
+reads. `diffusers` is what pipe.load_lora_weights and tools/generate.py read. The scale is folded into the weights, so
+that readers without alpha are right, too. --out is a .safetensors file or a folder; of both experts a folder.
 Exit codes: 0 written, 2 refused with nothing written.
 """
 
@@ -22,9 +20,8 @@ def main() -> int:
     parser = command_line.Parser(__doc__)
     parser.add_argument("--lora", type=Path, required=True, help="file, peft folder or checkpoint, of any tool")
     parser.add_argument("--to", choices=("comfy", "diffusers"), required=True)
-    parser.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the output (default: fp32)"
-    )
+    dtypes = ("fp32", "bf16", "fp16")
+    parser.add_argument("--dtype", choices=dtypes, default="fp32", help="of the output (default: fp32)")
     parser.add_argument("--alpha", type=float, help="alpha of a LoRA that does not tell its own (default: its rank)")
     command_line.add_output_options(parser)
     return command_line.run("rewardfl.merging.conversion", parser.parse_args())

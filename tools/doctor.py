@@ -16,10 +16,8 @@ from rewardfl import command_line
 
 
 def main() -> int:
-    parser = command_line.Parser(__doc__)
-    parser.add_argument("--config", required=True, help="a run's YAML file, of any training script")
+    parser = command_line.Parser(__doc__, config="a run's YAML file, of any training script")
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return command_line.run("rewardfl.doctor.checks", parser.parse_intermixed_args())
 
 

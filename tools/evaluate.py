@@ -16,12 +16,8 @@ Or, of an image model: are the pictures of prompts it never saw better, by every
 The base model, the run's start (lora.init_from) and every adapter are sampled from the same noises and compared with
 the real clips. OUT (RUN/evaluation) gets records.jsonl (a line per video), report.html (a page with the videos in it),
 report.json, grid.png and videos/ARM/ROW_seedN.mp4. The same command resumes where it was stopped, and one with more
-seeds, adapters or strengths samples only those. In OUT only files are replaced that evaluate.py wrote; changes to them
-are lost.
-What every figure means: docs/evaluate.md. Images are judged by the run's rewards, also at weight 0 (more by
-reward.terms.NAME.name=... as overrides): report.json with the win rate, grid.png and images/ARM/ROW_seedN.png.
-Text is read by two engines: disagreements.png shows where they differ.
-
+seeds, adapters or strengths samples only those. In OUT only evaluate.py's files are replaced, edited or not.
+Images are judged by the run's rewards (more by reward.terms.NAME.name=...). What every figure means: docs/evaluate.md.
 Exit code 0: judged; 2: refused, or the disk is full; 130: stopped by Ctrl-C.
 """
 
@@ -56,9 +52,8 @@ def parse_arguments() -> argparse.Namespace:
         help="checkpoint folder; may be given several times (default: RUN/checkpoints/latest)",
     )  # fmt: skip
     parser.add_argument("--strengths", type=numbers(schema.NonNegative), metavar="0.5,1", help="of every adapter")
-    parser.add_argument(
-        "--steps", type=numbers(schema.Denoising), metavar="8,20", help="sampling steps (default: the run's)"
-    )
+    steps = numbers(schema.Denoising)
+    parser.add_argument("--steps", type=steps, metavar="8,20", help="sampling steps (default: the run's)")
     parser.add_argument(
         "--videos", type=Path, action="append", default=[], metavar="FOLDER",
         help="mp4s of another tool, judged in place of an adapter's; may be given several times. A file is named by "
@@ -75,12 +70,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=count, default=2, help="noises per person or prompt (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="default: RUN/evaluation")
     command_line.add_overwrite_option(parser, "remove an earlier evaluation from OUT, and replace files in the way")
-    parser.add_argument(
-        "--batch", type=count, default=4, help="clips or images sampled at a time (default: %(default)s)"
-    )
+    text = "clips or images sampled at a time (default: %(default)s)"
+    parser.add_argument("--batch", type=count, default=4, help=text)
     command_line.add_device_options(parser)
-    add_figures(parser)
     trust.add_option(parser)
+    parser.add_argument(
+        "--judge", type=command_line.parse_judge, action="append", default=[], metavar="NAME=FOLDER",
+        help="a face pack of another recogniser, next to the run's; may be given several times. The last one's word "
+        "counts in the report's first sentences",
+    )  # fmt: skip
+    text = "pixels of the VAE's and the patch's grid, which the canaries look for (default: 8,16)"
+    parser.add_argument("--periods", type=numbers(Period), default=[8, 16], metavar="8,16", help=text)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the run's configuration")
     args = parser.parse_args()
     judges = dict(args.judge)
@@ -90,19 +90,6 @@ def parse_arguments() -> argparse.Namespace:
     if args.config and (not args.videos or args.adapter or args.steps or args.strengths or not args.out):
         parser.error("--config takes only --videos and --out; to sample from adapters give --run")
     return args
-
-
-def add_figures(parser: argparse.ArgumentParser) -> None:
-    figures = parser.add_argument_group("figures")
-    figures.add_argument(
-        "--judge", type=command_line.parse_judge, action="append", default=[], metavar="NAME=FOLDER",
-        help="a face pack of another recogniser, next to the run's; may be given several times. The last one's word "
-        "counts in the report's first sentences",
-    )  # fmt: skip
-    figures.add_argument(
-        "--periods", type=numbers(Period), default=[8, 16], metavar="8,16",
-        help="pixels of the VAE's and the patch's grid, which the canaries look for (default: 8,16)",
-    )  # fmt: skip
 
 
 def main() -> int:

@@ -5,11 +5,10 @@
     python tools/merge_lora.py --base FLUX.1-dev --lora style.safetensors --lora outputs/my/checkpoints/latest --out my
 
 The base is a pipeline folder (diffusers, or Wan-AI's with high_noise_model/ and low_noise_model/), an expert's folder,
-an index.json or a single file, with diffusers' or the original names; of SD3, FLUX.1 and Qwen-Image the pipeline or its
-transformer in diffusers' names. A LoRA is PATH[@high|@low][:strength]; any tool's names are read. Each half goes to its
-expert, by what you write, its keys or a published name (..._high_noise); what cannot be placed, LoRAs of text encoders
-and adapters with a changed base among it, is refused. Exit codes: 0 merged and every key used, 2
-refused with nothing written.
+an index.json or a single file, with diffusers' or the original names; of image models the pipeline or its transformer
+in diffusers' names. A LoRA is PATH[@high|@low][:strength], with any tool's names. Each half goes to its expert, by what
+you write, its keys or a published name (..._high_noise); what cannot be placed is refused, LoRAs of text encoders, too.
+Exit codes: 0 merged and every key used, 2 refused with nothing written.
 """
 
 import sys

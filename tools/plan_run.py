@@ -3,11 +3,10 @@
     python tools/plan_run.py --config configs/wan22_face.yaml [--gpu-memory 80] [--host-gb 512]
         [--rates "RTX 4090,copies=12"] [--processes 8] [--sharding zero2|fsdp2] [section.key=value ...]
 
-Of each script, as the file's sections say. The model's shape is read from the configured model's folder when it is
-there, else from the published configurations that come with rewardfl (of an image model, by the last part of
-model.model_paths).
-Exits with 0 when the run fits the memory of the GPU and of the host as it is set, 2 when it does not or cannot work at
-all. The host's memory is this machine's, or its container's limit, unless --host-gb names another's.
+The model's shape is read from the configured model's folder when it is there, else from the published configurations
+that come with rewardfl (of an image model, by the last part of model.model_paths). The host's memory is this machine's,
+or its container's limit, unless --host-gb names another's.
+Exit code 0: the run fits the memory of GPU and host as it is set; 2: it does not, or cannot work at all.
 """
 
 import argparse
@@ -20,23 +19,18 @@ from rewardfl.estimate.rates import parse_rates
 
 
 def main() -> int:
-    parser = command_line.Parser(__doc__)
-    parser.add_argument("--config", required=True)
+    parser = command_line.Parser(__doc__, config="a run's YAML file, of any training script")
     positive, count = map(command_line.option_type, (schema.Positive, schema.Count))
     parser.add_argument("--gpu-memory", type=positive, default=80.0, metavar="GB", help="of one GPU, in 1e9 bytes")
-    parser.add_argument(
-        "--host-gb", type=positive, metavar="GB", help="host memory of all processes together (default: this machine's)"
-    )
+    text = "host memory of all processes together (default: this machine's)"
+    parser.add_argument("--host-gb", type=positive, metavar="GB", help=text)
     measured = "in practice, of an H100 (default) or RTX 4090, with other numbers in TFLOP/s and GB/s"
     parser.add_argument("--rates", type=parse_rates, default="H100", metavar='"RTX 4090,copies=12"', help=measured)
     parser.add_argument("--processes", type=count, default=1, help="GPUs of the run, one process each")
-    shardings = ("none", "zero2", "fsdp2")
-    parser.add_argument(
-        "--sharding", choices=shardings, default="none", help="as zero2_offload.yaml or fsdp2.yaml spread the run"
-    )
+    text, shardings = "as zero2_offload.yaml or fsdp2.yaml spread the run", ("none", "zero2", "fsdp2")
+    parser.add_argument("--sharding", choices=shardings, default="none", help=text)
     trust.add_option(parser)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     return command_line.exit_code(lambda: plan_run(args))
 
 

@@ -3,10 +3,9 @@
     python tools/reward_scales.py --config configs/tiny_face.yaml --rows 4 [section.key=value ...]
 
 The base model's videos of the first clips, sampled as in training, are scored by every reward of the configuration of
-train_reward_fl.py. Printed of each: mean and standard deviation of its score, which the configuration takes as the
-reward's mean and std; the norm of its gradient by the video, per clip, and that gradient's cosine with the first
-reward's; its weight, its share of the gradient as weighted, and the weight with which it would pull as hard as the
-first. The KL is not a reward, and not in here.
+train_reward_fl.py. A line has the mean and standard deviation of its score (the configuration's mean and std); the norm
+of its gradient by the video, and that gradient's cosine with the first reward's; its weight, its share of the weighted
+gradient, and the weight with which it would pull as hard as the first. The KL is not a reward, and not in here.
 """
 
 import sys
@@ -16,13 +15,11 @@ from rewardfl.config import schema
 
 
 def main() -> int:
-    parser = command_line.Parser(__doc__)
-    parser.add_argument("--config", required=True)
+    parser = command_line.Parser(__doc__, config="a run's YAML file")
     count = command_line.option_type(schema.Count)
     parser.add_argument("--rows", type=count, default=4, help="clips, one noise each (default: %(default)s)")
     command_line.add_device_options(parser)
     trust.add_option(parser)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return command_line.run("rewardfl.evaluation.scales", parser.parse_intermixed_args())
 
 

@@ -4,8 +4,7 @@
     REWARD_TOKEN=... python tools/serve_reward.py --trust-code --reward my_reward.py:Mine \\
         --host 0.0.0.0 --token-env REWARD_TOKEN
 
-Stops on Ctrl-C or SIGTERM, after answering the running requests. Exits with 0 then, 2 when the settings cannot work or
-the address cannot be had.
+Stops on Ctrl-C or SIGTERM, after the running requests, with exit code 0; 2: the settings or the address cannot be used.
 """
 
 import sys
@@ -14,10 +13,9 @@ from typing import Annotated
 from pydantic import Field
 
 from rewardfl import command_line, trust
-from rewardfl.command_line import option_type
 from rewardfl.config.schema import Count, Positive
 
-PORT = Annotated[int, Field(ge=0, le=65535)]
+Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 def main() -> int:
@@ -25,13 +23,13 @@ def main() -> int:
     parser.add_argument("--reward", required=True, help="a name, as reward.terms.score.name in a config")
     parser.add_argument("--settings", nargs="*", default=[], metavar="key=value", help="of the reward")
     parser.add_argument("--host", default="127.0.0.1", help="another address than this machine's own needs a token")
-    parser.add_argument("--port", type=option_type(PORT), default=8400, help="0 takes a free one and prints it")
+    port, positive, count = map(command_line.option_type, (Port, Positive, Count))
+    parser.add_argument("--port", type=port, default=8400, help="0 takes a free one and prints it")
     parser.add_argument("--token-env", default="", metavar="VAR", help="environment variable with the token to ask for")
-    parser.add_argument(
-        "--max-mb", type=option_type(Positive), default=512, help="of a request, in 1e6 bytes; up to 4 are in memory"
-    )
+    text = "of a request, in 1e6 bytes; up to 4 are in memory"
+    parser.add_argument("--max-mb", type=positive, default=512, help=text)
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
-    parser.add_argument("--batch", type=option_type(Count), default=4, help="clips scored at a time")
+    parser.add_argument("--batch", type=count, default=4, help="clips scored at a time")
     trust.add_option(parser)
     args = parser.parse_args()
     try:

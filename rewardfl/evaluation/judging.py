@@ -230,12 +230,6 @@ def leave_one_out(curve: Sequence[float], detected: Sequence[bool], pool: int) -
     return [(pool * s - 1) / (pool - 1) if seen else s for s, seen in zip(curve, detected, strict=True)]
 
 
-def judge_image(judges: Judges, image: Tensor, references: References) -> Record:
-    """Return the scores of an image (3, 1, H, W) by all rewards, and their parts. Raise RewardError if one fails."""
-    figures = _reward_figures(judges.terms, image, references, parts=True)
-    return {"figures": finite(figures), "curves": {}, "detected": {}}
-
-
 def finite(figures: Figures) -> Figures:
     """Return the figures with None for NaN and infinity, which JSON lacks."""
     return {name: None if v is None or not math.isfinite(v) else float(v) for name, v in figures.items()}
@@ -245,14 +239,17 @@ def finite(figures: Figures) -> Figures:
 def judge_video(judges: Judges, video: Tensor, references: References, *, keep_vectors: bool = False) -> Record:
     """Return figures, curves and detections (see `records`) of a clip (3, F, H, W) in [-1, 1] on the judges' device.
 
-    FaceSim, coverage and motion of a clip without any face are 0. keep_vectors: of a real clip through the VAE also
-    return two vectors by recogniser, whose product is FaceSim. embedding: mean embedding of the face in frames
-    1 .. F - 1, zeros where no face is found. pool: mean embedding of the row's pool. Raise RewardError when a reward
-    fails.
+    Without recognisers there are only the rewards' scores and parts. FaceSim, coverage and motion of a clip without any
+    face are 0. keep_vectors: add two vectors by recogniser, whose product is FaceSim: the mean embedding of the face in
+    frames 1 .. F - 1, zeros if no face is found, and the mean embedding of the row's pool. Raise RewardError when a
+    reward fails.
     """
-    frames = data.to_uint8(video).contiguous().cpu().numpy()
+    rewards = _reward_figures(judges.terms, video, references, parts=not judges.faces)
+    record: Record = {"figures": finite(rewards), "curves": {}, "detected": {}}
+    if not judges.faces:
+        return record
     figures: Figures = {}
-    record: Record = {"figures": {}, "curves": {}, "detected": {}}
+    frames = data.to_uint8(video).contiguous().cpu().numpy()
     vectors: dict[str, dict[str, list[float]]] = {"embedding": {}, "pool": {}}
     scores = {name: identity.score(video, references.pools[name]) for name, identity in judges.faces.items()}
     for name, score in scores.items():
@@ -278,11 +275,10 @@ def judge_video(judges: Judges, video: Tensor, references: References, *, keep_v
     figures |= {f"motion/{name}": value for name, value in motion.items()}
     figures["motion/lk_flow"] = damped_flow(video)
     figures |= {f"canary/{name}": value for name, value in measure_artifacts(frames, judges.periods).items()}
-    figures |= _reward_figures(judges.terms, video, references)
-    return record | {"figures": finite(figures)} | (vectors if keep_vectors else {})
+    return record | {"figures": finite(figures | rewards)} | (vectors if keep_vectors else {})
 
 
-def _reward_figures(terms: Sequence[Term], video: Tensor, references: References, *, parts: bool = False) -> Figures:
+def _reward_figures(terms: Sequence[Term], video: Tensor, references: References, *, parts: bool) -> Figures:
     figures: Figures = {}
     for term in terms:
         result = score_safely(term.reward, video[None], [references.terms.get(term.label)])

@@ -230,8 +230,7 @@ class Study:
                     f"{self.out}: the motion of {base.name} is missing, line {row.line}; {records.WAY_OUT}"
                 )
             references = judging.with_motion(references, motion)
-        judge = judging.judge_video if self.judges.faces else judging.judge_image
-        self._add(row, arm, seed, video, judge(self.judges, video, references))
+        self._add(row, arm, seed, video, judging.judge_video(self.judges, video, references))
 
     def _read_frames(self, row: data.Row, arm: Arm, seed: int) -> Tensor | None:
         """Return the frames (F, H, W, 3) uint8 of an arm's file, fitted if of another tool; None without the file."""
