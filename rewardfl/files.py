@@ -124,10 +124,7 @@ def open_to_append(path: Path, buffering: int = -1) -> IO[bytes]:
 
 
 def lock(path: Path) -> IO[bytes]:
-    """Open a file and lock it until it is closed or the process dies. Raise BlockingIOError if another has locked it.
-
-    On a file system without locks it is open only, with a warning.
-    """
+    """Open a file and lock it until it is closed; on a file system without locks warn. Raise BlockingIOError."""
     file = open_to_append(path)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,4 @@
-"""The memory and CPU cores that this machine, or its container, gives a process, and how OpenMP's threads wait.
-
-No torch here: `rewardfl/__init__.py` sets the threads' defaults before torch loads.
-"""
+"""The memory and CPU cores of this machine or container, and defaults of OpenMP's threads. No torch here."""
 
 import itertools
 import math
@@ -12,20 +9,14 @@ from pathlib import Path
 
 
 def usable_memory(root: Path = Path("/")) -> int:
-    """Return the bytes of memory that this machine has, or its container's limit if that is less.
-
-    root: the parent folder of /proc and /sys. A limit of a control group, of version 2 or 1, holds for all below it.
-    """
+    """Return the bytes of memory of this machine, or its container's limit. root: the folder of proc and sys."""
     files = itertools.product(_groups("memory", root), ("memory.max", "memory.limit_in_bytes"))
     limits = [int(text) for group, name in files if (text := _read(group / name)).isdigit()]
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Return the number of cores that this process may keep busy, at least 1.
-
-    It is the smaller of the scheduler's cores and the container's CPU quota, rounded down. root: as in `usable_memory`.
-    """
+    """Return the scheduler's cores, or the container's CPU quota, rounded down, if that is less; at least 1."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, math.floor(min([cores, *map(_quota, _groups("cpu", root))])))
 

@@ -75,10 +75,7 @@ class Target:
 
     @contextmanager
     def fill(self) -> Iterator[Any]:
-        """Yield the open file, or the path of the folder, to fill. It appears when the block ends.
-
-        Raise InputError if the path was taken meanwhile.
-        """
+        """Yield the open file, or the path of the folder, to fill. It appears when the block ends."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_directory(self.path) if self.is_folder else atomic_file(self.path) as new:
             yield new
@@ -91,10 +88,7 @@ class _Mark(BaseModel):
 
 @dataclass(frozen=True)
 class Folder:
-    """The folder of an evaluation, which several runs fill. Only files that its mark lists are replaced or removed.
-
-    overwrite: take a folder without a mark, and replace the files in the way.
-    """
+    """The folder of an evaluation. Without overwrite only files that its mark lists are replaced or removed."""
 
     path: Path
     overwrite: bool

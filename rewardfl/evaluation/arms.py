@@ -47,11 +47,7 @@ class RunFile(BaseModel):
 
 
 def load_config(args: argparse.Namespace) -> config.AnyConfig:
-    """Return the configuration of --config, or of the training run --run, for the table --data.
-
-    The start is left out if only videos are judged. Raise FileNotFoundError for a missing run or start, ValueError for
-    a damaged run.
-    """
+    """Return the configuration of --config or --run for the table --data; without the start if nothing is sampled."""
     overrides = [*args.overrides, f"data.file_name={json.dumps(args.data)}"]
     if args.videos and not args.adapter:
         overrides.append("lora.init_from=null")
@@ -67,10 +63,8 @@ def read_run_file(run: Path) -> RunFile:
     """Read run.json. Raise FileNotFoundError or ValueError if it is missing or damaged."""
     path = run / "run.json"
     if not path.is_file():
-        raise FileNotFoundError(
-            f"--run: {path.absolute()} is missing; name the output_dir of a training run. Training needs the checkout: "
-            "scripts and configs/ are not in the wheel"
-        )
+        hint = "name the output_dir of a run. Training needs the checkout: scripts and configs/ are not in the wheel"
+        raise FileNotFoundError(f"--run: {path.absolute()} is missing; {hint}")
     try:
         record = RunFile.model_validate_json(path.read_bytes())
     except ValidationError:
@@ -112,8 +106,7 @@ def make_arms(
     """Return, for each step count of a run, the base model, its start and all adapters, and then other tools' videos.
 
     named: adapters by --adapter, each with its strength; without any and without videos the run's latest. strengths: of
-    every adapter. usual: the step count that names omit. Raise ValueError if two arms would have one name,
-    FileNotFoundError for a folder without an adapter, before anything loads.
+    every adapter. usual: the step count that names omit.
     """
     if strengths and any(strength != 1 for _, strength in named):
         raise ValueError("--strengths: an --adapter names a strength of its own; give one or the other")
@@ -157,8 +150,7 @@ def plain(row_id: str) -> str:
 def find_videos(folder: Path, rows: Sequence[data.Row]) -> Files:
     """Return {(row id, number of the noise): file}. A file's name is the row's index in the table, from 0, or its id.
 
-    007.mp4, 7.mp4 and 007_seed0.mp4 are the first video of row 7, 007_seed1.mp4 the second. Ignore other files. Raise
-    ValueError where the folder is missing, has no video of a row, or two for one noise.
+    007.mp4, 7.mp4 and 007_seed0.mp4 are the first video of row 7, 007_seed1.mp4 the second. Ignore other files.
     """
     if not folder.is_dir():
         raise ValueError(f"--videos: {folder}: no such folder")

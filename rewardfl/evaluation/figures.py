@@ -1,7 +1,6 @@
-"""Figures of a report, from records of judged videos (`records`): means with bootstrap intervals.
+"""Figures of a report, from records of judged videos: means over people (or prompts) with bootstrap intervals.
 
-People (or prompts) are resampled, not clips: two noises of one person are not two people. Two arms are compared on the
-clips (person and noise) that both have. A clip without a figure in one of them is left out of that figure only.
+Two arms are compared on the clips (person and noise) that both have with the figure.
 """
 
 import functools
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import scipy.stats
 import torch
 from torch import Tensor
 
@@ -52,10 +52,7 @@ def is_ratio(name: str) -> bool:
 
 
 def format_interval(value: Interval, sign: str = "") -> str:
-    """Format an interval as mean [low, high], with as many digits as the largest of them needs.
-
-    sign: + to write it before positive numbers.
-    """
+    """Format an interval as mean [low, high], with the digits that the largest needs. sign: + to write it."""
     largest = max(map(abs, value.values()))
     count = 1 if largest >= 100 else 4 if 0 < largest < 0.1 else 3
     mean, low, high = (f"{value[key]:{sign}.{count}f}" for key in ("mean", "low", "high"))
@@ -83,11 +80,7 @@ def ratio_interval(numerator: Tensor, denominator: Tensor) -> Interval:
 
 
 def record_figures(record: Record, verified: Verification = UNMEASURED) -> dict[str, float]:
-    """Return the figures of a record and of its curves, without missing ones.
-
-    drift: the least-squares slope of FaceSim over frames 1 .. F - 1, per frame. worst_tenth, last_quarter: means of at
-    least one frame. accepted: the share of frames above a recogniser's threshold.
-    """
+    """Return the figures of a record and of its curves, without missing ones. drift: the slope of FaceSim per frame."""
     figures = {name: value for name, value in record["figures"].items() if value is not None}
     for judge, points in record["curves"].items():
         curve, count = np.asarray(points), len(points)
@@ -175,10 +168,7 @@ def find_identity_scale(records: Sequence[Record], recogniser: str) -> Scale | N
 
 
 def place_on_scale(scale: Scale, face_sim: Mapping[str, float], base: Mapping[str, float] | None = None) -> Interval:
-    """Return the place of FaceSim, by person, on the scale; with a base of the same people how far that is from it.
-
-    The bootstrap draws a person's distance and length of the scale together.
-    """
+    """Return the place of FaceSim, by person, on the scale; with a base of the same people how far that is from it."""
     distances = scale.distances(face_sim) - (0 if base is None else scale.distances(base))
     return ratio_interval(distances, scale.lengths(list(face_sim)))
 
@@ -232,11 +222,7 @@ def compare(values: Values, base: Values, *, by_ratio: bool) -> dict | None:
 
 
 def summarise(records: Sequence[Record], arms: Sequence[Arm], verified: Verification = UNMEASURED) -> dict:
-    """Return the report: means over people with 95 % bootstrap intervals.
-
-    Each arm is compared with the first of its step count, another tool's videos with the first of all; adapters also
-    with the start of their step count.
-    """
+    """Return the report. Arms are compared with their base (`find_bases`), adapters also with their steps' start."""
     table = make_table(records, [arm.name for arm in arms], verified)
     clips, judges = {clip for figures in table.figures.values() for clip in figures}, list(records[0]["curves"])
     bases, starts = find_bases(arms), {arm.steps: arm.name for arm in arms if arm.origin}
@@ -279,8 +265,7 @@ def rank_correlations(summaries: Sequence[Mapping], judges: Sequence[str]) -> di
         names = [f"{judge}/identity_kept{end}" for end in ("", "_photos")]
         pairs = [[s["figures"][name]["mean"] for name in names] for s in summaries if s["figures"].keys() >= {*names}]
         if len(pairs) >= 3:
-            ranks = torch.tensor(pairs, dtype=torch.float64).argsort(0).argsort(0).double()
-            correlations[judge] = float(torch.corrcoef(ranks.T)[0, 1])
+            correlations[judge] = float(scipy.stats.spearmanr(pairs).statistic)
     return correlations
 
 
@@ -297,10 +282,9 @@ def arm_figures(table: Table, arm: str, judges: Sequence[str]) -> dict:
         judge, _, key = name.rpartition("/")
         if key == "face_sim":
             figures |= table.place(judge, arm)
-    frames = {judge: table.frames(arm, judge) for judge in judges}
-    curves = {
-        judge: [round(x, 4) for x in rows.mean(0).tolist()] if len(rows) else [] for judge, rows in frames.items()
-    }
+    curves: dict[str, list[float]] = {judge: [] for judge in judges}
+    for judge in judges if table.records[arm] else ():
+        curves[judge] = [round(x, 4) for x in table.frames(arm, judge).mean(0).tolist()]
     return {"figures": figures, "per_frame": curves}
 
 
@@ -308,12 +292,10 @@ def compare_figures(table: Table, arm: str, base: str) -> dict[str, dict | None]
     """Return the changes of an arm's figures against the base, and of identity kept."""
     changes: dict[str, dict | None] = {}
     for name in table.names(arm):
-        block, _, key = name.rpartition("/")
+        judge, _, key = name.rpartition("/")
         change = compare(table.values(arm, name), table.values(base, name), by_ratio=is_ratio(name))
-        changes[name] = change
-        if key == "face_sim" and change:
-            moved = table.place(block, arm, base)
-            changes |= {figure: change | {"difference": difference} for figure, difference in moved.items()}
+        moved = table.place(judge, arm, base) if key == "face_sim" and change else {}
+        changes |= {name: change} | {figure: {**change, "difference": moved[figure]} for figure in moved}
     return changes
 
 

@@ -11,7 +11,6 @@ from PIL import Image
 from rewardfl import backbones, command_line, data, lora, outputs, reward_flow
 from rewardfl.backbones.protocol import Source, Velocity
 from rewardfl.evaluation.arms import load_model
-from rewardfl.file_kinds import foreign_path_hint
 from rewardfl.noise import draw_noise
 
 
@@ -54,10 +53,7 @@ def encode(video: torch.Tensor, suffix: str, fps: float) -> bytes:
 
 @torch.no_grad()
 def generate(args: argparse.Namespace) -> torch.Tensor:
-    """Generate a video (3, F, H, W) in [-1, 1]; args.fps None becomes the model's.
-
-    Raise ValueError or FileNotFoundError before weights load.
-    """
+    """Generate a video (3, F, H, W) in [-1, 1]; args.fps None becomes the model's."""
     source = Source(
         model_paths=args.model,
         tokenizer_path=args.tokenizer,
@@ -76,8 +72,6 @@ def generate(args: argparse.Namespace) -> torch.Tensor:
         raise ValueError(f"--image: {args.model_name} {needs}")
     image = None
     if args.image:
-        if not args.image.is_file():
-            raise FileNotFoundError(f"--image: no such file: {args.image.absolute()}{foreign_path_hint(args.image)}")
         fitted = data.fit(data.read_picture(args.image)[None], args.height, args.width)  # resized to cover, cropped
         image = data.to_float(fitted)[:, 0]
     encode_text = backbone.text_encoder(device)

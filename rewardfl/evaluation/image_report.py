@@ -37,10 +37,7 @@ class ImageReport:
         return sorted(pairs, key=lambda pair: bool(pair[0].origin))
 
     def summarise(self) -> dict:
-        """Return the report: means over prompts with 95 % bootstrap intervals, as one prompt's noises are related.
-
-        The top level compares the first arm that has a base and is not a start; `arms` has all of them.
-        """
+        """Return the report: means over prompts with intervals, of the first of `pairs` and in `arms` of all."""
         compared = [
             {"name": arm.name, "steps": arm.steps, "adapter": str(arm.adapter), "strength": arm.strength}
             | {"origin": arm.origin, "against": base, **self.compare(arm.name, base)}
@@ -60,10 +57,7 @@ class ImageReport:
         return report | {"arms": compared, "per_pair": lines}
 
     def compare(self, arm: str, base: str) -> dict:
-        """Return an arm's figures before and after, and the number of its pictures that two readers read differently.
-
-        win_rate: share of the pictures that score higher after; a tie counts half.
-        """
+        """Return an arm's figures before and after, and how often two readers disagree; win_rate: a tie counts half."""
         trained = {term.label for term in self.terms if term.weight > 0}
         figures, clips = {}, self.table.figures[arm].keys() | self.table.figures[base].keys()
         for name in self.table.names(base):
@@ -97,10 +91,7 @@ class ImageReport:
         return pictures
 
     def draw(self, out: Path) -> None:
-        """Draw out/grid.png: all arms of prompts, from the greatest loss to the greatest gain of the first reward.
-
-        Draw out/disagreements.png if there are any; remove an earlier one.
-        """
+        """Draw out/grid.png, from the first reward's greatest loss to its greatest gain, and disagreements, if any."""
         (arm, base), score = self.pairs()[0], f"rewards/{self.terms[0].label}"
         scores = {which.name: self.table.values(which.name, score) for which in self.arms}
         after, before = scores[arm.name], scores[base]
@@ -121,10 +112,7 @@ class ImageReport:
             self._draw_sheet(out / DISAGREEMENTS, cells)
 
     def _draw_sheet(self, path: Path, cells: Sequence[tuple[list[str], ClipKey, list[str]]]) -> None:
-        """Draw up to SHOWN evenly spaced cells, the first and the last among them.
-
-        Each has arms' pictures of a clip next to each other, enlarged to a height of about SIDE, and texts below.
-        """
+        """Draw up to SHOWN evenly spaced cells: arms' pictures of a clip next to each other, and texts below."""
         sheet = []
         for i in np.linspace(0, len(cells) - 1, min(SHOWN, len(cells))).round().astype(int):
             arms, clip, texts = cells[i]

@@ -1,8 +1,4 @@
-"""Evaluation of videos or images (tools/evaluate.py), from its options to the report.
-
-`arms` plans and samples, `judging` measures a video or an image, `records` stores the result, `study` orders the work,
-`figures` summarises many records.
-"""
+"""Evaluation of videos or images (tools/evaluate.py), from its options to the report."""
 
 import argparse
 import json
@@ -125,10 +121,7 @@ def open_vae(model: ModelConfig, clips: config.DataConfig, *, quiet: bool) -> tu
 def check_rows(
     rows: Sequence[data.Row], clips: config.DataConfig, terms: Sequence[Term], backbone: Backbone | None, *, quiet: bool
 ) -> list[data.Row]:
-    """Return the rows with usable headers and prompts. Raise DataError or ValueError for others, if not skipped.
-
-    backbone: None if nothing is sampled.
-    """
+    """Return the rows with usable headers and prompts. Raise DataError or ValueError for others, if not skipped."""
     takes_image = backbone is not None and backbone.takes_image
     missing = [row.line for row in rows if row.video is None and not row.pictures]
     if missing and clips.num_frames > 1:
@@ -169,10 +162,7 @@ def make_settings(
 
 
 def take_folder(folder: outputs.Folder, names: Sequence[str], settings: Settings, lock: ExitStack) -> None:
-    """Lock the folder and claim the names that are going to be written. With --overwrite remove an earlier evaluation.
-
-    Raise InputError for a folder or file of something else, and for records of other settings.
-    """
+    """Lock the folder and claim the names to write, or raise InputError. --overwrite removes an earlier evaluation."""
     folder.check(names)
     lock.enter_context(folder.locked())
     if folder.overwrite:

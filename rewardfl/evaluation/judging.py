@@ -80,11 +80,7 @@ def load_judges(
 
 
 def measured_rewards(reward: SharedRewardConfig, specs: Sequence[RewardSpec]) -> list[RewardSpec]:
-    """Return the rewards that are measured next to the faces: all terms, without face_identity as score.
-
-    specs: of the configuration. With reward.people: all add `everybody`: the mean identity similarity of all people by
-    the pack that judges.
-    """
+    """Return the measured specs: without face_identity as score, with `everybody` if all people are trained."""
     trained = [] if reward.terms["score"].name == "face_identity" else list(specs[:1])
     settings = {
         "pack_dir": reward.held_out_model_path or reward.reward_model_path, "cap": "none", "people": "all",
@@ -115,10 +111,7 @@ def find_pools(judges: Judges, row: data.Row, reference: Tensor) -> dict[str, fa
 def prepare_row(
     judges: Judges, row: data.Row, example: data.Example, *, skip: bool
 ) -> tuple[References, dict[str, face.FacePool], str]:
-    """Return what a row's videos are compared with, the pools of its real clip, and why photos are left out.
-
-    There are no pools without a clip. Raise DataError for a clip without a face, and as `pool_photos`.
-    """
+    """Return what a row's videos are compared with, the pools of its real clip, if any, and why photos are left out."""
     reference = example.reference.to(judges.device)
     photos, of_photos, note = pool_photos(judges, row, skip=skip) if row.pictures else ([], {}, "")
     terms: dict[str, Reference] = {}
@@ -137,10 +130,10 @@ def prepare_row(
 
 
 def pool_photos(judges: Judges, row: data.Row, *, skip: bool) -> tuple[list[Tensor], dict[str, Tensor], str]:
-    """Return the row's usable pictures (3, H, W), the recognisers' pools of them, and why others are left out.
+    """Return the pictures (3, H, W) that show a face to each recogniser, its pools, and why others are left out.
 
-    A usable one shows a face to each recogniser, and no other person to the first, which training uses. Raise
-    DataError without any, for an unusable one unless `skip`, and if the model's input is one.
+    The first, which training uses, also looks for other people. Raise DataError without any, for an unusable one unless
+    `skip`, and if the model's input is one.
     """
     photos = [photo.to(judges.device) for photo in data.load_pictures(row)]
     pools, problems, count = dict[str, dict[int, Tensor]](), dict[int, str](), len(row.pictures)
@@ -159,10 +152,7 @@ def pool_photos(judges: Judges, row: data.Row, *, skip: bool) -> tuple[list[Tens
 def embed_person(
     judges: Judges, row: data.Row, clips: DataConfig, through_vae: VaePass | None
 ) -> tuple[dict[str, PersonFaces], str]:
-    """Return the faces of the row's pictures, or of its clip's frames, by recogniser, and why photos are left out.
-
-    Raise DataError without any.
-    """
+    """Return the faces of the row's pictures, or of its clip's frames, by recogniser, and why photos are left out."""
     if not row.pictures:
         of_clip = find_pools(judges, row, clip_scan.load_sized_example(clips, row).reference.to(judges.device))
         return {name: PersonFaces(pool.embeddings.cpu()) for name, pool in of_clip.items()}, ""
@@ -182,10 +172,7 @@ def embed_person(
 
 
 def measure_motion(judges: Judges, references: References, video: Tensor, prompt: str) -> dict[str, Tensor]:
-    """Return what a base's video (3, F, H, W) gives the references of a row without a clip, for `with_motion`.
-
-    Names: mouth, and LABEL/NAME of a tensor of a reward's reference.
-    """
+    """Return the motion of a base's video for `with_motion`: mouth, and LABEL/NAME of a reward's reference."""
     score = judges.faces[judges.main].score(video, references.pools[judges.main])
     patches = None if score is None else cut_patches(video.transpose(0, 1), score.landmarks)
     motion = {} if patches is None else {"mouth": torch.tensor(mouth_movement(patches["mouth"]))}
@@ -221,10 +208,7 @@ def judge_real(
 
 
 def leave_one_out(curve: Sequence[float], detected: Sequence[bool], pool: int) -> list[float]:
-    """Return FaceSim of a real clip's frames, each with the pool of so many frames but without itself.
-
-    The mean over the detected frames is then the pool's cap. Frames without a detection are not in the pool.
-    """
+    """Return FaceSim of a real clip's frames with the pool of so many detected frames, each without itself."""
     if pool == 1:
         return list(curve)
     return [(pool * s - 1) / (pool - 1) if seen else s for s, seen in zip(curve, detected, strict=True)]

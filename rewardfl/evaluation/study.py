@@ -1,7 +1,6 @@
-"""Order of an evaluation: each video is judged when it is sampled, and leaves a record and a file.
+"""Order of an evaluation: real clips first, then videos, each judged when it is sampled, with a record and a file.
 
-Real clips come first: they give the references of their rows' videos. A video with a record is skipped, so a stopped
-command resumes. Several processes share the real clips and the batches.
+A video with a record is skipped, so a stopped command resumes. Several processes share the clips and the batches.
 """
 
 import os
@@ -112,10 +111,9 @@ class Study:
 
     @torch.no_grad()
     def read_rows(self, rows: Sequence[data.Row], vae: Backbone | None) -> list[data.Row]:
-        """Find the references of the rows, and return the usable rows. Judge real clips if faces are.
+        """Find the references of the rows, judge real clips, with `vae` also through it, and return the usable rows.
 
-        vae: judge them also after this model's VAE has encoded and decoded them, the upper end of identity kept. Raise
-        DataError for clips that cannot be read or show no face, unless data.skip_bad_rows: then print them.
+        Raise DataError for clips that cannot be read or show no face, unless data.skip_bad_rows: then print them.
         """
         problems, notes, references, through_vae = [], [], [], None
         # batches are sampled completely, so an arm that lacks one video needs the references of all rows
@@ -168,10 +166,7 @@ class Study:
 
     @torch.no_grad()
     def embed_people(self, rows: Sequence[data.Row], others: Sequence[data.Row], vae: Backbone | None) -> People:
-        """Return the faces of each person's first row on the main process. others: the rows of --others.
-
-        vae: embed photos also after this model's VAE. Raise DataError for unusable files, unless data.skip_bad_rows.
-        """
+        """Return, on the main process, the faces of each person's first row, with `vae` also of photos through it."""
         people: People = {name: {} for name in self.judges.faces}
 
         def embed() -> None:
@@ -241,10 +236,7 @@ class Study:
 
     @torch.no_grad()
     def sample(self, backbone: Backbone, rows: Sequence[data.Row]) -> None:
-        """Sample and judge the videos without a record. Load the model once for each adapter, if at all.
-
-        A batch that lacks some records is sampled in full: bits depend on its size.
-        """
+        """Sample and judge the videos without a record, in full batches: bits depend on their size."""
         sizes = {row_id: references.size for row_id, references in self.references.items()}
         tasks = [
             (arm, batch)
@@ -290,10 +282,7 @@ class Study:
         return frames if row is None else data.fit(frames, *self.references[row.id].size)
 
     def join(self, rows: Sequence[data.Row]) -> list[Record]:
-        """Join the records of all processes into one file, and return the records of these rows, sorted.
-
-        Compute index and file of each record again, so an edited file cannot name another one.
-        """
+        """Join the records of all processes, and return these rows', with names of files that no edit can change."""
         by_id, files, joined = {row.id: row for row in rows}, self.files, []
         for record in records.join_records(self.out):
             row, arm, seed = record["row"], record["arm"], record["seed"]

@@ -73,10 +73,9 @@ def equal_error_rate(genuine: Tensor, impostors: Tensor) -> float:
 
 
 def find_photo_scale(people: Mapping[str, PersonFaces], evaluated: Collection[str]) -> Scale | None:
-    """Return the scale of people with photos: 0 is other people's photos, 1 each photo against the person's others.
+    """Return the scale of people with photos, all through the VAE; None without people with several, or length.
 
-    All have been through the VAE. One photo takes the median upper end of the people with several. None without such
-    people, or without length.
+    0 is other people's photos, 1 each photo against the person's others; one photo takes the median of these ends.
     """
     photos = {name: faces for name, faces in people.items() if len(faces.through_vae)}
     names, drawn = [name for name in photos if name in evaluated], {n: photos[n].through_vae.mean(0) for n in photos}

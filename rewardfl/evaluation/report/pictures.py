@@ -21,10 +21,7 @@ PEOPLE, SHOWN, HEIGHT = 8, 4, 96  # rows of the grid, frames of each clip in it,
 
 @matplotlib.rc_context({"text.parse_math": False, "axes.grid": True, "grid.alpha": 0.3})  # a name may hold a $
 def draw_face_sim(report: Mapping, judge: str) -> bytes:
-    """Draw FaceSim along the clip of every arm, and of the real clips by their own pools, as a PNG.
-
-    Arms with equal curves, such as a base that several evaluations share, are one line.
-    """
+    """Draw FaceSim along the clip of every arm and of the real clips, as a PNG. Arms with equal curves are one line."""
     names: dict[tuple[float, ...], list[str]] = {}
     for arm in report["arms"]:
         names.setdefault(tuple(arm["per_frame"][judge]), []).append(arm["name"])
@@ -47,10 +44,7 @@ def draw_face_sim(report: Mapping, judge: str) -> bytes:
 
 
 def draw_grid(report: Mapping, out: Path, videos: Sequence[Record], read: Callable[[Path], Tensor]) -> None:
-    """Draw out/grid.png: a row per clip, a column for the real clip and each arm, the judge's scores below.
-
-    videos: records of the clips that are shown. read: returns the frames of another tool's video.
-    """
+    """Draw out/grid.png: a row per clip of the records, and a column per arm. read: of another tool's video."""
     names = [*([records.REAL] if report["real"]["figures"] else []), *(arm["name"] for arm in report["arms"])]
     rows, judge = sorted({record["index"] for record in videos}), main_judge(report)
     strips: dict[tuple[int, int], Tensor] = {}

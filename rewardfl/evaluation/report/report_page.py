@@ -81,10 +81,7 @@ def format_report(report: Mapping) -> str:
 
 
 def report_page(report: Mapping, folder: Path, most: int = PAGE) -> str:
-    """Return the page of an evaluation in `folder`. most: maximum bytes.
-
-    Embed the videos of the worst clips while there is room, and link the files of the rest.
-    """
+    """Return the page of an evaluation in `folder`, of at most `most` bytes, with the videos of the worst clips."""
     judges, against = list(report["real"]["per_frame"]), verdicts.compared_arms(report)
     clips = [(clip, list_shots(clip, folder)) for clip in worst_first(report)]
     values = {

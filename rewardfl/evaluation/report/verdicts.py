@@ -140,11 +140,7 @@ def compared_arms(report: Mapping) -> list[Mapping]:
 
 
 def verdict(report: Mapping, arm: Mapping) -> Verdict:
-    """Judge an arm that has a base.
-
-    The person is kept more, or less, if the interval of FaceSim's change is on one side of 0: against the start, or
-    without one against the base. Motion is kept if the mean of each of MOVES over the base's is healthy.
-    """
+    """Judge an arm that has a base: the person against the start, if any, and motion by each of MOVES."""
     (person, first), (moves, second) = _person(report, arm), _motion(report, arm)
     return Verdict(person, moves, (first, second), tuple(_warnings(report, arm)))
 
