@@ -10,7 +10,7 @@ from typing import Literal
 FileKind = Literal["torch", "safetensors", "picture", "text"]
 
 # {type: (its first bytes, what to tell the user)}; the first that fits counts
-_KINDS = {
+_TYPES = {
     "pointer": (rb"version https://git-lfs", "a Git LFS pointer; run git lfs pull in its folder, or download the file"),
     "page": (
         rb"(?i)(\xef\xbb\xbf)?\s*<(!doctype|html|head|\?xml)",
@@ -52,19 +52,16 @@ def open_file(path: str | Path) -> io.BufferedReader | io.BytesIO:
 
 
 def wrong_kind(path: Path, *right: FileKind) -> str:
-    """Return words that complete "PATH ..." if a file is empty or of another type than `right`; else "".
-
-    A binary file without any of these types passes.
-    """
+    """Return words that complete "PATH ..." if a file is empty or of another type than `right`; else ""."""
     with open_file(path) as file:
         head = file.read(1024)
     if not head:
         return "is empty (0 bytes); get it again"
-    kind = next((kind for kind, (pattern, _) in _KINDS.items() if re.match(pattern, head)), None)
-    if kind is None or kind in right:
+    name = next((name for name, (pattern, _) in _TYPES.items() if re.match(pattern, head)), None)
+    if name is None or name in right:
         return ""
-    excerpt = f" (it begins with {head[:60].decode(errors='replace')!r})" if kind == "text" else ""
-    return f"is {_KINDS[kind][1]}{excerpt}"
+    excerpt = f" (it begins with {head[:60].decode(errors='replace')!r})" if name == "text" else ""
+    return f"is {_TYPES[name][1]}{excerpt}"
 
 
 def foreign_path_hint(path: str | Path) -> str:

@@ -3,16 +3,9 @@
 import os
 
 import pytest
+from test_outputs import ENTRIES
 
 from rewardfl import files
-
-ENTRIES = {
-    "file": lambda path: path.touch(),
-    "folder": lambda path: path.mkdir(),
-    "link": lambda path: path.symlink_to(".."),
-    "link to nothing": lambda path: path.symlink_to("nowhere"),
-    "FIFO": os.mkfifo,
-}
 
 
 @pytest.mark.parametrize("entry", ["file", "FIFO", "link", "link to nothing"])

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,8 +29,8 @@ def person(number=0):
     return data.read_video(WORLD / "train" / "videos" / f"{number:03d}.mp4")
 
 
-def nobody(num_frames=9, height=80, width=80):
-    return torch.full((num_frames, height, width, 3), 90, dtype=torch.uint8)
+def nobody(num_frames=9):
+    return torch.full((num_frames, 80, 80, 3), 90, dtype=torch.uint8)
 
 
 def write_csv(folder, *lines, header="video,prompt,image,negative_prompt,reference_video"):
@@ -109,14 +108,13 @@ def test_frames_that_a_conversion_of_rates_doubles(source, rate, repeats):
     assert warnings == [f"video: {repeats} of 81 frames repeat the one before; leave them out"] * bool(repeats)
 
 
-@pytest.mark.parametrize("setting, message", [
-    (ANY_RATE, "metadata.csv): no usable row"), ("data.height=60", "data.height must be a multiple of 16, at m"),
-    ("data.file_name=nowhere.csv", f"data.file_name: no such file: {Path.cwd()}/nowhere.csv"),
-    ("data.num_frames=1", "data.num_frames must be 2k+1 for this VAE, from 3 to"),
-])  # fmt: skip
-def test_settings_that_cannot_be_checked_are_refused(tmp_path, setting, message):
-    out = check(write_csv(tmp_path), ANY_RATE, setting, expect=2)
-    assert out[0].startswith("error: ") and message in out[0]
+def test_settings_that_cannot_be_checked_are_refused(tmp_path):
+    for setting, message in (
+        (ANY_RATE, "metadata.csv): no usable row"),
+        ("data.height=60", "data.height must be a mul"),
+    ):
+        out = check(write_csv(tmp_path), ANY_RATE, setting, expect=2)
+        assert out[0].startswith("error: ") and message in out[0]
 
 
 def test_the_examples_can_be_read():

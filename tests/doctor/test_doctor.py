@@ -9,7 +9,6 @@ import torch
 from conftest import ROOT, run_tool
 from runs import CONFIG, SMALL
 
-from rewardfl import config, data
 from rewardfl.doctor import checks
 from rewardfl.memory import attention
 from rewardfl.rewards.face import parity
@@ -31,8 +30,6 @@ def test_the_tiny_world_passes(monkeypatch):
     assert "_native_math: its output and gradients on cpu in float32" in lines["attention"]
     for key in ("reward.reward_model_path", "reward.held_out_model_path"):
         assert f"{key}: face parity with insightface" in lines["faces"]
-    prompts = {row.prompt for row in data.load_metadata(config.load(CONFIG).data.file_name)}
-    assert not [prompt for prompt in prompts if prompt in "".join(lines.values())]
 
 
 def test_an_error_of_one_check_leaves_the_others(monkeypatch):
@@ -51,21 +48,15 @@ def test_an_error_of_one_check_leaves_the_others(monkeypatch):
 
 
 def test_torchs_choice_of_kernels_and_no_packs_need_no_check(monkeypatch):
-    settings = [
-        "reward.motion_weight=0",
-        "reward.others={}",
-        "reward.terms.score.name=brightness",
-        "reward.reward_model_path=null",
-    ]
-    lines = check(monkeypatch, *settings, "reward.held_out_model_path=null")
+    settings = ["reward.motion_weight=0", "reward.others={}", "reward.terms.score.name=brightness"]
+    settings += ["reward.reward_model_path=null", "reward.held_out_model_path=null"]
+    lines = check(monkeypatch, *settings)
     assert lines["attention"] == "ok: native: torch's kernels need no check"
     assert lines["faces"] == "ok: the configuration names no pack"
 
 
-@pytest.mark.parametrize("sees, expected", [(True, "2 x H200, driver 550.54.15, 60.0 of 80.0 GB free"), (False, "")])
-def test_a_driver_that_this_torch_cannot_use_differs(monkeypatch, sees, expected):
+def test_a_driver_that_this_torch_cannot_use_differs(monkeypatch):
     run, result = subprocess.run, SimpleNamespace(returncode=0, stdout="550.54.15\n550.54.15\n")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60e9, 80e9))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
@@ -73,15 +64,8 @@ def test_a_driver_that_this_torch_cannot_use_differs(monkeypatch, sees, expected
     monkeypatch.setattr(
         subprocess, "run", lambda command, **how: result if command[0] == "nvidia-smi" else run(command, **how)
     )
-    if expected:
-        assert expected in checks.describe_machine()
-        return
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "2 x H200, driver 550.54.15, 60.0 of 80.0 GB free" in checks.describe_machine()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="cannot use the driver 550.54.15; renew one of them, see pytorch.org"):
         checks.describe_machine()
-
-
-def test_refused_input_is_one_line(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    for arguments in (["--device", "cuda"], ["data.height=0"], ["data.no_key=1"]):
-        lines = check(monkeypatch, *arguments, expect=2)
-        assert list(lines) == ["error"] and arguments[-1].split("=")[0] in lines["error"]

@@ -1,6 +1,5 @@
 """Arms and their names, other tools' videos, batches, and what a run's folder says."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,7 +37,7 @@ class Backbone:
         return x.new_tensor([0.0, self.value]).view(2, 1, 1, 1, 1).expand_as(x)
 
 
-@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_latents_that_are_not_finite_name_arm_and_row(value):
     rows = make_rows(2)
     sampler = Sampler(
@@ -47,9 +46,6 @@ def test_latents_that_are_not_finite_name_arm_and_row(value):
         conditioning={row.id: {} for row in rows}, sizes={row.id: (2, 2) for row in rows}, device=torch.device("cpu"),
     )  # fmt: skip
     arm, jobs = Arm(name="latest", steps=1, adapter=Path("x")), [(row, 7) for row in rows]
-    if value == 0:
-        assert sampler.sample(jobs, arm).isfinite().all()
-        return
     with pytest.raises(InputError, match="latest: the latents of line 3, noise 7, are not finite"):
         sampler.sample(jobs, arm)
 
@@ -59,10 +55,8 @@ def test_batches_hold_clips_of_one_size():
     jobs = [(row, seed) for seed in (0, 1) for row in rows]
     assert batches(jobs, dict.fromkeys("01234", (64, 64)), 4) == [jobs[:4], jobs[4:8], jobs[8:]]
     sizes = {"0": (64, 64), "1": (64, 80), "2": (64, 64), "3": (64, 80), "4": (64, 64)}
-    mixed = batches(jobs, sizes, 4)
-    assert sorted(map(jobs.index, sum(mixed, []))) == list(range(10))
-    assert [len(batch) for batch in mixed] == [4, 2, 4]
-    assert all(len({sizes[row.id] for row, _ in batch}) == 1 for batch in mixed)
+    mixed = [[(row.id, seed) for row, seed in batch] for batch in batches(jobs, sizes, 4)]
+    assert mixed[:2] == [[("0", 0), ("2", 0), ("4", 0), ("0", 1)], [("2", 1), ("4", 1)]] and len(mixed[2]) == 4
 
 
 def test_arms_are_named_by_what_tells_them_apart(tmp_path):
@@ -104,13 +98,5 @@ def test_a_folders_videos_are_named_by_place_or_id(tmp_path):
 
 
 def test_a_run_of_an_earlier_version_is_read(tmp_path):
-    sections = {"train": {"keep_attention": False, "max_steps": 3}, "run": {"output_dir": "x"}}
-    (tmp_path / "run.json").write_text(json.dumps({"config": sections}))
-    assert read_run_file(tmp_path).config == {"train": {"max_steps": 3}, "run": {"output_dir": "x"}}
-
-
-def test_a_missing_run_is_named_in_full(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = f"--run: {tmp_path}/nowhere/run.json is missing; .* scripts and configs/ are not in the wheel"
-    with pytest.raises(FileNotFoundError, match=words):
-        read_run_file(Path("nowhere"))
+    (tmp_path / "run.json").write_text('{"config": {"train": {"keep_attention": false, "max_steps": 3}}}')
+    assert read_run_file(tmp_path).config == {"train": {"max_steps": 3}}

@@ -38,9 +38,8 @@ def test_a_run_that_cannot_be_judged_is_refused_with_the_way_out(tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        ["--strengths", "a"], ["--strengths", "inf"], ["--steps", "0"], ["--seeds", "0"], ["--batch", "0"],
-        ["--periods", "8,,16"], ["--periods", "1"], ["--adapter", "x:1e999"], ["--config", "x"], ["--judge", "look=x"],
-        ["--judge", "Big=x"], ["--judge", "fr_feature"], ["--judge", "a=x", "--judge", "a=y"],
+        ["--strengths", "inf"], ["--steps", "0"], ["--seeds", "0"], ["--batch", "0"], ["--periods", "8,,16"],
+        ["--periods", "1"], ["--adapter", "x:1e999"], ["--config", "x"], ["--judge", "a=x", "--judge", "a=y"],
     ],
 )  # fmt: skip
 def test_options_that_cannot_be_are_refused_at_once(options):
@@ -49,11 +48,12 @@ def test_options_that_cannot_be_are_refused_at_once(options):
     assert line.startswith("error: ") and options[0] in line
 
 
-@pytest.mark.parametrize("content", ["[1]", '{"config": {"model": 3}}', '{"conf', "\xff"])
-def test_a_damaged_run_is_refused(tmp_path, content):
-    (tmp_path / "run.json").write_bytes(content.encode("latin-1"))
+@pytest.mark.parametrize("content", [None, "[1]", '{"conf', "\xff"])
+def test_a_missing_or_damaged_run_is_refused(tmp_path, content):
+    if content is not None:
+        (tmp_path / "run.json").write_bytes(content.encode("latin-1"))
     error = run_tool(evaluate.main, "--data", "x", "--run", tmp_path, "--device", "cpu", expect=2)
-    assert error.startswith("error: ")
+    assert error.startswith(f"error: --run: {tmp_path}/run.json is ") and "name the output_dir" in error
 
 
 def test_settings_depend_on_the_rows():

@@ -21,6 +21,7 @@ def test_the_grid_shows_other_tools_videos_as_they_were_judged(tmp_path):
 
 def test_charts_take_any_name(monkeypatch):
     report = summary(*pair("a", 0, 0.5, 0.6))
+    report["arms"].append(report["arms"][0] | {"name": "same"})
     report["arms"][1]["name"] = name = "_latest $\\frac$"  # to matplotlib no entry of a legend, and a formula
     figures, save = [], Figure.savefig
     monkeypatch.setattr(
@@ -28,6 +29,6 @@ def test_charts_take_any_name(monkeypatch):
     )
     assert pictures.draw_face_sim(report, JUDGE).startswith(b"\x89PNG")
     axis = figures[0].axes[0]
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["base", name, "real clips"]
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["base\nsame", name, "real clips"]
     assert axis.get_title() == "FaceSim by the held-out judge" and axis.get_ylim() == (0, 1)
     assert [*axis.lines[1].get_ydata()] == report["arms"][1]["per_frame"][JUDGE]

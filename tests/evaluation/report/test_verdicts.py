@@ -24,7 +24,7 @@ def judge(report):
         (0.05, 0.2, 1, "latest keeps the person more than base: FaceSim by the held-out judge changes by +0.100 [+0"),
         (-0.2, -0.1, -1, "latest keeps the person less than base: "),
         (-0.1, 0.1, 0, "Whether latest keeps the person more than base cannot be told: "),
-        (0.0, 0.2, 0, "Whether"), (1e-6, 0.2, 1, "latest"), (-0.2, 0.0, 0, "Whether"), (-0.2, -1e-6, -1, "latest"),
+        (0.0, 0.2, 0, "Whether"), (1e-6, 0.2, 1, "latest"), (-0.2, 0.0, 0, "Whether"),
     ],
 )  # fmt: skip
 def test_the_person_is_kept_if_the_interval_is_on_one_side_of_0(low, high, person, words):
@@ -46,10 +46,8 @@ def test_a_run_is_judged_by_what_it_adds_to_its_start():
     clips = [line for name in NAMES for line in pair(name, 0, 0.4, 0.6)]
     clips += [record(name, "start", face_sim=0.58) for name in NAMES]
     report = finished(summary(*clips, arms=[ARMS[0], start, ARMS[1]]))
-    sentence = judge(report).sentences[0]
-    assert (
-        sentence.startswith("latest keeps the person more than the run's start, sft: ") and "by +0.0200 [" in sentence
-    )
+    words = "latest keeps the person more than the run's start, sft: FaceSim by the held-out judge changes by +0.0200 ["
+    assert judge(report).sentences[0].startswith(words)
     assert "more than base" in verdict(report, report["arms"][1]).sentences[0]
     changes = report["arms"][2]["over_start"][f"{JUDGE}/face_sim"]["difference"]
     changes |= {"mean": -0.01, "low": -0.02, "high": -0.001}
@@ -60,23 +58,21 @@ def test_a_run_is_judged_by_what_it_adds_to_its_start():
 @pytest.mark.parametrize(
     "figure, healthy, unhealthy, words",
     [
-        (f"{JUDGE}/speed", 0.0187, 0.0185, "Landmark speed is 0.925"), (f"{JUDGE}/nonrigid", 0.0094, 0.0092, "Non-r"),
-        ("motion/flow", 0.951, 0.949, "Optical flow is 0.949 of"), ("motion/face_flow", 1.91, 1.89, "Face flow is"),
+        (f"{JUDGE}/speed", 0.0187, 0.0185, "Landmark speed is 0.925"),
+        ("motion/flow", 0.951, 0.949, "Optical flow is 0.949 of"),
         ("motion/sharpness", 50 * 0.951, 50 * 0.949, "Sharpness is 0.949 of the base's (healthy: 0.95 and more"),
         ("motion/reversals", -0.781, -0.779, "Reversals is +0.021 from the base's (healthy: 0.02 at most"),
         ("motion/pixel_change", 0.1099, 0.1101, "Pixel change is 1.101"),
-        ("motion/pixel_change", 0.0901, 0.0899, "Pixel change"), ("canary/grid", 1.49, 1.51, "Grid energy"),
-        ("canary/saturation", 0.249, 0.251, "Saturation"), ("canary/saturation", 0.161, 0.159, "Saturation"),
-        ("canary/red", 0.549, 0.551, "Mean red"), ("canary/blue", 0.451, 0.449, "Mean b"),
+        ("motion/pixel_change", 0.0901, 0.0899, "Pixel change"), ("canary/red", 0.549, 0.551, "Mean red"),
     ],
 )  # fmt: skip
 def test_figures_outside_their_healthy_range_are_marked(figure, healthy, unhealthy, words):
-    """Four of them decide whether the motion is kept."""
+    """Two of them decide whether the motion is kept."""
     _, key = figure.split("/")
     good, bad = (changed(**{key: value}) for value in (healthy, unhealthy))
     assert judge(good).moves and figure_cell(good["arms"][1], figure, [JUDGE]).problem == ""
     assert figure_cell(bad["arms"][1], figure, [JUDGE]).problem.startswith(words)
-    is_motion = key in ("speed", "nonrigid", "flow", "face_flow")
+    is_motion = key in ("speed", "flow")
     assert judge(bad).sentences[1].startswith("Motion is lost: " if is_motion else "The motion is kept")
     assert judge(bad).moves != is_motion and judge(bad).warnings == ()
 
