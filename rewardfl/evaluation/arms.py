@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from rewardfl import config, data, lora, reward_flow
@@ -22,7 +21,7 @@ from rewardfl.memory import offload
 from rewardfl.noise import draw_noise, noise_seed
 from rewardfl.training.lora_init import read_initial_adapters
 from rewardfl.weights.lora_files import Lora
-from rewardfl.weights.shards import InputError
+from rewardfl.weights.shards import InputError, read_json_object
 
 BASE, START = "base", "start"
 
@@ -39,13 +38,6 @@ Files = dict[tuple[str, int], Path]  # another tool's videos by row id and numbe
 Job = tuple[data.Row, int]  # a row of the table, and the number of the noise
 
 
-class RunFile(BaseModel):
-    """The part of run.json that is read."""
-
-    config: dict[str, Any]
-    init_from: dict[str, str] = {}  # digest of the start by expert
-
-
 def load_config(args: argparse.Namespace) -> config.AnyConfig:
     """Return the configuration of --config or --run for the table --data; without the start if nothing is sampled."""
     overrides = [*args.overrides, f"data.file_name={json.dumps(args.data)}"]
@@ -53,30 +45,17 @@ def load_config(args: argparse.Namespace) -> config.AnyConfig:
         overrides.append("lora.init_from=null")
     if args.config:
         return config.load(args.config, overrides)
-    cfg = config.parse(read_run_file(args.run).config, overrides)
+    cfg = config.parse(config.without_removed(read_json_object(args.run / "run.json").get("config", {})), overrides)
     if (start := cfg.lora.init_from) and not Path(start).exists():
         raise FileNotFoundError(f"lora.init_from: {Path(start).absolute()}: no such file or folder; {WITHOUT_START}")
     return cfg
-
-
-def read_run_file(run: Path) -> RunFile:
-    """Read run.json. Raise FileNotFoundError or ValueError if it is missing or damaged."""
-    path = run / "run.json"
-    if not path.is_file():
-        hint = "name the output_dir of a run. Training needs the checkout: scripts and configs/ are not in the wheel"
-        raise FileNotFoundError(f"--run: {path.absolute()} is missing; {hint}")
-    try:
-        record = RunFile.model_validate_json(path.read_bytes())
-    except ValidationError:
-        raise ValueError(f"--run: {path} is not as training writes it; name the output_dir of a training run") from None
-    return RunFile(config=config.without_removed(record.config), init_from=record.init_from)
 
 
 def read_start(settings: LoraConfig, backbone: Backbone, trained: Sequence[str], run: Path) -> Mapping[str, Lora]:
     """Read lora.init_from as training does, by expert. Raise InputError unless run.json has the same digests."""
     targets = lora.target_modules(settings.lora_target_modules, backbone.layer_names)
     loras = read_initial_adapters(settings, backbone, trained, targets)
-    digests = read_run_file(run).init_from
+    digests = read_json_object(run / "run.json").get("init_from")
     if loras and digests and digests != {name: digest_files([adapter.path]) for name, adapter in loras.items()}:
         raise InputError(f"lora.init_from: {settings.init_from} has changed since {run} began with it; {WITHOUT_START}")
     return loras

@@ -28,11 +28,10 @@ Reports = Mapping[str, Mapping[str, Any]]  # contents of report.json by name
 def run(args: argparse.Namespace) -> int:
     """Print the table of two groups of arms, or read, compare and write a page; return the exit code."""
     if args.first:
-        folder = args.evaluations[0]
-        folder = folder if (folder / records.FILE).is_file() else folder / "evaluation"
+        folder = find_file(args.evaluations[0], records.FILE).parent
         print(compare_groups(folder, args.first.split(","), args.second.split(",")))
         return 0
-    files = [find_report(folder) for folder in args.evaluations]
+    files = [find_file(folder, "report.json") for folder in args.evaluations]
     page = outputs.Target(option="--out", path=args.out, overwrite=args.overwrite, inputs=files)
     page.check()
     reports = dict(zip(unique_names(args.evaluations), map(read_report, files), strict=True))
@@ -42,12 +41,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def find_report(folder: Path) -> Path:
-    """Return the file of an evaluation's report. Raise FileNotFoundError if the folder holds none."""
-    for path in (folder / "report.json", folder / "evaluation" / "report.json"):
+def find_file(folder: Path, name: str) -> Path:
+    """Return a file of an evaluation, or of a run's evaluation. Raise FileNotFoundError if the folder holds none."""
+    for path in (folder / name, folder / "evaluation" / name):
         if path.is_file():
             return path
-    raise FileNotFoundError(f"{folder}: holds no report.json; name a run that was evaluated, or evaluate's --out")
+    raise FileNotFoundError(f"{folder}: holds no {name}; name a run that was evaluated, or evaluate's --out")
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -96,11 +95,7 @@ def comparison_page(reports: Reports) -> str:
 
 
 def compare_groups(folder: Path, first: Sequence[str], second: Sequence[str]) -> str:
-    """Return a Markdown table of two groups of arms and their paired difference, with 95 % intervals over people.
-
-    Of each person the mean over a group's arms counts. Identity kept is on its scale, motion over the base's. The lines
-    below the table name the people that some arm lacks. Raise ValueError for a missing arm or no common person.
-    """
+    """Return a Markdown table of two groups of arms and their paired difference, and the people that some arm lacks."""
     table_records = list(records.read_records(folder).values())
     arms = [BASE, *first, *second]
     if missing := sorted({*arms} - {record["arm"] for record in table_records}):

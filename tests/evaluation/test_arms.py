@@ -8,7 +8,7 @@ import torch
 
 from rewardfl import data, lora
 from rewardfl.config.schema import SampleConfig
-from rewardfl.evaluation.arms import Arm, Sampler, batches, find_videos, make_arms, read_run_file, unique_names
+from rewardfl.evaluation.arms import Arm, Sampler, batches, find_videos, make_arms, unique_names
 from rewardfl.weights.shards import InputError
 
 
@@ -95,8 +95,3 @@ def test_a_folders_videos_are_named_by_place_or_id(tmp_path):
     (tmp_path / "002.mp4").touch()
     with pytest.raises(ValueError, match="002.mp4"):
         find_videos(tmp_path, rows)
-
-
-def test_a_run_of_an_earlier_version_is_read(tmp_path):
-    (tmp_path / "run.json").write_text('{"config": {"train": {"keep_attention": false, "max_steps": 3}}}')
-    assert read_run_file(tmp_path).config == {"train": {"max_steps": 3}}
