@@ -112,13 +112,13 @@ def test_an_evaluation_continues_in_its_folder_edited_or_not(folder):
     assert {path.name for path in contents(folder.path)} == {"holiday.mp4", MARK, "rewardfl.lock"}
 
 
-@pytest.mark.parametrize("mark", [None, "[]", "{", '{"files": {"a": null}}', "link", "FIFO"])
+@pytest.mark.parametrize("mark", [None, "{", '{"files": {"a": null}}', "link"])
 def test_a_folder_without_its_mark_needs_overwrite(folder, thesis, mark):
     path = folder.path / MARK
     path.unlink()
-    if mark in ENTRIES:
+    if mark == "link":
         thesis.write_text(json.dumps({"files": NAMES}))
-        path.symlink_to("../thesis.txt") if mark == "link" else ENTRIES[mark](path)
+        path.symlink_to("../thesis.txt")
     elif mark is not None:
         path.write_text(mark)
     with pytest.raises(InputError, match=f"has content and no {MARK}; .*--overwrite"), folder.locked():

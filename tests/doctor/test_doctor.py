@@ -47,14 +47,6 @@ def test_an_error_of_one_check_leaves_the_others(monkeypatch):
     assert lines["faces"] == "differs: CUDA out of memory. Tried to allocate 9 GiB"
 
 
-def test_torchs_choice_of_kernels_and_no_packs_need_no_check(monkeypatch):
-    settings = ["reward.motion_weight=0", "reward.others={}", "reward.terms.score.name=brightness"]
-    settings += ["reward.reward_model_path=null", "reward.held_out_model_path=null"]
-    lines = check(monkeypatch, *settings)
-    assert lines["attention"] == "ok: native: torch's kernels need no check"
-    assert lines["faces"] == "ok: the configuration names no pack"
-
-
 def test_a_driver_that_this_torch_cannot_use_differs(monkeypatch):
     run, result = subprocess.run, SimpleNamespace(returncode=0, stdout="550.54.15\n550.54.15\n")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60e9, 80e9))

@@ -16,38 +16,22 @@ def make_rows(count, id="{}"):
     return [data.Row(index=i, line=i + 2, id=id.format(i), video=None, prompt="x") for i in range(count)]
 
 
-class Backbone:
-    """A model of one step whose velocity is a constant."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def collate(self, items):
-        return {}
-
-    def latent_shape(self, *size):
-        return (1, 1, 2, 2)
-
-    def schedule(self, steps, shift, shape):
-        schedule = SimpleNamespace(sigmas=torch.tensor([1.0, 0.0]))
-        schedule.until = lambda last: schedule
-        return schedule
-
-    def velocity(self, model, x, step, schedule, conditioning):
-        return x.new_tensor([0.0, self.value]).view(2, 1, 1, 1, 1).expand_as(x)
-
-
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_latents_that_are_not_finite_name_arm_and_row(value):
-    rows = make_rows(2)
-    sampler = Sampler(
-        sampling=SampleConfig(num_inference_steps=8), num_frames=1, backbone=Backbone(value),
-        experts=torch.nn.Identity(), decoder=SimpleNamespace(decode=lambda x0, conditioning: x0.clamp(-1, 1)),
-        conditioning={row.id: {} for row in rows}, sizes={row.id: (2, 2) for row in rows}, device=torch.device("cpu"),
+    """A model of one step whose velocity is a constant."""
+    rows, schedule = make_rows(2), SimpleNamespace(sigmas=torch.tensor([1.0, 0.0]))
+    velocity = torch.tensor([0.0, value]).view(2, 1, 1, 1, 1)
+    backbone = SimpleNamespace(
+        collate=lambda items: {}, latent_shape=lambda *size: (1, 1, 2, 2), schedule=lambda *steps: schedule,
+        velocity=lambda model, x, *step: velocity.expand_as(x),
     )  # fmt: skip
-    arm, jobs = Arm(name="latest", steps=1, adapter=Path("x")), [(row, 7) for row in rows]
+    sampler = Sampler(
+        sampling=SampleConfig(num_inference_steps=8), num_frames=1, backbone=backbone, experts=torch.nn.Identity(),
+        decoder=None, conditioning={row.id: {} for row in rows}, sizes={row.id: (2, 2) for row in rows},
+        device=torch.device("cpu"),
+    )  # fmt: skip
     with pytest.raises(InputError, match="latest: the latents of line 3, noise 7, are not finite"):
-        sampler.sample(jobs, arm)
+        sampler.sample([(row, 7) for row in rows], Arm(name="latest", steps=1, adapter=Path("x")))
 
 
 def test_batches_hold_clips_of_one_size():

@@ -1,19 +1,17 @@
 """Identity kept in evaluations of a run of the tiny world, of other tools' videos, and in training."""
 
-import contextlib
 import json
 import shutil
 
 import pytest
 import torch
-from conftest import ROOT, run_tool
 from diffusers import AutoencoderKLWan
 from runs import CONFIG, QUICK, WORLD, launch, launch_grpo, metrics, table
+from test_evaluate_runs import call
 
 from rewardfl import config, data
 from rewardfl.rewards import face
 from rewardfl.rewards.face.identity_kept import FEWEST
-from rewardfl_tools import evaluate
 
 pytestmark = pytest.mark.slow(60)
 
@@ -27,11 +25,6 @@ def evaluated(tmp_path_factory):
     words = ["--run", folder / "run", "--out", folder / "out", "--judge", f"third={WORLD / 'faces' / 'reward'}"]
     call([*words, "--data", folder / "metadata.csv", "--seeds", "1", "--device", "cpu"])
     return folder
-
-
-def call(words):
-    with contextlib.chdir(ROOT):
-        return run_tool(evaluate.main, *words)
 
 
 def read_report(folder):

@@ -69,8 +69,6 @@ def test_the_text_shows_figures_and_changes():
         ("FaceSim", "0.600 [0.600, 0.600]   base +0.100 [+0.100, +0.100]"),
     ):
         assert re.search(f"{figure} +{re.escape(change)}", text.partition("latest, against base")[2])
-    text = format_report(summary(*pair("a", 0, 0.5, 0.0, face_flow=None)))
-    assert "face flow" not in text.partition("real clips")[0].partition("latest, against")[2]
 
 
 def test_a_start_comes_after_what_was_trained_from_it(tmp_path):
