@@ -49,8 +49,9 @@ def protect_console() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         elif type(stream) is io.TextIOWrapper:  # not a test's capture
             stream.flush()
-            options = {"line_buffering": stream.line_buffering, "write_through": True}
-            setattr(sys, name, _Console(stream.buffer, stream.encoding, "backslashreplace", **options))
+            by_line = stream.line_buffering
+            console = _Console(stream.buffer, stream.encoding, "backslashreplace", None, by_line, write_through=True)
+            setattr(sys, name, console)
 
 
 def escape_control(text: str) -> str:

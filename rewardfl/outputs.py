@@ -53,8 +53,6 @@ class Target:
     def check(self) -> None:
         """Raise InputError unless the path is free, or may be replaced, and is apart from all inputs."""
         where = f"{self.option} {self.path}"
-        if self.path.name in ("", ".."):
-            raise InputError(f"{where} is not the name of a file or folder to make; add one")
         check_inputs(self.option, self.path, self.inputs)
         if Path.cwd().is_relative_to(os.path.realpath(self.path)):
             raise InputError(f"{where} contains the current folder; write to another place")

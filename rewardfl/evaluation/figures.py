@@ -294,8 +294,9 @@ def compare_figures(table: Table, arm: str, base: str) -> dict[str, dict | None]
     for name in table.names(arm):
         judge, _, key = name.rpartition("/")
         change = compare(table.values(arm, name), table.values(base, name), by_ratio=is_ratio(name))
-        moved = table.place(judge, arm, base) if key == "face_sim" and change else {}
-        changes |= {name: change} | {figure: {**change, "difference": moved[figure]} for figure in moved}
+        changes[name] = change
+        if key == "face_sim" and change:
+            changes |= {place: change | {"difference": moved} for place, moved in table.place(judge, arm, base).items()}
     return changes
 
 

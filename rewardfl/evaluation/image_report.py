@@ -70,8 +70,8 @@ class ImageReport:
             wins = {clip: (change > 0) + 0.5 * (change == 0) for clip, change in gain.items()}
             if gain:
                 intervals = map(interval, pair_people(before, after, gain, wins).values)
-                figures[label] = dict(zip(("before", "after", "gain", "win_rate"), intervals, strict=True))
-                figures[label] |= {"trained": label in trained, "left_out": len(clips) - len(gain)}
+                about = {"trained": label in trained, "left_out": len(clips) - len(gain)}
+                figures[label] = about | dict(zip(("before", "after", "gain", "win_rate"), intervals, strict=True))
         counts: dict[str, dict[str, int]] = {}
         for _, side, readings in self.disagreements(arm, base):
             lower, higher = sorted(readings, key=lambda name: readings[name])
