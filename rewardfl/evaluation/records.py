@@ -17,14 +17,12 @@ Each process appends to its own file; the main process joins them at the end.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rewardfl.files import atomic_write, open_to_append
-from rewardfl.outputs import Folder
 from rewardfl.weights.shards import InputError
 
 Record = dict[str, Any]
@@ -44,7 +42,6 @@ GROWING = ("model", "adapters", "videos")  # blocks of the settings that may gai
 WAY_OUT = "give --out another folder, or --overwrite to remove that evaluation"
 
 FACE = ("face_sim", "coverage", "speed", "nonrigid")  # the figures of a recogniser
-
 
 KEYS = {"row", "line", "index", "person", "arm", "seed", "steps", "decoded", "file", "figures", "curves", "detected"}
 
@@ -100,10 +97,7 @@ def join_records(out: Path) -> list[Record]:
 
 
 def _files(out: Path) -> list[Path]:
-    """Return the files of records. Only the folder's mark names other processes' files."""
-    listed = Folder(out, overwrite=False).listed() or []
-    names = [FILE, *(name for name in listed if re.fullmatch(r"records-[0-9]+\.jsonl", name))]
-    return [out / name for name in names if (out / name).is_file()]
+    return [path for path in (out / FILE, *sorted(out.glob("records-[0-9]*.jsonl"))) if path.is_file()]
 
 
 def merge_settings(out: Path, settings: Settings) -> Settings:

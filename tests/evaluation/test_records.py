@@ -6,7 +6,6 @@ import pytest
 from evaluation_records import pair, real, record
 
 from rewardfl.evaluation.records import SETTINGS, Writer, join_records, merge_settings, read_records
-from rewardfl.outputs import MARK
 from rewardfl.weights.shards import InputError
 
 
@@ -18,22 +17,9 @@ def test_records_survive_a_kill_in_the_middle_of_a_line(tmp_path):
     assert [*read_records(tmp_path)] == [("a", "base", 0)]
     Writer(tmp_path, 0).add(second)
     Writer(tmp_path, 3).add(real("a"))
-    (tmp_path / MARK).write_text('{"files": ["records-3.jsonl"]}')
     assert [line["arm"] for line in join_records(tmp_path)] == ["real", "base", "latest"]
-    assert {path.name for path in tmp_path.iterdir()} == {"records.jsonl", MARK}
+    assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 3
-
-
-@pytest.mark.parametrize(
-    "name, listed", [("records-3.jsonl", True), ("records-4.jsonl", False), ("records-mine.jsonl", True)]
-)
-def test_only_listed_records_of_processes_are_read_and_removed(tmp_path, name, listed):
-    """A file of the user's may have such a name, or the mark such a line."""
-    Writer(tmp_path, 0).add(real("a"))
-    (tmp_path / name).write_text(json.dumps(record("a", "base")) + "\n")
-    (tmp_path / MARK).write_text(json.dumps({"files": [name] if listed else []}))
-    is_read = name == "records-3.jsonl"
-    assert len(join_records(tmp_path)) == 1 + is_read and (tmp_path / name).exists() != is_read
 
 
 @pytest.mark.parametrize("text", ["null", '{"row": 1, "arm": "base"}', "[" * 100_000])
