@@ -8,7 +8,6 @@ without it, of a cut to another person, and of a crop through the face. Stills a
 Exit code 0: every row can be used; 2: some cannot, or there is nothing to check.
 """
 
-import sys
 from pathlib import Path
 
 from rewardfl import command_line
@@ -22,4 +21,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

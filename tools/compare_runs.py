@@ -12,7 +12,6 @@ counts. Identity kept is on its scale, motion over the base's. Brackets are 95 %
 Exit code 0: written or printed; 2: an evaluation or arm is missing, they are not alike, or --out exists.
 """
 
-import sys
 from pathlib import Path
 
 from rewardfl import command_line
@@ -35,4 +34,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -10,7 +10,6 @@ that readers without alpha are right, too. --out is a .safetensors file or a fol
 Exit codes: 0 written, 2 refused with nothing written.
 """
 
-import sys
 from pathlib import Path
 
 from rewardfl import command_line
@@ -28,4 +27,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -10,8 +10,6 @@ A line each, with the way out. The model's weights are not loaded.
 Exit code 0: all as expected; 1: something differs; 2: the configuration is refused.
 """
 
-import sys
-
 from rewardfl import command_line
 
 
@@ -22,4 +20,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -22,7 +22,6 @@ Exit code 0: judged; 2: refused, or the disk is full; 130: stopped by Ctrl-C.
 """
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -97,4 +96,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -9,7 +9,6 @@ Models of images take only a prompt, --num-frames 1 and --out NAME.png.
 FOLDER with a PNG for each frame: 0000.png, 0001.png, and so on. Only --overwrite replaces a file or folder that exists.
 """
 
-import sys
 from pathlib import Path
 
 from rewardfl import command_line
@@ -54,4 +53,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

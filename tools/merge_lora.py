@@ -11,7 +11,6 @@ you write, its keys or a published name (..._high_noise); what cannot be placed 
 Exit codes: 0 merged and every key used, 2 refused with nothing written.
 """
 
-import sys
 from pathlib import Path
 
 from rewardfl import command_line
@@ -29,4 +28,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -9,7 +9,6 @@ refuses: missing, cut-off, doubled and surplus shards. A copy in the same dtype 
 Exit codes: 0 written, 2 refused with nothing written.
 """
 
-import sys
 from pathlib import Path
 
 from rewardfl import command_line
@@ -24,4 +23,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

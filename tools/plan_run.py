@@ -10,7 +10,6 @@ Exit code 0: the run fits the memory of GPU and host as it is set; 2: it does no
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from rewardfl import command_line, trust
@@ -59,4 +58,4 @@ def plan_run(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -8,8 +8,6 @@ of its gradient by the video, and that gradient's cosine with the first reward's
 gradient, and the weight with which it would pull as hard as the first. The KL is not a reward, and not in here.
 """
 
-import sys
-
 from rewardfl import command_line, trust
 from rewardfl.config import schema
 
@@ -24,4 +22,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())
