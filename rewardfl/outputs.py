@@ -129,10 +129,8 @@ class Folder:
 
     def listed(self) -> list[str] | None:
         """Return the names in the mark; None without a mark."""
-        path = self.path / MARK
-        is_mark = path.is_file() and not path.is_symlink()
-        with suppress(ValidationError):
-            return _Mark.model_validate_json(path.read_bytes()).files if is_mark else None
+        with suppress(FileNotFoundError, ValidationError):
+            return _Mark.model_validate_json((self.path / MARK).read_bytes()).files
         return None
 
     def _store(self, names: set[str]) -> None:
