@@ -63,10 +63,14 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def untrained(model, tmp_path_factory):
-    """A run of one step."""
-    run = tmp_path_factory.mktemp("untrained")
-    launch_grpo(*settings("sd3", model), "train.max_steps=1", f"run.output_dir={run}")
+def trained(model, tmp_path_factory):
+    """A run of two steps."""
+    run = tmp_path_factory.mktemp("trained")
+    launch_grpo(
+        *settings("sd3", model), "train.learning_rate=5e-2", "train.warmup_steps=0", "train.max_steps=2",
+        f"run.output_dir={run}", "grpo.group_size=2", "grpo.groups=4",
+        f"reward.others={{blue: {{name: {COLOUR}, weight: 0, settings: {{red: -0.5, green: -0.5, blue: 1.0}}}}}}",
+    )  # fmt: skip
     (run / "own.py").write_text(OWN_REWARD)
     (run / "sizes.csv").write_text("prompt,height,width\na ball,,\na ball,36,32\na ball,32,\n,32,32\n")
     return run
@@ -77,17 +81,11 @@ def evaluate_run(run, table, *words, expect=0):
     return run_tool(evaluate.main, *start, *words, expect=expect)
 
 
-def test_evaluate_says_what_became_of_the_pictures(model, tmp_path, monkeypatch):
+def test_evaluate_says_what_became_of_the_pictures(model, trained):
     """Its scores are those of the stock pipeline's pictures; the judges that the run watches are there, too."""
-    run_folder = tmp_path / "run"
-    launch_grpo(
-        *settings("sd3", model), "train.learning_rate=5e-2", "train.warmup_steps=0", "train.max_steps=2",
-        f"run.output_dir={run_folder}", "grpo.group_size=2", "grpo.groups=4",
-        f"reward.others={{blue: {{name: {COLOUR}, weight: 0, settings: {{red: -0.5, green: -0.5, blue: 1.0}}}}}}",
-    )  # fmt: skip
-    words = [run_folder, model / "prompts.csv", "--seeds", 2, "--batch", 3]
+    words = [trained, model / "prompts.csv", "--seeds", 2, "--batch", 3]
     output = evaluate_run(*words)
-    report = json.loads((run_folder / "evaluation" / "report.json").read_text())
+    report = json.loads((trained / "evaluation" / "report.json").read_text())
     assert report["prompts"] == len(PROMPTS) and report["pairs"] == 2 * len(PROMPTS)
     assert "score (trained on)" in output and "blue\n" in output and "better after" in output
     pairs = report["per_pair"]
@@ -95,7 +93,7 @@ def test_evaluate_says_what_became_of_the_pictures(model, tmp_path, monkeypatch)
     (row,) = [row for row in data.load_metadata(model / "prompts.csv") if row.line == pair["line"]]
     backbone = backbones.open("sd3", Source(model_paths=str(model / "model"), dtype="float32"))
     noise = draw_noise((1, *backbone.latent_shape(SIDE, SIDE, 1)), noise_seed(pair["seed"], 0, row.id))[:, :, 0]
-    steps = json.loads((run_folder / "run.json").read_text())["config"]["sample"]["num_inference_steps"]
+    steps = json.loads((trained / "run.json").read_text())["config"]["sample"]["num_inference_steps"]
 
     def redness():
         image = pipe(
@@ -105,45 +103,45 @@ def test_evaluate_says_what_became_of_the_pictures(model, tmp_path, monkeypatch)
         return (image.mean((0, 2, 3)) * torch.tensor([1.0, -0.5, -0.5])).sum().item()
 
     assert pair["score/before"] == pytest.approx(redness(), abs=1e-4)
-    pipe.load_lora_weights(str(run_folder / "checkpoints" / "latest" / "transformer"))
+    pipe.load_lora_weights(str(trained / "checkpoints" / "latest" / "transformer"))
     assert pair["score/after"] == pytest.approx(redness(), abs=1e-4)
     for arm in ("base", "latest"):
-        assert data.read_picture(run_folder / "evaluation" / "images" / arm / "000_seed0.png").shape == (SIDE, SIDE, 3)
-    assert data.read_picture(run_folder / "evaluation" / "grid.png").shape[2] == 3
+        assert data.read_picture(trained / "evaluation" / "images" / arm / "000_seed0.png").shape == (SIDE, SIDE, 3)
+    assert data.read_picture(trained / "evaluation" / "grid.png").shape[2] == 3
     assert "reward.terms.score judges" in evaluate_run(*words, "reward.terms.score.name=motion", expect=2)
 
 
-def test_what_evaluate_cannot_judge_is_refused_before_weights_load(model, untrained, monkeypatch):
+def test_what_evaluate_cannot_judge_is_refused_before_weights_load(model, trained, monkeypatch):
     monkeypatch.setattr(pipeline.ImageModel, "_load", None)
     for words, output in (
         (
-            [f"reward.others={{own: {{name: '{untrained}/own.py:LikeTheClip', weight: 0}}}}"],
+            [f"reward.others={{own: {{name: '{trained}/own.py:LikeTheClip', weight: 0}}}}"],
             "reward.terms.own compares",
         ),
         (["reward.others={flow: {name: optical_flow, weight: 0}}"], "reward.terms.flow judges at least 2 frames"),
-        (["--data", untrained / "sizes.csv"], "line 4: height and width must be whole numbers"),
+        (["--data", trained / "sizes.csv"], "line 4: height and width must be whole numbers"),
         (["--others", "x"], "--others: is for videos"),
     ):
-        assert output in evaluate_run(untrained, model / "prompts.csv", *words, expect=2)
+        assert output in evaluate_run(trained, model / "prompts.csv", *words, expect=2)
 
 
-def test_evaluate_names_a_reward_that_fails_and_judges_each_size(model, untrained):
-    own = f"reward.others={{own: {{name: '{untrained}/own.py:Broken', weight: 0}}}}"
-    output = evaluate_run(untrained, model / "prompts.csv", own, "--force", expect=2)
+def test_evaluate_names_a_reward_that_fails_and_judges_each_size(model, trained):
+    own = f"reward.others={{own: {{name: '{trained}/own.py:Broken', weight: 0}}}}"
+    output = evaluate_run(trained, model / "prompts.csv", own, "--force", expect=2)
     assert "error: reward.terms.own: RuntimeError: out of order" in output
-    (untrained / "two.csv").write_text("prompt,height,width\na ball,,\na ball,32,64\nbad,36,32\n")
-    output = evaluate_run(untrained, untrained / "two.csv", "data.skip_bad_rows=true", "--force")
+    (trained / "two.csv").write_text("prompt,height,width\na ball,,\na ball,32,64\nbad,36,32\n")
+    output = evaluate_run(trained, trained / "two.csv", "data.skip_bad_rows=true", "--force")
     assert "skipped: line 4: height must be a multiple of 8" in output and "2 prompts, 2 pairs" in output
-    files = sorted((untrained / "evaluation" / "images" / "latest").iterdir())
+    files = sorted((trained / "evaluation" / "images" / "latest").iterdir())
     assert [data.read_picture(file).shape for file in files] == [(SIDE, SIDE, 3), (SIDE, 2 * SIDE, 3)]
-    assert "nonfinite" not in str(json.loads((untrained / "evaluation/report.json").read_text())["figures"].keys())
+    assert "nonfinite" not in str(json.loads((trained / "evaluation/report.json").read_text())["figures"].keys())
 
 
-def test_arms_of_images_share_their_noises(model, untrained, monkeypatch):
+def test_arms_of_images_share_their_noises(model, trained, monkeypatch):
     """Start, strengths and step counts. A second call samples no picture again."""
-    out = untrained / "arms"
-    words = [untrained, model / "prompts.csv", "--out", out, "--strengths", "0,1", "--steps", "2,3"]
-    words.append(f"lora.init_from={untrained}/checkpoints/latest")
+    out = trained / "arms"
+    words = [trained, model / "prompts.csv", "--out", out, "--strengths", "0,1", "--steps", "2,3"]
+    words.append(f"lora.init_from={trained}/checkpoints/latest")
     evaluate_run(*words)
     records = (out / "records.jsonl").read_text()
     assert len(records.splitlines()) == 8 * len(PROMPTS)
@@ -162,12 +160,12 @@ def test_arms_of_images_share_their_noises(model, untrained, monkeypatch):
     assert (out / "records.jsonl").read_text() == records and not (out / "prepared").exists()
 
 
-def test_evaluate_shows_pictures_whose_second_reader_disagrees(model, untrained):
+def test_evaluate_shows_pictures_whose_second_reader_disagrees(model, trained):
     """An evaluation's settings are the reward's own, if the configuration has none."""
-    (table := untrained / "three.csv").write_text("prompt\na ball\na red ball\na blue ball\n")
-    own = f"reward.terms.readers.name={untrained}/own.py:TwoReaders"
-    folder = untrained / "evaluation"
-    output = evaluate_run(untrained, table, own, "--force")
+    (table := trained / "three.csv").write_text("prompt\na ball\na red ball\na blue ball\n")
+    own = f"reward.terms.readers.name={trained}/own.py:TwoReaders"
+    folder = trained / "evaluation"
+    output = evaluate_run(trained, table, own, "--force")
     assert "readers/one above readers/other: 1 pictures before, 1 after (disagreements.png)" in output
     assert json.loads((folder / "report.json").read_text())["disagreements"] == {
         "readers/one above readers/other": {"before": 1, "after": 1},  # scores of 0, 0.5 and 1 against 0.5
@@ -179,5 +177,5 @@ def test_evaluate_shows_pictures_whose_second_reader_disagrees(model, untrained)
     for i, picture in enumerate(ones):
         large = picture.repeat_interleave(scale, 0).repeat_interleave(scale, 1)
         assert (shown[16 : 16 + len(large), i * width + 4 :][:, : large.shape[1]] == large).all()
-    output = evaluate_run(untrained, table, own, "reward.terms.readers.settings.second=false", "--force")
+    output = evaluate_run(trained, table, own, "reward.terms.readers.settings.second=false", "--force")
     assert "disagree" not in output and not (folder / "disagreements.png").exists()
