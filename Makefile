@@ -56,7 +56,7 @@ lowest: interpreter
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	    -m "not slow and not long and not nightly and not check"
 
-# Further models, full sizes, processes and launchers; each script and tool killed once; the assets
+# Further models, full sizes, processes and launchers; each script killed once; the assets
 long: $(READY)
 	$(PYTEST) -m long
 

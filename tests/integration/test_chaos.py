@@ -1,11 +1,10 @@
-"""Runs and tools that are killed at random moments, told to stop, or meet a full disk: nothing is lost or left behind.
+"""Runs that are killed at random moments, told to stop, or meet a full disk: nothing is lost or left behind.
 
-CHAOS_KILLS=10 kills each ten times (`make chaos`).
+CHAOS_KILLS=10 kills each script ten times (`make chaos`).
 """
 
 import contextlib
 import errno
-import json
 import os
 import random
 import re
@@ -18,15 +17,13 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, run_tool
-from diffusers import WanTransformer3DModel
-from forked_calls import run_calls
-from lora_dialects import DIALECTS, factors
+from conftest import ROOT
 from runs import (
     FAST,
     GRPO_FAST,
+    HELD_OUT,
     WORLD,
-    adapter,
+    assert_same_run,
     call,
     call_grpo,
     command,
@@ -45,7 +42,6 @@ from rewardfl.rewards import async_scoring
 from rewardfl.training import checkpoint, logger
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.run_folder import RunFolder
-from rewardfl_tools import merge_lora
 
 KILLS = int(os.environ.get("CHAOS_KILLS", "0"))
 pytestmark = [pytest.mark.timeout(1800 if KILLS else 600), pytest.mark.slow(230)]
@@ -54,9 +50,9 @@ STEPS = [f"train.max_steps={LAST}", "run.save_steps=2", "run.keep_last=2"]
 INNER = 2 if KILLS else 1
 EPOCH = 2 * INNER  # updates
 GRPO_LAST = EPOCH * (2 + KILLS)  # or for an epoch
-EPOCHS = [
+EPOCHS = [  # several updates, and an evaluation after each epoch
     f"train.max_steps={GRPO_LAST}", f"run.save_steps={EPOCH}", "grpo.updates_per_epoch=2", f"grpo.inner_epochs={INNER}",
-    "run.sample_videos=0", f"evaluation.eval_steps={EPOCH}", "evaluation.eval_inference_steps=1",
+    "run.sample_videos=0", HELD_OUT, f"evaluation.eval_steps={EPOCH}", "evaluation.eval_inference_steps=1",
 ]  # fmt: skip
 
 
@@ -66,9 +62,7 @@ def strays(run):
 
 def assert_same(run, straight, step):
     """Metrics, adapter and links of a run to the last bit, and no more files than it should have."""
-    assert metrics(run) == metrics(straight)
-    actual, expected = adapter(run, step), adapter(straight, step)
-    assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
+    assert_same_run(run, straight, step)
     for name in ("latest", "best"):
         assert (run / "checkpoints" / name).resolve().name == (straight / "checkpoints" / name).resolve().name
     assert sorted(path.name for path in run.iterdir()) == sorted(path.name for path in straight.iterdir())
@@ -123,16 +117,9 @@ def straight(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def epochs(tmp_path_factory):
-    """Settings of epochs of several updates, with an evaluation on one person after each."""
-    path = table(tmp_path_factory.mktemp("held_out") / "metadata.csv", "eval", 1)
-    return [*EPOCHS, f"evaluation.eval_clips={path}"]
-
-
-@pytest.fixture(scope="module")
-def straight_grpo(tmp_path_factory, epochs):
+def straight_grpo(tmp_path_factory):
     run = tmp_path_factory.mktemp("straight_grpo") / "run"
-    launch_grpo(f"run.output_dir={run}", *epochs)
+    launch_grpo(f"run.output_dir={run}", *EPOCHS)
     return run
 
 
@@ -167,79 +154,18 @@ def assert_same_after_kills(script, launch_again, settings, straight, tmp_path):
 
 
 @pytest.mark.long
-def test_killed_between_epochs(straight_grpo, epochs, tmp_path):
+def test_killed_between_epochs(straight_grpo, tmp_path):
     """train_flow_grpo.py, the same."""
-    assert_same_after_kills("train_flow_grpo.py", launch_grpo, epochs, straight_grpo, tmp_path)
+    assert_same_after_kills("train_flow_grpo.py", launch_grpo, EPOCHS, straight_grpo, tmp_path)
 
 
 @pytest.mark.long
-def test_killed_with_an_old_policy(epochs, tmp_path):
+def test_killed_with_an_old_policy(tmp_path):
     """train_forward_rl.py, the same, with an old policy that lags behind."""
-    settings = [setting.replace("grpo.", "forward.") for setting in epochs]
+    settings = [setting.replace("grpo.", "forward.") for setting in EPOCHS]
     settings += ["forward.objective=nft", "forward.old_policy.rate=0.1"]
     launch_forward(f"run.output_dir={tmp_path / 'straight'}", *settings)
     assert_same_after_kills("train_forward_rl.py", launch_forward, settings, tmp_path / "straight", tmp_path)
-
-
-# -- tools
-
-
-def tool_call(tool, folder, *arguments, **more):
-    return {"arguments": [f"rewardfl_tools.{tool}", *map(str, arguments)], "folder": str(folder), **more}
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())} if folder.exists() else None
-
-
-@pytest.mark.long
-def test_killed_merges(tmp_path):
-    """merge_lora leaves the old output or none; the same command then writes what an undisturbed one does."""
-    dice, base = random.Random(9), WORLD / "pipeline" / "transformer_2"
-    lora = DIALECTS["d5"](tmp_path, factors(WanTransformer3DModel.from_pretrained(base)))
-    names = ["warm", "straight", *(f"kill{i}" for i in range(KILLS or 2))]
-    outs = {name: tmp_path / name / "out" for name in names}
-    for name, out in outs.items():
-        out.parent.mkdir()
-        if name.startswith("kill") and dice.random() < 0.5:  # an old output
-            run_tool(merge_lora.main, "--base", base, "--lora", f"{lora}:0.5", "--out", out)
-    old = {name: contents(out) for name, out in outs.items()}
-    merge = {name: ["--base", base, "--lora", lora, "--force", "--out", out] for name, out in outs.items()}
-    ends = {"warm": {}, "straight": {"timed": True}}
-    calls = [
-        tool_call("merge_lora", outs[name].parent, *merge[name], **ends.get(name, {"life": dice.uniform(0.05, 1)}))
-        for name in names
-    ]
-    codes = [result["code"] for result in run_calls(calls, tmp_path, 1)]
-    straight = contents(outs["straight"])
-    assert codes[:2] == [0, 0] and {*codes} <= {0, -signal.SIGALRM} and codes.count(0) <= 2 + (KILLS or 2) / 2
-    for name in names[2:]:
-        assert contents(outs[name]) in (old[name], straight, None)
-        strays = [path for path in outs[name].parent.iterdir() if ".tmp-" in path.name]
-        output = run_tool(merge_lora.main, *merge[name])
-        assert contents(outs[name]) == straight and all(str(stray) in output for stray in strays)
-
-
-@pytest.mark.long
-def test_killed_evaluations(tmp_path):
-    """The same command continues an evaluation, to the report of an uninterrupted evaluation."""
-    dice, run, people = random.Random(10), tmp_path / "run", table(tmp_path / "metadata.csv", "eval", 2)
-    launch(f"run.output_dir={run}", "train.max_steps=1", "run.save_steps=1")
-    (tmp_path / "assets").symlink_to(ROOT / "assets")
-    settings = ["--run", run, "--data", people, "--seeds", 1, "--batch", 1, "--device", "cpu", "--out"]
-    kills = range(KILLS or 2)
-    ends = [("warm", {}), ("straight", {"timed": True})]
-    ends += [end for i in kills for end in ((f"kill{i}", {"life": dice.uniform(0.05, 0.9)}), (f"kill{i}", {}))]
-    calls = [tool_call("evaluate", tmp_path, *settings, tmp_path / name, **more) for name, more in ends]
-    codes = [result["code"] for result in run_calls(calls, tmp_path, 1)]
-    assert codes[:2] == [0, 0] and {*codes[3::2]} == {0} and codes[2::2].count(-signal.SIGALRM) >= len(kills) / 2
-
-    def report(name):
-        text = (tmp_path / name / "report.json").read_text().replace(name, "straight")
-        return json.loads(text), sorted((tmp_path / name / "records.jsonl").read_text().splitlines())
-
-    assert all(report(f"kill{i}") == report("straight") for i in kills)
-    assert not any(strays(tmp_path / f"kill{i}") for i in kills)
 
 
 # -- in this process, where the moment can be chosen
@@ -258,9 +184,9 @@ def send_sigterm(monkeypatch, owner, name, when):
     monkeypatch.setattr(owner, name, telling)
 
 
-def test_sigterm_in_the_updates_finishes_the_epoch(straight_grpo, epochs, monkeypatch, capsys, tmp_path):
+def test_sigterm_in_the_updates_finishes_the_epoch(straight_grpo, monkeypatch, capsys, tmp_path):
     """And the same command goes on to what an uninterrupted run would have been."""
-    settings = [*GRPO_FAST, f"run.output_dir={tmp_path}", *epochs, "run.save_steps=100"]
+    settings = [*GRPO_FAST, f"run.output_dir={tmp_path}", *EPOCHS, "run.save_steps=100"]
     send_sigterm(monkeypatch, logger.MetricsFile, "append", lambda _self, step, _values: step == EPOCH - 1)
     code, out, _ = call_grpo(monkeypatch, capsys, *settings)
     assert code == 143 and f"SIGTERM: stopped after step {EPOCH}; the same command resumes it" in out

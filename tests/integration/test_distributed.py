@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, run_python
 from lora_dialects import read_adapter
-from runs import CACHE, FACE_ALONE, RED, SMALL, launch_as, launch_environment, launcher, metrics, needs_deepspeed, table
+from runs import CACHE, FACE_ALONE, RED, SMALL, launch, launch_environment, launcher, metrics, needs_deepspeed, table
 
 from rewardfl import lora
 from rewardfl.training import checkpoint, setup_data
@@ -266,7 +266,7 @@ def test_one_process_resumes_two(single, double, tmp_path, monkeypatch):
 
     monkeypatch.setattr(setup_data, "find_samples", faceless)
     again = ["train.gradient_accumulation_steps=4", "train.max_steps=4", f"run.output_dir={tmp_path / 'run'}"]
-    launch_as(REWARD_FL, *again)
+    launch(*REWARD_FL[1:], *again)
     assert_same_lines(metrics(tmp_path / "run")[3:], metrics(single[1] / FL)[3:], FL_KEYS, rel=1e-3)
     assert_same_adapter(tmp_path / "run", single[1] / FL, "step-000004")
 

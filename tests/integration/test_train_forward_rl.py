@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from runs import FORWARD_FAST, adapter, call_forward, launch_forward, metrics, table
+from runs import FORWARD_FAST, HELD_OUT, SWAPPED, assert_same_run, call_forward, launch_forward, metrics
 
 import train_forward_rl
 from rewardfl.optim import OldPolicy
@@ -18,31 +18,18 @@ EPOCHS = [
     "forward.updates_per_epoch=2", "forward.inner_epochs=2", "run.save_steps=4", "train.warmup_steps=0",
     "forward.objective=nft", "forward.mix=0.5", "forward.old_policy.decay=0.5", "forward.old_policy.rate=0.1",
     "forward.base_anchor=0.01", "forward.old_policy.anchor=0.01", "anchor.weight=0.1", "anchor.measured_clips=2",
-    "train.max_steps=8",
+    "train.max_steps=8", HELD_OUT, "evaluation.eval_steps=4", "evaluation.eval_inference_steps=2",
 ]  # fmt: skip
 BEST = [*(word for word in EPOCHS if "old_" not in word and "mix" not in word), "forward.objective=best"]
 SHORT = ["train.max_steps=1", "run.sample_videos=0"]
 
 
 @pytest.fixture(scope="module")
-def held_out(tmp_path_factory):
-    """The settings of an evaluation on two people."""
-    clips = table(tmp_path_factory.mktemp("held_out") / "metadata.csv", "eval", 2)
-    return [f"evaluation.eval_clips={clips}", "evaluation.eval_steps=4", "evaluation.eval_inference_steps=2"]
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory, held_out):
+def straight(tmp_path_factory):
     """A run of two epochs of four updates each that nothing interrupts."""
     run = tmp_path_factory.mktemp("straight") / "run"
-    launch_forward(f"run.output_dir={run}", *EPOCHS, *held_out)
+    launch_forward(f"run.output_dir={run}", *EPOCHS)
     return run
-
-
-def assert_same(run, straight, step):
-    assert metrics(run) == metrics(straight)
-    actual, right = adapter(run, step), adapter(straight, step)
-    assert actual.keys() == right.keys() and all(torch.equal(actual[name], right[name]) for name in actual)
 
 
 def test_a_run_logs_the_distances_between_the_policies(straight):
@@ -59,28 +46,22 @@ def test_a_run_logs_the_distances_between_the_policies(straight):
 
 
 @pytest.mark.parametrize("settings", [EPOCHS, BEST], ids=["nft", "best"])
-def test_a_resumed_run_is_the_same_to_the_bit(straight, held_out, tmp_path, settings):
+def test_a_resumed_run_is_the_same_to_the_bit(straight, tmp_path, settings):
     if settings is BEST:
-        launch_forward(f"run.output_dir={(straight := tmp_path / 'straight')}", *BEST, *held_out)
+        launch_forward(f"run.output_dir={(straight := tmp_path / 'straight')}", *BEST)
     run = shutil.copytree(straight, tmp_path / "run", symlinks=True)
     shutil.rmtree(run / "checkpoints" / "step-000008")
     (run / "checkpoints" / "latest").unlink()
-    launch_forward(f"run.output_dir={run}", *settings, *held_out)
-    assert_same(run, straight, 8)
+    launch_forward(f"run.output_dir={run}", *settings)
+    assert_same_run(run, straight, 8)
     states = [checkpoint.load_state(path / "checkpoints" / "step-000008") for path in (run, straight)]
     for actual, right in zip(*(state["old_policy"] for state in states), strict=True):
         assert torch.equal(actual, right)
 
 
-def test_blocks_in_host_memory_change_nothing(straight, held_out, tmp_path):
-    swapped = [
-        "train.memory.trained=cpu_swap",
-        "train.memory.untrained=cpu_swap",
-        "train.memory.use_gradient_checkpointing=true",
-    ]
-    run = tmp_path / "run"
-    launch_forward(f"run.output_dir={run}", *EPOCHS, *held_out, *swapped)
-    assert_same(run, straight, 8)
+def test_blocks_in_host_memory_change_nothing(straight, tmp_path):
+    launch_forward(f"run.output_dir={tmp_path}", *EPOCHS, *SWAPPED)
+    assert_same_run(tmp_path, straight, 8)
 
 
 @pytest.mark.parametrize("objective, anchor", [("rvm", "old"), ("nft", "old"), ("awm", "old"), ("best", "base")])

@@ -15,7 +15,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
 from PIL import Image
 from pipelines import LinearFlowEuler, latent_shape
-from runs import CACHE, FAST, PACKS, WORLD, adapter, call, launch, metrics
+from runs import CACHE, FAST, PACKS, WORLD, adapter, assert_same_run, call, equal_tensors, launch, metrics
 
 from rewardfl import data, lora, reward_flow
 from rewardfl.backbones.wan import load as wan_load
@@ -132,9 +132,7 @@ def test_what_computes_the_same_may_change(straight, tmp_path):
         f"model.model_paths={tmp_path / 'model'}", f"model.tokenizer_path={WORLD}/pipeline/tokenizer",
         f"reward.reward_model_path={tmp_path}/packs/reward", f"reward.held_out_model_path={tmp_path}/packs/judge",
     )  # fmt: skip
-    assert metrics(run) == metrics(straight)
-    actual, expected = adapter(run, 6), adapter(straight, 6)
-    assert equal(actual, expected)
+    assert_same_run(run, straight, 6)
     assert json.loads((run / "run.json").read_text())["changes"] == []
 
 
@@ -162,10 +160,6 @@ def test_other_content_is_refused(monkeypatch, capsys, clips, tmp_path):
     assert "something else in reward.held_out_model_path: 2 gone, new or of other content (" in error
 
 
-def equal(actual, expected):
-    return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
-
-
 # breaks at any loss of motion, or any more grid: what one clip after another does
 TOUCHY = "train.early_stop={window: 2, patience: 1, motion: 1, grid: 1}"
 
@@ -179,12 +173,12 @@ def test_a_run_that_its_judge_ends_is_finished(straight, monkeypatch, capsys, tm
         assert code == 0 and "stopped at step 4: train.early_stop: " in out
         assert (f"{best} {run}/checkpoints/best;" if best else f"{run}/checkpoints/best is step-000003;") in out
         assert metrics(run) == metrics(straight)[:4]
-    assert equal(adapter(tmp_path / "run", 4), adapter(tmp_path / "resumed", 4))
+    assert equal_tensors(adapter(tmp_path / "run", 4), adapter(tmp_path / "resumed", 4))
     code, out, _ = call(monkeypatch, capsys, *settings, f"run.output_dir={run}", TOUCHY)
     assert code == 0 and "nothing to train: " in out and "train.early_stop=null" in out
     assert metrics(run) == metrics(straight)[:4]
     call(monkeypatch, capsys, *settings, f"run.output_dir={run}")
-    assert metrics(run) == metrics(straight) and equal(adapter(run, 6), adapter(straight, 6))
+    assert_same_run(run, straight, 6)
 
 
 def test_endpoint_rolls_out_with_the_average(monkeypatch, capsys, tmp_path):
@@ -204,7 +198,7 @@ def test_endpoint_rolls_out_with_the_average(monkeypatch, capsys, tmp_path):
     assert call(monkeypatch, capsys, *settings, f"run.output_dir={run}")[0] == 0
     assert gaps[0] == 0 and gaps[1] > 0 and gaps[2] > 0
     assert call(monkeypatch, capsys, *settings, f"run.output_dir={cut(run, resumed, 2)}")[0] == 0
-    assert metrics(run) == metrics(resumed) and equal(adapter(run, 3), adapter(resumed, 3))
+    assert_same_run(resumed, run, 3)
 
 
 def test_another_learning_rate_and_weight(straight, monkeypatch, capsys, tmp_path):

@@ -11,7 +11,20 @@ import time
 import pytest
 import torch
 from conftest import ROOT
-from runs import COLOUR, FAST, GRPO_FAST, RED, adapter, call, call_grpo, environment, launch, launch_grpo, metrics
+from runs import (
+    COLOUR,
+    FAST,
+    GRPO_FAST,
+    RED,
+    adapter,
+    call,
+    call_grpo,
+    environment,
+    equal_tensors,
+    launch,
+    launch_grpo,
+    metrics,
+)
 
 from rewardfl import config, rewards
 from rewardfl.rewards import build_terms, resolve_rewards
@@ -126,8 +139,7 @@ def test_labels_and_parts_change_no_other_value(tmp_path):
     assert {key.removeprefix("reward/") for key in plain if "reward/" in key} <= {*config.RESERVED_METRICS, "nonfinite"}
     for name, line in lines.items():
         assert {key: line[key] for key in plain} == plain, name
-        pairs = zip(adapter(tmp_path / name, 1).values(), adapter(tmp_path / "plain", 1).values(), strict=True)
-        assert all(torch.equal(*pair) for pair in pairs)
+        assert equal_tensors(adapter(tmp_path / name, 1), adapter(tmp_path / "plain", 1))
     for name in ("mean", "valid_fraction", "failed", "held_out"):
         assert lines["parts"][f"reward/score/{name}"] == 100
     assert lines["parts"]["reward/kl"] == 100 and "reward/held_out" not in lines["parts"]

@@ -2,9 +2,8 @@
 
     python forked_calls.py CALLS.json RESULTS.json AT_ONCE
 
-A call is {arguments, folder} and may have {life, timed}. `arguments` is its sys.argv, with a module for the program;
-`folder` is where it works and has its output, in stdout.txt and stderr.txt. With `life` it is killed at this share of
-the time of its module's last `timed` call. A module's first call warms up: its imports serve the next ones.
+A call is {arguments, folder}. `arguments` is its sys.argv, with a module for the program; `folder` is where it works
+and has its output, in stdout.txt and stderr.txt. A module's first call warms up: its imports serve the next ones.
 """
 
 import contextlib
@@ -14,7 +13,6 @@ import os
 import resource
 import signal
 import sys
-import time
 import traceback
 from pathlib import Path
 
@@ -38,32 +36,30 @@ def main():
 
     torch.set_num_threads(1)  # a fork has only the thread that forks
     calls, at_once = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[3])
-    results, running, took = {}, {}, {}
+    results, running, imported = {}, {}, set()
     for number, call in enumerate(calls):
-        module, start = call["arguments"][0], time.monotonic()
-        running[fork(**call, took=took.get(module, 0))] = number
-        while len(running) >= (1 if module not in took or "timed" in call else at_once):
+        module = call["arguments"][0]
+        running[fork(**call, first=module not in imported)] = number
+        while len(running) >= (1 if module not in imported else at_once):
             wait(running, results)
-        if module not in took:
+        if module not in imported:
+            imported.add(module)
             for name in Path(call["folder"], "modules.txt").read_text().split():
                 with contextlib.suppress(ImportError):  # a package may put other names into sys.modules
                     importlib.import_module(name)
-        if module not in took or "timed" in call:
-            took[module] = time.monotonic() - start
     while running:
         wait(running, results)
     Path(sys.argv[2]).write_text(json.dumps([results[number] for number in range(len(calls))]))
 
 
-def fork(arguments, folder, took, life=None, timed=False):
+def fork(arguments, folder, *, first):
     """Start a call and return its process id."""
     process = os.fork()
     if process == 0:
         os.chdir(folder)
-        waits = 6 * SECONDS if took else 600  # the first call imports; the machine may be busy
-        signal.setitimer(signal.ITIMER_REAL, life * took if life else waits)
+        signal.alarm(600 if first else 6 * SECONDS)  # the first call imports; the machine may be busy
         try:
-            code = run(arguments, BYTES if took else 4 * BYTES)  # what the first call imports takes more
+            code = run(arguments, 4 * BYTES if first else BYTES)  # what the first call imports takes more
             sys.stdout.flush()
         except BaseException:  # as the interpreter ends: a traceback and exit code 1
             traceback.print_exc()

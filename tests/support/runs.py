@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import run_python
 from lora_dialects import read_adapter
 
@@ -34,7 +35,6 @@ PACKS = {"reward_model_path": "reward", "held_out_model_path": "judge"}
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed: no ZeRO-2 run"
 )
-CLIPS = 6
 # what is computed of the clips, once for all tests of this process
 CACHE = tempfile.mkdtemp(prefix="rewardfl-test-cache-")
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
@@ -77,12 +77,17 @@ CONSTANT_RATE = ["train.lr_scheduler_type=constant", "train.learning_rate=1e-3"]
 QUICK = [
     "lora.lora_rank=4", "run.cpu_threads=1", "run.sample_videos=1", "run.log_with=none", f"data.cache_dir={CACHE}",
     *SMALL, *FACE_ALONE, *CONSTANT_RATE,
-    f"data.file_name={table(f'{CACHE}/metadata.csv', 'train', CLIPS)}",
+    f"data.file_name={table(f'{CACHE}/metadata.csv', 'train', 6)}",
 ]  # fmt: skip
 # four sampling steps, two of them replayed, one clip at a time
 FAST = [
     *QUICK, "sample.num_inference_steps=4", "sample.mid_timestep=2", "sample.final_timestep=3",
     "train.gradient_accumulation_steps=1", "train.per_device_train_batch_size=1", "reward.kl_weight=9",
+]  # fmt: skip
+# an evaluation on two people
+HELD_OUT = f"evaluation.eval_clips={table(f'{CACHE}/held_out.csv', 'eval', 2)}"
+SWAPPED = [  # the blocks of both experts wait in host memory
+    "train.memory.trained=cpu_swap", "train.memory.untrained=cpu_swap", "train.memory.use_gradient_checkpointing=true",
 ]  # fmt: skip
 COLOUR = f"{ROOT}/examples/toys.py:Colour"
 RED = [f"reward.terms.score.name={COLOUR}", "reward.reward_model_path=null", "reward.held_out_model_path=null"]
@@ -117,30 +122,24 @@ launch_grpo = partial(_launch, train_flow_grpo, GRPO_CONFIG, GRPO_FAST)
 launch_forward = partial(_launch, train_forward_rl, FORWARD_CONFIG, FORWARD_FAST)
 
 
-def launch_as(arguments, *overrides, check=True):
-    """Run a script with its arguments in this process."""
-    script = importlib.import_module(arguments[0].removesuffix(".py"))
-    return _here(script, [*arguments, *overrides], check)
-
-
 def free_port():
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
 
 
-def launcher(kind, *arguments, options=(), port=None):
+def launcher(name, *arguments, options=(), port=None):
     """Python's arguments: accelerate launch with a yaml of configs/accelerate."""
-    processes = 1 if kind in ("cpu", "single_gpu") else 2
+    processes = 1 if name in ("cpu", "single_gpu") else 2
     return [
-        "-m", "accelerate.commands.launch", "--config_file", str(YAMLS / f"{kind}.yaml"),
+        "-m", "accelerate.commands.launch", "--config_file", str(YAMLS / f"{name}.yaml"),
         "--num_processes", str(processes), "--main_process_port", str(port or free_port()), *options, *arguments,
     ]  # fmt: skip
 
 
-def launch_environment(kind, **more):
+def launch_environment(name, **more):
     # DDP's yaml is for GPUs: without one accelerate takes gloo. DeepSpeed on a CPU must not be told
-    cpu = {"ddp": {"ACCELERATE_USE_CPU": "true"}, "fsdp2": {"FSDP_ON_CPU": "true"}}.get(kind, {})
+    cpu = {"ddp": {"ACCELERATE_USE_CPU": "true"}, "fsdp2": {"FSDP_ON_CPU": "true"}}.get(name, {})
     return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | cpu | more
 
 
@@ -173,7 +172,19 @@ def metrics(run):
 
 
 def adapter(run, step):
+    """Return the tensors of the low-noise expert's adapter."""
     return read_adapter(run / "checkpoints" / f"step-{step:06d}" / "transformer_2" / lora.WEIGHTS_NAME)
+
+
+def equal_tensors(actual, expected):
+    """Return whether two adapters have the same names and bits."""
+    return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
+
+
+def assert_same_run(run, straight, step):
+    """Assert equal metrics and adapters, to the last bit."""
+    assert metrics(run) == metrics(straight)
+    assert equal_tensors(adapter(run, step), adapter(straight, step))
 
 
 def _call(script, config, monkeypatch, capsys, *arguments):
