@@ -205,7 +205,7 @@ def test_floors():
     assert "rewardfl: 8 floors, at most 7" in violations({"rewardfl/r0.py": ""} | rooms)
 
 
-# the doors of a backbone's module; two samplers of one kind; the entry of a command and its work; a judge's question
+# the doors of a backbone's module; two samplers; the entry of a command and its work; the question of a scorer
 TWICE = {"open", "describe", "rollout", "kl_floor", "main", "run", "QUESTION"}
 # longer than sixty lines, or of more than eight parameters: their docstrings say why
 ODD = {

@@ -1,6 +1,6 @@
 """The committed world keeps its promises, its networks are what the real ones are, and it can be rebuilt.
 
-How good the assets are is asked by long tests alone.
+How good the assets are is tested by long tests only.
 """
 
 import csv

@@ -6,13 +6,13 @@ CHAOS_KILLS=10 kills each script ten times (`make chaos`).
 import contextlib
 import errno
 import os
-import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from random import Random
 from unittest import mock
 
 import pytest
@@ -110,62 +110,32 @@ def killed(arguments, run, dice):
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory):
-    run = tmp_path_factory.mktemp("straight") / "run"
-    launch(f"run.output_dir={run}", *STEPS)
-    return run
-
-
-@pytest.fixture(scope="module")
 def straight_grpo(tmp_path_factory):
     run = tmp_path_factory.mktemp("straight_grpo") / "run"
     launch_grpo(f"run.output_dir={run}", *EPOCHS)
     return run
 
 
+OLD_POLICY = ["forward.objective=nft", "forward.old_policy.rate=0.1", *(s.replace("grpo.", "forward.") for s in EPOCHS)]
+SCRIPTS = {
+    "train_reward_fl.py": (launch, STEPS, LAST), "train_flow_grpo.py": (launch_grpo, EPOCHS, GRPO_LAST),
+    "train_forward_rl.py": (launch_forward, OLD_POLICY, GRPO_LAST),
+}  # fmt: skip
+
+
 @pytest.mark.long
-def test_killed_and_told_to_stop(straight, tmp_path):
-    """train_reward_fl.py: SIGTERM, then SIGKILL at random moments, resumed each time."""
-    run, dice = tmp_path / "run", random.Random(7)
-    arguments = command("train_reward_fl.py", f"run.output_dir={run}", *STEPS)
-    # with a save at no step: where it stops is the signal's doing
-    with started([*arguments, "run.save_steps=100"]) as process:
-        wait_for_lines(process, run, 1)
-        process.terminate()
-        output = process.communicate()[0]
-    assert process.returncode == 143 and "SIGTERM: stopped after step" in output, output[-3000:]
-    stopped = metrics(run)[-1]["step"]
-    assert stopped < LAST and os.readlink(run / "checkpoints" / "latest") == f"step-{stopped:06d}" and not strays(run)
-    count = KILLS or 2
-    assert sum(killed(arguments, run, dice) for _ in range(count)) >= 0.5 * count
-    launch(f"run.output_dir={run}", *STEPS)
-    assert_same(run, straight, LAST)
-
-
-def assert_same_after_kills(script, launch_again, settings, straight, tmp_path):
-    run, dice = tmp_path / "run", random.Random(8)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_killed_run_resumes(script, tmp_path):
+    """SIGKILL after the first checkpoint, then at random moments, resumed each time."""
+    (start, settings, last), run, straight, dice = SCRIPTS[script], tmp_path / "run", tmp_path / "straight", Random(8)
+    start(f"run.output_dir={straight}", *settings)
     arguments = command(script, f"run.output_dir={run}", *settings)
     with started(arguments) as process:
-        wait_for_lines(process, run, EPOCH + 2)  # step 0 has a line: past the first save, from which it resumes
+        wait_for_lines(process, run, EPOCH + 2)  # past the first save
     assert (run / "checkpoints" / "latest").exists()
     assert sum(killed(arguments, run, dice) for _ in range(KILLS)) >= 0.5 * KILLS
-    launch_again(f"run.output_dir={run}", *settings)
-    assert_same(run, straight, GRPO_LAST)
-
-
-@pytest.mark.long
-def test_killed_between_epochs(straight_grpo, tmp_path):
-    """train_flow_grpo.py, the same."""
-    assert_same_after_kills("train_flow_grpo.py", launch_grpo, EPOCHS, straight_grpo, tmp_path)
-
-
-@pytest.mark.long
-def test_killed_with_an_old_policy(tmp_path):
-    """train_forward_rl.py, the same, with an old policy that lags behind."""
-    settings = [setting.replace("grpo.", "forward.") for setting in EPOCHS]
-    settings += ["forward.objective=nft", "forward.old_policy.rate=0.1"]
-    launch_forward(f"run.output_dir={tmp_path / 'straight'}", *settings)
-    assert_same_after_kills("train_forward_rl.py", launch_forward, settings, tmp_path / "straight", tmp_path)
+    start(f"run.output_dir={run}", *settings)
+    assert_same(run, straight, last)
 
 
 # -- in this process, where the moment can be chosen

@@ -53,11 +53,11 @@ def updates(out, pipeline, processes, *overrides):
     for name, settings in RUNS.items():
         places = [f"model.model_paths={pipeline}", f"run.output_dir={out / name}"]
         watcher += ["--", *COMMON, *settings, *overrides, *places]
-    kind = "cpu" if processes == 1 else "ddp"
-    command = launcher(kind, *watcher, options=("--num_processes", str(processes)))
+    launcher_name = "cpu" if processes == 1 else "ddp"
+    command = launcher(launcher_name, *watcher, options=("--num_processes", str(processes)))
     (folder := out / "gradients").mkdir(parents=True)
     settings = {"SPLIT_ON_CPU": "true", "GRADIENTS": str(folder), "NOBODY_ON": "3", "BREAK_GRADIENT": "-1:0"}
-    done = run_python(command, cwd=ROOT, env=launch_environment(kind, **settings), timeout=800)
+    done = run_python(command, cwd=ROOT, env=launch_environment(launcher_name, **settings), timeout=800)
     assert len(list(out.glob("rank-*.json"))) == processes, done.stdout[-2000:] + done.stderr[-4000:]
     accounts = json.loads((out / "rank-0.json").read_text())
     assert [account["code"] for account in accounts] == [0] * len(RUNS), done.stdout[-2000:] + done.stderr[-4000:]

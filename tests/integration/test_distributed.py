@@ -19,10 +19,10 @@ from runs import CACHE, FACE_ALONE, RED, SMALL, launch, launch_environment, laun
 from rewardfl import lora
 from rewardfl.training import checkpoint, setup_data
 
-# the first test of a kind also makes the runs that it is compared with
+# the first test of a launcher also makes the runs that it is compared with
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow(240)]
 # DeepSpeed compiles its optimizer where it has not run before: minutes
-KINDS = [
+LAUNCHERS = [
     "ddp", pytest.param("fsdp2", marks=pytest.mark.long),
     pytest.param("zero2_offload", marks=[needs_deepspeed, pytest.mark.nightly]),
 ]  # fmt: skip
@@ -74,7 +74,7 @@ BEST = [
 ]  # fmt: skip
 
 
-def run(kind, out, *runs, **more):
+def run(name, out, *runs, **more):
     """Run scripts in the same processes, into out/<script> or their output_dir; return all processes' accounts of each.
 
     Check that they were what REALLY says.
@@ -83,14 +83,14 @@ def run(kind, out, *runs, **more):
     for script, *arguments in runs:
         named = any(argument.startswith("run.output_dir=") for argument in arguments)
         watcher += ["--", script, *arguments, *([] if named else [f"run.output_dir={out / script}"])]
-    done = run_python(launcher(kind, *watcher), cwd=ROOT, env=launch_environment(kind, **more), timeout=1200)
+    done = run_python(launcher(name, *watcher), cwd=ROOT, env=launch_environment(name, **more), timeout=1200)
     files = sorted((out / "ranks").glob("rank-*.json"))
-    assert len(files) == REALLY[kind]["processes"], done.stdout[-2000:] + done.stderr[-4000:]
+    assert len(files) == REALLY[name]["processes"], done.stdout[-2000:] + done.stderr[-4000:]
     accounts = list(zip(*(json.loads(file.read_text()) for file in files), strict=True))
     for ranks in accounts:
         for rank in ranks:
             assert rank["code"] == 0, done.stdout[-2000:] + done.stderr[-4000:]
-            assert {name: rank[name] for name in REALLY[kind]} == REALLY[kind]
+            assert {key: rank[key] for key in REALLY[name]} == REALLY[name]
         # all processes hold the same weights after every update, and no gradient is left over
         first, *others = [[(u["digest"], u["gradients_left"]) for u in rank["updates"]] for rank in ranks]
         assert all(other == first for other in others) and all(left == 0 for _, left in first)
@@ -111,8 +111,8 @@ ONE_GROUP = [
 BOTH = "model.trainable_models=dit,dit2"
 # steps 0 and 1 are the high-noise expert's. A frozen expert's step before the first trained one is refused
 REWARD_PLACES = {
-    "low alone": ["model.trainable_models=dit2", "sample.mid_timestep=2", "sample.final_timestep=3"],
-    "high alone": ["model.trainable_models=dit", "sample.mid_timestep=0", "sample.final_timestep=1"],
+    "low": ["model.trainable_models=dit2", "sample.mid_timestep=2", "sample.final_timestep=3"],
+    "high": ["model.trainable_models=dit", "sample.mid_timestep=0", "sample.final_timestep=1"],
     "frozen last": ["model.trainable_models=dit", "sample.mid_timestep=1", "sample.final_timestep=3"],
     "both": [BOTH, "sample.mid_timestep=1", "sample.final_timestep=2"],
     "both, apart": [BOTH, "sample.active_steps=[0,3]", "sample.final_timestep=3", "sample.gradient_mode=drtune"],
@@ -142,8 +142,8 @@ def placed_runs(folder, accumulation):
     """A run for each place, into folder/<place>."""
     runs = []
     for place in PLACES:
-        kind, _, name = place.partition(", ")
-        if kind == "reward":
+        script, _, name = place.partition(", ")
+        if script == "reward":
             words = [*REWARD_FL, *ONE_UPDATE, f"train.gradient_accumulation_steps={accumulation}", *REWARD_PLACES[name]]
         else:
             words = [*GRPO, *ONE_UPDATE, *ONE_GROUP, *POLICY_PLACES[name]]
@@ -165,7 +165,7 @@ def single(tmp_path_factory):
     return accounts[0][0], out
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=LAUNCHERS)
 def double(request, single, tmp_path_factory):
     """Return the launcher, the accounts by run, and the folder of two processes of two micro-batches each.
 

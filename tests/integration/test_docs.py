@@ -39,7 +39,7 @@ REPOSITORIES = {
         "README.md",
     ],
 }  # fmt: skip
-# of the model that the guide fetches
+# configurations of the model that the guide fetches
 CONFIGS = sorted(
     path.name for path in (ROOT / "configs").glob("wan2*.yaml") if config.load(path).model.model_name == "wan2_2"
 )
@@ -137,7 +137,7 @@ def test_keys_that_documents_name_exist():
     sections = [one for schema in config.SECTIONS.values() for one in schema.items()]
     for document in (path for path in DOCUMENTS if path.name not in ("log.md", "CHANGELOG.md")):
         for section, key in set(re.findall(r"`(\w+)\.(?!json`|lock`)(\w+)(?:[:=][^`]*)?`", document.read_text())):
-            fields = [kind.model_fields for name, kind in sections if name == section]
+            fields = [schema.model_fields for name, schema in sections if name == section]
             assert not fields or any(key in one for one in fields), f"{document.name} names {section}.{key}"
 
 
@@ -166,7 +166,7 @@ def worked_change(letter):
     """(its patch, its bash blocks) of a chapter of docs/change_the_algorithm.md."""
     text = (ROOT / "docs" / "change_the_algorithm.md").read_text()
     (chapter,) = re.findall(rf"^## \({letter}\).*?(?=^## )", text, re.M | re.S)
-    patch, scripts = (re.findall(rf"^```{kind}$\n(.*?)^```$", chapter, re.M | re.S) for kind in ("diff", "bash"))
+    patch, scripts = (re.findall(rf"^```{tag}$\n(.*?)^```$", chapter, re.M | re.S) for tag in ("diff", "bash"))
     return "".join(patch), scripts
 
 

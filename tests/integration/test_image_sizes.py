@@ -7,7 +7,7 @@ import torch
 from conftest import run_tool
 from image_pipelines import SIDE, random_flux
 from lora_dialects import read_adapter
-from runs import CONFIG, call, equal_tensors, launch, launch_grpo, metrics
+from runs import CONFIG, call, equal_tensors, launch, launch_grpo, metrics, watch
 from test_pipeline import PROMPTS, folder_of, settings  # noqa: F401  (a fixture)
 
 from rewardfl import config, data, lora, reward_flow, sde
@@ -41,14 +41,13 @@ def adapter(run):
 
 def seen_by(monkeypatch, module):
     """The latents' height and width, and the second sigma, of each rollout from now on."""
-    seen, rollout = [], module.rollout
+    seen = []
 
-    def watched(velocity, x, sigmas, *rest, **named):
+    def record(_, velocity, x, sigmas, *rest, **named):
         table = sigmas.sigmas if module is sde else sigmas
         seen.append((tuple(x.shape[-2:]), round(float(table[1]), 4)))
-        return rollout(velocity, x, sigmas, *rest, **named)
 
-    monkeypatch.setattr(module, "rollout", watched)
+    watch(monkeypatch, module, "rollout", record)
     return seen
 
 

@@ -76,7 +76,7 @@ def test_every_tool_has_a_command():
 
 
 @pytest.mark.parametrize("name", PROJECT["scripts"])
-def test_commands_run_anywhere_and_answer_without_torch(installed, tmp_path, name):
+def test_commands_run_anywhere_and_help_without_torch(installed, tmp_path, name):
     module = PROJECT["scripts"][name].partition(":")[0]
     assert f"usage: {name}" in call(installed / name, "--help", cwd=tmp_path)
     code = (

@@ -106,7 +106,7 @@ def key_value(schema, dice, paths):
 
 def script_calls(dice, paths):
     """Yield dry runs, of which each gives a key an odd value."""
-    sections = [(kind.script[:-3], name, part) for kind, parts in SECTIONS.items() for name, part in parts.items()]
+    sections = [(schema.script[:-3], name, part) for schema, parts in SECTIONS.items() for name, part in parts.items()]
     keys = [(*section, *item) for section in sections for item in section[2].model_json_schema()["properties"].items()]
     while True:
         for script, section, _, key, schema in dice.sample(keys, len(keys)):

@@ -152,18 +152,6 @@ def test_two_processes_are_one(tmp_path):
 
 
 @pytest.mark.long
-def test_where_the_experts_wait_changes_nothing(tmp_path):
-    """Each run makes the base videos itself."""
-    common = [*FACE, write_table(tmp_path, ROWS["photos"]), *MOTION, *ANCHOR, "sample.noises_per_sample=1"]
-    common += ["train.memory.use_gradient_checkpointing=true", "train.max_steps=2", "data.cache_dir=null"]
-    places = {"cpu_swap": ["train.memory.trained=cpu_swap"], "boundary_cache": [], "gpu": []}
-    for place, more in places.items():
-        launch(*common, *more, f"train.memory.untrained={place}", f"run.output_dir={tmp_path / place}")
-    swapped, cached, on_gpu = (metrics(tmp_path / place) for place in places)
-    assert swapped == cached == on_gpu and on_gpu[1]["actor/anchor_loss"] > 0
-
-
-@pytest.mark.long
 def test_from_a_folder_of_photos_to_a_lora_for_diffusers(tmp_path):
     """In the published layout, with random weights."""
     pipe, people = wan_files.small_pipeline(), tmp_path / "people"

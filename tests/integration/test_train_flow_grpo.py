@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT
 from diffusers.training_utils import EMAModel
-from runs import GRPO_FAST, HELD_OUT, SWAPPED, WORLD, adapter, call, call_grpo, launch_grpo, metrics
+from runs import HELD_OUT, SWAPPED, WORLD, adapter, call, call_grpo, launch_grpo, metrics, watch
 
 from rewardfl import data, grpo, reward_flow, sde
 from rewardfl.backbones.wan.decoder import WanDecoder
@@ -88,14 +88,9 @@ def test_a_reward_that_hangs_only_fails(tmp_path):
     assert "reward.terms.slow: no answer within 0.5 s (4 samples)" in run.stdout
 
 
-# -- in this process, where the pieces can be watched
-
-
-def trained(monkeypatch, capsys, run, *settings, max_steps=1):
-    """Exit code and standard error of a run in this process."""
-    settings = [*GRPO_FAST, f"run.output_dir={run}", f"train.max_steps={max_steps}", *settings]
-    code, _, error = call_grpo(monkeypatch, capsys, *settings)
-    return code, error
+def train(run, *settings, max_steps=1):
+    """Return the finished run, whatever its exit code."""
+    return launch_grpo(f"run.output_dir={run}", f"train.max_steps={max_steps}", *settings, check=False)
 
 
 @pytest.mark.parametrize(
@@ -108,62 +103,56 @@ def trained(monkeypatch, capsys, run, *settings, max_steps=1):
         SWAPPED,
     ],
 )
-def test_other_settings_begin_on_policy(monkeypatch, capsys, tmp_path, settings):
-    code, error = trained(monkeypatch, capsys, tmp_path, *settings)
-    assert code == 0, error
+def test_other_settings_begin_on_policy(tmp_path, settings):
+    launch_grpo(f"run.output_dir={tmp_path}", "train.max_steps=1", *settings)
     (line,) = metrics(tmp_path)
     assert line["grad_norm"] > 0 and line["policy/ratio"] == 1 and line["policy/ratio_std"] == 0
 
 
-def test_another_policy_than_the_rollouts_stops_the_run(monkeypatch, capsys, tmp_path):
+def test_another_policy_than_the_rollouts_stops_the_run(monkeypatch, tmp_path):
     """Latents that are kept in bfloat16: the second step starts elsewhere than it did."""
     narrow = lambda step, device: dataclasses.replace(step, x=step.x.bfloat16().float())  # noqa: E731
     monkeypatch.setattr(sde.Step, "to", narrow)
-    code, error = trained(monkeypatch, capsys, tmp_path)
-    assert code == 2 and "before the first update the ratio must be 1" in error
-    assert "step 2: " in error and "step 3: " in error and "narrower dtype" in error
+    run = train(tmp_path)
+    assert run.returncode == 2
+    for words in ("before the first update the ratio must be 1", "step 2: ", "step 3: ", "narrower dtype"):
+        assert words in run.stderr
     assert not metrics(tmp_path)  # nothing was updated
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_and_counted(monkeypatch, capsys, tmp_path):
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(monkeypatch, tmp_path):
     backward = Distributed.backward
     monkeypatch.setattr(Distributed, "backward", lambda job, loss: backward(job, loss * torch.nan))
     monkeypatch.setattr(logger, "MAX_WITHOUT_EFFECT", 1)
     with pytest.raises(SystemExit, match="stopped at step 2: 2 updates in a row were not finite"):
-        trained(monkeypatch, capsys, tmp_path, max_steps=4)
+        train(tmp_path, max_steps=4)
     assert [line["grad_norm"] for line in metrics(tmp_path)] == [None, None]
-    skips = re.findall(r"skipped \((.) in a row\); it became so in the backward pass", capsys.readouterr().out)
-    assert skips == ["1", "2"]
 
 
-def test_members_of_one_noise_share_the_steps_before_the_window(monkeypatch, capsys, tmp_path):
+def test_members_of_one_noise_share_the_steps_before_the_window(monkeypatch, tmp_path):
     """Groups of four in passes of two: the second pass of a group has nothing to compute before its window."""
-    seen = {}
-    rollout = reward_flow.rollout
+    seen, spread = {True: [], False: []}, {}
 
-    def watched(velocity, x, sigmas, keep, start=0):
+    def record(_, velocity, x, sigmas, *more, **settings):
         seen[same].append((len(x), len(sigmas) - 1))
-        return rollout(velocity, x, sigmas, keep, start)
 
-    monkeypatch.setattr(reward_flow, "rollout", watched)
-    spread = {}
+    watch(monkeypatch, reward_flow, "rollout", record)
     for same in (True, False):
-        seen[same] = []
         settings = ["grpo.group_size=4", f"grpo.same_noise_in_group={same}", "run.sample_videos=0"]
-        assert trained(monkeypatch, capsys, tmp_path / str(same), *settings)[0] == 0
+        assert train(tmp_path / str(same), *settings).returncode == 0
         spread[same] = metrics(tmp_path / str(same))[0]["reward/std_in_group"]
     assert seen == {True: [(1, 2)] * 2, False: [(2, 2)] * 4}
     assert 0 < spread[True] < spread[False]  # members differ less if only the noise of two late steps differs
 
 
-def test_evaluation_is_the_ode_of_the_averaged_weights(monkeypatch, capsys, tmp_path):
+def test_evaluation_is_the_ode_of_the_averaged_weights(monkeypatch, tmp_path):
     """An average that never moves evaluates as the base model does."""
     settings = [
         HELD_OUT, "evaluation.eval_steps=1", "run.sample_videos=0",
         "evaluation.eval_inference_steps=1", "train.learning_rate=1e-2", "train.warmup_steps=0",
     ]  # fmt: skip
     monkeypatch.setattr(EMAModel, "step", lambda self, parameters: None)
-    assert trained(monkeypatch, capsys, tmp_path, *settings)[0] == 0
+    assert train(tmp_path, *settings).returncode == 0
     before, after = ({k: v for k, v in line.items() if "eval/" in k} for line in metrics(tmp_path))
     assert before == after and before
 
@@ -179,15 +168,16 @@ def test_evaluation_is_the_ode_of_the_averaged_weights(monkeypatch, capsys, tmp_
         (["lora.lora_target_modules=q,kk"], "lora.lora_target_modules: 'kk' matches no linear layer"),
     ],
 )
-def test_settings_are_refused_before_anything_loads(monkeypatch, capsys, tmp_path, overrides, message):
-    code, error = trained(monkeypatch, capsys, tmp_path / "run", *overrides)
-    assert code == 2 and message in error and not (tmp_path / "run" / "metrics.jsonl").exists()
+def test_settings_are_refused_before_anything_loads(tmp_path, overrides, message):
+    run = train(tmp_path, *overrides)
+    assert run.returncode == 2 and message in run.stderr and not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_held_out_clips_are_read_before_anything_loads(monkeypatch, capsys, tmp_path):
+def test_held_out_clips_are_read_before_anything_loads(tmp_path):
     (tmp_path / "held_out.csv").write_text("video,prompt\nlost.mp4,a person\n")
-    code, error = trained(monkeypatch, capsys, tmp_path / "run", f"evaluation.eval_clips={tmp_path / 'held_out.csv'}")
-    assert code == 2 and all(word in error for word in ("evaluation.eval_clips", "1 of 1 rows", "line 2: ", "lost.mp4"))
+    run = train(tmp_path / "run", f"evaluation.eval_clips={tmp_path / 'held_out.csv'}")
+    words = ("evaluation.eval_clips", "1 of 1 rows", "line 2: ", "lost.mp4")
+    assert run.returncode == 2 and all(word in run.stderr for word in words)
 
 
 def test_each_script_refuses_the_others_configuration(monkeypatch, capsys):
@@ -200,27 +190,15 @@ def test_each_script_refuses_the_others_configuration(monkeypatch, capsys):
 def test_the_scripts_loss_is_the_papers(monkeypatch, tmp_path, objective):
     """Against the formulas, in two updates on the same samples: the range clips some of them, and the KL counts."""
     scores, losses, references, advantages = [], [], [], []
-    score, backward, transition, advantages_of = sde.score, Distributed.backward, sde.Kernel.transition, grpo.advantages
 
-    def seen_score(velocity, step, i, kernel):
-        scores.append((step, i, kernel, *score(velocity, step, i, kernel)))
-        return scores[-1][3:]
-
-    def seen_transition(self, velocity, x, i):
-        mean, std = transition(self, velocity, x, i)
+    def seen_transition(result, *_):
         if not torch.is_grad_enabled():
-            references.append(mean)
-        return mean, std
+            references.append(result[0])
 
-    def seen_advantages(*arguments, **settings):
-        values, logged = advantages_of(*arguments, **settings)
-        advantages.extend(values.split(2))
-        return values, logged
-
-    monkeypatch.setattr(sde, "score", seen_score)
-    monkeypatch.setattr(sde.Kernel, "transition", seen_transition)
-    monkeypatch.setattr(grpo, "advantages", seen_advantages)
-    monkeypatch.setattr(Distributed, "backward", lambda job, loss: losses.append(loss.detach()) or backward(job, loss))
+    watch(monkeypatch, sde, "score", lambda result, _, *step: scores.append((*step, *result)))
+    watch(monkeypatch, sde.Kernel, "transition", seen_transition)
+    watch(monkeypatch, grpo, "advantages", lambda result, *_, **settings: advantages.extend(result[0].split(2)))
+    watch(monkeypatch, Distributed, "backward", lambda _, job, loss: losses.append(loss.detach()))
     launch_grpo(
         f"run.output_dir={tmp_path}", f"grpo.objective={objective}", "grpo.inner_epochs=2", "train.max_steps=2",
         "grpo.clip_range=1e-5", "grpo.clip_range_high=2e-5", "grpo.kl_weight=0.3", "train.learning_rate=0.05",
@@ -250,32 +228,18 @@ def test_the_scripts_loss_is_the_papers(monkeypatch, tmp_path, objective):
 
 def test_no_video_is_held_during_updates(monkeypatch, tmp_path):
     """Of 480x832x81 each takes 0.4 GB, at the moment at which most is needed."""
-    videos, alive, decode, update = [], [], WanDecoder.decode, Distributed.gradient_reduction
-
-    def seen_decode(self, latents, conditioning):
-        video = decode(self, latents, conditioning)
-        videos.append(weakref.ref(video))
-        return video
-
-    def seen_update(self):
-        alive.append(sum(video() is not None for video in videos))
-        return update(self)
-
-    monkeypatch.setattr(WanDecoder, "decode", seen_decode)
-    monkeypatch.setattr(Distributed, "gradient_reduction", seen_update)
+    videos, alive = [], []
+    watch(monkeypatch, WanDecoder, "decode", lambda video, *_: videos.append(weakref.ref(video)))
+    update = lambda *_: alive.append(sum(video() is not None for video in videos))  # noqa: E731
+    watch(monkeypatch, Distributed, "gradient_reduction", update)
     launch_grpo(f"run.output_dir={tmp_path}", "train.max_steps=2", "run.sample_videos=0")
     assert len(videos) == 4 and alive == [0, 0]
 
 
 def test_every_group_may_have_a_window_of_its_own(monkeypatch, tmp_path):
     """Flash-GRPO: one stochastic step per group. A resumed run draws the same ones."""
-    drawn, rollout = [], sde.rollout
-
-    def seen_rollout(velocity, x, kernel, window, *arguments, **settings):
-        drawn.append(window)
-        return rollout(velocity, x, kernel, window, *arguments, **settings)
-
-    monkeypatch.setattr(sde, "rollout", seen_rollout)
+    drawn = []
+    watch(monkeypatch, sde, "rollout", lambda _, v, x, kernel, window, *more, **settings: drawn.append(window))
     launch_grpo(
         f"run.output_dir={tmp_path}", "grpo.window.per_group=true", "grpo.window.size=1", "grpo.groups=4",
         "train.max_steps=3", "run.sample_videos=0", "sample.num_inference_steps=8",

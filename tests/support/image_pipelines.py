@@ -47,13 +47,13 @@ def clip_tokenizer():
     return tokenizer
 
 
-def clip_text(width, kind=CLIPTextModelWithProjection):
+def clip_text(width, model_class=CLIPTextModelWithProjection):
     words = len(clip_files.vocabulary())
     config = CLIPTextConfig(
         vocab_size=words, hidden_size=width, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
         projection_dim=width, bos_token_id=words - 2, eos_token_id=words - 1, pad_token_id=words - 1,
     )  # fmt: skip
-    return kind(config)
+    return model_class(config)
 
 
 def t5(tokenizer, width):
@@ -70,12 +70,12 @@ def talker():
     return words
 
 
-def qwen3(tokenizer, width, kind, layers):
+def qwen3(tokenizer, width, model_class, layers):
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
         num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=512,
     )  # fmt: skip
-    return kind(config)
+    return model_class(config)
 
 
 def image_vae(channels=4):
@@ -99,7 +99,7 @@ def quiet(pipe):
 
 
 def random_flux() -> FluxPipeline:
-    """Of FLUX.1-dev's kind: it is told a guidance, and the shift of its sigmas depends on the image's size."""
+    """Like FLUX.1-dev: it is told a guidance, and the shift of its sigmas depends on the image's size."""
     torch.manual_seed(0)
     letters, words = clip_tokenizer(), new_tokenizer()
     transformer = FluxTransformer2DModel(

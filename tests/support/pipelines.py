@@ -46,7 +46,7 @@ def random_pipeline(dtype: torch.dtype = torch.float32):
 
 
 def random_variant(name: str) -> WanImageToVideoPipeline | WanPipeline:
-    """Of the kind of a variant (backbones/wan/variants.py), with random weights; what encodes text as above."""
+    """Return a pipeline of a variant (backbones/wan/variants.py), with random weights; what encodes text as above."""
     variant, pipe = VARIANTS[name], random_pipeline()
     if variant == I2V:
         return pipe

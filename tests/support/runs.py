@@ -187,6 +187,18 @@ def assert_same_run(run, straight, step):
     assert equal_tensors(adapter(run, step), adapter(straight, step))
 
 
+def watch(monkeypatch, owner, name, record):
+    """Give `record` the result and the arguments of each call of owner.name."""
+    function = getattr(owner, name)
+
+    def watched(*arguments, **settings):
+        result = function(*arguments, **settings)
+        record(result, *arguments, **settings)
+        return result
+
+    monkeypatch.setattr(owner, name, watched)
+
+
 def _call(script, config, monkeypatch, capsys, *arguments):
     """Return the exit code, standard output and error of a script's main in this process."""
     monkeypatch.chdir(ROOT)

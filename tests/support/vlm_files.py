@@ -12,7 +12,7 @@ from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLForConditionalGen
 
 SIGNS = ("im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
 WIDTH, RANK, ALPHA = 32, 4, 6
-PIXELS = 16 * 28 * 28  # of a frame, a sixteenth of what is published
+PIXELS = 16 * 28 * 28  # pixels of a frame, a sixteenth of what is published
 VIDEO_QUESTION = (
     "\nLook! It is: <|VQ_reward|>\nIt moves: <|MQ_reward|>\nIt should be: {text_prompt}\nIt is that: <|TA_reward|>\n"
 )
@@ -48,11 +48,11 @@ def write_qwen(folder):
     return folder
 
 
-def scorer(qwen, answers, make_head, seed=0):
-    """transformers' model with a head, as the authors' class has it, and its tokenizer with the answers' tokens."""
+def scorer(qwen, score_tokens, make_head, seed=0):
+    """transformers' model with a head, as the authors' class has it, and its tokenizer with these tokens."""
     torch.manual_seed(seed)
     tokenizer = Qwen2Tokenizer.from_pretrained(qwen)
-    tokenizer.add_special_tokens({"additional_special_tokens": list(answers)})
+    tokenizer.add_special_tokens({"additional_special_tokens": list(score_tokens)})
     config = Qwen2VLConfig.from_pretrained(qwen)
     config.dtype = config.text_config.dtype = config.vision_config.dtype = torch.float32
     model = Qwen2VLForConditionalGeneration(config)
@@ -63,9 +63,9 @@ def scorer(qwen, answers, make_head, seed=0):
     return model.eval(), tokenizer
 
 
-def write_video_align(folder, qwen, answers, outputs=3, *, old_names=True, lora=True):
+def write_video_align(folder, qwen, score_tokens, outputs=3, *, old_names=True, lora=True):
     """KwaiVGI/VideoReward: model_config.json and the state dict of a PEFT model. The model and its tokenizer."""
-    model, tokenizer = scorer(qwen, answers, lambda: nn.Linear(WIDTH, outputs, bias=False))
+    model, tokenizer = scorer(qwen, score_tokens, lambda: nn.Linear(WIDTH, outputs, bias=False))
     if lora:
         linear = [
             name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "language_model" in name
@@ -97,9 +97,9 @@ def ranknet():
     )
 
 
-def write_hpsv3(path, qwen, answers):
+def write_hpsv3(path, qwen, score_tokens):
     """HPSv3.safetensors. The model and its tokenizer."""
-    model, tokenizer = scorer(qwen, answers, ranknet)
+    model, tokenizer = scorer(qwen, score_tokens, ranknet)
     save_file({before_4_52(name): value.clone() for name, value in model.state_dict().items()}, path)
     return model, tokenizer
 

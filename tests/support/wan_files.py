@@ -19,7 +19,7 @@ from tiny_world.video import new_tokenizer
 
 LAYERS = 2
 T5_LAYERS = 2
-RANK = 4  # of the Lightning-like LoRA
+RANK = 4  # the rank of the Lightning-like LoRA
 REPOSITORY = "Wan-AI/Wan2.2-I2V-A14B"
 
 
@@ -126,13 +126,13 @@ def original_vae_names() -> list[str]:
     # index in the flat list: what is there. Channels: 1 1 2 4 4 down, 4 4 4 2 1 up, halved by each upsampler
     down = {0: "r", 1: "r", 2: "s", 3: "rs", 4: "r", 5: "t", 6: "rs", 7: "r", 8: "t", 9: "r", 10: "r"}
     up = dict.fromkeys(range(15), "r") | {3: "t", 4: "rs", 7: "t", 11: "s"}
-    for stem, kinds in (("encoder.downsamples", down), ("decoder.upsamples", up)):
-        for index, kind in kinds.items():
+    for stem, layers in (("encoder.downsamples", down), ("decoder.upsamples", up)):
+        for index, layer in layers.items():
             place = f"{stem}.{index}"
-            if kind.startswith("r"):
-                names += residual(place, shortcut=kind == "rs")
+            if layer.startswith("r"):
+                names += residual(place, shortcut=layer == "rs")
             else:  # resampling in space, or in space and time
-                resampling = [f"{place}.resample.1"] + ([f"{place}.time_conv"] if kind == "t" else [])
+                resampling = [f"{place}.resample.1"] + ([f"{place}.time_conv"] if layer == "t" else [])
                 names += with_leaves(resampling, both)
     return names
 
@@ -166,8 +166,8 @@ def original_residual_vae(model: AutoencoderKLWan) -> dict[str, torch.Tensor]:
         if name in converted:
             state[converted[name]] = value.clone()
             continue
-        side, kind, level, *path = name.split(".")
-        way = {"down_blocks": "downsamples", "up_blocks": "upsamples"}[kind]
+        side, blocks_name, level, *path = name.split(".")
+        way = {"down_blocks": "downsamples", "up_blocks": "upsamples"}[blocks_name]
         if path[0] == "resnets":
             block, module, *leaf = path[1:]
             end = [block, inner[module], *leaf]
