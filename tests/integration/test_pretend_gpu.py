@@ -7,12 +7,11 @@ import argparse
 import collections
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, run_python
+from runs import SWAPPED, metrics
 
 from rewardfl import config
 from rewardfl.data.clips import read_video, write_video
@@ -30,15 +29,10 @@ FOUR_STEPS = [
     "sample.num_inference_steps=8", "sample.final_timestep=7", "sample.active_steps=[4, 5, 6, 7]",
     "model.trainable_models=dit2",
 ]  # fmt: skip
-SWAP = [
-    "train.memory.trained=cpu_swap",
-    "train.memory.untrained=cpu_swap",
-    "train.memory.use_gradient_checkpointing=true",
-]
 OFFLOAD = ["train.memory.use_gradient_checkpointing=true", "train.memory.use_gradient_checkpointing_offload=true"]
 CASES = {
     "reward_fl": REWARD_FL,
-    "reward_fl swap": [*REWARD_FL, *LOW_NOISE, *SWAP],
+    "reward_fl swap": [*REWARD_FL, *LOW_NOISE, *SWAPPED],
     "reward_fl offload": [*REWARD_FL, *OFFLOAD, "train.memory.decode_caches=offload"],
     "reward_fl kept graphs": [*REWARD_FL, *OFFLOAD, "train.memory.active_graphs=keep_on_host"],
     "reward_fl boundary cache": [
@@ -50,11 +44,11 @@ CASES = {
     ],
     "reward_fl bfloat16": [*REWARD_FL, "model.dtype=bfloat16"],
     "flow_grpo": FLOW_GRPO,
-    "flow_grpo swap": [*FLOW_GRPO, *SWAP],
+    "flow_grpo swap": [*FLOW_GRPO, *SWAPPED],
     "flow_grpo guidance": [*FLOW_GRPO, "sample.guidance_scale=2"],
 }  # fmt: skip
 PLACES = {
-    "replay": [], "swap": [*SWAP, *OFFLOAD], "keep_on_device": ["train.memory.active_graphs=keep_on_device"],
+    "replay": [], "swap": [*SWAPPED, *OFFLOAD], "keep_on_device": ["train.memory.active_graphs=keep_on_device"],
     "kept chunks": ["train.memory.active_graphs=keep_on_device", "train.memory.kept_chunks=2"],
     "keep_on_host": [*OFFLOAD, "train.memory.active_graphs=keep_on_host"],
     "base videos": ["reward.motion_reference=base", "reward.others={flow: {name: optical_flow, weight: 1}}"],
@@ -66,19 +60,21 @@ LIMITS = json.loads((SUPPORT / "pretend_gpu_limits.json").read_text())
 
 
 def launch(arguments, folder, *, pretend, **variables):
-    command = [sys.executable]
-    command += [str(SUPPORT / "run_on_pretend_gpu.py"), str(folder / "report.json")] if pretend else []
+    command = [SUPPORT / "run_on_pretend_gpu.py", folder / "report.json"] if pretend else []
     settings = ["run.save_steps=2", f"run.output_dir={folder / 'run'}"]
     settings += [] if any("max_steps" in argument for argument in arguments) else ["train.max_steps=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment |= {"PYTHONPATH": str(ROOT)} | ({} if pretend else {"ACCELERATE_USE_CPU": "true"}) | variables
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | ({} if pretend else {"ACCELERATE_USE_CPU": "true"})
     folder.mkdir()
-    done = subprocess.run(
-        [*command, *arguments, *settings], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580
-    )
+    done = run_python([*command, *arguments, *settings], timeout=580, cwd=ROOT, env=environment | variables)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines]
+    return metrics(folder / "run")
+
+
+def clean_report(folder):
+    """Return what the pretend device saw: neither mixed devices nor hazards."""
+    report = json.loads((folder / "report.json").read_text())
+    assert report["mixed"] == report["hazards"] == report["notes"] == []
+    return report
 
 
 def by_phase(report: dict) -> dict[str, list[int]]:
@@ -95,8 +91,7 @@ def by_phase(report: dict) -> dict[str, list[int]]:
 def test_updates_on_the_pretend_gpu(case, tmp_path):
     pretended, computed = (launch(CASES[case], tmp_path / name, pretend=name == "gpu") for name in ("gpu", "cpu"))
     assert pretended == computed
-    report = json.loads((tmp_path / "gpu" / "report.json").read_text())
-    assert report["mixed"] == report["hazards"] == report["notes"] == []
+    report = clean_report(tmp_path / "gpu")
     for phase, counts in by_phase(report).items():
         assert all(a <= b for a, b in zip(counts, LIMITS[case][phase], strict=True)), f"{phase}: {counts}"
 
@@ -131,8 +126,7 @@ def test_a_clip_of_21_chunks_waits_at_most_40_times_an_update(tmp_path):
     clips = write_clips(tmp_path, [(64, 64)] * 2, frames=41)
     settings = [f"data.file_name={clips}", "data.num_frames=41"]
     launch([*CASES["reward_fl offload"], *settings, *FOUR_STEPS], tmp_path / "gpu", pretend=True)
-    report = json.loads((tmp_path / "gpu" / "report.json").read_text())
-    assert report["mixed"] == report["hazards"] == report["notes"] == []
+    report = clean_report(tmp_path / "gpu")
     waits = [row for row in report["waits"] if row[0] in UPDATE]
     assert sum(count for *_, count in waits) <= 2 * 40, waits
 
@@ -147,8 +141,7 @@ def test_no_copy_above_1_mb_blocks_an_update(case, settings, tmp_path):
     clips = write_clips(tmp_path, [(224, 224)] * 2, frames=9)
     size = [f"data.file_name={clips}", "data.num_frames=9", "data.height=224", "data.width=224"]
     launch([*CASES[case], *size, *settings], tmp_path / "gpu", pretend=True)
-    report = json.loads((tmp_path / "gpu" / "report.json").read_text())
-    assert report["mixed"] == report["hazards"] == report["notes"] == []
+    report = clean_report(tmp_path / "gpu")
     assert [row for row in report["blocking"] if row[0] in UPDATE and row[3] > 1e6] == []
     assert any(row[0] == "start" and row[3] > 1e6 for row in report["blocking"])  # the size shows the fault
 
@@ -193,10 +186,7 @@ def test_a_gpu_holds_what_the_plan_says(mode, tmp_path):
 
 @pytest.mark.slow(8)
 def test_planted_faults_are_seen():
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(SUPPORT / "planted_faults.py")], env=environment, capture_output=True, text=True
-    )
+    done = run_python([SUPPORT / "planted_faults.py"])
     assert done.returncode == 0, done.stderr[-3000:]
     seen = json.loads(done.stdout.splitlines()[-1])
     assert len(seen) > 30

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -153,15 +154,9 @@ def command(script, *overrides):
 
 
 def _here(script, arguments, check):
-    out, err, before = io.StringIO(), io.StringIO(), (sys.argv, os.getcwd())
-    sys.argv = arguments
-    os.chdir(ROOT)
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = script.main()
-    finally:
-        sys.argv, folder = before
-        os.chdir(folder)
+    out, err, argv = io.StringIO(), io.StringIO(), mock.patch.object(sys, "argv", arguments)
+    with contextlib.chdir(ROOT), argv, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = script.main()
     assert code == 0 or not check, err.getvalue()[-3000:]
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
