@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import run_tool
 from image_pipelines import SIDE, random_flux
 from lora_dialects import read_adapter
 from runs import CONFIG, call, equal_tensors, launch, launch_grpo, metrics, watch
@@ -16,7 +15,6 @@ from rewardfl.backbones.protocol import Experts, Velocity
 from rewardfl.rewards import build_terms
 from rewardfl.training import batches, setup_data, setup_run
 from rewardfl.training import run as run_module
-from rewardfl_tools import plan_run
 
 pytestmark = [pytest.mark.slow(180), pytest.mark.usefixtures("trusts_code")]
 
@@ -127,8 +125,3 @@ def test_an_impossible_size_is_refused(folder_of, monkeypatch, capsys, columns, 
     monkeypatch.setattr(run_module, "open_run", None)  # before anything loads or is written
     code, _, error = call(monkeypatch, capsys, *words)
     assert code == 2 and "1 of 2 rows cannot be used" in error and f"\nline 3: {message}" in error, error
-    if "; width" in message:
-        assert f"line 3: {message}" in run_tool(plan_run.main, "--config", CONFIG, *words, expect=2)
-        monkeypatch.undo()
-        out = call(monkeypatch, capsys, *words, "data.skip_bad_rows=true", "--dry-run")[1]
-        assert f"skipped: line 3: {message}" in out
