@@ -186,7 +186,7 @@ def undeclared(sources):
     return {
         name: owners.get(name, ["not installed"])
         for name in used - sys.stdlib_module_names - {"rewardfl_tools", "benchmarks", "wandb", "rapidocr"}
-        if not declared() & {plain(one) for one in owners.get(name, [])}
+        if not declared() & {plain(owner) for owner in owners.get(name, [])}
     }
 
 

@@ -40,8 +40,8 @@ def test_diffusers_loads_what_we_fuse():
     pipe.fuse_lora(components=["transformer", "transformer_2"])
     pipe.unload_lora_weights()
     for name, expert in (("high_noise", pipe.transformer), ("low_noise", pipe.transformer_2)):
-        ours, theirs, base = (dict(each.state_dict()) for each in (experts.inside[name], expert, plain.inside[name]))
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        ours, stock, base = (dict(each.state_dict()) for each in (experts.inside[name], expert, plain.inside[name]))
+        torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)
         assert all(not torch.equal(ours[key], base[key]) for key in base if key.endswith("ffn.net.2.weight"))
 
 

@@ -136,9 +136,9 @@ def test_it_is_small():
 def test_the_tool_builds_it_from_a_seed(tmp_path):
     run = run_python(["assets/build/make_tiny_words.py", "--quick", "--out", tmp_path / "words"], cwd=ROOT)
     assert run.returncode == 0, run.stderr
-    made = {path.relative_to(tmp_path / "words") for path in (tmp_path / "words").rglob("*") if path.is_file()}
-    kept = {path.relative_to(WORDS) for path in WORDS.rglob("*") if path.is_file()}
-    assert kept <= made
+    built = {path.relative_to(tmp_path / "words") for path in (tmp_path / "words").rglob("*") if path.is_file()}
+    committed = {path.relative_to(WORDS) for path in WORDS.rglob("*") if path.is_file()}
+    assert committed <= built
     for name in ("train.txt", "validation.txt", "eval.txt", "train/metadata.csv"):
         assert (tmp_path / "words" / name).read_text() == (WORDS / name).read_text()
     assert (tmp_path / "words/train/pictures.zip").read_bytes() == (WORDS / "train/pictures.zip").read_bytes()

@@ -167,11 +167,11 @@ def test_drift_is_what_the_judges_see():
     for judge in ("fr_feature", "mobilefacenet"):
         base, cured = (figures["identity_kept"][judge][model] for model in ("base", "cured"))
         assert base <= 0.4 and cured >= base + 0.3 and cured >= (base + 1) / 2
-        found = figures["identity"][judge]
-        assert found["through_vae"]["face_sim"] >= 0.92 * found["real"]["face_sim"]
+        measured = figures["identity"][judge]
+        assert measured["through_vae"]["face_sim"] >= 0.92 * measured["real"]["face_sim"]
         # 1 and 0.8 are wanted: docs/results/tiny_world.md
-        assert found["through_vae"]["rank_1"] > 0.97 and found["through_vae"]["kept"] == pytest.approx(1)
-        assert all(found[model]["speed_over_real"] > 0.7 for model in ("base", "cured"))
+        assert measured["through_vae"]["rank_1"] > 0.97 and measured["through_vae"]["kept"] == pytest.approx(1)
+        assert all(measured[model]["speed_over_real"] > 0.7 for model in ("base", "cured"))
     assert all(figures["flow_over_real"][model] >= 0.8 for model in ("base", "cured"))
 
 

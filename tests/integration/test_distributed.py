@@ -176,11 +176,11 @@ def double(request, single, tmp_path_factory):
     shutil.copytree(single[1] / FL, out / FL, symlinks=True)
     for step in (2, 3, 4):
         shutil.rmtree(out / FL / "checkpoints" / f"step-{step:06d}")
-    kept = [
+    graphs = [
         "train.memory.active_graphs=keep_on_device",
         f"train.memory.kept_steps={1 if request.param == 'ddp' else 2}",
     ]
-    rewards = [*REWARD_FL, *kept, "train.gradient_accumulation_steps=2", "train.max_steps=3"]
+    rewards = [*REWARD_FL, *graphs, "train.gradient_accumulation_steps=2", "train.max_steps=3"]
     places = [[*BEST, f"run.output_dir={out / 'best'}"], *placed_runs(out, accumulation=1)]
     if request.param == "ddp":  # the same numbers, whose weights wait in host memory
         places = [[*words, "train.memory.trained=cpu_swap"] for words in places]

@@ -119,10 +119,10 @@ def test_what_documents_name_exists():
 
 
 def test_tests_that_documents_name_exist():
-    known = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     for document in (path for path in DOCUMENTS if path.name != "log.md"):
         for name in set(re.findall(r"\btest_[a-z0-9_]+\b", document.read_text())):
-            there = any((ROOT / "tests").rglob(f"{name}.py")) or re.search(rf"def {name}", known)
+            there = any((ROOT / "tests").rglob(f"{name}.py")) or re.search(rf"def {name}", tests)
             assert there, f"{document.name} names {name}"
 
 
@@ -134,11 +134,11 @@ def test_every_setting_of_flow_grpo_is_explained():
 
 def test_keys_that_documents_name_exist():
     """`section.key`, of either script, in backticks: with a value or without."""
-    sections = [one for schema in config.SECTIONS.values() for one in schema.items()]
+    sections = [section for schema in config.SECTIONS.values() for section in schema.items()]
     for document in (path for path in DOCUMENTS if path.name not in ("log.md", "CHANGELOG.md")):
         for section, key in set(re.findall(r"`(\w+)\.(?!json`|lock`)(\w+)(?:[:=][^`]*)?`", document.read_text())):
             fields = [schema.model_fields for name, schema in sections if name == section]
-            assert not fields or any(key in one for one in fields), f"{document.name} names {section}.{key}"
+            assert not fields or any(key in names for names in fields), f"{document.name} names {section}.{key}"
 
 
 @pytest.mark.check
@@ -212,9 +212,9 @@ def test_the_reward_that_is_written_from_nothing_works(tmp_path):
     reward = rewards.build(f"{path}:Sharpness", {"limit": 1.5})
     clip = torch.rand(3, 4, 8, 8, generator=torch.Generator().manual_seed(0)) - 0.5
     video = torch.stack([clip, 0.5 * clip, 2 * clip]).requires_grad_()
-    found = reward(video, [reward.reference(clip)] * 3)
-    assert found.score.tolist() == pytest.approx([1, 0.5, 1.5]) and found.valid.all()
-    (gradient,) = torch.autograd.grad(found.score.sum(), video)
+    output = reward(video, [reward.reference(clip)] * 3)
+    assert output.score.tolist() == pytest.approx([1, 0.5, 1.5]) and output.valid.all()
+    (gradient,) = torch.autograd.grad(output.score.sum(), video)
     # the last is at its limit
     assert gradient[0, :, 1:].any() and not gradient[:, :, 0].any() and not gradient[2].any()
     assert reward.reference(torch.zeros(3, 4, 8, 8)) is None and not reward(video[:1], [None]).valid.any()
@@ -239,9 +239,9 @@ def follow(command):
         return
     assert command[:2] == ["hf", "download"]
     options = dict(zip(command[3::2], command[4::2], strict=True))
-    wanted = [name for name in REPOSITORIES[command[2]] if fnmatch.fnmatch(name, options.get("--include", "*"))]
-    assert wanted, command
-    for name in wanted:
+    names = [name for name in REPOSITORIES[command[2]] if fnmatch.fnmatch(name, options.get("--include", "*"))]
+    assert names, command
+    for name in names:
         path = Path(options["--local-dir"], name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()

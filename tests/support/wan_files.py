@@ -196,9 +196,9 @@ def original_image_encoder(model) -> dict[str, torch.Tensor]:
             f"{place}.attn.proj": inner.out_proj, f"{place}.mlp.0": layer.mlp.fc1, f"{place}.mlp.2": layer.mlp.fc2,
         }  # fmt: skip
         for leaf in ("weight", "bias"):
-            parts = [getattr(one, leaf) for one in (inner.q_proj, inner.k_proj, inner.v_proj)]
+            parts = [getattr(layer, leaf) for layer in (inner.q_proj, inner.k_proj, inner.v_proj)]
             state[f"{place}.attn.to_qkv.{leaf}"] = torch.cat(parts)
-    state |= {f"{name}.{leaf}": getattr(one, leaf) for name, one in modules.items() for leaf in ("weight", "bias")}
+    state |= {f"{name}.{leaf}": getattr(part, leaf) for name, part in modules.items() for leaf in ("weight", "bias")}
     return {name: value.detach().clone() for name, value in state.items()}
 
 
