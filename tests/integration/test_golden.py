@@ -1,13 +1,15 @@
 """Some steps of all scripts give the numbers that they gave when tests/golden/*.json was recorded.
 
-These runs have configurations and assets of their own, so that only the code changes them. Another processor adds up in
-another order, and its noise for a seed may differ in the seventh digit. So any machine compares the first STEPS steps
-within a tolerance, and the norms of the adapters after the last step. To the last bit a machine compares with itself:
+These runs have configurations of their own, and read assets/tiny_world, whose digest stands in each record. Another
+processor adds up in another order, and its noise for a seed may differ in the seventh digit. So any machine compares
+the first STEPS steps within a tolerance, and the norms of the adapters after the last step. To the last bit a machine
+compares with itself:
 
     make golden-record    # at the commit before the change, into outputs/golden
     make golden           # after the change: every metric of every step, and the adapter
 
-A commit that means to change a number records again, and says the old number, the new one and why:
+A commit that means to change a number records again, and says the old number, the new one and why. So does a commit
+that changes the tiny world; it also begins the runs of test_saved_runs.py again:
 
     python tests/integration/test_golden.py record tests/golden
 """
@@ -27,7 +29,7 @@ from safetensors.torch import load_file
 pytestmark = pytest.mark.slow(160)
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "tests" / "golden"
+GOLDEN, WORLD = ROOT / "tests" / "golden", ROOT / "assets" / "tiny_world"
 RUNS = {  # by record: the command line
     "reward_fl": ["train_reward_fl.py", "--trust-code", "--config", str(GOLDEN / "reward_fl.yaml")],
     "flow_grpo": ["train_flow_grpo.py", "--config", str(GOLDEN / "flow_grpo.yaml")],
@@ -43,7 +45,7 @@ STEPS, RELATIVE, ABSOLUTE, NORM = 3, 1e-4, 1e-6, 1e-3
 
 
 def run(name: str, folder: Path) -> dict:
-    """Run a script in `folder`; return {metrics: by step, without times and memory; adapter: digest; norms}."""
+    """Run a script in `folder`; return {world; metrics: by step, without times and memory; adapter: digest; norms}."""
     command = [sys.executable, *RUNS[name], f"run.output_dir={folder}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = str(ROOT)
@@ -52,7 +54,16 @@ def run(name: str, folder: Path) -> dict:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     metrics = [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines]
     files = sorted((folder / "checkpoints" / f"step-{lines[-1]['step']:06d}").rglob("*.safetensors"))
-    return {"metrics": metrics, "adapter": digest(files), "norms": norms(files)}
+    return {"world": digest_world(), "metrics": metrics, "adapter": digest(files), "norms": norms(files)}
+
+
+def digest_world() -> str:
+    """Return the sha256 over the tiny world's files that these runs read."""
+    total = hashlib.sha256()
+    for part in ("pipeline/**/*.*", "faces/reward/*", "faces/judge/*", "train/videos/00[012].mp4"):
+        for file in sorted(WORLD.glob(part)):
+            total.update(file.read_bytes())
+    return total.hexdigest()
 
 
 def digest(files: list[Path]) -> str:
@@ -93,7 +104,9 @@ def in_steps(old: list[dict], new: list[dict], relative: float = 0, absolute: fl
 
 @pytest.mark.parametrize("name", RUNS)
 def test_golden_curve(name, tmp_path):
-    record, result = json.loads((GOLDEN / f"{name}.json").read_text()), run(name, tmp_path)
+    record = json.loads((GOLDEN / f"{name}.json").read_text())
+    assert record["world"] == digest_world(), "assets/tiny_world has changed since the record: record again"
+    result = run(name, tmp_path)
     pairs = zip(record["metrics"][:STEPS], result["metrics"], strict=False)
     recorded = [{key: new[key] for key in new if key in old} for old, new in pairs]  # a metric may be new
     assert in_steps(record["metrics"][:STEPS], recorded, RELATIVE, ABSOLUTE) == []
@@ -124,7 +137,7 @@ def main(task: str, folder: Path) -> int:
             continue
         record = json.loads(file.read_text())
         lines = in_steps(record["metrics"], result["metrics"])
-        lines += ["the adapter"] if record["adapter"] != result["adapter"] else []
+        lines += [f"the {key}" for key in ("world", "adapter") if record[key] != result[key]]
         different |= bool(lines)
         print(f"{name}: {'differs' if lines else 'equal to the last bit'}", *lines[:20], sep="\n    ")
     return int(different)

@@ -23,7 +23,7 @@ from rewardfl.config.schema import SECTIONS
 SEED, CALLS = int(os.environ.get("ODD_SEED", "59")), int(os.environ.get("ODD_CALLS", "500"))
 pytestmark = [pytest.mark.long, pytest.mark.slow(120), pytest.mark.timeout(10 * CALLS)]
 
-GOLDEN = ROOT / "tests" / "golden"
+GOLDEN, WORLD = ROOT / "tests" / "golden", ROOT / "assets" / "tiny_world"
 # arguments that work; INPUTS is a folder of `inputs` below, with a run of one step and its evaluation
 BASE = {
     "evaluate": "--trust-code --run INPUTS/run --data INPUTS/people.csv --seeds 1 --device cpu --out out",
@@ -31,10 +31,10 @@ BASE = {
     "compare_runs": "INPUTS/run INPUTS/run/evaluation --out page.html",
     "convert_lora": "--lora INPUTS/comfy.safetensors --to diffusers --out out.safetensors",
     "doctor": f"--config {GOLDEN}/reward_fl.yaml --device cpu",
-    "generate": f"--model {GOLDEN}/world/pipeline --image INPUTS/face.png --prompt talking --height 32 --width 32 "
+    "generate": f"--model {WORLD}/pipeline --image INPUTS/face.png --prompt talking --height 32 --width 32 "
     "--num-frames 5 --steps 1 --device cpu --out out.mp4",
-    "merge_lora": f"--base {GOLDEN}/world/pipeline/transformer_2 --lora INPUTS/comfy.safetensors --out out",
-    "merge_shards": f"--input {GOLDEN}/world/pipeline/transformer_2 --out out.safetensors",
+    "merge_lora": f"--base {WORLD}/pipeline/transformer_2 --lora INPUTS/comfy.safetensors --out out",
+    "merge_shards": f"--input {WORLD}/pipeline/transformer_2 --out out.safetensors",
     "plan_run": f"--trust-code --config {GOLDEN}/reward_fl.yaml",
     "reward_scales": f"--trust-code --config {GOLDEN}/reward_fl.yaml --rows 1 --device cpu",
     "serve_reward": "--reward optical_flow --port 0 --device cpu",
@@ -186,10 +186,10 @@ def describe(call, faults):
 def make_inputs(folder):
     """Fill a folder with what the calls read."""
     folder.mkdir()
-    expert = WanTransformer3DModel.from_pretrained(GOLDEN / "world" / "pipeline" / "transformer_2")
+    expert = WanTransformer3DModel.from_pretrained(WORLD / "pipeline" / "transformer_2")
     DIALECTS["d5"](folder, factors(expert))
     Image.new("RGB", (32, 32)).save(folder / "face.png")
-    (folder / "people.csv").write_text(f"video,prompt\n{GOLDEN}/world/train/videos/000.mp4,talking\n")
+    (folder / "people.csv").write_text(f"video,prompt\n{WORLD}/train/videos/000.mp4,talking\n")
     (folder / "odd").mkdir()
     return odd_paths(folder / "odd")
 

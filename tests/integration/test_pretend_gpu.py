@@ -97,9 +97,8 @@ def test_updates_on_the_pretend_gpu(case, tmp_path):
 
 
 def write_clips(folder, sizes, frames):
-    """Write a golden clip in each size (height, width), forwards and backwards; return the table's path."""
-    source = ROOT / "tests" / "golden" / "world" / "train"
-    video = read_video(source / "videos" / "000.mp4")
+    """Write a clip of the tiny world in each size (height, width), forwards and backwards; return the table's path."""
+    video = read_video(ROOT / "assets" / "tiny_world" / "train" / "videos" / "000.mp4")
     loop = torch.cat([video, video.flip(0)[1:-1]]).repeat(-(-frames // 16), 1, 1, 1)[:frames]
     for i, (height, width) in enumerate(sizes):
         resized = torch.nn.functional.interpolate(loop.permute(0, 3, 1, 2).float(), (height, width), mode="bilinear")
