@@ -5,7 +5,6 @@ device storage is `cuda:0`, so the package's own branches for a GPU run. The pre
 
 - refuses operators that mix host and device where CUDA refuses them, numpy of a device tensor, and host generators for
   device noise;
-- counts copies and waits by phase and source line;
 - orders streams and events by vector clocks, and reuses freed memory by stream as CUDA's caching allocator does, and so
   reports a read or write without an order;
 - reports host memory that is registered twice, or written while a copy may still read it;
@@ -60,15 +59,13 @@ class Tag:
 
 
 class Ledger:
-    """All that the pretend device has seen. Counters are keyed by (phase, what, source line)."""
+    """All that the pretend device has seen. Counters are keyed by what and source line, the first two by phase, too."""
 
     def __init__(self):
         self.tags = WeakIdKeyDictionary()
         self.placing = threading.local()  # .stack: where tensors that a factory makes now belong
         self.phases = ["start"]
         self.mixed, self.hazards, self.notes = (collections.Counter() for _ in range(3))
-        self.waits, self.copies = collections.Counter(), collections.Counter()
-        self.blocking = collections.Counter()  # the largest bytes of one copy that the host waits for
         self.living, self.peaks = 0, collections.Counter()  # bytes of device storages: now, and the highest by phase
         self.registered: dict[int, int] = {}  # address -> bytes, of cudaHostRegister
         self.clock = {"host": 0, "main": 0}
@@ -101,9 +98,8 @@ class Ledger:
         for name, value in earlier.items():
             self.seen[later][name] = max(self.seen[later][name], value)
 
-    def wait(self, what: str) -> None:
-        """Count a wait of the host for the current stream."""
-        self.waits[self.phase, what, source_line()] += 1
+    def wait(self) -> None:
+        """Let the host wait for the current stream."""
         self.order("host", self.seen[self.stream])
 
     def touch(self, memory: Memory | None, stream: str, *, writes: bool, what: str) -> None:
@@ -212,31 +208,21 @@ def is_locked(tensor: Tensor) -> bool:
 
 
 def note_copy(target: Tensor, source: Tensor, *, non_blocking: bool) -> None:
-    """Count a copy on the current stream, and a wait unless it is asynchronous from or to page-locked memory."""
+    """Order a copy on the current stream; the host waits unless it is asynchronous from or to page-locked memory."""
     to_device = place_of(target) == "device"
     direction, host = ("to device", source) if to_device else ("to host", target)
     stream, locked = ledger.stream, is_locked(host)
     ledger.launch(stream)
     ledger.touch(tag_of(host).memory if locked else None, stream, writes=not to_device, what=f"copy {direction}")
     ledger.touch(tag_of(target if to_device else source).memory, stream, writes=to_device, what=f"copy {direction}")
-    how = "asynchronous" if non_blocking and locked else "waits"
     if non_blocking and not locked and not to_device:
         ledger.notes["non_blocking copy to host memory that is not page-locked", source_line()] += 1
-    key = ledger.phase, f"{direction}, {how}", source_line()
-    if how == "waits":
-        ledger.wait(f"copy {direction}")
-        ledger.blocking[key] = max(ledger.blocking[key], host.nbytes)
-    ledger.copies[key] += 1
-
-
-def note_upload(what: str) -> None:
-    """Count a list of Python numbers that becomes a device tensor: a blocking copy."""
-    ledger.copies[ledger.phase, "to device, waits", source_line()] += 1
-    ledger.wait(what)
+    if not (non_blocking and locked):
+        ledger.wait()
 
 
 def moved(tensor: Tensor, device, dtype=None, *, non_blocking=False, copy=False, memory_format=None) -> Tensor:
-    """Return what `Tensor.to` returns; a copy between host and device is counted."""
+    """Return what `Tensor.to` returns; a copy between host and device is ordered."""
     # channels stay where they are: with others a CPU's bfloat16 gradients round otherwise
     layout = {"memory_format": memory_format} if memory_format is torch.contiguous_format else {}
     device = as_device(device)
@@ -296,13 +282,13 @@ class PretendDevice(TorchDispatchMode):
             if on_device:
                 ledger.launch(ledger.stream)
                 ledger.touch(tag_of(inputs[0]).memory, ledger.stream, writes=False, what="item")
-                ledger.wait("item")
+                ledger.wait()
             return func(*args, **kwargs)
         if on_device and "host" in places:
             refuse_mixed(func, name, args, inputs, places)
         by_mask = name == "index" and any(t.dtype in (torch.bool, torch.uint8) for t in inputs[1:])
         if on_device and (name in WAITING or by_mask):
-            ledger.wait(name)
+            ledger.wait()
         result = func(*args, **kwargs)
         fresh = tag_results(result, inputs, places)
         on_device = on_device or any(tag.place == "device" for tag in fresh)
@@ -319,7 +305,7 @@ def refuse_mixed(func, name: str, args, inputs: list[Tensor], places: list[str])
         if place != "host" or (tensor.dim() == 0 and (pointwise or name in TAKES_HOST_SCALARS)):
             continue
         if id(tensor) in indices:
-            note_upload("index on the host")
+            ledger.wait()
         else:
             wrong.append(f"{tuple(tensor.shape)} {tensor.dtype}")
     if wrong:
@@ -425,7 +411,7 @@ def factory(real, name: str):
         if locked:
             lock(result)
         if name in ("tensor", "scalar_tensor") and place == "device":
-            note_upload(f"torch.{name} of numbers")
+            ledger.wait()
         return result
 
     return make
@@ -449,7 +435,7 @@ def new_method(real, name: str):
             result = real(self, *args, **kwargs)
         set_tag(result, place)
         if name == "new_tensor" and place == "device":
-            note_upload("new_tensor of numbers")
+            ledger.wait()
         return result
 
     return make
@@ -533,7 +519,6 @@ class Stream:
 
     def synchronize(self):
         ledger.order("host", ledger.seen[self.name])
-        ledger.waits[ledger.phase, "stream", source_line()] += 1
 
     def record_event(self, event=None):
         event = event or Event()
@@ -569,7 +554,6 @@ class Cudart:
 def synchronize(device=None):
     for name in list(ledger.clock)[1:]:
         ledger.order("host", ledger.seen[name])
-    ledger.waits[ledger.phase, "torch.cuda.synchronize", source_line()] += 1
 
 
 def check_error(code):

@@ -44,7 +44,7 @@ def main(report: str, script: str, arguments: list[str]) -> int:
         code = int(stop.code or 0)
     finally:
         ledger = pretend_gpu.ledger
-        counters = ("mixed", "hazards", "notes", "waits", "copies", "blocking")
+        counters = ("mixed", "hazards", "notes")
         content = {name: rows(getattr(ledger, name)) for name in counters}
         content["peaks"] = ledger.peaks
         content["host_bytes"] = sum(ledger.registered.values())
