@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from rewardfl.backbones.stock import read_config
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan.files import published
 from rewardfl.backbones.wan.variants import VARIANTS
@@ -53,7 +54,7 @@ def in_own_process(config: Path, folder: Path, lora: str) -> dict[str, float]:
 
 def write(folder: Path, layers: int, width: int) -> tuple[Path, Path]:
     """Write folder/original and folder/diffusers, float32 in SHARDS files each; return config.json and a LoRA."""
-    config = json.loads((published(VARIANTS["wan2_2"]) / "transformer" / "config.json").read_text())
+    config = read_config(published(VARIANTS["wan2_2"]), "transformer")
     config |= {"num_layers": layers, "num_attention_heads": width // 128, "ffn_dim": 4 * width}
     (folder / "config.json").write_text(json.dumps(config))
     with torch.device("meta"):

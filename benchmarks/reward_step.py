@@ -29,7 +29,6 @@ import gc
 import json
 import math
 import shlex
-import shutil
 import statistics
 import sys
 import tempfile
@@ -175,20 +174,22 @@ def highest_rss() -> int:
 
 
 def resize(backbone: Backbone, layers: int | None, heads: int | None, vae_channels: int | None, home: Path) -> Path:
-    """Copy the model's configurations with other numbers of blocks, heads and channels; None keeps a number."""
+    """Write the model's configurations with other numbers of blocks, heads and channels; None keeps a number."""
     folder = home / "model"
-    shutil.copytree(backbone.folder, folder)
-    for part in (*backbone.variant.parts.values(), "vae"):
-        file = folder / part / "config.json"
-        shape = json.loads(file.read_text())
+    for part in (*backbone.variant.parts.values(), "vae", "text_encoder"):
+        shape = stock.read_config(backbone.folder, part)
+        more = {}
         if part == "vae":
             more = {} if vae_channels is None else {"base_dim": vae_channels, "decoder_base_dim": vae_channels}
-        else:
+        elif part != "text_encoder":
             more = {} if layers is None else {"num_layers": layers}
             if heads is not None:
                 width = shape["ffn_dim"] * heads // shape["num_attention_heads"]
                 more |= {"num_attention_heads": heads, "ffn_dim": width}
-        file.write_text(json.dumps(shape | {key: value for key, value in more.items() if key in shape}))
+        (folder / part).mkdir(parents=True)
+        changed = {key: value for key, value in more.items() if key in shape}
+        (folder / part / "config.json").write_text(json.dumps(shape | changed))
+    (folder / "model_index.json").write_text(json.dumps(stock.read_config(backbone.folder, "model_index")))
     return folder
 
 
@@ -210,7 +211,7 @@ def new_expert(
     cfg: RewardFlConfig, backbone: Backbone, name: str, device: torch.device, checkpointed: Callable | None
 ) -> nn.Module:
     """Build an expert, placed as `train.memory` says. checkpointed: calls a trained expert's blocks; None: frozen."""
-    dims = stock.read_part_config(backbone.folder, backbone.variant.parts[name])
+    dims = stock.read_config(backbone.folder, backbone.variant.parts[name])
     expert: WanTransformer3DModel = wan.new_expert(dims, DTYPES[cfg.model.dtype], dims["num_layers"], None)
     where = cfg.train.memory.untrained if checkpointed is None else cfg.train.memory.trained
     home = torch.device("cpu") if where == "cpu_swap" else device
@@ -231,7 +232,7 @@ def new_expert(
 
 def new_decoder(cfg: RewardFlConfig, backbone: Backbone, device: torch.device) -> WanDecoder:
     with torch.device("meta"):
-        vae = AutoencoderKLWan.from_config(stock.read_part_config(backbone.folder, "vae"))
+        vae = AutoencoderKLWan.from_config(stock.read_config(backbone.folder, "vae"))
     vae.encoder = vae.quant_conv = None
     for parameter in vae.parameters():
         parameter.data = parameter.data.to(DTYPES[cfg.model.dtype])

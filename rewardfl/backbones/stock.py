@@ -1,5 +1,6 @@
 """Shared uses of diffusers and transformers: configurations, headers, complete loading, saving adapters."""
 
+import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,28 +19,35 @@ from rewardfl.weights.shards import Checkpoint, InputError
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def pipeline_class(name: str) -> Any:
-    """Import one of diffusers' pipelines, without the note on torchvision that its image processors print."""
-    import diffusers
-
+def import_class(library: str, name: str) -> Any:
+    """Import a class of diffusers or transformers, without the note on torchvision that image processors print."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        return getattr(diffusers, name)
+        return getattr(importlib.import_module(library), name)
     finally:
         logging.set_verbosity(verbosity)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file. Raise InputError if it is missing or of another type."""
+# by part in diffusers' layout; that of every other part is its config.json
+_CONFIG_FILES = {
+    "model_index": "model_index.json", "scheduler": "scheduler/scheduler_config.json",
+    "image_processor": "image_processor/preprocessor_config.json",
+}  # fmt: skip
+
+
+def read_config(configs: Path, part: str) -> dict[str, Any]:
+    """Return the configuration of a pipeline's part, or its model_index.
+
+    configs: a pipeline folder, or the file of a published model, {part: configuration}. Raise InputError for a missing
+    or damaged file.
+    """
+    if configs.is_file():
+        return shards.read_json_object(configs)[part]
+    path = configs / _CONFIG_FILES.get(part, f"{part}/config.json")
     if not path.is_file():
         raise InputError(f"{path} is missing; the folder must have diffusers' layout")
     return shards.read_json_object(path)
-
-
-def read_part_config(folder: Path, part: str) -> dict[str, Any]:
-    """Read the config.json of a pipeline's part."""
-    return read_json(folder / part / "config.json")
 
 
 def settings(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -65,8 +65,8 @@ def test_the_wheel_has_the_package_its_data_and_nothing_else(wheel):
     data += (ROOT / "rewardfl" / "evaluation" / "report" / "pages").iterdir()
     expected = {f"{package}/{path.relative_to(ROOT / path.relative_to(ROOT).parts[0])}" for package, path in modules}
     assert names == expected | {str(path.relative_to(ROOT)) for path in data}
-    assert "rewardfl/backbones/wan/published/Wan2.2-I2V-A14B/transformer_2/config.json" in names
-    assert "rewardfl/backbones/image/published/FLUX.1-dev/transformer/config.json" in names
+    assert "rewardfl/backbones/wan/published/Wan2.2-I2V-A14B.json" in names
+    assert "rewardfl/backbones/image/published/FLUX.1-dev.json" in names
     assert "rewardfl/py.typed" in names
 
 

@@ -84,7 +84,7 @@ def write_diffusers(pipe: WanImageToVideoPipeline, folder: Path, stored: torch.d
 
 
 def write_configs(pipe: WanImageToVideoPipeline, folder: Path) -> Path:
-    """The diffusers layout without any weights, as rewardfl/backbones/wan/published."""
+    """The diffusers layout without any weights, with the keys of rewardfl/backbones/wan/published."""
     folder.mkdir(parents=True)
     (folder / "model_index.json").write_text(json.dumps({"boundary_ratio": 0.9, "expand_timesteps": False}))
     for part in ("transformer", "transformer_2", "vae", "scheduler"):

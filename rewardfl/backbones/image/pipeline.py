@@ -40,7 +40,7 @@ from rewardfl.weights.shards import InputError
 EXPERT = "transformer"  # the single network's name in the pipelines
 PATCH = 2  # latents on a side of one token
 
-# configurations of published models by their names: pipeline folders without weights; docs/images.md has the sources
+# configurations of published models, a file for each; docs/images.md has the sources
 PUBLISHED = Path(__file__).parent / "published"
 
 # short names of the layers: of the image's stream, and of a separate text stream
@@ -158,7 +158,7 @@ class ImageModel(Backbone):
         stated = "one by the image's size" if config.get("use_dynamic_shifting") else f"{config.get('shift', 1):g}"
         if shift is not None and f"{shift:g}" != stated:
             lines.append(f"sample.shift is {shift:g}, the checkpoint says {stated} (null)")
-        if guidance != 1 and stock.read_json(self.folder / "model_index.json").get("is_distilled"):
+        if guidance != 1 and stock.read_config(self.folder, "model_index").get("is_distilled"):
             lines.append(
                 f"sample.guidance_scale is {guidance:g}, the checkpoint is distilled: its pipeline has none (1)"
             )
@@ -254,7 +254,7 @@ class ImageModel(Backbone):
             parts[name] = AutoTokenizer.from_pretrained(self.folder / name, local_files_only=True)
         for name, cls in self.spec.encoders.items():
             parts[name] = self._load(name, cls)
-        pipe = stock.pipeline_class(self.spec.pipeline)(**parts).to(device)
+        pipe = stock.import_class("diffusers", self.spec.pipeline)(**parts).to(device)
 
         @torch.no_grad()
         def encode(prompt: str) -> Conditioning:
@@ -361,7 +361,7 @@ def open(spec: ImageModelSpec, name: str, source: Source) -> ImageModel:
     model = describe(spec, name, source)
     if PUBLISHED in model.folder.parents:
         raise InputError(
-            f"model.model_paths: {source.model_paths} has no weights; download {model.folder.name} into it, in "
+            f"model.model_paths: {source.model_paths} has no weights; download {model.folder.stem} into it, in "
             "diffusers' layout. Without weights there is the estimate of tools/plan_run.py"
         )
     others = ("vae", *spec.encoders, *spec.tokenizers)
@@ -386,27 +386,25 @@ def describe(spec: ImageModelSpec, name: str, source: Source) -> ImageModel:
     """
     folder = Path(source.model_paths)
     if not folder.exists():
-        names = sorted(path.name for path in PUBLISHED.iterdir())
+        names = sorted(path.stem for path in PUBLISHED.iterdir())
         if folder.name not in names:
             raise InputError(
                 f"model.model_paths: there is no {folder}; without one the last part of the path must name a published "
                 f"model: {', '.join(names)}"
             )
-        folder = PUBLISHED / folder.name
-    if not (folder / "model_index.json").is_file():
+        folder = PUBLISHED / f"{folder.name}.json"
+    elif not (folder / "model_index.json").is_file():
         raise InputError(f"model.model_paths: {folder} is no diffusers pipeline folder (no model_index.json in it)")
-    pipeline = stock.read_json(folder / "model_index.json").get("_class_name")
+    pipeline = stock.read_config(folder, "model_index").get("_class_name")
     if pipeline != spec.pipeline:
         raise InputError(
             f"model.model_name: {name} is {spec.published}, a {spec.pipeline}, but {folder} (model.model_paths) is a "
             f"{pipeline}; set model.model_name to the model that it is"
         )
-    parts = (EXPERT, "vae", *spec.encoders)
-    configs = {part: stock.read_part_config(folder, part) for part in parts}
-    configs["scheduler"] = stock.read_json(folder / "scheduler" / "scheduler_config.json")
+    configs = {part: stock.read_config(folder, part) for part in (EXPERT, "vae", *spec.encoders, "scheduler")}
     for part in spec.tokenizers:
         path = folder / part / "tokenizer_config.json"
-        if path.is_file() and (length := stock.read_json(path).get("model_max_length")):
+        if path.is_file() and (length := shards.read_json_object(path).get("model_max_length")):
             configs[part] = {"model_max_length": length}
     if (scheduler := configs["scheduler"].get("_class_name")) != "FlowMatchEulerDiscreteScheduler":
         raise InputError(

@@ -71,23 +71,23 @@ class Wan(Backbone):
     def check_split(self, processes: int, height: int, width: int, num_frames: int) -> None:
         frames = (num_frames - 1) // self.temporal + 1
         tokens = frames * (height // self.pixels_per_token) * (width // self.pixels_per_token)
-        config = stock.read_part_config(self.folder, self.parts[self.experts[0]])
+        config = stock.read_config(self.folder, self.parts[self.experts[0]])
         for name, count in {"tokens": tokens, "attention heads": config["num_attention_heads"]}.items():
             if count % processes:
                 raise InputError(f"train.context_parallel {processes} does not divide the {count} {name}; change it")
 
     def differences(self, shift: float | None, guidance: float) -> list[str]:
         """Compare only the boundary: converted checkpoints state another shift than their originals."""
-        stated = stock.read_json(self.folder / "model_index.json").get("boundary_ratio")
+        stated = stock.read_config(self.folder, "model_index").get("boundary_ratio")
         if None in (stated, self.boundary) or stated == self.boundary:
             return []
         return [f"model.min_timestep_boundary is {self.boundary:g}, the checkpoint says {stated:g}"]
 
     def empty_expert(self, expert: str) -> ModelMixin:
-        return stock.new_on_meta(WanTransformer3DModel, stock.read_part_config(self.folder, self.parts[expert]))
+        return stock.new_on_meta(WanTransformer3DModel, stock.read_config(self.folder, self.parts[expert]))
 
     def settings(self) -> dict[str, Any]:
-        parts = {part: stock.read_part_config(self.folder, part) for part in (*self.parts.values(), "vae")}
+        parts = {part: stock.read_config(self.folder, part) for part in (*self.parts.values(), "vae")}
         boundary = {} if self.boundary is None else {"boundary_ratio": files.boundary_ratio(self.folder)}
         return stock.settings(parts) | boundary
 
@@ -210,7 +210,7 @@ def describe(name: str, source: Source) -> Wan:
 
 
 def _describe(variant: Variant, folder: Path, source: Source) -> Wan:
-    vae, *networks = (stock.read_part_config(folder, part) for part in ("vae", *variant.parts.values()))
+    vae, *networks = (stock.read_config(folder, part) for part in ("vae", *variant.parts.values()))
     two, boundary, spatial = len(variant.experts) > 1, source.boundary, vae.get("scale_factor_spatial", 8)
     of_two = {"model.min_timestep_boundary": boundary, "model.distill_lora_low": source.distilled[1]}
     unused = {"model.embedded_guidance": source.embedded_guidance} | ({} if two else of_two)

@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from rewardfl.backbones.protocol import Source
-from rewardfl.backbones.stock import check_tensors, new_on_meta, open_network, read_json, read_part_config
+from rewardfl.backbones.stock import check_tensors, new_on_meta, open_network, read_config
 from rewardfl.backbones.wan.variants import VARIANTS, Variant
 from rewardfl.file_kinds import foreign_path_hint
 from rewardfl.weights import lora_files, merge, shards, wan_names
@@ -27,10 +27,7 @@ TOKENIZER_FILES = ("tokenizer.json", "spiece.model")  # a tokenizer has either
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The paths of a model's parts. `configs`: a folder with model_index.json, transformer/config.json, and so on.
-
-    In a diffusers folder everything is in `configs`.
-    """
+    """The paths of a model's parts. configs: as stock.read_config takes them; a diffusers folder holds all parts."""
 
     variant: Variant
     configs: Path
@@ -42,19 +39,20 @@ class Layout:
 
     def weight_files(self, experts: Mapping[str, Checkpoint]) -> dict[str, list[Path]]:
         """Return the files and folders of each part (text_encoder, vae, image_encoder, the experts)."""
-        clip = {"image_encoder": [self.image_encoder, self.configs / "image_processor"]} if self.variant.clip else {}
+        processor = self.configs / "image_processor" if self.configs.is_dir() else self.configs
+        clip = {"image_encoder": [self.image_encoder, processor]} if self.variant.clip else {}
         return {name: list(checkpoint.files) for name, checkpoint in experts.items()} | {
             "text_encoder": [self.text_encoder, self.tokenizer], "vae": [self.vae]
         } | clip  # fmt: skip
 
 
 def published(variant: Variant) -> Path:
-    """Return the pipeline folder of the published model's configurations, for files that come without any."""
-    return Path(__file__).parent / "published" / variant.published
+    """Return the file of the published model's configurations, for files that come without any."""
+    return Path(__file__).parent / "published" / f"{variant.published}.json"
 
 
 def find_configs(variant: Variant, model_paths: str) -> Path:
-    """Return the folder of the configurations: the model's own if there is one, else `published`."""
+    """Return the place of the configurations: the model's own if there is one, else `published`."""
     path = Path(model_paths)
     if path.suffix == ".json" and path.is_file():
         folder = _read_entries(variant, path).get("configs")
@@ -105,7 +103,7 @@ def _find_in_folder(variant: Variant, path: Path, source: Source) -> Parts:
             f"model.model_paths: {path.absolute()} is neither a diffusers pipeline folder (no model_index.json in "
             "it) nor a wan22_paths.json with the original files"
         )
-    for name, kind in read_json(path / "model_index.json").items():
+    for name, kind in read_config(path, "model_index").items():
         if name == "tokenizer" and source.tokenizer_path:
             continue
         # transformers would make an empty tokenizer of a missing folder
@@ -187,7 +185,8 @@ def open_experts(layout: Layout) -> dict[str, Checkpoint]:
     Raise InputError for damaged or incomplete shards, quantised files and other models of the family. Raise it also for
     missing, surplus or misshapen tensors, one file for two experts, and an expert with the other one's name.
     """
-    check_configs(layout.variant, layout.configs)
+    if layout.configs != published(layout.variant):
+        check_configs(layout.variant, layout.configs)
     checkpoints = {}
     for expert, paths in layout.experts.items():
         checkpoint = open_network(paths[0] if len(paths) == 1 else paths)
@@ -197,7 +196,7 @@ def open_experts(layout: Layout) -> dict[str, Checkpoint]:
                 f"{checkpoint.files[0]} is given as the {expert} expert, its name or folder says {expert_in_name}; "
                 "swap the two, or rename it"
             )
-        config = read_part_config(layout.configs, layout.variant.parts[expert])
+        config = read_config(layout.configs, layout.variant.parts[expert])
         shapes = {name: checkpoint.tensors[stored].shape for name, stored in common_names(checkpoint).items()}
         model = new_on_meta(WanTransformer3DModel, config).state_dict()
         check_tensors(checkpoint.path, shapes, model, f"{layout.variant.published} (model.model_name)")
@@ -207,7 +206,7 @@ def open_experts(layout: Layout) -> dict[str, Checkpoint]:
     if len(tables) > 1 and torch.equal(*(merge.read_rows(table, 0, 1) for table in tables)):
         paths = " and ".join(str(checkpoint.path) for checkpoint in checkpoints.values())
         raise InputError(f"{paths} are the same weights; Wan2.2 has a high-noise and a low-noise expert")
-    folders = [layout.tokenizer, layout.configs / "scheduler"]
+    folders = [layout.tokenizer]
     for part in (layout.text_encoder, layout.vae, *([layout.image_encoder] if layout.variant.clip else [])):
         if part.is_dir():
             shards.open_checkpoint(part)
@@ -216,18 +215,18 @@ def open_experts(layout: Layout) -> dict[str, Checkpoint]:
             shards.read_header(part)
         else:
             lora_files.check_torch(part)
-    if layout.variant.clip:
-        folders.append(layout.configs / "image_processor")
     for folder in folders:
         shards.check_folder(folder)
+    for part in ("scheduler", *(["image_processor"] if layout.variant.clip else [])):
+        read_config(layout.configs, part)
     return checkpoints
 
 
 def check_configs(variant: Variant, folder: Path) -> None:
     """Raise InputError for the configurations of another model, by all that tells the variants apart."""
-    network, vae = read_part_config(folder, "transformer"), read_part_config(folder, "vae")
+    network, vae = read_config(folder, "transformer"), read_config(folder, "vae")
     second, clip = (folder / "transformer_2").is_dir(), network.get("image_dim") is not None
-    expand = bool(read_json(folder / "model_index.json").get("expand_timesteps"))
+    expand = bool(read_config(folder, "model_index").get("expand_timesteps"))
     matching = [
         name
         for name, model in VARIANTS.items()
@@ -252,7 +251,7 @@ def common_names(checkpoint: Checkpoint) -> dict[str, str]:
 
 def boundary_ratio(configs: Path) -> float:
     """Read the lowest sigma of the pipeline folder's high-noise expert from model_index.json."""
-    index = read_json(configs / "model_index.json")
+    index = read_config(configs, "model_index")
     if index.get("boundary_ratio") is None:
         raise InputError(f"model.model_paths: {configs}/model_index.json has no boundary_ratio between its two experts")
     return index["boundary_ratio"]

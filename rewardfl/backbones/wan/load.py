@@ -14,7 +14,7 @@ import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 from torch import Tensor, nn
-from transformers import AutoImageProcessor, AutoTokenizer, CLIPVisionModel, UMT5EncoderModel
+from transformers import AutoTokenizer, CLIPVisionModel, UMT5EncoderModel
 
 from rewardfl import lora
 from rewardfl.backbones import stock
@@ -50,7 +50,7 @@ def load_pipeline(
     parts = ("text_encoder", "image_encoder", "vae", *variant.experts) if parts is None else parts
     for name in variant.parts.keys() & parts:
         loras = [adapter for adapter in distilled if adapter.expert == name]
-        config = stock.read_part_config(layout.configs, variant.parts[name])
+        config = stock.read_config(layout.configs, variant.parts[name])
         expert = load_expert(experts[name], config, dtype, loras if fuses else ())
         for adapter in () if fuses else loras:
             lora.attach_frozen(expert, adapter)
@@ -67,15 +67,17 @@ def load_pipeline(
         vision = _load_part(layout, "image_encoder", CLIPVisionModel, image_encoder_state, dtype)
         positions = torch.arange(vision.embeddings.num_positions)[None]  # in no file
         vision.embeddings.register_buffer("position_ids", positions, persistent=False)
-        processor = AutoImageProcessor.from_pretrained(layout.configs / "image_processor", local_files_only=True)
+        processor = stock.import_class("transformers", "CLIPImageProcessor").from_dict(
+            stock.read_config(layout.configs, "image_processor")
+        )
         loaded |= {"image_encoder": vision, "image_processor": processor}
     for name in ("tokenizer", "text_encoder", "vae", "image_encoder", "image_processor", *TWO_EXPERTS.values()):
         module = loaded.setdefault(name, None)
         if isinstance(module, nn.Module):
             module.requires_grad_(requires_grad=False).eval()
-    return stock.pipeline_class("WanImageToVideoPipeline")(
-        scheduler=UniPCMultistepScheduler.from_pretrained(layout.configs / "scheduler", local_files_only=True),
-        boundary_ratio=stock.read_json(layout.configs / "model_index.json").get("boundary_ratio"),
+    return stock.import_class("diffusers", "WanImageToVideoPipeline")(
+        scheduler=UniPCMultistepScheduler.from_config(stock.read_config(layout.configs, "scheduler")),
+        boundary_ratio=stock.read_config(layout.configs, "model_index").get("boundary_ratio"),
         expand_timesteps=variant.image == "frame",
         **loaded,
     )
@@ -113,7 +115,7 @@ def _load_part(
         state = safetensors.torch.load_file(path)
     else:
         state = lora_files.read_torch(path)
-    state, model = rename(state), stock.new_on_meta(kind, stock.read_part_config(layout.configs, part))
+    state, model = rename(state), stock.new_on_meta(kind, stock.read_config(layout.configs, part))
     shapes = {name: value.shape for name, value in state.items()}
     stock.check_tensors(path, shapes, dict(model.named_parameters()), f"the config.json of {part}")
     # always a copy: mapped tensors are not aligned, and change with their file

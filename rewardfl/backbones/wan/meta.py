@@ -24,11 +24,11 @@ meta = partial(torch.empty, device="meta")
 
 def on_meta(folder: Path, variant: Variant, dtype: torch.dtype, shape: Shape, video: tuple[int, int, int]) -> OnMeta:
     """Return the model's parts. shape: (C, T, h, w) of the sampled latents; video: frames, height and width."""
-    vae = stock.new_on_meta(AutoencoderKLWan, stock.read_part_config(folder, "vae"))
+    vae = stock.new_on_meta(AutoencoderKLWan, stock.read_config(folder, "vae"))
     stock.cast(vae, dtype).requires_grad_(requires_grad=False)
-    text = stock.new_on_meta(UMT5EncoderModel, stock.read_part_config(folder, "text_encoder")).to(dtype).eval()
+    text = stock.new_on_meta(UMT5EncoderModel, stock.read_config(folder, "text_encoder")).to(dtype).eval()
     tokens = meta(1, TEXT_LENGTH, dtype=torch.long)
-    configs = {name: stock.read_part_config(folder, part) for name, part in variant.parts.items()}
+    configs = {name: stock.read_config(folder, part) for name, part in variant.parts.items()}
     whole = (shape[0], shape[1] + (variant.image == "frame"), *shape[2:])  # with the conditioning's frame
     experts: dict[str, tuple[ExpertOnMeta, ...]] = {}
     for name, config in configs.items():
@@ -44,7 +44,7 @@ def on_meta(folder: Path, variant: Variant, dtype: torch.dtype, shape: Shape, vi
     if variant.clip:
         conditioning["clip"] = meta(1, CLIP_TOKENS, last["image_dim"], dtype=dtype)
         home = folder if (folder / "image_encoder").is_dir() else files.published(variant)
-        vision = stock.new_on_meta(CLIPVisionModel, stock.read_part_config(home, "image_encoder")).to(dtype)
+        vision = stock.new_on_meta(CLIPVisionModel, stock.read_config(home, "image_encoder")).to(dtype)
 
     def encode_clip() -> object:
         pixels = meta(1, 3, *video)  # float32, which the pipeline holds meanwhile

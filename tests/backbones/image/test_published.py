@@ -52,8 +52,7 @@ RECIPES = (
 )  # fmt: skip
 
 
-def read(folder, file):
-    return json.loads((PUBLISHED / folder / file).read_text())
+CONFIGS = {path.stem: json.loads(path.read_text()) for path in PUBLISHED.iterdir()}
 
 
 def unknown_keys(cls, config):
@@ -63,8 +62,8 @@ def unknown_keys(cls, config):
 
 @pytest.mark.parametrize("folder, part", HELD)
 def test_sizes_are_those_of_the_published_files(folder, part):
-    library, name = read(folder, "model_index.json")[part]
-    settings = read(folder, f"{part}/config.json")
+    library, name = CONFIGS[folder]["model_index"][part]
+    settings = CONFIGS[folder][part]
     cls = getattr({"diffusers": diffusers}.get(library, transformers), name)
     assert library == "transformers" or (not unknown_keys(cls, settings) and settings["_class_name"] == name)
     model = stock.new_on_meta(cls, settings)
@@ -73,16 +72,15 @@ def test_sizes_are_those_of_the_published_files(folder, part):
     assert sum(value.numel() for value in [*model.parameters(), *buffers]) == HELD[folder, part]
 
 
-def test_the_folders_are_complete():
+def test_the_files_are_complete():
     """The parts that model_index.json names, but for the tokenizers, and nothing else."""
-    assert {path.name for path in PUBLISHED.iterdir()} == {folder for folder, _ in HELD}
-    for folder in PUBLISHED.iterdir():
-        named = {name for name, kind in read(folder.name, "model_index.json").items() if isinstance(kind, list)}
-        parts = {path.name for path in folder.iterdir() if path.is_dir()}
+    assert CONFIGS.keys() == {model for model, _ in HELD}
+    for model, configs in CONFIGS.items():
+        named = {name for name, value in configs["model_index"].items() if isinstance(value, list)}
+        parts = configs.keys() - {"model_index"}
         assert parts == {part for part in named if not part.startswith("tokenizer")}
-        assert parts == {part for other, part in HELD if other == folder.name} | {"scheduler"}
-        assert {path.suffix for path in folder.rglob("*") if path.is_file()} == {".json"}
-        scheduler = read(folder.name, "scheduler/scheduler_config.json")
+        assert parts == {part for other, part in HELD if other == model} | {"scheduler"}
+        scheduler = configs["scheduler"]
         assert not unknown_keys(getattr(diffusers, scheduler["_class_name"]), scheduler)
 
 
@@ -91,7 +89,7 @@ def test_a_model_is_described_by_the_name_of_its_path(name, tmp_path):
     published, guidance = MODELS[name]
     source = Source(model_paths=str(tmp_path / published), embedded_guidance=guidance)
     backbone = backbones.describe(name, source)
-    assert backbone.described_by().startswith(f"{PUBLISHED / published} (published; ")
+    assert backbone.described_by().startswith(f"{PUBLISHED / published}.json (published; ")
     assert backbone.latent_shape(512, 512, 1)[1:] == (1, 64, 64)
     with pytest.raises(InputError, match=f"model.model_paths: .*{published} has no weights"):
         backbones.open(name, source)

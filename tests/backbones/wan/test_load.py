@@ -24,7 +24,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 from benchmarks import load as load_benchmark
 from rewardfl import backbones, data, lora
 from rewardfl.backbones.protocol import Source
-from rewardfl.backbones.stock import read_part_config
+from rewardfl.backbones.stock import read_config
 from rewardfl.backbones.wan import files as files_module
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
@@ -196,10 +196,10 @@ def test_published_configurations_are_those_of_a_list_and_of_the_hub(files, hub,
 
 def test_published_configurations_are_the_real_models():
     """By name and size; every figure is from the model's card and diffusers' conversion script."""
-    config = read_part_config(files_module.published(I2V), "transformer_2")
+    config = read_config(files_module.published(I2V), "transformer_2")
     with torch.device("meta"):
         expert = WanTransformer3DModel.from_config(config)
-        vae = AutoencoderKLWan.from_config(files_module.published(I2V) / "vae")
+        vae = AutoencoderKLWan.from_config(read_config(files_module.published(I2V), "vae"))
     assert sum(parameter.numel() for parameter in expert.parameters()) == 14_288_901_184
     assert len(expert.state_dict()) == 1095
     assert set(wan_files.original_expert(wan.empty_expert(config))) == set(wan_files.original_expert_names(40))
@@ -470,7 +470,7 @@ def test_original_files_of_models_with_parts_of_their_own(tmp_path, name):
 
 def test_the_published_clip_has_the_tensors_of_its_file():
     """393 of them, as models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth holds without its text side."""
-    config = CLIPVisionConfig.from_pretrained(files_module.published(VARIANTS["wan2_1_i2v"]) / "image_encoder")
+    config = CLIPVisionConfig(**read_config(files_module.published(VARIANTS["wan2_1_i2v"]), "image_encoder"))
     with init_empty_weights(include_buffers=False):
         model = CLIPVisionModel(config)
     original = wan_files.original_image_encoder(model)
