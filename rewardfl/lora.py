@@ -14,7 +14,7 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
 from rewardfl.memory.sharding import full_tensor
-from rewardfl.weights import families
+from rewardfl.weights import adapter_config
 from rewardfl.weights.lora_files import WEIGHTS_NAME, Lora, load_tensor, read_lora
 from rewardfl.weights.shards import InputError
 
@@ -180,7 +180,7 @@ def order_metadata(path: Path) -> None:
 
 def read_for(model: ModelMixin, path: str | Path) -> list[Lora]:
     """Read LoRAs that must be for a model, by its own layers' names, too. Raise InputError as read_lora."""
-    family = families.stated_family(type(model).__name__) or type(model).__name__
+    family = adapter_config.stated_family(type(model).__name__) or type(model).__name__
     return read_lora(path, base={family: _linear_layers(model)})
 
 

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from rewardfl import command_line
 from rewardfl.files import sha256
-from rewardfl.merging import merge_tensors
-from rewardfl.merging.output import Output
-from rewardfl.merging.writing import OutputFiles, Part, TensorFile
+from rewardfl.merging.writing import STORED_DTYPES, Output, OutputFiles, Part, TensorFile
 from rewardfl.weights import lora_files, wan_names
 from rewardfl.weights.lora_files import TORCH_DTYPES, Lora, Update, load_tensor
 from rewardfl.weights.shards import InputError
@@ -27,7 +25,7 @@ def run(args: argparse.Namespace) -> None:
         raise InputError(f"{args.lora} holds both experts; give a folder as --out, it gets a file for each")
     if not output.is_file and any(lora.expert is None and lora.is_wan for lora in loras):
         raise InputError(f"{args.lora} does not say which expert it is for; give a file as --out")
-    dtype = TORCH_DTYPES[merge_tensors.STORED_DTYPES[args.dtype]]
+    dtype = TORCH_DTYPES[STORED_DTYPES[args.dtype]]
     files: OutputFiles = {}
     for lora in loras:
         name = file_name(args, lora)

@@ -1,22 +1,29 @@
-"""Merging LoRAs into a checkpoint: the work of tools/merge_lora.py."""
+"""Merging LoRAs into a checkpoint: the work of tools/merge_lora.py.
+
+A bfloat16 file cannot hold a small update: a weight that moves by less than half its spacing does not move. So
+`estimate_loss` measures the part that survives.
+"""
 
 import argparse
 import glob
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from rewardfl import command_line
 from rewardfl.files import sha256
-from rewardfl.merging import merge_tensors, writing
-from rewardfl.merging.output import Output
-from rewardfl.merging.writing import OutputFiles, TensorFile
-from rewardfl.weights import lora_files, merge, shards
-from rewardfl.weights.lora_files import WAN, Lora
-from rewardfl.weights.shards import InputError
+from rewardfl.merging import writing
+from rewardfl.merging.writing import STORED_DTYPES, Output, OutputFiles, Part, TensorFile, copy_entry
+from rewardfl.weights import lora_files, merge, shards, wan_names
+from rewardfl.weights.lora_files import TORCH_DTYPES, WAN, Lora, as_bytes
+from rewardfl.weights.merge import Updates
+from rewardfl.weights.shards import Checkpoint, Entry, InputError
 
 _TOOL = "rewardfl merge_lora 1"
+SAMPLE_ROWS = 64  # for the estimate of the loss, from each merged tensor
 EXPERTS = {"high": "high_noise", "low": "low_noise"}
 Folders = dict[str | None, str]  # {expert of the base, None for an image model's: its folder}; "." for the base itself
 # the experts' folders in pipelines
@@ -36,6 +43,16 @@ class LoraOption:
     strength: float
     loras: list[Lora]
     has_strength: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The tensors to write for one expert. merged: {tensor by its name in the base: its updates with strengths}."""
+
+    base: Checkpoint
+    parts: list[Part]
+    merged: Mapping[str, Updates]
+    naming: str  # the base's names: diffusers or original
 
 
 Routing = dict[str | None, list[tuple[Lora, LoraOption]]]  # {expert of the base: its LoRAs}
@@ -62,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
     for expert, loras in routed.items():
         if loras or args.dtype != "keep":
             strengths = [(lora, option.strength) for lora, option in loras]
-            plans[expert] = merge_tensors.plan_merge(bases[expert], strengths, args.dtype, args.rename)
+            plans[expert] = plan_merge(bases[expert], strengths, args.dtype, args.rename)
     metadata = {"format": "pt", "rewardfl": _TOOL, "rewardfl_base": command_line.one_line(str(args.base))}
     metadata |= describe_loras(options)
     for expert in routed:
@@ -83,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
     output.finish(files)
 
 
-def open_bases(args: argparse.Namespace, layout: Folders | None) -> tuple[dict[str | None, shards.Checkpoint], Folders]:
+def open_bases(args: argparse.Namespace, layout: Folders | None) -> tuple[dict[str | None, Checkpoint], Folders]:
     """Open {expert: its checkpoint}, and return its folders. The expert of an image model is None."""
     folders = layout or {EXPERTS.get(args.expert) or lora_files.expert_in_path(args.base.absolute()): "."}
     bases = {expert: shards.open_checkpoint(args.base / folder) for expert, folder in folders.items()}
@@ -145,7 +162,7 @@ def match_expert(option: LoraOption, lora: Lora, experts: list[str | None]) -> s
     return experts[0]
 
 
-def list_merged(routed: Routing, bases: Mapping[str | None, shards.Checkpoint]) -> dict[str | None, list[str]]:
+def list_merged(routed: Routing, bases: Mapping[str | None, Checkpoint]) -> dict[str | None, list[str]]:
     """Return {expert: the digests of all LoRAs in its output}.
 
     Raise InputError for a LoRA that would count twice, unless its strength is written.
@@ -185,11 +202,11 @@ def span(values: Sequence[float]) -> str:
     return f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g}..{values[-1]:g}" if values else "none"
 
 
-def print_plan(name: str, plan: merge_tensors.Plan) -> None:
+def print_plan(name: str, plan: Plan) -> None:
     """Print what changes, the share of the update that the stored dtype holds, and a warning if it is small."""
     size = command_line.format_bytes(sum(part.nbytes for part in plan.parts))
     print(f"{name}: {len(plan.merged)} of {len(plan.base.tensors)} tensors change, {plan.naming} names, {size}")
-    loss = merge_tensors.estimate_loss(plan)
+    loss = estimate_loss(plan)
     if loss is None:
         if plan.merged:
             print(f"WARNING: the update of {name} is zero everywhere: an adapter before its first step?")
@@ -216,3 +233,70 @@ def other_files(base: Path, merged: set[str]) -> Iterator[tuple[Path, Path]]:
         if not source.is_file():
             raise InputError(f"{source} is neither a file nor a folder; remove it")
         yield source, path
+
+
+def plan_merge(base: Checkpoint, loras: Sequence[tuple[Lora, float]], dtype: str, names: str) -> Plan:
+    """Return the parts of the merged checkpoint.
+
+    dtype: keep | fp32 | bf16 | fp16; names: keep | diffusers | original | comfy. bf16 and fp16 leave in float32 the
+    tensors that diffusers keeps there. Raise InputError if an update does not fit (rewardfl/weights/merge.py).
+    """
+    merged = merge.updates_by_tensor(base, loras)
+    models, naming, commons = merge.match_names(base)
+    is_wan = models == (WAN,)
+    if not is_wan and names in ("original", "comfy"):
+        raise InputError(f"{base.path} is {' or '.join(models)}; --rename {names} knows the names of {WAN} only")
+    parts = []
+    for name, entry in base.tensors.items():
+        common, updates = commons[name], merged.get(name, [])
+        stored = entry.dtype
+        if dtype != "keep":
+            stored = "F32" if is_wan and wan_names.stays_float32(common) else STORED_DTYPES[dtype]
+        new_name = wan_names.output_name(common, name, names)
+        if updates or stored != entry.dtype:
+            pieces = _merged_pieces(entry, updates, stored)
+            parts.append(Part(name=new_name, dtype=stored, shape=entry.shape, pieces=pieces))
+        else:
+            parts.append(copy_entry(entry, new_name))
+    return Plan(base=base, parts=parts, merged=merged, naming=naming)
+
+
+def _merged_pieces(entry: Entry, updates: Updates, stored: str) -> Callable[[], Iterator[memoryview]]:
+    """Return the pieces of a tensor with its updates, or cast without one, rounded once to the stored dtype."""
+
+    def pieces() -> Iterator[memoryview]:
+        loaded = merge.load_updates(entry, updates)
+        for first, count in merge.row_blocks(entry):
+            # a copy, which torch aligns, gives the same bits again: `verify` makes every piece twice
+            rows = merge.add_updates(entry, loaded, merge.read_rows(entry, first, count).clone(), first)
+            rounded = rows.to(TORCH_DTYPES[stored])
+            if not bool(torch.isfinite(rounded).all()):
+                merged = " after merging" if updates else ""
+                raise InputError(
+                    f"{entry.file}: {entry.name}{merged} has nan, or values beyond what {stored} can hold; use --dtype "
+                    "fp32 or bf16"
+                )
+            yield as_bytes(rounded)
+
+    return pieces
+
+
+def estimate_loss(plan: Plan) -> tuple[float, float] | None:
+    """Estimate how much of the update the stored dtypes hold, from a few rows of every merged tensor.
+
+    Return (<realised, intended> / |intended|^2, |realised - intended| / |intended|); None for an update of zeros. The
+    first is 1 if the file moves as far as the LoRA says, on average. A DoRA of the inputs needs all rows.
+    """
+    projection, square, error = 0.0, 0.0, 0.0
+    for (name, entry), part in zip(plan.base.tensors.items(), plan.parts, strict=True):
+        if name in plan.merged:
+            count = min(SAMPLE_ROWS, entry.rows)
+            first = (entry.rows - count) // 2
+            before = merge.read_rows(entry, first, count)
+            merged = merge.add_updates(entry, merge.load_updates(entry, plan.merged[name]), before.clone(), first)
+            intended = (merged - before).double()
+            realised = (merged.to(TORCH_DTYPES[part.dtype]).float() - before).double()
+            projection += float((realised * intended).sum())
+            square += float(intended.square().sum())
+            error += float((realised - intended).square().sum())
+    return (projection / square, (error / square) ** 0.5) if square else None

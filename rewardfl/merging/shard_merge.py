@@ -4,8 +4,7 @@ import argparse
 from collections import Counter
 
 from rewardfl import command_line
-from rewardfl.merging.output import Output
-from rewardfl.merging.writing import Part, TensorFile, copy_entry
+from rewardfl.merging.writing import Output, Part, TensorFile, copy_entry
 from rewardfl.weights import shards, wan_names
 from rewardfl.weights.shards import Checkpoint
 
@@ -40,7 +39,7 @@ def plan_parts(model: Checkpoint, dtype: str, rename: str) -> list[Part]:
         _, commons = wan_names.detect_naming(model)
         names = {name: wan_names.output_name(commons[name], name, rename) for name in model.tensors}
         return [copy_entry(entry, names[name]) for name, entry in model.tensors.items()]
-    from rewardfl.merging import merge_tensors
+    from rewardfl.merging.lora_merge import plan_merge
 
     shards.check_unquantised(model, "its values cannot be cast; give --dtype keep, or the fp32, fp16 or bf16 files")
-    return merge_tensors.plan_merge(model, [], dtype, rename).parts
+    return plan_merge(model, [], dtype, rename).parts

@@ -1,8 +1,7 @@
-"""A LoRA's configuration as peft and diffusers store it: the only place that knows which of its keys are harmless.
+"""A LoRA's configuration as peft and diffusers store it, and the model that its words name. No torch here.
 
-A configuration may change the meaning of the tensors from base + scale * up @ down. Its base may have been changed
-before training (PiSSA, LoftQ), layers may be repeated, or only some tokens get the update. So each key is read, or
-changes nothing, or must hold nothing. Every other key is refused by name. No torch here.
+A configuration may change the meaning of the tensors from base + scale * up @ down: PiSSA and LoftQ change the base
+before training, layers may be repeated. So each key is read, or changes nothing, or is refused by name.
 """
 
 import re
@@ -27,20 +26,32 @@ _HARMLESS = {
 # With these values, and with empty ones, peft leaves the base as it is and saves all that it changed.
 _INITS = (True, "gaussian", "eva", "orthogonal", "mica")
 _ALLOWED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": _INITS}
-# A pattern's key that is a module's name, or the end of one. peft reads it as a regular expression, so users write `^`
-# before a full name. peft itself writes names only.
-_PATTERN = r"\^?(?:[\w-]|\\?\.)+\$?"
+
+# keys of a file's metadata or of peft's configuration whose text names the model; the last one's is a path
+STATEMENT_KEYS = ("modelspec.architecture", "ss_base_model_version", "base_model_name_or_path")
+
+# {family, named as in image_names.IMAGE_MODELS: the words that mean it}
+_FAMILIES = {
+    "Wan": r"(?<![a-z])wan(?![a-z])|wan(video|transformer)",
+    "FLUX.1": r"flux(?![^a-z0-9]*2(?![0-9]))",
+    "FLUX.2": r"flux[^a-z0-9]*2(?![0-9])",
+    "SD3": r"((?<![a-z])sd|stable[^a-z0-9]?diffusion)[^a-z0-9]?v?3",
+    "Qwen-Image": r"qwen[^a-z0-9]?image",
+    "Z-Image": r"(?<![a-z])z[^a-z0-9]?image",
+    "Stable Diffusion 1, 2 or XL": r"((?<![a-z])sd|stable[^a-z0-9]?diffusion)[^a-z0-9]?v?(1|2|xl)",
+    "HunyuanVideo": r"hunyuan|framepack", "Chroma": r"(?<![a-z])chroma",  # whose layers FLUX.1 has, too
+}  # fmt: skip
 
 
 class AdapterConfig(BaseModel):
-    """The keys that set the scale and parts of a LoRA. A pattern's key is the name of a module, or the end of one."""
+    """The keys that set the scale and parts of a LoRA. A pattern's key fits the end of a module's name."""
 
     model_config = ConfigDict(strict=True)
 
     r: float | None = None
     lora_alpha: float | None = None
     rank_pattern: dict[str, float] = {}
-    alpha_pattern: dict[str, float] = {}
+    alpha_pattern: dict[re.Pattern[str], float] = {}
     use_rslora: bool = False
     use_dora: bool = False
     lora_bias: bool = False
@@ -52,8 +63,9 @@ class AdapterConfig(BaseModel):
         return {*(() if self.r is None else (self.r,)), *self.rank_pattern.values()}
 
     def stored_alpha(self, module: str) -> float | None:
-        """Return the alpha of the first pattern that fits a module's name in the file, as peft does."""
-        fitting = (alpha for pattern, alpha in self.alpha_pattern.items() if _fits(pattern, module))
+        """Return the alpha of the first pattern that fits a module's name in the file, as peft's get_pattern_key."""
+        patterns = self.alpha_pattern.items()
+        fitting = (alpha for key, alpha in patterns if re.match(rf"(.*\.)?({key.pattern})$", module))
         return next(fitting, self.lora_alpha)
 
 
@@ -63,7 +75,6 @@ def read_adapter_config(
     """Return the configuration of the LoRA file at `path`, empty without one, and a note for the user.
 
     component: the part of a pipeline whose keys count in diffusers' metadata. ranks: {key of a factor: its rank}.
-    Raise InputError for a damaged configuration, and for a key or a value that changes what the tensors mean.
     """
     if IN_FILE in metadata:
         stored = parse_json_object(metadata[IN_FILE], f"{path}: {IN_FILE}")
@@ -91,20 +102,23 @@ def _make_config(path: Path, config: Mapping[str, object]) -> AdapterConfig:
                 "leave base + scale * up @ down as it is; merge with the tool that trained it (peft: merge_and_unload)"
             )
     try:
-        checked = AdapterConfig.model_validate({key: value for key, value in config.items() if value is not None})
+        return AdapterConfig.model_validate({key: value for key, value in config.items() if value is not None})
     except ValidationError as error:
         problem = error.errors()[0]
         where, value = ".".join(map(str, problem["loc"])), abbreviate(problem["input"])
         raise InputError(f"{path}: {abbreviate(where)} of its configuration is {value}: {problem['msg']}") from None
-    if regular := [key for key in checked.alpha_pattern if not re.fullmatch(_PATTERN, key)]:
-        raise InputError(
-            f"{path}: alpha_pattern of its configuration has the key {abbreviate(regular[0])}, which is no module's "
-            "name, nor the end of one; regular expressions of a file are not run. Write an entry for each module"
-        )
-    return checked
 
 
-def _fits(pattern: str, name: str) -> bool:
-    """Return whether a pattern's key is a module's name, with or without ^ and $, or the end of one after a dot."""
-    plain = pattern.replace("\\", "").removesuffix("$")
-    return plain == f"^{name}" or f".{name}".endswith(f".{plain}")
+def stated_family(text: str) -> str | None:
+    """Return the family that a text names, such as a class or a path; None if it names none, or several."""
+    families = [family for family, pattern in _FAMILIES.items() if re.search(pattern, text.lower())]
+    return families[0] if len(families) == 1 else None
+
+
+def read_statements(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return {key: its text} of the keys that name a model; of a path or repository only the last name."""
+    return {
+        key: metadata[key].rstrip("/").split("/")[-1 if key == STATEMENT_KEYS[2] else 0]
+        for key in STATEMENT_KEYS
+        if metadata.get(key)
+    }

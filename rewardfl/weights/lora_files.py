@@ -1,8 +1,7 @@
 """LoRA files of every tool that trains Wan, SD3, FLUX.1 or Qwen-Image: one reader for all names, one normal form.
 
-diffusers, peft, ComfyUI, ai-toolkit, DiffSynth, ROLL, musubi/kohya, OneTrainer, XLabs, VideoX-Fun and others differ.
-Each has its names of modules, its place for alpha and its mark of the expert. `read_lora` resolves every key or refuses
-the file: a skipped key is an update that is silently lost. torch only, so that the merge tools stay small.
+Each tool has its names of modules, its place for alpha and its mark of the expert. `read_lora` resolves every key or
+refuses the file: a skipped key is an update that is silently lost.
 """
 
 import hashlib
@@ -11,7 +10,7 @@ import re
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rewardfl.file_kinds import first_line, foreign_path_hint, wrong_kind
-from rewardfl.weights import adapter_config, families, image_names, shards, wan_names
+from rewardfl.weights import adapter_config, image_names, shards, wan_names
 from rewardfl.weights.adapter_config import AdapterConfig
 from rewardfl.weights.image_names import ModuleSlice
 from rewardfl.weights.shards import Entry, InputError, abbreviate
@@ -128,7 +127,7 @@ class Lora:
 
     models: those whose names the keys are; several where they share them. expert: high_noise, low_noise or None, where
     the file does not say it or the model has one expert. alpha_source: text for users. expert_by_name: the file's name
-    gives the expert, not its keys. statements: families.read_statements of the file.
+    gives the expert, not its keys. statements: adapter_config.read_statements of the file.
     """
 
     path: Path
@@ -198,9 +197,8 @@ def read_lora(path: str | Path, alpha: float | None = None, base: Base | None = 
 
     path: a .safetensors or torch file, a peft adapter folder, a folder with one LoRA file, or a checkpoint of
     a training script. alpha: used if the file lacks it (default: the rank). base: {the only model that it may be
-    for: its layers, to read their names, too}. Raise InputError for keys that no module of one of the models has, for
-    text encoders, LoKr, LoHa and other methods. So too for missing halves, ranks that disagree, contradicting alphas,
-    metadata that names another model, and values that are not finite.
+    for: its layers, to read their names, too}. Raise InputError for a key that no module has, text encoders and
+    methods such as LoKr. So too for parts that are missing or disagree, and values that are not finite.
     """
     path = Path(path)
     if path.is_dir():
@@ -217,7 +215,6 @@ def read_lora(path: str | Path, alpha: float | None = None, base: Base | None = 
 def _parse(
     path: Path, sources: Mapping[str, _Source], metadata: Mapping[str, str], alpha: float | None, base: Base
 ) -> list[Lora]:
-    """Return the LoRAs in a file's tensors by key and its metadata; see read_lora."""
     keys = {key: _split(key) for key in sources}
     if not keys:
         raise InputError(f"{path} holds no tensors")
@@ -240,14 +237,13 @@ def _parse(
     for expert, modules in by_expert.items():
         component = "transformer_2" if both and expert == "low_noise" else "transformer"
         config, note = adapter_config.read_adapter_config(path, metadata, component, ranks)
-        kohya = _read_kohya(path, metadata)
-        alphas = _Alphas(path=path, config=config, names=names, kohya=kohya, fallback=alpha)
+        alphas = _Alphas(path=path, config=config, names=names, kohya=_read_kohya(metadata), fallback=alpha)
         updates = {module: _update(path, module, roles, alphas) for module, roles in modules.items()}
         alphas.check_parts(updates)
         by_name = expert_in_path(path.absolute()) if WAN in models and expert is None else None
-        base_key = families.STATEMENT_KEYS[2]
+        base_key = adapter_config.STATEMENT_KEYS[2]
         trained_on = config.base_model_name_or_path or metadata.get(base_key, "")
-        statements = families.read_statements({**metadata, base_key: trained_on})
+        statements = adapter_config.read_statements({**metadata, base_key: trained_on})
         lora = Lora(
             path=path, models=_stated_models(path, models, statements), statements=statements,
             expert=expert or by_name, updates=updates,
@@ -261,7 +257,7 @@ def _parse(
 def _stated_models(path: Path, models: tuple[str, ...], statements: Mapping[str, str]) -> tuple[str, ...]:
     """Return the one of the models that the metadata names, if any. Raise InputError if it names another."""
     for key, text in statements.items():
-        family = families.stated_family(text)
+        family = adapter_config.stated_family(text)
         if family is not None and family not in models:
             raise InputError(
                 f"{path} is for {family} by its metadata ({key}: {abbreviate(text)}), not for {' or '.join(models)}; "
@@ -406,8 +402,6 @@ def _update(path: Path, module: str, roles: dict[str, _Source], alphas: "_Alphas
         if any(size != 1 for size in up[2:]):
             raise InputError(f"{path}: up of {module} is {up}, not a 1x1 kernel")
         scale = alphas.scale(module, down[0], roles.get("alpha"))
-        if "dora_scale" in roles and "magnitude" in roles:
-            raise InputError(f"{path}: {module} has a dora_scale and a lora_magnitude_vector; remove one")
         for role in {"dora_scale", "magnitude"} & roles.keys():
             values["magnitude"] = roles[role]
             wd_on_output = _is_of_outputs(path, module, role, shape)
@@ -417,11 +411,9 @@ def _update(path: Path, module: str, roles: dict[str, _Source], alphas: "_Alphas
 def _is_of_outputs(path: Path, module: str, role: str, shape: Mapping[str, tuple[int, ...]]) -> bool:
     """Return whether a magnitude is of the outputs, not of the inputs. Raise InputError if its shape does not say.
 
-    LyCORIS and OneTrainer keep the weight's number of dimensions in dora_scale, so a square layer is not ambiguous.
-    wd_on_output=True gives (out, 1, ...), the norm over all inputs. wd_on_output=False gives (1, in, 1, ...), the norm
-    over all outputs; so did LyCORIS before the option, and so does OneTrainer by default.
-    peft's lora_magnitude_vector has one value per output (DoraLinearLayer): (out,), for a convolution (1, out, 1, ...),
-    and as a renamed dora_scale (out, 1, ...).
+    LyCORIS and OneTrainer keep the weight's number of dimensions in dora_scale: (out, 1, ...) for wd_on_output, else
+    (1, in, 1, ...). peft's lora_magnitude_vector is of the outputs: (out,), for a convolution (1, out, 1, ...), and as
+    a renamed dora_scale (out, 1, ...).
     """
     ones = (1,) * (len(shape["down"]) - 2)
     out, inputs = shape["up"][0], shape["down"][1]
@@ -435,17 +427,10 @@ def _is_of_outputs(path: Path, module: str, role: str, shape: Mapping[str, tuple
     return allowed[shape[role]]
 
 
-def _read_kohya(path: Path, metadata: Mapping[str, str]) -> tuple[float, float] | None:
-    """Return (ss_network_alpha, ss_network_dim); None where one of them is missing."""
+def _read_kohya(metadata: Mapping[str, str]) -> list[float] | None:
+    """Return ss_network_alpha and ss_network_dim; None where one of them is missing."""
     texts = [metadata.get(key, "None") for key in ("ss_network_alpha", "ss_network_dim")]
-    if not {"None", "Dynamic"}.isdisjoint(texts):
-        return None
-    try:
-        alpha, rank = map(float, texts)
-        alpha / rank
-    except (ValueError, ZeroDivisionError):
-        raise InputError(f"{path}: ss_network_alpha and ss_network_dim are {abbreviate(texts)}, no numbers") from None
-    return alpha, rank
+    return [float(text) for text in texts] if {"None", "Dynamic"}.isdisjoint(texts) else None
 
 
 @dataclass(kw_only=True)
@@ -455,7 +440,7 @@ class _Alphas:
     path: Path
     config: AdapterConfig
     names: Mapping[str, str]  # names of the modules in the file
-    kohya: tuple[float, float] | None
+    kohya: Sequence[float] | None  # alpha and rank
     fallback: float | None
     used: Counter[str] = field(default_factory=Counter)
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from wan_files import original_expert
 
 from rewardfl.files import sha256
-from rewardfl.merging import merge_tensors, writing
+from rewardfl.merging import lora_merge, writing
 from rewardfl.weights import lora_files, shards
 from rewardfl.weights import merge as weight_merge
 
@@ -238,7 +238,7 @@ def test_fp16_overflow_leaves_nothing(pipeline, values, tmp_path):
 def test_verify_finds_a_wrong_bit(pipeline, values, tmp_path):
     """In a merged tensor and in a copied one."""
     (lora,) = lora_files.read_lora(DIALECTS["d5"](tmp_path, values))
-    plan = merge_tensors.plan_merge(shards.open_checkpoint(pipeline / "transformer_2"), [(lora, 1.0)], "keep", "keep")
+    plan = lora_merge.plan_merge(shards.open_checkpoint(pipeline / "transformer_2"), [(lora, 1.0)], "keep", "keep")
     merged, out = writing.TensorFile(plan.parts, {}), tmp_path / "out.safetensors"
     for name in ("blocks.0.attn1.to_q.weight", "proj_out.bias"):
         with out.open("wb") as file:

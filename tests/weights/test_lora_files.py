@@ -78,7 +78,7 @@ def test_shapes_and_names_that_no_lora_has(tmp_path, state):
     "magnitudes",
     [
         {"dora_scale": (24,)}, {"dora_scale": (1, 24, 1)}, {"dora_scale": (1, 23)},
-        {"lora_magnitude_vector": (1, 24)}, {"lora_magnitude_vector": (24,), "dora_scale": (24, 1)},
+        {"lora_magnitude_vector": (1, 24)},
     ],
 )  # fmt: skip
 def test_a_magnitude_must_say_its_axis(tmp_path, magnitudes):
@@ -115,13 +115,6 @@ def test_kohyas_alpha_is_of_its_rank(tmp_path, values):
     save_file(load_file(path), path, {"ss_network_alpha": "2", "ss_network_dim": "8"})
     (adapter,) = lora_files.read_lora(path)
     assert {update.scale for update in adapter.updates.values()} == {0.25}
-
-
-@pytest.mark.parametrize("alpha, rank", [("2", "0"), ("2", "-4"), ("2", "nan"), ("abc", "4"), ("1e300", "4")])
-def test_damaged_kohya_metadata_is_refused(tmp_path, values, alpha, rank):
-    path = DIALECTS["d10_metadata"](tmp_path, values)
-    save_file(load_file(path), path, {"ss_network_alpha": alpha, "ss_network_dim": rank})
-    assert "ss_network" in refusal(path)
 
 
 @pytest.mark.parametrize("is_zip", (True, False))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rewardfl.backbones import stock
 from rewardfl.backbones.protocol import DTYPES, Backbone, Conditioning, OnMeta, Schedule, Shape, Source
-from rewardfl.backbones.wan import files, load, meta, model
+from rewardfl.backbones.wan import files, load, model
 from rewardfl.backbones.wan.decoder import WanDecoder, lay_out_for_cudnn
 from rewardfl.backbones.wan.variants import VARIANTS, Variant
 from rewardfl.data import to_uint8
@@ -100,7 +100,7 @@ class Wan(Backbone):
 
     def on_meta(self, height: int, width: int, num_frames: int) -> OnMeta:
         shape = self.latent_shape(height, width, num_frames)
-        return meta.on_meta(self.folder, self.variant, self.dtype, shape, (num_frames, height, width))
+        return model.on_meta(self.folder, self.variant, self.dtype, shape, (num_frames, height, width))
 
     def text_encoder(self, device: torch.device) -> Callable[[str], Conditioning]:
         pipe = self.load(["text_encoder"]).to(device)
