@@ -1,8 +1,4 @@
-"""The interface of every backbone to the rest of the package, and code that all backbones share.
-
-All differences between models are behind `Backbone`: the networks and their steps, the conditioning of a prompt and an
-image, the call of a network, the decoding of latents. Only a backbone's own folder reads its conditioning.
-"""
+"""The interface of every backbone to the rest of the package; all differences between models are behind it."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -39,16 +35,12 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The denoising steps of one schedule: step i goes from sigmas[i] to sigmas[i + 1].
-
-    Only `experts` assigns steps to experts; nothing else compares a sigma or a timestep with their boundary.
-    """
+    """The denoising steps: step i goes from sigmas[i] to sigmas[i + 1]. Only `experts` assigns them to experts."""
 
     sigmas: Tensor  # (N + 1,) float32, descending; the last is 0
     timesteps: Tensor  # (N,) float32, the experts' input: 1000 * sigma
     experts: tuple[str, ...]  # (N,) by name
     boundary: float = 0.0  # the lowest sigma of the first of two experts
-    _on_device: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self):
         if not bool(self.sigmas.isfinite().all() and (self.sigmas.diff() < 0).all()):
@@ -63,10 +55,8 @@ class Schedule:
         return len(self.experts)
 
     def timestep(self, step: int, device: torch.device) -> Tensor:
-        """Return a step's timestep () on a device, where all are copied at the first call."""
-        if device not in self._on_device:
-            self._on_device[device] = self.timesteps.to(device)
-        return self._on_device[device][step]
+        """Return a step's timestep () on a device."""
+        return self.timesteps[step].to(device)
 
     @property
     def handover(self) -> int:
@@ -76,7 +66,7 @@ class Schedule:
     def at(self, moment: float) -> "Schedule":
         """Return one step to 0 from the sigma at `moment`: 4 is step 4's sigma, 4.5 is half-way to step 5's.
 
-        A moment beyond the boundary of the step's expert is mapped evenly to the part of the interval above it.
+        A moment never leaves the step's expert: the part of the interval above the boundary counts as all of it.
         """
         step, part = int(moment), moment % 1
         if self.boundary and step + 1 == self.handover < len(self):
@@ -97,8 +87,7 @@ class Schedule:
 class Experts(nn.Module):
     """All networks of a model as one module, so that a wrapper sees every trained parameter.
 
-    A model with one network has one expert. outside: untrained experts, kept out of the module tree: DeepSpeed,
-    FSDP and `.to` leave them where offload.move_expert put them. An expert that no step uses may be absent.
+    outside: untrained experts, which DeepSpeed, FSDP and `.to` leave where offload.move_expert put them.
     """
 
     def __init__(self, experts: Mapping[str, nn.Module], outside: Sequence[str] = ()):
@@ -114,22 +103,15 @@ class Experts(nn.Module):
 
 @dataclass(frozen=True)
 class Decoded:
-    """A decoded batch, and the state with which the decoder's `vjp` need not decode again.
+    """A decoded batch, and the state with which the decoder's `vjp` need not decode again."""
 
-    video: (B, 3, F, H, W) in [-1, 1]. caches: by chunk, the caches before it; with segments only for every n-th chunk
-    from chunk 0. graphs: by the chunk after it, the graph of the last chunks, if they are kept.
-    """
-
-    video: Tensor
-    caches: dict[int, Any]
-    graphs: dict[int, Any] = field(default_factory=dict)
+    video: Tensor  # (B, 3, F, H, W) in [-1, 1]
+    caches: dict[int, Any]  # by chunk, the caches before it; with segments only for every n-th chunk from chunk 0
+    graphs: dict[int, Any] = field(default_factory=dict)  # of the last chunks, if kept, by the chunk after them
 
 
 class Decoder(Protocol):
-    """The map from sampled latents (B, C, T, h, w) to video (B, 3, F, H, W) in [-1, 1], and its gradient.
-
-    given: the batch's conditioning, which may hold latents of the video that are not sampled.
-    """
+    """The map from sampled latents (B, C, T, h, w) to video (B, 3, F, H, W) in [-1, 1], and its gradient."""
 
     def decode(self, latents: Tensor, conditioning: Conditioning | None = None) -> Tensor:
         """Return the video, without gradient."""
@@ -205,29 +187,18 @@ class OnMeta:
 
 @dataclass(frozen=True, kw_only=True)
 class Backbone(Protocol):
-    """A trainable model, opened by the headers of its files; only the methods that say so load weights.
+    """A trainable model, opened by the headers of its files; only the methods that say so load weights."""
 
-    Every `InputError` names the key of the configuration, the value and the way out.
-
-    folder: a pipeline's configurations. parts: {expert (model.trainable_models: dit, dit2), in the order of their
-    steps: its folder in a pipeline}. dtype: in which the networks compute. lora_loader: the stock pipeline's mixin.
-    weight_files: of each part (text_encoder, vae, the experts, distillations), which identify the weights; empty for a
-    described model. block_classes: the names of the classes of its blocks, which FSDP gathers one at a time.
-    layer_names: {short name that lora.lora_target_modules may use: diffusers' name}. pixels_per_token: on a side of one
-    token, the VAE's factor times the patch. takes_image: whether an image, by default the clip's first frame, is an
-    input of the networks. frame_rate: the frames per second of its videos; 1 for a model of images.
-    """
-
-    folder: Path
-    parts: Mapping[str, str]
-    dtype: torch.dtype
-    lora_loader: type[LoraBaseMixin]
-    weight_files: Mapping[str, list[Path]]
-    block_classes: tuple[str, ...]
-    layer_names: Mapping[str, str]
-    pixels_per_token: int
-    takes_image: bool = False
-    frame_rate: float = 1.0
+    folder: Path  # a pipeline's configurations, as stock.read_config takes them
+    parts: Mapping[str, str]  # {expert (model.trainable_models: dit, dit2), by its steps: its folder in a pipeline}
+    dtype: torch.dtype  # in which the networks compute
+    lora_loader: type[LoraBaseMixin]  # the stock pipeline's mixin
+    weight_files: Mapping[str, list[Path]]  # of each part, which identify the weights; empty for a described model
+    block_classes: tuple[str, ...]  # names of its blocks' classes, which FSDP gathers one at a time
+    layer_names: Mapping[str, str]  # {short name that lora.lora_target_modules may use: diffusers' name}
+    pixels_per_token: int  # on a side of one token: the VAE's factor times the patch
+    takes_image: bool = False  # whether an image, by default the clip's first frame, is an input of the networks
+    frame_rate: float = 1.0  # frames per second of its videos
 
     @property
     def experts(self) -> tuple[str, ...]:
@@ -240,10 +211,7 @@ class Backbone(Protocol):
         return f"{self.folder}{' (published; no configurations in model.model_paths)' if published else ''}"
 
     def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:
-        """Return the denoising steps of latents of this shape, by the stock scheduler's own arithmetic.
-
-        shift: of the sigmas; None for the shift of the model's scheduler. Raise InputError if that is unknown.
-        """
+        """Return the steps by the stock scheduler's own arithmetic. shift: of the sigmas; None for the scheduler's."""
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> Shape:
         """Return the shape of one sample's sampled latents."""
@@ -290,17 +258,13 @@ class Backbone(Protocol):
         """Load the text encoder; return the function that encodes a prompt, for a batch of one."""
 
     def image_encoder(self, device: torch.device) -> Callable[[Tensor | None, int], Conditioning]:
-        """Load the image encoder; return the function that encodes an image for a clip, for a batch of one.
-
-        Its arguments: the image (3, H, W) in [-1, 1], None for a model without image input, and the number of frames.
-        """
+        """Load the image encoder; return the function of an image (3, H, W) in [-1, 1] and the number of frames."""
         return lambda image, num_frames: {}
 
     def video_encoder(self, device: torch.device) -> Callable[[Tensor], Tensor]:
-        """Load the encoder of clips (B, 3, F, H, W) in [-1, 1]; return the function that encodes them.
+        """Load the VAE; return the function from clips (B, 3, F, H, W) in [-1, 1] to (B, *latent_shape) float32.
 
-        It returns the sampled latents, (B, *latent_shape) float32: the mode of the VAE's posterior, in the stock
-        pipeline's normalisation. A first latent frame that is conditioning is left out.
+        It returns the mode of the VAE's posterior, normalised, without a first latent frame that is conditioning.
         """
 
     def load_expert(self, name: str) -> ModelMixin:
@@ -315,20 +279,14 @@ class Backbone(Protocol):
     def velocity(
         self, model: nn.Module, x: Tensor, step: int, schedule: Schedule, conditioning: Conditioning
     ) -> Tensor:
-        """Return the velocity, noise - x0, at latents x (B, C, T, h, w) of a denoising step, in the dtype of x.
-
-        model: Experts, or their wrapper; it is called once.
-        """
+        """Return noise - x0 at latents x (B, C, T, h, w), in the dtype of x. model: Experts, or their wrapper."""
 
     def guide(self, velocity: Tensor, away: Tensor, scale: float) -> Tensor:
         """Return the velocity guided by the prompt's and the negative prompt's velocities, as in the stock pipeline."""
         return away + scale * (velocity - away)
 
     def save_adapter(self, name: str, expert: ModelMixin, folder: Path, state: dict[str, Tensor]) -> None:
-        """Write an expert's adapter below a checkpoint's folder, as the stock pipeline loads it.
-
-        state: lora.adapter_state of the expert, gathered by all processes. Raise OSError when the disk is full.
-        """
+        """Write an expert's adapter below a checkpoint's folder, as the stock pipeline loads it."""
         stock.save_adapter(self.lora_loader, expert, folder / self.parts[name], state)
 
     def load_adapter(self, name: str, expert: ModelMixin, folder: Path) -> None:
@@ -359,9 +317,8 @@ class Backbone(Protocol):
 class Velocity:
     """The samplers' `velocity(x, step)` for one batch's conditioning. `model` is the prepared module.
 
-    guidance: scale of classifier-free guidance away from `negative`, the conditioning of another prompt (for one sample
-    or for B), for undistilled models. 1 is none and takes half the time, as in training and distilled models.
-    guidance_gradient: both, or conditional: the velocity of the negative prompt is a constant.
+    guidance: scale of classifier-free guidance away from `negative`, another prompt's conditioning for one sample or B;
+    1 is none. guidance_gradient: both, or conditional: the velocity of the negative prompt is a constant.
     """
 
     backbone: Backbone
@@ -377,8 +334,7 @@ class Velocity:
         velocity = self.backbone.velocity(self.model, x, step, self.schedule, self.conditioning)
         if self.guidance == 1:
             return velocity
-        if self.negative is None:
-            raise ValueError(f"guidance {self.guidance:g} needs the embedding of a negative prompt")
+        assert self.negative is not None, "guidance needs a negative prompt"
         negative = {name: value.expand(len(x), *value.shape[1:]) for name, value in self.negative.items()}
         differentiates = {"both": torch.is_grad_enabled(), "conditional": False}[self.guidance_gradient]
         with torch.set_grad_enabled(differentiates):
@@ -386,10 +342,7 @@ class Velocity:
         return self.backbone.guide(velocity, away, self.guidance)
 
     def reference(self, x: Tensor, step: int) -> Tensor:
-        """Return the velocity of the model before training: without the policy adapter.
-
-        Where gradients are enabled and x requires one, it can be differentiated by x, once.
-        """
+        """Return the velocity without the policy adapter; it can be differentiated by x, once."""
         if torch.is_grad_enabled() and x.requires_grad:
             return _Reference.apply(x, self, step)
         with lora.reference(self.model):

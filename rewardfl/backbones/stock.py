@@ -39,8 +39,7 @@ _CONFIG_FILES = {
 def read_config(configs: Path, part: str) -> dict[str, Any]:
     """Return the configuration of a pipeline's part, or its model_index.
 
-    configs: a pipeline folder, or the file of a published model, {part: configuration}. Raise InputError for a missing
-    or damaged file.
+    configs: a pipeline folder, or the file of a published model. Raise InputError for a missing or damaged file.
     """
     if configs.is_file():
         return shards.read_json_object(configs)[part]
@@ -66,10 +65,7 @@ def refuse_settings(model: str, settings: Mapping[str, Any]) -> None:
 
 
 def size_problems(height: int, width: int, max_pixels: int | None, *, multiple: int, longest: int | None) -> list[str]:
-    """Return a line for each side that a model does not take: data.height and data.width, or data.max_pixels'.
-
-    multiple: of the sides. longest: the longest side, None for any.
-    """
+    """Return a line for each side that a model does not take. longest: the longest side, None for any."""
     if max_pixels is None:
         limit = f", at most {longest}" if longest else ""
         return [

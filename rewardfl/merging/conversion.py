@@ -60,10 +60,7 @@ def file_name(args: argparse.Namespace, lora: Lora) -> str:
 
 
 def convert(lora: Lora, to: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors in the names of `to`, and the metadata. Print a warning for a tensor that loses 1 %.
-
-    Raise InputError for parts that `to` cannot hold.
-    """
+    """Return the tensors in the names of `to`, and the metadata. Print a warning for a tensor that loses 1 %."""
     state: dict[str, Tensor] = {}
     for update in lora.updates.values():
         if to == "comfy" and not lora.is_wan and (update.magnitude is not None or update.biases()):

@@ -163,10 +163,7 @@ def match_expert(option: LoraOption, lora: Lora, experts: list[str | None]) -> s
 
 
 def list_merged(routed: Routing, bases: Mapping[str | None, Checkpoint]) -> dict[str | None, list[str]]:
-    """Return {expert: the digests of all LoRAs in its output}.
-
-    Raise InputError for a LoRA that would count twice, unless its strength is written.
-    """
+    """Return {expert: the digests of all LoRAs in it}. Raise InputError for one that counts twice by mistake."""
     merged = {}
     for expert, loras in routed.items():
         digests = [lora_files.content_digest(lora) for lora, _ in loras]
@@ -222,10 +219,7 @@ def print_plan(name: str, plan: Plan) -> None:
 
 
 def other_files(base: Path, merged: set[str]) -> Iterator[tuple[Path, Path]]:
-    """Yield a pipeline's files without the merged experts' weights, and their paths in the output.
-
-    Follow symbolic links, as in a hub cache. Raise InputError for anything but a file or a folder.
-    """
+    """Yield a pipeline's files without the merged experts' weights, and their paths in the output."""
     for name in sorted(glob.glob("**", root_dir=base, recursive=True)):  # no hidden ones
         source, path = base / name, Path(name)
         if source.is_dir() or path.parts[0] in merged and path.parts[1:] != ("config.json",):
@@ -236,10 +230,9 @@ def other_files(base: Path, merged: set[str]) -> Iterator[tuple[Path, Path]]:
 
 
 def plan_merge(base: Checkpoint, loras: Sequence[tuple[Lora, float]], dtype: str, names: str) -> Plan:
-    """Return the parts of the merged checkpoint.
+    """Return the parts of the merged checkpoint. dtype: --dtype; names: --rename.
 
-    dtype: keep | fp32 | bf16 | fp16; names: keep | diffusers | original | comfy. bf16 and fp16 leave in float32 the
-    tensors that diffusers keeps there. Raise InputError if an update does not fit (rewardfl/weights/merge.py).
+    bf16 and fp16 leave in float32 the tensors that diffusers keeps there.
     """
     merged = merge.updates_by_tensor(base, loras)
     models, naming, commons = merge.match_names(base)
@@ -284,8 +277,7 @@ def _merged_pieces(entry: Entry, updates: Updates, stored: str) -> Callable[[], 
 def estimate_loss(plan: Plan) -> tuple[float, float] | None:
     """Estimate how much of the update the stored dtypes hold, from a few rows of every merged tensor.
 
-    Return (<realised, intended> / |intended|^2, |realised - intended| / |intended|); None for an update of zeros. The
-    first is 1 if the file moves as far as the LoRA says, on average. A DoRA of the inputs needs all rows.
+    Return (<realised, intended> / |intended|^2, |realised - intended| / |intended|); None for an update of zeros.
     """
     projection, square, error = 0.0, 0.0, 0.0
     for (name, entry), part in zip(plan.base.tensors.items(), plan.parts, strict=True):

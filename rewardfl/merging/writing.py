@@ -4,7 +4,6 @@ The safetensors library writes from complete state dicts only. No torch here: im
 """
 
 import argparse
-import glob
 import json
 import os
 import shutil
@@ -64,10 +63,7 @@ def copy_entry(entry: Entry, name: str | None = None) -> Part:
 
 
 def write_file(file: BinaryIO, weights: TensorFile, progress: Progress) -> None:
-    """Write a safetensors file, with progress(bytes) per piece.
-
-    Tensors are laid out by falling item size, then by name, which aligns each of them.
-    """
+    """Write a safetensors file. Tensors are laid out by falling item size, then by name, which aligns them."""
     ordered = sorted(weights.parts, key=lambda part: (-ITEM_BYTES[part.dtype], part.name))
     header: dict[str, object] = {"__metadata__": dict(weights.metadata)}
     end = 0
@@ -84,10 +80,7 @@ def write_file(file: BinaryIO, weights: TensorFile, progress: Progress) -> None:
 
 
 def write_folder(folder: Path, files: OutputFiles, progress: Progress) -> None:
-    """Fill a new folder. Hard-link weights where the disk has links and both places are on it; copy all other files.
-
-    A link shares its content with the original, so files that people edit (configurations, tokenizer) must be copies.
-    """
+    """Fill a new folder. Hard-link weights where the disk allows it; copy what people edit (configurations)."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,10 +101,7 @@ def _link_or_copy(source: Path, path: Path) -> None:
 
 
 def shard(weights: TensorFile, max_bytes: int, folder: str = ".") -> OutputFiles:
-    """Return a model's files in a folder, by the names that loaders expect: one, or shards with their index.json.
-
-    A file exceeds max_bytes only if a single tensor does.
-    """
+    """Return a model's files in a folder, by the names that loaders expect: one, or shards with their index.json."""
     groups: list[list[Part]] = [[]]
     for part in weights.parts:
         if groups[-1] and sum(each.nbytes for each in (*groups[-1], part)) > max_bytes:
@@ -156,8 +146,6 @@ class Output:
         index = self.path.with_name(f"{self.path.name}.index.json")
         if self.is_file and index.exists():
             raise InputError(f"{index} is in the way: loaders would take its shards, not {self.path.name}; delete it")
-        for stray in sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.tmp-*")):
-            print(command_line.one_line(f"note: {stray} is of a killed run, or of one that still writes"))
 
     def model_files(self, weights: TensorFile, config: Path) -> OutputFiles:
         """Return the files of a model: one, or a folder's. A folder with the names of before takes `config`."""
@@ -167,11 +155,7 @@ class Output:
         return shard(weights, self.args.max_shard_size) | copied
 
     def finish(self, files: OutputFiles) -> None:
-        """Write the files, but for --dry-run.
-
-        files: by their names below the output folder, or the one of an output that is a file. Raise InputError if the
-        disk has no room, or the path was taken meanwhile.
-        """
+        """Write the files, by their names below the output folder. Raise InputError if the disk has no room."""
         weights = {name: content for name, content in files.items() if isinstance(content, TensorFile)}
         nbytes = sum(content.nbytes for content in weights.values())
         free = shutil.disk_usage(nearest_existing(self.path.parent)).free

@@ -1,7 +1,6 @@
-"""The names of the layers of SD3, FLUX.1 and Qwen-Image: diffusers', and FLUX.1's original ones. No torch at import.
+"""The names of the layers of SD3, FLUX.1 and Qwen-Image: diffusers', and FLUX.1's original ones.
 
-diffusers' own classes and its loader of LoRAs say which they are: the imports wait for a file that is not Wan's.
-LoRAs of FLUX.1 may use the names of Black Forest Labs' code, whose fused layers the loader splits.
+diffusers' own classes and its loader of LoRAs give them; torch is imported only for a file that is not Wan's.
 """
 
 import re
@@ -72,8 +71,7 @@ def find_modules(name: str, rows: int) -> dict[str, tuple[ModuleSlice, ...]]:
 def _flux_places(name: str, rows: int) -> tuple[ModuleSlice, ...]:
     """Return the modules that diffusers' LoRA loader splits an original layer into; empty where rows are left over.
 
-    The loader gets a LoRA of rank 1 whose rows hold their own numbers. So dropped and doubled rows are visible. Biases
-    and DoRA magnitudes, which the loader would drop, can follow the same rows.
+    The loader gets a LoRA of rank 1 whose rows hold their own numbers, so dropped and doubled rows are visible.
     """
     import torch
     from diffusers.loaders import FluxLoraLoaderMixin
@@ -100,10 +98,7 @@ def _flux_places(name: str, rows: int) -> tuple[ModuleSlice, ...]:
 
 
 def match_models(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the image models that have all of the checkpoint's tensors, by diffusers' names; empty for other models.
-
-    Raise InputError for FLUX.1 in its original names, and for single tensors that the closest image model lacks.
-    """
+    """Return the image models that have all of the checkpoint's tensors, by diffusers' names; empty for others."""
     modules = {name: _module_template(name) for name in checkpoint.tensors}
     if any(re.search(r"(^|\.)blocks\.", name) for name in modules):  # Wan's
         return ()

@@ -12,7 +12,6 @@ import zipfile
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -123,21 +122,16 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """One expert's updates.
-
-    models: those whose names the keys are; several where they share them. expert: high_noise, low_noise or None, where
-    the file does not say it or the model has one expert. alpha_source: text for users. expert_by_name: the file's name
-    gives the expert, not its keys. statements: adapter_config.read_statements of the file.
-    """
+    """One expert's updates."""
 
     path: Path
-    models: tuple[str, ...]
-    expert: str | None
+    models: tuple[str, ...]  # whose names the keys are; several where they share them
+    expert: str | None  # None where the file does not say it, or the model has one expert
     updates: dict[str, Update]
-    alpha_source: str
+    alpha_source: str  # text for users
     notes: tuple[str, ...] = ()
-    expert_by_name: bool = False
-    statements: Mapping[str, str] = field(default_factory=dict)
+    expert_by_name: bool = False  # the file's name gives the expert, not its keys
+    statements: Mapping[str, str] = field(default_factory=dict)  # by adapter_config.read_statements
 
     @property
     def is_wan(self) -> bool:
@@ -180,8 +174,7 @@ def _split(key: str) -> _Key:
 def expert_in_path(path: Path) -> str | None:
     """Return the expert by a file's name or the folders around it; None when they name none, or both.
 
-    Only published forms count: high_noise, low-noise-model, HighNoise, and the folders of pipelines. A bare `high` or
-    `low` may mean quality, rank, light or memory.
+    A bare `high` or `low` does not count: it may mean quality, rank, light or memory.
     """
     for part in (path.stem, path.parent.name, path.parent.parent.name):
         if part in ("transformer", "transformer_2"):
@@ -399,8 +392,6 @@ def _update(path: Path, module: str, roles: dict[str, _Source], alphas: "_Alphas
         up, down = shape["up"], shape["down"]
         if min(len(up), len(down)) < 2 or up[1] != down[0] or not down[0]:
             raise InputError(f"{path}: {module} has down {down} and up {up}; their ranks must agree and be at least 1")
-        if any(size != 1 for size in up[2:]):
-            raise InputError(f"{path}: up of {module} is {up}, not a 1x1 kernel")
         scale = alphas.scale(module, down[0], roles.get("alpha"))
         for role in {"dora_scale", "magnitude"} & roles.keys():
             values["magnitude"] = roles[role]
@@ -445,13 +436,6 @@ class _Alphas:
     used: Counter[str] = field(default_factory=Counter)
 
     def scale(self, module: str, rank: int, key: _Source | None) -> float:
-        if key is not None and prod(key.shape) != 1:
-            raise InputError(f"{self.path}: .alpha of {module} has shape {tuple(key.shape)}; it must be one number")
-        if self.config.ranks and rank not in self.config.ranks:
-            raise InputError(
-                f"{self.path}: {module} has rank {rank}, its configuration states {sorted(self.config.ranks)}; they do "
-                "not belong together"
-            )
         alphas = {
             "the .alpha keys": None if key is None else float(load_tensor(key).reshape(())),
             "the configuration": self.config.stored_alpha(self.names[module]),

@@ -16,10 +16,7 @@ Updates = Sequence[tuple[Update, float]]  # a tensor's updates, with their stren
 
 
 def find_targets(lora: Lora, update: Update, names: Mapping[str, Entry]) -> set[str]:
-    """Return the tensors that an update changes, by diffusers' names.
-
-    names: the base's tensors by diffusers' names. Raise InputError when it lacks one, or has one of another shape.
-    """
+    """Return the tensors that an update changes, by diffusers' names. names: the base's tensors by these names."""
     weight = update.module if update.module in names else f"{update.module}.weight"
     additions = [(f"{update.module}.bias", "bias", tuple(source.shape)) for source, _ in update.biases()]
     if update.down is not None:
@@ -40,10 +37,7 @@ def find_targets(lora: Lora, update: Update, names: Mapping[str, Entry]) -> set[
 
 
 def match_names(base: Checkpoint) -> tuple[tuple[str, ...], str, dict[str, str]]:
-    """Return (the models that the base may be, diffusers | original, {tensor: its diffusers name}).
-
-    Image models share names, so a fragment may fit several. Raise InputError when the names fit no model.
-    """
+    """Return (the models that the base may be, diffusers | original, {tensor: its diffusers name})."""
     if models := image_names.match_models(base):
         return models, "diffusers", {name: name for name in base.tensors}
     naming, commons = wan_names.detect_naming(base)
@@ -131,10 +125,7 @@ def column_norms(entry: Entry, up: Tensor, down: Tensor, scale: float) -> Tensor
 
 
 def merge_tensor(entry: Entry, updates: Updates, dtype: torch.dtype) -> Tensor:
-    """Return a full tensor of the file with the updates added in float32, rounded once to `dtype`.
-
-    Only a few rows are held next to it.
-    """
+    """Return a full tensor of the file with the updates added in float32, rounded once to `dtype`."""
     loaded = load_updates(entry, updates)
     result = torch.empty(entry.shape, dtype=dtype)
     rows = result.view(entry.rows, -1)

@@ -1,7 +1,6 @@
-"""Safetensors checkpoints as tables of byte ranges, by their checked headers.
+"""Safetensors checkpoints as tables of byte ranges, by their checked headers. No torch here.
 
-No torch here: copying shards takes 34 MiB, just importing torch 220. The format is a length, a JSON header and the
-tensors' bytes (https://github.com/huggingface/safetensors, section Format).
+The format: a length, a JSON header, the tensors' bytes (https://github.com/huggingface/safetensors, section Format).
 """
 
 import json
@@ -146,10 +145,7 @@ class Checkpoint:
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return the tensors and the metadata of a safetensors file, from only its header.
-
-    Raise InputError for a cut-off file, bytes that no tensor owns, and any other type of file.
-    """
+    """Return the tensors and the metadata of a safetensors file. Raise InputError for a damaged or another file."""
     require_file(path, "safetensors")
     try:
         with safe_open(path, "np"):
@@ -175,8 +171,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 def open_checkpoint(source: Path | list[Path]) -> Checkpoint:
     """Open the model in a file, an index.json, a folder that holds either, or a list of shards, by checked headers.
 
-    Raise InputError for missing, cut-off or surplus shards, and a tensor in two shards or in none. So too for an index
-    that does not fit its shards, a folder that holds more than one model, and a model without tensors.
+    Raise InputError for missing, damaged or surplus shards, another index, and a folder with more than one model.
     """
     if isinstance(source, list):
         checkpoint = _join(source[0].parent, source, {})
@@ -246,10 +241,7 @@ def check_unquantised(
     base: Checkpoint,
     why: str = "most of an update would be lost. Merge into the fp32, fp16 or bf16 checkpoint and quantise the result",
 ) -> None:
-    """Raise InputError for fp8, int8 and other quantised checkpoints, by dtype or by their scale tensors.
-
-    why: the rest of the message, with the way out.
-    """
+    """Raise InputError for fp8, int8 and other quantised checkpoints, by dtype or by their scale tensors."""
     for name, entry in base.tensors.items():
         leaf = name.rpartition(".")[2]
         if leaf in QUANTISED_LEAVES or entry.dtype not in ("F64", "F32", "F16", "BF16"):

@@ -1,7 +1,6 @@
 """The two names of every tensor of Wan's transformer: Wan-AI's original code's and diffusers'. No torch here.
 
-The map is one to one over all 1095 tensors of Wan2.2-I2V-A14B (and the 1303 of Wan2.1-I2V). It needs no reshape, split
-or transpose, so files and LoRAs can be renamed exactly in both directions.
+The map is one to one and needs no reshape, so files and LoRAs can be renamed exactly in both directions.
 """
 
 import re
@@ -93,10 +92,7 @@ def detect_naming(checkpoint: Checkpoint) -> tuple[str, dict[str, str]]:
 
 
 def output_name(common: str, name: str, rename: str) -> str:
-    """Return a tensor's name in a tool's output, by --rename: keep | diffusers | original | comfy.
-
-    common: its diffusers name; name: its name in the input. comfy is the original name as in ComfyUI's own files.
-    """
+    """Return a tensor's name in a tool's output, by --rename. common: its diffusers name; name: in the input."""
     if rename in ("keep", "diffusers"):
         return name if rename == "keep" else common
     original = to_original(common)

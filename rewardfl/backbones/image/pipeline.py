@@ -1,7 +1,4 @@
-"""The backbone of text-to-image models in diffusers' own layout. An ImageModelSpec describes each of them.
-
-An image is a video of one frame: latents (B, C, 1, h, w), pixels (B, 3, 1, H, W).
-"""
+"""The backbone of text-to-image models in diffusers' layout: an image is a video of one frame, (B, 3, 1, H, W)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -74,59 +71,43 @@ def mu_by_tokens(tokens: int, steps: int, config: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageModelSpec:
-    """One architecture of text-to-image models.
+    """One architecture of text-to-image models."""
 
-    published: its name. pipeline: diffusers' class. mixin: that pipeline's LoRA loader. encoders, tokenizers: of the
-    text, by the pipeline's names. encode: (a pipeline of only these, prompt, device) -> conditioning. inputs: (latents
-    (B, C, h, w), times (B,) from 1000 to 0, conditioning, embedded guidance) -> the network's arguments by name.
-    velocity: (its output, these latents) -> velocity, of their shape. guide: as in Backbone, at the pipeline's own
-    scale; not called at 1 (no guidance); None for the formula there. vae: its class. decode: (vae, sampled latents)
-    -> pixels, both of one frame. encode_image: the inverse, by the mode of its posterior.
-
-    sigmas: (steps) -> the scheduler's argument in the pipeline, None for its default. mu: (tokens, steps, the
-    scheduler's configuration) -> the logarithm of a shift by size. longest_side: of images in latents, by the
-    network's configuration, None for any. tokens: (limits) -> {text encoder, or a module of it: the length of a prompt
-    in it}. prompt_tokens: {tokenizer: tokens of a plain prompt that are read}; one of two equal tokenizers.
-    shapes: (the network's configuration, tokens) -> the shapes of `encode`'s output, for one sample. streams:
-    as in ExpertOnMeta.
-    """
-
-    published: str
-    pipeline: str
-    mixin: type[LoraBaseMixin]
+    published: str  # its name
+    pipeline: str  # diffusers' class
+    mixin: type[LoraBaseMixin]  # the pipeline's loader of LoRAs
     transformer: type[ModelMixin]
     block_classes: tuple[str, ...]
     layer_names: Mapping[str, str]
-    encoders: Mapping[str, type[PreTrainedModel]]
-    encode: Callable[[Any, str, torch.device], Conditioning]
+    encoders: Mapping[str, type[PreTrainedModel]]  # of the text, by the pipeline's names; so are the tokenizers
+    encode: Callable[[Any, str, torch.device], Conditioning]  # by a pipeline of only the text's parts
+    # latents (B, C, h, w), times (B,) from 1000 to 0, conditioning, embedded guidance -> the network's arguments
     inputs: Callable[[Tensor, Tensor, Conditioning, float | None], dict[str, Any]]
-    velocity: Callable[[Any, Tensor], Tensor]
-    tokens: Callable[[Mapping[str, int]], Mapping[str, int]]
-    prompt_tokens: Mapping[str, int]
+    velocity: Callable[[Any, Tensor], Tensor]  # the network's output, these latents -> velocity, of their shape
+    tokens: Callable[[Mapping[str, int]], Mapping[str, int]]  # limits -> {text encoder, or its module: prompt's length}
+    prompt_tokens: Mapping[str, int]  # {tokenizer: tokens of a prompt that are read}; one of two equal tokenizers
+    # the network's configuration, tokens -> the shapes of `encode`'s output for one sample
     shapes: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, tuple[int, ...]]]
     tokenizers: tuple[str, ...] = ("tokenizer",)
-    guide: Callable[[Tensor, Tensor, float], Tensor] | None = None
+    guide: Callable[[Tensor, Tensor, float], Tensor] | None = None  # as in Backbone, at the pipeline's scale
     vae: type[ModelMixin] = AutoencoderKL
-    decode: Callable[[Any, Tensor], Tensor] = decode_flat
-    encode_image: Callable[[Any, Tensor], Tensor] = encode_flat
-    sigmas: Callable[[int], Sequence[float] | None] = sigmas_to_last
+    decode: Callable[[Any, Tensor], Tensor] = decode_flat  # vae, sampled latents -> pixels, of one frame
+    encode_image: Callable[[Any, Tensor], Tensor] = encode_flat  # the inverse, by the mode of the posterior
+    sigmas: Callable[[int], Sequence[float] | None] = sigmas_to_last  # by steps; None for the scheduler's default
+    # tokens, steps, the scheduler's configuration -> the logarithm of a shift by size
     mu: Callable[[int, int, Mapping[str, Any]], float] = mu_by_tokens
-    longest_side: Callable[[Mapping[str, Any]], int | None] = lambda network: None
-    streams: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
+    longest_side: Callable[[Mapping[str, Any]], int | None] = lambda network: None  # in latents; None for any
+    streams: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")  # as in ExpertOnMeta
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageModel(Backbone):
-    """The Backbone of an image model. Its conditioning is its spec's.
-
-    configs: by part, with the scheduler's and the tokenizers'. guidance: the network's input, None for a network
-    without it. spatial: the pixels on a side of one latent.
-    """
+    """The Backbone of an image model. Its conditioning is its spec's."""
 
     spec: ImageModelSpec
-    configs: Mapping[str, Mapping[str, Any]]
-    guidance: float | None
-    spatial: int
+    configs: Mapping[str, Mapping[str, Any]]  # by part, with the scheduler's and the tokenizers'
+    guidance: float | None  # the network's input, if it takes one
+    spatial: int  # the pixels on a side of one latent
 
     def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:
         """Return the stock scheduler's steps, as in the stock pipeline; a given shift is the same at all sizes."""
@@ -380,10 +361,7 @@ def open(spec: ImageModelSpec, name: str, source: Source) -> ImageModel:
 
 
 def describe(spec: ImageModelSpec, name: str, source: Source) -> ImageModel:
-    """Return the model of a folder's configurations, without weights. Raise InputError for another model's.
-
-    For a missing path, they are the configurations of the published model that its last part names.
-    """
+    """Return the model of a folder's configurations; of a missing folder the published ones that its name names."""
     folder = Path(source.model_paths)
     if not folder.exists():
         names = sorted(path.stem for path in PUBLISHED.iterdir())
@@ -406,11 +384,6 @@ def describe(spec: ImageModelSpec, name: str, source: Source) -> ImageModel:
         path = folder / part / "tokenizer_config.json"
         if path.is_file() and (length := shards.read_json_object(path).get("model_max_length")):
             configs[part] = {"model_max_length": length}
-    if (scheduler := configs["scheduler"].get("_class_name")) != "FlowMatchEulerDiscreteScheduler":
-        raise InputError(
-            f"{folder}/scheduler/scheduler_config.json: _class_name is {scheduler}, must be "
-            "FlowMatchEulerDiscreteScheduler; give the folder of the published pipeline"
-        )
     if configs["scheduler"].get("stochastic_sampling"):  # the rollouts here are the ODE
         raise InputError(f"{folder}/scheduler/scheduler_config.json: stochastic_sampling must be false; set it")
     guided, guidance = configs[EXPERT].get("guidance_embeds", False), source.embedded_guidance

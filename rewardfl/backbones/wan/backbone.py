@@ -32,18 +32,15 @@ class Wan(Backbone):
 
     Its conditioning: text (B, 512, d). For an image next to the noise, image (B, temporal factor + C, T, h, w), mask
     and latents. For an image as the first latent frame, image (B, C, 1, h, w). In Wan2.1 also clip (B, 257, d).
-
-    boundary: the lowest sigma of the first of two experts. spatial, temporal, channels: the VAE's. positions: the
-    number of patches along an axis in every expert. source: as configured.
     """
 
     variant: Variant
     load: Load
-    boundary: float | None
-    spatial: int
+    boundary: float | None  # the lowest sigma of the first of two experts
+    spatial: int  # this and the next two: the VAE's factors and latent channels
     temporal: int
     channels: int
-    positions: int
+    positions: int  # number of patches along an axis in every expert
     source: Source = Source()
 
     def schedule(self, steps: int, shift: float | None, latent_shape: Shape) -> Schedule:

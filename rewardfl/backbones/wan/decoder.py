@@ -2,9 +2,7 @@
 
 diffusers' AutoencoderKLWan decodes one latent frame after the other; causal convolutions keep their last input frames
 in a list of caches. So the decoder is a recurrence (frames_i, caches_{i+1}) = chunk(latents_i, caches_i). Its
-vector-Jacobian product walks back through the chunks with the cotangent of the caches. It holds one chunk's graph, and
-of that the norms' inputs. The last chunks' graphs can be the decoding's, which saves their second forward pass. The
-chunks' first caches can be offloaded to host memory, and be recomputed, too.
+vector-Jacobian product walks back through the chunks with the cotangent of the caches, and holds one chunk's graph.
 """
 
 import contextlib
@@ -56,10 +54,7 @@ class _Graph:
     def pull_back(
         self, grad_frames: Sequence[Tensor], grad_after: Sequence[Tensor | None]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the gradients of the latents (B, C, chunks, h, w) and of the first caches; None for non-tensors.
-
-        grad_frames: by chunk. grad_after: of the caches after the last one, None counts as zero.
-        """
+        """Return the gradients of the latents (B, C, chunks, h, w) and of the first caches; None for non-tensors."""
         pairs = [*zip(self.frames, grad_frames, strict=True), *zip(self.after, grad_after, strict=True)]
         outputs, cotangents = zip(*((edge, grad) for edge, grad in pairs if edge and grad is not None), strict=True)
         leaves = [self.latents] + [cache for cache in self.before if isinstance(cache, Tensor)]
@@ -91,12 +86,11 @@ class WanDecoder:
         caches: DecodeCaches | None = "keep",
         kept_chunks: int = 0,
     ) -> Decoded:
-        """Decode for a later `vjp`, which may run once if chunks are kept.
+        """Decode for a later `vjp`, which may run once if chunks are kept; its bits do not depend on these settings.
 
         caches: keep (on the device), offload (in host memory; the VJP copies them one chunk ahead), or segment (in host
-        memory, for every ceil(sqrt(T))-th chunk; the VJP decodes each segment again for the others, and copies a
-        chunk's at its turn). kept_chunks: the last chunks whose graph stays for the VJP. The gradients are the same to
-        the last bit. None stores no caches.
+        memory, for every ceil(sqrt(T))-th chunk; the VJP decodes each segment again). None stores no caches.
+        kept_chunks: the last chunks whose graph stays for the VJP.
         """
         latents = self._whole(latents, conditioning)
         count = latents.shape[2]
@@ -188,18 +182,12 @@ class WanDecoder:
 
     @cached_property
     def _normalisation(self) -> tuple[Tensor, Tensor]:
-        """Return mean and 1 / std of the latents, (1, C, 1, 1, 1) on the VAE's device: one copy for all chunks.
-
-        diffusers' pipeline divides by 1 / std; the same roundings give the same pixels.
-        """
+        """Return mean and 1 / std of the latents, by which diffusers' pipeline divides, too."""
         return stock.latent_statistics(self.vae, self.vae.dtype)
 
 
 def run_chunk(vae: AutoencoderKLWan, x: Tensor, caches: Caches, *, forget: bool = False) -> tuple[Tensor, Caches]:
-    """Decode one frame of the VAE's own latents; return video frames and the caches after it.
-
-    forget: these caches have their gradient, but no values.
-    """
+    """Decode one frame of the VAE's own latents; return video frames and the caches, without values if `forget`."""
     after = _ForgottenCaches(caches) if forget else list(caches)
     # diffusers replaces the list's entries, and reads none that it has replaced; it never changes a cached tensor
     first, patch = caches[0] is None, vae.config.patch_size
@@ -253,9 +241,8 @@ def _to_device(stored: StoredCaches) -> Caches:
 def lean_graph(decoder: WanDecoder3d) -> Iterator[None]:
     """Make the decoder's graph hold the inputs of its norms and little else, within the context.
 
-    A norm and the activation after it, which take most, are recomputed together in strips. No convolution is computed
-    twice. The gradients are the same to the last bit with one strip; of several, channels may be summed in another
-    order. diffusers' own `enable_gradient_checkpointing` does nothing here.
+    A norm and the activation after it are recomputed together in strips. With one strip the gradients are the same to
+    the last bit. diffusers' own `enable_gradient_checkpointing` does nothing here.
     """
     normed = [module for module in decoder.modules() if isinstance(module, WanResidualBlock | WanDecoder3d)]
     changed: list[nn.Module] = []

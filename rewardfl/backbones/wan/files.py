@@ -61,11 +61,11 @@ def find_configs(variant: Variant, model_paths: str) -> Path:
 
 
 def find_files(variant: Variant, source: Source) -> Layout:
-    """Find the files of the configured model. Raise InputError, with the key and the way out, for missing ones.
+    """Find the files of the configured model. Raise InputError for missing ones.
 
     model_paths: a diffusers folder, or a wan22_paths.json: an object with the variant's original_parts, or a list in
     their order. Each of its entries is a file, a folder of shards, an index.json or a list of shards, relative to the
-    json file. origin_paths: "repository:pattern,..." as in DiffSynth and ROLL, from the local hub cache or downloaded.
+    json file. origin_paths: "repository:pattern,..." as in DiffSynth and ROLL, from the local hub cache.
     """
     path = Path(source.model_paths)
     if source.origin_paths:
@@ -73,7 +73,7 @@ def find_files(variant: Variant, source: Source) -> Layout:
     elif path.suffix == ".json" and path.is_file():
         configs, parts = find_configs(variant, source.model_paths), _read_paths(variant, path)
     else:
-        configs, parts = path, _find_in_folder(variant, path, source)
+        configs, parts = path, _find_in_folder(variant, path)
     experts = {name: parts[key] for name, key in zip(variant.experts, variant.original_parts, strict=False)}
     return Layout(
         variant=variant, configs=configs, experts=experts, text_encoder=parts["text_encoder"][0], vae=parts["vae"][0],
@@ -83,10 +83,7 @@ def find_files(variant: Variant, source: Source) -> Layout:
 
 
 def _tokenizer(tokenizer_path: str, default: Path | None = None) -> Path:
-    """Return the tokenizer's folder.
-
-    Raise InputError for a folder without one: transformers would make an empty one.
-    """
+    """Return the tokenizer's folder. Raise InputError without one: transformers would make an empty tokenizer."""
     path = Path(tokenizer_path) if tokenizer_path else default
     if path is None:
         why = "is empty, and these original files come without a tokenizer"
@@ -97,18 +94,12 @@ def _tokenizer(tokenizer_path: str, default: Path | None = None) -> Path:
     raise InputError(f"model.tokenizer_path: {why}; give the folder google/umt5-xxl of the model's download")
 
 
-def _find_in_folder(variant: Variant, path: Path, source: Source) -> Parts:
+def _find_in_folder(variant: Variant, path: Path) -> Parts:
     if not (path / "model_index.json").is_file():
         raise InputError(
             f"model.model_paths: {path.absolute()} is neither a diffusers pipeline folder (no model_index.json in "
             "it) nor a wan22_paths.json with the original files"
         )
-    for name, kind in read_config(path, "model_index").items():
-        if name == "tokenizer" and source.tokenizer_path:
-            continue
-        # transformers would make an empty tokenizer of a missing folder
-        if isinstance(kind, list) and kind[0] and not (path / name).is_dir():
-            raise InputError(f"model.model_paths: {path} has no {name} folder")
     experts = dict(zip(variant.original_parts, variant.parts.values(), strict=False))
     others = {name: name for name in ("text_encoder", "vae", "image_encoder", "tokenizer")}
     return {key: [path / part] for key, part in (experts | others).items()}
@@ -180,10 +171,9 @@ def _snapshot(repository: str, patterns: list[str]) -> Path:
 
 
 def open_experts(layout: Layout) -> dict[str, Checkpoint]:
-    """Open all experts' files by their headers; check the other parts of a diffusers folder, too.
+    """Open all experts' files by their headers, and check the other parts'.
 
-    Raise InputError for damaged or incomplete shards, quantised files and other models of the family. Raise it also for
-    missing, surplus or misshapen tensors, one file for two experts, and an expert with the other one's name.
+    Raise InputError for damaged, quantised or incomplete files, other models, and one file for two experts.
     """
     if layout.configs != published(layout.variant):
         check_configs(layout.variant, layout.configs)

@@ -1,7 +1,6 @@
-"""Loading a Wan model from a layout of files (rewardfl/backbones/wan/files.py).
+"""Loading a Wan model from a layout of files, equal to diffusers' `from_pretrained`.
 
-The experts are read tensor by tensor in every layout: the host holds one expert in its target precision and a few rows
-in the file's. The result equals diffusers' `from_pretrained`: modules that diffusers keeps in float32 stay so.
+The experts are read tensor by tensor: the host holds one in its target precision and a few rows in the file's.
 """
 
 import re
@@ -36,14 +35,11 @@ def load_pipeline(
     distill_mode: Literal["fuse", "adapter"] = "fuse",
     parts: Sequence[str] | None = None,
 ) -> Any:
-    """Load a WanImageToVideoPipeline, frozen and in eval mode, on the CPU.
-
-    It also serves text-to-video models: it encodes prompts equally.
+    """Load a WanImageToVideoPipeline, frozen and in eval mode, on the CPU; it encodes text-to-video prompts, too.
 
     experts: of files.open_experts. distilled: LoRAs (with their experts), by distill_mode either fused in the files'
     precision before the one rounding to `dtype`, or attached as adapters that stay on. parts: those to load, None for
-    all; the other components are None. The tokenizer comes with the text encoder. vae_decoder is the VAE without its
-    encoder.
+    all. The tokenizer comes with the text encoder. vae_decoder is the VAE without its encoder.
     """
     variant, loaded = layout.variant, dict[str, Any]()
     fuses = {"fuse": True, "adapter": False}[distill_mode]
@@ -86,10 +82,7 @@ def load_pipeline(
 def load_expert(
     checkpoint: Checkpoint, config: Mapping[str, Any], dtype: torch.dtype, distilled: Sequence[Lora] = ()
 ) -> WanTransformer3DModel:
-    """Load one expert from files of either naming, equal to diffusers' `from_pretrained(torch_dtype=dtype)`.
-
-    distilled: LoRAs added in float32 before the one rounding. Raise InputError for LoRAs that do not fit.
-    """
+    """Load one expert from files of either naming. distilled: LoRAs added in float32 before the one rounding."""
     merged = merge.updates_by_tensor(checkpoint, [(adapter, 1.0) for adapter in distilled])
     state = {}
     for target, name in common_names(checkpoint).items():
@@ -103,10 +96,7 @@ def load_expert(
 def _load_part(
     layout: Layout, part: str, kind: type[stock.Model], rename: Callable[[State], State], dtype: torch.dtype
 ) -> Any:
-    """Load a part from its folder, or from its original file: .safetensors, or a pickle without code.
-
-    Raise InputError if names or shapes differ. Tied weights count once.
-    """
+    """Load a part from its folder, or from its original file: .safetensors, or a pickle without code."""
     path: Path = getattr(layout, part)
     if path.is_dir():
         return stock.load_pretrained(kind, path, dtype)
@@ -185,7 +175,7 @@ def vae_state(state: State) -> State:
 
 def read_distilled(experts: Sequence[str], first: str, second: str) -> list[Lora]:
     """Read the distillation LoRAs at two paths (empty: none). Raise InputError for other files."""
-    loras, crossed, both = [], 0, f"model.distill_lora_high {first} and model.distill_lora_low {second}"
+    loras, crossed = [], 0
     for expert, path in zip(experts, (first, second), strict=False):
         adapters = lora_files.read_lora(path, base={lora_files.WAN: ()}) if path else []
         if len(adapters) > 1:
@@ -193,9 +183,10 @@ def read_distilled(experts: Sequence[str], first: str, second: str) -> list[Lora
         crossed += any(adapter.expert_by_name and adapter.expert != expert for adapter in adapters)
         loras += lora_files.assign_expert(adapters, expert)
     if crossed == 2:
-        raise InputError(f"{both} have each other's names; swap them, or rename the files")
-    if first and first == second:
-        raise InputError(f"{both} are the same LoRA; each expert has its own")
+        raise InputError(
+            f"model.distill_lora_high {first} and model.distill_lora_low {second} have each other's names; swap them, "
+            "or rename the files"
+        )
     return loras
 
 

@@ -14,20 +14,15 @@ TWO_EXPERTS = {"high_noise": "transformer", "low_noise": "transformer_2"}
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One model, of any size.
+    """One model, of any size."""
 
-    published: its name. parts: {expert, in the order of their steps: its folder in a diffusers pipeline}. image: how a
-    clip's first frame is an input: as `channels` next to the noisy ones, as the first latent `frame`, or not at all.
-    clip: whether CLIP's features of it are an input, too. token_times: whether each token has its own timestep.
-    frame_rate: sample_fps of its configuration in Wan-AI's code.
-    """
-
-    published: str
-    parts: Mapping[str, str] = field(default_factory=lambda: {"transformer": "transformer"})
+    published: str  # its name
+    parts: Mapping[str, str] = field(default_factory=lambda: {"transformer": "transformer"})  # as Backbone.parts
+    # how a clip's first frame is an input: as channels next to the noisy ones, or as the first latent frame
     image: Literal["none", "channels", "frame"] = "none"
-    clip: bool = False
-    token_times: bool = False
-    frame_rate: float = 16.0
+    clip: bool = False  # whether CLIP's features of the first frame are an input, too
+    token_times: bool = False  # whether each token has its own timestep
+    frame_rate: float = 16.0  # sample_fps of its configuration in Wan-AI's code
 
     @property
     def experts(self) -> tuple[str, ...]:
