@@ -136,8 +136,7 @@ def check_tensors(path: Path, shapes: Mapping[str, Sequence[int]], model: Mappin
 def save_adapter(mixin: type[LoraBaseMixin], model: ModelMixin, folder: Path, state: dict[str, Tensor]) -> None:
     """Write folder/pytorch_lora_weights.safetensors as `pipe.load_lora_weights` reads it, alpha in the metadata.
 
-    mixin: of the stock pipeline. state: the model's lora.adapter_state, gathered by all processes. Raise OSError when
-    the disk is full.
+    state: the model's lora.adapter_state, gathered by all processes. Raise OSError when the disk is full.
     """
     config = model.peft_config[lora.POLICY]
     folder.mkdir(parents=True, exist_ok=True)

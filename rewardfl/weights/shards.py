@@ -57,7 +57,7 @@ def parse_json_object(text: str | bytes, what: str) -> dict:
 
 
 def require_file(path: Path, *kinds: FileKind) -> None:
-    """Raise InputError unless a file is there and may be of these types by its first bytes (file_kinds.wrong_kind)."""
+    """Raise InputError unless a file is there and may be of these types by its first bytes."""
     if not path.is_file():  # opening a FIFO would wait for a writer
         raise InputError(
             f"{path.absolute()} does not exist, or is no file; get it, or give another{foreign_path_hint(path)}"
@@ -193,12 +193,6 @@ def _model_in(folder: Path) -> Path | list[Path]:
     if len(indices) > 1:
         raise InputError(f"{folder} holds {len(indices)} index files ({indices[0].name}, {indices[1].name}); name one")
     if indices:
-        listed = _read_index(indices[0]).values()
-        if stray := [file.name for file in files if file.name not in listed]:
-            raise InputError(
-                f"{folder} holds {indices[0].name} and {stray[0]}, which is not one of its shards; loaders take "
-                "the index. Name the file that you mean, or delete the other"
-            )
         return indices[0]
     if len(files) != 1 and not all(_SHARD.search(file.name) for file in files) or not files:
         raise InputError(f"{folder} holds {len(files)} .safetensors files and no index.json; name the model's file")

@@ -129,13 +129,6 @@ def test_other_models_are_joined_but_not_renamed(tmp_path):
     assert "Wan transformer" in refuse(join, tmp_path / "out.safetensors", "--input", path, "--dtype", "fp16")
 
 
-def test_an_index_that_would_hide_the_output_is_refused(sharded, tmp_path):
-    stale = tmp_path / "stale" / "diffusion_pytorch_model.safetensors"
-    stale.parent.mkdir()
-    (stale.parent / INDEX).write_text("{}")
-    assert "in the way" in refuse(join, stale, "--input", sharded, "--force")
-
-
 def test_a_full_disk_is_refused(sharded, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 90, 10))
     assert "free" in refuse(join, tmp_path / "out.safetensors", "--input", sharded)

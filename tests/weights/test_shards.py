@@ -1,7 +1,6 @@
 """Headers, indices and shards that are damaged: one line that names the file, and nothing written."""
 
 import json
-import os
 import shutil
 
 import pytest
@@ -42,14 +41,6 @@ def test_damaged_headers_are_refused(world, tmp_path, header):
     assert str(path) in refuse(convert, out, "--lora", path, "--to", "comfy")
 
 
-def test_a_fifo_among_the_shards_is_no_endless_wait(world, tmp_path):
-    shutil.copytree(world / "pipeline" / "transformer_2", tmp_path / "low")
-    for file in (tmp_path / "low").glob("*.safetensors"):
-        file.unlink()
-        os.mkfifo(file)
-        assert str(file) in refuse(join, tmp_path / "new", "--input", tmp_path / "low")
-
-
 INDICES = {
     "a list": [], "no JSON": "{", "not UTF-8": b"\xff\xfe{", "no map": {}, "map: list": {"weight_map": []},
     "map: empty": {"weight_map": {}}, "shard: number": {"weight_map": {"a": 5}},
@@ -85,7 +76,6 @@ DAMAGES = {
     "doubled tensor": (lambda folder, a, b: save_file(load_file(a) | dict([first_tensor(b)]), a), "is in"),
     "tensor nowhere": (lambda folder, a, b: change_index(folder, {"blocks.9.ghost": a.name}), "in none of"),
     "wrong shard": (lambda folder, a, b: change_index(folder, {first_tensor(a)[0]: b.name}), "says"),
-    "surplus file": (lambda folder, a, b: shutil.copy(a, folder / "merged.safetensors"), "merged.safetensors"),
     "two indices": (lambda folder, a, b: shutil.copy(folder / INDEX, folder / f"a.{INDEX}"), "2 index"),
     "empty": (lambda folder, a, b: [path.unlink() for path in folder.iterdir()], "0 .safetensors"),
 }

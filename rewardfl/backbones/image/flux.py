@@ -1,7 +1,4 @@
-"""FLUX.1: two text encoders, one network on packed latents, guidance as a network input (dev) or none (schnell).
-
-Its conditioning: text (B, 512, d) of T5; pooled (B, p) of CLIP.
-"""
+"""FLUX.1: one network on packed latents. Its conditioning: text (B, 512, d) of T5; pooled (B, p) of CLIP."""
 
 from functools import partial
 from typing import Any
@@ -28,14 +25,20 @@ def _model_inputs(x: Tensor, times: Tensor, conditioning: Conditioning, guidance
     positions = torch.zeros(height, width, 3, device=x.device, dtype=x.dtype)
     positions[..., 1] += torch.arange(height, device=x.device, dtype=x.dtype)[:, None]
     positions[..., 2] += torch.arange(width, device=x.device, dtype=x.dtype)
+    return packed_inputs(x, times, conditioning, guidance) | {
+        "pooled_projections": conditioning["pooled"],
+        "txt_ids": x.new_zeros(conditioning["text"].shape[1], 3),
+        "img_ids": positions.flatten(0, 1),
+    }
+
+
+def packed_inputs(x: Tensor, times: Tensor, conditioning: Conditioning, guidance: float | None) -> dict[str, Any]:
+    """Return the inputs that FLUX.1, FLUX.2 and Qwen-Image share."""
     return {
         "hidden_states": pack(x),
         "timestep": times.to(x.dtype) / 1000,  # rounded twice, as the pipeline does
         "guidance": None if guidance is None else times.new_full((len(x),), guidance),
-        "pooled_projections": conditioning["pooled"],
         "encoder_hidden_states": conditioning["text"],
-        "txt_ids": x.new_zeros(conditioning["text"].shape[1], 3),
-        "img_ids": positions.flatten(0, 1),
     }
 
 

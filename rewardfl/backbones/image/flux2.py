@@ -1,7 +1,6 @@
-"""FLUX.2 klein: Qwen3's text features, one network on packed latents, a VAE that normalises them patch by patch.
+"""FLUX.2 klein: one network on packed latents. Its conditioning: text (B, 512, 3 d), of three layers of the encoder.
 
-Its sampled latents are the VAE's 32 channels, normalised. The stock pipeline has the same numbers as patches of 128
-channels. Its conditioning: text (B, 512, 3 d), three of the encoder's layers side by side.
+Its sampled latents are the VAE's 32 channels, normalised; the stock pipeline's are their patches of 128 channels.
 """
 
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from diffusers.loaders import Flux2LoraLoaderMixin
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from rewardfl.backbones.image.flux import pack, unpack
+from rewardfl.backbones.image.flux import pack, packed_inputs, unpack
 from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, PATCH, ImageModelSpec, describe, open
 from rewardfl.backbones.protocol import Conditioning
 
@@ -30,21 +29,14 @@ def _model_inputs(x: Tensor, times: Tensor, conditioning: Conditioning, guidance
     def positions(*sizes: int) -> Tensor:  # time, height, width, word
         return torch.cartesian_prod(*(torch.arange(n, device=x.device) for n in sizes)).expand(len(x), -1, -1)
 
-    return {
-        "hidden_states": pack(x),
-        "timestep": times.to(x.dtype) / 1000,  # rounded twice, as the pipeline does
-        "guidance": None if guidance is None else times.new_full((len(x),), guidance),
-        "encoder_hidden_states": conditioning["text"],
+    return packed_inputs(x, times, conditioning, guidance) | {
         "txt_ids": positions(1, 1, 1, conditioning["text"].shape[1]),
         "img_ids": positions(1, x.shape[2] // PATCH, x.shape[3] // PATCH, 1),
     }
 
 
 def _mu(tokens: int, steps: int, scheduler: Mapping[str, Any]) -> float:
-    """Compute diffusers' compute_empirical_mu, to the last bit: between the lines of 10 and of 200 steps.
-
-    Large images take the latter.
-    """
+    """Compute diffusers' compute_empirical_mu, to the last bit."""
     at_10, at_200 = 8.73809524e-05 * tokens + 1.89833333, 0.00016927 * tokens + 0.45666666
     if tokens > 4300:
         return at_200
@@ -53,17 +45,22 @@ def _mu(tokens: int, steps: int, scheduler: Mapping[str, Any]) -> float:
 
 
 def _decode(vae: AutoencoderKLFlux2, latents: Tensor) -> Tensor:
-    """Decode latents; the VAE's batch normalisation is never run, but its statistics normalise the latents."""
     flat = latents.squeeze(2)
-    mean, std = vae.bn.running_mean, torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
-    flat = unpack(pack(flat) * std.to(flat) + mean.to(flat), flat)
+    mean, std = _statistics(vae, flat)
+    flat = unpack(pack(flat) * std + mean, flat)
     return vae.decode(flat, return_dict=False)[0].unsqueeze(2)
 
 
 def _encode_image(vae: AutoencoderKLFlux2, image: Tensor) -> Tensor:
     flat = vae.encode(image.squeeze(2)).latent_dist.mode()
+    mean, std = _statistics(vae, flat)
+    return unpack((pack(flat) - mean) / std, flat).unsqueeze(2)
+
+
+def _statistics(vae: AutoencoderKLFlux2, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the statistics that normalise latents; they are of a batch normalisation that is never run."""
     mean, std = vae.bn.running_mean, torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
-    return unpack((pack(flat) - mean.to(flat)) / std.to(flat), flat).unsqueeze(2)
+    return mean.to(like), std.to(like)
 
 
 FLUX2_KLEIN = ImageModelSpec(

@@ -214,10 +214,7 @@ class ImageModel(Backbone):
         return tuple(ExpertOnMeta(count=n, build=build, x=flat, run=run, streams=streams) for build, n in builds)
 
     def _one_block(self, name: str, index: int, adapter: Adapter | None) -> ModelMixin:
-        """Return a network with one block, `index` of the list `name`, on the meta device, in its trained dtypes.
-
-        Targets of the adapter that it lacks are left out.
-        """
+        """Return a network with one block, `index` of the list `name`, with the adapter's targets that it has."""
         model = self.empty_expert(EXPERT)
         for list_name, blocks in _block_lists(model, self.block_classes):
             setattr(model, list_name, nn.ModuleList([blocks[index]] if list_name == name else []))
@@ -308,7 +305,7 @@ class ImageDecoder:
         caches: DecodeCaches = "keep",
         kept_chunks: int = 0,
     ) -> Decoded:
-        """Return the image without caches, for any `caches`: it is one chunk. `kept_chunks` is for videos."""
+        """Return the image without caches: it is one chunk."""
         return Decoded(self.decode(latents), {})
 
     def vjp(

@@ -1,7 +1,4 @@
-"""Qwen-Image: a vision-language model's text features, one network on packed latents, a VAE of Wan's type.
-
-Its conditioning: text (B, T, d), T the tokens of the batch's longest prompt; mask (B, T) of the tokens of each prompt.
-"""
+"""Qwen-Image: one network on packed latents, a VAE of Wan's type. Its conditioning: text (B, T, d); mask (B, T)."""
 
 from functools import partial
 from typing import Any
@@ -13,7 +10,7 @@ from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from rewardfl.backbones import stock
-from rewardfl.backbones.image.flux import pack, unpack
+from rewardfl.backbones.image.flux import pack, packed_inputs, unpack
 from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, PATCH, ImageModelSpec, describe, open
 from rewardfl.backbones.protocol import Conditioning
 
@@ -28,11 +25,7 @@ def _encode(pipe: Any, prompt: str, device: torch.device) -> Conditioning:
 def _model_inputs(x: Tensor, times: Tensor, conditioning: Conditioning, guidance: float | None) -> dict[str, Any]:
     frame = [(1, x.shape[2] // PATCH, x.shape[3] // PATCH)]
     mask = conditioning["mask"]
-    return {
-        "hidden_states": pack(x),
-        "timestep": times.to(x.dtype) / 1000,  # rounded twice, as the pipeline does
-        "guidance": None if guidance is None else times.new_full((len(x),), guidance),
-        "encoder_hidden_states": conditioning["text"],
+    return packed_inputs(x, times, conditioning, guidance) | {
         "encoder_hidden_states_mask": None if mask.all() else mask,  # as in the pipeline: a mask changes kernels
         "img_shapes": [frame] * len(x),
     }

@@ -1,7 +1,4 @@
-"""Stable Diffusion 3 and 3.5: three text encoders, one network on unpacked latents.
-
-Its conditioning: text (B, 77 + 256, d), CLIP's two embeddings side by side and T5's after them; pooled (B, p).
-"""
+"""Stable Diffusion 3 and 3.5. Its conditioning: text (B, 77 + 256, d) of CLIP, then of T5; pooled (B, p)."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""Z-Image: Qwen3's text features, one network on a list of samples, with reversed time and velocity.
+"""Z-Image: one network on a list of samples, with reversed time and velocity.
 
 Its conditioning: text (B, T, d), T the tokens of the batch's longest prompt; mask (B, T) of the tokens of each prompt.
 """

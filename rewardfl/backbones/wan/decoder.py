@@ -41,15 +41,12 @@ StoredCaches = Caches | _CachesOnHost  # for a later VJP
 
 @dataclass(frozen=True)
 class _Graph:
-    """The graph of some chunks, to be walked back once. latents, before: its leaves; before are the first caches.
-
-    Of the outputs there are the edges, not the values: of each chunk's frames, and of the caches after the last chunk.
-    """
+    """The graph of some chunks, to be walked back once: its leaves, and the edges of its outputs."""
 
     latents: Tensor
-    before: Caches
-    frames: list[GradientEdge]
-    after: list[GradientEdge | None]
+    before: Caches  # of the first chunk
+    frames: list[GradientEdge]  # by chunk
+    after: list[GradientEdge | None]  # the caches after the last chunk
 
     def pull_back(
         self, grad_frames: Sequence[Tensor], grad_after: Sequence[Tensor | None]
@@ -125,8 +122,7 @@ class WanDecoder:
     ) -> Tensor:
         """Return (d video / d latents)^T grad_video, (B, C, T, h, w), equal to autograd through `vae.decode`.
 
-        grad_video: (B, 3, F, H, W); as in autograd, it counts as zero where the decoder's output is clamped. decoded:
-        from `decode_with_caches` on the same latents; None: computed here.
+        decoded: from `decode_with_caches` on the same latents; None: computed here.
         """
         decoded = self.decode_with_caches(latents, conditioning) if decoded is None else decoded
         latents, first_sampled = self._whole(latents, conditioning), int(self.frame_given)
@@ -213,10 +209,10 @@ class _Forgotten(torch.autograd.Function):
 
 
 def lay_out_for_cudnn(vae: AutoencoderKLWan) -> AutoencoderKLWan:
-    """Store the 3D convolutions' weights with the channels last; the values stay the same.
+    """Store the 3D convolutions' weights with the channels last, the layout in which cuDNN computes.
 
-    cuDNN computes in this layout, and would convert the input and output of each convolution: 9 % of the time with
-    torch 2.8, far more with 2.9 (LightX2V#860, sglang#23200). In bfloat16 gradients round otherwise, on a CPU, too.
+    It would convert the input and output of each convolution: 9 % of the time with torch 2.8, far more with 2.9
+    (LightX2V#860, sglang#23200). In bfloat16 gradients round otherwise.
     """
     for module in vae.modules():
         if isinstance(module, nn.Conv3d):

@@ -29,9 +29,8 @@ meta = partial(torch.empty, device="meta")
 def schedule(num_steps: int, shift: float, experts: Sequence[str], boundary: float | None) -> Schedule:
     """Return flow.linear_sigmas with the expert of each step; boundary: the pipeline's boundary_ratio, None for one.
 
-    As in diffusers' pipeline (pipeline_wan_i2v.py, __call__), the first expert computes the steps whose float32
-    timestep is at or above 1000 * boundary. Comparing sigmas differs at a tie: 0.9 in float32 is below 0.9, and 1000
-    times it is 900.
+    As in diffusers' pipeline_wan_i2v.py, the first expert computes the steps whose float32 timestep is at or above
+    1000 * boundary. Comparing sigmas differs at a tie: 0.9 in float32 is below 0.9, and 1000 times it is 900.
     """
     sigmas = linear_sigmas(num_steps, shift)
     timesteps = 1000 * sigmas[:-1]

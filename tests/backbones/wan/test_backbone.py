@@ -45,15 +45,6 @@ def stock(pipe, steps, image=None, prompt=PROMPT, guidance_scale=1.0, shift=5.0,
     ).frames  # fmt: skip
 
 
-def test_guidance_needs_a_negative_prompt(pipe):
-    velocity = Velocity(
-        backbone=backbone_of(pipe), model=experts_of(pipe), conditioning=encode(pipe, PROMPT, picture()[1], FRAMES),
-        schedule=wan.schedule(4, 5.0, I2V.experts, 0.9), guidance=3.5,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="guidance 3.5 needs the embedding of a negative prompt"):
-        velocity(draw_noise(latent_shape(pipe, HEIGHT, WIDTH, FRAMES), seed=7), 0)
-
-
 # a timestep of exactly 900 is in each but the last; 14 steps at shift 5 are 9/14 of the way
 @pytest.mark.parametrize("shift, steps", [(3.0, 4), (3.0, 20), (5.0, 14), (5.0, 8)])
 def test_the_expert_of_each_step_is_the_pipelines(pipe, shift, steps):
