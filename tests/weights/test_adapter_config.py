@@ -31,11 +31,9 @@ def write_adapter(world, folder, name="adapter_model.safetensors", **changes):
 
 
 OPTIONS = {
-    "plain": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}, "bias": {"lora_bias": True},
+    "rslora": {"use_rslora": True}, "dora": {"use_dora": True}, "bias": {"lora_bias": True},
     "patterns": {"rank_pattern": {"attn1.to_q": 3}, "alpha_pattern": {"blocks.1.attn1.to_q": 5.0}},
-    "one layer": {"layers_to_transform": [1], "layers_pattern": "blocks"},
-    "gaussian": {"init_lora_weights": "gaussian"}, "orthogonal": {"init_lora_weights": "orthogonal"},
-    "mica": {"init_lora_weights": "mica"},
+    "one layer": {"layers_to_transform": [1], "layers_pattern": "blocks"}, "mica": {"init_lora_weights": "mica"},
 }  # fmt: skip
 
 
@@ -62,13 +60,10 @@ def test_an_adapter_is_merged_as_peft_does(pipeline, option, tmp_path):
 
 
 CHANGES = [
-    *({"init_lora_weights": init} for init in ("pissa", "pissa_niter_16", "corda", "olora", "loftq", "lora_ga", "new")),
-    {"layer_replication": [[0, 2], [1, 2]]}, {"alora_invocation_tokens": [1, 2]}, {"use_qalora": True},
-    {"peft_type": "LOHA"}, {"modules_to_save": ["proj_out"]}, {"bias": "all"}, {"fan_in_fan_out": True},
-    {"trainable_token_indices": [1]}, {"kasa_config": {"a": 1}}, {"of_the_future": "x"}, {"of_the_future": 1},
+    {"init_lora_weights": "pissa"}, {"init_lora_weights": "new"}, {"layer_replication": [[0, 2], [1, 2]]},
+    {"peft_type": "LOHA"}, {"modules_to_save": ["proj_out"]}, {"bias": "all"}, {"of_the_future": 1},
     {"r": "4"}, {"rank_pattern": ["to_q"]}, {"use_dora": True}, {"lora_bias": True},
-    {"use_rslora": "false"}, {"use_dora": 5},
-    *({"lora_alpha": alpha} for alpha in ("abc", True, 1e300, 1e-300, float("nan"), 0, 10**400)),
+    {"use_rslora": "false"}, *({"lora_alpha": alpha} for alpha in ("abc", True, 1e300, 1e-300, float("nan"), 0)),
     *({"alpha_pattern": pattern} for pattern in (["to_q"], {"to_q": "4"}, {"to_(q": 4})),
 ]  # fmt: skip
 
@@ -100,13 +95,9 @@ def test_a_configuration_must_be_a_json_object(world, tmp_path, text):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"of_the_future": None}, {"of_the_future": False}, {"of_the_future": {}}, {"peft_type": None},
-        {"exclude_modules": ["x"]}, {"revision": "main"}, {"eva_config": {"rho": 2.0}}, {"init_lora_weights": "eva"},
-        {"task_type": "FEATURE_EXTRACTION"}, {"runtime_config": {"ephemeral_gpu_offload": True}}, {"r": None},
-    ],
+    [{"of_the_future": None}, {"of_the_future": {}}, {"eva_config": {"rho": 2.0}}, {"init_lora_weights": "eva"}],
     ids=str,
-)  # fmt: skip
+)
 def test_harmless_keys_are_read_over(world, change, tmp_path):
     (adapter,) = lora_files.read_lora(write_adapter(world, tmp_path / "low_noise", **change))
     assert adapter.updates[NAME].scale == 0.5 and adapter.alpha_source == "the configuration (4)"
@@ -146,10 +137,8 @@ def test_a_configuration_counts_for_its_own_file(world, name, neighbour, prefix,
 
 
 PATTERNS = (
-    {"to_q": 8.0}, {"^to_q": 8.0}, {"attn1.to_q": 8.0, "to_q": 2.0}, {"to_q": 2.0, "attn1.to_q": 8.0},
-    {"blocks.0.attn1.to_q": 3}, {"^blocks.1.ffn.net.0.proj": 3, "proj": 5}, {r"ffn\.net\.2": 7}, {"o_q": 8},
-    {"0.attn1.to_q": 8, "locks.0.attn1.to_q": 9}, {"to_out.0$": 3}, {r"^blocks\.1\.attn2\.to_out\.0$": 3, "0": 5},
-    {"net.2": 4, "to_[qk]": 9}, {"to_k": 3, "to_q": 5}, {"attn2": 8, "attn2.to_out": 9, "2": 4},
+    {"^to_q": 8.0}, {"attn1.to_q": 8.0, "to_q": 2.0}, {"to_q": 2.0, "attn1.to_q": 8.0}, {r"ffn\.net\.2": 7}, {"o_q": 8},
+    {"0.attn1.to_q": 8, "locks.0.attn1.to_q": 9}, {r"^blocks\.1\.attn2\.to_out\.0$": 3, "0": 5}, {"to_[qk]": 9},
 )  # fmt: skip
 
 
@@ -165,23 +154,13 @@ def test_alpha_pattern_as_peft_matches_it(values, tmp_path, pattern):
         assert adapter.updates[name].scale == alpha / RANK, name
 
 
-def test_alpha_pattern_may_have_original_names(values, tmp_path):
-    path = DIALECTS["d6"](tmp_path, values)
-    config = {"lora_alpha": 1.0, "alpha_pattern": {"self_attn.q": 8.0, "typo": 3.0}}
-    save_file(load_file(path), path, {"lora_adapter_metadata": json.dumps(config)})
-    (adapter,) = lora_files.read_lora(path)
-    assert adapter.updates["blocks.0.attn1.to_q"].scale == 2 and adapter.updates["blocks.0.ffn.net.2"].scale == 0.25
-
-
 @pytest.mark.parametrize(
     "text, family",
     [
         ("flux-1-dev/lora", "FLUX.1"), ("flux1", "FLUX.1"), ("flux2", "FLUX.2"), ("FLUX.2-klein-base-4B", "FLUX.2"),
         ("stable-diffusion-3-m/lora", "SD3"), ("sd35", "SD3"), ("sdxl_base_v1-0", "Stable Diffusion 1, 2 or XL"),
-        ("wan2.1-t2v-1.3b/lora", "Wan"), ("wan21", "Wan"), ("WanTransformer3DModel", "Wan"),
-        ("qwen_image", "Qwen-Image"), ("Flux2Transformer2DModel", "FLUX.2"), ("FluxTransformer2DModel", "FLUX.1"),
-        ("SD3Transformer2DModel", "SD3"), ("Z-Image-Turbo", "Z-Image"), ("hunyuan-video", "HunyuanVideo"),
-        ("transformer", None), ("swan", None), ("flux-to-wan2.1", None),
+        ("wan2.1-t2v-1.3b/lora", "Wan"), ("wan21", "Wan"), ("qwen_image", "Qwen-Image"), ("Z-Image-Turbo", "Z-Image"),
+        ("Flux2Transformer2DModel", "FLUX.2"), ("swan", None), ("flux-to-wan2.1", None),
     ],
 )  # fmt: skip
 def test_words_name_a_family(text, family):

@@ -23,11 +23,8 @@ def entry(**changes):
 
 
 HEADERS = {  # what the safetensors library refuses, and what it lets through
-    "a list": [], "deep": "[" * 100_000, "digits": "9" * 5000, "not UTF-8": b'{"\xff": 1}', "empty": b"",
-    "dtype: unknown": entry(dtype="F33"), "shape: huge": entry(shape=[10**40, 0]),
-    "offsets: hole": entry(data_offsets=[4, 28]),
-    "surrogate in a name": entry() | {"\ud800": {"dtype": "F32", "shape": [0], "data_offsets": [24, 24]}},
-    "a name twice": '{"a": {}, "a": {}}', "only metadata": {"__metadata__": {"format": "pt"}},
+    "a list": [], "deep": "[" * 100_000, "empty": b"", "dtype: unknown": entry(dtype="F33"),
+    "offsets: hole": entry(data_offsets=[4, 28]), "only metadata": {"__metadata__": {"format": "pt"}},
 }  # fmt: skip
 
 
@@ -42,8 +39,7 @@ def test_damaged_headers_are_refused(world, tmp_path, header):
 
 
 INDICES = {
-    "a list": [], "no JSON": "{", "not UTF-8": b"\xff\xfe{", "no map": {}, "map: list": {"weight_map": []},
-    "map: empty": {"weight_map": {}}, "shard: number": {"weight_map": {"a": 5}},
+    "no JSON": "{", "no map": {}, "map: list": {"weight_map": []}, "shard: number": {"weight_map": {"a": 5}},
     "shard: above": {"weight_map": {"a": "../x.safetensors"}},
 }  # fmt: skip
 

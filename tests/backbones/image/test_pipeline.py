@@ -179,7 +179,7 @@ def test_a_setting_that_does_not_fit_is_refused(folder_of, monkeypatch, capsys, 
 
 @pytest.mark.parametrize("name", TOKENS)
 def test_prompts_of_several_lengths_are_one_batch(folder_of, name):
-    """What is padded is masked: each answer is that of its prompt alone."""
+    """What is padded is masked: each velocity equals that of its own batch."""
     backbone = backbones.open(name, Source(model_paths=str(folder_of(name) / "model"), dtype="float32"))
     encode, model = backbone.text_encoder(torch.device("cpu")), backbone.load_expert("transformer")
     conditioning = [encode(prompt) for prompt in ("a ball", PROMPTS[-1])]
@@ -220,11 +220,10 @@ def test_a_shift_by_size_and_steps_and_guidance_of_a_distilled_model(tmp_path):
 
 
 def test_a_web_page_for_a_file_of_the_folder_is_named(folder_of, tmp_path):
-    for part, name in (("vae", "notes.txt"), ("text_encoder", "generation_config.json"), ("tokenizer", "vocab.json")):
-        folder = shutil.copytree(folder_of("sd3") / "model", tmp_path / part)
-        (folder / part / name).write_text("<!DOCTYPE html><html>")
-        with pytest.raises(InputError, match=f"{folder / part / name}.* web page"):
-            backbones.open("sd3", Source(model_paths=str(folder)))
+    folder = shutil.copytree(folder_of("sd3") / "model", tmp_path / "model")
+    (folder / "tokenizer" / "vocab.json").write_text("<!DOCTYPE html><html>")
+    with pytest.raises(InputError, match="tokenizer/vocab.json.* web page"):
+        backbones.open("sd3", Source(model_paths=str(folder)))
 
 
 def test_a_schedule_that_does_not_fall_is_refused():
@@ -236,7 +235,6 @@ def test_a_schedule_that_does_not_fall_is_refused():
         InputError, match="^sample.num_inference_steps: 1 steps give this model the sigmas nan, 0, which"
     ):
         backbone.schedule(1, None, shape)
-    for sigmas in ([1.0, 0.5, 0.5, 0.0], [0.5, 1.0, 0.0], [float("inf"), 1.0, 0.0]):
-        sigmas = torch.tensor(sigmas)
-        with pytest.raises(InputError, match="^sample.num_inference_steps: . steps"):
-            Schedule(sigmas, 1000 * sigmas[:-1], ("one",) * (len(sigmas) - 1))
+    sigmas = torch.tensor([1.0, 0.5, 0.5, 0.0])
+    with pytest.raises(InputError, match="^sample.num_inference_steps: 3 steps"):
+        Schedule(sigmas, 1000 * sigmas[:-1], ("transformer",) * 3)

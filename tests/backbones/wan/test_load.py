@@ -10,21 +10,20 @@ import numpy as np
 import pytest
 import torch
 import wan_files
-from accelerate import init_empty_weights
 from conftest import ROOT
 from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from huggingface_hub import constants
 from PIL import Image
-from pipelines import I2V, latent_shape, random_variant, save_adapter
+from pipelines import I2V, latent_shape, random_variant
 from safetensors.torch import load_file, save_file
 from test_backbone import picture, stock
-from transformers import CLIPVisionConfig, CLIPVisionModel
+from transformers import CLIPVisionModel
 
 from benchmarks import load as load_benchmark
 from rewardfl import backbones, data, lora
 from rewardfl.backbones.protocol import Source
-from rewardfl.backbones.stock import read_config
+from rewardfl.backbones.stock import new_on_meta, read_config
 from rewardfl.backbones.wan import files as files_module
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan import model as wan
@@ -278,7 +277,7 @@ def velocity(model, sigma=0.5):
     return model(x, torch.tensor([1000 * sigma]), text, return_dict=False)[0]
 
 
-def test_adapter_is_the_fused_model_in_policy_and_reference(files, write_paths, distilled, tmp_path):
+def test_adapter_is_the_fused_model_in_policy_and_reference(files, write_paths, distilled):
     fused = load(write_paths(), torch.float32, distilled=distilled)
     pipe = load(write_paths(), torch.float32, distilled=distilled, distill_mode="adapter")
     plain = load(write_paths(), torch.float32)
@@ -296,40 +295,28 @@ def test_adapter_is_the_fused_model_in_policy_and_reference(files, write_paths, 
         assert not torch.allclose(policy, base, atol=1e-3)
         with lora.reference(model):
             assert torch.equal(velocity(model), base)
-        save_adapter(model, tmp_path / part)
-        again = load(write_paths(), torch.float32, distilled=distilled, distill_mode="adapter").components[part]
-        (adapter,) = lora.read_for(again, tmp_path / part / lora.WEIGHTS_NAME)
-        lora.attach_adapter(again, adapter)
-        assert torch.equal(velocity(again), policy)
 
 
 def test_adapter_stays_float32_on_a_bfloat16_base(files, write_paths, distilled):
-    pipe = load(write_paths(), torch.bfloat16, distilled=distilled, distill_mode="adapter")
-    for expert, part in TWO_EXPERTS.items():
-        for name, (down, up, alpha) in files.lightning[expert].items():
-            layer = pipe.components[part].get_submodule(name)
-            assert layer.scaling["distilled"] == alpha / wan_files.RANK
-            for values, weight in ((down, layer.lora_A["distilled"].weight), (up, layer.lora_B["distilled"].weight)):
-                assert weight.dtype == torch.float32 and torch.equal(weight, values)
-        assert velocity(pipe.components[part]).dtype == torch.bfloat16
+    expert = load(write_paths(), torch.bfloat16, distilled=distilled, distill_mode="adapter").transformer
+    for name, (down, _, alpha) in files.lightning["high_noise"].items():
+        layer = expert.get_submodule(name)
+        assert layer.scaling["distilled"] == alpha / wan_files.RANK
+        assert torch.equal(layer.lora_A["distilled"].weight, down)  # float32
+    assert velocity(expert).dtype == torch.bfloat16
 
 
 def test_distillations_that_do_not_fit_are_refused(files, write_paths, tmp_path):
     high, low = files.loras["high_noise"], files.loras["low_noise"]
     with pytest.raises(InputError, match="have each other's names; swap them"):
         wan_load.read_distilled(I2V.experts, low, high)
-    (one,) = wan_load.read_distilled(I2V.experts, "", high)  # the key outranks the name of a file
-    assert one.expert == "low_noise"
-    state = load_file(low)
-    save_file({key: torch.full_like(value, torch.nan) for key, value in state.items()}, tmp_path / "low.safetensors")
-    with pytest.raises(InputError, match="nan or infinite|alpha of"):
-        wan_load.read_distilled(I2V.experts, "", str(tmp_path / "low.safetensors"))
+    (lora,) = wan_load.read_distilled(I2V.experts, "", high)  # the key outranks the name of a file
+    assert lora.expert == "low_noise"
     values = {"blocks.0.attn1.to_q": (torch.ones(4, 20), torch.ones(20, 4), 4.0)}
     odd = str(wan_files.write_lightning(values, tmp_path / "high_noise.safetensors"))
     with pytest.raises(InputError, match="to_q"):
         load(write_paths(), torch.float32, distilled=wan_load.read_distilled(I2V.experts, odd, ""))
-    state["diffusion_model.blocks.0.norm3.diff_b"] = torch.zeros(24)
-    save_file(state, tmp_path / "low.safetensors")
+    save_file(load_file(low) | {"diffusion_model.blocks.0.norm3.diff_b": torch.zeros(24)}, tmp_path / "low.safetensors")
     with pytest.raises(InputError, match="more than a low-rank update .* set model.distill_lora.mode: fuse"):
         odd = wan_load.read_distilled(I2V.experts, "", str(tmp_path / "low.safetensors"))
         load(write_paths(), torch.float32, distilled=odd, distill_mode="adapter")
@@ -383,7 +370,6 @@ DAMAGED = {
     "T2V": (network(in_channels=16), "is Wan2.2-T2V-A14B; set model.model_name: wan2_2_t2v"),
     "another family": (network(_class_name="SD3Transformer2DModel", in_channels=16), "is another model; give the"),
     "surplus tensor": (network(num_layers=1), "has a surplus blocks.1"),
-    "missing tensor": (network(num_layers=3), "lacks blocks.2.* names differ"),
     "other size": (network(ffn_dim=40), r"ffn.net.0.* is \(32.*, that of .* is \(40"),
 }  # fmt: skip
 
@@ -467,12 +453,9 @@ def test_original_files_of_models_with_parts_of_their_own(tmp_path, name):
 
 def test_the_published_clip_has_the_tensors_of_its_file():
     """393 of them, as models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth holds without its text side."""
-    config = CLIPVisionConfig(**read_config(files_module.published(VARIANTS["wan2_1_i2v"]), "image_encoder"))
-    with init_empty_weights(include_buffers=False):
-        model = CLIPVisionModel(config)
-    original = wan_files.original_image_encoder(model)
+    config = read_config(files_module.published(VARIANTS["wan2_1_i2v"]), "image_encoder")
+    original = wan_files.original_image_encoder(new_on_meta(CLIPVisionModel, config))
     assert len(original) == 393 and original["visual.pos_embedding"].shape == (1, 257, 1280)
-    assert original["visual.transformer.31.attn.to_qkv.weight"].shape == (3840, 1280)
 
 
 def expert(folder, state):
@@ -518,22 +501,12 @@ def test_other_original_files_are_refused(files, write_paths, tmp_path, case):
         backbones.open("wan2_2", Source(model_paths=write_paths(**change(files, tmp_path))))
 
 
-PICKLES = {  # message: changed content; name: of a weight
-    "is not a flat dictionary of tensors": lambda state, name: [1],
-    r"lacks .* \(1 names differ from those of the config.json of": lambda state, name: {
-        key: value for key, value in state.items() if key != name
-    },
-    r"is \(3,\), that of the config.json of": lambda state, name: state | {name: torch.zeros(3)},
-}
-
-
-@pytest.mark.parametrize("message", PICKLES)
 @pytest.mark.parametrize("part", ["text_encoder", "vae"])
-def test_a_bad_pickle_is_refused(files, write_paths, tmp_path, part, message):
+def test_a_bad_pickle_is_refused(files, write_paths, tmp_path, part):
     state = torch.load(wan_files.paths(files.original, files.configs)[part], weights_only=True)
     name = next(name for name in state if name.endswith(".weight"))
-    torch.save(PICKLES[message](state, name), tmp_path / "bad.pth")
-    with pytest.raises(InputError, match=message):
+    torch.save(state | {name: torch.zeros(3)}, tmp_path / "bad.pth")
+    with pytest.raises(InputError, match=rf"is \(3,\), that of the config.json of {part}"):
         load(write_paths(**{part: str(tmp_path / "bad.pth")}), torch.float32)
 
 
