@@ -46,8 +46,7 @@ class Schedule:
         if not bool(self.sigmas.isfinite().all() and (self.sigmas.diff() < 0).all()):
             listed = ", ".join(f"{sigma:g}" for sigma in self.sigmas[:8].tolist())
             raise InputError(
-                f"sample.num_inference_steps: {len(self)} steps give this model the sigmas {listed}, which must be "
-                "finite and fall from step to step; take another number of steps, or another sample.shift"
+                f"sample.num_inference_steps: {len(self)} steps give this model the sigmas {listed}, which do not fall"
             )
 
     def __len__(self) -> int:
@@ -298,9 +297,7 @@ class Backbone(Protocol):
         trained = [name for name, part in self.parts.items() if (checkpoint / part / lora.WEIGHTS_NAME).is_file()]
         if not trained:
             files = " or ".join(f"{part}/{lora.WEIGHTS_NAME}" for part in self.parts.values())
-            raise FileNotFoundError(
-                f"no adapter in {checkpoint}: it should hold {files}, as checkpoints/step-* of a run do"
-            )
+            raise FileNotFoundError(f"no adapter in {checkpoint}: it should hold {files}, as checkpoints/step-* do")
         for name in trained:
             for adapter in lora.read_for(experts[name], checkpoint / self.parts[name] / lora.WEIGHTS_NAME):
                 self.check_not_merged(name, adapter)

@@ -65,8 +65,8 @@ def convert(lora: Lora, to: str, dtype: torch.dtype) -> tuple[dict[str, Tensor],
     for update in lora.updates.values():
         if to == "comfy" and not lora.is_wan and (update.magnitude is not None or update.biases()):
             raise InputError(
-                f"{lora.path}: {update.module} has a bias or a DoRA magnitude, which ComfyUI does not read under "
-                "diffusers' names; use --to diffusers, or merge it with tools/merge_lora.py"
+                f"{lora.path}: {update.module} has a bias or a DoRA magnitude, which ComfyUI does not read; use "
+                "--to diffusers, or merge it with tools/merge_lora.py"
             )
         is_comfy = to == "comfy" and lora.is_wan
         state |= comfy_tensors(update, dtype) if is_comfy else diffusers_tensors(lora, update, dtype)
@@ -117,8 +117,7 @@ def diffusers_tensors(lora: Lora, update: Update, dtype: torch.dtype) -> dict[st
     way_out = f"{'use --to comfy, or ' if lora.is_wan else ''}merge it with tools/merge_lora.py"
     if update.diff is not None or update.down is None:
         raise InputError(
-            f"{lora.path}: {update.module} is changed by a full difference, which diffusers' LoRA loader drops without "
-            f"a word; {way_out}"
+            f"{lora.path}: {update.module} has a full difference, which diffusers' LoRA loader drops; {way_out}"
         )
     if not update.wd_on_output:
         raise InputError(

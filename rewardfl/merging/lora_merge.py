@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> None:
     layout = next((each for each in LAYOUTS if all((args.base / name).is_dir() for name in each.values())), None)
     if layout and (args.rename != "keep" or args.out.suffix == ".safetensors" or args.expert):
         raise InputError(
-            f"--base {args.base} is a pipeline: the output is a pipeline folder with the same names. For one expert as "
-            f"a file or with other names give --base {args.base / list(layout.values())[-1]}"
+            f"--base {args.base} is a pipeline, and so is the output; for a file or other names give --base "
+            f"{args.base / list(layout.values())[-1]}"
         )
     bases, folders = open_bases(args, layout)
     config = args.base / "config.json" if args.base.is_dir() else args.base.with_name("config.json")
@@ -145,19 +145,16 @@ def match_expert(option: LoraOption, lora: Lora, experts: list[str | None]) -> s
         return lora.expert
     if len(experts) == 2:
         raise InputError(
-            f"--lora {option.text}: neither its keys nor a name such as ..._high_noise say which expert it is for; "
-            "write PATH@high or PATH@low (before a :strength), or give it twice for both"
+            f"--lora {option.text} does not say its expert; write PATH@high or PATH@low, or give it twice for both"
         )
     if len(option.loras) > 1:
         if experts[0] is None:
-            raise InputError(
-                f"--lora {option.text} holds both experts; say which one the base is: --expert high or low"
-            )
+            raise InputError(f"--lora {option.text} holds both experts; give --expert high or low for the base")
         return lora.expert
     if None not in (lora.expert, experts[0]):
         raise InputError(
-            f"--lora {option.text} is for the {lora.expert} expert, the base is {experts[0]}; if a name is wrong, "
-            "write PATH@high or PATH@low, or --expert for the base"
+            f"--lora {option.text} is for the {lora.expert} expert, the base is {experts[0]}; for a wrong name write "
+            "PATH@high or PATH@low, or --expert for the base"
         )
     return experts[0]
 
@@ -172,7 +169,7 @@ def list_merged(routed: Routing, bases: Mapping[str | None, Checkpoint]) -> dict
             if merged[expert].count(digest) > 1 and not option.has_strength:
                 raise InputError(
                     f"--lora {option.text} is merged into {bases[expert].path} already, or the same as another --lora; "
-                    "leave it out, or write a strength for each (PATH:1.0) to add it again"
+                    "write strengths (PATH:1.0) to add it again"
                 )
     return merged
 
@@ -264,11 +261,7 @@ def _merged_pieces(entry: Entry, updates: Updates, stored: str) -> Callable[[], 
             rows = merge.add_updates(entry, loaded, merge.read_rows(entry, first, count).clone(), first)
             rounded = rows.to(TORCH_DTYPES[stored])
             if not bool(torch.isfinite(rounded).all()):
-                merged = " after merging" if updates else ""
-                raise InputError(
-                    f"{entry.file}: {entry.name}{merged} has nan, or values beyond what {stored} can hold; use --dtype "
-                    "fp32 or bf16"
-                )
+                raise InputError(f"{entry.file}: {entry.name} does not fit into {stored}; use --dtype fp32 or bf16")
             yield as_bytes(rounded)
 
     return pieces

@@ -98,8 +98,8 @@ def _make_config(path: Path, config: Mapping[str, object]) -> AdapterConfig:
         plain = value.lower() if isinstance(value, str) and key == "init_lora_weights" else value
         if value and key not in _HARMLESS | AdapterConfig.model_fields.keys() and plain not in _ALLOWED.get(key, ()):
             raise InputError(
-                f"{path}: {abbreviate(key)} of the LoRA's configuration is {abbreviate(value)}, which is not known to "
-                "leave base + scale * up @ down as it is; merge with the tool that trained it (peft: merge_and_unload)"
+                f"{path}: {abbreviate(key)} of its configuration is {abbreviate(value)}, which is not read here; merge "
+                "it with the tool that trained it (peft: merge_and_unload)"
             )
     try:
         return AdapterConfig.model_validate({key: value for key, value in config.items() if value is not None})

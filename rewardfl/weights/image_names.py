@@ -110,8 +110,7 @@ def match_models(checkpoint: Checkpoint) -> tuple[str, ...]:
         return models
     if any(re.search(r"(^|\.)(double|single)_blocks\.", name) for name in modules):
         raise InputError(
-            f"{checkpoint.path} has the original names of FLUX.1, FLUX.2 or a model like them, with fused layers; "
-            "merge into the folder in diffusers' layout (transformer/)"
+            f"{checkpoint.path} has original names of FLUX, with fused layers; give the folder in diffusers' layout"
         )
     model, names = min(unknown.items(), key=lambda item: len(item[1]))
     if len(names) < len(modules) / 2:

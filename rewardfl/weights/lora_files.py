@@ -253,8 +253,7 @@ def _stated_models(path: Path, models: tuple[str, ...], statements: Mapping[str,
         family = adapter_config.stated_family(text)
         if family is not None and family not in models:
             raise InputError(
-                f"{path} is for {family} by its metadata ({key}: {abbreviate(text)}), not for {' or '.join(models)}; "
-                "give a LoRA of this model"
+                f"{path} is for {family} by its metadata ({key}: {abbreviate(text)}), not for {' or '.join(models)}"
             )
         models = (family,) if family else models
     return models
@@ -303,14 +302,11 @@ def _find_modules(
             names = f"{' or '.join(before)}, whose names other keys have" if len(slices) > 1 else "a transformer"
             raise InputError(
                 f"{path}: {abbreviate(key)} (as {abbreviate(name)}, {outputs} rows) names no module of {names}. LoRAs "
-                f"of {WAN}, {', '.join(image_names.IMAGE_MODELS)} are read; text encoders, LoKr, LoHa and others are "
-                "not, since a skipped key is lost silently; merge it by the tool that trained it, or with diffusers "
-                "(pipe.fuse_lora)"
+                f"of {WAN}, {', '.join(image_names.IMAGE_MODELS)} are read, without text encoders, LoKr or LoHa; merge "
+                "others by the tool that trained them, or with pipe.fuse_lora"
             )
     if any(parts[model] != parts[models[0]] for parts in slices.values() for model in models):
-        raise InputError(
-            f"{path} may be of {' or '.join(models)}, which call different layers so; write diffusers' names"
-        )
+        raise InputError(f"{path} may be of {' or '.join(models)}, whose layers differ; write diffusers' names")
     return tuple(models), {name: parts[models[0]] for name, parts in slices.items()}
 
 
@@ -447,14 +443,12 @@ class _Alphas:
         for other in ("the configuration", "--alpha"):
             if alphas[other] not in (None, alpha):
                 raise InputError(
-                    f"{self.path}: {module} has alpha {alpha:g} by {source}, {alphas[other]:g} by {other}; remove the "
-                    "one that is wrong"
+                    f"{self.path}: {module} has alpha {alpha:g} by {source}, {alphas[other]:g} by {other}; remove one"
                 )
         scale = alpha / rank**0.5 if self.config.use_rslora else alpha / rank
         if not _FLOAT32.tiny <= scale <= _FLOAT32.max:
             raise InputError(
-                f"{self.path}: alpha of {module} is {alpha:g} (from {source}); it must be above 0 (which tools read as "
-                "rank or as nothing) and within float32: write the alpha that was trained with"
+                f"{self.path}: alpha of {module} is {alpha:g} (from {source}), must be above 0 and within float32"
             )
         self.used[source] += 1
         return scale

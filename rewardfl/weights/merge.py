@@ -26,13 +26,11 @@ def find_targets(lora: Lora, update: Update, names: Mapping[str, Entry]) -> set[
     for target, part, shape in additions:
         if target not in names:
             raise InputError(
-                f"{lora.path}: the base has no {target} for the LoRA's {update.module}; it was trained on another "
-                "model (with more blocks, or as Wan2.1-I2V has image projections that Wan2.2 lacks)"
+                f"{lora.path}: the base has no {target}; it was trained on another model (with more blocks, or with "
+                "Wan2.1-I2V's image projections)"
             )
         if names[target].shape != shape:
-            raise InputError(
-                f"{lora.path}: {part} of {update.module} is {shape}, the base's {target} is {names[target].shape}"
-            )
+            raise InputError(f"{lora.path}: {part} of {update.module} is {shape}, {target} is {names[target].shape}")
     return {target for target, *_ in additions}
 
 

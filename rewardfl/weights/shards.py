@@ -59,9 +59,7 @@ def parse_json_object(text: str | bytes, what: str) -> dict:
 def require_file(path: Path, *kinds: FileKind) -> None:
     """Raise InputError unless a file is there and may be of these types by its first bytes."""
     if not path.is_file():  # opening a FIFO would wait for a writer
-        raise InputError(
-            f"{path.absolute()} does not exist, or is no file; get it, or give another{foreign_path_hint(path)}"
-        )
+        raise InputError(f"{path.absolute()} does not exist, or is no file{foreign_path_hint(path)}")
     if words := wrong_kind(path, *kinds):
         raise InputError(f"{path} {words}")
 
@@ -214,10 +212,7 @@ def _join(path: Path, files: list[Path], weight_map: dict[str, str]) -> Checkpoi
     metadata: dict[str, str] = {}
     for file in files:
         if (number := _SHARD.search(file.name)) and int(number[1]) != len(files):
-            raise InputError(
-                f"{file} is one of {int(number[1])} shards; {len(files)} are given: give their folder, index.json "
-                "or all of them"
-            )
+            raise InputError(f"{file} is one of {int(number[1])} shards; {len(files)} are given: give their folder")
         entries, more = read_header(file)
         for name, entry in entries.items():
             if name in tensors:

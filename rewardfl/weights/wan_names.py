@@ -86,7 +86,7 @@ def detect_naming(checkpoint: Checkpoint) -> tuple[str, dict[str, str]]:
         if len(unknown) < len(bare) / 2:
             raise InputError(
                 f"{checkpoint.path}: tensor {unknown[0]} has no place in a Wan transformer with {naming} names "
-                f"({len(unknown)} such of {len(bare)}); only Wan2.x I2V and T2V transformers are supported"
+                f"({len(unknown)} such of {len(bare)})"
             )
     raise InputError(f"{checkpoint.path}: tensors such as {names[0]} are not those of a Wan transformer")
 

@@ -338,10 +338,7 @@ def open(spec: ImageModelSpec, name: str, source: Source) -> ImageModel:
     """Open a pipeline folder by its headers. Raise InputError unless the tensors are exactly this model's."""
     model = describe(spec, name, source)
     if PUBLISHED in model.folder.parents:
-        raise InputError(
-            f"model.model_paths: {source.model_paths} has no weights; download {model.folder.stem} into it, in "
-            "diffusers' layout. Without weights there is the estimate of tools/plan_run.py"
-        )
+        raise InputError(f"model.model_paths: {source.model_paths} has no weights; download {model.folder.stem}")
     others = ("vae", *spec.encoders, *spec.tokenizers)
     if absent := [part for part in (EXPERT, *others) if not (model.folder / part).is_dir()]:
         raise InputError(f"model.model_paths: {model.folder} has no {absent[0]} folder")
@@ -364,8 +361,7 @@ def describe(spec: ImageModelSpec, name: str, source: Source) -> ImageModel:
         names = sorted(path.stem for path in PUBLISHED.iterdir())
         if folder.name not in names:
             raise InputError(
-                f"model.model_paths: there is no {folder}; without one the last part of the path must name a published "
-                f"model: {', '.join(names)}"
+                f"model.model_paths: there is no {folder}; give a folder, or the name {' or '.join(names)}"
             )
         folder = PUBLISHED / f"{folder.name}.json"
     elif not (folder / "model_index.json").is_file():
@@ -373,8 +369,8 @@ def describe(spec: ImageModelSpec, name: str, source: Source) -> ImageModel:
     pipeline = stock.read_config(folder, "model_index").get("_class_name")
     if pipeline != spec.pipeline:
         raise InputError(
-            f"model.model_name: {name} is {spec.published}, a {spec.pipeline}, but {folder} (model.model_paths) is a "
-            f"{pipeline}; set model.model_name to the model that it is"
+            f"model.model_name: {name} is a {spec.pipeline}, but {folder} is a {pipeline}; set model.model_name to "
+            "the model that it is"
         )
     configs = {part: stock.read_config(folder, part) for part in (EXPERT, "vae", *spec.encoders, "scheduler")}
     for part in spec.tokenizers:

@@ -120,8 +120,8 @@ def _read_paths(variant: Variant, path: Path) -> Parts:
     differing += [f"unknown key {key!r}" for key in sorted(entries.keys() - {*keys, "tokenizer", "configs"})]
     if differing:
         raise InputError(
-            f"{path}: {'; '.join(differing)}; {variant.published} takes {', '.join(keys)}, as an object or as a list "
-            "in this order, and in an object optionally tokenizer, configs"
+            f"{path}: {'; '.join(differing)}; {variant.published} takes {', '.join(keys)}, as an object (also with "
+            "tokenizer and configs) or as a list in this order"
         )
     parts = {
         key: [path.parent / str(name) for name in (value if isinstance(value, list) else [value])]
@@ -165,8 +165,7 @@ def _snapshot(repository: str, patterns: list[str]) -> Path:
         return Path(snapshot_download(repository, allow_patterns=patterns, local_files_only=True))
     except LocalEntryNotFoundError:
         raise InputError(
-            f"model.model_id_with_origin_paths: {repository} is not in the local hub cache; fetch it by `hf download "
-            f"{repository}` (126 GB for Wan2.2-I2V-A14B), or give model.model_paths"
+            f"model.model_id_with_origin_paths: {repository} is not in the local hub cache; fetch it by `hf download`"
         ) from None
 
 
@@ -183,8 +182,7 @@ def open_experts(layout: Layout) -> dict[str, Checkpoint]:
         expert_in_name = lora_files.expert_in_path(checkpoint.files[0].absolute())
         if len(layout.experts) > 1 and expert_in_name not in (None, expert):
             raise InputError(
-                f"{checkpoint.files[0]} is given as the {expert} expert, its name or folder says {expert_in_name}; "
-                "swap the two, or rename it"
+                f"{checkpoint.files[0]} is given as the {expert} expert, its name says {expert_in_name}; swap the two"
             )
         config = read_config(layout.configs, layout.variant.parts[expert])
         shapes = {name: checkpoint.tensors[stored].shape for name, stored in common_names(checkpoint).items()}
@@ -228,10 +226,7 @@ def check_configs(variant: Variant, folder: Path) -> None:
     if configured not in matching:
         actual = VARIANTS[matching[0]].published if matching else "another model"
         way = f"set model.model_name: {matching[0]}" if matching else f"give the files of {variant.published}"
-        raise InputError(
-            f"model.model_name: {configured} is {variant.published}, but {folder} (model.model_paths) is {actual}; "
-            f"{way}"
-        )
+        raise InputError(f"model.model_name: {configured} is {variant.published}, but {folder} is {actual}; {way}")
 
 
 def common_names(checkpoint: Checkpoint) -> dict[str, str]:

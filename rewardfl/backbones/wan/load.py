@@ -94,18 +94,18 @@ def load_expert(
 
 
 def _load_part(
-    layout: Layout, part: str, kind: type[stock.Model], rename: Callable[[State], State], dtype: torch.dtype
+    layout: Layout, part: str, cls: type[stock.Model], rename: Callable[[State], State], dtype: torch.dtype
 ) -> Any:
     """Load a part from its folder, or from its original file: .safetensors, or a pickle without code."""
     path: Path = getattr(layout, part)
     if path.is_dir():
-        return stock.load_pretrained(kind, path, dtype)
+        return stock.load_pretrained(cls, path, dtype)
     if path.suffix == ".safetensors":
         shards.read_header(path)
         state = safetensors.torch.load_file(path)
     else:
         state = lora_files.read_torch(path)
-    state, model = rename(state), stock.new_on_meta(kind, stock.read_config(layout.configs, part))
+    state, model = rename(state), stock.new_on_meta(cls, stock.read_config(layout.configs, part))
     shapes = {name: value.shape for name, value in state.items()}
     stock.check_tensors(path, shapes, dict(model.named_parameters()), f"the config.json of {part}")
     # always a copy: mapped tensors are not aligned, and change with their file
@@ -183,10 +183,7 @@ def read_distilled(experts: Sequence[str], first: str, second: str) -> list[Lora
         crossed += any(adapter.expert_by_name and adapter.expert != expert for adapter in adapters)
         loras += lora_files.assign_expert(adapters, expert)
     if crossed == 2:
-        raise InputError(
-            f"model.distill_lora_high {first} and model.distill_lora_low {second} have each other's names; swap them, "
-            "or rename the files"
-        )
+        raise InputError(f"model.distill_lora: {first} and {second} have each other's names; swap or rename them")
     return loras
 
 

@@ -68,11 +68,11 @@ def on_meta(folder: Path, variant: Variant, dtype: torch.dtype, shape: Shape, vi
     text = stock.new_on_meta(UMT5EncoderModel, stock.read_config(folder, "text_encoder")).to(dtype).eval()
     tokens = meta(1, TEXT_LENGTH, dtype=torch.long)
     configs = {name: stock.read_config(folder, part) for name, part in variant.parts.items()}
-    whole = (shape[0], shape[1] + (variant.image == "frame"), *shape[2:])  # with the conditioning's frame
+    all_frames = (shape[0], shape[1] + (variant.image == "frame"), *shape[2:])  # with the conditioning's frame
     experts: dict[str, tuple[ExpertOnMeta, ...]] = {}
     for name, config in configs.items():
         same = next((expert for expert in experts if configs[expert] == config), None)
-        experts[name] = experts[same] if same else (expert_on_meta(config, dtype, whole, variant),)
+        experts[name] = experts[same] if same else (expert_on_meta(config, dtype, all_frames, variant),)
     last, vision = configs[variant.experts[-1]], None
     conditioning = {"text": meta(1, TEXT_LENGTH, last["text_dim"], dtype=dtype)}
     # diffusers' pipeline makes the VAE's outputs float32, whatever its dtype
@@ -92,7 +92,7 @@ def on_meta(folder: Path, variant: Variant, dtype: torch.dtype, shape: Shape, vi
     return OnMeta(
         experts=experts,
         vae=vae,
-        decoder=_decoder_on_meta(vae, dtype, whole),
+        decoder=_decoder_on_meta(vae, dtype, all_frames),
         encode_clip=encode_clip,
         vision=vision,
         text_encoder=text,
