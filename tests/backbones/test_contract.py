@@ -1,8 +1,4 @@
-"""The contract of a backbone, for every registered one, through the seam alone.
-
-A tenant is a small random model of the kind in its published layout, and its stock pipeline. Two processes against one
-and exact resumption are shown on whole runs, in test_distributed.py and test_chaos.py.
-"""
+"""The contract of every registered backbone. A tenant is a small random model, and its stock pipeline."""
 
 import dataclasses
 import inspect
@@ -44,11 +40,7 @@ ENCODED = {}
 
 
 def aligned(pipe):
-    """The pipeline with its weights in torch's own memory.
-
-    Those that diffusers maps from files lie at odd addresses, and our loading of Wan does not leave them there. On a
-    CPU that is not Intel's MKL then adds up a row's products in another order.
-    """
+    """Copy the weights into torch's own memory: at a mapped file's odd addresses MKL may add in another order."""
     for component in pipe.components.values():
         if isinstance(component, torch.nn.Module):
             for parameter in component.parameters():
@@ -120,11 +112,21 @@ class ImageTenant(Tenant):
         return pipe
 
     def sample(self, pipe, noise, guidance, output_type):
+        latents, scales = self.settings(noise[:, :, 0].clone(), guidance)
         images = pipe(
             prompt=PROMPT, negative_prompt=NEGATIVE, height=HEIGHT, width=WIDTH, num_inference_steps=STEPS,
-            guidance_scale=guidance, latents=noise[:, :, 0].clone(), output_type=output_type,
+            latents=latents, output_type=output_type, **scales,
         ).images  # fmt: skip
-        return images.unsqueeze(2 if output_type == "latent" else 1)
+        if output_type == "latent":
+            return self.unpack(images, noise[:, :, 0]).unsqueeze(2)
+        return images.unsqueeze(1)
+
+    def settings(self, latents, guidance):
+        """Return the latents as the pipeline takes them, and its arguments of guidance."""
+        return latents, {"guidance_scale": guidance}
+
+    def unpack(self, latents, like):
+        return latents
 
 
 @dataclass
@@ -132,14 +134,10 @@ class PackedTenant(ImageTenant):
     """With a shift by the image's size, and latents packed to tokens."""
 
     guided_bits = 0.0
+    unpack = staticmethod(unpack)
 
-    def sample(self, pipe, noise, guidance, output_type):
-        images = pipe(
-            prompt=PROMPT, negative_prompt=NEGATIVE, height=HEIGHT, width=WIDTH, num_inference_steps=STEPS,
-            guidance_scale=self.embedded_guidance, true_cfg_scale=guidance, latents=pack(noise[:, :, 0]),
-            output_type=output_type,
-        ).images  # fmt: skip
-        return unpack(images, noise[:, :, 0]).unsqueeze(2) if output_type == "latent" else images.unsqueeze(1)
+    def settings(self, latents, guidance):
+        return pack(latents), {"guidance_scale": self.embedded_guidance, "true_cfg_scale": guidance}
 
 
 @dataclass
@@ -176,8 +174,8 @@ class QwenTenant(PackedTenant):
 class ZImageTenant(ImageTenant):
     """Its pipeline calls no guidance 0."""
 
-    def sample(self, pipe, noise, guidance, output_type):
-        return super().sample(pipe, noise, 0 if guidance == 1 else guidance, output_type)
+    def settings(self, latents, guidance):
+        return latents, {"guidance_scale": 0 if guidance == 1 else guidance}
 
 
 IMAGE_TENANTS = {
@@ -189,12 +187,12 @@ IMAGE_TENANTS = {
 
 def tenant_of(name, folder):
     if name in VARIANTS:
-        make, kind, more = partial(random_variant, name), Tenant, {"frame_given": VARIANTS[name].image == "frame"}
+        make, tenant, more = partial(random_variant, name), Tenant, {"frame_given": VARIANTS[name].image == "frame"}
     else:
-        make, kind, more = IMAGE_TENANTS[name]
+        make, tenant, more = IMAGE_TENANTS[name]
     pipe = make()
     pipe.save_pretrained(folder)
-    return kind(name, folder, type(pipe), **more)
+    return tenant(name, folder, type(pipe), **more)
 
 
 # two experts and channels, one and a given frame, an image

@@ -251,12 +251,6 @@ def test_verify_finds_a_wrong_bit(pipeline, values, tmp_path):
             writing.verify(out, merged, lambda count: None)
 
 
-def test_an_adapter_that_was_never_trained_is_pointed_out(pipeline, values, tmp_path):
-    lora = DIALECTS["d5"](tmp_path, {name: (down, 0 * up) for name, (down, up) in values.items()})
-    out = tmp_path / "out.safetensors"
-    assert "zero everywhere" in merge("--base", pipeline / "transformer_2", "--lora", lora, "--out", out)
-
-
 def test_an_expert_without_a_lora_is_cast_too(pipeline, values, tmp_path):
     lora, out = DIALECTS["d5"](tmp_path, values), tmp_path / "out"
     merge("--base", pipeline, "--lora", f"{lora}@low", "--out", out, "--dtype", "bf16")

@@ -108,7 +108,7 @@ def test_generate_is_the_stock_pipeline(folder_of, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen_image", "flux2_klein", pytest.param("z_image", marks=pytest.mark.long)])
-def test_the_estimate_knows_every_kind_of_block(folder_of, name):
+def test_the_estimate_knows_every_type_of_block(folder_of, name):
     """Weights, adapter and FLOPs of the real network, whose blocks differ."""
     source = Source(model_paths=str(folder_of(name) / "model"), dtype="float32", embedded_guidance=MODELS[name][1])
     backbone = backbones.open(name, source)
@@ -138,8 +138,8 @@ def test_the_estimate_knows_every_kind_of_block(folder_of, name):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name, kind", [("flux", "fsdp2"), ("z_image", "ddp")])
-def test_two_processes_are_one(folder_of, name, kind, tmp_path):
+@pytest.mark.parametrize("name, launcher", [("flux", "fsdp2"), ("z_image", "ddp")])
+def test_two_processes_are_one(folder_of, name, launcher, tmp_path):
     """With two types of blocks, whose text and image streams are gathered one block at a time; and with lists."""
     words = [
         "train_flow_grpo.py", "--config", "tests/grpo.yaml", *GRPO_FAST,
@@ -148,7 +148,7 @@ def test_two_processes_are_one(folder_of, name, kind, tmp_path):
         "train.max_steps=2", "run.save_steps=2", "train.warmup_steps=0", "train.max_grad_norm=0.01",
     ]  # fmt: skip
     runs = []
-    for launched in ("cpu", kind):
+    for launched in ("cpu", launcher):
         folder = tmp_path / launched
         distributed.run(launched, folder, words, BREAK_GRADIENT="-1:-1")
         runs.append(folder / "train_flow_grpo.py")
@@ -196,10 +196,8 @@ def test_prompts_of_several_lengths_are_one_batch(folder_of, name):
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-4)
 
 
-def test_a_shift_by_size_and_a_fixed_one():
+def test_a_given_shift_is_the_same_for_all_sizes():
     backbone = backbones.describe("flux", Source(model_paths="FLUX.1-dev", embedded_guidance=3.5))
-    small, large = (backbone.schedule(4, None, backbone.latent_shape(side, side, 1)).sigmas for side in (32, 512))
-    assert (large[1:-1] > small[1:-1]).all()
     fixed = [backbone.schedule(4, 3.0, backbone.latent_shape(side, side, 1)).sigmas for side in (32, 512)]
     assert torch.equal(*fixed)
     s = torch.tensor([1, 0.75, 0.5, 0.25])

@@ -227,7 +227,6 @@ HUB_PATHS = {
     "high_noise_model/*.safetensors": "must be owner/repository:pattern",
     f"{wan_files.REPOSITORY}:weights.pth": "with one of high_noise, low_noise, t5, vae in the pattern, each once",
     f"{wan_files.REPOSITORY}:Wan2.1_VAE.pth": "names no high_noise_model, low_noise_model, text_encoder",
-    f"{HUB},{HUB}": "each once",
     HUB.replace("Wan2.1_VAE.pth", "*vae*"): "matches 0 files",
 }
 
