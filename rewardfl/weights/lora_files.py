@@ -435,7 +435,7 @@ class _Alphas:
         alphas = {
             "the .alpha keys": None if key is None else float(load_tensor(key).reshape(())),
             "the configuration": self.config.stored_alpha(self.names[module]),
-            "ss_network_alpha / ss_network_dim": self.kohya and self.kohya[0] * rank / self.kohya[1],
+            "ss_network_alpha / ss_network_dim": None if self.kohya is None else self.kohya[0] * rank / self.kohya[1],
             "--alpha": self.fallback,
             "nowhere: alpha = rank": float(rank),
         }
