@@ -106,7 +106,7 @@ class Decoded:
 
     video: Tensor  # (B, 3, F, H, W) in [-1, 1]
     caches: dict[int, Any]  # by chunk, the caches before it; with segments only for every n-th chunk from chunk 0
-    graphs: dict[int, Any] = field(default_factory=dict)  # of the last chunks, if kept, by the chunk after them
+    graphs: dict[int, Any] = field(default_factory=dict)  # by the chunk after them: graphs of the last chunks
 
 
 class Decoder(Protocol):
@@ -192,7 +192,7 @@ class Backbone(Protocol):
     parts: Mapping[str, str]  # {expert (model.trainable_models: dit, dit2), by its steps: its folder in a pipeline}
     dtype: torch.dtype  # in which the networks compute
     lora_loader: type[LoraBaseMixin]  # the stock pipeline's mixin
-    weight_files: Mapping[str, list[Path]]  # of each part, which identify the weights; empty for a described model
+    weight_files: Mapping[str, list[Path]]  # by part, which identify the weights; empty for a described model
     block_classes: tuple[str, ...]  # names of its blocks' classes, which FSDP gathers one at a time
     layer_names: Mapping[str, str]  # {short name that lora.lora_target_modules may use: diffusers' name}
     pixels_per_token: int  # on a side of one token: the VAE's factor times the patch

@@ -79,7 +79,7 @@ class ImageModelSpec:
     transformer: type[ModelMixin]
     block_classes: tuple[str, ...]
     layer_names: Mapping[str, str]
-    encoders: Mapping[str, type[PreTrainedModel]]  # of the text, by the pipeline's names; so are the tokenizers
+    encoders: Mapping[str, type[PreTrainedModel]]  # by the pipeline's names, as the tokenizers
     encode: Callable[[Any, str, torch.device], Conditioning]  # by a pipeline of only the text's parts
     # latents (B, C, h, w), times (B,) from 1000 to 0, conditioning, embedded guidance -> the network's arguments
     inputs: Callable[[Tensor, Tensor, Conditioning, float | None], dict[str, Any]]

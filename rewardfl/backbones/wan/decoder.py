@@ -44,7 +44,7 @@ class _Graph:
     """The graph of some chunks, to be walked back once: its leaves, and the edges of its outputs."""
 
     latents: Tensor
-    before: Caches  # of the first chunk
+    before: Caches  # before the first chunk
     frames: list[GradientEdge]  # by chunk
     after: list[GradientEdge | None]  # the caches after the last chunk
 
