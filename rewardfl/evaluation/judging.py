@@ -20,9 +20,8 @@ from rewardfl.rewards.base import NONFINITE, Reference
 from rewardfl.rewards.face.look import MOUTH_MOVES, compare_look, cut_patches, mouth_movement
 from rewardfl.rewards.face.pack import file_hashes
 from rewardfl.rewards.face.track import SAME_PERSON
-from rewardfl.rewards.pixels.artifacts import measure_artifacts
+from rewardfl.rewards.pixels.measures import measure_artifacts, video_motion
 from rewardfl.rewards.pixels.optical_flow import damped_flow
-from rewardfl.rewards.pixels.video_motion import video_motion
 from rewardfl.rewards.registry import ResolvedReward
 from rewardfl.rewards.scoring import Term, score_safely
 from rewardfl.training import clip_scan

@@ -12,16 +12,14 @@ from rewardfl import data
 from rewardfl.config.schema import Cap, Count, DetectionSide, NonNegative
 from rewardfl.copies import to_host
 from rewardfl.rewards.base import Reference, RewardOutput
-from rewardfl.rewards.face.align import to_frames
 from rewardfl.rewards.face.identity import FaceScore
 from rewardfl.rewards.face.look import MOUTH_MOVES, PATCHES, compare_look, cut_patches, mouth_movement
 from rewardfl.rewards.face.pack import PackFolder
 from rewardfl.rewards.face.reward import FaceIdentityReward, ratio
 from rewardfl.rewards.face.track import track_largest
-from rewardfl.rewards.pixels.artifacts import GRAIN, mean, measure_artifacts
+from rewardfl.rewards.pixels.measures import FARNEBACK, GRAIN, LONG_SIDE, mean, measure_artifacts, video_motion
 from rewardfl.rewards.pixels.motion import MIN_CHANGE
 from rewardfl.rewards.pixels.optical_flow import DAMPED, MIN_FLOW, damped_flow
-from rewardfl.rewards.pixels.video_motion import FARNEBACK, LONG_SIDE, video_motion
 
 # Figures over the real clip's. A real clip with less than this gives no ratio, which would divide by noise: pixels per
 # frame; share of 255; levels of 255 squared; two levels of 255, the difference of a grey clip's channels after a codec;
@@ -45,8 +43,8 @@ class FaceJudge(FaceIdentityReward):
     - minus the real clip's: reversals, in [-2, 2], above 0 for a clip that trembles more; red, green, blue, in [-1, 1].
     - look, in [-1, 1]: similarity of eyes and mouth to the real clip's (face/look.py), mean over people.
 
-    pixels/video_motion.py and pixels/artifacts.py define them. grid_period: pixels on a side of the generating model's
-    tokens, the period of a grid; with 0, grid is NaN.
+    pixels/measures.py defines them. grid_period: pixels on a side of the generating model's tokens, the period of a
+    grid; with 0, grid is NaN.
     """
 
     name = "face_judge"
@@ -75,7 +73,7 @@ class FaceJudge(FaceIdentityReward):
         pool = super().reference(video, prompt)
         if pool is None:
             return None
-        figures, people = self._measure(video, list(pool["landmarks"]), list(pool["boxes"]))
+        figures, people = self._measure(video, list(zip(pool["landmarks"], pool["boxes"], strict=True)))
         patches = {f"look/{name}": torch.stack([person[name] for person in people]) for name in PATCHES}
         return pool | patches | {name: torch.tensor(value) for name, value in figures.items()}
 
@@ -84,9 +82,8 @@ class FaceJudge(FaceIdentityReward):
         reference = super().with_motion(reference, video, prompt)
         if reference is None:
             return None
-        track = track_largest(self.identity.detector.detect(to_frames(video)))
-        tracks = [] if track is None else [track]
-        figures, _ = self._measure(video, [track.landmarks for track in tracks], [track.boxes for track in tracks])
+        track = track_largest(self.identity.detector.detect(video.transpose(0, 1).float()))
+        figures, _ = self._measure(video, [] if track is None else [(track.landmarks, track.boxes)])
         return {**reference, **{name: torch.tensor(value) for name, value in figures.items()}}
 
     def fingerprint(self) -> dict[str, object]:
@@ -102,8 +99,7 @@ class FaceJudge(FaceIdentityReward):
     def measured(
         self, video: Tensor, faces: Sequence[FaceScore | None], reference: Mapping[str, Tensor]
     ) -> dict[str, float]:
-        shown = [face for face in faces if face is not None]
-        figures, people = self._measure(video, [face.landmarks for face in shown], [face.boxes for face in shown])
+        figures, people = self._measure(video, [(face.landmarks, face.boxes) for face in faces if face is not None])
         real = {name: float(reference.get(name, math.nan)) for name in figures}  # NaN for photos
         ratios = {name: ratio(figures[name], real[name], least) for name, least in _LEAST.items()}
         differences = {name: figures[name] - real[name] for name in DIFFERENCES}
@@ -114,18 +110,16 @@ class FaceJudge(FaceIdentityReward):
         looks = [compare_look(*pair) for pair in zip(people, patches, strict=True)]
         return ratios | differences | {"look": sum(looks) / len(faces)}  # 0 for a person who is not found
 
-    def _measure(
-        self, video: Tensor, landmarks: Sequence[Tensor], boxes: Sequence[Tensor]
-    ) -> tuple[dict[str, float], list[Patches]]:
+    def _measure(self, video: Tensor, faces: Sequence[tuple[Tensor, Tensor]]) -> tuple[dict[str, float], list[Patches]]:
         """Return the figures of motion and artifacts of the 8-bit frames, and each person's patches.
 
-        video: (3, F, H, W) in [-1, 1]. landmarks (F, 5, 2), boxes (F, 4): of each person who is in it.
+        video: (3, F, H, W) in [-1, 1]. faces: landmarks (F, 5, 2) and boxes (F, 4) of each person in it.
         """
-        people = [cut_patches(video.transpose(0, 1), points) for points in landmarks]
+        people = [cut_patches(video.transpose(0, 1), landmarks) for landmarks, _ in faces]
         levels = to_host(data.to_uint8(video))  # one copy to the CPU
         frames = levels.numpy()
         periods = [self.grid_period] if self.grid_period else []
-        motion = video_motion(frames, torch.stack(list(boxes)).numpy() if boxes else None)
-        motion |= {"lk_flow": damped_flow(data.to_float(levels))}
-        motion |= {"mouth": mean([mouth_movement(person["mouth"]) for person in people])}
+        motion = video_motion(frames, torch.stack([boxes for _, boxes in faces]).numpy() if faces else None)
+        motion["lk_flow"] = damped_flow(data.to_float(levels))
+        motion["mouth"] = mean([mouth_movement(person["mouth"]) for person in people])
         return motion | measure_artifacts(frames, periods), people

@@ -19,17 +19,17 @@ ResolvedReward = tuple[RewardSpec, type[Reward]]
 
 # name -> module and class in this package, imported on use: some import transformers, which is slow
 REWARDS: dict[str, str] = {
-    "aesthetic": "clip.aesthetic:AestheticReward",
-    "clip_score": "clip.cosine:ClipScoreReward",
+    "aesthetic": "clip.scorers:AestheticReward",
+    "clip_score": "clip.scorers:ClipScoreReward",
     "face_identity": "face.reward:FaceIdentityReward",
     "face_judge": "face_judge:FaceJudge",
     "face_motion": "face.motion:FaceMotionReward",
-    "hpsv2": "clip.hpsv2:Hpsv2Reward",
+    "hpsv2": "clip.scorers:Hpsv2Reward",
     "hpsv3": "vlm.hpsv3:Hpsv3Reward",
     "motion": "pixels.motion:MotionReward",
     "ocr": "ocr:Ocr",
     "optical_flow": "pixels.optical_flow:OpticalFlowReward",
-    "pickscore": "clip.cosine:PickScoreReward",
+    "pickscore": "clip.scorers:PickScoreReward",
     "remote": "remote:RemoteReward",
     "video_align": "vlm.video_align:VideoAlignReward",
 }

@@ -32,13 +32,10 @@ class RewardResult:
     def at_rest(self) -> "RewardResult":
         """Return the result in float32 on the CPU, detached, for the log: one copy from a GPU."""
         output = self.output
-        values = [value.detach().float() for value in (output.score, output.valid, *output.parts.values())]
-        remote = [i for i, value in enumerate(values) if value.device.type != "cpu"]
-        if remote:
-            for i, value in zip(remote, torch.stack([values[i] for i in remote]).cpu(), strict=True):
-                values[i] = value
-        parts = dict(zip(output.parts, values[2:], strict=True))
-        return RewardResult(RewardOutput(values[0], values[1].bool(), parts), self.failed, self.problems)
+        values = (output.score, output.valid, *output.parts.values())
+        rows = torch.stack([value.detach().float().to(output.score.device) for value in values]).cpu()
+        parts = dict(zip(output.parts, rows[2:], strict=True))
+        return RewardResult(RewardOutput(rows[0], rows[1].bool(), parts), self.failed, self.problems)
 
 
 def check_reward(term: Term, video: Tensor, reference: Reference, count: int, *, with_gradient: bool) -> str:

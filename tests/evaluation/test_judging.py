@@ -8,7 +8,7 @@ from conftest import ROOT
 from rewardfl import data
 from rewardfl.evaluation import judging
 from rewardfl.rewards import face
-from rewardfl.rewards.pixels.video_motion import video_motion
+from rewardfl.rewards.pixels.measures import video_motion
 
 WORLD = ROOT / "assets" / "tiny_world"
 

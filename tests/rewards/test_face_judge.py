@@ -10,9 +10,8 @@ from rewardfl import data, rewards
 from rewardfl.rewards import FaceIdentityReward
 from rewardfl.rewards.face.look import cut_patches, mouth_movement
 from rewardfl.rewards.face.reward import PARTS
-from rewardfl.rewards.pixels.artifacts import measure_artifacts
+from rewardfl.rewards.pixels.measures import measure_artifacts, video_motion
 from rewardfl.rewards.pixels.optical_flow import damped_flow
-from rewardfl.rewards.pixels.video_motion import video_motion
 
 MEASURED = ("flow", "face_flow", "pixel_change", "sharpness", "reversals")
 CANARIES = ("grid", "saturation", "red", "green", "blue")

@@ -15,7 +15,7 @@ from rewardfl.backbones.wan import backbone as wan2_2
 from rewardfl.noise import draw_noise, noise_seed
 from rewardfl.rewards import face
 from rewardfl.rewards.face.identity_kept import ThroughVae, find_scale
-from rewardfl.rewards.pixels.video_motion import video_motion
+from rewardfl.rewards.pixels.measures import video_motion
 from tiny_world import faces
 from tiny_world.build import CLIPS
 from tiny_world.people import NUM_FRAMES, SIZE, draw_clips, draw_motion, draw_people, render

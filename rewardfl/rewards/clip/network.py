@@ -1,7 +1,6 @@
 """CLIP for rewards: pixels to unit embeddings with a gradient, prompts to unit embeddings without.
 
-The published scorers preprocess images with PIL on bytes. This does it in torch on floats, so that the gradient reaches
-the frames. The scores agree to the rounding of PIL's bytes (tests/rewards/clip/test_clip_network.py measures it).
+Images are preprocessed in torch on floats, where published scorers use PIL on bytes: the scores agree to its rounding.
 """
 
 from collections.abc import Iterator, Mapping
@@ -67,11 +66,24 @@ def preprocess(frames: Tensor, size: int) -> Tensor:
     return normalise(resized[..., top : top + size, left : left + size])
 
 
+def letterbox(frames: Tensor, size: int) -> Tensor:
+    """Resize full frames (N, 3, H, W) in [-1, 1] to (N, 3, size, size) with black bars, HPSv2's transform.
+
+    Bicubic to a longer edge of `size` pixels, on floats that may overshoot [0, 1], then CLIP's normalisation. With
+    antialias, which HPSv2's torchvision lacked; without it the gradient would miss most of the pixels.
+    """
+    scale = size / max(frames.shape[-2:])
+    height, width = (round(edge * scale) for edge in frames.shape[-2:])
+    resized = F.interpolate(unit_range(frames), (height, width), mode="bicubic", antialias=True)
+    above, left = (size - height) // 2, (size - width) // 2
+    return normalise(F.pad(resized, (left, size - width - left, above, size - height - above)))
+
+
 def resize(images: Tensor, height: int, width: int) -> Tensor:
     """Resize images (N, 3, H, W) in [0, 1] to (N, 3, height, width) as PIL on bytes: bicubic (a = -0.5), antialias.
 
     PIL resizes the rows first and clips after each pass, as here; the result differs by its rounding, at most one level
-    of 255. One pass over both axes, clipped at the end, differs by up to six levels on noise.
+    of 255.
     """
     for shape in ((images.shape[-2], width), (height, width)):
         images = F.interpolate(images, shape, mode="bicubic", antialias=True).clamp(0, 1)
@@ -161,8 +173,7 @@ class TextTower(nn.Module):
     def forward(self, prompt: str) -> Tensor:
         """Embed a prompt; one of more tokens than the model's limit (77) is truncated before its end-of-text token."""
         tokens = self.tokenizer(prompt, truncation=True, max_length=self.limit, return_tensors="pt").input_ids
-        # One prompt needs no padding, and attention is causal: the last state is the end-of-text token's.
-        # pooler_output would depend on the folder's padding token and eos_token_id, which is wrong in some configs.
+        # the last state is the end-of-text token's; pooler_output depends on eos_token_id, wrong in some configs
         states = self.model(tokens.to(self.projection.weight.device)).last_hidden_state
         return F.normalize(self.projection(states[0, -1]), dim=-1)
 

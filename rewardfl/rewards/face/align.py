@@ -23,16 +23,6 @@ class Faces:
     landmarks: Tensor  # (n, 5, 2) in frame pixels, in the template's order
 
 
-def to_frames(video: Tensor) -> Tensor:
-    """Return the frames (F, 3, H, W) float32 of a video (3, F, H, W) of any float type.
-
-    Raise ValueError unless F >= 2.
-    """
-    if video.ndim != 4 or video.shape[0] != 3 or video.shape[1] < 2:
-        raise ValueError(f"a video is (3, F, H, W) with at least 2 frames, got {tuple(video.shape)}")
-    return video.transpose(0, 1).float()
-
-
 def similarity_transform(landmarks: Tensor, template: Tensor) -> Tensor:
     """Return the (N, 2, 3) matrices [sR | t] that best map (N, 5, 2) landmarks onto a template (5, 2) or (N, 5, 2).
 
@@ -53,8 +43,7 @@ def align(frames: Tensor, matrices: Tensor, size: int = CROP_SIZE) -> Tensor:
     """Return the (N, 3, size, size) crops of (N, 3, H, W) frames under (N, 2, 3) frame-to-crop similarities.
 
     Under the (P, N, 2, 3) similarities of P faces in each frame, return their crops (P * N, 3, size, size).
-    Bilinear, black (-1) outside the frame, differentiable to the frames: cv2.warpAffine of the same matrices.
-    The operator gets a frame's crops stacked vertically, so that a graph keeps the frames once for all P.
+    Bilinear, black (-1) outside the frame, with gradient to the frames: cv2.warpAffine of the same matrices.
     """
     matrices = matrices.view(-1, len(frames), 2, 3)
     people, count = matrices.shape[:2]
@@ -70,7 +59,7 @@ def align(frames: Tensor, matrices: Tensor, size: int = CROP_SIZE) -> Tensor:
     # align_corners=True puts -1 and 1 on the centres of the outer pixels, W - 1 apart
     last = torch.cat([frames.new_full((1,), side - 1) for side in (width, height)])
     grid = 2 * source / last - 1
-    grid = grid.transpose(0, 1).flatten(1, 2)  # (N, P * size, size, 2)
+    grid = grid.transpose(0, 1).flatten(1, 2)  # (N, P * size, size, 2): the graph keeps a frame once for its P crops
     # grid_sample pads with 0, which is grey in [-1, 1]
     crops = F.grid_sample(frames + 1, grid, mode="bilinear", padding_mode="zeros", align_corners=True) - 1
     return crops.unflatten(2, (people, size)).permute(2, 0, 1, 3, 4).flatten(0, 1)

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from rewardfl.rewards.face.align import Faces
 from rewardfl.rewards.face.onnx_module import OnnxModule
-from rewardfl.rewards.face.pack import describe_network
 
 STRIDES = (8, 16, 32)
 
@@ -59,7 +58,7 @@ class YuNet:
         return scores, torch.cat([centres - half, centres + half], -1), cells.repeat(1, 5) + offsets * stride
 
 
-YUNET_OUTPUTS = [f"{kind}_{stride}" for kind in ("cls", "obj", "bbox", "kps") for stride in STRIDES]
+YUNET_OUTPUTS = [f"{name}_{stride}" for name in ("cls", "obj", "bbox", "kps") for stride in STRIDES]
 
 
 def find_family(names: list[str], path: str | Path) -> tuple[Scrfd | YuNet, list[int]]:
@@ -73,16 +72,13 @@ def find_family(names: list[str], path: str | Path) -> tuple[Scrfd | YuNet, list
         return Scrfd(), list(range(9))
     raise ValueError(
         f"{path} has {len(names)} outputs; SCRFD with landmarks (bnkps) has 9, YuNet of 2023 has {len(YUNET_OUTPUTS)}, "
-        f"{', '.join(YUNET_OUTPUTS)}; this file {describe_network(Path(path))}"
+        f"{', '.join(YUNET_OUTPUTS)}"
     )
 
 
 @dataclass(frozen=True)
 class View:
-    """A small zoom and shift, to which a detector must be indifferent.
-
-    It moves a frame's pixel q to zoom * (q - centre) + centre + shift.
-    """
+    """A small zoom and shift: it moves a frame's pixel q to zoom * (q - centre) + centre + shift."""
 
     zoom: float
     shift: tuple[float, float]  # x, y in frame pixels
@@ -102,13 +98,11 @@ class View:
     def undo(self, faces: Faces, frames: Tensor) -> Faces:
         """Return faces detected in `of(frames)` in the pixels of `frames` (N, 3, H, W)."""
         centre = torch.tensor([(frames.shape[-1] - 1) / 2, (frames.shape[-2] - 1) / 2])
-        shift = torch.tensor(self.shift)
-
-        def back(points: Tensor) -> Tensor:
-            return (points - centre - shift) / self.zoom + centre
-
-        boxes = back(faces.boxes.view(-1, 2, 2)).view(-1, 4)
-        return replace(faces, boxes=boxes, landmarks=back(faces.landmarks))
+        boxes, landmarks = (
+            (points - centre - torch.tensor(self.shift)) / self.zoom + centre
+            for points in (faces.boxes.view(-1, 2, 2), faces.landmarks)
+        )
+        return replace(faces, boxes=boxes.view(-1, 4), landmarks=landmarks)
 
 
 class FaceDetector(nn.Module):
@@ -122,8 +116,6 @@ class FaceDetector(nn.Module):
 
     def __init__(self, path: str | Path, det_size: int = 640):
         super().__init__()
-        if det_size <= 0 or det_size % 32:
-            raise ValueError(f"det_size must be a multiple of 32, the coarsest stride, got {det_size}; try 640")
         self.net = OnnxModule(path)
         self.family, self._order = find_family(self.net.output_names, path)
         fixed = [size for size in self.net.input_shape[2:] if size is not None]
@@ -139,12 +131,10 @@ class FaceDetector(nn.Module):
         return self.trace(frames, self.CHUNK)
 
     def trace(self, frames: Tensor, chunk: int, view: View | None = None) -> list[Faces]:
-        """Return `detect`'s faces with gradient from the landmarks to the frames. Boxes and scores have no gradient.
+        """Return `detect`'s faces with gradient from the landmarks, not from boxes and scores, to the frames.
 
         `chunk` frames are detected at a time, and again in the backward pass. view: applied to the frames before
-        detection; the faces are in the pixels of `frames`.
-
-        The CPU waits for a GPU twice, whatever the number of frames: for the number of detections, and for them.
+        detection; the faces are in the pixels of `frames`. The CPU waits for a GPU twice.
         """
         recomputed = partial(checkpoint, self.rows, use_reentrant=False, preserve_rng_state=False)
         chunks, (scale, *_) = zip(*(recomputed(part, view) for part in frames.split(chunk)), strict=True)
@@ -156,13 +146,9 @@ class FaceDetector(nn.Module):
         return faces if view is None else [view.undo(frame_faces, frames) for frame_faces in faces]
 
     def rows(self, frames: Tensor, view: View | None = None) -> tuple[Tensor, float]:
-        """Return (N, n, 15) rows of score, box and landmarks in detector pixels, and `fit`'s scale.
-
-        Only the landmarks have a gradient.
-        """
+        """Return (N, n, 15) rows of score, box and landmarks (with gradient) in detector pixels, and `fit`'s scale."""
         x, scale = self.fit(frames if view is None else view.of(frames))
-        # The published graphs take one frame, and their rows do not name a frame. vmap gives the graph batches of one
-        # and the operators all frames as one batch.
+        # the published graphs take one frame; with vmap the operators get all frames as one batch
         outputs = [output.flatten(1, -2) for output in torch.vmap(self.net)(x[:, None])]
         outputs = [outputs[i] for i in self._order]
         outputs = [output.detach() for output in outputs[:-3]] + outputs[-3:]
@@ -206,8 +192,7 @@ class FaceDetector(nn.Module):
 def _rounded_resize(levels: Tensor, height: int, width: int) -> Tensor:
     """Return float (..., H, W) levels in 0..255 as (..., height, width) int32, without gradient.
 
-    Equal to the bit to cv2.resize on bytes: bilinear in fixed point, not quite rounded to nearest. Detector scores and
-    landmarks depend on this rounding, and with it they are insightface's.
+    Equal to the bit to cv2.resize on bytes: bilinear in fixed point, not quite rounded to nearest.
     """
     levels = levels.round().int()
     low, high, near, far = _resize_taps(levels.shape[-1], width, levels.device)

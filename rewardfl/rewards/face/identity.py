@@ -1,7 +1,6 @@
 """The people of a video: detect (no gradient) -> track -> align (gradient) -> embed (gradient) -> score.
 
-Template, normalisation, decoding and suppression are insightface's, so that scores compare with those published for
-its packs. test_align.py, test_detect.py and test_identity.py in tests/rewards/face/ compare each with insightface.
+Template, normalisation, decoding and suppression are insightface's, so that scores compare with published ones.
 """
 
 import math
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, CROP_SIZE, Faces, align, similarity_transform, to_frames
+from rewardfl.rewards.face.align import ARCFACE_TEMPLATE, CROP_SIZE, Faces, align, similarity_transform
 from rewardfl.rewards.face.detect import FaceDetector
 from rewardfl.rewards.face.onnx_module import OnnxModule
 from rewardfl.rewards.face.pack import is_sface, pack_files
@@ -70,10 +69,10 @@ class FaceIdentity(nn.Module):
     """Detector and recogniser of one insightface-style pack, frozen; scores videos (3, F, H, W) in [-1, 1].
 
     pack_dir: see pack.pack_files, which finds `files`, the detector's and the recogniser's. second_pack_dir: each
-    cosine is then the mean over the recognisers of both packs, the other one being `second`, on the same crops.
+    cosine is then the mean over the recognisers of both packs, on the same crops.
 
-    Everything is computed in float32, also under autocast. The detector gets no gradient. Frame 0 of a clip is the
-    given image: it starts the tracks and is neither pooled nor scored. track.py matches faces across frames.
+    Everything is computed in float32, also under autocast. Frame 0 of a clip is the given image: it starts the tracks
+    and is neither pooled nor scored. Faces are matched across frames by track.py.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class FaceIdentity(nn.Module):
         than `min_width` pixels there are left out, and so are people missing from all later frames.
         """
         with torch.autocast(video.device.type, enabled=False):
-            frames = to_frames(video)
+            frames = video.transpose(0, 1).float()
             faces = self.detector.detect(frames)
             start = first_frame(faces)
             if start is None:
@@ -109,14 +108,13 @@ class FaceIdentity(nn.Module):
             return [self._pool(frames, track) for track in tracks if track.detected[1:].any()]
 
     def _pool(self, frames: Tensor, track: Track) -> FacePool:
-        shown = track.detected.nonzero().flatten()
-        shown = shown[shown > 0]
+        shown = 1 + track.detected[1:].nonzero().flatten()
         embeddings = self._embed(frames[shown.to(frames.device)], track.landmarks[shown])
         return FacePool(embeddings=embeddings, cap=self_similarity(embeddings), **vars(track))
 
     @torch.no_grad()
     def embed_photo(self, photo: Tensor, min_width: float = 0.0) -> Tensor | None:
-        """Return the embedding (D,) of the largest face of a photo (3, H, W); None where none is `min_width` wide."""
+        """Return the embedding (D,) of the largest face of a photo (3, H, W); None if it is narrower than min_width."""
         with torch.autocast(photo.device.type, enabled=False):
             frames = photo[None].float()
             (faces,) = self.detector.detect(frames)
@@ -153,12 +151,11 @@ class FaceIdentity(nn.Module):
     def scores(self, video: Tensor, pools: Sequence[Tensor]) -> list[FaceScore | None]:
         """Return the scores of the people of a generated clip, differentiable to the video; None for a missing person.
 
-        pools: each person's FacePool.embeddings.
-
-        Frames in which the detector loses a face are cut at its last landmarks, so that hiding it costs score.
+        pools: each person's FacePool.embeddings. A frame without a detection is cut at the last landmarks, so that
+        hiding the face costs score.
         """
         with torch.autocast(video.device.type, enabled=False):
-            frames = to_frames(video)
+            frames = video.transpose(0, 1).float()
             faces = self.detector.detect(frames)
             references = [pool.float().cpu() for pool in pools]
             tracks = follow_known(faces, references, partial(self._embeddings, frames, faces))
@@ -180,7 +177,7 @@ class FaceIdentity(nn.Module):
 
         A frame's cosine is its most similar face's.
         """
-        frames = to_frames(video)
+        frames = video.transpose(0, 1).float()
         faces = self.detector.detect(frames)
         if (start := first_frame(faces)) is None:
             return torch.ones(0)

@@ -17,18 +17,15 @@ MOUTH_MOVES = 0.06  # least `mouth_movement` of a talker: tiny real clips have 0
 
 def grey_patches(frames: Tensor, landmarks: Tensor) -> dict[str, Tensor]:
     """Return the grey patches (F, h, w) of frames (F, 3, H, W) in [-1, 1] by landmarks (F, 5, 2), with gradient."""
-    return _cut(align(frames.float(), similarity_transform(landmarks, ARCFACE_TEMPLATE)).mean(1))
+    crops = align(frames.float(), similarity_transform(landmarks, ARCFACE_TEMPLATE)).mean(1)
+    return {name: crops[:, rows, columns] for name, (rows, columns) in PATCHES.items()}
 
 
 @torch.no_grad()
 def cut_patches(frames: Tensor, landmarks: Tensor) -> dict[str, Tensor]:
     """Return `grey_patches` as levels (F, h, w) uint8 on the CPU."""
-    grey = align(frames.float(), similarity_transform(landmarks, ARCFACE_TEMPLATE)).mean(1)
-    return _cut((grey.clamp(-1, 1) * 127.5 + 127.5).round().to(torch.uint8).cpu())  # one copy to the CPU
-
-
-def _cut(crops: Tensor) -> dict[str, Tensor]:
-    return {name: crops[:, rows, columns] for name, (rows, columns) in PATCHES.items()}
+    patches = grey_patches(frames, landmarks)
+    return {name: (grey.clamp(-1, 1) * 127.5 + 127.5).round().byte().cpu() for name, grey in patches.items()}
 
 
 def compare_look(generated: dict[str, Tensor], real: dict[str, Tensor]) -> float:

@@ -11,7 +11,6 @@ from torch import Tensor
 from rewardfl.config.schema import Count, DetectionSide, NonNegative
 from rewardfl.files import sha256
 from rewardfl.rewards.base import Reward, RewardOutput, score_clips
-from rewardfl.rewards.face.align import to_frames
 from rewardfl.rewards.face.detect import STRIDES, FaceDetector, View
 from rewardfl.rewards.face.look import PATCHES, grey_patches
 from rewardfl.rewards.face.pack import PackFolder, pack_files
@@ -27,12 +26,9 @@ MIN_REAL_MOTION = dict.fromkeys(("speed", "nonrigid"), MIN_MOTION)
 MIN_REAL_MOTION |= dict.fromkeys(("face_change", "background_change"), MIN_CHANGE)
 
 COARSE = 6  # pixels of the aligned patch whose mean is compared over time, so that noise cancels
-# Added to both sides of a ratio of `expression_changes`, so that a mouth that hardly changes need not change: a silent
-# one has 0.01 where its head moves, and 0.02 where its face drifts; talkers have 0.09.
+# Added to both sides of a ratio of `expression_changes`: silent mouths have 0.01 to 0.02, talkers 0.09.
 STILL_CHANGE = 0.02
 
-# Motion of a tracked face: of its landmarks (track.py), of pixels inside and outside its boxes (mean_change), of its
-# eyes and mouth, and the share of the frames after the first without it.
 NAMES = ("speed", "nonrigid", "reversals", "face_change", "background_change", *PATCHES, "lost")
 
 
@@ -40,22 +36,20 @@ class FaceMotionReward(Reward):
     """Weighted mean of the four terms, over those that could be measured.
 
     landmarks: mean of min(s, 1) and min(n, 1), less reversals * max(0, b - b_real). s and n are landmark speed and
-    non-rigid motion over the real clip's; b is step_reversals. Above 1 the gradient is 0. s or n is left out where
-    the real clip hardly moves.
+    non-rigid motion over the real clip's, left out if that hardly moves; b is step_reversals, which prices trembling.
 
     face_change, background_change: min(r, 1 / r). r is the mean change of pixels from frame to frame over the real
     clip's, inside and outside the face's box (of a step: both frames' boxes together).
 
     expression: min(r, 1 / r). r is the mouth's `expression_changes` over the real clip's, both plus STILL_CHANGE:
-    landmarks do not see a mouth open. The crops follow the landmarks, without a gradient to these. Eyes are only a
-    part: in the base model's videos smears change them more than blinks.
+    landmarks do not see a mouth open. Eyes are only a part: smears change them more than blinks.
 
     Pixels can move a detector's landmarks without visible motion. Therefore, with a gradient, `jitter` shifts and
     scales the clip a little in each call, and with `second_pack_dir` one of two detectors is drawn, both by a seed of
-    the clip. `reversals` prices trembling. `chunk` frames are detected at a time, and again in the backward pass.
+    the clip. `chunk` frames are detected at a time, and again in the backward pass.
 
-    Parts: speed, nonrigid, face_change, background_change over the real clip's, NaN where that hardly moves; eyes and
-    mouth, r; reversals less the real clip's; lost, the share of frames after the first without the face. A sample is
+    Parts: speed, nonrigid, face_change, background_change, eyes and mouth over the real clip's, NaN if that hardly
+    moves; reversals less the real clip's; lost, the share of frames after the first without the face. A sample is
     invalid when nothing can be compared.
     """
 
@@ -98,8 +92,8 @@ class FaceMotionReward(Reward):
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
         """Return the motion of a real clip (3, F, H, W), by name, each (detectors, 2); None when nothing moves.
 
-        A clip seen through a view is compared with the second column, the mean over `views`: on moved pixels landmarks
-        tremble differently, which by itself may raise the small non-rigid motion by half.
+        The second column, the mean over `fixed_views`, is for clips seen through a view: on moved pixels landmarks
+        tremble differently, which may raise the small non-rigid motion by half.
         """
         all_views = (None, *fixed_views(self._max_shift(video)))
         table: dict[str, list[list[float]]] = {name: [] for name in NAMES[:-1]}
@@ -155,7 +149,7 @@ class FaceMotionReward(Reward):
         assert isinstance(detector, FaceDetector)
         graph = torch.is_grad_enabled()
         with torch.autocast(video.device.type, enabled=False):
-            frames = to_frames(video)
+            frames = video.transpose(0, 1).float()
             with torch.set_grad_enabled(graph and self.term_weights["landmarks"] > 0):
                 track = track_largest(detector.trace(frames, self.chunk, view))
                 if track is None:
@@ -189,10 +183,9 @@ class FaceMotionReward(Reward):
 
 
 def clip_seed(video: Tensor) -> int:
-    """Return a seed for random draws on a clip (3, F, H, W).
+    """Return a seed for random draws on a clip (3, F, H, W), from its mean, to 1e-4.
 
-    It depends on the clip's mean, to 1e-4, so that a resumed run and other numbers of processes draw the same: sums in
-    another order differ by far less. Another noise or step gives another seed.
+    So a resumed run and other numbers of processes, whose sums differ by far less, draw the same.
     """
     mean = round(video.detach().double().mean().nan_to_num().item() * 1e4)
     # hashed: neighbouring means must not give related draws
@@ -210,7 +203,7 @@ def expression_changes(frames: Tensor, landmarks: Tensor) -> dict[str, Tensor]:
 
     It is the standard deviation over time of the aligned grey patch, in squares of COARSE pixels, less the patch's mean
     in each frame and each square's least-squares line over time: brightness, noise and drift hardly count. landmarks:
-    (F, 5, 2). In two frames nothing changes.
+    (F, 5, 2).
     """
     changes = {}
     for name, patch in grey_patches(frames, landmarks).items():

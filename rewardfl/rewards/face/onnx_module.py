@@ -1,7 +1,5 @@
 """An ONNX graph as a torch module, so that a published face recogniser can be differentiated to its pixels.
 
-Every node runs as one torch function, in graph order. Weights are buffers: they follow `.to(device, dtype)`, and no
-optimizer gets them. Shapes and values computed from them stay on the CPU, off the GPU's queue.
 Semantics: https://onnx.ai/onnx/operators/, checked against onnxruntime in tests/rewards/face/test_onnx_module.py.
 
 A function in OPS takes a node's operands, None for one left out, and its attributes by their ONNX names. A setting
@@ -10,7 +8,7 @@ A function in OPS takes a node's operands, None for one left out, and its attrib
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -108,10 +106,7 @@ def _resize(
     coordinate_transformation_mode: str = "half_pixel",
     nearest_mode: str = "round_prefer_floor",
 ) -> Tensor:
-    """Repeat pixels of the spatial axes only, so that sizes frozen at export do not fix the batch.
-
-    Raise ValueError for another mode, and unless each axis becomes an integer times as long.
-    """
+    """Repeat pixels of the spatial axes only, so that sizes frozen at export do not fix the batch."""
     if (modes := (mode, coordinate_transformation_mode, nearest_mode)) != ("nearest", "asymmetric", "floor"):
         raise ValueError(f"Resize by {', '.join(modes)}, where only nearest, asymmetric, floor is known")
     for axis in range(2, x.ndim):
@@ -129,9 +124,6 @@ def _plain(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 # operators without attributes that torch has under the same name
 _NAMESAKES = ("Abs", "Add", "Floor", "MatMul", "Mul", "Relu", "Sigmoid", "Sqrt", "Sub", "Where")
-
-_ZERO = torch.zeros(1)
-
 OPS: dict[str, Callable[..., Tensor]] = {
     **{name: _plain(getattr(torch, name.lower())) for name in _NAMESAKES},
     "AveragePool": lambda x, *, kernel_shape, pads=(0, 0), strides=1, ceil_mode=0, count_include_pad=0: F.avg_pool2d(
@@ -141,7 +133,7 @@ OPS: dict[str, Callable[..., Tensor]] = {
     "Cast": _cast,
     "Concat": lambda *parts, axis: torch.cat(parts, axis),
     "Constant": lambda **values: torch.as_tensor(*values.values()),  # one attribute: a tensor, a number or a list
-    "ConstantOfShape": lambda shape, value=_ZERO: value.expand(shape),
+    "ConstantOfShape": lambda shape, value=None: torch.zeros(shape) if value is None else value.expand(shape),
     "Conv": _conv,
     "Div": _div,
     "Dropout": lambda x, ratio=None, training_mode=None: x,
@@ -190,25 +182,19 @@ def _attributes(node: onnx.NodeProto) -> Attributes:
     return attributes
 
 
-def _refusals(node: onnx.NodeProto, attributes: Attributes, used: Collection[str]) -> list[str]:
-    """Return the operator or attributes of this node that cannot be run; [] when it can.
-
-    used: names of values that any node or output reads.
-    """
+def _unsupported(node: onnx.NodeProto, attributes: Attributes) -> str | None:
+    """Return the operator or attribute of a node that cannot be run, None when it can."""
     op = node.op_type
-    if node.domain not in ("", "ai.onnx"):
-        return [f"{node.domain}.{op}"]
     if op not in OPS:
-        return [op]
-    refused = [f"{op}(output {i})" for i, name in enumerate(node.output) if i and name in used]
+        return op
     pads = attributes.get("pads", [])
     if op in ("AveragePool", "MaxPool") and pads[:2] != pads[2:]:
-        refused.append(f"{op}(pads={pads})")
+        return f"{op}(pads={pads})"
     try:
         inspect.signature(OPS[op]).bind(*node.input, **attributes)
     except TypeError as error:
-        refused.append(f"{op} ({error})")
-    return refused
+        return f"{op} ({error})"
+    return None
 
 
 def read_graph(path: str | Path) -> onnx.GraphProto:
@@ -222,11 +208,7 @@ def read_graph(path: str | Path) -> onnx.GraphProto:
     try:
         model = onnx.load(path)
     except (DecodeError, onnx.checker.ValidationError) as error:  # the second: tensors in files outside the folder
-        raise ValueError(
-            f"{path} ({path.stat().st_size} bytes) is not a whole ONNX file; fetch it again ({error})"
-        ) from error
-    if not model.graph.output:
-        raise ValueError(f"{path} ({path.stat().st_size} bytes) holds no ONNX graph; fetch or export it again")
+        raise ValueError(f"{path} is not a complete ONNX file; fetch it again ({error})") from error
     return model.graph
 
 
@@ -249,12 +231,7 @@ class _Step:
     attributes: Attributes
     operands: Sequence[str]  # names; "" for an operand left out
     output: str
-    on_cpu: bool  # computed only from shapes and constants
-
-    @property
-    def settings(self) -> int:
-        """Return the index of the first operand that stays on the CPU."""
-        return 0 if self.on_cpu else _FIRST_SETTING.get(self.op, len(self.operands))
+    settings: int  # index of the first operand that stays on the CPU
 
     def run(self, operands: Sequence[Tensor | None]) -> Tensor:
         first = _FIRST_SETTING.get(self.op, len(operands))
@@ -266,10 +243,11 @@ class OnnxModule(nn.Module):
     """Runs the ONNX graph stored at `path`, differentiably, for any batch size, within 1e-5 of onnxruntime.
 
     It takes the one graph input and returns its output, or a tuple in graph order if there are several. A graph that
-    was exported for a batch of 1 runs image by image, under vmap: as one batch to the operators.
+    was exported for a batch of 1 runs image by image, under vmap: as one batch to the operators. Weights are buffers,
+    which no optimizer gets. Shapes and values computed from them stay on the CPU, off the GPU's queue.
 
-    Attributes: input_shape (None for dynamic axes), output_names, and first_nodes, the names of the first eight nodes,
-    from which insightface infers a recogniser's input range.
+    input_shape: None for dynamic axes. first_nodes: names of the first eight nodes; insightface infers a recogniser's
+    input range from them.
 
     Raises FileNotFoundError without a file. Raises ValueError for a damaged file, several inputs, unsupported operators
     and attributes.
@@ -291,12 +269,11 @@ class OnnxModule(nn.Module):
         self._last_use = {name: i for i, step in enumerate(self._steps) for name in (*step.operands, step.output)}
         self._last_use |= dict.fromkeys(self.output_names, len(self._steps))
         on_cpu = {name for step in self._steps for name in step.operands[step.settings :]}
-        moved = {name for step in self._steps for name in step.operands[: step.settings] if name in constants}
-        weights = sorted(name for name in moved if constants[name].is_floating_point())
-        self._constants = {name: value for name, value in constants.items() if name in on_cpu or name not in weights}
+        self._constants = {name: value for name, value in constants.items() if name in self._last_use}
+        weights = sorted(name for name in self._constants.keys() - on_cpu if constants[name].is_floating_point())
         self._buffer_names = {name: f"weight_{i}" for i, name in enumerate(weights)}
         for name, buffer in self._buffer_names.items():
-            self.register_buffer(buffer, constants[name])
+            self.register_buffer(buffer, self._constants.pop(name))
 
     @torch.no_grad()
     def check_size(self, *shape: int) -> None:
@@ -311,50 +288,45 @@ class OnnxModule(nn.Module):
         if self.input_shape[:1] == [1] and len(x) > 1:
             outputs = torch.vmap(self)(x[:, None])
             return outputs.flatten(0, 1) if isinstance(outputs, Tensor) else tuple(y.flatten(0, 1) for y in outputs)
-        values = {**self._constants, self.input_name: x}
+        values: dict[str, Any] = {"": None, **self._constants, self.input_name: x}
+        values |= {name: self.get_buffer(buffer) for name, buffer in self._buffer_names.items()}
+
+        def move(name: str) -> Tensor | None:
+            value = values[name]
+            return value if value is None else value.to(x.device, x.dtype if value.is_floating_point() else value.dtype)
+
         for i, step in enumerate(self._steps):
-            values[step.output] = step.run([self._operand(step, k, values, x) for k in range(len(step.operands))])
+            settings = [values[name] for name in step.operands[step.settings :]]
+            values[step.output] = step.run([*map(move, step.operands[: step.settings]), *settings])
             for name in (*step.operands, step.output):
                 if self._last_use[name] == i:
                     values.pop(name, None)  # it may be an operand twice
         outputs = tuple(values[name] for name in self.output_names)
         return outputs[0] if len(outputs) == 1 else outputs
 
-    def _operand(self, step: _Step, i: int, values: Mapping[str, Tensor], x: Tensor) -> Tensor | None:
-        name = step.operands[i]
-        if not name:
-            return None
-        if i >= step.settings:
-            return values[name]
-        if name in self._buffer_names:
-            return self.get_buffer(self._buffer_names[name])
-        value = values[name]
-        return value.to(x.device, x.dtype if value.is_floating_point() else value.dtype)
-
 
 def _compile(graph: onnx.GraphProto, path: str | Path) -> tuple[list[_Step], dict[str, Tensor]]:
-    """Return the steps that depend on the input, and all constants by name. Fold arithmetic on constants.
+    """Return the steps that depend on the input, and all constants by name, arithmetic on constants folded.
 
-    Raise ValueError listing every unsupported operator and attribute, and how many nodes need it, and for a weight
-    whose bytes do not fill its shape.
+    Raise ValueError listing what is unsupported and how many nodes need it, and for a weight with too few bytes.
     """
     try:
         constants = {tensor.name: _tensor(tensor) for tensor in graph.initializer}
     except ValueError as error:
         raise ValueError(f"{path} holds a damaged tensor ({error}); fetch or export it again") from error
-    used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
     refused: Counter[str] = Counter()
     on_cpu: set[str] = set()  # shapes, and results computed only from shapes and constants
     steps = []
     for node in graph.node:
         attributes = _attributes(node)
-        if refusals := _refusals(node, attributes, used):
-            refused.update(refusals)
+        if problem := _unsupported(node, attributes):
+            refused[problem] += 1
             continue
         named = {name for name in node.input if name}
         stays_on_cpu = node.op_type == "Shape" or named <= on_cpu | constants.keys()
         operands, output = tuple(node.input), node.output[0]
-        step = _Step(op=node.op_type, attributes=attributes, operands=operands, output=output, on_cpu=stays_on_cpu)
+        settings = 0 if stays_on_cpu else _FIRST_SETTING.get(node.op_type, len(operands))
+        step = _Step(op=node.op_type, attributes=attributes, operands=operands, output=output, settings=settings)
         if named <= constants.keys():
             constants[output] = step.run([constants[name] if name else None for name in operands])
             continue

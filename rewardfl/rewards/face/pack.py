@@ -1,8 +1,6 @@
 """Face packs: their detector and recogniser files, hashes and licences.
 
-A file's task follows from the inputs and outputs of its graph, never from its name: insightface's rule
-(model_zoo/model_zoo.py, ModelRouter). insightface's packs (antelopev2, buffalo_l and others), AuraFace, and a folder of
-OpenCV's YuNet and SFace all work.
+A file's task follows from the inputs and outputs of its graph by insightface's rule (model_zoo/model_zoo.py).
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,11 +21,8 @@ _DEPTH = 3  # ~/.insightface / models / antelopev2 / antelopev2 / *.onnx: insigh
 def pack_files(pack_dir: str | Path) -> tuple[Path, Path]:
     """Return the detector's and the recogniser's file in a pack folder, or in the only pack below it.
 
-    pack_dir: the folder of the .onnx files, the folder around it that an unpacked zip leaves, or an insightface root
-    (models/<pack>/). Files of other tasks (landmarks, gender and age) are ignored.
-
-    Raise FileNotFoundError when the folder or one of the two files is missing. Raise ValueError for several packs or
-    several files of one task, or for a damaged file.
+    Files of other tasks (landmarks, gender and age) are ignored. Raise FileNotFoundError when the folder or one of the
+    two files is missing. Raise ValueError for several packs or several files of one task, or for a damaged file.
     """
     root = Path(pack_dir).expanduser()
     if not root.is_dir():
@@ -42,11 +37,8 @@ def pack_files(pack_dir: str | Path) -> tuple[Path, Path]:
     packs = [folder for folder, tasks in folders.items() if set(tasks.values()).issuperset(TASKS)]
     packs = [root] if root in packs else packs
     if not packs:
-        files = [
-            f"{file.relative_to(root)} ({task}: {describe_network(file)})"
-            for tasks in folders.values()
-            for file, task in tasks.items()
-        ]
+        tasks = {file: task for folder in folders.values() for file, task in folder.items()}
+        files = [f"{file.relative_to(root)} ({task}: {_describe(file)})" for file, task in tasks.items()]
         raise FileNotFoundError(
             f"{root} has no folder with a detector, which gives scores, boxes and five landmarks in nine outputs "
             "(scrfd_10g_bnkps.onnx) or twelve (face_detection_yunet_2023mar.onnx), and a recogniser, which has one "
@@ -59,8 +51,7 @@ def pack_files(pack_dir: str | Path) -> tuple[Path, Path]:
     for task, names in zip(TASKS, files, strict=True):
         if len(names) > 1:
             raise ValueError(
-                f"{packs[0]} has {len(names)} {task}s: {[file.name for file in names]}; a pack has one, so move the "
-                "others to a folder of their own"
+                f"{packs[0]} has {len(names)} {task}s: {[file.name for file in names]}; move all but one elsewhere"
             )
     return files[0][0], files[1][0]
 
@@ -88,7 +79,7 @@ def _task(path: Path) -> Task:
     return "recogniser" if square and height != 192 else "other"
 
 
-def describe_network(path: Path) -> str:
+def _describe(path: Path) -> str:
     """Return the shapes that an .onnx file takes and gives."""
     graph = read_graph(path)
     takes, gives = (
@@ -102,10 +93,7 @@ def _refuse_manifest(folder: Path) -> None:
     """Raise ValueError for insightface 2's packages, whose manifest sets unsupported pre-processing."""
     manifest = folder / "manifest.json"
     if manifest.is_file() and shards.read_json_object(manifest).get("manifest_version") == 2:
-        raise ValueError(
-            f"{folder} is an insightface package with a {manifest.name}, whose pre-processing is not known here; "
-            "use antelopev2, buffalo_l or AuraFace"
-        )
+        raise ValueError(f"{folder} is an insightface package with a {manifest.name}; use antelopev2 or buffalo_l")
 
 
 def shared_file(first_pack: str | Path, second_pack: str | Path) -> tuple[str, Path, Path] | None:
@@ -147,10 +135,7 @@ def is_sface(path: str | Path) -> bool:
 
 
 def describe_packs(packs: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return a line for each file of packs, with hash and licence. packs: {setting of a pack: its `file_hashes`}.
-
-    The hash determines the licence. A name by itself does not: AuraFace's recogniser has the name of antelopev2's.
-    """
+    """Return a line for each file of packs, with hash and licence. packs: {setting of a pack: its `file_hashes`}."""
     lines, unknown = [], False
     for setting, files in packs.items():
         for name, digest in files.items():

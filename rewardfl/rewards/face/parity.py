@@ -14,11 +14,10 @@ from rewardfl.rewards.face.pack import is_sface
 
 MAX_COSINE_DISTANCE = 1e-3  # insightface rounds its crop to bytes: about 1e-5 on trained networks, 3e-4 on random ones
 
-# A GPU convolves in TF32, and versions of OpenCV resize with a level of difference: a face just above our threshold may
-# be just below the library's.
+# TF32 and versions of OpenCV move a score a little: a face just above our threshold may be below the library's.
 SCORE_MARGIN = 0.05
-# Of two anchors with nearly equal scores either may be suppressed: insightface before 2.0 keeps the last, later the
-# first. So the library suppresses nothing, and our face is compared with the nearest of its detections.
+# Of two anchors with nearly equal scores versions of insightface keep the first or the last. So the library suppresses
+# nothing, and our face is compared with the nearest of its detections.
 KEEP_ALL = 1.0
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from rewardfl.config.schema import Cap, Count, DetectionSide, NonNegative
 from rewardfl.files import sha256
 from rewardfl.rewards.base import PhotoError, Reference, Reward, RewardError, RewardOutput, invalid_score, score_clips
-from rewardfl.rewards.face.align import to_frames
 from rewardfl.rewards.face.identity import FaceIdentity, FaceScore, self_similarity
 from rewardfl.rewards.face.pack import PackFolder
 from rewardfl.rewards.face.track import MIN_MOTION, track_largest
@@ -32,16 +31,14 @@ class FaceIdentityReward(Reward):
     with a narrower box there, in pixels, are ignored; generated faces may have any size.
 
     cap: "self_similarity" (the mean pairwise cosine of the real clip's frames, or of the photos; one photo takes the
-    other rows' median), "none", or a number in (0, 1]. Above the cap the gradient is zero: no one can be more similar
-    to a person than that person.
+    other rows' median), "none", or a number in (0, 1]. Above the cap the gradient is zero.
 
     second_pack_dir: the cosines of this pack's recogniser are averaged with the first's, on the first's landmarks.
 
     Parts, means over people: face_score, the mean before the cap; cap (1 for "none"); coverage, the share of generated
-    frames with a detection; motion_speed and motion_nonrigid, landmark motion over the real clip's, NaN where that
-    hardly moves; motion, the smaller of the two. With "all" also people, their number, and worst_person, the smallest
-    face_score. A sample is invalid when its real clip has no usable face, no generated frame has one, or
-    the score is not finite.
+    frames with a detection; motion_speed and motion_nonrigid, landmark motion over the real clip's, NaN if that hardly
+    moves; motion, the smaller of the two. With "all" also people, their number, and worst_person, the smallest
+    face_score. A sample is invalid if its real clip or all generated frames lack a face, or its score is not finite.
     """
 
     name = "face_identity"
@@ -107,7 +104,7 @@ class FaceIdentityReward(Reward):
 
     def with_motion(self, reference: Reference, video: Tensor, prompt: str = "") -> Reference:
         """Return the reference with the landmark motion of the largest face of a clip (3, F, H, W), if it has one."""
-        track = track_largest(self.identity.detector.detect(to_frames(video)))
+        track = track_largest(self.identity.detector.detect(video.transpose(0, 1).float()))
         if reference is None or track is None:
             return reference
         motion = {"speed": track.speed, "nonrigid": track.nonrigid, "coverage": track.coverage}

@@ -10,12 +10,9 @@ from torch import Tensor
 
 from rewardfl.rewards.face.align import Faces, similarity_transform
 
-# A real clip that moves less than this many face widths per frame gives no ratio: it would divide by noise.
-MIN_MOTION = 1e-4
-# A landmark that moves less than this many face widths has no direction: detectors tremble by as much.
-MIN_STEP = 0.005
-# A detection may be a lost face if its mean cosine with that face's embeddings is at least this. OpenCV's tutorial has
-# it for SFace (FaceRecognizerSF); different people are below it with ArcFace, too.
+MIN_MOTION = 1e-4  # face widths per frame; a real clip that moves less gives no ratio, which would divide by noise
+MIN_STEP = 0.005  # face widths; a landmark that moves less has no direction, since detectors tremble by as much
+# Least mean cosine of a detection with a lost face's embeddings: OpenCV's threshold for SFace, which suits ArcFace too.
 SAME_PERSON = 0.363
 
 Embeddings = Sequence[Tensor]  # for the n detections of each frame, (n, D), unit, on the CPU, without a graph
@@ -108,7 +105,7 @@ def _near(box: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class _Trail:
-    """The detections of a face so far, row by frame, and its person's embeddings (p, D) for when `rows` is empty."""
+    """The detections of a face so far, row by frame, and its person's embeddings (p, D), used while `rows` is empty."""
 
     rows: dict[int, int] = field(default_factory=dict)
     reference: Tensor = field(default_factory=lambda: torch.zeros(1, 1))

@@ -18,8 +18,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from rewardfl import rewards
 from rewardfl.data import to_uint8
-from rewardfl.rewards.clip import hpsv2
-from rewardfl.rewards.clip.hpsv2 import load_open_clip
+from rewardfl.rewards.clip import scorers
 from rewardfl.rewards.clip.network import TextTower, load_clip, load_tokenizer, preprocess
 
 PROMPT = "the dancer and the sea, the end."
@@ -52,7 +51,7 @@ def files(tmp_path_factory):
     clip_files.write_open_clip(folder / "hps.pt")
     clip_files.write_tokenizer(folder / "tokenizer")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hpsv2, "VIT_H_14", clip_files.OPEN_CLIP)
+        patch.setattr(scorers, "VIT_H_14", clip_files.OPEN_CLIP)
         yield folder
 
 
@@ -239,7 +238,7 @@ WRONG_FILES = {
         (lambda f: torch.save(nn.Linear(2, 2), f / "head.pth"), "cannot be read as a torch file: it holds code"),
         (lambda f: torch.save({"a": torch.ones(1)}, f / "head.pth"), "head.pth is not the head .* such as 0.bias"),
         (lambda f: torch.save([1], f / "head.pth"), "head.pth holds no tensors by name$"),
-        (lambda f: clip_files.write_clip(f / "large"), "embeds images in 24 numbers, the aesthetic head takes 768"),
+        (lambda f: clip_files.write_clip(f / "large"), "embeds images in 24 numbers, not 768"),
     ],
 }
 
@@ -255,4 +254,5 @@ def test_wrong_files_are_refused(files, tmp_path, name, spoil, message):
 def test_a_half_precision_checkpoint_is_loaded_in_float32(files, tmp_path):
     state = torch.load(files / "hps.pt")["state_dict"]
     torch.save({"state_dict": {key: value.half() for key, value in state.items()}}, tmp_path / "hps.pt")
-    assert all(parameter.dtype == torch.float32 for parameter in load_open_clip(tmp_path / "hps.pt").parameters())
+    model = scorers.load_open_clip(tmp_path / "hps.pt")
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())

@@ -45,7 +45,7 @@ def test_detections_equal_insightface(scrfd, height, width):
     assert_insightfaces(faces, scrfd, image, 96)
 
 
-@pytest.mark.parametrize("height,width", [(150, 200), (200, 120), (40, 56), (192, 192)])
+@pytest.mark.parametrize("height,width", [(150, 200), (200, 120), (40, 56)])
 def test_the_networks_input_equals_insightfaces(scrfd, height, width):
     image = picture(height, width)
     (levels,), scale = FaceDetector(scrfd, 96).fit(tensor(image))
@@ -94,12 +94,10 @@ def test_yunets_faces_equal_opencvs(tmp_path):
     assert faces.scores.numpy() == pytest.approx(rows[:, 14], abs=1e-5)
 
 
-def test_a_network_or_size_that_does_not_fit_is_refused(scrfd, tmp_path):
+def test_a_network_or_size_that_does_not_fit_is_refused(tmp_path):
     fixed = export(MiniSCRFD(), torch.randn(1, 3, 64, 64), tmp_path / "fixed.onnx")
     big = export(MiniArcFace(128), torch.randn(1, 3, 128, 128), tmp_path / "big.onnx")
     for network, arguments, message in (
-        (FaceDetector, (scrfd, 0), "multiple of 32, the coarsest stride, got 0"),
-        (FaceDetector, (scrfd, 100), "multiple of 32, the coarsest stride, got 100"),
         (FaceDetector, (fixed,), r"fixed.onnx only takes \[64, 64\] pixels, det_size is 640; set det_size=64"),
         (FaceDetector, (big,), "big.onnx has 1 outputs"),
         (FaceRecogniser, (big,), r"big.onnx takes \[128, 128\] pixels"),

@@ -128,12 +128,6 @@ def test_scores_are_float32_for_any_video(identity):
     torch.testing.assert_close(under_autocast.per_frame, score.per_frame, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("shape", [(3, 1, 64, 64), (3, 4, 64), (4, 3, 64, 64)])
-def test_what_is_not_a_video_is_refused(identity, shape):
-    with pytest.raises(ValueError, match=r"a video is \(3, F, H, W\) with at least 2 frames"):
-        identity.pool(torch.zeros(shape))
-
-
 def test_embeddings_that_are_not_finite_count_as_zero(identity, monkeypatch):
     monkeypatch.setattr(identity, "_recognise", lambda crops: torch.full((len(crops), 16), torch.nan))
     faces = [Faces(torch.zeros(n, 4), torch.ones(n), torch.rand(n, 5, 2)) for n in (2, 0, 1)]

@@ -68,7 +68,6 @@ CASES = {
     "Conv unequal pads": ([node("Conv", "x w", pads=[0, 1, 2, 0])], {"w": WEIGHT}, 13),
     "Conv grouped": ([node("Conv", "x w", group=3)], {"w": WEIGHT[:3, :1]}, 13),
     "MaxPool": ([node("MaxPool", kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])], {}, 13),
-    "MaxPool default stride": ([node("MaxPool", kernel_shape=[2, 2])], {}, 13),
     "MaxPool ceil": ([node("MaxPool", kernel_shape=[2, 2], strides=[2, 2], ceil_mode=1)], {}, 13),
     **{
         f"AveragePool counted {counted} ceil {ceil}": (
@@ -78,11 +77,8 @@ CASES = {
     },
     "BatchNormalization": (
         [node("BatchNormalization", "x s b m v", epsilon=0.01)], dict(zip("sbmv", VECTOR, strict=True)), 13),
-    "BatchNormalization default": (
-        [node("BatchNormalization", "x s b m v")], dict(zip("sbmv", VECTOR * 1e-4, strict=True)), 13),
     "Gemm": ([FLATTEN, node("Gemm", "flat w b", alpha=0.5, beta=2.0)], {"w": FLAT, "b": VECTOR[:, 0]}, 13),
     "Gemm transposed": ([FLATTEN, node("Gemm", "flat w", transB=1)], {"w": FLAT.T.copy()}, 13),
-    "Gemm left transposed": ([FLATTEN, node("Gemm", "flat w", transA=1)], {"w": FLAT[:2]}, 13),
     "MatMul": ([node("MatMul", "x w")], {"w": FLAT[:5]}, 13),
     "Flatten axis": ([node("Flatten", axis=-1)], {}, 13),
     "Reshape": ([node("Reshape", "x s")], {"s": ints(0, -1, 5)}, 13),
@@ -95,14 +91,11 @@ CASES = {
         [node("Slice", "x s e a t")], {"s": ints(1, -4), "e": ints(9, -1), "a": ints(2, 3), "t": ints(2, 1)}, 13),
     "Slice no axes": ([node("Slice", "x s e")], {"s": ints(0, 1), "e": ints(2, 3)}, 13),
     "Gather": ([node("Gather", "x i", axis=1)], {"i": ints(2, 0, -1)}, 13),
-    "Gather scalar": ([node("Gather", "x i", axis=2)], {"i": np.int64(1)}, 13),
     "Expand": ([node("ReduceMean", "x", "m", axes=[1]), node("Expand", "m s")], {"s": ints(1, 3, 1, 5)}, 13),
     "ReduceMean": ([node("ReduceMean", axes=[2, 3], keepdims=0)], {}, 13),
-    "ReduceMean without axes": ([node("ReduceMean")], {}, 13),
     "Equal": ([node("Shape", "x", "s"), node("Equal", "s c", "b"), node("Where", "b s d")],
               {"c": ints(2, -1, 6, -1), "d": ints(7, 8, 9, 10)}, 13),
     "Cast": ([node("Cast", "x", "i", to=TensorProto.INT64), node("Cast", "i", to=TensorProto.FLOAT)], {}, 13),
-    "Cast bool": ([node("Relu", "x", "r"), node("Cast", "r", to=TensorProto.BOOL)], {}, 13),
     "Constant ints": ([node("Constant", "", "s", value_ints=[0, -1]), node("Reshape", "x s")], {}, 13),
     "Constant float": ([node("Constant", "", "c", value_float=2.5), node("Mul", "x c")], {}, 13),
     "ConstantOfShape": (
@@ -165,25 +158,14 @@ def test_the_gradient_equals_finite_differences(case, tmp_path):
     assert torch.autograd.gradcheck(module, picture(dtype=torch.float64).requires_grad_())
 
 
-@pytest.fixture
-def arcface(tmp_path):
+def test_weights_are_frozen_buffers_that_follow_to(tmp_path):
     torch.manual_seed(0)
-    return OnnxModule(export(MiniArcFace(size=16), torch.randn(1, 3, 16, 16), tmp_path / "n.onnx"))
-
-
-def test_the_gradient_of_a_network_equals_finite_differences(arcface):
-    x = torch.randn(2, 3, 16, 16, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(arcface.double(), x, fast_mode=True)
-
-
-def test_weights_are_frozen_buffers_that_follow_to(arcface):
+    arcface = OnnxModule(export(MiniArcFace(size=16), torch.randn(1, 3, 16, 16), tmp_path / "n.onnx"))
     x = torch.randn(2, 3, 16, 16)
     single = arcface(x)
     assert not list(arcface.parameters()) and not any(b.requires_grad for b in arcface.buffers())
     torch.testing.assert_close(arcface.train()(x), single, rtol=0, atol=0)  # batch norm keeps its statistics
-    double = arcface.double()(x.double())
-    assert double.dtype == torch.float64
-    torch.testing.assert_close(double.float(), single, **TOLERANCE)
+    torch.testing.assert_close(arcface.double()(x.double()).float(), single, **TOLERANCE)
     assert arcface.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
 
 
@@ -219,55 +201,30 @@ def test_dead_intermediates_are_freed(tmp_path, monkeypatch):
     assert len(alive) == 21 and max(alive) == 2  # a node's operand and its result
 
 
-ODD = [
-    node("Sin", "x", "a"),
-    helper.make_node("FusedConv", ["a", "w"], ["c"], domain="com.microsoft"),
-    node("Sin", "c", "y"),
-]
-
-
 @pytest.mark.parametrize(
     "nodes,message",
     [
-        (ODD, r"needs .*: Sin x 2, com\.microsoft.FusedConv x 1; add it to OPS"),
+        ([node("Sin", "x", "a"), node("FusedConv", "a w", "c"), node("Sin", "c", "y")],
+         "needs .*: FusedConv x 1, Sin x 2; add it to OPS"),
         ([node("Conv", "x w", auto_pad="SAME_UPPER")], r"Conv \(got an unexpected keyword argument 'auto_pad'\)"),
-        ([node("Resize", "x r s", mode="cubic", **RESIZE)], r"cannot be run on .*Resize by cubic, asymmetric, floor"),
-        ([node("AveragePool", kernel_shape=[2, 2], dilations=[2, 2])], "'dilations'"),
-        ([helper.make_node("MaxPool", ["x"], ["z", "y"], kernel_shape=[2, 2])], r"MaxPool\(output 1\)"),
+        ([node("MaxPool", "x", "z y", kernel_shape=[2, 2])], "cannot be run on .*: 'y'"),
         ([node("MaxPool", kernel_shape=[2, 2], pads=[0, 0, 1, 1])], r"MaxPool\(pads=\[0, 0, 1, 1\]\)"),
-        ([node("Resize", "x r s")], r"cannot be run on .*Resize by nearest, half_pixel, round_prefer_floor"),
-        ([node("Resize", "x r s", **RESIZE)], r"cannot be run on .*Resize by a factor of 1.5, which is not an integer"),
-        ([node("Slice", "x i i i t")], r"cannot be run on .*step"),
-        ([node("Reshape", "x w", allowzero=1)], r"Reshape \(got an unexpected keyword argument 'allowzero'\)"),
-        ([node("Add", "x z")], r"cannot be run on an input of \(1, 3, 6, 5\): 'z'"),
+        ([node("Resize", "x r s")], "cannot be run on .*Resize by nearest, half_pixel, round_prefer_floor"),
+        ([node("Resize", "x r s", **RESIZE)], "cannot be run on .*Resize by a factor of 1.5, which is not an integer"),
+        ([node("Slice", "x i i i t")], "cannot be run on .*step"),
         ([node("Add", "x z", "y"), node("Abs", "y", "z")], r"cannot be run on an input of \(1, 3, 6, 5\): 'z'"),
     ],
-)
+)  # fmt: skip
 def test_a_graph_that_cannot_run_is_refused(nodes, message, tmp_path):
     constants = {"w": WEIGHT, "r": f(), "s": f(1, 1, 1.5, 2), "i": ints(1), "t": ints(-1)}
     with pytest.raises(ValueError, match=rf"odd\.onnx .*{message}"):
         OnnxModule(write(tmp_path / "odd.onnx", nodes, constants)).check_size(1, 3, 6, 5)
 
 
-def change_model(content, change):
+def changed(content, change):
     model = onnx.load_from_string(content)
     change(model.graph)
     return model.SerializeToString()
-
-
-def move_weight_outside(graph):
-    weight = graph.initializer[0]
-    weight.ClearField("raw_data")
-    weight.data_location = TensorProto.EXTERNAL
-    weight.external_data.add(key="location", value="../outside.bin")
-
-
-def cut_weight(graph):
-    graph.initializer[0].raw_data = graph.initializer[0].raw_data[:-4]
-
-
-def add_input(graph):
-    graph.input.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, [1]))
 
 
 def test_a_file_that_is_not_one_complete_graph_is_refused(tmp_path):
@@ -275,12 +232,11 @@ def test_a_file_that_is_not_one_complete_graph_is_refused(tmp_path):
         OnnxModule(tmp_path / "glintr100.onnx")
     complete = write(tmp_path / "complete.onnx", [node("MatMul", "x w")], {"w": FLAT[:5]}).read_bytes()
     for content, message in (
-        (complete[: len(complete) // 2], "is not a whole ONNX file"),
+        (complete[: len(complete) // 2], "is not a complete ONNX file"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "is a Git LFS pointer"),
         (b"", "is empty"),
-        (change_model(complete, cut_weight), "holds a damaged tensor"),
-        (change_model(complete, move_weight_outside), "is not a whole ONNX file"),
-        (change_model(complete, add_input), r"has 2 inputs \(\['x', 'z'\]\)"),
+        (changed(complete, lambda graph: graph.initializer[0].dims.append(2)), "holds a damaged tensor"),
+        (changed(complete, lambda graph: graph.input.add(name="z")), r"has 2 inputs \(\['x', 'z'\]\)"),
     ):
         (tmp_path / "damaged.onnx").write_bytes(content)
         with pytest.raises(ValueError, match=f"damaged.onnx.*{message}"):

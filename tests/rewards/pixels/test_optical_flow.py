@@ -11,8 +11,8 @@ from torch.autograd import gradcheck
 
 from rewardfl import data, rewards
 from rewardfl.rewards.pixels import optical_flow
+from rewardfl.rewards.pixels.measures import flow_fields, mean_flow, reversals
 from rewardfl.rewards.pixels.optical_flow import FLOW_SIDE, lucas_kanade, mean_length, mean_reversal
-from rewardfl.rewards.pixels.video_motion import flow_fields, mean_flow, reversals
 
 WORLD = ROOT / "assets" / "tiny_world" / "eval"
 
