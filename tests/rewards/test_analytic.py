@@ -27,9 +27,7 @@ pytestmark = pytest.mark.usefixtures("trusts_code")
 
 def test_frames_are_selected_evenly():
     assert select_frames(5, "all", first_frame=False) == [1, 2, 3, 4]
-    assert select_frames(5, "all", first_frame=True) == [0, 1, 2, 3, 4]
     assert select_frames(81, "first_middle_last", first_frame=False) == [1, 40, 80]
-    assert select_frames(2, "first_middle_last", first_frame=False) == [1]
     assert select_frames(81, 5, first_frame=False) == [1, 21, 40, 60, 80]
     assert select_frames(81, 1, first_frame=False) == [40] and select_frames(81, 2, first_frame=True) == [0, 80]
     assert select_frames(4, 9, first_frame=False) == [1, 2, 3]
@@ -65,10 +63,10 @@ def test_chunks_change_only_the_memory():
     video = torch.stack([VIDEO, random_video(1)]).requires_grad_()
     batch = [{"scale": torch.tensor(2.0)}, {"scale": torch.tensor(3.0)}]
     results = []
-    for chunk in (1, 3, 8):
+    for chunk in (3, 8):
         sizes = []
         output = Squares("all", "mean", chunk=chunk)(video, batch)
-        expected = {1: [1] * 8, 3: [3, 1] * 2, 8: [4, 4]}[chunk]
+        expected = {3: [3, 1] * 2, 8: [4, 4]}[chunk]
         assert sizes == expected
         (gradient,) = torch.autograd.grad(output.score.sum(), video)
         assert sorted(sizes) == sorted(expected * 2)
@@ -78,33 +76,28 @@ def test_chunks_change_only_the_memory():
         torch.testing.assert_close(score, scores)
         torch.testing.assert_close(gradient, results[0][1])
         assert (gradient[:, :, 0] == 0).all() and (gradient[:, :, 1:] != 0).all()
-    sizes = []
-    with torch.no_grad():
-        assert not Squares("all", "mean", chunk=8)(video, batch).score.requires_grad
 
 
 def test_colour_is_a_mean_over_channels():
     video = torch.full((1, 3, 3, 8, 8), -1.0)
     video[:, 0] = 1.0  # red
     video[:, :, 0] = 0.0  # the given frame
-    assert rewards.build(COLOUR, {})(video, [{}]).score.item() == pytest.approx(1)
     assert rewards.build(COLOUR, {"red": 0.25, "blue": -4.0})(video, [{}]).score.item() == pytest.approx(0.25)
-    grey = rewards.build(COLOUR, {"red": 1, "green": 1, "blue": 1})
-    output = grey(VIDEO[None], [{}])
+    output = rewards.build(COLOUR, {"red": 1, "green": 1, "blue": 1})(VIDEO[None], [{}])
     assert output.score.item() == pytest.approx(((VIDEO[:, 1:] + 1) / 2).mean().item() * 3, rel=1e-5)
 
 
-def test_jpeg_size_and_invalid_samples():
-    reward = rewards.build(f"{TOYS}:JpegSize", {"quality": 80})
-    smooth = VIDEO.mean((2, 3), keepdim=True).expand_as(VIDEO)
+def test_jpeg_size_is_pils():
     sizes = []
     for frame in to_uint8(VIDEO)[1:]:
-        file = io.BytesIO()
-        Image.fromarray(frame.numpy()).save(file, format="jpeg", quality=80)
+        Image.fromarray(frame.numpy()).save(file := io.BytesIO(), format="jpeg", quality=80)
         sizes.append(len(file.getvalue()) / 1000)
-    output = reward(torch.stack([VIDEO, smooth]).requires_grad_(), [{}, {}])
-    assert output.score[0].item() == pytest.approx(-sum(sizes) / len(sizes)) and not output.score.requires_grad
-    assert output.score[0] < output.score[1] < 0 and not reward.differentiable
+    reward = rewards.build(f"{TOYS}:JpegSize", {"quality": 80})
+    output = reward(VIDEO[None].requires_grad_(), [{}])
+    assert output.score.item() == pytest.approx(-sum(sizes) / len(sizes)) and not output.score.requires_grad
+
+
+def test_samples_without_reference_or_finite_score_are_invalid():
     broken = VIDEO.clone()
     broken[:, 2] = math.inf
     video = torch.stack([VIDEO, broken, VIDEO]).requires_grad_()
@@ -131,12 +124,10 @@ def test_motion_is_best_at_the_real_clips_motion():
 
 def test_motion_needs_a_real_clip_that_moves():
     reward = rewards.find_reward("motion")()
-    still = VIDEO[:, :1].expand(-1, 5, -1, -1)
-    assert reward.reference(still) is None and reward.reference(VIDEO[:, :1]) is None
+    assert reward.reference(VIDEO[:, :1]) is None  # one frame
     barely = torch.zeros(3, 2, 4, 4)
     barely[:, 1] = 2.02 * MIN_CHANGE
-    assert mean_change(barely).item() == pytest.approx(1.01 * MIN_CHANGE) and reward.reference(barely) is not None
-    assert reward.reference(barely * 0.98) is None
+    assert reward.reference(barely) is not None and reward.reference(barely * 0.98) is None
     assert mean_change(torch.stack([-torch.ones(3, 4, 4), torch.ones(3, 4, 4)], 1)) == 1
     broken = VIDEO.clone()
     broken[0, 0, 0, 0] = math.nan

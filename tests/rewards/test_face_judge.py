@@ -52,20 +52,16 @@ def test_references_are_cached_by_judge_and_period(judge, pack):
 
 
 def test_figures_of_8_bit_frames_are_over_the_real_clips(judge):
-    figures, valid = parts(judge, GENERATED, judge.reference(REAL))
+    figures, _ = parts(judge, GENERATED, judge.reference(REAL))
     generated, real = (video_motion(data.to_uint8(video).contiguous().numpy()) for video in (GENERATED, REAL))
     for name in ("flow", "pixel_change", "sharpness"):
         assert figures[name] == pytest.approx(generated[name] / real[name], rel=1e-5)
     assert figures["reversals"] == pytest.approx(generated["reversals"] - real["reversals"], abs=1e-5)
-    assert valid and math.isfinite(figures["face_flow"])
     moving = judge.reference(REAL) | {"lk_flow": torch.tensor(0.5), "mouth": torch.tensor(0.5)}
     ratios, landmarks = parts(judge, GENERATED, moving)[0], judge.reference(GENERATED)["landmarks"][0]
     shown = data.to_float(data.to_uint8(GENERATED))
     mouth = mouth_movement(cut_patches(GENERATED.transpose(0, 1), landmarks)["mouth"])
     assert [ratios["lk_flow"], ratios["mouth"]] == pytest.approx([2 * damped_flow(shown), 2 * mouth])
-    levels = ((GENERATED + 1) * 127.5).round()
-    nudged = (levels + 0.4 * (torch.rand(levels.shape) - 0.5)).clamp(0, 255) / 127.5 - 1  # less than a level
-    assert parts(judge, nudged, judge.reference(REAL))[0]["sharpness"] == figures["sharpness"]
 
 
 def test_the_real_clip_is_the_unit(judge):
@@ -87,12 +83,6 @@ def test_artifacts_are_compared_with_the_real_clips(judge, pack):
     without_period = rewards.build("face_judge", {"pack_dir": pack, "cap": "none", "det_size": SIZE})
     figures, _ = parts(without_period, REAL, without_period.reference(REAL))
     assert math.isnan(figures["grid"]) and figures["saturation"] == pytest.approx(1)
-
-
-@pytest.mark.parametrize("period", [7, -2])
-def test_a_negative_or_odd_period_is_refused(pack, period):
-    with pytest.raises(ValueError, match=f"grid_period .*{period}"):
-        rewards.build("face_judge", {"pack_dir": pack, "grid_period": period})
 
 
 def test_a_still_real_clip_gives_no_ratio(judge):

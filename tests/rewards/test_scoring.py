@@ -77,9 +77,8 @@ def test_an_invalid_sample_keeps_the_other_rewards():
     video = VIDEO.clone().requires_grad_()
     results = score_terms(make_terms(), video, [({}, {}, {}), (None, {}, {}), ({}, None, {})])
     (gradient,) = torch.autograd.grad(weighted_sum(make_terms(), results).sum(), video)
-    count = VIDEO[0].numel()
-    torch.testing.assert_close(gradient[1], 6 * VIDEO[1] / count)
-    torch.testing.assert_close(gradient[2], torch.full_like(VIDEO[2], 0.25 / count))
+    expected = torch.stack([0.25 + 6 * VIDEO[0], 6 * VIDEO[1], torch.full_like(VIDEO[2], 0.25)]) / VIDEO[0].numel()
+    torch.testing.assert_close(gradient, expected)
 
 
 def test_rewards_that_cannot_be_trained_are_refused():
@@ -118,31 +117,21 @@ def test_terms_are_built_from_a_configuration():
 
 
 def test_keys_of_faces_are_settings_of_both_recognisers():
-    reward, judge = list_specs(FACE | {"cap": 0.5})
-    people = {"people": "largest", "min_face_size": 0}
-    assert reward.settings == {
-        "pack_dir": "a", "cap": 0.5, "det_size": 640, "second_pack_dir": None,
-    } | people and reward.weight == 0.1  # fmt: skip
-    assert people.items() <= judge.settings.items() and "second_pack_dir" not in judge.settings
-    assert judge.settings["pack_dir"] == "b" and judge.settings["cap"] == "none" and judge.weight == 0
-    reward, judge = list_specs(FACE | {"second_model_path": "c", "people": "all", "min_face_size": 30.0})
-    for spec in (reward, judge):
-        assert (spec.settings["people"], spec.settings["min_face_size"]) == ("all", 30)
-    assert reward.settings["second_pack_dir"] == "c"
-    _, judge = list_specs({"name": "clip_score", "held_out_model_path": "b", "people": "all"})
-    assert judge.settings["people"] == "all"
+    reward, judge = list_specs(FACE | {"cap": 0.5, "second_model_path": "c", "people": "all", "min_face_size": 30.0})
+    people = {"people": "all", "min_face_size": 30}
+    assert reward.settings == people | {"pack_dir": "a", "cap": 0.5, "det_size": 640, "second_pack_dir": "c"}
+    assert judge.settings.items() >= (people | {"pack_dir": "b", "cap": "none"}).items()
+    assert "second_pack_dir" not in judge.settings and (reward.weight, judge.weight) == (0.1, 0)
 
 
 def test_face_motion_takes_the_face_pack_of_the_section():
-    clip = {"name": "clip_score", "weight": 0.1}
-    face = FACE | {"det_size": 128}
+    clip, face = {"name": "clip_score", "weight": 0.1}, FACE | {"det_size": 128}
     assert [spec.label for spec in list_specs(face | {"others": {"clip": clip}})] == ["score", "held_out", "clip"]
     _, _, motion, _ = list_specs(face | {"others": {"clip": clip}, "motion_weight": 0.2})
-    settings = {"pack_dir": "a", "det_size": 128}
     assert motion == config.RewardSpec(
-        key="reward.terms.face_motion", label="face_motion", name="face_motion", settings=settings, weight=0.2
-    )
-    assert len(list_specs(face | {"others": {"face_motion": clip}})) == 3
+        key="reward.terms.face_motion", label="face_motion", name="face_motion", weight=0.2,
+        settings={"pack_dir": "a", "det_size": 128},
+    )  # fmt: skip
 
 
 CLIP = {"name": "clip_score"}
@@ -154,12 +143,8 @@ CLIP = {"name": "clip_score"}
         ({"name": "face_identity"}, "reward.reward_model_path is required for face_identity"),
         (FACE | {"settings": {"x": 1}}, "reward.terms.score.settings.*face_identity takes none"),
         (CLIP | {"others": {"x": CLIP | {"wight": 1}}}, "unknown key 'reward.terms.x.wight', did you mean 'weight'"),
-        (CLIP | {"others": ["x"]}, "reward.others must be keys and values"),
         (CLIP | {"second_model_path": "c"}, "^reward.second_model_path "),
         (CLIP | {"people": "all"}, "^reward.people "),
-        (CLIP | {"min_face_size": 30.0}, "^reward.min_face_size "),
-        (FACE | {"people": "both"}, "^reward.people "),
-        (FACE | {"min_face_size": -1.0}, "^reward.min_face_size "),
     ],
 )
 def test_wrong_keys_of_rewards_are_refused(reward, message):
@@ -167,18 +152,10 @@ def test_wrong_keys_of_rewards_are_refused(reward, message):
         list_specs(reward)
 
 
-def list_labelled(*labels):
-    return list_specs(CLIP | {"others": dict.fromkeys(labels, CLIP)})
-
-
-def test_labels_that_name_other_metrics_are_refused():
-    for label in ("mean", "held_out", "motion", "failed", "score_std", "red_std"):
-        with pytest.raises(config.ConfigError, match=f"^reward.terms.{label}: "):
-            list_labelled("red", label)
-    for label in ("", "a b", "a/b", "a.b", "line\n", "a\x1b[31m"):
-        with pytest.raises(config.ConfigError, match="^reward.terms.* must be a name of 1 to 80 letters") as error:
-            list_labelled(label)
-        assert repr(label) in str(error.value) and str(error.value).isprintable()
-    for label in ("kl", "total", "std", "rot-grün_2"):
-        (_, term) = list_labelled(label)
-        assert (term.label, term.key) == (label, f"reward.terms.{label}")
+@pytest.mark.parametrize("label", ["mean", "score_std", "red_std", "", "a/b", "a.b", "line\n", "a\x1b[31m"])
+def test_labels_that_are_no_metric_names_or_taken_are_refused(label):
+    with pytest.raises(config.ConfigError, match="^reward.terms") as error:
+        list_specs(CLIP | {"others": {"red": CLIP, label: CLIP}})
+    assert str(error.value).isprintable()
+    (_, term) = list_specs(CLIP | {"others": {"rot-grün_2": CLIP}})
+    assert (term.label, term.key) == ("rot-grün_2", "reward.terms.rot-grün_2")

@@ -22,12 +22,11 @@ from rewardfl.rewards.clip import scorers
 from rewardfl.rewards.clip.network import TextTower, load_clip, load_tokenizer, preprocess
 
 PROMPT = "the dancer and the sea, the end."
-OTHER = "a zebra"
 NAMES = ("aesthetic", "clip_score", "hpsv2", "pickscore")
 
 
 def smooth_video(seed, frames=4, height=60, width=88):
-    """(3, F, H, W) whose frames differ in colour and form, of whole levels, so that PIL sees the same picture."""
+    """(3, F, H, W) whose frames differ in colour and form, of integer levels, so that PIL sees the same picture."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.rand(3, frames, 7, 9, generator=generator)
     video = nn.functional.interpolate(coarse, (height, width), mode="bicubic").clamp(0, 1)
@@ -130,7 +129,7 @@ def test_the_score_is_the_published_one(files, built, name, video):
     torch.testing.assert_close(output.parts["frame_min"][0], expected.min(), atol=TOLERANCE[name], rtol=0)
 
 
-@pytest.mark.parametrize("shape", [(90, 130), (130, 90), (42, 42), (42, 100), (30, 35)])
+@pytest.mark.parametrize("shape", [(90, 130), (130, 90), (30, 35)])
 def test_preprocessing_is_pils_but_for_its_rounding(shape):
     """On noise, the worst case: at most one level in any pixel."""
     levels = torch.randint(0, 256, (2, 3, *shape), generator=torch.Generator().manual_seed(0))
@@ -159,47 +158,38 @@ def test_the_gradient_equals_finite_differences(files, name):
     assert gradcheck(lambda x: reward(x, [reference]).score, video, eps=1e-5, atol=0, rtol=1e-5, fast_mode=True)
 
 
-def test_an_embedding_does_not_depend_on_eos_of_the_config(files, tmp_path):
-    long = "and " * 40
-    for eos in (None, 2, 5):
-        folder = clip_files.write_clip(tmp_path / f"eos-{eos}", eos_token_id=eos)
-        model = load_clip(folder)
-        tokenizer = load_tokenizer(CLIPTokenizer, folder)
-        for prompt in (PROMPT, OTHER, long):
-            tokens = tokenizer(
-                prompt, padding="max_length", max_length=CONTEXT, truncation=True, return_tensors="pt"
-            ).input_ids
-            model.text_model.eos_token_id = len(tokenizer) - 1
-            with torch.no_grad():
-                expected = nn.functional.normalize(model.get_text_features(tokens).pooler_output[0], dim=-1)
-            torch.testing.assert_close(TextTower(model, tokenizer)(prompt), expected, atol=1e-5, rtol=0)
+@pytest.mark.parametrize("eos", [None, 2])
+def test_an_embedding_does_not_depend_on_eos_of_the_config(tmp_path, eos):
+    folder = clip_files.write_clip(tmp_path / "clip", eos_token_id=eos)
+    model, tokenizer = load_clip(folder), load_tokenizer(CLIPTokenizer, folder)
+    model.text_model.eos_token_id = len(tokenizer) - 1
+    for prompt in (PROMPT, "and " * 40):
+        padded = {"padding": "max_length", "max_length": CONTEXT, "truncation": True, "return_tensors": "pt"}
+        with torch.no_grad():
+            features = model.get_text_features(tokenizer(prompt, **padded).input_ids).pooler_output[0]
+        expected = nn.functional.normalize(features, dim=-1)
+        torch.testing.assert_close(TextTower(model, tokenizer)(prompt), expected, atol=1e-5, rtol=0)
 
 
 def test_scales_are_settings(files, built):
     with pytest.raises(ValueError, match="reward 'clip_score' compares a clip with its prompt, which is empty"):
         built["clip_score"].reference(VIDEO)
-    reference = built["pickscore"].reference(VIDEO, PROMPT)
-    plain = built["pickscore"](VIDEO[None], [reference]).score
-    divided = rewards.build("pickscore", settings(files, "pickscore") | {"divisor": 26})
-    torch.testing.assert_close(divided(VIDEO[None], [reference]).score, plain / 26)
-    reference = built["clip_score"].reference(VIDEO, PROMPT)
-    papers = rewards.build("clip_score", settings(files, "clip_score") | {"weight": 2.5})
-    torch.testing.assert_close(
-        papers(VIDEO[None], [reference]).score, built["clip_score"](VIDEO[None], [reference]).score / 40
-    )
-    torch.testing.assert_close(papers.from_cosine(torch.tensor([-0.2, 0.2])), torch.tensor([0.0, 0.5]))
+    for name, setting, factor in (("pickscore", {"divisor": 26}, 1 / 26), ("clip_score", {"weight": 2.5}, 1 / 40)):
+        reference, scaled = built[name].reference(VIDEO, PROMPT), rewards.build(name, settings(files, name) | setting)
+        score = built[name](VIDEO[None], [reference]).score
+        torch.testing.assert_close(scaled(VIDEO[None], [reference]).score, factor * score)
+    assert scaled.from_cosine(torch.tensor([-0.2, 0.2])).tolist() == pytest.approx([0, 0.5])
 
 
 def test_models_are_frozen_and_identified(files, built, tmp_path):
-    for name in NAMES:
-        assert not any(parameter.requires_grad for parameter in built[name].parameters())
-        assert not any(module.training for module in built[name].children())
-    assert built["aesthetic"].fingerprint() == {"name": "aesthetic"} and not built["aesthetic"].uses_prompt
-    assert built["aesthetic"].reference(VIDEO) == {}
-    other = clip_files.write_clip(tmp_path / "other", seed=1)
+    for reward in built.values():
+        assert not any(parameter.requires_grad for parameter in reward.parameters())
+        assert not any(module.training for module in reward.children())
+    assert built["aesthetic"].fingerprint() == {"name": "aesthetic"}
     same = rewards.build("clip_score", settings(files, "clip_score") | {"frames": 1})
     assert same.fingerprint() == built["clip_score"].fingerprint()
-    assert rewards.build("clip_score", {"model_dir": other}).fingerprint() != same.fingerprint()
+    other = rewards.build("clip_score", {"model_dir": clip_files.write_clip(tmp_path / "other", seed=1)})
+    assert other.fingerprint() != same.fingerprint()
 
 
 def truncate(path):
@@ -214,36 +204,19 @@ def keep_vision(path):
     save_file({name: value for name, value in load_file(path).items() if "text" not in name}, path)
 
 
-def edit_hps(path, **values):
-    torch.save({"state_dict": torch.load(path)["state_dict"] | values}, path)
+WRONG_FILES = [
+    ("clip_score", lambda f: (f / "clip/config.json").unlink(), "clip/config.json does not exist"),
+    ("clip_score", lambda f: truncate(f / "clip/model.safetensors"), "is cut off, damaged"),
+    ("clip_score", lambda f: keep_vision(f / "clip/model.safetensors"), r"lack \d+ tensors, such as text_model"),
+    ("clip_score", lambda f: edit_json(f / "clip/config.json", model_type="siglip"), "type 'siglip'; 'clip' is needed"),
+    ("hpsv2", lambda f: edit_json(f / "tokenizer/vocab.json", more=62), "has 63 tokens, the model knows 62"),
+    ("hpsv2", lambda f: torch.save({"a": torch.ones(1)}, f / "hps.pt"), "no tensors by name under 'state_dict'"),
+    ("aesthetic", lambda f: torch.save({"a": torch.ones(1)}, f / "head.pth"), "is not the head .* such as 0.bias"),
+    ("aesthetic", lambda f: clip_files.write_clip(f / "large"), "embeds images in 24 numbers, not 768"),
+]
 
 
-HPS_LAYER = "visual.transformer.resblocks.1.mlp.c_fc.weight"
-WRONG_FILES = {
-    "clip_score": [
-        (lambda f: (f / "clip/config.json").unlink(), "clip/config.json does not exist"),
-        (lambda f: truncate(f / "clip/model.safetensors"), "is cut off, damaged"),
-        (lambda f: keep_vision(f / "clip/model.safetensors"), r"lack \d+ tensors, such as text_model.embeddings"),
-        (lambda f: edit_json(f / "clip/config.json", model_type="siglip"), "type 'siglip'; 'clip' is needed"),
-    ],
-    "hpsv2": [
-        (lambda f: [path.unlink() for path in (f / "tokenizer").iterdir()], "has 2 tokens, the model knows 62"),
-        (lambda f: edit_json(f / "tokenizer/vocab.json", more=62), "has 63 tokens, the model knows 62"),
-        (lambda f: torch.save({"a": torch.ones(1)}, f / "hps.pt"), "holds no tensors by name under 'state_dict'"),
-        (lambda f: edit_hps(f / "hps.pt", extra=torch.ones(1)), "is not open_clip's ViT-H-14: .* such as extra$"),
-        (lambda f: edit_hps(f / "hps.pt", **{HPS_LAYER: torch.ones(3, 3)}), "such as .*layers.1.mlp.fc1.weight$"),
-    ],
-    "aesthetic": [
-        (lambda f: (f / "head.pth").unlink(), "head must be a file or folder that exists"),
-        (lambda f: torch.save(nn.Linear(2, 2), f / "head.pth"), "cannot be read as a torch file: it holds code"),
-        (lambda f: torch.save({"a": torch.ones(1)}, f / "head.pth"), "head.pth is not the head .* such as 0.bias"),
-        (lambda f: torch.save([1], f / "head.pth"), "head.pth holds no tensors by name$"),
-        (lambda f: clip_files.write_clip(f / "large"), "embeds images in 24 numbers, not 768"),
-    ],
-}
-
-
-@pytest.mark.parametrize("name, spoil, message", [(name, *case) for name in WRONG_FILES for case in WRONG_FILES[name]])
+@pytest.mark.parametrize("name, spoil, message", WRONG_FILES)
 def test_wrong_files_are_refused(files, tmp_path, name, spoil, message):
     folder = shutil.copytree(files, tmp_path / "files")
     spoil(folder)

@@ -71,8 +71,6 @@ def test_the_pool_leaves_out_frame_0_and_frames_without_a_face(identity):
     repainted = video.clone()
     repainted[:, 0] = clip([(2, 2)], seed=9)[:, 0]
     torch.testing.assert_close(identity.pool(repainted).embeddings, pool.embeddings, rtol=0, atol=0)
-    repainted[:, 1] = clip([(2, 2)], seed=9)[:, 0]
-    assert (identity.pool(repainted).embeddings - pool.embeddings).abs().max() > 1e-3
 
 
 def test_no_pool_without_a_face_after_frame_0(identity):

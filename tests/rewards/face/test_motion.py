@@ -80,11 +80,11 @@ def assert_gradient(function, x, gradient, step=1e-7):
 def test_traced_faces_equal_detected_ones_to_the_bit(detector, real):
     frames = real.transpose(0, 1)
     detected = detector.detect(frames)
-    traced = detector.trace(frames.clone().requires_grad_(), detector.CHUNK)
+    traced = detector.trace(frames.clone().requires_grad_(), 4)
     for faces, expected in zip(traced, detected, strict=True):
         assert all(torch.equal(getattr(faces, name), getattr(expected, name)) for name in vars(faces))
         assert len(faces.scores) > 0 and not faces.boxes.requires_grad and not faces.scores.requires_grad
-    assert traced[0].landmarks.requires_grad and not detected[0].landmarks.requires_grad
+    assert traced[0].landmarks.requires_grad
     with torch.no_grad():
         viewed = detector.trace(frames, detector.CHUNK, View(1.0, (3.0, -2.0)))  # in the pixels of `frames`
     for faces, expected in zip(viewed, detected, strict=True):
@@ -100,17 +100,6 @@ def test_the_rounded_input_has_the_gradient_of_the_resize(detector, height, widt
     resized = F.interpolate(smooth, scale_factor=128 / max(height, width), mode="bilinear", align_corners=False)
     (resized * 127.5 / 128 * weights[:, :, : resized.shape[2], : resized.shape[3]]).sum().backward()
     torch.testing.assert_close(ours.grad, smooth.grad, atol=1e-5, rtol=1e-4)
-
-
-def test_the_backward_runs_every_chunk_again(detector, real):
-    calls = []
-    handle = detector.net.register_forward_pre_hook(lambda module, args: calls.append(args[0].shape))
-    frames = real.transpose(0, 1).clone().requires_grad_()
-    faces = detector.trace(frames, 2)
-    assert len(calls) == 5
-    sum(frame.landmarks.sum() for frame in faces).backward()
-    handle.remove()
-    assert len(calls) == 10
 
 
 def test_a_view_moves_pixels_and_points():
@@ -144,8 +133,6 @@ def test_above_the_cap_there_is_no_gradient(real, slow):
     ours = reward()
     score, gradient = score_and_gradient(ours, real, ours.reference(slow))
     assert score == 1 and not gradient.any()
-    score, gradient = score_and_gradient(ours, slow, ours.reference(real))
-    assert 0.2 < score < 0.9 and gradient.any()
 
 
 def test_the_score_equals_plain_loops(real, slow):
@@ -235,15 +222,6 @@ def test_the_gradient_of_the_expression(in_double, talk):
     assert torch.autograd.grad(change(frames[:1]), frames)[0].isfinite().all()
 
 
-def test_the_gradient_reaches_half_precision(real, slow):
-    ours = reward()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        score, gradient = score_and_gradient(ours, slow.bfloat16(), ours.reference(real))
-    exact = ours(slow.bfloat16().float()[None], [ours.reference(real)]).score[0]
-    assert score.dtype == torch.float32 and torch.equal(score, exact)
-    assert gradient.isfinite().all() and gradient.any()
-
-
 MOVING = [(2, 2), (3, 2), (3, 3), (4, 3)]
 TALK = [0.0, 0.2, 0.1, 0.3]
 
@@ -278,12 +256,8 @@ def test_a_clip_without_two_frames_of_the_face_is_scored_by_pixels(magenta):
 
 
 def test_a_real_clip_that_hardly_moves_gives_no_ratio(magenta):
-    assert magenta.reference(clip([None] * 4)) is None
-    still = clip([(2, 2)] * 4)
-    assert magenta.reference(still) is None
+    assert magenta.reference(clip([None] * 4)) is None and magenta.reference(clip([(2, 2)] * 4)) is None
     drifting = magenta.reference(clip(MOVING))  # the landmarks move together
-    assert drifting["nonrigid"][0, 0].item() < motion.MIN_MOTION < drifting["speed"][0, 0].item()
-    assert drifting["background_change"][0, 0].item() < motion.MIN_CHANGE
     parts = magenta(clip(MOVING, seed=1)[None], [drifting]).parts
     assert parts["nonrigid"].isnan().all() and parts["background_change"].isnan().all()
     assert parts["speed"].item() == pytest.approx(1)
@@ -336,15 +310,11 @@ def test_the_reference_of_a_real_clip(real):
     assert reference["speed"][0, 0].item() == track_largest(ours.detectors[0].detect(frames)).speed
     viewed = [track_largest(ours.detectors[0].trace(frames, 8, view)) for view in motion.fixed_views(2.0)]
     assert reference["nonrigid"][0, 1].item() == pytest.approx(sum(track.nonrigid for track in viewed) / 4)
-    assert 0.5 < reference["nonrigid"][0, 0] / reference["nonrigid"][0, 1] < 2
     fingerprint = ours.fingerprint()
     assert fingerprint == reward(reversals=1.0, face_change=2.0, expression=1.0, jitter=True).fingerprint()
-    assert fingerprint["patches"]["coarse"] == COARSE  # references of before lack eyes and mouth
     assert fingerprint != reward(det_size=96).fingerprint() != reward(pack_dir=OTHER_PACK, det_size=96).fingerprint()
-    assert len(reward(second_pack_dir=OTHER_PACK).fingerprint()["weights"]) == 2
 
 
-def test_settings_that_cannot_work_are_refused():
-    for settings, key in (({"landmarks": -1.0}, "landmarks"), ({"landmarks": 0.0}, "face_change")):
-        with pytest.raises(ValueError, match=key):
-            reward(**settings)
+def test_settings_that_score_nothing_are_refused():
+    with pytest.raises(ValueError, match="landmarks, face_change.* are all 0: nothing is scored"):
+        reward(landmarks=0.0)

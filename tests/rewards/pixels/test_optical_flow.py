@@ -86,18 +86,16 @@ def scored(video, real, **settings):
 
 
 def test_the_score_is_the_ratio_less_reversals():
-    real = moved([(i, 0) for i in range(5)])
+    real, trembling = moved([(i, 0) for i in range(5)]), moved([(i % 2, 0) for i in range(5)])
     still, slow = moved([(0, 0)] * 5), moved([(0, 0), (0, 0), (1, 0), (1, 0), (2, 0)])
-    equal = scored(real, real)
-    assert equal.score.item() == pytest.approx(1) and equal.parts["ratio"].item() == pytest.approx(1)
+    assert scored(real, real).score.item() == pytest.approx(1)
     assert scored(still, real, reversals=0).score.item() < 0.02
     ratio = scored(slow, real, reversals=0).score.item()
     assert ratio == pytest.approx(0.5, abs=0.1)
     assert scored(real, slow, reversals=0).score.item() == pytest.approx(ratio)  # 1 / r: more is not better
-    trembling = moved([(i % 2, 0) for i in range(5)])
-    paid, fined = (scored(trembling, real, reversals=weight) for weight in (0, 1))
-    assert paid.score.item() > 0.8 and paid.score - fined.score == pytest.approx(fined.parts["reversals"])
-    assert fined.parts["reversals"].item() > 1.8
+    plain, priced = (scored(trembling, real, reversals=weight) for weight in (0, 1))
+    assert plain.score - priced.score == pytest.approx(priced.parts["reversals"])
+    assert plain.score.item() > 0.8 and priced.parts["reversals"].item() > 1.8
     steadier = [scored(real, trembling, reversals=weight).score.item() for weight in (0, 1)]
     assert steadier[0] == steadier[1]  # less trembling than the real clip gains nothing
 
@@ -123,14 +121,8 @@ def test_wanted_motion_replaces_the_real_clips():
     assert output.score.item() == pytest.approx(scored(video, real).score.item())
     assert reward.compares_with == "nothing" and from_clip.compares_with == "motion"
     assert reward.fingerprint() != from_clip.fingerprint()
-    for change, message in (
-        ({"wanted_flow": 1.0}, "give both or none"),
-        (settings | {"wanted_flow": 0.0}, "wanted_flow must be at least 0.02"),
-        (settings | {"wanted_reversals": 2.0}, "wanted_reversals must be at most 1"),
-        ({"reversals": -1}, "reversals must be at least 0, got -1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            rewards.build("optical_flow", change)
+    with pytest.raises(ValueError, match="give both or none"):
+        rewards.build("optical_flow", {"wanted_flow": 1.0})
 
 
 def test_the_gradient_equals_finite_differences():
