@@ -1,6 +1,7 @@
 """Rewards of single images as rewards of videos: select frames, score them, pool their scores."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TypedDict
 
 import torch
@@ -54,10 +55,8 @@ class FrameReward(Reward):
         in_a_row = len(frames) == frames[-1] + 1 - frames[0]  # a slice needs no copy of the indices to the GPU
         chosen = video[:, frames[0] : frames[-1] + 1] if in_a_row else video[:, frames]
         chunks = chosen.transpose(0, 1).split(self.chunk)
-        scores = torch.cat([
-            checkpoint(self.score_frames, chunk, reference, use_reentrant=False, preserve_rng_state=False)
-            for chunk in chunks
-        ])  # fmt: skip
+        recomputed = partial(checkpoint, self.score_frames, use_reentrant=False, preserve_rng_state=False)
+        scores = torch.cat([recomputed(chunk, reference) for chunk in chunks])
         finite, mean, least = torch.stack([scores.isfinite().all(), scores.mean(), scores.min()]).tolist()  # one copy
         if not finite:
             return None, {}

@@ -3,7 +3,7 @@
 Images are preprocessed in torch on floats, where published scorers use PIL on bytes: the scores agree to its rounding.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
@@ -145,44 +145,20 @@ def _as_value_error(folder: str | Path) -> Iterator[None]:
 class ImageTower(nn.Module):
     """CLIP's image encoder, frozen: frames (N, 3, H, W) in [-1, 1] to unit embeddings (N, D)."""
 
-    def __init__(self, model: CLIPModel):
+    def __init__(self, model: CLIPModel, preprocess: Callable[[Tensor, int], Tensor] = preprocess):
         super().__init__()
         self.model, self.projection = model.vision_model, model.visual_projection
         self.size = model.config.vision_config.image_size
+        self.preprocess = preprocess
         self.eval().requires_grad_(requires_grad=False)
 
     def forward(self, frames: Tensor) -> Tensor:
-        return self.embed(preprocess(frames.to(self.projection.weight), self.size))
-
-    def embed(self, pixels: Tensor) -> Tensor:
-        """Return unit embeddings (N, D) of normalised images (N, 3, size, size)."""
+        pixels = self.preprocess(frames.to(self.projection.weight), self.size)
         return F.normalize(self.projection(self.model(pixels).pooler_output), dim=-1)
 
 
-class TextTower(nn.Module):
-    """CLIP's text encoder, frozen: a prompt to its unit embedding (D,)."""
-
-    def __init__(self, model: CLIPModel, tokenizer: CLIPTokenizer):
-        super().__init__()
-        self.model, self.projection = model.text_model, model.text_projection
-        self.limit = model.config.text_config.max_position_embeddings
-        self.tokenizer = tokenizer
-        self.eval().requires_grad_(requires_grad=False)
-
-    @torch.no_grad()
-    def forward(self, prompt: str) -> Tensor:
-        """Embed a prompt; one of more tokens than the model's limit (77) is truncated before its end-of-text token."""
-        tokens = self.tokenizer(prompt, truncation=True, max_length=self.limit, return_tensors="pt").input_ids
-        # the last state is the end-of-text token's; pooler_output depends on eos_token_id, wrong in some configs
-        states = self.model(tokens.to(self.projection.weight.device)).last_hidden_state
-        return F.normalize(self.projection(states[0, -1]), dim=-1)
-
-
 class PromptReward(FrameReward):
-    """Base class of scores by the cosine between a CLIP's embeddings of frame and prompt.
-
-    The reference is the prompt's embedding, so the text tower runs once per clip.
-    """
+    """Base class of scores by the cosine between a CLIP's embeddings of frame and prompt."""
 
     differentiable = True
     uses_prompt = True
@@ -194,10 +170,13 @@ class PromptReward(FrameReward):
         """Load the towers. files: the weights that a prompt's embedding depends on, for the fingerprint."""
         super().__init__(**frame_settings)
         self.image = ImageTower(model)
-        tokenizer, vocabulary = load_tokenizer(CLIPTokenizer, tokenizer_dir), model.config.text_config.vocab_size
-        if len(tokenizer) != vocabulary:
-            raise ValueError(f"{tokenizer_dir} has {len(tokenizer)} tokens, the model knows {vocabulary}")
-        self.text = TextTower(model, tokenizer)
+        self.tokenizer = load_tokenizer(CLIPTokenizer, tokenizer_dir)
+        text = model.config.text_config
+        if len(self.tokenizer) != text.vocab_size:
+            raise ValueError(f"{tokenizer_dir} has {len(self.tokenizer)} tokens, the model knows {text.vocab_size}")
+        self.limit = text.max_position_embeddings
+        self.text_model, self.text_projection = model.text_model, model.text_projection
+        self.eval().requires_grad_(requires_grad=False)
         self.digest = digest_files([*files, Path(tokenizer_dir)])
 
     @classmethod
@@ -207,23 +186,26 @@ class PromptReward(FrameReward):
             config = CLIPConfig.from_pretrained(folder, local_files_only=True)
         return {Path(settings.get("tokenizer_dir") or str(folder)): config.text_config.max_position_embeddings}
 
+    @torch.no_grad()
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor]:
-        """Return the prompt's unit embedding (D,) as `text`; raise ValueError without a prompt."""
+        """Return the prompt's unit embedding (D,) as `text`; raise ValueError without a prompt.
+
+        A prompt of more tokens than the model's limit (77) is truncated before its end-of-text token.
+        """
         if not prompt:
             raise ValueError(f"reward {self.name!r} compares a clip with its prompt, which is empty; write one")
-        return {"text": self.text(prompt)}
+        tokens = self.tokenizer(prompt, truncation=True, max_length=self.limit, return_tensors="pt").input_ids
+        # the last state is the end-of-text token's; pooler_output depends on eos_token_id, wrong in some configs
+        states = self.text_model(tokens.to(self.text_projection.weight.device)).last_hidden_state
+        return {"text": F.normalize(self.text_projection(states[0, -1]), dim=-1)}
 
     def fingerprint(self) -> dict[str, object]:
         return {"name": self.name, "weights": self.digest}
 
     def score_frames(self, frames: Tensor, reference: Mapping[str, Tensor]) -> Tensor:
-        embeddings = self.embed(frames)
+        embeddings = self.image(frames)
         return self.from_cosine(embeddings @ reference["text"].to(embeddings))
 
-    def embed(self, frames: Tensor) -> Tensor:
-        """Return unit embeddings (N, D) of frames (N, 3, H, W) in [-1, 1]."""
-        return self.image(frames)
-
     def from_cosine(self, cosine: Tensor) -> Tensor:
-        """Return scores (N,) for cosines (N,) between frame and prompt."""
-        raise NotImplementedError
+        """Return scores (N,) for cosines (N,) between frame and prompt; the cosines by default."""
+        return cosine

@@ -167,12 +167,7 @@ class Hpsv2Reward(PromptReward):
     def __init__(self, checkpoint: ExistingPath, tokenizer_dir: ExistingPath, **frame_settings: Unpack[FrameSettings]):
         model = load_open_clip(checkpoint)
         super().__init__(model, tokenizer_dir, [Path(checkpoint)], **frame_settings)
-
-    def embed(self, frames: Tensor) -> Tensor:
-        return self.image.embed(letterbox(frames.to(self.image.projection.weight), self.image.size))
-
-    def from_cosine(self, cosine: Tensor) -> Tensor:
-        return cosine
+        self.image.preprocess = letterbox
 
 
 def load_open_clip(path: str | Path) -> CLIPModel:

@@ -61,21 +61,6 @@ class YuNet:
 YUNET_OUTPUTS = [f"{name}_{stride}" for name in ("cls", "obj", "bbox", "kps") for stride in STRIDES]
 
 
-def find_family(names: list[str], path: str | Path) -> tuple[Scrfd | YuNet, list[int]]:
-    """Return the family of the detector with these output names, and the order of its outputs.
-
-    Raise ValueError for any other detector. path: for the message.
-    """
-    if sorted(names) == sorted(YUNET_OUTPUTS):
-        return YuNet(), [names.index(name) for name in YUNET_OUTPUTS]
-    if len(names) == 9:
-        return Scrfd(), list(range(9))
-    raise ValueError(
-        f"{path} has {len(names)} outputs; SCRFD with landmarks (bnkps) has 9, YuNet of 2023 has {len(YUNET_OUTPUTS)}, "
-        f"{', '.join(YUNET_OUTPUTS)}"
-    )
-
-
 @dataclass(frozen=True)
 class View:
     """A small zoom and shift: it moves a frame's pixel q to zoom * (q - centre) + centre + shift."""
@@ -117,7 +102,15 @@ class FaceDetector(nn.Module):
     def __init__(self, path: str | Path, det_size: int = 640):
         super().__init__()
         self.net = OnnxModule(path)
-        self.family, self._order = find_family(self.net.output_names, path)
+        names = self.net.output_names
+        is_yunet = sorted(names) == sorted(YUNET_OUTPUTS)
+        if not is_yunet and len(names) != 9:
+            raise ValueError(
+                f"{path} has {len(names)} outputs; SCRFD with landmarks (bnkps) has 9, YuNet of 2023 has "
+                f"{len(YUNET_OUTPUTS)}, {', '.join(YUNET_OUTPUTS)}"
+            )
+        self.family: Scrfd | YuNet = YuNet() if is_yunet else Scrfd()
+        self._order = [names.index(name) for name in (YUNET_OUTPUTS if is_yunet else names)]
         fixed = [size for size in self.net.input_shape[2:] if size is not None]
         if any(size != det_size for size in fixed):
             raise ValueError(f"{path} only takes {fixed} pixels, det_size is {det_size}; set det_size={fixed[0]}")

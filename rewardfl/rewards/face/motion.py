@@ -20,6 +20,8 @@ from rewardfl.rewards.pixels.motion import MIN_CHANGE, mean_change, symmetric_ra
 # Half of the detector's finest stride to each side covers every position of a face between two of its cells.
 MAX_SHIFT = STRIDES[0] / 2  # detector pixels
 MAX_ZOOM = 0.03
+# fractions (x, y, zoom) of these, the means of the drawn ones
+FIXED_VIEWS = ((0.5, 0.5, 0.5), (0.5, -0.5, -0.5), (-0.5, -0.5, 0.5), (-0.5, 0.5, -0.5))
 
 # A real clip that moves less gives no ratio.
 MIN_REAL_MOTION = dict.fromkeys(("speed", "nonrigid"), MIN_MOTION)
@@ -92,10 +94,10 @@ class FaceMotionReward(Reward):
     def reference(self, video: Tensor, prompt: str = "") -> dict[str, Tensor] | None:
         """Return the motion of a real clip (3, F, H, W), by name, each (detectors, 2); None when nothing moves.
 
-        The second column, the mean over `fixed_views`, is for clips seen through a view: on moved pixels landmarks
+        The second column, the mean over FIXED_VIEWS, is for clips seen through a view: on moved pixels landmarks
         tremble differently, which may raise the small non-rigid motion by half.
         """
-        all_views = (None, *fixed_views(self._max_shift(video)))
+        all_views = (None, *(self.view(video, *fractions) for fractions in FIXED_VIEWS))
         table: dict[str, list[list[float]]] = {name: [] for name in NAMES[:-1]}
         for index in range(len(self.detectors)):
             plain, *viewed = [self._measure(video, index, view) for view in all_views]
@@ -170,32 +172,18 @@ class FaceMotionReward(Reward):
         """Draw a detector and a view; return the first detector and no view without a gradient."""
         if not (torch.is_grad_enabled() and video.requires_grad):
             return 0, None
-        generator = torch.Generator().manual_seed(clip_seed(video))
-        detector, *fractions = torch.rand(4, generator=generator, dtype=torch.float64).tolist()
-        x, y, zoom = (2 * fraction - 1 for fraction in fractions)
-        shift = self._max_shift(video)
-        view = View(1 + MAX_ZOOM * zoom, (shift * x, shift * y)) if self.jitter else None
-        return int(detector * len(self.detectors)), view
+        # from the clip's mean to 1e-4, so that a resumed run and other numbers of processes, whose sums differ by far
+        # less, draw the same; hashed, so that neighbouring means give unrelated draws
+        mean = round(video.detach().double().mean().nan_to_num().item() * 1e4)
+        seed = int.from_bytes(hashlib.sha256(f"{mean}".encode()).digest()[:7], "big")
+        fractions = torch.rand(4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).tolist()
+        x, y, zoom = (2 * fraction - 1 for fraction in fractions[1:])
+        return int(fractions[0] * len(self.detectors)), self.view(video, x, y, zoom) if self.jitter else None
 
-    def _max_shift(self, video: Tensor) -> float:
-        """Return MAX_SHIFT in frame pixels."""
-        return MAX_SHIFT * max(video.shape[-2:]) / self.det_size
-
-
-def clip_seed(video: Tensor) -> int:
-    """Return a seed for random draws on a clip (3, F, H, W), from its mean, to 1e-4.
-
-    So a resumed run and other numbers of processes, whose sums differ by far less, draw the same.
-    """
-    mean = round(video.detach().double().mean().nan_to_num().item() * 1e4)
-    # hashed: neighbouring means must not give related draws
-    return int.from_bytes(hashlib.sha256(f"{mean}".encode()).digest()[:7], "big")
-
-
-def fixed_views(max_shift: float) -> list[View]:
-    """Return four views, each shifted to another side by `max_shift` / 2 frame pixels, the mean of the drawn shifts."""
-    signs = ((1, 1, 1), (-1, 1, -1), (1, -1, -1), (-1, -1, 1))
-    return [View(1 + MAX_ZOOM * zoom / 2, (max_shift * x / 2, max_shift * y / 2)) for zoom, x, y in signs]
+    def view(self, video: Tensor, x: float, y: float, zoom: float) -> View:
+        """Return the view with these fractions, in [-1, 1], of MAX_SHIFT and MAX_ZOOM."""
+        shift = MAX_SHIFT * max(video.shape[-2:]) / self.det_size  # frame pixels
+        return View(1 + MAX_ZOOM * zoom, (shift * x, shift * y))
 
 
 def expression_changes(frames: Tensor, landmarks: Tensor) -> dict[str, Tensor]:

@@ -27,11 +27,9 @@ class OpticalFlowReward(Reward):
 
     r is the mean length of the generated clip's flow over the real one's. b is minus the cosine of successive flow
     fields, from -1 (steady) to 1 (back and forth): it prices trembling. Unlike `motion`, this reward ignores flicker.
-    Unlike landmarks, it does not reward pixels that fool a detector.
 
-    The flow is Lucas and Kanade's (IJCAI 1981), of one level, on grey frames of at most FLOW_SIDE pixels. The held-out
-    judge uses Farneback's (OpenCV). wanted_flow, in pixels per shrunk frame, and wanted_reversals replace the real
-    clip's if there is none.
+    The flow is Lucas and Kanade's (IJCAI 1981), of one level, on grey frames of at most FLOW_SIDE pixels. wanted_flow,
+    in pixels per shrunk frame, and wanted_reversals replace the real clip's if there is none.
 
     Parts: ratio, r; reversals, b - b_real, NaN for a clip of two frames. A sample is invalid when its real clip stands
     still or has one frame.

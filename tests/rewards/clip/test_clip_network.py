@@ -19,7 +19,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from rewardfl import rewards
 from rewardfl.data import to_uint8
 from rewardfl.rewards.clip import scorers
-from rewardfl.rewards.clip.network import TextTower, load_clip, load_tokenizer, preprocess
+from rewardfl.rewards.clip.network import preprocess
 
 PROMPT = "the dancer and the sea, the end."
 NAMES = ("aesthetic", "clip_score", "hpsv2", "pickscore")
@@ -161,14 +161,15 @@ def test_the_gradient_equals_finite_differences(files, name):
 @pytest.mark.parametrize("eos", [None, 2])
 def test_an_embedding_does_not_depend_on_eos_of_the_config(tmp_path, eos):
     folder = clip_files.write_clip(tmp_path / "clip", eos_token_id=eos)
-    model, tokenizer = load_clip(folder), load_tokenizer(CLIPTokenizer, folder)
+    model, tokenizer = CLIPModel.from_pretrained(folder), CLIPTokenizer.from_pretrained(folder)
     model.text_model.eos_token_id = len(tokenizer) - 1
+    reward = rewards.build("clip_score", {"model_dir": folder})
     for prompt in (PROMPT, "and " * 40):
         padded = {"padding": "max_length", "max_length": CONTEXT, "truncation": True, "return_tensors": "pt"}
         with torch.no_grad():
             features = model.get_text_features(tokenizer(prompt, **padded).input_ids).pooler_output[0]
         expected = nn.functional.normalize(features, dim=-1)
-        torch.testing.assert_close(TextTower(model, tokenizer)(prompt), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(reward.reference(VIDEO, prompt)["text"], expected, atol=1e-5, rtol=0)
 
 
 def test_scales_are_settings(files, built):

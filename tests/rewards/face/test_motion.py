@@ -308,7 +308,8 @@ def test_the_reference_of_a_real_clip(real):
     assert all(value.shape == (1, 2) and not value.requires_grad for value in reference.values())
     frames = real.transpose(0, 1)
     assert reference["speed"][0, 0].item() == track_largest(ours.detectors[0].detect(frames)).speed
-    viewed = [track_largest(ours.detectors[0].trace(frames, 8, view)) for view in motion.fixed_views(2.0)]
+    views = [ours.view(real, *fractions) for fractions in motion.FIXED_VIEWS]
+    viewed = [track_largest(ours.detectors[0].trace(frames, 8, view)) for view in views]
     assert reference["nonrigid"][0, 1].item() == pytest.approx(sum(track.nonrigid for track in viewed) / 4)
     fingerprint = ours.fingerprint()
     assert fingerprint == reward(reversals=1.0, face_change=2.0, expression=1.0, jitter=True).fingerprint()
