@@ -43,8 +43,7 @@ class FaceJudge(FaceIdentityReward):
     - minus the real clip's: reversals, in [-2, 2], above 0 for a clip that trembles more; red, green, blue, in [-1, 1].
     - look, in [-1, 1]: similarity of eyes and mouth to the real clip's (face/look.py), mean over people.
 
-    pixels/measures.py defines them. grid_period: pixels on a side of the generating model's tokens, the period of a
-    grid; with 0, grid is NaN.
+    grid_period: pixels on a side of the generating model's tokens, the period of a grid; with 0, grid is NaN.
     """
 
     name = "face_judge"
@@ -111,10 +110,7 @@ class FaceJudge(FaceIdentityReward):
         return ratios | differences | {"look": sum(looks) / len(faces)}  # 0 for a person who is not found
 
     def _measure(self, video: Tensor, faces: Sequence[tuple[Tensor, Tensor]]) -> tuple[dict[str, float], list[Patches]]:
-        """Return the figures of motion and artifacts of the 8-bit frames, and each person's patches.
-
-        video: (3, F, H, W) in [-1, 1]. faces: landmarks (F, 5, 2) and boxes (F, 4) of each person in it.
-        """
+        """Return the 8-bit frames' figures and each person's patches. faces: landmarks (F, 5, 2) and boxes (F, 4)."""
         people = [cut_patches(video.transpose(0, 1), landmarks) for landmarks, _ in faces]
         levels = to_host(data.to_uint8(video))  # one copy to the CPU
         frames = levels.numpy()

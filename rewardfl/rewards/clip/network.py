@@ -80,10 +80,9 @@ def letterbox(frames: Tensor, size: int) -> Tensor:
 
 
 def resize(images: Tensor, height: int, width: int) -> Tensor:
-    """Resize images (N, 3, H, W) in [0, 1] to (N, 3, height, width) as PIL on bytes: bicubic (a = -0.5), antialias.
+    """Resize images (N, 3, H, W) in [0, 1] to (N, 3, height, width), bicubic with antialias, as PIL does on bytes.
 
-    PIL resizes the rows first and clips after each pass, as here; the result differs by its rounding, at most one level
-    of 255.
+    PIL resizes the rows first and clips after each pass.
     """
     for shape in ((images.shape[-2], width), (height, width)):
         images = F.interpolate(images, shape, mode="bicubic", antialias=True).clamp(0, 1)
@@ -145,11 +144,11 @@ def _as_value_error(folder: str | Path) -> Iterator[None]:
 class ImageTower(nn.Module):
     """CLIP's image encoder, frozen: frames (N, 3, H, W) in [-1, 1] to unit embeddings (N, D)."""
 
-    def __init__(self, model: CLIPModel, preprocess: Callable[[Tensor, int], Tensor] = preprocess):
+    def __init__(self, model: CLIPModel):
         super().__init__()
         self.model, self.projection = model.vision_model, model.visual_projection
         self.size = model.config.vision_config.image_size
-        self.preprocess = preprocess
+        self.preprocess: Callable[[Tensor, int], Tensor] = preprocess
         self.eval().requires_grad_(requires_grad=False)
 
     def forward(self, frames: Tensor) -> Tensor:

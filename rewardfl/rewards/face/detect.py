@@ -2,7 +2,6 @@
 
 Frames are (N, 3, H, W), RGB in [-1, 1]. Pixel coordinates are OpenCV's: (x, y) from the top left, pixel centres at
 integers. Decoding and suppression are insightface's for SCRFD and OpenCV's for YuNet (FaceDetectorYN).
-tests/rewards/face/test_detect.py compares them with these libraries.
 """
 
 from dataclasses import dataclass, replace
@@ -183,10 +182,7 @@ class FaceDetector(nn.Module):
 
 
 def _rounded_resize(levels: Tensor, height: int, width: int) -> Tensor:
-    """Return float (..., H, W) levels in 0..255 as (..., height, width) int32, without gradient.
-
-    Equal to the bit to cv2.resize on bytes: bilinear in fixed point, not quite rounded to nearest.
-    """
+    """Return float (..., H, W) levels in 0..255 as (..., height, width) int32, to the bit cv2.resize's of bytes."""
     levels = levels.round().int()
     low, high, near, far = _resize_taps(levels.shape[-1], width, levels.device)
     rows = levels[..., low] * near + levels[..., high] * far
@@ -207,10 +203,7 @@ def _resize_taps(size: int, out: int, device: torch.device) -> tuple[Tensor, Ten
 
 
 def _suppress(boxes: Tensor, iou: float, last_pixel: int) -> list[int]:
-    """Return the rows of (n, 4) boxes, best first, that overlap no better remaining box by more than `iou`.
-
-    last_pixel: added to the differences of corners; insightface counts both end pixels.
-    """
+    """Return the rows of (n, 4) boxes, best first, that overlap no better remaining box by more than `iou`."""
     areas = (boxes[:, 2:] - boxes[:, :2] + last_pixel).prod(-1)
     rows: list[int] = []
     left = torch.arange(len(boxes))

@@ -1,7 +1,7 @@
-"""Similarity of a face's eyes and mouth to the real clip's, computed from pixels without a network.
+"""Similarity of a face's eyes and mouth to the real clip's, by pixels: recognisers ignore smeared eyes.
 
-Recognisers ignore smeared eyes that people see. Frames are aligned by their landmarks. Each generated frame is compared
-with the nearest real frame, so that a blink or a word at another time costs nothing.
+Frames are aligned by their landmarks. Each generated frame is compared with the nearest real frame, so that a blink or
+a word at another time costs nothing.
 """
 
 import torch
@@ -41,8 +41,7 @@ def mouth_movement(patches: Tensor) -> float:
     """Return how far a mouth opens and shuts in its patches (F, h, w) uint8.
 
     An open mouth is dark, or shows teeth: the brightness of the middle third, over the patch's median, changes and
-    comes back. Returned is the 95 % quantile over the frames of the smaller change, from before and to later. What
-    drifts does not come back. No training uses this measure.
+    comes back. Returned is the 95 % quantile over the frames of the smaller change, from before and to later.
     """
     levels, third = patches.float(), patches.shape[2] // 3
     brightness = levels[:, :, third : 2 * third].mean((1, 2)) / levels.flatten(1).quantile(0.5, dim=1).clamp(min=1)

@@ -198,10 +198,7 @@ def _unsupported(node: onnx.NodeProto, attributes: Attributes) -> str | None:
 
 
 def read_graph(path: str | Path) -> onnx.GraphProto:
-    """Return the graph of an ONNX file.
-
-    Raise FileNotFoundError without such a file, ValueError unless it is a complete ONNX model.
-    """
+    """Return the graph of an ONNX file; raise FileNotFoundError or, for a damaged or other file, ValueError."""
     path = Path(path)
     if path.is_file() and (words := wrong_kind(path)):
         raise ValueError(f"{path} {words}")

@@ -97,10 +97,7 @@ def _refuse_manifest(folder: Path) -> None:
 
 
 def shared_file(first_pack: str | Path, second_pack: str | Path) -> tuple[str, Path, Path] | None:
-    """Return (detector or recogniser, its file in each pack) where both packs have the same bytes, else None.
-
-    Raise the errors of `pack_files`.
-    """
+    """Return (detector or recogniser, its file in each pack) if both packs have the same bytes, else None."""
     for task, first, second in zip(TASKS, pack_files(first_pack), pack_files(second_pack), strict=True):
         if sha256(first) == sha256(second):
             return task, first, second

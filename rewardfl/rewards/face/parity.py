@@ -43,14 +43,11 @@ def check_packs(packs: Mapping[str, FaceIdentity], video: Tensor) -> list[str]:
 def check(identity: FaceIdentity, video: Tensor) -> str:
     """Compare detection, crop and embedding with insightface's, or OpenCV's for YuNet and SFace, on the same files.
 
-    Return a line with the largest differences, in frame pixels and as 1 - cosine of two embeddings, and the name of the
-    detector's library. A published SFace is compared with OpenCV's in any case.
-
-    The largest face in the first frame with a face is compared, of a (3, F, H, W) video in [-1, 1]. Our networks run on
-    the video's device, the libraries on the CPU.
+    The largest face in the first frame with a face is compared, of a (3, F, H, W) video in [-1, 1]. Return a line with
+    the largest differences, in frame pixels and as 1 - cosine of two embeddings, or why nothing was compared.
 
     Raise FaceParityError when the library finds no face there, or when embeddings differ by more than
-    MAX_COSINE_DISTANCE. Skip when no frame has a face, or when insightface cannot be imported (OpenCV needs libGL).
+    MAX_COSINE_DISTANCE.
     """
     code = "OpenCV" if isinstance(identity.detector.family, YuNet) else "insightface"
     try:
@@ -65,12 +62,11 @@ def check(identity: FaceIdentity, video: Tensor) -> str:
             break
     else:
         return f"face parity with {code}: skipped, no face was found in the clip"
-    picture = _picture((frame + 1) * 127.5)
+    picture, box = _picture((frame + 1) * 127.5), faces.boxes[0]
     if code == "OpenCV":
         boxes, landmarks = _detect_by_opencv(identity, frame)
     else:
         boxes, landmarks = _detect_by_insightface(identity, picture, get_model)
-    box = faces.boxes[0]
     if len(boxes) == 0:
         raise FaceParityError(
             f"{code} finds no face where rewardfl finds one (score {faces.scores[0]:.3f}, box "

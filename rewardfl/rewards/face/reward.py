@@ -89,10 +89,9 @@ class FaceIdentityReward(Reward):
         return {"embeddings": embeddings, "owner": owner} | tracks | numbers
 
     def reference_from_photos(self, photos: Sequence[Tensor], prompt: str = "") -> dict[str, Tensor] | None:
-        """Return the pool of a person's photos, of the largest face of each, without motion (NaN).
+        """Return the pool of the largest faces of a person's photos, without motion (NaN).
 
-        The cap is the photos' mean pairwise cosine, and NaN for one photo until `complete`. Raise PhotoError for a
-        photo without a face, and for one whose median cosine with the others is below SAME_PERSON.
+        The cap of one photo is NaN until `complete`. Raise PhotoError for a photo without a face or of another person.
         """
         usable, problems = self.identity.photo_pool(photos, self.min_face_size)
         if problems:

@@ -1,8 +1,7 @@
-"""Measures of a clip by its pixels, without a network: artifacts, motion, steadiness and sharpness.
+"""Measures of a clip by its pixels, which no training uses: artifacts, motion, steadiness and sharpness.
 
-No training uses these measures. Frames are (F, H, W, 3) uint8, RGB, as generated, before a video codec smooths them.
-A grid, saturated colours and a tint are what optimising pixels against a reward leaves first, long before the reward's
-score shows it; the first frame of a clip, the given image, is left out there. OpenCV and numpy on the CPU.
+Frames are (F, H, W, 3) uint8, RGB, as generated, before a video codec smooths them. Optimising pixels against a reward
+first leaves a grid, saturated colours and a tint; the first frame of a clip, the given image, is left out there.
 """
 
 import math
@@ -63,8 +62,7 @@ def grid(frames: np.ndarray, periods: Sequence[int]) -> float:
 def saturation(frames: np.ndarray) -> float:
     """Return the mean chroma, (max(R, G, B) - min(R, G, B)) / 255 of a pixel: 0 for grey, 1 for pure colours.
 
-    Chroma as in the hexagon of Joblove and Greenberg (SIGGRAPH 1978). The S of HSV divides it by brightness, which is
-    noise in dark pictures. NaN for a clip of one frame.
+    Chroma as in the hexagon of Joblove and Greenberg (SIGGRAPH 1978). NaN for a clip of one frame.
     """
     channels = (cv2.split(frame) for frame in frames[1:])
     return mean([float((cv2.max(cv2.max(r, g), b) - cv2.min(cv2.min(r, g), b)).mean()) / 255 for r, g, b in channels])
@@ -74,8 +72,7 @@ def _energy(lines: np.ndarray, band: int) -> np.ndarray:
     """Return the spectrum (N / 2 + 1,) of steps from pixel to pixel in lines (M, N) uint8, mean over bands of lines.
 
     M and N are cut to multiples of `band`. Photographs have energy of about 1 / f^2 at a frequency f (Field 1987), and
-    their steps a nearly flat spectrum: neighbouring frequencies compare. White steps of variance s^2 have
-    (s^2 + GRAIN) / band everywhere.
+    their steps a nearly flat spectrum, so that neighbouring frequencies compare.
     """
     height, width = (size // band * band for size in lines.shape)
     means = lines[:height, :width].reshape(-1, band, width).mean(1)
@@ -159,8 +156,7 @@ def mean_flow_inside(fields: Sequence[np.ndarray], boxes: np.ndarray) -> float:
 def reversals(fields: Sequence[np.ndarray]) -> float:
     """Return minus the mean cosine of each flow field with the next one, in [-1, 1].
 
-    Near -1 motion is steady, near 1 it changes direction in every frame, like trembling. Fields without motion are
-    skipped; NaN when no two successive fields move.
+    Near -1 motion is steady, near 1 it trembles. Fields without motion are skipped; NaN if no two successive ones move.
     """
     cosines = []
     for first, second in zip(fields[:-1], fields[1:], strict=True):
@@ -179,8 +175,7 @@ def pixel_change(frames: np.ndarray) -> float:
 def sharpness(frames: np.ndarray) -> float:
     """Return the variance of the Laplacian of the grey frames after the first, in levels of 255 squared.
 
-    The focus measure of Pech-Pacheco et al. (ICPR 2000). It is quadratic in contrast, and grain counts as detail. NaN
-    for one frame.
+    The focus measure of Pech-Pacheco et al. (ICPR 2000). Grain counts as detail. NaN for a clip of one frame.
     """
     grey = (cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY) for frame in frames[1:])
     return mean([float(cv2.Laplacian(frame, cv2.CV_32F).var()) for frame in grey])
