@@ -197,18 +197,17 @@ class MiniArcFace(nn.Module):
 class _BasicBlock(nn.Module):
     """ResNetV1e of insightface's detection/scrfd: average pooling in the shortcut."""
 
-    def __init__(self, inside: int, outside: int, stride: int):
+    def __init__(self, width: int):
         super().__init__()
-        self.conv1, self.conv2 = _conv_bn(inside, outside, 3, stride), _conv_bn(outside, outside)
-        pool = nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False)
-        self.shortcut = nn.Sequential(pool, _conv_bn(inside, outside, 1)) if stride > 1 else nn.Identity()
+        self.conv1, self.conv2 = _conv_bn(width, width, 3, 2), _conv_bn(width, width)
+        self.shortcut = nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False)
 
     def forward(self, x):
         return torch.relu(self.conv2(torch.relu(self.conv1(x))) + self.shortcut(x))
 
 
 class MiniSCRFD(nn.Module):
-    """scrfd_10g_bnkps, an eighth as wide: ResNetV1e, PAFPN, a head of three convolutions per stride.
+    """scrfd_10g_bnkps' operators in few layers: a residual block and three heads per stride, and a neck.
 
     batched: whether the outputs keep the pictures apart.
     """
@@ -216,25 +215,11 @@ class MiniSCRFD(nn.Module):
     def __init__(self, *, batched: bool = False):
         super().__init__()
         self.batched = batched
-        base, planes, neck, head = 7, (7, 11, 11, 28), 7, 10
-        stem = [(3, base // 2, 2), (base // 2, base // 2, 1), (base // 2, base, 1)]
-        self.stem = nn.Sequential(*(nn.Sequential(_conv_bn(i, o, 3, s), nn.ReLU()) for i, o, s in stem))
-        self.pool = nn.MaxPool2d(3, 2, 1)
-        inputs, strides = [base, *planes], (1, 2, 2, 2)
-        self.stages = nn.ModuleList(
-            nn.Sequential(*(_BasicBlock(inputs[k + (i > 0)], planes[k], strides[k] if i == 0 else 1) for i in range(n)))
-            for k, n in enumerate((3, 4, 2, 3))
-        )
-        self.lateral = nn.ModuleList(nn.Conv2d(p, neck, 1) for p in planes[1:])
-        self.fpn = nn.ModuleList(nn.Conv2d(neck, neck, 3, 1, 1) for _ in range(3))
-        self.down = nn.ModuleList(nn.Conv2d(neck, neck, 3, 2, 1) for _ in range(2))
-        self.pafpn = nn.ModuleList(nn.Conv2d(neck, neck, 3, 1, 1) for _ in range(2))
-        self.towers = nn.ModuleList(
-            nn.Sequential(*(nn.Sequential(_conv_bn(neck if i == 0 else head, head), nn.ReLU()) for i in range(3)))
-            for _ in range(3)
-        )
+        self.stem = nn.Sequential(_conv_bn(3, 8, 3, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+        self.stages = nn.ModuleList(_BasicBlock(8) for _ in range(3))
+        self.lateral = nn.ModuleList(nn.Conv2d(8, 8, 1) for _ in range(3))
         self.heads = nn.ModuleList(
-            nn.ModuleList(nn.Conv2d(head, 2 * channels, 3, 1, 1) for channels in (1, 4, 10)) for _ in range(3)
+            nn.ModuleList(nn.Conv2d(8, 2 * channels, 3, 1, 1) for channels in (1, 4, 10)) for _ in range(3)
         )
         self.scales = nn.ParameterList(torch.ones(()) for _ in range(3))
         _randomise(self)
@@ -245,19 +230,13 @@ class MiniSCRFD(nn.Module):
 
     def levels(self, x):
         """Return the heads' inputs at strides 8, 16 and 32."""
-        x = self.pool(self.stem(x))
-        levels = []
-        for stage in self.stages:
+        x, levels = self.stem(x), []
+        for stage, lateral in zip(self.stages, self.lateral, strict=True):
             x = stage(x)
-            levels.append(x)
-        levels = [lateral(level) for lateral, level in zip(self.lateral, levels[1:], strict=True)]
+            levels.append(lateral(x))
         for i in (1, 0):
             levels[i] = levels[i] + F.interpolate(levels[i + 1], size=levels[i].shape[2:], mode="nearest")
-        levels = [conv(level) for conv, level in zip(self.fpn, levels, strict=True)]
-        for i in (0, 1):
-            levels[i + 1] = levels[i + 1] + self.down[i](levels[i])
-        levels[1:] = [conv(level) for conv, level in zip(self.pafpn, levels[1:], strict=True)]
-        return [tower(level) for tower, level in zip(self.towers, levels, strict=True)]
+        return levels
 
     def forward(self, x):
         outputs = [[], [], []]

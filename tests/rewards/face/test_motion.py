@@ -85,8 +85,7 @@ def test_traced_faces_equal_detected_ones_to_the_bit(detector, real):
         assert all(torch.equal(getattr(faces, name), getattr(expected, name)) for name in vars(faces))
         assert len(faces.scores) > 0 and not faces.boxes.requires_grad and not faces.scores.requires_grad
     assert traced[0].landmarks.requires_grad
-    with torch.no_grad():
-        viewed = detector.trace(frames, detector.CHUNK, View(1.0, (3.0, -2.0)))  # in the pixels of `frames`
+    viewed = detector.trace(frames, detector.CHUNK, View(1.0, (3.0, -2.0)))  # in the pixels of `frames`
     for faces, expected in zip(viewed, detected, strict=True):
         assert 0 < (faces.landmarks[0] - expected.landmarks[0]).abs().max() < 1
 
@@ -193,7 +192,7 @@ def talk(real, detector):
 def test_the_expression_ignores_motion_and_light(talk):
     talking, still, track = talk
     lit = still * torch.linspace(0.8, 1, 9).view(-1, 1, 1) - 0.2 * torch.rand(9, 1, 1)
-    clips = [clip.transpose(0, 1) for clip in (talking, still, lit, still + 0.05 * torch.randn(still.shape))]
+    clips = [clip.transpose(0, 1) for clip in (talking, still, lit)]
     most, *others = [expression_changes(frames, track.landmarks)["mouth"] for frames in clips]
     assert max(others) < 0.1 * most
 
@@ -234,25 +233,15 @@ def magenta(tmp_path_factory):
 
 
 def test_a_clip_that_loses_the_face_is_invalid_and_finite(magenta):
-    reference = magenta.reference(clip(MOVING, mouth=TALK))
-    empty, shown = clip([None] * 4), clip(MOVING, seed=1, mouth=[0.0, 0.1, 0.0, 0.1])
-    for first in (empty, torch.full_like(empty, math.nan)):
-        video = torch.stack([first, shown]).requires_grad_()
-        output = magenta(video, [reference] * 2)
-        output.score.sum().backward()
-        assert output.valid.tolist() == [False, True] and output.score.tolist()[0] == 0
-        assert not video.grad[0].any() and video.grad[1].any() and video.grad.isfinite().all()
-        assert output.parts["lost"].tolist() == [1.0, 0.0]
-
-
-def test_a_clip_without_two_frames_of_the_face_is_scored_by_pixels(magenta):
-    reference = magenta.reference(clip(MOVING, mouth=TALK))
-    video = clip([(2, 2), None, (3, 2), None])[None].requires_grad_()
-    output = magenta(video, [reference])
-    assert output.valid.all() and output.parts["speed"].isnan().all() and output.parts["reversals"].isnan().all()
-    assert output.parts["face_change"].isfinite().all()
+    reference, empty = magenta.reference(clip(MOVING, mouth=TALK)), clip([None] * 4)
+    shown, twice = clip(MOVING, seed=1, mouth=[0.0, 0.1, 0.0, 0.1]), clip([(2, 2), None, (3, 2), None])
+    video = torch.stack([empty, torch.full_like(empty, math.nan), shown, twice]).requires_grad_()
+    output = magenta(video, [reference] * 4)
     output.score.sum().backward()
-    assert video.grad.isfinite().all()
+    assert output.valid.tolist() == [False, False, True, True] and not output.score[:2].any()
+    assert not video.grad[:2].any() and video.grad[2].any() and video.grad.isfinite().all()
+    assert output.parts["lost"].tolist() == pytest.approx([1, 1, 0, 2 / 3])
+    assert output.parts["speed"][3].isnan() and output.parts["face_change"][3].isfinite()  # scored by its pixels
 
 
 def test_a_real_clip_that_hardly_moves_gives_no_ratio(magenta):

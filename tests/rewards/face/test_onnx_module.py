@@ -1,5 +1,6 @@
 """OnnxModule against onnxruntime, by operator and on networks; gradients; devices; refusals."""
 
+import itertools
 import weakref
 
 import numpy as np
@@ -83,7 +84,6 @@ CASES = {
     "Flatten axis": ([node("Flatten", axis=-1)], {}, 13),
     "Reshape": ([node("Reshape", "x s")], {"s": ints(0, -1, 5)}, 13),
     "Transpose": ([node("Transpose", perm=[2, 3, 0, 1])], {}, 13),
-    "Transpose default": ([node("Transpose")], {}, 13),
     "Unsqueeze": ([node("Unsqueeze", "x a")], {"a": ints(0, -1)}, 13),
     "Unsqueeze attributes": ([node("Unsqueeze", axes=[1, 3])], {}, 11),
     "Concat": ([node("Abs", "x", "n"), node("Concat", "x n x", axis=1)], {}, 13),
@@ -96,7 +96,6 @@ CASES = {
     "Equal": ([node("Shape", "x", "s"), node("Equal", "s c", "b"), node("Where", "b s d")],
               {"c": ints(2, -1, 6, -1), "d": ints(7, 8, 9, 10)}, 13),
     "Cast": ([node("Cast", "x", "i", to=TensorProto.INT64), node("Cast", "i", to=TensorProto.FLOAT)], {}, 13),
-    "Constant ints": ([node("Constant", "", "s", value_ints=[0, -1]), node("Reshape", "x s")], {}, 13),
     "Constant float": ([node("Constant", "", "c", value_float=2.5), node("Mul", "x c")], {}, 13),
     "ConstantOfShape": (
         [node("Shape", "x", "s"),
@@ -174,7 +173,7 @@ def test_half_precision_files_run_in_float32(tmp_path):
     torch.testing.assert_close(OnnxModule(path)(picture()), picture() @ torch.tensor(FLAT[:5]).half().float())
 
 
-@pytest.mark.parametrize("case", ["shape arithmetic", "ConstantOfShape", "Gather", "Slice"])
+@pytest.mark.parametrize("case", ["shape arithmetic", "Slice"])
 def test_shapes_stay_on_the_cpu_when_the_weights_move(case, tmp_path):
     module = OnnxModule(write_case(tmp_path, case))
     shape = module(picture()).shape
@@ -184,21 +183,20 @@ def test_shapes_stay_on_the_cpu_when_the_weights_move(case, tmp_path):
 
 
 def test_dead_intermediates_are_freed(tmp_path, monkeypatch):
-    names = ["x", *(f"v{i}" for i in range(20)), "y"]
-    nodes = [node("Abs", a, b) for a, b in zip(names, names[1:], strict=False)]
+    names = ["x", *(f"v{i}" for i in range(9)), "y"]
+    nodes = [node("Abs", a, b) for a, b in itertools.pairwise(names)]
     module = OnnxModule(write(tmp_path / "chain.onnx", nodes))
     results, alive = [], []
 
     def spy(x):
-        y = -x
-        results.append(weakref.ref(y))
+        results.append(weakref.ref(y := -x))
         alive.append(sum(ref() is not None for ref in results))
         return y
 
     monkeypatch.setitem(OPS, "Abs", spy)
     with torch.no_grad():
         module(picture())
-    assert len(alive) == 21 and max(alive) == 2  # a node's operand and its result
+    assert len(alive) == 10 and max(alive) == 2  # a node's operand and its result
 
 
 @pytest.mark.parametrize(
@@ -212,7 +210,6 @@ def test_dead_intermediates_are_freed(tmp_path, monkeypatch):
         ([node("Resize", "x r s")], "cannot be run on .*Resize by nearest, half_pixel, round_prefer_floor"),
         ([node("Resize", "x r s", **RESIZE)], "cannot be run on .*Resize by a factor of 1.5, which is not an integer"),
         ([node("Slice", "x i i i t")], "cannot be run on .*step"),
-        ([node("Add", "x z", "y"), node("Abs", "y", "z")], r"cannot be run on an input of \(1, 3, 6, 5\): 'z'"),
     ],
 )  # fmt: skip
 def test_a_graph_that_cannot_run_is_refused(nodes, message, tmp_path):
