@@ -5,7 +5,6 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-import onnx
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -73,13 +72,6 @@ def magenta_pack(folder: Path) -> Path:
     export(MagentaDetector(), torch.zeros(1, 3, SIZE, SIZE), folder / "det.onnx")
     export(MiniArcFace(), torch.zeros(1, 3, 112, 112), folder / "rec.onnx", dynamic={"x": {0: "batch"}})
     return folder
-
-
-def marked(path: Path) -> None:
-    """Change the bytes of a network, but not what it computes."""
-    model = onnx.load(path)
-    model.doc_string = "another file"
-    onnx.save(model, path)
 
 
 def clip(cells: list[tuple[int, int] | None], seed: int = 0, mouth: list[float] | None = None) -> Tensor:

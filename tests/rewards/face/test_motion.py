@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from face_nets import SIZE, clip, magenta_pack
 from runs import WORLD
+from torch.autograd import gradcheck
 
 from rewardfl import data, rewards
 from rewardfl.rewards.face import FaceDetector, detect, motion, track_largest
@@ -65,18 +66,6 @@ def in_double(monkeypatch):
     monkeypatch.setattr(detect, "_rounded_resize", lambda levels, *size: F.interpolate(levels, size, mode="bilinear"))
 
 
-def assert_gradient(function, x, gradient, step=1e-7):
-    """Compare `gradient` of function (tensor -> number) at x with central differences, along itself and at random."""
-    torch.manual_seed(0)
-    assert gradient.norm() > 0
-    for direction in (gradient, *torch.randn(3, *x.shape, dtype=x.dtype)):
-        direction = direction / direction.norm()
-        difference = (function(x + step * direction) - function(x - step * direction)) / (2 * step)
-        assert difference.item() == pytest.approx(
-            (gradient * direction).sum().item(), rel=1e-4, abs=1e-6 * gradient.norm().item()
-        )
-
-
 def test_traced_faces_equal_detected_ones_to_the_bit(detector, real):
     frames = real.transpose(0, 1)
     detected = detector.detect(frames)
@@ -90,15 +79,12 @@ def test_traced_faces_equal_detected_ones_to_the_bit(detector, real):
         assert 0 < (faces.landmarks[0] - expected.landmarks[0]).abs().max() < 1
 
 
-@pytest.mark.parametrize("height,width", [(90, 128), (128, 90)])
-def test_the_rounded_input_has_the_gradient_of_the_resize(detector, height, width):
-    frames = torch.rand(1, 3, height, width) * 1.8 - 0.9
-    weights = torch.randn(1, 3, 128, 128)
-    ours, smooth = frames.clone().requires_grad_(), frames.clone().requires_grad_()
-    (detector.fit(ours)[0] * weights).sum().backward()
-    resized = F.interpolate(smooth, scale_factor=128 / max(height, width), mode="bilinear", align_corners=False)
-    (resized * 127.5 / 128 * weights[:, :, : resized.shape[2], : resized.shape[3]]).sum().backward()
-    torch.testing.assert_close(ours.grad, smooth.grad, atol=1e-5, rtol=1e-4)
+def test_the_rounded_input_has_the_gradient_of_the_resize(detector):
+    frames, weights = (torch.rand(1, 3, 60, 64) * 1.8 - 0.9).requires_grad_(), torch.randn(1, 3, 128, 128)
+    (ours,) = torch.autograd.grad((detector.fit(frames)[0] * weights).sum(), frames)
+    resized = F.interpolate(frames, scale_factor=2, mode="bilinear", align_corners=False) * 127.5 / 128
+    (smooth,) = torch.autograd.grad((resized * weights[:, :, :120]).sum(), frames)
+    torch.testing.assert_close(ours, smooth, atol=1e-5, rtol=1e-4)
 
 
 def test_a_view_moves_pixels_and_points():
@@ -120,12 +106,8 @@ def test_the_gradient_of_all_terms_equals_finite_differences(in_double, real, sl
     real, video = 0.9 * real.double(), 0.9 * slow.double()  # off the edges of [-1, 1], where the levels are clamped
     video = torch.stack([video[:, j] for j in (0, 8, 1, 7, 2, 8, 0, 6, 1)], 1)  # back and forth: reversals
     reference = ours.reference(real)
-    _, gradient = score_and_gradient(ours, video, reference)
-
-    def score(video):
-        return ours(video[None].requires_grad_(), [reference]).score[0].detach()
-
-    assert_gradient(score, video, gradient)
+    video = video[None].requires_grad_()
+    assert gradcheck(lambda x: ours(x, [reference]).score, video, eps=1e-7, atol=0, rtol=1e-4, fast_mode=True)
 
 
 def test_above_the_cap_there_is_no_gradient(real, slow):
@@ -139,28 +121,22 @@ def test_the_score_equals_plain_loops(real, slow):
     output = ours(slow[None], [ours.reference(real)])
     tracks = [track_largest(ours.detectors[0].detect(video.transpose(0, 1))) for video in (slow, real)]
     ratios = {name: getattr(tracks[0], name) / getattr(tracks[1], name) for name in ("speed", "nonrigid")}
-    for name, side in (("face_change", True), ("background_change", False)):
-        changes = []
-        for video, track in zip((slow, real), tracks, strict=True):
-            total, count = 0.0, 0
-            for j in range(8):
-                where = torch.zeros(64, 64, dtype=torch.bool)
-                for left, top, right, bottom in track.boxes[j : j + 2].tolist():
-                    rows = slice(max(math.ceil(top), 0), math.floor(bottom) + 1)
-                    columns = slice(max(math.ceil(left), 0), math.floor(right) + 1)
-                    where[rows, columns] = True
-                where = where if side else ~where
-                total += (video[:, j + 1] - video[:, j]).abs()[:, where].sum().item()
-                count += 3 * where.sum().item()
-            changes.append(total / count)
-        ratios[name] = changes[0] / changes[1]
+    changes = {"face_change": [], "background_change": []}
+    for video, track in zip((slow, real), tracks, strict=True):
+        inside = torch.zeros(8, 64, 64, dtype=torch.bool)
+        for j in range(8):
+            for left, top, right, bottom in track.boxes[j : j + 2].clamp(min=0).tolist():
+                inside[j, math.ceil(top) : math.floor(bottom) + 1, math.ceil(left) : math.floor(right) + 1] = True
+        change = video.diff(dim=1).abs()
+        changes["face_change"].append(change[:, inside].mean().item())
+        changes["background_change"].append(change[:, ~inside].mean().item())
+    ratios |= {name: generated / expected for name, (generated, expected) in changes.items()}
     excess = step_reversals(tracks[0]).item() - step_reversals(tracks[1]).item()
     for name, ratio in (ratios | {"reversals": excess, "lost": 0.0}).items():
         assert output.parts[name].item() == pytest.approx(ratio, rel=1e-4, abs=1e-6)
     landmarks = (min(ratios["speed"], 1) + min(ratios["nonrigid"], 1)) / 2 - 0.3 * max(excess, 0)
-    changes = [min(ratio, 1 / ratio) for ratio in (ratios["face_change"], ratios["background_change"])]
-    assert output.score.item() == pytest.approx((2 * landmarks + changes[0] + 0.5 * changes[1]) / 3.5, rel=1e-4)
-    assert output.valid.all()
+    face, background = (min(ratios[name], 1 / ratios[name]) for name in changes)
+    assert output.score.item() == pytest.approx((2 * landmarks + face + 0.5 * background) / 3.5, rel=1e-4)
 
 
 def test_expression_changes_equal_numpys_line_fit():
@@ -217,7 +193,7 @@ def test_the_gradient_of_the_expression(in_double, talk):
     def change(frames):
         return sum(expression_changes(frames, landmarks[: len(frames)]).values())
 
-    assert_gradient(change, frames.detach(), torch.autograd.grad(change(frames), frames)[0])
+    assert gradcheck(change, frames, eps=1e-7, atol=0, rtol=1e-4, fast_mode=True)
     assert torch.autograd.grad(change(frames[:1]), frames)[0].isfinite().all()
 
 

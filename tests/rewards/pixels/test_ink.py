@@ -30,9 +30,7 @@ def test_half_of_the_letters_in_another_ink_are_half():
     assert REWARD(mixed[None, :, None], [reference]).score.item() == pytest.approx(0.5, abs=0.1)
 
 
-@pytest.mark.parametrize("prompt", ['the word "ABC"', 'the word "ABC" in gold on white', "in red on white, a word"])
+@pytest.mark.parametrize("prompt", ['the word "ABC" in gold on white', "in red on white, a word"])
 def test_a_prompt_without_colours_is_refused(prompt):
-    problem = WordInk.prompt_problem(prompt)
-    assert problem.startswith("the prompt names no ink and ground; end it with")
     with pytest.raises(ValueError, match="reward word_ink: the prompt names no ink"):
         REWARD.reference(torch.zeros(3, 0, 8, 8), prompt)
