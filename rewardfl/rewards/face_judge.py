@@ -28,7 +28,6 @@ _LEAST = {
     "flow": 0.05, "face_flow": 0.05, "pixel_change": MIN_CHANGE, "sharpness": 0.1, "saturation": 2 / 255, "grid": 0.0,
     "displacement": 1.0, "lk_flow": MIN_FLOW, "mouth": MOUTH_MOVES,
 }  # fmt: skip
-Patches = dict[str, Tensor]  # as `cut_patches` returns them
 DIFFERENCES = ("reversals", "red", "green", "blue")  # figures minus the real clip's
 
 
@@ -109,7 +108,9 @@ class FaceJudge(FaceIdentityReward):
         looks = [compare_look(*pair) for pair in zip(people, patches, strict=True)]
         return ratios | differences | {"look": sum(looks) / len(faces)}  # 0 for a person who is not found
 
-    def _measure(self, video: Tensor, faces: Sequence[tuple[Tensor, Tensor]]) -> tuple[dict[str, float], list[Patches]]:
+    def _measure(
+        self, video: Tensor, faces: Sequence[tuple[Tensor, Tensor]]
+    ) -> tuple[dict[str, float], list[dict[str, Tensor]]]:
         """Return the 8-bit frames' figures and each person's patches. faces: landmarks (F, 5, 2) and boxes (F, 4)."""
         people = [cut_patches(video.transpose(0, 1), landmarks) for landmarks, _ in faces]
         levels = to_host(data.to_uint8(video))  # one copy to the CPU

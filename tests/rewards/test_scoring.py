@@ -85,14 +85,15 @@ def test_rewards_that_cannot_be_trained_are_refused():
     class Blind(Brightness):
         differentiable = False
 
-    def spec(weight):
-        return config.RewardSpec(key="reward.terms.x", label="x", name="blind", settings={}, weight=weight)
-
+    weighted, measured = (
+        config.RewardSpec(key="reward.terms.x", label="x", name="blind", settings={}, weight=weight)
+        for weight in (1, 0)
+    )
     with pytest.raises(RewardError, match="reward.terms.x: blind has no gradient.*measure it .weight 0."):
-        registry.check_trainable([(spec(0.1), Blind)])
+        registry.check_trainable([(weighted, Blind)])
     with pytest.raises(RewardError, match="nothing is trained"):
-        registry.check_trainable([(spec(0), Blind)])
-    registry.check_trainable([(spec(1), Brightness), (spec(0), Blind)])
+        registry.check_trainable([(measured, Blind)])
+    registry.check_trainable([(weighted, Brightness), (measured, Blind)])
 
 
 def list_specs(reward, **options):

@@ -173,10 +173,7 @@ class FaceIdentity(nn.Module):
 
     @torch.no_grad()
     def similarity_to_first(self, video: Tensor) -> Tensor:
-        """Return the cosines (n,) with the largest face of the first frame that has one, of later frames with faces.
-
-        A frame's cosine is its most similar face's.
-        """
+        """Return the cosines (n,) of the most similar face of each later frame with the first frame's largest face."""
         frames = video.transpose(0, 1).float()
         faces = self.detector.detect(frames)
         if (start := first_frame(faces)) is None:

@@ -116,7 +116,6 @@ class FaceMotionReward(Reward):
         return score_clips(video, batch, self._sample, NAMES)
 
     def _sample(self, video: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
-        """Return score and measured parts of one clip (3, F, H, W); no score where no term could be measured."""
         detector, view = self._draw(video)
         motion = self._measure(video, detector, view)
         real = {name: values[detector, 0 if view is None else 1].item() for name, values in reference.items()}

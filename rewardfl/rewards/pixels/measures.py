@@ -16,9 +16,7 @@ GRAIN = 2.0
 NEAREST = 2  # a Hann window spreads a periodic pattern over its frequency and one on either side
 # cv2.calcOpticalFlowFarneback: pyramid scale, levels, window, iterations, poly_n, poly_sigma, flags
 FARNEBACK = (0.5, 3, 11, 5, 5, 1.1, 0)
-# For speed, flow is computed on frames shrunk to this many pixels on their long side, and given in pixels of the
-# original.
-LONG_SIDE = 256
+LONG_SIDE = 256  # pixels; for speed, flow is computed on frames shrunk to this long side
 DIRECTED = 0.01  # mean pixels per frame; below it a flow field is Farneback's noise and has no direction
 
 

@@ -79,7 +79,6 @@ class OpticalFlowReward(Reward):
             return score_clips(video, batch, self._sample, ("ratio", "reversals"))
 
     def _sample(self, video: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, float]]:
-        """Return score and parts of one clip (3, F, H, W); no score for pixels that are not finite."""
         fields = lucas_kanade(video)
         ratio = mean_length(fields) / reference["flow"].to(fields)
         excess = mean_reversal(fields) - reference["reversals"].to(fields)

@@ -1,6 +1,5 @@
 """CLIP-based rewards against the published formulas, computed from the same files by other code."""
 
-import itertools
 import json
 import shutil
 
@@ -87,13 +86,7 @@ def published(files, name, video, prompt):
     )
     output = model(pixel_values=pixels, **tokens)
     if name == "aesthetic":
-        head = nn.Sequential(*itertools.chain(
-            (nn.Linear(768, 1024), nn.Dropout(0.2), nn.Linear(1024, 128), nn.Dropout(0.2), nn.Linear(128, 64)),
-            (nn.Dropout(0.1), nn.Linear(64, 16), nn.Linear(16, 1)),
-        ))  # fmt: skip
-        state = torch.load(files / "head.pth")
-        head.load_state_dict({key.removeprefix("layers."): value for key, value in state.items()})
-        return head.eval()(output.image_embeds)[:, 0]
+        return clip_files.write_head(files / "head.pth")(output.image_embeds)[:, 0]
     if name == "pickscore":
         return output.logits_per_image[:, 0]
     return 100 * (output.image_embeds @ output.text_embeds.T)[:, 0].clamp(min=0)

@@ -132,17 +132,17 @@ def test_embeddings_that_are_not_finite_count_as_zero(identity, monkeypatch):
 @pytest.mark.slow(5)
 def test_two_recognisers_give_the_mean_of_their_cosines():
     video = torch.cat([load_person(2), load_person(3)], -1)
-    first, second = FaceIdentity(PACK, 256), FaceIdentity(WORLD / "faces" / "judge", 256)
+    judge = WORLD / "faces" / "judge"
+    first, second, both = (FaceIdentity(*pack) for pack in ((PACK, 256), (judge, 256), (PACK, 256, 8, judge)))
     second.detector = first.detector  # detector and landmarks are the first pack's
-    both = FaceIdentity(PACK, 256, second_pack_dir=WORLD / "faces" / "judge")
     generated, pools = add_noise(video), both.pools(video, everybody=True)
     separate = [networks.pools(video, everybody=True) for networks in (first, second)]
-    for k, score in enumerate(both.scores(generated, [pool.embeddings for pool in pools])):
-        assert pools[k].embeddings.norm(dim=1).sub(1).abs().max() < 1e-5
-        assert pools[k].cap == pytest.approx(sum(pools_of_one[k].cap for pools_of_one in separate) / 2, abs=1e-5)
-        cosines = [
-            networks.scores(generated, [pool.embeddings for pool in pools_of_one])[k].per_frame
-            for networks, pools_of_one in zip((first, second), separate, strict=True)
-        ]
-        torch.testing.assert_close(score.per_frame, (cosines[0] + cosines[1]) / 2, rtol=0, atol=1e-5)
-        assert (cosines[0] - cosines[1]).abs().max() > 0.01
+    scores = [
+        networks.scores(generated, [pool.embeddings for pool in of_all])
+        for networks, of_all in zip((both, first, second), (pools, *separate), strict=True)
+    ]
+    for pool, a, b in zip(pools, *separate, strict=True):
+        assert pool.cap == pytest.approx((a.cap + b.cap) / 2, abs=1e-5)
+    for score, a, b in zip(*scores, strict=True):
+        torch.testing.assert_close(score.per_frame, (a.per_frame + b.per_frame) / 2, rtol=0, atol=1e-5)
+        assert (a.per_frame - b.per_frame).abs().max() > 0.01

@@ -100,16 +100,10 @@ def opencv_pack(tmp_path_factory):
 
 
 def test_yunet_and_sface_are_compared_with_opencv(opencv_pack, monkeypatch):
+    assert not FaceIdentity(opencv_pack, SIZE).recogniser.wants_bytes  # by its hash it is not SFace
     monkeypatch.setattr(face_pack, "SFACE", sha256(opencv_pack / "face_recognition_sface_2021dec.onnx"))
     identity = FaceIdentity(opencv_pack, SIZE)
     assert check(identity, VIDEO).startswith("face parity with OpenCV: box and landmarks 0.0")
     identity.recogniser.wants_bytes = False
     with pytest.raises(FaceParityError, match="face parity with OpenCV"):
         check(identity, VIDEO)
-
-
-def test_another_recogniser_next_to_yunet_is_compared_with_insightface(opencv_pack):
-    """By its hash it is not SFace, so insightface's rule decides, such as for AuraFace's."""
-    identity = FaceIdentity(opencv_pack, SIZE)
-    assert not identity.recogniser.wants_bytes
-    assert "cosine distance" in check(identity, VIDEO)
