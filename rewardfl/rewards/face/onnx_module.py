@@ -222,8 +222,6 @@ def value_shape(value: onnx.ValueInfoProto) -> list[int | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """One node, ready to run."""
-
     op: str
     attributes: Attributes
     operands: Sequence[str]  # names; "" for an operand left out

@@ -165,14 +165,6 @@ def talk(real, detector):
     return torch.stack(clips[0], 1), torch.stack(clips[1], 1), track
 
 
-def test_the_expression_ignores_motion_and_light(talk):
-    talking, still, track = talk
-    lit = still * torch.linspace(0.8, 1, 9).view(-1, 1, 1) - 0.2 * torch.rand(9, 1, 1)
-    clips = [clip.transpose(0, 1) for clip in (talking, still, lit)]
-    most, *others = [expression_changes(frames, track.landmarks)["mouth"] for frames in clips]
-    assert max(others) < 0.1 * most
-
-
 @pytest.mark.parametrize("talks", [0, 1])
 def test_a_mouth_moves_as_far_as_the_real_one(talk, monkeypatch, talks):
     ours, real, other = reward(landmarks=0.0, expression=1.0), talk[1 - talks], talk[talks].clone().requires_grad_()

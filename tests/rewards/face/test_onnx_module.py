@@ -151,7 +151,7 @@ def test_a_network_of_opset_13_equals_onnxruntime(network, size, dynamic, tmp_pa
     assert_same(OnnxModule(path)(x), run_onnxruntime(path, x))
 
 
-@pytest.mark.parametrize("case", ["AveragePool counted 0 ceil 1", "MaxPool", "ReduceMean", "PRelu", "Resize", "Slice"])
+@pytest.mark.parametrize("case", ["AveragePool counted 0 ceil 1", "MaxPool", "PRelu", "Resize"])
 def test_the_gradient_equals_finite_differences(case, tmp_path):
     module = OnnxModule(write_case(tmp_path, case)).double()
     assert torch.autograd.gradcheck(module, picture(dtype=torch.float64).requires_grad_())

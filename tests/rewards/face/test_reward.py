@@ -187,12 +187,6 @@ def test_one_person_scores_the_same_with_both_settings(everybody):
     assert all(a != b for a, b in itertools.combinations(prints, 2))  # references are cached apart
 
 
-def test_people_who_exchange_their_faces_score_low(everybody, two):
-    exchanged = torch.cat([two[:, :1], two.roll(64, -1)[:, 1:]], 1)
-    assert score(everybody, two, two)[1]["worst_person"] > 0.9
-    assert score(everybody, exchanged, two)[1]["face_score"] < 0.4
-
-
 def test_a_missing_person_scores_0(everybody, two):
     left = two.clone()
     left[..., 64:] = -0.2

@@ -189,8 +189,8 @@ def test_people_missing_from_the_first_frame_are_taken_later():
     a, b = follow_known(faces, [people["a"], people["b"]], embed)
     assert columns(a) == [30, 31, 32] and a.detected.all()
     assert columns(b) == [90, 90, 90] and b.detected.tolist() == [False, False, True]
-    a, nobody = follow_known(faces, [people["a"], -people["a"]], embed)
-    assert nobody is None and columns(a) == [30, 31, 32]
+    a, missing = follow_known(faces, [people["a"], -people["a"]], embed)
+    assert missing is None and columns(a) == [30, 31, 32]
     assert follow_known([], [people["a"]], embed) == [None] and follow_first([], [0], embed) == []
 
 
