@@ -14,7 +14,7 @@ from rewardfl.rewards.frames import FrameReward, FrameSettings
 from rewardfl.rewards.settings import ExistingPath
 from rewardfl.rewards.vlm.qwen2_vl import Dtype, Question, QuestionReward, load_judge
 
-QUESTION = Question(
+FRAME_QUESTION = Question(
     literals=("INSTRUCTION", "prompt_with_special_token"),
     digest="f6ee57479d4e9eee76b49c00dc962e1e696a5a2b3cc32cebd9b1fa76fe27502c",
     source="hpsv3/dataset/data_collator_qwen.py of github.com/MizzenAI/HPSv3",
@@ -29,11 +29,8 @@ class Hpsv3Reward(QuestionReward, FrameReward):
     """mu, the mean preference for a frame given its prompt, of a Qwen2-VL-7B with a head of three layers.
 
     The head's other output, sigma, is not used; the authors' score is mu, too (inference.py:166).
-
-    checkpoint: HPSv3.safetensors of MizzenAI/HPSv3. model_dir: config.json and tokenizer of Qwen/Qwen2-VL-7B-Instruct.
-    prompt_file: hpsv3/dataset/data_collator_qwen.py of github.com/MizzenAI/HPSv3, the source of the question. dtype: of
-    the backbone, bfloat16 or float32; the head is float32 as published. Other settings: FrameReward; by default four
-    frames, one at a time, since each is a forward pass of seven billion parameters.
+    dtype: of the backbone; the head is float32 as published. Other settings: FrameReward, and docs/rewards.md. By
+    default four frames, one at a time, since each is a forward pass of seven billion parameters.
     """
 
     name = "hpsv3"
@@ -52,15 +49,15 @@ class Hpsv3Reward(QuestionReward, FrameReward):
         **frame_settings: Unpack[FrameSettings],
     ):
         super().__init__(**FrameSettings(frames=4, chunk=1) | frame_settings)
-        self.judge, self.head = load_judge(QUESTION, model_dir, prompt_file, checkpoint, dtype, ranknet)
+        self.judge, self.head = load_judge(FRAME_QUESTION, model_dir, prompt_file, checkpoint, dtype, ranknet)
 
     def score_frames(self, frames: Tensor, reference: Mapping[str, Tensor]) -> Tensor:
         height, width = frames.shape[2:]
         size = smart_resize(height, width, self.judge.factor, PIXELS, PIXELS)
         images = normalise(resize(unit_range(frames.to(next(self.head.parameters()))), *size))
         depth = self.judge.vision.temporal_patch_size  # an image is input as a video of equal frames
-        answers = self.judge(images.repeat_interleave(depth, 0), depth, reference["tokens"].to(frames.device))
-        return self.head(answers[:, 0].to(images))[:, 0]
+        states = self.judge(images.repeat_interleave(depth, 0), depth, reference["tokens"].to(frames.device))
+        return self.head(states[:, 0].to(images))[:, 0]
 
 
 def ranknet(width: int) -> nn.Sequential:

@@ -1,11 +1,9 @@
 """Qwen2-VL for rewards: frames to patches with a gradient, a question to tokens, hidden states at its answer tokens.
 
-The published scorers preprocess bytes with PIL or torchvision and transformers' processor. This does it in torch on
-floats, so that the gradient reaches the frames; tests/test_rewards_vlm.py compares both.
+Preprocessing is in torch on floats, so that the gradient reaches the frames.
 
-Positions are 0, 1, 2, ... for text and patches. Qwen2-VL itself derives a patch's position from its frame, row and
-column. Both scorers were trained without that: they call the text model with embeddings and without `position_ids`
-(VideoAlign trainer.py:115, hpsv3 1.0.0 qwen2vl_trainer.py:179).
+Positions are 0, 1, 2, ... for text and patches, as both scorers were trained: they call the text model with embeddings
+and without `position_ids` (VideoAlign trainer.py:115, hpsv3 1.0.0 qwen2vl_trainer.py:179).
 """
 
 import ast
@@ -28,7 +26,6 @@ from rewardfl.rewards.clip.network import check_model_type, check_state, load_to
 Dtype = Literal["bfloat16", "float32"]
 
 Head = TypeVar("Head", bound=nn.Module)
-LoraScale = tuple[int, float]  # rank, and factor of up @ down
 
 
 def to_patches(images: Tensor, patch: int, merge: int, frames: int) -> Tensor:
@@ -46,32 +43,25 @@ def to_patches(images: Tensor, patch: int, merge: int, frames: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """The question that a model was trained on, as published by its authors.
+    """The question that a model was trained on, as published by its authors."""
 
-    literals: names of the strings in the authors' Python file, joined in this order to the text with {text_prompt} for
-    a clip's prompt. digest: the text's sha256. source: that file, for messages. vision: the image's placeholder token.
-    answers: tokens, added to the tokenizer in this order, whose hidden states the head reads.
-    """
-
-    literals: tuple[str, ...]
-    digest: str
-    source: str
-    vision: str
-    answers: tuple[str, ...]
+    literals: tuple[str, ...]  # names of its strings in the authors' file; {text_prompt} stands for a clip's prompt
+    digest: str  # sha256 of the joined text
+    source: str  # that file, for messages
+    vision: str  # the image's placeholder token
+    answers: tuple[str, ...]  # tokens to add to the tokenizer in this order, whose hidden states the head reads
 
 
 def read_text(path: str | Path, question: Question) -> str:
     """Read the question's text from its authors' file, without running it. Raise ValueError for another text."""
-    path = Path(path)
-    try:
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-    except (OSError, SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as {question.source} ({error})") from error
     strings = {}
-    for node in body:
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name), *_], value=ast.Constant(value=str(string))):
-                strings[name] = string
+    try:
+        for node in ast.parse(Path(path).read_text(encoding="utf-8")).body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str(string))):
+                    strings[name] = string
+    except (SyntaxError, ValueError) as error:  # such as a page of a website
+        raise ValueError(f"{path} cannot be read as {question.source} ({error})") from error
     text = "".join(strings.get(name, "") for name in question.literals)
     if hashlib.sha256(text.encode()).hexdigest() != question.digest:
         raise ValueError(
@@ -109,33 +99,23 @@ def to_model_name(name: str) -> str:
 
 
 def load_published(
-    path: str | Path, lora: LoraScale | None, dtype: torch.dtype
+    path: str | Path, lora_factor: float, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return a scorer's tensors: the backbone's in `dtype` under Qwen2VLModel's names, and the head's in float32.
 
-    A LoRA is merged in float32. The lm_head, which scorers do not use, is left out. Raise ValueError for another file
-    or a LoRA that does not fit.
+    A LoRA is merged in float32, lora_factor times up @ down. The lm_head, which scorers do not use, is left out.
     """
     state = {to_model_name(name): value for name, value in load_weights(path).items()}
-    rank, factor = lora or (0, 0.0)
     for name in [name for name in state if name.endswith(".lora_A.default.weight")]:
         layer = name.replace(".lora_A.default", "")
-        base, down, up = state.get(layer), state.pop(name), state.pop(name.replace("lora_A", "lora_B"), None)
-        if base is None or up is None or (*down.shape, *up.shape) != (rank, *reversed(base.shape), rank):
-            raise ValueError(f"{path}: the LoRA of {layer} does not fit the layer, or is not of rank {rank}")
-        state[layer] = (base.float() + factor * (up.float() @ down.float())).to(dtype)
-    head = {
-        name.removeprefix("rm_head."): value.float() for name, value in state.items() if name.startswith("rm_head.")
-    }
-    backbone = {name: value for name, value in state.items() if not name.startswith(("rm_head.", "lm_head."))}
-    return backbone, head
+        base, down, up = state[layer], state.pop(name), state.pop(name.replace("lora_A", "lora_B"))
+        state[layer] = (base.float() + lora_factor * (up.float() @ down.float())).to(dtype)
+    head = {name.removeprefix("rm_head."): state.pop(name).float() for name in [*state] if name.startswith("rm_head.")}
+    return {name: value for name, value in state.items() if not name.startswith("lm_head.")}, head
 
 
 class Judge(nn.Module):
-    """A frozen Qwen2-VL with its question about images, whose output are the hidden states at the answer tokens.
-
-    digest: of the files that determine the question's tokens.
-    """
+    """A frozen Qwen2-VL with its question about images. digest: of the files that determine the question's tokens."""
 
     def __init__(self, model: Qwen2VLModel, tokenizer: Qwen2Tokenizer, text: str, question: Question, digest: str):
         super().__init__()
@@ -152,10 +132,7 @@ class Judge(nn.Module):
         return self.vision.patch_size * self.vision.spatial_merge_size
 
     def recompute(self) -> None:
-        """Enable activation checkpointing of all blocks.
-
-        transformers' own switch works in training mode only, which a frozen judge is never in.
-        """
+        """Enable activation checkpointing of all blocks; transformers' own switch works in training mode only."""
         for block in (*self.model.visual.blocks, *self.model.language_model.layers):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
@@ -219,7 +196,7 @@ def load_judge(
     weights: str | Path,
     dtype: Dtype,
     make_head: Callable[[int], Head],
-    lora: LoraScale | None = None,
+    lora_factor: float = 0.0,
 ) -> tuple[Judge, Head]:
     """Load a scorer's model and head. make_head: width of the hidden states -> the head, without its weights.
 
@@ -234,7 +211,7 @@ def load_judge(
     with torch.device("meta"):
         expected = Qwen2VLModel(config).state_dict()
     head = make_head(config.text_config.hidden_size)
-    state, head_state = load_published(weights, lora, number_type)
+    state, head_state = load_published(weights, lora_factor, number_type)
     check_state(weights, "a scorer with this head", head_state, head.state_dict())
     check_state(weights, "a Qwen2-VL of this config.json", state, expected)
     head.load_state_dict(head_state)

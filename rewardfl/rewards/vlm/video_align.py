@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,16 +15,16 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from rewardfl.config.schema import NonNegative, Positive
+from rewardfl.config.fields import NonNegative, Positive, must_be
 from rewardfl.rewards.base import Reference, RewardOutput, score_clips
 from rewardfl.rewards.clip.network import normalise, unit_range
 from rewardfl.rewards.settings import ExistingPath
-from rewardfl.rewards.vlm.qwen2_vl import Dtype, LoraScale, Question, QuestionReward, load_judge
+from rewardfl.rewards.vlm.qwen2_vl import Dtype, Question, QuestionReward, load_judge
 from rewardfl.weights.shards import read_json_object
 
 _PARTS = ("vq", "mq", "ta")  # the order of the tokens and of the head's rows, train_reward.py:95
 
-QUESTION = Question(
+CLIP_QUESTION = Question(
     literals=("DETAILED_PROMPT_WITH_SPECIAL_TOKEN",),
     digest="fdb6309bac618dd0c8b1b589d3a0970a974f7856eecbb355a190b2dce54af700",
     source="prompt_template.py of github.com/KwaiVGI/VideoAlign",
@@ -34,6 +34,8 @@ QUESTION = Question(
 
 MIN_PIXELS = 128 * 28 * 28  # pixels of a frame, vision_process.py:31
 
+_ONE_POSITIVE = must_be("weights of vq, mq and ta, at least one of them positive", lambda parts: any(parts.values()))
+
 
 class VideoAlignReward(QuestionReward):
     """The weighted sum of visual quality (vq), motion quality (mq) and text alignment (ta), each normalised.
@@ -41,12 +43,10 @@ class VideoAlignReward(QuestionReward):
     A linear head reads the hidden states of a Qwen2-VL-2B at three tokens of a question about the clip's frames. vq and
     mq do not depend on the prompt, which comes after their tokens.
 
-    checkpoint_dir: KwaiVGI/VideoReward, with model_config.json and checkpoint-*/model.pth. model_dir: config.json and
-    tokenizer of Qwen/Qwen2-VL-2B-Instruct. prompt_file: prompt_template.py of github.com/KwaiVGI/VideoAlign, the source
-    of the question. parts: weight of each part, by default {vq: 1, mq: 1, ta: 1}, the authors' "Overall"; a missing
-    part has weight 0. fps: the videos' frame rate; a run sets its own (data.fps, or the model's). frames: number of
-    frames that the model is given, instead of the two a second of model_config.json. dtype: of the backbone, bfloat16
-    or float32. checkpointing: recompute the network's blocks in the backward pass, to save memory.
+    docs/rewards.md lists the files. parts: weight of each part, by default all 1, the authors' "Overall"; others are 0.
+    fps: the frame rate of the videos; a run sets its own (data.fps, or the model's). frames: number of frames that the
+    model is given, instead of the two a second of model_config.json. dtype: of the backbone. checkpointing: recompute
+    the blocks in the backward pass, to save memory.
 
     Parts: vq, mq, ta. A sample is invalid when a part with a weight is not finite.
     """
@@ -66,20 +66,26 @@ class VideoAlignReward(QuestionReward):
         model_dir: ExistingPath,
         prompt_file: ExistingPath,
         fps: Positive,
-        parts: dict[Literal["vq", "mq", "ta"], NonNegative] | None = None,
+        parts: Annotated[dict[Literal["vq", "mq", "ta"], NonNegative], _ONE_POSITIVE] | None = None,
         frames: Annotated[int, Field(ge=2, le=10_000)] | None = None,
         dtype: Dtype = "bfloat16",
         *,
         checkpointing: bool = True,
     ):
         super().__init__()
-        weights = weigh_parts(dict.fromkeys(_PARTS, 1.0) if parts is None else parts)
+        weights = [1.0, 1.0, 1.0] if parts is None else [float(parts.get(name, 0)) for name in _PARTS]
+        if weights[1:] == [0, 0]:
+            warnings.warn(
+                "reward 'video_align' with only vq: videos that are trained on it become animation (DanceGRPO issue "
+                "74; its author calls that typical); give mq a weight, too, and look at the videos",
+                stacklevel=2,
+            )
         self.trained = read_training_config(Path(checkpoint_dir) / "model_config.json")
         self.fps, self.frames = fps, frames if frames is not None else self.trained.frames
         checkpoint = newest_checkpoint(Path(checkpoint_dir))
         self.judge, self.head = load_judge(
-            QUESTION, model_dir, prompt_file, checkpoint, dtype,
-            lambda width: nn.Linear(width, self.trained.outputs, bias=False), self.trained.lora,
+            CLIP_QUESTION, model_dir, prompt_file, checkpoint, dtype,
+            lambda width: nn.Linear(width, self.trained.outputs, bias=False), self.trained.lora_factor,
         )  # fmt: skip
         if checkpointing:
             self.judge.recompute()
@@ -104,33 +110,17 @@ class VideoAlignReward(QuestionReward):
         images = unit_range(clip[:, frames].transpose(0, 1).to(self.head.weight))
         # one pass over both axes, clipped at the end: torchvision's resize (vision_process.py:318) without its rounding
         images = F.interpolate(images, size, mode="bicubic", antialias=True).clamp(0, 1)
-        answers = self.judge(normalise(images), len(frames), tokens)[0].to(self.head.weight)
+        states = self.judge(normalise(images), len(frames), tokens)[0].to(self.head.weight)
         # a row for each token, or one for all (trainer.py:165); the published head is in the backbone's dtype
-        return ((answers * self.head.weight).sum(-1) - self.mean) / self.std
-
-
-def weigh_parts(parts: Mapping[Any, float]) -> list[float]:
-    """Return the weights of vq, mq and ta. Raise ValueError if all are 0, warn if only vq has one."""
-    weights = [float(parts.get(name, 0)) for name in _PARTS]
-    if not any(weights):
-        raise ValueError(f"reward 'video_align': parts must be weights, at least one of them positive, got {parts!r}")
-    if weights[1:] == [0, 0]:
-        warnings.warn(
-            "reward 'video_align' with only vq: videos that are trained on it become animation (DanceGRPO issue 74; "
-            "its author calls that typical); give mq a weight, too, and look at the videos",
-            stacklevel=3,
-        )
-    return weights
+        return ((states * self.head.weight).sum(-1) - self.mean) / self.std
 
 
 def sampled_frames(count: int, fps: float, sample_fps: float, frames: int | None) -> list[int]:
     """Return the indices of an even number of frames, from the first to the last of a clip of `count`.
 
-    frames: their number, rounded to even; None for sample_fps a second, 4 to 768. At most `count`
-    (vision_process.py:36, 129 and 202). Raise ValueError for a clip of fewer than two.
+    frames: their number, rounded to even; None for sample_fps a second, 4 to 768. At most `count`, which is 2 or more
+    (vision_process.py:36, 129 and 202).
     """
-    if count < 2:
-        raise ValueError(f"reward 'video_align' judges clips of at least 2 frames, this has {count}")
     number = min(max(count / fps * sample_fps, 4), 768) if frames is None else frames
     even = min(round(number / 2) * 2, count // 2 * 2)
     return torch.linspace(0, count - 1, even).round().int().tolist()
@@ -138,19 +128,14 @@ def sampled_frames(count: int, fps: float, sample_fps: float, frames: int | None
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """The settings in model_config.json of a model that was trained on this question.
+    """The settings in model_config.json of a model that was trained on this question."""
 
-    fps: frames a second that the model is given; frames: their number instead, or None. pixels: maximum of a frame.
-    outputs: rows of the head. lora: its rank and factor, None without a LoRA. mean, std: of vq, mq and ta on the
-    authors' data.
-    """
-
-    fps: float
-    frames: int | None
-    pixels: int
-    outputs: int
-    lora: LoraScale | None
-    mean: list[float]
+    fps: float  # frames a second that the model is given
+    frames: int | None  # their number instead
+    pixels: int  # maximum of a frame
+    outputs: int  # rows of the head
+    lora_factor: float
+    mean: list[float]  # of vq, mq and ta on the authors' data
     std: list[float]
 
 
@@ -158,21 +143,16 @@ def read_training_config(path: Path) -> TrainingConfig:
     """Read model_config.json. Raise ValueError for a missing or other file, or a model of another question."""
     config = read_json_object(path)
     try:
-        data, model, lora = (config[section] for section in ("data_config", "model_config", "peft_lora_config"))
+        data, model, lora = config["data_config"], config["model_config"], config["peft_lora_config"]
+        statistics, parts, rank = config["inference_config"], [part.upper() for part in _PARTS], lora["lora_r"]
         if data["prompt_template_type"] != "detailed_special" or not model["use_special_tokens"]:
             raise ValueError(f"{path}: this model was trained on another question; give KwaiVGI/VideoReward")
-        parts, rank = [part.upper() for part in _PARTS], lora["lora_r"]
-        # without it the authors do not normalise (inference.py:68)
-        statistics = config.get("inference_config") or {
-            f"{part}_{name}": value for part in parts for name, value in (("mean", 0.0), ("std", 1.0))
-        }
-        factor = lora["lora_alpha"] / (rank**0.5 if lora.get("use_rslora") else rank)
         return TrainingConfig(
             fps=data["fps"],
             frames=data.get("num_frames"),
             pixels=data["max_frame_pixels"],
             outputs=model["output_dim"],
-            lora=(rank, factor) if lora["lora_enable"] else None,
+            lora_factor=lora["lora_alpha"] / (rank**0.5 if lora.get("use_rslora") else rank),
             mean=[statistics[f"{part}_mean"] for part in parts],
             std=[statistics[f"{part}_std"] for part in parts],
         )
