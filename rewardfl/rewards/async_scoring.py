@@ -1,7 +1,4 @@
-"""Asynchronous scoring with rewards that need no gradient and may fail: a failure invalidates one sample.
-
-A reward is often the user's code or a remote server. A call that raises or exceeds its timeout makes its samples
-invalid and is counted. Nothing waits for ever, and no other sample is lost.
+"""Asynchronous scoring with rewards that need no gradient and may fail: a failure or timeout invalidates one sample.
 
 `concurrent` rewards run in parallel with the rollouts: `parallel` batches at a time, and as many more in a queue. The
 rollouts wait while the queue is full. So a process keeps at most 2 * parallel + 1 batches of what `Reward.held`
@@ -27,10 +24,7 @@ Work = Callable[[], RewardResult]
 
 
 class Call(Future[RewardResult]):
-    """A reward of `count` samples, done or not. timeout: see WorkerPool.
-
-    since: the time.monotonic() of its start; before that, of its queueing.
-    """
+    """A reward of `count` samples, done or not. since: the time.monotonic() of its start, or of its queueing."""
 
     def __init__(self, count: int, timeout: float):
         super().__init__()
@@ -51,8 +45,8 @@ class Call(Future[RewardResult]):
 class WorkerPool:
     """Daemon threads that make the calls of a concurrent reward, `count` at a time, first in, first out.
 
-    timeout: seconds from the start of a call after which it has failed. It occupies its thread until it ends. If all
-    threads are occupied by late calls, the queued calls fail, too.
+    timeout: seconds from the start of a call after which it has failed. It occupies its thread until it ends; calls
+    that find no thread fail, too.
     """
 
     def __init__(self, count: int, timeout: float):

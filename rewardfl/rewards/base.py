@@ -72,14 +72,11 @@ class Reward(nn.Module):
         A row without that input raises an error where the reward has a weight. For "motion", the base model's own video
         stands for a missing clip. A class that does not override `reference` needs nothing.
         """
-        return self.comparison(vars(self))
+        return self.comparison(vars(self))  # its attributes have the settings' names
 
     @classmethod
     def comparison(cls, settings: Mapping[str, Any]) -> str:
-        """Return `compares_with` under these settings, before the reward is built; "" if it is known only then.
-
-        A built reward passes its attributes, which have the settings' names.
-        """
+        """Return `compares_with` under these settings, before the reward is built; "" if it is known only then."""
         if isinstance(cls.compares_with, str):
             return cls.compares_with
         if cls.compares_with is not Reward.compares_with:
@@ -134,10 +131,7 @@ class Reward(nn.Module):
         return {"name": self.name}
 
     def held(self, video: Tensor, batch: Sequence[Reference]) -> tuple[Tensor, Sequence[Reference]]:
-        """Convert inputs of `forward` to what a queued call keeps: small, and in CPU memory, since several wait.
-
-        A subclass whose forward needs less than the float32 pixels overrides this.
-        """
+        """Convert inputs of `forward` to what a queued call keeps: small, and in CPU memory, since several wait."""
         return video.cpu(), batch
 
     def forward(self, video: Tensor, batch: Sequence[Reference]) -> RewardOutput:
@@ -170,10 +164,7 @@ def score_clips(
 
 
 def attach_checks(reward: Reward) -> Reward:
-    """Return `reward` with hooks that check every call (video, batch) against the contract of RewardOutput.
-
-    A call raises ContractError unless score is (B,) floating point, valid (B,) bool and each part (B,). So does a
-    differentiable reward's score without gradient.
+    """Return `reward` with hooks that raise ContractError for an output that is not as RewardOutput says.
 
     A score that is not finite makes its sample invalid and counts 1 in the part `nonfinite` (added to the reward's own
     part of that name). Invalid samples get score 0 and a gradient of zero, even where the reward's gradient is NaN.
@@ -185,8 +176,6 @@ def attach_checks(reward: Reward) -> Reward:
 
 def _watch(reward: Reward, args: tuple) -> tuple:
     video, batch = args
-    if len(batch) != len(video):
-        raise RewardError(f"{len(video)} videos need as many references, got {len(batch)}")
     # a view: a hook on it changes this reward's gradient only, not the gradient of other rewards of the same video
     return video.view_as(video), batch
 
@@ -201,12 +190,10 @@ def _check(reward: Reward, args: tuple, output: RewardOutput) -> RewardOutput:
         if not isinstance(value, Tensor) or value.shape != (count,):
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise ContractError(f"{who}: {label} must be a tensor of one value per video, ({count},), got {got}")
-    if not output.score.is_floating_point():
-        raise ContractError(f"{who}: score must be floating point, it is {output.score.dtype}")
-    if output.valid.dtype != torch.bool:
-        raise ContractError(f"{who}: valid must be bool, it is {output.valid.dtype}")
+    if output.valid.dtype != torch.bool or not output.score.is_floating_point():
+        raise ContractError(f"{who}: score must be floating point, valid bool")
     for name in output.parts:
-        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):  # it becomes a piece of a metric key
+        if not re.fullmatch(r"[\w.-]+", str(name)):  # it becomes a piece of a metric key
             raise ContractError(f"{who}: parts[{name!r}] is not a name for a metric; use letters, digits, _ - and .")
     wants_gradient = reward.differentiable and torch.is_grad_enabled() and video.requires_grad
     if wants_gradient and not output.score.requires_grad and output.valid.any():

@@ -38,8 +38,7 @@ REWARDS: dict[str, str] = {
 def build(name: str, settings: Mapping[str, object], place: str = "settings") -> Reward:
     """Build the reward `name` (see find_reward) with `settings`; each call is checked (see attach_checks).
 
-    place: the key of the settings, for messages. Raise ValueError for an unknown name, a class that is not a reward or
-    may not be loaded, and settings that are unknown, missing or of another type.
+    place: the key of the settings, for messages. Raise ValueError for a name or settings that cannot be used.
     """
     cls = find_reward(name)
     return attach_checks(cls(**check_settings(cls, settings, place)))
@@ -55,15 +54,11 @@ def resolve_rewards(specs: Sequence[RewardSpec], fps: float = 1.0, *, here: bool
     for spec in specs:
         try:
             cls = find_reward(spec.name)
-        except ValueError as error:
-            key = f"{spec.key}.name" if spec.key.startswith("reward.terms.") else spec.key
-            raise RewardError(f"{key}: {error}") from error
-        try:
-            _, needs_fps = setting_types(cls).get("fps", (None, False))
-            settings = {"fps": fps, **spec.settings} if needs_fps else spec.settings
-            settings = check_settings(cls, settings, _settings_key(spec.key), here=here)
-        except ValueError as error:
-            raise RewardError(str(error)) from error
+        except RewardError as error:
+            raise RewardError(f"{_key(spec, 'name')}: {error}") from error
+        _, default = setting_types(cls).get("fps", (None, None))
+        settings = {"fps": fps, **spec.settings} if default is ... else spec.settings
+        settings = check_settings(cls, settings, _key(spec, "settings"), here=here)
         chosen.append((replace(spec, settings=settings), cls))
     return chosen
 
@@ -88,7 +83,7 @@ def build_terms(chosen: Sequence[ResolvedReward], device: torch.device) -> list[
     """Build the rewards on the device. Raise RewardError for settings or weights that a reward does not accept."""
     terms = []
     for spec, cls in chosen:
-        key = _settings_key(spec.key)
+        key = _key(spec, "settings")
         try:
             reward = attach_checks(cls(**spec.settings)).to(device)
         except (OSError, ValueError) as error:
@@ -100,47 +95,41 @@ def build_terms(chosen: Sequence[ResolvedReward], device: torch.device) -> list[
     return terms
 
 
-def _settings_key(key: str) -> str:
-    """Return the configuration key of the settings of the reward that `key` names."""
-    return f"{key}.settings" if key.startswith("reward.terms.") else key
+def _key(spec: RewardSpec, name: str) -> str:
+    """Return the configuration key of the reward's name or settings; a reward of `reward` itself has one for both."""
+    return f"{spec.key}.{name}" if spec.key.startswith("reward.terms.") else spec.key
 
 
 def find_reward(name: str) -> type[Reward]:
-    """Return the class of a reward in REWARDS, or the user's "module:Class" or "path/to/file.py:Class".
-
-    Raise ValueError for an unknown name, no subclass of Reward, and code that the command line does not trust.
-    """
+    """Return the class of a reward in REWARDS, or the user's "module:Class" or "path/to/file.py:Class"."""
     source, colon, attribute = name.rpartition(":")
     if name in REWARDS:
         source, _, attribute = f"rewardfl.rewards.{REWARDS[name]}".partition(":")
     elif not colon:
         choices = ", ".join(sorted(REWARDS))
-        raise ValueError(
+        raise RewardError(
             f"{name!r} is not a reward{did_you_mean(name, REWARDS)}; choose from {choices}, or name a class of your "
-            f"own as module:Class or {name if name.endswith('.py') else 'path/to/file.py'}:Class"
+            "own as module:Class or path/to/file.py:Class"
         )
     elif refusal := trust.refusal_message(name, source):
-        raise ValueError(refusal)
+        raise RewardError(refusal)
     try:
         module = _import_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
-    except ImportError as error:
-        raise ValueError(
+    except (ImportError, FileNotFoundError) as error:
+        raise RewardError(
             f"reward {name!r} cannot be imported ({error}); install the missing package (OpenCV needs libGL: "
             "apt-get install libgl1), or add the folder of your module to PYTHONPATH"
         ) from error
     cls = vars(module).get(attribute)
-    if cls is None:
-        raise ValueError(f"{source} defines no {attribute!r}{did_you_mean(attribute, vars(module))}")
-    if not isinstance(cls, type) or not issubclass(cls, Reward):
-        raise ValueError(f"{name} is not a subclass of rewardfl.rewards.Reward; derive your class from it")
-    if not cls.name:
-        raise ValueError(f"{name} must have a class attribute `name`, under which its references are cached")
+    if not isinstance(cls, type) or not issubclass(cls, Reward) or not cls.name:
+        raise RewardError(
+            f"{name} is not a subclass of rewardfl.rewards.Reward with a class attribute `name`"
+            f"{did_you_mean(attribute, vars(module).keys() - {attribute})}"
+        )
     return cls
 
 
 def _import_file(path: Path):
-    if not path.is_file():
-        raise ValueError(f"{path} is not a file; give the file of your reward, a relative path starts at {Path.cwd()}")
     name = f"rewardfl_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # as for every .py file

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Strict, Valida
 
 from rewardfl.config import describe, did_you_mean, parse_value, shown
 from rewardfl.config.schema import Count, Number, PathText, must_be
+from rewardfl.rewards.base import RewardError
 
 
 def on_this_machine(check: Callable[[str], object]) -> AfterValidator:
@@ -42,30 +43,27 @@ _is_pooling = re.compile(r"mean|min|worst-[1-9]\d{0,8}").fullmatch
 Pooling = Annotated[str, must_be("mean, min or worst-k with a number k, as worst-4", lambda text: _is_pooling(text))]
 
 
-def setting_types(cls: type) -> dict[str, tuple[Any, bool]]:
-    """Return {name: (type, whether it is required)} of the named arguments of a class's constructor.
+def setting_types(cls: type) -> dict[str, Any]:
+    """Return {name: (type, None, or ... if required)} of the named arguments of a class's constructor, as for pydantic.
 
     The names of a TypedDict in **name: Unpack[TypedDict] are among them. Other *args and **kwargs are not.
     """
-    try:
-        hints = get_type_hints(cls.__init__, include_extras=True)  # type: ignore[misc]  # this very class's
-    except NameError:  # a type that is imported under TYPE_CHECKING only
-        hints = {}
+    hints = get_type_hints(cls.__init__, include_extras=True)  # type: ignore[misc]  # this very class's
     types = {}
     for parameter in inspect.signature(cls).parameters.values():
         hint = hints.get(parameter.name, Any)
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            types[parameter.name] = (_readable(hint), parameter.default is parameter.empty)
+            types[parameter.name] = (_readable(hint), ... if parameter.default is parameter.empty else None)
         elif get_origin(hint) is Unpack:
             optional = get_type_hints(get_args(hint)[0], include_extras=True)
-            types |= {name: (_readable(annotation), False) for name, annotation in optional.items()}
+            types |= {name: (_readable(annotation), None) for name, annotation in optional.items()}
     return types
 
 
 def check_settings(
     cls: type, settings: Mapping[str, object], place: str = "settings", *, here: bool = True
 ) -> dict[str, object]:
-    """Convert settings to the types of the class's constructor. Raise ValueError with a line for each wrong setting.
+    """Convert settings to the types of the class's constructor. Raise RewardError with a line for each wrong setting.
 
     place: their key, for messages. here: whether the files that they name must exist.
     """
@@ -73,18 +71,15 @@ def check_settings(
     takes = f"it takes {', '.join(types)}" if types else "it takes none"
     unknown = settings.keys() - types.keys()
     problems = [f"unknown key {shown(f'{place}.{key}')}{did_you_mean(key, types)}; {takes}" for key in sorted(unknown)]
-    missing = [key for key, (_, required) in types.items() if required and key not in settings]
-    problems += [f"{place}.{key} is required; {takes}" for key in missing]
-    fields: dict[str, Any] = {name: (annotation, None) for name, (annotation, _) in types.items()}
     strict = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False, protected_namespaces=())
-    model = create_model("Settings", __config__=strict, **fields)
+    model = create_model("Settings", __config__=strict, **types)
     values = {key: value for key, value in settings.items() if key in types}
     try:
         checked = model.model_validate(values, context=HERE if here else None)
     except ValidationError as error:
         problems += [f"{place}.{line}" for line in describe(error, values, model)]
     if problems:
-        raise ValueError("\n".join(problems))
+        raise RewardError("\n".join(problems))
     return {key: getattr(checked, key) for key in values}
 
 

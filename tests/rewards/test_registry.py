@@ -44,30 +44,29 @@ def test_transformers_is_imported_on_use():
     "name, settings, message",
     [
         ("asthetic", {}, "'asthetic' is not a reward, did you mean 'aesthetic'?; choose from aesthetic, "),
-        ("xyz", {}, "'xyz' is not a reward; choose from .*, or name a class of your own as module:Class or path"),
         (COLOUR, {"rd": 1}, "unknown key 'settings.rd', did you mean 'red'?; it takes red, green, blue, "),
         ("motion", {"chunk": 1}, "unknown key 'settings.chunk'; it takes none"),
-        ("aesthetic", {"head": "x"}, "settings.model_dir is required; it takes model_dir, head, "),
-        ("nowhere.py:Mine", {}, "nowhere.py is not a file"),
-        ("nowhere:Mine", {}, "reward 'nowhere:Mine' cannot be imported (No module named 'nowhere'); .*PYTHONPATH"),
-        ("rewardfl.rewards.base:Rewards", {}, "rewardfl.rewards.base defines no 'Rewards', did you mean 'Reward'?"),
-        ("rewardfl.rewards:RewardOutput", {}, "is not a subclass of rewardfl.rewards.Reward; derive"),
-        ("rewardfl.rewards.base:Reward", {}, "must have a class attribute `name`"),
+        ("aesthetic", {"head": "x"}, "settings.model_dir is required"),
+        ("nowhere.py:Mine", {}, "reward 'nowhere.py:Mine' cannot be imported ([Errno 2] No such file"),
+        (
+            "nowhere:Mine",
+            {},
+            "reward 'nowhere:Mine' cannot be imported (No module named 'nowhere'); install the missing",
+        ),
+        (
+            "rewardfl.rewards.base:Rewards",
+            {},
+            "is not a subclass of rewardfl.rewards.Reward with",
+        ),
     ],
 )
 def test_wrong_names_and_settings_are_refused(name, settings, message):
-    with pytest.raises(ValueError, match=re.escape(message).replace(r"\.\*", ".*")):
+    with pytest.raises(ValueError, match=re.escape(message)):
         rewards.build(name, settings)
 
 
 def test_an_empty_setting_is_an_empty_text():
     assert parse_settings(["token_env=", "frames=4", "a=b=c"]) == {"token_env": "", "frames": 4, "a": "b=c"}
-
-
-def test_a_failed_import_is_explained(tmp_path):
-    (tmp_path / "needs_more.py").write_text("import not_installed_at_all\n")
-    with pytest.raises(ValueError, match="cannot be imported .No module named 'not_installed_at_all'"):
-        rewards.build(f"{tmp_path}/needs_more.py:Mine", {})
 
 
 def test_the_example_is_a_reward(monkeypatch):
@@ -110,26 +109,15 @@ YES = torch.tensor([True, True])
     [
         (lambda v: plain(v), "must return a RewardOutput, it returned a Tensor"),
         (lambda v: RewardOutput(plain(v).tolist(), YES, {}), "score must be a tensor of .* got a list"),
-        (lambda v: RewardOutput(plain(v).long(), YES, {}), "score must be floating point, it is torch.int64"),
-        (lambda v: RewardOutput(plain(v), YES.float(), {}), "valid must be bool, it is torch.float32"),
-        (lambda v: RewardOutput(plain(v), YES[:1], {}), r"valid must be a tensor of .* got shape \(1,\)"),
-        (lambda v: RewardOutput(plain(v), YES, {"a": v}), r"parts\['a'\] must be a tensor of one value per video"),
+        (lambda v: RewardOutput(plain(v), YES.float(), {}), "score must be floating point, valid bool"),
+        (lambda v: RewardOutput(plain(v), YES, {"a": v}), r"parts\['a'\] must be a tensor of .* got shape \(2, 3"),
         (lambda v: RewardOutput(plain(v), YES, {"a/b": torch.ones(2)}), r"parts\['a/b'\] is not a name for a metric"),
-        (lambda v: RewardOutput(plain(v), YES, {3: torch.ones(2)}), r"parts\[3\] is not a name for a metric"),
         (lambda v: RewardOutput(plain(v).detach(), YES, {}), "says that it is differentiable, but its score has no"),
     ],
 )
 def test_wrong_outputs_name_the_class(make, message):
     with pytest.raises(ValueError, match=rf"reward .*Custom.*{message}"):
         reward_that_returns(make)(VIDEO.clone().requires_grad_(), [{}, {}])
-
-
-def test_nonfinite_scores_of_a_server_are_counted():
-    def make(video):
-        score = plain(video) * torch.tensor([1.0, math.nan])
-        return RewardOutput(score, YES, {"nonfinite": torch.tensor([1.0, math.nan])})
-
-    assert reward_that_returns(make, has_gradient=False)(VIDEO, [{}, {}]).parts["nonfinite"].tolist() == [1, 1]
 
 
 def test_a_score_without_need_of_a_gradient_passes():
@@ -140,20 +128,18 @@ def test_a_score_without_need_of_a_gradient_passes():
     reward_that_returns(detached, has_gradient=False)(video, [{}, {}])
     reward_that_returns(detached)(VIDEO, [{}, {}])
     reward_that_returns(lambda v: RewardOutput(torch.zeros(2), ~YES, {}))(video, [{}, {}])
-    with pytest.raises(ValueError, match="2 videos need as many references, got 1"):
-        reward_that_returns(detached)(VIDEO, [{}])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 5.0], ids=["nan", "inf", "invalid"])
 def test_invalid_samples_have_no_score_and_gradient(bad):
     def make(video):
-        valid = torch.tensor([bad != 5, True])
-        return RewardOutput(plain(video) * torch.tensor([bad, 1.0]), valid, {"part": torch.ones(2)})
+        valid, counted = torch.tensor([bad != 5, True]), torch.tensor([math.nan, 1.0])  # by a server
+        return RewardOutput(plain(video) * torch.tensor([bad, 1.0]), valid, {"nonfinite": counted})
 
     video = VIDEO.clone().requires_grad_()
     output = reward_that_returns(make)(video, [{}, {}])
     assert output.valid.tolist() == [False, True] and output.score[0] == 0 and output.score[1] != 0
-    assert output.parts["nonfinite"].tolist() == [bad != 5, 0] and output.parts["part"].tolist() == [1, 1]
+    assert output.parts["nonfinite"].tolist() == [bad != 5, 1]
     (gradient,) = torch.autograd.grad(output.score.sum(), video)
     assert gradient.isfinite().all() and (gradient[0] == 0).all() and (gradient[1] != 0).all()
 

@@ -73,7 +73,8 @@ class VideoAlignReward(QuestionReward):
         checkpointing: bool = True,
     ):
         super().__init__()
-        weights = [1.0, 1.0, 1.0] if parts is None else [float(parts.get(name, 0)) for name in _PARTS]
+        parts = {"vq": 1.0, "mq": 1.0, "ta": 1.0} if parts is None else parts
+        weights = [parts.get("vq", 0.0), parts.get("mq", 0.0), parts.get("ta", 0.0)]
         if weights[1:] == [0, 0]:
             warnings.warn(
                 "reward 'video_align' with only vq: videos that are trained on it become animation (DanceGRPO issue "
