@@ -39,31 +39,24 @@ class ServerUnavailableError(RewardServerError, Unavailable):
 def read_token(variable: str) -> str:
     """Return the token in an environment variable. Raise ValueError if it is missing or no header can hold it."""
     token = os.environ.get(variable, "")
-    if not token:
-        raise ValueError(f"the name of an environment variable that is set: export {variable}=<the token>")
-    if not all("!" <= character <= "~" for character in token):
-        raise ValueError("the name of an environment variable whose token is ASCII without spaces or line breaks")
+    if not re.fullmatch("[!-~]+", token):
+        raise ValueError(f"the name of an environment variable that is set to ASCII: export {variable}=<the token>")
     return token
 
 
-# host, port and path, without user, query and fragment
 _is_url = re.compile(r"https?://(\[[\da-fA-F:]+\]|[\w.-]+)(:[1-9]\d{0,4})?(/[!\"$->@-~]*)?", re.ASCII).fullmatch
 
 
 class RemoteReward(Reward):
     """Scores of the server at `url` for clips, sent as uint8 frames, and prompts; without gradient.
 
-    timeout: seconds without a byte from the server, which scores one request after another. retries: after the first
-    try, for failed connections, timeouts and 5xx. token_env: the environment variable with the server's token, so that
-    no config has a secret. frames: "all", or n for every n-th frame from the first. send_reference: send the real clip,
-    too. max_bytes: of one request; a larger batch is split. parallel: batches that one process sends at a time; as many
-    more wait as uint8 frames (see async_scoring).
+    timeout: seconds without a byte from the server. retries: after the first try, for failed connections, timeouts and
+    5xx. token_env: the environment variable with the server's token. frames: "all", or n for every n-th frame from the
+    first. send_reference: send the real clip, too. max_bytes: of one request; a larger batch is split. parallel:
+    batches that one process sends at a time; docs/rewards_remote.md has the memory that they take.
 
     A sample whose reference is None or whose pixels are not finite is invalid and is not sent. A sample is also invalid
     when the server marks it so or its score is not finite. Other problems raise RewardServerError.
-
-    Host memory of a process is at most (5 * parallel + 2) * B * (bytes of a clip's frames): `parallel` batches with
-    four copies of their frames while a request is packed, `parallel` waiting with one, and one being submitted.
     """
 
     name = "remote"
@@ -125,22 +118,19 @@ class RemoteReward(Reward):
         }
         score, valid = torch.zeros(len(video)), torch.zeros(len(video), dtype=torch.bool)
         parts: dict[str, Tensor] = {}
-        for group, body in pack_requests(list(clips), clips, self.max_bytes, self.place) if clips else ():
+        for group, body in pack_requests(clips, self.max_bytes, self.place) if clips else ():
             response = self._request(body)
             try:
                 score[group], valid[group], group_parts = wire.unpack_answer(response, len(group))
             except wire.WireError as error:
-                message = f"the answer to {len(group)} clips breaks the format: {error}"
-                raise self._error(f"{message}; is that tools/serve_reward.py of this release?") from None
+                advice = "is that tools/serve_reward.py of this release?"
+                raise self._error(f"the response breaks the format: {error}; {advice}") from None
             for name, values in group_parts.items():
                 parts.setdefault(name, torch.full((len(video),), math.nan))[group] = values
         return RewardOutput(score, valid, parts)
 
     def _request(self, body: bytes) -> bytes:
-        """Send POST /score until its status is 200, and return the response's body.
-
-        It ignores redirects and the environment's proxies: token and clips are sent to `url` only.
-        """
+        """Send POST /score until its status is 200, and return the response's body. Ignore redirects and proxies."""
         headers = {"Content-Type": wire.CONTENT_TYPE}
         headers |= {"Authorization": f"Bearer {self.token}"} if self.token else {}
         for attempt in range(self.retries + 1):
@@ -155,7 +145,7 @@ class RemoteReward(Reward):
                 message = escape_control(response.text[:1000]).replace("\n", " ")
                 status, problem = response.status_code, f"status {response.status_code}: {message}"
             except httpx.TimeoutException:
-                problem = f"no answer in {self.timeout:g} s ({self.place}.timeout)"
+                problem = f"no response in {self.timeout:g} s ({self.place}.timeout)"
             except httpx.RequestError as error:
                 problem = f"{type(error).__name__}: {error}"
             if status == 200:
@@ -164,29 +154,26 @@ class RemoteReward(Reward):
                 raise self._error(f"POST /score: {problem}")
         # 500: the reward raised, maybe for one clip
         error_class = RewardServerError if status == 500 else ServerUnavailableError
-        advice = f"look at the server's log, and whether {self.url}/health answers this machine"
+        advice = f"look at the server's log, and whether {self.url}/health replies to this machine"
         raise self._error(f"POST /score failed {attempt + 1} times; the last time: {problem}; {advice}", error_class)
 
     def _error(self, message: str, error_class: type[RewardServerError] = RewardServerError) -> RewardServerError:
         return error_class(f"{self.place}.url {self.url}: {message}")
 
 
-def pack_requests(
-    samples: list[int], clips: Mapping[int, Clip], limit: int, place: str
-) -> Iterator[tuple[list[int], bytes]]:
-    """Yield samples and the body of their request, halved until each has at most `limit` bytes.
+def pack_requests(clips: Mapping[int, Clip], limit: int, place: str) -> Iterator[tuple[list[int], bytes]]:
+    """Yield the keys of clips and the body of their request, halved until each has at most `limit` bytes.
 
     Raise ValueError for a clip that is too large by itself. place: the key of the settings, for messages.
     """
-    body = wire.pack_request([clips[i] for i in samples])
+    body = wire.pack_request(list(clips.values()))
     if len(body) <= limit:
-        yield samples, body
-        return
-    if len(samples) == 1:
+        yield list(clips), body
+    elif len(clips) == 1:
         raise ValueError(
             f"{place}.max_bytes is {limit}, and a request with one clip has {len(body)} bytes; raise it, or send fewer "
             f"frames ({place}.frames: 4)"
         )
-    half = len(samples) // 2
-    for part in (samples[:half], samples[half:]):
-        yield from pack_requests(part, clips, limit, place)
+    else:
+        for half in (list(clips)[: len(clips) // 2], list(clips)[len(clips) // 2 :]):
+            yield from pack_requests({i: clips[i] for i in half}, limit, place)

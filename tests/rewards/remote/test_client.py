@@ -1,6 +1,5 @@
 """The client of a reward server: what it sends, retries and refuses."""
 
-import math
 import random
 import socket
 import ssl
@@ -50,7 +49,7 @@ def test_a_server_that_is_down_fails_every_sample_at_once():
     result = score_safely(reward, VIDEO, [reward.reference(real, "") for real in REAL])
     assert result.failed.all()
     start = f"ServerUnavailableError: settings.url {reward.url}: POST /score failed 4 times; the last time: ConnectErr"
-    assert result.problems[0].startswith(start) and f"whether {reward.url}/health answers" in result.problems[0]
+    assert result.problems[0].startswith(start) and f"whether {reward.url}/health replies" in result.problems[0]
     assert [0.25 * 2**i <= pause <= 0.75 * 2**i for i, pause in enumerate(reward.pauses)] == [True] * 3
     assert random.getstate() == state, "the training's random numbers"
 
@@ -68,7 +67,7 @@ def test_an_error_of_the_server_is_tried_again(answers):
     [
         (302, b"", "POST /score: status 302: $"),
         (404, b"no\n\x1b[31m" + b"x" * 5000, r"POST /score: status 404: no \\x1b\[31mx{5}"),
-        (200, b"<html>hello</html>", "the answer to 2 clips breaks the format: a safetensors header of"),
+        (200, b"<html>hello</html>", "the response breaks the format: not safetensors"),
     ],
 )
 def test_a_refusal_is_not_tried_again(answers, status, body, message):
@@ -82,16 +81,13 @@ def test_a_refusal_is_not_tried_again(answers, status, body, message):
 @pytest.mark.parametrize(
     ("setting", "values"),
     {
-        "url": [None, "127.0.0.1:8400", "http://", "ftp://host", "http://host:port", "http://user:secret@host"]
-        + ["http://host/?x=1", "http://host/a b"],
-        "timeout": [0, math.inf],
-        "frames": [0, "some", 1.5],
-        "token_env": [5, "NOT_SET", "EMPTY", "TWO_LINES", "NOT_ASCII"],
+        "url": ["127.0.0.1:8400", "ftp://host", "http://host:port", "http://user:secret@host", "http://host/?x=1"],
+        "frames": [0, "some"],
+        "token_env": ["NOT_SET", "TWO_LINES"],
     }.items(),
 )
 def test_wrong_settings_are_refused(setting, values, monkeypatch):
-    for name, token in {"EMPTY": "", "TWO_LINES": "a\nX: y", "NOT_ASCII": "ä"}.items():
-        monkeypatch.setenv(name, token)
+    monkeypatch.setenv("TWO_LINES", "a\nX: y")
     for value in values:
         with pytest.raises(ValueError, match=rf"^settings.{setting} must be .*, got [^\n]*$"):
             rewards.build("remote", {"url": "http://127.0.0.1:8400", setting: value})
@@ -101,7 +97,7 @@ def test_a_batch_is_split_by_the_bytes_of_its_requests():
     clips = {i: wire.Clip(frames, "x") for i, frames in enumerate(make_frames(5, (1, 10, 10)))}
     sizes = [len(wire.pack_request(list(clips.values())[:count])) for count in range(1, 6)]
     for limit, groups in ((sizes[4], [[0, 1, 2, 3, 4]]), (sizes[4] - 1, [[0, 1], [2, 3, 4]])):
-        requests = list(pack_requests([*clips], clips, limit, "p"))
+        requests = list(pack_requests(clips, limit, "p"))
         assert [group for group, _ in requests] == groups and all(len(body) <= limit for _, body in requests)
     with pytest.raises(ValueError, match=f"p.max_bytes is {sizes[0] - 1}, .* one clip has {sizes[0]} bytes; raise it"):
-        list(pack_requests([*clips], clips, sizes[0] - 1, "p"))
+        list(pack_requests(clips, sizes[0] - 1, "p"))
