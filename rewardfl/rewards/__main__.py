@@ -57,16 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def score_files(reward: Reward, args: argparse.Namespace) -> list[dict[str, str]]:
     """Score the videos of the command line; return table rows of file, score (- for invalid) and parts."""
     rows = {row.video.stem: row for row in data.load_metadata(args.metadata) if row.video} if args.metadata else {}
-    results, prompt = [], args.prompt
+    results = []
     for path in args.videos:
-        video = data.to_float(data.read_video(path)).to(args.device)
-        real = args.reference
+        prompt, real = args.prompt, args.reference or path
         if args.metadata:
             if Path(path).stem not in rows:
                 raise ValueError(f"{path}: no row of --metadata has a video of that name")
             row = rows[Path(path).stem]
-            prompt, real = row.prompt, real or row.reference_video or row.video
-        clip = data.to_float(data.read_video(real)).to(args.device) if real else video
+            prompt, real = row.prompt, args.reference or row.reference_video or row.video
+        video, clip = (data.to_float(data.read_video(file)).to(args.device) for file in (path, real))
         output = reward(video[None], [reward.reference(clip, prompt)])
         score = f"{output.score.item():.4f}" if output.valid.item() else "-"
         parts = {name: f"{part.item():.4f}" for name, part in output.parts.items()}

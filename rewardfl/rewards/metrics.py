@@ -1,7 +1,4 @@
-"""Metrics of rewards and their keys.
-
-Scripts keep their own metrics in a separate record, which no name of a reward or a label can overwrite.
-"""
+"""Metrics of rewards and their keys."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -68,17 +65,16 @@ def explain_no_judged_sample(terms: Sequence[Term], batches: Batches, *, by_all:
     valid = [result.output.valid for _, result in trained]
     if not trained or (torch.stack(valid).all(0) if by_all else torch.stack(valid).any(0)).any():
         return ""
-    return "; ".join(_describe_term(term, result) for term, result in trained)
+    return "; ".join(_count_samples(term, result) for term, result in trained)
 
 
-def _describe_term(term: Term, result: RewardResult) -> str:
-    """Return how many samples a term judged, failed and left invalid, and its last error."""
-    count, valid, failed = len(result.failed), int(result.output.valid.sum()), int(result.failed.sum())
-    nonfinite = int(result.output.parts.get(NONFINITE, torch.zeros(1)).nan_to_num().sum())
+def _count_samples(term: Term, result: RewardResult) -> str:
+    valid, failed = int(result.output.valid.sum()), int(result.failed.sum())
+    nonfinite = int(result.output.parts.get(NONFINITE, torch.zeros(1)).nansum())
     last = f"; its last error: {result.problems[-1]}" if result.problems else ""
     return (
-        f"{term.key} ({type(term.reward).__qualname__}) judged {valid} of {count} samples, {failed} failed, "
-        f"{count - valid - failed} invalid, {nonfinite} of them with a score that is not finite{last}"
+        f"{term.key} ({type(term.reward).__qualname__}) judged {valid} of {len(result.failed)} samples, {failed} "
+        f"failed, {nonfinite} had a score that is not finite{last}"
     )
 
 

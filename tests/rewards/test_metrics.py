@@ -75,12 +75,9 @@ def test_failures_are_counted_and_explained():
     assert metrics.failed_fraction(batches) == 1 and metrics.failed_fraction([[lost, half]]) == 0
     assert metrics.explain_no_judged_sample(terms, [*batches, [lost, lost, half]], by_all=False) == ""
     why = metrics.explain_no_judged_sample(terms, [[half, lost, other_half]], by_all=True)
-    assert (
-        "reward.terms.score.name (Reward) judged 1 of 2 samples" in why
-        and "reward.terms.red (Reward) judged 1 of 2" in why
-    )
+    assert "reward.terms.score.name (Reward) judged 1 of 2" in why and "reward.terms.red (Reward) judged 1 of 2" in why
     why = metrics.explain_no_judged_sample(terms, [*batches, late], by_all=False)
-    counts = "judged 0 of 4 samples, 2 failed, 2 invalid, 1 of them with a score that is not finite; its last error: "
+    counts = "judged 0 of 4 samples, 2 failed, 1 had a score that is not finite; its last error: "
     assert f"reward.terms.score.name (Reward) {counts}KeyError: x; " in why and why.endswith("; its last error: late")
     assert "far" not in why and "\n" not in why
     assert metrics.explain_no_judged_sample(terms[1:2], [[lost]], by_all=True) == ""  # no trained reward

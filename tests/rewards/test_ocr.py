@@ -5,7 +5,6 @@ import math
 import shutil
 import socket
 import sys
-import threading
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ from PIL import Image, ImageDraw, ImageFont
 from rewardfl import config, data, rewards
 from rewardfl.evaluation.judge_videos import check_rows
 from rewardfl.rewards import RewardError, ocr
-from rewardfl.rewards.async_scoring import collect, make_worker_pools, submit
 from rewardfl.rewards.scoring import Term, score_safely
 from rewardfl.training.setup_rewards import missing_references
 
@@ -37,7 +35,6 @@ def alphabet(monkeypatch):
 
 QUOTED = [
     ('a sign that says "OPEN"', "open"), ('a board, "\t咖啡 店"', "咖啡店"), ('"ÉCOLE!" in chalk', "école!"),
-    ('A 24" monitor on a desk shows the word "HELLO"', "hello"),
     ("a 24” monitor, a 5'' phone, a 6'2\" man and a 6' board, 'HELLO'", "hello"),
     ('a 24 " and a 5" by ½" card: " HELLO "', "hello"), ('a poster "SALE 24""', "sale24"),
     (r"a sign \"OPEN\"", "open"), ('a sign ""OPEN""', "open"), ("``OPEN'' in neon", "open"),
@@ -48,10 +45,8 @@ QUOTED = [
 UNQUOTED = [
     ("no quotes, John's or the dogs'", "quotes no text; put the text to be read in quotation marks"),
     ('only "  " spaces', "quotes no text"), ('a 12" record', "quotes no text"),
-    ('a quote that is "not closed', "has a quotation mark without a partner"),
-    ('an empty "" quote, "late"', "has a quotation mark without a partner"),
-    ('"SALE 24" monitor"', "has a quotation mark without a partner"),
-    ("'the dogs' toys'", "has a quotation mark without a partner"),
+    ('a quote that is "not closed', "has a quotation mark without"), ("'the dogs' toys'", "has a quotation mark"),
+    ('an empty "" quote, "late"', "has a quotation mark"), ('"SALE 24" monitor"', "has a quotation mark without"),
     ('"Fresh  Bread" next to "Cold Beer"', "has 2 quoted texts"), ("'say \"OPEN\" now'", "has 2 quoted texts"),
 ]  # fmt: skip
 
@@ -132,11 +127,11 @@ READINGS = {10: ["NOW", "Open"], 20: ["OPEN"], 30: ["OP", "XN"], 40: None, 50: [
 
 @pytest.fixture
 def engine(monkeypatch):
-    """The calls of an engine, (thread, colour), which reads READINGS and breaks at red 99."""
+    """The colours that an engine is called with, which reads READINGS and breaks at red 99."""
     calls = []
 
     def read(picture):
-        calls.append((threading.current_thread(), picture[0, 0].tolist()))
+        calls.append(picture[0, 0].tolist())
         if picture[0, 0, 2] == 99:
             raise OSError("the engine broke")
         lines = READINGS[int(picture[0, 0, 2])]
@@ -165,7 +160,7 @@ def test_score_and_parts_of_pictures(engine):
     assert output.parts["read_characters"].tolist() == [7, 4, 4, 0, 4]
     confidence = output.parts["confidence"].tolist()
     assert confidence[:3] == [0.5, 0.75, 0.5] and math.isnan(confidence[3]) and confidence[4] == 0.75
-    assert engine[0][1] == [200, 7, 10]  # blue comes first
+    assert engine[0] == [200, 7, 10]  # blue comes first
 
 
 def test_a_video_scores_the_mean_of_its_frames(engine):
@@ -187,25 +182,16 @@ def test_samples_are_invalid_or_failed(engine):
     assert result.problems == ("OSError: the engine broke",)
 
 
-def test_batches_go_through_worker_threads(engine):
-    reward = rewards.build("ocr", {"parallel": 2})
-    term = Term(key="reward.terms.score.name", label="score", reward=reward, weight=1, mean=0, std=1)
-    reference = reward.reference(NO_CLIP, '"OPEN"')
-    (result,) = collect(submit([term], clip(30), [[reference]], make_worker_pools([term])))
-    assert result.output.score.item() == 0.75 and engine[0][0] is not threading.main_thread()
-
-
 @pytest.mark.parametrize("detect, options", [(True, "--psm 11"), (False, "--psm 7 -c tessedit_char_whitelist=abc")])
-def test_tesseract_fails_with_its_message(engine, tmp_path, monkeypatch, detect, options):
+def test_tesseract_reads_a_large_png(engine, tmp_path, monkeypatch, detect, options):
     file = tmp_path / "tesseract"
-    file.write_text('#!/bin/sh\necho "bad: $@" >&2\nhead -c 24 | tail -c 8 | od -An -tx1 >&2\nexit 3\n')
+    file.write_text('#!/bin/sh\necho "$@"\nhead -c 24 | tail -c 8 | od -An -tx1\n')
     file.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    result = score_safely(
-        rewards.build("ocr", {"detect": detect, "second": "tesseract"}), clip(20), [{"target": torch.tensor([111])}]
-    )
-    assert f"RuntimeError: tesseract ended with code 3 bad: stdin stdout {options}" in result.problems[0]
-    assert result.problems[0].endswith("00 00 00 0c 00 00 00 0c")  # a PNG of three times four pixels a side
+    rewards.build("ocr", {"second": "tesseract"})
+    text = ocr.read_by_tesseract(np.zeros((4, 4, 3), np.uint8), detect=detect)
+    assert text.startswith(f"stdin stdout {options}")
+    assert text.endswith("00 00 00 0c 00 00 00 0c\n")  # a PNG of three times four pixels a side
 
 
 def test_missing_engines_and_texts_are_refused(monkeypatch):
