@@ -69,8 +69,7 @@ def check_trainable(chosen: Sequence[ResolvedReward]) -> None:
         if spec.weight > 0 and not cls.differentiable:
             raise RewardError(
                 f"{spec.key}: {spec.name} has no gradient, as its class says (differentiable = False); measure it "
-                "(weight 0), train on it without one (train_forward_rl.py, train_flow_grpo.py), or, if its score does "
-                "have one, set differentiable = True in the class"
+                "(weight 0), or train on it without one (train_forward_rl.py, train_flow_grpo.py)"
             )
     if not any(spec.weight > 0 for spec, _ in chosen):
         raise RewardError(

@@ -147,5 +147,5 @@ def test_a_queued_call_keeps_what_the_reward_holds():
             raise OSError("no room")
 
     small, refused = score(make_term(Small(event)), make_term(Refuses(event)))
-    assert inputs == [(torch.float16, (4, 3, 1, 2, 2))] and small.output.score.tolist() == [0, 1, 2, 3]
+    assert inputs == [(torch.float16, (4, 3, 1, 2, 2))] and small.output.valid.all()
     assert refused.failed.all() and refused.problems == ("OSError: no room",) * 4

