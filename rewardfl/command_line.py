@@ -60,9 +60,10 @@ def setting_type(section: type[Section], key: str) -> Callable[[str], Any]:
     return option_type(section.model_fields[key].rebuild_annotation())
 
 
-def run(module: str, args: argparse.Namespace) -> int:
-    """Run a module and return its exit code. The import is here: help and mistakes need no torch."""
-    return exit_code(lambda: importlib.import_module(module).run(args))
+def run(entry: str, args: argparse.Namespace) -> int:
+    """Run "module:function" and return its exit code. The import is here: help and mistakes need no torch."""
+    module, _, function = entry.partition(":")
+    return exit_code(lambda: getattr(importlib.import_module(module), function)(args))
 
 
 def exit_code(work: Callable[[], int | None]) -> int:

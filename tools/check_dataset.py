@@ -17,7 +17,7 @@ def main() -> int:
     parser = command_line.Parser(__doc__, config="a run's YAML file")
     parser.add_argument("--faces", type=Path, metavar="PACK", help="look for faces, with this folder of .onnx files")
     parser.add_argument("--device", help="for --faces (default: cuda where there is one, else cpu)")
-    return command_line.run("rewardfl.doctor.dataset", parser.parse_intermixed_args())
+    return command_line.run("rewardfl.doctor.dataset:check_dataset", parser.parse_intermixed_args())
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def main() -> int:
             parser.error("--first, --second: give both, one evaluation, and no --out")
     elif len(args.evaluations) < 2 or not args.out:
         parser.error("RUN_OR_EVALUATION: name two or more, and a page by --out")
-    return command_line.run("rewardfl.evaluation.comparison", args)
+    return command_line.run("rewardfl.evaluation.comparison:compare_runs", args)
 
 
 if __name__ == "__main__":

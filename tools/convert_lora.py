@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=dtypes, default="fp32", help="of the output (default: fp32)")
     parser.add_argument("--alpha", type=float, help="alpha of a LoRA that does not tell its own (default: its rank)")
     command_line.add_output_options(parser)
-    return command_line.run("rewardfl.merging.conversion", parser.parse_args())
+    return command_line.run("rewardfl.merging.conversion:convert_lora", parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from rewardfl import command_line
 def main() -> int:
     parser = command_line.Parser(__doc__, config="a run's YAML file, of any training script")
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
-    return command_line.run("rewardfl.doctor.checks", parser.parse_intermixed_args())
+    return command_line.run("rewardfl.doctor.checks:run_checks", parser.parse_intermixed_args())
 
 
 if __name__ == "__main__":

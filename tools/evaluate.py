@@ -92,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    return command_line.run("rewardfl.evaluation.judge_videos", parse_arguments())
+    return command_line.run("rewardfl.evaluation.judge_videos:evaluate_run", parse_arguments())
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.negative_prompt and args.guidance == 1:
         parser.error("--negative-prompt: does nothing without guidance; give --guidance, or remove it")
-    return command_line.run("rewardfl.evaluation.generation", args)
+    return command_line.run("rewardfl.evaluation.generation:generate_videos", args)
 
 
 if __name__ == "__main__":

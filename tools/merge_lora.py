@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--alpha", type=float, help="alpha of LoRAs that do not tell theirs (default: their rank)")
     command_line.add_layout_options(parser)
     command_line.add_output_options(parser)
-    return command_line.run("rewardfl.merging.lora_merge", parser.parse_args())
+    return command_line.run("rewardfl.merging.lora_merge:merge_lora", parser.parse_args())
 
 
 if __name__ == "__main__":

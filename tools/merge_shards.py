@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("--input", type=Path, nargs="+", required=True, help="folder, index.json, file or all shards")
     command_line.add_layout_options(parser)
     command_line.add_output_options(parser)
-    return command_line.run("rewardfl.merging.shard_merge", parser.parse_args())
+    return command_line.run("rewardfl.merging.shard_merge:merge_shards", parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def main() -> int:
     parser.add_argument("--rows", type=count, default=4, help="clips, one noise each (default: %(default)s)")
     command_line.add_device_options(parser)
     trust.add_option(parser)
-    return command_line.run("rewardfl.evaluation.scales", parser.parse_intermixed_args())
+    return command_line.run("rewardfl.evaluation.scales:print_scales", parser.parse_intermixed_args())
 
 
 if __name__ == "__main__":

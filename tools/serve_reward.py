@@ -33,7 +33,7 @@ def main() -> int:
     trust.add_option(parser)
     args = parser.parse_args()
     try:
-        return command_line.run("rewardfl.reward_server.server", args)
+        return command_line.run("rewardfl.reward_server.server:serve_reward", args)
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] not in ("starlette", "uvicorn"):
             raise

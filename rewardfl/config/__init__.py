@@ -4,7 +4,7 @@
 
 from rewardfl.config.load import (
     ConfigError,
-    describe,
+    describe_errors,
     dump,
     flat,
     load,

@@ -93,7 +93,7 @@ def parse(raw: Mapping[str, Any], overrides: Sequence[str] = ()) -> AnyConfig:
     try:
         cfg = schema.model_validate(sections)
     except ValidationError as error:
-        raise ConfigError("\n".join([*problems, *describe(error, sections, schema)])) from None
+        raise ConfigError("\n".join([*problems, *describe_errors(error, sections, schema)])) from None
     problems += [line for part in (*dict(cfg).values(), cfg) for line in part.conflicts()]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -174,7 +174,7 @@ def read_saved(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     try:
         saved = to_dict(schema.model_validate(today))
     except ValidationError as error:
-        problems += describe(error, today, schema)
+        problems += describe_errors(error, today, schema)
     if problems:
         raise ConfigError("\n".join(problems))
     return saved
@@ -290,7 +290,7 @@ def _apply_preset(sections: dict[str, Any], schema: type[AnyConfig]) -> None:
         sections["train"] = sections["train"] | {"memory": fitting | sections["train"]["memory"]}
 
 
-def describe(error: ValidationError, raw: Mapping[str, Any], schema: type[BaseModel]) -> list[str]:
+def describe_errors(error: ValidationError, raw: Mapping[str, Any], schema: type[BaseModel]) -> list[str]:
     """Return a line per key, which joins pydantic's errors for the members of a union."""
     by_key: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):

@@ -23,7 +23,7 @@ from rewardfl.training.run_folder import git_commit, library_versions
 LIBRARIES = (*setup_run.VERSIONED, "insightface", "onnxruntime", "onnxruntime-gpu")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_checks(args: argparse.Namespace) -> int:
     """Run the checks, print a line about each, and return the exit code: 1 after an error of a check."""
     cfg = config.load(args.config, args.overrides)
     device = torch.device(command_line.resolve_device(args.device))

@@ -38,7 +38,7 @@ class DatasetReport:
     size: tuple[int, int] | None = None  # (height, width) as trained on
 
 
-def run(args: argparse.Namespace) -> int:
+def check_dataset(args: argparse.Namespace) -> int:
     """Inspect clips before training, and return the exit code."""
     device = torch.device(command_line.resolve_device(args.device))
     cfg = config.load(args.config, args.overrides)

@@ -25,7 +25,7 @@ GROUP_FIGURES = ("look/face", "motion/flow", "motion/face_flow", "motion/sharpne
 Reports = Mapping[str, Mapping[str, Any]]  # contents of report.json by name
 
 
-def run(args: argparse.Namespace) -> int:
+def compare_runs(args: argparse.Namespace) -> int:
     """Print the table of two groups of arms, or read, compare and write a page; return the exit code."""
     if args.first:
         folder = find_file(args.evaluations[0], records.FILE).parent

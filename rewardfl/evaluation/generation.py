@@ -14,7 +14,7 @@ from rewardfl.evaluation.arms import load_model
 from rewardfl.noise import draw_noise
 
 
-def run(args: argparse.Namespace) -> int:
+def generate_videos(args: argparse.Namespace) -> int:
     """Generate and write one video; return the exit code."""
     args.device = command_line.resolve_device(args.device)
     paths = [args.image, args.model, args.tokenizer, args.distill_lora_high, args.distill_lora_low]

@@ -37,7 +37,7 @@ from rewardfl.training.shard import Shard
 SAMPLING = ("data.height", "data.width", "data.num_frames", "data.max_pixels", "data.fps", "sample.", "model.dtype")
 
 
-def run(args: argparse.Namespace) -> int:
+def evaluate_run(args: argparse.Namespace) -> int:
     """Judge, report and draw; return the exit code."""
     with connected() as share, ExitStack() as lock:
         device = command_line.resolve_device(args.device)

@@ -34,7 +34,7 @@ class RewardScale:
         return self.term.weight * float(self.norms.nanmean()) / self.term.std
 
 
-def run(args: argparse.Namespace) -> int:
+def print_scales(args: argparse.Namespace) -> int:
     """Sample, score and print; return the exit code."""
     device = torch.device(command_line.resolve_device(args.device))
     cfg = configuration.load(args.config, args.overrides, configuration.RewardFlConfig)

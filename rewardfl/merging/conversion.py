@@ -17,7 +17,7 @@ from rewardfl.weights.shards import InputError
 _TOOL = "rewardfl convert_lora 1"
 
 
-def run(args: argparse.Namespace) -> None:
+def convert_lora(args: argparse.Namespace) -> None:
     """Convert a LoRA to other names. Raise InputError with nothing written."""
     loras = lora_files.read_lora(args.lora, args.alpha)
     output = Output(args, [args.lora, *(path for lora in loras for path in lora.files)])

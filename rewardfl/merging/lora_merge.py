@@ -58,7 +58,7 @@ class Plan:
 Routing = dict[str | None, list[tuple[Lora, LoraOption]]]  # {expert of the base: its LoRAs}
 
 
-def run(args: argparse.Namespace) -> None:
+def merge_lora(args: argparse.Namespace) -> None:
     """Merge LoRAs into a checkpoint. Raise InputError with nothing written."""
     options = [read_loras(text, args.alpha) for text in args.lora]
     layout = next((each for each in LAYOUTS if all((args.base / name).is_dir() for name in each.values())), None)

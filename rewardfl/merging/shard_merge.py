@@ -11,7 +11,7 @@ from rewardfl.weights.shards import Checkpoint
 _TOOL = "rewardfl merge_shards 1"
 
 
-def run(args: argparse.Namespace) -> None:
+def merge_shards(args: argparse.Namespace) -> None:
     """Merge the shards. Raise InputError with nothing written."""
     model = shards.open_checkpoint(args.input[0] if len(args.input) == 1 else args.input)
     config = model.files[0].with_name("config.json")

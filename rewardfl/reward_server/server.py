@@ -136,7 +136,7 @@ async def _refuse(request: Request, error: HTTPException) -> Response:
     return JSONResponse({"error": error.detail}, error.status_code, error.headers)
 
 
-def run(args: argparse.Namespace) -> int:
+def serve_reward(args: argparse.Namespace) -> int:
     """Serve a reward until SIGTERM or SIGINT and return the exit code. Raise ValueError for wrong settings."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:

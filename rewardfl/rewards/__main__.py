@@ -59,13 +59,13 @@ def score_files(reward: Reward, args: argparse.Namespace) -> list[dict[str, str]
     rows = {row.video.stem: row for row in data.load_metadata(args.metadata) if row.video} if args.metadata else {}
     results = []
     for path in args.videos:
-        prompt, real = args.prompt, args.reference or path
+        prompt, real = args.prompt, args.reference
         if args.metadata:
             if Path(path).stem not in rows:
                 raise ValueError(f"{path}: no row of --metadata has a video of that name")
             row = rows[Path(path).stem]
-            prompt, real = row.prompt, args.reference or row.reference_video or row.video
-        video, clip = (data.to_float(data.read_video(file)).to(args.device) for file in (path, real))
+            prompt, real = row.prompt, real or row.reference_video or row.video
+        video, clip = (data.to_float(data.read_video(file)).to(args.device) for file in (path, real or path))
         output = reward(video[None], [reward.reference(clip, prompt)])
         score = f"{output.score.item():.4f}" if output.valid.item() else "-"
         parts = {name: f"{part.item():.4f}" for name, part in output.parts.items()}

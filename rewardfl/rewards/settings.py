@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, Unpack, get_args, get_origin,
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Strict, ValidationError, ValidationInfo, create_model
 
-from rewardfl.config import describe, did_you_mean, parse_value, shown
+from rewardfl.config import describe_errors, did_you_mean, parse_value, shown
 from rewardfl.config.schema import Count, Number, PathText, must_be
 from rewardfl.rewards.base import RewardError
 
@@ -77,7 +77,7 @@ def check_settings(
     try:
         checked = model.model_validate(values, context=HERE if here else None)
     except ValidationError as error:
-        problems += [f"{place}.{line}" for line in describe(error, values, model)]
+        problems += [f"{place}.{line}" for line in describe_errors(error, values, model)]
     if problems:
         raise RewardError("\n".join(problems))
     return {key: getattr(checked, key) for key in values}

@@ -34,7 +34,9 @@ def test_every_reward_has_its_attributes():
 
 @pytest.mark.long
 def test_transformers_is_imported_on_use():
-    code = "import sys; from rewardfl.rewards import build; build('motion', {}); sys.exit('transformers' in sys.modules)"
+    code = (
+        "import sys; from rewardfl.rewards import build; build('motion', {}); sys.exit('transformers' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

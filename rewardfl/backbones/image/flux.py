@@ -1,6 +1,5 @@
 """FLUX.1: one network on packed latents. Its conditioning: text (B, 512, d) of T5; pooled (B, p) of CLIP."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from diffusers.loaders import FluxLoraLoaderMixin
 from torch import Tensor
 from transformers import CLIPTextModel, T5EncoderModel
 
-from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, PATCH, ImageModelSpec, describe, open
+from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, PATCH, ImageModelSpec
 from rewardfl.backbones.protocol import Conditioning
 
 CLIP_TOKENS, T5_TOKENS = 77, 512  # the lengths that diffusers' pipeline pads prompts to
@@ -74,5 +73,3 @@ FLUX = ImageModelSpec(
         "text": (T5_TOKENS, network["joint_attention_dim"]), "pooled": (network["pooled_projection_dim"],),
     },
 )  # fmt: skip
-
-open, describe = partial(open, FLUX), partial(describe, FLUX)

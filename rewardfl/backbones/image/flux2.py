@@ -4,7 +4,6 @@ Its sampled latents are the VAE's 32 channels, normalised; the stock pipeline's 
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from rewardfl.backbones.image.flux import pack, packed_inputs, unpack
-from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, PATCH, ImageModelSpec, describe, open
+from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, PATCH, ImageModelSpec
 from rewardfl.backbones.protocol import Conditioning
 
 TOKENS, LAYERS = 512, (9, 18, 27)  # prompts' padded length in diffusers' pipeline; layers of the text encoder
@@ -85,5 +84,3 @@ FLUX2_KLEIN = ImageModelSpec(
     prompt_tokens={"tokenizer": TOKENS - 3},  # "<|im_start|>user\n" comes before the prompt
     shapes=lambda network, tokens: {"text": (TOKENS, network["joint_attention_dim"])},
 )  # fmt: skip
-
-open, describe = partial(open, FLUX2_KLEIN), partial(describe, FLUX2_KLEIN)

@@ -334,9 +334,9 @@ def _block_lists(model: nn.Module, block_classes: Sequence[str]) -> list[tuple[s
     ]
 
 
-def open(spec: ImageModelSpec, name: str, source: Source) -> ImageModel:
+def open_image_model(spec: ImageModelSpec, name: str, source: Source) -> ImageModel:
     """Open a pipeline folder by its headers. Raise InputError unless the tensors are exactly this model's."""
-    model = describe(spec, name, source)
+    model = describe_image_model(spec, name, source)
     if PUBLISHED in model.folder.parents:
         raise InputError(f"model.model_paths: {source.model_paths} has no weights; download {model.folder.stem}")
     others = ("vae", *spec.encoders, *spec.tokenizers)
@@ -354,7 +354,7 @@ def open(spec: ImageModelSpec, name: str, source: Source) -> ImageModel:
     return replace(model, weight_files=weights)
 
 
-def describe(spec: ImageModelSpec, name: str, source: Source) -> ImageModel:
+def describe_image_model(spec: ImageModelSpec, name: str, source: Source) -> ImageModel:
     """Return the model of a folder's configurations; of a missing folder the published ones that its name names."""
     folder = Path(source.model_paths)
     if not folder.exists():

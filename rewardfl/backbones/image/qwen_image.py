@@ -1,6 +1,5 @@
 """Qwen-Image: one network on packed latents, a VAE of Wan's type. Its conditioning: text (B, T, d); mask (B, T)."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from rewardfl.backbones import stock
 from rewardfl.backbones.image.flux import pack, packed_inputs, unpack
-from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, PATCH, ImageModelSpec, describe, open
+from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, PATCH, ImageModelSpec
 from rewardfl.backbones.protocol import Conditioning
 
 TOKENS = 128  # tokens of a prompt, only for the estimate: prompts are not padded
@@ -69,5 +68,3 @@ QWEN_IMAGE = ImageModelSpec(
     prompt_tokens={"tokenizer": 1024},
     shapes=lambda network, tokens: {"text": (TOKENS, network["joint_attention_dim"]), "mask": (TOKENS,)},
 )  # fmt: skip
-
-open, describe = partial(open, QWEN_IMAGE), partial(describe, QWEN_IMAGE)

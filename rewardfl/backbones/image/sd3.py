@@ -1,6 +1,5 @@
 """Stable Diffusion 3 and 3.5. Its conditioning: text (B, 77 + 256, d) of CLIP, then of T5; pooled (B, p)."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from diffusers.loaders import SD3LoraLoaderMixin
 from torch import Tensor
 from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
-from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, ImageModelSpec, describe, open
+from rewardfl.backbones.image.pipeline import ATTENTION, JOINT, ImageModelSpec
 from rewardfl.backbones.protocol import Conditioning
 
 T5_TOKENS = 256  # a prompt's length in diffusers' pipeline
@@ -60,5 +59,3 @@ SD3 = ImageModelSpec(
         "pooled": (network["pooled_projection_dim"],),
     },
 )  # fmt: skip
-
-open, describe = partial(open, SD3), partial(describe, SD3)

@@ -3,7 +3,6 @@
 Its conditioning: text (B, T, d), T the tokens of the batch's longest prompt; mask (B, T) of the tokens of each prompt.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from diffusers.loaders import ZImageLoraLoaderMixin
 from torch import Tensor
 from transformers import Qwen3Model
 
-from rewardfl.backbones.image.pipeline import ATTENTION, PATCH, ImageModelSpec, describe, open
+from rewardfl.backbones.image.pipeline import ATTENTION, PATCH, ImageModelSpec
 from rewardfl.backbones.protocol import Conditioning
 
 # A prompt's padded length in the text encoder of diffusers' pipeline, and its length for the estimate; the network's
@@ -60,5 +59,3 @@ Z_IMAGE = ImageModelSpec(
     shapes=lambda network, tokens: {"text": (TOKENS, network["cap_feat_dim"]), "mask": (TOKENS,)},
     streams=("x",),
 )  # fmt: skip
-
-open, describe = partial(open, Z_IMAGE), partial(describe, Z_IMAGE)

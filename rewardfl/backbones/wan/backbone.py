@@ -188,7 +188,7 @@ class Wan(Backbone):
 DISTILLATIONS = ("distill_high", "distill_low")  # names in weight_files, by the order of the experts
 
 
-def open(name: str, source: Source) -> Wan:
+def open_wan(name: str, source: Source) -> Wan:
     """Open a model by its files' headers, with its distillation. Raise InputError as in `files`."""
     variant = VARIANTS[name]
     layout = files.find_files(variant, source)
@@ -201,7 +201,7 @@ def open(name: str, source: Source) -> Wan:
     return replace(_describe(variant, layout.configs, source), load=load_parts, weight_files=weight_files)
 
 
-def describe(name: str, source: Source) -> Wan:
+def describe_wan(name: str, source: Source) -> Wan:
     """Return the model of a folder of configurations, without weights."""
     return _describe(VARIANTS[name], files.find_configs(VARIANTS[name], source.model_paths), source)
 
