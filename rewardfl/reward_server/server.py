@@ -36,9 +36,8 @@ DRAIN_SECONDS = 60  # for running requests when the server stops
 class RewardServer:
     """A reward over HTTP at (host, port); port 0 takes a free one, see `address`.
 
-    It scores requests one at a time on the device, in micro-batches of `batch` clips. reward: of rewards.build, which
-    checks its output. max_bytes: of a request's body. token: required for /score, "" for none. Raises OSError for an
-    unavailable address.
+    It scores requests one at a time on the device, in micro-batches of `batch` clips. max_bytes: of a request's body.
+    token: required for /score, "" for none. Raises OSError for an unavailable address.
     """
 
     def __init__(
@@ -144,17 +143,14 @@ def serve_reward(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise ValueError(f"--token-env must be {error}") from None
     if args.host not in ("127.0.0.1", "::1", "localhost") and not token:
-        raise ValueError(
-            f"--host {args.host}: without a token the server listens on this machine only (127.0.0.1); name the "
-            "environment variable that holds one with --token-env"
-        )
+        advice = "the environment variable that holds one with --token-env"
+        raise ValueError(f"--host {args.host}: without a token only 127.0.0.1 is served; name {advice}")
     device = command_line.resolve_device(args.device)
     reward = rewards.build(args.reward, parse_settings(args.settings), "--settings")
     try:
         server = RewardServer((args.host, args.port), reward, device, args.batch, int(args.max_mb * 1e6), token)
     except OSError as error:
-        message = f"--host {args.host} --port {args.port}: {error}; choose another address"
-        raise ValueError(message) from None
+        raise ValueError(f"--host {args.host} --port {args.port}: {error}; choose another address") from None
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

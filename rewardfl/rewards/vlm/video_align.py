@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from rewardfl.config.fields import NonNegative, Positive, must_be
+from rewardfl.config.schema import NonNegative, Positive
 from rewardfl.rewards.base import Reference, RewardOutput, score_clips
 from rewardfl.rewards.clip.network import normalise, unit_range
 from rewardfl.rewards.settings import ExistingPath
@@ -33,8 +33,6 @@ CLIP_QUESTION = Question(
 )
 
 MIN_PIXELS = 128 * 28 * 28  # pixels of a frame, vision_process.py:31
-
-_ONE_POSITIVE = must_be("weights of vq, mq and ta, at least one of them positive", lambda parts: any(parts.values()))
 
 
 class VideoAlignReward(QuestionReward):
@@ -66,7 +64,7 @@ class VideoAlignReward(QuestionReward):
         model_dir: ExistingPath,
         prompt_file: ExistingPath,
         fps: Positive,
-        parts: Annotated[dict[Literal["vq", "mq", "ta"], NonNegative], _ONE_POSITIVE] | None = None,
+        parts: dict[Literal["vq", "mq", "ta"], NonNegative] | None = None,
         frames: Annotated[int, Field(ge=2, le=10_000)] | None = None,
         dtype: Dtype = "bfloat16",
         *,
@@ -75,12 +73,11 @@ class VideoAlignReward(QuestionReward):
         super().__init__()
         parts = {"vq": 1.0, "mq": 1.0, "ta": 1.0} if parts is None else parts
         weights = [parts.get("vq", 0.0), parts.get("mq", 0.0), parts.get("ta", 0.0)]
+        if not any(weights):
+            raise ValueError("parts: at least one of the weights of vq, mq and ta must be positive")
         if weights[1:] == [0, 0]:
-            warnings.warn(
-                "reward 'video_align' with only vq: videos that are trained on it become animation (DanceGRPO issue "
-                "74; its author calls that typical); give mq a weight, too, and look at the videos",
-                stacklevel=2,
-            )
+            message = "video_align with only vq turns videos into animation (docs/rewards.md); give mq a weight, too"
+            warnings.warn(message, stacklevel=2)
         self.trained = read_training_config(Path(checkpoint_dir) / "model_config.json")
         self.fps, self.frames = fps, frames if frames is not None else self.trained.frames
         checkpoint = newest_checkpoint(Path(checkpoint_dir))
