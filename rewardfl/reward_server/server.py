@@ -122,11 +122,11 @@ class RewardServer:
             async with self._device_lock:
                 if await request.is_disconnected():  # it has asked again since
                     raise ClientDisconnect
-                answer, count = await run_in_threadpool(self.score, bytes(body))
+                content, count = await run_in_threadpool(self.score, bytes(body))
         except ClientDisconnect:
             raise HTTPException(400, "the client went away") from None
         log.info("%d clips, %.1f MB, %.2f s", count, len(body) / 1e6, time.monotonic() - start)
-        return Response(answer, media_type=wire.CONTENT_TYPE)
+        return Response(content, media_type=wire.CONTENT_TYPE)
 
 
 async def _refuse(request: Request, error: HTTPException) -> Response:

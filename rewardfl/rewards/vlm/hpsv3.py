@@ -19,7 +19,7 @@ FRAME_QUESTION = Question(
     digest="f6ee57479d4e9eee76b49c00dc962e1e696a5a2b3cc32cebd9b1fa76fe27502c",
     source="hpsv3/dataset/data_collator_qwen.py of github.com/MizzenAI/HPSv3",
     vision="<|image_pad|>",
-    answers=("<|Reward|>",),
+    score_tokens=("<|Reward|>",),
 )
 
 PIXELS = 256 * 28 * 28  # pixels of an image, minimum and maximum, inference.py:98

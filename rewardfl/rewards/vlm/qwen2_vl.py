@@ -1,4 +1,4 @@
-"""Qwen2-VL for rewards: frames to patches with a gradient, a question to tokens, hidden states at its answer tokens.
+"""Qwen2-VL for rewards: frames to patches with a gradient, a question to tokens, hidden states at its score tokens.
 
 Preprocessing is in torch on floats, so that the gradient reaches the frames.
 
@@ -49,7 +49,7 @@ class Question:
     digest: str  # sha256 of the joined text
     source: str  # that file, for messages
     vision: str  # the image's placeholder token
-    answers: tuple[str, ...]  # tokens to add to the tokenizer in this order, whose hidden states the head reads
+    score_tokens: tuple[str, ...]  # tokens to add to the tokenizer in this order, whose hidden states the head reads
 
 
 def read_text(path: str | Path, question: Question) -> str:
@@ -72,14 +72,14 @@ def read_text(path: str | Path, question: Question) -> str:
 
 
 def load_qwen_tokenizer(folder: str | Path, question: Question, config: Qwen2VLConfig) -> Qwen2Tokenizer:
-    """Load Qwen2-VL's tokenizer and append the answer tokens. Raise ValueError for a missing or other tokenizer."""
+    """Load Qwen2-VL's tokenizer and append the score tokens. Raise ValueError for a missing or other tokenizer."""
     tokenizer = load_tokenizer(Qwen2Tokenizer, folder)
     token = {"<|image_pad|>": config.image_token_id, "<|video_pad|>": config.video_token_id}[question.vision]
     if (actual := tokenizer.get_added_vocab().get(question.vision)) != token:
         raise ValueError(
             f"{folder}: the tokenizer is not Qwen2-VL's own: {question.vision} is {actual}, not config.json's {token}"
         )
-    tokenizer.add_tokens(list(question.answers), special_tokens=True)
+    tokenizer.add_tokens(list(question.score_tokens), special_tokens=True)
     return tokenizer
 
 
@@ -120,7 +120,7 @@ class Judge(nn.Module):
         self.digest = digest
         self.model, self.tokenizer, self.text, self.question = model, tokenizer, text, question
         self.vision = model.config.vision_config
-        self.answers = tokenizer.convert_tokens_to_ids(list(question.answers))
+        self.score_tokens = tokenizer.convert_tokens_to_ids(list(question.score_tokens))
         self.placeholder = tokenizer.convert_tokens_to_ids(question.vision)
         self.eval().requires_grad_(requires_grad=False)
 
@@ -141,7 +141,7 @@ class Judge(nn.Module):
         """
         if special := sorted(token for token in self.tokenizer.get_added_vocab() if token in prompt):
             raise ValueError(f"the prompt {prompt!r} has {special[0]} in it, which Qwen2-VL reserves for itself")
-        # Qwen2-VL-Instruct's chat template for an image and a text, up to the start of the answer
+        # Qwen2-VL-Instruct's chat template for an image and a text, up to the start of the reply
         turns = (
             "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>"
             f"{self.question.vision}<|vision_end|>{self.text.format(text_prompt=prompt)}<|im_end|>\n"
@@ -150,7 +150,7 @@ class Judge(nn.Module):
         return self.tokenizer(turns, return_tensors="pt").input_ids[0]
 
     def forward(self, images: Tensor, frames: int, tokens: Tensor) -> Tensor:
-        """Return hidden states (N, answers, D) for N inputs of `frames` images each.
+        """Return hidden states (N, tokens, D) at the score tokens for N inputs of `frames` images each.
 
         images: (N * frames, 3, H, W), normalised, H and W multiples of `factor`, frames of temporal_patch_size.
         tokens: (L,), of `ask`.
@@ -165,8 +165,8 @@ class Judge(nn.Module):
         at = int((tokens == self.placeholder).nonzero())  # the images' tokens replace this one
         inputs = torch.cat([words[:, :at], visual.reshape(count, -1, visual.shape[-1]), words[:, at + 1 :]], 1)
         states = language(inputs_embeds=inputs, use_cache=False).last_hidden_state
-        # counted from the end, since the images' tokens precede the answers
-        return states[:, [int((tokens == token).nonzero()) - len(tokens) for token in self.answers]]
+        # counted from the end, since the images' tokens precede these
+        return states[:, [int((tokens == token).nonzero()) - len(tokens) for token in self.score_tokens]]
 
 
 class QuestionReward(Reward):

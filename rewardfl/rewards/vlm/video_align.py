@@ -29,7 +29,7 @@ CLIP_QUESTION = Question(
     digest="fdb6309bac618dd0c8b1b589d3a0970a974f7856eecbb355a190b2dce54af700",
     source="prompt_template.py of github.com/KwaiVGI/VideoAlign",
     vision="<|video_pad|>",
-    answers=("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>"),
+    score_tokens=("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>"),
 )
 
 MIN_PIXELS = 128 * 28 * 28  # pixels of a frame, vision_process.py:31

@@ -20,17 +20,17 @@ ANSWER = save({"score": torch.tensor([0.5, 0.25]), "valid": torch.tensor([True, 
 
 
 @pytest.fixture
-def answers(monkeypatch):
-    """Yield the list of the server's answers, httpx.Response or an exception; all must be used."""
+def responses(monkeypatch):
+    """Yield the responses of the server, httpx.Response or an exception; all must be used."""
     left = []
 
     def post(url, *, content, headers, timeout, verify, trust_env):
         assert url == "http://host/score" and headers["Content-Type"] == wire.CONTENT_TYPE and timeout == 10
         assert verify.verify_mode == ssl.CERT_REQUIRED and verify.check_hostname and not trust_env
-        answer = left.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        response = left.pop(0)
+        if isinstance(response, Exception):
+            raise response
+        return response
 
     monkeypatch.setattr(httpx, "post", post)
     yield left
@@ -54,9 +54,9 @@ def test_a_server_that_is_down_fails_every_sample_at_once():
     assert random.getstate() == state, "the training's random numbers"
 
 
-def test_an_error_of_the_server_is_tried_again(answers):
+def test_an_error_of_the_server_is_tried_again(responses):
     errors = httpx.RemoteProtocolError("cut off"), httpx.ReadTimeout("late"), httpx.Response(502)
-    answers.extend([*errors, httpx.Response(200, content=ANSWER)])
+    responses.extend([*errors, httpx.Response(200, content=ANSWER)])
     reward = make_client("http://host/")
     assert score_two(reward).score.tolist() == [0.5, 0.25]
     assert len(reward.pauses) == 3
@@ -70,8 +70,8 @@ def test_an_error_of_the_server_is_tried_again(answers):
         (200, b"<html>hello</html>", "the response breaks the format: not safetensors"),
     ],
 )
-def test_a_refusal_is_not_tried_again(answers, status, body, message):
-    answers.append(httpx.Response(status, content=body))
+def test_a_refusal_is_not_tried_again(responses, status, body, message):
+    responses.append(httpx.Response(status, content=body))
     reward = make_client("http://host")
     with pytest.raises(RewardServerError, match=f"^settings.url http://host: {message}") as error:
         score_two(reward)

@@ -10,7 +10,7 @@ from safetensors.torch import save
 
 from rewardfl.rewards.remote import wire
 
-# the bytes of version 1: a client's request and a server's answer
+# the bytes of version 1: a request and a response
 REQUEST = (
     b'\xd8\0\0\0\0\0\0\0{"__metadata__":{"request":"{\\"version\\": 1, \\"prompts\\": [\\"\xc3\xa4\\\\\\"\\\\n\\"]}"},'
     b'"reference.0":{"dtype":"U8","shape":[1,1,1,3],"data_offsets":[0,3]},'
@@ -60,7 +60,7 @@ def test_a_malformed_request_is_refused(body, message):
 
 
 def make_answer(**tensors):
-    """Return a body of POST /score's answer to two clips, as a server might send it."""
+    """Return a response for two clips, as a server might send it."""
     tensors = {"score": (0.5, 0.25), "valid": (True, True)} | tensors
     return save({name.replace("_", ".", 1): torch.as_tensor(value) for name, value in tensors.items()})
 

@@ -48,8 +48,8 @@ def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vlm")
     qwen = vlm_files.write_qwen(folder / "qwen")
     vlm_files.write_questions(folder)
-    video = vlm_files.write_video_align(folder / "video_align", qwen, video_align.CLIP_QUESTION.answers)
-    return folder, video, vlm_files.write_hpsv3(folder / "HPSv3.safetensors", qwen, hpsv3.FRAME_QUESTION.answers)
+    video = vlm_files.write_video_align(folder / "video_align", qwen, video_align.CLIP_QUESTION.score_tokens)
+    return folder, video, vlm_files.write_hpsv3(folder / "HPSv3.safetensors", qwen, hpsv3.FRAME_QUESTION.score_tokens)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def published_parts(model, tokenizer, video, prompt, frames):
     tokens = encode(tokenizer, "<|video_pad|>", len(patches) // 4, text)
     states = hidden_states(inner.model, tokens, pixel_values_videos=patches, video_grid_thw=grid)
     logits = inner.rm_head(states)
-    special = tokenizer.convert_tokens_to_ids(list(video_align.CLIP_QUESTION.answers))
+    special = tokenizer.convert_tokens_to_ids(list(video_align.CLIP_QUESTION.score_tokens))
     rows = logits[torch.isin(tokens[0], torch.tensor(special))]
     raw = rows.diagonal() if rows.shape[1] == 3 else rows[:, 0]
     return torch.stack([
@@ -138,8 +138,8 @@ def published_mu(model, tokenizer, video, prompt):
     "outputs, old_names, lora", [(3, True, True), (1, True, True), (3, False, True), (3, True, False)]
 )
 def test_video_align_scores_as_published(files, tmp_path, outputs, old_names, lora):
-    folder, answers = tmp_path / "published", video_align.CLIP_QUESTION.answers
-    scorer = vlm_files.write_video_align(folder, files / "qwen", answers, outputs, old_names=old_names, lora=lora)
+    folder, score_tokens = tmp_path / "published", video_align.CLIP_QUESTION.score_tokens
+    scorer = vlm_files.write_video_align(folder, files / "qwen", score_tokens, outputs, old_names=old_names, lora=lora)
     reward = build(files, "video_align", checkpoint_dir=folder)
     results = []
     for seed, prompt in ((1, PROMPT), (1, OTHER), (3, PROMPT)):
@@ -253,7 +253,7 @@ def test_questions_depend_on_prompt_and_files(files, tmp_path, name):
     with pytest.raises(ValueError, match=f"reward '{name}' compares a clip with its prompt, which is empty"):
         reward.reference(VIDEO)
     with pytest.raises(ValueError, match="in it, which Qwen2-VL reserves for itself"):
-        reward.reference(VIDEO, f"a {reward.judge.question.answers[-1]} dog")
+        reward.reference(VIDEO, f"a {reward.judge.question.score_tokens[-1]} dog")
     assert build(files, name).fingerprint() == reward.fingerprint()
     other = tmp_path / "other.py"
     other.write_text(settings(files, name)["prompt_file"].read_text() + "\n")
