@@ -23,7 +23,7 @@ def on_this_machine(check: Callable[[str], object]) -> AfterValidator:
     """Return a validator by `check`, whose ValueError completes "must be". A plan for another machine skips it."""
 
     def validate(value: str, info: ValidationInfo) -> str:
-        if info.context == HERE:
+        if info.context:
             check(value)
         return value
 
@@ -35,7 +35,6 @@ def _check_exists(path: str) -> None:
         raise ValueError("a file or folder that exists")
 
 
-HERE = "this machine"
 PathSetting = Annotated[PathText, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)]
 ExistingPath = Annotated[PathSetting, on_this_machine(_check_exists)]
 Frames = Literal["all", "first_middle_last"] | Count
@@ -75,7 +74,7 @@ def check_settings(
     model = create_model("Settings", __config__=strict, **types)
     values = {key: value for key, value in settings.items() if key in types}
     try:
-        checked = model.model_validate(values, context=HERE if here else None)
+        checked = model.model_validate(values, context=here)
     except ValidationError as error:
         problems += [f"{place}.{line}" for line in describe_errors(error, values, model)]
     if problems:
