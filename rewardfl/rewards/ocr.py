@@ -146,7 +146,7 @@ class Ocr(Reward):
     def _score_clip(self, clip: Tensor, reference: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
         target = bytes(reference["target"].tolist()).decode()
         figures = torch.tensor([self._measure(picture, target) for picture in clip.numpy()], dtype=torch.float64)
-        score, *parts = figures.nanmean(0).tolist()  # of confidence, over the pictures with a reading
+        score, *parts = figures.nanmean(0).tolist()  # confidence is NaN without a reading
         return torch.tensor(score), dict(zip(self._part_names, parts, strict=True))
 
     def _measure(self, picture: np.ndarray, target: str) -> list[float]:

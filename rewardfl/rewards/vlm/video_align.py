@@ -133,7 +133,7 @@ class TrainingConfig:
     pixels: int  # maximum of a frame
     outputs: int  # rows of the head
     lora_factor: float
-    mean: list[float]  # of vq, mq and ta on the authors' data
+    mean: list[float]  # statistics of vq, mq and ta on the authors' data
     std: list[float]
 
 
