@@ -4,8 +4,7 @@
     REWARD_TOKEN=... python tools/serve_reward.py --trust-code --reward my_reward.py:Mine \\
         --host 0.0.0.0 --token-env REWARD_TOKEN
 
-Stops on Ctrl-C or SIGTERM, after completing the running requests. Exits with 0 then, 2 when the settings cannot work or
-the address cannot be had.
+Stops on Ctrl-C or SIGTERM, after the running requests, with exit code 0; 2: the settings or the address cannot be used.
 """
 
 import sys
