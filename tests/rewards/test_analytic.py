@@ -70,6 +70,8 @@ def test_chunks_change_only_the_memory():
         assert sorted(sizes) == sorted(2 * chunks)
         torch.testing.assert_close(score, expected)
         torch.testing.assert_close(*gradients)
+    with torch.no_grad():
+        assert not Squares("all", "mean")(video, batch).score.requires_grad
 
 
 def test_colour_is_a_mean_over_channels():
