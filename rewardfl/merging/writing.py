@@ -143,6 +143,9 @@ class Output:
             option="--out", path=args.out, overwrite=args.overwrite, inputs=inputs, is_folder=not self.is_file
         )
         self.target.check()
+        index = self.path.with_name(f"{self.path.name}.index.json")
+        if self.is_file and index.exists():
+            raise InputError(f"{index} is in the way: loaders would take its shards, not {self.path.name}; delete it")
 
     def model_files(self, weights: TensorFile, config: Path) -> OutputFiles:
         """Return the files of a model: one, or a folder's. A folder with the names of before takes `config`."""

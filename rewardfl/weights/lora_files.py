@@ -10,8 +10,9 @@ import re
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +231,7 @@ def _parse(
     for expert, modules in by_expert.items():
         component = "transformer_2" if both and expert == "low_noise" else "transformer"
         config, note = adapter_config.read_adapter_config(path, metadata, component, ranks)
-        alphas = _Alphas(path=path, config=config, names=names, kohya=_read_kohya(metadata), fallback=alpha)
+        alphas = _Alphas(path=path, config=config, names=names, kohya=_read_kohya(path, metadata), fallback=alpha)
         updates = {module: _update(path, module, roles, alphas) for module, roles in modules.items()}
         alphas.check_parts(updates)
         by_name = expert_in_path(path.absolute()) if WAN in models and expert is None else None
@@ -414,10 +415,17 @@ def _is_of_outputs(path: Path, module: str, role: str, shape: Mapping[str, tuple
     return allowed[shape[role]]
 
 
-def _read_kohya(metadata: Mapping[str, str]) -> list[float] | None:
-    """Return ss_network_alpha and ss_network_dim; None where one of them is missing."""
+def _read_kohya(path: Path, metadata: Mapping[str, str]) -> tuple[float, float] | None:
+    """Return (ss_network_alpha, ss_network_dim); None where one of them is missing."""
     texts = [metadata.get(key, "None") for key in ("ss_network_alpha", "ss_network_dim")]
-    return [float(text) for text in texts] if {"None", "Dynamic"}.isdisjoint(texts) else None
+    if not {"None", "Dynamic"}.isdisjoint(texts):
+        return None
+    try:
+        alpha, rank = map(float, texts)
+        alpha / rank
+    except (ValueError, ZeroDivisionError):
+        raise InputError(f"{path}: ss_network_alpha and ss_network_dim are {abbreviate(texts)}, no numbers") from None
+    return alpha, rank
 
 
 @dataclass(kw_only=True)
@@ -427,15 +435,19 @@ class _Alphas:
     path: Path
     config: AdapterConfig
     names: Mapping[str, str]  # names of the modules in the file
-    kohya: Sequence[float] | None  # alpha and rank
+    kohya: tuple[float, float] | None  # alpha and rank
     fallback: float | None
     used: Counter[str] = field(default_factory=Counter)
 
     def scale(self, module: str, rank: int, key: _Source | None) -> float:
+        if key is not None and prod(key.shape) != 1:
+            raise InputError(f"{self.path}: .alpha of {module} has shape {tuple(key.shape)}; it must be one number")
+        if self.config.ranks and rank not in self.config.ranks:
+            raise InputError(f"{self.path}: {module} has rank {rank}, its configuration {sorted(self.config.ranks)}")
         alphas = {
             "the .alpha keys": None if key is None else float(load_tensor(key).reshape(())),
             "the configuration": self.config.stored_alpha(self.names[module]),
-            "ss_network_alpha / ss_network_dim": None if self.kohya is None else self.kohya[0] * rank / self.kohya[1],
+            "ss_network_alpha / ss_network_dim": self.kohya and self.kohya[0] * rank / self.kohya[1],
             "--alpha": self.fallback,
             "nowhere: alpha = rank": float(rank),
         }

@@ -70,6 +70,11 @@ def test_reshard_and_back(expert, sharded, tmp_path):
     assert same(tmp_path / "again.safetensors", expert.state_dict())
 
 
+def test_an_index_that_would_hide_the_output_is_refused(sharded, tmp_path):
+    (tmp_path / f"out.safetensors{INDEX.rpartition('.safetensors')[2]}").write_text("{}")
+    assert "in the way" in refuse(join, tmp_path / "out.safetensors", "--input", sharded, "--overwrite")
+
+
 @pytest.mark.parametrize("names", ("original", "comfy", "diffusers"))
 def test_renamed_files_load_in_diffusers(expert, sharded, tmp_path, names):
     out, back = tmp_path / "out.safetensors", tmp_path / "back.safetensors"

@@ -48,6 +48,7 @@ BROKEN = {
     "twice": (lambda down, up: {f"{Q}.lora_A.weight": down.clone()}, "two keys give the down"),
     "alpha below 0": (lambda down, up: {f"{KEY}.alpha": torch.tensor(-1.0)}, f"alpha of {Q} is -1"),
     "alpha 1e300": (lambda down, up: {f"{KEY}.alpha": torch.tensor(1e300).double()}, f"alpha of {Q}"),
+    "alpha of three": (lambda down, up: {f"{KEY}.alpha": torch.ones(3)}, f".alpha of {Q} has shape (3,)"),
     "no rank": (lambda down, up: {f"{KEY}.lora_down.weight": torch.ones(4)}, "ranks must agree"),
     "quantised": (lambda down, up: {f"{KEY}.diff": up.to(torch.float8_e4m3fn)}, "give the LoRA unquantised"),
 }  # fmt: skip
@@ -81,6 +82,16 @@ def test_alphas_that_disagree_are_refused(values, tmp_path):
     assert "alpha 2 by the .alpha keys, 3 by --alpha" in refusal(path, 3.0)
     save_file(load_file(path), path, peft_metadata(7.0))
     assert "alpha 2 by the .alpha keys, 7 by the configuration" in refusal(path)
+
+
+def test_metadata_of_other_tensors_is_refused(values, tmp_path):
+    path = DIALECTS["d10_metadata"](tmp_path, values)
+    save_file(load_file(path), path, {"ss_network_alpha": "2", "ss_network_dim": "0"})
+    assert "no numbers" in refusal(path)
+    path = DIALECTS["d3"](tmp_path, values)
+    (path / "adapter_config.json").write_text('{"r": 3, "lora_alpha": 2, "peft_type": "LORA"}')
+    with pytest.raises(InputError, match=f"has rank {RANK}, its configuration .3"):
+        lora_files.read_lora(path)
 
 
 def test_kohyas_alpha_is_of_its_rank(tmp_path, values):

@@ -32,6 +32,8 @@ from torch import Tensor
 
 WIRE_VERSION = 1
 CONTENT_TYPE = "application/x-safetensors"
+# The library accepts headers of 100 MB, which take gigabytes once parsed; ours hold a few names and the prompts.
+MAX_HEADER_BYTES = 1 << 22
 
 
 class WireError(ValueError):
@@ -88,11 +90,14 @@ def unpack_answer(body: bytes, count: int) -> tuple[Tensor, Tensor, dict[str, Te
 
 def _read(body: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors of safetensors bytes and their metadata; raise WireError for other bytes."""
+    size = int.from_bytes(body[:8], "little")
+    if size > MAX_HEADER_BYTES:
+        raise WireError(f"a safetensors header of {size} bytes; at most {MAX_HEADER_BYTES} are taken")
     try:
         tensors = load(body)  # it checks offsets, shapes against bytes, and the header's JSON
     except (safetensors.SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not know
         raise WireError(f"not safetensors: {error}") from None
-    return tensors, json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")]).get("__metadata__", {})
+    return tensors, json.loads(body[8 : 8 + size]).get("__metadata__", {})
 
 
 def _prompts(metadata: dict[str, str], count: int) -> list[str]:

@@ -43,6 +43,7 @@ def make_request(request=None, count=2, **tensors):
 F4 = b'{"video":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}'  # a type that torch does not know
 MALFORMED = [
     (len(F4).to_bytes(8, "little") + F4 + b"1", "not safetensors: 'F4'"),
+    (b"<html>hello</html>", "a safetensors header of"),
     (save({"clip": make_frames(2)}), "tensor 'video' is missing"),
     (make_request(video=make_frames(2).float()), "'video' must be .* got .* float32"),
     (make_request(video=make_frames(2)[:0]), "'video' must be .* without empty axes"),
