@@ -21,8 +21,8 @@ from transformers import UMT5EncoderModel
 
 from rewardfl import backbones, config, lora, machine
 from rewardfl.backbones.protocol import Adapter, Experts, Source
-from rewardfl.backbones.wan import meta
 from rewardfl.backbones.wan import model as wan
+from rewardfl.backbones.wan.model import expert_on_meta
 from rewardfl.backbones.wan.variants import VARIANTS
 from rewardfl.estimate import measure, needs, report
 from rewardfl.estimate.rates import OPERATIONS
@@ -275,7 +275,7 @@ def test_real_expert(pipe):
     model = pipe.transformer_2  # of two blocks
     shape = (model.config.in_channels, 2, 8, 10)
     lora.inject(model, 4, 4, list(TARGETS), seed=0)
-    expert = meta.expert_on_meta(model.config, torch.float32, shape, I2V)
+    expert = expert_on_meta(model.config, torch.float32, shape, I2V)
     predicted = measure.measure_expert([expert], torch.float32, BLOCKS, Adapter(4, TARGETS))
     assert predicted.tokens == 40
     x = torch.randn(1, *shape, requires_grad=True)

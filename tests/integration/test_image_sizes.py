@@ -114,7 +114,7 @@ MULTIPLE = "must be a multiple of 8, at most 96, got"
 REFUSED = [
     ("prompt,width", "a ball,32", "height and width must be whole numbers of pixels from 1 to 16384, got '' and '32'"),
     ("prompt,height,width", "a ball,104,36", f"height {MULTIPLE} 104; width {MULTIPLE} 36"),
-    ("prompt,image,height,width", "a ball,a.png,32,32", "height and width next to image: only rows of a prompt alone"),
+    ("prompt,image,height,width", "a ball,a.png,32,32", "height and width next to image: only rows of just a prompt"),
 ]
 
 

@@ -67,7 +67,7 @@ def test_an_error_of_the_server_is_tried_again(responses):
     [
         (302, b"", "POST /score: status 302: $"),
         (404, b"no\n\x1b[31m" + b"x" * 5000, r"POST /score: status 404: no \\x1b\[31mx{5}"),
-        (200, b"<html>hello</html>", "the response breaks the format: not safetensors"),
+        (200, b"<html>hello</html>", "the response breaks the format: a safetensors header of"),
     ],
 )
 def test_a_refusal_is_not_tried_again(responses, status, body, message):
