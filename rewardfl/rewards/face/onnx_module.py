@@ -303,7 +303,7 @@ class OnnxModule(nn.Module):
 def _compile(graph: onnx.GraphProto, path: str | Path) -> tuple[list[_Step], dict[str, Tensor]]:
     """Return the steps that depend on the input, and all constants by name, arithmetic on constants folded.
 
-    Raise ValueError listing what is unsupported and how many nodes need it, and for a weight with too few bytes.
+    Raise ValueError with the unsupported operators and their number of nodes, and for a weight with too few bytes.
     """
     try:
         constants = {tensor.name: _tensor(tensor) for tensor in graph.initializer}
