@@ -41,6 +41,7 @@ class Schedule:
     timesteps: Tensor  # (N,) float32, the experts' input: 1000 * sigma
     experts: tuple[str, ...]  # (N,) by name
     boundary: float = 0.0  # the lowest sigma of the first of two experts
+    _on_device: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self):
         if not bool(self.sigmas.isfinite().all() and (self.sigmas.diff() < 0).all()):
@@ -54,8 +55,10 @@ class Schedule:
         return len(self.experts)
 
     def timestep(self, step: int, device: torch.device) -> Tensor:
-        """Return a step's timestep () on a device."""
-        return self.timesteps[step].to(device)
+        """Return a step's timestep () on a device, where all are copied at the first call."""
+        if device not in self._on_device:
+            self._on_device[device] = self.timesteps.to(device)
+        return self._on_device[device][step]
 
     @property
     def handover(self) -> int:
