@@ -179,6 +179,7 @@ def test_a_worked_change_applies_to_the_code_as_it_is(letter):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("letter", CHANGES)
 def test_a_worked_change_does_what_is_said_of_it(tmp_path, letter):
     """Its commands, in a copy of the code with its patch: of three adapters two are equal. No other test breaks."""
