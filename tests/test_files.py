@@ -8,7 +8,7 @@ from test_outputs import ENTRIES
 from rewardfl import files
 
 
-@pytest.mark.parametrize("entry", ["file", "FIFO", "link", "link to nothing"])
+@pytest.mark.parametrize("entry", ["file", "FIFO", "link", "link to a folder", "link to nothing"])
 def test_a_folder_replaces_only_a_folder(tmp_path, entry):
     ENTRIES[entry](tmp_path / "out")
     with pytest.raises(FileExistsError), files.atomic_directory(tmp_path / "out"):

@@ -21,6 +21,7 @@ ENTRIES = {
     "folder": lambda path: path.mkdir(),
     "link": lambda path: path.symlink_to("thesis.txt"),
     "link to nothing": lambda path: path.symlink_to("nowhere"),
+    "link to a folder": lambda path: path.symlink_to(".."),
     "FIFO": os.mkfifo,
 }
 
