@@ -47,8 +47,7 @@ def advantages(
     rewards of the epoch, as in Flow-GRPO's code. `max_group`: the largest of the groups (LongCat, ModelTC/GenRL
     82a867e). In both, groups of small spread weigh little. `none`: no division (Dr. GRPO, arXiv 2503.20783).
 
-    combine: `sum` normalises the weighted sum of the rewards. `per_reward` sums the normalised rewards, weighted, so
-    that one of small spread counts, too (GDPO, arXiv 2601.05242, which also divides by the batch's deviation).
+    combine: `sum` normalises the weighted sum of rewards, `per_reward` each before the sum (GDPO, arXiv 2601.05242).
 
     Logged: `reward/mean`, `reward/std_in_group` (of the weighted sum over valid samples; NaN without any),
     `reward/valid_fraction`, `group/zero_variance` (fraction of groups without varying rewards).
