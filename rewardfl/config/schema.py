@@ -1025,7 +1025,7 @@ def _late_steps(key: str, steps: str | tuple[int, ...], last: int) -> Iterator[s
 
 
 def _shared_readers(cfg: AnyConfig) -> Readers:
-    face, judged = cfg.reward.terms["score"].name == "face_identity", cfg.reward.held_out_model_path is not None
+    face, has_judge = cfg.reward.terms["score"].name == "face_identity", cfg.reward.held_out_model_path is not None
     anchored, guided = cfg.anchor.weight > 0 or cfg.anchor.measured_clips > 0, cfg.sample.guidance_scale != 1
     distill, memory = cfg.model.distill_lora, cfg.train.memory
     stored = memory.use_gradient_checkpointing
@@ -1034,7 +1034,7 @@ def _shared_readers(cfg: AnyConfig) -> Readers:
         (cfg.data, "data", ("fps",), cfg.data.num_frames > 1, VIDEOS),
         (distill, "model.distill_lora", ("mode",), bool(distill), "model.distill_lora.high or low"),
         (cfg.reward, "reward", ("cap", "second_model_path"), face, "face_identity as reward.terms.score"),
-        (cfg.reward, "reward", ("people", "min_face_size"), face or judged, "face_identity or a judge"),
+        (cfg.reward, "reward", ("people", "min_face_size"), face or has_judge, "face_identity or a judge"),
         (cfg.sample, "sample", ("negative_prompt",), guided, GUIDANCE),
         (memory, MEMORY, ("use_gradient_checkpointing_offload",), stored, f"{MEMORY}.use_gradient_checkpointing"),
     ]
