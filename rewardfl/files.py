@@ -4,6 +4,7 @@ import errno
 import fcntl
 import hashlib
 import io
+import itertools
 import os
 import secrets
 import shutil
@@ -179,10 +180,8 @@ def digest_files(files: Sequence[Path]) -> str:
     Two trainings differ in all of their weights, so no sample of them agrees. A folder means all files in it.
     """
     digest = hashlib.blake2b(digest_size=16)
-    listed = [file for path in files for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-    for file in listed:
-        if file.is_dir():
-            continue
+    folders = [sorted(filter(Path.is_file, path.rglob("*"))) if path.is_dir() else [path] for path in files]
+    for file in itertools.chain.from_iterable(folders):
         with open_file(file) as content:
             size = content.seek(0, os.SEEK_END)
             digest.update(size.to_bytes(8, "little"))

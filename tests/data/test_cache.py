@@ -75,6 +75,8 @@ def test_models_have_different_digests(tmp_path):
     file.parent.mkdir()
     file.write_bytes(content)
     first = files.digest_files([file])
+    (file.parent / "link to nothing").symlink_to("nowhere")
+    os.mkfifo(file.parent / "fifo")
     assert files.digest_files([file.parent]) == first  # a folder is the files in it
     assert files.digest_files([file, file]) != first
     for changed in (content + b"x", bytes([content[0] ^ 1]) + content[1:], content[:-1] + bytes([content[-1] ^ 1])):
