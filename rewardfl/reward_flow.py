@@ -55,6 +55,12 @@ class Replayed:
     kl: Tensor
     cotangents: Tensor
 
+    @classmethod
+    def nothing(cls, grad_x0: Tensor) -> "Replayed":
+        """Return the record of a step that is not replayed: (B,) without a KL, and (B, 1) without a cotangent."""
+        zeros = grad_x0.new_zeros(len(grad_x0), 1)
+        return cls(zeros[:, 0], zeros)
+
 
 @dataclass(frozen=True)
 class KeptGraphs:
@@ -175,6 +181,24 @@ def replay(
     return Replayed(kl, torch.stack(cotangents[::-1], 1))
 
 
+def ascend(x0: Tensor, grad_x0: Tensor, length: float, share: float) -> tuple[Tensor, Tensor]:
+    """Return the move -length |x0| grad_x0 / |grad_x0| of each sample (B, ...), and which samples have one, (B,) bool.
+
+    grad_x0: (B, ...) `share` times each sample's gradient of -reward. length: a share of |x0|. A sample whose reward
+    would rise by less than SMALLEST_GAIN has no move: 0.
+    """
+    slope = torch.linalg.vector_norm(grad_x0.flatten(1), dim=1)
+    reach = length * torch.linalg.vector_norm(x0.flatten(1), dim=1)
+    rises = ~(slope * reach <= share * SMALLEST_GAIN)  # true for NaN: such an update is skipped
+    return -grad_x0 * torch.where(rises, reach / slope, 0).view(-1, *[1] * (grad_x0.ndim - 1)), rises
+
+
+def endpoint_change(velocity: VelocityFunction, trajectory: Trajectory, sigmas: Tensor) -> Tensor:
+    """Return by how much a velocity changes x0 (B, ...) from the rollout's, in the trajectory's single step."""
+    ((step, x),) = trajectory.latents.items()
+    return (sigmas[step + 1] - sigmas[step]) * (velocity(x, step) - trajectory.velocities[step])
+
+
 def replay_endpoint(
     velocity: VelocityFunction,
     trajectory: Trajectory,
@@ -196,20 +220,15 @@ def replay_endpoint(
     grad_x0: (B, ...) `share` times each sample's gradient of -reward. length: a share of x0's norm. backward,
     micro_batch: as in `replay`.
     """
-    ((step, x),) = trajectory.latents.items()
     rows = (-1, *[1] * (grad_x0.ndim - 1))
-    slope = torch.linalg.vector_norm(grad_x0.flatten(1), dim=1)
-    reach = length * torch.linalg.vector_norm(trajectory.x0.flatten(1), dim=1)
-    teaches = ~(slope * reach <= share * SMALLEST_GAIN)  # true for NaN: such an update is skipped
-    ascent = -grad_x0 * torch.where(teaches, reach / slope, 0).view(rows)
+    ascent, teaches = ascend(trajectory.x0, grad_x0, length, share)
     with micro_batch():
-        v = velocity(x, step)
-        left = (sigmas[step + 1] - sigmas[step]) * (v - trajectory.velocities[step]) - ascent
+        left = endpoint_change(velocity, trajectory, sigmas) - ascent
         size = left.detach().abs().flatten(1).mean(1).view(rows)
         pull = torch.where(teaches.view(rows), 10 * left.detach() / size / left[0].numel(), 0)
         backward((share * pull * left).sum())
     norms = share * torch.linalg.vector_norm(pull.flatten(1), dim=1, keepdim=True)
-    return Replayed(torch.zeros_like(slope), norms)
+    return Replayed(torch.zeros_like(norms[:, 0]), norms)
 
 
 def _reference_velocity(

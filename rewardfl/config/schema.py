@@ -126,6 +126,11 @@ StepList = Annotated[
         lambda steps: steps and steps[0] >= 0 and list(steps) == sorted(set(steps)),
     ),
 ]
+Length = Annotated[Number, Field(gt=0, le=1)]
+Lengths = Annotated[
+    Listed[Length],
+    must_be("lengths in increasing order", lambda values: values and list(values) == sorted(set(values))),
+]
 ClipRanges = Annotated[Listed[ClipRange], must_be("one number or [low, high]", lambda values: len(values) == 2)]
 Name = Annotated[
     str, must_be("a name of 1 to 80 printable characters", lambda name: name.isprintable() and 1 <= len(name) <= 80)
@@ -354,6 +359,23 @@ class SharedSampleConfig(Section):
     negative_prompt: PlainText = ""
 
 
+class VerdictConfig(Section):
+    """`sample.verdict`: which moves of gradient_mode endpoint are learned (verdict.py). Each costs a decode and scores.
+
+    A sample learns the move whose gain of the weighted, normalised and capped reward exceeds its price the most.
+    """
+
+    # Weight of staying at x0 for a sample without such a move, against the weight 1 of the moves; 0: none.
+    keep: NonNegative = 10.0
+    # A move costs endpoint_length^2 / (2 tau). This is the first tau: it adapts to 30 to 60 % of samples with a move.
+    tau: Positive = 0.1
+    # {label of a term: the score above which nothing is gained}. By default a face's own cap; for a reward without one
+    # the .75 quantile of the row's scores so far.
+    caps: dict[Label, Number] = Field(default_factory=dict)
+    # {label of a term, also of weight 0: slack}. A move that lowers its score by more than the slack is refused.
+    pareto: dict[Label, NonNegative] = Field(default_factory=dict)
+
+
 class SampleConfig(SharedSampleConfig):
     """Section `sample` of train_reward_fl.py."""
 
@@ -367,14 +389,21 @@ class SampleConfig(SharedSampleConfig):
     # (damped to 0.2, or bridge:WEIGHT), drtune (not at all); last and endpoint differentiate only final_timestep.
     # endpoint moves every sample equally far up its reward, from videos of the averaged weights (DiffusionOPSD).
     gradient_mode: Literal["chain", "bridge", "drtune", "last", "endpoint"] | Bridge = "chain"
-    # How far gradient_mode endpoint goes up the reward, as a share of the latents' norm.
-    endpoint_length: Annotated[Number, Field(gt=0, le=1)] = 0.1
+    # How far gradient_mode endpoint goes up the reward, as a share of the latents' norm. A verdict takes several.
+    endpoint_length: Length | Lengths = 0.1
+    # Decode and score each move of gradient_mode endpoint before it is learned; null: learn every one.
+    verdict: VerdictConfig | None = None
     # "fresh": new noise at each visit of a clip; n: each clip has n noises, used in turn, so that the steps before the
     # first active one can be cached.
     noises_per_sample: Literal["fresh"] | BatchSize = "fresh"
     # Differentiated part of a guided velocity: both passes (exactly), or only the conditional one, with the negative
     # prompt's velocity as a constant: half the backward and half the graph, and another gradient.
     guidance_gradient: Literal["both", "conditional"] = "both"
+
+    @property
+    def lengths(self) -> tuple[float, ...]:
+        """Return the lengths of the moves of gradient_mode endpoint, increasing."""
+        return self.endpoint_length if isinstance(self.endpoint_length, tuple) else (self.endpoint_length,)
 
     @property
     def coupling(self) -> float:
@@ -887,7 +916,7 @@ class RewardFlConfig(Section):
         return [
             (self.reward, "reward", ("kl_gradient",), has_kl, "a reward.kl_weight above 0"),
             (sample, "sample", ("mid_timestep",), mode not in ONE_STEP, "a sample.gradient_mode of several steps"),
-            (sample, "sample", ("endpoint_length",), mode == "endpoint", "gradient_mode endpoint"),
+            (sample, "sample", ("endpoint_length", "verdict"), mode == "endpoint", "gradient_mode endpoint"),
             (sample, "sample", ("guidance_gradient",), sample.guidance_scale != 1, GUIDANCE),
             (memory, MEMORY, ("kept_steps",), has_graphs, "active_graphs keep_on_host or keep_on_device"),
             (memory, MEMORY, ("kept_chunks",), self.data.num_frames > 1, VIDEOS),
@@ -902,6 +931,16 @@ class RewardFlConfig(Section):
             yield f"{needs} stays near the averaged weights and has no KL; set reward.kl_weight: 0"
         if self.train.memory.active_graphs != "replay":
             yield f"{needs} has no graphs in its rollout; set {MEMORY}.active_graphs: replay"
+        if self.sample.verdict is None and len(self.sample.lengths) > 1:
+            yield f"{needs} takes one endpoint_length without sample.verdict; name one, or set verdict: {{}}"
+        for key in ("caps", "pareto") if self.sample.verdict else ():
+            labels, terms = getattr(self.sample.verdict, key), self.reward.terms
+            for label in labels.keys() - terms.keys():
+                hint = did_you_mean(label, terms)
+                yield f"sample.verdict.{key}.{label} is not one of reward.terms ({', '.join(terms)}){hint}"
+            for label in labels.keys() & terms.keys() if key == "caps" else ():
+                if terms[label].weight == 0:
+                    yield f"sample.verdict.caps.{label} does nothing for a term of weight 0; remove it"
 
 
 class GroupRunConfig(Section):
@@ -1103,6 +1142,12 @@ class RewardSpec:
     weight: float
     mean: float = 0.0
     std: float = 1.0
+    guards: bool = False  # may no move lower it? sample.verdict.pareto
+
+    @property
+    def decides(self) -> bool:
+        """Return whether the training depends on the reward."""
+        return self.weight > 0 or self.guards
 
 
 def list_reward_specs(cfg: AnyConfig, pixels_per_token: int = 0, *, for_evaluation: bool = False) -> list[RewardSpec]:
@@ -1125,7 +1170,9 @@ def list_reward_specs(cfg: AnyConfig, pixels_per_token: int = 0, *, for_evaluati
         key = "reward.held_out_model_path"
         judge = {"pack_dir": reward.held_out_model_path, "cap": "none", "grid_period": pixels_per_token} | face | who
         specs.append(RewardSpec(key=key, label="held_out", name="face_judge", settings=judge, weight=0.0))
-    return specs + [_reward_spec(reward, label) for label in reward.others]
+    specs += [_reward_spec(reward, label) for label in reward.others]
+    verdict = cfg.sample.verdict if isinstance(cfg, RewardFlConfig) else None
+    return [replace(spec, guards=verdict is not None and spec.label in verdict.pareto) for spec in specs]
 
 
 def _reward_spec(reward: SharedRewardConfig, label: str) -> RewardSpec:
@@ -1134,9 +1181,9 @@ def _reward_spec(reward: SharedRewardConfig, label: str) -> RewardSpec:
     settings = term.settings
     if term.name == "face_motion" and "pack_dir" not in settings:
         settings = {"pack_dir": reward.reward_model_path, "det_size": reward.det_size} | settings
-    scale = {"mean": term.mean, "std": term.std} if isinstance(term, RewardFlTermConfig) else {}
+    mean, std = (term.mean, term.std) if isinstance(term, RewardFlTermConfig) else (0.0, 1.0)
     key = f"{TERMS}.{label}"
-    return RewardSpec(key=key, label=label, name=term.name, settings=settings, weight=term.weight, **scale)
+    return RewardSpec(key=key, label=label, name=term.name, settings=settings, weight=term.weight, mean=mean, std=std)
 
 
 def second_pack_key(key: str) -> str:

@@ -42,7 +42,8 @@ def flops(costs: Costs, work: Workload, operation: Operation | None = None) -> d
         for name, count in work.rollout.items()
         if name != cached
     )
-    parts = {"rollout": rollout, "decode": decode(costs.chunks, "forward") if work.rollout else 0}
+    decodes = 1 + work.judged if work.rollout else 0
+    parts = {"rollout": rollout, "decode": decodes * decode(costs.chunks, "forward")}
     if work.reward_gradient:
         decodes = 2 if work.decode_caches == "segment" else 1
         again = decodes * decode(_decoded_twice(costs, work), "forward")

@@ -58,6 +58,7 @@ class Reward(nn.Module):
     parallel: int = 4  # calls at a time of a concurrent reward
     call_timeout: float = 600.0  # seconds after which such a call has failed
     place: str = "settings"  # the key of its settings, for messages: build_terms sets the configuration's
+    has_cap: bool = False  # does the score end at a target, so that a verdict needs no other cap?
     weights: str = ""  # the files that it needs; empty for none
     licence: str = ""  # licence of the weights, or of the code without weights
     range: str = ""  # range of the score

@@ -90,6 +90,7 @@ class Ocr(Reward):
     weights = "in rapidocr"
     licence = "Apache-2.0"
     range = "[0, 1]"
+    has_cap = True
     compares_with = "nothing"  # but the prompt
     evaluation_settings = {"second": "tesseract"}  # a reader that training fooled must be seen
 

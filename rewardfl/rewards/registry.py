@@ -89,7 +89,15 @@ def build_terms(chosen: Sequence[ResolvedReward], device: torch.device) -> list[
             raise RewardError(f"{key}: {error}") from error
         reward.place = key
         terms.append(
-            Term(key=spec.key, label=spec.label, reward=reward, weight=spec.weight, mean=spec.mean, std=spec.std)
+            Term(
+                key=spec.key,
+                label=spec.label,
+                reward=reward,
+                weight=spec.weight,
+                mean=spec.mean,
+                std=spec.std,
+                guards=spec.guards,
+            )  # fmt: skip
         )
     return terms
 

@@ -11,7 +11,10 @@ from rewardfl.rewards.base import ContractError, Reference, Reward, RewardError,
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """One reward's weight * (score - mean) / std; weight 0 only measures. key: its key in the configuration."""
+    """One reward's weight * (score - mean) / std; weight 0 only measures. key: its key in the configuration.
+
+    guards: whether a verdict refuses a move that lowers it (sample.verdict.pareto).
+    """
 
     key: str
     label: str
@@ -19,6 +22,12 @@ class Term:
     weight: float
     mean: float
     std: float
+    guards: bool = False
+
+    @property
+    def decides(self) -> bool:
+        """Return whether the training depends on the reward."""
+        return self.weight > 0 or self.guards
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,8 @@ def alarms(history: Sequence[dict[str, float]], window: int = _WINDOW) -> Iterat
     motion = _mean("reward/motion", last)
     if motion < MOTION_ALARM:
         yield f"motion is {motion:.2f} of the real clips', below {MOTION_ALARM:g}"
+    if _finite("verdict/accepted", last) and _mean("verdict/accepted", last) == 0:
+        yield "not one move was accepted (verdict/accepted); verdict/refused/... says which term refuses them"
     yield from broken_guards(first, last, MOTION_ALARM)
 
 

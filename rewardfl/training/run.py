@@ -25,7 +25,7 @@ from rewardfl import data, group_plan, reward_flow, sde
 from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Backbone, Conditioning, Decoder, Experts, Schedule, Velocity
 from rewardfl.config import AnyConfig
-from rewardfl.config.schema import SampleConfig
+from rewardfl.config.schema import SampleConfig, VerdictConfig
 from rewardfl.epoch_order import due_this_epoch
 from rewardfl.memory import offload
 from rewardfl.noise import draw_noise, noise_seed
@@ -53,7 +53,9 @@ from rewardfl.training.signals import Interruption
 from rewardfl.training.state import Batching, ResumePoint, RunState, TrainState
 from rewardfl.training.timer import Timer
 from rewardfl.training.update_metrics import common_metrics
+from rewardfl.training.verdicts import Move, Verdict
 from rewardfl.training.workload import Workload, make_workload
+from rewardfl.verdict import Choice
 
 PlanT = TypeVar("PlanT", bound=plan.AnyPlan)
 SamplerT = TypeVar("SamplerT", bound=DeployedSampler | TrainingSampler)
@@ -116,6 +118,7 @@ class Run(Generic[PlanT, SamplerT]):
     graphs: reward_flow.KeptGraphs  # kept by the rollouts of reward feedback learning
     sampler: SamplerT
     anchors: Anchors
+    verdict: Verdict  # on the moves of gradient_mode endpoint, used with sample.verdict
     log: Log
     last_step: int
     done: int = 0  # updates
@@ -188,6 +191,15 @@ class Run(Generic[PlanT, SamplerT]):
     def score(self, rows: Sequence[int], video: Tensor) -> list[RewardResult]:
         """Return the result of each reward for the videos (B, 3, F, H, W) in [-1, 1] of rows, with their graph."""
         return scoring.score_terms(self.terms, video, [self.samples[row].references for row in rows])
+
+    def finish_verdict(self, moves: Sequence[Move], choices: Choice) -> dict[str, float]:
+        """Measure what the policy has of a move after its update, and return the verdict's metrics. Collective.
+
+        choices: of all moves of all processes. One sample is measured on each process, if possible one with a move.
+        """
+        samples = [(move, i) for move in moves for i in range(len(move.choice.row))]
+        move, i = next(((move, i) for move, i in samples if move.choice.accepted[i]), samples[0])
+        return self.verdict.follow(choices, self.job.gather(self.verdict.realised(move.sample(i))))
 
     def gather_results(self, results: Sequence[Sequence[RewardResult]]) -> UpdateResults:
         """Return the rewards' results of all passes of all processes. results: by pass and term. Collective."""
@@ -444,6 +456,7 @@ def start(headers: Headers, run_folder: RunFolder, interruption: Interruption) -
         decoder=decoder, model=model, learner=learner, average=average, old_policy=old_policy, sampler=sampler, log=log,
         last_step=last_step, done=state.step, worker_pools=pools, graphs=_kept_graphs(run_plan, job),
         anchors=setup_data.make_anchors(run_plan, conditions, samples, job.device),
+        verdict=_make_verdict(run_plan, job, terms, samples, state, decoder),
     )  # fmt: skip
 
 
@@ -451,6 +464,22 @@ def _kept_graphs(run_plan: plan.AnyPlan, job: Distributed) -> reward_flow.KeptGr
     if not isinstance(run_plan, plan.RewardFlPlan):
         return reward_flow.KeptGraphs()
     return reward_flow.KeptGraphs(run_plan.graphs_of, offload.graph_context(run_plan.memory.active_graphs, job.device))
+
+
+def _make_verdict(
+    run_plan: plan.AnyPlan,
+    job: Distributed,
+    terms: Sequence[Term],
+    samples: Sequence[Sample],
+    state: RunState,
+    decoder: Decoder,
+) -> Verdict:
+    sample = run_plan.sample if isinstance(run_plan, plan.RewardFlPlan) else SampleConfig()
+    return Verdict(
+        settings=sample.verdict or VerdictConfig(), lengths=sample.lengths, samples=samples, state=state.verdict,
+        terms={i: term for i, term in enumerate(terms) if term.decides}, decode=decoder.decode,
+        broadcast=job.broadcast_in_clip,
+    )  # fmt: skip
 
 
 def _make_averages(

@@ -22,8 +22,8 @@ from rewardfl.training.samples import Sample
 
 
 def missing_references(row: data.Row, terms: Sequence[Term]) -> list[str]:
-    """Return in words which references of the trained rewards, or of the first one, the row lacks, and bad prompts."""
-    needs = {term.key: term.reward.compares_with for term in terms if term.weight > 0 or term is terms[0]}
+    """Return in words which references of the deciding rewards, or of the first one, the row lacks, and bad prompts."""
+    needs = {term.key: term.reward.compares_with for term in terms if term.decides or term is terms[0]}
     return missing_columns(row, needs) + unusable_prompts(row, {term.key: term.reward for term in terms})
 
 

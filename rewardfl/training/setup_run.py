@@ -13,7 +13,7 @@ from typing import Any
 from rewardfl.backbones.protocol import Backbone
 from rewardfl.config import ConfigError, flat
 from rewardfl.config.resuming import NAMED
-from rewardfl.config.schema import RunConfig
+from rewardfl.config.schema import RunConfig, VerdictConfig
 from rewardfl.data.cache import digest
 from rewardfl.files import atomic_write, digest_files
 from rewardfl.rewards.scoring import Term
@@ -21,11 +21,12 @@ from rewardfl.training import alarms, checkpoint, run_folder
 from rewardfl.training.checkpoint import after_early_stop
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.logger import Log, MetricsFile
-from rewardfl.training.plan import RunPlan
+from rewardfl.training.plan import RewardFlPlan, RunPlan
 from rewardfl.training.run_folder import RunFolder, prepare_output_dir
 from rewardfl.training.samples import Sample
 from rewardfl.training.setup_rewards import check_face_packs
 from rewardfl.training.state import Batching, ResumePoint, RunState, TrainState
+from rewardfl.verdict import VerdictState
 
 VERSIONED = (
     "rewardfl", "torch", "accelerate", "diffusers", "transformers", "peft", "safetensors", "onnx", "numpy", "av",
@@ -93,7 +94,10 @@ def resume(
         **packs,
     }
     restored, changes = _load_state(run_plan.run, resume_point, content, batching)
-    return RunState(resume_point=resume_point, content=content, changes=changes), restored
+    settings = run_plan.sample.verdict if isinstance(run_plan, RewardFlPlan) else None
+    learned = None if restored is None else restored.verdict
+    verdict = VerdictState(**(learned or {"tau": (settings or VerdictConfig()).tau}))
+    return RunState(resume_point=resume_point, content=content, changes=changes, verdict=verdict), restored
 
 
 def is_finished(run_plan: RunPlan, resume_point: ResumePoint, steps: int, job: Distributed) -> bool:

@@ -70,6 +70,12 @@ def _batch_arithmetic(plan: RewardFlPlan, clips: int | None, steps: int | None) 
         f"{list(plan.kl_steps)}",
         f"untrained expert: {plan.memory.untrained}; decoder caches: {plan.memory.decode_caches}",
     ]
+    if sample.verdict is not None:
+        lengths, guards = len(sample.lengths), ", ".join(sample.verdict.pareto) or "no term"
+        lines.append(
+            f"verdict: {lengths} moves of each video are decoded and scored, and the video again; tau "
+            f"{sample.verdict.tau:g}, keep {sample.verdict.keep:g}; {guards} may not fall"
+        )
     if plan.supervised:
         lines = lines[:1]
     if plan.forwards_per_velocity > 1:

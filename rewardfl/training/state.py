@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from rewardfl.verdict import VerdictState
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
@@ -40,6 +42,7 @@ class TrainState:
     parameters: list[Tensor] | None = None  # where the checkpoint's adapters are an average of them
     average: dict[str, Any] | None = None  # state of this average
     old_policy: list[Tensor] | None = None  # for forward-process reinforcement
+    verdict: dict[str, Any] | None = None  # of sample.verdict: fields of VerdictState
     global_batch: int | None = None  # see Batching
     one_shape_batch: int | None = None
 
@@ -49,12 +52,13 @@ class RunState:
     """The content of a run, which must not change when it resumes.
 
     content: {key of the configuration: {file or row, in order: digest}}. changes: those that run.resume_with_changes
-    has allowed.
+    has allowed. verdict: what sample.verdict has learned, which changes with every update.
     """
 
     resume_point: ResumePoint
     content: Mapping[str, Mapping[str, str]]
     changes: list[dict[str, Any]]
+    verdict: VerdictState
 
     @property
     def step(self) -> int:

@@ -56,6 +56,7 @@ class Workload:
     anchor_to_reference: bool = False  # each of these with a second pass, without a graph
     graphs: int = 1  # passes whose graphs live together
     reward_gradient: bool = False  # the reward's gradient goes back through the decoder
+    judged: float = 0  # further decodings of a verdict, without a graph
     averages: int = 0  # moving averages of the adapter that are kept
     samples_in_flight: int = 0  # videos of one process that are stored until an epoch's updates
     latents_kept: Mapping[str, int] = field(default_factory=dict)  # stored latents of each, by samples_on
@@ -137,22 +138,27 @@ def _reward_fl(common: Workload, plan: RewardFlPlan) -> Workload:
     )
     if plan.supervised:
         return common
+    verdict = plan.sample.verdict  # its moves wait until all passes of an update have them
     return replace(
         common,
         # and the velocity that replay takes as a constant
         rollout=_times(passes_of_velocity, Counter(experts))
-        + (replay if passes_of_velocity == 2 and not both else Counter()),
+        + (replay if passes_of_velocity == 2 and not both else Counter())
+        + (_times(passes_of_velocity / clips_per_gpu, replay) if verdict is not None else Counter()),
         replay=_times(1 + both, replay),
         backward_passes=_times(1 + both, replay + Counter(experts[i] for i in twice)),
         reference=_times(passes_of_velocity, Counter(experts[i] for i in plan.kl_steps)),
         graphs=1 + both,
         reward_gradient=True,
+        judged=0 if verdict is None else 1 + len(plan.sample.lengths) + 1 / clips_per_gpu,
         decode_caches=plan.memory.decode_caches,
         kept_chunks=plan.memory.kept_chunks,
         # the active steps' latents and velocities, x0, its gradient, the noise, and the network's output
         latents_of_update=common.batch * (2 * len(active) + 4),
         active_experts=() if plan.sample.gradient_mode == "endpoint" else tuple(experts[i] for i in active),
         kept_steps=len(plan.graphs_of),
+        samples_in_flight=0 if verdict is None else clips_per_gpu,
+        latents_kept={"gpu": 4},
     )
 
 

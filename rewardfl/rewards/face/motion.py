@@ -61,6 +61,7 @@ class FaceMotionReward(Reward):
     weights = "face pack: SCRFD or YuNet detector (.onnx)"
     licence = "insightface's packs: non-commercial research; YuNet MIT"
     range = "at most 1; [0, 1] without reversals"
+    has_cap = True
     nothing_found = "no moving face was found in"
     compares_with = "motion"
 

@@ -70,6 +70,11 @@ class FaceIdentityReward(Reward):
         self._weights = [sha256(file) for file in (*self.identity.files, *([second.file] if second else []))]
 
     @property
+    def has_cap(self) -> bool:  # type: ignore[override]
+        """Return whether the score ends at `cap`."""
+        return self.cap != "none"
+
+    @property
     def part_names(self) -> tuple[str, ...]:
         return {"largest": PARTS, "all": (*PARTS, "people", "worst_person")}[self.people]
 

@@ -24,6 +24,7 @@ class WordInk(Reward):
     name = "word_ink"
     uses_prompt = True
     range = "[0, 1]"
+    has_cap = True
     compares_with = "nothing"  # but the prompt
 
     @staticmethod

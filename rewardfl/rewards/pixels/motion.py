@@ -23,6 +23,7 @@ class MotionReward(Reward):
     fewest_frames = 2
     licence = "this project's"
     range = "[0, 1]"
+    has_cap = True
     nothing_found = "nothing moves in"
     compares_with = "motion"
 

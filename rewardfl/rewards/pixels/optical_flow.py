@@ -40,6 +40,7 @@ class OpticalFlowReward(Reward):
     fewest_frames = 2
     licence = "this project's"
     range = "[-2, 1]; [0, 1] without reversals"
+    has_cap = True
     nothing_found = "nothing moves in"
 
     def __init__(

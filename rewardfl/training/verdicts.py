@@ -1,0 +1,132 @@
+"""The verdict of a run: the terms that judge, the moves of an update, and their metrics."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rewardfl import verdict
+from rewardfl.backbones import protocol
+from rewardfl.backbones.protocol import Velocity
+from rewardfl.config.schema import VerdictConfig
+from rewardfl.reward_flow import Trajectory, endpoint_change
+from rewardfl.rewards.scoring import Term, score_safely
+from rewardfl.training.samples import Batch, Sample
+from rewardfl.verdict import Choice, VerdictState
+
+
+@dataclass(frozen=True)
+class Move:
+    """What one forward pass of B samples learns, on the device."""
+
+    batch: Batch
+    velocity: Velocity  # the policy's
+    trajectory: Trajectory  # of the averaged policy, with its single step
+    shift: Tensor  # (B, C, T, h, w) move of x0, 0 for a sample without one
+    choice: Choice
+
+    def change(self) -> Tensor:
+        """Return by how much the policy's x0 differs from the rollout's, as `shift`."""
+        return endpoint_change(self.velocity, self.trajectory, self.batch.schedule.sigmas)
+
+    def sample(self, i: int) -> "Move":
+        """Return the move of one sample of the pass."""
+        conditioning, trajectory = protocol.select_rows(self.batch.conditioning, [i]), self.trajectory
+        latents = {step: x[[i]] for step, x in trajectory.latents.items()}
+        velocities = {step: v[[i]] for step, v in trajectory.velocities.items()}
+        return Move(
+            batch=replace(self.batch, rows=[self.batch.rows[i]], conditioning=conditioning),
+            velocity=replace(self.velocity, conditioning=protocol.select_rows(self.velocity.conditioning, [i])),
+            trajectory=Trajectory(x0=trajectory.x0[[i]], latents=latents, velocities=velocities),
+            shift=self.shift[[i]],
+            choice=Choice(**{name: value[[i]] for name, value in vars(self.choice).items()}),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The verdict of a run on moves of its samples' clean latents."""
+
+    settings: VerdictConfig
+    lengths: tuple[float, ...]
+    terms: Mapping[int, Term]  # those that count or that `pareto` lists, by their position among the run's
+    samples: Sequence[Sample]
+    state: VerdictState
+    decode: Callable[[Tensor, protocol.Conditioning], Tensor]
+    broadcast: Callable[[Tensor], Tensor]  # to all processes of a clip
+
+    def score(self, batch: Batch, x0: Tensor) -> Tensor:
+        """Decode and score clean latents (B, C, T, h, w) without a graph: (B, T) float64, NaN for an invalid score."""
+        with torch.no_grad():
+            video, scores = self.decode(x0, batch.conditioning).float(), []
+            for i, term in self.terms.items():
+                references = [self.samples[row].references[i] for row in batch.rows]
+                output = score_safely(term.reward, video, references).output
+                scores.append(output.score.double().masked_fill(~output.valid, torch.nan))
+        return self.broadcast(torch.stack(scores, 1).to(x0.device))
+
+    def choose(self, batch: Batch, scores: Tensor, rises: Tensor) -> Choice:
+        """Return the verdict on one pass. scores: (1 + K, B, T) of x0 and its moves. rises: of verdict.moves."""
+        ids, terms = [self.samples[row].row.id for row in batch.rows], self.terms.values()
+        return verdict.choose(
+            torch.tensor(batch.rows, device=scores.device), rises, scores,
+            caps=scores.new_tensor([[self._cap(name, term) for term in terms] for name in ids]),
+            scale=self._scale.to(scores), prices=verdict.price(scores.new_tensor(self.lengths), self.state.tau),
+            slacks=scores.new_tensor([self.settings.pareto.get(term.label, torch.inf) for term in terms]),
+        )  # fmt: skip
+
+    def realised(self, move: Move) -> Tensor:
+        """Return the shares (1, 2) of a sample's move, and of its gain, that the policy has now; NaN without a move.
+
+        The first is the change of x0 along the move, over the move.
+        """
+        choice = move.choice
+        with torch.no_grad():
+            change = move.change()
+            scores = self.score(move.batch, move.trajectory.x0 + change)
+        values = verdict.value(torch.stack([choice.score, scores]), choice.caps, self._scale.to(scores))
+        along = (change * move.shift).sum() / move.shift.square().sum()
+        shares = torch.stack([along.double()[None], (values[1] - values[0]) / choice.gain], 1)
+        return shares.masked_fill(~choice.accepted[:, None], torch.nan)
+
+    def follow(self, choices: Choice, realised: Tensor) -> dict[str, float]:
+        """Record an update's samples, and return its metrics. All arguments are of all processes."""
+        accepted, moved = choices.accepted, choices.change[choices.accepted]  # moved: (N, T)
+        lengths = choices.change.new_tensor(self.lengths)[choices.move[accepted] - 1]
+        numbers = {
+            "accepted": accepted.double(), "can_gain": choices.can_gain.double(), "length": lengths,
+            "realised_move": realised[:, 0], "realised_gain": realised[:, 1],
+        }  # fmt: skip
+        metrics = {f"verdict/{name}": float(each.nanmean()) for name, each in numbers.items()}
+        metrics["verdict/tau"] = self.state.tau
+        for i, term in enumerate(self.terms.values()):
+            falls = torch.cat([-moved[:, i], moved.new_zeros(1)])
+            metrics[f"verdict/gain/{term.label}"] = float(moved[:, i].mean())
+            metrics[f"verdict/largest_fall/{term.label}"] = float(falls.max())
+            metrics[f"verdict/refused/{term.label}"] = float(choices.refused[:, i].mean())
+        self._record(choices)
+        self.state.adapt(accepted[choices.can_gain].tolist())
+        return metrics
+
+    def _record(self, choices: Choice) -> None:
+        """Add the valid scores of the terms whose caps are quantiles."""
+        for row, scores in zip(choices.row.tolist(), choices.score.tolist(), strict=True):
+            for term, score in zip(self.terms.values(), scores, strict=True):
+                if math.isfinite(score) and term.weight and not self._has_cap(term):
+                    self.state.record(self.samples[row].row.id, term.label, score)
+
+    @property
+    def _scale(self) -> Tensor:
+        """Return the terms' weights in units of their deviations, (T,) float64."""
+        return torch.tensor([term.weight / term.std for term in self.terms.values()], dtype=torch.float64)
+
+    def _has_cap(self, term: Term) -> bool:
+        return term.reward.has_cap or term.label in self.settings.caps
+
+    def _cap(self, row: str, term: Term) -> float:
+        """Return the cap of a term for a row; infinite where the reward ends at one itself."""
+        if self._has_cap(term):
+            return self.settings.caps.get(term.label, torch.inf)
+        return self.state.cap(row, term.label)
