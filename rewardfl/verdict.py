@@ -19,6 +19,8 @@ from torch import Tensor
 from rewardfl.reward_flow import ascend
 
 CAP_QUANTILE, FEWEST_SCORES = 0.75, 4  # the cap of a term without one, of so many scores of a row or more
+# Adam's: moves are short, so 25 % of the tiny world's gradients are below its usual 1e-8. MEND's code has this value.
+ADAM_EPSILON = 1e-12
 RECENT, LEAST_ACCEPTED, MOST_ACCEPTED, TAU_FACTOR = 32, 0.3, 0.6, 1.5  # see VerdictState.adapt
 
 

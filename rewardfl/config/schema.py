@@ -936,7 +936,7 @@ class RewardFlConfig(Section):
         for key in ("caps", "pareto") if self.sample.verdict else ():
             labels, terms = getattr(self.sample.verdict, key), self.reward.terms
             for label in labels.keys() - terms.keys():
-                hint = did_you_mean(label, terms)
+                hint = did_you_mean(label, terms) or "; name one of them"
                 yield f"sample.verdict.{key}.{label} is not one of reward.terms ({', '.join(terms)}){hint}"
             for label in labels.keys() & terms.keys() if key == "caps" else ():
                 if terms[label].weight == 0:

@@ -43,10 +43,14 @@ def make_learner(
     trained: Mapping[str, nn.Module],
     steps: int,
     restored: TrainState | None,
+    epsilon: float = 1e-8,
 ) -> Learner:
-    """Build AdamW and its schedule over the loaded adapters, or restore them. steps: the run's total."""
+    """Build AdamW and its schedule over the loaded adapters, or restore them.
+
+    steps: the run's total. epsilon: of AdamW.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=train.learning_rate, weight_decay=train.weight_decay)
+    optimizer = torch.optim.AdamW(parameters, lr=train.learning_rate, eps=epsilon, weight_decay=train.weight_decay)
     # a plain scheduler: accelerate's steps once per process
     scheduler = LambdaLR(optimizer, learning_rate_factor(train.lr_scheduler_type, train.warmup_steps, steps))
     invariants.check_loaded(job.accelerator, model)

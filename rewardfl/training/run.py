@@ -55,7 +55,7 @@ from rewardfl.training.timer import Timer
 from rewardfl.training.update_metrics import common_metrics
 from rewardfl.training.verdicts import Move, Verdict
 from rewardfl.training.workload import Workload, make_workload
-from rewardfl.verdict import Choice
+from rewardfl.verdict import ADAM_EPSILON, Choice
 
 PlanT = TypeVar("PlanT", bound=plan.AnyPlan)
 SamplerT = TypeVar("SamplerT", bound=DeployedSampler | TrainingSampler)
@@ -442,7 +442,8 @@ def start(headers: Headers, run_folder: RunFolder, interruption: Interruption) -
     scales = evaluation.find_scales(run_plan.data, job, terms, conditions, decoder, held_out)
     model, trained = setup_model.load_experts(run_plan, backbone, job)
     setup_model.fill_adapters(model, trained, backbone, run_plan.init, resume_point, restored)
-    learner = make_learner(run_plan.train, job, backbone, model, trained, last_step, restored)
+    epsilon = ADAM_EPSILON if run_plan.has_verdict else 1e-8
+    learner = make_learner(run_plan.train, job, backbone, model, trained, last_step, restored, epsilon)
     average, old_policy = _make_averages(run_plan, learner, restored)
     log = open_log(run_plan, headers.settings, job, run_folder, state, restored, last_step)
     del restored  # up to five copies of the adapters

@@ -121,9 +121,13 @@ REWARD_PLACES = {
     ],
     "endpoint": [
         "model.trainable_models=dit2", "sample.gradient_mode=endpoint", "sample.final_timestep=3",
-        "reward.kl_weight=0", "train.ema_decay=0.5", "train.max_steps=3", "sample.mid_timestep=4",
+        "reward.kl_weight=0", "reward.kl_gradient=reference_constant", "train.ema_decay=0.5", "train.max_steps=3",
+        "sample.mid_timestep=4",
     ],
 }  # fmt: skip
+REWARD_PLACES["verdict"] = [
+    *REWARD_PLACES["endpoint"], "sample.endpoint_length=[0.003,0.02]", "sample.verdict={tau: 0.01, keep: 2}",
+]  # fmt: skip
 GUIDED = ["sample.guidance_scale=3", "sample.negative_prompt=a blurred picture"]
 REWARD_PLACES |= {
     "guided": [*REWARD_PLACES["both"], *GUIDED],
@@ -134,7 +138,7 @@ POLICY_PLACES = {
 }  # fmt: skip
 # by default one of those that went wrong before; `make chaos` runs all
 ALL_PLACES = [*(f"reward, {name}" for name in REWARD_PLACES), *(f"policy, {name}" for name in POLICY_PLACES)]
-PLACES = os.environ.get("PLACES", "reward, both").split("; ")
+PLACES = os.environ.get("PLACES", "reward, both; reward, verdict").split("; ")
 PLACES = ALL_PLACES if PLACES == ["all"] else PLACES
 
 

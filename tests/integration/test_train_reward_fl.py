@@ -14,7 +14,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
 from PIL import Image
 from pipelines import LinearFlowEuler, latent_shape
-from runs import CACHE, FAST, PACKS, WORLD, adapter, assert_same_run, call, equal_tensors, launch, metrics, watch
+from runs import CACHE, FAST, PACKS, RED, WORLD, adapter, assert_same_run, call, equal_tensors, launch, metrics, watch
 
 from rewardfl import data, lora, reward_flow
 from rewardfl.backbones.wan import load as wan_load
@@ -22,6 +22,7 @@ from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.data.clips import read_video_header
 from rewardfl.evaluation import generation
 from rewardfl.noise import draw_noise
+from rewardfl.training import checkpoint, verdicts
 from rewardfl.training.distributed import Distributed
 from rewardfl_tools import generate
 
@@ -196,6 +197,41 @@ def test_endpoint_rolls_out_with_the_average(monkeypatch, capsys, tmp_path):
     assert gaps[0] == 0 and gaps[1] > 0 and gaps[2] > 0
     assert call(monkeypatch, capsys, *settings, f"run.output_dir={cut(run, resumed, 2)}")[0] == 0
     assert_same_run(resumed, run, 3)
+
+
+def test_a_verdict_scores_every_move_and_resumes(monkeypatch, capsys, tmp_path):
+    """Moves are chosen by scores without a graph of what they decode to; a resumed run is the same, bit for bit."""
+    settings = [
+        *FAST, *RED, "--trust-code", "sample.gradient_mode=endpoint", "train.ema_decay=0.9", "reward.kl_weight=0",
+        "sample.mid_timestep=4", "sample.endpoint_length=[0.01,0.3]", "sample.verdict={tau: 0.5}",
+        "sample.verdict.pareto.change=0.01",
+        "reward.terms.change={name: motion, weight: 0}", "run.save_steps=3", "run.sample_videos=0", "train.max_steps=7",
+        "train.per_device_train_batch_size=2",
+    ]  # fmt: skip
+    run, resumed, seen = tmp_path / "run", tmp_path / "resumed", []
+
+    def look(choice, verdict, batch, scores, rises):
+        assert not scores.requires_grad and scores.shape == (3, 2, 2) and rises.all()
+        seen.append((choice, scores))
+
+    watch(monkeypatch, verdicts.Verdict, "choose", look)
+    code, out, error = call(monkeypatch, capsys, *settings, f"run.output_dir={run}")
+    assert code == 0, error
+    assert "verdict: 2 moves of each video are decoded and scored, and the video again; tau 0.5, keep 10; change" in out
+    assert len(seen) == 7
+    for line, (choice, scores) in zip(metrics(run), seen, strict=True):
+        moved, here = choice.accepted, torch.arange(2)
+        change = scores[choice.move, here] - scores[0]
+        assert (change[moved][:, 0] > 0).all() and (change[:, 1] >= -0.01).all()
+        assert line["verdict/accepted"] == pytest.approx(moved.double().mean().item())
+        assert line["verdict/gain/score"] is None or line["verdict/gain/score"] > 0
+    lines = metrics(run)
+    assert any(line["verdict/accepted"] > 0 and 0 < line["verdict/realised_move"] < 2 for line in lines)
+    state = checkpoint.load_state(run / "checkpoints" / "latest")["verdict"]
+    assert sum(len(scores["score"]) for scores in state["scores"].values()) == 14 and state["recent"]
+    assert call(monkeypatch, capsys, *settings, f"run.output_dir={cut(run, resumed, 3)}")[0] == 0
+    assert_same_run(resumed, run, 7)
+    assert checkpoint.load_state(resumed / "checkpoints" / "latest")["verdict"] == state
 
 
 def test_another_learning_rate_and_weight(straight, monkeypatch, capsys, tmp_path):
