@@ -26,6 +26,9 @@ from rewardfl.training.samples import Rows, Sample
 from rewardfl.training.shard import map_shared, read_entry
 from rewardfl.training.state import ResumePoint
 
+# keys of section `sample` that a video of the base model depends on
+SAMPLER_KEYS = {*SharedSampleConfig.model_fields, "final_timestep", "noises_per_sample"}
+
 
 def size_notes(clips: DataConfig, rows: Sequence[data.Row]) -> list[str]:
     """Return a note on the number of rows by generated size, where some have a size of their own."""
@@ -203,7 +206,7 @@ def add_base_motion(
     """
     sampler = {
         "base": dict(resume_point.base),
-        "sample": run_plan.sample.model_dump(mode="json"),
+        "sample": run_plan.sample.model_dump(mode="json", include=SAMPLER_KEYS),
         "dtype": run_plan.model.dtype,
         "boundary": run_plan.model.min_timestep_boundary,
         "seed": run_plan.run.seed,

@@ -67,6 +67,13 @@ def test_the_judge_compares_with_the_first_updates(part, first, last, breaks):
     assert len(warnings) == breaks and all(key in warning for warning in warnings)
 
 
+def test_a_verdict_that_accepts_no_move_is_an_alarm():
+    history = [line | {"verdict/accepted": 0.0 if line["step"] > 20 else 0.5} for line in HEALTHY]
+    assert not list(alarms(history[:20]))
+    (warning,) = alarms(history)
+    assert "not one move was accepted" in warning
+
+
 def test_a_data_loss_that_rises_by_more_than_a_tenth_breaks_a_guard():
     """Only some lines have it."""
     first, last = [{"step": 1, "actor/data_loss": 0.5}, {"step": 2}], [{"step": 3}]
