@@ -40,7 +40,7 @@ class ForwardOutcome:
     """The videos (B,) of one draw of forward-process reinforcement."""
 
     row: Tensor
-    weight: Tensor  # in the mean over the update's samples; 0 for one that is left out
+    weight: Tensor  # in the mean over the update's samples; 0 if it is left out
     loss: Tensor
     advantage: Tensor
     misfit: Tensor  # the velocity's mean squared error
@@ -54,7 +54,7 @@ class GrpoOutcome:
     """The samples (B,) of one stochastic step of Flow-GRPO."""
 
     row: Tensor
-    weight: Tensor  # in the mean over the update's samples; 0 for one that is left out
+    weight: Tensor  # in the mean over the update's samples; 0 if it is left out
     denoising_step: Tensor
     advantage: Tensor
     ratio: Tensor
