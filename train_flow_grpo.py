@@ -67,12 +67,12 @@ def train(run: FlowGrpoRun) -> int:
             scored = run.score_epoch(step, pending, rollouts)
 
         # 4. Update: score the window's steps of this part of the rollouts again, with a graph.
-        outcomes, losses, anchored, part = [], [], [], plan.part(step.update)
-        pairs = zip(rollouts[part], scored.advantages[part], strict=True)
-        passes = [(rollout, advantage, i) for rollout, advantage in pairs for i in rollout.steps]
-        per_update = geometry.forwards_per_update
-        with timer("step"), timer("replay"), job.gradient_reduction():
-            for rollout, advantage, i in passes:
+        outcomes, losses, anchored = [], [], []
+        weights, rest = run.share_update(step, scored.trained_groups)
+        passes = [(rollouts[n], scored.advantages[n], weights[n], i) for n in weights for i in rollouts[n].steps]
+        anchor_share = 1 / (geometry.forwards_per_update * geometry.batch)  # a sample's, in the loss of this process
+        with timer("step"), timer("replay"), job.gradient_reduction(skip=step.skips):
+            for rollout, advantage, weight, i in passes:
                 kernel, transition = rollout.kernel, rollout.steps[i].to(job.device)
                 velocity = run.velocity(policy, rollout.conditioning, rollout.schedule)
                 with job.accumulate(policy):
@@ -81,23 +81,25 @@ def train(run: FlowGrpoRun) -> int:
                     mean, log_prob = sde.score(velocity, transition, i, kernel)
                     ratio = grpo.log_ratio(plan.group.objective, log_prob, mean, transition, kernel.kind).exp()
                     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-                    loss = torch.maximum(-advantage * ratio, -advantage * clipped_ratio).mean()
+                    loss = (weight * torch.maximum(-advantage * ratio, -advantage * clipped_ratio)).mean()
                     clipped = grpo.clip_mask(ratio, advantage, clip_low, clip_high)  # these have no gradient
                     loss = loss / (abs(kernel.dt(i)) if plan.group.objective == "guard" else 1)  # its gradient has |dt|
                     no_kl = torch.zeros_like(log_prob)  # (B,)
                     kl = no_kl if reference_mean is None else flow.transition_kl(mean, reference_mean, transition.std)
-                    loss = loss + plan.group.kl_weight * kl.mean()
-                    job.backward(loss / (per_update * len(rollout.steps)))
+                    loss = loss + plan.group.kl_weight * (weight * kl).mean()
+                    job.backward(loss / len(passes))
                 losses.append(loss.detach())
                 row = rollout.row.to(job.device)
                 outcome = GrpoOutcome(
-                    row=row, denoising_step=torch.full_like(row, i), advantage=advantage, ratio=ratio.detach(),
-                    clipped=clipped, kl=kl.detach(), log_prob=log_prob.detach(), old_log_prob=transition.log_prob,
+                    row=row, weight=weight, denoising_step=torch.full_like(row, i), advantage=advantage,
+                    ratio=ratio.detach(), clipped=clipped, kl=kl.detach(), log_prob=log_prob.detach(),
+                    old_log_prob=transition.log_prob,
                 )  # fmt: skip
                 outcomes.append(outcome)
                 if i == max(rollout.steps):
-                    share = 1 / (per_update * geometry.batch)  # share of one sample in the loss of this process
-                    anchored.append(run.anchors.accumulate(job, policy, rollout, step.index, share))
+                    anchored.append(run.anchors.accumulate(job, policy, rollout, step.index, anchor_share))
+            for n in rest:
+                anchored.append(run.anchors.accumulate(job, policy, rollouts[n], step.index, anchor_share))
         with timer("step"):
             seen = run.gather(outcomes)
             if step.begins_epoch:  # nothing was updated since the rollout
@@ -107,7 +109,7 @@ def train(run: FlowGrpoRun) -> int:
         # 5. Metrics, checks, checkpoint.
         anchors = run.gather(anchored)
         policy_loss = float(job.gather(torch.stack(losses).mean()[None]).mean())
-        signal = ((seen.advantage != 0) & ~seen.clipped) | (seen.kl > 0) | (anchors.loss > 0).any()
+        signal = ((seen.advantage != 0) & ~seen.clipped) | (seen.weight * seen.kl > 0) | (anchors.loss > 0).any()
         metrics = flow_grpo_metrics(run.anchors.metrics(anchors), policy_loss, seen) | scored.metrics
         run.finish_update(
             step, metrics, rows=seen.row, finite=seen.log_prob.isfinite(), replaced=scored.replaced, signal=signal,

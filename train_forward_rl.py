@@ -38,7 +38,8 @@ from rewardfl.training.update_metrics import ForwardOutcome, forward_rl_metrics
 def train(run: ForwardRlRun) -> int:
     """Train, and return the exit code: 128 + the number of a signal."""
     plan, job, policy, forward = run.plan, run.job, run.policy, run.plan.group
-    training, per_update = plan.training, plan.training.forwards_per_update
+    training = plan.training
+    anchor_share = 1 / (training.forwards_per_update * training.batch)  # a sample's, in the loss of this process
     get_velocity = partial(run.velocity, policy, guidance=1.0)  # an update is without guidance, as in DiffusionNFT
 
     def policy_loss(draw: ForwardDraw, velocity: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,16 +91,18 @@ def train(run: ForwardRlRun) -> int:
             rollouts, scored = keep_trained(job, rollouts, scored, training)  # best: one video of each group
 
         # 4. Noise this update's videos at its moments. The velocities of the other policies: no graph is alive yet.
-        part = plan.part(step.update)
+        weights, rest = run.share_update(step, scored.trained_groups)
         with timer("step"), timer("old_policy"):
             draws, old_velocity = make_draws(
-                plan, step.index, rollouts[part], scored.advantages[part], get_velocity, run.rollout_weights, job.device
-            )
+                plan, step.index, [rollouts[n] for n in weights], [scored.advantages[n] for n in weights], get_velocity,
+                run.rollout_weights, job.device,
+            )  # fmt: skip
 
         # 5. Update: towards the videos of positive advantage, and away from videos of negative.
         outcomes, anchored = [], []
-        with timer("step"), timer("replay"), job.gradient_reduction():
-            for draw in draws:
+        draw_weights = [weight for weight in weights.values() for _ in range(plan.draws)]
+        with timer("step"), timer("replay"), job.gradient_reduction(skip=step.skips):
+            for draw, weight in zip(draws, draw_weights, strict=True):
                 with job.accumulate(policy):
                     velocity = draw.velocity(draw.x)
                     loss, ratio = policy_loss(draw, velocity)
@@ -107,16 +110,17 @@ def train(run: ForwardRlRun) -> int:
                     from_old = none if draw.old is None else forward_rl.distance(velocity, draw.old)
                     from_base = none if draw.base is None else forward_rl.distance(velocity, draw.base)
                     loss = loss + forward.old_policy.anchor * from_old + forward.base_anchor * from_base
-                    job.backward(loss.mean() / (per_update * plan.draws))
+                    job.backward((weight * loss).mean() / len(draws))
                 outcome = ForwardOutcome(
-                    row=draw.rollout.row.to(job.device), loss=loss.detach(), advantage=draw.advantage,
+                    row=draw.rollout.row.to(job.device), weight=weight, loss=loss.detach(), advantage=draw.advantage,
                     misfit=forward_rl.distance(velocity, draw.target).detach(), from_old=from_old.detach(),
                     from_base=from_base.detach(), ratio=ratio.detach(),
                 )  # fmt: skip
                 outcomes.append(outcome)
                 if draw.is_last:
-                    share = 1 / (per_update * training.batch)  # share of one sample in the loss of this process
-                    anchored.append(run.anchors.accumulate(job, policy, draw.rollout, step.index, share))
+                    anchored.append(run.anchors.accumulate(job, policy, draw.rollout, step.index, anchor_share))
+            for n in rest:
+                anchored.append(run.anchors.accumulate(job, policy, rollouts[n], step.index, anchor_share))
         with timer("step"):
             seen = run.gather(outcomes)
             run.update_weights(step)

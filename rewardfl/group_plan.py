@@ -105,6 +105,25 @@ def plan(epoch: int, rank: int, geometry: Geometry, sample_ids: Sequence[str], s
     return [list(map(member_at, members)) for members in positions(geometry, rank)]
 
 
+def passes_to_train(
+    geometry: Geometry, rank: int, part: slice, trained_groups: Tensor
+) -> tuple[dict[int, Tensor], list[int], float]:
+    """Return ({forward pass: weights (B,)}, other passes, share of samples left out) of process `rank` in an update.
+
+    part: the update's forward passes. trained_groups: (groups,) bool. The first passes have all samples of these
+    groups; every process has equally many, at least one. Samples of other groups weigh 0 and these all the same; over
+    the first passes of all processes the mean is 1, or 0 without any.
+    """
+    groups = torch.tensor([positions(geometry, process)[part] for process in range(geometry.world)])
+    trained = trained_groups[groups // geometry.group_size]  # (world, passes, B)
+    needed, total = trained.any(2), int(trained.sum())
+    count = max(1, int(needed.sum(1).amax()))
+    order = needed[rank].int().argsort(descending=True, stable=True).tolist()
+    weights = trained[rank] * (geometry.world * count * geometry.batch / max(1, total))
+    chosen = {part.start + n: weights[n] for n in sorted(order[:count])}
+    return chosen, [part.start + n for n in sorted(order[count:])], 1 - total / trained.numel()
+
+
 def needs_prefix(plans: Sequence[Sequence[Sequence[Member]]]) -> list[bool]:
     """Return by forward pass whether some process has a start that its previous pass had not.
 

@@ -85,6 +85,17 @@ def advantages(
     return (centred @ weight).clamp(-clip, clip).float(), logged
 
 
+def wide_groups(rewards: Tensor, valid: Tensor, weights: Sequence[float], smallest_spread: float) -> Tensor:
+    """Return (groups,) bool: whether the best and worst reward of a group differ by at least `smallest_spread`.
+
+    rewards: (groups, group_size, R), whose sum by R `weights` counts. valid: (groups, group_size) bool; fewer than two
+    valid samples differ by 0. DAPO (arXiv 2503.14476, eq. 11) leaves out groups of equal rewards, and samples others.
+    """
+    total = rewards.double() @ rewards.new_tensor(weights, dtype=torch.float64)
+    spread = total.masked_fill(~valid, -torch.inf).amax(1) - total.masked_fill(~valid, torch.inf).amin(1)
+    return spread.clamp(min=0) >= smallest_spread
+
+
 def _group_statistics(parts: Tensor, index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (mean, population std, whether all are equal), each (groups, R), of parts (N, R) over valid samples."""
     groups = index[valid, None].expand(-1, parts.shape[1])

@@ -58,6 +58,25 @@ def test_every_geometry_that_divides_gives_every_position_once():
                 assert all(at[0] // group_size == at[-1] // group_size for at in chained(lists))
 
 
+def test_what_is_left_is_trained_in_as_few_equal_passes_as_possible():
+    """Of every geometry, against a loop over positions; groups are trained at random, all, or none."""
+    for number, (world, batch, group_size, count) in enumerate(g for g in GRID if divides(*g) and g[3] < 32):
+        geometry = Geometry(group_size=group_size, groups=count, world=world, batch=batch)
+        trained = torch.rand(count, generator=torch.Generator().manual_seed(number)) < (0, 0.3, 0.5, 2)[number % 4]
+        part, size, chosen = range(geometry.forwards // 3, geometry.forwards), world * batch, []
+        for rank in range(world):
+            at = group_plan.positions(geometry, rank)
+            chosen.append({n: [bool(trained[position // group_size]) for position in at[n]] for n in part})
+        most = max(1, *(sum(map(any, each.values())) for each in chosen))
+        total = sum(sum(chained(each.values())) for each in chosen)
+        for rank, each in enumerate(chosen):
+            weights, rest, left_out = group_plan.passes_to_train(geometry, rank, slice(part.start, part.stop), trained)
+            assert sorted([*weights, *rest]) == [*part] and len(weights) == most and not any(any(each[n]) for n in rest)
+            expected = [[most * size / max(1, total) * is_left for is_left in each[n]] for n in weights]
+            assert torch.stack([*weights.values()]).tolist() == [pytest.approx(row) for row in expected]
+            assert left_out == pytest.approx(1 - total / (size * len(part)))
+
+
 def test_a_position_is_the_same_member_whatever_the_geometry():
     """One process has the members one by one: group after group, and in each member after member."""
     accepted = [geometry for geometry in GRID if divides(*geometry)]

@@ -723,6 +723,9 @@ class AdvantageConfig(Section):
     of: Literal["sum", "per_reward"] = "sum"
     # Largest absolute advantage.
     clip: Positive = 5.0
+    # Groups whose best and worst valid weighted sums of rewards differ by less are not trained on, and count in no
+    # deviation. 0: train on every group.
+    smallest_spread: NonNegative = 0.0
 
 
 class ForwardAdvantageConfig(AdvantageConfig):
@@ -1017,11 +1020,13 @@ class ForwardRlConfig(GroupRunConfig):
 
     def _readers(self) -> Readers:
         forward, objective, old = self.forward, self.forward.objective, self.forward.old_policy
+        others = "objective rvm, nft or awm"
         moves = bool(objective in ("nft", "awm") if old.decay is None else old.decay)
         return [
             (forward, "forward", ("mix",), objective == "nft", "objective nft"),
             (forward, "forward", ("weighting", "clip_range"), objective == "awm", "objective awm"),
-            (forward, "forward", ("advantage", "old_policy"), objective != "best", "objective rvm, nft or awm"),
+            (forward, "forward", ("old_policy",), objective != "best", others),
+            (forward.advantage, "forward.advantage", ("std", "of", "clip", "scale"), objective != "best", others),
             (forward.advantage, "forward.advantage", ("scale",), objective != "nft", "objective rvm or awm"),
             (old, "forward.old_policy", ("rate", "start"), moves, "a decay above 0"),
         ]

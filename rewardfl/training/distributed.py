@@ -156,11 +156,13 @@ class Distributed:
         return self.accelerator.deepspeed_engine_wrapped.engine if self.sharding == "zero2" else None
 
     def reduce_in_backward(self, number: int) -> None:
-        """Reduce the gradients in this backward pass of an update, its last one on each process."""
-        self.accelerator.gradient_accumulation_steps = number
+        """Reduce the gradients in this backward pass of the next updates, their last one on each process."""
+        self.accelerator.gradient_accumulation_steps, self.accelerator.step = number, 0
 
-    def gradient_reduction(self) -> contextlib.AbstractContextManager:
-        """Return the context of all backwards of an update. Every process must have equally many."""
+    def gradient_reduction(self, *, skip: bool = False) -> contextlib.AbstractContextManager:
+        """Return the context of all backwards of an update, equally many on every process; skip: of none, no graph."""
+        if skip:
+            return torch.no_grad()
         engine = self._engine
         return contextlib.nullcontext() if engine is None else engine.coalesce_grad_reduction()
 
@@ -170,6 +172,8 @@ class Distributed:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`. Accelerate's division by its accumulation count is undone."""
+        if not torch.is_grad_enabled():  # gradient_reduction(skip=True)
+            return
         engine = self._engine
         if engine is None:
             self.accelerator.backward(loss * self.accelerator.gradient_accumulation_steps)

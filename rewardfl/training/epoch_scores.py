@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ class EpochScores:
     replaced: Tensor  # (N,) bool of all processes: whether another clip replaces one whose cache entries are lost
     metrics: dict[str, float]  # epoch, reward/* and group/*
     why_nothing: str  # why no sample was judged by all trained rewards; "" where one was
+    trained_groups: Tensor  # (groups,) bool, without those that hardly differ
 
 
 def score_epoch(
@@ -47,16 +49,22 @@ def score_epoch(
     positions = torch.tensor([m.group_id * group.group_size + m.member for each in rollouts for m in each.members])
     local = (torch.cat(rewards), positions, torch.cat(valid) & requested, ~requested)
     rewards, positions, valid, replaced = (x.cpu() for x in job.gather([x.to(job.device) for x in local]))
-    advantages, metrics = grpo.advantages(
-        rewards, positions // group.group_size, group_size=group.group_size, std=group.advantage.std,
-        combine=group.advantage.of, weights=weights[0], clip=group.advantage.clip, valid=valid,
+    by_group = positions.argsort().view(-1, group.group_size)
+    trained = grpo.wide_groups(rewards[by_group], valid[by_group], weights[0], group.advantage.smallest_spread)
+    counts = valid & trained[positions // group.group_size]
+    compare = partial(
+        grpo.advantages, rewards, positions // group.group_size, group_size=group.group_size, std=group.advantage.std,
+        combine=group.advantage.of, weights=weights[0], clip=group.advantage.clip,
     )  # fmt: skip
+    advantages, metrics = compare(valid=valid)
+    if not trained.all():  # the metrics describe all groups
+        advantages, _ = compare(valid=counts)
     if isinstance(group, ForwardConfig) and group.objective == "best":
         total = rewards.double() @ rewards.new_tensor(weights[0], dtype=torch.float64)
-        by_group = positions.argsort().view(-1, group.group_size)
         best = forward_rl.best_advantages(total[by_group], valid[by_group])
         advantages[by_group] = best.float()
         metrics["group/zero_variance"] = float((best.sum(1) == 0).double().mean())
+        advantages[~counts] = 0
     sizes = [len(rollout.members) for rollout in rollouts]
     first_row = job.rank * len(requested)
     everywhere = job.gather_lists(list(results))
@@ -72,6 +80,7 @@ def score_epoch(
         replaced=replaced,
         metrics=metrics,
         why_nothing=why,
+        trained_groups=trained,
     )
 
 

@@ -82,6 +82,8 @@ class TrainStep:
     timer: Timer  # seconds by phase; the rollouts count in the epoch's first update
     norm: float = math.nan  # the gradient's before clipping; nan or inf where the update was skipped
     rate: float = math.nan  # learning rate
+    left_out: float = 0.0  # share of its samples whose groups are left out
+    skips: bool = False  # whether nothing is left to learn from
 
     @property
     def number(self) -> int:
@@ -253,13 +255,35 @@ class Run(Generic[PlanT, SamplerT]):
         group, weights, first = self.plan.group, self.plan.part_weights, step.index == self.state.step
         return score_epoch(self.job, self.terms, results, rollouts, group, weights, step.epoch, first=first)
 
+    def share_update(self, step: TrainStep, trained_groups: Tensor) -> tuple[dict[int, Tensor], list[int]]:
+        """Return ({forward pass: weights (B,)}, passes for the data anchor only) of this process in an update.
+
+        trained_groups: (groups,) bool. A pass of other groups is made only if another process has more to train on. No
+        sample travels: an epoch's latents could fill a process's memory. Fill step.left_out, skips.
+        """
+        assert isinstance(self.plan, plan.GroupPlan)
+        run_plan, part, anchor = self.plan, self.plan.part(step.update), self.plan.anchor
+        weights, rest, step.left_out = group_plan.passes_to_train(
+            run_plan.training, self.job.rank, part, trained_groups
+        )
+        anchor_draws = anchor.draws if anchor.weight else 0
+        policy_draws = run_plan.backwards_per_update // run_plan.training.forwards_per_update - anchor_draws
+        self.job.reduce_in_backward(run_plan.backwards_per_update - policy_draws * len(rest))
+        step.skips = step.left_out == 1 and not anchor_draws
+        if step.left_out == 1:
+            spread = f"advantage.smallest_spread {run_plan.group.advantage.smallest_spread:g}"
+            self.log.print(step.number, f"no group's best and worst differ by {spread}: nothing to learn; lower it")
+        return {n: weight.to(self.job.device) for n, weight in weights.items()}, rest
+
     def update_weights(self, step: TrainStep) -> None:
-        """Take one AdamW step on the gradients of all processes, unless they are not finite. Fill step.norm, rate."""
+        """Take one AdamW step on the gradients of all processes, if they are finite, or skip. Fill step.norm, rate."""
         learner = self.learner
         with step.timer("optimizer"):
             step.rate = float(learner.scheduler.get_last_lr()[0])
-            step.norm = self.job.step(learner.optimizer, learner.parameters, self.plan.train.max_grad_norm)
-            if self.average is not None and math.isfinite(step.norm):
+            step.norm = 0.0
+            if not step.skips:
+                step.norm = self.job.step(learner.optimizer, learner.parameters, self.plan.train.max_grad_norm)
+            if self.average is not None and math.isfinite(step.norm) and not step.skips:
                 self.average.step(learner.parameters)
             learner.scheduler.step()
 
@@ -284,6 +308,8 @@ class Run(Generic[PlanT, SamplerT]):
         self.done, done, timer = step.number, step.number, step.timer
         common = common_metrics(self.job.device, done, step.norm, step.rate, replaced, signal)
         metrics = {**metrics, **self.kl_floor, **common}
+        if isinstance(self.plan, plan.GroupPlan) and self.plan.group.advantage.smallest_spread:
+            metrics["group/left_out"] = step.left_out
         if step.begins_epoch or not why_nothing:  # count a failed epoch once, not per update
             self.log.count(step.norm, why_nothing)
         saves = step.ends_epoch and self._is_due(done, self.plan.run.save_steps)

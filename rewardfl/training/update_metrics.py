@@ -40,6 +40,7 @@ class ForwardOutcome:
     """The videos (B,) of one draw of forward-process reinforcement."""
 
     row: Tensor
+    weight: Tensor  # in the mean over the update's samples; 0 if it is left out
     loss: Tensor
     advantage: Tensor
     misfit: Tensor  # the velocity's mean squared error
@@ -53,6 +54,7 @@ class GrpoOutcome:
     """The samples (B,) of one stochastic step of Flow-GRPO."""
 
     row: Tensor
+    weight: Tensor  # in the mean over the update's samples; 0 if it is left out
     denoising_step: Tensor
     advantage: Tensor
     ratio: Tensor
@@ -119,8 +121,9 @@ def forward_rl_metrics(
         for name, chosen in (("positive", advantage > 0), ("negative", advantage < 0))
     }
     metrics = dict(anchor_metrics) | means | {"policy/deviation": deviation}
-    metrics["actor/loss"] += float(samples.loss.mean())
-    return metrics | {f"policy/{name}": float(getattr(samples, name).mean()) for name in plan.measured}
+    metrics["actor/loss"] += float((samples.weight * samples.loss).mean())
+    means = {name: float((samples.weight * getattr(samples, name)).mean()) for name in plan.measured}
+    return metrics | {f"policy/{name}": mean for name, mean in means.items()}
 
 
 def flow_grpo_metrics(
@@ -128,4 +131,6 @@ def flow_grpo_metrics(
 ) -> dict[str, float]:
     """Return the metrics of a Flow-GRPO update. policy_loss: the mean loss of its samples and steps."""
     loss = anchor_metrics["actor/loss"] + policy_loss
-    return dict(anchor_metrics) | {"actor/loss": loss} | grpo.policy_statistics(vars(samples))
+    trained = (samples.weight > 0) | ~samples.weight.any()  # without any, all of them
+    columns = {name: column[trained] for name, column in vars(samples).items()}
+    return dict(anchor_metrics) | {"actor/loss": loss} | grpo.policy_statistics(columns)

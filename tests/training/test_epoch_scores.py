@@ -51,6 +51,33 @@ def test_a_replaced_sample_does_not_count_in_its_group():
     assert torch.cat(list(scored.advantages)).tolist() == [0, 0] and scored.replaced.tolist() == [False, True]
 
 
+@pytest.mark.parametrize("std", ["group", "global", "max_group"])
+@pytest.mark.parametrize("objective", ["rvm", "best"])
+def test_groups_that_hardly_differ_count_in_no_deviation(std, objective):
+    """The choice against a loop; the other groups' advantages are the same in an epoch without these."""
+    rewards = torch.tensor([[0.0, 4, 2], [2.5, 9, 1], [3, 5, 0], [2, 7, 5]])
+    valid = torch.tensor([[1, 1, 1], [1, 0, 1], [1, 1, 0], [0, 0, 1]]).bool()
+    term = Term(key="", label="score", reward=Reward(), weight=2.0, mean=0.0, std=1.0)
+
+    def score_rows(rows, limit):
+        members, yes = [Member(0, i // 3, i % 3, 0, 0, 0) for i in range(3 * len(rows))], torch.ones(3 * len(rows)) > 0
+        rollout = Rollout(members=members, is_requested=yes, conditioning={}, schedule=None, shape=())
+        result = RewardResult(RewardOutput(rewards[rows].flatten(), valid[rows].flatten(), {}), ~yes)
+        advantage = {"std": std, "smallest_spread": limit}
+        group = ForwardConfig(group_size=3, groups=len(rows), objective=objective, advantage=advantage)
+        scored = score_epoch(JOB, [term], [[result]], [rollout], group, {}, 0, first=True)
+        return scored, scored.advantages[0].view(-1, 3)
+
+    everything = score_rows([0, 1, 2, 3], 0.0)[0]
+    values = [[2 * float(r) for r, ok in zip(*pair, strict=True) if ok] for pair in zip(rewards, valid, strict=True)]
+    for limit in (0.0, 3.0, 3.1, 8.0, 8.1):  # the spreads are 8, 3, 4 and 0
+        rows = [row for row in range(4) if max(values[row]) - min(values[row]) >= limit]
+        scored, advantages = score_rows([0, 1, 2, 3], limit)
+        assert scored.trained_groups.nonzero().flatten().tolist() == rows and scored.metrics == everything.metrics
+        assert not advantages[~scored.trained_groups].any()
+        assert not rows or torch.equal(advantages[rows], score_rows(rows, 0.0)[1])
+
+
 def test_best_keeps_one_video_of_each_group_whichever_process_has_it():
     """A video's number is its position. In group 0 the members 2 and 3 are the best, in group 1 all are equal."""
     rollouts, sent, yes = [], [], torch.ones(4).bool()
