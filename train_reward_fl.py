@@ -24,16 +24,12 @@ if __name__ == "__main__":
     ARGUMENTS = parse_arguments(__doc__)  # before torch is imported: --help prints at once
 
 import torch
-from torch import Tensor
 
-from rewardfl import reward_flow, verdict
-from rewardfl.backbones.protocol import Velocity
+from rewardfl import reward_flow
 from rewardfl.config import RewardFlConfig
-from rewardfl.reward_flow import Replayed, Trajectory
 from rewardfl.script import open_command
 from rewardfl.training.run import RewardFlRun
 from rewardfl.training.update_metrics import Outcome, Rewarded, reward_fl_metrics
-from rewardfl.training.verdicts import Move
 
 
 def train(run: RewardFlRun) -> int:
@@ -41,22 +37,18 @@ def train(run: RewardFlRun) -> int:
     plan, job, policy, terms, decoder, active = run.plan, run.job, run.policy, run.terms, run.decoder, run.plan.active
     accumulation = plan.train.gradient_accumulation_steps
     per_process = accumulation * plan.train.per_device_train_batch_size  # loss denominator of this process
-    sample, micro_batch = plan.sample, partial(job.accumulate, policy)
-
-    def replay(velocity: Velocity, trajectory: Trajectory, sigmas: Tensor, grad_x0: Tensor) -> Replayed:
-        """Accumulate the LoRA gradients of the active steps. The KL to the reference joins the reward here."""
-        if sample.verdict is not None:  # it decides below, on all samples
-            return Replayed.nothing(grad_x0)
-        if sample.gradient_mode == "endpoint":
-            return reward_flow.replay_endpoint(
-                velocity, trajectory, sigmas, grad_x0, length=sample.lengths[0], share=1 / per_process,
-                backward=job.backward, micro_batch=micro_batch,
-            )  # fmt: skip
-        return reward_flow.replay(
-            velocity, trajectory, sigmas, active, grad_x0, plan.coupling, reference=velocity.reference,
-            kl_weight=plan.reward.kl_weight / per_process, kl_gradient=plan.reward.kl_gradient, kl_steps=plan.kl_steps,
-            backward=job.backward, micro_batch=micro_batch,
-        )  # fmt: skip
+    micro_batch, verifies = partial(job.accumulate, policy), plan.sample.verdict is not None
+    ascends = plan.sample.gradient_mode == "endpoint" and not verifies
+    # The LoRA gradients of the active steps. The KL to the reference joins the reward here.
+    replay = partial(
+        reward_flow.replay, coupling=plan.coupling, kl_weight=plan.reward.kl_weight / per_process,
+        kl_gradient=plan.reward.kl_gradient, kl_steps=plan.kl_steps, backward=job.backward, micro_batch=micro_batch,
+    )  # fmt: skip
+    ascend = partial(
+        reward_flow.replay_endpoint, length=plan.sample.lengths[0], share=1 / per_process, backward=job.backward,
+        micro_batch=micro_batch,
+    )  # fmt: skip
+    replayed_steps = () if verifies else active
 
     for step in run.steps():
         timer, outcomes, anchored, rewarded, results, waiting = step.timer, [], [], [], [], []
@@ -108,7 +100,11 @@ def train(run: RewardFlRun) -> int:
 
                 # 4. Back through the active steps: one forward pass each, unless its graph was kept.
                 with timer("replay"):
-                    replayed = replay(velocity, trajectory, sigmas, grad_x0)
+                    replayed = (
+                        ascend(velocity, trajectory, sigmas, grad_x0)
+                        if ascends
+                        else replay(velocity, trajectory, sigmas, replayed_steps, grad_x0, reference=velocity.reference)
+                    )
                 outcome.signal |= replayed.cotangents.any(1) | (replayed.kl > 0)
                 outcome.finite &= (trajectory.x0 + grad_x0).flatten(1).isfinite().all(1) & replayed.kl.isfinite()
                 cotangents = replayed.cotangents * per_process  # (B, K) of the sample's own loss
@@ -117,28 +113,26 @@ def train(run: RewardFlRun) -> int:
                     Rewarded(reward=reward, kl=replayed.kl, cotangent=cotangents, valid=valid, sample_norm=norms)
                 )
                 results.append(scored)
-                if sample.verdict is not None:
+                if verifies:
                     waiting.append((outcome, batch, velocity, trajectory, grad_x0))
 
             # With a verdict: move x0 up the reward by several lengths, decode and score x0 and each move, choose one.
             moves = []
             for outcome, batch, velocity, trajectory, grad_x0 in waiting:
                 with timer("verdict"):
-                    x0 = trajectory.x0
-                    shifts, rises = verdict.moves(x0, grad_x0, sample.lengths, 1 / per_process)  # (1 + K, B, ...)
-                    scores = torch.stack([run.verdict.score(batch, x0 + shift) for shift in shifts])  # (1 + K, B, T)
-                    choice = run.verdict.choose(batch, scores, rises)
-                    shift = shifts[choice.move, torch.arange(len(x0))]  # (B, ...), 0 without a move
-                outcome.signal |= choice.accepted
-                moves.append(Move(batch, velocity, trajectory, shift, choice))
+                    shifts, rises = run.verdict.moves(trajectory.x0, grad_x0, 1 / per_process)  # (1 + K, B, ...)
+                    scores = torch.stack([run.verdict.score(batch, trajectory.x0 + shift) for shift in shifts])
+                    move = run.verdict.choose(batch, velocity, trajectory, shifts, scores, rises)
+                outcome.signal |= move.choice.accepted
+                moves.append(move)
 
             # One regression for all samples: towards x0 + shift, and of the others towards x0.
             if moves:
                 choices = run.gather([move.choice for move in moves])
             for move in moves:
                 with timer("replay"), micro_batch():
-                    weights = verdict.shares(move.choice.accepted, choices.accepted, run.verdict.settings.keep)
-                    error = (move.change() - move.shift).square().flatten(1).mean(1)  # (B,)
+                    weights = run.verdict.loss_weights(move.choice, choices)  # (B,)
+                    error = (move.change() - move.shift).square().flatten(1).mean(1)
                     job.backward(job.data_world * (weights * error).sum())
 
         # 5. One AdamW step on the gradients of all samples of all processes.
@@ -146,13 +140,13 @@ def train(run: RewardFlRun) -> int:
             gathered = run.gather(outcomes)
             update_results = run.gather_results(results)
             run.update_weights(step)
-            verdict_metrics = run.finish_verdict(moves, choices) if moves else {}
+            verdict_metrics = run.verdict.finish(moves, choices) if moves else {}
 
         # 6. Metrics, checks, checkpoint.
         metrics = run.anchors.metrics(run.gather(anchored)) | verdict_metrics
         if not plan.supervised:
             weight, samples = plan.reward.kl_weight, run.gather(rewarded)
-            metrics |= reward_fl_metrics(metrics, terms, update_results.by_pass, samples, active, weight)
+            metrics |= reward_fl_metrics(metrics, terms, update_results.by_pass, samples, replayed_steps, weight)
         run.finish_update(
             step, metrics, rows=gathered.row, finite=gathered.finite, replaced=gathered.replaced,
             signal=gathered.signal, problems=update_results.problems, why_nothing=update_results.why_nothing,

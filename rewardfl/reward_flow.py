@@ -55,12 +55,6 @@ class Replayed:
     kl: Tensor
     cotangents: Tensor
 
-    @classmethod
-    def nothing(cls, grad_x0: Tensor) -> "Replayed":
-        """Return the record of a step that is not replayed: (B,) without a KL, and (B, 1) without a cotangent."""
-        zeros = grad_x0.new_zeros(len(grad_x0), 1)
-        return cls(zeros[:, 0], zeros)
-
 
 @dataclass(frozen=True)
 class KeptGraphs:
@@ -178,7 +172,7 @@ def replay(
             chain = x.grad if chain is None else chain
             assert chain is not None, "backward must reach x_i"
             g = g + coupling * (chain if pull is None else chain + pull)
-    return Replayed(kl, torch.stack(cotangents[::-1], 1))
+    return Replayed(kl, torch.stack(cotangents[::-1], 1) if cotangents else kl.new_zeros(len(kl), 0))
 
 
 def ascend(x0: Tensor, grad_x0: Tensor, length: float, share: float) -> tuple[Tensor, Tensor]:

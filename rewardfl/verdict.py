@@ -88,7 +88,7 @@ def choose(
     )  # fmt: skip
 
 
-def shares(accepted: Tensor, everywhere: Tensor, keep: float) -> Tensor:
+def loss_weights(accepted: Tensor, everywhere: Tensor, keep: float) -> Tensor:
     """Return the weight of each sample's mean square in L, (B,) float32.
 
     accepted: (B,) bool, of one pass. everywhere: (N,) bool, of all passes of all processes.
@@ -113,7 +113,7 @@ class VerdictState:
         """Follow an update's samples that could gain: change tau when too few or too many of the last were moved.
 
         tau rises where fewer than LEAST_ACCEPTED of RECENT samples were, and falls where more than MOST_ACCEPTED were.
-        The samples after a change count anew.
+        After a change the count begins again.
         """
         self.recent = [*self.recent, *accepted][-RECENT:]
         share = sum(self.recent) / RECENT

@@ -147,7 +147,7 @@ def test_twice_the_length_is_twice_the_gradient():
         shifts, rises = verdict.moves(trajectory.x0, grad_x0, [length], 1.0)
         assert rises.all() and shifts.shape == (2, *trajectory.x0.shape) and (shifts[0] == 0).all()
         error = (reward_flow.endpoint_change(velocity, trajectory, sigmas) - shifts[1]).square().flatten(1).mean(1)
-        (verdict.shares(rises, rises, 10.0) * error).sum().backward()
+        (verdict.loss_weights(rises, rises, 10.0) * error).sum().backward()
         norms.append(torch.cat([grad.flatten() for grad in gradients(model).values()]))
         model.zero_grad()
         reward_flow.replay_endpoint(velocity, trajectory, sigmas, grad_x0, length, 1.0)
@@ -160,8 +160,8 @@ def test_the_loss_is_a_mean_over_moves_and_a_mean_over_the_others():
     """Whatever the passes and processes."""
     accepted = torch.tensor([True, False, False, True, False])
     error = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
-    weights = torch.cat([verdict.shares(part, accepted, 10.0) for part in accepted.split([2, 1, 2])])
+    weights = torch.cat([verdict.loss_weights(part, accepted, 10.0) for part in accepted.split([2, 1, 2])])
     assert float((weights * error).sum()) == pytest.approx((1 + 4) / 2 + 10 * (2 + 3 + 5) / 3)
     nothing = torch.zeros(2, dtype=torch.bool)
-    assert verdict.shares(nothing, nothing, 10.0).tolist() == [5, 5]
-    assert verdict.shares(~nothing, ~nothing, 10.0).tolist() == [0.5, 0.5]
+    assert verdict.loss_weights(nothing, nothing, 10.0).tolist() == [5, 5]
+    assert verdict.loss_weights(~nothing, ~nothing, 10.0).tolist() == [0.5, 0.5]

@@ -53,9 +53,9 @@ from rewardfl.training.signals import Interruption
 from rewardfl.training.state import Batching, ResumePoint, RunState, TrainState
 from rewardfl.training.timer import Timer
 from rewardfl.training.update_metrics import common_metrics
-from rewardfl.training.verdicts import Move, Verdict
+from rewardfl.training.verdicts import MoveJudge
 from rewardfl.training.workload import Workload, make_workload
-from rewardfl.verdict import ADAM_EPSILON, Choice
+from rewardfl.verdict import ADAM_EPSILON
 
 PlanT = TypeVar("PlanT", bound=plan.AnyPlan)
 SamplerT = TypeVar("SamplerT", bound=DeployedSampler | TrainingSampler)
@@ -120,7 +120,7 @@ class Run(Generic[PlanT, SamplerT]):
     graphs: reward_flow.KeptGraphs  # kept by the rollouts of reward feedback learning
     sampler: SamplerT
     anchors: Anchors
-    verdict: Verdict  # on the moves of gradient_mode endpoint, used with sample.verdict
+    verdict: MoveJudge  # on the moves of gradient_mode endpoint, used with sample.verdict
     log: Log
     last_step: int
     done: int = 0  # updates
@@ -193,15 +193,6 @@ class Run(Generic[PlanT, SamplerT]):
     def score(self, rows: Sequence[int], video: Tensor) -> list[RewardResult]:
         """Return the result of each reward for the videos (B, 3, F, H, W) in [-1, 1] of rows, with their graph."""
         return scoring.score_terms(self.terms, video, [self.samples[row].references for row in rows])
-
-    def finish_verdict(self, moves: Sequence[Move], choices: Choice) -> dict[str, float]:
-        """Measure what the policy has of a move after its update, and return the verdict's metrics. Collective.
-
-        choices: of all moves of all processes. One sample is measured on each process, if possible one with a move.
-        """
-        samples = [(move, i) for move in moves for i in range(len(move.choice.row))]
-        move, i = next(((move, i) for move, i in samples if move.choice.accepted[i]), samples[0])
-        return self.verdict.follow(choices, self.job.gather(self.verdict.realised(move.sample(i))))
 
     def gather_results(self, results: Sequence[Sequence[RewardResult]]) -> UpdateResults:
         """Return the rewards' results of all passes of all processes. results: by pass and term. Collective."""
@@ -500,12 +491,11 @@ def _make_verdict(
     samples: Sequence[Sample],
     state: RunState,
     decoder: Decoder,
-) -> Verdict:
+) -> MoveJudge:
     sample = run_plan.sample if isinstance(run_plan, plan.RewardFlPlan) else SampleConfig()
-    return Verdict(
+    return MoveJudge(
         settings=sample.verdict or VerdictConfig(), lengths=sample.lengths, samples=samples, state=state.verdict,
-        terms={i: term for i, term in enumerate(terms) if term.decides}, decode=decoder.decode,
-        broadcast=job.broadcast_in_clip,
+        terms={i: term for i, term in enumerate(terms) if term.decides}, decode=decoder.decode, job=job,
     )  # fmt: skip
 
 

@@ -13,11 +13,12 @@ from rewardfl.backbones.protocol import Velocity
 from rewardfl.config.schema import VerdictConfig
 from rewardfl.reward_flow import Trajectory, endpoint_change
 from rewardfl.rewards.scoring import Term, score_safely
+from rewardfl.training.distributed import Distributed
 from rewardfl.training.samples import Batch, Sample
 from rewardfl.verdict import Choice, VerdictState
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Move:
     """What one forward pass of B samples learns, on the device."""
 
@@ -46,7 +47,7 @@ class Move:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class MoveJudge:
     """The verdict of a run on moves of its samples' clean latents."""
 
     settings: VerdictConfig
@@ -55,7 +56,11 @@ class Verdict:
     samples: Sequence[Sample]
     state: VerdictState
     decode: Callable[[Tensor, protocol.Conditioning], Tensor]
-    broadcast: Callable[[Tensor], Tensor]  # to all processes of a clip
+    job: Distributed
+
+    def moves(self, x0: Tensor, grad_x0: Tensor, share: float) -> tuple[Tensor, Tensor]:
+        """Return verdict.moves by the run's lengths."""
+        return verdict.moves(x0, grad_x0, self.lengths, share)
 
     def score(self, batch: Batch, x0: Tensor) -> Tensor:
         """Decode and score clean latents (B, C, T, h, w) without a graph: (B, T) float64, NaN for an invalid score."""
@@ -65,17 +70,45 @@ class Verdict:
                 references = [self.samples[row].references[i] for row in batch.rows]
                 output = score_safely(term.reward, video, references).output
                 scores.append(output.score.double().masked_fill(~output.valid, torch.nan))
-        return self.broadcast(torch.stack(scores, 1).to(x0.device))
+        return self.job.broadcast_in_clip(torch.stack(scores, 1).to(x0.device))
 
-    def choose(self, batch: Batch, scores: Tensor, rises: Tensor) -> Choice:
-        """Return the verdict on one pass. scores: (1 + K, B, T) of x0 and its moves. rises: of verdict.moves."""
+    def choose(
+        self,
+        batch: Batch,
+        velocity: Velocity,
+        trajectory: Trajectory,
+        shifts: Tensor,
+        scores: Tensor,
+        rises: Tensor,
+    ) -> Move:
+        """Return what a pass learns. shifts, rises: of `moves`; scores: (1 + K, B, T), of `score` for each shift."""
         ids, terms = [self.samples[row].row.id for row in batch.rows], self.terms.values()
-        return verdict.choose(
+        choice = verdict.choose(
             torch.tensor(batch.rows, device=scores.device), rises, scores,
             caps=scores.new_tensor([[self._cap(name, term) for term in terms] for name in ids]),
             scale=self._scale.to(scores), prices=verdict.price(scores.new_tensor(self.lengths), self.state.tau),
             slacks=scores.new_tensor([self.settings.pareto.get(term.label, torch.inf) for term in terms]),
         )  # fmt: skip
+        shift = shifts[choice.move, torch.arange(len(choice.move))]
+        return Move(batch=batch, velocity=velocity, trajectory=trajectory, shift=shift, choice=choice)
+
+    def loss_weights(self, choice: Choice, everywhere: Choice) -> Tensor:
+        """Return the weights (B,) of a pass's samples in the loss. everywhere: the choices of all passes, processes."""
+        return verdict.loss_weights(choice.accepted, everywhere.accepted, self.settings.keep)
+
+    def finish(self, moves: Sequence[Move], choices: Choice) -> dict[str, float]:
+        """Return the metrics of an update, and learn from it: tau, and the rows' scores. Collective.
+
+        choices: of all moves of all processes. After the optimizer's step one sample is measured on each process, if
+        possible one with a move.
+        """
+        samples = [(move, i) for move in moves for i in range(len(move.choice.row))]
+        move, i = next(((move, i) for move, i in samples if move.choice.accepted[i]), samples[0])
+        realised = self.job.gather(self.realised(move.sample(i)))
+        metrics = self._metrics(choices, realised)
+        self._record(choices)
+        self.state.adapt(choices.accepted[choices.can_gain].tolist())
+        return metrics
 
     def realised(self, move: Move) -> Tensor:
         """Return the shares (1, 2) of a sample's move, and of its gain, that the policy has now; NaN without a move.
@@ -91,8 +124,8 @@ class Verdict:
         shares = torch.stack([along.double()[None], (values[1] - values[0]) / choice.gain], 1)
         return shares.masked_fill(~choice.accepted[:, None], torch.nan)
 
-    def follow(self, choices: Choice, realised: Tensor) -> dict[str, float]:
-        """Record an update's samples, and return its metrics. All arguments are of all processes."""
+    def _metrics(self, choices: Choice, realised: Tensor) -> dict[str, float]:
+        """Return the metrics of an update. All arguments are of all processes."""
         accepted, moved = choices.accepted, choices.change[choices.accepted]  # moved: (N, T)
         lengths = choices.change.new_tensor(self.lengths)[choices.move[accepted] - 1]
         numbers = {
@@ -106,8 +139,6 @@ class Verdict:
             metrics[f"verdict/gain/{term.label}"] = float(moved[:, i].mean())
             metrics[f"verdict/largest_fall/{term.label}"] = float(falls.max())
             metrics[f"verdict/refused/{term.label}"] = float(choices.refused[:, i].mean())
-        self._record(choices)
-        self.state.adapt(accepted[choices.can_gain].tolist())
         return metrics
 
     def _record(self, choices: Choice) -> None:

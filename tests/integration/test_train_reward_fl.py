@@ -210,11 +210,11 @@ def test_a_verdict_scores_every_move_and_resumes(monkeypatch, capsys, tmp_path):
     ]  # fmt: skip
     run, resumed, seen = tmp_path / "run", tmp_path / "resumed", []
 
-    def look(choice, verdict, batch, scores, rises):
+    def look(move, verdict, batch, velocity, trajectory, shifts, scores, rises):
         assert not scores.requires_grad and scores.shape == (3, 2, 2) and rises.all()
-        seen.append((choice, scores))
+        seen.append((move.choice, scores))
 
-    watch(monkeypatch, verdicts.Verdict, "choose", look)
+    watch(monkeypatch, verdicts.MoveJudge, "choose", look)
     code, out, error = call(monkeypatch, capsys, *settings, f"run.output_dir={run}")
     assert code == 0, error
     assert "verdict: 2 moves of each video are decoded and scored, and the video again; tau 0.5, keep 10; change" in out
