@@ -49,6 +49,8 @@ def train(run: ForwardRlRun) -> int:
             return advantage * forward_rl.distance(velocity, draw.target), ratio
         if forward.objective == "rvm":
             return forward_rl.rvm_loss(velocity, draw.target, scaled), ratio
+        if forward.objective == "dpo":  # of the pair: towards the better video, and away from the worse
+            return forward_rl.dpo_loss(velocity, draw.target, advantage, draw.logit, forward.beta), ratio
         if draw.old is None or forward.objective not in ("nft", "awm"):
             raise ValueError(f"forward.objective {forward.objective} has no loss here")
         if forward.objective == "nft":
@@ -87,14 +89,15 @@ def train(run: ForwardRlRun) -> int:
 
             # 3. Advantages: how much better than its group a video is, over all processes.
             scored = run.score_epoch(step, pending, rollouts)
-            rollouts, scored = keep_trained(job, rollouts, scored, training)  # best: one video of each group
+            rollouts, scored = keep_trained(job, plan, rollouts, scored)  # best: one video of each group; dpo: two
 
         # 4. Noise this update's videos at its moments. The velocities of the other policies: no graph is alive yet.
         part = plan.part(step.update)
         with timer("step"), timer("old_policy"):
             draws, old_velocity = make_draws(
-                plan, step.index, rollouts[part], scored.advantages[part], get_velocity, run.rollout_weights, job.device
-            )
+                plan, step.index, rollouts[part], scored.advantages[part], get_velocity,
+                run.rollout_weights, run.reference_weights, job.device,
+            )  # fmt: skip
 
         # 5. Update: towards the videos of positive advantage, and away from videos of negative.
         outcomes, anchored = [], []
@@ -111,7 +114,7 @@ def train(run: ForwardRlRun) -> int:
                 outcome = ForwardOutcome(
                     row=draw.rollout.row.to(job.device), loss=loss.detach(), advantage=draw.advantage,
                     misfit=forward_rl.distance(velocity, draw.target).detach(), from_old=from_old.detach(),
-                    from_base=from_base.detach(), ratio=ratio.detach(),
+                    from_base=from_base.detach(), ratio=ratio.detach(), reference=draw.reference, logit=draw.logit,
                 )  # fmt: skip
                 outcomes.append(outcome)
                 if draw.is_last:

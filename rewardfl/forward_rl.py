@@ -12,14 +12,17 @@ l = mean((v - u)^2), and g
     nft   2 sigma / mean|v_old - u|                  DiffusionNFT, arXiv 2509.16117
     awm   2 w'(l), w of `awm_log_prob`               AWM, arXiv 2509.25050
     best  2, with A of `best_advantages`: loss A l   rejection sampling: Flow-GRPO, arXiv 2505.05470, appendix C.1
+    dpo   beta, with A of `pair_advantages`          Diffusion-DPO, arXiv 2311.12908; Flow-DPO, 2501.13918
 
-Away from it, nft also pulls v towards v_old, awm's ratio grows or is clipped, and rvm and best stay as they are.
+Away from it, nft also pulls v towards v_old, awm's ratio grows or is clipped, dpo's factor falls from beta to 0 as the
+pair is told apart (here v_old is its reference), and rvm and best stay as they are.
 """
 
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 Weighting = Literal["uniform", "sigma", "sigma_squared", "huber", "generalised_huber"]
 
@@ -46,6 +49,40 @@ def best_advantages(rewards: Tensor, valid: Tensor) -> Tensor:
     lowest = rewards.masked_fill(~valid, torch.inf).amin(1, keepdim=True)
     differ = (highest > lowest) & ~highest.isclose(lowest, rtol=1e-6, atol=0)
     return torch.zeros_like(rewards).scatter(1, best, differ.to(rewards))
+
+
+def pair_advantages(rewards: Tensor, valid: Tensor) -> Tensor:
+    """Return `best_advantages`, and -1 for the lowest valid reward of each group that has a best, the first of equals.
+
+    rewards, valid: (groups, group_size).
+    """
+    best = best_advantages(rewards, valid)
+    worst = rewards.masked_fill(~valid, torch.inf).argmin(1, keepdim=True)
+    return best - torch.zeros_like(best).scatter(1, worst, best.sum(1, keepdim=True))
+
+
+def pair_logits(change: Tensor, advantage: Tensor, pair: Tensor, beta: float) -> Tensor:
+    """Return DPO's logit (N,) float64 for the pair of each sample:  z = -(beta / 2) (change_w - change_l).
+
+    change: (N,), the error mean((v - u)^2) minus the reference's, at one noise and sigma for both samples of a pair.
+    advantage: (N,), 1 for the chosen sample w of a pair, -1 for the rejected l, 0 for others. pair: (N,) integers; one
+    of samples of advantage 0 has z = 0. Diffusion-DPO, arXiv 2311.12908, eq. 14, with means over elements, and with the
+    same beta at every sigma as Flow-DPO, arXiv 2501.13918.
+    """
+    numbers, places = pair.unique(return_inverse=True)
+    sums = torch.zeros(len(numbers), dtype=torch.float64, device=change.device)
+    return -beta / 2 * sums.index_add(0, places, advantage.double() * change.double())[places]
+
+
+def dpo_loss(velocity: Tensor, target: Tensor, advantage: Tensor, logit: Tensor, beta: float) -> Tensor:
+    """Return DPO's loss (B,) float64 for samples of pairs, with the value  -log sigmoid(logit)  and 0 without a pair.
+
+    The gradient of the mean over both samples of a pair is exactly that of the loss: each sample's is of a regression,
+    weighted by the constant  advantage * beta * sigmoid(-logit). So the samples need not share a forward pass.
+    velocity, target: (B, ...). advantage, logit: (B,), as `pair_logits` takes and returns them.
+    """
+    pull = advantage * beta * (-logit).sigmoid() * distance(velocity, target)
+    return advantage.abs() * functional.softplus(-logit) + pull - pull.detach()
 
 
 def rvm_loss(velocity: Tensor, target: Tensor, advantage: Tensor) -> Tensor:

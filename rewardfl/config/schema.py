@@ -791,7 +791,7 @@ class OldPolicyConfig(Section):
     The share is rate * (updates so far - start), within 0..decay.
     """
 
-    # null takes the objective's: nft 0.5, awm 0.3; rvm and best 0, the policy at the start of the epoch.
+    # null takes the objective's: nft 0.5, awm 0.3; rvm, best and dpo 0, the policy at the start of the epoch.
     decay: Annotated[Share, Field(lt=1)] | None = None
     rate: NonNegative = 0.001
     start: Whole = 0
@@ -804,8 +804,8 @@ class ForwardConfig(GroupConfig):
 
     # rvm: the velocity's regression, weighted by the signed advantage. nft: DiffusionNFT, two branches around the old
     # policy. awm: AWM's clipped ratio of likelihoods. best: plain regression on each group's best video, as on
-    # data. For a model distilled to few steps, rvm (docs/forward_rl.md).
-    objective: Literal["rvm", "nft", "awm", "best"] = "rvm"
+    # data. dpo: each group's best video against its worst. For a model distilled to few steps rvm (docs/forward_rl.md).
+    objective: Literal["rvm", "nft", "awm", "best", "dpo"] = "rvm"
     # Sigmas, each with its noise, of each video in an update: each takes one forward and one backward pass.
     draws: Annotated[int, Field(ge=1, le=1_000)] = 2
     # Where on the schedule: steps, the sigmas of the trained experts' denoising steps, in turn, which the sampler asks
@@ -824,6 +824,9 @@ class ForwardConfig(GroupConfig):
     weighting: Literal["uniform", "sigma", "sigma_squared", "huber", "generalised_huber"] = "generalised_huber"
     # For awm: the ratio is clipped to 1 - clip_range .. 1 + clip_range.
     clip_range: Annotated[Share, Field(gt=0)] = 1.0
+    # For dpo: the loss falls until a pair's errors, means over elements, have moved apart by a few times 1 / beta since
+    # the start of the run. Published betas of errors that are sums do not transfer.
+    beta: Positive = 100.0
 
 
 class EvaluationConfig(Section):
@@ -982,7 +985,14 @@ class ForwardRlConfig(GroupRunConfig):
         return [
             (forward, "forward", ("mix",), objective == "nft", "objective nft"),
             (forward, "forward", ("weighting", "clip_range"), objective == "awm", "objective awm"),
-            (forward, "forward", ("advantage", "old_policy"), objective != "best", "objective rvm, nft or awm"),
+            (forward, "forward", ("beta",), objective == "dpo", "objective dpo"),
+            (
+                forward,
+                "forward",
+                ("advantage", "old_policy"),
+                objective not in ("best", "dpo"),
+                "objective rvm, nft or awm",
+            ),
             (forward.advantage, "forward.advantage", ("scale",), objective != "nft", "objective rvm or awm"),
             (old, "forward.old_policy", ("rate", "start"), moves, "a decay above 0"),
         ]

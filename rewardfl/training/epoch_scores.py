@@ -51,12 +51,13 @@ def score_epoch(
         rewards, positions // group.group_size, group_size=group.group_size, std=group.advantage.std,
         combine=group.advantage.of, weights=weights[0], clip=group.advantage.clip, valid=valid,
     )  # fmt: skip
-    if isinstance(group, ForwardConfig) and group.objective == "best":
+    if isinstance(group, ForwardConfig) and group.objective in ("best", "dpo"):
         total = rewards.double() @ rewards.new_tensor(weights[0], dtype=torch.float64)
         by_group = positions.argsort().view(-1, group.group_size)
-        best = forward_rl.best_advantages(total[by_group], valid[by_group])
-        advantages[by_group] = best.float()
-        metrics["group/zero_variance"] = float((best.sum(1) == 0).double().mean())
+        choose = {"best": forward_rl.best_advantages, "dpo": forward_rl.pair_advantages}[group.objective]
+        chosen = choose(total[by_group], valid[by_group])
+        advantages[by_group] = chosen.float()
+        metrics["group/zero_variance"] = float((chosen == 0).all(1).double().mean())
     sizes = [len(rollout.members) for rollout in rollouts]
     first_row = job.rank * len(requested)
     everywhere = job.gather_lists(list(results))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from rewardfl import config as configuration
-from rewardfl import data, group_plan, reward_flow, sde
+from rewardfl import data, group_plan, lora, reward_flow, sde
 from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Backbone, Conditioning, Decoder, Experts, Schedule, Velocity
 from rewardfl.config import AnyConfig
@@ -42,7 +42,7 @@ from rewardfl.training.conditions import Conditions
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.epoch_scores import EpochScores, UpdateResults, explain_results, score_epoch
 from rewardfl.training.evaluation import DeployedSampler
-from rewardfl.training.learner import Learner, make_average, make_learner, make_old_policy, seed_generators
+from rewardfl.training.learner import Learner, copy_start, make_average, make_learner, make_old_policy, seed_generators
 from rewardfl.training.logger import Log
 from rewardfl.training.run_folder import RunFolder
 from rewardfl.training.samples import Batch, Rollout, Rows, Sample
@@ -113,6 +113,7 @@ class Run(Generic[PlanT, SamplerT]):
     learner: Learner
     average: Average | None
     old_policy: OldPolicy  # for forward-process reinforcement; without parameters elsewhere
+    start_policy: EMAModel  # DPO's reference of lora.init_from; without parameters elsewhere
     graphs: reward_flow.KeptGraphs  # kept by the rollouts of reward feedback learning
     sampler: SamplerT
     anchors: Anchors
@@ -163,6 +164,12 @@ class Run(Generic[PlanT, SamplerT]):
         if isinstance(self.plan, plan.RewardFlPlan) and self.plan.sample.gradient_mode == "endpoint":
             source = self.average
         return averaged(source, self.learner.parameters)
+
+    def reference_weights(self) -> contextlib.AbstractContextManager:
+        """Swap in the weights at the start of the run: no adapter, or a copy of lora.init_from's."""
+        if not self.start_policy.shadow_params:
+            return lora.reference(self.policy)
+        return averaged(self.start_policy, self.learner.parameters)
 
     def is_interrupted(self) -> bool:
         """Return whether any process got a signal. Collective."""
@@ -311,7 +318,8 @@ class Run(Generic[PlanT, SamplerT]):
         else:  # a mean since the last scheduled save: a resumed run agrees
             since = (done - 1) // settings.save_steps * settings.save_steps
             score = log.score_for_best(done, since, ["reward/held_out", "reward/mean"])
-        state = saving.collect_state(job, learner, self.average, self.state, log, done, self.batching, self.old_policy)
+        copies = {"old_policy": self.old_policy, "start_policy": self.start_policy}
+        state = saving.collect_state(job, learner, self.average, self.state, log, done, self.batching, copies)
         with averaged(self.average, learner.parameters):
             saving.save(settings, job, self.backbone, learner, log, state, score, last=last)
             if not self.interruption.number:  # shutting down: skip the videos
@@ -432,6 +440,8 @@ def start(headers: Headers, run_folder: RunFolder, interruption: Interruption) -
     setup_model.fill_adapters(model, trained, backbone, run_plan.init, resume_point, restored)
     learner = make_learner(run_plan.train, job, backbone, model, trained, last_step, restored)
     average, old_policy = _make_averages(run_plan, learner, restored)
+    has_start = isinstance(run_plan, plan.ForwardRlPlan) and run_plan.starts_from_adapter
+    start_policy = copy_start(learner.parameters, restored) if has_start else EMAModel([])
     log = open_log(run_plan, headers.settings, job, run_folder, state, restored, last_step)
     del restored  # up to five copies of the adapters
     sampler = setup_data.make_sampler(run_plan, job, conditions, decoder, model, negative, builder)
@@ -442,8 +452,8 @@ def start(headers: Headers, run_folder: RunFolder, interruption: Interruption) -
         plan=run_plan, backbone=backbone, job=job, interruption=interruption, terms=terms, samples=samples,
         held_out=held_out, scales=scales, state=state, batching=batching, conditions=conditions, negative=negative,
         decoder=decoder, model=model, learner=learner, average=average, old_policy=old_policy, sampler=sampler, log=log,
-        last_step=last_step, done=state.step, worker_pools=pools, graphs=_kept_graphs(run_plan, job),
-        anchors=setup_data.make_anchors(run_plan, conditions, samples, job.device),
+        start_policy=start_policy, last_step=last_step, done=state.step, worker_pools=pools,
+        graphs=_kept_graphs(run_plan, job), anchors=setup_data.make_anchors(run_plan, conditions, samples, job.device),
     )  # fmt: skip
 
 

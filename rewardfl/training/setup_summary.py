@@ -94,11 +94,16 @@ def _group_arithmetic(plan: FlowGrpoPlan, clips: int | None, steps: int | None) 
 def _forward_arithmetic(plan: ForwardRlPlan, clips: int | None, steps: int | None) -> list[str]:
     forward = plan.group
     moments = "any sigma of" if plan.whole_range else "in turn"
-    sample = "group's best sample and of no other" if forward.objective == "best" else "sample"
+    chosen = {"best": "group's best sample and of no other", "dpo": "group's best and worst sample and of no other"}
+    sample = chosen.get(forward.objective, "sample")
+    reference = "lora.init_from's adapter" if plan.starts_from_adapter else "the model without its adapter"
+    factor = f"advantage x {plan.advantage_scale:g}"
+    if forward.objective == "dpo":
+        factor = f"beta {forward.beta:g} against {reference}"
     return [
         *_epoch_lines(plan),
         f"draws: {plan.draws} of each {sample}, {moments} steps {list(plan.active)}",
-        f"objective: {forward.objective}, advantage x {plan.advantage_scale:g}, the old policy keeps up to "
+        f"objective: {forward.objective}, {factor}, the old policy keeps up to "
         f"{plan.old_decay:g} of itself per epoch; anchors: old policy {forward.old_policy.anchor:g}, base "
         f"{forward.base_anchor:g}",
         *_run_lines(plan, steps, clips),

@@ -74,6 +74,12 @@ BEST = [
 ]  # fmt: skip
 
 
+def chosen_runs(out, start):
+    """Return best's run, and dpo's, whose reference is the adapter of best's run in `start`."""
+    dpo = [*BEST, "forward.objective=dpo", f"lora.init_from={start / 'best' / 'checkpoints' / 'latest'}"]
+    return [[*BEST, f"run.output_dir={out / 'best'}"], [*dpo, f"run.output_dir={out / 'dpo'}"]]
+
+
 def run(name, out, *runs, **more):
     """Run scripts in the same processes, into out/<script> or their output_dir; return all processes' accounts of each.
 
@@ -160,7 +166,7 @@ def single(tmp_path_factory):
     each place of the boundary, of two clips."""
     out = tmp_path_factory.mktemp("one")
     rewards = [*REWARD_FL, "train.gradient_accumulation_steps=4", "train.max_steps=4"]
-    places = [[*BEST, f"run.output_dir={out / 'best'}"], *placed_runs(out, accumulation=2)]
+    places = [*chosen_runs(out, out), *placed_runs(out, accumulation=2)]
     accounts = run("cpu", out, rewards, GRPO, FORWARD, *places, NOBODY_ON="3", BREAK_GRADIENT="0:1")
     return accounts[0][0], out
 
@@ -181,7 +187,7 @@ def double(request, single, tmp_path_factory):
         f"train.memory.kept_steps={1 if request.param == 'ddp' else 2}",
     ]
     rewards = [*REWARD_FL, *graphs, "train.gradient_accumulation_steps=2", "train.max_steps=3"]
-    places = [[*BEST, f"run.output_dir={out / 'best'}"], *placed_runs(out, accumulation=1)]
+    places = [*chosen_runs(out, single[1]), *placed_runs(out, accumulation=1)]
     if request.param == "ddp":  # the same numbers, whose weights wait in host memory
         places = [[*words, "train.memory.trained=cpu_swap"] for words in places]
     accounts = run(request.param, out, rewards, GRPO, FORWARD, *places, NOBODY_ON="3", BREAK_GRADIENT="1:0")
@@ -289,19 +295,22 @@ def test_policy_updates_do_not_depend_on_the_processes(single, double):
     assert states[0]["average"]["optimization_step"] == states[1]["average"]["optimization_step"] == 2
 
 
-@pytest.mark.parametrize("name", [FORWARD_RL, "best"])
+@pytest.mark.parametrize("name", [FORWARD_RL, "best", "dpo"])
 def test_forward_updates_do_not_depend_on_the_processes(single, double, name):
     folders = [double[2] / name, single[1] / name]
     actual, expected = map(metrics, folders)
     # without policy/deviation, for which a process keeps one batch
     keys = ("grad_norm", "reward/mean", "actor/loss", "actor/anchor_loss", "policy/misfit_positive")
     assert_same_lines(actual[:1], expected[:1], keys, rel=1e-4)
-    distances = ["policy/from_old", "policy/from_base"][name == "best" :]
+    distances = ["policy/from_old", "policy/from_base"][name != FORWARD_RL :]
     assert_same_lines(actual[1:], expected[1:], [*keys, *distances], rel=1e-2)
-    assert name == "best" or actual[3]["policy/from_old"] < actual[3]["policy/from_base"]
+    assert name != FORWARD_RL or actual[3]["policy/from_old"] < actual[3]["policy/from_base"]
     states = [checkpoint.load_state(path / "checkpoints" / "step-000004") for path in folders]
     for a, b in zip(*(state["old_policy"] for state in states), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-2 * 1e-4 + 1e-6)
+    if name == "dpo":
+        assert all(map(torch.equal, *(state["start_policy"] for state in states)))
+        assert_same_lines(actual[1:], expected[1:], ["policy/rejected_change", "policy/chosen_change"], rel=5e-2)
 
 
 def test_the_place_of_the_boundary_does_not_matter(single, double):

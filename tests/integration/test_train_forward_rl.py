@@ -1,5 +1,6 @@
 """train_forward_rl.py as a user runs it, on the embedded tiny world."""
 
+import itertools
 import shutil
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 from runs import FORWARD_FAST, HELD_OUT, SWAPPED, assert_same_run, call_forward, launch_forward, metrics
 
 import train_forward_rl
+from rewardfl import lora
 from rewardfl.optim import OldPolicy
 from rewardfl.training import checkpoint
 from rewardfl.training.distributed import Distributed
+from rewardfl.weights.lora_files import load_tensor
 
 pytestmark = pytest.mark.slow(150)
 
@@ -45,18 +48,33 @@ def test_a_run_logs_the_distances_between_the_policies(straight):
     assert all(line["policy/misfit_positive"] > 0 and line["policy/misfit_negative"] > 0 for line in lines[1:])
 
 
-@pytest.mark.parametrize("settings", [EPOCHS, BEST], ids=["nft", "best"])
-def test_a_resumed_run_is_the_same_to_the_bit(straight, tmp_path, settings):
-    if settings is BEST:
-        launch_forward(f"run.output_dir={(straight := tmp_path / 'straight')}", *BEST)
+@pytest.mark.parametrize("objective", ["nft", "best", "dpo"])
+def test_a_resumed_run_is_the_same_to_the_bit(straight, tmp_path, objective):
+    settings, copies = EPOCHS, ["old_policy"]
+    if objective != "nft":
+        start = straight / "checkpoints" / "step-000004"  # whose adapter is dpo's reference
+        init = {"best": [], "dpo": [f"lora.init_from={start}", "forward.beta=20"]}[objective]
+        settings, copies = [*BEST, f"forward.objective={objective}", *init], copies + ["start_policy"] * len(init[:1])
+        launch_forward(f"run.output_dir={(straight := tmp_path / 'straight')}", *settings)
+    if objective == "dpo":
+        lines, state = metrics(straight), checkpoint.load_state(straight / "checkpoints" / "step-000008")
+        assert (
+            lines[1]["policy/chosen_change"] == lines[1]["policy/rejected_change"] == 0 < lines[1]["policy/from_base"]
+        )
+        assert all(line["policy/chosen_change"] != 0 for line in lines[2:])
+        expected = lora.read_lora(start / "transformer_2" / lora.WEIGHTS_NAME)[0].updates.values()
+        sizes = [sum(load_tensor(f).square().sum() for f in each.factors) for each in expected]
+        assert sum(value.square().sum() for value in state["start_policy"]) == pytest.approx(
+            float(sum(sizes)), rel=1e-5
+        )
     run = shutil.copytree(straight, tmp_path / "run", symlinks=True)
     shutil.rmtree(run / "checkpoints" / "step-000008")
     (run / "checkpoints" / "latest").unlink()
     launch_forward(f"run.output_dir={run}", *settings)
     assert_same_run(run, straight, 8)
     states = [checkpoint.load_state(path / "checkpoints" / "step-000008") for path in (run, straight)]
-    for actual, right in zip(*(state["old_policy"] for state in states), strict=True):
-        assert torch.equal(actual, right)
+    for name in copies:
+        assert all(map(torch.equal, states[0][name], states[1][name])) and len(states[0][name]) == len(states[1][name])
 
 
 def test_blocks_in_host_memory_change_nothing(straight, tmp_path):
@@ -64,7 +82,9 @@ def test_blocks_in_host_memory_change_nothing(straight, tmp_path):
     assert_same_run(tmp_path, straight, 8)
 
 
-@pytest.mark.parametrize("objective, anchor", [("rvm", "old"), ("nft", "old"), ("awm", "old"), ("best", "base")])
+@pytest.mark.parametrize(
+    "objective, anchor", [("rvm", "old"), ("nft", "old"), ("awm", "old"), ("best", "base"), ("dpo", "base")]
+)
 def test_every_objective_learns_and_begins_on_policy(objective, anchor, tmp_path):
     launch_forward(f"run.output_dir={tmp_path}", *SHORT, f"forward.objective={objective}", f"forward.{anchor}_anchor=1")
     (line,) = metrics(tmp_path)
@@ -91,14 +111,33 @@ def test_a_dead_contrast_ends_the_run(monkeypatch, capsys, tmp_path):
     assert code == 3 and "policy/deviation is exactly 0 after an update that had advantages" in error
 
 
-def test_best_is_regression_on_the_best_videos(monkeypatch, tmp_path):
-    """Loss and gradient equal autograd of mean((v - (noise - x0))^2), and eight updates fit the first draws."""
+def regression(draws):
+    """Return best's loss: mean((v - (noise - x0))^2)."""
+    return sum((draw.velocity(draw.x) - draw.target).square().mean() / len(draws) for draw in draws)
+
+
+def preference(draws, beta=100.0):
+    """Return dpo's loss from its four errors at once, against the model without an adapter: pairs share their noise."""
+    losses = []
+    for pair in itertools.combinations(sorted(draws, key=lambda draw: -draw.advantage), 2):
+        if torch.allclose(*(draw.target + draw.x0 for draw in pair), atol=1e-4):
+            policy = [(draw.velocity(draw.x) - draw.target).square().mean() for draw in pair]
+            base = [(draw.velocity.func.reference(draw.x, 0) - draw.target).square().mean() for draw in pair]
+            logit = -beta / 2 * ((policy[0] - base[0]) - (policy[1] - base[1]))
+            losses.append(-torch.log(torch.sigmoid(logit)))
+    assert len(losses) == len(draws) // 2
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("objective, loss_of", [("best", regression), ("dpo", preference)])
+def test_what_is_chosen_of_groups_trains_by_the_published_loss(monkeypatch, tmp_path, objective, loss_of):
+    """Loss and gradient equal autograd, and eight updates fit the first draws."""
     make, first, expected = train_forward_rl.make_draws, [], []
 
     def watched_make(*arguments, **settings):
         draws, old = make(*arguments, **settings)
         first.extend([] if first else draws)
-        loss, again = (sum((d.velocity(d.x) - d.target).square().mean() / len(of) for d in of) for of in (draws, first))
+        loss, again = loss_of(draws), loss_of(first)
         parameters = [p for p in draws[0].velocity.func.model.parameters() if p.requires_grad]
         norm = sum(gradient.square().sum() for gradient in torch.autograd.grad(loss, parameters)) ** 0.5
         expected.append([loss.item(), norm.item(), again.item()])
@@ -106,7 +145,7 @@ def test_best_is_regression_on_the_best_videos(monkeypatch, tmp_path):
 
     monkeypatch.setattr(train_forward_rl, "make_draws", watched_make)
     epoch = ["forward.inner_epochs=8", "train.max_steps=8", "run.sample_videos=0"]
-    launch_forward(f"run.output_dir={tmp_path}", "forward.objective=best", *epoch)
+    launch_forward(f"run.output_dir={tmp_path}", f"forward.objective={objective}", *epoch)
     for line, (loss, norm, _) in zip(metrics(tmp_path), expected, strict=True):
         assert [line["actor/loss"], line["grad_norm"]] == pytest.approx([loss, norm], rel=1e-4)
     assert expected[-1][2] < 0.95 * expected[0][2]
