@@ -49,7 +49,7 @@ def train(run: ForwardRlRun) -> int:
             return advantage * forward_rl.distance(velocity, draw.target), ratio
         if forward.objective == "rvm":
             return forward_rl.rvm_loss(velocity, draw.target, scaled), ratio
-        if forward.objective == "dpo":  # of the pair: towards the better video, and away from the worse
+        if forward.objective == "dpo":  # towards the better video of a pair, and away from the worse
             return forward_rl.dpo_loss(velocity, draw.target, advantage, draw.logit, forward.beta), ratio
         if draw.old is None or forward.objective not in ("nft", "awm"):
             raise ValueError(f"forward.objective {forward.objective} has no loss here")
@@ -71,6 +71,9 @@ def train(run: ForwardRlRun) -> int:
             for members, _ in run.plan_epoch(step.epoch):
                 if run.is_interrupted():  # nothing changed since the last update
                     break
+                if plan.pairs:  # dpo without a reward: the table's clips, and no rollout
+                    rollouts.append(run.read_pair(members))
+                    continue
                 with timer("step"), timer("rollout"), run.rollout_weights():
                     inputs = run.read_inputs(members)
                     velocity = run.velocity(policy, inputs.conditioning, inputs.schedule)
@@ -110,7 +113,7 @@ def train(run: ForwardRlRun) -> int:
                     from_old = none if draw.old is None else forward_rl.distance(velocity, draw.old)
                     from_base = none if draw.base is None else forward_rl.distance(velocity, draw.base)
                     loss = loss + forward.old_policy.anchor * from_old + forward.base_anchor * from_base
-                    job.backward(loss.mean() / (per_update * plan.draws))
+                    job.backward(loss.mean() / len(draws))
                 outcome = ForwardOutcome(
                     row=draw.rollout.row.to(job.device), loss=loss.detach(), advantage=draw.advantage,
                     misfit=forward_rl.distance(velocity, draw.target).detach(), from_old=from_old.detach(),

@@ -14,8 +14,8 @@ l = mean((v - u)^2), and g
     best  2, with A of `best_advantages`: loss A l   rejection sampling: Flow-GRPO, arXiv 2505.05470, appendix C.1
     dpo   beta, with A of `pair_advantages`          Diffusion-DPO, arXiv 2311.12908; Flow-DPO, 2501.13918
 
-Away from it, nft also pulls v towards v_old, awm's ratio grows or is clipped, dpo's factor falls from beta to 0 as the
-pair is told apart (here v_old is its reference), and rvm and best stay as they are.
+Away from it, nft also pulls v towards v_old, awm's ratio grows or is clipped, dpo's factor falls (its v_old is the
+reference), and rvm and best stay as they are.
 """
 
 from typing import Literal
@@ -52,34 +52,28 @@ def best_advantages(rewards: Tensor, valid: Tensor) -> Tensor:
 
 
 def pair_advantages(rewards: Tensor, valid: Tensor) -> Tensor:
-    """Return `best_advantages`, and -1 for the lowest valid reward of each group that has a best, the first of equals.
-
-    rewards, valid: (groups, group_size).
-    """
+    """Return `best_advantages`, with -1 for the lowest valid reward of a group that has a best, the first of equals."""
     best = best_advantages(rewards, valid)
     worst = rewards.masked_fill(~valid, torch.inf).argmin(1, keepdim=True)
     return best - torch.zeros_like(best).scatter(1, worst, best.sum(1, keepdim=True))
 
 
-def pair_logits(change: Tensor, advantage: Tensor, pair: Tensor, beta: float) -> Tensor:
-    """Return DPO's logit (N,) float64 for the pair of each sample:  z = -(beta / 2) (change_w - change_l).
+def pair_logits(change: Tensor, advantage: Tensor, beta: float) -> Tensor:
+    """Return DPO's logit of each pair, for both of its samples:  z = -(beta / 2) (change_w - change_l), as `change`.
 
-    change: (N,), the error mean((v - u)^2) minus the reference's, at one noise and sigma for both samples of a pair.
-    advantage: (N,), 1 for the chosen sample w of a pair, -1 for the rejected l, 0 for others. pair: (N,) integers; one
-    of samples of advantage 0 has z = 0. Diffusion-DPO, arXiv 2311.12908, eq. 14, with means over elements, and with the
-    same beta at every sigma as Flow-DPO, arXiv 2501.13918.
+    change: (pairs, 2, draws), a sample's error mean((v - u)^2) minus the reference's; at one noise and sigma for both.
+    advantage: (pairs, 2), 1 for the chosen sample w, -1 for the rejected l; 0 for both without a pair, whose z is 0.
+    Diffusion-DPO, arXiv 2311.12908, eq. 14, as means over elements; beta is constant as in Flow-DPO, 2501.13918.
     """
-    numbers, places = pair.unique(return_inverse=True)
-    sums = torch.zeros(len(numbers), dtype=torch.float64, device=change.device)
-    return -beta / 2 * sums.index_add(0, places, advantage.double() * change.double())[places]
+    return -beta / 2 * (advantage[:, :, None] * change).sum(1, keepdim=True).expand_as(change)
 
 
 def dpo_loss(velocity: Tensor, target: Tensor, advantage: Tensor, logit: Tensor, beta: float) -> Tensor:
-    """Return DPO's loss (B,) float64 for samples of pairs, with the value  -log sigmoid(logit)  and 0 without a pair.
+    """Return DPO's loss (B,) float64 of each sample's pair,  -log sigmoid(logit),  and 0 without a pair.
 
-    The gradient of the mean over both samples of a pair is exactly that of the loss: each sample's is of a regression,
-    weighted by the constant  advantage * beta * sigmoid(-logit). So the samples need not share a forward pass.
-    velocity, target: (B, ...). advantage, logit: (B,), as `pair_logits` takes and returns them.
+    Its gradient is a regression's with the constant weight  advantage * beta * sigmoid(-logit). The mean over a pair's
+    samples has exactly the gradient of the loss, in one forward pass or two. velocity, target: (B, ...). advantage,
+    logit: (B,), as in `pair_logits`.
     """
     pull = advantage * beta * (-logit).sigmoid() * distance(velocity, target)
     return advantage.abs() * functional.softplus(-logit) + pull - pull.detach()

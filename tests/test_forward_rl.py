@@ -133,22 +133,22 @@ def published_dpo(v, u, reference, beta):
 
 @pytest.mark.parametrize("start", [True, False], ids=["start", "moved"])
 def test_dpo_is_the_published_loss_of_each_pair(case, start):
-    """Two pairs and a sample without one, which lie in any order, each sample in its own forward pass."""
-    beta, advantage, pair = 7.0, torch.tensor([-1.0, 1, 0, 1, -1]), torch.tensor([8, 3, 5, 8, 3])
+    """Two pairs and two samples without one, each sample in its own forward pass."""
+    beta, advantage = 7.0, torch.tensor([-1.0, 1, 0, 0, 1, -1], dtype=torch.float64)
     generator = torch.Generator().manual_seed(4)
-    u, reference, gap = (torch.randn(5, 2, 3, 4, generator=generator, dtype=torch.float64) for _ in range(3))
+    u, reference, gap = (torch.randn(6, 2, 3, 4, generator=generator, dtype=torch.float64) for _ in range(3))
     velocity = (reference + (0 if start else 0.3) * gap).requires_grad_()
-    places = [(3, 0), (1, 4)]  # chosen and rejected
+    places = [(1, 0), (4, 5)]  # chosen and rejected
     losses = [published_dpo(velocity[[*p]], u[[*p]], reference[[*p]], beta) for p in places]
     (expected,) = torch.autograd.grad(sum(losses), velocity)
 
     change = (forward_rl.distance(velocity, u) - forward_rl.distance(reference, u)).detach()
-    logit = forward_rl.pair_logits(change, advantage, pair, beta)
-    passes = [forward_rl.dpo_loss(velocity[[i]], u[[i]], advantage[[i]], logit[[i]], beta) for i in range(5)]
+    logit = forward_rl.pair_logits(change.view(3, 2, 1), advantage.view(3, 2), beta).flatten()
+    passes = [forward_rl.dpo_loss(velocity[[i]], u[[i]], advantage[[i]], logit[[i]], beta) for i in range(6)]
     (actual,) = torch.autograd.grad(sum(passes).sum() / 2, velocity)  # the mean over a pair's two samples
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
     values, first, second = torch.cat(passes).tolist(), *(loss.item() for loss in losses)
-    assert values == pytest.approx([first, second, 0, first, second], rel=1e-9)
+    assert values == pytest.approx([first, first, 0, 0, second, second], rel=1e-9)
     if start:
         assert values[0] == pytest.approx(torch.tensor(2.0).log().item()) and values[2] == 0
         pull = column(advantage) * beta / 2 * (velocity - u) / 24

@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,28 +53,21 @@ def keep_trained(
     """
     if plan.training == plan.geometry:
         return list(rollouts), scored
-    places = []  # (group, whether the video has no advantage, member), advantage, rollout, place in it
+    videos, count = [], plan.training.group_size  # (group, whether it has no advantage, member), advantage, video
     for rollout, advantages in zip(rollouts, scored.advantages, strict=True):
         for i, (member, advantage) in enumerate(zip(rollout.members, advantages.tolist(), strict=True)):
-            places.append(((member.group_id, advantage == 0, member.member), advantage, rollout, i))
-    videos = []
-    for order, advantage, rollout, i in _first_of_groups(places, plan.training.group_size):
-        inputs = protocol.move_to(protocol.select_rows(rollout.conditioning, [i]), "cpu")
-        requested, x0 = rollout.is_requested[[i]], rollout.x0[[i]].cpu()
-        video = replace(rollout, members=[rollout.members[i]], is_requested=requested, conditioning=inputs, x0=x0)
-        videos.append((order, advantage, video))
+            if advantage != 0 or member.member < count:
+                inputs = protocol.move_to(protocol.select_rows(rollout.conditioning, [i]), "cpu")
+                requested, x0 = rollout.is_requested[[i]], rollout.x0[[i]].cpu()
+                video = replace(rollout, members=[member], is_requested=requested, conditioning=inputs, x0=x0)
+                videos.append(((member.group_id, advantage == 0, member.member), advantage, video))
     if plan.training.world > 1:  # a group may be on two processes
-        videos = _first_of_groups(job.gather_lists(videos), plan.training.group_size)
-    share = [videos[i] for positions in group_plan.positions(plan.training, job.rank) for i in positions]
+        videos = job.gather_lists(videos)
+    groups = itertools.groupby(sorted(videos, key=lambda video: video[0]), key=lambda video: video[0][0])
+    chosen = [video for _, group in groups for video in itertools.islice(group, count)]
+    share = [chosen[i] for positions in group_plan.positions(plan.training, job.rank) for i in positions]
     advantages = [torch.tensor([advantage], device=job.device) for _, advantage, _ in share]
     return [video for _, _, video in share], replace(scored, advantages=advantages)
-
-
-def _first_of_groups(items: Sequence[Any], count: int) -> list[Any]:
-    """Return the first `count` items of each group, in order. items: tuples that begin with (group, ...)."""
-    ordered = sorted(items, key=lambda item: item[0])
-    groups = itertools.groupby(ordered, key=lambda item: item[0][0])
-    return [item for _, group in groups for item in itertools.islice(group, count)]
 
 
 @torch.no_grad()
@@ -118,23 +110,10 @@ def make_draws(
     if plan.needs_old:
         draws = [replace(draw, old=velocity) for draw, velocity in zip(draws, old_velocities, strict=True)]
     if plan.group.objective == "dpo":
-        draws = _compare_pairs(plan, draws, reference_weights)
+        errors = torch.stack([forward_rl.distance(draw.velocity(draw.x), draw.target) for draw in draws])
+        with reference_weights():
+            references = torch.stack([forward_rl.distance(draw.velocity(draw.x), draw.target) for draw in draws])
+        change = (errors - references).view(-1, 2, plan.draws)  # plan.training: two passes in a row are of one group
+        logits = forward_rl.pair_logits(change, torch.stack([*advantages]).view(-1, 2), plan.group.beta).reshape(-1, 1)
+        draws = [replace(d, reference=r, logit=z) for d, r, z in zip(draws, references, logits, strict=True)]
     return draws, old_velocities[0]
-
-
-def _compare_pairs(
-    plan: ForwardRlPlan,
-    draws: Sequence[ForwardDraw],
-    reference_weights: Callable[[], contextlib.AbstractContextManager],
-) -> list[ForwardDraw]:
-    """Return DPO's draws with `reference` and `logit`. This process has both videos of a pair (plan.training)."""
-    pairs = [(m.group_id, i % plan.draws) for i, draw in enumerate(draws) for m in draw.rollout.members]
-    errors = torch.cat([forward_rl.distance(draw.velocity(draw.x), draw.target) for draw in draws])
-    with reference_weights():
-        references = torch.cat([forward_rl.distance(draw.velocity(draw.x), draw.target) for draw in draws])
-    numbers = torch.tensor([group * plan.draws + n for group, n in pairs], device=errors.device)
-    advantage = torch.cat([draw.advantage for draw in draws])
-    logits = forward_rl.pair_logits(errors - references, advantage, numbers, plan.group.beta)
-    split = [len(draw.advantage) for draw in draws]
-    values = zip(draws, references.split(split), logits.split(split), strict=True)
-    return [replace(draw, reference=reference, logit=logit) for draw, reference, logit in values]

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import set_seed
-from diffusers.training_utils import EMAModel
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -88,15 +87,6 @@ def make_old_policy(
     if restored is not None and restored.old_policy is not None:
         old.shadow_params = list(map(sharding.shard_like, restored.old_policy, parameters))
     return old
-
-
-def copy_start(parameters: Sequence[nn.Parameter], restored: TrainState | None) -> EMAModel:
-    """Build DPO's reference from the adapters of a new run, or restore it; without parameters if the run has none."""
-    if restored is None:
-        return EMAModel(parameters)
-    start = EMAModel(parameters if restored.start_policy else [])
-    start.shadow_params = list(map(sharding.shard_like, restored.start_policy or [], parameters))
-    return start
 
 
 def seed_generators(seed: int, step: int, rank: int) -> None:

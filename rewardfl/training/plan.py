@@ -55,6 +55,8 @@ class RunPlan:
     clips_at_once: int  # clips of an epoch's rollouts; for reward feedback learning of an update
     base_noises: int  # videos of the base model that a row's motion is compared with
     supervised: bool = False  # the data anchor is the entire loss
+    keeps_start: bool = False  # DPO's reference is a copy of lora.init_from's adapter, not the model without one
+    pairs: bool = False  # trained on the table's columns chosen and rejected, without rollouts
 
     def count_steps(self, clips: int) -> int:
         """Count the updates of the run: of train.max_steps, or of its visits of every clip."""
@@ -92,9 +94,7 @@ class GroupPlan(RunPlan):
     evaluation: schema.EvaluationConfig
     group: schema.GroupConfig  # section grpo or forward
     geometry: Geometry  # the rollouts
-    training: (
-        Geometry  # what updates train on: the rollouts, or with forward.objective best (dpo) one (two) of each group
-    )
+    training: Geometry  # what updates train on: the rollouts, or of each group one (objective best) or two (dpo)
     part_weights: Mapping[str, float]  # weights of the first reward's parts that are trained next to its score
 
     def part(self, update: int) -> slice:
@@ -120,11 +120,6 @@ class ForwardRlPlan(GroupPlan):
     needs_old: bool  # the old policy's velocity
     needs_base: bool  # the velocity of the model without its adapter
     measured: tuple[str, ...]  # which of the metrics policy/from_old, from_base and ratio
-
-    @property
-    def starts_from_adapter(self) -> bool:
-        """Return whether DPO's reference is a copy of lora.init_from's adapter, not the model without an adapter."""
-        return self.group.objective == "dpo" and self.lora.init_from is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +263,8 @@ def _forward_fields(cfg: schema.ForwardRlConfig, processes: int, anchor_draws: i
         "clips_at_once": forward.groups,
         "geometry": geometry,
         "training": training,
+        "keeps_start": objective == "dpo" and cfg.lora.init_from is not None,
+        "pairs": schema.takes_pairs(cfg),
         "draws": forward.draws,
         "whole_range": forward.sigmas == "trained_range",
         "advantage_scale": default_scale if forward.advantage.scale is None else forward.advantage.scale,

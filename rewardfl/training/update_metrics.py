@@ -113,8 +113,8 @@ def forward_rl_metrics(
 
     policy/misfit_positive and _negative are the
     velocity's mean squared error for videos of advantage above and below 0 (0 without any): the first should fall
-    against the second. For dpo policy/chosen_change and rejected_change are these minus the reference's, and
-    policy/pair_accuracy is the share of pairs whose chosen video has changed less upwards than the other.
+    against the second. For dpo also policy/chosen_change and rejected_change, these minus the reference's, and
+    policy/pair_accuracy, the share of pairs in which the first is below the second.
     """
     misfit, chosen, rejected = samples.misfit, samples.advantage > 0, samples.advantage < 0
     means = {"policy/misfit_positive": _mean(misfit, chosen), "policy/misfit_negative": _mean(misfit, rejected)}

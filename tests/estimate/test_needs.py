@@ -495,6 +495,9 @@ def test_a_video_costs_its_rollout_and_its_draws():
     assert dpo["replay backward"] == 2 * low.backward / 4 and dpo["rollout"] == work["rollout"]
     assert dpo["reference"] == 4 * low.forward_frozen / 4  # its errors and the reference's
     assert forward_workload("forward.objective=dpo", "lora.init_from=anywhere").averages == 3
+    table = ["reward.terms={score: {weight: 0}}", "forward.group_size=2", "train.per_device_train_batch_size=1"]
+    pairs = needs.flops(costs, forward_workload("forward.objective=dpo", *table))
+    assert pairs["rollout"] == pairs["decode"] == 0 and pairs["replay backward"] == 2 * low.backward
     nft = forward_workload("forward.objective=nft", "forward.base_anchor=1", "forward.inner_epochs=2")
     nft = needs.flops(costs, nft)
     assert nft["rollout"] == work["rollout"] + 4 * low.forward  # by the old policy, at each draw

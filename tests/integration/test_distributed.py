@@ -11,6 +11,7 @@ import os
 import shutil
 
 import pytest
+import runs
 import torch
 from conftest import ROOT, run_python
 from lora_dialects import read_adapter
@@ -75,9 +76,10 @@ BEST = [
 
 
 def chosen_runs(out, start):
-    """Return best's run, and dpo's, whose reference is the adapter of best's run in `start`."""
+    """Return best's run, and dpo's from rollouts and from a table. Its reference is best's adapter in `start`."""
     dpo = [*BEST, "forward.objective=dpo", f"lora.init_from={start / 'best' / 'checkpoints' / 'latest'}"]
-    return [[*BEST, f"run.output_dir={out / 'best'}"], [*dpo, f"run.output_dir={out / 'dpo'}"]]
+    settings = {"best": BEST, "dpo": dpo, "pairs": [*dpo, *runs.PAIRS]}
+    return [[*words, f"run.output_dir={out / name}"] for name, words in settings.items()]
 
 
 def run(name, out, *runs, **more):
@@ -295,12 +297,13 @@ def test_policy_updates_do_not_depend_on_the_processes(single, double):
     assert states[0]["average"]["optimization_step"] == states[1]["average"]["optimization_step"] == 2
 
 
-@pytest.mark.parametrize("name", [FORWARD_RL, "best", "dpo"])
+@pytest.mark.parametrize("name", [FORWARD_RL, "best", "dpo", "pairs"])
 def test_forward_updates_do_not_depend_on_the_processes(single, double, name):
     folders = [double[2] / name, single[1] / name]
     actual, expected = map(metrics, folders)
     # without policy/deviation, for which a process keeps one batch
-    keys = ("grad_norm", "reward/mean", "actor/loss", "actor/anchor_loss", "policy/misfit_positive")
+    keys = ["grad_norm", "actor/loss", "actor/anchor_loss", "policy/misfit_positive"]
+    keys += ["reward/mean"] * (name != "pairs")
     assert_same_lines(actual[:1], expected[:1], keys, rel=1e-4)
     distances = ["policy/from_old", "policy/from_base"][name != FORWARD_RL :]
     assert_same_lines(actual[1:], expected[1:], [*keys, *distances], rel=1e-2)
@@ -308,7 +311,7 @@ def test_forward_updates_do_not_depend_on_the_processes(single, double, name):
     states = [checkpoint.load_state(path / "checkpoints" / "step-000004") for path in folders]
     for a, b in zip(*(state["old_policy"] for state in states), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-2 * 1e-4 + 1e-6)
-    if name == "dpo":
+    if name in ("dpo", "pairs"):
         assert all(map(torch.equal, *(state["start_policy"] for state in states)))
         assert_same_lines(actual[1:], expected[1:], ["policy/rejected_change", "policy/chosen_change"], rel=5e-2)
 

@@ -4,15 +4,15 @@ import itertools
 import shutil
 
 import pytest
+import runs
 import torch
-from runs import FORWARD_FAST, HELD_OUT, SWAPPED, assert_same_run, call_forward, launch_forward, metrics
+from runs import FORWARD_FAST, HELD_OUT, PAIRS, SWAPPED, assert_same_run, call_forward, launch_forward, metrics
 
 import train_forward_rl
-from rewardfl import lora
 from rewardfl.optim import OldPolicy
 from rewardfl.training import checkpoint
 from rewardfl.training.distributed import Distributed
-from rewardfl.weights.lora_files import load_tensor
+from rewardfl.training.run import Run
 
 pytestmark = pytest.mark.slow(150)
 
@@ -48,25 +48,20 @@ def test_a_run_logs_the_distances_between_the_policies(straight):
     assert all(line["policy/misfit_positive"] > 0 and line["policy/misfit_negative"] > 0 for line in lines[1:])
 
 
-@pytest.mark.parametrize("objective", ["nft", "best", "dpo"])
+@pytest.mark.parametrize("objective", ["nft", "best", "dpo", "pairs"])
 def test_a_resumed_run_is_the_same_to_the_bit(straight, tmp_path, objective):
     settings, copies = EPOCHS, ["old_policy"]
     if objective != "nft":
         start = straight / "checkpoints" / "step-000004"  # whose adapter is dpo's reference
-        init = {"best": [], "dpo": [f"lora.init_from={start}", "forward.beta=20"]}[objective]
-        settings, copies = [*BEST, f"forward.objective={objective}", *init], copies + ["start_policy"] * len(init[:1])
+        dpo = ["forward.objective=dpo", f"lora.init_from={start}"]
+        settings = [*BEST, *{"best": [], "dpo": dpo, "pairs": [*PAIRS, dpo[1]]}[objective]]
+        copies = ["old_policy", *["start_policy"] * (objective != "best")]
         launch_forward(f"run.output_dir={(straight := tmp_path / 'straight')}", *settings)
-    if objective == "dpo":
-        lines, state = metrics(straight), checkpoint.load_state(straight / "checkpoints" / "step-000008")
-        assert (
-            lines[1]["policy/chosen_change"] == lines[1]["policy/rejected_change"] == 0 < lines[1]["policy/from_base"]
-        )
-        assert all(line["policy/chosen_change"] != 0 for line in lines[2:])
-        expected = lora.read_lora(start / "transformer_2" / lora.WEIGHTS_NAME)[0].updates.values()
-        sizes = [sum(load_tensor(f).square().sum() for f in each.factors) for each in expected]
-        assert sum(value.square().sum() for value in state["start_policy"]) == pytest.approx(
-            float(sum(sizes)), rel=1e-5
-        )
+    if objective in ("dpo", "pairs"):
+        first, *later = lines = metrics(straight)[1:]
+        assert first["policy/chosen_change"] == first["policy/rejected_change"] == 0 < first["policy/from_base"]
+        assert all(line["policy/chosen_change"] != 0 for line in later) and "eval/score" in lines[-1]
+        assert any(key.startswith("reward/") for line in lines for key in line) == (objective == "dpo")
     run = shutil.copytree(straight, tmp_path / "run", symlinks=True)
     shutil.rmtree(run / "checkpoints" / "step-000008")
     (run / "checkpoints" / "latest").unlink()
@@ -111,6 +106,17 @@ def test_a_dead_contrast_ends_the_run(monkeypatch, capsys, tmp_path):
     assert code == 3 and "policy/deviation is exactly 0 after an update that had advantages" in error
 
 
+@pytest.mark.parametrize("start, settings, words", [
+    (call_forward, [*FORWARD_FAST, *PAIRS[:-1]], "takes columns chosen and rejected; fill them, or set a weight"),
+    (call_forward, [*FORWARD_FAST, PAIRS[-1]], "chosen and rejected are for objective dpo with all reward.terms"),
+    (call_forward, [*FORWARD_FAST, *PAIRS, f"evaluation.eval_clips={runs.CACHE}/pairs.csv"], "3 of 3 rows"),
+    (runs.call, [*runs.FAST, PAIRS[-1]], "chosen and rejected are for objective dpo with all"),
+], ids=["no pairs", "rewards", "evaluation", "another script"])  # fmt: skip
+def test_pairs_are_for_dpo_without_a_reward(monkeypatch, capsys, tmp_path, start, settings, words):
+    code, _, error = start(monkeypatch, capsys, *settings, f"run.output_dir={tmp_path}")
+    assert code == 2 and words in error and "cannot be used" in error
+
+
 def regression(draws):
     """Return best's loss: mean((v - (noise - x0))^2)."""
     return sum((draw.velocity(draw.x) - draw.target).square().mean() / len(draws) for draw in draws)
@@ -129,8 +135,11 @@ def preference(draws, beta=100.0):
     return sum(losses) / len(losses)
 
 
-@pytest.mark.parametrize("objective, loss_of", [("best", regression), ("dpo", preference)])
-def test_what_is_chosen_of_groups_trains_by_the_published_loss(monkeypatch, tmp_path, objective, loss_of):
+@pytest.mark.parametrize("settings, loss_of", [
+    (["forward.objective=best"], regression), (["forward.objective=dpo", "forward.beta=100"], preference),
+    (PAIRS, preference),
+], ids=["best", "dpo", "pairs"])  # fmt: skip
+def test_chosen_videos_train_by_the_published_loss(monkeypatch, tmp_path, settings, loss_of):
     """Loss and gradient equal autograd, and eight updates fit the first draws."""
     make, first, expected = train_forward_rl.make_draws, [], []
 
@@ -143,9 +152,16 @@ def test_what_is_chosen_of_groups_trains_by_the_published_loss(monkeypatch, tmp_
         expected.append([loss.item(), norm.item(), again.item()])
         return draws, old
 
+    def check_pair(rollout, run, members):
+        """Member 0 is the chosen clip. The rejected one is as bright in its first frame, and darkens."""
+        x0 = run.conditions.clip_latents(run.samples[members[0].row])
+        apart = (rollout.x0 - x0).square().mean((0, 1, 3, 4)).tolist()
+        assert any(apart) == bool(members[0].member) and 10 * apart[0] <= apart[-1]
+
+    runs.watch(monkeypatch, Run, "read_pair", check_pair)
     monkeypatch.setattr(train_forward_rl, "make_draws", watched_make)
     epoch = ["forward.inner_epochs=8", "train.max_steps=8", "run.sample_videos=0"]
-    launch_forward(f"run.output_dir={tmp_path}", f"forward.objective={objective}", *epoch)
+    launch_forward(f"run.output_dir={tmp_path}", *settings, *epoch)
     for line, (loss, norm, _) in zip(metrics(tmp_path), expected, strict=True):
         assert [line["actor/loss"], line["grad_norm"]] == pytest.approx([loss, norm], rel=1e-4)
     assert expected[-1][2] < 0.95 * expected[0][2]

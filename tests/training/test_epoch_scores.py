@@ -51,11 +51,11 @@ def test_a_replaced_sample_does_not_count_in_its_group():
     assert torch.cat(list(scored.advantages)).tolist() == [0, 0] and scored.replaced.tolist() == [False, True]
 
 
-@pytest.mark.parametrize("objective, kept", [
+@pytest.mark.parametrize("objective, shares", [
     ("best", [([[2, 2]], [1]), ([[4, 4]], [0])]),
     ("dpo", [([[0, 0], [2, 2]], [-1, 1]), ([[4, 4], [5, 5]], [0, 0])]),
 ])  # fmt: skip
-def test_what_is_chosen_of_each_group_is_kept_whichever_process_has_it(objective, kept):
+def test_chosen_videos_of_each_group_stay_whichever_process_has_them(objective, shares):
     """A video's number is its position. In group 0 the member 2 is the best, 0 the worst, in group 1 all are equal."""
     rollouts, sent, yes = [], [], torch.ones(4).bool()
     for numbers in ((0, 3), (1, 2)):  # the members of two processes
@@ -68,13 +68,15 @@ def test_what_is_chosen_of_each_group_is_kept_whichever_process_has_it(objective
     results = [[RewardResult(RewardOutput(each, yes, {}), ~yes) for each in process] for process in scores]
     group = ForwardConfig(group_size=4, groups=2, objective=objective)
     scored = score_epoch(JOB, terms, results, rollouts, group, {}, 0, first=True)
-    share = Geometry(group_size=len(kept[0][1]), groups=2, world=2)
+    share = Geometry(group_size=len(shares[0][1]), groups=2, world=2)
     plan = SimpleNamespace(training=share, geometry=Geometry(group_size=4, groups=2, world=2, batch=4))
-    for rank, expected in enumerate(kept):
-        sent.clear()
-        job = SimpleNamespace(rank=rank, device="cpu", gather_lists=lambda items: sent.extend(items) or sent)
-        for rollout, advantages in zip(rollouts, scored.advantages, strict=True):
-            videos, share_scores = keep_trained(job, plan, [rollout], replace(scored, advantages=[advantages]))
+    sides = [([rollouts[rank]], replace(scored, advantages=[scored.advantages[rank]])) for rank in (0, 1)]
+    for side in sides:
+        with pytest.raises(KeyError):  # what it sends
+            keep_trained(SimpleNamespace(gather_lists=lambda items: sent.extend(items) or {}["received"]), plan, *side)
+    for rank, (side, expected) in enumerate(zip(sides, shares, strict=True)):
+        job = SimpleNamespace(rank=rank, device="cpu", gather_lists=lambda _: sent)
+        videos, share_scores = keep_trained(job, plan, *side)
         numbers = [[int(video.x0), int(video.conditioning["n"])] for video in videos]
         assert (numbers, torch.cat(share_scores.advantages).tolist()) == expected
     assert scored.metrics["group/zero_variance"] == 0.5

@@ -44,7 +44,7 @@ MOMENTS = {"steps": (2, 3), "seed": 0, "whole_range": True}
 
 
 @contextlib.contextmanager
-def half(policy):
+def reference_of(policy):
     """Take a reference whose velocity is x."""
     with torch.no_grad():
         policy.weight.fill_(1.0)
@@ -66,7 +66,7 @@ def draw(rollouts, step=7, needs_old=True, objective="nft", advantages=None):
         lambda conditioning, schedule: Velocity(
             backbone=BACKBONE, model=policy, conditioning=conditioning, schedule=schedule
         ),
-        lambda: averaged(old, parameters), lambda: half(policy), torch.device("cpu"),
+        lambda: averaged(old, parameters), lambda: reference_of(policy), torch.device("cpu"),
     )  # fmt: skip
     assert policy.weight == 3.0  # the swap is undone
     return draws, old_velocity
@@ -102,14 +102,14 @@ def test_noises_depend_only_on_group_draw_and_update():
     assert not any(torch.allclose(a, b) for a, b in itertools.combinations(noises, 2))
 
 
-def test_the_samples_of_a_pair_share_noise_and_have_its_logit():
-    """One video in each pass: the chosen one of group 1, one without a pair, and the rejected one of group 1."""
-    videos = [rollout([1]), rollout([2]), replace(rollout([1]), x0=torch.full((1, *SHAPE), -4.0))]
-    draws, _ = draw(videos, needs_old=False, objective="dpo", advantages=[torch.tensor([a]) for a in (1.0, 0, -1)])
-    for chosen, other, rejected in (draws[::2], draws[1::2]):
+def test_the_videos_of_a_pair_share_noise_and_have_its_logit():
+    """One video in each pass: group 1 has a rejected and a chosen one, and group 2 no pair."""
+    videos = [rollout([1]), replace(rollout([1]), x0=torch.full((1, *SHAPE), -4.0)), rollout([2]), rollout([2])]
+    draws, _ = draw(videos, needs_old=False, objective="dpo", advantages=[torch.tensor([a]) for a in (-1.0, 1, 0, 0)])
+    for rejected, chosen, *others in (draws[::2], draws[1::2]):
         assert chosen.sigma == rejected.sigma
         torch.testing.assert_close(chosen.target + chosen.x0, rejected.target + rejected.x0)
         errors = [[((w * d.x - d.target) ** 2).mean().item() for w in (3, 1)] for d in (chosen, rejected)]
         assert [float(d.reference) for d in (chosen, rejected)] == pytest.approx([errors[0][1], errors[1][1]])
         logit = -0.5 / 2 * ((errors[0][0] - errors[0][1]) - (errors[1][0] - errors[1][1]))
-        assert [float(d.logit) for d in (chosen, other, rejected)] == pytest.approx([logit, 0, logit])
+        assert [float(d.logit) for d in (chosen, rejected, *others)] == pytest.approx([logit, logit, 0, 0])

@@ -32,6 +32,8 @@ def test_the_steps_of_the_trained_expert_are_drawn():
     assert both.active == (2, 3)
 
 
+# pairs come from a table
+NO_REWARD = "reward.terms={score: {weight: 0}}"
 UNDISTILLED = ["model.distill_lora.high=", "model.distill_lora.low="]
 
 
@@ -56,6 +58,9 @@ def test_defaults_are_the_objectives(settings, scale, decay):
     (["forward.objective=dpo", "forward.old_policy.anchor=1"], ["old_policy does nothing without objective"]),
     (["forward.beta=10"], ["forward.beta does nothing without objective dpo; set it, or remove beta"]),
     (["forward.objective=best", "forward.groups=3"], ["a multiple of 2 (processes x updates_per_epoch), got 3"]),
+    (["forward.objective=dpo", NO_REWARD], ["forward.group_size must be 2 without a reward's weight"]),
+    (["forward.objective=dpo", NO_REWARD, "train.per_device_train_batch_size=4"], ["does nothing without a reward's"]),
+    ([NO_REWARD], ["reward.terms: no weight is above 0"]),
     (["forward.old_policy.rate=0.1"], ["old_policy.rate does nothing without a decay above 0"]),
     (["train.max_steps=3"], ["train.max_steps must be whole epochs of 2 updates, got 3; try 2 or 4"]),
     (["forward.groups=3", "train.per_device_train_batch_size=5"], ["forward.groups, group_size, updates_per_epoch"]),
