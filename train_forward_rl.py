@@ -135,10 +135,11 @@ def train(run: ForwardRlRun) -> int:
             run.old_policy.follow(step.number)
         anchors = run.gather(anchored)
         metrics = forward_rl_metrics(run.anchors.metrics(anchors), seen, deviation, plan) | scored.metrics
-        invariants.check_contrast(step.number, step.norm, deviation, seen.advantage)
+        learnable = seen.advantage * (seen.logit < 30)  # dpo's gradient fades to 0 for a pair that is told apart
+        invariants.check_contrast(step.number, step.norm, deviation, learnable)
         run.finish_update(
             step, metrics, rows=seen.row, finite=seen.misfit.isfinite(), replaced=scored.replaced,
-            signal=(seen.advantage != 0) | (anchors.loss > 0).any(), why_nothing=scored.why_nothing,
+            signal=(learnable != 0) | (anchors.loss > 0).any(), why_nothing=scored.why_nothing,
         )  # fmt: skip
     return run.close()
 

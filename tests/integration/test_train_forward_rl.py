@@ -9,6 +9,7 @@ import torch
 from runs import FORWARD_FAST, HELD_OUT, PAIRS, SWAPPED, assert_same_run, call_forward, launch_forward, metrics
 
 import train_forward_rl
+from rewardfl import forward_rl
 from rewardfl.optim import OldPolicy
 from rewardfl.training import checkpoint
 from rewardfl.training.distributed import Distributed
@@ -115,6 +116,12 @@ def test_a_dead_contrast_ends_the_run(monkeypatch, capsys, tmp_path):
 def test_pairs_are_for_dpo_without_a_reward(monkeypatch, capsys, tmp_path, start, settings, words):
     code, _, error = start(monkeypatch, capsys, *settings, f"run.output_dir={tmp_path}")
     assert code == 2 and words in error and "cannot be used" in error
+
+
+def test_pairs_that_are_told_apart_leave_nothing_to_learn(monkeypatch, tmp_path):
+    monkeypatch.setattr(forward_rl, "pair_logits", lambda change, *_: torch.full_like(change, 1000))
+    launch_forward(f"run.output_dir={tmp_path}", *PAIRS, *SHORT)
+    assert [metrics(tmp_path)[0][key] for key in ("actor/loss", "grad_norm", "train/no_signal")] == [0, 0, 1]
 
 
 def regression(draws):
