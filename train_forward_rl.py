@@ -50,6 +50,8 @@ def train(run: ForwardRlRun) -> int:
             return advantage * forward_rl.distance(velocity, draw.target), ratio
         if forward.objective == "rvm":
             return forward_rl.rvm_loss(velocity, draw.target, scaled), ratio
+        if forward.objective == "dpo":  # towards the better video of a pair, and away from the worse
+            return forward_rl.dpo_loss(velocity, draw.target, advantage, draw.logit, forward.beta), ratio
         if draw.old is None or forward.objective not in ("nft", "awm"):
             raise ValueError(f"forward.objective {forward.objective} has no loss here")
         if forward.objective == "nft":
@@ -70,6 +72,9 @@ def train(run: ForwardRlRun) -> int:
             for members, _ in run.plan_epoch(step.epoch):
                 if run.is_interrupted():  # nothing changed since the last update
                     break
+                if plan.pairs:  # dpo without a reward: the table's clips, and no rollout
+                    rollouts.append(run.read_pair(members))
+                    continue
                 with timer("step"), timer("rollout"), run.rollout_weights():
                     inputs = run.read_inputs(members)
                     velocity = run.velocity(policy, inputs.conditioning, inputs.schedule)
@@ -88,14 +93,14 @@ def train(run: ForwardRlRun) -> int:
 
             # 3. Advantages: how much better than its group a video is, over all processes.
             scored = run.score_epoch(step, pending, rollouts)
-            rollouts, scored = keep_trained(job, rollouts, scored, training)  # best: one video of each group
+            rollouts, scored = keep_trained(job, plan, rollouts, scored)  # best: one video of each group; dpo: two
 
         # 4. Noise this update's videos at its moments. The velocities of the other policies: no graph is alive yet.
         weights, rest = run.share_update(step, scored.trained_groups)
         with timer("step"), timer("old_policy"):
             draws, old_velocity = make_draws(
                 plan, step.index, [rollouts[n] for n in weights], [scored.advantages[n] for n in weights], get_velocity,
-                run.rollout_weights, job.device,
+                run.rollout_weights, run.reference_weights, job.device,
             )  # fmt: skip
 
         # 5. Update: towards the videos of positive advantage, and away from videos of negative.
@@ -114,7 +119,7 @@ def train(run: ForwardRlRun) -> int:
                 outcome = ForwardOutcome(
                     row=draw.rollout.row.to(job.device), weight=weight, loss=loss.detach(), advantage=draw.advantage,
                     misfit=forward_rl.distance(velocity, draw.target).detach(), from_old=from_old.detach(),
-                    from_base=from_base.detach(), ratio=ratio.detach(),
+                    from_base=from_base.detach(), ratio=ratio.detach(), reference=draw.reference, logit=draw.logit,
                 )  # fmt: skip
                 outcomes.append(outcome)
                 if draw.is_last:
@@ -133,10 +138,11 @@ def train(run: ForwardRlRun) -> int:
             run.old_policy.follow(step.number)
         anchors = run.gather(anchored)
         metrics = forward_rl_metrics(run.anchors.metrics(anchors), seen, deviation, plan) | scored.metrics
-        invariants.check_contrast(step.number, step.norm, deviation, seen.advantage)
+        learnable = seen.advantage * (seen.logit < 30)  # dpo's gradient fades to 0 for a pair that is told apart
+        invariants.check_contrast(step.number, step.norm, deviation, learnable)
         run.finish_update(
             step, metrics, rows=seen.row, finite=seen.misfit.isfinite(), replaced=scored.replaced,
-            signal=(seen.advantage != 0) | (anchors.loss > 0).any(), why_nothing=scored.why_nothing,
+            signal=(learnable != 0) | (anchors.loss > 0).any(), why_nothing=scored.why_nothing,
         )  # fmt: skip
     return run.close()
 

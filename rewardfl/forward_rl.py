@@ -12,14 +12,17 @@ l = mean((v - u)^2), and g
     nft   2 sigma / mean|v_old - u|                  DiffusionNFT, arXiv 2509.16117
     awm   2 w'(l), w of `awm_log_prob`               AWM, arXiv 2509.25050
     best  2, with A of `best_advantages`: loss A l   rejection sampling: Flow-GRPO, arXiv 2505.05470, appendix C.1
+    dpo   beta, with A of `pair_advantages`          Diffusion-DPO, arXiv 2311.12908; Flow-DPO, 2501.13918
 
-Away from it, nft also pulls v towards v_old, awm's ratio grows or is clipped, and rvm and best stay as they are.
+Away from it, nft also pulls v towards v_old, awm's ratio grows or is clipped, dpo's factor falls (its v_old is the
+reference), and rvm and best stay as they are.
 """
 
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 Weighting = Literal["uniform", "sigma", "sigma_squared", "huber", "generalised_huber"]
 
@@ -46,6 +49,34 @@ def best_advantages(rewards: Tensor, valid: Tensor) -> Tensor:
     lowest = rewards.masked_fill(~valid, torch.inf).amin(1, keepdim=True)
     differ = (highest > lowest) & ~highest.isclose(lowest, rtol=1e-6, atol=0)
     return torch.zeros_like(rewards).scatter(1, best, differ.to(rewards))
+
+
+def pair_advantages(rewards: Tensor, valid: Tensor) -> Tensor:
+    """Return `best_advantages`, with -1 for the lowest valid reward of a group that has a best, the first of equals."""
+    best = best_advantages(rewards, valid)
+    worst = rewards.masked_fill(~valid, torch.inf).argmin(1, keepdim=True)
+    return best - torch.zeros_like(best).scatter(1, worst, best.sum(1, keepdim=True))
+
+
+def pair_logits(change: Tensor, advantage: Tensor, beta: float) -> Tensor:
+    """Return DPO's logit of each pair, for both of its samples:  z = -(beta / 2) (change_w - change_l), as `change`.
+
+    change: (pairs, 2, draws), a sample's error mean((v - u)^2) minus the reference's; at one noise and sigma for both.
+    advantage: (pairs, 2), 1 for the chosen sample w, -1 for the rejected l; 0 for both without a pair, whose z is 0.
+    Diffusion-DPO, arXiv 2311.12908, eq. 14, as means over elements; beta is constant as in Flow-DPO, 2501.13918.
+    """
+    return -beta / 2 * (advantage[:, :, None] * change).sum(1, keepdim=True).expand_as(change)
+
+
+def dpo_loss(velocity: Tensor, target: Tensor, advantage: Tensor, logit: Tensor, beta: float) -> Tensor:
+    """Return DPO's loss (B,) float64 of each sample's pair,  -log sigmoid(logit),  and 0 without a pair.
+
+    Its gradient is a regression's with the constant weight  advantage * beta * sigmoid(-logit). The mean over a pair's
+    samples has exactly the gradient of the loss, in one forward pass or two. velocity, target: (B, ...). advantage,
+    logit: (B,), as in `pair_logits`.
+    """
+    pull = advantage * beta * (-logit).sigmoid() * distance(velocity, target)
+    return advantage.abs() * functional.softplus(-logit) + pull - pull.detach()
 
 
 def rvm_loss(velocity: Tensor, target: Tensor, advantage: Tensor) -> Tensor:

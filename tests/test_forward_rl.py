@@ -118,6 +118,43 @@ def test_best_is_the_first_of_the_highest_valid_rewards():
     assert best.tolist() == [[0, 1, 0], [0, 1, 0], [1, 0, 0], *[[0, 0, 0]] * 4]
 
 
+def test_a_pair_is_the_best_and_the_worst_valid_video():
+    bad = torch.nan
+    rewards = torch.tensor([[1, 3, 3, 0, 0], [4, bad, 2, bad, 3], [1, 1 + 1e-7, 1, bad, bad], [5, bad, bad, bad, bad]])
+    pairs = forward_rl.pair_advantages(rewards.double(), ~rewards.isnan())
+    assert pairs.tolist() == [[0, 1, 0, -1, 0], [1, 0, -1, 0, 0], [0] * 5, [0] * 5]
+
+
+def published_dpo(v, u, reference, beta):
+    """Diffusion-DPO, eq. 14, of one pair: v, u, reference are (chosen, rejected)."""
+    error = [((v[i] - u[i]) ** 2).mean() - ((reference[i] - u[i]) ** 2).mean() for i in (0, 1)]
+    return -torch.log(torch.sigmoid(-beta / 2 * (error[0] - error[1])))
+
+
+@pytest.mark.parametrize("start", [True, False], ids=["start", "moved"])
+def test_dpo_is_the_published_loss_of_each_pair(case, start):
+    """Two pairs and two samples without one, each sample in its own forward pass."""
+    beta, advantage = 7.0, torch.tensor([-1.0, 1, 0, 0, 1, -1], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(4)
+    u, reference, gap = (torch.randn(6, 2, 3, 4, generator=generator, dtype=torch.float64) for _ in range(3))
+    velocity = (reference + (0 if start else 0.3) * gap).requires_grad_()
+    places = [(1, 0), (4, 5)]  # chosen and rejected
+    losses = [published_dpo(velocity[[*p]], u[[*p]], reference[[*p]], beta) for p in places]
+    (expected,) = torch.autograd.grad(sum(losses), velocity)
+
+    change = (forward_rl.distance(velocity, u) - forward_rl.distance(reference, u)).detach()
+    logit = forward_rl.pair_logits(change.view(3, 2, 1), advantage.view(3, 2), beta).flatten()
+    passes = [forward_rl.dpo_loss(velocity[[i]], u[[i]], advantage[[i]], logit[[i]], beta) for i in range(6)]
+    (actual,) = torch.autograd.grad(sum(passes).sum() / 2, velocity)  # the mean over a pair's two samples
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+    values, first, second = torch.cat(passes).tolist(), *(loss.item() for loss in losses)
+    assert values == pytest.approx([first, first, 0, 0, second, second], rel=1e-9)
+    if start:
+        assert values[0] == pytest.approx(torch.tensor(2.0).log().item()) and values[2] == 0
+        pull = column(advantage) * beta / 2 * (velocity - u) / 24
+        torch.testing.assert_close(actual, pull.detach(), rtol=1e-9, atol=1e-12)
+
+
 def test_nft_weight_is_within_0_and_1():
     weights = forward_rl.nft_weight(torch.tensor([-9.0, -5, 0, 2.5, 5, 9]), 5.0)
     assert weights.tolist() == [0, 0, 0.5, 0.75, 1, 1]

@@ -25,7 +25,7 @@ NAMED = frozenset((
     "evaluation.eval_clips", "evaluation.eval_inference_steps", "evaluation.eval_noises", "grpo.advantage",
     "grpo.noise_level", "grpo.max_std", "grpo.clip_range", "grpo.kl_weight", "forward.advantage", "forward.draws",
     "forward.sigmas", "forward.old_policy", "forward.base_anchor", "forward.mix",
-    "forward.weighting", "forward.clip_range",
+    "forward.weighting", "forward.clip_range", "forward.beta",
 ))  # fmt: skip
 
 

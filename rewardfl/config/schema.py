@@ -321,8 +321,8 @@ class DataConfig(Section):
     # metadata.csv with the columns video and prompt, and optionally image (the model's input instead of the clip's
     # first frame), reference_video (the clip for the face and for motion), photos (of the person: a folder, or pictures
     # between semicolons) and person (a name). A prompt with photos needs no clip. A row with a prompt only may have its
-    # own height and width. Paths are relative to the file. Example: examples/metadata.csv; tools/check_dataset.py
-    # checks one.
+    # own height and width. For forward.objective dpo without a reward: chosen and rejected, two clips of one prompt.
+    # Paths are relative to the file. Example: examples/metadata.csv; tools/check_dataset.py checks one.
     file_name: PathText
     # Pixels, multiples of 16; clips are resized to cover height x width and cropped at the centre. For rows with
     # only a prompt, the columns height and width count instead.
@@ -586,8 +586,6 @@ class GrpoRewardConfig(SharedRewardConfig):
         for label, term in self.terms.items():
             if term.parts != PartWeights() and (label != "score" or term.name != "face_identity"):
                 yield f"{TERMS}.{label}.parts are for face_identity as score; remove them"
-        if not self.is_trained:
-            yield "reward.terms: no weight is above 0, so nothing is trained; set one"
 
 
 class AnchorConfig(Section):
@@ -823,7 +821,7 @@ class OldPolicyConfig(Section):
     The share is rate * (updates so far - start), within 0..decay.
     """
 
-    # null takes the objective's: nft 0.5, awm 0.3; rvm and best 0, the policy at the start of the epoch.
+    # null takes the objective's: nft 0.5, awm 0.3; rvm, best and dpo 0, the policy at the start of the epoch.
     decay: Annotated[Share, Field(lt=1)] | None = None
     rate: NonNegative = 0.001
     start: Whole = 0
@@ -836,8 +834,8 @@ class ForwardConfig(GroupConfig):
 
     # rvm: the velocity's regression, weighted by the signed advantage. nft: DiffusionNFT, two branches around the old
     # policy. awm: AWM's clipped ratio of likelihoods. best: plain regression on each group's best video, as on
-    # data. For a model distilled to few steps, rvm (docs/forward_rl.md).
-    objective: Literal["rvm", "nft", "awm", "best"] = "rvm"
+    # data. dpo: each group's best video against its worst. For a model distilled to few steps rvm (docs/forward_rl.md).
+    objective: Literal["rvm", "nft", "awm", "best", "dpo"] = "rvm"
     # Sigmas, each with its noise, of each video in an update: each takes one forward and one backward pass.
     draws: Annotated[int, Field(ge=1, le=1_000)] = 2
     # Where on the schedule: steps, the sigmas of the trained experts' denoising steps, in turn, which the sampler asks
@@ -856,6 +854,9 @@ class ForwardConfig(GroupConfig):
     weighting: Literal["uniform", "sigma", "sigma_squared", "huber", "generalised_huber"] = "generalised_huber"
     # For awm: the ratio is clipped to 1 - clip_range .. 1 + clip_range.
     clip_range: Annotated[Share, Field(gt=0)] = 1.0
+    # For dpo: the loss falls until a pair's errors, means over elements, have moved apart by a few times 1 / beta since
+    # the start of the run. Published betas of errors that are sums do not transfer.
+    beta: Positive = 1000.0
 
 
 class EvaluationConfig(Section):
@@ -1017,16 +1018,22 @@ class ForwardRlConfig(GroupRunConfig):
                 "names its distillation; set forward.objective: rvm"
             )
         yield from _late_steps("forward.sigmas", self.forward.sigmas, self.sample.final_timestep)
+        if takes_pairs(self) and self.forward.group_size != 2:
+            yield "forward.group_size must be 2 without a reward's weight (pairs of the table); set it, or a weight"
 
     def _readers(self) -> Readers:
         forward, objective, old = self.forward, self.forward.objective, self.forward.old_policy
+        takes_all, of_rollouts = objective not in ("best", "dpo"), ("per_device_train_batch_size", "early_stop")
         others = "objective rvm, nft or awm"
         moves = bool(objective in ("nft", "awm") if old.decay is None else old.decay)
         return [
+            (self.train, "train", of_rollouts, not takes_pairs(self), "a reward's weight above 0"),
             (forward, "forward", ("mix",), objective == "nft", "objective nft"),
             (forward, "forward", ("weighting", "clip_range"), objective == "awm", "objective awm"),
-            (forward, "forward", ("old_policy",), objective != "best", others),
-            (forward.advantage, "forward.advantage", ("std", "of", "clip", "scale"), objective != "best", others),
+            (forward, "forward", ("beta",), objective == "dpo", "objective dpo"),
+            (forward, "forward", ("old_policy",), takes_all, others),
+            (forward.advantage, "forward.advantage", ("std", "of", "clip", "scale"), takes_all, others),
+            (forward.advantage, "forward.advantage", ("smallest_spread",), not takes_pairs(self), "rollouts"),
             (forward.advantage, "forward.advantage", ("scale",), objective != "nft", "objective rvm or awm"),
             (old, "forward.old_policy", ("rate", "start"), moves, "a decay above 0"),
         ]
@@ -1046,7 +1053,7 @@ def _shared_conflicts(cfg: AnyConfig) -> Iterator[str]:
     if (
         cfg.reward.terms["score"].name == "face_identity"
         and cfg.reward.reward_model_path is None
-        and not is_supervised(cfg)
+        and not scores_nothing(cfg)
     ):
         yield "reward.reward_model_path is required for face_identity; name the folder of a face pack"
     if is_supervised(cfg) and cfg.train.early_stop is not None:
@@ -1085,6 +1092,8 @@ def _shared_readers(cfg: AnyConfig) -> Readers:
 
 
 def _epoch_conflicts(cfg: GroupRunConfig) -> Iterator[str]:
+    if not cfg.reward.is_trained and not takes_pairs(cfg):
+        yield "reward.terms: no weight is above 0, so nothing is trained; set one"
     evaluation, keys = cfg.evaluation, ("eval_inference_steps", "eval_noises")
     has_clips = evaluation.eval_clips is not None
     yield from _unread([(evaluation, "evaluation", keys, has_clips, "evaluation.eval_clips")])
@@ -1131,6 +1140,18 @@ def is_supervised(cfg: AnyConfig) -> bool:
     return cfg.reward.kl_weight == 0 and not cfg.reward.is_trained
 
 
+def takes_pairs(cfg: Section) -> bool:
+    """Return whether the run trains on pairs of the table: objective dpo, and no reward has a weight."""
+    if not isinstance(cfg, ForwardRlConfig) or cfg.forward.objective != "dpo":
+        return False
+    return not cfg.reward.is_trained and not cfg.reward.part_weights
+
+
+def scores_nothing(cfg: AnyConfig) -> bool:
+    """Return whether the run makes no video to score."""
+    return is_supervised(cfg) or (takes_pairs(cfg) and cast(ForwardRlConfig, cfg).evaluation.eval_clips is None)
+
+
 def processes_per_clip(cfg: AnyConfig) -> int:
     """Return the number of processes that compute each clip together."""
     return cfg.train.context_parallel if isinstance(cfg, RewardFlConfig) else 1
@@ -1158,10 +1179,10 @@ class RewardSpec:
 def list_reward_specs(cfg: AnyConfig, pixels_per_token: int = 0, *, for_evaluation: bool = False) -> list[RewardSpec]:
     """List the first reward, then the held-out judge if it is configured, then the other terms.
 
-    Supervised fine-tuning makes no video to score: its list is empty, unless it is for_evaluation. pixels_per_token:
-    the period of the grid that the judge measures; 0: it measures none.
+    A run that makes no video to score has an empty list, unless it is for_evaluation. pixels_per_token: the period of
+    the grid that the judge measures; 0: it measures none.
     """
-    if is_supervised(cfg) and not for_evaluation:
+    if scores_nothing(cfg) and not for_evaluation:
         return []
     reward = cfg.reward
     face: dict[str, Any] = {"det_size": reward.det_size}

@@ -50,6 +50,7 @@ class Header(NamedTuple):
     size: tuple[int, int]  # (height, width) as stored
     rate: float | None  # frames per second; None if the header has no rate
     oddities: tuple[str, ...]  # keys of metadata.CLIP_NOTES
+    frames: int = 0  # stored ones
 
 
 def read_video(path: str | Path, num_frames: int | None = None, fps: float | None = None) -> Tensor:
@@ -93,7 +94,7 @@ def read_video_header(
             "untagged": codec.height >= 720 and codec.colorspace == 2 and is_yuv,
         }
         rate = float(stream.average_rate) if stream.average_rate else None
-        return Header((stream.height, stream.width), rate, tuple(key for key in oddities if oddities[key]))
+        return Header((stream.height, stream.width), rate, tuple(key for key in oddities if oddities[key]), len(stamps))
 
 
 def _require_file(path: str | Path) -> None:

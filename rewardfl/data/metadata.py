@@ -23,12 +23,14 @@ from rewardfl.file_kinds import foreign_path_hint, wrong_kind
 from rewardfl.files import is_control
 
 SIZE = ("height", "width")  # the columns of a row's own size
+PAIR = ("chosen", "rejected")  # the columns of a pair of clips
 # the columns of metadata.csv; prompt is required
-COLUMNS = ("video", "prompt", "image", "negative_prompt", "reference_video", *SIZE, "person", "photos")
+COLUMNS = ("video", "prompt", "image", "negative_prompt", "reference_video", *SIZE, "person", "photos", *PAIR)
 ALIASES = {"input_image": "image"}  # other names of columns
 PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")  # suffixes of photos in a folder
 PATHS = ("video", "image", "reference_video")  # the columns that name files
 REFERENCE_FRAMES = 2  # smallest number in a reference video: a face pool leaves out the first
+SAME_PICTURE = 16.0  # levels of 255, root mean square: VAE and compression move less (tiny world: 3, others 38)
 LONGEST_SIDE = 16_384  # in pixels, as data.height
 LONGEST_PHOTO = 2_048  # pixels on a side of a photo: more would cost memory, and no recogniser sees it
 CLIP_NOTES = {  # {key of Header.oddities: the oddity and its remedy}
@@ -46,10 +48,11 @@ class Row:
     index: int  # from 0, among the rows of the file
     line: int  # in the file, from 1
     id: str
-    video: Path | None  # the real clip; None: the row has a prompt, and perhaps an image
+    video: Path | None  # the real clip, or the chosen one; None: the row has a prompt, and perhaps an image
     prompt: str
     problem: str = ""  # a problem of the line itself
     image: Path | None = None  # the model's input; None: the clip's first frame
+    rejected: Path | None = None  # the worse clip of a pair, whose better one is `video`
     photos: tuple[Path, ...] = ()  # pictures of the person to preserve, instead of the clip's frames
     negative_prompt: str = ""  # see notes
     reference_video: Path | None = None  # with the face to preserve; None: the clip
@@ -93,7 +96,8 @@ class Row:
     def files(self) -> dict[str, Path | None]:
         """Return the row's file by column, None for an empty cell; a photo by its column and place."""
         photos = {f"photos/{i}": path for i, path in enumerate(self.photos)}
-        return {"video": self.video, "image": self.image, "reference_video": self.reference_video, **photos}
+        pair = {"rejected": self.rejected} if self.rejected else {}
+        return {"video": self.video, "image": self.image, "reference_video": self.reference_video, **photos, **pair}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,16 +174,18 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
     if len(cells) > len(header):
         problem = "more cells than columns; put a prompt that holds commas in double quotes"
     else:
-        named = (*PATHS, "photos")
+        named = (*PATHS, *PAIR, "photos")
         odd = [name for name in named if any(map(is_control, cell[name]))]  # paths are printed, logged and drawn
-        problem = f"{odd[0]}: holds a control character; rename the file" if odd else _size_problem(cell)
+        words = _size_problem(cell) or _pair_problem(cell)
+        problem = f"{odd[0]}: holds a control character; rename the file" if odd else words
     # only cells with text: an id does not change when the file gets another column, or a person gets a name
     texts = [cell["prompt"], *(f"{name}={cell[name]}" for name in COLUMNS[2:] if cell[name] and name != "person")]
+    cell["video"] = cell["chosen"] or cell["video"]
     clip = cell["video"].split(".zip/")[-1] or "prompt"  # a packed data set keeps its noise
     row_id = f"{clip}#{hashlib.blake2b(chr(10).join(texts).encode(), digest_size=4).hexdigest()}"
     seen[row_id] += 1  # a repeated line is a separate sample with its own noise
     suffix = f"-{seen[row_id]}" if seen[row_id] > 1 else ""
-    video, image, reference = (folder / cell[name] if cell[name] else None for name in PATHS)
+    video, image, reference, rejected = (folder / cell[name] if cell[name] else None for name in (*PATHS, "rejected"))
     photos = () if problem else photo_files(cell["photos"], folder)
     if cell["photos"] and not photos and not problem:
         problem = f"photos: no picture in {folder / cell['photos']} ({', '.join(PICTURES)})"
@@ -187,7 +193,7 @@ def _row(index: int, line: int, header: list[str], cells: list[str], folder: Pat
     return Row(
         index=index, line=line, id=row_id + suffix, video=video, prompt=cell["prompt"], problem=problem, image=image,
         photos=photos, negative_prompt=cell["negative_prompt"], reference_video=reference, size=size,
-        person=cell["person"], table=table,
+        person=cell["person"], table=table, rejected=rejected,
     )  # fmt: skip
 
 
@@ -218,7 +224,7 @@ def assign_images(rows: Sequence[Row], seed: int) -> list[Row]:
 def _size_problem(cell: Mapping[str, str]) -> str:
     """Return why a row's height and width cannot be used; empty for a valid size, or without one."""
     values = [cell[name] for name in SIZE]
-    if any(values) and (shaped := [name for name in PATHS if cell[name]]):
+    if any(values) and (shaped := [name for name in (*PATHS, *PAIR) if cell[name]]):
         return (
             f"height and width next to {shaped[0]}: only rows of just a prompt have their size; empty the cells, or "
             "rename the columns; data.max_pixels keeps the shape of each clip"
@@ -228,6 +234,14 @@ def _size_problem(cell: Mapping[str, str]) -> str:
         shown = " and ".join(repr(value[:40]) for value in values)
         return f"height and width must be whole numbers of pixels from 1 to {LONGEST_SIDE}, got {shown}"
     return ""
+
+
+def _pair_problem(cell: Mapping[str, str]) -> str:
+    """Return why a row's cells do not make a pair; empty for a pair, or without one."""
+    if bool(cell["chosen"]) != bool(cell["rejected"]):
+        return "chosen and rejected are the two clips of a pair, and one is missing; fill both cells, or empty both"
+    others = [name for name in ("video", "reference_video", "photos") if cell[name]]
+    return f"{others[0]} has no effect next to chosen and rejected; empty the cell" if cell["chosen"] and others else ""
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
@@ -245,9 +259,23 @@ def inspect_row(row: Row, num_frames: int, fps: float | None = None, *, takes_im
     headers, problems = _read_files(row.files, num_frames, read, clips.open_picture)
     if takes_image and row.video is None and row.image is None:
         problems.insert(0, "no video, and no image that this model could start from")
+    if row.rejected and not problems:
+        problems += _pair_differences(row, headers, compare_first=takes_image and row.image is None and num_frames > 1)
     if not row.prompt:
         problems.insert(0, f"empty prompt for {row.video.name if row.video else 'a row without a video'}")
     return HeaderInfo(problems=tuple(problems), header=headers.get("video"))
+
+
+def _pair_differences(row: Row, headers: Mapping[str, clips.Header], *, compare_first: bool) -> list[str]:
+    """Return how the clips of a pair differ in what they must share. compare_first: their first frames, too."""
+    pair = [headers["video"], headers["rejected"]]
+    shapes = [f"{each.size[0]} x {each.size[1]} (height x width) with {each.frames} frames" for each in pair]
+    if shapes[0] != shapes[1]:
+        return [f"chosen is {shapes[0]}, and rejected {shapes[1]}; make pairs of equal clips"]
+    first = [clips.read_video(path, 1).float() for path in (row.video, row.rejected) if path and compare_first]
+    apart = float((first[0] - first[1]).square().mean().sqrt()) if first else 0.0
+    words = f"the first frames of chosen and rejected are {apart:.0f} levels of 255 apart, so not of one input"
+    return [f"{words}; name it in the column image, or leave the pair out"] if apart > SAME_PICTURE else []
 
 
 def _read_files(
@@ -266,7 +294,7 @@ def _read_files(
             if column == "image" or column.startswith("photos/"):
                 contents[column] = read_image(path)
             else:
-                contents[column] = read(path, at_least=num_frames if column == "video" else REFERENCE_FRAMES)
+                contents[column] = read(path, at_least=REFERENCE_FRAMES if column == "reference_video" else num_frames)
         except DataError as error:
             problems.append(str(error))
     return contents, problems
@@ -345,11 +373,11 @@ def load_example(
     size, if any. Raise DataError with the problems of all files.
     """
     read = partial(clips.read_clip, height=height, width=width, num_frames=num_frames, max_pixels=max_pixels, fps=fps)
-    files = {column: row.files[column] for column in PATHS}
+    files = {column: path for column, path in row.files.items() if column in (*PATHS, *PAIR)}
     contents, problems = _read_files(files, num_frames, read, clips.read_picture)
     if problems:
         raise DataError("; ".join(problems))
-    picture = contents.pop("image", None)
+    picture, _ = contents.pop("image", None), contents.pop("rejected", None)  # only checked here
     videos = {column: clips.to_float(frames) for column, frames in contents.items()}
     video = videos.get("video")
     if video is not None:

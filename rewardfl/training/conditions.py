@@ -103,6 +103,10 @@ class Conditions:
         """Return (row, its conditioning). With `skip`, another row replaces a row that the cache lost."""
         return read_or_substitute(samples, row, lambda i: self.conditioning(samples[i]), skip=skip)
 
+    def pair(self, sample: Sample) -> tuple[Conditioning, tuple[Tensor, Tensor]]:
+        """Return the conditioning of a sample, and the latents of its chosen and of its rejected clip, on the CPU."""
+        return self.conditioning(sample), (self.clip_latents(sample), self.clip_latents(sample.rejected))
+
     def batch(self, samples: Sequence[Sample], rows: Sequence[int], *, skip: bool) -> tuple[Conditioning, Tensor]:
         """Return (conditioning of a forward pass of the rows, (B,) bool: False where another clip replaces the row)."""
         taken = [self.read_or_substitute(samples, row, skip=skip) for row in rows]

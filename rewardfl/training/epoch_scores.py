@@ -59,11 +59,12 @@ def score_epoch(
     advantages, metrics = compare(valid=valid)
     if not trained.all():  # the metrics describe all groups
         advantages, _ = compare(valid=counts)
-    if isinstance(group, ForwardConfig) and group.objective == "best":
+    if isinstance(group, ForwardConfig) and group.objective in ("best", "dpo"):
         total = rewards.double() @ rewards.new_tensor(weights[0], dtype=torch.float64)
-        best = forward_rl.best_advantages(total[by_group], valid[by_group])
-        advantages[by_group] = best.float()
-        metrics["group/zero_variance"] = float((best.sum(1) == 0).double().mean())
+        choose = {"best": forward_rl.best_advantages, "dpo": forward_rl.pair_advantages}[group.objective]
+        chosen = choose(total[by_group], valid[by_group])
+        advantages[by_group] = chosen.float()
+        metrics["group/zero_variance"] = float((chosen == 0).all(1).double().mean())
         advantages[~counts] = 0
     sizes = [len(rollout.members) for rollout in rollouts]
     first_row = job.rank * len(requested)

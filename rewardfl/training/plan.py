@@ -55,6 +55,8 @@ class RunPlan:
     clips_at_once: int  # clips of an epoch's rollouts; for reward feedback learning of an update
     base_noises: int  # videos of the base model that a row's motion is compared with
     supervised: bool = False  # the data anchor is the entire loss
+    keeps_start: bool = False  # DPO's reference is a copy of lora.init_from's adapter, not the model without one
+    pairs: bool = False  # trained on the table's columns chosen and rejected, without rollouts
 
     def count_steps(self, clips: int) -> int:
         """Count the updates of the run: of train.max_steps, or of its visits of every clip."""
@@ -97,7 +99,7 @@ class GroupPlan(RunPlan):
     evaluation: schema.EvaluationConfig
     group: schema.GroupConfig  # section grpo or forward
     geometry: Geometry  # the rollouts
-    training: Geometry  # what updates train on: the rollouts, or with forward.objective best one of each group
+    training: Geometry  # what updates train on: the rollouts, or of each group one (objective best) or two (dpo)
     part_weights: Mapping[str, float]  # weights of the first reward's parts that are trained next to its score
 
     def part(self, update: int) -> slice:
@@ -252,13 +254,13 @@ def _forward_fields(cfg: schema.ForwardRlConfig, processes: int, anchor_draws: i
     """Return the fields of ForwardRlPlan that the other plans lack, with the published defaults of the objective."""
     geometry, forward = make_geometry(cfg, processes), cfg.forward
     training, objective, old = geometry, forward.objective, forward.old_policy
-    if objective == "best":
+    if objective in ("best", "dpo"):  # so that a process trains on all that is chosen of a group, in one update
         if geometry.groups % (shares := processes * geometry.updates):
             needs = f"a multiple of {shares} (processes x updates_per_epoch), got {geometry.groups}"
-            raise ConfigError(f"forward.groups must be {needs}, with objective best; change one of them")
-        training = replace(geometry, group_size=1, batch=1)
-    default_scale = {"rvm": 0.1, "nft": 1.0, "awm": 1 / forward.advantage.clip, "best": 1.0}[objective]
-    default_decay = {"rvm": 0.0, "nft": 0.5, "awm": 0.3, "best": 0.0}[objective]
+            raise ConfigError(f"forward.groups must be {needs}, with objective {objective}; change one of them")
+        training = replace(geometry, group_size={"best": 1, "dpo": 2}[objective], batch=1)
+    default_scale = {"rvm": 0.1, "nft": 1.0, "awm": 1 / forward.advantage.clip, "best": 1.0, "dpo": 1.0}[objective]
+    default_decay = {"rvm": 0.0, "nft": 0.5, "awm": 0.3, "best": 0.0, "dpo": 0.0}[objective]
     needs_old, needs_base = objective in ("nft", "awm") or old.anchor > 0, forward.base_anchor > 0
     measured = {"from_old": needs_old, "from_base": needs_base, "ratio": objective == "awm"}
     return {
@@ -266,6 +268,8 @@ def _forward_fields(cfg: schema.ForwardRlConfig, processes: int, anchor_draws: i
         "clips_at_once": forward.groups,
         "geometry": geometry,
         "training": training,
+        "keeps_start": objective == "dpo" and cfg.lora.init_from is not None,
+        "pairs": schema.takes_pairs(cfg),
         "draws": forward.draws,
         "whole_range": forward.sigmas == "trained_range",
         "advantage_scale": default_scale if forward.advantage.scale is None else forward.advantage.scale,

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from rewardfl import config as configuration
-from rewardfl import data, group_plan, reward_flow, sde
+from rewardfl import data, group_plan, lora, reward_flow, sde
 from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Backbone, Conditioning, Decoder, Experts, Schedule, Velocity
 from rewardfl.config import AnyConfig
 from rewardfl.config.schema import SampleConfig, VerdictConfig
 from rewardfl.epoch_order import due_this_epoch
-from rewardfl.memory import offload
+from rewardfl.memory import offload, sharding
 from rewardfl.noise import draw_noise, noise_seed
 from rewardfl.optim import Average, OldPolicy, averaged
 from rewardfl.rewards import async_scoring, build_terms, scoring
@@ -38,14 +38,14 @@ from rewardfl.training import evaluation, plan, saving, setup_data, setup_model,
 from rewardfl.training.anchors import Anchors
 from rewardfl.training.batches import TrainingSampler
 from rewardfl.training.checkpoint import checkpoint_dir
-from rewardfl.training.conditions import Conditions
+from rewardfl.training.conditions import Conditions, read_or_substitute
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.epoch_scores import EpochScores, UpdateResults, explain_results, score_epoch
 from rewardfl.training.evaluation import DeployedSampler
 from rewardfl.training.learner import Learner, make_average, make_learner, make_old_policy, seed_generators
 from rewardfl.training.logger import Log
 from rewardfl.training.run_folder import RunFolder
-from rewardfl.training.samples import Batch, Rollout, Rows, Sample
+from rewardfl.training.samples import Batch, CleanRollout, Rollout, Rows, Sample
 from rewardfl.training.setup_processes import connect_processes
 from rewardfl.training.setup_run import is_finished, open_log, open_run, resume
 from rewardfl.training.setup_summary import print_run_summary
@@ -117,6 +117,7 @@ class Run(Generic[PlanT, SamplerT]):
     learner: Learner
     average: Average | None
     old_policy: OldPolicy  # for forward-process reinforcement; without parameters elsewhere
+    start_policy: EMAModel  # DPO's reference of lora.init_from; without parameters elsewhere
     graphs: reward_flow.KeptGraphs  # kept by the rollouts of reward feedback learning
     sampler: SamplerT
     anchors: Anchors
@@ -169,6 +170,11 @@ class Run(Generic[PlanT, SamplerT]):
             source = self.average
         return averaged(source, self.learner.parameters)
 
+    def reference_weights(self) -> contextlib.AbstractContextManager:
+        """Swap in the weights at the start of the run: no adapter, or a copy of lora.init_from's."""
+        start = self.start_policy
+        return averaged(start, self.learner.parameters) if start.shadow_params else lora.reference(self.policy)
+
     def is_interrupted(self) -> bool:
         """Return whether any process got a signal. Collective."""
         return self.interruption.any_signal(self.job.all_reduce_max)
@@ -204,6 +210,19 @@ class Run(Generic[PlanT, SamplerT]):
         ids, seed = [sample.row.id for sample in self.samples], self.plan.run.seed
         plans = [group_plan.plan(epoch, rank, self.plan.geometry, ids, seed) for rank in range(self.job.world)]
         return list(zip(plans[self.job.rank], group_plan.needs_prefix(plans), strict=True))
+
+    def read_pair(self, members: list[group_plan.Member]) -> CleanRollout:
+        """Return a clip of the table in the place of a rollout: the chosen one for member 0, the rejected one for 1."""
+        skip, (member,) = self.plan.data.skip_bad_rows, members
+        row, (conditioning, latents) = read_or_substitute(
+            self.samples, member.row, lambda i: self.conditions.pair(self.samples[i]), skip=skip
+        )
+        shape = self.conditions.latent_shape(self.samples[row])
+        inputs = Rollout(
+            members=members, is_requested=torch.tensor([row == member.row]), schedule=self.plan.schedule(shape),
+            conditioning=self.backbone.collate([conditioning]), shape=(1, *shape),
+        )  # fmt: skip
+        return inputs.with_latents(latents[member.member], self.rollouts_on)
 
     def read_inputs(self, members: list[group_plan.Member]) -> Rollout:
         """Return the inputs of a forward pass of members of groups, on the device."""
@@ -241,6 +260,13 @@ class Run(Generic[PlanT, SamplerT]):
     ) -> EpochScores:
         """Wait for the rewards of an epoch's rollouts, and compare each video with its group. Collective."""
         assert isinstance(self.plan, plan.GroupPlan)
+        if self.plan.pairs:  # the advantage of a chosen clip is 1, and of a rejected one -1
+            advantages = [torch.tensor([1.0 - 2 * each.members[0].member], device=self.job.device) for each in rollouts]
+            replaced = self.job.gather(~torch.cat([each.is_requested for each in rollouts]).to(self.job.device)).cpu()
+            return EpochScores(
+                advantages=advantages, replaced=replaced, metrics={"epoch": step.epoch}, why_nothing="",
+                trained_groups=torch.ones(self.plan.geometry.groups, dtype=torch.bool),
+            )  # fmt: skip
         with step.timer("step"), step.timer("reward"):
             results = [async_scoring.collect(calls) for calls in pending]
         group, weights, first = self.plan.group, self.plan.part_weights, step.index == self.state.step
@@ -340,7 +366,8 @@ class Run(Generic[PlanT, SamplerT]):
         else:  # a mean since the last scheduled save: a resumed run agrees
             since = (done - 1) // settings.save_steps * settings.save_steps
             score = log.score_for_best(done, since, ["reward/held_out", "reward/mean"])
-        state = saving.collect_state(job, learner, self.average, self.state, log, done, self.batching, self.old_policy)
+        copies = {"old_policy": self.old_policy, "start_policy": self.start_policy}
+        state = saving.collect_state(job, learner, self.average, self.state, log, done, self.batching, copies)
         with averaged(self.average, learner.parameters):
             saving.save(settings, job, self.backbone, learner, log, state, score, last=last)
             if not self.interruption.number:  # shutting down: skip the videos
@@ -435,14 +462,14 @@ def start(headers: Headers, run_folder: RunFolder, interruption: Interruption) -
     # data, rewards, resume
     terms = build_terms(run_plan.rewards, job.device)
     store = setup_data.open_cache(run_plan)
-    samples = setup_data.find_samples(run_plan.data, headers.rows.train, terms, store, job)
+    samples = setup_data.find_samples(run_plan.data, headers.rows.train, [] if run_plan.pairs else terms, store, job)
     held_out = setup_data.find_samples(run_plan.data, headers.rows.held_out, terms, store, job)
     batching = plan.make_batching(run_plan, [sample.size for sample in samples])
     state, restored = resume(run_plan, resume_point, job, terms, samples, held_out, batching)
     last_step = run_plan.count_steps(len(samples))
     if is_finished(run_plan, resume_point, last_step, job):
         raise RunEnded
-    setup_rewards.check_rewards(run_plan, job, terms, samples)
+    setup_rewards.check_rewards(run_plan, job, terms, (held_out or samples) if run_plan.pairs else samples)
 
     pools: list[WorkerPool | None] = []
     if isinstance(run_plan, plan.GroupPlan):
@@ -461,7 +488,7 @@ def start(headers: Headers, run_folder: RunFolder, interruption: Interruption) -
     setup_model.fill_adapters(model, trained, backbone, run_plan.init, resume_point, restored)
     epsilon = ADAM_EPSILON if run_plan.has_verdict else 1e-8
     learner = make_learner(run_plan.train, job, backbone, model, trained, last_step, restored, epsilon)
-    average, old_policy = _make_averages(run_plan, learner, restored)
+    average, old_policy, start_policy = _make_averages(run_plan, learner, restored)
     log = open_log(run_plan, headers.settings, job, run_folder, state, restored, last_step)
     del restored  # up to five copies of the adapters
     sampler = setup_data.make_sampler(run_plan, job, conditions, decoder, model, negative, builder)
@@ -472,8 +499,8 @@ def start(headers: Headers, run_folder: RunFolder, interruption: Interruption) -
         plan=run_plan, backbone=backbone, job=job, interruption=interruption, terms=terms, samples=samples,
         held_out=held_out, scales=scales, state=state, batching=batching, conditions=conditions, negative=negative,
         decoder=decoder, model=model, learner=learner, average=average, old_policy=old_policy, sampler=sampler, log=log,
-        last_step=last_step, done=state.step, worker_pools=pools, graphs=_kept_graphs(run_plan, job),
-        anchors=setup_data.make_anchors(run_plan, conditions, samples, job.device),
+        start_policy=start_policy, last_step=last_step, done=state.step, worker_pools=pools,
+        graphs=_kept_graphs(run_plan, job), anchors=setup_data.make_anchors(run_plan, conditions, samples, job.device),
         verdict=_make_verdict(run_plan, job, terms, samples, state, decoder),
     )  # fmt: skip
 
@@ -501,11 +528,14 @@ def _make_verdict(
 
 def _make_averages(
     run_plan: plan.AnyPlan, learner: Learner, restored: TrainState | None
-) -> tuple[Average | None, OldPolicy]:
-    """Return the moving average of the adapters, if the run has one, and the old policy, empty in most scripts."""
+) -> tuple[Average | None, OldPolicy, EMAModel]:
+    """Return the moving average of the adapters, if the run has one, the old policy, and DPO's start, mostly empty."""
     parameters = learner.parameters
     decay = run_plan.group.ema_decay if isinstance(run_plan, plan.GroupPlan) else run_plan.train.ema_decay or None
     average = None if decay is None else make_average(decay, parameters, restored)
+    start = EMAModel(parameters if run_plan.keeps_start and restored is None else [])
+    if restored is not None and restored.start_policy is not None:
+        start.shadow_params = list(map(sharding.shard_like, restored.start_policy, parameters))
     if isinstance(run_plan, plan.ForwardRlPlan):
-        return average, make_old_policy(run_plan.group, run_plan.old_decay, parameters, restored)
-    return average, OldPolicy([], lambda _: 0.0)
+        return average, make_old_policy(run_plan.group, run_plan.old_decay, parameters, restored), start
+    return average, OldPolicy([], lambda _: 0.0), start

@@ -1,6 +1,6 @@
 """Records of training: a sample, a batch, a rollout of members of groups."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,12 @@ class Sample:
     size: tuple[int, int]  # height and width of the generated video
     references: tuple[Reference, ...]  # the real clip's, by reward
     base_latents: Key | None = None  # the base model's, for the data anchor where the row has no clip
+
+    @property
+    def rejected(self) -> "Sample":
+        """Return the record of the pair's rejected clip, for its latents."""
+        row = replace(self.row, video=self.row.rejected, rejected=None)
+        return replace(self, row=row, clip={**self.clip, "video": self.clip["rejected"]})
 
 
 @dataclass(frozen=True, kw_only=True)

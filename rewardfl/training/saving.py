@@ -2,11 +2,12 @@
 
 import copy
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.training_utils import EMAModel
 from torch import Tensor
 
 from rewardfl import data, lora
@@ -15,7 +16,7 @@ from rewardfl.config import DataConfig
 from rewardfl.config.schema import RunConfig
 from rewardfl.files import escape_control
 from rewardfl.memory import sharding
-from rewardfl.optim import Average, OldPolicy
+from rewardfl.optim import Average
 from rewardfl.training import checkpoint
 from rewardfl.training.clip_scan import load_video
 from rewardfl.training.distributed import Distributed
@@ -34,16 +35,15 @@ def collect_state(
     log: Log,
     step: int,
     batching: Batching,
-    old_policy: OldPolicy,
+    copies: Mapping[str, EMAModel],
 ) -> TrainState:
-    """Collect the state to resume from after `step`. Collective."""
+    """Collect the state to resume from after `step`. copies: {field of TrainState: its parameters}. Collective."""
     weights: dict[str, Any] = {}
     if average is not None:
         shadows = {"shadow_params": sharding.gather_to_cpu(average.shadow_params)}
         weights["parameters"] = sharding.gather_to_cpu(learner.parameters)
         weights["average"] = average.state_dict() | shadows
-    if old_policy.shadow_params:
-        weights["old_policy"] = sharding.gather_to_cpu(old_policy.shadow_params)
+    weights |= {name: sharding.gather_to_cpu(each.shadow_params) for name, each in copies.items() if each.shadow_params}
     return TrainState(
         step=step,
         skipped_in_a_row=log.skipped_in_a_row,

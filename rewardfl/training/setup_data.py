@@ -42,7 +42,8 @@ def size_notes(clips: DataConfig, rows: Sequence[data.Row]) -> list[str]:
 
 def scan_rows(run_plan: plan.RunPlan, job: Distributed, backbone: Backbone) -> Rows:
     """Read the headers of all clips; check the columns that rewards need. Raise the DataErrors of usable_rows."""
-    rows, messages = _scan_table(run_plan, data.load_metadata(run_plan.data.file_name), job, backbone)
+    table = data.load_metadata(run_plan.data.file_name)
+    rows, messages = _scan_table(run_plan, table, job, backbone, pairs=run_plan.pairs)
     messages += _anchor_notes(run_plan, rows)
     held_out: list[data.Row] = []
     if isinstance(run_plan, plan.GroupPlan) and run_plan.evaluation.eval_clips:
@@ -68,10 +69,10 @@ def check_held_out(rows: Sequence[data.Row], held_out: Sequence[data.Row]) -> li
 
 
 def _scan_table(
-    run_plan: plan.RunPlan, rows: Sequence[data.Row], job: Distributed, backbone: Backbone
+    run_plan: plan.RunPlan, rows: Sequence[data.Row], job: Distributed, backbone: Backbone, *, pairs: bool = False
 ) -> tuple[list[data.Row], list[str]]:
-    """Return (usable rows, messages)."""
-    clips, rewards = run_plan.data, run_plan.rewards
+    """Return (usable rows, messages). pairs: of clips, which no reward compares with."""
+    clips, rewards = run_plan.data, [] if pairs else run_plan.rewards
     rows = data.assign_images(rows, run_plan.run.seed) if backbone.takes_image else rows
     inspect = partial(data.inspect_row, num_frames=clips.num_frames, fps=clips.fps, takes_image=backbone.takes_image)
     infos = map_shared(inspect, rows, job.shard, job.gather_lists, "headers")
@@ -89,6 +90,14 @@ def _scan_table(
             texts += setup_rewards.missing_columns(row, needs) + setup_rewards.unusable_prompts(row, classes)
             if row.video is None and run_plan.supervised:
                 texts.append("supervised fine-tuning fits the clip of a row, and the row names none (video)")
+            if pairs and row.rejected is None:
+                texts.append(
+                    "objective dpo without a reward takes columns chosen and rejected; fill them, or set a weight"
+                )
+            if row.rejected is not None and not pairs:
+                texts.append(
+                    "chosen and rejected are for objective dpo with all reward.terms of weight 0; empty the cells"
+                )
         problems += [(row.line, text) for text in texts if text]
     good, bad = data.usable_rows(rows, problems, skip_bad_rows=clips.skip_bad_rows)
     messages, table = [f"skipped: {line}" for line in bad], rows[0].table
@@ -162,9 +171,12 @@ def make_conditions(run_plan: plan.RunPlan, backbone: Backbone, base: Mapping[st
 def fill_clip_latents(
     run_plan: plan.RunPlan, conditions: Conditions, samples: Sequence[Sample], job: Distributed
 ) -> None:
-    """Cache the latents of the clips that the data anchor trains on or measures. Collective."""
+    """Cache the latents of pairs, or of the clips that the data anchor trains on or measures. Collective."""
     clips = [sample for sample in samples if sample.row.video is not None]
-    clips = clips if run_plan.anchor.weight else clips[: run_plan.anchor.measured_clips]
+    if run_plan.pairs:
+        clips += [sample.rejected for sample in samples]
+    elif not run_plan.anchor.weight:
+        clips = clips[: run_plan.anchor.measured_clips]
     load = partial(clip_scan.load_video, run_plan.data)
     conditions.fill_latents(clips, lambda sample: load(sample.row), job.device, job.shard)
     job.wait()

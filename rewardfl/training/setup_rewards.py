@@ -66,7 +66,7 @@ def rows_without_motion(plan: RunPlan, rows: Sequence[data.Row]) -> list[data.Ro
 
 def takes_base_motion(plan: RunPlan, row: data.Row) -> bool:
     """Return whether the row's motion is compared with the base model's."""
-    return {"clip": "clip" not in row.offers, "base": True}[plan.reward.motion_reference]
+    return {"clip": "clip" not in row.offers, "base": row.rejected is None}[plan.reward.motion_reference]
 
 
 def takes_base_latents(plan: RunPlan, row: data.Row) -> bool:

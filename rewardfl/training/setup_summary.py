@@ -23,6 +23,8 @@ def print_run_summary(settings: str, plan: AnyPlan, backbone: Backbone, rows: Ro
     rewards = f"trained on {' + '.join(trained)}; only measured: {', '.join(measured) or 'nothing'}"
     if plan.supervised:
         rewards = "supervised fine-tuning: trained on the clips alone, without rollouts; no reward is computed"
+    if plan.pairs:
+        rewards = f"trained on the table's pairs, without rollouts; only measured: {', '.join(measured) or 'nothing'}"
     notes = [f"note: {note}" for note in backbone.differences(plan.sample.shift, plan.sample.guidance_scale)]
     if plan.train.warmup_steps > steps:
         notes.append(f"note: train.warmup_steps {plan.train.warmup_steps} do not end within the run's {steps} steps")
@@ -100,11 +102,14 @@ def _group_arithmetic(plan: FlowGrpoPlan, clips: int | None, steps: int | None) 
 def _forward_arithmetic(plan: ForwardRlPlan, clips: int | None, steps: int | None) -> list[str]:
     forward = plan.group
     moments = "any sigma of" if plan.whole_range else "in turn"
-    sample = "group's best sample and of no other" if forward.objective == "best" else "sample"
+    chosen = {"best": "group's best sample and of no other", "dpo": "group's best and worst sample and of no other"}
+    sample, factor = chosen.get(forward.objective, "sample"), f"advantage x {plan.advantage_scale:g}"
+    if forward.objective == "dpo":
+        factor = f"beta {forward.beta:g}, against {'lora.init_from' if plan.keeps_start else 'no adapter'}"
     return [
         *_epoch_lines(plan),
         f"draws: {plan.draws} of each {sample}, {moments} steps {list(plan.active)}",
-        f"objective: {forward.objective}, advantage x {plan.advantage_scale:g}, the old policy keeps up to "
+        f"objective: {forward.objective}, {factor}, the old policy keeps up to "
         f"{plan.old_decay:g} of itself per epoch; anchors: old policy {forward.old_policy.anchor:g}, base "
         f"{forward.base_anchor:g}",
         *_run_lines(plan, steps, clips),

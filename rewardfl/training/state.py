@@ -42,6 +42,7 @@ class TrainState:
     parameters: list[Tensor] | None = None  # where the checkpoint's adapters are an average of them
     average: dict[str, Any] | None = None  # state of this average
     old_policy: list[Tensor] | None = None  # for forward-process reinforcement
+    start_policy: list[Tensor] | None = None  # for DPO from lora.init_from: the adapters at step 0
     verdict: dict[str, Any] | None = None  # of sample.verdict: fields of VerdictState
     global_batch: int | None = None  # see Batching
     one_shape_batch: int | None = None

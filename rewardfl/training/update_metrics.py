@@ -47,6 +47,8 @@ class ForwardOutcome:
     from_old: Tensor  # mean squared distances of the velocity from other policies', 0 without them
     from_base: Tensor
     ratio: Tensor  # ratio of AWM's likelihoods
+    reference: Tensor  # misfit of DPO's reference, 0 without one
+    logit: Tensor  # DPO's of the sample's pair, 0 without one
 
 
 @dataclass(kw_only=True)
@@ -113,17 +115,24 @@ def forward_rl_metrics(
 
     policy/misfit_positive and _negative are the
     velocity's mean squared error for videos of advantage above and below 0 (0 without any): the first should fall
-    against the second.
+    against the second. For dpo also policy/chosen_change and rejected_change, these minus the reference's, and
+    policy/pair_accuracy, the share of pairs in which the first is below the second.
     """
-    advantage, misfit = samples.advantage, samples.misfit
-    means = {
-        f"policy/misfit_{name}": float(misfit[chosen].mean()) if chosen.any() else 0.0
-        for name, chosen in (("positive", advantage > 0), ("negative", advantage < 0))
-    }
+    misfit, chosen, rejected = samples.misfit, samples.advantage > 0, samples.advantage < 0
+    means = {"policy/misfit_positive": _mean(misfit, chosen), "policy/misfit_negative": _mean(misfit, rejected)}
     metrics = dict(anchor_metrics) | means | {"policy/deviation": deviation}
     metrics["actor/loss"] += float((samples.weight * samples.loss).mean())
+    if plan.group.objective == "dpo":
+        metrics["policy/pair_accuracy"] = _mean(samples.logit > 0, chosen)
+        change = misfit - samples.reference
+        metrics |= {"policy/chosen_change": _mean(change, chosen), "policy/rejected_change": _mean(change, rejected)}
     means = {name: float((samples.weight * getattr(samples, name)).mean()) for name in plan.measured}
     return metrics | {f"policy/{name}": mean for name, mean in means.items()}
+
+
+def _mean(values: Tensor, chosen: Tensor) -> float:
+    """Return the mean of the values (N,) where `chosen` (N,) is true, 0 where it never is."""
+    return float(values[chosen].double().mean()) if chosen.any() else 0.0
 
 
 def flow_grpo_metrics(

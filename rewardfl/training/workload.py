@@ -205,14 +205,15 @@ def _forward_rl(common: Workload, plan: ForwardRlPlan) -> Workload:
     forward, experts = plan.group, plan.experts
     draws = forward.inner_epochs * plan.draws * plan.training.samples / plan.geometry.samples  # per video
     passes = _times(draws / len(plan.active), Counter(experts[i] for i in plan.active))
-    latents_of_video = 2 + plan.needs_old + plan.needs_base
+    latents_of_video, is_dpo = 2 + plan.needs_old + plan.needs_base, forward.objective == "dpo"
     return replace(
         _epochs(common, plan),
-        rollout=_times(plan.forwards_per_velocity, Counter(experts)) + (passes if plan.needs_old else Counter()),
+        rollout=_times(plan.forwards_per_velocity * (not plan.pairs), Counter(experts))
+        + _times(plan.needs_old, passes),
         replay=passes,
         backward_passes=passes,
-        reference=passes if plan.needs_base else {},
-        averages=2,
+        reference=_times(plan.needs_base + 2 * is_dpo, passes),  # dpo: the policy's errors, too
+        averages=2 + plan.keeps_start,
         group_section="forward",
         latents_kept=dict.fromkeys(("gpu", "cpu"), 1),
         # for each draw: the latents with noise, the target, and the velocities of the other policies

@@ -54,7 +54,7 @@ CONSUMERS = {
         guidance_gradient=word,
     )(X, 0),
     "reward.motion_reference": lambda word: setup_rewards.takes_base_motion(
-        Record(reward=Record(motion_reference=word)), Record(offers=())
+        Record(reward=Record(motion_reference=word)), Record(offers=(), rejected=None)
     ),
     "reward.people": lambda word: FaceIdentityReward.part_names.fget(Record(people=word)),
     "reward.kl_gradient": lambda word: reward_flow.replay(

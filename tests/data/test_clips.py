@@ -247,7 +247,7 @@ def test_a_pause_is_refused_and_not_filled(tmp_path, rate, pause):
 def test_the_header_and_reading_refuse_too_few_and_too_slow_frames(tmp_path, num_frames, fps, problem):
     data.write_video(tmp_path / "a.mp4", numbered(20), fps=20)
     if not problem:
-        assert clips.read_video_header(tmp_path / "a.mp4", num_frames, fps) == ((32, 48), 20, ())
+        assert clips.read_video_header(tmp_path / "a.mp4", num_frames, fps) == ((32, 48), 20, (), 20)
         assert len(data.read_video(tmp_path / "a.mp4", num_frames, fps)) == num_frames
         return
     for read in (clips.read_video_header, data.read_video):

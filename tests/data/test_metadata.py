@@ -128,6 +128,28 @@ def test_optional_columns_are_read(folder):
     assert note.startswith("1 of 3 rows have a negative_prompt, which has no effect") and data.notes(rows[1:]) == []
 
 
+def test_a_pair_is_two_clips_of_one_prompt(folder):
+    """Its clips have one size and length, and from one input also nearly one first frame."""
+    data.write_video(folder / "b.mp4", gradients().flip(2), fps=16)
+    data.write_video(folder / "alike.mp4", torch.cat([gradients()[:1], gradients()[1:].flip(2)]), fps=16)
+    data.write_video(folder / "small.mp4", gradients()[:, ::2, ::2], fps=16)
+    lines = ["a.mp4,alike.mp4,x,,", "a.mp4,b.mp4,x,,", "a.mp4,b.mp4,x,b.png,", "a.mp4,small.mp4,x,,", "a.mp4,,x,,"]
+    lines += ["a.mp4,short.mp4,x,,", "a.mp4,alike.mp4,x,,a.mp4", "a.mp4,gone.mp4,x,,"]
+    rows = load(folder, *lines, header="chosen,rejected,prompt,image,reference_video")
+    save_pictures(folder, "b.png")
+    assert rows[0].video == folder / "a.mp4" and rows[0].rejected == folder / "alike.mp4"
+    assert len({row.id for row in rows}) == len(rows) and rows[0].id.startswith("a.mp4#")
+    problems = [" ".join(data.inspect_row(row, 4).problems) for row in rows]
+    expected = [
+        "", "the first frames of chosen and rejected are .* name it in the column image", "",
+        "48 x 64 .* with 9 frames, and rejected 24 x 32 .* with 9", "chosen and rejected are .* one is missing",
+        "and rejected 48 x 64 .* with 4 frames", "reference_video has no effect next to chosen",
+        "gone.mp4: no such file",
+    ]  # fmt: skip
+    assert all(map(re.search, expected, problems)) and problems[0] == problems[2] == "", problems
+    assert not data.inspect_row(rows[1], 4, takes_image=False).problems and not data.inspect_row(rows[1], 1).problems
+
+
 def test_a_text_file_has_a_prompt_on_each_line(folder):
     """Whatever it holds; the rows equal a table's with only that column."""
     prompts = ["a red ball, left of a blue one", 'a sign that says "stop', "prompt"]

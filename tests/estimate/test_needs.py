@@ -491,6 +491,13 @@ def test_a_video_costs_its_rollout_and_its_draws():
     best = needs.flops(costs, forward_workload("forward.objective=best", "anchor.weight=1"))
     assert best["replay forward"] == 2 * low.forward / 8 and best["replay backward"] == 2 * low.backward / 8
     assert best["rollout"] == work["rollout"] and best["data anchor"] == (low.forward + low.backward) / 8
+    dpo = needs.flops(costs, forward_workload("forward.objective=dpo"))  # two of eight videos
+    assert dpo["replay backward"] == 2 * low.backward / 4 and dpo["rollout"] == work["rollout"]
+    assert dpo["reference"] == 4 * low.forward_frozen / 4  # its errors and the reference's
+    assert forward_workload("forward.objective=dpo", "lora.init_from=anywhere").averages == 3
+    table = ["reward.terms={score: {weight: 0}}", "forward.group_size=2", "train.per_device_train_batch_size=1"]
+    pairs = needs.flops(costs, forward_workload("forward.objective=dpo", *table))
+    assert pairs["rollout"] == pairs["decode"] == 0 and pairs["replay backward"] == 2 * low.backward
     nft = forward_workload("forward.objective=nft", "forward.base_anchor=1", "forward.inner_epochs=2")
     nft = needs.flops(costs, nft)
     assert nft["rollout"] == work["rollout"] + 4 * low.forward  # by the old policy, at each draw

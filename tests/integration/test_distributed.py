@@ -11,6 +11,7 @@ import os
 import shutil
 
 import pytest
+import runs
 import torch
 from conftest import ROOT, run_python
 from lora_dialects import read_adapter
@@ -82,6 +83,13 @@ FILTERED = {
     ]
     for name, words, limit in (("grpo", GRPO, 0.02), ("forward", FORWARD, 0.009))
 }  # fmt: skip
+
+
+def chosen_runs(out, start):
+    """Return best's run, and dpo's from rollouts and from a table. Its reference is best's adapter in `start`."""
+    dpo = [*BEST, "forward.objective=dpo", f"lora.init_from={start / 'best' / 'checkpoints' / 'latest'}"]
+    settings = {"best": BEST, "dpo": dpo, "pairs": [*dpo, *runs.PAIRS]}
+    return [[*words, f"run.output_dir={out / name}"] for name, words in settings.items()]
 
 
 def run(name, out, *runs, **more):
@@ -174,7 +182,7 @@ def single(tmp_path_factory):
     each place of the boundary, of two clips."""
     out = tmp_path_factory.mktemp("one")
     rewards = [*REWARD_FL, "train.gradient_accumulation_steps=4", "train.max_steps=4"]
-    places = [[*BEST, f"run.output_dir={out / 'best'}"], *placed_runs(out, accumulation=2)]
+    places = [*chosen_runs(out, out), *placed_runs(out, accumulation=2)]
     accounts = run("cpu", out, rewards, GRPO, FORWARD, *places, NOBODY_ON="3", BREAK_GRADIENT="0:1")
     return accounts[0][0], out
 
@@ -195,7 +203,7 @@ def double(request, single, tmp_path_factory):
         f"train.memory.kept_steps={1 if request.param == 'ddp' else 2}",
     ]
     rewards = [*REWARD_FL, *graphs, "train.gradient_accumulation_steps=2", "train.max_steps=3"]
-    places = [[*BEST, f"run.output_dir={out / 'best'}"], *placed_runs(out, accumulation=1)]
+    places = [*chosen_runs(out, single[1]), *placed_runs(out, accumulation=1)]
     if request.param == "ddp":  # the same numbers, whose weights wait in host memory
         places = [[*words, "train.memory.trained=cpu_swap"] for words in places]
     accounts = run(request.param, out, rewards, GRPO, FORWARD, *places, NOBODY_ON="3", BREAK_GRADIENT="1:0")
@@ -303,19 +311,23 @@ def test_policy_updates_do_not_depend_on_the_processes(single, double):
     assert states[0]["average"]["optimization_step"] == states[1]["average"]["optimization_step"] == 2
 
 
-@pytest.mark.parametrize("name", [FORWARD_RL, "best"])
+@pytest.mark.parametrize("name", [FORWARD_RL, "best", "dpo", "pairs"])
 def test_forward_updates_do_not_depend_on_the_processes(single, double, name):
     folders = [double[2] / name, single[1] / name]
     actual, expected = map(metrics, folders)
     # without policy/deviation, for which a process keeps one batch
-    keys = ("grad_norm", "reward/mean", "actor/loss", "actor/anchor_loss", "policy/misfit_positive")
+    keys = ["grad_norm", "actor/loss", "actor/anchor_loss", "policy/misfit_positive"]
+    keys += ["reward/mean"] * (name != "pairs")
     assert_same_lines(actual[:1], expected[:1], keys, rel=1e-4)
-    distances = ["policy/from_old", "policy/from_base"][name == "best" :]
+    distances = ["policy/from_old", "policy/from_base"][name != FORWARD_RL :]
     assert_same_lines(actual[1:], expected[1:], [*keys, *distances], rel=1e-2)
-    assert name == "best" or actual[3]["policy/from_old"] < actual[3]["policy/from_base"]
+    assert name != FORWARD_RL or actual[3]["policy/from_old"] < actual[3]["policy/from_base"]
     states = [checkpoint.load_state(path / "checkpoints" / "step-000004") for path in folders]
     for a, b in zip(*(state["old_policy"] for state in states), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-2 * 1e-4 + 1e-6)
+    if name in ("dpo", "pairs"):
+        assert all(map(torch.equal, *(state["start_policy"] for state in states)))
+        assert_same_lines(actual[1:], expected[1:], ["policy/rejected_change", "policy/chosen_change"], rel=5e-2)
 
 
 @pytest.mark.parametrize("name, shares", [("grpo", [0.75, 0.5]), ("forward", [0.5, 0.5])])

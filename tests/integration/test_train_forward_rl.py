@@ -1,15 +1,19 @@
 """train_forward_rl.py as a user runs it, on the embedded tiny world."""
 
+import itertools
 import shutil
 
 import pytest
+import runs
 import torch
-from runs import FORWARD_FAST, HELD_OUT, SWAPPED, assert_same_run, call_forward, launch_forward, metrics
+from runs import FORWARD_FAST, HELD_OUT, PAIRS, SWAPPED, assert_same_run, call_forward, launch_forward, metrics
 
 import train_forward_rl
+from rewardfl import forward_rl
 from rewardfl.optim import OldPolicy
 from rewardfl.training import checkpoint
 from rewardfl.training.distributed import Distributed
+from rewardfl.training.run import Run
 
 pytestmark = pytest.mark.slow(150)
 
@@ -45,18 +49,28 @@ def test_a_run_logs_the_distances_between_the_policies(straight):
     assert all(line["policy/misfit_positive"] > 0 and line["policy/misfit_negative"] > 0 for line in lines[1:])
 
 
-@pytest.mark.parametrize("settings", [EPOCHS, BEST], ids=["nft", "best"])
-def test_a_resumed_run_is_the_same_to_the_bit(straight, tmp_path, settings):
-    if settings is BEST:
-        launch_forward(f"run.output_dir={(straight := tmp_path / 'straight')}", *BEST)
+@pytest.mark.parametrize("objective", ["nft", "best", "dpo", "pairs"])
+def test_a_resumed_run_is_the_same_to_the_bit(straight, tmp_path, objective):
+    settings, copies = EPOCHS, ["old_policy"]
+    if objective != "nft":
+        start = straight / "checkpoints" / "step-000004"  # whose adapter is dpo's reference
+        dpo = ["forward.objective=dpo", f"lora.init_from={start}"]
+        settings = [*BEST, *{"best": [], "dpo": dpo, "pairs": [*PAIRS, dpo[1]]}[objective]]
+        copies = ["old_policy", *["start_policy"] * (objective != "best")]
+        launch_forward(f"run.output_dir={(straight := tmp_path / 'straight')}", *settings)
+    if objective in ("dpo", "pairs"):
+        first, *later = lines = metrics(straight)[1:]
+        assert first["policy/chosen_change"] == first["policy/rejected_change"] == 0 < first["policy/from_base"]
+        assert all(line["policy/chosen_change"] != 0 for line in later) and "eval/score" in lines[-1]
+        assert any(key.startswith("reward/") for line in lines for key in line) == (objective == "dpo")
     run = shutil.copytree(straight, tmp_path / "run", symlinks=True)
     shutil.rmtree(run / "checkpoints" / "step-000008")
     (run / "checkpoints" / "latest").unlink()
     launch_forward(f"run.output_dir={run}", *settings)
     assert_same_run(run, straight, 8)
     states = [checkpoint.load_state(path / "checkpoints" / "step-000008") for path in (run, straight)]
-    for actual, right in zip(*(state["old_policy"] for state in states), strict=True):
-        assert torch.equal(actual, right)
+    for name in copies:
+        assert all(map(torch.equal, states[0][name], states[1][name])) and len(states[0][name]) == len(states[1][name])
 
 
 def test_blocks_in_host_memory_change_nothing(straight, tmp_path):
@@ -64,7 +78,9 @@ def test_blocks_in_host_memory_change_nothing(straight, tmp_path):
     assert_same_run(tmp_path, straight, 8)
 
 
-@pytest.mark.parametrize("objective, anchor", [("rvm", "old"), ("nft", "old"), ("awm", "old"), ("best", "base")])
+@pytest.mark.parametrize(
+    "objective, anchor", [("rvm", "old"), ("nft", "old"), ("awm", "old"), ("best", "base"), ("dpo", "base")]
+)
 def test_every_objective_learns_and_begins_on_policy(objective, anchor, tmp_path):
     launch_forward(f"run.output_dir={tmp_path}", *SHORT, f"forward.objective={objective}", f"forward.{anchor}_anchor=1")
     (line,) = metrics(tmp_path)
@@ -91,22 +107,68 @@ def test_a_dead_contrast_ends_the_run(monkeypatch, capsys, tmp_path):
     assert code == 3 and "policy/deviation is exactly 0 after an update that had advantages" in error
 
 
-def test_best_is_regression_on_the_best_videos(monkeypatch, tmp_path):
-    """Loss and gradient equal autograd of mean((v - (noise - x0))^2), and eight updates fit the first draws."""
+@pytest.mark.parametrize("start, settings, words", [
+    (call_forward, [*FORWARD_FAST, *PAIRS[:-1]], "takes columns chosen and rejected; fill them, or set a weight"),
+    (call_forward, [*FORWARD_FAST, PAIRS[-1]], "chosen and rejected are for objective dpo with all reward.terms"),
+    (call_forward, [*FORWARD_FAST, *PAIRS, f"evaluation.eval_clips={runs.CACHE}/pairs.csv"], "3 of 3 rows"),
+    (runs.call, [*runs.FAST, PAIRS[-1]], "chosen and rejected are for objective dpo with all"),
+], ids=["no pairs", "rewards", "evaluation", "another script"])  # fmt: skip
+def test_pairs_are_for_dpo_without_a_reward(monkeypatch, capsys, tmp_path, start, settings, words):
+    code, _, error = start(monkeypatch, capsys, *settings, f"run.output_dir={tmp_path}")
+    assert code == 2 and words in error and "cannot be used" in error
+
+
+def test_pairs_that_are_told_apart_leave_nothing_to_learn(monkeypatch, tmp_path):
+    monkeypatch.setattr(forward_rl, "pair_logits", lambda change, *_: torch.full_like(change, 1000))
+    launch_forward(f"run.output_dir={tmp_path}", *PAIRS, *SHORT)
+    assert [metrics(tmp_path)[0][key] for key in ("actor/loss", "grad_norm", "train/no_signal")] == [0, 0, 1]
+
+
+def regression(draws):
+    """Return best's loss: mean((v - (noise - x0))^2)."""
+    return sum((draw.velocity(draw.x) - draw.target).square().mean() / len(draws) for draw in draws)
+
+
+def preference(draws, beta=100.0):
+    """Return dpo's loss from its four errors at once, against the model without an adapter: pairs share their noise."""
+    losses = []
+    for pair in itertools.combinations(sorted(draws, key=lambda draw: -draw.advantage), 2):
+        if torch.allclose(*(draw.target + draw.x0 for draw in pair), atol=1e-4):
+            policy = [(draw.velocity(draw.x) - draw.target).square().mean() for draw in pair]
+            base = [(draw.velocity.func.reference(draw.x, 0) - draw.target).square().mean() for draw in pair]
+            logit = -beta / 2 * ((policy[0] - base[0]) - (policy[1] - base[1]))
+            losses.append(-torch.log(torch.sigmoid(logit)))
+    assert len(losses) == len(draws) // 2
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("settings, loss_of", [
+    (["forward.objective=best"], regression), (["forward.objective=dpo", "forward.beta=100"], preference),
+    (PAIRS, preference),
+], ids=["best", "dpo", "pairs"])  # fmt: skip
+def test_chosen_videos_train_by_the_published_loss(monkeypatch, tmp_path, settings, loss_of):
+    """Loss and gradient equal autograd, and eight updates fit the first draws."""
     make, first, expected = train_forward_rl.make_draws, [], []
 
     def watched_make(*arguments, **settings):
         draws, old = make(*arguments, **settings)
         first.extend([] if first else draws)
-        loss, again = (sum((d.velocity(d.x) - d.target).square().mean() / len(of) for d in of) for of in (draws, first))
+        loss, again = loss_of(draws), loss_of(first)
         parameters = [p for p in draws[0].velocity.func.model.parameters() if p.requires_grad]
         norm = sum(gradient.square().sum() for gradient in torch.autograd.grad(loss, parameters)) ** 0.5
         expected.append([loss.item(), norm.item(), again.item()])
         return draws, old
 
+    def check_pair(rollout, run, members):
+        """Member 0 is the chosen clip. The rejected one is as bright in its first frame, and darkens."""
+        x0 = run.conditions.clip_latents(run.samples[members[0].row])
+        apart = (rollout.x0 - x0).square().mean((0, 1, 3, 4)).tolist()
+        assert any(apart) == bool(members[0].member) and 10 * apart[0] <= apart[-1]
+
+    runs.watch(monkeypatch, Run, "read_pair", check_pair)
     monkeypatch.setattr(train_forward_rl, "make_draws", watched_make)
     epoch = ["forward.inner_epochs=8", "train.max_steps=8", "run.sample_videos=0"]
-    launch_forward(f"run.output_dir={tmp_path}", "forward.objective=best", *epoch)
+    launch_forward(f"run.output_dir={tmp_path}", *settings, *epoch)
     for line, (loss, norm, _) in zip(metrics(tmp_path), expected, strict=True):
         assert [line["actor/loss"], line["grad_norm"]] == pytest.approx([loss, norm], rel=1e-4)
     assert expected[-1][2] < 0.95 * expected[0][2]

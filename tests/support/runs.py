@@ -23,7 +23,7 @@ from lora_dialects import read_adapter
 import train_flow_grpo
 import train_forward_rl
 import train_reward_fl
-from rewardfl import lora
+from rewardfl import data, lora
 from rewardfl.rewards.face import parity as face_parity
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +70,23 @@ def table(path, part, clips):
     return path
 
 
+def pair_table(path, people):
+    """Write a table of pairs: the first clips of the world, and the same growing dark; return its path.
+
+    The noise is drawn by names next to the table.
+    """
+    rows = [line.split(",", 1) for line in (WORLD / "train" / "metadata.csv").read_text().splitlines()[1 : people + 1]]
+    for name, _ in rows:
+        (Path(path).parent / "videos").mkdir(exist_ok=True)
+        shutil.copy(WORLD / "train" / name, Path(path).parent / name)
+        dark = data.read_video(WORLD / "train" / name)
+        dark[1:] //= 3
+        data.write_video(Path(path).parent / f"{name}.dark.mp4", dark, fps=8)
+    lines = ["chosen,rejected,prompt", *(f"{name},{name}.dark.mp4,{prompt}" for name, prompt in rows)]
+    Path(path).write_text("\n".join(lines) + "\n")
+    return path
+
+
 # a quarter of the world's own size: faces are found in it, and no claim is about the size
 SMALL = ["data.height=32", "data.width=32", "data.num_frames=5"]
 FACE_ALONE = ["reward.motion_weight=0", "reward.others={}"]
@@ -102,6 +119,11 @@ GRPO_FAST = [
 FORWARD_FAST = [
     *QUICK, "sample.num_inference_steps=4", "forward.groups=2", "forward.group_size=2",
     "train.per_device_train_batch_size=2", "--trust-code", *RED,
+]  # fmt: skip
+# dpo from a table of three pairs, without a rollout
+PAIRS = [
+    "forward.objective=dpo", "forward.beta=100", "reward.terms={score: {name: motion, weight: 0}}",
+    "train.per_device_train_batch_size=1", f"data.file_name={pair_table(f'{CACHE}/pairs.csv', 3)}",
 ]  # fmt: skip
 
 

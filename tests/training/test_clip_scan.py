@@ -87,7 +87,7 @@ def plan(tmp_path):
 def make_plan(folder, **settings):
     return SimpleNamespace(
         data=config.DataConfig(file_name=str(folder / "metadata.csv"), **SIZE, **settings), rewards=(),
-        supervised=False, processes_per_clip=1, run=SimpleNamespace(seed=0), anchor=config.AnchorConfig(),
+        supervised=False, pairs=False, processes_per_clip=1, run=SimpleNamespace(seed=0), anchor=config.AnchorConfig(),
     )  # fmt: skip
 
 

@@ -78,8 +78,12 @@ def test_groups_that_hardly_differ_count_in_no_deviation(std, objective):
         assert not rows or torch.equal(advantages[rows], score_rows(rows, 0.0)[1])
 
 
-def test_best_keeps_one_video_of_each_group_whichever_process_has_it():
-    """A video's number is its position. In group 0 the members 2 and 3 are the best, in group 1 all are equal."""
+@pytest.mark.parametrize("objective, shares", [
+    ("best", [([[2, 2]], [1]), ([[4, 4]], [0])]),
+    ("dpo", [([[0, 0], [2, 2]], [-1, 1]), ([[4, 4], [5, 5]], [0, 0])]),
+])  # fmt: skip
+def test_chosen_videos_of_each_group_stay_whichever_process_has_them(objective, shares):
+    """A video's number is its position. In group 0 the member 2 is the best, 0 the worst, in group 1 all are equal."""
     rollouts, sent, yes = [], [], torch.ones(4).bool()
     for numbers in ((0, 3), (1, 2)):  # the members of two processes
         members = [Member(0, group, n, 0, 0, 0) for group in (0, 1) for n in numbers]
@@ -89,13 +93,17 @@ def test_best_keeps_one_video_of_each_group_whichever_process_has_it():
     terms = [Term(key="", label="score", reward=Reward(), weight=weight, mean=0.0, std=1.0) for weight in (1.0, 2.0)]
     scores = torch.tensor([[[1.0, 5, 5, 5], [0, 0, 0, 0]], [[4, 3, 5, 5], [0, 1, 0, 0]]])  # by process and term
     results = [[RewardResult(RewardOutput(each, yes, {}), ~yes) for each in process] for process in scores]
-    group = ForwardConfig(group_size=4, groups=2, objective="best")
+    group = ForwardConfig(group_size=4, groups=2, objective=objective)
     scored = score_epoch(JOB, terms, results, rollouts, group, {}, 0, first=True)
-    share = Geometry(group_size=1, groups=2, world=2)
-    for rank, expected in ((0, ([[2, 2]], [1])), (1, ([[4, 4]], [0]))):
-        job = SimpleNamespace(rank=rank, device="cpu", gather_lists=lambda items: sent.extend(items) or sent)
-        for rollout, advantages in zip(rollouts, scored.advantages, strict=True):
-            videos, share_scores = keep_trained(job, [rollout], replace(scored, advantages=[advantages]), share)
+    share = Geometry(group_size=len(shares[0][1]), groups=2, world=2)
+    plan = SimpleNamespace(training=share, geometry=Geometry(group_size=4, groups=2, world=2, batch=4))
+    sides = [([rollouts[rank]], replace(scored, advantages=[scored.advantages[rank]])) for rank in (0, 1)]
+    for side in sides:
+        with pytest.raises(KeyError):  # what it sends
+            keep_trained(SimpleNamespace(gather_lists=lambda items: sent.extend(items) or {}["received"]), plan, *side)
+    for rank, (side, expected) in enumerate(zip(sides, shares, strict=True)):
+        job = SimpleNamespace(rank=rank, device="cpu", gather_lists=lambda _: sent)
+        videos, share_scores = keep_trained(job, plan, *side)
         numbers = [[int(video.x0), int(video.conditioning["n"])] for video in videos]
         assert (numbers, torch.cat(share_scores.advantages).tolist()) == expected
     assert scored.metrics["group/zero_variance"] == 0.5

@@ -1,6 +1,8 @@
 """The noised videos of an update, and whose velocities they carry."""
 
+import contextlib
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -41,20 +43,30 @@ def rollout(rows):
 MOMENTS = {"steps": (2, 3), "seed": 0, "whole_range": True}
 
 
-def draw(rollouts, step=7, needs_old=True):
+@contextlib.contextmanager
+def reference_of(policy):
+    """Take a reference whose velocity is x."""
+    with torch.no_grad():
+        policy.weight.fill_(1.0)
+        yield
+        policy.weight.fill_(3.0)
+
+
+def draw(rollouts, step=7, needs_old=True, objective="nft", advantages=None):
     plan = SimpleNamespace(
-        draws=2, active=(2, 3), run=SimpleNamespace(seed=0), whole_range=True, needs_old=needs_old, needs_base=False
-    )
+        draws=2, active=(2, 3), run=SimpleNamespace(seed=0), whole_range=True, needs_old=needs_old, needs_base=False,
+        group=SimpleNamespace(objective=objective, beta=0.5),
+    )  # fmt: skip
     policy = Policy(3.0)
     parameters = [policy.weight]
     old = OldPolicy(parameters, lambda update: 0.5)
     old.shadow_params[0].fill_(2.0)
     draws, old_velocity = make_draws(
-        plan, step, rollouts, [torch.tensor(rollout.members[0].row) for rollout in rollouts],
+        plan, step, rollouts, advantages or [torch.tensor(rollout.members[0].row) for rollout in rollouts],
         lambda conditioning, schedule: Velocity(
             backbone=BACKBONE, model=policy, conditioning=conditioning, schedule=schedule
         ),
-        lambda: averaged(old, parameters), torch.device("cpu"),
+        lambda: averaged(old, parameters), lambda: reference_of(policy), torch.device("cpu"),
     )  # fmt: skip
     assert policy.weight == 3.0  # the swap is undone
     return draws, old_velocity
@@ -88,3 +100,16 @@ def test_noises_depend_only_on_group_draw_and_update():
         torch.testing.assert_close(noise[0], noise[2])
         assert not torch.allclose(noise[0], noise[1])
     assert not any(torch.allclose(a, b) for a, b in itertools.combinations(noises, 2))
+
+
+def test_the_videos_of_a_pair_share_noise_and_have_its_logit():
+    """One video in each pass: group 1 has a rejected and a chosen one, and group 2 no pair."""
+    videos = [rollout([1]), replace(rollout([1]), x0=torch.full((1, *SHAPE), -4.0)), rollout([2]), rollout([2])]
+    draws, _ = draw(videos, needs_old=False, objective="dpo", advantages=[torch.tensor([a]) for a in (-1.0, 1, 0, 0)])
+    for rejected, chosen, *others in (draws[::2], draws[1::2]):
+        assert chosen.sigma == rejected.sigma
+        torch.testing.assert_close(chosen.target + chosen.x0, rejected.target + rejected.x0)
+        errors = [[((w * d.x - d.target) ** 2).mean().item() for w in (3, 1)] for d in (chosen, rejected)]
+        assert [float(d.reference) for d in (chosen, rejected)] == pytest.approx([errors[0][1], errors[1][1]])
+        logit = -0.5 / 2 * ((errors[0][0] - errors[0][1]) - (errors[1][0] - errors[1][1]))
+        assert [float(d.logit) for d in (chosen, rejected, *others)] == pytest.approx([logit, logit, 0, 0])

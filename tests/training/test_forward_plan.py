@@ -26,10 +26,14 @@ def test_the_steps_of_the_trained_expert_are_drawn():
     assert run.whole_range and run.schedule(PUBLISHED.latent_shape(480, 832, 81)).at(2.999).sigmas[0] >= 0.9
     best = resolve("forward.objective=best", "anchor.draws=3", processes=2)  # 32 groups
     assert best.backwards_per_update == 8 * (2 + 3) and best.training.samples == 32
+    pairs = resolve("forward.objective=dpo", "anchor.draws=3", processes=2)
+    assert pairs.backwards_per_update == 16 * (2 + 3) and pairs.training.samples == 64 and pairs.old_decay == 0
     both = resolve("model.trainable_models=dit,dit2", "forward.sigmas=[2, 3]", "anchor.weight=0")
     assert both.active == (2, 3)
 
 
+# pairs come from a table
+NO_REWARD = "reward.terms={score: {weight: 0}}"
 UNDISTILLED = ["model.distill_lora.high=", "model.distill_lora.low="]
 
 
@@ -51,7 +55,12 @@ def test_defaults_are_the_objectives(settings, scale, decay):
     (["model.trainable_models=dit,dit2", "forward.sigmas=[4]"], ["high_noise is used at none of the steps [4]"]),
     (["forward.mix=0.1"], ["forward.mix does nothing without objective nft; set it, or remove mix"]),
     (["forward.objective=best", "forward.advantage.clip=1"], ["advantage.clip does nothing without objective rvm"]),
+    (["forward.objective=dpo", "forward.old_policy.anchor=1"], ["old_policy does nothing without objective"]),
+    (["forward.beta=10"], ["forward.beta does nothing without objective dpo; set it, or remove beta"]),
     (["forward.objective=best", "forward.groups=3"], ["a multiple of 2 (processes x updates_per_epoch), got 3"]),
+    (["forward.objective=dpo", NO_REWARD], ["forward.group_size must be 2 without a reward's weight"]),
+    (["forward.objective=dpo", NO_REWARD, "train.per_device_train_batch_size=4"], ["does nothing without a reward's"]),
+    ([NO_REWARD], ["reward.terms: no weight is above 0"]),
     (["forward.old_policy.rate=0.1"], ["old_policy.rate does nothing without a decay above 0"]),
     (["train.max_steps=3"], ["train.max_steps must be whole epochs of 2 updates, got 3; try 2 or 4"]),
     (["forward.groups=3", "train.per_device_train_batch_size=5"], ["forward.groups, group_size, updates_per_epoch"]),

@@ -41,7 +41,7 @@ def test_evaluation_on_the_trained_clips_only_is_refused():
 
 
 def sample_of(name):
-    row = SimpleNamespace(id=name, prompt="talking", video=None, offers=("picture",))
+    row = SimpleNamespace(id=name, prompt="talking", video=None, rejected=None, offers=("picture",))
     return Sample(row=row, clip={}, size=(32, 32), references=())
 
 
