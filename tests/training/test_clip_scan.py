@@ -93,7 +93,7 @@ def make_plan(folder, **settings):
 
 def find_samples(plan, store, rewards, limits=dict):
     """Return the samples and the messages."""
-    terms = [SimpleNamespace(reward=reward, key="reward", weight=1.0) for reward in rewards]
+    terms = [SimpleNamespace(reward=reward, key="reward", weight=1.0, decides=True) for reward in rewards]
     job = one_process()
     rows = setup_data.scan_rows(plan, job, SimpleNamespace(takes_image=True, frame_rate=8, prompt_limits=limits))
     return setup_data.find_samples(plan.data, rows.train, terms, store, job), rows.messages + job.printed
