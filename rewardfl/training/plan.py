@@ -70,11 +70,6 @@ class RunPlan:
         """Return the updates that train on one set of rollouts."""
         return 1
 
-    @property
-    def has_verdict(self) -> bool:
-        """Return whether moves of gradient_mode endpoint are judged before they are learned."""
-        return isinstance(self.sample, schema.SampleConfig) and self.sample.verdict is not None
-
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFlPlan(RunPlan):

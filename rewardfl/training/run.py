@@ -25,7 +25,7 @@ from rewardfl import data, group_plan, lora, reward_flow, sde
 from rewardfl.backbones import protocol
 from rewardfl.backbones.protocol import Backbone, Conditioning, Decoder, Experts, Schedule, Velocity
 from rewardfl.config import AnyConfig
-from rewardfl.config.schema import SampleConfig, VerdictConfig
+from rewardfl.config.schema import SampleConfig
 from rewardfl.epoch_order import due_this_epoch
 from rewardfl.memory import offload, sharding
 from rewardfl.noise import draw_noise, noise_seed
@@ -486,7 +486,8 @@ def start(headers: Headers, run_folder: RunFolder, interruption: Interruption) -
     scales = evaluation.find_scales(run_plan.data, job, terms, conditions, decoder, held_out)
     model, trained = setup_model.load_experts(run_plan, backbone, job)
     setup_model.fill_adapters(model, trained, backbone, run_plan.init, resume_point, restored)
-    epsilon = ADAM_EPSILON if run_plan.has_verdict else 1e-8
+    sample = run_plan.sample if isinstance(run_plan.sample, SampleConfig) else SampleConfig()
+    epsilon = 1e-8 if sample.verdict is None else ADAM_EPSILON
     learner = make_learner(run_plan.train, job, backbone, model, trained, last_step, restored, epsilon)
     average, old_policy, start_policy = _make_averages(run_plan, learner, restored)
     log = open_log(run_plan, headers.settings, job, run_folder, state, restored, last_step)
@@ -501,7 +502,10 @@ def start(headers: Headers, run_folder: RunFolder, interruption: Interruption) -
         decoder=decoder, model=model, learner=learner, average=average, old_policy=old_policy, sampler=sampler, log=log,
         start_policy=start_policy, last_step=last_step, done=state.step, worker_pools=pools,
         graphs=_kept_graphs(run_plan, job), anchors=setup_data.make_anchors(run_plan, conditions, samples, job.device),
-        verdict=_make_verdict(run_plan, job, terms, samples, state, decoder),
+        verdict=MoveJudge(
+            sample=sample, samples=samples, state=state.verdict, decode=decoder.decode, job=job,
+            terms={i: term for i, term in enumerate(terms) if term.decides},
+        ),
     )  # fmt: skip
 
 
@@ -509,21 +513,6 @@ def _kept_graphs(run_plan: plan.AnyPlan, job: Distributed) -> reward_flow.KeptGr
     if not isinstance(run_plan, plan.RewardFlPlan):
         return reward_flow.KeptGraphs()
     return reward_flow.KeptGraphs(run_plan.graphs_of, offload.graph_context(run_plan.memory.active_graphs, job.device))
-
-
-def _make_verdict(
-    run_plan: plan.AnyPlan,
-    job: Distributed,
-    terms: Sequence[Term],
-    samples: Sequence[Sample],
-    state: RunState,
-    decoder: Decoder,
-) -> MoveJudge:
-    sample = run_plan.sample if isinstance(run_plan, plan.RewardFlPlan) else SampleConfig()
-    return MoveJudge(
-        settings=sample.verdict or VerdictConfig(), lengths=sample.lengths, samples=samples, state=state.verdict,
-        terms={i: term for i, term in enumerate(terms) if term.decides}, decode=decoder.decode, job=job,
-    )  # fmt: skip
 
 
 def _make_averages(

@@ -2,15 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rewardfl import verdict
-from rewardfl.backbones import protocol
-from rewardfl.backbones.protocol import Velocity
-from rewardfl.config.schema import VerdictConfig
+from rewardfl.backbones.protocol import Conditioning, Velocity
+from rewardfl.config.schema import SampleConfig, VerdictConfig
 from rewardfl.reward_flow import Trajectory, endpoint_change
 from rewardfl.rewards.scoring import Term, score_safely
 from rewardfl.training.distributed import Distributed
@@ -18,7 +17,7 @@ from rewardfl.training.samples import Batch, Sample
 from rewardfl.verdict import Choice, VerdictState
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Move:
     """What one forward pass of B samples learns, on the device."""
 
@@ -32,35 +31,25 @@ class Move:
         """Return by how much the policy's x0 differs from the rollout's, as `shift`."""
         return endpoint_change(self.velocity, self.trajectory, self.batch.schedule.sigmas)
 
-    def sample(self, i: int) -> "Move":
-        """Return the move of one sample of the pass."""
-        conditioning, trajectory = protocol.select_rows(self.batch.conditioning, [i]), self.trajectory
-        latents = {step: x[[i]] for step, x in trajectory.latents.items()}
-        velocities = {step: v[[i]] for step, v in trajectory.velocities.items()}
-        return Move(
-            batch=replace(self.batch, rows=[self.batch.rows[i]], conditioning=conditioning),
-            velocity=replace(self.velocity, conditioning=protocol.select_rows(self.velocity.conditioning, [i])),
-            trajectory=Trajectory(x0=trajectory.x0[[i]], latents=latents, velocities=velocities),
-            shift=self.shift[[i]],
-            choice=Choice(**{name: value[[i]] for name, value in vars(self.choice).items()}),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class MoveJudge:
     """The verdict of a run on moves of its samples' clean latents."""
 
-    settings: VerdictConfig
-    lengths: tuple[float, ...]
+    sample: SampleConfig
     terms: Mapping[int, Term]  # those that count or that `pareto` lists, by their position among the run's
     samples: Sequence[Sample]
     state: VerdictState
-    decode: Callable[[Tensor, protocol.Conditioning], Tensor]
+    decode: Callable[[Tensor, Conditioning], Tensor]
     job: Distributed
+
+    @property
+    def settings(self) -> VerdictConfig:
+        return self.sample.verdict or VerdictConfig()
 
     def moves(self, x0: Tensor, grad_x0: Tensor, share: float) -> tuple[Tensor, Tensor]:
         """Return verdict.moves by the run's lengths."""
-        return verdict.moves(x0, grad_x0, self.lengths, share)
+        return verdict.moves(x0, grad_x0, self.sample.lengths, share)
 
     def score(self, batch: Batch, x0: Tensor) -> Tensor:
         """Decode and score clean latents (B, C, T, h, w) without a graph: (B, T) float64, NaN for an invalid score."""
@@ -73,24 +62,17 @@ class MoveJudge:
         return self.job.broadcast_in_clip(torch.stack(scores, 1).to(x0.device))
 
     def choose(
-        self,
-        batch: Batch,
-        velocity: Velocity,
-        trajectory: Trajectory,
-        shifts: Tensor,
-        scores: Tensor,
-        rises: Tensor,
+        self, batch: Batch, velocity: Velocity, trajectory: Trajectory, shifts: Tensor, scores: Tensor, rises: Tensor
     ) -> Move:
         """Return what a pass learns. shifts, rises: of `moves`; scores: (1 + K, B, T), of `score` for each shift."""
-        ids, terms = [self.samples[row].row.id for row in batch.rows], self.terms.values()
+        slacks = [self.settings.pareto.get(term.label, torch.inf) for term in self.terms.values()]
         choice = verdict.choose(
             torch.tensor(batch.rows, device=scores.device), rises, scores,
-            caps=scores.new_tensor([[self._cap(name, term) for term in terms] for name in ids]),
-            scale=self._scale.to(scores), prices=verdict.price(scores.new_tensor(self.lengths), self.state.tau),
-            slacks=scores.new_tensor([self.settings.pareto.get(term.label, torch.inf) for term in terms]),
+            caps=scores.new_tensor([[self._cap(row, term) for term in self.terms.values()] for row in batch.rows]),
+            scale=self._scale.to(scores), slacks=scores.new_tensor(slacks),
+            prices=verdict.price(scores.new_tensor(self.sample.lengths), self.state.tau),
         )  # fmt: skip
-        shift = shifts[choice.move, torch.arange(len(choice.move))]
-        return Move(batch=batch, velocity=velocity, trajectory=trajectory, shift=shift, choice=choice)
+        return Move(batch, velocity, trajectory, shifts[choice.move, torch.arange(len(rises))], choice)
 
     def loss_weights(self, choice: Choice, everywhere: Choice) -> Tensor:
         """Return the weights (B,) of a pass's samples in the loss. everywhere: the choices of all passes, processes."""
@@ -99,47 +81,37 @@ class MoveJudge:
     def finish(self, moves: Sequence[Move], choices: Choice) -> dict[str, float]:
         """Return the metrics of an update, and learn from it: tau, and the rows' scores. Collective.
 
-        choices: of all moves of all processes. After the optimizer's step one sample is measured on each process, if
-        possible one with a move.
+        choices: of all moves of all processes. After the optimizer's step, one pass of each process is measured again.
         """
-        samples = [(move, i) for move in moves for i in range(len(move.choice.row))]
-        move, i = next(((move, i) for move, i in samples if move.choice.accepted[i]), samples[0])
-        realised = self.job.gather(self.realised(move.sample(i)))
-        metrics = self._metrics(choices, realised)
+        kept = max(moves, key=lambda move: int(move.choice.accepted.sum()))
+        realised = self.job.gather(self._realised(kept))
+        accepted, moved = choices.accepted, choices.change[choices.accepted]  # moved: (N, T)
+        numbers = {
+            "accepted": accepted.double(), "can_gain": choices.can_gain.double(),
+            "length": moved.new_tensor(self.sample.lengths)[choices.move[accepted] - 1],
+            "realised_move": realised[:, 0], "realised_gain": realised[:, 1], "tau": moved.new_tensor(self.state.tau),
+        }  # fmt: skip
+        for i, term in enumerate(self.terms.values()):
+            numbers[f"gain/{term.label}"] = moved[:, i]
+            numbers[f"largest_fall/{term.label}"] = torch.cat([-moved[:, i], moved.new_zeros(1)]).max()
+            numbers[f"refused/{term.label}"] = choices.refused[:, i]
         self._record(choices)
-        self.state.adapt(choices.accepted[choices.can_gain].tolist())
-        return metrics
+        self.state.adapt(accepted[choices.can_gain].tolist())
+        return {f"verdict/{name}": float(values.nanmean()) for name, values in numbers.items()}
 
-    def realised(self, move: Move) -> Tensor:
-        """Return the shares (1, 2) of a sample's move, and of its gain, that the policy has now; NaN without a move.
+    def _realised(self, move: Move) -> Tensor:
+        """Return the shares (B, 2) of the moves, and of their gains, that the policy has now; NaN without a move.
 
         The first is the change of x0 along the move, over the move.
         """
-        choice = move.choice
+        choice, shift = move.choice, move.shift.flatten(1)
         with torch.no_grad():
             change = move.change()
             scores = self.score(move.batch, move.trajectory.x0 + change)
         values = verdict.value(torch.stack([choice.score, scores]), choice.caps, self._scale.to(scores))
-        along = (change * move.shift).sum() / move.shift.square().sum()
-        shares = torch.stack([along.double()[None], (values[1] - values[0]) / choice.gain], 1)
+        along = (change.flatten(1) * shift).sum(1) / shift.square().sum(1)
+        shares = torch.stack([along.double(), (values[1] - values[0]) / choice.gain], 1)
         return shares.masked_fill(~choice.accepted[:, None], torch.nan)
-
-    def _metrics(self, choices: Choice, realised: Tensor) -> dict[str, float]:
-        """Return the metrics of an update. All arguments are of all processes."""
-        accepted, moved = choices.accepted, choices.change[choices.accepted]  # moved: (N, T)
-        lengths = choices.change.new_tensor(self.lengths)[choices.move[accepted] - 1]
-        numbers = {
-            "accepted": accepted.double(), "can_gain": choices.can_gain.double(), "length": lengths,
-            "realised_move": realised[:, 0], "realised_gain": realised[:, 1],
-        }  # fmt: skip
-        metrics = {f"verdict/{name}": float(each.nanmean()) for name, each in numbers.items()}
-        metrics["verdict/tau"] = self.state.tau
-        for i, term in enumerate(self.terms.values()):
-            falls = torch.cat([-moved[:, i], moved.new_zeros(1)])
-            metrics[f"verdict/gain/{term.label}"] = float(moved[:, i].mean())
-            metrics[f"verdict/largest_fall/{term.label}"] = float(falls.max())
-            metrics[f"verdict/refused/{term.label}"] = float(choices.refused[:, i].mean())
-        return metrics
 
     def _record(self, choices: Choice) -> None:
         """Add the valid scores of the terms whose caps are quantiles."""
@@ -156,8 +128,8 @@ class MoveJudge:
     def _has_cap(self, term: Term) -> bool:
         return term.reward.has_cap or term.label in self.settings.caps
 
-    def _cap(self, row: str, term: Term) -> float:
+    def _cap(self, row: int, term: Term) -> float:
         """Return the cap of a term for a row; infinite where the reward ends at one itself."""
         if self._has_cap(term):
             return self.settings.caps.get(term.label, torch.inf)
-        return self.state.cap(row, term.label)
+        return self.state.cap(self.samples[row].row.id, term.label)

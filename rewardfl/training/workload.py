@@ -139,18 +139,19 @@ def _reward_fl(common: Workload, plan: RewardFlPlan) -> Workload:
     if plan.supervised:
         return common
     verdict = plan.sample.verdict  # its moves wait until all passes of an update have them
+    measured = 0 if verdict is None else 1 / plan.train.gradient_accumulation_steps  # after the optimizer's step
     return replace(
         common,
         # and the velocity that replay takes as a constant
         rollout=_times(passes_of_velocity, Counter(experts))
         + (replay if passes_of_velocity == 2 and not both else Counter())
-        + (_times(passes_of_velocity / clips_per_gpu, replay) if verdict is not None else Counter()),
+        + _times(measured * passes_of_velocity, replay),
         replay=_times(1 + both, replay),
         backward_passes=_times(1 + both, replay + Counter(experts[i] for i in twice)),
         reference=_times(passes_of_velocity, Counter(experts[i] for i in plan.kl_steps)),
         graphs=1 + both,
         reward_gradient=True,
-        judged=0 if verdict is None else 1 + len(plan.sample.lengths) + 1 / clips_per_gpu,
+        judged=0 if verdict is None else 1 + len(plan.sample.lengths) + measured,
         decode_caches=plan.memory.decode_caches,
         kept_chunks=plan.memory.kept_chunks,
         # the active steps' latents and velocities, x0, its gradient, the noise, and the network's output

@@ -671,7 +671,9 @@ def test_the_text_encoder_is_gone_before_the_vae_comes():
 def test_videos_of_the_base_model_before_training(published):
     """Those of rows without a clip: passes of each step and one decoding, without an adapter."""
     cfg = config.load(ROOT / "configs" / "wan22_face.yaml", ["reward.base_noises=3", "train.max_steps=1"])
-    rows = [SimpleNamespace(size=None, offers=offers, rejected=None) for offers in (("clip",), ("picture",), ("picture",))]
+    rows = [
+        SimpleNamespace(size=None, offers=offers, rejected=None) for offers in (("clip",), ("picture",), ("picture",))
+    ]
     work = make_workload(resolve(cfg, PUBLISHED, 4, here=False), PUBLISHED, rows)
     costs = published(ADAPTER)
     expert = costs.experts["low_noise"]
