@@ -139,7 +139,7 @@ def test_the_cap_is_a_quantile_of_one_rows_scores():
 
 def test_twice_the_length_is_twice_the_gradient():
     """At the velocity of the rollout. The endpoint's own loss divides by the length, which cancels."""
-    rewards, norms, own = torch.tensor([1.0, 0.2, 3.0], dtype=torch.float64), [], []
+    rewards, norms, self_normalised = torch.tensor([1.0, 0.2, 3.0], dtype=torch.float64), [], []
     for length in (0.1, 0.2):
         model, velocity, trajectory, sigmas, grad_x0 = endpoint_step(rewards)
         with torch.no_grad():
@@ -151,9 +151,9 @@ def test_twice_the_length_is_twice_the_gradient():
         norms.append(torch.cat([grad.flatten() for grad in gradients(model).values()]))
         model.zero_grad()
         reward_flow.replay_endpoint(velocity, trajectory, sigmas, grad_x0, length, 1.0)
-        own.append(torch.cat([grad.flatten() for grad in gradients(model).values()]))
+        self_normalised.append(torch.cat([grad.flatten() for grad in gradients(model).values()]))
     torch.testing.assert_close(norms[1], 2 * norms[0], rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(own[1], own[0], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(self_normalised[1], self_normalised[0], rtol=1e-9, atol=1e-12)
 
 
 def test_the_loss_is_a_mean_over_moves_and_a_mean_over_the_others():

@@ -365,7 +365,9 @@ class VerdictConfig(Section):
     A sample learns the move whose gain of the weighted, normalised and capped reward exceeds its price the most.
     """
 
-    # Weight of staying at x0 for a sample without such a move, against the weight 1 of the moves; 0: none.
+    # Weight of staying at the averaged policy's x0 for a sample without such a move, against 1 for the moves; 0: none.
+    # The moves, too, hold the policy there, and short ones more than they move it. With train.ema_decay 0 the videos
+    # are the policy's, and nothing holds it.
     keep: NonNegative = 10.0
     # A move costs endpoint_length^2 / (2 tau). This is the first tau: it adapts to 30 to 60 % of samples with a move.
     tau: Positive = 0.1
@@ -929,8 +931,11 @@ class RewardFlConfig(Section):
     def _endpoint_conflicts(self) -> Iterator[str]:
         """Yield the settings that gradient_mode endpoint excludes."""
         needs = "sample.gradient_mode endpoint"
-        if self.train.ema_decay == 0:
+        if self.train.ema_decay == 0 and self.sample.verdict is None:
             yield f"{needs} makes its videos by averaged weights; set train.ema_decay, for example to 0.5"
+        if self.sample.verdict is not None:
+            has_average = self.train.ema_decay > 0
+            yield from _unread([(self.sample.verdict, "sample.verdict", ("keep",), has_average, "a train.ema_decay")])
         if self.reward.kl_weight != 0:
             yield f"{needs} stays near the averaged weights and has no KL; set reward.kl_weight: 0"
         if self.train.memory.active_graphs != "replay":

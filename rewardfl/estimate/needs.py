@@ -42,7 +42,7 @@ def flops(costs: Costs, work: Workload, operation: Operation | None = None) -> d
         for name, count in work.rollout.items()
         if name != cached
     )
-    decodes = 1 + work.judged if work.rollout else 0
+    decodes = 1 + work.verdict_decodes if work.rollout else 0
     parts = {"rollout": rollout, "decode": decodes * decode(costs.chunks, "forward")}
     if work.reward_gradient:
         decodes = 2 if work.decode_caches == "segment" else 1

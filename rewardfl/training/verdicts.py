@@ -83,8 +83,8 @@ class MoveJudge:
 
         choices: of all moves of all processes. After the optimizer's step, one pass of each process is measured again.
         """
-        kept = max(moves, key=lambda move: int(move.choice.accepted.sum()))
-        realised = self.job.gather(self._realised(kept))
+        measured = max(moves, key=lambda move: int(move.choice.accepted.sum()))
+        realised = self.job.gather(self._realised(measured))
         accepted, moved = choices.accepted, choices.change[choices.accepted]  # moved: (N, T)
         numbers = {
             "accepted": accepted.double(), "can_gain": choices.can_gain.double(),

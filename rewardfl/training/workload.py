@@ -56,7 +56,7 @@ class Workload:
     anchor_to_reference: bool = False  # each of these with a second pass, without a graph
     graphs: int = 1  # passes whose graphs live together
     reward_gradient: bool = False  # the reward's gradient goes back through the decoder
-    judged: float = 0  # further decodings of a verdict, without a graph
+    verdict_decodes: float = 0  # further decodings, without a graph
     averages: int = 0  # moving averages of the adapter that are kept
     samples_in_flight: int = 0  # videos of one process that are stored until an epoch's updates
     latents_kept: Mapping[str, int] = field(default_factory=dict)  # stored latents of each, by samples_on
@@ -151,7 +151,7 @@ def _reward_fl(common: Workload, plan: RewardFlPlan) -> Workload:
         reference=_times(passes_of_velocity, Counter(experts[i] for i in plan.kl_steps)),
         graphs=1 + both,
         reward_gradient=True,
-        judged=0 if verdict is None else 1 + len(plan.sample.lengths) + measured,
+        verdict_decodes=0 if verdict is None else 1 + len(plan.sample.lengths) + measured,
         decode_caches=plan.memory.decode_caches,
         kept_chunks=plan.memory.kept_chunks,
         # the active steps' latents and velocities, x0, its gradient, the noise, and the network's output

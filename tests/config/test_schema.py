@@ -253,6 +253,7 @@ UNSTORED = "train.memory.use_gradient_checkpointing=false"
         (f"{ENDPOINT} reward.kl_weight=0", "endpoint makes its videos by averaged weights; set train.ema_decay"),
         (f"{ENDPOINT} train.ema_decay=0.5", "endpoint stays near the averaged weights and has no KL; set reward.kl"),
         (f"{ENDPOINT} {KEPT}", "endpoint has no graphs in its rollout; set train.memory.active"),
+        (f"{ENDPOINT} sample.verdict.keep=2", "sample.verdict.keep does nothing without a train.ema_decay; set it, or"),
         ("sample.verdict={}", "sample.verdict does nothing without gradient_mode endpoint; set it, or remove verdict"),
         (f"{ENDPOINT} sample.endpoint_length=[0.1,0.2]", "takes one endpoint_length without sample.verdict; name one"),
         (f"{ENDPOINT} sample.endpoint_length=[0.2,0.1]", "endpoint_length must be .*lengths in increasing order"),

@@ -597,12 +597,12 @@ def test_a_verdict_adds_decodings_and_a_pass(published):
     """Of x0, of each move, and of one sample of an update after its step."""
     endpoint = ["sample.gradient_mode=endpoint", "train.ema_decay=0.5", "reward.kl_weight=0"]
     many = ["sample.verdict={}", "sample.endpoint_length=[0.1,0.2,0.4]", "train.gradient_accumulation_steps=2"]
-    plain, judged = configured(*endpoint), configured(*endpoint, *many)
+    plain, verified = configured(*endpoint), configured(*endpoint, *many)
     measured = published(ADAPTER)
-    (before, after), expert = [needs.flops(measured, run) for run in (plain, judged)], measured.experts["low_noise"]
+    (before, after), expert = [needs.flops(measured, run) for run in (plain, verified)], measured.experts["low_noise"]
     assert after["decode"] == pytest.approx((1 + 4 + 0.5) * before["decode"])
     assert after["rollout"] - before["rollout"] == pytest.approx(0.5 * expert.forward)
-    assert (judged.samples_in_flight, judged.latents_kept["gpu"], plain.samples_in_flight) == (2, 4, 0)
+    assert (verified.samples_in_flight, verified.latents_kept["gpu"], plain.samples_in_flight) == (2, 4, 0)
 
 
 # ---- the host's memory ----
