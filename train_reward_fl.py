@@ -129,6 +129,7 @@ def train(run: RewardFlRun) -> int:
             # One regression for all samples: towards x0 + shift, and of the others towards x0.
             if moves:
                 choices = run.gather([move.choice for move in moves])
+                step.rests = run.verdict.rests(choices)
             for move in moves:
                 with timer("replay"), micro_batch():
                     weights = run.verdict.loss_weights(move.choice, choices)  # (B,)

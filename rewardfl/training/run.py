@@ -84,6 +84,7 @@ class TrainStep:
     rate: float = math.nan  # learning rate
     left_out: float = 0.0  # share of its samples whose groups are left out
     skips: bool = False  # whether nothing is left to learn from
+    rests: bool = False  # whether the gradient is 0, and Adam's moments must not move the weights either
 
     @property
     def number(self) -> int:
@@ -298,6 +299,8 @@ class Run(Generic[PlanT, SamplerT]):
         with step.timer("optimizer"):
             step.rate = float(learner.scheduler.get_last_lr()[0])
             step.norm = 0.0
+            for group in learner.optimizer.param_groups if step.rests else ():
+                group["lr"] = 0.0  # until the scheduler's next value
             if not step.skips:
                 step.norm = self.job.step(learner.optimizer, learner.parameters, self.plan.train.max_grad_norm)
             if self.average is not None and math.isfinite(step.norm) and not step.skips:
@@ -505,6 +508,7 @@ def start(headers: Headers, run_folder: RunFolder, interruption: Interruption) -
         verdict=MoveJudge(
             sample=sample, samples=samples, state=state.verdict, decode=decoder.decode, job=job,
             terms={i: term for i, term in enumerate(terms) if term.decides},
+            always_learns=average is not None or run_plan.anchor.weight > 0,
         ),
     )  # fmt: skip
 

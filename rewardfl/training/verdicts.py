@@ -42,6 +42,7 @@ class MoveJudge:
     state: VerdictState
     decode: Callable[[Tensor, Conditioning], Tensor]
     job: Distributed
+    always_learns: bool  # without a move, too: from the averaged policy or the data anchor
 
     @property
     def settings(self) -> VerdictConfig:
@@ -77,6 +78,10 @@ class MoveJudge:
     def loss_weights(self, choice: Choice, everywhere: Choice) -> Tensor:
         """Return the weights (B,) of a pass's samples in the loss. everywhere: the choices of all passes, processes."""
         return verdict.loss_weights(choice.accepted, everywhere.accepted, self.settings.keep)
+
+    def rests(self, choices: Choice) -> bool:
+        """Return whether an update has nothing to learn. choices: of all passes of all processes."""
+        return not (self.always_learns or bool(choices.accepted.any()))
 
     def finish(self, moves: Sequence[Move], choices: Choice) -> dict[str, float]:
         """Return the metrics of an update, and learn from it: tau, and the rows' scores. Collective.

@@ -1,7 +1,9 @@
 """train_reward_fl.py and the tools as a user runs them, on the embedded tiny world."""
 
 import csv
+import dataclasses
 import hashlib
+import itertools
 import json
 import re
 import shutil
@@ -16,7 +18,7 @@ from PIL import Image
 from pipelines import LinearFlowEuler, latent_shape
 from runs import CACHE, FAST, PACKS, RED, WORLD, adapter, assert_same_run, call, equal_tensors, launch, metrics, watch
 
-from rewardfl import data, lora, reward_flow
+from rewardfl import data, lora, reward_flow, verdict
 from rewardfl.backbones.wan import load as wan_load
 from rewardfl.backbones.wan.decoder import WanDecoder
 from rewardfl.data.clips import read_video_header
@@ -232,6 +234,28 @@ def test_a_verdict_scores_every_move_and_resumes(monkeypatch, capsys, tmp_path):
     assert call(monkeypatch, capsys, *settings, f"run.output_dir={cut(run, resumed, 3)}")[0] == 0
     assert_same_run(resumed, run, 7)
     assert checkpoint.load_state(resumed / "checkpoints" / "latest")["verdict"] == state
+
+
+def test_an_update_without_a_move_leaves_the_weights(monkeypatch, capsys, tmp_path):
+    """Adam's moments of the updates before would move them on, where no averaged policy holds them."""
+    settings = [
+        *FAST, *RED, "--trust-code", "sample.gradient_mode=endpoint", "reward.kl_weight=0", "sample.mid_timestep=4",
+        "sample.endpoint_length=0.01", "sample.verdict={tau: 100}", "run.save_steps=1", "run.sample_videos=0",
+        "train.max_steps=4",
+    ]  # fmt: skip
+    choose, run = verdict.choose, tmp_path / "run"
+
+    def refuse_the_third(*arguments, **more):
+        refuse_the_third.calls += 1
+        choice = choose(*arguments, **more)
+        return dataclasses.replace(choice, move=0 * choice.move) if refuse_the_third.calls == 3 else choice
+
+    refuse_the_third.calls = 0
+    monkeypatch.setattr(verdict, "choose", refuse_the_third)
+    assert call(monkeypatch, capsys, *settings, f"run.output_dir={run}")[0] == 0
+    assert [line["verdict/accepted"] for line in metrics(run)] == [1, 1, 0, 1]
+    saved = [adapter(run, step) for step in (1, 2, 3, 4)]
+    assert [equal_tensors(*pair) for pair in itertools.pairwise(saved)] == [False, True, False]
 
 
 def test_another_learning_rate_and_weight(straight, monkeypatch, capsys, tmp_path):
