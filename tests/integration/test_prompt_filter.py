@@ -14,7 +14,9 @@ from rewardfl.training import checkpoint
 pytestmark = pytest.mark.slow(90)
 
 GRPO = ["grpo.kl_weight=0.1", "grpo.advantage.std=max_group", "grpo.clip_range=0.1"]
-RVM, NFT, AWM, BEST = (["forward.base_anchor=0.1", f"forward.objective={x}"] for x in ("rvm", "nft", "awm", "best"))
+RVM, NFT, AWM, BEST, DPO = (
+    ["forward.base_anchor=0.1", f"forward.objective={x}"] for x in ("rvm", "nft", "awm", "best", "dpo")
+)
 
 
 def train(run, settings, groups, limit, *more):
@@ -25,7 +27,7 @@ def train(run, settings, groups, limit, *more):
     return launch(f"run.output_dir={run}", *settings, *words, "train.warmup_steps=0").stdout, metrics(run)
 
 
-@pytest.mark.parametrize("settings", [GRPO, RVM, NFT, AWM, BEST])
+@pytest.mark.parametrize("settings", [GRPO, RVM, NFT, AWM, BEST, DPO])
 def test_an_update_is_that_of_the_groups_that_are_left(monkeypatch, tmp_path, settings):
     """Groups of two in passes of four, half of each left out. Two updates on one epoch."""
     left, plan = [1, 2], group_plan.plan
@@ -53,7 +55,7 @@ def leave(monkeypatch, *counts):
     monkeypatch.setattr(grpo, "wide_groups", lambda rewards, *_: torch.arange(len(rewards)) < next(left))
 
 
-@pytest.mark.parametrize("settings", [GRPO, NFT])
+@pytest.mark.parametrize("settings", [GRPO, NFT, DPO])
 def test_an_update_with_nothing_left_is_skipped(monkeypatch, tmp_path, settings):
     """It leaves weights, averages and moments. A run that resumes after it is the same to the bit."""
     straight, run = tmp_path / "straight", tmp_path / "run"
@@ -73,7 +75,7 @@ def test_an_update_with_nothing_left_is_skipped(monkeypatch, tmp_path, settings)
     assert_same_run(run, straight, 3)
 
 
-@pytest.mark.parametrize("settings", [GRPO, NFT])
+@pytest.mark.parametrize("settings", [GRPO, NFT, DPO])
 def test_the_data_anchor_sees_every_row(monkeypatch, tmp_path, settings):
     leave(monkeypatch, 2, 1, 0)
     runs = [train(tmp_path / name, settings, 2, 1, "train.max_steps=1", "anchor.weight=0.5") for name in "abc"]
