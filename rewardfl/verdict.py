@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rewardfl.reward_flow import ascend
-
 CAP_QUANTILE, FEWEST_SCORES = 0.75, 4  # the cap of a term without one, of so many scores of a row or more
 # Adam's: moves are short, so 25 % of the tiny world's gradients are below its usual 1e-8. MEND's code has this value.
 ADAM_EPSILON = 1e-12
@@ -41,15 +39,6 @@ class Choice:
     def accepted(self) -> Tensor:
         """Return whether a sample has a move, (B,) bool."""
         return self.move > 0
-
-
-def moves(x0: Tensor, grad_x0: Tensor, lengths: Sequence[float], share: float) -> tuple[Tensor, Tensor]:
-    """Return no move and the moves by each length (1 + K, B, ...), and whether the reward has a gradient, (B,) bool.
-
-    x0, grad_x0, share: as in reward_flow.ascend.
-    """
-    shifts, rises = zip(*[ascend(x0, grad_x0, length, share) for length in lengths], strict=True)
-    return torch.stack([torch.zeros_like(x0), *shifts]), rises[-1]
 
 
 def price(lengths: Tensor, tau: float) -> Tensor:

@@ -144,9 +144,9 @@ def test_twice_the_length_is_twice_the_gradient():
         model, velocity, trajectory, sigmas, grad_x0 = endpoint_step(rewards)
         with torch.no_grad():
             trajectory.velocities[5] = velocity(trajectory.latents[5], 5)
-        shifts, rises = verdict.moves(trajectory.x0, grad_x0, [length], 1.0)
-        assert rises.all() and shifts.shape == (2, *trajectory.x0.shape) and (shifts[0] == 0).all()
-        error = (reward_flow.endpoint_change(velocity, trajectory, sigmas) - shifts[1]).square().flatten(1).mean(1)
+        shift, rises = reward_flow.ascend(trajectory.x0, grad_x0, length, 1.0)
+        assert rises.all()
+        error = (reward_flow.endpoint_change(velocity, trajectory, sigmas) - shift).square().flatten(1).mean(1)
         (verdict.loss_weights(rises, rises, 10.0) * error).sum().backward()
         norms.append(torch.cat([grad.flatten() for grad in gradients(model).values()]))
         model.zero_grad()

@@ -370,7 +370,7 @@ class VerdictConfig(Section):
     # are the policy's, and nothing holds it.
     keep: NonNegative = 10.0
     # A move costs endpoint_length^2 / (2 tau). This is the first tau: it adapts to 30 to 60 % of samples with a move.
-    tau: Positive = 0.1
+    tau: Positive = 0.01
     # {label of a term: the score above which nothing is gained}. By default a face's own cap; for a reward without one
     # the .75 quantile of the row's scores so far.
     caps: dict[Label, Number] = Field(default_factory=dict)
@@ -1174,11 +1174,6 @@ class RewardSpec:
     mean: float = 0.0
     std: float = 1.0
     guards: bool = False  # may no move lower it? sample.verdict.pareto
-
-    @property
-    def decides(self) -> bool:
-        """Return whether the training depends on the reward."""
-        return self.weight > 0 or self.guards
 
 
 def list_reward_specs(cfg: AnyConfig, pixels_per_token: int = 0, *, for_evaluation: bool = False) -> list[RewardSpec]:

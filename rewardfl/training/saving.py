@@ -1,6 +1,5 @@
 """Write checkpoints and sample videos, and close a run."""
 
-import copy
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -51,7 +50,7 @@ def collect_state(
         scheduler=learner.scheduler.state_dict(),
         optimizer=job.optimizer_state(learner.optimizer, learner.parameters),
         **weights,
-        verdict=copy.deepcopy(vars(run.verdict)),
+        verdict=vars(run.verdict),
         global_batch=batching.global_batch,
         one_shape_batch=batching.one_shape_batch,
     )

@@ -79,7 +79,7 @@ def _scan_table(
     needs = {
         reward.key: cls.comparison(reward.settings)
         for i, (reward, cls) in enumerate(rewards)
-        if reward.decides or i == 0
+        if reward.weight > 0 or reward.guards or i == 0
     }
     classes, split = {reward.key: cls for reward, cls in rewards}, run_plan.processes_per_clip
     bad_sizes = {size: plan.size_problem(clips, backbone, size, split) for size in {row.size for row in rows}}

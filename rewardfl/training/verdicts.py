@@ -10,7 +10,7 @@ from torch import Tensor
 from rewardfl import verdict
 from rewardfl.backbones.protocol import Conditioning, Velocity
 from rewardfl.config.schema import SampleConfig, VerdictConfig
-from rewardfl.reward_flow import Trajectory, endpoint_change
+from rewardfl.reward_flow import Trajectory, ascend, endpoint_change
 from rewardfl.rewards.scoring import Term, score_safely
 from rewardfl.training.distributed import Distributed
 from rewardfl.training.samples import Batch, Sample
@@ -49,8 +49,12 @@ class MoveJudge:
         return self.sample.verdict or VerdictConfig()
 
     def moves(self, x0: Tensor, grad_x0: Tensor, share: float) -> tuple[Tensor, Tensor]:
-        """Return verdict.moves by the run's lengths."""
-        return verdict.moves(x0, grad_x0, self.sample.lengths, share)
+        """Return no move and those by each length (1 + K, B, ...), and whether the reward has a gradient, (B,) bool.
+
+        x0, grad_x0, share: as in reward_flow.ascend.
+        """
+        shifts, rises = zip(*[ascend(x0, grad_x0, length, share) for length in self.sample.lengths], strict=True)
+        return torch.stack([torch.zeros_like(x0), *shifts]), rises[-1]
 
     def score(self, batch: Batch, x0: Tensor) -> Tensor:
         """Decode and score clean latents (B, C, T, h, w) without a graph: (B, T) float64, NaN for an invalid score."""
