@@ -159,7 +159,7 @@ def _reward_fl(common: Workload, plan: RewardFlPlan) -> Workload:
         active_experts=() if plan.sample.gradient_mode == "endpoint" else tuple(experts[i] for i in active),
         kept_steps=len(plan.graphs_of),
         samples_in_flight=0 if verdict is None else clips_per_gpu,
-        latents_kept={"gpu": 4},
+        latents_kept={} if verdict is None else {"gpu": 4},
     )
 
 

@@ -230,7 +230,7 @@ def test_no_video_is_held_during_updates(monkeypatch, tmp_path):
     """Of 480x832x81 each takes 0.4 GB, at the moment at which most is needed."""
     videos, alive = [], []
     watch(monkeypatch, WanDecoder, "decode", lambda video, *_: videos.append(weakref.ref(video)))
-    update = lambda *_: alive.append(sum(video() is not None for video in videos))  # noqa: E731
+    update = lambda *_, **__: alive.append(sum(video() is not None for video in videos))  # noqa: E731
     watch(monkeypatch, Distributed, "gradient_reduction", update)
     launch_grpo(f"run.output_dir={tmp_path}", "train.max_steps=2", "run.sample_videos=0")
     assert len(videos) == 4 and alive == [0, 0]
