@@ -85,7 +85,9 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
                 lora.read_for(expert, file)
     elif enough_people or any(row.video is None for row in rows):  # other tools' videos need only the VAE
         backbone, base = open_vae(cfg.model, cfg.data, quiet=share.quiet)
-    sampling = {key: value for key, value in config.flat(config.to_dict(cfg)).items() if key.startswith(SAMPLING)}
+    # without sample.verdict, which is newer than the first records and samples no video
+    values = config.flat(config.to_dict(cfg)).items()
+    sampling = {k: value for k, value in values if k.startswith(SAMPLING) and not k.startswith("sample.verdict")}
     settings = make_settings(sampling, rows, arms, base, list_dependencies(judges, cfg.reward.det_size))
     study = Study(
         seeds=args.seeds, batch=args.batch, experts=args.experts, clips=cfg.data, sampling=cfg.sample, out=folder.path,
