@@ -85,10 +85,8 @@ def judge_all(args: argparse.Namespace, share: Shard, lock: ExitStack) -> int:
                 lora.read_for(expert, file)
     elif enough_people or any(row.video is None for row in rows):  # other tools' videos need only the VAE
         backbone, base = open_vae(cfg.model, cfg.data, quiet=share.quiet)
-    # without sample.verdict, which is newer than the first records and samples no video
-    values = config.flat(config.to_dict(cfg)).items()
-    sampling = {k: value for k, value in values if k.startswith(SAMPLING) and not k.startswith("sample.verdict")}
-    settings = make_settings(sampling, rows, arms, base, list_dependencies(judges, cfg.reward.det_size))
+    dependencies = list_dependencies(judges, cfg.reward.det_size)
+    settings = make_settings(config.flat(config.to_dict(cfg)), rows, arms, base, dependencies)
     study = Study(
         seeds=args.seeds, batch=args.batch, experts=args.experts, clips=cfg.data, sampling=cfg.sample, out=folder.path,
         arms=tuple(arms), judges=judges, share=share, files=files, fps=fps, starts=starts,
@@ -144,18 +142,25 @@ def check_rows(
 
 
 def make_settings(
-    sampling: Mapping[str, str],
+    values: Mapping[str, str],
     rows: Sequence[data.Row],
     arms: Sequence[Arm],
     base: Mapping[str, str],
     judges: Mapping[str, str],
 ) -> Settings:
-    """Return all that the records depend on, as text that can be compared. base: digests of the model's parts."""
+    """Return all that the records depend on, as text that can be compared. base: digests of the model's parts.
+
+    values: of the configuration by key. A verdict samples no video, and evaluations from before it are continued.
+    """
     files = {row.id: digest_files([path for path in row.files.values() if path]) for row in rows}
     return {
         "records": {"format": str(FORMAT)},
         "data": {"--data": cache.digest({"files": files})[:16]},
-        "sampling": sampling,
+        "sampling": {
+            key: value
+            for key, value in values.items()
+            if key.startswith(SAMPLING) and not key.startswith("sample.verdict")
+        },
         "model": base,
         "judges": judges,
         "adapters": {arm.name: digest_files([arm.adapter])[:16] for arm in arms if arm.adapter is not None},

@@ -60,5 +60,7 @@ def test_a_missing_or_damaged_run_is_refused(tmp_path, content):
 
 def test_settings_depend_on_the_rows():
     rows = data.load_metadata(WORLD / "eval" / "metadata.csv")[:2]
-    settings, other = (make_settings({}, part, ARMS[:1], {}, {}) for part in (rows, rows[:1]))
+    values = {"sample.shift": "5.0", "sample.verdict.tau": "1", "sample.verdict": "None", "train.max_steps": "3"}
+    settings, other = (make_settings(values, part, ARMS[:1], {}, {}) for part in (rows, rows[:1]))
+    assert settings["sampling"] == {"sample.shift": "5.0"}
     assert describe_difference(settings, other).startswith("data: --data was")
