@@ -90,15 +90,10 @@ def build_terms(chosen: Sequence[ResolvedReward], device: torch.device) -> list[
         reward.place = key
         terms.append(
             Term(
-                key=spec.key,
-                label=spec.label,
-                reward=reward,
-                weight=spec.weight,
-                mean=spec.mean,
-                std=spec.std,
+                key=spec.key, label=spec.label, reward=reward, weight=spec.weight, mean=spec.mean, std=spec.std,
                 guards=spec.guards,
-            )  # fmt: skip
-        )
+            )
+        )  # fmt: skip
     return terms
 
 

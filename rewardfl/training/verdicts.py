@@ -77,7 +77,8 @@ class MoveJudge:
             scale=self._scale.to(scores), slacks=scores.new_tensor(slacks),
             prices=verdict.price(scores.new_tensor(self.sample.lengths), self.state.tau),
         )  # fmt: skip
-        return Move(batch, velocity, trajectory, shifts[choice.move, torch.arange(len(rises))], choice)
+        shift = shifts[choice.move, torch.arange(len(rises), device=rises.device)]
+        return Move(batch, velocity, trajectory, shift, choice)
 
     def loss_weights(self, choice: Choice, everywhere: Choice) -> Tensor:
         """Return the weights (B,) of a pass's samples in the loss. everywhere: the choices of all passes, processes."""
